@@ -72,6 +72,11 @@ class Page:
         return [sample.value for sample in samples if labels.items() <= sample.labels.items()]
 
 
+def engine_answers(page: Page) -> bool:
+    """Return whether the daemon has read the engine's page."""
+    return page.value("source_up", source="engine") == 1
+
+
 class Daemon:
     """A running vllm-headroom; its log is in a file."""
 

@@ -147,13 +147,14 @@ def test_an_alert_is_left_out_or_has_what_its_value_says_and_the_others_stay() -
 
 
 def test_helm_refuses_values_that_there_are_not(subtests: pytest.Subtests) -> None:
-    for wrong in [
+    wrong_values: list[dict[str, Any]] = [
         {"addresses": {"runbooks": "git.your.org"}},
         {"dashboard": {}},
-        *({"sidecar": each} for each in NO_SIDECARS),
-        *({"podMonitor": {"interval": each}} for each in ("0s", "0m0s", "", "1s1m")),
+        *({"sidecar": sidecar} for sidecar in NO_SIDECARS),
+        *({"podMonitor": {"interval": interval}} for interval in ("0s", "0m0s", "", "1s1m")),
         {"podMonitor": {"endpoint": {"path": "/"}}},
-    ]:
+    ]
+    for wrong in wrong_values:
         with subtests.test(wrong=wrong):
             assert "values don't meet the specifications of the schema" in helm.refusal(helm.CHART, wrong)
 

@@ -246,20 +246,6 @@ def test_the_engines_processes_are_found_and_their_gpu_is_taken(nvml: FakeNvml, 
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-def test_bad_settings_end_it_with_status_2_and_a_line_each() -> None:
-    result = subprocess.run(
-        [sys.executable, "-m", "vllm_headroom", "--sample-interval-seconds", "0", "--listen-port", "http"],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "HEADROOM_ENGINE_ULR": "x"},
-    )
-
-    assert result.returncode == 2
-    assert len(result.stderr.splitlines()) == 3
-    assert result.stdout == ""
-
-
 def test_an_address_in_use_ends_it_with_status_2(nvml: FakeNvml) -> None:
     with daemon(**nvml.environment()) as running:
         port = running.url.rpartition(":")[2]

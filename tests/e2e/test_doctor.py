@@ -113,21 +113,6 @@ def test_a_driver_and_an_engine_that_hang_do_not_hold_it(nvml: FakeNvml) -> None
     assert time.monotonic() - began < 3 * 10, "nothing waits for what hangs"
 
 
-def test_bad_settings_end_it_with_status_2_and_a_line_each() -> None:
-    answer = doctor("--json", "--sample-interval-seconds", "0", "--listen-port", "http", ENGINE_ULR="x")
-
-    assert (answer.returncode, read_data(answer.stdout)) == (2, {})
-    assert len(answer.stderr.splitlines()) == 3
-
-
-def test_help_says_what_it_does_and_every_setting() -> None:
-    answer = doctor("--help")
-
-    assert (answer.returncode, answer.stderr) == (0, "")
-    assert answer.stdout.startswith("usage: vllm-headroom doctor [--json] [OPTION VALUE]...\n")
-    assert "\n  --engine-url URL " in answer.stdout
-
-
 def test_an_interrupt_is_not_taken_for_success() -> None:
     with EngineServer(hang) as engine:
         environment = OWN | settings({"ENGINE_URL": engine.url})

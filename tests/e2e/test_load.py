@@ -254,16 +254,3 @@ def test_a_reader_who_goes_away_is_no_error(trace: Path) -> None:
         assert load.process.stderr is not None
         assert "Traceback" not in load.process.stderr.read()
         load.process.stderr.close()
-
-
-def test_help_has_an_example_and_fits_a_terminal() -> None:
-    process = subprocess.run(
-        [sys.executable, "-m", "vllm_headroom", "load", "--help"],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=OWN | {"COLUMNS": "80"},
-    )
-
-    assert "  vllm-headroom load --engine-url http://127.0.0.1:8000 --concurrency 64\n" in process.stdout
-    assert max(map(len, process.stdout.splitlines())) <= 80

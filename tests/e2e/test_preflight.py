@@ -205,14 +205,6 @@ def test_a_variable_that_names_no_gpu_is_bad_input(variable: str) -> None:
     )
 
 
-def test_its_help_has_an_example() -> None:
-    process = preflight("--help")
-
-    assert process.returncode == 0
-    assert "\n  vllm-headroom preflight --gpu-memory-utilization 0.92 --wait 120s\n" in process.stdout
-    assert max(map(len, process.stdout.splitlines())) <= 80
-
-
 def test_a_vllm_that_sleeps_is_asked_whether_it_could_wake(nvml: FakeNvml, tmp_path: Path) -> None:
     sleeps = RECORDED.replace('sleep_state="awake"} 1.0', 'sleep_state="awake"} 0.0')
     with EngineServer(page(sleeps)) as server, serving(tmp_path, server.port) as core:

@@ -91,11 +91,3 @@ def test_it_runs_in_the_daemons_environment() -> None:
     process = smoke("--deadline", "0.1s", HEADROOM_LISTEN_PORT="1", HEADROOM_ENGINE_URL="http://127.0.0.1:1")
 
     assert process.returncode == 1
-
-
-def test_its_help_has_an_example() -> None:
-    process = smoke("--help")
-
-    assert process.returncode == 0
-    assert "\n  vllm-headroom smoke --engine-url http://127.0.0.1:8000 --deadline 20m\n" in process.stdout
-    assert max(map(len, process.stdout.splitlines())) <= 80

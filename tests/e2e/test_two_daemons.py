@@ -11,7 +11,7 @@ import pytest
 
 from tests.contract.recorded import FOLDER
 from tests.fakes.engine_server import EngineServer, page
-from tests.process import Page, daemon, eventually
+from tests.process import daemon, engine_answers, eventually
 from vllm_headroom.daemon.state.file import STATE
 from vllm_headroom.daemon.state.lock import FolderLock
 from vllm_headroom.trace.flight import FLIGHT
@@ -20,19 +20,15 @@ RECORDED = (FOLDER / "vllm-0.32.0" / "load-waiting.prom").read_text()
 OTHERS = "another daemon keeps its state here"
 
 
-def answers(page: Page) -> bool:
-    return page.value("source_up", source="engine") == 1
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_the_second_keeps_nothing_until_the_first_has_ended(number: int, tmp_path: Path) -> None:
     state = tmp_path / "state"
     settings = {"STATE_DIR": str(state), "SAMPLE_INTERVAL_SECONDS": "0.2"}
     with EngineServer(page(RECORDED)) as engine, daemon(ENGINE_URL=engine.url, **settings) as first:
-        first.sees(answers, "the engine answers")
+        first.sees(engine_answers, "the engine answers")
         eventually((state / FLIGHT).exists, "the first keeps a record")
         with daemon(ENGINE_URL=engine.url, **settings) as passing:
-            passing.sees(answers, "it exports all the same")
+            passing.sees(engine_answers, "it exports all the same")
             eventually(lambda: OTHERS in passing.log(), "it is told")
             assert passing.stop()[0] == 0
         assert not (state / STATE.name).exists(), "it has kept nothing at its end"
@@ -53,7 +49,7 @@ def test_the_first_no_longer_has_a_folder_that_was_deleted_and_made_anew(tmp_pat
     state = tmp_path / "state"
     settings = {"STATE_DIR": str(state), "SAMPLE_INTERVAL_SECONDS": "0.2"}
     with EngineServer(page(RECORDED)) as engine, daemon(ENGINE_URL=engine.url, **settings) as first:
-        first.sees(answers, "the engine answers")
+        first.sees(engine_answers, "the engine answers")
         eventually((state / FLIGHT).exists, "the first keeps a record")
         state.rename(tmp_path / "deleted")
         with daemon(ENGINE_URL=engine.url, **settings) as second:

@@ -35,23 +35,6 @@ def with_payload(**fields: object) -> dict[str, Any]:
     return TRIGGER | {"payload": TRIGGER["payload"] | fields}
 
 
-def test_an_event_is_accepted_with_its_key(pagerduty: PagerDuty) -> None:
-    answer = post(pagerduty, TRIGGER)
-
-    assert answer.status_code == 202
-    assert answer.json() == {"status": "success", "message": "Event processed", "dedup_key": "one"}
-    assert [(event.action, event.dedup_key, event.notifies) for event in pagerduty.events] == [("trigger", "one", True)]
-
-
-def test_a_trigger_without_a_key_gets_its_own(pagerduty: PagerDuty) -> None:
-    nameless = {name: value for name, value in TRIGGER.items() if name != "dedup_key"}
-
-    keys = {post(pagerduty, nameless).json()["dedup_key"] for _ in range(2)}
-
-    assert len(keys) == 2
-    assert all(event.notifies for event in pagerduty.events)
-
-
 def test_only_what_opens_an_alert_notifies(pagerduty: PagerDuty) -> None:
     for event in (TRIGGER, TRIGGER, RESOLVE, RESOLVE, TRIGGER):
         assert post(pagerduty, event).status_code == 202
@@ -88,17 +71,3 @@ def test_an_invalid_event_is_refused(pagerduty: PagerDuty, event: object, error:
     assert any(found.startswith(error) for found in answer.json()["errors"])
     assert not pagerduty.events
     assert len(pagerduty.refused) == 1
-
-
-def test_what_is_no_event_is_refused(pagerduty: PagerDuty) -> None:
-    assert httpx.post(pagerduty.url, content=b"{", timeout=10).status_code == 400
-    assert httpx.post(pagerduty.url + "/", json=TRIGGER, timeout=10).status_code == 404
-    assert post(pagerduty, with_payload(custom_details={"text": "x" * 512_000})).status_code == 413
-    assert not pagerduty.events
-
-
-def test_it_can_be_too_busy(pagerduty: PagerDuty) -> None:
-    pagerduty.throttled = 2
-
-    assert [post(pagerduty, TRIGGER).status_code for _ in range(3)] == [429, 429, 202]
-    assert len(pagerduty.events) == 1

@@ -37,6 +37,7 @@ def test_every_command_has_a_help_a_version_and_tells_every_mistake_at_once(name
     assert (told.returncode, told.stderr) == (version.returncode, version.stderr) == (0, "")
     assert told.stdout.startswith("usage: vllm-headroom ")
     assert max(map(len, told.stdout.splitlines())) <= 80
+    assert name == "doctor" or f"\n  vllm-headroom {'' if name == 'run' else name}" in told.stdout, "it has an example"
     assert version.stdout == f"vllm-headroom {metadata.version('vllm-headroom')}\n"
     assert (wrong.returncode, wrong.stdout) == (2, "")
     assert wrong.stderr.splitlines()[:3] == [

@@ -9,17 +9,13 @@ from functools import partial
 
 from tests.contract.recorded import FOLDER
 from tests.fakes.engine_server import LOOPBACK, EngineServer, page
-from tests.process import Daemon, Page, daemon, eventually, peak_bytes
+from tests.process import Daemon, daemon, engine_answers, eventually, peak_bytes
 
 RECORDED = (FOLDER / "vllm-0.32.0" / "load-waiting.prom").read_text()
 CLIENTS = 200
 ASKS = b"GET /snapshot.json HTTP/1.1\r\nHost: x\r\n\r\n"
 SETTINGS = {"SAMPLE_INTERVAL_SECONDS": "1", "GATE_READY_SECONDS": "600"}
 MIB = 2**20
-
-
-def answers(page: Page) -> bool:
-    return page.value("source_up", source="engine") == 1
 
 
 async def client(port: int, enough: asyncio.Event) -> int:
@@ -60,7 +56,7 @@ async def crowd(running: Daemon, engine: EngineServer) -> list[int]:
 
 def test_a_crowd_that_asks_for_snapshots_costs_no_gate_and_no_sample() -> None:
     with EngineServer(page(RECORDED)) as engine, daemon(ENGINE_URL=engine.url, **SETTINGS) as running:
-        running.sees(answers, "the engine answers")
+        running.sees(engine_answers, "the engine answers")
 
         answered = asyncio.run(crowd(running, engine))
 

@@ -12,7 +12,7 @@ import pytest
 from tests.contract.recorded import FOLDER
 from tests.e2e.life import HURRIED
 from tests.fakes.engine_server import EngineServer, page
-from tests.process import Daemon, Page, daemon, eventually
+from tests.process import Daemon, daemon, engine_answers, eventually
 
 RECORDED = (FOLDER / "vllm-0.32.0" / "load-waiting.prom").read_text()
 MOUNTS = subprocess.run(["unshare", "-rm", "true"], capture_output=True, check=False).returncode == 0
@@ -25,10 +25,6 @@ def mounted(mount: str, engine: EngineServer, **settings: str) -> AbstractContex
     return daemon(under=under, ENGINE_URL=engine.url, SAMPLE_INTERVAL_SECONDS="1", **settings)
 
 
-def answers(page: Page) -> bool:
-    return page.value("source_up", source="engine") == 1
-
-
 def is_told(running: Daemon, what: str) -> bool:
     return what in running.log()
 
@@ -38,7 +34,7 @@ def test_where_proc_is_not_mounted_the_engine_counts_as_not_seen() -> None:
         EngineServer(page(RECORDED)) as engine,
         mounted("mount -t tmpfs none /proc", engine) as running,
     ):
-        seen = running.sees(answers, "the engine answers")
+        seen = running.sees(engine_answers, "the engine answers")
 
         assert seen.value("source_up", source="process") == 0
         assert seen.value("source_failures_total", source="process", reason="unavailable") >= 1
@@ -51,12 +47,12 @@ def test_a_volume_that_became_read_only_costs_what_is_kept_there_alone(tmp_path:
     files = {"STATE_DIR": str(state), "TRACE_FILE": str(state / "trace")}
     with EngineServer(page(RECORDED)) as engine:
         with daemon(ENGINE_URL=engine.url, SAMPLE_INTERVAL_SECONDS="1", **files) as running:
-            running.sees(answers, "the engine answers")
+            running.sees(engine_answers, "the engine answers")
             assert running.stop()[0] == 0
         before = {file.name: file.read_bytes() for file in state.iterdir()}
         mount = f"mount --bind '{state}' '{state}' && mount -o remount,ro,bind '{state}'"
         with mounted(mount, engine, **HURRIED, **files) as running:
-            running.sees(answers, "the engine answers")
+            running.sees(engine_answers, "the engine answers")
             for what in ("trace not written", "flight record not written", "state is not kept"):
                 eventually(partial(is_told, running, what), what)
             asked = len(engine.requests)

@@ -12,15 +12,11 @@ from msgspec.structs import replace
 from tests.contract.recorded import FOLDER
 from tests.fakes.engine_server import EngineServer, page
 from tests.fakes.preload import preloadable
-from tests.process import Page, daemon, eventually
+from tests.process import daemon, engine_answers, eventually
 from vllm_headroom.daemon.state.file import RUNS, STATE
 
 VOLUME = Path(__file__).parents[2] / "fakes" / "stuck_volume.c"
 RECORDED = (FOLDER / "vllm-0.32.0" / "load-waiting.prom").read_text()
-
-
-def answers(page: Page) -> bool:
-    return page.value("source_up", source="engine") == 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
@@ -29,7 +25,7 @@ def test_a_signal_that_ends_it_saves_the_state_first(number: int, tmp_path: Path
         EngineServer(page(RECORDED)) as engine,
         daemon(ENGINE_URL=engine.url, STATE_DIR=str(tmp_path), SAMPLE_INTERVAL_SECONDS="1") as running,
     ):
-        running.sees(answers, "the engine answers")
+        running.sees(engine_answers, "the engine answers")
         (tmp_path / STATE.name).unlink(missing_ok=True)
 
         assert running.stop(number)[0] == 0
@@ -43,12 +39,12 @@ def test_a_state_that_could_not_be_read_at_first_is_not_written_over_and_taken_u
     settings = {"STATE_DIR": str(state), "SAMPLE_INTERVAL_SECONDS": "1"}
     with EngineServer(page(RECORDED)) as engine:
         with daemon(ENGINE_URL=engine.url, **settings) as running:
-            running.sees(answers, "the engine answers")
+            running.sees(engine_answers, "the engine answers")
             assert running.stop()[0] == 0
         before = (state / STATE.name).read_bytes()
         stuck.touch()
         with daemon(ENGINE_URL=engine.url, **settings, **volume) as running:
-            running.sees(answers, "the engine answers")
+            running.sees(engine_answers, "the engine answers")
             eventually(lambda: "the file system does not answer" in running.log(), "it is told")
             assert (state / STATE.name).read_bytes() == before
 
@@ -63,13 +59,13 @@ def test_a_link_in_the_place_of_the_state_is_set_aside_wherever_it_leads(loops: 
     settings = {"STATE_DIR": str(state), "SAMPLE_INTERVAL_SECONDS": "1"}
     with EngineServer(page(RECORDED)) as engine:
         with daemon(ENGINE_URL=engine.url, **settings) as running:
-            running.sees(answers, "the engine answers")
+            running.sees(engine_answers, "the engine answers")
             assert running.stop()[0] == 0
         before = (state / STATE.name).rename(theirs).read_bytes()
         (state / STATE.name).symlink_to(STATE.name if loops else theirs)
         with daemon(ENGINE_URL=engine.url, **settings) as running:
             eventually(lambda: "it is no file but a link" in running.log(), "it is set aside")
-            running.sees(answers, "the engine answers")
+            running.sees(engine_answers, "the engine answers")
             assert running.stop()[0] == 0
             assert "saved state taken up" not in running.log()
 
@@ -82,7 +78,7 @@ def test_a_state_that_cannot_be_set_aside_costs_nothing_but_itself(tmp_path: Pat
     settings = {"STATE_DIR": str(tmp_path), "SAMPLE_INTERVAL_SECONDS": "0.2"}
     with EngineServer(page(RECORDED)) as engine:
         with daemon(ENGINE_URL=engine.url, **settings) as running:
-            running.sees(answers, "the engine answers")
+            running.sees(engine_answers, "the engine answers")
             assert running.stop()[0] == 0
         saved = STATE.read(tmp_path)
         assert saved is not None

@@ -10,17 +10,13 @@ import pytest
 from tests.contract.recorded import FOLDER
 from tests.fakes.engine_server import EngineServer, page
 from tests.fakes.preload import preloadable
-from tests.process import Daemon, Page, daemon, eventually
+from tests.process import Daemon, Page, daemon, engine_answers, eventually
 from vllm_headroom.daemon.state.file import STATE
 from vllm_headroom.trace.flight import FLIGHT
 
 RECORDED = (FOLDER / "vllm-0.32.0" / "load-waiting.prom").read_text()
 CLOCK = Path(__file__).parents[2] / "fakes" / "stepped_clock.c"
 YEAR_SECONDS = 365 * 86_400
-
-
-def answers(page: Page) -> bool:
-    return page.value("source_up", source="engine") == 1
 
 
 def looked_at(page: Page) -> float:
@@ -34,7 +30,7 @@ def test_a_link_in_place_of_the_folder_of_state_is_not_followed(number: int, tmp
     (others / STATE.name).write_text("what somebody else keeps there")
     settings = {"STATE_DIR": str(state), "SAMPLE_INTERVAL_SECONDS": "1"}
     with EngineServer(page(RECORDED)) as engine, daemon(ENGINE_URL=engine.url, **settings) as running:
-        running.sees(answers, "the engine answers")
+        running.sees(engine_answers, "the engine answers")
         eventually((state / FLIGHT).exists, "the record has begun")
         state.rename(tmp_path / "away")
         state.symlink_to(others)
@@ -57,7 +53,7 @@ def test_a_link_that_was_set_as_the_folder_of_state_is_followed(tmp_path: Path) 
         EngineServer(page(RECORDED)) as engine,
         daemon(ENGINE_URL=engine.url, STATE_DIR=str(link), SAMPLE_INTERVAL_SECONDS="1") as running,
     ):
-        running.sees(answers, "the engine answers")
+        running.sees(engine_answers, "the engine answers")
         eventually((state / FLIGHT).exists, "the record has begun")
 
         assert running.stop()[0] == 0
@@ -72,7 +68,7 @@ def test_a_settings_file_that_is_replaced_midway_changes_nothing_even_by_sighup(
         said = f"engine_url: {engine.url}\nsample_interval_seconds: 1\nstate_dir: "
         file.write_text(f"{said}{state}\n")
         with daemon(CONFIG=str(file)) as running:
-            running.sees(answers, "the engine answers")
+            running.sees(engine_answers, "the engine answers")
             file.write_text(f"{said}{others}\nlisten_port: [\n")
             before = looked_at(running.page())
             running.sees(lambda page: looked_at(page) > before + 1, "samples go on")
@@ -99,7 +95,7 @@ def step(clock: Path, seconds: int) -> None:
 def goes_on(running: Daemon, engine: EngineServer) -> None:
     before = len(engine.requests)
     eventually(lambda: len(engine.requests) >= before + 3, "samples go on")
-    seen = running.sees(answers, "the engine answers")
+    seen = running.sees(engine_answers, "the engine answers")
     assert running.get("/healthz").status_code == 200
     assert 0 <= seen.value("sample_age_seconds") < 30
     assert seen.value("engine_state", state="serving") == 1
@@ -111,7 +107,7 @@ def test_steps_of_the_time_of_day_cost_no_sample_and_no_state(clock: Path, tmp_p
     settings = {"STATE_DIR": str(state), "SAMPLE_INTERVAL_SECONDS": "1", "GPU_SAMPLE_INTERVAL_SECONDS": "0.5"}
     steps = {"LD_PRELOAD": str(clock), "STEPPED": str(clock.with_name("step"))}
     with EngineServer(page(RECORDED)) as engine, daemon(ENGINE_URL=engine.url, **settings, **steps) as running:
-        began = looked_at(running.sees(answers, "the engine answers"))
+        began = looked_at(running.sees(engine_answers, "the engine answers"))
         goes_on(running, engine)
         for seconds in (10 * YEAR_SECONDS, -10 * YEAR_SECONDS, 3600, -3600, 0):
             step(clock, seconds)

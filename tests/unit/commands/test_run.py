@@ -22,10 +22,3 @@ def test_the_daemon_stops_when_told_while_its_settings_are_read(tmp_path: Path) 
 
         assert process.communicate(timeout=60) == ("", "")
         assert process.returncode == 0
-
-
-def test_a_daemon_without_a_file_of_settings_imports_no_yaml() -> None:
-    code = "import sys; import vllm_headroom.config, vllm_headroom.daemon.app; print(*sys.modules)"
-    imported = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=OWN)
-
-    assert "yaml" not in set(imported.stdout.split())

@@ -7,7 +7,6 @@ from pydantic import ValidationError
 from tests.settings import load
 from vllm_headroom.config import Settings
 from vllm_headroom.derive.attribution import Selection
-from vllm_headroom_tools.options import BadOptions
 from vllm_headroom_tools.settings import ModelSettings
 
 UUID = "GPU-8a1b0d6e-0b64-4f7c-9a53-1d1f1a2b3c4d"
@@ -15,18 +14,6 @@ UUID = "GPU-8a1b0d6e-0b64-4f7c-9a53-1d1f1a2b3c4d"
 
 def in_force(setting: str, text: str) -> Any:
     return getattr(load([], {f"HEADROOM_{setting.upper()}": text}), setting)
-
-
-def test_without_any_source_the_defaults_of_the_contract_are_in_force() -> None:
-    settings = load([], {})
-
-    assert settings.engine_url == "http://127.0.0.1:8000/metrics"
-    assert settings.sample_interval_seconds == 5
-    assert settings.gpu_sample_interval_seconds == 1
-    assert settings.gpus == "auto"
-    assert settings.listen_host == ""
-    assert settings.listen_port == 9839
-    assert (settings.log_format, settings.log_level) == ("logfmt", "info")
 
 
 def test_every_default_passes_its_own_check() -> None:
@@ -171,11 +158,3 @@ def test_an_error_raised_by_the_class_itself_hides_its_input() -> None:
         Settings(engine_url=["ftp://user:hunter2@engine"])  # type: ignore[arg-type]
 
     assert "hunter2" not in str(raised.value)
-
-
-def test_the_lines_of_an_error_are_its_text() -> None:
-    with pytest.raises(BadOptions) as raised:
-        load(["--listen-port=x", "--log-level=y"], {})
-
-    assert str(raised.value).splitlines() == list(raised.value.lines)
-    assert len(raised.value.lines) == 2

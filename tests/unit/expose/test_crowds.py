@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
-from typing import Any, TypeVar
 
 import pytest
-import uvloop
 
+from tests.unit.expose.loop import run
 from vllm_headroom.expose.answers import Request, Response, respond_text
 from vllm_headroom.expose.server import Connection, Server, listen
-
-T = TypeVar("T")
-
-
-def run(work: Coroutine[Any, Any, T]) -> T:
-    """Run on uvloop, as the daemon does."""
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(work)
 
 
 def test_between_two_answers_the_loop_turns() -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import gzip
 import socket
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import httpx
 import pytest
-import uvloop
 
+from tests.unit.expose.loop import run
 from vllm_headroom import catalog
 from vllm_headroom.expose import server
 from vllm_headroom.expose.answers import Request, Response, build_application, respond_text
@@ -21,14 +21,7 @@ from vllm_headroom.expose.page import respond_html
 from vllm_headroom.expose.server import Server, listen
 from vllm_headroom.model import Published, Sample
 
-T = TypeVar("T")
 RUNNING = b'headroom_engine_requests_running{engine="0",model_name="m"} 7.0\n'
-
-
-def run(work: Coroutine[Any, Any, T]) -> T:
-    """Run on uvloop, as the daemon does."""
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(work)
 
 
 @asynccontextmanager

@@ -1,13 +1,11 @@
 from __future__ import annotations
 
-import re
-
 import pytest
 from msgspec.structs import fields
 
 from vllm_headroom.model import INPUTS, EnginePage, EngineReading
 from vllm_headroom.parse.engines import parse_engines
-from vllm_headroom.parse.profile import Combine, Fact, Profile
+from vllm_headroom.parse.profile import Combine, Profile
 from vllm_headroom.parse.profiles import PROFILES
 from vllm_headroom.parse.profiles.llama_cpp import LLAMA_CPP
 
@@ -61,46 +59,3 @@ def test_a_ratio_is_never_added_up(profile: Profile) -> None:
 
 def test_every_field_of_a_reading_is_an_input() -> None:
     assert INPUTS.keys() == {field.name for field in fields(EngineReading)} - {"model_name", "engine"} - OPTIONAL
-
-
-def test_vllm_offers_these_inputs_in_this_order() -> None:
-    assert [name for name, _ in PROFILES[0].inputs] == [
-        "requests_running",
-        "requests_waiting",
-        "requests_finished",
-        "preemptions",
-        "prompt_tokens",
-        "generation_tokens",
-        "scheduler_steps",
-        "kv_cache_usage",
-        "kv_cache_capacity",
-        "kv_cache_dtype",
-        "prefix_cache_queries",
-        "prefix_cache_hits",
-        "prefix_cache_hit_rate",
-        "sleep_state",
-        "gpu_memory_utilization",
-        "kv_cache_memory_bytes",
-        "process_start_time",
-    ]
-
-
-def test_the_names_are_every_prefix_with_every_family_and_the_plain_ones() -> None:
-    profile = Profile(
-        name="x",
-        product="X",
-        switch="always",
-        prefixes=("x:", "x."),
-        facts=(
-            Fact(field="running", families=("running+rushing", "busy")),
-            Fact(field="started_at_seconds", families=("start",), prefixed=False),
-        ),
-    )
-    candidates = ["x:running", "x:rushing", "x.busy", "start", "x:start", "running", "xxbusy", "x:running_created"]
-
-    assert [name for name in candidates if re.fullmatch(profile.names_pattern, name)] == [
-        "x:running",
-        "x:rushing",
-        "x.busy",
-        "start",
-    ]

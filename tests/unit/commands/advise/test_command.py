@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.command import OWN, read_data, run_command, run_process
+from tests.command import read_data, run_command, run_process
 from tests.fakes.engine_server import Answer, EngineServer, page
 from tests.unit.commands.advise import pages, traces
 
@@ -220,27 +219,3 @@ def test_a_trace_without_samples_is_one_line() -> None:
 
     assert (process.returncode, process.stdout) == (2, "")
     assert process.stderr == "vllm-headroom advise: the trace has no samples\n"
-
-
-def test_help_has_an_example() -> None:
-    process = advise("--help")
-
-    assert (process.returncode, process.stderr) == (0, "")
-    assert "  vllm-headroom advise --headroom-url http://gpu-7:9839 --json\n" in process.stdout
-
-
-def test_a_trace_alone_brings_no_http_client() -> None:
-    code = (
-        "import sys; from vllm_headroom_tools import cli; from vllm_headroom_tools.advise.command import COMMAND;"
-        " cli.execute(COMMAND, 'advise', ['-']); print(*sys.modules, file=sys.stderr)"
-    )
-    process = subprocess.run(
-        [sys.executable, "-c", code],
-        input='{"headroom_trace": 1}\n',
-        capture_output=True,
-        text=True,
-        check=True,
-        env=OWN,
-    )
-
-    assert not {"uvloop", "httpx", "uvicorn", "pynvml", "rich"} & set(process.stderr.split())

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.command import OWN, run_process
+from tests.command import run_process
 from tests.unit.commands.check.checking import check
 from tests.unit.commands.check.engine_traces import HEADER, engine, written
 from vllm_headroom_tools.check.command import COMMAND, LIMITS
@@ -109,32 +107,7 @@ def test_bad_options_end_with_status_2_and_one_line(words: tuple[str, ...], prob
     assert process.stderr == f"vllm-headroom check: {problem}\n"
 
 
-def test_help_has_an_example_and_every_limit() -> None:
-    process = check("--help")
-
-    assert (process.returncode, process.stderr) == (0, "")
-    assert "vllm-headroom check --trace new.jsonl --max-leak-per-thousand-requests 1MiB" in process.stdout
-    assert process.stdout.count("  --max-") == 7
-
-
 def test_every_limit_that_can_be_set_is_judged() -> None:
     given = vars(build_parser(COMMAND, "check").read(["--trace", "x"]))
 
     assert {name for name in given if name.startswith("max_")} == LIMITS.keys()
-
-
-def test_a_check_imports_nothing_of_the_daemon() -> None:
-    code = (
-        "import sys; from vllm_headroom_tools import cli; from vllm_headroom_tools.check.command import COMMAND;"
-        " cli.execute(COMMAND, 'check', sys.argv[1:]); print(*sys.modules)"
-    )
-    process = subprocess.run(
-        [sys.executable, "-c", code, "--trace", "-", *LIMIT],
-        input=f"{HEADER}\n",
-        capture_output=True,
-        text=True,
-        check=True,
-        env=OWN,
-    )
-
-    assert not {"uvloop", "httpx", "uvicorn", "pynvml", "pydantic"} & set(process.stdout.split())

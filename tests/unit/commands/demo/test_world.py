@@ -1,25 +1,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
-from itertools import pairwise
 
 import pytest
 
 from vllm_headroom.units import MIB
-from vllm_headroom_tools.demo.command import SCENARIOS
 from vllm_headroom_tools.demo.world import (
     BUDGET_MIB,
     MAX_RUNNING,
     MAX_USED_BYTES,
-    OUTSIDE_MIB,
     TABLE,
-    TOTAL_BYTES,
     World,
 )
 
 HOUR = 3_600
-DAY = 24 * HOUR
 
 Picture = tuple[int, int, int, int, int, int]
 
@@ -46,17 +40,6 @@ def picture(world: World) -> Picture:
     )
 
 
-@cache
-def engine_memory_of_a_day(scenario: str, seed: int) -> tuple[int, ...]:
-    return tuple(seen.engine_bytes for seen in watch(world(scenario, seed), DAY, 60))
-
-
-def test_the_scenarios_are_those_of_the_command_line() -> None:
-    first = ("healthy", "leak", "burst", "neighbour", "restart")
-
-    assert (*first, "crash", "hang", "slow-start", "sleep", "mig", "fleet") == SCENARIOS
-
-
 @pytest.mark.parametrize("scenario", list(TABLE))
 def test_the_world_follows_from_scenario_and_seed_however_it_is_asked(scenario: str) -> None:
     in_one_leap, in_small_steps, other_seed = world(scenario, 7), world(scenario, 7), world(scenario, 8)
@@ -78,48 +61,6 @@ def test_the_world_never_goes_back() -> None:
 
     assert now.seconds == 100
     assert picture(now) == before
-
-
-def test_the_demo_begins_with_an_engine_that_has_served_for_an_hour() -> None:
-    start = world("healthy")
-
-    assert start.seconds == 0
-    assert start.serves
-    assert start.engine.started_seconds < -HOUR
-    assert start.engine.finished_total == pytest.approx(10 * HOUR, rel=0.3)
-    assert 40 < start.engine.running < 160
-
-
-def test_the_budget_is_92_percent_of_the_device() -> None:
-    assert abs(BUDGET_MIB - 0.92 * TOTAL_BYTES / MIB) < 1
-
-
-@pytest.mark.parametrize("scenario", ["healthy", "burst"])
-@pytest.mark.parametrize("seed", range(2))
-def test_without_a_leak_the_engine_holds_at_most_its_budget_and_what_that_leaves_out(scenario: str, seed: int) -> None:
-    memory = engine_memory_of_a_day(scenario, seed)
-
-    assert max(memory) <= (BUDGET_MIB + OUTSIDE_MIB) * MIB
-    assert max(abs(held - BUDGET_MIB * MIB) for held in memory) < 0.03 * BUDGET_MIB * MIB
-    assert all(later >= earlier for earlier, later in pairwise(memory))
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_healthy_memory_grows_at_first_and_then_flattens(seed: int) -> None:
-    memory = engine_memory_of_a_day("healthy", seed)
-
-    assert memory[-1] > memory[0]
-    assert memory[-1] - memory[len(memory) // 2] < 100 * MIB
-
-
-def test_healthy_load_is_ten_requests_a_second_that_never_queue_long() -> None:
-    now = world("healthy")
-    before = now.engine.finished_total
-    waiting = [seen.engine.waiting for seen in watch(now, DAY, 60)]
-
-    assert (now.engine.finished_total - before) / DAY == pytest.approx(10.0, rel=0.1)
-    assert max(waiting) == 0
-    assert now.engine.prefix_hits_total / now.engine.prompt_tokens_total == pytest.approx(0.4, rel=0.05)
 
 
 def test_the_leak_is_all_that_tells_a_leaking_engine_from_a_healthy_one() -> None:
@@ -214,10 +155,3 @@ def test_a_restart_frees_the_memory_loads_again_and_begins_to_count_anew() -> No
     assert len(set(loading)) > 20
     assert now.engine_bytes > 0.97 * BUDGET_MIB * MIB
     assert 0 < now.engine.finished_total < 1_000
-
-
-def test_restarts_go_on() -> None:
-    now = world("restart")
-    now.advance(DAY)
-
-    assert 9 <= now.engine.number <= 14

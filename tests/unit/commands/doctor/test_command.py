@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 from tests.fakes.nvml.library import GIB, FakeNvml
@@ -81,15 +79,3 @@ def test_the_names_are_a_closed_set() -> None:
         "state_dir",
         "trace_file",
     ]
-
-
-def test_the_daemon_does_not_import_it_and_it_imports_nothing_that_draws() -> None:
-    code = (
-        "import sys, vllm_headroom.__main__, vllm_headroom.daemon.app;"
-        "print(*sys.modules); import vllm_headroom_tools.doctor.command; print(*sys.modules)"
-    )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    before, after = (set(line.split()) for line in out.splitlines())
-
-    assert not {name for name in before if name.startswith("vllm_headroom_tools.doctor")}
-    assert not {"rich"} & (after - before)

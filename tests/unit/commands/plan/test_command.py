@@ -236,13 +236,6 @@ def test_the_verdict_says_why(words: tuple[str, ...], status: int, sentence: str
     assert sentence in " ".join(answer.out.split())
 
 
-def test_help_has_an_example(capsys: Capsys) -> None:
-    answer = plan(capsys, "--help")
-
-    assert answer.status == 0
-    assert "\nExample:\n  vllm-headroom plan --model-config " in answer.out
-
-
 def test_a_folder_stands_for_its_configuration_and_its_index_says_the_weights(tmp_path: Path, capsys: Capsys) -> None:
     (tmp_path / "config.json").write_text(config_text("llama-3.1-8b"))
     (tmp_path / "model.safetensors.index.json").write_text(

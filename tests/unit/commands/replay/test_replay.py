@@ -14,7 +14,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from tests.command import OWN, read_data, run_command, run_process
+from tests.command import read_data, run_command, run_process
 from tests.unit.commands.replay.traces import BEGAN, HEADER, MIB, STEP, flat, leaking, sample, text
 
 HOURS = 3.0
@@ -286,27 +286,6 @@ def test_a_reader_who_goes_away_is_no_error() -> None:
     os.close(write)
 
     assert (process.returncode, process.stderr) == (0, "")
-
-
-def test_help_has_an_example_and_both_sources() -> None:
-    process = replay("--help")
-
-    assert (process.returncode, process.stderr) == (0, "")
-    assert "vllm-headroom replay trace.jsonl" in process.stdout
-    assert "--from-prometheus URL" in process.stdout
-
-
-@pytest.mark.parametrize("words", [("-", "--json"), ("-",)])
-def test_a_replay_imports_nothing_of_the_daemon(words: tuple[str, ...]) -> None:
-    code = (
-        "import sys; from vllm_headroom_tools import cli; from vllm_headroom_tools.replay.command import COMMAND;"
-        " cli.execute(COMMAND, 'replay', sys.argv[1:]); print(*sys.modules)"
-    )
-    process = subprocess.run(
-        [sys.executable, "-c", code, *words], input=f"{HEADER}\n", capture_output=True, text=True, check=True, env=OWN
-    )
-
-    assert not {"uvloop", "httpx", "uvicorn", "pynvml", "pydantic"} & set(process.stdout.split())
 
 
 @pytest.mark.parametrize("record", [lambda: flat(0.5), lambda: leaking(0.5)])

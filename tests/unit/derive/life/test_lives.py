@@ -17,18 +17,15 @@ from tests.unit.derive.life.watch import (
     WHOLE,
     Watch,
     card,
+    exits,
     serving,
     working,
 )
 from vllm_headroom.derive.life.engine import EngineMemory
 from vllm_headroom.derive.life.evidence import EngineRuns
-from vllm_headroom.model import EngineProcess, EngineStatus, Failure, HostMemory
+from vllm_headroom.model import EngineProcess, Failure, HostMemory
 from vllm_headroom.vocabulary import EngineState, ExitReason
 from vllm_headroom_tools.trace import NO_PID
-
-
-def exits(life: EngineStatus) -> dict[ExitReason, int]:
-    return {reason: count for reason, count in life.exits if count}
 
 
 def test_an_end_counts_for_90_minutes_and_one_that_is_dated_ahead_does_not() -> None:

@@ -5,13 +5,21 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from tests.unit.derive.life.watch import BEGAN, NEXT, REFUSED, SERVER, SILENT, WHOLE, Watch, card, serving, working
-from vllm_headroom.model import EngineStatus, Failure
+from tests.unit.derive.life.watch import (
+    BEGAN,
+    NEXT,
+    REFUSED,
+    SERVER,
+    SILENT,
+    WHOLE,
+    Watch,
+    card,
+    exits,
+    serving,
+    working,
+)
+from vllm_headroom.model import Failure
 from vllm_headroom.vocabulary import EngineState, ExitReason
-
-
-def exits(life: EngineStatus) -> dict[ExitReason, int]:
-    return {reason: count for reason, count in life.exits if count}
 
 
 def loading() -> Watch:

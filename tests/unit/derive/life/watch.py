@@ -18,7 +18,7 @@ from vllm_headroom.model import (
     ProbeReadings,
     Snapshot,
 )
-from vllm_headroom.vocabulary import EngineState, Reason, Role, Source
+from vllm_headroom.vocabulary import EngineState, ExitReason, Reason, Role, Source
 
 GIB: Final = 2**30
 STEP_SECONDS: Final = 5.0
@@ -109,3 +109,8 @@ def serving(**seen: Any) -> Watch:
     assert watch.state_of(working(10)) is EngineState.SERVING
     assert watch.look(working(20)).is_in_service
     return watch
+
+
+def exits(status: EngineStatus) -> dict[ExitReason, int]:
+    """Return how often the engine exited for each reason that occurred."""
+    return {reason: count for reason, count in status.exits if count}

@@ -1,24 +1,17 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pynvml
 import pytest
 
 from tests.fakes.nvml.library import GIB, SONAME, FakeGpu, FakeNvml
-from tests.fakes.nvml.reader import Clock, devices, failure, in_process, reasons, run
+from tests.fakes.nvml.reader import Clock, devices, failure, reasons, run
 from vllm_headroom.scrape.nvml.reader import Nvml
 from vllm_headroom.vocabulary import Reason
 
 INIT = "nvmlInitWithFlags -"
-
-
-@pytest.fixture
-def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNvml]:
-    with in_process(tmp_path, monkeypatch, [FakeGpu(uuid=f"GPU-{index}") for index in range(3)]) as fake:
-        yield fake
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,7 @@
 import asyncio
-from collections.abc import Iterator
-from pathlib import Path
 
-import pytest
-
-from tests.fakes.nvml.library import GIB, FakeGpu, FakeNvml
-from tests.fakes.nvml.reader import Clock, devices, failure, in_process, reasons, run
+from tests.fakes.nvml.library import GIB, FakeNvml
+from tests.fakes.nvml.reader import Clock, devices, failure, reasons, run
 from vllm_headroom.model import GpuReadings
 from vllm_headroom.scrape.nvml.reader import Nvml
 from vllm_headroom.vocabulary import Reason
@@ -15,12 +11,6 @@ PROMPTLY_SECONDS = 20.0
 SHORT_SECONDS = 0.2
 CALL_TIMEOUT_SECONDS = 1.0
 MEMORY = "nvmlDeviceGetMemoryInfo_v2"
-
-
-@pytest.fixture
-def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNvml]:
-    with in_process(tmp_path, monkeypatch, [FakeGpu(uuid=f"GPU-{index}") for index in range(3)]) as fake:
-        yield fake
 
 
 def hang(fake: FakeNvml, index: int) -> None:

@@ -3,13 +3,12 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.fakes.nvml.library import FakeGpu, FakeNvml
-from tests.fakes.nvml.reader import Clock, devices, failure, in_process, reasons, run, until
+from tests.fakes.nvml.reader import Clock, devices, failure, reasons, run, until
 from tests.logs import capture_logs
 from tests.process import eventually
 from vllm_headroom.model import Failure, GpuReading, GpuReadings
@@ -22,12 +21,6 @@ SHORT_SECONDS = 0.2
 CALL_TIMEOUT_SECONDS = 1.0
 INIT = "nvmlInitWithFlags -"
 MEMORY = "nvmlDeviceGetMemoryInfo_v2"
-
-
-@pytest.fixture
-def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNvml]:
-    with in_process(tmp_path, monkeypatch, [FakeGpu(uuid=f"GPU-{index}") for index in range(3)]) as fake:
-        yield fake
 
 
 def hang(fake: FakeNvml, *indices: int, function: str = MEMORY) -> None:

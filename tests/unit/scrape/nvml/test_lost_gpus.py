@@ -1,11 +1,9 @@
 import gc
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from tests.fakes.nvml.library import FakeGpu, FakeNvml
-from tests.fakes.nvml.reader import Clock, devices, in_process, reasons, run
+from tests.fakes.nvml.library import FakeNvml
+from tests.fakes.nvml.reader import Clock, devices, reasons, run
 from tests.logs import capture_logs
 from vllm_headroom.model import GpuReading
 from vllm_headroom.scrape.gpu_state import Peak
@@ -13,12 +11,6 @@ from vllm_headroom.scrape.nvml.reader import MAX_GPUS, Nvml
 from vllm_headroom.vocabulary import Reason
 
 INIT = "nvmlInitWithFlags -"
-
-
-@pytest.fixture
-def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNvml]:
-    with in_process(tmp_path, monkeypatch, [FakeGpu(uuid=f"GPU-{index}") for index in range(3)]) as fake:
-        yield fake
 
 
 @pytest.mark.parametrize("code", [15, 16, 28])

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Collection
 
+from vllm_headroom.model import ProcessReadings
 from vllm_headroom.scrape.proc.files import ProcEntry
+from vllm_headroom.scrape.proc.reader import Processes
 from vllm_headroom.scrape.proc.roots import Choice, PageState, ServedPort, choose_roots
 from vllm_headroom.scrape.proc.servers import find_port
+from vllm_headroom.vocabulary import Role
 
 PORT = 8000
+SERVER = ("python3.11", "/venv/bin/vllm", "serve", "tiny")
 Tree = dict[int, ProcEntry]
 
 
@@ -17,6 +22,28 @@ def tree(*processes: tuple[int, int, str]) -> Tree:
         pid: ProcEntry(pid=pid, parent_pid=parent_pid, started_seconds=1.0, command=tuple(command.split()))
         for pid, parent_pid, command in processes
     }
+
+
+class Clock:
+    """A monotonic clock that stands until a test sets it."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+def read(processes: Processes) -> ProcessReadings:
+    """Return the readings; fail where /proc could not be read."""
+    readings = asyncio.run(processes.read(30))
+    assert isinstance(readings, ProcessReadings), readings
+    return readings
+
+
+def roles(processes: Processes) -> dict[int, Role]:
+    """Return the role of each of the engine's processes by its pid."""
+    return {process.pid: process.role for process in read(processes).engine}
 
 
 REFUSED = PageState(port=PORT, can_listen=False)

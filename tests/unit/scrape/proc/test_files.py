@@ -10,14 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.fakes.proc_tree import ProcTree
+from tests.unit.scrape.proc.engines import SERVER
 from vllm_headroom.scrape.proc.files import read_entry, read_usage
-
-SERVER = ("python3.11", "/venv/bin/vllm", "serve", "tiny")
-
-
-@pytest.fixture
-def tree(tmp_path: Path) -> ProcTree:
-    return ProcTree(tmp_path)
 
 
 @contextmanager

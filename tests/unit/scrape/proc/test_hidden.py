@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
-
-import pytest
 
 from tests.fakes.proc_tree import ProcTree
-from tests.unit.scrape.proc.test_over_time import SERVER, Clock
+from tests.unit.scrape.proc.engines import SERVER, Clock
 from vllm_headroom.model import Failure, ProcessReadings
 from vllm_headroom.scrape.proc.reader import HIDDEN, Processes
-
-
-@pytest.fixture
-def tree(tmp_path: Path) -> ProcTree:
-    return ProcTree(tmp_path)
 
 
 def reader(tree: ProcTree, *, engine_is_here: bool = True) -> Processes:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import signal
@@ -12,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from vllm_headroom.model import EngineProcess, ProcessReadings
+from tests.unit.scrape.proc.engines import read
+from vllm_headroom.model import EngineProcess
 from vllm_headroom.scrape.proc.reader import Processes
 from vllm_headroom.vocabulary import Role
 
@@ -70,12 +70,6 @@ def reader(rescan_seconds: float = 0.0) -> Processes:
 @pytest.fixture
 def processes() -> Processes:
     return reader()
-
-
-def read(processes: Processes) -> ProcessReadings:
-    readings = asyncio.run(processes.read(30))
-    assert isinstance(readings, ProcessReadings), readings
-    return readings
 
 
 def found(processes: Processes, pid: int) -> EngineProcess | None:

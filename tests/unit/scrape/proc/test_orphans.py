@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.fakes.proc_tree import ProcTree
-from tests.unit.scrape.proc.test_over_time import SERVER, Clock, read
+from tests.unit.scrape.proc.engines import SERVER, Clock, read
 from vllm_headroom.scrape.proc.reader import Processes
 from vllm_headroom.vocabulary import Role
 

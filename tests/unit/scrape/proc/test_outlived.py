@@ -10,8 +10,8 @@ import pytest
 from tests.fakes.proc_tree import BOOT_SECONDS, ProcTree
 from tests.samples import engine, page
 from tests.unit.derive.life.watch import REFUSED
+from tests.unit.scrape.proc.engines import SERVER, Clock
 from tests.unit.scrape.proc.test_orphans import CORE, WORKER
-from tests.unit.scrape.proc.test_over_time import SERVER, Clock
 from vllm_headroom.model import ProcessReadings
 from vllm_headroom.scrape.proc.reader import Processes
 

@@ -1,36 +1,20 @@
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
 
 from tests.fakes.proc_tree import BOOT_SECONDS, TICKS, ProcTree
-from vllm_headroom.model import ProcessReadings
+from tests.unit.scrape.proc.engines import SERVER, Clock, read, roles
 from vllm_headroom.scrape.proc import files
 from vllm_headroom.scrape.proc.files import ProcEntry
 from vllm_headroom.scrape.proc.reader import Processes
 from vllm_headroom.vocabulary import Role
 
-SERVER = ("python3.11", "/venv/bin/vllm", "serve", "tiny")
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def __call__(self) -> float:
-        return self.seconds
-
 
 @pytest.fixture
 def clock() -> Clock:
     return Clock()
-
-
-@pytest.fixture
-def tree(tmp_path: Path) -> ProcTree:
-    return ProcTree(tmp_path)
 
 
 @pytest.fixture
@@ -50,16 +34,6 @@ def looked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(files, "read_entry", entry)
     return pids
-
-
-def read(processes: Processes) -> ProcessReadings:
-    readings = asyncio.run(processes.read(30))
-    assert isinstance(readings, ProcessReadings), readings
-    return readings
-
-
-def roles(processes: Processes) -> dict[int, Role]:
-    return {process.pid: process.role for process in read(processes).engine}
 
 
 def test_a_new_process_is_seen_at_once(tree: ProcTree, processes: Processes) -> None:

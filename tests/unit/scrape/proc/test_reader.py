@@ -9,31 +9,15 @@ from pathlib import Path
 import pytest
 
 from tests.fakes.proc_tree import BOOT_SECONDS, PAGE_BYTES, TICKS, ProcTree
-from vllm_headroom.model import EngineProcess, Failure, ProcessReadings
+from tests.unit.scrape.proc.engines import SERVER, read, roles
+from vllm_headroom.model import EngineProcess, Failure
 from vllm_headroom.scrape.proc.reader import Processes
 from vllm_headroom.vocabulary import Reason, Role, Source
-
-SERVER = ("python3.11", "/venv/bin/vllm", "serve", "tiny")
-
-
-@pytest.fixture
-def tree(tmp_path: Path) -> ProcTree:
-    return ProcTree(tmp_path)
 
 
 @pytest.fixture
 def processes(tree: ProcTree) -> Processes:
     return Processes(engine_port=8000, proc=tree.path, monotonic=lambda: 0.0)
-
-
-def read(processes: Processes) -> ProcessReadings:
-    readings = asyncio.run(processes.read(30))
-    assert isinstance(readings, ProcessReadings), readings
-    return readings
-
-
-def roles(processes: Processes) -> dict[int, Role]:
-    return {process.pid: process.role for process in read(processes).engine}
 
 
 def test_the_engines_processes_are_measured(tree: ProcTree, processes: Processes) -> None:

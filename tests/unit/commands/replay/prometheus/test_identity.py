@@ -1,18 +1,10 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from tests.fakes.prometheus_server import PrometheusServer
 from tests.unit.commands.replay.prometheus.history import BEGIN, add_dcgm, add_vllm, level, records, scraped
 from vllm_headroom_tools.trace import BadInput
-
-
-@pytest.fixture
-def server() -> Iterator[PrometheusServer]:
-    with PrometheusServer() as server:
-        yield server
 
 
 def test_several_gpus_and_ranks_are_kept_apart(server: PrometheusServer) -> None:

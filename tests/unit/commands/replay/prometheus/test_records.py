@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from tests.fakes.prometheus_server import PrometheusServer
@@ -19,12 +17,6 @@ from tests.unit.commands.replay.prometheus.history import (
 from vllm_headroom_tools.trace import BadInput, parse_snapshot
 
 MIB = 2**20
-
-
-@pytest.fixture
-def server() -> Iterator[PrometheusServer]:
-    with PrometheusServer() as server:
-        yield server
 
 
 def test_dcgm_and_vllm_make_a_record(server: PrometheusServer) -> None:

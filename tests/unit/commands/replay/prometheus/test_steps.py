@@ -1,17 +1,7 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import pytest
-
 from tests.fakes.prometheus_server import PrometheusServer
 from tests.unit.commands.replay.prometheus.history import BEGIN, add_dcgm, add_vllm, records
-
-
-@pytest.fixture
-def server() -> Iterator[PrometheusServer]:
-    with PrometheusServer() as server:
-        yield server
 
 
 def test_steps_are_no_finer_than_the_scrapes_of_the_gpus(server: PrometheusServer) -> None:
