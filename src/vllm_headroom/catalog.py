@@ -208,6 +208,12 @@ ENGINE_RESTARTS: Final = _declare_counter(
 ENGINE_EXITS: Final = _declare_counter(
     "engine_exits", ("reason",), "Engine exits, by what is known of the cause."
 )
+ENGINE_EXIT_REQUESTS: Final = _declare_gauge(
+    "engine_exit_requests",
+    (),
+    "Requests that ran or waited on the engine's last page before its last exit; absent where"
+    " unknown, and before any exit.",
+)
 LAST_INCIDENT: Final = _declare_gauge(
     "last_incident_timestamp_seconds",
     (),

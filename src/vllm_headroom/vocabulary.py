@@ -133,6 +133,7 @@ class ExitReason(StrEnum):
     OUT_OF_MEMORY = "out_of_memory"
     OOM_KILLED = "oom_killed"
     STOPPED = "stopped"
+    OVER_BUDGET = "over_budget"
 
 
 class EvictionResult(StrEnum):

@@ -96,6 +96,8 @@ def derive_engine_state(snapshot: Snapshot) -> tuple[Sample, ...]:
     samples.append(Sample(catalog.ENGINE_RESTARTS, (), float(status.restarts)))
     for reason, count in status.exits:
         samples.append(Sample(catalog.ENGINE_EXITS, (str(reason),), float(count)))
+    if status.exit_requests is not None:
+        samples.append(Sample(catalog.ENGINE_EXIT_REQUESTS, (), status.exit_requests))
     if status.progress_age_seconds is not None:
         samples.append(Sample(catalog.ENGINE_PROGRESS_AGE, (), status.progress_age_seconds))
     for labels, ratio in status.stranded_ratios:

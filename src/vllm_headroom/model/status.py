@@ -186,6 +186,16 @@ class Ending(Struct, frozen=True, kw_only=True):
         return sum(running) if running else None
 
     @property
+    def requests(self) -> float | None:
+        """The running and waiting requests on the last page; None where a count is unknown."""
+        requests = 0.0
+        for engine in self.engines:
+            if engine.running is None or engine.waiting is None:
+                return None
+            requests += engine.running + engine.waiting
+        return requests if self.engines else None
+
+    @property
     def fullest_gpu(self) -> GpuAtEnd | None:
         """The GPU with the least room left."""
         gpus = [gpu for gpu in self.gpus if gpu.last_room_bytes is not None]
@@ -227,6 +237,9 @@ class EngineStatus(Struct, frozen=True, kw_only=True):
     """When the run began, since the epoch."""
     restarts: int = 0
     exits: tuple[tuple[ExitReason, int], ...] = ()
+    exit_requests: float | None = None
+    """The running and waiting requests on the last page before the last exit; None where that is
+    unknown, or without an exit."""
     event: Ending | None = None
     """The exit or the stall since the last tick, None without one."""
     recent_exits: int = 0

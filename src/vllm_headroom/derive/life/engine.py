@@ -160,6 +160,7 @@ def update_runs(
         runs = replace(
             runs,
             exits={**runs.exits, ending.reason: runs.exits.get(ending.reason, 0) + 1},
+            exit_requests=ending.requests,
             ends_seconds=(*ends_seconds, now)[-MOST_ENDS:],
         )
     if run is not None and not run.has_ended:
@@ -344,6 +345,7 @@ def _describe_engine(
         began_seconds=run.began_seconds,
         restarts=runs.restarts,
         exits=tuple((reason, runs.exits.get(reason, 0)) for reason in ExitReason),
+        exit_requests=runs.exit_requests,
         event=event,
         recent_exits=len(runs.ends_seconds),
         progress_age_seconds=None if is_asleep else age_seconds,

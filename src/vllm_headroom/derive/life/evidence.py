@@ -88,6 +88,8 @@ class EngineRuns(Struct, frozen=True, kw_only=True, rename={"are_processes_visib
     newest: EngineRun | None = None
     restarts: int = 0
     exits: dict[ExitReason, int] = field(default_factory=dict)
+    exit_requests: float | None = None
+    """The requests on the last page before the last exit; None where unknown."""
     ends_seconds: tuple[float, ...] = ()
     """When the newest runs ended, since the epoch."""
     are_processes_visible: bool | None = None

@@ -51,6 +51,15 @@ def test_they_come_back_exactly_and_at_once_while_the_engine_is_down(tmp_path: P
     assert found == {ENGINE_RUN: EngineMemory(runs=before.runs)}
     assert found[ENGINE_RUN].runs.exits == {ExitReason.GONE: 2}
     assert found[ENGINE_RUN].runs.restarts == 1
+    assert before.runs.exit_requests is None, "the newest run gave no page"
+
+
+def test_the_requests_that_the_last_exit_cut_off_come_back(tmp_path: Path) -> None:
+    watch = serving()
+    watch.look(REFUSED, processes=(), gpus=(card(0.5),))
+    saved(tmp_path, **{ENGINE_RUN: watch.state})
+
+    assert taken_up(tmp_path)[0][ENGINE_RUN].runs.exit_requests == 4
 
 
 def test_nothing_by_the_clock_of_the_last_process_comes_back(tmp_path: Path) -> None:

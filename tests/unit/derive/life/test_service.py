@@ -159,9 +159,25 @@ def test_what_is_known_of_a_life_is_exported() -> None:
         ("out_of_memory",): 0,
         ("oom_killed",): 0,
         ("stopped",): 0,
+        ("over_budget",): 0,
     }
+    assert not values(samples, catalog.ENGINE_EXIT_REQUESTS)
     assert values(samples, catalog.ENGINE_PROGRESS_AGE) == {(): 12.0}
     assert not values(samples, catalog.ENGINE_KV_STRANDED)
+
+
+def test_the_requests_that_an_exit_cut_off_stay_on_the_page_until_the_next_exit() -> None:
+    watch = serving()
+    watch.look(working(20, running=7, waiting=3.0))
+    watch.look(REFUSED, processes=(), gpus=(card(0.5),))
+    watch.look(REFUSED, processes=NEXT)
+    life = watch.look(working(0, running=1, started=BEGAN + 9000), gpus=(card(70),))
+
+    assert life.exit_requests == 10
+    assert watch.seen is not None
+    assert values(derive_engine_state(watch.seen), catalog.ENGINE_EXIT_REQUESTS) == {(): 10.0}
+    watch.look(working(0, running=1, started=BEGAN + 9000, waiting=None))
+    assert watch.look(REFUSED, processes=(), gpus=(card(0.5),)).exit_requests is None
 
 
 def test_nothing_is_exported_of_a_life_that_is_not_known() -> None:
