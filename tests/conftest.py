@@ -89,7 +89,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def restored_logging() -> Iterator[None]:
     """Undo what a command says of logging, of which a process has one, for the tests that come after."""
     loggers = [logging.getLogger(name) for name in ("", "vllm_headroom")]
-    before = [(each, each.level, each.handlers[:]) for each in loggers]
+    before = [(logger, logger.level, logger.handlers[:]) for logger in loggers]
     yield
     for each, level, handlers in before:
         each.setLevel(level)

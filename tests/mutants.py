@@ -85,7 +85,7 @@ def tests_of(file: Path) -> list[Path]:
     folders = (base.joinpath(*parts[1:size]) for size in sizes for base in (UNIT, UNIT / "commands"))
     folder = next((each for each in folders if each.is_dir()), None)
     name = ".".join(parts).removesuffix(".__init__")
-    others = [each for each in sorted(UNIT.rglob("test_*.py")) if folder not in each.parents]
+    others = [path for path in sorted(UNIT.rglob("test_*.py")) if folder not in path.parents]
     importers = [each for each in others if f"from {name} import" in each.read_text(encoding="utf-8")]
     return importers if folder is None else [folder, *importers]
 
@@ -140,7 +140,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         source = Path(shutil.copytree(ROOT / "src", Path(folder) / "src", ignore=shutil.ignore_patterns("__pycache__")))
-        found = [survivors(each, source, options.most) for each in changed_files(options.since, options.files)]
+        found = [survivors(file, source, options.most) for file in changed_files(options.since, options.files)]
     lived, whole = (sum(counts) for counts in zip((0, 0), *found, strict=True))
     print(f"{whole - lived} of {whole} mutants killed, {lived} survived")  # noqa: T201
 

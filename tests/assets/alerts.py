@@ -37,7 +37,7 @@ class Rule:
 
 def rules() -> list[Rule]:
     """Return every rule of every group."""
-    return [_rule(each) for each in written_rules()]
+    return [_rule(rule) for rule in written_rules()]
 
 
 def _rule(read: Mapping[str, Any]) -> Rule:
@@ -121,7 +121,7 @@ def expectations() -> Iterator[tuple[str, list[dict[str, Any]]]]:
 
 def input_series() -> set[str]:
     """Return the series that the tests feed."""
-    return {each["series"] for test in _tests() for each in test["input_series"]}
+    return {an_input["series"] for test in _tests() for an_input in test["input_series"]}
 
 
 def narrowed(path: Path, folder: Path) -> list[Path]:
@@ -133,7 +133,7 @@ def narrowed(path: Path, folder: Path) -> list[Path]:
     groups = read_yaml((RULES / "headroom.yaml").read_text(encoding="utf-8"))["groups"]
     files = []
     for number, test in enumerate(document["tests"]):
-        assert all(isinstance(each["values"], str) for each in test["input_series"]), (
+        assert all(isinstance(an_input["values"], str) for an_input in test["input_series"]), (
             "quote 0x99: it is a number in YAML"
         )
         text = json.dumps(test)

@@ -166,7 +166,7 @@ def _beside(url: str, nvml: FakeNvml) -> Scene:
 
 
 def _write(file: Path, samples: Iterable[dict[str, Any]]) -> None:
-    file.write_text("".join(f"{json.dumps(each)}\n" for each in (HEADER, *samples)), encoding="utf-8")
+    file.write_text("".join(f"{json.dumps(sample)}\n" for sample in (HEADER, *samples)), encoding="utf-8")
 
 
 SCENES: Final[dict[str, Callable[[Path], AbstractContextManager[Scene]]]] = {

@@ -120,7 +120,7 @@ def test_a_test_evaluates_the_groups_in_their_order_which_promtool_takes_by_chan
         with subtests.test(path.name):
             order = read_yaml(path.read_text(encoding="utf-8")).get("group_eval_order")
 
-            assert order == [each["name"] for each in read_yaml((RULES / "headroom.yaml").read_text())["groups"]]
+            assert order == [group["name"] for group in read_yaml((RULES / "headroom.yaml").read_text())["groups"]]
 
 
 def test_a_test_names_only_alerts_that_there_are(subtests: pytest.Subtests) -> None:

@@ -131,7 +131,10 @@ def test_prometheus_finds_the_sidecar_and_alertmanager(subtests: pytest.Subtests
             (job,) = PROMETHEUS["scrape_configs"]
             (alertmanager,) = PROMETHEUS["alerting"]["alertmanagers"]
             targets = [
-                target for part in (job, alertmanager) for each in part["static_configs"] for target in each["targets"]
+                target
+                for part in (job, alertmanager)
+                for static_config in part["static_configs"]
+                for target in static_config["targets"]
             ]
 
             assert job["job_name"] == "vllm-headroom"  # the alerts and the dashboards go by it

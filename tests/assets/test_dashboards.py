@@ -102,7 +102,9 @@ def test_for_grafana_com_the_data_source_is_asked_for_and_all_else_is_the_same(
                 "prometheus",
                 f"${{{asked['name']}}}",
             )
-            assert {each["id"] for each in needed if each["type"] == "panel"} == {each["type"] for each in panels(made)}
+            assert {each["id"] for each in needed if each["type"] == "panel"} == {
+                panel["type"] for panel in panels(made)
+            }
             assert made.pop("__elements") == {}
             made["templating"]["list"][0]["current"] = {}
             assert made == load(name)

@@ -18,7 +18,7 @@ PAGE: Final = (Path(__file__).parents[2] / "docs" / "fleet.md").read_text(encodi
 def asked() -> set[str | None]:
     rules = [rule["expr"] for rule in written_rules()]
     boards = [tree for name in NAMES for _, tree in trees(every_query(load(name)))]
-    return {each.name for tree in (*map(parsed, rules), *boards) for each in selectors(tree)}
+    return {selector.name for tree in (*map(parsed, rules), *boards) for selector in selectors(tree)}
 
 
 def test_what_is_dropped_is_there_and_asked_for_by_no_rule_and_no_board() -> None:

@@ -49,7 +49,7 @@ def test_each_situation_is_explained_with_its_first_action() -> None:
     text = (DOCS / "situations.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| ([a-z ]+) \| .+ \| ([A-Z].+) \|$", text, re.MULTILINE)
 
-    assert rows == [(each.replace("_", " "), each.action) for each in Situation]
+    assert rows == [(situation.replace("_", " "), situation.action) for situation in Situation]
 
 
 def test_the_monitor_on_the_page_is_the_one_that_is_installed() -> None:
@@ -62,7 +62,9 @@ def test_the_monitor_on_the_page_is_the_one_that_is_installed() -> None:
 
 @pytest.mark.skipif(bool(missing()), reason=f"not on the PATH: {missing()} (Debian: prometheus)")
 def test_the_scrape_configuration_scrapes_and_the_queries_find_the_sidecar(tmp_path: Path) -> None:
-    (config,) = (yaml.safe_load(each.body) for each in blocks("prometheus.md", "yaml") if "scrape_configs" in each.body)
+    (config,) = (
+        yaml.safe_load(block.body) for block in blocks("prometheus.md", "yaml") if "scrape_configs" in block.body
+    )
     shutil.copy(ROOT / "alerts" / "rules" / "headroom.yaml", tmp_path)
     (job,) = config["scrape_configs"]
     with terminal.opened(tmp_path, Scene()) as typed:

@@ -191,7 +191,7 @@ def test_a_setting_of_the_environment_replaces_the_charts(parent: Path, gpus: st
     made = find(documents(helm.render(parent, {"vllm-headroom": values})), "Deployment")
     (sidecar,) = made["spec"]["template"]["spec"]["initContainers"]
 
-    assert [each for each in sidecar["env"] if each["name"] in own] == [
+    assert [variable for variable in sidecar["env"] if variable["name"] in own] == [
         {"name": name, "value": value} for name, value in own.items()
     ]
 
@@ -205,7 +205,7 @@ def test_the_readmes_files_are_mounted_and_a_web_configuration_changes_the_probe
     (endpoint,) = find(found, "PodMonitor")["spec"]["podMetricsEndpoints"]
     env = [{"name": name, "value": value} for name, value in values["sidecar"]["env"].items()]
 
-    assert [each for each in sidecar["env"] if each in env] == env
+    assert [variable for variable in sidecar["env"] if variable in env] == env
     assert pod["volumes"][-1:] == values["sidecar"]["extraVolumes"]
     assert sidecar["volumeMounts"][-1:] == values["sidecar"]["extraVolumeMounts"]
     assert sidecar["livenessProbe"]["tcpSocket"] == {"port": "headroom"}
@@ -276,7 +276,7 @@ def test_the_sidecar_is_the_one_of_the_components(case: str, tmp_path: Path) -> 
 
     assert leaves(container(case)) == leaves(expected)
     volumes = find(documents(written(case)), "Deployment")["spec"]["template"]["spec"]["volumes"]
-    assert volumes == [each for each in pod["volumes"] if each["name"].startswith("headroom")]
+    assert volumes == [volume for volume in pod["volumes"] if volume["name"].startswith("headroom")]
 
 
 def test_what_may_evict_is_what_the_component_grants() -> None:
@@ -286,7 +286,7 @@ def test_what_may_evict_is_what_the_component_grants() -> None:
     kinds = [each["kind"] for each in granted]
 
     assert [find(documents(written("amd")), kind) for kind in kinds] == granted
-    assert not any(each["kind"] in kinds for each in documents(written("dra")))
+    assert not any(document["kind"] in kinds for document in documents(written("dra")))
 
 
 def test_no_value_for_evict_grants_nothing() -> None:
@@ -315,7 +315,7 @@ def test_what_watches_is_what_the_components_install_for_the_pods_of_the_release
     namespace["namespaceSelector"]["matchLabels"] = {"kubernetes.io/metadata.name": "observability"}
     assert find(asked, "PodMonitor") == monitor
     assert find(asked, "NetworkPolicy") == policy
-    assert not any(each["kind"] == "NetworkPolicy" for each in documents(written("runtime-class")))
+    assert not any(document["kind"] == "NetworkPolicy" for document in documents(written("runtime-class")))
 
 
 def test_what_helm_made_is_valid(subtests: pytest.Subtests) -> None:

@@ -44,16 +44,18 @@ def test_it_is_what_the_component_adds(tmp_path: Path) -> None:
     installer, sidecar = sorted(expected["initContainers"], key=lambda each: str(each["name"]) == "headroom")
     for each in (installer, sidecar):
         each["imagePullPolicy"] = "IfNotPresent"
-    found = {each["name"]: each for each in pod()["initContainers"]}
+    found = {container["name"]: container for container in pod()["initContainers"]}
 
     assert leaves(found["headroom-probe"]) == leaves(installer)
     assert leaves(found["headroom"]) == leaves(sidecar)
-    ours = [each for each in expected["volumes"] if each["name"].startswith("headroom")]
+    ours = [volume for volume in expected["volumes"] if volume["name"].startswith("headroom")]
     assert leaves(pod()["volumes"]) == leaves(ours)
     (vllm,) = pod()["containers"]
     (theirs,) = (each for each in expected["containers"] if each["name"] == "vllm")
-    assert [each for each in theirs["env"] if each["name"] in {"PYTHONPATH", "HEADROOM_PROBE_DIR"}] == vllm["env"]
-    assert [each for each in theirs["volumeMounts"] if each["name"].startswith("headroom")] == vllm["volumeMounts"]
+    assert [variable for variable in theirs["env"] if variable["name"] in {"PYTHONPATH", "HEADROOM_PROBE_DIR"}] == vllm[
+        "env"
+    ]
+    assert [mount for mount in theirs["volumeMounts"] if mount["name"].startswith("headroom")] == vllm["volumeMounts"]
 
 
 def test_it_is_valid() -> None:

@@ -41,18 +41,21 @@ def selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
 
 
 def installed(engine: Path) -> list[dict[str, Any]]:
-    return [helm.step("install", each, engine, **{"vllm-headroom": EVERYTHING}) for each in RELEASES]
+    return [helm.step("install", release, engine, **{"vllm-headroom": EVERYTHING}) for release in RELEASES]
 
 
 def test_no_object_of_a_release_is_called_as_one_of_another_and_each_is_its_own(engine: Path) -> None:
     done = helm.run(*installed(engine))
-    counted = Counter(owner(each) for each in ours(done["objects"]))
+    counted = Counter(owner(entry) for entry in ours(done["objects"]))
 
-    assert [each.get("error") for each in done["answers"]] == [None] * len(RELEASES)
+    assert [answer.get("error") for answer in done["answers"]] == [None] * len(RELEASES)
     assert len({key(each) for each in ours(done["objects"])}) == sum(counted.values())
     assert counted == dict.fromkeys(RELEASES, 5)
     assert [
-        fault for each in done["objects"] for version in schemas.versions() for fault in schemas.faults(each, version)
+        fault
+        for document in done["objects"]
+        for version in schemas.versions()
+        for fault in schemas.faults(document, version)
     ] == []
 
 
@@ -63,7 +66,11 @@ def test_a_monitor_selects_the_pods_of_its_release_alone(engine: Path) -> None:
         (deployment,) = (each for each in documents(answer["manifest"]) if each["kind"] == "Deployment")
         pods[release] = deployment["spec"]["template"]["metadata"]["labels"]
     pods["alone"] = {"vllm-headroom": "enabled"}
-    selectors = {owner(each): each["spec"]["selector"] for each in done["objects"] if each["kind"] == "PodMonitor"}
+    selectors = {
+        owner(document): document["spec"]["selector"]
+        for document in done["objects"]
+        if document["kind"] == "PodMonitor"
+    }
     policies = {owner(each): each["spec"]["podSelector"] for each in done["objects"] if each["kind"] == "NetworkPolicy"}
 
     assert policies.items() <= selectors.items()
@@ -82,12 +89,12 @@ def test_an_upgrade_and_the_end_of_a_release_leave_the_others(engine: Path) -> N
     def of_others(done: dict[str, Any]) -> list[Document]:
         return [each for each in ours(done["objects"]) if owner(each) != "a"]
 
-    assert not any("error" in each for each in (*upgraded["answers"], *ended["answers"]))
+    assert not any("error" in answer for answer in (*upgraded["answers"], *ended["answers"]))
     assert of_others(upgraded) == of_others(ended) == of_others(first)
-    mine = {key(each)[0]: each for each in ours(upgraded["objects"]) if owner(each) == "a"}
+    mine = {key(entry)[0]: entry for entry in ours(upgraded["objects"]) if owner(entry) == "a"}
     assert "NetworkPolicy" not in mine
     assert mine["PodMonitor"]["spec"]["podMetricsEndpoints"][0]["interval"] == "30s"
-    assert [owner(each) for each in ended["objects"] if owner(each) == "a"] == []
+    assert [owner(document) for document in ended["objects"] if owner(document) == "a"] == []
 
 
 def test_a_second_cluster_chart_in_a_namespace_is_refused_and_one_beside_engines_is_not() -> None:

@@ -108,7 +108,7 @@ def test_a_field_that_is_not_there_is_a_fault(subtests: pytest.Subtests) -> None
 
 @needs_kustomize
 def test_dra_is_of_1_34() -> None:
-    (path,) = (each for each in CASES if each.name == "example-dra")
+    (path,) = (case for case in CASES if case.name == "example-dra")
     template = find(documents(rendered(path)), "ResourceClaimTemplate")
 
     assert schemas.faults(template, "1.33")
@@ -124,9 +124,15 @@ def test_the_sidecar_is_told_the_memory_limit_of_a_container_that_there_is(subte
             (sidecar,) = (each for each in pod[containers] if each["name"] == "headroom")
 
             (limit,) = (
-                each["valueFrom"] for each in sidecar["env"] if each["name"] == "HEADROOM_HOST_MEMORY_LIMIT_BYTES"
+                variable["valueFrom"]
+                for variable in sidecar["env"]
+                if variable["name"] == "HEADROOM_HOST_MEMORY_LIMIT_BYTES"
             )
-            (vllm,) = (each for each in pod["containers"] if each["name"] == limit["resourceFieldRef"]["containerName"])
+            (vllm,) = (
+                container
+                for container in pod["containers"]
+                if container["name"] == limit["resourceFieldRef"]["containerName"]
+            )
 
             assert limit["resourceFieldRef"]["resource"] == "limits.memory"
             assert vllm["resources"]["limits"]["memory"] == "32Gi"
@@ -177,8 +183,8 @@ def test_the_examples_vllm_has_time_to_load_and_to_end() -> None:
 @needs_kustomize
 def test_the_examples_vllm_has_its_volumes_and_no_token() -> None:
     pod, container = vllm()
-    volumes = {each["name"]: each for each in pod["volumes"]}
-    mounts = {each["mountPath"]: volumes[each["name"]] for each in container["volumeMounts"]}
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in container["volumeMounts"]}
 
     assert mounts["/dev/shm"]["emptyDir"]["medium"] == "Memory"  # noqa: S108 - where NCCL looks
     assert (

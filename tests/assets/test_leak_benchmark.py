@@ -162,8 +162,8 @@ def recorded() -> list[bytes]:
 
 def watched(lines: list[bytes]) -> LeakReplay:
     watch = LeakReplay()
-    for each in parse_trace(lines):
-        watch.step(each)
+    for snapshot in parse_trace(lines):
+        watch.step(snapshot)
     return watch
 
 

@@ -14,8 +14,8 @@ from tests.conftest import Golden
 
 PAGE: Final = ROOT / "docs/commands/plan.md"
 COMPARED: Final = compare_all()
-NAMES: Final = [each.shape.name for each in COMPARED]
-SIZED: Final = [each for each in COMPARED if each.plan and each.started]
+NAMES: Final = [comparison.shape.name for comparison in COMPARED]
+SIZED: Final = [comparison for comparison in COMPARED if comparison.plan and comparison.started]
 SIZED_NAMES: Final = [each.shape.name for each in SIZED]
 
 WEIGHTS_PERCENT: Final = 2.0
@@ -42,11 +42,11 @@ def test_the_table_is_that_of_the_record(golden: Golden) -> None:
 
 
 def test_a_verdict_is_vllms(subtests: pytest.Subtests) -> None:
-    for found in COMPARED:
-        with subtests.test(found.shape.name):
-            verdict = found.plan.get("fits")
+    for comparison in COMPARED:
+        with subtests.test(comparison.shape.name):
+            verdict = comparison.plan.get("fits")
 
-            assert verdict is None or verdict is found.started
+            assert verdict is None or verdict is comparison.started
 
 
 def test_weights_are_what_vllm_loaded(subtests: pytest.Subtests) -> None:

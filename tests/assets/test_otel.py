@@ -56,7 +56,7 @@ def meant(found: re.Match[str]) -> set[str]:
 def carried() -> dict[str, str]:
     """Return the new name of each metric that gets one."""
     names = (read(statement) for statement in STATEMENTS)
-    return {found["name"]: found["to"] for found in names if found["what"] == "name"}
+    return {name["name"]: name["to"] for name in names if name["what"] == "name"}
 
 
 def test_the_pipeline_is_of_parts_that_are_there() -> None:

@@ -125,11 +125,11 @@ def test_what_leaves_is_what_was_built_and_is_signed_by_its_digest() -> None:
 def test_the_base_is_named_by_its_digest_and_build_tools_by_their_hashes() -> None:
     (base,) = re.findall(r"^ARG PYTHON_IMAGE=(.+)$", DOCKERFILE, re.MULTILINE)
     installs = re.findall(r"pip(?:\"|')? [^&|]*?\binstall\b[^&|]*", f"{DOCKERFILE}\n{TEXT}".replace("\\\n", " "))
-    ours = [each for each in installs if "wheels/*.whl" not in each]
+    ours = [command for command in installs if "wheels/*.whl" not in command]
 
     assert re.fullmatch(r"docker\.io/library/python:3\.13-slim-trixie@sha256:[0-9a-f]{64}", base)
     assert len(ours) == 4
-    assert [each for each in ours if "--require-hashes" not in each] == []
+    assert [entry for entry in ours if "--require-hashes" not in entry] == []
     assert "--no-build-isolation" in DOCKERFILE
     assert "--no-isolation" in TEXT
 
@@ -189,7 +189,7 @@ def test_the_package_builds_with_the_locked_tools_twice_the_same(tmp_path: Path)
         command = [python, "-m", "build", "--no-isolation", "--outdir", str(tmp_path / name)]
         stamp = {**os.environ, "SOURCE_DATE_EPOCH": "1760000000"}
         subprocess.run(command, cwd=ROOT, env=stamp, capture_output=True, check=True)
-        digests.append({each.name: hashlib.sha256(each.read_bytes()).digest() for each in (tmp_path / name).iterdir()})
+        digests.append({path.name: hashlib.sha256(path.read_bytes()).digest() for path in (tmp_path / name).iterdir()})
 
     assert digests[0] == digests[1]
     assert {Path(name).suffix for name in digests[0]} == {".whl", ".gz"}

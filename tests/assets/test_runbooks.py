@@ -72,7 +72,7 @@ def test_what_kubectl_does_has_a_form_for_a_bare_machine(subtests: pytest.Subtes
             forms = re.findall(r"^\| (`kubectl .*?) \|", RUNBOOKS[OVERVIEW], re.MULTILINE)
             listed = {verb for form in forms for verb in re.findall(r"`(?:kubectl )?([a-z-]+)", form)}
 
-            assert [each for each in blocks if "kubectl" in each and "Without Kubernetes" not in each] == []
+            assert [block for block in blocks if "kubectl" in block and "Without Kubernetes" not in block] == []
             assert set(re.findall(r"kubectl ([a-z-]+)", RUNBOOKS[page])) <= listed
             assert page == OVERVIEW or "instead of kubectl: README.md" in RUNBOOKS[page]
 

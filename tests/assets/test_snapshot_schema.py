@@ -53,7 +53,7 @@ def schema() -> dict[str, Any]:
         for name, labels in LIST_LABELS.items()
     }
     verdict = {"subject": TEXT, "level": level, "sentence": TEXT, "alert": MAYBE, "runbook": MAYBE}
-    verdict |= {"situation": {"enum": [str(each) for each in Situation]}}
+    verdict |= {"situation": {"enum": [str(situation) for situation in Situation]}}
     history = {
         "step_seconds": {"type": "number"},
         "gpus": listed(closed({"uuid": TEXT, "free_bytes": curve, "free_at_peak_bytes": curve})),

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.bench
 
 DASHBOARD = load("headroom-fleet")
 SIX_HOURS = 6 * 3600
-ALL = {each["name"]: ".*" for each in variables(DASHBOARD)} | {"__rate_interval": "4m", "__range": "6h"}
+ALL = {variable["name"]: ".*" for variable in variables(DASHBOARD)} | {"__rate_interval": "4m", "__range": "6h"}
 
 
 def test_a_look_at_the_fleet(tmp_path: Path, results: Results) -> None:

@@ -74,7 +74,7 @@ def lines(name: str) -> list[bytes]:
 def stepped(past: Sequence[Snapshot]) -> Day:
     """Return the fastest of three passes: what it takes when nothing else runs."""
     past = [replace(each, engine_status=EngineStatus(state=EngineState.SERVING)) for each in past]
-    detector = next(each for each in build_derivations() if each.name == "leak")
+    detector = next(derivation for derivation in build_derivations() if derivation.name == "leak")
     best = float("inf")
     for _ in range(3):
         state, seconds = detector.initial, 0.0
@@ -114,7 +114,7 @@ def size(thing: Any, seen: set[int] | None = None) -> int:
 
 def parts(thing: Any) -> list[Any]:
     if isinstance(thing, Struct):
-        return [getattr(thing, each.name) for each in fields(thing)]
+        return [getattr(thing, field.name) for field in fields(thing)]
     if isinstance(thing, Mapping):
         return [*thing.keys(), *thing.values()]
     return list(thing) if isinstance(thing, list | tuple | set | frozenset) else []

@@ -61,5 +61,5 @@ def test_an_idle_core_that_is_stopped(tmp_path: Path, *, with_probe: bool) -> No
 
         assert stalled.value("engine_requests_running") == 0
         assert EngineState.STALLED in after[:TWO_MINUTES_OF_TICKS]
-        assert [each.status_code for each in answers] == [200]
+        assert [answer.status_code for answer in answers] == [200]
         wait_for(bench, "serving")

@@ -67,7 +67,7 @@ def test_the_parts_sum_to_what_the_card_holds(bench: Bench) -> None:
 def test_each_process_and_the_daemon_name_one_card(bench: Bench) -> None:
     reports = eventually(lambda: all_ if len(all_ := bench.read_reports()) >= 2 else None, "both report", LOOK_SECONDS)
 
-    assert {each["role"] for each in reports.values()} == {"api_server", "engine_core"}
+    assert {report["role"] for report in reports.values()} == {"api_server", "engine_core"}
     assert list(bench.cards.read_holders()) == [reports["EngineCore"]["pid"]], "the server makes no context"
 
 
@@ -107,7 +107,7 @@ def test_a_recording_names_the_line_of_a_leaked_tensor(bench: Bench) -> None:
     source = INSIDE / "card_orders.py"
     lines = source.read_text().splitlines()
     line = next(number for number, text in enumerate(lines, 1) if text.strip().startswith(LEAKING_LINE))
-    core = next(each for each in read_data(out)["processes"] if each["role"] == "engine_core")
+    core = next(process for process in read_data(out)["processes"] if process["role"] == "engine_core")
     sys.stdout.write(f"{core['cost']} {core['gpu'][0]}\n")
     assert core["gpu"][0]["stack"][0] == f"{source}:{line}"
     assert (core["gpu"][0]["bytes"], core["gpu"][0]["count"]) == (64 * MIB, 64)

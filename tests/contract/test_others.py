@@ -161,4 +161,4 @@ def test_a_page_says_what_its_engine_said(name: str) -> None:
 def test_every_profile_has_a_page() -> None:
     read = {parse_engines(path.read_text()) for path in OTHERS.glob("*.prom")}
 
-    assert {page.profile for page in read if isinstance(page, EnginePage)} == {each.name for each in PROFILES}
+    assert {page.profile for page in read if isinstance(page, EnginePage)} == {profile.name for profile in PROFILES}

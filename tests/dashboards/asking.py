@@ -70,4 +70,4 @@ def answer(prometheus: Prometheus, query: Query, put_in: Mapping[str, str]) -> l
     """Return the series that a panel gets, without those that have no number."""
     expr = filled(query.expr, put_in)
     series = prometheus.instant(expr) if query.instant else prometheus.over_time(expr, STEP_SECONDS)
-    return [each for each in series if any(value != "NaN" for _, value in each["values"])]
+    return [a_series for a_series in series if any(value != "NaN" for _, value in a_series["values"])]

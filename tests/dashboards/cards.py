@@ -73,7 +73,9 @@ def _shrunk(device: GpuReading) -> GpuReading:
     )
     small = GpuMemory(total_bytes=total, used_bytes=used, free_bytes=total - used - reserved, reserved_bytes=reserved)
     assert device.processes is not None
-    processes = tuple(replace(each, used_bytes=int(SMALL * (each.used_bytes or 0))) for each in device.processes)
+    processes = tuple(
+        replace(process, used_bytes=int(SMALL * (process.used_bytes or 0))) for process in device.processes
+    )
     return replace(
         device,
         name="Simulated L4 24GB",

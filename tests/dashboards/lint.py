@@ -62,8 +62,8 @@ def importable(dashboard: Json) -> Faults:
 
 def one_data_source(dashboard: Json) -> Faults:
     """The data source is chosen once, at the top."""
-    sources = [each for each in variables(dashboard) if each["type"] == "datasource"]
-    found = [(each["name"], each["label"], each["query"]) for each in sources]
+    sources = [variable for variable in variables(dashboard) if variable["type"] == "datasource"]
+    found = [(source["name"], source["label"], source["query"]) for source in sources]
     if found != [("datasource", "Data source", "prometheus")]:
         yield Fault(where="variables", what=f"the data sources are {found}")
     for each in every(dashboard, "datasource"):
@@ -80,7 +80,7 @@ def choosable(dashboard: Json) -> Faults:
 
     Of those that a query ranks one is chosen.
     """
-    asked = [each for each in variables(dashboard) if each["type"] != "datasource"]
+    asked = [variable for variable in variables(dashboard) if variable["type"] != "datasource"]
     for missing in {"job", "instance"} - {each["name"] for each in asked}:
         yield Fault(where=missing, what="cannot be chosen")
     for each in asked:
@@ -107,7 +107,7 @@ def units(dashboard: Json) -> Faults:
     """A number has a unit, and one that Grafana knows."""
     for panel in panels(dashboard):
         config = panel.get("fieldConfig", {"defaults": {}, "overrides": []})
-        properties = [each for override in config["overrides"] for each in override["properties"]]
+        properties = [setting for override in config["overrides"] for setting in override["properties"]]
         changed = [each["value"] for each in properties if each["id"] == "unit"]
         for unit in (config["defaults"].get("unit", ""), *changed):
             if unit not in UNITS and not unit.startswith("time:"):
@@ -163,7 +163,7 @@ def colours(dashboard: Json) -> Faults:
 
 def linked(dashboard: Json) -> Faults:
     """A link to a dashboard goes to one of these, and sets variables it has: in its address, or in a query's label."""
-    there = {made["uid"]: {each["name"] for each in variables(made)} for made in map(load, NAMES)}
+    there = {made["uid"]: {variable["name"] for variable in variables(made)} for made in map(load, NAMES)}
     for panel in panels(dashboard):
         text = json.dumps(panel)
         for uid in set(re.findall(r"/d/([\w-]+)", text)):

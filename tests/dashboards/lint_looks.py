@@ -62,10 +62,10 @@ def distinct(dashboard: Json) -> Faults:
 
 def _given(panel: Json) -> set[str]:
     return {
-        each["value"]["fixedColor"]
+        setting["value"]["fixedColor"]
         for override in panel["fieldConfig"]["overrides"]
-        for each in override["properties"]
-        if each["id"] == "color"
+        for setting in override["properties"]
+        if setting["id"] == "color"
     }
 
 
@@ -87,7 +87,7 @@ def whole(dashboard: Json) -> Faults:
     for query, expr in trees(query for panel in panels(dashboard) for query in queries(panel)):
         for node in nodes(expr):
             if isinstance(node, promql.AggregateExpr) and str(node.op) == "sum":
-                asked = [each.name for each in selectors(node) if "gpu" in KNOWN.get(each.name or "", ())]
+                asked = [selector.name for selector in selectors(node) if "gpu" in KNOWN.get(selector.name or "", ())]
                 if asked and "gpu" not in (labels(node, KNOWN)[0] or ()):
                     yield Fault(where=query.where, what=f"{asked[0]} is summed over GPUs")
 
@@ -100,7 +100,7 @@ def admitted(dashboard: Json) -> Faults:
             yield Fault(where=panel["title"], what="does not say why it is empty")
         if panel["type"] != "stat":
             continue
-        special = [each["options"] for each in defaults["mappings"] if each["type"] == "special"]
+        special = [mapping["options"] for mapping in defaults["mappings"] if mapping["type"] == "special"]
         said = [(each["match"], each["result"]["text"], each["result"]["color"]) for each in special]
         colour = "#8e8e8e" if defaults.get("noValue") == NOTHING else "text"
         if said != [("null+nan", defaults.get("noValue"), colour)]:
@@ -109,6 +109,6 @@ def admitted(dashboard: Json) -> Faults:
 
 def single(dashboard: Json) -> Faults:
     """A board of GPUs is of one engine, the worst unless another is chosen: many make one smear."""
-    choices = {each["name"]: each for each in variables(dashboard)}
+    choices = {variable["name"]: variable for variable in variables(dashboard)}
     if "uuid" in choices and not is_ranked(choices["instance"]):
         yield Fault(where="instance", what="many can be chosen")

@@ -66,9 +66,9 @@ def tables(dashboard: Json) -> list[Json]:
 def columns(table: Json) -> set[str]:
     """Return the names of a table's columns, after its transformations."""
     names = asked(table)
-    for each in organizers(table):
-        gone = {name for name, out in each.get("excludeByName", {}).items() if out}
-        names = {each.get("renameByName", {}).get(name) or name for name in names - gone}
+    for organizer in organizers(table):
+        gone = {name for name, out in organizer.get("excludeByName", {}).items() if out}
+        names = {organizer.get("renameByName", {}).get(name) or name for name in names - gone}
     return names
 
 
@@ -81,7 +81,11 @@ def asked(table: Json) -> set[str]:
 
 def organizers(table: Json) -> list[Json]:
     """Return the options of a table's transformations that hide, rename and order columns."""
-    return [each["options"] for each in table.get("transformations", ()) if each["id"] == "organize"]
+    return [
+        transformation["options"]
+        for transformation in table.get("transformations", ())
+        if transformation["id"] == "organize"
+    ]
 
 
 def organized(dashboard: Json) -> Faults:
@@ -90,9 +94,9 @@ def organized(dashboard: Json) -> Faults:
     for table in tables(dashboard):
         named_here = {
             name
-            for each in organizers(table)
+            for organizer in organizers(table)
             for part in ("excludeByName", "renameByName", "indexByName")
-            for name in each.get(part, {})
+            for name in organizer.get(part, {})
         }
         for name in sorted(named_here - there):
             yield Fault(where=table["title"], what=f"there is no column {name}")

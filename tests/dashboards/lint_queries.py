@@ -44,7 +44,7 @@ def trees(found: Iterable[Query]) -> Iterator[tuple[Query, promql.Expr]]:
 
 def valid(dashboard: Json) -> Faults:
     """An expression is PromQL, and its variables exist."""
-    there = {each["name"] for each in variables(dashboard)} | BUILT_IN.keys()
+    there = {variable["name"] for variable in variables(dashboard)} | BUILT_IN.keys()
     for query in every_query(dashboard):
         if isinstance(read := tree(query.expr), str):
             yield Fault(where=query.where, what=read)
@@ -60,14 +60,14 @@ def known(dashboard: Json) -> Faults:
 
 def narrowed(dashboard: Json) -> Faults:
     """A query asks for what is chosen: by every variable that its metric has a label for."""
-    names = {each["name"] for each in variables(dashboard) if each["type"] == "query"}
+    names = {variable["name"] for variable in variables(dashboard) if variable["type"] == "query"}
     asked = [query for panel in panels(dashboard) for query in queries(panel)]
     for query, expr in trees(asked + marked(dashboard)):
-        for each in selectors(expr):
-            there = TARGET if each.name == "ALERTS" else KNOWN.get(each.name or "", frozenset())
-            by = {matcher.name for matcher in each.matchers.matchers if _is_choice(matcher)}
+        for selector in selectors(expr):
+            there = TARGET if selector.name == "ALERTS" else KNOWN.get(selector.name or "", frozenset())
+            by = {matcher.name for matcher in selector.matchers.matchers if _is_choice(matcher)}
             for name in sorted(names & there - by):
-                yield Fault(where=query.where, what=f'{each.name} is not narrowed by {name}=~"${name}"')
+                yield Fault(where=query.where, what=f'{selector.name} is not narrowed by {name}=~"${name}"')
 
 
 def _is_choice(matcher: promql.Matcher) -> bool:
@@ -86,7 +86,7 @@ def rates(dashboard: Json) -> Faults:
 def counters(dashboard: Json) -> Faults:
     """A counter is never shown as it is: it falls to 0 at a restart."""
     for query, expr in trees(every_query(dashboard)):
-        inside = [str(each) for call in _calls(expr) if call.func.name in COUNTS for each in selectors(call)]
+        inside = [str(selector) for call in _calls(expr) if call.func.name in COUNTS for selector in selectors(call)]
         for bare in Counter(str(each) for each in selectors(expr)) - Counter(inside):
             if re.match(r"\w+_total\b", bare):
                 yield Fault(where=query.where, what=f"{bare.partition('{')[0]} is not inside rate or the like")

@@ -45,8 +45,8 @@ def panels_schema(dashboard: Json) -> Faults:
         drawn = config["defaults"].get("custom", {})
         yield from _panel(panel, {"options": panel["options"], "custom": drawn})
         for override in config["overrides"]:
-            for each in override["properties"]:
-                yield from _property(panel, each["id"], each["value"])
+            for setting in override["properties"]:
+                yield from _property(panel, setting["id"], setting["value"])
 
 
 def _property(panel: Json, name: str, value: Any) -> Faults:

@@ -52,10 +52,10 @@ def _alerts(rule: Mapping[str, Any], series: Series, times: Sequence[float]) -> 
     written = {label: text for label, text in rule["labels"].items() if "{{" not in text}
     wait, keep = (_seconds(rule[key]) if key in rule else 0.0 for key in ("for", "keep_firing_for"))
     alerts = []
-    for each in series:
-        labels = {label: value for label, value in each["metric"].items() if label != "__name__"}
+    for a_series in series:
+        labels = {label: value for label, value in a_series["metric"].items() if label != "__name__"}
         labels |= {**written, "alertname": rule["alert"]}
-        states = list(_states({float(at) for at, _ in each["values"]}, times, wait, keep))
+        states = list(_states({float(at) for at, _ in a_series["values"]}, times, wait, keep))
         for state in ("pending", "firing"):
             values = [(at, 1) for at, found in states if found == state]
             alerts.append({"metric": {**labels, "alertstate": state}, "values": values})
@@ -82,8 +82,8 @@ def _seconds(duration: str) -> float:
 def _lines(name: str, series: Series) -> Iterator[str]:
     """Yield the lines of a rule's series; two whose names alone differed are one when they have the rule's name."""
     points: dict[str, list[tuple[float, Any]]] = {}
-    for each in series:
-        labels = ",".join(f'{label}="{value}"' for label, value in each["metric"].items() if label != "__name__")
-        points.setdefault(labels, []).extend((float(at), value) for at, value in each["values"])
+    for a_series in series:
+        labels = ",".join(f'{label}="{value}"' for label, value in a_series["metric"].items() if label != "__name__")
+        points.setdefault(labels, []).extend((float(at), value) for at, value in a_series["values"])
     for labels, values in points.items():
         yield from (f"{name}{{{labels}}} {value} {at}\n" for at, value in sorted(values))

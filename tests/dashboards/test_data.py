@@ -30,7 +30,9 @@ def test_over_all_targets_only_that_has_no_data_which_never_has(
             never = set.intersection(*(expected_empty(dashboard, target) for target in TARGETS))
 
             found = without_data(prometheus, dashboard, {})
-            assert found <= never or any(is_ranked(each) for each in variables(dashboard) if each["type"] == "query")
+            assert found <= never or any(
+                is_ranked(variable) for variable in variables(dashboard) if variable["type"] == "query"
+            )
 
 
 def without_data(prometheus: Prometheus, dashboard: Json, chosen: Mapping[str, str]) -> set[tuple[str, str]]:
@@ -45,7 +47,9 @@ def test_no_table_has_a_column_of_metrics_names(prometheus: Prometheus, subtests
             dashboard = load(name)
             put_in = values(prometheus, dashboard, {})
             tables = [panel for panel in panels(dashboard) if panel["type"] == "table"]
-            found = [each for panel in tables for query in queries(panel) for each in answer(prometheus, query, put_in)]
+            found = [
+                result for panel in tables for query in queries(panel) for result in answer(prometheus, query, put_in)
+            ]
 
             assert found
             assert [each["metric"]["__name__"] for each in found if "__name__" in each["metric"]] == []
@@ -58,7 +62,7 @@ def test_all_offers_every_target_with_the_labels_it_has(prometheus: Prometheus, 
 
             for label in ("job", "instance", "namespace", "pod", "cluster"):
                 assert sorted(offered[label]) == sorted(
-                    {each.labels[label] for each in TARGETS.values() if label in each.labels}
+                    {target.labels[label] for target in TARGETS.values() if label in target.labels}
                 )
 
 
@@ -69,7 +73,7 @@ def test_a_target_that_is_chosen_is_shown_alone(prometheus: Prometheus, subtests
             dashboard = load("headroom")
             put_in = values(prometheus, dashboard, labels)
             asked = [query for panel in panels(dashboard) for query in queries(panel)]
-            shown = [each["metric"] for query in asked for each in answer(prometheus, query, put_in)]
+            shown = [result["metric"] for query in asked for result in answer(prometheus, query, put_in)]
 
             assert {each["instance"] for each in shown if "instance" in each} == {labels["instance"]}
             assert {each["pod"] for each in shown if "pod" in each} == ({labels["pod"]} if target != BARE else set())

@@ -75,7 +75,7 @@ def test_the_leak_is_told_of_every_engine_whose_load_is_known(
         with subtests.test(engine=engine):
             instance = TARGETS[engine].labels["instance"]
             series = prometheus.over_time(f'ALERTS{{instance="{instance}",alertstate="firing"}}', SCRAPE_SECONDS)
-            fired = {each["metric"]["alertname"] for each in series}
+            fired = {a_series["metric"]["alertname"] for a_series in series}
 
             assert not fired & rules_without(engine)
             assert ({"HeadroomGpuMemoryGrowing", "HeadroomGpuMemoryLeak"} <= fired) == (engine not in WITHOUT_LOAD)

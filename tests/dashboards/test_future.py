@@ -52,7 +52,7 @@ def test_a_leak_that_was_seen_before_and_is_none_now_has_no_future(prometheus: P
 
 
 def test_what_is_of_now_stays_of_now_where_the_time_shown_ends_in_the_future() -> None:
-    of_now = [each for each in panels(ENGINE) if each["type"] in {"stat", "table"}]
+    of_now = [panel for panel in panels(ENGINE) if panel["type"] in {"stat", "table"}]
 
     assert {each["timeFrom"] for each in of_now} == {ENGINE["time"]["from"].removeprefix("now-")}
     assert [link["url"] for link in ENGINE["links"] if link["type"] == "link"] == [
@@ -92,7 +92,7 @@ def test_a_sleeping_engine_is_called_so(prometheus: Prometheus) -> None:
 
 
 def test_what_a_neighbour_holds_is_a_warning(prometheus: Prometheus) -> None:
-    steps = next(each for each in panels(ENGINE) if each["title"] == "Held by others")["fieldConfig"]["defaults"]
+    steps = next(panel for panel in panels(ENGINE) if panel["title"] == "Held by others")["fieldConfig"]["defaults"]
     colours = [step["color"] for step in steps["thresholds"]["steps"] if (step["value"] or 0) <= 2 * GIB]
 
     assert float(shown(prometheus, "neighbour", "Held by others")) > 2 * GIB
@@ -107,9 +107,9 @@ def test_of_eight_gpus_the_one_that_leaks_stands_out(prometheus: Prometheus) -> 
     }
     rows = asked(prometheus, "eight GPUs", "Each GPU, and when it will be full", "D")
 
-    assert {each["metric"]["gpu"] for each in lines} == {str(gpu) for gpu in range(8)}
+    assert {line["metric"]["gpu"] for line in lines} == {str(gpu) for gpu in range(8)}
     assert set(first.values()) == {str(LEAKING)}
-    assert [each["metric"]["gpu"] for each in rows] == [str(LEAKING)]
+    assert [row["metric"]["gpu"] for row in rows] == [str(LEAKING)]
 
 
 def series(prometheus: Prometheus, target: str, title: str) -> dict[str, Any]:
@@ -120,7 +120,7 @@ def series(prometheus: Prometheus, target: str, title: str) -> dict[str, Any]:
 @pytest.mark.parametrize("address", ["https://wiki/{alert}", "https://git/{alert}.md", ""])
 def test_an_alert_leads_to_its_runbook_where_the_address_is_known(prometheus: Prometheus, address: str) -> None:
     fleet = load("headroom-fleet")
-    (table,) = (each for each in panels(fleet) if each["title"] == "Firing alerts")
+    (table,) = (panel for panel in panels(fleet) if panel["title"] == "Firing alerts")
     given = f'label_replace(vector(1), "address", "{address}", "", "")' if address else "vector(1) > 1"
     expr = filled(queries(table)[0].expr, values(prometheus, fleet, {}))
     rows = [each["metric"] for each in prometheus.instant(expr.replace("headroom:runbooks:info", f"({given})"))]

@@ -44,9 +44,9 @@ def names(prometheus: Prometheus, board: Json, panel: Json, *, twice: bool = Fal
     chosen = {**TARGETS["MIG"].labels, **({"uuid": MINE} if "repeat" in panel else {})}
     put_in = values(prometheus, board, chosen)
     found = Counter(
-        LABEL.sub(lambda label, series=each: series["metric"].get(label[1], ""), query.legend)  # type: ignore[misc]
+        LABEL.sub(lambda label, series=result: series["metric"].get(label[1], ""), query.legend)  # type: ignore[misc]
         for query in queries(panel)
         if panel["type"] != "table" and query.legend != AUTO
-        for each in answer(prometheus, query, put_in)
+        for result in answer(prometheus, query, put_in)
     )
     return {name for name, count in found.items() if count > twice}

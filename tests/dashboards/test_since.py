@@ -24,7 +24,7 @@ ANY: Final = dict.fromkeys(("cluster", "namespace", "job", "pod", "instance", "u
 )
 def test_leaking_since_is_of_the_alarm_that_is_on(tmp_path: Path, values: str, since_minutes: int | None) -> None:
     (panel,) = (each for each in panels(load("headroom")) if each["title"] == "Leaked")
-    (expr,) = (each.expr for each in queries(panel) if each.name == "leaking since")
+    (expr,) = (query.expr for query in queries(panel) if query.name == "leaking since")
     found = [] if since_minutes is None else [{"labels": "{}", "value": 60_000 * since_minutes}]
     series = {"series": 'headroom_leak_state{instance="a",gpu="0",uuid="u",state="leaking"}', "values": values}
     asked = {"expr": filled(expr, {**ANY, "__range": "2h"}), "eval_time": "2h", "exp_samples": found}

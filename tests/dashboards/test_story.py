@@ -51,7 +51,9 @@ def shown(prometheus: Prometheus, target: str, where: str) -> str:
     (series,) = asked(prometheus, target, where)
     value = f"{float(series['values'][-1][1]):g}"
     panel = next(each for each in panels(ENGINE) if each["title"] == where)
-    texts = (each["options"] for each in panel["fieldConfig"]["defaults"]["mappings"] if each["type"] == "value")
+    texts = (
+        mapping["options"] for mapping in panel["fieldConfig"]["defaults"]["mappings"] if mapping["type"] == "value"
+    )
     return next((options[value]["text"] for options in texts if value in options), value)
 
 

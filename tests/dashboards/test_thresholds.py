@@ -62,4 +62,4 @@ def panel(name: str, title: str) -> dict[str, Any]:
 
 
 def steps(panel: dict[str, Any]) -> set[float]:
-    return {each["value"] for each in panel["fieldConfig"]["defaults"]["thresholds"]["steps"]} - {None}
+    return {step["value"] for step in panel["fieldConfig"]["defaults"]["thresholds"]["steps"]} - {None}

@@ -69,7 +69,7 @@ def test_of_two_daemons_one_evicts_its_pod_and_the_other_waits(tmp_path: Path) -
         sidecars = (one, other)
         eventually(lambda: sum(requests(each, "accepted") for each in sidecars) == 1, "one evicts its pod")
         eventually(lambda: any("holds Lease" in each.log() for each in sidecars), "the other waits")
-        open_gates = sum(each.page().value("gate_open", gate="ready") for each in sidecars)
+        open_gates = sum(sidecar.page().value("gate_open", gate="ready") for sidecar in sidecars)
 
     assert cluster.voluntary == 1
     assert open_gates == 1

@@ -18,7 +18,7 @@ from vllm_headroom_tools.trace import read_trace
 
 def last_recorded(state: Path) -> float:
     record = state / "flight.jsonl"
-    return [each.time_seconds for each in read_trace(str(record))][-1] if record.exists() else 0.0
+    return [snapshot.time_seconds for snapshot in read_trace(str(record))][-1] if record.exists() else 0.0
 
 
 def test_a_killed_core_leaves_an_incident_and_postmortem_says_what_it_was(

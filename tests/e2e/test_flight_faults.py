@@ -73,7 +73,7 @@ def test_an_end_while_the_volume_is_full_is_set_aside_when_there_is_room(
         running.sees(lambda page: page.has("last_incident_timestamp_seconds"), "it is set aside")
         assert running.stop()[0] == 0
     (incident,) = list_incidents(state / "incidents")
-    assert [each.time_seconds for each in read_trace(str(incident))]
+    assert [snapshot.time_seconds for snapshot in read_trace(str(incident))]
 
 
 @pytest.mark.parametrize("step_seconds", [-7200.0, 7200.0])
@@ -99,4 +99,4 @@ def test_a_clock_that_is_set_before_the_end_leaves_the_incident_right(
 
 
 def recorded_seconds(record: Path) -> float:
-    return [each.time_seconds for each in read_trace(str(record))][-1]
+    return [snapshot.time_seconds for snapshot in read_trace(str(record))][-1]

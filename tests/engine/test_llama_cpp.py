@@ -61,7 +61,7 @@ def test_the_page_has_the_names_that_were_recorded(url: str) -> None:
 
 def test_the_daemon_counts_what_the_client_was_told(url: str, beside: Daemon) -> None:
     timings = [complete(url, "the same prompt twice over", 20) for _ in range(2)]
-    prompts = sum(each["prompt_n"] + each["cache_n"] for each in timings)
+    prompts = sum(timing["prompt_n"] + timing["cache_n"] for timing in timings)
 
     page = beside.sees(
         lambda page: page.value("engine_generation_tokens_total", model_name="llama_cpp", engine="0") == 40,

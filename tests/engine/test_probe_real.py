@@ -121,7 +121,7 @@ def test_a_recording_names_the_line_that_leaks(engine: Probed) -> None:
         engine.complete("w300 w301", 1)
     out, _ = asked.communicate(timeout=300)
 
-    processes = {each["role"]: each for each in read_data(out)["processes"]}
+    processes = {process["role"]: process for process in read_data(out)["processes"]}
     sys.stdout.write(json.dumps({role: [each["cost"], each["host"][:2]] for role, each in processes.items()}) + "\n")
     worst = processes["engine_core"]["host"][0]
     assert worst["stack"][0] == f"{LEAKING / 'vllm_leaking.py'}:{LINE}"
@@ -187,7 +187,7 @@ def test_with_two_ranks_of_one_engine(tmp_path: Path) -> None:
         workers = [found["VllmWorker-0"], found["VllmWorker-1"]]
         core = eventually(lambda: engine.reports()["EngineCore"]["scheduler"], "the core has a scheduler")
 
-        assert [(each["rank"], each["local_rank"], each["role"]) for each in workers] == [
+        assert [(worker["rank"], worker["local_rank"], worker["role"]) for worker in workers] == [
             (0, 0, "worker"),
             (1, 1, "worker"),
         ]

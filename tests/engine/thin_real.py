@@ -25,7 +25,7 @@ ENGINE_FACTS: Final = ("model_name", "engine", "running", "waiting", "finished_t
 
 def samples(trace: Path, most_seconds: float) -> list[dict[str, Any]]:
     """Return every third sample, with what the detector looks at."""
-    lines = [json.loads(each) for each in trace.read_text().splitlines()[1:]]
+    lines = [json.loads(line) for line in trace.read_text().splitlines()[1:]]
     lines = [sample for sample in lines if sample["t"] - lines[0]["t"] <= most_seconds]
     for sample in lines:
         for engine in sample["engines"] or []:
@@ -37,7 +37,7 @@ def samples(trace: Path, most_seconds: float) -> list[dict[str, Any]]:
 def kept(told: Path, ends: float) -> list[dict[str, float]]:
     """Return the last that the plugin told in each five minutes: what it had kept by then."""
     lines = [each for each in map(json.loads, told.read_text().splitlines()) if each["t"] <= ends]
-    slots = [int((each["t"] - lines[0]["t"]) / TRUTH_EVERY_SECONDS) for each in lines]
+    slots = [int((line["t"] - lines[0]["t"]) / TRUTH_EVERY_SECONDS) for line in lines]
     last = [place for place, (slot, following) in enumerate(pairwise(slots)) if slot != following]
     return [{**lines[place], "t": round(lines[place]["t"], 3)} for place in (0, *last, len(lines) - 1)]
 

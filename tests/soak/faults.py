@@ -118,8 +118,8 @@ def probe_fault(world: World) -> Iterator[None]:
     for number in range(world.dice.randint(1, 50)):
         (probe / f"{number}.json").write_bytes(world.dice.randbytes(world.dice.randint(0, 4096)))
     yield
-    for each in probe.iterdir():
-        each.unlink()
+    for path in probe.iterdir():
+        path.unlink()
 
 
 @contextlib.contextmanager

@@ -79,9 +79,9 @@ class Figures:
         self.threads = max(self.threads, int(status["Threads"]))
         self.fds = max(self.fds, len([*Path(f"/proc/{pid}/fd").iterdir()]))
         total = 0
-        for each in state.rglob("*"):
+        for path in state.rglob("*"):
             with contextlib.suppress(FileNotFoundError):  # a file that replaces another
-                total += each.stat().st_size if each.is_file() and "trace" not in each.name else 0
+                total += path.stat().st_size if path.is_file() and "trace" not in path.name else 0
         self.state = max(self.state, total)
 
 
@@ -89,9 +89,9 @@ def measure_wait(*pids: int) -> float:
     """Return how many seconds the threads of these processes have waited for a processor so far."""
     waited = 0.0
     for pid in pids:
-        for each in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+        for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
             with contextlib.suppress(OSError):
-                waited += int(each.read_text().split()[1]) / 1e9
+                waited += int(path.read_text().split()[1]) / 1e9
     return waited
 
 
@@ -208,9 +208,12 @@ class Soak:
 def longest_gap(trace: Path, began: float, speed: float, excused: list[tuple[float, float]]) -> tuple[int, float]:
     """Return how many samples were kept, and the machine's longest time without one outside the excused times."""
     samples = [
-        each.time_seconds for path in (f"{trace}.1", str(trace)) if Path(path).exists() for each in read_trace(path)
+        snapshot.time_seconds
+        for path in (f"{trace}.1", str(trace))
+        if Path(path).exists()
+        for snapshot in read_trace(path)
     ]
-    times = [began + (each - began) / speed for each in samples]
+    times = [began + (sample - began) / speed for sample in samples]
     offset = time.time() - time.monotonic()
     excused = [(start + offset, end + offset) for start, end in excused]
     gaps = [
@@ -233,7 +236,7 @@ def report(soak: Soak, *, began: float, hours: float, log: str, trace: Path, sta
         "state_mib": figures.state / MIB,
         "log_kib_per_hour": len(log) / 1024 / hours,
     }
-    kept = sum(each.stat().st_size for each in trace.parent.glob(f"{trace.name}*"))
+    kept = sum(path.stat().st_size for path in trace.parent.glob(f"{trace.name}*"))
     slowest = f"slowest {figures.slowest_seconds:.2f} s"
     scrapes = f"{figures.scrapes} scrapes ({figures.judged} judged for both sources)"
     print(f"{hours:.1f} hours of the daemon, {scrapes}, {slowest}, exit {status}")

@@ -257,8 +257,8 @@ def test_help_is_the_commands_own_and_its_man_page_has_every_option(name: str) -
     options = re.findall(r"^  (-.*?)(?:  |$)", text, re.MULTILINE)
     assert options
     assert all(
-        re.search(rf"^\.B .*{re.escape(each.split()[-2 if ' ' in each else 0])}", page, re.MULTILINE)
-        for each in options
+        re.search(rf"^\.B .*{re.escape(option.split()[-2 if ' ' in option else 0])}", page, re.MULTILINE)
+        for option in options
     )
 
 

@@ -156,7 +156,7 @@ def take(helm: Any, kubeconfig: Path, step: dict[str, Any]) -> dict[str, Any]:
     except helm.HelmError as error:
         return {"error": str(error)}
     name = f"sh.helm.release.v1.{step['release']}.v"
-    held = [each for each in Kept.objects.values() if each["metadata"]["name"].startswith(name)]
+    held = [document for document in Kept.objects.values() if document["metadata"]["name"].startswith(name)]
     newest = max(held, key=lambda each: int(each["metadata"]["labels"]["version"]))
     return {"manifest": release(base64.b64decode(newest["data"]["release"]).decode())["manifest"]}
 
@@ -173,7 +173,7 @@ def main() -> None:
             faulthandler.dump_traceback_later(MOST_SECONDS, exit=True)
             Kept.objects.clear()
             answers = [take(helm, kubeconfig, step) for step in json.loads(line)]
-            objects = [each for each in Kept.objects.values() if each["kind"] != "Secret"]
+            objects = [document for document in Kept.objects.values() if document["kind"] != "Secret"]
             sys.stdout.write(json.dumps({"answers": answers, "objects": objects}) + "\n")
             sys.stdout.flush()
 

@@ -67,7 +67,7 @@ def gpu_changes(combination: Combination) -> Changes:
     if combination.gpu == "gpu-runtime-class":
         return {} if "runtimeClassName" in before else {(*POD, "runtimeClassName"): (None, "nvidia")}
     vllm = (*POD, "containers", "vllm", "resources")
-    (resources,) = (each["resources"] for each in before["containers"] if each["name"] == "vllm")
+    (resources,) = (container["resources"] for container in before["containers"] if container["name"] == "vllm")
     amounts = {which: resources.get(which, {}) for which in ("limits", "requests")}
     taken = {which: there["nvidia.com/gpu"] for which, there in amounts.items() if "nvidia.com/gpu" in there}
     return {
@@ -82,7 +82,7 @@ def gpu_changes(combination: Combination) -> Changes:
 def test_other_documents_are_left_alone(combinations: list[Combination], subtests: pytest.Subtests) -> None:
     for combination in combinations:
         with subtests.test(workload=combination.workload.name, sidecar=combination.sidecar, gpu=combination.gpu):
-            added = [each for each in combination.others_after if each not in combination.others_before]
+            added = [document for document in combination.others_after if document not in combination.others_before]
 
             assert [each for each in combination.others_after if each not in added] == combination.others_before
             assert [each["kind"] for each in added] == (
@@ -96,7 +96,7 @@ def test_a_native_sidecar_starts_first_and_a_plain_one_is_not_the_default_contai
     for combination in combinations:
         with subtests.test(workload=combination.workload.name, sidecar=combination.sidecar, gpu=combination.gpu):
             before = combination.before["spec"]["template"]["spec"]
-            first = [each["name"] for each in before.get("initContainers", [])]
+            first = [container["name"] for container in before.get("initContainers", [])]
             then = [each["name"] for each in before["containers"]]
             if combination.gpu == "gpu-dra":
                 then.sort(key="vllm".__ne__)
@@ -113,7 +113,7 @@ def test_the_sidecar_sees_gpus_in_the_way_of_its_component_alone(
     for combination in combinations:
         with subtests.test(workload=combination.workload.name, sidecar=combination.sidecar, gpu=combination.gpu):
             container = combination.headroom
-            env = {each["name"]: each["value"] for each in container["env"] if "value" in each}
+            env = {variable["name"]: variable["value"] for variable in container["env"] if "value" in variable}
             expected: dict[str, dict[str, str]] = {
                 "gpu-runtime-class": {"NVIDIA_VISIBLE_DEVICES": "all", "NVIDIA_DRIVER_CAPABILITIES": "utility"},
                 "gpu-dra": {"HEADROOM_GPUS": "all"},
@@ -170,7 +170,7 @@ def test_the_sidecar_can_neither_hold_back_nor_starve_nor_evict_the_engine(
             ]
             assert container["resources"]["requests"] == {"cpu": "25m", "memory": "96Mi"}
             assert container["resources"]["limits"] == {"memory": "192Mi"}
-            volumes = {each["name"]: each.get("emptyDir") for each in combination.pod["volumes"]}
+            volumes = {volume["name"]: volume.get("emptyDir") for volume in combination.pod["volumes"]}
             for mount in container["volumeMounts"]:
                 assert volumes[mount["name"]]["medium"] == "Memory"
                 assert volumes[mount["name"]]["sizeLimit"]
@@ -196,7 +196,9 @@ def test_what_does_not_belong_together_is_not_built(tmp_path: Path, subtests: py
     ]:
         with subtests.test(components=components):
             workload = WORKLOADS["a Deployment"].folder
-            folder = kustomization(tmp_path, resource=workload, components=[COMPONENTS / each for each in components])
+            folder = kustomization(
+                tmp_path, resource=workload, components=[COMPONENTS / component for component in components]
+            )
 
             built = build(folder)
 

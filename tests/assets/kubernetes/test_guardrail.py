@@ -50,14 +50,14 @@ def test_the_sidecar_alone_gets_the_token(pairs: list[tuple[Document, Document]]
             ]
             (volume,) = [each for each in spec["volumes"] if each["name"] == "headroom-api"]
             files = [next(iter(source.values())) for source in volume["projected"]["sources"]]
-            paths = {each.get("path") or each["items"][0]["path"] for each in files}
+            paths = {file.get("path") or file["items"][0]["path"] for file in files}
             (mount,) = [each for each in sidecar["volumeMounts"] if each["mountPath"] == str(ACCOUNT)]
 
             assert with_token == ["headroom"]
             assert spec["automountServiceAccountToken"] is False
             assert mount == {"name": "headroom-api", "mountPath": str(ACCOUNT), "readOnly": True}
             assert paths == {"token", "ca.crt", "namespace"}
-            assert [each for each in sidecar["env"] if each["name"] in {"HEADROOM_EVICT", "POD_NAME"}] == [
+            assert [variable for variable in sidecar["env"] if variable["name"] in {"HEADROOM_EVICT", "POD_NAME"}] == [
                 {"name": "HEADROOM_EVICT", "value": "dry-run"},
                 {"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
             ]
@@ -74,7 +74,7 @@ def test_nothing_else_changes_above_all_no_probe_and_no_grace(
             assert {
                 way
                 for way in changed
-                if not way.startswith(tuple(".".join((*POD, each)) for each in ours)) and ".headroom." not in way
+                if not way.startswith(tuple(".".join((*POD, entry)) for entry in ours)) and ".headroom." not in way
             } == set()
 
 
@@ -86,11 +86,13 @@ def test_it_is_valid(pairs: list[tuple[Document, Document]], subtests: pytest.Su
 
 def test_the_role_has_exactly_the_verbs_that_are_used() -> None:
     account, role, binding = documents((COMPONENTS / "evict" / "rbac.yaml").read_text())
-    granted = {f"{verb} {each}" for rule in role["rules"] for verb in rule["verbs"] for each in rule["resources"]}
+    granted = {
+        f"{verb} {resource}" for rule in role["rules"] for verb in rule["verbs"] for resource in rule["resources"]
+    }
 
     assert granted == ROLE
     assert binding["roleRef"]["name"] == role["metadata"]["name"]
-    assert [each["name"] for each in binding["subjects"]] == [account["metadata"]["name"]]
+    assert [subject["name"] for subject in binding["subjects"]] == [account["metadata"]["name"]]
 
 
 @pytest.mark.parametrize(
@@ -109,7 +111,7 @@ def test_a_pod_without_the_sidecar_or_with_an_account_is_refused(
             "apiVersion: kustomize.config.k8s.io/v1alpha1\nkind: Component\npatches:\n- target: {kind: Deployment}\n"
             "  patch: '[{op: add, path: /spec/template/spec/serviceAccountName, value: mine}]'\n"
         )
-    folders = [tmp_path / each if each == "account" else COMPONENTS / each for each in components]
+    folders = [tmp_path / component if component == "account" else COMPONENTS / component for component in components]
     folders += [COMPONENTS / "evict"] if "account" in components else []
     built = build(kustomization(tmp_path, resource=WORKLOADS["a Deployment"].folder, components=folders))
 

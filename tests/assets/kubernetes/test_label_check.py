@@ -28,7 +28,7 @@ def test_it_warns_and_refuses_nothing() -> None:
 
 def test_it_asks_for_the_container_of_the_components_under_the_label_of_the_components() -> None:
     policy = find(FOUND, "ValidatingAdmissionPolicy")["spec"]
-    (expression,) = (each["expression"] for each in policy["validations"])
+    (expression,) = (validation["expression"] for validation in policy["validations"])
     native, plain = ((COMPONENTS / name / "patch.yaml").read_text() for name in ("sidecar", "sidecar-plain"))
     (name,) = set(re.findall(r"each\.name == '(\w+)'", expression))
 

@@ -33,15 +33,15 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Document, Docu
 
 def containers(workload: Document) -> dict[str, dict[str, Any]]:
     pod = workload["spec"]["template"]["spec"]
-    return {each["name"]: each for each in [*pod.get("initContainers", []), *pod["containers"]]}
+    return {container["name"]: container for container in [*pod.get("initContainers", []), *pod["containers"]]}
 
 
 def environment(container: dict[str, Any]) -> dict[str, str]:
-    return {each["name"]: each.get("value") for each in container["env"]}
+    return {variable["name"]: variable.get("value") for variable in container["env"]}
 
 
 def mounts(container: dict[str, Any]) -> dict[str, tuple[str, bool]]:
-    return {each["name"]: (each["mountPath"], each.get("readOnly", False)) for each in container["volumeMounts"]}
+    return {mount["name"]: (mount["mountPath"], mount.get("readOnly", False)) for mount in container["volumeMounts"]}
 
 
 def test_vllm_finds_the_probe_and_both_find_its_files(
@@ -97,7 +97,9 @@ def test_the_volumes_are_in_memory_and_bounded(
 ) -> None:
     for pair in pairs:
         with subtests.test(workload=pair[0]["metadata"]["name"]):
-            volumes = {each["name"]: each.get("emptyDir") for each in pair[1]["spec"]["template"]["spec"]["volumes"]}
+            volumes = {
+                volume["name"]: volume.get("emptyDir") for volume in pair[1]["spec"]["template"]["spec"]["volumes"]
+            }
 
             assert all(volumes[name]["medium"] == "Memory" and volumes[name]["sizeLimit"] for name in (CODE, FILES))
 

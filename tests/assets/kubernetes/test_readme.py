@@ -91,7 +91,7 @@ def test_the_links_of_the_page_build(tmp_path: Path) -> None:
         "runbook_url: https://git.your.org/vllm-headroom/blob/main/alerts/runbooks/HeadroomGpuMemoryLeak.md\n" in text
     )
     assert "dashboard_url: https://grafana.your.org/d/" in text
-    assert [each["kind"] for each in documents(text)] == ["PrometheusRule"]
+    assert [document["kind"] for document in documents(text)] == ["PrometheusRule"]
 
 
 def test_what_is_named_is_there() -> None:

@@ -71,7 +71,11 @@ def labelled(found: list[Document]) -> list[tuple[Document, dict[str, str], dict
 
 def headroom(pod: dict[str, Any]) -> dict[str, Any]:
     """Return the sidecar's container of a pod."""
-    (found,) = (each for each in [*pod.get("initContainers", []), *pod["containers"]] if each["name"] == "headroom")
+    (found,) = (
+        container
+        for container in [*pod.get("initContainers", []), *pod["containers"]]
+        if container["name"] == "headroom"
+    )
     return dict(found)
 
 
@@ -109,7 +113,9 @@ def test_every_pod_with_the_label_has_the_sidecar_of_the_components(subtests: py
                 container = headroom(pod)
                 assert {way[0] for way in differences(usual, container)} <= allowed
                 assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
-                assert {each["name"] for each in container["volumeMounts"]} <= {each["name"] for each in pod["volumes"]}
+                assert {mount["name"] for mount in container["volumeMounts"]} <= {
+                    volume["name"] for volume in pod["volumes"]
+                }
             assert "vllm-headroom-template" not in rendered(recipe)
 
 
@@ -123,7 +129,7 @@ def test_its_monitor_is_where_it_selects_its_pods(subtests: pytest.Subtests) -> 
             for document, labels, pod in labelled(found):
                 assert document["metadata"]["namespace"] == monitor["metadata"]["namespace"]
                 assert monitor["spec"]["selector"]["matchLabels"].items() <= labels.items()
-                assert endpoint["port"] in {each["name"] for each in headroom(pod)["ports"]}
+                assert endpoint["port"] in {port["name"] for port in headroom(pod)["ports"]}
             assert monitor["metadata"]["name"] == "vllm-headroom", "the alerts know the job by it"
 
 
@@ -139,8 +145,8 @@ def test_the_page_has_every_recipe() -> None:
 def test_openshifts_sidecar_asks_for_nothing_that_restricted_v2_refuses() -> None:
     ((_, _, pod),) = labelled(built("openshift"))
     context = headroom(pod)["securityContext"]
-    mounted = {each["name"] for each in headroom(pod)["volumeMounts"]}
-    kinds = {key for each in pod["volumes"] if each["name"] in mounted for key in each if key != "name"}
+    mounted = {mount["name"] for mount in headroom(pod)["volumeMounts"]}
+    kinds = {key for volume in pod["volumes"] if volume["name"] in mounted for key in volume if key != "name"}
 
     assert not {"runAsUser", "runAsGroup", "privileged"} & context.keys()
     assert (context["runAsNonRoot"], context["allowPrivilegeEscalation"]) == (True, False)
@@ -168,7 +174,7 @@ def test_the_router_of_the_production_stack_stays_as_it_is() -> None:
 
 def test_a_worker_of_a_group_reads_the_engine_at_its_leader() -> None:
     leader, worker = (headroom(pod) for _, _, pod in labelled(built("leaderworkerset")))
-    difference = [each for each in worker["env"] if each not in leader["env"]]
+    difference = [variable for variable in worker["env"] if variable not in leader["env"]]
 
     assert difference == [
         {"name": "HEADROOM_ENGINE_URL", "value": "http://$(LWS_LEADER_ADDRESS):8000/metrics"},
@@ -189,7 +195,7 @@ def test_a_custom_resource_without_the_entries_fails_the_build(tmp_path: Path) -
 def test_the_daemonset_reads_the_vllm_of_its_own_node() -> None:
     ((_, _, pod),) = labelled(built("daemonset"))
     env = headroom(pod)["env"]
-    names = [each["name"] for each in env]
+    names = [variable["name"] for variable in env]
 
     assert pod["hostPID"] is True
     assert names.index("NODE") < names.index("HEADROOM_ENGINE_URL"), "a variable is known to those after it"
@@ -201,20 +207,20 @@ EPP: Final[dict[str, Any]] = yaml.safe_load((FOLDER / "llm-d" / "epp-config.yaml
 
 
 def test_the_routers_plugins_are_all_there_and_all_used() -> None:
-    named = {each.get("name", each["type"]) for each in EPP["plugins"]}
+    named = {plugin.get("name", plugin["type"]) for plugin in EPP["plugins"]}
     used = {each["pluginRef"] for profile in EPP["schedulingProfiles"] for each in profile["plugins"]}
     for source in EPP["dataLayer"]["sources"]:
-        used |= {source["pluginRef"], *(each["pluginRef"] for each in source["extractors"])}
+        used |= {source["pluginRef"], *(extractor["pluginRef"] for extractor in source["extractors"])}
 
     assert used | {"single-profile-handler"} == named
 
 
 def test_the_router_reads_series_that_a_page_has_and_acts_on_the_gate() -> None:
-    plugins = {each.get("name", each["type"]): each.get("parameters", {}) for each in EPP["plugins"]}
+    plugins = {plugin.get("name", plugin["type"]): plugin.get("parameters", {}) for plugin in EPP["plugins"]}
     (engine,) = plugins["headroom-extractor"]["engineConfigs"]
     (gate,) = engine["customMetrics"]
     specs = [value for key, value in engine.items() if key.endswith("Spec")] + [gate["metricSpec"]]
-    found = [SPEC.fullmatch(each) for each in specs]
+    found = [SPEC.fullmatch(spec) for spec in specs]
     assert all(found)
     series = {each[1]: each[2] for each in found if each}
     contract = [line.split() for line in (REPOSITORY / "tests" / "assets" / "contract.txt").read_text().splitlines()]

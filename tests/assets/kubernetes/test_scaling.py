@@ -20,7 +20,7 @@ HPA: Final = yaml.safe_load((COMPONENTS / "hpa" / "hpa.yaml").read_text())
 RULES: Final[list[dict[str, Any]]] = yaml.safe_load(
     (COMPONENTS / "hpa" / "prometheus-adapter-values.yaml").read_text()
 )["rules"]["custom"]
-TRIGGERS: Final[dict[str, dict[str, Any]]] = {each["name"]: each for each in SCALED["spec"]["triggers"]}
+TRIGGERS: Final[dict[str, dict[str, Any]]] = {trigger["name"]: trigger for trigger in SCALED["spec"]["triggers"]}
 
 ASKED: Final = (
     {"headroom_engine_requests_waiting", "headroom_leak_state"},
@@ -62,7 +62,7 @@ def test_a_query_asks_for_load_or_for_time_and_never_for_memory(subtests: pytest
 
 
 def test_the_hpa_asks_for_what_the_adapter_is_told_to_offer() -> None:
-    asked = [each["pods"]["metric"]["name"] for each in HPA["spec"]["metrics"]]
+    asked = [metric["pods"]["metric"]["name"] for metric in HPA["spec"]["metrics"]]
 
     assert asked == [rule["name"]["as"] for rule in RULES]
 
@@ -77,14 +77,14 @@ def test_what_is_scaled_is_the_examples_deployment(scaler: dict[str, Any]) -> No
 
 
 def test_where_nothing_is_known_the_number_of_replicas_stays() -> None:
-    assert {each["metadata"]["ignoreNullValues"] for each in TRIGGERS.values()} == {"false"}
+    assert {trigger["metadata"]["ignoreNullValues"] for trigger in TRIGGERS.values()} == {"false"}
     assert SCALED["spec"]["minReplicaCount"] >= 1
     assert "fallback" not in SCALED["spec"]
 
 
 def test_an_average_stands_for_the_engines_that_are_left_out() -> None:
-    assert {each["metricType"] for each in TRIGGERS.values()} == {"Value"}
-    assert {each["pods"]["target"]["type"] for each in HPA["spec"]["metrics"]} == {"AverageValue"}
+    assert {trigger["metricType"] for trigger in TRIGGERS.values()} == {"Value"}
+    assert {metric["pods"]["target"]["type"] for metric in HPA["spec"]["metrics"]} == {"AverageValue"}
 
 
 def series(pod: str, *, waiting: int, running: int, leaking: bool) -> list[dict[str, str]]:
@@ -138,9 +138,9 @@ def test_an_engine_that_leaks_does_not_count(
     def pods(*leaking: str) -> list[dict[str, str]]:
         load = (("vllm-a", 2, 1), ("vllm-b", 3, 2), ("vllm-c", 34, 3))
         return [
-            each
+            a_series
             for pod, waits, runs in load
-            for each in series(pod, waiting=waits, running=runs, leaking=pod in leaking)
+            for a_series in series(pod, waiting=waits, running=runs, leaking=pod in leaking)
         ]
 
     nothing: dict[str, float] = {}

@@ -133,7 +133,7 @@ def main() -> None:
     ]
     with ProcessPoolExecutor(given.jobs) as pool:
         results = list(pool.map(partial(judge_each, interval=given.interval), jobs))
-    whole = [each["nothing"] for each in results]
+    whole = [result["nothing"] for result in results]
     lines = [HEAD, *(line(off, [each[off] for each in results]) for off in OFF)]
     lines += [plain_line(title, key, whole) for key, title in PLAIN.items()]
     print(*lines, sep="\n")

@@ -69,17 +69,19 @@ def follow(watched: Watched) -> Row:
     """Return the trace's row, as `judge` does."""
     samples, truth, readings = watched
     course, track, before_end = LeakCourse(), None, None
-    for seen in samples:
+    for sample in samples:
         state, known, again = LeakState.UNKNOWN, None, False
-        if seen.observation is not None:
-            old = track or start_track(seen.observation.seconds)
-            track = observe(old, seen.observation)
+        if sample.observation is not None:
+            old = track or start_track(sample.observation.seconds)
+            track = observe(old, sample.observation)
             again, known = track.clock.now_seconds < old.clock.now_seconds, track.estimate
-            most = Certainty.LEAKING if seen.alone or track.presence.neighbours == 1 else Certainty.GROWING
+            most = Certainty.LEAKING if sample.alone or track.presence.neighbours == 1 else Certainty.GROWING
             own = replace(track, verdict=min(track.verdict, most))
-            if seen.is_in_service:
-                state = find_leak_state(own, is_known=seen.observation.held_bytes is not None, is_settled=seen.settled)
-        course.step(state, build_moment(seen.seconds, known, None), restarted=again)
-        if truth["oom_at"] is not None and seen.seconds <= truth["oom_at"] - END_SECONDS:
+            if sample.is_in_service:
+                state = find_leak_state(
+                    own, is_known=sample.observation.held_bytes is not None, is_settled=sample.settled
+                )
+        course.step(state, build_moment(sample.seconds, known, None), restarted=again)
+        if truth["oom_at"] is not None and sample.seconds <= truth["oom_at"] - END_SECONDS:
             before_end = course.last_alarm
     return score(course, before_end, truth, readings)

@@ -27,7 +27,7 @@ class Model:
         """The weights of a layer."""
         width = self.hidden + 2 * self.kv_width
         elements = (width * self.hidden, self.hidden**2, 2 * self.inner * self.hidden, self.inner * self.hidden)
-        return tuple(2 * each for each in elements)
+        return tuple(2 * element for element in elements)
 
     @property
     def token_bytes(self) -> int:

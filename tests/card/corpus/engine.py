@@ -85,7 +85,7 @@ class Engine:
     def _load(self, share: float) -> None:
         layers, model = self._model.layers, self._model
         while len(self._weights) < min(layers, int(share * layers) + 1):
-            self._weights.append([take(each) for each in model.layer_bytes])
+            self._weights.append([take(layer) for layer in model.layer_bytes])
         if share >= 1:
             self._weights.append([take(2 * model.vocabulary * model.hidden) for _ in range(2)])
             self._take_cache()

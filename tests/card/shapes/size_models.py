@@ -82,7 +82,7 @@ def import_vllm() -> None:
 
 if __name__ == "__main__":  # workers of tensor parallelism import this file
     import_vllm()
-    for each in json.loads(Path(sys.argv[1]).read_text()):
-        size_model(each)
-        sys.stdout.write(f"{each['name']}\n")
+    for load in json.loads(Path(sys.argv[1]).read_text()):
+        size_model(load)
+        sys.stdout.write(f"{load['name']}\n")
         sys.stdout.flush()

@@ -250,7 +250,7 @@ class Cluster:
     def _store_lease(self, given: Object, status: int) -> Answer:
         spec = given["spec"]
         times = [spec[name] for name in ("acquireTime", "renewTime") if spec.get(name)]
-        if not all(re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z", each) for each in times):
+        if not all(re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z", time) for time in times):
             return failure(400, "a time is no MicroTime")
         if spec.get("leaseDurationSeconds", 1) <= 0 or spec.get("leaseTransitions", 0) < 0:
             return failure(422, "spec.leaseDurationSeconds: Invalid value: must be greater than 0")

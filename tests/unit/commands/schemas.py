@@ -63,7 +63,7 @@ def _infer(seen: Sequence[object], name: str = "") -> dict[str, Any]:
         return {}
     found: dict[str, Any] = {"type": sorted(types | {"null"}) if name else "object"}
     if objects and name not in KEYED:
-        keys = dict.fromkeys(key for each in objects for key in each)
+        keys = dict.fromkeys(key for document in objects for key in document)
         found["properties"] = {key: _infer([each[key] for each in objects if key in each], key) for key in keys}
         found["required"] = [key for key in keys if all(key in each for each in objects)]
     if items := [item for each in lists for item in each]:

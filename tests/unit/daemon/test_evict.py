@@ -45,7 +45,7 @@ class Bench:
 
         async def turns() -> None:
             for _ in range(max(1, int(seconds / TURN_SECONDS))):
-                await asyncio.gather(*(each.turn(due) for each in evictors))
+                await asyncio.gather(*(evictor.turn(due) for evictor in evictors))
                 self.clock.now += TURN_SECONDS
                 self.cluster.advance(self.clock.now)
 
@@ -61,7 +61,7 @@ def counted(evictor: Evictor) -> dict[str, int]:
 
 
 def problems(events: list[dict[str, Any]]) -> list[str]:
-    return [each["problem"] for each in events if each["event"] == "eviction of this pod waits"]
+    return [event["problem"] for event in events if event["event"] == "eviction of this pod waits"]
 
 
 def test_it_takes_the_lease_and_asks_for_its_own_pod() -> None:
@@ -76,7 +76,7 @@ def test_it_takes_the_lease_and_asks_for_its_own_pod() -> None:
     assert pod.gone_at == bench.cluster.grace_seconds, "the pod keeps its grace"
     assert set(bench.cluster.asked) <= ROLE
     assert bench.lease["holderIdentity"] == f"{pod.name}_{pod.uid}"
-    assert [(each["event"], each["why"]) for each in events] == [("asked for the eviction of this pod", DUE)]
+    assert [(event["event"], event["why"]) for event in events] == [("asked for the eviction of this pod", DUE)]
 
 
 def test_without_a_leak_it_asks_for_nothing() -> None:
@@ -100,7 +100,7 @@ def test_of_replicas_that_ask_at_once_one_is_evicted() -> None:
     with capture_logs() as events:
         bench.turn(*evictors)
 
-    assert [counted(each) for each in evictors].count({"accepted": 1}) == 1
+    assert [counted(evictor) for evictor in evictors].count({"accepted": 1}) == 1
     assert problems(events) == [f"another pod was faster to take Lease {LEASE}"] * 3
 
 
@@ -300,7 +300,7 @@ def test_a_dry_run_reads_says_what_it_would_do_and_counts_it_once_a_leak() -> No
 
     assert counted(evictor) == {"dry_run": 2}
     assert not WRITES & set(bench.cluster.asked)
-    assert [each["event"] for each in events] == ["would ask for the eviction of this pod"] * 2
+    assert [event["event"] for event in events] == ["would ask for the eviction of this pod"] * 2
     assert not evictor.read_guardrail().is_holder
 
 

@@ -59,7 +59,7 @@ def step(subject: Flight, *seen: Snapshot) -> list[dict[str, Any]]:
 
     with capture_logs() as lines:
         asyncio.run(run())
-    return [dict(each) for each in lines]
+    return [dict(line) for line in lines]
 
 
 def seen(watch: Watch) -> Snapshot:
@@ -102,9 +102,9 @@ def test_the_record_is_bounded_and_its_newest_lines_stay(tmp_path: Path, monkeyp
     monkeypatch.setattr(record, "FLIGHT_BYTES", 2000)
     step(flight(tmp_path), *(snapshot(at=at) for at in range(100)))
 
-    files = sorted(each.name for each in tmp_path.iterdir())
+    files = sorted(path.name for path in tmp_path.iterdir())
     assert files == ["flight.jsonl", "flight.jsonl.1"]
-    assert sum((tmp_path / each).stat().st_size for each in files) <= 4000
+    assert sum((tmp_path / file).stat().st_size for file in files) <= 4000
     assert times(tmp_path / "flight.jsonl")[-1] == 99.0
 
 
@@ -113,7 +113,7 @@ def test_on_a_small_volume_half_is_left_for_the_state(tmp_path: Path, monkeypatc
     monkeypatch.setattr(record, "FLIGHT_BYTES", 8 * 2000)
     step(flight(tmp_path), *(snapshot(at=at) for at in range(100)))
 
-    assert 2000 < sum(each.stat().st_size for each in tmp_path.iterdir()) <= 4000
+    assert 2000 < sum(path.stat().st_size for path in tmp_path.iterdir()) <= 4000
 
 
 def _size(folder: Path) -> int:
@@ -128,7 +128,7 @@ def test_an_end_is_set_aside_with_what_was_known_before_it(tmp_path: Path) -> No
     file = the_incident(tmp_path)
     known = header(file)
     assert (known["what"], known["reason"], known["version"], known["log"]) == ("ended", "gone", "1.2.3", ["a line"])
-    assert [each["sentence"] for each in known["before"]["verdicts"]] == ["GPU 0 leaks."]
+    assert [verdict["sentence"] for verdict in known["before"]["verdicts"]] == ["GPU 0 leaks."]
     assert known["before"]["t"] < known["t"]
     assert times(file) == [10.0, 15.0]
     assert file == locate_incident(tmp_path, BEGAN + 15)
@@ -175,7 +175,7 @@ def test_a_stall_is_an_incident_and_its_end_soon_after_is_the_same(tmp_path: Pat
     watch.look(working(20))
     died(subject, watch)
 
-    assert [each["what"] for each in header(the_incident(tmp_path))["events"]] == ["stalled", "ended"]
+    assert [event["what"] for event in header(the_incident(tmp_path))["events"]] == ["stalled", "ended"]
 
 
 def test_what_comes_soon_after_the_engine_served_again_is_an_incident_of_its_own(tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_what_comes_soon_after_the_engine_served_again_is_an_incident_of_its_own
     died(subject, watch)
 
     found = [header(file)["events"] for file in list_incidents(tmp_path / "incidents")]
-    assert [[each["what"] for each in events] for events in found] == [["stalled"], ["ended"], ["ended"]]
+    assert [[event["what"] for event in events] for events in found] == [["stalled"], ["ended"], ["ended"]]
 
 
 def test_an_end_while_the_daemon_was_away_is_noticed(tmp_path: Path) -> None:
@@ -223,7 +223,7 @@ def test_an_end_in_the_time_of_another_daemon_is_left_to_that(tmp_path: Path) ->
     watch.look(REFUSED, processes=(), gpus=(gpu(used=0),))
     step(subject, seen(watch))
 
-    assert [each.name for each in tmp_path.iterdir()] == ["flight.jsonl"]
+    assert [path.name for path in tmp_path.iterdir()] == ["flight.jsonl"]
 
 
 def test_xids_shortly_before_the_end_are_told(tmp_path: Path) -> None:
@@ -246,7 +246,7 @@ def test_an_xid_belongs_to_an_incident_of_the_next_15_minutes(tmp_path: Path, mi
     watch.look(working(40), after=60 * minutes)
     died(subject, watch)
 
-    assert [each["xid"] for each in header(the_incident(tmp_path))["xids"]] == known
+    assert [xid["xid"] for xid in header(the_incident(tmp_path))["xids"]] == known
 
 
 def test_what_torch_was_refused_shortly_before_is_told(tmp_path: Path) -> None:
@@ -326,8 +326,8 @@ def test_a_folder_that_vanishes_costs_its_lines_and_is_made_again(tmp_path: Path
     folder = tmp_path / "state"
     subject = flight(folder)
     step(subject, snapshot(at=0))
-    for each in folder.iterdir():
-        each.unlink()
+    for path in folder.iterdir():
+        path.unlink()
     folder.rmdir()
     folder.write_text("in its place")
 
@@ -391,7 +391,7 @@ def test_a_disk_that_is_full_in_the_midst_of_a_line_costs_the_record_and_no_tick
         [sys.executable, "-c", FILLED, str(tmp_path)], capture_output=True, text=True, check=True, timeout=300
     )
 
-    lines = [each for each in process.stdout.splitlines() if each]
+    lines = [line for line in process.stdout.splitlines() if line]
     assert lines[0] == "flight record not written"
     assert lines[-1].split(" an ")[0] == "flight record written again"
     assert times(tmp_path / "flight.jsonl")

@@ -28,7 +28,7 @@ def test_a_pipe_costs_no_incident(name: str, tmp_path: Path) -> None:
     died(subject)
 
     assert subject.last is not None
-    assert [each.name for each in list_incidents(tmp_path / "incidents")] == [Path(subject.last.file).name]
+    assert [incident.name for incident in list_incidents(tmp_path / "incidents")] == [Path(subject.last.file).name]
 
 
 def test_a_record_that_a_crash_left_as_zeros_is_set_aside_as_it_is(tmp_path: Path) -> None:
@@ -41,7 +41,7 @@ def test_a_record_that_a_crash_left_as_zeros_is_set_aside_as_it_is(tmp_path: Pat
         append_to_record(tmp_path, sample)
         append_to_record(tmp_path, sample)
 
-    assert [each["file"] for each in lines] == [str(aside)]
+    assert [line["file"] for line in lines] == [str(aside)]
     assert aside.read_bytes() == zeros
     assert len(list(read_trace(str(record)))) == 2
 

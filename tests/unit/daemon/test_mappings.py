@@ -50,7 +50,7 @@ def run(subject: Mappings, *steps: tuple[Snapshot, Values]) -> list[dict[str, An
 
     with capture_logs() as lines:
         asyncio.run(play())
-    return [dict(each) for each in lines]
+    return [dict(line) for line in lines]
 
 
 class Kernel:

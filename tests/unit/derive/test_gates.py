@@ -85,7 +85,7 @@ def test_a_sure_leak_whose_end_is_near_is_due(is_host: bool, whose: str) -> None
 
 
 def test_no_other_state_of_a_leak_or_an_engine_is_due() -> None:
-    assert [each for each in LeakState if find_due(1.0, leak=each)] == [LeakState.LEAKING]
+    assert [state for state in LeakState if find_due(1.0, leak=state)] == [LeakState.LEAKING]
     assert [each for each in EngineState if find_due(1.0, state=each)] == [EngineState.SERVING]
 
 

@@ -30,7 +30,7 @@ def looked(reading: int, *, awake: bool) -> Snapshot:
 
 
 def test_of_gpus_whose_names_are_new_at_every_reading_a_bounded_number_is_remembered() -> None:
-    states = {each.name: each.initial for each in build_derivations()}
+    states = {derivation.name: derivation.initial for derivation in build_derivations()}
     life = EngineMemory()
     for reading in range(READINGS):
         life, seen = update_engine(life, looked(reading, awake=reading < READINGS // 2))

@@ -30,7 +30,7 @@ def fact(name: str) -> st.SearchStrategy[Any]:
     return st.none() | (ratios if name.endswith("_ratio") else amounts)
 
 
-engines = st.builds(EngineReading, **{each.name: fact(each.name) for each in fields(EngineReading)})
+engines = st.builds(EngineReading, **{field.name: fact(field.name) for field in fields(EngineReading)})
 pages = st.builds(
     EnginePage,
     profile=st.just("vllm"),

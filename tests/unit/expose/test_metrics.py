@@ -189,4 +189,4 @@ def test_it_is_what_prometheus_client_writes(accept: str) -> None:
 
 def one_of_each() -> tuple[Sample, ...]:
     """Return a sample of every metric there is."""
-    return tuple(Sample(each, tuple(f"{name}-1" for name in each.labels), 1.5) for each in catalog.METRICS[2:])
+    return tuple(Sample(metric, tuple(f"{name}-1" for name in metric.labels), 1.5) for metric in catalog.METRICS[2:])

@@ -141,7 +141,7 @@ def test_many_gpus_that_leak_alike_are_one_line_that_names_them_and_opens() -> N
 
 
 def test_every_situation_has_something_to_do() -> None:
-    assert all(each.action.endswith(".") for each in Situation)
+    assert all(situation.action.endswith(".") for situation in Situation)
 
 
 def test_whose_page_it_is_stands_first() -> None:

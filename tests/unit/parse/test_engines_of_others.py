@@ -115,8 +115,11 @@ def test_what_was_looked_for_is_told_with_what_makes_the_engine_tell_it() -> Non
 
     assert isinstance(unknown, EnginePage)
     assert isinstance(forced, EnginePage)
-    for each in PROFILES:
-        assert f"{each.product} ({' '.join(each.prefixes)}; {each.path}, {each.switch})" in explain_empty_page(unknown)
+    for profile in PROFILES:
+        assert (
+            f"{profile.product} ({' '.join(profile.prefixes)}; {profile.path}, {profile.switch})"
+            in explain_empty_page(unknown)
+        )
     assert "docs/engines.md" in explain_empty_page(unknown)
     assert "Looked for TensorRT-LLM (trtllm_; /prometheus/metrics, with return_perf" in explain_empty_page(forced)
     assert "vLLM (" not in explain_empty_page(forced)

@@ -38,7 +38,7 @@ class Vllm:
         """Wait for the processes of these names and return what they know, once vLLM has told them all."""
 
         def complete() -> dict[str, Document] | None:
-            found = {each["process_name"]: each for each in self.reports() if each["role"] != "api_server"}
+            found = {report["process_name"]: report for report in self.reports() if report["role"] != "api_server"}
             whole = all(each["scheduler"] or each["parts"] for each in found.values())
             return found if whole and set(names) <= set(found) else None
 

@@ -57,7 +57,7 @@ def test_every_process_reports_what_it_alone_knows(site: Path, folder: Path, sta
             "bytes_per_kv_token": 512,
         }
         eventually(
-            lambda: [each for each in running.reports() if each["role"] == "api_server"], "the API server reports"
+            lambda: [report for report in running.reports() if report["role"] == "api_server"], "the API server reports"
         )
 
 

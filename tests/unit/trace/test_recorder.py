@@ -144,7 +144,7 @@ def test_a_file_that_is_no_trace_is_left_alone(tmp_path: Path, content: str) -> 
     (line,) = record(recorder(file, max_bytes=1), snapshot(), snapshot())
 
     assert line["problem"] == "the file is there and is no trace: move it away, or name another"
-    assert [each.name for each in tmp_path.iterdir()] == ["diary"]
+    assert [path.name for path in tmp_path.iterdir()] == ["diary"]
     assert file.read_text() == content
 
 
@@ -155,7 +155,7 @@ def test_at_its_size_the_trace_becomes_the_previous_one_and_there_are_no_more(tm
 
     record(recorder(file, max_bytes=2 * size), *(snapshot(at=at) for at in range(1, 8)))
 
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["trace", "trace.1"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["trace", "trace.1"]
     assert max(each.stat().st_size for each in tmp_path.iterdir()) <= 2 * size
     joined = times(tmp_path / "trace.1") + times(file)
     assert joined == [float(at) for at in range(8 - len(joined), 8)]

@@ -102,7 +102,7 @@ PROCESSES: Final = st.builds(
 HOST: Final = st.builds(
     HostMemory,
     basis=st.none() | st.sampled_from(HostBasis),
-    **{each.name: st.none() | SIZES for each in fields(HostMemory) if each.name != "basis"},
+    **{field.name: st.none() | SIZES for field in fields(HostMemory) if field.name != "basis"},
 )
 TIMES: Final = st.integers(0, 2_000_000_000_000).map(lambda milliseconds: milliseconds / 1000)
 

@@ -71,7 +71,7 @@ def state(name: str) -> Lines:
 def host_state(name: str) -> Lines:
     states = ("stable", "growing", "leaking")
     labels = ({"process": "worker", "state": each} for each in states)
-    return {line(catalog.HOST_LEAK_STATE, each): float(each["state"] == name) for each in labels}
+    return {line(catalog.HOST_LEAK_STATE, label): float(label["state"] == name) for label in labels}
 
 
 def text(lines: Mapping[Any, float]) -> str:

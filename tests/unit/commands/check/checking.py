@@ -24,4 +24,4 @@ def document(*words: str) -> tuple[int, dict[str, Any]]:
 def judged(*words: str) -> tuple[int, dict[str, dict[str, Any]]]:
     """Return the exit status and each judgement by its limit, of which each is on one thing."""
     status, found = document(*words)
-    return status, {each["limit"]: each for each in found["limits"]}
+    return status, {limit["limit"]: limit for limit in found["limits"]}

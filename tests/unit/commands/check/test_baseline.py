@@ -22,7 +22,7 @@ def compared(folder: Path, new: dict[str, Any], old: dict[str, Any], share: str 
         written(folder / "old", engine(**{"hours": 0.5, **old})),
     )
     status, found = document(*traces, "--max-growth-over-baseline", share)
-    return status, {each["limit"]: each for each in found["limits"]}
+    return status, {limit["limit"]: limit for limit in found["limits"]}
 
 
 def test_the_same_twice_passes(tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_the_greatest_growth_among_the_loads_in_common_counts(tmp_path: Path) ->
         return written(tmp_path / str(grown), iter(samples))
 
     _, found = document("--trace", stepped(7000 * MIB), "--baseline", stepped(0), "--max-growth-over-baseline", "5%")
-    (gpu,) = (each for each in found["limits"] if each["limit"] == GPU)
+    (gpu,) = (limit for limit in found["limits"] if limit["limit"] == GPU)
 
     assert (gpu["outcome"], gpu["value"]) == ("failed", HELD + 7000 * MIB)
     assert gpu["why"] == "at 80 running, and 80 in the baseline"

@@ -14,7 +14,7 @@ LIMIT = ("--max-discrepancy", "3%")
 
 
 def trace(folder: Path, **said: Any) -> str:
-    samples = ({**each, "engines": [{**each["engines"][0], **said}]} for each in engine(0.5))
+    samples = ({**process, "engines": [{**process["engines"][0], **said}]} for process in engine(0.5))
     return written(folder / "t", samples)
 
 

@@ -124,7 +124,7 @@ def test_a_trace_too_short_for_the_limit_cannot_be_told(tmp_path: Path, hours: f
 def test_a_gpu_that_could_not_be_read_cannot_be_told(
     tmp_path: Path, spoil: Callable[[dict[str, object]], dict[str, object] | None], why: str
 ) -> None:
-    samples = ({**each, "gpus": [gpu] if (gpu := spoil(each["gpus"][0])) else None} for each in engine())
+    samples = ({**process, "gpus": [gpu] if (gpu := spoil(process["gpus"][0])) else None} for process in engine())
     status, found = judged("--trace", written(tmp_path / "t", samples), *AT_1_MB)
 
     assert (status, found[LEAK]["outcome"], found[LEAK]["why"]) == (2, "cannot_tell", why)
@@ -170,7 +170,10 @@ def test_memory_that_grew_while_the_engine_loaded_is_no_leak_that_would_have_bee
 
 
 def test_what_the_daemon_does_not_say_of_an_idle_engine_is_not_said(tmp_path: Path) -> None:
-    samples = ({**each, "engines": [{**each["engines"][0], "finished_total": 5000, "running": 0}]} for each in engine())
+    samples = (
+        {**process, "engines": [{**process["engines"][0], "finished_total": 5000, "running": 0}]}
+        for process in engine()
+    )
     status, found = judged("--trace", written(tmp_path / "t", samples), *AT_1_MB)
 
     assert (status, found[LEAK]["outcome"]) == (2, "cannot_tell")

@@ -229,4 +229,4 @@ def test_each_gpu_has_its_own_judgement_at_a_cost_below_the_servers(tmp_path: Pa
     )
 
     assert status == 0
-    assert [each["of"] for each in found["limits"]] == [None, "GPU 0", "GPU 1"]
+    assert [limit["of"] for limit in found["limits"]] == [None, "GPU 0", "GPU 1"]

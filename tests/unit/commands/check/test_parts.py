@@ -21,7 +21,7 @@ def probed(**changed: int) -> Iterator[dict[str, Any]]:
 def judged(folder: Path, new: Iterator[dict[str, Any]], share: str = "2%") -> tuple[int, dict[str, dict[str, Any]]]:
     traces = ("--trace", written(folder / "new", new), "--baseline", written(folder / "old", probed()))
     status, found = document(*traces, "--max-growth-over-baseline", share)
-    return status, {each["of"]: each for each in found["limits"] if each["limit"] == PART}
+    return status, {limit["of"]: limit for limit in found["limits"] if limit["limit"] == PART}
 
 
 def test_the_part_that_grew_is_named(tmp_path: Path) -> None:

@@ -15,17 +15,17 @@ Spoil = Callable[[Scene, Random], Scene]
 
 def without_engines(scene: Scene, _: Random) -> Scene:
     """No page was ever read: another port, or a proxy before it."""
-    return replace(scene, samples=[{**each, "engines": None} for each in scene.samples])
+    return replace(scene, samples=[{**sample, "engines": None} for sample in scene.samples])
 
 
 def without_gpus(scene: Scene, _: Random) -> Scene:
     """NVML never answered."""
-    return replace(scene, samples=[{**each, "gpus": None} for each in scene.samples])
+    return replace(scene, samples=[{**sample, "gpus": None} for sample in scene.samples])
 
 
 def without_processes(scene: Scene, _: Random) -> Scene:
     """The sidecar has no view of the engine's processes."""
-    return replace(scene, samples=[{**each, "processes": None} for each in scene.samples])
+    return replace(scene, samples=[{**sample, "processes": None} for sample in scene.samples])
 
 
 def away_before(scene: Scene, rng: Random) -> Scene:
@@ -49,7 +49,7 @@ def clock_set(scene: Scene, rng: Random) -> Scene:
         return seconds + shift if seconds >= at else seconds
 
     header = None if scene.header is None else {**scene.header, "t": moved(scene.header["t"])}
-    return replace(scene, samples=[{**each, "t": moved(each["t"])} for each in scene.samples], header=header)
+    return replace(scene, samples=[{**sample, "t": moved(sample["t"])} for sample in scene.samples], header=header)
 
 
 def only_the_end(scene: Scene, rng: Random) -> Scene:
@@ -59,7 +59,7 @@ def only_the_end(scene: Scene, rng: Random) -> Scene:
 
 def seldom(scene: Scene, _: Random) -> Scene:
     """A sample in half a minute."""
-    slots = {int(each["t"] // 30): each for each in reversed(scene.samples)}
+    slots = {int(sample["t"] // 30): sample for sample in reversed(scene.samples)}
     return replace(scene, samples=[slots[slot] for slot in sorted(slots)])
 
 
@@ -67,13 +67,13 @@ def end_of(scene: Scene) -> float:
     """Return when it ended: when nothing is held any more, or as its header says."""
     if scene.header is not None:
         return float(scene.header["t"])
-    held = [each["t"] for each in scene.samples if any(gpu["used"] for gpu in each["gpus"])]
+    held = [sample["t"] for sample in scene.samples if any(gpu["used"] for gpu in sample["gpus"])]
     gone = [each["t"] for each in scene.samples if not any(gpu["used"] for gpu in each["gpus"])]
     return float(min((at for at in gone if at > held[len(held) // 2]), default=held[-1]))
 
 
 def _without(scene: Scene, begin: float, end: float) -> Scene:
-    kept: list[Record] = [each for each in scene.samples if not begin <= each["t"] < end]
+    kept: list[Record] = [sample for sample in scene.samples if not begin <= sample["t"] < end]
     return replace(scene, samples=kept)
 
 

@@ -16,7 +16,7 @@ __all__ = ["run"]
 
 def test_a_stall_that_only_a_canary_saw_lasted_as_long_as_the_daemon_said(run: Run, tmp_path: Path) -> None:
     scene = scenes.scene(scenes.idle, 1)
-    scene.samples[:] = [each for each in scene.samples if each["engines"]]
+    scene.samples[:] = [sample for sample in scene.samples if sample["engines"]]
     scene.header = {"t": scene.samples[-1]["t"], "what": "stalled", "progress_age_seconds": 61.2}
 
     _, out, _ = run(write(tmp_path, scene))
@@ -29,7 +29,7 @@ def test_an_idle_end_is_less_sure_where_nobody_looked_for_longer_than_15_seconds
     run: Run, tmp_path: Path, seconds: float, sureness: str
 ) -> None:
     scene = scenes.scene(scenes.idle, 1)
-    last = max(each["t"] for each in scene.samples if each["engines"])
+    last = max(sample["t"] for sample in scene.samples if sample["engines"])
     gone = next(each for each in scene.samples if each["t"] > last and not each["engines"])
     scene.samples[:] = [*(each for each in scene.samples if each["t"] <= last), {**gone, "t": last + seconds}]
     scene.header = {"t": last + seconds, "what": "ended", "reason": "gone"}

@@ -271,7 +271,7 @@ def test_nonsense_in_a_header_is_left_out(run: Run, tmp_path: Path) -> None:
 def test_an_incident_is_read_as_the_trace_that_it_is(leaked: Path) -> None:
     """`replay`, `check` and `advise` see in it what they see in the samples without its header."""
     snapshots = list(read_trace(str(leaked)))
-    samples = [json.loads(each) for each in leaked.read_bytes().splitlines()[1:]]
+    samples = [json.loads(line) for line in leaked.read_bytes().splitlines()[1:]]
     plain = list(map(parse_snapshot, samples))
     assert snapshots == plain
 

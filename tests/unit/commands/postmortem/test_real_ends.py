@@ -92,7 +92,7 @@ def write_part(folder: Path, name: str, part: str, *, headed: bool) -> Path:
 
 def check_order(truth: Truth, ending: Ending, part: str) -> None:
     """Require that those named as the first to exit are the first, and at the full rate that they are named."""
-    named = {each.role for each in ending.lost_processes}
+    named = {lost_process.role for lost_process in ending.lost_processes}
     assert named in [set(truth.order[:count]) for count in range(len(truth.order))]
     if part == "all":
         assert named == set(truth.order[: truth.shown])
@@ -117,7 +117,7 @@ def test_its_samples_alone_have_one_exit_at_its_time_and_its_cause(tmp_path: Pat
         watch.step(snapshot)
     reason = truth.replayed or truth.reason
 
-    assert [each.reason for each in watch.events if each.kind is IncidentKind.ENDED] == [reason]
+    assert [event.reason for event in watch.events if event.kind is IncidentKind.ENDED] == [reason]
     assert watch.engine.runs.exits == {reason: 1}
     assert watch.engine.runs.restarts == 0
     assert all(each.seconds >= truth.at for each in watch.events)
@@ -131,7 +131,7 @@ def read_header(name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", REAL)
 def test_the_daemon_counted_the_reason_of_the_exit(name: str) -> None:
-    reasons = [each["reason"] for each in read_header(name)["events"] if each["what"] == IncidentKind.ENDED]
+    reasons = [event["reason"] for event in read_header(name)["events"] if event["what"] == IncidentKind.ENDED]
 
     assert reasons == [REAL[name].reason]
 

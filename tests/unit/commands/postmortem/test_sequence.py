@@ -50,7 +50,7 @@ def test_a_kill_of_the_core_is_the_cause_though_the_page_answered_for_seconds(
     engine.look(REFUSED, processes=(), after=seconds)
 
     found = engine.judge(run)
-    assert [each["what"] for each in header(the_incident(tmp_path))["events"]] == ["stalled", "ended"]
+    assert [event["what"] for event in header(the_incident(tmp_path))["events"]] == ["stalled", "ended"]
     assert (found["cause"], found["sure"], found["reason"]) == ("killed_by_kernel", "sure", "oom_killed")
     for role, is_left in (("engine core", False), ("worker", WORKER in left), ("api server", True)):
         assert (f"{role} exited before the others" in str(found["evidence"])) is not is_left

@@ -53,7 +53,7 @@ def test_more_workers_need_more(preflight: Preflight) -> None:
 
     assert preflight.report().verdict is Conclusion.GOOD
     parallel = MemoryRequest(utilization_ratio=0.9, tensor_parallel_size=4)
-    assert [each.kind for each in preflight.report(parallel).findings if each.kind is Kind.HOST] == [Kind.HOST]
+    assert [finding.kind for finding in preflight.report(parallel).findings if finding.kind is Kind.HOST] == [Kind.HOST]
 
 
 def test_nothing_is_said_where_nothing_is_known(preflight: Preflight) -> None:
@@ -90,7 +90,7 @@ def test_swap_of_a_machine_of_one_memory_is_told_and_counts_as_no_room(unified: 
     report = unified.report(MemoryRequest(utilization_ratio=0.89))
 
     assert without.findings == ()
-    assert [each.text for each in report.findings] == [
+    assert [finding.text for finding in report.findings] == [
         "the machine's 16.00 GiB of swap and zram count as no room: it would hang before they are full"
     ]
     assert report.highest_utilization_ratio == without.highest_utilization_ratio
@@ -121,7 +121,9 @@ def test_memory_in_the_page_cache_is_available_and_cannot_be_allocated(
     meminfo(unified, total_gib=120, available_gib=22)
     buddies(unified, blocks_gib=blocks_gib)
 
-    found = [each for each in unified.report(MemoryRequest(utilization_ratio=0.1)).findings if "2 MiB" in each.text]
+    found = [
+        finding for finding in unified.report(MemoryRequest(utilization_ratio=0.1)).findings if "2 MiB" in finding.text
+    ]
 
     if blocks_gib * GIB > 0.1 * 120 * GIB:
         assert not found

@@ -47,7 +47,7 @@ def test_what_it_gave_back_is_free(sleeping: Preflight) -> None:
     report = judged(sleeping)
 
     assert report.verdict is Conclusion.GOOD
-    assert [each.text for each in report.findings] == [
+    assert [finding.text for finding in report.findings] == [
         "the engine sleeps and holds 3.00 GiB; to wake takes about 68.47 GiB, and 76.41 GiB are free"
     ]
 

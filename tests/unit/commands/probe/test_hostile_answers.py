@@ -58,7 +58,7 @@ def test_an_answer_that_is_no_file_is_none_and_the_others_are_told(
 
     recorded = asyncio.run(record(folder, 0.1, lambda _: _answered(folder)))
 
-    assert {each["pid"]: each["problem"] for each in recorded["processes"]} == {7: None, 8: "no answer"}
+    assert {process["pid"]: process["problem"] for process in recorded["processes"]} == {7: None, 8: "no answer"}
 
 
 def _answered(folder: Path) -> None:
@@ -73,7 +73,7 @@ def test_an_answer_nested_without_end_cannot_be_used(folder: Path) -> None:
     (folder / HOSTILE).write_bytes(DEEP)
     recorded = asyncio.run(record(folder, 0.1, lambda _: _answered(folder)))
 
-    (said,) = (each["problem"] for each in recorded["processes"] if each["pid"] == 8)
+    (said,) = (process["problem"] for process in recorded["processes"] if process["pid"] == 8)
     assert said.startswith("not JSON: ")
     assert f"worker (pid 8): an answer that cannot be used: {said}" in list(render_recording(recorded))
 
@@ -83,7 +83,7 @@ def test_a_request_of_tomorrow_keeps_nobody_from_recording(folder: Path) -> None
     os.utime(folder / "record.json", (time.time() + 86_400,) * 2)
     recorded = asyncio.run(record(folder, 0.1, lambda _: _answered(folder)))
 
-    assert None in [each["problem"] for each in recorded["processes"]]
+    assert None in [process["problem"] for process in recorded["processes"]]
 
 
 def test_a_request_that_becomes_a_link_touches_nothing_elsewhere(folder: Path, tmp_path: Path) -> None:

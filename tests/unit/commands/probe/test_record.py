@@ -56,7 +56,7 @@ def test_the_file_and_the_line_that_leak_are_named(leaking: Vllm) -> None:
     processes = read_data(out)["processes"]
     assert sorted(each["role"] for each in processes) == ["api_server", "engine_core", "worker"]
     assert [each["problem"] for each in processes] == [None] * 3
-    (core,) = (each for each in processes if each["role"] == "engine_core")
+    (core,) = (process for process in processes if process["role"] == "engine_core")
     worst = core["host"][0]
     assert worst["stack"][0] == f"{ENGINE}:{LINE}"
     assert worst["bytes"] >= worst["count"] // 2 * 12_800 > 0, "each an object and its memory"
@@ -79,14 +79,14 @@ def test_while_one_records_another_is_refused_and_with_nobody_waiting_it_ends(le
     long_ago = time.time() - 120
     os.utime(leaking.folder / "record.json", (long_ago, long_ago))
     recorded = asyncio.run(record(leaking.folder, 0.5, lambda _: None))
-    assert [each["problem"] for each in recorded["processes"]] == [None] * 3
+    assert [process["problem"] for process in recorded["processes"]] == [None] * 3
 
 
 @pytest.mark.parametrize(("kinds", "host"), [(("host", "gpu"), True), (("host",), True), (("gpu",), False)])
 def test_one_kind_of_memory_is_recorded_alone(leaking: Vllm, kinds: tuple[str, ...], host: bool) -> None:  # noqa: FBT001
     recorded = asyncio.run(record(leaking.folder, 2.0, lambda _: None, kinds))
 
-    assert any(each["host"] for each in recorded["processes"]) == host
+    assert any(process["host"] for process in recorded["processes"]) == host
 
 
 def test_a_process_that_dies_meanwhile_has_no_answer(leaking: Vllm, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +96,7 @@ def test_a_process_that_dies_meanwhile_has_no_answer(leaking: Vllm, monkeypatch:
         leaking.process.kill()
 
     recorded = asyncio.run(record(leaking.folder, 0.5, kill))
-    assert [each["problem"] for each in recorded["processes"] if each["role"] == "api_server"] == ["no answer"]
+    assert [process["problem"] for process in recorded["processes"] if process["role"] == "api_server"] == ["no answer"]
     assert any(line.endswith(": no answer") for line in render_recording(recorded))
 
 

@@ -64,7 +64,7 @@ def test_a_nap_that_was_over_before_it_had_settled_is_no_sleep() -> None:
 
     watch = watched([*nights(2_048), at(24, 70_000), *nap, at(27, 70_000)])
 
-    assert [len(each["residue_bytes"]) for each in build_report(watch, Curves()).data["sleeps"]] == [1]
+    assert [len(sleep["residue_bytes"]) for sleep in build_report(watch, Curves()).data["sleeps"]] == [1]
 
 
 def test_blocks_that_no_request_holds_are_told_from_a_hundredth_on() -> None:

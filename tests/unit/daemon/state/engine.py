@@ -27,7 +27,7 @@ REQUESTS_PER_STEP: Final = 50
 ALARM_STEPS: Final = 1800
 """Two and a half hours, in which half of the room leaks away: far more than the alarm needs."""
 
-DERIVATIONS: Final = tuple(each for each in build_derivations() if each.name in {"leak", "baseline"})
+DERIVATIONS: Final = tuple(derivation for derivation in build_derivations() if derivation.name in {"leak", "baseline"})
 
 
 def held(step: int) -> int:

@@ -51,7 +51,7 @@ def test_the_verdict_is_there_at_the_first_sample_after_a_restart(alarmed: Memor
     found, events = outcome(tmp_path, seen(NEXT))
     ((_, samples),) = followed(Memory(**found), [seen(NEXT)])
 
-    assert {each.labels[2]: each.value for each in samples if each.metric is catalog.LEAK_STATE}["leaking"] == 1
+    assert {sample.labels[2]: sample.value for sample in samples if sample.metric is catalog.LEAK_STATE}["leaking"] == 1
     assert events == ["saved state taken up: "]
 
 

@@ -25,8 +25,8 @@ def standing(*files: ProbedProcess, processes: tuple[EngineProcess, ...] | Failu
     found = classify_probe(files, processes, now)
     assert isinstance(found, ProbeReadings)
     return "".join(
-        "p" if each in found.present else "s" if each in found.silent else "o" if each in found.others else "-"
-        for each in files
+        "p" if file in found.present else "s" if file in found.silent else "o" if file in found.others else "-"
+        for file in files
     )
 
 

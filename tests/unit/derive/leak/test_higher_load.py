@@ -98,7 +98,7 @@ def test_what_grows_with_each_new_peak_of_load_is_no_alarm_and_at_a_level_load_i
 
 
 def test_a_leak_beneath_load_that_climbs_is_an_alarm_once_load_is_level() -> None:
-    seen = (replace(each, running=climbing(each.seconds)) for each in readings(leak, 12.0))
+    seen = (replace(observation, running=climbing(observation.seconds)) for observation in readings(leak, 12.0))
 
     assert follow(seen).worst is Certainty.LEAKING
 
@@ -109,7 +109,7 @@ def test_equal_chunks_that_fill_a_small_card_for_hours_are_an_alarm_whatever_loa
     def chunks(seconds: float) -> float:
         return TOTAL - BASE - 864 * MIB + 32 * MIB * (seconds // 960)
 
-    seen = (replace(each, running=20.0 + each.seconds // 960) for each in readings(chunks, 7.0))
+    seen = (replace(observation, running=20.0 + observation.seconds // 960) for observation in readings(chunks, 7.0))
 
     alarm = follow(seen).first(Certainty.LEAKING)
 

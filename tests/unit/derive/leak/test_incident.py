@@ -27,8 +27,8 @@ def alarms(verdicts: tuple[Certainty, ...]) -> int:
 
 def test_a_leak_by_requests_is_one_alarm_over_an_idle_night() -> None:
     def seen() -> Iterator[Observation]:
-        for each in readings(lambda seconds: segments(LEAK * work(seconds)), 11):
-            yield replace(each, finished_total=float(int(work(each.seconds))))
+        for observation in readings(lambda seconds: segments(LEAK * work(seconds)), 11):
+            yield replace(observation, finished_total=float(int(work(observation.seconds))))
 
     course = follow(seen())
 

@@ -128,7 +128,7 @@ def test_one_wild_date_interrupts_no_alarm() -> None:
         after = follow(
             [
                 Observation(seconds=wild, held_bytes=1, run_id="1"),
-                *(replace(each, seconds=last + each.seconds) for each in readings(leak, 0.1)),
+                *(replace(observation, seconds=last + observation.seconds) for observation in readings(leak, 0.1)),
             ],
             course.track,
         )

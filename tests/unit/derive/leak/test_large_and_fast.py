@@ -83,7 +83,8 @@ def test_large_steps_that_become_rarer_are_not_a_leak() -> None:
 
 def test_a_leak_in_large_steps_stays_an_alarm_when_load_doubles() -> None:
     course = follow(
-        replace(each, running=10.0 if each.seconds < 10 * HOUR else 25.0) for each in readings(steps(300 * MIB, 40), 13)
+        replace(observation, running=10.0 if observation.seconds < 10 * HOUR else 25.0)
+        for observation in readings(steps(300 * MIB, 40), 13)
     )
 
     begun = course.verdicts.index(Certainty.LEAKING)
@@ -216,8 +217,11 @@ def test_an_alarm_is_held_when_the_allocator_gives_back_its_cache_before_the_end
 
 def test_a_neighbour_that_takes_the_room_makes_no_leak_of_a_little_growth() -> None:
     squeezed = (
-        replace(each, room_bytes=max(0, int(TOTAL - (each.held_bytes or 0) - 0.05 * MIB * each.seconds)))
-        for each in readings(lambda seconds: segments(min(seconds, 4 * HOUR) / HOUR * 30 * MIB), 12)
+        replace(
+            observation,
+            room_bytes=max(0, int(TOTAL - (observation.held_bytes or 0) - 0.05 * MIB * observation.seconds)),
+        )
+        for observation in readings(lambda seconds: segments(min(seconds, 4 * HOUR) / HOUR * 30 * MIB), 12)
     )
 
     assert follow(squeezed).verdicts[-1] is not Certainty.LEAKING

@@ -20,9 +20,9 @@ DAY = 24 * HOUR
 
 def on_a_device(shape: Shape, hours: float, room_bytes: float) -> Iterator[Observation]:
     """Yield the readings on a device that has so much left at first."""
-    for each in readings(shape, hours):
-        assert each.held_bytes is not None
-        yield replace(each, room_bytes=int(room_bytes - (each.held_bytes - BASE)))
+    for observation in readings(shape, hours):
+        assert observation.held_bytes is not None
+        yield replace(observation, room_bytes=int(room_bytes - (observation.held_bytes - BASE)))
 
 
 @pytest.mark.parametrize("full_after_seconds", [HOUR, 100 * HOUR], ids=["soon full", "not soon full"])

@@ -29,9 +29,9 @@ def busy_hours(seconds: float) -> float:
 
 def followed(shape: Shape, hours: float) -> Iterator[tuple[float, Track]]:
     track: Track | None = None
-    for seen in readings(shape, hours):
-        track = observe(track or start_track(seen.seconds), seen)
-        yield seen.seconds, track
+    for observation in readings(shape, hours):
+        track = observe(track or start_track(observation.seconds), observation)
+        yield observation.seconds, track
 
 
 def full(shape: Shape) -> float:

@@ -71,7 +71,7 @@ def test_the_alarm_says_how_fast_by_what_how_much_and_how_long_is_left() -> None
 
 
 def test_a_leak_by_time_goes_on_while_nothing_is_served_and_is_told_apart() -> None:
-    quiet = (replace(each, finished_total=1000.0) for each in readings(leak, 3))
+    quiet = (replace(observation, finished_total=1000.0) for observation in readings(leak, 3))
 
     course = follow(quiet)
 
@@ -150,8 +150,8 @@ def asleep_since(hours: float, minutes: float) -> list[Observation]:
 
 def awake_again(shape: Shape, since_hours: float, hours: float) -> Iterator[Observation]:
     """Yield readings that go on counting from what was finished before a sleep."""
-    for each in readings(shape, hours, start=since_hours * HOUR):
-        yield replace(each, finished_total=72000.0 + (each.finished_total or 0.0), awake=True)
+    for observation in readings(shape, hours, start=since_hours * HOUR):
+        yield replace(observation, finished_total=72000.0 + (observation.finished_total or 0.0), awake=True)
 
 
 def test_a_sleep_is_asleep_and_a_leak_that_it_gave_back_is_none_within_minutes() -> None:
@@ -225,8 +225,8 @@ def host_over_sleeps(hours: float, *, stays: bool) -> Iterator[Observation]:
 def test_what_each_sleep_leaves_on_the_host_is_found_beside_the_backup_of_the_weights(*, stays: bool) -> None:
     track: Track | None = None
     found: list[LeakState] = []
-    for seen in host_over_sleeps(18, stays=stays):
-        track = observe(track or start_track(0.0), seen)
+    for observation in host_over_sleeps(18, stays=stays):
+        track = observe(track or start_track(0.0), observation)
         found.append(find_leak_state(track, is_known=True, is_settled=True))
 
     assert LeakState.LEAKING in found
@@ -277,8 +277,8 @@ def test_a_neighbour_that_stays_begins_anew_where_it_cannot_be_told_apart() -> N
     course = follow(changed(readings(leak, 2), lambda _: True, neighbours=1))
     assert course.verdicts[-1] is Certainty.LEAKING
     joined = (
-        replace(each, seconds=each.seconds + 2 * HOUR, held_bytes=BASE + 2000 * MIB, neighbours=2)
-        for each in readings(flat, 1.2)
+        replace(observation, seconds=observation.seconds + 2 * HOUR, held_bytes=BASE + 2000 * MIB, neighbours=2)
+        for observation in readings(flat, 1.2)
     )
 
     after = follow((replace(each, finished_total=72000.0) for each in joined), course.track)
@@ -314,8 +314,12 @@ def test_a_clock_that_jumps_back_costs_no_verdict() -> None:
     course = follow(readings(leak, 2))
     last = course.track.clock.snapshot_seconds
     back = [
-        replace(each, seconds=last - 5000 + each.seconds, held_bytes=int(BASE + leak(2 * HOUR + each.seconds)))
-        for each in readings(flat, 0.2)
+        replace(
+            observation,
+            seconds=last - 5000 + observation.seconds,
+            held_bytes=int(BASE + leak(2 * HOUR + observation.seconds)),
+        )
+        for observation in readings(flat, 0.2)
     ]
 
     assert set(follow([replace(each, finished_total=None) for each in back], course.track).verdicts) == {
@@ -332,7 +336,10 @@ def test_a_leak_that_ends_is_no_longer_one() -> None:
 
 
 def test_when_the_device_is_nearly_full_the_alarm_comes_earlier() -> None:
-    near = (replace(each, room_bytes=int(700 * MIB - leak(each.seconds))) for each in readings(leak, 1.3))
+    near = (
+        replace(observation, room_bytes=int(700 * MIB - leak(observation.seconds)))
+        for observation in readings(leak, 1.3)
+    )
 
     first = follow(near).first(Certainty.LEAKING)
 

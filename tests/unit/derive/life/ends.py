@@ -94,7 +94,7 @@ class Timeline:
         holders = [each for each in left if each.role is Role.WORKER]
         held = held if holders else 0
         orphans = tuple(
-            Leftover(pid=each.pid, fate=Fate.ORPHANED, used_bytes=held) for each in holders if SERVER not in left
+            Leftover(pid=holder.pid, fate=Fate.ORPHANED, used_bytes=held) for holder in holders if SERVER not in left
         )
         seen = gpu(total=TOTAL_BYTES, used=held + other, engine=held, other=other)
         return Gpu(

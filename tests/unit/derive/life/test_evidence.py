@@ -90,7 +90,7 @@ class World:
         at = self.watch.at + after
         self._cpu_seconds += after if stage.computes else 0.0
         known = {"cpu_seconds": self._cpu_seconds, "cpu_pressure_ratio": SHORT_OF_CPU}
-        alive = tuple(replace(each, **known) for each in stage.processes)
+        alive = tuple(replace(process, **known) for process in stage.processes)
         processes = failures.get("processes", alive if self._has_view else UNSEEN)
         lost = self._knows_pids and isinstance(processes, Failure)
         held = replace(card(stage.held_gib), **({"held_bytes": None} if lost else {}))
@@ -116,7 +116,7 @@ def exits(life: EngineStatus) -> int:
     return sum(count for _, count in life.exits)
 
 
-PAIRS: Final = [*((each,) for each in SOURCES), *combinations(SOURCES, 2)]
+PAIRS: Final = [*((source,) for source in SOURCES), *combinations(SOURCES, 2)]
 
 
 LENGTHS: Final = [(1, STEP_SECONDS), (13, STEP_SECONDS), (20, HALF_A_MINUTE)]
@@ -138,7 +138,7 @@ def test_sources_that_fail_end_no_run_and_begin_none(subtests: pytest.Subtests) 
 
                     assert {each.state for each in lives} <= {before.state, EngineState.UNKNOWN}
                     assert lives[-1].state is before.state
-                    counts = {(exits(each), each.restarts, each.exit_reason) for each in lives}
+                    counts = {(exits(live), live.restarts, live.exit_reason) for live in lives}
                     assert counts == {(exits(before), before.restarts, None)}
 
 
@@ -157,7 +157,7 @@ def test_a_sidecar_without_a_view_of_processes_ends_no_run_either(subtests: pyte
 
                     assert lives[-1].state is before.state
                     assert EngineState.DOWN not in {each.state for each in lives}
-                    assert {(exits(each), each.restarts) for each in lives} == {(exits(before), before.restarts)}
+                    assert {(exits(live), live.restarts) for live in lives} == {(exits(before), before.restarts)}
 
 
 WINDOW: Final = st.tuples(st.sampled_from(PAIRS), st.integers(0, 120), st.integers(1, TEN_MINUTES), st.booleans())

@@ -246,10 +246,10 @@ def test_a_trace_of_an_older_version_shows_no_sign() -> None:
     engine = Idle()
     look_long(engine, ("stopped", "unanswered"), TWO_MINUTES)
     older = []
-    for each in engine.snapshots:
-        assert not isinstance(each.processes, Failure)
-        processes = (replace(process, state=None, wait_seconds=None) for process in each.processes)
-        older.append(replace(each, processes=tuple(processes)))
+    for snapshot in engine.snapshots:
+        assert not isinstance(snapshot.processes, Failure)
+        processes = (replace(process, state=None, wait_seconds=None) for process in snapshot.processes)
+        older.append(replace(snapshot, processes=tuple(processes)))
 
     assert set(replay(older)) == {SERVING}
 

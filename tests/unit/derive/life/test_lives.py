@@ -65,7 +65,7 @@ def test_a_death_is_counted_when_it_is_seen_and_the_restart_when_the_next_one_be
 def test_a_loop_of_crashes_while_loading_is_counted_though_no_page_was_ever_seen() -> None:
     watch = Watch(processes=())
     for attempt in range(3):
-        watch.look(REFUSED, processes=tuple(replace(each, pid=each.pid + 100 * attempt) for each in WHOLE))
+        watch.look(REFUSED, processes=tuple(replace(process, pid=process.pid + 100 * attempt) for process in WHOLE))
 
     assert watch.look(REFUSED, processes=()).restarts == 2
     life = watch.look(REFUSED)
@@ -272,7 +272,7 @@ def test_a_life_that_ended_has_no_beginning() -> None:
 def test_a_daemon_that_takes_up_the_lives_knows_its_engine_again() -> None:
     before, after = serving(), Watch()
     after.state = EngineMemory(runs=before.state.runs)
-    nudged = tuple(replace(each, started_at_seconds=each.started_at_seconds + 1) for each in WHOLE)
+    nudged = tuple(replace(process, started_at_seconds=process.started_at_seconds + 1) for process in WHOLE)
 
     assert after.look(REFUSED, processes=nudged).restarts == 0
     assert after.look(working(30)).restarts == 0

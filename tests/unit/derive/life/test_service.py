@@ -73,7 +73,7 @@ def test_out_of_service_there_is_no_page_no_process_and_nothing_held() -> None:
 
 def followed(watch: Watch, *, minutes: int, loads: tuple[EngineProcess, ...]) -> set[str]:
     """Return all leak states of a load of such a length that grows all the while, and of the idle hour after it."""
-    leak = next(each for each in build_derivations() if each.name == "leak")
+    leak = next(derivation for derivation in build_derivations() if derivation.name == "leak")
     state, seen, steps = leak.initial, set[str](), 12 * minutes
     for step in range(steps + 720):
         loads_on, held = step < steps, 1 + 60 * min(1.0, step / steps)
@@ -123,7 +123,7 @@ def test_of_a_page_that_tells_nothing_of_work_it_is_unknown_whether_anything_lea
         state, samples = answer(leak, state, watch.seen)
         gpus, host = (values(samples, metric).items() for metric in (catalog.LEAK_STATE, catalog.HOST_LEAK_STATE))
         assert [labels[-1] for labels, value in gpus if value] == ["unknown"]
-        assert [labels for labels, value in host if value] == [(str(each.role), "unknown") for each in WHOLE]
+        assert [labels for labels, value in host if value] == [(str(process.role), "unknown") for process in WHOLE]
 
     counted = watch.look(working(1))
     assert counted.is_in_service, "it tells of work after all"

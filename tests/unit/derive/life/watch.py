@@ -92,7 +92,7 @@ class Watch:
         now = snapshot(
             at=self.at, engines=engines, gpus=self._gpus, processes=self._processes, probe=probe, host=self._host
         )
-        others = frozenset((each.pid, each.started_at_seconds) for each in neighbours)
+        others = frozenset((neighbour.pid, neighbour.started_at_seconds) for neighbour in neighbours)
         now = replace(now, unanswered_since_seconds=owed_since, neighbours=others, ambiguous_engines=ambiguous)
         now = replace(now, has_silent_core=isinstance(probe, ProbeReadings) and probe.has_silent_core)
         self.state, self.seen = update_engine(self.state, now)
