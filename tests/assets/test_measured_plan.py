@@ -16,7 +16,6 @@ PAGE: Final = ROOT / "docs/commands/plan.md"
 COMPARED: Final = compare_all()
 NAMES: Final = [comparison.shape.name for comparison in COMPARED]
 SIZED: Final = [comparison for comparison in COMPARED if comparison.plan and comparison.started]
-SIZED_NAMES: Final = [each.shape.name for each in SIZED]
 
 WEIGHTS_PERCENT: Final = 2.0
 """vLLM counts what torch took of the card: parameters, rounded up to its segments, and tables of positions."""

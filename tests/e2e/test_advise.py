@@ -68,23 +68,3 @@ def test_a_leaking_demo_is_told_a_restart_and_no_option(tmp_path: Path) -> None:
     for status, found in (of_page, of_trace):
         assert (status, causes(found)) == (1, ["gpu_leak"])
         assert [change["flag"] for change in found["advice"][0]["changes"]] == [None, None]
-
-
-def test_a_neighbour_in_the_demo_is_another_tenant() -> None:
-    def took(page: Page) -> bool:
-        return page.value("gpu_memory_held_bytes", holder="other") > 1.1 * 2**30
-
-    with daemon("demo", "--scenario", "neighbour", "--speed", "100") as running:
-        running.sees(took, "the neighbour is there", 300)
-        status, found = advise("--headroom-url", running.url)
-
-    assert (status, causes(found)) == (1, ["another_tenant"])
-
-
-def test_an_engine_that_is_down_cannot_be_told() -> None:
-    with daemon(ENGINE_URL="http://127.0.0.1:9/metrics", SAMPLE_INTERVAL_SECONDS="0.2") as running:
-        running.sees(lambda page: page.value("source_up", source="engine") == 0, "the first sample")
-        status, found = advise("--headroom-url", running.url)
-
-    assert (status, found["advice"]) == (2, [])
-    assert "the engine's own page: it was not read" in found["missing"]

@@ -77,16 +77,6 @@ def test_with_everything_there_it_ends_with_status_0(nvml: FakeNvml, tmp_path: P
     assert words.stdout.endswith("\nNothing is missing.\n")
 
 
-def test_two_gpus_that_nobody_claims_end_it_with_status_1_and_the_lines_to_write(nvml: FakeNvml) -> None:
-    with Vllm() as engine:
-        words = doctor("--listen-port=0", ENGINE_URL=engine.url, KV_BYTES_PER_TOKEN="1", **nvml.environment())
-
-    assert (words.returncode, words.stderr) == (1, "")
-    assert "\nMISSING  gpu_attribution  " in words.stdout
-    assert "\n                    HEADROOM_GPUS=0,1  #" in words.stdout
-    assert words.stdout.endswith(" of 15.\n")
-
-
 def test_without_vllm_and_library_it_says_what_needs_them() -> None:
     if Path("/proc/driver/nvidia").exists():
         pytest.skip("this machine has an NVIDIA driver")

@@ -75,18 +75,6 @@ def test_of_two_daemons_one_evicts_its_pod_and_the_other_waits(tmp_path: Path) -
     assert open_gates == 1
 
 
-def test_a_dry_run_only_says_what_it_would_do(api: ApiServer, cluster: Cluster, tmp_path: Path) -> None:
-    with leaking(api, tmp_path, "dry-run") as sidecar:
-        sidecar.sees(
-            lambda page: page.value("eviction_requests_total", result="dry_run") == 1, "it would evict its pod"
-        )
-        assert sidecar.get("/gate/ready").text == "open\n", "nobody holds the Lease"
-        log = sidecar.log()
-
-    assert set(cluster.asked) == {"get pods", "get leases", "list poddisruptionbudgets"}
-    assert "would ask for the eviction of this pod" in log
-
-
 def test_an_api_server_that_hangs_holds_nothing_up(api: ApiServer, cluster: Cluster, tmp_path: Path) -> None:
     api.fault = lambda _: "hang"
     with leaking(api, tmp_path) as sidecar:
@@ -119,13 +107,3 @@ def test_a_token_that_is_not_taken_is_read_again(api: ApiServer, tmp_path: Path)
         eventually(lambda: "answers 401: Unauthorized" in sidecar.log(), "it is refused")
         (tmp_path / "token").write_text("rotated")
         sidecar.sees(lambda page: page.value("eviction_requests_total", result="accepted") == 1, "it evicts its pod")
-
-
-def test_outside_of_a_pod_it_says_one_line_and_has_no_series(tmp_path: Path) -> None:
-    with daemon(*DEMO, module="tests.e2e.evicting", ACCOUNT=str(tmp_path), EVICT="on") as sidecar:
-        page = sidecar.sees(lambda page: page.has("build_info"), "it runs")
-        (line,) = [line for line in sidecar.log().splitlines() if "HEADROOM_EVICT" in line]
-
-    assert not page.has("eviction_requests_total")
-    assert "stays off" in line
-    assert "which the component evict provides" in line

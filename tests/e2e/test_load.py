@@ -156,14 +156,6 @@ def test_every_failure_is_counted_as_the_server_did_it(nvml: FakeNvml, trace: Pa
     assert {said["outcome"] for said in found["said"]} == {"failed", "out_of_memory", "rejected"}
 
 
-def test_requests_that_take_too_long_are_timed_out(trace: Path) -> None:
-    with StreamingServer(lambda _: Way.STALL) as server:
-        found = Load(server.url, trace, "--json", "--timeout", "1s", "--max-requests", "3", *BRIEF).found(1)
-
-        assert found["requests"]["timed_out"] == found["requests"]["began"] == server.ways.total() == 3
-    assert found["faults"] == ["no request succeeded"]
-
-
 def test_memory_and_its_cost_are_told_of_what_ran(nvml: FakeNvml, trace: Path, stopped_at_the_end: list[Load]) -> None:
     with StreamingServer(lambda _: Way.STALL_IN_STREAM) as server:
         load = Load(server.url, trace, "--json", *ENDLESS, environment=nvml.environment())

