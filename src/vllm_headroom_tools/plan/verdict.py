@@ -1,7 +1,7 @@
 """The answer in sentences: whether it fits, why, and what to know about the figures."""
 
 from collections.abc import Iterator
-from math import floor
+from math import ceil, floor
 from typing import Final
 
 from msgspec import Struct
@@ -309,13 +309,15 @@ def _shorten(question: Question) -> Trial | None:
 
 
 def _list_trials(question: Question) -> Iterator[Trial]:
-    """Yield changes of one option, from what costs little to what costs GPUs."""
+    """Yield changes of one option, from what costs little to what costs GPUs, or speed."""
     yield from _run_fewer_sequences(question)
     yield from _change_share(question)
     yield from _round_cache(question)
     yield from _round_weights(question)
     yield from _offload_less_cache(question)
     yield from _use_more_gpus(question)
+    # Last: it costs no GPU, but it slows every step.
+    yield from _offload_weights(question)
 
 
 def _run_fewer_sequences(question: Question) -> Iterator[Trial]:
@@ -402,3 +404,45 @@ def _use_more_gpus(question: Question) -> Iterator[Trial]:
             f"{wider.gpus} GPUs instead of {question.gpus}",
             wider,
         )
+
+
+PCIE_BYTES_PER_SECOND: Final = 25e9
+"""Our choice: what 16 lanes of PCIe 4.0 carry of their 31.5 GB/s, to show the order of size."""
+
+
+def _offload_weights(question: Question) -> Iterator[Trial]:
+    """Yield the least of each GPU's weights on the host that lets vLLM start, in whole GiB.
+
+    Where none does, as many as the host can take. Nothing where the host's memory is not given, or
+    is the card's own.
+    """
+    host_bytes = question.host_memory_bytes
+    weights_bytes = question.weights_bytes
+    if host_bytes is None or weights_bytes is None or question.unified_memory:
+        return
+    now_gib = ceil(question.cpu_offload_bytes / GIB)
+    # The host has to hold vLLM's processes and, of each GPU, up to OFFLOAD_FACTOR of the offload.
+    without_offload = estimate_host(replace(question, cpu_offload_bytes=0))
+    host_room_bytes = (host_bytes - without_offload.high) / OFFLOAD_FACTOR / question.gpus
+    most_bytes = min(host_room_bytes, weights_bytes + question.cpu_offload_bytes)
+    most_gib = floor(most_bytes / GIB)
+    if most_gib <= now_gib:
+        return
+    # What starts with some weights on the host starts with more of them, as far as the host has
+    # room: the least is found by halving.
+    lowest_gib = now_gib + 1
+    highest_gib = most_gib
+    while lowest_gib < highest_gib:
+        middle_gib = (lowest_gib + highest_gib) // 2
+        if _surely_starts(replace(question, cpu_offload_bytes=middle_gib * GIB)):
+            highest_gib = middle_gib
+        else:
+            lowest_gib = middle_gib + 1
+    # vLLM copies what it offloads in every forward pass (its documentation of cpu_offload_gb).
+    step_seconds = lowest_gib * GIB / PCIE_BYTES_PER_SECOND
+    price = f"slow: every step copies them over PCIe, about {step_seconds:.2g} s at 25 GB/s"
+    yield Trial(
+        (("--cpu-offload-gb", str(lowest_gib)),),
+        price,
+        replace(question, cpu_offload_bytes=lowest_gib * GIB),
+    )
