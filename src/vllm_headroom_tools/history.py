@@ -151,8 +151,8 @@ class LeakCourse(Struct):
     last_alarm: Moment | None = None
     """The newest sample of an alarm."""
 
-    has_settled: bool = False
-    """Whether the detector ever had enough readings to rule out growth."""
+    settled_seconds: float | None = None
+    """The newest time with enough readings to rule out growth; None where there was none."""
 
     growing: list[Interval] = []
     """When there was an early warning."""
@@ -176,9 +176,27 @@ class LeakCourse(Struct):
         return self.last_alarm or self.warning
 
     @property
+    def withdrawn_seconds(self) -> float:
+        """How long the early warnings that have ended lasted, all together."""
+        return sum(end - begin for begin, end in self.growing if end is not None)
+
+    @property
     def is_undecided(self) -> bool:
-        """Whether an early warning was still open at the end or at a restart of the engine."""
-        return self._was_cut_off or self.warning is not None
+        """Whether an early warning may have been a leak.
+
+        One that is open, or was at a restart of the engine. Also warnings that the detector
+        withdrew, where they lasted for as long as an alarm takes, or were not followed by as much
+        time without growth.
+        """
+        if self._was_cut_off or self.warning is not None:
+            return True
+        if not self.growing:
+            return False
+        _, end_seconds = self.growing[-1]
+        if end_seconds is None or self.settled_seconds is None:
+            return True
+        calm_seconds = self.settled_seconds - end_seconds
+        return self.withdrawn_seconds >= LEAKING_SECONDS or calm_seconds < LEAKING_SECONDS
 
     def step(self, state: LeakState, moment: Moment, *, restarted: bool = False) -> None:
         """Add a sample.
@@ -187,7 +205,7 @@ class LeakCourse(Struct):
         """
         self.state = state
         if state in (LeakState.STABLE, LeakState.UNSETTLED):
-            self.has_settled = True
+            self.settled_seconds = moment.seconds
         if restarted and self._open_state is LeakState.GROWING:
             self._was_cut_off = True
         if state is LeakState.GROWING:
@@ -218,10 +236,13 @@ class LeakVerdict(StrEnum):
 
 
 def judge_course(course: LeakCourse, span_seconds: float) -> tuple[LeakVerdict, str]:
-    """Judge a course of so many seconds, with the reason: a short one proves no absence."""
+    """Judge a course of so many seconds, with the reason: a short one proves no absence.
+
+    Every command that judges a trace asks here: one trace has one verdict.
+    """
     if course.leaking:
         return LeakVerdict.LEAKING, "even growth that load does not explain"
-    if course.growing:
+    if course.is_undecided:
         return LeakVerdict.GROWING, "only early warnings, no alarm"
     if span_seconds < LEAKING_SECONDS:
         span = format_duration(span_seconds)
@@ -232,9 +253,18 @@ def judge_course(course: LeakCourse, span_seconds: float) -> tuple[LeakVerdict, 
             f" warning, about {leaking_minutes:.0f} for an alarm"
         )
         return LeakVerdict.CANNOT_TELL, reason
-    if not course.has_settled:
+    if course.settled_seconds is None:
         return LeakVerdict.CANNOT_TELL, "the detector never had enough readings under load"
     return LeakVerdict.NO_LEAK, "no growth that load does not explain"
+
+
+STATE_VERDICTS: Final = {
+    LeakState.LEAKING: LeakVerdict.LEAKING,
+    LeakState.GROWING: LeakVerdict.GROWING,
+    LeakState.STABLE: LeakVerdict.NO_LEAK,
+    LeakState.UNSETTLED: LeakVerdict.NO_LEAK,
+}
+"""The verdict on a state alone, where there is no course; CANNOT_TELL for any other."""
 
 
 SET_BACK_STEP_SECONDS: Final = 5.0

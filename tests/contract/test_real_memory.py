@@ -68,7 +68,7 @@ def test_what_does_not_leak_is_quiet(subtests: pytest.Subtests) -> None:
 
             assert course.leaking == []
             assert course.growing == []
-            assert course.has_settled, "it was watched long enough to say so"
+            assert course.settled_seconds is not None, "it was watched long enough to say so"
 
 
 def test_a_leak_is_found_and_stays_found(subtests: pytest.Subtests) -> None:

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from msgspec.structs import asdict
 
-from vllm_headroom_tools.advise.facts import Facts, Origin
+from vllm_headroom_tools.advise.facts import Facts, Origin, list_leaks
 from vllm_headroom_tools.advise.finding import Advice, Change
 from vllm_headroom_tools.advise.history import TraceHistory
 from vllm_headroom_tools.advise.settings import EngineArgs, Flag
@@ -148,6 +148,10 @@ def _build_data(assessment: Assessment) -> dict[str, Any]:
         "span_seconds": facts.span_seconds,
         "vllm_version": None if version is None else format_version(version),
         "vllm_version_at_least": format_version(facts.settings.earliest_version),
+        "leaks": [
+            {"series": name, "state": leak.state, "verdict": leak.verdict}
+            for name, leak in list_leaks(facts)
+        ],
         "advice": [_build_advice_data(advice) for advice in assessment.advice],
         "missing": list(assessment.missing),
         "notes": list(assessment.notes),

@@ -9,7 +9,7 @@ from vllm_headroom.model import Device, Ending, HostMemory, Leftover
 from vllm_headroom.units import GIB, MIB
 from vllm_headroom.vocabulary import LeakState
 from vllm_headroom_tools.advise.settings import EngineArgs
-from vllm_headroom_tools.history import Moment
+from vllm_headroom_tools.history import LeakVerdict, Moment
 
 
 class FullFacts(Struct, frozen=True, kw_only=True):
@@ -101,7 +101,11 @@ class Shortage(StrEnum):
 class Leak(Struct, frozen=True, kw_only=True):
     """The leak detector's verdict on a series."""
 
+    # Of now, or at the end of the trace.
     state: LeakState
+    # Of the whole trace, with the reason: the same as of `replay` and `check`.
+    verdict: LeakVerdict = LeakVerdict.CANNOT_TELL
+    reason: str = ""
     # The newest figures of its alarm; None where it raised none.
     alarm: Moment | None = None
     # When the alarm ended; None while it lasts.
@@ -218,6 +222,13 @@ class Facts(Struct, frozen=True, kw_only=True):
         """The usable memory of the largest GPU; None where none is known."""
         known_bytes = [gpu.usable_bytes for gpu in self.gpus if gpu.usable_bytes]
         return max(known_bytes, default=None)
+
+
+def list_leaks(facts: Facts) -> list[tuple[str, Leak]]:
+    """Return the leak detector's verdict on each GPU and each role, with its name."""
+    leaks = [(gpu.display_name, gpu.leak) for gpu in facts.gpus]
+    leaks += [(host.process, host.leak) for host in facts.hosts]
+    return leaks
 
 
 PEAK_BYTES: Final = 256 * MIB

@@ -38,6 +38,7 @@ from vllm_headroom_tools.history import (
     LeakCourse,
     LeakReplay,
     Rise,
+    judge_course,
 )
 from vllm_headroom_tools.versions import OLDEST, Version
 
@@ -455,18 +456,18 @@ class TraceHistory:
         The trace fills in those that were not given.
         """
         begin_seconds, end_seconds = self._replay.span
+        span_seconds = end_seconds - begin_seconds
         if self._page is not None:
             settings = add_page_settings(settings, self._page)
         gpus = []
         for _, uuid, course in self._replay.gpus:
             if uuid in self._gpus:
-                gpus.append(self._gpus[uuid].build_facts(_build_leak(course)))
+                gpus.append(self._gpus[uuid].build_facts(_build_leak(course, span_seconds)))
         hosts = []
         for role, course in self._replay.host:
             held_bytes = self._host_bytes.get(role)
-            hosts.append(
-                HostFacts(process=str(role), leak=_build_leak(course), held_bytes=held_bytes)
-            )
+            leak = _build_leak(course, span_seconds)
+            hosts.append(HostFacts(process=str(role), leak=leak, held_bytes=held_bytes))
         since_seconds = self._since_seconds or 0.0
         exits = [event for event in self._replay.events if event.kind is IncidentKind.ENDED]
         return Facts(
@@ -485,8 +486,15 @@ class TraceHistory:
         )
 
 
-def _build_leak(course: LeakCourse) -> Leak:
+def _build_leak(course: LeakCourse, span_seconds: float) -> Leak:
+    verdict, reason = judge_course(course, span_seconds)
     ended_seconds = None
     if course.leaking:
         _, ended_seconds = course.leaking[-1]
-    return Leak(state=course.state, alarm=course.last_alarm, ended_seconds=ended_seconds)
+    return Leak(
+        state=course.state,
+        verdict=verdict,
+        reason=reason,
+        alarm=course.last_alarm,
+        ended_seconds=ended_seconds,
+    )

@@ -36,7 +36,7 @@ from vllm_headroom_tools.advise.facts import (
     measure_others,
 )
 from vllm_headroom_tools.advise.settings import FIELD_VERSIONS, EngineArgs, add_page_settings
-from vllm_headroom_tools.history import Moment
+from vllm_headroom_tools.history import STATE_VERDICTS, LeakVerdict, Moment
 from vllm_headroom_tools.look import fetch_engines, fetch_once
 from vllm_headroom_tools.openai import parse_server_version
 from vllm_headroom_tools.terminal import NO_SIDECAR
@@ -208,8 +208,9 @@ def _read_leak(
     """Read the leak verdict of a series."""
     state_name = page.state(state_metric, *labels)
     state = LeakState(state_name) if state_name in set(LeakState) else LeakState.UNKNOWN
+    verdict = STATE_VERDICTS.get(state, LeakVerdict.CANNOT_TELL)
     if state is not LeakState.LEAKING:
-        return Leak(state=state)
+        return Leak(state=state, verdict=verdict)
     location_name = page.state(catalog.LEAK_LOCATION, *labels)
     location = LeakLocation(location_name) if location_name in set(LeakLocation) else None
     # A figure that all series share has no labels.
@@ -217,7 +218,8 @@ def _read_leak(
         field: page.value(metric, *labels[: len(metric.labels)])
         for field, metric in figures.items()
     }
-    return Leak(state=state, alarm=Moment(seconds=0.0, location=location, **values))
+    alarm = Moment(seconds=0.0, location=location, **values)
+    return Leak(state=state, verdict=verdict, alarm=alarm)
 
 
 def _read_engine(page: Values, model_name: str, engine: str) -> EngineFacts:

@@ -15,12 +15,13 @@ from vllm_headroom.units import (
     format_instant,
     format_size,
 )
-from vllm_headroom.vocabulary import LeakState
-from vllm_headroom_tools.advise.facts import Facts, Leak, Origin, Shortage
+from vllm_headroom.vocabulary import GROWING_STATES, LeakState
+from vllm_headroom_tools.advise.facts import Facts, Leak, Origin, Shortage, list_leaks
 from vllm_headroom_tools.advise.finding import Advice, Change, format_percent, name_engine
 from vllm_headroom_tools.advise.rules import capacity, leaks, starts
 from vllm_headroom_tools.advise.settings import FIRST_VERSIONS, NEWEST_CHECKED, Flag
 from vllm_headroom_tools.conclusion import Conclusion
+from vllm_headroom_tools.history import LeakVerdict
 from vllm_headroom_tools.versions import format_version
 
 Rule = Callable[[Facts], Advice | None]
@@ -97,10 +98,7 @@ def judge(facts: Facts) -> Assessment:
 
 def _is_growing(facts: Facts) -> bool:
     """Return whether the leak detector raised an alarm or an early warning, on any series."""
-    series_leaks = [gpu.leak for gpu in facts.gpus] + [host.leak for host in facts.hosts]
-    return any(
-        leak.alarm or leak.state in (LeakState.GROWING, LeakState.LEAKING) for leak in series_leaks
-    )
+    return any(leak.alarm or leak.state in GROWING_STATES for _, leak in list_leaks(facts))
 
 
 def _apply_rules(rules: Iterable[Rule], facts: Facts) -> list[Advice]:
@@ -186,7 +184,8 @@ def list_missing(facts: Facts) -> Iterator[str]:
         yield from _explain_leak(gpu.display_name, gpu.leak)
     # Unknown host memory is no reason to doubt the rest of the verdict.
     for host in facts.hosts:
-        if host.leak.state is not LeakState.UNKNOWN:
+        is_growing = host.leak.verdict is LeakVerdict.GROWING
+        if is_growing or host.leak.state is not LeakState.UNKNOWN:
             yield from _explain_leak(f"host memory of {host.process}", host.leak)
     yield from _list_missing_of_engines(facts)
 
@@ -205,7 +204,10 @@ def _list_missing_of_engines(facts: Facts) -> Iterator[str]:
 
 
 def _explain_leak(name: str, leak: Leak) -> Iterator[str]:
-    if leak.state in UNDECIDED_STATES:
+    """Yield why a series may leak: the state at the end, or the verdict on the whole trace."""
+    if leak.verdict is LeakVerdict.GROWING and leak.state is not LeakState.GROWING:
+        yield f"{name}: {leak.reason}, and a longer trace shows whether that is a leak: look again"
+    elif leak.state in UNDECIDED_STATES:
         yield f"{name}: {UNDECIDED_STATES[leak.state]}"
 
 

@@ -7,6 +7,7 @@ from msgspec import Struct
 
 from vllm_headroom.units import format_size
 from vllm_headroom_tools.conclusion import Conclusion
+from vllm_headroom_tools.history import LeakVerdict
 
 LEAK: Final = "leak per thousand requests"
 HOST_LEAK: Final = "host leak per thousand requests"
@@ -44,6 +45,8 @@ class Judgement(Struct, frozen=True, kw_only=True):
     bound_text: str | None = None
     baseline_text: str | None = None
     reason: str = ""  # what the verdict is based on, or what is missing
+    # of a limit on leaks, what the detector says of the whole trace; None of any other limit
+    leak_verdict: LeakVerdict | None = None
 
     @property
     def name(self) -> str:

@@ -20,7 +20,7 @@ from vllm_headroom_tools.check.record import (
     pair_gpus,
 )
 from vllm_headroom_tools.conclusion import Conclusion
-from vllm_headroom_tools.history import LeakCourse, Moment
+from vllm_headroom_tools.history import LeakCourse, LeakVerdict, Moment, judge_course
 
 THOUSAND: Final = 1000
 NONE_SEEN: Final = "none seen"
@@ -51,10 +51,13 @@ def _judge_leak(
     baseline_series: MemorySeries | None,
     limit_bytes: float,
 ) -> Judgement:
+    begin_seconds, end_seconds = record.replay.span
+    leak_verdict, leak_reason = judge_course(series.course, end_seconds - begin_seconds)
     draft = Judgement(
         limit=limit,
         subject=series.name,
         verdict=Conclusion.CANNOT_TELL,
+        leak_verdict=leak_verdict,
         highest_allowed=limit_bytes,
         value_text=NONE_SEEN,
     )
@@ -65,9 +68,11 @@ def _judge_leak(
             baseline_text=_describe_course(baseline_series.course),
         )
     alarm = series.course.last_alarm
-    if alarm is None:
-        return _judge_quiet(draft, record, series, limit_bytes)
-    return _judge_alarm(draft, alarm, limit_bytes)
+    if alarm is not None:
+        return _judge_alarm(draft, alarm, limit_bytes)
+    if leak_verdict is LeakVerdict.GROWING:
+        return _judge_warning(draft, series.course, leak_reason)
+    return _judge_quiet(draft, record, series, limit_bytes)
 
 
 def _judge_alarm(draft: Judgement, alarm: Moment, limit_bytes: float) -> Judgement:
@@ -99,22 +104,25 @@ def _judge_alarm(draft: Judgement, alarm: Moment, limit_bytes: float) -> Judgeme
     return replace(draft, verdict=verdict, value=per_thousand_bytes, value_text=None, reason=reason)
 
 
+def _judge_warning(draft: Judgement, course: LeakCourse, reason: str) -> Judgement:
+    """Judge early warnings, which neither pass nor fail whatever the limit is."""
+    if course.warning is not None:
+        reason = "an early warning; steady growth takes an hour or more to become an alarm"
+    return replace(
+        draft,
+        value=_compute_per_thousand(course.newest),
+        value_text=_describe_course(course),
+        reason=f"{reason}: {LONGER}",
+    )
+
+
 def _judge_quiet(
     draft: Judgement, record: TraceRecord, series: MemorySeries, limit_bytes: float
 ) -> Judgement:
-    """Judge a series without an alarm.
+    """Judge a series without an alarm and without an early warning that counts.
 
     It passes if the detector would have found a leak at the limit.
     """
-    course = series.course
-    if course.is_undecided:
-        return replace(
-            draft,
-            value=_compute_per_thousand(course.newest),
-            value_text=_describe_course(course),
-            reason="an early warning; steady growth takes an hour or more to become an alarm: "
-            + LONGER,
-        )
     doubt = find_doubt(record, series.coverage, series.name)
     if doubt is not None:
         return replace(draft, reason=doubt)

@@ -141,6 +141,7 @@ def _build_data(
                 "least": judgement.lowest_allowed,
                 "baseline": judgement.baseline,
                 "why": judgement.reason or None,
+                "leak_verdict": judgement.leak_verdict,
             }
             for judgement in judgements
         ],

@@ -171,6 +171,7 @@ def _build_data(replay: LeakReplay) -> dict[str, Any]:
                 "gpu": index,
                 "uuid": None if uuid == name_by_index(index) else uuid,
                 "state": course.state,
+                "verdict": judge_course(course, end - begin)[0],
                 "growing_intervals": course.growing,
                 "leaking_intervals": course.leaking,
                 "first_leaking": _build_figures(course.first_alarm),
@@ -182,6 +183,7 @@ def _build_data(replay: LeakReplay) -> dict[str, Any]:
             {
                 "process": role,
                 "state": course.state,
+                "verdict": judge_course(course, end - begin)[0],
                 "leaking_intervals": course.leaking,
                 "first_leaking": _build_figures(course.first_alarm),
             }

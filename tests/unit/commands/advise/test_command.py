@@ -66,12 +66,14 @@ def test_json_has_the_same_for_scripts(overshoot: str, tmp_path: Path) -> None:
         "span_seconds",
         "vllm_version",
         "vllm_version_at_least",
+        "leaks",
         "advice",
         "missing",
         "notes",
     ]
     assert (process.returncode, found["origin"], found["samples"]) == (1, "trace", 960)
     assert (found["vllm_version"], found["vllm_version_at_least"]) == (None, "0.11.1")
+    assert found["leaks"][0] == {"series": "GPU 0", "state": "stable", "verdict": "no_leak"}
     (advice,) = found["advice"]
     assert advice["cause"] == "configuration_overshoot"
     assert advice["evidence"]["least_room_bytes"] == 180 * 2**20

@@ -197,4 +197,5 @@ def test_json_has_the_figures(steady: str, short: str) -> None:
         "least": None,
         "baseline": None,
         "why": "68.4 GiB held at this load",
+        "leak_verdict": None,
     }

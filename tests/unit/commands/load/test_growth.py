@@ -4,9 +4,11 @@ from collections.abc import Iterable
 from itertools import islice
 from typing import Any
 
+import pytest
+
 from tests.unit.commands.replay.traces import flat, leaking
 from vllm_headroom.vocabulary import LeakState
-from vllm_headroom_tools.history import LeakCourse, LeakReplay, LeakVerdict, judge_course
+from vllm_headroom_tools.history import LeakCourse, LeakReplay, LeakVerdict, Moment, judge_course
 from vllm_headroom_tools.trace import parse_snapshot
 
 
@@ -47,3 +49,34 @@ def test_hours_in_which_the_detector_never_settled_prove_nothing() -> None:
         LeakVerdict.CANNOT_TELL,
         "the detector never had enough readings under load",
     )
+
+
+def follow(*states: tuple[float, LeakState]) -> LeakCourse:
+    """Return the course of states at these times in hours."""
+    course = LeakCourse()
+    for hours, state in states:
+        course.step(state, Moment(seconds=hours * 3600))
+    return course
+
+
+STABLE, GROWING = LeakState.STABLE, LeakState.GROWING
+
+
+@pytest.mark.parametrize(
+    ("course", "expected"),
+    [
+        (follow((0, STABLE), (1, GROWING), (1.5, STABLE), (3, STABLE)), LeakVerdict.NO_LEAK),
+        # Within the hour that growth takes to be an alarm, the end of a warning means little.
+        (follow((0, STABLE), (1, GROWING), (1.5, STABLE), (2.4, STABLE)), LeakVerdict.GROWING),
+        # Growth for longer than an alarm takes was not decided, however long ago it ended.
+        (follow((0, STABLE), (1, GROWING), (4.5, STABLE), (24, STABLE)), LeakVerdict.GROWING),
+        (
+            follow((0, GROWING), (0.6, STABLE), (5, GROWING), (5.6, STABLE), (24, STABLE)),
+            LeakVerdict.GROWING,
+        ),
+        # Time in which nothing could be judged is no time without growth.
+        (follow((1, GROWING), (1.5, STABLE), (1.6, LeakState.UNKNOWN), (9, LeakState.UNKNOWN)), LeakVerdict.GROWING),
+    ],
+)
+def test_a_withdrawn_warning_counts_unless_it_was_short_and_long_ago(course: LeakCourse, expected: LeakVerdict) -> None:
+    assert judge_course(course, 24 * 3600.0)[0] is expected

@@ -49,6 +49,7 @@ def test_a_flat_trace_has_no_intervals() -> None:
                 "gpu": 0,
                 "uuid": "GPU-a",
                 "state": "stable",
+                "verdict": "no_leak",
                 "growing_intervals": [],
                 "leaking_intervals": [],
                 "first_leaking": None,
@@ -126,7 +127,13 @@ def test_host_memory_has_its_own_verdict() -> None:
     assert core["first_leaking"]["bytes_per_second"] == pytest.approx(128_000, rel=0.3)
     assert core["first_leaking"]["bytes_per_second_lower"] < core["first_leaking"]["bytes_per_second"]
     assert core["first_leaking"]["time_to_oom_seconds"] is None
-    assert worker == {"process": "worker", "state": "stable", "leaking_intervals": [], "first_leaking": None}
+    assert worker == {
+        "process": "worker",
+        "state": "stable",
+        "verdict": "no_leak",
+        "leaking_intervals": [],
+        "first_leaking": None,
+    }
 
 
 def test_host_memory_against_a_limit_has_a_time_and_what_the_kernel_did() -> None:
