@@ -71,7 +71,7 @@ def _update_batch(batch: Batch, engine: EngineReading) -> Batch:
     if running > batch.most_running or is_reported != batch.is_reported:
         batch = Batch(most_running=running, is_reported=is_reported)
     has_queue_at_limit = running == batch.most_running and bool(engine.waiting)
-    # Who waits for the KV cache says nothing of the limit.
+    # Requests that wait for the KV cache are no evidence of the limit.
     if has_queue_at_limit and _fits_one_more(engine):
         waited_samples = min(FULL_BATCH_SAMPLES, batch.waited_samples + 1)
         batch = replace(batch, waited_samples=waited_samples)

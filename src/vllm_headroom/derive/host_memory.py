@@ -39,7 +39,7 @@ SCOPES: Final[Mapping[HostBasis | None, str]] = {
     HostBasis.PROBE: " in the engine's container, as the probe reads it",
     HostBasis.PROCESSES: " by the engine's processes and its /dev/shm",
 }
-"""Where the memory in use is counted, at the end of a sentence; a trace without it says nothing."""
+"""Where the memory in use is counted, at the end of a sentence; None is of an older trace."""
 
 
 PROBE_PREFIX: Final = "probe:"

@@ -91,7 +91,7 @@ def _list_reports(gpu: Gpu, probe: ProbeReadings) -> list[ProbedDevice]:
     uuid = gpu.reading.uuid.casefold()
     reports = []
     for process in probe.present:
-        # A process on several devices does not say which of them its own measurements are of.
+        # A process on several devices does not report which of them its measurements belong to.
         parts = process.parts if len(process.devices) == 1 else None
         reports += [
             ProbedDevice(device, parts)

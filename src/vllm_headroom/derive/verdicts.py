@@ -648,8 +648,8 @@ def _describe_foreign_growth(growth: GrowingMemory) -> str:
     """Return that memory fills, and how fast, where others may be what grows."""
     rate = _describe_rate(growth)
     if not rate:
-        return "fills, not known by whom"
-    return f"fills by {rate}, not known by whom"
+        return "fills (holder unknown)"
+    return f"fills by {rate} (holder unknown)"
 
 
 def _describe_rate(growth: GrowingMemory) -> str:

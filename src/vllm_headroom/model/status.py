@@ -161,11 +161,11 @@ class Ending(Struct, frozen=True, kw_only=True):
     orphan_bytes: int = 0
     """The GPU memory of the processes that are left over."""
     xids: tuple[int, ...] = ()
-    """The driver's errors of the last 15 minutes, which the flight record knows alone."""
+    """The driver's errors of the last 15 minutes; only the flight record has them."""
     ooms: tuple[str, ...] = ()
-    """torch's OutOfMemoryErrors of the last 15 minutes, which the flight record knows alone."""
+    """torch's OutOfMemoryErrors of the last 15 minutes; only the flight record has them."""
     unreadable: tuple[str, ...] = ()
-    """The verdicts on GPUs that could not be read, which the flight record knows alone."""
+    """The verdicts on GPUs that could not be read; only the flight record has them."""
 
     @property
     def is_over(self) -> bool:

@@ -51,7 +51,7 @@ def weigh_pace(growth: Growth, origin: Block) -> float:
     least_odds = -inf
     if odds_per_byte_before >= 0:
         # Growth by folds has slowed down, as after a large warm-up: only the window's own is
-        # compared, and says nothing against a leak.
+        # compared, and is no evidence against a leak.
         odds_per_byte_before = 0.0
         least_odds = 0.0
         bytes_per_fold = grown_bytes / count_folds(origin, opened, now)

@@ -255,7 +255,7 @@ def _judge_even(growth: Growth, odds: float, room_bytes: float | None) -> Certai
     """Return the verdict on even growth, given the odds of rises and pace together.
 
     Whatever its cause, growth that has lasted longer than the time left until the device is full is
-    an alarm. A single large rise says nothing of that time. In the first minutes of a run, when
+    an alarm. A single large rise is no evidence of that time. In the first minutes of a run, when
     anything new is likely, growth must be steady.
     """
     lasted_seconds = growth.lasted_seconds

@@ -77,7 +77,7 @@ def weigh_blocks(origin: Block, blocks: tuple[Block, ...]) -> tuple[list[float],
         if benign_chance < USELESS_CHANCE and block.peak_running <= peak_running:
             odds_of_rise.append(log(RISE_CHANCE_IN_A_LEAK / benign_chance))
             odds_of_none.append(log((1 - RISE_CHANCE_IN_A_LEAK) / (1 - benign_chance)))
-        else:  # the block says nothing, whether it rises or not
+        else:  # the block is no evidence, whether it rises or not
             odds_of_rise.append(0.0)
             odds_of_none.append(0.0)
         # One block late: the rise after a new peak of load shows in the floor of the next block.

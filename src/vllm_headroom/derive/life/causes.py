@@ -378,7 +378,7 @@ def _describe_full_gpu(gpu: GpuAtEnd, observed_seconds: float) -> Iterator[str]:
         last_size = format_size(gpu.last_other_bytes or 0)
         first_size = format_size(gpu.first_other_bytes or 0)
         yield f"others held {last_size}, {first_size} before"
-    sentence = f"the leak detector said {gpu.leak}"
+    sentence = f"the leak detector reported {gpu.leak}"
     if gpu.leak_bytes_per_request is not None:
         size = format_size(1000 * gpu.leak_bytes_per_request)
         sentence += f", {size} per thousand requests"

@@ -169,7 +169,7 @@ def update_record(
 def _record_gpus(record: RunRecord, snapshot: Snapshot, run: EngineRun) -> dict[str, GpuRecord]:
     """Return the memory of the GPUs with this sample.
 
-    Once a necessary process has exited, the memory that it gave back says nothing about the end.
+    Once a necessary process has exited, the memory that it released is no evidence about the end.
     """
     if run.lost_roles:
         return record.gpus

@@ -373,8 +373,8 @@ def _shorten_requests(facts: Facts, engine: EngineFacts, tokens: float) -> Chang
         facts,
         Flag.MAX_MODEL_LEN,
         limit_tokens,
-        f"while the cache was not full, running requests held {engine.high_tokens:,.0f} tokens each"
-        " or fewer in 99 % of the time, on average",
+        "while the cache was not full, 99 % of the time running requests held at most"
+        f" {engine.high_tokens:,.0f} tokens on average",
         "longer requests are refused, and single ones may be longer than the average of those that"
         " run together: look at vllm:request_prompt_tokens first; a restart",
     )

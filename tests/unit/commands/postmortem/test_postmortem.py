@@ -88,7 +88,7 @@ def test_one_page_says_what_it_was_how_sure_and_what_to_do(run: Run, leaked: Pat
     assert (status, err) == (0, "")
     assert re.match(r"2025-10-09 \d\d:\d\d:\d\dZ: Out of GPU memory by a leak: .* \(sure\)\n", out)
     for part in (
-        "the leak detector said leaking",
+        "the leak detector reported leaking",
         "The sidecar's verdicts then\n  GPU 0 leaks.",
         "Timeline",
         "the driver reported XID 79 on GPU-a",

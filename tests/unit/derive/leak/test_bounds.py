@@ -119,7 +119,7 @@ def test_what_grows_on_a_card_whose_holders_are_unknown_is_the_cards_and_no_leak
     assert not any("leaking" in states(samples) for samples in told)
     assert states(told[-1]) == {"growing"}
     assert (verdict.level, verdict.alert) == (Level.WARNING, "HeadroomGpuMemoryGrowing")
-    assert verdict.sentence.startswith("GPU 0 fills by 440 MiB an hour, not known by whom: out of memory in about ")
+    assert verdict.sentence.startswith("GPU 0 fills by 440 MiB an hour (holder unknown): out of memory in about ")
 
 
 def test_what_fills_such_a_card_by_no_known_rate_is_a_sentence_too() -> None:
@@ -132,7 +132,7 @@ def test_what_fills_such_a_card_by_no_known_rate_is_a_sentence_too() -> None:
         if each.subject == "GPU 0"
     )
 
-    assert verdict.sentence == "GPU 0 fills, not known by whom."
+    assert verdict.sentence == "GPU 0 fills (holder unknown)."
 
 
 def test_the_only_process_on_a_card_is_the_engine() -> None:
