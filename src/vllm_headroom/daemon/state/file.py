@@ -16,16 +16,17 @@ from vllm_headroom.expose.view import SavedHistory
 from vllm_headroom.trace.recorder import make_folder, replace_file
 
 STATE_FORMAT: Final = 16
-"""Of the leak detector's state. Raise it when the fields of a state, or their meaning, change."""
+"""The format number of the leak detector's state. Raise it when the fields of a state, or their
+meaning, change."""
 
 RUNS_FORMAT: Final = 2
-"""Of the engine's runs, as STATE_FORMAT."""
+"""The format number of the engine's runs, raised as STATE_FORMAT is."""
 
 HISTORY_FORMAT: Final = 3
-"""Of the page's day, as STATE_FORMAT."""
+"""The format number of the page's last day, raised as STATE_FORMAT is."""
 
 MOST_STATE_BYTES: Final = 64 * 2**20
-"""A hundred times the state of eight GPUs."""
+"""The largest file that is read: a hundred times the state of eight GPUs."""
 
 T = TypeVar("T")
 
@@ -35,26 +36,33 @@ class UnusableState(Exception):  # noqa: N818 - the name describes the file
 
 
 class StateFile(Generic[T]):
-    """A file of a folder, with a value of one type in one format."""
+    """The name, the format and the value's type of one state file; its folder is an argument."""
 
     def __init__(self, name: str, value_type: type[T], format_number: int, loss: str) -> None:
         self.name = name
         self.rejected_name = f"{name}.bad"
         """The name that an unusable file gets."""
         self.loss = loss
-        """What it means that the file is unusable, for the log."""
+        """What the operator loses when the file is unusable, as a clause for the log."""
         self._value_type = value_type
         self._format_number = format_number
 
     def encode(self, value: T) -> bytes:
-        """Return the file's content; raises ValueError for a value that is not finite."""
+        """Return the value as JSON with the format number and a checksum.
+
+        Raises ValueError where the value contains a number that is not finite.
+        """
         document = msgspec.to_builtins(value, str_keys=True)
+        # Before the checksum: a changed format number must be noticed too.
         document["format"] = self._format_number
         document["checksum"] = _compute_checksum(document)
         return _encode_canonical(document)
 
     def decode(self, content: bytes) -> T:
-        """Return the value of a file's content; raises UnusableState."""
+        """Return the value that a file's content encodes.
+
+        Raises UnusableState for another format, a wrong checksum, and content of another shape.
+        """
         try:
             document = json.loads(content)
             format_number = document.pop("format")
@@ -71,11 +79,13 @@ class StateFile(Generic[T]):
             raise UnusableState("it is damaged: it is no complete state") from None
 
     def read(self, folder: Path) -> T | None:
-        """Return the saved value, None without one.
+        """Return the saved value; None where the file does not exist.
 
-        Raises OSError, and UnusableState, also for a link or a device.
+        Raises UnusableState where the file is a link, pipe, socket or device, is too large, or has
+        content that `decode` refuses. Raises OSError where it cannot be read.
         """
         try:
+            # O_NONBLOCK: opening a pipe must not wait for a writer.
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
             with os.fdopen(os.open(folder / self.name, flags), "rb") as stream:
                 status = os.fstat(stream.fileno())
@@ -93,13 +103,14 @@ class StateFile(Generic[T]):
         return self.decode(content)
 
     def write(self, folder: Path, value: T) -> None:
-        """Replace the saved value atomically and durably.
+        """Replace the saved value atomically and durably, creating the folder where it is missing.
 
-        Raises OSError and what `encode` raises.
+        Raises OSError, and ValueError where the value contains a number that is not finite.
         """
         content = self.encode(value)
         make_folder(folder)
         replace_file(folder / self.name, folder / f"{self.name}.new", (content,))
+        # Without this a crash of the machine could undo the renaming.
         directory = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(directory)
@@ -112,6 +123,7 @@ class StateFile(Generic[T]):
 
 
 def _encode_canonical(document: dict[str, Any]) -> bytes:
+    """Return the document as JSON with sorted keys, so that equal documents have equal bytes."""
     return json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
@@ -123,10 +135,11 @@ STATE: Final = StateFile("state.json", SavedState, STATE_FORMAT, "the leak detec
 RUNS: Final = StateFile(
     "lives.json", EngineRuns, RUNS_FORMAT, "the engine's restarts are counted from zero"
 )
-"""Separate from the leak detector's state, which is of one run: this continues when that is set
-aside."""
+"""The counts of the engine's runs. They have a separate file, because they continue when the leak
+detector's state, which belongs to one run, is set aside."""
 
 HISTORY: Final = StateFile(
     "history.json", SavedHistory, HISTORY_FORMAT, "the page draws its curves from now on"
 )
-"""Separate from the rest: it is of any engine, and only shown."""
+"""The curves of the page's last day. They have a separate file, because they are only shown and
+stay whichever engine runs."""

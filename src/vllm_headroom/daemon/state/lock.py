@@ -9,21 +9,24 @@ from vllm_headroom.trace.recorder import make_folder
 
 
 class FolderLock:
-    """Locks a folder, once it is free, until the process exits.
+    """Locks a folder, once no other process holds its lock, until this process exits.
 
-    The folder itself is locked: that takes no space, and no file can be replaced. Where it cannot
-    be opened or its file system has no locks, it counts as locked: keeping the state matters more.
+    The folder itself is locked, not a file in it: a lock file could be replaced, and needs space on
+    the volume. Where the folder cannot be opened, or its file system has no locks, this process
+    counts as its owner: keeping the state matters more.
     """
 
     def __init__(self) -> None:
         self.is_ours = False
-        """Whether this process has locked the folder."""
+        """Whether this process has locked the folder, or counts as its owner."""
         self._descriptor: int | None = None
+        """The locked folder, held open; None where no lock is held."""
 
     def take(self, folder: Path) -> bool:
-        """Create the folder and return whether it is this process's.
+        """Lock the folder, creating it where it is missing; return whether it is this process's.
 
-        A folder that was deleted is locked again.
+        False only while another process holds the lock. Calling it again costs little, and locks a
+        folder that was deleted and created again since.
         """
         if self._descriptor is not None and not _is_same_folder(folder, self._descriptor):
             os.close(self._descriptor)
@@ -34,6 +37,7 @@ class FolderLock:
         return self.is_ours
 
     def _lock(self, folder: Path) -> None:
+        """Set `is_ours`; keep the folder's descriptor where it could be locked."""
         self.is_ours = True
         with suppress(OSError):
             make_folder(folder)
@@ -42,13 +46,17 @@ class FolderLock:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
                 os.close(descriptor)
+                # BlockingIOError: another process holds it. Any other error: no locks here.
                 self.is_ours = not isinstance(error, BlockingIOError)
             else:
                 self._descriptor = descriptor  # stays open: closing it would unlock
 
 
 def _is_same_folder(folder: Path, descriptor: int) -> bool:
-    """Return whether the folder is still the one that was opened; yes where that is not known."""
+    """Return whether the path still leads to the folder that was opened.
+
+    False where nothing is at the path; True where the path cannot be examined.
+    """
     try:
         return os.path.samestat(folder.stat(), os.fstat(descriptor))
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""What is saved of an engine, and whether it is of the engine that is seen now."""
+"""What is saved of an engine, and whether a saved state is of the engine that runs now."""
 
 from typing import Final
 
@@ -15,17 +15,20 @@ from vllm_headroom.model import EnginePage, Failure, Snapshot
 from vllm_headroom.units import DAY_SECONDS, HOUR_SECONDS
 
 LONGEST_COUNTED_GAP_SECONDS: Final = 300.0
-"""The longest gap that a counter alone can bridge: growth is judged after ten minutes of work, and
-a new engine needs longer than this to start and catch up with ten minutes of work."""
+"""The longest gap after which the count of requests alone can identify the run. Growth is judged
+after ten minutes of work, and a new engine needs longer than this to start and to reach the count
+of ten minutes of work."""
 
 LONGEST_LOAD_GAP_SECONDS: Final = 60.0
-"""After a longer gap than one of its minutes, load is not known to have been level."""
+"""The load is averaged by the minute: after a gap longer than one minute, it is not known to have
+been level."""
 
 STALE_STATE_SECONDS: Final = DAY_SECONDS
-"""As long as the detector remembers a device that it does not see."""
+"""An older state is refused. The detector remembers a device that it does not see for as long."""
 
 FUTURE_SECONDS: Final = 300.0
-"""Clocks of machines differ by less; beyond it the age of the file is unknown."""
+"""The clocks of two machines differ by less. Where a file is from further in the future, its age is
+unknown, and it is refused."""
 
 UNUSABLE_COUNT: Final = (
     "the engine reports no start time, and its count of requests is unknown or lower than before"
@@ -37,9 +40,10 @@ class Identity(Struct, frozen=True, kw_only=True):
 
     models: tuple[str, ...]
     run_id: str | None
-    """Its start time, None where the engine does not report one."""
+    """The start time of its server, as `identify_run` returns it; None where the engine does not
+    report one."""
     finished_total: float | None
-    """Its count of requests, None where that is unknown."""
+    """How many requests it has finished; None where that is unknown."""
 
 
 class Memory(Struct, frozen=True, kw_only=True):
@@ -50,9 +54,10 @@ class Memory(Struct, frozen=True, kw_only=True):
 
 
 class SavedState(Struct, frozen=True, kw_only=True):
-    """A memory with its engine."""
+    """The content of the leak detector's state file."""
 
     version: str
+    """The version of vllm-headroom that saved it."""
     saved_at_seconds: float
     """Since the epoch."""
     monotonic_seconds: float
@@ -76,9 +81,10 @@ def identify_engine(page: EnginePage | Failure) -> Identity | None:
 
 
 def explain_mismatch(saved: Identity, current: Identity, gap_seconds: float) -> str | None:
-    """Return why this is not the saved run; None when it is.
+    """Return why the engine that runs now is not the saved run; None when it is.
 
-    Without a start time the count of requests decides.
+    Where the engine reports no start time, its count of requests decides: it must not be lower than
+    the saved one, and `gap_seconds`, the time since the saving, must be short.
     """
     if current.models != saved.models:
         return f"it is of another model ({', '.join(saved.models)})"
@@ -99,7 +105,10 @@ def explain_mismatch(saved: Identity, current: Identity, gap_seconds: float) -> 
 
 
 def explain_refusal(saved: SavedState, snapshot: Snapshot) -> str | None:
-    """Return why the saved state is not this engine's; None when it is, or may be."""
+    """Return why the saved state must not be restored; None when it belongs to this engine or may.
+
+    It may belong to the engine while the page names no engine, and while a GPU has not opened yet.
+    """
     age_seconds = snapshot.time_seconds - saved.saved_at_seconds
     if age_seconds > STALE_STATE_SECONDS:
         return f"it is {age_seconds / HOUR_SECONDS:.0f} h old"
@@ -118,25 +127,27 @@ def explain_refusal(saved: SavedState, snapshot: Snapshot) -> str | None:
 
 
 def is_gpu_list_known(saved: SavedState, snapshot: Snapshot) -> bool:
-    """Return whether it is known which of the saved GPUs are present."""
+    """Return whether it is known of each saved GPU that it is present, or that it is missing."""
     visible_uuids = list_visible(snapshot)
     if saved.memory.leak.gpus.keys() <= visible_uuids:
         return True
-    # A GPU that does not open yet has no UUID: it may be any.
+    # A GPU that has not opened yet has no UUID: it may be any of the missing ones.
     return not isinstance(snapshot.gpus, Failure) and "" not in visible_uuids
 
 
 def list_visible(snapshot: Snapshot) -> set[str]:
-    """Return the UUIDs of the GPUs that NVML shows."""
+    """Return the UUIDs of the GPUs of the last reading; "" for a GPU that has not opened yet."""
     return {gpu.reading.uuid for gpu in snapshot.devices}
 
 
 def restore_memory(saved: SavedState, snapshot: Snapshot) -> Memory:
-    """Return the memory of the visible GPUs, on this machine's monotonic clock.
+    """Return the saved states, without GPUs that are not visible, on this machine's clock.
 
-    The downtime becomes a gap.
+    All monotonic times are shifted, so that the time since the saving becomes a gap without
+    samples.
     """
     gap_seconds = max(0.0, snapshot.time_seconds - saved.saved_at_seconds)
+    # The monotonic clock may have started again, or be another machine's.
     shift_seconds = snapshot.monotonic_seconds - gap_seconds - saved.monotonic_seconds
     visible_uuids = list_visible(snapshot)
     leak = saved.memory.leak
@@ -156,6 +167,7 @@ def restore_memory(saved: SavedState, snapshot: Snapshot) -> Memory:
                 for uuid, track in leak.inside.items()
                 if uuid in visible_uuids
             },
+            # Whether the engine slept during the gap is unknown.
             sleep=replace(leak.sleep, since_seconds=None),
             asleep=_shift_tracks(_keep_visible(leak.asleep, visible_uuids), shift_seconds),
         ),

@@ -29,14 +29,15 @@ log = Log(__name__)
 T = TypeVar("T")
 
 STATE_FILE_SECONDS: Final = 2.0
-"""A file operation takes milliseconds; beyond this the volume counts as hung."""
+"""How long one file operation may take. It takes milliseconds; beyond this the volume counts as
+hung."""
 
 
 class StateKeeper:
-    """Reads the files of state in a folder, and writes them once `lock` is this daemon's.
+    """Reads the state files in a folder, and writes them once `lock` is this daemon's.
 
-    The runs of the engine are restored at once. A file that cannot be read or set aside, or that
-    waits for its engine, is not overwritten.
+    A file is not overwritten while it cannot be read or set aside, or while its state waits for its
+    engine.
     """
 
     def __init__(self, *, folder: Path, clock: Clock, version: str, lock: FolderLock) -> None:
@@ -44,73 +45,104 @@ class StateKeeper:
         self._clock = clock
         self._version = version
         self._lock = lock
-        self._is_locked: bool | None = None
-        """Whether the folder is this daemon's; None until that could be found out."""
+        self._owns_folder: bool | None = None
+        """Whether the folder is this daemon's; False while another daemon has it, None until an
+        answer of the volume shows which."""
         self._worker = Worker[Any]("state")
         self._unread_names = {RUNS.name, HISTORY.name, STATE.name}
-        """Files that are not read yet, or not set aside yet."""
-        self._saved: SavedState | None = None
-        """The state that was read and waits until its engine is recognised."""
+        """Files that are not read yet, or not set aside yet: they must not be overwritten."""
+        self._waiting_state: SavedState | None = None
+        """The leak detector's state from the file, until the running engine is recognised as its
+        engine or as another; None otherwise."""
         self._identity: Identity | None = None
-        """The engine as it was last seen."""
+        """The engine on the last page that named one; None before such a page."""
         self._failing_names: set[str] = set()
         """Files whose last operation failed."""
 
     async def recall(self, snapshot: Snapshot) -> Mapping[str, Any]:
-        """Return the saved states by derivation, once, when they are found to be this engine's."""
-        if not self._is_locked:
+        """Return the saved states that can be restored at this tick, by derivation.
+
+        Each state is returned at one tick only; at most ticks the result is empty. The engine's
+        runs and the page's history are restored at the tick that reads their files. The states of
+        the leak detector and of the baseline wait until the engine and its GPUs are recognised.
+        """
+        if not self._owns_folder:
             await self._lock_folder()
         states: dict[str, Any] = {}
-        if self._is_locked is not None:
-            # A file that cannot be read is tried again at the next tick.
-            runs = await self._read(RUNS)
-            history = await self._read(HISTORY)
-            saved_state = await self._read(STATE)
-            if runs is not None:
-                states[ENGINE_RUN] = EngineMemory(runs=runs)
-            if history is not None:
-                states[HISTORY.name] = history
-            if saved_state is not None:
-                self._saved = saved_state
+        # Also where it is False: the lock of another daemon forbids writing, not reading.
+        if self._owns_folder is not None:
+            states |= await self._read_files()
+        states |= await self._restore_waiting(snapshot)
+        return states
 
+    async def _read_files(self) -> dict[str, Any]:
+        """Read each file that was not read yet.
+
+        Return the runs and the history where their file was read now and is usable; the leak
+        detector's state becomes the waiting one.
+        """
+        # A file that cannot be read is tried again at the next tick.
+        runs = await self._read(RUNS)
+        history = await self._read(HISTORY)
+        saved = await self._read(STATE)
+        if saved is not None:
+            self._waiting_state = saved
+        states: dict[str, Any] = {}
+        if runs is not None:
+            states[ENGINE_RUN] = EngineMemory(runs=runs)
+        if history is not None:
+            states[HISTORY.name] = history
+        return states
+
+    async def _restore_waiting(self, snapshot: Snapshot) -> dict[str, Any]:
+        """Return the waiting states of the leak detector and of the baseline, if they are due.
+
+        Empty while none waits, and while it is unknown whether the engine and its GPUs are the
+        saved ones. Where they are others, the file is set aside and the result is empty too.
+        """
         identity = identify_engine(snapshot.engines)
         if identity is not None:
             self._identity = identity
-        saved = self._saved
+        saved = self._waiting_state
         if saved is None:
-            return states
+            return {}
         refusal = explain_refusal(saved, snapshot)
         if refusal is not None:
-            self._saved = None
+            self._waiting_state = None
             await self._refuse(STATE, refusal)
-        elif identity is not None and is_gpu_list_known(saved, snapshot):
-            self._saved = None
-            memory = restore_memory(saved, snapshot)
-            log.info(
-                "saved state taken up",
-                saved_by=saved.version,
-                age_seconds=round(snapshot.time_seconds - saved.saved_at_seconds),
-                gpus=",".join(memory.leak.gpus),
-            )
-            states["leak"] = memory.leak
-            states["baseline"] = memory.baseline
-        return states
+            return {}
+        if identity is None or not is_gpu_list_known(saved, snapshot):
+            return {}
+        self._waiting_state = None
+        memory = restore_memory(saved, snapshot)
+        log.info(
+            "saved state taken up",
+            saved_by=saved.version,
+            age_seconds=round(snapshot.time_seconds - saved.saved_at_seconds),
+            gpus=",".join(memory.leak.gpus),
+        )
+        return {"leak": memory.leak, "baseline": memory.baseline}
 
     async def save(
         self, states: Mapping[str, Any], timeout_seconds: float = STATE_FILE_SECONDS
     ) -> None:
-        """Write the states of this engine; a failure is logged when it begins and when it ends."""
-        if self._is_locked:
+        """Write the states of this engine, each file within `timeout_seconds`; never raise.
+
+        Nothing is written while another daemon has the folder. A failure is logged when it begins
+        and when it ends. The leak detector's state is written once a page has named the engine and
+        no older state waits.
+        """
+        if self._owns_folder:
             # Another daemon may have created the deleted folder again.
             await self._lock_folder(timeout_seconds)
-        if not self._is_locked:
+        if not self._owns_folder:
             return
         run_state: EngineMemory | None = states.get(ENGINE_RUN)
         if run_state is not None and run_state.runs.newest is not None:
             await self._write(RUNS, run_state.runs, timeout_seconds)
         if HISTORY.name in states:
             await self._write(HISTORY, states[HISTORY.name], timeout_seconds)
-        if self._saved is not None or self._identity is None:
+        if self._waiting_state is not None or self._identity is None:
             return
         saved = SavedState(
             version=self._version,
@@ -122,29 +154,36 @@ class StateKeeper:
         await self._write(STATE, saved, timeout_seconds)
 
     async def _lock_folder(self, timeout_seconds: float = STATE_FILE_SECONDS) -> None:
-        """Lock the folder, and log when another daemon has it."""
-        was_locked = self._is_locked
-        if was_locked is None:
-            # Where the folder is a link, only the folder that it leads to at first is used.
+        """Lock the folder, and log when another daemon takes it or gives it up.
+
+        Where the volume does not answer, `_owns_folder` stays as it was.
+        """
+        owned_before = self._owns_folder
+        if owned_before is None:
+            # A link may be changed later: use only the folder that it leads to now.
             real_folder = await self._try(".", lambda: Path(os.path.realpath(self._folder)))
             if real_folder is not None:
                 self._folder = real_folder
-        is_locked = await self._try(".", partial(self._lock.take, self._folder), timeout_seconds)
-        if is_locked is None:
+        owns_folder = await self._try(".", partial(self._lock.take, self._folder), timeout_seconds)
+        if owns_folder is None:
             return
-        self._is_locked = is_locked
-        if not is_locked and was_locked is not False:
+        self._owns_folder = owns_folder
+        if not owns_folder and owned_before is not False:
             log.warning(
                 "another daemon keeps its state here: nothing is kept until it ends",
                 folder=str(self._folder),
             )
-        elif is_locked and was_locked is False:
+        elif owns_folder and owned_before is False:
             log.info(
                 "the other daemon has ended: state is kept from now on", folder=str(self._folder)
             )
 
     async def _read(self, file: StateFile[T]) -> T | None:
-        """Return the content of a file that was not read before, None without a usable one."""
+        """Return a file's value, at the first call that can read the file.
+
+        None at every later call, and where the file does not exist, cannot be read now, or is
+        unusable; an unusable file is set aside.
+        """
         if file.name not in self._unread_names:
             return None
         try:
@@ -155,19 +194,25 @@ class StateKeeper:
             return None
         if file.name not in self._failing_names:
             self._unread_names.discard(file.name)
+            # Without the file there is nothing that could not be set aside.
             if value is None:
                 self._report(file.rejected_name, None)
         return value
 
     async def _write(self, file: StateFile[T], value: T, timeout_seconds: float) -> None:
+        """Write a file, unless the old one has to be read or set aside first."""
         if file.name not in self._unread_names:
             await self._try(file.name, partial(file.write, self._folder, value), timeout_seconds)
 
     async def _refuse(self, file: StateFile[T], problem: str) -> None:
-        """Set a file aside; where that fails it is tried again, and not overwritten."""
-        if not self._is_locked:
+        """Set a file aside for `problem`.
+
+        Where that fails, the file counts as unread: it is not overwritten, and is read and set
+        aside at a later tick.
+        """
+        if not self._owns_folder:
             self._unread_names.discard(file.name)
-            return  # the files are the other daemon's
+            return  # the files belong to another daemon
         self._unread_names.add(file.name)
         await self._try(file.rejected_name, partial(file.set_aside, self._folder))
         if file.rejected_name not in self._failing_names:
@@ -178,14 +223,20 @@ class StateKeeper:
     async def _try(
         self, name: str, function: Callable[[], Any], timeout_seconds: float = STATE_FILE_SECONDS
     ) -> Any:  # noqa: ANN401 - what the operation returns
-        """Return what an operation on the file of this name returns, None when it fails."""
-        # Shielded: a call cancelled by the shutdown would block the last one.
+        """Return what an operation on the file of this name returns; None when it fails.
+
+        Raises the errors of `function` that are no OSError or ValueError.
+        """
+        # Shielded: a call that the shutdown cancels would keep the thread from the last saving.
         value, problem = await asyncio.shield(self._worker.attempt(function, timeout_seconds))
         self._report(name, problem)
         return value
 
     def _report(self, name: str, problem: str | None) -> None:
-        """Note how an operation ended, None for well, and log where that changes anything."""
+        """Note the problem of a file's last operation, None where it succeeded.
+
+        Log when the first file begins to fail, and when no file fails any more.
+        """
         was_failing = bool(self._failing_names)
         if problem is None:
             self._failing_names.discard(name)
