@@ -49,11 +49,11 @@ from vllm_headroom.trace.recorder import Recorder
 log = Log(__name__)
 
 CANNOT_LISTEN: Final = 2
-"""Exit status where an operator has to change a setting first."""
+"""Exit status where the daemon cannot start before an operator changes a setting."""
 
 LONGEST_TICK_SECONDS: Final = 30.0
-"""Between two ticks, with hanging sources: each has a timeout of seconds. Longer, the daemon was
-stopped or starved."""
+"""The longest time between two ticks when sources hang: each has a timeout of seconds. After a
+longer time, the daemon itself was stopped or got no CPU."""
 
 
 @cache  # read from the distribution's files, and shown on every page
@@ -88,9 +88,10 @@ async def run(
     model: ModelReader = NO_MODEL,
     build_daemon: "Callable[..., Daemon] | None" = None,
 ) -> int:
-    """Run the daemon that `build_daemon` builds over `parts`, and return the exit status.
+    """Run a daemon over `parts` until it is stopped, close the parts, and return the exit status.
 
-    The parts are closed at the end.
+    The status is CANNOT_LISTEN where the port or the web configuration file cannot be used.
+    `build_daemon` replaces the class Daemon, as in the demo. Raises the error of a loop.
     """
     door = None
     try:
@@ -98,7 +99,7 @@ async def run(
         if settings.web_config_file is not None:
             door = Door(settings.web_config_file)
     except OSError as error:
-        # The module socket adds the address.
+        # The module socket appends the address to the text, which the log line has in fields.
         problem, _, _ = str(error.strerror).partition(" (while")
         log.error(  # noqa: TRY400 - the operator needs the address, not a traceback
             "cannot listen; set HEADROOM_LISTEN_HOST and HEADROOM_LISTEN_PORT to a free address of"
@@ -134,13 +135,14 @@ async def run(
 
 
 def build_engine_watch(parts: Parts, settings: Settings, model: ModelReader) -> EngineWatch:
-    """Build all that watches the engine of `parts`."""
+    """Build what samples, saves and records the engine of `parts`, as far as it is configured."""
     clock = parts.clock
     history = History()
     keeper = None
     flight = None
     recall = None
     if settings.state_dir is not None:
+        # One lock for both: the state and the flight record share the folder.
         lock = FolderLock()
         keeper = StateKeeper(
             folder=settings.state_dir, clock=clock, version=read_version(), lock=lock
@@ -229,7 +231,7 @@ class Daemon:
     def list_loops(self) -> list[Coroutine[Any, Any, None]]:
         """Return the loops that run until shutdown."""
         loops = [loop.run_every(self._interval_seconds, self._tick, self._clock)]
-        # Between two samples, so that a short peak of GPU memory is seen.
+        # More often than all sources are read, so that a short peak of GPU memory is seen.
         if self._gpu_interval_seconds < self._interval_seconds:
             timeout_seconds = min(GPU_TIMEOUT_SECONDS, self._gpu_interval_seconds)
             sample_gpu_memory = partial(self._watch.sample_gpu_memory, timeout_seconds)
@@ -258,7 +260,7 @@ class Daemon:
 
         def explain_closed_gate() -> str | None:
             if watch.latest is None or self._heartbeat.find_stall():
-                return None  # what is not known closes no gate
+                return None  # without a recent sample the gate stays open
             return watch.latest.gate.reason
 
         collector = HeadroomCollector(
@@ -277,9 +279,10 @@ class Daemon:
         )
 
     async def _tick(self) -> None:
+        """Sample once; end the daemon where the GPUs stay unreadable; write the tick to files."""
         is_first = self._watch.latest is None
         result = await self._watch.sample()
-        # Before the files are written: a volume that hangs is no stall of the sampling.
+        # Before the files are written: a hanging volume must not make the daemon unhealthy.
         self._heartbeat.beat()
         if is_first:
             log.info("first sample published", look_at=self._home, scrape=f"{self._home}metrics")
@@ -291,13 +294,15 @@ class Daemon:
         await self._watch.record(result)
 
     async def _take_eviction_turn(self, evictor: Evictor) -> None:
+        """Have the evictor take its next step, by the gate of the newest sample."""
         latest = self._watch.latest
         if latest is None or self._heartbeat.find_stall():
-            await evictor.turn(None)  # an old sample evicts nobody
+            await evictor.turn(None)  # an old sample is no reason to evict
         else:
             await evictor.turn(latest.gate.due)
 
     def _build_view(self) -> View:
+        """Return what the page shows now; without a snapshot before the first sample."""
         view = View(
             version=read_version(),
             interval_seconds=self._interval_seconds,

@@ -1,4 +1,4 @@
-"""Have an idle engine complete one token now and then, to see that it does."""
+"""Have an idle engine complete one token at intervals, to see whether it answers."""
 
 from collections.abc import Awaitable, Callable
 from typing import Final
@@ -12,8 +12,9 @@ from vllm_headroom.vocabulary import EngineState
 log = Log(__name__)
 
 CANARY_RETRY_SECONDS: Final = 10.0
-"""The pause before the next request to an engine that did not answer: a passing error must not
-count as a hang."""
+"""The pause before the next request to an engine that did not answer. It is short, so that a
+passing error does not last as long as a hang."""
+
 
 CANARY_EVENTS: Final = {
     True: "canary is answered",
@@ -36,8 +37,9 @@ class Canary:
     ) -> None:
         """Build a canary that sends nothing yet.
 
-        With more than `pause_seconds` between two ticks the daemon itself was stopped, and could
-        receive no answer.
+        `ask` returns whether the engine of a model answered; None where it cannot be asked. After
+        more than `pause_seconds` between two ticks, the daemon itself was stopped and could receive
+        no answer.
         """
         self._ask = ask
         self._clock = clock
@@ -46,7 +48,8 @@ class Canary:
         self._last_tick_seconds = clock.monotonic()
         self._last_answer: bool | None = True
         self.unanswered_since_seconds: float | None = None
-        """The monotonic time since when there is no answer; None while there is."""
+        """When the first request without an answer was sent, on the monotonic clock; None while
+        the engine answers or is not asked."""
 
     async def run(self, read_snapshot: Callable[[], Snapshot | None]) -> None:
         """Send requests forever; `read_snapshot` returns the newest snapshot."""
@@ -58,7 +61,10 @@ class Canary:
             await self.send(read_snapshot())
 
     def note_tick(self) -> None:
-        """Note that the daemon runs: a pause of the daemon is no silence of the engine."""
+        """Note that the daemon runs.
+
+        After a pause of the daemon, the silence of the engine counts as that much shorter.
+        """
         now_seconds = self._clock.monotonic()
         pause_seconds = now_seconds - self._last_tick_seconds
         self._last_tick_seconds = now_seconds
@@ -67,16 +73,20 @@ class Canary:
             self.unanswered_since_seconds = min(since_seconds, now_seconds)
 
     async def send(self, snapshot: Snapshot | None) -> None:
-        """Send one request, if the engine of this snapshot is known to be idle."""
+        """Send one request and wait for its outcome, if the engine is known to be idle.
+
+        Without an idle engine, the silence is forgotten: a busy engine is not asked.
+        """
         model_name = None if snapshot is None else _find_idle_model(snapshot)
         if model_name is None:
             self.unanswered_since_seconds = None
             return
-        # From the first request on that is not answered, and while one waits for its answer.
+        # A request that waits for its answer counts as silence from its beginning.
         if self.unanswered_since_seconds is None:
             self.unanswered_since_seconds = self._clock.monotonic()
         answer = await self._ask(model_name)
-        if answer is not False:  # None: the engine cannot be asked, which is no silence
+        # None means that the engine cannot be asked, which is no silence.
+        if answer is not False:
             self.unanswered_since_seconds = None
         if answer is not self._last_answer:
             write = log.info if answer else log.warning
@@ -85,11 +95,16 @@ class Canary:
 
 
 def _find_idle_model(snapshot: Snapshot) -> str | None:
-    """Return a model of the server while all its engines are present, awake and idle."""
+    """Return the name of a model of the server while all its engines are awake and idle.
+
+    None while one has a request, sleeps or is missing, and where the page or the engine's state is
+    unknown.
+    """
     if isinstance(snapshot.engines, Failure) or snapshot.engine_status is None:
         return None
     if is_page_awake(snapshot.engines) is False:
         return None
+    # A sign of a hang may change the state: the requests must go on, to show when it ends.
     is_up = snapshot.engine_status.state in (EngineState.SERVING, EngineState.STALLED)
     if not is_up and not snapshot.engine_status.hang_signs:
         return None

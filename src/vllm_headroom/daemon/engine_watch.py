@@ -20,7 +20,7 @@ SAVE_SECONDS: Final = 60.0
 """The pause between two savings of the state."""
 
 LAST_SAVE_SECONDS: Final = 0.5
-"""How long the last saving may take. Scrapes in progress may take as long in parallel."""
+"""How long the saving at the shutdown may take. Scrapes in progress get as long, in parallel."""
 
 
 class EngineWatch:
@@ -39,7 +39,7 @@ class EngineWatch:
         clock: Clock,
     ) -> None:
         self.history = history
-        """The day that the page draws."""
+        """The curves of the last day, which the page draws."""
         self._sampler = sampler
         self._keeper = keeper
         self._flight = flight
@@ -60,7 +60,7 @@ class EngineWatch:
 
     @property
     def last_incident(self) -> LastIncident | None:
-        """The newest incident on disk; None without one, or where none is recorded."""
+        """The newest incident on disk; None without one, or where no folder is configured."""
         return None if self._flight is None else self._flight.last
 
     async def sample(self) -> TickResult:
@@ -96,20 +96,25 @@ class EngineWatch:
         return None if self.latest is None else self.latest.snapshot
 
     async def _save_states(self, keeper: StateKeeper) -> None:
+        """Save the states at every interval until the shutdown, and once more then."""
+
         def collect_states() -> Mapping[str, Any]:
             return {**self._sampler.states, HISTORY.name: self.history.save()}
 
         try:
             await loop.run_every(SAVE_SECONDS, lambda: keeper.save(collect_states()), self._clock)
         finally:
-            # At the shutdown too, when this task is cancelled.
+            # The shutdown cancels this task: what came since the last saving is written here.
             await keeper.save(collect_states(), LAST_SAVE_SECONDS)
 
 
 async def recall_states(
     keeper: StateKeeper, history: History, snapshot: Snapshot
 ) -> Mapping[str, Any]:
-    """Return the states that an earlier process saved of this engine, and restore its history."""
+    """Return the states to continue from, by derivation; restore the page's history.
+
+    Both are those that an earlier daemon saved. Empty at most ticks: each state is returned once.
+    """
     states = dict(await keeper.recall(snapshot))
     saved_history = states.pop(HISTORY.name, None)
     if saved_history is not None:

@@ -20,12 +20,12 @@ class Judge(Struct, frozen=True, kw_only=True):
     """None where this pod is never evicted."""
 
     def judge_gate(self, snapshot: Snapshot, values: Values) -> tuple[Gate, tuple[Sample, ...]]:
-        """Return the gate and its samples, from the samples of all derivations in `values`."""
+        """Return the gate and its samples; `values` has the samples of all derivations."""
         guardrail = None if self.read_guardrail is None else self.read_guardrail()
         return derive_gate(snapshot, values, self.gate_ready_seconds, guardrail)
 
     def judge_verdicts(
         self, snapshot: Snapshot, values: Values, leak_memory: LeakMemory
     ) -> tuple[tuple[Verdict, ...], tuple[Sample, ...]]:
-        """Return the verdicts and their samples; `values` has those of the gate too."""
+        """Return the verdicts and their samples; `values` has the gate's samples too."""
         return derive_verdicts(snapshot, values, measure_watches(leak_memory), self.role)

@@ -26,16 +26,18 @@ FATAL: Final = frozenset({Reason.VERSION_MISMATCH, Reason.UNKNOWN})
 (nvidia-container-toolkit#48)."""
 
 LEAST_SILENCE_SECONDS: Final = 3.0
-"""A shorter pause is never unhealthy: at the shortest interval, a busy machine alone can take three
-intervals."""
+"""A shorter silence is never unhealthy: at the shortest interval, a busy machine alone can delay
+the loop by three intervals."""
 
 
 async def run_every(
     interval_seconds: float, step: Callable[[], Awaitable[None]], clock: Clock
 ) -> None:
-    """Run `step` now and at every later point of the grid that has not passed.
+    """Run `step` now and then once per interval, until it is cancelled.
 
-    A step that runs out of memory is skipped.
+    The times form a grid: where a step takes longer than the interval, the points of the grid that
+    it missed are left out. A step that runs out of memory is skipped and logged; any other error is
+    raised.
     """
     began_seconds = clock.monotonic()
     was_out_of_memory = False
@@ -67,17 +69,21 @@ class Heartbeat:
         self.beat()
 
     def beat(self) -> None:
-        """Note that the loop has run."""
+        """Note that the loop runs now."""
         self._beat_seconds = self._clock.monotonic()
         self._beat_machine_seconds = self._read_machine_seconds()
 
     def find_stall(self) -> str | None:
-        """Return why the loop is unhealthy: no run for three intervals; None while it runs."""
+        """Return why the loop is unhealthy; None while it is healthy.
+
+        The loop is unhealthy once it has not run for three intervals, and for longer than
+        LEAST_SILENCE_SECONDS of the machine's clock.
+        """
         silent_seconds = self._clock.monotonic() - self._beat_seconds
         silent_machine_seconds = self._read_machine_seconds() - self._beat_machine_seconds
         if silent_seconds <= 3 * self._interval_seconds:
             return None
-        # The machine's own clock counts here: the demo's runs faster.
+        # On the machine's clock: the clock of the demo runs faster.
         if silent_machine_seconds <= LEAST_SILENCE_SECONDS:
             return None
         return (
@@ -94,9 +100,10 @@ class GraceTime:
         self._failing_since_seconds: float | None = None
 
     def update(self, gpus: tuple[Gpu, ...] | Failure, now_seconds: float) -> bool:
-        """Take what a tick read; return whether the grace is over.
+        """Take the GPUs of a tick; return whether they have failed for the whole grace time.
 
-        `now_seconds` is of the monotonic clock.
+        Only failures that last as long as the container count. `now_seconds` is of the monotonic
+        clock.
         """
         if not isinstance(gpus, Failure) or gpus.reason not in FATAL:
             self._failing_since_seconds = None
@@ -107,7 +114,7 @@ class GraceTime:
 
 
 def request_end(ending: asyncio.Future[int], status: int) -> None:
-    """Request the end with this status, unless it was requested before."""
+    """Request the daemon's end with this exit status; an earlier request keeps its status."""
     if not ending.done():
         ending.set_result(status)
 
@@ -116,7 +123,7 @@ def request_end(ending: asyncio.Future[int], status: int) -> None:
 def handle_signals(stop: Callable[[], None]) -> Iterator[None]:
     """Let SIGTERM, SIGINT and SIGHUP call `stop` during the block.
 
-    SIGHUP stays ignored where it was, as with nohup.
+    Where SIGHUP is ignored, as with nohup, it stays ignored.
     """
     loop = asyncio.get_running_loop()
     numbers = [signal.SIGTERM, signal.SIGINT]
@@ -136,9 +143,9 @@ def handle_signals(stop: Callable[[], None]) -> Iterator[None]:
 async def run_until_end(
     loops: Iterable[Coroutine[Any, Any, None]], ending: asyncio.Future[int]
 ) -> int:
-    """Run the loops until the end is requested; return the exit status.
+    """Run the loops until the end is requested, cancel them, and return the exit status.
 
-    Raises the error of a loop.
+    Raises an ExceptionGroup where a loop raises an error.
     """
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(loop) for loop in loops]

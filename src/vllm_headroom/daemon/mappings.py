@@ -1,4 +1,4 @@
-"""Which kinds of mappings of the engine's processes grow, read when their host memory does."""
+"""Read which kinds of mappings of the engine's processes grow, while their host memory grows."""
 
 import asyncio
 import contextlib
@@ -21,15 +21,15 @@ from vllm_headroom.worker import Worker
 log = Log(__name__)
 
 REREAD_SECONDS: Final = 600.0
-"""Between two readings of a process that grows: each takes 10 to 40 ms per GiB of pages of 4 KiB,
-and 1 ms per GiB of huge pages (measured). Meanwhile a thread of the engine that maps memory may
-wait; one that uses memory does not."""
+"""The pause between two readings of a process that grows. A reading takes 10 to 40 ms per GiB of
+pages of 4 KiB, and 1 ms per GiB of huge pages (measured). During a reading, a thread of the engine
+that maps memory may have to wait; a thread that only uses memory does not wait."""
 
 MOST_PROCESSES: Final = 32
-"""The processes whose mappings are read, the largest of the engine."""
+"""How many processes are read: the largest of the engine."""
 
 MOST_KINDS: Final = 8
-"""The kinds of mappings that are shown of a process, those that grew most."""
+"""How many kinds of mappings are shown of a process: those that grew most."""
 
 Sizes = dict[str, int]
 """Resident bytes by kind of mapping."""
@@ -42,8 +42,9 @@ class _Growth(Struct, frozen=True, kw_only=True):
     next_reading_seconds: float = 0.0
     """When it may be read again, on the monotonic clock."""
     first_seconds: float
-    """Since the epoch, as `newest_seconds`."""
+    """When it was first read, since the epoch; `newest_seconds` is of the same clock."""
     first_sizes: Sizes
+    """Empty where the first reading failed."""
     newest_seconds: float
     newest_sizes: Sizes
 
@@ -63,8 +64,9 @@ class _Growth(Struct, frozen=True, kw_only=True):
 class Mappings:
     """Owns the first and the newest reading of each process.
 
-    The first is taken once the engine serves, the newest while the process's role may leak. `read`
-    runs on a thread, for one process at a time and one per step; where it hangs, no more are read.
+    The first reading is taken once the engine serves, later ones while the leak detector finds
+    growth in the host memory of the process's role. `read` runs on a thread, for one process per
+    step. Where a call of `read` hangs, no further process is read.
     """
 
     def __init__(self, read: Callable[[int], Sizes | None]) -> None:
@@ -72,10 +74,13 @@ class Mappings:
         self._worker = Worker[Sizes | None]("mappings")
         self._growths: dict[ProcessName, _Growth] = {}
         self._running: tuple[ProcessName, asyncio.Future[Sizes | None]] | None = None
-        """The process that is being read, and its reading."""
+        """The process that is being read, and the future of its sizes; None between readings."""
 
     def step(self, snapshot: Snapshot, values: Values) -> None:
-        """Keep what was read since the last step, and begin the next reading that is due."""
+        """Store what was read since the last step, and begin the next reading that is due.
+
+        Do nothing while the engine is not in service, or its processes could not be read.
+        """
         if isinstance(snapshot.processes, Failure) or not snapshot.is_in_service:
             return
         processes = {
@@ -91,6 +96,7 @@ class Mappings:
             self._running = None
             # A process that is still there had this pid during the whole reading.
             if name in processes:
+                # An error, as of permissions, counts as a process that cannot be read.
                 sizes = None if reading.exception() else reading.result()
                 self._add_reading(name, processes[name].role, snapshot, sizes or {})
         due_name = self._find_due(processes, snapshot.monotonic_seconds, values)
@@ -100,7 +106,11 @@ class Mappings:
                 self._running = due_name, self._worker.begin(partial(self._read, pid))
 
     def describe(self) -> list[dict[str, Any]]:
-        """Return by how much the kinds of each process grew that was read again, in bytes."""
+        """Return the growth of each process that was read at least twice, as a record for JSON.
+
+        `kinds` has bytes by kind of mapping, `since` and `t` are the two readings' seconds since
+        the epoch.
+        """
         return [
             {
                 "pid": pid,
@@ -116,7 +126,11 @@ class Mappings:
     def _find_due(
         self, processes: Mapping[ProcessName, EngineProcess], now_seconds: float, values: Values
     ) -> ProcessName | None:
-        """Return the next process to read: one that was never read, else one of a growing role."""
+        """Return the next process to read; None where no reading is due.
+
+        That is the largest process that was never read, or else one of a growing role whose pause
+        is over.
+        """
         by_size = sorted(processes, key=lambda name: -processes[name].rss_bytes)
         for name in by_size[:MOST_PROCESSES]:
             if name not in self._growths:

@@ -1,4 +1,4 @@
-"""How the bytes per token of a model are found: what computes them is no part of the sidecar."""
+"""How the sidecar is given the bytes per token of a model, which the tools compute."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -10,10 +10,10 @@ from vllm_headroom.model import TokenBytes
 
 
 class ModelReader(Struct, frozen=True, kw_only=True):
-    """The bytes per token of the model that the operator named, or of the engine's own."""
+    """Two ways to the bytes per token: of a model that the operator named, or the engine's own."""
 
     configured: TokenBytes | None = None
-    """Of the named model; None where none is named."""
+    """The bytes per token of the named model; None where the operator names none."""
     problem: str = ""
     """Why the named model's configuration gives no bytes per token; empty where it does."""
     parse: Callable[[Path], TokenBytes | None] | None = None

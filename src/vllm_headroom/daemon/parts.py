@@ -24,10 +24,11 @@ GPU_TIMEOUT_SECONDS: Final = 2.0
 """NVML answers in milliseconds; beyond this a call counts as hung (NVIDIA/go-nvml#152)."""
 
 CANARY_HEALTH_SECONDS: Final = 10.0
-"""For the answer of the server's /health."""
+"""How long the server's /health may take to answer."""
 
 CANARY_TOKEN_SECONDS: Final = 60.0
-"""For one token of an idle engine; beyond it the request is abandoned and sent again."""
+"""How long an idle engine may take for one token; after this the request is abandoned and sent
+again."""
 
 
 class Parts(Sources, frozen=True, kw_only=True):
@@ -63,6 +64,7 @@ def build_real_parts(settings: Settings, model: ModelReader = NO_MODEL) -> Parts
         engine=build_page_reader(
             settings,
             settings.engine_url,
+            # Not longer than the interval: a tick must end before the next one is due.
             timeout_seconds=min(settings.engine_timeout_seconds, settings.sample_interval_seconds),
         ),
         gpus=Gpus(monotonic=clock.monotonic, call_timeout_seconds=GPU_TIMEOUT_SECONDS),
@@ -77,7 +79,7 @@ def build_real_parts(settings: Settings, model: ModelReader = NO_MODEL) -> Parts
 
 
 def build_real_evictor(settings: Settings, clock: Clock) -> Evictor | None:
-    """Return what evicts this pod; None where that is not configured, or this is no pod."""
+    """Return what evicts this pod; None where eviction is not configured, or this is no pod."""
     if settings.evict == "off":
         return None
     policy = EvictionPolicy(

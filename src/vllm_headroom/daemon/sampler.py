@@ -44,13 +44,15 @@ from vllm_headroom.vocabulary import Reason, Source
 from vllm_headroom.worker import Worker
 
 SMALL_PAGE: Final = 128 * 2**10
-"""Characters of a page that is parsed in place: vLLM's has 67,000, for which a thread costs more
-than the parsing. The costliest page of this size takes 50 ms."""
+"""A page of at most this many characters is parsed on the event loop. vLLM's has 67,000, for which
+a thread costs more than the parsing. The costliest page of this size takes 50 ms."""
 
 PARSE_SECONDS: Final = 2.0
-"""A page of eight engines takes 1 ms, the costliest page of the allowed size half a second."""
+"""How long parsing a page may take. A page of eight engines takes 1 ms, the costliest page of the
+allowed size half a second."""
 
 NO_PROCESSES: Final = ProcessReadings(engine=(), visible_pids=frozenset(), sees_host_pids=False)
+"""The facts of /proc where it could not be read."""
 
 T = TypeVar("T")
 Timed = tuple[T, ReadingTime]
@@ -58,7 +60,7 @@ Timed = tuple[T, ReadingTime]
 
 Parse = Callable[[str], EnginePage | Failure]
 Recall = Callable[[Snapshot], Awaitable[Mapping[str, Any]]]
-"""Returns, at any snapshot, states of an earlier process to continue from, by derivation."""
+"""Returns the states of an earlier process to continue from, by derivation; mostly empty."""
 
 
 class TickResult(Struct, frozen=True, kw_only=True):
@@ -124,7 +126,11 @@ class Sampler:
         return None if self.latest is None else self.latest.published
 
     async def tick(self) -> TickResult:
-        """Read all sources at once, derive, judge and publish; a fault costs only its part."""
+        """Read all sources at once, derive, judge and publish.
+
+        An error in one derivation, in the gate or in the verdicts is logged, and leaves out only
+        the samples of that part.
+        """
         snapshot = await self._read_sources()
         if self._recall is not None:
             self.states.update(await self._recall(snapshot))
@@ -157,7 +163,8 @@ class Sampler:
         return self.latest
 
     async def _read_sources(self) -> Snapshot:
-        # At once, so that all readings are of nearly the same moment.
+        """Return the snapshot of all sources, without the status of the engine's run."""
+        # In parallel, so that all readings are of nearly the same moment.
         async with asyncio.TaskGroup() as group:
             engine_task = group.create_task(self._read_engine())
             gpu_task = group.create_task(
@@ -214,10 +221,10 @@ class Sampler:
         )
 
     async def _read_engine(self) -> Timed[EnginePage | Failure]:
-        """Fetch and parse the page.
+        """Return the parsed page, or why there is none, and how long fetching it took.
 
-        A large page is parsed on a thread, so that one made to be costly blocks no scrape and no
-        GPU sample.
+        A large page is parsed on a thread: a page crafted to parse slowly must not delay scrapes or
+        GPU samples.
         """
         text, time = await self._time_reading(Source.ENGINE, self._sources.engine.fetch())
         if isinstance(text, Failure):
@@ -240,9 +247,10 @@ class Sampler:
     async def _read_processes(
         self, engine_task: asyncio.Task[Timed[EnginePage | Failure]]
     ) -> Timed[ProcessReadings | Failure]:
-        """Read the processes in parallel to the page, with the help of the last page.
+        """Read the engine's processes, which its page helps to identify.
 
-        The first reading waits for a page.
+        The first tick waits for the page. Later ticks use the last tick's page, so that both are
+        read in parallel.
         """
         if self.latest is None:
             page, _ = await engine_task
@@ -255,7 +263,10 @@ class Sampler:
     async def _read_probe(
         self,
     ) -> tuple[tuple[ProbedProcess, ...] | Failure | None, tuple[ReadingTime, ...]]:
-        """Return the probe's files and how long reading them took; neither without a probe."""
+        """Return the probe's files and how long reading them took.
+
+        None and an empty tuple where no folder of the probe is configured.
+        """
         if self._sources.probe is None:
             return None, ()
         files, time = await self._time_reading(
@@ -264,7 +275,8 @@ class Sampler:
         return files, (time,)
 
     async def _time_reading(self, source: Source, reading: Awaitable[T]) -> Timed[T]:
-        # The machine's clock, not the daemon's, which runs faster in the demo.
+        """Return what a reading returns, and how long it took."""
+        # By the machine's clock: the clock of the demo's daemon runs faster.
         read_machine_seconds = asyncio.get_running_loop().time
         began_seconds = read_machine_seconds()
         value = await reading
@@ -276,7 +288,10 @@ class Sampler:
         )
 
     def _update_run(self, snapshot: Snapshot) -> Snapshot:
-        """Return the snapshot with the engine's status; without it where its state is not known."""
+        """Return the snapshot with the status of the engine's run.
+
+        Where deriving the status fails, return the snapshot without it and forget the run.
+        """
         try:
             self.states[ENGINE_RUN], snapshot = update_engine(self.states[ENGINE_RUN], snapshot)
             snapshot = add_lost_gpus(snapshot)
@@ -288,6 +303,10 @@ class Sampler:
         return snapshot
 
     def _derive(self, derivation: Derivation[Any], snapshot: Snapshot) -> tuple[Sample, ...]:
+        """Return a derivation's samples and store its new state.
+
+        Where it fails, there are no samples and it starts over from its initial state.
+        """
         self.states[derivation.name], samples = self._attempt(
             derivation.name,
             lambda: answer(derivation, self.states[derivation.name], snapshot),
@@ -296,6 +315,7 @@ class Sampler:
         return samples
 
     def _judge_gate(self, snapshot: Snapshot, values: Values) -> tuple[Gate, tuple[Sample, ...]]:
+        """Return the gate and its samples; an open gate without samples where judging fails."""
         judge = self._judge
         if judge is None:
             return Gate(), ()
@@ -304,6 +324,7 @@ class Sampler:
     def _judge_verdicts(
         self, snapshot: Snapshot, values: Values
     ) -> tuple[tuple[Verdict, ...], tuple[Sample, ...]]:
+        """Return the verdicts and their samples; NO_VERDICT without samples where judging fails."""
         judge = self._judge
         if judge is None:
             return (NO_VERDICT,), ()
@@ -317,13 +338,13 @@ class Sampler:
     def _attempt(
         self, name: str, step: Callable[[], tuple[T, tuple[Sample, ...]]], initial: T
     ) -> tuple[T, tuple[Sample, ...]]:
-        """Return what a step returns; where it fails, `initial` and no samples.
+        """Return what a step returns; where it raises, log the error and return `initial`.
 
-        So the fault of one question never costs the page.
+        An error in one step must not keep the page from being published.
         """
         try:
             outcome = step()
-        except Exception as error:  # noqa: BLE001 - of any kind: it is logged, its series are absent
+        except Exception as error:  # noqa: BLE001 - any error: it is logged, its series are absent
             self._transitions.log_fault(name, error)
             return initial, ()
         self._transitions.log_fault(name, None)

@@ -17,7 +17,7 @@ from vllm_headroom.model import (
 )
 
 CLOSE_SECONDS: Final = 0.3
-"""How long closing the sources may take, of the second that the exit may take in all."""
+"""How long closing all the sources may take. The whole exit may take one second."""
 
 
 class Closable(Protocol):
@@ -31,31 +31,33 @@ class EngineSource(Closable, Protocol):
     """The source of the engine's page."""
 
     async def fetch(self) -> str | Failure:
-        """Return the page's text."""
+        """Return the page's text, or why it could not be read; never raise."""
 
 
 class GpuSource(Closable, Protocol):
     """The source of GPU readings."""
 
     async def read(self, timeout_seconds: float) -> GpuReadings | Failure:
-        """Return one reading of every device."""
+        """Return one reading of every device, or why none could be read; never raise."""
 
     async def sample_used(self, timeout_seconds: float) -> Mapping[str, int]:
         """Return the used bytes of each readable GPU by UUID, and add them to its peak."""
 
 
 ReadProcesses = Callable[[float, EnginePage | Failure], Awaitable[ProcessReadings | Failure]]
-"""Finds the engine's processes with the help of its page, within so many seconds."""
+"""Finds the engine's processes with the help of its page; the number is the limit in seconds."""
 
 ReadProbe = Callable[[float], Awaitable[tuple[ProbedProcess, ...] | Failure]]
-"""Returns the last record of each process that the probe runs in, within so many seconds."""
+"""Returns the last record of each process that the probe runs in; the number is the limit in
+seconds."""
 
 FindServedModel = Callable[[ProcessReadings | Failure], TokenBytes | None]
-"""Returns the bytes per token of the model that the engine's processes load."""
+"""Returns the bytes per token of the model that the engine's processes load; None where they are
+unknown."""
 
 
 class Sources(Struct, frozen=True, kw_only=True):
-    """What one tick reads in parallel, each within some seconds."""
+    """The sources that one tick reads in parallel, each within a time limit."""
 
     engine: EngineSource
     gpus: GpuSource
@@ -67,7 +69,7 @@ class Sources(Struct, frozen=True, kw_only=True):
 
 
 async def close_all(*resources: Closable | None) -> None:
-    """Close the resources, within CLOSE_SECONDS."""
+    """Close the resources one after another; give up those not closed within CLOSE_SECONDS."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(CLOSE_SECONDS):
             for resource in resources:

@@ -35,15 +35,17 @@ ENGINE_EVENTS: Final = {
     EngineState.UNKNOWN: "engine's state unknown",
     EngineState.STALLED: "engine is stalled: it should make progress and makes none",
 }
-"""The events of states; any other is as `engine is serving`."""
+"""The events of two states; the event of any other state is `engine is` and its name."""
 
 MOST_LOGGED_PROBES: Final = 64
+"""How many stopped probes are logged within FORGET_PROBES_SECONDS: files that the engine's
+container writes must not fill the log."""
+
 FORGET_PROBES_SECONDS: Final = HOUR_SECONDS
-"""So many probes that stopped are logged in so long, so that files of the engine's container cannot
-fill the log."""
+"""How often the logged probes whose files are gone are forgotten."""
 
 NOTHING_YET: Final = "nothing yet"
-"""The state of a thing before its first sample."""
+"""The state of everything before the first sample."""
 
 
 class Transitions:
@@ -54,8 +56,9 @@ class Transitions:
         self._logged_states: dict[str, object] = {}
         self._engine_state: EngineState | None = None
         self._leak_states: dict[str, str | None] = {}
-        """Growing or leaking, None for neither, by what it is of."""
+        """GROWING or LEAKING, or None for neither, by the name of a GPU or of a host memory."""
         self._logged_probes: set[tuple[int, float]] = set()
+        """Stopped probes by pid and start."""
         self._forget_probes_at_seconds = 0.0
 
     def report(self, snapshot: Snapshot) -> None:
@@ -73,17 +76,18 @@ class Transitions:
             self._report_engine(snapshot.engine_status)
 
     def report_leaks(self, values: Values) -> None:
-        """Log where the leak detector begins and ceases to find growth.
+        """Log for which GPU or host memory the leak detector begins or ceases to find growth.
 
-        Where it cannot judge, nothing is logged.
+        A state in which it cannot judge is neither logged nor remembered.
         """
         gpu_states = values.find_all(catalog.LEAK_STATE)
         host_states = values.find_all(catalog.HOST_LEAK_STATE)
         for labels, is_current in (gpu_states | host_states).items():
             *device, state = labels
-            # An alarm that cannot be judged for a while is neither over nor new after it.
+            # The alarm goes on after a time in which it cannot be judged: it is not logged twice.
             if not is_current or state in (LeakState.UNKNOWN, LeakState.ASLEEP):
                 continue
+            # A GPU has two labels, index and UUID; a host memory has one, the role.
             is_gpu = len(device) > 1
             name = name_device(*device) if is_gpu else f"host memory of {device[0]}"
             is_growth = state in (LeakState.GROWING, LeakState.LEAKING)
@@ -103,7 +107,10 @@ class Transitions:
                 )
 
     def log_fault(self, name: str, error: Exception | None) -> None:
-        """Log a derivation's fault with its traceback, and its recovery."""
+        """Log a derivation's error, with its traceback, when it begins and when it is over.
+
+        `error` is what the derivation raised at this tick, None where it succeeded.
+        """
         is_faulty = error is not None
         if not self._note_change(f"derivation {name}", is_faulty, usual_state=False):
             return
@@ -113,6 +120,7 @@ class Transitions:
             log.info("derivation works again", derivation=name)
 
     def _report_engine(self, status: EngineStatus) -> None:
+        """Log an exit of the engine, and a change of its state."""
         if self._engine_state is not None and status.exit_reason is not None:
             log.warning("engine exited", reason=str(status.exit_reason), restarts=status.restarts)
         if status.state is self._engine_state:
@@ -147,6 +155,7 @@ class Transitions:
             )
 
     def _report_stopped_probes(self, probe: ProbeReadings, now_seconds: float) -> None:
+        """Log each probe that has stopped for good, once."""
         stopped_probes = {
             (process.pid, process.started_at_seconds): process
             for process in probe.others
@@ -164,6 +173,7 @@ class Transitions:
             )
 
     def _report_processes(self, snapshot: Snapshot) -> None:
+        """Log that the engine cannot be told from others, and that an exited one left processes."""
         if self._note_change("engines", snapshot.ambiguous_engines) and snapshot.ambiguous_engines:
             log.warning(
                 "engine's processes not chosen",
@@ -175,6 +185,7 @@ class Transitions:
             log.warning("an engine that exited left processes behind", problem=orphans)
 
     def _report_inputs(self, page: EnginePage) -> None:
+        """Log when the page begins or ceases to offer at least one of the profile's inputs."""
         missing_inputs = [name for name, is_offered in page.inputs if not is_offered]
         offers_inputs = len(missing_inputs) < len(page.inputs)
         if not self._note_change("inputs", offers_inputs):
@@ -190,6 +201,7 @@ class Transitions:
             log.warning("engine's inputs missing", problem=explain_empty_page(page))
 
     def _report_left_out_gpus(self, gpus: tuple[Gpu, ...]) -> None:
+        """Log which GPUs of the engine the setting HEADROOM_GPUS excludes."""
         uuids = ",".join(sorted(gpu.reading.uuid for gpu in gpus if gpu.is_left_out))
         if self._note_change("left out", uuids) and uuids:
             log.warning(
@@ -197,6 +209,7 @@ class Transitions:
             )
 
     def _report_owned_gpus(self, gpus: tuple[Gpu, ...]) -> None:
+        """Log which GPUs are the engine's and how that is known, or why none is."""
         attributions = [
             (gpu.reading.uuid, str(gpu.attribution)) for gpu in gpus if gpu.attribution is not None
         ]
@@ -224,7 +237,10 @@ class Transitions:
             )
 
     def _note_change(self, name: str, state: object, usual_state: object = NOTHING_YET) -> bool:
-        """Remember the state of a thing; return whether it changed, at first from `usual_state`."""
+        """Remember the state that has this name; return whether it is another than before.
+
+        The first state is compared with `usual_state`.
+        """
         former_state = self._logged_states.get(name, usual_state)
         self._logged_states[name] = state
         return state != former_state
