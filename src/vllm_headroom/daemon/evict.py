@@ -27,17 +27,18 @@ ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 """Where Kubernetes mounts the credentials of the pod's service account."""
 
 TURN_SECONDS: Final = 10.0
-"""From one turn of the evictor to the next, and between two renewals of the Lease."""
+"""The time from one turn of the evictor to the next, which is also that of renewing the Lease."""
 
 LEASE_SECONDS: Final = 120
-"""A Lease not renewed for so long is free: longer than an evicted pod takes to be counted as
-missing (milliseconds) and than a request to the API server may be under way."""
+"""A Lease that was not renewed for this time is free. That is longer than an evicted pod takes to
+be counted as missing (milliseconds), and longer than a request to the API server may take."""
 
 REQUEST_SECONDS: Final = 15.0
-"""The API server itself tries an eviction for 10 s while others change the PodDisruptionBudget."""
+"""The time limit of a request. The API server itself tries an eviction for 10 s while others change
+the PodDisruptionBudget."""
 
 LONGEST_PAUSE_SECONDS: Final = 320.0
-"""After refusals the pause doubles, from TURN_SECONDS to this."""
+"""The longest pause after refusals: the pause starts at TURN_SECONDS and doubles with each."""
 
 SHOWN_CHARACTERS: Final = 300
 """Characters of the API server's message that are logged."""
@@ -52,8 +53,8 @@ class NotNowError(Exception):
     def __init__(self, problem: str, status: int | None = None) -> None:
         super().__init__(problem)
         self.status = status
-        """The HTTP status of a refusal. 0 without an answer, where what was asked may yet be done;
-        None where nothing was refused."""
+        """The HTTP status of a refusal. 0 where no clear answer came, so that the API server may
+        still do what was asked; None where this pod only has to wait."""
 
 
 class EvictionPolicy(Struct, frozen=True, kw_only=True):
@@ -62,8 +63,9 @@ class EvictionPolicy(Struct, frozen=True, kw_only=True):
     is_dry_run: bool
     """Only read from the API server, and log what would be done."""
     near_seconds: float
+    """Evict with less time than this to out-of-memory."""
     quiet_hour: int | None
-    """An hour of the day in UTC."""
+    """The hour of the day, in UTC, in which a leak is reason enough; None without one."""
 
 
 class Evictor:
@@ -79,22 +81,26 @@ class Evictor:
         self._name = name
         self._requests = dict.fromkeys(EvictionResult, 0)
         self._pod: Object = {}
-        """Empty until it was read."""
+        """This pod's object of Kubernetes; empty until it was read."""
         self._identity = ""
-        """Who this pod is, as the holder of the Lease."""
+        """The name under which this pod holds the Lease."""
         self._leases_path = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
         self._lease_name = ""
         self._lease: Object = {}
-        """The Lease as this pod last wrote it."""
+        """The Lease as this pod last wrote it; empty before that."""
         self._lease_version: object = None
         """The Lease's resourceVersion when it was last read."""
         self._lease_changed_at = 0.0
         """When another version of the Lease was first read, on the monotonic clock."""
         self._lease_held_until = 0.0
+        """When this pod's hold of the Lease ends, on the monotonic clock; 0 without it."""
         self._paused_until = 0.0
         self._has_evicted = False
+        """Whether this pod was evicted, or would have been as a dry run, while it is due."""
         self._refusals = 0
+        """The refusals in a row."""
         self._problem = ""
+        """Why the last turn evicted nothing, "" without a problem."""
 
     def read_guardrail(self) -> Guardrail:
         """Return the settings and the state, for what is derived and shown."""
@@ -110,9 +116,10 @@ class Evictor:
         await self._api.close()
 
     async def turn(self, due: str | None) -> None:
-        """Take the next step.
+        """Try to evict this pod, or renew or release its Lease; log a problem; never raise.
 
-        `due` is why this pod should be evicted now, None while it should not.
+        `due` is why this pod should be evicted now, None while it should not. During the pause
+        after a refusal, nothing is done.
         """
         if self._clock.monotonic() < self._paused_until:
             return
@@ -126,10 +133,10 @@ class Evictor:
         except NotNowError as error:
             problem = str(error)
             is_refusal = error.status is not None
-        except Exception as error:  # noqa: BLE001 - objects of another shape; the guardrail's fault costs nothing else
+        except Exception as error:  # noqa: BLE001 - objects of another shape must not end the daemon
             problem = f"the API server's answer is not understood ({error!r})"
             is_refusal = True
-        # Waiting for another pod or for the budget is no refusal: it needs no longer pause.
+        # Waiting for another pod or for the budget is no refusal: the next turn may succeed.
         if is_refusal:
             self._refusals += 1
             pause_seconds = min(TURN_SECONDS * 2**self._refusals, LONGEST_PAUSE_SECONDS)
@@ -141,7 +148,10 @@ class Evictor:
         self._problem = problem
 
     async def _step(self, due: str) -> None:
-        """Evict the pod, or renew the Lease after that; raises NotNowError."""
+        """Evict the pod, or renew the Lease if it was evicted already.
+
+        Raises NotNowError where the eviction is not allowed now, or a request fails.
+        """
         if self._has_evicted and not self._is_holder:
             return  # the Lease has expired: another pod may have it
         if not self._pod:
@@ -155,7 +165,8 @@ class Evictor:
         if self._policy.is_dry_run:
             self._finish(EvictionResult.DRY_RUN, "would ask for the eviction of this pod", due)
             return
-        # Nobody had the Lease since it was read, so that the budget still holds.
+        # The Lease is taken only if nobody else took it since it was read: so no pod of the
+        # workload was evicted since the budget was checked.
         await self._take_lease(lease, began_seconds)
         try:
             await self._evict()
@@ -167,11 +178,13 @@ class Evictor:
         self._finish(EvictionResult.ACCEPTED, "asked for the eviction of this pod", due)
 
     def _finish(self, result: EvictionResult, event: str, due: str) -> None:
+        """Count and log the eviction, or that of a dry run."""
         self._requests[result] += 1
         self._has_evicted = True
         log.warning(event, pod=self._name, why=due)
 
     async def _give_up(self) -> None:
+        """Release the Lease: the eviction is not due, or not any more."""
         self._has_evicted = False
         if self._problem:
             log.info("eviction of this pod is not due any more")
@@ -179,9 +192,10 @@ class Evictor:
             await self._release()
 
     async def _read_pod(self) -> Object:
-        """Return this pod, and name its workload's Lease.
+        """Return this pod's object, and set the names of its workload's Lease and of its holder.
 
-        Raises NotNowError where nothing would replace it.
+        Raises NotNowError where no controller would replace the pod, and where no readinessProbe
+        shows when its replacement serves.
         """
         pod = await self._ask("GET", f"/api/v1/namespaces/{self._namespace}/pods/{self._name}")
         metadata = pod["metadata"]
@@ -206,7 +220,11 @@ class Evictor:
         return pod
 
     async def _check_budget(self) -> None:
-        """Raise NotNowError unless one PodDisruptionBudget selects the pod and misses none."""
+        """Raise NotNowError unless the pod's PodDisruptionBudget counts all its pods as healthy.
+
+        Raise it too where not exactly one PodDisruptionBudget selects the pod, or where that one
+        does not count missing pods.
+        """
         path = f"/apis/policy/v1/namespaces/{self._namespace}/poddisruptionbudgets"
         budgets = (await self._ask("GET", path))["items"]
         labels = self._pod["metadata"].get("labels", {})
@@ -232,10 +250,10 @@ class Evictor:
             )
 
     async def _read_lease(self) -> Object:
-        """Return the Lease if it is free or ours, empty where there is none.
+        """Return the Lease if it is free or this pod's; an empty object where none exists.
 
-        Raises NotNowError while another pod holds it. A Lease expires when it was seen unchanged
-        for its duration; clocks of machines are not compared.
+        Raises NotNowError while another pod holds it. A Lease has expired once this pod has read it
+        unchanged for its whole duration: the clocks of two machines are never compared.
         """
         try:
             lease = await self._ask("GET", f"{self._leases_path}/{self._lease_name}")
@@ -256,9 +274,9 @@ class Evictor:
         return lease
 
     async def _take_lease(self, lease: Object, began_seconds: float) -> None:
-        """Take the Lease or renew it, as it was read after `began_seconds`.
+        """Take the Lease or renew it; `lease` was read later than `began_seconds`.
 
-        Raises NotNowError where another pod was faster.
+        Raises NotNowError where another pod changed the Lease since it was read.
         """
         former_spec = lease.get("spec", {})
         now = datetime.fromtimestamp(self._clock.time(), UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
@@ -272,16 +290,21 @@ class Evictor:
             transitions = former_spec.get("leaseTransitions", 0)
             spec["leaseTransitions"] = transitions + 1 if lease else transitions
         self._lease = await self._write_lease(lease, spec)
-        # From before the Lease was read: others wait from when they see it renewed, which is later.
+        # Counted from before the reading: another pod counts from its own reading of the renewed
+        # Lease, which is later, so the two never hold the Lease at once.
         self._lease_held_until = began_seconds + LEASE_SECONDS
 
     async def _release(self) -> None:
+        """Give the Lease to the next pod; where writing it fails, it expires."""
         self._lease_held_until = 0.0
-        with suppress(NotNowError):  # it expires
+        with suppress(NotNowError):
             await self._write_lease(self._lease, self._lease["spec"] | {"holderIdentity": ""})
 
     async def _write_lease(self, lease: Object, spec: Object) -> Object:
-        """Return the Lease as stored, if nobody changed it since `lease` was read."""
+        """Write the Lease with this spec and return it as stored; create it if `lease` is empty.
+
+        Raises NotNowError where another pod changed it since `lease` was read.
+        """
         if lease:
             method = "PUT"
             path = f"{self._leases_path}/{self._lease_name}"
@@ -304,6 +327,7 @@ class Evictor:
             raise
 
     async def _evict(self) -> None:
+        """Ask the API server to evict the pod; raise NotNowError where it refuses or fails."""
         # Half of the Lease's time has to be left, for the request itself.
         if self._clock.monotonic() > self._lease_held_until - LEASE_SECONDS / 2:
             raise NotNowError(
@@ -327,14 +351,19 @@ class Evictor:
             raise
 
     async def _ask(self, method: str, path: str, body: Object | None = None) -> Object:
-        """Return the object that the API server answers with; raises NotNowError."""
+        """Return the object that the API server answers with.
+
+        Raises NotNowError without an answer, for a status of 400 or more, and for an answer that is
+        a failure or no JSON.
+        """
         reply = await self._api.send(method, path, body)
         if isinstance(reply, Failure):
             raise NotNowError(f"the API server does not answer ({reply.reason})", 0)
         answer: Object = {"message": "no object of Kubernetes"}
         with suppress(ValueError):
             answer = json.loads(reply.text)
-            is_failure = answer.get("status") == "Failure"  # which an answer of 201 may say too
+            # An answer of status 201 may report a failure too.
+            is_failure = answer.get("status") == "Failure"
             if reply.status < HTTPStatus.BAD_REQUEST and not is_failure:
                 return answer
         message = str(answer.get("message"))[:SHOWN_CHARACTERS]
@@ -349,7 +378,10 @@ class Evictor:
 
 
 def _selects(budget: Object, labels: Object) -> bool:
-    """Return whether a PodDisruptionBudget selects these labels, by matchLabels alone."""
+    """Return whether a PodDisruptionBudget selects these labels.
+
+    False where its selector has anything besides matchLabels.
+    """
     selector = budget["spec"].get("selector", {})
     if selector.keys() != {"matchLabels"}:
         return False
@@ -357,7 +389,10 @@ def _selects(budget: Object, labels: Object) -> bool:
 
 
 def build_evictor(policy: EvictionPolicy, clock: Clock) -> Evictor | None:
-    """Return the evictor; None, with a log line, outside of a pod."""
+    """Return the evictor of this pod; None, with a log line, outside of a pod.
+
+    Outside means that an environment variable or the service account's namespace is missing.
+    """
     host = os.environ.get("KUBERNETES_SERVICE_HOST", "")
     port = os.environ.get("KUBERNETES_SERVICE_PORT", "")
     name = os.environ.get("POD_NAME", "")

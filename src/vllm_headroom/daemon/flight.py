@@ -43,24 +43,25 @@ from vllm_headroom.vocabulary import EngineState, IncidentKind, Sureness
 log = Log(__name__)
 
 RECORD_STEP_SECONDS: Final = 0.9
-"""At most one line a second, with tolerance for an early tick: at 0.1 s the record would hold
-minutes."""
+"""The shortest time between two lines of the record: about a second, and less by a tenth, so that a
+tick that comes early is recorded too. With a line for each tick of the shortest interval, 0.1 s,
+the record would reach back minutes only."""
 
 INCIDENT_SECONDS: Final = 300.0
-"""Later events belong to the same incident until the engine has served again: a hang that a probe
-ends, the first steps of the next run, starts that fail."""
+"""How long an incident takes further events, such as the end of a hang by a probe of Kubernetes, or
+starts that fail. It ends earlier when an event follows after the engine has served again."""
 
 RETRY_SECONDS: Final = 60.0
 """An incident that could not be written is tried again after this time."""
 
 MOST_INCIDENT_EVENTS: Final = 32
-"""Our choice: the newest events of an incident that never ends."""
+"""Our choice: how many of the newest events of an incident are kept."""
 
 ERROR_SECONDS: Final = 900.0
-"""XIDs and OutOfMemoryErrors this long before an incident may explain it."""
+"""XIDs and OutOfMemoryErrors from up to this time before an incident may explain it."""
 
 MOST_RECORDED_HOLDERS: Final = 64
-"""Our choice: processes of a GPU, and processes with a probe, in the header of an incident."""
+"""Our choice: how many processes on GPUs, and how many with a probe, an incident's header lists."""
 
 LEAK_FIGURES: Final = (
     catalog.LEAK_RATE,
@@ -71,16 +72,18 @@ LEAK_FIGURES: Final = (
 """The leak detector's results for a GPU besides its state."""
 
 MOST_USE_SAMPLES: Final = 600
-"""Samples of the memory in use between ticks: ten minutes. With eight GPUs all take 0.5 MB."""
+"""How many samples of the memory in use between ticks are kept: ten minutes. With eight GPUs they
+take 0.5 MB."""
 
 USE_STEP_SECONDS: Final = 0.9
-"""At most one of those samples a second, with tolerance for an early one."""
+"""The shortest time between two of these samples: a second, less the tolerance for an early one."""
 
 MOST_XIDS: Final = 32
-"""Our choice: the newest errors of the driver."""
+"""Our choice: how many of the driver's newest errors are kept."""
 
 MOST_INCIDENT_GPUS: Final = 16
-"""The most that one engine has on one machine: 260 kB in the header of an incident."""
+"""The GPUs whose samples an incident has. One engine has no more on one machine; their samples take
+260 kB in the header."""
 
 
 class RecentReadings:
@@ -88,18 +91,23 @@ class RecentReadings:
 
     def __init__(self) -> None:
         self.xids: deque[dict[str, Any]] = deque(maxlen=MOST_XIDS)
+        """The errors as records for JSON, the oldest first."""
         self._samples: deque[tuple[float, Mapping[str, int]]] = deque(maxlen=MOST_USE_SAMPLES)
         self._xid_counts: dict[tuple[str, int], int] | None = None
+        """The driver's counts by UUID and XID; None before the first reading of GPUs."""
 
     def add(self, seconds: float, used_bytes: Mapping[str, int]) -> None:
-        """Add the memory in use by UUID."""
+        """Add the memory in use by UUID, at `seconds` since the epoch.
+
+        An empty reading, and one too soon after the last, is left out.
+        """
         if not used_bytes:
             return
         if not self._samples or abs(seconds - self._samples[-1][0]) >= USE_STEP_SECONDS:
             self._samples.append((round(seconds, 1), used_bytes))
 
     def add_xids(self, snapshot: Snapshot) -> None:
-        """Add the XID errors that are new in a sample."""
+        """Add the XID errors whose count has risen since the last snapshot."""
         if not snapshot.devices:
             return
         counts = {
@@ -109,14 +117,14 @@ class RecentReadings:
         }
         previous_counts = self._xid_counts
         self._xid_counts = {**(previous_counts or {}), **counts}
-        if previous_counts is None:  # the time of earlier errors is unknown
+        if previous_counts is None:  # when the errors counted so far occurred is unknown
             return
         for (uuid, xid), count in counts.items():
             if count > previous_counts.get((uuid, xid), 0):
                 self.xids.append({"t": round(snapshot.time_seconds, 3), "uuid": uuid, "xid": xid})
 
     def list_used(self, uuids: Iterable[str]) -> dict[str, list[tuple[float, int]]]:
-        """Return the samples of these GPUs, as time and memory in use."""
+        """Return the samples of these GPUs by UUID: seconds since the epoch and bytes in use."""
         return {uuid: self._list_samples(uuid) for uuid in sorted(uuids)[:MOST_INCIDENT_GPUS]}
 
     def _list_samples(self, uuid: str) -> list[tuple[float, int]]:
@@ -124,7 +132,7 @@ class RecentReadings:
 
 
 class OpenIncident(Struct, frozen=True, kw_only=True):
-    """The events of an incident that may still get more."""
+    """An incident that may still get further events."""
 
     seconds: float
     """When it began, since the epoch; it names the file."""
@@ -134,9 +142,9 @@ class OpenIncident(Struct, frozen=True, kw_only=True):
     """When it is complete, on the monotonic clock."""
     events: tuple[EngineEvent, ...]
     ending: Ending
-    """What preceded the event that it is judged by."""
+    """The decisive event with what preceded it: the incident's cause is derived from it."""
     before: Mapping[str, Any]
-    """What was known at the last sample in service."""
+    """The context of the last sample in service, as `build_context` returns it."""
 
 
 class Flight:
@@ -158,7 +166,7 @@ class Flight:
         self.last: LastIncident | None = None
         """The newest incident on disk."""
         self.recent = RecentReadings()
-        """It takes what is read between ticks."""
+        """The readings between ticks, which the caller adds."""
         self._folder = folder
         self._lines = lines
         self._version = version
@@ -166,23 +174,30 @@ class Flight:
         self._mappings = mappings
         self._writer = FileWriter("flight record", folder / FLIGHT)
         self._recorded_seconds: float | None = None
-        self._known_state = EngineState.UNKNOWN
+        """When the newest line was written, on the monotonic clock; None before the first."""
+        self._last_known_state = EngineState.UNKNOWN
+        """The newest state of the engine other than UNKNOWN."""
         self._has_served = False
         """Whether the engine was in service since the last event."""
         self._last_context: Mapping[str, Any] = {}
-        """What was known at the last sample in service."""
+        """The context of the last sample in service; of the last sample before any service."""
         self._ooms: list[dict[str, Any]] = []
+        """The newest OutOfMemoryErrors, as records for JSON."""
         self._incident: OpenIncident | None = None
 
     async def step(self, snapshot: Snapshot, verdicts: Sequence[Verdict], values: Values) -> None:
-        """Record one tick."""
+        """Record one tick, and open, extend or write an incident where that is due.
+
+        Write nothing while another daemon has the folder's lock.
+        """
         now = snapshot.monotonic_seconds
         self.recent.add_xids(snapshot)
         self._mappings.step(snapshot, values)
         self._ooms = list_ooms(snapshot) or self._ooms
         event = self._take_event(snapshot.engine_status)
         if not self._lock.is_ours:
-            return  # the other daemon records it
+            return  # the other daemon records the tick
+        # Once, and not earlier: reading the folder takes the lock.
         if self._recorded_seconds is None:
             await self._writer.do(self._find_last_incident)
         if event is None:
@@ -198,7 +213,11 @@ class Flight:
     def _update_context(
         self, snapshot: Snapshot, verdicts: Sequence[Verdict], values: Values
     ) -> None:
-        """Keep what is known now, unless the engine has served and does so no longer."""
+        """Store this tick's context.
+
+        Not so while the engine, having served, is out of service: the last context before is the
+        one that explains an end.
+        """
         is_known = snapshot.engine_status is not None
         if is_known and self._has_served and not snapshot.is_in_service:
             return
@@ -215,14 +234,17 @@ class Flight:
         return now - self._recorded_seconds >= RECORD_STEP_SECONDS
 
     def _take_event(self, status: EngineStatus | None) -> Ending | None:
-        """Return the event of a tick; one after the engine has served opens another incident."""
+        """Return the tick's event; None without one.
+
+        An event after the engine has served again begins another incident: the open one is closed.
+        """
         if status is None:
             return None
-        if status.event is not None and self._known_state is EngineState.SERVING:
-            self._incident = None  # the engine had served again: the one before was over
-        # A stall that is out of sight for a time is one stall.
+        if status.event is not None and self._last_known_state is EngineState.SERVING:
+            self._incident = None
+        # The state may be unknown during a stall: before and after, it is the same stall.
         if status.state is not EngineState.UNKNOWN:
-            self._known_state = status.state
+            self._last_known_state = status.state
         return status.event
 
     def _add_event(self, ending: Ending, snapshot: Snapshot) -> None:
@@ -241,7 +263,7 @@ class Flight:
         self._has_served = False
         incident = self._incident
         if incident is None:
-            # The record has one line a tick: memory fills faster.
+            # Memory may fill between two lines of the record: the header has the samples between.
             leaks = self._last_context.get("leaks", ())
             used = self.recent.list_used(leak["uuid"] for leak in leaks)
             self._incident = OpenIncident(
@@ -263,11 +285,11 @@ class Flight:
         )
 
     async def _write(self, incident: OpenIncident, now: float) -> OpenIncident | None:
-        """Write the incident so far.
+        """Write the incident so far; return it with the time of its next writing.
 
-        Return it while it continues, None when it is complete or abandoned.
+        Return None when it is complete, and when it could not be written for INCIDENT_SECONDS after
+        that. It is written at once, and again with later events when it is complete.
         """
-        # It is written at once, and again with what came later when it is complete.
         header = self._build_header(incident)
         is_written = await self._writer.do(
             partial(write_incident, self._folder, incident.seconds, header)
@@ -285,7 +307,7 @@ class Flight:
         return replace(incident, write_at_seconds=max(now + RETRY_SECONDS, closes_at_seconds))
 
     def _build_header(self, incident: OpenIncident) -> dict[str, Any]:
-        """Return the facts of an incident with the cause that they show."""
+        """Return an incident's facts, and the most likely cause by these facts, for JSON."""
         oldest_seconds = incident.seconds - ERROR_SECONDS
         header = {
             **_drop_unknown(find_decisive(incident.events)),
@@ -302,9 +324,9 @@ class Flight:
         return {**header, "cause": cause.cause, "sure": cause.sureness, "sentence": cause.sentence}
 
     def _find_last_incident(self) -> None:
-        """Find the last incident of an earlier process.
+        """Find the newest incident that an earlier process wrote; `last` is None without one.
 
-        In the configured folder, or the one it links to.
+        Where the folder is a link, only the folder that it leads to now is used from here on.
         """
         self._folder = Path(os.path.realpath(self._folder))
         newest = find_newest(self._folder)
@@ -314,7 +336,11 @@ class Flight:
 def build_context(
     snapshot: Snapshot, verdicts: Sequence[Verdict], values: Values
 ) -> dict[str, Any]:
-    """Return what a later reader cannot derive from the samples alone."""
+    """Return a tick's facts that cannot be derived from the recorded samples, for JSON.
+
+    These are the verdicts, the leak detector's results, the processes on the GPUs, the probe's
+    files, and the messages of the sources that failed.
+    """
     sources = (snapshot.engines, snapshot.gpus, snapshot.processes)
     probed_processes = _list_probed(snapshot)[:MOST_RECORDED_HOLDERS]
     return {
@@ -328,7 +354,7 @@ def build_context(
 
 
 def _describe_leak(gpu: Gpu, values: Values) -> dict[str, Any]:
-    """Return the leak detector's verdict on a GPU, without figures that are unknown."""
+    """Return the leak detector's results for a GPU, without figures that are unknown."""
     index = gpu.reading.index
     uuid = gpu.reading.uuid
     labels = (str(index), uuid)
@@ -345,6 +371,7 @@ def _describe_leak(gpu: Gpu, values: Values) -> dict[str, Any]:
 
 
 def _list_holders(snapshot: Snapshot) -> list[dict[str, Any]]:
+    """Return the processes on the engine's GPUs; `used` is None where it is unknown."""
     return [
         {"uuid": gpu.reading.uuid, "pid": process.pid, "used": process.used_bytes}
         for gpu in snapshot.owned_gpus
@@ -369,12 +396,16 @@ def list_ooms(snapshot: Snapshot) -> list[dict[str, Any]]:
 
 
 def _list_probed(snapshot: Snapshot) -> tuple[ProbedProcess, ...]:
+    """Return all processes with a probe's file, none where the files could not be read."""
     probe = snapshot.probe
     return probe.processes if isinstance(probe, ProbeReadings) else ()
 
 
 def _drop_unknown(value: object) -> Any:  # noqa: ANN401 - a value of JSON
-    """Return a value for JSON without fields that are None."""
+    """Return a struct as a dictionary without the fields that are None, also inside of it.
+
+    A tuple becomes a list; any other value is returned as it is.
+    """
     if isinstance(value, Struct):
         fields = asdict(value).items()
         return {name: _drop_unknown(field) for name, field in fields if field is not None}
@@ -384,7 +415,7 @@ def _drop_unknown(value: object) -> Any:  # noqa: ANN401 - a value of JSON
 
 
 def _summarise_incident(file: Path, header: Mapping[str, Any]) -> LastIncident | None:
-    """Return what the page shows of an incident; None where its header says too little."""
+    """Return what the page shows of an incident; None where its header lacks the event."""
     incident = read_incident(header)
     if incident is None:
         return None

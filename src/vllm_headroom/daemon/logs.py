@@ -21,9 +21,11 @@ MOST_WAITING_LINES: Final = 1000
 """Lines that wait for a slow reader of stderr: half a megabyte."""
 
 MOST_RECENT_LINES: Final = 40
+"""How many of the newest lines are kept for an incident's file: with MOST_RECENT_CHARACTERS they
+take at most 20 kB."""
+
 MOST_RECENT_CHARACTERS: Final = 500
-"""The lines around an incident and the characters of each: within 20 kB of memory and of its
-file."""
+"""The characters of each of these lines that are kept."""
 
 STDERR: Final = 2
 """The file descriptor."""
@@ -35,8 +37,8 @@ LOG_SHUTDOWN_SECONDS: Final = 0.2
 class Background(logging.Handler):
     """Writes to stderr from a separate thread, so that an unread pipe does not block the daemon.
 
-    Lines beyond the queue are dropped and counted; a line with their number follows the next one
-    that is written.
+    Lines that do not fit into the queue are dropped and counted. After the next line that is
+    written, another line reports how many were dropped.
     """
 
     def __init__(self) -> None:
@@ -56,13 +58,14 @@ class Background(logging.Handler):
                 self._thread = start_thread(self._run, "log")
 
     def flush(self) -> None:
-        """Wait until all lines are written, but not for long."""
+        """Wait until all lines are written, for at most LOG_SHUTDOWN_SECONDS."""
         with self._waiting.all_tasks_done:
             self._waiting.all_tasks_done.wait_for(
                 lambda: not self._waiting.unfinished_tasks, LOG_SHUTDOWN_SECONDS
             )
 
     def _run(self) -> None:
+        """Write the queued lines forever, and report dropped ones."""
         reported_lines = 0
         while True:
             self._write(self._waiting.get())
@@ -87,11 +90,12 @@ class Background(logging.Handler):
 
 
 class RecentLines(logging.Handler):
-    """Keeps the daemon's last lines from now on, the oldest first and each cut to a length."""
+    """Keeps the daemon's newest lines since its creation, each cut to a length."""
 
     def __init__(self) -> None:
         super().__init__()
         self.lines: deque[str] = deque(maxlen=MOST_RECENT_LINES)
+        """The oldest line first."""
         self.setFormatter(Logfmt())
         logging.getLogger(OURS).addHandler(self)
 
@@ -101,7 +105,9 @@ class RecentLines(logging.Handler):
 
 
 def configure(log_format: str, log_level: str) -> None:
-    """Write lines of `log_level` and above to stderr, of libraries at least of level warning.
+    """Write the daemon's lines of `log_level` and above to stderr.
+
+    Of libraries, only lines of level warning and above are written.
 
     In logfmt a traceback follows its line as an indented block, in JSON it is the field
     `exception`.
@@ -114,6 +120,7 @@ def configure(log_format: str, log_level: str) -> None:
 
 
 def _read_fields(record: logging.LogRecord) -> dict[str, object]:
+    """Return the fields of a line in their order: time, level, event, then those of the call."""
     instant = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="microseconds")
     fields: dict[str, object] = {
         "ts": instant.replace("+00:00", "Z"),
@@ -149,6 +156,7 @@ class Logfmt(logging.Formatter):
 
 
 def _render_word(value: object) -> str:
+    """Return a value as logfmt writes it: "" for None, in quotes where it has spaces or signs."""
     if value is None:
         return ""
     if isinstance(value, bool):

@@ -18,7 +18,9 @@ class Request(Struct, frozen=True, kw_only=True):
     method: str
     path: str
     query: str = ""
-    headers: Mapping[str, str]  # names are lower case, repeated ones are joined by commas
+    """What follows the question mark, "" without one."""
+    headers: Mapping[str, str]
+    """Names are in lower case; the values of a repeated header are joined by commas."""
 
 
 class Response(Struct, frozen=True, kw_only=True):
@@ -34,7 +36,7 @@ Handler = Callable[[Request], Response]
 
 
 def respond_text(status: int, line: str, *headers: Header) -> Response:
-    """Return an answer of one line, with additional headers."""
+    """Return an answer of one line of text, with `headers` besides the usual ones."""
     return Response(
         status=status, body=f"{line}\n".encode(), headers=(NO_SNIFF, NO_STORE, *headers)
     )
@@ -49,9 +51,10 @@ def build_application(
     has_sample: Callable[[], bool],
     find_gate_reason: Callable[[], str | None] = lambda: None,
 ) -> Handler:
-    """Return the handler of every request.
+    """Return the handler of all requests, which answers by method and path.
 
-    `find_problem` returns why the daemon is unhealthy, `find_gate_reason` why the gate is closed.
+    `find_problem` returns why the daemon is unhealthy, None while it is healthy; `find_gate_reason`
+    why the gate is closed, None while it is open; `has_sample` whether the first tick is over.
     """
 
     def find_start_reason() -> str | None:
@@ -78,7 +81,7 @@ def build_application(
 
 
 def _build_check(find_problem: Callable[[], str | None], text: str) -> Handler:
-    """Return a handler that answers 503 with the problem, or 200 with the text without one."""
+    """Return a handler that answers 503 with the problem; without one, 200 with the text."""
 
     def check(_request: Request) -> Response:
         problem = find_problem()

@@ -59,12 +59,15 @@ _CHOICES: Final = {
 }
 """The keys with one of a few values."""
 
+_WHOLE_FILE: Final = ""
+"""The section name of the file itself."""
+
 _KEYS: Final = {
-    "": ("tls_server_config", "http_server_config", "basic_auth_users"),
+    _WHOLE_FILE: ("tls_server_config", "http_server_config", "basic_auth_users"),
     "tls_server_config": (*_FILE_KEYS, *_CHOICES, "client_allowed_sans"),
     "http_server_config": ("http2", "headers"),
 }
-"""The keys of each mapping, the file itself without a name."""
+"""The keys that each section accepts."""
 
 _REFUSED_KEYS: Final = {
     "cert": "put it into a file and name that in cert_file",
@@ -75,35 +78,42 @@ _REFUSED_KEYS: Final = {
     "prefer_server_cipher_suites": "those of OpenSSL's default are offered",
     "rate_limit": "the number of connections is bounded in any case",
 }
-"""Keys of the toolkit that are not supported, and why. They are refused, since protection must not
-be weaker than requested."""
+"""Keys of the toolkit that are not supported here, and why. They are refused, not ignored, since
+protection must not be weaker than requested."""
 
 
 class Tls(Struct, frozen=True, kw_only=True):
-    """The TLS settings."""
+    """The TLS settings, by the names of their keys."""
 
     cert_file: Path
     key_file: Path
     client_auth: ssl.VerifyMode = ssl.CERT_NONE
+    """Whether clients may or must present a certificate."""
     client_ca_file: Path | None = None
+    """The authorities that sign clients' certificates; None where none is requested."""
     client_allowed_sans: tuple[str, ...] = ()
+    """The names of which a client's certificate must have one; empty where any is accepted."""
     min_version: ssl.TLSVersion = ssl.TLSVersion.TLSv1_2
     max_version: ssl.TLSVersion = ssl.TLSVersion.TLSv1_3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WebConfig:
-    """The settings of the file; without `tls` plain HTTP, without `users` no login."""
+    """The settings of the file."""
 
     tls: Tls | None = None
+    """None for plain HTTP."""
     headers: Mapping[str, str] = field(default_factory=dict)
-    users: Mapping[str, str] = field(default_factory=dict, repr=False)  # bcrypt hashes by name
+    """Headers for every answer."""
+    users: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """bcrypt hashes by user; empty where no login is required."""
 
 
 def read_web_config(path: Path) -> WebConfig:
-    """Return the file's settings, with paths relative to it.
+    """Return the file's settings; relative paths in the file are relative to its folder.
 
-    Raises WebConfigError, also for a key given twice.
+    Raises WebConfigError with all mistakes, or with the repeated keys alone, or where the file
+    cannot be read or is no YAML.
     """
     # imported here, since YAML takes 15 ms and 1 MiB
     from vllm_headroom.yaml_file import NotYamlError, read_yaml  # noqa: PLC0415
@@ -116,6 +126,7 @@ def read_web_config(path: Path) -> WebConfig:
         raise WebConfigError([f"it is not YAML{error.place} ({error.problem})"]) from None
     top: Any = {} if document is None else document
     mistakes = [f"{name}: given twice" for name in repeated_keys]
+    # Of a key given twice only one value was read: checking that one could mislead.
     if not mistakes:
         mistakes = list(_find_mistakes(top))
     if mistakes:
@@ -131,6 +142,7 @@ def read_web_config(path: Path) -> WebConfig:
 
 
 def _build_tls(tls: Mapping[str, Any], folder: Path) -> Tls:
+    """Return the TLS settings of a section without mistakes; `folder` is the file's."""
     files: dict[str, Any] = {}
     for name in _FILE_KEYS:
         if tls.get(name):
@@ -145,7 +157,10 @@ def _build_tls(tls: Mapping[str, Any], folder: Path) -> Tls:
 
 
 def _choose(tls: Mapping[str, Any], name: str) -> Any:  # noqa: ANN401 - a value of the table
-    """Return what a key's value means; None where it is none of those that are accepted."""
+    """Return what the value of this key means, or the meaning of its default without the key.
+
+    None where the value is not one of the accepted ones.
+    """
     choice = _CHOICES[name]
     value = tls.get(name, choice.default)
     if not isinstance(value, str):
@@ -156,10 +171,10 @@ def _choose(tls: Mapping[str, Any], name: str) -> Any:  # noqa: ANN401 - a value
 def _find_mistakes(top: object) -> Iterator[str]:
     """Yield a line for each mistake.
 
-    A key without a value is a missing key; any other empty value is a mistake where a mapping
-    belongs.
+    A key without a value counts as missing. Any other empty value, such as an empty list, is a
+    mistake where a mapping belongs.
     """
-    yield from _check_keys("", top)
+    yield from _check_keys(_WHOLE_FILE, top)
     sections = top if isinstance(top, dict) else {}
     for name, check in (("tls_server_config", _check_tls), ("http_server_config", _check_http)):
         section = sections.get(name)
@@ -170,13 +185,18 @@ def _find_mistakes(top: object) -> Iterator[str]:
 
 
 def _check_keys(section_name: str, section: object) -> Iterator[str]:
+    """Yield a line for each key of a section that is refused or unknown; none where it is missing.
+
+    Yield one line where the section is not a mapping.
+    """
     if section is None:
         return
+    is_whole_file = section_name == _WHOLE_FILE
     if not isinstance(section, dict):
-        yield f"{section_name or 'the file'}: not a mapping"
+        yield f"{'the file' if is_whole_file else section_name}: not a mapping"
         return
     for key in section:
-        path = f"{section_name}.{key}".lstrip(".")
+        path = f"{key}" if is_whole_file else f"{section_name}.{key}"
         if key in _REFUSED_KEYS:
             yield f"{path}: not kept here: {_REFUSED_KEYS[key]}"
         elif key not in _KEYS[section_name]:
@@ -184,7 +204,7 @@ def _check_keys(section_name: str, section: object) -> Iterator[str]:
 
 
 def _check_tls(tls: dict[str, Any]) -> Iterator[str]:
-    """Yield the mistakes of each key by itself, then those of keys that do not go together."""
+    """Yield a line for each wrong value, then one for each pair of keys that do not agree."""
     for name in _FILE_KEYS:
         path = tls.get(name)
         is_path = isinstance(path, str) and path.isprintable()
@@ -201,6 +221,7 @@ def _check_tls(tls: dict[str, Any]) -> Iterator[str]:
 
 
 def _check_tls_agreement(tls: dict[str, Any]) -> Iterator[str]:
+    """Yield a line for each key that another key needs or contradicts."""
     client_auth = _choose(tls, "client_auth_type")
     has_authority = bool(tls.get("client_ca_file"))
     if client_auth and not has_authority:
@@ -208,15 +229,17 @@ def _check_tls_agreement(tls: dict[str, Any]) -> Iterator[str]:
     if client_auth is ssl.CERT_NONE and has_authority:
         problem = "missing, and without it no certificate is requested"
         yield f"tls_server_config.client_auth_type: {problem}"
-    lowest = _choose(tls, "min_version")
-    highest = _choose(tls, "max_version")
-    if lowest and highest and lowest > highest:
+    lowest_version = _choose(tls, "min_version")
+    highest_version = _choose(tls, "max_version")
+    # A version is None where its value was refused: that mistake has its own line.
+    if lowest_version and highest_version and lowest_version > highest_version:
         yield "tls_server_config.max_version: below min_version, which lets nobody in"
     if not (tls.get("cert_file") and tls.get("key_file")):
         yield "tls_server_config: cert_file and key_file are both needed"
 
 
 def _check_http(http: dict[str, Any]) -> Iterator[str]:
+    """Yield a line for HTTP/2, and for each header with a wrong name or value."""
     if http.get("http2") is True:
         problem = "HTTP/2 is not spoken here: leave it out, or set it to false"
         yield f"http_server_config.http2: {problem}"
@@ -241,6 +264,7 @@ def _is_mapping_to_texts(value: object) -> bool:
 
 
 def _check_users(users: object) -> Iterator[str]:
+    """Yield a line for each user without a bcrypt hash; none where the section is missing."""
     if users is None:
         return
     if not isinstance(users, dict):

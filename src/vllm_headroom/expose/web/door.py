@@ -22,22 +22,24 @@ RELOAD_SECONDS: Final = 5.0
 """Our choice: how often the files are checked for changes."""
 
 READ_SECONDS: Final = 2.0
-"""Our choice: how long a check may take, on a volume that hangs."""
+"""Our choice: how long a check of the files may take; a volume may hang."""
 
 
 class _LoadedConfig(Struct, frozen=True, kw_only=True):
-    """The file as it was read, with its TLS context and the state of its files at that time."""
+    """A valid version of the file, with its TLS context and the state of its files when read."""
 
     config: WebConfig
-    tls: ssl.SSLContext | None  # None for plain HTTP
+    tls: ssl.SSLContext | None
+    """None for plain HTTP."""
     file_states: tuple[object, ...]
+    """As `_stat_files` returns them."""
 
 
 class Door:
-    """Applies the web configuration in `file`.
+    """Admits clients by the web configuration in `file`, and reloads the file when it changes.
 
-    While a later version of the file has a `problem`, the last valid one applies. File access may
-    hang, and password checks are slow on purpose: each of the two has a separate thread.
+    A later version of the file with a mistake is not applied: the last valid version stays. File
+    access may hang, and password checks are slow on purpose: each of the two has its thread.
     """
 
     def __init__(self, file: Path) -> None:
@@ -45,10 +47,15 @@ class Door:
         self._worker = Worker[_LoadedConfig]("web")
         self._users = Users()
         self.loaded = _load(file)
+        """The last valid version of the file."""
         self.problem: str | None = None
+        """Why the current version of the file is not applied; None where it is."""
 
     def is_admitted(self, certificate: dict[str, Any] | None) -> bool:
-        """Return whether the client's verified certificate has one of the allowed names."""
+        """Return whether the client's verified certificate has one of the allowed names.
+
+        True where the configuration names none. `certificate` is None where the client sent none.
+        """
         tls = self.loaded.config.tls
         if tls is None or not tls.client_allowed_sans:
             return True
@@ -58,9 +65,10 @@ class Door:
         return any(name in tls.client_allowed_sans for name in names)
 
     async def find_refusal(self, request: Request, client: str) -> Response | None:
-        """Return the answer to a request without a valid login, None with one.
+        """Return the refusal of a request: status 401 without a valid login, 429 without time.
 
-        `client` is its address.
+        None where the login is valid, and where the configuration has no users. 429 means that too
+        many other logins wait. `client` is the client's address.
         """
         users = self.loaded.config.users
         if not users:
@@ -81,10 +89,10 @@ class Door:
         return replace(answer, headers=(*own_headers, *headers.items()))
 
     async def watch(self, drop_clients: Callable[[], None]) -> None:
-        """Reload the file whenever it or a file that it names has changed, forever.
+        """Reload the configuration, forever, whenever its file or a file that it names has changed.
 
-        `drop_clients` is called then: an open connection was admitted by the last version's
-        certificates.
+        After each reload call `drop_clients`: open connections were admitted by the certificates of
+        the version before.
         """
         while True:
             await asyncio.sleep(RELOAD_SECONDS)
@@ -105,6 +113,7 @@ class Door:
 
 
 def _load(file: Path) -> _LoadedConfig:
+    """Read the file and the files that it names; raises WebConfigError."""
     config = read_web_config(file)
     return _LoadedConfig(
         config=config,
@@ -114,10 +123,10 @@ def _load(file: Path) -> _LoadedConfig:
 
 
 def _reload(file: Path, current: _LoadedConfig) -> _LoadedConfig:
-    """Return the file's settings, `current` where nothing has changed.
+    """Return the new version of the file; `current` where no file has changed.
 
-    Raises WebConfigError, also where the new settings would protect less: a file emptied by mistake
-    must not remove TLS or the login of a running daemon.
+    Raises WebConfigError for a mistake, and where the new version would protect less: a file that
+    was emptied by mistake must not remove TLS or the login of a running daemon.
     """
     if _stat_files(file, current.config) == current.file_states:
         return current
@@ -131,15 +140,17 @@ def _reload(file: Path, current: _LoadedConfig) -> _LoadedConfig:
 
 
 def _is_tls_weaker(tls: Tls | None, current: Tls | None) -> bool:
+    """Return whether `tls` removes TLS, or requires client certificates less than `current`."""
     if current is None:
         return False
     return tls is None or tls.client_auth < current.client_auth
 
 
 def _stat_files(file: Path, config: WebConfig) -> tuple[object, ...]:
-    """Return what changes when a file is written or replaced.
+    """Return a state of each file that changes when the file is written or replaced.
 
-    A file is replaced in place, or by a link as in Kubernetes.
+    It is an error number where the file cannot be examined. A link is followed: Kubernetes replaces
+    the files of a Secret by changing a link.
     """
     files = [file]
     if config.tls is not None:
@@ -166,7 +177,7 @@ def _build_context(tls: Tls) -> ssl.SSLContext:
     context.set_alpn_protocols(["http/1.1"])
     problem = "cert_file, key_file: no pair that can be used"
     try:
-        # without a password OpenSSL would ask the terminal
+        # Without a password, OpenSSL would ask for one on the terminal.
         context.load_cert_chain(
             _refuse_pipe(tls.cert_file), _refuse_pipe(tls.key_file), password=""
         )
@@ -180,7 +191,7 @@ def _build_context(tls: Tls) -> ssl.SSLContext:
 
 
 def _refuse_pipe(file: Path) -> Path:
-    """Return the file; raises OSError for a pipe, for which OpenSSL would wait."""
+    """Return the file; raise OSError for a pipe, on which OpenSSL would wait forever."""
     if file.is_fifo():
         raise OSError(ESPIPE, "a pipe cannot be read again")
     return file

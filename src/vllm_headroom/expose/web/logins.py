@@ -14,36 +14,38 @@ from msgspec import Struct
 from vllm_headroom.worker import Worker
 
 CHECK_SECONDS: Final = 5.0
-"""A hash of the usual cost takes 60 ms; a client that waits longer behind others' guesses gets
-429."""
+"""How long a login may wait for its check; then the client gets status 429. A check of the usual
+cost takes 60 ms, so only many guesses of others can delay a login for so long."""
 
 REST_FACTOR: Final = 4
-"""After a wrong password the checks rest for this many times what it took: guesses take a fifth of
-a core at most."""
+"""After a wrong password, no password is checked for this many times as long as that check took: so
+guesses take at most a fifth of a core."""
 
 MOST_WAITING_LOGINS: Final = 64
-"""Our choice: beyond this, the waiting login with the most mistakes is given up."""
+"""Our choice: with more logins waiting, the one with the most mistakes is given up."""
 
 MOST_CACHED_OUTCOMES: Final = 1000
-"""Outcomes, cached by a keyed hash as in exporter-toolkit: a scrape must not cost 60 ms, nor a
-repeated mistake."""
+"""How many outcomes are cached, by a keyed hash as in exporter-toolkit: neither each scrape nor a
+repeated mistake may cost 60 ms."""
 
 MOST_COUNTED_CLIENTS: Final = 1000
-"""Our choice: clients, and names that they tried, whose mistakes are counted before all counts
-start over."""
+"""Our choice: with mistakes counted for more clients, and names that they tried, all counts start
+over from zero."""
 
 BCRYPT_BYTES: Final = 72
-"""What bcrypt reads of a password; newer libraries refuse more."""
+"""bcrypt reads only this many bytes of a password; newer libraries refuse longer ones."""
 
 
 class _Login(Struct, frozen=True, kw_only=True):
     """A login that waits for its check."""
 
-    client: str  # the address that sent it
+    client: str
+    """The address that sent it."""
     name: str
     check: Callable[[], bool]
-    # whether the password is right; None where the check was given up
+    """Slow: it computes a bcrypt hash."""
     outcome: asyncio.Future[bool | None]
+    """Whether the password is right; None where the check was given up."""
 
 
 class Users:
@@ -52,23 +54,28 @@ class Users:
     def __init__(self) -> None:
         self._worker = Worker[bool]("passwords")
         self._key = secrets.token_bytes(32)
+        """The key of the hash, another one in each process."""
         self._outcomes: dict[bytes, bool] = {}
+        """Whether the password was right, by the hash of name, password hash and password."""
         self._mistakes: Counter[tuple[str, ...]] = Counter()
+        """By client, and by client and name."""
         self._waiting: list[_Login] = []
         self._checking: asyncio.Task[None] | None = None
+        """The task of `_check_all`; None before the first login."""
 
     async def is_login_valid(
         self, users: Mapping[str, str], authorization: str, client: str
     ) -> bool | None:
-        """Return whether the header names a user with the right password.
+        """Return whether the Authorization header names a user with the right password.
 
-        None where too many other logins wait. `users` are bcrypt hashes by name.
+        None where the check was given up, because too many other logins wait or it took too long.
+        `users` are bcrypt hashes by name.
         """
         credentials = _parse_credentials(authorization)
         if credentials is None:
             return False
         name, password = credentials
-        # an unknown name is checked too, so that the time does not show which names exist
+        # An unknown name is checked too, so that the time does not show which names exist.
         password_hash = users.get(name) or _find_costliest(users)
         cache_key = hashlib.blake2b(
             b"\0".join((name.encode(), password_hash.encode(), password)), key=self._key
@@ -90,10 +97,13 @@ class Users:
         return self._outcomes[cache_key] and name in users
 
     async def _wait(self, login: _Login) -> bool | None:
-        """Return the outcome of a login's check; None where there is none in time."""
+        """Queue a login and return whether its password is right.
+
+        None where it was given up: after CHECK_SECONDS, or for logins with fewer mistakes.
+        """
         self._waiting.append(login)
         if len(self._waiting) > MOST_WAITING_LOGINS:
-            # of those with the most mistakes the one that came last
+            # Of several logins with the most mistakes, the newest.
             worst = max(reversed(self._waiting), key=self._rank)
             self._waiting.remove(worst)
             worst.outcome.set_result(None)
@@ -106,11 +116,19 @@ class Users:
             return None
 
     def _rank(self, login: _Login) -> tuple[int, int]:
-        """Return how many mistakes this client made, and how many of them with this name."""
+        """Return how many mistakes this client made, and how many of them with this name.
+
+        Logins of a low rank are checked first.
+        """
         return self._mistakes[(login.client,)], self._mistakes[(login.client, login.name)]
 
     async def _check_all(self) -> None:
-        """Check the waiting logins one after another, until none waits."""
+        """Check the waiting logins one after another, until none waits.
+
+        After each check that did not find the right password, count a mistake and rest; a check
+        that was given up counts as a mistake too. The outcome is None where the check took too long
+        or no thread could be started.
+        """
         loop = asyncio.get_running_loop()
         while self._waiting:
             login = min(self._waiting, key=self._rank)
@@ -119,7 +137,8 @@ class Users:
                 continue
             start_seconds = loop.time()
             is_right = None
-            with contextlib.suppress(OSError):  # TimeoutError is one; or no thread can be started
+            # TimeoutError is an OSError too.
+            with contextlib.suppress(OSError):
                 is_right = await self._worker.call(login.check, CHECK_SECONDS)
             if not login.outcome.done():
                 login.outcome.set_result(is_right)
@@ -134,7 +153,7 @@ class Users:
 
 
 def _parse_credentials(authorization: str) -> tuple[str, bytes] | None:
-    """Return name and password of a header; None where it is not HTTP's basic authentication."""
+    """Return name and password of a header; None where it is no valid basic authentication."""
     scheme, _, token = authorization.partition(" ")
     try:
         raw_name, colon, password = base64.b64decode(token, validate=True).partition(b":")
@@ -147,7 +166,10 @@ def _parse_credentials(authorization: str) -> tuple[str, bytes] | None:
 
 
 def _find_costliest(users: Mapping[str, str]) -> str:
-    """Return the hash that takes longest; the cost of bcrypt is in its characters 4 and 5."""
+    """Return the hash whose check takes longest, by the cost, which follows `$2b$` in a hash.
+
+    There must be at least one user.
+    """
     return max(users.values(), key=lambda password_hash: password_hash[4:6])
 
 
@@ -156,5 +178,5 @@ def _is_right(password: bytes, password_hash: bytes) -> bool:
 
     try:
         return bcrypt.checkpw(password[:BCRYPT_BYTES], password_hash)
-    except ValueError:
+    except ValueError:  # the hash, or the password for it, is none that bcrypt can use
         return False
