@@ -9,7 +9,7 @@ from vllm_headroom.model import GpuReading
 log = Log(__name__)
 
 WINDOW_SECONDS: Final = 60.0
-"""Four scrapes at Prometheus' usual 15 s: a peak between two of them is on the page for several."""
+"""How long a peak stays on the page: four scrapes at Prometheus' usual interval of 15 s."""
 
 _PeakSample = tuple[float, int]
 """A time in seconds of the monotonic clock, and the bytes in use."""
@@ -19,7 +19,8 @@ class Peak:
     """The highest memory in use within the last minute."""
 
     def __init__(self) -> None:
-        # Only samples that can still become the highest: each is higher than all later ones.
+        # Only samples that are or can become the highest of the window: each is higher than all
+        # later ones. So the first is the highest, and adding and reading cost little.
         self._samples: deque[_PeakSample] = deque()
 
     def add(self, now: float, used_bytes: int) -> None:
@@ -29,7 +30,10 @@ class Peak:
         self._samples.append((now, used_bytes))
 
     def highest_bytes(self, now: float) -> int | None:
-        """Return the highest sample of the window that ends now; None without one."""
+        """Return the highest sample of the last minute; None where there was none.
+
+        Older samples are dropped.
+        """
         window_start = now - WINDOW_SECONDS
         while self._samples:
             sampled_at, used_bytes = self._samples[0]
@@ -44,7 +48,9 @@ class GpuTransitions:
 
     def __init__(self) -> None:
         self._failed_names: frozenset[str] = frozenset()
+        """The GPUs that failed in the last readings."""
         self._uuids_without_memory: set[str] = set()
+        """The GPUs of which it was logged that they do not report their memory."""
 
     def report(self, readings: tuple[GpuReading, ...]) -> None:
         """Log what has changed since the last readings."""

@@ -46,7 +46,7 @@ class Gpus:
     async def read(self, timeout_seconds: float) -> GpuReadings | Failure:
         """Return one reading of every GPU; never raise.
 
-        Returns NVML's failure on a machine without any card of AMD's.
+        Where NVML fails and there is no card of AMD's, return NVML's failure.
         """
         nvml, amd = await asyncio.gather(
             self._nvml.read(timeout_seconds), self._amd.read(timeout_seconds)
@@ -64,18 +64,21 @@ class Gpus:
         )
 
     def _complete_nvidia(self, nvml: GpuReadings | Failure) -> tuple[GpuReading, ...]:
-        """Return the readings of NVIDIA's GPUs, failed ones where NVML fails beside AMD's cards."""
+        """Return the readings of NVIDIA's GPUs on a machine that may have AMD's cards too.
+
+        Where NVML fails, each GPU of its last readings has a failed reading.
+        """
         if not isinstance(nvml, Failure):
             return nvml.devices
         if not self._nvidia_readings and nvml.reason not in NO_NVIDIA_REASONS:
-            # There should be a GPU, but none was read before: report the failure of an unknown one.
+            # The reason means that there is a GPU, but none was read before: its names are unknown.
             return (GpuReading(index=0, uuid="", name="", failure=nvml),)
         return tuple(reading.mark_failed(nvml) for reading in self._nvidia_readings)
 
     def _number_amd(self, amd: tuple[GpuReading, ...]) -> tuple[GpuReading, ...]:
-        """Return the readings of AMD's cards with the indices after those of NVIDIA's GPUs.
+        """Return the readings of AMD's cards, numbered after NVIDIA's GPUs.
 
-        Integrated GPUs are left out where there is any other GPU.
+        Integrated GPUs are left out where the machine has another GPU: they drive the screen.
         """
         discrete = tuple(
             reading for reading in amd if reading.uuid not in self._amd.integrated_uuids
@@ -86,16 +89,19 @@ class Gpus:
         return tuple(replace(reading, index=first_index + reading.index) for reading in shown)
 
     async def sample_used(self, timeout_seconds: float) -> Mapping[str, int]:
-        """Return the memory in use by UUID, and add it to each GPU's peak."""
+        """Return the memory in use by UUID, and add it to each GPU's peak; never raise.
+
+        GPUs that cannot be read now are left out.
+        """
         nvidia_used_bytes, amd_used_bytes = await asyncio.gather(
             self._nvml.sample_used(timeout_seconds), self._amd.sample_used(timeout_seconds)
         )
         return {**nvidia_used_bytes, **amd_used_bytes}
 
     async def read_faults(self, timeout_seconds: float) -> tuple[GpuFaults, ...]:
-        """Return the memory faults of each GPU of the last reading.
+        """Return the memory faults of each GPU of the last reading; never raise.
 
-        One that fails is left out; those of AMD's cards are unknown.
+        A GPU that cannot be read is left out; an AMD card has faults that are all None.
         """
         nvidia_faults = await self._nvml.read_faults(timeout_seconds)
         amd_indices = {reading.index for reading in self._amd_readings}

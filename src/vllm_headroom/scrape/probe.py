@@ -17,11 +17,12 @@ from vllm_headroom.vocabulary import Reason, Source
 from vllm_headroom.worker import Worker
 
 FILE_NAME: Final = re.compile(r"[0-9]{1,10}-[0-9]{1,12}\.json", re.ASCII)
-"""The pid and the start of a process; the probe's other files are not for the daemon."""
+"""The name of a process's file: its pid and its start. Other files of the probe are not for the
+daemon."""
 
 MAX_ENTRIES: Final = 4096
-"""Entries of the folder: an engine leaves a file per process and run, hundreds of runs stay
-below."""
+"""The most entries of the folder. An engine leaves a file for each process of each run: those of
+hundreds of runs are fewer."""
 
 MAX_FILES: Final = 128
 """How many of the newest files are read: four times the processes of an engine on eight GPUs."""
@@ -45,7 +46,7 @@ class FileVersion(NamedTuple):
 
 
 class ReadFile(Struct, frozen=True, kw_only=True):
-    """A file as it was last read."""
+    """A file's parsed content, with the version of the file that was read."""
 
     version: FileVersion
     parsed: ParsedFile
@@ -56,9 +57,10 @@ class TooManyError(Exception):
 
 
 def list_newest(folder: Path) -> dict[str, FileVersion]:
-    """Return the newest regular files with a probe's names.
+    """Return the versions of the newest MAX_FILES probe files by name, the newest first.
 
-    Raises OSError and TooManyError.
+    Empty where there is none. Raises OSError where the folder cannot be listed, and TooManyError
+    where it has more than MAX_ENTRIES entries of any name.
     """
     versions: list[tuple[FileVersion, str]] = []
     with os.scandir(folder) as entries:
@@ -77,8 +79,9 @@ def list_newest(folder: Path) -> dict[str, FileVersion]:
 def read_content(folder: Path, name: str, max_bytes: int = MAX_FILE_BYTES) -> bytes | None:
     """Return a file's content.
 
-    None where it is gone, unreadable, too large, or meanwhile a link, pipe or device.
+    None where the file is gone, unreadable or too large, or was replaced by a link, pipe or device.
     """
+    # The engine's container may replace the file at any time: open no link, wait for no pipe.
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         descriptor = os.open(folder / name, flags)
@@ -96,10 +99,10 @@ def read_content(folder: Path, name: str, max_bytes: int = MAX_FILE_BYTES) -> by
 
 
 class ProbeReader:
-    """Reads HEADROOM_PROBE_DIR on a daemon thread, so that a hung volume costs this source only.
+    """Reads HEADROOM_PROBE_DIR on a daemon thread, so that a hung volume affects this source only.
 
-    The engine's container can write to the folder: its content is bounded, checked, and trusted for
-    the engine's own memory only. Files of an earlier boot are ignored.
+    The engine's container can write to the folder. So its content is limited in size, checked, and
+    trusted only about the engine's own memory. Files of an earlier boot are ignored.
     """
 
     def __init__(
@@ -109,11 +112,16 @@ class ProbeReader:
         self._parse = parse
         self._boot_id_file = boot
         self._boot_id: str | None = None
+        """Identifies the machine's boot; None until it was read, and where it cannot be."""
         self._files: dict[str, ReadFile] = {}
         self._worker = Worker[tuple[ProbedProcess, ...] | Failure]("probe")
 
     async def read(self, timeout_seconds: float) -> tuple[ProbedProcess, ...] | Failure:
-        """Return the newest record of each process, running or exited; at least one."""
+        """Return the newest record of each process, running or exited; never raise.
+
+        Return a failure where the folder cannot be read, also in time, or has no usable file. So
+        there is at least one record.
+        """
         try:
             return await self._worker.call(self._read, timeout_seconds)
         except TimeoutError:
@@ -134,6 +142,7 @@ class ProbeReader:
         return Failure(source=Source.PROBE, reason=reason, message=f"{self._folder} {problem}")
 
     def _read(self) -> tuple[ProbedProcess, ...] | Failure:
+        """Return the records, or the failure of a folder without any; runs on the thread."""
         # Read once: it is the same until the machine boots again.
         if self._boot_id is None:
             with contextlib.suppress(OSError, UnicodeDecodeError):
@@ -144,7 +153,7 @@ class ProbeReader:
         return processes or self._explain_no_process()
 
     def _read_file(self, name: str, version: FileVersion) -> ReadFile:
-        """Return a file's content, read again only where it was replaced."""
+        """Return a file as it was last read, or read it where this version was not read yet."""
         previous = self._files.get(name)
         if previous is not None and previous.version == version:
             return previous
@@ -153,7 +162,10 @@ class ProbeReader:
         return ReadFile(version=version, parsed=parsed)
 
     def _list_processes(self) -> tuple[ProbedProcess, ...]:
-        """Return the processes of this boot; where a boot ID is unknown, they count too."""
+        """Return the processes of the usable files, without those of an earlier boot.
+
+        A file is kept where its boot ID, or that of the machine, is unknown.
+        """
         processes = []
         for file in self._files.values():
             if isinstance(file.parsed, str):
@@ -164,6 +176,7 @@ class ProbeReader:
         return tuple(processes)
 
     def _explain_no_process(self) -> Failure:
+        """Return the failure of a folder without a usable file: a malformed one, or no file."""
         for name, file in self._files.items():
             if isinstance(file.parsed, str):
                 message = f"{self._folder / name} cannot be used: {file.parsed}"

@@ -14,9 +14,9 @@ may work."""
 
 
 def build_unavailable(source: Source, trouble: str, error: OSError, advice: str = "") -> Failure:
-    """Return the failure of a source that could not be read.
+    """Return the failure of a source that could not be read, with the reason UNAVAILABLE.
 
-    `advice` is for all errors other than a shortage.
+    For a shortage, the advice is always to raise the limit; `advice` is for any other error.
     """
     if error.errno in SHORTAGES:
         advice = "raise that limit of the sidecar, or find what uses it up on its machine"

@@ -3,7 +3,7 @@
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Final
 
 from msgspec import Struct
@@ -12,7 +12,7 @@ from vllm_headroom.scrape.proc.files import read_start
 
 
 def read_text(path: str) -> str:
-    """Return a file's text; raise OSError where it cannot be read."""
+    """Return the text of a file of /sys or /proc; raise OSError where it cannot be read."""
     return read_start(path).decode(errors="replace").strip()
 
 
@@ -25,7 +25,7 @@ def read_line(path: str) -> str:
 
 
 def read_number(path: str) -> int | None:
-    """Return the number in a file, None where the driver does not provide it."""
+    """Return the number in a file; None where it cannot be read or contains no number."""
     try:
         return int(read_start(path))
     except (OSError, ValueError):
@@ -48,12 +48,12 @@ TEMPERATURE_FILES: Final = ("temp1_input", "temp2_input")
 """The sensors of the edge, else of the junction: from MI200 on there is no edge sensor."""
 
 POWER_FILES: Final = ("power1_average", "power1_input")
-"""A card has one of them: average or current power."""
+"""The sensors of the average power, else of the current power: a card has one of the two."""
 
 _CARD_NAME: Final = re.compile(r"card\d+")
 _PCI_ADDRESS: Final = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
-"""Partitions appear as cards too, of a device `amdgpu_xcp_N` without any facts, which does not
-match."""
+"""The name of a PCI device's folder. Partitions appear as cards too, but their device is
+`amdgpu_xcp_N`, which has no facts and does not match."""
 
 
 class KfdNode(Struct, frozen=True, kw_only=True):
@@ -61,7 +61,17 @@ class KfdNode(Struct, frozen=True, kw_only=True):
 
     gpu_id: int
     memory_bytes: int | None
-    """The limit of its processes (amdgpu_amdkfd_reserve_mem_limit)."""
+    """The memory that its processes can get (amdgpu_amdkfd_reserve_mem_limit); None where
+    unknown."""
+
+
+class KfdNodes(Struct, frozen=True, kw_only=True):
+    """All nodes that KFD lists."""
+
+    by_address: Mapping[str, list[KfdNode]]
+    """The nodes of each card by its PCI address; cards without a node are left out."""
+    is_any_hidden: bool
+    """Whether KFD denied access to at least one node."""
 
 
 class Card(Struct, frozen=True, kw_only=True):
@@ -80,15 +90,19 @@ class Card(Struct, frozen=True, kw_only=True):
     uuid: str
     name: str
     nodes: tuple[KfdNode, ...] | None
-    """Its nodes of KFD: several where the card is partitioned, none where ROCm cannot use it, None
-    where KFD denies access: in a container it permits the cards whose device in /dev the container
+    """Its nodes of KFD: several where the card is partitioned, empty where ROCm cannot use it. None
+    where KFD denies access: a container may see the nodes of those cards whose device in /dev it
     has (kfd_topology.c)."""
 
 
 def find_cards(sys: str) -> dict[str, Card]:
-    """Return the driver's cards by UUID, in the order of PCI addresses, not of DRM numbers."""
+    """Return the driver's cards by UUID; empty without any.
+
+    They are in the order of their PCI addresses, not of their DRM numbers. A card whose unique id
+    is missing or shared gets a UUID from its PCI address.
+    """
     folders = _find_folders(sys)
-    nodes, is_any_hidden = _read_nodes(sys, folders.keys())
+    kfd = _read_nodes(sys, folders.keys())
     unique_ids: dict[str, str] = {}
     for address, folder in folders.items():
         unique_ids[address] = read_line(f"{folder}/unique_id")
@@ -103,7 +117,10 @@ def find_cards(sys: str) -> dict[str, Card]:
         monitor_names = list_names(f"{folder}/hwmon")
         monitor = f"{folder}/hwmon/{monitor_names[0] if monitor_names else ''}"
         sensors = list_names(monitor)
-        is_hidden = is_any_hidden and address not in nodes
+        nodes: tuple[KfdNode, ...] | None = tuple(kfd.by_address.get(address, ()))
+        # Which card a hidden node belongs to is unknown: it may be any card without a visible one.
+        if not nodes and kfd.is_any_hidden:
+            nodes = None
         cards[uuid] = Card(
             address=address,
             folder=folder,
@@ -112,7 +129,7 @@ def find_cards(sys: str) -> dict[str, Card]:
             is_apu="in1_label" in sensors,
             uuid=uuid,
             name=product_name or f"AMD GPU {read_line(f'{folder}/device')}".rstrip(),
-            nodes=None if is_hidden else tuple(nodes[address]),
+            nodes=nodes,
         )
     return cards
 
@@ -129,6 +146,7 @@ def _find_folders(sys: str) -> dict[str, str]:
 
 
 def _find_sensor(monitor: str, sensors: list[str], names: Collection[str]) -> str:
+    """Return the path of the first of these sensors that the card has; "" where it has none."""
     for name in names:
         if name in sensors:
             return f"{monitor}/{name}"
@@ -147,10 +165,11 @@ def _find_name(path: str) -> str:
     return path.rpartition("/")[2]
 
 
-def _read_nodes(
-    sys: str, addresses: Collection[str]
-) -> tuple[defaultdict[str, list[KfdNode]], bool]:
-    """Return KFD's nodes by the PCI address of their card, and whether some were denied."""
+def _read_nodes(sys: str, addresses: Collection[str]) -> KfdNodes:
+    """Return KFD's nodes of the cards at these PCI addresses.
+
+    Nodes of CPUs, and nodes with facts that cannot be read or understood, are left out.
+    """
     nodes: defaultdict[str, list[KfdNode]] = defaultdict(list)
     is_any_hidden = False
     names = list_names(f"{sys}/{TOPOLOGY_FOLDER}/nodes")
@@ -171,11 +190,11 @@ def _read_nodes(
             continue
         node = KfdNode(gpu_id=gpu_id, memory_bytes=_read_node_memory(folder))
         nodes[_format_address(domain, location, addresses)].append(node)
-    return nodes, is_any_hidden
+    return KfdNodes(by_address=nodes, is_any_hidden=is_any_hidden)
 
 
 def _format_address(domain: int, location: int, addresses: Collection[str]) -> str:
-    """Return the PCI address of the card that has a node at a KFD location."""
+    """Return the PCI address of the card of a node; KFD packs the address into `location`."""
     bus = location >> 8 & 0xFF
     slot = location >> 3 & 0x1F
     function = location & 7
@@ -186,7 +205,10 @@ def _format_address(domain: int, location: int, addresses: Collection[str]) -> s
 
 
 def _read_node_memory(folder: str) -> int | None:
-    """Return the bytes of a node's memory banks, None where one of them is unknown."""
+    """Return the bytes of all memory banks of a node.
+
+    None where it lists no bank, or where the size of one is unknown.
+    """
     memory_bytes = 0
     banks = list_names(f"{folder}/mem_banks")
     for bank in banks:

@@ -27,8 +27,13 @@ UNPARTITIONED_MODE: Final = "SPX"
 """The compute partition mode of a card without partitions."""
 
 KFD_FOLDER: Final = "class/kfd/kfd/proc"
+"""The folder of /sys with a folder for each process that computes."""
+
 KFD_FILE_PREFIX: Final = "vram_"
+"""The file `vram_ID` of such a process has the bytes that it holds on the node ID."""
+
 DRI_FOLDER: Final = "/dev/dri/"
+"""The folder of the cards' device files, which processes open."""
 
 GpuProcesses = tuple[GpuProcess, ...]
 
@@ -37,12 +42,13 @@ ProcessTable = Mapping[str, GpuProcesses]
 
 
 def read_card(card: Card, index: int, context: "ReadContext") -> tuple[GpuReading, ...]:
-    """Return a reading of the card, or of each of its partitions.
+    """Return one reading of the card, or one of each partition where the card is partitioned.
 
-    Raises OSError where its memory cannot be read.
+    Raises OSError where the card is gone or its memory cannot be read.
     """
     if card.nodes is not None and len(card.nodes) > 1:
-        _read_vram(card, "total")  # KFD keeps its nodes when the card is gone: this raises then
+        # KFD keeps listing the nodes of a card that is gone: for such a card this raises OSError.
+        _read_vram(card, "total")
         return tuple(
             _read_partition(card, index, position, node, context)
             for position, node in enumerate(card.nodes)
@@ -69,13 +75,16 @@ def read_card(card: Card, index: int, context: "ReadContext") -> tuple[GpuReadin
 def read_memory(card: Card, proc: Path) -> GpuMemory | None:
     """Return the memory of a card without partitions.
 
-    None where its processes' limit is unknown. Raises OSError where it cannot be read.
+    None where the driver does not report it, and where it is unknown how much of it processes can
+    get: on an integrated GPU or a partitioned card whose KFD nodes are hidden. Raises OSError where
+    the card is gone or its files cannot be read.
     """
     total_bytes = _read_vram(card, "total")
     used_bytes = _read_vram(card, "used")
     if total_bytes is None or used_bytes is None:
         return None
     limit_bytes = card.nodes[0].memory_bytes if card.nodes else None
+    # Only an integrated GPU may get more than its VRAM: it uses the machine's memory.
     if limit_bytes is not None and limit_bytes > total_bytes:
         return _read_unified_memory(card, limit_bytes, proc)
     if card.nodes is None:
@@ -86,9 +95,10 @@ def read_memory(card: Card, proc: Path) -> GpuMemory | None:
 
 
 def _read_unified_memory(card: Card, limit_bytes: int, proc: Path) -> GpuMemory | None:
-    """Return the memory of an APU whose limit exceeds its VRAM; None where unknown.
+    """Return the memory of an integrated GPU (APU) that uses the machine's memory.
 
-    KFD grants it the machine's memory (amdgpu_ttm_init).
+    KFD grants it the machine's memory up to `limit_bytes` (amdgpu_ttm_init). None where the
+    machine's memory, or what is granted, is unknown.
     """
     machine = read_machine(proc)
     granted_bytes = read_number(f"{card.folder}/mem_info_gtt_used")
@@ -116,9 +126,10 @@ def _read_vram(card: Card, fact: str) -> int | None:
 def _read_partition(
     card: Card, index: int, position: int, node: KfdNode, context: "ReadContext"
 ) -> GpuReading:
-    """Return a reading of a partition.
+    """Return a reading of the partition with this node of KFD.
 
-    Its memory in use is what its processes hold as KFD counts it, without the driver's own.
+    Its memory in use is the sum of what KFD counts for its processes, without the driver's own use.
+    The memory is None where the partition's size, or the use of one process, is unknown.
     """
     processes = context.list_on_node(node)
     uuid = f"{card.uuid}-{position}"
@@ -142,6 +153,7 @@ def _read_partition(
 def _build_memory(
     total_bytes: int, used_bytes: int, machine_available_bytes: int | None = None
 ) -> GpuMemory:
+    """Return the memory; `machine_available_bytes` is set where it is the machine's memory."""
     return GpuMemory(
         total_bytes=total_bytes,
         used_bytes=used_bytes,
@@ -154,10 +166,11 @@ def _build_memory(
 class ReadContext:
     """What the readings of one moment share: the peaks, and the processes that hold GPU memory.
 
-    KFD has a folder, readable for all, for each process that computes, with its bytes on each node.
-    The folder's name is the machine's pid: usable in the machine's first PID namespace only.
-    Elsewhere, and where nodes are hidden, /proc shows what each process has open, to users that may
-    trace it, by card and not by partition.
+    There are two sources of the processes. KFD has a folder for each process that computes, with
+    its bytes on each node; all users can read it. The folder's name is the pid in the machine's
+    first PID namespace, so only a daemon in that namespace can use it. The other source, where
+    KFD's pids are unusable or nodes are hidden, is the list of open files of each process in /proc.
+    Only users that may trace the process can read that list, and it shows cards, not partitions.
     """
 
     def __init__(self, *, sys: str, proc: Path, now: float, peaks: defaultdict[str, Peak]) -> None:
@@ -168,19 +181,19 @@ class ReadContext:
         """By the UUID of a card or partition."""
 
     def update_peak(self, uuid: str, memory: GpuMemory | None) -> int | None:
-        """Add the memory in use, where known, and return the peak."""
+        """Add the memory in use, where known, and return the peak; None where none is known."""
         if memory is not None:
             self._peaks[uuid].add(self._now, memory.used_bytes)
         return self._peaks[uuid].highest_bytes(self._now)
 
     def list_on_node(self, node: KfdNode) -> GpuProcesses | None:
-        """Return the processes on a node of KFD, None where they cannot be known."""
+        """Return the processes on a node of KFD; None where KFD's processes cannot be read."""
         if self._by_node is None:
             return None
         return self._by_node.get(str(node.gpu_id), ())
 
     def list_on_card(self, card: Card) -> GpuProcesses | None:
-        """Return the processes on a card without partitions, None where they cannot be known."""
+        """Return the processes on a card without partitions; None where no source shows them."""
         if card.nodes and self._by_node is not None:
             return self.list_on_node(card.nodes[0])
         if self._by_address is None:
@@ -189,7 +202,7 @@ class ReadContext:
 
     @cached_property
     def _kfd_pids(self) -> list[str] | None:
-        """The pids that KFD lists, None where it lists none or this is another PID namespace."""
+        """The pids that KFD lists, sorted; None where this process cannot read or use them."""
         if not has_host_pids(self.proc):
             return None
         try:
@@ -200,7 +213,10 @@ class ReadContext:
 
     @cached_property
     def _by_node(self) -> ProcessTable | None:
-        """The processes by the id of their KFD node; None where KFD lists none."""
+        """The processes by the id of their KFD node; None where KFD's processes cannot be read.
+
+        The bytes of a process are None where its file cannot be read.
+        """
         if self._kfd_pids is None:
             return None
         table: defaultdict[str, GpuProcesses] = defaultdict(tuple)
@@ -222,9 +238,9 @@ class ReadContext:
 
     @cached_property
     def _by_address(self) -> ProcessTable | None:
-        """The processes by the address of their card.
+        """The processes by the PCI address of their card, from their open files.
 
-        None where access was denied and no process was found.
+        None where access to a process was denied and no process was found.
         """
         # A machine has thousands of processes with hundreds of files: where KFD lists those that
         # compute, only these are read.
@@ -247,11 +263,11 @@ class ReadContext:
 
 
 def _read_open_cards(process: str) -> dict[str, int]:
-    """Return the bytes that a process holds of each card, by PCI address.
+    """Return the bytes that a process holds of each card, by PCI address; without cards of 0 bytes.
 
-    Several open files can belong to one DRM client, which is counted once. Raises OSError where the
-    process cannot be read.
+    Raises OSError where the process has exited or may not be read.
     """
+    # Several open files can belong to one DRM client: by client, so that each counts once.
     clients_bytes: dict[tuple[str, str], int] = {}
     for descriptor in os.listdir(f"{process}/fd"):  # noqa: PTH208 - a process has hundreds of them
         facts = _read_descriptor(process, descriptor)
@@ -276,9 +292,10 @@ def _parse_kib(text: str) -> int | None:
 
 
 def _read_descriptor(process: str, descriptor: str) -> dict[str, str]:
-    """Return the kernel's facts about an open file of a DRM device.
+    """Return the kernel's facts about an open file of a DRM device, by name.
 
-    Empty for any other file, or one that was closed.
+    Empty for any other file, and for a file that was closed meanwhile. Raises OSError for any other
+    failure.
     """
     try:
         target = os.readlink(f"{process}/fd/{descriptor}")  # noqa: PTH115 - no Path per file

@@ -22,13 +22,13 @@ from vllm_headroom.vocabulary import Reason, Source
 from vllm_headroom.worker import Worker
 
 _REASONS: Final = {
-    None: Reason.TIMEOUT,  # of the thread
+    None: Reason.TIMEOUT,  # the TimeoutError of the thread has no number
     errno.ENODEV: Reason.DEVICE_LOST,
     errno.ENOENT: Reason.DEVICE_LOST,
     errno.EACCES: Reason.NO_PERMISSION,
     errno.EPERM: Reason.NO_PERMISSION,
 }
-"""The reason that an error number means."""
+"""The reason of a failure by the number of its OSError; any other number is DRIVER_ERROR."""
 
 _LOOK: Final = "look for amdgpu lines in the node's kernel log"
 _MESSAGES: Final = {
@@ -42,42 +42,48 @@ _MESSAGES: Final = {
 }
 
 SEARCH_INTERVAL_SECONDS: Final = 15.0
-"""Between two searches for a card while there is none: on a machine with NVIDIA's GPUs the thread
-is not woken at every sample."""
+"""The pause between two searches for a card while there is none. On a machine with NVIDIA's GPUs
+only, the thread need not wake at every sample."""
 
 
 def explain_error(error: OSError) -> Failure:
-    """Return the failure that an error of a card's file, or the thread's timeout, means."""
+    """Return the failure for an error of a card's file, or for the thread's TimeoutError."""
     reason = _REASONS.get(error.errno, Reason.DRIVER_ERROR)
     suffix = "" if reason is Reason.TIMEOUT else f" ({error.strerror or error})"
     return Failure(source=Source.NVML, reason=reason, message=_MESSAGES[reason] + suffix)
 
 
 class Amd:
-    """Reads all cards that amdgpu drives.
+    """Reads all cards that amdgpu drives, on a separate thread: a faulty driver may block it.
 
-    It reads on a separate thread: a sensor of a faulty driver may block. A card keeps its first
-    index, in the order of PCI addresses, and stays listed when it is gone.
+    Indices are in the order of PCI addresses. A card keeps its index, and stays listed as failed
+    when it is gone.
     """
 
     def __init__(self, *, monotonic: Callable[[], float], sys: Path, proc: Path) -> None:
         self.integrated_uuids: frozenset[str] = frozenset()
-        """Integrated GPUs that use the machine's memory, or do not report theirs."""
+        """The UUIDs of the integrated GPUs of the last reading."""
         self._monotonic = monotonic
         self._sys = str(sys)
         self._proc = proc
         self._cards: dict[str, Card] = {}
+        """By UUID; a card's place in this order is its index."""
         self._last_readings: dict[str, tuple[GpuReading, ...]] = {}
         """The last readings of each card or its partitions, by the UUID of the card."""
         self._topology: object = None
-        """What the cards were last found in; a change means that they have changed."""
+        """The driver's list of cards and KFD's generation number when the cards were last found. A
+        change means that cards were added, removed or repartitioned."""
         self._search_at_seconds = float("-inf")
+        """When the next search may begin while there is no card, on the monotonic clock."""
         self._peaks: defaultdict[str, Peak] = defaultdict(Peak)
         self._transitions = GpuTransitions()
         self._worker = Worker[Any]("amd")
 
     async def read(self, timeout_seconds: float) -> tuple[GpuReading, ...]:
-        """Return a reading of every card or partition, none where there is no card; never raise."""
+        """Return a reading of every card or partition; empty where there is no card.
+
+        Never raises: a card that cannot be read, also in time, has a failed reading.
+        """
         now_seconds = self._monotonic()
         if not self._cards and now_seconds < self._search_at_seconds:
             return ()
@@ -93,7 +99,10 @@ class Amd:
         return readings
 
     async def sample_used(self, timeout_seconds: float) -> Mapping[str, int]:
-        """Return the memory in use by UUID of every card without partitions; add it to its peak."""
+        """Return the memory in use by UUID, and add it to the peaks.
+
+        Partitioned cards, and cards that cannot be read, are left out; empty after a timeout.
+        """
         if not self._cards:
             return {}
         with contextlib.suppress(OSError):  # TimeoutError is one
@@ -106,6 +115,7 @@ class Amd:
         self._worker.stop()
 
     def _read(self) -> tuple[GpuReading, ...]:
+        """Return a reading of every card or partition; runs on the thread."""
         self._find_cards()
         context = ReadContext(
             sys=self._sys, proc=self._proc, now=self._monotonic(), peaks=self._peaks
@@ -137,12 +147,16 @@ class Amd:
             self._cards = self._cards | find_cards(self._sys)
 
     def _build_failed(self, card: Card, index: int, failure: Failure) -> tuple[GpuReading, ...]:
-        """Return a failed reading of each part that the card had at its last reading."""
+        """Return a failed reading of each partition of the card's last reading.
+
+        One of the whole card where it was not partitioned, or was never read.
+        """
         whole_card = GpuReading(vendor=Vendor.AMD, index=index, uuid=card.uuid, name=card.name)
         last_readings = self._last_readings.get(card.uuid, (whole_card,))
         return tuple(reading.mark_failed(failure) for reading in last_readings)
 
     def _sample(self) -> dict[str, int]:
+        """Return what `sample_used` does; runs on the thread."""
         used_bytes: dict[str, int] = {}
         for card in self._cards.values():
             if card.nodes is not None and len(card.nodes) > 1:
@@ -156,6 +170,7 @@ class Amd:
 
 
 def _is_integrated(card: Card, reading: GpuReading) -> bool:
+    """Return whether a GPU uses the machine's memory, or is an APU that does not report its own."""
     if reading.memory is None:
         return card.is_apu
     return reading.memory.is_unified

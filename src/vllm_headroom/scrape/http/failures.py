@@ -17,7 +17,7 @@ from vllm_headroom.text_file import read_file
 from vllm_headroom.vocabulary import Reason, Source
 
 _MAX_LOCATION_CHARACTERS: Final = 200
-"""Enough for an address worth following; a header can be 100 kB long."""
+"""How much of a redirect's target is shown; a header can be 100 kB long."""
 
 
 _STATUS_REASONS: Final[Mapping[int, Reason]] = {
@@ -50,35 +50,35 @@ _HUNG_UP: Final = "hung up or broke HTTP before it answered"
 
 
 def build_failure(reason: Reason, problem: str, advice: str | None = None) -> Failure:
-    """Return the engine's failure, with its reason's advice or another."""
+    """Return the engine's failure; `advice` replaces the usual advice for the reason."""
     return Failure(
         source=Source.ENGINE, reason=reason, message=f"{problem}: {advice or _ADVICE[reason]}"
     )
 
 
 def strip_advice(failure: Failure) -> str:
-    """Return the problem without the advice, which is about the daemon's settings."""
+    """Return a failure's message without its advice, which is about the daemon's settings."""
     return failure.message.rpartition(": ")[0]
 
 
 def hide_secrets(url: httpx.URL) -> httpx.URL:
-    """Return the URL without user and password, and with stars for a query."""
+    """Return the URL without user, password and fragment, and with stars in place of a query."""
     return url.copy_with(userinfo=b"", query=b"***" if url.query else None, fragment=None)
 
 
 def describe_answer(response: httpx.Response, url: str) -> str:
-    """Return that a URL answers with a status and the standard's phrase for it.
+    """Return the clause that a URL answers with a status, such as "URL answers 404 Not Found".
 
-    The phrase that was received may quote a secret.
+    The phrase is the standard's: the received one may quote a secret.
     """
     phrase = httpx.codes.get_reason_phrase(response.status_code)
     return f"{url} answers {response.status_code} {phrase}".strip()
 
 
 def explain_status(response: httpx.Response, url: str) -> Failure:
-    """Return the failure of a status other than 200.
+    """Return the failure of an answer with a status other than 200.
 
-    Raises InvalidURL for a redirect to what is no address.
+    Raises httpx.InvalidURL for a redirect whose target is no URL.
     """
     answer = describe_answer(response, url)
     reason = _STATUS_REASONS.get(response.status_code, Reason.HTTP_STATUS)
@@ -90,7 +90,7 @@ def explain_status(response: httpx.Response, url: str) -> Failure:
 
 
 def explain_broken_body(reason: Reason, url: str, max_bytes: int) -> Failure:
-    """Return the failure of a body that could not be read to its end."""
+    """Return the failure of a body that could not be read; `reason` is that of `read_body`."""
     if reason is Reason.INCOMPLETE:
         return build_failure(
             reason, f"{url} broke off its page", "if it stays so, look for a proxy that cuts it"
@@ -120,9 +120,14 @@ def explain_no_answer(error: Exception, url: str, timeout_seconds: float) -> Fai
 
 
 def _explain_no_connection(error: Exception, url: str) -> Failure:
+    """Return the failure of a connection that was refused or broke.
+
+    Its reason is that of the innermost cause that is understood, else UNREACHABLE.
+    """
     is_connecting = isinstance(error, httpx.ConnectError)
     cause: BaseException | None = error
-    while cause is not None:  # httpx wraps the error of httpcore, which wraps the socket's
+    # httpx wraps the error of httpcore, which wraps that of the socket.
+    while cause is not None:
         match cause:
             case socket.gaierror() | UnicodeError():
                 return build_failure(
@@ -146,7 +151,8 @@ TOKEN: Final = re.compile(r"[\x21-\x7e]+")
 """Visible ASCII characters, without spaces."""
 
 MAX_TOKEN_FILE_BYTES: Final = 64 * 2**10
-"""Far more than a token; a file such as /dev/zero never ends."""
+"""The limit for reading a token's file: far more than a token. A file such as /dev/zero never
+ends."""
 
 
 class UnusableCredentials(Exception):  # noqa: N818 - the name describes the file
@@ -154,7 +160,10 @@ class UnusableCredentials(Exception):  # noqa: N818 - the name describes the fil
 
 
 def read_token(file: Path) -> str:
-    """Return the token in a file; raise UnusableCredentials."""
+    """Return the token in a file.
+
+    Raises UnusableCredentials where the file cannot be read or has anything but one token.
+    """
     try:
         token = read_file(file, MAX_TOKEN_FILE_BYTES).decode("ascii", "replace").strip()
     except OSError as error:
@@ -167,9 +176,9 @@ def read_token(file: Path) -> str:
 
 
 def load_trust(ca_file: Path | None) -> ssl.SSLContext:
-    """Return a TLS context with the authorities of the file, or without one with the default ones.
+    """Return a TLS context that trusts the authorities of the file, or the default ones for None.
 
-    Raises UnusableCredentials.
+    Raises UnusableCredentials where the file cannot be read or has no certificate.
     """
     try:
         return ssl.create_default_context(cafile=ca_file)

@@ -24,8 +24,8 @@ from vllm_headroom.worker import Worker
 T = TypeVar("T")
 
 _MAX_CPU_SECONDS: Final = 0.5
-"""CPU time of the thread while one page comes in: a page of 5,000 lines, each in a separate part,
-takes 0.2 s."""
+"""The limit of the thread's CPU time for receiving one page. A page of 5,000 lines, each in a
+separate part, takes 0.2 s."""
 
 _PARTS_PER_CHECK: Final = 64
 """How many parts of a page are read between two measurements of that CPU time."""
@@ -41,10 +41,11 @@ _CONNECTED_EVENTS: Final = frozenset(
 
 
 def read_body(response: httpx.Response, max_bytes: int) -> bytearray | Reason:
-    """Return the body of a response that is being streamed, or why it cannot be read.
+    """Read the body of a response that is being streamed; return it, or why it cannot be read.
 
-    MALFORMED for a compressed body, TOO_LARGE as soon as it exceeds `max_bytes`, OUT_OF_BOUNDS
-    where its parts cost too much CPU, INCOMPLETE when it ends before its length.
+    The reason is MALFORMED for a compressed body, TOO_LARGE for one larger than `max_bytes`,
+    OUT_OF_BOUNDS where its parts cost too much CPU, and INCOMPLETE where the connection ends before
+    the announced length. Raises httpx.TimeoutException where the server stops sending.
     """
     encoding = response.headers.get("Content-Encoding", "").strip().lower()
     if encoding not in {"", "identity"}:
@@ -76,9 +77,9 @@ def find_port(url: httpx.URL) -> int:
 
 
 def is_here(host: str) -> bool:
-    """Return whether an address, or localhost, is of this machine or pod.
+    """Return whether a host is this machine or pod: one of its addresses, or the name localhost.
 
-    Other names are not resolved.
+    False for any other name, which is not resolved.
     """
     try:
         address = ipaddress.ip_address(host)
@@ -100,38 +101,42 @@ class Reply(Struct, frozen=True, kw_only=True):
 
 
 class RequestConnection:
-    """The connection of one request, which can be closed from outside the request's thread.
+    """The connection of one request, which another thread can abandon.
 
-    It is called as httpcore's trace function.
+    It is httpcore's trace function for the request, which reports the connection's socket.
     """
 
     def __init__(self) -> None:
         self._socket: socket.socket | None = None
-        self._is_closed = False
+        """None until the connection is open."""
+        self._is_abandoned = False
 
     def __call__(self, event: str, info: Mapping[str, Any]) -> None:
-        """Note the socket; close it where the request was abandoned before it had one."""
+        """Note the socket; shut it down where the request was abandoned before it had one."""
         if event in _CONNECTED_EVENTS:
             self._socket = info["return_value"].get_extra_info("socket")
-            if self._is_closed:
-                self.close()
+            if self._is_abandoned:
+                self.abandon()
 
-    def close(self) -> None:
-        """Shut the connection down: a read from it returns."""
-        self._is_closed = True
+    def abandon(self) -> None:
+        """Shut the connection down, now or as soon as it is open.
+
+        A read that blocks the request's thread then returns, and that thread closes the socket.
+        """
+        self._is_abandoned = True
         if self._socket is not None:
-            with contextlib.suppress(OSError):  # it is closed already
-                # Not the method of a TLS socket: that first drops what the thread uses.
+            with contextlib.suppress(OSError):  # the thread has closed it already
+                # Not SSLSocket.shutdown, which first drops the TLS state that the thread uses.
                 socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
 
 class PageReader:
     """Fetches the page at `url`, an http or https URL, repeatedly, on a thread.
 
-    On the event loop httpx takes a third more CPU, and a name would be resolved on another thread
-    all the same. The token in `bearer_token_file` is read for each page, since it may be rotated.
-    It replaces user and password of the URL. `ca_file` replaces the default authorities.
-    `max_bytes` limits the decoded page.
+    On the event loop httpx would take a third more CPU, and would resolve names on a thread anyway.
+    The token in `bearer_token_file` is read for each page, since it may be rotated; it replaces
+    user and password of the URL. `ca_file` replaces the default authorities. `max_bytes` limits the
+    page, `timeout_seconds` the whole request.
     """
 
     def __init__(
@@ -164,16 +169,17 @@ class PageReader:
             "read": timeout_seconds,
             "write": timeout_seconds,
             "pool": timeout_seconds,
-            # To each address, so that a second one is tried too.
+            # For each address of the host: half, so that there is time for a second address.
             "connect": timeout_seconds / 2,
         }
         self._worker = Worker[Any]("http")
         self._transport: httpx.HTTPTransport | None = None
 
     async def fetch(self) -> str | Failure:
-        """Return the page within `timeout_seconds`, connecting included, or a failure; never raise.
+        """Return the page, or why it could not be read in `timeout_seconds`; never raise.
 
-        Bytes that are not UTF-8 become U+FFFD. When cancelled or timed out it drops its connection.
+        The time includes connecting. Bytes that are not UTF-8 become U+FFFD. When cancelled or
+        timed out, the connection is dropped.
         """
         reply = await self._exchange(self._page_request, is_page=True)
         return reply if isinstance(reply, Failure) else reply.text
@@ -181,14 +187,16 @@ class PageReader:
     async def send(
         self, method: str, path: str, body: Mapping[str, object] | None
     ) -> Reply | Failure:
-        """Send `body`, if any, as JSON to a path of the server, to the URL itself where empty.
+        """Send a request and return the answer, whatever its status; otherwise as `fetch`.
 
-        Apart from that it behaves like `fetch`.
+        `path` is relative to the URL; "" is the URL itself. `body` is sent as JSON, None sends no
+        body.
         """
         request = httpx.Request(method, self._url.join(path), headers=self._headers, json=body)
         return await self._exchange(request, is_page=False)
 
     async def _exchange(self, request: httpx.Request, *, is_page: bool) -> Reply | Failure:
+        """Send a request; return the reply, or the failure that an error means; never raise."""
         try:
             async with asyncio.timeout(self._timeout_seconds):
                 return await self._send(request, is_page=is_page)
@@ -207,6 +215,11 @@ class PageReader:
         self._worker = Worker("http")
 
     async def _send(self, request: httpx.Request, *, is_page: bool) -> Reply | Failure:
+        """Send a request with the current token, and wait for its reply without a time limit.
+
+        Raises UnusableCredentials, TimeoutError while an earlier request is stuck, and the errors
+        of httpx.
+        """
         transport = await self._open_transport()
         if self._token_file is not None:
             trouble = f"the token file {self._token_file} cannot be read"
@@ -220,12 +233,14 @@ class PageReader:
         try:
             return await reply
         finally:
+            # The thread still waits for the server: without this it would be stuck.
             if reply.cancelled():
-                connection.close()
+                connection.abandon()
 
     def _make_request(
         self, transport: httpx.HTTPTransport, request: httpx.Request, *, is_page: bool
     ) -> Reply | Failure:
+        """Make the request on the thread; for a page, any status but 200 is a failure."""
         response = transport.handle_request(request)
         try:
             if is_page and response.status_code != HTTPStatus.OK:
@@ -238,10 +253,10 @@ class PageReader:
         return Reply(status=response.status_code, text=body.decode(errors="replace"))
 
     async def _read_file(self, read: Callable[[], T], trouble: str) -> T:
-        """Return what `read` returns on the thread.
+        """Return what `read` returns on the thread; raise what it raises.
 
-        Raises UnusableCredentials where that takes too long, and TimeoutError if the thread is
-        busy.
+        Raises UnusableCredentials, which begins with `trouble`, where reading takes longer than
+        _FILE_SECONDS, and TimeoutError while an earlier call is stuck.
         """
         reading: asyncio.Future[T] = self._worker.begin(read)
         try:
@@ -253,7 +268,11 @@ class PageReader:
             raise failures.UnusableCredentials(f"{problem}: {advice}") from None
 
     async def _open_transport(self) -> httpx.HTTPTransport:
-        """Return httpx's transport without its client: no cookies, redirects or proxy."""
+        """Return httpx's transport, opened at the first call.
+
+        Without httpx's client there are no cookies, redirects or proxies. Raises as `_read_file`
+        does where the CA file cannot be used.
+        """
         if self._transport is None:
             verify: ssl.SSLContext | bool = self._url.scheme == "https"
             if verify and self._ca_file is not None:
@@ -285,11 +304,14 @@ class CanaryRequest(Struct, frozen=True, kw_only=True):
     """Sends to the server's `v1/completions`."""
 
     async def ask(self, model_name: str) -> bool | None:
-        """Return whether the engine completes one token; None where that is unknown; never raise.
+        """Return whether the engine completes one token; never raise.
 
-        A sleeping engine gets no request: its page may be older than its sleep or, before vLLM
-        0.11.1, not report it.
+        False where it accepts a connection and does not answer, or answers with a status of 500 or
+        more. None where that proves nothing: the engine sleeps, or the server refuses the request
+        or the connection.
         """
+        # A sleeping engine must get no request. Its page does not suffice to know: it may be older
+        # than the sleep and, before vLLM 0.11.1, does not report it.
         for reader in (self.health, self.sleep):
             page = await reader.fetch()
             if isinstance(page, Failure):
@@ -303,7 +325,7 @@ class CanaryRequest(Struct, frozen=True, kw_only=True):
             return _judge_failure(answer)
         if answer.status == HTTPStatus.OK:
             return True
-        # Below 500 the server refuses the request, which proves nothing about the engine.
+        # With a status below 500 the server itself refuses the request: the engine never saw it.
         return False if answer.status >= HTTPStatus.INTERNAL_SERVER_ERROR else None
 
     async def close(self) -> None:
@@ -313,5 +335,5 @@ class CanaryRequest(Struct, frozen=True, kw_only=True):
 
 
 def _judge_failure(failure: Failure) -> bool | None:
-    """Return that the engine does not answer; None where the failure does not mean that."""
+    """Return False where the failure means that the engine does not answer; None otherwise."""
     return False if failure.reason in NO_ANSWER_REASONS else None

@@ -32,7 +32,7 @@ DeviceFact = tuple[str, str]
 """The UUID of a GPU or MIG instance, and the name of a fact about it."""
 
 PAGE_BYTES: Final = 2 * MIB
-"""A device's memory is allocated in pieces of this size: less is no change."""
+"""Memory on a device is allocated in pieces of this size: a smaller difference is no change."""
 
 MAX_DEVICE_BYTES: Final = 2**41
 """Two TiB, several times the largest GPU: a driver that fails has answered 2^64 - 1."""
@@ -73,21 +73,25 @@ class GpuFaults(Struct, frozen=True, kw_only=True):
     ecc: tuple[bool, bool] | None = None
     """Whether error correction (ECC) is on now, and after the next reset."""
     row_remap_pending: bool | None = None
+    """Whether rows are remapped at the next reset."""
     row_remap_failed: bool | None = None
-    """Once True, it remains so."""
+    """Whether a remapping has ever failed: once True, it remains so."""
     page_retirement_pending: bool | None = None
+    """Whether pages are retired at the next reset."""
 
 
 class ProcessList(Struct, frozen=True, kw_only=True):
-    """The processes on a part of a GPU, and its memory in use when they were listed."""
+    """The processes on a whole GPU or a MIG instance, and its memory in use when listed."""
 
     listed_at_seconds: float
+    """On the monotonic clock."""
     used_bytes: int | None
+    """None where unknown."""
     processes: tuple[GpuProcess, ...] | None
 
 
 class Session:
-    """Opens NVML, as often as needed; its methods run on NVML's thread."""
+    """Initialises NVML, repeatedly if needed; its methods run on NVML's thread."""
 
     def __init__(
         self, *, monotonic: Callable[[], float], process_interval_seconds: float, proc: Path
@@ -104,14 +108,18 @@ class Session:
         """True on machines whose GPU uses the machine's memory, and on others with one GPU."""
         self.xids = Xids()
         self.peaks: defaultdict[str, Peak] = defaultdict(Peak)
-        """By the UUID of a GPU or MIG instance; kept when NVML is opened again."""
+        """By the UUID of a GPU or MIG instance; kept when NVML is initialised again."""
         self._refusals: dict[DeviceFact, int | None] = {}
-        """The code of the first refusal, None where the fact was provided once."""
+        """NVML's error code when the device first refused a fact; None where the device has
+        provided the fact at least once, also before a refusal."""
         self._is_initialised = False
         self._has_logged_v1 = False
 
     def open(self) -> Failure | None:
-        """Initialise NVML, after a shutdown if needed; return why that failed."""
+        """Shut NVML down if it is initialised, and initialise it; list its devices.
+
+        Return None on success, else why that failed; a machine without a GPU is a failure too.
+        """
         self.close()
         try:
             pynvml.nvmlInit()
@@ -133,7 +141,8 @@ class Session:
     def _choose_memory_version(self) -> None:
         """Choose the version of memory info, once per init, for all GPUs.
 
-        In v1 the used memory contains the reserved: the two versions must not be mixed.
+        In version 1 the used memory contains the reserved memory: if the versions alternated, the
+        used memory would jump.
         """
         has_v2 = hasattr(pynvml.nvmlLib, "nvmlDeviceGetMemoryInfo_v2")
         self.memory_version = int(pynvml.nvmlMemory_v2) if has_v2 else None
@@ -144,6 +153,7 @@ class Session:
             )
 
     def _drop_old_peaks(self) -> None:
+        """Drop the peaks of GPUs and MIG instances without a sample in the last minute."""
         now_seconds = self.monotonic()
         for uuid, peak in tuple(self.peaks.items()):
             if peak.highest_bytes(now_seconds) is None:
@@ -166,30 +176,33 @@ class Session:
         *arguments: object,
         is_essential: bool = False,
     ) -> T | None:
-        """Return what `call` returns; None where the device does not provide it.
+        """Return a fact about the device `uuid` by calling a function of NVML.
 
-        Raises NVMLError when the device or the driver fails. NVML's "unknown error" was seen on
-        healthy devices and fails the device only where the fact is essential. An essential fact is
-        queried again after any error; another one that was refused is not.
+        None where the device does not provide the fact now, or has refused it before. An essential
+        fact is queried again after a refusal; any other fact is not.
+
+        Raises NVMLError where the GPU is lost or the driver fails. For an essential fact, raises it
+        for NVML's "unknown error" too, which healthy devices return at times.
         """
         if not is_essential and self._refusals.get((uuid, fact)) is not None:
             return None
         try:
             value = call(*arguments)
-        except UnicodeDecodeError:
+        except UnicodeDecodeError:  # pynvml decodes names, which a faulty driver may damage
             return None
         except pynvml.NVMLError as error:
             is_blocked = is_essential and error.value in BLOCKED_CODES
             if is_blocked or error.value in LOST_CODES | DRIVER_WIDE_CODES:
                 raise
             if error.value in REFUSAL_CODES:
+                # A fact that was provided before keeps None: a later refusal may pass.
                 self._refusals.setdefault((uuid, fact), error.value)
             return None
         self._refusals[uuid, fact] = None
         return value
 
     def forget(self, uuid: str) -> None:
-        """Forget the answers and the peak of a device that is gone."""
+        """Forget the refusals and the peak of a MIG instance that was removed."""
         for device_uuid, fact in tuple(self._refusals):
             if device_uuid == uuid:
                 del self._refusals[device_uuid, fact]
@@ -208,16 +221,23 @@ class NvmlDevice:
     """
 
     def __init__(self, index: int, session: Session) -> None:
+        """Create a device that is not opened yet; `index` is NVML's number of the GPU."""
         self.index = index
         self.gpu: GpuPart | None = None
+        """The whole GPU; None until it is opened."""
         self.parts: tuple[GpuPart, ...] = ()
-        """The GPU or its MIG instances, as last read."""
+        """The MIG instances at the last reading, or the whole GPU alone; empty before a reading."""
         self.lost_code: int | None = None
+        """NVML's error code with which the GPU was lost; None while it is not."""
         self._session = session
-        self._lists: dict[str, ProcessList] = {}
+        self._lists_by_uuid: dict[str, ProcessList] = {}
+        """The last list of processes of each of `parts`."""
 
     def call(self, method: "Callable[[NvmlDevice], T]") -> T:
-        """Return what a method of this device returns; note whether the GPU is lost."""
+        """Return what a method of this device returns, or raise what it raises.
+
+        Where the error means that the GPU is lost, set `lost_code`.
+        """
         try:
             return method(self)
         except pynvml.NVMLError as error:
@@ -226,7 +246,7 @@ class NvmlDevice:
             raise
 
     def read(self) -> tuple[GpuReading, ...]:
-        """Return a full reading of the GPU, or of each of its MIG instances."""
+        """Return a reading of each MIG instance, or else one of the whole GPU."""
         gpu = self.gpu or self._open()
         previous_uuids = {part.uuid for part in self.parts}
         # Never both: the memory of a GPU in MIG mode is that of its instances.
@@ -234,11 +254,14 @@ class NvmlDevice:
         removed_uuids = previous_uuids - {part.uuid for part in self.parts}
         for uuid in removed_uuids:
             self._session.forget(uuid)
-            self._lists.pop(uuid, None)
+            self._lists_by_uuid.pop(uuid, None)
         return tuple(self._read_part(part) for part in self.parts)
 
     def sample_used(self) -> dict[str, int]:
-        """Return the memory in use by UUID, and add it to its peak."""
+        """Return the memory in use by UUID, and add it to the peaks; unknown ones are left out.
+
+        Empty before the first reading.
+        """
         used_bytes: dict[str, int] = {}
         for part in self.parts:
             memory = self._read_memory(part)
@@ -247,7 +270,7 @@ class NvmlDevice:
         return used_bytes
 
     def read_faults(self) -> GpuFaults:
-        """Return the faults in the memory of the whole GPU."""
+        """Return the faults in the memory of the whole GPU; None for each that is not reported."""
         gpu = self.gpu or self._open()
         ecc = self._query(gpu, "ECC mode", pynvml.nvmlDeviceGetEccMode)
         rows = self._query(gpu, "row remapping", pynvml.nvmlDeviceGetRemappedRows)
@@ -255,14 +278,17 @@ class NvmlDevice:
         return GpuFaults(
             index=gpu.index,
             ecc=None if ecc is None else (bool(ecc[0]), bool(ecc[1])),
+            # NVML's four values: rows remapped for correctable and for uncorrectable errors,
+            # whether a remapping is pending, whether one has failed.
             row_remap_pending=None if rows is None else bool(rows[2]),
             row_remap_failed=None if rows is None else bool(rows[3]),
             page_retirement_pending=None if pages is None else bool(pages),
         )
 
     def _open(self) -> GpuPart:
+        """Open the GPU, count its XID errors from now on, and set `gpu`; return that."""
         query = self._session.query
-        # These two raise where the device does not open.
+        # Both calls raise NVMLError where the device cannot be opened.
         handle = pynvml.nvmlDeviceGetHandleByIndex(self.index)
         uuid = pynvml.nvmlDeviceGetUUID(handle)
         name = query(uuid, "name", pynvml.nvmlDeviceGetName, handle) or ""
@@ -271,7 +297,7 @@ class NvmlDevice:
         return self.gpu
 
     def _list_instances(self, gpu: GpuPart) -> Iterator[GpuPart]:
-        """Yield the MIG instances visible at this moment."""
+        """Yield the MIG instances that are visible now; none where the GPU is not in MIG mode."""
         mode = self._query(gpu, "MIG mode", pynvml.nvmlDeviceGetMigMode)
         if mode is None or mode[0] != pynvml.NVML_DEVICE_MIG_ENABLE:
             return
@@ -282,7 +308,7 @@ class NvmlDevice:
             )
             if handle is None:
                 continue
-            # It gets its own UUID below; until then its refusals count as the GPU's.
+            # Its UUID is queried below; until then, refusals count as those of the whole GPU.
             instance = replace(gpu, handle=handle)
             uuid = self._query(instance, "MIG UUID", pynvml.nvmlDeviceGetUUID)
             if uuid is None:
@@ -293,6 +319,7 @@ class NvmlDevice:
             yield replace(instance, name=name, gpu_instance=number)
 
     def _read_part(self, part: GpuPart) -> GpuReading:
+        """Return a reading of the whole GPU or a MIG instance; what it does not provide is None."""
         session = self._session
         memory = self._read_memory(part)
         utilization = self._query(part, "utilization", pynvml.nvmlDeviceGetUtilizationRates)
@@ -315,7 +342,11 @@ class NvmlDevice:
         )
 
     def _read_memory(self, part: GpuPart) -> GpuMemory | None:
-        """Return the memory of a part and add it to its peak; None where it is not known."""
+        """Return the memory of the whole GPU or a MIG instance, and add it to the peak.
+
+        None where NVML does not report it, or reports impossible values. A GPU that uses the
+        machine's memory is read from the kernel.
+        """
         session = self._session
         info = self._query(
             part,
@@ -326,6 +357,7 @@ class NvmlDevice:
         )
         if info is None:
             is_unsupported = session.is_unsupported(part.uuid, "memory")
+            # NVML does not support memory info for a GPU that uses the machine's memory.
             if session.has_single_gpu and is_unsupported:
                 return self._read_unified_memory(part)
             return None
@@ -344,9 +376,9 @@ class NvmlDevice:
         )
 
     def _read_unified_memory(self, part: GpuPart) -> GpuMemory | None:
-        """Return the machine's memory, which such a GPU uses.
+        """Return the memory of a GPU that uses the machine's memory, and add it to the peak.
 
-        vLLM reads it from the kernel too (mem_utils.py).
+        vLLM reads it from the kernel too (mem_utils.py). None where /proc does not show it.
         """
         session = self._session
         machine = read_machine(session.proc)
@@ -366,16 +398,19 @@ class NvmlDevice:
     def _read_processes(
         self, part: GpuPart, memory: GpuMemory | None
     ) -> tuple[GpuProcess, ...] | None:
-        """Return the last list of processes, or a new one if outdated; None where unknown."""
+        """Return the processes: the last list, or a new one where that is outdated.
+
+        None where they cannot be listed.
+        """
         now_seconds = self._session.monotonic()
         used_bytes = None if memory is None else memory.used_bytes
-        previous = self._lists.get(part.uuid)
+        previous = self._lists_by_uuid.get(part.uuid)
         if previous is not None and not self._is_outdated(previous, now_seconds, used_bytes):
             return previous.processes
-        # Without its own memory reading, only this call shows whether the GPU still works.
+        # Where NVML reports no memory, only this call shows whether the GPU still works.
         is_essential = memory is None or memory.is_unified
         processes = self._list_processes(part, is_essential=is_essential)
-        self._lists[part.uuid] = ProcessList(
+        self._lists_by_uuid[part.uuid] = ProcessList(
             listed_at_seconds=now_seconds, used_bytes=used_bytes, processes=processes
         )
         return processes
@@ -383,7 +418,10 @@ class NvmlDevice:
     def _is_outdated(
         self, previous: ProcessList, now_seconds: float, used_bytes: int | None
     ) -> bool:
-        """Return whether a list is old, or does not match the memory in use any more."""
+        """Return whether a list failed, is old, or does not match the memory in use any more.
+
+        A list is never outdated by memory within MIN_LIST_AGE_SECONDS: lists are costly.
+        """
         age_seconds = now_seconds - previous.listed_at_seconds
         if previous.processes is None or age_seconds >= self._session.process_interval_seconds:
             return True
@@ -395,7 +433,10 @@ class NvmlDevice:
     def _list_processes(
         self, part: GpuPart, *, is_essential: bool
     ) -> tuple[GpuProcess, ...] | None:
-        """Return the compute processes and the clients of MPS; None where they cannot be listed."""
+        """Return the compute processes and the clients of MPS; None where they cannot be listed.
+
+        `is_essential` is as in `Session.query`.
+        """
         processes = self._query(
             part,
             "processes",
@@ -421,16 +462,17 @@ class NvmlDevice:
         *arguments: object,
         is_essential: bool = False,
     ) -> T | None:
+        """Return a fact about a part, which `call` reads by its handle; see `Session.query`."""
         return self._session.query(
             part.uuid, fact, call, part.handle, *arguments, is_essential=is_essential
         )
 
 
 def _call_process_list(handle: Handle, function: str) -> tuple[GpuProcess, ...]:
-    """Return the processes that a function of NVML lists; raise NVMLError.
+    """Return the processes that a function of pynvml lists; raise NVMLError.
 
-    By name and version: for a missing function without its version pynvml raises another class of
-    error.
+    `function` is its name with a version: where the driver lacks a function that was named without
+    a version, pynvml raises an error of another class.
     """
     processes = []
     for process in getattr(pynvml, function)(handle):
@@ -442,5 +484,8 @@ def _call_process_list(handle: Handle, function: str) -> tuple[GpuProcess, ...]:
 
 
 def _convert(value: int | None, *, maximum: int, divisor: int) -> float | None:
-    """Return a value in our unit; None above `maximum`, which no GPU reaches."""
+    """Return a value divided by `divisor`; None where unknown or above `maximum`.
+
+    No GPU reaches `maximum`: a value above it is an error of the driver.
+    """
     return None if value is None or value > maximum else value / divisor

@@ -30,8 +30,8 @@ LOST_CODES: Final = frozenset(
 (XuehaiPan/nvitop#139, #145)."""
 
 BLOCKED_CODES: Final = frozenset({pynvml.NVML_ERROR_UNKNOWN, pynvml.NVML_ERROR_OPERATING_SYSTEM})
-"""Error codes where the device node is not accessible (NVIDIA/nvidia-container-toolkit#48). Healthy
-devices return them at times too."""
+"""Error codes of a device whose device node is not accessible
+(NVIDIA/nvidia-container-toolkit#48). Healthy devices return them at times too."""
 
 REFUSAL_CODES: Final = frozenset(
     {
@@ -120,6 +120,7 @@ def explain_device(cause: Reason | int) -> Failure:
 def _explain(
     cause: Reason | int, reasons: Mapping[int, Reason], messages: Mapping[Reason, str]
 ) -> Failure:
+    """Return the failure of a reason, or of an NVML error code; an unknown code is DRIVER_ERROR."""
     if isinstance(cause, Reason):
         return Failure(source=Source.NVML, reason=cause, message=messages[cause])
     reason = reasons.get(cause, Reason.DRIVER_ERROR)
@@ -129,7 +130,7 @@ def _explain(
 
 
 def explain_unexpected(error: Exception) -> Failure:
-    """Return the failure of an error that is not NVML's: a shortage here, or an unknown one."""
+    """Return the failure for an error that is not NVML's: a shortage on this side, or a bug."""
     if isinstance(error, OSError) and error.errno in SHORTAGES:
         return build_unavailable(Source.NVML, "NVML cannot be asked", error)
     message = f"reading NVML raised {error!r}: please report this with the driver's version"

@@ -26,25 +26,27 @@ from vllm_headroom.worker import Worker, capture_outcome
 T = TypeVar("T")
 
 GpuOutcome = tuple[GpuReading, ...] | Failure
-"""The readings of a GPU, one for each MIG instance, or why it cannot be read."""
+"""The reading of a whole GPU or those of its MIG instances, or why the GPU cannot be read."""
 
 FIRST_BACKOFF_SECONDS: Final = 1.0
-"""The pause between the first two inits of a failed driver; each further one is twice as long."""
+"""The pause between the first two inits of a failed driver; each further pause is twice as long."""
 
 RETRY_SECONDS: Final = 60.0
-"""The longest pause between two inits of a failed driver, or to find a lost GPU again."""
+"""The longest pause between two inits of a failed driver, and between two that look for a lost
+GPU."""
 
 SHUTDOWN_SECONDS: Final = 0.2
+"""How long shutting NVML down may take: the whole exit may take one second."""
 
 MAX_GPUS: Final = 64
-"""The most GPUs that are remembered, more than a machine has: beyond it the GPUs that are gone the
-longest are forgotten."""
+"""The most GPUs that are remembered, more than a machine has. Of more GPUs, those that were read
+longest ago are forgotten."""
 
 MAX_STUCK_CALLS: Final = 8
-"""One per GPU of a common node. With so many stuck calls no other call is made."""
+"""With this number of stuck calls, one for each GPU of a common node, no other call is made."""
 
 MIN_CALL_SECONDS: Final = 0.02
-"""With less time left no call is made: a healthy GPU takes a few milliseconds."""
+"""With less time until the deadline no call is made: a healthy GPU takes a few milliseconds."""
 
 _INIT: Final = "init"
 _XIDS: Final = "XID events"
@@ -53,14 +55,15 @@ _SILENT: Final = explain_source(Reason.TIMEOUT)
 
 
 class Nvml:
-    """Reads all GPUs; a lost or hung one affects only itself.
+    """Reads all GPUs; a lost or hung GPU does not keep the others from being read.
 
     A failed driver is initialised again, after growing pauses. While a call is stuck, NVML is not
-    shut down: that could crash. A GPU that is gone stays listed with the MIG instances that it had;
-    an instance gone from a present GPU was removed on purpose.
+    shut down: that could crash. A GPU that is gone stays listed as failed, with the MIG instances
+    that it had. An instance that is gone from a present GPU is not listed: it was removed on
+    purpose.
 
-    `call_timeout_seconds` is how long one GPU may take before its thread is abandoned. `proc` has
-    the memory of a GPU that uses the machine's.
+    `call_timeout_seconds` is how long one GPU may take before its thread is abandoned. `proc` shows
+    the machine's memory, for GPUs that use it.
     """
 
     def __init__(
@@ -79,20 +82,23 @@ class Nvml:
         self._lane = Lane()
         self._lock = asyncio.Lock()
         self._parts: dict[str, tuple[GpuPart, ...]] = {}
-        """The parts of each GPU when it was last read, by its UUID, in the order of these
-        readings."""
+        """Each GPU's MIG instances, or the whole GPU alone, at its last reading, by the GPU's UUID.
+        The GPU that was read last is last."""
         self._transitions = GpuTransitions()
         self._failure = _SILENT
+        """Why the driver failed at the last init."""
         self._backoff_seconds = FIRST_BACKOFF_SECONDS
+        """The pause before the next init of a failed driver."""
         self._open_at_seconds = -inf
-        """When a failed driver is initialised again."""
+        """When a failed driver is initialised again, on the monotonic clock."""
         self._reopen_at_seconds = inf
-        """When a working driver is initialised again, to find a lost GPU."""
+        """When a working driver is initialised again to find a lost GPU, on the same clock."""
 
     async def read(self, timeout_seconds: float) -> GpuReadings | Failure:
         """Return one reading of every GPU within `timeout_seconds`; never raise.
 
-        When cancelled, a call in progress continues, and its GPU is not read before it returns.
+        A GPU that cannot be read has a failed reading; a failure of the whole driver is returned.
+        When cancelled, a call in progress continues, and its GPU is not read until that returns.
         """
         deadline = read_loop_seconds() + timeout_seconds
         try:
@@ -109,7 +115,10 @@ class Nvml:
             self._lock.release()
 
     async def sample_used(self, timeout_seconds: float) -> Mapping[str, int]:
-        """Return the memory in use by UUID; nothing during a reading."""
+        """Return the memory in use by UUID, and add it to the peaks; never raise.
+
+        Empty during a reading and while the driver fails; GPUs that fail are left out.
+        """
         if self._lock.locked():
             return {}
         used_bytes: dict[str, int] = {}
@@ -118,11 +127,14 @@ class Nvml:
         return used_bytes
 
     async def read_faults(self, timeout_seconds: float) -> tuple[GpuFaults, ...]:
-        """Return the memory faults of each GPU of the last reading; one that fails is left out."""
+        """Return the memory faults of each GPU of the last reading; never raise.
+
+        A GPU that fails is left out; empty while the driver fails.
+        """
         return await self._query_quietly(NvmlDevice.read_faults, timeout_seconds)
 
     async def close(self) -> None:
-        """Shut NVML down if it answers quickly."""
+        """Shut NVML down, within SHUTDOWN_SECONDS; not while a call is stuck."""
         if not self._lane.stuck_subjects:
             deadline = read_loop_seconds() + SHUTDOWN_SECONDS
             with contextlib.suppress(OSError):
@@ -132,12 +144,16 @@ class Nvml:
         self._lane.stop()
 
     async def _open(self, deadline: float) -> Failure | None:
-        """Initialise NVML where that is due; return why no GPU can be read."""
+        """Initialise NVML where that is due; return None where GPUs can be read now.
+
+        Otherwise return why not: the last init failed, too many calls are stuck, or NVML did not
+        answer before `deadline`, a time of the event loop. Raises an unexpected error of the init.
+        """
         now_seconds = self._monotonic()
         is_stuck = bool(self._lane.stuck_subjects)
         if self._lane.is_blocked:
             return _SILENT
-        # An init shuts NVML down before: that must not happen while a call is stuck.
+        # Before an init, NVML is shut down: that must not happen while a call is stuck.
         if self._session.devices and (is_stuck or now_seconds < self._reopen_at_seconds):
             return None
         if is_stuck or now_seconds < self._open_at_seconds:
@@ -153,7 +169,7 @@ class Nvml:
         return None if failure is None else self._mark_down(failure)
 
     def _mark_down(self, failure: Failure) -> Failure:
-        """Schedule the next init after a failure of the whole driver."""
+        """Schedule the next init after a failure of the whole driver; return the failure."""
         self._session.devices = ()
         self._failure = failure
         self._open_at_seconds = self._monotonic() + self._backoff_seconds
@@ -161,6 +177,7 @@ class Nvml:
         return failure
 
     async def _read(self, deadline: float) -> GpuReadings | Failure:
+        """Read every GPU of an initialised driver; schedule an init where one is needed."""
         try:
             outcomes = await self._query_devices(
                 NvmlDevice.read, deadline, {_XIDS: self._session.xids.poll}
@@ -170,7 +187,7 @@ class Nvml:
         # So many calls are stuck that the driver as a whole hangs.
         if self._lane.is_blocked:
             return _SILENT
-        # One device with this error may be healthy, all of them are not.
+        # A single GPU with this error may be healthy; with all GPUs the driver has failed.
         if all(_is_failed(outcome, Reason.UNKNOWN) for _, outcome in outcomes):
             return self._mark_down(explain_source(Reason.UNKNOWN))
         self._backoff_seconds = FIRST_BACKOFF_SECONDS
@@ -185,7 +202,11 @@ class Nvml:
     def _complete(
         self, outcomes: Collection[tuple[NvmlDevice, GpuOutcome]]
     ) -> tuple[GpuReading, ...]:
-        """Return the readings, with failed ones for each part that was not read or is missing."""
+        """Return the readings of the GPUs that were read, and failed readings of all others.
+
+        A GPU that failed, or that NVML does not list any more, has a failed reading for each of
+        its MIG instances, or one for the whole GPU.
+        """
         missing_uuids = self._remember_parts(device for device, _ in outcomes)
         readings: list[GpuReading] = []
         for device, outcome in outcomes:
@@ -208,27 +229,37 @@ class Nvml:
         return tuple(readings)
 
     def _remember_parts(self, devices: Iterable[NvmlDevice]) -> list[str]:
-        """Remember the parts of the opened GPUs; return the sorted UUIDs of the missing ones."""
+        """Remember the MIG instances of these GPUs, or the whole GPU where it has none.
+
+        GPUs without a UUID yet are left out. Return the sorted UUIDs of remembered GPUs that are
+        not among these. At most MAX_GPUS GPUs are remembered.
+        """
         opened_uuids = set()
         for device in devices:
             if device.gpu is None:
                 continue
             uuid = device.gpu.uuid
             opened_uuids.add(uuid)
+            # Removed and added again, so that the GPU that was read last is last.
             previous_parts = self._parts.pop(uuid, (device.gpu,))
             self._parts[uuid] = device.parts or previous_parts
-        for uuid in tuple(self._parts)[:-MAX_GPUS]:
+        oldest_uuids = tuple(self._parts)[:-MAX_GPUS]
+        for uuid in oldest_uuids:
             del self._parts[uuid]
         return sorted(self._parts.keys() - opened_uuids)
 
     def _find_uuid(self, missing_uuids: Iterable[str], index: int) -> str | None:
+        """Return the first missing GPU that last had this index; None without one."""
         for uuid in missing_uuids:
             if self._parts[uuid][0].index == index:
                 return uuid
         return None
 
     def _build_failed(self, uuid: str, failure: Failure) -> list[GpuReading]:
-        """Return a failed reading of each part of a GPU; its counted XID errors remain."""
+        """Return a failed reading of each MIG instance of a remembered GPU, or of the whole GPU.
+
+        They contain the XID errors that were counted so far.
+        """
         return [
             GpuReading(
                 index=part.index,
@@ -243,9 +274,9 @@ class Nvml:
     async def _query_quietly(
         self, method: Callable[[NvmlDevice], T], timeout_seconds: float
     ) -> tuple[T, ...]:
-        """Return the answer of each GPU that does not fail."""
+        """Return the answer of each GPU that does not fail; empty where the driver fails."""
         async with self._lock:
-            with contextlib.suppress(Exception):  # the next reading finds and reports it
+            with contextlib.suppress(Exception):  # the next reading reports the error
                 deadline = read_loop_seconds() + timeout_seconds
                 outcomes = await self._query_devices(method, deadline)
                 return tuple(outcome for _, outcome in outcomes if not isinstance(outcome, Failure))
@@ -257,9 +288,11 @@ class Nvml:
         deadline: float,
         driver_calls: Mapping[str, Callable[[], None]] = {},
     ) -> list[tuple[NvmlDevice, T | Failure]]:
-        """Return each GPU's answer or failure; raise NVMLError where the whole driver fails.
+        """Return each GPU's answer to `method`, or its failure.
 
-        The `driver_calls` are made first; they are about no single GPU.
+        A GPU that does not answer before `deadline` has a failure. The `driver_calls`, which
+        concern the driver and not one GPU, are made first; their results are dropped. Raises
+        NVMLError where the error of a call means that the whole driver fails.
         """
         calls: dict[str, Callable[[], Any]] = dict(driver_calls)
         for device in self._session.devices:
@@ -280,7 +313,7 @@ def _name_subject(device: NvmlDevice) -> str:
 
 
 def _explain_outcome(device: NvmlDevice, outcome: T | Exception) -> T | Failure:
-    """Return a device's answer, or the failure that an exception means."""
+    """Return a device's answer, or the failure for an exception or for a lost GPU."""
     if device.lost_code is not None:
         return explain_device(device.lost_code)
     if isinstance(outcome, pynvml.NVMLError):
@@ -304,13 +337,14 @@ def read_loop_seconds() -> float:
 class Lane:
     """Makes calls one at a time on a thread.
 
-    Each call has a subject, such as a GPU. While a call is stuck, other calls are made on a new
-    thread, and none for its subject.
+    Each call has a subject, such as a GPU. While a call is stuck, calls for other subjects are made
+    on a new thread, and no call is made for its subject.
     """
 
     def __init__(self) -> None:
         self._worker = Worker[Any]("nvml")
         self._stuck_workers: dict[str, Worker[Any]] = {}
+        """The thread of the last stuck call of each subject; it ends when that call returns."""
 
     @property
     def stuck_subjects(self) -> frozenset[str]:
@@ -327,11 +361,12 @@ class Lane:
     async def make_calls(
         self, calls: Mapping[str, Callable[[], T]], limit_seconds: float, deadline: float
     ) -> dict[str, T | Exception]:
-        """Return by subject what each call returned or raised.
+        """Make the calls in their order; return by subject what each call returned or raised.
 
         Calls that were not made, or did not return in time, are left out. A call may take
-        `limit_seconds` but, except the last, only half of the time until `deadline`. Then, or when
-        cancelled, its subject is stuck.
+        `limit_seconds`, and at most half of the time until `deadline`, a time of the event loop;
+        the last call may take all of it. A call that takes longer, or runs when this is cancelled,
+        is stuck. Raises OSError where no thread can be started.
         """
         outcomes: dict[str, T | Exception] = {}
         stuck_subjects = self.stuck_subjects
@@ -351,10 +386,10 @@ class Lane:
     async def _call_until_stuck(
         self, calls: Mapping[str, Callable[[], T]], limit_seconds: float, deadline: float
     ) -> tuple[T | Exception, ...]:
-        """Make calls until one takes too long; return the outcomes of those before it.
+        """Make calls until one is stuck; return the outcomes of all calls before that call.
 
-        The outcome of the stuck call is dropped, and its thread makes no further one. The thread is
-        woken once for all calls: waking it costs more than a call.
+        The outcome of the stuck call is dropped, and its thread makes no further call. The thread
+        is woken once for all calls: waking it costs more than a call.
         """
         outcomes: list[T | Exception] = []
         is_over = threading.Event()
@@ -377,7 +412,8 @@ class Lane:
                 await asyncio.wait((finished,), timeout=min(limit_seconds, share_seconds))
         finally:
             is_over.set()
-            # Copied after `is_over` is set: the first call that is not in it is the last made.
+            # Copied after `is_over` is set: the first call without an outcome here is the last one
+            # that the thread makes, so that call is the stuck one.
             returned = tuple(outcomes)
             if len(returned) < len(calls):
                 finished.cancel()

@@ -11,17 +11,18 @@ Handle = Any
 """NVML's pointer to a device; valid until NVML is shut down or the device is lost."""
 
 XidKind = tuple[int, int]
-"""An XID and the MIG instance of the GPU that it is about."""
+"""An XID and the number of the MIG instance that it concerns, NVML_GPU_INSTANCE_ID_ANY where NVML
+does not report one."""
 
 XidCounts = tuple[tuple[int, int], ...]
 """Pairs of XID and count."""
 
 MAX_EVENTS: Final = 64
-"""Events that one poll takes: many of them must not keep the thread from reading memory."""
+"""The most events that one poll takes: many events must not keep the thread from reading memory."""
 
 MAX_KINDS: Final = 128
-"""Kinds that are counted per GPU, several times NVIDIA's catalogue. More, which only a faulty
-driver reports, count as OTHER_KIND."""
+"""The most kinds that are counted for a GPU, several times NVIDIA's catalogue. Only a faulty driver
+reports more: further kinds count as OTHER_KIND."""
 
 OTHER_KIND: Final[XidKind] = (0, pynvml.NVML_GPU_INSTANCE_ID_ANY)
 
@@ -35,18 +36,21 @@ class Xids:
 
     def __init__(self) -> None:
         self._counts: defaultdict[str, Counter[XidKind]] = defaultdict(Counter)
+        """By the UUID of the whole GPU."""
         self._uuids_by_address: dict[int, str] = {}
+        """The UUIDs of the GPUs that are listened to, by the address of NVML's device."""
         self._event_set: Any = None
+        """NVML's set of events; None where NVML could not create one, and between two inits."""
 
     def begin(self) -> None:
-        """Create the set of events that `listen` adds to; the counts stay empty without one."""
+        """Create NVML's set of events, after an init; where that fails nothing is counted."""
         self._uuids_by_address = {}
         self._event_set = None
         with contextlib.suppress(pynvml.NVMLError):
             self._event_set = pynvml.nvmlEventSetCreate()
 
     def end(self) -> None:
-        """Free the set, before NVML is shut down."""
+        """Free the set of events; call this before NVML is shut down."""
         event_set = self._event_set
         self._event_set = None
         if event_set is not None:
@@ -56,7 +60,7 @@ class Xids:
     def listen(self, handle: Handle, uuid: str) -> None:
         """Count the XID errors of this GPU from now on.
 
-        Raises NVMLError where the GPU has no such events.
+        Raises NVMLError where the GPU does not report such events.
         """
         if self._event_set is not None:
             pynvml.nvmlDeviceRegisterEvents(
@@ -78,15 +82,17 @@ class Xids:
                 self._count(uuid, (event.eventData, event.gpuInstanceId))
 
     def _count(self, uuid: str, kind: XidKind) -> None:
+        """Count one error; as OTHER_KIND where the GPU has too many kinds."""
         counts = self._counts[uuid]
         if kind not in counts and len(counts) >= MAX_KINDS:
             kind = OTHER_KIND
         counts[kind] += 1
 
     def list_counts(self, gpu_uuid: str, gpu_instance: int | None) -> XidCounts:
-        """Return the counts of a GPU or of one of its MIG instances, sorted.
+        """Return pairs of XID and count, sorted by XID; empty without an error.
 
-        An event without an instance counts for each of them.
+        They are those of the whole GPU where `gpu_instance` is None, else of that MIG instance. An
+        event without an instance counts for each instance.
         """
         counts: Counter[int] = Counter()
         # Copied: NVML's thread may count meanwhile.
