@@ -87,7 +87,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(autouse=True)
 def restored_logging() -> Iterator[None]:
-    """Undo what a command says of logging, of which a process has one, for the tests that come after."""
+    """Undo what a command reports about logging, of which a process has one, for the tests that come after."""
     loggers = [logging.getLogger(name) for name in ("", "vllm_headroom")]
     before = [(logger, logger.level, logger.handlers[:]) for logger in loggers]
     yield

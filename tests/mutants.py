@@ -33,7 +33,7 @@ OUTSIDE: Final = frozenset({"annotation", "returns", "decorator_list"})
 
 
 def broken(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield what may stand in the place of a node."""
+    """Yield what may replace a node."""
     if swap := SWAPS.get(type(node)):
         yield swap()
     match node:

@@ -51,7 +51,7 @@ def _rule(read: Mapping[str, Any]) -> Rule:
 
 
 def unknown_alerts(text: str) -> set[str]:
-    """Return the names in a text that begin no alert's; a beginning stands for several, as in "both HeadroomGpu"."""
+    """Return the names in a text that begin no alert's; a beginning represents several, as in "both HeadroomGpu"."""
     names = [rule.name for rule in rules() if rule.is_alert]
     found = set(re.findall(r"\bHeadroom[A-Z]\w*", text))
     return {each for each in found if not any(name.startswith(each) for name in names)}

@@ -36,7 +36,7 @@ FACTS: Final[dict[str, Callable[[GpuReading], object]]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """A kind of card; `why` says of what is absent why it is, and whose what is known is."""
+    """A kind of card; `why` gives the reason for what is absent, and whose what is known is."""
 
     name: str
     made: FakeGpu | Callable[[AmdTree, ProcTree], None]
@@ -115,7 +115,7 @@ KINDS: Final = (
 
 
 def read(kind: Kind, folder: Path, nvml: FakeNvml) -> GpuReading:
-    """Return what the daemon's reader says of a card of this kind."""
+    """Return what the daemon's reader reports about a card of this kind."""
     sys = AmdTree(folder / "sys")
     (folder / "proc").mkdir()
     proc = ProcTree(folder / "proc")

@@ -1,7 +1,7 @@
 """The console blocks of a page: what is typed, what is shown, and whether the two agree.
 
 A comment before a block says where it is run: `<!-- console: NAME -->` in the scene of that name (scenes.py), no
-comment in an empty folder, and `<!-- console: not run, needs vLLM -->` nowhere. In what is shown, `...` stands for
+comment in an empty folder, and `<!-- console: not run, needs vLLM -->` nowhere. In what is shown, `...` represents
 anything within a line, and alone on a line for any number of lines.
 """
 

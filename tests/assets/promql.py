@@ -39,7 +39,7 @@ CLOSED_OF: Final[Mapping[tuple[str, str], frozenset[str]]] = {
     ("kube_pod_container_status_terminated_reason", "reason"): frozenset({"Completed", "Error", "OOMKilled"}),
     ("gpu:headroom_gpu_room:rank", "state"): frozenset({*LeakState, "lost"}),
 }
-"""The same where a metric has words of its own for a label."""
+"""The same where a metric has other words for a label."""
 
 KUBE: Final = {
     "kube_deployment_spec_replicas": "deployment",
@@ -104,7 +104,7 @@ def read_yaml(text: str) -> Any:
 
 
 def nodes(expr: promql.Expr) -> list[promql.Expr]:
-    """Return the tree's nodes, each before what is in it; a range's selector stands in it as `vector_selector`."""
+    """Return the tree's nodes, each before what is in it; a range's selector is in it as `vector_selector`."""
     found: list[promql.Expr] = []
     promql.walk(expr, found.append)
     return found
@@ -134,7 +134,7 @@ def _selector(expr: Any, known: Vocabulary) -> Kept:
 
 
 def _values(metric: str, matcher: promql.Matcher) -> list[str]:
-    """Return what a matcher on a closed set asks for in vain; what is no list of words is left alone."""
+    """Return what a matcher on a closed set requests and never finds; what is no list of words is left alone."""
     words = matcher.value.split("|") if matcher.op in (promql.MatchOp.Re, promql.MatchOp.NotRe) else [matcher.value]
     closed = CLOSED_OF.get((metric, matcher.name), CLOSED.get(matcher.name))
     if closed is None or not all(re.fullmatch(r"\w*", word) for word in words):

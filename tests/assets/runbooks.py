@@ -1,4 +1,4 @@
-"""The runbooks, read, and what may be wrong with what they say of metrics and of vLLM."""
+"""The runbooks, read, and what may be wrong with what they report about metrics and vLLM."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def page_queries(page: str) -> list[str]:
 def unknown_metrics(page: str) -> set[str]:
     """Return the names on a page that begin no metric's: words must be the whole name, patterns after ^ its beginning.
 
-    `headroom_gpu_*` in words stands for several. Of a pattern every alternative has to find something.
+    `headroom_gpu_*` in words represents several. Of a pattern every alternative has to find something.
     """
     words = {name for name in _METRIC.findall(page) if name.removesuffix("*") == name}
     begun = {name.removesuffix("*") for name in _METRIC.findall(page)} - words
@@ -74,7 +74,7 @@ def _ways(pattern: str) -> list[str]:
 def flag_faults(page: str) -> list[str]:
     """Return the flags that vLLM does not have.
 
-    What a flag belongs to is told by the code it stands in: by itself or behind `vllm` it is vLLM's, behind another
+    What a flag belongs to is shown by the code it is in: by itself or behind `vllm` it is vLLM's, behind another
     command that command's. Known inventions are found anywhere.
     """
     spans = [*_CODE.findall(page), *re.findall(r"^.*\bvllm serve\b.*$", page, re.MULTILINE)]

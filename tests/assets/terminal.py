@@ -1,4 +1,4 @@
-"""A terminal in a folder of its own, in which a page's commands are typed."""
+"""A terminal in a separate folder, in which a page's commands are typed."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Terminal:
 
     @property
     def serves(self) -> bool:
-        """Whether a daemon runs in it: what is asked of one is true sooner or later."""
+        """Whether a daemon runs in it: what is expected of one is true sooner or later."""
         return SIDECAR in self._real
 
     def real(self, name: str) -> str:

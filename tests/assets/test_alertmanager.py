@@ -1,4 +1,4 @@
-"""The example for Alertmanager: who is told of what, what is one incident, what mutes what."""
+"""The example for Alertmanager: who is notified of what, what is one incident, what mutes what."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of docs/cards.md is what the daemon's own readers say of each kind of card."""
+"""The table of docs/cards.md is what the daemon's own readers report about each kind of card."""
 
 from __future__ import annotations
 

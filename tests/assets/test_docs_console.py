@@ -23,7 +23,7 @@ DEADLINE_SECONDS: Final = 180.0
 PAUSE_SECONDS: Final = 0.2
 NOBODY: Final = "127.0.0.1:1"
 LANGUAGES: Final = {"console", "yaml", "ini", "promql", "text"}
-"""What is typed stands in console blocks: in one of another language nothing would be run."""
+"""What is typed is in console blocks: in one of another language nothing would be run."""
 
 
 def test_no_block_is_overlooked() -> None:

@@ -1,4 +1,4 @@
-"""What docs/fleet.md says may be dropped is asked for nowhere."""
+"""What docs/fleet.md says may be dropped is requested nowhere."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def _unnamed(summary: str) -> str:
 
 
 def engines_table() -> str:
-    """Return of every input whether each engine tells it, and below why one does not."""
+    """Return of every input whether each engine shows it, and below why one does not."""
     names = [profile.product for profile in PROFILES]
     without = {profile.product: dict(profile.absent) for profile in PROFILES}
     rows = (

@@ -169,7 +169,7 @@ def watched(lines: list[bytes]) -> LeakReplay:
 
 @cache
 def verdict(name: str, seed: int, *, hours: float = HOURS, attributed: bool = True) -> dict[str, Any]:
-    """Return the scorer's judgement of what the detector says of a trace."""
+    """Return the scorer's judgement of what the detector reports about a trace."""
     interval = DENSE_SECONDS if name == "staircase_saturating" or hours == STEADY_HOURS else INTERVAL_SECONDS
     trace = traces.generated(name, seed, HOURS_OF.get(name, hours), interval, attributed=attributed)
     judged: dict[str, Any] = judge.judge(trace)

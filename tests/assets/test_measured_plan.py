@@ -1,4 +1,4 @@
-"""What `plan` says of the models that a real vLLM sized on the stand-in card, and its table in the docs."""
+"""What `plan` reports about models that a real vLLM sized on the stand-in card, and its table in the docs."""
 
 from __future__ import annotations
 

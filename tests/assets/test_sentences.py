@@ -46,7 +46,7 @@ SAME: Final = (
     (STALE_PAGE_SECONDS, 120, "HeadroomSampleStale", "> 120"),
     (STRANDED_RATIO, 0.05, "HeadroomKvCacheStranded", "> 0.05"),
     (WORTH_A_WORD, 0.01, "HeadroomKvBlocksLeak", "> 0.01"),
-    # an increase is extrapolated to what lies before the first and after the last scrape: half an end less is asked for
+    # an increase is extrapolated to what lies before the first and after the last scrape: half an end less is requested
     (CRASH_LOOP_EXITS, 3, "HeadroomEngineCrashLoop", "> 2.5"),
     (CRASH_LOOP_SECONDS, 90 * 60, "HeadroomEngineCrashLoop", "[90m]"),
     *((HOUR_SECONDS, 3600, alert, "< 3600") for each in (GPU_ALERTS, HOST_ALERTS) for alert in (each.hour, each.day)),

@@ -60,6 +60,9 @@ _BREAK: Final = re.compile(r"\s*\n\s*(?:# ?|> ?)?")
 _WORD: Final = {pattern: re.compile(rf"(?<![-\w/.])(?:{pattern})(?![-\w/]|\.\w)", re.IGNORECASE) for pattern in WORDS}
 _TEXTS: Final = {token.STRING, token.COMMENT, getattr(token, "FSTRING_MIDDLE", token.STRING)}
 
+READ_BY_CONTRIBUTORS: Final = "tests/**/*.py"
+"""Of these the docstrings and comments are read, without the names of cases and the texts that they compare."""
+
 PATHS: Final = sorted({path for pattern in READ_BY_USERS for path in ROOT.glob(pattern) if path.is_file()})
 
 
@@ -83,8 +86,21 @@ def read_text(path: Path) -> str:
     return text
 
 
+def read_remarks(path: Path) -> str:
+    """Return the docstrings and comments of a file of tests."""
+    tokens = tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline)
+    return "\n".join(each.string for each in tokens if each.type == token.COMMENT or each.string.startswith('"""'))
+
+
 def test_a_text_for_users_has_none_of_the_words_that_had_to_be_read_twice() -> None:
     faults = {str(path.relative_to(ROOT)): words_to_avoid(read_text(path)) for path in PATHS}
+
+    assert {name: words for name, words in faults.items() if words} == {}
+
+
+def test_the_tests_explain_themselves_without_these_words_too() -> None:
+    paths = [path for path in ROOT.glob(READ_BY_CONTRIBUTORS) if path != Path(__file__)]
+    faults = {str(path.relative_to(ROOT)): words_to_avoid(read_remarks(path)) for path in paths}
 
     assert {name: words for name, words in faults.items() if words} == {}
 

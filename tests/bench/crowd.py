@@ -1,4 +1,4 @@
-"""Many connections that scrape, from a process of their own; prints how long scrapes took.
+"""Many connections that scrape, from a separate process; prints how long scrapes took.
 
 Arguments: port, connections, scrapes per second of each (0: the next one at once), seconds.
 """
@@ -17,7 +17,7 @@ REQUEST = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nAccept-Encoding: gzip\r\
 
 
 async def main(port: int, connections: int, per_second: float, seconds: float) -> None:
-    """Let each connection scrape at random moments; one that was closed is made anew."""
+    """Let each connection scrape at random moments; one that was closed is made again."""
     took: list[float] = []
     ends = time.monotonic() + seconds
     clients = [_client(port, per_second, ends, random.Random(seed), took) for seed in range(connections)]  # noqa: S311 - not for secrets

@@ -49,7 +49,7 @@ class EightGpus(SimulatedGpus):
 
 @contextmanager
 def fleet(folder: Path) -> Iterator[Prometheus]:
-    """Give a Prometheus with the last page of every sidecar, and what the rules said of them once."""
+    """Give a Prometheus with the last page of every sidecar, and what the rules reported about them once."""
     now = time.time() - 5
     pages = {
         name: list(scrapes(TABLE[name], HOURS, ends_seconds=now, gpus=EightGpus))[-1][1] for name in ("healthy", "leak")

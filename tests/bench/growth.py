@@ -1,4 +1,4 @@
-"""Turns the sampler as fast as it goes, in a process of its own; prints how its resident memory grew.
+"""Turns the sampler as fast as it goes, in a separate process; prints how its resident memory grew.
 
 The clock moves by an interval per tick, so that windows fill and empty as in eleven days. The engine is busy, it
 fails now and then and restarts now and then; the GPUs' numbers move; every hundredth sample is scraped.

@@ -1,4 +1,4 @@
-"""The exporter that one writes in an afternoon: everything is asked anew for each scrape, and the whole page is parsed.
+"""The exporter that one writes in an afternoon: each scrape reads everything again, and parses the whole page.
 
 Arguments: the engine's URL and the port to serve on.
 """

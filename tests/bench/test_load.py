@@ -27,7 +27,7 @@ KIB = 1024
 
 
 class Server:
-    """The local server in a process of its own; `counts` are there once it has ended."""
+    """The local server in a separate process; `counts` are there once it has ended."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         assert process.stdin is not None

@@ -1,4 +1,4 @@
-"""Measures ticks in a process of its own, with the parts of the real daemon: CPU time, all threads together.
+"""Measures ticks in a separate process, with the parts of the real daemon: CPU time, all threads together.
 
 Prints medians in seconds; `tick`, `parse` and `whole` are lists of one value per URL.
 """

@@ -81,7 +81,7 @@ SCENES: Final[dict[str, Callable[[], View]]] = {
 
 
 def judged(page: str, folder: Path, *, width: int, scheme: str) -> dict[str, Any]:
-    """Return what axe-core and the layout say of a page."""
+    """Return what axe-core and the layout report about a page."""
     axe = (FOLDER / "node_modules/axe-core/axe.min.js").read_text(encoding="utf-8")
     scripts = f"<script>{axe}</script><script>{JUDGE}</script>"
     (folder / "page.html").write_text(page.replace("</body>", f"{scripts}</body>"), encoding="utf-8")

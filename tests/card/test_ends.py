@@ -1,4 +1,4 @@
-"""Engines that run out of memory for real: torch's own OutOfMemoryError, and what daemon and postmortem say of it."""
+"""Engines that run out of memory for real: torch's OutOfMemoryError, and what daemon and postmortem report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of vLLM starts on the stand-in card, serves, and is told apart by the probe."""
+"""What of vLLM starts on the stand-in card, serves, and is distinguished by the probe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The real torch on the stand-in card: what it says of memory is what the ledger and NVML say."""
+"""The real torch on the stand-in card: what it reports about memory is what the ledger and NVML say."""
 
 from __future__ import annotations
 

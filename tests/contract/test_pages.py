@@ -46,7 +46,7 @@ WHOLE = {
     }.items()
     for name in names
 }
-"""One page for each version and each situation that has series of its own."""
+"""One page for each version and each situation that has separate series."""
 
 
 def beside() -> tuple[Gpu, ...]:

@@ -1,4 +1,4 @@
-"""What the detector says of the host memory of a real vLLM, recorded with and without a leak of a known rate."""
+"""What the detector reports about the host memory of a real vLLM, recorded with and without a leak of a known rate."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def read_recording(path: Path) -> tuple[Snapshot, ...]:
 
 @cache
 def watch_recording(path: Path) -> LeakReplay:
-    """Return what was said of a whole recording."""
+    """Return what was reported about a whole recording."""
     watch = LeakReplay()
     for snapshot in read_recording(path):
         watch.step(snapshot)

@@ -33,7 +33,7 @@ def options(prometheus: Prometheus, dashboard: Json, chosen: Mapping[str, str]) 
 
 
 def values(prometheus: Prometheus, dashboard: Json, chosen: Mapping[str, str]) -> dict[str, str]:
-    """Return what stands for each variable in a query."""
+    """Return what represents each variable in a query."""
     return _variables(prometheus, dashboard, chosen)[1]
 
 

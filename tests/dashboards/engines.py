@@ -1,4 +1,4 @@
-"""What rules and boards can be asked of an engine whose page tells less than vLLM's."""
+"""What rules and boards can be asked of an engine whose page shows less than vLLM's."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def queries_without(engine: str, board: str) -> set[tuple[str, str]]:
 
 
 def table() -> str:
-    """Return for docs what alerts and panels cannot say of each engine."""
+    """Return for docs what alerts and panels cannot report about each engine."""
     rows = [
         "| engine | alerts that stay silent | panels that stay empty | panels that lack a part |",
         "|" + 4 * " --- |",

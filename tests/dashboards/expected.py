@@ -183,7 +183,7 @@ def expected_empty(dashboard: Json, target: str) -> set[tuple[str, str]]:
 
 
 def places(empty: Empty, dashboard: Json) -> Iterator[tuple[str, str]]:
-    """Yield what stands in a line of the table, by place and name; what is not on the dashboard fails."""
+    """Yield what is in a line of the table, by place and name; what is not on the dashboard fails."""
     there = [(query.where, query.name) for query in every_query(dashboard)]
     for where, names in empty.queries.get(dashboard["uid"], {}).items():
         meant = [(where, name) for name in names] or [place for place in there if place[0] == where]

@@ -1,4 +1,4 @@
-"""A dashboard's JSON as Grafana reads it: its panels, its queries, and what stands for the variables in them."""
+"""A dashboard's JSON as Grafana reads it: its panels, its queries, and what represents the variables in them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ AUTO: Final = "__auto"
 """The legend that Grafana makes of a series's labels."""
 
 SPECIAL: Final = re.compile(r"[$^*{}\[\]'+?.()|]")
-"""What Grafana escapes, for the regular expression and for the quoted text that it stands in."""
+"""What Grafana escapes, for the regular expression and for the quoted text that it is in."""
 
 ALL: Final = "$__all"
 
@@ -44,7 +44,7 @@ class Query:
 
     @property
     def name(self) -> str:
-        """What tells it from the panel's others: its legend, or its reference where that does not tell."""
+        """What distinguishes it from the panel's others: its legend, or its reference where that does not tell."""
         return self.legend if self.alone and self.legend not in {"", AUTO} else self.ref
 
 
@@ -126,7 +126,7 @@ def used(text: str) -> set[str]:
 
 
 def filled(expr: str, values: Mapping[str, str]) -> str:
-    """Return the expression with what stands for each variable; one without a value fails."""
+    """Return the expression with what represents each variable; one without a value fails."""
     return VARIABLE.sub(lambda found: values[found["braced"] or found["plain"]], expr)
 
 

@@ -1,4 +1,4 @@
-"""What may be wrong with how a panel looks: what cannot be read, told apart, or seen for the sum it is in."""
+"""What may be wrong with how a panel looks: what cannot be read, distinguished, or seen for the sum it is in."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def readable(dashboard: Json) -> Faults:
 
 
 def distinct(dashboard: Json) -> Faults:
-    """The colours that a panel gives its series are told apart by people who see few colours, too."""
+    """The colours that a panel gives its series are distinguished by people who see few colours, too."""
     for panel in panels(dashboard):
         if panel["type"] != "timeseries":
             continue

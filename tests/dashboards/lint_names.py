@@ -12,7 +12,7 @@ from tests.dashboards.lint import Fault, Faults
 from tests.dashboards.lint_queries import KNOWN, trees
 
 ANY: Final = "\0"
-"""Stands for the value of a label that can have any."""
+"""Represents the value of a label that can have any."""
 
 LABEL: Final = re.compile(r"\{\{ *(\w+) *\}\}")
 

@@ -21,7 +21,7 @@ COUNTS: Final = RATES | {"resets", "changes"}
 """What a counter has to be inside of."""
 
 RATE_INTERVAL: Final = timedelta(minutes=4, seconds=3)
-"""A length that nobody writes by hand stands for $__rate_interval."""
+"""A length that nobody writes by hand represents $__rate_interval."""
 
 BUILT_IN: Final = {"__rate_interval": "4m3s", "__range": "6h", "__interval": "30s"}
 

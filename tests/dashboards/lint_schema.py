@@ -1,4 +1,4 @@
-"""What Grafana's own types say of a dashboard (tests/assets/grafana/README.md: where they are from)."""
+"""What Grafana's own types report about a dashboard (tests/assets/grafana/README.md: where they are from)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def dashboard_schema(dashboard: Json) -> Faults:
 
 
 def panels_schema(dashboard: Json) -> Faults:
-    """A panel's options, and what its fields have of its own, are those of its kind."""
+    """A panel's options, and what only its fields have, are those of its kind."""
     for panel in panels(dashboard):
         if panel["type"] not in PANELS:
             yield Fault(where=panel["title"], what=f"no schema of {panel['type']} was kept")

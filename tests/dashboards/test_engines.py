@@ -31,7 +31,7 @@ from tests.dashboards.store import SCRAPE_SECONDS, Prometheus, add, missing, run
 
 DOCS = Path(__file__).parents[2] / "docs" / "engines.md"
 WITHOUT_LOAD = {"Dynamo"}
-"""Engines whose page tells no load, without which no leak is told from work."""
+"""Engines whose page shows no load, without which no leak can be distinguished from work."""
 
 OF_VLLM = {"headroom_host_memory_planned_bytes", "headroom_leak_bound_bytes"}
 """What vLLM's options plan and bound; the others have no such options."""

@@ -1,4 +1,4 @@
-"""The engine's dashboard tells what will be, what each life of an engine is like, and where nobody looks."""
+"""The engine's dashboard shows what will be, what each run of an engine is like, and where nobody looks."""
 
 from __future__ import annotations
 

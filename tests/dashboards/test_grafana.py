@@ -1,4 +1,4 @@
-"""What stands for a variable is what Grafana puts there, and alerts are what Prometheus makes of their rules."""
+"""What represents a variable is what Grafana puts there, and alerts are what Prometheus makes of their rules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Since when a leak has been known: the alarm that is on, not one of an earlier life."""
+"""Since when a leak has been known: the alarm that is on, not one of an earlier run."""
 
 from __future__ import annotations
 

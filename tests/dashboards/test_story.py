@@ -1,4 +1,4 @@
-"""The engine's dashboard tells what happened, in the daemon's own output: nothing, a leak, a neighbour, a restart."""
+"""The engine's dashboard shows what happened, in the daemon's own output: nothing, a leak, a neighbour, a restart."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def asked(
 
 
 def shown(prometheus: Prometheus, target: str, where: str) -> str:
-    """Return what a panel with one number shows: the text that stands for the number, or the number."""
+    """Return what a panel with one number shows: the text that represents the number, or the number."""
     (series,) = asked(prometheus, target, where)
     value = f"{float(series['values'][-1][1]):g}"
     panel = next(each for each in panels(ENGINE) if each["title"] == where)

@@ -53,7 +53,7 @@ def test_no_other_panel_of_numbers_or_lines_warns_at_a_figure_of_its_own() -> No
         if any(value not in {0, 1} for value in steps(each))
     }
 
-    # A day's leak and an hour's are told by the same rules, by model.
+    # A day's leak and an hour's are reported by the same rules, by model.
     assert own - named == {("headroom-fleet", "Least time to out of memory, by model")}
 
 

@@ -14,7 +14,7 @@ from vllm_headroom_tools.demo.run import ScaledClock
 
 
 class HurriedClock(ScaledClock):
-    """Shows the same time in all processes that are told of the same beginning."""
+    """Shows the same time in all processes that are given the same beginning."""
 
     def __init__(self) -> None:
         speed, now = float(os.environ["SPEED"]), time.time()

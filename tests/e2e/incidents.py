@@ -1,4 +1,4 @@
-"""What PagerDuty was told: waited for, and looked through."""
+"""What PagerDuty was notified of: waited for, and looked through."""
 
 from __future__ import annotations
 
@@ -43,5 +43,5 @@ def closed(pagerduty: PagerDuty, opened: Event) -> None:
 
 
 def history(pagerduty: PagerDuty, opened: Event) -> list[Event]:
-    """Return what was told of the incident that this event opened."""
+    """Return what was reported of the incident that this event opened."""
     return [event for event in pagerduty.events if event.dedup_key == opened.dedup_key]

@@ -1,4 +1,4 @@
-"""A daemon that is told of a life of vLLM, on a clock that runs faster, and what it says of it."""
+"""A daemon that follows a run of vLLM, on a clock that runs faster, and what it reports about it."""
 
 from __future__ import annotations
 

@@ -178,7 +178,7 @@ def knows_its_alertmanager(address: str) -> bool:
 def hurried_rules(text: str) -> str:
     """Return rules that wait a second for each five minutes, so that what waited longer still does.
 
-    Of the windows only those are cut that delay what is told; the longer ones remember.
+    Of the windows only those are cut that delay what is reported; the longer ones remember.
     """
     text = re.sub(
         r"^( +(?:for|keep_firing_for): )(\d+)([smh])$",
@@ -190,7 +190,7 @@ def hurried_rules(text: str) -> str:
 
 
 def grouped_by_engine(text: str) -> str:
-    """Return the configuration with the `group_by` that stands in it as a comment."""
+    """Return the configuration with the `group_by` that is in it as a comment."""
     (other,) = re.findall(r"^ +# (group_by: .+)\n", text, re.MULTILINE)
     return re.sub(r"^( +)group_by: .+$", rf"\1{other}", text, count=1, flags=re.MULTILINE)
 

@@ -1,4 +1,4 @@
-"""In a PID namespace of its own: an engine that dies and a stranger that gets all its pids; prints what is seen."""
+"""In a separate PID namespace: an engine that dies and a stranger that gets all its pids; prints what is seen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The real process: its whole life, over real sockets and a C library as NVML."""
+"""The real process: its whole run, over real sockets and a C library as NVML."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ NEAR_SECONDS: Final = 3600.0
 
 @dataclass
 class World:
-    """A clock that goes on when it is told, and an engine that serves while its process lives."""
+    """A clock that advances on request, and an engine that serves while its process runs."""
 
     seconds: float = 0.0
     serves: bool = True

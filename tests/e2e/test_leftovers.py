@@ -29,7 +29,7 @@ sys.stdin.readline()
 core.wait()
 sys.stdin.readline()
 """
-"""A vLLM that reaps its core when it is told to."""
+"""A vLLM that reaps its core when it is instructed to."""
 
 
 class Engine:

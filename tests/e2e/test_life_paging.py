@@ -1,4 +1,4 @@
-"""From the end of an engine to the phone: Prometheus, Alertmanager and what PagerDuty is told."""
+"""From the end of an engine to the phone: Prometheus, Alertmanager and what PagerDuty is notified of."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def living(state: str, *, exits: int = 0, out_of_memory: int = 0, running: int =
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
-    """Replicas in the namespace `prod` that Prometheus has seen serve, and who is told of them."""
+    """Replicas in the namespace `prod` that Prometheus has seen serve, and who is notified of them."""
 
     pagerduty: PagerDuty
     replicas: dict[str, EngineServer]

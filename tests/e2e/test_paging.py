@@ -1,4 +1,4 @@
-"""From the engine's memory to the phone: the daemon, Prometheus, Alertmanager and what PagerDuty is told."""
+"""From the engine's memory to the phone: the daemon, Prometheus, Alertmanager and what PagerDuty is notified of."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from tests.process import Daemon, daemon, eventually
 LOOPBACK: Final = "127.0.0.1"
 SCRAPERS: Final = 100
 SO_TIMESTAMPNS: Final = 35
-"""Linux, include/uapi/asm-generic/socket.h: the kernel tells when data came."""
+"""Linux, include/uapi/asm-generic/socket.h: the kernel shows when data came."""
 
 ONE_SAMPLE: Final = {"SAMPLE_INTERVAL_SECONDS": "300"}
 TICK_SECONDS: Final = 1 / os.sysconf("SC_CLK_TCK")
@@ -28,7 +28,7 @@ def question(path: str) -> bytes:
 
 
 def connected(running: Daemon) -> socket.socket:
-    """Return a connection that the daemon has answered on, and that tells when data came."""
+    """Return a connection that the daemon has answered on, and that shows when data came."""
     client = socket.create_connection((LOOPBACK, int(running.url.rpartition(":")[2])), timeout=60)
     client.setsockopt(socket.SOL_SOCKET, SO_TIMESTAMPNS, 1)
 

@@ -17,11 +17,11 @@ from tests.process import NO_TLS, Daemon, Page, daemon
 
 REASONS = ("replaced", "gone", "out_of_memory", "oom_killed")
 ELSEWHERE = ("unshare", "--user", "--map-root-user", "--net")
-"""Runs a program in a network namespace of its own, as a pod is."""
+"""Runs a program in a separate network namespace, as a pod is."""
 
 
 def held(page: Page) -> tuple[float, float]:
-    """Return what is told to be the engine's and another's, in GiB."""
+    """Return what is reported to be the engine's and another's, in GiB."""
     engine, other = (page.value("gpu_memory_held_bytes", holder=holder) / GIB for holder in ("engine", "other"))
     return engine, other
 
@@ -37,7 +37,7 @@ def looked_again(running: Daemon) -> Page:
 
 
 def is_down(running: Daemon) -> None:
-    """Check that nothing of what is seen is told of the engine."""
+    """Check that nothing of what is seen is attributed to the engine."""
     alone = looked_again(running)
     assert state(alone) == "down"
     assert not alone.has("host_memory_bytes")

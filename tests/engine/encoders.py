@@ -1,6 +1,6 @@
-"""Print what vLLM's own functions say of models with an encoder; run by the Python that vLLM is installed in.
+"""Print what vLLM's own functions report about models with an encoder; run by vLLM's Python.
 
-Standard input is a list of cases: a config.json and what vLLM is told. Of each: the modality that is profiled, the
+Standard input is a list of cases: a config.json and what vLLM is given. Of each: the modality that is profiled, the
 tokens of its largest item, and how many of them. What processors of checkpoints would say is put in, as published.
 """
 

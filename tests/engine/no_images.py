@@ -1,4 +1,4 @@
-"""Stands in for torchvision, which is not installed where nothing looks at an image."""
+"""Replaces torchvision, which is not installed where nothing looks at an image."""
 
 import importlib.machinery
 import sys

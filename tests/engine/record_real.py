@@ -60,7 +60,7 @@ async def play(url: str, loads: list[tuple[str, float]]) -> None:
 
 
 def lives(plan: list[tuple[str, float]]) -> Iterator[list[tuple[str, float]]]:
-    """Yield the loads of each life of the server."""
+    """Yield the loads of each run of the server."""
     life: list[tuple[str, float]] = []
     for load, seconds in plan:
         if load == RESTART:

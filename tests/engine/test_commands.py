@@ -40,7 +40,7 @@ def _is_of(engine: Engine, pid: int) -> bool:
 
 
 def core_of(engine: Engine) -> int:
-    """Return the pid of the engine's core, which has a title of its own."""
+    """Return the pid of the engine's core, which has a separate title."""
     (core,) = (
         pid for pid in list_pids(PROC) if "EngineCore" in " ".join(read_command(PROC, pid)) and _is_of(engine, pid)
     )

@@ -1,4 +1,4 @@
-"""A real vLLM leaks host memory in a real cgroup until the kernel kills it: foretold, told, and named afterwards."""
+"""A real vLLM leaks host memory in a real cgroup until the kernel kills it: predicted, reported, and named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What postmortem says of a real vLLM that is stopped in the middle, killed, and told to end. Takes five minutes."""
+"""What postmortem reports about a real vLLM that is stopped, killed, and shut down. Takes five minutes."""
 
 from __future__ import annotations
 

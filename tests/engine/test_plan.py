@@ -49,7 +49,7 @@ def test_vllm_profiles_the_encoders_that_were_recorded_of_it() -> None:
 
 
 def reckoned(script: str, cases: list[dict[str, Any]]) -> list[Any]:
-    """Return what vLLM's own functions say of each case."""
+    """Return what vLLM's own functions report about each case."""
     done = subprocess.run(
         [FOLDER / "venv" / "bin" / "python", HERE / script],
         input=json.dumps(cases),

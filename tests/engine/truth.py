@@ -93,7 +93,7 @@ def built(path: Path) -> dict[str, Any]:
 
 
 def described(spec: KVCacheSpec) -> str:
-    """Return what tells a layer's cache from another's."""
+    """Return what distinguishes a layer's cache from another's."""
     sizes = ("block_size", "num_kv_heads", "head_size", "head_size_v", "sliding_window", "attention_chunk_size")
     said = [f"{size}={value}" for size in (*sizes, "shapes") if (value := getattr(spec, size, None)) is not None]
     return " ".join([type(spec).__name__, *said, f"page={spec.page_size_bytes}"])

@@ -21,7 +21,7 @@ DRIVER_BYTES: Final = 284 * 2**20
 
 
 class AmdCard:
-    """The files of one card; write another text, or remove a file, and the card tells it."""
+    """The files of one card; write another text, or remove a file, and the card shows it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -101,7 +101,7 @@ class AmdTree:
         shutil.rmtree(gone)
 
     def without_nodes(self) -> None:
-        """Take all nodes but the processor's away, as before the card is cut anew."""
+        """Take all nodes but the processor's away, as before the card is cut again."""
         for node in (self.kfd / "topology" / "nodes").iterdir():
             if node.name != "0":
                 shutil.rmtree(node)

@@ -19,7 +19,7 @@ V2: Final = Path("/sys/fs/cgroup")
 def limited(limit_bytes: int, name: str = "") -> Iterator[Path]:
     """Make a cgroup with this limit for as long as the block runs; skip the test where that is not allowed.
 
-    What is in it at the end is killed. `name` tells several of one test apart.
+    What is in it at the end is killed. `name` distinguishes several of one test.
     """
     top, limit = (V1, "memory.limit_in_bytes") if (V1 / "memory.limit_in_bytes").exists() else (V2, "memory.max")
     folder = top / f"headroom-test-{uuid4()}{name}"

@@ -1,4 +1,4 @@
-"""An HTTP server on a raw socket that behaves exactly as badly as it is told."""
+"""An HTTP server on a raw socket that behaves exactly as badly as instructed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A PagerDuty that takes alert events as its Events API v2 does, and tells when somebody would have been notified."""
+"""A PagerDuty that takes alert events as its Events API v2 does, and shows when somebody would have been notified."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Answer = tuple[int, Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """One accepted event; `notifies` when it opened an alert, as only then somebody is told."""
+    """One accepted event; `notifies` when it opened an alert, as only then somebody is notified."""
 
     body: Mapping[str, Any]
     notifies: bool

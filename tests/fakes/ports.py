@@ -8,7 +8,7 @@ import socket
 from itertools import count
 
 # Below the range from which Linux gives out a port that nobody chose (32768 to 60999): one that was free there a moment
-# ago is soon a client's or another test's. Every worker of pytest-xdist has a share of its own.
+# ago is soon a client's or another test's. Every worker of pytest-xdist has a separate share.
 FIRST, SHARE = 12_000, 2_000
 _worker = int(re.sub(r"\D", "", os.environ.get("PYTEST_XDIST_WORKER", "")) or 0) % 10
 _turns = count(os.getpid())

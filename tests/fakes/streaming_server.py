@@ -1,4 +1,4 @@
-"""A server like vLLM's that streams, and fails in every way it is told to; what it did is counted.
+"""A server like vLLM's that streams, and fails in every way it is instructed to; what it did is counted.
 
 `python -m tests.fakes.streaming_server '{"interval_seconds": 1}'` runs it by itself: it prints its port, and what it
 counted when its standard input ends.
@@ -127,9 +127,9 @@ class Connection(asyncio.Protocol):
 
 
 class StreamingServer:
-    """Serves from construction until `close`, on a thread and a loop of its own.
+    """Serves from construction until `close`, on its own thread and loop.
 
-    `way` tells how the n-th request for a completion is answered. Each stream gets a token every `interval_seconds`,
+    `way` shows how the n-th request for a completion is answered. Each stream gets a token every `interval_seconds`,
     all of them at once where that is 0. No stream ends before `least_open` of them have been open at the same time.
     """
 

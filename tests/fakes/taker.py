@@ -1,4 +1,4 @@
-"""A process in a cgroup that takes memory as it is told, under the name of a vLLM server."""
+"""A process in a cgroup that takes memory as instructed, under the name of a vLLM server."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ for line in sys.stdin:
             os.fsync(file.fileno())
     print("done", flush=True)
 """
-"""Enters a cgroup, then takes memory of its own or fills a file as it is told."""
+"""Enters a cgroup, then takes memory or fills a file as instructed."""
 
 
 class Taker:

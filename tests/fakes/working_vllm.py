@@ -46,7 +46,7 @@ def text(steps: int, started: float, running: int = 2) -> str:
 
 
 def began() -> float:
-    """Return when this process began, in seconds since the epoch, as vLLM's page tells it of the server."""
+    """Return when this process began, in seconds since the epoch, as vLLM's page shows it of the server."""
     boot = Path("/proc/stat").read_text().partition("btime ")[2].split()[0]
     ticks = Path("/proc/self/stat").read_text().rpartition(") ")[2].split()[19]
     return int(boot) + int(ticks) / os.sysconf("SC_CLK_TCK")

@@ -121,7 +121,7 @@ print("alive")
 
 @pytest.mark.parametrize("how", ["guarded", "unguarded"])
 def test_the_guard_of_the_sleep_pool(how: str, tmp_path: Path) -> None:
-    """With the guard the process lives; without it, its threads wait for each other."""
+    """With the guard the process runs; without it, its threads wait for each other."""
     pytest.importorskip("vllm", reason="vLLM is not installed")
     script = tmp_path / "collide.py"
     script.write_text(COLLIDE)

@@ -47,7 +47,7 @@ def container_spec(
 
 @contextlib.contextmanager
 def pod(folder: Path, specs: list[dict[str, Any]], *files: Path) -> Iterator[dict[str, Container]]:
-    """Run a pod with a network of its own and yield its containers by name; remove it at the end.
+    """Run a pod with a separate network and yield its containers by name; remove it at the end.
 
     `files` are all that its containers read of this machine; `folder` is for its manifest.
     """

@@ -1,4 +1,4 @@
-"""Stands in for vLLM in a container: its page, and two processes that look like its own.
+"""Replaces vLLM in a container: its page, and two processes that look like its own.
 
 usage: python3 /usr/local/bin/vllm serve, with this file as `vllm`, tests/ on PYTHONPATH and a page in PAGE.
 """

@@ -55,7 +55,7 @@ def add(file: Path, after: str, added: str) -> None:
 
 
 def look(source: Path, page: str) -> dict[str, Any]:
-    """Return what the copy says of a page."""
+    """Return what the copy reports about a page."""
     process = subprocess.run(
         [sys.executable, "-c", LOOK],
         input=page,

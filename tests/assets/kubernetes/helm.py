@@ -45,7 +45,7 @@ VLLM: Final = "      - name: vllm"
 
 
 def embedding() -> str:
-    """Return the README's lines for the template of a pod, without what the list they stand in indents them by."""
+    """Return the README's lines for the template of a pod, without what the list they are in indents them by."""
     text = (FOLDER / "README.md").read_text(encoding="utf-8")
     (lines,) = re.findall(r"```yaml\n( +metadata:\n.*?\n) +```", text, re.DOTALL)
     return re.sub(r"^ {3}", "", lines, flags=re.MULTILINE).rstrip("\n")

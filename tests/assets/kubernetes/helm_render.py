@@ -34,7 +34,7 @@ RELEASE: Final = re.compile(rb"H4sI[A-Za-z0-9+/=]+")
 
 
 def discovered(path: str) -> dict[str, Any] | None:
-    """Return what the server says of itself and of the kinds it knows, None where it knows nothing."""
+    """Return what the server reports about itself and the kinds it knows, None where it knows nothing."""
     if path == "/version":
         return {"major": "1", "minor": "34", "gitVersion": "v1.34.0"}
     if path == "/api":

@@ -30,7 +30,7 @@ needs_kustomize = pytest.mark.skipif(
 
 
 def build(folder: Path) -> subprocess.CompletedProcess[str]:
-    """Return what kustomize says of the folder, with the load restrictions that users have."""
+    """Return what kustomize reports about the folder, with the load restrictions that users have."""
     assert COMMAND is not None
     return subprocess.run([*COMMAND, str(folder)], capture_output=True, text=True, check=False, timeout=60)
 

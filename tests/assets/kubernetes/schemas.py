@@ -1,4 +1,4 @@
-"""What Kubernetes and the operators' own types say of a manifest; a field that they do not know is a fault."""
+"""What Kubernetes and the operators' own types report about a manifest; a field that they do not know is a fault."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ ASKED: Final = (
     {"headroom_engine_requests_running", "headroom_engine_additional_requests", "headroom_leak_state"},
     {"headroom_time_to_oom_seconds_lower", "headroom_gpu_up"},
 )
-"""What is asked for, in one query each: load or the time that is left, and never memory."""
+"""What is requested, in one query each: load or the time that is left, and never memory."""
 
 
 def adapted(rule: dict[str, Any], pods: str) -> str:

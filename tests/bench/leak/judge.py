@@ -1,4 +1,4 @@
-"""One trace's score: what the detector said of the series that leaks or might, against what is true."""
+"""One trace's score: what the detector reported about the series that leaks or might, against what is true."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ OFF: Final[dict[str, tuple[Any, str, Any]]] = {
     "steady growth": (verdicts, "is_steady", lambda _: False),
     "kept on a full card": (alarm, "NEARLY_FULL_BYTES", float("-inf")),
 }
-"""What is replaced, so that a witness says nothing against a leak; without large steps nothing is said of them."""
+"""What is replaced, so that a witness is no evidence; without large steps nothing is reported about them."""
 
 PLAIN = {
     "challenger": "a challenger of 50 lines",

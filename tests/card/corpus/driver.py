@@ -37,7 +37,7 @@ fork = multiprocessing.get_context("fork")
 
 
 class Process:
-    """A child on the card, which does what it is told tick by tick."""
+    """A child on the card, which does as instructed, tick by tick."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self._pipe, theirs = fork.Pipe()
@@ -185,7 +185,7 @@ def record(name: str, environment: dict[str, str], out: str) -> None:
 
 
 def main() -> None:
-    """Record days, each in a process of its own, until the input ends."""
+    """Record days, each in a separate process, until the input ends."""
     print(json.dumps({name: day.card_gib for name, day in DAYS.items()}), flush=True)  # noqa: T201 - the protocol
     for line in sys.stdin:
         day = fork.Process(target=record, args=json.loads(line))

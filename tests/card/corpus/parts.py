@@ -50,7 +50,7 @@ class Images:
     """Scratch by the pixels of an image, and outputs in a cache of bounded size."""
 
     LARGEST: Final = 12
-    """Times the usual image, at the most."""
+    """At most this many times the usual image."""
 
     def __init__(self, rng: Random, *, share: float, mib: float, sigma: float, cache_mib: float) -> None:
         self._rng, self._share, self._mib, self._sigma, self._cache = rng, share, mib, sigma, cache_mib * MIB

@@ -131,7 +131,7 @@ def build_stub_library(runtime: Path, soname: str, symbols: set[tuple[str, str]]
 
 
 def build_driver(site: Path, folder: Path, work: Path, runtime: Path) -> None:
-    """libcuda with every function whose name stands in torch, vLLM and Triton, and NVML."""
+    """libcuda with every function whose name is in torch, vLLM and Triton, and NVML."""
     files = [path for name in ("torch/lib", "vllm", "triton") for path in (site / name).rglob("*.so")]
     files.append(site / "triton" / "backends" / "nvidia" / "driver.c")
     names = {name.decode() for path in files for name in re.findall(rb"\bcu[A-Z][A-Za-z0-9_]{4,}\b", path.read_bytes())}

@@ -1,4 +1,4 @@
-"""What `plan` says of the measured models beside what vLLM said of them, and the table of docs/commands/plan.md."""
+"""The figures of `plan` for the measured models beside those of vLLM, and the table of docs/commands/plan.md."""
 
 from __future__ import annotations
 

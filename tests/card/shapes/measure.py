@@ -68,14 +68,14 @@ def write_model(shape: Shape, folder: Path) -> None:
 
 
 def measure(shapes: Sequence[Shape], folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield what vLLM said of each shape, on four cards of its size; its logs stay in the folder."""
+    """Yield what vLLM reported about each shape, on four cards of its size; its logs stay in the folder."""
     for size in sorted({shape.card_gib for shape in shapes}, reverse=True):
         cards = Cards(folder=folder / f"cards-{size}", count=4, total_bytes=size * GIB).create()
         yield from measure_on(cards, [shape for shape in shapes if shape.card_gib == size], folder)
 
 
 def measure_on(cards: Cards, shapes: Sequence[Shape], folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield what vLLM said of each shape on these cards, one after the other."""
+    """Yield what vLLM reported about each shape on these cards, one after the other."""
     cases = {shape.name: _build_case(shape, folder / f"{cards.folder.name}-{n}") for n, shape in enumerate(shapes)}
     (folder / "cases.json").write_text(json.dumps(list(cases.values())))
     with subprocess.Popen(

@@ -1,4 +1,4 @@
-# ruff: noqa: PLC0415 - vLLM is imported once torch was told not to bind the CUDA runtime
+# ruff: noqa: PLC0415 - vLLM is imported once torch was instructed not to bind the CUDA runtime
 """Let vLLM size models, each in a child of this process, until it has said what it measured. Run by vLLM's Python.
 
 The file that it is given has a list of cases: a model's folder, vLLM's options, the file for its log, and its

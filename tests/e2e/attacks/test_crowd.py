@@ -35,7 +35,7 @@ async def client(port: int, enough: asyncio.Event) -> int:
 
 
 def samples_and_gates(running: Daemon, engine: EngineServer) -> None:
-    """Wait for samples while the gates are asked."""
+    """Wait for samples while the gates are queried."""
     before = len(engine.requests)
 
     def more() -> bool:

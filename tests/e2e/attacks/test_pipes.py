@@ -1,4 +1,4 @@
-"""Pipes in the place of files of settings: told in a line, where one waited forever."""
+"""Pipes in the place of files of settings: reported in a line, where one waited forever."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def register() -> None:
 
 
 def _count(owner: Any, method: str, role: str, way: str, requests: Callable[..., int]) -> None:
-    """Count the requests that a method is told of; the leak begins with the first, in the process that has it."""
+    """Count the requests that a method is notified of; the leak begins with the first, in the process that has it."""
     original = getattr(owner, method)
     leaks: list[Leak] = []
 

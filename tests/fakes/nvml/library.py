@@ -50,7 +50,7 @@ class FakeDevice:
     """A GPU or a MIG instance; what is None is not supported.
 
     `memory_bytes` is total, used and reserved; `errors` and `hangs` map a C function, or "all", to a code or seconds.
-    `processes` and `clients`, those of MPS, map pids to bytes, None where these are not told.
+    `processes` and `clients`, those of MPS, map pids to bytes, None where these are not reported.
     `ecc` is whether ECC is on now and after the next reset, `rows` whether a row remapping is pending and has failed.
     """
 
@@ -147,7 +147,7 @@ class FakeNvml:
         return self._calls.read_text().splitlines() if self._calls.exists() else []
 
     def forget_calls(self) -> None:
-        """Begin to record calls anew."""
+        """Begin to record calls again."""
         self._calls.unlink(missing_ok=True)
 
     def environment(self) -> dict[str, str]:

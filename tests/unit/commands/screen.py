@@ -40,7 +40,7 @@ def on_a_terminal(
             if ended and ended[0].encode() in shown:
                 process.send_signal(ended[1])
                 ended = None
-    except OSError:  # what Linux says of a terminal whose other side has closed
+    except OSError:  # what Linux reports about a terminal whose other side has closed
         os.close(ours)
     return shown.decode(), process.wait(30)
 

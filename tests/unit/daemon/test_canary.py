@@ -40,7 +40,7 @@ class Clock:
 
 
 class Engine:
-    """Answers as it is told, and counts."""
+    """Answers as instructed, and counts."""
 
     def __init__(self, answers: list[bool | None]) -> None:
         self.answers = answers
@@ -167,7 +167,7 @@ def test_while_the_daemon_stood_still_nobody_owed_it_an_answer() -> None:
     canary.note_tick()
     assert canary.unanswered_since_seconds == 1000.0
 
-    clock.now += 300  # stopped, and told to go on
+    clock.now += 300  # stopped, and instructed to go on
     canary.note_tick()
     assert canary.unanswered_since_seconds == 1300.0
     clock.now += 5

@@ -1,4 +1,4 @@
-"""What the guardrail asks the API server for, when it waits, and what it says of it."""
+"""What the guardrail asks the API server for, when it waits, and what it reports about it."""
 
 from __future__ import annotations
 

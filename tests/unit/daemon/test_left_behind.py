@@ -1,4 +1,4 @@
-"""What an engine left behind is told where it stays, and not of what ends by itself within seconds."""
+"""What an engine left behind is reported where it stays, and not of what ends by itself within seconds."""
 
 from __future__ import annotations
 

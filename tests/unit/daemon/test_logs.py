@@ -23,7 +23,7 @@ TS = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d+Z"
 
 
 def logged(body: str, log_format: str = "logfmt", log_level: str = "info") -> list[str]:
-    """Return the lines that a process of its own writes to stderr, for logging is one per process."""
+    """Return the lines that a separate process writes to stderr, for logging is one per process."""
     script = SCRIPT.format(log_format=log_format, log_level=log_level, body=body)
     process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
     assert process.stdout == ""

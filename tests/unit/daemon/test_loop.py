@@ -1,4 +1,4 @@
-"""The loops and their end, on a clock that only moves when told."""
+"""The loops and their end, on a clock that moves only on request."""
 
 from __future__ import annotations
 

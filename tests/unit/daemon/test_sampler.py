@@ -1,4 +1,4 @@
-"""The straight line, over sources that say what they are told."""
+"""The straight line, over sources that return what they are given."""
 
 from __future__ import annotations
 

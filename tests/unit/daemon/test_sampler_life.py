@@ -1,4 +1,4 @@
-"""The engine's life in the sampler: what is told of it, once, and what a fault in following it costs."""
+"""The engine's run in the sampler: what is reported about it, once, and what a fault in following it costs."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_a_list_of_gpus_that_leaves_out_one_of_the_engines_processes_is_told_onc
 
 
 class Unfit(float):
-    """A count that the following of lives fails at, and nothing else."""
+    """A count that the following of runs fails at, and nothing else."""
 
     __hash__ = float.__hash__
 
@@ -144,7 +144,7 @@ class Unfit(float):
 
 
 def stepping(text: str) -> EnginePage:
-    """Return the page of an engine that runs one request and has taken so many steps, or some that cannot be told."""
+    """Return the page of an engine that runs one request and has taken so many steps, or some that cannot be judged."""
     return page(engine(running=1.0, finished_total=1.0, steps_total=Unfit() if text == "unfit" else float(text)))
 
 

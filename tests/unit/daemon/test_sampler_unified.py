@@ -39,7 +39,7 @@ def nvml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNvml]:
 
 
 def flood(proc: Path, *, available_gib: float, blocks: int, waiting_percent: float) -> None:
-    """Write what the kernel says of its memory, nearly none of which is free."""
+    """Write what the kernel reports about its memory, nearly none of which is free."""
     lines = {"MemTotal": 120.0, "MemFree": 0.4, "MemAvailable": available_gib, "Cached": 28.0}
     (proc / "meminfo").write_text("".join(f"{name}: {int(gib * 2**20)} kB\n" for name, gib in lines.items()))
     above = (2 * 2**20 // PAGE_BYTES).bit_length() - 1

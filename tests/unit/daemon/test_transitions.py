@@ -1,4 +1,4 @@
-"""What is said of GPUs that NVML counts anew."""
+"""What is reported about GPUs that NVML counts again."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def test_a_list_takes_the_devices_it_names(listed: tuple[str, ...]) -> None:
 
 
 def test_an_index_is_the_one_that_a_device_had_first() -> None:
-    """NVML counts anew when it is opened again and one is gone; which GPUs the engine has does not change with it."""
+    """NVML counts again when it is opened again and one is gone; which GPUs the engine has does not change with it."""
     before = gpus(device(0), device(1), device(2))
     a, b, c = before.devices
     lost = GpuReading(index=0, uuid=a.uuid, name="H100", failure=NO_PROC)

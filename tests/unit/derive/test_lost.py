@@ -1,4 +1,4 @@
-"""GPUs that were lost before the daemon began, of an engine that lives."""
+"""GPUs that were lost before the daemon began, of an engine that runs."""
 
 from __future__ import annotations
 

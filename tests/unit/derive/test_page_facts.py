@@ -1,4 +1,4 @@
-"""What a page says of the server as a whole."""
+"""What a page reports about the server as a whole."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page of metrics, whatever format and encoding is asked for."""
+"""The page of metrics, whatever format and encoding is requested."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_the_daemons_own_series_are_of_the_moment_of_the_sample(world: World) ->
 
     first = cpu()
     used = time.process_time()
-    while time.process_time() - used < 0.02:  # two of the ticks in which the kernel tells it
+    while time.process_time() - used < 0.02:  # two of the ticks in which the kernel shows it
         pass
     assert cpu() == first
 

@@ -1,4 +1,4 @@
-"""web.config.yml: what it means, and what is said of what cannot be kept."""
+"""web.config.yml: what it means, and what is reported about what cannot be kept."""
 
 from __future__ import annotations
 

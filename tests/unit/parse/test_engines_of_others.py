@@ -1,4 +1,4 @@
-"""What the table can say of a page beside names: units, sums of families and of label values, totals among parts."""
+"""What a table can express besides names: units, sums of families and of label values, totals among parts."""
 
 from __future__ import annotations
 

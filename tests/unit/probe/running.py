@@ -35,7 +35,7 @@ class Vllm:
         return sorted(found, key=lambda each: (each["role"], each["process_name"]))
 
     def reports_of(self, *names: str) -> dict[str, Document]:
-        """Wait for the processes of these names and return what they know, once vLLM has told them all."""
+        """Wait for the processes of these names and return what they know, once vLLM has reported them all."""
 
         def complete() -> dict[str, Document] | None:
             found = {report["process_name"]: report for report in self.reports() if report["role"] != "api_server"}

@@ -1,4 +1,4 @@
-"""The GPU's part, over modules with the structure of torch's and vLLM's: what is asked, of whom, and when not."""
+"""The GPU's part, over modules with the structure of torch's and vLLM's: what is read, from where, and when not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models with an encoder, and what vLLM is told of each; what its own functions say of them is in encoders.json."""
+"""Models with an encoder, and what vLLM is given for each; encoders.json has what its own functions return."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OURS: Final[dict[str, Any]] = {
         },
     },
 }
-"""What published configurations say of their encoders, where those in the folders leave it out."""
+"""What published configurations report about their encoders, where those in the folders leave it out."""
 
 RECORDED: Final = (
     *("gemma-3-4b-it", "gemma-3-27b-it", "gemma-4-26b-a4b", "gemma-4-31b-it-nvfp4", "qwen3-vl-8b-instruct"),

@@ -1,4 +1,4 @@
-"""What config.json files of public models say of their sizes."""
+"""What config.json files of public models report about their sizes."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_layers_are_told_apart_by_what_they_keep(name: str) -> None:
         ("llama-3.1-70b", 64, 8, 128),
         ("falcon-7b", 71, 1, 64),  # multi-query, in spite of num_kv_heads
         ("gpt2", 12, 12, 64),  # multi-head, by GPT-2's names
-        ("gemma-2-9b", 16, 8, 256),  # a head size of its own
+        ("gemma-2-9b", 16, 8, 256),  # a separate head size
         ("gemma-3-4b-it", 8, 4, 256),  # which the file leaves to its class
         ("qwen3-next-80b-a3b", 16, 2, 256),
     ],

@@ -1,4 +1,4 @@
-"""Lines of a trace to snapshots, and what is said of lines that are none."""
+"""Lines of a trace to snapshots, and what is reported about lines that are none."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ class Allocator:
         return self._stranded + sum(block.size for block in split)
 
     def strand(self, size: int, used: int) -> None:
-        """Take a segment of which so little stays in use, and whose rest fits nothing that is asked for again."""
+        """Take a segment of which so little stays in use, and whose rest fits nothing that is requested again."""
         if not self._take(size):
             raise CardFullError
         self.allocated += used

@@ -1,4 +1,4 @@
-"""One life of an engine: what it takes at start, what its parts do while it serves, how it sleeps and ends."""
+"""One run of an engine: what it takes at start, what its parts do while it serves, how it sleeps and ends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CONTEXT = 600 * MIB
 
 
 class Engine:
-    """The engine's process on a card; `lost` is what leaked in this life, `full` the scratch it was profiled with."""
+    """The engine's process on a card; `lost` is what leaked in this run, `full` the scratch it was profiled with."""
 
     def __init__(self, rng: Random, card: Card, recipe: Recipe, began: float, *, fixed: int, full: float) -> None:
         self.card, self.began, self.asleep, self.finished = card, began, False, 0

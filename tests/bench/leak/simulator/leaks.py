@@ -13,7 +13,7 @@ SEGMENT = 20 * MIB
 
 
 class Leak:
-    """Loses memory as told; `lost` is in bytes, from `onset` on. Outside torch it takes from the card directly."""
+    """Loses memory as instructed; `lost` is in bytes, from `onset`. Outside torch it takes from the card directly."""
 
     def __init__(self, allocator: Allocator, card: Card, onset: float = 0.0, *, outside: bool = False) -> None:
         self._allocator, self._card, self.onset, self._outside = allocator, card, onset, outside

@@ -32,7 +32,7 @@ class Nobody:
 
 
 class Tools(Nobody):
-    """A tool that looks at the card for a moment, with a context of its own."""
+    """A tool that looks at the card for a moment, with a separate context."""
 
     def step(self, tick: Tick) -> None:
         here = self._rng.random() < 0.02

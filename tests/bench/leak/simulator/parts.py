@@ -72,7 +72,7 @@ class FirstUses:
 
 
 class Graphs:
-    """A graph for each size of batch, captured when that size is first seen, in a pool of its own."""
+    """A graph for each size of batch, captured when that size is first seen, in a separate pool."""
 
     def __init__(self, rng: Random, card: Card) -> None:
         self._card, self._size = card, rng.uniform(4, 40) * MIB

@@ -21,7 +21,7 @@ class Recipe:
     """A scenario: ranges are drawn from for each seed; sizes in MiB or GiB as the names say, times in seconds.
 
     `ambiguous` ones are benign growth that nobody
-    outside the process can tell from a leak for hours. `sleep` is (awake, asleep), `restarts` the number of lives more,
+    outside the process can tell from a leak for hours. `sleep` is (awake, asleep), `restarts` the number of runs more,
     `counter` one of whole, none, two, reset and unnamed.
     """
 

@@ -27,7 +27,7 @@ def of_engine(metric: Metric, **labels: str) -> tuple[Metric, tuple[tuple[str, s
 
 
 def healthy(*, engine_mib: int = 75_000, other_mib: int = 0, peak_mib: int | None = None) -> Lines:
-    """Return the lines of an 81,559 MiB GPU with 559 MiB reserved, whose engine was told to use 0.92 of it."""
+    """Return the lines of an 81,559 MiB GPU with 559 MiB reserved, whose engine was instructed to use 0.92 of it."""
     used = engine_mib + other_mib + 20
     lines: Lines = {
         line(catalog.BUILD_INFO, {"version": "1", "revision": "", "python_version": "3"}): 1,

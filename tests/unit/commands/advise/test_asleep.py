@@ -1,4 +1,4 @@
-"""An engine that slept: it ended no life, and takes hold of its GPU anew."""
+"""An engine that slept: it ended no run, and takes hold of its GPU again."""
 
 from __future__ import annotations
 

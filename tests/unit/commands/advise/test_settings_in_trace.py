@@ -1,4 +1,4 @@
-"""What the engine was started with stands in the trace; what the operator gives wins."""
+"""What the engine was started with is in the trace; what the operator gives wins."""
 
 from __future__ import annotations
 

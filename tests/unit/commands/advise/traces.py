@@ -210,7 +210,7 @@ def another_tenant() -> Iterator[Record]:
 
 
 def left_behind() -> Iterator[Record]:
-    """A life before this one left a core that holds 3 GiB, which were never this engine's to use."""
+    """A run before this one left a core that holds 3 GiB, which were never this engine's to use."""
     for step in steps(8):
         record = sample(step)
         record["gpus"][0]["leftovers"] = [{"fate": "orphaned", "used": 3 * 2**30}]

@@ -1,4 +1,4 @@
-"""What the engine was told to use stands in the trace; what the operator gives wins."""
+"""What the engine was instructed to use is in the trace; what the operator gives wins."""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ def test_traces_whose_truth_is_known(
 
 
 def test_memory_that_grew_while_the_engine_loaded_is_no_leak_that_would_have_been_seen(tmp_path: Path) -> None:
-    """The daemon shows the detector nothing of a life that has not worked yet, and half an hour of loading is long."""
+    """The daemon shows the detector nothing of a run that has not worked yet, and half an hour of loading is long."""
     began, took, samples = 3600.0, 45 * 60.0, []
     for sample in engine(10, restarts_at=began):
         loaded, gpu = (sample["t"] - BEGAN - began) / took, sample["gpus"][0]

@@ -1,4 +1,4 @@
-"""The limits on a trace by itself: each passes, fails and cannot be told."""
+"""The limits on a trace by itself: each passes, fails and cannot be judged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the daemon says of the engine's life in each scenario, over hours of simulated time without waiting."""
+"""What the daemon reports about the engine's run in each scenario, over hours of simulated time without waiting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the daemon says of each scenario, over hours of simulated time without waiting."""
+"""What the daemon reports about each scenario, over hours of simulated time without waiting."""
 
 from __future__ import annotations
 

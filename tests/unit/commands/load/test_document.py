@@ -1,4 +1,4 @@
-"""What is told of a load, and the exit status, over facts made by hand."""
+"""What is reported about a load, and the exit status, over facts made by hand."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ def burst(rng: Random) -> Iterator[Engine]:
 
 
 def failed_allocation(rng: Random) -> Iterator[Engine]:
-    """What is asked for and not had shows nowhere: only that little was left."""
+    """What is requested and not had shows nowhere: only that little was left."""
     engine = Engine(rng)
     engine.held += engine.room - rng.randint(300, 950) * MIB
     engine.quiet(300, 5.0)

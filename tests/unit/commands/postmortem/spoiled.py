@@ -29,7 +29,7 @@ def without_processes(scene: Scene, _: Random) -> Scene:
 
 
 def away_before(scene: Scene, rng: Random) -> Scene:
-    """The sidecar was begun anew minutes before the end, and back before it."""
+    """The sidecar was begun again minutes before the end, and back before it."""
     ends = end_of(scene)
     back = ends - rng.uniform(0.5, 3) * MINUTE
     return _without(scene, back - rng.uniform(1, 10) * MINUTE, back)
@@ -53,7 +53,7 @@ def clock_set(scene: Scene, rng: Random) -> Scene:
 
 
 def only_the_end(scene: Scene, rng: Random) -> Scene:
-    """The record began minutes before: a volume that was made anew."""
+    """The record began minutes before: a volume that was made again."""
     return _without(scene, 0.0, end_of(scene) - rng.uniform(4, 12) * MINUTE)
 
 
@@ -89,4 +89,4 @@ SPOILS: Final[tuple[Spoil, ...]] = (
 )
 
 KEEP_ENOUGH: Final = (without_processes, clock_set, only_the_end)
-"""What is still there tells the cause."""
+"""What is still there shows the cause."""

@@ -1,4 +1,4 @@
-"""What only a header or a leftover tells of an end: a canary's wait, and a server that left its core behind."""
+"""What only a header or a leftover shows of an end: a canary's wait, and a server that left its core behind."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ def test_the_page_is_one_file_that_loads_nothing_and_draws_the_curves(run: Run, 
 
 
 def test_a_letter_that_no_file_can_hold_costs_nothing_else(run: Run, tmp_path: Path) -> None:
-    """The name of a file may be no UTF-8, and stands in the log as it is."""
+    """The name of a file may be no UTF-8, and is in the log as it is."""
     scene, page = scenes.scene(scenes.crash, 1), tmp_path / "why.html"
     assert scene.header is not None
     scene.header["log"] = ["cannot write: file=/state-\udcff"]

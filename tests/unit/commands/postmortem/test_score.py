@@ -52,7 +52,7 @@ def test_what_was_only_seen_between_two_samples_may_be_a_neighbours() -> None:
 
 @cache
 def told(spoil: Spoil) -> list[tuple[EndCause, Diagnosis]]:
-    """Return the truth and what is said of each kind of incident where a sidecar saw less of it."""
+    """Return the truth and what is reported about each kind of incident where a sidecar saw less of it."""
     seeds = [(make, seed) for make in scenes.ALL for seed in range(6)]
     rngs = {each: Random(f"{spoil.__name__} {each[0].__name__} {each[1]}") for each in seeds}  # noqa: S311 - no secret
     made = [(made_up(make, seed), rngs[make, seed]) for make, seed in seeds]

@@ -1,4 +1,4 @@
-"""A server that gives no page any more and lives on: it hangs, or was told to end."""
+"""A server that gives no page any more and runs on: it hangs, or was instructed to end."""
 
 from __future__ import annotations
 

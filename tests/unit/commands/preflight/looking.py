@@ -23,7 +23,7 @@ DEFAULT: Final = MemoryRequest(utilization_ratio=0.92)
 
 
 class Preflight:
-    """Looks at what the fakes say; `said` are the lines that were told while it waited."""
+    """Looks at what the fakes say; `said` are the lines that were reported while it waited."""
 
     def __init__(self, nvml: FakeNvml, folder: Path) -> None:
         self.nvml = nvml

@@ -51,7 +51,7 @@ def test_a_machine_without_it_is_no_go_in_parallel_only(preflight: Preflight, nv
 
 
 def test_the_size_is_that_of_the_file_system(tmp_path: Path) -> None:
-    """In a mount namespace of its own, so that a real tmpfs of 64 MiB, as Docker's, can be mounted."""
+    """In a separate mount namespace, so that a real tmpfs of 64 MiB, as Docker's, can be mounted."""
     code = "from pathlib import Path; from vllm_headroom_tools.preflight import look; print(look.read_shm(Path('SHM')))"
     mounted = subprocess.run(
         [

@@ -1,4 +1,4 @@
-"""A server that answers as vLLM does, path by path, or as badly as it is told."""
+"""A server that answers as vLLM does, path by path, or as badly as instructed."""
 
 from __future__ import annotations
 

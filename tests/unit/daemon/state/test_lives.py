@@ -1,4 +1,4 @@
-"""How many lives came and went, over restarts of the daemon."""
+"""How many runs came and went, over restarts of the daemon."""
 
 from __future__ import annotations
 

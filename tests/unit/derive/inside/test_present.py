@@ -1,4 +1,4 @@
-"""Whose word counts now: of this life only, fresh or absent."""
+"""Whose word counts now: of this run only, fresh or absent."""
 
 from __future__ import annotations
 

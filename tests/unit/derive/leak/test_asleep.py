@@ -22,7 +22,7 @@ Sleeps = Callable[[float], bool]
 
 
 def cache(seconds: float) -> float:
-    """Return what is cached: it fills in every rollout anew, by another amount."""
+    """Return what is cached: it fills in every rollout again, by another amount."""
     rollout, since = divmod(seconds, EVERY)
     return segments((400 + rollout * 811 % 1600) * MIB * min(1.0, since / 300))
 
@@ -118,7 +118,7 @@ def warm(seconds: float) -> float:
 
 
 def test_what_grew_awake_counts_on_after_a_sleep_before_an_alarm_and_under_one() -> None:
-    """Begun anew, the alarm would come half an hour later, and be gone when it is held no longer."""
+    """Begun again, the alarm would come half an hour later, and be gone when it is held no longer."""
     found = states(looks(4, leak, flat, lambda seconds: seconds % HOUR >= 0.95 * HOUR))
 
     first = found.index(LeakState.LEAKING)

@@ -74,7 +74,7 @@ def test_a_leak_goes_from_warming_up_through_growing_to_leaking_on_gpu_and_host(
 
 
 def on_host(limit_bytes: int | None, *, file_bytes: int = 0) -> Change:
-    """Let the host memory in use be what the one process has of its own."""
+    """Let the host memory in use be what only the one process has."""
 
     def change(seen: Snapshot, _seconds: float) -> Snapshot:
         assert not isinstance(seen.processes, Failure)

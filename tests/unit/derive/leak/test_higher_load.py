@@ -1,4 +1,4 @@
-"""Load that is higher than ever before makes demands of its own: what grows with it is no leak."""
+"""Load that is higher than ever before makes its own demands: what grows with it is no leak."""
 
 from __future__ import annotations
 

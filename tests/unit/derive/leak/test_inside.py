@@ -1,4 +1,4 @@
-"""Tensors, fragments or outside torch: the track of what is inside, through lives, sleep and silence."""
+"""Tensors, fragments or outside torch: the track of what is inside, through runs, sleep and silence."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What the detector would have said of leaks that were reported in public.
+"""What the detector would have reported about leaks that were reported in public.
 
 The traces are synthesised: straight lines through the figures a report gives, at ten requests a second, without the
-report's own noise and warm-up. They say when a growth of that pace is told, and nothing of how it looked.
+report's own noise and warm-up. They say when a growth of that pace is reported, and nothing of how it looked.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ FLAT_HOURS: Final = 4.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """A report's figures: what was held at first and at last, in how many hours, and what it says of the end.
+    """A report's figures: what was held at first and at last, in how many hours, and what it reports about the end.
 
-    `room_bytes` is what was left at first; None on host memory whose limit nobody told. `assumed` names what the report
+    `room_bytes` is what was left at first; None without a limit of host memory. `assumed` names what the report
     does not say.
     """
 

@@ -52,7 +52,7 @@ class Timeline:
         self._done = 100.0
 
     def play(self) -> Diagnosis:
-        """Return what is said of the end once all is over."""
+        """Return what is reported about the end once all is over."""
         at = -WARM_SECONDS
         while at < -60.0:
             self._look(at, 30.0)
@@ -226,7 +226,7 @@ KINDS: Final = (
 
 
 def play(kind: Callable[[Random], Plan], seed: int) -> tuple[EndCause, Diagnosis]:
-    """Return the truth of an end, and what is said of it."""
+    """Return the truth of an end, and what is reported about it."""
     rng = Random(f"{kind.__name__} {seed}")  # noqa: S311 - scenes, not secrets
     plan = kind(rng)
     return plan.cause, Timeline(plan, rng).play()

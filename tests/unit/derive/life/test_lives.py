@@ -1,4 +1,4 @@
-"""Where a life ends and another begins, and why."""
+"""Where a run ends and another begins, and why."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Another engine's processes tell nothing of this one's life, and what lives on did not end."""
+"""Another engine's processes tell nothing of this one's run, and what runs on did not end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the probe adds to what is known of a life: steps, silence, and the error it died of."""
+"""What the probe adds to what is known of a run: steps, silence, and the error it died of."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_silence_without_work_or_of_another_process_is_no_stall() -> None:
 
 
 def died(oom: OomRecord, *, written: float, replaced: bool = False) -> dict[ExitReason, int]:
-    """Return the exits after a death at second 10 of the life, which left that record."""
+    """Return the exits after a death at second 10 of the run, which left that record."""
     watch = serving()
     left = ProbeReadings(others=(probed(oom=oom, written_at_seconds=BEGAN + written),))
     life: EngineStatus = (

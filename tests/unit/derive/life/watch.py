@@ -1,4 +1,4 @@
-"""An engine looked at every five seconds, and what is known of its life after each look."""
+"""An engine looked at every five seconds, and what is known of its run after each look."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def working(done: float, *, running: float = 4.0, started: float | None = BEGAN,
 
 
 class Watch:
-    """Follows a life; what is not said at a look is as at the one before."""
+    """Follows a run; what is not said at a look is as at the one before."""
 
     def __init__(
         self,

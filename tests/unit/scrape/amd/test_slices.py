@@ -1,4 +1,4 @@
-"""Cards that are cut, and cards that have no memory of their own."""
+"""Cards that are cut, and cards without separate memory."""
 
 import pytest
 
@@ -14,7 +14,7 @@ PART_BYTES = MI300X_BYTES // PARTS
 
 
 def cut(machine: Machine) -> AmdCard:
-    """Add an MI300X in CPX and NPS4: eight nodes of KFD, one PCI device that tells of them all."""
+    """Add an MI300X in CPX and NPS4: eight nodes of KFD, one PCI device that reports them all."""
     card = machine.sys.add(CARD, card=1, used_bytes=100 * GIB)
     card.tell(current_compute_partition="CPX")
     for part in range(PARTS):

@@ -28,7 +28,7 @@ WAKING: Final = page('{"is_sleeping":false}')
 
 
 class Server(EngineServer):
-    """Answers each path as it is told."""
+    """Answers each path as instructed."""
 
     def __init__(self, **answers: Answer) -> None:
         self.answers = {**WELL, **{f"/{path}": answer for path, answer in answers.items()}}

@@ -18,7 +18,7 @@ from vllm_headroom.scrape.http.reader import PageReader
 from vllm_headroom.vocabulary import REASONS, Reason, Source
 
 LOOPS = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
-NO_SUCH_HOST = ".".join(["a" * 60] * 5)  # longer than a name may be: refused before anybody is asked
+NO_SUCH_HOST = ".".join(["a" * 60] * 5)  # longer than a name may be: refused before a request is sent
 
 
 @pytest.fixture(params=LOOPS)

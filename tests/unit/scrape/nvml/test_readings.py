@@ -186,7 +186,7 @@ def test_the_process_list_is_renewed_when_memory_moved_unless_it_is_brand_new(
 
 
 def meminfo(folder: Path, *, total: int, available: int) -> Path:
-    """Write a /proc that tells the machine's memory, and return it."""
+    """Write a /proc that shows the machine's memory, and return it."""
     (folder / "meminfo").write_text(f"MemTotal: {total >> 10} kB\nMemFree: 9 kB\nMemAvailable: {available >> 10} kB\n")
     return folder
 

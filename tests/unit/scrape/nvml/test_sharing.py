@@ -95,7 +95,7 @@ def test_a_list_that_a_vgpu_never_tells_is_asked_for_once(fake: FakeNvml) -> Non
 def test_memory_that_a_sharing_library_reckons_below_zero_is_unknown_and_leaves_no_peak(
     fake: FakeNvml, used: int, reserved: int
 ) -> None:
-    """HAMi's tells what is used, or free, as some 2**64 bytes (Project-HAMi/HAMi#1181, HAMi-core#200)."""
+    """HAMi's shows what is used, or free, as some 2**64 bytes (Project-HAMi/HAMi#1181, HAMi-core#200)."""
     (gpu,) = fake.gpus
     gpu.used_bytes, gpu.reserved_bytes, gpu.temperature_celsius = used, reserved, 41
 

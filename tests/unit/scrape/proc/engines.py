@@ -47,14 +47,14 @@ def roles(processes: Processes) -> dict[int, Role]:
 
 
 REFUSED = PageState(port=PORT, can_listen=False)
-"""Nobody listens where the page is asked for."""
+"""Nobody listens where the page is requested."""
 
 ANYTHING = PageState(port=PORT)
 ON_HOST = PageState(port=PORT, is_on_host=True)
 
 
 def named(began_seconds: float | None = None) -> PageState:
-    """Return what a page tells, and when its server began."""
+    """Return what a page shows, and when its server began."""
     return PageState(port=PORT, is_answered=True, server_start_seconds=began_seconds)
 
 

@@ -140,7 +140,7 @@ def test_a_server_of_several_ports_is_known_by_the_one_that_answers() -> None:
 
 @pytest.mark.parametrize("command", ["vllm serve m --port 9000", "vllm serve --config c.yaml"])
 def test_on_a_host_one_that_only_may_be_it_is_not_known_to_be_before_the_page_answers(command: str) -> None:
-    """In a pod of its own there is no other."""
+    """In its own pod there is no other."""
     seen = tree((10, 1, command))
 
     before = choice(seen, asked=ON_HOST)

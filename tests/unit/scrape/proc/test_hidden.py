@@ -56,7 +56,7 @@ def test_an_engine_that_showed_and_left_nothing_beside_the_daemon_is_gone(tree: 
 
 
 def test_an_engine_that_showed_is_hidden_when_the_first_process_is_too(tree: ProcTree) -> None:
-    """As /proc mounted anew with hidepid does."""
+    """As /proc mounted again with hidepid does."""
     tree.add(7, 1, *SERVER)
     processes = reader(tree)
     assert isinstance(read(processes), ProcessReadings)

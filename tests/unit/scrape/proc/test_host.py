@@ -1,4 +1,4 @@
-"""What /proc tells of the machine, and a real /dev/shm."""
+"""What /proc shows of the machine, and a real /dev/shm."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from vllm_headroom.scrape.proc.reader import Processes
 from vllm_headroom.vocabulary import Role
 
 PORT = 10_000 + os.getpid() % 50_000
-"""Tells the servers of these tests from any other on this machine."""
+"""Distinguishes the servers of these tests from any other on this machine."""
 
 SERVER = """
 import subprocess, sys
@@ -46,7 +46,7 @@ class Served:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Start a `vllm serve` that runs a shell command, in a session of its own that is killed at the end."""
+    """Start a `vllm serve` that runs a shell command, in a separate session that is killed at the end."""
     started: list[subprocess.Popen[bytes]] = []
     program = tmp_path / "vllm"
     program.write_text(SERVER)

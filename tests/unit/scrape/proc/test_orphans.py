@@ -29,7 +29,7 @@ def processes(tree: ProcTree) -> Processes:
 
 
 def seen(processes: Processes) -> tuple[dict[int, Role], frozenset[int]]:
-    """Return the roles of the engine's processes, and what earlier lives left."""
+    """Return the roles of the engine's processes, and what earlier runs left."""
     readings = read(processes)
     return {process.pid: process.role for process in readings.engine}, readings.orphans
 

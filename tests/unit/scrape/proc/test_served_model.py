@@ -16,7 +16,7 @@ from vllm_headroom.vocabulary import Role, Source
 
 pytestmark = pytest.mark.anyio
 
-TOKEN: TokenBytes = lambda _dtype, _gpus: 7  # noqa: E731 - stands for a model's
+TOKEN: TokenBytes = lambda _dtype, _gpus: 7  # noqa: E731 - represents a model's
 SERVER = EngineProcess(pid=20, role=Role.API_SERVER, rss_bytes=1, started_at_seconds=5.0)
 
 
@@ -26,7 +26,7 @@ def readings(**given: Any) -> ProcessReadings:
 
 
 class Container:
-    """A server in /proc, with a file system of its own."""
+    """A server in /proc, with a separate file system."""
 
     def __init__(self, path: Path) -> None:
         self.proc, self.root, self.read = path / "proc", path / "root", list[Path]()

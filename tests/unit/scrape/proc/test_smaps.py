@@ -1,4 +1,4 @@
-"""What a process's mappings say of its growth, of real leaks in C and of hostile files."""
+"""What a process's mappings report about its growth, of real leaks in C and of hostile files."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from vllm_headroom_tools.trace import BadInput, parse_snapshot
 PAGES: Final = sorted(OTHERS.glob("*.prom"))
 TELL_NO_LOAD: Final = {"dynamo-component"}
 KEPT: Final = ("running", "waiting", "finished_total", "kv_used_ratio")
-"""What a history is asked for, beside whether the engine is awake."""
+"""What a history is queried for, besides whether the engine is awake."""
 
 
 @pytest.fixture
