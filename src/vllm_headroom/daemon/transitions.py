@@ -173,7 +173,7 @@ class Transitions:
             )
 
     def _report_processes(self, snapshot: Snapshot) -> None:
-        """Log that the engine cannot be told from others, and that an exited one left processes."""
+        """Log that the engine cannot be distinguished, and that an exited one left processes."""
         if self._note_change("engines", snapshot.ambiguous_engines) and snapshot.ambiguous_engines:
             log.warning(
                 "engine's processes not chosen",

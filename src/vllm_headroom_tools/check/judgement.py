@@ -45,7 +45,7 @@ class Judgement(Struct, frozen=True, kw_only=True):
     bound_text: str | None = None
     baseline_text: str | None = None
     reason: str = ""  # what the verdict is based on, or what is missing
-    # of a limit on leaks, what the detector says of the whole trace; None of any other limit
+    # of a limit on leaks, the detector's result for the whole trace; None of any other limit
     leak_verdict: LeakVerdict | None = None
 
     @property
