@@ -6,8 +6,8 @@ from struct import Struct
 from typing import Final
 
 SLOW_SECONDS: Final = 40.0
-"""An idle server answers sooner, although it may take 30 s to load a video
-(VLLM_VIDEO_FETCH_TIMEOUT)."""
+"""A request that has waited for at least this time is slow. An idle server answers sooner, even if
+it takes 30 s to load a video (VLLM_VIDEO_FETCH_TIMEOUT)."""
 
 # The kernel's sock_diag protocol: linux/netlink.h, sock_diag.h, inet_diag.h and tcp.h.
 _NETLINK_SOCK_DIAG: Final = 4
@@ -40,9 +40,9 @@ _RECEIVE_BYTES: Final = 2**16
 def find_wait(ports: Collection[int]) -> float | None:
     """Return for how many seconds the newest slow request to these ports has waited.
 
-    None without a slow request, or where that is unknown. A request waits on a connection that has
-    received data since it last sent any. A connection that is kept alive has sent last. The
-    connections are those of this process's network.
+    None without a slow request, and where the kernel does not list connections. A request waits on
+    a connection whose last data was received, not sent: on an idle connection that is kept alive,
+    the last data was sent. Only connections in this process's network namespace are listed.
     """
     waits_seconds: list[float] = []
     try:
@@ -56,7 +56,10 @@ def find_wait(ports: Collection[int]) -> float | None:
 
 
 def _list_waits(kernel: socket.socket, family: int, port: int) -> Iterator[float]:
-    """Yield for how many seconds each request to a port has waited."""
+    """Yield for how many seconds each waiting request to a port has waited; raise OSError.
+
+    `family` is that of IPv4 or IPv6.
+    """
     size = _REQUEST.size + _SOCKET_ID.size
     request = _REQUEST.pack(
         size,
@@ -79,8 +82,8 @@ def _list_waits(kernel: socket.socket, family: int, port: int) -> Iterator[float
                 if attribute != _INET_DIAG_INFO:
                     continue
                 sent_ago, received_ago, acked_bytes, received_bytes = _TCP_INFO.unpack_from(content)
-                # Equal times, as at a connection's start, show no order; then it waits if it has
-                # received data and has sent none.
+                # Equal times, as at a connection's start, show no order: then a request waits if
+                # the connection has received data and sent none.
                 has_only_received = received_bytes > 0 and acked_bytes == 0
                 is_waiting = received_ago < sent_ago
                 if is_waiting or (received_ago == sent_ago and has_only_received):
@@ -88,7 +91,10 @@ def _list_waits(kernel: socket.socket, family: int, port: int) -> Iterator[float
 
 
 def _split_parts(parts: memoryview, header: Struct) -> Iterator[tuple[int, memoryview]]:
-    """Yield the kind and the bytes, header included, of each message or attribute."""
+    """Yield the kind and the bytes of each message or attribute in a sequence of them.
+
+    The bytes include the header, which has the size and the kind.
+    """
     while parts:
         size, kind = header.unpack_from(parts)
         yield kind, parts[:size]

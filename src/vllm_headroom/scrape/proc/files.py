@@ -14,8 +14,8 @@ from vllm_headroom.scrape.shortage import SHORTAGES
 from vllm_headroom.vocabulary import Role
 
 _START_BYTES: Final = 4096
-"""Enough for a program and its first arguments, and for any stat or /sys file; a command line may
-be megabytes."""
+"""How much of a file is read by `read_start`: enough for a program and its first arguments, and for
+any stat or /sys file. A command line may be megabytes long."""
 
 KIB: Final = 1024
 """The unit of sizes in /proc."""
@@ -23,12 +23,12 @@ KIB: Final = 1024
 _CHUNK_BYTES: Final = 2**16
 
 _TITLED_PREFIXES: Final = ("python", "pypy", "vllm", "VLLM::", "ray::")
-"""Prefixes of process names whose command line can become, or change within, vLLM's without a new
-name."""
+"""Prefixes of the names of processes that may set a title, which changes the command line but not
+always the name."""
 
 KTHREADD_PID: Final = 2
-"""The parent of all kernel threads, which have no command line. Other processes have none only
-during exec, which sets the name first."""
+"""The parent of all kernel threads, which have no command line. Any other process has no command
+line only during exec, which sets the name first."""
 
 _FIRST_PID_NAMESPACE: Final = "pid:[4026531836]"
 """The machine's first PID namespace has a fixed inode (Linux include/linux/proc_ns.h:
@@ -103,9 +103,9 @@ class ProcUsage(Struct, frozen=True, kw_only=True):
 
 
 def read_content(file: Path | str, max_bytes: int | None = None) -> bytes:
-    """Return a kernel file's content, or its first `max_bytes`; raise OSError.
+    """Return a file's content, or its first `max_bytes`; raise OSError.
 
-    Unbuffered: a host may have 10,000 processes.
+    It is read without Python's buffers, which cost time: a host may have 10,000 processes.
     """
     descriptor = os.open(file, os.O_RDONLY)
     try:
@@ -122,9 +122,9 @@ def read_start(path: str) -> bytes:
 
 
 def find_number(text: bytes, name: bytes) -> int | None:
-    """Return the number after `name` at the start of a line; None without one.
+    """Return the number in the first line that begins with `name`.
 
-    `name` includes the separator between the two.
+    None without such a line, and where no number follows. `name` includes the separator.
     """
     _, _, following = (b"\n" + text).partition(b"\n" + name)
     words = following.split(maxsplit=1)
@@ -145,12 +145,11 @@ def read_own_pid(proc: Path) -> int:
 def read_entry(
     proc: Path, pid: int, previous: ProcEntry | None = None, *, is_engine: bool = False
 ) -> ProcEntry | None:
-    """Return the process, or None when it has exited or is a zombie.
+    """Return the process; None where it has exited, is a zombie or, unless an engine's, unreadable.
 
-    Raises OSError where that is unknown.
-
-    `previous`, the last result, is returned again where the process has not changed and its command
-    line cannot have.
+    `previous` is the last result for this pid; it is returned again where the process and its
+    command line cannot have changed. Raises OSError where a shortage on this side prevented the
+    reading, and for a process of the engine where it is unknown whether it has exited.
     """
     try:
         stat = _read_stat(proc, pid)
@@ -171,13 +170,16 @@ def _is_unchanged(process: ProcEntry, previous: ProcEntry) -> bool:
         return False
     if process.family != previous.family:
         return False
-    # Without a command line it was in exec, unless it is a kernel thread.
+    # A process without a command line, other than a kernel thread, was in exec when it was read.
     was_in_exec = previous.command == (previous.name,) and previous.parent_pid != KTHREADD_PID
     return not was_in_exec and not previous.name.startswith(_TITLED_PREFIXES)
 
 
 def is_zombie(proc: Path, pid: int) -> bool:
-    """Return whether the process has exited and its parent has not reaped it."""
+    """Return whether the process has exited and its parent has not reaped it.
+
+    False where its stat file cannot be read.
+    """
     try:
         return _read_stat(proc, pid).state == ZOMBIE_STATE
     except (OSError, ValueError):
@@ -185,7 +187,7 @@ def is_zombie(proc: Path, pid: int) -> bool:
 
 
 def read_command(proc: Path, pid: int) -> Command:
-    """Return the process's whole command line, empty when it has exited."""
+    """Return the process's whole command line; empty where it cannot be read, as after an exit."""
     try:
         return _split_arguments(read_content(proc / str(pid) / "cmdline"))
     except OSError:
@@ -193,15 +195,15 @@ def read_command(proc: Path, pid: int) -> Command:
 
 
 def read_usage(proc: Path, process: ProcEntry) -> ProcUsage | None:
-    """Return what the process uses; None when it has exited or its pid was reused.
+    """Return what a process of the engine uses; None where it has exited or its pid was reused.
 
-    A process that is exiting has no memory left and counts as exited. Raises OSError where that is
-    unknown.
+    A process without resident memory is exiting, and counts as exited. Raises OSError where it is
+    unknown whether the process has exited.
     """
     try:
         memory_pages = read_start(f"{proc}/{process.pid}/statm").split()
         resident_pages = int(memory_pages[1])
-        # stat comes after statm: if it is of the same process, then both are
+        # Read after statm: if stat is of the same process as before, then statm was too.
         stat = _read_stat(proc, process.pid)
     except (OSError, ValueError, IndexError) as error:
         _raise_if_unknown(error, is_engine=True)
@@ -215,12 +217,15 @@ def read_usage(proc: Path, process: ProcEntry) -> ProcUsage | None:
 
 
 def _read_stat(proc: Path, pid: int) -> ProcStat:
-    """Parse a process's stat file, see proc(5); raise OSError or ValueError."""
+    """Read a process's stat file, see proc(5).
+
+    Raises OSError where it cannot be read, and ValueError where it is incomplete.
+    """
     text = read_start(f"{proc}/{pid}/stat").decode(errors="replace")
     # The name is in parentheses and may contain any byte, parentheses too.
     _, _, name_and_fields = text.partition("(")
     name, _, following = name_and_fields.rpartition(") ")
-    # proc(5) numbers the fields from 1; the state, field 3, is the first after the name
+    # proc(5) numbers the fields from 1. The first field after the name is the state, field 3.
     fields = following.split(maxsplit=20)
     if len(fields) < _STAT_FIELDS:
         raise ValueError(f"the stat file of process {pid} is incomplete")
@@ -241,9 +246,10 @@ def _read_stat(proc: Path, pid: int) -> ProcStat:
 
 
 def _raise_if_unknown(error: Exception, *, is_engine: bool) -> None:
-    """Raise an OSError that does not mean that the process has exited.
+    """Raise `error` where it leaves unknown whether the process has exited; else do nothing.
 
-    That is a shortage on this side and, for the engine's processes, every error but absence.
+    That is an OSError from a shortage on this side and, for a process of the engine, any OSError
+    other than that the process is absent.
     """
     if not isinstance(error, OSError):
         return
@@ -253,12 +259,13 @@ def _raise_if_unknown(error: Exception, *, is_engine: bool) -> None:
 
 
 def _split_arguments(arguments: bytes) -> Command:
+    """Return the arguments of a cmdline file's content; empty for an empty file."""
     text = arguments.rstrip(b"\0").decode(errors="replace")
     return tuple(text.split("\0")) if text else ()
 
 
 def has_host_pids(proc: Path) -> bool:
-    """Return whether this process is known to be in the machine's first PID namespace."""
+    """Return whether this process is in the machine's first PID namespace; False where unknown."""
     try:
         namespace = (proc / "self" / "ns" / "pid").readlink()
     except OSError:
@@ -267,9 +274,10 @@ def has_host_pids(proc: Path) -> bool:
 
 
 def has_same_network(proc: Path, pid: int, *, default: bool = True) -> bool:
-    """Return whether a process is in this network namespace; `default` where that cannot be read.
+    """Return whether a process is in this process's network namespace.
 
-    Compares the inode of net/stat, which all users can read, unlike ns/net.
+    `default` where that cannot be found out. The inodes of net/stat are compared, which all users
+    can read, unlike ns/net.
     """
     own_file = proc / "self" / "net" / "stat"
     other_file = proc / str(pid) / "net" / "stat"

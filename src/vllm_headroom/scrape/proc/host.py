@@ -44,8 +44,9 @@ class CgroupMount(Struct, frozen=True, kw_only=True):
 
     version: CgroupVersion
     root: str
-    """The cgroup that is mounted there: in a container not always the first of the tree."""
+    """The cgroup that is mounted: in a container not always the root of the tree."""
     path: Path
+    """The folder at which it is mounted."""
 
 
 class CgroupFolder(Struct, frozen=True, kw_only=True):
@@ -56,7 +57,7 @@ class CgroupFolder(Struct, frozen=True, kw_only=True):
 
 
 def _read(path: Path) -> bytes:
-    """Return a file's content, nothing where it cannot be read."""
+    """Return a file's content; empty where it cannot be read."""
     try:
         return read_content(path)
     except OSError:
@@ -69,10 +70,11 @@ def _read_lines(path: Path) -> list[str]:
 
 
 def read_cgroup(proc: Path, pid: int, *, machine_bytes: int) -> Cgroup | None:
-    """Return the memory of a process's cgroup, at the level with the lowest limit.
+    """Return the memory of a process's cgroup.
 
-    None where the cgroup is not visible: its folder must list the process. A limit above the
-    machine's memory is no limit.
+    The figures are those of the cgroup with the lowest limit among the process's cgroup and all
+    cgroups above that. A limit that is not below the machine's memory counts as none. None where
+    the cgroup is not visible or cannot be read: a visible folder must list the process.
     """
     try:
         for cgroup in _list_folders(proc, pid):
@@ -86,7 +88,10 @@ def read_cgroup(proc: Path, pid: int, *, machine_bytes: int) -> Cgroup | None:
 
 
 def _list_folders(proc: Path, pid: int) -> Iterator[CgroupFolder]:
-    """Yield where the process's cgroup may be; raise OSError or ValueError."""
+    """Yield the folders that may be the process's memory cgroup.
+
+    Raises OSError or ValueError where /proc cannot be read or understood.
+    """
     mounts = []
     for line in _read_lines(proc / "self" / "mountinfo"):
         mount = _parse_mount(line)
@@ -107,7 +112,10 @@ def _list_folders(proc: Path, pid: int) -> Iterator[CgroupFolder]:
 
 
 def _parse_mount(line: str) -> CgroupMount | None:
-    """Return the mount of a line of mountinfo, see proc(5); None for other file systems."""
+    """Return the mount of a line of mountinfo, see proc(5).
+
+    None for file systems other than memory cgroups.
+    """
     fields, _, file_system = line.partition(" - ")
     kind, _, source_and_options = file_system.partition(" ")
     options = source_and_options.partition(" ")[2].split(",")
@@ -122,7 +130,7 @@ def _parse_mount(line: str) -> CgroupMount | None:
 
 
 def _read_memory(cgroup: CgroupFolder, machine_bytes: int) -> Cgroup | None:
-    """Return the memory at the level with the lowest limit, None where it cannot be read."""
+    """Return the memory of a cgroup, see `read_cgroup`; None where it cannot be read."""
     version = cgroup.mount.version
     try:
         limit_bytes, level = _find_lowest_limit(cgroup) or (machine_bytes, cgroup.path)
@@ -131,7 +139,7 @@ def _read_memory(cgroup: CgroupFolder, machine_bytes: int) -> Cgroup | None:
         for name in version.cache:
             cache_bytes += find_number(stat, f"{name} ".encode()) or 0
         swap = _read(level / "memory.swap.current")
-        # version 1 has it in memory.stat
+        # Version 1 has no such file: the swapped bytes are in memory.stat.
         swap_bytes = find_number(swap, b"") if swap else find_number(stat, b"total_swap ")
         return Cgroup(
             identity=f"{cgroup.path}:{cgroup.path.stat().st_ino}",
@@ -147,16 +155,17 @@ def _read_memory(cgroup: CgroupFolder, machine_bytes: int) -> Cgroup | None:
 
 
 def _find_lowest_limit(cgroup: CgroupFolder) -> tuple[int, Path] | None:
-    """Return the lowest limit of the cgroup and those above it, in bytes, with its folder.
+    """Return the lowest limit in bytes of the cgroup and all above it, with the folder that has it.
 
-    None where none has a limit. Raises OSError where a limit cannot be read.
+    None where none of them has a limit. Raises OSError where reading a limit fails for another
+    reason than that the file is missing or not permitted.
     """
     mount = cgroup.mount
     limits: list[tuple[int, Path]] = []
     for level in (cgroup.path, *cgroup.path.parents):
         if not level.is_relative_to(mount.path):
             continue
-        # Any other failure does not mean that there is no limit.
+        # After any other error a limit may exist: the error is raised, not taken for no limit.
         with contextlib.suppress(FileNotFoundError, PermissionError):
             limit_bytes = find_number(read_content(level / mount.version.limit), b"")
             if limit_bytes is not None:
@@ -167,11 +176,14 @@ def _find_lowest_limit(cgroup: CgroupFolder) -> tuple[int, Path] | None:
 SHM_FOLDER: Final = "dev/shm"
 
 _UNLIMITED_BYTES: Final = 2**63
-"""The memory of a machine where it is unknown: above every limit."""
+"""Used in place of the machine's memory where that is unknown: more than any limit."""
 
 
 def read_host(proc: Path, pid: int | None) -> HostReading:
-    """Return the visible host memory; the cgroup and /dev/shm are those of the process `pid`."""
+    """Return the host memory, with None for each part that is not visible.
+
+    The cgroup and /dev/shm are those of the process `pid`; both are None where `pid` is None.
+    """
     machine = read_machine(proc)
     if pid is None:
         return HostReading(machine=machine)
@@ -181,7 +193,7 @@ def read_host(proc: Path, pid: int | None) -> HostReading:
 
 
 def read_machine(proc: Path) -> MachineMemory | None:
-    """Return the machine's memory, None where /proc does not have it."""
+    """Return the machine's memory; None where /proc does not show it."""
     meminfo = _read(proc / "meminfo")
     total_kib = find_number(meminfo, b"MemTotal:")
     available_kib = find_number(meminfo, b"MemAvailable:")
@@ -198,14 +210,14 @@ def read_machine(proc: Path) -> MachineMemory | None:
 
 
 DRIVER_BLOCK_BYTES: Final = 2 * MIB
-"""What a driver maps at a time: smaller free blocks do not help a GPU that uses the machine's
-memory."""
+"""A driver maps blocks of this size: smaller free blocks are of no use for a GPU that uses the
+machine's memory."""
 
 
 def read_free_blocks(proc: Path) -> int | None:
-    """Return the bytes of the machine's free memory in blocks of 2 MiB or more.
+    """Return how many bytes of the machine's memory are free in blocks of 2 MiB or more.
 
-    None where /proc/buddyinfo has no counts.
+    None where /proc/buddyinfo cannot be read or understood.
     """
     page_bytes = os.sysconf("SC_PAGE_SIZE")
     has_counts = False
@@ -228,14 +240,17 @@ def read_free_blocks(proc: Path) -> int | None:
 def read_cpu_pressure(proc: Path) -> float | None:
     """Return the share of the last minute in which a task of the machine waited for a CPU.
 
-    None where the kernel does not account for it (`psi=0`).
+    None where the kernel does not measure that (boot option `psi=0`).
     """
     return _read_pressure(proc / "pressure" / "cpu", b"avg60=")
 
 
 def _read_pressure(path: Path, window: bytes) -> float | None:
-    """Return the share of the window in which at least one task waited; None where unknown."""
-    # The first line is that of "some" tasks, the second that of all.
+    """Return the share of a window in which at least one task waited; None where unknown.
+
+    `window` is the field of the file: `avg10=` for the last ten seconds, `avg60=` for a minute.
+    """
+    # The first line is of "some" tasks, the second of all: the first match is in the first line.
     _, _, following = _read(path).partition(window)
     try:
         percent = float(following.split()[0])
@@ -281,7 +296,10 @@ def read_parts(proc: Path, pid: int) -> dict[str, int]:
 
 
 def read_shm(path: Path) -> Shm | None:
-    """Return the size of the file system at `path`, None where there is none."""
+    """Return the size and the free space of the file system at `path`.
+
+    None where it cannot be read, as where nothing is at `path`.
+    """
     try:
         volume = os.statvfs(path)
     except OSError:
@@ -292,10 +310,10 @@ def read_shm(path: Path) -> Shm | None:
 
 
 def _read_process_shm(proc: Path, pid: int) -> Shm | None:
-    """Return the size of the process's /dev/shm, None where it cannot be read.
+    """Return the size and the free space of the process's /dev/shm; None where unknown.
 
     It is read through the process's root. Where that is not permitted, this process's own /dev/shm
-    is used if it is the same.
+    is read if both are the same device.
     """
     shm = read_shm(proc / str(pid) / "root" / SHM_FOLDER)
     if shm is not None:

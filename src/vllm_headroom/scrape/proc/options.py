@@ -33,18 +33,18 @@ _CONNECTOR_SIZES: Final = {
         r'"lmcache\.max_local_cpu_size"\s*:\s*"?(\d{1,6}(?:\.\d{1,6})?)(?!\d)'
     ),
 }
-"""Sizes in the JSON of --kv-transfer-config, of any of its connectors (vllm/v1/kv_offload/,
-LMCache's config.py)."""
+"""Patterns of the sizes in the JSON of --kv-transfer-config, by the field of EngineOptions. Each of
+its connectors may have one (vllm/v1/kv_offload/, LMCache's config.py)."""
 
 _MAX_SHOWN_CHARACTERS: Final = 4096
-"""Characters of a command line that are shown: some are megabytes."""
+"""How many characters of a command line are shown: some lines are megabytes long."""
 
 _MAX_OPTION_NAMES: Final = 1000
 """The most options of one command line: vLLM has about 300."""
 
 _MAX_SEARCHED_CHARACTERS: Final = 2**16
-"""Characters of an argument that are searched for secrets. More than are shown: a cut hides where a
-secret ends."""
+"""How many characters of an argument are searched for secrets. More than are shown: a pattern
+cannot match a secret whose end is cut off."""
 
 _SECRET_OPTION: Final = re.compile(
     r"--[\w-]{0,60}(key|token|password|secret|credentials?)$", re.IGNORECASE
@@ -62,10 +62,11 @@ _STARRED: Final = rf"\g<before>\g<name>\g<start>{_STARS}"
 
 
 def read_options(command: Command) -> EngineOptions | None:
-    """Return what a vLLM's command line sets; None for any other program's.
+    """Return what the command line of a vLLM server sets; None for any other command line.
 
-    vLLM accepts an option with underscores or dashes, and its value behind a space or `=`; the last
-    of several counts. A value that does not have the option's type is ignored.
+    As in vLLM, an option may have underscores or dashes, and its value follows a space or `=`. Of
+    an option that is given several times, the last value counts. A value of another type than the
+    option's is ignored.
     """
     server = find_server(command) if command else None
     if server is None or server.product != "vLLM":
@@ -105,7 +106,7 @@ def _find_option_name(argument: str) -> str | None:
 
 
 def _find_positional_model(command: Command) -> str | None:
-    """Return the argument after `serve` if it is no option."""
+    """Return the model in `vllm serve MODEL`; None where no argument or an option follows."""
     if "serve" not in command[:-1]:
         return None
     argument = command[command.index("serve") + 1]
@@ -115,7 +116,11 @@ def _find_positional_model(command: Command) -> str | None:
 
 
 def _parse_value(name: str, text: str) -> Any:  # noqa: ANN401 - of the type in EngineOptions
-    """Return the value of an option; None where it has another type or is out of bounds."""
+    """Return the value of an option; None where it has another type or is out of bounds.
+
+    A text must not be longer than what is shown. A number must be from 0 to an exact integer, and
+    the ratio gpu_memory_utilization must not be above 1.
+    """
     try:
         value = _PARSERS[name](text)
     except (ValueError, InvalidOperation):  # "auto", or another option where none has a value
@@ -131,7 +136,8 @@ def _parse_value(name: str, text: str) -> Any:  # noqa: ANN401 - of the type in 
 def star_secrets(command: Command) -> str:
     """Return a command line to show, with its secrets replaced by stars.
 
-    Secrets are the values of options that name one, and what looks like one anywhere.
+    Secrets are all values of an option whose name says so, and texts anywhere that look like one.
+    A line that is too long is cut and ends with "...".
     """
     shown_arguments: list[str] = []
     room_characters = _MAX_SHOWN_CHARACTERS
@@ -141,7 +147,7 @@ def star_secrets(command: Command) -> str:
             is_secret_value = bool(_SECRET_OPTION.match(argument))
             shown = _star_argument(argument)[:room_characters]
         elif is_secret_value:
-            # such an option may take several values: all are secret up to the next option
+            # The option may take several values: all up to the next option are secret.
             shown = _STARS
         else:
             shown = _star_argument(argument)[:room_characters]
@@ -153,4 +159,5 @@ def star_secrets(command: Command) -> str:
 
 
 def _star_argument(argument: str) -> str:
+    """Return the start of an argument, with all that looks like a secret replaced by stars."""
     return _SECRETS.sub(_STARRED, argument[:_MAX_SEARCHED_CHARACTERS])

@@ -29,14 +29,15 @@ HIDDEN: Final = Failure(
         " share the pod's processes (shareProcessNamespace: true), or mount /proc without hidepid"
     ),
 )
-"""The reading where the engine's processes cannot be visible. An empty list would mean that the
-engine is down: that is returned once the engine was visible, as long as pid 1 is."""
+"""The result where the engine's processes cannot be visible. An empty list of processes would mean
+that the engine is down: that is the result once the engine was visible, while pid 1 still is."""
 
 
 def assign_roles(entries: ProcEntries, own_pid: int, roots: Iterable[int]) -> dict[int, Role]:
-    """Return by pid the roles of an engine's `roots` and their descendants.
+    """Return by pid the roles of an engine's `roots` and of all processes below them.
 
-    The daemon itself, which may run below the engine's entrypoint, is left out with its children.
+    The daemon, which may run below the engine's entrypoint, is left out with all processes below
+    it. A process of the tree without a known title has the role OTHER.
     """
     children: dict[int, list[int]] = defaultdict(list)
     for pid, process in entries.items():
@@ -60,10 +61,10 @@ def assign_roles(entries: ProcEntries, own_pid: int, roots: Iterable[int]) -> di
 
 
 def sees_other_processes(entries: ProcEntries, own_pid: int) -> bool:
-    """Return whether processes outside the daemon's own line of descent are visible.
+    """Return whether a process is visible that is neither above nor below the daemon.
 
-    With hidepid, pid 1 is not visible: then every visible process is this user's and proves
-    nothing.
+    False where pid 1 is not visible. That is so with hidepid, where only processes of the daemon's
+    user are visible, so that a visible process does not show that the engine's would be.
     """
     if proc_roots.INIT_PID not in entries:
         return False
@@ -77,13 +78,15 @@ def sees_other_processes(entries: ProcEntries, own_pid: int) -> bool:
 
 
 class Processes:
-    """Finds the processes of the vLLM that serves `engine_port` under `proc`, and measures them.
+    """Finds the processes of the engine that serves `engine_port`, and measures them.
 
-    A new process is read at once. Each is read again within `rescan_seconds`, because it gets its
-    title only after its start: a share of them at every reading, so that no reading of a full host
-    takes long. When one of the engine's processes has exited, all are read again.
+    A new process is read at once. Every process is read again within `rescan_seconds`, because a
+    process gets its title only after its start. Each reading takes a share of the processes, so
+    that no reading takes long on a host with many. When a process of the engine has exited, all
+    processes are read again.
 
-    `engine_is_here`: the engine's page is served on this machine, so its processes must be visible.
+    `engine_is_here` means that the engine's page is served on this machine, so that the engine's
+    processes must be visible.
     """
 
     def __init__(
@@ -101,35 +104,44 @@ class Processes:
         self._rescan_seconds = rescan_seconds
         self._worker = Worker[ProcessReadings | Failure]("processes")
 
-        # The scan: every visible process, the one read longest ago first.
+        # The scan.
         self._entries: dict[int, ProcEntry] = {}
+        """Every visible process by pid; the one that was read longest ago is first."""
         self._scanned_at_seconds = monotonic()
 
-        # The engine found in it.
-        self._unrequested_page = proc_roots.PageState(port=engine_port)
-        self._page = self._unrequested_page
+        # The engine among the scanned processes.
+        self._no_page = proc_roots.PageState(port=engine_port)
+        """The state before any request for the page."""
+        self._page = self._no_page
+        """The state of the page by which the engine was last chosen."""
         self._choice = proc_roots.Choice()
         self._roles: dict[int, Role] = {}
+        """The roles of the engine's processes by pid."""
         self._engine_entries: dict[int, ProcEntry] = {}
+        """The engine's processes by pid, as they were when it was last chosen."""
         self._options: EngineOptions | None = None
 
-        # Processes of exited runs, with their descendants in `_orphan_pids` and `_stray_pids`.
+        # What exited runs have left.
         self._orphans: dict[int, ProcEntry] = {}
+        """Processes of exited runs of the engine, by pid."""
         self._orphan_pids: frozenset[int] = frozenset()
+        """The pids of these and of all processes below them."""
         self._stray_pids: frozenset[int] = frozenset()
+        """The pids of processes that an unseen engine left, and of all processes below them."""
 
         self._sees_others = True
+        """Whether processes are visible that are neither above nor below the daemon."""
         self._has_seen_engine = False
 
     async def read(
         self, timeout_seconds: float, page: EnginePage | Failure | None = None
     ) -> ProcessReadings | Failure:
-        """Return the engine's running processes, and every visible pid.
+        """Return the engine's running processes, and what /proc shows of all others; never raise.
 
-        `page` is the engine's last page, None without a request: `roots.choose_roots` chooses the
-        engine by it. The reading thread can block on a command line, behind a process stuck in a
-        driver: TIMEOUT until that returns. UNAVAILABLE where there is no /proc, HIDDEN where the
-        engine cannot be visible in it.
+        `page` is the result of the last request for the engine's page, None before any request: it
+        helps to choose the engine. The result is a failure with the reason TIMEOUT while the
+        reading thread is blocked, as on the command line of a process that is stuck in a driver;
+        UNAVAILABLE where /proc cannot be read; and HIDDEN where the engine cannot be visible.
         """
         try:
             return await self._worker.call(lambda: self._read(page), timeout_seconds)
@@ -142,14 +154,17 @@ class Processes:
             return build_unavailable(Source.PROCESS, f"{self._proc} cannot be read", error, advice)
 
     def _read(self, page: EnginePage | Failure | None) -> ProcessReadings | Failure:
+        """Return what `read` does, on the thread; raise OSError where /proc cannot be read."""
         pids = proc_files.list_pids(self._proc)
         page_state = self._describe_page(page)
         if not pids:
             raise OSError("no process shows, not even the daemon's own")
+        # A process of the engine has exited: others may change with it, so all are read again.
         if not pids >= self._roles.keys():
             self._forget_entries()
         engine = self._read_engine(pids, page_state)
-        if len(engine) < len(self._roles):  # one has exited since its pid was listed
+        # The same, where the process exited after its pid was listed.
+        if len(engine) < len(self._roles):
             self._forget_entries()
             engine = self._read_engine(pids, page_state)
         if engine:
@@ -180,30 +195,34 @@ class Processes:
         self._roles = {}
 
     def _is_engine_hidden(self, pids: frozenset[int], engine: tuple[EngineProcess, ...]) -> bool:
-        """Return whether nothing was found because the engine's processes cannot be visible."""
+        """Return whether `engine` is empty because the engine's processes cannot be visible."""
         if not self._engine_is_here or engine or self._sees_others:
             return False
-        # An engine that was visible before has exited, unless pid 1 has disappeared with it.
+        # An engine that was visible has exited; but if pid 1 is gone too, all became invisible.
         return not (self._has_seen_engine and proc_roots.INIT_PID in pids)
 
     def _describe_page(self, page: EnginePage | Failure | None) -> proc_roots.PageState:
+        """Return what the last request for the page shows about the engine's server."""
         if page is None:
-            return self._unrequested_page
+            return self._no_page
         if isinstance(page, Failure):
+            # On this machine, a refused connection proves that nothing listens on the port.
             is_refused = self._engine_is_here and page.reason is Reason.UNREACHABLE
             return replace(
-                self._unrequested_page, can_listen=not is_refused, is_on_host=self._sees_host_pids
+                self._no_page,
+                can_listen=not is_refused,
+                is_maybe_other_pods=self._sees_host_pids,
             )
-        starts_at_seconds = [
+        start_times_seconds = [
             engine.started_at_seconds
             for engine in page.engines
             if engine.started_at_seconds is not None
         ]
         server_start_seconds = None
-        if starts_at_seconds:
-            server_start_seconds = min(starts_at_seconds) - self._boot_time_seconds
+        if start_times_seconds:
+            server_start_seconds = min(start_times_seconds) - self._boot_time_seconds
         return replace(
-            self._unrequested_page,
+            self._no_page,
             is_answered=bool(page.engines),
             server_start_seconds=server_start_seconds,
         )
@@ -211,6 +230,10 @@ class Processes:
     def _read_engine(
         self, pids: frozenset[int], page: proc_roots.PageState
     ) -> tuple[EngineProcess, ...]:
+        """Return the engine's processes by pid, without those that exited meanwhile.
+
+        The engine is chosen again where a process or the page's state has changed.
+        """
         has_changed = self._scan(pids)
         if has_changed or page != self._page:
             self._page = page
@@ -223,9 +246,9 @@ class Processes:
         return tuple(processes)
 
     def _scan(self, pids: frozenset[int]) -> bool:
-        """Read new processes and a share of the others; return whether any has changed.
+        """Read new processes and a share of the others; return whether any process has changed.
 
-        Those that are read move to the end of `_entries`.
+        A process that is read moves to the end of `_entries`, so that all get their turn.
         """
         now_seconds = self._monotonic()
         share = 1.0
@@ -255,7 +278,10 @@ class Processes:
         return has_changed
 
     def _find_kernel_parent(self) -> int | None:
-        """Return the pid of kthreadd; None in a container, where pid 2 is another process."""
+        """Return the pid of kthreadd, the parent of kernel threads; None where it is not visible.
+
+        In a container, pid 2 is another process.
+        """
         process = self._entries.get(proc_files.KTHREADD_PID)
         if process is None:
             return None
@@ -263,7 +289,10 @@ class Processes:
         return proc_files.KTHREADD_PID if is_kthreadd else None
 
     def _find_engine(self) -> None:
-        """Find the engine, its options, and what exited runs left, among the scanned processes."""
+        """Choose the engine among the scanned processes; find what exited runs have left.
+
+        Sets all fields from `_choice` to `_sees_others`.
+        """
         entries = self._entries
         own_pid = proc_files.read_own_pid(self._proc)
 
@@ -290,8 +319,8 @@ class Processes:
         self._sees_others = sees_other_processes(entries, own_pid)
 
     def _find_served_port(self, pid: int) -> proc_roots.ServedPort:
-        """Return the port of a server, and whether it can listen there."""
-        # A page on an address of this machine is of a server in the daemon's own network.
+        """Return the port of a server, and whether the server can listen at the page's address."""
+        # An address of this machine is one of the daemon's network namespace.
         can_listen = not self._engine_is_here or proc_files.has_same_network(self._proc, pid)
         command = proc_files.read_command(self._proc, pid)
         parent_command = proc_files.read_command(self._proc, self._entries[pid].parent_pid)
@@ -299,7 +328,10 @@ class Processes:
         return proc_roots.ServedPort(port, can_listen)
 
     def _read_options(self) -> EngineOptions | None:
-        """Return the options of the engine's server, or of the program above a titled rank."""
+        """Return the options of the engine's server; None where it has none that can be read.
+
+        The title of a rank hides its options: then they are those of the program above it.
+        """
         if not self._choice.roots:
             return None
         root_pid = self._choice.roots[0]
@@ -310,6 +342,7 @@ class Processes:
         return None
 
     def _measure(self, entry: ProcEntry, role: Role) -> EngineProcess | None:
+        """Return a process of the engine with its memory; None where it has exited."""
         usage = proc_files.read_usage(self._proc, entry)
         if usage is None:
             return None
@@ -334,10 +367,14 @@ class Processes:
 
     @cached_property
     def _sees_host_pids(self) -> bool:
-        """Read once: no process changes its own pid namespace."""
+        """Whether pids are those of the host; read once, since no process changes its namespace."""
         return proc_files.has_host_pids(self._proc)
 
     @cached_property
     def _boot_time_seconds(self) -> float:
-        """Read once: a clock step would move it and the start times that identify processes."""
+        """When the machine booted, since the epoch.
+
+        It is read once: setting the clock moves it, and would move the starts of all processes,
+        which identify them.
+        """
         return read_boot_time(self._proc)

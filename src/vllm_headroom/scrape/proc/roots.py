@@ -17,8 +17,9 @@ from vllm_headroom.vocabulary import Role
 INIT_PID: Final = 1
 
 EXACT_START_SECONDS: Final = 0.2
-"""The kernel counts starts in hundredths of a second. A larger difference means that the clock was
-set: then an equal port is stronger evidence than the start."""
+"""Two starts that differ by at most this are equal: the kernel counts starts in hundredths of a
+second. A larger difference means that the clock was set: then an equal port is stronger evidence
+than the start."""
 
 RAY_TITLE: Final = "ray::"
 """Prefix of the process titles of Ray's actors."""
@@ -51,8 +52,9 @@ class PageState(Struct, frozen=True, kw_only=True):
     server_start_seconds: float | None = None
     """When the server behind the page started, in seconds since boot; None where the page does not
     say."""
-    is_on_host: bool = False
-    """Processes of other pods are visible."""
+    is_maybe_other_pods: bool = False
+    """The request failed where processes of other pods are visible: the only visible engine may be
+    another pod's."""
 
 
 class Choice(Struct, frozen=True, kw_only=True):
@@ -127,8 +129,9 @@ def choose_roots(
 ) -> Choice:
     """Return which process trees are the engine's, given the previous choice.
 
-    The engine of the highest rank is chosen. Without any rank the engine is down; with two of the
-    same rank it is unknown which one it is.
+    The visible engine with the highest rank is chosen. The choice has no roots where no visible
+    engine has evidence, two share the highest rank, or the only evidence is a guess. `find_served`
+    returns the port of the server with a pid.
     """
     tops = _find_tops(entries)
     ray_actors = tuple(pid for pid in tops if _is_ray_actor(entries[pid]))
@@ -155,8 +158,8 @@ def choose_roots(
         or best_rank.has_port
         or (page.is_answered and is_first_choice)
     )
-    # On a host, the only visible engine may be another pod's: wait until the page answers.
-    is_guess = page.is_on_host and is_first_choice and not is_certain
+    # The only visible engine may be another pod's: wait until the page answers.
+    is_guess = page.is_maybe_other_pods and is_first_choice and not is_certain
     # Beside one engine Ray's actors belong to it; beside several their owner is unknown.
     has_unowned_actors = bool(ray_actors) and len(candidates) > 1
     if len(best_candidates) != 1 or is_guess or has_unowned_actors:
@@ -179,6 +182,7 @@ def choose_roots(
         neighbours=neighbours,
         ports=frozenset() if port is None else frozenset({port}),
     )
+    # Only a page that names its server's start tells the engine from the strangers around it.
     if best_rank.start_match is StartMatch.NONE:
         return replace(
             choice,
@@ -195,7 +199,11 @@ def _choose_none(
     roots: Roots,
     is_ambiguous: bool,
 ) -> Choice:
-    """Return that no engine is chosen; what identified the engine before is kept for its return."""
+    """Return a choice without an engine.
+
+    `roots` are Ray's actors where they alone are the engine, else empty. What identified the engine
+    before stays, so that it is recognised when it is visible again.
+    """
     root_processes = _list_root_processes(candidates)
     ports = {candidate.served_port.port for candidate in candidates}
     return replace(
@@ -219,8 +227,8 @@ def _list_root_processes(candidates: Iterable[Candidate]) -> frozenset[ProcIdent
 def _find_tops(entries: ProcEntries) -> list[int]:
     """Return the sorted pids of engine processes without another engine process above them.
 
-    A supervisor of ranks is no engine process here: each rank below it is an engine with its own
-    port.
+    A supervisor that only starts ranks does not count as an engine process: each rank below it is
+    an engine with its own port.
     """
     engine_pids = {
         pid
@@ -237,10 +245,11 @@ def _is_ray_actor(process: ProcEntry) -> bool:
 
 
 def _group_engines(entries: ProcEntries, tops: Iterable[int]) -> list[Roots]:
-    """Return the roots of each engine.
+    """Return the roots of each engine among `tops`; some of these may belong to none.
 
-    A server, or a rank below a supervisor, is an engine by itself. The others are grouped by parent
-    and process group.
+    A server is the only root of its engine, and so is a rank below a supervisor. Other processes
+    with the same parent and process group are the roots of one engine. Beside a server or rank,
+    such a group is an engine only if it has an API server.
     """
     engines: list[Roots] = []
     families: defaultdict[tuple[int, int], Roots] = defaultdict(tuple)
@@ -267,10 +276,12 @@ def _has_api_server(entries: ProcEntries, pids: Iterable[int]) -> bool:
 
 
 def _is_api_server(process: ProcEntry) -> bool:
+    """Return whether a process answers for the page: a supervisor of ranks has the role too."""
     return process.role is Role.API_SERVER and not is_supervisor(process.command)
 
 
 def _describe_candidate(entries: ProcEntries, roots: Roots, served_port: ServedPort) -> Candidate:
+    """Return an engine with its servers and their starts, by which a page may name it."""
     root_processes = [entries[pid] for pid in roots]
     servers = list(root_processes)
     for process in entries.values():
@@ -290,24 +301,26 @@ def _describe_candidate(entries: ProcEntries, roots: Roots, served_port: ServedP
 
 
 def _rank_candidate(candidate: Candidate, page: PageState, previous: Choice) -> Rank:
+    """Return how certain it is that this engine serves the page; NO_EVIDENCE where it does not."""
     is_first_choice = previous.certain_port is None
     was_chosen = not candidate.root_processes.isdisjoint(previous.servers)
     page_port = ServedPort(page.port, can_listen=True)
     has_port = candidate.served_port in {page_port, previous.certain_port}
 
     closeness = _measure_closeness(candidate, page)
-    # One start identifies one engine, and this start is already the previous engine's: the last
-    # page of an exited engine is still known when its pid is reused.
+    # A start identifies one engine. Where it identified the previous choice, it does not identify
+    # another engine: the last page of an exited engine may still be the newest page.
     is_start_taken = page.server_start_seconds == previous.identified_start_seconds
     if is_start_taken and not was_chosen:
         closeness = -inf
     start_rank = Rank(start_match=_match_start(closeness), closeness=closeness)
 
-    # Visible when a page named another engine's start: only its start on the page can name it now.
+    # This engine was visible when a page named the start of another engine. So only a page that
+    # names this engine's start is evidence for it.
     if not candidate.root_processes.isdisjoint(previous.strangers):
         return start_rank
-    # A page that names its server's start supports no other engine, unless that engine has the
-    # port: setting the clock moves the start.
+    # A page that names its server's start is no evidence for an engine with another start, unless
+    # that engine has the page's port: setting the clock moves the start on the page.
     if page.server_start_seconds is not None and is_first_choice and not has_port:
         return start_rank
     is_port_unknown = candidate.served_port == ServedPort(None, can_listen=True)
@@ -338,7 +351,7 @@ def _match_start(closeness: float) -> StartMatch:
 
 
 def list_ancestors(entries: ProcEntries, pid: int) -> set[int]:
-    """Return the pids of all processes above."""
+    """Return the pids of all processes above this one; "above" means its parent and so on."""
     ancestors: set[int] = set()
     parent = entries[pid].parent_pid
     # A pid that is reused between two reads can close a circle.
@@ -349,7 +362,10 @@ def list_ancestors(entries: ProcEntries, pid: int) -> set[int]:
 
 
 def add_descendants(entries: ProcEntries, pids: Collection[int]) -> frozenset[int]:
-    """Return the pids with those of all processes below them."""
+    """Return those of the pids that still exist, with the pids of all processes below them.
+
+    A process below an exited pid counts too.
+    """
     if not pids:
         return frozenset()
     family = {pid for pid in pids if pid in entries}
@@ -367,17 +383,19 @@ def find_orphans(
     *,
     is_page_answered: bool,
 ) -> dict[int, ProcEntry]:
-    """Return the former processes of an engine that descend from none of its roots now.
+    """Return the processes of an exited run that still exist, by pid.
 
-    `engine` has the engine's processes, roots included, as last read; `roots` are its last roots.
+    They were processes of the engine, or orphans already, and descend from no running root of the
+    engine. Empty while the engine runs, also without the process that started it. `engine` has the
+    engine's processes, roots included, as last read; `roots` are its last roots.
     """
     survivors: dict[int, ProcEntry] = {}
     for pid, process in {**previous_orphans, **engine}.items():
         current = entries.get(pid)
         if current is not None and current.identity == process.identity:
             survivors[pid] = current
-    # A root without a server has a program above it and is an orphan without that program. The
-    # parent of an orphan is init, or another process that adopts orphans, and never a later engine.
+    # A root that is no API server has a program above it, which started it. Without that program
+    # the root is an orphan: its parent is then init, or another process that adopts orphans.
     running_roots: set[int] = set()
     for pid in roots:
         root = survivors.get(pid)
@@ -392,6 +410,7 @@ def find_orphans(
         # The engine continues without the process that started it (seen: vLLM 0.32 with two API
         # servers).
         return {}
+    # The engine had an API server and has none now: whatever still runs serves nobody.
     if not has_server and _has_api_server(engine, engine):
         running_roots = set()
     orphans: dict[int, ProcEntry] = {}
@@ -403,15 +422,15 @@ def find_orphans(
 
 
 _SHELLS: Final = frozenset({"sh", "bash", "dash", "ash", "zsh"})
-"""They run an entrypoint and become the parent of what a server in its own group leaves; no engine
-is one."""
+"""Shells that run a container's entrypoint. A shell becomes the parent of the processes that a
+server in its own process group leaves; it is never an engine."""
 
 
 def find_strays(entries: ProcEntries, engine: Collection[int]) -> set[int]:
-    """Return the pids of cores and workers whose server was never seen and has exited.
+    """Return the pids of cores and workers that an engine left which was never seen.
 
-    None of the engine's. Only processes with a title count, and not Ray's, which Ray's daemon
-    starts.
+    Processes of the watched engine are left out. So are Ray's actors, whose parent is always Ray's
+    daemon, and processes of a family whose API server still runs.
     """
     # A family with an adopted API server still serves.
     serving_families = {
@@ -431,7 +450,7 @@ def find_strays(entries: ProcEntries, engine: Collection[int]) -> set[int]:
 
 
 def _is_adopted(process: ProcEntry, parent: ProcEntry | None) -> bool:
-    """Return whether the parent is a process that adopts orphans."""
+    """Return whether a process has lost its parent: its parent now is one that adopts orphans."""
     if parent is None or parent.role:
         return False
     # An engine's processes share the process group of their parent.

@@ -23,7 +23,7 @@ _CACHE_OPTIONS: Final = frozenset(
         "speculative_model",
     }
 )
-"""Options with which the cache may differ from what the model's own configuration gives."""
+"""Options with which a token may take other bytes than the model's own configuration gives."""
 
 _HUB_FOLDER: Final = ".cache/huggingface/hub"
 _HUB_PLACES: Final = (
@@ -32,7 +32,8 @@ _HUB_PLACES: Final = (
     ("HOME", _HUB_FOLDER),
     ("", f"root/{_HUB_FOLDER}"),
 )
-"""Where Hugging Face's cache may be: a variable of the environment, and the folder below it."""
+"""Where Hugging Face's cache may be: a variable of the server's environment, "" for the root of its
+file system, and the folder below that. The first place that has the model counts."""
 
 
 class ServedRun(Struct, frozen=True, kw_only=True):
@@ -44,16 +45,17 @@ class ServedRun(Struct, frozen=True, kw_only=True):
 
 
 class ModelConfiguration(Struct, frozen=True, kw_only=True):
-    """The outcome of a search that did not fail."""
+    """What a model's configuration gives that was found and read."""
 
     token_bytes: TokenBytes | None
-    """None where the model's configuration does not determine it."""
+    """None where the configuration does not determine the bytes per token."""
 
 
 class ServedModel:
-    """Reads once a run the bytes per token that the model's configuration gives.
+    """Reads the configuration of the model that the engine serves, once for each run.
 
-    It reads on a separate thread, since the model's folder may be on a network volume.
+    It reads on a separate thread, since the model's folder may be on a network volume. `parse`
+    returns the bytes per token that a configuration file gives.
     """
 
     def __init__(
@@ -63,21 +65,25 @@ class ServedModel:
         self._proc = proc
         self._worker = Worker[ModelConfiguration | None]("model")
         self._reading: asyncio.Future[ModelConfiguration | None] | None = None
+        """The search for the run's model; None before it begins. Its result is None where no
+        configuration could be read."""
         self._run: ServedRun | None = None
+        """The run of the last search; None where its model is unknown."""
 
     def find(self, processes: ProcessReadings | Failure) -> TokenBytes | None:
-        """Return what the model's configuration gives; None until it could be read.
+        """Return the bytes per token of the engine's model; never wait.
 
-        Starts to read it for a new run, and again after each search that failed.
+        None until its configuration was read, and where that determines none. For a new run, and
+        after each search that found no configuration, begin a search.
         """
         if not isinstance(processes, Failure):
-            # A failed reading of /proc changes no model: the last run is kept then.
+            # After a failed reading of /proc, the last run still counts.
             run = _describe_run(processes)
             if run != self._run:
                 self._run = run
                 self._reading = None
             if run is not None and (self._reading is None or self._has_failed()):
-                # An earlier call may hang, or no thread can be started.
+                # TimeoutError: an earlier call hangs. OSError: no thread can be started.
                 with contextlib.suppress(TimeoutError, OSError):
                     self._reading = self._worker.begin(partial(self._read, run))
         if self._reading is None or not self._reading.done():
@@ -86,19 +92,20 @@ class ServedModel:
         return None if configuration is None else configuration.token_bytes
 
     async def wait(self, processes: ProcessReadings, timeout_seconds: float) -> TokenBytes | None:
-        """Return what the model's configuration gives; None where it cannot be read in time."""
+        """Return the bytes per token of the engine's model; None where unknown within the time."""
         self.find(processes)
         if self._reading is not None:
             await asyncio.wait([self._reading], timeout=timeout_seconds)
         return self.find(processes)
 
     def _has_failed(self) -> bool:
+        """Return whether the last search is over and found no configuration."""
         if self._reading is None or not self._reading.done():
             return False
         return self._reading.result() is None
 
     def _read(self, run: ServedRun) -> ModelConfiguration | None:
-        """Return what the first configuration found gives; None where there is none to read."""
+        """Read the first configuration that exists; None where there is none or reading fails."""
         pid, _ = run.process
         with contextlib.suppress(OSError, ValueError):
             for path in _list_places(self._proc / str(pid), run.model):
@@ -108,7 +115,10 @@ class ServedModel:
 
 
 def _describe_run(processes: ProcessReadings) -> ServedRun | None:
-    """Return the engine's run; None where its model, or the effect of its options, is unknown."""
+    """Return the engine's run and its model.
+
+    None where the command line names no model, or has options with an unknown effect on its cache.
+    """
     options = processes.options
     if options is None or options.model is None:
         return None
@@ -119,9 +129,10 @@ def _describe_run(processes: ProcessReadings) -> ServedRun | None:
 
 
 def _list_places(process: Path, model: str) -> Iterator[Path]:
-    """Yield where the model's config.json may be: in its own folder, or in the hub's cache.
+    """Yield the paths at which the model's config.json may be, the likeliest first.
 
-    Paths go through the server's folder in /proc, `process`, into its file system.
+    `model` is a folder, or a name in Hugging Face's cache. Paths go through `process`, the server's
+    folder in /proc, into its file system. Raises OSError where its environment cannot be read.
     """
     if model.startswith("/"):
         yield process / "root" / model.lstrip("/") / "config.json"

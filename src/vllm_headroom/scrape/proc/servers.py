@@ -23,20 +23,20 @@ class ServerKind(Struct, frozen=True, kw_only=True):
 
     product: str
     commands: tuple[str, ...]
-    """The start of its command line after the interpreter: a program or module and, where that has
-    several, its subcommand."""
+    """The beginnings of its command line, without an interpreter: a program or module and, where
+    the program has several subcommands, the subcommand."""
     scripts: tuple[str, ...] = ()
-    """The ends of the paths of scripts that start it."""
+    """The ends of the paths of scripts that start the server."""
     default_port: int
-    """The port where neither an option nor the variable sets one."""
+    """The port where neither an option nor the environment variable sets one."""
     port_options: tuple[str, ...] = ("--port",)
     port_variable: str = ""
     """The environment variable that sets the port where no option does."""
     options_hiding_port: frozenset[str] = frozenset()
-    """Options with which the port is unknown, where no port option is given."""
+    """Options with which the port is unknown unless a port option is given too."""
     titles: tuple[tuple[str, Role], ...] = ()
-    """The titles that its processes set, cut to 15 characters as process names are, and their
-    roles."""
+    """The beginnings of the titles that its processes set, of at most 15 characters as in process
+    names, with their roles. The first that matches counts."""
 
 
 SERVERS: Final = (
@@ -118,7 +118,10 @@ _TITLES: Final = tuple(title for title, _ in _TITLE_ROLES)
 
 
 def find_role(command: Command) -> Role | None:
-    """Return the role of a title or a server's command line; None for any other process."""
+    """Return the role of a process by its title or command line; None where it is no server's.
+
+    A process without a title that runs a server has the role API_SERVER.
+    """
     program = command[0]
     if program.startswith(_TITLES):
         return next(role for title, role in _TITLE_ROLES if program.startswith(title))
@@ -126,7 +129,10 @@ def find_role(command: Command) -> Role | None:
 
 
 def find_server(command: Command) -> ServerKind | None:
-    """Return the kind of server that this command line runs; None where it only mentions one."""
+    """Return the kind of server that this command line runs; None where it runs none.
+
+    A command line that only mentions a server, such as that of an editor, runs none.
+    """
     # Fast path: most of a host's processes do not mention a server. This takes a microsecond.
     if not _ANY_SERVER.search("\0".join(command)):
         return None
@@ -144,9 +150,9 @@ def find_server(command: Command) -> ServerKind | None:
 
 
 def _strip_interpreter(command: Command) -> Command:
-    """Return the script or module that an interpreter runs, with its arguments.
+    """Return the script or module that an interpreter's command line runs, with its arguments.
 
-    Without one, return an empty argument.
+    Where the interpreter runs none, return one empty argument.
     """
     position = 1
     while position < len(command):
@@ -172,9 +178,10 @@ def is_supervisor(command: Command) -> bool:
 
 
 def list_options(command: Command) -> Iterator[tuple[str, str]]:
-    """Yield each argument with what would be its value if it is an option.
+    """Yield each argument's text up to any `=`, with its value if it is an option.
 
-    That is the text after `=`, or else the next argument.
+    The value is the text after `=` or, without `=`, the next argument. The caller decides which
+    arguments are options.
     """
     for argument, next_argument in zip(command, (*command[1:], ""), strict=True):
         name, separator, value = argument.partition("=")
@@ -186,10 +193,12 @@ def find_port(
     wanted_port: int | None = None,
     parent_command: Command = (),
 ) -> int | None:
-    """Return the port that a server's command line names, else its default; None where unknown.
+    """Return the port of a server by its command line; None where unknown.
 
-    Where an environment variable may have changed it, the default counts only if it is the
-    `wanted_port`, or no port is wanted.
+    That is the port of the last port option, or else the default port of this kind of server. The
+    default may have been changed by an environment variable of the server: for kinds with such a
+    variable it counts only if it is the `wanted_port`, or if no port is wanted. The ranks below a
+    supervisor, which has `parent_command`, get their ports from the supervisor.
     """
     if is_supervisor(parent_command):
         return _find_rank_port(command, parent_command)

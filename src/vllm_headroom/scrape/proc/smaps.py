@@ -18,27 +18,28 @@ _KINDS: Final = {
     "[stack": "stack",
     "[heap]": "heap",
 }
-"""The kinds by the start of the path; see `_find_kind` for all other paths."""
+"""The kinds of mappings by the start of their path; see `_find_kind` for all other paths."""
 
 _MAX_KINDS: Final = 1000
-"""A vLLM maps some 400 files."""
+"""The most kinds that are distinguished: a vLLM maps some 400 files."""
 
 _OTHER_FILES: Final = "other files"
-"""The kind of mapped files beyond that number."""
+"""The kind of all mapped files beyond that number."""
 
 KindSizes = dict[str, int]
 """Bytes by the kind of mapping."""
 
 _MAX_SECONDS: Final = 5.0
-"""For one process: 40,000 mappings, of 25 lines each, take a second."""
+"""How long reading one process may take: 40,000 mappings, of 25 lines each, take a second."""
 
 
 def read_mappings(proc: Path, pid: int) -> KindSizes | None:
-    """Return the resident bytes of each kind of mapping, and all that is `swapped out`.
+    """Return the resident bytes of each kind of mapping, and under `swapped out` all swapped bytes.
 
     The kinds are `heap`, `anonymous mmap`, `memfd`, `shm`, `stack` and the name of each mapped
-    file: a library's own private memory is in its name. None where the file is not readable or
-    takes too long. The kernel locks the process's mappings only while it writes a page of text.
+    file; a library's private memory counts under the library's name. None where the process's
+    smaps cannot be read, is empty, or takes longer than _MAX_SECONDS. The kernel locks the
+    process's mappings only while it writes a page of text.
     """
     sizes_bytes: KindSizes = {}
     kind = ""
@@ -65,6 +66,7 @@ def read_mappings(proc: Path, pid: int) -> KindSizes | None:
 
 
 def _find_kind(path: str) -> str:
+    """Return the kind of a mapping by its path: one of _KINDS, the file's name, or anonymous."""
     for start, kind in _KINDS.items():
         if path.startswith(start):
             return kind
@@ -74,9 +76,9 @@ def _find_kind(path: str) -> str:
 
 
 def find_growth(earlier: KindSizes, later: KindSizes) -> KindSizes:
-    """Return by how many bytes each kind has grown or shrunk, the largest growth first.
+    """Return the change of each kind in bytes, the largest growth first.
 
-    Kinds of unchanged size are left out.
+    A kind that shrank has a negative change; kinds of unchanged size are left out.
     """
     changes_bytes: KindSizes = {}
     for kind in earlier | later:

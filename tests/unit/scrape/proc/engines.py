@@ -50,7 +50,7 @@ REFUSED = PageState(port=PORT, can_listen=False)
 """Nobody listens where the page is requested."""
 
 ANYTHING = PageState(port=PORT)
-ON_HOST = PageState(port=PORT, is_on_host=True)
+ON_HOST = PageState(port=PORT, is_maybe_other_pods=True)
 
 
 def named(began_seconds: float | None = None) -> PageState:

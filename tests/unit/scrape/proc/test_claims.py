@@ -148,9 +148,9 @@ def test_on_a_host_one_that_only_may_be_it_is_not_known_to_be_before_the_page_an
     assert choice(seen).roots == (() if "9000" in command else (10,))
     assert choice(seen, asked=ANYTHING).roots == (10,)
 
-    served = choice(seen, asked=replace(named(), is_on_host=True), before=before)
+    served = choice(seen, asked=replace(named(), is_maybe_other_pods=True), before=before)
     assert served.roots == (10,)
-    assert choice(seen, asked=replace(REFUSED, is_on_host=True), before=served).roots == (10,)
+    assert choice(seen, asked=replace(REFUSED, is_maybe_other_pods=True), before=served).roots == (10,)
 
 
 def test_on_a_host_one_with_the_port_is_known_before_it_answers() -> None:
