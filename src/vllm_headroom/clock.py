@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """The clock of all sampling."""
+    """The clock by which the daemon samples."""
 
     def time(self) -> float:
         """Return seconds since the epoch."""

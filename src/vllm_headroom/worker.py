@@ -16,27 +16,29 @@ _Job = tuple[Callable[[], T], "asyncio.Future[T]"]
 class Worker(Generic[T]):
     """Runs blocking calls one after another on its own daemon thread.
 
-    An executor keeps the process alive until its call returns (measured with a call that hangs 6 s:
-    asyncio.to_thread held the loop's exit 6.1 s, a daemon thread released it in 0.6 s), and a hung
-    driver never returns.
+    asyncio's executor is not used, because it keeps the process from exiting until a call returns,
+    and a call into a hung driver never returns. Measured with a call that hangs 6 s: with
+    asyncio.to_thread the loop's exit took 6.1 s, with a daemon thread 0.6 s.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._jobs: SimpleQueue[_Job[T] | None] = SimpleQueue()
-        """None ends the thread."""
+        """The calls that wait; None ends the thread."""
         self._running: asyncio.Future[T] | None = None
-        """The future of the call that runs now."""
+        """The future of the call that runs now; None between calls."""
         self._thread: threading.Thread | None = None
 
     def begin(self, function: Callable[[], T]) -> asyncio.Future[T]:
         """Call `function` on the thread and return the future of its result.
 
-        Cancelling the future drops the call if it has not started; a started call runs on and its
-        result is dropped. Until that call returns, this raises TimeoutError, so that calls do not
-        pile up. Raises OSError (EAGAIN) if no thread can be started; the next call tries again.
+        Cancelling the future drops the call if it has not started. A started call runs on, its
+        result is dropped, and until it returns this method raises TimeoutError, so that calls do
+        not pile up. Raises OSError (EAGAIN) where no thread can be started; the next call tries
+        again.
         """
-        # Read once: the thread may change it meanwhile.
+        # Read once: the thread may change it meanwhile. A running call's future that is done was
+        # cancelled: the call hangs.
         running = self._running
         if running is not None and running.done():
             raise TimeoutError
@@ -49,8 +51,8 @@ class Worker(Generic[T]):
     async def call(self, function: Callable[[], T], timeout_seconds: float) -> T:
         """Return what `function` returns on the thread, or raise what it or `begin` raises.
 
-        Raises TimeoutError after `timeout_seconds`, which include earlier calls; then, and when
-        cancelled, the call is dropped.
+        Raises TimeoutError after `timeout_seconds`, which include waiting for earlier calls. After
+        that, and when cancelled, the call is dropped as in `begin`.
         """
         future = self.begin(function)
         async with asyncio.timeout(timeout_seconds):
@@ -59,9 +61,9 @@ class Worker(Generic[T]):
     async def attempt(
         self, function: Callable[[], T], timeout_seconds: float
     ) -> tuple[T | None, str | None]:
-        """Return what a file operation returns on the thread, or None and why it failed.
+        """Return what a file operation returns on the thread, and None; or None and why it failed.
 
-        The reason is that of a timeout, of an OSError, or a ValueError's text.
+        It fails by a timeout, an OSError or a ValueError; any other error is raised.
         """
         try:
             return await self.call(function, timeout_seconds), None
@@ -73,7 +75,7 @@ class Worker(Generic[T]):
     def stop(self) -> None:
         """End the thread after the calls made so far, without waiting for it.
 
-        Call nothing after it.
+        No call may follow.
         """
         self._jobs.put(None)
 
@@ -89,7 +91,8 @@ class Worker(Generic[T]):
                 return
             function, future = job
             self._run_job(function, future)
-            # They hold the page that was parsed: else 16 MiB wait for the next call.
+            # Without this, the last call's result, such as a page of 16 MiB, would stay in memory
+            # until the next call.
             del job, function, future
 
     def _run_job(self, function: Callable[[], T], future: "asyncio.Future[T]") -> None:
@@ -97,13 +100,15 @@ class Worker(Generic[T]):
             return
         self._running = future
         outcome = capture_outcome(function)
-        # Before the loop marks the future done: done while it runs means that it was given up.
+        # Before the loop settles the future: `begin` takes a running call with a settled future
+        # for a cancelled one.
         self._running = None
         with contextlib.suppress(RuntimeError):  # its loop has closed
             future.get_loop().call_soon_threadsafe(_settle, future, outcome)
 
 
 def _settle(future: "asyncio.Future[T]", outcome: T | Exception) -> None:
+    """Give the future its result or its error, unless it was cancelled; runs on the loop."""
     if future.cancelled():
         return
     if isinstance(outcome, Exception):
@@ -123,7 +128,7 @@ def start_thread(run: Callable[[], None], name: str) -> threading.Thread:
 
 
 def capture_outcome(call: Callable[[], T]) -> T | Exception:
-    """Return what a call returns or raises."""
+    """Return what a call returns, or the exception that it raises."""
     try:
         return call()
     except Exception as error:  # noqa: BLE001 - it belongs to the caller, who gets it on the loop

@@ -17,20 +17,20 @@ class Cgroup(Struct, frozen=True, kw_only=True):
 
     used_bytes: int
     cache_bytes: int
-    """The part of `used_bytes` that is reclaimed before anything is killed: page cache, mapped
-    weights."""
+    """The part of `used_bytes` that the kernel reclaims before it kills a process: page cache,
+    mapped weights."""
 
     limit_bytes: int | None
     """None without a limit."""
 
     oom_kills: int | None
-    """The kernel's kills in it, None where unknown."""
+    """How many processes in the container the kernel has killed for memory; None where unknown."""
 
     swap_bytes: int | None = None
-    """What is swapped out, no part of `used_bytes`; None where unknown."""
+    """Swapped-out memory, which is no part of `used_bytes`; None where unknown."""
 
     pressure_ratio: float | None = None
-    """As in HostMemory."""
+    """The share of the last ten seconds in which a task waited for memory; None where unknown."""
 
 
 class MachineMemory(Struct, frozen=True, kw_only=True):
@@ -38,17 +38,17 @@ class MachineMemory(Struct, frozen=True, kw_only=True):
 
     total_bytes: int
     available_bytes: int
-    """What is free, and what the kernel can reclaim."""
+    """Free memory, and memory that the kernel can reclaim."""
 
     swap_bytes: int = 0
-    """All swap, zram and zswap included."""
+    """The size of all swap, zram and zswap included."""
 
     swap_free_bytes: int = 0
     oom_kills: int | None = None
-    """The kernel's kills anywhere on the machine since boot."""
+    """How many processes the kernel has killed for memory since boot; None where unknown."""
 
     pressure_ratio: float | None = None
-    """As in HostMemory."""
+    """The share of the last ten seconds in which a task waited for memory; None where unknown."""
 
 
 class Shm(Struct, frozen=True, kw_only=True):
@@ -78,30 +78,30 @@ class HostMemory(Struct, frozen=True, kw_only=True):
     """Where the figures are from."""
 
     used_bytes: int | None = None
-    """What counts against the limit and cannot be reclaimed."""
+    """The memory that counts against the limit and that the kernel cannot reclaim."""
 
     limit_bytes: int | None = None
     swap_bytes: int | None = None
-    """What is swapped out; it does not count against the limit."""
+    """Swapped-out memory, which does not count against the limit."""
 
     shm_used_bytes: int | None = None
     shm_limit_bytes: int | None = None
     oom_kills: int | None = None
-    """The kernel's kills since the container was first seen."""
+    """How many processes the kernel has killed for memory since the container was first seen."""
 
     pressure_ratio: float | None = None
     """The share of the last ten seconds in which a task waited for memory (PSI, some)."""
 
     @property
     def room_bytes(self) -> int | None:
-        """What is left before the kernel kills; None where unknown."""
+        """The memory that is left before the kernel kills a process; None where unknown."""
         if self.used_bytes is None or self.limit_bytes is None:
             return None
         return max(0, self.limit_bytes - self.used_bytes)
 
 
 class Input(Struct, frozen=True):
-    """What an engine's page may offer."""
+    """A fact that an engine's page may offer."""
 
     name: str
     """The value of the label `input` of `headroom_input_available`."""
@@ -111,20 +111,21 @@ class Input(Struct, frozen=True):
 
 
 def _input(name: str, metric: str | None = None) -> Input:
-    """Declare an input; `metric` is the metric's name after `headroom_engine_`."""
+    """Declare an input; `metric` is the name of its metric after `headroom_engine_`.
+
+    None where no metric exports the input unchanged.
+    """
     if metric is None:
         return Input(name)
     return Input(name, f"headroom_engine_{metric}")
 
 
 class EngineReading(Struct, frozen=True, kw_only=True):
-    """The readings of one engine, which is one data-parallel rank.
-
-    None where the page does not offer it.
-    """
+    """The readings of one engine, which is one data-parallel rank; None where not offered."""
 
     model_name: str
     engine: str
+    """The name of the rank on the page, such as "0"."""
     running: Annotated[float | None, _input("requests_running", "requests_running")] = None
     waiting: Annotated[float | None, _input("requests_waiting", "requests_waiting")] = None
     finished_total: Annotated[
@@ -156,9 +157,9 @@ class EngineReading(Struct, frozen=True, kw_only=True):
     memory_bytes: Annotated[float | None, _input("memory_bytes")] = None
     started_at_seconds: Annotated[float | None, _input("process_start_time")] = None
 
-    # What follows is no input of a page: the probe, the command line or another series has it.
+    # The fields below are no inputs: the probe, the command line or another series has them.
     max_num_seqs: float | None = None
-    """The requests that may run at once."""
+    """How many requests may run at once."""
 
     kv_stranded_ratio: float | None = None
     """The share of the KV cache that is in use by no request."""
@@ -188,19 +189,19 @@ class EnginePage(Struct, frozen=True, kw_only=True):
 
     engines: tuple[EngineReading, ...]
     inputs: tuple[tuple[str, bool], ...]
-    """Every input of the profile, and whether it was present."""
+    """The name of every input of the profile, and whether the page offers it."""
 
 
 ProcessName = tuple[int, float]
 """A process by its pid and its start in seconds since the epoch: a pid alone is reused."""
 
 SAME_START_SECONDS: Final = 2.0
-"""Two programs may read one process's start this far apart: the kernel's boot time moves when the
-clock is set."""
+"""Two starts that differ by at most this may be of one process: two programs compute it from the
+kernel's boot time, which moves when the clock is set."""
 
 
 class EngineProcess(Struct, frozen=True, kw_only=True):
-    """A process of the engine found in /proc; None where unknown."""
+    """A process of the engine, read from /proc; a field is None where unknown."""
 
     pid: int
     role: Role
@@ -223,26 +224,27 @@ class EngineProcess(Struct, frozen=True, kw_only=True):
     """Its mapped files, which the kernel can reclaim."""
 
     state: str | None = None
-    """The letter of its main thread in /proc."""
+    """The kernel's letter for the state of its main thread, such as R, S or D."""
 
     cpu_pressure_ratio: float | None = None
-    """The share of the last minute in which a task of the machine waited for a CPU; of the first
-    server only."""
+    """The share of the last minute in which a task of the machine waited for a CPU. Only the
+    engine's root server has it; None for all other processes."""
 
     wait_seconds: float | None = None
-    """How long the newest slow request has waited; of the first server only."""
+    """For how long the newest slow request to the engine has waited; None without a slow request,
+    and for all processes but the engine's root server."""
 
     swap_bytes: int | None = None
-    """Its swapped-out private memory, no part of `rss_bytes`."""
+    """Its swapped-out private memory, which is no part of `rss_bytes`."""
 
     shared_bytes: int | None = None
-    """What is in tmpfs, in a memfd or pinned by CUDA."""
+    """Its memory in tmpfs or in a memfd, or pinned by CUDA."""
 
 
 class EngineOptions(Struct, frozen=True, kw_only=True):
-    """What the command line of vLLM's server sets, by the names of its options.
+    """The options that the command line of vLLM's server sets, under vLLM's names for them.
 
-    None where it does not. Sizes without `bytes` in their name are in GiB.
+    None where an option is not set. Sizes without `bytes` in their name are in GiB.
     """
 
     model: str | None = None
@@ -259,23 +261,23 @@ class EngineOptions(Struct, frozen=True, kw_only=True):
     cpu_offload_gb: float | None = None
     mm_processor_cache_gb: float | None = None
     kv_connector_bytes: float | None = None
-    """The tier of one engine, from `kv_transfer_config`."""
+    """The size of one engine's KV cache in host memory, from `kv_transfer_config`."""
 
     lmcache_gb: float | None = None
-    """The cache of each worker, from `kv_transfer_config`."""
+    """The size of each worker's LMCache in host memory, from `kv_transfer_config`."""
 
     config: str | None = None
-    """A file that may set more."""
+    """The path of a file that may set further options."""
 
     option_names: tuple[str, ...] = ()
-    """The names of all options, in their order."""
+    """The names of all options that are set, in their order."""
 
     command: str = ""
-    """The line, with its secrets starred."""
+    """The command line, with stars in place of secrets."""
 
 
 class Pool(Struct, frozen=True, kw_only=True):
-    """Memory that vLLM was configured to fill."""
+    """A part of the memory that vLLM was configured to fill."""
 
     part: HostPart
     role: Role | None
@@ -286,7 +288,7 @@ class Pool(Struct, frozen=True, kw_only=True):
 
 
 class ProcessReadings(Struct, frozen=True, kw_only=True):
-    """What /proc shows of the engine, and of all other processes."""
+    """The facts that /proc shows of the engine and of all other processes."""
 
     engine: tuple[EngineProcess, ...]
     """The engine's processes, its first server first."""
@@ -296,38 +298,39 @@ class ProcessReadings(Struct, frozen=True, kw_only=True):
     """True in the machine's first PID namespace, where NVML and /proc always mean the same pid."""
 
     ambiguous_engines: int = 0
-    """The number of unrelated engines when none could be identified as the watched one: then
-    `engine` is empty."""
+    """How many engines are visible while it is unknown which of them is the watched one: then
+    `engine` is empty. Else 0."""
 
     neighbours: frozenset[ProcessName] = frozenset()
-    """The servers, or first processes, of all other engines."""
+    """The root processes of all other engines."""
 
     ports: frozenset[int] = frozenset()
-    """Those in the engine's command line, or in the neighbours' where there is no engine."""
+    """The port of the engine by its command line; where no engine is chosen, the ports of all
+    visible engines."""
 
     orphans: frozenset[int] = frozenset()
-    """The pids left over from an exited run of the engine."""
+    """The pids of processes that an exited run of the engine left."""
 
     strays: frozenset[int] = frozenset()
-    """The pids of cores and workers with a new parent, whose server was never seen, and of their
-    children."""
+    """The pids of cores and workers that an unseen engine left, and of all processes below them."""
 
     zombies: frozenset[int] = frozenset()
-    """The pids that have exited and still show, and may hold memory in the driver."""
+    """The pids of processes that have exited and are not reaped: the driver may still hold their
+    memory."""
 
     options: EngineOptions | None = None
-    """Those of vLLM's server."""
+    """The options of vLLM's server; None where its command line is not visible."""
 
     host: HostReading = field(default_factory=HostReading)
 
     @property
     def left_behind(self) -> frozenset[int]:
-        """The pids that serve no engine any more."""
+        """The pids of processes whose engine has exited: orphans and strays."""
         return self.orphans | self.strays
 
 
 class HangSign(Enum):
-    """What suggests that an engine hangs although its page shows no work."""
+    """A sign that an engine hangs although its page shows no work."""
 
     STUCK = "a core or worker is stopped, or blocked in the kernel"
     MUTE = "the probe in the core is silent"

@@ -27,46 +27,47 @@ class ReadingTime(Struct, frozen=True, kw_only=True):
 
 
 class AllocatorReading(Struct, frozen=True, kw_only=True):
-    """torch's caching allocator on one device; None where unknown."""
+    """One process's figures of torch's caching allocator on one device; None where unknown."""
 
     uuid: str
     total_bytes: int | None = None
-    """The device's size as the process sees it: less where a layer limits it."""
+    """The device's memory as the process sees it: less than the device has where a layer between
+    the two limits it."""
 
     allocated_bytes: int | None = None
     reserved_bytes: int | None = None
     inactive_split_bytes: int | None = None
-    """What is unused but cannot be freed, as the rest of its segment is in use."""
+    """Unused memory that cannot be freed, because another part of its segment is in use."""
 
     retries: int | None = None
-    """Allocations tried again since the process started."""
+    """How many allocations were tried again since the process started."""
 
     ooms: int | None = None
-    """OutOfMemoryErrors since the process started."""
+    """How many OutOfMemoryErrors were raised since the process started."""
 
 
 class EngineParts(Struct, frozen=True, kw_only=True):
     """vLLM's own measurements in a worker; None where unknown."""
 
     weights_bytes: int | None = None
-    """Measured when they were loaded."""
+    """Measured when the weights were loaded."""
 
     kv_cache_bytes: int | None = None
     """The size of its tensors."""
 
     cuda_graphs_bytes: int | None = None
-    """Measured when they were captured."""
+    """Measured when the graphs were captured."""
 
     activation_peak_bytes: int | None = None
-    """From profiling."""
+    """Measured by vLLM's profiling run at the start."""
 
     requested_bytes: int | None = None
-    """The budget."""
+    """The memory that the engine may use: the budget."""
 
     asleep: bool | None = None
     pool: "EngineParts | None" = None
-    """The weights and the KV cache in vLLM's memory pool, which replaces torch's allocator where
-    the engine can sleep."""
+    """The weights and the KV cache in vLLM's own memory pool, which replaces torch's allocator
+    where the engine can sleep; None without such a pool."""
 
 
 class SchedulerReading(Struct, frozen=True, kw_only=True):
@@ -75,14 +76,14 @@ class SchedulerReading(Struct, frozen=True, kw_only=True):
     steps_total: int | None = None
     max_num_seqs: int | None = None
     kv_stranded_ratio: float | None = None
-    """The share of the KV cache that is in use by no request."""
+    """The share of the KV cache that is in use although no request holds it."""
 
     kv_token_ratio: float | None = None
-    """The share of the KV cache that holds a request's token."""
+    """The share of the KV cache that holds tokens of requests."""
 
 
 class OomRecord(Struct, frozen=True, kw_only=True):
-    """The newest OutOfMemoryError of a process, with torch's figures then."""
+    """The newest OutOfMemoryError of a process, with torch's figures at that time."""
 
     at_seconds: float
     """In seconds since the epoch."""
@@ -93,7 +94,7 @@ class OomRecord(Struct, frozen=True, kw_only=True):
     allocated_bytes: int | None = None
     reserved_bytes: int | None = None
     seen: int | None = None
-    """How many errors the process has raised; an incident's record has it by this name."""
+    """How many errors the process has raised; the name is that in the probe's file."""
 
 
 class ProbedProcess(Struct, frozen=True, kw_only=True):
@@ -104,13 +105,14 @@ class ProbedProcess(Struct, frozen=True, kw_only=True):
 
     started_at_seconds: float
     since_boot_seconds: float | None = None
-    """Its start on the boot clock."""
+    """Its start, in seconds since the boot."""
 
     written_at_seconds: float
     interval_seconds: float
+    """The time between two writings of the file."""
     role: Role
     stopped: str | None = None
-    """Why its probe stopped for good."""
+    """Why its probe stopped for good; None while the probe runs."""
 
     data_parallel_rank: int | None = None
     vllm_version: str | None = None
@@ -125,24 +127,24 @@ class ProbeReadings(Struct, frozen=True, kw_only=True):
     """The newest files of all processes with a probe."""
 
     present: tuple[ProbedProcess, ...] = ()
-    """Those of this run that write."""
+    """The processes of this run whose probe writes."""
 
     silent: tuple[ProbedProcess, ...] = ()
-    """Those of this run that are alive and no longer write."""
+    """The processes of this run that are alive and whose probe no longer writes."""
 
     others: tuple[ProbedProcess, ...] = ()
-    """All others, as they were at the end."""
+    """All other processes, most of them exited, as their last files describe them."""
 
     @property
     def processes(self) -> tuple[ProbedProcess, ...]:
-        """All of them, including exited ones."""
+        """All processes with a file, including exited ones."""
         return self.present + self.silent + self.others
 
     @property
     def has_silent_core(self) -> bool:
-        """Whether the probe in a live core is silent and another writes.
+        """Whether the probe in a live core is silent while that in another process writes.
 
-        Without another the folder may be the cause.
+        If no probe writes, the folder may be the cause.
         """
         return bool(self.present) and any(process.scheduler for process in self.silent)
 
@@ -151,7 +153,7 @@ class Inside(Struct, frozen=True, kw_only=True):
     """The engine's report on one GPU: torch's allocator, and the ledger of its memory."""
 
     granted_bytes: int | None = None
-    """The device's size as the processes see it."""
+    """The device's memory as the engine's processes see it."""
 
     allocated_bytes: int | None = None
     reserved_bytes: int | None = None
@@ -177,32 +179,33 @@ class GpuMemory(Struct, frozen=True, kw_only=True):
 
     total_bytes: int
     used_bytes: int
-    """What any process uses; in v1 and from AMD the reserved memory too."""
+    """The memory that processes use; in v1 and from AMD it contains the reserved memory too."""
 
     free_bytes: int
     reserved_bytes: int | None
-    """What driver and firmware reserve; None in v1 and from AMD."""
+    """The memory that driver and firmware reserve; None in v1 and from AMD."""
 
     machine_available_bytes: int | None = None
-    """Set for a GPU that uses the machine's memory: what the kernel reports as available for the
-    GPU and everything else."""
+    """For a GPU that uses the machine's memory, the machine's available memory, which the GPU
+    shares with everything else; None for any other GPU."""
 
     machine_free_blocks_bytes: int | None = None
-    """What of it is free in blocks of 2 MiB and more."""
+    """How much of the machine's memory is free in blocks of 2 MiB and more; None where unknown, and
+    for a GPU with its own memory."""
 
     @property
     def usable_bytes(self) -> int:
-        """The GPU's total in CUDA, of which vLLM takes its share.
+        """The GPU's total memory in CUDA, of which vLLM takes its share.
 
-        That is NVML's total less the driver's reserve.
-        Observed: 95.59 GiB in NVML, 94.97 in CUDA (ollama/ollama#18201). If the reserve is
-        unknown this is NVML's total, which errs on the safe side.
+        That is NVML's total less the driver's reserve. Observed: 95.59 GiB in NVML, 94.97 GiB in
+        CUDA (ollama/ollama#18201). Where the reserve is unknown, this is NVML's total, which errs
+        on the safe side.
         """
         return self.total_bytes - (self.reserved_bytes or 0)
 
     @property
     def left_bytes(self) -> int:
-        """The part of usable_bytes not in use."""
+        """The part of `usable_bytes` that is not in use."""
         return self.usable_bytes - self.used_bytes
 
     @property
@@ -219,9 +222,10 @@ class GpuProcess(Struct, frozen=True, kw_only=True):
 
 
 def find_part(uuid: str) -> str:
-    """Return what identifies a part of a GPU among those of its index; "" for a whole GPU.
+    """Return a short name of a part of a GPU by its UUID; "" for a whole GPU.
 
-    That is the beginning of a MIG instance's UUID, or an AMD partition's number.
+    That is the beginning of a MIG instance's UUID, or "partition" and the number of an AMD
+    partition: it distinguishes the parts of one GPU, which have the same index.
     """
     part = _PART.fullmatch(uuid)
     if part is None:
@@ -230,25 +234,28 @@ def find_part(uuid: str) -> str:
 
 
 def name_device(index: int | str, uuid: str) -> str:
-    """Return the name of a device in a sentence."""
+    """Return the name of a whole GPU or a part of one, for a sentence: "GPU 0 MIG-12345678"."""
     return f"GPU {index} {find_part(uuid)}".rstrip()
 
 
 class Fate(StrEnum):
-    """What became of a process that holds GPU memory and serves no engine."""
+    """What became of a process that holds GPU memory and whose engine has exited."""
 
     ORPHANED = "orphaned"
+    """It runs on although its engine has exited."""
     ZOMBIE = "zombie"
+    """It has exited and is not reaped."""
     VANISHED = "vanished"
+    """It has exited, and only the driver still lists it."""
 
 
 class Leftover(Struct, frozen=True, kw_only=True):
-    """GPU memory of a process that serves no engine."""
+    """GPU memory of a process that outlived its engine, or of one that is dead."""
 
     pid: int
     fate: Fate
     used_bytes: int | None
-    """None where the driver does not report it."""
+    """None where the driver does not report it, or not reliably."""
 
 
 class Device(Struct, frozen=True, kw_only=True):
@@ -259,14 +266,15 @@ class Device(Struct, frozen=True, kw_only=True):
 
     @property
     def display_name(self) -> str:
-        """Its name in a sentence."""
+        """Its name for a sentence."""
         return name_device(self.index, self.uuid)
 
 
 class GpuReading(Device, frozen=True, kw_only=True):
     """The reading of a whole GPU or a part of one: a MIG instance, or a partition of an AMD card.
 
-    Unsupported values are None. `index` is NVML's; AMD's cards are numbered after NVML's.
+    A value that the device does not report is None. `index` is NVML's, which the parts of a GPU
+    share; AMD's cards are numbered after NVIDIA's GPUs.
     """
 
     name: str
@@ -276,21 +284,19 @@ class GpuReading(Device, frozen=True, kw_only=True):
     temperature_celsius: float | None = None
     power_watts: float | None = None
     processes: tuple[GpuProcess, ...] | None = None
-    """None when the list could not be read, unlike an empty list."""
+    """None where the list could not be read; empty where no process is on the device."""
 
     xid_errors: tuple[tuple[int, int], ...] = ()
     """The XID codes with their counts since the daemon started."""
 
     failure: Failure | None = None
-    """Set if the device cannot be read: then only its names and `xid_errors` are known."""
+    """Why the device cannot be read: then only its names and `xid_errors` are known. None where it
+    was read."""
 
     vendor: Vendor = Vendor.NVIDIA
 
     def mark_failed(self, failure: Failure) -> "GpuReading":
-        """Return the failed reading of this device.
-
-        It keeps its XID errors, which the daemon counts.
-        """
+        """Return a failed reading of this device, with its names and the XID errors so far."""
         return GpuReading(
             index=self.index,
             uuid=self.uuid,
@@ -305,7 +311,7 @@ class GpuReadings(Struct, frozen=True, kw_only=True):
     """All visible devices."""
 
     driver_version: str | None
-    """NVIDIA's, None where its driver does not report it."""
+    """The version of NVIDIA's driver; None without NVIDIA's GPUs, or where it is not reported."""
 
     devices: tuple[GpuReading, ...]
 
@@ -318,26 +324,27 @@ class Gpu(Struct, frozen=True, kw_only=True):
     """How it was assigned to the engine; None if it is not the engine's."""
 
     engine_bytes: int | None = None
-    """What the engine's processes hold; None where the device's processes cannot be
-    distinguished."""
+    """The memory that the engine's processes hold; None where the device's processes cannot be
+    told apart."""
 
     other_bytes: int | None = None
-    """What other processes hold; None likewise."""
+    """The memory that other processes hold; None where they cannot be told apart."""
 
     held_bytes: int | None = None
-    """The engine's memory: `engine_bytes`, or, where that can never be known, all used memory that
-    is not known to be others'; None while unknown, and on a device that is not the engine's."""
+    """The engine's memory. That is `engine_bytes` or, on a device where that can never be known,
+    all used memory that is not known to belong to others. None while unknown, and on a device that
+    is not the engine's."""
 
     process_count: int | None = None
-    """NVML's number of compute processes."""
+    """How many compute processes the driver lists; None where the list could not be read."""
 
     leftovers: tuple[Leftover, ...] = ()
-    """Those of the processes that serve no engine."""
+    """The memory of processes that outlived their engine or are dead."""
 
     inside: Inside | None = None
-    """The report of the engine's processes."""
+    """What the engine's processes report by the probe; None without a report."""
 
     @property
     def is_left_out(self) -> bool:
-        """Whether the engine's processes hold memory of it although the list excludes it."""
+        """Whether HEADROOM_GPUS excludes it although the engine's processes hold memory on it."""
         return bool(self.engine_bytes) and self.attribution is None and not self.leftovers

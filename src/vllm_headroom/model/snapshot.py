@@ -17,60 +17,61 @@ MUTE_PROBE: Final = Failure(
     message="no running process of vLLM writes a probe's file: those that did have exited, or their"
     " probe has stopped",
 )
-"""The failure of a probe's folder in which no file is of a running process."""
+"""The failure of a probe's folder without a file of a running process."""
 
 
 TokenBytes = Callable[[str, int | None], int | None]
-"""From the KV cache's dtype and the number of the engine's GPUs to the bytes that a token takes on
-all of them; None if not known."""
+"""Takes the KV cache's dtype and the number of the engine's GPUs, None where unknown; returns the
+bytes that a token takes on all of them together, None where unknown."""
 
 
 class Snapshot(Struct, frozen=True, kw_only=True):
-    """Everything one tick read: the only input of a derivation besides its own state."""
+    """Everything that one tick read: the only input of a derivation besides its own state."""
 
     time_seconds: float
-    """Seconds since the epoch, for display."""
+    """When it was read, since the epoch: for display."""
 
     monotonic_seconds: float
-    """The monotonic clock, for arithmetic."""
+    """When it was read, on the monotonic clock: for arithmetic."""
 
     engines: EnginePage | Failure
     gpus: tuple[Gpu, ...] | Failure
     processes: tuple[EngineProcess, ...] | Failure
     probe: ProbeReadings | Failure | None = None
-    """None without a folder."""
+    """None where no folder of the probe is configured."""
 
     reading_times: tuple[ReadingTime, ...] = ()
     unanswered_since_seconds: float | None = None
-    """Since when, on the monotonic clock, the engine has not answered a request of the daemon."""
+    """When the daemon sent the first request that the engine has not answered, on the monotonic
+    clock; None while the engine answers or is not asked."""
 
     engine_status: EngineStatus | None = None
-    """None if unknown, as after an error: then no evidence is collected."""
+    """None where it is unknown, as after an error: then no evidence is collected."""
 
     neighbours: frozenset[ProcessName] = frozenset()
-    """The first processes of other engines."""
+    """The root processes of other engines."""
 
     ambiguous_engines: int = 0
-    """The number of engines if the watched one could not be identified, else 0."""
+    """How many engines are visible while it is unknown which is the watched one; else 0."""
 
     left_behind: frozenset[int] = frozenset()
-    """The pids that serve no engine."""
+    """The pids of processes whose engine has exited."""
 
     host: HostMemory | None = None
     """None where the host's memory is unknown."""
 
     has_silent_core: bool = False
-    """As in ProbeReadings, which a trace does not have."""
+    """As in ProbeReadings; a field of its own, because a trace has no probe readings."""
 
     pools: tuple[Pool, ...] = ()
-    """Those that vLLM was configured to fill."""
+    """The parts of memory that vLLM was configured to fill."""
 
     token_bytes: TokenBytes | None = None
-    """Of the model that the engine's processes load; None where it is not visible."""
+    """The bytes per token of the model that the engine's processes load; None where unknown."""
 
     @property
     def page(self) -> EnginePage | None:
-        """The engine's page, None where it could not be read."""
+        """The engine's page; None where it could not be read."""
         return None if isinstance(self.engines, Failure) else self.engines
 
     @property
@@ -80,22 +81,22 @@ class Snapshot(Struct, frozen=True, kw_only=True):
 
     @property
     def devices(self) -> tuple[Gpu, ...]:
-        """The GPUs, none where they could not be read."""
+        """All visible GPUs; empty where they could not be read."""
         return () if isinstance(self.gpus, Failure) else self.gpus
 
     @property
     def engine_processes(self) -> tuple[EngineProcess, ...]:
-        """The engine's processes, none where they could not be read."""
+        """The engine's processes; empty where they could not be read."""
         return () if isinstance(self.processes, Failure) else self.processes
 
     @property
     def owned_gpus(self) -> tuple[Gpu, ...]:
-        """The engine's GPUs."""
+        """The GPUs that are the engine's; empty where they could not be read."""
         return tuple(gpu for gpu in self.devices if gpu.attribution is not None)
 
     @property
     def failures(self) -> tuple[Failure, ...]:
-        """The failures of the sources that could not be read."""
+        """The failure of each source that could not be read, or whose probe writes nothing."""
         probe = self.probe
         if isinstance(probe, ProbeReadings) and not probe.present:
             probe = MUTE_PROBE
@@ -113,7 +114,7 @@ class Metric(Struct, frozen=True, kw_only=True):
     labels: tuple[str, ...]
     help: str
     needs: tuple[str, ...] = ()
-    """The engine's facts, as fields of EngineReading, without which it is absent."""
+    """The fields of EngineReading without which the metric is absent."""
 
 
 class Sample(NamedTuple):
@@ -127,13 +128,13 @@ class Sample(NamedTuple):
 
 
 class Published(Struct, frozen=True, kw_only=True):
-    """The data of a scrape."""
+    """The data that a scrape exports."""
 
     samples: tuple[Sample, ...]
-    """Those of one tick."""
+    """All samples of the newest tick."""
 
     monotonic_seconds: float
-    """When that tick ended."""
+    """When that tick read its sources, on the monotonic clock."""
 
 
 class Values:
@@ -149,17 +150,18 @@ class Values:
             self._families[metric.name][labels] = value
 
     def find_all(self, metric: Metric) -> dict[tuple[str, ...], float]:
-        """Return a metric's values by their labels."""
+        """Return a metric's values by their labels; empty where it has none."""
         return self._families.get(metric.name, {})
 
     def value(self, metric: Metric, *labels: str) -> float | None:
-        """Return one value, None where unknown."""
+        """Return the value of a metric with these labels; None where there is no such series."""
         return self.find_all(metric).get(labels)
 
     def state(self, metric: Metric, *labels: str) -> str | None:
-        """Return the one state that is 1, of a metric whose last label is the state.
+        """Return the current state of a metric that has a series for each state.
 
-        None where no state is.
+        The last label is the state, `labels` are those before; the current state's series is 1.
+        None where no series is 1.
         """
         for series, value in self.find_all(metric).items():
             *series_labels, state = series
@@ -169,13 +171,14 @@ class Values:
 
 
 class Verdict(Struct, frozen=True, kw_only=True):
-    """One sentence on a GPU, the engine or its host memory."""
+    """How severe the situation of a GPU, the engine, its host memory or the sidecar is, and why."""
 
     subject: str
+    """The name of what is judged, such as "GPU 0", "engine" or "sidecar"."""
     level: Level
     sentence: str
     alert: str | None = None
-    """The alert that fires, which is also the name of its runbook; None without one."""
+    """The alert that fires, which has a runbook of the same name; None where none fires."""
 
     situation: Situation = Situation.HEALTHY
 
@@ -189,6 +192,6 @@ NO_VERDICT: Final = Verdict(
 
 
 def find_worst(verdicts: Iterable[Verdict]) -> Level:
-    """Return the worst level; unknown without verdicts."""
+    """Return the worst level of the verdicts; UNKNOWN without verdicts."""
     levels = [verdict.level for verdict in verdicts]
     return max(levels, key=tuple(Level).index, default=Level.UNKNOWN)

@@ -18,19 +18,20 @@ from vllm_headroom.vocabulary import (
 )
 
 FULL_ROOM_BYTES: Final = 256 * 2**20
-"""A GPU was full when the least free memory was not above this, a dozen of torch's segments of
-20 MiB, nor above FULL_ROOM_RATIO."""
+"""A GPU was full if its least free memory was at most this, a dozen of torch's segments of 20 MiB,
+and at most the share FULL_ROOM_RATIO."""
 
 FULL_ROOM_RATIO: Final = 0.5
-"""The share of the memory that was free when the engine began to serve. A GPU that is configured to
-keep little free is not out of memory."""
+"""The largest share of the memory that was free when the engine began to serve. A GPU that is
+configured to keep little memory free is not out of memory."""
 
 
 class GpuAtEnd(Device, frozen=True, kw_only=True):
-    """One of the engine's GPUs before the end; None is unknown.
+    """One of the engine's GPUs before the end of a run; a field is None where unknown.
 
-    `first_…` is when the engine began to serve, or else when the record began. `last_…` is the
-    highest use, or the least room, of the last minute and a half, peaks included.
+    `room` is free memory. `first_…` is of the time when the engine began to serve, or else when the
+    record began. `last_…` is the highest use, or the least room, of the last minute and a half,
+    peaks between samples included.
     """
 
     total_bytes: int | None = None
@@ -39,14 +40,14 @@ class GpuAtEnd(Device, frozen=True, kw_only=True):
     last_room_bytes: int | None = None
     first_held_bytes: int | None = None
     earlier_held_bytes: int | None = None
-    """The most that the engine held in the minutes before the last one and a half."""
+    """The most that the engine held in the minutes before the last minute and a half."""
     last_engine_bytes: int | None = None
     first_other_bytes: int | None = None
     last_other_bytes: int | None = None
     has_new_process: bool = False
     """Whether there were more processes at the end than at first."""
     is_peak_unattributed: bool = False
-    """Whether the least room was between two samples, where nobody knows who held the memory."""
+    """Whether the least room was measured between two samples: who held the memory is unknown."""
     newest_seconds: float = 0.0
     """When the newest sample was taken, since the epoch."""
     newest_used_bytes: int | None = None
@@ -56,7 +57,7 @@ class GpuAtEnd(Device, frozen=True, kw_only=True):
 
     @property
     def is_full(self) -> bool:
-        """Whether almost no room was left."""
+        """Whether almost no room was left; False where the room is unknown."""
         if self.last_room_bytes is None or self.last_room_bytes > FULL_ROOM_BYTES:
             return False
         if self.first_room_bytes is None:
@@ -66,33 +67,41 @@ class GpuAtEnd(Device, frozen=True, kw_only=True):
 
     @property
     def growth_bytes(self) -> int | None:
-        """The growth of the engine since it began to serve."""
+        """How much the engine's memory has grown since it began to serve; None where unknown."""
         return _subtract(self.first_held_bytes, self.last_engine_bytes)
 
     @property
     def recent_growth_bytes(self) -> int | None:
-        """The growth of the engine within the last minutes."""
+        """How much the engine's memory has grown in the last minutes; None where unknown."""
         return _subtract(self.earlier_held_bytes, self.last_engine_bytes)
 
     @property
     def other_growth_bytes(self) -> int | None:
-        """The growth of other processes."""
+        """How much the memory of other processes has grown; None where unknown."""
         return _subtract(self.first_other_bytes, self.last_other_bytes)
 
     def share_of_lost_room(self, growth_bytes: int | None) -> float:
-        """Return the share of the lost room that a growth explains; 0 where unknown."""
+        """Return the share of the room lost since `first_…` that a growth explains.
+
+        0 where the growth or the loss is unknown, or nothing was lost; above 1 where the growth is
+        larger than the loss.
+        """
         lost_bytes = _subtract(self.last_room_bytes, self.first_room_bytes)
         if growth_bytes is None or not lost_bytes:
             return 0.0
         return max(0.0, growth_bytes / lost_bytes)
 
     def raise_peak(self, used_bytes: int) -> "GpuAtEnd":
-        """Return the GPU with a later, higher use than at the newest sample, of unknown holder."""
+        """Return the GPU with a higher use that was measured between samples.
+
+        Who held the memory is unknown. Return the GPU unchanged where the use is not higher than at
+        the newest sample, or where a peak with less room is known already.
+        """
         if self.usable_bytes is None or self.newest_used_bytes is None:
             return self
         if used_bytes <= self.newest_used_bytes:
             return self
-        # The peaks of the samples are known already: only a higher one counts.
+        # The samples have peaks too: only a higher one counts.
         room_bytes = self.usable_bytes - used_bytes
         if self.last_room_bytes is not None and room_bytes >= self.last_room_bytes:
             return self
@@ -110,21 +119,22 @@ class GpuAtEnd(Device, frozen=True, kw_only=True):
 
 
 def _subtract(start_bytes: int | None, end_bytes: int | None) -> int | None:
-    """Return the growth from a start to an end; None where one is unknown."""
+    """Return the growth from a start to an end; None where one of the two is unknown."""
     if start_bytes is None or end_bytes is None:
         return None
     return end_bytes - start_bytes
 
 
 class Lost(Struct, frozen=True, order=True):
-    """A necessary process that exited before the rest; its pid is None where unknown."""
+    """A process without which the engine cannot serve, and which exited before the others."""
 
     role: Role
     pid: int | None = None
 
 
 REFUSING_SECONDS: Final = 15.0
-"""A server whose core has died exits within seconds and refuses its page until then."""
+"""A server that has refused its page for this time and runs on is shutting down on request. One
+whose core has died exits within seconds, and refuses its page only until then."""
 
 
 class Ending(Struct, frozen=True, kw_only=True):
@@ -136,11 +146,11 @@ class Ending(Struct, frozen=True, kw_only=True):
     reason: ExitReason | None = None
     """The reason that an exit is counted under; None for a stall."""
     began_seconds: float | None = None
-    """When the run began, since the epoch, possibly before the record."""
+    """When the run began, since the epoch, possibly before the record; None where unknown."""
     observed_seconds: float = 0.0
     """For how long the run was observed."""
     unobserved_seconds: float | None = None
-    """The time between the last sample of the run and this one."""
+    """The time between the last sample of the run and the sample that showed its end."""
     has_served: bool = False
     """Whether the run ever served."""
     hung_seconds: float | None = None
@@ -148,20 +158,20 @@ class Ending(Struct, frozen=True, kw_only=True):
     is_page_answering: bool = False
     """Whether the page still answered."""
     lost_processes: tuple[Lost, ...] = ()
-    """The necessary processes that exited before the rest."""
+    """The necessary processes that exited before the others."""
     refused_seconds: float | None = None
     """How long the server refused its page after its core had exited."""
     engines: tuple[EngineReading, ...] = ()
     """The engines of the last page."""
     idle_seconds: float | None = None
-    """The idle time at the last page; None where it had work, or where that is unknown."""
+    """The idle time at the last page; None where the engine had work, or where that is unknown."""
     usual_running: float | None = None
     """The median of the running requests in the minutes before."""
     gpus: tuple[GpuAtEnd, ...] = ()
     orphan_bytes: int = 0
     """The GPU memory of the processes that are left over."""
     xids: tuple[int, ...] = ()
-    """The driver's errors of the last 15 minutes; only the flight record has them."""
+    """The driver's XID errors of the last 15 minutes; only the flight record has them."""
     ooms: tuple[str, ...] = ()
     """torch's OutOfMemoryErrors of the last 15 minutes; only the flight record has them."""
     unreadable: tuple[str, ...] = ()
@@ -169,19 +179,19 @@ class Ending(Struct, frozen=True, kw_only=True):
 
     @property
     def is_over(self) -> bool:
-        """Whether nobody is served again: the run has ended, or a necessary process has."""
+        """Whether this run serves no more: it has ended, or a necessary process has exited."""
         return self.kind is IncidentKind.ENDED or bool(self.lost_processes)
 
     @property
     def is_shutdown(self) -> bool:
-        """Whether the server had closed its port and kept running: an end that was asked for."""
+        """Whether the server had served, then closed its port and run on: a requested shutdown."""
         if not self.has_served or self.refused_seconds is None:
             return False
         return self.refused_seconds >= REFUSING_SECONDS
 
     @property
     def running(self) -> float | None:
-        """The running requests on the last page."""
+        """The number of running requests on the last page; None where unknown."""
         running = [engine.running for engine in self.engines if engine.running is not None]
         return sum(running) if running else None
 
@@ -197,15 +207,17 @@ class Ending(Struct, frozen=True, kw_only=True):
 
     @property
     def fullest_gpu(self) -> GpuAtEnd | None:
-        """The GPU with the least room left."""
+        """The GPU with the least room; None where the room of every GPU is unknown."""
         gpus = [gpu for gpu in self.gpus if gpu.last_room_bytes is not None]
         return min(gpus, key=lambda gpu: gpu.last_room_bytes or 0, default=None)
 
     @property
     def full_gpu(self) -> GpuAtEnd | None:
-        """The full GPU of an engine that served.
+        """The GPU whose lack of memory can explain the end.
 
-        Where it is known to be out of memory, the one with the least room.
+        Where the engine is known to have run out of memory, that is the GPU with the least room,
+        even if it does not count as full. Otherwise it is the first GPU that is full. None where no
+        GPU is, and where the run is not over or has never served.
         """
         if not self.is_over or not self.has_served:
             return None
@@ -215,7 +227,7 @@ class Ending(Struct, frozen=True, kw_only=True):
 
 
 class Diagnosis(Struct, frozen=True):
-    """One cause that fits, in a sentence, with its evidence."""
+    """A possible cause of an end, as a sentence, with its evidence."""
 
     cause: EndCause
     sureness: Sureness
@@ -228,26 +240,26 @@ class EngineStatus(Struct, frozen=True, kw_only=True):
 
     state: EngineState
     is_in_service: bool | None = True
-    """Whether this run has worked and still runs: anything else is no evidence of a leak.
-
-    None where the page does not show work."""
+    """Whether this run has done work and still runs. Outside of service no evidence of a leak is
+    collected. None where the page does not show whether the engine works."""
     was_seen: bool = True
-    """Whether any run was ever seen."""
+    """Whether a run was ever seen."""
     began_seconds: float | None = None
     """When the run began, since the epoch."""
     restarts: int = 0
     exits: tuple[tuple[ExitReason, int], ...] = ()
+    """How many runs have exited for each reason."""
     exit_requests: float | None = None
     """The running and waiting requests on the last page before the last exit; None where that is
     unknown, or without an exit."""
     event: Ending | None = None
-    """The exit or the stall since the last tick, None without one."""
+    """The exit or the stall that happened since the last tick; None without one."""
     recent_exits: int = 0
-    """The exits in the last 90 minutes."""
+    """How many runs have exited in the last 90 minutes."""
     progress_age_seconds: float | None = None
-    """The time without progress; None without work."""
+    """The time since the last progress; None while the engine has no work."""
     stranded_ratios: tuple[tuple[tuple[str, str], float], ...] = ()
-    """The share of the KV cache that no request holds, by the labels of the engine."""
+    """The share of the KV cache in use although no request holds it, by model and engine."""
     wake_bytes: tuple[tuple[str, int], ...] = ()
     """The bytes that a sleeping engine needs to wake, by the UUID of the GPU."""
     first_room_bytes: tuple[tuple[str, int], ...] = ()
@@ -258,5 +270,5 @@ class EngineStatus(Struct, frozen=True, kw_only=True):
 
     @property
     def exit_reason(self) -> ExitReason | None:
-        """Why a run ended since the last tick, None if none did."""
+        """Why a run exited since the last tick; None if none exited."""
         return None if self.event is None else self.event.reason
