@@ -67,7 +67,7 @@ def pytest_collection() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Collect no garbage among the nine thousand tests, which stay: it was a third of the collection's CPU."""
+    """Collect no garbage among the thousands of tests, which stay: it was a third of the collection's CPU."""
     gc.freeze()
     gc.enable()
 

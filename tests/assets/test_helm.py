@@ -77,12 +77,12 @@ def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return helm.parent(tmp_path_factory.mktemp("engine"))
 
 
-def written(case: str) -> str:
+def read_rendered(case: str) -> str:
     return (HERE / "helm-rendered" / f"{case}.yaml").read_text()
 
 
 def container(case: str) -> dict[str, Any]:
-    pod = find(documents(written(case)), "Deployment")["spec"]["template"]["spec"]
+    pod = find(documents(read_rendered(case)), "Deployment")["spec"]["template"]["spec"]
     (found,) = pod["initContainers"]
     return dict(found)
 
@@ -251,7 +251,7 @@ def test_helm_refuses_an_alert_that_there_is_not() -> None:
 def test_what_is_written_down_is_of_the_chart_as_it_is(subtests: pytest.Subtests) -> None:
     for case in CASES:
         with subtests.test(case=case):
-            assert helm.digest() in written(case), (
+            assert helm.digest() in read_rendered(case), (
                 "the chart has changed: render it again, as deploy/helm/README.md says"
             )
 
@@ -275,7 +275,7 @@ def test_the_sidecar_is_the_one_of_the_components(case: str, tmp_path: Path) -> 
     expected["env"] += [{"name": name, "value": value} for name, value in values.get("env", {}).items()]
 
     assert leaves(container(case)) == leaves(expected)
-    volumes = find(documents(written(case)), "Deployment")["spec"]["template"]["spec"]["volumes"]
+    volumes = find(documents(read_rendered(case)), "Deployment")["spec"]["template"]["spec"]["volumes"]
     assert volumes == [volume for volume in pod["volumes"] if volume["name"].startswith("headroom")]
 
 
@@ -285,8 +285,8 @@ def test_what_may_evict_is_what_the_component_grants() -> None:
     granted[-1]["subjects"][0]["namespace"] = "vllm"
     kinds = [each["kind"] for each in granted]
 
-    assert [find(documents(written("amd")), kind) for kind in kinds] == granted
-    assert not any(document["kind"] in kinds for document in documents(written("dra")))
+    assert [find(documents(read_rendered("amd")), kind) for kind in kinds] == granted
+    assert not any(document["kind"] in kinds for document in documents(read_rendered("dra")))
 
 
 def test_no_value_for_evict_grants_nothing() -> None:
@@ -305,9 +305,9 @@ def test_what_watches_is_what_the_components_install_for_the_pods_of_the_release
     endpoint["relabelings"] = [job]
     monitor["metadata"]["name"] = policy["metadata"]["name"] = "headroom-headroom"
     monitor["spec"]["selector"] = policy["spec"]["podSelector"] = pods
-    assert find(documents(written("runtime-class")), "PodMonitor") == monitor
+    assert find(documents(read_rendered("runtime-class")), "PodMonitor") == monitor
 
-    asked = documents(written("nri"))
+    asked = documents(read_rendered("nri"))
     endpoint["interval"] = "1m30s"
     monitor["metadata"]["labels"] = {"prometheus": "gpu"}
     monitor["spec"]["podTargetLabels"] = ["team"]
@@ -315,13 +315,13 @@ def test_what_watches_is_what_the_components_install_for_the_pods_of_the_release
     namespace["namespaceSelector"]["matchLabels"] = {"kubernetes.io/metadata.name": "observability"}
     assert find(asked, "PodMonitor") == monitor
     assert find(asked, "NetworkPolicy") == policy
-    assert not any(document["kind"] == "NetworkPolicy" for document in documents(written("runtime-class")))
+    assert not any(document["kind"] == "NetworkPolicy" for document in documents(read_rendered("runtime-class")))
 
 
 def test_what_helm_made_is_valid(subtests: pytest.Subtests) -> None:
     for case in CASES:
         with subtests.test(case=case):
-            found = documents(written(case))
+            found = documents(read_rendered(case))
             versions = [each for each in schemas.versions() if case != "dra" or each != "1.29"]
 
             assert [fault for each in found for version in versions for fault in schemas.faults(each, version)] == []

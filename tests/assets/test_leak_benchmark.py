@@ -118,21 +118,21 @@ def test_what_an_allocator_does_by_itself_is_no_leak(name: str) -> None:
 
 
 def test_files_that_were_split_and_joined_are_judged_as_one() -> None:
-    whole = recorded()
+    whole = write_recording()
     middle = len(whole) // 2
     joined = [*whole[:middle], whole[0], *whole[middle:]]
 
-    (course,), (again,) = (watched(lines).gpus for lines in (whole, joined))
+    (course,), (again,) = (replay_lines(lines).gpus for lines in (whole, joined))
 
     assert course[2].leaking
     assert (again[2].leaking, again[2].growing) == (course[2].leaking, course[2].growing)
 
 
 def test_an_engine_that_never_answers_gets_no_verdict() -> None:
-    header, *samples = recorded()
+    header, *samples = write_recording()
     silent = [json.dumps(json.loads(line) | {"engines": None}).encode() for line in samples]
 
-    ((_, _, course),) = watched([header, *silent]).gpus
+    ((_, _, course),) = replay_lines([header, *silent]).gpus
 
     assert course.state is LeakState.WARMING_UP
     assert not course.leaking
@@ -155,12 +155,12 @@ def simulated(name: str, every: int) -> traces.Labelled:
     return traces.Labelled(trace.samples[::every], trace.truth)
 
 
-def recorded() -> list[bytes]:
+def write_recording() -> list[bytes]:
     trace = generate.make("leak_req_12.8", 0, STEADY_HOURS, DENSE_SECONDS)
     return [line.encode() for line in generate.lines(trace)]
 
 
-def watched(lines: list[bytes]) -> LeakReplay:
+def replay_lines(lines: list[bytes]) -> LeakReplay:
     watch = LeakReplay()
     for snapshot in parse_trace(lines):
         watch.step(snapshot)

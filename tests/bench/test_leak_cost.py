@@ -46,8 +46,8 @@ class Day:
 @pytest.mark.parametrize("name", TRACES)
 def test_the_cost_of_a_sample_and_the_size_of_the_state(name: str, results: Results) -> None:
     day = stepped(list(parse_trace(lines(name))))
-    written = len(STATE.encode(kept(day.memory, day.last))) - len(
-        STATE.encode(kept(without_gpus(day.memory), day.last))
+    written = len(STATE.encode(make_state(day.memory, day.last))) - len(
+        STATE.encode(make_state(without_gpus(day.memory), day.last))
     )
     held = size(day.memory.gpus) - size({})
 
@@ -87,7 +87,7 @@ def stepped(past: Sequence[Snapshot]) -> Day:
     return Day(seconds_per_sample=best / len(past), memory=state, last=past[-1])
 
 
-def kept(memory: LeakMemory, last: Snapshot) -> SavedState:
+def make_state(memory: LeakMemory, last: Snapshot) -> SavedState:
     whose = identify_engine(last.engines)
     assert isinstance(whose, Identity)
     return SavedState(

@@ -15,7 +15,7 @@ import httpx
 
 from tests.card.card import FOLDER, Cards, Engine, serve
 from tests.engine.probed import START_SECONDS, read_reports
-from tests.engine.serving import answers
+from tests.engine.serving import is_answering
 from tests.fakes.ports import free_port
 from tests.process import NO_TLS, Daemon, daemon, eventually
 from vllm_headroom_tools.probe.install import install
@@ -115,7 +115,7 @@ def wait_until_served(bench: Bench) -> Bench:
 
     def serves() -> bool:
         assert bench.engine.process.poll() is None, bench.read_log()[-3000:]
-        return answers(f"{bench.engine.url}/health")
+        return is_answering(f"{bench.engine.url}/health")
 
     eventually(serves, "vLLM serves", START_SECONDS, 1)
     return bench

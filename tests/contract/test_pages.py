@@ -55,7 +55,7 @@ def beside() -> tuple[Gpu, ...]:
     return ours, gpu(index=1, uuid="GPU-b", total=80 * GIB, used=GIB, attribution=None)
 
 
-def seen(text: str) -> Snapshot:
+def parse_snapshot(text: str) -> Snapshot:
     return Snapshot(
         time_seconds=1_760_000_000.0,
         monotonic_seconds=100.0,
@@ -83,7 +83,7 @@ def rendered(snapshot: Snapshot) -> str:
 
 @cache
 def page_of(name: str) -> str:
-    return rendered(seen(WHOLE[name].read_text()))
+    return rendered(parse_snapshot(WHOLE[name].read_text()))
 
 
 def describe_readings(name: str) -> str:

@@ -28,18 +28,18 @@ LEAKS: Final = [(name, Role(role)) for name in NAMES for role in truth(name)["le
 QUIET: Final = [(name, role) for name in NAMES for role in Role if (name, role) not in LEAKS]
 
 
-def recorded(name: str) -> tuple[Snapshot, ...]:
+def read_snapshots(name: str) -> tuple[Snapshot, ...]:
     return read_recording(FOLDER / f"{name}.jsonl.gz")
 
 
-def watched(name: str) -> LeakReplay:
+def replay_leaks(name: str) -> LeakReplay:
     return watch_recording(FOLDER / f"{name}.jsonl.gz")
 
 
-def held(name: str, role: Role) -> list[tuple[float, float, float]]:
+def list_memory(name: str, role: Role) -> list[tuple[float, float, float]]:
     """Return times, finished requests and a role's own memory, without files, of the later half of a recording."""
     found = []
-    for each in recorded(name):
+    for each in read_snapshots(name):
         if isinstance(each.engines, EnginePage) and not isinstance(each.processes, Failure):
             processes = [process for process in each.processes if process.role is role]
             held_bytes = sum(process.rss_bytes - (process.file_bytes or 0) for process in processes)
@@ -56,7 +56,7 @@ def newest(course: LeakCourse) -> Moment:
 
 def test_every_recording_has_its_truth_and_three_hours_are_without_a_leak() -> None:
     assert {file.name for file in FOLDER.glob("*.gz")} == {f"{name}.jsonl.gz" for name in NAMES}
-    spans = [watched(name).span for name in NAMES if not truth(name)["leaks"]]
+    spans = [replay_leaks(name).span for name in NAMES if not truth(name)["leaks"]]
     assert sum(end - begin for begin, end in spans) >= 3 * 3600
     assert {truth(name)["release"] for name in NAMES} == {"0.28.0+cpu", "0.32.0+cpu"}
 
@@ -64,7 +64,7 @@ def test_every_recording_has_its_truth_and_three_hours_are_without_a_leak() -> N
 def test_what_does_not_leak_is_quiet(subtests: pytest.Subtests) -> None:
     for name, role in QUIET:
         with subtests.test(name=name, role=role):
-            course = watched(name).course(role)
+            course = replay_leaks(name).course(role)
 
             assert course.leaking == []
             assert course.growing == []
@@ -74,18 +74,18 @@ def test_what_does_not_leak_is_quiet(subtests: pytest.Subtests) -> None:
 def test_a_leak_is_found_and_stays_found(subtests: pytest.Subtests) -> None:
     for name, role in LEAKS:
         with subtests.test(name=name, role=role):
-            course = watched(name).course(role)
+            course = replay_leaks(name).course(role)
 
             assert course.state in {LeakState.GROWING, LeakState.LEAKING}
             (begin, end), *_ = course.growing or course.leaking
-            assert begin - watched(name).span[0] < 30 * 60
+            assert begin - replay_leaks(name).span[0] < 30 * 60
             assert end is None or course.leaking[-1] == (end, None)
 
 
 def test_the_rate_is_what_the_memory_of_its_process_grows_by(subtests: pytest.Subtests) -> None:
     for name, role in LEAKS:
         with subtests.test(name=name, role=role):
-            said, measured = newest(watched(name).course(role)), held(name, role)
+            said, measured = newest(replay_leaks(name).course(role)), list_memory(name, role)
             seconds, requests, grown = (after - before for before, after in zip(measured[0], measured[-1], strict=True))
 
             assert said.bytes_per_second == pytest.approx(grown / seconds, rel=0.1)
@@ -96,7 +96,7 @@ def test_the_rate_is_what_was_leaked(subtests: pytest.Subtests) -> None:
     """The core's memory grows by nothing else; the worker's does, by a third as much, as it keeps kernels."""
     for name, role in [(name, role) for name, role in LEAKS if role is Role.ENGINE_CORE]:
         with subtests.test(name=name, role=role):
-            said = newest(watched(name).course(role))
+            said = newest(replay_leaks(name).course(role))
 
             if truth(name)["leaks"][role]["way"] == "time":
                 assert said.bytes_per_second == pytest.approx(BYTES_PER_SECOND, rel=0.1)
@@ -106,7 +106,7 @@ def test_the_rate_is_what_was_leaked(subtests: pytest.Subtests) -> None:
 
 def test_the_kernel_kills_when_it_was_foretold() -> None:
     """Files that are mapped are taken back first: resident memory fell while the leak went on."""
-    course, (_, killed) = watched("leak-to-death").course(Role.ENGINE_CORE), watched("leak-to-death").span
+    course, (_, killed) = replay_leaks("leak-to-death").course(Role.ENGINE_CORE), replay_leaks("leak-to-death").span
     said = course.first_alarm
 
     assert said is not None

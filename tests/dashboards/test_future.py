@@ -11,7 +11,7 @@ from tests.dashboards.asking import values
 from tests.dashboards.cards import LEAKING
 from tests.dashboards.grafana import filled, load, panels, queries
 from tests.dashboards.store import BEGIN, NOW, TARGETS, Prometheus
-from tests.dashboards.test_story import ENGINE, HERO, asked, query, shown
+from tests.dashboards.test_story import ENGINE, HERO, ask_panel, query, read_tile
 
 GIB: Final = 2**30
 AHEAD_SECONDS: Final = 12 * 3600
@@ -32,8 +32,10 @@ def ahead(prometheus: Prometheus, target: str, name: str, states: str = GROWS) -
 
 def test_what_a_leak_will_leave_is_drawn_from_now_to_zero(prometheus: Prometheus) -> None:
     expected, least = (ahead(prometheus, "leak", f"GPU {{{{gpu}}}} {name}") for name in ("expected", "at the earliest"))
-    left, earliest = (float(shown(prometheus, "leak", name)) for name in ("Time to out of memory", "At the earliest"))
-    (free,) = asked(prometheus, "leak", "Free now")
+    left, earliest = (
+        float(read_tile(prometheus, "leak", name)) for name in ("Time to out of memory", "At the earliest")
+    )
+    (free,) = ask_panel(prometheus, "leak", "Free now")
 
     assert NOW < expected[0][0] < NOW + 240
     assert expected[0][1] == pytest.approx(float(free["values"][-1][1]), rel=0.02)
@@ -62,14 +64,14 @@ def test_what_is_of_now_stays_of_now_where_the_time_shown_ends_in_the_future() -
 
 @pytest.mark.parametrize("target", ["restart", "crash"])
 def test_growth_begins_anew_with_each_life(prometheus: Prometheus, target: str) -> None:
-    (grown,) = asked(prometheus, target, "Growth of the engine's memory, with load")
+    (grown,) = ask_panel(prometheus, target, "Growth of the engine's memory, with load")
 
     assert max(float(value) for _, value in grown["values"]) < GIB
 
 
 @pytest.mark.parametrize("target", ["restart", "crash", "asleep"])
 def test_a_card_that_is_empty_for_want_of_an_engine_is_no_headroom(prometheus: Prometheus, target: str) -> None:
-    (free,) = asked(prometheus, target, HERO, "GPU {{gpu}}")
+    (free,) = ask_panel(prometheus, target, HERO, "GPU {{gpu}}")
 
     assert max(float(value) for _, value in free["values"]) < 10 * GIB
 
@@ -81,31 +83,31 @@ def test_a_card_that_is_empty_for_want_of_an_engine_is_no_headroom(prometheus: P
 def test_where_no_sidecar_looks_nothing_is_known(prometheus: Prometheus, title: str) -> None:
     (panel,) = (each for each in panels(ENGINE) if each["title"] == title)
 
-    assert [asked(prometheus, "sidecar down", title, each.name) for each in queries(panel)] == [[]] * len(
+    assert [ask_panel(prometheus, "sidecar down", title, each.name) for each in queries(panel)] == [[]] * len(
         queries(panel)
     )
     assert panel["fieldConfig"]["defaults"]["noValue"] == NOTHING
 
 
 def test_a_sleeping_engine_is_called_so(prometheus: Prometheus) -> None:
-    assert {shown(prometheus, "asleep", title) for title in ("Situation", "Time to out of memory")} == {"asleep"}
+    assert {read_tile(prometheus, "asleep", title) for title in ("Situation", "Time to out of memory")} == {"asleep"}
 
 
 def test_what_a_neighbour_holds_is_a_warning(prometheus: Prometheus) -> None:
     steps = next(panel for panel in panels(ENGINE) if panel["title"] == "Held by others")["fieldConfig"]["defaults"]
     colours = [step["color"] for step in steps["thresholds"]["steps"] if (step["value"] or 0) <= 2 * GIB]
 
-    assert float(shown(prometheus, "neighbour", "Held by others")) > 2 * GIB
+    assert float(read_tile(prometheus, "neighbour", "Held by others")) > 2 * GIB
     assert colours[-1] == "orange"
 
 
 def test_of_eight_gpus_the_one_that_leaks_stands_out(prometheus: Prometheus) -> None:
-    lines = asked(prometheus, "eight GPUs", HERO, "GPU {{gpu}}")
+    lines = ask_panel(prometheus, "eight GPUs", HERO, "GPU {{gpu}}")
     first = {
         title: series(prometheus, "eight GPUs", title)["metric"]["gpu"]
         for title in ("Time to out of memory", "At the earliest", "Free now")
     }
-    rows = asked(prometheus, "eight GPUs", "Each GPU, and when it will be full", "D")
+    rows = ask_panel(prometheus, "eight GPUs", "Each GPU, and when it will be full", "D")
 
     assert {line["metric"]["gpu"] for line in lines} == {str(gpu) for gpu in range(8)}
     assert set(first.values()) == {str(LEAKING)}
@@ -113,7 +115,7 @@ def test_of_eight_gpus_the_one_that_leaks_stands_out(prometheus: Prometheus) -> 
 
 
 def series(prometheus: Prometheus, target: str, title: str) -> dict[str, Any]:
-    found: dict[str, Any] = asked(prometheus, target, title)[0]
+    found: dict[str, Any] = ask_panel(prometheus, target, title)[0]
     return found
 
 

@@ -39,16 +39,16 @@ def query(board: Json, where: str, name: str) -> Query:
     return next(each for each in every_query(board) if each.where == where and name in {"", each.name})
 
 
-def asked(
+def ask_panel(
     prometheus: Prometheus, target: str, where: str, name: str = "", board: Json = ENGINE
 ) -> list[dict[str, Any]]:
     """Return what a panel's query gives over a target; without a name its first."""
     return answer(prometheus, query(board, where, name), values(prometheus, board, TARGETS[target].labels))
 
 
-def shown(prometheus: Prometheus, target: str, where: str) -> str:
+def read_tile(prometheus: Prometheus, target: str, where: str) -> str:
     """Return what a panel with one number shows: the text that represents the number, or the number."""
-    (series,) = asked(prometheus, target, where)
+    (series,) = ask_panel(prometheus, target, where)
     value = f"{float(series['values'][-1][1]):g}"
     panel = next(each for each in panels(ENGINE) if each["title"] == where)
     texts = (
@@ -60,13 +60,13 @@ def shown(prometheus: Prometheus, target: str, where: str) -> str:
 def test_time_is_left_only_where_something_leaks(prometheus: Prometheus, subtests: pytest.Subtests) -> None:
     for target in ALIVE:
         with subtests.test(target=target):
-            left = shown(prometheus, target, "Time to out of memory")
+            left = read_tile(prometheus, target, "Time to out of memory")
 
             if target in LEAKS:
                 assert HOUR < float(left) < 24 * HOUR
             else:
                 assert left == ("asleep" if target == "asleep" else "no leak seen")
-            assert (shown(prometheus, target, "At the earliest") == left) == (target not in LEAKS)
+            assert (read_tile(prometheus, target, "At the earliest") == left) == (target not in LEAKS)
 
 
 def test_the_first_tile_names_the_situation_and_the_next_what_to_do(
@@ -76,13 +76,13 @@ def test_the_first_tile_names_the_situation_and_the_next_what_to_do(
         with subtests.test(target=target):
             situation = "leaking" if target in LEAKS else SITUATIONS.get(target, "healthy")
 
-            (whose,) = asked(prometheus, target, "Situation")
+            (whose,) = ask_panel(prometheus, target, "Situation")
 
             assert (
                 whose["metric"].items() >= {**TARGETS[target].labels, "situation": situation.replace(" ", "_")}.items()
             )
-            assert shown(prometheus, target, "Situation") == situation
-            assert shown(prometheus, target, "What to do first") == FIRST_ACTIONS[situation.replace(" ", "_")]
+            assert read_tile(prometheus, target, "Situation") == situation
+            assert read_tile(prometheus, target, "What to do first") == FIRST_ACTIONS[situation.replace(" ", "_")]
 
 
 def test_situations_are_those_of_the_sidecar_in_its_order_and_that_it_is_gone() -> None:
@@ -107,10 +107,10 @@ def test_a_long_name_keeps_its_end(prometheus: Prometheus) -> None:
 
 
 def test_nothing_is_drawn_of_an_engine_that_does_not_answer(prometheus: Prometheus) -> None:
-    answers = asked(prometheus, "restart", "Sources")
+    answers = ask_panel(prometheus, "restart", "Sources")
     (engine,) = [each["values"] for each in answers if each["metric"]["source"] == "engine"]
     silent = {at for (_, before), (at, value) in pairwise(engine) if before == value == "0"}
-    running = {at for each in asked(prometheus, "restart", HERO, "running requests") for at, _ in each["values"]}
+    running = {at for each in ask_panel(prometheus, "restart", HERO, "running requests") for at, _ in each["values"]}
 
     assert silent
     assert not silent & running
@@ -121,7 +121,9 @@ def test_another_holder_is_seen_only_where_there_is_one(prometheus: Prometheus, 
     for target in TARGETS:
         with subtests.test(target=target):
             other = [
-                float(value) for each in asked(prometheus, target, HELD, "GPU {{gpu}}") for _, value in each["values"]
+                float(value)
+                for each in ask_panel(prometheus, target, HELD, "GPU {{gpu}}")
+                for _, value in each["values"]
             ]
 
             assert (max(other, default=0.0) > 0) == (target == "neighbour")
@@ -131,7 +133,7 @@ def test_the_ledger_is_as_high_as_the_card(prometheus: Prometheus, subtests: pyt
     for target in TARGETS:
         with subtests.test(target=target):
             legends = ("{{holder}}", "reserved by the driver", "free")
-            layers = [asked(prometheus, target, LEDGER, legend, board=INCIDENT) for legend in legends]
+            layers = [ask_panel(prometheus, target, LEDGER, legend, board=INCIDENT) for legend in legends]
 
             heights: defaultdict[float, float] = defaultdict(float)
             for at, value in (point for layer in layers for series in layer for point in series["values"]):
@@ -145,7 +147,7 @@ def test_of_an_incident_the_empty_card_between_two_lives_is_not_drawn(
 ) -> None:
     for target in ["restart", "crash", "asleep"]:
         with subtests.test(target=target):
-            (free,) = asked(prometheus, target, "Free memory of each GPU", "GPU {{gpu}}", board=INCIDENT)
+            (free,) = ask_panel(prometheus, target, "Free memory of each GPU", "GPU {{gpu}}", board=INCIDENT)
 
             assert max(float(value) for _, value in free["values"]) < TOTAL_BYTES / 8
 

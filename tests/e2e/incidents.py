@@ -7,7 +7,7 @@ from tests.fakes.pagerduty import Event, PagerDuty
 from tests.process import eventually
 
 
-def found(pagerduty: PagerDuty, **wanted: str) -> list[Event]:
+def find_events(pagerduty: PagerDuty, **wanted: str) -> list[Event]:
     """Return the events with this action, these fields of the payload, or of the alert's own severity as `told`."""
     return [event for event in pagerduty.events if wanted.items() <= fields(event).items()]
 
@@ -18,7 +18,7 @@ def fields(event: Event) -> dict[str, str]:
 
 
 def first(pagerduty: PagerDuty, **wanted: str) -> Event:
-    return eventually(lambda: found(pagerduty, **wanted), f"an event with {wanted}", DEADLINE_SECONDS)[0]
+    return eventually(lambda: find_events(pagerduty, **wanted), f"an event with {wanted}", DEADLINE_SECONDS)[0]
 
 
 def mutes(alertmanager: Alertmanager, name: str, **muted: str) -> None:

@@ -153,7 +153,7 @@ def running(address: str, log: Path, *command: str) -> Iterator[None]:
 
     def ready() -> bool:
         assert process.poll() is None, log.read_text()
-        return answers(f"http://{address}/-/ready")
+        return is_answering(f"http://{address}/-/ready")
 
     try:
         eventually(ready, f"{command[0]} is ready", DEADLINE_SECONDS)
@@ -163,7 +163,7 @@ def running(address: str, log: Path, *command: str) -> Iterator[None]:
         process.wait(30)
 
 
-def answers(url: str) -> bool:
+def is_answering(url: str) -> bool:
     try:
         return httpx.get(url, timeout=10, verify=NO_TLS).is_success
     except httpx.TransportError:

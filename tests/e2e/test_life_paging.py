@@ -9,7 +9,7 @@ from typing import Final
 
 import pytest
 
-from tests.e2e.incidents import closed, first, found, history
+from tests.e2e.incidents import closed, find_events, first, history
 from tests.e2e.paging import DEADLINE_SECONDS, KEYS, MISSING, Target, paging
 from tests.fakes.engine_server import Answer, EngineServer, page
 from tests.fakes.pagerduty import PagerDuty
@@ -91,7 +91,9 @@ def test_a_death_under_load_is_one_notification_with_its_cause_however_soon_the_
     opened = first(pagerduty, source="prod/full", severity="warning")
     scraped(replica, ENOUGH_SCRAPES)
 
-    assert [event.action for event in found(pagerduty, source="prod/full")] == ["trigger"], "for minutes, and once"
+    assert [event.action for event in find_events(pagerduty, source="prod/full")] == ["trigger"], (
+        "for minutes, and once"
+    )
     assert (
         "prod/full: running when it exited: 7; it ran out of GPU memory."
         in (opened.payload["custom_details"]["firing"])
@@ -103,7 +105,7 @@ def test_an_engine_that_ends_again_and_again_is_paged_and_two_ends_are_not(bench
     for ends in (1, 2):
         replica.answer = living("serving", exits=ends)
         scraped(replica, ENOUGH_SCRAPES)
-    before = found(pagerduty, source="prod/loops")
+    before = find_events(pagerduty, source="prod/loops")
     replica.answer = living("serving", exits=3)
     opened = first(pagerduty, source="prod/loops", severity="critical")
 
@@ -127,6 +129,6 @@ def test_one_bad_release_on_twenty_replicas_is_one_incident_of_the_model(tmp_pat
             DEADLINE_SECONDS,
         )
 
-    (opened,) = [event for event in found(pagerduty) if event.notifies]
+    (opened,) = [event for event in find_events(pagerduty) if event.notifies]
     assert {event.dedup_key for event in pagerduty.events} == {opened.dedup_key}
     assert opened.payload["summary"].startswith("Replicas of llama are lost. prod/llama")

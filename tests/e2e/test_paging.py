@@ -10,7 +10,7 @@ from typing import Final
 
 import pytest
 
-from tests.e2e.incidents import closed, first, found, mutes
+from tests.e2e.incidents import closed, find_events, first, mutes
 from tests.e2e.paging import KEYS, MISSING, Alertmanager, Target, paging
 from tests.fakes.engine_server import Answer, EngineServer, page
 from tests.fakes.pagerduty import PagerDuty
@@ -107,7 +107,7 @@ def test_a_page_notifies_though_the_warning_is_open_and_mutes_what_is_less(bench
     assert warning.notifies
     assert paged.notifies
     assert warning.routing_key == paged.routing_key == KEYS["ml-platform"]
-    assert not found(pagerduty, source="prod/llama-0", told="critical"), "a muted alert is not sent"
+    assert not find_events(pagerduty, source="prod/llama-0", told="critical"), "a muted alert is not sent"
     assert paged.payload["summary"] == "llama runs out of GPU memory in about 30m 0s: it leaks. prod/llama-0, GPU 0"
     assert "GPU 0 of prod/llama-0: out of memory in about 30m 0s" in paged.payload["custom_details"]["firing"]
     assert "2MiB per second" in paged.payload["custom_details"]["firing"]
@@ -163,4 +163,4 @@ def test_an_information_reaches_nobody(bench: Bench) -> None:
 
     first(bench.pagerduty, source="llama-2")
 
-    assert [event.payload["severity"] for event in found(bench.pagerduty, source="llama-2")] == ["warning"]
+    assert [event.payload["severity"] for event in find_events(bench.pagerduty, source="llama-2")] == ["warning"]

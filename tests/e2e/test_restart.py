@@ -12,7 +12,14 @@ from msgspec.structs import replace
 from tests.fakes.engine_server import EngineServer, page
 from tests.fakes.nvml.library import FakeGpu, FakeNvml
 from tests.process import Page, daemon
-from tests.unit.daemon.state.engine import ALARM_STEPS, REQUESTS_PER_STEP, after, held, kept, seen
+from tests.unit.daemon.state.engine import (
+    ALARM_STEPS,
+    REQUESTS_PER_STEP,
+    after,
+    count_held_bytes,
+    make_snapshot,
+    make_state,
+)
 from vllm_headroom.daemon.state.file import HISTORY, STATE
 from vllm_headroom.expose.view import HistoryEvent, SavedHistory
 from vllm_headroom.vocabulary import Level
@@ -44,14 +51,14 @@ def is_in(page: Page) -> str | None:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Return a folder with the state of an engine that leaks, saved a moment ago."""
-    memory = after(seen(step) for step in range(1, ALARM_STEPS + 1))
-    STATE.write(tmp_path / "state", kept(memory, seen(ALARM_STEPS), saved_at_seconds=time.time()))
+    memory = after(make_snapshot(step) for step in range(1, ALARM_STEPS + 1))
+    STATE.write(tmp_path / "state", make_state(memory, make_snapshot(ALARM_STEPS), saved_at_seconds=time.time()))
     return tmp_path / "state"
 
 
 @pytest.fixture
 def nvml(tmp_path: Path) -> FakeNvml:
-    return FakeNvml(tmp_path, [FakeGpu(uuid="GPU-a", used_bytes=held(ALARM_STEPS), processes={4242: None})])
+    return FakeNvml(tmp_path, [FakeGpu(uuid="GPU-a", used_bytes=count_held_bytes(ALARM_STEPS), processes={4242: None})])
 
 
 @pytest.fixture

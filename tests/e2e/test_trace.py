@@ -17,7 +17,7 @@ def command(*words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def recorded(file: Path, samples: int) -> list[bytes]:
+def wait_for_samples(file: Path, samples: int) -> list[bytes]:
     """Let the daemon record; return the lines, their ends included."""
     with daemon("demo", "--speed", "100", TRACE_FILE=str(file)) as running:
         eventually(lambda: file.exists() and file.read_bytes().count(b"\n") > samples, "some samples are recorded")
@@ -52,7 +52,7 @@ def test_a_daemon_that_cannot_record_says_so_once_and_runs_on(tmp_path: Path) ->
 
 
 def test_the_trace_has_what_the_engine_and_the_gpu_said(tmp_path: Path) -> None:
-    newest = json.loads(recorded(tmp_path / "trace", 10)[-1])
+    newest = json.loads(wait_for_samples(tmp_path / "trace", 10)[-1])
     (engine,), (gpu,) = newest["engines"], newest["gpus"]
 
     assert engine["gpu_memory_utilization"] == 0.92
@@ -64,7 +64,7 @@ def test_the_trace_has_what_the_engine_and_the_gpu_said(tmp_path: Path) -> None:
 
 def test_a_trace_whose_last_line_is_cut_off_is_read_up_to_it_by_each_command(tmp_path: Path) -> None:
     file = tmp_path / "trace"
-    *whole, last = recorded(file, 10)
+    *whole, last = wait_for_samples(file, 10)
     file.write_bytes(b"".join(whole) + last[: len(last) // 2])
 
     limit = ("--max-leak-per-thousand-requests", "1MiB")

@@ -12,7 +12,7 @@ import pytest
 
 from tests.e2e.life import Start, becomes, settings, state
 from tests.e2e.recycling import LAST_PID
-from tests.e2e.test_whose import ends, held, looked_again, serves_its_first_life
+from tests.e2e.test_whose import ends, looked_again, read_held_bytes, serves_its_first_life
 from tests.e2e.vllm import ROOT
 from tests.fakes.nvml.library import GIB, FakeNvml
 from tests.fakes.ports import free_port
@@ -50,7 +50,7 @@ def test_one_of_several_workers_that_dies_stalls_the_engine_at_once(
         vllm.kill(vllm.workers[rank])
 
         stalled = becomes(running, "stalled")
-        assert held(stalled) == (60, 0)
+        assert read_held_bytes(stalled) == (60, 0)
         assert (ends(stalled), stalled.value("source_up", source="engine")) == (0, 1)
         assert stalled.value("engine_requests_running") == 2
         assert stalled.has("gpu_memory_left_behind_bytes") == (rank == 0)
@@ -69,13 +69,13 @@ def test_an_api_server_that_outlives_the_process_that_began_it_is_the_engine(
 
         vllm.kill(vllm.server)
         alone = looked_again(running)
-        assert (state(alone), held(alone), ends(alone)) == ("serving", (60, beside), 0)
+        assert (state(alone), read_held_bytes(alone), ends(alone)) == ("serving", (60, beside), 0)
         assert alone.has("host_memory_bytes", process="engine_core")
         assert not alone.has("gpu_memory_left_behind_bytes")
 
         vllm.kill(vllm.page_server)
         down = becomes(running, "down")
-        assert (held(down), down.value("engine_exits_total", reason="gone")) == ((60, beside), 1)
+        assert (read_held_bytes(down), down.value("engine_exits_total", reason="gone")) == ((60, beside), 1)
         assert down.has("gpu_memory_left_behind_bytes")
 
 
@@ -145,5 +145,5 @@ def test_a_stranger_that_gets_all_the_pids_of_a_dead_engine_is_not_it() -> None:
     page = Page(told)
     assert state(page) == "down"
     assert (ends(page), page.value("engine_restarts_total")) == (1, 0)
-    assert held(page) == (0, 30)
+    assert read_held_bytes(page) == (0, 30)
     assert not page.has("host_memory_bytes")

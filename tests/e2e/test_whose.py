@@ -20,7 +20,7 @@ ELSEWHERE = ("unshare", "--user", "--map-root-user", "--net")
 """Runs a program in a separate network namespace, as a pod is."""
 
 
-def held(page: Page) -> tuple[float, float]:
+def read_held_bytes(page: Page) -> tuple[float, float]:
     """Return what is reported to be the engine's and another's, in GiB."""
     engine, other = (page.value("gpu_memory_held_bytes", holder=holder) / GIB for holder in ("engine", "other"))
     return engine, other
@@ -46,7 +46,9 @@ def is_down(running: Daemon) -> None:
 
 def serves_its_first_life(running: Daemon, engine: float, other: float) -> None:
     becomes(running, "serving")
-    told = running.sees(lambda page: held(page) == (engine, other), "the engine's memory is told from the other's")
+    told = running.sees(
+        lambda page: read_held_bytes(page) == (engine, other), "the engine's memory is told from the other's"
+    )
     assert (ends(told), told.value("engine_restarts_total")) == (0, 0)
     assert "engine exited" not in running.log()
 
@@ -163,5 +165,5 @@ def test_each_of_two_daemons_tells_its_own_of_two_engines(
             two.kill(pid)
         becomes(second, "down")
         left = looked_again(second)
-        assert held(left) == (30, 20), "what it left is its own"
-        assert (state(first.page()), held(first.page())) == ("serving", (20, 30))
+        assert read_held_bytes(left) == (30, 20), "what it left is its own"
+        assert (state(first.page()), read_held_bytes(first.page())) == ("serving", (20, 30))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.engine.serving import FOLDER, HERE, Engine, answers
+from tests.engine.serving import FOLDER, HERE, Engine, is_answering
 from tests.fakes.ports import free_port
 from tests.process import eventually
 from vllm_headroom_tools.probe.install import install
@@ -72,7 +72,9 @@ def probed(
         )
     engine = Probed(f"http://127.0.0.1:{port}", process, place / "log", place / "files")
     try:
-        eventually(lambda: answers(f"{engine.url}/health") or process.poll() is not None, "it serves", START_SECONDS)
+        eventually(
+            lambda: is_answering(f"{engine.url}/health") or process.poll() is not None, "it serves", START_SECONDS
+        )
         assert process.poll() is None, engine.log.read_text(errors="replace")[-2000:]
         yield engine
     finally:

@@ -54,7 +54,7 @@ def words(first: int, count: int) -> str:
     return " ".join(f"w{300 + (first + step) % 1000}" for step in range(count))
 
 
-def answers(url: str) -> bool:
+def is_answering(url: str) -> bool:
     try:
         return httpx.get(url, timeout=5, verify=NO_TLS).status_code == 200
     except httpx.TransportError:
@@ -63,5 +63,5 @@ def answers(url: str) -> bool:
 
 def started(engine: Engine) -> Engine:
     """Wait until vLLM answers: a minute, ten on a machine that has other work. To ask it often would make it longer."""
-    eventually(lambda: answers(f"{engine.url}/metrics"), "vLLM answers", START_SECONDS, every_seconds=2)
+    eventually(lambda: is_answering(f"{engine.url}/metrics"), "vLLM answers", START_SECONDS, every_seconds=2)
     return engine

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from tests.contract.recorded import OTHERS
-from tests.engine.serving import FOLDER, HERE, answers
+from tests.engine.serving import FOLDER, HERE, is_answering
 from tests.fakes.nvml.library import GIB, FakeGpu, FakeNvml
 from tests.fakes.ports import free_port
 from tests.process import Daemon, daemon, eventually
@@ -30,7 +30,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     python = FOLDER / "llama" / "bin" / "python"
     process = subprocess.Popen([python, HERE / "llama_cpp.py", str(port), tmp_path_factory.mktemp("llama")])
     try:
-        eventually(lambda: answers(f"http://127.0.0.1:{port}/health"), "llama.cpp answers", PATIENCE_SECONDS)
+        eventually(lambda: is_answering(f"http://127.0.0.1:{port}/health"), "llama.cpp answers", PATIENCE_SECONDS)
         yield f"http://127.0.0.1:{port}"
     finally:
         process.send_signal(signal.SIGKILL)

@@ -112,7 +112,7 @@ def series(pod: str, *, waiting: int, running: int, leaking: bool) -> list[dict[
     ]
 
 
-def answers(values: dict[str, float]) -> list[dict[str, Any]]:
+def list_expected_samples(values: dict[str, float]) -> list[dict[str, Any]]:
     """Return samples as promtool expects them."""
     return [{"labels": f'{{pod="{pod}"}}' if pod else "{}", "value": value} for pod, value in values.items()]
 
@@ -149,7 +149,7 @@ def test_an_engine_that_leaks_does_not_count(
     tests = [
         {
             "input_series": fed,
-            "promql_expr_test": [{"expr": query, "eval_time": "1m", "exp_samples": answers(expected)}],
+            "promql_expr_test": [{"expr": query, "eval_time": "1m", "exp_samples": list_expected_samples(expected)}],
         }
         for fed, expected in cases
     ]
@@ -177,7 +177,7 @@ def test_an_engine_about_to_end_has_its_successor_before(tmp_path: Path) -> None
     tests = [
         {
             "input_series": fed,
-            "promql_expr_test": [{"expr": asked, "eval_time": "1m", "exp_samples": answers({"": value})}],
+            "promql_expr_test": [{"expr": asked, "eval_time": "1m", "exp_samples": list_expected_samples({"": value})}],
         }
         for fed, value in cases
     ]

@@ -59,7 +59,7 @@ def leaked(text: str) -> list[str]:
     return [secret for secret in SECRETS if secret in text]
 
 
-def said(engine: EngineServer, folder: Path, *words: str, **more: str) -> str:
+def run_against(engine: EngineServer, folder: Path, *words: str, **more: str) -> str:
     """Return all that a command says."""
     environment = {f"HEADROOM_{name}": value for name, value in (settings(engine, folder) | more).items()}
     result = subprocess.run(
@@ -101,7 +101,7 @@ def test_no_command_says_anything_secret(
 ) -> None:
     engine.answer = TROUBLE[trouble]
 
-    text = said(engine, tmp_path, *command)
+    text = run_against(engine, tmp_path, *command)
 
     assert text
     assert leaked(text) == []
@@ -119,7 +119,7 @@ def test_no_command_says_anything_secret(
 def test_an_address_that_is_refused_is_shown_without_its_secrets(
     url: str, engine: EngineServer, tmp_path: Path
 ) -> None:
-    text = said(engine, tmp_path, ENGINE_URL=url)
+    text = run_against(engine, tmp_path, ENGINE_URL=url)
 
     assert "HEADROOM_ENGINE_URL" in text
     assert leaked(text) == []

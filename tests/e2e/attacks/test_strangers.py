@@ -13,7 +13,7 @@ from tests.process import Page, daemon
 RECORDED = (FOLDER / "vllm-0.32.0" / "load-waiting.prom").read_text()
 
 
-def held(page: Page, holder: str) -> float:
+def read_held_bytes(page: Page, holder: str) -> float:
     return page.value("gpu_memory_held_bytes", uuid="GPU-a", holder=holder)
 
 
@@ -29,11 +29,13 @@ def test_a_stranger_with_the_engines_name_and_port_takes_nothing_from_the_ledger
         nvml.write()
         settings = {"ENGINE_URL": engine.url, "SAMPLE_INTERVAL_SECONDS": "0.5", **nvml.environment()}
         with daemon(**settings) as running:
-            running.sees(lambda page: held(page, "engine") == GIB, "the engine's memory is known")
+            running.sees(lambda page: read_held_bytes(page, "engine") == GIB, "the engine's memory is known")
             with serving(theirs, engine.port) as stranger:
                 gpu.processes = {core: GIB, stranger: 2 * GIB}
                 nvml.write()
-                seen = running.sees(lambda page: held(page, "other") == 2 * GIB, "the stranger's is another's")
+                seen = running.sees(
+                    lambda page: read_held_bytes(page, "other") == 2 * GIB, "the stranger's is another's"
+                )
 
-                assert held(seen, "engine") == GIB
+                assert read_held_bytes(seen, "engine") == GIB
                 assert seen.value("gpu_info", uuid="GPU-a", attribution="process") == 1

@@ -39,7 +39,7 @@ def full_pipe() -> Iterator[tuple[int, int]]:
         os.close(giving)
 
 
-def answers(url: str) -> bool:
+def is_answering(url: str) -> bool:
     with contextlib.suppress(httpx.TransportError):
         return httpx.get(url, timeout=5).status_code == 200
     return False
@@ -56,7 +56,7 @@ def test_stderr_that_nobody_reads_holds_up_neither_the_samples_nor_the_end() -> 
             stderr=stderr,
         )
         try:
-            eventually(lambda: answers(f"{url}/readyz"), "the first sample is published")
+            eventually(lambda: is_answering(f"{url}/readyz"), "the first sample is published")
             before = len(engine.requests)
             eventually(lambda: len(engine.requests) > before + 2, "the engine is read on and on")
             process.send_signal(signal.SIGTERM)

@@ -51,7 +51,7 @@ class Engine:
         return self.answers.pop(0)
 
 
-def seen(*engines: EngineReading, state: EngineState = EngineState.SERVING) -> Snapshot:
+def make_snapshot(*engines: EngineReading, state: EngineState = EngineState.SERVING) -> Snapshot:
     return lived(page(*(engines or (RESTING,))), state)
 
 
@@ -68,7 +68,9 @@ def test_an_idle_engine_that_may_hang_is_asked() -> None:
     asked = Engine([True])
     doubted = EngineStatus(state=EngineState.UNKNOWN, hang_signs=(HangSign.STUCK,))
 
-    turned(Canary(asked.ask, INTERVAL_SECONDS, Clock(), pause_seconds=15), replace(seen(), engine_status=doubted))
+    turned(
+        Canary(asked.ask, INTERVAL_SECONDS, Clock(), pause_seconds=15), replace(make_snapshot(), engine_status=doubted)
+    )
 
     assert asked.models == ["m"]
 
@@ -80,7 +82,7 @@ def test_an_engine_that_is_awake_and_idle_is_asked(state: EngineState, awake: bo
 
     turned(
         Canary(asked.ask, INTERVAL_SECONDS, Clock(), pause_seconds=15),
-        seen(replace(RESTING, awake=awake), state=state),
+        make_snapshot(replace(RESTING, awake=awake), state=state),
     )
 
     assert asked.models == ["m"]
@@ -90,23 +92,27 @@ def test_an_engine_that_is_awake_and_idle_is_asked(state: EngineState, awake: bo
     "other",
     [
         None,
-        seen(replace(RESTING, running=1.0)),
-        seen(replace(RESTING, waiting=1.0)),
-        seen(RESTING, replace(RESTING, engine="1", running=1.0)),
-        seen(replace(RESTING, running=None)),
-        seen(replace(RESTING, waiting=None)),
-        seen(replace(RESTING, awake=False)),
-        seen(replace(RESTING, model_name="")),
+        make_snapshot(replace(RESTING, running=1.0)),
+        make_snapshot(replace(RESTING, waiting=1.0)),
+        make_snapshot(RESTING, replace(RESTING, engine="1", running=1.0)),
+        make_snapshot(replace(RESTING, running=None)),
+        make_snapshot(replace(RESTING, waiting=None)),
+        make_snapshot(replace(RESTING, awake=False)),
+        make_snapshot(replace(RESTING, model_name="")),
         lived(page()),
         lived(failure(Source.ENGINE)),
-        replace(seen(), engine_status=None),
-        *(seen(state=state) for state in EngineState if state not in (EngineState.SERVING, EngineState.STALLED)),
+        replace(make_snapshot(), engine_status=None),
+        *(
+            make_snapshot(state=state)
+            for state in EngineState
+            if state not in (EngineState.SERVING, EngineState.STALLED)
+        ),
     ],
 )
 def test_any_other_is_not_and_owes_nothing(other: Snapshot | None) -> None:
     asked = Engine([False])
     canary = Canary(asked.ask, INTERVAL_SECONDS, Clock(), pause_seconds=15)
-    turned(canary, seen())
+    turned(canary, make_snapshot())
     assert canary.unanswered_since_seconds == 1000.0
 
     turned(canary, other)
@@ -123,7 +129,7 @@ def test_a_request_is_owed_an_answer_from_when_it_is_asked() -> None:
             return await answer
 
         canary = Canary(ask, INTERVAL_SECONDS, Clock(), pause_seconds=15)
-        turn = asyncio.create_task(canary.send(seen()))
+        turn = asyncio.create_task(canary.send(make_snapshot()))
         await asyncio.sleep(0)
         pending = canary.unanswered_since_seconds
         answer.set_result(True)
@@ -139,7 +145,7 @@ def test_what_is_not_answered_is_asked_again_soon_and_owed_since_the_first_time(
 
     def newest() -> Snapshot:
         owed.append(canary.unanswered_since_seconds)
-        return seen()
+        return make_snapshot()
 
     with capture_logs() as lines, pytest.raises(asyncio.CancelledError):
         asyncio.run(canary.run(newest))
@@ -162,7 +168,7 @@ def test_what_is_not_answered_is_asked_again_soon_and_owed_since_the_first_time(
 def test_while_the_daemon_stood_still_nobody_owed_it_an_answer() -> None:
     clock, asked = Clock(), Engine([False])
     canary = Canary(asked.ask, INTERVAL_SECONDS, clock, pause_seconds=15)
-    turned(canary, seen())
+    turned(canary, make_snapshot())
     clock.now += 5
     canary.note_tick()
     assert canary.unanswered_since_seconds == 1000.0

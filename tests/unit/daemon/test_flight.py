@@ -62,7 +62,7 @@ def step(subject: Flight, *seen: Snapshot) -> list[dict[str, Any]]:
     return [dict(line) for line in lines]
 
 
-def seen(watch: Watch) -> Snapshot:
+def take_snapshot(watch: Watch) -> Snapshot:
     assert watch.seen is not None
     return watch.seen
 
@@ -70,9 +70,9 @@ def seen(watch: Watch) -> Snapshot:
 def died(subject: Flight, watch: Watch | None = None) -> Watch:
     """Let an engine serve, and then be gone."""
     watch = serving() if watch is None else watch
-    step(subject, seen(watch))
+    step(subject, take_snapshot(watch))
     watch.look(REFUSED, processes=(), gpus=(gpu(used=0, total=80 * 2**30),))
-    step(subject, seen(watch))
+    step(subject, take_snapshot(watch))
     return watch
 
 
@@ -142,7 +142,7 @@ def test_an_end_is_set_aside_with_what_was_known_before_it(tmp_path: Path) -> No
 
 def test_the_last_ten_minutes_of_memory_are_told_second_by_second(tmp_path: Path) -> None:
     subject, watch = flight(tmp_path), serving()
-    step(subject, seen(watch))
+    step(subject, take_snapshot(watch))
     for tenth in range(7000):
         subject.recent.add(BEGAN + tenth / 10, {"GPU-a": tenth, "GPU-of-others": 1})
     died(subject, watch)
@@ -159,16 +159,16 @@ def test_what_follows_within_five_minutes_belongs_to_it(tmp_path: Path) -> None:
     watch = died(subject)
     for _ in range(70):
         watch.look(REFUSED)
-        step(subject, seen(watch))
+        step(subject, take_snapshot(watch))
 
     assert times(the_incident(tmp_path))[-1] == 15.0 + 300.0
 
 
 def test_a_stall_is_an_incident_and_its_end_soon_after_is_the_same(tmp_path: Path) -> None:
     subject, watch = flight(tmp_path), serving()
-    step(subject, seen(watch))
+    step(subject, take_snapshot(watch))
     watch.look(working(20), after=70.0)
-    step(subject, seen(watch))
+    step(subject, take_snapshot(watch))
     known = header(the_incident(tmp_path))
     assert (known["what"], known["progress_age_seconds"]) == ("stalled", 70.0)
 
@@ -180,10 +180,10 @@ def test_a_stall_is_an_incident_and_its_end_soon_after_is_the_same(tmp_path: Pat
 
 def test_what_comes_soon_after_the_engine_served_again_is_an_incident_of_its_own(tmp_path: Path) -> None:
     subject, watch = flight(tmp_path), serving()
-    step(subject, seen(watch))
+    step(subject, take_snapshot(watch))
     for done, after in ((20, 70.0), (30, 5.0)):
         watch.look(working(done), after=after)
-        step(subject, seen(watch))
+        step(subject, take_snapshot(watch))
 
     died(subject, watch)
     watch.look(working(5, started=BEGAN + 90.0))
@@ -199,7 +199,7 @@ def test_an_end_while_the_daemon_was_away_is_noticed(tmp_path: Path) -> None:
     watch = Watch()
     watch.state = EngineMemory(runs=before.state.runs)
     watch.look(working(1, started=BEGAN + 500))
-    step(subject, seen(watch))
+    step(subject, take_snapshot(watch))
 
     assert header(the_incident(tmp_path))["what"] == "ended"
 
@@ -208,7 +208,7 @@ def test_ends_that_were_counted_before_it_began_are_no_incident(tmp_path: Path) 
     subject, watch = flight(tmp_path), serving()
     watch.look(REFUSED, processes=(), gpus=(gpu(used=0),))
     watch.look(REFUSED, processes=(), gpus=(gpu(used=0),))
-    step(subject, seen(watch))
+    step(subject, take_snapshot(watch))
 
     assert not (tmp_path / "incidents").exists()
 
@@ -221,16 +221,16 @@ def test_an_end_in_the_time_of_another_daemon_is_left_to_that(tmp_path: Path) ->
 
     assert lock.take(tmp_path)
     watch.look(REFUSED, processes=(), gpus=(gpu(used=0),))
-    step(subject, seen(watch))
+    step(subject, take_snapshot(watch))
 
     assert [path.name for path in tmp_path.iterdir()] == ["flight.jsonl"]
 
 
 def test_xids_shortly_before_the_end_are_told(tmp_path: Path) -> None:
     subject, watch = flight(tmp_path), serving()
-    step(subject, seen(watch))
+    step(subject, take_snapshot(watch))
     watch.look(working(30), gpus=(gpu(xid_errors=((79, 1),)),))
-    step(subject, seen(watch))
+    step(subject, take_snapshot(watch))
     died(subject, watch)
 
     (xid,) = header(the_incident(tmp_path))["xids"]
@@ -240,9 +240,9 @@ def test_xids_shortly_before_the_end_are_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("minutes", "known"), [(14.5, [79]), (15.5, [])])
 def test_an_xid_belongs_to_an_incident_of_the_next_15_minutes(tmp_path: Path, minutes: float, known: list[int]) -> None:
     subject, watch = flight(tmp_path), serving()
-    step(subject, seen(watch))
+    step(subject, take_snapshot(watch))
     watch.look(working(30), gpus=(gpu(xid_errors=((79, 1),)),))
-    step(subject, seen(watch))
+    step(subject, take_snapshot(watch))
     watch.look(working(40), after=60 * minutes)
     died(subject, watch)
 
@@ -263,9 +263,9 @@ def test_what_torch_was_refused_shortly_before_is_told(tmp_path: Path) -> None:
         )
         for pid, oom in enumerate(raised)
     )
-    step(subject, replace(seen(watch), probe=ProbeReadings(others=left)))
+    step(subject, replace(take_snapshot(watch), probe=ProbeReadings(others=left)))
     watch.look(REFUSED, processes=(), gpus=(gpu(used=0, total=80 * 2**30),))
-    step(subject, seen(watch))
+    step(subject, take_snapshot(watch))
 
     known = header(the_incident(tmp_path))
     assert known["ooms"] == [{"t": BEGAN + 9, "uuid": "GPU-a", "asked": 5, "free": 3, "allocated": 60, "reserved": 64}]
@@ -377,11 +377,11 @@ watch = tests.serving()
 resource.setrlimit(resource.RLIMIT_FSIZE, (1500, resource.RLIM_INFINITY))
 for n in range(20):
     watch.look(tests.working(30 + n))
-    print(*(each["event"] for each in tests.step(subject, tests.seen(watch))))
+    print(*(each["event"] for each in tests.step(subject, tests.take_snapshot(watch))))
 tests.died(subject, watch)
 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 watch.look(tests.REFUSED, after=60.0)
-print(*(each["event"] for each in tests.step(subject, tests.seen(watch))))
+print(*(each["event"] for each in tests.step(subject, tests.take_snapshot(watch))))
 """
 
 

@@ -30,7 +30,7 @@ STABLE = Values(())
 GROWING = Values(make_states(catalog.HOST_LEAK_STATE, (str(Role.WORKER),), LeakState.GROWING))
 
 
-def seen(at: float, processes: tuple[EngineProcess, ...] | Failure = WHOLE) -> Snapshot:
+def make_snapshot(at: float, processes: tuple[EngineProcess, ...] | Failure = WHOLE) -> Snapshot:
     watch = serving()
     assert watch.seen is not None
     return replace(watch.seen, monotonic_seconds=at, time_seconds=BEGAN + at, processes=processes)
@@ -68,11 +68,13 @@ class Kernel:
 def test_each_process_is_read_once_and_a_growing_one_again_in_ten_minutes() -> None:
     kernel = Kernel()
     subject = Mappings(kernel)
-    run(subject, *((seen(5.0 * tick), STABLE) for tick in range(300)))
+    run(subject, *((make_snapshot(5.0 * tick), STABLE) for tick in range(300)))
     assert sorted(kernel.read) == [10, 11, 12]
     assert subject.describe() == []
 
-    said = run(subject, *((seen(2000 + 5.0 * tick), GROWING) for tick in range(1 + 2 * int(REREAD_SECONDS / 5))))
+    said = run(
+        subject, *((make_snapshot(2000 + 5.0 * tick), GROWING) for tick in range(1 + 2 * int(REREAD_SECONDS / 5)))
+    )
 
     assert kernel.read[3:] == [WORKER.pid] * 2
     (grown,) = subject.describe()
@@ -91,7 +93,7 @@ def test_each_process_is_read_once_and_a_growing_one_again_in_ten_minutes() -> N
 def test_a_process_that_cannot_be_read_costs_itself_alone() -> None:
     kernel = Kernel(unreadable=WORKER.pid)
     subject = Mappings(kernel)
-    run(subject, *((seen(5.0 * tick), GROWING) for tick in range(200)))
+    run(subject, *((make_snapshot(5.0 * tick), GROWING) for tick in range(200)))
 
     assert sorted(kernel.read) == [10, 11, 12, 12], "and not at each tick"
     assert subject.describe() == []
@@ -100,12 +102,12 @@ def test_a_process_that_cannot_be_read_costs_itself_alone() -> None:
 def test_a_later_reading_that_fails_leaves_the_earlier_growth() -> None:
     kernel = Kernel()
     subject = Mappings(kernel)
-    run(subject, *((seen(400.0 * tick), GROWING) for tick in range(8)))
+    run(subject, *((make_snapshot(400.0 * tick), GROWING) for tick in range(8)))
     before = subject.describe()
     assert [each["pid"] for each in before] == [WORKER.pid]
 
     kernel._unreadable = WORKER.pid
-    run(subject, *((seen(4000 + 400.0 * tick), GROWING) for tick in range(4)))
+    run(subject, *((make_snapshot(4000 + 400.0 * tick), GROWING) for tick in range(4)))
     assert subject.describe() == before
 
 
@@ -114,7 +116,7 @@ def test_a_reading_that_raises_is_none() -> None:
         raise OSError("gone")
 
     subject = Mappings(read)
-    run(subject, *((seen(400.0 * tick), GROWING) for tick in range(6)))
+    run(subject, *((make_snapshot(400.0 * tick), GROWING) for tick in range(6)))
     assert subject.describe() == []
 
 
@@ -128,7 +130,7 @@ def test_a_reading_that_hangs_holds_up_nothing() -> None:
     async def play() -> None:
         subject = Mappings(read)
         for tick in range(50):
-            subject.step(seen(5.0 * tick), GROWING)
+            subject.step(make_snapshot(5.0 * tick), GROWING)
         assert begun.wait(60)
         assert subject.describe() == []
         hangs.set()
@@ -142,7 +144,7 @@ def test_what_was_read_of_a_pid_that_is_another_process_now_is_dropped() -> None
     subject = Mappings(kernel)
     old, new = process(5, Role.WORKER), process(5, Role.WORKER, started=BEGAN + 700)
     ticks = ((0.0, old), (5.0, new), (10.0, new), (2000.0, new), (2005.0, new))
-    run(subject, *((seen(at, (each,)), GROWING) for at, each in ticks))
+    run(subject, *((make_snapshot(at, (each,)), GROWING) for at, each in ticks))
 
     assert kernel.read == [5, 5, 5]
     assert [each["kinds"] for each in subject.describe()] == [{"heap": 64 * MIB}], "from its own first reading"
@@ -152,7 +154,12 @@ def test_nothing_is_read_before_the_engine_serves_or_where_its_processes_are_not
     kernel, watch = Kernel(), Watch()
     watch.look(REFUSED)
     assert watch.seen is not None
-    run(Mappings(kernel), (watch.seen, GROWING), (seen(5.0, UNSEEN), GROWING), (seen(10.0, ()), GROWING))
+    run(
+        Mappings(kernel),
+        (watch.seen, GROWING),
+        (make_snapshot(5.0, UNSEEN), GROWING),
+        (make_snapshot(10.0, ()), GROWING),
+    )
 
     assert kernel.read == []
 
@@ -160,7 +167,7 @@ def test_nothing_is_read_before_the_engine_serves_or_where_its_processes_are_not
 def test_of_many_processes_the_largest_are_read() -> None:
     kernel = Kernel()
     many = tuple(replace(process(100 + each, Role.WORKER), rss_bytes=each) for each in range(100))
-    run(Mappings(kernel), *((seen(5.0 * tick, many), STABLE) for tick in range(150)))
+    run(Mappings(kernel), *((make_snapshot(5.0 * tick, many), STABLE) for tick in range(150)))
 
     assert sorted(kernel.read) == list(range(200 - MOST_PROCESSES, 200))
 

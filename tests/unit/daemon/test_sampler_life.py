@@ -51,7 +51,7 @@ def state(samples: tuple[Sample, ...]) -> str:
     return found
 
 
-def told(lines: list[Any]) -> list[tuple[str, str]]:
+def list_events(lines: list[Any]) -> list[tuple[str, str]]:
     ours = ("engine is", "engine exited")
     return [(line["event"].split(":")[0], line["log_level"]) for line in lines if line["event"].startswith(ours)]
 
@@ -71,7 +71,7 @@ def test_every_change_of_state_is_told_once() -> None:
             ticked(subject)
             ticked(subject)
 
-    assert told(lines) == [
+    assert list_events(lines) == [
         ("engine is starting", "info"),
         ("engine is serving", "info"),
         ("engine is stalled", "warning"),

@@ -24,7 +24,7 @@ Tick = tuple[GpuReadings, ProcessReadings | Failure]
 UP: Tick = (gpus(device(0, (7, 3), (99, 5))), engine(7, visible=(99,)))
 
 
-def held(*ticks: Tick, selection: Selection = AUTO) -> list[int | None]:
+def list_held_bytes(*ticks: Tick, selection: Selection = AUTO) -> list[int | None]:
     return [gpu.held_bytes for gpu in last(*ticks, selection=selection)]
 
 
@@ -86,19 +86,19 @@ def test_what_was_known_is_not_kept(blind: Tick) -> None:
     ids=["no /proc", "no list", "no memory info", "not told for a pid", "race", "no driver version", "two engines"],
 )
 def test_what_becomes_unknown_for_a_moment_is_never_taken_for_the_engines(blind: Tick) -> None:
-    assert held(UP, blind) == [None]
-    assert held(UP, blind, UP) == [3]
+    assert list_held_bytes(UP, blind) == [None]
+    assert list_held_bytes(UP, blind, UP) == [3]
 
 
 @pytest.mark.parametrize("listed", [True, False])
 def test_a_reading_that_opens_the_ledger_opens_it_for_every_device(*, listed: bool) -> None:
     readings = gpus(device(0, (7, 3)), device(1, listed=listed))
 
-    assert held((readings, engine(7)), selection=Selection(everything=True)) == [3, 0 if listed else None]
+    assert list_held_bytes((readings, engine(7)), selection=Selection(everything=True)) == [3, 0 if listed else None]
 
 
 def test_an_excess_is_unknown_from_the_first_reading_on() -> None:
-    assert held((gpus(device(0, (7, GIB), used=GIB // 2)), engine(7))) == [None]
+    assert list_held_bytes((gpus(device(0, (7, GIB), used=GIB // 2)), engine(7))) == [None]
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_an_excess_is_unknown_from_the_first_reading_on() -> None:
     ids=["no /proc", "a PID namespace of its own", "a driver that mistakes memory", "a driver that never tells"],
 )
 def test_all_that_is_used_counts_where_the_ledger_cannot_be_known(tick: Tick) -> None:
-    assert held(tick, tick) == [80 * GIB]
+    assert list_held_bytes(tick, tick) == [80 * GIB]
 
 
 def test_of_memory_that_is_the_machines_what_nobody_is_known_to_hold_is_not_the_engines() -> None:
@@ -127,18 +127,20 @@ def test_of_memory_that_is_the_machines_what_nobody_is_known_to_hold_is_not_the_
         ),
     )
 
-    assert held((gpus(shared), NO_PROC)) == [None]
-    assert held((gpus(replace(shared, processes=(GpuProcess(pid=7, used_bytes=3 * GIB),))), engine(7))) == [3 * GIB]
+    assert list_held_bytes((gpus(shared), NO_PROC)) == [None]
+    assert list_held_bytes((gpus(replace(shared, processes=(GpuProcess(pid=7, used_bytes=3 * GIB),))), engine(7))) == [
+        3 * GIB
+    ]
 
 
 def test_what_others_are_known_to_hold_does_not_count() -> None:
     tick = (gpus(device(0, (7, None), (99, GIB))), engine(7, visible=(99,)))
 
-    assert held(tick) == [79 * GIB]
+    assert list_held_bytes(tick) == [79 * GIB]
 
 
 def test_a_device_that_is_not_the_engines_is_not_held() -> None:
-    assert held((gpus(device(0, (7, 3)), device(1, (99, 5))), engine(7, visible=(99,)))) == [3, None]
+    assert list_held_bytes((gpus(device(0, (7, 3)), device(1, (99, 5))), engine(7, visible=(99,)))) == [3, None]
 
 
 @pytest.mark.parametrize("selection", [AUTO, Selection(listed=("0",)), Selection(everything=True)])
@@ -148,8 +150,8 @@ def test_while_the_engine_cannot_be_told_from_another_one_nothing_is_known(selec
 
     assert (gpu.engine_bytes, gpu.other_bytes, gpu.held_bytes) == (None, None, None)
     assert ledger(last(UP, tick, selection=selection)) == [(None, None)]
-    assert held(tick, (tick[0], NO_PROC), selection=selection) == [None]
-    assert held(tick, (tick[0], engine()), selection=selection) == [80 * GIB]
+    assert list_held_bytes(tick, (tick[0], NO_PROC), selection=selection) == [None]
+    assert list_held_bytes(tick, (tick[0], engine()), selection=selection) == [80 * GIB]
 
 
 def test_a_list_that_cannot_be_read_has_no_count_and_an_empty_one_has_none_in_it() -> None:

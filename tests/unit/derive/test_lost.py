@@ -20,7 +20,7 @@ def unopened(index: int) -> Gpu:
     return gpu(index=index, uuid="", memory=False, attribution=None, failure=LOST)
 
 
-def seen(*gpus: Gpu, had: tuple[str, ...]) -> Snapshot:
+def make_snapshot(*gpus: Gpu, had: tuple[str, ...]) -> Snapshot:
     life = EngineStatus(state=EngineState.SERVING, first_room_bytes=tuple((uuid, 5) for uuid in had))
     return replace(snapshot(gpus=gpus), engine_status=life)
 
@@ -30,31 +30,31 @@ def owned(at: Snapshot) -> list[tuple[int, str]]:
 
 
 def test_the_one_that_does_not_open_is_the_one_that_is_missing() -> None:
-    assert owned(seen(IDLE, unopened(1), had=("GPU-b",))) == [(1, "GPU-b")]
+    assert owned(make_snapshot(IDLE, unopened(1), had=("GPU-b",))) == [(1, "GPU-b")]
 
 
 def test_of_several_that_are_missing_none_is_told_by_name() -> None:
-    assert owned(seen(unopened(0), unopened(1), had=("GPU-a", "GPU-b"))) == [(0, ""), (1, "")]
+    assert owned(make_snapshot(unopened(0), unopened(1), had=("GPU-a", "GPU-b"))) == [(0, ""), (1, "")]
 
 
 def test_where_more_do_not_open_than_are_missing_nobody_knows_which_is_the_engines() -> None:
-    assert owned(seen(unopened(0), unopened(1), had=("GPU-b",))) == []
+    assert owned(make_snapshot(unopened(0), unopened(1), had=("GPU-b",))) == []
 
 
 def test_another_that_is_the_only_one_left_is_not_the_engines() -> None:
     left = gpu(index=0, uuid="GPU-a", attribution=Attribution.SINGLE)
 
-    assert owned(seen(left, had=("GPU-b",))) == []
-    assert owned(seen(left, had=("GPU-a", "GPU-b"))) == [(0, "GPU-a")]
+    assert owned(make_snapshot(left, had=("GPU-b",))) == []
+    assert owned(make_snapshot(left, had=("GPU-a", "GPU-b"))) == [(0, "GPU-a")]
 
 
 @pytest.mark.parametrize(
     "at",
     [
-        seen(IDLE, unopened(1), had=()),
-        seen(gpu(index=0, uuid="GPU-a"), unopened(1), had=("GPU-a",)),
-        replace(seen(IDLE, unopened(1), had=("GPU-b",)), engine_status=None),
-        replace(seen(had=("GPU-b",)), gpus=failure(Source.NVML)),
+        make_snapshot(IDLE, unopened(1), had=()),
+        make_snapshot(gpu(index=0, uuid="GPU-a"), unopened(1), had=("GPU-a",)),
+        replace(make_snapshot(IDLE, unopened(1), had=("GPU-b",)), engine_status=None),
+        replace(make_snapshot(had=("GPU-b",)), gpus=failure(Source.NVML)),
     ],
     ids=["no life with a GPU", "all show", "life not known", "no GPU can be read"],
 )

@@ -11,12 +11,12 @@ from vllm_headroom.model import Fate, Leftover
 from vllm_headroom.vocabulary import Source
 
 
-def held(**known: int | None) -> dict[tuple[str, ...], float]:
+def derive_held_bytes(**known: int | None) -> dict[tuple[str, ...], float]:
     return values(derive_readings(snapshot(gpus=(gpu(used=900, **known),))), catalog.GPU_MEMORY_HELD)  # type: ignore[arg-type]
 
 
 def test_the_ledger_sums_to_used() -> None:
-    assert held(engine=700, other=150) == {
+    assert derive_held_bytes(engine=700, other=150) == {
         (*A_GPU, "engine"): 700.0,
         (*A_GPU, "other"): 150.0,
         (*A_GPU, "unattributed"): 50.0,
@@ -24,7 +24,7 @@ def test_the_ledger_sums_to_used() -> None:
 
 
 def test_holders_that_cannot_be_told_apart_are_absent_and_all_is_unattributed() -> None:
-    assert held() == {(*A_GPU, "unattributed"): 900.0}
+    assert derive_held_bytes() == {(*A_GPU, "unattributed"): 900.0}
 
 
 def test_a_gpu_that_is_not_the_engines_says_so_by_an_empty_attribution() -> None:

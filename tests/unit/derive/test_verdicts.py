@@ -43,7 +43,7 @@ def state(value: str, metric: Metric = catalog.LEAK_STATE, labels: tuple[str, ..
     return Sample(metric, (*labels, value), 1.0)
 
 
-def seen(life: EngineState = EngineState.SERVING) -> Snapshot:
+def make_snapshot(life: EngineState = EngineState.SERVING) -> Snapshot:
     return replace(
         snapshot(engines=page(engine()), gpus=(replace(gpu(), process_count=1),)),
         engine_status=EngineStatus(state=life, exits=((ExitReason.GONE, 1),)),
@@ -51,7 +51,7 @@ def seen(life: EngineState = EngineState.SERVING) -> Snapshot:
 
 
 def of(subject: str, *samples: Sample, at: Snapshot | None = None) -> Verdict:
-    found = [each for each in judge_snapshot(at or seen(), Values(samples)) if each.subject == subject]
+    found = [each for each in judge_snapshot(at or make_snapshot(), Values(samples)) if each.subject == subject]
     assert found, subject
     return found[0]
 
@@ -75,7 +75,7 @@ def test_a_leak_is_an_alarm_with_its_rate_and_its_end() -> None:
 
 def test_a_gpu_whose_memory_is_not_reported_is_not_healthy() -> None:
     silent = gpu(memory=False)
-    verdict = of("GPU 0", at=replace(seen(), gpus=(silent,)))
+    verdict = of("GPU 0", at=replace(make_snapshot(), gpus=(silent,)))
 
     assert (
         verdict.sentence
@@ -87,7 +87,7 @@ def test_a_gpu_whose_memory_is_not_reported_is_not_healthy() -> None:
 
 def test_a_gpu_that_a_list_leaves_out_is_not_passed_over_in_silence() -> None:
     left_out = gpu(index=1, uuid="GPU-b", engine=70 * GIB, attribution=None)
-    at = replace(seen(), gpus=(gpu(), left_out))
+    at = replace(make_snapshot(), gpus=(gpu(), left_out))
 
     verdict = of("GPU 1", at=at)
 
@@ -166,7 +166,7 @@ def test_a_neighbour_is_never_all_green() -> None:
 
 def test_a_lost_gpu_is_an_alarm_whatever_was_said_before() -> None:
     lost = replace(gpu(), reading=replace(gpu().reading, failure=failure(Source.NVML)))
-    at = replace(seen(), gpus=(lost,))
+    at = replace(make_snapshot(), gpus=(lost,))
 
     verdict = of("GPU 0", state(LeakState.STABLE), at=at)
 
@@ -175,8 +175,8 @@ def test_a_lost_gpu_is_an_alarm_whatever_was_said_before() -> None:
 
 
 def test_gpus_that_cannot_be_read_or_told_are_not_known() -> None:
-    unread = replace(seen(), gpus=failure(Source.NVML))
-    unowned = replace(seen(), gpus=(gpu(attribution=None),))
+    unread = replace(make_snapshot(), gpus=failure(Source.NVML))
+    unowned = replace(make_snapshot(), gpus=(gpu(attribution=None),))
 
     assert of("GPUs", at=unread).sentence == "The GPUs cannot be read: it failed."
     assert of("GPUs", at=unowned).level is Level.UNKNOWN
@@ -184,14 +184,14 @@ def test_gpus_that_cannot_be_read_or_told_are_not_known() -> None:
 
 @pytest.mark.parametrize("life", list(EngineState))
 def test_each_state_of_the_engine_has_its_sentence(life: EngineState) -> None:
-    verdict = of("engine", at=seen(life))
+    verdict = of("engine", at=make_snapshot(life))
 
     assert verdict.sentence.startswith("The engine ")
     assert (verdict.level is Level.ALARM) == (life in {EngineState.DOWN, EngineState.STALLED})
 
 
 def test_an_engine_that_was_never_seen_is_no_alarm() -> None:
-    at = replace(seen(), engine_status=EngineStatus(state=EngineState.DOWN, was_seen=False))
+    at = replace(make_snapshot(), engine_status=EngineStatus(state=EngineState.DOWN, was_seen=False))
 
     said = of("engine", at=at)
     assert (said.level, said.alert) == (Level.UNKNOWN, None)
@@ -214,7 +214,7 @@ def test_an_engine_that_served_and_whose_exit_cannot_be_counted_has_been_seen() 
 def test_little_free_memory_is_news_where_there_was_more_at_first() -> None:
     def said(free_mib: int, first_mib: int) -> tuple[Level, str | None]:
         at = replace(
-            seen(),
+            make_snapshot(),
             engine_status=EngineStatus(state=EngineState.SERVING, first_room_bytes=((A_GPU[1], first_mib * MIB),)),
         )
         found = of(
@@ -228,7 +228,7 @@ def test_little_free_memory_is_news_where_there_was_more_at_first() -> None:
 
 
 def test_a_closed_gate_is_told_and_an_open_one_is_not() -> None:
-    found = judge_snapshot(seen(), Values([Sample(catalog.GATE_OPEN, ("ready",), 0.0)]))
+    found = judge_snapshot(make_snapshot(), Values([Sample(catalog.GATE_OPEN, ("ready",), 0.0)]))
 
     assert [each.sentence for each in found if each.subject == "gates"] == [
         "The gate /gate/ready is closed; its answer has the reason."
@@ -236,7 +236,7 @@ def test_a_closed_gate_is_told_and_an_open_one_is_not() -> None:
 
 
 def test_a_silent_page_is_told_with_its_cause() -> None:
-    silent = replace(seen(EngineState.DOWN), engines=failure(Source.ENGINE))
+    silent = replace(make_snapshot(EngineState.DOWN), engines=failure(Source.ENGINE))
 
     assert of("engine", at=silent).sentence == (
         "The engine is down: its metrics page does not answer and no engine process is running; it failed."
@@ -270,7 +270,7 @@ def test_a_serving_engine_says_its_load() -> None:
 )
 def test_without_a_page_it_is_said_what_the_engine_was(doing: EngineState, says: str) -> None:
     """Its state stays what it was for a minute, in which nobody knows that it still serves."""
-    at = replace(seen(doing), engines=failure(Source.ENGINE))
+    at = replace(make_snapshot(doing), engines=failure(Source.ENGINE))
 
     said = of("engine", at=at)
     assert (said.level, said.sentence) == (Level.UNKNOWN, f"The engine {says}; it failed.")
@@ -296,7 +296,7 @@ def test_without_a_page_it_is_said_what_the_engine_was(doing: EngineState, says:
 def test_an_idle_engine_that_hangs_is_described_by_its_signs(
     doing: EngineState, signs: tuple[HangSign, ...], level: Level, says: str
 ) -> None:
-    said = of("engine", at=replace(seen(), engine_status=EngineStatus(state=doing, hang_signs=signs)))
+    said = of("engine", at=replace(make_snapshot(), engine_status=EngineStatus(state=doing, hang_signs=signs)))
 
     assert (said.level, said.sentence, said.alert) == (level, f"The engine {says}.", "HeadroomEngineStalled")
 
@@ -314,17 +314,17 @@ def test_a_silent_server_on_a_machine_that_is_short_of_cpu_is_starved(
     doing: EngineState, pressure: float | None, says: str
 ) -> None:
     server = replace(SERVER, cpu_pressure_ratio=pressure)
-    said = of("engine", at=replace(seen(doing), engines=failure(Source.ENGINE), processes=(server,)))
+    said = of("engine", at=replace(make_snapshot(doing), engines=failure(Source.ENGINE), processes=(server,)))
 
     assert said.sentence == f"The engine {says}."
 
 
 def test_a_life_that_nobody_follows_is_not_known() -> None:
-    assert of("engine", at=replace(seen(), engine_status=None)).level is Level.UNKNOWN
+    assert of("engine", at=replace(make_snapshot(), engine_status=None)).level is Level.UNKNOWN
 
 
 def test_stranded_blocks_are_a_warning() -> None:
-    found = judge_snapshot(seen(), Values([Sample(catalog.ENGINE_KV_STRANDED, ("m", "0"), 0.2)]))
+    found = judge_snapshot(make_snapshot(), Values([Sample(catalog.ENGINE_KV_STRANDED, ("m", "0"), 0.2)]))
 
     assert [each.alert for each in found if each.level is Level.WARNING] == ["HeadroomKvCacheStranded"]
 
@@ -388,7 +388,7 @@ def test_what_was_watched_for_minutes_is_not_said_to_have_no_leak(watched: float
     core = state(LeakState.WARMING_UP, catalog.HOST_LEAK_STATE, ("engine_core",))
     watches = {} if watched is None else {"GPU-a": watched, "worker": watched, "engine_core": 9 * HOUR, "gone": 1.0}
 
-    found = {each.subject: each for each in judge_snapshot(seen(), Values((*stable, core)), watches)}
+    found = {each.subject: each for each in judge_snapshot(make_snapshot(), Values((*stable, core)), watches)}
 
     assert found["GPU 0"].sentence.startswith(f"GPU 0{said}")
     assert found["host memory"].sentence.startswith(f"Host memory{said};")
@@ -397,7 +397,7 @@ def test_what_was_watched_for_minutes_is_not_said_to_have_no_leak(watched: float
 
 def test_an_engine_that_ends_again_and_again_is_not_well_while_it_serves() -> None:
     def said(ends: int) -> list[tuple[Level, str | None]]:
-        at = replace(seen(), engine_status=EngineStatus(state=EngineState.SERVING, recent_exits=ends))
+        at = replace(make_snapshot(), engine_status=EngineStatus(state=EngineState.SERVING, recent_exits=ends))
         return [(each.level, each.alert) for each in judge_snapshot(at, Values(())) if each.subject == "engine"]
 
     assert said(2) == [(Level.GOOD, None)]
@@ -419,7 +419,7 @@ def test_a_host_leak_has_its_time_and_a_container_its_limit() -> None:
     now = Sample(catalog.HOST_TIME_TO_OOM, (), 0.0)
     assert of("host memory", leaking, now).sentence == "Host memory of worker leaks: out of memory at any moment."
     assert of("host memory", stable, *room).sentence == "Host memory: no leak seen; 12 GiB of 64 GiB are in use."
-    at = replace(seen(), host=HostMemory(basis=HostBasis.MACHINE, swap_bytes=3 * GIB, shm_used_bytes=8 * GIB))
+    at = replace(make_snapshot(), host=HostMemory(basis=HostBasis.MACHINE, swap_bytes=3 * GIB, shm_used_bytes=8 * GIB))
     said = of("host memory", stable, *room, at=at).sentence
     assert said.endswith(
         "; 12 GiB of 64 GiB are in use on the machine, 8 GiB of it in /dev/shm, and 3 GiB are swapped out."
@@ -454,7 +454,7 @@ def test_what_offloads_really_take_is_said_beside_what_was_planned(
     stable = state(LeakState.STABLE, catalog.HOST_LEAK_STATE, ("worker",))
     processes = tuple(replace(WORKER, pid=pid, shared_bytes=int(shared * GIB)) for pid, shared in enumerate(workers))
     host = HostMemory(shm_used_bytes=None if shm is None else int(shm * GIB))
-    at = replace(seen(), processes=processes, host=host, neighbours=frozenset(others))
+    at = replace(make_snapshot(), processes=processes, host=host, neighbours=frozenset(others))
     offload = Sample(catalog.HOST_MEMORY_PLANNED, ("kv_offload",), planned * GIB)
 
     assert of("host memory", stable, offload, at=at).sentence.endswith(f"; offloads of {said}.")
@@ -473,7 +473,7 @@ def test_little_host_memory_that_was_more_is_a_warning(used: float, first: float
     stable = state(LeakState.STABLE, catalog.HOST_LEAK_STATE, ("worker",))
     room = None if first is None else int(first * GIB)
     at = replace(
-        seen(),
+        make_snapshot(),
         host=HostMemory(used_bytes=int(used * GIB), limit_bytes=64 * GIB),
         engine_status=EngineStatus(state=EngineState.SERVING, first_host_room_bytes=room),
     )
@@ -484,7 +484,7 @@ def test_little_host_memory_that_was_more_is_a_warning(used: float, first: float
 
 
 def test_the_worst_comes_first() -> None:
-    found = judge_snapshot(seen(EngineState.DOWN), Values([state(LeakState.GROWING)]))
+    found = judge_snapshot(make_snapshot(EngineState.DOWN), Values([state(LeakState.GROWING)]))
 
     assert [each.level for each in found] == [Level.ALARM, Level.WARNING]
     assert find_worst(found) is Level.ALARM
@@ -493,7 +493,7 @@ def test_the_worst_comes_first() -> None:
 
 def test_what_is_left_of_an_engine_that_ended_is_a_warning_beside_what_else_is_said_of_the_gpu() -> None:
     left = Leftover(pid=4711, fate=Fate.ORPHANED, used_bytes=38 * GIB)
-    at = replace(seen(), gpus=(replace(gpu(), leftovers=(left,)),))
+    at = replace(make_snapshot(), gpus=(replace(gpu(), leftovers=(left,)),))
 
     first, *_ = [each for each in judge_snapshot(at, Values([state(LeakState.STABLE)])) if each.subject == "GPU 0"]
 
@@ -510,7 +510,9 @@ def test_what_is_left_of_an_engine_that_ended_is_a_warning_beside_what_else_is_s
     ],
 )
 def test_of_a_sleeping_engine_it_is_said_whether_it_could_wake(to_wake: int, level: Level, says: str) -> None:
-    at = replace(seen(), engine_status=EngineStatus(state=EngineState.ASLEEP, wake_bytes=(("GPU-a", to_wake),)))
+    at = replace(
+        make_snapshot(), engine_status=EngineStatus(state=EngineState.ASLEEP, wake_bytes=(("GPU-a", to_wake),))
+    )
 
     verdict = of("GPU 0", state(LeakState.ASLEEP), Sample(catalog.GPU_MEMORY_FREE, A_GPU, 5.0 * GIB), at=at)
 
@@ -522,7 +524,7 @@ def test_where_little_is_free_it_is_still_said_what_waking_lacks() -> None:
     life = EngineStatus(
         state=EngineState.ASLEEP, wake_bytes=(("GPU-a", 9 * GIB),), first_room_bytes=(("GPU-a", 5 * GIB),)
     )
-    at = replace(seen(), engine_status=life)
+    at = replace(make_snapshot(), engine_status=life)
 
     verdict = of("GPU 0", state(LeakState.ASLEEP), Sample(catalog.GPU_MEMORY_FREE, A_GPU, 256.0 * MIB), at=at)
 
@@ -537,27 +539,29 @@ OTHERS: Final = Sample(catalog.GPU_MEMORY_HELD, (*A_GPU, "other"), 3.0 * GIB)
 STRANDED: Final = Sample(catalog.ENGINE_KV_STRANDED, ("m", "0"), 0.2)
 GROWS: Final = state(LeakState.GROWING)
 HOST_LEAKS: Final = state(LeakState.LEAKING, catalog.HOST_LEAK_STATE, ("engine_core",))
-LOOPS: Final = replace(seen(), engine_status=EngineStatus(state=EngineState.DOWN, was_seen=True, recent_exits=3))
-UNREAD: Final = replace(seen(), gpus=failure(Source.NVML))
+LOOPS: Final = replace(
+    make_snapshot(), engine_status=EngineStatus(state=EngineState.DOWN, was_seen=True, recent_exits=3)
+)
+UNREAD: Final = replace(make_snapshot(), gpus=failure(Source.NVML))
 
 
 @pytest.mark.parametrize(
     ("at", "samples", "situation"),
     [
-        pytest.param(seen(), (state(LeakState.STABLE),), Situation.HEALTHY, id="healthy"),
-        pytest.param(seen(EngineState.ASLEEP), (state(LeakState.ASLEEP),), Situation.ASLEEP, id="asleep"),
-        pytest.param(seen(EngineState.STARTING), (), Situation.STARTING, id="starting"),
-        pytest.param(seen(EngineState.UNKNOWN), (), Situation.BLIND, id="unknown engine"),
+        pytest.param(make_snapshot(), (state(LeakState.STABLE),), Situation.HEALTHY, id="healthy"),
+        pytest.param(make_snapshot(EngineState.ASLEEP), (state(LeakState.ASLEEP),), Situation.ASLEEP, id="asleep"),
+        pytest.param(make_snapshot(EngineState.STARTING), (), Situation.STARTING, id="starting"),
+        pytest.param(make_snapshot(EngineState.UNKNOWN), (), Situation.BLIND, id="unknown engine"),
         pytest.param(UNREAD, (), Situation.BLIND, id="unread GPUs"),
         pytest.param(UNREAD, (STRANDED,), Situation.STRANDED, id="stranded before blind"),
-        pytest.param(seen(), (GROWS,), Situation.GROWING, id="growing"),
-        pytest.param(seen(), (GROWS, OTHERS), Situation.GROWING, id="a GPU has one sentence"),
-        pytest.param(seen(), (OTHERS, STRANDED), Situation.NEIGHBOUR, id="neighbour"),
-        pytest.param(seen(), (FREE, TOTAL, OVER, OTHERS), Situation.OVER_BUDGET, id="over budget"),
-        pytest.param(seen(), (HOST_LEAKS, FREE, TOTAL, OVER), Situation.HOST_LEAK, id="host leak"),
-        pytest.param(seen(), (HOST_LEAKS, *LEAK, state(LeakState.LEAKING)), Situation.LEAKING, id="leaking"),
-        pytest.param(seen(EngineState.STALLED), (state(LeakState.LEAKING),), Situation.STALLED, id="stalled"),
-        pytest.param(seen(EngineState.DOWN), (HOST_LEAKS,), Situation.DOWN, id="down"),
+        pytest.param(make_snapshot(), (GROWS,), Situation.GROWING, id="growing"),
+        pytest.param(make_snapshot(), (GROWS, OTHERS), Situation.GROWING, id="a GPU has one sentence"),
+        pytest.param(make_snapshot(), (OTHERS, STRANDED), Situation.NEIGHBOUR, id="neighbour"),
+        pytest.param(make_snapshot(), (FREE, TOTAL, OVER, OTHERS), Situation.OVER_BUDGET, id="over budget"),
+        pytest.param(make_snapshot(), (HOST_LEAKS, FREE, TOTAL, OVER), Situation.HOST_LEAK, id="host leak"),
+        pytest.param(make_snapshot(), (HOST_LEAKS, *LEAK, state(LeakState.LEAKING)), Situation.LEAKING, id="leaking"),
+        pytest.param(make_snapshot(EngineState.STALLED), (state(LeakState.LEAKING),), Situation.STALLED, id="stalled"),
+        pytest.param(make_snapshot(EngineState.DOWN), (HOST_LEAKS,), Situation.DOWN, id="down"),
         pytest.param(LOOPS, (), Situation.CRASH_LOOP, id="crash loop"),
     ],
 )
@@ -598,7 +602,7 @@ def test_unified_memory_in_the_page_cache_is_not_free() -> None:
 @pytest.mark.parametrize(("role", "level"), [("serving", Level.WARNING), ("shared-gpu", Level.GOOD)])
 def test_a_neighbour_on_a_gpu_that_is_shared_by_plan_is_no_warning(role: str, level: Level) -> None:
     samples = [state(LeakState.STABLE), Sample(catalog.GPU_MEMORY_HELD, (*A_GPU, "other"), 2.0 * 2**30)]
-    said, made = derive_verdicts(seen(), Values(samples), {}, role)
+    said, made = derive_verdicts(make_snapshot(), Values(samples), {}, role)
 
     assert {
         each.level for each in said if each.alert == "HeadroomNeighbourGrowing" or "other proc" in each.sentence

@@ -58,7 +58,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return made
 
 
-def written(folder: Path) -> Document | None:
+def read_report(folder: Path) -> Document | None:
     found = [json.loads(path.read_text()) for path in folder.glob("*-*[0-9].json")]
     return found[0] if found else None
 
@@ -76,7 +76,7 @@ def test_an_out_of_memory_error_is_written_before_it_is_raised(
     monkeypatch.setattr(probe, "MAX_OOM_WAIT_SECONDS", 60.0)
     hooks._on_oom(1, 2 << 30, 80 << 30, 1 << 20)
 
-    document = written(folder)
+    document = read_report(folder)
     assert document is not None
     when = document["oom"].pop("t")
     assert abs(when - time.time()) < 60
@@ -93,7 +93,7 @@ def test_an_out_of_memory_error_is_written_before_it_is_raised(
     }
 
     hooks._on_oom(0, 1, 2, 3)
-    again = written(folder)
+    again = read_report(folder)
     assert again is not None
     assert (again["oom"]["seen"], again["oom"]["uuid"]) == (2, None), "of another device nothing more is known"
 
@@ -131,12 +131,12 @@ def test_an_allocator_that_keeps_the_gil_is_asked_three_times(
         assert running._stop_reason is None, number
         look(running)
 
-    said = eventually(lambda: (written(folder) or {})["stopped"], "it says why it stopped")
+    said = eventually(lambda: (read_report(folder) or {})["stopped"], "it says why it stopped")
     assert said.startswith("three looks took more than 50 ms, one 0.1")
     assert running._thread is not None
     running._thread.join(60)
     assert [record.getMessage() for record in caplog.records] == [f"headroom probe: stopped for good: {said}"]
-    document = written(folder)
+    document = read_report(folder)
     assert document is not None
     assert document["devices"][0]["allocated"] == 60 << 30, "the last figures stay"
 
@@ -164,7 +164,7 @@ def test_what_raises_is_absent_and_the_rest_is_there(running: Probe, folder: Pat
     running.engine.core.scheduler.running = 3
     look(running)
 
-    document = written(folder)
+    document = read_report(folder)
     assert document is not None
     assert (document["devices"], document["scheduler"]) == ([], None)
     assert document["parts"]["kv_cache"] is None
@@ -176,7 +176,7 @@ def test_it_says_what_it_costs(running: Probe, folder: Path) -> None:
     for _ in range(3):
         look(running)
 
-    document = written(folder)
+    document = read_report(folder)
     assert document is not None
     cost = document["cost"]
     assert 0 < cost["last_seconds"] <= cost["longest_seconds"]
@@ -191,7 +191,7 @@ def test_a_report_that_would_be_too_long_ends_it(running: Probe, folder: Path) -
     eventually(lambda: running._stop_reason, "it stops")
     assert running._stop_reason is not None
     assert "bytes for a file of at most 16384" in running._stop_reason
-    assert written(folder) is None
+    assert read_report(folder) is None
 
 
 def test_files_of_many_lives_do_not_fill_the_folder(folder: Path) -> None:
@@ -241,7 +241,7 @@ def test_a_write_that_hangs_holds_no_fork_back_and_is_the_last(
     assert running._thread is not None
     running._thread.join(60)
     assert not running._thread.is_alive()
-    assert written(folder) is None
+    assert read_report(folder) is None
 
 
 def test_the_sidecars_user_may_read_it_whatever_vllms_umask_is(running: Probe, folder: Path) -> None:

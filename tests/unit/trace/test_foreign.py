@@ -26,7 +26,7 @@ def times(trace: str) -> list[float]:
     return [snapshot.time_seconds for snapshot in read_trace(trace)]
 
 
-def written(folder: Path, content: bytes) -> str:
+def write_file(folder: Path, content: bytes) -> str:
     file = folder / "trace"
     file.write_bytes(content)
     return str(file)
@@ -44,7 +44,7 @@ def written(folder: Path, content: bytes) -> str:
     ids=["gzip", "two of gzip", "byte order mark", "CRLF", "all at once"],
 )
 def test_a_trace_is_read_as_tools_leave_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
-    assert times(written(tmp_path, content)) == [1.0, 2.0, 3.0]
+    assert times(write_file(tmp_path, content)) == [1.0, 2.0, 3.0]
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BufferedReader(io.BytesIO(content))))
     assert times("-") == [1.0, 2.0, 3.0]
 
@@ -58,7 +58,7 @@ def test_how_far_it_has_come_is_not_told_of_what_is_packed(tmp_path: Path, monke
 
     monkeypatch.setattr("vllm_headroom_tools.trace.track_lines", watched)
     for content in (TRACE, gzip.compress(TRACE)):
-        list(read_trace(written(tmp_path, content)))
+        list(read_trace(write_file(tmp_path, content)))
 
     assert told == [len(TRACE), None]
 
@@ -66,7 +66,7 @@ def test_how_far_it_has_come_is_not_told_of_what_is_packed(tmp_path: Path, monke
 def test_the_header_of_an_incident_is_read_where_it_is_packed(tmp_path: Path) -> None:
     header = b'{"headroom_trace": 1, "incident": {"t": 5, "what": "ended"}}\n'
 
-    assert read_facts(Path(written(tmp_path, gzip.compress(header)))) == Incident(t=5, what=IncidentKind.ENDED)
+    assert read_facts(Path(write_file(tmp_path, gzip.compress(header)))) == Incident(t=5, what=IncidentKind.ENDED)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_the_header_of_an_incident_is_read_where_it_is_packed(tmp_path: Path) ->
 )
 def test_what_gzip_packed_is_said_to_be_spoiled_where_it_is(tmp_path: Path, content: bytes) -> None:
     with pytest.raises(BadInput, match="what gzip packed is damaged, cut off or followed by something else"):
-        times(written(tmp_path, content))
+        times(write_file(tmp_path, content))
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_what_gzip_packed_is_said_to_be_spoiled_where_it_is(tmp_path: Path, cont
     ],
 )
 def test_what_is_no_trace_is_told_by_what_it_is(tmp_path: Path, content: bytes, said: str) -> None:
-    trace = written(tmp_path, content)
+    trace = write_file(tmp_path, content)
 
     with pytest.raises(BadInput, match=f"^{re.escape(f'{trace}: {NO_TRACE}{said}')}$"):
         times(trace)

@@ -11,21 +11,24 @@ from vllm_headroom_tools.advise.settings import FIELD_VERSIONS, EngineArgs
 from vllm_headroom_tools.advise.verdict import judge
 
 
-def told(settings: EngineArgs = traces.UNTOLD, **said: Any) -> EngineArgs:
+def read_engine_args(settings: EngineArgs = traces.UNTOLD, **said: Any) -> EngineArgs:
     return traces.facts((traces.sample(step, **said) for step in range(3)), settings).settings
 
 
 def test_the_share_of_the_gpu_is_the_engines_own() -> None:
-    assert told(gpu_memory_utilization=0.92).gpu_memory_utilization == 0.92
-    assert told().gpu_memory_utilization is None
+    assert read_engine_args(gpu_memory_utilization=0.92).gpu_memory_utilization == 0.92
+    assert read_engine_args().gpu_memory_utilization is None
 
 
 def test_what_the_operator_gives_wins() -> None:
-    assert told(EngineArgs(gpu_memory_utilization=0.8), gpu_memory_utilization=0.92).gpu_memory_utilization == 0.8
+    assert (
+        read_engine_args(EngineArgs(gpu_memory_utilization=0.8), gpu_memory_utilization=0.92).gpu_memory_utilization
+        == 0.8
+    )
 
 
 def test_a_cache_that_is_sized_in_bytes_is_seen() -> None:
-    settings = told(kv_cache_memory_bytes=2**30, awake=None)
+    settings = read_engine_args(kv_cache_memory_bytes=2**30, awake=None)
 
     assert (settings.sizes_cache_in_bytes, settings.kv_cache_memory_bytes) == (True, 2**30)
     assert settings.earliest_version == FIELD_VERSIONS["kv_cache_memory_bytes"]

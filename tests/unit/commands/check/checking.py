@@ -21,7 +21,7 @@ def document(*words: str) -> tuple[int, dict[str, Any]]:
     return process.returncode, found
 
 
-def judged(*words: str) -> tuple[int, dict[str, dict[str, Any]]]:
+def run_check(*words: str) -> tuple[int, dict[str, dict[str, Any]]]:
     """Return the exit status and each judgement by its limit, of which each is on one thing."""
     status, found = document(*words)
     return status, {limit["limit"]: limit for limit in found["limits"]}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.commands.check.engine_traces import engine, written
+from tests.unit.commands.check.engine_traces import engine, write_trace
 
 
 @pytest.fixture(scope="session")
@@ -17,16 +17,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def steady(folder: Path) -> str:
     """Nothing grows."""
-    return written(folder / "steady.jsonl", engine())
+    return write_trace(folder / "steady.jsonl", engine())
 
 
 @pytest.fixture(scope="session")
 def leaking(folder: Path) -> str:
     """12.8 MB per thousand requests, of GPU and of host memory."""
-    return written(folder / "leaking.jsonl", engine(leak=12.8e6, host_leak=12.8e6))
+    return write_trace(folder / "leaking.jsonl", engine(leak=12.8e6, host_leak=12.8e6))
 
 
 @pytest.fixture(scope="session")
 def short(folder: Path) -> str:
     """Five minutes."""
-    return written(folder / "short.jsonl", engine(1 / 12))
+    return write_trace(folder / "short.jsonl", engine(1 / 12))

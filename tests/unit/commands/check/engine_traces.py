@@ -61,7 +61,7 @@ def engine(
         }
 
 
-def written(file: Path, samples: Iterator[dict[str, Any]]) -> str:
+def write_trace(file: Path, samples: Iterator[dict[str, Any]]) -> str:
     """Write a trace; return its name."""
     file.write_text("\n".join((HEADER, *map(json.dumps, samples))) + "\n", encoding="utf-8")
     return str(file)

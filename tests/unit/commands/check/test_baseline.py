@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.unit.commands.check.checking import check, document
-from tests.unit.commands.check.engine_traces import HELD, MIB, TOTAL, engine, written
+from tests.unit.commands.check.engine_traces import HELD, MIB, TOTAL, engine, write_trace
 
 GPU, HOST, KV = "GPU memory over baseline", "host memory over baseline", "KV cache against baseline"
 
@@ -17,9 +17,9 @@ def compared(folder: Path, new: dict[str, Any], old: dict[str, Any], share: str 
     """Return the exit status and the judgements by limit; of several on one limit, the last."""
     traces = (
         "--trace",
-        written(folder / "new", engine(**{"hours": 0.5, **new})),
+        write_trace(folder / "new", engine(**{"hours": 0.5, **new})),
         "--baseline",
-        written(folder / "old", engine(**{"hours": 0.5, **old})),
+        write_trace(folder / "old", engine(**{"hours": 0.5, **old})),
     )
     status, found = document(*traces, "--max-growth-over-baseline", share)
     return status, {limit["limit"]: limit for limit in found["limits"]}
@@ -108,7 +108,7 @@ def test_the_greatest_growth_among_the_loads_in_common_counts(tmp_path: Path) ->
             samples.append(
                 {**sample, "gpus": [gpu], "engines": [{**sample["engines"][0], "running": 80 if busy else 20}]}
             )
-        return written(tmp_path / str(grown), iter(samples))
+        return write_trace(tmp_path / str(grown), iter(samples))
 
     _, found = document("--trace", stepped(7000 * MIB), "--baseline", stepped(0), "--max-growth-over-baseline", "5%")
     (gpu,) = (limit for limit in found["limits"] if limit["limit"] == GPU)
@@ -123,17 +123,17 @@ def test_the_gpus_of_another_machine_are_matched_by_their_place(tmp_path: Path) 
             {**sample, "gpus": [{**gpu, "uuid": f"GPU-other-{gpu['gpu']}"} for gpu in sample["gpus"]]}
             for sample in engine(0.5, gpus=2)
         )
-        return written(tmp_path / "old", samples)
+        return write_trace(tmp_path / "old", samples)
 
-    new = written(tmp_path / "new", engine(0.5, gpus=2))
+    new = write_trace(tmp_path / "new", engine(0.5, gpus=2))
     status, _ = document("--trace", new, "--baseline", renamed(), "--max-growth-over-baseline", "5%")
 
     assert status == 0
 
 
 def test_the_table_has_the_baseline_beside(tmp_path: Path) -> None:
-    new = written(tmp_path / "new", engine(0.5, held=HELD + HELD // 10))
-    old = written(tmp_path / "old", engine(0.5))
+    new = write_trace(tmp_path / "new", engine(0.5, held=HELD + HELD // 10))
+    old = write_trace(tmp_path / "old", engine(0.5))
     process = check("--trace", new, "--baseline", old, "--max-growth-over-baseline", "5%")
 
     assert process.returncode == 1

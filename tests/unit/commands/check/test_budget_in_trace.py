@@ -7,19 +7,19 @@ from typing import Any
 
 import pytest
 
-from tests.unit.commands.check.checking import judged
-from tests.unit.commands.check.engine_traces import HELD, TOTAL, engine, written
+from tests.unit.commands.check.checking import run_check
+from tests.unit.commands.check.engine_traces import HELD, TOTAL, engine, write_trace
 
 LIMIT = ("--max-discrepancy", "3%")
 
 
 def trace(folder: Path, **said: Any) -> str:
     samples = ({**process, "engines": [{**process["engines"][0], **said}]} for process in engine(0.5))
-    return written(folder / "t", samples)
+    return write_trace(folder / "t", samples)
 
 
 def test_the_engines_own_budget_is_compared_with(tmp_path: Path) -> None:
-    status, found = judged("--trace", trace(tmp_path, gpu_memory_utilization=0.8), *LIMIT)
+    status, found = run_check("--trace", trace(tmp_path, gpu_memory_utilization=0.8), *LIMIT)
 
     assert (status, found["discrepancy"]["outcome"]) == (1, "failed")
     assert found["discrepancy"]["value"] == pytest.approx(HELD / (0.8 * TOTAL) - 1)
@@ -35,13 +35,15 @@ def test_the_engines_own_budget_is_compared_with(tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("given", [("--gpu-memory-utilization", "0.8"), ("--reported-bytes", str(8 * TOTAL // 10))])
 def test_what_the_operator_gives_wins(tmp_path: Path, said: dict[str, float], given: tuple[str, str]) -> None:
-    _, found = judged("--trace", trace(tmp_path, **said), *LIMIT, *given)
+    _, found = run_check("--trace", trace(tmp_path, **said), *LIMIT, *given)
 
     assert found["discrepancy"]["value"] == pytest.approx(HELD / (0.8 * TOTAL) - 1)
 
 
 def test_an_engine_that_sizes_its_cache_in_bytes_has_no_budget(tmp_path: Path) -> None:
-    status, found = judged("--trace", trace(tmp_path, gpu_memory_utilization=0.8, kv_cache_memory_bytes=2**30), *LIMIT)
+    status, found = run_check(
+        "--trace", trace(tmp_path, gpu_memory_utilization=0.8, kv_cache_memory_bytes=2**30), *LIMIT
+    )
 
     assert (status, found["discrepancy"]["outcome"]) == (2, "cannot_tell")
     assert found["discrepancy"]["why"].startswith("the trace does not contain the engine's budget")

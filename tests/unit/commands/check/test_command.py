@@ -8,7 +8,7 @@ import pytest
 
 from tests.command import run_process
 from tests.unit.commands.check.checking import check
-from tests.unit.commands.check.engine_traces import HEADER, engine, written
+from tests.unit.commands.check.engine_traces import HEADER, engine, write_trace
 from vllm_headroom_tools.check.command import COMMAND, LIMITS
 from vllm_headroom_tools.cli import build_parser
 
@@ -18,7 +18,7 @@ LIMIT = ("--max-leak-per-thousand-requests", "1MB")
 
 @pytest.mark.parametrize("json", [(), ("--json",), ("--format", "github")])
 def test_a_bad_line_ends_with_status_2_and_is_named(tmp_path: Path, json: tuple[str, ...]) -> None:
-    trace = written(tmp_path / "t", engine(1))
+    trace = write_trace(tmp_path / "t", engine(1))
     with Path(trace).open("a") as stream:
         stream.write('{"t": 1, "gpus": 3}\n')
     process = check("--trace", trace, *LIMIT, *json)

@@ -10,15 +10,15 @@ import generate
 import pytest
 
 from tests.command import read_data, run_command
-from tests.unit.commands.check.checking import check, judged
-from tests.unit.commands.check.engine_traces import BEGAN, MIB, engine, written
+from tests.unit.commands.check.checking import check, run_check
+from tests.unit.commands.check.engine_traces import BEGAN, MIB, engine, write_trace
 
 LEAK, HOST_LEAK = "leak per thousand requests", "host leak per thousand requests"
 AT_1_MB = ("--max-leak-per-thousand-requests", "1MB")
 
 
 def test_a_steady_engine_passes_and_it_is_told_which_leak_would_have_been_seen(steady: str) -> None:
-    status, found = judged("--trace", steady, *AT_1_MB)
+    status, found = run_check("--trace", steady, *AT_1_MB)
 
     assert status == 0
     assert (found[LEAK]["outcome"], found[LEAK]["value"], found[LEAK]["most"]) == ("passed", None, 1_000_000)
@@ -26,15 +26,15 @@ def test_a_steady_engine_passes_and_it_is_told_which_leak_would_have_been_seen(s
 
 
 def test_what_is_said_to_be_seen_would_not_pass(tmp_path: Path) -> None:
-    seen = written(tmp_path / "seen", engine(leak=500e3))
-    fainter = written(tmp_path / "fainter", engine(leak=250e3))
+    seen = write_trace(tmp_path / "seen", engine(leak=500e3))
+    fainter = write_trace(tmp_path / "fainter", engine(leak=250e3))
 
-    assert judged("--trace", seen, "--max-leak-per-thousand-requests", "400kB")[0] != 0
-    assert judged("--trace", fainter, *AT_1_MB)[0] == 0
+    assert run_check("--trace", seen, "--max-leak-per-thousand-requests", "400kB")[0] != 0
+    assert run_check("--trace", fainter, *AT_1_MB)[0] == 0
 
 
 def test_a_leak_fails_with_the_detectors_figures(leaking: str) -> None:
-    status, found = judged("--trace", leaking, *AT_1_MB, "--max-host-leak-per-thousand-requests", "1MB")
+    status, found = run_check("--trace", leaking, *AT_1_MB, "--max-host-leak-per-thousand-requests", "1MB")
     replayed = run_command("replay", leaking, "--json")
     last = read_data(replayed.stdout)["gpus"][0]["last_leaking"]
 
@@ -47,7 +47,7 @@ def test_a_leak_fails_with_the_detectors_figures(leaking: str) -> None:
 
 
 def test_a_leak_whose_whole_interval_is_below_the_limit_passes_and_is_told(leaking: str) -> None:
-    status, found = judged("--trace", leaking, "--max-leak-per-thousand-requests", "50MB")
+    status, found = run_check("--trace", leaking, "--max-leak-per-thousand-requests", "50MB")
 
     assert status == 0
     assert found[LEAK]["value"] == pytest.approx(12.8e6, rel=0.05)
@@ -55,10 +55,10 @@ def test_a_leak_whose_whole_interval_is_below_the_limit_passes_and_is_told(leaki
 
 
 def test_a_leak_whose_interval_reaches_over_the_limit_cannot_be_told(leaking: str) -> None:
-    _, found = judged("--trace", leaking, *AT_1_MB)
+    _, found = run_check("--trace", leaking, *AT_1_MB)
     just_above = str(int(found[LEAK]["value"] * 1.0001))
 
-    status, found = judged("--trace", leaking, "--max-leak-per-thousand-requests", just_above)
+    status, found = run_check("--trace", leaking, "--max-leak-per-thousand-requests", just_above)
 
     assert (status, found[LEAK]["outcome"]) == (2, "cannot_tell")
     assert found[LEAK]["why"].endswith("; record for longer, or send more requests")
@@ -73,14 +73,14 @@ def idle() -> Iterator[dict[str, Any]]:
 
 
 def test_a_leak_that_no_requests_drive_fails(tmp_path: Path) -> None:
-    status, found = judged("--trace", written(tmp_path / "t", idle()), *AT_1_MB)
+    status, found = run_check("--trace", write_trace(tmp_path / "t", idle()), *AT_1_MB)
 
     assert (status, found[LEAK]["outcome"], found[LEAK]["value"]) == (1, "failed", None)
     assert found[LEAK]["why"] == "the detector's alarm: it grows while no requests finish"
 
 
 def test_an_early_warning_at_the_end_cannot_be_told(tmp_path: Path) -> None:
-    status, found = judged("--trace", written(tmp_path / "t", engine(0.9, leak=12.8e6)), *AT_1_MB)
+    status, found = run_check("--trace", write_trace(tmp_path / "t", engine(0.9, leak=12.8e6)), *AT_1_MB)
 
     assert (status, found[LEAK]["outcome"]) == (2, "cannot_tell")
     assert found[LEAK]["value"] == pytest.approx(12.8e6, rel=0.2)
@@ -90,7 +90,7 @@ def test_an_early_warning_at_the_end_cannot_be_told(tmp_path: Path) -> None:
 def test_an_early_warning_that_a_restart_cut_off_cannot_be_told(tmp_path: Path) -> None:
     growing, calm = engine(leak=12.8e6), engine(4, restarts_at=0.9 * 3600)
     samples = (next(growing) if sample["t"] < BEGAN + 0.9 * 3600 else sample for sample in calm)
-    status, found = judged("--trace", written(tmp_path / "t", samples), *AT_1_MB, "--max-restarts", "1")
+    status, found = run_check("--trace", write_trace(tmp_path / "t", samples), *AT_1_MB, "--max-restarts", "1")
 
     assert (status, found[LEAK]["outcome"], found[LEAK]["value"]) == (2, "cannot_tell", None)
 
@@ -109,7 +109,7 @@ def test_an_early_warning_that_a_restart_cut_off_cannot_be_told(tmp_path: Path) 
     ],
 )
 def test_a_trace_too_short_for_the_limit_cannot_be_told(tmp_path: Path, hours: float, why: str) -> None:
-    status, found = judged("--trace", written(tmp_path / "t", engine(hours)), *AT_1_MB)
+    status, found = run_check("--trace", write_trace(tmp_path / "t", engine(hours)), *AT_1_MB)
 
     assert (status, found[LEAK]["outcome"], found[LEAK]["why"]) == (2, "cannot_tell", why)
 
@@ -125,7 +125,7 @@ def test_a_gpu_that_could_not_be_read_cannot_be_told(
     tmp_path: Path, spoil: Callable[[dict[str, object]], dict[str, object] | None], why: str
 ) -> None:
     samples = ({**process, "gpus": [gpu] if (gpu := spoil(process["gpus"][0])) else None} for process in engine())
-    status, found = judged("--trace", written(tmp_path / "t", samples), *AT_1_MB)
+    status, found = run_check("--trace", write_trace(tmp_path / "t", samples), *AT_1_MB)
 
     assert (status, found[LEAK]["outcome"], found[LEAK]["why"]) == (2, "cannot_tell", why)
 
@@ -148,7 +148,7 @@ def test_traces_whose_truth_is_known(
 ) -> None:
     file = tmp_path / "trace.jsonl"
     file.write_text("\n".join(generate.lines(generate.make(scenario, seed, hours, 15.0))))
-    _, found = judged("--trace", str(file), "--max-leak-per-thousand-requests", most)
+    _, found = run_check("--trace", str(file), "--max-leak-per-thousand-requests", most)
 
     assert found[LEAK]["outcome"] == outcome
 
@@ -163,8 +163,8 @@ def test_memory_that_grew_while_the_engine_loaded_is_no_leak_that_would_have_bee
             gpu = {**gpu, "used": used, "engine": used}
         told = None if 0 <= loaded < 1 else [{**sample["engines"][0], "started_at": None}]
         samples.append({**sample, "gpus": [gpu], "engines": told, "processes": None})
-    file = written(tmp_path / "t", iter(samples))
-    status, found = judged("--trace", file, "--max-leak-per-thousand-requests", "1kB", "--max-restarts", "1")
+    file = write_trace(tmp_path / "t", iter(samples))
+    status, found = run_check("--trace", file, "--max-leak-per-thousand-requests", "1kB", "--max-restarts", "1")
 
     assert (status, found[LEAK]["outcome"]) == (2, "cannot_tell")
 
@@ -174,14 +174,14 @@ def test_what_the_daemon_does_not_say_of_an_idle_engine_is_not_said(tmp_path: Pa
         {**process, "engines": [{**process["engines"][0], "finished_total": 5000, "running": 0}]}
         for process in engine()
     )
-    status, found = judged("--trace", written(tmp_path / "t", samples), *AT_1_MB)
+    status, found = run_check("--trace", write_trace(tmp_path / "t", samples), *AT_1_MB)
 
     assert (status, found[LEAK]["outcome"]) == (2, "cannot_tell")
 
 
 def test_the_baselines_leak_stands_beside_it(steady: str, leaking: str) -> None:
     lines = check("--trace", steady, "--baseline", leaking, *AT_1_MB).stdout.splitlines()
-    _, found = judged("--trace", steady, "--baseline", leaking, *AT_1_MB)
+    _, found = run_check("--trace", steady, "--baseline", leaking, *AT_1_MB)
 
     assert found[LEAK]["baseline"] == pytest.approx(12.8e6, rel=0.05)
     assert any(line.split()[-2:] == ["12.2", "MiB"] for line in lines)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.command import read_data
-from tests.unit.commands.check.checking import check, document, judged
-from tests.unit.commands.check.engine_traces import BEGAN, HELD, RUNNING, TOTAL, engine, written
+from tests.unit.commands.check.checking import check, document, run_check
+from tests.unit.commands.check.engine_traces import BEGAN, HELD, RUNNING, TOTAL, engine, write_trace
 
 Samples = Iterator[dict[str, Any]]
 Change = Callable[[dict[str, Any]], dict[str, Any]]
@@ -35,24 +35,24 @@ def test_the_discrepancy_is_the_highest_against_what_the_engine_was_told_to_use(
             held = int(1.05 * BUDGET) if number == 300 else HELD
             yield {**sample, "gpus": [{**sample["gpus"][0], "used": held, "engine": held}]}
 
-    trace = written(tmp_path / "t", peaking())
-    status, found = judged("--trace", trace, "--max-discrepancy", "3%", *UTILIZATION)
+    trace = write_trace(tmp_path / "t", peaking())
+    status, found = run_check("--trace", trace, "--max-discrepancy", "3%", *UTILIZATION)
 
     assert (status, found["discrepancy"]["outcome"]) == (1, "failed")
     assert found["discrepancy"]["value"] == pytest.approx(0.05, abs=1e-6)
     assert found["discrepancy"]["why"] == "at the highest 3.52 GiB over what was reported, at 2025-10-09 09:18:20Z"
-    assert judged("--trace", trace, "--max-discrepancy", "0.06", *UTILIZATION)[0] == 0
+    assert run_check("--trace", trace, "--max-discrepancy", "0.06", *UTILIZATION)[0] == 0
 
 
 def test_what_was_reported_can_be_given_in_bytes(steady: str) -> None:
-    status, found = judged("--trace", steady, "--max-discrepancy", "3%", "--reported-bytes", str(HELD - HELD // 10))
+    status, found = run_check("--trace", steady, "--max-discrepancy", "3%", "--reported-bytes", str(HELD - HELD // 10))
 
     assert status == 1
     assert found["discrepancy"]["value"] == pytest.approx(1 / 9)
 
 
 def test_a_discrepancy_without_what_was_reported_cannot_be_told(steady: str) -> None:
-    status, found = judged("--trace", steady, "--max-discrepancy", "3%")
+    status, found = run_check("--trace", steady, "--max-discrepancy", "3%")
 
     assert (status, found["discrepancy"]["outcome"], found["discrepancy"]["value"]) == (2, "cannot_tell", None)
     assert found["discrepancy"]["why"] == (
@@ -61,10 +61,10 @@ def test_a_discrepancy_without_what_was_reported_cannot_be_told(steady: str) -> 
 
 
 def test_a_discrepancy_that_was_unknown_for_too_long_cannot_be_told_but_a_high_one_fails(tmp_path: Path) -> None:
-    trace = written(tmp_path / "t", spoilt(engine(1), lambda sample: {**sample, "gpus": None}, 0.2))
+    trace = write_trace(tmp_path / "t", spoilt(engine(1), lambda sample: {**sample, "gpus": None}, 0.2))
     limit = ("--trace", trace, "--max-discrepancy", "3%", "--reported-bytes")
 
-    below, above = judged(*limit, str(HELD)), judged(*limit, str(HELD // 2))
+    below, above = run_check(*limit, str(HELD)), run_check(*limit, str(HELD // 2))
 
     assert (below[0], below[1]["discrepancy"]["outcome"]) == (2, "cannot_tell")
     assert below[1]["discrepancy"]["why"] == "GPU 0 could be read for 47 min 55 s of 59 min 55 s"
@@ -77,12 +77,12 @@ def test_a_request_is_priced_at_the_highest_load_that_lasted(tmp_path: Path) -> 
             running = 1 if number < 200 else 20 if number < 400 else 40 if number < 700 else 80
             yield with_engine(running=running)(sample)
 
-    trace = written(tmp_path / "t", rising())
-    status, found = judged("--trace", trace, "--max-bytes-per-request", "2GB")
+    trace = write_trace(tmp_path / "t", rising())
+    status, found = run_check("--trace", trace, "--max-bytes-per-request", "2GB")
     cost = found["bytes per running request"]
 
     assert (status, cost["value"], cost["why"]) == (0, HELD / 40, "68.4 GiB held at this load")
-    assert judged("--trace", trace, "--max-bytes-per-request", "1.8GB")[0] == 1
+    assert run_check("--trace", trace, "--max-bytes-per-request", "1.8GB")[0] == 1
 
 
 def test_no_load_that_lasted_has_no_price(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_no_load_that_lasted_has_no_price(tmp_path: Path) -> None:
         for number, sample in enumerate(engine(1)):
             yield with_engine(running=2.0 ** (number % 30))(sample)
 
-    status, found = judged("--trace", written(tmp_path / "t", restless()), "--max-bytes-per-request", "2GB")
+    status, found = run_check("--trace", write_trace(tmp_path / "t", restless()), "--max-bytes-per-request", "2GB")
 
     assert (status, found["bytes per running request"]["value"]) == (2, None)
     assert found["bytes per running request"]["why"] == (
@@ -100,8 +100,8 @@ def test_no_load_that_lasted_has_no_price(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("most", "status", "outcome"), [("3", 0, "passed"), ("1.5", 1, "failed")])
 def test_preemptions_are_counted_per_thousand_requests(tmp_path: Path, most: str, status: int, outcome: str) -> None:
-    trace = written(tmp_path / "t", engine(1, preempted_per_thousand=2))
-    ended, found = judged("--trace", trace, "--max-preemptions-per-thousand-requests", most)
+    trace = write_trace(tmp_path / "t", engine(1, preempted_per_thousand=2))
+    ended, found = run_check("--trace", trace, "--max-preemptions-per-thousand-requests", most)
     judgement = found["preemptions per thousand requests"]
 
     assert (ended, judgement["outcome"]) == (status, outcome)
@@ -119,8 +119,8 @@ def test_preemptions_are_counted_per_thousand_requests(tmp_path: Path, most: str
 def test_preemptions_of_few_requests_are_judged_by_how_many_there_were(
     tmp_path: Path, most: str, status: int, outcome: str, why: str
 ) -> None:
-    trace = written(tmp_path / "t", engine(1, per_second=429 / 3595, preempted_per_thousand=151_000 / 429))
-    ended, found = judged("--trace", trace, "--max-preemptions-per-thousand-requests", most)
+    trace = write_trace(tmp_path / "t", engine(1, per_second=429 / 3595, preempted_per_thousand=151_000 / 429))
+    ended, found = run_check("--trace", trace, "--max-preemptions-per-thousand-requests", most)
     judgement = found["preemptions per thousand requests"]
 
     assert (ended, judgement["outcome"]) == (status, outcome)
@@ -129,24 +129,24 @@ def test_preemptions_of_few_requests_are_judged_by_how_many_there_were(
 
 
 def test_what_cannot_be_judged_is_not_said_to_be_kept(tmp_path: Path) -> None:
-    trace = written(tmp_path / "t", engine(1, per_second=429 / 3595, preempted_per_thousand=151_000 / 429))
+    trace = write_trace(tmp_path / "t", engine(1, per_second=429 / 3595, preempted_per_thousand=151_000 / 429))
     told = check("--trace", trace, "--max-preemptions-per-thousand-requests", "200").stdout
 
     assert told.endswith("Cannot tell: 2 of 2 limits cannot be judged, 0 kept.\n")
 
 
 def test_unknown_preemptions_cannot_be_told(tmp_path: Path) -> None:
-    trace = written(tmp_path / "t", spoilt(engine(1), with_engine(preemptions_total=None)))
-    status, found = judged("--trace", trace, "--max-preemptions-per-thousand-requests", "1")
+    trace = write_trace(tmp_path / "t", spoilt(engine(1), with_engine(preemptions_total=None)))
+    status, found = run_check("--trace", trace, "--max-preemptions-per-thousand-requests", "1")
 
     assert (status, found["preemptions per thousand requests"]["value"]) == (2, None)
     assert found["preemptions per thousand requests"]["why"] == ("the engine does not report its preemptions")
 
 
 def test_a_restart_fails_unless_it_is_allowed_and_counts_go_on_over_it(tmp_path: Path) -> None:
-    trace = written(tmp_path / "t", engine(1, preempted_per_thousand=2, restarts_at=1800))
+    trace = write_trace(tmp_path / "t", engine(1, preempted_per_thousand=2, restarts_at=1800))
     limit = ("--trace", trace, "--max-preemptions-per-thousand-requests", "3")
-    refused, allowed = judged(*limit), judged(*limit, "--max-restarts", "1")
+    refused, allowed = run_check(*limit), run_check(*limit, "--max-restarts", "1")
 
     assert (refused[0], refused[1]["engine restarts"]["value"]) == (1, 1)
     assert (allowed[0], allowed[1]["engine restarts"]["outcome"]) == (0, "passed")
@@ -155,7 +155,7 @@ def test_a_restart_fails_unless_it_is_allowed_and_counts_go_on_over_it(tmp_path:
 
 @pytest.mark.parametrize(("most", "status"), [("0", 1), ("1", 0)])
 def test_restarts_may_be_the_only_limit(tmp_path: Path, most: str, status: int) -> None:
-    found = judged("--trace", written(tmp_path / "t", engine(1, restarts_at=1800)), "--max-restarts", most)
+    found = run_check("--trace", write_trace(tmp_path / "t", engine(1, restarts_at=1800)), "--max-restarts", most)
 
     assert (found[0], *found[1]) == (status, "engine restarts")
 
@@ -163,7 +163,7 @@ def test_restarts_may_be_the_only_limit(tmp_path: Path, most: str, status: int) 
 def test_what_was_counted_since_a_restart_that_nobody_saw_counts(tmp_path: Path) -> None:
     samples = engine(1, per_second=1, preempted_per_thousand=1000, restarts_at=600)
     watched = (sample for sample in samples if not 500 < sample["t"] - BEGAN < 1800)
-    limit = ("--trace", written(tmp_path / "t", watched), "--max-preemptions-per-thousand-requests", "1", "--json")
+    limit = ("--trace", write_trace(tmp_path / "t", watched), "--max-preemptions-per-thousand-requests", "1", "--json")
     found = read_data(check(*limit).stdout)
 
     assert (found["trace"]["engine_restarts"], found["trace"]["requests_finished"]) == (1, 500 + 2995)
@@ -171,13 +171,13 @@ def test_what_was_counted_since_a_restart_that_nobody_saw_counts(tmp_path: Path)
 
 def test_an_engine_that_died_between_two_readings_held_no_less_per_request(tmp_path: Path) -> None:
     dead = spoilt(engine(1), lambda sample: {**sample, "gpus": [{**sample["gpus"][0], "used": 0, "engine": 0}]}, 0.3)
-    _, found = judged("--trace", written(tmp_path / "t", dead), "--max-bytes-per-request", "2GB")
+    _, found = run_check("--trace", write_trace(tmp_path / "t", dead), "--max-bytes-per-request", "2GB")
 
     assert found["bytes per running request"]["value"] == HELD / RUNNING
 
 
 def test_a_price_above_the_limit_before_the_load_was_full_cannot_be_told(tmp_path: Path) -> None:
-    status, found = judged("--trace", written(tmp_path / "t", engine(0.15)), "--max-bytes-per-request", "1GB")
+    status, found = run_check("--trace", write_trace(tmp_path / "t", engine(0.15)), "--max-bytes-per-request", "1GB")
 
     assert (status, found["bytes per running request"]["outcome"]) == (2, "cannot_tell")
     assert found["bytes per running request"]["value"] == HELD / RUNNING
@@ -196,9 +196,9 @@ def test_a_price_above_the_limit_before_the_load_was_full_cannot_be_told(tmp_pat
     ],
 )
 def test_too_little_of_the_engine_passes_nothing(tmp_path: Path, change: Change, share: float, why: str) -> None:
-    trace = written(tmp_path / "t", spoilt(engine(1), change, share))
+    trace = write_trace(tmp_path / "t", spoilt(engine(1), change, share))
     limits = ("--max-leak-per-thousand-requests", "20MB", "--max-bytes-per-request", "9GB", "--max-discrepancy", "50%")
-    status, found = judged("--trace", trace, *limits, *UTILIZATION, "--max-preemptions-per-thousand-requests", "9")
+    status, found = run_check("--trace", trace, *limits, *UTILIZATION, "--max-preemptions-per-thousand-requests", "9")
 
     assert status == 2
     assert {each["outcome"] for each in found.values()} == {"cannot_tell"}
@@ -207,8 +207,8 @@ def test_too_little_of_the_engine_passes_nothing(tmp_path: Path, change: Change,
 
 def test_a_hole_in_a_trace_is_not_watched(tmp_path: Path) -> None:
     watched = (sample for sample in engine(1) if not 1000 < sample["t"] - BEGAN < 2600)
-    trace = written(tmp_path / "t", watched)
-    status, found = judged("--trace", trace, "--max-bytes-per-request", "9GB")
+    trace = write_trace(tmp_path / "t", watched)
+    status, found = run_check("--trace", trace, "--max-bytes-per-request", "9GB")
 
     assert status == 2
     assert found["engine restarts"]["why"] == "the engine could be read for 33 min 15 s of 59 min 55 s"
@@ -216,8 +216,10 @@ def test_a_hole_in_a_trace_is_not_watched(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("hours", [0, 1 / 12])
 def test_a_trace_too_short_passes_nothing(tmp_path: Path, hours: float) -> None:
-    trace = written(tmp_path / "t", engine(hours))
-    status, found = judged("--trace", trace, "--max-bytes-per-request", "9GB", "--max-discrepancy", "50%", *UTILIZATION)
+    trace = write_trace(tmp_path / "t", engine(hours))
+    status, found = run_check(
+        "--trace", trace, "--max-bytes-per-request", "9GB", "--max-discrepancy", "50%", *UTILIZATION
+    )
 
     assert status == 2
     assert {each["outcome"] for each in found.values()} == {"cannot_tell"}
@@ -225,7 +227,7 @@ def test_a_trace_too_short_passes_nothing(tmp_path: Path, hours: float) -> None:
 
 def test_each_gpu_has_its_own_judgement_at_a_cost_below_the_servers(tmp_path: Path) -> None:
     status, found = document(
-        "--trace", written(tmp_path / "t", engine(1, gpus=2)), "--max-bytes-per-request", str(int(HELD / RUNNING))
+        "--trace", write_trace(tmp_path / "t", engine(1, gpus=2)), "--max-bytes-per-request", str(int(HELD / RUNNING))
     )
 
     assert status == 0

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.unit.commands.check.checking import document
-from tests.unit.commands.check.engine_traces import MIB, engine, written
+from tests.unit.commands.check.engine_traces import MIB, engine, write_trace
 
 PART = "part over baseline"
 PARTS = {"weights": 15_000 * MIB, "kv_cache": 50_000 * MIB, "cuda_graphs": 1_000 * MIB, "outside_torch": 1_000 * MIB}
@@ -18,14 +18,16 @@ def probed(**changed: int) -> Iterator[dict[str, Any]]:
         yield {**record, "gpus": [{**gpu, "parts": PARTS | changed} for gpu in record["gpus"]]}
 
 
-def judged(folder: Path, new: Iterator[dict[str, Any]], share: str = "2%") -> tuple[int, dict[str, dict[str, Any]]]:
-    traces = ("--trace", written(folder / "new", new), "--baseline", written(folder / "old", probed()))
+def judge_parts(
+    folder: Path, new: Iterator[dict[str, Any]], share: str = "2%"
+) -> tuple[int, dict[str, dict[str, Any]]]:
+    traces = ("--trace", write_trace(folder / "new", new), "--baseline", write_trace(folder / "old", probed()))
     status, found = document(*traces, "--max-growth-over-baseline", share)
     return status, {limit["of"]: limit for limit in found["limits"] if limit["limit"] == PART}
 
 
 def test_the_part_that_grew_is_named(tmp_path: Path) -> None:
-    status, found = judged(tmp_path, probed(cuda_graphs=2_400 * MIB))
+    status, found = judge_parts(tmp_path, probed(cuda_graphs=2_400 * MIB))
 
     assert status == 1
     assert {of: each["outcome"] for of, each in found.items()} == {
@@ -39,8 +41,8 @@ def test_the_part_that_grew_is_named(tmp_path: Path) -> None:
 
 
 def test_twice_as_much_of_little_passes(tmp_path: Path) -> None:
-    assert judged(tmp_path, probed(cuda_graphs=2_000 * MIB))[0] == 0
+    assert judge_parts(tmp_path, probed(cuda_graphs=2_000 * MIB))[0] == 0
 
 
 def test_a_part_that_only_one_trace_knows_is_not_compared(tmp_path: Path) -> None:
-    assert judged(tmp_path, engine(hours=0.5)) == (0, {})
+    assert judge_parts(tmp_path, engine(hours=0.5)) == (0, {})

@@ -14,20 +14,20 @@ def offers(metrics: str, name: str, **settings: str) -> Check:
         return examined(ENGINE_URL=server.url, **settings)[name]
 
 
-def recorded(name: str) -> str:
+def read_recording(name: str) -> str:
     return (FOLDER / f"{name}.prom").read_text()
 
 
 @pytest.mark.parametrize("version", ["0.13.0", "0.20.2", "0.32.0"])
 def test_a_present_vllm_offers_all_that_is_needed(version: str) -> None:
-    found = offers(recorded(f"vllm-{version}/load-waiting"), "engine_inputs")
+    found = offers(read_recording(f"vllm-{version}/load-waiting"), "engine_inputs")
 
     assert (found.state, found.absent, found.fixes) == (Status.OK, (), ())
     assert "prefix_cache_hit_rate" in found.details[0]
 
 
 def test_what_an_older_vllm_does_not_offer_is_missing_with_its_series() -> None:
-    found = offers(recorded("vllm-0.10.2.post2/load-waiting"), "engine_inputs")
+    found = offers(read_recording("vllm-0.10.2.post2/load-waiting"), "engine_inputs")
 
     assert found.state is Status.MISSING
     assert found.text == "14 of 17 inputs offered, not sleep_state"
@@ -36,7 +36,7 @@ def test_what_an_older_vllm_does_not_offer_is_missing_with_its_series() -> None:
 
 
 def test_a_hit_ratio_that_the_engine_tells_itself_is_not_called_absent() -> None:
-    found = offers(recorded("vllm-0.8.5.post2-v0-single-process/load-nowaiting"), "engine_inputs")
+    found = offers(read_recording("vllm-0.8.5.post2-v0-single-process/load-nowaiting"), "engine_inputs")
 
     assert "headroom_engine_prefix_cache_queries_total" in found.absent
     assert "headroom_engine_prefix_cache_hit_ratio" not in found.absent
@@ -44,7 +44,7 @@ def test_a_hit_ratio_that_the_engine_tells_itself_is_not_called_absent() -> None
 
 @pytest.mark.parametrize("name", ["vllm-0.32.0-api-server-count-2/idle", "vllm-0.9.2.post2-v0/first-scrape-ever"])
 def test_before_the_first_request_nothing_is_called_missing(name: str) -> None:
-    found = offers(recorded(name), "engine_inputs")
+    found = offers(read_recording(name), "engine_inputs")
 
     assert found.state is Status.UNKNOWN
     assert "no request has been served yet" in found.text
@@ -57,7 +57,7 @@ def test_before_the_first_request_nothing_is_called_missing(name: str) -> None:
     [
         (RECORDED, {}, "the engine's budget is 92% of each GPU (gpu_memory_utilization)"),
         (
-            recorded("vllm-0.32.0/load-waiting"),
+            read_recording("vllm-0.32.0/load-waiting"),
             {"REPORTED_BYTES": "72GiB"},
             "HEADROOM_REPORTED_BYTES is 72.0 GiB on each GPU",
         ),
@@ -70,7 +70,7 @@ def test_what_memory_is_compared_with_is_told(metrics: str, settings: dict[str, 
 
 
 def test_a_cache_of_a_given_size_leaves_no_budget() -> None:
-    found = offers(recorded("vllm-0.32.0/load-waiting"), "reported_memory")
+    found = offers(read_recording("vllm-0.32.0/load-waiting"), "reported_memory")
 
     assert found.state is Status.MISSING
     assert found.text.startswith("vLLM's KV cache was given its size, as by --kv-cache-memory-bytes, so ")
@@ -104,7 +104,7 @@ def test_the_bytes_of_a_token_may_be_set() -> None:
 def test_bytes_of_the_kv_cache_come_from_the_models_configuration_where_the_page_tells_its_dtype() -> None:
     model = str(FOLDER.parents[1] / "unit" / "sizing" / "testdata" / "llama-3.1-8b.json")
 
-    told = offers(recorded("vllm-0.32.0/load-waiting"), "kv_bytes", MODEL_CONFIG=model)
+    told = offers(read_recording("vllm-0.32.0/load-waiting"), "kv_bytes", MODEL_CONFIG=model)
     untold = offers("vllm:num_requests_running 1\n", "kv_bytes", MODEL_CONFIG=model)
 
     assert (told.state, untold.state) == (Status.OK, Status.MISSING)

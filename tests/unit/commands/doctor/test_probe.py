@@ -32,7 +32,7 @@ def write(folder: Path, pid: int, role: str, **changes: Any) -> None:
     (folder / f"{pid}-{int(report['started_at'])}.json").write_text(json.dumps(report))
 
 
-def found(folder: Path, proc: Path | None = None, **settings: str) -> Check:
+def check_probe_folder(folder: Path, proc: Path | None = None, **settings: str) -> Check:
     return examined(proc, PROBE_DIR=str(folder), **settings)["probe"]
 
 
@@ -47,7 +47,7 @@ def test_it_is_there_and_answers(tmp_path: Path) -> None:
     write(tmp_path, 8, "worker", devices=[{"uuid": "GPU-a", "allocated": 1}])
     write(tmp_path, 9, "worker")
 
-    finding = found(tmp_path)
+    finding = check_probe_folder(tmp_path)
 
     assert (finding.state, finding.text) == (Status.OK, "it answers in 1 engine_core, 2 worker of vLLM 0.32.0")
     assert (finding.details, finding.absent, finding.fixes) == ((), (), ())
@@ -56,11 +56,11 @@ def test_it_is_there_and_answers(tmp_path: Path) -> None:
 def test_without_figures_of_torch_it_says_so(tmp_path: Path) -> None:
     write(tmp_path, 7, "engine_core")
 
-    assert found(tmp_path).details == (NO_GPU,)
+    assert check_probe_folder(tmp_path).details == (NO_GPU,)
 
 
 def test_a_folder_in_which_nobody_has_written_is_missing_the_probe(tmp_path: Path) -> None:
-    finding = found(tmp_path)
+    finding = check_probe_folder(tmp_path)
 
     assert finding.state is Status.MISSING
     assert finding.text.startswith(f"no probe has written into {tmp_path}")
@@ -69,7 +69,7 @@ def test_a_folder_in_which_nobody_has_written_is_missing_the_probe(tmp_path: Pat
 
 
 def test_a_folder_that_is_not_there_is_missing(tmp_path: Path) -> None:
-    finding = found(tmp_path / "nowhere")
+    finding = check_probe_folder(tmp_path / "nowhere")
 
     assert finding.state is Status.MISSING
     assert "cannot be read (No such file or directory)" in finding.text
@@ -78,7 +78,7 @@ def test_a_folder_that_is_not_there_is_missing(tmp_path: Path) -> None:
 def test_what_wrote_long_ago_is_no_answer(tmp_path: Path) -> None:
     write(tmp_path, 7, "engine_core", t=NOW - 3600)
 
-    finding = found(tmp_path)
+    finding = check_probe_folder(tmp_path)
 
     assert finding.state is Status.MISSING
     assert finding.text.startswith("none of vLLM's processes writes now")
@@ -90,7 +90,7 @@ def test_a_probe_that_has_stopped_says_why(tmp_path: Path, *, others: bool) -> N
     if others:
         write(tmp_path, 8, "engine_core")
 
-    finding = found(tmp_path)
+    finding = check_probe_folder(tmp_path)
 
     assert finding.state is Status.MISSING
     assert finding.details == (
@@ -107,7 +107,7 @@ def test_a_process_that_lives_and_writes_no_longer_is_told(tmp_path: Path, vllm:
     began = read_boot_time(tree) + entry.started_seconds
     write(tmp_path / "files", 7, "engine_core", t=NOW - 3600, started_at=began)
 
-    finding = found(tmp_path / "files", tree, ENGINE_URL=vllm.url)
+    finding = check_probe_folder(tmp_path / "files", tree, ENGINE_URL=vllm.url)
 
     assert finding.state is Status.MISSING
     assert finding.text == "vLLM's processes have loaded it, and none writes any more: they are stopped or stuck"

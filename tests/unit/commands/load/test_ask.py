@@ -47,7 +47,7 @@ def times(histogram: Histogram) -> int:
     return histogram.counts.total()
 
 
-def asked(server: StreamingServer | int, count: int = 1, **how: object) -> Tally:
+def ask_server(server: StreamingServer | int, count: int = 1, **how: object) -> Tally:
     """Ask so many times, one after another."""
     counted = tally()
 
@@ -72,7 +72,7 @@ def asked(server: StreamingServer | int, count: int = 1, **how: object) -> Tally
 def test_each_way_has_its_outcome(way: Way, api: CompletionApi) -> None:
     outcome, text = IS[way]
     with StreamingServer(lambda _: way) as server:
-        counted = asked(server, api=api)
+        counted = ask_server(server, api=api)
 
         assert server.ways == {way: 1}
     assert counted.outcomes == {outcome: 1}
@@ -84,7 +84,7 @@ def test_each_way_has_its_outcome(way: Way, api: CompletionApi) -> None:
 @pytest.mark.parametrize("way", sorted(SILENT))
 def test_a_server_that_falls_silent_is_timed_out(way: Way) -> None:
     with StreamingServer(lambda _: way) as server:
-        counted = asked(server, timeout_seconds=SOON_SECONDS)
+        counted = ask_server(server, timeout_seconds=SOON_SECONDS)
 
     assert counted.outcomes == {IS[way][0]: 1}
     assert (counted.open_requests, counted.open_streams) == (0, 0)
@@ -93,7 +93,7 @@ def test_a_server_that_falls_silent_is_timed_out(way: Way) -> None:
 def test_the_clients_counts_are_the_servers() -> None:
     ways = [way for way in Way if way not in SILENT]
     with StreamingServer(lambda number: ways[number % len(ways)]) as server:
-        counted = asked(server, 2 * len(ways))
+        counted = ask_server(server, 2 * len(ways))
 
         assert counted.outcomes == sum((Counter({IS[way][0]: count}) for way, count in server.ways.items()), Counter())
         assert counted.uncounted_answers == server.ways[Way.WITHOUT_USAGE] == 2
@@ -104,7 +104,7 @@ def test_the_clients_counts_are_the_servers() -> None:
 
 def test_every_gap_between_tokens_is_counted() -> None:
     with StreamingServer(interval_seconds=0.01) as server:
-        counted = asked(server, tokens=5)
+        counted = ask_server(server, tokens=5)
 
     assert times(counted.inter_token_seconds) == 4
     assert times(counted.per_token_seconds) == 1
@@ -117,7 +117,7 @@ def test_every_gap_between_tokens_is_counted() -> None:
 def test_one_connection_carries_one_request_after_another() -> None:
     ways = [Way.STREAM, Way.BUSY, Way.OUT_OF_MEMORY, Way.ABORTED, Way.STREAM]
     with StreamingServer(lambda number: ways[number]) as server:
-        asked(server, len(ways))
+        ask_server(server, len(ways))
 
         assert server.connections == 1
 
@@ -125,7 +125,7 @@ def test_one_connection_carries_one_request_after_another() -> None:
 @pytest.mark.parametrize("way", [Way.CLOSE_AFTER, Way.CUT, Way.RESET, Way.NO_HTTP, Way.NO_JSON])
 def test_a_connection_that_is_over_is_followed_by_another(way: Way) -> None:
     with StreamingServer(lambda number: Way.STREAM if number else way) as server:
-        counted = asked(server, 2)
+        counted = ask_server(server, 2)
 
         assert server.connections == 2
     assert counted.outcomes[Outcome.SUCCEEDED] == 1 + (way is Way.CLOSE_AFTER)
@@ -134,7 +134,7 @@ def test_a_connection_that_is_over_is_followed_by_another(way: Way) -> None:
 def test_a_server_that_is_not_there_refuses() -> None:
     with StreamingServer() as server:
         port = server.port
-    counted = asked(port)
+    counted = ask_server(port)
 
     assert counted.outcomes == {Outcome.REFUSED: 1}
     assert counted.texts == {(Outcome.REFUSED, "Connection refused"): 1}
@@ -144,7 +144,7 @@ def test_a_server_that_is_not_there_refuses() -> None:
 def test_a_server_that_takes_no_connection_times_out() -> None:
     with socket.create_server((LOOPBACK, 0), backlog=0) as silent:
         full = [socket.create_connection(silent.getsockname()) for _ in range(1)]
-        counted = asked(silent.getsockname()[1], timeout_seconds=SOON_SECONDS)
+        counted = ask_server(silent.getsockname()[1], timeout_seconds=SOON_SECONDS)
         for connection in full:
             connection.close()
 
@@ -190,8 +190,8 @@ def test_a_request_that_is_given_up_is_unfinished_and_the_server_is_told() -> No
 def test_it_works_over_tls(tmp_path: Path) -> None:
     certificate, key = write_self_signed(tmp_path)
     with StreamingServer(tls=server_context(certificate, key)) as server:
-        trusting = asked(server, 3, tls=ssl.create_default_context(cafile=certificate))
-        doubting = asked(server, 1, tls=ssl.create_default_context())
+        trusting = ask_server(server, 3, tls=ssl.create_default_context(cafile=certificate))
+        doubting = ask_server(server, 1, tls=ssl.create_default_context())
 
         assert server.connections >= 1
     assert trusting.outcomes == {Outcome.SUCCEEDED: 3}

@@ -95,7 +95,7 @@ def whole(*, finished: int | None = 4000, host: bool = False, gone: bool = False
     return made
 
 
-def watched(state: LeakState, *series: str) -> LeakReplay:
+def make_replay(state: LeakState, *series: str) -> LeakReplay:
     made = LeakReplay()
     for name in series:
         course = made._courses[name] = LeakCourse()
@@ -103,8 +103,8 @@ def watched(state: LeakState, *series: str) -> LeakReplay:
     return made
 
 
-STABLE = watched(LeakState.STABLE, "GPU-a")
-LEAK = watched(LeakState.LEAKING, "GPU-a", "worker")
+STABLE = make_replay(LeakState.STABLE, "GPU-a")
+LEAK = make_replay(LeakState.LEAKING, "GPU-a", "worker")
 
 
 def report(

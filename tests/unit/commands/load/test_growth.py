@@ -12,7 +12,7 @@ from vllm_headroom_tools.history import LeakCourse, LeakReplay, LeakVerdict, Mom
 from vllm_headroom_tools.trace import parse_snapshot
 
 
-def told(records: Iterable[dict[str, Any]]) -> tuple[LeakVerdict, str]:
+def judge_growth_of(records: Iterable[dict[str, Any]]) -> tuple[LeakVerdict, str]:
     watch = LeakReplay()
     for snapshot in map(parse_snapshot, records):
         watch.step(snapshot)
@@ -21,21 +21,21 @@ def told(records: Iterable[dict[str, Any]]) -> tuple[LeakVerdict, str]:
 
 
 def test_a_leak_is_one() -> None:
-    assert told(leaking(3.0)) == (LeakVerdict.LEAKING, "even growth that load does not explain")
+    assert judge_growth_of(leaking(3.0)) == (LeakVerdict.LEAKING, "even growth that load does not explain")
 
 
 def test_the_early_warning_is_growth() -> None:
-    verdict, _ = told(islice(leaking(3.0), 600))
+    verdict, _ = judge_growth_of(islice(leaking(3.0), 600))
 
     assert verdict is LeakVerdict.GROWING
 
 
 def test_a_flat_line_of_hours_is_no_leak() -> None:
-    assert told(flat(2.0)) == (LeakVerdict.NO_LEAK, "no growth that load does not explain")
+    assert judge_growth_of(flat(2.0)) == (LeakVerdict.NO_LEAK, "no growth that load does not explain")
 
 
 def test_a_flat_line_of_minutes_proves_nothing() -> None:
-    assert told(flat(0.5)) == (
+    assert judge_growth_of(flat(0.5)) == (
         LeakVerdict.CANNOT_TELL,
         "29 min 55 s is too short, growth has to last 10 min for an early warning, about 60 for an alarm",
     )

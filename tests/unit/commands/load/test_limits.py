@@ -44,14 +44,14 @@ def contain(proc: Path, limit: int | None) -> None:
     tree.add("pod/load", pids=(OWN_PID,), limit=limit, used=46 * MIB, file=30 * MIB)
 
 
-def found(machine: Path, descriptors: int = 20_000, *, tls: bool = False) -> dict[str, int]:
+def measure_limits(machine: Path, descriptors: int = 20_000, *, tls: bool = False) -> dict[str, int]:
     every = list_limits(descriptors, tls=tls, proc=machine)
     assert every == sorted(every)
     return {name: streams for streams, name in every}
 
 
 def test_what_ends_first_comes_first(machine: Path) -> None:
-    every = found(machine)
+    every = measure_limits(machine)
 
     assert list(every) == ["memory", "ulimit -n 20000", "28232 local ports (net.ipv4.ip_local_port_range)"]
     assert every["memory"] == 64 * MIB // STREAM_BYTES
@@ -60,17 +60,17 @@ def test_what_ends_first_comes_first(machine: Path) -> None:
 
 
 def test_encryption_takes_more_memory(machine: Path) -> None:
-    assert found(machine, tls=True)["memory"] == 64 * MIB // TLS_STREAM_BYTES
+    assert measure_limits(machine, tls=True)["memory"] == 64 * MIB // TLS_STREAM_BYTES
 
 
 def test_a_container_without_a_limit_has_the_machines_memory(machine: Path) -> None:
     contain(machine, None)
 
-    assert found(machine)["memory"] == 100 * MIB // STREAM_BYTES
+    assert measure_limits(machine)["memory"] == 100 * MIB // STREAM_BYTES
 
 
 def test_what_cannot_be_read_limits_nothing(tmp_path: Path) -> None:
-    assert list(found(tmp_path)) == ["ulimit -n 20000"]
+    assert list(measure_limits(tmp_path)) == ["ulimit -n 20000"]
 
 
 def test_the_soft_limit_of_descriptors_is_raised_to_the_hard_one() -> None:

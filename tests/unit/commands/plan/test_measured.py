@@ -15,7 +15,7 @@ Capsys = pytest.CaptureFixture[str]
 WORDS = (*of("llama-3.1-8b"), "--gpu-memory", "80GiB", "--max-model-len", "4096")
 
 
-def written(folder: Path, **parts: Any) -> str:
+def write_measured(folder: Path, **parts: Any) -> str:
     file = folder / "7-1000.json"
     document = {"headroom_probe": 1, "t": 2000.0, "pid": 7, "started_at": 1000.0, "role": "worker", "parts": parts}
     file.write_text(json.dumps(document | ({} if parts else {"parts": None})))
@@ -23,7 +23,7 @@ def written(folder: Path, **parts: Any) -> str:
 
 
 def test_what_was_measured_stands_beside_what_was_planned(tmp_path: Path, capsys: Capsys) -> None:
-    file = written(tmp_path, weights=15 * GIB, kv_cache=50 * GIB, activation_peak=GIB)
+    file = write_measured(tmp_path, weights=15 * GIB, kv_cache=50 * GIB, activation_peak=GIB)
 
     without, beside = plan(capsys, *WORDS), plan(capsys, *WORDS, "--probe", file)
 
@@ -36,7 +36,7 @@ def test_what_was_measured_stands_beside_what_was_planned(tmp_path: Path, capsys
 
 
 def test_json_has_it_in_bytes(tmp_path: Path, capsys: Capsys) -> None:
-    file = written(tmp_path, weights=15 * GIB)
+    file = write_measured(tmp_path, weights=15 * GIB)
 
     assert plan(capsys, *WORDS, "--json", "--probe", file).document["measured"] == {
         "budget_bytes": None,
@@ -55,7 +55,7 @@ def test_a_file_that_cannot_be_used_is_bad_input(tmp_path: Path, capsys: Capsys)
     for file, problem in (
         (str(tmp_path / "none.json"), "cannot be read: No such file or directory"),
         (str(damaged), "not JSON: "),
-        (written(tmp_path), "it is of a process without a GPU"),
+        (write_measured(tmp_path), "it is of a process without a GPU"),
     ):
         answer = plan(capsys, *WORDS, "--probe", file)
         assert answer.status == 2

@@ -51,7 +51,7 @@ def test_what_was_only_seen_between_two_samples_may_be_a_neighbours() -> None:
 
 
 @cache
-def told(spoil: Spoil) -> list[tuple[EndCause, Diagnosis]]:
+def diagnose_ends(spoil: Spoil) -> list[tuple[EndCause, Diagnosis]]:
     """Return the truth and what is reported about each kind of incident where a sidecar saw less of it."""
     seeds = [(make, seed) for make in scenes.ALL for seed in range(6)]
     rngs = {each: Random(f"{spoil.__name__} {each[0].__name__} {each[1]}") for each in seeds}  # noqa: S311 - no secret
@@ -61,7 +61,7 @@ def told(spoil: Spoil) -> list[tuple[EndCause, Diagnosis]]:
 
 @pytest.mark.parametrize("spoil", spoiled.SPOILS, ids=lambda spoil: spoil.__name__)
 def test_a_sidecar_that_saw_less_is_never_surely_wrong_and_seldom_likely(spoil: Spoil) -> None:
-    said = told(spoil)
+    said = diagnose_ends(spoil)
     wrong = [(str(cause), str(found.cause), str(found.sureness)) for cause, found in said if found.cause != cause]
     misled = [each for each in wrong if each[2] != Sureness.POSSIBLE]
 
@@ -71,6 +71,6 @@ def test_a_sidecar_that_saw_less_is_never_surely_wrong_and_seldom_likely(spoil: 
 
 @pytest.mark.parametrize("spoil", spoiled.KEEP_ENOUGH, ids=lambda spoil: spoil.__name__)
 def test_what_does_not_bear_on_the_cause_costs_nothing(spoil: Spoil) -> None:
-    said = told(spoil)
+    said = diagnose_ends(spoil)
 
     assert sum(found.cause == cause for cause, found in said) >= LEAST_RIGHT * len(said)

@@ -8,7 +8,7 @@ import pytest
 
 from tests.command import read_data
 from tests.unit.commands.postmortem.test_postmortem import Run, run
-from tests.unit.daemon.test_flight import flight, header, seen, step, the_incident
+from tests.unit.daemon.test_flight import flight, header, step, take_snapshot, the_incident
 from tests.unit.derive.life.test_lives import killed
 from tests.unit.derive.life.watch import CORE, REFUSED, SERVER, UNSEEN, WHOLE, WORKER, Watch, card, working
 from vllm_headroom.daemon.flight import Flight
@@ -31,7 +31,7 @@ class Recorded:
 
     def look(self, page: EnginePage | Failure, **sight: object) -> None:
         self.watch.look(page, **sight)  # type: ignore[arg-type]
-        step(self.daemon, seen(self.watch))
+        step(self.daemon, take_snapshot(self.watch))
 
     def judge(self, run: Run) -> dict[str, object]:
         status, out, _ = run(the_incident(self.folder), "--json")

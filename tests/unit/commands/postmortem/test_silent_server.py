@@ -12,7 +12,7 @@ Look = tuple[EnginePage | Failure, tuple[EngineProcess, ...]]
 AT_WORK: list[Look] = [(working(20.0 + done), WHOLE) for done in range(12)]
 
 
-def said(looks: list[Look]) -> Diagnosis:
+def diagnose_looks(looks: list[Look]) -> Diagnosis:
     follower = EndFollower()
     for turn, (engines, processes) in enumerate(looks):
         gpu = card(70 if CORE in processes else 0)
@@ -24,19 +24,19 @@ def test_a_server_that_waits_without_its_core_behind_a_closed_port_was_told_to_e
     """So vLLM 0.32 does on SIGTERM, for as long as its clients hold their connections."""
     waits: list[Look] = [*AT_WORK, *[(REFUSED, (SERVER,))] * 14]
 
-    for found in (said(waits), said([*waits, (REFUSED, ())])):
+    for found in (diagnose_looks(waits), diagnose_looks([*waits, (REFUSED, ())])):
         assert (found.cause, found.sureness) == (EndCause.STOPPED, Sureness.LIKELY)
         assert found.sentence.startswith("A requested shutdown: ")
 
 
 def test_a_server_that_follows_its_core_within_seconds_crashed() -> None:
-    found = said([*AT_WORK, (working(32.0), (SERVER,)), (REFUSED, (SERVER,)), (REFUSED, ())])
+    found = diagnose_looks([*AT_WORK, (working(32.0), (SERVER,)), (REFUSED, (SERVER,)), (REFUSED, ())])
 
     assert (found.cause, found.sureness) == (EndCause.CRASH, Sureness.LIKELY)
 
 
 def test_a_whole_server_without_a_page_hangs_since_its_page_was_last_seen() -> None:
-    found = said([*AT_WORK, *[(SILENT, WHOLE)] * 13])
+    found = diagnose_looks([*AT_WORK, *[(SILENT, WHOLE)] * 13])
 
     assert found.cause is EndCause.HANG
     assert found.sentence.startswith("A hang: the engine had work and made no progress for 1 min ")

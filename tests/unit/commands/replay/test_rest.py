@@ -11,7 +11,7 @@ from vllm_headroom_tools.replay.command import build_report, format_verdict
 from vllm_headroom_tools.trace import parse_trace
 
 
-def watched(records: Iterable[dict[str, Any]]) -> LeakReplay:
+def replay_records(records: Iterable[dict[str, Any]]) -> LeakReplay:
     watch = LeakReplay()
     for snapshot in parse_trace(text(records).encode().splitlines()):
         watch.step(snapshot)
@@ -35,7 +35,7 @@ def nights(*kept_mib: int) -> Iterable[dict[str, Any]]:
 
 
 def test_what_each_sleep_kept_is_told_with_the_first_and_the_last() -> None:
-    watch = watched(nights(2_048, 2_560, 4_096))
+    watch = replay_records(nights(2_048, 2_560, 4_096))
 
     assert "GPU 0, asleep: kept 2 GiB in the first sleep, 4 GiB in the last of 3." in list(format_verdict(watch))
     kept = [2_048 * MIB, 2_560 * MIB, 4_096 * MIB]
@@ -49,27 +49,29 @@ def test_each_instance_of_a_gpu_keeps_its_own() -> None:
         gpu["uuid"] = "MIG-11111111-2222"
         record["gpus"] = [gpu, {**gpu, "uuid": "MIG-33333333-4444", "engine": gpu["engine"] // 2}]
 
-    said = [line for line in format_verdict(watched(records)) if "asleep: kept" in line]
+    said = [line for line in format_verdict(replay_records(records)) if "asleep: kept" in line]
 
     assert said == ["GPU 0 MIG-11111111, asleep: kept 2 GiB.", "GPU 0 MIG-33333333, asleep: kept 1 GiB."]
 
 
 def test_one_sleep_is_told_alone_and_none_is_not_told() -> None:
-    assert "GPU 0, asleep: kept 2 GiB." in list(format_verdict(watched(nights(2_048))))
-    assert not [line for line in format_verdict(watched([at(0, 70_000)])) if "asleep" in line]
+    assert "GPU 0, asleep: kept 2 GiB." in list(format_verdict(replay_records(nights(2_048))))
+    assert not [line for line in format_verdict(replay_records([at(0, 70_000)])) if "asleep" in line]
 
 
 def test_a_nap_that_was_over_before_it_had_settled_is_no_sleep() -> None:
     nap = [at(step, 2_048, running=0.0, awake=False, kv_used_ratio=0.0) for step in (25, 26)]
 
-    watch = watched([*nights(2_048), at(24, 70_000), *nap, at(27, 70_000)])
+    watch = replay_records([*nights(2_048), at(24, 70_000), *nap, at(27, 70_000)])
 
     assert [len(sleep["residue_bytes"]) for sleep in build_report(watch, Curves()).data["sleeps"]] == [1]
 
 
 def test_blocks_that_no_request_holds_are_told_from_a_hundredth_on() -> None:
     def idle(ratio: float) -> LeakReplay:
-        return watched([at(0, 70_000), *(at(step, 70_000, running=0.0, kv_used_ratio=ratio) for step in range(1, 30))])
+        return replay_records(
+            [at(0, 70_000), *(at(step, 70_000, running=0.0, kv_used_ratio=ratio) for step in range(1, 30))]
+        )
 
     lost, late = idle(0.07), idle(0.004)
 

@@ -50,7 +50,7 @@ def sidecar(status: int = 200, body: bytes = json.dumps(LEAK).encode(), *later: 
         server.server_close()
 
 
-def asked(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run_watch(*arguments: str) -> subprocess.CompletedProcess[str]:
     return run_command("watch", *arguments)
 
 
@@ -86,7 +86,7 @@ HOST_DUE = {"host_leak_state": {"worker": "leaking"}, "host_time_to_oom_seconds_
 )
 def test_the_exit_code_says_whether_a_leak_is_about_to_end_the_engine(changed: dict[str, object], status: int) -> None:
     with sidecar(body=json.dumps({**DUE, **changed}).encode()) as url:
-        done = asked(url, "--exit-code", "30m")
+        done = run_watch(url, "--exit-code", "30m")
 
     assert done.returncode == status, done.stderr
     assert done.stderr.count("\n") == (status == 2)
@@ -95,7 +95,7 @@ def test_the_exit_code_says_whether_a_leak_is_about_to_end_the_engine(changed: d
 
 def test_the_exit_code_and_json_go_together() -> None:
     with sidecar(body=json.dumps(DUE).encode()) as url:
-        done = asked(url, "--exit-code", "30m", "--json")
+        done = run_watch(url, "--exit-code", "30m", "--json")
 
     assert done.returncode == 1
     assert read_data(done.stdout)["engine_state"] == "serving"
@@ -113,7 +113,7 @@ def test_the_address_may_be_an_option_but_not_both() -> None:
 
 
 def test_without_an_answer_json_ends_with_one_line() -> None:
-    done = asked("http://127.0.0.1:9", "--json")
+    done = run_watch("http://127.0.0.1:9", "--json")
 
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
@@ -125,23 +125,23 @@ def test_without_an_answer_json_ends_with_one_line() -> None:
 
 def test_what_is_no_sidecar_is_named() -> None:
     with sidecar(body=b"{}") as url:
-        assert "is not vllm-headroom" in asked(url, "--json").stderr
+        assert "is not vllm-headroom" in run_watch(url, "--json").stderr
     with sidecar(body=b"<html>") as url:
-        assert "is not vllm-headroom" in asked(url, "--json").stderr
+        assert "is not vllm-headroom" in run_watch(url, "--json").stderr
     with sidecar(body=b"[" * 100_000) as url:
-        assert "is not vllm-headroom" in asked(url, "--json").stderr
+        assert "is not vllm-headroom" in run_watch(url, "--json").stderr
     with sidecar(body=json.dumps({**LEAK, "age_seconds": float("nan")}).encode()) as url:
-        done = asked(url, "--json")
+        done = run_watch(url, "--json")
         assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
         assert "is not vllm-headroom" in done.stderr
     with sidecar(status=503) as url:
-        assert "answers 503" in asked(url, "--json").stderr
+        assert "answers 503" in run_watch(url, "--json").stderr
 
 
 @pytest.mark.parametrize("wrong", [{"verdicts": [{}]}, {"verdicts": 1}, {"verdicts": [{"level": []}]}])
 def test_a_document_of_another_shape_is_no_sidecars_either(wrong: dict[str, object]) -> None:
     with sidecar(body=json.dumps({**LEAK, **wrong}).encode()) as url:
-        done = asked(url)
+        done = run_watch(url)
 
     assert done.returncode == 2
     assert done.stderr.startswith("vllm-headroom watch: what answers is not vllm-headroom: ")

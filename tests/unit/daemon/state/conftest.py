@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.daemon.state.engine import ALARM_STEPS, after, seen
+from tests.unit.daemon.state.engine import ALARM_STEPS, after, make_snapshot
 from vllm_headroom.daemon.state.saved import Memory
 
 
 @pytest.fixture(scope="session")
 def alarmed() -> Memory:
     """Return the memory of a leaking engine at the step ALARM_STEPS."""
-    return after(seen(step) for step in range(1, ALARM_STEPS + 1))
+    return after(make_snapshot(step) for step in range(1, ALARM_STEPS + 1))

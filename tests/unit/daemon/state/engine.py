@@ -30,7 +30,7 @@ ALARM_STEPS: Final = 1800
 DERIVATIONS: Final = tuple(derivation for derivation in build_derivations() if derivation.name in {"leak", "baseline"})
 
 
-def held(step: int) -> int:
+def count_held_bytes(step: int) -> int:
     return 40 * GIB + step * REQUESTS_PER_STEP // 16 * 2 * MIB
 
 
@@ -40,10 +40,10 @@ def reading(step: int, **known: Any) -> EngineReading:
 
 
 def device(step: int, uuid: str = "GPU-a") -> Gpu:
-    return replace(gpu(uuid=uuid, total=60 * GIB, used=held(step)), process_count=1)
+    return replace(gpu(uuid=uuid, total=60 * GIB, used=count_held_bytes(step)), process_count=1)
 
 
-def seen(
+def make_snapshot(
     step: int,
     *,
     shift: float = 0.0,
@@ -51,7 +51,9 @@ def seen(
     gpus: tuple[Gpu, ...] | Failure | None = None,
 ) -> Snapshot:
     """Return what is seen at a step; `shift` is how much further the monotonic clock of this process is."""
-    worker = EngineProcess(pid=7, role=Role.WORKER, rss_bytes=held(step) // 8, started_at_seconds=1_760_000_001.0)
+    worker = EngineProcess(
+        pid=7, role=Role.WORKER, rss_bytes=count_held_bytes(step) // 8, started_at_seconds=1_760_000_001.0
+    )
     if not isinstance(engines, Failure):
         engines_seen = page(*((reading(step),) if engines is None else engines))
     at = snapshot(
@@ -80,7 +82,7 @@ def after(snapshots: Iterable[Snapshot], memory: Memory | None = None) -> Memory
     return last
 
 
-def kept(memory: Memory, last: Snapshot, **changes: Any) -> SavedState:
+def make_state(memory: Memory, last: Snapshot, **changes: Any) -> SavedState:
     whose = identify_engine(last.engines)
     assert isinstance(whose, Identity)
     facts = {"version": "0", "saved_at_seconds": last.time_seconds, "monotonic_seconds": last.monotonic_seconds}

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from msgspec import Struct
 
 from tests.conftest import Golden
-from tests.unit.daemon.state.engine import ALARM_STEPS, after, device, kept, reading, seen
+from tests.unit.daemon.state.engine import ALARM_STEPS, after, device, make_snapshot, make_state, reading
 from vllm_headroom.daemon.state import file
 from vllm_headroom.daemon.state.file import MOST_STATE_BYTES, STATE, STATE_FORMAT, UnusableState
 from vllm_headroom.daemon.state.saved import Memory, SavedState
@@ -39,7 +39,7 @@ for number in range(int(sys.argv[2]), 10**9):
 
 
 def test_a_state_after_hours_comes_back_exactly(alarmed: Memory) -> None:
-    saved = kept(alarmed, seen(ALARM_STEPS))
+    saved = make_state(alarmed, make_snapshot(ALARM_STEPS))
 
     assert alarmed.leak.gpus["GPU-a"].verdict is Certainty.LEAKING
     assert STATE.decode(STATE.encode(saved)) == saved
@@ -64,8 +64,8 @@ def test_whatever_was_seen_comes_back_exactly(readings: list[tuple[float, int, f
     for elapsed, held_bytes, finished, uuid in readings:
         now += elapsed
         gpu = device(held_bytes // 2**20, uuid)
-        snapshots.append(seen(0, shift=now, engines=(reading(0, finished_total=finished),), gpus=(gpu,)))
-    saved = kept(after(snapshots), snapshots[-1])
+        snapshots.append(make_snapshot(0, shift=now, engines=(reading(0, finished_total=finished),), gpus=(gpu,)))
+    saved = make_state(after(snapshots), snapshots[-1])
 
     assert STATE.decode(STATE.encode(saved)) == saved
 
@@ -73,7 +73,7 @@ def test_whatever_was_seen_comes_back_exactly(readings: list[tuple[float, int, f
 @pytest.mark.parametrize("value", [inf, -inf, nan])
 def test_what_is_no_number_is_not_written(alarmed: Memory, value: float) -> None:
     with pytest.raises(ValueError, match="not JSON compliant"):
-        STATE.encode(kept(alarmed, seen(ALARM_STEPS), saved_at_seconds=value))
+        STATE.encode(make_state(alarmed, make_snapshot(ALARM_STEPS), saved_at_seconds=value))
 
 
 def changed(**changes: Any) -> Callable[[bytes], bytes]:
@@ -115,7 +115,7 @@ BAD: dict[str, Callable[[bytes], bytes]] = {
 
 @pytest.mark.parametrize("damage", BAD.values(), ids=BAD)
 def test_a_bad_file_is_told_from_a_state(damage: Callable[[bytes], bytes], alarmed: Memory, tmp_path: Path) -> None:
-    content = damage(STATE.encode(kept(alarmed, seen(ALARM_STEPS))))
+    content = damage(STATE.encode(make_state(alarmed, make_snapshot(ALARM_STEPS))))
     (tmp_path / STATE.name).write_bytes(content)
 
     with pytest.raises(UnusableState):
@@ -137,7 +137,7 @@ def test_a_file_that_is_set_aside_replaces_an_older_one(tmp_path: Path) -> None:
 
 
 def test_kill_9_during_a_write_leaves_the_old_state_or_the_new_one(alarmed: Memory, tmp_path: Path) -> None:
-    STATE.write(tmp_path, kept(alarmed, seen(ALARM_STEPS), saved_at_seconds=0.0))
+    STATE.write(tmp_path, make_state(alarmed, make_snapshot(ALARM_STEPS), saved_at_seconds=0.0))
     chance, done = random.Random(1), 0  # noqa: S311 - moments, not secrets
     for _ in range(10):
         process = subprocess.Popen([sys.executable, "-c", SAVES, tmp_path, str(done + 1)], stdout=subprocess.PIPE)

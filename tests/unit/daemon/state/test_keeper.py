@@ -17,10 +17,10 @@ from tests.unit.daemon.state.engine import (
     followed,
     free,
     keeper,
-    kept,
+    make_snapshot,
+    make_state,
     reading,
     recalled,
-    seen,
     states,
 )
 from vllm_headroom import catalog
@@ -32,9 +32,9 @@ from vllm_headroom.model import EngineReading, Failure, Gpu, Snapshot
 from vllm_headroom.vocabulary import Source
 from vllm_headroom.worker import Worker
 
-LAST = seen(ALARM_STEPS)
+LAST = make_snapshot(ALARM_STEPS)
 NEXT = ALARM_STEPS + 10
-NO_ENGINE = seen(NEXT, engines=failure(Source.ENGINE))
+NO_ENGINE = make_snapshot(NEXT, engines=failure(Source.ENGINE))
 
 
 def outcome(folder: Path, *snapshots: Snapshot) -> tuple[dict[str, Any], list[str]]:
@@ -48,28 +48,30 @@ def test_the_verdict_is_there_at_the_first_sample_after_a_restart(alarmed: Memor
         await first.save(states(alarmed))
 
     asyncio.run(saved())
-    found, events = outcome(tmp_path, seen(NEXT))
-    ((_, samples),) = followed(Memory(**found), [seen(NEXT)])
+    found, events = outcome(tmp_path, make_snapshot(NEXT))
+    ((_, samples),) = followed(Memory(**found), [make_snapshot(NEXT)])
 
     assert {sample.labels[2]: sample.value for sample in samples if sample.metric is catalog.LEAK_STATE}["leaking"] == 1
     assert events == ["saved state taken up: "]
 
 
 def test_the_state_waits_until_the_engine_and_its_gpus_are_seen(alarmed: Memory, tmp_path: Path) -> None:
-    STATE.write(tmp_path, kept(alarmed, LAST))
+    STATE.write(tmp_path, make_state(alarmed, LAST))
 
-    nameless = seen(NEXT, engines=(EngineReading(model_name="", engine="0"),))
-    unopened = seen(NEXT, gpus=(device(NEXT, "GPU-z"), device(NEXT, "")))
-    waiting = [NO_ENGINE, nameless, seen(NEXT, gpus=failure(Source.NVML)), unopened]
+    nameless = make_snapshot(NEXT, engines=(EngineReading(model_name="", engine="0"),))
+    unopened = make_snapshot(NEXT, gpus=(device(NEXT, "GPU-z"), device(NEXT, "")))
+    waiting = [NO_ENGINE, nameless, make_snapshot(NEXT, gpus=failure(Source.NVML)), unopened]
     assert outcome(tmp_path, *waiting) == ({}, [])
 
-    found, _ = outcome(tmp_path, *waiting, seen(NEXT))
+    found, _ = outcome(tmp_path, *waiting, make_snapshot(NEXT))
     assert found["leak"].gpus["GPU-a"].verdict is Certainty.LEAKING
 
 
-@pytest.mark.parametrize("now", [NO_ENGINE, seen(NEXT, gpus=failure(Source.NVML))], ids=["no-engine", "no-gpus"])
+@pytest.mark.parametrize(
+    "now", [NO_ENGINE, make_snapshot(NEXT, gpus=failure(Source.NVML))], ids=["no-engine", "no-gpus"]
+)
 def test_a_state_that_waits_is_not_written_over(now: Snapshot, alarmed: Memory, tmp_path: Path) -> None:
-    STATE.write(tmp_path, kept(alarmed, LAST))
+    STATE.write(tmp_path, make_state(alarmed, LAST))
     before = (tmp_path / STATE.name).read_bytes()
 
     async def down() -> None:
@@ -95,12 +97,12 @@ def test_nothing_is_saved_of_an_engine_that_was_never_seen(tmp_path: Path) -> No
 
 
 def test_it_is_taken_up_once(alarmed: Memory, tmp_path: Path) -> None:
-    STATE.write(tmp_path, kept(alarmed, LAST))
+    STATE.write(tmp_path, make_state(alarmed, LAST))
 
     async def twice() -> None:
-        subject = keeper(tmp_path, seen(NEXT))
-        assert await subject.recall(seen(NEXT))
-        assert await subject.recall(seen(NEXT)) == {}
+        subject = keeper(tmp_path, make_snapshot(NEXT))
+        assert await subject.recall(make_snapshot(NEXT))
+        assert await subject.recall(make_snapshot(NEXT)) == {}
 
     asyncio.run(twice())
 
@@ -123,10 +125,10 @@ def test_anothers_past_is_set_aside(
     alarmed: Memory,
     tmp_path: Path,
 ) -> None:
-    saved = kept(alarmed, LAST)
+    saved = make_state(alarmed, LAST)
     STATE.write(tmp_path, saved)
 
-    found, events = outcome(tmp_path, seen(NEXT, engines=engines, gpus=gpus), seen(NEXT + 1))
+    found, events = outcome(tmp_path, make_snapshot(NEXT, engines=engines, gpus=gpus), make_snapshot(NEXT + 1))
 
     assert found == {}
     (event,) = events
@@ -136,7 +138,7 @@ def test_anothers_past_is_set_aside(
 
 
 def uncounted(step: int, finished_total: float | None) -> Snapshot:
-    return seen(step, engines=(reading(step, started_at_seconds=None, finished_total=finished_total),))
+    return make_snapshot(step, engines=(reading(step, started_at_seconds=None, finished_total=finished_total),))
 
 
 @pytest.mark.parametrize(
@@ -153,7 +155,7 @@ def uncounted(step: int, finished_total: float | None) -> Snapshot:
 def test_without_a_start_time_a_counter_that_goes_on_vouches_for_a_short_gap(
     before: float | None, now: float | None, gap_steps: int, *, same: bool, alarmed: Memory, tmp_path: Path
 ) -> None:
-    STATE.write(tmp_path, kept(alarmed, uncounted(ALARM_STEPS, before)))
+    STATE.write(tmp_path, make_state(alarmed, uncounted(ALARM_STEPS, before)))
 
     found, events = outcome(tmp_path, uncounted(ALARM_STEPS + gap_steps, now))
 
@@ -167,7 +169,7 @@ def test_without_a_start_time_a_counter_that_goes_on_vouches_for_a_short_gap(
 def test_a_file_that_is_stale_or_from_the_future_is_set_aside(
     age_seconds: float, reason: str, alarmed: Memory, tmp_path: Path
 ) -> None:
-    STATE.write(tmp_path, kept(alarmed, LAST, saved_at_seconds=NO_ENGINE.time_seconds - age_seconds))
+    STATE.write(tmp_path, make_state(alarmed, LAST, saved_at_seconds=NO_ENGINE.time_seconds - age_seconds))
 
     _, events = outcome(tmp_path, NO_ENGINE)
 
@@ -193,7 +195,7 @@ def test_a_bad_file_is_set_aside_with_one_line_and_the_next_one_is_good(
 
     assert [line["event"] for line in lines] == ["saved state set aside, the leak detector starts over"]
     assert (tmp_path / f"{STATE.name}.bad").read_bytes() == content
-    assert STATE.read(tmp_path) == kept(alarmed, LAST)
+    assert STATE.read(tmp_path) == make_state(alarmed, LAST)
 
 
 def blocked(folder: Path) -> None:
@@ -235,7 +237,7 @@ def test_a_folder_that_cannot_be_used_is_one_line_until_it_can(
 
     assert [line["event"].partition(":")[0] for line in lines] == ["state is not kept", "state is kept again"]
     assert lines[0]["problem"] == problem
-    assert STATE.read(folder) == kept(alarmed, LAST)
+    assert STATE.read(folder) == make_state(alarmed, LAST)
 
 
 def test_a_volume_that_hangs_costs_the_timeout_and_no_more(
@@ -290,4 +292,4 @@ def test_the_last_save_is_made_though_the_end_came_during_another(
         asyncio.run(live())
 
     assert lines == []
-    assert STATE.read(tmp_path) == kept(alarmed, LAST)
+    assert STATE.read(tmp_path) == make_state(alarmed, LAST)

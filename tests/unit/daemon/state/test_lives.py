@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from tests.logs import capture_logs
-from tests.unit.daemon.state.engine import ALARM_STEPS, keeper, kept, seen
+from tests.unit.daemon.state.engine import ALARM_STEPS, keeper, make_snapshot, make_state
 from tests.unit.derive.life.watch import NEXT, REFUSED, Watch, card, serving
 from vllm_headroom.daemon.state.file import RUNS, STATE
 from vllm_headroom.daemon.state.saved import Memory
@@ -29,8 +29,8 @@ def crashed() -> EngineMemory:
 
 def saved(folder: Path, **states: Any) -> None:
     async def save() -> None:
-        subject = keeper(folder, seen(1))
-        await subject.recall(seen(1))
+        subject = keeper(folder, make_snapshot(1))
+        await subject.recall(make_snapshot(1))
         await subject.save({"leak": Memory().leak, "baseline": Memory().baseline, **states})
 
     asyncio.run(save())
@@ -38,7 +38,7 @@ def saved(folder: Path, **states: Any) -> None:
 
 def taken_up(folder: Path, step: int = 2) -> tuple[dict[str, Any], list[str]]:
     with capture_logs() as lines:
-        found = asyncio.run(keeper(folder, seen(step)).recall(seen(step, engines=REFUSED)))
+        found = asyncio.run(keeper(folder, make_snapshot(step)).recall(make_snapshot(step, engines=REFUSED)))
     return dict(found), [line["event"] for line in lines]
 
 
@@ -73,7 +73,7 @@ def test_nothing_by_the_clock_of_the_last_process_comes_back(tmp_path: Path) -> 
 
 def test_they_go_on_when_what_the_detector_learned_is_of_another_life(alarmed: Memory, tmp_path: Path) -> None:
     saved(tmp_path, **{ENGINE_RUN: crashed()})
-    old = kept(alarmed, seen(ALARM_STEPS))
+    old = make_state(alarmed, make_snapshot(ALARM_STEPS))
     STATE.write(tmp_path, replace(old, identity=replace(old.identity, models=("another",))))
 
     found, _ = taken_up(tmp_path, ALARM_STEPS + 10)

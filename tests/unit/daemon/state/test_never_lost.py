@@ -9,18 +9,18 @@ from pathlib import Path
 import pytest
 
 from tests.logs import capture_logs
-from tests.unit.daemon.state.engine import ALARM_STEPS, keeper, kept, recalled, seen, states
+from tests.unit.daemon.state.engine import ALARM_STEPS, keeper, make_snapshot, make_state, recalled, states
 from vllm_headroom.daemon.state.file import STATE, StateFile, UnusableState
 from vllm_headroom.daemon.state.saved import Memory
 
-NEXT = seen(ALARM_STEPS + 10)
+NEXT = make_snapshot(ALARM_STEPS + 10)
 YEARS = 365.25 * 86400
 
 
 def test_a_state_whose_first_read_failed_is_not_written_over_and_taken_up_later(
     alarmed: Memory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    STATE.write(tmp_path, kept(alarmed, seen(ALARM_STEPS)))
+    STATE.write(tmp_path, make_state(alarmed, make_snapshot(ALARM_STEPS)))
     before = (tmp_path / STATE.name).read_bytes()
 
     def broken(_file: StateFile[object], _folder: Path) -> None:
@@ -90,7 +90,7 @@ def test_a_link_in_the_place_of_the_unfinished_file_is_not_written_through(alarm
     elsewhere.write_text("somebody's")
     (tmp_path / f"{STATE.name}.new").symlink_to(elsewhere)
 
-    STATE.write(tmp_path, kept(alarmed, seen(ALARM_STEPS)))
+    STATE.write(tmp_path, make_state(alarmed, make_snapshot(ALARM_STEPS)))
 
     assert elsewhere.read_text() == "somebody's"
     assert STATE.read(tmp_path) is not None
@@ -105,7 +105,9 @@ def test_a_pipe_in_its_place_is_not_waited_for(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("years", [-60, -1, 1, 60, 8000])
 def test_a_clock_that_steps_by_years_does_no_harm(alarmed: Memory, tmp_path: Path, years: int) -> None:
-    STATE.write(tmp_path, kept(alarmed, seen(ALARM_STEPS), saved_at_seconds=NEXT.time_seconds + years * YEARS))
+    STATE.write(
+        tmp_path, make_state(alarmed, make_snapshot(ALARM_STEPS), saved_at_seconds=NEXT.time_seconds + years * YEARS)
+    )
 
     found, events = asyncio.run(recalled(tmp_path, NEXT))
 

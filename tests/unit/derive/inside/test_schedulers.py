@@ -68,7 +68,7 @@ def test_no_more_fit_than_the_batch_admits(most: int | None, expected: float) ->
 KV: dict[str, Any] = {"running": 10.0, "kv_used_ratio": 0.5, "kv_cache_dtype": "auto"}
 
 
-def held(kv_cache_bytes: int | None, uuid: str = "GPU-a") -> Gpu:
+def make_gpu(kv_cache_bytes: int | None, uuid: str = "GPU-a") -> Gpu:
     parts = () if kv_cache_bytes is None else ((MemoryPart.KV_CACHE, kv_cache_bytes),)
     return gpu(uuid=uuid, inside=Inside(parts=parts))
 
@@ -85,7 +85,7 @@ def capacity(
 
 
 def test_a_tokens_bytes_are_configured_measured_or_told_by_the_model_in_this_order() -> None:
-    both = (held(1_000_000), held(3_000_000, "GPU-b"))
+    both = (make_gpu(1_000_000), make_gpu(3_000_000, "GPU-b"))
 
     assert capacity(*both, configured=5.0) == {("m", "0"): 5_000.0, ("m", "1"): 15_000.0}
     assert capacity(*both) == {("m", "0"): 1_000_000.0, ("m", "1"): 3_000_000.0}
@@ -93,9 +93,9 @@ def test_a_tokens_bytes_are_configured_measured_or_told_by_the_model_in_this_ord
 
 
 @pytest.mark.parametrize(
-    ("first", "tokens"), [(held(None), 1000.0), (gpu(), 1000.0), (held(0), 1000.0), (held(1_000_000), None)]
+    ("first", "tokens"), [(make_gpu(None), 1000.0), (gpu(), 1000.0), (make_gpu(0), 1000.0), (make_gpu(1_000_000), None)]
 )
 def test_a_cache_that_is_known_in_part_measures_nothing(first: Gpu, tokens: float | None) -> None:
-    second = held(0 if first == held(0) else 3_000_000, "GPU-b")
+    second = make_gpu(0 if first == make_gpu(0) else 3_000_000, "GPU-b")
 
     assert capacity(first, second, tokens=tokens)[("m", "1")] == 21_000.0

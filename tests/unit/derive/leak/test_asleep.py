@@ -47,7 +47,9 @@ def looks(hours: float, lost: Shape, cached: Shape, sleeps: Sleeps, *, started: 
         )
 
 
-def said(seen: Iterator[Snapshot], state: LeakMemory | None = None) -> Iterator[tuple[LeakMemory, tuple[Sample, ...]]]:
+def derive_over_time(
+    seen: Iterator[Snapshot], state: LeakMemory | None = None
+) -> Iterator[tuple[LeakMemory, tuple[Sample, ...]]]:
     state = state or LeakMemory()
     for each in seen:
         state, samples = derive_leaks(state, each)
@@ -56,7 +58,7 @@ def said(seen: Iterator[Snapshot], state: LeakMemory | None = None) -> Iterator[
 
 def states(seen: Iterator[Snapshot], state: LeakMemory | None = None) -> list[LeakState]:
     """Return the state after each reading, but for those asleep."""
-    shown = (values(samples, catalog.LEAK_STATE) for _, samples in said(seen, state))
+    shown = (values(samples, catalog.LEAK_STATE) for _, samples in derive_over_time(seen, state))
     found = [next(LeakState(labels[-1]) for labels, value in each.items() if value) for each in shown]
     return [each for each in found if each is not LeakState.ASLEEP]
 
@@ -70,7 +72,7 @@ def test_a_leak_beneath_a_cache_that_each_sleep_empties_is_found_and_stays_one()
 
 
 def test_its_figures_are_those_of_what_is_kept() -> None:
-    *_, (_, last) = said(looks(7, leak, cache, in_rollouts))
+    *_, (_, last) = derive_over_time(looks(7, leak, cache, in_rollouts))
 
     awake = 1 - ASLEEP / EVERY
     assert values(last, catalog.LEAK_RATE)[A_GPU] == pytest.approx(LEAK * RATE * awake, rel=0.1)
@@ -81,7 +83,7 @@ def test_a_cache_that_each_sleep_empties_is_no_leak() -> None:
 
 
 def test_the_room_is_what_is_left_awake() -> None:
-    *_, (state, _) = said(looks(1, leak, flat, in_rollouts))
+    *_, (state, _) = derive_over_time(looks(1, leak, flat, in_rollouts))
 
     assert state.asleep["GPU-a"].history.capacity_bytes == pytest.approx(KEPT + TOTAL - BASE, abs=500 * MIB)
 
@@ -91,7 +93,7 @@ def test_where_another_process_may_hold_a_part_what_is_kept_says_nothing() -> No
         for each in seen:
             yield replace(each, gpus=tuple(replace(gpu, engine_bytes=None, process_count=2) for gpu in each.owned_gpus))
 
-    *_, (state, _) = said(crowded(looks(1, leak, cache, in_rollouts)))
+    *_, (state, _) = derive_over_time(crowded(looks(1, leak, cache, in_rollouts)))
     found = states(crowded(looks(3.2, leak, flat, twice)))
 
     assert state.asleep["GPU-a"].history.anchor is None
@@ -100,10 +102,10 @@ def test_where_another_process_may_hold_a_part_what_is_kept_says_nothing() -> No
 
 
 def test_another_life_has_kept_nothing_yet() -> None:
-    *_, (state, _) = said(looks(1, leak, cache, in_rollouts))
+    *_, (state, _) = derive_over_time(looks(1, leak, cache, in_rollouts))
     assert set(state.asleep) == {"GPU-a"}
 
-    *_, (anew, _) = said(looks(0.02, leak, cache, in_rollouts, started=HOUR), state)
+    *_, (anew, _) = derive_over_time(looks(0.02, leak, cache, in_rollouts, started=HOUR), state)
 
     assert not anew.asleep
 
@@ -154,8 +156,8 @@ def test_what_is_kept_before_the_engine_has_worked_is_told_and_measures_nothing(
     begun = (
         replace(each, engine_status=EngineStatus(state=EngineState.ASLEEP, is_in_service=False)) for each in asleep
     )
-    *_, (before, kept) = said(begun)
-    *_, (after, _) = said(iter([awake]), before)
+    *_, (before, kept) = derive_over_time(begun)
+    *_, (after, _) = derive_over_time(iter([awake]), before)
 
     assert values(kept, catalog.SLEEP_RESIDUE) == {A_GPU: KEPT}
     assert values(kept, catalog.LEAK_STATE)[(*A_GPU, "asleep")] == 1.0

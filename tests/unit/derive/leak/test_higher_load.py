@@ -21,16 +21,16 @@ def steps(most: int) -> Shape:
     return lambda seconds: STEP_BYTES * max(0, min(most, int((seconds - DOUBLED) / HOUR / STEP_HOURS)))
 
 
-def told(shape: Shape, hours: float, running: float) -> Course:
+def follow_load(shape: Shape, hours: float, running: float) -> Course:
     """Follow memory under 80 requests at once, and under so many from the sixth hour on."""
     seen = changed(readings(shape, hours), lambda _: True, running=80.0)
     return follow(changed(seen, lambda each: each.seconds >= DOUBLED, running=running))
 
 
 def test_the_first_large_steps_of_a_doubled_load_are_no_alarm_and_at_a_level_load_they_are_one() -> None:
-    assert told(steps(4), 10.0, 80.0).worst is Certainty.LEAKING
-    assert told(steps(4), 10.0, 119.0).worst is Certainty.LEAKING
-    assert told(steps(4), 10.0, 161.0).worst < Certainty.LEAKING
+    assert follow_load(steps(4), 10.0, 80.0).worst is Certainty.LEAKING
+    assert follow_load(steps(4), 10.0, 119.0).worst is Certainty.LEAKING
+    assert follow_load(steps(4), 10.0, 161.0).worst < Certainty.LEAKING
 
 
 def test_steps_before_and_after_a_higher_load_count_together() -> None:
@@ -43,7 +43,7 @@ def test_steps_before_and_after_a_higher_load_count_together() -> None:
 
 
 def test_steps_that_go_on_at_a_doubled_load_are_an_alarm() -> None:
-    alarm = told(steps(7), 12.0, 161.0).first(Certainty.LEAKING)
+    alarm = follow_load(steps(7), 12.0, 161.0).first(Certainty.LEAKING)
 
     assert alarm is not None
     assert alarm * HOUR - DOUBLED < 5.5 * HOUR
@@ -53,7 +53,7 @@ def test_just_after_load_doubled_growth_proves_as_little_as_after_a_start() -> N
     def late(seconds: float) -> float:
         return leak(max(0.0, seconds - DOUBLED))
 
-    level, doubled = (told(late, 7.0, running).first(Certainty.GROWING) for running in (80.0, 161.0))
+    level, doubled = (follow_load(late, 7.0, running).first(Certainty.GROWING) for running in (80.0, 161.0))
 
     assert level is not None
     assert doubled is not None

@@ -42,7 +42,7 @@ class Server(EngineServer):
         return [head.split()[1] for head in self.requests]
 
 
-def asked(server: EngineServer, impatient: str = "") -> bool | None:
+def ask_canary(server: EngineServer, impatient: str = "") -> bool | None:
     """Ask with much time for each path but the impatient one."""
     base = server.url.removesuffix("/metrics")
     readers = [PageReader(url=base + path, timeout_seconds=0.3 if path == impatient else 30) for path in PATHS]
@@ -59,14 +59,14 @@ async def closing(canary: CanaryRequest) -> bool | None:
 @pytest.mark.parametrize("sleep", [WELL[SLEEP], WAKING, page("", status="405 Method Not Allowed")])
 def test_an_engine_that_completes_a_token_has_answered(sleep: Answer) -> None:
     with Server(is_sleeping=sleep) as server:
-        assert asked(server) is True
+        assert ask_canary(server) is True
 
     assert server.paths == [HEALTH, SLEEP, TOKEN]
 
 
 def test_a_server_without_a_health_check_is_asked_for_its_token() -> None:
     with Server(health=page("", status="404 Not Found")) as server:
-        assert asked(server) is True
+        assert ask_canary(server) is True
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -76,7 +76,7 @@ def test_an_engine_that_says_nothing_has_not_answered(path: str) -> None:
 
         def has_come() -> bool:
             """Ask; a request that was given up may never have been sent, or not be read yet."""
-            assert asked(server, impatient=path) is False
+            assert ask_canary(server, impatient=path) is False
             return path in server.paths
 
         eventually(has_come, "the server is asked")
@@ -91,18 +91,18 @@ def test_an_engine_that_says_nothing_has_not_answered(path: str) -> None:
 def test_an_engine_that_died_behind_its_page_has_not_answered(completion: Answer) -> None:
     with Server(health=page("", status="503 Service Unavailable")) as server:
         server.answers[TOKEN] = completion
-        assert asked(server) is False
+        assert ask_canary(server) is False
 
 
 def test_a_completion_that_breaks_off_is_no_answer() -> None:
     with Server() as server:
         server.answers[TOKEN] = cut(with_head(b"{", length=99))
-        assert asked(server) is False
+        assert ask_canary(server) is False
 
 
 def test_a_sleeping_engine_is_not_asked_for_a_token() -> None:
     with Server(is_sleeping=page('{"is_sleeping": true}')) as server:
-        assert asked(server) is None
+        assert ask_canary(server) is None
 
     assert server.paths == [HEALTH, SLEEP]
 
@@ -111,14 +111,14 @@ def test_a_sleeping_engine_is_not_asked_for_a_token() -> None:
 def test_a_request_that_is_refused_says_nothing_of_the_engine(status: str) -> None:
     with Server() as server:
         server.answers[TOKEN] = page("{}", status=status)
-        assert asked(server) is None
+        assert ask_canary(server) is None
 
 
 def test_a_server_that_is_not_there_says_nothing_of_a_hang() -> None:
     with Server() as server:
         pass
 
-    assert asked(server) is None
+    assert ask_canary(server) is None
 
 
 def test_all_it_asks_carries_what_the_settings_say(tmp_path: Path) -> None:

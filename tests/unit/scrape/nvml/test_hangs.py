@@ -29,7 +29,7 @@ def hang(fake: FakeNvml, *indices: int, function: str = MEMORY) -> None:
     fake.write()
 
 
-async def seen(nvml: Nvml, *wanted: Reason | None) -> tuple[GpuReading, ...]:
+async def read_with_reasons(nvml: Nvml, *wanted: Reason | None) -> tuple[GpuReading, ...]:
     """Read until the GPUs have failed for these reasons: when the machine pauses, a healthy one is late too."""
     readings = await until(nvml, lambda read: isinstance(read, GpuReadings) and reasons(read.devices) == [*wanted])
     assert isinstance(readings, GpuReadings)
@@ -38,15 +38,15 @@ async def seen(nvml: Nvml, *wanted: Reason | None) -> tuple[GpuReading, ...]:
 
 def test_a_hung_gpu_costs_only_itself_until_its_call_returns(fake: FakeNvml) -> None:
     async def steps(nvml: Nvml) -> None:
-        await seen(nvml, None, None, None)
+        await read_with_reasons(nvml, None, None, None)
         hang(fake, 0)
         with capture_logs() as lines:
             for _ in range(3):
-                readings = await seen(nvml, Reason.TIMEOUT, None, None)
+                readings = await read_with_reasons(nvml, Reason.TIMEOUT, None, None)
                 assert (readings[0].uuid, readings[0].memory) == ("GPU-0", None)
                 assert readings[1].memory is not None
             hang(fake)
-            await seen(nvml, None, None, None)
+            await read_with_reasons(nvml, None, None, None)
         assert [line["event"] for line in lines if line["uuid"] == "GPU-0"] == ["GPU failed", "GPU answers again"]
 
     run(steps, call_timeout_seconds=CALL_TIMEOUT_SECONDS)
@@ -57,7 +57,7 @@ def test_a_hung_gpu_costs_only_itself_until_its_call_returns(fake: FakeNvml) -> 
 def test_a_hung_gpu_leaves_time_for_the_others_when_the_reading_has_less_than_a_call_may_take(fake: FakeNvml) -> None:
     async def steps(nvml: Nvml) -> bool:
         hang(fake)
-        await seen(nvml, None, None, None)
+        await read_with_reasons(nvml, None, None, None)
         hang(fake, 0)
         began = time.monotonic()
         found = reasons(await devices(nvml, timeout_seconds=2.0))
@@ -73,11 +73,11 @@ def test_a_gpu_that_hangs_when_it_is_opened_is_listed_by_its_index(fake: FakeNvm
     hang(fake, 1, function="nvmlDeviceGetHandleByIndex_v2")
 
     async def steps(nvml: Nvml) -> None:
-        readings = await seen(nvml, None, Reason.TIMEOUT, None)
+        readings = await read_with_reasons(nvml, None, Reason.TIMEOUT, None)
         assert (readings[1].index, readings[1].uuid) == (1, "")
 
         hang(fake)
-        healthy = await seen(nvml, None, None, None)
+        healthy = await read_with_reasons(nvml, None, None, None)
         assert [reading.uuid for reading in healthy] == ["GPU-0", "GPU-1", "GPU-2"]
 
     run(steps, call_timeout_seconds=CALL_TIMEOUT_SECONDS)
@@ -85,16 +85,16 @@ def test_a_gpu_that_hangs_when_it_is_opened_is_listed_by_its_index(fake: FakeNvm
 
 def test_two_gpus_that_hang_cost_only_themselves_and_are_asked_once(fake: FakeNvml) -> None:
     async def steps(nvml: Nvml) -> None:
-        await seen(nvml, None, None, None)
+        await read_with_reasons(nvml, None, None, None)
         hang(fake, 0, 1)
         fake.forget_calls()
         for _ in range(2):
-            await seen(nvml, Reason.TIMEOUT, Reason.TIMEOUT, None)
+            await read_with_reasons(nvml, Reason.TIMEOUT, Reason.TIMEOUT, None)
             await nvml.sample_used(10)
         assert max(fake.calls().count(f"{MEMORY} GPU-{index}") for index in (0, 1)) == 1
 
         hang(fake, 0)
-        await seen(nvml, Reason.TIMEOUT, None, None)
+        await read_with_reasons(nvml, Reason.TIMEOUT, None, None)
 
     run(steps, call_timeout_seconds=CALL_TIMEOUT_SECONDS)
 
@@ -124,7 +124,7 @@ def test_an_init_that_hangs_fails_everything_and_is_not_made_twice(fake: FakeNvm
             await nvml.sample_used(10)
         fake.hangs = {}
         fake.write()
-        await seen(nvml, None, None, None)
+        await read_with_reasons(nvml, None, None, None)
 
     run(steps)
 
@@ -151,18 +151,18 @@ def test_nvml_is_not_shut_down_under_a_stuck_call(fake: FakeNvml) -> None:
     clock = Clock()
 
     async def steps(nvml: Nvml) -> None:
-        await seen(nvml, None, None, None)
+        await read_with_reasons(nvml, None, None, None)
         hang(fake, 0)
         fake.gpus[1].errors = {"all": 15}
         fake.write()
         for _ in range(2):
-            await seen(nvml, Reason.TIMEOUT, Reason.DEVICE_LOST, None)
+            await read_with_reasons(nvml, Reason.TIMEOUT, Reason.DEVICE_LOST, None)
             clock.seconds += 61
         assert "nvmlShutdown -" not in fake.calls()
 
         fake.gpus[1].errors = {}
         hang(fake)
-        await seen(nvml, None, None, None)
+        await read_with_reasons(nvml, None, None, None)
         assert "nvmlShutdown -" in fake.calls()
 
     run(steps, monotonic=clock, call_timeout_seconds=CALL_TIMEOUT_SECONDS)

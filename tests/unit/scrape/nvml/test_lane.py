@@ -22,7 +22,7 @@ def released() -> Iterator[threading.Event]:
     event.set()
 
 
-def asked(lane: Lane, limit_seconds: float, **calls: Callable[[], object]) -> dict[str, object]:
+def call_all(lane: Lane, limit_seconds: float, **calls: Callable[[], object]) -> dict[str, object]:
     async def ask() -> dict[str, object]:
         return dict(await lane.make_calls(calls, limit_seconds, read_loop_seconds() + FOR_EVER))
 
@@ -35,7 +35,7 @@ def test_all_calls_are_made_on_one_thread_and_their_errors_are_outcomes() -> Non
     def broken() -> object:
         raise error
 
-    found = asked(lane, FOR_EVER, first=threading.get_ident, second=broken, third=threading.get_ident)
+    found = call_all(lane, FOR_EVER, first=threading.get_ident, second=broken, third=threading.get_ident)
     lane.stop()
 
     assert found["second"] is error
@@ -48,7 +48,7 @@ def test_after_one_that_hangs_the_others_are_made_once_and_elsewhere(released: t
     def note(name: str) -> Callable[[], None]:
         return lambda: made.append((name, threading.get_ident()))
 
-    found = asked(lane, SHORT_SECONDS, first=note("first"), hung=released.wait, last=note("last"))
+    found = call_all(lane, SHORT_SECONDS, first=note("first"), hung=released.wait, last=note("last"))
 
     assert found.keys() == {"first", "last"}
     assert lane.stuck_subjects == {"hung"}
@@ -79,7 +79,7 @@ def test_calls_that_each_return_in_time_may_take_longer_together(monkeypatch: py
         return leave[place].wait(PROMPTLY_SECONDS)
 
     monkeypatch.setattr(asyncio, "wait", over)
-    found = asked(lane, FOR_EVER, first=lambda: slow(0), second=lambda: slow(1), third=lambda: slow(2))
+    found = call_all(lane, FOR_EVER, first=lambda: slow(0), second=lambda: slow(1), third=lambda: slow(2))
     lane.stop()
 
     assert found == {"first": True, "second": True, "third": True}

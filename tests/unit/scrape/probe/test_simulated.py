@@ -46,7 +46,7 @@ def states(snapshots: Iterator[Snapshot]) -> States:
     return course
 
 
-def written(folder: Path, sample: dict[str, Any]) -> None:
+def write_report(folder: Path, sample: dict[str, Any]) -> None:
     """Write what a probe in the worker writes."""
     (seen,) = sample["gpus"]
     device = {
@@ -77,7 +77,7 @@ async def through_files(folder: Path, course: Course) -> list[Snapshot]:
     """Return each sample as the daemon sees it, with what was read from the folder in place of what the trace says."""
     reader, seen = ProbeReader(folder, parse=parse_probe), []
     for sample in course.samples:
-        written(folder, sample)
+        write_report(folder, sample)
         outside = understood({**sample, "gpus": [_without_inside(*sample["gpus"])], "processes": []})
         files = await reader.read(60.0)
         probe = classify_probe(files, outside.processes, outside.time_seconds)

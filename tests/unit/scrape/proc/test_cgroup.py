@@ -92,14 +92,14 @@ def cgroups(tmp_path: Path, proc: ProcTree) -> V2Tree:
     return V2Tree(tmp_path / "cgroup", proc.path)
 
 
-def seen(proc: ProcTree) -> Cgroup | None:
+def read_cgroup_of_engine(proc: ProcTree) -> Cgroup | None:
     return read_cgroup(proc.path, 20, machine_bytes=MACHINE)
 
 
 def test_version_2_tells_limit_use_and_kills(proc: ProcTree, cgroups: V2Tree) -> None:
     folder = cgroups.add("system.slice/vllm.service", pids=(20,), limit=64 * GIB, used=50 * GIB, file=45 * GIB, kills=2)
 
-    assert seen(proc) == Cgroup(
+    assert read_cgroup_of_engine(proc) == Cgroup(
         identity=f"{folder}:{folder.stat().st_ino}",
         used_bytes=50 * GIB,
         cache_bytes=45 * GIB,
@@ -111,7 +111,7 @@ def test_version_2_tells_limit_use_and_kills(proc: ProcTree, cgroups: V2Tree) ->
 def test_shared_memory_counts_and_what_the_kernel_keeps_of_files_does_not(proc: ProcTree, cgroups: V2Tree) -> None:
     cgroups.add("vllm", pids=(20,), limit=64 * GIB, used=60 * GIB, file=20 * GIB, shmem=30 * GIB, slab=4 * GIB)
 
-    found = seen(proc)
+    found = read_cgroup_of_engine(proc)
 
     assert found is not None
     assert found.cache_bytes == 24 * GIB
@@ -122,7 +122,7 @@ def test_the_lowest_limit_above_a_process_is_the_one_that_counts(proc: ProcTree,
     cgroups.add("pods/pod7", limit=60 * GIB, used=41 * GIB)
     cgroups.add("pods/pod7/vllm", pids=(20,), used=40 * GIB, kills=1)
 
-    found = seen(proc)
+    found = read_cgroup_of_engine(proc)
 
     assert found is not None
     assert (found.limit_bytes, found.used_bytes, found.oom_kills) == (60 * GIB, 41 * GIB, 1)
@@ -132,7 +132,7 @@ def test_the_lowest_limit_above_a_process_is_the_one_that_counts(proc: ProcTree,
 def test_a_limit_that_the_machine_cannot_reach_is_none(proc: ProcTree, cgroups: V2Tree, limit: int | None) -> None:
     cgroups.add("vllm", pids=(20,), limit=limit, used=40 * GIB)
 
-    found = seen(proc)
+    found = read_cgroup_of_engine(proc)
 
     assert found is not None
     assert (found.limit_bytes, found.used_bytes) == (None, 40 * GIB)
@@ -140,7 +140,7 @@ def test_a_limit_that_the_machine_cannot_reach_is_none(proc: ProcTree, cgroups: 
 
 def test_what_is_swapped_out_is_read_in_both_versions_and_else_unknown(proc: ProcTree, cgroups: V2Tree) -> None:
     def swapped() -> int | None:
-        found = seen(proc)
+        found = read_cgroup_of_engine(proc)
         assert found is not None
         return found.swap_bytes
 
@@ -158,20 +158,20 @@ def test_what_is_swapped_out_is_read_in_both_versions_and_else_unknown(proc: Pro
 def test_a_limit_that_fails_to_be_read_is_not_the_absence_of_one(proc: ProcTree, cgroups: V2Tree) -> None:
     folder = cgroups.add("vllm", pids=(20,), limit=64 * GIB, used=3 * GIB)
     (folder / "memory.max").unlink()
-    assert (found := seen(proc)) is not None
+    assert (found := read_cgroup_of_engine(proc)) is not None
     assert found.limit_bytes is None
     (folder / "memory.max").mkdir()  # reading it fails, as any file may for lack of descriptors
 
-    assert seen(proc) is None
+    assert read_cgroup_of_engine(proc) is None
 
 
 def test_a_new_container_under_an_old_name_is_another(proc: ProcTree, cgroups: V2Tree, tmp_path: Path) -> None:
     cgroups.add("vllm", pids=(20,)).rename(tmp_path / "gone")
     cgroups.add("vllm", pids=(20,))
-    new = seen(proc)
+    new = read_cgroup_of_engine(proc)
     (cgroups.path / "vllm").rename(tmp_path / "newer")
     (tmp_path / "gone").rename(cgroups.path / "vllm")
-    old = seen(proc)
+    old = read_cgroup_of_engine(proc)
 
     assert old is not None
     assert new is not None
@@ -184,15 +184,15 @@ def test_a_cgroup_that_another_container_has_is_not_taken_for_a_folder_of_ones_o
     proc.add(99, 1, "sidecar")
     cgroups.add("vllm", pids=(99,), limit=GIB)  # of the same name, in the tree of this container
     (proc.path / "20" / "cgroup").write_text("0::/vllm\n")
-    assert seen(proc) is None
+    assert read_cgroup_of_engine(proc) is None
 
     (proc.path / "20" / "cgroup").write_text("0::/../cri-containerd-7.scope\n")
-    assert seen(proc) is None
+    assert read_cgroup_of_engine(proc) is None
 
 
 def test_nothing_is_said_without_the_tree(proc: ProcTree) -> None:
-    assert seen(proc) is None
+    assert read_cgroup_of_engine(proc) is None
     (proc.path / "20" / "cgroup").write_text("0::/vllm\n")
-    assert seen(proc) is None
+    assert read_cgroup_of_engine(proc) is None
     (proc.path / "self" / "mountinfo").write_text("22 1 259:2 / / rw - ext4 /dev/root rw\nno mount\n")
-    assert seen(proc) is None
+    assert read_cgroup_of_engine(proc) is None

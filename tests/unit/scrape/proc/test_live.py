@@ -72,12 +72,12 @@ def processes() -> Processes:
     return reader()
 
 
-def found(processes: Processes, pid: int) -> EngineProcess | None:
+def find_process(processes: Processes, pid: int) -> EngineProcess | None:
     return next((process for process in read(processes).engine if process.pid == pid), None)
 
 
 def is_titled(processes: Processes, pid: int) -> bool:
-    process = found(processes, pid)
+    process = find_process(processes, pid)
     return process is not None and process.role is Role.ENGINE_CORE
 
 
@@ -93,7 +93,7 @@ def test_a_process_with_a_title_is_found_and_measured(processes: Processes, star
     core = start(CORE)
     wait_until(lambda: is_titled(processes, core.pid))
 
-    process = found(processes, core.pid)
+    process = find_process(processes, core.pid)
 
     assert process is not None
     assert process.role is Role.ENGINE_CORE
@@ -106,7 +106,7 @@ def test_cpu_time_is_taken_by_what_computes_and_by_nothing_that_is_stopped(proce
     core = start("echo $$; exec -a VLLM::EngineCore bash -c 'while :; do :; done'")
 
     def seconds() -> float:
-        process = found(processes, core.pid)
+        process = find_process(processes, core.pid)
         assert process is not None
         assert process.cpu_seconds is not None
         return process.cpu_seconds
@@ -123,7 +123,7 @@ def test_cpu_time_is_taken_by_what_computes_and_by_nothing_that_is_stopped(proce
 def test_what_a_process_of_the_engine_starts_is_the_engines(processes: Processes, start: Start) -> None:
     child = start("exec -a VLLM::Worker_TP1 bash -c 'sleep 60 & echo $!; wait'")
 
-    process = found(processes, child.pid)
+    process = find_process(processes, child.pid)
 
     assert process is not None
     assert process.role is Role.OTHER
@@ -142,11 +142,11 @@ def test_of_two_servers_the_one_with_the_port_is_the_engine(processes: Processes
 def test_a_killed_process_is_gone_even_before_it_is_reaped(start: Start) -> None:
     processes, core = reader(rescan_seconds=15.0), start(CORE)
     wait_until(lambda: is_titled(reader(), core.pid))
-    assert found(processes, core.pid)
+    assert find_process(processes, core.pid)
 
     os.kill(core.pid, signal.SIGKILL)
 
-    wait_until(lambda: found(processes, core.pid) is None)
+    wait_until(lambda: find_process(processes, core.pid) is None)
     assert core.pid in read(processes).visible_pids  # a zombie still shows
     core.reap()
     wait_until(lambda: core.pid not in read(processes).visible_pids)

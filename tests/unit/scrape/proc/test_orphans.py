@@ -28,7 +28,7 @@ def processes(tree: ProcTree) -> Processes:
     return Processes(engine_port=8000, proc=tree.path, monotonic=Clock())
 
 
-def seen(processes: Processes) -> tuple[dict[int, Role], frozenset[int]]:
+def read_roles_and_orphans(processes: Processes) -> tuple[dict[int, Role], frozenset[int]]:
     """Return the roles of the engine's processes, and what earlier runs left."""
     readings = read(processes)
     return {process.pid: process.role for process in readings.engine}, readings.orphans
@@ -42,58 +42,58 @@ def kill(tree: ProcTree, *pids: int, leaving: int) -> None:
 
 
 def test_a_living_engine_has_none(processes: Processes) -> None:
-    assert seen(processes) == ({7: Role.API_SERVER, 8: Role.ENGINE_CORE, 9: Role.WORKER}, frozenset())
-    assert seen(processes)[1] == frozenset()
+    assert read_roles_and_orphans(processes) == ({7: Role.API_SERVER, 8: Role.ENGINE_CORE, 9: Role.WORKER}, frozenset())
+    assert read_roles_and_orphans(processes)[1] == frozenset()
 
 
 def test_the_worker_of_a_killed_core_is_left_behind_beside_its_server(tree: ProcTree, processes: Processes) -> None:
-    seen(processes)
+    read_roles_and_orphans(processes)
 
     kill(tree, 8, leaving=9)
 
-    assert seen(processes) == ({7: Role.API_SERVER}, frozenset({9}))
+    assert read_roles_and_orphans(processes) == ({7: Role.API_SERVER}, frozenset({9}))
 
 
 def test_a_core_that_was_killed_and_not_reaped_yet_has_gone(tree: ProcTree, processes: Processes) -> None:
-    seen(processes)
+    read_roles_and_orphans(processes)
 
     tree.add(8, 7, CORE, state="Z")
     tree.add(9, 1, WORKER)
 
-    assert seen(processes) == ({7: Role.API_SERVER}, frozenset({9}))
+    assert read_roles_and_orphans(processes) == ({7: Role.API_SERVER}, frozenset({9}))
 
 
 @pytest.mark.parametrize("init", [1, 40])
 def test_what_is_left_is_no_engine_nor_the_next_ones(tree: ProcTree, processes: Processes, init: int) -> None:
     tree.add(40, 1, "systemd", "--user")
-    seen(processes)
+    read_roles_and_orphans(processes)
     kill(tree, 7, 8, leaving=9)
     tree.add(9, init, WORKER)
 
-    assert seen(processes) == ({}, frozenset({9}))
+    assert read_roles_and_orphans(processes) == ({}, frozenset({9}))
     tree.add(17, 1, *SERVER)
     tree.add(18, 17, CORE)
-    assert seen(processes) == ({17: Role.API_SERVER, 18: Role.ENGINE_CORE}, frozenset({9}))
+    assert read_roles_and_orphans(processes) == ({17: Role.API_SERVER, 18: Role.ENGINE_CORE}, frozenset({9}))
     tree.remove(9)
-    assert seen(processes)[1] == frozenset()
+    assert read_roles_and_orphans(processes)[1] == frozenset()
 
 
 def test_the_core_of_a_killed_server_is_left_with_what_hangs_from_it(tree: ProcTree, processes: Processes) -> None:
-    seen(processes)
+    read_roles_and_orphans(processes)
 
     kill(tree, 7, leaving=8)
 
-    assert seen(processes) == ({}, frozenset({8, 9}))
+    assert read_roles_and_orphans(processes) == ({}, frozenset({8, 9}))
 
 
 def test_a_pid_that_is_used_again_is_not_left_behind(tree: ProcTree, processes: Processes) -> None:
-    seen(processes)
+    read_roles_and_orphans(processes)
 
     tree.remove(7)
     tree.remove(8)
     tree.add(9, 1, "nginx", started_ticks=9000)
 
-    assert seen(processes) == ({}, frozenset())
+    assert read_roles_and_orphans(processes) == ({}, frozenset())
 
 
 def test_cores_whose_program_has_gone_are_left_behind_at_the_next_scan(tmp_path: Path) -> None:
@@ -101,12 +101,12 @@ def test_cores_whose_program_has_gone_are_left_behind_at_the_next_scan(tmp_path:
     tree.add(7, 1, "python", "serve.py")
     tree.add(8, 7, CORE)
     processes = Processes(engine_port=8000, proc=tree.path, monotonic=clock)
-    assert seen(processes) == ({8: Role.ENGINE_CORE}, frozenset())
+    assert read_roles_and_orphans(processes) == ({8: Role.ENGINE_CORE}, frozenset())
 
     kill(tree, 7, leaving=8)
     clock.seconds = 15.0
 
-    assert seen(processes) == ({}, frozenset({8}))
+    assert read_roles_and_orphans(processes) == ({}, frozenset({8}))
 
 
 def test_a_server_whose_shell_has_gone_is_no_orphan(tmp_path: Path) -> None:
@@ -114,12 +114,12 @@ def test_a_server_whose_shell_has_gone_is_no_orphan(tmp_path: Path) -> None:
     tree.add(6, 1, "sh")
     tree.add(7, 6, *SERVER)
     processes = Processes(engine_port=8000, proc=tree.path, monotonic=Clock())
-    seen(processes)
+    read_roles_and_orphans(processes)
 
     tree.remove(6)
     tree.add(7, 1, *SERVER)
 
-    assert seen(processes) == ({7: Role.API_SERVER}, frozenset())
+    assert read_roles_and_orphans(processes) == ({7: Role.API_SERVER}, frozenset())
 
 
 @pytest.mark.parametrize(
