@@ -402,12 +402,32 @@ TIGHT: Final[Sequence[Situation]] = (
     Situation(
         name="218 MiB free from the first request on",
         engines=replicas(1, at_work(outside=CARD_LEFT - 0.213)),
-        fires={"HeadroomGpuMemoryTight": (50, 1)},
+        fires={
+            "HeadroomMemoryDiscrepancy": (6, 1),
+            "HeadroomMemoryDiscrepancyHigh": (6, 1),
+            "HeadroomGpuMemoryTight": (50, 1),
+        },
     ),
     Situation(
         name="over its budget by 5.5 % with 640 MiB free",
         engines=replicas(1, at_work(outside=79.65 * 0.06 - 0.625), share=0.94),
-        fires={"HeadroomGpuMemoryTight": (50, 1)},
+        fires={
+            "HeadroomMemoryDiscrepancy": (6, 1),
+            "HeadroomMemoryDiscrepancyHigh": (6, 1),
+            "HeadroomGpuMemoryTight": (50, 1),
+        },
+    ),
+    Situation(
+        name="sixteen of tensor parallel 4 over their budget from their first request on crash after an hour",
+        engines=replicas(16, *rest(at_work(62, outside=3.7), loading(20, ended=("over_budget",))), gpus=4, share=0.945),
+        fires={
+            "HeadroomMemoryDiscrepancy": (6, 1),
+            "HeadroomMemoryDiscrepancyHigh": (6, 1),
+            "HeadroomGpuMemoryTight": (50, 1),
+            "HeadroomModelDown": (64, 1),
+            "HeadroomReplicasLost": (68, 1),
+        },
+        incidents=2,
     ),
     Situation(
         name="bursts of 1.5 GiB with 2 GiB free",
