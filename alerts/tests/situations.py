@@ -100,6 +100,16 @@ def recreated(n: int, serves: int, *before: Phase) -> list[Engine]:
     return engines
 
 
+def deployment(replicas: int, available: str, generation: str = f"7x{WHOLE // 2}") -> list[tuple[str, str]]:
+    """Return what kube-state-metrics shows of the workload that has these replicas."""
+    labels = '{namespace="{namespace}",deployment="vllm"}'
+    return [
+        (f"kube_deployment_spec_replicas{labels}", f"{replicas}x{WHOLE // 2}"),
+        (f"kube_deployment_status_replicas_available{labels}", available),
+        (f"kube_deployment_status_observed_generation{labels}", generation),
+    ]
+
+
 LOST: Final[Sequence[Situation]] = (
     Situation(
         name="one of one exits and is not started",
@@ -148,6 +158,22 @@ LOST: Final[Sequence[Situation]] = (
             *replicas(2, at_work(), namespace="ml-other", model="qwen"),
         ],
         fires={"HeadroomModelDown": (104, 1), "HeadroomAbsent": (104, 1)},
+    ),
+    Situation(
+        name="all spot replicas gone and made again on nodes that load for half an hour",
+        engines=[
+            *replicas(3, *until_gone(at_work(90))),
+            *(
+                Engine(
+                    name=f"llama-new-{i}",
+                    model="llama",
+                    phases=rest(gone(minutes=92), Phase(minutes=2, state="down"), loading(33)),
+                )
+                for i in range(3)
+            ),
+        ],
+        more=deployment(3, f"3x44 0x18 3x{WHOLE // 2 - 64}"),
+        fires={"HeadroomModelDown": (94, 1)},
     ),
     Situation(
         name="pods made again at each crash",
@@ -677,6 +703,33 @@ WELL: Final[Sequence[Situation]] = (
                 phases=rest(gone(minutes=126), Phase(minutes=2, state="down"), loading(20)),
             ),
         ],
+    ),
+    Situation(
+        name="all three replicas replaced at once by a deploy that kube-state-metrics knows",
+        engines=[
+            *replicas(3, *until_gone(at_work(90))),
+            *(
+                Engine(
+                    name=f"llama-new-{i}",
+                    model="llama",
+                    phases=rest(gone(minutes=92), Phase(minutes=2, state="down"), loading(20)),
+                )
+                for i in range(3)
+            ),
+        ],
+        more=deployment(3, f"3x44 0x12 3x{WHOLE // 2 - 58}", f"7x44 8x{WHOLE // 2 - 45}"),
+    ),
+    Situation(
+        name="the only replica drained from its node",
+        engines=[
+            Engine(name="llama-a", model="llama", phases=until_gone(at_work(90), down(2, "stopped"))),
+            Engine(
+                name="llama-b",
+                model="llama",
+                phases=rest(gone(minutes=92), Phase(minutes=2, state="down"), loading(20)),
+            ),
+        ],
+        more=deployment(1, f"1x44 0x12 1x{WHOLE // 2 - 58}"),
     ),
     Situation(
         name="a drained restart by hand",
