@@ -43,7 +43,11 @@ CLOSED_OF: Final[Mapping[tuple[str, str], frozenset[str]]] = {
 
 KUBE: Final = {
     "kube_deployment_spec_replicas": "deployment",
+    "kube_deployment_status_observed_generation": "deployment",
+    "kube_deployment_status_replicas_available": "deployment",
     "kube_statefulset_replicas": "statefulset",
+    "kube_statefulset_status_observed_generation": "statefulset",
+    "kube_statefulset_status_replicas_ready": "statefulset",
     "kube_pod_container_status_ready": "pod,container",
     "kube_pod_init_container_status_ready": "pod,container",
     "kube_pod_container_status_terminated_reason": "pod,container,reason",
