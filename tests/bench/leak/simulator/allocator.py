@@ -1,9 +1,9 @@
 """torch's caching allocator: pools, segments, free lists, splits and merges (c10/cuda/CUDACachingAllocator.cpp).
 
 Blocks of up to 1 MiB come from segments of 2 MiB, those below 10 MiB from segments of 20 MiB, larger ones from segments
-of exactly their size. Freed blocks are merged with free neighbours and kept. When the card is full, whole free segments are
-given back and the request is tried again. With expandable segments there is one segment per pool that grows at its end
-by 2 or 20 MiB.
+of exactly their size. Freed blocks are merged with free neighbours and kept. When the card is full, whole free segments
+are given back and the request is tried again. With expandable segments there is one segment per pool that grows at
+its end by 2 or 20 MiB.
 """
 
 from __future__ import annotations
