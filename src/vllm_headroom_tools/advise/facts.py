@@ -28,6 +28,20 @@ class FullFacts(Struct, frozen=True, kw_only=True):
     waiting: float | None = None
 
 
+class ThrashFacts(Struct, frozen=True, kw_only=True):
+    """The times in a row at which a full KV cache sent most running requests back to the queue."""
+
+    times: int
+    # From the first of them to the last.
+    seconds: float
+    # Requests that went back, and requests that finished meanwhile.
+    returned: float
+    finished: float
+    # The fewest that ran before one of them, and the most tokens of the cache for each.
+    running: float
+    tokens: float | None
+
+
 class CappedFacts(Struct, frozen=True, kw_only=True):
     """The time in which requests waited although the KV cache had room: only `running` may run."""
 
@@ -78,6 +92,7 @@ class EngineFacts(Struct, frozen=True, kw_only=True):
     calm_running: float | None = None
     highest_kv_used_ratio: float | None = None
     full: FullFacts | None = None
+    thrash: ThrashFacts | None = None
     capped: CappedFacts | None = None
     prefix: PrefixFacts | None = None
     stranded: StrandedFacts | None = None

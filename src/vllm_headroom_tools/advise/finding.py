@@ -24,6 +24,7 @@ class Cause(StrEnum):
     CHRONIC = "chronic"
     UNUSED_MEMORY = "unused_memory"
     BURST = "burst"
+    KV_CACHE_THRASHING = "kv_cache_thrashing"
     KV_CACHE_BLOW_OUT = "kv_cache_blow_out"
     CONCURRENCY_MISJUDGED = "concurrency_misjudged"
     PREFIX_CACHE = "prefix_cache"

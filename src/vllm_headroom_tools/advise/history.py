@@ -29,6 +29,7 @@ from vllm_headroom_tools.advise.facts import (
     Shortage,
     Spell,
     StrandedFacts,
+    ThrashFacts,
     measure_others,
 )
 from vllm_headroom_tools.advise.settings import EngineArgs, add_page_settings, find_oldest_version
@@ -61,12 +62,118 @@ CAP_TIME_RATIO: Final = 0.9
 waited."""
 
 
+COLLAPSE_RATIO: Final = 0.5
+"""Our choice: a cache collapses where it sends half of the running requests back at once; where it
+only preempts the newest now and then, the others go on."""
+
+COLLAPSE_GAP_SECONDS: Final = 900.0
+"""Our choice: collapses this far apart are two troubles. A round of 18 requests of 80,800 tokens
+took 200 s (discuss.vllm.ai, 2608)."""
+
+FEWEST_COLLAPSES: Final = 2
+"""Our choice: one is an accident, and the second shows that the requests come back and fill the
+cache again."""
+
+
 class StepCounts(Struct, frozen=True, kw_only=True):
     """What happened since the sample before."""
 
     seconds: float
     finished: float
     preemptions: float
+
+
+class CollapseHistory:
+    """The times at which a full KV cache sent most running requests of an engine back to the queue.
+
+    vLLM computes them again from their first token, so that the same requests fill it again.
+    """
+
+    def __init__(self) -> None:
+        self._previous_reading: EngineReading | None = None
+        self._newest_seconds = 0.0
+        # Requests that finished since the newest collapse.
+        self._finished = 0.0
+        self._now: ThrashFacts | None = None
+        self._worst: ThrashFacts | None = None
+
+    @property
+    def worst(self) -> ThrashFacts | None:
+        """The longest row of collapses; None where there were fewer than FEWEST_COLLAPSES."""
+        worst = self._worst
+        if worst is None or worst.times < FEWEST_COLLAPSES:
+            return None
+        return worst
+
+    def step(
+        self,
+        reading: EngineReading,
+        counts: StepCounts,
+        now_seconds: float,
+        *,
+        has_restarted: bool,
+    ) -> None:
+        """Add a sample; a restart empties the cache without a collapse."""
+        previous_reading = self._previous_reading
+        self._previous_reading = reading
+        self._finished += counts.finished
+        if previous_reading is None or has_restarted:
+            self._now = None
+            return
+        returned = _count_returned(previous_reading, reading, counts)
+        if returned is not None:
+            self._add_collapse(previous_reading, returned, now_seconds)
+
+    def _add_collapse(self, before: EngineReading, returned: float, now_seconds: float) -> None:
+        tokens = count_tokens_per_request(before)
+        running = before.running or 0.0
+        passed_seconds = now_seconds - self._newest_seconds
+        thrash = self._now
+        if thrash is None or passed_seconds > COLLAPSE_GAP_SECONDS:
+            thrash = ThrashFacts(
+                times=1,
+                seconds=0.0,
+                returned=returned,
+                finished=0.0,
+                running=running,
+                tokens=tokens,
+            )
+        else:
+            thrash = replace(
+                thrash,
+                times=thrash.times + 1,
+                seconds=thrash.seconds + passed_seconds,
+                returned=thrash.returned + returned,
+                finished=thrash.finished + self._finished,
+                running=min(running, thrash.running),
+                tokens=_find_higher(thrash.tokens, tokens),
+            )
+        self._now = thrash
+        self._newest_seconds = now_seconds
+        self._finished = 0.0
+        if self._worst is None or thrash.times >= self._worst.times:
+            self._worst = thrash
+
+
+def _count_returned(
+    before: EngineReading, reading: EngineReading, counts: StepCounts
+) -> float | None:
+    """Return how many requests a full cache sent back to the queue since the sample before.
+
+    None where it was not full, or fewer than COLLAPSE_RATIO of those that ran.
+    """
+    running = before.running
+    used_ratio = max(before.kv_used_ratio or 0.0, reading.kv_used_ratio or 0.0)
+    # The cache may have been full between the two samples only.
+    if running is None or running < 2 or used_ratio < ROOMY_RATIO:  # noqa: PLR2004 - one has no rival
+        return None
+    returned = counts.preemptions
+    if None not in (reading.running, before.waiting, reading.waiting):
+        # A batch that finishes makes place for one that waits: its requests did not go back.
+        gone = running - (reading.running or 0.0) - counts.finished
+        queued = (reading.waiting or 0.0) - (before.waiting or 0.0)
+        returned = max(returned, min(gone, queued))
+    return returned if returned >= COLLAPSE_RATIO * running else None
 
 
 class EngineHistory:
@@ -88,6 +195,7 @@ class EngineHistory:
         self._full_running = Histogram()
         self._full_tokens = Histogram()
         self._full_waiting = Histogram()
+        self._collapses = CollapseHistory()
         # While requests waited, and while at least WAITING_REQUESTS did.
         self._waited_seconds = 0.0
         self._queued_seconds = 0.0
@@ -134,6 +242,7 @@ class EngineHistory:
             highest_kv_used_ratio=_find_higher(facts.highest_kv_used_ratio, reading.kv_used_ratio),
             stranded=_step_stranded(earlier_stranded, stranded_ratio),
         )
+        self._collapses.step(reading, counts, self._seconds, has_restarted=has_restarted)
         self._step_queue(reading, seconds)
         if reading.kv_used_ratio is not None:
             self._step_cache(reading, counts, is_full=reading.kv_used_ratio > FULL_RATIO)
@@ -186,6 +295,7 @@ class EngineHistory:
             usual_tokens=self._usual_tokens.quantile(0.5),
             high_tokens=self._usual_tokens.quantile(0.99),
             full=self._build_full(),
+            thrash=self._collapses.worst,
             capped=self._build_capped(),
             prefix=self._build_prefix(),
         )

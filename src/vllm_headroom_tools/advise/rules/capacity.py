@@ -20,6 +20,7 @@ from vllm_headroom_tools.advise.facts import (
     GpuFacts,
     Origin,
     PrefixFacts,
+    ThrashFacts,
 )
 from vllm_headroom_tools.advise.finding import (
     Advice,
@@ -33,7 +34,7 @@ from vllm_headroom_tools.advise.finding import (
     name_engine,
 )
 from vllm_headroom_tools.advise.settings import COUNTS_PREFIXES_ONCE, Flag
-from vllm_headroom_tools.sizing.question import SAFE_UTILIZATION
+from vllm_headroom_tools.sizing.question import LARGE_CARD, SAFE_UTILIZATION
 
 # Changes that several rules propose: of vLLM's share of the GPU, and of the number of GPUs.
 
@@ -217,6 +218,8 @@ class PressedCache(Struct, frozen=True, kw_only=True):
 
     engine: EngineFacts
     full: FullFacts
+    # None where it preempts for long enough to be judged without.
+    thrash: ThrashFacts | None = None
 
 
 class CacheDiagnosis(Struct, frozen=True, kw_only=True):
@@ -232,7 +235,8 @@ def find_full_cache(facts: Facts) -> Advice | None:
     """Judge a KV cache that preempts.
 
     Looks at: preemptions for each finished request while the cache was full.
-    Applies: from HURTING_PREEMPTIONS on, in a trace after LASTING_SECONDS.
+    Applies: from HURTING_PREEMPTIONS on, in a trace after LASTING_SECONDS, or after the second time
+    in a row that most running requests went back to the queue, which takes minutes.
     Proposes: spare memory for the cache first, which costs least. Then what fits the cause: more
     GPUs where the cache is too small for any load, shorter requests where they are longer than
     usual, else fewer requests at once.
@@ -243,6 +247,8 @@ def find_full_cache(facts: Facts) -> Advice | None:
     diagnosis = _diagnose_small_cache(facts, pressed)
     if diagnosis is None:
         diagnosis = _diagnose_long_requests(facts, pressed)
+    if diagnosis is None and pressed.thrash is not None:
+        diagnosis = _diagnose_thrashing(facts, pressed, pressed.thrash)
     if diagnosis is None:
         diagnosis = _diagnose_many_requests(facts, pressed)
     return Advice(
@@ -258,7 +264,7 @@ def find_pressed(facts: Facts) -> PressedCache | None:
     """Return the engine with the most harmful preemptions per request while full, or None.
 
     In a trace they have to last for LASTING_SECONDS; a page has the present and the counts since
-    the start.
+    the start. Where none lasts for so long, the engine that thrashes most.
     """
     worst = None
     worst_rate = 0.0
@@ -271,6 +277,28 @@ def find_pressed(facts: Facts) -> PressedCache | None:
         if rate > worst_rate:
             worst_rate = rate
             worst = PressedCache(engine=engine, full=full)
+    return worst or _find_thrashing(facts)
+
+
+def _find_thrashing(facts: Facts) -> PressedCache | None:
+    """Return the engine whose cache sent most running requests back most often, or None."""
+    worst = None
+    most_times = 0
+    for engine in facts.engines:
+        thrash = engine.thrash
+        if thrash is None or thrash.times <= most_times:
+            continue
+        if thrash.returned < HURTING_PREEMPTIONS * thrash.finished:
+            continue
+        most_times = thrash.times
+        full = FullFacts(
+            seconds=thrash.seconds,
+            finished=thrash.finished,
+            preemptions=thrash.returned,
+            running=thrash.running,
+            tokens=thrash.tokens,
+        )
+        worst = PressedCache(engine=engine, full=full, thrash=thrash)
     return worst
 
 
@@ -316,6 +344,27 @@ def _diagnose_long_requests(facts: Facts, pressed: PressedCache) -> CacheDiagnos
     )
 
 
+def _diagnose_thrashing(facts: Facts, pressed: PressedCache, thrash: ThrashFacts) -> CacheDiagnosis:
+    """Return that the requests that run at once fill the cache again and again."""
+    name = name_engine(facts, pressed.engine)
+    span = format_duration(thrash.seconds)
+    shorten = Change(
+        text="Send shorter prompts, or fewer long ones at the same time", cost="none to this engine"
+    )
+    return CacheDiagnosis(
+        cause=Cause.KV_CACHE_THRASHING,
+        summary=(
+            f"The KV cache of {name} thrashes: {thrash.times} times in {span} it was full and"
+            " running requests went back to the queue."
+        ),
+        changes=drop_none(take_more(facts), _run_fewer(facts, pressed), shorten, ADD_REPLICA),
+        remark=(
+            "A request that goes back is computed again from its first token, and all of them"
+            f" together fill the cache again. {NOT_OUT_OF_MEMORY}"
+        ),
+    )
+
+
 def _diagnose_many_requests(facts: Facts, pressed: PressedCache) -> CacheDiagnosis:
     """Return that too many requests run, which is so where neither they nor the model are large."""
     name = name_engine(facts, pressed.engine)
@@ -332,6 +381,9 @@ def _diagnose_many_requests(facts: Facts, pressed: PressedCache) -> CacheDiagnos
 def _list_full_evidence(pressed: PressedCache) -> tuple[Figure, ...]:
     engine = pressed.engine
     full = pressed.full
+    thrash = pressed.thrash
+    if thrash is not None:
+        return _list_thrash_evidence(engine, thrash)
     if full.seconds is None:
         lasted = "now"
         counted = " since the engine's start"
@@ -353,6 +405,21 @@ def _list_full_evidence(pressed: PressedCache) -> tuple[Figure, ...]:
         ("preemptions", full.preemptions, f"preemptions{counted}: {preemptions}"),
         ("running", full.running, "{} requests running then"),
         ("tokens_per_request", full.tokens, f"{{}} tokens of the cache for each{usually}"),
+        ("calm_running", engine.calm_running, "at most {} ran without a preemption at other times"),
+        _measure_capacity(engine),
+    )
+
+
+def _list_thrash_evidence(engine: EngineFacts, thrash: ThrashFacts) -> tuple[Figure, ...]:
+    returned = "{} requests went back to the queue, and none finished meanwhile"
+    if thrash.finished:
+        returned = f"{{}} requests went back to the queue, and {thrash.finished:,.0f} finished"
+    times = f"{{}} times in {format_duration(thrash.seconds)} half or more of the running requests"
+    return list_evidence(
+        ("times", thrash.times, f"{times} went back at once"),
+        ("preemptions", thrash.returned, returned),
+        ("running", thrash.running, "{} requests ran before"),
+        ("tokens_per_request", thrash.tokens, "{} tokens of the cache for each"),
         _measure_capacity(engine),
     )
 
@@ -381,17 +448,26 @@ def _shorten_requests(facts: Facts, engine: EngineFacts, tokens: float) -> Chang
 
 
 def _run_fewer(facts: Facts, pressed: PressedCache) -> Change | None:
-    """Return a limit on running requests that the cache holds.
+    """Return a limit on running requests: how many fit in CONCURRENCY_KEPT_RATIO of the cache.
 
-    The load that ran without preemption, or CONCURRENCY_KEPT_RATIO of what filled the cache if that
-    is less.
+    By the tokens that each held while the cache was full; the same part of the requests that filled
+    it, where these or the capacity are not known. The load that ran without a preemption is no
+    bound: it may be less only because no more requests came.
     """
+    percent = f"{100 * CONCURRENCY_KEPT_RATIO:.3g} %"
+    tokens = pressed.full.tokens
+    capacity_tokens = pressed.engine.capacity_tokens
     requests = floor(CONCURRENCY_KEPT_RATIO * pressed.full.running)
-    text = f"{100 * CONCURRENCY_KEPT_RATIO:.3g} % of what fills the cache"
-    calm_running = pressed.engine.calm_running
-    if calm_running is not None and calm_running < requests + 1:
-        requests = floor(calm_running)
-        text = "the most that ran without preemption"
+    text = f"{percent} of what fills the cache"
+    if tokens and capacity_tokens:
+        fitting_requests = floor(CONCURRENCY_KEPT_RATIO * capacity_tokens / tokens)
+        text = (
+            f"as many as {percent} of its {capacity_tokens:,.0f} tokens hold, at {tokens:,.0f} for"
+            " each"
+        )
+        # A sample may have missed the moment at which the cache was full, and their last tokens.
+        is_bounded = pressed.thrash is not None
+        requests = min(requests, fitting_requests) if is_bounded else fitting_requests
     cost = "the rest waits in the queue, where no work is lost; a restart"
     return lower_option(facts, Flag.MAX_NUM_SEQS, requests, text, cost)
 
@@ -446,7 +522,8 @@ def find_unused_memory(facts: Facts) -> Advice | None:
 # A KV cache with room, in front of which requests wait.
 
 CONCURRENCY_FACTOR_LIMIT: Final = 2.0
-"""Our choice, not vLLM's: raise concurrency at most twofold."""
+"""Our choice, not vLLM's: above its own default for large cards raise concurrency at most twofold,
+since each sequence takes memory of the sampler, too."""
 
 CACHE_FILL_RATIO: Final = 0.8
 """Our choice, not vLLM's: raise concurrency until at most four fifths of the cache are in use."""
@@ -459,7 +536,8 @@ def find_too_few_requests(facts: Facts) -> Advice | None:
     number running.
     Applies: after LASTING_SECONDS. Not where a peak left less than AIM_BYTES, since more requests
     also take more memory outside of the cache, nor where the cache of another rank preempts.
-    Proposes: a higher limit, up to CONCURRENCY_FACTOR_LIMIT and CACHE_FILL_RATIO.
+    Proposes: the limit at which CACHE_FILL_RATIO of the cache is in use, by the tokens that running
+    requests held.
     """
     room_bytes = facts.least_room_bytes
     if room_bytes is None or room_bytes < AIM_BYTES:
@@ -469,7 +547,7 @@ def find_too_few_requests(facts: Facts) -> Advice | None:
     for engine in facts.engines:
         if engine.capped is None:
             continue
-        change = _run_more(facts, engine.capped)
+        change = _run_more(facts, engine, engine.capped)
         if change is not None:
             name = name_engine(facts, engine)
             return Advice(
@@ -481,7 +559,7 @@ def find_too_few_requests(facts: Facts) -> Advice | None:
     return None
 
 
-def _run_more(facts: Facts, capped: CappedFacts) -> Change | None:
+def _run_more(facts: Facts, engine: EngineFacts, capped: CappedFacts) -> Change | None:
     """Return the limit that would use more of the cache.
 
     None where the limit is not what holds requests back.
@@ -490,19 +568,25 @@ def _run_more(facts: Facts, capped: CappedFacts) -> Change | None:
     # With a limit above what ran, something else holds requests back.
     if capped.seconds < LASTING_SECONDS or (now is not None and now > capped.running):
         return None
-    requests = CONCURRENCY_FACTOR_LIMIT * capped.running
-    if capped.kv_used_ratio:
-        requests = min(requests, capped.running * CACHE_FILL_RATIO / capped.kv_used_ratio)
-    value = floor(requests)
+    if not capped.kv_used_ratio:
+        # Requests that hold nothing of the cache show no limit.
+        return None
+    fitting_requests = capped.running * CACHE_FILL_RATIO / capped.kv_used_ratio
+    highest = max(LARGE_CARD.max_num_seqs, CONCURRENCY_FACTOR_LIMIT * capped.running)
+    value = floor(min(fitting_requests, highest))
     if value <= capped.running:
         return None
-    used_ratio = value / capped.running * capped.kv_used_ratio
+    factor = value / capped.running
+    text = f"would fill {format_percent(factor * capped.kv_used_ratio)} of the KV cache"
+    if engine.capacity_tokens:
+        tokens = capped.kv_used_ratio * engine.capacity_tokens / capped.running
+        text += f" of {engine.capacity_tokens:,.0f} tokens, at {tokens:,.0f} for each request"
     return Change(
         flag=Flag.MAX_NUM_SEQS,
         value=value,
         now=now,
-        text=f"would fill {format_percent(used_ratio)} of the KV cache",
-        cost="each answer comes a little slower; a restart",
+        text=text,
+        cost=f"{factor:.2g} times as many share the GPU, and each answer is slower; a restart",
     )
 
 

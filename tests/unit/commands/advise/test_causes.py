@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import chain
+from itertools import chain, islice
 
 import pytest
 
@@ -58,6 +58,7 @@ CAUSES: tuple[tuple[traces.Trace, Cause], ...] = (
     (traces.burst, Cause.BURST),
     (traces.burst_that_ends_the_engine, Cause.BURST),
     (traces.kv_cache_blow_out, Cause.KV_CACHE_BLOW_OUT),
+    (traces.thrashing, Cause.KV_CACHE_THRASHING),
     (traces.too_many_requests, Cause.CONCURRENCY_MISJUDGED),
     (traces.too_small_a_cache, Cause.MODEL_DOES_NOT_FIT),
     (traces.too_few_requests, Cause.CONCURRENCY_MISJUDGED),
@@ -340,11 +341,100 @@ def test_a_limit_on_length_that_is_set_lower_already_is_not_told_again() -> None
     assert Flag.MAX_MODEL_LEN not in dict(flags(advice))
 
 
-def test_too_many_requests_are_as_many_as_ran_without_preemption() -> None:
+def test_as_many_requests_are_advised_as_nine_tenths_of_the_cache_hold() -> None:
     advice = only(traces.too_many_requests)
 
     assert evidence(advice)["preemptions"] == 7_200
-    assert flags(advice) == [(Flag.GPU_MEMORY_UTILIZATION, 0.95), (Flag.MAX_NUM_SEQS, 150)]
+    assert flags(advice) == [(Flag.GPU_MEMORY_UTILIZATION, 0.95), (Flag.MAX_NUM_SEQS, 181)]
+    assert advice.changes[1].text == "as many as 90 % of its 400,000 tokens hold, at 1,980 for each"
+
+
+def test_a_load_that_never_exceeded_110_is_no_limit_where_225_fit() -> None:
+    """110 requests ran until 251 came, and nothing between was tried: 0.9 x 500,000 / 2,000 is 225."""
+
+    def jump() -> Iterator[traces.Record]:
+        for step in traces.steps(8):
+            many = 300 <= step < 420
+            yield traces.sample(
+                step,
+                running=250 if many else 110,
+                waiting=90 if many else 0,
+                kv_used_ratio=1.0 if many else 0.44,
+                kv_capacity_tokens=500_000,
+                preemptions_total=max(0, min(step, 420) - 300) * 60,
+            )
+
+    advice = only(jump)
+
+    assert dict(flags(advice))[Flag.MAX_NUM_SEQS] == 225
+    assert evidence(advice)["calm_running"] == 110
+
+
+def test_thrashing_is_recognised_at_its_second_round() -> None:
+    records = list(islice(traces.thrashing(), traces.THRASHING_STEP + 17))
+
+    told = judge(traces.facts(records))
+    (advice,) = told.advice
+
+    assert advice.cause is Cause.KV_CACHE_THRASHING
+    assert (evidence(advice)["times"], evidence(advice)["preemptions"]) == (2, 36)
+    assert dict(flags(advice)) == {Flag.MAX_NUM_SEQS: 16}
+
+
+def test_thrashing_of_a_short_trace_needs_no_hour() -> None:
+    """As in the field (discuss.vllm.ai, 2608): 18 requests of 80,800 tokens, four times back to the queue."""
+    records = list(islice(traces.thrashing(), traces.THRASHING_STEP - 30, traces.THRASHING_STEP + 60))
+
+    told = judge(traces.facts(records))
+
+    assert told.verdict is Conclusion.NOT_GOOD
+    assert [advice.cause for advice in told.advice] == [Cause.KV_CACHE_THRASHING]
+    assert told.advice[0].summary == (
+        "The KV cache of m thrashes: 4 times in 12 min 0 s it was full and running requests went back to the queue."
+    )
+    assert evidence(told.advice[0])["times"] == 4
+
+
+@pytest.mark.parametrize("counts", [True, False])
+def test_thrashing_shows_without_the_counter_of_preemptions(counts: bool) -> None:  # noqa: FBT001 - a case
+    def uncounted() -> Iterator[traces.Record]:
+        for record in traces.thrashing():
+            (engine,) = record["engines"]
+            preemptions = engine["preemptions_total"] if counts else None
+            yield {**record, "engines": [{**engine, "preemptions_total": preemptions}]}
+
+    assert [advice.cause for advice in judge(traces.facts(uncounted())).advice] == [Cause.KV_CACHE_THRASHING]
+
+
+def test_batches_that_finish_with_a_full_cache_do_not_thrash() -> None:
+    """A hundred requests finish at once while the next hundred wait, every four minutes."""
+
+    def batches() -> Iterator[traces.Record]:
+        for step in traces.steps(2):
+            batch, within = divmod(step, 8)
+            has_finished = within >= 6
+            yield traces.sample(
+                step,
+                served=100 * (batch + has_finished),
+                running=0 if has_finished else 100,
+                waiting=100 if has_finished else 0,
+                kv_used_ratio=0.0 if has_finished else 0.8 + within / 30,
+            )
+
+    assert judge(traces.facts(batches())).advice == ()
+
+
+def test_one_collapse_or_a_restart_is_no_thrashing() -> None:
+    once = list(islice(traces.thrashing(), traces.THRASHING_STEP + 9))
+    assert judge(traces.facts(once)).advice == ()
+
+    def restarts() -> Iterator[traces.Record]:
+        for record in traces.thrashing():
+            (engine,) = record["engines"]
+            run = engine["preemptions_total"]
+            yield {**record, "engines": [{**engine, "preemptions_total": 0, "started_at": traces.BEGAN + run}]}
+
+    assert Cause.KV_CACHE_THRASHING not in {advice.cause for advice in judge(traces.facts(restarts())).advice}
 
 
 def test_a_full_cache_never_makes_vllm_take_less() -> None:
@@ -367,7 +457,7 @@ def test_vllm_takes_no_more_where_little_was_left_at_a_peak() -> None:
             full = (traces.USABLE_MIB - 900) * traces.MIB
             yield {**record, "gpus": [{**gpu, "used": full, "engine": full}]}
 
-    assert dict(flags(only(tight))) == {Flag.MAX_NUM_SEQS: 150}
+    assert dict(flags(only(tight))) == {Flag.MAX_NUM_SEQS: 181}
 
 
 def test_a_cache_of_three_requests_is_a_model_that_does_not_fit() -> None:
@@ -377,7 +467,11 @@ def test_a_cache_of_three_requests_is_a_model_that_does_not_fit() -> None:
 
 
 def test_requests_that_wait_beside_an_empty_cache_may_be_more_at_once() -> None:
-    assert flags(only(traces.too_few_requests)) == [(Flag.MAX_NUM_SEQS, 64)]
+    advice = only(traces.too_few_requests)
+
+    assert flags(advice) == [(Flag.MAX_NUM_SEQS, 128)]
+    assert advice.changes[0].text == "would fill 80 % of the KV cache of 400,000 tokens, at 2,500 for each request"
+    assert advice.changes[0].cost.startswith("4 times as many share the GPU")
     assert answer(traces.too_few_requests, EngineArgs(max_num_seqs=128)).advice == ()
 
 

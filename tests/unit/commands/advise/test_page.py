@@ -126,7 +126,7 @@ def test_a_full_cache_that_preempts_is_told_as_of_now() -> None:
 
     assert advice.cause is Cause.CONCURRENCY_MISJUDGED
     assert "holds now" in advice.summary
-    assert (advice.changes[0].flag, advice.changes[0].value) == (Flag.MAX_NUM_SEQS, 178)
+    assert (advice.changes[0].flag, advice.changes[0].value) == (Flag.MAX_NUM_SEQS, 180)
     assert all(change.flag is not Flag.GPU_MEMORY_UTILIZATION for change in advice.changes)
 
 

@@ -25,6 +25,7 @@ from vllm_headroom_tools.advise.facts import (
     PrefixFacts,
     Shortage,
     Spell,
+    ThrashFacts,
 )
 from vllm_headroom_tools.advise.finding import Cause, Change
 from vllm_headroom_tools.advise.settings import FIRST_VERSIONS, EngineArgs, Flag
@@ -98,6 +99,17 @@ ENGINE = st.builds(
     usual_tokens=maybe(TOKENS),
     high_tokens=maybe(TOKENS),
     calm_running=maybe(COUNT),
+    thrash=maybe(
+        st.builds(
+            ThrashFacts,
+            times=st.integers(2, 100),
+            seconds=SECONDS,
+            returned=COUNT,
+            finished=COUNT,
+            running=COUNT,
+            tokens=maybe(TOKENS),
+        )
+    ),
     full=maybe(
         st.builds(
             FullFacts,

@@ -331,6 +331,34 @@ def too_many_requests() -> Iterator[Record]:
         )
 
 
+THRASHING_STEP: Final = 600
+"""The step at which `thrashing` begins."""
+
+
+def thrashing() -> Iterator[Record]:
+    """18 requests fill a cache of 1,494,220 tokens, and all of them go back to the queue: four rounds of 4 minutes."""
+    for step in steps(8):
+        round_number, within = divmod(step - THRASHING_STEP, 8)
+        known: dict[str, Any] = {"running": 10, "kv_used_ratio": 0.5, "waiting": 0}
+        if 0 <= round_number < 4:
+            is_running = within < 5
+            known = {
+                "running": 18 if is_running else 0,
+                "waiting": 0 if is_running else 18,
+                "kv_used_ratio": 0.6 + within / 10 if is_running else 0.0,
+            }
+        collapses = max(0, min(4, (step - THRASHING_STEP + 3) // 8))
+        # Nothing finishes while it thrashes.
+        working_steps = min(step, THRASHING_STEP) + max(0, step - THRASHING_STEP - 32)
+        yield sample(
+            step,
+            kv_capacity_tokens=1_494_220,
+            preemptions_total=18 * collapses,
+            served=working_steps * 300,
+            **known,
+        )
+
+
 def too_small_a_cache() -> Iterator[Record]:
     """A cache of 6,000 tokens for requests of 2,000."""
     for step in steps(8):
