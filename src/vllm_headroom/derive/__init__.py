@@ -34,9 +34,9 @@ class Derivation(Struct, Generic[State], frozen=True, kw_only=True):
 def answer(
     derivation: Derivation[State], state: State, snapshot: Snapshot
 ) -> tuple[State, tuple[Sample, ...]]:
-    """Run one step and drop samples that are not finite.
+    """Run one step of a derivation; return the next state and the samples with finite values.
 
-    Absurd values on a page divide to infinity.
+    Other values come from absurd numbers on a page, which overflow or divide to infinity.
     """
     following, samples = derivation.step(state, snapshot)
     return following, tuple([sample for sample in samples if isfinite(sample.value)])
@@ -62,10 +62,10 @@ def build_derivations(
 ) -> tuple[Derivation[Any], ...]:
     """Return every derivation in the order of the page; a new one is added here.
 
-    None where the operator has not configured it: `reported_bytes` is the memory use per GPU,
-    `kv_bytes_per_token` the size of one KV-cache token in one engine, `model` computes that size
-    from the cache's dtype, `baseline_bytes_per_request` is the expected memory per running request
-    and GPU.
+    Each argument is None where the operator has not configured it. `reported_bytes` is the memory
+    that the engine should use on each GPU. `kv_bytes_per_token` is the size of one token in the KV
+    cache of one engine; `model` computes that size from the cache's dtype.
+    `baseline_bytes_per_request` is the expected memory per running request on each GPU.
     """
     return (
         Derivation(name="health", initial=INITIAL, step=derive_health),

@@ -13,36 +13,41 @@ from vllm_headroom.model import EngineReading, Sample, Snapshot
 from vllm_headroom.vocabulary import EngineState
 
 FULL_BATCH_SAMPLES: Final = 3
-"""Samples with requests waiting at the highest load before it counts as the limit: one queue proves
-nothing."""
+"""In how many samples requests must wait at the highest load before that load counts as the
+engine's limit: one queue proves nothing."""
 
 
 class Batch(Struct, frozen=True, kw_only=True):
-    """What is known of the limit of requests that one engine runs at once."""
+    """The evidence of how many requests one engine can run at once."""
 
     most_running: float = 0.0
-    """The most requests seen running."""
+    """The highest number of running requests so far."""
 
     waited_samples: int = 0
-    """How often others waited at that load although the KV cache had room for one more."""
+    """In how many samples requests waited at that load although the KV cache had room for one
+    more."""
 
     is_reported: bool = False
-    """Whether the limit was ever read: while it is not readable, it is unknown."""
+    """Whether the limit was ever reported: then it is unknown while it is not reported, and not
+    estimated."""
 
 
 class Batches(Struct, frozen=True, kw_only=True):
-    """The batches of one run of the engine, by the labels `model_name` and `engine`."""
+    """The evidence of each engine in one run."""
 
     restarts: int = 0
+    """Identifies the run."""
     engines: dict[tuple[str, str], Batch] = field(default_factory=dict)
+    """By the labels `model_name` and `engine`."""
 
 
 def derive_admission(state: Batches, snapshot: Snapshot) -> tuple[Batches, tuple[Sample, ...]]:
     """Return how many more requests each engine can run, by its free KV cache and `max_num_seqs`.
 
-    Without that setting, which vLLM's page does not show, the limit is the most that ever ran, once
-    others waited at that load for something other than the KV cache. No sample while nothing runs
-    or the engine does not serve: the gauges of a sleeping or stalled engine are frozen.
+    vLLM's page does not show that setting. Where it is unknown, the limit is the highest number of
+    running requests so far, if other requests waited at that load although the KV cache had room.
+    No sample while nothing runs, and while the engine does not serve: the gauges of a sleeping or
+    stalled engine are frozen.
     """
     status = snapshot.engine_status
     if snapshot.page is None:
@@ -64,10 +69,10 @@ def derive_admission(state: Batches, snapshot: Snapshot) -> tuple[Batches, tuple
 
 
 def _update_batch(batch: Batch, engine: EngineReading) -> Batch:
-    """Return what is known of an engine's limit with this reading."""
+    """Return the evidence of an engine's limit with this reading added."""
     running = engine.running or 0.0
     is_reported = batch.is_reported or engine.max_num_seqs is not None
-    # A load higher than any before has proved that the limit is not lower: count from here.
+    # The limit is at least the new highest load: queues at lower loads are no evidence any more.
     if running > batch.most_running or is_reported != batch.is_reported:
         batch = Batch(most_running=running, is_reported=is_reported)
     has_queue_at_limit = running == batch.most_running and bool(engine.waiting)
@@ -86,13 +91,13 @@ def _fits_one_more(engine: EngineReading) -> bool:
 
 
 def _count_additional(engine: EngineReading, batch: Batch) -> float | None:
-    """Return how many more requests can run; None where that is unknown."""
+    """Return how many more requests of the average size can run; None where that is unknown."""
     if not engine.running or not engine.kv_used_ratio:
         return None
     limit = None
     if batch.is_reported:
         limit = engine.max_num_seqs
-        # It was readable before, and is unknown now.
+        # The limit was reported before and is not now: it is unknown, not the highest load.
         if limit is None:
             return None
     elif batch.waited_samples >= FULL_BATCH_SAMPLES:

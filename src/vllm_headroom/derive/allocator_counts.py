@@ -16,7 +16,7 @@ from vllm_headroom.model import (
 )
 
 MOST_COUNTS: Final = 512
-"""Processes whose counters are kept: four times the files that are read at once."""
+"""How many counters of processes are kept: four times the files that are read at once."""
 
 CounterKey = tuple[str, str, int, float]
 """A process's counter by GPU UUID, metric name, pid and start."""
@@ -38,9 +38,10 @@ class Counts(Struct, frozen=True, kw_only=True):
 
 
 def derive_counters(state: Counts, snapshot: Snapshot) -> tuple[Counts, tuple[Sample, ...]]:
-    """Return the allocator's counters per GPU of the engine.
+    """Return the allocator's counters for each GPU of the engine, over all its processes.
 
-    An exited process counts with its last file.
+    An exited process counts with its last file. No samples without the probe or a GPU, nor for a
+    counter that no process has reported.
     """
     probe = snapshot.probe
     gpus = snapshot.owned_gpus
@@ -71,12 +72,12 @@ def _count_device(
     process: ProbedProcess,
     device: AllocatorReading,
 ) -> None:
-    """Add the new errors of a process on a device to `counts` and `sums`."""
+    """Add the new errors of a process on a device to `counts` and `sums`, changing both."""
     uuid = device.uuid.casefold()
     _add_count(counts, sums, process, (uuid, catalog.ALLOCATOR_RETRIES.name), device.retries)
     ooms = device.ooms
     oom = process.oom
-    # The allocator's count may be older than the error that the probe's observer saw.
+    # The probe may have recorded an error that the allocator's figures, read earlier, lack.
     if oom is not None and oom.uuid is not None and oom.uuid.casefold() == uuid:
         ooms = max(ooms or 0, oom.seen or 1)
     _add_count(counts, sums, process, (uuid, catalog.ALLOCATOR_OOMS.name), ooms)
@@ -89,7 +90,7 @@ def _add_count(
     sum_key: SumKey,
     count: int | None,
 ) -> None:
-    """Add what a process's counter has gained; a counter that fell adds nothing."""
+    """Add the increase of a process's counter to its sum; a counter that fell adds nothing."""
     if count is None:
         return
     key = (*sum_key, process.pid, process.started_at_seconds)

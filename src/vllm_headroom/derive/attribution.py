@@ -25,7 +25,7 @@ FATE_TEXTS: Final = {
     Fate.ZOMBIE: "which has ended and hangs in the driver",
     Fate.VANISHED: "which no longer exists",
 }
-"""What became of a process, after its name."""
+"""What became of a process, as a clause that follows its name."""
 
 WHAT_TO_DO: Final = {
     Fate.ORPHANED: "end it with kill {pid}, or kill -9 {pid}",
@@ -42,7 +42,7 @@ def is_alive(pid: int, processes: ProcessReadings) -> bool:
 
 
 def describe_leftover(leftover: Leftover) -> str:
-    """Return the bytes held, the owner and the remedy, as a sentence part."""
+    """Return how much memory which process holds, and how to get it back, as a clause."""
     size = "an unknown share"
     if leftover.used_bytes is not None:
         size = format_size(leftover.used_bytes)
@@ -52,7 +52,7 @@ def describe_leftover(leftover: Leftover) -> str:
 
 
 def describe_orphans(orphans: frozenset[int], gpus: Iterable[Gpu]) -> str | None:
-    """Return a sentence about orphans that hold memory on no GPU; None without any."""
+    """Return a clause about the orphans that hold no memory on these GPUs; None without any."""
     holders = set[int]()
     for gpu in gpus:
         holders.update(leftover.pid for leftover in gpu.leftovers)
@@ -65,11 +65,11 @@ def describe_orphans(orphans: frozenset[int], gpus: Iterable[Gpu]) -> str | None
 
 
 def find_fate(pid: int, processes: ProcessReadings, engine_pids: frozenset[int]) -> Fate | None:
-    """Return what became of a process whose pid is the same in NVML and /proc.
+    """Return what became of a process that the driver lists; None where it is or may be alive.
 
-    None where it is, or may be, alive. `engine_pids` are those of the engine's previous processes.
-    A process never seen before counts as vanished only where /proc shows the whole machine:
-    without pid 1 some are hidden.
+    Its pid must mean the same process in NVML and /proc. `engine_pids` are the pids of the engine's
+    former processes. A pid that /proc does not show counts as vanished if it was the engine's, or
+    if /proc shows the whole machine; where pid 1 is not visible, other processes may be hidden too.
     """
     if pid in processes.left_behind:
         return Fate.ORPHANED
@@ -87,23 +87,25 @@ def find_fate(pid: int, processes: ProcessReadings, engine_pids: frozenset[int])
 # (open-gpu-kernel-modules, gpu_rmapi.c: `_gpuConvertPid`, `_gpuMatchClientPid`; #614).
 
 _DRIVER_TRANSLATES_PIDS: Final = (535, 113, 1)
-"""Older drivers list host pids there."""
+"""The first driver that lists the pids of the container's namespace; older drivers list the host's
+pids in a container."""
 
 _DRIVER_TRANSLATES_MEMORY: Final = (565, 57, 1)
-"""Drivers up to 560 list the right pids there, with another process's memory."""
+"""The first driver that lists the memory of the right process in a container; drivers up to 560
+list the right pids with another process's memory."""
 
 _NVML_RACE_BYTES: Final = 64 * MIB
-"""What a process may free between two NVML calls; a larger excess means the sum counts memory of
-another device."""
+"""How much a process may free between two NVML calls. If the processes together exceed the memory
+in use by more than this, the driver lists memory of another device."""
 
 
 NEIGHBOUR_BYTES: Final = GIB
-"""Memory of other processes is mentioned from here on, as in HeadroomNeighbourGrowing; CUDA
-contexts are smaller. Files in /dev/shm too, as in HeadroomHostMemoryLow."""
+"""Memory of other processes below this is not mentioned, as in HeadroomNeighbourGrowing: CUDA
+contexts are smaller. It is the limit for files in /dev/shm too, as in HeadroomHostMemoryLow."""
 
 
 class Selection(Struct, frozen=True, kw_only=True):
-    """The GPUs that the operator selected; where both fields are empty, automatic attribution."""
+    """The GPUs that the operator selected; with both defaults, attribution is automatic."""
 
     everything: bool = False
     """Whether all visible GPUs are the engine's."""
@@ -113,35 +115,35 @@ class Selection(Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, gpus: str | tuple[str, ...]) -> "Selection":
-        """Return what `auto`, `all` or a list of names selects."""
+        """Return the selection of the setting HEADROOM_GPUS: `auto`, `all` or a list of names."""
         if isinstance(gpus, tuple):
             return cls(listed=gpus)
         return cls(everything=gpus == "all")
 
 
 class AttributionState(Struct, frozen=True, kw_only=True):
-    """Where the engine's processes were last seen."""
+    """On which devices the engine's processes last were."""
 
     device_uuids: frozenset[str] = frozenset()
-    """The UUIDs of the engine's last devices."""
+    """The UUIDs of the engine's last devices; empty before any was seen."""
 
     holders: frozenset[tuple[int, float]] = frozenset()
-    """The engine's processes (pid, start time) last seen on them."""
+    """The engine's processes, by pid and start time, that were last seen on these devices."""
 
     has_ledger: bool = False
-    """Whether the driver has ever reported the memory of an engine process: then a gap is
-    temporary."""
+    """Whether the driver has ever reported the memory of an engine process: if so, a reading
+    without it is a temporary gap."""
 
     engine_pids: frozenset[int] = frozenset()
-    """The engine's pids last seen on any device: one that has exited stays the engine's while NVML
+    """The engine's pids last seen on any device. The pid of an exited process stays here while NVML
     lists it."""
 
     is_ambiguous: bool = False
     """Whether /proc showed several engines and none could be identified."""
 
     indices: dict[str, int] = field(default_factory=dict)
-    """The NVML indices at first sight, by UUID: NVML renumbers when a device disappears, and the
-    configuration means the first numbers."""
+    """The NVML index that each device had when it was first seen, by UUID. NVML renumbers the
+    others when a device disappears; HEADROOM_GPUS means the first numbers."""
 
 
 def attribute(
@@ -152,15 +154,15 @@ def attribute(
 ) -> tuple[AttributionState, tuple[Gpu, ...]]:
     """Return every device with its attribution and the holders of its memory.
 
-    Automatic attribution follows the engine's processes: the devices on which they hold memory,
-    remembered while the engine is down until a new engine holds memory. Before any was seen, it is
-    the only device there is; it never guesses among several. What an exited run left behind stays
-    the engine's until it is gone.
+    Automatic attribution takes the devices on which the engine's processes hold memory. They are
+    remembered while the engine is down, until a new engine holds memory. Before any such device was
+    seen, a device is the engine's if it is the only one. Processes that an exited run left count as
+    the engine's until they are gone.
 
-    Holders are None unless /proc and NVML mean the same process (host PID namespace, or driver
-    565.57.01 and newer) and an engine process has been seen on a device, and while several
-    engines are indistinguishable. Then the engine's memory is None if it was known before, and
-    all used memory if it never can be known.
+    `engine_bytes` and `other_bytes` are known only where /proc and NVML mean the same process (in
+    the host's PID namespace, or with driver 565.57.01 and newer), once an engine process was seen
+    on a device, and while it is known which engine is the watched one. Where they are unknown,
+    `held_bytes` is None if they were known before, and all used memory if they never can be known.
     """
     indices = {
         device.uuid: state.indices.get(device.uuid, device.index)
@@ -168,19 +170,19 @@ def attribute(
         if device.uuid
     }
     state = _follow_engine(replace(state, indices=indices), readings, processes)
-    is_memory_true = is_process_memory_true(readings, processes)
+    is_memory_reliable = is_process_memory_reliable(readings, processes)
     # Memory is split, and a process's fate is found, only by pids that mean the same process.
     splitting_processes = None
-    if state.device_uuids and is_memory_true and not state.is_ambiguous:
+    if state.device_uuids and is_memory_reliable and not state.is_ambiguous:
         splitting_processes = processes
     fate_processes = None
-    if are_pids_true(readings, processes):
+    if are_pids_reliable(readings, processes):
         fate_processes = processes
     engine_pids = state.engine_pids
     if not isinstance(processes, Failure):
         current_pids = {process.pid for process in processes.engine}
         engine_pids = engine_pids.union(processes.orphans, current_pids)
-    # Then what the engine holds is known again later: nothing is assumed until then.
+    # Where the engine's memory will be known again, nothing is assumed in the meantime.
     can_be_known = state.has_ledger or state.is_ambiguous
 
     gpus = []
@@ -200,7 +202,7 @@ def attribute(
             held_bytes=held_bytes if attribution else None,
             process_count=None if device.processes is None else len(device.processes),
             leftovers=_find_leftovers(
-                device, fate_processes, state.engine_pids, is_memory_true=is_memory_true
+                device, fate_processes, state.engine_pids, is_memory_reliable=is_memory_reliable
             ),
         )
         gpus.append(gpu)
@@ -208,7 +210,10 @@ def attribute(
 
 
 def _assume_held_bytes(device: GpuReading, other_bytes: int | None) -> int | None:
-    """Return all memory that is not known to be others'; None where the machine uses it too."""
+    """Return all used memory that is not known to be others'.
+
+    None where the memory is unknown, or is the machine's, which everything on the machine uses.
+    """
     memory = device.memory
     if memory is None or memory.is_unified:
         return None
@@ -220,38 +225,46 @@ def _find_leftovers(
     processes: ProcessReadings | Failure | None,
     engine_pids: frozenset[int],
     *,
-    is_memory_true: bool,
+    is_memory_reliable: bool,
 ) -> tuple[Leftover, ...]:
-    """Return the processes on a device that serve no engine; none without `processes`."""
+    """Return the processes on a device that outlived their engine, or are dead.
+
+    Empty where `processes` are not known. Memory that is not reliably reported is None.
+    """
     if not isinstance(processes, ProcessReadings):
         return ()
     leftovers = []
     for process in device.processes or ():
         fate = find_fate(process.pid, processes, engine_pids)
+        # Without a fate the process is or may be alive: it is no leftover.
         if fate is not None:
-            used_bytes = process.used_bytes if is_memory_true else None
+            used_bytes = process.used_bytes if is_memory_reliable else None
             leftovers.append(Leftover(pid=process.pid, fate=fate, used_bytes=used_bytes))
     return tuple(leftovers)
 
 
-def are_pids_true(readings: GpuReadings, processes: ProcessReadings | Failure) -> bool:
+def are_pids_reliable(readings: GpuReadings, processes: ProcessReadings | Failure) -> bool:
     """Return whether NVML and /proc mean the same process by one pid."""
     return _has_same_pids(processes, readings, _DRIVER_TRANSLATES_PIDS)
 
 
-def is_process_memory_true(readings: GpuReadings, processes: ProcessReadings | Failure) -> bool:
-    """Return whether the memory NVML lists for a pid belongs to that process."""
+def is_process_memory_reliable(readings: GpuReadings, processes: ProcessReadings | Failure) -> bool:
+    """Return whether the memory that NVML lists for a pid belongs to that process."""
     return _has_same_pids(processes, readings, _DRIVER_TRANSLATES_MEMORY)
 
 
 def _follow_engine(
     state: AttributionState, readings: GpuReadings, processes: ProcessReadings | Failure
 ) -> AttributionState:
-    """Return where the engine runs now; one that frees its devices one by one is not a new one."""
+    """Return the state with the devices on which the engine's processes are now.
+
+    While a process of the last reading is still on a device, it is the same engine: it keeps the
+    devices that it has freed, as an engine that exits frees them one by one.
+    """
     if isinstance(processes, Failure):
         return state
     state = replace(state, is_ambiguous=processes.ambiguous_engines > 0)
-    if not are_pids_true(readings, processes):
+    if not are_pids_reliable(readings, processes):
         return state
 
     starts = {process.pid: process.started_at_seconds for process in processes.engine}
@@ -267,7 +280,7 @@ def _follow_engine(
                 holders.add((process.pid, starts[process.pid]))
                 is_memory_reported |= process.used_bytes is not None
 
-    # One that has exited stays the engine's while NVML lists it: its memory is not free yet.
+    # An exited process stays the engine's while NVML lists it: its memory is not free yet.
     exited_pids = frozenset(pid for pid in state.engine_pids if not is_alive(pid, processes))
     engine_pids = exited_pids | processes.orphans | frozenset(starts)
     state = replace(state, engine_pids=engine_pids & pids_on_devices)
@@ -277,7 +290,7 @@ def _follow_engine(
     if is_same_engine:
         devices |= state.device_uuids
     has_ledger = state.has_ledger
-    if is_memory_reported and is_process_memory_true(readings, processes):
+    if is_memory_reported and is_process_memory_reliable(readings, processes):
         has_ledger = True
     return replace(
         state,
@@ -290,11 +303,12 @@ def _follow_engine(
 def _has_same_pids(
     processes: ProcessReadings | Failure, readings: GpuReadings, driver_needed: tuple[int, int, int]
 ) -> bool:
+    """Return whether NVML and /proc agree: in the host's PID namespace, or with a new driver."""
     if isinstance(processes, Failure):
         return False
     if processes.sees_host_pids:
         return True
-    # Of AMD's GPUs only such processes are listed as /proc shows under the same pid.
+    # For AMD's GPUs, only processes that /proc shows under the same pid are listed.
     if all(device.vendor is Vendor.AMD for device in readings.devices):
         return True
     try:
@@ -307,7 +321,7 @@ def _has_same_pids(
 def _attribute_device(
     device: GpuReading, state: AttributionState, selection: Selection, *, device_count: int
 ) -> Attribution | None:
-    """Return how a device is the engine's, None where it is not."""
+    """Return by what a device is known to be the engine's; None where it is not the engine's."""
     if selection.everything:
         return Attribution.ASSUMED
     if selection.listed:
@@ -324,11 +338,11 @@ def _attribute_device(
 def _split_memory(
     device: GpuReading, processes: ProcessReadings | Failure | None, engine_pids: frozenset[int]
 ) -> tuple[int | None, int | None]:
-    """Return the bytes held by the engine's processes and by other live ones.
+    """Return the bytes that the engine's processes hold, and those that other live ones hold.
 
-    The rest of what is in use is unattributed. Both are None where the processes are not known,
-    or their sum exceeds what is in use; one is None where the driver does not report a process's
-    memory.
+    Both are None where the processes are not known, or hold more together than is in use. One is
+    None where the driver does not report the memory of one of its processes. The two need not sum
+    to the memory in use.
     """
     if not isinstance(processes, ProcessReadings):
         return None, None
@@ -345,7 +359,7 @@ def _split_memory(
     other_bytes = sum_known((0, *other_sizes))
 
     used_bytes = device.memory.used_bytes
-    # Then the driver lists memory of another device, and neither sum is to be trusted.
+    # A sum that is too large contains memory of another device: neither sum is reliable.
     if (engine_bytes or 0) + (other_bytes or 0) > used_bytes + _NVML_RACE_BYTES:
         return None, None
     if engine_bytes is not None:

@@ -1,4 +1,4 @@
-"""What vLLM was configured to do, where its page does not show it."""
+"""Complete the facts of an engine by its probe and its options; list the pools it may fill."""
 
 from collections import Counter
 from collections.abc import Collection, Iterator
@@ -28,11 +28,11 @@ _OPTIONS: Final = {
     "kv_cache_dtype": "kv_cache_dtype",
     "kv_cache_memory_bytes": "kv_cache_memory_bytes",
 }
-"""Facts of an engine that an option of the command line gives where the page does not."""
+"""The option that gives a field of EngineReading where the page does not have it, by the field."""
 
 OFFLOAD_FACTOR: Final = 1.92
-"""Times the size of a tier of the KV cache that it took (vllm#53042); of offloaded weights 1.9
-times (vllm#56410)."""
+"""How many times its configured size a KV cache tier in host memory took (vllm#53042); offloaded
+weights took 1.9 times their size (vllm#56410)."""
 
 MULTIMODAL_CACHE_GB: Final = 4.0
 """vLLM's default of --mm-processor-cache-gb (vllm/config/multimodal.py)."""
@@ -43,7 +43,8 @@ def find_schedulers(
 ) -> dict[tuple[str, str], SchedulerReading]:
     """Return the scheduler of each engine on the page, by its labels.
 
-    They match by data-parallel rank; a single engine and a single scheduler always match.
+    They match by data-parallel rank; a single engine and a single scheduler always match. An engine
+    without a matching scheduler is left out.
     """
     schedulers = []
     by_rank = {}
@@ -65,10 +66,11 @@ def find_schedulers(
 def complete_page(
     page: EnginePage | Failure, probe: ProbeReadings | Failure | None, options: EngineOptions | None
 ) -> EnginePage | Failure:
-    """Add to each engine the facts that the probe has, then those of the command line.
+    """Return the page with facts of the probe and of the command line added to each engine.
 
-    The probe's replace those of the page; the command line adds what is still missing. A silent
-    core keeps its last facts.
+    The probe's facts replace those of the page. An option adds a fact only if the page and the
+    probe do not have it. A core whose probe is silent keeps its last facts. A failure is returned
+    unchanged.
     """
     if isinstance(page, Failure):
         return page
@@ -84,14 +86,14 @@ def complete_page(
 
 
 def _list_scheduler_facts(scheduler: SchedulerReading | None) -> dict[str, Any]:
-    """Return what the probe knows of an engine, by the fields of EngineReading."""
+    """Return the facts that the probe reports of an engine, by the fields of EngineReading."""
     if scheduler is None:
         return {}
     return {name: float(value) for name, value in asdict(scheduler).items() if value is not None}
 
 
 def _list_option_facts(engine: EngineReading, options: EngineOptions | None) -> dict[str, Any]:
-    """Return what the command line adds to the page, by the fields of EngineReading."""
+    """Return the options for facts that the page does not have, by the fields of EngineReading."""
     facts = {}
     for fact, option in _OPTIONS.items():
         value = getattr(options, option, None)
@@ -107,7 +109,7 @@ def list_pools(
 ) -> tuple[Pool, ...]:
     """Return the pools that vLLM was configured to fill in the host memory of this machine.
 
-    They are known as far as page and command line show them.
+    Only pools that the page or the command line shows are returned.
     """
     if options is None:
         options = EngineOptions()
@@ -133,9 +135,9 @@ def list_pools(
 def _size_kv_offload(
     engines: Collection[EngineReading], options: EngineOptions, worker: Role, workers: int
 ) -> Pool:
-    """Return the pool of the KV cache's tiers: each engine's, and LMCache's in each worker."""
+    """Return the pool of KV cache in host memory: each engine's tier, and LMCache in each worker."""
     tiers_bytes = sum(engine.kv_offload_bytes or 0 for engine in engines)
-    # Where no page shows it, each engine has what the options set.
+    # Where the page does not show a tier, each engine has one of the size that the options set.
     if not tiers_bytes:
         option_bytes = (options.kv_offloading_size or 0) * GIB
         tier_bytes = option_bytes or options.kv_connector_bytes or 0
@@ -150,10 +152,10 @@ def _size_multimodal_caches(
     core: Role,
     counts: Counter[Role],
 ) -> Iterator[Pool]:
-    """Yield the caches of processed images.
+    """Yield the pools of the caches of processed images.
 
-    Every API server and every engine core has one (vllm/config/multimodal.py). `core` is the role
-    that the core runs in.
+    Every API server and every engine core has such a cache (vllm/config/multimodal.py). `core` is
+    the role of the processes in which the cores run.
     """
     cache_bytes = (_find_multimodal_cache_gb(engines, options) or 0) * GIB
     servers = options.api_server_count or counts[Role.API_SERVER] or 1
@@ -165,7 +167,7 @@ def _size_multimodal_caches(
 def _find_multimodal_cache_gb(
     engines: Collection[EngineReading], options: EngineOptions
 ) -> float | None:
-    """Return the size of one cache; None where none is used, or a file may set it."""
+    """Return the size of one cache in GiB; None where none is used, or where a file may set it."""
     if options.mm_processor_cache_gb is not None:
         return options.mm_processor_cache_gb
     is_used = any(engine.multimodal_cache_queries_total for engine in engines)

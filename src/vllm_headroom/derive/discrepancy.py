@@ -6,13 +6,13 @@ from vllm_headroom.model import EnginePage, Gpu, Sample, Snapshot
 
 
 def derive_discrepancy(snapshot: Snapshot, *, configured_bytes: float | None) -> tuple[Sample, ...]:
-    """Return the reported memory of each of the engine's GPUs and what it holds beyond.
+    """Return how much memory the engine reports on each of its GPUs, and how much more it holds.
 
-    The difference is signed, in bytes and as a ratio. The report is the first available of: a
-    metric in bytes on the engine's page; torch's reserved bytes, from the probe; the budget, which
-    vLLM computes as gpu_memory_utilization times the device's total (vllm/v1/worker/utils.py)
-    unless kv_cache_memory_bytes is set; `configured_bytes` per GPU. No sample without a report, or
-    while the page or the device cannot be read.
+    The difference is negative where the engine holds less than it reports. The reported memory is
+    the first available of: a metric in bytes on the engine's page; torch's reserved bytes, from the
+    probe; the budget, which vLLM computes as gpu_memory_utilization times the device's total
+    (vllm/v1/worker/utils.py) unless kv_cache_memory_bytes is set; `configured_bytes` per GPU. No
+    sample without any of them, or while the page or the device cannot be read.
     """
     samples: list[Sample] = []
     if snapshot.page is None:
@@ -33,7 +33,7 @@ def derive_discrepancy(snapshot: Snapshot, *, configured_bytes: float | None) ->
         samples.append(Sample(catalog.MEMORY_DISCREPANCY, labels, excess_bytes))
         ratio = excess_bytes / reported_bytes
         samples.append(Sample(catalog.MEMORY_DISCREPANCY_RATIO, labels, ratio))
-        # What the engine may still take of its budget is not unused.
+        # Free memory that the engine may still take within its budget does not count as unused.
         unused_bytes = max(0.0, memory.left_bytes + min(0.0, excess_bytes))
         samples.append(Sample(catalog.ENGINE_UNUSED, label_gpu(gpu), unused_bytes))
     return tuple(samples)
@@ -42,7 +42,10 @@ def derive_discrepancy(snapshot: Snapshot, *, configured_bytes: float | None) ->
 def _find_reported(
     page: EnginePage, gpu: Gpu, total_bytes: int, configured_bytes: float | None
 ) -> tuple[str, float] | None:
-    """Return the basis and the bytes per GPU; None without a report, or when engines disagree."""
+    """Return the basis of the reported memory and its bytes on one GPU; None where there is none.
+
+    A basis on which the page's engines disagree, or of 0 bytes, is passed over.
+    """
     measured_sizes = {engine.memory_bytes for engine in page.engines}
     if len(measured_sizes) == 1:
         measured_bytes = measured_sizes.pop()

@@ -11,7 +11,7 @@ from vllm_headroom.units import DAY_SECONDS, HOUR_SECONDS, format_duration
 from vllm_headroom.vocabulary import EngineState, EvictionResult, LeakState
 
 GATE: Final = "gate"
-"""The name in the log, where judging it fails."""
+"""The name in the log where judging the gate fails."""
 
 HOST_NAME: Final = "the host"
 """The name of the host's memory in a sentence."""
@@ -34,7 +34,8 @@ class Guardrail(Struct, frozen=True, kw_only=True):
     """The pod is evicted where a leak may end its engine within this time."""
 
     quiet_hour: int | None
-    """The hour of the day, in UTC, in which a day is near enough; None without one."""
+    """The hour of the day, in UTC, in which the pod is evicted even if a day is left; None without
+    one."""
 
     is_holder: bool
     """Whether this pod holds the Lease of its workload: one pod at a time is evicted."""
@@ -44,14 +45,14 @@ class Guardrail(Struct, frozen=True, kw_only=True):
 
 
 class TimeToOom(Struct, frozen=True, order=True):
-    """The lower bound of the time until memory is full; the nearest sorts first."""
+    """The lower bound of the time until a memory is full; the shortest sorts first."""
 
     earliest_seconds: float
     owner: str
-    """The GPU, or the host, whose memory it is, as named in a sentence."""
+    """The name, for a sentence, of the GPU or the host whose memory it is."""
 
     def __str__(self) -> str:
-        """Return it as the end of a sentence on its owner."""
+        """Return the time as the end of a sentence that begins with the owner."""
         return f"may be out of memory in {format_duration(self.earliest_seconds)}"
 
 
@@ -63,9 +64,9 @@ def derive_gate(
 ) -> tuple[Gate, tuple[Sample, ...]]:
     """Return the gate and its samples, from the `values` of all derivations of this tick.
 
-    The gate closes where the engine is stalled, and, for the holder of the Lease alone, where it
-    may be out of memory within `gate_seconds`, by the lower bound. Unknown values never close it.
-    Where `gate_seconds` is None it is always open and has no series.
+    The gate is closed while the engine is stalled. If this pod holds the Lease of its workload, the
+    gate is closed too while a memory may be full within `gate_seconds`, by the lower bound. Unknown
+    values never close it. Where `gate_seconds` is None, it is always open and has no series.
     """
     reason = None
     due = None
@@ -84,7 +85,7 @@ def derive_gate(
 def _find_gate_reason(
     snapshot: Snapshot, values: Values, gate_seconds: float, *, is_holder: bool
 ) -> str | None:
-    """Return why traffic should stay away from the engine; None where it should not."""
+    """Return why the gate is closed; None where it is open."""
     status = snapshot.engine_status
     if status is not None and status.state is EngineState.STALLED:
         return "the engine should make progress and makes none"
@@ -98,14 +99,17 @@ def _find_gate_reason(
 
 
 def _find_eviction_reason(snapshot: Snapshot, values: Values, guardrail: Guardrail) -> str | None:
-    """Return why the pod is to be evicted: a sure leak of a serving engine, and little time."""
+    """Return why the pod is to be evicted; None where it is not.
+
+    It is evicted while the engine serves, leaks for certain, and may be out of memory soon.
+    """
     status = snapshot.engine_status
     if status is None or status.state is not EngineState.SERVING:
         return None
     within_seconds = guardrail.near_seconds
     hour = snapshot.time_seconds % DAY_SECONDS // HOUR_SECONDS
     if hour == guardrail.quiet_hour:
-        # The next quiet hour is a day away.
+        # A leak must not fill the memory before the next quiet hour, which is a day away.
         within_seconds = DAY_SECONDS
     leaking = _list_leaking(values)
     near = [
@@ -120,7 +124,7 @@ def _find_eviction_reason(snapshot: Snapshot, values: Values, guardrail: Guardra
 
 
 def _list_leaking(values: Values) -> set[str]:
-    """Return the names of what surely leaks: GPUs, and the host's memory."""
+    """Return the names, for a sentence, of the GPUs and the host that leak for certain."""
     names = set()
     for (gpu, uuid, leak_state), is_current in values.find_all(catalog.LEAK_STATE).items():
         if is_current and leak_state == LeakState.LEAKING:
@@ -132,7 +136,7 @@ def _list_leaking(values: Values) -> set[str]:
 
 
 def _list_times_to_oom(values: Values) -> Iterator[TimeToOom]:
-    """Yield the time left of each GPU and of the host, where it is known."""
+    """Yield the shortest time left of each GPU and of the host, where that is known."""
     for (gpu, uuid), seconds in values.find_all(catalog.TIME_TO_OOM_LOWER).items():
         yield TimeToOom(seconds, name_device(gpu, uuid))
     for seconds in values.find_all(catalog.HOST_TIME_TO_OOM_LOWER).values():

@@ -10,13 +10,13 @@ from vllm_headroom.vocabulary import REASONS, Source
 
 
 class HealthState(Struct, frozen=True, kw_only=True):
-    """What happened to the sources since the daemon started."""
+    """The failures and successes of the sources since the daemon started."""
 
     failures: dict[tuple[str, str], int]
-    """How often they failed, by the labels `source` and `reason`."""
+    """How often each source failed for each reason, by the labels `source` and `reason`."""
 
     last_success_seconds: dict[Source, float]
-    """When each was last read, in seconds since the epoch."""
+    """When each source was last read successfully, in seconds since the epoch."""
 
 
 def _list_zeros(*sources: Source) -> dict[tuple[str, str], int]:
@@ -32,9 +32,11 @@ INITIAL: Final = HealthState(
     failures=_list_zeros(Source.ENGINE, Source.NVML, Source.PROCESS),
     last_success_seconds={},
 )
-"""The probe's failures start when its folder is first read: without a folder there are none."""
+"""The counts of all sources but the probe start at 0. The probe's are added when its folder is
+first read: without a configured folder they must not be exported."""
 
 PROBE_ZEROS: Final = _list_zeros(Source.PROBE)
+"""The probe's counts when its folder is first read."""
 
 
 def derive_health(state: HealthState, snapshot: Snapshot) -> tuple[HealthState, tuple[Sample, ...]]:
@@ -73,7 +75,7 @@ def _measure_skew(snapshot: Snapshot, failed_sources: set[Source]) -> float | No
 def _count_readings(state: HealthState, snapshot: Snapshot) -> HealthState:
     """Return the state with this snapshot's failures and successes."""
     failures = dict(state.failures)
-    # From the first reading of the probe's folder on, its reasons show too.
+    # From the first reading of the probe's folder on, its counts are exported too.
     if snapshot.probe is not None:
         failures = PROBE_ZEROS | failures
     reasons = {failure.source: failure.reason for failure in snapshot.failures}

@@ -28,9 +28,9 @@ from vllm_headroom.model import (
 from vllm_headroom.vocabulary import HOST_KINDS, HostBasis, HostPart, Role
 
 FULL_SHARE: Final = 0.5
-"""A container that was less full than this when it ended was not killed for memory: between two
-samples, 5 s, the fastest reported leak takes 2 GB (vllm-project/vllm#35191), and a killed engine
-holds more."""
+"""A container that used less than this share of its limit at its last sample was not killed for
+memory. Between two samples, 5 s apart, the fastest reported leak takes 2 GB
+(vllm-project/vllm#35191), and an engine that is killed holds more than that."""
 
 
 SCOPES: Final[Mapping[HostBasis | None, str]] = {
@@ -39,36 +39,38 @@ SCOPES: Final[Mapping[HostBasis | None, str]] = {
     HostBasis.PROBE: " in the engine's container, as the probe reads it",
     HostBasis.PROCESSES: " by the engine's processes and its /dev/shm",
 }
-"""Where the memory in use is counted, at the end of a sentence; None is of an older trace."""
+"""Where the memory in use is counted, for the end of a sentence; the basis is None in an older
+trace."""
 
 
 PROBE_PREFIX: Final = "probe:"
-"""How the identity of a container begins that only the probe in it reads."""
+"""The beginning of the identity of a container that only the probe in it can read."""
 
 
 class ContainerState(Struct, frozen=True, kw_only=True):
-    """The last reading of the host memory, and what its figures are compared with."""
+    """The last reading of the host memory, and the state that later readings are compared with."""
 
     memory: HostMemory = field(default_factory=HostMemory)
     """The last reading; its figures are None where unknown."""
 
     root: str | None = None
-    """The engine's first process: its figures keep their scope while it runs."""
+    """Identifies the run: the engine's root process, or a container that only the probe reads."""
 
     scope: HostMemory = field(default_factory=HostMemory)
-    """What the memory of this run was counted in at best."""
+    """The reading of this run with the most reliable basis: figures of a lesser one would count
+    another scope, such as the machine's memory instead of the container's."""
 
     kills: int | None = None
-    """All kills so far, None where no counter was seen."""
+    """The kernel's kills so far over all containers; None where no counter was read."""
 
     newest_container: str = ""
-    """The container whose counter was read last."""
+    """The container whose counter of kills was read last."""
 
     kills_by_container: dict[str, int] = field(default_factory=dict)
-    """The newest counter of each container."""
+    """The newest value of each container's counter."""
 
     machine_kills: int | None = None
-    """The newest counter of the machine."""
+    """The newest value of the machine's counter."""
 
 
 def update_container(
@@ -80,10 +82,11 @@ def update_container(
 ) -> tuple[ContainerState, HostMemory | None]:
     """Return the state and the host memory, from the most reliable source available.
 
-    In order: the cgroup of the engine's processes; if it has no limit, the machine; the cgroup that
-    the probe reads; else the processes' memory and /dev/shm. `limit_bytes`, from the settings, is
-    the limit where the kernel reports none. None where nothing is known. While a run lasts its
-    figures keep their scope, or are unknown.
+    The sources are, in this order: the cgroup of the engine's processes, or the machine where that
+    cgroup has no limit; the cgroup that the probe reads; the sum of the processes' memory and
+    /dev/shm. `limit_bytes`, from the settings, is the limit where the kernel reports none. The host
+    memory is None where nothing is known. Within a run, figures of a less reliable source than
+    before are unknown: they would count another scope.
     """
     probed_cgroup, probed_shm = _find_probed_host(probe)
     reading = HostReading()
@@ -98,7 +101,7 @@ def update_container(
 
     root = _identify_root(state, processes, probed_cgroup)
     memory = _choose_memory(reading, probed_cgroup, engine, limit_bytes)
-    # Another run may be in another container: its figures are compared with nothing.
+    # Another run may be in another container, so the scope starts over.
     scope = state.scope if root == state.root else HostMemory()
     if _has_lost_scope(memory, scope):
         memory = HostMemory()
@@ -125,7 +128,7 @@ def update_container(
 def _identify_root(
     state: ContainerState, processes: ProcessReadings | Failure, probed_cgroup: Cgroup | None
 ) -> str | None:
-    """Return what identifies this run: the engine's first process, or what the probe has."""
+    """Return what identifies this run, as `ContainerState.root`; None where nothing does."""
     if isinstance(processes, Failure):
         # While /proc cannot be read, the process that it showed last identifies the run.
         was_seen = state.root is not None and not state.root.startswith(PROBE_PREFIX)
@@ -138,21 +141,21 @@ def _identify_root(
 
 
 def _has_lost_scope(memory: HostMemory, scope: HostMemory) -> bool:
-    """Return whether the figures are counted in less than before, in the same run."""
+    """Return whether a reading has a less reliable basis than `scope`, the best of this run."""
     if _rank_basis(memory) >= _rank_basis(scope):
         return False
-    # The probe reads the same container as /proc did: only the limit may differ.
+    # The probe reads the same container as /proc did, so its figures fit if the limit is equal.
     is_same_container = scope.basis is HostBasis.CGROUP and memory.basis is HostBasis.PROBE
     return not (is_same_container and scope.limit_bytes == memory.limit_bytes)
 
 
 def _rank_basis(memory: HostMemory) -> int:
-    """Return the reliability of the figures, 0 where there are none."""
+    """Return the reliability of a reading as a number; 0 where it has no figures."""
     return (None, *reversed(HostBasis)).index(memory.basis)
 
 
 def _find_pressure(cgroup: Cgroup | None, machine: MachineMemory | None) -> float | None:
-    """Return the memory pressure of the container, else of the machine."""
+    """Return the memory pressure of the container, else of the machine; None where unknown."""
     if cgroup is not None and cgroup.pressure_ratio is not None:
         return cgroup.pressure_ratio
     return None if machine is None else machine.pressure_ratio
@@ -161,7 +164,10 @@ def _find_pressure(cgroup: Cgroup | None, machine: MachineMemory | None) -> floa
 def _find_probed_host(
     probe: ProbeReadings | Failure | None,
 ) -> tuple[Cgroup | None, Shm | None]:
-    """Return the container and /dev/shm as the engine's processes read them; they share both."""
+    """Return the container and /dev/shm as the probe reads them; None for each that is unknown.
+
+    All processes of the engine share both, so the first process that reports them counts.
+    """
     if not isinstance(probe, ProbeReadings):
         return None, None
     hosts = [process.host for process in probe.present if process.host is not None]
@@ -180,12 +186,15 @@ def _choose_memory(
     engine: tuple[EngineProcess, ...],
     limit_bytes: int | None,
 ) -> HostMemory:
-    """Return the memory in use by the most reliable source; all None where nothing is known."""
+    """Return the memory by the most reliable source, see `update_container`.
+
+    All its figures are None where nothing is known.
+    """
     if reading.cgroup is None and probed_cgroup is not None:
         return _measure_cgroup(probed_cgroup, HostBasis.PROBE, limit_bytes)
     if reading.cgroup is not None:
         has_limit = reading.cgroup.limit_bytes is not None or limit_bytes is not None
-        # Without its own limit, the container may take what the machine has.
+        # A container without a limit may take all memory of the machine.
         if has_limit:
             return _measure_cgroup(reading.cgroup, HostBasis.CGROUP, limit_bytes)
         if reading.machine is not None:
@@ -214,7 +223,10 @@ def _measure_machine(machine: MachineMemory) -> HostMemory:
 def _measure_processes(
     engine: tuple[EngineProcess, ...], shm: Shm | None, limit_bytes: int | None
 ) -> HostMemory:
-    """Return the private and shared memory of the processes, without the files that they map."""
+    """Return the private and shared memory of the processes, without the files that they map.
+
+    All its figures are None where a process's private memory is unknown, or there is no process.
+    """
     private_bytes = sum_known(process.anonymous_bytes for process in engine)
     if private_bytes is None:
         return HostMemory()
@@ -229,11 +241,12 @@ def _measure_processes(
 
 
 def count_shared(processes: Iterable[EngineProcess], shm_bytes: int | None) -> int:
-    """Return the least shared memory that these processes can hold.
+    """Return a lower bound of the shared memory that these processes hold together, in bytes.
 
-    `shm_bytes` is how much of /dev/shm is in use, None where unknown. What is there counts once,
-    however many of them map it. What CUDA pins is another process's never
-    (vllm-project/vllm#53042: four workers had 192 GiB each, the machine 769).
+    `shm_bytes` is how much of /dev/shm is in use, None where unknown. Memory in /dev/shm counts
+    once, however many processes map it. Memory that CUDA pins is counted for each process, because
+    processes never share it (vllm-project/vllm#53042: four workers had 192 GiB each, the machine
+    769 GiB).
     """
     shared_sizes = [process.shared_bytes or 0 for process in processes]
     if shm_bytes is None:
@@ -245,11 +258,11 @@ def count_shared(processes: Iterable[EngineProcess], shm_bytes: int | None) -> i
 def _count_kills(
     state: ContainerState, cgroup: Cgroup | None, machine: MachineMemory | None, root: str | None
 ) -> ContainerState:
-    """Add the kills since the last reading, each once, whoever reads the container.
+    """Add the kernel's kills since the last reading, each once, whichever source reads them.
 
-    When the engine has ended, its container's counter may be gone too. Then the machine's counter
-    is used, if the container was near its limit. In a container that comes back, those kills are
-    counted already.
+    When the run has ended, its container and the container's counter may be gone. If the container
+    was near its limit, the machine's counter is used then. If the container is visible again later,
+    these kills are not counted again.
     """
     has_ended = state.root is not None and root != state.root
     if has_ended and _was_full(state.memory):
@@ -262,13 +275,16 @@ def _count_kills(
 
 
 def _was_full(memory: HostMemory) -> bool:
-    """Return whether a container was so full that its end may be a kill."""
+    """Return whether so much memory was in use that the end may be a kill; False where unknown."""
     full_bytes = FULL_SHARE * (memory.limit_bytes or inf)
     return (memory.used_bytes or 0) >= full_bytes
 
 
 def _count_machine_kills(state: ContainerState, machine: MachineMemory | None) -> ContainerState:
-    """Count the machine's new kills as those of the container read last."""
+    """Count the machine's new kills as kills in the container that was read last.
+
+    Nothing is counted where one of the machine's two counters is unknown.
+    """
     if machine is None or machine.oom_kills is None or state.machine_kills is None:
         return state
     new_kills = machine.oom_kills - state.machine_kills
@@ -288,13 +304,13 @@ def _count_container_kills(
     """Count the new kills of a container; `oom_kills` is its counter."""
     container = PROBE_PREFIX if cgroup.identity.startswith(PROBE_PREFIX) else cgroup.identity
     names = {container}
-    # The probe reads the container that /proc shows: both are one counter.
+    # The probe and /proc read one container under two names: both names have the same counter.
     if PROBE_PREFIX in (container, state.newest_container):
         names.add(state.newest_container)
     counters = state.kills_by_container
     earlier_kills = [counters[name] for name in names if name in counters]
     if not earlier_kills and root == state.root:
-        # It is read for the first time in this run: its kills may be older.
+        # The first reading in this run: the kills so far may be older than the run.
         earlier_kills = [oom_kills]
     # A counter that fell has restarted at 0: all its kills are new.
     counted_kills = max((kills for kills in earlier_kills if kills <= oom_kills), default=0)
@@ -328,7 +344,10 @@ EngineProcess that are summed."""
 
 
 def derive_host_memory(snapshot: Snapshot) -> tuple[Sample, ...]:
-    """Return the memory of each role's processes and of the container; unknown has no sample."""
+    """Return the samples of each role's processes, of the pools and of the container.
+
+    A figure that is unknown has no sample.
+    """
     return (
         *_sum_processes(snapshot.engine_processes),
         *_sum_pools(snapshot.pools),
@@ -337,7 +356,7 @@ def derive_host_memory(snapshot: Snapshot) -> tuple[Sample, ...]:
 
 
 def _sum_processes(processes: tuple[EngineProcess, ...]) -> Iterator[Sample]:
-    """Yield the sums over the processes of each role; none where one of them is not known."""
+    """Yield the sums over the processes of each role; no sum where one process's is unknown."""
     for metric, labels, fact in PROCESS_FACTS:
         for role in Role:
             n_bytes = sum_known(
@@ -348,7 +367,7 @@ def _sum_processes(processes: tuple[EngineProcess, ...]) -> Iterator[Sample]:
 
 
 def _sum_pools(pools: tuple[Pool, ...]) -> Iterator[Sample]:
-    """Yield the size of the pools in host memory, by what they are for."""
+    """Yield the configured size of the pools in host memory, by their purpose."""
     host_pools = [pool for pool in pools if pool.role]
     for part in HostPart:
         sizes = [pool.size_bytes for pool in host_pools if pool.part is part]

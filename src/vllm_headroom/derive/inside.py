@@ -18,11 +18,13 @@ from vllm_headroom.units import MIB
 from vllm_headroom.vocabulary import MemoryPart
 
 PROBE_RACE_BYTES: Final = 64 * MIB
-"""What may be freed between the probe's reading and NVML's: an engine that seems to hold less than
-torch has reserved, by up to this much, holds nothing outside torch; a larger gap is unexplained."""
+"""How much may be freed between the probe's reading and NVML's. An engine that seems to hold less
+than torch has reserved, by at most this much, holds nothing outside torch. A larger difference is
+unexplained, and the part is unknown."""
 
 _GRAPH_HOMES: Final = (MemoryPart.CACHED, MemoryPart.FRAGMENTED, MemoryPart.OUTSIDE_TORCH)
-"""The parts that contain captured graphs: their private pools are mostly whole free segments."""
+"""The parts in which captured graphs are counted, in the order in which graphs are subtracted:
+their private pools are mostly whole free segments of torch."""
 
 
 class Sums(Struct, frozen=True, kw_only=True):
@@ -40,14 +42,21 @@ class Sums(Struct, frozen=True, kw_only=True):
 def add_inside(
     gpus: tuple[Gpu, ...] | Failure, probe: ProbeReadings | Failure | None
 ) -> tuple[Gpu, ...] | Failure:
-    """Add to each GPU what the engine's running processes report about it."""
+    """Return the GPUs with the reports of the engine's running processes by the probe.
+
+    Unchanged where the GPUs or the probe's files could not be read.
+    """
     if isinstance(gpus, Failure) or not isinstance(probe, ProbeReadings):
         return gpus
     return tuple(replace(gpu, inside=_find_inside(gpu, probe)) for gpu in gpus)
 
 
 def _find_inside(gpu: Gpu, probe: ProbeReadings) -> Inside | None:
-    """Return None for a GPU that is not the engine's, or for figures beyond the device's memory."""
+    """Return what the engine's processes report about a GPU.
+
+    None where the GPU is not the engine's, no process reports about it, or the reported memory
+    exceeds the GPU's.
+    """
     if gpu.attribution is None:
         return None
     reports = _list_reports(gpu, probe)
@@ -88,6 +97,7 @@ class ProbedDevice(NamedTuple):
 
 
 def _list_reports(gpu: Gpu, probe: ProbeReadings) -> list[ProbedDevice]:
+    """Return the report of each running process about this GPU."""
     uuid = gpu.reading.uuid.casefold()
     reports = []
     for process in probe.present:
@@ -102,7 +112,7 @@ def _list_reports(gpu: Gpu, probe: ProbeReadings) -> list[ProbedDevice]:
 
 
 def _sum_up(reports: list[ProbedDevice]) -> Sums:
-    """Return the sums over the processes on one GPU."""
+    """Return the sums over the processes on one GPU; None where one of them is unknown."""
     allocators = [report.allocator for report in reports]
     return Sums(
         allocated=sum_known(allocator.allocated_bytes for allocator in allocators),
@@ -117,7 +127,11 @@ def _sum_up(reports: list[ProbedDevice]) -> Sums:
 def _find_current(
     parts: EngineParts | None, name: Literal["weights_bytes", "kv_cache_bytes"]
 ) -> int | None:
-    """Return a part's current size: from the pool, else as measured at start, unless asleep."""
+    """Return the current size of the weights or the KV cache of one process; None where unknown.
+
+    With vLLM's own memory pool it is the size in the pool, else the size measured at the start. In
+    sleep without such a pool it is unknown.
+    """
     if parts is None:
         return None
     n_bytes: int | None
@@ -131,15 +145,18 @@ def _find_current(
 
 
 def build_ledger(sums: Sums, held_bytes: int | None) -> dict[MemoryPart, int]:
-    """Return the known parts; with all of torch's figures they sum to what the engine holds.
+    """Return the sizes of the known parts of the engine's memory on one GPU.
 
-    Nothing is returned where weights and KV cache exceed what the engine holds: the probe, which
-    looks every five seconds, saw them before the engine fell asleep.
+    Allocated memory is weights, KV cache and other tensors. Reserved memory beyond that is
+    fragmented or cached. Held memory beyond that is outside torch. A part that is computed as a
+    difference is present only if all its terms are known. With all of torch's figures, the parts
+    sum to what the engine holds.
 
-    Allocated memory is weights, KV cache and other tensors; reserved memory beyond that is
-    fragmented or cached; held memory beyond that is outside torch. A remainder is present only
-    if all its terms are known. A captured graph keeps free blocks of a private pool and driver
-    memory: vLLM's figure for graphs is subtracted from these, so that every byte counts once.
+    Captured graphs are free blocks of private pools, and memory of the driver: vLLM's figure for
+    graphs is subtracted from those parts, so that every byte counts once.
+
+    Empty where weights and KV cache exceed what the engine holds: the probe, which reads every five
+    seconds, then read them before the engine fell asleep.
     """
     parts = {}
     if sums.weights is not None:
@@ -162,7 +179,10 @@ def build_ledger(sums: Sums, held_bytes: int | None) -> dict[MemoryPart, int]:
 
 
 def _list_remainders(sums: Sums, held_bytes: int | None) -> dict[MemoryPart, int]:
-    """Return what is not allocated: fragmented, cached and outside torch, as far as known."""
+    """Return the parts that are not allocated, as far as known: fragmented, cached, outside torch.
+
+    A part is left out where its figures contradict each other.
+    """
     remainders = {}
     if sums.split is not None:
         remainders[MemoryPart.FRAGMENTED] = sums.split
@@ -181,7 +201,7 @@ def _list_remainders(sums: Sums, held_bytes: int | None) -> dict[MemoryPart, int
 
 
 def _subtract_graphs(remainders: dict[MemoryPart, int], graphs_bytes: int) -> dict[MemoryPart, int]:
-    """Return the remainders without captured graphs, taken from one after another."""
+    """Return the parts without captured graphs, taken from each of _GRAPH_HOMES in turn."""
     remainders = dict(remainders)
     for part in _GRAPH_HOMES:
         part_bytes = min(graphs_bytes, remainders[part])

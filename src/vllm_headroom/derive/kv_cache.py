@@ -14,12 +14,13 @@ from vllm_headroom.vocabulary import MemoryPart
 def derive_kv_cache(
     snapshot: Snapshot, *, bytes_per_token: float | None, model: TokenBytes | None = None
 ) -> tuple[Sample, ...]:
-    """Return KV-cache samples per engine; `bytes_per_token` is per token on all GPUs of one engine.
+    """Return the KV-cache samples of each engine.
 
-    vLLM does not export bytes per token: unless configured, they are the cache's size by the probe
-    over its capacity in tokens, else `model`, or the model that the engine's processes load,
-    computes them from the dtype. Without any of them there are tokens and no bytes. Samples per
-    running request are absent while nothing runs or nothing is held.
+    `bytes_per_token` is the configured size of a token on all GPUs of one engine, None where it is
+    not configured. vLLM does not export that size. The second source is the cache's size by the
+    probe, divided by its capacity in tokens. The third is `model`, or else the model that the
+    engine's processes load, which computes it from the dtype. Without a source there are samples in
+    tokens and none in bytes. Samples per running request are absent while nothing runs.
     """
     engines = list_named(snapshot.page)
     # The operator's figure comes first, then what the probe sees, then the model's.
@@ -40,11 +41,11 @@ def derive_kv_cache(
 def _measure_bytes_per_token(
     snapshot: Snapshot, engines: tuple[EngineReading, ...]
 ) -> float | None:
-    """Return the size of the KV cache over its capacity; None where the probe does not have it."""
+    """Return the cache's bytes by the probe, divided by its capacity; None where one is unknown."""
     sizes = []
     for gpu in snapshot.owned_gpus:
         parts = () if gpu.inside is None else gpu.inside.parts
-        # A cache that sleep has dropped is unknown, not free.
+        # In sleep the size of the cache is unknown: then so is the sum.
         sizes.append(dict(parts).get(MemoryPart.KV_CACHE))
     cache_bytes = sum_known(sizes)
     capacity_tokens = sum_known(engine.kv_capacity_tokens for engine in engines)
@@ -54,13 +55,13 @@ def _measure_bytes_per_token(
 
 
 def _count_gpus_per_engine(snapshot: Snapshot) -> int | None:
-    """Return the most GPUs that one engine can have; None without any."""
+    """Return the GPUs of the page divided by its engines, rounded up; None without GPUs."""
     ranks = {engine.engine for engine in list_engines(snapshot.page)}
     return ceil(len(snapshot.owned_gpus) / max(1, len(ranks))) or None
 
 
 def _derive_engine_cache(engine: EngineReading, token_bytes: float | None) -> Iterator[Sample]:
-    """Yield the samples of one engine; no bytes without `token_bytes`."""
+    """Yield the samples of one engine; none in bytes where `token_bytes` is None."""
     labels = label_engine(engine)
     capacity_tokens = engine.kv_capacity_tokens
     request_tokens = count_tokens_per_request(engine)
@@ -75,7 +76,10 @@ def _derive_engine_cache(engine: EngineReading, token_bytes: float | None) -> It
 
 
 def count_tokens_per_request(engine: EngineReading) -> float | None:
-    """Return the average tokens per running request; None while nothing runs or nothing is held."""
+    """Return the average tokens per running request.
+
+    None while nothing runs, the cache is empty, or one of the figures is unknown.
+    """
     if not engine.running or not engine.kv_used_ratio or engine.kv_capacity_tokens is None:
         return None
     tokens = engine.kv_used_ratio * engine.kv_capacity_tokens / engine.running

@@ -7,11 +7,12 @@ from vllm_headroom.vocabulary import Attribution
 
 
 def add_lost_gpus(snapshot: Snapshot) -> Snapshot:
-    """Attribute GPUs that cannot be opened to an engine some of whose GPUs are missing.
+    """Return the snapshot with unopened GPUs attributed to the engine, if they must be its own.
 
-    Such a GPU has no UUID and no process list: it is the engine's if no more GPUs are unreadable
-    than missing. A readable GPU is then not assumed to be the engine's, even if it is the only one
-    left.
+    A GPU that cannot be opened has no UUID and no process list. Where GPUs of the engine are
+    missing, the unopened GPUs are the engine's if there are no more of them than missing ones.
+    While GPUs of the engine are missing, another readable GPU is not assumed to be the engine's,
+    even if it is the only one. The snapshot is returned unchanged where no GPU is missing.
     """
     if snapshot.engine_status is None or not snapshot.devices:
         return snapshot
@@ -21,7 +22,7 @@ def add_lost_gpus(snapshot: Snapshot) -> Snapshot:
         return snapshot
     unopened_count = sum(1 for gpu in snapshot.devices if not gpu.reading.uuid)
     is_engines = unopened_count <= len(missing_uuids)
-    # Of several missing GPUs it is not known which one this is.
+    # Where several GPUs are missing, it is unknown which of them an unopened GPU is.
     lost_uuid = missing_uuids[0] if len(missing_uuids) == 1 else ""
     gpus = []
     for gpu in snapshot.devices:

@@ -10,9 +10,9 @@ def list_engines(page: EnginePage | None) -> tuple[EngineReading, ...]:
 
 
 def list_named(page: EnginePage | None) -> tuple[EngineReading, ...]:
-    """Return the engines with a model name.
+    """Return the engines on the page that have a model name.
 
-    Before its first request, vLLM V0 exports its settings without one.
+    vLLM V0 exports its settings without a model name until its first request.
     """
     return tuple(engine for engine in list_engines(page) if engine.model_name)
 
@@ -30,11 +30,11 @@ def count_running(page: EnginePage | None) -> float | None:
 
 
 def count_finished(page: EnginePage | None) -> float | None:
-    """Return the finished requests of all engines; None where one is unknown."""
+    """Return the finished requests of all engines; None where one is unknown, or without any."""
     return sum_known(engine.finished_total for engine in list_named(page))
 
 
 def is_page_awake(page: EnginePage | None) -> bool | None:
-    """Return False while an engine of the page sleeps; None where none reports it."""
+    """Return whether all engines of the page are awake; None where no engine reports that."""
     reports = [engine.awake for engine in list_engines(page) if engine.awake is not None]
     return all(reports) if reports else None

@@ -14,19 +14,19 @@ from vllm_headroom.model import EnginePage, Failure, Sample, Snapshot
 from vllm_headroom.units import DAY_SECONDS
 
 COMPARABLE_FACTOR: Final = 1.1
-"""Loads within this factor are comparable; the alert is at 1.1 (9.5 to 10.5 MB per request in the
-post-mortem)."""
+"""Two loads are comparable if they differ by at most this factor. The alert's threshold is 1.1 too:
+in the post-mortem, memory rose from 9.5 to 10.5 MB per request."""
 
 BASELINE_READINGS: Final = 60
-"""Readings in a baseline, five minutes at the default interval: a shorter one would be a burst's
-peak."""
+"""How many readings make a baseline: five minutes at the default interval. A shorter baseline could
+be the peak of a burst."""
 
 WARM_REQUESTS: Final = 1000.0
-"""Requests finished in this run before a baseline is learned: kernels have been used for the first
-time by then."""
+"""How many requests must have finished in this run before a baseline is learned: by then kernels
+have been used for the first time."""
 
 HALF_LIFE_SECONDS: Final = DAY_SECONDS
-"""Decay of the busiest load: load has a daily cycle."""
+"""The remembered highest load decays with this half-life, because load has a daily cycle."""
 
 
 class Baseline(NamedTuple):
@@ -44,25 +44,26 @@ class BusiestLoad(NamedTuple):
 
 
 class Baselines(Struct, frozen=True, kw_only=True):
-    """What was learned in one run of the engine."""
+    """The baselines that were learned in one run of the engine, and its highest load."""
 
     run_id: str | None = field(default=None, name="life")  # its name in the state file
     finished_total: float | None = None
     bands: dict[str, dict[int, Baseline]] = field(default_factory=dict)
-    """The baselines by the GPU's UUID and the load band."""
+    """The baselines by the GPU's UUID and the number of the load band."""
 
     busiest: BusiestLoad = BusiestLoad()
+    """The highest load of any run, as it was when measured."""
 
 
 def derive_baseline(
     state: Baselines, snapshot: Snapshot, *, configured_bytes: float | None
 ) -> tuple[Baselines, tuple[Sample, ...]]:
-    """Return memory per running request over its baseline.
+    """Return each GPU's memory per running request as a ratio of its baseline.
 
-    With `configured_bytes` (per running request and GPU at full load) that is the baseline, and
-    there is a sample only near the busiest load: at night the same memory is spread over fewer
-    requests. Else it is the mean of the first readings at comparable load. No sample while nothing
-    runs.
+    `configured_bytes` is the baseline, per running request and GPU at full load. Then there is a
+    sample only near the highest load: at night the same memory is spread over fewer requests.
+    Where it is None, the baseline is the mean of the first readings at comparable load, and there
+    is no sample until it is learned. No sample while nothing runs.
     """
     page = snapshot.page
     if page is None or not snapshot.is_in_service or isinstance(snapshot.gpus, Failure):
@@ -82,7 +83,7 @@ def derive_baseline(
     is_near_busiest = running * COMPARABLE_FACTOR >= busiest_running
     band = find_load_band(running)
     for gpu in snapshot.gpus:
-        # Unknown, or the engine exited between the two readings.
+        # None where it is unknown; 0 where the engine exited between the readings of page and GPU.
         if not gpu.held_bytes:
             continue
         ratio = None
@@ -101,7 +102,7 @@ def derive_baseline(
 
 
 def _follow_run(state: Baselines, page: EnginePage) -> Baselines:
-    """Return the state of the run that the page is of: a new run has no baselines yet."""
+    """Return the state with the page's run and count; without baselines where the run is new."""
     run_id = identify_run(page)
     finished_total = count_finished(page)
     if is_new_run(state.run_id, run_id, state.finished_total, finished_total):
@@ -112,14 +113,14 @@ def _follow_run(state: Baselines, page: EnginePage) -> Baselines:
 
 
 def _decay_busiest(busiest: BusiestLoad, now: float) -> float:
-    """Return the busiest load, halved for each half-life since; `now` is in seconds."""
-    # A clock that was set back has not passed a negative time.
+    """Return the remembered highest load, halved for each half-life that has passed at `now`."""
+    # The clock may have been set back: no time has passed then.
     passed_seconds = max(0.0, now - busiest.seconds)
     return float(busiest.running * 0.5 ** (passed_seconds / HALF_LIFE_SECONDS))
 
 
 def _compare(held_bytes: int, baseline: Baseline) -> float | None:
-    """Return the memory over its baseline; None while that is being learned."""
+    """Return the memory as a ratio of its baseline; None while the baseline is being learned."""
     if baseline.readings < BASELINE_READINGS or baseline.mean_bytes <= 0:
         return None
     return held_bytes / baseline.mean_bytes
@@ -138,11 +139,11 @@ def find_load_band(running: float) -> int:
 
 
 def derive_per_request(snapshot: Snapshot) -> tuple[Sample, ...]:
-    """Return, per GPU, the memory the engine holds over the running requests of the whole page.
+    """Return each GPU's memory held by the engine, divided by all running requests of the page.
 
     Summed over the GPUs this is the memory per request of the whole server, for tensor and data
-    parallelism alike. Absent while nothing runs, while an engine does not report its requests,
-    and at nothing held, as when the engine exits between the two readings.
+    parallelism alike. No samples while nothing runs or an engine does not report its requests. No
+    sample of a GPU of which the engine holds nothing, as when it exits between the two readings.
     """
     running = count_running(snapshot.page)
     if not running:

@@ -10,10 +10,10 @@ from vllm_headroom.derive.series import label_engine, limit_remembered
 from vllm_headroom.model import EngineReading, Sample, Snapshot
 
 RATIO_WINDOW_SECONDS: Final = 300.0
-"""The hit ratio is that of the last five minutes."""
+"""The time over which the hit ratio is measured."""
 
 RATIO_WINDOW_STEPS: Final = 60
-"""Counts are kept a sixtieth of the window apart, which bounds memory at any sampling interval."""
+"""How many counts of the window are kept at most, which bounds memory at any sampling interval."""
 
 
 class Count(Struct, frozen=True, kw_only=True):
@@ -25,21 +25,22 @@ class Count(Struct, frozen=True, kw_only=True):
 
 
 class PrefixCacheState(Struct, frozen=True, kw_only=True):
-    """The counts of each engine, by the labels `model_name` and `engine`.
+    """The counts of each engine within the window, and the last count before the window.
 
-    They are those within the window and the last one before it, oldest first. An engine that left
-    the page is dropped after a window.
+    The oldest is first. An engine that is not on the page is dropped after a window.
     """
 
     engines: dict[tuple[str, str], tuple[Count, ...]] = field(default_factory=dict)
+    """By the labels `model_name` and `engine`."""
 
 
 def derive_prefix_cache(
     state: PrefixCacheState, snapshot: Snapshot
 ) -> tuple[PrefixCacheState, tuple[Sample, ...]]:
-    """Return hits over queries of the last 5 minutes per engine; absent without queries then.
+    """Return hits over queries of the last five minutes for each engine.
 
-    vLLM V0 has no counters: there the ratio is the average since the engine's start.
+    An engine without queries in that time has no sample. vLLM V0 has no counters: its sample is the
+    average since the engine's start.
     """
     # The counts of a run that is over are not compared with those of the next one.
     if snapshot.engine_status is not None and not snapshot.engine_status.is_in_service:
@@ -67,9 +68,10 @@ def derive_prefix_cache(
 def _update_counts(
     counts: tuple[Count, ...], engine: EngineReading, now: float
 ) -> tuple[Count, ...]:
-    """Drop what is too old and add the engine's counters, if it has any; `now` is in seconds.
+    """Return the counts of the window that ends at `now`, in seconds, with the engine's counters.
 
-    A counter that fell has restarted at 0.
+    Where the page has no counters, none are added. Where a counter fell, it has restarted at 0, and
+    the counts start over.
     """
     old_counts = [count for count in counts if now - count.seconds >= RATIO_WINDOW_SECONDS]
     # The last one before the window is where the window begins.
@@ -84,6 +86,7 @@ def _update_counts(
         len(counts) > 1
         and counts[-1].seconds - counts[-2].seconds < RATIO_WINDOW_SECONDS / RATIO_WINDOW_STEPS
     ):
+        # The last count is too close to the one before it: the new count replaces it.
         counts = counts[:-1]
     return (*counts, Count(seconds=now, queries=queries, hits=hits))
 

@@ -11,13 +11,13 @@ from vllm_headroom.model import (
 )
 
 FRESH_INTERVALS: Final = 3
-"""A file is fresh for three of its intervals, within the bounds below."""
+"""A file is fresh for this many of its write intervals, within the two bounds below."""
 
 SHORTEST_FRESH_SECONDS: Final = 10.0
 LONGEST_FRESH_SECONDS: Final = 300.0
 
 AHEAD_SECONDS: Final = 60.0
-"""Files share the machine's clock: one dated further ahead is ignored."""
+"""A file that is dated further ahead is ignored: the probe and the daemon share a clock."""
 
 
 def classify_probe(
@@ -27,9 +27,9 @@ def classify_probe(
 ) -> ProbeReadings | Failure | None:
     """Sort the probe's files into present, silent and others, at `now` in seconds since the epoch.
 
-    Where /proc shows engine processes, a file belongs to this run if one of them started when its
-    process did; pids may be of another namespace, and setting the clock changes a start time.
-    Otherwise only the file's date counts.
+    Where /proc shows engine processes, a file belongs to this run if its process started when one
+    of them did. Pids are not compared, since they may be of another namespace. Where /proc shows
+    none, a fresh file belongs to this run. A failure, or None, is returned unchanged.
     """
     if files is None or isinstance(files, Failure):
         return files
@@ -54,7 +54,7 @@ def classify_probe(
 def _list_newest(files: tuple[ProbedProcess, ...], now: float) -> list[ProbedProcess]:
     """Return the newest file of each process, oldest first."""
     newest = {}
-    # Names are not trusted: of several files of one process the newest counts.
+    # A file's name is not trusted: its content says which process it is of.
     for file in sorted(files, key=lambda file: file.written_at_seconds):
         if file.written_at_seconds <= now + AHEAD_SECONDS:
             newest[file.pid, file.started_at_seconds] = file
@@ -62,6 +62,7 @@ def _list_newest(files: tuple[ProbedProcess, ...], now: float) -> list[ProbedPro
 
 
 def _is_same_process(file: ProbedProcess, process: EngineProcess) -> bool:
+    """Return whether the two have the same start, on the boot clock or nearly on the wall clock."""
     boot_seconds = file.since_boot_seconds
     if boot_seconds is not None and boot_seconds == process.since_boot_seconds:
         return True
@@ -70,6 +71,6 @@ def _is_same_process(file: ProbedProcess, process: EngineProcess) -> bool:
 
 
 def _measure_fresh_seconds(file: ProbedProcess) -> float:
-    """Return how long a file is fresh."""
+    """Return for how many seconds after its writing a file is fresh."""
     fresh_seconds = max(SHORTEST_FRESH_SECONDS, FRESH_INTERVALS * file.interval_seconds)
     return min(fresh_seconds, LONGEST_FRESH_SECONDS)

@@ -52,7 +52,7 @@ def _derive_gpu(gpu: Gpu) -> Iterator[Sample]:
     labels = label_gpu(gpu)
     reading = gpu.reading
     name = reading.name
-    # Of such a GPU the machine's memory is shown: the name says so.
+    # The figures of such a GPU are those of the machine's memory: the name says so.
     if reading.memory is not None and reading.memory.is_unified:
         name += " (unified memory)"
     yield Sample(catalog.GPU_INFO, (*labels, name, gpu.attribution or ""), 1.0)
@@ -86,7 +86,11 @@ def _derive_holders(gpu: Gpu, used_bytes: int) -> Iterator[Sample]:
 
 
 def derive_engine_state(snapshot: Snapshot) -> tuple[Sample, ...]:
-    """Return the server's state, the start and number of its runs, and its progress."""
+    """Return the samples of the engine's status; none while the status is unknown.
+
+    They are its state, the start of its run, its restarts and exits, its progress, and the part of
+    the KV cache that no request holds.
+    """
     status = snapshot.engine_status
     if status is None:
         return ()

@@ -12,33 +12,34 @@ from vllm_headroom.derive.series import label_gpu, limit_remembered
 from vllm_headroom.model import Sample, Snapshot
 
 SETTLED_SECONDS: Final = 30.0
-"""Memory is freed after the page reports sleep, on some devices seconds later
-(vllm-project/vllm#37533)."""
+"""The time after the page reports sleep in which memory is still being freed; on some devices it
+takes seconds (vllm-project/vllm#37533)."""
 
 LEAST_RELEASED_SHARE: Final = 0.1
-"""With less of it given back there is no residue: sleep level 0 pauses the scheduler and keeps all
-memory."""
+"""A sleep that gives back less than this share of the memory has no residue: sleep level 0 pauses
+the scheduler and keeps all memory."""
 
 
 class SleepState(Struct, frozen=True, kw_only=True):
-    """The sleep of a run, and the memory that it kept of each GPU."""
+    """The newest sleep of a run, and the memory that the engine kept of each GPU in it."""
 
     run_id: str | None = None
     since_seconds: float | None = None
     """Begin of the current sleep on the monotonic clock; None while awake."""
 
     settled: bool = False
-    """Whether `least_bytes` is of the current sleep, not of the previous one."""
+    """Whether `least_bytes` is of the current sleep; False while it is of the previous one."""
 
     least_bytes: dict[str, int] = field(default_factory=dict)
-    """The least held in a sleep, by UUID: memory is freed late in the beginning, and taken again
-    before the page reports the wake."""
+    """The least memory that was held during one sleep, by UUID. The least, because memory is freed
+    late after the beginning and taken again before the page reports the wake."""
 
 
 def derive_sleep(state: SleepState, snapshot: Snapshot) -> tuple[SleepState, tuple[Sample, ...]]:
-    """Return the residue of each of the engine's GPUs: of this sleep once settled, else the last.
+    """Return the residue of each of the engine's GPUs: the memory that it keeps in sleep.
 
-    A new run has not slept yet.
+    It is that of the current sleep once memory has been freed, else of the previous sleep. No
+    sample before the run's first sleep.
     """
     state = _update_sleep(state, snapshot)
     samples: list[Sample] = []
@@ -50,6 +51,7 @@ def derive_sleep(state: SleepState, snapshot: Snapshot) -> tuple[SleepState, tup
 
 
 def _update_sleep(state: SleepState, snapshot: Snapshot) -> SleepState:
+    """Return the state after one more snapshot; unchanged where the page could not be read."""
     page = snapshot.page
     if page is None:
         return state
@@ -77,7 +79,10 @@ def _update_sleep(state: SleepState, snapshot: Snapshot) -> SleepState:
 
 
 def _list_residues(snapshot: Snapshot) -> dict[str, int]:
-    """Return what is held now of each GPU that the sleep gave something back of, by UUID."""
+    """Return the memory held now of each GPU of which the sleep has released a part, by UUID.
+
+    Where it is unknown how much was released, the GPU counts too.
+    """
     status = snapshot.engine_status
     bytes_to_wake = {} if status is None else dict(status.wake_bytes)
     residues_bytes: dict[str, int] = {}

@@ -6,13 +6,14 @@ from vllm_headroom.derive.pages import list_engines
 from vllm_headroom.model import EnginePage
 
 RESTART_SHARE: Final = 0.5
-"""A count of finished requests below this share of the previous one is that of another run."""
+"""Where the count of finished requests falls below this share of the previous one, it belongs to
+another run."""
 
 
 def identify_run(page: EnginePage | None) -> str | None:
-    """Return the start times of the page's servers, which identify this run.
+    """Return the start times of the page's servers as a text that identifies the run.
 
-    None where the page has none.
+    None where the page could not be read or reports no start time.
     """
     starts = {
         engine.started_at_seconds
@@ -25,12 +26,12 @@ def identify_run(page: EnginePage | None) -> str | None:
 def is_new_run(
     run_id: str | None, new_run_id: str | None, finished: float | None, new_finished: float | None
 ) -> bool:
-    """Return whether the second pair belongs to another run than the first.
+    """Return whether the new id and count of finished requests belong to another run.
 
-    Unknown values prove nothing. A counter that falls within one run was reset. If several servers
-    answer in turn, the latest start identifies the run; an earlier start is a restart, after the
-    clock was set, only if the count has more than halved: servers that share the load have similar
-    counts.
+    False where the values that could show that are unknown. With equal ids it is the same run, and
+    a count that fell was reset. Several servers that share a port may answer in turn, with several
+    starts: a later start is a new run. An earlier start is one only if the count has more than
+    halved too, since servers that share the load have similar counts; then the clock was set.
     """
     has_restarted_count = False
     if finished is not None and new_finished is not None:

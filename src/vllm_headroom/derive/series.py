@@ -7,15 +7,16 @@ from typing import Final, TypeVar
 from vllm_headroom.model import EngineReading, Gpu, Metric, Sample
 
 MOST_REMEMBERED: Final = 256
-"""Entries kept while some do not show: as many as a page may have engines, and more than a machine
-has GPU parts. Names may be new each time."""
+"""The most entries that are kept of engines or GPUs that are not visible now. A page may have as
+many engines, and no machine has so many GPU parts. Names may be new at each tick, so that without
+a limit memory would grow."""
 
 K = TypeVar("K")
 V = TypeVar("V")
 
 
 def limit_remembered(entries: Mapping[K, V], present: Collection[K]) -> dict[K, V]:
-    """Drop what does not show now if there are more than MOST_REMEMBERED entries."""
+    """Return the entries; only those of `present` names if there are more than MOST_REMEMBERED."""
     if len(entries) <= MOST_REMEMBERED:
         return dict(entries)
     return {name: entry for name, entry in entries.items() if name in present}
@@ -45,7 +46,10 @@ def make_states(metric: Metric, labels: tuple[str, ...], current: StrEnum) -> tu
 def make_facts(
     table: tuple[tuple[Metric, str], ...], labels: tuple[str, ...], reading: object
 ) -> list[Sample]:
-    """Return a reading's samples by a table of metrics and attributes; none without a reading."""
+    """Return a reading's samples by a table of metrics and attributes.
+
+    Attributes that are None have no sample; without a reading there are no samples.
+    """
     if reading is None:
         return []
     samples = []

@@ -14,13 +14,15 @@ from vllm_headroom.model import Sample, Snapshot
 
 MINUTE_SECONDS: Final = 60.0
 WINDOW_MINUTES: Final = 10
-"""The window of a simple rule in a post-mortem, an alert on growth over 10 minutes."""
+"""The window in minutes: that of a simple rule from a post-mortem, an alert on growth over ten
+minutes."""
 
 BAND_SHARE: Final = 0.15
-"""A minute's mean may differ from the window's by this share: arrivals alone vary as much."""
+"""Load is level if no minute's mean differs from the window's mean by more than this share: random
+arrivals alone vary as much."""
 
 BAND_REQUESTS: Final = 2.0
-"""Or by so many requests, where that is more."""
+"""At low load, a minute's mean may differ by this number of requests, if that is more."""
 
 
 class LoadState(Struct, frozen=True, kw_only=True):
@@ -39,14 +41,18 @@ class LoadState(Struct, frozen=True, kw_only=True):
     """Samples of the current minute."""
 
     is_stable: bool | None = None
-    """Whether load was level; None until the window is full."""
+    """Whether load was level at the end of the last full minute; None until the window is full."""
 
     held_bytes: dict[str, int] = field(default_factory=dict)
-    """What was held when load became stable, by UUID."""
+    """The memory that the engine held when load became level, by the UUID of the GPU."""
 
 
 def derive_load(state: LoadState, snapshot: Snapshot) -> tuple[LoadState, tuple[Sample, ...]]:
-    """Return whether load was level for ten minutes, and each GPU's change since then."""
+    """Return whether load is level, and each GPU's change of memory since it became level.
+
+    No samples until ten minutes were measured. Where the number of running requests is unknown, the
+    measurement starts over.
+    """
     engines = () if snapshot.page is None else list_named(snapshot.page)
     running_requests = sum_known(engine.running for engine in engines)
     if running_requests is None:
@@ -71,7 +77,7 @@ def derive_load(state: LoadState, snapshot: Snapshot) -> tuple[LoadState, tuple[
 
 
 def _add_sample(state: LoadState, requests: float, now_seconds: float) -> LoadState:
-    """Return the state with a sample, and with the verdict on the window after a full minute."""
+    """Return the state with a sample; after a full minute, decide again whether load is level."""
     began_seconds = state.minute_began_seconds
     if began_seconds is None or now_seconds < began_seconds:
         began_seconds = now_seconds

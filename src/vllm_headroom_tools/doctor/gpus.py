@@ -7,10 +7,10 @@ from typing import Final
 from vllm_headroom.daemon.transitions import AMBIGUOUS, NOT_ATTRIBUTED
 from vllm_headroom.derive.attribution import (
     Selection,
-    are_pids_true,
+    are_pids_reliable,
     describe_leftover,
     describe_orphans,
-    is_process_memory_true,
+    is_process_memory_reliable,
 )
 from vllm_headroom.derive.host_memory import ContainerState, update_container
 from vllm_headroom.model import Failure, GpuReading, ProcessReadings, Vendor
@@ -213,9 +213,9 @@ def check_process_memory(survey: Survey) -> Check:
     has_amd = any(device.vendor is Vendor.AMD for device in readings.devices)
     if driver is None and not processes.sees_host_pids and not has_amd:
         return Check(Status.UNKNOWN, "the driver does not report its version")
-    if not is_process_memory_true(readings, processes):
+    if not is_process_memory_reliable(readings, processes):
         problem = "reports the host's pids, which differ here"
-        if are_pids_true(readings, processes):
+        if are_pids_reliable(readings, processes):
             problem = "may report another process's memory"
         return Check(
             Status.MISSING,
@@ -338,7 +338,7 @@ def _can_match(survey: Survey) -> bool:
 def _has_true_pids(survey: Survey) -> bool:
     if isinstance(survey.readings, Failure):
         return False
-    return are_pids_true(survey.readings, survey.processes)
+    return are_pids_reliable(survey.readings, survey.processes)
 
 
 def _explain_none(survey: Survey) -> tuple[Status, str, tuple[Fix, ...]]:

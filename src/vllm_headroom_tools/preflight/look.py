@@ -10,9 +10,9 @@ from msgspec.structs import replace
 
 from vllm_headroom.derive.attribution import (
     FATE_TEXTS,
-    are_pids_true,
+    are_pids_reliable,
     find_fate,
-    is_process_memory_true,
+    is_process_memory_reliable,
 )
 from vllm_headroom.derive.host_memory import ContainerState, update_container
 from vllm_headroom.model import Failure, GpuReadings, HostMemory, ProcessReadings, Shm
@@ -117,9 +117,9 @@ async def _find_holders(
 ) -> dict[str, tuple[GpuOccupant, ...]]:
     """Return the processes on each GPU by its UUID, without GPUs whose processes are not listed."""
     names: dict[int, str] = {}
-    if not isinstance(listed, Failure) and are_pids_true(readings, listed):
+    if not isinstance(listed, Failure) and are_pids_reliable(readings, listed):
         names = await _name_processes(readings, listed, proc)
-    is_memory_true = is_process_memory_true(readings, listed)
+    is_memory_reliable = is_process_memory_reliable(readings, listed)
     holders = {}
     for device in readings.devices:
         if device.processes is None:
@@ -128,7 +128,7 @@ async def _find_holders(
             GpuOccupant(
                 pid=process.pid,
                 name=names.get(process.pid),
-                used_bytes=process.used_bytes if is_memory_true else None,
+                used_bytes=process.used_bytes if is_memory_reliable else None,
             )
             for process in device.processes
         )
