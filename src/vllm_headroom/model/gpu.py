@@ -325,10 +325,10 @@ class Gpu(Struct, frozen=True, kw_only=True):
 
     engine_bytes: int | None = None
     """The memory that the engine's processes hold; None where the device's processes cannot be
-    told apart."""
+    distinguished."""
 
     other_bytes: int | None = None
-    """The memory that other processes hold; None where they cannot be told apart."""
+    """The memory that other processes hold; None where they cannot be distinguished."""
 
     held_bytes: int | None = None
     """The engine's memory. That is `engine_bytes` or, on a device where that can never be known,

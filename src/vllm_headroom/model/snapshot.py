@@ -61,7 +61,7 @@ class Snapshot(Struct, frozen=True, kw_only=True):
     """None where the host's memory is unknown."""
 
     has_silent_core: bool = False
-    """As in ProbeReadings; a field of its own, because a trace has no probe readings."""
+    """As in ProbeReadings; a separate field, because a trace has no probe readings."""
 
     pools: tuple[Pool, ...] = ()
     """The parts of memory that vLLM was configured to fill."""

@@ -182,7 +182,7 @@ def choose_roots(
         neighbours=neighbours,
         ports=frozenset() if port is None else frozenset({port}),
     )
-    # Only a page that names its server's start tells the engine from the strangers around it.
+    # Only a page that names its server's start distinguishes the engine from other servers.
     if best_rank.start_match is StartMatch.NONE:
         return replace(
             choice,
