@@ -135,7 +135,7 @@ def list_pools(
 def _size_kv_offload(
     engines: Collection[EngineReading], options: EngineOptions, worker: Role, workers: int
 ) -> Pool:
-    """Return the pool of KV cache in host memory: each engine's tier, and LMCache in each worker."""
+    """Return the pool of KV cache in host memory: each engine's tier, each worker's LMCache."""
     tiers_bytes = sum(engine.kv_offload_bytes or 0 for engine in engines)
     # Where the page does not show a tier, each engine has one of the size that the options set.
     if not tiers_bytes:

@@ -13,7 +13,7 @@ _LEVEL_RULES: Final = "".join(
     f".{level} b,.{level} h1,b.{level}{{color:var(--{level})}}"
     for level in Level
 )
-"""What belongs to a level has its colour."""
+"""The rules that give everything of a level the level's colour."""
 
 _HEAD_RULES: Final = pack_style("""
 body{font:16px/1.5 system-ui,sans-serif;max-width:62rem;margin:0 auto;padding:1rem;color:var(--ink);
@@ -115,7 +115,8 @@ SCRIPT: Final = """\
   setInterval(update, 1000 * document.body.dataset.seconds);
 })();
 """
-"""Replaces what has changed. Scroll position, focus, selection and opened parts stay."""
+"""Loads the page again and again, and replaces the elements that have changed. The scroll position,
+the focus, a selection and opened lines stay."""
 
 
 def _hash(text: str) -> str:
@@ -128,7 +129,8 @@ POLICY: Final = (
     f"script-src 'sha256-{_hash(SCRIPT)}'; connect-src 'self'; img-src data:; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'"
 )
-"""The page's Content-Security-Policy: this style and this script, nothing else, and no frame."""
+"""The page's Content-Security-Policy: it permits this style and this script and nothing else, and
+forbids showing the page in a frame."""
 
 _ICONS: Final = {
     Level.GOOD: ("#1a7f37", "<path d='M4 9l3 3 6-7' fill='none' stroke='#fff' stroke-width='2'/>"),

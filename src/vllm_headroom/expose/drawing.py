@@ -52,19 +52,21 @@ def escape_text(text: str) -> str:
 
 
 MARGIN: Final = 1.15
-"""Our choice: a picture reaches a seventh beyond the highest value or the end of a forecast."""
+"""Our choice: how far a picture reaches beyond the highest value, or beyond the forecast's end, as
+a multiple of these."""
 
 PAST_SHARE: Final = 2 / 3
 """Our choice: with a forecast, the past has two thirds of the width."""
 
 SCALE_QUANTILE: Final = 0.9
-"""The quantile that sets the scale: while an engine starts, the card is empty for minutes."""
+"""The quantile of the values that sets the scale. It is not the highest value, because the card is
+empty for minutes while an engine starts."""
 
 
 def find_top(values: Iterable[float | None], *, limit: float | None = None) -> float:
-    """Return the top of a picture of free memory: at most `limit`.
+    """Return the value at the top of a picture of free memory, at most `limit`; 1 without values.
 
-    It leaves out short times in which a card is empty.
+    Values of short times in which a card is empty may lie above it.
     """
     ordered = sorted(value for value in values if value is not None)
     if not ordered:
@@ -76,8 +78,8 @@ def find_top(values: Iterable[float | None], *, limit: float | None = None) -> f
 class Frame(Struct, frozen=True, kw_only=True):
     """Maps times from `begin` to `end` and values from 0 to `top` to a box of `width` by `height`.
 
-    With `now`, later times have another scale on the right third of the box, so that a forecast
-    always reaches zero.
+    Without `now` the time has one scale. With `now`, later times are mapped to the right third of
+    the box, so that the whole forecast fits however long it is.
     """
 
     begin: float
@@ -89,7 +91,7 @@ class Frame(Struct, frozen=True, kw_only=True):
 
     def x(self, seconds: float) -> float:
         """Return the distance of a time from the left."""
-        # an interval of no length is divided by 1: its only time lies on the left
+        # A span of no length is divided by 1: then its only time lies at the left edge.
         past_seconds = seconds - self.begin
         if self.now is None:
             whole_seconds = self.end - self.begin or 1.0
@@ -111,8 +113,10 @@ class Forecast(Struct, frozen=True, kw_only=True):
 
     begin: float
     value: float
-    seconds: float  # from `begin` to zero
-    earliest_seconds: float | None = None  # the lower bound of `seconds`, where known
+    seconds: float
+    """The time from `begin` until the value is zero."""
+    earliest_seconds: float | None = None
+    """The lower bound of `seconds`; None where unknown."""
 
 
 def build_curve(points: Iterable[Point]) -> Curve:
@@ -124,9 +128,10 @@ def build_curve(points: Iterable[Point]) -> Curve:
 
 
 def thin_curve(curve: Curve, columns: int, *, begin: float = -inf) -> list[Stretch]:
-    """Return at most two points per column, its lowest and highest, from the time `begin` on.
+    """Return the curve from the time `begin` on, thinned to two points for each of `columns`.
 
-    Columns without values divide the stretches.
+    The two are the column's lowest and highest point, in the order of their times. A column without
+    a known value ends the stretch; empty where no value is known.
     """
     times, values = curve
     start = bisect_left(times, begin)
@@ -136,7 +141,7 @@ def thin_curve(curve: Curve, columns: int, *, begin: float = -inf) -> list[Stret
     for column_start in range(start, len(values), column_size):
         column: Sequence[Any] = values[column_start : column_start + column_size]
         known_values = column
-        if has_gaps:  # a day without gaps is not copied
+        if has_gaps:  # copying the columns of a day without gaps would cost time
             known_values = [value for value in column if value is not None]
         if known_values:
             lowest_place = column.index(min(known_values))
@@ -150,13 +155,16 @@ def thin_curve(curve: Curve, columns: int, *, begin: float = -inf) -> list[Stret
 
 
 def draw_line(frame: Frame, stretches: Iterable[Stretch], *, kind: str) -> str:
-    """Return the curve, of class `kind` in STYLE; a stretch of one point is a dot."""
+    """Return a line through each stretch, of class `kind` in STYLE; empty without a stretch.
+
+    A stretch of one point is a dot.
+    """
     path = "".join(_draw_path(frame, stretch) for stretch in stretches)
     return f'<path class="{kind}" d="{path}"/>' if path else ""
 
 
 def draw_curve(frame: Frame, stretches: Iterable[Stretch]) -> str:
-    """Return the curve, with the area below it shaded."""
+    """Return a line through each stretch, with the area below it shaded; empty without any."""
     paths = [_draw_path(frame, stretch) for stretch in stretches]
     if not paths:
         return ""
@@ -166,7 +174,7 @@ def draw_curve(frame: Frame, stretches: Iterable[Stretch]) -> str:
 
 
 def _close_path(frame: Frame, path: str) -> str:
-    """Return the area below a path: from its end down to zero, and back below its first point."""
+    """Return the path of the area below a path: down to zero at its end, and back to its begin."""
     first_x = path[1 : path.index(" ")]
     return f"{path}V{frame.height:.0f}H{first_x}Z"
 
@@ -179,7 +187,7 @@ def draw_zero(frame: Frame) -> str:
 
 
 def draw_mark(frame: Frame, seconds: float) -> str:
-    """Return a vertical line at a time; none outside the frame."""
+    """Return a vertical line at a time; empty where the time is outside the frame."""
     if not frame.begin <= seconds <= frame.end:
         return ""
     x = f"{frame.x(seconds):.1f}"
@@ -187,9 +195,9 @@ def draw_mark(frame: Frame, seconds: float) -> str:
 
 
 def draw_forecast(frame: Frame, forecast: Forecast) -> str:
-    """Return the line to zero, with the area to its lower bound shaded.
+    """Return the forecast's line to zero; shade the area between it and the earliest line to zero.
 
-    Both are cut off at the frame.
+    Both are cut off at the end of the frame.
     """
     begin = (forecast.begin, forecast.value)
     likely_end = _find_end(frame, forecast, forecast.seconds)
@@ -198,7 +206,7 @@ def draw_forecast(frame: Frame, forecast: Forecast) -> str:
         return line
     earliest_end = _find_end(frame, forecast, forecast.earliest_seconds)
     earliest_value = earliest_end[1]
-    # a bound that does not reach zero within the frame continues along the frame's edge
+    # Where the earliest line is cut off too, the area ends at the frame's edge.
     edge_seconds = earliest_end[0] if earliest_value == 0 else likely_end[0]
     corners = [
         begin,
@@ -211,7 +219,10 @@ def draw_forecast(frame: Frame, forecast: Forecast) -> str:
 
 
 def _find_end(frame: Frame, forecast: Forecast, seconds: float) -> tuple[float, float]:
-    """Return the end, within the frame, of a straight line to zero in `seconds`."""
+    """Return where a line from the forecast's begin to zero, reached in `seconds`, ends.
+
+    That is at zero, or where the line leaves the frame.
+    """
     share = 1.0
     if seconds > 0:
         share = min(1.0, (frame.end - forecast.begin) / seconds)
@@ -226,13 +237,14 @@ def _draw_path(frame: Frame, stretch: Sequence[tuple[float, float]]) -> str:
     path = f"M{'L'.join(points)}"
     if len(stretch) > 1:
         return path
-    return f"{path}h.1"  # a line of no length would not be drawn
+    return f"{path}h.1"  # browsers do not draw a line of no length
 
 
 def draw_picture(frame: Frame, shapes: Iterable[str], *, title: str, stretch: bool = True) -> str:
-    """Return the box with its shapes.
+    """Return the SVG picture of the shapes in a frame.
 
-    `title` is for screen readers. `stretch` scales the box to any shape, its texts too.
+    `title` is for screen readers. With `stretch` the picture fills a box of any proportions, which
+    distorts texts in it.
     """
     ratio = ' preserveAspectRatio="none"' if stretch else ""
     return (

@@ -15,14 +15,14 @@ from vllm_headroom.units import HOUR_SECONDS, format_duration, format_size
 from vllm_headroom.vocabulary import Level
 
 MOST_COLUMNS: Final = 480
-"""Of all curves together: two points of 10 characters each are 10 kB, and the page stays below
-60 kB."""
+"""The columns of all curves together. A column has two points of 10 characters each: together they
+take 10 kB, and the page stays below 60 kB."""
 
 LEAST_COLUMNS: Final = 32
-"""Of one curve, our choice: with fewer, a day has no shape."""
+"""Our choice: the fewest columns of one curve. With fewer, the course of a day is not visible."""
 
 MOST_DRAWN_GPUS: Final = 16
-"""Our choice: of more GPUs the page has the verdicts and tables alone."""
+"""Our choice: how many GPUs have a figure; further GPUs have only verdicts and rows in tables."""
 
 LEGEND: Final = (
     "<span><i class=free></i>free memory</span>"
@@ -33,17 +33,26 @@ LEGEND: Final = (
 
 
 class _Room(Struct, frozen=True, kw_only=True):
-    """The free memory of a GPU or of the host."""
+    """The free memory of a GPU or of the host over the last day, and its forecast."""
 
-    subject: str  # as alarms name it
-    name: str  # the model of a GPU
-    rank: int  # the place of its verdict
-    free_curve: Curve  # never empty
+    subject: str
+    """The name that verdicts have for it."""
+    name: str
+    """The model of a GPU; empty for the host."""
+    rank: int
+    """The place of its verdict among all verdicts: 0 is the worst."""
+    free_curve: Curve
+    """Never empty."""
     peak_curve: Curve
-    free_bytes: int | None  # now; None where unknown
-    total_bytes: int  # 0 where unknown
-    left_seconds: float | None  # until nothing is free
-    earliest_seconds: float | None  # the lower bound of `left_seconds`
+    """The free memory at the peaks of use; empty where unknown, as for the host."""
+    free_bytes: int | None
+    """The free memory now; None where unknown."""
+    total_bytes: int
+    """0 where unknown."""
+    left_seconds: float | None
+    """The time until nothing is free; None where no growth is found."""
+    earliest_seconds: float | None
+    """The lower bound of `left_seconds`; None where unknown."""
 
 
 class _Figure(Struct, frozen=True, kw_only=True):
@@ -54,9 +63,11 @@ class _Figure(Struct, frozen=True, kw_only=True):
 
 
 def draw_figures(view: View, snapshot: Snapshot) -> Iterator[str]:
-    """Yield a figure of each of the engine's GPUs and the host, and one of the load.
+    """Yield at most three pieces of HTML: the worst figure, the load, and all other figures.
 
-    The one with the worst verdict is first and large, with the load below it over the same time.
+    There is a figure of each GPU of the engine and of the host that has a curve. The figure with
+    the worst verdict is large and has the legend. The load has the same axis of time; it is left
+    out with fewer than two points. Nothing is yielded without a curve.
     """
     now = snapshot.time_seconds
     columns = _count_columns(view, snapshot)
@@ -73,7 +84,7 @@ def draw_figures(view: View, snapshot: Snapshot) -> Iterator[str]:
 
 
 def _count_columns(view: View, snapshot: Snapshot) -> int:
-    """Return into how many columns each curve is thinned."""
+    """Return the number of columns to which each curve is thinned."""
     curves = 2 * len(snapshot.owned_gpus[:MOST_DRAWN_GPUS])
     if view.history.read_curve("host")[0]:
         curves += 1
@@ -81,7 +92,7 @@ def _count_columns(view: View, snapshot: Snapshot) -> int:
 
 
 def _list_rooms(view: View, snapshot: Snapshot) -> Iterator[_Room]:
-    """Yield the GPUs of the engine and the host, without those that have no curve yet."""
+    """Yield the free memory of each GPU of the engine and of the host, if it has a curve."""
     ranks = {verdict.subject: rank for rank, verdict in enumerate(view.verdicts)}
     for gpu in snapshot.owned_gpus[:MOST_DRAWN_GPUS]:
         free_curve = view.history.read_curve(f"free {gpu.reading.uuid}")
@@ -90,7 +101,7 @@ def _list_rooms(view: View, snapshot: Snapshot) -> Iterator[_Room]:
             yield _build_gpu_room(view, gpu.reading, rank, free_curve)
     host_curve = view.history.read_curve("host")
     if host_curve[0]:
-        # the host comes first where its verdict is the worst, and last otherwise
+        # The host's figure is first where its verdict is the worst, and last otherwise.
         rank = 0 if ranks.get("host memory") == 0 else len(ranks)
         yield _build_host_room(view, snapshot.host, rank, host_curve)
 
@@ -135,7 +146,7 @@ def _build_host_room(view: View, host: HostMemory | None, rank: int, free_curve:
 
 
 def _draw_room(view: View, room: _Room, now: float, columns: int) -> _Figure:
-    """Return the figure of free memory and its peaks, with the forecast to zero."""
+    """Return the figure of free memory and its peaks, with the forecast to zero where known."""
     begin = room.free_curve[0][0]
     end = now
     forecast = None
@@ -146,6 +157,7 @@ def _draw_room(view: View, room: _Room, now: float, columns: int) -> _Figure:
             seconds=room.left_seconds,
             earliest_seconds=room.earliest_seconds,
         )
+        # At least the last hour: a short past would be stretched to two thirds of the width.
         begin = min(begin, now - HOUR_SECONDS)
         end = now + MARGIN * max(forecast.seconds, 1.0)
     past = svg.thin_curve(room.free_curve, columns, begin=begin)
@@ -185,7 +197,7 @@ def _draw_room(view: View, room: _Room, now: float, columns: int) -> _Figure:
 
 
 def _list_alarm_times(view: View, room: _Room) -> Iterator[float]:
-    """Yield when there was an alarm of this GPU or of no GPU: a text begins with its subject."""
+    """Yield the times of all alarms but those of other GPUs; an event begins with its subject."""
     for event in view.history.events:
         is_of_this_gpu = event.text.startswith(f"{room.subject} ")
         is_of_no_gpu = not event.text.startswith("GPU ")
@@ -194,21 +206,22 @@ def _list_alarm_times(view: View, room: _Room) -> Iterator[float]:
 
 
 def _draw_axis(frame: Frame, now: float, forecast: Forecast | None) -> str:
-    """Return the texts below a figure: its begin, now and, with a forecast, its end."""
+    """Return the texts below a figure: its begin, the time now and, with a forecast, its end."""
     past = format_duration(now - frame.begin)
     texts = [f"{past} before", f"now, {_format_clock(now)}"]
     if forecast is not None:
         end = _format_clock(now + forecast.seconds)
         texts.append(f"out of memory {end}, in {format_duration(forecast.seconds)}")
     elif frame.now is not None:
-        texts.append("")  # the third of the forecast in the figure above
+        # The load has no forecast, but the same axis as the figure above it, which has one.
+        texts.append("")
     kind = "axis" if frame.now is None else '"axis ahead"'
     spans = "".join(f"<span>{escape_text(text)}</span>" for text in texts)
     return f"<div class={kind}>{spans}</div>"
 
 
 def _draw_load(running_curve: Curve, columns: int, now: float, above: Frame | None) -> str:
-    """Return the figure of running requests, over the same time as the frame above it."""
+    """Return the figure of running requests, on the same axis of time as `above`, if any."""
     begin = running_curve[0][0]
     end = now
     scale_change = None

@@ -22,10 +22,10 @@ from vllm_headroom.vocabulary import MetricType
 
 
 class HeadroomCollector(Collector):
-    """Turns the published samples into families, without I/O or errors.
+    """Turns the published samples into families, without I/O; never raises.
 
-    `published` returns the samples of the last tick, None before the first. `list_others` returns
-    the samples that belong to no tick.
+    `published` returns the samples of the newest tick, None before the first. `list_others` returns
+    samples of other origin. `build` has the labels of the build: version, revision and Python.
     """
 
     def __init__(
@@ -46,7 +46,10 @@ class HeadroomCollector(Collector):
             yield _build_family(metric, samples)
 
     def group_samples(self) -> Iterator[tuple[Metric, list[Sample]]]:
-        """Yield each metric that has samples, with them, in the catalogue's order."""
+        """Yield each metric that has samples, with its samples, in the catalogue's order.
+
+        Before the first tick there is only the build.
+        """
         samples = [self._build]
         published = self.published()
         if published is not None:
@@ -61,7 +64,7 @@ class HeadroomCollector(Collector):
                 yield metric, groups[metric.name]
 
     def age_seconds(self, published: Published) -> float:
-        """Return the time since its tick ended."""
+        """Return the time since the tick of these samples."""
         return max(0.0, self._monotonic() - published.monotonic_seconds)
 
 
@@ -83,11 +86,11 @@ _END_LINE: Final = b"# EOF\n"
 """The last line of a page in OpenMetrics."""
 
 _FASTEST_LEVEL: Final = 1
-"""Of gzip's levels: a page of eight GPUs takes 60 us, and becomes a sixth."""
+"""gzip's fastest level: a page of eight GPUs takes 60 us, and shrinks to a sixth."""
 
 _MOST_FORMATS: Final = 3
-"""Formats kept per sample: there are two, times a version and an escaping scheme that a scraper
-chooses. Each takes 8 MiB for the largest page that an engine's names can produce."""
+"""How many formats of the newest page are kept. There are two formats, and a scraper also chooses a
+version and an escaping scheme. A page takes 8 MiB for the longest names that an engine can have."""
 
 _HEADERS: Final[tuple[Header, ...]] = (NO_SNIFF, NO_STORE, ("Vary", "Accept, Accept-Encoding"))
 
@@ -105,11 +108,12 @@ class MetricsPage:
     def __init__(self, collector: HeadroomCollector) -> None:
         self._collector = collector
         self._process = ProcessCollector(registry=None)
-        # the samples of the pages, and the page of each content type
         self._encoded_samples: Published | None = None
+        """The samples that `_pages` were encoded from."""
         self._pages: dict[str, bytes] = {}
-        # the families of the last page, by content type and the metric's name
+        """The page in each content type that was requested."""
         self._families: dict[str, dict[str, _EncodedFamily]] = {}
+        """The families of the last page, by content type and the metric's name."""
 
     def __call__(self, request: Request) -> Response:
         """Return the page, or the families that the query names.
@@ -129,7 +133,7 @@ class MetricsPage:
         return Response(status=200, body=body, content_type=content_type, headers=headers)
 
     def _encode_families(self, encode: Encode, names: list[str]) -> bytes:
-        """Return the families that have samples of these names."""
+        """Return the encoded families whose first sample has one of these names."""
         families = (*self._collector.collect(), *self._process.collect())
         named_families = [family for family in families if family.samples[0].name in names]
         return encode(_Families(named_families))
@@ -148,20 +152,20 @@ class MetricsPage:
         page = self._pages[content_type]
         if published is None:
             return page
-        # the page is encoded once, and its age is of this moment
+        # The page was encoded at an earlier scrape: replace the sample's age by the current one.
         age_seconds = self._collector.age_seconds(published)
         age_line = f"\n{catalog.SAMPLE_AGE.name} {age_seconds!r}"
         return _AGE_LINE.sub(age_line.encode(), page, count=1)
 
     def _encode_page(self, encode: Encode, content_type: str) -> bytes:
-        """Return the page; families that have not changed stay as they were encoded last."""
+        """Return the encoded page; encode only the families whose samples have changed."""
         families = self._families.setdefault(content_type, {})
         parts = []
         for metric, samples in self._collector.group_samples():
             encoded = families.get(metric.name)
             if encoded is None or encoded.samples != samples:
                 text = encode(_Families([_build_family(metric, samples)]))
-                # only the end of the page has this line, which the process's families bring
+                # Only the last families, those of the process, end the page with this line.
                 encoded = _EncodedFamily(samples, text.removesuffix(_END_LINE))
                 families[metric.name] = encoded
             parts.append(encoded.text)
@@ -180,20 +184,21 @@ class _Families(Struct):
 
 @lru_cache(maxsize=_MOST_FORMATS)
 def _choose_encoder(accept: str) -> tuple[Encode, str]:
-    """Return the encoder and the content type that a header requests.
+    """Return the encoder and the content type that an Accept header requests.
 
-    It is the default for a header that is not ASCII or not valid.
+    These are the default ones for an empty header, and for one that is not ASCII or not valid.
     """
-    choices = [choice for choice in accept.split(",") if not _is_refused(choice)]
     if not accept.isascii():
         return choose_encoder("")
+    choices = [choice for choice in accept.split(",") if not _is_refused(choice)]
     try:
         return choose_encoder(",".join(choices))
-    except TypeError:  # the library cannot compare what is no version, such as 1.0.0-beta
+    except TypeError:  # the library fails to compare a version such as 1.0.0-beta
         return choose_encoder("")
 
 
 def _is_gzip_accepted(accept_encoding: str) -> bool:
+    """Return whether the header names gzip, and not with the weight 0."""
     for choice in accept_encoding.lower().split(","):
         encoding, _, _ = choice.partition(";")
         if encoding.strip() in ("gzip", "x-gzip"):

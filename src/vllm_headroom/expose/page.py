@@ -23,10 +23,10 @@ _HEADERS: Final[tuple[Header, ...]] = (
     ("Content-Security-Policy", POLICY),
 )
 MIN_REFRESH_SECONDS: Final = 5
-"""A person reads for longer than a short interval."""
+"""The shortest time between two loads of the page: a person needs time to read it."""
 
 FOLDED_GPUS: Final = 3
-"""From so many GPUs in the same situation on, they are folded into one line."""
+"""This many GPUs in the same situation, or more, are folded into one line."""
 
 SHOWN_EVENTS: Final = 10
 """Our choice: the newest events that the page lists; the snapshot has all."""
@@ -55,7 +55,7 @@ def render_page(view: View) -> str:
     verdicts = _render_verdicts(view)
     sections = "".join(_render_sections(view))
     links = _render_links()
-    # the script reads from the body how often to load the page
+    # The script reads from the body how often to load the page.
     refresh_seconds = max(MIN_REFRESH_SECONDS, round(view.interval_seconds))
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
@@ -73,7 +73,7 @@ def render_page(view: View) -> str:
 
 
 def _render_header(view: View) -> str:
-    """Return whose page it is, how old the sample is and what people need to know about both."""
+    """Return the names of host, engine and GPUs, the sample's age, the version and the notice."""
     if view.snapshot is None:
         sample_time = "the start"
         age = ""
@@ -85,7 +85,7 @@ def _render_header(view: View) -> str:
     notice = ""
     if view.notice:
         notice = f'<p class="notice">{escape_text(view.notice)}</p>'
-    # without an answer, the script shows `data-seen` in the place of the age
+    # Where the sidecar does not answer, the script shows `data-seen` in place of the age.
     return (
         f"<p>{names}</p>"
         f'<p class=dim id=age data-seen="{sample_time}">{age}version {version}</p>'
@@ -95,7 +95,7 @@ def _render_header(view: View) -> str:
 
 
 def _list_names(view: View) -> Iterator[str]:
-    """Yield whose page it is: pod or host, engine, models and GPUs."""
+    """Yield the names of pod or host, engine, models and GPUs, as far as they are known."""
     yield "vllm-headroom"
     if view.host:
         yield view.host
@@ -115,6 +115,8 @@ def _render_links() -> str:
 
 
 def _render_headline(verdict: Verdict) -> str:
+    """Return the level and the situation of a verdict, such as "Alarm: GPU 0 leaking"."""
+    # HEALTHY with an unknown level means that only the leak is not judged yet.
     if verdict.level is Level.UNKNOWN and verdict.situation is Situation.HEALTHY:
         situation = f"whether {verdict.subject} leaks"
     else:
@@ -145,14 +147,18 @@ TIME_LEFT_METRICS: Final = {
     Situation.GROWING: (catalog.TIME_TO_OOM, catalog.TIME_TO_OOM_LOWER),
     Situation.HOST_LEAK: (catalog.HOST_TIME_TO_OOM, catalog.HOST_TIME_TO_OOM_LOWER),
 }
-"""The situations in which memory grows, with the time left and its lower bound."""
+"""The metrics of the time left and of its lower bound, by the situation in which memory grows."""
 
 WITHOUT_ROOM: Final = {Situation.DOWN, Situation.BLIND}
-"""Situations in which free memory is not what matters."""
+"""Situations in which free memory does not matter: the page shows no number."""
 
 
 def _find_number(view: View, worst: Verdict) -> tuple[str, str]:
-    """Return the number that matters in a situation, and its caption; empty where none is known."""
+    """Return the number that matters most in a situation, and its caption; both may be empty.
+
+    That is the number of exits, the time left, the time without progress or, in any other
+    situation and where that number is unknown, the free memory of the fullest GPU.
+    """
     status = None if view.snapshot is None else view.snapshot.engine_status
     if worst.situation is Situation.CRASH_LOOP and status is not None:
         return f"{status.recent_exits} exits", "in the last 90 minutes"
@@ -177,7 +183,7 @@ def _caption_time_left(earliest_seconds: float | None) -> str:
 
 
 def _find_free_memory(values: Values) -> tuple[str, str]:
-    """Return what is free on the fullest GPU, and a caption; empty where no GPU is known."""
+    """Return the free memory of the fullest GPU, and a caption; both empty where none is known."""
     free_bytes = values.find_all(catalog.GPU_MEMORY_FREE)
     if not free_bytes:
         return "", ""
@@ -191,9 +197,10 @@ def _find_free_memory(values: Values) -> tuple[str, str]:
 
 
 def _render_verdicts(view: View) -> str:
-    """Return the verdicts after the worst.
+    """Return the verdicts after the worst one, which the hero shows.
 
-    Many GPUs in the situation of the worst, and many healthy ones, are one line each, which opens.
+    The GPUs in the situation of the worst verdict are folded into one line that can be opened, if
+    there are many; so are the healthy GPUs.
     """
     worst, *verdicts = view.shown_verdicts
     verdicts, healthy_line = _fold_gpus(view, verdicts, Situation.HEALTHY)
@@ -204,9 +211,10 @@ def _render_verdicts(view: View) -> str:
 def _fold_gpus(
     view: View, verdicts: list[Verdict], situation: Situation
 ) -> tuple[list[Verdict], str]:
-    """Return the verdicts that are not folded, and the line of the GPUs in a situation.
+    """Return the verdicts that are not folded, and the line of the folded GPUs.
 
-    Where these are few, nothing is folded and the line is empty.
+    The GPUs in `situation` are folded. Where there are few of them, all verdicts are returned with
+    an empty line.
     """
     folded = [
         verdict
@@ -222,12 +230,13 @@ def _fold_gpus(
 
 
 def _render_list(view: View, verdicts: list[Verdict]) -> str:
+    """Return the verdicts as a list; empty without any."""
     lines = "".join(_render_sentence(view, verdict) for verdict in verdicts)
     return f"<ul class=verdicts>{lines}</ul>" if lines else ""
 
 
 def _summarize_gpus(view: View, verdicts: list[Verdict]) -> str:
-    """Return one line for GPUs in the same situation."""
+    """Return one line for at least one GPU, all in the same situation."""
     situation = verdicts[0].situation
     level = verdicts[0].level
     if situation is not Situation.HEALTHY:
@@ -259,6 +268,7 @@ def _render_sentence(view: View, verdict: Verdict) -> str:
 
 
 def _render_runbook(view: View, verdict: Verdict) -> str:
+    """Return a link to the runbook of a verdict's alert; empty without one."""
     url = view.find_runbook(verdict.alert)
     if url is None:
         return ""
@@ -266,7 +276,7 @@ def _render_runbook(view: View, verdict: Verdict) -> str:
 
 
 def _render_sections(view: View) -> Iterator[str]:
-    """Yield what follows the verdicts: figures, tables, the last incident and the last events."""
+    """Yield the sections below the verdicts: figures, tables, last incident and newest events."""
     if view.snapshot is not None:
         yield from draw_figures(view, view.snapshot)
         for table in list_tables(view.values, view.snapshot):

@@ -21,18 +21,21 @@ from vllm_headroom.log import Log
 log = Log(__name__)
 
 MOST_HEAD_BYTES: Final = 16 * 2**10
-"""Prometheus sends 300 bytes, a browser with the cookies of its host a few thousand."""
+"""The longest head of a request that is read. Prometheus sends 300 bytes, a browser with the
+cookies of its host a few thousand."""
 
 MOST_CONNECTIONS: Final = 256
-"""Scrapers of one sidecar are few. Beyond this, the connection that waits longest for its client
-is closed, and the oldest handshake or password check is cancelled."""
+"""The most connections at once; a sidecar has few scrapers. For one more, the connection that has
+waited longest for its client is closed, or the oldest handshake or password check is cancelled."""
 
 SLOW_CLIENT_SECONDS: Final = 1.0
-"""A client that has not taken its answer after this time is as idle as one that says nothing."""
+"""A client that has not read its whole answer after this time counts as idle, like a client that
+sends nothing."""
 
 SOCKET_BUFFER_BYTES: Final = 64 * 2**10
-"""The kernel's buffer of a connection each way, which it doubles. The default takes 2.5 MB of
-unread answers, which count against the container's limit, and makes the client look idle."""
+"""The size of the kernel's two buffers of a connection, which the kernel doubles. With the default,
+2.5 MB of unread answers would count against the container's limit, and a slow client would look
+idle."""
 
 ACCEPT_RETRY_SECONDS: Final = 0.1
 """Our choice: the pause after a connection that could not be accepted."""
@@ -41,17 +44,18 @@ SWEEP_SECONDS: Final = 2.0
 """Our choice: how often connections are searched for clients that take too long."""
 
 SHORT_PREFIXES: Final = ("/healthz", "/readyz", "/gate/")
-"""A kubelet waits a second and restarts the container: its requests do not wait for scrapers."""
+"""The beginnings of the paths of short requests, which do not wait for scrapes: a kubelet waits a
+second for its answer and then restarts the container."""
 
 DRAIN_SECONDS: Final = 0.5
-"""How long scrapes in progress may take after the stop, out of a second for the whole exit."""
+"""How long scrapes in progress may take after the stop. The whole exit may take one second."""
 
 DRAIN_CHECK_SECONDS: Final = 0.01
-"""Our choice: how often the server checks meanwhile whether all have their answer."""
+"""Our choice: how often the stopping server checks whether all clients have their answer."""
 
 AUTHORITY: Final = re.compile(r"^https?://[^/?]*", re.IGNORECASE)
-"""Clients that use the daemon as a proxy send it before the path. Servers must accept it (RFC 9112,
-3.2.2)."""
+"""The part before the path in the request of a client that uses the daemon as a proxy. Servers must
+accept it (RFC 9112, 3.2.2)."""
 
 
 class Phase(Enum):
@@ -72,23 +76,27 @@ CLIENT_PATIENCE_SECONDS: Final = {
     Phase.SENDING: 10.0,
     Phase.IDLE: 90.0,
 }
-"""How long a connection may stay in a phase: a client has this time for its request and its answer,
-and waits this long for its turn, which includes its password check. It may keep its connection:
-Prometheus scrapes at least every minute."""
+"""How long a connection may stay in each phase. The time in TURN includes the password check. IDLE
+is long, so that Prometheus, which usually scrapes at least every minute, keeps its connection."""
 
 
 class Connection(asyncio.Protocol):
     """An HTTP/1.1 connection by h11; it does not read while a request waits for its turn."""
 
     def __init__(self, server: "Server") -> None:
-        self.certificate: dict[str, object] | None = None  # the client's, None without one
-        self.address = ""  # the client's, empty where it is unknown
+        self.certificate: dict[str, object] | None = None
+        """The client's verified certificate; None without one."""
+        self.address = ""
+        """The client's address; empty where it is unknown."""
         self._server = server
         self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=MOST_HEAD_BYTES)
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
-        self._is_blocked = False  # the client has not taken all that was written
+        """None before the connection is made and after it is lost."""
+        self._is_blocked = False
+        """Whether the client has not yet taken all that was written."""
         self._method = b""
+        """The method of the current request; empty for a request that is refused."""
         self._enter(Phase.HEAD)
 
     def _enter(self, phase: Phase) -> None:
@@ -97,8 +105,8 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Register with the server."""
-        # Every byte that the client does not take counts as blocking. With high=0, uvloop's TLS
-        # pauses what has nothing to send.
+        # With these limits, `pause_writing` is called for any byte that the client does not take.
+        # Not high=0: with it, uvloop's TLS also pauses a connection that has nothing to send.
         transport.set_write_buffer_limits(high=1, low=0)
         self._transport = transport
         self.certificate = transport.get_extra_info("peercert")
@@ -118,7 +126,8 @@ class Connection(asyncio.Protocol):
     def _read_request(self) -> None:
         """Take the next request from the received bytes, and queue it with the server.
 
-        Anything else in its place is refused, or ends the connection.
+        Do nothing while the request is incomplete. Bytes that are not HTTP are refused. Close the
+        connection where the client has closed its side.
         """
         if self._transport is None:
             return
@@ -136,7 +145,7 @@ class Connection(asyncio.Protocol):
             self._transport.close()
 
     def _refuse(self, status: int) -> None:
-        """Answer what is not HTTP, where an answer is possible, and drop the client otherwise."""
+        """Answer with a status of refusal; drop the client where no answer can be sent any more."""
         self._method = b""
         if self._http.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             self.answer(respond_text(status, "not an HTTP request that is understood here"))
@@ -177,7 +186,10 @@ class Connection(asyncio.Protocol):
             self._finish_exchange()
 
     def _finish_exchange(self) -> None:
-        """Start the next request, which may have come already, or close the connection."""
+        """Wait for the next request on this connection, or close it where it cannot be reused.
+
+        The next request may have been received already: then it is read.
+        """
         transport = self._transport
         if transport is None or transport.is_closing():
             return
@@ -192,7 +204,7 @@ class Connection(asyncio.Protocol):
         self._read_request()
 
     def _skip_body(self) -> None:
-        """Skip the body of the request, as far as it has come."""
+        """Skip the part of the request's body that was received."""
         with contextlib.suppress(h11.RemoteProtocolError):
             while self._http.their_state is h11.SEND_BODY:
                 if not isinstance(self._http.next_event(), h11.Data):
@@ -204,7 +216,7 @@ class Connection(asyncio.Protocol):
         return self.is_answering
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's signature
-        """Leave the server."""
+        """Remove the connection from the server."""
         self._transport = None
         self._server.connections.discard(self)
 
@@ -220,12 +232,13 @@ class Connection(asyncio.Protocol):
         return self.phase in (Phase.HEAD, Phase.IDLE)
 
     def drop(self) -> None:
-        """Close it at once, whatever it does."""
+        """Close the connection at once, also during an answer."""
         if self._transport is not None:
             self._transport.abort()
 
 
 def _build_request(event: h11.Request) -> Request:
+    """Return the request without its body; the values of a repeated header are joined by commas."""
     target = AUTHORITY.sub("", event.target.decode("latin-1"))
     path, _, query = target.partition("?")
     headers: dict[str, str] = {}
@@ -241,9 +254,10 @@ def _build_request(event: h11.Request) -> Request:
 
 
 def find_connection_limit() -> int:
-    """Return how many connections there may be.
+    """Return how many connections there may be: at most MOST_CONNECTIONS, at least 1.
 
-    Where descriptors are few, it is a quarter of them, since the engine and files need some.
+    Where the process may open few files, it is a quarter of that number, since the sources and the
+    state need some too.
     """
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if descriptors == resource.RLIM_INFINITY:
@@ -252,13 +266,14 @@ def find_connection_limit() -> int:
 
 
 class Server:
-    """Answers the requests that `door` admits, without a door all, with `handler`, which is fast.
+    """Answers requests with `handler`, which must be fast.
 
-    A connection is accepted, opened, and admitted by its certificate. Each of its requests is then
-    admitted by its login, queued, and answered in turn.
+    With a `door`, only admitted requests are answered: a connection is admitted by its certificate
+    when it is opened, and each of its requests by its login. Then the request waits in a queue.
 
     Between two answers the event loop runs once, so that sampling waits for at most one answer.
-    Short requests and others are answered in turn, so that neither kind blocks the other.
+    There is a queue of short requests and one of all others. The queues take turns, so that neither
+    blocks the other.
     """
 
     def __init__(self, handler: Handler, door: Door | None = None) -> None:
@@ -268,11 +283,14 @@ class Server:
         self._short_queue: deque[tuple[Connection, Request]] = deque()
         self._queue: deque[tuple[Connection, Request]] = deque()
         self._has_work = asyncio.Event()
-        # handshakes and password checks in progress, the oldest first
         self._admissions: dict[asyncio.Task[None], None] = {}
+        """Handshakes and password checks in progress, the oldest first."""
 
     async def serve(self, listener: socket.socket) -> None:
-        """Serve on the socket until cancelled, then answer received requests for half a second."""
+        """Serve on the socket until cancelled, then answer received requests for DRAIN_SECONDS.
+
+        Raises the error of one of its tasks.
+        """
         accepting = asyncio.create_task(self._accept(listener))
         tasks = [
             accepting,
@@ -296,7 +314,7 @@ class Server:
                 self._drop_all()
 
     async def _drain(self) -> None:
-        """Wait until all who have sent a request have their answer, for DRAIN_SECONDS at most."""
+        """Wait until all received requests are answered, for at most DRAIN_SECONDS."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(DRAIN_SECONDS):
                 await asyncio.sleep(0)  # the accepting task ends
@@ -310,7 +328,7 @@ class Server:
             connection.drop()
 
     async def _accept(self, listener: socket.socket) -> None:
-        """Accept connections one by one, so that the event loop runs in between."""
+        """Accept connections forever, one by one, so that the event loop runs in between."""
         loop = asyncio.get_running_loop()
         listener.settimeout(0)
         while True:
@@ -319,6 +337,7 @@ class Server:
             except OSError:  # no descriptor is left, or the client has gone
                 await asyncio.sleep(ACCEPT_RETRY_SECONDS)
                 continue
+            # Without a door there is no handshake, which could take long.
             if self._door is None:
                 await self._open(client)
                 continue
@@ -335,16 +354,21 @@ class Server:
             await asyncio.get_running_loop().connect_accepted_socket(
                 lambda: Connection(self), client, ssl=tls, ssl_handshake_timeout=handshake_seconds
             )
-        except OSError:  # TLS failed or took too long: not logged, since any client can cause it
+        except OSError:  # TLS failed or took too long: any client can cause it, so it is not logged
             client.close()
 
     def _start_admission(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run a handshake or a password check, which `_admissions` has until it is over."""
         task = asyncio.create_task(work)
         self._admissions[task] = None
         task.add_done_callback(lambda done: self._admissions.pop(done, None))
 
     def add(self, connection: Connection) -> None:
-        """Add a new connection; where there are too many, drop the one that is idle for longest."""
+        """Add a new connection; drop it where its certificate does not admit it.
+
+        Where there are too many, drop the connection that is idle for longest or, if none is idle,
+        the one that is longest in its phase.
+        """
         if self._door is not None and not self._door.is_admitted(connection.certificate):
             connection.drop()
             return
@@ -364,6 +388,7 @@ class Server:
             self._start_admission(self._check_login(self._door, connection, request))
 
     async def _check_login(self, door: Door, connection: Connection, request: Request) -> None:
+        """Queue the request of a valid login; answer any other one with its refusal."""
         refusal = await door.find_refusal(request, connection.address)
         if refusal is None:
             self._enqueue(connection, request)
@@ -377,6 +402,7 @@ class Server:
         self._has_work.set()
 
     async def _answer_in_turn(self) -> None:
+        """Answer queued requests forever, one of each queue in turn."""
         while True:
             await self._has_work.wait()
             self._has_work.clear()
@@ -387,7 +413,7 @@ class Server:
                         await asyncio.sleep(0)
 
     def _answer(self, connection: Connection, request: Request) -> None:
-        """Answer a request; its error must not end the daemon."""
+        """Answer a request; where the handler raises, log the error and answer with status 500."""
         try:
             answer = self._handler(request)
             if self._door is not None:
@@ -398,7 +424,7 @@ class Server:
             connection.answer(respond_text(500, "this is a fault of the daemon, see its log"))
 
     async def _sweep(self) -> None:
-        """Drop clients that take too long."""
+        """Drop, forever, connections that have been in their phase for too long."""
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
@@ -415,7 +441,7 @@ def listen(host: str, port: int) -> socket.socket:
     """
     listener = None
     if not host and socket.has_dualstack_ipv6():
-        with contextlib.suppress(OSError):  # compiled in but switched off: IPv4 only
+        with contextlib.suppress(OSError):  # IPv6 may be compiled in but switched off
             listener = socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
     if listener is None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET

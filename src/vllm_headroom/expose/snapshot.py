@@ -12,7 +12,7 @@ from vllm_headroom.expose.view import CURVE_STEP_SECONDS, History, LastIncident,
 from vllm_headroom.model import Metric, Values, find_worst
 
 STATE_LABEL: Final = "state"
-"""The last label of a metric that has a series for each state, of which one is 1."""
+"""The last label of a metric that has a series for each state; the current state's series is 1."""
 
 LIST_LABELS: Final[Mapping[str, tuple[str, ...]]] = {
     "gpus": catalog.GPU_LABELS,
@@ -32,7 +32,8 @@ AT_THE_SCRAPE: Final = (
     catalog.LAST_INCIDENT,
     catalog.WEB_CONFIG_RELOAD,
 )
-"""On the metrics page only: `version`, `age_seconds` and `last_incident` have the first three."""
+"""Metrics that only the metrics page has. The document has the facts of the first three as
+`version`, `age_seconds` and `last_incident`."""
 
 _UNLISTED_METRICS: Final = (
     metric for metric in catalog.METRICS if metric.labels[:2] not in LIST_LABELS.values()
@@ -44,13 +45,16 @@ DOCUMENT_METRICS: Final = tuple(
 
 
 def respond_snapshot(view: View) -> Response:
-    """Return the document; unknown is null, never 0."""
+    """Return the document as an answer; an unknown value is null, never 0."""
     body = json.dumps(build_document(view)).encode()
     return Response(status=200, body=body, content_type="application/json")
 
 
 def build_document(view: View) -> dict[str, Any]:
-    """Return the last sample with its verdicts, and the day's curves."""
+    """Return the newest sample with its verdicts, and the curves of the last day, for JSON.
+
+    Before the first sample, all facts are None and the lists are empty.
+    """
     snapshot = view.snapshot
     document: dict[str, Any] = {
         "headroom_snapshot": 1,
@@ -87,7 +91,7 @@ def _build_incident(incident: LastIncident | None) -> dict[str, Any] | None:
 
 
 def _build_list(values: Values, list_name: str) -> list[dict[str, Any]]:
-    """Return an entry for each GPU or engine that any metric of this list has."""
+    """Return an entry for each GPU or engine that has a series of any metric of this list."""
     metrics = LIST_METRICS[list_name]
     entry_labels: dict[tuple[str, ...], None] = {}
     for metric in metrics:
@@ -103,6 +107,8 @@ def _build_list(values: Values, list_name: str) -> list[dict[str, Any]]:
 
 
 def _build_history(values: Values, history: History) -> dict[str, Any]:
+    """Return the curves of the last day and the newest events, for JSON."""
+
     def list_points(name: str) -> list[tuple[float, float | None]]:
         times, curve_values = history.read_curve(name)
         return list(zip(times, curve_values, strict=True))
@@ -128,7 +134,10 @@ def _build_history(values: Values, history: History) -> dict[str, Any]:
 
 
 def build_key(metric: Metric, list_name: str | None) -> str:
-    """Return a metric's key in the document or in a list's entries: its name without a prefix."""
+    """Return a metric's key at the top of the document, or in the entries of the list of this name.
+
+    That is its name without `headroom_`, and in a list without `gpu_` or `engine_`.
+    """
     key = metric.name.removeprefix("headroom_")
     if list_name is None:
         return key
@@ -136,11 +145,15 @@ def build_key(metric: Metric, list_name: str | None) -> str:
 
 
 def _read_fact(values: Values, metric: Metric, labels: tuple[str, ...]) -> Any:  # noqa: ANN401 - any value of JSON
-    """Return a metric's value for these first labels; None where unknown.
+    """Return a metric's value for JSON; `labels` are the values of its first labels.
 
-    A metric with more labels is an object from the values of these labels to the metric's value. Of
-    an info metric it is the additional labels themselves, and of a metric with states it is the
-    current state, in an object where there are labels besides the state.
+    None where the metric has no series with these labels. What is returned depends on the labels
+    of the metric besides `labels`:
+    - none: the value;
+    - an info metric: an object of these labels by their names;
+    - only the state: the current state;
+    - others and the state: an object from the values of the others to the current state;
+    - others: an object from their values to the metric's values.
     """
     more_label_names = metric.labels[len(labels) :]
     if not more_label_names:
@@ -167,7 +180,7 @@ def _read_fact(values: Values, metric: Metric, labels: tuple[str, ...]) -> Any: 
 def _read_info(
     label_names: tuple[str, ...], series: Iterable[tuple[str, ...]]
 ) -> dict[str, str] | None:
-    """Return the labels of the first series by their names; None without a series."""
+    """Return the label values of the first series by the labels' names; None without a series."""
     for labels in series:
         return dict(zip(label_names, labels, strict=True))
     return None

@@ -33,7 +33,7 @@ class Table(Struct, frozen=True, kw_only=True):
 
 
 def list_tables(values: Values, snapshot: Snapshot) -> tuple[Table, ...]:
-    """Return the tables of the page, those without rows too."""
+    """Return the tables of the page, also tables without rows."""
     return (
         Table(
             title="Who holds the memory",
@@ -64,8 +64,9 @@ HOLDERS: Final = ("engine", "other", "unattributed")
 
 
 def _list_gpus(values: Values) -> Iterator[tuple[Cell, ...]]:
+    """Yield a row for each visible GPU: its name and owner, and who holds its memory."""
     for gpu, uuid, name, attribution in values.find_all(catalog.GPU_INFO):
-        # a MIG device's name may end with its part of the GPU already
+        # The name of a MIG instance may contain the short form of its UUID already.
         part = find_part(uuid)
         number = gpu if part in name else f"{gpu} {part}"
         owner = "not the engine's"
@@ -83,6 +84,7 @@ def _list_gpus(values: Values) -> Iterator[tuple[Cell, ...]]:
 
 
 def _list_roles(values: Values) -> Iterator[tuple[Cell, ...]]:
+    """Yield a row for each role of the engine's processes: host memory, leak and growth."""
     for (role,), resident_bytes in values.find_all(catalog.HOST_MEMORY).items():
         swapped_bytes = values.value(catalog.HOST_SWAP, role)
         leak_state = values.state(catalog.HOST_LEAK_STATE, role)
@@ -110,6 +112,7 @@ ENGINE_COLUMNS: Final[tuple[tuple[str, Metric, str], ...]] = (
 
 
 def _list_engines(values: Values) -> Iterator[tuple[Cell, ...]]:
+    """Yield a row for each engine of the page, with ENGINE_COLUMNS."""
     for model_name, engine, _profile in values.find_all(catalog.ENGINE_INFO):
         cells = [Cell(f"{model_name} / {engine}")]
         for _, metric, value_format in ENGINE_COLUMNS:
@@ -119,6 +122,7 @@ def _list_engines(values: Values) -> Iterator[tuple[Cell, ...]]:
 
 
 def _list_sources(values: Values, snapshot: Snapshot) -> Iterator[tuple[Cell, ...]]:
+    """Yield a row for each configured source: whether and when it was read, and why not."""
     failures = {str(failure.source): failure for failure in snapshot.failures}
     for (source,), up in values.find_all(catalog.SOURCE_UP).items():
         read_seconds = values.value(catalog.SOURCE_READ_SECONDS, source)
@@ -161,7 +165,7 @@ def render_table(table: Table) -> str:
 
 def _render_row(row: tuple[Cell, ...], column_titles: list[str]) -> str:
     heading, *cells = row
-    # on narrow screens the style hides the head and writes `data-t` before each cell
+    # On narrow screens the style hides the table's head and writes `data-t` before each cell.
     rendered_cells = "".join(
         f'<td data-t="{column_title}">{_render_cell(cell)}</td>'
         for column_title, cell in zip(column_titles[1:], cells, strict=True)

@@ -1,4 +1,4 @@
-"""What the page and the snapshot show at one moment."""
+"""The state that the page and the snapshot show, and the history of the last day."""
 
 from array import array
 from collections.abc import Callable, Iterable, Sequence
@@ -16,64 +16,75 @@ CURVE_STEP_SECONDS: Final = 60
 """The time between two points of a curve."""
 
 CURVE_POINTS: Final = 1440
-"""A day: for eight GPUs 98 kB, and 131 kB on disk."""
+"""The points of a day. The curves of eight GPUs take 98 kB, and 131 kB on disk."""
 
 MOST_MINUTES_BACK: Final = 5
-"""By how much a clock may be corrected: the newest minute continues until the clock catches up."""
+"""How far the clock may be set back without losing the history: the newest minute then continues
+until the clock catches up."""
 
 MOST_CURVE_GPUS: Final = 64
-"""Our choice: GPUs, or parts of them, that have curves."""
+"""Our choice: how many GPUs, or parts of GPUs, have curves."""
 
 MOST_CURVES: Final = 2 * MOST_CURVE_GPUS + 2
 """Two curves for each GPU, one for the host and one for the running requests."""
 
 MOST_HISTORY_EVENTS: Final = 50
-"""Our choice: the page shows the newest ten, the snapshot all."""
+"""Our choice: how many events are kept. The page shows the newest ten, the snapshot all."""
 
 FLOAT_TYPECODE: Final = "f"
-"""Four bytes a value, exact to 8 KiB at 80 GiB."""
+"""The type of a curve's values: four bytes, exact to 8 KiB at 80 GiB."""
 
 
 class HistoryEvent(Struct, frozen=True, kw_only=True):
-    """A verdict that became true."""
+    """A verdict that is new at a sample."""
 
-    seconds: float  # since the epoch
+    seconds: float
+    """The time of the sample, since the epoch."""
     level: Level
-    text: str  # the verdict's sentence
+    text: str
+    """The verdict's sentence."""
 
 
 VerdictKey = tuple[str, Level, str | None]
-"""The subject of a verdict, its level, and its alert or, without one, the engine's state."""
+"""The subject of a verdict, its level, and its alert; without an alert, the state of the engine for
+verdicts on the engine, and None for all others."""
 
 
 class SavedHistory(Struct, frozen=True, kw_only=True):
-    """The history as it is saved in a file of state."""
+    """The history as it is saved in a state file."""
 
-    # the newest minute, counted since the epoch; None before the first sample
     minute: int | None = None
-    # a day's values of each curve, as floats of 32 bits
+    """The newest minute, counted since the epoch; None before the first sample."""
     curves: dict[str, bytes] = field(default_factory=dict)
+    """A day's values of each curve, as floats of 32 bits, by the curve's name."""
     events: tuple[HistoryEvent, ...] = ()
-    # the verdicts of the last sample; None before the first. `said` is their key in files of state
     verdict_keys: frozenset[VerdictKey] | None = field(default=None, name="said")
+    """The verdicts of the last sample; None before the first. In state files its name is `said`."""
 
 
 class History:
-    """The last day by the minute, in a ring, with the events of that day.
+    """The curves of the last day, with a point for each minute, and the newest events.
 
-    There is a curve for the lowest free memory of each GPU, one for the same at the peaks between
-    two samples, one for the lowest free memory of the host, and one for the highest number of
-    running requests.
+    The curves are the lowest free memory of each GPU, the same at the peaks between two samples,
+    the lowest free memory of the host, and the highest number of running requests.
     """
 
     def __init__(self) -> None:
         self.events: tuple[HistoryEvent, ...] = ()
+        """The oldest event first."""
         self._minute: int | None = None
+        """The newest minute, counted since the epoch; None before the first sample."""
         self._curves: dict[str, array[float]] = {}
+        """The curves by their names, see `read_curve`. Each is a ring: a minute is at the place of
+        its number modulo CURVE_POINTS. NaN is a minute without a value."""
         self._verdict_keys: frozenset[VerdictKey] | None = None
+        """The verdicts of the last sample; None before the first."""
 
     def step(self, snapshot: Snapshot, verdicts: Iterable[Verdict], running: float | None) -> None:
-        """Add one tick. After a large step back of the clock the day starts over."""
+        """Add one tick; `running` is the number of running requests, None where unknown.
+
+        Where the clock was set back by more than MOST_MINUTES_BACK, all curves start over.
+        """
         self._move_to(int(snapshot.time_seconds // CURVE_STEP_SECONDS))
         gpus = snapshot.owned_gpus[:MOST_CURVE_GPUS]
         self._drop_curves_of_others({gpu.reading.uuid for gpu in gpus})
@@ -98,7 +109,8 @@ class History:
         start = oldest_minute % CURVE_POINTS
         floats = (ring[start:] + ring[:start]).tolist()
         values: Sequence[float | None] = floats
-        # nearly always there is no gap; infinite are 1e39 requests, which a page may claim
+        # Fast path: mostly no value is missing. A value is infinite where a page claims 1e39
+        # requests; it counts as missing.
         if not isfinite(sum(floats)):
             values = [value if isfinite(value) else None for value in floats]
         unknown_points = next(
@@ -122,7 +134,7 @@ class History:
         )
 
     def restore(self, saved: SavedHistory) -> None:
-        """Continue the history of an earlier process. Curves of another length are left out."""
+        """Continue the history of an earlier daemon; curves of another length are left out."""
         self._minute = saved.minute
         self.events = saved.events[-MOST_HISTORY_EVENTS:]
         self._verdict_keys = saved.verdict_keys
@@ -134,14 +146,18 @@ class History:
         }
 
     def _move_to(self, minute: int) -> None:
-        """Make this the newest minute, with gaps for the minutes in between."""
+        """Make this the newest minute; minutes that were left out have no value.
+
+        Where it is a few minutes back, the newest minute stays; where it is far back, all curves
+        are dropped.
+        """
         if self._minute is None or minute < self._minute - MOST_MINUTES_BACK:
             self._curves = {}
             self._minute = minute
             return
         if minute <= self._minute:
             return
-        # after more than a day every point of the ring is a gap
+        # After a pause of more than a day, each point of the ring is cleared once.
         first_minute = max(self._minute, minute - CURVE_POINTS) + 1
         skipped_minutes = range(first_minute, minute + 1)
         for curve in self._curves.values():
@@ -150,10 +166,10 @@ class History:
         self._minute = minute
 
     def _drop_curves_of_others(self, uuids: set[str]) -> None:
-        """Where there are too many curves, drop those of GPUs, or parts of GPUs, that are gone."""
+        """Drop the curves of GPUs, or parts of GPUs, other than these, where there are too many."""
         if len(self._curves) <= MOST_CURVES:
             return
-        # a curve's name is "free UUID" or "peak UUID", or one word without a UUID
+        # A curve's name is "free UUID" or "peak UUID", or one word without a UUID.
         kept_uuids = {"", *uuids}
         self._curves = {
             name: curve
@@ -162,6 +178,7 @@ class History:
         }
 
     def _add_gpu(self, gpu: GpuReading) -> None:
+        """Add the free memory of a GPU, and that at its peak, as far as known."""
         if gpu.memory is None:
             return
         self._add(f"free {gpu.uuid}", gpu.memory.free_bytes, min)
@@ -172,7 +189,10 @@ class History:
         self._add(f"peak {gpu.uuid}", free_at_peak_bytes, min)
 
     def _add(self, name: str, value: float | None, choose: Callable[[float, float], float]) -> None:
-        """Add a value to a curve's newest minute; `choose` returns which of two values stays."""
+        """Add a value to a curve's newest minute; None adds nothing.
+
+        `choose` returns which of two values of one minute stays.
+        """
         if value is None:
             return
         if name not in self._curves:
@@ -185,7 +205,11 @@ class History:
             curve[slot] = choose(curve[slot], value)
 
     def _add_events(self, snapshot: Snapshot, verdicts: Iterable[Verdict]) -> None:
-        """Add an event for each new verdict; one whose figures alone have changed is not new."""
+        """Add an event for each verdict that the last sample did not have, by its key.
+
+        A verdict of which only the figures have changed has the same key. The first sample adds no
+        events.
+        """
         state = None if snapshot.engine_status is None else snapshot.engine_status.state
         verdicts_by_key = {_build_verdict_key(verdict, state): verdict for verdict in verdicts}
         previous_keys = self._verdict_keys or frozenset()
@@ -200,7 +224,7 @@ class History:
             self.events = (*self.events, *events)[-MOST_HISTORY_EVENTS:]
         self._verdict_keys = frozenset(verdicts_by_key)
         if state is EngineState.ASLEEP:
-            # an alert that pauses while the engine sleeps is not new when it wakes up
+            # These alerts pause while the engine sleeps: they are not new when it wakes up.
             self._verdict_keys |= {key for key in previous_keys if _is_paused_by_sleep(key)}
 
 
@@ -212,6 +236,7 @@ def _build_verdict_key(verdict: Verdict, state: EngineState | None) -> VerdictKe
 
 
 def _is_paused_by_sleep(key: VerdictKey) -> bool:
+    """Return whether a verdict has an alert that does not fire while the engine sleeps."""
     subject, _, alert = key
     return subject != "engine" and alert is not None
 
@@ -219,39 +244,53 @@ def _is_paused_by_sleep(key: VerdictKey) -> bool:
 class LastIncident(Struct, frozen=True, kw_only=True):
     """The newest incident on disk."""
 
-    seconds: float  # since the epoch
+    seconds: float
+    """When it began, since the epoch."""
     kind: str
     reason: str | None
-    sentence: str | None  # its cause, and how sure that is; None where unknown
+    """The reason of an exit; None for a stall."""
+    sentence: str | None
+    """Its cause, and how sure the cause is; None where unknown."""
     file: str
+    """The path of its file."""
 
     @property
     def command(self) -> str:
-        """The command that explains it, where the file is."""
+        """The command that explains it, to run where the file is."""
         return f"vllm-headroom postmortem {self.file}"
 
 
 class View(Struct, frozen=True, kw_only=True):
-    """The last sample with what belongs to it; `snapshot` is None before the first."""
+    """The newest sample, and everything else that the page and the snapshot show with it."""
 
     version: str
     interval_seconds: float
     history: History
-    host: str = ""  # the sidecar's pod or machine
+    host: str = ""
+    """The name of the sidecar's pod or machine."""
     engine_url: str = ""
     snapshot: Snapshot | None = None
+    """None before the first sample."""
     values: Values = Values(())
     verdicts: tuple[Verdict, ...] = (NO_VERDICT,)
-    age_seconds: float = 0.0  # of the sample
-    stall_reason: str | None = None  # why the sampling loop does not run; None while it runs
-    notice: str = ""  # a line for people, at the top of the page
-    # the URL of the runbooks, with `{alert}` in the place of the name or the name at its end
+    age_seconds: float = 0.0
+    """The time since the sample was read."""
+    stall_reason: str | None = None
+    """Why the sampling loop is unhealthy; None while it is healthy."""
+    notice: str = ""
+    """A line for people at the top of the page; empty without one."""
     runbooks: str | None = None
+    """The URL of the runbooks. The alert's name replaces `{alert}` in it or, without that, is
+    appended. None where no URL is configured."""
     last_incident: LastIncident | None = None
 
     @property
     def shown_verdicts(self) -> tuple[Verdict, ...]:
-        """The verdicts to show now: while the loop does not run, nothing is known."""
+        """The verdicts to show now.
+
+        While the sampling loop is unhealthy, the first is an alarm that says so, and all others
+        have the level UNKNOWN.
+        """
         if self.stall_reason is None:
             return self.verdicts
         stall = Verdict(
@@ -265,7 +304,7 @@ class View(Struct, frozen=True, kw_only=True):
         return (stall, *outdated)
 
     def find_runbook(self, alert: str | None) -> str | None:
-        """Return the URL of an alert's runbook; None where unknown."""
+        """Return the URL of an alert's runbook; None without an alert or a configured URL."""
         if alert is None or self.runbooks is None:
             return None
         if "{alert}" in self.runbooks:
