@@ -31,7 +31,7 @@ HEADLINE_STYLES: Final = {
     Conclusion.NOT_GOOD: "bold red",
     Conclusion.CANNOT_TELL: "bold yellow",
 }
-"""How a terminal shows the headline of a report, in rich's words."""
+"""rich's style for the headline of a report on a terminal, by the report's verdict."""
 
 COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
     "run": ("run", "Runs the daemon beside a vLLM server; the default."),
@@ -56,14 +56,14 @@ COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
     "help": ("help", "Shows the options of a command, or its man page."),
     "completion": ("completion", "Prints what bash, zsh or fish needs to complete words."),
 }
-"""The module of each command, and what the command does, in a line.
+"""The module of each command, and one line on what the command does.
 
-Nothing of a command is imported before it is called.
+A command's module is imported only when the command is called: most take long to import.
 """
 
 
 class Command(Struct, frozen=True, kw_only=True):
-    """A command: its texts, its options, and what it does with them."""
+    """A command: its texts, its options, and the function that runs it."""
 
     usage: str
     description: str
@@ -82,10 +82,11 @@ class Command(Struct, frozen=True, kw_only=True):
 
 
 def start(name: str, argv: Sequence[str]) -> NoReturn:
-    """Run the command of this name and end the process; raise only what is an error of ours.
+    """Run the command of this name and end the process with its exit status.
 
-    The process ends without waiting for threads: one may wait for a resolver that does not answer
-    (10 s, measured), and SIGTERM may not.
+    An exception leaves this function only through a fault of ours. The process ends without waiting
+    for its threads: a thread may hang for 10 s (measured) on a resolver that does not answer, and
+    SIGTERM must not wait for that.
     """
     status = _find_and_execute(name, argv)
     logging.shutdown()
@@ -93,9 +94,10 @@ def start(name: str, argv: Sequence[str]) -> NoReturn:
 
 
 def _find_and_execute(name: str, argv: Sequence[str]) -> int:
+    """Run a command, or print the version; return the exit status, 2 for an unknown command."""
     if name not in COMMANDS:
         return refuse([describe_unknown(repr(name), COMMANDS, "a command")], PROGRAM, argv)
-    # A first word is no option's value, so the version needs no parser and no imports.
+    # The first word cannot be the value of an option, so no parser has to be imported.
     if argv[:1] == ["--version"]:
         write_result(_read_version())
         return 0
@@ -105,14 +107,17 @@ def _find_and_execute(name: str, argv: Sequence[str]) -> int:
 
 
 def find_command(name: str) -> Command:
-    """Import the command of this name."""
+    """Import and return the command of this name; raise KeyError for an unknown name."""
     module_name, _ = COMMANDS[name]
     command: Command = importlib.import_module(f"vllm_headroom_tools.{module_name}").COMMAND
     return command
 
 
 def execute(command: Command, name: str, argv: Sequence[str]) -> int:
-    """Run a command and show its report; return the exit status."""
+    """Run a command and print its report, if it has one; return the exit status.
+
+    Mistakes in the options or the input are printed too, and give status 2.
+    """
     try:
         arguments = build_parser(command, name).read(argv)
         answer = command.run(arguments)
@@ -134,7 +139,10 @@ def execute(command: Command, name: str, argv: Sequence[str]) -> int:
 
 
 def _write_lines(report: Report) -> None:
-    """Write the lines of a report one by one: what comes last, as a picture, may take long."""
+    """Write the lines of a report one by one: the last ones, such as a chart, may take long.
+
+    The headline has the colour of the verdict.
+    """
     for line in report.lines:
         style = ""
         if line.strip() and line.strip() in report.headline:
@@ -143,9 +151,9 @@ def _write_lines(report: Report) -> None:
 
 
 def refuse(mistakes: Sequence[str], program: str, argv: Sequence[str]) -> int:
-    """Show the mistakes that keep a command from running, also as an envelope if --json was given.
+    """Write the mistakes that keep a command from running to standard error; return status 2.
 
-    Return the exit status.
+    With --json in `argv`, also write the JSON object of a report to standard output.
     """
     for mistake in mistakes:
         write_note(f"{program}: {mistake}")
@@ -162,7 +170,7 @@ def _write_envelope(report: Report, name: str) -> None:
 
 
 def build_parser(command: Command, name: str) -> Parser:
-    """Build the parser of a command's options; the help of the daemon lists all commands."""
+    """Build the parser of a command's options; the help of the daemon also lists all commands."""
     parser = Parser(f"{PROGRAM} {name}", _read_version)
     parser.usage = command.usage
     parser.description = command.description
@@ -189,7 +197,10 @@ def _read_version() -> str:
 
 
 def _await(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Return the result of a coroutine on uvloop, which is left open."""
+    """Run a coroutine on uvloop and return its result.
+
+    The loop is left open: closing it would wait for its threads, and the process ends anyway.
+    """
     import asyncio  # noqa: PLC0415 - commands that wait for nothing need no loop
 
     import uvloop  # noqa: PLC0415 - the same
@@ -200,7 +211,11 @@ def _await(coroutine: Coroutine[Any, Any, T]) -> T:
 def save(
     file: Path | None, content: str, option: str = "", inputs: Iterable[str | Path | None] = ()
 ) -> None:
-    """Write a file, where one is wanted; raise BadInput, also where it is one of the inputs."""
+    """Write a file; do nothing where `file` is None.
+
+    Raise BadInput, with `option` before the file's name, where the file cannot be written or is one
+    of the inputs: the input would be lost.
+    """
     if file is None:
         return
     try:
@@ -208,14 +223,14 @@ def save(
             raise BadInput(
                 f"{option}{file}: is what was read, and would be lost: name another file"
             )
-        # JSON, too, may name what UTF-8 cannot.
+        # JSON may escape half a surrogate pair, which UTF-8 cannot encode.
         file.write_bytes(content.encode(errors="replace"))
     except OSError as error:
         raise BadInput(f"{option}{file}: cannot be written: {error.strerror}") from error
 
 
 def _is_one_of(file: Path, inputs: Iterable[str | Path | None]) -> bool:
-    """Return whether a file is one of the inputs, also by another name."""
+    """Return whether a file is one of the inputs, even where a link gives it another name."""
     if not file.exists():
         return False
     paths = [Path(name) for name in inputs if name is not None]
@@ -223,13 +238,18 @@ def _is_one_of(file: Path, inputs: Iterable[str | Path | None]) -> bool:
 
 
 def write_result(text: str) -> None:
-    """Write to standard output; whoever stops reading it needs no more of it."""
+    """Write a text and a newline to standard output.
+
+    Nothing more is written once a pipe's reader, such as `head`, has exited. Raise SystemExit with
+    status 2 for any other error.
+    """
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     try:
         sys.stdout.write(f"{text}\n")
         sys.stdout.flush()
     except OSError as error:
+        # Python flushes the stream again when the process exits, and must not fail then.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not isinstance(error, BrokenPipeError):
             write_note(f"{PROGRAM}: the answer cannot be written: {error.strerror}")
@@ -238,9 +258,9 @@ def write_result(text: str) -> None:
 
 
 def write_note(line: str) -> None:
-    """Write to standard error a line that is no result.
+    """Write a line that is no result to standard error.
 
-    Where it cannot be written, the exit status says enough.
+    Ignore a line that cannot be written: the exit status says enough.
     """
     with suppress(OSError):
         sys.stderr.write(f"{render_line(line.translate(CONTROLS), sys.stderr)}\n")

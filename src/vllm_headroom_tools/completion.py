@@ -17,7 +17,10 @@ from vllm_headroom_tools.options import BadOptions, Parser, choice
 
 
 def _build_program_parser() -> ArgumentParser:
-    """Build one parser of all commands, as shtab needs it; the daemon's options need no command."""
+    """Build one parser of all commands, as shtab needs it.
+
+    The program itself has the daemon's options, which may be typed without a command.
+    """
     program = ArgumentParser(
         prog=PROGRAM, parents=[_build_completable(DEFAULT_COMMAND)], add_help=False
     )
@@ -28,7 +31,10 @@ def _build_program_parser() -> ArgumentParser:
 
 
 def _build_completable(name: str) -> Parser:
-    """Build the parser of a command; an option has its values, or else completes files."""
+    """Build a command's parser in which each option has what shtab completes after it.
+
+    An option from a closed set completes its values, any other option with a value completes files.
+    """
     import shtab  # noqa: PLC0415 - only this command needs it
 
     parser = build_parser(find_command(name), name)
@@ -49,7 +55,11 @@ def write_bash() -> str:
 
 
 def write_zsh() -> str:
-    """Return a script for zsh, which registers itself only if it is evaluated, not sourced."""
+    """Return a script for zsh.
+
+    shtab's script registers the completion only where it is evaluated, so ours evaluates it: this
+    one may be sourced.
+    """
     import shtab  # noqa: PLC0415 - only this command needs it
 
     script = shtab.complete(_build_program_parser(), "zsh").rstrip()
@@ -57,7 +67,10 @@ def write_zsh() -> str:
 
 
 def write_fish() -> str:
-    """Return a script for fish: shtab's has vLLM's `-tp` as the options `-t` and `-p`."""
+    """Return a script for fish.
+
+    It is our own: shtab's script would read vLLM's option `-tp` as the two options `-t` and `-p`.
+    """
     lines = []
     for name, (_, summary) in COMMANDS.items():
         lines.append(
@@ -69,6 +82,7 @@ def write_fish() -> str:
 
 
 def _list_fish_options(name: str, parser: Parser) -> Iterator[str]:
+    """Yield a line of fish for each option, and each positional argument with a closed set."""
     condition = f"-n '__fish_seen_subcommand_from {name}'"
     for action in parser._actions:  # noqa: SLF001 - argparse has no public list
         flags = " ".join(map(_write_fish_flag, action.option_strings))
@@ -88,6 +102,7 @@ def _write_fish_flag(flag: str) -> str:
 
 
 def _write_fish_values(action: Action, values: list[str]) -> str:
+    """Return how fish completes what follows an option: its values, files, or nothing."""
     if values:
         return f" -xa {_quote(' '.join(values))}"
     return "" if action.nargs == 0 else " -r"

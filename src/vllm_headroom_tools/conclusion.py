@@ -7,11 +7,14 @@ from typing import Any, Final
 from msgspec import Struct, to_builtins
 
 SCHEMA: Final = "https://vllm-headroom.github.io/vllm-headroom/schemas/{}-1.json"
-"""A name, which nothing fetches; the folder schemas has the files."""
+"""The schema's name, by the command. Nothing fetches this URL; the folder schemas has the files."""
 
 
 class Conclusion(StrEnum):
-    """Whether the subject is good; a closed set, for scripts."""
+    """Whether the subject of a command is good.
+
+    The set is closed, so that scripts can rely on it. The order gives the exit statuses.
+    """
 
     GOOD = "good"
     NOT_GOOD = "not_good"
@@ -24,13 +27,13 @@ class Conclusion(StrEnum):
 
 
 def find_worst(verdicts: Iterable[Conclusion]) -> Conclusion:
-    """Return the worst verdict: not good, then cannot tell, then good."""
+    """Return the worst verdict: not good, then cannot tell, then good; good without verdicts."""
     worst_first = [Conclusion.NOT_GOOD, Conclusion.CANNOT_TELL, Conclusion.GOOD]
     return min(verdicts, key=worst_first.index, default=Conclusion.GOOD)
 
 
 class Finding(Struct, frozen=True):
-    """One finding, and the lines that would fix it."""
+    """One finding; `fix` has the lines that would fix it, empty where nothing has to be fixed."""
 
     subject: str
     verdict: Conclusion
@@ -46,13 +49,13 @@ class Report(Struct, frozen=True, kw_only=True):
     findings: Sequence[Finding] = ()
 
     data: Mapping[str, Any] = {}
-    """All figures, for --json; None where one is unknown."""
+    """All figures, for --json; an unknown figure is None."""
 
     lines: Iterable[str] = ()
     """The report as text."""
 
     exit_status: int | None = None
-    """Replaces the verdict's exit status where the command does not judge."""
+    """Replaces the verdict's exit status, for a command that only reports; None leaves it."""
 
     @property
     def status(self) -> int:

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 DEFAULT_COMMAND = "run"
-"""The daemon."""
+"""The command without which the program runs: the daemon."""
 
 MIN_OPEN_FILES = 40
 """The daemon keeps 17 open, and scrapers, the engine's page and /proc take some more."""
@@ -32,7 +32,8 @@ def require_open_files() -> None:
 def exit_on_signals(status: int | None) -> None:
     """Let SIGINT and SIGTERM end the process at once and without a traceback.
 
-    It exits with `status`; where that is None, it ends as a signal ends a process.
+    The process exits with `status`. Where `status` is None, the signal itself ends the process, so
+    that a shell sees how it ended.
     """
 
     def exit_now(number: int, _frame: object) -> None:
@@ -40,16 +41,18 @@ def exit_on_signals(status: int | None) -> None:
             os._exit(status)
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)  # so that a shell's loop ends as well
-        os._exit(128 + number)  # the first process of a container is spared by signals
+        # The kernel ignores a signal's default action in a container's first process.
+        os._exit(128 + number)
 
     signal.signal(signal.SIGINT, exit_now)
     signal.signal(signal.SIGTERM, exit_now)
 
 
 def open_closed_streams() -> None:
-    """Connect a standard stream that was closed from the start to nothing.
+    """Connect to /dev/null each standard stream that was closed when the process started.
 
-    Otherwise another file would take its number, and be written to in its place.
+    Otherwise the next file that is opened would take the stream's number, and output for the stream
+    would be written into that file.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
@@ -58,9 +61,9 @@ def open_closed_streams() -> None:
 
 @contextmanager
 def pause_collection() -> Iterator[None]:
-    """Import without garbage collection: imports make next to none.
+    """Turn garbage collection off within the context, which is meant for imports.
 
-    It takes a tenth of the daemon's start.
+    Imports leave next to no garbage, and collecting would take a tenth of the daemon's start.
     """
     gc.disable()
     try:

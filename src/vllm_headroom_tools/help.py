@@ -17,7 +17,7 @@ from vllm_headroom_tools.options import Parser, choice
 
 
 def render_man(name: str) -> Iterator[str]:
-    """Yield the man page of a command, in roff."""
+    """Yield the lines of a command's man page, in roff."""
     parser = build_parser(find_command(name), name)
     _, summary = COMMANDS[name]
     yield f'.TH "{PROGRAM}-{name}" 1 "" "{PROGRAM}"'
@@ -30,6 +30,7 @@ def render_man(name: str) -> Iterator[str]:
     yield ".SH OPTIONS"
     for action in parser._actions:  # noqa: SLF001 - argparse has no public list of what was added
         flags = ", ".join(action.option_strings)
+        # argparse gives a flag, which takes no value, nargs 0.
         value = "" if action.nargs == 0 else f" {action.metavar}"
         yield ".TP"
         yield f".B {_escape(f'{flags}{value}'.strip())}"
@@ -46,12 +47,12 @@ def _render_verbatim(text: str) -> Iterator[str]:
 
 
 def _escape(text: str) -> str:
-    """Return text that roff prints as it is."""
+    """Return the text in roff: backslashes and hyphens escaped, no line read as a request."""
     lines = text.rstrip().replace("\\", "\\e").replace("-", "\\-").splitlines()
     return "\n".join(f"\\&{line}" if line.startswith((".", "'")) else line for line in lines)
 
 
-def _options(parser: Parser) -> None:
+def _add_options(parser: Parser) -> None:
     parser.add_argument(
         "name", metavar="COMMAND", nargs="?", type=choice(list(COMMANDS)), help="without it, run"
     )
@@ -76,7 +77,7 @@ Example:
   vllm-headroom help plan
   vllm-headroom help --man plan | man -l -
 """,
-    options=_options,
+    options=_add_options,
     run=_run,
     has_report=False,
 )

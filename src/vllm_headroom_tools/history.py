@@ -26,7 +26,7 @@ from vllm_headroom.vocabulary import LeakLocation, LeakState, Role
 
 
 class Rise(Struct):
-    """The rise of a counter. A counter that fell has started again from 0."""
+    """The total rise of a counter; where the counter fell, it has started again from 0."""
 
     total: float | None = None
     """None until the first reading."""
@@ -34,9 +34,10 @@ class Rise(Struct):
     newest_value: float = 0.0
 
     def step(self, value: float | None, *, restarted: bool = False) -> float:
-        """Add a reading, None if unknown, and return the rise since the one before.
+        """Add a reading, and return the rise since the previous one.
 
-        After a restart of the engine the counter began at 0.
+        That is 0 for the first reading and for an unknown value, None. After a restart the engine's
+        counter began at 0, even where it has already passed the previous value.
         """
         if value is None:
             return 0.0
@@ -50,7 +51,10 @@ class Rise(Struct):
 
 
 class Histogram(Struct):
-    """The distribution of a value, rounded to three digits: some thousand entries at most."""
+    """The distribution of a value.
+
+    Values are rounded to three digits, so there are some thousand entries at most.
+    """
 
     counts: Counter[float] = field(default_factory=Counter)
 
@@ -60,9 +64,9 @@ class Histogram(Struct):
             self.counts[float(f"{value:.3g}")] += 1
 
     def quantile(self, share: float) -> float | None:
-        """Return the lowest value that this share of all values does not exceed.
+        """Return the lowest value V so that at least this share of all values is V or less.
 
-        None without values.
+        Return None without values. `share` is from 0 to 1.
         """
         rank = share * self.counts.total()
         count_so_far = 0
@@ -76,8 +80,8 @@ class Histogram(Struct):
 class Curves:
     """Free and held memory of each GPU, free memory of the host, and the running requests.
 
-    A sample takes eight bytes a curve, since a trace may last weeks; NaN is an unknown value. The
-    curves of a GPU begin with the first sample that has it.
+    A sample takes eight bytes in each curve, since a trace may last weeks; NaN is an unknown value.
+    The curves of a GPU begin with the first sample that has the GPU.
     """
 
     def __init__(self) -> None:
@@ -90,10 +94,14 @@ class Curves:
         return tuple(uuid for name, uuid in self._curves if name == "free")
 
     def of(self, name: str, uuid: str = "") -> list[Point]:
-        """Return `host`, `running`, or `free` or `held` of a GPU; empty where no value is known."""
+        """Return the curve `host` or `running`, or the curve `free` or `held` of a GPU.
+
+        An unknown value is None; the curve is empty where no value is known.
+        """
         values = self._curves.get((name, uuid), array("d"))
         if all(map(isnan, values)):
             return []
+        # A curve may begin late, but every later sample has added a value to it.
         times = self._times[len(self._times) - len(values) :]
         return [
             (seconds, None if isnan(value) else value)
@@ -101,7 +109,7 @@ class Curves:
         ]
 
     def step(self, snapshot: Snapshot) -> None:
-        """Add a sample; the values of a GPU that it lacks are unknown."""
+        """Add a sample; the values of a GPU that is not in this sample are unknown."""
         host = snapshot.host
         values: dict[tuple[str, str], float | None] = {}
         values["host", ""] = None if host is None else host.room_bytes
@@ -124,9 +132,9 @@ The end is None where the state lasts to the end of the trace.
 
 
 class Moment(Struct, frozen=True, kw_only=True):
-    """The detector's figures at one sample, None where it gave none.
+    """The detector's figures at one sample; None for each figure that the detector did not give.
 
-    Lower and upper bound a 95 % interval.
+    `lower` and `upper` are the bounds of a 95 % interval.
     """
 
     seconds: float
@@ -142,51 +150,53 @@ class Moment(Struct, frozen=True, kw_only=True):
 
 
 class LeakCourse(Struct):
-    """The states of one series over a trace."""
+    """The detector's states of one series (a GPU or a host role) over a trace."""
 
     state: LeakState = LeakState.UNKNOWN
     first_alarm: Moment | None = None
-    """The first sample of an alarm."""
+    """The first sample of the first alarm; None without an alarm."""
 
     last_alarm: Moment | None = None
-    """The newest sample of an alarm."""
+    """The newest sample of the newest alarm; None without an alarm."""
 
     settled_seconds: float | None = None
     """The newest time with enough readings to rule out growth; None where there was none."""
 
     growing: list[Interval] = []
-    """When there was an early warning."""
+    """The times of early warnings."""
 
     leaking: list[Interval] = []
-    """When there was an alarm."""
+    """The times of alarms."""
 
     _newest_warning: Moment | None = None
     _was_cut_off: bool = False
+    """Whether the engine restarted during an early warning."""
+
     _open_state: LeakState = LeakState.UNKNOWN
     """The newest state that is neither sleep nor unknown."""
 
     @property
     def warning(self) -> Moment | None:
-        """The newest sample of an early warning that is still open."""
+        """The newest sample of an early warning that is still open; None without such a warning."""
         return self._newest_warning if self._open_state is LeakState.GROWING else None
 
     @property
     def newest(self) -> Moment | None:
-        """The newest sample of the alarm, else of an open early warning."""
+        """The newest sample of an alarm, else of an open early warning, else None."""
         return self.last_alarm or self.warning
 
     @property
     def withdrawn_seconds(self) -> float:
-        """How long the early warnings that have ended lasted, all together."""
+        """How long all early warnings that have ended lasted together."""
         return sum(end - begin for begin, end in self.growing if end is not None)
 
     @property
     def is_undecided(self) -> bool:
         """Whether an early warning may have been a leak.
 
-        One that is open, or was at a restart of the engine. Also warnings that the detector
-        withdrew, where they lasted for as long as an alarm takes, or were not followed by as much
-        time without growth.
+        That is one that is still open, or was open at a restart of the engine. Early warnings that
+        the detector withdrew count too, if they lasted for as long as an alarm takes, or were not
+        followed by as much time without growth.
         """
         if self._was_cut_off or self.warning is not None:
             return True
@@ -199,9 +209,10 @@ class LeakCourse(Struct):
         return self.withdrawn_seconds >= LEAKING_SECONDS or calm_seconds < LEAKING_SECONDS
 
     def step(self, state: LeakState, moment: Moment, *, restarted: bool = False) -> None:
-        """Add a sample.
+        """Add a sample's state and figures.
 
-        Neither sleep nor an unknown state ends an interval. A restart leaves a warning undecided.
+        Sleep or an unknown state ends no interval: the next state shows whether it goes on. A
+        restart of the engine leaves an early warning undecided.
         """
         self.state = state
         if state in (LeakState.STABLE, LeakState.UNSETTLED):
@@ -236,9 +247,10 @@ class LeakVerdict(StrEnum):
 
 
 def judge_course(course: LeakCourse, span_seconds: float) -> tuple[LeakVerdict, str]:
-    """Judge a course of so many seconds, with the reason: a short one proves no absence.
+    """Return the verdict on a course of this length, and the reason.
 
-    Every command that judges a trace asks here: one trace has one verdict.
+    A short course proves a leak, but not the absence of one. Every command that judges a trace calls
+    this function, so that a trace has one verdict.
     """
     if course.leaking:
         return LeakVerdict.LEAKING, "even growth that load does not explain"
@@ -291,17 +303,19 @@ class LeakReplay:
         """The engine's exits and stalls."""
 
         self.memory: HostMemory | None = None
-        """The fullest reading of the host memory."""
+        """The fullest reading of the host memory; None before any reading."""
 
         self.residues: dict[tuple[str, str], dict[float, float]] = {}
-        """The memory kept on each GPU, by its labels and by the start of the sleep."""
+        """The bytes in use during a sleep, by the GPU's labels and the start of the sleep."""
 
         self.stranded: dict[tuple[str, str], float] = {}
-        """The highest share of an engine's KV cache that no request held, by its labels."""
+        """The highest share of a KV cache that no request held, by the engine's labels."""
 
         self._memory = LEAK.initial
         self._now_seconds = 0.0
         self._shift_seconds = 0.0
+        """What is added to the trace's time, so that it never goes back."""
+
         self._gpu_indices: dict[str, int] = {}
         self._courses: dict[str, LeakCourse] = {}
 
@@ -325,14 +339,17 @@ class LeakReplay:
         return self._courses.get(series) or LeakCourse()
 
     def requests(self, series: str) -> float:
-        """Return the requests finished in this run since the detector began with a series."""
+        """Return how many requests finished in this run since the detector began with a series.
+
+        That is 0 where the detector has not begun.
+        """
         track = self._memory.gpus.get(series) or self._memory.host.get(series)
         return 0.0 if track is None else track.work.requests
 
     def step(self, snapshot: Snapshot) -> Snapshot:
-        """Run a snapshot through the detector; return it with the engine's state.
+        """Run a snapshot through the detector; return the snapshot with the engine's state.
 
-        A series that is not judged becomes unknown.
+        The state of a series that the detector does not judge this time becomes unknown.
         """
         begin_seconds = self.span[0] if self.samples else snapshot.time_seconds
         self.span = (begin_seconds, snapshot.time_seconds)
@@ -362,13 +379,17 @@ class LeakReplay:
             self.stranded[engine] = max(ratio, self.stranded.get(engine, 0.0))
 
     def _note_residue(self, sample: Sample) -> None:
+        """Store the bytes in use on a GPU during a sleep, once they are steady."""
         sleep = self._memory.sleep
         if sleep.settled and sleep.since_seconds is not None:
             gpu, uuid = sample.labels
             self.residues.setdefault((gpu, uuid), {})[sleep.since_seconds] = sample.value
 
     def _steady_clock(self, snapshot: Snapshot) -> Snapshot:
-        """Return the snapshot on a clock that only moves forward: a trace's may be set back."""
+        """Return the snapshot with a monotonic clock that only moves forward.
+
+        The clock of a trace is the wall clock, which may be set back; the detector would fail then.
+        """
         now_seconds = snapshot.monotonic_seconds + self._shift_seconds
         if now_seconds < self._now_seconds:
             self._shift_seconds += self._now_seconds - now_seconds + SET_BACK_STEP_SECONDS
@@ -379,7 +400,8 @@ class LeakReplay:
         return replace(snapshot, monotonic_seconds=now_seconds)
 
     def _follow_course(self, sample: Sample, previous_memory: LeakMemory) -> None:
-        """Add a sample of a state to the course of its series, with the figures behind it."""
+        """Add a sample of a leak state, and the figures behind the state, to its series' course."""
+        # The labels of a GPU are index, UUID and state, those of a host role are role and state.
         *gpu_index, series, state = sample.labels
         inside = None
         asleep = None
@@ -407,7 +429,12 @@ class LeakReplay:
 
 
 def _merge_host(earlier: HostMemory | None, newest: HostMemory | None) -> HostMemory | None:
-    """Return the fullest reading of the newest scope: use and limit are of the same sample."""
+    """Return the fullest of two readings of the host memory; None where both are None.
+
+    Use and limit are those of one sample. Where the basis of the limit changed, such as from the
+    machine to a cgroup, only the newest reading counts. Shared memory and the count of OOM kills
+    are the highest of both.
+    """
     if newest is None or earlier is None:
         return newest or earlier
     fullest = newest
@@ -428,6 +455,7 @@ def _merge_host(earlier: HostMemory | None, newest: HostMemory | None) -> HostMe
 
 
 def _rank_fullness(memory: HostMemory) -> tuple[float, int]:
+    """Return the share in use, then the bytes in use, which decide without a limit."""
     used_bytes = memory.used_bytes or 0
     return used_bytes / (memory.limit_bytes or inf), used_bytes
 
@@ -435,7 +463,10 @@ def _rank_fullness(memory: HostMemory) -> tuple[float, int]:
 def build_moment(
     seconds: float, estimate: Estimate | None, location: LeakLocation | None
 ) -> Moment:
-    """Return the detector's figures; those that are not finite are absent, as on the page."""
+    """Return the detector's figures at a time; all are None without an estimate.
+
+    Figures that are not finite are None too, as the page has no series of them.
+    """
     if estimate is None:
         return Moment(seconds=seconds)
     return Moment(
@@ -457,6 +488,6 @@ def _drop_infinite(value: float | None) -> float | None:
 
 
 def describe_span(samples: int, begin: float, end: float) -> str:
-    """Return the samples, the length and both ends of a trace."""
+    """Return a text with the number of samples, the length and both ends of a trace."""
     length = format_duration(end - begin)
     return f"{samples} samples over {length}, {format_instant(begin)} to {format_instant(end)}"

@@ -22,14 +22,17 @@ from vllm_headroom.scrape.proc.reader import Processes
 PROC: Final = Path("/proc")
 SYS: Final = Path("/sys")
 LOOK_SECONDS: Final = 6.0
-"""For the GPUs and the page, read at the same time: everything has to end within ten seconds."""
+"""The limit for the GPUs and the page, read at the same time.
+
+With the processes after them, everything has to end within ten seconds.
+"""
 
 PROC_SECONDS: Final = 3.0
-"""For the processes, after the page."""
+"""The limit for the processes, which are read after the page."""
 
 
 class Machine(Struct, frozen=True, kw_only=True):
-    """What was read of this machine."""
+    """The GPUs and processes of this machine, as read once."""
 
     readings: GpuReadings | Failure
     processes: ProcessReadings | Failure
@@ -39,7 +42,7 @@ class Machine(Struct, frozen=True, kw_only=True):
 
 
 async def fetch_once(reader: PageReader) -> str | Failure:
-    """Fetch one page and close the reader."""
+    """Return the text of one page, or why it could not be fetched; close the reader."""
     try:
         return await reader.fetch()
     finally:
@@ -47,7 +50,10 @@ async def fetch_once(reader: PageReader) -> str | Failure:
 
 
 async def fetch_engines(reader: PageReader, profile: str | None = None) -> EnginePage | Failure:
-    """Fetch one page, close the reader, and parse the engines on the page."""
+    """Return the engines on one page, or why it could not be fetched; close the reader.
+
+    Without a `profile` the page itself shows which kind of engine wrote it.
+    """
     text = await fetch_once(reader)
     return text if isinstance(text, Failure) else parse_engines(text, profile)
 
@@ -55,9 +61,10 @@ async def fetch_engines(reader: PageReader, profile: str | None = None) -> Engin
 async def read_machine(
     settings: Settings, page: Awaitable[EnginePage | Failure], proc: Path = PROC, sys: Path = SYS
 ) -> Machine:
-    """Read the GPUs and `proc` once and attribute them, as the daemon does with these settings.
+    """Read the GPUs and processes once, and attribute the GPUs as the daemon would.
 
-    The processes wait for `page`: it decides which of several engines is watched.
+    A part that cannot be read is a Failure in the result. The processes are read once `page` is
+    there: the page decides which of several engines is watched.
     """
     gpu_reader = Gpus(
         monotonic=time.monotonic, call_timeout_seconds=GPU_TIMEOUT_SECONDS, proc=proc, sys=sys
@@ -78,7 +85,7 @@ async def read_machine(
     finally:
         await gpu_reader.close()
     gpus: tuple[Gpu, ...] = ()
-    # One reading has no earlier one to remember: the state of the attribution is a new one.
+    # There is no earlier reading, so the attribution begins with an empty state.
     if not isinstance(readings, Failure):
         selection = Selection.of(settings.gpus)
         _, gpus = attribute(AttributionState(), readings, processes, selection)

@@ -12,13 +12,14 @@ class ListedModel(Struct, frozen=True, kw_only=True):
     name: str
 
     max_tokens: int | None
-    """Of the longest request; None where it is unknown."""
+    """The longest context of a request, in tokens; None where the server does not report it."""
 
 
 def parse_object(text: str | bytes | bytearray) -> dict[str, Any]:
     """Parse a JSON object.
 
-    Return an empty one for anything else, NaN included, which Python's parser would accept.
+    Return an empty one for any text that is not a JSON object. NaN is no JSON either, although
+    Python's own parser would accept it.
     """
     try:
         answer = json.decode(text)
@@ -28,7 +29,10 @@ def parse_object(text: str | bytes | bytearray) -> dict[str, Any]:
 
 
 def parse_first_model(text: str | bytes | bytearray) -> ListedModel | None:
-    """Parse the first model in the answer to GET /v1/models; None where there is none."""
+    """Parse the first model in the answer to GET /v1/models.
+
+    Return None where the answer lists no model, or the first one has no name.
+    """
     models = parse_object(text).get("data")
     if not isinstance(models, list) or not models:
         return None
@@ -51,7 +55,7 @@ def parse_server_version(text: str) -> str | None:
 
 
 def find_error(answer: Mapping[str, Any]) -> str | None:
-    """Return the error in an object, in full; None where there is none."""
+    """Return the whole error message in a JSON object; None where the object has none."""
     error = answer.get("error")
     # OpenAI's servers answer {"error": {"message": ...}}, vLLM's older ones {"message": ...}.
     if isinstance(error, dict):

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Number = TypeVar("Number", int, float)
 MAX_WHOLE_NUMBER: Final = 2**53
-"""The largest integer up to which a float represents each exactly."""
+"""A float represents each integer up to this one exactly."""
 
 
 SMALLEST_FLOAT: Final = 5e-324
@@ -42,7 +42,7 @@ LARGEST_FLOAT: Final = 1.7e308
 
 
 class Value(Struct, Generic[T], frozen=True, kw_only=True):
-    """How a text becomes a value."""
+    """A kind of value: how a text becomes one, and which texts are accepted."""
 
     read: Callable[[str], T]
     """Raises ValueError for a text that is not accepted."""
@@ -51,15 +51,15 @@ class Value(Struct, Generic[T], frozen=True, kw_only=True):
     """The values that are accepted, as the end of a sentence."""
 
     show: Callable[[object], str] = show_value
-    """How a refused value is shown."""
+    """Returns the refused value as the error message shows it, such as without a password."""
 
     def __call__(self, text: str) -> T:
-        """Return the value, as argparse has it."""
+        """Return the value of a text, since argparse expects a type to be callable."""
         return self.read(text)
 
 
 def bounded(read: Callable[[str], Number], low: float, high: float) -> Callable[[str], Number]:
-    """Return a function that reads a number from `low` to `high`, and refuses any other."""
+    """Return a function that reads a number, and raises ValueError outside `low` to `high`."""
 
     def read_bounded(text: str) -> Number:
         number = read(text)
@@ -71,7 +71,7 @@ def bounded(read: Callable[[str], Number], low: float, high: float) -> Callable[
 
 
 def above_zero(read: Callable[[str], float], high: float = LARGEST_FLOAT) -> Callable[[str], float]:
-    """Return a function that reads a number above 0, and refuses any other."""
+    """Return a function that reads a number, and raises ValueError unless above 0, up to `high`."""
     return bounded(read, SMALLEST_FLOAT, high)
 
 
@@ -150,7 +150,7 @@ class BadOptions(Exception):  # noqa: N818 - it describes what was given
 
 
 class Printed(Exception):  # noqa: N818 - no error: what was asked for in place of the command
-    """The text that --help, --version or --print-config print."""
+    """Ends the parsing with the text that --help, --version or --print-config print."""
 
 
 def name_option(key: str) -> str:
@@ -169,7 +169,7 @@ An empty environment variable counts as not set."""
 ENGINE_URL: Final = "--engine-url"
 
 OPTION: Final = re.compile(r"--|-[A-Za-z]")
-"""How an option begins; a negative number is a value."""
+"""Matches the beginning of an option; a word such as -1 is a value."""
 
 
 class TypedOption(Struct):
@@ -178,13 +178,13 @@ class TypedOption(Struct):
     name: str
 
     action: argparse.Action | None
-    """What argparse knows of it; None where there is no such option."""
+    """argparse's description of the option; None where there is no such option."""
 
     values: list[str] = field(default_factory=list)
 
     @property
     def is_open(self) -> bool:
-        """Whether the next word is its value."""
+        """Whether the next word is the option's value; an unknown option, too, may take one."""
         takes_value = self.action is None or self.action.nargs != 0
         return takes_value and not self.values
 
@@ -222,7 +222,7 @@ class Parser(argparse.ArgumentParser):
     def add_settings(self, settings_class: type[Settings]) -> None:
         """Add an option for each setting, first for those that `settings_class` adds to Settings.
 
-        The environment and a file may give them as well.
+        Then `read` also takes the settings' values from the environment and a file.
         """
         from vllm_headroom.config import (  # noqa: PLC0415 - most commands need no pydantic
             Settings,
@@ -264,20 +264,20 @@ class Parser(argparse.ArgumentParser):
             self._settings_actions.append(action)
 
     def explain(self, action: argparse.Action) -> str:
-        """Return the help of an option, with its default in place."""
+        """Return the help of an option, in which argparse has filled in the default."""
         formatter = self._get_formatter()
         return formatter._expand_help(action)  # noqa: SLF001 - argparse has no public way
 
     def list_values(self, action: argparse.Action) -> list[str]:
-        """Return the values of an option that takes one of a few, none of any other."""
+        """Return the values of an option with a closed set of values; for others an empty list."""
         return split_closed_set(_find_kind(action).accepts)
 
     def read(self, argv: Sequence[str]) -> argparse.Namespace:
-        """Return the values by name, with `settings` where they were added.
+        """Return the values by name, and `settings` where the parser has settings.
 
-        A first word that is a URL is the engine's, where the command has no positional arguments.
-        Raise BadOptions with every mistake, also in a value that another source overrides, and
-        Printed.
+        Where the command has no positional arguments, a first word that is a URL is the engine's.
+        Raise BadOptions with a line for every mistake, even in a value that another source
+        overrides. Raise Printed for --help, --version and --print-config.
         """
         positionals = [action for action in self._actions if not action.option_strings]
         if self._begins_with_url(argv) and not positionals:
@@ -309,12 +309,13 @@ class Parser(argparse.ArgumentParser):
         return namespace
 
     def _begins_with_url(self, argv: Sequence[str]) -> bool:
-        """Return whether the first word is a URL, and the command takes the engine's."""
+        """Return whether the first word is a URL and the command has the option --engine-url."""
         if not argv or ENGINE_URL not in self._option_string_actions:
             return False
         return "://" in argv[0] and not OPTION.match(argv[0])
 
     def _build_defaults(self) -> argparse.Namespace:
+        """Return the default of each option; a default that is a text is read like a typed one."""
         namespace = argparse.Namespace()
         for action in self._actions:
             default = action.default
@@ -326,10 +327,10 @@ class Parser(argparse.ArgumentParser):
     def _split(
         self, argv: Sequence[str], positional_count: int
     ) -> tuple[list[TypedOption], list[str]]:
-        """Return the options in order, and the words that are no option's.
+        """Return the options in order, and the words that belong to no option.
 
         `_` in a name counts as `-`. A word beyond the positional arguments counts as another value
-        of the option before it, because a value with a space was most likely not quoted.
+        of the option before it: most likely a value with a space was not quoted.
         """
         typed_options: list[TypedOption] = []
         loose_words: list[str] = []
@@ -347,6 +348,7 @@ class Parser(argparse.ArgumentParser):
         return typed_options, loose_words
 
     def _parse_option(self, word: str) -> TypedOption:
+        """Return the option of a word such as --name or --name=value; its action may be None."""
         name, equals_sign, value = word.partition("=")
         spelling = name.replace("_", "-") if name.startswith("--") else name
         return TypedOption(
@@ -356,7 +358,7 @@ class Parser(argparse.ArgumentParser):
         )
 
     def _check(self, typed_options: Sequence[TypedOption]) -> tuple[list[Argument], list[str]]:
-        """Return the options that can be used, and a line for each other one.
+        """Return the options that can be used, and a line for each option that cannot be used.
 
         Raise Printed for --help and --version, unless a mistake precedes them.
         """
@@ -395,7 +397,7 @@ class Parser(argparse.ArgumentParser):
         arguments: Sequence[Argument],
         namespace: argparse.Namespace,
     ) -> Sequence[str]:
-        """Store the settings in the namespace, or return a line for each mistake."""
+        """Store the settings in the namespace; where they have mistakes, return a line for each."""
         from vllm_headroom.config import Settings  # noqa: PLC0415 - see above
         from vllm_headroom_tools.sources import (  # noqa: PLC0415 - see above
             CONFIG,
@@ -419,9 +421,9 @@ class Parser(argparse.ArgumentParser):
 def _describe_misuse(
     name: str, action: argparse.Action, values: Sequence[str], count: int
 ) -> str | None:
-    """Return the line on an option that was given `count` times, last with these values.
+    """Return a line on what is wrong with how an option was given; None where it is right.
 
-    None where it was given as it should be.
+    `count` is how often the option was given, `values` are the words after it this time.
     """
     if count > 1 and not isinstance(action.default, list):
         return f"{name}: given {count} times, accepts one"
@@ -435,7 +437,7 @@ def _describe_misuse(
 
 
 def _store(argument: Argument, namespace: argparse.Namespace) -> Iterator[str]:
-    """Store the value of an option in the namespace; yield the line that refuses it, if any."""
+    """Store the value of an option in the namespace; yield a line if the value is refused."""
     action = argument.action
     if action.nargs == 0:
         setattr(namespace, action.dest, True)
@@ -447,9 +449,11 @@ def _store(argument: Argument, namespace: argparse.Namespace) -> Iterator[str]:
         yield describe_refused(argument.name, argument.text, kind.accepts, error, kind.show)
         return
     if isinstance(action.default, list):
+        # The option may be given more than once: a new list, since the default must not change.
         value = [*getattr(namespace, action.dest), value]
     setattr(namespace, action.dest, value)
 
 
 def _find_kind(action: argparse.Action) -> Value[Any]:
+    """Return the kind of an option's value; any text, where the option names no kind."""
     return action.type if isinstance(action.type, Value) else TEXT

@@ -17,34 +17,34 @@ RECORD_COMMAND: Final = (
     f"record --quiet --event page-faults:u --count {FAULTS_PER_STACK}"
     " --call-graph dwarf,4096 --max-size 64M"
 )
-"""perf ends by itself after some 15 GiB of new pages."""
+"""With this limit on the file's size, perf stops recording after some 15 GiB of new pages."""
 
 SCRIPT_COMMAND: Final = "script --no-inline --fields pid,ip,sym,dso"
 
 RECORDED_STATUSES: Final = (0, 130, -signal.SIGINT)
-"""Exit statuses of perf after it recorded: by itself, or interrupted."""
+"""Exit statuses of perf with a record: it ended without a signal, or an interrupt ended it."""
 
 PERF_END_SECONDS: Final = 120.0
-"""perf unwinds the stacks at the end."""
+"""The limit for perf to exit after an interrupt: it unwinds the stacks only then."""
 
 MAX_STACKS: Final = 20
-"""Of a process, in the report."""
+"""Of a process, in the report: those with the most faults."""
 
 MAX_FRAMES: Final = 16
-"""Of a stack."""
+"""Of a stack, in the report: those nearest to the use of the page."""
 
 Faults = dict[int, list[dict[str, Any]]]
-"""By pid the stacks that used most new pages, with their number of `faults`.
+"""By pid, the stacks that used most new pages.
 
-The frame that used the page is first.
+A stack is `{"faults": pages, "stack": frames}`. The frame that used the page is first.
 """
 
 
 async def record_faults(pids: Collection[int] | None, seconds: float) -> tuple[Faults, str | None]:
-    """Record where the processes use new pages; return it, and the reason where it is missing.
+    """Record for some seconds where the processes use new pages.
 
-    With None for the pids nothing is to be recorded, and there is no reason. When this is
-    cancelled, perf is killed and its file removed.
+    Return the faults, and None; or no faults, and the reason. Where `pids` is None nothing is to be
+    recorded: no faults, and no reason. On cancellation perf is killed and its file removed.
     """
     if pids is None:
         return {}, None
@@ -67,7 +67,7 @@ async def record_faults(pids: Collection[int] | None, seconds: float) -> tuple[F
 
 
 def _find_problem(output: str) -> str | None:
-    """Return the line in which perf says what is wrong, None where there is no such line."""
+    """Return the first line of perf's output that names a problem; None for empty output."""
     for line in output.splitlines():
         if line.strip() not in {"", "Error:"}:
             return line.strip()
@@ -75,12 +75,14 @@ def _find_problem(output: str) -> str | None:
 
 
 async def _run(seconds: float, *words: str) -> tuple[int | None, str]:
-    """Run a program, interrupted after this time; return its status and what it wrote.
+    """Run a program and interrupt it after this time; return its exit status and its output.
 
-    Raise TimeoutError where the interrupt does not end it; it is killed then.
+    The output is that on standard output, else that on standard error. A program that the
+    interrupt does not end is killed: raise TimeoutError.
     """
     process = await asyncio.create_subprocess_exec(*words, stdin=DEVNULL, stdout=PIPE, stderr=PIPE)
     try:
+        # The second wait is for the exit that the interrupt after the first one causes.
         for timeout_seconds in (seconds, PERF_END_SECONDS):
             with contextlib.suppress(TimeoutError):
                 out, err = await asyncio.wait_for(process.communicate(), timeout_seconds)
@@ -95,9 +97,10 @@ async def _run(seconds: float, *words: str) -> tuple[int | None, str]:
 
 
 def count_faults(script: str) -> Faults:
-    """Count the faults by stack in perf's text.
+    """Count the faults of each stack in the output of `perf script`.
 
-    It has a paragraph per sample: a pid, and frames of address, symbol and file.
+    That text has a paragraph for each sample: a line with the pid, then a line for each frame with
+    its address, symbol and file. Paragraphs of another form are skipped.
     """
     counts: dict[int, Counter[tuple[str, ...]]] = {}
     for sample in script.split("\n\n"):
@@ -116,7 +119,7 @@ def _list_stacks(counts: Counter[tuple[str, ...]]) -> list[dict[str, Any]]:
 
 
 def _format_frame(frame: str) -> str:
-    """Format a frame without its address, and with the name of the file without its folder."""
+    """Return "symbol (file)" for a frame: without its address and without the file's folder."""
     _address, _, location = frame.partition(" ")
     symbol, _, file = location.replace(" (deleted)", "").rpartition(" (")
     _folder, _, file_name = file.removesuffix(")").rpartition("/")

@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 Item = TypeVar("Item")
 
 BAR_DELAY_SECONDS: Final = 2.0
-"""What takes no longer needs no bar."""
+"""Our choice: a bar appears only where the work takes longer than this."""
 
 REDRAW_SECONDS: Final = 0.2
+"""Our choice: the shortest time between two drawings of a bar."""
 
 
 def track(
@@ -29,9 +30,10 @@ def track(
     *,
     patience_seconds: float = BAR_DELAY_SECONDS,
 ) -> Iterator[Item]:
-    """Yield the items, and show on a terminal how much of the `total` is done.
+    """Yield the items; on a terminal, show how much of the `total` is done.
 
-    The total is None where it is not known.
+    `size` returns what one item adds to the total, which is None where it is unknown. The bar
+    appears after `patience_seconds`.
     """
     done = 0.0
     draw_at_seconds = time.monotonic() + patience_seconds
@@ -51,12 +53,19 @@ def track(
 
 
 def track_lines(lines: Iterator[bytes], total_bytes: int | None) -> Iterator[bytes]:
-    """Yield the lines of a trace, and show how much of it was read."""
+    """Yield the lines of a trace; on a terminal, show how much of the trace was read.
+
+    `total_bytes` is None where the size is unknown, as for a pipe.
+    """
     return track(lines, "Reading the trace", total_bytes, len)
 
 
 def start_bar(description: str, total: float | None, *, transient: bool = True) -> Progress:
-    """Start a bar; what is written to standard error goes above it until it is stopped."""
+    """Start a bar on standard error and return it.
+
+    Until the bar is stopped, other lines on standard error are written above it. A `transient` bar
+    is erased when it stops. Without a `total` the bar only shows that something is going on.
+    """
     from rich.progress import (  # noqa: PLC0415 - without a terminal there is no bar
         BarColumn,
         Progress,
@@ -68,7 +77,7 @@ def start_bar(description: str, total: float | None, *, transient: bool = True) 
         TextColumn("{task.description}", markup=False),
         TaskProgressColumn(),
         TextColumn("{task.fields[note]}", markup=False),
-        BarColumn(),  # gives way before the others where there is little room
+        BarColumn(),  # the last, so that a narrow terminal cuts this column off first
         console=build_console(sys.stderr),
         auto_refresh=False,
         transient=transient,
@@ -76,10 +85,11 @@ def start_bar(description: str, total: float | None, *, transient: bool = True) 
     )
     bar.add_task(description, total=total, note="")
     bar.start()
-    bar.console.show_cursor()  # a signal may end the process at any time, and would leave none
+    # rich hides the cursor. A signal may end the process before rich could show it again.
+    bar.console.show_cursor()
     return bar
 
 
 def update_bar(bar: Progress, done: float, note: str = "") -> None:
-    """Draw a bar as far as it has come."""
+    """Draw a bar with `done` of its total done, and `note` beside its percentage."""
     bar.update(bar.task_ids[0], completed=done, note=note, refresh=True)

@@ -10,11 +10,12 @@ from vllm_headroom_tools.settings import ModelSettings
 
 
 def _run(arguments: Namespace) -> NoReturn:
+    """Serve until a signal ends the process; raise SystemExit with the daemon's status."""
     with pause_collection():
         # --help and --print-config need no daemon.
         from vllm_headroom.daemon import app  # noqa: PLC0415 - see above
-    # What was imported stays. A full collection would look through it for 25 ms, and scrapes
-    # would wait for it.
+    # Imported modules are never freed. A full collection would visit all their objects, which
+    # takes 25 ms, and scrapes would wait meanwhile.
     gc.freeze()
     settings: ModelSettings = arguments.settings
     app.serve(settings, settings.model_reader)

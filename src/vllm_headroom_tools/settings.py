@@ -35,7 +35,10 @@ class ModelFile(Struct, frozen=True, kw_only=True):
 
 
 def _read_model_file(text: str) -> ModelFile:
-    """Read a model's configuration, so that a bad one is a mistake in the settings."""
+    """Read a model's configuration.
+
+    Raise RefusedError for a bad one, so that it is reported as a mistake in the settings.
+    """
     from vllm_headroom_tools.sizing.model_config import read_model  # noqa: PLC0415 - see above
 
     path = parse_path(text)
@@ -53,6 +56,7 @@ ModelConfig = Annotated[
 
 
 def _parse_token_bytes(path: Path) -> TokenBytes | None:
+    """Return how to count a model's bytes per token; None for a configuration that is refused."""
     from vllm_headroom_tools.sizing.footprint import (  # noqa: PLC0415 - see above
         count_engine_bytes_per_token,
     )
@@ -70,15 +74,16 @@ class ModelSettings(Settings):
 
     @property
     def model_shape(self) -> ModelShape | None:
-        """The shape that `model_config_` describes, None without it."""
+        """The shape that `model_config_` describes; None where no configuration is named."""
         return None if self.model_config_ is None else self.model_config_.shape
 
     @property
     def model_reader(self) -> ModelReader:
-        """How the daemon finds the bytes per token.
+        """How the daemon finds the bytes per token of the KV cache.
 
-        Those of the configured model, else those of the model that the engine serves, unless the
-        operator configured the bytes.
+        They are those of the configured model. Without a configured model they are those of the
+        model that the engine serves, unless the operator configured the bytes: then nothing is
+        read.
         """
         if self.model_shape is None:
             is_configured = self.kv_bytes_per_token is not None

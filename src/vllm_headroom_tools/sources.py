@@ -13,7 +13,7 @@ from vllm_headroom.config import PREFIX, Settings, find_display, name_key, name_
 from vllm_headroom.inputs import describe_refused, describe_unknown, show_url, show_value
 
 CONFIG: Final = "config"
-"""The key of the option and the variable that name the file; it is no setting itself."""
+"""The key of --config and HEADROOM_CONFIG, which name the file; the file is no setting itself."""
 
 AnySettings = TypeVar("AnySettings", bound=Settings)
 
@@ -26,17 +26,18 @@ class Entry(NamedTuple):
 
 
 Entries = Mapping[str, Entry]
-"""What one source gives, by the key of the setting."""
+"""The values that one source gives, by the key of the setting."""
 
 
 class SettingsSource(NamedTuple):
-    """What one source gives, and a line for each mistake in its names or its form."""
+    """The values that one source gives, and a line for each mistake in its names or its form."""
 
     entries: Entries
     mistakes: tuple[str, ...]
 
 
 NO_SOURCE: Final = SettingsSource(entries={}, mistakes=())
+"""Stands in for the file where none is named."""
 
 SERVICE_VARIABLE: Final = re.compile(
     r"HEADROOM_(?:\w+_)?"
@@ -44,7 +45,7 @@ SERVICE_VARIABLE: Final = re.compile(
     r"|HEADROOM_(?:\w+_)?PORT=(?:tcp|udp|sctp)://.*",
     re.DOTALL,
 )
-"""What Kubernetes sets in every container for a Service named headroom or headroom-anything."""
+"""A variable that Kubernetes sets in every container for a Service named headroom or headroom-*."""
 
 SHOW_SECRET: Final[Mapping[str, Callable[[object], str]]] = {
     "engine_url": show_url,
@@ -57,11 +58,11 @@ SHOW_SECRET: Final[Mapping[str, Callable[[object], str]]] = {
 def read_settings(
     kind: type[AnySettings], options: Entries, config: Entry | None = None
 ) -> AnySettings | tuple[str, ...]:
-    """Read the settings, or return a line for each mistake.
+    """Return the settings, or a line for each mistake in any of their sources.
 
-    A value that another source overrides may be a mistake too. The options beat the environment,
-    where an empty variable counts as not set, and the environment beats the file, which `config`
-    or HEADROOM_CONFIG names.
+    The options beat the environment, where an empty variable counts as not set. The environment
+    beats the file, which `config` names, else HEADROOM_CONFIG. A value that another source
+    overrides is checked too.
     """
     environment = _read_environment(kind)
     config = config or environment.entries.get(CONFIG)
@@ -84,11 +85,12 @@ def _list_values(entries: Entries) -> dict[str, object]:
 
 
 def _list_refused(kind: type[Settings], entries: Entries) -> Iterator[str]:
-    """Yield a line for each value that pydantic refuses, in the order in which they were given."""
+    """Yield a line for each value that pydantic refuses, in the order of the entries."""
     try:
         kind.model_validate(_list_values(entries))
     except ValidationError as error:
-        # pydantic's own texts are not shown. `error` is what our parser raised, with its reason.
+        # pydantic's own texts are written for programmers. The reason is in `ctx` where our own
+        # parser raised the error, else there is none.
         reasons = {
             details["loc"][0]: details.get("ctx", {}).get("error")
             for details in error.errors(include_input=False)
@@ -103,13 +105,14 @@ def _list_refused(kind: type[Settings], entries: Entries) -> Iterator[str]:
 
 
 def _read_environment(kind: type[Settings]) -> SettingsSource:
+    """Read the variables that begin with HEADROOM_; an empty one counts as not set."""
     variables = {
         name: text
         for name, text in sorted(os.environ.items())
         if name.startswith(PREFIX) and text.strip()
     }
     values = EnvSettingsSource(kind)()
-    # HEADROOM_CONFIG names the file, and is no field of the settings.
+    # HEADROOM_CONFIG is no field of the settings, so pydantic leaves it out.
     values[CONFIG] = variables.get(name_variable(CONFIG))
     entries = {
         key: Entry(name_variable(key), value)
@@ -119,6 +122,7 @@ def _read_environment(kind: type[Settings]) -> SettingsSource:
     setting_names = [name_variable(name) for name in (*kind.model_fields, CONFIG)]
     mistakes = []
     for name, text in variables.items():
+        # Kubernetes' own variables are no mistake of the operator's.
         is_service = SERVICE_VARIABLE.fullmatch(f"{name}={text}") is not None
         if name not in setting_names and not is_service:
             mistakes.append(describe_unknown(name, setting_names))
@@ -126,7 +130,7 @@ def _read_environment(kind: type[Settings]) -> SettingsSource:
 
 
 def _read_file(kind: type[Settings], config: Entry) -> SettingsSource:
-    """Read the YAML file, in which null counts as not set."""
+    """Read the YAML file, in which null counts as not set; a file that is no YAML is a mistake."""
     from vllm_headroom.yaml_file import NotYamlError, read_yaml  # noqa: PLC0415 - YAML costs 25 ms
 
     path = str(config.value)
@@ -154,7 +158,7 @@ def _read_file(kind: type[Settings], config: Entry) -> SettingsSource:
 
 
 def format_settings(settings: Settings) -> str:
-    """Return what is in force as YAML that --config accepts, with stars for secrets."""
+    """Return all settings in force as YAML that --config accepts, with stars for secrets."""
     import yaml  # noqa: PLC0415 - YAML costs 25 ms of the start
 
     in_force = settings.model_dump(mode="json", exclude=set(settings.no_options), by_alias=True)

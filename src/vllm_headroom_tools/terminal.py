@@ -36,9 +36,9 @@ STYLES: Final = {
     "ok": "green",
     "passed": "green",
 }
-"""The words that commands write in capitals, and the marks at the beginning of a line.
+"""rich's style by the word: words in capitals, and the marks at the beginning of a line.
 
-The colour only repeats them.
+The colour only repeats what the word says.
 """
 
 
@@ -52,20 +52,21 @@ def _match_styled(word: str) -> str:
 _STYLED_WORDS: Final = re.compile("|".join(map(_match_styled, STYLES)))
 
 _LEFT_COLUMNS: Final = re.compile(r" *(?:\S+(?: \S+)* {2,}){0,2}")
-"""A mark and a name: when the line is broken, it continues below what follows them."""
+"""Matches the columns with a mark and a name: a broken line continues to the right of them."""
 
 _MAX_INDENT: Final = 30
+"""Our choice: how many columns a broken line is indented at most."""
 
 
 def is_terminal(stream: TextIO) -> bool:
-    """Return whether a stream writes to a terminal that knows more than lines."""
+    """Return whether a stream writes to a terminal that can do more than print lines."""
     return stream.isatty() and os.environ.get("TERM") not in {"dumb", "unknown"}
 
 
 def build_console(stream: TextIO) -> Console:
-    """Build what draws on a terminal and takes our words as they are.
+    """Build rich's console, with no markup of its own in our words.
 
-    It respects NO_COLOR (no-color.org).
+    The console respects NO_COLOR (no-color.org).
     """
     from rich.console import Console  # noqa: PLC0415 - 60 modules, which only a terminal needs
 
@@ -73,7 +74,10 @@ def build_console(stream: TextIO) -> Console:
 
 
 def render_line(line: str, stream: TextIO, style: str = "") -> str:
-    """Return a line as a stream shows it: on a terminal wrapped and with coloured words."""
+    """Return a line for a stream: wrapped and coloured for a terminal, unchanged for others.
+
+    `style` is rich's, of the whole line.
+    """
     if not is_terminal(stream):
         return line
     console = build_console(stream)
@@ -83,15 +87,18 @@ def render_line(line: str, stream: TextIO, style: str = "") -> str:
 
 
 def wrap_line(line: str, columns: int) -> Text:
-    """Return a line with its words coloured; a long one continues below its last column."""
+    """Return a line with its words coloured.
+
+    A line longer than `columns` is broken, and continues indented below its last column of text.
+    """
     from rich.text import Text  # noqa: PLC0415 - see above
 
     if len(line) > columns:
         left_columns = _LEFT_COLUMNS.match(line)
         left_width = len(left_columns[0]) if left_columns else 0
         indent = min(left_width, _MAX_INDENT, columns // 2) or 2
-        # Not rich's own wrapping: it has no indent, and breaks what has no blank, as an address
-        # that is to be copied.
+        # rich's own wrapping has no indent, and breaks words, such as an address that a reader
+        # wants to copy.
         line = textwrap.fill(
             line,
             columns,
@@ -105,18 +112,18 @@ def wrap_line(line: str, columns: int) -> Text:
 
 
 TEXT_WIDTH: Final = 110
-"""The columns of a text, unless the terminal has fewer."""
+"""Our choice: the width of a text in columns, unless the terminal has fewer."""
 
 HEAD_WIDTH: Final = 9
-"""The columns of the words on the left of a report: what was observed, what to do."""
+"""The width in columns of the words on the left of a report, which head its paragraphs."""
 
 NO_SIDECAR: Final = "check that vllm-headroom runs there, port 9839 unless it is set otherwise"
 
 
 def wrap_text(head: str, body: str, *, indent: int | None = None) -> list[str]:
-    """Return the lines of a text behind a head.
+    """Return the lines of a text that begins with `head`.
 
-    Those after the first are indented as far as the head, or by `indent`.
+    Further lines are indented by `indent` columns, or without it by the length of the head.
     """
     width = TEXT_WIDTH
     if is_terminal(sys.stdout):
@@ -134,12 +141,12 @@ def wrap_text(head: str, body: str, *, indent: int | None = None) -> list[str]:
 
 
 def wrap_headed(head: str, body: str) -> list[str]:
-    """Return the lines of a text behind a word; all words of a report are in one column."""
+    """Return the lines of a text behind a word that stands in a report's left column."""
     return wrap_text(f"   {head:<{HEAD_WIDTH - 3}}", body)
 
 
 def join_paragraphs(paragraphs: Iterable[Iterable[str]]) -> Iterator[str]:
-    """Yield the lines of those paragraphs that have any, with an empty line between them."""
+    """Yield the lines of all paragraphs, with an empty line between two; skip empty paragraphs."""
     is_first = True
     for paragraph in paragraphs:
         lines = list(paragraph)
@@ -153,12 +160,13 @@ def join_paragraphs(paragraphs: Iterable[Iterable[str]]) -> Iterator[str]:
 
 BLOCKS: Final = " ▁▂▃▄▅▆▇█"
 STEPS_PER_ROW: Final = len(BLOCKS) - 1
+"""How many heights a bar can have within one row of text."""
 
 Point = Sequence[Any]
-"""Seconds and a value, None for a gap."""
+"""Seconds and a value; the value of a gap is None."""
 
 Pick = Callable[[Iterable[float]], float]
-"""Returns the value that represents several."""
+"""Returns the value that represents several, such as their least or greatest."""
 
 
 def draw_bars(
@@ -169,11 +177,12 @@ def draw_bars(
     ends: tuple[float, float] | None = None,
     pick: Pick = min,
 ) -> list[str]:
-    """Return the rows of a chart with a bar for each column.
+    """Return the rows of a chart with a bar for each column, the highest row first.
 
-    A bar shows what `pick` takes of the values in its stretch of time, else the value before it; a
-    gap is blank. `ends` are the values of the lowest and the highest bar; without them zero, and
-    the highest value there is.
+    A column stands for an equal part of the curve's time. Its bar shows what `pick` returns for the
+    values in that time, or the last value before it where it has no points; a gap is blank. `ends`
+    are the values of the lowest and the highest bar; without `ends` these are zero and the greatest
+    value. An empty curve gives empty rows.
     """
     columns = _pick_columns(sorted(curve, key=lambda point: float(point[0])), width, pick)
     if ends is None:
@@ -187,7 +196,7 @@ def draw_bars(
             heights.append(0)
         else:
             steps = round(STEPS_PER_ROW * rows * (value - low) / span)
-            heights.append(max(1, steps))  # 0 is a gap
+            heights.append(max(1, steps))  # a height of 0 would look like a gap
     lines = []
     for row in reversed(range(rows)):
         row_heights = [height - STEPS_PER_ROW * row for height in heights]

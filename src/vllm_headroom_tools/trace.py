@@ -62,7 +62,10 @@ from vllm_headroom_tools.progress import track_lines
 
 
 class BadInput(Exception):  # noqa: N818 - it describes the input
-    """A trace, or a source of one, cannot be used; the message is one line for the operator."""
+    """A trace, or what a trace is read from, cannot be used.
+
+    The message is one line for the operator.
+    """
 
 
 (FORMAT,) = HEADER
@@ -70,7 +73,7 @@ class BadInput(Exception):  # noqa: N818 - it describes the input
 STDIN: Final = "standard input"
 
 MAX_CLOCK_STEP_SECONDS: Final = 300.0
-"""Corrections of a clock are smaller."""
+"""A larger step back is noted; clocks are corrected by less."""
 
 CLOCK_WENT_BACK: Final = (
     "a clock was set back, or files were put together in a wrong order: FILE.1 comes before FILE"
@@ -82,12 +85,12 @@ OTHER_FORMATS: Final = {
     b"\x28\xb5\x2f\xfd": UNPACK.format("zstd"),
     b"\xfd7zXZ": UNPACK.format("xz"),
 }
-"""What a file is that is no trace, by the bytes that it begins with."""
+"""Descriptions of files of other formats, by the bytes that they begin with."""
 
 GZIP_MAGIC: Final = b"\x1f\x8b"
 
 MAX_QUOTED_BYTES: Final = 60
-"""Of a file that is no trace, in its error message."""
+"""How many bytes of a file that is no trace its error message quotes."""
 
 _NO_READING: Final = "the trace has no reading of the {} here"
 _GPUS_FAILED: Final = Failure(
@@ -99,9 +102,9 @@ _PROCESSES_FAILED: Final = Failure(
 
 
 def read_trace(trace: str) -> Iterator[Snapshot]:
-    """Yield the snapshots of a file, or of standard input for "-"; raise BadInput.
+    """Yield the snapshots of a file, or of standard input for "-".
 
-    A terminal shows how much of it was read.
+    Raise BadInput where it cannot be read or is no trace. A terminal shows how much was read.
     """
     if trace == "-":
         lines = read_lines(cast(BufferedReader, sys.stdin.buffer))
@@ -121,7 +124,7 @@ def read_trace(trace: str) -> Iterator[Snapshot]:
 
 
 def _note_clock_steps(snapshots: Iterator[Snapshot], name: str) -> Iterator[Snapshot]:
-    """Yield the snapshots; when the clock goes back, note it on standard error, once."""
+    """Yield the snapshots; note the first large step back of the clock on standard error."""
     newest_seconds = 0.0
     is_noted = False
     for snapshot in snapshots:
@@ -142,7 +145,10 @@ def _write_note(line: str) -> None:
 
 
 def read_lines(stream: BufferedReader) -> Iterator[bytes]:
-    """Yield the lines, also of a gzip file; raise BadInput where that is damaged."""
+    """Yield the lines of a file, unpacked if gzip packed it; raise BadInput for a damaged one.
+
+    A longer line than the daemon writes is cut into several.
+    """
     plain = GzipFile(fileobj=stream) if _is_packed(stream) else stream
     try:
         yield from iter(partial(plain.readline, LONGEST_LINE_BYTES), b"")
@@ -160,8 +166,8 @@ def parse_trace(lines: Iterable[bytes], name: str = "the trace") -> Iterator[Sna
     """Yield a snapshot for each sample after the header; raise BadInput at the first wrong line.
 
     Blank lines and further headers are skipped, so that rotated traces can be concatenated. An
-    incomplete last line is skipped with a note on standard error: the daemon exited while it wrote
-    it, or is writing it now.
+    incomplete last line is skipped with a note on standard error: the daemon exited while writing
+    the line, or is writing it now.
     """
     number = 0
     remaining_lines = iter(lines)
@@ -185,7 +191,7 @@ def parse_trace(lines: Iterable[bytes], name: str = "the trace") -> Iterator[Sna
 
 
 def _describe_content(line: bytes) -> str:
-    """Describe a file that is no trace by its first line."""
+    """Return what a file is that is no trace, by its first line, as the end of a sentence."""
     for beginning, description in OTHER_FORMATS.items():
         if line.startswith(beginning):
             return f"is {description}"
@@ -201,7 +207,7 @@ _JSON: Final = json.JSONDecoder(parse_constant=refuse_number)
 
 
 def _parse_record(line: bytes) -> dict[str, Any] | str | None:
-    """Return the object on a line, None for a blank line, or the error."""
+    """Return the object on a line, None for a blank line, or a text that says what is wrong."""
     try:
         content = str(line.removeprefix(BOM_UTF8), "utf-8").strip()
         if not content:
@@ -219,14 +225,15 @@ def _parse_record(line: bytes) -> dict[str, Any] | str | None:
 
 
 def parse_snapshot(record: Mapping[str, Any]) -> Snapshot:
-    """Return one sample as the daemon saw it; raise BadInput.
+    """Return one sample as the daemon saw it; raise BadInput for a field with a wrong value.
 
-    Absent and null mean unknown, for a whole source that it failed. `t` is the time of both clocks.
-    A GPU or engine without an index or a name is identified by its place in the list.
+    A field that is absent or null is unknown; a source that is absent or null has failed. `t` is
+    the time of both clocks. A GPU without an index and an engine without a name are identified by
+    their place in the list.
     """
     if FORMAT in record:
         raise BadInput(NO_TRACE)
-    time: Any = record.get("t")  # which every record has
+    time: Any = record.get("t")
     if type(time) not in (int, float) or not 0 <= time < YEAR_10000:
         raise BadInput(str(WrongFieldError("t", time, "seconds since the epoch")))
     try:
@@ -256,7 +263,10 @@ def parse_snapshot(record: Mapping[str, Any]) -> Snapshot:
 def _build_page(
     engines: tuple[EngineReading, ...] | None, reason_name: str | None
 ) -> EnginePage | Failure:
-    """Return the engines as their page, or the failure, whose reason this version may not know."""
+    """Return the engines as a page, or a failure where `engines` is None.
+
+    A reason that is missing, or that this version does not know, becomes "unreachable".
+    """
     if engines is not None:
         return EnginePage(profile="vllm", engines=engines, inputs=())
     reason = Reason.UNREACHABLE
@@ -269,7 +279,10 @@ def _build_page(
 def _join_processes(
     processes: tuple[EngineProcess | None, ...] | None,
 ) -> tuple[EngineProcess, ...] | Failure:
-    """Return the processes; a failure where one is None: a sum would be wrong without it."""
+    """Return the processes, or a failure where they are absent.
+
+    A failure, too, where the memory of any process is unknown: sums would be too low without it.
+    """
     readings = tuple(process for process in processes or () if process is not None)
     if processes is None or len(readings) < len(processes):
         return _PROCESSES_FAILED
@@ -285,7 +298,7 @@ _FIELD_READERS: Final[Mapping[object, Any]] = {
     str | None: read_text,
     bool | None: read_truth,
 }
-"""By the type of a model's field."""
+"""The function that reads a field of a trace, by the type of the field in the model."""
 
 _FIELD_TYPES: Final[Mapping[type, Any]] = {
     kind: get_type_hints(kind) for kind in (EngineReading, EngineProcess, HostMemory, Inside)
@@ -303,9 +316,10 @@ _INSIDE_FIELDS: Final = {
 def _read_fields(
     entry: Mapping[str, Any], kind: type, names: Iterable[tuple[str, str]]
 ) -> dict[str, Any]:
-    """Read the fields of a model; `names` has each field and its name in the entry.
+    """Return the values of a model's fields, as keyword arguments for the model.
 
-    What is absent or null is left out.
+    `names` pairs each field with its name in the entry. A field that is absent or null is left out.
+    Raise WrongFieldError for a value of another type.
     """
     values = {}
     for field, name in names:
@@ -322,7 +336,7 @@ _Member = TypeVar("_Member", bound=StrEnum)
 
 
 def _find_member(kind: type[_Member], value: str | None) -> _Member | None:
-    """Return the member with this value; None where this version does not know it."""
+    """Return the member with this value; None where this version has no such member."""
     return next((member for member in kind if member == value), None)
 
 
@@ -337,9 +351,10 @@ def parse_engine(entry: Mapping[str, Any], place: int) -> EngineReading:
 
 
 def parse_gpu(entry: Mapping[str, Any], place: int) -> Gpu:
-    """Return a GPU of the engine's.
+    """Return a GPU of the engine; without an index it is identified by its place in the list.
 
-    What is held is what is attributed to the engine, else what is used without others'.
+    The held bytes are those that are attributed to the engine. Where these are unknown, they are
+    the used bytes without those of other processes. They are None where the use is unknown too.
     """
     index = read_size(entry, "gpu")
     if index is None:
@@ -370,7 +385,7 @@ def parse_gpu(entry: Mapping[str, Any], place: int) -> Gpu:
 
 
 def _parse_gpu_memory(entry: Mapping[str, Any], used_bytes: int | None) -> GpuMemory | None:
-    """Return a GPU's memory; None where what is used, or the total, is unknown."""
+    """Return a GPU's memory; None where the used bytes or the total are unknown."""
     total_bytes = read_size(entry, "total")
     reserved_bytes = read_size(entry, "reserved")
     if used_bytes is None or total_bytes is None:
@@ -384,6 +399,7 @@ def _parse_gpu_memory(entry: Mapping[str, Any], used_bytes: int | None) -> GpuMe
 
 
 def _parse_leftover(entry: Mapping[str, Any], _place: int) -> Leftover:
+    """Return a process that outlived its engine; raise WrongFieldError for an unknown fate."""
     name = read_text(entry, "fate")
     fate = _find_member(Fate, name)
     if fate is None:
@@ -392,7 +408,10 @@ def _parse_leftover(entry: Mapping[str, Any], _place: int) -> Leftover:
 
 
 def _parse_inside(entry: Mapping[str, Any]) -> Inside | None:
-    """Return the probe's facts, without parts that this version does not know."""
+    """Return the probe's facts on a GPU; None where the trace has none of them.
+
+    Parts that this version does not know are left out.
+    """
     sizes = read_within(entry, "parts", _parse_parts) or ()
     inside = Inside(parts=sizes, **_read_fields(entry, Inside, _INSIDE_FIELDS.items()))
     return None if inside == Inside() else inside
@@ -408,12 +427,15 @@ def _parse_parts(entry: Mapping[str, Any]) -> tuple[tuple[MemoryPart, int], ...]
 
 
 def name_by_index(index: int) -> str:
-    """Return the name of a GPU without a UUID; no UUID looks like it."""
+    """Return the name of a GPU without a UUID; no UUID looks like this name."""
     return f"index {index}"
 
 
 def parse_process(entry: Mapping[str, Any], _place: int) -> EngineProcess | None:
-    """Return a process; None where its memory is unknown."""
+    """Return a process; None where its memory is unknown.
+
+    Raise WrongFieldError for a role that this version does not know: the sums would be wrong.
+    """
     name = read_text(entry, "role")
     role = Role.OTHER if name is None else _find_member(Role, name)
     if role is None:
@@ -425,7 +447,10 @@ def parse_process(entry: Mapping[str, Any], _place: int) -> EngineProcess | None
 
 
 def parse_pool(entry: Mapping[str, Any], _place: int) -> Pool | None:
-    """Return a configured pool; None where this version does not know its part or role."""
+    """Return a configured pool; None where its size is unknown.
+
+    None, too, where this version does not know its part or role.
+    """
     part = _find_member(HostPart, read_text(entry, "part"))
     role_name = read_text(entry, "role")
     size_bytes = read_size(entry, "bytes")
@@ -438,6 +463,6 @@ def parse_pool(entry: Mapping[str, Any], _place: int) -> Pool | None:
 
 
 def parse_host(entry: Mapping[str, Any]) -> HostMemory:
-    """Return the host memory, without a basis that this version does not know."""
+    """Return the host memory; a basis that this version does not know becomes None."""
     basis = _find_member(HostBasis, read_text(entry, "basis"))
     return HostMemory(basis=basis, **_read_fields(entry, HostMemory, HOST_FIELDS))

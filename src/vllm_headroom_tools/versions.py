@@ -18,10 +18,10 @@ _PRERELEASE: Final = re.compile(r"[._-]?(?:a|b|c|rc|alpha|beta|pre|preview|dev)"
 
 
 def parse_version(text: str) -> Version | None:
-    """Parse a version; None where the text is not one of a release, as with nightlies.
+    """Parse a version; None where the text is no release's, as with nightlies, or is too old.
 
-    A candidate or development version counts as the release before: it may lack what the release
-    adds.
+    A candidate or development version counts as the release before its own: 0.12.0rc1 as 0.11.0,
+    since it may lack what 0.12.0 adds.
     """
     match = _VERSION.fullmatch(text.strip())
     if match is None:
@@ -39,7 +39,7 @@ def parse_version(text: str) -> Version | None:
 
 
 def format_version(version: Version) -> str:
-    """Format a version as vLLM does."""
+    """Return a version as vLLM writes it, as 0.11.2."""
     return ".".join(map(str, version))
 
 
@@ -56,7 +56,7 @@ class Fault(Struct, frozen=True):
     """What happens."""
 
     options: tuple[str, ...] = ()
-    """Settings of vLLM without which the fault does not occur; one of them suffices."""
+    """Settings of vLLM of which any one lets the fault occur; empty where it needs none."""
 
     reported: str = ""
     """The month of the report, empty where it is unknown."""
@@ -70,13 +70,16 @@ class Fault(Struct, frozen=True):
     """The oldest version without it; None where that is unknown."""
 
     role: Role | None = None
-    """The process whose host memory grows."""
+    """The kind of process whose host memory grows; None where no host memory does."""
 
     advice: str = ""
-    """What to do about the growth."""
+    """What to do about the growth; empty where nothing is known to help."""
 
     def is_in(self, version: Version) -> bool:
-        """Return whether this version has the fault, as far as is known."""
+        """Return whether this version has the fault.
+
+        A version between the last in which it was observed and the one that fixed it has not.
+        """
         if version < self.first_version:
             return False
         if self.fixed_version is not None and version >= self.fixed_version:
@@ -178,7 +181,10 @@ FAULTS: Final = (
 
 
 def list_faults(version: Version, options: Collection[str]) -> Iterator[Fault]:
-    """Yield the faults of a version that can occur with these options, named as vLLM's settings."""
+    """Yield the faults of a version that can occur with these options.
+
+    Options have the names of vLLM's settings, as `enforce_eager`.
+    """
     for fault in FAULTS:
         can_occur = not fault.options or not set(fault.options).isdisjoint(options)
         if can_occur and fault.is_in(version):
@@ -186,7 +192,7 @@ def list_faults(version: Version, options: Collection[str]) -> Iterator[Fault]:
 
 
 def describe_fault(fault: Fault) -> str:
-    """Return a line on a fault, its report and the version that fixes it."""
+    """Return a line on a fault: its effect, its issues, when it was reported, where it is fixed."""
     status = "open"
     if fault.fixed_version is not None:
         status = f"fixed in {format_version(fault.fixed_version)}"

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 LOCAL_SIDECAR: Final = "http://127.0.0.1:9839"
 
 FETCH_INTERVAL_SECONDS: Final = 2.0
-"""Our choice: the time from one fetch to the next."""
+"""Our choice: the pause between two fetches."""
 
 FETCH_TIMEOUT_SECONDS: Final = 5.0
 
@@ -54,11 +54,11 @@ Document = dict[str, Any]
 """The sidecar's /snapshot.json."""
 
 FetchDocument = Callable[[], Awaitable[Document | str]]
-"""Returns the document, or in one line why there is none."""
+"""Returns the document, or one line that says why there is none."""
 
 
 async def fetch_document(reader: PageReader) -> Document | str:
-    """Fetch the document; return in one line why there is none."""
+    """Fetch the document; return one line that says why, where none can be had."""
     page = await reader.fetch()
     if isinstance(page, Failure):
         return f"{strip_advice(page)}: {NO_SIDECAR}"
@@ -67,7 +67,7 @@ async def fetch_document(reader: PageReader) -> Document | str:
 
 
 def describe_verdict(verdict: dict[str, Any]) -> str:
-    """Return a verdict with its level as a word, which a colour only repeats."""
+    """Return a verdict's level, as a word, and its sentence."""
     level = LEVEL_NAMES.get(verdict["level"], verdict["level"])
     return f"{level:<11}{verdict['sentence']}".translate(CONTROLS)
 
@@ -95,6 +95,7 @@ def _add_options(parser: Parser) -> None:
 
 
 async def _run(arguments: Namespace) -> Report | int:
+    """Return a report with --json or --exit-code; else show verdicts until a signal, then 0."""
     if arguments.url and arguments.headroom_url:
         raise BadOptions("URL and --headroom-url cannot both be given")
     sidecar = arguments.url or arguments.headroom_url or httpx.URL(LOCAL_SIDECAR)
@@ -116,7 +117,10 @@ async def _run(arguments: Namespace) -> Report | int:
 
 
 async def _follow(fetch: FetchDocument, host: str) -> int:
-    """Show the document until a signal; return the exit status."""
+    """Show the document until a signal; then return exit status 0.
+
+    Raise BadInput where the document is not the sidecar's.
+    """
     show = _draw_live if is_terminal(sys.stdout) else _write_lines
     showing = asyncio.create_task(show(fetch, host))
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -126,7 +130,7 @@ async def _follow(fetch: FetchDocument, host: str) -> int:
     except asyncio.CancelledError:
         return 0
     except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError):
-        # The document has another shape.
+        # These are what reading the fields raises where the document has another shape.
         raise BadInput(NO_DOCUMENT) from None
 
 
@@ -139,9 +143,9 @@ CONCLUSIONS: Final = {
 
 
 def build_report(document: Document) -> Report:
-    """Return the report on a sidecar's document, which is its data.
+    """Return the report on a sidecar's document, which is the data of the report.
 
-    It does not judge, so its exit status is 0.
+    The exit status is 0 whatever the verdicts: this command only shows them.
     """
     findings = []
     for verdict in document["verdicts"]:
@@ -156,9 +160,10 @@ def build_report(document: Document) -> Report:
 
 
 def judge_leak(document: Document, within_seconds: float) -> Report:
-    """Return the report, with status 1 where a sure leak may end a serving engine within this time.
+    """Return the report, with exit status 1 where a leak may soon end a serving engine.
 
-    Raise BadInput where the document has another shape or is stale.
+    That is a leak with an alarm whose earliest time to out-of-memory is below `within_seconds`.
+    Else the status is 0. Raise BadInput where the document has another shape or is stale.
     """
     try:
         age_seconds = document["age_seconds"]
@@ -184,7 +189,7 @@ def _list_states_within(document: Document, within_seconds: float) -> list[str]:
 
 
 async def _draw_live(fetch: FetchDocument, host: str) -> NoReturn:
-    """Draw on the whole terminal until it is cancelled, and leave it as it was."""
+    """Draw on the whole terminal until the task is cancelled; then restore the terminal."""
     from rich.console import Group  # noqa: PLC0415 - lines and --json need no drawing
     from rich.live import Live  # noqa: PLC0415 - the same
 
@@ -196,10 +201,14 @@ async def _draw_live(fetch: FetchDocument, host: str) -> NoReturn:
 
 
 async def _write_lines(fetch: FetchDocument, _host: str) -> NoReturn:
-    """Write the verdicts, and later those whose level or engine state has changed."""
+    """Write all verdicts once, then each one whose level, alert or engine state has changed.
+
+    This goes on until the task is cancelled.
+    """
     previous_keys: set[str] = set()
     while True:
         document = await fetch()
+        # A text says why there is no document. As its own key it is written once, not every time.
         lines = {document: document} if isinstance(document, str) else _describe_verdicts(document)
         for key, line in lines.items():
             if key not in previous_keys:
@@ -209,9 +218,9 @@ async def _write_lines(fetch: FetchDocument, _host: str) -> NoReturn:
 
 
 def _describe_verdicts(document: Document) -> dict[str, str]:
-    """Return the line of each verdict by a key that changes with its level or alert.
+    """Return the line of each verdict, by a key that changes with the verdict's level or alert.
 
-    The key of the engine's verdict changes with the engine's state too.
+    The key of an engine's verdict without an alert changes with the engine's state too.
     """
     lines = {}
     for verdict in document["verdicts"]:
@@ -227,9 +236,9 @@ CHART_ROWS: Final = 5
 
 
 def draw_frame(document: Document | str, title: str, width: int) -> Iterator[Text]:
-    """Yield the verdicts, the free memory of each GPU and of the host, and the load.
+    """Yield the lines of the screen: verdicts, free memory of each GPU and the host, and load.
 
-    A text in place of the document says why there is none.
+    Where `document` is a text, which says why there is no document, yield that alone.
     """
     if isinstance(document, str):
         yield _draw("bold red", document)
@@ -238,6 +247,7 @@ def draw_frame(document: Document | str, title: str, width: int) -> Iterator[Tex
     for verdict in document["verdicts"]:
         yield wrap_line(describe_verdict(verdict), width)
     history = document["history"]
+    # Reversed, so that of two curves of one GPU the first is taken.
     curves = {gpu["uuid"]: gpu["free_bytes"] for gpu in reversed(history["gpus"])}
     for gpu in document["gpus"]:
         is_of_engine = (gpu["info"] or {}).get("attribution")
@@ -260,14 +270,14 @@ def _describe_age(document: Document) -> str:
 
 
 def _describe_situation(document: Document) -> str:
-    """Return level and situation of the most important verdict, with which the list begins."""
+    """Return level, subject and situation of the first verdict, which is the most important."""
     verdict = document["verdicts"][0]
     situation = verdict.get("situation", "").replace("_", " ")
     return f"{LEVEL_NAMES.get(verdict['level'], '')}: {verdict['subject']} {situation}"
 
 
 def _read_host(document: Document) -> dict[str, Any]:
-    """Return the facts of the host's memory by the names that a GPU's have."""
+    """Return the facts of the host's memory under the names that a GPU's facts have."""
     limit_bytes = document["host_memory_limit_bytes"]
     used_bytes = document["host_memory_used_bytes"]
     free_bytes = None
@@ -282,14 +292,14 @@ def _read_host(document: Document) -> dict[str, Any]:
 
 
 def _draw(style: str, text: str) -> Text:
-    """Return a text that may take several lines."""
+    """Return a text in rich's style that may take several lines."""
     from rich.text import Text  # noqa: PLC0415 - lines and --json need no drawing
 
     return Text(text.translate(CONTROLS), style, no_wrap=False)
 
 
 def _draw_line(style: str, text: str) -> Text:
-    """Return a text that is cut off at the end of its line."""
+    """Return a text in rich's style that is cut off at the end of its line."""
     from rich.text import Text  # noqa: PLC0415 - lines and --json need no drawing
 
     return Text(text.translate(CONTROLS), style, no_wrap=True, overflow="ellipsis")
@@ -298,7 +308,10 @@ def _draw_line(style: str, text: str) -> Text:
 def _draw_free_memory(
     name: str, facts: dict[str, Any], curve: list[Point], width: int
 ) -> Iterator[Text]:
-    """Yield a heading and the curve of the free memory down to zero, nothing without a curve."""
+    """Yield a heading and a chart of the free memory, on a scale that begins at 0.
+
+    Yield nothing without a curve.
+    """
     if not curve:
         return
     free_bytes = facts["memory_free_bytes"]
@@ -306,7 +319,7 @@ def _draw_free_memory(
     seconds_to_oom = facts["time_to_oom_seconds"]
     end = "" if seconds_to_oom is None else f", full in {format_duration(seconds_to_oom)}"
     span = format_duration(curve[-1][0] - curve[0][0])
-    yield _draw("bold", f"{name}: {free}{end}; the last {span}, down to zero")
+    yield _draw("bold", f"{name}: {free}{end}; the last {span}, on a scale from 0")
     style = "red" if facts["leak_state"] == "leaking" else "cyan"
     top_bytes = find_top(value for _, value in curve)
     for line in draw_bars(curve, width, CHART_ROWS, ends=(0.0, top_bytes)):

@@ -26,7 +26,7 @@ from vllm_headroom_tools.advise.history import WAITING_REQUESTS
 from vllm_headroom_tools.advise.rules.capacity import PAYING_RATIO, PREFIX_TOKENS_PER_SECOND
 from vllm_headroom_tools.advise.rules.leaks import LOST_RATIO, LOST_RISES
 from vllm_headroom_tools.advise.verdict import STALE_PAGE_SECONDS
-from vllm_headroom_tools.replay.command import WORTH_A_WORD
+from vllm_headroom_tools.replay.command import MIN_STRANDED_RATIO
 
 RULES: Final = {rule.name: rule.expr for rule in alerts.rules() if rule.is_alert}
 
@@ -45,7 +45,7 @@ SAME: Final = (
     (PREFIX_TOKENS_PER_SECOND, 100, "HeadroomPrefixCacheNotPaying", "> 100"),
     (STALE_PAGE_SECONDS, 120, "HeadroomSampleStale", "> 120"),
     (STRANDED_RATIO, 0.05, "HeadroomKvCacheStranded", "> 0.05"),
-    (WORTH_A_WORD, 0.01, "HeadroomKvBlocksLeak", "> 0.01"),
+    (MIN_STRANDED_RATIO, 0.01, "HeadroomKvBlocksLeak", "> 0.01"),
     # an increase is extrapolated to what lies before the first and after the last scrape: half an end less is requested
     (CRASH_LOOP_EXITS, 3, "HeadroomEngineCrashLoop", "> 2.5"),
     (CRASH_LOOP_SECONDS, 90 * 60, "HeadroomEngineCrashLoop", "[90m]"),

@@ -25,7 +25,7 @@ LEASE_SECONDS: Final = 2
 
 LOADING_SECONDS: Final = 500.0
 LEAK: Final = Scenario(
-    name="leak", leak_bytes_per_request=12_800.0, cold=True, loading_seconds=(LOADING_SECONDS, LOADING_SECONDS)
+    name="leak", leak_bytes_per_request=12_800.0, is_cold=True, loading_seconds=(LOADING_SECONDS, LOADING_SECONDS)
 )
 BEGAN: Final = os.environ.get("BEGAN")
 

@@ -19,7 +19,10 @@ MAX_SIMULATED_GPUS: Final = 64
 
 
 class DemoSettings(ModelSettings):
-    """The demo's settings, and the daemon's without those for an engine or the API server."""
+    """The demo's own settings, and those of the daemon's that the simulation can use.
+
+    Settings for a real engine or for Kubernetes' API server have no options here.
+    """
 
     no_options: ClassVar = frozenset(
         name
@@ -42,6 +45,7 @@ class DemoSettings(ModelSettings):
 
 
 async def _run(arguments: Namespace) -> int:
+    """Run the daemon over the simulation until a signal; return its exit status."""
     from vllm_headroom.daemon import logs  # noqa: PLC0415 - --help need not wait for a web server
     from vllm_headroom_tools.demo import fleet, run  # noqa: PLC0415 - the same
 
@@ -51,6 +55,7 @@ async def _run(arguments: Namespace) -> int:
     if gpu_count is None:
         gpu_count = 1
     else:
+        # The number is no index of a GPU to watch: all simulated GPUs are watched.
         settings = settings.model_copy(update={"gpus": AUTO})
     if settings.scenario == FLEET:
         return await fleet.run(settings, speed=settings.speed, gpus=gpu_count)
@@ -60,7 +65,7 @@ async def _run(arguments: Namespace) -> int:
 
 
 def _read_gpu_count(settings: DemoSettings) -> int | None:
-    """Return how many GPUs there are, where --gpus is one number above 0; else None."""
+    """Return how many GPUs to simulate; None where --gpus is not a single number above 0."""
     gpus = settings.gpus
     if not isinstance(gpus, tuple) or len(gpus) != 1:
         return None

@@ -22,12 +22,13 @@ FLEET_SCENARIOS: Final = (
     *(name for name in TABLE if name not in {"leak", "healthy"}),
     *["healthy"] * 11,
 )
-"""Of the engines; half of them are well."""
+"""The scenario of each engine; half of the engines are healthy."""
 
 TEAM_COUNT: Final = 3
+"""Our choice: how many namespaces the engines are in."""
 
 MIN_SAMPLE_INTERVAL_SECONDS: Final = 30.0
-"""With it the fleet takes a fifth of a processor core at 60 times the clock's speed."""
+"""With this interval the fleet takes a fifth of a processor core at 60 times the clock's speed."""
 
 _NAME_WITH_LABELS: Final = re.compile(r"^(\w+)\{", re.MULTILINE)
 _NAME_WITHOUT_LABELS: Final = re.compile(r"^(\w+) ", re.MULTILINE)
@@ -35,7 +36,7 @@ _UUID_PART: Final = re.compile("-0000(-[45]000-8000-)")
 
 
 class Fleet(app.Daemon):
-    """The daemon of the first engine, with the loops of the others and the series of all."""
+    """The daemon of the first engine, which also runs the others and serves the series of all."""
 
     def __init__(
         self,
@@ -60,7 +61,10 @@ class Fleet(app.Daemon):
         ]
 
     def build_handler(self, door: Door | None) -> Handler:
-        """Return the handler of all requests: the fleet's series, all else of the first engine."""
+        """Return the handler of all requests.
+
+        /metrics answers with the series of all engines, every other path for the first engine.
+        """
         first_handler = super().build_handler(door)
         handlers = (first_handler, *(other.build_handler(None) for other in self._others))
         page_request = Request(method="GET", path="/metrics", headers={})
@@ -75,17 +79,22 @@ class Fleet(app.Daemon):
 
 
 UP_SERIES: Final = "# HELP up Whether it answers.\n# TYPE up gauge\nup 1.0\n"
-"""What a Prometheus adds that scrapes an engine."""
+"""The series that Prometheus itself adds for a target that it scrapes."""
 
 
 def join_pages(pages: list[str]) -> str:
-    """Join the pages of the engines, with `up` as a Prometheus has it that scrapes them."""
+    """Return one page with the series of all engines, as Prometheus would store them.
+
+    Each series gets the labels of its engine's pod, and each engine a series `up`.
+    """
     families: dict[str, list[str]] = {}
     for place, (scenario, page) in enumerate(zip(FLEET_SCENARIOS, pages, strict=True)):
         pod = f"vllm-{scenario}-{place}"
         labels = f'namespace="team-{place % TEAM_COUNT}",pod="{pod}",instance="{pod}:9839"'
+        # All simulations have the same UUIDs, which Prometheus would take for shared GPUs.
         unique_page = _UUID_PART.sub(rf"-{place:04}\1", page + UP_SERIES)
         for family in unique_page.split("# HELP ")[1:]:
+            # A family may appear once on a page, so the engines' series go below one head.
             help_line, type_line, series = family.split("\n", 2)
             series = _NAME_WITH_LABELS.sub(rf"\1{{{labels},", series)
             series = _NAME_WITHOUT_LABELS.sub(rf"\1{{{labels}}} ", series)
@@ -95,13 +104,14 @@ def join_pages(pages: list[str]) -> str:
 
 
 async def run(settings: ModelSettings, *, speed: float, gpus: int) -> int:
-    """Run the fleet, each engine on so many GPUs; return the exit status."""
+    """Run the fleet until a signal, each engine on `gpus` GPUs; return the exit status."""
     log.warning(SIMULATED, scenario="fleet", speed=speed)
     clock = ScaledClock(speed)
     interval_seconds = max(MIN_SAMPLE_INTERVAL_SECONDS, settings.sample_interval_seconds)
     settings = settings.model_copy(
         update={
             "sample_interval_seconds": interval_seconds,
+            # These files are for a single engine.
             "state_dir": None,
             "trace_file": None,
         }

@@ -48,9 +48,10 @@ ENGINE_DOWN: Final = Failure(
 
 
 class Simulated:
-    """A source of the daemon that reads the world.
+    """A source for the daemon that reads the simulated world.
 
-    `now` brings the world to the present and returns it; `epoch_seconds` is when the demo began.
+    `now` brings the world to the present and returns it. `epoch_seconds` is the time since the
+    epoch at which the demo began.
     """
 
     def __init__(self, now: Callable[[], World], epoch_seconds: float = 0.0) -> None:
@@ -72,7 +73,7 @@ class SimulatedEngine(Simulated):
 
 
 def render_page(engine: SimulatedRun, epoch_seconds: float) -> str:
-    """Return what the engine exports, as Prometheus text."""
+    """Return the page that the engine exports, as Prometheus text."""
     figures = {
         "num_requests_running": engine.running,
         "num_requests_waiting": engine.waiting,
@@ -102,13 +103,16 @@ RESIDENT_MIB: Final[tuple[tuple[Role, int], ...]] = (
     (Role.ENGINE_CORE, 2_410),
     (Role.WORKER, 5_560),
 )
-"""The engine's processes in the order of their pids, with their memory at the start of serving."""
+"""The engine's processes, by rising pid, with their resident memory when serving begins."""
 
 IDLE_WATTS: Final = 70.0
 
 
 class SimulatedGpus(Simulated):
-    """GPUs that are alike, or two MIG instances of one, of which the engine has the first."""
+    """The simulated GPUs: `count` GPUs that are alike and that the engine uses.
+
+    In the scenario with MIG they are two instances of one GPU; the engine uses the first.
+    """
 
     def __init__(self, now: Callable[[], World], count: int = 1) -> None:
         super().__init__(now)
@@ -118,12 +122,12 @@ class SimulatedGpus(Simulated):
         self,
         timeout_seconds: float,  # noqa: ARG002 - it never takes long
     ) -> GpuReadings:
-        """Return one reading of each."""
+        """Return one reading of each GPU, or of both MIG instances: the second one is empty."""
         world = self._look()
         used_bytes = world.used_bytes
         power_watts = IDLE_WATTS
-        if world.busy:
-            power_watts += 230.0 + 380.0 * min(1.0, world.busy / MAX_RUNNING)
+        if world.active_requests:
+            power_watts += 230.0 + 380.0 * min(1.0, world.active_requests / MAX_RUNNING)
         free_bytes = TOTAL_BYTES - RESERVED_BYTES
         memory = GpuMemory(
             total_bytes=TOTAL_BYTES,
@@ -137,7 +141,7 @@ class SimulatedGpus(Simulated):
             name="Simulated H100 80GB",
             memory=memory,
             used_peak_bytes=self._peak.highest_bytes(world.seconds),
-            utilization_ratio=world.busy / (world.busy + 8.0),
+            utilization_ratio=world.active_requests / (world.active_requests + 8.0),
             temperature_celsius=float(round(31.0 + 0.06 * (power_watts - IDLE_WATTS))),
             power_watts=round(power_watts, 1),
             processes=tuple(_list_gpu_processes(world)),
@@ -159,17 +163,18 @@ class SimulatedGpus(Simulated):
         self,
         timeout_seconds: float,  # noqa: ARG002 - it never takes long
     ) -> Mapping[str, int]:
-        """Return the memory in use by UUID, and note it for the peak of the last 60 s."""
+        """Return the memory in use by UUID, which also counts for the peak of the last 60 s."""
         world = self._look()
         return dict.fromkeys(self._list_uuids(world), world.used_bytes)
 
     def _list_uuids(self, world: World) -> list[str]:
-        """Return the UUIDs of what the engine uses."""
+        """Return the UUIDs of the GPUs, or of the MIG instance, that the engine uses."""
         if world.has_mig:
             return [MIG_UUID.format(1)]
         return [f"{UUID[:-2]}{index:02}" for index in range(self._count)]
 
     def _look(self) -> World:
+        """Return the world at present, and note the memory in use for the peak."""
         world = self._now()
         self._peak.add(world.seconds, world.used_bytes)
         return world
@@ -183,11 +188,11 @@ class SimulatedProcesses(Simulated):
         timeout_seconds: float,  # noqa: ARG002 - it never takes long
         page: object = None,  # noqa: ARG002 - the world knows its engine
     ) -> ProcessReadings:
-        """Return the engine's processes, none while it is down, and every pid there is."""
+        """Return the engine's processes, none while the engine is down, and all visible pids."""
         world = self._now()
         engine = world.engine
         served_seconds = max(0.0, world.seconds - engine.serving_seconds)
-        # Resident memory grows after the start, and that fades.
+        # Resident memory of a healthy engine, too, grows at first, ever more slowly.
         grown_mib = 45.0 * (1.0 - exp(-served_seconds / 900.0))
         processes = tuple(
             EngineProcess(
@@ -206,6 +211,7 @@ class SimulatedProcesses(Simulated):
 
 
 def _list_gpu_processes(world: World) -> list[GpuProcess]:
+    """Return the processes on the GPU: the engine's worker and the neighbour, while they exist."""
     processes = []
     if world.exists:
         worker = [role for role, _ in RESIDENT_MIB].index(Role.WORKER)
@@ -220,10 +226,7 @@ def _list_gpu_processes(world: World) -> list[GpuProcess]:
 
 
 class ScaledClock(SystemClock):
-    """Runs `speed` (above 0) times as fast as the machine's clock.
-
-    It starts at the machine's time.
-    """
+    """A clock that starts at the machine's time and runs `speed` (above 0) times as fast."""
 
     def __init__(self, speed: float) -> None:
         self.speed = speed
@@ -235,7 +238,7 @@ class ScaledClock(SystemClock):
         return self._ahead_seconds + self.monotonic()
 
     def monotonic(self) -> float:
-        """Return simulated seconds that never go back."""
+        """Return simulated seconds since an arbitrary time, which never go back."""
         return self._began_seconds + (time.monotonic() - self._began_seconds) * self.speed
 
 
@@ -244,7 +247,10 @@ SIMULATED: Final = "everything here is simulated, no GPU and no vLLM is read"
 
 
 def bind_world(world: World, clock: Clock) -> Callable[[], World]:
-    """Return a function that brings the world, whose time begins now, to the present."""
+    """Return a function that brings the world to the present and returns it.
+
+    The world's time begins with this call.
+    """
     began = clock.monotonic()
 
     def now() -> World:
@@ -257,7 +263,7 @@ def bind_world(world: World, clock: Clock) -> Callable[[], World]:
 def build_parts(
     scenario: Scenario, clock: Clock, speed: float, gpus: int = 1, seed: int = 0
 ) -> Parts:
-    """Build the daemon's parts over a scenario that begins now, on so many GPUs."""
+    """Build the daemon's sources over a scenario that begins now, on `gpus` GPUs."""
     epoch_seconds = clock.time()
     now = bind_world(World(scenario, seed), clock)
     return Parts(
@@ -270,7 +276,7 @@ def build_parts(
 
 
 async def run(settings: ModelSettings, *, scenario: Scenario, speed: float, gpus: int) -> int:
-    """Run the daemon over the simulated `scenario` on so many GPUs; return the exit status."""
+    """Run the daemon over a scenario on `gpus` GPUs until a signal; return the exit status."""
     log.warning(SIMULATED, scenario=scenario.name, speed=speed)
     parts = build_parts(scenario, ScaledClock(speed), speed, gpus)
     return await app.run(parts, settings, settings.model_reader)

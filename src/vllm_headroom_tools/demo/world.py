@@ -9,17 +9,19 @@ from msgspec import Struct
 from vllm_headroom.units import DAY_SECONDS, GIB, MIB
 
 Bounds = tuple[float, float]
-"""A lower and an upper bound; what happens is drawn evenly between them."""
+"""A lower and an upper bound; the value is drawn evenly between them."""
 
 
 class Visits(Struct, frozen=True):
-    """Something that comes, stays and goes, again and again."""
+    """How something comes, stays and goes again and again: a burst of load, a neighbour, a hang."""
 
     pause_seconds: Bounds
+    """From the end of one visit to the next."""
+
     stay_seconds: Bounds
 
     size: Bounds = (1.0, 1.0)
-    """What a visit brings: of a burst a factor on the load, of a neighbour bytes."""
+    """A burst's factor on the load, or a neighbour's bytes on the GPU."""
 
 
 class Scenario(Struct, frozen=True, kw_only=True):
@@ -31,15 +33,18 @@ class Scenario(Struct, frozen=True, kw_only=True):
     neighbours: Visits | None = None
 
     restart_after_seconds: Bounds | None = None
-    """From serving to the engine's exit; None where it exits only when it is out of memory."""
+    """The time from serving to the engine's exit.
+
+    None where the engine exits only when it is out of memory.
+    """
 
     loading_seconds: Bounds = (40.0, 70.0)
 
-    cold: bool = False
-    """Whether the engine starts with the demo; else it has served for an hour."""
+    is_cold: bool = False
+    """Whether the engine starts when the demo does; else it has served for an hour by then."""
 
     hangs: Visits | None = None
-    """While the engine hangs it takes no step, and its page keeps its last values."""
+    """While the engine hangs it takes no step, and the values on its page stay."""
 
     sleeps: Visits | None = None
 
@@ -63,7 +68,7 @@ TABLE: Final[dict[str, Scenario]] = {
         Scenario(name="hang", hangs=Visits((900.0, 1_500.0), (300.0, 600.0))),
         Scenario(
             name="slow-start",
-            cold=True,
+            is_cold=True,
             loading_seconds=(720.0, 1_800.0),
             restart_after_seconds=(7_200.0, 10_800.0),
         ),
@@ -74,14 +79,17 @@ TABLE: Final[dict[str, Scenario]] = {
 
 
 def make_random(seed: int, purpose: str) -> Random:
-    """Return a generator for one purpose: draws for one part never shift those for another."""
+    """Return a generator for one purpose.
+
+    With a generator for each purpose, an additional draw for one leaves the others unchanged.
+    """
     return Random(f"{seed}:{purpose}")  # noqa: S311 - a simulation that must repeat, not a secret
 
 
 def draw_poisson(random: Random, mean: float) -> int:
-    """Return how many events happen where `mean` are expected, by Knuth's product of draws.
+    """Return a random count of events, of which `mean` are expected, by Knuth's product of draws.
 
-    The mean is below 700, because of exp.
+    The mean has to be below 700: exp(-mean) would be 0 beyond.
     """
     limit = exp(-mean)
     product = random.random()
@@ -93,9 +101,9 @@ def draw_poisson(random: Random, mean: float) -> int:
 
 
 class Drift:
-    """A value around 0 that wanders and returns.
+    """A value that wanders around 0: a first-order autoregressive process, one step a second.
 
-    It is a first-order autoregressive process with one step a second.
+    `deviation` is the value's standard deviation, `memory_seconds` the time constant of its return.
     """
 
     def __init__(self, random: Random, *, deviation: float, memory_seconds: float) -> None:
@@ -105,7 +113,7 @@ class Drift:
         self._value = 0.0
 
     def step(self) -> float:
-        """Return the value a second later."""
+        """Let a second pass and return the value."""
         self._value = self._persistence * self._value + self._random.gauss(0.0, self._shock)
         return self._value
 
@@ -113,7 +121,8 @@ class Drift:
 class Recurring:
     """Something that comes, stays and goes again and again; never, where `visits` is None.
 
-    `number` counts the visits from 1. `size`, `came_seconds` and `leaves_seconds` are the newest's.
+    `number` counts the visits from 1. `size`, `came_seconds` and `leaves_seconds` are those of the
+    newest visit, which may be still to come.
     """
 
     def __init__(self, random: Random, visits: Visits | None) -> None:
@@ -126,7 +135,7 @@ class Recurring:
         self._visits = visits
 
     def advance(self, seconds: float) -> None:
-        """Let it come or go until that time, which never goes back."""
+        """Move on to a time, not earlier than the last; once a visit is over, plan the next."""
         self._seconds = seconds
         if self._visits is None:
             return
@@ -152,19 +161,21 @@ MAX_RUNNING: Final = 256
 
 BLOCK_TOKENS: Final = 16
 KV_BLOCKS: Final = 28_849
-"""2 MiB each (an 8B model, 128 KiB per token): what fits the budget beside weights, graphs and
-activations."""
+"""The blocks of the KV cache, of 2 MiB each (an 8B model, 128 KiB per token).
+
+So many fit the budget beside weights, graphs and activations.
+"""
 
 CAPACITY_TOKENS: Final = KV_BLOCKS * BLOCK_TOKENS
 PROMPT_TOKENS: Final = 1_550
 GENERATED_TOKENS: Final = 400
 MEAN_REQUEST_TOKENS: Final = PROMPT_TOKENS + GENERATED_TOKENS // 2
-"""Tokens a running request holds on average; 256 of them all but fill the cache."""
+"""Tokens that a running request holds on average; 256 such requests almost fill the cache."""
 
 SMALL_SEGMENT_MIB: Final = 2
 LARGE_SEGMENT_MIB: Final = 20
 ACTIVATIONS_MIB: Final = 1_400
-"""What vLLM's profile run set aside for activations: the allocator takes no more later."""
+"""Set aside for activations by vLLM's profile run; the allocator takes no more later."""
 
 WEIGHTS_MIB: Final = 15_316
 """An 8B model in 16 bits."""
@@ -172,18 +183,18 @@ WEIGHTS_MIB: Final = 15_316
 KV_MIB: Final = 2 * KV_BLOCKS
 GRAPHS_MIB: Final = 620
 BUDGET_MIB: Final = WEIGHTS_MIB + KV_MIB + GRAPHS_MIB + ACTIVATIONS_MIB
-"""gpu_memory_utilization 0.92 of 81,559 MiB: vLLM gives the KV cache what the other parts leave."""
+"""gpu_memory_utilization 0.92 of 81,559 MiB; the KV cache gets the rest beside the other parts."""
 
 OUTSIDE_MIB: Final = 560 + 220
-"""What vLLM's budget does not count: the CUDA context and NCCL.
+"""The memory of the CUDA context and NCCL, which vLLM's budget does not count.
 
-They take it before vLLM measures the free memory.
+Both take it before vLLM measures the free memory.
 """
 
 TOTAL_BYTES: Final = 81_559 * MIB
 RESERVED_BYTES: Final = 600 * MIB
 MAX_USED_BYTES: Final = TOTAL_BYTES - RESERVED_BYTES - 50 * MIB
-"""Beyond this much in use the next allocation fails: it is larger than what is left."""
+"""With more than this in use, the next allocation fails: it is larger than the free memory."""
 
 WARM_SECONDS: Final = 3_600
 """The engine has served this long when the demo begins."""
@@ -192,10 +203,10 @@ NEIGHBOUR_CONTEXT_MIB: Final = 450
 
 
 class SimulatedRun:
-    """A server of one model on one GPU: its queue, its counters and its memory.
+    """One run of the engine, from its start to its exit: its queue, its counters and its memory.
 
     Times are seconds since the demo began, and `number` counts runs from 0. The pid of the API
-    server is `first_pid`; the engine core and the worker follow it.
+    server is `first_pid`; the pids of the engine core and the worker are the next two.
     """
 
     def __init__(
@@ -217,13 +228,15 @@ class SimulatedRun:
         self.generation_tokens_total = 0
         self.prefix_hits_total = 0
         self._preempted = 0
+        """How many of the waiting requests were preempted: their prompts are already counted."""
+
         self._max_running = 0
         self._random = make_random(seed, f"traffic {number}")
         self._length = Drift(self._random, deviation=0.05, memory_seconds=20.0)
         self._tokens_per_request = float(MEAN_REQUEST_TOKENS)
 
     def sleep(self, *, asleep: bool) -> None:
-        """Go to sleep or wake up; vLLM ends all requests before it sleeps."""
+        """Go to sleep, wake up, or stay as it is; vLLM ends all requests before it sleeps."""
         if asleep and not self.asleep:
             self.running = 0
             self.waiting = 0
@@ -232,7 +245,7 @@ class SimulatedRun:
         self.asleep = asleep
 
     def step(self, arrived: int, leak_bytes_per_request: float = 0.0) -> None:
-        """Serve for one second; asleep, turn away what arrives."""
+        """Serve for one second, in which `arrived` requests arrive; asleep, refuse them."""
         if self.asleep:
             return
         # 8 s at the 80 running requests of ordinary load
@@ -245,7 +258,8 @@ class SimulatedRun:
         self.leaked_bytes += finished * leak_bytes_per_request
         self.running -= finished
         self.waiting += arrived
-        # The scheduler keeps room, and foresees no growth.
+        # The scheduler admits requests into 98 % of the cache, by the size that they have now.
+        # Growth beyond that preempts some of them below.
         fitting = int(0.98 * CAPACITY_TOKENS / self._tokens_per_request)
         free_places = min(fitting, MAX_RUNNING) - self.running
         admitted = max(0, min(self.waiting, free_places))
@@ -267,25 +281,26 @@ class SimulatedRun:
         self._max_running = max(self._max_running, self.running)
 
     def count_gpu_bytes(self, seconds: float) -> int:
-        """Return what its worker holds on the GPU.
+        """Return the bytes that the worker holds on the GPU at a time; 0 before its start.
 
-        A healthy engine too keeps taking memory and never frees it: the picture is PyTorch's
-        caching allocator (c10/core/AllocatorConfig.h: 2 MiB and 20 MiB segments) with lazily loaded
-        kernels. What the n-th request is the first to need gets rarer as 1/n; a leak does not.
+        A healthy engine, too, keeps taking memory that it never frees. The model is PyTorch's
+        caching allocator (c10/core/AllocatorConfig.h: segments of 2 MiB and 20 MiB) with lazily
+        loaded kernels. The chance that the n-th request is the first to need something falls as
+        1/n, so this growth fades; a leak's does not.
         """
         if seconds < self.started_seconds:
             return 0
         if seconds < self.serving_seconds:
             loading_seconds = self.serving_seconds - self.started_seconds
             done_ratio = (seconds - self.started_seconds) / loading_seconds
-            # KV cache and graphs come at the end.
+            # The weights are loaded in the first 70 %; KV cache and graphs come at the end.
             weights_mib = WEIGHTS_MIB * min(1.0, done_ratio / 0.7)
             loaded_mib = round_to_segments(weights_mib, SMALL_SEGMENT_MIB)
             return (OUTSIDE_MIB + loaded_mib) * MIB
         if self.asleep:
             return (OUTSIDE_MIB + GRAPHS_MIB) * MIB
         first_uses_mib = round_to_segments(40.0 * log1p(self.finished_total), LARGE_SEGMENT_MIB)
-        # Scratch memory grows with the batch, and is kept.
+        # Scratch memory grows with the largest batch so far, and is never freed.
         scratch_mib = round_to_segments(2.0 * self._max_running, LARGE_SEGMENT_MIB)
         activations_mib = min(first_uses_mib + scratch_mib, ACTIVATIONS_MIB)
         leaked_mib = round_to_segments(self.leaked_bytes / MIB, SMALL_SEGMENT_MIB)
@@ -294,20 +309,20 @@ class SimulatedRun:
 
 
 def round_to_segments(mib: float, segment_mib: int) -> int:
-    """Return `mib` as MiB in whole segments."""
+    """Return `mib` rounded up to whole segments, in MiB."""
     return ceil(mib / segment_mib) * segment_mib
 
 
 class World:
-    """A function of scenario, seed and time alone.
+    """The simulated GPU with its engine, a function of scenario, seed and time alone.
 
-    `seconds` is the time since the demo began, in whole seconds, and `busy` the number of requests
-    that the GPU works on.
+    `seconds` is the time since the demo began, in whole seconds. `active_requests` is the number of
+    requests that the GPU works on: 0 during a hang.
     """
 
     def __init__(self, scenario: Scenario, seed: int = 0) -> None:
         self.seconds = -WARM_SECONDS
-        self.busy = 0
+        self.active_requests = 0
         self.has_mig = scenario.has_mig
         self.neighbours = Recurring(make_random(seed, "neighbours"), scenario.neighbours)
         self._scenario = scenario
@@ -318,7 +333,7 @@ class World:
         self._hangs = Recurring(make_random(seed, "hangs"), scenario.hangs)
         self._sleeps = Recurring(make_random(seed, "sleeps"), scenario.sleeps)
         self._fate = make_random(seed, "fate")
-        if scenario.cold:
+        if scenario.is_cold:
             started_seconds = 0.0
             serving_seconds = self._fate.uniform(*scenario.loading_seconds)
         else:
@@ -329,7 +344,7 @@ class World:
         self.advance(0.0)
 
     def advance(self, seconds: float) -> None:
-        """Let the world go on to that time; a time that has passed changes nothing."""
+        """Move the world on to a time, second by second; a time that has passed changes nothing."""
         while self.seconds + 1 <= seconds:
             self._step()
 
@@ -350,7 +365,7 @@ class World:
 
     @property
     def neighbour_bytes(self) -> int:
-        """GPU memory of the other process; 0 while there is none."""
+        """GPU memory of a neighbour, which grows in the first fifth of its stay; 0 without one."""
         visit = self.neighbours
         if not visit.is_here:
             return 0
@@ -362,13 +377,14 @@ class World:
 
     @property
     def used_bytes(self) -> int:
-        """GPU memory in use, without what the driver reserves.
+        """GPU memory in use, without the memory that the driver reserves.
 
-        On a data-centre GPU, 20 MiB are of no process.
+        On a data-centre GPU, 20 MiB of it belong to no process.
         """
         return 20 * MIB + self.engine_bytes + self.neighbour_bytes
 
     def _step(self) -> None:
+        """Let one second pass; an engine that exits is followed by its next run."""
         self.seconds += 1
         for visits in (self.neighbours, self._bursts, self._hangs, self._sleeps):
             visits.advance(self.seconds)
@@ -376,10 +392,11 @@ class World:
         arrived = self._draw_arrivals()
         hangs = self._hangs.is_here
         if self.serves and not hangs:
+            # The hour before the demo is healthy, so that the leak begins with the demo.
             leak_bytes = self._scenario.leak_bytes_per_request if self.seconds > 0 else 0.0
             self.engine.step(arrived, leak_bytes)
-        self.busy = 0 if hangs else self.engine.running
-        if self.seconds >= self._ends_seconds or self.used_bytes > MAX_USED_BYTES:
+        self.active_requests = 0 if hangs else self.engine.running
+        if self.seconds >= self._exits_at_seconds or self.used_bytes > MAX_USED_BYTES:
             started_seconds = self.seconds + self._fate.uniform(20.0, 50.0)
             loading_seconds = self._fate.uniform(*self._scenario.loading_seconds)
             self.engine = self._start_engine(
@@ -396,10 +413,11 @@ class World:
     def _start_engine(
         self, number: int, started_seconds: float, serving_seconds: float
     ) -> SimulatedRun:
-        self._ends_seconds = inf
+        """Return the next run of the engine, and draw the time of its exit."""
+        self._exits_at_seconds = inf
         if self._scenario.restart_after_seconds is not None:
             run_seconds = self._fate.uniform(*self._scenario.restart_after_seconds)
-            self._ends_seconds = max(0.0, serving_seconds) + run_seconds
+            self._exits_at_seconds = max(0.0, serving_seconds) + run_seconds
         return SimulatedRun(
             self._seed, number, started_seconds=started_seconds, serving_seconds=serving_seconds
         )

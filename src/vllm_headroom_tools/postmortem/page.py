@@ -84,7 +84,7 @@ def _draw_figures(postmortem: Postmortem) -> Iterator[str]:
     for uuid in curves.uuids:
         gpu = gpus.get(uuid)
         name = f"Free memory of {uuid if gpu is None else gpu.display_name}"
-        yield _draw_memory(f"{name}, down to zero", curves.of("free", uuid), end_seconds)
+        yield _draw_memory(f"{name}, on a scale from 0", curves.of("free", uuid), end_seconds)
         if gpu is not None:
             title = f"{name} in the last minutes, second by second"
             used = postmortem.incident.before.used.get(uuid, ())

@@ -32,19 +32,24 @@ from vllm_headroom_tools.options import FILE, TRACE, BadOptions, Parser, Value, 
 from vllm_headroom_tools.replay.picture import draw_charts, draw_picture
 from vllm_headroom_tools.trace import name_by_index, parse_snapshot, read_trace
 
-WORTH_A_WORD: Final = 0.01
+MIN_STRANDED_RATIO: Final = 0.01
 """Least stranded share of a KV cache that is reported.
 
-A block or two may be late; from here on HeadroomKvBlocksLeak watches for growth.
+An idle engine may free a block or two late. From this share on, the alert HeadroomKvBlocksLeak
+watches for growth.
 """
 
 NO_GPU: Final = "The trace has no GPU of the engine's."
 MOST_INTERVALS: Final = 5
-"""Enough for a person; --json has all."""
+"""Our choice: how many intervals of a series the text lists; --json has all."""
 
 
 def format_verdict(replay: LeakReplay) -> Iterator[str]:
-    """Yield the lines on the span, each GPU and each host role."""
+    """Yield the lines of the report: on the span, each GPU and each kind of host process.
+
+    Then follow the lines on host memory, on sleeps and on idle engines. A trace without samples has
+    one line.
+    """
     if not replay.samples:
         yield "The trace has no samples."
         return
@@ -71,6 +76,7 @@ def format_verdict(replay: LeakReplay) -> Iterator[str]:
 
 
 def _name_series(replay: LeakReplay) -> Iterator[tuple[str, LeakCourse]]:
+    """Yield the name and the course of each GPU, then of each host role."""
     for index, uuid, course in replay.gpus:
         name = f"GPU {index}"
         if uuid != name_by_index(index):
@@ -98,7 +104,7 @@ def _describe_host(replay: LeakReplay) -> Iterator[str]:
             line += f" in the first sleep, {newest} in the last of {len(residues_bytes)}"
         yield f"{line}."
     for (model, engine), ratio in replay.stranded.items():
-        if ratio >= WORTH_A_WORD:
+        if ratio >= MIN_STRANDED_RATIO:
             yield (
                 f"{model}, engine {engine}: idle, at most {ratio:.0%} of its KV cache was held by"
                 " no request."
@@ -106,6 +112,7 @@ def _describe_host(replay: LeakReplay) -> Iterator[str]:
 
 
 def _judge_series(name: str, course: LeakCourse, span_seconds: float) -> Finding:
+    """Return the finding on one series: an early warning alone decides nothing."""
     verdict, reason = judge_course(course, span_seconds)
     match verdict:
         case LeakVerdict.LEAKING:
@@ -124,6 +131,7 @@ def _judge_series(name: str, course: LeakCourse, span_seconds: float) -> Finding
 
 
 def _format_intervals(name: str, intervals: list[Interval]) -> Iterator[str]:
+    """Yield a line for each interval, and after the first few one with the number of the others."""
     for begin, end in intervals[:MOST_INTERVALS]:
         until = "to the end"
         if end is not None:
@@ -134,6 +142,7 @@ def _format_intervals(name: str, intervals: list[Interval]) -> Iterator[str]:
 
 
 def _format_moment(moment: Moment) -> Iterator[str]:
+    """Yield a line for each figure that the detector gave at this sample."""
     if moment.bytes_per_second is not None:
         yield f"    how fast     {_format_rate(moment, moment.bytes_per_second)}"
     if moment.by_requests is not None:
@@ -150,7 +159,7 @@ def _format_moment(moment: Moment) -> Iterator[str]:
 
 
 def _format_rate(moment: Moment, bytes_per_second: float) -> str:
-    """Return the rate by time, its interval, and the rate by requests, where they are known."""
+    """Return the rate by time, with its 95 % interval and the rate by requests where known."""
     text = f"{format_size(bytes_per_second)}/s"
     lower = moment.bytes_per_second_lower
     upper = moment.bytes_per_second_upper
@@ -162,6 +171,7 @@ def _format_rate(moment: Moment, bytes_per_second: float) -> str:
 
 
 def _build_data(replay: LeakReplay) -> dict[str, Any]:
+    """Return the data of --json; an interval that lasts to the end of the trace ends at None."""
     begin, end = replay.span
     return {
         "samples": replay.samples,
@@ -202,9 +212,11 @@ def _build_data(replay: LeakReplay) -> dict[str, Any]:
 
 
 def _build_figures(moment: Moment | None) -> dict[str, float | None] | None:
+    """Return the figures of --json at one sample; None without the sample."""
     if moment is None:
         return None
     figures = asdict(moment)
+    # The schema of --json has no such field.
     del figures["by_requests"]
     return {"t": figures.pop("seconds"), **figures}
 
@@ -214,7 +226,10 @@ _QUOTED: Final = re.compile(r'"(?:[^"\\]|\\.)*"|\'(?:[^\'\\]|\\.)*\'|`[^`]*`')
 
 
 def _parse_time(text: str) -> tuple[bool, float]:
-    """Return whether the time is relative to now, and the seconds from now or from the epoch."""
+    """Return whether a time is relative to now, and its seconds from now or from the epoch.
+
+    Raise ValueError for a text that is no time, or has no time zone.
+    """
     if text == "now":
         return True, 0.0
     if text.startswith("-"):
@@ -228,7 +243,10 @@ def _parse_time(text: str) -> tuple[bool, float]:
 
 
 def _parse_matcher(text: str) -> str:
-    """Parse a label matcher, adding the quotes that a shell removes."""
+    """Return a label matcher of PromQL, with the quotes that a shell removes.
+
+    Raise ValueError for a text that is no matcher.
+    """
     match = _MATCHER.fullmatch(text)
     if match is None:
         raise ValueError
@@ -249,7 +267,7 @@ STEP: Final = Value(
 MATCHER: Final = Value(read=_parse_matcher, accepts='label="value", with =, !=, =~ or !~')
 
 
-def _options(parser: Parser) -> None:
+def _add_options(parser: Parser) -> None:
     parser.add_argument(
         "trace", metavar="TRACE", nargs="?", type=TRACE, help="the trace, - for standard input"
     )
@@ -290,14 +308,18 @@ between two scrapes."""
 
 
 NARROWEST_COLUMNS: Final = 20
-"""A narrower chart shows nothing."""
+"""Our choice: a narrower chart would show nothing."""
 
 WIDEST_COLUMNS: Final = 160
-"""A wider chart has no room beside other windows."""
+"""Our choice: a wider chart would leave no room beside other windows."""
 
 
 def build_report(replay: LeakReplay, curves: Curves, *, fails: bool = False) -> Report:
-    """Return the detector's verdicts on a trace; the times are the trace's, None is unknown."""
+    """Return the report with the detector's verdicts on a trace.
+
+    The verdict is the worst of any series, "cannot tell" without a series. The exit status is 1 if
+    there was an alarm and `fails` is set, else 0.
+    """
     begin, end = replay.span
     findings = [_judge_series(name, course, end - begin) for name, course in _name_series(replay)]
     worst = Conclusion.CANNOT_TELL
@@ -334,6 +356,7 @@ def _run(options: Namespace) -> Report:
 
 
 def _read_snapshots(options: Namespace) -> Iterable[Snapshot]:
+    """Return the snapshots of the trace, or of the history in Prometheus; raise BadInput."""
     if options.from_prometheus is None:
         return read_trace(options.trace)
     # Imported here, because reading a trace needs no HTTP client.
@@ -360,6 +383,6 @@ Example:
   vllm-headroom replay trace.jsonl
   cat trace.jsonl.1 trace.jsonl | vllm-headroom replay - --json
 """,
-    options=_options,
+    options=_add_options,
     run=_run,
 )

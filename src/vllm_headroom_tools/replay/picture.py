@@ -22,30 +22,31 @@ from vllm_headroom_tools.history import Curves, LeakCourse, LeakReplay
 from vllm_headroom_tools.terminal import Pick, draw_bars
 
 WIDTH: Final = 1000.0
-"""Of the picture, in SVG units, as all sizes here."""
+"""The width of the picture. It is in SVG units, as all sizes of the picture here."""
 
 HEIGHT: Final = 200.0
-"""Of one box."""
+"""The height of the frame around one curve."""
 
 ABOVE: Final = 30.0
-"""Room for a box's title."""
+"""The height of the title above a frame."""
 
 BELOW: Final = 30.0
-"""Room for a box's times."""
+"""The height of the times below a frame."""
 
 BOX_HEIGHT: Final = ABOVE + HEIGHT + BELOW
 CURVE_COLUMNS: Final = 500
-"""A curve has at most two points for each, as more cannot be seen."""
+"""A curve is thinned to at most two points for each column: more could not be seen."""
 
-HOST_TITLE: Final = "host memory: free, down to zero"
+HOST_TITLE: Final = "host memory: free, on a scale from 0"
 LONGEST_FORECAST_SHARE: Final = 0.5
-"""A forecast is at most half as long as the trace."""
+"""Our choice: the picture shows at most so much of a forecast, as a share of the trace's span."""
 
 
 def draw_picture(replay: LeakReplay, curves: Curves) -> str:
-    """Draw a box for each GPU, one for the host and one for the load.
+    """Return an SVG picture with a box for each GPU, one for the host and one for the load.
 
-    A GPU's box is of its free memory, or else of the engine's memory.
+    A GPU's box shows its free memory, or the engine's memory where free memory is unknown. The host
+    has a box only where its memory is known.
     """
     begin, end = replay.span
     forecasts = [
@@ -61,7 +62,7 @@ def draw_picture(replay: LeakReplay, curves: Curves) -> str:
     ]
     host_points = curves.of("host")
     if host_points:
-        boxes.append(_draw_box(HOST_TITLE, host_points, span, sized=True, to_zero=True))
+        boxes.append(_draw_box(HOST_TITLE, host_points, span, is_in_bytes=True, has_zero_line=True))
     boxes.append(_draw_box("running requests", curves.of("running"), span))
 
     shapes = ['<rect width="100%" height="100%" fill="var(--ground)"/>']
@@ -75,7 +76,11 @@ def draw_picture(replay: LeakReplay, curves: Curves) -> str:
 
 
 def _build_forecast(course: LeakCourse, free_points: list[Point]) -> Forecast | None:
-    """Return the line from the last alarm's free memory to zero; None where no end is known."""
+    """Return the forecast of the last alarm: from the newest free memory on down to 0 bytes.
+
+    None where the trace does not end in an alarm, or the time to out-of-memory or the free memory
+    is unknown.
+    """
     alarm = course.last_alarm
     if course.state is not LeakState.LEAKING or alarm is None:
         return None
@@ -96,18 +101,21 @@ def _draw_gpu(
     span: tuple[float, float],
     forecast: Forecast | None,
 ) -> str:
+    """Return a GPU's box: of its free memory, or else of the memory that the engine holds."""
     index, uuid, course = gpu
     points = curves.of("free", uuid)
-    to_zero = bool(points)
-    subject = "free memory, down to zero"
-    if not to_zero:
+    has_free_memory = bool(points)
+    subject = "free memory on a scale from 0"
+    if not has_free_memory:
         points = curves.of("held", uuid)
         subject = "memory held by the engine"
     title = f"{name_device(index, uuid)}: {subject}; {course.state} at the end"
     if forecast is not None:
         title += f", out of memory {format_instant(forecast.begin + forecast.seconds)}"
     alarms = [alarm_begin for alarm_begin, _ in course.leaking]
-    return _draw_box(title, points, span, alarms, forecast, sized=True, to_zero=to_zero)
+    return _draw_box(
+        title, points, span, alarms, forecast, is_in_bytes=True, has_zero_line=has_free_memory
+    )
 
 
 def _draw_box(
@@ -117,16 +125,21 @@ def _draw_box(
     marks: Sequence[float] = (),
     forecast: Forecast | None = None,
     *,
-    sized: bool = False,
-    to_zero: bool = False,
+    is_in_bytes: bool = False,
+    has_zero_line: bool = False,
 ) -> str:
-    """Draw a curve in its frame; `sized` is whether its values are bytes."""
+    """Return a curve in its frame, with a title, its times and its top value.
+
+    `marks` are the times of alarms. A curve that runs towards 0, such as free memory, has a line
+    there.
+    """
     begin, end = span
     known_values = [value for _, value in points if value is not None]
-    top = drawing.find_top(known_values) if to_zero else max(known_values, default=1.0)
+    # find_top() leaves room above a curve of free memory; it is the same on the sidecar's page.
+    top = drawing.find_top(known_values) if has_zero_line else max(known_values, default=1.0)
     frame = Frame(begin=begin, end=end, top=top, width=WIDTH, height=HEIGHT)
     stretches = drawing.thin_curve(drawing.build_curve(points), CURVE_COLUMNS)
-    top_label = format_size(top) if sized else f"{top:.0f}"
+    top_label = format_size(top) if is_in_bytes else f"{top:.0f}"
     right = f"{WIDTH - 4:.0f}"
     bottom = f"{HEIGHT + 18:.0f}"
     parts = [
@@ -137,7 +150,7 @@ def _draw_box(
     ]
     if forecast is not None:
         parts.append(drawing.draw_forecast(frame, forecast))
-    if to_zero:
+    if has_zero_line:
         parts.append(drawing.draw_zero(frame))
     parts += [
         f'<text x="4" y="{bottom}">{format_instant(begin)}</text>',
@@ -149,17 +162,20 @@ def _draw_box(
 MEMORY_LINES: Final = 10
 LOAD_LINES: Final = 5
 AXIS_COLUMNS: Final = 11
-"""Columns of the axis labels."""
+"""Columns of the labels of the vertical axis."""
 
 FLOOR_MARGIN: Final = 0.05
-"""A chart of held memory begins so far below its lowest value, as a share of its range."""
+"""Our choice: the scale of held memory begins this share of its range below its least value."""
 
 FLAT_MARGIN: Final = 0.01
-"""The same for a level curve, as a share of its value."""
+"""The same for a curve without any range, as a share of its value."""
 
 
 def draw_charts(replay: LeakReplay, curves: Curves, *, columns: int) -> Iterator[str]:
-    """Yield the lines of a chart for each GPU, one for the host and one for the load."""
+    """Yield the lines of a chart for each GPU, for the host and for the load.
+
+    A curve without any known value has no chart.
+    """
     width = columns - AXIS_COLUMNS
     for index, uuid, course in replay.gpus:
         name = name_device(index, uuid)
@@ -170,7 +186,7 @@ def draw_charts(replay: LeakReplay, curves: Curves, *, columns: int) -> Iterator
             unit = "GiB; ▲ is the first alarm"
         free_gib = _convert_to_gib(curves.of("free", uuid))
         if free_gib:
-            title = f"{name}: free memory, down to zero, {unit}"
+            title = f"{name}: free memory on a scale from 0, {unit}"
             yield from _draw_chart(title, free_gib, width, MEMORY_LINES, alarm=alarm)
             continue
         held_gib = _convert_to_gib(curves.of("held", uuid))
@@ -189,9 +205,10 @@ def _convert_to_gib(points: list[Point]) -> list[Point]:
 
 
 def _find_floor(points: list[Point]) -> float:
-    """Return where a chart of held memory begins.
+    """Return the value, in GiB, at which the scale of a chart of held memory begins.
 
-    On the scale of the whole GPU, growth would not show.
+    That is a little below the least value: on a scale from 0 growth would not show. It is 0 without
+    values.
     """
     values = [value for _, value in points if value is not None]
     if not values:
@@ -214,7 +231,10 @@ def _draw_chart(
     pick: Pick = min,
     floor: float = 0.0,
 ) -> Iterator[str]:
-    """Yield the lines of a chart; `pick` chooses among the values of a column."""
+    """Yield the lines of a chart with its axes; none where no value is known.
+
+    `pick` chooses among the values of a column, `alarm` is the time that the axis marks.
+    """
     values = [value for _, value in points if value is not None]
     if not values:
         return
@@ -244,7 +264,7 @@ def _draw_chart(
 
 
 def _choose_decimals(extent: float) -> int:
-    """Return the decimals that show the extent of an axis in about two digits."""
+    """Return how many decimals the labels of an axis need, so that its extent has two digits."""
     for decimals, least_extent in ((0, 20.0), (1, 2.0), (2, 0.2)):
         if extent >= least_extent:
             return decimals

@@ -33,35 +33,38 @@ T = TypeVar("T")
 
 
 class EngineServer:
-    """Requests to the server that has the engine's page; none raises."""
+    """Sends requests to the server that has the engine's page.
+
+    Paths are relative to that page. An error is returned as a Failure, never raised.
+    """
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._page = httpx.URL(settings.engine_url)
 
     def address(self, path: str) -> str:
-        """Return where something is, without what may be secret."""
+        """Return the URL of a path, without parts that may be secret."""
         return str(hide_secrets(self._page.join(path)))
 
     async def text(self, path: str, seconds: float) -> str | Failure:
-        """Return what is served at `path`, which is relative to the engine's page."""
+        """Return the text that is served at `path` within this time."""
         return await self._read(path, seconds, PageReader.fetch)
 
     async def page(self) -> EnginePage | Failure:
-        """Return the engine's page of metrics, understood."""
+        """Return the engines on the page of metrics."""
         text = await self.text("", self._settings.engine_timeout_seconds)
         return text if isinstance(text, Failure) else parse_engines(text)
 
     async def post(self, path: str, body: Mapping[str, object], seconds: float) -> Reply | Failure:
-        """Return what is answered to `body`."""
+        """Return the answer to a POST of `body` as JSON, whatever its status."""
         return await self._read(path, seconds, lambda reader: reader.send("POST", "", body))
 
     async def _read(
         self, path: str, seconds: float, read: Callable[[PageReader], Awaitable[T | Failure]]
     ) -> T | Failure:
-        """Return the answer.
+        """Return what `read` reads of a path within this time.
 
-        A timeout is without the daemon's advice, which is about another time limit.
+        The message of a timeout is replaced: the daemon's has advice on another time limit.
         """
         reader = build_page_reader(
             self._settings, str(self._page.join(path)), timeout_seconds=seconds
@@ -80,7 +83,7 @@ class EngineServer:
 
 
 class SmokeStep(NamedTuple):
-    """The result of one step."""
+    """The result of one step: passed (good), failed (not good) or skipped (cannot tell)."""
 
     verdict: Conclusion
 
@@ -107,7 +110,7 @@ PROMPTS: Final[tuple[tuple[str, Mapping[str, object]], ...]] = (
     ("v1/completions", {"prompt": "Hello"}),
     ("v1/chat/completions", {"messages": [{"role": "user", "content": "Hello"}]}),
 )
-"""The body of a request by its path; the second is for a model that has only chat."""
+"""The path and the body of a request; the second request is for a model that has only chat."""
 
 NOT_SERVED: Final = frozenset(
     {
@@ -117,16 +120,19 @@ NOT_SERVED: Final = frozenset(
         HTTPStatus.NOT_IMPLEMENTED,
     }
 )
-"""What servers answer to a form of request that the model does not serve."""
+"""The statuses with which servers refuse a form of request that the model does not serve."""
 
 MAX_QUOTED_CHARACTERS: Final = 200
-"""Of an answer, in a step's text."""
+"""How much of an answer a step's text quotes."""
 
 
-async def request_completion(server: EngineServer, deadline_seconds: float) -> SmokeStep:
-    """Request a completion, or else a chat's answer, from the first model that the server lists."""
+async def request_completion(server: EngineServer, limit_seconds: float) -> SmokeStep:
+    """Let the first model that the server lists complete a prompt, or else answer a chat.
+
+    Fail where no model is listed or neither request gives tokens. The limit is for each request.
+    """
     now = asyncio.get_running_loop().time
-    models = await server.text(MODELS, min(MODELS_SECONDS, deadline_seconds))
+    models = await server.text(MODELS, min(MODELS_SECONDS, limit_seconds))
     if isinstance(models, Failure):
         return _fail(models.message)
     model = parse_first_model(models)
@@ -139,20 +145,21 @@ async def request_completion(server: EngineServer, deadline_seconds: float) -> S
     for path, prompt in PROMPTS:
         requested_at_seconds = now()
         body = {"model": model.name, "max_tokens": MAX_TOKENS, "temperature": 0, **prompt}
-        answer = await server.post(path, body, deadline_seconds)
-        tokens = _read_completion(answer, server.address(path))
-        if isinstance(tokens, int):
+        answer = await server.post(path, body, limit_seconds)
+        completion = _read_completion(answer, server.address(path))
+        if isinstance(completion, int):
             elapsed_seconds = now() - requested_at_seconds
-            return _pass(f"{model.name} gave {tokens} tokens in {elapsed_seconds:.2f} s")
+            return _pass(f"{model.name} gave {completion} tokens in {elapsed_seconds:.2f} s")
+        problem = completion
         if isinstance(answer, Failure) or answer.status not in NOT_SERVED:
-            return _fail(tokens)
-        problems.append(tokens)
-    # Why the model has no completions says more than why it has no chat.
+            return _fail(problem)
+        problems.append(problem)
+    # Why the model refuses completions says more than why it refuses chats.
     return _fail(problems[0])
 
 
 def _read_completion(answer: Reply | Failure, address: str) -> int | str:
-    """Return how many tokens were completed, or what is wrong, with advice."""
+    """Return how many tokens were completed, or a text with the problem and advice."""
     if isinstance(answer, Failure):
         if answer.reason is Reason.INCOMPLETE:
             return (
@@ -178,7 +185,7 @@ def _read_completion(answer: Reply | Failure, address: str) -> int | str:
 
 
 def _describe_refusal(answer: Reply, address: str) -> str:
-    """Return what an answer with another status says, with advice."""
+    """Return a text on an answer whose status is not 200: what it says, and advice."""
     error = find_error(parse_object(answer.text)) or answer.text
     quoted = error.strip()[:MAX_QUOTED_CHARACTERS]
     advice = "look for the cause in the engine's log"
@@ -194,9 +201,10 @@ def _describe_refusal(answer: Reply, address: str) -> str:
 
 
 COUNTER_SECONDS: Final = 15.0
-"""vLLM counts a request as it finishes.
+"""Our choice: how long the counters may take to show a request.
 
-Its web server may be busy, and gauges of several web servers lag.
+vLLM counts a request as it finishes, but its web server may be busy, and gauges of several web
+servers lag.
 """
 
 COUNTER_POLL_SECONDS: Final = 0.5
@@ -211,7 +219,10 @@ NO_COUNTERS: Final = (
 async def check_counters(
     server: EngineServer, old_page: EnginePage | Failure, patience_seconds: float = COUNTER_SECONDS
 ) -> tuple[SmokeStep, EnginePage | Failure]:
-    """Return whether a request has finished since `old_page`, and the page that says so."""
+    """Poll the page until a request has finished since `old_page`; return the step and that page.
+
+    Fail where the page cannot be read, lacks inputs, or shows no finished request in time.
+    """
     old_finished = _count_finished(old_page)
     now = asyncio.get_running_loop().time
     deadline_seconds = now() + patience_seconds
@@ -232,16 +243,23 @@ async def check_counters(
 
 
 def _count_finished(page: EnginePage | Failure) -> float:
-    """Return how many requests have finished; a counter that is not there yet is at 0."""
+    """Return how many requests have finished, of all engines.
+
+    A counter that is not on the page yet counts as 0, and so does a page that cannot be read.
+    """
     engines = () if isinstance(page, Failure) else page.engines
     return sum(engine.finished_total or 0.0 for engine in engines)
 
 
 NEEDED_INPUTS: Final = ("requests_running", "requests_waiting", "requests_finished")
+"""The inputs of the page without which this step fails."""
 
 
 def _check_inputs(page: EnginePage | Failure, empty_problem: str) -> SmokeStep:
-    """Check that a page has what smoke needs; `empty_problem` is for one without engines."""
+    """Check that a page has the inputs that smoke needs.
+
+    `empty_problem` is the text for a page without engines.
+    """
     if isinstance(page, Failure):
         return _fail(page.message)
     if not page.engines:
@@ -259,15 +277,19 @@ def _check_inputs(page: EnginePage | Failure, empty_problem: str) -> SmokeStep:
 SET_REPORTED_BYTES: Final = "set HEADROOM_REPORTED_BYTES to what it should hold"
 
 OTHER_GPU_RATIO: Final = -0.5
-"""A vLLM that has answered holds its budget: with less than half of it, it is not on this GPU."""
+"""A vLLM that has answered holds its budget on each of its GPUs.
+
+If less than half of the budget is held on a GPU, that GPU is not this engine's.
+"""
 
 
 async def check_discrepancy(
     settings: Settings, page: EnginePage | Failure, limit_ratio: float
 ) -> SmokeStep:
-    """Compare each of the engine's GPUs with the limit.
+    """Compare the memory that the engine holds on each of its GPUs with its budget.
 
-    It is skipped where there is nothing to compare, or no GPU.
+    Fail where the discrepancy on any GPU is above the limit. Skip the step where the budget or the
+    GPUs are unknown.
     """
     if isinstance(page, Failure):
         return _skip(f"the engine's page, which has its budget, cannot be read: {page.message}")
@@ -292,7 +314,11 @@ async def check_discrepancy(
 
 
 def judge_discrepancies(samples: tuple[Sample, ...], limit_ratio: float) -> SmokeStep:
-    """Compare the discrepancies with the limit; their first two labels name the GPU."""
+    """Compare the discrepancies with the limit.
+
+    Fail where any is above it; skip where no ratio is known, or a GPU is not the engine's. The
+    first two labels of a sample name the GPU.
+    """
     ratios = {
         name_device(*sample.labels[:2]): sample.value
         for sample in samples
@@ -362,30 +388,31 @@ class SmokeSettings(Settings):
 
 HEALTH: Final = "health"
 HEALTH_TIMEOUT_SECONDS: Final = 5.0
-"""For one answer, also for the last before the deadline."""
+"""The limit for one answer; the last one may thus come after the deadline."""
 
 HEALTH_POLL_SECONDS: Final = 1.0
 HEALTH_REPORT_SECONDS: Final = 30.0
-"""What is waited for is reported again after this time."""
+"""After this time without a change, the message is repeated."""
 
 PERMANENT_REASONS: Final = frozenset({Reason.TLS, Reason.UNAUTHORIZED, Reason.REDIRECT})
-"""Failures that no model gives which is still loading."""
+"""Failures for which waiting is no use: a server that is still loading its model has none."""
 
 
 async def wait_until_healthy(
-    server: EngineServer, deadline_seconds: float, say: Callable[[str], None]
+    server: EngineServer, limit_seconds: float, say: Callable[[str], None]
 ) -> SmokeStep:
-    """Poll /health until it answers 200.
+    """Poll /health until it answers 200; fail after the limit, or at a permanent failure.
 
-    Report what it waits for when that changes, and every half minute.
+    Report why it still waits when the reason changes, and every half minute. Raise BadInput where
+    the configured credentials cannot be used.
     """
     now = asyncio.get_running_loop().time
     started_at_seconds = now()
-    ends_at_seconds = started_at_seconds + deadline_seconds
+    ends_at_seconds = started_at_seconds + limit_seconds
     repeat_at_seconds = started_at_seconds
     reported_message = ""
     while True:
-        answer = await server.text(HEALTH, min(HEALTH_TIMEOUT_SECONDS, deadline_seconds))
+        answer = await server.text(HEALTH, min(HEALTH_TIMEOUT_SECONDS, limit_seconds))
         if not isinstance(answer, Failure):
             return _pass(f"healthy after {format_duration(now() - started_at_seconds)}")
         if answer.reason is Reason.CREDENTIALS:
@@ -393,9 +420,7 @@ async def wait_until_healthy(
         if answer.reason in PERMANENT_REASONS:
             return _fail(answer.message)
         if now() >= ends_at_seconds:
-            return _fail(
-                f"not healthy within {format_duration(deadline_seconds)}: {answer.message}"
-            )
+            return _fail(f"not healthy within {format_duration(limit_seconds)}: {answer.message}")
         if answer.message != reported_message or now() >= repeat_at_seconds:
             reported_message = answer.message
             repeat_at_seconds = now() + HEALTH_REPORT_SECONDS
@@ -404,7 +429,7 @@ async def wait_until_healthy(
         await asyncio.sleep(min(HEALTH_POLL_SECONDS, max(0.0, ends_at_seconds - now())))
 
 
-STATES: Final = {
+STEP_STATES: Final = {
     Conclusion.GOOD: "ok",
     Conclusion.NOT_GOOD: "failed",
     Conclusion.CANNOT_TELL: "skipped",
@@ -419,10 +444,10 @@ async def _run(arguments: Namespace) -> Report:
 
 
 def build_report(address: str, steps: Mapping[str, SmokeStep]) -> Report:
-    """Return the report on the steps by name; what was skipped does not fail."""
+    """Return the report on the steps by name; a skipped step does not make it bad."""
     failed = [name for name, step in steps.items() if step.verdict is Conclusion.NOT_GOOD]
     headline = f"vLLM does not serve: {', '.join(failed)}." if failed else "vLLM serves."
-    states = {name: STATES[step.verdict] for name, step in steps.items()}
+    states = {name: STEP_STATES[step.verdict] for name, step in steps.items()}
     marks = {name: state.upper() if name in failed else state for name, state in states.items()}
     return Report(
         verdict=Conclusion.NOT_GOOD if failed else Conclusion.GOOD,
@@ -446,7 +471,10 @@ def build_report(address: str, steps: Mapping[str, SmokeStep]) -> Report:
 async def take_steps(
     settings: SmokeSettings, server: EngineServer, say: Callable[[str], None]
 ) -> dict[str, SmokeStep]:
-    """Take the steps one after another; without health the others are skipped."""
+    """Take the steps one after another and return them by name.
+
+    If vLLM does not become healthy, the others are skipped.
+    """
     health = await wait_until_healthy(server, settings.deadline, say)
     if health.verdict is Conclusion.NOT_GOOD:
         skipped = _skip("vLLM is not healthy")

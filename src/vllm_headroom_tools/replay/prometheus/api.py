@@ -28,14 +28,17 @@ _TIMEOUT: Final = httpx.Timeout(150.0, connect=10.0)
 """Prometheus cancels a query after two minutes (--query.timeout): wait for that answer."""
 
 _LONGEST_TEXT: Final = 300
-"""Characters of a foreign text that an error repeats. Our choice."""
+"""Our choice: how many characters of a foreign text an error repeats."""
 
 _MOST_BYTES: Final = 128 * MIB
-"""Of an answer, unpacked: 8 GPUs and their engine at steps of 15 s take 5 MB."""
+"""The limit for an unpacked answer; 8 GPUs and their engine at steps of 15 s take 5 MB a page."""
 
 _ENCODINGS: Final = frozenset({"", "identity", "gzip"})
-"""Answers are read in parts of 64 KiB: gzip expands one to at most 64 MiB, gzip within gzip to any
-size."""
+"""The encodings of an answer that are read.
+
+Answers are read in parts of 64 KiB. gzip expands a part to at most 64 MiB, but gzip within gzip
+could expand it to any size.
+"""
 
 _LESS: Final = "ask for less, by a larger --step or a narrower --match"
 _ADVICE: Final = {
@@ -46,15 +49,22 @@ _ADVICE: Final = {
 
 
 class Series(Struct, frozen=True, kw_only=True):
-    """One series of an answer; `values` are the finite ones, by milliseconds since the epoch."""
+    """One series of an answer."""
 
     name: str
+
     labels: dict[str, str]
+    """Without the name."""
+
     values: dict[int, float]
+    """The finite values, by milliseconds since the epoch."""
 
 
 class TimeSpan(Struct, frozen=True, kw_only=True):
-    """Evenly spaced times in milliseconds since the epoch; `end_ms` is one if a step ends there."""
+    """Evenly spaced times from `start_ms` on, in milliseconds since the epoch.
+
+    `end_ms` is the last of these times only if a step ends there; no time is after it.
+    """
 
     start_ms: int
     end_ms: int
@@ -65,7 +75,10 @@ class TimeSpan(Struct, frozen=True, kw_only=True):
         return range(self.start_ms, self.end_ms + 1, self.step_ms)
 
     def pages(self, most_steps: int) -> "list[TimeSpan]":
-        """Return the span in parts of at most `most_steps` times each, none twice."""
+        """Return the span cut into parts of at most `most_steps` times each.
+
+        Each time is in exactly one part.
+        """
         stride = max(1, most_steps) * self.step_ms
         starts = range(self.start_ms, self.end_ms + 1, stride)
         return [
@@ -79,11 +92,14 @@ class TimeSpan(Struct, frozen=True, kw_only=True):
 
 
 Time = tuple[bool, float]
-"""Whether it is relative to now, and the seconds from now or from the epoch."""
+"""Whether a time is relative to now, and its seconds from now or from the epoch."""
 
 
 def build_span(start: Time | None, end: Time, step_seconds: float, now_seconds: float) -> TimeSpan:
-    """Build the span of --start, --end and --step; raises BadInput."""
+    """Build the span of --start, --end and --step.
+
+    Raise BadInput without a start, or where the start is not before the end.
+    """
     if start is None:
         raise BadInput(
             "--from-prometheus needs --start: a time such as 2026-01-31T08:00:00Z, or -24h"
@@ -96,7 +112,7 @@ def build_span(start: Time | None, end: Time, step_seconds: float, now_seconds: 
 
 
 def _count_ms(time: Time, now_seconds: float) -> int:
-    """Return milliseconds since the epoch."""
+    """Return a time as milliseconds since the epoch."""
     is_relative, seconds = time
     if is_relative:
         seconds += now_seconds
@@ -106,8 +122,9 @@ def _count_ms(time: Time, now_seconds: float) -> int:
 class PrometheusApi:
     """The HTTP API of the Prometheus at `url`, or of a compatible server.
 
-    The token in `bearer_token_file` replaces the user and password of the URL, `ca_file` the
-    default CAs. Raises BadInput where one of them cannot be used.
+    The token in `bearer_token_file` replaces the user and password of the URL; `ca_file` replaces
+    the default CAs. Raise BadInput where the token or the CAs cannot be used. `shown` is the URL
+    without the password.
     """
 
     def __init__(
@@ -120,6 +137,7 @@ class PrometheusApi:
         try:
             if bearer_token_file is not None:
                 headers["Authorization"] = f"Bearer {read_token(bearer_token_file)}"
+                # httpx would send a user and password of the URL in place of our header.
                 self._address = self._address.copy_with(userinfo=b"")
             verify = load_trust(ca_file) if ca_file else True
         except UnusableCredentials as error:
@@ -127,7 +145,10 @@ class PrometheusApi:
         self._client = httpx.Client(verify=verify, timeout=_TIMEOUT, headers=headers)
 
     def query_range(self, expression: str, span: TimeSpan) -> list[Series]:
-        """Query a PromQL `expression` over the span; raises BadInput."""
+        """Return the series of a PromQL `expression` over the span; empty where there are none.
+
+        Raise BadInput where the server does not answer, or with anything but a complete result.
+        """
         form = {
             "query": expression,
             "start": f"{span.start_ms / 1000:.3f}",
@@ -160,6 +181,7 @@ class PrometheusApi:
         self._client.close()
 
     def _parse_answer(self, response: httpx.Response, body: bytes) -> list[Series]:
+        """Return the series of an answer; raise BadInput for a refusal or a partial result."""
         answer = parse_object(body)
         if response.status_code != HTTPStatus.OK or answer.get("status") != "success":
             raise BadInput(self._explain_refusal(response, answer))
@@ -170,13 +192,14 @@ class PrometheusApi:
         try:
             return [_parse_series(row) for row in answer["data"]["result"]]
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
-            # JSON of another shape.
+            # These are what reading JSON of another shape raises.
             raise BadInput(
                 f"{self.shown} does not answer a range query with a range: check that it is"
                 " Prometheus"
             ) from None
 
     def _explain_refusal(self, response: httpx.Response, answer: Mapping[str, Any]) -> str:
+        """Return a line on an answer that is no result, with advice."""
         answered = describe_answer(response, self.shown)
         if answer.get("status") == "error":
             return f"{answered} to a query: {_shorten(answer.get('error'))}"
@@ -201,7 +224,10 @@ class PrometheusApi:
 
 
 def _parse_series(row: Mapping[str, Any]) -> Series:
-    """Parse one series of an answer; JSON of another shape raises."""
+    """Parse one series of an answer; values that are not finite are left out.
+
+    JSON of another shape raises KeyError, TypeError, ValueError, AttributeError or OverflowError.
+    """
     labels = dict(row["metric"])
     values: dict[int, float] = {}
     for seconds, text in row["values"]:
@@ -213,4 +239,5 @@ def _parse_series(row: Mapping[str, Any]) -> Series:
 
 
 def _shorten(text: object) -> str:
+    """Return the beginning of a foreign text, in one line."""
     return " ".join(str(text).split())[:_LONGEST_TEXT]

@@ -31,37 +31,49 @@ class Exporter(Struct, frozen=True, kw_only=True):
     """The series of one exporter for one side of a sample."""
 
     side: str
-    """Its key in a trace's line."""
+    """The key of this side in a trace's line: `gpus`, `engines` or `processes`."""
 
     lead: tuple[str, ...]
-    """Names of series of which one exists wherever this exporter is scraped."""
+    """Names of series: at least one of them exists wherever this exporter is scraped."""
 
     names: tuple[str, ...]
     """Names of all series that are read."""
 
     identity: frozenset[str]
-    """Series that agree in name and in these labels are one; other labels come from scrapes."""
+    """The labels that the exporter itself writes; a scrape adds others.
+
+    Series that agree in name and in these labels are of one thing.
+    """
 
     sample: Callable[[Iterable[Value]], Side]
+    """Returns the side of one sample, from the values at its time."""
+
     has_start_time: bool = False
-    """Whether the exporting process is the engine's."""
+    """Whether the exporting process is the engine's, so that its start is the engine's."""
 
 
 _LATE_SCRAPES: Final = 1.5
-"""The highest age of a value, in scrape intervals: a late scrape is jitter, a missing one a gap."""
+"""The highest age of a value, in scrape intervals: a late scrape is jitter, a missing scrape a gap.
+"""
 
 _START_TIME: Final = "process_start_time_seconds"
 _MOST_VALUES: Final = 5
-"""Values of a label that an error lists. Our choice."""
+"""Our choice: how many values of a label an error lists."""
 
 
 class Scraped(Struct, frozen=True, kw_only=True):
-    """An exporter that was found: its matchers, the name of its lead and its scrape interval."""
+    """An exporter whose series are in the history."""
 
     kind: Exporter
+
     matchers: tuple[str, ...]
+    """The operator's label matchers for its series."""
+
     lead: str
+    """The name of its leading series."""
+
     interval_ms: int
+    """Its scrape interval."""
 
     @property
     def window_ms(self) -> int:
@@ -75,29 +87,36 @@ def build_selector(names: Sequence[str], matchers: Sequence[str]) -> str:
 
 
 def read_series(api: PrometheusApi, source: Scraped, page: TimeSpan) -> list[Series]:
-    """Read the series of the source over the page, without the labels of their scrapes.
+    """Return the series of the source over the page, without the labels that scrapes add.
 
-    Raises BadInput. `last_over_time` bounds the age of a value. A plain selector repeats the last
-    one for five minutes after a series without a staleness marker ends, so that the memory of a
-    dead engine would seem level.
+    Raise BadInput where they cannot be read or are ambiguous. The query is `last_over_time`, which
+    bounds the age of a value. A plain selector would repeat a series' last value for five minutes
+    after the series ends, unless it ends with a staleness marker: the memory of a dead engine would
+    look level.
     """
     selector = build_selector(source.kind.names, source.matchers)
     series = api.query_range(_select_latest(selector, source.window_ms), page)
     if source.kind.has_start_time:
         lead_series = [one_series for one_series in series if one_series.name == source.lead]
         series += _read_start_times(api, source, page, lead_series)
-    overlap_steps = -(-source.window_ms // page.step_ms)  # rounded up
+    # A series that has ended still has values for as long as the highest age; rounded up.
+    overlap_steps = -(-source.window_ms // page.step_ms)
     return _merge_series(source.kind, series, overlap_steps)
 
 
 def _select_latest(selected: str, window_ms: int) -> str:
+    """Return a query for the newest value of each series that is not older than the window."""
     return f"last_over_time({selected}[{window_ms}ms])"
 
 
 def _read_start_times(
     api: PrometheusApi, source: Scraped, page: TimeSpan, lead_series: Sequence[Series]
 ) -> list[Series]:
-    """Read the start time of each engine's process; every target of Prometheus has that series."""
+    """Return the start time of each engine's process, with the labels of the engine's series.
+
+    Every target of Prometheus may export a series of that name, so only those of the engines'
+    targets are queried. Return an empty list without engines.
+    """
     if not lead_series:
         return []
     matchers: list[str] = []
@@ -111,15 +130,17 @@ def _read_start_times(
         replace(start, labels=lead.labels)
         for lead in lead_series
         for start in start_series
-        if start.labels.items() <= lead.labels.items()  # a target's labels are on all its series
+        # Series of one target all have its labels; the start time has no others.
+        if start.labels.items() <= lead.labels.items()
     ]
 
 
 def _merge_series(kind: Exporter, all_series: Iterable[Series], overlap_steps: int) -> list[Series]:
-    """Join the series of one identity that follow each other, by the newest where they overlap.
+    """Join series of one identity that follow each other in time; return one series for each.
 
-    They may overlap for the highest age of a value; beyond it they are two different things that
-    look the same.
+    A pod that restarts, for example, gets a new label from its scrapes. Where two series overlap
+    the later one counts. They may overlap by `overlap_steps`, the highest age of a value. If they
+    overlap for longer they are two different things: raise BadInput.
     """
     groups: dict[tuple[str, ...], list[Series]] = {}
     for series in all_series:
@@ -140,11 +161,15 @@ def _merge_series(kind: Exporter, all_series: Iterable[Series], overlap_steps: i
 
 
 def _pick_identity(kind: Exporter, series: Series) -> dict[str, str]:
+    """Return those of a series' labels that the exporter itself writes."""
     return {name: text for name, text in series.labels.items() if name in kind.identity}
 
 
 def _explain_ambiguity(kind: Exporter, group: Sequence[Series]) -> str:
-    """Return which labels differ among series of one identity, and how to choose one."""
+    """Return the error text for different things of one identity.
+
+    The text says which labels of the scrapes differ, and which option would choose one series.
+    """
     metric = group[0].name
     differing: dict[str, list[str]] = {}
     for name in sorted({name for series in group for name in series.labels} - kind.identity):
@@ -180,15 +205,18 @@ _MEMORY_FACTS: Final = ("total", "used", "reserved", "engine", "other")
 def _sample_gpus(
     fields: Mapping[str, str], uuid_label: str, unit_bytes: int, values: Iterable[Value]
 ) -> Side:
-    """Return the devices; of this exporter those that it attributed to the engine.
+    """Return a trace's entry for each device, by UUID.
 
-    A holder of memory is a field.
+    Where this project's exporter has attributed the devices, only the engine's are returned.
+    `fields` gives a series' fact by its name; a series with the label `holder` is the fact that the
+    holder names. Values are in `unit_bytes`.
     """
     devices: dict[str, dict[str, float]] = {}
     is_engines_own: dict[str, bool] = {}
     for series, value in values:
         uuid = series.labels.get(uuid_label, "")
         if series.name == catalog.GPU_INFO.name:
+            # A device has two such series for a while after its attribution has changed.
             is_attributed = bool(series.labels.get("attribution"))
             is_engines_own[uuid] = is_engines_own.get(uuid, False) or is_attributed
             continue
@@ -205,10 +233,10 @@ def _sample_gpus(
 
 
 def _build_device(uuid: str, facts: Mapping[str, float], unit_bytes: int) -> dict[str, Any]:
-    """Build a device of a trace; without a total, it is the sum of used, free and reserved.
+    """Build a trace's entry for a device; unknown facts are None.
 
-    Where reserved is not exported either, the sum lacks it, and the room on the device is still
-    right.
+    A total that is not exported is the sum of used, free and reserved memory. Where reserved memory
+    is not exported either, the sum is too low by it, but the free memory is still right.
     """
     memory: dict[str, int] = {}
     for fact in (*_MEMORY_FACTS, "free"):
@@ -224,7 +252,10 @@ def _build_device(uuid: str, facts: Mapping[str, float], unit_bytes: int) -> dic
 
 
 def _describe_gpus(fields: Mapping[str, str], *identity: str, unit_bytes: int = 1) -> Exporter:
-    """Return an exporter of GPUs with these fields by the names of its series."""
+    """Return an exporter of GPUs.
+
+    `fields` gives the fact of each series by its name; `identity` are the exporter's own labels.
+    """
     uuid_label = next(label for label in identity if label.lower() == "uuid")
     return Exporter(
         side="gpus",
@@ -266,11 +297,12 @@ SMI_GPUS: Final = _describe_gpus(
 
 
 _ENGINE_FACTS: Final = ("running", "waiting", "finished_total", "kv_used_ratio", "awake")
-"""The inputs of the detector and the picture; each further series costs the server a query."""
+"""What the detector and the picture need; each further series would cost the server a query."""
 
 SUMMED_LABELS: Final = frozenset({"finished_reason", "is_streaming"})
-"""Labels of counters whose series add up."""
+"""Labels that split a counter: the sum of its series is the count."""
 
+# The names of our own exporter's series, by which each gives one of these facts.
 _OWN_FIELDS: Final = {
     reading.metric: field
     for field, reading in INPUTS.items()
@@ -281,7 +313,11 @@ _OWN_FIELDS: Final = {
 def _sample_own(
     labels: Mapping[str, str], fields: Mapping[str, str], values: Iterable[Value]
 ) -> Side:
-    """Return the engines or processes, each with its labels, and a field by each series' name."""
+    """Return a trace's entry for each engine or process of this project's exporter.
+
+    `labels` gives the entry's key for each label that identifies it, `fields` the entry's key for
+    each series' name.
+    """
     entries: dict[tuple[str, ...], dict[str, Any]] = {}
     for series, value in values:
         key = tuple(series.labels.get(label, "") for label in labels)
@@ -292,6 +328,7 @@ def _sample_own(
 
 
 def _sample_engines(profile: Profile, values: Iterable[Value]) -> Side:
+    """Return a trace's entry for each engine, read as from the engine's own page; else none."""
     samples = [Sample(series.name, dict(series.labels), value) for series, value in values]
     page = build_page(profile, samples)
     if isinstance(page, Failure):
@@ -300,7 +337,10 @@ def _sample_engines(profile: Profile, values: Iterable[Value]) -> Side:
 
 
 def _list_names(profile: Profile, *fields: str) -> tuple[str, ...]:
-    """Return the names of the series that give these fields, in the order of the profile."""
+    """Return the names of the series from whose values these fields are read.
+
+    They are in the order of the profile. Empty where a field is read from labels only.
+    """
     families: dict[str, None] = {}
     for fact in profile.facts:
         if fact.field in fields and fact.label is None:
@@ -309,13 +349,14 @@ def _list_names(profile: Profile, *fields: str) -> tuple[str, ...]:
 
 
 def _list_labels(profile: Profile) -> frozenset[str]:
-    """Return the labels that distinguish an engine's series, not only their scrapes."""
+    """Return the labels that the engine itself writes on its series; a scrape adds others."""
     labels = {
         profile.model_label,
         profile.engine_label,
         *profile.repeat_labels,
         *profile.replica_labels,
     }
+    # `where` is a label and its value: it tells series of one name apart.
     labels |= {fact.where[0] for fact in profile.facts if fact.where is not None}
     return frozenset(labels | SUMMED_LABELS) - {""}
 
@@ -350,4 +391,4 @@ ENGINES: Final = tuple(
     for profile in PROFILES
     if _list_names(profile, "running")
 )
-"""Every engine that exports its running requests; the detector needs a load."""
+"""The exporter of every engine that exports its running requests: the detector needs a load."""

@@ -31,14 +31,17 @@ from vllm_headroom_tools.replay.prometheus.join import (
 from vllm_headroom_tools.trace import BadInput
 
 MOST_STEPS: Final = 10_000
-"""Prometheus refuses a range query for more than 11,000 points per series."""
+"""The most times of one query: Prometheus refuses more than 11,000 points per series."""
 
 _STRIDE_MS: Final = 600_000
-"""Step of the queries that look for sources. Our choice."""
+"""Our choice: the step of the queries that look for sources."""
 
 _WINDOW_MS: Final = 595_000
-"""Samples are counted over slightly less than the stride: scrapes every 5, 10, 15, 20, 30 or 60 s
-then give at most stride / interval, whether or not the window includes its ends."""
+"""The time over which samples are counted: slightly less than the stride.
+
+Scrapes every 5, 10, 15, 20, 30 or 60 s then give at most stride / interval samples, whether or not
+the window includes its ends.
+"""
 
 _GPUS: Final = (OWN_GPUS, DCGM_GPUS, SMI_GPUS)
 _ENGINES: Final = (OWN_ENGINES, *ENGINES)
@@ -46,7 +49,10 @@ _HISTORIES: Final = (
     (OWN_GPUS, OWN_ENGINES),
     *((gpus, engine) for gpus in (DCGM_GPUS, SMI_GPUS) for engine in ENGINES),
 )
-"""The pairs, best first: only this exporter's series have the holder of memory."""
+"""The pairs of sources that make a history, best first.
+
+Only this project's series say who holds the memory.
+"""
 
 
 def find_sources(
@@ -55,10 +61,11 @@ def find_sources(
     gpu_matchers: tuple[str, ...],
     engine_matchers: tuple[str, ...],
 ) -> list[Scraped]:
-    """Find the sources of the best history in the span, GPUs first.
+    """Return the sources of the best history in the span: GPUs, engines, then any processes.
 
-    Raises BadInput where a side is missing.
+    Raise BadInput where no source of GPUs, or none of engines, is in the span.
     """
+    # The search ends at the span's end and begins at or after its start, in whole strides.
     start_ms = span.end_ms - (span.end_ms - span.start_ms) // _STRIDE_MS * _STRIDE_MS
     search = TimeSpan(start_ms=start_ms, end_ms=span.end_ms, step_ms=_STRIDE_MS)
     gpu_names = _find_present(api, search, _GPUS, gpu_matchers)
@@ -92,7 +99,7 @@ def _format_time(time_ms: int) -> str:
 def _find_present(
     api: PrometheusApi, search: TimeSpan, kinds: tuple[Exporter, ...], matchers: tuple[str, ...]
 ) -> frozenset[str]:
-    """Return the names of the exporters' leading series that exist."""
+    """Return the names of those leading series of the exporters that exist in the span."""
     selected = build_selector([name for kind in kinds for name in kind.lead], matchers)
     expression = f"count by (__name__) (last_over_time({selected}[{_WINDOW_MS}ms]))"
     return frozenset(
@@ -109,7 +116,7 @@ def _build_source(
     names: frozenset[str],
     matchers: tuple[str, ...],
 ) -> Scraped:
-    """Build a source with the shortest scrape interval in the span."""
+    """Build a source; its scrape interval is the shortest in the span, estimated by a count."""
     lead = next(name for name in kind.lead if name in names)
     expression = f"max(count_over_time({build_selector((lead,), matchers)}[{_WINDOW_MS}ms]))"
     scrape_count = 1.0
@@ -123,6 +130,7 @@ def _build_source(
 def _explain_missing(
     side: str, place: str, kinds: tuple[Exporter, ...], matchers: tuple[str, ...]
 ) -> str:
+    """Return the error text for a history without a GPU or an engine, with what was looked for."""
     wanted = " or ".join(kind.lead[0] for kind in kinds)
     if not matchers:
         return f"no {side} {place}: looked for {wanted}"
@@ -131,17 +139,21 @@ def _explain_missing(
 
 
 _LONGEST_PAGE_MS: Final = 6 * 3600 * 1000
-"""A page is held in memory: 8 GPUs and their engine at steps of 15 s are 5 MB of JSON."""
+"""The longest page, since a page is held in memory.
+
+A page of 8 GPUs and their engine at steps of 15 s is 5 MB of JSON.
+"""
 
 _INTERVAL_ERROR: Final = 1.1
-"""The scrape interval comes from a count of scrapes, and may be too long by so much."""
+"""The scrape interval is estimated from a count of scrapes, and may be too long by this factor."""
 
 
 def read_records(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield the records of a trace of the span, without a header; raises BadInput.
+    """Yield the records of a trace over the span, without a header.
 
-    A side without values at a time is null there. A value is at most one and a half scrape
-    intervals old.
+    A side that has no values at a time is None in its record. A value is at most one and a half
+    scrape intervals old. The step is the scrape interval of the GPUs where that is longer than
+    --step. Raise BadInput where the history cannot be read or lacks a side.
     """
     span = build_span(args.start, args.end, args.step, time.time())
     gpu_matchers = (*args.match, *args.match_gpu)
@@ -163,6 +175,7 @@ def read_records(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def _build_record(sides: list[tuple[Exporter, list[Series]]], time_ms: int) -> dict[str, Any]:
+    """Return the trace's record of one time; a side without values is None."""
     record: dict[str, Any] = {
         "t": time_ms / 1000,
         "gpus": None,

@@ -36,7 +36,7 @@ def picture(world: World) -> Picture:
         traffic.finished_total,
         traffic.waiting,
         traffic.prefix_hits_total,
-        world.busy,
+        world.active_requests,
     )
 
 

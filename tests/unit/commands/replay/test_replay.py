@@ -237,7 +237,7 @@ def test_the_words_say_when_how_fast_how_much_and_how_long(tmp_path: Path, leak:
     assert "GPU 0 (GPU-a): LEAKING; leaking at the end." in lines
     for told in ("early warning", "alarm", "how fast", "driven by    requests", "how much", "time to OOM"):
         assert any(line.strip().startswith(told) for line in lines), told
-    assert "GPU 0: free memory, down to zero, GiB; ▲ is the first alarm" in lines
+    assert "GPU 0: free memory on a scale from 0, GiB; ▲ is the first alarm" in lines
     assert "running requests" in lines
     assert max(map(len, lines)) <= 90
     assert "\x1b" not in process.stdout
@@ -307,7 +307,7 @@ def test_the_picture_shows_free_memory_and_the_way_to_zero(tmp_path: Path, leak:
 
     drawn = file.read_text(encoding="utf-8")
     ET.fromstring(drawn)  # noqa: S314 - of our own
-    assert "GPU 0: free memory, down to zero; leaking at the end" in drawn
+    assert "GPU 0: free memory on a scale from 0; leaking at the end" in drawn
     assert 'class="ahead"' in drawn
     begins, ends, *load = re.findall(r">([\d :-]+Z)</text>", drawn)
     assert load == [begins, ends], "both boxes have the same time"
@@ -320,9 +320,9 @@ def test_the_picture_has_the_host_where_the_trace_has_it(tmp_path: Path) -> None
     told = replay("-", "--svg", str(file), trace=text(records)).stdout
 
     drawn = file.read_text(encoding="utf-8")
-    assert "host memory: free, down to zero</text>" in drawn
+    assert "host memory: free, on a scale from 0</text>" in drawn
     assert ">3 GiB</text>" in drawn
-    assert "host memory: free, down to zero, GiB" in told
+    assert "host memory: free, on a scale from 0, GiB" in told
     assert "host memory" not in replay("-", trace=text(flat(0.5))).stdout
 
 

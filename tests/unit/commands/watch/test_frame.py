@@ -30,7 +30,7 @@ def test_the_verdict_and_the_time_left_are_written() -> None:
 
     assert "  ALARM: GPU 0 leaking" in shown.splitlines()[0], "as the page's headline"
     assert "ALARM      GPU 0 leaks: out of memory in about 4 h 0 min, at the earliest in 2 h 0 min." in shown
-    assert "full in 4 h 0 min; the last 23 h 59 min, down to zero" in shown
+    assert "full in 4 h 0 min; the last 23 h 59 min, on a scale from 0" in shown
 
 
 def test_instances_of_one_gpu_are_told_apart() -> None:
@@ -50,7 +50,7 @@ def test_instances_of_one_gpu_are_told_apart() -> None:
 def test_free_host_memory_is_drawn_and_is_not_asked_of_an_earlier_sidecar() -> None:
     seen = json.loads(json.dumps(build_document(host_day())))
 
-    assert "host memory: 4 GiB free, full in 4 min 0 s; the last 1 h 0 min, down to zero" in looked_at(seen, 100)
+    assert "host memory: 4 GiB free, full in 4 min 0 s; the last 1 h 0 min, on a scale from 0" in looked_at(seen, 100)
     del seen["history"]["host_free_bytes"]
     assert "host memory: " not in looked_at(seen, 100)
 

@@ -195,7 +195,7 @@ def test_a_line_tells_when_the_engine_falls_asleep_though_all_is_well() -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_on_a_terminal_it_draws_until_it_is_stopped_and_leaves_it_as_it_was(number: signal.Signals) -> None:
     with sidecar() as url:
-        shown, status = on_a_terminal([*WATCH, url], ended=("down to zero", number))
+        shown, status = on_a_terminal([*WATCH, url], ended=("on a scale from 0", number))
 
     assert status == 0
     assert shown.startswith("\x1b[?1049h")
