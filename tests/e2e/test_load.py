@@ -209,7 +209,7 @@ def test_a_token_is_sent_and_its_lack_is_told(trace: Path, tmp_path: Path) -> No
     assert refused == (2, "")
     assert without.error.splitlines()[-1].startswith(f"vllm-headroom load: {server.url}/v1/models answers 401")
     assert status == 0
-    assert "It ended at --max-requests, before the other steps." in told
+    assert "The load ended at --max-requests, before the other steps." in told
     assert "GOOD: 1 of 1 requests succeeded, none was out of memory." in told
 
 

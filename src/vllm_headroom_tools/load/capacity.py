@@ -11,24 +11,24 @@ from vllm_headroom_tools.cli import write_note
 from vllm_headroom_tools.trace import BadInput
 
 OWN_DESCRIPTORS: Final = 64
-"""For what is opened besides streams: the sampler's files, /proc, the trace."""
+"""Descriptors kept for other files than streams: the sampler's, /proc, the trace."""
 
 STREAM_BYTES: Final = 16 * 2**10
-"""Memory of a stream over http: 6 KiB in this process (measured) and what the kernel keeps of a
-socket, doubled."""
+"""Memory of a stream over http: twice the sum of 6 KiB in this process (measured) and the kernel's
+memory for a socket."""
 
 TLS_STREAM_BYTES: Final = 128 * 2**10
 """The same over https, with 47 KiB in this process (measured): each connection has buffers for
 encryption."""
 
 UNLIMITED_DESCRIPTORS: Final = 2**31
-"""Counts for no limit."""
+"""Stands in for a limit where there is none."""
 
 
 def raise_descriptors() -> int:
-    """Raise the soft limit of open files to the hard one, and return it."""
+    """Raise the soft limit of open files to the hard limit; return the soft limit then in force."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # a kernel whose own limit is lower keeps the soft one
+    # setrlimit fails where the kernel's own limit is below the hard one: the soft limit then stays
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -36,11 +36,11 @@ def raise_descriptors() -> int:
 
 
 def list_limits(
-    descriptors: int, *, tls: bool, proc: Path = Path("/proc")
+    descriptors: int, *, uses_tls: bool, proc: Path = Path("/proc")
 ) -> list[tuple[int, str]]:
-    """Return how many streams to one address each limit allows, and its name, the lowest first.
+    """Return for each limit how many streams to one address it allows, and its name; lowest first.
 
-    What cannot be read is left out.
+    A limit that cannot be read is left out. The limit of open files is always there.
     """
     open_descriptors = sum(1 for _ in Path("/proc/self/fd").iterdir())
     free_descriptors = max(0, descriptors - open_descriptors - OWN_DESCRIPTORS)
@@ -53,15 +53,16 @@ def list_limits(
     with contextlib.suppress(OSError):
         free_bytes = _read_free_memory(proc)
         if free_bytes is not None:
-            stream_bytes = TLS_STREAM_BYTES if tls else STREAM_BYTES
+            stream_bytes = TLS_STREAM_BYTES if uses_tls else STREAM_BYTES
             limits.append((free_bytes // stream_bytes, "memory"))
     return sorted(limits)
 
 
 def _read_free_memory(proc: Path) -> int | None:
-    """Return what the machine calls available, or what the container's limit leaves if less.
+    """Return the bytes that this process may still use.
 
-    None where neither is known; raises OSError.
+    That is the machine's available memory, or the free part of the container's limit if that is
+    less. None where neither is known; raises OSError.
     """
     reading = read_host(proc, read_own_pid(proc))
     free_bytes = []
@@ -69,14 +70,18 @@ def _read_free_memory(proc: Path) -> int | None:
         free_bytes.append(reading.machine.available_bytes)
     cgroup = reading.cgroup
     if cgroup is not None and cgroup.limit_bytes is not None:
+        # the kernel drops the page cache before it refuses memory
         used_bytes = cgroup.used_bytes - cgroup.cache_bytes
         free_bytes.append(max(0, cgroup.limit_bytes - used_bytes))
     return min(free_bytes, default=None)
 
 
-def check_capacity(concurrency: int, streams: int, *, tls: bool) -> None:
-    """Note how many streams this process can hold; raises BadInput where they are too few."""
-    held_streams, limit_name = list_limits(raise_descriptors(), tls=tls)[0]
+def check_capacity(concurrency: int, streams: int, *, uses_tls: bool) -> None:
+    """Note on standard error how many streams this process can hold.
+
+    Raises BadInput where `streams`, which `--concurrency` needs, are more.
+    """
+    held_streams, limit_name = list_limits(raise_descriptors(), uses_tls=uses_tls)[0]
     if streams > held_streams:
         raise BadInput(
             f"--concurrency {concurrency} needs {streams} streams at once, "

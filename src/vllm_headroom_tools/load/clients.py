@@ -11,16 +11,17 @@ from vllm_headroom_tools.load.stream import Outcome
 from vllm_headroom_tools.load.tally import Tally
 
 PAUSE_SECONDS: Final = 1.0
-"""How long a client waits after a request that did not succeed: a server that refuses is not
-flooded."""
+"""Our choice: how long a client waits after a request that did not succeed, so that a server that
+refuses requests is not flooded."""
 
 
 class Clients:
-    """Runs a step's clients.
+    """Runs the clients of each step.
 
-    Requests that are open `grace_seconds` after the step's end are given up, at once on `stop`.
-    `most_requests` is of all steps together, None without a cap. With a rate the loop is open:
-    requests begin as a Poisson process does, whatever the server has answered.
+    Requests that are still open `grace_seconds` after the step's end are cancelled; `stop` cancels
+    them at once. `most_requests` caps the requests of all steps together, None without a cap.
+    With `requests_per_second` the loop is open: requests begin as a Poisson process, without
+    waiting for the answers to others.
     """
 
     def __init__(
@@ -36,18 +37,21 @@ class Clients:
         self._grace_seconds = grace_seconds
         self._remaining_requests = most_requests
         self._full_rate = requests_per_second
-        self.rate = requests_per_second  # of the current step, None without one
-        self._next_seconds = 0.0  # when the last request that has a turn begins
+        self.rate = requests_per_second  # of the current step; None in a closed loop
+        self._next_seconds = 0.0  # when the last request that was given a turn begins
         self._random = Random()  # noqa: S311 - not for secrets
         self._deadline: asyncio.Timeout | None = None
 
     @property
     def is_used_up(self) -> bool:
-        """Whether the cap is reached."""
+        """Whether as many requests have begun as the cap allows."""
         return self._remaining_requests == 0
 
     async def run(self, count: int, seconds: float, tally: Tally, share: float) -> None:
-        """Run one step, with this share of the rate; returns when all its requests have ended."""
+        """Run one step of `count` clients for some seconds, with this share of the rate.
+
+        Returns when all its requests have ended or were cancelled; `tally` counts them.
+        """
         self._next_seconds = monotonic()
         end_seconds = self._next_seconds + seconds
         self.rate = None if self._full_rate is None else share * self._full_rate
@@ -62,9 +66,10 @@ class Clients:
         self._deadline = None
 
     async def _run_client(self, end_seconds: float, tally: Tally) -> None:
+        """Send one request after another until the step ends."""
         while not self.is_stopped and await self.wait_turn(end_seconds):
             outcome = await self._sender.send(tally)
-            # with a rate, the next turn is late enough
+            # with a rate, the turns already keep the clients from flooding the server
             has_to_pause = outcome is not Outcome.SUCCEEDED and self.rate is None
             if has_to_pause:
                 if monotonic() + PAUSE_SECONDS >= end_seconds:
@@ -72,9 +77,9 @@ class Clients:
                 await asyncio.sleep(PAUSE_SECONDS)
 
     async def wait_turn(self, end_seconds: float) -> bool:
-        """Wait until a client may begin a request.
+        """Wait until a client may begin a request, and return True.
 
-        Returns False where that is not before `end_seconds`, or the cap is reached.
+        Returns False at once where its turn is not before `end_seconds`, or the cap is reached.
         """
         now_seconds = monotonic()
         turn_seconds = now_seconds
@@ -92,8 +97,8 @@ class Clients:
         return True
 
     def stop(self) -> None:
-        """Give up what is open, and begin nothing more."""
+        """Cancel all open requests, and begin no more."""
         self.is_stopped = True
         if self._deadline is not None:
-            with contextlib.suppress(RuntimeError):  # it is over already
+            with contextlib.suppress(RuntimeError):  # the timeout has already expired
                 self._deadline.reschedule(0.0)

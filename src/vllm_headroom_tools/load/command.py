@@ -31,11 +31,11 @@ from vllm_headroom_tools.options import (
 )
 
 PROBE_DIR: Final = "HEADROOM_PROBE_DIR"
-"""The setting of the probe, which the option takes up."""
+"""The variable that configures the probe; it is the default of --probe-dir."""
 
 
 def add_options(parser: Parser) -> None:
-    """Add the options to the parser."""
+    """Add all options of `load` to the parser."""
     _add_server_options(parser)
     _add_request_options(parser)
     _add_pace_options(parser)
@@ -43,7 +43,7 @@ def add_options(parser: Parser) -> None:
 
 
 def _add_server_options(parser: Parser) -> None:
-    """Add where the server is, and what to send to it."""
+    """Add the options for the server: its address, API, model and credentials, and the clients."""
     parser.add_argument(
         "--engine-url",
         dest="url",
@@ -87,12 +87,12 @@ def _add_server_options(parser: Parser) -> None:
         metavar="NUMBER",
         type=whole_number(1, 1_000_000),
         required=True,
-        help="clients in the step of 100 %%",
+        help="how many clients ask in the step of 100 %%",
     )
 
 
 def _add_request_options(parser: Parser) -> None:
-    """Add what a request is made of."""
+    """Add the options for the content of a request: its prompt, its answer and its image."""
     lengths = Value(read=parse_lengths, accepts="a number of tokens, or two such as 256..2048")
     parser.add_argument(
         "--prompts",
@@ -123,7 +123,7 @@ def _add_request_options(parser: Parser) -> None:
         metavar="SHARE",
         type=SHARE,
         default="0",
-        help="of each prompt, the same in all",
+        help="how much of each prompt is the same in all prompts",
     )
     parser.add_argument(
         "--image-size",
@@ -134,11 +134,11 @@ def _add_request_options(parser: Parser) -> None:
 
 
 def _add_pace_options(parser: Parser) -> None:
-    """Add how long the load lasts, and how many requests there are."""
+    """Add the options for times and for the number of requests."""
     for name, field, default, meaning in (
-        ("--duration", "seconds", "60s", "of each step"),
-        ("--grace", "grace_seconds", "30s", "for what is open then"),
-        ("--timeout", "timeout_seconds", "5m", "of one request"),
+        ("--duration", "seconds", "60s", "how long each step lasts"),
+        ("--grace", "grace_seconds", "30s", "how long requests may go on after their step"),
+        ("--timeout", "timeout_seconds", "5m", "how long one request may take"),
     ):
         parser.add_argument(
             name,
@@ -161,14 +161,14 @@ def _add_pace_options(parser: Parser) -> None:
         metavar="NUMBER",
         type=POSITIVE_NUMBER,
         help=(
-            "open loop: requests a second in the step of 100 %%, by Poisson; "
-            "--concurrency are then the most at once"
+            "open loop: requests per second in the step of 100 %%, as a Poisson process; "
+            "--concurrency then limits how many are open at once"
         ),
     )
 
 
 def _add_sampling_options(parser: Parser) -> None:
-    """Add what is sampled beside the load, and where it is recorded."""
+    """Add the options for the sampling of the engine during the load, and for its trace."""
     parser.add_argument(
         "--metrics-url",
         metavar="URL",
@@ -200,7 +200,7 @@ def _add_sampling_options(parser: Parser) -> None:
 
 
 def read_order(options: Namespace) -> LoadOrder:
-    """Build the order from the options."""
+    """Build the order from the options; an image implies the chat API."""
     if options.image_size is not None:
         options.api = CompletionApi.CHAT
     return LoadOrder(**{field.name: getattr(options, field.name) for field in fields(LoadOrder)})

@@ -39,11 +39,16 @@ SAMPLE_SECONDS: Final = 1.0
 """Our choice: how often a load is sampled; a step takes a minute."""
 
 PAGE_TIMEOUT_SECONDS: Final = 10.0
-"""Longer than the daemon's: an overloaded server answers late."""
+"""Longer than the daemon's timeout: an overloaded server answers late."""
 
 
 async def run_load(order: LoadOrder) -> Report:
-    """Put the load on the server, and report on it; raises BadInput where that cannot be done."""
+    """Put the load on the server and return the report.
+
+    Raises BadInput where the load cannot begin: without a server, with unusable credentials, with
+    too few streams or where the trace exists. SIGINT or SIGTERM ends the load early; a second
+    signal ends the process.
+    """
     try:
         tls = load_trust(order.ca_file) if order.url.scheme == "https" else None
         bearer = read_token(order.bearer_token_file) if order.bearer_token_file else None
@@ -51,7 +56,7 @@ async def run_load(order: LoadOrder) -> Report:
         raise BadInput(str(error)) from None
     prompts = read_prompts(order.prompts) if order.prompts else ()
     target = await find_target(order.url, order.api, tls, bearer)
-    check_capacity(order.concurrency, count_streams(order.concurrency), tls=tls is not None)
+    check_capacity(order.concurrency, count_streams(order.concurrency), uses_tls=tls is not None)
     model = await _choose_model(order, target)
     create_trace(order.trace)
     sampling = Sampling(
@@ -76,7 +81,8 @@ async def run_load(order: LoadOrder) -> Report:
     )
 
     def stop() -> None:
-        if clients.is_stopped:  # Ctrl-C again
+        # a second Ctrl-C: whoever types it does not want to wait for the report
+        if clients.is_stopped:
             os._exit(128 + signal.SIGINT)
         clients.stop()
 
@@ -86,6 +92,7 @@ async def run_load(order: LoadOrder) -> Report:
     finally:
         await sender.close()
         await sampling.close()
+    # clients are also stopped when the engine has ended, which is no interruption
     is_interrupted = clients.is_stopped and not run.has_lost_engine
     return build_report(
         order,
@@ -98,7 +105,10 @@ async def run_load(order: LoadOrder) -> Report:
 
 
 async def _choose_model(order: LoadOrder, target: Target) -> str:
-    """Return the model to ask; raises BadInput where requests are too long for it."""
+    """Return the name of the model to ask: the configured one, else the server's first.
+
+    Raises BadInput where the server lists none, or requests are too long for the first.
+    """
     if order.model is not None:
         return order.model
     model = await fetch_model(order.url, target)
@@ -115,7 +125,11 @@ async def _choose_model(order: LoadOrder, target: Target) -> str:
 
 
 def _build_parts(order: LoadOrder, target: Target, clock: SystemClock) -> Parts:
-    """Return the sources to sample; on another machine than the server's most are unavailable."""
+    """Return the sources to sample.
+
+    If the server is on another machine, its processes and probe are unavailable here, and its GPUs
+    unless the order names them.
+    """
     is_local = is_here(target.address[0])
     gpus: Gpus | UnavailableSource = UnavailableSource(Source.NVML, Reason.NO_DEVICES)
     if is_local or order.gpus != "auto":
@@ -140,7 +154,10 @@ def _build_parts(order: LoadOrder, target: Target, clock: SystemClock) -> Parts:
 
 
 def _build_body_maker(order: LoadOrder, model: str, prompts: Sequence[str]) -> Callable[[], bytes]:
-    """Return what makes the body of a request, of these prompts or of words drawn at random."""
+    """Return a function that makes the body of a request.
+
+    Its prompt is one of `prompts` at random, or without prompts it is words drawn at random.
+    """
     random = Random(SystemRandom().random())  # noqa: S311 - not for secrets
     make_prompt = build_prompt_maker(order.shared_ratio, random)
 

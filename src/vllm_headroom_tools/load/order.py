@@ -17,13 +17,16 @@ LENGTHS_TEXT: Final = re.compile(r"(\d{1,7})(?:\.\.(\d{1,7}))?", re.ASCII)
 
 
 class Lengths(Struct, frozen=True, kw_only=True):
-    """Numbers of tokens, each doubling as likely as the next: many short, few long."""
+    """A log-uniform distribution of numbers of tokens: many short ones, few long ones.
+
+    A length between 256 and 512, for example, is as likely as one between 512 and 1024.
+    """
 
     shortest: int
     longest: int
 
     def draw(self, chance: float) -> int:
-        """Return the length at `chance`, a number from 0 to below 1."""
+        """Return the length for `chance`, a random number from 0 to below 1."""
         length = int(self.shortest * ((self.longest + 1) / self.shortest) ** chance)
         return min(self.longest, length)
 
@@ -46,7 +49,10 @@ def parse_lengths(text: str) -> Lengths:
 
 
 def parse_image_size(text: str) -> tuple[int, int]:
-    """Return width and height, in pixels, of a text such as `1280x720`; raises ValueError."""
+    """Return width and height, in pixels, of a text such as `1280x720`.
+
+    Raises ValueError for other texts and for more than `MOST_PIXELS`.
+    """
     width, height = map(int, text.strip().lower().split("x"))
     if min(width, height) < 1 or width * height > MOST_PIXELS:
         raise ValueError
@@ -54,9 +60,9 @@ def parse_image_size(text: str) -> tuple[int, int]:
 
 
 def parse_base_url(text: str) -> httpx.URL:
-    """Return an http or https URL without what OpenAI's clients write at its end (/v1).
+    """Return an http or https URL without the /v1 that OpenAI's clients want at its end.
 
-    Raises ValueError.
+    Raises ValueError for other texts, and for a URL with a query, a user or a password.
     """
     url = parse_http_url(text)
     if url.query or url.userinfo:
@@ -65,25 +71,25 @@ def parse_base_url(text: str) -> httpx.URL:
 
 
 def join_path(url: httpx.URL, path: str) -> httpx.URL:
-    """Return the URL of a path of the server."""
+    """Return the URL of a path below the server's base URL."""
     return url.copy_with(path=url.path.rstrip("/") + path)
 
 
 class LoadOrder(Struct, frozen=True, kw_only=True):
-    """The options of a load; None where not set."""
+    """The options of a load; None for an option that was not given and has no default."""
 
     url: httpx.URL
     metrics_url: str | None
     api: CompletionApi
     model: str | None
     concurrency: int
-    seconds: float  # of each step
+    seconds: float  # how long each step lasts
     grace_seconds: float
     timeout_seconds: float
     prompts: Path | None
     prompt_tokens: Lengths
     output_tokens: Lengths
-    shared_ratio: float  # of each prompt
+    shared_ratio: float  # how much of each prompt is the same in all
     image_size: tuple[int, int] | None  # width and height in pixels
     most_requests: int | None
     requests_per_second: float | None
@@ -95,7 +101,7 @@ class LoadOrder(Struct, frozen=True, kw_only=True):
 
     @property
     def page_url(self) -> httpx.URL:
-        """Where the engine's page is."""
+        """The URL of the engine's page of metrics: the configured one, else the server's."""
         if self.metrics_url:
             return httpx.URL(self.metrics_url)
         return join_path(self.url, "/metrics")

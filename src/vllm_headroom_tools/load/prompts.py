@@ -15,9 +15,9 @@ from vllm_headroom_tools.trace import BadInput
 
 
 def read_prompts(file: Path) -> tuple[str, ...]:
-    """Return the prompts of a dataset: ShareGPT's JSON, JSON lines, or a text a line.
+    """Return the prompts of a dataset: ShareGPT's JSON, JSON lines, or lines of text.
 
-    Raises BadInput.
+    Raises BadInput where the file cannot be read or has no prompt.
     """
     try:
         content = file.read_bytes()
@@ -25,6 +25,7 @@ def read_prompts(file: Path) -> tuple[str, ...]:
     except OSError as error:
         raise BadInput(f"--prompts {file}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError):
+        # the file as a whole is no JSON: each line is an entry
         entries = [_parse_line(line) for line in content.decode(errors="replace").splitlines()]
     prompts: tuple[str, ...] = ()
     if isinstance(entries, list):
@@ -36,13 +37,17 @@ def read_prompts(file: Path) -> tuple[str, ...]:
 
 
 def _parse_line(line: str) -> object:
+    """Return the JSON of a line, or the line itself where it is not JSON."""
     with suppress(ValueError, RecursionError):
         return json.loads(line)
     return line.strip()
 
 
 def find_prompt(entry: object) -> str:
-    """Return the first prompt of a dataset's entry, an empty text where it has none."""
+    """Return the prompt of a dataset's entry, or an empty text where the entry has none.
+
+    An entry is a text, or an object with a prompt or a conversation.
+    """
     text = entry
     if isinstance(entry, dict):
         text = _find_first_message(entry)
@@ -52,7 +57,10 @@ def find_prompt(entry: object) -> str:
 
 
 def _find_first_message(entry: dict[str, Any]) -> object:
-    """Return the prompt of an entry, or the first message of its conversation."""
+    """Return an entry's prompt, or the first message of its conversation: a text or an object.
+
+    Return an empty text where the entry has neither.
+    """
     for key in ("prompt", "conversations", "messages"):
         if key not in entry:
             continue
@@ -71,20 +79,23 @@ _TEXT: Final = (
     "over know water than call first people may down side been now find"
 )
 WORDS: Final = tuple(_TEXT.split())
-"""Common enough that vocabularies have each, with the space before it, as one token: 1,000 of them
-are 1,000 tokens in all of Mistral's, SentencePiece and Tekken (measured)."""
+"""Words so common that a tokenizer has each of them, with the space before it, as one token: 1,000
+of them are 1,000 tokens in all of Mistral's tokenizers, SentencePiece and Tekken (measured)."""
 
 RING_WORDS: Final = 8192
-"""Our choice: drawn once, so that a long prompt is a part of a list and not drawn word by word."""
+"""Our choice: so many words are drawn once, and each prompt is a part of this list. Drawing every
+word of a long prompt would take too long."""
 
 FRESH_WORDS: Final = 5
-"""Drawn for each prompt: 10**10 beginnings, so that none is in a cache."""
+"""Words that are drawn for each prompt: they make 10**10 beginnings, so no prompt is in a prefix
+cache."""
 
 
 def build_prompt_maker(shared_ratio: float, random: Random) -> Callable[[int], str]:
-    """Return what makes a prompt of so many words, each of which is about a token.
+    """Return a function that makes a prompt of a number of words; a word is about a token.
 
-    Its first `shared_ratio` is the same in all, and the rest is in none before.
+    The first `shared_ratio` of a prompt is the same in all prompts. The rest begins with words that
+    are new in each.
     """
     shared_ring = random.choices(WORDS, k=RING_WORDS)
     own_ring = random.choices(WORDS, k=RING_WORDS)
@@ -104,11 +115,11 @@ def build_prompt_maker(shared_ratio: float, random: Random) -> Callable[[int], s
 
 
 BLOCK_PIXELS: Final = 32
-"""Our choice: the side of a square."""
+"""Our choice: the side of a square of one colour."""
 
 
 def draw_image(size: tuple[int, int], random: Random) -> bytes:
-    """Return a PNG of coloured squares, unlike any before, so that no cache of the server has it.
+    """Return a PNG of squares in random colours, so that no cache of the server has the image.
 
     `size` is its width and height in pixels.
     """
@@ -117,6 +128,7 @@ def draw_image(size: tuple[int, int], random: Random) -> bytes:
     for top in range(0, height, BLOCK_PIXELS):
         squares = [random.randbytes(3) * BLOCK_PIXELS for _ in range(0, width, BLOCK_PIXELS)]
         row = b"".join(squares)[: 3 * width]
+        # each line begins with its filter: 0, none
         pixels += (b"\0" + row) * min(BLOCK_PIXELS, height - top)
     # eight bits a channel, RGB, no interlace (PNG specification, 11.2.1)
     header = struct.pack(">2I5B", width, height, 8, 2, 0, 0, 0)
@@ -129,13 +141,14 @@ def draw_image(size: tuple[int, int], random: Random) -> bytes:
 
 
 def _build_chunk(kind: bytes, data: bytes) -> bytes:
+    """Return a chunk of a PNG: length, kind, data, checksum."""
     length = struct.pack(">I", len(data))
     checksum = struct.pack(">I", zlib.crc32(kind + data))
     return length + kind + data + checksum
 
 
 class CompletionApi(StrEnum):
-    """The API of a completion."""
+    """The API by which a request asks for tokens."""
 
     COMPLETIONS = "completions"
     CHAT = "chat"
@@ -150,10 +163,11 @@ PATHS: Final = {
 def build_request_body(
     api: CompletionApi, model: str, prompt: str, output_tokens: int, image: bytes | None = None
 ) -> bytes:
-    """Return the body that asks for exactly so many tokens, streamed, with the server's own count.
+    """Return the JSON body of a request for exactly `output_tokens`, streamed.
 
-    `ignore_eos` is vLLM's: without it a model ends its answer when it likes. An image, in PNG,
-    needs the chat API.
+    `ignore_eos` is vLLM's own field: without it the model itself would decide where to end its
+    answer. With `include_usage` the server reports its own count of tokens. An image, in PNG, needs
+    the chat API.
     """
     body: dict[str, Any] = {
         "model": model,
@@ -171,6 +185,7 @@ def build_request_body(
 
 
 def _build_content(prompt: str, image: bytes | None) -> str | Sequence[object]:
+    """Return the content of a chat's message: the prompt, or its parts where it has an image."""
     if image is None:
         return prompt
     url = f"data:image/png;base64,{base64.b64encode(image).decode()}"

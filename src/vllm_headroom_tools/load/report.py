@@ -18,8 +18,8 @@ from vllm_headroom_tools.load.stream import Outcome
 from vllm_headroom_tools.load.tally import QUANTILES
 
 TOLERATED_RATIO: Final = 0.01
-"""Of the requests that may fail: one broken connection among hundreds does not count against the
-server."""
+"""Our choice: the share of requests that may fail. One broken connection among hundreds does not
+count against the server."""
 
 
 def build_report(
@@ -31,9 +31,10 @@ def build_report(
     *,
     is_interrupted: bool,
 ) -> Report:
-    """Return the report, in which None is what is unknown.
+    """Return the report; unknown figures are None in its data.
 
-    `overall` and the detector have seen all samples.
+    `overall` and the detector have been given all samples. The verdict is "not good" with any
+    fault.
     """
     outcomes = sum((stage.tally.outcomes for stage in stages), Counter[Outcome]())
     texts = sum((stage.tally.texts for stage in stages), Counter[tuple[Outcome, str]]())
@@ -81,8 +82,11 @@ def build_report(
 def _explain_engine_end(
     stages: Sequence[Stage], overall: LoadObservation, detector: LeakReplay
 ) -> str | None:
-    """Return how the engine ended during the load, with the cause; None where it did not end."""
-    # the web server may outlive its engine: its page still answers
+    """Return how the engine ended during the load, with the cause where the detector saw the end.
+
+    None where the engine did not end.
+    """
+    # the web server may outlive its engine: its page still answers, so its words count too
     engine_end = overall.engine_end
     if engine_end is None and any(stage.tally.is_engine_dead for stage in stages):
         engine_end = "the engine died: its web server says so"
@@ -102,7 +106,7 @@ def list_faults(
     *,
     is_interrupted: bool,
 ) -> Iterator[str]:
-    """Yield what is not good: the requests, how the engine ended, and the series of memory."""
+    """Yield a text for each fault: failed requests, the engine's end, and memory that leaks."""
     out_of_memory = outcomes[Outcome.OUT_OF_MEMORY]
     succeeded = outcomes[Outcome.SUCCEEDED]
     if out_of_memory:
@@ -132,6 +136,7 @@ def _name_series(series: Mapping[str, Any]) -> str:
 def _judge_load(
     outcomes: Counter[Outcome], faults: Sequence[str], *, is_interrupted: bool
 ) -> Conclusion:
+    """Return "not good" with faults, "cannot tell" for an incomplete load, else "good"."""
     if faults:
         return Conclusion.NOT_GOOD
     # a load cut short is never good
@@ -141,6 +146,7 @@ def _judge_load(
 
 
 def _explain_no_fault(outcomes: Counter[Outcome], *, is_interrupted: bool) -> str:
+    """Return the headline of a load without faults: what succeeded, or why that is not known."""
     succeeded = outcomes[Outcome.SUCCEEDED]
     not_sent = outcomes[Outcome.NOT_SENT]
     if not_sent:
@@ -153,7 +159,10 @@ def _explain_no_fault(outcomes: Counter[Outcome], *, is_interrupted: bool) -> st
 
 
 def _list_unread(overall: LoadObservation, page_url: str) -> Iterator[str]:
-    """Yield the sources that failed in some samples, and why."""
+    """Yield a text for each source that failed in some samples, with the newest reason.
+
+    Yield one more where the GPUs were read but none could be attributed to the engine.
+    """
     for source, (count, failure) in overall.failures.items():
         problem = failure.message
         if source is Source.ENGINE:
@@ -174,8 +183,9 @@ def _count_requests(outcomes: Counter[Outcome]) -> dict[str, int]:
 
 
 def _describe_stage(stage: Stage) -> dict[str, Any]:
+    """Return a step's part of the report's data."""
     tally = stage.tally
-    # with one answer uncounted, the sums would be too low
+    # if the server gave no counts for even one answer, the sums would be too low
     tokens = None
     prompt_tokens = None
     if tally.uncounted_answers == 0:
@@ -217,7 +227,7 @@ def _describe_stage(stage: Stage) -> dict[str, Any]:
 
 
 def _divide(count: float | None, divisor: float | None) -> float | None:
-    """Return a quotient; None where either is unknown or 0."""
+    """Return a quotient; None where the count or the divisor is unknown or 0."""
     if not count or not divisor:
         return None
     return count / divisor
@@ -258,7 +268,10 @@ def _describe_host(overall: LoadObservation, detector: LeakReplay) -> list[dict[
 def _describe_memory(
     summary: SeriesSummary, overall: LoadObservation, course: LeakCourse
 ) -> dict[str, Any]:
-    """Return how much a GPU or the processes of a role held, and whether that leaks."""
+    """Return the memory that a GPU or a role's processes held, and the detector's verdict on it.
+
+    Figures by request are None where no request finished or their count is unknown.
+    """
     delta_bytes = summary.newest - summary.start
     finished = overall.count_growth(catalog.ENGINE_FINISHED)
     delta_per_thousand = None

@@ -33,17 +33,17 @@ LATENCY_LABELS: Final = {
     "inter_token_seconds": "between two tokens (ITL)",
     "end_to_end_seconds": "to the end",
 }
-"""With the names and meanings of vLLM's own benchmark."""
+"""The label of each latency, by its field. Names and meanings are those of vLLM's own benchmark."""
 
 GROWTH_LABELS: Final = {"leaking": "LEAKING", "growing": "growing", "no_leak": "no leak"}
 TIME_UNITS: Final = ((1.0, 1.0, "s"), (1e-3, 1e-3, "ms"), (0.0, 1e-6, "us"))
-"""The shortest time that has a unit, the unit in seconds, and its name."""
+"""For each unit: the shortest time that is shown in it, the unit in seconds, and its name."""
 
 NO_FIGURE: Final = "-"
 """The text of an unknown figure."""
 
 LATE_SECONDS: Final = 0.05
-"""At this delay in one case of a hundred, the process's own delay shows in the figures."""
+"""If this process is late by more than this in one case of a hundred, the figures are affected."""
 
 LABEL_COLUMNS: Final = 32
 CELL_COLUMNS: Final = 11
@@ -52,7 +52,7 @@ CELL_COLUMNS: Final = 11
 def render_document(document: Document) -> Iterator[str]:
     """Yield the lines of the report, without its headline."""
     memory = [*document["gpus"], *document["host"]]
-    # the same sentence on several GPUs is shown once
+    # without duplicates: the same sentence on several GPUs is shown once
     growths = dict.fromkeys(_format_growth(series) for series in memory)
     yield from join_paragraphs(
         (
@@ -67,6 +67,7 @@ def render_document(document: Document) -> Iterator[str]:
 
 
 def _list_texts(texts: Sequence[Document]) -> list[str]:
+    """Return a line for each text with which requests failed, below a heading; else no lines."""
     if not texts:
         return []
     return [
@@ -104,7 +105,10 @@ def _list_rows(document: Document) -> Iterator[Row]:
 
 
 def _list_request_rows(document: Document) -> Iterator[Row]:
-    """Yield the size of each step, and its requests by outcome, without outcomes of no request."""
+    """Yield the rows on the size of each step and on its requests by outcome.
+
+    An outcome that no request had has no row, except success.
+    """
     steps = document["steps"]
     yield "step", [f"{step['share']:.0%}" for step in steps]
     yield "clients", [str(step["clients"]) for step in steps]
@@ -117,6 +121,7 @@ def _list_request_rows(document: Document) -> Iterator[Row]:
 
 
 def _list_gpu_rows(steps: Sequence[Document]) -> Iterator[Row]:
+    """Yield two rows for each GPU of any step: the memory held, and that per running request."""
     indices: dict[str, int] = {}
     for step in steps:
         for gpu in step["gpus"]:
@@ -129,7 +134,7 @@ def _list_gpu_rows(steps: Sequence[Document]) -> Iterator[Row]:
 
 
 def _format_gpu_sizes(steps: Sequence[Document], uuid: str, field: str) -> list[str]:
-    """Return a size of this GPU in each step."""
+    """Return the size in this field of a GPU, as text, for each step; "-" where it is unknown."""
     cells = []
     for step in steps:
         sizes_bytes = [gpu[field] for gpu in step["gpus"] if gpu["uuid"] == uuid]
@@ -144,7 +149,10 @@ def _build_row(
     field: str,
     format_figure: Callable[[float], str] | None = None,
 ) -> Row:
-    """Return the row of one figure of each step, or of a part of each step."""
+    """Return the row of the figure in this field of each part; "-" where it is unknown.
+
+    The parts are the steps, or the same part of each step.
+    """
     format_known = format_figure or _format_number
     cells = []
     for part in parts:
@@ -154,7 +162,7 @@ def _build_row(
 
 
 def _format_number(value: float) -> str:
-    """Return a number with three digits, and large and whole ones without a fraction."""
+    """Return a number with three digits; a whole number or one from 100 on has no fraction."""
     if value >= 100 or value == int(value):  # noqa: PLR2004 - three digits
         return f"{value:.0f}"
     return f"{value:.3g}"
@@ -165,6 +173,7 @@ def _format_ratio(ratio: float) -> str:
 
 
 def _format_latency(seconds: float | None) -> str:
+    """Return a time with three digits in a fitting unit; "-" where it is unknown."""
     if seconds is None:
         return NO_FIGURE
     for shortest_seconds, unit_seconds, name in TIME_UNITS:
@@ -174,7 +183,7 @@ def _format_latency(seconds: float | None) -> str:
 
 
 def _format_tokens(step: Document) -> str:
-    """Return the tokens of an average request, of its prompt and of its answer."""
+    """Return the tokens of an average prompt and of an average answer; "-" where unknown."""
     succeeded = step["requests"][Outcome.SUCCEEDED]
     if not succeeded or step["prompt_tokens"] is None:
         return NO_FIGURE
@@ -184,6 +193,7 @@ def _format_tokens(step: Document) -> str:
 
 
 def _format_memory(series: Document) -> str:
+    """Return a line on the memory of a GPU or role: before, at most, after, and its change."""
     delta_bytes = series["delta_bytes"]
     sign = "+" if delta_bytes >= 0 else ""
     change = f"{sign}{format_size(delta_bytes)}"
@@ -203,6 +213,7 @@ def _name_series(series: Document) -> str:
 
 
 def _format_growth(series: Document) -> str:
+    """Return the detector's verdict on a GPU or role; one without a name if it cannot tell."""
     if series["verdict"] == "cannot_tell":
         return f"Cannot tell whether it leaks: {series['reason']}"
     growth = GROWTH_LABELS[series["verdict"]]
@@ -214,6 +225,7 @@ def _format_growth(series: Document) -> str:
 
 
 def _list_conclusions(document: Document) -> Iterator[str]:
+    """Yield the last lines: this process's delays, why the load ended early, and the trace."""
     delays_seconds = [step["own_delay_seconds"]["p99"] for step in document["steps"]]
     longest_seconds = max(filter(None, delays_seconds), default=0.0)
     if longest_seconds > LATE_SECONDS:
@@ -222,9 +234,9 @@ def _list_conclusions(document: Document) -> Iterator[str]:
             "the times contain this delay."
         )
     if document["interrupted"]:
-        yield "It was interrupted."
+        yield "The load was interrupted."
     elif len(document["steps"]) < len(SHARES):
         end = "with the engine" if document["engine_ended"] else "at --max-requests"
-        yield f"It ended {end}, before the other steps."
+        yield f"The load ended {end}, before the other steps."
     samples = document["samples"]
     yield f"Trace of {samples} samples: vllm-headroom replay {document['trace']}"

@@ -15,20 +15,21 @@ from vllm_headroom_tools.load.screen import Screen
 from vllm_headroom_tools.load.tally import Tally
 
 SHARES: Final = (0.5, 0.75, 1.0, 1.2)
-"""Below, near, at and beyond the concurrency of the order: overload shows in the last."""
+"""The steps, as shares of the order's concurrency: below, near, at and beyond. The last shows
+overload."""
 
 STOP_SECONDS: Final = 1.0
-"""Our choice: how long a sample may take after a stop."""
+"""Our choice: after a stop, how often it is checked whether to wait for a sample any longer."""
 
 DELAY_SECONDS: Final = 0.1
-"""How often this process's own delay is measured."""
+"""Our choice: how often this process's own delay is measured."""
 
 SHOW_SECONDS: Final = 1.0
-"""Our choice: how often the screen shows how far it has come."""
+"""Our choice: how often the screen is redrawn."""
 
 ENGINE_LOST_SECONDS: Final = 15.0
-"""An engine that is gone or another for so long does not come back as it was: the rest of the load
-says nothing."""
+"""Our choice: an engine that has been gone, or replaced by another, for so long does not come back
+as it was, so the rest of the load would measure nothing."""
 
 
 class Stage(Struct, frozen=True, kw_only=True):
@@ -36,23 +37,23 @@ class Stage(Struct, frozen=True, kw_only=True):
 
     share: float
     clients: int
-    rate: float | None = None  # of the requests that were offered, None without one
-    seconds: float  # from its begin to the end of its last request
+    rate: float | None = None  # requests per second that were offered; None in a closed loop
+    seconds: float  # from the beginning of the step to the end of its last request
     tally: Tally
     observation: LoadObservation
 
 
 def count_streams(concurrency: int, share: float = max(SHARES)) -> int:
-    """Return how many streams a step opens, without `share` the largest."""
+    """Return how many streams a step of this share opens; without `share`, the largest step."""
     # rounded first: a product of floats may be slightly above a whole number
     return ceil(round(concurrency * share, 6))
 
 
 @dataclass(slots=True, kw_only=True)
 class LoadRun:
-    """Runs every step for `seconds`.
+    """Runs one step after another, each for `seconds`.
 
-    It ends early where the clients are stopped, their cap is reached or the engine has ended.
+    The run ends early where the clients are stopped, their cap is reached or the engine has ended.
     """
 
     concurrency: int
@@ -64,7 +65,7 @@ class LoadRun:
     _tally: Tally = field(default_factory=lambda: Tally(0.0), init=False)  # of the current step
 
     async def run_steps(self) -> tuple[Stage, ...]:
-        """Return the steps that began, the last of them cut short where it was stopped."""
+        """Run the steps and return those that began; a stop cuts the last of them short."""
         stages: list[Stage] = []
         self._tally = Tally(monotonic())
         async with asyncio.TaskGroup() as group:
@@ -81,6 +82,7 @@ class LoadRun:
         return tuple(stages)
 
     async def _run_step(self, number: int, share: float) -> Stage:
+        """Run one step, with a sample at its beginning and its end, and return it."""
         client_count = count_streams(self.concurrency, share)
         observation = LoadObservation()
         await self._finish_sample(self.sampling.start_step(observation))
@@ -103,25 +105,32 @@ class LoadRun:
         )
 
     async def _finish_sample(self, sample: Coroutine[Any, Any, None]) -> None:
-        """Take a sample, after a stop within a second: a server that hangs has no page."""
+        """Wait for a sample; after a stop, cancel it within two seconds.
+
+        A server that hangs does not answer for its page, and an operator who stops the load does
+        not want to wait for the timeout.
+        """
         task = asyncio.create_task(sample)
-        has_time = True
-        while has_time and not task.done():
-            has_time = not self.clients.is_stopped
+        may_wait = True
+        while may_wait and not task.done():
+            may_wait = not self.clients.is_stopped
             await asyncio.wait([task], timeout=STOP_SECONDS)
         if task.done():
             task.result()  # raises what the sample raised
         task.cancel()
 
     async def _measure_delays(self) -> None:
-        """Measure how late the loop is: its delay looks like the server's."""
+        """Measure how late this process's loop is, since such a delay looks like the server's.
+
+        This goes on until it is cancelled.
+        """
         while True:
             due_seconds = monotonic() + DELAY_SECONDS
             await asyncio.sleep(DELAY_SECONDS)
             self._tally.own_delay_seconds.add(max(0.0, monotonic() - due_seconds))
 
     async def _watch_engine(self) -> None:
-        """Show how far it has come, and stop where the engine has ended for so long."""
+        """Redraw the screen until cancelled; stop the clients once the engine is lost."""
         alive_seconds = monotonic()
         while True:
             await asyncio.sleep(SHOW_SECONDS)

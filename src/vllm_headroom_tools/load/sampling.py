@@ -26,7 +26,7 @@ from vllm_headroom_tools.history import Histogram, LeakReplay
 from vllm_headroom_tools.trace import BadInput
 
 Labels = tuple[str, ...]
-"""Index and UUID of a GPU, or the role of processes."""
+"""Index and UUID of a GPU, or the role of host processes."""
 
 COMBINED: Final[dict[Metric, Callable[[float, float], float]]] = {
     catalog.ENGINE_RUNNING: add,
@@ -35,23 +35,24 @@ COMBINED: Final[dict[Metric, Callable[[float, float], float]]] = {
     catalog.ENGINE_FINISHED: add,
     catalog.ENGINE_KV_USED: max,
 }
-"""How the figures of several engines are combined: of KV caches the fullest counts."""
+"""How the figures of several engines become one: their sum, or that of the fullest KV cache."""
 
 
 class SeriesSummary(Struct):
-    """A figure over time."""
+    """The values of a figure over time: the first, the newest and the highest."""
 
     start: float
     newest: float
     highest: float
     has_fallen: bool = False
+    """Whether any value was below the one before it: a counter was reset."""
 
 
 class SeriesSummaries(dict[Labels, SeriesSummary]):
     """The summary of each series of one figure."""
 
     def add(self, labels: Labels, value: float | None) -> None:
-        """Add the next value of a series, where it is known."""
+        """Add the next value of a series; ignore an unknown value, None."""
         if value is None:
             return
         summary = self.setdefault(labels, SeriesSummary(value, value, value))
@@ -62,21 +63,24 @@ class SeriesSummaries(dict[Labels, SeriesSummary]):
 
 
 class LoadObservation:
-    """Collects the samples of a step, or of the whole load; what none of them had is absent."""
+    """Collects the samples of a step, or of the whole load.
+
+    A series that was in no sample is absent.
+    """
 
     def __init__(self) -> None:
         self.samples = 0
-        # of each source that failed, in how many of the samples, and the newest failure
+        # by source: in how many of the samples it failed, and its newest failure
         self.failures: dict[Source, tuple[int, Failure]] = {}
         self.first_snapshot: Snapshot | None = None
         self.newest_snapshot: Snapshot | None = None
-        self.gpu_bytes = SeriesSummaries()  # held on each GPU
-        self.host_bytes = SeriesSummaries()  # of each role
+        self.gpu_bytes = SeriesSummaries()  # the memory held on each GPU
+        self.host_bytes = SeriesSummaries()  # the resident memory of each role
         self._engine_figures = SeriesSummaries()
         self._bytes_per_request: defaultdict[Labels, Histogram] = defaultdict(Histogram)
 
     def add(self, snapshot: Snapshot, samples: Iterable[Sample]) -> None:
-        """Add one tick: what was read, and what the daemon derives of it."""
+        """Add one tick: the snapshot that was read, and the samples that were derived from it."""
         self.samples += 1
         self.first_snapshot = self.first_snapshot or snapshot
         self.newest_snapshot = snapshot
@@ -99,13 +103,13 @@ class LoadObservation:
             self._engine_figures.add((name,), value)
 
     def find_engine_figure(self, metric: Metric) -> SeriesSummary | None:
-        """Return one of the engine's figures; None where the engine did not export it."""
+        """Return the summary of one of the engine's figures; None where no sample had it."""
         return self._engine_figures.get((metric.name,))
 
     def count_growth(self, metric: Metric) -> float | None:
-        """Return what one of the engine's counters counted.
+        """Return by how much one of the engine's counters rose over the samples.
 
-        None where it was not exported, or was reset.
+        None where the counter was not exported, or was reset.
         """
         summary = self.find_engine_figure(metric)
         if summary is None or summary.has_fallen:
@@ -114,16 +118,17 @@ class LoadObservation:
 
     @property
     def seconds(self) -> float:
-        """The time from the first sample to the newest."""
+        """The time from the first sample to the newest; 0 without samples."""
         if self.first_snapshot is None or self.newest_snapshot is None:
             return 0.0
         return self.newest_snapshot.monotonic_seconds - self.first_snapshot.monotonic_seconds
 
     @property
     def engine_end(self) -> str | None:
-        """How the engine ended during the load: it is gone, or another started.
+        """How the engine ended during the load: it is gone, or it was restarted.
 
-        None where it did not.
+        None where it still runs, or where that cannot be known: the first page was not read, or the
+        newest failed otherwise than by a refused connection.
         """
         if self.first_snapshot is None or self.newest_snapshot is None:
             return None
@@ -142,7 +147,7 @@ class LoadObservation:
         return None
 
     def find_bytes_per_request(self, labels: Labels) -> float | None:
-        """Return the median of what a running request cost on a GPU.
+        """Return the median over the samples of a GPU's bytes per running request.
 
         None where no request ran in any sample.
         """
@@ -150,7 +155,7 @@ class LoadObservation:
 
 
 def _list_starts(page: EnginePage) -> set[float]:
-    """Return when the engines of a page started, where they report it."""
+    """Return the start times of the engines on a page; empty where none reports one."""
     return {
         engine.started_at_seconds
         for engine in page.engines
@@ -159,11 +164,11 @@ def _list_starts(page: EnginePage) -> set[float]:
 
 
 RECORD_SECONDS: Final = 10.0
-"""A line takes microseconds, but this process may be short of CPU beside an engine that is not
-(seen: 4 s late)."""
+"""The limit for writing a sample to the trace. That takes microseconds, but this process may lack
+CPU beside a busy engine (observed: 4 s late)."""
 
 UNBOUNDED_BYTES: Final = 2**63
-"""The trace of a load is never replaced by a new one."""
+"""Stands in for no limit: the trace of a load is never rotated."""
 
 OTHER_MACHINE: Final = (
     "the server's host is another machine: run this beside vLLM, or name its GPUs here with --gpus"
@@ -171,17 +176,17 @@ OTHER_MACHINE: Final = (
 
 
 class UnavailableSource:
-    """Replaces NVML or /proc on a machine whose GPUs or processes are not the server's."""
+    """Replaces NVML or /proc where the server is on another machine than this process."""
 
     def __init__(self, source: Source, reason: Reason) -> None:
         self._failure = Failure(source=source, reason=reason, message=OTHER_MACHINE)
 
     async def read(self, _timeout_seconds: float, _page: object = None) -> Failure:
-        """Return why there is nothing to read."""
+        """Return the failure that says that the server is on another machine."""
         return self._failure
 
     async def sample_used(self, _timeout_seconds: float) -> Mapping[str, int]:
-        """Return no GPU."""
+        """Return the memory in use of no GPU."""
         return {}
 
     async def close(self) -> None:
@@ -189,9 +194,9 @@ class UnavailableSource:
 
 
 class Sampling:
-    """Samples `parts` every `interval_seconds` into `trace`.
+    """Samples `parts` every `interval_seconds`, and records each sample in `trace`.
 
-    `overall` and the detector in `detector` see all samples.
+    `overall` and `detector` are given all samples.
     """
 
     def __init__(
@@ -202,9 +207,10 @@ class Sampling:
         self._step = LoadObservation()
         self._parts = parts
         self._interval_seconds = interval_seconds
-        # samples of the steps come between those of the interval, and never at the same time
+        # a step takes samples besides those of the interval: the lock keeps them apart
         self._turn = asyncio.Lock()
-        # without the daemon's detector: this one keeps the course that the report needs
+        # all but the daemon's leak detector: `detector` judges the same, and keeps the course that
+        # the report needs
         derivations = tuple(
             derivation for derivation in build_derivations() if derivation is not LEAK
         )
@@ -219,16 +225,16 @@ class Sampling:
         self._recorder = Recorder(file=trace, max_bytes=UNBOUNDED_BYTES, seconds=RECORD_SECONDS)
 
     async def run(self) -> None:
-        """Sample until cancelled."""
+        """Take a sample every interval until cancelled."""
         await run_every(self._interval_seconds, self.sample, self._parts.clock)
 
     async def start_step(self, step: LoadObservation) -> None:
-        """Add what is sampled from now on to `step`, a sample of this moment first."""
+        """Collect all samples from now on in `step`, and take the first one now."""
         self._step = step
         await self.sample()
 
     async def sample(self) -> None:
-        """Take one sample."""
+        """Take one sample, after any that is being taken."""
         async with self._turn:
             result = await self._sampler.tick()
             self.detector.step(result.snapshot)
@@ -237,12 +243,12 @@ class Sampling:
             await self._recorder.record(result.snapshot)
 
     async def close(self) -> None:
-        """Close the sources."""
+        """Close the engine's page and the GPUs."""
         await close_all(self._parts.engine, self._parts.gpus)
 
 
 def create_trace(file: Path) -> None:
-    """Begin a trace; raises BadInput where there is a file or none can be made."""
+    """Write the header of a new trace; raises BadInput where the file exists or cannot be made."""
     try:
         with file.open("xb") as stream:
             stream.write(encode_line(HEADER))

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 LINE_SECONDS: Final = 10.0
-"""Our choice: how often there is a line where there is no bar."""
+"""Our choice: how often a line is written where a bar cannot be drawn."""
 
 
 class Screen:
@@ -25,7 +25,7 @@ class Screen:
         self._next_line_seconds = inf
 
     def begin(self, title: str, seconds: float) -> None:
-        """Show that a step begins."""
+        """Begin to show a step that lasts this many seconds."""
         if is_terminal(sys.stderr):
             self._bar = start_bar(title, seconds, transient=False)
         else:
@@ -33,9 +33,9 @@ class Screen:
             write_note(f"{title}, {seconds:g} s")
 
     def show(self, tally: Tally, elapsed_seconds: float, *, is_over: bool = False) -> None:
-        """Show how far it has come, while there is a step, and if it is time for a line.
+        """Show how far the current step has come: update the bar, or write a line if one is due.
 
-        The last bar of a step stays.
+        Show nothing between steps. Where the step is over, its bar stays on the screen.
         """
         text = _format_tally(tally)
         if self._bar is not None:
@@ -52,6 +52,7 @@ class Screen:
 
 
 def _format_tally(tally: Tally) -> str:
+    """Return how many requests are open, have succeeded and have not."""
     succeeded = tally.outcomes[Outcome.SUCCEEDED]
     out_of_memory = tally.outcomes[Outcome.OUT_OF_MEMORY]
     failed = tally.outcomes.total() - succeeded - out_of_memory

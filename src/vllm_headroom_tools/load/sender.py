@@ -23,26 +23,26 @@ from vllm_headroom_tools.load.tally import Tally
 from vllm_headroom_tools.load.target import Target
 
 MOST_CONNECTING: Final = 256
-"""Connections being made at the same time: more overflow the queue of a listening socket, and wait
-seconds for it."""
+"""The most connections that are being made at the same time: more would overflow the queue of the
+server's listening socket, and wait for seconds."""
 
 KEEP_SECONDS: Final = 4.0
-"""vLLM's uvicorn closes a connection that idles 5 s (VLLM_HTTP_TIMEOUT_KEEP_ALIVE); a request sent
-then is lost."""
+"""How long an idle connection is kept. vLLM's uvicorn closes one after 5 s
+(VLLM_HTTP_TIMEOUT_KEEP_ALIVE), and a request that is sent at that moment is lost."""
 
 OK: Final = 200
 MOST_BODY_BYTES: Final = 2**16
-"""Of an answer that is no stream; enough for a server's error message."""
+"""How much of an answer that is no stream is kept; enough for a server's error message."""
 
 NO_TIME_WAIT: Final = struct.pack("ii", 1, 0)
-"""Ends a connection with RST: with FIN its local port could not be used for a minute, and there are
-28,000 of them."""
+"""The value of SO_LINGER that ends a connection with RST. After FIN its local port would be blocked
+for a minute, and there are only 28,000 local ports."""
 
 
 class RequestSender:
-    """Sends what `make_body` returns to the target.
+    """Sends requests with the bodies that `make_body` returns to the target.
 
-    `timeout_seconds` is for a whole request, connecting included.
+    `timeout_seconds` limits a whole request, with the time to connect.
     """
 
     def __init__(
@@ -56,7 +56,10 @@ class RequestSender:
         self._idle: list[tuple[float, ClientConnection]] = []
 
     async def send(self, tally: Tally) -> Outcome:
-        """Make one request and count it; one that is cancelled counts as unfinished."""
+        """Send one request, count it in `tally` and return its outcome.
+
+        A request that is cancelled counts as unfinished.
+        """
         tally.started_requests += 1
         completion = Completion(outcome=Outcome.UNFINISHED)
         try:
@@ -65,7 +68,7 @@ class RequestSender:
         except TimeoutError:
             completion = Completion(outcome=Outcome.TIMED_OUT)
         except OSError as error:
-            # a shortage is of this machine, such as of ports; anything else is the server's
+            # a shortage, such as of ports, is this machine's fault; any other error the server's
             outcome = Outcome.NOT_SENT if error.errno in SHORTAGES else Outcome.REFUSED
             text = shorten_text(error.strerror or str(error))
             completion = Completion(outcome=outcome, text=text)
@@ -74,12 +77,15 @@ class RequestSender:
         return completion.outcome
 
     async def _exchange(self, tally: Tally) -> Completion:
-        """Send a request and follow its answer to the end; raises OSError without a connection."""
+        """Send a request, follow its answer to the end and return how the request ended.
+
+        Raises OSError where no connection can be made.
+        """
         connection, connecting_seconds = await self._find_connection()
         stream = Stream(tally.inter_token_seconds.add)
         answering = connection.send(self._target, self._make_body(), stream)
-        # making the body and waiting for a turn to connect are this machine's time, connecting is
-        # the server's
+        # the time to connect counts as the server's. The time to make the body and to wait for a
+        # turn to connect does not: it is this machine's
         start_seconds = monotonic() - connecting_seconds
         tally.open_stream()
         try:
@@ -93,15 +99,16 @@ class RequestSender:
             tally.add_success(
                 completion,
                 start_seconds=start_seconds,
+                # an answer without tokens has its first at its end
                 first_token_seconds=stream.first_token_seconds or end_seconds,
                 end_seconds=end_seconds,
             )
         return completion
 
     async def _find_connection(self) -> tuple["ClientConnection", float]:
-        """Return a connection and the seconds it took to make.
+        """Return an idle connection, or a new one; with the seconds that connecting took.
 
-        The time spent waiting for a turn to connect is not in them.
+        They are 0 for an idle connection, and do not contain the wait for a turn to connect.
         """
         while self._idle:
             since_seconds, connection = self._idle.pop()
@@ -122,7 +129,7 @@ class RequestSender:
             return connection, monotonic() - start_seconds
 
     async def close(self) -> None:
-        """Hang up the idle connections."""
+        """Close the idle connections."""
         for _, connection in self._idle:
             connection.close()
         self._idle.clear()
@@ -142,15 +149,17 @@ class ClientConnection(asyncio.Protocol):
         self._body = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Take the transport that the loop has connected."""
-        self._transport = cast("asyncio.Transport", transport)  # uvloop's is none by its class
+        """Store the transport that the loop has connected, and set its socket's options."""
+        # uvloop's transport is no subclass of asyncio's
+        self._transport = cast("asyncio.Transport", transport)
         connection_socket = transport.get_extra_info("socket")
         connection_socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, NO_TIME_WAIT)
 
     async def send(self, target: Target, body: bytes, stream: Stream) -> Completion:
-        """Send a request, whose answer `stream` will follow, and return its result.
+        """Send a request and return how it ended; its answer is fed to `stream`.
 
-        Cancelling hangs up.
+        The connection is closed on cancellation, and after an answer that does not allow another
+        request.
         """
         self._completion = asyncio.get_running_loop().create_future()
         self._stream = stream
@@ -163,7 +172,8 @@ class ClientConnection(asyncio.Protocol):
         data = self._http.send(h11.Data(body))
         self._http.send(h11.EndOfMessage())
         self._transport.write((head or b"") + (data or b""))
-        del body, data  # 10,000 of them are no small thing to hold while they are answered
+        # 10,000 requests may be open, so bodies are not kept while the answers arrive
+        del body, data
         try:
             return await self._completion
         finally:
@@ -171,7 +181,7 @@ class ClientConnection(asyncio.Protocol):
                 self.close()
 
     def data_received(self, data: bytes) -> None:
-        """Take what the server sent."""
+        """Process bytes from the server; what breaks HTTP or the stream ends the request."""
         try:
             self._http.receive_data(data)
             self._read_events()
@@ -181,7 +191,7 @@ class ClientConnection(asyncio.Protocol):
             self._fail(str(error))
 
     def _read_events(self) -> None:
-        """Process the received bytes, until the answer is complete or more are needed."""
+        """Process the received bytes until the answer is complete, or more bytes are needed."""
         while self._completion is not None and not self._completion.done():
             event = self._http.next_event()
             match event:
@@ -197,6 +207,7 @@ class ClientConnection(asyncio.Protocol):
                     return
 
     def _finish_answer(self) -> None:
+        """Set the result of a request whose answer is complete."""
         if self._http.our_state is h11.DONE and self._http.their_state is h11.DONE:
             self._http.start_next_cycle()
             self.is_reusable = True
@@ -207,7 +218,11 @@ class ClientConnection(asyncio.Protocol):
         self._complete(self._stream.build_completion())
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Take the end of the connection, which in HTTP/1.0 is the end of the answer too."""
+        """End the request with the connection.
+
+        In HTTP/1.0 the end of the connection is the regular end of the answer; else the request
+        was cut off.
+        """
         self.is_reusable = False
         if exc is None:
             with contextlib.suppress(h11.RemoteProtocolError, StreamError):
@@ -219,12 +234,12 @@ class ClientConnection(asyncio.Protocol):
         self._complete(Completion(outcome=Outcome.FAILED, text=text))
 
     def _complete(self, completion: Completion) -> None:
-        """Set the result of the request, unless it has one."""
+        """Set the result of the request, unless it already has a result."""
         if self._completion is not None and not self._completion.done():
             self._completion.set_result(completion)
 
     def close(self) -> None:
-        """Hang up, without the farewell that TLS would wait for."""
+        """Close the connection at once, without the closing handshake of TLS, which takes time."""
         self.is_reusable = False
         if self._transport is not None:
             self._transport.abort()

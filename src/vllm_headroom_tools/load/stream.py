@@ -13,22 +13,22 @@ from vllm_headroom.vocabulary import CONTROLS
 from vllm_headroom_tools.openai import find_error, parse_object
 
 OUT_OF_MEMORY: Final = re.compile(r"out of memory|OutOfMemory", re.IGNORECASE)
-"""torch's "CUDA out of memory" and the name of its exception, HIP's, and CUDA's own "out of
-memory"."""
+"""Matches the errors for memory that ran out: torch's "CUDA out of memory", HIP's, the name of
+torch's exception, and CUDA's own "out of memory"."""
 
 ENGINE_DEAD: Final = re.compile(
     r"EngineCore encountered an issue|EngineDead|Background loop (?:has errored|is stopped)"
 )
-"""What vLLM's web server answers when its engine is dead: V1's EngineDeadError, V0's
-AsyncEngineDeadError."""
+"""Matches the errors with which vLLM's web server answers when its engine is dead: V1's
+EngineDeadError, V0's AsyncEngineDeadError."""
 
 BUSY_STATUSES: Final = frozenset({HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE})
 LONGEST_TEXT: Final = 160
-"""Characters of the server's words that are shown."""
+"""Our choice: how many characters of a server's text are shown."""
 
 
 class Outcome(StrEnum):
-    """What became of a request; a closed set, each request is counted in one."""
+    """How a request ended. The set is closed, and each request is counted once."""
 
     SUCCEEDED = "succeeded"
     OUT_OF_MEMORY = "out_of_memory"
@@ -42,18 +42,18 @@ class Outcome(StrEnum):
 
 
 class Completion(Struct, frozen=True, kw_only=True):
-    """How a request ended."""
+    """The result of a request."""
 
     outcome: Outcome
-    text: str = ""  # explains the outcome
-    is_engine_dead: bool = False
-    # the server's counts, None where it gave none
+    text: str = ""  # why the request did not succeed; may be empty
+    is_engine_dead: bool = False  # whether the server's answer says so
+    # the server's own counts; None where the server gave none
     prompt_tokens: int | None = None
     generation_tokens: int | None = None
 
 
 def parse_refusal(status: int, body: bytes) -> Completion:
-    """Return what a status other than 200 means."""
+    """Return the result of a request that was answered with a status other than 200."""
     text = body.decode(errors="replace")
     error = find_error(parse_object(text)) or text
     shown_text = f"{status}: {error}" if error else str(status)
@@ -62,7 +62,7 @@ def parse_refusal(status: int, body: bytes) -> Completion:
 
 
 def shorten_text(text: str) -> str:
-    """Return the beginning of a text, fit for a line of a terminal."""
+    """Return the beginning of a text on one line, without control characters."""
     line = " ".join(text.split()).translate(CONTROLS)
     if len(line) <= LONGEST_TEXT:
         return line
@@ -70,7 +70,10 @@ def shorten_text(text: str) -> str:
 
 
 def _build_failure(error: str, shown_text: str, outcome: Outcome) -> Completion:
-    """Return the completion of an error, with this outcome unless it says out of memory."""
+    """Return the result for a server's error: out of memory if the error says so, else `outcome`.
+
+    `shown_text` is the text for the operator.
+    """
     if OUT_OF_MEMORY.search(error):
         outcome = Outcome.OUT_OF_MEMORY
     is_engine_dead = ENGINE_DEAD.search(error) is not None
@@ -82,25 +85,25 @@ DONE: Final = b"[DONE]"
 """The last event of a stream."""
 
 LONGEST_EVENT_BYTES: Final = 2**20
-"""A stream without line ends need not be held in memory."""
+"""The limit for one line: a stream without line ends would fill this process's memory."""
 
 
 class StreamError(Exception):
-    """What is no stream of events as OpenAI's servers send them.
+    """An answer is no stream of events as OpenAI's servers send it.
 
     The message is for the operator.
     """
 
 
 class Stream:
-    """What has arrived of one answer.
+    """The part of one answer that has arrived.
 
     `add_gap` receives the seconds from each event with a choice to the next. vLLM's own benchmark
-    counts the same events (vllm/benchmarks/lib/endpoint_request_func.py). Those that come in one
-    piece have no time between them.
+    counts the same events (vllm/benchmarks/lib/endpoint_request_func.py). Between events that
+    arrive together that is 0.
     """
 
-    # 10,000 of them are open at once
+    # without a dictionary for each object: 10,000 streams may be open at once
     __slots__ = (
         "_add_gap",
         "_error",
@@ -112,7 +115,8 @@ class Stream:
     )
 
     def __init__(self, add_gap: Callable[[float], None]) -> None:
-        self.first_token_seconds: float | None = None  # when the first event with a choice came
+        # when the first event with a choice arrived; None before
+        self.first_token_seconds: float | None = None
         self._add_gap = add_gap
         self._last_token_seconds = 0.0
         self._unfinished_line = b""
@@ -121,7 +125,7 @@ class Stream:
         self._usage: dict[str, Any] = {}
 
     def feed(self, data: bytes, now_seconds: float) -> None:
-        """Take what came now; raises StreamError.
+        """Process bytes that arrived at `now_seconds`; raises StreamError for what is no stream.
 
         OpenAI's servers send one line of data for each event.
         """
@@ -138,7 +142,10 @@ class Stream:
             raise StreamError(f"a line of its stream is longer than {LONGEST_EVENT_BYTES} bytes")
 
     def build_completion(self) -> Completion:
-        """Return the result, now that it is over."""
+        """Return the result of an answer that is complete.
+
+        It failed where it holds an error, or has no [DONE] at its end.
+        """
         if self._error is not None:
             return _build_failure(self._error, self._error, Outcome.FAILED)
         if not self._is_done:
@@ -157,13 +164,14 @@ class Stream:
         return count if isinstance(count, int) else None
 
     def _add_event(self, event: dict[str, Any], now_seconds: float) -> None:
+        """Store the time, the error and the counts of an event."""
         choices = event.get("choices")
         if choices:
             self._add_token_time(now_seconds)
             error = _find_abort(choices)
         else:
             error = find_error(event)
-        self._error = self._error or error  # the first explains those that follow
+        self._error = self._error or error  # later errors follow from the first
         usage = event.get("usage")
         if isinstance(usage, dict):
             self._usage = usage
@@ -177,7 +185,7 @@ class Stream:
 
 
 def _parse_event(text: bytes) -> dict[str, Any]:
-    """Return the object of an event; raises StreamError."""
+    """Return the object of an event; raises StreamError for one that is no JSON object."""
     try:
         event = json.loads(text)
     except (ValueError, RecursionError):
@@ -188,7 +196,7 @@ def _parse_event(text: bytes) -> dict[str, Any]:
 
 
 def _find_abort(choices: object) -> str | None:
-    """Return that the engine ended an answer early; None where it did not."""
+    """Return an error text where the engine ended an answer early; None where it did not."""
     error = None
     for choice in choices if isinstance(choices, list) else ():
         reason = choice.get("finish_reason") if isinstance(choice, dict) else None

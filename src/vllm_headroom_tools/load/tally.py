@@ -7,11 +7,11 @@ from vllm_headroom_tools.history import Histogram
 from vllm_headroom_tools.load.stream import Completion, Outcome
 
 MOST_TEXTS: Final = 20
-"""Different words of the server that are kept for each step; a broken server can say something new
-each time."""
+"""Our choice: how many different texts of the server are counted in each step. A broken server may
+send a new text each time."""
 
 OTHER_TEXTS: Final = "(other texts)"
-"""Replaces all words beyond these."""
+"""Replaces all further texts."""
 
 
 QUANTILES: Final = {"p50": 0.50, "p95": 0.95, "p99": 0.99}
@@ -21,12 +21,13 @@ QUANTILES: Final = {"p50": 0.50, "p95": 0.95, "p99": 0.99}
 class Tally:
     """Counts the requests of a step, and collects their times in seconds.
 
-    Times are of requests that succeeded, but for those between two tokens, which are of all.
+    Times are those of requests that succeeded. Only the times between two tokens are of all
+    requests.
     """
 
     def __init__(self, start_seconds: float) -> None:
         self.start_seconds = start_seconds
-        # from the start to the end of the last request that succeeded, 0 before one has
+        # from the start of the step to the end of the last request that succeeded; else 0
         self.served_seconds = 0.0
         self.started_requests = 0
         self.outcomes: Counter[Outcome] = Counter()
@@ -40,23 +41,23 @@ class Tally:
         self.end_to_end_seconds = Histogram()
         self.prompt_tokens = 0
         self.generation_tokens = 0
-        # answers for which the server gave no counts of tokens
+        # how many answers came without the server's counts of tokens
         self.uncounted_answers = 0
-        # how late this process was
+        # how late this process's own loop was, each time that it was measured
         self.own_delay_seconds = Histogram()
 
     @property
     def open_requests(self) -> int:
-        """Requests that have begun and not ended."""
+        """How many requests have begun and not ended."""
         return self.started_requests - self.outcomes.total()
 
     def open_stream(self) -> None:
-        """Count a stream that is open."""
+        """Count a stream that begins, and the most that were open at once."""
         self.open_streams += 1
         self.most_streams = max(self.most_streams, self.open_streams)
 
     def close_stream(self) -> None:
-        """Count a stream that is no longer open."""
+        """Count a stream that has ended."""
         self.open_streams -= 1
 
     def add_success(
@@ -67,11 +68,12 @@ class Tally:
         first_token_seconds: float,
         end_seconds: float,
     ) -> None:
-        """Take the times of a request that succeeded, and the server's counts."""
+        """Add the times of a request that succeeded, and the server's counts of its tokens."""
         self.served_seconds = end_seconds - self.start_seconds
         self.first_token_seconds.add(first_token_seconds - start_seconds)
         self.end_to_end_seconds.add(end_seconds - start_seconds)
         tokens = completion.generation_tokens or 0
+        # the first token has its own time, so the time per token is over those after it
         if tokens > 1:
             self.per_token_seconds.add((end_seconds - first_token_seconds) / (tokens - 1))
         self.prompt_tokens += completion.prompt_tokens or 0
@@ -80,7 +82,7 @@ class Tally:
             self.uncounted_answers += 1
 
     def add_end(self, completion: Completion) -> None:
-        """Count how a request ended."""
+        """Count a request that has ended, by its outcome and its text."""
         self.outcomes[completion.outcome] += 1
         self.is_engine_dead = self.is_engine_dead or completion.is_engine_dead
         if not completion.text:

@@ -18,16 +18,16 @@ from vllm_headroom_tools.openai import ListedModel, parse_first_model
 from vllm_headroom_tools.trace import BadInput
 
 FIRST_ANSWER_SECONDS: Final = 15.0
-"""For the first connection and for the list of models: a busy server's web side answers late."""
+"""The limit for the first connection and for the list of models: a busy server answers late."""
 
 MOST_LIST_BYTES: Final = 2**20
-"""Of the list of models, some 500 bytes each."""
+"""The limit for the list of models, some 500 bytes each."""
 
 
 class Target(Struct, frozen=True, kw_only=True):
-    """Where each request goes."""
+    """The server and the path to which each request is sent."""
 
-    address: tuple[str, int]  # one address of the host
+    address: tuple[str, int]  # IP address and port
     host: str
     path: str
     headers: tuple[tuple[str, str], ...]  # without Content-Length
@@ -37,9 +37,9 @@ class Target(Struct, frozen=True, kw_only=True):
 async def find_target(
     url: httpx.URL, api: CompletionApi, tls: ssl.SSLContext | None, bearer: str | None
 ) -> Target:
-    """Return the first address of the host that takes a connection.
+    """Return the target at the first of the host's addresses that accepts a connection.
 
-    Raises BadInput where none does.
+    Raises BadInput where no address accepts one.
     """
     headers = [
         ("Host", url.netloc.decode()),
@@ -58,6 +58,7 @@ async def find_target(
 
 
 async def _find_address(url: httpx.URL, tls: ssl.SSLContext | None) -> tuple[str, int]:
+    """Return the IP address and port that accept a connection; raises BadInput without any."""
     loop = asyncio.get_running_loop()
     port = find_port(url)
     try:
@@ -84,12 +85,16 @@ async def _find_address(url: httpx.URL, tls: ssl.SSLContext | None) -> tuple[str
 
 
 def _describe_failure(error: Exception, url: httpx.URL) -> str:
+    """Return why the server does not answer, with advice."""
     problem = strip_advice(explain_no_answer(error, str(url), FIRST_ANSWER_SECONDS))
     return f"{problem}: check that vLLM serves there"
 
 
 async def fetch_model(url: httpx.URL, target: Target) -> ListedModel:
-    """Return the first model that the server lists; raises BadInput where it lists none."""
+    """Return the first model that the server lists.
+
+    Raises BadInput where the list is empty or cannot be fetched.
+    """
     models_url = join_path(url, "/v1/models")
     headers = [*target.headers, ("Accept-Encoding", "identity")]
 
@@ -103,6 +108,7 @@ async def fetch_model(url: httpx.URL, target: Target) -> ListedModel:
             return answer.status_code, read_body(answer, MOST_LIST_BYTES)
 
     try:
+        # on a thread, since httpx's synchronous client would block the loop
         status, body = await Worker[tuple[int, bytearray | Reason]]("models").begin(fetch)
     except (httpx.HTTPError, OSError) as error:
         problem = _describe_failure(error, models_url)

@@ -45,7 +45,7 @@ def contain(proc: Path, limit: int | None) -> None:
 
 
 def measure_limits(machine: Path, descriptors: int = 20_000, *, tls: bool = False) -> dict[str, int]:
-    every = list_limits(descriptors, tls=tls, proc=machine)
+    every = list_limits(descriptors, uses_tls=tls, proc=machine)
     assert every == sorted(every)
     return {name: streams for streams, name in every}
 
@@ -93,4 +93,4 @@ def test_more_streams_than_can_be_held_are_refused_with_what_ends_first() -> Non
         BadInput,
         match=r"^--concurrency 1000000 needs 1200000 streams at once, and this process can hold \d+: .+ ends first$",
     ):
-        check_capacity(concurrency, count_streams(concurrency), tls=False)
+        check_capacity(concurrency, count_streams(concurrency), uses_tls=False)
