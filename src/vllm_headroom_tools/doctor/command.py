@@ -30,14 +30,17 @@ MARKS: Final = {
 }
 VERDICTS: Final = {Status.MISSING: Conclusion.NOT_GOOD, Status.UNKNOWN: Conclusion.CANNOT_TELL}
 INDENT: Final = " " * 9
-"""The width of the marks: what follows is aligned with the name."""
+"""As wide as the mark: lines below a check begin under its name."""
 
 PROBE_SECONDS: Final = 2.0
 """The time for reading the probe's files."""
 
 
 def find_place(environ: Mapping[str, str], root: Path = Path("/")) -> tuple[str, ...]:
-    """Return the words by which a fix names where this runs: a pod, a container or a machine."""
+    """Return the words that occur in a fix's `where` if it applies to where this runs.
+
+    That is a pod, a container or a machine.
+    """
     if "KUBERNETES_SERVICE_HOST" in environ:
         return ("pod",)
     is_container = any((root / name).exists() for name in (".dockerenv", "run/.containerenv"))
@@ -45,20 +48,22 @@ def find_place(environ: Mapping[str, str], root: Path = Path("/")) -> tuple[str,
 
 
 def build_report(checks: Mapping[str, Check], version: str, place: tuple[str, ...] = ()) -> Report:
-    """Return the report on the checks by name.
+    """Return the report on the checks, which are by name.
 
-    Fixes for where it runs, by the words in `place`, come first.
+    `place` has words for where this runs: of each check's fixes, those whose `where` has one of
+    these words come first. The exit status is 1 where anything is missing or unknown.
     """
 
     def is_elsewhere(fix: Fix) -> bool:
         return not any(word in fix.where for word in place)
 
-    checks = {
+    # False sorts before True, so the fixes for this place come first.
+    sorted_checks = {
         name: replace(check, fixes=tuple(sorted(check.fixes, key=is_elsewhere)))
         for name, check in checks.items()
     }
-    findings = [_build_finding(name, check) for name, check in checks.items()]
-    states = [check.state for check in checks.values()]
+    findings = [_build_finding(name, check) for name, check in sorted_checks.items()]
+    states = [check.state for check in sorted_checks.values()]
     missing_count = states.count(Status.MISSING)
     unknown_count = states.count(Status.UNKNOWN)
     is_complete = not missing_count and not unknown_count
@@ -72,14 +77,15 @@ def build_report(checks: Mapping[str, Check], version: str, place: tuple[str, ..
         data={
             "ok": is_complete,
             "version": version,
-            "checks": [_describe_check(name, check) for name, check in checks.items()],
+            "checks": [_describe_check(name, check) for name, check in sorted_checks.items()],
         },
-        lines=_render_text(checks, headline, is_elsewhere),
+        lines=_render_text(sorted_checks, headline, is_elsewhere),
         exit_status=0 if is_complete else 1,
     )
 
 
 def _build_finding(name: str, check: Check) -> Finding:
+    """Return a check as a finding, with a line for each line of its fixes."""
     lines: list[str] = []
     for fix in check.fixes:
         lines += [f"{fix.where}: {line}" for line in fix.lines]
@@ -87,8 +93,8 @@ def _build_finding(name: str, check: Check) -> Finding:
 
 
 def _describe_check(name: str, check: Check) -> dict[str, Any]:
-    """Return a check for the JSON document; `ok` is null where it is not decided."""
-    # The text is in the field that says what it is.
+    """Return a check for the JSON document; `ok` is None where it is unknown or does not apply."""
+    # The one text of a check goes into the field for its state; the other two are null.
     texts: dict[str, str | None] = {"found": None, "missing": None, "reason": None}
     is_ok = None
     if check.state is Status.OK:
@@ -113,6 +119,7 @@ def _describe_check(name: str, check: Check) -> dict[str, Any]:
 def _render_text(
     checks: Mapping[str, Check], headline: str, is_elsewhere: Callable[[Fix], bool]
 ) -> Iterator[str]:
+    """Yield the lines of the report; a check with fixes has an empty line below it."""
     is_last_spaced = False
     for name, check in checks.items():
         yield from wrap_text(f"{MARKS[check.state]:<8} {name:<16} ", check.text)
@@ -142,7 +149,10 @@ async def _run(arguments: Namespace) -> Report:
 
 
 async def examine(settings: ModelSettings, proc: Path = PROC, sys: Path = SYS) -> dict[str, Check]:
-    """Make all checks at the same time; their names are for scripts, which rely on them."""
+    """Return the result of each check by name; reads run at the same time.
+
+    Scripts rely on these names.
+    """
     probe = None
     if settings.probe_dir:
         probe = ProbeReader(settings.probe_dir, parse=parse_probe)

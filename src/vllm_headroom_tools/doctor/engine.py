@@ -51,6 +51,8 @@ WITHOUT_THE_PAGE: Final = (
     "headroom_memory_per_*",
     "headroom_sample_skew_seconds",
 )
+"""The series that the daemon does not export without the engine's page; `*` stands for any text."""
+
 WITHOUT_AN_ANSWER: Final = (
     *WITHOUT_THE_PAGE,
     "headroom_leak_bound_bytes",
@@ -58,7 +60,7 @@ WITHOUT_AN_ANSWER: Final = (
     "headroom_leaked_bytes",
     "headroom_time_to_oom_*",
 )
-"""No leak series exist before the engine was seen to serve."""
+"""Those and the series on leaks, which begin only once the engine has served."""
 
 SET_ENGINE_URL: Final = fix_setting(
     "HEADROOM_ENGINE_URL=http://HOST:PORT/metrics",
@@ -68,7 +70,7 @@ SET_ENGINE_URL: Final = fix_setting(
 
 
 def check_engine(survey: Survey) -> Check:
-    """Check whether the page can be read and is an engine's, and of which version."""
+    """Check whether the page can be read and has an engine; report its version and models."""
     page = survey.page
     if isinstance(page, Failure):
         return _check_unreadable(survey, page)
@@ -89,6 +91,7 @@ def check_engine(survey: Survey) -> Check:
 
 
 def _describe_engines(survey: Survey, page: EnginePage) -> str:
+    """Return a text on the engines of a page: their kind, version, models and number."""
     version = "version not reported"
     if survey.version:
         version = f"version {survey.version}"
@@ -101,9 +104,9 @@ def _describe_engines(survey: Survey, page: EnginePage) -> str:
 
 
 def _check_unreadable(survey: Survey, failure: Failure) -> Check:
-    """Return the result for a page that cannot be read.
+    """Return the check of a page that cannot be read.
 
-    It is unknown where the daemon waits for the page longer than this command.
+    It is MISSING, or UNKNOWN after a timeout where the daemon would have waited longer.
     """
     ways = fixes.find_engine_fixes(failure.reason, _fix_address(survey))
     hints: list[str] = []
@@ -134,9 +137,9 @@ def _check_unreadable(survey: Survey, failure: Failure) -> Check:
 
 
 def _fix_address(survey: Survey) -> Fix:
-    """Return the fix of the page's address.
+    """Return the fix that sets the page's address.
 
-    It names the port of the engine that runs here, where that is another.
+    Where an engine runs here on another port, the fix names that port.
     """
     if survey.served_port in {None, find_port(survey.url)}:
         return SET_ENGINE_URL
@@ -150,6 +153,7 @@ WITHOUT_A_REPORT: Final = (
     catalog.MEMORY_DISCREPANCY_RATIO.name,
     catalog.ENGINE_UNUSED.name,
 )
+# A made-up GPU of 1 GiB, on which the derivation of the engine's budget is run.
 A_GPU: Final = Gpu(
     reading=GpuReading(
         index=0,
@@ -178,6 +182,7 @@ SET_KV_BYTES: Final = (
 
 
 def _list_series() -> dict[str, tuple[Metric, ...]]:
+    """Return the series that need each input of the page; without inputs that none needs."""
     series: dict[str, tuple[Metric, ...]] = {}
     for field, engine_input in INPUTS.items():
         metrics = tuple(
@@ -191,12 +196,16 @@ def _list_series() -> dict[str, tuple[Metric, ...]]:
 
 
 SERIES: Final = _list_series()
-"""The series that need each input. An input that is not here has substitutes;
-`check_reported_memory` covers the engine's own memory figures."""
+"""The series that need each input. No series depends on an input that is not here; the check
+`reported_memory` covers the engine's own memory figures."""
 
 
 def check_engine_inputs(survey: Survey) -> Check:
-    """Check which inputs the page does not offer, and which series are absent without them."""
+    """Check which inputs the page does not offer, and which series are absent without them.
+
+    UNKNOWN without a page. OK where only inputs are missing that no series needs or that this
+    product never exports. Before a first request, missing inputs are UNKNOWN.
+    """
     page = survey.page
     if isinstance(page, Failure) or not page.engines:
         return Check(Status.UNKNOWN, NO_PAGE)
@@ -215,7 +224,7 @@ def check_engine_inputs(survey: Survey) -> Check:
     if not wanted:
         return Check(Status.OK, offered, details=tuple(details))
     text = f"{offered}, not {', '.join(wanted)}"
-    # Some inputs appear only after a first request.
+    # Some inputs appear only with the first request, so only then are they really missing.
     if any(engine.prompt_tokens_total for engine in page.engines):
         status = Status.MISSING
         fix = put("in vLLM's image", "# 0.11.1 or newer, which offers all of them")
@@ -236,7 +245,7 @@ def check_engine_inputs(survey: Survey) -> Check:
 
 
 def _fix_by_request(survey: Survey, page: EnginePage) -> Fix:
-    """Return the command that sends a first request."""
+    """Return the fix that sends a first request to the engine."""
     model = page.engines[0].model_name or "MODEL"
     body = json.dumps({"model": model, "prompt": "Hi", "max_tokens": 1})
     url = shlex.quote(str(survey.url.join("v1/completions")))
@@ -245,9 +254,9 @@ def _fix_by_request(survey: Survey, page: EnginePage) -> Fix:
 
 
 def check_reported_memory(survey: Survey, configured_bytes: int | None) -> Check:
-    """Check what the engine's memory can be compared with.
+    """Check whether there is a budget with which the engine's memory can be compared, and whose.
 
-    It runs the derivation on a made-up GPU.
+    It runs the daemon's derivation on a made-up GPU. UNKNOWN without a page.
     """
     page = survey.page
     if isinstance(page, Failure) or not page.engines:
@@ -283,10 +292,14 @@ def check_reported_memory(survey: Survey, configured_bytes: int | None) -> Check
 
 
 def list_lost_series(inputs: Collection[str], page: EnginePage) -> tuple[str, ...]:
-    """Return the series that are absent without these inputs, in the order of the daemon's page."""
+    """Return the names of series that are absent without these inputs.
+
+    They are in the order of the daemon's page.
+    """
     lost: set[Metric] = set()
     for name in inputs:
         lost.update(SERIES[name])
+    # The hit rate, where the page has it, replaces the two counters.
     if ("prefix_cache_hit_rate", True) in page.inputs:
         lost.discard(catalog.ENGINE_PREFIX_HIT_RATIO)
     return tuple(metric.name for metric in catalog.METRICS if metric in lost)
@@ -295,7 +308,12 @@ def list_lost_series(inputs: Collection[str], page: EnginePage) -> tuple[str, ..
 def check_kv_bytes(
     survey: Survey, bytes_per_token: float | None, configured: TokenBytes | None
 ) -> Check:
-    """Check whether the KV cache can be known in bytes: with a model, by running the derivation."""
+    """Check whether the size of the KV cache in bytes is known.
+
+    It is by configured bytes per token, else by a model, on which the daemon's derivation is run.
+    If a model is not configured, failing is NOT_APPLICABLE and not MISSING: nobody asked for it.
+    UNKNOWN without a page.
+    """
     if bytes_per_token is not None:
         return Check(Status.OK, f"{bytes_per_token:g} bytes per token are set")
     status = Status.MISSING if configured else Status.NOT_APPLICABLE
@@ -358,14 +376,17 @@ RESTART: Final = (
 
 
 def check_probe(files: tuple[ProbedProcess, ...] | Failure | None, survey: Survey) -> Check:
-    """Check whether the probe is installed, loaded by the running vLLM, and writes."""
+    """Check whether the running vLLM has loaded the probe, and all its processes write.
+
+    NOT_APPLICABLE where no folder is configured.
+    """
     processes = () if isinstance(survey.processes, Failure) else survey.processes.engine
     probe = classify_probe(files, processes, time.time())
     if probe is None:
         return Check(Status.NOT_APPLICABLE, NO_PROBE_DIR)
     if isinstance(probe, Failure):
         return Check(Status.MISSING, probe.message, absent=FROM_PROBE, fixes=INSTALL_PROBE)
-    # Files from before the start of the present processes are of another run.
+    # Files of processes that started before the present ones are of an earlier run.
     run_start_seconds = min((process.started_at_seconds for process in probe.present), default=0.0)
     stopped = [
         process
@@ -376,6 +397,7 @@ def check_probe(files: tuple[ProbedProcess, ...] | Failure | None, survey: Surve
     ways = RESTART if probe.silent or stopped else INSTALL_PROBE
     if probe.present:
         text = _describe_present(probe.present)
+        # Some processes write: any that has stopped or is silent makes the check fail.
         details += [f"{_name_process(process)} writes no longer" for process in probe.silent]
         if not details:
             has_device = any(process.devices for process in probe.present)
@@ -414,17 +436,20 @@ OPTIONS_NEVER_KNOWN: Final = {
     "chunked_prefill_max_len": "--max-num-batched-tokens",
     "kv_cache_memory": "--kv-cache-memory-bytes",
 }
-"""Options that no version of vLLM has, although guides and error texts name them, and the options
-that do the same."""
+"""Options that no version of vLLM has, although guides and error texts name them; and for each the
+option that does the same."""
 
 
 def read_options(survey: Survey) -> EngineOptions | None:
-    """Return what the command line of the engine that runs here sets."""
+    """Return the options in the command line of the engine that runs here; None if not visible."""
     return None if isinstance(survey.processes, Failure) else survey.processes.options
 
 
 def check_options(survey: Survey) -> Check:
-    """Check the command line of the engine that runs here, which is shown without its secrets."""
+    """Check the command line of the engine that runs here for contradictions.
+
+    It is shown without its secrets. NOT_APPLICABLE where none is visible.
+    """
     options = read_options(survey)
     if options is None:
         return Check(Status.NOT_APPLICABLE, "no command line of a vLLM server is visible here")
@@ -448,6 +473,7 @@ def check_options(survey: Survey) -> Check:
 
 
 def _list_contradictions(options: EngineOptions, survey: Survey) -> Iterator[str]:
+    """Yield a text for each option that is unknown, overridden, or differs from the page."""
     for name in options.option_names:
         option = f"--{name.replace('_', '-')}"
         if name in OPTIONS_NEVER_KNOWN:
@@ -468,7 +494,10 @@ def _list_contradictions(options: EngineOptions, survey: Survey) -> Iterator[str
 
 
 def check_faults(survey: Survey) -> Check:
-    """List the known faults of the engine's version that can occur with its options."""
+    """List the known faults of the engine's version that can occur with its options.
+
+    Always OK: a known fault is nothing that the doctor can fix. NOT_APPLICABLE without a version.
+    """
     version = None if survey.version is None else parse_version(survey.version)
     if version is None:
         return Check(Status.NOT_APPLICABLE, "the version is not known, nor which faults it has")

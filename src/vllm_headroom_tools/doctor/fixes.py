@@ -30,7 +30,7 @@ from vllm_headroom_tools.settings import ModelSettings
 
 
 class Status(StrEnum):
-    """The state of a check; what could not be determined is neither available nor missing."""
+    """The state of a check. UNKNOWN is neither OK nor MISSING: it could not be determined."""
 
     OK = "ok"
     MISSING = "missing"
@@ -39,7 +39,7 @@ class Status(StrEnum):
 
 
 class Fix(Struct, frozen=True, kw_only=True):
-    """One way to fix a thing: the lines to write, and where; several of them are alternatives."""
+    """One way to fix a thing: the lines to write, and where. Several fixes are alternatives."""
 
     where: str
     lines: tuple[str, ...]
@@ -50,11 +50,11 @@ class Check(Struct, frozen=True):
 
     state: Status
     text: str
-    """What was found, what is missing, or why it is not known or does not apply."""
+    """What there is, what is missing, or why the check is unknown or does not apply."""
     details: tuple[str, ...] = ()
     absent: tuple[str, ...] = ()
-    """The series that the daemon does not export meanwhile; one that ends in `*` means all with
-    this prefix."""
+    """The series that the daemon does not export as long as this is not fixed. A name that ends in
+    `*` means all series with this prefix."""
     fixes: tuple[Fix, ...] = ()
 
 
@@ -67,18 +67,18 @@ CLAIM: Final = "resources: {claims: [{name: gpu}]}"
 
 
 def count_roles(roles: Iterable[Role]) -> str:
-    """Return how many processes have each role, as in a sentence."""
+    """Return a text with the number of processes of each role, such as "1 api_server, 2 worker"."""
     counts = Counter(str(role) for role in roles)
     return ", ".join(f"{count} {role}" for role, count in sorted(counts.items()))
 
 
 def put(where: str, *lines: str) -> Fix:
-    """Return the fix that is to put these lines there."""
+    """Return the fix that puts these lines there."""
     return Fix(where=where, lines=lines)
 
 
 def fix_setting(*lines: str) -> Fix:
-    """Return the fix that is a setting of the daemon."""
+    """Return the fix that sets a setting of the daemon."""
     return put("in the sidecar's environment", *lines)
 
 
@@ -161,12 +161,15 @@ NVML: Final[dict[Reason, tuple[Fix, ...]]] = {
     Reason.VERSION_MISMATCH: NEW_CONTAINER,
     Reason.UNKNOWN: (*NEW_CONTAINER, KERNEL_LOG),
 }
-"""What fixes NVML as a whole, by the reason of its failure; else the kernel's log shows the
-cause."""
+"""The fixes for a failure of NVML as a whole, by its reason. For any other reason, the kernel's log
+shows the cause."""
 
 
 def find_engine_fixes(reason: Reason, elsewhere: Fix) -> tuple[Fix, ...]:
-    """Return what makes the engine's page readable; `elsewhere` names another address for it."""
+    """Return the fixes for a page that cannot be read.
+
+    `elsewhere` is the fix that sets another address for the page.
+    """
     match reason:
         case Reason.TIMEOUT:
             slower = ("HEADROOM_ENGINE_TIMEOUT_SECONDS=10", "HEADROOM_SAMPLE_INTERVAL_SECONDS=10")
@@ -182,29 +185,30 @@ def find_engine_fixes(reason: Reason, elsewhere: Fix) -> tuple[Fix, ...]:
 
 
 VERSION_SECONDS: Final = 1.0
-"""For the engine's version, which only helps."""
+"""The limit for reading the engine's version, and for its model: the checks can do without them."""
 
 
 class Survey(Machine, frozen=True, kw_only=True):
-    """What was seen of the machine and the engine."""
+    """The machine and the engine, as read once."""
 
     url: httpx.URL
-    """Where the engine's page should be, without user and password."""
+    """The configured URL of the engine's page, without user and password."""
     page: EnginePage | Failure
     version: str | None
-    """What the server reports, None where it does not."""
+    """The version that the server reports; None where it reports none."""
     daemon_waits_seconds: float
-    """How long the daemon waits for the page; the doctor may wait shorter."""
+    """How long the daemon would wait for the page; the doctor may wait less."""
     host_limit_bytes: int | None = None
-    """The operator's limit of vLLM's host memory."""
+    """The configured limit of vLLM's host memory; None where none is set."""
     token_bytes: TokenBytes | None = None
-    """Of the model that the engine's processes load, None where it is not visible."""
+    """How to count the bytes per token of the model that the engine's processes load; None where it
+    is not visible."""
 
     @property
     def served_port(self) -> int | None:
         """The port in the command line of the engine that runs here.
 
-        None where it is not known, or one of several.
+        None where no port is known, or several are.
         """
         ports = () if isinstance(self.processes, Failure) else self.processes.ports
         if len(ports) != 1:
@@ -213,7 +217,10 @@ class Survey(Machine, frozen=True, kw_only=True):
 
 
 async def look(settings: ModelSettings, proc: Path, sys: Path) -> Survey:
-    """Read the engine's page, the GPUs and `proc` once, as the daemon does with these settings."""
+    """Read the engine's page, the GPUs and the processes once, as the daemon does.
+
+    A source that cannot be read is a Failure in the result.
+    """
     url = httpx.URL(settings.engine_url)
     daemon_waits = min(settings.engine_timeout_seconds, settings.sample_interval_seconds)
     reader = build_page_reader(settings, str(url), timeout_seconds=min(daemon_waits, LOOK_SECONDS))

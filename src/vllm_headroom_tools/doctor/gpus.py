@@ -38,7 +38,10 @@ NO_NVML: Final = "needs NVML, see nvml"
 
 
 def check_nvml(survey: Survey) -> Check:
-    """Check whether NVML answers, and with which driver."""
+    """Check whether NVML answers, and with which driver.
+
+    NOT_APPLICABLE where all GPUs are AMD's.
+    """
     readings = survey.readings
     if isinstance(readings, Failure):
         ways = fixes.NVML.get(readings.reason, (fixes.KERNEL_LOG,))
@@ -54,7 +57,7 @@ def check_nvml(survey: Survey) -> Check:
 
 
 def check_gpus(survey: Survey) -> Check:
-    """Check which GPUs are visible, and whether each can be read."""
+    """Check which GPUs are visible, and whether each can be read; UNKNOWN without NVML."""
     if isinstance(survey.readings, Failure):
         return Check(Status.UNKNOWN, NO_NVML)
     devices = survey.readings.devices
@@ -78,6 +81,7 @@ def check_gpus(survey: Survey) -> Check:
 
 
 def _fix_unreadable(devices: list[GpuReading]) -> tuple[Fix, ...]:
+    """Return the fixes for GPUs that cannot be read; none where only NVIDIA's memory is unknown."""
     failures = [device.failure for device in devices if device.failure]
     if failures:
         if failures[0].reason is Reason.NO_PERMISSION:
@@ -88,12 +92,15 @@ def _fix_unreadable(devices: list[GpuReading]) -> tuple[Fix, ...]:
 
 
 def name_device(device: GpuReading) -> str:
-    """Return a GPU's name; one that never opened has no UUID."""
+    """Return a GPU's name: its index and its UUID, which is unknown for a GPU that never opened."""
     return f"GPU {device.index} ({device.uuid or 'UUID not known'})"
 
 
 def _describe_memory(device: GpuReading) -> str:
-    """Return why the memory is not known, or that it is the machine's; "" for any other."""
+    """Return a text on a GPU's memory: why it is unknown, or that it is the machine's.
+
+    Empty for a GPU with memory of its own that can be read.
+    """
     if device.failure is not None:
         return f": {device.failure.message}"
     if device.memory is None and device.vendor is Vendor.AMD:
@@ -107,7 +114,7 @@ def _describe_memory(device: GpuReading) -> str:
         return ""
     total = format_gib(device.memory.total_bytes)
     free = format_gib(device.memory.free_bytes)
-    # Only swap separates such a GPU that is full from a machine that hangs.
+    # When such a GPU is full, so is the machine: it swaps and then hangs.
     return (
         f", unified memory: {free} left of the {total} that it may take of the machine's,"
         " by /proc/meminfo"
@@ -138,7 +145,7 @@ ASK_THE_NODE: Final = put(
 
 
 def check_processes(survey: Survey) -> Check:
-    """Check whether the engine's processes are seen, which needs a shared PID namespace."""
+    """Check whether the engine's processes are visible, which takes a shared PID namespace."""
     processes = survey.processes
     if isinstance(processes, Failure):
         ways: tuple[Fix, ...] = (SHOW_PROC,)
@@ -163,7 +170,10 @@ def check_processes(survey: Survey) -> Check:
 def _explain_no_process(
     survey: Survey, processes: ProcessReadings
 ) -> tuple[Status, str, tuple[Fix, ...]]:
-    """Return why no process of the engine was found, and what may show it."""
+    """Return the state of the check, why no process of the engine is visible, and the fixes.
+
+    The state is UNKNOWN where the engine does not answer either: it may not be running.
+    """
     if processes.ambiguous_engines:
         return Status.MISSING, AMBIGUOUS, fixes.SAY_WHICH_PORT
     place = f"the {len(processes.visible_pids)} seen in {_name_namespace(processes)}"
@@ -179,12 +189,12 @@ def _explain_no_process(
 
 
 def _share_processes(processes: ProcessReadings) -> tuple[Fix, ...]:
-    """Return how to share the PID namespace; nothing where all of the machine's are visible."""
+    """Return how to share the PID namespace; nothing where all processes are already visible."""
     return () if processes.sees_host_pids else fixes.SEE_THE_PROCESSES
 
 
 def _describe_host(survey: Survey, processes: ProcessReadings) -> Iterator[str]:
-    """Yield how much host memory and swap are in use."""
+    """Yield a text on the host memory in use, and one on swap; none of an unknown one."""
     _, memory = update_container(ContainerState(), processes, limit_bytes=survey.host_limit_bytes)
     if memory is not None and memory.used_bytes is not None:
         limit = ", of a limit that is not known (HEADROOM_HOST_MEMORY_LIMIT_BYTES sets it),"
@@ -202,7 +212,10 @@ def _describe_host(survey: Survey, processes: ProcessReadings) -> Iterator[str]:
 
 
 def check_process_memory(survey: Survey) -> Check:
-    """Check whether this driver reports each process's own memory, as seen from here."""
+    """Check whether the driver reports the memory of each process in a way that is valid here.
+
+    UNKNOWN without NVML or the processes.
+    """
     readings = survey.readings
     processes = survey.processes
     if isinstance(readings, Failure):
@@ -231,7 +244,7 @@ def check_process_memory(survey: Survey) -> Check:
         if not _reports_memory(device, engine_pids)
     ]
     if unreported:
-        # Of AMD's cards it is read from the processes' open files, which takes a permission.
+        # For AMD's cards it is read from the processes' open files, which takes a permission.
         ways: tuple[Fix, ...] = (ASK_THE_NODE,)
         if has_amd:
             ways = (*fixes.TRACE_THEM, fixes.SEE_HOST_PIDS)
@@ -251,9 +264,9 @@ def check_process_memory(survey: Survey) -> Check:
 
 
 def _reports_memory(device: GpuReading, engine_pids: Collection[int]) -> bool:
-    """Return whether the memory of the engine's processes on a device is known.
+    """Return whether the driver reports the memory of the engine's processes on a device.
 
-    True for a device that failed: another check covers it.
+    True for a device that cannot be read: another check covers it.
     """
     if device.failure is not None:
         return True
@@ -280,7 +293,10 @@ ATTRIBUTIONS: Final = {
 
 
 def check_gpu_attribution(survey: Survey, selection: Selection) -> Check:
-    """Check which GPUs are attributed to the engine, how, and why none is."""
+    """Check which GPUs are attributed to the engine, and how; or why none is.
+
+    UNKNOWN without NVML.
+    """
     if isinstance(survey.readings, Failure):
         return Check(Status.UNKNOWN, NO_NVML)
     status, text, ways = _judge_attribution(survey, selection)
@@ -297,6 +313,7 @@ def check_gpu_attribution(survey: Survey, selection: Selection) -> Check:
 
 
 def _judge_attribution(survey: Survey, selection: Selection) -> tuple[Status, str, tuple[Fix, ...]]:
+    """Return the state of the check, its text and its fixes."""
     ways: tuple[Fix, ...] = (_name_gpus(survey), *fixes.SEE_THE_GPUS)
     visible_names = set()
     for gpu in survey.gpus:
@@ -319,7 +336,7 @@ def _judge_attribution(survey: Survey, selection: Selection) -> tuple[Status, st
     is_single = owned[0].attribution is Attribution.SINGLE
     is_up = not isinstance(survey.page, Failure)
     if is_single and is_up and _can_match(survey):
-        # A process on the GPU would have made the attribution PROCESS.
+        # If one of the engine's processes were on the GPU, the attribution would be PROCESS.
         text = (
             "the only visible GPU is attributed to the engine, but none of the engine's processes"
             " is on it"
@@ -329,7 +346,7 @@ def _judge_attribution(survey: Survey, selection: Selection) -> tuple[Status, st
 
 
 def _can_match(survey: Survey) -> bool:
-    """Return whether a process of the engine on a visible GPU would have been found on it."""
+    """Return whether the engine's processes can be matched with those on all visible GPUs."""
     if isinstance(survey.processes, Failure) or not survey.processes.engine:
         return False
     return _has_true_pids(survey) and all(gpu.reading.processes is not None for gpu in survey.gpus)
@@ -342,7 +359,7 @@ def _has_true_pids(survey: Survey) -> bool:
 
 
 def _explain_none(survey: Survey) -> tuple[Status, str, tuple[Fix, ...]]:
-    """Return why no GPU is attributed to the engine, and what changes that."""
+    """Return the state of the check, why no GPU is attributed to the engine, and the fixes."""
     status = Status.MISSING
     if isinstance(survey.page, Failure) and not _is_process_problem(survey):
         status = Status.UNKNOWN
@@ -354,11 +371,13 @@ def _explain_none(survey: Survey) -> tuple[Status, str, tuple[Fix, ...]]:
 
 
 def _is_process_problem(survey: Survey) -> bool:
+    """Return whether the engine's processes cannot be told, whether or not it runs."""
     processes = survey.processes
     return isinstance(processes, Failure) or bool(processes.ambiguous_engines)
 
 
 def _explain_unattributed(survey: Survey) -> tuple[str, tuple[Fix, ...]]:
+    """Return why the engine's processes show none of its GPUs, and the fixes."""
     processes = survey.processes
     if isinstance(processes, Failure):
         return NOT_ATTRIBUTED, fixes.SEE_THE_PROCESSES if processes == HIDDEN else ()
@@ -396,6 +415,7 @@ def _is_unlisted_amd(device: GpuReading) -> bool:
 
 
 def _name_gpus(survey: Survey) -> Fix:
+    """Return the fix that names all visible GPUs, by index where that is unique, else by UUID."""
     devices = [gpu.reading for gpu in survey.gpus]
     # MIG instances, and AMD's partitions, share the index of their GPU: only their UUIDs are names.
     index_counts = Counter(device.index for device in devices if not device.uuid.startswith("MIG-"))

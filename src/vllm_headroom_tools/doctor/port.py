@@ -31,10 +31,10 @@ ANOTHER_HOST: Final = fix_setting("HEADROOM_LISTEN_HOST=  # nothing: all interfa
 
 
 async def check_listen_port(host: str, port: int, web_config: Path | None = None) -> Check:
-    """Check whether the daemon serves at its address already, or could.
+    """Check whether a daemon already serves at this address, or could listen there.
 
-    Behind TLS the certificate that `web_config` names identifies it; a server that needs a password
-    remains unknown.
+    Behind TLS, a daemon is identified by the certificate that `web_config` names. A server that
+    asks for a password, or has another certificate, is UNKNOWN. NOT_APPLICABLE for port 0.
     """
     if port == 0:
         return Check(
@@ -57,7 +57,7 @@ async def check_listen_port(host: str, port: int, web_config: Path | None = None
         if error.errno == errno.EADDRINUSE:
             text = f"port {port} is taken by something that does not answer as vllm-headroom"
         fix = ANOTHER_HOST
-        # Taken, or a port below 1024, which needs a privilege.
+        # The port is taken, or is below 1024, which takes a privilege: another port helps.
         if error.errno in {errno.EADDRINUSE, errno.EACCES}:
             fix = other_port
     else:
@@ -66,7 +66,10 @@ async def check_listen_port(host: str, port: int, web_config: Path | None = None
 
 
 async def _find_daemon(host: str, port: int, web_config: Path | None) -> Check | None:
-    """Find the daemon that serves there, or what may be one; None where there is none."""
+    """Return the check of a daemon that serves there, or of a server that may be one.
+
+    None where nothing answers, or something that is not vllm-headroom.
+    """
     url = httpx.URL(scheme="http", host=host, port=port, path="/metrics")
     page = await fetch_once(PageReader(url=str(url), timeout_seconds=ANSWER_SECONDS))
     if isinstance(page, Failure):
@@ -83,7 +86,10 @@ async def _find_daemon(host: str, port: int, web_config: Path | None) -> Check |
 async def _check_locked(
     failure: Failure, host: str, port: int, web_config: Path | None
 ) -> Check | None:
-    """Check a server behind a password or TLS; None where neither answers."""
+    """Return the check of a server that asks for a password or speaks TLS.
+
+    None where no such server answers.
+    """
     if failure.reason is Reason.UNAUTHORIZED:
         server = f"port {port} asks for a user and a password"
     else:
@@ -103,7 +109,10 @@ async def _check_locked(
 
 
 def _is_own_certificate(certificate: str, web_config: Path | None) -> bool:
-    """Return whether a PEM certificate is in the file that `web_config` names for the daemon."""
+    """Return whether a PEM certificate is in the file that `web_config` names for the daemon.
+
+    False where that file is not named or cannot be read.
+    """
     if web_config is None:
         return False
     with suppress(OSError, ValueError, WebConfigError):
@@ -119,16 +128,16 @@ def _strip_spaces(text: str) -> str:
 
 
 FILE_SECONDS: Final = 2.0
-"""As the daemon waits for its state: beyond this the volume counts as hung."""
+"""The limit for writing a file, the same as the daemon's for its state: a slower volume is hung."""
 
 WRITTEN_BYTES: Final = 4096
-"""Our choice: a block of most file systems, so that a full volume shows."""
+"""Our choice: one block of most file systems, so that writing to a full volume fails."""
 
 FOLDER: Final = "/var/lib/vllm-headroom"
 
 
 async def check_state_dir(folder: Path | None) -> Check:
-    """Check whether the leak detector's state can be kept."""
+    """Check whether the daemon can write its state into this folder; NOT_APPLICABLE without it."""
     if folder is None:
         text = (
             "HEADROOM_STATE_DIR is not set: a restart of the daemon forgets what the leak detector"
@@ -139,7 +148,7 @@ async def check_state_dir(folder: Path | None) -> Check:
 
 
 async def check_trace_file(file: Path | None) -> Check:
-    """Check whether samples can be recorded."""
+    """Check whether the daemon can record samples in this file; NOT_APPLICABLE without it."""
     if file is None:
         return Check(Status.NOT_APPLICABLE, "HEADROOM_TRACE_FILE is not set: nothing is recorded")
     return await _check_writable(
@@ -150,9 +159,9 @@ async def check_trace_file(file: Path | None) -> Check:
 async def _check_writable(
     path: Path, attempt: Callable[[], None], variable: str, value: str
 ) -> Check:
-    """Try to write, on a separate thread, since a volume can hang.
+    """Return the check of a path by running `attempt`, on a thread, since a volume can hang.
 
-    The fix is a volume, and `value`, a path on it, for the `variable`.
+    The fix mounts a volume and sets `variable` to `value`, a path on that volume.
     """
     _, problem = await Worker[None]("files").attempt(attempt, FILE_SECONDS)
     user = f"user {os.getuid()}"
@@ -178,7 +187,11 @@ async def _check_writable(
 
 
 def _write_into(folder: Path) -> None:
-    """Write a temporary file where the daemon would create one, or its folder; raise OSError."""
+    """Write a temporary file into a folder; raise OSError where that fails.
+
+    If the folder does not exist, write into its nearest parent that does: the daemon would create
+    the folder there.
+    """
     while not folder.exists():
         folder = folder.parent
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".vllm-headroom-doctor-") as file:
@@ -188,9 +201,9 @@ def _write_into(folder: Path) -> None:
 
 
 def _record_in(file: Path) -> None:
-    """Try what the daemon does with its trace, without changing it.
+    """Try what the daemon does with its trace, without changing the file.
 
-    Raises OSError, or ValueError for a file that is no trace.
+    Raises OSError where that fails, or ValueError for a file that is no trace.
     """
     file.parent.stat()
     _write_into(file.parent)

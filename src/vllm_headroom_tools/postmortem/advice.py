@@ -80,7 +80,7 @@ TODO: Final[dict[EndCause, tuple[tuple[str, str | None], ...]]] = {
     EndCause.UNKNOWN: ((READ_LOG, TROUBLESHOOTING),),
     EndCause.NOTHING: (),
 }
-"""What to do, each with a link or None."""
+"""What to do about each cause: the steps in order, each with a link to documentation or None."""
 
 SITUATIONS: Final = {
     EndCause.LEAK: Situation.LEAKING,
@@ -90,4 +90,5 @@ SITUATIONS: Final = {
     EndCause.HANG: Situation.STALLED,
     EndCause.NOTHING: None,
 }
-"""The situation that a cause is (docs/situations.md), where it is not that the engine is down."""
+"""The situation of docs/situations.md that a cause belongs to; for causes not listed, the situation
+"down"."""

@@ -24,27 +24,30 @@ from vllm_headroom_tools.postmortem.timeline import Timeline
 from vllm_headroom_tools.trace import BadInput, read_lines, read_trace
 
 SAME_EVENT_SECONDS: Final = 0.5
-"""An incident has its time to the millisecond: a sample this close is that of its event."""
+"""A sample this close to an incident's time is the sample of its event: an incident has its time to
+the millisecond."""
 
 
 class EndFollower:
     """Finds the end of a run, sample by sample.
 
-    The facts of an incident have the time of its event. Without them the last exit in the trace
-    counts, or a stall that goes on.
+    `incident` has the time of the event to look for. Without an incident, the last exit counts, or
+    a stall that goes on to the end.
     """
 
     def __init__(self, incident: Incident | None = None) -> None:
         self.ending: Ending | None = None
+        """The end with its evidence; None as long as no sample shows one."""
         self.replay = LeakReplay()
+        """The leak detector and the engine's runs."""
         self.is_page_lost = False
-        """Whether a page that once answered no longer does."""
+        """Whether a page that once answered does not answer in the newest sample."""
         self._incident = incident
         self._has_answered = False
         self._leaks: dict[str, tuple[LeakState, Moment | None]] = {}
 
     def step(self, snapshot: Snapshot) -> Snapshot:
-        """Add a sample; return it with the state of the engine added."""
+        """Add a sample; return the sample with the engine's state."""
         previous = self.replay.engine
         snapshot = self.replay.step(snapshot)
         status = snapshot.engine_status
@@ -64,7 +67,10 @@ class EndFollower:
     def _build_due(
         self, incident: Incident, snapshot: Snapshot, previous: EngineMemory
     ) -> Ending | None:
-        """Return the incident's event at its time, or at the first sample after it; else None."""
+        """Return the incident's event, if this sample is the one at its time; else None.
+
+        If no sample is at that time, the first one after it counts.
+        """
         late_seconds = snapshot.time_seconds - incident.t
         is_due = abs(late_seconds) <= SAME_EVENT_SECONDS
         # The record may lack the sample of the event itself.
@@ -72,7 +78,7 @@ class EndFollower:
         if not is_due and not is_overdue:
             return None
         status = snapshot.engine_status
-        # At an exit this sample may already be of the next run.
+        # The run that exited is the one before this sample, which may already show the next run.
         run = previous.runs.newest or previous.runs.present
         reason = incident.reason
         age_seconds = None
@@ -93,8 +99,9 @@ class EndFollower:
         )
 
     def _note_leaks(self, snapshot: Snapshot) -> None:
-        """Note the leak detector's verdicts while the run is in service."""
+        """Store the detector's newest verdict on each GPU of the run, for the event at its end."""
         status = snapshot.engine_status
+        # Verdicts of an earlier run say nothing about the next.
         if status is not None and (status.exit_reason or not self.replay.engine.record.gpus):
             self._leaks = {}
         if not snapshot.is_in_service:
@@ -104,6 +111,7 @@ class EndFollower:
                 self._leaks[uuid] = (course.state, course.newest)
 
     def _add_leak(self, gpu: GpuAtEnd) -> GpuAtEnd:
+        """Return the GPU with the detector's verdict on it during the run; unknown without any."""
         state, moment = self._leaks.get(gpu.uuid, (LeakState.UNKNOWN, None))
         bytes_per_request = None if moment is None else moment.bytes_per_request
         return replace(gpu, leak=state, leak_bytes_per_request=bytes_per_request)
@@ -117,9 +125,10 @@ NO_END: Final = Diagnosis(
 
 
 def judge(end: Ending | None, *, has_ended: bool = False) -> tuple[Diagnosis, ...]:
-    """Return the causes that fit, the surest first.
+    """Return the causes that fit an end, the surest first; always at least one.
 
-    `has_ended` is whether the engine exited, though nothing is known of it.
+    Without an end, that one is "unknown" where the engine has exited all the same (`has_ended`),
+    else "nothing".
     """
     if end is not None:
         return judge_ending(end)
@@ -129,7 +138,7 @@ def judge(end: Ending | None, *, has_ended: bool = False) -> tuple[Diagnosis, ..
 STATE_DIR: Final = "HEADROOM_STATE_DIR"
 
 
-def _options(parser: Parser) -> None:
+def _add_options(parser: Parser) -> None:
     parser.add_argument(
         "place",
         metavar="FILE",
@@ -143,9 +152,9 @@ def _options(parser: Parser) -> None:
 
 
 def find_trace(place: Path) -> Path:
-    """Return the trace to read: the file, or the newest incident of a folder.
+    """Return the trace to read: the file itself, or the newest incident in a folder.
 
-    Raises BadInput.
+    Raises BadInput where the folder cannot be read or has no incident.
     """
     if not place.is_dir():
         return place
@@ -163,7 +172,11 @@ def find_trace(place: Path) -> Path:
 
 
 def read_facts(file: Path) -> Incident | None:
-    """Read the facts of an incident, None for another trace; raises BadInput."""
+    """Return the facts of an incident; None for a trace that is no incident.
+
+    Where the file has several events, the facts are those of the decisive event. Raises BadInput
+    where the file cannot be read, or its header lacks the time or the kind of event.
+    """
     try:
         with file.open("rb") as stream:
             header = parse_incident_facts(next(read_lines(stream), b""))
@@ -180,7 +193,7 @@ def read_facts(file: Path) -> Incident | None:
 
 
 def read_postmortem(file: Path) -> Postmortem:
-    """Read the post-mortem of a trace; raises BadInput."""
+    """Return the post-mortem of a trace; raises BadInput where it cannot be read or is empty."""
     incident = read_facts(file)
     follower = EndFollower(incident)
     timeline = Timeline()
@@ -190,6 +203,7 @@ def read_postmortem(file: Path) -> Postmortem:
         curves.step(snapshot)
     if incident is None and not follower.replay.samples:
         raise BadInput(f"{file}: has no samples")
+    # The daemon saves an incident only for an end or a stall.
     has_ended = incident is not None or follower.is_page_lost
     facts = incident or NO_INCIDENT
     return Postmortem(
@@ -230,6 +244,6 @@ Example:
   vllm-headroom postmortem
   vllm-headroom postmortem incidents/2026-01-31T08-00-00Z.jsonl --html why.html
 """,
-    options=_options,
+    options=_add_options,
     run=_run,
 )

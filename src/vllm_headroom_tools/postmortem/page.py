@@ -15,23 +15,23 @@ from vllm_headroom_tools.postmortem.advice import TODO
 from vllm_headroom_tools.postmortem.report import Line, Postmortem, list_sections
 
 CURVE_COLUMNS: Final = 480
-"""Our choice: the points of a curve, one for each two pixels of a wide window."""
+"""Our choice: to how many columns a curve is thinned, one for two pixels of a wide window."""
 
 OUR_LINKS: Final = re.compile(
     "|".join({re.escape(link) for steps in TODO.values() for _, link in steps if link})
 )
-"""Only our links work: text from a file never becomes a link."""
+"""Matches the links of our own advice. Only these become links: a text from a file never does."""
 
 FINDING_LEVELS: Final = {
     Sureness.SURE: Level.ALARM,
     Sureness.LIKELY: Level.WARNING,
     Sureness.POSSIBLE: Level.UNKNOWN,
 }
-"""How each finding is coloured."""
+"""The level whose colour a finding has, by how sure the finding is."""
 
 
 def build_page(postmortem: Postmortem) -> str:
-    """Build the HTML page."""
+    """Return the HTML page, complete in one text."""
     title = f"Post-mortem: {postmortem.answer.sentence}"
     when = "" if postmortem.ending is None else format_instant(postmortem.ending.seconds)
     return (
@@ -64,6 +64,7 @@ def _render_finding(diagnosis: Diagnosis) -> str:
 
 
 def _render_section(title: str, lines: list[Line]) -> str:
+    """Return a section in HTML, with our links in it; an empty text without lines."""
     if not lines:
         return ""
     items = "".join(
@@ -74,6 +75,10 @@ def _render_section(title: str, lines: list[Line]) -> str:
 
 
 def _draw_figures(postmortem: Postmortem) -> Iterator[str]:
+    """Yield a figure of each GPU's free memory, a second one of its last minutes, and the load.
+
+    The last minutes are known only for GPUs of a run that has ended.
+    """
     ending = postmortem.ending
     end_seconds = None
     gpus = {}
@@ -93,7 +98,10 @@ def _draw_figures(postmortem: Postmortem) -> Iterator[str]:
 
 
 def _list_free(gpu: GpuAtEnd, used: Iterable[tuple[float, int]]) -> list[Point]:
-    """Return the free memory between samples; none where the size of the GPU is unknown."""
+    """Return a GPU's free bytes from its used bytes, by time.
+
+    Empty where the size of the GPU is unknown.
+    """
     usable_bytes = gpu.usable_bytes
     if usable_bytes is None:
         return []
@@ -101,9 +109,10 @@ def _list_free(gpu: GpuAtEnd, used: Iterable[tuple[float, int]]) -> list[Point]:
 
 
 def _draw_memory(title: str, points: list[Point], end_seconds: float | None) -> str:
-    """Draw a curve of memory over zero; nothing where no value until the end is known.
+    """Return a figure of memory, on a scale from 0; an empty text where no value is known.
 
-    The height is that of the values until the end: an engine that has exited leaves all free.
+    The highest value until the end sets the scale. After the end all memory is free, and on that
+    scale the curve before would be flat.
     """
     sizes = []
     for seconds, n_bytes in points:
@@ -118,7 +127,7 @@ def _draw_memory(title: str, points: list[Point], end_seconds: float | None) -> 
 
 
 def _draw_requests(title: str, points: list[Point], end_seconds: float | None) -> str:
-    """Draw a curve of requests; nothing where no value is known."""
+    """Return a figure of requests; an empty text where no value is known."""
     counts = [count for _, count in points if count is not None]
     if not counts:
         return ""
@@ -133,6 +142,7 @@ def _build_frame(points: list[Point], top: float) -> Frame:
 
 
 def _draw_shapes(frame: Frame, points: list[Point], end_seconds: float | None) -> tuple[str, ...]:
+    """Return the curve, and a mark at the end where there is one."""
     stretches = drawing.thin_curve(drawing.build_curve(points), CURVE_COLUMNS)
     curve = drawing.draw_curve(frame, stretches)
     return (curve,) if end_seconds is None else (curve, drawing.draw_mark(frame, end_seconds))

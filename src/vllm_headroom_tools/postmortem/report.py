@@ -22,20 +22,20 @@ from vllm_headroom_tools.postmortem.advice import SITUATIONS, TODO
 from vllm_headroom_tools.terminal import join_paragraphs, wrap_headed, wrap_text
 
 NO_INCIDENT: Final = Incident(t=0.0, what=IncidentKind.ENDED)
-"""The facts beside the samples of a trace that is no incident."""
+"""Stands in for the facts of an incident where the trace is none."""
 
 MOST_LISTED_HOLDERS: Final = 16
-"""Our choice: processes that held memory, of each kind."""
+"""Our choice: how many processes that held memory are listed, of each kind."""
 
 TEXT_LOG_LINES: Final = 10
-"""The sidecar's last log lines that a terminal shows."""
+"""Our choice: how many of the sidecar's last log lines the text shows; the page shows more."""
 
 Line = tuple[str, str]
 """A name and its text."""
 
 
 class Postmortem(Struct, frozen=True, kw_only=True):
-    """What a file shows of the end of a run."""
+    """What a trace shows about the end of a run."""
 
     file: str
     findings: tuple[Diagnosis, ...]
@@ -43,8 +43,9 @@ class Postmortem(Struct, frozen=True, kw_only=True):
     ending: Ending | None
     """The evidence of the findings; None without an end."""
     incident: Incident
-    """The facts beside the samples."""
+    """The facts of the incident; `NO_INCIDENT` for another trace."""
     timeline: tuple[tuple[float, str], ...]
+    """The changes before the end: seconds since the epoch, and a sentence."""
     curves: Curves
 
     @property
@@ -54,12 +55,15 @@ class Postmortem(Struct, frozen=True, kw_only=True):
 
     @property
     def situation(self) -> Situation | None:
-        """The situation that the surest finding is; None where nothing ended."""
+        """The situation that the surest finding belongs to; None where nothing ended."""
         return SITUATIONS.get(self.answer.cause, Situation.DOWN)
 
 
 def build_report(postmortem: Postmortem) -> Report:
-    """Return the report on one end; it does not judge, so its exit status is 0."""
+    """Return the report on one end.
+
+    Its exit status is 0 whatever the cause: a post-mortem passes or fails nothing.
+    """
     headline = _describe(postmortem.answer)
     if postmortem.ending is not None:
         headline = f"{format_instant(postmortem.ending.seconds)}: {headline}"
@@ -86,6 +90,7 @@ def _describe(diagnosis: Diagnosis) -> str:
 
 
 def _conclude(diagnosis: Diagnosis) -> Conclusion:
+    """Return "good" where nothing ended, "cannot tell" for an unknown cause, else "not good"."""
     if diagnosis.cause is EndCause.NOTHING:
         return Conclusion.GOOD
     if diagnosis.cause is EndCause.UNKNOWN:
@@ -94,6 +99,7 @@ def _conclude(diagnosis: Diagnosis) -> Conclusion:
 
 
 def _render_text(postmortem: Postmortem, headline: str) -> Iterator[str]:
+    """Yield the lines of the text: the surest finding with its evidence, the others, sections."""
     evidence = chain(*(wrap_headed("seen", sentence) for sentence in postmortem.answer.evidence))
     other_findings = chain(
         *(wrap_headed("or", _describe(diagnosis)) for diagnosis in postmortem.findings[1:])
@@ -106,7 +112,7 @@ def _render_text(postmortem: Postmortem, headline: str) -> Iterator[str]:
 
 
 def _render_section(title: str, lines: list[Line]) -> list[str]:
-    """Return the lines of a section under its title; none without content."""
+    """Return a section as text: its title and its lines; empty where it has no lines."""
     if not lines:
         return []
     columns = max(len(name) for name, _ in lines)
@@ -117,7 +123,10 @@ def _render_section(title: str, lines: list[Line]) -> list[str]:
 
 
 def list_sections(postmortem: Postmortem, most_log_lines: int) -> Iterator[tuple[str, list[Line]]]:
-    """Yield headings and their lines, possibly none."""
+    """Yield the title and the lines of each section; a section may have no lines.
+
+    At most `most_log_lines` of the log are in it.
+    """
     incident = postmortem.incident
     ending = postmortem.ending
     verdicts = incident.before.verdicts[-MOST_SHOWN:]
@@ -134,6 +143,7 @@ def list_sections(postmortem: Postmortem, most_log_lines: int) -> Iterator[tuple
 
 
 def _list_steps(cause: EndCause) -> list[Line]:
+    """Return what to do about a cause, in order, with the links."""
     steps = []
     name = "first"
     for step, link in TODO[cause]:
@@ -143,7 +153,7 @@ def _list_steps(cause: EndCause) -> list[Line]:
 
 
 def list_numbers(end: Ending | None, incident: Incident) -> Iterator[Line]:
-    """Yield the names and values that are known of an end; none without one."""
+    """Yield the name and the text of each figure that is known of an end; none without an end."""
     if end is None:
         return
     yield end.kind.value, format_instant(end.seconds)
@@ -169,6 +179,7 @@ def list_numbers(end: Ending | None, incident: Incident) -> Iterator[Line]:
 
 
 def _list_engine_figures(engine: EngineReading) -> Iterator[str]:
+    """Yield a text for each figure of an engine's last page that is known."""
     kv_used_percent = None
     if engine.kv_used_ratio is not None:
         kv_used_percent = 100 * engine.kv_used_ratio
@@ -187,6 +198,7 @@ def _list_engine_figures(engine: EngineReading) -> Iterator[str]:
 
 
 def _list_gpu_figures(gpu: GpuAtEnd) -> Iterator[str]:
+    """Yield a text for each figure of a GPU that is known, and the detector's state."""
     figures = (
         (gpu.total_bytes, "in all"),
         (gpu.last_room_bytes, "left at worst"),
@@ -202,6 +214,7 @@ def _list_gpu_figures(gpu: GpuAtEnd) -> Iterator[str]:
 
 
 def _list_torch_memory(incident: Incident) -> Iterator[Line]:
+    """Yield what torch held on each GPU, for each process in which the probe was."""
     for process in incident.before.probe:
         for device in process.devices:
             sizes = ", ".join(_list_torch_sizes(device))
@@ -216,6 +229,7 @@ def _list_torch_sizes(device: TorchMemory) -> Iterator[str]:
 
 
 def _describe_growth(growth: MappingGrowth) -> str:
+    """Return in which kinds of mappings a process's host memory grew, and for how long if known."""
     kinds = ", ".join(f"{format_size(n_bytes)} in {kind}" for kind, n_bytes in growth.kinds.items())
     duration = ""
     if growth.since is not None and growth.t is not None:

@@ -10,10 +10,10 @@ from vllm_headroom.vocabulary import EngineState, LeakState
 from vllm_headroom_tools.history import LeakReplay
 
 MOST_MOMENTS: Final = 40
-"""Enough for a person; the newest stay."""
+"""Our choice: how many entries a timeline has; the newest stay."""
 
 NEIGHBOUR_CHANGE_BYTES: Final = GIB
-"""A smaller change of the memory of others is no entry."""
+"""Our choice: a smaller change of the memory that others hold is no entry."""
 
 STATE_SENTENCES: Final = {
     EngineState.UNKNOWN: "the state of the engine is not known",
@@ -25,11 +25,11 @@ STATE_SENTENCES: Final = {
 }
 
 LEAK_VERBS: Final = {LeakState.GROWING: "may leak", LeakState.LEAKING: "leaks"}
-"""The states of the leak detector that are entries."""
+"""The states of the leak detector that make an entry, and their verbs."""
 
 
 class Timeline:
-    """The changes of the engine's state, of its leak states and of the memory of others."""
+    """Collects the changes of the engine's state, of leak states, and of memory held by others."""
 
     def __init__(self) -> None:
         self._moments: deque[tuple[float, str]] = deque(maxlen=MOST_MOMENTS)
@@ -38,7 +38,7 @@ class Timeline:
         self._other_bytes: dict[str, int] = {}
 
     def step(self, snapshot: Snapshot, replay: LeakReplay) -> None:
-        """Add the changes of a sample."""
+        """Add an entry for each change from the previous sample to this one."""
         now = snapshot.time_seconds
         if snapshot.engine_status is not None:
             self._add_state(now, snapshot.engine_status)
@@ -52,7 +52,7 @@ class Timeline:
                 self._add_neighbour(now, gpu.reading, gpu.other_bytes)
 
     def list_entries(self, incident: Incident) -> tuple[tuple[float, str], ...]:
-        """Return the entries, with the XIDs of the incident."""
+        """Return the entries and the XIDs of the incident, by time."""
         xids = [
             (error.t, f"the driver reported XID {error.xid} on {error.uuid}")
             for error in incident.xids[-MOST_SHOWN:]
@@ -63,6 +63,7 @@ class Timeline:
         self._moments.append((seconds, sentence))
 
     def _add_state(self, now: float, status: EngineStatus) -> None:
+        """Add an exit, and the state where it is the first or has changed."""
         if status.exit_reason is not None:
             self._add(now, "the engine exited")
         if self._state is None:
@@ -72,6 +73,7 @@ class Timeline:
         self._state = status.state
 
     def _add_neighbour(self, now: float, gpu: GpuReading, other_bytes: int) -> None:
+        """Add a large change of what others hold, compared with the last entry on it."""
         previous_bytes = self._other_bytes.setdefault(gpu.uuid, other_bytes)
         if abs(other_bytes - previous_bytes) < NEIGHBOUR_CHANGE_BYTES:
             return

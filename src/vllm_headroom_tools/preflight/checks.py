@@ -20,23 +20,25 @@ from vllm_headroom_tools.sizing.estimate import (
 )
 
 MIN_OWN_BYTES: Final = 3 * GIB // 10
-"""What vLLM takes at least before its check of free memory.
+"""The least memory that vLLM takes before its check of free memory.
 
-vLLM looks at the free memory when its own CUDA context, and from 0.11 on NCCL's buffers, already
-lie on the GPU. In its line "Free memory on device (F/T GiB) on startup" the two are 0.33 (B200) to
-0.53 GiB (H100) apart on GPUs that are otherwise empty, and 0.49 to 0.96 GiB with tensor
-parallelism.
+When vLLM reads the free memory, its own CUDA context, and from 0.11 on NCCL's buffers, are already
+on the GPU. In its line "Free memory on device (F/T GiB) on startup", F is 0.33 (B200) to 0.53 GiB
+(H100) below T on GPUs that are otherwise empty, and 0.49 to 0.96 GiB with tensor parallelism.
 """
 
 MAX_OWN_BYTES: Final = 6 * GIB // 10
-"""What vLLM may take before its check, by the same lines."""
+"""The most memory that vLLM takes before its check, by the same log lines."""
 
 MAX_OWN_PARALLEL_BYTES: Final = GIB
-"""The same with tensor parallelism."""
+"""The most memory that vLLM takes before its check with tensor parallelism."""
 
 
 class MemoryRequest(Struct, frozen=True, kw_only=True):
-    """What vLLM requests: a share of each GPU, bytes on each GPU, or both."""
+    """The memory that vLLM requests: a share of each GPU, bytes on each GPU, or the larger of both.
+
+    None where it is not set.
+    """
 
     utilization_ratio: float | None
     bytes_per_gpu: int | None = None
@@ -44,12 +46,12 @@ class MemoryRequest(Struct, frozen=True, kw_only=True):
 
     @property
     def max_own_bytes(self) -> int:
-        """What vLLM may take for itself before its check of free memory."""
+        """The most memory that vLLM takes for itself before its check of free memory."""
         return MAX_OWN_PARALLEL_BYTES if self.tensor_parallel_size > 1 else MAX_OWN_BYTES
 
 
 def compute_requested_bytes(request: MemoryRequest, memory: GpuMemory) -> int:
-    """Return what has to be free.
+    """Return the bytes that have to be free at vLLM's check, 0 for an empty request.
 
     vLLM refuses to start with less (vllm/v1/worker/utils.py: request_memory).
     """
@@ -62,7 +64,7 @@ def compute_requested_bytes(request: MemoryRequest, memory: GpuMemory) -> int:
 def compute_highest_utilization(request: MemoryRequest, memory: GpuMemory) -> float | None:
     """Return the highest gpu_memory_utilization that would surely work now, rounded down to 0.01.
 
-    None where none would.
+    None where even 0.01 would not.
     """
     if memory.usable_bytes <= 0:
         return None
@@ -74,7 +76,7 @@ def compute_highest_utilization(request: MemoryRequest, memory: GpuMemory) -> fl
 
 
 class Kind(StrEnum):
-    """What is looked at; a closed set, for scripts and for --ignore."""
+    """The subject of a finding. The set is closed, for scripts and for --ignore."""
 
     DRIVER = "driver"
     GPUS = "gpus"
@@ -87,34 +89,38 @@ class Kind(StrEnum):
 
 
 class Obstacle(Struct, frozen=True):
-    """One thing that keeps vLLM from starting, or that is unknown; with GOOD it is a remark."""
+    """A thing that keeps vLLM from starting, or that is unknown.
+
+    With the verdict GOOD it is a remark only.
+    """
 
     kind: Kind
     verdict: Conclusion
     text: str
 
     fix: str | None = None
-    """What to do; None where the text ends in it."""
+    """What to do; None where the text itself ends with what to do."""
 
     gpu: int | None = None
-    """NVML's index."""
+    """NVML's index of the GPU; None where the finding is not about one GPU."""
 
     may_pass: bool = False
-    """Whether waiting may fix it."""
+    """Whether the obstacle may go away while one waits."""
 
     @property
     def sentence(self) -> str:
-        """The text, with the GPU that it is about."""
+        """The text, after the name of its GPU where it has one."""
         return self.text if self.gpu is None else f"GPU {self.gpu}: {self.text}"
 
 
 CERTAIN_REASONS: Final = frozenset(
     {Reason.DRIVER_MISSING, Reason.VERSION_MISMATCH, Reason.NO_DEVICES, Reason.DEVICE_LOST}
 )
-"""Failures that CUDA meets as well."""
+"""Failures with which CUDA, and so vLLM, fails as well; after others vLLM may still start."""
 
 RECOMMENDED_SHM_BYTES: Final = GIB
-"""What NVIDIA asks for in containers (NCCL user guide, troubleshooting: --shm-size=1g)."""
+"""The size of /dev/shm that NVIDIA recommends for containers (NCCL user guide, troubleshooting:
+--shm-size=1g)."""
 
 LARGER_SHM: Final = (
     "docker run --ipc=host or --shm-size=1g; in Kubernetes an emptyDir with medium: Memory at"
@@ -123,7 +129,10 @@ LARGER_SHM: Final = (
 
 
 def report_failure(failure: Failure, gpu: int | None = None) -> Obstacle:
-    """Report a failure of NVML, or of one GPU; its message ends in what to do."""
+    """Return the finding on a failure of NVML, or of one GPU.
+
+    It is "cannot tell" for a failure after which vLLM may still start.
+    """
     is_certain = failure.reason in CERTAIN_REASONS
     return Obstacle(
         Kind.DRIVER,
@@ -137,9 +146,10 @@ def report_failure(failure: Failure, gpu: int | None = None) -> Obstacle:
 def check_memory(
     device: GpuReading, request: MemoryRequest, holders: str, swap_bytes: int | None
 ) -> Iterator[Obstacle]:
-    """Compare the free memory with what vLLM requests and takes besides.
+    """Compare a GPU's free memory with the memory that vLLM requests and takes besides.
 
-    `holders` is the end of a sentence that names who has the rest.
+    Yield nothing where it suffices. `holders` is the end of a sentence that names who holds the
+    used memory; `swap_bytes` is None where it is unknown.
     """
     memory = device.memory
     if device.failure is not None:
@@ -167,6 +177,7 @@ def check_memory(
 def _check_free_memory(
     device: GpuReading, memory: GpuMemory, request: MemoryRequest, holders: str
 ) -> Iterator[Obstacle]:
+    """Check a GPU whose memory is known: a shortage, a close fit, or a shared machine's limits."""
     spare_bytes = memory.free_bytes - compute_requested_bytes(request, memory)
     if spare_bytes < MIN_OWN_BYTES:
         yield _report_shortage(device, memory, request, holders)
@@ -188,7 +199,10 @@ def _check_free_memory(
 def _check_free_blocks(
     device: GpuReading, memory: GpuMemory, requested_bytes: int
 ) -> Iterator[Obstacle]:
-    """Check the free blocks of a machine that shares its memory, because a driver maps blocks."""
+    """Check the blocks of 2 MiB that are free on a machine that shares its memory with the GPU.
+
+    The driver maps memory in such blocks, so free memory in smaller pieces does not help it.
+    """
     blocks_bytes = memory.machine_free_blocks_bytes
     if blocks_bytes is None or blocks_bytes >= requested_bytes:
         return
@@ -209,7 +223,7 @@ def _check_free_blocks(
 def _check_machine(
     device: GpuReading, memory: GpuMemory, request: MemoryRequest, available_bytes: int
 ) -> Iterator[Obstacle]:
-    """Check what vLLM leaves to a machine that shares its memory with the GPU."""
+    """Check whether vLLM leaves enough memory to a machine that shares its memory with the GPU."""
     requested_bytes = compute_requested_bytes(request, memory)
     left_bytes = available_bytes - requested_bytes - request.max_own_bytes
     if left_bytes >= LEFT_TO_THE_MACHINE_BYTES:
@@ -232,6 +246,7 @@ def _check_machine(
 def _report_shortage(
     device: GpuReading, memory: GpuMemory, request: MemoryRequest, holders: str
 ) -> Obstacle:
+    """Return the finding on too little free memory; it may pass unless the GPU is too small."""
     requested_bytes = compute_requested_bytes(request, memory)
     needed_bytes = requested_bytes + MIN_OWN_BYTES
     needs = (
@@ -269,9 +284,9 @@ def _report_memory(
 
 
 def check_faults(device: GpuReading, faults: GpuFaults | None) -> Iterator[Obstacle]:
-    """Check what waits for a reset or a new GPU (NVIDIA's GPU memory error management guide).
+    """Check for faults that need a reset or a new GPU (NVIDIA's GPU memory error management guide).
 
-    `faults` is None where the GPU did not answer.
+    `faults` is None where the GPU did not answer: that is one finding, "cannot tell".
     """
     if faults is None:
         yield Obstacle(
@@ -292,7 +307,8 @@ def check_faults(device: GpuReading, faults: GpuFaults | None) -> Iterator[Obsta
         if is_on != is_on_after_reset:
             now, later = ("on", "off") if is_on else ("off", "on")
             text = (
-                f"ECC is {now} and will be {later} after the next reset, which changes its memory"
+                f"ECC is {now} and will be {later} after the next reset, which changes how much"
+                " memory it has"
             )
             yield _report_fault(faults, text, reset)
     if faults.row_remap_pending:
@@ -314,10 +330,13 @@ def _report_fault(faults: GpuFaults, text: str, fix: str) -> Obstacle:
 
 
 def check_host_memory(host: HostMemory | None, request: MemoryRequest) -> Iterator[Obstacle]:
-    """Compare the room in the container, or the machine, with what vLLM's processes need."""
+    """Compare the free host memory of the container, or machine, with vLLM's needs.
+
+    Yield nothing where it suffices or is unknown.
+    """
     if host is None or host.limit_bytes is None or host.room_bytes is None:
         return
-    # A server, a core and the workers.
+    # vLLM's processes are an API server, an engine core and the workers.
     process_count = 2 + request.tensor_parallel_size
     needed_bytes = HOST_BYTES_PER_PROCESS * process_count
     if host.room_bytes < needed_bytes:
@@ -334,7 +353,10 @@ def check_host_memory(host: HostMemory | None, request: MemoryRequest) -> Iterat
 
 
 def check_offload_files(sizes_bytes: Mapping[str, int]) -> Iterator[Obstacle]:
-    """Report files of an earlier run's tier of the KV cache in /dev/shm, by their sizes."""
+    """Report the files that offloading a KV cache to /dev/shm has left there.
+
+    `sizes_bytes` are their sizes by path; nothing is yielded where it is empty.
+    """
     if sizes_bytes:
         files = ", ".join(f"{name} ({format_gib(size)})" for name, size in sizes_bytes.items())
         yield Obstacle(
@@ -347,7 +369,10 @@ def check_offload_files(sizes_bytes: Mapping[str, int]) -> Iterator[Obstacle]:
 
 
 def check_shared_memory(shm: Shm | None) -> Iterator[Obstacle]:
-    """Compare /dev/shm with what several processes of vLLM need."""
+    """Check the size of /dev/shm, through which vLLM's workers communicate.
+
+    `shm` is None where there is no /dev/shm. Yield nothing where it is large enough.
+    """
     if shm is None:
         yield Obstacle(Kind.SHM, Conclusion.NOT_GOOD, "there is no /dev/shm", LARGER_SHM)
         return
@@ -375,16 +400,16 @@ def _format_mib(n_bytes: int) -> str:
 
 
 class GpuChoice(Struct, frozen=True, kw_only=True):
-    """The options that choose vLLM's GPUs, None where not set."""
+    """The options that choose vLLM's GPUs; None for one that is not set."""
 
     named: tuple[str, ...] | None = None
     """NVML's indices or UUIDs."""
 
     visible: tuple[str, ...] | None = None
-    """CUDA_VISIBLE_DEVICES, whose indices are CUDA's."""
+    """The GPUs in CUDA_VISIBLE_DEVICES, or HIP's; an index is CUDA's, not NVML's."""
 
-    in_slot_order: bool = False
-    """Whether CUDA counts as NVML does."""
+    has_slot_order: bool = False
+    """Whether CUDA's indices are those of NVML, in the order of PCI slots."""
 
     count: int | None = None
     """How many GPUs vLLM takes."""
@@ -393,10 +418,10 @@ class GpuChoice(Struct, frozen=True, kw_only=True):
 def choose_gpus(
     devices: tuple[GpuReading, ...], choice: GpuChoice
 ) -> tuple[tuple[GpuReading, ...], tuple[Obstacle, ...]]:
-    """Return the GPUs that vLLM will use, and the problems of that choice.
+    """Return the GPUs that vLLM will use, and findings on that choice.
 
-    Those that are named; else, of those that CUDA_VISIBLE_DEVICES leaves, the first `count`, as
-    vLLM takes them.
+    They are the named ones. Without names, they are the first `count` of those that
+    CUDA_VISIBLE_DEVICES leaves, since vLLM takes the first. Both results may be empty.
     """
     names = choice.visible if choice.named is None else choice.named
     candidates = devices
@@ -405,12 +430,12 @@ def choose_gpus(
         named_devices: dict[GpuReading, None] = {}
         for name in names:
             matches = [device for device in devices if _is_named(device, name)]
-            # Two names may be one GPU, and a prefix of a UUID may be several.
+            # Two names may mean one GPU, and a prefix of a UUID may mean several.
             named_devices.update(dict.fromkeys(matches))
             if not matches and name not in missing_names:
                 missing_names.append(name)
         candidates = tuple(named_devices)
-    # Of the visible GPUs vLLM takes the first ones; the operator named those that it will use.
+    # Of visible GPUs vLLM takes the first ones; named GPUs are all meant.
     chosen = candidates if choice.named is not None else candidates[: choice.count]
 
     problems = []
@@ -451,8 +476,11 @@ def _depends_on_order(
     chosen: Sequence[GpuReading],
     choice: GpuChoice,
 ) -> bool:
-    """Return whether CUDA may count different GPUs in another order, and take other ones."""
-    if choice.in_slot_order or len({device.name for device in devices}) <= 1:
+    """Return whether vLLM may take other GPUs than `chosen`, since CUDA may order them otherwise.
+
+    That matters only among GPUs of different kinds, where some are left out.
+    """
+    if choice.has_slot_order or len({device.name for device in devices}) <= 1:
         return False
     if len(chosen) < len(candidates):
         return True
@@ -461,9 +489,9 @@ def _depends_on_order(
 
 
 def check_identical(devices: Sequence[GpuReading]) -> Iterator[Obstacle]:
-    """Check that GPUs which work in parallel are alike.
+    """Check that GPUs which work in parallel have the same name and the same memory.
 
-    Those that cannot be read have findings already.
+    Yield nothing where they do. GPUs that cannot be read have a finding of another check.
     """
     kinds = {
         (device.name, device.memory.total_bytes) for device in devices if device.memory is not None
@@ -481,6 +509,7 @@ def check_identical(devices: Sequence[GpuReading]) -> Iterator[Obstacle]:
 
 
 def _is_named(device: GpuReading, name: str) -> bool:
+    """Return whether a name, an index or the beginning of a UUID, means this GPU."""
     if name.isdecimal():
         return device.index == int(name)
     return device.uuid.casefold().startswith(name.casefold())  # CUDA takes a prefix too

@@ -35,25 +35,29 @@ from vllm_headroom_tools.preflight.report import Clearance, build_report, judge,
 from vllm_headroom_tools.sizing.question import DEFAULT_UTILIZATION
 
 GPU_SECONDS: Final = 15.0
-"""The first to use a GPU without the persistence daemon waits seconds for the driver to wake it."""
+"""The limit for all GPUs: without the persistence daemon, waking a GPU takes seconds."""
 
 GPU_CALL_SECONDS: Final = 5.0
+"""The limit for one call of NVML."""
+
 PAGE_SECONDS: Final = 15.0
 LOOK_INTERVAL_SECONDS: Final = 1.0
+"""With --wait, the pause between two looks. Our choice."""
+
 WAIT_REPORT_SECONDS: Final = 10.0
-"""What is waited for is reported again after this time."""
+"""With --wait, how often it is reported what is waited for. Our choice."""
 
 PROC: Final = Path("/proc")
 SHM: Final = Path("/dev/shm")  # noqa: S108 - it is looked at, nothing is written there
 
 IGNORABLE: Final = (Kind.ECC, Kind.IDENTICAL, Kind.SHM, Kind.HOST)
-"""What vLLM may start with all the same."""
+"""The kinds of findings with which vLLM may start all the same, so that --ignore takes them."""
 
 DEFAULT_PORTS: Final = {"http": 80, "https": 443}
 
 
 def add_options(parser: Parser) -> None:
-    """Add the options to the parser."""
+    """Add all options of `preflight` to the parser."""
     parser.add_argument(
         "--gpu-memory-utilization",
         metavar="RATIO",
@@ -111,9 +115,9 @@ def add_options(parser: Parser) -> None:
 async def wait_until_settled(
     look: Callable[[], Awaitable[Clearance]], wait_seconds: float, say: Callable[[str], None]
 ) -> Clearance:
-    """Return the first clearance that waiting cannot better, or the last.
+    """Look again and again until waiting can no longer improve the clearance, or time is up.
 
-    Report every ten seconds what it waits for.
+    Return the last clearance, with how long it took. Every ten seconds, report the obstacles.
     """
     now = asyncio.get_running_loop().time
     ends_at_seconds = now() + wait_seconds
@@ -133,9 +137,9 @@ async def wait_until_settled(
 
 
 def _read_choice(arguments: Namespace, environ: Mapping[str, str]) -> GpuChoice:
-    """Return which GPUs vLLM will use.
+    """Return the operator's choice of GPUs: --gpus, else CUDA_VISIBLE_DEVICES, or HIP's.
 
-    Raise BadOptions for a bad CUDA_VISIBLE_DEVICES, or HIP's.
+    Raise BadOptions where that variable has anything but indices or UUIDs.
     """
     count = arguments.tensor_parallel_size
     if isinstance(arguments.gpus, tuple):
@@ -144,19 +148,23 @@ def _read_choice(arguments: Namespace, environ: Mapping[str, str]) -> GpuChoice:
     if "CUDA_VISIBLE_DEVICES" in environ:
         variable = "CUDA_VISIBLE_DEVICES"
     visible = environ.get(variable)
-    in_slot_order = environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
+    has_slot_order = environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
     if visible is None or arguments.gpus == "all":
-        return GpuChoice(count=count, in_slot_order=in_slot_order)
+        return GpuChoice(count=count, has_slot_order=has_slot_order)
     names = tuple(name.strip() for name in visible.split(",") if name.strip())
     if not all(GPU.fullmatch(name) for name in names):
         raise BadOptions(
             f"{variable}: got {visible!r}, accepts GPU indices or UUIDs; --gpus takes its place"
         )
-    return GpuChoice(visible=names, count=count, in_slot_order=in_slot_order)
+    return GpuChoice(visible=names, count=count, has_slot_order=has_slot_order)
 
 
 def _read_request(arguments: Namespace) -> MemoryRequest:
-    """Return what vLLM requests; a start without options requests vLLM's default share."""
+    """Return the memory that vLLM requests.
+
+    Without options, that is vLLM's default share for a start, and nothing yet for a wake: the
+    engine's page has it then.
+    """
     utilization_ratio = arguments.gpu_memory_utilization
     has_size = utilization_ratio is not None or arguments.bytes is not None
     if not has_size and arguments.engine_url is None:
@@ -169,7 +177,7 @@ def _read_request(arguments: Namespace) -> MemoryRequest:
 
 
 def _find_port(url: str | None) -> int:
-    """Return the port of the engine; 0, which is any engine's, where there is no URL."""
+    """Return the port of the engine; without a URL 0, which stands for any engine here."""
     if url is None:
         return 0
     parts = urlsplit(url)

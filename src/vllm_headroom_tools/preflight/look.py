@@ -26,12 +26,15 @@ from vllm_headroom.worker import Worker
 PROCESSES_SECONDS: Final = 2.0
 
 ENDED: Final = "a process that has ended"
-"""NVML lists it, and in the machine's /proc it is missing or a zombie: the driver has not taken its
-memory back yet."""
+"""The name of a process that NVML still lists, although in the machine's /proc it is missing or a
+zombie: the driver has not freed its memory yet."""
 
 
 class GpuOccupant(Struct, frozen=True, kw_only=True):
-    """A process on a GPU; `name` and `used_bytes` are None where they cannot be known from here."""
+    """A process on a GPU.
+
+    `name` and `used_bytes` are None where they cannot be read in this container.
+    """
 
     pid: int
     name: str | None
@@ -39,34 +42,41 @@ class GpuOccupant(Struct, frozen=True, kw_only=True):
 
 
 class Conditions(Struct, frozen=True, kw_only=True):
-    """What was read of this machine."""
+    """The machine at one look: GPUs, processes, host memory and /dev/shm."""
 
     readings: GpuReadings | Failure
     faults: tuple[GpuFaults, ...]
+    """Of the GPUs that answered in time."""
 
     holders: Mapping[str, tuple[GpuOccupant, ...]]
-    """The processes on each GPU by its UUID, absent where NVML does not list them."""
+    """The processes on each GPU, by its UUID; absent where NVML does not list them."""
 
     shm: Shm | None
     """None where there is no /dev/shm."""
 
     offload_sizes_bytes: Mapping[str, int] = {}
-    """The files of a tier of a KV cache in /dev/shm, while no vLLM is visible, and their sizes."""
+    """The sizes of files in /dev/shm to which a KV cache was offloaded, by path.
+
+    Empty while a vLLM is visible, since that may use them.
+    """
 
     host: HostMemory | None = None
-    """None where nothing is known of the container that this runs in."""
+    """The memory of the container that this runs in; None where it is unknown."""
 
     swap_bytes: int | None = None
-    """The machine's swap, zram included."""
+    """The machine's swap, with zram; None where it is unknown."""
 
     engine_pids: frozenset[int] = frozenset()
-    """Of the engine that was looked for."""
+    """The processes of the engine at the configured port; empty where they are not visible."""
 
 
 async def look(
     gpus: Gpus, processes: Processes, *, proc: Path, shm: Path, timeout_seconds: float
 ) -> Conditions:
-    """Look once, for at most `timeout_seconds` in each reading of the GPUs; do not raise."""
+    """Read the machine once; what cannot be read is a Failure, None or empty in the result.
+
+    Each of the two readings of the GPUs may take `timeout_seconds`.
+    """
     readings = await gpus.read(timeout_seconds)
     if isinstance(readings, Failure):
         return Conditions(readings=readings, faults=(), holders={}, shm=read_shm(shm))
@@ -93,7 +103,7 @@ async def look(
 
 
 def _read_container(proc: Path) -> HostMemory | None:
-    """Return the memory of the container that this process runs in, None where it is unknown."""
+    """Return the memory of the container that this process runs in; None where it is unknown."""
     try:
         own_host = read_host(proc, read_own_pid(proc))
     except (OSError, ValueError):
@@ -104,7 +114,7 @@ def _read_container(proc: Path) -> HostMemory | None:
 
 
 def _find_offload_files(shm: Path) -> dict[str, int]:
-    """Return the files that offloading of a KV cache makes in /dev/shm, and their sizes."""
+    """Return the sizes of the files to which vLLM offloads a KV cache in /dev/shm, by path."""
     sizes_bytes = {}
     for file in sorted(shm.glob("vllm_offload_*")):
         with suppress(OSError):
@@ -115,7 +125,11 @@ def _find_offload_files(shm: Path) -> dict[str, int]:
 async def _find_holders(
     readings: GpuReadings, listed: ProcessReadings | Failure, proc: Path
 ) -> dict[str, tuple[GpuOccupant, ...]]:
-    """Return the processes on each GPU by its UUID, without GPUs whose processes are not listed."""
+    """Return the processes on each GPU, by its UUID.
+
+    A GPU whose processes NVML does not list is absent. Names and sizes are None where the driver
+    gives pids or sizes that are not valid in this container.
+    """
     names: dict[int, str] = {}
     if not isinstance(listed, Failure) and are_pids_reliable(readings, listed):
         names = await _name_processes(readings, listed, proc)
@@ -138,7 +152,10 @@ async def _find_holders(
 async def _name_processes(
     readings: GpuReadings, listed: ProcessReadings, proc: Path
 ) -> dict[int, str]:
-    """Return the names of the processes on the GPUs, also of those that have ended."""
+    """Return the names of the processes on the GPUs, by pid.
+
+    A process that has ended is named so. A process whose name cannot be read is absent.
+    """
     pids: set[int] = set()
     for device in readings.devices:
         pids.update(process.pid for process in device.processes or ())
@@ -146,7 +163,7 @@ async def _name_processes(
     worker = Worker[dict[int, str]]("names")
     try:
         names = await worker.call(lambda: _read_names(proc, visible_pids), PROCESSES_SECONDS)
-    except OSError:  # a process stuck in the driver does not let its name be read
+    except OSError:  # reading the command line of a process that is stuck in the driver hangs
         names = {}
     finally:
         worker.stop()
@@ -169,16 +186,16 @@ def _read_names(proc: Path, pids: Iterable[int]) -> dict[int, str]:
 
 
 def name_process(command: tuple[str, ...]) -> str:
-    """Return a process's program and, of an interpreter, the script or module.
+    """Return the program of a command line; for Python also the script or module.
 
-    Never its arguments, which may be secret.
+    Other arguments are never returned, since they may be secret.
     """
     program = command[0].rpartition("/")[2] or command[0]
     arguments = command[1:]
     if not program.startswith("python") or not arguments:
         return program
     script = arguments[0]
-    if script in ("-c", "-"):  # a program's text is no name and may hold a secret
+    if script in ("-c", "-"):  # the text of a program is no name, and may hold a secret
         return program
     if script == "-m" and len(arguments) > 1:
         script = arguments[1]

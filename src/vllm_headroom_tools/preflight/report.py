@@ -19,22 +19,25 @@ from vllm_headroom_tools.preflight.look import Conditions, GpuOccupant
 
 
 class GpuReport(Struct, frozen=True, kw_only=True):
-    """One GPU that vLLM will use; None where a figure is unknown."""
+    """The figures of a GPU that vLLM will use; an unknown figure is None."""
 
     reading: GpuReading
     requested_bytes: int | None
     highest_utilization_ratio: float | None
 
     holders: tuple[GpuOccupant, ...] | None
-    """Its processes."""
+    """The processes on the GPU; None where NVML does not list them."""
 
     unlisted_bytes: int | None
-    """In use by none of its processes: by processes that cannot be seen from here, or by one that
-    has ended and whose memory the driver has not taken back yet."""
+    """The memory in use that belongs to none of the listed processes.
+
+    It belongs to processes that are not visible here, or to one that has ended and whose memory the
+    driver has not freed yet.
+    """
 
 
 class Clearance(Struct, frozen=True, kw_only=True):
-    """What was read of the machine, and the findings; those with GOOD are remarks."""
+    """The result of one look at the machine, and the findings; those with GOOD are remarks."""
 
     conditions: Conditions
     findings: tuple[Obstacle, ...]
@@ -43,24 +46,24 @@ class Clearance(Struct, frozen=True, kw_only=True):
 
     @property
     def verdict(self) -> Conclusion:
-        """Whether vLLM would start: one certain hindrance is enough, whatever else is not known."""
+        """Whether vLLM would start: NOT_GOOD with one certain obstacle, whatever is unknown."""
         return find_worst(finding.verdict for finding in self.findings)
 
     @property
     def hindrances(self) -> tuple[Obstacle, ...]:
-        """What is in the way of a go."""
+        """The findings that are no remarks: obstacles, and what is unknown."""
         return tuple(finding for finding in self.findings if finding.verdict is not Conclusion.GOOD)
 
     @property
     def may_pass(self) -> bool:
-        """Whether waiting may turn this into a go."""
+        """Whether there are hindrances, and waiting may remove all of them."""
         return bool(self.hindrances) and all(finding.may_pass for finding in self.hindrances)
 
     @property
     def highest_utilization_ratio(self) -> float | None:
         """The highest gpu_memory_utilization that would surely work now on all of the GPUs.
 
-        None where none would, or without GPUs.
+        None where no value would work on one of them, or without GPUs.
         """
         ratios = []
         for gpu in self.gpus:
@@ -76,7 +79,11 @@ def judge(
     choice: GpuChoice,
     ignored_kinds: Collection[Kind],
 ) -> Clearance:
-    """Judge whether vLLM can start; what is ignored remains as a remark."""
+    """Judge whether vLLM can start.
+
+    If the GPUs cannot be read, that failure is the only finding. Findings of ignored kinds remain
+    as remarks.
+    """
     if isinstance(conditions.readings, Failure):
         return Clearance(
             conditions=conditions, findings=(checks.report_failure(conditions.readings),)
@@ -91,7 +98,7 @@ def judge(
     if request.tensor_parallel_size > 1:
         findings += checks.check_identical(devices)
         findings += checks.check_shared_memory(conditions.shm)
-    # MIG instances of one GPU have its faults, each of them.
+    # Each MIG instance reports the faults of its whole GPU: without this they would be repeated.
     unique_findings = dict.fromkeys(findings)
     return Clearance(
         conditions=conditions,
@@ -103,6 +110,7 @@ def judge(
 def _check_gpu(
     gpu: GpuReport, conditions: Conditions, request: MemoryRequest
 ) -> Iterator[Obstacle]:
+    """Yield the findings on a GPU's memory, and on its faults if the GPU can be read."""
     device = gpu.reading
     yield from checks.check_memory(device, request, describe_holders(gpu), conditions.swap_bytes)
     if device.failure is None:
@@ -111,24 +119,24 @@ def _check_gpu(
 
 
 def _ignore(finding: Obstacle, ignored_kinds: Collection[Kind]) -> Obstacle:
-    """Return a finding as a remark where its kind is ignored."""
+    """Return a finding of an ignored kind as a remark, any other unchanged."""
     if finding.kind not in ignored_kinds:
         return finding
     return replace(finding, verdict=Conclusion.GOOD, text=f"{finding.text} (ignored)")
 
 
 MIN_UNLISTED_BYTES: Final = GIB // 20
-"""Our choice: less is not worth a line."""
+"""Our choice: less unlisted memory has no line in the report."""
 
 
 def describe_holders(gpu: GpuReport) -> str:
-    """Return who has the memory of a GPU, as the end of a sentence; empty where it is unknown."""
+    """Return who holds the memory of a GPU, as the end of a sentence; empty where it is unknown."""
     parts = [f"{size or 'an unknown share'} by {holder}" for size, holder in list_shares(gpu)]
     return f"; held: {', '.join(parts)}" if parts else ""
 
 
 def list_shares(gpu: GpuReport) -> Iterator[tuple[str, str]]:
-    """Yield how much of a GPU is held, empty where that is unknown, and by whom."""
+    """Yield for each holder of a GPU's memory its size as text, empty if unknown, and its name."""
     for holder in gpu.holders or ():
         name = f"pid {holder.pid}"
         if holder.name is not None:
@@ -142,7 +150,7 @@ def list_shares(gpu: GpuReport) -> Iterator[tuple[str, str]]:
 def build_gpu_report(
     device: GpuReading, conditions: Conditions, request: MemoryRequest
 ) -> GpuReport:
-    """Return what is known of a GPU for this request."""
+    """Return the figures of a GPU for this request; they are None where its memory is unknown."""
     holders = conditions.holders.get(device.uuid)
     memory = device.memory
     requested_bytes = None
@@ -162,7 +170,10 @@ def build_gpu_report(
 def _count_unlisted_bytes(
     memory: GpuMemory | None, holders: tuple[GpuOccupant, ...] | None
 ) -> int | None:
-    """Return what is in use by none of the holders; None where one's memory is unknown."""
+    """Return the bytes in use that none of the holders has.
+
+    None where the GPU's memory, the list of holders or the memory of any holder is unknown.
+    """
     if memory is None or memory.reserved_bytes is None or holders is None:
         return None
     sizes_bytes = [holder.used_bytes for holder in holders if holder.used_bytes is not None]
@@ -179,7 +190,7 @@ VERDICT_WORDS: Final = {
 
 
 def build_report(clearance: Clearance) -> Report:
-    """Return the report; bytes, ratios and seconds, null where unknown."""
+    """Return the report; its headline names the first finding that decides the verdict."""
     headline = VERDICT_WORDS[clearance.verdict]
     if clearance.waited_seconds >= 1:
         headline = f"{headline} after {clearance.waited_seconds:.0f} s"
@@ -283,10 +294,10 @@ SEE_PROCESSES: Final = (
 def judge_wake(
     conditions: Conditions, page: EnginePage | Failure, given_request: MemoryRequest
 ) -> Clearance:
-    """Judge whether each GPU has free what the engine gave back for its sleep.
+    """Judge whether an engine that sleeps could wake: whether its GPUs have free what it gave back.
 
-    `given_request` is what the operator set. What the engine held is its share of the GPU within a
-    GiB or two: activations come and go, and graphs lie beside it.
+    `given_request` is the request that the operator set. The memory that an engine holds awake is
+    its share of the GPU, within a GiB or two: activations come and go, and graphs are not in it.
     """
     if isinstance(conditions.readings, Failure):
         return Clearance(
@@ -313,7 +324,10 @@ def _check_wake(
     request: MemoryRequest | None,
     gpus: Sequence[GpuReport],
 ) -> tuple[Obstacle, ...]:
-    """Check each GPU of an engine that sleeps; of any other, report why there is none to check."""
+    """Return a finding for each GPU of an engine that sleeps.
+
+    If the engine is awake, or that or its GPUs are unknown, return one finding that says so.
+    """
     if isinstance(page, Failure):
         return (_report_unknown_engine(page.message),)
     is_awake = is_page_awake(page)
@@ -340,6 +354,7 @@ def _report_unknown_engine(text: str, fix: str | None = None) -> Obstacle:
 
 
 def _report_awake(host: HostMemory | None) -> Obstacle:
+    """Return a remark: there is nothing to wake, and how much host memory a sleep would have."""
     text = "the engine is awake: there is nothing to wake"
     if host is not None and host.limit_bytes is not None and host.room_bytes is not None:
         text += (
@@ -350,12 +365,17 @@ def _report_awake(host: HostMemory | None) -> Obstacle:
 
 
 def _find_request(page: EnginePage | Failure, given_request: MemoryRequest) -> MemoryRequest | None:
-    """Return what the engine takes by the options, else by its page; None where neither has it."""
+    """Return the memory that the engine takes: by the options, else by its page.
+
+    None where the options set nothing and the page has no single share, or the KV cache was
+    configured in bytes. Without a page, the options alone count.
+    """
     is_given = (
         given_request.utilization_ratio is not None or given_request.bytes_per_gpu is not None
     )
     if isinstance(page, Failure) or is_given:
         return given_request
+    # With a KV cache of a fixed size, vLLM ignores the share that the page reports.
     if any(engine.kv_cache_memory_bytes for engine in page.engines):
         return None
     ratios = {engine.gpu_memory_utilization_ratio for engine in page.engines}
@@ -368,6 +388,10 @@ def _find_request(page: EnginePage | Failure, given_request: MemoryRequest) -> M
 def _check_gpu_wake(
     gpu: GpuReport, request: MemoryRequest, engine_pids: frozenset[int]
 ) -> Obstacle:
+    """Compare a GPU's free memory with what the engine needs besides what it holds asleep.
+
+    The finding is "cannot tell" where the GPU's memory or the engine's is unknown.
+    """
     memory = gpu.reading.memory
     index = gpu.reading.index
     held_bytes = sum_known(

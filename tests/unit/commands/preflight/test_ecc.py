@@ -13,8 +13,8 @@ from vllm_headroom_tools.preflight.checks import Kind
 @pytest.mark.parametrize(
     ("fact", "value", "text"),
     [
-        ("ecc", (True, False), "ECC is on and will be off after the next reset, which changes its memory"),
-        ("ecc", (False, True), "ECC is off and will be on after the next reset, which changes its memory"),
+        ("ecc", (True, False), "ECC is on and will be off after the next reset, which changes how much memory it has"),
+        ("ecc", (False, True), "ECC is off and will be on after the next reset, which changes how much memory it has"),
         ("rows", (True, False), "a faulty row of its memory waits to be remapped"),
         ("pages_pending", True, "a faulty page of its memory waits to be retired"),
     ],

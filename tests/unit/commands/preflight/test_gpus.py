@@ -80,7 +80,7 @@ def test_which_of_mixed_gpus_vllm_takes_cannot_be_told_unless_cuda_counts_as_nvm
     for wanted in (GpuChoice(count=1), GpuChoice(visible=("1",))):
         assert preflight.report(ask, wanted).verdict is Conclusion.CANNOT_TELL
     for wanted in (
-        GpuChoice(count=1, in_slot_order=True),
+        GpuChoice(count=1, has_slot_order=True),
         GpuChoice(visible=("GPU-b",)),
         GpuChoice(named=("1",)),
         GpuChoice(visible=("0", "1")),
