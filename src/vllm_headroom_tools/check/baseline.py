@@ -19,7 +19,8 @@ from vllm_headroom_tools.check.record import (
 from vllm_headroom_tools.conclusion import Conclusion
 
 SAME_SIZE_RATIO: Final = 0.01
-"""Two GPUs within this share have the same size: drivers reserve a little more or less."""
+"""GPUs whose sizes differ by at most this share count as the same kind: drivers reserve a little
+more or less."""
 
 COMPARED_PARTS: Final = (
     MemoryPart.WEIGHTS,
@@ -27,16 +28,17 @@ COMPARED_PARTS: Final = (
     MemoryPart.OTHER_TENSORS,
     MemoryPart.OUTSIDE_TORCH,
 )
-"""The KV cache takes what these leave and has its own limit; cached and fragmented memory varies
-with load."""
+"""The parts of GPU memory that are compared. The KV cache is not among them: it takes what these
+leave, and has its own limit. Nor is cached and fragmented memory, which varies with load."""
 
 
 def judge_growths(
     record: TraceRecord, baseline: TraceRecord | None, limit_ratio: float
 ) -> Iterator[Judgement]:
-    """Judge the growth of each GPU, role and part at the same load, and each KV cache's loss.
+    """Judge the growth over the baseline of each GPU, role and part of GPU memory at the same load.
 
-    A role or an engine that only one of the traces has cannot be judged.
+    Judge also by how much each KV cache became smaller. A role or an engine that only one of the
+    traces has cannot be judged. Yield nothing without a baseline.
     """
     if baseline is None:
         return
@@ -84,7 +86,7 @@ def _find_doubt(
     baseline: TraceRecord,
     baseline_series: MemorySeries | None,
 ) -> str | None:
-    """Return why a series cannot be judged; None where it can."""
+    """Return why a series cannot be compared with the baseline's; None where it can."""
     if series is None:
         return ONLY_BASELINE
     if baseline_series is None:
@@ -100,7 +102,10 @@ def _find_doubt(
 
 
 def _find_size_mismatch(series: MemorySeries, baseline_series: MemorySeries) -> str | None:
-    """Return that two GPUs have different sizes; None where they have not, or one is unknown."""
+    """Return a text where two GPUs have different sizes.
+
+    None where they have the same size, or any size is unknown.
+    """
     total_bytes = series.total_bytes
     baseline_bytes = baseline_series.total_bytes
     if total_bytes is None or baseline_bytes is None:
@@ -120,7 +125,10 @@ def _judge_growth(
     limit_ratio: float,
     doubt: str | None,
 ) -> Judgement:
-    """Judge the largest growth of a series among the loads that both traces have."""
+    """Judge the largest growth of a series among the loads that both traces have.
+
+    It cannot be judged with a doubt, without one of the series or without a load in common.
+    """
     judgement = Judgement(
         limit=limit_name,
         subject=subject,
@@ -151,9 +159,9 @@ def _judge_growth(
 def _find_largest_growth(
     series: MemorySeries, baseline_series: MemorySeries
 ) -> tuple[Cost, Cost] | None:
-    """Return the costs of the load whose memory grew most; None without a load in common.
+    """Return the cost here and in the baseline at the load whose memory grew most.
 
-    Of loads that grew equally it is the highest.
+    Among loads with equal growth, the highest counts. None without a load in common.
     """
     costs = series.costs
     baseline_costs = baseline_series.costs
@@ -167,6 +175,7 @@ def _find_largest_growth(
 
 
 def _describe_loads(series: MemorySeries) -> str:
+    """Return the lowest and the highest load of a series, as text."""
     running = [f"{cost.running:.3g}" for cost in series.costs.values()]
     if not running:
         return "none that lasted"
@@ -180,9 +189,9 @@ def _judge_capacity(
     limit_ratio: float,
     mismatch: str | None,
 ) -> Judgement:
-    """Judge the size of an engine's KV cache.
+    """Judge whether an engine's KV cache is smaller than the baseline's by more than the limit.
 
-    Within a fixed budget it shrinks by what else grows.
+    Within a fixed budget, a KV cache shrinks by as much as other memory grows.
     """
     doubt = mismatch
     if doubt is None and tokens is None:
@@ -192,6 +201,7 @@ def _judge_capacity(
     lowest_allowed = None
     if doubt is None and baseline_tokens is not None:
         lowest_allowed = baseline_tokens * (1 - limit_ratio)
+    # compare() knows upper bounds only: "not below" becomes "not above" of the negatives
     loss = None if tokens is None else -tokens
     highest_loss = None if lowest_allowed is None else -lowest_allowed
     return Judgement(
@@ -209,6 +219,7 @@ def _judge_capacity(
 
 
 def _format_change(value: float | None, baseline: float | None, unit: Unit) -> str | None:
+    """Return a figure and its change in percent; None where either is unknown or the base is 0."""
     if value is None or not baseline:
         return None
     return f"{format_figure(value, unit)}, {value / baseline - 1:+.2%}"
@@ -217,9 +228,10 @@ def _format_change(value: float | None, baseline: float | None, unit: Unit) -> s
 def _judge_parts(
     gpu: MemorySeries, baseline_gpu: MemorySeries, limit_ratio: float
 ) -> Iterator[Judgement]:
-    """Judge each part that both traces have.
+    """Judge the growth of each part of a GPU's memory that both traces have.
 
-    The limit's share is of all parts together, since a single part may be small.
+    A part may grow by the limit's share of all parts together: of a small part alone, the share
+    would be next to nothing.
     """
     parts_bytes = _average_parts(gpu)
     baseline_parts_bytes = _average_parts(baseline_gpu)
@@ -242,4 +254,5 @@ def _judge_parts(
 
 
 def _average_parts(gpu: MemorySeries) -> dict[MemoryPart, float]:
+    """Return the mean bytes of each part of a GPU's memory; empty without the probe."""
     return {part: fmean(readings) for part, readings in gpu.parts.items()}

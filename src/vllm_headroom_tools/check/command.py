@@ -49,16 +49,16 @@ SIZE: Final = size("1MiB")
 NUMBER: Final = Value(read=bounded(parse_number, 0, 1.7e308), accepts="a number, 0 or more")
 
 Judge = Callable[[TraceRecord, TraceRecord | None, float], Iterator[Judgement]]
-"""Yields the judgements on each GPU, role or engine, of a trace, its baseline and the limit."""
+"""Yields a judgement on each GPU, role or engine, from a trace, its baseline and the bound."""
 
 
 class Limit(Struct, frozen=True, kw_only=True):
-    """A limit that may be set, and its option."""
+    """A limit that may be set, and how its option reads."""
 
-    name: str
+    name: str  # in the report
     judge: Judge
-    metavar: str
-    kind: Value[Any]
+    metavar: str  # of the option
+    kind: Value[Any]  # of the option's value
     help: str
 
 
@@ -89,7 +89,7 @@ LIMITS: Final = {
         judge=judge_costs,
         metavar="SIZE",
         kind=SIZE,
-        help="GPU memory over running requests, at full load",
+        help="GPU memory divided by running requests, at full load",
     ),
     "max_preemptions_per_thousand_requests": Limit(
         name=PREEMPTIONS,
@@ -103,14 +103,14 @@ LIMITS: Final = {
         judge=judge_growths,
         metavar="SHARE",
         kind=SHARE,
-        help="GPU and host memory at the same load; the KV cache may be as much smaller",
+        help="GPU and host memory at the same load; the KV cache may shrink by the same share",
     ),
     "max_restarts": Limit(
         name=RESTARTS,
         judge=judge_restarts,
         metavar="N",
         kind=whole_number(0),
-        help="of the engine during the trace; 0 if not given",
+        help="restarts of the engine during the trace; 0 if not given",
     ),
 }
 """Each limit by its option."""
@@ -119,7 +119,10 @@ LIMITS: Final = {
 def judge(
     bounds: Mapping[str, float], record: TraceRecord, baseline: TraceRecord | None
 ) -> Iterator[Judgement]:
-    """Yield the judgements on each limit, by option; what the trace lacks cannot be judged."""
+    """Yield the judgements on each limit; `bounds` are by the limits' options.
+
+    A limit for which the trace has no GPU or process yields one judgement, "cannot tell".
+    """
     for option, bound in bounds.items():
         limit = LIMITS[option]
         judgements = tuple(limit.judge(record, baseline, bound))
@@ -132,7 +135,10 @@ def judge(
 
 
 def read_limits(options: Namespace) -> dict[str, float]:
-    """Return the limits that were given, by option; raises BadOptions where options conflict."""
+    """Return the bounds of the limits by option: those that were given, and that on restarts.
+
+    Raises BadOptions without a limit, or where options conflict.
+    """
     bounds = {}
     for option in LIMITS:
         bound = getattr(options, option)
@@ -146,6 +152,7 @@ def read_limits(options: Namespace) -> dict[str, float]:
 
 
 def _find_conflicts(options: Namespace, bounds: Mapping[str, float]) -> Iterator[str]:
+    """Yield a line for each combination of options that cannot be used."""
     if not bounds:
         yield "needs a limit, such as --max-leak-per-thousand-requests 1MiB"
     if "max_growth_over_baseline" in bounds and options.baseline is None:
@@ -189,6 +196,7 @@ def _add_options(parser: Parser) -> None:
 
 
 def _run(options: Namespace) -> Report:
+    """Judge the trace, write the JUnit file if one is wanted, and return the report."""
     bounds = read_limits(options)
     budget = Budget(
         reported_bytes=options.reported_bytes, utilization_ratio=options.gpu_memory_utilization
@@ -206,7 +214,7 @@ def _run(options: Namespace) -> Report:
                 record.step(snapshot)
         except BadInput as error:
             problem = f"{flag}: {error}"
-            # so that the file is not an earlier build's
+            # else the file of an earlier build would stay, and its result would be shown
             suite = build_suite([("trace", Conclusion.CANNOT_TELL, problem, "")])
             save(options.junit, suite, inputs=inputs)
             raise BadInput(problem) from error

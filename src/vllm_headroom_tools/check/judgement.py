@@ -29,18 +29,18 @@ class Unit(StrEnum):
 
 
 class Judgement(Struct, frozen=True, kw_only=True):
-    """One limit on one GPU, role or engine, or on all of them together."""
+    """The result of one limit, on one GPU, role or engine, or on all of them together."""
 
     limit: str
     subject: str = ""  # the GPU, role or engine; empty for all of them together
     verdict: Conclusion
     unit: Unit = Unit.BYTES
-    # in `unit`, None where unknown or absent
+    # these figures are in `unit`, and None where they are unknown or do not apply
     value: float | None = None
     highest_allowed: float | None = None
     lowest_allowed: float | None = None
     baseline: float | None = None
-    # value, bound and baseline as text, where the figure is not enough
+    # texts of value, bound and baseline; where None, they are the formatted figures
     value_text: str | None = None
     bound_text: str | None = None
     baseline_text: str | None = None
@@ -50,12 +50,12 @@ class Judgement(Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """The limit and its subject."""
+        """The limit and its subject, if it has one."""
         return f"{self.limit}, {self.subject}" if self.subject else self.limit
 
     @property
     def texts(self) -> tuple[str, str, str]:
-        """Value, bound and baseline as text; the last two may be empty."""
+        """Value, bound and baseline as text; an unknown bound or baseline is empty."""
         return (
             self.value_text or format_figure(self.value, self.unit) or "unknown",
             self.bound_text or format_figure(self.highest_allowed, self.unit),
@@ -64,7 +64,7 @@ class Judgement(Struct, frozen=True, kw_only=True):
 
 
 def format_figure(figure: float | None, unit: Unit) -> str:
-    """Format a figure; return an empty text for None."""
+    """Return a figure as text with its unit; an empty text for None."""
     if figure is None:
         return ""
     match unit:
@@ -81,9 +81,10 @@ def format_figure(figure: float | None, unit: Unit) -> str:
 
 
 def compare(value: float | None, highest_allowed: float | None, doubt: str | None) -> Conclusion:
-    """Compare a value with its limit.
+    """Compare a value with its limit; "cannot tell" where either is unknown.
 
-    Above it fails in any case, below it passes only without a doubt.
+    A value above the limit fails even with a doubt. A value up to the limit passes only without a
+    doubt: the part of the trace that is missing may hold a higher one.
     """
     if value is None or highest_allowed is None:
         return Conclusion.CANNOT_TELL

@@ -30,7 +30,7 @@ LONGER: Final = "record for longer, or send more requests"
 def judge_gpu_leaks(
     record: TraceRecord, baseline: TraceRecord | None, limit_bytes: float
 ) -> Iterator[Judgement]:
-    """Judge the leak per thousand requests of each GPU."""
+    """Judge the leak per thousand requests on each GPU."""
     for series, baseline_series in pair_gpus(record, baseline):
         yield _judge_leak(LEAK, record, series, baseline_series, limit_bytes)
 
@@ -38,7 +38,7 @@ def judge_gpu_leaks(
 def judge_host_leaks(
     record: TraceRecord, baseline: TraceRecord | None, limit_bytes: float
 ) -> Iterator[Judgement]:
-    """Judge the leak per thousand requests of each role of the engine's processes."""
+    """Judge the leak per thousand requests in the host memory of each role."""
     for role, series in sorted(record.host.items()):
         baseline_series = None if baseline is None else baseline.host.get(role)
         yield _judge_leak(HOST_LEAK, record, series, baseline_series, limit_bytes)
@@ -51,6 +51,7 @@ def _judge_leak(
     baseline_series: MemorySeries | None,
     limit_bytes: float,
 ) -> Judgement:
+    """Judge a series: by its alarm, or without an alarm by what would have been detected."""
     begin_seconds, end_seconds = record.replay.span
     leak_verdict, leak_reason = judge_course(series.course, end_seconds - begin_seconds)
     draft = Judgement(
@@ -76,7 +77,11 @@ def _judge_leak(
 
 
 def _judge_alarm(draft: Judgement, alarm: Moment, limit_bytes: float) -> Judgement:
-    """Judge an alarm: it fails by its estimate, and passes only if all of its interval does."""
+    """Judge an alarm by its estimated leak per request.
+
+    It fails if the estimate is above the limit or there is no estimate. It passes only if all of
+    the 95 % interval is within the limit; else it cannot be judged.
+    """
     per_thousand_bytes = _compute_per_thousand(alarm)
     rate = alarm.bytes_per_second or 0.0
     lower_rate = alarm.bytes_per_second_lower
@@ -88,7 +93,8 @@ def _judge_alarm(draft: Judgement, alarm: Moment, limit_bytes: float) -> Judgeme
     if rate <= 0 or lower_rate is None or upper_rate is None:
         return replace(draft, verdict=Conclusion.NOT_GOOD, value_text="a leak", reason=reason)
 
-    # The interval of the rate by time is as wide, by its value, as that by requests.
+    # The detector gives an interval only for the rate by time. Relative to its rate, that by
+    # requests is as wide.
     lower_bytes = per_thousand_bytes * lower_rate / rate
     upper_bytes = per_thousand_bytes * upper_rate / rate
     bounds = f"{format_size(lower_bytes)} to {format_size(upper_bytes)}"
@@ -121,7 +127,8 @@ def _judge_quiet(
 ) -> Judgement:
     """Judge a series without an alarm and without an early warning that counts.
 
-    It passes if the detector would have found a leak at the limit.
+    It passes if the detector would have found a leak at the limit. It cannot be judged with a doubt,
+    or if such a leak would not have been found.
     """
     doubt = find_doubt(record, series.coverage, series.name)
     if doubt is not None:
@@ -143,6 +150,7 @@ def _judge_quiet(
 
 
 def _describe_course(course: LeakCourse) -> str:
+    """Return the detector's result on a series as text, with its rate where that is known."""
     per_thousand_bytes = _compute_per_thousand(course.newest)
     if course.last_alarm is not None:
         return "a leak" if per_thousand_bytes is None else format_size(per_thousand_bytes)
@@ -154,28 +162,32 @@ def _describe_course(course: LeakCourse) -> str:
 
 
 def _compute_per_thousand(moment: Moment | None) -> float | None:
-    """Return the bytes per thousand requests; None where none finished or it does not grow."""
+    """Return the leak in bytes per thousand requests.
+
+    None without a moment, or where the leak per request is unknown or not above 0.
+    """
     if moment is None or moment.bytes_per_request is None or moment.bytes_per_request <= 0:
         return None
     return THOUSAND * moment.bytes_per_request
 
 
 ALLOCATION_BYTES: Final = 2 * MIB
-"""An allocator takes at least this at a time (cudaMalloc, torch's small pool), so a leak grows in
+"""The least that an allocator takes at a time (cudaMalloc, torch's small pool): a leak grows in
 such steps."""
 
 DOUBLINGS: Final = 10
-"""How often a leak is doubled until the detector finds it."""
+"""Our choice: how often a leak is doubled at most, until the detector finds it."""
 
 
 def find_smallest_visible(
     readings: Sequence[DetectorInput], bytes_per_request: float
 ) -> float | None:
-    """Return the leak per request that the detector would have found: this one, or a double of it.
+    """Return the smallest leak per request that the detector would have found in these readings.
 
-    None if it finds none of them, or nothing is known of the readings. The detector gets the
-    readings with a steady leak added. The drift in the later half counts towards that leak: it may
-    be a leak that was missed, or hide one.
+    It tries `bytes_per_request`, then its doubles, by running the detector on the readings with a
+    steady leak added. The drift of the later half is subtracted from the leak that is added: the
+    drift may be a missed leak, or hide one. None if the detector finds none of them, or the drift
+    is unknown.
     """
     drift = _measure_drift(readings)
     if drift is None:
@@ -188,9 +200,10 @@ def find_smallest_visible(
 
 
 def _measure_drift(readings: Sequence[DetectorInput]) -> float | None:
-    """Return how far the floor moved over the later half, up or down, in bytes per request.
+    """Return by how many bytes per request the floor moved, up or down, over the later half.
 
-    None without memory or requests. A floor is the least of an eighth of the readings.
+    A floor is the least memory within an eighth of the readings. None without memory readings or
+    without requests.
     """
     eighth = len(readings) // 8
     half = len(readings) // 2
@@ -206,6 +219,7 @@ def _measure_drift(readings: Sequence[DetectorInput]) -> float | None:
 
 
 def _find_floor(readings: Sequence[DetectorInput]) -> int | None:
+    """Return the least bytes held in any reading; None where all are unknown."""
     held_bytes = [
         observation.held_bytes for observation, _ in readings if observation.held_bytes is not None
     ]
@@ -224,6 +238,7 @@ def _can_see(readings: Sequence[DetectorInput], bytes_per_request: float) -> boo
 
 
 def _add_leak(observation: Observation, leaked_bytes: int) -> Observation:
+    """Return an observation with this much more memory held, and less free."""
     held_bytes = observation.held_bytes
     room_bytes = observation.room_bytes
     return replace(

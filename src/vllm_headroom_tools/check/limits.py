@@ -1,4 +1,4 @@
-"""Judge the limits that one trace is enough for, but for leaks."""
+"""Judge the limits that need no baseline, except those on leaks."""
 
 from collections.abc import Iterator
 
@@ -32,7 +32,10 @@ from vllm_headroom_tools.conclusion import Conclusion
 def judge_discrepancies(
     record: TraceRecord, baseline: TraceRecord | None, limit: float
 ) -> Iterator[Judgement]:
-    """Judge the highest discrepancy of each GPU; without a budget it cannot be judged."""
+    """Judge the highest discrepancy of each GPU from its budget.
+
+    Without a budget it cannot be judged.
+    """
     for gpu, baseline_gpu in pair_gpus(record, baseline):
         doubt = find_doubt(record, gpu.budget_coverage, gpu.name)
         if not _has_budget(record):
@@ -59,13 +62,14 @@ def judge_discrepancies(
 
 
 def _has_budget(record: TraceRecord) -> bool:
-    """Return whether the operator or the engine named a budget."""
+    """Return whether there is a budget, the operator's or the engine's own."""
     if record.budget != Budget():
         return True
     return any(gpu.highest_discrepancy is not None for gpu in record.gpus)
 
 
 def _describe_discrepancy(discrepancy: SignedDiscrepancy | None) -> str:
+    """Return the highest discrepancy in bytes and its time; an empty text without one."""
     if discrepancy is None:
         return ""
     size = format_size(abs(discrepancy.n_bytes))
@@ -77,7 +81,10 @@ def _describe_discrepancy(discrepancy: SignedDiscrepancy | None) -> str:
 def judge_costs(
     record: TraceRecord, baseline: TraceRecord | None, limit_bytes: float
 ) -> Iterator[Judgement]:
-    """Judge the memory per running request on each GPU, at the highest load that lasted."""
+    """Judge the memory per running request on each GPU, at the highest load that lasted.
+
+    It cannot be judged on a trace that is too short, or where no load lasted.
+    """
     for gpu, baseline_gpu in pair_gpus(record, baseline):
         cost = gpu.busiest_cost
         baseline_cost = None if baseline_gpu is None else baseline_gpu.busiest_cost
@@ -88,7 +95,8 @@ def judge_costs(
                 "run each for longer"
             )
         value = None if cost is None else cost.bytes_per_request
-        # a trace that is too short has hardly reached full load
+        # In a trace that is too short the load is hardly full yet. Its cost per request is high
+        # then, and must not fail.
         comparable_value = None if find_shortfall(record) else value
         reason = doubt or ""
         if cost is not None and doubt is None:
@@ -117,8 +125,8 @@ def judge_preemptions(
 ) -> Iterator[Judgement]:
     """Judge the preemptions per thousand requests.
 
-    With few requests it fails only if it would still fail after enough requests without a
-    preemption.
+    With fewer requests than a limit needs, it fails only if the rate would still be too high after
+    as many requests as needed without another preemption.
     """
     doubt = find_doubt(record, record.engine_coverage, "the engine")
     value = compute_preemption_rate(record)
@@ -148,7 +156,10 @@ def judge_preemptions(
 
 
 def compute_preemption_rate(record: TraceRecord) -> float | None:
-    """Return the preemptions per thousand requests; None where unknown or no request finished."""
+    """Return the preemptions per thousand requests.
+
+    None where they are not reported, or no request finished.
+    """
     requests = record.finished_requests.total
     preemptions = record.preemptions.total
     if preemptions is None or not requests:
@@ -159,7 +170,7 @@ def compute_preemption_rate(record: TraceRecord) -> float | None:
 def judge_restarts(
     record: TraceRecord, baseline: TraceRecord | None, limit: float
 ) -> Iterator[Judgement]:
-    """Judge the restarts of the engine."""
+    """Judge how often the engine restarted; the reason names the causes of its exits."""
     doubt = find_shortfall(record) or find_gap(record, record.engine_coverage, "the engine")
     causes = [
         judge_ending(event)[0].sentence

@@ -23,31 +23,35 @@ from vllm_headroom.vocabulary import MemoryPart, Role
 from vllm_headroom_tools.history import LONGEST_STEP_SECONDS, LeakCourse, LeakReplay, Rise
 
 DetectorInput = tuple[Observation, float]
-"""An observation that the detector was given, and the requests finished by then, as the detector
-counts them."""
+"""An observation that the detector was given, and the detector's own count of requests that had
+finished by then."""
 
 
 class Budget(Struct, frozen=True, kw_only=True):
-    """The operator's budget of the engine on each GPU; it replaces what the engine reports."""
+    """The operator's budget for the engine on each GPU, in bytes or as a share.
+
+    It replaces the budget that the engine reports. Both are None where the operator set none.
+    """
 
     reported_bytes: int | None = None
     utilization_ratio: float | None = None
 
 
 class SignedDiscrepancy(Struct, frozen=True):
-    """What a GPU holds over its budget, negative below it; the ratio comes first, and compares."""
+    """The memory held on a GPU minus its budget, at one sample: negative below the budget."""
 
-    ratio: float
+    ratio: float  # of the budget
     n_bytes: float
-    seconds: float  # when it was measured
+    seconds: float  # the time of the sample
 
 
 def find_discrepancies(
     snapshot: Snapshot, budget: Budget
 ) -> Iterator[tuple[str, SignedDiscrepancy]]:
-    """Yield the discrepancy of each GPU that has a budget, by UUID, from the daemon's derivation.
+    """Yield the UUID and the discrepancy of each GPU that has a budget.
 
-    The operator's budget goes on the engine's page, where a live engine has its own.
+    The daemon's derivation computes it. The operator's budget replaces the engine's own on the page
+    that the derivation reads.
     """
     page = snapshot.engines
     if budget != Budget() and not isinstance(page, Failure):
@@ -77,13 +81,16 @@ def find_discrepancies(
 
 
 class Coverage(Struct):
-    """The time that something was read without a gap."""
+    """For how long something was read, without the gaps."""
 
     seconds: float = 0.0
     newest_seconds: float | None = None  # the time of the newest reading
 
     def step(self, now_seconds: float) -> None:
-        """Add a reading; after a step back of the clock the count goes on from there."""
+        """Add a reading.
+
+        The time since the previous one counts, unless it is a gap or the clock went back.
+        """
         if self.newest_seconds is not None:
             step_seconds = now_seconds - self.newest_seconds
             if 0 < step_seconds <= LONGEST_STEP_SECONDS:
@@ -104,7 +111,7 @@ class Cost(Struct, frozen=True, kw_only=True):
 
 
 class _LoadReadings:
-    """The readings of one load band: what was held, and how many requests ran."""
+    """The readings of one load band: bytes held and running requests, at the same places."""
 
     def __init__(self) -> None:
         self.held_bytes: array[float] = array("d")
@@ -112,19 +119,19 @@ class _LoadReadings:
 
 
 class MemorySeries:
-    """The memory of one GPU or one role, which `key` names in the trace."""
+    """The memory of one GPU or one role over a trace; `key` is the UUID or the role."""
 
     def __init__(self, key: str, name: str, course: LeakCourse, *, keeps_readings: bool) -> None:
         self.key = key
         self.name = name
-        self.course = course  # the detector's verdicts
+        self.course = course  # the detector's states over the trace
         self.coverage = Coverage()
-        # the detector's input, only where a limit on leaks needs it
+        # the detector's input; empty unless `keeps_readings`, since it takes memory
         self.readings: list[DetectorInput] = []
         self._keeps_readings = keeps_readings
         self._loads: defaultdict[int, _LoadReadings] = defaultdict(_LoadReadings)
-        # what only a GPU has: its size, its parts by the probe, and its highest discrepancy with
-        # the time for which it was known
+        # of GPUs only: the size, the readings of its parts by the probe, the highest discrepancy,
+        # and for how long a discrepancy was known
         self.total_bytes: int | None = None
         self.parts: defaultdict[MemoryPart, array[float]] = defaultdict(lambda: array("d"))
         self.highest_discrepancy: SignedDiscrepancy | None = None
@@ -137,9 +144,10 @@ class MemorySeries:
         requests: float,
         running: float | None,
     ) -> None:
-        """Add a reading and what the detector was given of it.
+        """Add a reading, and the observation that the detector was given of it.
 
-        `running` is its load, None where it does not count.
+        That is None where the detector was given none. `requests` is the detector's count.
+        `running` is the load; None leaves the reading out of the costs.
         """
         if self._keeps_readings and detector_observation is not None:
             self.readings.append((detector_observation, requests))
@@ -147,13 +155,14 @@ class MemorySeries:
         if held_bytes is None:
             return
         self.coverage.step(observation.seconds)
-        if running and held_bytes:  # held is 0 where the engine died between the two readings
+        # nothing is held where the engine exited after its page was read
+        if running and held_bytes:
             load = self._loads[find_load_band(running)]
             load.held_bytes.append(held_bytes)
             load.running.append(running)
 
     def add_discrepancy(self, discrepancy: SignedDiscrepancy) -> None:
-        """Add a discrepancy of this GPU, of which the highest stays."""
+        """Add a discrepancy of this GPU; only the highest is stored."""
         self.budget_coverage.step(discrepancy.seconds)
         highest = self.highest_discrepancy
         if highest is None or discrepancy.ratio > highest.ratio:
@@ -161,7 +170,7 @@ class MemorySeries:
 
     @property
     def costs(self) -> dict[int, Cost]:
-        """The costs by the daemon's load bands, from the lowest load to the highest."""
+        """The cost in each of the daemon's load bands with enough readings, by rising load."""
         return {
             band: Cost(held_bytes=fmean(load.held_bytes), running=fmean(load.running))
             for band, load in sorted(self._loads.items())
@@ -170,21 +179,22 @@ class MemorySeries:
 
     @property
     def busiest_cost(self) -> Cost | None:
-        """The cost at the highest load with enough readings; None without one."""
+        """The cost at the highest load with enough readings; None where no load has enough."""
         return next(reversed(self.costs.values()), None)
 
 
 class TraceRecord:
-    """The figures of a whole trace.
+    """Collects the figures of a whole trace.
 
-    `host` is by role, and `capacity_tokens`, the smallest KV cache, by engine.
+    `host` has the series of each role. `capacity_tokens` has the smallest size of each engine's KV
+    cache.
     """
 
     def __init__(self, budget: Budget, *, keeps_readings: bool) -> None:
         self.budget = budget
         self.replay = LeakReplay()
-        self.coverage = Coverage()  # of any source
-        self.engine_coverage = Coverage()
+        self.coverage = Coverage()  # of samples, whatever they contain
+        self.engine_coverage = Coverage()  # of samples with the engine's page
         self.finished_requests = Rise()
         self.preemptions = Rise()
         self.host: dict[Role, MemorySeries] = {}
@@ -196,7 +206,10 @@ class TraceRecord:
 
     @property
     def span_seconds(self) -> float:
-        """From the first sample to the last, or the time watched where the clock was set back."""
+        """The time from the first sample to the last; at least the time that was covered.
+
+        That is longer where the clock was set back.
+        """
         begin, end = self.replay.span
         return max(end - begin, self.coverage.seconds)
 
@@ -207,17 +220,20 @@ class TraceRecord:
 
     @property
     def restarts(self) -> int:
-        """The restarts of the engine."""
+        """How often the engine restarted."""
         return self.replay.engine.runs.restarts
 
     def step(self, snapshot: Snapshot) -> None:
-        """Add one sample."""
-        # the detector gets what was held while the engine served; the limits take every reading
+        """Add one sample to the detector and to all figures."""
+        # The detector judges only memory that was held while the engine served, so its
+        # observations are from `served_snapshot`. The other figures take every reading.
         served_snapshot = keep_service(self.replay.step(snapshot))
+
         self.coverage.step(snapshot.time_seconds)
         page = snapshot.page
         if page is not None and list_named(page):
             self._add_page(page, snapshot.time_seconds)
+        # the first requests use kernels for the first time: their memory is not the load's
         is_warm = (count_finished(page) or 0.0) >= WARM_REQUESTS
         running = count_running(page) if is_warm else None
         detector_gpus = {
@@ -240,6 +256,7 @@ class TraceRecord:
         detector_observation: Observation | None,
         running: float | None,
     ) -> None:
+        """Add a reading of a GPU to its series, which is built at its first reading."""
         uuid = gpu.reading.uuid
         if uuid not in self._gpus:
             self._gpus[uuid] = self._build_series(uuid, gpu.reading.display_name)
@@ -258,6 +275,7 @@ class TraceRecord:
         detector_observation: Observation | None,
         running: float | None,
     ) -> None:
+        """Add a reading of a role to its series, which is built at its first reading."""
         if role not in self.host:
             self.host[role] = self._build_series(role, role)
         requests = self.replay.requests(role)
@@ -268,12 +286,13 @@ class TraceRecord:
         return MemorySeries(key, name, course, keeps_readings=self._keeps_readings)
 
     def _add_page(self, page: EnginePage, now_seconds: float) -> None:
+        """Add the counters, models and KV caches of a page."""
         self.engine_coverage.step(now_seconds)
         has_restarted = self.restarts != self._restarts
         self._restarts = self.restarts
         engines = list_named(page)
         self.finished_requests.step(count_finished(page), restarted=has_restarted)
-        # a counter that falls with a restart began at 0
+        # After a restart counters begin at 0, so all of their value is a rise.
         preemptions = sum_known(engine.preemptions_total for engine in engines)
         self.preemptions.step(preemptions, restarted=has_restarted)
         for engine in engines:
@@ -286,10 +305,10 @@ class TraceRecord:
 def pair_gpus(
     record: TraceRecord, baseline: TraceRecord | None
 ) -> Iterator[tuple[MemorySeries, MemorySeries | None]]:
-    """Yield each GPU with its counterpart in the baseline, or None.
+    """Yield each GPU of a trace with its counterpart in the baseline, or None without one.
 
-    Counterparts have the same UUID or else the same place among the indices: another machine has
-    other UUIDs.
+    The counterpart has the same UUID. If no GPU has, as on another machine, it is the GPU at the
+    same place in the order of indices.
     """
     baseline_gpus = () if baseline is None else baseline.gpus
     baseline_by_uuid = {gpu.key: gpu for gpu in baseline_gpus}
@@ -301,17 +320,19 @@ def pair_gpus(
 
 
 LEAST_REQUESTS: Final = WARM_REQUESTS
-"""Kernels have been used for the first time by then; earlier memory does not predict later
-memory."""
+"""The requests that a trace needs to be judged. By then kernels have been used for the first time;
+memory before that does not predict later memory."""
 
 LEAST_SHARE: Final = 0.9
-"""The share of the trace in which a figure has to be known: the rest may hide a peak."""
+"""Our choice: the share of the trace for which a figure has to be known. The rest may hide a
+peak."""
 
 
 def find_doubt(record: TraceRecord, coverage: Coverage | None, subject: str) -> str | None:
-    """Return why a subject, read for the time in `coverage`, cannot be judged; None where it can.
+    """Return why a subject cannot be judged; None where it can.
 
-    Without `coverage` it was never read.
+    Reasons are a trace that is too short, and too little time for which the engine's page, or the
+    subject itself by its `coverage`, was read. A subject without `coverage` was never read.
     """
     return (
         find_shortfall(record)
@@ -321,7 +342,7 @@ def find_doubt(record: TraceRecord, coverage: Coverage | None, subject: str) -> 
 
 
 def find_shortfall(record: TraceRecord) -> str | None:
-    """Return why the trace is too short; None where it is long enough."""
+    """Return why the trace is too short in samples, time or requests; None where it is not."""
     if not record.replay.samples:
         return "the trace has no samples"
     watched_seconds = record.coverage.seconds
@@ -339,7 +360,7 @@ def find_shortfall(record: TraceRecord) -> str | None:
 
 
 def find_gap(record: TraceRecord, coverage: Coverage | None, subject: str) -> str | None:
-    """Return that a subject could not be read for too long; None where it could."""
+    """Return a text where a subject could not be read for too much of the trace; else None."""
     read_seconds = 0.0 if coverage is None else coverage.seconds
     if read_seconds >= LEAST_SHARE * record.span_seconds:
         return None

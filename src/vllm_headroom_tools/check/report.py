@@ -22,11 +22,11 @@ OUTCOMES: Final = {
     Conclusion.NOT_GOOD: "failed",
     Conclusion.CANNOT_TELL: "cannot_tell",
 }
-"""The words of --json."""
+"""The `outcome` of --json, by verdict."""
 
 HEADINGS: Final = ("", "limit", "of", "found", "at most", "baseline")
 INDENT: Final = " " * 13
-"""The width of the marks: a reason goes below the limit's name."""
+"""As wide as the column of marks: a reason is below the limit's name."""
 
 COLUMN_GAP: Final = "  "
 
@@ -37,7 +37,10 @@ def build_report(
     *,
     for_github: bool = False,
 ) -> Report:
-    """Return the report on the traces, of which the first was judged."""
+    """Return the report on the traces, which are named: the one judged, then any baseline.
+
+    With `for_github`, GitHub's annotations follow the table.
+    """
     lines = format_table(traces, judgements)
     if for_github:
         lines += format_annotations(judgements)
@@ -54,7 +57,7 @@ def build_report(
 
 
 def summarize(judgements: Sequence[Judgement]) -> str:
-    """Return the judgements in a line."""
+    """Return one line with how many limits are exceeded, cannot be judged and are kept."""
     verdicts = [judgement.verdict for judgement in judgements]
     failed = verdicts.count(Conclusion.NOT_GOOD)
     unknown = verdicts.count(Conclusion.CANNOT_TELL)
@@ -85,7 +88,10 @@ def format_table(
 
 
 def _format_rows(judgements: Sequence[Judgement]) -> list[str]:
-    """Return the headings and a row for each judgement, with columns of equal width."""
+    """Return the headings and a row for each judgement, as lines with aligned columns.
+
+    The column of the baseline is left out where no row has one.
+    """
     rows: list[tuple[str, ...]] = [HEADINGS]
     for judgement in judgements:
         mark = MARKS[judgement.verdict]
@@ -149,7 +155,7 @@ def _build_data(
 
 
 def format_message(judgement: Judgement) -> str:
-    """Return the value, the bound and the baseline in a line."""
+    """Return one line with the value, and the bound and the baseline where there are any."""
     value, bound, baseline = judgement.texts
     message = f"{judgement.name}: {value}"
     if bound:
@@ -163,14 +169,15 @@ SUITE: Final = "vllm-headroom check"
 """The name of the JUnit suite, and the title of GitHub's annotations."""
 
 CASE_CLASS: Final = "vllm_headroom_tools.check"
-"""What the cases of the suite are shown under."""
+"""The class of the JUnit cases, under which CI systems group them."""
 
 JUNIT_ELEMENTS: Final = {Conclusion.NOT_GOOD: "failure", Conclusion.CANNOT_TELL: "error"}
-"""What cannot be judged is an error: a skipped test would count as good."""
+"""The JUnit element of a verdict. A limit that cannot be judged is an error: CI systems would count
+a skipped test as good."""
 
 
 def build_junit(judgements: Iterable[Judgement]) -> str:
-    """Build a JUnit suite with a test for each judgement."""
+    """Return a JUnit file with a test for each judgement."""
     return build_suite(
         (judgement.name, judgement.verdict, format_message(judgement), judgement.reason)
         for judgement in judgements
@@ -178,9 +185,9 @@ def build_junit(judgements: Iterable[Judgement]) -> str:
 
 
 def build_suite(cases: Iterable[tuple[str, Conclusion, str, str]]) -> str:
-    """Build a suite of a test for each name, with its verdict, its message and its reason.
+    """Return a JUnit file with a test for each case: its name, verdict, message and reason.
 
-    The text of a test is its reason, or its output where it passed.
+    The body of a test is its message and reason where it passed, else its reason.
     """
     root = ET.Element("testsuites")
     suite = ET.SubElement(root, "testsuite", {"name": SUITE, "skipped": "0"})
@@ -205,8 +212,8 @@ ANNOTATION_LEVELS: Final = {Conclusion.NOT_GOOD: "error", Conclusion.CANNOT_TELL
 def format_annotations(judgements: Sequence[Judgement]) -> Iterator[str]:
     """Yield an error for each limit that is exceeded, a warning for each that cannot be judged.
 
-    GitHub shows ten of a kind and step, so all limits that are kept share a notice, which is there
-    if nothing else is.
+    If all limits are kept, yield one notice for all of them: GitHub shows at most ten annotations
+    of a level in each step.
     """
     is_all_kept = True
     for judgement in judgements:

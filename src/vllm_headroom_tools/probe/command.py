@@ -16,11 +16,14 @@ INSTALL: Final = "install"
 RECORD: Final = "record"
 
 MAX_RECORD_SECONDS: Final = 3600
-"""As the probe has it: no recording is longer."""
+"""The longest recording: the probe itself stops after this time."""
 
 
 class ProbeSettings(Settings):
-    """The daemon's settings, in whose environment this is run; its options are those it uses."""
+    """The daemon's settings, since the command runs in the daemon's environment.
+
+    Only the settings that this command uses are options of it.
+    """
 
     no_options: ClassVar = frozenset(Settings.model_fields) - {"probe_dir"}
 
@@ -64,6 +67,7 @@ def _add_options(parser: Parser) -> None:
 
 
 async def _run(arguments: Namespace) -> Report:
+    """Install or record and return the report; raise BadOptions for options that do not fit."""
     folder = arguments.folder
     seconds = arguments.seconds
     if arguments.action == INSTALL and folder is not None:

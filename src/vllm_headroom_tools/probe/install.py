@@ -11,17 +11,18 @@ from vllm_headroom_tools.trace import BadInput
 PACKAGE: Final = "vllm_headroom_probe"
 
 ENTRY_POINTS: Final = f"[vllm.general_plugins]\nheadroom_probe = {PACKAGE}:register\n"
-"""As pyproject.toml has it: what vLLM looks for in the metadata of everything on its path."""
+"""The entry point of pyproject.toml. vLLM looks for such entry points in the metadata of all
+packages on its path."""
 
 FOLDER_MODE: Final = 0o755
 FILE_MODE: Final = 0o644
-"""vLLM is another user, and the umask may be for one's own use only."""
+"""Modes that let everybody read: vLLM runs as another user, and the umask may be stricter."""
 
 
 def install(folder: Path) -> tuple[str, ...]:
-    """Put the probe into the folder, in place of an older one; return the names of what is there.
+    """Put the probe into a folder, in place of an older probe; return the names of its two folders.
 
-    Raise BadInput.
+    Raise BadInput where this installation has no probe, or the folder cannot be written.
     """
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or spec.origin is None:

@@ -29,23 +29,27 @@ RECORD_FORMAT: Final = "headroom_record"
 RECORD_VERSION: Final = 1
 
 MAX_STACKS: Final = 20
-"""Of each kind of memory that an answer may have."""
+"""How many stacks an answer may have of each kind of memory."""
 
 MAX_FRAMES: Final = 16
-"""Of a stack."""
+"""How many frames a stack may have."""
 
 Recording = dict[str, Any]
-"""A process's answer, as --json has it: a `note`, the `cost`, and the stacks of `host` and `gpu`
-that hold most.
+"""A process's answer, as --json has it: a `note`, the `cost`, and the `host` and `gpu` stacks that
+hold most memory.
 
-A stack has all `bytes` that are still held of what was allocated there; the line itself is first.
-The cost is what the recording took of its process: `pause_seconds` is how long it stood still at
-the end.
+`bytes` of a stack is the memory that was allocated there during the recording and is still held.
+Its first frame is the line that allocated it. The cost is what the recording took from the process:
+`pause_seconds` is for how long the process stood still at the end.
 """
 
 
 def parse_answer(content: bytes, request_id: str) -> Recording | str | None:
-    """Parse the answer to a request; None for the answer to another, a text where it is wrong."""
+    """Parse the answer to a request.
+
+    Return None for the answer to another request, and a text that says what is wrong for an answer
+    that cannot be used.
+    """
     try:
         document = json.loads(content)
         if not _answers(document, request_id):
@@ -63,12 +67,14 @@ def parse_answer(content: bytes, request_id: str) -> Recording | str | None:
 
 
 def _answers(document: object, request_id: str) -> bool:
+    """Return whether a document is an answer, of this format's version, to this request."""
     if type(document) is not dict:
         return False
     return document.get(RECORD_FORMAT) == RECORD_VERSION and document.get("id") == request_id
 
 
 def _parse_stack(entry: dict[str, Any], _place: int) -> dict[str, Any]:
+    """Return a stack with its bytes and allocations; raise WrongFieldError for bad frames."""
     frames = entry.get("stack")
     if type(frames) is not list or not all(map(_is_printable_text, frames)):
         raise WrongFieldError("stack", frames, "a list of files and lines")
@@ -97,36 +103,38 @@ REQUEST: Final = "record.json"
 NO_ANSWER: Final = "no answer"
 
 TOUCH_SECONDS: Final = 5.0
-"""How often the request is touched: the probes end what nobody waited for in a minute."""
+"""How often the request's file is touched. The probes stop a recording whose request was not
+touched for a minute, since nobody waits for it any more."""
 
 POLL_SECONDS: Final = 0.5
 
 RECORD_ANSWER_SECONDS: Final = 60.0
-"""From the end to the answers: the probes look every five seconds, and count for seconds."""
+"""How long after the end answers are waited for: the probes look for the end every five seconds,
+and take seconds to add up the stacks."""
 
 MAX_ANSWER_BYTES: Final = 256 * 1024
 
 PROBE_FILES_SECONDS: Final = 5.0
-"""For the files of the probes."""
+"""The limit for reading the files of all probes."""
 
 MAPPINGS_SECONDS: Final = 10.0
-"""For the mappings of a process."""
+"""The limit for reading the mappings of one process."""
 
 KINDS: Final = ("host", "gpu")
-"""The memory that can be recorded.
+"""The kinds of memory that can be recorded.
 
-Host memory costs far more: Python notes the stack of every object.
+Host memory costs far more, since Python then stores the stack of every allocation.
 """
 
 
 async def record(
     folder: Path, seconds: float, say: Callable[[str], None], kinds: Collection[str] = KINDS
 ) -> dict[str, Any]:
-    """Have all processes record these kinds of memory; return what --json prints.
+    """Have all processes record these kinds of memory for some seconds; return the data of --json.
 
-    A process without a usable answer has null for what is missing. Raise BadInput without a
-    process, or while another recording runs. Where this ends early, cancelled or killed, the probes
-    stop recording within a minute.
+    A process without a usable answer has a `problem`, and None for its figures. Raise BadInput
+    without any process, while another recording runs, or where the folder cannot be written. If
+    this is cancelled or killed, the probes stop recording within a minute.
     """
     processes = await _find_processes(folder)
     # The stacks have what Python and torch allocate. How the kernel's mappings grow meanwhile, and
@@ -146,6 +154,7 @@ async def record(
                 record_faults(visible_pids if "host" in kinds else None, seconds),
             )
         finally:
+            # Without the request, the probes stop at once.
             with contextlib.suppress(FileNotFoundError):
                 (folder / REQUEST).unlink()
     except OSError as error:
@@ -163,7 +172,7 @@ async def record(
 
 
 async def _find_processes(folder: Path) -> tuple[ProbedProcess, ...]:
-    """Return the processes whose probes write into the folder now; raise BadInput without one."""
+    """Return the processes whose probes write into the folder now; raise BadInput without any."""
     files = await ProbeReader(folder, parse=parse_probe).read(PROBE_FILES_SECONDS)
     if isinstance(files, Failure):
         raise BadInput(files.message)
@@ -178,7 +187,10 @@ async def _find_processes(folder: Path) -> tuple[ProbedProcess, ...]:
 async def _measure_growth(
     mappings: Mapping[ProbedProcess, dict[str, int] | None],
 ) -> dict[ProbedProcess, dict[str, int]]:
-    """Return by how much the mappings of each process have grown; a process may be missing."""
+    """Return by how many bytes each kind of mapping has grown, by process.
+
+    A process whose mappings could not be read both times is absent.
+    """
     growths = {}
     for process, old_mappings in mappings.items():
         new_mappings = await _read_mappings(process) if old_mappings else None
@@ -193,7 +205,10 @@ def _join_record(
     growth: dict[str, int] | None,
     faults: Faults,
 ) -> dict[str, Any]:
-    """Return what --json has of a process; its answer may be a text that says what is wrong."""
+    """Return the data of --json on a process.
+
+    Where `answer` is a text, that is the problem, and the figures of the answer are None.
+    """
     recording: Recording = dict.fromkeys(("note", "cost", "host", "gpu"))
     problem = None
     if isinstance(answer, str):
@@ -212,9 +227,10 @@ def _join_record(
 
 
 async def _read_mappings(process: ProbedProcess) -> dict[str, int] | None:
-    """Return the process's memory by kind of mapping.
+    """Return the bytes of a process's memory, by kind of mapping.
 
-    None where it cannot be read, or this pid is not the same process here.
+    None where they cannot be read here. A pid that is another process here counts as not readable:
+    the probe reports the pid in the process's own PID namespace.
     """
 
     def read() -> dict[str, int] | None:
@@ -234,7 +250,11 @@ async def _read_mappings(process: ProbedProcess) -> dict[str, int] | None:
 def _write_request(
     folder: Path, request_id: str, until_seconds: float, kinds: Collection[str]
 ) -> None:
-    """Write the request; raise OSError, and BadInput where somebody waits for another one."""
+    """Write the file that asks the probes for a recording.
+
+    Raise BadInput while another recording runs: its request was touched lately. Raise OSError where
+    the file cannot be written.
+    """
     path = folder / REQUEST
     with contextlib.suppress(FileNotFoundError):
         age_seconds = time.time() - path.lstat().st_mtime
@@ -247,7 +267,7 @@ def _write_request(
     }
     for kind in KINDS:
         document[kind] = kind in kinds
-    # The probes see a whole request: it gets its name when it is complete.
+    # The file gets its name only when it is complete, so that no probe reads half a request.
     unfinished = folder / f".{REQUEST}.{request_id}"
     unfinished.write_text(json.dumps(document))
     unfinished.chmod(0o644)
@@ -257,11 +277,12 @@ def _write_request(
 async def _collect_answers(
     folder: Path, processes: Iterable[ProbedProcess], request_id: str, deadline_seconds: float
 ) -> dict[ProbedProcess, Recording | str]:
-    """Wait for all answers until the deadline, and keep the request alive meanwhile.
+    """Wait for the answers of all processes until the deadline; touch the request meanwhile.
 
-    An answer that cannot be used is a text that says why.
+    Return the answers by process; a process that has not answered is absent. For an answer that
+    cannot be used, return a text that says what is wrong.
     """
-    # A pid may be used again; with the second of its start it is this process.
+    # A pid may be used again, but not with the same second of its start.
     file_names = {
         process: f"{process.pid}-{int(process.started_at_seconds)}.record.json"
         for process in processes

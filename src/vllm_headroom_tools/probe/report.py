@@ -8,14 +8,19 @@ from vllm_headroom_tools.conclusion import Conclusion, Finding, Report, find_wor
 from vllm_headroom_tools.probe.record import NO_ANSWER
 
 MIN_SHOWN_BYTES: Final = MIB
-"""Our choice: less growth of a mapping is not worth a line."""
+"""Our choice: a mapping that grew by less has no line."""
 
 MAX_SHOWN: Final = 3
-"""Stacks of each kind, and callers of each, of the many that --json has."""
+"""Our choice: how many stacks of each kind, and callers of each stack, the text shows; --json has
+more."""
 
 
 def report_recorded(recorded: Mapping[str, Any]) -> Report:
-    """Return the report on a recording; it does not judge, so its exit status is 0."""
+    """Return the report on a recording.
+
+    Its exit status is 0 whatever was recorded. Its verdict is "cannot tell" if any process has no
+    usable answer.
+    """
     processes = recorded["processes"]
     findings = [
         Finding(_name_process(process), Conclusion.CANNOT_TELL, process["problem"])
@@ -35,7 +40,7 @@ def report_recorded(recorded: Mapping[str, Any]) -> Report:
 
 
 def render_recording(recorded: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines on each process; the process whose largest stack is largest is first."""
+    """Yield the lines on each process, in the order of their largest stacks, largest first."""
     duration = format_duration(recorded["seconds"])
     yield f"In {duration}, what each process allocated and still holds:"
     for process in sorted(recorded["processes"], key=_measure_largest_stack, reverse=True):
@@ -48,6 +53,7 @@ def render_recording(recorded: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _measure_largest_stack(process: Mapping[str, Any]) -> int:
+    """Return the bytes of a process's largest stack; 0 without stacks."""
     stacks = (*(process["host"] or ()), *(process["gpu"] or ()))
     return max((stack["bytes"] for stack in stacks), default=0)
 
@@ -76,6 +82,7 @@ def _format_process(process: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _format_cost(cost: Mapping[str, Any]) -> str:
+    """Return what a recording cost its process, without the figures that are unknown."""
     parts = []
     if cost["pause_seconds"] is not None:
         parts.append(f"{cost['pause_seconds']:.3f} s of pause")
@@ -88,13 +95,14 @@ def _format_cost(cost: Mapping[str, Any]) -> str:
 
 def _format_stacks(kind: str, stacks: list[dict[str, Any]]) -> Iterator[str]:
     for stack in stacks[:MAX_SHOWN]:
-        line, *callers = stack["stack"] or ("nobody knows where",)
+        line, *callers = stack["stack"] or ("at an unknown place",)
         size = format_size(stack["bytes"])
         yield f"  {size:>10} {kind} memory, {stack['count']} allocations  {line}"
         yield from _format_callers(callers)
 
 
 def _format_native(process: Mapping[str, Any]) -> Iterator[str]:
+    """Yield lines on memory of native code: mappings that grew, and perf's stacks."""
     growth = list((process.get("mappings") or {}).items())
     for kind, size_bytes in growth[:MAX_SHOWN]:
         if size_bytes >= MIN_SHOWN_BYTES:
