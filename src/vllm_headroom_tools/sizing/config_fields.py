@@ -7,10 +7,10 @@ Config = Mapping[str, Any]
 """A config.json, or a part of one."""
 
 SIZE_LIMIT: Final = 10**9
-"""No size of a model comes near it, and arithmetic stays exact."""
+"""The largest size that is believed: no model comes near it, and arithmetic with it stays exact."""
 
 ATTENTION_HEADS: Final = ("num_attention_heads", "n_head", "n_heads", "decoder_attention_heads")
-"""How many heads ask in each attention layer."""
+"""How many query heads each attention layer has."""
 
 KV_HEADS: Final = (
     "num_key_value_heads",
@@ -20,16 +20,16 @@ KV_HEADS: Final = (
     "num_attention_groups",
     "kv_n_heads",
 )
-"""How many heads keep keys and values in each attention layer."""
+"""How many heads with keys and values each attention layer has."""
 
 HIDDEN_SIZE: Final = ("hidden_size", "n_embd", "d_model")
-"""Values of a token between two layers."""
+"""How many values a token has between two layers."""
 
 MLP_WIDTH: Final = ("intermediate_size", "ffn_hidden_size", "n_inner", "ffn_dim")
-"""Values of a token inside a layer's MLP."""
+"""How many values a token has inside a layer's MLP."""
 
 EXPERT_COUNT: Final = ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts")
-"""Experts of a layer, of which each token passes a few."""
+"""How many experts a layer has, of which each token passes a few."""
 
 EXPERTS_PER_TOKEN: Final = (
     "num_experts_per_tok",
@@ -39,7 +39,7 @@ EXPERTS_PER_TOKEN: Final = (
     "top_k_experts",
     "moe_k",
 )
-"""Experts of a layer that each token passes."""
+"""How many experts of a layer each token passes."""
 
 MODEL_LENGTH: Final = (
     "max_position_embeddings",
@@ -52,7 +52,7 @@ MODEL_LENGTH: Final = (
 """The longest sequence in tokens that the model was made for."""
 
 KV_SHARING_LAYERS: Final = ("num_kv_shared_layers",)
-"""How many of the last layers read the cache of earlier ones, and keep nothing (Gemma 3n)."""
+"""How many of the last layers read the KV cache of earlier layers and have none (Gemma 3n)."""
 
 MAMBA_2_HEADS: Final = ("mamba_n_heads", "mamba_num_heads")
 MAMBA_2_HEAD_SIZE: Final = ("mamba_d_head", "mamba_head_dim")
@@ -63,7 +63,8 @@ MAMBA_STATE_SIZE: Final = ("mamba_d_state", "ssm_state_size")
 def read_integer(config: Config, *names: str) -> int | None:
     """Return the first of these fields that is set; of a list, its largest number.
 
-    None where no field is set, or the number is 0. Raises ValueError for a field that is no size.
+    A field that is null, false, 0 or [] is not set, so the next field is tried. None where no field
+    is set, or a list has only zeros. Raises ValueError for a value that is no size.
     """
     for name in names:
         value = config.get(name)
@@ -82,6 +83,7 @@ def _is_unset(value: object) -> bool:
 
 
 def _is_size(number: object) -> bool:
+    """Return whether a value is an integer from 0 to the largest size that is believed."""
     # To Python, True is an integer; in a configuration it is a switch.
     if isinstance(number, bool) or not isinstance(number, int):
         return False
@@ -89,7 +91,7 @@ def _is_size(number: object) -> bool:
 
 
 def require_integer(config: Config, *names: str) -> int:
-    """Return the field as `read_integer` does; raises ValueError where none is set."""
+    """Return what `read_integer` returns, but raise ValueError where that is None."""
     value = read_integer(config, *names)
     if value is None:
         raise ValueError(f"{names[0]} is missing")
@@ -97,7 +99,7 @@ def require_integer(config: Config, *names: str) -> int:
 
 
 def read_mapping(config: Config, *names: str) -> Config:
-    """Return the first of these fields that is a mapping, an empty one where none is."""
+    """Return the first of these fields that is a mapping; an empty mapping where none is."""
     for name in names:
         value = config.get(name)
         if isinstance(value, dict):

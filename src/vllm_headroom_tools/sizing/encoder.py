@@ -8,7 +8,7 @@ from msgspec import Struct
 from vllm_headroom_tools.sizing.config_fields import Config, read_integer, read_mapping
 
 ENCODER_PARTS: Final = ("vision_config", "audio_config", "visual")
-"""Where a configuration describes its encoders."""
+"""The parts of a configuration that describe encoders."""
 
 GATED_ACTIVATIONS: Final = ("silu", "swish", "swiglu")
 """Activations of encoders whose MLP has a gate."""
@@ -18,24 +18,24 @@ ENCODER_MLP_WIDTH: Final = ("intermediate_size", "encoder_ffn_dim", "vt_intermed
 ENCODER_LAYERS: Final = ("num_hidden_layers", "depth", "encoder_layers", "vt_num_hidden_layers")
 
 UNGIVEN_MLP_WIDTH_RATIO: Final = 4
-"""MLP width to hidden size, where the configuration does not give the width."""
+"""The assumed MLP width, in hidden sizes, where the configuration does not give the width."""
 
 
 class EncoderInput(Struct, frozen=True, kw_only=True):
-    """The largest image or video, and the values that the encoder has of it at once."""
+    """The largest image or video, and how many values the encoder computes of it at once."""
 
-    # What it takes of the language model's sequence.
+    # How many tokens of the language model's sequence it becomes.
     tokens: int
-    # Values that every GPU of a tensor-parallel group has.
+    # Values that every GPU of a tensor-parallel group has in full.
     replicated_values: int
     # Values that tensor parallelism may divide.
     divided_values: int
-    # Vectors of the language model's hidden size that stay for each token.
+    # How many vectors of the language model's hidden size are kept for each token.
     copies: int
 
 
 class Encoder(Struct, frozen=True, kw_only=True):
-    """What is known of a model's encoders; None where the configuration does not give it."""
+    """A model's encoders; None for figures that the configuration does not give."""
 
     parameters: int | None
     largest_input: EncoderInput | None
@@ -44,16 +44,19 @@ class Encoder(Struct, frozen=True, kw_only=True):
 class LargestItem(Struct, frozen=True, kw_only=True):
     """The largest image or video that a model takes, as its processor cuts it."""
 
-    # What it takes of the language model's sequence.
+    # How many tokens of the language model's sequence it becomes.
     tokens: int
-    # Patches that the encoder merges into one token.
+    # How many patches the encoder merges into one token.
     patches_per_token: int
-    # Vectors of the language model's hidden size that stay for each token.
+    # How many vectors of the language model's hidden size are kept for each token.
     copies: int = 1
 
 
 def parse_encoder(config: Config) -> Encoder | None:
-    """Return the encoder; None for a model that reads nothing but text."""
+    """Return a model's encoders; None for a model that reads nothing but text.
+
+    The largest input is that of the first encoder.
+    """
     thinker = read_mapping(config, "thinker_config")
     if thinker:
         return parse_encoder(thinker)
@@ -67,14 +70,14 @@ def parse_encoder(config: Config) -> Encoder | None:
 
 
 def _sum_parameters(encoders: list[Config]) -> int | None:
-    """Return the parameters of all encoders; None where those of one are not given."""
+    """Return the parameters of all encoders; None where those of any encoder are unknown."""
     counts = [_count_parameters(encoder) for encoder in encoders]
     given_counts = [count for count in counts if count is not None]
     return sum(given_counts) if len(given_counts) == len(counts) else None
 
 
 def _count_parameters(encoder: Config) -> int | None:
-    """Return the parameters of layers and of mergers; None where their sizes are not given."""
+    """Return the parameters of an encoder's layers and mergers; None where a size is not given."""
     layers = read_integer(encoder, *ENCODER_LAYERS)
     hidden_size = read_integer(encoder, *ENCODER_HIDDEN_SIZE)
     mlp_width = read_integer(encoder, *ENCODER_MLP_WIDTH)
@@ -88,7 +91,10 @@ def _count_parameters(encoder: Config) -> int | None:
 
 
 def _count_merger_parameters(encoder: Config, hidden_size: int) -> int:
-    """Return the parameters of Qwen's mergers, of two matrices each; 0 for other encoders."""
+    """Return the parameters of Qwen's mergers, which have two matrices each.
+
+    0 for other encoders.
+    """
     merged_side = read_integer(encoder, "spatial_merge_size")
     output_width = read_integer(encoder, "out_hidden_size")
     if merged_side is None or output_width is None:
@@ -98,18 +104,21 @@ def _count_merger_parameters(encoder: Config, hidden_size: int) -> int:
 
 
 DEEP_STACKS: Final = (8, 16, 24)
-"""Layers of Qwen3-VL's encoder that are read as well, where the configuration does not list them.
-"""
+"""The layers of Qwen3-VL's encoder whose output is used besides the last layer's, where the
+configuration does not list them."""
 
 
 def _count_levels(encoder: Config, usual_stacks: tuple[int, ...] = ()) -> int:
-    """Return at how many levels Qwen's encoder is read: at its end, and at each deep stack."""
+    """Return how many layers' output Qwen's encoder gives: the last layer's and each deep stack's.
+
+    `usual_stacks` count where the configuration does not list them.
+    """
     stacks = encoder.get("deepstack_visual_indexes", list(usual_stacks))
     return 1 + (len(stacks) if isinstance(stacks, list) else 0)
 
 
 def _measure_largest(config: Config, encoder: Config) -> EncoderInput | None:
-    """Return the largest input; None where the model's type or a size is not known."""
+    """Return the largest input of an encoder; None where the model's type or a size is unknown."""
     read_largest_item = LARGEST_ITEM_READERS.get(str(config.get("model_type")))
     if read_largest_item is None:
         return None
@@ -121,7 +130,8 @@ def _measure_largest(config: Config, encoder: Config) -> EncoderInput | None:
     if mlp_width is None:
         mlp_width = UNGIVEN_MLP_WIDTH_RATIO * hidden_size
     patches = item.tokens * item.patches_per_token
-    # As of a token in the language model: queries, keys, values and output, or gate, up and down.
+    # A patch has the values of a token in a language model: queries, keys, values and output, or
+    # gate, up and down projection.
     layer_width = max(4 * hidden_size, 3 * mlp_width)
     return EncoderInput(
         tokens=item.tokens,
@@ -132,8 +142,8 @@ def _measure_largest(config: Config, encoder: Config) -> EncoderInput | None:
     )
 
 
-# The largest image or video of each type of model, as it is to vLLM 0.32
-# (`get_mm_max_tokens_per_item` and its kin): a function each, and a row for it in the table.
+# The largest image or video of each type of model, as vLLM 0.32 computes it
+# (`get_mm_max_tokens_per_item` and the like): a function for each, which the table below names.
 
 
 def _read_gemma_3_item(config: Config, encoder: Config) -> LargestItem:
@@ -193,6 +203,7 @@ def _read_qwen_3_vl_item(config: Config, encoder: Config) -> LargestItem:
 def _read_qwen_item(
     config: Config, encoder: Config, usual_stacks: tuple[int, ...] = ()
 ) -> LargestItem:
+    """Return the largest of an image, by the processor's limit, and a pair of video frames."""
     processor = read_mapping(config, "preprocessor")
     merged_side = read_integer(encoder, "spatial_merge_size") or 2
     image_pixels = (
@@ -210,7 +221,11 @@ def _read_qwen_item(
 
 
 def _count_patches_per_side(encoder: Config, *, usual_pixels: int, usual_patch_pixels: int) -> int:
-    """Return the patches along one side of an image; the usual sizes are those of its class."""
+    """Return how many patches lie along one side of an image.
+
+    The usual sizes, which are the defaults of the encoder's class, count where the configuration
+    has none.
+    """
     pixels = read_integer(encoder, "image_size") or usual_pixels
     patch_pixels = read_integer(encoder, "patch_size") or usual_patch_pixels
     return pixels // patch_pixels
@@ -226,4 +241,7 @@ LARGEST_ITEM_READERS: Final[dict[str, Callable[[Config, Config], LargestItem]]] 
     "qwen3_5": _read_qwen_item,
     "qwen3_5_moe": _read_qwen_item,
 }
-"""By the type of model: from its configuration and its encoder's to its largest image or video."""
+"""The function that returns the largest image or video, by the type of model.
+
+Its arguments are the model's configuration and the encoder's.
+"""

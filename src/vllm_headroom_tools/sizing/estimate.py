@@ -18,89 +18,91 @@ from vllm_headroom_tools.sizing.question import Question
 
 
 class Range(Struct, frozen=True, kw_only=True):
-    """Bytes that are known between two bounds."""
+    """An amount of bytes that is known to lie between two bounds."""
 
     low: float
     high: float
 
     def __add__(self, other: "Range") -> "Range":
-        """Return the bounds of both together."""
+        """Return the bounds of the sum of two amounts."""
         return Range(low=self.low + other.low, high=self.high + other.high)
 
 
 NO_BYTES: Final = Range(low=0.0, high=0.0)
 
 FORWARD_HIGH: Final = 1.3
-"""Highest measured to estimated memory of a forward pass (vLLM 0.32 on the stand-in card,
-tests/card/shapes)."""
+"""The highest ratio of measured to estimated memory of a forward pass (vLLM 0.32 on the stand-in
+card, tests/card/shapes)."""
 
 LOGITS_LOW: Final = 0.5
-"""Least memory of sampling, to the logits in 32 bits: half of them, in 16 bits."""
+"""The least memory of sampling, as a multiple of the logits in 32 bits: the logits in 16 bits."""
 
 LOGITS_HIGH: Final = 4
-"""Most memory of sampling, to the logits in 32 bits: by the first model runner of vLLM 0.32."""
+"""The most memory of sampling, as a multiple of the logits in 32 bits: by the first model runner of
+vLLM 0.32."""
 
 LOGIT_BYTES: Final = 4
-"""Sampling takes the logits in 32 bits."""
+"""Bytes of a logit: sampling computes in 32 bits."""
 
 CUDA_GRAPHS: Final = Range(low=0.15 * GIB, high=1.0 * GIB)
-"""CUDA graphs, in the budget since vLLM 0.20.
+"""The memory of CUDA graphs, which is within the budget since vLLM 0.20.
 
-Start-up logs: 0.16 GiB (Llama 3.1 8B, 0.26 on an H100, decode only), 0.23 GiB (the same, 0.31),
-0.67 GiB (a 7B model, 0.10.2). vllm#7553: 2.4 GB (0.5.4, on top of the budget then). The largest
-mixtures of experts take up to 5 GiB.
+Start-up logs: 0.16 GiB (vLLM 0.26, Llama 3.1 8B on an H100, decode only), 0.23 GiB (vLLM 0.31, the
+same model and card), 0.67 GiB (vLLM 0.10.2, a 7B model). vllm#7553: 2.4 GB (vLLM 0.5.4, which had
+it outside the budget). The largest mixtures of experts take up to 5 GiB.
 """
 
 CUDA_LIBRARIES: Final = Range(low=0.05 * GIB, high=0.3 * GIB)
-"""What CUDA libraries take during the profiling run: "non-torch memory" of 0.05 to 0.26 GiB in
-start-up logs."""
+"""The memory that CUDA libraries take during the profiling run: "non-torch memory" of 0.05 to 0.26
+GiB in start-up logs."""
 
 DRIVER_RESERVED_BYTES: Final = 3 * GIB // 4
-"""Of a card's total, what the driver keeps, and vLLM takes no share of: 0.3 to 0.75 GiB (A100 of 80
-GiB: 79.25)."""
+"""The part of a card's memory that the driver reserves, so that vLLM's share is of less: 0.3 to
+0.75 GiB (an A100 of 80 GiB has 79.25)."""
 
 CUDA_CONTEXT: Final = Range(low=0.1 * GIB, high=0.6 * GIB)
-"""The CUDA context, which is there before vLLM looks.
+"""The memory of the CUDA context, which exists before vLLM reads the free memory.
 
 Start-up logs: 0.07 to 0.53 GiB are missing from "Free memory on device"; pytorch#107667: about 300
-MB. Fragments of the allocator and late kernels come on top (vllm#10637).
+MB. The allocator's fragments and kernels that are loaded later add to it (vllm#10637).
 """
 
 COMMUNICATION: Final = Range(low=0.1 * GIB, high=3.0 * GIB)
-"""NCCL and the buffers of all-reduce, outside the budget since vLLM 0.11.
+"""The memory of NCCL and of the buffers of all-reduce, outside the budget since vLLM 0.11.
 
 NVIDIA/nccl#964: 544 to 688 MB for a group of GPUs. Start-up logs of four ranks on the largest
 cards: 2.5 to 3.5 GiB are missing from "Free memory on device".
 """
 
 LEFT_TO_THE_MACHINE_BYTES: Final = 8 * GIB
-"""Our choice: half for vLLM's own processes on the host, of which each takes one or two, half for
-the rest of the system.
+"""Our choice: the memory that a machine with unified memory needs besides the GPU's. Half is for
+vLLM's own processes on the host, of which each takes one or two GiB, half for the rest of the
+system.
 
-Where a GPU works on the machine's memory, what vLLM leaves is all there is for both; a machine that
-runs out of it does not fail an allocation, it swaps and hangs (vllm-project/vllm#46307,
-NVIDIA/dgx-spark-playbooks#97).
+Such a machine has no other memory than what vLLM leaves. When it runs out, no allocation fails: the
+machine swaps and hangs (vllm-project/vllm#46307, NVIDIA/dgx-spark-playbooks#97).
 """
 
 HOST_BYTES_PER_PROCESS: Final = 6 * GIB // 10
-"""What server and core of vLLM 0.32 hold on the CPU, 0.6 GiB each (tests/contract); a worker with
-CUDA holds more."""
+"""The host memory of a process: API server and engine core of vLLM 0.32 hold 0.6 GiB each on a CPU
+(tests/contract); a worker with CUDA holds more."""
 
 SHM_QUEUE_BYTES: Final = 256 * MIB
-"""vLLM's largest queue between its processes takes 240 MiB, and it does not start with less free
-(vllm/distributed/device_communicators/shm_broadcast.py: MessageQueue, check_shm_free_space).
+"""The free space that vLLM needs in /dev/shm: its largest queue between processes takes 240 MiB,
+and it does not start with less free (vllm/distributed/device_communicators/shm_broadcast.py:
+MessageQueue, check_shm_free_space).
 """
 
 PENALTY_BYTES: Final = 4 + 1 / 8
-"""A count in 32 bits and a bit, of each sequence and token of the vocabulary
+"""The sampler's memory for each sequence and token of the vocabulary: a count in 32 bits, and a bit
 (v1/worker/gpu/sample/penalties.py)."""
 
 
 def estimate_activations(question: Question) -> Range | None:
-    """Return the peak of vLLM's profiling run.
+    """Return the peak memory of vLLM's profiling run, for activations.
 
-    None where the hidden size or the vocabulary is not known. The largest of three, of which vLLM
-    0.32 measured the first two on the stand-in card (tests/card/shapes):
+    None where the hidden size or the vocabulary is unknown. The peak is the largest of these three,
+    of which the first two were measured with vLLM 0.32 on the stand-in card (tests/card/shapes):
 
     - A forward pass: from `_estimate_forward` to FORWARD_HIGH times that.
     - Sampling: sequences x vocabulary x 4 bytes of logits, from LOGITS_LOW to LOGITS_HIGH times
@@ -128,9 +130,9 @@ def estimate_activations(question: Question) -> Range | None:
 
 
 def _estimate_encoding(question: Question) -> Range:
-    """Return what the encoder takes of the largest images or videos.
+    """Return the memory that the encoder takes for the largest images or videos.
 
-    Nothing where these are not known.
+    0 where these are unknown. The low bound divides by tensor parallelism, the high one does not.
     """
     item = question.largest_input
     items = question.encoder_items
@@ -143,7 +145,10 @@ def _estimate_encoding(question: Question) -> Range:
 
 
 def _count_encoder_output_bytes(question: Question, hidden_size: int) -> float:
-    """Return what stays of encoded images or videos while the language model is profiled."""
+    """Return the bytes of encoded images or videos, kept while the language model is profiled.
+
+    0 where the largest images or videos are unknown.
+    """
     item = question.largest_input
     items = question.encoder_items
     if item is None or items is None:
@@ -152,20 +157,20 @@ def _count_encoder_output_bytes(question: Question, hidden_size: int) -> float:
 
 
 class ForwardPass(Struct, frozen=True, kw_only=True):
-    """What a forward pass takes on one GPU."""
+    """The memory of a forward pass on one GPU."""
 
-    # A batch in the widest layer.
+    # The values of a batch in the widest layer.
     layer_bytes: float
-    # The workspace of experts, which stays; 0 without experts.
+    # The workspace of experts, which is never freed; 0 without experts.
     workspace_bytes: float
 
 
 def _estimate_forward(question: Question, hidden_size: int) -> ForwardPass:
-    """Return what the tokens of a batch take.
+    """Return the memory that the tokens of a batch take.
 
-    Tokens x bytes of the dtype x (2 x hidden size for the residual, and the widest layer's values:
-    3 x MLP width, but not of experts, or queries, keys, values and output; what tensor parallelism
-    divides, divided).
+    A layer takes tokens x bytes of the dtype x (2 x hidden size, for the residual, + the values of
+    the widest layer). The widest layer has 3 x MLP width, or queries, keys, values and output, both
+    divided by tensor parallelism. The MLP of experts does not count here: it is in the workspace.
     """
     shape = question.shape
     ranks = question.tensor_parallel_size
@@ -189,11 +194,11 @@ def _estimate_forward(question: Question, hidden_size: int) -> ForwardPass:
 
 
 def estimate_other_overhead(question: Question) -> Range:
-    """Return what else the budget has to hold.
+    """Return the memory that the budget has to hold besides weights, KV cache, activations, graphs.
 
-    That is CUDA's libraries, what experts and sampler keep, and the driver's part. Experts keep a
-    workspace for the tokens of a batch (vLLM, v1/worker/workspace.py), the sampler PENALTY_BYTES of
-    each sequence and token of the vocabulary.
+    That is CUDA's libraries, the experts' workspace for the tokens of a batch (vLLM,
+    v1/worker/workspace.py), the sampler's PENALTY_BYTES for each sequence and token of the
+    vocabulary, and the driver's part, of which the budget is a share too.
     """
     experts_bytes = _estimate_forward(question, question.shape.hidden_size or 0).workspace_bytes
     sampler_bytes = question.max_num_seqs * (question.shape.vocabulary or 0) * PENALTY_BYTES
@@ -207,10 +212,11 @@ def estimate_other_overhead(question: Question) -> Range:
 
 
 def estimate_host(question: Question) -> Range:
-    """Return what all of vLLM's processes take of the host's memory.
+    """Return the host memory that all of vLLM's processes take.
 
-    Each engine has a core, a server and, with several GPUs, a worker for each; the cache of images
-    is in every server and core (vLLM 0.33, config/multimodal.py), and fills with use.
+    Each engine has a core and a server, and with several GPUs a worker for each GPU. Each server
+    and core has a cache of images (vLLM 0.33, config/multimodal.py), which fills with use: it
+    counts in the high bound only.
     """
     engines = question.data_parallel_size
     workers = question.gpus
@@ -230,9 +236,9 @@ def estimate_host(question: Question) -> Range:
 
 
 def estimate_outside(question: Question) -> Range:
-    """Return what the engine takes of the card on top of its budget.
+    """Return the memory that the engine takes on the card outside its budget.
 
-    With unified memory also what the machine needs besides.
+    With unified memory, the memory that the machine itself needs is in it too.
     """
     outside = CUDA_CONTEXT
     if question.gpus > 1:
@@ -251,11 +257,11 @@ SEQUENCE_LENGTHS: Final = (1024, 4096, 16384, 65536, 262144)
 """Values of `max_model_len` in tokens for which the largest `max_num_seqs` is shown."""
 
 LENGTH_LIMIT: Final = 2**24
-"""Tokens: no model takes more."""
+"""The longest sequence in tokens that is considered: no model takes more."""
 
 
 class MemoryEstimate(Struct, frozen=True, kw_only=True):
-    """What one GPU needs and has, all in bytes; None where it is not known."""
+    """The memory that one GPU needs and has, in bytes; None where it is unknown."""
 
     question: Question
     layout: KvLayout
@@ -266,17 +272,20 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
     # vLLM's share of the card; None, too, where the KV cache's size is set instead.
     budget_bytes: float | None
     activations: Range | None
-    # What else the budget has to hold.
+    # CUDA's libraries, the experts' workspace, the sampler and the driver's part.
     other_overhead: Range
     graphs: Range
-    # What lies on the card outside of the budget.
+    # On the card, outside the budget.
     outside: Range
-    # What all of vLLM's processes take of the host.
+    # The host memory of all of vLLM's processes.
     host: Range
 
     @property
     def overhead(self) -> Range | None:
-        """What the budget has to hold besides weights and KV cache."""
+        """What the budget has to hold besides weights and KV cache.
+
+        None where the activations are unknown.
+        """
         return (
             None
             if self.activations is None
@@ -285,9 +294,10 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
 
     @property
     def kv_cache(self) -> Range | None:
-        """What is left for the KV cache: the low end with the highest overhead.
+        """The bytes that are left for the KV cache; the low bound is with the highest overhead.
 
-        Both the same where it is set.
+        Where the size is set, both bounds are that size. None where the budget, the weights or the
+        overhead is unknown. Negative where the budget is too small.
         """
         set_bytes = self.question.kv_cache_memory_bytes
         if set_bytes is not None:
@@ -302,9 +312,9 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
 
     @property
     def blocks(self) -> int | None:
-        """The blocks that the KV cache has at least, vLLM's `num_gpu_blocks`.
+        """How many blocks the KV cache has at least, vLLM's `num_gpu_blocks`.
 
-        None, too, where nothing is kept.
+        None where its size is unknown, or the model keeps nothing in it.
         """
         if self.kv_cache is None or not self.layout.block_bytes:
             return None
@@ -312,10 +322,10 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
 
     @property
     def capacity_tokens(self) -> int | None:
-        """The tokens that the KV cache holds at least, counted as vLLM counts them.
+        """How many tokens the KV cache holds at least, as vLLM counts (`get_kv_cache_capacity`).
 
-        Source: `get_kv_cache_capacity`. Where layers keep a window or a state, that is how many
-        sequences of `max_model_len` fit, times this length.
+        Where layers keep a window or a state, that is the number of sequences of `max_model_len`
+        that fit, times `max_model_len`. None where the blocks, or then the length, are unknown.
         """
         blocks = self.blocks
         if blocks is None:
@@ -326,17 +336,21 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
         return None if length is None else blocks * length // self.layout.count_blocks(length)
 
     def count_sequence_bytes(self, tokens: int) -> int:
-        """Return what a sequence of this many tokens takes."""
+        """Return the bytes that a sequence of this many tokens takes in the KV cache."""
         return self.layout.count_blocks(tokens) * self.layout.block_bytes
 
     def count_sequences(self, tokens: int) -> float | None:
-        """Return how many sequences of this many tokens fit at once, at least."""
+        """Return how many sequences of this many tokens fit at once, at least; may be a fraction.
+
+        None where the blocks are unknown.
+        """
         return None if self.blocks is None else self.blocks / self.layout.count_blocks(tokens)
 
     def find_longest(self, sequences: int) -> int | None:
-        """Return the most tokens that so many sequences can have at once; 0 for none.
+        """Return the most tokens that each of so many sequences can have at once.
 
-        Up to the model's own limit, or that of the question if it is higher.
+        That is at most the limit of the model, or of the question if it is higher; 0 where not even
+        one block fits. None where the blocks are unknown.
         """
         if self.blocks is None:
             return None
@@ -347,9 +361,9 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
 
 
 def estimate_memory(question: Question) -> MemoryEstimate:
-    """Return the estimate.
+    """Return the estimate for a question.
 
-    A draft's layers, which keep every token too, make the blocks of the cache larger.
+    The layers of a draft model keep every token too: they make each block of the cache larger.
     """
     stages = question.pipeline_parallel_size
     draft_bytes = 0
@@ -384,7 +398,7 @@ def estimate_memory(question: Question) -> MemoryEstimate:
 
 
 def _count_token_bytes(question: Question, shape: ModelShape, stages: int = 1) -> int:
-    """Return the bytes of a token in the KV cache of one GPU, of a model in so many stages."""
+    """Return the bytes of a token in the KV cache of one GPU, with the model in so many stages."""
     return count_bytes_per_token(
         shape,
         kv_dtype=question.kv_cache_dtype,
@@ -394,11 +408,11 @@ def _count_token_bytes(question: Question, shape: ModelShape, stages: int = 1) -
 
 
 def can_start(estimate: MemoryEstimate) -> bool | None:
-    """Return whether vLLM starts.
+    """Return whether vLLM starts: whether one sequence of `max_model_len` and all else have room.
 
-    It does where one sequence of `max_model_len` fits, and everything is on the card. None where it
-    starts with the low end of the estimates and not with the high one, or something is not known:
-    such as this type of model, or the weights or the largest input of its encoder.
+    None where it starts by the low bounds of the estimates but not by the high ones. None, too,
+    where something is unknown, such as this type of model, or the weights or the largest input of
+    its encoder.
     """
     question = estimate.question
     if question.shape.unknown_type is not None:
@@ -415,8 +429,8 @@ def can_start(estimate: MemoryEstimate) -> bool | None:
 def _has_room(estimate: MemoryEstimate, *, at_worst: bool) -> bool | None:
     """Return whether the KV cache, the card and the host have room.
 
-    By the bounds that need most, or at best by those that need least. None where something that
-    decides it is not known.
+    At worst the high bounds count, else the low ones. None where none of the three is known to lack
+    room, and one of them is unknown.
     """
     answers = (
         _fits_sequence(estimate, at_worst=at_worst),
@@ -433,7 +447,7 @@ def _has_room(estimate: MemoryEstimate, *, at_worst: bool) -> bool | None:
 def _fits_sequence(estimate: MemoryEstimate, *, at_worst: bool) -> bool | None:
     """Return whether the KV cache has room for one sequence of `max_model_len`.
 
-    For one token where the length is not known; None where the size of the cache is not.
+    If the length is unknown, one token has to fit. None where the size of the cache is unknown.
     """
     kv_cache = estimate.kv_cache
     if kv_cache is None:
@@ -443,15 +457,16 @@ def _fits_sequence(estimate: MemoryEstimate, *, at_worst: bool) -> bool | None:
 
 
 def _fits_card(estimate: MemoryEstimate, *, at_worst: bool) -> bool | None:
-    """Return whether the card has room for the budget and for what lies outside of it.
+    """Return whether the card has room for the budget and for the memory outside it.
 
-    Where the KV cache's size is set there is no budget: then for all parts together.
+    Where the KV cache's size is set there is no budget: then all parts together have to fit. None
+    where the card or a part is unknown.
     """
     card_bytes = estimate.question.gpu_memory_bytes
     if card_bytes is None:
         return None
     if estimate.budget_bytes is not None:
-        # Our choice: the low end alone decides. A note warns of what more it may take.
+        # Our choice: the low bound alone decides. A note warns that it may take more.
         return card_bytes - estimate.budget_bytes >= estimate.outside.low
     cache_bytes = estimate.question.kv_cache_memory_bytes
     overhead = estimate.overhead
@@ -463,7 +478,7 @@ def _fits_card(estimate: MemoryEstimate, *, at_worst: bool) -> bool | None:
 
 
 def _fits_host(estimate: MemoryEstimate, *, at_worst: bool) -> bool:
-    """Return whether the host has room; also where its memory is not given."""
+    """Return whether the host has room; True where its memory is not given."""
     host_bytes = estimate.question.host_memory_bytes
     if host_bytes is None:
         return True
@@ -472,9 +487,9 @@ def _fits_host(estimate: MemoryEstimate, *, at_worst: bool) -> bool:
 
 
 def list_longest(estimate: MemoryEstimate) -> list[tuple[int, int]]:
-    """Return for several `max_num_seqs` the largest `max_model_len` that all can use up at once.
+    """Return rows of `max_num_seqs` and the largest `max_model_len` with which all of them fit.
 
-    0 for none.
+    The length is 0 where so many sequences do not fit at all. No rows where the cache is unknown.
     """
     asked_count = estimate.question.max_num_seqs
     counts = {count for count in SEQUENCE_COUNTS if count <= asked_count}
@@ -487,9 +502,9 @@ def list_longest(estimate: MemoryEstimate) -> list[tuple[int, int]]:
 
 
 def list_most_sequences(estimate: MemoryEstimate) -> list[tuple[int, int]]:
-    """Return for several `max_model_len` how many sequences can use it up at once.
+    """Return rows of `max_model_len` and how many sequences of this length fit at once.
 
-    Up to what one sequence can have.
+    Lengths go up to the longest that one sequence can have. No rows where the cache is unknown.
     """
     longest = estimate.find_longest(1) or 0
     lengths = {length for length in SEQUENCE_LENGTHS if length <= longest}

@@ -12,70 +12,72 @@ from vllm_headroom_tools.sizing.parameters import LayerParameters
 
 
 class ModelShape(Struct, frozen=True, kw_only=True):
-    """The size of a model by its configuration; None where it is not given."""
+    """The sizes of a model by its configuration; None for sizes that it does not give."""
 
     layers: int
     # Layers that keep keys and values of every token.
     full_layers: int
-    # Layers that keep them of the last `window_tokens` only.
+    # Layers that keep keys and values of the last `window_tokens` only.
     windowed_layers: int = 0
     window_tokens: int | None = None
-    # The window begins at the last multiple of `window_tokens`, instead of moving with each token.
-    chunked: bool = False
+    # Whether a window begins at the last multiple of `window_tokens` (a chunk), instead of moving
+    # with each token.
+    has_chunks: bool = False
     # Heads of a layer with a window, where they differ from `heads`, those of a full layer.
     windowed_heads: KvHeads | None = None
     # Layers that keep `state_bytes` of each sequence instead of its tokens.
     stateful_layers: int = 0
     state_bytes: int | None = None
-    # How many states more than others such a layer keeps of a sequence.
+    # How many more states than other kinds such a layer keeps of a sequence.
     state_checkpoints: int = 0
     attention_heads: int | None = None
     heads: KvHeads
-    # Values that multi-head latent attention keeps of a token in each layer.
+    # Values of a token that multi-head latent attention keeps in each layer; None without it.
     latent_width: int | None = None
     hidden_size: int | None = None
     vocabulary: int | None = None
-    # Values of a token beside its hidden state, through all layers.
+    # Values of a token beside its hidden state, of all layers together.
     side_values: int = 0
-    # Values of a token in the widest MLP, all its experts together.
+    # Values of a token in the widest MLP, in all its experts together.
     mlp_width: int | None = None
     experts_per_token: int = 1
-    # The output is the embedding, or there is no output layer.
-    tied_embeddings: bool = False
+    # Whether the output has no matrix of its own: it is the embedding, or there is no output.
+    has_tied_embeddings: bool = False
     parameters: LayerParameters | None = None
-    # What reads images or sound.
+    # For images, video or sound.
     encoder: Encoder | None = None
     max_model_len: int | None = None
     # Bytes of a parameter that is served without quantisation.
     dtype_bytes: float = 2.0
     # Bytes of a parameter of the checkpoint.
     stored_bytes: float = 2.0
-    # Bytes of a value in the KV cache, without an option for it.
+    # Bytes of a value in the KV cache, unless an option of vLLM's sets them.
     kv_dtype_bytes: float = 2.0
-    # Of all `parameters` but those that the quantisation leaves out.
+    # Of the parameters that are quantised; None where that is unknown.
     weight_bytes_per_parameter: float | None = 2.0
+    # The method; None without quantisation.
     quantisation: str | None = None
-    # A type of model that has not been checked here.
+    # The type of model, where its KV cache has not been checked against vLLM's; else None.
     unknown_type: str | None = None
 
     @property
     def has_every_token(self) -> bool:
-        """Whether all that the cache holds of a sequence grows with each token.
+        """Whether all layers with a cache keep every token.
 
-        Only then bytes per token describe the cache.
+        Only then do bytes per token describe the KV cache.
         """
         return self.full_layers > 0 and self.windowed_layers == 0 and self.stateful_layers == 0
 
     @property
     def embeddings(self) -> int | None:
-        """The parameters of the embedding and of the output; None where they are not given."""
+        """The parameters of the embedding and of the output; None where their sizes are unknown."""
         if self.vocabulary is None or self.hidden_size is None:
             return None
-        matrices = 1 if self.tied_embeddings else 2
+        matrices = 1 if self.has_tied_embeddings else 2
         return self.vocabulary * self.hidden_size * matrices
 
     def apply_quantisation(self, method: str, bytes_per_parameter: float) -> Self:
-        """Return the shape with this quantisation of all its layers."""
+        """Return the shape with all its layers quantised by this method."""
         parameters = self.parameters
         if parameters is not None:
             parameters = replace(parameters, unquantised=0)
@@ -88,10 +90,10 @@ class ModelShape(Struct, frozen=True, kw_only=True):
 
 
 class KvDtype(Struct, frozen=True):
-    """What the KV cache keeps in a dtype."""
+    """The bytes of a value in the KV cache, in one of vLLM's dtypes for it."""
 
     value_bytes: float
-    # Bytes of the scales that each head keeps of each token.
+    # Bytes of the scales that are kept for each head and token.
     scale_bytes: int = 0
 
 
@@ -114,7 +116,7 @@ KV_DTYPES: Final = {
     "int4_per_token_head": KvDtype(0.5, HEAD_SCALES_BYTES),
     "nvfp4": KvDtype(9 / 16),
 }
-"""By vLLM's name of the cache's dtype (0.32, config/cache.py)."""
+"""The dtypes of the KV cache, by vLLM's names (0.32, config/cache.py)."""
 
 
 def count_bytes_per_token(
@@ -126,10 +128,10 @@ def count_bytes_per_token(
 ) -> int:
     """Return the bytes of KV cache that a token takes on the GPU that holds most.
 
-    Keys and values: layers on the rank x KV heads on the rank x (key size + value size) x bytes of
-    the dtype (vLLM, v1/kv_cache_interface.py, `AttentionSpec.page_size_bytes`); heads that tensor
+    They are layers on the rank x KV heads on the rank x (key size + value size) x bytes of the
+    dtype (vLLM, v1/kv_cache_interface.py, `AttentionSpec.page_size_bytes`). Heads that tensor
     parallelism cannot divide are repeated on each rank. Latent attention keeps one vector per
-    layer, on every rank whole. Layers with a window count in full, and states not at all.
+    layer, whole on every rank. Layers with a window count like others; states do not count.
     """
     full_bytes, windowed_bytes = count_layer_bytes(
         shape, kv_dtype=kv_dtype, tensor_parallel=tensor_parallel
@@ -137,16 +139,16 @@ def count_bytes_per_token(
     if full_bytes == windowed_bytes:
         layers = shape.full_layers + shape.windowed_layers
         return ceil(layers / pipeline_parallel) * full_bytes
-    # Which stage has how many of each kind is not known: each is rounded up.
+    # How vLLM spreads the two kinds over the stages is unknown here, so both are rounded up.
     full_layers = ceil(shape.full_layers / pipeline_parallel)
     windowed_layers = ceil(shape.windowed_layers / pipeline_parallel)
     return full_layers * full_bytes + windowed_layers * windowed_bytes
 
 
 def count_layer_bytes(shape: ModelShape, *, kv_dtype: str, tensor_parallel: int) -> tuple[int, int]:
-    """Return the bytes that a layer keeps of a token on each GPU.
+    """Return the bytes of a token in the KV cache of one layer, on each GPU.
 
-    First of a layer that keeps every token, then of one with a window.
+    The first result is for a layer that keeps every token, the second for a layer with a window.
     """
     cache = KvDtype(shape.kv_dtype_bytes) if kv_dtype == "auto" else KV_DTYPES[kv_dtype]
     if shape.latent_width is not None:
@@ -158,20 +160,21 @@ def count_layer_bytes(shape: ModelShape, *, kv_dtype: str, tensor_parallel: int)
 
 
 def _count_heads_bytes(heads: KvHeads, cache: KvDtype, tensor_parallel: int) -> int:
+    """Return the bytes of a token's keys and values in one layer, of the heads on one rank."""
     heads_on_rank = max(1, heads.count // tensor_parallel)
     values_bytes = ceil((heads.key_size + heads.value_size) * cache.value_bytes)
     return heads_on_rank * (values_bytes + cache.scale_bytes)
 
 
 def count_engine_bytes_per_token(shape: ModelShape, kv_dtype: str, gpus: int | None) -> int | None:
-    """Return the bytes of KV cache that a token takes on all GPUs of an engine.
+    """Return the bytes of KV cache that a token takes on all GPUs of an engine together.
 
-    They are the same however the engine is spread over its `gpus` (None: not known). The result is
-    None where they cannot be known:
-    - the engine could keep copies: of a latent vector on any two GPUs, of KV heads on more GPUs
-      than there are heads;
-    - a dtype or a type of model is not known here;
-    - layers keep a window or a state, so that bytes per token do not describe the cache.
+    They do not depend on how the engine is spread over its GPUs; `gpus` is None where their number
+    is unknown. None where the bytes cannot be known:
+    - The engine may keep copies: of latent vectors on two or more GPUs, of KV heads on more GPUs
+      than there are heads.
+    - The dtype or the type of model is unknown here.
+    - Layers keep a window or a state, so that bytes per token do not describe the cache.
     """
     if shape.unknown_type is not None or not shape.has_every_token:
         return None
@@ -194,10 +197,10 @@ def count_weights_bytes(
 ) -> int | None:
     """Return the bytes of weights on the GPU that holds most; None where they cannot be counted.
 
-    `total_bytes` are those of the whole model, where they are known better than by counting. Tensor
-    parallelism is taken to divide everything: what it repeats (norms, routers, some projections) is
-    about one per cent. Data parallelism repeats everything but experts. The first and the last
-    pipeline stage hold an embedding each.
+    `total_bytes`, those of the whole model, replace counting where they are known. Tensor
+    parallelism is assumed to divide everything: what it repeats (norms, routers, some projections)
+    is about one per cent. Data parallelism repeats everything but the experts, which it divides.
+    The first and the last pipeline stage have one embedding matrix each.
     """
     model_bytes = count_model_bytes(shape) if total_bytes is None else total_bytes
     if model_bytes is None:
@@ -208,7 +211,8 @@ def count_weights_bytes(
     layers_bytes *= 1 - _measure_experts_ratio(shape) * experts_on_others
     if pipeline_parallel == 1:
         stage_embeddings_bytes = min(model_bytes, embeddings_bytes)
-    elif shape.tied_embeddings:
+    elif shape.has_tied_embeddings:
+        # both the first and the last stage need the one matrix
         stage_embeddings_bytes = embeddings_bytes
     else:
         stage_embeddings_bytes = embeddings_bytes / 2
@@ -217,7 +221,10 @@ def count_weights_bytes(
 
 
 def _measure_experts_ratio(shape: ModelShape) -> float:
-    """Return the experts' share of the bytes of all layers."""
+    """Return the experts' share of the bytes of all layers, from 0 to 1.
+
+    0 where the parameters cannot be counted.
+    """
     parameters = shape.parameters
     if parameters is None or parameters.total == 0:
         return 0.0
@@ -228,10 +235,10 @@ def _measure_experts_ratio(shape: ModelShape) -> float:
 
 
 def count_model_bytes(shape: ModelShape, parameters: int | None = None) -> float | None:
-    """Return the bytes of the whole model; None where they cannot be counted.
+    """Return the bytes of the whole model's weights; None where they cannot be counted.
 
-    It has as many `parameters` as given, else as counted. Embeddings, encoders, and what the
-    quantisation leaves out, keep the model's dtype.
+    `parameters`, where given, replace those counted from the configuration. Embeddings, encoders
+    and layers that the quantisation leaves out are in the model's dtype.
     """
     parameter_bytes = shape.weight_bytes_per_parameter
     counted = shape.parameters
@@ -256,45 +263,47 @@ def count_model_bytes(shape: ModelShape, parameters: int | None = None) -> float
 
 
 STATE_BLOCKS: Final = 2
-"""For a state: the running one, and one for prefix caching (`MambaSpec.max_memory_usage_bytes`,
-mode "align").
+"""How many states of a sequence a layer keeps: the current one, and one for prefix caching
+(`MambaSpec.max_memory_usage_bytes`, mode "align").
 
-Mamba-2 keeps one more, at the end of the prompt (model_executor/layers/mamba/mamba_mixer2.py,
-`get_kv_cache_spec`).
+Mamba-2 keeps one more, that at the end of the prompt
+(model_executor/layers/mamba/mamba_mixer2.py, `get_kv_cache_spec`).
 """
 
 PADDING_LIMIT: Final = 1.5
-"""Where the commoner kind of layers is less than this times the rarer one, vLLM pads the rarer one
-to a group of the same size."""
+"""If the most frequent kind of layers is less than this times as frequent as the rarest, vLLM pads
+the rarer kinds to groups of the same size."""
 
 LATENT_BLOCK_TOKENS: Final = 128
-"""Beside layers with a state, a block of latent attention has a multiple of so many tokens."""
+"""In a model that also has layers with a state, a block of latent attention has a multiple of this
+many tokens."""
 
 
 class KvLayout(Struct, frozen=True, kw_only=True):
-    """vLLM's cut of one GPU's KV cache into blocks of equal size.
+    """How vLLM divides one GPU's KV cache into blocks of equal size.
 
-    A model that keeps nothing has blocks of 0 bytes, and takes none.
+    Layers of one kind form groups; a sequence has blocks in each group. A model that keeps nothing
+    has blocks of 0 bytes, and its sequences take none.
     """
 
-    # Tokens of a block of a full group.
+    # Tokens in a block of a full group.
     block_tokens: int
-    # Layers of a group, whose keys and values share a block.
+    # Layers in a group; their keys and values share a block.
     block_layers: int
     block_bytes: int
-    # Of each, a sequence takes a block for every `block_tokens`.
+    # In each full group, a sequence takes a block for every `block_tokens`.
     full_groups: int
-    # Of each, a sequence takes a block for every `windowed_block_tokens` of its last
+    # In each windowed group, a sequence takes a block for every `windowed_block_tokens` of its last
     # `window_tokens`, and `window_ends` more.
     windowed_groups: int
     windowed_block_tokens: int
     window_tokens: int
     window_ends: int
-    # Blocks that a sequence of any length takes for its states.
+    # Blocks that a sequence takes for its states, whatever its length.
     state_blocks: int
 
     def count_blocks(self, tokens: int) -> int:
-        """Return the blocks that a sequence of this many tokens takes."""
+        """Return how many blocks a sequence of this many tokens takes, in all groups."""
         full_blocks = ceil(tokens / self.block_tokens)
         tokens_in_window = min(tokens, self.window_tokens)
         windowed_blocks = ceil(tokens_in_window / self.windowed_block_tokens) + self.window_ends
@@ -307,8 +316,8 @@ class KvLayout(Struct, frozen=True, kw_only=True):
     def find_longest(self, blocks: int, ceiling: int) -> int:
         """Return the most tokens of a sequence that takes at most so many blocks.
 
-        At most `ceiling`; 0 where not even a block of tokens fits. Found by bisection, in whole
-        blocks of tokens.
+        The result is at most `ceiling`, else whole blocks of tokens; 0 where not even one block of
+        tokens fits. It is found by bisection.
         """
         low = 0
         high = ceil(ceiling / self.block_tokens)
@@ -330,15 +339,15 @@ def build_kv_layout(
     tensor_parallel: int = 1,
     pipeline_parallel: int = 1,
 ) -> KvLayout:
-    """Return the cut of the KV cache, as vLLM 0.32 makes it.
+    """Return how vLLM 0.32 divides the KV cache of one GPU into blocks.
 
-    - All blocks are equal, since groups have equally many layers (v1/core/kv_cache_utils.py,
-      `_get_kv_cache_groups_uniform_page_size`).
-    - Layers that keep less of a token have more tokens in a block
+    - All blocks have the same size, since all groups have the same number of layers
+      (v1/core/kv_cache_utils.py, `_get_kv_cache_groups_uniform_page_size`).
+    - Layers that keep fewer bytes of a token have more tokens in a block
       (`unify_kv_cache_spec_page_size`).
-    - A window is longer by `in_flight_tokens`, those that are scheduled and not yet settled
-      (v1/kv_cache_interface.py, `max_admission_blocks_per_request`). It may begin within a block;
-      a chunk begins with one.
+    - A window is longer by `in_flight_tokens`, which are scheduled and not yet finished
+      (v1/kv_cache_interface.py, `max_admission_blocks_per_request`). A window may begin within a
+      block, so it takes one block more; a chunk begins with a block.
     """
     full_bytes, windowed_bytes = count_layer_bytes(
         shape, kv_dtype=kv_dtype, tensor_parallel=tensor_parallel
@@ -349,7 +358,8 @@ def build_kv_layout(
     group_layers = _choose_group_layers((full_layers, windowed_layers, stateful_layers))
     tokens = _choose_block_tokens(shape, block_tokens, full_bytes, tensor_parallel)
 
-    # Bytes of one layer's part of a block, before the tokens of some kinds are multiplied.
+    # A page is one layer's part of a block. The larger kind's page is the common size; a page of
+    # that size may hold several times as many tokens of the smaller kind.
     full_page_bytes = full_bytes * tokens
     windowed_page_bytes = windowed_bytes * tokens
     page_bytes = 0
@@ -358,7 +368,7 @@ def build_kv_layout(
     if windowed_layers:
         page_bytes = max(page_bytes, windowed_page_bytes)
 
-    window_ends = 0 if shape.chunked else 1
+    window_ends = 0 if shape.has_chunks else 1
     return KvLayout(
         block_tokens=tokens * _count_pages(page_bytes, full_page_bytes),
         block_layers=group_layers,
@@ -374,7 +384,11 @@ def build_kv_layout(
 
 
 def _choose_group_layers(layer_counts: tuple[int, ...]) -> int:
-    """Return the layers of a group: those of the rarest kind, or with padding the commonest."""
+    """Return how many layers a group has; 0 without layers.
+
+    That is the number of the rarest kind. If the kinds are nearly equally frequent, it is the
+    number of the most frequent kind, and the others are padded.
+    """
     counts = [count for count in layer_counts if count]
     if not counts:
         return 0
@@ -390,10 +404,10 @@ def _count_groups(layers: int, group_layers: int) -> int:
 def _choose_block_tokens(
     shape: ModelShape, block_tokens: int, full_bytes: int, tensor_parallel: int
 ) -> int:
-    """Return the tokens of a block: with layers that keep a state, as many as it takes to hold one.
+    """Return how many tokens a block has: `block_tokens`, or enough for the block to hold a state.
 
-    Source: platforms/interface.py, `_align_hybrid_block_size`. A state whose size is not known
-    counts as no larger than a block.
+    Source: platforms/interface.py, `_align_hybrid_block_size`. A state of unknown size counts as no
+    larger than a block.
     """
     step_tokens = block_tokens
     if shape.latent_width and shape.stateful_layers:
@@ -406,7 +420,7 @@ def _choose_block_tokens(
 def _count_pages(page_bytes: int, own_page_bytes: int) -> int:
     """Return how many pages of one kind of layers a page of the common size holds.
 
-    One where they do not divide it: they are padded to it.
+    1 where the common size is no multiple of the kind's page: that page is padded.
     """
     if page_bytes and own_page_bytes and page_bytes % own_page_bytes == 0:
         return page_bytes // own_page_bytes

@@ -19,41 +19,42 @@ from vllm_headroom_tools.sizing.config_fields import (
 )
 
 FULL_KINDS: Final = frozenset({"full_attention", "attention", "full", "global_attention", "global"})
-"""Layers that keep keys and values of every token, by their names in `layer_types` and
+"""Names of layers that keep keys and values of every token, in `layer_types` and
 `layers_block_type`."""
 
 WINDOWED_KINDS: Final = frozenset(
     {"sliding_attention", "chunked_attention", "local_attention", "sliding_window"}
 )
-"""Layers that keep keys and values of the last tokens only."""
+"""Names of layers that keep keys and values of the last tokens only."""
 
 STATEFUL_KINDS: Final = frozenset({"linear_attention", "mamba", "mamba2", "conv"})
-"""Layers that keep a state of fixed size of each sequence."""
+"""Names of layers that keep a state of fixed size of each sequence."""
 
 CACHELESS_KINDS: Final = frozenset({"mlp", "moe", "dense"})
-"""Layers that keep nothing: an MLP alone."""
+"""Names of layers that keep nothing, since they are an MLP only."""
 
 UNDERSTOOD_KINDS: Final = FULL_KINDS | WINDOWED_KINDS | STATEFUL_KINDS | CACHELESS_KINDS
-"""All kinds whose cache is known here. A "hybrid" layer, of two kinds, is not among them."""
+"""All kinds of layers whose cache is known here. A "hybrid" layer, which is of two kinds, is not
+among them."""
 
 NEMOTRON_LETTERS: Final = {"M": "mamba2", "*": "attention", "-": "mlp", "E": "moe"}
 """Letters of Nemotron-H's `hybrid_override_pattern`, one for each layer."""
 
 LAYER_LIMIT: Final = 10_000
-"""Each layer gets a name: no model comes near it, and the names of a billion would take all
-memory."""
+"""The most layers that are accepted. No model comes near it; each layer gets a name here, and a
+billion names would fill the memory."""
 
 
 def list_layer_kinds(config: Config, layer_count: int) -> list[str]:
-    """Return each layer's kind, from the configuration's list, letters, pattern or window.
+    """Return the kind of each layer, from the configuration's list, letters, pattern or window.
 
-    Raises ValueError at a kind whose cache is not known here, and at more layers than any model
-    has.
+    A layer of Falcon-H1 is listed as two. Raises ValueError for a kind whose cache is unknown here,
+    for a list of another length, and for more layers than any model has.
     """
     if layer_count > LAYER_LIMIT:
         raise ValueError(f"{layer_count} layers are more than any model has")
     if config.get("model_type") == "falcon_h1":
-        # Each of its layers has both, side by side.
+        # Each of its layers has attention and a state, side by side.
         return ["attention", "mamba2"] * layer_count
     kinds = _read_listed_kinds(config) or _repeat_pattern(config, layer_count)
     for kind in sorted(set(kinds)):
@@ -69,7 +70,7 @@ def list_layer_kinds(config: Config, layer_count: int) -> list[str]:
 
 
 def _read_listed_kinds(config: Config) -> list[str]:
-    """Return the kinds that the configuration lists layer by layer; empty where it does not."""
+    """Return the kinds that the configuration lists layer by layer; empty without such a list."""
     nemotron_pattern = config.get("hybrid_override_pattern")
     if isinstance(nemotron_pattern, str):
         return [NEMOTRON_LETTERS.get(letter, letter) for letter in nemotron_pattern]
@@ -84,7 +85,10 @@ def _read_listed_kinds(config: Config) -> list[str]:
 
 
 def _repeat_pattern(config: Config, layer_count: int) -> list[str]:
-    """Return the kinds of layers that alternate, or that are all alike."""
+    """Return the kinds of layers that alternate by an interval, or are all of one kind.
+
+    With a window, the usual kind has the window, and every `interval`-th layer keeps all tokens.
+    """
     if read_window_tokens(config) is None:
         usual_kind = "full_attention"
         other_kind = "linear_attention"
@@ -105,10 +109,7 @@ def _repeat_pattern(config: Config, layer_count: int) -> list[str]:
 
 
 def read_window_tokens(config: Config) -> int | None:
-    """Return the window in tokens; None where there is none.
-
-    Some configurations name a window and switch it off.
-    """
+    """Return the window in tokens; None without a window, or where a switch turns it off."""
     if config.get("use_sliding_window") is False:
         return None
     return read_integer(config, "sliding_window", "attention_chunk_size")
@@ -117,20 +118,20 @@ def read_window_tokens(config: Config) -> int | None:
 class StateSizes(Struct, frozen=True, kw_only=True):
     """The sizes of a layer that keeps a state."""
 
-    # Values that go from the state to the layer's output.
+    # Values of a token that the state gives to the layer's output.
     output_values: int
     # Values of the state itself.
     state_values: int
-    # Values of a token that a convolution takes in.
+    # Values of a token that are the inputs of a convolution.
     convolution_inputs: int
-    # Values that belong to the state's heads; 0 for Mamba-1, which has no heads.
+    # Values of a token for the state's heads; 0 for Mamba-1, which has no heads.
     head_values: int
-    # Tokens that the convolution looks at; None where that is not given.
+    # Tokens that the convolution covers; None where that is not given.
     kernel_tokens: int | None
 
 
 def read_state_sizes(config: Config) -> StateSizes | None:
-    """Return the sizes of layers that keep a state; None for a kind that is not known here.
+    """Return the sizes of layers that keep a state; None for a kind of state that is unknown here.
 
     Raises ValueError where a size is missing.
     """
@@ -156,21 +157,21 @@ def _read_gated_delta_net(config: Config) -> StateSizes:
         state_values=output_values * key_size,
         # Queries, keys and values.
         convolution_inputs=2 * key_heads * key_size + output_values,
-        # Two for each head: beta and decay.
+        # Each head has two: beta and decay.
         head_values=2 * value_heads,
         kernel_tokens=read_integer(config, "linear_conv_kernel_dim"),
     )
 
 
 def _read_mamba_2(config: Config, heads: int, kernel_tokens: int | None) -> StateSizes:
-    """Return the sizes of Mamba-2 (transformers, nemotron_h), by its two namings."""
+    """Return the sizes of Mamba-2 (transformers, nemotron_h), whose fields have two names each."""
     output_values = heads * require_integer(config, *MAMBA_2_HEAD_SIZE)
     state_size = require_integer(config, *MAMBA_STATE_SIZE)
     groups = read_integer(config, *MAMBA_2_GROUPS) or 1
     return StateSizes(
         output_values=output_values,
         state_values=output_values * state_size,
-        # The inputs, and B and C of each group.
+        # The inputs of the state, and the vectors B and C of each group.
         convolution_inputs=output_values + 2 * groups * state_size,
         head_values=heads,
         kernel_tokens=kernel_tokens,
@@ -194,11 +195,12 @@ FLOAT16_BYTES: Final = 2
 
 
 def count_state_bytes(config: Config) -> int | None:
-    """Return the bytes of one sequence in one layer; None for a kind that is not known here.
+    """Return the bytes that one layer with a state keeps of a sequence.
 
-    A state and the last inputs of a convolution (vLLM 0.32, model_executor/layers/mamba/
-    mamba_utils.py, `MambaStateShapeCalculator`). The state's dtype is an option of the model
-    (models/config.py); the convolution's inputs are in 16 bits.
+    None for a kind of state that is unknown here. The bytes are the state and the last inputs of a
+    convolution (vLLM 0.32, model_executor/layers/mamba/mamba_utils.py,
+    `MambaStateShapeCalculator`). The state's dtype is an option of the model (models/config.py);
+    the convolution's inputs are in 16 bits.
     """
     sizes = read_state_sizes(config)
     if sizes is None:
@@ -207,13 +209,13 @@ def count_state_bytes(config: Config) -> int | None:
     if state_dtype is None and config.get("model_type") == "nemotron_h":
         state_dtype = "float32"
     value_bytes = FLOAT32_BYTES if state_dtype == "float32" else FLOAT16_BYTES
-    # The convolution keeps its inputs of all tokens of the kernel but the newest.
+    # The newest token's inputs are at hand, so the convolution keeps those of the others.
     kept_tokens = (sizes.kernel_tokens or 1) - 1
     return sizes.state_values * value_bytes + sizes.convolution_inputs * kept_tokens * FLOAT16_BYTES
 
 
 class KvHeads(Struct, frozen=True, kw_only=True):
-    """How many heads keep keys and values, and how many values each."""
+    """How many KV heads a layer has, and the sizes of a head's key and value."""
 
     count: int
     key_size: int
@@ -221,10 +223,10 @@ class KvHeads(Struct, frozen=True, kw_only=True):
 
 
 def read_kv_heads(config: Config) -> tuple[KvHeads, KvHeads | None]:
-    """Return the heads of layers that keep all tokens, and of windowed ones where they differ.
+    """Return the KV heads of layers that keep all tokens, and those of windowed layers.
 
-    Multi-query and grouped-query attention are their number of key-value heads; without one, every
-    head has its own. Raises ValueError where a size is missing.
+    The second result is None where windowed layers have the same heads. Without a number of KV
+    heads, each query head has its own. Raises ValueError where a size is missing.
     """
     head_size = _read_head_size(config)
     head_count = _count_kv_heads(config)
@@ -240,6 +242,7 @@ def read_kv_heads(config: Config) -> tuple[KvHeads, KvHeads | None]:
 
 
 def _read_head_size(config: Config) -> int:
+    """Return the size of a head, else hidden size / heads; raises ValueError without both."""
     attention_heads = read_integer(config, *ATTENTION_HEADS)
     hidden_size = read_integer(config, *HIDDEN_SIZE)
     head_size = read_integer(config, "head_dim", "kv_channels", "attention_head_dim")
@@ -251,6 +254,7 @@ def _read_head_size(config: Config) -> int:
 
 
 def _count_kv_heads(config: Config) -> int:
+    """Return the number of KV heads, else that of query heads; raises ValueError without both."""
     count = read_integer(config, *KV_HEADS)
     if count is None:
         count = read_integer(read_mapping(config, "attn_config"), *KV_HEADS)
@@ -267,7 +271,10 @@ def _count_kv_heads(config: Config) -> int:
 def _read_gemma_4_heads(
     config: Config, head_count: int, head_size: int, wide_head_size: int
 ) -> tuple[KvHeads, KvHeads]:
-    """Return the heads of Gemma 4, whose layers without a window have fewer and wider ones."""
+    """Return the KV heads of Gemma 4: of layers without a window, then of layers with one.
+
+    Layers without a window have fewer and wider heads.
+    """
     full_count = None
     if config.get("attention_k_eq_v"):
         full_count = read_integer(config, "num_global_key_value_heads")
@@ -278,7 +285,7 @@ def _read_gemma_4_heads(
 
 
 def _read_mimo_windowed_heads(config: Config, head_size: int) -> KvHeads | None:
-    """Return the heads of layers with a window of MiMo-V2; None for other models."""
+    """Return the KV heads of MiMo-V2's layers with a window; None for other models."""
     count = read_integer(config, "swa_num_key_value_heads")
     if count is None:
         return None

@@ -1,4 +1,4 @@
-"""A model's configuration, as it lies in a folder beside its weights: to shape."""
+"""Read the shape of a model from its configuration, in the folder of its weights."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -110,8 +110,8 @@ CHECKED_MODEL_TYPES: Final = frozenset(
         "xlm-roberta",
     }
 )
-"""The `model_type`s whose KV cache is counted as vLLM counts it: the tests have a recorded model of
-each."""
+"""Values of `model_type` for which the KV cache is known to be counted as vLLM counts it: the tests
+have a recorded model of each."""
 
 CLASS_DEFAULTS: Final[Mapping[str, Config]] = {
     "gemma2": {"sliding_window_pattern": 2},
@@ -127,8 +127,8 @@ CLASS_DEFAULTS: Final[Mapping[str, Config]] = {
     "llama4_text": {"sliding_window_pattern": 4},
     "qwen3_next": {"full_attention_interval": 4},
 }
-"""What published configurations leave out, since it is the default of their class in transformers.
-"""
+"""Fields that published configurations leave out, since they are the defaults of their class in
+transformers, by `model_type`."""
 
 TIED_MODEL_TYPES: Final = frozenset(
     {
@@ -144,10 +144,10 @@ TIED_MODEL_TYPES: Final = frozenset(
         "opt",
     }
 )
-"""Model types whose output is the embedding where the configuration does not say."""
+"""Model types whose output is the embedding unless the configuration says otherwise."""
 
 TIED_PREFIXES: Final = ("gemma3", "gemma4")
-"""Model types that begin so are tied as well."""
+"""Beginnings of further such model types."""
 
 ENCODER_ONLY_MODEL_TYPES: Final = frozenset(
     {
@@ -163,7 +163,7 @@ ENCODER_ONLY_MODEL_TYPES: Final = frozenset(
         "xlm-roberta",
     }
 )
-"""Model types that read a text at once: they keep no keys and values (vLLM,
+"""Model types that read a whole text in one pass: they keep no keys and values (vLLM,
 `EncoderOnlyAttentionSpec`)."""
 
 HEADLESS_CLASSES: Final = (
@@ -172,14 +172,15 @@ HEADLESS_CLASSES: Final = (
     "ForTokenClassification",
     "ForEmbedding",
 )
-"""How classes end that embed, classify or reward: what would give the next token's logits is not
-loaded."""
+"""Ends of the names of classes that embed, classify or reward: vLLM does not load the matrix for
+the next token's logits."""
 
 GENERATING_CLASSES: Final = frozenset({"GPT2LMHeadModel", "ChatGLMModel", "LlavaLlamaModel"})
-"""Classes of generating models that end so too."""
+"""Classes with such names that generate all the same."""
 
 TEXT_PARTS: Final = ("text_config", "llm_config", "language_config", "thinker_config")
-"""Where a multimodal model keeps its language model; `thinker_config` nests once more."""
+"""The parts of a multimodal model's configuration that describe its language model. A
+`thinker_config` has such a part itself."""
 
 LAYER_COUNT: Final = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
@@ -189,31 +190,30 @@ UNKNOWN_ATTENTION_FIELDS: Final = (
     "block_configs",
     "per_layer_config",
 )
-"""Fields of models whose layers cache different or further things: sparse attention's index, layers
-that differ."""
+"""Fields of models whose cache is not understood here: they also cache the index of sparse
+attention, or their layers differ."""
 
 SERVED_BYTES: Final = 2.0
-"""Of a parameter that is not quantised: vLLM serves 32-bit models in 16 (config/model.py,
-`_resolve_auto_dtype`)."""
+"""Bytes of a parameter that is not quantised: vLLM serves 32-bit models in 16 bits
+(config/model.py, `_resolve_auto_dtype`)."""
 
 UNSCALED_ROTARIES: Final = frozenset(
     {"su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling", "mrope"}
 )
-"""Kinds of rotary embedding whose `factor` is in the length already (vLLM 0.32,
+"""Kinds of rotary embedding whose `factor` the model's length already contains (vLLM 0.32,
 `_get_and_verify_max_len`)."""
 
 NAME_LIMIT: Final = 40
-"""Characters of a type of model that are shown."""
+"""Our choice: how many characters of an unknown type of model are shown."""
 
 
 def parse_model_config(
     text: str, overrides: Config | None = None, defaults: Config | None = None
 ) -> ModelShape | str:
-    """Return the shape that a config.json describes, or what is wrong with it, in a sentence.
+    """Return the shape that a config.json describes, or a sentence on what is wrong with the file.
 
-    Reads the field names of Hugging Face transformers, of the language part where there are
-    several; `overrides` are fields that count in place of the file's, and `defaults` those that
-    count where it has none.
+    It has the field names of Hugging Face transformers; of a multimodal model, the language part is
+    read. `overrides` replace fields of the file, and `defaults` are for fields that it lacks.
     """
     try:
         root = json.loads(text)
@@ -235,7 +235,8 @@ def parse_model_config(
 def _merge_parts(root: Config, overrides: Config, defaults: Config) -> Config:
     """Return all fields of the language model in one mapping.
 
-    A later part replaces an earlier one.
+    In the order of precedence: `overrides`, the language part, its class's defaults, the root,
+    `defaults`. A null field replaces nothing.
     """
     language = _find_language_part(root)
     class_defaults = CLASS_DEFAULTS.get(str(language.get("model_type")), {})
@@ -246,12 +247,13 @@ def _merge_parts(root: Config, overrides: Config, defaults: Config) -> Config:
 
 
 def _find_language_part(config: Config) -> Config:
+    """Return the innermost part for the language model; the whole configuration without parts."""
     part = read_mapping(config, *TEXT_PARTS)
     return _find_language_part(part) if part else config
 
 
 class LayerCounts(Struct, frozen=True, kw_only=True):
-    """How many layers keep what, without those that read the cache of others."""
+    """How many layers of each kind have a cache; those that share another layer's have none."""
 
     full: int
     windowed: int
@@ -259,7 +261,10 @@ class LayerCounts(Struct, frozen=True, kw_only=True):
 
 
 def _build_shape(config: Config, encoder: Encoder | None) -> ModelShape:
-    """Return the shape of the model with these fields; raises ValueError where it has none."""
+    """Return the shape of the model with these fields.
+
+    Raises ValueError where a needed size is missing or wrong, or the layers are not understood.
+    """
     model_type = config.get("model_type")
     layer_count = read_integer(config, "decoder_layers")
     if layer_count is None:
@@ -294,7 +299,7 @@ def _build_shape(config: Config, encoder: Encoder | None) -> ModelShape:
         full_layers=full_layers,
         windowed_layers=windowed_layers,
         window_tokens=window_tokens,
-        chunked=counts.windowed > 0 and _is_chunked(config, kinds),
+        has_chunks=counts.windowed > 0 and _is_chunked(config, kinds),
         windowed_heads=windowed_heads,
         stateful_layers=counts.stateful,
         state_bytes=count_state_bytes(config) if counts.stateful else None,
@@ -307,7 +312,7 @@ def _build_shape(config: Config, encoder: Encoder | None) -> ModelShape:
         side_values=count_side_values(config, layer_count),
         mlp_width=mlp_width,
         experts_per_token=experts_per_token,
-        tied_embeddings=_has_no_output_matrix(config),
+        has_tied_embeddings=_has_no_output_matrix(config),
         parameters=count_layer_parameters(config, kinds, heads, windowed_heads or heads),
         encoder=encoder,
         max_model_len=max_model_len,
@@ -320,7 +325,10 @@ def _build_shape(config: Config, encoder: Encoder | None) -> ModelShape:
 
 
 def _count_layers(config: Config, kinds: Sequence[str]) -> LayerCounts:
-    """Count the layers that keep something; raises ValueError where none has a KV cache."""
+    """Return how many layers of each kind have a cache.
+
+    Raises ValueError where none keeps keys and values.
+    """
     sharing_layers = read_integer(config, *KV_SHARING_LAYERS) or 0
     own_kinds = kinds[: len(kinds) - sharing_layers]
     counts = LayerCounts(
@@ -338,17 +346,23 @@ def _count_members(kinds: Sequence[str], group: frozenset[str]) -> int:
 
 
 def _is_chunked(config: Config, kinds: Sequence[str]) -> bool:
-    """Return whether a window begins at a multiple of its length, as Llama 4's do."""
+    """Return whether windows begin at multiples of their length, as Llama 4's do."""
     return "chunked_attention" in kinds or read_integer(config, "sliding_window") is None
 
 
 def _count_state_checkpoints(config: Config) -> int:
-    """Return the states that a layer keeps in addition: Mamba-2 keeps that of the prompt's end."""
+    """Return how many additional states a layer keeps.
+
+    Mamba-2 keeps 1, the state at the end of the prompt; others keep 0.
+    """
     return 1 if read_integer(config, *MAMBA_2_HEADS) else 0
 
 
 def _read_latent_width(config: Config) -> int | None:
-    """Return the values of latent attention's vector: the latent itself, and a rotary key."""
+    """Return how many values latent attention keeps of a token: the latent, and a rotary key.
+
+    None for a model without latent attention.
+    """
     latent_width = read_integer(config, "kv_lora_rank")
     if latent_width is None:
         return None
@@ -356,14 +370,18 @@ def _read_latent_width(config: Config) -> int | None:
 
 
 def _reads_text_at_once(config: Config) -> bool:
-    """Return whether each token attends to later ones too, so that nothing is cached."""
+    """Return whether each token also attends to later tokens, so that nothing can be cached."""
     if config.get("is_causal") is False or config.get("use_bidirectional_attention") is True:
         return True
     return str(config.get("model_type")) in ENCODER_ONLY_MODEL_TYPES
 
 
 def _has_no_output_matrix(config: Config) -> bool:
-    """Return whether the output is the embedding, or what embeds and classifies has no output."""
+    """Return whether the output needs no matrix of its own.
+
+    That is so where the output is the embedding, and for a model that embeds or classifies, which
+    has no output of tokens.
+    """
     if _reads_text_at_once(config) or config.get(POOLING_FILE):
         return True
     classes = config.get("architectures")
@@ -379,7 +397,8 @@ def _has_no_output_matrix(config: Config) -> bool:
 def _read_max_model_len(config: Config) -> int | None:
     """Return the longest sequence in tokens that vLLM takes by default; None where it is not given.
 
-    Longer than the model's own length by the factor of its rotary embedding.
+    It is the model's own length times the factor of its rotary embedding, unless the length already
+    contains the factor.
     """
     length = read_integer(config, *MODEL_LENGTH)
     scaling = read_mapping(config, "rope_scaling", "rope_parameters")
@@ -393,9 +412,9 @@ def _read_max_model_len(config: Config) -> int | None:
 
 
 def _name_unknown_type(model_type: object) -> str | None:
-    """Return the type of model where it has not been checked.
+    """Return the type of model if its cache has not been checked against vLLM's.
 
-    None where it has, or is not given.
+    None for a checked type, and where no type is given.
     """
     if model_type is None or str(model_type) in CHECKED_MODEL_TYPES:
         return None
@@ -405,24 +424,25 @@ def _name_unknown_type(model_type: object) -> str | None:
 CONFIG_FILE: Final = "config.json"
 
 POOLING_FILE: Final = "modules.json"
-"""Beside it, a model embeds (sentence-transformers): vLLM serves it without the next token's
-logits."""
+"""A file beside config.json that marks a model that embeds (sentence-transformers): vLLM serves it
+without the next token's logits."""
 
 CONFIG_LIMIT_BYTES: Final = 2**24
-"""A real config.json is a few kB."""
+"""The largest config.json that is read; a real one has a few kB."""
 
 INDEX_LIMIT_BYTES: Final = 2**27
-"""Of a checkpoint's index: a line of 100 bytes per weight: 10 MB for 384 experts in each of 60
-layers."""
+"""The largest index of a checkpoint that is read. It has a line of 100 bytes per weight: 10 MB for
+384 experts in each of 60 layers."""
 
 CHECKPOINT_LIMIT_BYTES: Final = 2**53
 """Our choice: an index that names more bytes is not believed."""
 
 
 def read_model(path: Path, overrides: Mapping[str, Any] | None = None) -> ModelShape | str:
-    """Return the shape of the model of this config.json or folder, or what is wrong.
+    """Return the shape of the model with this config.json, or in this folder.
 
-    `overrides` replace fields.
+    Return a sentence on what is wrong where the file cannot be read or understood. `overrides`
+    replace fields of the file.
     """
     try:
         file = path / CONFIG_FILE if path.is_dir() else path
@@ -439,20 +459,25 @@ def read_model(path: Path, overrides: Mapping[str, Any] | None = None) -> ModelS
 
 
 def _read_files_beside(folder: Path) -> Config:
-    """Return the fields that other files of the model's folder give."""
+    """Return the fields that other files in the model's folder add; files may be missing."""
     fields: dict[str, Any] = {
         "preprocessor": _read_json(folder / "preprocessor_config.json"),
         POOLING_FILE: (folder / POOLING_FILE).is_file(),
     }
     quantisation = _read_json(folder / "hf_quant_config.json").get("quantization")
     if isinstance(quantisation, dict):
-        # Of ModelOpt 0.29 and older, which later ones write into config.json, under this name.
+        # ModelOpt up to 0.29 writes this file. Later versions write the same into config.json,
+        # under this name.
         fields["quantization_config"] = {"quant_method": "modelopt", **quantisation}
     return fields
 
 
 def _read_json(file: Path) -> Config:
-    """Return the object in this file; an empty one where there is none."""
+    """Return the JSON object in a file.
+
+    Return an empty one where the file is missing, cannot be read or holds no JSON object. A file
+    above the limit is cut off, and so is no JSON.
+    """
     try:
         content = json.loads(read_file(file, INDEX_LIMIT_BYTES))
     except (OSError, ValueError, RecursionError):
@@ -461,12 +486,10 @@ def _read_json(file: Path) -> Config:
 
 
 def count_checkpoint_bytes(folder: Path) -> int | None:
-    """Return the bytes of the weights in this folder.
+    """Return the bytes of the weights in a folder; None where neither index nor files show them.
 
-    None where there are none, or the index does not say.
-
-    The index names them (`metadata.total_size`) also where the files themselves are not there.
-    Headers are a few kB.
+    The index has them (`metadata.total_size`) even if the files themselves are not there. Else they
+    are the sizes of the files, whose headers of a few kB do not matter.
     """
     metadata = _read_json(folder / "model.safetensors.index.json").get("metadata")
     total_bytes = metadata.get("total_size") if isinstance(metadata, dict) else None

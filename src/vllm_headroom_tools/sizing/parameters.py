@@ -1,4 +1,4 @@
-"""The parameters of a model's layers and their sorts, counted from its configuration."""
+"""Count the parameters of a model's layers, by kind, from its configuration."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
@@ -52,15 +52,16 @@ NOT_GATED: Final = frozenset(
 """Model types whose MLP has two matrices instead of three."""
 
 UNGIVEN_WIDTH_RATIO: Final = 4
-"""MLP width to hidden size of these models, where the configuration does not give the width."""
+"""The MLP width of these models, in hidden sizes, where the configuration does not give the
+width."""
 
 LEARNED_POSITIONS: Final = frozenset(
     {"gpt2", "gpt_bigcode", "opt", "bert", "roberta", "xlm-roberta"}
 )
-"""Model types that have a learned vector for each position, where others rotate."""
+"""Model types that have a learned vector for each position, instead of rotary embeddings."""
 
 COUNTED_STATES: Final = frozenset({"linear_num_value_heads", "mamba_dt_rank", *MAMBA_2_HEADS})
-"""Fields of the kinds of states whose projections are counted here."""
+"""Fields of models with a kind of state whose projections can be counted here."""
 
 UNCOUNTED_FIELDS: Final = (
     "ffn_config",
@@ -69,24 +70,25 @@ UNCOUNTED_FIELDS: Final = (
     "use_double_wide_mlp",
     "zero_expert_num",
 )
-"""Fields of models whose layers are not alike enough to be counted here."""
+"""Fields of models whose layers differ in ways that are not counted here."""
 
 EXPERTS: Final = ".experts."
-"""In the name of every matrix of experts that not every token passes."""
+"""A part of the name of every matrix that belongs to experts that only some tokens pass."""
 
 ROW_PARALLEL: Final = ("o_proj", "down_proj", "out_proj")
-"""Ends of the names of matrices whose inputs tensor parallelism divides; of others, the outputs."""
+"""Ends of the names of matrices whose inputs tensor parallelism divides. Of all other matrices it
+divides the outputs."""
 
 
 class Matrix(Struct, frozen=True, kw_only=True):
-    """A weight of a model, by the name of its module."""
+    """A weight matrix of a model, with the name of its module."""
 
     name: str
     inputs: int
     outputs: int
-    # More than one where equal matrices share a name, such as those of a layer's experts.
+    # How many equal matrices share the name, such as those of a layer's experts.
     copies: int = 1
-    # No method quantises it, and no adapter changes it: embeddings, routers, states.
+    # Whether no method quantises it and no adapter changes it: embeddings, routers, states.
     is_exempt: bool = False
 
     @property
@@ -98,9 +100,10 @@ class Matrix(Struct, frozen=True, kw_only=True):
 def list_matrices(
     config: Config, kinds: Sequence[str], full_heads: KvHeads, windowed_heads: KvHeads
 ) -> tuple[Matrix, ...] | None:
-    """Return the matrices of layers of these kinds, without embeddings of tokens.
+    """Return all matrices of layers of these kinds, without the embeddings of tokens.
 
-    None where a size is missing, or for a model whose layers are not understood here.
+    None where a size is not given, or the model's layers are not understood here. Raises ValueError
+    for a size that is needed then.
     """
     hidden_size = read_integer(config, *HIDDEN_SIZE)
     attention_heads = read_integer(config, *ATTENTION_HEADS)
@@ -142,15 +145,17 @@ def list_matrices(
 
 
 def _list_positions(config: Config, hidden_size: int) -> Iterator[Matrix]:
+    """Yield the learned vectors of positions, for a model that has them."""
     if str(config.get("model_type")) in LEARNED_POSITIONS:
         positions = read_integer(config, *MODEL_LENGTH) or 0
         yield Matrix(name="positions", inputs=positions, outputs=hidden_size, is_exempt=True)
 
 
 def _list_gemma_3n(config: Config, hidden_size: int, layer_count: int) -> Iterator[Matrix]:
-    """Yield an embedding of each token for each layer, and the alternating updates.
+    """Yield the matrices that only Gemma 3n has; nothing for other models.
 
-    Nothing for other models than Gemma 3n (vLLM 0.32, models/gemma3n.py).
+    They are an embedding of each token for each layer, and the alternating updates (vLLM 0.32,
+    models/gemma3n.py).
     """
     embedding_width = read_integer(config, "hidden_size_per_layer_input")
     if embedding_width is not None:
@@ -186,9 +191,10 @@ def _list_gemma_3n(config: Config, hidden_size: int, layer_count: int) -> Iterat
 
 
 def count_side_values(config: Config, layer_count: int) -> int:
-    """Return the values of a token beside its hidden state, through all layers (Gemma 3n).
+    """Return how many values a token has beside its hidden state, in all layers (Gemma 3n).
 
-    Those of its embedding for each layer, and of further streams before and after.
+    They are its embedding for each layer, and its further streams before and after a layer. 0 for
+    other models.
     """
     embedding_width = read_integer(config, "hidden_size_per_layer_input") or 0
     streams = read_integer(config, "altup_num_inputs") or 1
@@ -202,7 +208,7 @@ def count_side_values(config: Config, layer_count: int) -> int:
 def _list_attention(
     config: Config, name: str, hidden_size: int, attention_heads: int, kv_heads: KvHeads
 ) -> list[Matrix]:
-    """Return the projections of an attention layer."""
+    """Return the projections of an attention layer; those of latent attention are other ones."""
     latent_width = read_integer(config, "kv_lora_rank")
     if latent_width is not None:
         return list(
@@ -210,7 +216,7 @@ def _list_attention(
         )
     query_width = attention_heads * kv_heads.key_size
     if config.get("attn_output_gate") or config.get("model_type") == "qwen3_next":
-        # Each query has a gate of its size (transformers, qwen3_next).
+        # Each query has a gate of the same size (transformers, qwen3_next).
         query_width *= 2
     key_width = kv_heads.count * kv_heads.key_size
     value_width = kv_heads.count * kv_heads.value_size
@@ -224,7 +230,10 @@ def _list_attention(
 
 
 def _drop_keys_and_values(attention: Sequence[Matrix]) -> list[Matrix]:
-    """Return the projections of a layer that reads the cache of an earlier one (Gemma 3n)."""
+    """Return a layer's projections without those for keys and values.
+
+    That is what a layer has that reads the KV cache of an earlier layer (Gemma 3n).
+    """
     return [matrix for matrix in attention if not matrix.name.endswith(("k_proj", "v_proj"))]
 
 
@@ -254,7 +263,7 @@ def _list_latent_attention(
 
 
 def _list_state(config: Config, name: str, hidden_size: int, state: StateSizes) -> Iterator[Matrix]:
-    """Yield the projections of a layer that keeps a state."""
+    """Yield the matrices of a layer that keeps a state."""
     if state.head_values == 0:
         yield from _list_mamba_1(config, name, state)
     yield Matrix(
@@ -266,7 +275,7 @@ def _list_state(config: Config, name: str, hidden_size: int, state: StateSizes) 
 
 
 def _list_mamba_1(config: Config, name: str, state: StateSizes) -> Iterator[Matrix]:
-    """Yield what Mamba-1 has beside its input and output (transformers, jamba)."""
+    """Yield the matrices of Mamba-1 besides its input and output (transformers, jamba)."""
     rank = require_integer(config, "mamba_dt_rank")
     state_size = state.state_values // state.output_values
     yield Matrix(name=f"{name}x_proj", inputs=state.output_values, outputs=rank + 2 * state_size)
@@ -280,7 +289,7 @@ def _list_mamba_1(config: Config, name: str, state: StateSizes) -> Iterator[Matr
 
 
 def _has_mlp(config: Config, kind: str) -> bool:
-    """Return whether a layer of this kind has an MLP."""
+    """Return whether a layer of this kind has an MLP, alone or after its attention or state."""
     if kind in CACHELESS_KINDS:
         return True
     if isinstance(config.get("hybrid_override_pattern"), str):
@@ -291,13 +300,17 @@ def _has_mlp(config: Config, kind: str) -> bool:
 
 
 def _list_dense_mlp(config: Config, name: str, hidden_size: int) -> Iterator[Matrix]:
+    """Return the matrices of the MLP of a layer without experts."""
     # Llama 4 has a separate width for layers without experts.
     width = read_integer(config, "intermediate_size_mlp") or read_mlp_width(config) or 0
     return _list_mlp(config, name, hidden_size, width)
 
 
 def _list_experts(config: Config, name: str, hidden_size: int) -> Iterator[Matrix]:
-    """Yield the matrices of a mixture of experts: router, experts, and what every token passes."""
+    """Yield the matrices of a mixture of experts: router, experts and shared experts.
+
+    Shared experts are those that every token passes.
+    """
     count = read_integer(config, *EXPERT_COUNT) or 0
     if config.get("enable_moe_block"):
         # Gemma 4 has a dense MLP beside the experts.
@@ -313,6 +326,7 @@ def _list_experts(config: Config, name: str, hidden_size: int) -> Iterator[Matri
 def _list_mlp(
     config: Config, name: str, hidden_size: int, width: int, copies: int = 1
 ) -> Iterator[Matrix]:
+    """Yield the two matrices of an MLP, or three where it has a gate."""
     if str(config.get("model_type")) not in NOT_GATED:
         yield Matrix(name=f"{name}gate_proj", inputs=hidden_size, outputs=width, copies=copies)
     yield Matrix(name=f"{name}up_proj", inputs=hidden_size, outputs=width, copies=copies)
@@ -320,7 +334,7 @@ def _list_mlp(
 
 
 def read_mlp_width(config: Config) -> int | None:
-    """Return the width of the MLP; None where it is not given."""
+    """Return the width of a dense MLP; None where it is not given and has no default."""
     model_type = config.get("model_type")
     width = read_integer(config, *MLP_WIDTH)
     if model_type == "granitemoehybrid" and not read_integer(config, *EXPERT_COUNT):
@@ -333,14 +347,14 @@ def read_mlp_width(config: Config) -> int | None:
 
 
 def read_expert_width(config: Config) -> int:
-    """Return the width of one expert: `moe_intermediate_size`, else that of the MLP."""
+    """Return the width of one expert: `moe_intermediate_size`, else the MLP's; 0 without both."""
     return read_integer(config, "moe_intermediate_size") or read_mlp_width(config) or 0
 
 
 def read_shared_expert_width(config: Config) -> int:
-    """Return the width of the experts that every token passes, together."""
+    """Return the width of all shared experts together; 0 for a model without any."""
     if config.get("model_type") == "llama4_text":
-        # It always has one, which its configuration does not say.
+        # Llama 4 always has one shared expert, although its configuration does not say so.
         return read_mlp_width(config) or 0
     count = (
         read_integer(config, "n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
@@ -349,7 +363,7 @@ def read_shared_expert_width(config: Config) -> int:
     width = read_integer(config, "moe_shared_expert_intermediate_size")
     if width is None:
         width = read_expert_width(config)
-    # Others give the width of all shared experts together.
+    # Other configurations give the width of all shared experts together.
     total_width = (
         read_integer(config, "shared_expert_intermediate_size", "shared_intermediate_size") or 0
     )
@@ -359,7 +373,7 @@ def read_shared_expert_width(config: Config) -> int:
 class WidestMlp(Struct, frozen=True, kw_only=True):
     """The widest MLP that a token passes."""
 
-    # Values of a token in it, all its experts together.
+    # Values of a token in it, in all experts that the token passes together.
     width: int
     # 1 for a dense MLP.
     experts_per_token: int
@@ -368,7 +382,7 @@ class WidestMlp(Struct, frozen=True, kw_only=True):
 def read_widest_mlp(config: Config) -> WidestMlp | None:
     """Return the widest MLP that a token passes; None where no size is given.
 
-    Shared experts are passed beside the chosen ones.
+    A token passes the shared experts besides the chosen ones, so their widths add up.
     """
     width = read_mlp_width(config)
     if not read_integer(config, *EXPERT_COUNT):
@@ -378,11 +392,12 @@ def read_widest_mlp(config: Config) -> WidestMlp | None:
     return WidestMlp(width=max(width or 0, expert_width), experts_per_token=chosen)
 
 
-# Which layers are mixtures of experts: a function for each way in which configurations write it.
+# Which layers have experts: a function for each way in which configurations write it. Each returns
+# None where the configuration does not write it in this way.
 
 
 def _read_dense_layers(config: Config, index: int, _kind: str) -> bool | None:
-    """Read the list of layers without experts (Qwen)."""
+    """Return False for a layer in the list of layers without experts (Qwen)."""
     dense_layers = config.get("mlp_only_layers")
     if isinstance(dense_layers, list) and index in dense_layers:
         return False
@@ -390,14 +405,17 @@ def _read_dense_layers(config: Config, index: int, _kind: str) -> bool | None:
 
 
 def _read_layer_kind(config: Config, _index: int, kind: str) -> bool | None:
-    """Read the kind of the layer (Nemotron-H has layers of experts alone)."""
+    """Return whether a layer's kind is experts (Nemotron-H: its experts are layers themselves)."""
     if isinstance(config.get("hybrid_override_pattern"), str):
         return kind == "moe"
     return None
 
 
 def _read_listed_mlp(config: Config, index: int, _kind: str) -> bool | None:
-    """Read the list of each layer's MLP, by names or as 0 and 1 (Laguna, MiMo-V2)."""
+    """Return whether a layer has experts by the list of all layers' MLPs (Laguna, MiMo-V2).
+
+    The list has names, or 0 and 1.
+    """
     mlp_kinds = config.get("mlp_layer_types") or config.get("moe_layer_freq")
     if isinstance(mlp_kinds, list) and index < len(mlp_kinds):
         return mlp_kinds[index] in ("sparse", 1)
@@ -405,7 +423,7 @@ def _read_listed_mlp(config: Config, index: int, _kind: str) -> bool | None:
 
 
 def _read_expert_period(config: Config, index: int, _kind: str) -> bool | None:
-    """Read the period of layers of which one has experts (Jamba)."""
+    """Return whether a layer is that one of every `period` layers that has experts (Jamba)."""
     period = read_integer(config, "expert_layer_period")
     if period is None:
         return None
@@ -414,7 +432,10 @@ def _read_expert_period(config: Config, index: int, _kind: str) -> bool | None:
 
 
 def _read_sparse_step(config: Config, index: int, _kind: str) -> bool | None:
-    """Read the step from one layer with experts to the next, after dense layers at the start."""
+    """Return whether a layer has experts: every `step`-th has, after the dense layers at the start.
+
+    Never None: without these fields every layer has experts.
+    """
     dense_count = read_integer(config, "first_k_dense_replace", "moe_layer_start_index") or 0
     step = read_integer(config, "decoder_sparse_step", "interleave_moe_layer_step") or 1
     return index >= dense_count and (index + 1) % step == 0
@@ -427,12 +448,12 @@ EXPERT_LAYER_READERS: Final[tuple[Callable[[Config, int, str], bool | None], ...
     _read_expert_period,
     _read_sparse_step,
 )
-"""Each returns whether a layer, by its index and kind, has experts; None where the configuration
-does not write it so. The first answer counts, and the last function always has one."""
+"""The functions in order of precedence: the first answer that is not None counts. Their arguments
+are the configuration, and the index and the kind of a layer."""
 
 
 def _has_experts(config: Config, index: int, kind: str) -> bool:
-    """Return whether the MLP of this layer is a mixture of experts."""
+    """Return whether the MLP of this layer is a mixture of experts; False for a dense model."""
     if not read_integer(config, *EXPERT_COUNT):
         return False
     for read_expert_layer in EXPERT_LAYER_READERS:
@@ -443,24 +464,25 @@ def _has_experts(config: Config, index: int, kind: str) -> bool:
 
 
 class Adapter(Struct, frozen=True, kw_only=True):
-    """The values that an adapter of rank 1 adds."""
+    """How many values a LoRA adapter of rank 1 adds."""
 
-    # Those that every GPU of a tensor-parallel group has.
+    # Values that every GPU of a tensor-parallel group has in full.
     replicated_values: int
-    # Those that tensor parallelism divides.
+    # Values that tensor parallelism divides.
     divided_values: int
 
 
 class LayerParameters(Struct, frozen=True, kw_only=True):
-    """Parameters of all layers together, without embeddings, biases and norms."""
+    """How many parameters all layers have together, without embeddings, biases and norms."""
 
     total: int
-    # Those that the checkpoint's quantisation leaves out.
+    # Of these, the ones that the checkpoint's quantisation leaves out.
     unquantised: int
-    # Those of experts that not every token passes.
+    # Of these, the ones of experts that only some tokens pass.
     experts: int
-    # The adapter of everything but these experts, and theirs.
+    # For everything but these experts.
     adapter: Adapter
+    # For these experts.
     expert_adapter: Adapter
 
 
@@ -489,7 +511,10 @@ def _sum_parameters(matrices: Sequence[Matrix]) -> int:
 
 
 def _count_adapter(matrices: Sequence[Matrix]) -> Adapter:
-    """Return the values of an adapter of rank 1 of these matrices: inputs x 1, and 1 x outputs."""
+    """Return how many values an adapter of rank 1 has for these matrices.
+
+    For each matrix it has two: inputs x 1, and 1 x outputs. Tensor parallelism divides one of them.
+    """
     replicated_values = 0
     divided_values = 0
     for matrix in matrices:

@@ -1,4 +1,4 @@
-"""What a parameter of a model weighs: from its configuration's dtype or quantisation."""
+"""The bytes of a model's parameters, from its configuration's dtype or quantisation."""
 
 import re
 from collections.abc import Callable
@@ -18,38 +18,38 @@ DTYPE_BYTES: Final = {
 """Bytes of a value, by torch's name of its dtype."""
 
 UNNAMED_DTYPE_BYTES: Final = 4.0
-"""A checkpoint without a dtype is in 32 bits (transformers' default)."""
+"""Bytes of a parameter in a checkpoint without a dtype: 32 bits, transformers' default."""
 
 UNKNOWN_DTYPE_BYTES: Final = 2.0
-"""Our choice: a dtype that is not in the table is taken for one of 16 bits."""
+"""Our choice: bytes of a parameter of a dtype that is not in the table."""
 
 BYTE_BITS: Final = 8
 
 GROUP_SCALE_BYTES: Final = 2.5
-"""Four-bit methods keep a 16-bit scale and a 4-bit zero point for each group of weights (AutoGPTQ,
-AutoAWQ)."""
+"""The bytes that four-bit methods keep for each group of weights: a 16-bit scale and a 4-bit zero
+point (AutoGPTQ, AutoAWQ)."""
 
 ZERO_POINT_BYTES: Final = 0.5
-"""The zero point's part of it, which symmetric quantisation does not have."""
+"""Of these, the zero point, which symmetric quantisation does not have."""
 
 USUAL_GROUP_WEIGHTS: Final = 128
-"""Our choice: weights of a group where the configuration does not give their number."""
+"""Our choice: how many weights a group has where the configuration does not give their number."""
 
 GROUP_OVERHEAD_BYTES: Final = GROUP_SCALE_BYTES / USUAL_GROUP_WEIGHTS
 
 FOUR_BIT_BYTES: Final = 0.5 + GROUP_OVERHEAD_BYTES
 
 MXFP4_BYTES: Final = 0.5 + 1 / 32
-"""An 8-bit scale for each 32 weights (OCP Microscaling Formats)."""
+"""4 bits, and an 8-bit scale for each 32 weights (OCP Microscaling Formats)."""
 
 MXFP8_BYTES: Final = 1.0 + 1 / 32
-"""The same beside weights of 8 bits."""
+"""8 bits, and an 8-bit scale for each 32 weights (OCP Microscaling Formats)."""
 
 NVFP4_BYTES: Final = 0.5 + 1 / 16
-"""An 8-bit scale for each 16 weights."""
+"""4 bits, and an 8-bit scale for each 16 weights."""
 
 BITSANDBYTES_BYTES: Final = 0.5 + 4 / 64
-"""A 32-bit scale for each 64 weights."""
+"""4 bits, and a 32-bit scale for each 64 weights."""
 
 QUANTISED_BYTES: Final = {
     "fp8": 1.0,
@@ -92,17 +92,17 @@ UNQUANTISED_FIELDS: Final = (
     # ModelOpt.
     "exclude_modules",
 )
-"""What methods call the modules that they leave alone."""
+"""The fields that list the modules which are not quantised, by the comment's methods."""
 
 KV_SCHEME_BYTES: Final = {"fp8": 1.0, "nvfp4": 9 / 16}
-"""Bytes of a value in the KV cache, by the scheme that the checkpoint has scales for."""
+"""Bytes of a value in the KV cache, by the scheme for which the checkpoint has scales."""
 
 
 def read_stored_bytes(config: Config) -> float:
-    """Return the bytes of a parameter in the checkpoint."""
+    """Return the bytes of a parameter in the checkpoint, by its dtype."""
     dtype = config.get("dtype") or config.get("torch_dtype")
     if isinstance(dtype, dict):
-        # One for each part of the model: the first one counts.
+        # Each part of the model may have its own dtype: the first one counts.
         dtype = next(iter(dtype.values()), None)
     if dtype is None:
         return UNNAMED_DTYPE_BYTES
@@ -113,22 +113,23 @@ def read_stored_bytes(config: Config) -> float:
 def read_quantisation(config: Config) -> Config:
     """Return the part of the configuration that describes the quantisation.
 
-    Empty where none does.
+    Empty for a model that is not quantised.
     """
     return read_mapping(config, "quantization_config", "compression_config")
 
 
 def read_weight_bytes(config: Config, dtype_bytes: float) -> tuple[float | None, str | None]:
-    """Return bytes per parameter of the linear layers, and the quantisation.
+    """Return the bytes per parameter of the linear layers, and the name of the quantisation.
 
-    The bytes are None where they are not known, the quantisation is None where there is none.
+    The bytes are None where the method is unknown. The name is None without quantisation: then the
+    bytes are those of the dtype.
     """
     quantisation = read_quantisation(config)
     if not quantisation:
         return dtype_bytes, None
     algorithm = str(quantisation.get("quant_algo") or "").upper()
     if algorithm == "MIXED_PRECISION":
-        # Its modules differ: only the size of its files shows what they take.
+        # Modules are quantised differently: only the size of the files shows their bytes.
         return None, "mixed precision"
     method = str(quantisation.get("quant_method") or "unknown").replace("-", "_")
     if method == "modelopt" and algorithm:
@@ -148,9 +149,9 @@ def read_weight_bytes(config: Config, dtype_bytes: float) -> tuple[float | None,
 
 
 def _read_weight_scheme(quantisation: Config) -> Config:
-    """Return how the first group of modules keeps its weights; empty where there are no groups.
+    """Return how the weights of the first group of modules are quantised.
 
-    compressed-tensors and ModelOpt write such groups.
+    compressed-tensors and ModelOpt write such groups; empty where there are none.
     """
     groups = quantisation.get("config_groups")
     if not isinstance(groups, dict):
@@ -160,7 +161,7 @@ def _read_weight_scheme(quantisation: Config) -> Config:
 
 
 def _count_group_bytes(quantisation: Config, scheme: Config) -> float:
-    """Return the bytes of a group's scale and zero point, for each of its weights."""
+    """Return the bytes of a group's scale and zero point, per weight of the group."""
     group_weights = _pick_number(quantisation.get("group_size"), scheme.get("group_size"))
     if group_weights is None:
         return GROUP_OVERHEAD_BYTES
@@ -171,7 +172,7 @@ def _count_group_bytes(quantisation: Config, scheme: Config) -> float:
 
 
 def _pick_number(*values: object) -> int | None:
-    """Return the first of these values that is a number of bits or of weights."""
+    """Return the first value that may be a number of bits or weights; None without such a value."""
     for value in values:
         if isinstance(value, int) and 1 <= value <= NUMBER_LIMIT:
             return value
@@ -179,11 +180,11 @@ def _pick_number(*values: object) -> int | None:
 
 
 def match_unquantised(config: Config) -> Callable[[str], bool]:
-    """Return the function that decides by a module's name whether the quantisation leaves it out.
+    """Return a function that tells by a module's name whether the quantisation leaves it out.
 
-    Names are such as "layers.3.mlp.down_proj". Checkpoints name such modules, or what they are in,
-    in full, with wildcards, or by an expression after "re:", and may name the part of the model
-    that the layers are in too.
+    Its argument is a name such as "layers.3.mlp.down_proj". Checkpoints list such names, or names
+    of modules that contain them: in full, with wildcards, or as a regular expression after "re:". A
+    name in the checkpoint may begin with the part of the model that has the layers.
     """
     quantisation = read_quantisation(config)
     patterns = []
@@ -191,7 +192,7 @@ def match_unquantised(config: Config) -> Callable[[str], bool]:
         pattern = _compile_module_pattern(name)
         if pattern is not None:
             patterns.append(pattern)
-    # MXFP4 quantises nothing else (vLLM 0.32, quantization/mxfp4.py).
+    # MXFP4 quantises experts only (vLLM 0.32, quantization/mxfp4.py).
     quantises_only_experts = quantisation.get("quant_method") == "mxfp4"
 
     def is_unquantised(module: str) -> bool:
@@ -203,7 +204,7 @@ def match_unquantised(config: Config) -> Callable[[str], bool]:
 
 
 def _list_unquantised_names(quantisation: Config) -> list[str]:
-    """Return the names of the first field that lists modules; empty where none does."""
+    """Return the names in the first field that lists modules; empty where no field does."""
     for field in UNQUANTISED_FIELDS:
         names = quantisation.get(field)
         if isinstance(names, list):
@@ -212,9 +213,9 @@ def _list_unquantised_names(quantisation: Config) -> list[str]:
 
 
 def _compile_module_pattern(name: str) -> re.Pattern[str] | None:
-    """Return what finds a module of this name; None for an expression with a mistake."""
+    """Return a pattern that finds modules of this name; None for an expression with a mistake."""
     if name.startswith("re:"):
-        # Ours are the names of layers, without the part of the model that they are in.
+        # Our names begin at the layers, without the part of the model, so "^" would not match.
         expression = name.removeprefix("re:").removeprefix("^")
         try:
             return re.compile(expression)
@@ -228,10 +229,10 @@ def _compile_module_pattern(name: str) -> re.Pattern[str] | None:
 def read_kv_dtype_bytes(config: Config, dtype_bytes: float) -> float:
     """Return the bytes of a value in the KV cache with `--kv-cache-dtype auto`.
 
-    That is the model's dtype, or FP8 where the checkpoint brings scales for it. The checkpoints of
-    llm-compressor say so by `kv_cache_scheme`, and ModelOpt's also by `kv_cache_quant_algo` (vLLM
-    0.32, model_executor/layers/attention/attention.py and utils/torch_utils.py,
-    `get_kv_cache_quant_algo_string`).
+    They are those of the model's dtype, or of FP8 or NVFP4 where the checkpoint has scales for it.
+    Checkpoints of llm-compressor name it in `kv_cache_scheme`, and ModelOpt's also in
+    `kv_cache_quant_algo` (vLLM 0.32, model_executor/layers/attention/attention.py and
+    utils/torch_utils.py, `get_kv_cache_quant_algo_string`).
     """
     quantisation = read_quantisation(config)
     scheme = quantisation.get("kv_cache_scheme") or quantisation.get("kv_cache_quant_algo")

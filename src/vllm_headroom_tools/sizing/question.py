@@ -22,13 +22,13 @@ DEFAULT_BLOCK_TOKENS: Final = 16
 """vLLM's `DEFAULT_BLOCK_SIZE` on NVIDIA GPUs (config/cache.py)."""
 
 TYPICAL_TOKENS: Final = 2048
-"""Our choice: the length of a usual request, for how many of them fit at once."""
+"""Our choice: the length of a usual request, for which it is shown how many fit at once."""
 
 
 class CardDefaults(Struct, frozen=True):
-    """What vLLM's server takes by default on cards of a size."""
+    """The defaults of vLLM's server on cards of at least a size."""
 
-    # The smallest card that has these defaults.
+    # The smallest card with these defaults.
     card_bytes: int
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -39,7 +39,7 @@ LARGE_CARD: Final = CardDefaults(70 * GIB, 1024, 8192)
 LARGEST_CARD: Final = CardDefaults(160 * GIB, 1024, 16384)
 
 CARD_DEFAULTS: Final = (LARGEST_CARD, LARGE_CARD, SMALL_CARD)
-"""From the largest cards on: the first row whose card is not larger counts.
+"""The rows by size, the largest first: the first row whose `card_bytes` a card has counts.
 
 Source: engine/arg_utils.py, `get_batch_defaults`, 0.32. An A100 of 80 GiB counts there as a small
 card.
@@ -50,8 +50,8 @@ class Question(Struct, frozen=True, kw_only=True):
     """A model and vLLM's settings by vLLM's names; None where they are not known."""
 
     shape: ModelShape
-    # The weights of the whole model as they are served, and how many parameters it has, where these
-    # are known better than by counting.
+    # The bytes of the whole model's weights as they are served, and its number of parameters, where
+    # they are known; else they are counted from the configuration.
     checkpoint_bytes: int | None = None
     parameters: int | None = None
     kv_cache_dtype: str = "auto"
@@ -59,19 +59,19 @@ class Question(Struct, frozen=True, kw_only=True):
     pipeline_parallel_size: int = 1
     data_parallel_size: int = 1
     enable_expert_parallel: bool = False
-    # Of each GPU's weights, in the host's memory.
+    # The part of each GPU's weights that is in host memory.
     cpu_offload_bytes: float = 0
-    # Of each engine's KV cache, in the host's memory.
+    # The tier of each engine's KV cache in host memory.
     kv_offloading_bytes: float = 0
-    # Of processed images, in each server and core in the host's memory.
+    # The cache of processed images in host memory, in each server and each core.
     mm_processor_cache_bytes: float = 4 * GIB
     host_memory_bytes: int | None = None
-    # 0 without adapters.
+    # How many LoRA adapters may be loaded; 0 without adapters.
     max_loras: int = 0
     max_lora_rank: int = DEFAULT_LORA_RANK
-    # The model that speculates.
+    # The draft model of speculative decoding.
     draft: ModelShape | None = None
-    # One card's total; with `unified_memory` that of its machine, on whose memory the card works.
+    # One card's memory; with `unified_memory` that of its machine, which the card uses.
     gpu_memory_bytes: int | None = None
     gpu_memory_utilization: float = DEFAULT_UTILIZATION
     max_model_len: int | None = None
@@ -79,19 +79,22 @@ class Question(Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int = SMALL_CARD.max_num_batched_tokens
     block_size: int = DEFAULT_BLOCK_TOKENS
     typical_len: int = TYPICAL_TOKENS
-    # The KV cache's size where vLLM is given it: it counts instead of the utilization.
+    # The size of the KV cache, where it is set: vLLM then ignores the utilization.
     kv_cache_memory_bytes: int | None = None
     enforce_eager: bool = False
     unified_memory: bool = False
 
     @property
     def gpus(self) -> int:
-        """The GPUs of all engines."""
+        """How many GPUs all engines have together."""
         return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
 
     @property
     def weights_bytes(self) -> int | None:
-        """What weights take of the GPU that holds most, with a draft model's and adapters' room."""
+        """The bytes of weights on the GPU that holds most, with draft model and adapters.
+
+        None where any of them cannot be counted.
+        """
         model_bytes: float | None = self.checkpoint_bytes
         if model_bytes is None:
             model_bytes = count_model_bytes(self.shape, self.parameters)
@@ -113,29 +116,27 @@ class Question(Struct, frozen=True, kw_only=True):
 
     @property
     def has_uncounted_weights(self) -> bool:
-        """Whether there are weights that are not counted: those of an image or audio encoder."""
+        """Whether the weights of an encoder of images or sound exist but cannot be counted."""
         if self.checkpoint_bytes is not None or self.parameters is not None:
             return False
         return self.shape.encoder is not None and self.shape.encoder.parameters is None
 
     @property
     def has_uncounted_activations(self) -> bool:
-        """Whether vLLM profiles an encoder whose largest image or video is not known here."""
+        """Whether vLLM profiles an encoder whose largest image or video is unknown here."""
         return self.shape.encoder is not None and self.largest_input is None
 
     @property
     def largest_input(self) -> EncoderInput | None:
-        """The largest image or video; None without an encoder, too."""
+        """The largest image or video; None where it is unknown, or without an encoder."""
         return self.shape.encoder.largest_input if self.shape.encoder else None
 
     @property
     def encoder_items(self) -> int | None:
         """How many of the largest images or videos vLLM profiles at once.
 
-        None where these are not known.
-
-        As many as the batch has tokens for, and at least one (vLLM 0.32,
-        multimodal/encoder_budget.py, `_get_max_items`).
+        They are as many as a batch has tokens for, at least one (vLLM 0.32,
+        multimodal/encoder_budget.py, `_get_max_items`). None where the largest is unknown.
         """
         if self.largest_input is None:
             return None
@@ -147,12 +148,13 @@ class Question(Struct, frozen=True, kw_only=True):
 
     @property
     def adapters_bytes(self) -> int | None:
-        """What vLLM reserves on each GPU for LoRA adapters; None where that is not known.
+        """The bytes that vLLM reserves on each GPU for LoRA adapters; 0 without adapters.
 
-        Of every matrix, inputs x rank and rank x outputs, in the model's dtype; tensor parallelism
-        divides one of the two (vLLM 0.32, lora/layers, `create_lora_weights`), expert parallelism
-        both, for each GPU has some of the experts whole. All engines share the experts. Those of
-        embedding and output are as small as one layer's.
+        None where the model's parameters cannot be counted. For every matrix an adapter has
+        inputs x rank and rank x outputs, in the model's dtype. Tensor parallelism divides one of
+        the two (vLLM 0.32, lora/layers, `create_lora_weights`). For experts, expert parallelism
+        divides both, since each GPU has some of the experts whole; all engines share the experts.
+        Adapters of embedding and output are as small as one layer's, and left out.
         """
         if not self.max_loras:
             return 0
@@ -172,9 +174,9 @@ class Question(Struct, frozen=True, kw_only=True):
 
 
 def choose_defaults(gpu_memory_bytes: int | None) -> CardDefaults:
-    """Return what vLLM's server chooses for a card of this size.
+    """Return the defaults of vLLM's server for a card of this size.
 
-    As for a large one where it is not known.
+    If the size is unknown, they are those of a large card.
     """
     if gpu_memory_bytes is None:
         return LARGE_CARD
@@ -182,7 +184,10 @@ def choose_defaults(gpu_memory_bytes: int | None) -> CardDefaults:
 
 
 def find_problem(question: Question) -> str | None:
-    """Return why vLLM refuses these numbers, in a sentence; None where it does not."""
+    """Return a sentence on why vLLM refuses these numbers, or they cannot be computed here.
+
+    None where nothing is wrong with them.
+    """
     shape = question.shape
     draft = question.draft
     ranks = question.tensor_parallel_size

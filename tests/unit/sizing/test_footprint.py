@@ -191,7 +191,7 @@ def test_an_encoder_keeps_nothing_and_has_no_output() -> None:
 
     assert count_bytes_per_token(shape) == 0
     assert not shape.has_every_token
-    assert shape.tied_embeddings
+    assert shape.has_tied_embeddings
 
 
 def test_a_type_that_nobody_checked_has_no_certain_bytes() -> None:

@@ -51,7 +51,7 @@ def counted(shape: ModelShape) -> int:
     assert shape.parameters is not None
     assert shape.vocabulary is not None
     assert shape.hidden_size is not None
-    return shape.parameters.total + shape.vocabulary * shape.hidden_size * (1 if shape.tied_embeddings else 2)
+    return shape.parameters.total + shape.vocabulary * shape.hidden_size * (1 if shape.has_tied_embeddings else 2)
 
 
 def changed(name: str, **fields: Any) -> ModelShape | str:
