@@ -249,8 +249,8 @@ class LeakVerdict(StrEnum):
 def judge_course(course: LeakCourse, span_seconds: float) -> tuple[LeakVerdict, str]:
     """Return the verdict on a course of this length, and the reason.
 
-    A short course proves a leak, but not the absence of one. Every command that judges a trace calls
-    this function, so that a trace has one verdict.
+    A short course proves a leak, but not the absence of one. Every command that judges a trace
+    calls this function, so that a trace has one verdict.
     """
     if course.leaking:
         return LeakVerdict.LEAKING, "even growth that load does not explain"

@@ -127,8 +127,8 @@ def _judge_quiet(
 ) -> Judgement:
     """Judge a series without an alarm and without an early warning that counts.
 
-    It passes if the detector would have found a leak at the limit. It cannot be judged with a doubt,
-    or if such a leak would not have been found.
+    It passes if the detector would have found a leak at the limit. It cannot be judged with a
+    doubt, or if such a leak would not have been found.
     """
     doubt = find_doubt(record, series.coverage, series.name)
     if doubt is not None:
