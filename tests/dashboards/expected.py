@@ -68,7 +68,7 @@ EMPTY: Final = (
     ),
     Empty(
         why="nothing is critical",
-        over=EVERYWHERE - LEAKS - {"crash"},
+        over=EVERYWHERE - LEAKS - {"crash", "restart"},
         queries={"headroom-fleet": {"Alert begins to fire": ()}},
     ),
     Empty(

@@ -32,14 +32,17 @@ def inlined() -> Iterator[tuple[str, str]]:
         yield name, earlier[name]
 
 
-_NAME: Final = re.compile(r"([\w:]+)( offset \w+)?")
+_NAME: Final = re.compile(r"([\w:]+)(?:\[(\w+)\])?( offset \w+)?")
 
 
 def _meant(found: re.Match[str], earlier: Mapping[str, str]) -> str:
     """Return what a name means; an offset can only be of a range of an expression, here of its one value then."""
-    if found[1] not in earlier:
+    name, length, offset = found.groups()
+    if name not in earlier:
         return found[0]
-    return f"last_over_time({earlier[found[1]]}[1m:1m]{found[2]})" if found[2] else earlier[found[1]]
+    if length:
+        return f"{earlier[name]}[{length}:1m]{offset or ''}"
+    return f"last_over_time({earlier[name]}[1m:1m]{offset})" if offset else earlier[name]
 
 
 def alerting() -> Iterator[Mapping[str, Any]]:
