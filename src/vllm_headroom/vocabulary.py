@@ -158,6 +158,7 @@ class EndCause(StrEnum):
     LEAK = "out_of_memory_leak"
     BURST = "out_of_memory_burst"
     NEIGHBOUR = "out_of_memory_neighbour"
+    OVER_BUDGET = "over_budget"
     KILLED = "killed_by_kernel"
     NEVER_FITTED = "start_never_fitted"
     HANG = "hang"

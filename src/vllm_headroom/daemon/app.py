@@ -181,6 +181,7 @@ def build_engine_watch(parts: Parts, settings: Settings, model: ModelReader) -> 
         gpu_timeout_seconds=min(GPU_TIMEOUT_SECONDS, settings.sample_interval_seconds),
         recall=recall,
         host_limit_bytes=settings.host_memory_limit_bytes,
+        reported_bytes=settings.reported_bytes,
         judge=Judge(
             role=settings.role,
             gate_ready_seconds=settings.gate_ready_seconds,

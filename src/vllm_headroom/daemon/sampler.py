@@ -91,13 +91,15 @@ class Sampler:
         gpu_timeout_seconds: float,
         recall: Recall | None = None,
         host_limit_bytes: int | None = None,
+        reported_bytes: float | None = None,
         judge: Judge | None = None,
         canary: Canary | None = None,
     ) -> None:
         """Build a sampler that has read nothing yet.
 
-        `host_limit_bytes` is the operator's limit of the engine's container. Without a judge there
-        are no gate and no verdicts.
+        `host_limit_bytes` is the operator's limit of the engine's container, `reported_bytes` the
+        operator's figure of what the engine uses of each GPU. Without a judge there are no gate and
+        no verdicts.
         """
         self._sources = sources
         self._parse = parse
@@ -107,6 +109,7 @@ class Sampler:
         self._gpu_timeout_seconds = gpu_timeout_seconds
         self._recall = recall
         self._host_limit_bytes = host_limit_bytes
+        self._reported_bytes = reported_bytes
         self._judge = judge
         self._canary = canary
         self._parser = Worker[EnginePage | Failure]("parse")
@@ -293,7 +296,9 @@ class Sampler:
         Where deriving the status fails, return the snapshot without it and forget the run.
         """
         try:
-            self.states[ENGINE_RUN], snapshot = update_engine(self.states[ENGINE_RUN], snapshot)
+            self.states[ENGINE_RUN], snapshot = update_engine(
+                self.states[ENGINE_RUN], snapshot, configured_bytes=self._reported_bytes
+            )
             snapshot = add_lost_gpus(snapshot)
         except Exception as error:  # noqa: BLE001 - without the run's state nothing is judged
             self.states[ENGINE_RUN] = forget_run(self.states[ENGINE_RUN])

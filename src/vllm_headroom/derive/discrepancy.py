@@ -53,16 +53,28 @@ def _find_reported(
             return "metric", measured_bytes
     if gpu.inside is not None and gpu.inside.reserved_bytes:
         return "probe", float(gpu.inside.reserved_bytes)
+    budget_bytes = _compute_budget(page, total_bytes)
+    if budget_bytes:
+        return "budget", budget_bytes
+    if configured_bytes:
+        return "configured", configured_bytes
+    return None
+
+
+def _compute_budget(page: EnginePage, total_bytes: int) -> float | None:
+    """Return what vLLM was told to use of a GPU; None where unknown, or when engines disagree."""
     budget_ratios = set[float]()
     for engine in page.engines:
         ratio = engine.gpu_memory_utilization_ratio
         # With the cache's size in bytes, the budget is not computed from the ratio.
         if ratio is not None and engine.kv_cache_memory_bytes is None:
             budget_ratios.add(ratio)
-    if len(budget_ratios) == 1:
-        budget_bytes = budget_ratios.pop() * total_bytes
-        if budget_bytes:
-            return "budget", budget_bytes
-    if configured_bytes:
-        return "configured", configured_bytes
-    return None
+    return budget_ratios.pop() * total_bytes if len(budget_ratios) == 1 else None
+
+
+def find_budget(page: EnginePage, total_bytes: int, configured_bytes: float | None) -> float | None:
+    """Return what the engine was told to use of a GPU in bytes, else what the operator expects.
+
+    None where neither is known. What torch reports that it reserved is no budget.
+    """
+    return _compute_budget(page, total_bytes) or configured_bytes or None

@@ -16,6 +16,7 @@ from vllm_headroom.derive.leak.leak import LeakMemory, is_alone
 from vllm_headroom.derive.life.evidence import is_starved
 from vllm_headroom.derive.series import label_gpu, make_states
 from vllm_headroom.model import (
+    BudgetExcess,
     EngineStatus,
     Failure,
     Gpu,
@@ -61,8 +62,9 @@ LOW_HOST_BYTES: Final = 4 * GIB
 LOW_HOST_SHARE: Final = 0.05
 """Free host memory below this share of its limit is low, as in HeadroomHostMemoryLow."""
 
-TIGHT_SHARE: Final = 0.02
-"""An engine over its budget on a GPU with less free than this share is reported."""
+OVER_BUDGET_SECONDS: Final = 300.0
+"""An engine that has been over its budget for so long is judged: the levels at rest are those of
+five minutes."""
 
 SCARCE_BLOCKS_BYTES: Final = GIB
 """Unified memory free in blocks of 2 MiB, below which allocations may fail: they failed with 22.5
@@ -446,9 +448,9 @@ def _find_trouble(
     `wake_bytes` is what a sleeping engine needs to wake; 0 where it does not sleep.
     """
     return (
-        _find_low_memory(labels, status, free_bytes, wake_bytes)
+        _find_excess(labels, status, values, free_bytes)
+        or _find_low_memory(labels, status, free_bytes, wake_bytes)
         or _find_scarce_blocks(labels, status, values, free_bytes)
-        or _find_excess(labels, values, free_bytes)
         or _find_neighbour(labels, values, role)
     )
 
@@ -491,21 +493,47 @@ def _find_scarce_blocks(
     )
 
 
-def _find_excess(labels: tuple[str, str], values: Values, free_bytes: float) -> Trouble | None:
-    """Return the trouble of an engine that holds more than its budget on a GPU almost full."""
-    excess_bytes = 0.0
-    for series, difference_bytes in values.find_all(catalog.MEMORY_DISCREPANCY).items():
-        if series[:2] == labels:
-            excess_bytes = max(excess_bytes, difference_bytes)
-    total_bytes = values.value(catalog.GPU_MEMORY_TOTAL, *labels) or 0.0
-    if excess_bytes <= 0 or free_bytes >= TIGHT_SHARE * total_bytes:
+def _find_excess(
+    labels: tuple[str, str], status: EngineStatus | None, values: Values, free_bytes: float
+) -> Trouble | None:
+    """Return the trouble of an engine over its budget that leaves little for a burst.
+
+    The share alone is no trouble: contexts, NCCL and graphs are outside of the budget.
+    """
+    if status is None or status.state is not EngineState.SERVING:
         return None
+    excess = dict(status.excesses).get(labels[1])
+    if excess is None or excess.seconds < OVER_BUDGET_SECONDS:
+        return None
+    room_bytes = _find_room_at_rest(labels, values, excess, free_bytes)
+    if room_bytes >= excess.tight_bytes:
+        return None
+    size = format_size(excess.excess_bytes)
+    text = f"the engine holds {size} ({100 * excess.ratio:.1f} %) more than its budget"
+    if room_bytes >= excess.needed_bytes:
+        return Trouble(
+            situation=Situation.OVER_BUDGET,
+            text=text,
+            alert="HeadroomMemoryDiscrepancy",
+            needs_free_bytes=True,
+        )
     return Trouble(
         situation=Situation.OVER_BUDGET,
-        text=f"the engine holds {format_size(excess_bytes)} more than its budget",
-        alert="HeadroomMemoryDiscrepancy",
+        text=f"{text}, and a burst takes {format_size(excess.needed_bytes)}",
+        level=Level.ALARM,
+        alert="HeadroomMemoryDiscrepancyHigh",
         needs_free_bytes=True,
     )
+
+
+def _find_room_at_rest(
+    labels: tuple[str, str], values: Values, excess: BudgetExcess, free_bytes: float
+) -> float:
+    """Return what is free between bursts; what others hold counts as free, as they may leave."""
+    other_bytes = values.value(catalog.GPU_MEMORY_HELD, *labels, "other") or 0.0
+    rest_bytes = excess.budget_bytes + excess.excess_bytes
+    held_bytes = values.value(catalog.GPU_MEMORY_HELD, *labels, "engine") or rest_bytes
+    return free_bytes + other_bytes + max(0.0, held_bytes - rest_bytes)
 
 
 def _find_neighbour(labels: tuple[str, str], values: Values, role: str) -> Trouble | None:

@@ -50,4 +50,12 @@ from vllm_headroom.model.snapshot import (
     Verdict,
     find_worst,
 )
-from vllm_headroom.model.status import Diagnosis, Ending, EngineStatus, GpuAtEnd, Lost
+from vllm_headroom.model.status import (
+    BudgetExcess,
+    Diagnosis,
+    Ending,
+    EngineStatus,
+    GpuAtEnd,
+    Lost,
+    StraightGrowth,
+)

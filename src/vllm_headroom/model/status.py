@@ -1,5 +1,6 @@
 """The status of the engine, and the end of its run."""
 
+from math import floor
 from typing import Final
 
 from msgspec import Struct
@@ -24,6 +25,74 @@ and at most the share FULL_ROOM_RATIO."""
 FULL_ROOM_RATIO: Final = 0.5
 """The largest share of the memory that was free when the engine began to serve. A GPU that is
 configured to keep little memory free is not out of memory."""
+
+
+ROUNDING_TOLERANCE: Final = 1e-9
+"""Tolerance for binary fractions such as 0.92 * 100."""
+
+OVER_BUDGET_RATIO: Final = 0.03
+"""An engine is over its budget from this share of it on, as in HeadroomMemoryDiscrepancy."""
+
+OVER_BUDGET_BYTES: Final = 2**30
+"""And from this many bytes on: a CUDA context and the graphs of a small model are outside of every
+budget, and are a fifth of a MIG slice."""
+
+TIGHT_SHARE: Final = 0.02
+"""What is left of a GPU is little below this share of it."""
+
+BURST_MARGIN: Final = 1.5
+"""What is left is little below so many times the largest peak, as in HeadroomGpuMemoryTight."""
+
+
+class BudgetExcess(Struct, frozen=True, kw_only=True):
+    """By how much more than its budget the engine holds on one GPU."""
+
+    budget_bytes: int
+    excess_bytes: int
+    """What it holds at rest beyond the budget."""
+    first_excess_bytes: int
+    """The same, at rest in its first minutes at work."""
+    total_bytes: int
+    """The size of the GPU."""
+    seconds: float
+    """For how long it has held more."""
+    is_from_start: bool
+    """Whether it has since it was first seen at work."""
+    needed_bytes: int
+    """The largest peak above the level at rest: that which this engine has shown, that which its
+    profile run needed, or the usual one."""
+
+    @property
+    def ratio(self) -> float:
+        """The excess over the budget."""
+        return self.excess_bytes / self.budget_bytes
+
+    @property
+    def tight_bytes(self) -> float:
+        """The room below which little is left beside such an engine."""
+        return max(TIGHT_SHARE * self.total_bytes, BURST_MARGIN * self.needed_bytes)
+
+    def lower_utilization(self, utilization_ratio: float) -> float:
+        """Return the gpu_memory_utilization that gives the excess back, rounded down."""
+        hundredths = 100 * (utilization_ratio - self.excess_bytes / self.total_bytes)
+        return floor(hundredths + ROUNDING_TOLERANCE) / 100
+
+
+FILL_SECONDS: Final = 30.0
+"""Growth in a straight line that would have taken the rest within this time has filled the GPU: the
+newest sample may be that old."""
+
+
+class StraightGrowth(Struct, frozen=True, kw_only=True):
+    """Growth of the engine in a straight line up to the end, under a level load."""
+
+    grown_bytes: int
+    seconds: float
+
+    @property
+    def bytes_per_second(self) -> float:
+        """The rate."""
+        return self.grown_bytes / self.seconds
 
 
 class GpuAtEnd(Device, frozen=True, kw_only=True):
@@ -54,11 +123,20 @@ class GpuAtEnd(Device, frozen=True, kw_only=True):
     newest_held_bytes: int | None = None
     leak: LeakState = LeakState.UNKNOWN
     leak_bytes_per_request: float | None = None
+    straight_growth: StraightGrowth | None = None
+    excess: BudgetExcess | None = None
+    """By how much it held more than its budget; None where it did not, or where that is unknown."""
 
     @property
     def is_full(self) -> bool:
-        """Whether almost no room was left; False where the room is unknown."""
-        if self.last_room_bytes is None or self.last_room_bytes > FULL_ROOM_BYTES:
+        """Whether almost no room was left, or growth in a straight line took what was."""
+        if self.last_room_bytes is None:
+            return False
+        full_room_bytes = float(FULL_ROOM_BYTES)
+        if self.straight_growth is not None:
+            growth_bytes = FILL_SECONDS * self.straight_growth.bytes_per_second
+            full_room_bytes = max(full_room_bytes, growth_bytes)
+        if self.last_room_bytes > full_room_bytes:
             return False
         if self.first_room_bytes is None:
             return True
@@ -173,7 +251,10 @@ class Ending(Struct, frozen=True, kw_only=True):
     xids: tuple[int, ...] = ()
     """The driver's XID errors of the last 15 minutes; only the flight record has them."""
     ooms: tuple[str, ...] = ()
-    """torch's OutOfMemoryErrors of the last 15 minutes; only the flight record has them."""
+    """torch's OutOfMemoryErrors of the last 15 minutes, only the flight record has them."""
+    is_probed: bool = False
+    """Whether a probe ran in the engine, which would have recorded such an error; only the flight
+    record has it."""
     unreadable: tuple[str, ...] = ()
     """The verdicts on GPUs that could not be read; only the flight record has them."""
 
@@ -221,7 +302,7 @@ class Ending(Struct, frozen=True, kw_only=True):
         """
         if not self.is_over or not self.has_served:
             return None
-        if self.reason is ExitReason.OUT_OF_MEMORY:
+        if self.reason in (ExitReason.OUT_OF_MEMORY, ExitReason.OVER_BUDGET):
             return self.fullest_gpu
         return next((gpu for gpu in self.gpus if gpu.is_full), None)
 
@@ -266,6 +347,8 @@ class EngineStatus(Struct, frozen=True, kw_only=True):
     """The free memory when this run became ready, by the UUID of the GPU."""
     first_host_room_bytes: int | None = None
     """The free memory of the host when this run became ready."""
+    excesses: tuple[tuple[str, BudgetExcess], ...] = ()
+    """By how much the engine is over its budget, by the UUID of each GPU where it is."""
     hang_signs: tuple[HangSign, ...] = ()
 
     @property

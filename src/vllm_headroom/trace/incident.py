@@ -235,6 +235,7 @@ def add_evidence(end: Ending, incident: Incident) -> Ending:
         hung_seconds=hung_seconds,
         xids=tuple(error.xid for error in incident.xids[-MOST_SHOWN:]),
         ooms=tuple(oom.describe() for oom in incident.ooms[-MOST_SHOWN:]),
+        is_probed=any(process.devices for process in incident.before.probe),
         unreadable=tuple(
             verdict.sentence for verdict in incident.before.verdicts if verdict.alert == GPU_LOST
         ),

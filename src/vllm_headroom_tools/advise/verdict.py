@@ -304,10 +304,13 @@ def _note_single_exit(facts: Facts) -> Iterator[str]:
     if not crashes or starts.find_crash(facts) is not None:
         return
     first_crash = crashes[0]
-    room = "" if first_crash.fullest_gpu is None else ", with memory left"
+    room = ""
+    if first_crash.fullest_gpu is not None:
+        left_bytes = first_crash.fullest_gpu.last_room_bytes or 0
+        room = f", with {format_size(left_bytes)} left"
     yield (
         f"The engine exited at {format_instant(first_crash.seconds)} while requests ran{room}:"
-        " a planned restart, or a crash that vLLM's log explains."
+        " a planned restart, a crash, or an allocation that failed, which vLLM's log explains."
     )
 
 

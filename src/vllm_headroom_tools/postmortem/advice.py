@@ -2,6 +2,8 @@
 
 from typing import Final
 
+from vllm_headroom.derive.life.causes import describe_lower_budget, find_over_budget
+from vllm_headroom.model import Ending
 from vllm_headroom.vocabulary import EndCause, Situation
 
 CONSERVING_MEMORY: Final = "https://docs.vllm.ai/en/latest/configuration/conserving_memory.html"
@@ -31,6 +33,13 @@ TODO: Final[dict[EndCause, tuple[tuple[str, str | None], ...]]] = {
             CONSERVING_MEMORY,
         ),
         ("`vllm-headroom advise` on this file computes the values", None),
+    ),
+    EndCause.OVER_BUDGET: (
+        ("The next start holds as much again: lower --gpu-memory-utilization", CONSERVING_MEMORY),
+        (
+            "No replica of the same configuration fits better: change it before adding any",
+            None,
+        ),
     ),
     EndCause.NEIGHBOUR: (
         ("Give the engine a dedicated GPU, or move the other process away", None),
@@ -82,10 +91,24 @@ TODO: Final[dict[EndCause, tuple[tuple[str, str | None], ...]]] = {
 }
 """What to do about each cause: the steps in order, each with a link to documentation or None."""
 
+
+def list_steps(cause: EndCause, end: Ending | None) -> tuple[tuple[str, str | None], ...]:
+    """Return what to do about a cause, each with a link or None; options with their values."""
+    if cause is not EndCause.OVER_BUDGET or end is None:
+        return TODO[cause]
+    gpu = find_over_budget(end)
+    if gpu is None or gpu.excess is None:
+        return TODO[cause]
+    lower_budget = describe_lower_budget(end, gpu.excess)
+    first_step = f"The next start holds as much again: start it with {lower_budget}"
+    return (first_step, CONSERVING_MEMORY), *TODO[cause][1:]
+
+
 SITUATIONS: Final = {
     EndCause.LEAK: Situation.LEAKING,
     EndCause.BURST: Situation.LOW_MEMORY,
     EndCause.NEIGHBOUR: Situation.NEIGHBOUR,
+    EndCause.OVER_BUDGET: Situation.OVER_BUDGET,
     EndCause.KILLED: Situation.LOW_MEMORY,
     EndCause.HANG: Situation.STALLED,
     EndCause.NOTHING: None,

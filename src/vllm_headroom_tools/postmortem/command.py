@@ -230,9 +230,9 @@ COMMAND: Final[Command] = Command(
     usage="%(prog)s [OPTION]... [FILE or FOLDER]",
     description="""\
 Shows on one page what happened before the engine exited, why, and how sure that
-is: out of GPU memory by a leak, by a burst or by a neighbour; killed by the
-kernel; a crash with GPU memory left; a start that never fitted; a hang; an exit
-while idle.
+is: out of GPU memory by a leak, by a burst, by a neighbour, or over its budget
+from the start; killed by the kernel; a crash with GPU memory left; a start that
+never fitted; a hang; an exit while idle.
 
 FILE is an incident that the daemon saved, or any trace, whose last exit counts;
 FOLDER means its newest incident. Without either, it uses HEADROOM_STATE_DIR.

@@ -18,7 +18,7 @@ from vllm_headroom.units import format_duration, format_instant, format_size
 from vllm_headroom.vocabulary import EndCause, IncidentKind, Situation
 from vllm_headroom_tools.conclusion import Conclusion, Finding, Report
 from vllm_headroom_tools.history import Curves
-from vllm_headroom_tools.postmortem.advice import SITUATIONS, TODO
+from vllm_headroom_tools.postmortem.advice import SITUATIONS, list_steps
 from vllm_headroom_tools.terminal import join_paragraphs, wrap_headed, wrap_text
 
 NO_INCIDENT: Final = Incident(t=0.0, what=IncidentKind.ENDED)
@@ -75,7 +75,7 @@ def build_report(postmortem: Postmortem) -> Report:
                 diagnosis.cause,
                 _conclude(diagnosis),
                 _describe(diagnosis),
-                tuple(step for step, _ in TODO[diagnosis.cause]),
+                tuple(step for step, _ in list_steps(diagnosis.cause, postmortem.ending)),
             )
             for diagnosis in postmortem.findings
         ],
@@ -136,17 +136,17 @@ def list_sections(postmortem: Postmortem, most_log_lines: int) -> Iterator[tuple
         [(format_instant(seconds), change) for seconds, change in postmortem.timeline],
     )
     yield "Numbers for a bug report", list(list_numbers(ending, incident))
-    yield "What to do", _list_steps(postmortem.answer.cause)
+    yield "What to do", _list_steps(postmortem.answer.cause, postmortem.ending)
     yield "The sidecar's log then", [("", line) for line in incident.log[-most_log_lines:]]
     situation = postmortem.situation
     yield "Situation", [] if situation is None else [("", situation.replace("_", " "))]
 
 
-def _list_steps(cause: EndCause) -> list[Line]:
+def _list_steps(cause: EndCause, end: Ending | None) -> list[Line]:
     """Return what to do about a cause, in order, with the links."""
     steps = []
     name = "first"
-    for step, link in TODO[cause]:
+    for step, link in list_steps(cause, end):
         steps.append((name, step if link is None else f"{step}: {link}"))
         name = "then"
     return steps
@@ -253,7 +253,9 @@ def _build_data(postmortem: Postmortem) -> dict[str, Any]:
         "also": other_findings,
         "timeline": [{"t": seconds, "text": change} for seconds, change in postmortem.timeline],
         "numbers": dict(list_numbers(end, incident)),
-        "todo": [{"text": step, "link": link} for step, link in TODO[postmortem.answer.cause]],
+        "todo": [
+            {"text": step, "link": link} for step, link in list_steps(postmortem.answer.cause, end)
+        ],
         "known": None if incident is NO_INCIDENT else to_builtins(incident),
     }
 

@@ -12,6 +12,7 @@ from tests.unit.derive.life.watch import NO_GPU, REFUSED, SERVER, UNSEEN, WORKER
 from vllm_headroom import catalog
 from vllm_headroom.derive.verdicts import derive_verdicts, judge_snapshot
 from vllm_headroom.model import (
+    BudgetExcess,
     EngineStatus,
     Fate,
     HangSign,
@@ -534,7 +535,15 @@ def test_where_little_is_free_it_is_still_said_what_waking_lacks() -> None:
 
 FREE: Final = Sample(catalog.GPU_MEMORY_FREE, A_GPU, 640.0 * MIB)
 TOTAL: Final = Sample(catalog.GPU_MEMORY_TOTAL, A_GPU, 80.0 * GIB)
-OVER: Final = Sample(catalog.MEMORY_DISCREPANCY, (*A_GPU, "budget"), 1.0 * GIB)
+EXCESS: Final = BudgetExcess(
+    budget_bytes=74 * GIB,
+    excess_bytes=4 * GIB,
+    first_excess_bytes=4 * GIB,
+    total_bytes=80 * GIB,
+    seconds=300.0,
+    is_from_start=True,
+    needed_bytes=GIB,
+)
 OTHERS: Final = Sample(catalog.GPU_MEMORY_HELD, (*A_GPU, "other"), 3.0 * GIB)
 STRANDED: Final = Sample(catalog.ENGINE_KV_STRANDED, ("m", "0"), 0.2)
 GROWS: Final = state(LeakState.GROWING)
@@ -542,6 +551,13 @@ HOST_LEAKS: Final = state(LeakState.LEAKING, catalog.HOST_LEAK_STATE, ("engine_c
 LOOPS: Final = replace(
     make_snapshot(), engine_status=EngineStatus(state=EngineState.DOWN, was_seen=True, recent_exits=3)
 )
+
+
+def over_budget(life: EngineState = EngineState.SERVING, **known: float) -> Snapshot:
+    excess = replace(EXCESS, **known)
+    return replace(make_snapshot(), engine_status=EngineStatus(state=life, excesses=((A_GPU[1], excess),)))
+
+
 UNREAD: Final = replace(make_snapshot(), gpus=failure(Source.NVML))
 
 
@@ -557,8 +573,8 @@ UNREAD: Final = replace(make_snapshot(), gpus=failure(Source.NVML))
         pytest.param(make_snapshot(), (GROWS,), Situation.GROWING, id="growing"),
         pytest.param(make_snapshot(), (GROWS, OTHERS), Situation.GROWING, id="a GPU has one sentence"),
         pytest.param(make_snapshot(), (OTHERS, STRANDED), Situation.NEIGHBOUR, id="neighbour"),
-        pytest.param(make_snapshot(), (FREE, TOTAL, OVER, OTHERS), Situation.OVER_BUDGET, id="over budget"),
-        pytest.param(make_snapshot(), (HOST_LEAKS, FREE, TOTAL, OVER), Situation.HOST_LEAK, id="host leak"),
+        pytest.param(over_budget(), (FREE, STRANDED), Situation.OVER_BUDGET, id="over budget"),
+        pytest.param(make_snapshot(), (HOST_LEAKS, FREE), Situation.HOST_LEAK, id="host leak"),
         pytest.param(make_snapshot(), (HOST_LEAKS, *LEAK, state(LeakState.LEAKING)), Situation.LEAKING, id="leaking"),
         pytest.param(make_snapshot(EngineState.STALLED), (state(LeakState.LEAKING),), Situation.STALLED, id="stalled"),
         pytest.param(make_snapshot(EngineState.DOWN), (HOST_LEAKS,), Situation.DOWN, id="down"),
@@ -574,12 +590,43 @@ def test_the_worst_situation_is_the_first_sentence(
     assert {sample.labels[0]: sample.value for sample in made} == {each: float(each is situation) for each in Situation}
 
 
-def test_an_engine_over_its_budget_with_room_is_no_trouble() -> None:
-    room = Sample(catalog.GPU_MEMORY_FREE, A_GPU, 5.0 * GIB)
+def free(gib: float) -> Sample:
+    return Sample(catalog.GPU_MEMORY_FREE, A_GPU, gib * GIB)
 
-    assert of("GPU 0", state(LeakState.STABLE), room, TOTAL, OVER).level is Level.GOOD
-    assert of("GPU 0", state(LeakState.STABLE), FREE, TOTAL, OVER).sentence == (
-        "GPU 0: the engine holds 1 GiB more than its budget; 640 MiB are free; no leak seen."
+
+@pytest.mark.parametrize(
+    ("at", "room", "level", "alert"),
+    [
+        pytest.param(over_budget(), free(1.5), Level.WARNING, "HeadroomMemoryDiscrepancy", id="little left"),
+        pytest.param(over_budget(), free(0.9), Level.ALARM, "HeadroomMemoryDiscrepancyHigh", id="less than a peak"),
+        pytest.param(over_budget(), free(2.3), Level.GOOD, None, id="enough left"),
+        pytest.param(
+            over_budget(needed_bytes=2 * GIB), free(2.3), Level.WARNING, "HeadroomMemoryDiscrepancy", id="peak"
+        ),
+        pytest.param(over_budget(seconds=299.0), free(0.9), Level.GOOD, None, id="not for long"),
+        pytest.param(over_budget(EngineState.ASLEEP), free(0.9), Level.GOOD, None, id="asleep"),
+        pytest.param(make_snapshot(), free(0.9), Level.GOOD, None, id="within its budget"),
+    ],
+)
+def test_an_engine_over_its_budget_is_trouble_where_little_is_left(
+    at: Snapshot, room: Sample, level: Level, alert: str | None
+) -> None:
+    verdict = of("GPU 0", state(LeakState.STABLE), room, at=at)
+
+    assert (verdict.level, verdict.alert) == (level, alert)
+
+
+def test_what_others_or_a_burst_hold_now_is_not_missing_because_of_the_budget() -> None:
+    burst = Sample(catalog.GPU_MEMORY_HELD, (*A_GPU, "engine"), 79.5 * GIB)
+
+    assert of("GPU 0", state(LeakState.STABLE), free(0.9), burst, at=over_budget()).level is Level.GOOD
+    assert of("GPU 0", state(LeakState.STABLE), free(0.9), OTHERS, at=over_budget()).situation is Situation.NEIGHBOUR
+
+
+def test_an_engine_over_its_budget_is_said_with_what_a_burst_takes() -> None:
+    assert of("GPU 0", state(LeakState.STABLE), free(0.9), at=over_budget()).sentence == (
+        "GPU 0: the engine holds 4 GiB (5.4 %) more than its budget, and a burst takes 1 GiB;"
+        " 922 MiB are free; no leak seen."
     )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple
 
 from vllm_headroom.derive.attribution import NEIGHBOUR_BYTES
-from vllm_headroom.model import Diagnosis, Ending, GpuAtEnd
+from vllm_headroom.model import BudgetExcess, Diagnosis, Ending, GpuAtEnd, StraightGrowth
 from vllm_headroom.model.status import FULL_ROOM_BYTES
 from vllm_headroom.units import GIB, format_duration, format_size
 from vllm_headroom.vocabulary import (
@@ -26,9 +26,11 @@ LIKELY_SHARE: Final = 0.5
 SURE_SHARE: Final = 0.8
 """Growth that took this share of the lost room leaves no other cause."""
 
-LARGE_ALLOCATION_BYTES: Final = GIB
-"""A failed allocation takes no memory, so with less room than this one may have failed: a large one
-is a gigabyte (the logits of 2,048 tokens)."""
+LARGE_ALLOCATION_BYTES: Final = 4 * GIB
+"""A failed allocation takes no memory, so with less room than this one may well have failed. The
+activations of a step are 1.9 to 4 GiB by plan; 3.74 GiB were refused with 3.68 GiB free
+(vllm-project/vllm#49182), and the sampler's 786 MiB with 552 MiB free. With more room one is
+unlikely, and nothing but a witness excludes it."""
 
 KNOWN_BEFORE_SECONDS: Final = 600.0
 """A shorter record does not show the memory before a burst."""
@@ -39,6 +41,9 @@ LITTLE_ROOM_RATIO: Final = 0.08
 FATAL_XIDS: Final = frozenset({13, 31, 48, 62, 74, 79, 94, 95, 119, 120})
 """Errors that end the program, by NVIDIA's table. 43 and 45 can follow its exit, 63 and 64 may
 leave it running."""
+
+FULL_REASONS: Final = frozenset({ExitReason.OUT_OF_MEMORY, ExitReason.OVER_BUDGET})
+"""The reasons of an exit that is known to be out of GPU memory."""
 
 UNOBSERVED_SECONDS: Final = 15.0
 """Memory fills within seconds: after a longer gap the engine may have run out of it."""
@@ -155,14 +160,114 @@ def _fit_neighbour(end: Ending) -> Fit | None:
     )
 
 
+def is_over_budget(end: Ending) -> bool:
+    """Return whether an exit is best explained by a budget that the engine never kept."""
+    return _fit_over_budget(end) is not None
+
+
+def _fit_over_budget(end: Ending) -> Fit | None:
+    """Fit where the engine held more than its budget from its first work on, and little was left.
+
+    Sure where the GPU was full, and nothing since took nearly as much.
+    """
+    gpu = find_over_budget(end)
+    if gpu is None or gpu.excess is None:
+        return None
+    excess = gpu.excess
+    if not _is_memory_short(end, gpu, excess):
+        return None
+    is_attributed = gpu.other_growth_bytes is not None and not gpu.is_peak_unattributed
+    is_settled = excess.seconds >= KNOWN_BEFORE_SECONDS
+    later_growth_bytes = _measure_later_growth(gpu, excess)
+    is_alone = later_growth_bytes <= LIKELY_SHARE * excess.first_excess_bytes
+    is_sure = gpu.is_full and is_attributed and is_settled and is_alone
+    size = format_size(excess.excess_bytes)
+    duration = format_duration(excess.seconds)
+    return Fit(
+        _grade(is_sure=is_sure),
+        f"Over its budget from the start: the engine held {size} ({100 * excess.ratio:.1f} %) more"
+        f" than it on {gpu.display_name}, for {duration}.",
+        (_describe_lower_budget(end, excess),),
+    )
+
+
+def _is_memory_short(end: Ending, gpu: GpuAtEnd, excess: BudgetExcess) -> bool:
+    """Return whether a GPU was full, or an engine at work exited with little left."""
+    if gpu.is_full or end.ooms or end.reason in FULL_REASONS:
+        return True
+    # What others held would be the engine's without them.
+    room_bytes = (gpu.last_room_bytes or 0) + (gpu.last_other_bytes or 0)
+    return bool(end.running) and room_bytes < excess.tight_bytes
+
+
+def find_over_budget(end: Ending) -> GpuAtEnd | None:
+    """Return the GPU with the least room on which the engine never kept its budget.
+
+    None where something else explains the end: growth, others, a fault, a kill, a hang.
+    """
+    if not end.is_over or not end.has_served or end.reason is ExitReason.OOM_KILLED:
+        return None
+    if end.unreadable or FATAL_XIDS & set(end.xids):
+        return None
+    if end.hung_seconds is not None and not end.ooms:
+        return None
+    gpus = [gpu for gpu in end.gpus if _is_excess_decisive(gpu)]
+    return min(gpus, key=lambda gpu: gpu.last_room_bytes or 0, default=None)
+
+
+def _is_excess_decisive(gpu: GpuAtEnd) -> bool:
+    """Return whether the excess of the first minutes took more than anything since."""
+    excess = gpu.excess
+    if excess is None or not excess.is_from_start or gpu.last_room_bytes is None:
+        return False
+    if gpu.leak in GROWING_STATES or _has_grown_straight(gpu):
+        return False
+    if gpu.share_of_lost_room(gpu.other_growth_bytes) >= LIKELY_SHARE:
+        return False
+    return _measure_later_growth(gpu, excess) <= excess.first_excess_bytes
+
+
+def _measure_later_growth(gpu: GpuAtEnd, excess: BudgetExcess) -> int:
+    """Return by how much the engine's most at the end is above its level in the first minutes."""
+    first_bytes = excess.budget_bytes + excess.first_excess_bytes
+    return (gpu.last_engine_bytes or 0) - first_bytes
+
+
+def _has_grown_straight(gpu: GpuAtEnd) -> bool:
+    """Return whether growth in a straight line under a level load took most of the lost room."""
+    growth = gpu.straight_growth
+    if growth is None or gpu.share_of_lost_room(gpu.other_growth_bytes) >= LIKELY_SHARE:
+        return False
+    return gpu.share_of_lost_room(growth.grown_bytes) >= LIKELY_SHARE
+
+
+def _describe_lower_budget(end: Ending, excess: BudgetExcess) -> str:
+    return f"{describe_lower_budget(end, excess)} gives that back"
+
+
+def describe_lower_budget(end: Ending, excess: BudgetExcess) -> str:
+    """Return the option that gives an excess back, with its value where that can be computed."""
+    option = "--gpu-memory-utilization"
+    ratios = {engine.gpu_memory_utilization_ratio for engine in end.engines}
+    ratio = ratios.pop() if len(ratios) == 1 else None
+    if ratio is None:
+        return f"{format_size(excess.excess_bytes)} less for vLLM (a lower {option})"
+    return f"{option} {excess.lower_utilization(ratio):.2f} in place of {ratio:g}"
+
+
 def _fit_leak(end: Ending) -> Fit | None:
-    """Fit where the engine's memory grew over the whole run.
+    """Fit where the engine's memory grew over the whole run, or in a straight line to its end.
 
     Sure with the leak detector's alarm, where nothing else took memory.
     """
     gpu = end.full_gpu
-    if gpu is None:
+    if gpu is None or is_over_budget(end):
         return None
+    if gpu.straight_growth is not None and _has_grown_straight(gpu):
+        is_sure = (
+            gpu.leak is LeakState.LEAKING and gpu.is_full and gpu.other_growth_bytes is not None
+        )
+        return Fit(_grade(is_sure=is_sure), _describe_straight_growth(gpu, gpu.straight_growth))
     recent_share = gpu.share_of_lost_room(gpu.recent_growth_bytes)
     other_share = gpu.share_of_lost_room(gpu.other_growth_bytes)
     if max(recent_share, other_share) >= LIKELY_SHARE:
@@ -179,14 +284,27 @@ def _fit_leak(end: Ending) -> Fit | None:
     return Fit(Sureness.POSSIBLE, sentence, (doubt,))
 
 
+def _describe_straight_growth(gpu: GpuAtEnd, growth: StraightGrowth) -> str:
+    rate = f"{format_size(growth.bytes_per_second)} a second"
+    duration = format_duration(growth.seconds)
+    return (
+        f"Out of GPU memory by a leak: the engine grew in a straight line under a level load, by"
+        f" {rate} for {duration}, until {gpu.display_name} was full."
+    )
+
+
 FAILED_ALLOCATION: Final = "Out of GPU memory in a burst: an allocation of torch failed."
 
 
 def _fit_burst(end: Ending) -> Fit | None:
     """Fit where the room was lost within the last minutes, or an allocation failed or may have."""
+    if is_over_budget(end):
+        return None
     gpu = end.full_gpu
     if gpu is None:
         return _fit_failed_allocation(end)
+    if _has_grown_straight(gpu):
+        return None
     if gpu.share_of_lost_room(gpu.other_growth_bytes) >= LIKELY_SHARE:
         return None
     sentence = f"Out of GPU memory in a burst: {gpu.display_name} was filled within minutes."
@@ -214,14 +332,33 @@ def _fit_failed_allocation(end: Ending) -> Fit | None:
     gpu = end.fullest_gpu
     if gpu is None or not end.running:
         return None
+    # A probe would have recorded the error.
     room_bytes = gpu.last_room_bytes or 0
-    if room_bytes >= LARGE_ALLOCATION_BYTES:
+    if end.is_probed or room_bytes >= LARGE_ALLOCATION_BYTES:
         return None
-    room = f"{format_size(room_bytes)} were left on {gpu.display_name}"
+    room = format_size(room_bytes)
     return Fit(
         Sureness.POSSIBLE,
-        f"Out of GPU memory in a burst, perhaps: {room}.",
-        ("no figure shows a failed allocation: look for OutOfMemoryError in vLLM's log",),
+        f"Out of GPU memory in a burst, perhaps: {room} were left on {gpu.display_name}, and one"
+        " allocation may have needed more.",
+        (_describe_search(room_bytes), *_list_excess(end, gpu)),
+    )
+
+
+def _list_excess(end: Ending, gpu: GpuAtEnd) -> tuple[str, ...]:
+    """Return that the engine was over its budget on a GPU, where that may have left too little."""
+    excess = gpu.excess
+    if excess is None:
+        return ()
+    size = format_size(excess.excess_bytes)
+    return (f"it held {size} more than its budget: {_describe_lower_budget(end, excess)}",)
+
+
+def _describe_search(room_bytes: int) -> str:
+    """Return how to find out whether an allocation failed that left no other trace."""
+    return (
+        "no figure shows a failed allocation: look in vLLM's log for OutOfMemoryError with a size"
+        f" above {format_size(room_bytes)}"
     )
 
 
@@ -280,10 +417,15 @@ def _fit_crash(end: Ending) -> Fit | None:
     if end.hung_seconds is not None and not has_fault:
         return None
     room_bytes = _find_room_at_exit(end)
-    remarks: tuple[str, ...] = ()
+    remarks = []
     if end.running and not end.xids and not end.lost_processes:
-        remarks = ("a planned restart during requests looks the same",)
-    return Fit(_grade_crash(end, room_bytes), _describe_crash(end, room_bytes), remarks)
+        remarks.append("a planned restart during requests looks the same")
+    if room_bytes is not None and _is_memory_excluded(end):
+        if end.is_probed:
+            remarks.append("torch raised no OutOfMemoryError, by the probe")
+    elif room_bytes is not None and end.running and not end.unreadable:
+        remarks.append(_describe_search(room_bytes))
+    return Fit(_grade_crash(end, room_bytes), _describe_crash(end, room_bytes), tuple(remarks))
 
 
 def _grade_crash(end: Ending, room_bytes: int | None) -> Sureness:
@@ -294,7 +436,9 @@ def _grade_crash(end: Ending, room_bytes: int | None) -> Sureness:
         return Sureness.LIKELY
     # An idle engine that exits as a whole may have been stopped.
     was_at_work = end.has_served and bool(end.lost_processes or end.running)
-    return Sureness.LIKELY if was_at_work and _is_enough(room_bytes) else Sureness.POSSIBLE
+    is_room_enough = room_bytes is not None and room_bytes >= LARGE_ALLOCATION_BYTES
+    is_memory_excluded = room_bytes is not None and (is_room_enough or _is_memory_excluded(end))
+    return Sureness.LIKELY if was_at_work and is_memory_excluded else Sureness.POSSIBLE
 
 
 def _describe_crash(end: Ending, room_bytes: int | None) -> str:
@@ -305,14 +449,23 @@ def _describe_crash(end: Ending, room_bytes: int | None) -> str:
         crashed = "failed to start"
     if end.unreadable:
         return f"{crash}: one of its GPUs could no longer be read."
-    if room_bytes is not None and _is_enough(room_bytes):
-        return f"Not GPU memory: the engine {crashed} with {format_size(room_bytes)} free."
-    return f"{crash}; whether GPU memory ran out is not known."
+    if room_bytes is None:
+        return f"{crash}; whether GPU memory ran out is not known."
+    room = format_size(room_bytes)
+    if _is_memory_excluded(end):
+        return f"Not GPU memory: the engine {crashed} with {room} free."
+    if room_bytes >= LARGE_ALLOCATION_BYTES:
+        return f"{crash} with {room} of GPU memory free."
+    return f"{crash} with {room} free; whether an allocation needed more is not known."
 
 
-def _is_enough(room_bytes: int | None) -> bool:
-    """Return whether no allocation can have failed with this room."""
-    return room_bytes is not None and room_bytes >= LARGE_ALLOCATION_BYTES
+def _is_memory_excluded(end: Ending) -> bool:
+    """Return whether a witness excludes a failed allocation: an error of the driver, or the probe.
+
+    An engine without requests allocates nothing.
+    """
+    is_idle = end.has_served and end.running == 0
+    return bool(FATAL_XIDS & set(end.xids)) or end.is_probed or is_idle
 
 
 def _find_room_at_exit(end: Ending) -> int | None:
@@ -328,6 +481,7 @@ CAUSES: Final[tuple[tuple[EndCause, Callable[[Ending], Fit | None]], ...]] = (
     (EndCause.KILLED, _fit_kill),
     (EndCause.NEVER_FITTED, _fit_failed_start),
     (EndCause.NEIGHBOUR, _fit_neighbour),
+    (EndCause.OVER_BUDGET, _fit_over_budget),
     (EndCause.LEAK, _fit_leak),
     (EndCause.BURST, _fit_burst),
     (EndCause.HANG, _fit_hang),

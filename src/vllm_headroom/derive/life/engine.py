@@ -8,6 +8,8 @@ from typing import Final
 from msgspec import Struct, field
 from msgspec.structs import replace
 
+from vllm_headroom.derive.life.budget import describe_excess
+from vllm_headroom.derive.life.causes import is_over_budget
 from vllm_headroom.derive.life.evidence import (
     NECESSARY_ROLES,
     EngineRun,
@@ -38,6 +40,7 @@ from vllm_headroom.derive.run_identity import RESTART_SHARE, is_new_run
 from vllm_headroom.derive.series import limit_remembered
 from vllm_headroom.model import (
     SAME_START_SECONDS,
+    BudgetExcess,
     Ending,
     EngineStatus,
     GpuAtEnd,
@@ -87,10 +90,13 @@ def forget_run(memory: EngineMemory) -> EngineMemory:
     return EngineMemory(runs=replace(memory.runs, newest=None))
 
 
-def update_engine(memory: EngineMemory, snapshot: Snapshot) -> tuple[EngineMemory, Snapshot]:
+def update_engine(
+    memory: EngineMemory, snapshot: Snapshot, *, configured_bytes: float | None = None
+) -> tuple[EngineMemory, Snapshot]:
     """Return the memory after one more snapshot, and the snapshot with the engine's status.
 
-    Left-over processes that exit within seconds are removed from it.
+    Left-over processes that exit within seconds are removed from it. `configured_bytes` is the
+    operator's figure of what the engine uses of each GPU.
     """
     now = snapshot.monotonic_seconds
     evidence = read_evidence(snapshot, memory.runs)
@@ -111,7 +117,13 @@ def update_engine(memory: EngineMemory, snapshot: Snapshot) -> tuple[EngineMemor
         state=state,
         known_state=memory.known_state if state is EngineState.UNKNOWN else state,
         progress=progress,
-        record=_update_run_record(memory.record, snapshot, runs, is_stalled=is_stalled),
+        record=_update_run_record(
+            memory.record,
+            evidence,
+            runs,
+            is_stalled=is_stalled,
+            configured_bytes=configured_bytes,
+        ),
         absence=absence,
         served_bytes=_update_served_bytes(memory, evidence, state),
         leftover_since_seconds={
@@ -132,7 +144,7 @@ def _start_over(memory: EngineMemory) -> EngineMemory:
     return replace(
         memory,
         progress=Progress(cpu_use=memory.progress.cpu_use),
-        record=RunRecord(was_page_ever_read=memory.record.was_page_ever_read),
+        record=RunRecord(was_page_ever_read=memory.record.was_page_ever_read, follows_absence=True),
         served_bytes={},
     )
 
@@ -201,6 +213,11 @@ def _find_exit(run: EngineRun, evidence: Evidence, record: RunRecord) -> Ending 
     # The reason decides whether it was a hang, so a shutdown shows in the ending only.
     if reason is ExitReason.GONE and ending.is_shutdown:
         return replace(ending, reason=ExitReason.STOPPED)
+    # A run that was replaced between two samples may have been restarted on purpose.
+    may_be_death = reason in (ExitReason.GONE, ExitReason.OUT_OF_MEMORY)
+    if may_be_death and is_over_budget(ending):
+        reason = ExitReason.OVER_BUDGET
+        return build_ending(record, run, snapshot, IncidentKind.ENDED, reason=reason, gpus=gpus)
     return ending
 
 
@@ -300,12 +317,23 @@ def _build_stall(
 
 
 def _update_run_record(
-    record: RunRecord, snapshot: Snapshot, runs: EngineRuns, *, is_stalled: bool
+    record: RunRecord,
+    evidence: Evidence,
+    runs: EngineRuns,
+    *,
+    is_stalled: bool,
+    configured_bytes: float | None,
 ) -> RunRecord:
     """Return the record of the present run; an empty one where none is running."""
-    if runs.newest is None or runs.newest.has_ended:
-        return RunRecord(was_page_ever_read=record.was_page_ever_read)
-    return update_record(record, snapshot, runs.newest, is_stalled=is_stalled)
+    run = runs.newest
+    if run is None or run.has_ended:
+        return RunRecord(
+            was_page_ever_read=record.was_page_ever_read,
+            follows_absence=run is not None or evidence.presence is Presence.GONE,
+        )
+    return update_record(
+        record, evidence.snapshot, run, is_stalled=is_stalled, configured_bytes=configured_bytes
+    )
 
 
 def _update_served_bytes(
@@ -353,8 +381,22 @@ def _describe_engine(
         wake_bytes=_list_bytes_to_wake(memory, evidence) if is_asleep else (),
         first_room_bytes=tuple(run.first_room_bytes.items()),
         first_host_room_bytes=run.first_host_room_bytes,
+        excesses=_list_excesses(memory.record, evidence.snapshot),
         hang_signs=hang_signs,
     )
+
+
+def _list_excesses(record: RunRecord, snapshot: Snapshot) -> tuple[tuple[str, BudgetExcess], ...]:
+    """Return by how much the engine is over its budget, of each GPU where it is."""
+    excesses = []
+    for gpu in snapshot.owned_gpus:
+        budget = record.budgets.get(gpu.reading.uuid)
+        if budget is None:
+            continue
+        excess = describe_excess(budget, gpu, snapshot.monotonic_seconds)
+        if excess is not None:
+            excesses.append((gpu.reading.uuid, excess))
+    return tuple(excesses)
 
 
 def _list_bytes_to_wake(memory: EngineMemory, evidence: Evidence) -> tuple[tuple[str, int], ...]:

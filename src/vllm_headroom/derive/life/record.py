@@ -8,6 +8,7 @@ from typing import Final
 from msgspec import Struct, field
 from msgspec.structs import replace
 
+from vllm_headroom.derive.life.budget import GpuBudget, describe_excess, update_budgets
 from vllm_headroom.derive.life.evidence import EngineRun
 from vllm_headroom.derive.pages import list_named
 from vllm_headroom.derive.series import limit_remembered
@@ -22,6 +23,7 @@ from vllm_headroom.model import (
     GpuAtEnd,
     Lost,
     Snapshot,
+    StraightGrowth,
 )
 from vllm_headroom.units import GIB
 from vllm_headroom.vocabulary import ExitReason, IncidentKind, Reason, Role
@@ -51,11 +53,35 @@ YOUNG_SECONDS: Final = 15.0
 """An engine that is younger at its first sample may have loaded since, so LOADED_SHARE proves
 nothing."""
 
+LONGEST_LOAD_SECONDS: Final = 2400.0
+"""Our choice: an engine that is younger at its first sample, and grew since by more than contexts
+take, was still loading: a large model loads for 33 minutes."""
+
 SAME_END_SECONDS: Final = 15.0
 """A stall and an exit so close are one end: a server answers for 2 to 3 s without its core, and a
 tick is 5 s."""
 
-MEMORY_REASONS: Final = (ExitReason.OUT_OF_MEMORY, ExitReason.OOM_KILLED)
+STRAIGHT_SECONDS: Final = 90.0
+"""Our choice: growth in a straight line for so long is no burst, which comes with one batch."""
+
+STRAIGHT_POINTS: Final = 4
+"""Our choice: fewer points make no line."""
+
+STRAIGHT_TOLERANCE: Final = 0.1
+"""Our choice: how far a point may be from the line, as a share of the growth: torch allocates in
+segments."""
+
+LEVEL_LOAD_RATIO: Final = 0.25
+"""Our choice: a load is level while it stays within this share of the usual one."""
+
+LEVEL_LOAD_REQUESTS: Final = 2.0
+"""Our choice: or within so many running requests of it."""
+
+MEMORY_REASONS: Final = (
+    ExitReason.OUT_OF_MEMORY,
+    ExitReason.OVER_BUDGET,
+    ExitReason.OOM_KILLED,
+)
 """The reasons of an exit that also explain a stall just before it."""
 
 
@@ -124,8 +150,10 @@ class RunRecord(Struct, frozen=True, kw_only=True):
     began_seconds: float | None = None
     """When the run was first seen; None before its first sample."""
     newest_seconds: float = 0.0
-    is_young: bool = False
-    """Whether it had only just started when it was first seen."""
+    first_age_seconds: float | None = None
+    """How old the run was when it was first seen; None where unknown."""
+    follows_absence: bool = False
+    """Whether the sidecar looked before the run began: then it saw all of its start."""
     was_page_ever_read: bool = False
     """Whether any page was ever read, also of another run."""
     stalled_since_seconds: float | None = None
@@ -133,12 +161,22 @@ class RunRecord(Struct, frozen=True, kw_only=True):
     processes: ProcessRecord = field(default_factory=ProcessRecord)
     gpus: dict[str, GpuRecord] = field(default_factory=dict)
     """By UUID."""
+    budgets: dict[str, GpuBudget] = field(default_factory=dict)
+    """The same GPUs against the engine's budget, by UUID."""
 
 
 def update_record(
-    record: RunRecord, snapshot: Snapshot, run: EngineRun, *, is_stalled: bool
+    record: RunRecord,
+    snapshot: Snapshot,
+    run: EngineRun,
+    *,
+    is_stalled: bool,
+    configured_bytes: float | None = None,
 ) -> RunRecord:
-    """Return the record with one more sample of its run."""
+    """Return the record with one more sample of its run.
+
+    `configured_bytes` is the operator's figure of what the engine uses of each GPU.
+    """
     now = snapshot.monotonic_seconds
     if record.began_seconds is None:
         age_seconds = None
@@ -147,7 +185,7 @@ def update_record(
         record = replace(
             record,
             began_seconds=now,
-            is_young=age_seconds is not None and age_seconds < YOUNG_SECONDS,
+            first_age_seconds=age_seconds,
             page=PageRecord(newest_seconds=now),
         )
     stalled_since_seconds = record.stalled_since_seconds
@@ -163,6 +201,7 @@ def update_record(
         page=_record_page(record.page, snapshot),
         processes=_record_processes(record.processes, snapshot, run),
         gpus=_record_gpus(record, snapshot, run),
+        budgets=update_budgets(record.budgets, snapshot, run, configured_bytes),
     )
 
 
@@ -371,6 +410,11 @@ def describe_gpus(record: RunRecord, run: EngineRun, snapshot: Snapshot) -> tupl
     for uuid, gpu in record.gpus.items():
         first_room_bytes = run.first_room_bytes.get(uuid, gpu.first.least_room_at_peak_bytes)
         at_end = _describe_gpu(gpu, first_room_bytes, snapshot.monotonic_seconds)
+        budget = record.budgets.get(uuid)
+        if budget is not None:
+            excess = describe_excess(budget, gpu.newest, record.newest_seconds)
+            at_end = replace(at_end, excess=excess)
+        at_end = replace(at_end, straight_growth=_find_straight_growth(gpu, record.page))
         gpus.append(at_end.raise_peak(peak_bytes.get(uuid, 0)))
     return tuple(gpus)
 
@@ -426,6 +470,54 @@ def _find_earlier_held(gpu: GpuRecord, now: float) -> int | None:
     if not earlier_slots and gpu.first.newest_seconds >= oldest_seconds:
         earlier_slots = [gpu.first]
     return _find_most(slot.most_held_bytes for slot in earlier_slots)
+
+
+def _find_straight_growth(gpu: GpuRecord, page: PageRecord) -> StraightGrowth | None:
+    """Return the longest growth in a straight line that ends with the newest sample.
+
+    None without one, and where the load was not level or is not known: more requests take more
+    memory.
+    """
+    points = [
+        (slot.newest_seconds, slot.most_held_bytes)
+        for slot in gpu.slots
+        if slot.most_held_bytes is not None
+    ]
+    for begin in range(len(points) - STRAIGHT_POINTS + 1):
+        begin_seconds, begin_bytes = points[begin]
+        end_seconds, end_bytes = points[-1]
+        seconds = end_seconds - begin_seconds
+        if seconds < STRAIGHT_SECONDS or end_bytes <= begin_bytes:
+            continue
+        if _is_straight(points[begin:]) and _is_load_level(page, begin_seconds):
+            return StraightGrowth(grown_bytes=end_bytes - begin_bytes, seconds=seconds)
+    return None
+
+
+def _is_straight(points: list[tuple[float, int]]) -> bool:
+    """Return whether all points are close to the line from the first to the last."""
+    begin_seconds, begin_bytes = points[0]
+    end_seconds, end_bytes = points[-1]
+    grown_bytes = end_bytes - begin_bytes
+    bytes_per_second = grown_bytes / (end_seconds - begin_seconds)
+    for at_seconds, held_bytes in points:
+        line_bytes = begin_bytes + bytes_per_second * (at_seconds - begin_seconds)
+        if abs(held_bytes - line_bytes) > STRAIGHT_TOLERANCE * grown_bytes:
+            return False
+    return True
+
+
+def _is_load_level(page: PageRecord, begin_seconds: float) -> bool:
+    """Return whether as many requests ran since then as before, and until the end."""
+    earlier_loads = [running for at_seconds, running in page.loads if at_seconds < begin_seconds]
+    loads = [running for at_seconds, running in page.loads if at_seconds >= begin_seconds]
+    if not loads:
+        return False
+    half = len(loads) // 2
+    usual_running = median(earlier_loads or loads)
+    tolerance = max(LEVEL_LOAD_REQUESTS, LEVEL_LOAD_RATIO * usual_running)
+    parts = [part for part in (loads[:half], loads[half:]) if part]
+    return all(abs(median(part) - usual_running) <= tolerance for part in parts)
 
 
 def build_ending(
@@ -524,10 +616,17 @@ def _find_silence(record: RunRecord) -> float:
 
 def _has_loaded_unseen(record: RunRecord) -> bool:
     """Return whether an engine whose page was never read held its model from the beginning."""
-    if record.was_page_ever_read or record.is_young:
+    if record.was_page_ever_read or record.follows_absence:
         return False
+    age_seconds = record.first_age_seconds
+    if age_seconds is not None and age_seconds < YOUNG_SECONDS:
+        return False
+    may_have_loaded = age_seconds is not None and age_seconds < LONGEST_LOAD_SECONDS
     for gpu in record.gpus.values():
-        loaded_bytes = max(CONTEXT_BYTES, LOADED_SHARE * (gpu.newest.held_bytes or 0))
-        if (gpu.first.most_held_bytes or 0) >= loaded_bytes:
+        first_held_bytes = gpu.first.most_held_bytes or 0
+        newest_held_bytes = gpu.newest.held_bytes or 0
+        if may_have_loaded and newest_held_bytes - first_held_bytes > CONTEXT_BYTES:
+            return False
+        if first_held_bytes >= max(CONTEXT_BYTES, LOADED_SHARE * newest_held_bytes):
             return True
     return False

@@ -291,11 +291,12 @@ def _raise_share(facts: Facts, starts: Sequence[Ending]) -> Change | None:
 
 
 def find_crash(facts: Facts) -> Advice | None:
-    """Judge exits of an engine at work that GPU memory does not explain.
+    """Judge exits of an engine at work that no figure of GPU memory explains.
 
     Looks at: the exits that `find_crashes` returns, of which the GPU's room is known.
     Applies: from FAILED_STARTS on, or where the engine left processes over.
-    Proposes: to read the logs, since no option that sizes memory affects it.
+    Proposes: to read the logs, which show whether an allocation failed; else no option that sizes
+    memory affects it.
     """
     crashes = [end for end in find_crashes(facts) if end.fullest_gpu is not None]
     orphan_bytes = max((end.orphan_bytes for end in crashes), default=0)
@@ -312,7 +313,7 @@ def find_crash(facts: Facts) -> Advice | None:
         exited = "crashed"
     return Advice(
         cause=Cause.CRASH,
-        summary=f"The engine {exited}, and not because GPU memory ran out.",
+        summary=f"The engine {exited}, and no figure shows that GPU memory ran out.",
         evidence=list_evidence(
             ("crashes", len(crashes), f"it exited {times} at {when}"),
             ("running", newest.running, "{} requests ran just before"),
@@ -322,15 +323,16 @@ def find_crash(facts: Facts) -> Advice | None:
         changes=(
             Change(
                 text=(
-                    f"Read vLLM's log up to {when} (kubectl logs --previous),"
-                    " and the kernel's log for an Xid"
+                    f"Read vLLM's log up to {when} (kubectl logs --previous): for"
+                    f" OutOfMemoryError with a size above {format_size(room_bytes)}; and the"
+                    " kernel's log for an Xid"
                 ),
                 cost=NO_COST,
             ),
         ),
         remark=(
-            "No option that sizes GPU memory affects it. Planned restarts during requests look the"
-            " same where no process was left over."
+            "Without such an error no option that sizes GPU memory affects it. Planned restarts"
+            " during requests look the same where no process was left over."
         ),
     )
 
@@ -345,11 +347,19 @@ def find_crashes(facts: Facts) -> tuple[Ending, ...]:
         was_at_work = end.running or end.orphan_bytes
         if not end.has_served or not was_at_work:
             continue
-        is_crash = judge_ending(end)[0].cause is EndCause.CRASH
         gpu = end.fullest_gpu
-        if is_crash and (gpu is None or (gpu.last_room_bytes or 0) >= LOW_BYTES):
+        if _is_crash(end) and (gpu is None or (gpu.last_room_bytes or 0) >= LOW_BYTES):
             crashes.append(end)
     return tuple(crashes)
+
+
+def _is_crash(end: Ending) -> bool:
+    """Return whether an exit was a crash; one allocation may have failed that shows nowhere."""
+    answer = judge_ending(end)[0]
+    if answer.cause is EndCause.CRASH:
+        return True
+    is_only_possible = answer.sureness is Sureness.POSSIBLE
+    return answer.cause is EndCause.BURST and is_only_possible and end.full_gpu is None
 
 
 def _is_surely_a_crash(end: Ending) -> bool:

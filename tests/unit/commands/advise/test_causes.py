@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from itertools import chain, islice
 
@@ -240,21 +241,23 @@ def test_what_a_crashed_engine_left_behind_is_no_tenant() -> None:
 def test_ends_that_may_be_restarts_are_not_called_crashes() -> None:
     may_be, is_one = only(traces.crashes), only(traces.crash_with_an_orphan)
 
-    assert may_be.summary == "The engine exited at work, by a crash or on purpose, and not because GPU memory ran out."
-    assert is_one.summary == "The engine crashed, and not because GPU memory ran out."
+    assert may_be.summary == (
+        "The engine exited at work, by a crash or on purpose, and no figure shows that GPU memory ran out."
+    )
+    assert is_one.summary == "The engine crashed, and no figure shows that GPU memory ran out."
 
 
 def test_one_end_while_requests_ran_is_told_and_called_nothing() -> None:
     (note,) = [note for note in answer(traces.healthy_after_a_restart).notes if "exited at" in note]
 
-    assert "while requests ran, with memory left: a planned restart, or a crash" in note
+    assert re.search(r"while requests ran, with \S+ GiB left: a planned restart, a crash, or an allocation", note)
 
 
 def test_ends_of_an_engine_whose_gpus_nobody_read_are_not_said_to_have_had_memory_left() -> None:
     told = answer(lambda: ({**record, "gpus": None} for record in traces.crashes()))
     (note,) = [note for note in told.notes if "exited at" in note]
 
-    assert "while requests ran: a planned restart, or a crash" in note
+    assert "while requests ran: a planned restart, a crash, or an allocation that failed" in note
     assert told.advice == ()
 
 

@@ -73,7 +73,8 @@ def test_a_server_that_ends_a_look_after_its_core_was_not_merely_idle(run: Run, 
 
 
 @pytest.mark.parametrize(
-    ("age", "said"), [(2.0, "the engine failed to start with"), (4000.0, "the engine crashed with")]
+    ("age", "said"),
+    [(2.0, "A failed start with 78 GiB of GPU memory free."), (4000.0, "A crash with 78 GiB of GPU memory free.")],
 )
 def test_what_was_seen_from_its_birth_and_never_answered_had_not_served(
     run: Run, tmp_path: Path, age: float, said: str

@@ -265,7 +265,7 @@ def test_nonsense_in_a_header_is_left_out(run: Run, tmp_path: Path) -> None:
     status, out, err = run(write(tmp_path, scene))
 
     assert (status, err) == (0, "")
-    assert "Not GPU memory: the engine crashed" in out
+    assert "A crash with 9.32 GiB of GPU memory free. (likely)" in out
 
 
 def test_an_incident_is_read_as_the_trace_that_it_is(leaked: Path) -> None:

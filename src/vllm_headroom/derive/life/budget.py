@@ -1,0 +1,215 @@
+"""How much more than its budget the engine holds of a GPU, in the present run."""
+
+from statistics import median
+from typing import Final
+
+from msgspec import Struct
+
+from vllm_headroom.derive.discrepancy import find_budget
+from vllm_headroom.derive.life.evidence import EngineRun
+from vllm_headroom.derive.pages import is_page_awake, list_engines
+from vllm_headroom.derive.series import limit_remembered
+from vllm_headroom.model import BudgetExcess, Failure, Gpu, ProbeReadings, Snapshot
+from vllm_headroom.model.status import OVER_BUDGET_BYTES, OVER_BUDGET_RATIO
+from vllm_headroom.vocabulary import MemoryPart
+
+RESUMED_SHARE: Final = 2 / 3
+"""Our choice: an excess is over once it falls below this share of its limits, so that one which
+wavers about them is one."""
+
+FIRST_TRAFFIC_SECONDS: Final = 300.0
+"""Our choice: what an engine holds within the first five minutes in which requests ran, it held
+from the start: activations, NCCL and late kernels come with the first large batches."""
+
+LONGEST_STEP_SECONDS: Final = 60.0
+"""Our choice: of a longer time between two samples, no more counts as one with requests."""
+
+REST_SECONDS: Final = 300.0
+"""Our choice: the level at rest is the median of this time, which no burst at the end moves."""
+
+REST_SLOT_SECONDS: Final = 15.0
+"""Our choice: one level is kept in so much time."""
+
+USUAL_PEAK_RATIO: Final = 0.0125
+"""The peak of any engine, as a share of the GPU: a gigabyte of 80 GB, the logits of 2,048 tokens.
+Smaller cards serve smaller models."""
+
+LARGEST_PEAK_RATIO: Final = 0.08
+"""vLLM leaves this share of a GPU by default: a larger fall is memory that was given back, by a
+sleep or another process, and no peak."""
+
+LARGEST_EXCESS_RATIO: Final = 0.25
+"""Our choice: an engine that holds this share more has its KV cache by another option, such as
+--num-gpu-blocks-override, and its budget is not known. A fifth of a MIG slice is usual."""
+
+WORKING_PARTS: Final = (MemoryPart.OTHER_TENSORS, MemoryPart.FRAGMENTED, MemoryPart.CACHED)
+"""What torch holds for activations."""
+
+
+class GpuBudget(Struct, frozen=True, kw_only=True):
+    """One GPU against the engine's budget since the run's first work, on the monotonic clock."""
+
+    budget_bytes: float
+    newest_seconds: float
+    busy_seconds: float = 0.0
+    """For how long requests have run."""
+    over_since_seconds: float | None = None
+    """Since when it has held more; None while it does not."""
+    over_since_busy_seconds: float = 0.0
+    """For how long requests had run then."""
+    levels: tuple[tuple[float, int], ...] = ()
+    """The time and the bytes held, of the last minutes."""
+    first_excess_bytes: float = 0.0
+    """The excess at rest in the first minutes in which it has held more."""
+    peak_bytes: int = 0
+    """The highest use above the level after it."""
+    profile_peak_bytes: int = 0
+    """What vLLM's profile run needed and torch has not reserved yet; 0 where unknown."""
+
+
+def update_budgets(
+    budgets: dict[str, GpuBudget],
+    snapshot: Snapshot,
+    run: EngineRun,
+    configured_bytes: float | None,
+) -> dict[str, GpuBudget]:
+    """Return the budgets of the GPUs, by UUID, with one more sample.
+
+    They stay as they are while the engine sleeps, has not worked yet, or gives no page.
+    """
+    page = snapshot.page
+    if page is None or run.has_worked is False or run.lost_roles:
+        return budgets
+    if is_page_awake(page) is False:
+        return budgets
+    sampled = {}
+    for gpu in snapshot.owned_gpus:
+        memory = gpu.reading.memory
+        if memory is None or gpu.held_bytes is None:
+            continue
+        budget_bytes = find_budget(page, memory.total_bytes, configured_bytes)
+        if budget_bytes is not None:
+            uuid = gpu.reading.uuid
+            sampled[uuid] = _update_budget(budgets.get(uuid), gpu, snapshot, budget_bytes)
+    return limit_remembered({**budgets, **sampled}, sampled)
+
+
+def _update_budget(
+    previous: GpuBudget | None, gpu: Gpu, snapshot: Snapshot, budget_bytes: float
+) -> GpuBudget:
+    now = snapshot.monotonic_seconds
+    if previous is None or previous.budget_bytes != budget_bytes:
+        previous = GpuBudget(budget_bytes=budget_bytes, newest_seconds=now)
+    busy_seconds = previous.busy_seconds
+    if _are_requests_running(snapshot):
+        busy_seconds += min(max(0.0, now - previous.newest_seconds), LONGEST_STEP_SECONDS)
+    held_bytes = gpu.held_bytes or 0
+    over_since_seconds = None
+    over_since_busy_seconds = busy_seconds
+    if _is_over(previous, held_bytes):
+        over_since_seconds = now
+        if previous.over_since_seconds is not None:
+            over_since_seconds = previous.over_since_seconds
+            over_since_busy_seconds = previous.over_since_busy_seconds
+    levels = _add_level(previous.levels, now, held_bytes)
+    first_excess_bytes = previous.first_excess_bytes
+    if over_since_seconds is not None and now - over_since_seconds <= REST_SECONDS:
+        first_excess_bytes = _find_level(levels, over_since_seconds) - budget_bytes
+    return GpuBudget(
+        budget_bytes=budget_bytes,
+        newest_seconds=now,
+        busy_seconds=busy_seconds,
+        over_since_seconds=over_since_seconds,
+        over_since_busy_seconds=over_since_busy_seconds,
+        levels=levels,
+        first_excess_bytes=first_excess_bytes,
+        peak_bytes=max(previous.peak_bytes, _find_peak(gpu)),
+        profile_peak_bytes=_find_profile_peak(gpu, snapshot),
+    )
+
+
+def _add_level(
+    levels: tuple[tuple[float, int], ...], now: float, held_bytes: int
+) -> tuple[tuple[float, int], ...]:
+    if levels and 0 <= now - levels[-1][0] < REST_SLOT_SECONDS:
+        return levels
+    recent_levels = [level for level in levels if 0 <= now - level[0] <= REST_SECONDS]
+    return (*recent_levels, (now, held_bytes))
+
+
+def _find_level(levels: tuple[tuple[float, int], ...], since_seconds: float) -> float:
+    """Return the level at rest since a time; the newest where none is so new."""
+    sizes = [held_bytes for at_seconds, held_bytes in levels if at_seconds >= since_seconds]
+    return median(sizes or [levels[-1][1]])
+
+
+def _is_over(previous: GpuBudget, held_bytes: int) -> bool:
+    """Return whether the engine holds too much, or still does."""
+    least_excess_bytes = max(OVER_BUDGET_BYTES, OVER_BUDGET_RATIO * previous.budget_bytes)
+    if previous.over_since_seconds is not None:
+        least_excess_bytes *= RESUMED_SHARE
+    return held_bytes - previous.budget_bytes >= least_excess_bytes
+
+
+def _are_requests_running(snapshot: Snapshot) -> bool:
+    """Return whether a request runs, or may run as no page shows it."""
+    return any(engine.running != 0 for engine in list_engines(snapshot.page))
+
+
+def _find_peak(gpu: Gpu) -> int:
+    """Return by how much the use in the last minute was above the present one; 0 where unknown."""
+    memory = gpu.reading.memory
+    if memory is None or gpu.reading.used_peak_bytes is None:
+        return 0
+    # A peak may have been anybody's: others are on this GPU.
+    if gpu.other_bytes:
+        return 0
+    peak_bytes = gpu.reading.used_peak_bytes - memory.used_bytes
+    if peak_bytes > LARGEST_PEAK_RATIO * memory.total_bytes:
+        return 0
+    return max(0, peak_bytes)
+
+
+def _find_profile_peak(gpu: Gpu, snapshot: Snapshot) -> int:
+    """Return what the profile run needed beyond what torch already holds for activations."""
+    if gpu.inside is None or isinstance(snapshot.probe, Failure | None):
+        return 0
+    parts = dict(gpu.inside.parts)
+    if not all(part in parts for part in WORKING_PARTS):
+        return 0
+    profiled_bytes = _find_largest_profile(snapshot.probe)
+    return max(0, profiled_bytes - sum(parts[part] for part in WORKING_PARTS))
+
+
+def _find_largest_profile(probe: ProbeReadings) -> int:
+    peaks_bytes = [
+        process.parts.activation_peak_bytes or 0
+        for process in probe.present
+        if process.parts is not None
+    ]
+    return max(peaks_bytes, default=0)
+
+
+def describe_excess(budget: GpuBudget, gpu: Gpu, now: float) -> BudgetExcess | None:
+    """Return by how much a GPU is over the budget, and for how long; None where it is not."""
+    memory = gpu.reading.memory
+    if budget.over_since_seconds is None or memory is None:
+        return None
+    over_since_seconds = budget.over_since_seconds
+    excess_bytes = _find_level(budget.levels, over_since_seconds) - budget.budget_bytes
+    if excess_bytes > LARGEST_EXCESS_RATIO * budget.budget_bytes:
+        return None
+    needed_bytes = max(
+        budget.peak_bytes,
+        budget.profile_peak_bytes,
+        USUAL_PEAK_RATIO * memory.total_bytes,
+    )
+    return BudgetExcess(
+        budget_bytes=int(budget.budget_bytes),
+        excess_bytes=max(0, int(excess_bytes)),
+        first_excess_bytes=max(0, int(budget.first_excess_bytes)),
+        total_bytes=memory.total_bytes,
+        seconds=now - over_since_seconds,
+        is_from_start=budget.over_since_busy_seconds <= FIRST_TRAFFIC_SECONDS,
+        needed_bytes=int(needed_bytes),
+    )
