@@ -62,7 +62,10 @@ def _find_reported(
 
 
 def _compute_budget(page: EnginePage, total_bytes: int) -> float | None:
-    """Return what vLLM was told to use of a GPU; None where unknown, or when engines disagree."""
+    """Return what vLLM was configured to use of a GPU.
+
+    None where unknown, or when engines disagree.
+    """
     budget_ratios = set[float]()
     for engine in page.engines:
         ratio = engine.gpu_memory_utilization_ratio
@@ -73,7 +76,7 @@ def _compute_budget(page: EnginePage, total_bytes: int) -> float | None:
 
 
 def find_budget(page: EnginePage, total_bytes: int, configured_bytes: float | None) -> float | None:
-    """Return what the engine was told to use of a GPU in bytes, else what the operator expects.
+    """Return the bytes that the engine was configured to use of a GPU, else the operator's figure.
 
     None where neither is known. What torch reports that it reserved is no budget.
     """
