@@ -145,6 +145,22 @@ class EvictionResult(StrEnum):
     FAILED = "failed"
 
 
+class ServerAnswer(StrEnum):
+    """What the engine's server answers beside its metrics page."""
+
+    HEALTHY = "healthy"
+    """`/health` answers 200; or, where it has no such path, `/v1/models` or `/load` does."""
+
+    UNHEALTHY = "unhealthy"
+    """`/health` answers with an error of the server: vLLM's does once its engine has died."""
+
+    SILENT = "silent"
+    """Nothing answers."""
+
+    UNCLEAR = "unclear"
+    """An answer that proves neither, such as a login."""
+
+
 class IncidentKind(StrEnum):
     """What happened to the engine."""
 

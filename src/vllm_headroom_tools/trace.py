@@ -27,6 +27,7 @@ from vllm_headroom.model import (
     Inside,
     Leftover,
     Pool,
+    ServerReply,
     Snapshot,
 )
 from vllm_headroom.parse.fields import (
@@ -56,6 +57,7 @@ from vllm_headroom.vocabulary import (
     MemoryPart,
     Reason,
     Role,
+    ServerAnswer,
     Source,
 )
 from vllm_headroom_tools.progress import track_lines
@@ -243,6 +245,8 @@ def parse_snapshot(record: Mapping[str, Any]) -> Snapshot:
         host = read_within(record, "host", parse_host)
         pools = read_each(record, "pools", parse_pool) or ()
         engines_failure = read_text(record, "engines_failure")
+        engines_status = read_size(record, "engines_status")
+        server = read_within(record, "server", parse_server)
         has_silent_core = read_truth(record, "silent_core") or False
     except WrongFieldError as error:
         raise BadInput(str(error)) from None
@@ -251,17 +255,18 @@ def parse_snapshot(record: Mapping[str, Any]) -> Snapshot:
     return Snapshot(
         time_seconds=float(time),
         monotonic_seconds=float(time),
-        engines=_build_page(engines, engines_failure),
+        engines=_build_page(engines, engines_failure, engines_status),
         gpus=_GPUS_FAILED if gpus is None else gpus,
         processes=_join_processes(processes),
         host=host,
+        server=server,
         has_silent_core=has_silent_core,
         pools=tuple(pool for pool in pools if pool is not None),
     )
 
 
 def _build_page(
-    engines: tuple[EngineReading, ...] | None, reason_name: str | None
+    engines: tuple[EngineReading, ...] | None, reason_name: str | None, http_status: int | None
 ) -> EnginePage | Failure:
     """Return the engines as a page, or a failure where `engines` is None.
 
@@ -273,7 +278,12 @@ def _build_page(
     for known_reason in REASONS[Source.ENGINE]:
         if known_reason == reason_name:
             reason = known_reason
-    return Failure(source=Source.ENGINE, reason=reason, message=_NO_READING.format("engines"))
+    return Failure(
+        source=Source.ENGINE,
+        reason=reason,
+        message=_NO_READING.format("engines"),
+        http_status=http_status,
+    )
 
 
 def _join_processes(
@@ -373,6 +383,7 @@ def parse_gpu(entry: Mapping[str, Any], place: int) -> Gpu:
             name="",
             memory=memory,
             used_peak_bytes=read_size(entry, "used_peak"),
+            utilization_ratio=read_number(entry, "utilization"),
         ),
         attribution=Attribution.UUID if engine_bytes is None else Attribution.PROCESS,
         engine_bytes=engine_bytes,
@@ -460,6 +471,13 @@ def parse_pool(entry: Mapping[str, Any], _place: int) -> Pool | None:
     if role_name is not None and role is None:
         return None
     return Pool(part=part, role=role, size_bytes=size_bytes)
+
+
+def parse_server(entry: Mapping[str, Any]) -> ServerReply | None:
+    """Return what the server answered; None where this version does not know the answer."""
+    answer = _find_member(ServerAnswer, read_text(entry, "answer"))
+    requests = read_number(entry, "requests")
+    return None if answer is None else ServerReply(answer=answer, requests=requests)
 
 
 def parse_host(entry: Mapping[str, Any]) -> HostMemory:

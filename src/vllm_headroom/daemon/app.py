@@ -27,6 +27,7 @@ from vllm_headroom.daemon.mappings import Mappings
 from vllm_headroom.daemon.model_reader import NO_MODEL, ModelReader
 from vllm_headroom.daemon.parts import GPU_TIMEOUT_SECONDS, Parts, build_real_parts
 from vllm_headroom.daemon.sampler import Sampler
+from vllm_headroom.daemon.server_pages import ServerPages
 from vllm_headroom.daemon.sources import close_all
 from vllm_headroom.daemon.state.lock import FolderLock
 from vllm_headroom.daemon.state.store import StateKeeper
@@ -131,7 +132,9 @@ async def run(
             server = Server(daemon.build_handler(door), door)
             return await loop.run_until_end([server.serve(listener), *daemon.list_loops()], ending)
         finally:
-            await close_all(parts.engine, parts.gpus, parts.canary_request, parts.evictor)
+            await close_all(
+                parts.engine, parts.gpus, parts.canary_request, parts.server_request, parts.evictor
+            )
 
 
 def build_engine_watch(parts: Parts, settings: Settings, model: ModelReader) -> EngineWatch:
@@ -166,6 +169,9 @@ def build_engine_watch(parts: Parts, settings: Settings, model: ModelReader) -> 
             clock,
             pause_seconds=max(LONGEST_TICK_SECONDS, 3 * settings.sample_interval_seconds),
         )
+    server_pages = None
+    if parts.server_request is not None:
+        server_pages = ServerPages(parts.server_request.ask, clock)
     profile_name = None if settings.engine_profile == AUTO else settings.engine_profile
     sampler = Sampler(
         sources=parts,
@@ -188,6 +194,7 @@ def build_engine_watch(parts: Parts, settings: Settings, model: ModelReader) -> 
             read_guardrail=None if parts.evictor is None else parts.evictor.read_guardrail,
         ),
         canary=canary,
+        server_pages=server_pages,
     )
     return EngineWatch(
         sampler=sampler,
@@ -196,6 +203,7 @@ def build_engine_watch(parts: Parts, settings: Settings, model: ModelReader) -> 
         flight=flight,
         recorder=recorder,
         canary=canary,
+        server_pages=server_pages,
         gpus=parts.gpus,
         clock=clock,
     )

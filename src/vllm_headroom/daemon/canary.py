@@ -106,10 +106,12 @@ def _find_idle_model(snapshot: Snapshot) -> str | None:
         return None
     # A sign of a hang may change the state: the requests must go on, to show when it ends.
     is_up = snapshot.engine_status.state in (EngineState.SERVING, EngineState.STALLED)
-    if not is_up and not snapshot.engine_status.hang_signs:
+    is_doubted = snapshot.engine_status.are_gauges_doubted
+    if not is_up and not is_doubted and not snapshot.engine_status.hang_signs:
         return None
     engines = list_named(snapshot.engines)
     if not engines:
         return None
     is_idle = all(engine.running == 0 and engine.waiting == 0 for engine in engines)
-    return engines[0].model_name if is_idle else None
+    # Gauges that nothing supports are set right by the next request, or belong to a hang.
+    return engines[0].model_name if is_idle or is_doubted else None

@@ -8,6 +8,7 @@ from vllm_headroom.daemon import loop
 from vllm_headroom.daemon.canary import Canary
 from vllm_headroom.daemon.flight import Flight
 from vllm_headroom.daemon.sampler import Sampler, TickResult
+from vllm_headroom.daemon.server_pages import ServerPages
 from vllm_headroom.daemon.sources import GpuSource
 from vllm_headroom.daemon.state.file import HISTORY
 from vllm_headroom.daemon.state.store import StateKeeper
@@ -35,6 +36,7 @@ class EngineWatch:
         flight: Flight | None,
         recorder: Recorder | None,
         canary: Canary | None,
+        server_pages: ServerPages | None,
         gpus: GpuSource,
         clock: Clock,
     ) -> None:
@@ -45,6 +47,7 @@ class EngineWatch:
         self._flight = flight
         self._recorder = recorder
         self._canary = canary
+        self._server_pages = server_pages
         self._gpus = gpus
         self._clock = clock
 
@@ -90,6 +93,8 @@ class EngineWatch:
             loops.append(self._save_states(self._keeper))
         if self._canary is not None:
             loops.append(self._canary.run(self._read_snapshot))
+        if self._server_pages is not None:
+            loops.append(self._server_pages.run(self._read_snapshot))
         return loops
 
     def _read_snapshot(self) -> Snapshot | None:

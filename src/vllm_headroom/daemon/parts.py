@@ -14,7 +14,13 @@ from vllm_headroom.daemon.model_reader import NO_MODEL, ModelReader
 from vllm_headroom.daemon.sources import Sources
 from vllm_headroom.parse.probe import parse_probe
 from vllm_headroom.scrape.gpus import Gpus
-from vllm_headroom.scrape.http.reader import CanaryRequest, PageReader, find_port, is_here
+from vllm_headroom.scrape.http.reader import (
+    CanaryRequest,
+    PageReader,
+    ServerRequest,
+    find_port,
+    is_here,
+)
 from vllm_headroom.scrape.probe import ProbeReader
 from vllm_headroom.scrape.proc.reader import Processes
 from vllm_headroom.scrape.proc.served_model import ServedModel
@@ -31,6 +37,11 @@ CANARY_TOKEN_SECONDS: Final = 60.0
 again."""
 
 
+SERVER_PAGE_SECONDS: Final = 3.0
+"""For the answer of each of the server's other pages: three of them are asked in one round, which
+ends before the next begins."""
+
+
 class Parts(Sources, frozen=True, kw_only=True):
     """What differs between the daemon and the demo."""
 
@@ -39,6 +50,8 @@ class Parts(Sources, frozen=True, kw_only=True):
     """A line for the people who look at the page."""
     canary_request: CanaryRequest | None = None
     """Sends the canary's requests; None where there is no canary."""
+    server_request: ServerRequest | None = None
+    """Asks the server for its other pages; None in the demo."""
     evictor: Evictor | None = None
     mappings: Callable[[int], dict[str, int] | None] = lambda _: None
     """Returns a process's resident bytes by kind of mapping, None where they are not visible."""
@@ -73,6 +86,11 @@ def build_real_parts(settings: Settings, model: ModelReader = NO_MODEL) -> Parts
         probe=read_probe,
         model=find_served_model,
         canary_request=canary_request,
+        server_request=ServerRequest(
+            reader=build_page_reader(
+                settings, settings.engine_url, timeout_seconds=SERVER_PAGE_SECONDS
+            )
+        ),
         evictor=build_real_evictor(settings, clock),
         mappings=partial(read_mappings, Path("/proc")),
     )

@@ -10,6 +10,7 @@ from msgspec import Struct
 from vllm_headroom.clock import Clock
 from vllm_headroom.daemon.canary import Canary
 from vllm_headroom.daemon.judge import Judge
+from vllm_headroom.daemon.server_pages import ServerPages
 from vllm_headroom.daemon.sources import Sources
 from vllm_headroom.daemon.transitions import Transitions
 from vllm_headroom.derive import LEAK, Derivation, answer
@@ -94,6 +95,7 @@ class Sampler:
         reported_bytes: float | None = None,
         judge: Judge | None = None,
         canary: Canary | None = None,
+        server_pages: ServerPages | None = None,
     ) -> None:
         """Build a sampler that has read nothing yet.
 
@@ -112,6 +114,7 @@ class Sampler:
         self._reported_bytes = reported_bytes
         self._judge = judge
         self._canary = canary
+        self._server_pages = server_pages
         self._parser = Worker[EnginePage | Failure]("parse")
         self._transitions = Transitions(selection)
         self._attribution = AttributionState()
@@ -215,6 +218,7 @@ class Sampler:
             reading_times=(engine_time, gpu_time, process_time, *probe_times),
             host=host,
             unanswered_since_seconds=unanswered_since_seconds,
+            server=None if self._server_pages is None else self._server_pages.latest,
             neighbours=process_facts.neighbours,
             ambiguous_engines=process_facts.ambiguous_engines,
             left_behind=process_facts.left_behind,

@@ -13,7 +13,7 @@ from vllm_headroom.derive.configured import OFFLOAD_FACTOR
 from vllm_headroom.derive.host_memory import SCOPES, count_shared
 from vllm_headroom.derive.leak.inside import PLACES
 from vllm_headroom.derive.leak.leak import LeakMemory, is_alone
-from vllm_headroom.derive.life.evidence import is_starved
+from vllm_headroom.derive.life.evidence import is_error_answer, is_starved
 from vllm_headroom.derive.series import label_gpu, make_states
 from vllm_headroom.model import (
     BudgetExcess,
@@ -43,6 +43,8 @@ from vllm_headroom.vocabulary import (
     LeakLocation,
     LeakState,
     Level,
+    Reason,
+    ServerAnswer,
     Situation,
 )
 
@@ -186,6 +188,40 @@ UNREAD_SENTENCES: Final[Mapping[EngineState, EngineSentence]] = {
     ),
 }
 """Used without a page while the state is still assumed from the last one."""
+
+PAGE_ALONE_FAILS: Final = (
+    "has a server that answers other requests, and only its metrics page fails: whether it makes"
+    " progress is not known"
+)
+"""Used without a page where the server's other pages answer."""
+
+SERVER_RUNS: Final = (
+    "has a server that runs, and reports an error: whether it makes progress is not known"
+)
+"""Used where the page is an error of the server's, and nothing is known beside it."""
+
+SLOW_PAGE_CAUSE: Final = (
+    "; a PROMETHEUS_MULTIPROC_DIR that is full or on a network volume does this: check it with df"
+)
+"""Added where the page comes late and the server does not; an error's message has the cause."""
+
+STALE_GAUGES: Final = (
+    "; these gauges are stale, as after an abort of all requests: no CPU time, GPU or client"
+    " supports them"
+)
+"""Added to the load of an engine whose gauges nothing supports."""
+
+DOUBTED_GAUGES: Final = (
+    "may be idle or hang: its page shows work without progress, nothing that is visible supports"
+    " that there is any work, and its server answers: send one request, which updates stale gauges"
+)
+"""Used where not enough is visible to call the gauges stale."""
+
+SERVER_TROUBLES: Final = {
+    ServerAnswer.UNHEALTHY: "; its health check reports an error",
+    ServerAnswer.SILENT: "; its health check does not answer",
+}
+"""Added to the sentence of a stalled engine: what else than the page shows it."""
 
 NO_GROWTH_SENTENCES: Final[Mapping[str | None, tuple[Level, str]]] = {
     LeakState.STABLE: (Level.GOOD, "no leak seen"),
@@ -769,15 +805,22 @@ def _judge_engine_state(snapshot: Snapshot, values: Values) -> Verdict:
             text = unread.sentence
             level = unread.level
             situation = unread.situation
-        detail = f"; {snapshot.engines.message}"
-        if state is EngineState.UNKNOWN and is_starved(snapshot.processes):
-            detail = f"; the machine is short of CPU{detail}"
+        if state is EngineState.UNKNOWN:
+            text = _describe_unknown(snapshot, snapshot.engines)
+        detail = f"{_describe_server(snapshot, state)}; {snapshot.engines.message}"
     elif status is not None and status.hang_signs:
         text = "is stalled" if state is EngineState.STALLED else "may be stalled"
         alert = STALLED
         detail = _describe_hang(status.hang_signs)
     elif state is EngineState.SERVING:
         detail = _describe_load(values)
+        if status is not None and status.are_gauges_doubted:
+            detail += STALE_GAUGES
+    elif status is not None and status.are_gauges_doubted:
+        text = DOUBTED_GAUGES
+        alert = STALLED
+    else:
+        detail = _describe_server(snapshot, state)
     return Verdict(
         subject="engine",
         level=level,
@@ -785,6 +828,30 @@ def _judge_engine_state(snapshot: Snapshot, values: Values) -> Verdict:
         alert=alert,
         situation=situation,
     )
+
+
+def _describe_unknown(snapshot: Snapshot, failure: Failure) -> str:
+    """Return what is known of an engine without a page whose state is unknown."""
+    if snapshot.server is not None and snapshot.server.answer is ServerAnswer.HEALTHY:
+        return PAGE_ALONE_FAILS
+    if is_error_answer(failure):
+        return SERVER_RUNS
+    return ENGINE_SENTENCES[EngineState.UNKNOWN].sentence
+
+
+def _describe_server(snapshot: Snapshot, state: EngineState) -> str:
+    """Return what else than the page is known of the server, as a part of a sentence."""
+    if state is EngineState.UNKNOWN and is_starved(snapshot.processes):
+        return "; the machine is short of CPU"
+    server = snapshot.server
+    if server is None:
+        return ""
+    if state is EngineState.STALLED:
+        return SERVER_TROUBLES.get(server.answer, "")
+    is_late = isinstance(snapshot.engines, Failure) and snapshot.engines.reason is Reason.TIMEOUT
+    if is_late and server.answer is ServerAnswer.HEALTHY:
+        return SLOW_PAGE_CAUSE
+    return ""
 
 
 def _describe_hang(hang_signs: Iterable[HangSign]) -> str:

@@ -15,6 +15,7 @@ from vllm_headroom.model.engine import (
     Pool,
     ProcessName,
     ProcessReadings,
+    ServerReply,
     Shm,
 )
 from vllm_headroom.model.gpu import (

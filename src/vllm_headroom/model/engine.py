@@ -6,7 +6,7 @@ from typing import Annotated, Final, get_origin, get_type_hints
 
 from msgspec import Struct, field
 
-from vllm_headroom.vocabulary import HostBasis, HostPart, Role
+from vllm_headroom.vocabulary import HostBasis, HostPart, Role, ServerAnswer
 
 
 class Cgroup(Struct, frozen=True, kw_only=True):
@@ -234,6 +234,10 @@ class EngineProcess(Struct, frozen=True, kw_only=True):
     """For how long the newest slow request to the engine has waited; None without a slow request,
     and for all processes but the engine's root server."""
 
+    waiting_requests: int | None = None
+    """The connections on which a request has waited for longer than a passing one; None where the
+    connections are not visible; of the first server only."""
+
     swap_bytes: int | None = None
     """Its swapped-out private memory, which is no part of `rss_bytes`."""
 
@@ -327,6 +331,14 @@ class ProcessReadings(Struct, frozen=True, kw_only=True):
     def left_behind(self) -> frozenset[int]:
         """The pids of processes whose engine has exited: orphans and strays."""
         return self.orphans | self.strays
+
+
+class ServerReply(Struct, frozen=True, kw_only=True):
+    """What the engine's server answers at `/health`, `/v1/models` and `/load`."""
+
+    answer: ServerAnswer
+    requests: float | None = None
+    """The requests in the server, by `/load`; vLLM counts them where it was told to."""
 
 
 class HangSign(Enum):

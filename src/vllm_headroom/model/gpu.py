@@ -16,6 +16,8 @@ class Failure(Struct, frozen=True, kw_only=True):
     source: Source
     reason: Reason
     message: str
+    http_status: int | None = None
+    """The status of the answer, where that is what failed."""
 
 
 class ReadingTime(Struct, frozen=True, kw_only=True):

@@ -6,7 +6,14 @@ from typing import Final, NamedTuple
 
 from msgspec import Struct
 
-from vllm_headroom.model.engine import EnginePage, EngineProcess, HostMemory, Pool, ProcessName
+from vllm_headroom.model.engine import (
+    EnginePage,
+    EngineProcess,
+    HostMemory,
+    Pool,
+    ProcessName,
+    ServerReply,
+)
 from vllm_headroom.model.gpu import Failure, Gpu, ProbeReadings, ReadingTime
 from vllm_headroom.model.status import EngineStatus
 from vllm_headroom.vocabulary import Level, MetricType, Reason, Situation, Source
@@ -44,6 +51,9 @@ class Snapshot(Struct, frozen=True, kw_only=True):
     unanswered_since_seconds: float | None = None
     """When the daemon sent the first request that the engine has not answered, on the monotonic
     clock; None while the engine answers or is not asked."""
+
+    server: ServerReply | None = None
+    """What the engine's other pages answer; None while they are not asked."""
 
     engine_status: EngineStatus | None = None
     """None where it is unknown, as after an error: then no evidence is collected."""

@@ -350,6 +350,8 @@ class EngineStatus(Struct, frozen=True, kw_only=True):
     excesses: tuple[tuple[str, BudgetExcess], ...] = ()
     """By how much the engine is over its budget, by the UUID of each GPU where it is."""
     hang_signs: tuple[HangSign, ...] = ()
+    are_gauges_doubted: bool = False
+    """Whether the page shows work without progress, and nothing else supports that there is any."""
 
     @property
     def exit_reason(self) -> ExitReason | None:

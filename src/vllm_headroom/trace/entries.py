@@ -73,6 +73,7 @@ def build_gpu_entry(gpu: Gpu) -> dict[str, Any]:
         {
             **entry,
             "used_peak": gpu.reading.used_peak_bytes,
+            "utilization": gpu.reading.utilization_ratio,
             "engine": gpu.engine_bytes,
             "other": gpu.other_bytes,
             "processes": gpu.process_count,
@@ -152,10 +153,15 @@ def build_record(snapshot: Snapshot) -> dict[str, Any]:
     page = snapshot.engines
     if isinstance(page, Failure):
         record["engines_failure"] = page.reason
+        if page.http_status is not None:
+            record["engines_status"] = page.http_status
     else:
         record["engines"] = [build_engine_entry(engine) for engine in page.engines]
     if snapshot.has_silent_core:
         record["silent_core"] = True
+    if snapshot.server is not None:
+        server = {"answer": snapshot.server.answer, "requests": snapshot.server.requests}
+        record["server"] = drop_unreadable(server)
     processes = snapshot.processes
     if not isinstance(processes, Failure):
         record["processes"] = [build_process_entry(process) for process in processes]

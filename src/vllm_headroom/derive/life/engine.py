@@ -31,6 +31,7 @@ from vllm_headroom.derive.life.progress import (
 from vllm_headroom.derive.life.record import RunRecord, build_ending, describe_gpus, update_record
 from vllm_headroom.derive.life.states import (
     Absence,
+    Symptom,
     find_next_state,
     read_symptom,
     update_absence,
@@ -135,7 +136,7 @@ def update_engine(
         for pid, since_seconds in new_memory.leftover_since_seconds.items()
         if now - since_seconds >= LEFTOVER_SECONDS
     )
-    status = _describe_engine(new_memory, evidence, event)
+    status = _describe_engine(new_memory, evidence, event, symptom)
     return new_memory, replace(snapshot, engine_status=status, left_behind=lasting_leftovers)
 
 
@@ -351,7 +352,7 @@ def _update_served_bytes(
 
 
 def _describe_engine(
-    memory: EngineMemory, evidence: Evidence, event: Ending | None
+    memory: EngineMemory, evidence: Evidence, event: Ending | None, symptom: Symptom
 ) -> EngineStatus:
     runs = memory.runs
     age_seconds = memory.progress.age_seconds
@@ -360,6 +361,8 @@ def _describe_engine(
     # After the end of a run its memory is freed, which a leak detector must not see.
     is_over = state is EngineState.DOWN or bool(run.lost_roles)
     is_asleep = state is EngineState.ASLEEP
+    # With stale gauges nothing is due.
+    is_nothing_due = is_asleep or symptom is Symptom.STALE_GAUGES
     hang_signs: tuple[HangSign, ...] = ()
     stranded: tuple[tuple[Labels, float], ...] = ()
     if evidence.page is not None:
@@ -376,13 +379,14 @@ def _describe_engine(
         exit_requests=runs.exit_requests,
         event=event,
         recent_exits=len(runs.ends_seconds),
-        progress_age_seconds=None if is_asleep else age_seconds,
+        progress_age_seconds=None if is_nothing_due else age_seconds,
         stranded_ratios=stranded,
         wake_bytes=_list_bytes_to_wake(memory, evidence) if is_asleep else (),
         first_room_bytes=tuple(run.first_room_bytes.items()),
         first_host_room_bytes=run.first_host_room_bytes,
         excesses=_list_excesses(memory.record, evidence.snapshot),
         hang_signs=hang_signs,
+        are_gauges_doubted=symptom in {Symptom.STALE_GAUGES, Symptom.GAUGES_DOUBTED},
     )
 
 

@@ -111,6 +111,8 @@ class PageAnswer(Enum):
     """Nothing listens: so until vLLM is ready, and once its server exits."""
     SILENT = auto()
     """Something accepts the request and returns no page: vLLM, or a proxy in front of it."""
+    ERROR = auto()
+    """A server that runs answers with an error: that says nothing of the engine behind it."""
     UNREADABLE = auto()
     """The answer is not the engine's: a login, a wrong address, another server."""
 
@@ -119,9 +121,12 @@ _FAILED_ANSWERS: Final = {
     Reason.UNREACHABLE: PageAnswer.REFUSED,
     Reason.TIMEOUT: PageAnswer.SILENT,
     Reason.INCOMPLETE: PageAnswer.SILENT,
-    Reason.HTTP_STATUS: PageAnswer.SILENT,
+    Reason.HTTP_STATUS: PageAnswer.ERROR,
 }
 """The answer by the reason of its failure; any other reason makes it unreadable."""
+
+_GATEWAY_STATUSES: Final = frozenset({502, 503, 504})
+"""With these a proxy reports that nothing answers behind it."""
 
 
 class Presence(Enum):
@@ -182,7 +187,7 @@ def read_evidence(snapshot: Snapshot, runs: EngineRuns) -> Evidence:
     """Return what a snapshot shows, given the runs so far."""
     answer = PageAnswer.GIVEN
     if isinstance(snapshot.engines, Failure):
-        answer = _FAILED_ANSWERS.get(snapshot.engines.reason, PageAnswer.UNREADABLE)
+        answer = _read_failure(snapshot.engines)
     # While several servers may be the engine, the processes of none of them count.
     processes = None
     if not snapshot.ambiguous_engines and not isinstance(snapshot.processes, Failure):
@@ -211,6 +216,12 @@ def read_evidence(snapshot: Snapshot, runs: EngineRuns) -> Evidence:
         page_run_id=identify_run(snapshot.page),
         finished_total=count_finished(snapshot.page),
     )
+
+
+def _read_failure(failure: Failure) -> PageAnswer:
+    if failure.http_status in _GATEWAY_STATUSES:
+        return PageAnswer.SILENT
+    return _FAILED_ANSWERS.get(failure.reason, PageAnswer.UNREADABLE)
 
 
 def _judge_visibility(
@@ -292,6 +303,11 @@ def find_room_bytes(snapshot: Snapshot) -> dict[str, int]:
             peak_bytes = gpu.reading.used_peak_bytes or 0
             rooms[gpu.reading.uuid] = min(memory.left_bytes, memory.usable_bytes - peak_bytes)
     return rooms
+
+
+def is_error_answer(failure: Failure) -> bool:
+    """Return whether a server that runs answers with an error in place of its page."""
+    return _read_failure(failure) is PageAnswer.ERROR
 
 
 def is_starved(processes: tuple[EngineProcess, ...] | Failure) -> bool:

@@ -54,6 +54,25 @@ def update_cpu_use(
     return CpuUse(min(previous.cpu_seconds, cpu_seconds), previous.monotonic_seconds)
 
 
+def count_waiting(evidence: Evidence) -> int | None:
+    """Return how many requests the engine's connections show to wait; None where not visible."""
+    counts = [
+        process.waiting_requests
+        for process in evidence.processes or ()
+        if process.waiting_requests is not None
+    ]
+    return sum(counts) if counts else None
+
+
+def update_waits_since(
+    previous_seconds: float | None, evidence: Evidence, now: float
+) -> float | None:
+    """Return since when a request has waited at every sample; None where none does."""
+    if not count_waiting(evidence):
+        return None
+    return now if previous_seconds is None else previous_seconds
+
+
 Hint = tuple[HangSign, ProcessName | None]
 """A sign, with its process where it is of one."""
 

@@ -5,6 +5,7 @@ from typing import Final, NamedTuple
 
 from msgspec import Struct, field
 
+from vllm_headroom.derive.life.activity import ActivityTrack, update_activity
 from vllm_headroom.derive.life.evidence import Evidence
 from vllm_headroom.derive.life.hangs import (
     CpuUse,
@@ -13,6 +14,7 @@ from vllm_headroom.derive.life.hangs import (
     list_hang_signs,
     update_cpu_use,
     update_hints,
+    update_waits_since,
 )
 from vllm_headroom.derive.pages import list_named
 from vllm_headroom.derive.series import label_engine
@@ -78,6 +80,10 @@ class Progress(Struct, frozen=True, kw_only=True):
     hints: dict[Hint, HintSpan] = field(default_factory=dict)
     """Of a hang that the page does not show."""
     cpu_use: CpuUse | None = None
+    activity: ActivityTrack = field(default_factory=ActivityTrack)
+    """Of core, workers and GPUs."""
+    waits_since_seconds: float | None = None
+    """Since when a request has waited at every sample; None where none waits."""
 
     @property
     def hang_signs(self) -> tuple[HangSign, ...]:
@@ -100,7 +106,18 @@ def update_progress(previous: Progress, evidence: Evidence) -> Progress:
         age_seconds=age_seconds,
         hints=update_hints(previous.hints, evidence, rest_seconds, now),
         cpu_use=update_cpu_use(previous.cpu_use, evidence.processes, now),
+        activity=update_activity(
+            previous.activity, evidence, is_without_work=_is_without_work(evidence, engines)
+        ),
+        waits_since_seconds=update_waits_since(previous.waits_since_seconds, evidence, now),
     )
+
+
+def _is_without_work(evidence: Evidence, engines: Mapping[Labels, EngineProgress]) -> bool:
+    """Return whether a page is there, and shows that no engine has anything to do."""
+    if evidence.page is None or not engines:
+        return False
+    return all(engine.idle_since_seconds is not None for engine in engines.values())
 
 
 def _update_engines(

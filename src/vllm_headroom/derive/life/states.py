@@ -5,6 +5,7 @@ from typing import Final, NamedTuple
 
 from msgspec import Struct
 
+from vllm_headroom.derive.life.activity import Activity
 from vllm_headroom.derive.life.evidence import (
     EngineRun,
     EngineRuns,
@@ -13,11 +14,11 @@ from vllm_headroom.derive.life.evidence import (
     Presence,
     is_starved,
 )
-from vllm_headroom.derive.life.hangs import SIGN_SECONDS, STALLED_SECONDS, CpuUse
+from vllm_headroom.derive.life.hangs import SIGN_SECONDS, STALLED_SECONDS, count_waiting
 from vllm_headroom.derive.life.progress import Progress
 from vllm_headroom.derive.pages import is_page_awake
 from vllm_headroom.model import EnginePage, HangSign
-from vllm_headroom.vocabulary import EngineState
+from vllm_headroom.vocabulary import EngineState, ServerAnswer
 
 SPINNING_SECONDS: Final = 180.0
 """Longest silence of a server that computes, unless CPU is short, or its port closed to finish the
@@ -51,6 +52,12 @@ class Symptom(Enum):
     """Without a page, and the source that showed the processes fails."""
     PAGE_UNREADABLE = auto()
     """The page answered before, and is now a login or another server's."""
+    STALE_GAUGES = auto()
+    """The page answers and shows work without progress, and all else shows that there is none."""
+    GAUGES_DOUBTED = auto()
+    """The same, as far as the rest is visible."""
+    SERVER_ANSWERS = auto()
+    """Without a page: the server answers otherwise, so it runs."""
     SERVER_COMPUTES = auto()
     """The page answered before and is away, and its server uses CPU time."""
     PAGE_AWAY = auto()
@@ -85,6 +92,18 @@ TRANSITIONS: Final = (
     Transition(None, Symptom.ASLEEP, EngineState.ASLEEP, "a sleeping engine need not progress"),
     Transition(
         None, Symptom.NO_PROGRESS, EngineState.STALLED, "requests wait, and no work is done"
+    ),
+    Transition(
+        None,
+        Symptom.STALE_GAUGES,
+        EngineState.SERVING,
+        "an engine whose gauges stayed when its requests were aborted is idle",
+    ),
+    Transition(
+        None,
+        Symptom.GAUGES_DOUBTED,
+        EngineState.UNKNOWN,
+        "the gauges may be stale, and the engine may hang",
     ),
     Transition(
         EngineState.STALLED,
@@ -124,6 +143,12 @@ TRANSITIONS: Final = (
     ),
     Transition(
         None,
+        Symptom.SERVER_ANSWERS,
+        EngineState.UNKNOWN,
+        "an answer proves that the server runs, and says nothing of the engine",
+    ),
+    Transition(
+        None,
         Symptom.SERVER_COMPUTES,
         EngineState.UNKNOWN,
         "its server is late for every page, or finishes the last requests",
@@ -131,6 +156,130 @@ TRANSITIONS: Final = (
     Transition(None, Symptom.PAGE_AWAY, EngineState.STALLED, "its processes run and serve nobody"),
 )
 """Of the rows that fit, the first counts. Every symptom has a row for any state."""
+
+
+class Requests(Enum):
+    """What connections, and `/load`, show of requests."""
+
+    WAITING = auto()
+    """Some have waited for a while, or are in the server by its count."""
+    NONE = auto()
+    """The connections are visible, and no request waits."""
+    UNKNOWN = auto()
+
+
+class StandstillRow(NamedTuple):
+    """What it means that the page shows work without progress; None means any evidence."""
+
+    symptom: Symptom
+    why: str
+    has_hang_sign: bool | None = None
+    """A sign of a hang, or a canary without an answer."""
+    requests: Requests | None = None
+    activity: Activity | None = None
+    servers: tuple[ServerAnswer | None, ...] | None = None
+    """The answers that fit; of them None is a server that was not asked."""
+
+
+STANDSTILL: Final = (
+    StandstillRow(Symptom.NO_PROGRESS, "a sign of a hang agrees with the page", has_hang_sign=True),
+    StandstillRow(Symptom.NO_PROGRESS, "clients wait for answers", requests=Requests.WAITING),
+    StandstillRow(
+        Symptom.NO_PROGRESS,
+        "what computes is not idle, and nothing comes of it: NCCL spins so",
+        activity=Activity.BUSY,
+    ),
+    StandstillRow(
+        Symptom.NO_PROGRESS,
+        "its server is not well either",
+        servers=(ServerAnswer.UNHEALTHY, ServerAnswer.SILENT),
+    ),
+    StandstillRow(
+        Symptom.NO_PROGRESS,
+        "nothing that is visible contradicts the page",
+        activity=Activity.UNKNOWN,
+    ),
+    StandstillRow(
+        Symptom.NO_PROGRESS,
+        "a trace of a version that did not ask has the page alone",
+        servers=(None,),
+    ),
+    StandstillRow(
+        Symptom.STALE_GAUGES,
+        "nothing supports the gauges: they stayed when all requests were aborted",
+        requests=Requests.NONE,
+        activity=Activity.IDLE,
+        servers=(ServerAnswer.HEALTHY,),
+    ),
+    StandstillRow(
+        Symptom.GAUGES_DOUBTED,
+        "nothing that is visible supports the gauges, and not all is visible",
+    ),
+)
+"""Of the rows that fit, the first counts."""
+
+
+class AbsenceRow(NamedTuple):
+    """What it means that there is no page though processes may run; None means any evidence."""
+
+    symptom: Symptom
+    why: str
+    was_ready: bool | None = None
+    """Whether this run has given its page before."""
+    answer: PageAnswer | None = None
+    servers: tuple[ServerAnswer | None, ...] | None = None
+    """As in StandstillRow."""
+    is_computing: bool | None = None
+    """Whether the API server uses CPU time and does not spin, or core, workers or GPUs are busy
+    behind a server that answers."""
+
+
+ABSENCE: Final = (
+    AbsenceRow(
+        Symptom.PAGE_UNREADABLE,
+        "the answer is not the engine's",
+        was_ready=True,
+        answer=PageAnswer.UNREADABLE,
+    ),
+    AbsenceRow(
+        Symptom.NO_RUN,
+        "the answer is not the engine's",
+        was_ready=False,
+        answer=PageAnswer.UNREADABLE,
+    ),
+    AbsenceRow(
+        Symptom.SERVER_ANSWERS,
+        "the server runs, and only its metrics page fails",
+        servers=(ServerAnswer.HEALTHY,),
+    ),
+    AbsenceRow(
+        Symptom.PAGE_AWAY,
+        "the health check reports an error too, and nothing computes",
+        was_ready=True,
+        answer=PageAnswer.ERROR,
+        servers=(ServerAnswer.UNHEALTHY,),
+        is_computing=False,
+    ),
+    AbsenceRow(
+        Symptom.SERVER_ANSWERS,
+        "an error is an answer, and vLLM gives none before it has loaded",
+        answer=PageAnswer.ERROR,
+    ),
+    AbsenceRow(Symptom.NEVER_READY, "vLLM gives no page until it has loaded", was_ready=False),
+    AbsenceRow(
+        Symptom.SERVER_ANSWERS,
+        "something answers in its place",
+        answer=PageAnswer.SILENT,
+        servers=(ServerAnswer.UNCLEAR,),
+    ),
+    AbsenceRow(
+        Symptom.SERVER_COMPUTES,
+        "the server is late for every page, or finishes the last requests",
+        is_computing=True,
+    ),
+    AbsenceRow(Symptom.PAGE_AWAY, "the server does not answer, and does nothing or spins"),
+)
+"""Of the rows that fit, the first counts."""
 
 
 class Absence(Struct, frozen=True, kw_only=True):
@@ -183,12 +332,11 @@ def read_symptom(
         return Symptom.PROCESSES_OUT_OF_SIGHT
     if run is None or run.has_ended:
         return Symptom.NO_RUN
-    if run.is_ready:
-        away_seconds = _measure_absence(absence.page_since_seconds, evidence)
-        return _read_absence(evidence, away_seconds, progress.cpu_use)
-    if evidence.answer is PageAnswer.UNREADABLE:
-        return Symptom.NO_RUN
-    return Symptom.NEVER_READY
+    away_seconds = _measure_absence(absence.page_since_seconds, evidence)
+    if run.is_ready and away_seconds < STALLED_SECONDS:
+        return Symptom.AWAY_BRIEFLY
+    is_computing = _is_computing(evidence, away_seconds, progress)
+    return find_absence_symptom(evidence, was_ready=run.is_ready, is_computing=is_computing)
 
 
 def _measure_absence(since_seconds: float | None, evidence: Evidence) -> float:
@@ -227,9 +375,9 @@ def _read_page(page: EnginePage, evidence: Evidence, run: EngineRun, progress: P
         return _read_hang_signs(progress.hang_signs)
     # A hung process writes no probe file either, so that less time proves a stall.
     longest_seconds = SIGN_SECONDS if evidence.snapshot.has_silent_core else STALLED_SECONDS
-    if progress.age_seconds >= longest_seconds:
-        return Symptom.NO_PROGRESS
-    return Symptom.PAGE_ANSWERS
+    if progress.age_seconds < longest_seconds:
+        return Symptom.PAGE_ANSWERS
+    return find_standstill_symptom(evidence, progress)
 
 
 def _read_hang_signs(signs: tuple[HangSign, ...]) -> Symptom:
@@ -239,14 +387,75 @@ def _read_hang_signs(signs: tuple[HangSign, ...]) -> Symptom:
     return Symptom.HANG_SIGN if len(signs) == 1 else Symptom.HANG_SIGNS
 
 
-def _read_absence(evidence: Evidence, away_seconds: float, cpu_use: CpuUse | None) -> Symptom:
-    """Return what the absence of a page means that this run has given before."""
-    if away_seconds < STALLED_SECONDS:
-        return Symptom.AWAY_BRIEFLY
-    if evidence.answer is PageAnswer.UNREADABLE:
-        return Symptom.PAGE_UNREADABLE
+def find_standstill_symptom(evidence: Evidence, progress: Progress) -> Symptom:
+    """Return what it means that the page shows work without progress, by the table."""
+    has_hang_sign = bool(progress.hang_signs) or _is_canary_unanswered(evidence)
+    requests = _find_requests(evidence, progress)
+    activity = progress.activity.judge()
+    server = _find_server_answer(evidence)
+    for row in STANDSTILL:
+        if (
+            row.has_hang_sign in {None, has_hang_sign}
+            and row.requests in {None, requests}
+            and row.activity in {None, activity}
+            and (row.servers is None or server in row.servers)
+        ):
+            return row.symptom
+    raise AssertionError("the last row fits any evidence")
+
+
+def find_absence_symptom(evidence: Evidence, *, was_ready: bool, is_computing: bool) -> Symptom:
+    """Return what it means that there is no page, by the table."""
+    server = _find_server_answer(evidence)
+    for row in ABSENCE:
+        if (
+            row.was_ready in {None, was_ready}
+            and row.answer in {None, evidence.answer}
+            and row.is_computing in {None, is_computing}
+            and (row.servers is None or server in row.servers)
+        ):
+            return row.symptom
+    raise AssertionError("the last rows fit any evidence")
+
+
+def _find_server_answer(evidence: Evidence) -> ServerAnswer | None:
+    """Return the server's answer; None where it was not asked."""
+    server = evidence.snapshot.server
+    return None if server is None else server.answer
+
+
+def _is_canary_unanswered(evidence: Evidence) -> bool:
+    """Return whether a request of the daemon has waited for as long as a stall takes."""
+    since_seconds = evidence.snapshot.unanswered_since_seconds
+    if since_seconds is None:
+        return False
+    return evidence.snapshot.monotonic_seconds - since_seconds >= STALLED_SECONDS
+
+
+def _find_requests(evidence: Evidence, progress: Progress) -> Requests:
+    server = evidence.snapshot.server
+    if server is not None and server.requests:
+        return Requests.WAITING
+    since_seconds = progress.waits_since_seconds
+    if since_seconds is not None:
+        waited_seconds = evidence.snapshot.monotonic_seconds - since_seconds
+        # One that has just come may be answered at once.
+        return Requests.WAITING if waited_seconds >= SIGN_SECONDS else Requests.UNKNOWN
+    return Requests.UNKNOWN if count_waiting(evidence) is None else Requests.NONE
+
+
+def _is_computing(evidence: Evidence, away_seconds: float, progress: Progress) -> bool:
+    """Return whether the API server uses CPU time and may still come to answer.
+
+    Behind a server that answers, what core, workers and GPUs do counts too. Behind a silent one
+    they may hang: NCCL spins while it does.
+    """
+    if evidence.answer is PageAnswer.ERROR and progress.activity.judge() is Activity.BUSY:
+        return True
     now = evidence.snapshot.monotonic_seconds
-    is_computing = cpu_use is not None and now - cpu_use.monotonic_seconds < STALLED_SECONDS
+    cpu_use = progress.cpu_use
+    if cpu_use is None or now - cpu_use.monotonic_seconds >= STALLED_SECONDS:
+        return False
     # A server that is short of CPU may be late for every page, and one that closed its port may be
     # finishing the last requests: only a server that could answer and does not spins.
     is_spinning = (
@@ -254,6 +463,4 @@ def _read_absence(evidence: Evidence, away_seconds: float, cpu_use: CpuUse | Non
         and away_seconds >= SPINNING_SECONDS
         and not is_starved(evidence.snapshot.processes)
     )
-    if is_computing and not is_spinning:
-        return Symptom.SERVER_COMPUTES
-    return Symptom.PAGE_AWAY
+    return not is_spinning

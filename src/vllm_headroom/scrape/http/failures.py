@@ -25,6 +25,12 @@ _STATUS_REASONS: Final[Mapping[int, Reason]] = {
     HTTPStatus.FORBIDDEN: Reason.UNAUTHORIZED,
     HTTPStatus.NOT_FOUND: Reason.NOT_FOUND,
 }
+_BROKEN_PAGE_ADVICE: Final = (
+    "check with df whether its PROMETHEUS_MULTIPROC_DIR is full, gone or on a network volume, and"
+    " look at the engine's log; requests are served without it, so this is no reason for a restart"
+)
+"""For a 500 of a server that is well otherwise (vllm-project/vllm#49983)."""
+
 _ADVICE: Final = {
     Reason.UNAUTHORIZED: "set HEADROOM_ENGINE_BEARER_TOKEN_FILE to a token that may read the page",
     Reason.NOT_FOUND: "correct HEADROOM_ENGINE_URL, vLLM serves its metrics at /metrics",
@@ -49,10 +55,15 @@ _ADVICE: Final = {
 _HUNG_UP: Final = "hung up or broke HTTP before it answered"
 
 
-def build_failure(reason: Reason, problem: str, advice: str | None = None) -> Failure:
+def build_failure(
+    reason: Reason, problem: str, advice: str | None = None, *, http_status: int | None = None
+) -> Failure:
     """Return the engine's failure; `advice` replaces the usual advice for the reason."""
     return Failure(
-        source=Source.ENGINE, reason=reason, message=f"{problem}: {advice or _ADVICE[reason]}"
+        source=Source.ENGINE,
+        reason=reason,
+        message=f"{problem}: {advice or _ADVICE[reason]}",
+        http_status=http_status,
     )
 
 
@@ -86,7 +97,10 @@ def explain_status(response: httpx.Response, url: str) -> Failure:
         target = hide_secrets(httpx.URL(response.headers["Location"]))
         location = str(target)[:_MAX_LOCATION_CHARACTERS]
         return build_failure(Reason.REDIRECT, f"{answer}, a redirect to {location}")
-    return build_failure(reason, answer)
+    advice = None
+    if response.status_code == HTTPStatus.INTERNAL_SERVER_ERROR:
+        advice = _BROKEN_PAGE_ADVICE
+    return build_failure(reason, answer, advice, http_status=response.status_code)
 
 
 def explain_broken_body(reason: Reason, url: str, max_bytes: int) -> Failure:

@@ -14,11 +14,12 @@ from time import thread_time
 from typing import Any, Final, TypeVar
 
 import httpx
+import msgspec
 from msgspec import Struct
 
-from vllm_headroom.model import Failure
+from vllm_headroom.model import Failure, ServerReply
 from vllm_headroom.scrape.http import failures
-from vllm_headroom.vocabulary import Reason, Source
+from vllm_headroom.vocabulary import Reason, ServerAnswer, Source
 from vllm_headroom.worker import Worker
 
 T = TypeVar("T")
@@ -288,9 +289,67 @@ class PageReader:
 NO_ANSWER_REASONS: Final = frozenset({Reason.TIMEOUT, Reason.INCOMPLETE})
 """Reasons of a failure where the server accepts the connection but does not answer."""
 
+SILENCES: Final = NO_ANSWER_REASONS | {Reason.UNREACHABLE}
+"""Reasons of a failure where nothing answers at all."""
+
+MOST_REQUESTS: Final = 10**6
+"""No server has more in it; a larger figure is no count."""
+
 NO_PATH_REASONS: Final = frozenset({Reason.NOT_FOUND, Reason.HTTP_STATUS})
 """Reasons of a failure where the server has no such path; vLLM has `is_sleeping` in its development
 mode only."""
+
+
+class _Load(Struct):
+    """What vLLM's `/load` answers; it counts only with --enable-server-load-tracking."""
+
+    server_load: float
+
+
+class ServerRequest(Struct, frozen=True, kw_only=True):
+    """The daemon's question whether the server runs, for when its metrics page is not enough."""
+
+    reader: PageReader
+
+    async def ask(self) -> ServerReply:
+        """Return what `health`, `v1/models` and `load` answer, one after the other; never raise."""
+        health = await self.reader.send("GET", "health", None)
+        models = await self.reader.send("GET", "v1/models", None)
+        load = await self.reader.send("GET", "load", None)
+        return ServerReply(answer=_judge_answers(health, models, load), requests=_read_load(load))
+
+    async def close(self) -> None:
+        """Close the connection."""
+        await self.reader.close()
+
+
+def _judge_answers(health: Reply | Failure, *others: Reply | Failure) -> ServerAnswer:
+    if _has_status(health, HTTPStatus.OK):
+        return ServerAnswer.HEALTHY
+    if not isinstance(health, Failure) and health.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+        return ServerAnswer.UNHEALTHY
+    # Another engine, or a proxy in front of it, may have no such path.
+    if any(_has_status(other, HTTPStatus.OK) for other in others):
+        return ServerAnswer.HEALTHY
+    answers = (health, *others)
+    if all(isinstance(answer, Failure) and answer.reason in SILENCES for answer in answers):
+        return ServerAnswer.SILENT
+    return ServerAnswer.UNCLEAR
+
+
+def _has_status(answer: Reply | Failure, status: HTTPStatus) -> bool:
+    return not isinstance(answer, Failure) and answer.status == status
+
+
+def _read_load(load: Reply | Failure) -> float | None:
+    """Return the requests in the server; None where it does not report them."""
+    if isinstance(load, Failure) or load.status != HTTPStatus.OK:
+        return None
+    try:
+        requests = msgspec.json.decode(load.text, type=_Load).server_load
+    except (msgspec.DecodeError, RecursionError):
+        return None
+    return requests if 0 <= requests <= MOST_REQUESTS else None
 
 
 class CanaryRequest(Struct, frozen=True, kw_only=True):

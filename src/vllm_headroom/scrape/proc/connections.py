@@ -9,6 +9,9 @@ SLOW_SECONDS: Final = 40.0
 """A request that has waited for at least this time is slow. An idle server answers sooner, even if
 it takes 30 s to load a video (VLLM_VIDEO_FETCH_TIMEOUT)."""
 
+PASSING_SECONDS: Final = 1.0
+"""A server that is well answers a health check, a scrape or a refusal within this."""
+
 # The kernel's sock_diag protocol: linux/netlink.h, sock_diag.h, inet_diag.h and tcp.h.
 _NETLINK_SOCK_DIAG: Final = 4
 _SOCK_DIAG_BY_FAMILY: Final = 20
@@ -37,12 +40,12 @@ received; the bytes acknowledged, and the bytes received."""
 _RECEIVE_BYTES: Final = 2**16
 
 
-def find_wait(ports: Collection[int]) -> float | None:
-    """Return for how many seconds the newest slow request to these ports has waited.
+def list_waits(ports: Collection[int]) -> tuple[float, ...] | None:
+    """Return for how many seconds each request to these ports has waited; None where unknown.
 
-    None without a slow request, and where the kernel does not list connections. A request waits on
-    a connection whose last data was received, not sent: on an idle connection that is kept alive,
-    the last data was sent. Only connections in this process's network namespace are listed.
+    None also where the kernel does not list connections. A request waits on a connection whose last
+    data was received, not sent: on an idle connection that is kept alive, the last data was sent.
+    Only connections in this process's network namespace are listed.
     """
     waits_seconds: list[float] = []
     try:
@@ -52,7 +55,17 @@ def find_wait(ports: Collection[int]) -> float | None:
                     waits_seconds += _list_waits(kernel, family, port)
     except OSError:
         return None
+    return tuple(waits_seconds)
+
+
+def find_slow_wait(waits_seconds: Collection[float]) -> float | None:
+    """Return for how many seconds the newest slow request has waited; None without one."""
     return min((wait for wait in waits_seconds if wait >= SLOW_SECONDS), default=None)
+
+
+def count_waiting(waits_seconds: Collection[float]) -> int:
+    """Return how many requests have waited for longer than a passing one."""
+    return sum(wait >= PASSING_SECONDS for wait in waits_seconds)
 
 
 def _list_waits(kernel: socket.socket, family: int, port: int) -> Iterator[float]:

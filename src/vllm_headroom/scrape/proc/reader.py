@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from vllm_headroom.model import EngineOptions, EnginePage, EngineProcess, Failure, ProcessReadings
 from vllm_headroom.scrape.proc import files as proc_files
 from vllm_headroom.scrape.proc import roots as proc_roots
-from vllm_headroom.scrape.proc.connections import find_wait
+from vllm_headroom.scrape.proc.connections import count_waiting, find_slow_wait, list_waits
 from vllm_headroom.scrape.proc.files import ProcEntries, ProcEntry
 from vllm_headroom.scrape.proc.host import read_boot_time, read_cpu_pressure, read_host, read_parts
 from vllm_headroom.scrape.proc.options import read_options
@@ -348,10 +348,14 @@ class Processes:
             return None
         cpu_pressure_ratio = None
         wait_seconds = None
+        waiting_requests = None
         if role is Role.API_SERVER and entry.pid in self._choice.roots:
             cpu_pressure_ratio = read_cpu_pressure(self._proc)
             if proc_files.has_same_network(self._proc, entry.pid, default=False):
-                wait_seconds = find_wait(self._choice.ports or {self._page.port})
+                waits_seconds = list_waits(self._choice.ports or {self._page.port})
+                if waits_seconds is not None:
+                    wait_seconds = find_slow_wait(waits_seconds)
+                    waiting_requests = count_waiting(waits_seconds)
         return EngineProcess(
             pid=entry.pid,
             role=role,
@@ -363,6 +367,7 @@ class Processes:
             state=usage.state,
             cpu_pressure_ratio=cpu_pressure_ratio,
             wait_seconds=wait_seconds,
+            waiting_requests=waiting_requests,
         )
 
     @cached_property

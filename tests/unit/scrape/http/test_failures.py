@@ -211,7 +211,7 @@ def test_a_connection_reset_in_the_middle_of_the_page_is_incomplete(fail: Fail) 
         ("401 Unauthorized", Reason.UNAUTHORIZED, "set HEADROOM_ENGINE_BEARER_TOKEN_FILE"),
         ("403 Forbidden", Reason.UNAUTHORIZED, "set HEADROOM_ENGINE_BEARER_TOKEN_FILE"),
         ("404 Not Found", Reason.NOT_FOUND, "vLLM serves its metrics at /metrics"),
-        ("500 Internal Server Error", Reason.HTTP_STATUS, "look for the cause in the engine's log"),
+        ("500 Internal Server Error", Reason.HTTP_STATUS, "whether its PROMETHEUS_MULTIPROC_DIR is full, gone"),
         ("503 Service Unavailable", Reason.HTTP_STATUS, "look for the cause in the engine's log"),
         ("204 No Content", Reason.HTTP_STATUS, "look for the cause in the engine's log"),
         ("304 Not Modified", Reason.HTTP_STATUS, "look for the cause in the engine's log"),
@@ -222,6 +222,7 @@ def test_a_status_other_than_200_is_a_failure(fail: Fail, status: str, reason: R
         problem = fail(server.url)
 
     assert problem.reason is reason
+    assert problem.http_status == int(status[:3])
     assert problem.message.startswith(f"{server.url} answers {status}: ")
     assert advice in problem.message
 

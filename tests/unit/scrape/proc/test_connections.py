@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, closing
 
 import pytest
 
 from tests.process import eventually
 from vllm_headroom.scrape.proc import connections
-from vllm_headroom.scrape.proc.connections import find_wait
+from vllm_headroom.scrape.proc.connections import find_slow_wait, list_waits
 
 SLOW_SECONDS = 0.05
+
+
+def find_wait(ports: Collection[int]) -> float | None:
+    """Return how long the newest slow request has waited, None also where connections are not visible."""
+    return find_slow_wait(list_waits(ports) or ())
+
+
 JIFFY_SECONDS = 0.01
 """The longest tick of a kernel's clock."""
 
