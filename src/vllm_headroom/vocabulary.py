@@ -152,7 +152,7 @@ class ServerAnswer(StrEnum):
     """`/health` answers 200; or, where it has no such path, `/v1/models` or `/load` does."""
 
     UNHEALTHY = "unhealthy"
-    """`/health` answers with an error of the server: vLLM's does once its engine has died."""
+    """`/health` reports an error of the server: vLLM's does once its engine has died."""
 
     SILENT = "silent"
     """Nothing answers."""

@@ -29,6 +29,7 @@ class Vllm:
         port: int,
         *,
         ready: bool = True,
+        broken: bool = False,
         idle: bool = False,
         held_gib: int = 60,
         workers: int = 1,
@@ -37,9 +38,11 @@ class Vllm:
         part: str = "",
     ) -> None:
         folder.mkdir()
+        self._folder, self._nvml = folder, nvml
         if idle:
             (folder / "idle").touch()
-        self._folder, self._nvml = folder, nvml
+        if broken:
+            self.set_fault("broken")
         program = folder / "vllm"
         program.write_text((ROOT / "tests" / "fakes" / "working_vllm.py").read_text())
         if ready:
@@ -60,6 +63,13 @@ class Vllm:
 
     def become_ready(self) -> None:
         (self._folder / "ready").touch()
+
+    def set_fault(self, name: str, *, on: bool = True) -> None:
+        """Break the page, or have it stay as it is, until that is turned off."""
+        if on:
+            (self._folder / name).touch()
+        else:
+            (self._folder / name).unlink()
 
     def hold(self, gib: int) -> None:
         """Hold so much of the GPU, whatever else is held there; nothing ends it."""

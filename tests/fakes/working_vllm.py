@@ -3,7 +3,8 @@
 usage: python vllm serve m --port PORT, with this file as `vllm`, the repository on PYTHONPATH and a folder in $FOLDER,
 where the core counts its steps; below it are as many workers as $WORKERS says. The page is there from when the folder
 has a file `ready`, and says what was counted. Where the folder has a file `idle`, nothing runs; the page says what the
-server has completed, which takes a step each. Where $PART is root, an API server below this process serves the page.
+server has completed, which takes a step each. While the folder has a file `broken`, the page is an error of the server, and with
+`stale` it stays as it is. Where $PART is root, an API server below this process serves the page.
 """
 
 from __future__ import annotations
@@ -78,12 +79,16 @@ def main() -> None:
     def steps() -> int:
         return int((folder / "steps").read_text())
 
-    completed, idle = list[int](), (folder / "idle").exists()
+    completed, idle, shown = list[int](), (folder / "idle").exists(), [""]
 
     def answer(connection: socket.socket, closing: threading.Event) -> None:
         if server.path == "/metrics":
-            shown = text(len(completed), started, running=0) if idle else text(steps(), started)
-            page(shown)(connection, closing)
+            if (folder / "broken").exists():
+                page("", status="500 Internal Server Error")(connection, closing)
+                return
+            if not (folder / "stale").exists():
+                shown[0] = text(len(completed), started, running=0) if idle else text(steps(), started)
+            page(shown[0])(connection, closing)
         elif server.path == "/v1/completions":
             now = steps()
             while steps() == now and not closing.wait(0.02):

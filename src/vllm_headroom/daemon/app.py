@@ -171,7 +171,7 @@ def build_engine_watch(parts: Parts, settings: Settings, model: ModelReader) -> 
         )
     server_pages = None
     if parts.server_request is not None:
-        server_pages = ServerPages(parts.server_request.ask, clock)
+        server_pages = ServerPages(parts.server_request.send, clock)
     profile_name = None if settings.engine_profile == AUTO else settings.engine_profile
     sampler = Sampler(
         sources=parts,

@@ -38,8 +38,8 @@ again."""
 
 
 SERVER_PAGE_SECONDS: Final = 3.0
-"""For the answer of each of the server's other pages: three of them are asked in one round, which
-ends before the next begins."""
+"""For the answer of each of the server's other pages: a round requests three of them, and ends
+before the next begins."""
 
 
 class Parts(Sources, frozen=True, kw_only=True):
@@ -51,7 +51,7 @@ class Parts(Sources, frozen=True, kw_only=True):
     canary_request: CanaryRequest | None = None
     """Sends the canary's requests; None where there is no canary."""
     server_request: ServerRequest | None = None
-    """Asks the server for its other pages; None in the demo."""
+    """Requests the server's other pages; None in the demo."""
     evictor: Evictor | None = None
     mappings: Callable[[int], dict[str, int] | None] = lambda _: None
     """Returns a process's resident bytes by kind of mapping, None where they are not visible."""
@@ -86,11 +86,7 @@ def build_real_parts(settings: Settings, model: ModelReader = NO_MODEL) -> Parts
         probe=read_probe,
         model=find_served_model,
         canary_request=canary_request,
-        server_request=ServerRequest(
-            reader=build_page_reader(
-                settings, settings.engine_url, timeout_seconds=SERVER_PAGE_SECONDS
-            )
-        ),
+        server_request=build_server_request(settings),
         evictor=build_real_evictor(settings, clock),
         mappings=partial(read_mappings, Path("/proc")),
     )
@@ -120,13 +116,24 @@ def build_page_reader(settings: Settings, url: str, *, timeout_seconds: float) -
     )
 
 
+def build_sibling_reader(settings: Settings, path: str, timeout_seconds: float) -> PageReader:
+    """Return a reader of a path of the server beside its metrics page."""
+    url = httpx.URL(settings.engine_url).join(path)
+    return build_page_reader(settings, str(url), timeout_seconds=timeout_seconds)
+
+
+def build_server_request(settings: Settings) -> ServerRequest:
+    """Return the requests that show whether the server runs."""
+    return ServerRequest(
+        health=build_sibling_reader(settings, "health", SERVER_PAGE_SECONDS),
+        models=build_sibling_reader(settings, "v1/models", SERVER_PAGE_SECONDS),
+        load=build_sibling_reader(settings, "load", SERVER_PAGE_SECONDS),
+    )
+
+
 def build_canary_request(settings: Settings) -> CanaryRequest:
     """Return the canary's requests, to paths of the server beside its page."""
-    url = httpx.URL(settings.engine_url)
-
-    def build_reader(path: str, timeout_seconds: float) -> PageReader:
-        return build_page_reader(settings, str(url.join(path)), timeout_seconds=timeout_seconds)
-
+    build_reader = partial(build_sibling_reader, settings)
     return CanaryRequest(
         health=build_reader("health", CANARY_HEALTH_SECONDS),
         sleep=build_reader("is_sleeping", CANARY_TOKEN_SECONDS),

@@ -1,4 +1,4 @@
-"""Ask the engine's server for its other pages while its metrics page is not enough."""
+"""Request the other pages of the engine's server while its metrics page is not enough."""
 
 from collections.abc import Awaitable, Callable
 from typing import Final
@@ -16,48 +16,48 @@ log = Log(__name__)
 ROUND_SECONDS: Final = 10.0
 """The pause between two rounds: six of them before anything is called stalled."""
 
-ASK_REASONS: Final = frozenset({Reason.HTTP_STATUS, Reason.TIMEOUT, Reason.INCOMPLETE})
+OPEN_REASONS: Final = frozenset({Reason.HTTP_STATUS, Reason.TIMEOUT, Reason.INCOMPLETE})
 """Failures of the metrics page behind which a server may run. A closed port refuses all pages, and
 a login says that the address or the token is wrong."""
 
 
 class ServerPages:
-    """Asks one round at a time, and only while the metrics page leaves a question open."""
+    """Requests one round at a time, and only while the metrics page leaves a question open."""
 
-    def __init__(self, ask: Callable[[], Awaitable[ServerReply]], clock: Clock) -> None:
-        self._ask = ask
+    def __init__(self, request: Callable[[], Awaitable[ServerReply]], clock: Clock) -> None:
+        self._request = request
         self._clock = clock
         self._was_silent = False
         self.latest: ServerReply | None = None
-        """The newest answers; None while nothing is asked."""
+        """The newest answers; None while nothing is requested."""
 
     async def run(self, read_snapshot: Callable[[], Snapshot | None]) -> None:
-        """Ask for ever; `read_snapshot` returns the newest snapshot."""
+        """Send rounds for ever; `read_snapshot` returns the newest snapshot."""
         while True:
             await self._clock.sleep_until(self._clock.monotonic() + ROUND_SECONDS)
-            await self.ask(read_snapshot())
+            await self.send(read_snapshot())
 
-    async def ask(self, snapshot: Snapshot | None) -> None:
-        """Ask one round, if the metrics page of this snapshot is not enough."""
+    async def send(self, snapshot: Snapshot | None) -> None:
+        """Send one round, if the metrics page of this snapshot is not enough."""
         if snapshot is None or not _is_page_insufficient(snapshot):
             self.latest = None
             self._was_silent = False
             return
-        reply = await self._ask()
+        reply = await self._request()
         is_silent = reply.answer is ServerAnswer.SILENT
         if is_silent and not self._was_silent:
             # One late answer is no silence: a restart must not rest on it.
             reply = replace(reply, answer=ServerAnswer.UNCLEAR)
         self._was_silent = is_silent
         if self.latest is None or reply.answer is not self.latest.answer:
-            log.info("the server's other pages were asked", answer=str(reply.answer))
+            log.info("engine's other pages requested", answer=str(reply.answer))
         self.latest = reply
 
 
 def _is_page_insufficient(snapshot: Snapshot) -> bool:
     """Return whether the page fails though a server may run, or shows work without progress."""
     if isinstance(snapshot.engines, Failure):
-        return snapshot.engines.reason in ASK_REASONS
+        return snapshot.engines.reason in OPEN_REASONS
     status = snapshot.engine_status
     if status is None:
         return False

@@ -9,7 +9,7 @@ from msgspec.structs import asdict
 from vllm_headroom import catalog
 from vllm_headroom.expose.answers import Response
 from vllm_headroom.expose.view import CURVE_STEP_SECONDS, History, LastIncident, View
-from vllm_headroom.model import Metric, Values, find_worst
+from vllm_headroom.model import Metric, Snapshot, Values, find_worst
 
 STATE_LABEL: Final = "state"
 """The last label of a metric that has a series for each state; the current state's series is 1."""
@@ -66,7 +66,7 @@ def build_document(view: View) -> dict[str, Any]:
             {**asdict(verdict), "runbook": view.find_runbook(verdict.alert)}
             for verdict in view.shown_verdicts
         ],
-        "problems": [] if snapshot is None else [asdict(failure) for failure in snapshot.failures],
+        "problems": [] if snapshot is None else _build_problems(snapshot),
         "last_incident": _build_incident(view.last_incident),
     }
     for metric in DOCUMENT_METRICS:
@@ -75,6 +75,13 @@ def build_document(view: View) -> dict[str, Any]:
         document[list_name] = _build_list(view.values, list_name)
     document["history"] = _build_history(view.values, view.history)
     return document
+
+
+def _build_problems(snapshot: Snapshot) -> list[dict[str, Any]]:
+    return [
+        {"source": failure.source, "reason": failure.reason, "message": failure.message}
+        for failure in snapshot.failures
+    ]
 
 
 def _build_incident(incident: LastIncident | None) -> dict[str, Any] | None:

@@ -338,7 +338,7 @@ class ServerReply(Struct, frozen=True, kw_only=True):
 
     answer: ServerAnswer
     requests: float | None = None
-    """The requests in the server, by `/load`; vLLM counts them where it was told to."""
+    """The requests in the server, by `/load`; vLLM counts them only if it is configured to."""
 
 
 class HangSign(Enum):

@@ -53,7 +53,7 @@ class Snapshot(Struct, frozen=True, kw_only=True):
     clock; None while the engine answers or is not asked."""
 
     server: ServerReply | None = None
-    """What the engine's other pages answer; None while they are not asked."""
+    """What the engine's other pages answer; None while they are not requested."""
 
     engine_status: EngineStatus | None = None
     """None where it is unknown, as after an error: then no evidence is collected."""

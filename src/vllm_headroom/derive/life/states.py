@@ -178,7 +178,7 @@ class StandstillRow(NamedTuple):
     requests: Requests | None = None
     activity: Activity | None = None
     servers: tuple[ServerAnswer | None, ...] | None = None
-    """The answers that fit; of them None is a server that was not asked."""
+    """The answers that fit; of them None is a server that got no request."""
 
 
 STANDSTILL: Final = (
@@ -186,7 +186,7 @@ STANDSTILL: Final = (
     StandstillRow(Symptom.NO_PROGRESS, "clients wait for answers", requests=Requests.WAITING),
     StandstillRow(
         Symptom.NO_PROGRESS,
-        "what computes is not idle, and nothing comes of it: NCCL spins so",
+        "something computes, and no work gets done: NCCL spins like this",
         activity=Activity.BUSY,
     ),
     StandstillRow(
@@ -196,12 +196,12 @@ STANDSTILL: Final = (
     ),
     StandstillRow(
         Symptom.NO_PROGRESS,
-        "nothing that is visible contradicts the page",
+        "nothing visible contradicts the page",
         activity=Activity.UNKNOWN,
     ),
     StandstillRow(
         Symptom.NO_PROGRESS,
-        "a trace of a version that did not ask has the page alone",
+        "an older version's trace shows nothing but the page",
         servers=(None,),
     ),
     StandstillRow(
@@ -213,7 +213,7 @@ STANDSTILL: Final = (
     ),
     StandstillRow(
         Symptom.GAUGES_DOUBTED,
-        "nothing that is visible supports the gauges, and not all is visible",
+        "nothing visible supports the gauges, and not everything is visible",
     ),
 )
 """Of the rows that fit, the first counts."""
@@ -419,7 +419,7 @@ def find_absence_symptom(evidence: Evidence, *, was_ready: bool, is_computing: b
 
 
 def _find_server_answer(evidence: Evidence) -> ServerAnswer | None:
-    """Return the server's answer; None where it was not asked."""
+    """Return the server's answer; None where it got no request."""
     server = evidence.snapshot.server
     return None if server is None else server.answer
 

@@ -307,38 +307,67 @@ class _Load(Struct):
 
 
 class ServerRequest(Struct, frozen=True, kw_only=True):
-    """The daemon's question whether the server runs, for when its metrics page is not enough."""
+    """The daemon's requests for other pages, which show whether the server runs."""
 
-    reader: PageReader
+    health: PageReader
+    """Reads the server's `health`; each page has a reader, since a late one keeps its thread."""
+    models: PageReader
+    """Reads the server's `v1/models`."""
+    load: PageReader
+    """Reads the server's `load`."""
 
-    async def ask(self) -> ServerReply:
-        """Return what `health`, `v1/models` and `load` answer, one after the other; never raise."""
-        health = await self.reader.send("GET", "health", None)
-        models = await self.reader.send("GET", "v1/models", None)
-        load = await self.reader.send("GET", "load", None)
+    async def send(self) -> ServerReply:
+        """Return what the pages answer, requested one after the other; never raise."""
+        health = await self.health.send("GET", "", None)
+        models = await self.models.send("GET", "", None)
+        load = await self.load.send("GET", "", None)
         return ServerReply(answer=_judge_answers(health, models, load), requests=_read_load(load))
 
     async def close(self) -> None:
-        """Close the connection."""
-        await self.reader.close()
+        """Close the connections."""
+        for reader in (self.health, self.models, self.load):
+            await reader.close()
 
 
 def _judge_answers(health: Reply | Failure, *others: Reply | Failure) -> ServerAnswer:
-    if _has_status(health, HTTPStatus.OK):
+    if _is_ok(health):
         return ServerAnswer.HEALTHY
-    if not isinstance(health, Failure) and health.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+    if _reports_death(health, others):
         return ServerAnswer.UNHEALTHY
     # Another engine, or a proxy in front of it, may have no such path.
-    if any(_has_status(other, HTTPStatus.OK) for other in others):
+    if any(_is_ok(other) for other in others):
         return ServerAnswer.HEALTHY
-    answers = (health, *others)
-    if all(isinstance(answer, Failure) and answer.reason in SILENCES for answer in answers):
+    if all(_is_silence(answer) for answer in (health, *others)):
         return ServerAnswer.SILENT
     return ServerAnswer.UNCLEAR
 
 
-def _has_status(answer: Reply | Failure, status: HTTPStatus) -> bool:
-    return not isinstance(answer, Failure) and answer.status == status
+def _is_ok(answer: Reply | Failure) -> bool:
+    return not isinstance(answer, Failure) and answer.status == HTTPStatus.OK
+
+
+def _is_silence(answer: Reply | Failure) -> bool:
+    """Return whether nothing answers, or a proxy reports that."""
+    if isinstance(answer, Failure):
+        return answer.reason in SILENCES
+    return answer.status in {HTTPStatus.BAD_GATEWAY, HTTPStatus.GATEWAY_TIMEOUT}
+
+
+def _reports_death(health: Reply | Failure, others: tuple[Reply | Failure, ...]) -> bool:
+    """Return whether a health check says that the engine has died.
+
+    vLLM answers 503 then, and 500 in older versions. A server whose every page is an error says
+    nothing by it.
+    """
+    if isinstance(health, Failure) or _is_silence(health):
+        return False
+    if health.status == HTTPStatus.SERVICE_UNAVAILABLE:
+        return True
+    has_other_answer = any(
+        not isinstance(other, Failure) and other.status < HTTPStatus.INTERNAL_SERVER_ERROR
+        for other in others
+    )
+    return health.status >= HTTPStatus.INTERNAL_SERVER_ERROR and has_other_answer
 
 
 def _read_load(load: Reply | Failure) -> float | None:

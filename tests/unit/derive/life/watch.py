@@ -16,6 +16,7 @@ from vllm_headroom.model import (
     Gpu,
     HostMemory,
     ProbeReadings,
+    ServerReply,
     Snapshot,
 )
 from vllm_headroom.vocabulary import EngineState, ExitReason, Reason, Role, Source
@@ -83,6 +84,7 @@ class Watch:
         owed_since: float | None = None,
         neighbours: tuple[EngineProcess, ...] = (),
         ambiguous: int = 0,
+        server: ServerReply | None = None,
     ) -> EngineStatus:
         """Look `after` so many seconds, and return what is known then; a canary has waited since `owed_since`."""
         self.at += after
@@ -94,7 +96,7 @@ class Watch:
         )
         others = frozenset((neighbour.pid, neighbour.started_at_seconds) for neighbour in neighbours)
         now = replace(now, unanswered_since_seconds=owed_since, neighbours=others, ambiguous_engines=ambiguous)
-        now = replace(now, has_silent_core=isinstance(probe, ProbeReadings) and probe.has_silent_core)
+        now = replace(now, server=server, has_silent_core=isinstance(probe, ProbeReadings) and probe.has_silent_core)
         self.state, self.seen = update_engine(self.state, now)
         assert self.seen.engine_status is not None
         return self.seen.engine_status
