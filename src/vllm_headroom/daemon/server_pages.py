@@ -32,7 +32,7 @@ class ServerPages:
         """The newest answers; None while nothing is requested."""
 
     async def run(self, read_snapshot: Callable[[], Snapshot | None]) -> None:
-        """Send rounds for ever; `read_snapshot` returns the newest snapshot."""
+        """Send rounds until cancelled; `read_snapshot` returns the newest snapshot."""
         while True:
             await self._clock.sleep_until(self._clock.monotonic() + ROUND_SECONDS)
             await self.send(read_snapshot())

@@ -1,4 +1,4 @@
-"""When the server's other pages are asked, and for how long an answer counts."""
+"""When the server's other pages are requested, and for how long an answer counts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HEALTHY, SILENT, UNCLEAR = ServerAnswer.HEALTHY, ServerAnswer.SILENT, ServerAnsw
 
 
 class Server:
-    """Answers as it is told, and healthy from then on."""
+    """Gives these answers, and healthy from then on."""
 
     def __init__(self, *answers: ServerAnswer) -> None:
         self.answers = [*answers]
