@@ -43,7 +43,7 @@ CACHE_CONFIG: Final = (
     f'num_gpu_blocks="{KV_BLOCKS}"'
 )
 ENGINE_DOWN: Final = Failure(
-    source=Source.ENGINE, reason=Reason.HTTP_STATUS, message="the simulated engine is down"
+    source=Source.ENGINE, reason=Reason.UNREACHABLE, message="the simulated engine is down"
 )
 
 

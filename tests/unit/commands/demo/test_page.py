@@ -75,7 +75,7 @@ def test_there_is_a_page_of_the_present_while_the_engine_serves_and_else_none() 
     assert isinstance(later, str)
     assert first != later
     assert isinstance(down, Failure)
-    assert down.reason is Reason.HTTP_STATUS
+    assert down.reason is Reason.UNREACHABLE
     assert isinstance(fetched(), str)
 
 
