@@ -115,7 +115,7 @@ def _render_links() -> str:
 
 
 def _render_headline(verdict: Verdict) -> str:
-    """Return the level and the situation of a verdict, such as "Alarm: GPU 0 leaking"."""
+    """Return the level and the situation of a verdict, such as "ALARM: GPU 0 leaking"."""
     # HEALTHY with an unknown level means that only the leak is not judged yet.
     if verdict.level is Level.UNKNOWN and verdict.situation is Situation.HEALTHY:
         situation = f"whether {verdict.subject} leaks"

@@ -10,33 +10,35 @@ from vllm_headroom.derive.leak.windows import is_over
 from vllm_headroom.units import DAY_SECONDS, GIB, MIB
 
 HOLD_SECONDS: Final = 2700.0
-"""An alarm is held for so long without a rise. Our choice."""
+"""Our choice: an alarm ends only after this time without a rise."""
 
 HOLD_GAPS: Final = 3.0
-"""And for so many of the usual gaps between its rises."""
+"""An alarm ends only after this many of the usual gaps between its rises without a rise."""
 
 PAUSE_FACTOR: Final = 1.5
-"""If an alarm came within a day after another, it is held for this multiple of what lay between:
-the leak pauses."""
+"""If an alarm began within a day after the last rise of another one, the leak pauses: the alarm is
+held for at least this many times that pause."""
 
 LARGE_BYTES: Final = 64 * MIB
 """A larger fall or rise is not the allocator's usual give and take."""
 
 NEARLY_FULL_BYTES: Final = GIB
-"""With less room than this torch's cache hides what grows: the alarm is held for longer, by as much
-as the room is smaller, and may be given back whole."""
+"""With less room than this, torch's cache hides growth: the alarm is held for as many times longer
+as the room is smaller, and does not end when all its growth is given back."""
 
 RETAINED_SHARE: Final = 0.5
-"""An alarm ends when less than this share of its growth is left."""
+"""An alarm ends when less than this share of its growth is still held."""
 
 RETAINED_BLOCKS: Final = 10
-"""For so many of the shortest blocks, five minutes: a cache fills again after a sleep."""
+"""Of this many of the shortest blocks, five minutes, the highest counts: after a sleep a cache
+fills again."""
 
 
 def update_alarm(track: Track, alarm: LeakAlarm, newest: Block) -> Track:
-    """Return the track with its alarm after a block, or without the alarm and its evidence.
+    """Return the track with its alarm updated by the newest block, or without the alarm.
 
-    The alarm ends when nothing has risen for long, or most of its growth was given back.
+    The alarm ends when nothing has risen for long, or when most of its growth was given back. Then
+    the evidence starts over too.
     """
     if newest.floor_bytes >= alarm.newest_rise.floor_bytes + RISE_BYTES:
         return replace(track, alarm=_add_rise(alarm, newest))
@@ -47,16 +49,17 @@ def update_alarm(track: Track, alarm: LeakAlarm, newest: Block) -> Track:
     fall_bytes = newest_rise.floor_bytes - newest.floor_bytes
     retained_share = RETAINED_SHARE
     if hold_factor > 1.0:
-        # torch's allocator gives back its cache, which hides the growth beneath.
+        # Nearly full: torch's allocator gives back its cache, which does not mean that the growth
+        # was given back.
         began = replace(began, floor_bytes=began.floor_bytes - max(0.0, fall_bytes))
         retained_share = 0.0
     grown_bytes = newest_rise.floor_bytes - began.floor_bytes
     retained_bytes = began.floor_bytes + retained_share * grown_bytes
     if fall_bytes > LARGE_BYTES and newest.floor_bytes >= retained_bytes:
-        # Growth goes on beneath what was given back, and is compared with what is left.
+        # More was given back than usual, but the leak may go on: the next rise counts from here.
         return replace(track, alarm=replace(alarm, began=began, newest_rise=newest))
 
-    # The highest of five minutes: what a sleep emptied fills again.
+    # The highest of five minutes: after a sleep, memory is taken again within minutes.
     recent_blocks = track.history.rings[0].blocks[-RETAINED_BLOCKS:]
     is_retained = max(block.floor_bytes for block in recent_blocks) >= retained_bytes
     has_stopped = is_over(
@@ -79,7 +82,7 @@ def _add_rise(alarm: LeakAlarm, newest: Block) -> LeakAlarm:
 
 
 def _compute_hold_factor(track: Track, newest_rise: Block) -> float:
-    """Return how many times longer than usual an alarm is held: 1 unless it is nearly full."""
+    """Return how many times longer than usual an alarm is held; 1 unless memory is nearly full."""
     if not track.history.capacity_bytes:
         return 1.0
     room_bytes = track.history.capacity_bytes - newest_rise.floor_bytes
@@ -87,7 +90,7 @@ def _compute_hold_factor(track: Track, newest_rise: Block) -> float:
 
 
 def _compute_quiet_seconds(track: Track, began: Block, hold_factor: float) -> float:
-    """Return how long nothing must have risen before the alarm ends."""
+    """Return for how many seconds nothing must have risen before the alarm ends."""
     pause_seconds = inf
     if track.previous_alarm_seconds is not None:
         pause_seconds = began.seconds - track.previous_alarm_seconds
@@ -98,7 +101,7 @@ def _compute_quiet_seconds(track: Track, began: Block, hold_factor: float) -> fl
 
 
 def _end_alarm(track: Track, newest_rise: Block) -> Track:
-    """Return the track without its alarm; evidence starts over at each ring's newest block."""
+    """Return the track without its alarm; the evidence starts over at each ring's newest block."""
     rings = [
         Ring(blocks=ring.blocks[-1:], highest_bytes=newest_rise.floor_bytes)
         for ring in track.history.rings

@@ -14,30 +14,33 @@ from vllm_headroom.derive.leak.windows import Growth, list_falls
 from vllm_headroom.units import DAY_SECONDS, HOUR_SECONDS
 
 BATCHES: Final = 5
-"""Batches of an interval. Our choice."""
+"""Our choice: into how many batches the growth is divided for the 95 % interval of its rate."""
 
 T_95: Final = 2.776
 """Student's t for 95 % with 4 degrees of freedom, one less than the batches."""
 
 SLOPE_POINTS: Final = 16
-"""About so many blocks give a slope: the cost is quadratic, and more gave no better rates."""
+"""A slope is computed from about this many blocks: the cost is quadratic, and more blocks gave no
+better rates."""
 
 UNLIKE: Final = 1.4
-"""Requests drive the growth unless their batches vary this much more than those of time."""
+"""Requests count as the cause of the growth, unless the batches by requests vary more than this
+many times as much as those by time."""
 
 UNSEEN_SHARE: Final = 0.6
-"""Load has a daily cycle: before a day was seen, it may rise so much that only this share of the
-time is left."""
+"""Load has a daily cycle. Before a whole day was observed, load may rise so much that only this
+share of the time is left."""
 
 PEAK_MARGIN: Final = 1.1
-"""The highest request rate may be so much higher than the highest that was seen. Our choice."""
+"""Our choice: the request rate may become this many times as high as the highest forecast."""
 
-SHORT_SECONDS: Final = 900.0
-"""The mean rate of a shorter past than this is no better than the average of the newest minutes."""
+SHORTEST_MEAN_SECONDS: Final = 900.0
+"""A mean rate is taken over at least this past: over a shorter one it is no better than the average
+of the newest minutes."""
 
 MARGIN_SECONDS: Final = 300.0
-"""Taken off the lower bound: an estimate is made every two minutes, and peaks of some minutes are
-in no block's floor."""
+"""Subtracted from the lower bound of the time left: an estimate is made every two minutes only, and
+a peak of some minutes shows in no block's floor."""
 
 
 class Slope(NamedTuple):
@@ -54,7 +57,11 @@ class Slope(NamedTuple):
 def estimate_growth(
     growth: Growth, *, began_bytes: float, track: Track, room_bytes: float | None
 ) -> Estimate:
-    """Return the rates of the growth, and the paces at the expected request rate."""
+    """Return the rates of the growth, and the paces at the expected load; without the time left.
+
+    `began_bytes` is the memory when the growth began. Where `room_bytes` is None, the paces are the
+    rates by time.
+    """
     seconds = [block.seconds for block in growth.blocks]
     requests = [block.requests for block in growth.blocks]
     median_rise_bytes = median(rise for rise in growth.rises_bytes if rise > 0)
@@ -73,13 +80,14 @@ def estimate_growth(
         horizon_seconds = usable_bytes / (by_request.rate * track.work.requests_per_second)
         pace = by_request.rate * forecast_rate(track, horizon_seconds)
         highest_rate = max(
-            forecast_rate(track, HOUR_SECONDS),  # the last hour's may go on
+            forecast_rate(track, HOUR_SECONDS),  # the load of the last hour may continue
             forecast_rate(track, horizon_seconds / 4),
             forecast_rate(track, horizon_seconds),
         )
         fastest = PEAK_MARGIN * highest_rate * (by_request.rate + by_request.half_width)
     if room_bytes is not None and not _is_load_known(track, by_requests=by_requests):
-        # Load must have had time to change: half of the time seen so far does not fill the room.
+        # Only where the room lasts for longer than half of the observed time: in a shorter time,
+        # load will hardly change.
         now_seconds = track.clock.now_seconds
         if fastest * now_seconds / 2 < room_bytes:
             fastest /= UNSEEN_SHARE
@@ -98,18 +106,23 @@ def estimate_growth(
 
 
 def _is_load_known(track: Track, *, by_requests: bool) -> bool:
-    """Return whether a higher load is known, or makes no difference, as for a leak by time."""
+    """Return whether load will not rise above what was observed, or does not matter.
+
+    The first is assumed after a day. Load does not matter for a leak by time, which is certain only
+    where requests are counted.
+    """
     if track.clock.now_seconds >= DAY_SECONDS:
         return True
     return not by_requests and track.work.counter_total is not None
 
 
 def set_time_left(estimate: Estimate, track: Track, room_bytes: float) -> Estimate:
-    """Return the estimate with the time left now; its lower bound is the time until the next peak.
+    """Return the estimate with the time left in `room_bytes`, and the lower bound of that time.
 
-    Out-of-memory happens at the next peak, not in the present valley. Memory that follows load, and
-    the sawtooth of a garbage collector, return to their old height plus what leaked since. A demand
-    as large as the largest recent one may come on top.
+    The lower bound is the time until the next peak fills the room: out-of-memory happens at a peak,
+    not in the present valley. Memory that follows load, and the sawtooth of a garbage collector,
+    return to their old height plus what has leaked since. In addition, a demand as large as the
+    largest recent one may come. Both times are None where the estimate has no pace.
     """
     floors_bytes = [block.floor_bytes for block in track.history.rings[0].blocks]
     swing_bytes = 0.0
@@ -135,11 +148,12 @@ def set_time_left(estimate: Estimate, track: Track, room_bytes: float) -> Estima
 def measure_slope(axis: list[float], values: tuple[float, ...], step_bytes: float) -> Slope:
     """Return the slope of retained memory on an axis of seconds or requests.
 
-    The slope is the Theil-Sen estimator of the later half: the median of the slopes between all
-    pairs, which single benign steps do not move. Where that is zero, growth was in a few large
-    steps, and the slope is that of the whole. Its interval comes from the method of batch means
-    over the later three quarters, because rises are not independent; it is widened by one step,
-    because the true amount is known only to the allocator's step.
+    The slope is the Theil-Sen estimator over the later half: the median of the slopes between all
+    pairs of blocks, which single benign steps do not change. Where that is zero, growth came in a
+    few large steps, and the slope is that between the first and the last block. The interval comes
+    from the method of batch means over the later three quarters, because rises are not independent.
+    It is widened by one step, because the memory is known only to the allocator's step. On an axis
+    of no length, the rate is 0 and the spread is infinite.
     """
     length = axis[-1] - axis[0]
     if length <= 0:
@@ -153,7 +167,7 @@ def measure_slope(axis: list[float], values: tuple[float, ...], step_bytes: floa
         if later > at
     ]
     rate = median(slopes) if slopes else 0.0
-    if rate == 0.0:  # most pairs lie on one tread of the staircase
+    if rate == 0.0:  # most pairs lie between two steps
         rate = (values[-1] - values[0]) / length
 
     batch_rates = _measure_batches(axis, values)
@@ -166,7 +180,10 @@ def measure_slope(axis: list[float], values: tuple[float, ...], step_bytes: floa
 
 
 def _measure_batches(axis: list[float], values: tuple[float, ...]) -> list[float]:
-    """Return the slopes of the batches, of equal size, in the later three quarters."""
+    """Return the slope of each batch; the batches divide the later three quarters evenly.
+
+    A batch of no length on the axis is left out.
+    """
     batch_size = (len(axis) - 1 - len(axis) // 4) // BATCHES
     cuts = [len(axis) - 1 - batch_size * number for number in range(BATCHES, -1, -1)]
     return [
@@ -179,17 +196,19 @@ def _measure_batches(axis: list[float], values: tuple[float, ...]) -> list[float
 def forecast_rate(track: Track, horizon_seconds: float) -> float:
     """Return the expected requests per second over a horizon.
 
-    It is the mean of an equally long past, as far as that is known.
+    That is the mean of a past as long as the horizon, or of the whole known past where that is
+    shorter. Where either is shorter than SHORTEST_MEAN_SECONDS, it is the average of the newest
+    minutes.
     """
-    average = track.work.requests_per_second
-    blocks = track.history.rings[-1].blocks
-    if not blocks or horizon_seconds < SHORT_SECONDS:
-        return average
+    recent_rate = track.work.requests_per_second
+    longest_blocks = track.history.rings[-1].blocks
+    if not longest_blocks or horizon_seconds < SHORTEST_MEAN_SECONDS:
+        return recent_rate
     now_seconds = track.clock.now_seconds
     begin_seconds = now_seconds - horizon_seconds
-    begin = bisect_right(blocks, begin_seconds, key=lambda block: block.seconds) - 1
-    oldest = blocks[max(0, begin)]
+    begin = bisect_right(longest_blocks, begin_seconds, key=lambda block: block.seconds) - 1
+    oldest = longest_blocks[max(0, begin)]
     past_seconds = now_seconds - oldest.seconds
-    if past_seconds < SHORT_SECONDS:
-        return average
+    if past_seconds < SHORTEST_MEAN_SECONDS:
+        return recent_rate
     return (track.work.requests - oldest.requests) / past_seconds

@@ -1,4 +1,4 @@
-"""The detector's memory of one series: blocks of readings, work, verdict and alarm."""
+"""The state of the detector for one series: blocks of readings, work, verdict and alarm."""
 
 from enum import IntEnum
 from typing import Final
@@ -8,11 +8,11 @@ from msgspec import Struct, field
 from vllm_headroom.units import MIB
 
 RISE_BYTES: Final = MIB
-"""The least rise. It is below every allocator's smallest step, which is 2 MiB (cudaMalloc, torch's
-small pool)."""
+"""A smaller rise is none. This is below the smallest step of every allocator, 2 MiB (cudaMalloc,
+torch's small pool)."""
 
 OUT_OF_MEMORY_BYTES: Final = 100 * MIB
-"""What is left when allocations begin to fail: segments are 20 MiB and larger."""
+"""With less free memory than this, allocations begin to fail: segments are 20 MiB and larger."""
 
 
 class Certainty(IntEnum):
@@ -26,63 +26,70 @@ class Certainty(IntEnum):
 class Block(Struct, frozen=True, gc=False):
     """A block of readings: an instant, the work done until then, and the least memory held in it.
 
-    The instant is the end of a closed block, and the begin of the open one. There are hundreds:
-    gc=False saves the garbage collector's overhead.
+    The instant is the end of a closed block, and the begin of the open one. There are hundreds of
+    blocks: gc=False saves the garbage collector's overhead.
     """
 
     seconds: float
-    """In the time of the track."""
+    """The instant, in the time of the track."""
 
     requests: float
     """Requests finished since the track began."""
 
     busy_seconds: float = 0.0
-    """Time of this stretch until then, without blocks that had neither work nor growth."""
+    """The time since the stretch began, without blocks that had neither work nor growth."""
 
     floor_bytes: float = 0.0
-    """The least held in the block."""
+    """The least memory that was held in the block: its floor."""
 
     peak_running: float = 0.0
-    """The most requests that ever ran at once until then."""
+    """The highest number of running requests until then."""
 
 
 class Ring(Struct, frozen=True, kw_only=True):
-    """The newest blocks of one length, and the verdict on them when the last one ended."""
+    """The newest blocks of one length, and the verdict on them when the newest one ended.
+
+    A block of a ring consists of several blocks of the ring with the next shorter blocks, which are
+    its parts.
+    """
 
     parts: int = 0
-    """How many blocks of the ring below the present block has so far."""
+    """How many parts of the block that is not complete yet have ended."""
 
     floor_bytes: float = 0.0
-    """The least held in these parts."""
+    """The least memory that was held in these parts."""
 
     blocks: tuple[Block, ...] = ()
+    """The complete blocks, the oldest first."""
     highest_bytes: float = 0.0
-    """The highest floor before these blocks."""
+    """The highest floor of the older blocks that were dropped."""
 
     verdict: Certainty = Certainty.NONE
 
 
 class Work(Struct, frozen=True, kw_only=True):
-    """The requests of one run of the engine, estimated while its counter cannot be read."""
+    """The requests finished in one run; estimated while the engine's counter cannot be read."""
 
     requests: float = 0.0
     """Requests finished since the track began."""
 
     requests_per_second: float = 0.0
-    """Averaged over minutes."""
+    """The average of the newest minutes."""
 
     counter_total: float | None = None
-    """The engine's counter when it was last read; None before that."""
+    """The engine's counter when it was last read; None before the first reading."""
 
     requests_at_counter: float = 0.0
-    """`requests` at that time."""
+    """`requests` when the counter was last read."""
 
     lower_since_seconds: float | None = None
-    """When a lower counter was first read, None while it is not lower."""
+    """When a counter was first read that is lower than `counter_total`, in the track's time; None
+    while the counter is not lower."""
 
     run_id: str | None = None
+    """Identifies the run; None where unknown."""
     peak_running: float = 0.0
-    """The most requests that ran at once."""
+    """The highest number of running requests so far."""
 
 
 class Occupancy(Struct, frozen=True, kw_only=True):
@@ -90,64 +97,76 @@ class Occupancy(Struct, frozen=True, kw_only=True):
 
     is_asleep: bool = False
     rested_seconds: float | None = None
-    """How long requests ran while most of the memory was gone; None while it is there."""
+    """How long the engine has been awake and at work while most of its memory is gone: it rests.
+    None while the memory is there."""
 
     neighbours: int | None = None
+    """The number of processes on the device that counts as usual; None where the engine's memory is
+    known without counting them."""
     crowded_since_seconds: float | None = None
-    """When another process came, None without one."""
+    """When a further process came, in the track's time; None without one."""
 
 
 class Step(Struct, frozen=True, gc=False):
-    """What was not given back of a large rise, which a transient peak may contain."""
+    """A large rise, reduced by what was given back since."""
 
     seconds: float
+    """In the track's time."""
     size_bytes: float
+    """The part of the rise that is still held."""
     top_bytes: float
-    """What was held after the step."""
+    """The memory that was held after the step, reduced likewise."""
 
 
 class TrackHistory(Struct, frozen=True, kw_only=True):
-    """The memory of one stretch of comparable readings."""
+    """The readings of one stretch in which they are comparable."""
 
     anchor: Block | None = None
-    """Where the stretch began, with the floor of its first block."""
+    """The begin of the stretch, with the floor of its first block; None before the first
+    reading."""
 
     origin: Block | None = None
-    """The block from which work is counted: the stretch's first one, or the last in which the most
-    requests that ever ran at once reached twice those of the origin before it."""
+    """The block from which work is counted: the first of the stretch or, where load has doubled
+    since the origin before it, the block in which that happened. None before the first block."""
 
     busy_seconds: float = 0.0
+    """The time since the stretch began, without blocks that had neither work nor growth."""
     held_bytes: float | None = None
-    """The newest reading, None after a pause."""
+    """The newest reading; None after a pause."""
 
     peak_bytes: float = 0.0
-    """The most that was held."""
+    """The highest reading."""
 
     capacity_bytes: float = 0.0
-    """The most that the engine could hold if others did not change, 0 where the room is unknown."""
+    """The most that the engine could ever hold, if other processes held as much as then; 0 where
+    the room is unknown."""
 
     open_block: Block | None = None
+    """The shortest block that is not complete; None after a pause."""
     rings: tuple[Ring, ...] = ()
-    """The shortest blocks first."""
+    """The ring of the shortest blocks is first."""
 
     steps: tuple[Step, ...] = ()
+    """The newest large rises, the oldest first."""
 
 
 class LeakAlarm(Struct, frozen=True, kw_only=True):
-    """The alarm of one leak, which is held until its growth has ended."""
+    """The alarm of one leak, which is held until the growth has ended."""
 
     began: Block
-    """Where its growth began."""
+    """The block in which the growth began."""
 
     newest_rise: Block
+    """The block of the newest rise."""
     sum_of_squares: float
-    """The sum of its squared rises, in square bytes."""
+    """The sum of the squared rises, in square bytes: it gives the typical size of a rise."""
 
 
 class Estimate(Struct, frozen=True, kw_only=True):
-    """The growth rate and the time left; None where unknown."""
+    """The growth rate and the time left; a field is None where unknown."""
 
     bytes_per_second: float
+    """The rate in the window that was judged."""
     lower: float
     """Lower bound of the 95 % interval, in bytes per second."""
 
@@ -159,14 +178,18 @@ class Estimate(Struct, frozen=True, kw_only=True):
     """Whether requests, rather than time, drive the growth."""
 
     leaked_bytes: float
+    """How much has grown so far."""
     pace: float | None
-    """The expected bytes per second until the device is full, at the expected load."""
+    """The expected bytes per second until the device is full, at the expected load; None where the
+    estimate shows no growth."""
 
     fastest: float | None
-    """The highest bytes per second until the device is full."""
+    """The highest plausible bytes per second until the device is full."""
 
     oom_seconds: float | None = None
+    """The expected time until out-of-memory."""
     oom_seconds_lower: float | None = None
+    """The lower bound of that time."""
 
 
 class TrackClock(Struct, frozen=True, kw_only=True):
@@ -176,10 +199,11 @@ class TrackClock(Struct, frozen=True, kw_only=True):
     """Monotonic time of the snapshot that last moved the track's time."""
 
     now_seconds: float = 0.0
-    """The track's own time since it began, which only moves forward."""
+    """The track's own time since it began, which never goes back."""
 
     doubted_seconds: float | None = None
-    """A distant snapshot time that is not trusted yet."""
+    """The snapshot's time where it was far from the last one: it is not trusted until a second
+    reading confirms it. None without such a time."""
 
 
 class Track(Struct, frozen=True, kw_only=True):
@@ -190,13 +214,15 @@ class Track(Struct, frozen=True, kw_only=True):
     presence: Occupancy = field(default_factory=Occupancy)
     history: TrackHistory = field(default_factory=TrackHistory)
     bound_bytes: int = 0
-    """What configured pools may fill."""
+    """The memory that configured pools may fill."""
 
     verdict: Certainty = Certainty.NONE
     estimate: Estimate | None = None
+    """None while the verdict is NONE, and while the engine rests."""
     alarm: LeakAlarm | None = None
+    """None without an alarm."""
     previous_alarm_seconds: float | None = None
-    """The newest rise of the alarm before, in the track's time."""
+    """When memory last rose in the alarm before, in the track's time; None without one."""
 
 
 def start_track(snapshot_seconds: float) -> Track:

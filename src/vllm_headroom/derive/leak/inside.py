@@ -16,44 +16,50 @@ from vllm_headroom.units import DAY_SECONDS
 from vllm_headroom.vocabulary import LeakLocation, MemoryPart
 
 MARK_SECONDS: Final = 20.0
-"""Least time between two marks. Our choice."""
+"""Our choice: the least time between two marks."""
 
 MOST_MARKS: Final = 256
-"""Every second mark is dropped where there are more. It bounds the state."""
+"""With more marks, every second one is dropped: this bounds the state."""
 
 FORGET_SECONDS: Final = DAY_SECONDS
-"""A device or role not seen for a day is dropped: this bounds memory while pods and MIG instances
-change."""
+"""A device or role that was not seen for this time is dropped: this bounds memory while pods and
+MIG instances change."""
 
 
 class Mark(Struct, frozen=True, gc=False):
-    """The least memory in each place since a time."""
+    """The least memory in each place in the MARK_SECONDS that follow a time."""
 
     seconds: float
+    """On the monotonic clock."""
     held_bytes: tuple[float, ...]
-    """What torch has allocated, its fragments, and what is held outside torch: as `PLACES`."""
+    """The bytes in each of PLACES, in that order: torch's tensors, torch's fragments, and memory
+    outside torch."""
 
 
 class InsideTrack(Struct, frozen=True, kw_only=True):
     """The detector's memory of one GPU's inside in one run of the engine."""
 
     restarts: int
+    """Identifies the run."""
     in_use: Track
-    """The track of held memory without torch's cache: it shows what the cache absorbs."""
+    """The track of the held memory without torch's cache. Growth that the cache absorbs shows here
+    and not in the held memory."""
 
     open_mark: Mark
+    """The newest mark, which still takes readings."""
     marks: tuple[Mark, ...] = ()
-    """Those since the run began, thinned out."""
+    """The complete marks since the run began, thinned out, the oldest first."""
 
 
 InsideTracks = dict[str, InsideTrack]
-"""A track by the UUID of its GPU."""
+"""The track of each GPU, by UUID."""
 
 
 def update_insides(tracks: InsideTracks, snapshot: Snapshot) -> InsideTracks:
     """Return the tracks after one more sample.
 
-    A sleeping or restarted engine starts its comparison over.
+    The track of a GPU starts over when the engine restarts, and after a sleep. A GPU without the
+    probe's figures at this sample keeps its track.
     """
     now_seconds = snapshot.monotonic_seconds
     tracks = limit_remembered(tracks, {gpu.reading.uuid for gpu in snapshot.devices})
@@ -65,7 +71,7 @@ def update_insides(tracks: InsideTracks, snapshot: Snapshot) -> InsideTracks:
     restarts = 0 if snapshot.engine_status is None else snapshot.engine_status.restarts
     for gpu, observation in observe_gpus(snapshot, snapshot.devices):
         uuid = gpu.reading.uuid
-        # A sleep releases most of it: the comparison starts over.
+        # A sleep releases most of the memory: the comparison starts over after it.
         if gpu.inside is not None and observation.awake is False:
             updated.pop(uuid, None)
             continue
@@ -96,7 +102,11 @@ def _make_mark(gpu: Gpu, now_seconds: float) -> Mark | None:
 
 
 def _add_mark(track: InsideTrack, mark: Mark, observation: Observation) -> InsideTrack:
-    """Return the track with one more mark, which joins the open one or closes it."""
+    """Return the track with one more reading.
+
+    The reading joins the open mark. Where that is old enough, the open mark is complete, and the
+    reading begins the next one.
+    """
     open_mark = track.open_mark
     if mark.seconds - open_mark.seconds < MARK_SECONDS:
         least_bytes = tuple(map(min, open_mark.held_bytes, mark.held_bytes))
@@ -109,12 +119,12 @@ def _add_mark(track: InsideTrack, mark: Mark, observation: Observation) -> Insid
 
 
 def _observe_in_use(in_use: Track, mark: Mark, observation: Observation) -> Track:
-    """Return the track of memory in use after a mark."""
+    """Return the track of the memory in use with a complete mark added."""
     allocated_bytes, _, outside_bytes = mark.held_bytes
     used_bytes = int(allocated_bytes + outside_bytes)
     room_bytes = None
     if observation.room_bytes is not None:
-        # torch's cache is room, since torch gives it back.
+        # torch gives back its cache when memory is short: so the cache counts as room.
         room_bytes = observation.room_bytes + (observation.held_bytes or 0) - used_bytes
     return observe(
         in_use,
@@ -123,10 +133,10 @@ def _observe_in_use(in_use: Track, mark: Mark, observation: Observation) -> Trac
 
 
 def sharpen_track(track: Track, asleep: Track | None, inside: InsideTrack | None) -> Track:
-    """Return the track of held memory with the most certain verdict.
+    """Return the track of held memory with the most certain of three verdicts.
 
-    That is its own, of sleep, or of the memory in use. Of equal ones its own is kept: its time to
-    out-of-memory includes the next peak, which the memory kept in sleep does not show.
+    These are its own verdict, that on the memory kept in sleep, and that on the memory in use. Of
+    equal verdicts its own is taken: only its time to out-of-memory includes the next peak.
     """
     in_use = None if inside is None else inside.in_use
     for candidate in (asleep, in_use):
@@ -136,7 +146,7 @@ def sharpen_track(track: Track, asleep: Track | None, inside: InsideTrack | None
 
 
 def move_track(track: Track, shift_seconds: float) -> Track:
-    """Return a track on another monotonic clock."""
+    """Return a track with its snapshot time moved to another monotonic clock."""
     snapshot_seconds = track.clock.snapshot_seconds + shift_seconds
     return replace(track, clock=replace(track.clock, snapshot_seconds=snapshot_seconds))
 
@@ -156,8 +166,8 @@ def _move_mark(mark: Mark, shift_seconds: float) -> Mark:
 
 
 LEAK_PARTS: Final = 6
-"""Parts of a leak's time, in each of which it must have grown; thirds misplaced one simulated leak
-in ten."""
+"""Into how many parts a leak's time is divided: a place must have grown in each of them. With three
+parts, one simulated leak in ten was misplaced."""
 
 STEADY_SHARE: Final = 0.01
 """Steady growth below this share of the largest growth is not the leak."""
@@ -167,15 +177,16 @@ PLACES: Final = {
     LeakLocation.FRAGMENTATION: "what torch has reserved and cannot use",
     LeakLocation.OUTSIDE_TORCH: "what torch knows nothing of",
 }
-"""The places as used in a sentence after "in", in the order of a mark's bytes."""
+"""The places where memory is held, in the order of a mark's bytes, as texts that follow "in"."""
 
 
 def find_location(estimate: Estimate | None, inside: InsideTrack | None) -> LeakLocation | None:
-    """Return where memory grows: where most was added in every sixth of the leak's time.
+    """Return the place where memory grows; None where nothing grows or no mark is known.
 
-    None where nothing grows or no mark is known. First uses come in steps, and a sixth without one
-    excludes them. If almost nothing grew in every sixth, the whole time counts. Cache left over
-    from peak demand is no location: torch gives it back.
+    The leak's time is divided into sixths. The place with the largest growth in its slowest sixth
+    is returned: first uses come in steps, so that they add nothing in some sixth. If that growth is
+    almost nothing, the place that grew most over the whole time is returned. torch's cache is no
+    place: torch gives it back.
     """
     if estimate is None or inside is None or estimate.bytes_per_second <= 0:
         return None
@@ -196,7 +207,7 @@ def find_location(estimate: Estimate | None, inside: InsideTrack | None) -> Leak
         grown_bytes[place] = held_bytes[-1] - held_bytes[0]
         least_rise_bytes = min(later - earlier for earlier, later in pairwise(held_bytes))
         steady_bytes[place] = LEAK_PARTS * least_rise_bytes
-    # The smallest of six rises, six times: what one first use cannot give.
+    # The smallest of the six rises, times six: a single large step adds nothing to it.
     location = max(steady_bytes, key=lambda place: steady_bytes[place])
     if steady_bytes[location] <= STEADY_SHARE * max(grown_bytes.values()):
         location = max(grown_bytes, key=lambda place: grown_bytes[place])

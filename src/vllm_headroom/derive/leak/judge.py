@@ -38,52 +38,56 @@ from vllm_headroom.derive.leak.windows import (
 from vllm_headroom.units import DAY_SECONDS
 
 LEAST_RISES: Final = 6
-"""Least rises for a verdict: fewer are indistinguishable from first uses of kernels."""
+"""The least number of rises for a verdict: fewer cannot be told from first uses of kernels."""
 
 LEAST_RISE_ODDS: Final = 10.0
-"""Least evidence of how often it rose, as the logarithm of odds."""
+"""The least log odds by how often memory rose."""
 
 WITNESS_ODDS_LIMIT: Final = 12.0
-"""Each of rises and pace counts at most so much, so that neither is enough alone."""
+"""The log odds of the rises, and those of the pace, count as at most this, so that neither is
+enough alone."""
 
 GROWING_ODDS_SUM: Final = 12.0
-"""The least evidence of rises and pace together for a warning."""
+"""The least sum of the log odds of rises and pace for a warning."""
 
 LEAKING_ODDS_SUM: Final = 14.0
-"""The least evidence for an alarm."""
+"""The least sum for an alarm."""
 
 LEAKING_ODDS_SUM_IF_FAR: Final = 18.0
-"""The least evidence for an alarm of what is full in more than `FAR_SECONDS`."""
+"""The least sum for an alarm where memory is full in more than `FAR_SECONDS`."""
 
 FAR_SECONDS: Final = 30 * DAY_SECONDS
+"""Out-of-memory is far away beyond this time."""
 
 SOON_SHARE: Final = 0.75
-"""Steady growth is an alarm without odds after this share of the time left; after an hour it takes
-`LATE_SHARE`."""
+"""Steady growth of less than an hour is an alarm, whatever the odds, once it has lasted for this
+share of the time left. After an hour, `LATE_SHARE` takes its place."""
 
 POOL_OVERHEAD: Final = 1.15
-"""What a configured pool may take, as a multiple of its size."""
+"""How many times its configured size a pool may take."""
 
 MISSED_SECONDS: Final = 960.0
-"""Steps are judged in the shortest blocks, from two minutes on, that miss at most so much of the
-time since the origin: one of the longest blocks."""
+"""Large steps are judged in one ring of blocks of two minutes and longer: the one with the shortest
+blocks that reaches back to the origin, or misses at most this time after it, the length of one of
+the longest blocks."""
 
 
 def judge_track(track: Track, room_bytes: int | None) -> Track:
-    """Return the track with its verdict, alarm and estimate, when the shortest block has ended.
+    """Return the track with its verdict, alarm and estimate; call it when a shortest block ends.
 
-    It is judged every two minutes, when a block of the second ring ends: judging costs more than
-    the rest. Between them the time left counts down. The verdict uses the room that would be left
-    if other processes had not changed, the time left the actual room.
+    The verdict is judged every two minutes, when a block of the second ring ends, because judging
+    costs more than everything else. At other times only the time left is updated. The verdict uses
+    the room that would be left if other processes held as little as ever; the time left uses the
+    actual room. Where `room_bytes` is None, the room is unknown.
     """
     origin = track.history.origin
     newest = track.history.rings[0].blocks[-1] if track.history.rings[0].blocks else None
     if origin is None or newest is None or newest.seconds != track.clock.now_seconds:
-        return track  # an idle block was left out
+        return track  # the block that ended was idle and was left out
     own_room_bytes = None
     if room_bytes is not None:
-        # The highest that was ever possible: a neighbour that takes room makes no leak of a little
-        # growth.
+        # The highest capacity so far: a neighbour that takes room must not turn a little growth
+        # into a leak.
         capacity_bytes = (track.history.held_bytes or 0.0) + room_bytes
         capacity_bytes = max(track.history.capacity_bytes, capacity_bytes)
         track = replace(track, history=replace(track.history, capacity_bytes=capacity_bytes))
@@ -93,12 +97,12 @@ def judge_track(track: Track, room_bytes: int | None) -> Track:
 
     shortest_ring, second_ring, *_ = track.history.rings
     recent_bytes = newest.floor_bytes - shortest_ring.blocks[0].floor_bytes
-    # Growth of half an hour that is three quarters of what is left is judged every 30 s.
+    # Fast growth is judged every 30 s: that is three quarters of the room in half an hour.
     is_slow = own_room_bytes is None or recent_bytes < SOON_SHARE * own_room_bytes
     is_between = second_ring.parts > 0
     if is_between and is_slow:
         return _update_estimate(track, None, room_bytes)
-    # During an alarm nothing is judged: it is held until its growth has ended.
+    # During an alarm no verdict is judged: the alarm is held until its growth has ended.
     if track.alarm is not None:
         growth = _measure_alarm(track, track.alarm)
     else:
@@ -107,7 +111,7 @@ def judge_track(track: Track, room_bytes: int | None) -> Track:
 
 
 def _find_reaching_ring(rings: tuple[Ring, ...], seconds: float) -> Ring:
-    """Return the ring of the shortest blocks that reach back to a time, else the last ring."""
+    """Return the ring with the shortest blocks that reaches back to a time; else the last ring."""
     for ring in rings:
         if ring.blocks and ring.blocks[0].seconds <= seconds:
             return ring
@@ -120,7 +124,10 @@ def _has_just_ended(ring: Ring, track: Track) -> bool:
 
 
 def _measure_alarm(track: Track, alarm: LeakAlarm) -> Growth | None:
-    """Return the growth since an alarm's growth began; None where no block ended or too little."""
+    """Return the growth since an alarm's growth began.
+
+    None where no block of the ring that reaches back to it has ended now, or it grew too little.
+    """
     ring = _find_reaching_ring(track.history.rings, alarm.began.seconds)
     if not _has_just_ended(ring, track):
         return None
@@ -129,9 +136,10 @@ def _measure_alarm(track: Track, alarm: LeakAlarm) -> Growth | None:
 
 
 def _update_estimate(track: Track, growth: Growth | None, room_bytes: int | None) -> Track:
-    """Return the track with a new estimate, or with its old one if the new one shows no growth.
+    """Return the track with a new estimate of this growth, and with the time left now.
 
-    The new one shows none in a valley.
+    The old estimate is kept where `growth` is None, and where the new one shows no growth, as in a
+    valley. Without a verdict there is no estimate.
     """
     if not track.verdict:
         return replace(track, estimate=None)
@@ -161,16 +169,18 @@ class WindowJudgement(NamedTuple):
 def _judge_rings(
     track: Track, origin: Block, room_bytes: float | None
 ) -> tuple[Track, Growth | None]:
-    """Return the track with the verdict of each ring whose block has ended, and what grew.
+    """Judge the rings of which a block has ended now; return the track and the surest growth.
 
-    That is the growth of the surest window, and None where the verdict is of another block's end.
+    The track's verdict is the highest of all rings, and raises an alarm where it is LEAKING. The
+    growth is that of the surest window that was judged now. It is None where no window has a
+    verdict, or an older verdict of another ring is surer and has its estimate already.
     """
     ring_of_steps = _find_reaching_ring(track.history.rings[1:], origin.seconds + MISSED_SECONDS)
     rings: list[Ring] = []
     surest: WindowJudgement | None = None
     for ring in track.history.rings:
         if not _has_just_ended(ring, track):
-            rings.append(ring)  # the verdict of its newest block stands
+            rings.append(ring)  # it keeps the verdict on its newest block
             continue
         judgement = None
         survey = survey_ring(ring, origin)
@@ -182,7 +192,8 @@ def _judge_rings(
         rings.append(replace(ring, verdict=verdict))
         if judgement is None or verdict is Certainty.NONE:
             continue
-        if surest is None or verdict >= surest.verdict:  # of equal ones the longest blocks
+        # Of equal verdicts, that on the longest blocks counts.
+        if surest is None or verdict >= surest.verdict:
             surest = judgement
 
     verdict = max(ring.verdict for ring in rings)
@@ -192,7 +203,7 @@ def _judge_rings(
         return track, None
     if verdict is Certainty.LEAKING:
         track = replace(track, alarm=_raise_alarm(surest.growth))
-    # A surer verdict of an older block has its own estimate, which is kept.
+    # Where an older verdict is surer, the estimate of its growth is kept.
     is_of_now = surest.verdict is verdict
     return track, surest.growth if is_of_now or track.estimate is None else None
 
@@ -202,6 +213,7 @@ def _rank_judgement(judgement: WindowJudgement) -> tuple[Certainty, float]:
 
 
 def _raise_alarm(growth: Growth) -> LeakAlarm:
+    """Return an alarm that holds this growth; its floors are the retained memory."""
     began = replace(growth.blocks[0], floor_bytes=growth.retained_bytes[0])
     newest_rise = replace(growth.blocks[-1], floor_bytes=growth.retained_bytes[-1])
     sum_of_squares = growth.typical_step_bytes * growth.grown_bytes
@@ -211,9 +223,10 @@ def _raise_alarm(growth: Growth) -> LeakAlarm:
 def _judge_windows(
     survey: RingSurvey, track: Track, origin: Block, room_bytes: float | None, *, has_steps: bool
 ) -> Iterator[WindowJudgement]:
-    """Yield the judgement of each window; `has_steps` is whether large steps are judged too.
+    """Yield the judgement of each window that grew enough.
 
-    Growth that may fill a configured pool is no alarm.
+    `has_steps` is whether this is the ring in which windows of large steps are judged too. Growth
+    that may be a configured pool being filled is at most a warning.
     """
     anchor = track.history.anchor
     assert anchor is not None  # noqa: S101 - it is set before the first block
@@ -232,8 +245,8 @@ def _judge_windows(
         if growth.rise_count < LEAST_RISES or has_ended(growth):
             continue
         if growth.rise_odds >= LEAST_RISE_ODDS or is_steady(growth):
-            # Folds are counted from the anchor even after load has doubled: a warm-up before that
-            # still counts against an alarm.
+            # E-folds are counted from the begin of the stretch, also after load has doubled: so a
+            # warm-up before that still counts against an alarm.
             odds = min(WITNESS_ODDS_LIMIT, growth.rise_odds)
             odds += min(WITNESS_ODDS_LIMIT, weigh_pace(growth, anchor))
             verdict = _judge_even(growth, odds, room_bytes)
@@ -241,25 +254,26 @@ def _judge_windows(
 
     if not has_steps:
         return
-    # Large steps need the whole time since the origin, so they are judged in one ring only.
+    # A window of large steps may begin anywhere since the origin, so only the ring that reaches
+    # back to the origin with the shortest blocks is searched for them.
     falls_bytes = (fall_bytes for _, fall_bytes in list_falls(track.history.rings))
     largest_fall_bytes = max(falls_bytes, default=0.0)
     for growth in find_step_windows(survey):
-        # The slowest tooth of a sawtooth looks like steps, and is given back.
+        # The rising part of a slow sawtooth looks like steps, but later it is given back.
         if growth.grown_bytes >= largest_fall_bytes and not has_ended(growth):
             verdict, odds = judge_steps(growth, track, origin, room_bytes)
             yield WindowJudgement(min(worst, verdict), odds, growth)
 
 
 def _judge_even(growth: Growth, odds: float, room_bytes: float | None) -> Certainty:
-    """Return the verdict on even growth, given the odds of rises and pace together.
+    """Return the verdict on even growth; `odds` are the log odds of rises and pace together.
 
-    Whatever its cause, growth that has lasted longer than the time left until the device is full is
-    an alarm. A single large rise is no evidence of that time. In the first minutes of a run, when
-    anything new is likely, growth must be steady.
+    Growth that has lasted longer than the time left until the device is full is an alarm whatever
+    its cause. A single large rise is no evidence of that time. In the first minutes of a run, when
+    anything new is likely, growth must be steady for that.
     """
     lasted_seconds = growth.lasted_seconds
-    # One large demand does not bring the end nearer, so rises count clipped.
+    # One large demand must not shorten the time left, so the rises are clipped.
     trend_bytes = sum(clip_rises(growth, LARGE_BYTES))
     left_seconds = None
     if room_bytes is not None:
@@ -277,7 +291,7 @@ def _judge_even(growth: Growth, odds: float, room_bytes: float | None) -> Certai
     if is_urgent:
         return Certainty.LEAKING
 
-    # What is months away wakes somebody for nothing if it is not certain.
+    # Where memory lasts for months, an alarm needs more certainty: it may wake somebody.
     is_far = left_seconds is not None and left_seconds > FAR_SECONDS
     leaking_odds = LEAKING_ODDS_SUM_IF_FAR if is_far else LEAKING_ODDS_SUM
     if odds >= leaking_odds and lasted_seconds >= compute_patience(left_seconds):

@@ -25,7 +25,7 @@ from vllm_headroom.model import Failure, Gpu, Sample, Snapshot
 from vllm_headroom.vocabulary import LeakState
 
 SHOWN: Final = frozenset({LeakState.GROWING, LeakState.LEAKING})
-"""The states in which figures are exported."""
+"""The states in which the rate of growth and the time left are exported."""
 
 GPU_FIGURES: Final = (
     (catalog.LEAK_RATE, "bytes_per_second"),
@@ -37,7 +37,7 @@ GPU_FIGURES: Final = (
     (catalog.TIME_TO_OOM_LOWER, "oom_seconds_lower"),
 )
 Tracks = dict[str, Track]
-"""A track per series, by UUID or role."""
+"""The track of each series, by the UUID of the GPU or by the role of the processes."""
 
 
 def derive_gpu_leaks(
@@ -48,9 +48,11 @@ def derive_gpu_leaks(
     inside: InsideTracks,
     asleep: Tracks,
 ) -> tuple[Tracks, tuple[Sample, ...]]:
-    """Return the leak family of each of the engine's GPUs; a GPU that cannot be read has no series.
+    """Return the new tracks, and the leak samples of each GPU of `observations`.
 
-    While another process comes and goes, the verdict of the time before waits.
+    `settled` is whether load is level, `inside` has the tracks of the probe's figures, and `asleep`
+    those of the memory kept in sleep: the surest verdict of the three is exported. While another
+    process comes and goes on a GPU, the GPU's verdict does not change.
     """
     tracks = keep_recent(tracks, {gpu.reading.uuid for gpu, _ in observations})
     samples: list[Sample] = []
@@ -73,7 +75,10 @@ def derive_gpu_leaks(
 
 
 def is_alone(gpu: Gpu) -> bool:
-    """Return whether what grows on a GPU is known to be the engine's."""
+    """Return whether growth on a GPU is known to be the engine's.
+
+    That is so where the engine's memory is known, or no other process is on the GPU.
+    """
     return gpu.engine_bytes is not None or gpu.process_count == 1
 
 
@@ -85,7 +90,10 @@ def limit_verdict(track: Track, gpu: Gpu) -> Track:
 
 
 def keep_recent(tracks: Tracks, present: Collection[str]) -> Tracks:
-    """Return the tracks updated within a day of the newest; a wrong date drops none."""
+    """Return the tracks that were updated within a day of the newest track.
+
+    They are compared with each other, not with the clock: a wrong time drops none.
+    """
     newest_seconds = max((track.clock.snapshot_seconds for track in tracks.values()), default=0.0)
     return {
         name: track
@@ -95,7 +103,7 @@ def keep_recent(tracks: Tracks, present: Collection[str]) -> Tracks:
 
 
 def find_leak_state(track: Track, *, is_known: bool, is_settled: bool) -> LeakState:
-    """Return the one state of the contract that a track is in.
+    """Return the leak state that is exported for a track.
 
     `is_known` is whether its memory is known now, `is_settled` whether load is level.
     """
@@ -103,7 +111,7 @@ def find_leak_state(track: Track, *, is_known: bool, is_settled: bool) -> LeakSt
         return LeakState.UNKNOWN
     if track.presence.is_asleep:
         return LeakState.ASLEEP
-    # An alarm is held over a rest, without figures.
+    # While most of the memory is gone, an alarm stays; anything else is unsettled.
     if track.presence.rested_seconds is not None and track.alarm is None:
         return LeakState.UNSETTLED
     if track.verdict is Certainty.LEAKING:
@@ -116,7 +124,10 @@ def find_leak_state(track: Track, *, is_known: bool, is_settled: bool) -> LeakSt
 
 
 def _make_bound(labels: tuple[str, str, str], track: Track) -> Iterator[Sample]:
-    """Yield what the configured pools may still take, by what has grown in this run."""
+    """Yield the memory that configured pools may still take: their size less the growth so far.
+
+    Nothing without a pool, and before the first block of a stretch.
+    """
     history = track.history
     if not track.bound_bytes or history.origin is None or history.anchor is None:
         return
@@ -132,9 +143,9 @@ def update_residues(
 ) -> Tracks:
     """Return the tracks of the memory kept in sleep, by UUID, after one more sample.
 
-    A track starts in an observed sleep of a run that has worked. It sees the residue until the next
-    sleep; nothing during sleep, when the room is different, nor where another process may hold a
-    part of it.
+    `residues_bytes` is the memory kept in the newest sleep. A track begins during a sleep. While
+    the engine is awake, each sample adds the residue of the sleep before. During sleep no reading
+    is added, because the room is different; nor where another process may hold a part of it.
     """
     tracks = {uuid: track for uuid, track in asleep.items() if uuid in residues_bytes}
     for gpu, observation in observations:
@@ -155,10 +166,11 @@ def update_residues(
 def derive_host_leaks(
     tracks: Tracks, snapshot: Snapshot, *, settled: bool
 ) -> tuple[Tracks, tuple[Sample, ...]]:
-    """Return the leak state of each role's memory, and when the growing roles will fill the room.
+    """Return the new tracks and the samples of host memory.
 
-    The detector is the same as on GPU memory. A role without a process has no series; a process
-    that comes, goes or changes starts a new run of its role.
+    They are the leak state of each role's processes, and the time until all growing roles together
+    fill the room. A role without a process has no samples. When a process of a role comes, goes or
+    changes, the role's comparison starts over. No samples where the processes could not be read.
     """
     if isinstance(snapshot.processes, Failure):
         return tracks, ()
@@ -187,11 +199,14 @@ def derive_host_leaks(
 
 
 def _join_times(times: Iterable[float | None]) -> float | None:
-    """Return when roles have filled the same room together: their paces add up."""
+    """Return the time in which all roles together fill the room.
+
+    `times` are the seconds in which each role alone would fill it. Their paces add up. None without a known time; a role of unknown time is left out.
+    """
     known_seconds = [seconds for seconds in times if seconds is not None]
     if not known_seconds:
         return None
-    if min(known_seconds) <= 0:  # the room is gone; below it is divided by the times
+    if min(known_seconds) <= 0:  # the room is full, and no pace can be computed from 0
         return 0.0
     return 1 / sum(1 / seconds for seconds in known_seconds)
 
@@ -201,22 +216,26 @@ class LeakMemory(Struct, frozen=True, kw_only=True):
 
     load: LoadState = field(default_factory=LoadState)
     gpus: Tracks = field(default_factory=dict)
+    """The engine's memory on each GPU, by UUID."""
     host: Tracks = field(default_factory=dict)
+    """The host memory of each role's processes."""
     inside: InsideTracks = field(default_factory=dict)
+    """The memory in use by the probe's figures, by UUID."""
     sleep: SleepState = field(default_factory=SleepState)
     asleep: Tracks = field(default_factory=dict)
-    """The memory kept in sleep, by UUID."""
+    """The memory that is kept in sleep, by UUID."""
 
 
 def derive_leaks(state: LeakMemory, snapshot: Snapshot) -> tuple[LeakMemory, tuple[Sample, ...]]:
-    """Return the sleep residues, the stability of load, and the leaks of every GPU and role.
+    """Return the detector's new state and all its samples.
 
-    Only a run in service is examined for leaks; sleep is tracked for any.
+    They are the memory kept in sleep, whether load is level, and the leaks of every GPU and role.
+    Only a run in service is examined for leaks; sleep is tracked for every run.
     """
     sleep, sleep_samples = derive_sleep(state.sleep, snapshot)
     served = keep_service(snapshot)
     load, load_samples = derive_load(state.load, served)
-    settled = load.is_stable is not False  # unknown load is no reason to doubt
+    settled = load.is_stable is not False  # where it is unknown, load counts as level
     inside = update_insides(state.inside, served)
     observations = tuple(observe_gpus(served, served.owned_gpus))
     asleep = update_residues(state.asleep, sleep.least_bytes, observations)

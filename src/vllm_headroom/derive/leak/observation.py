@@ -19,24 +19,27 @@ class Observation(Struct, frozen=True, kw_only=True):
     """Monotonic time."""
 
     held_bytes: int | None
-    """None: unknown now."""
+    """None where it is unknown now."""
 
     finished_total: float | None = None
+    """The engine's count of finished requests; None where unknown."""
     running: float | None = None
-    """Requests that run at once."""
+    """The number of running requests; None where unknown."""
 
     run_id: str | None = None
-    """Identifies the run of the engine."""
+    """Identifies the run of the engine; None where unknown."""
 
     neighbours: int | None = None
-    """The processes on the device where their memory cannot be distinguished, else None."""
+    """The number of processes on the device, the engine's included, where the memory of each is
+    unknown; None where the engine's memory is known."""
 
     awake: bool | None = None
+    """None where the page does not report it."""
     room_bytes: int | None = None
-    """What is left on the device for this series."""
+    """The memory that is left for this series; None where unknown."""
 
     bound_bytes: int = 0
-    """What configured pools may fill in all."""
+    """The memory that configured pools may fill in all."""
 
 
 def observe_page(snapshot: Snapshot) -> Observation:
@@ -71,7 +74,10 @@ def observe_gpus(snapshot: Snapshot, gpus: tuple[Gpu, ...]) -> Iterator[tuple[Gp
 
 
 def _find_gpu_room(gpu: Gpu) -> int | None:
-    """Return the free memory of a GPU, limited to what the engine may still take."""
+    """Return the memory that is left for the engine on a GPU; None where unknown.
+
+    That is the free memory or, where a layer limits the engine, what it may still take if less.
+    """
     if gpu.reading.memory is None:
         return None
     free_bytes = gpu.reading.memory.left_bytes
@@ -82,12 +88,15 @@ def _find_gpu_room(gpu: Gpu) -> int | None:
 
 
 def observe_host(snapshot: Snapshot) -> Iterator[tuple[Role, Observation]]:
-    """Yield the observation of each role with processes."""
+    """Yield the observation of the host memory of each role that has a process.
+
+    Nothing where the processes could not be read.
+    """
     if isinstance(snapshot.processes, Failure):
         return
     room_bytes = None if snapshot.host is None else snapshot.host.room_bytes
     if room_bytes is not None:
-        # Host memory can be used to the last page, while the detector reserves some of the room.
+        # The detector keeps this much of the room in reserve; host memory can be used to the end.
         room_bytes += OUT_OF_MEMORY_BYTES
     of_page = observe_page(snapshot)
     for role in Role:

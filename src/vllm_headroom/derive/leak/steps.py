@@ -11,16 +11,18 @@ from vllm_headroom.derive.leak.windows import Growth, RingSurvey, cut_window
 from vllm_headroom.units import DAY_SECONDS, HOUR_SECONDS, MIB
 
 LEAST_STEPS_BYTES: Final = 512 * MIB
-"""Least growth of a window of steps, for a projection."""
+"""The least growth of a window that is judged by its large steps."""
 
 LEAST_STEPS: Final = 1.8
-"""How many equal steps it must be worth: one step is no pace."""
+"""The growth of a window must be at least this many times its typical step: a single step shows no
+pace."""
 
 
 def find_step_windows(survey: RingSurvey) -> Iterator[Growth]:
-    """Yield each window that begins with a step and is worth two of them, the shortest first.
+    """Yield each window that begins with a rise and has the growth of about two large steps.
 
-    Rises with a new peak of load do not count: load explains them.
+    The shortest window comes first. Of the growth, rises in blocks with a new peak of load do not
+    count: load explains them. Nothing is yielded where no window is large enough.
     """
     # Backwards from the newest block, so that the shortest window comes first.
     for begin in range(len(survey.blocks) - 2, -1, -1):
@@ -51,29 +53,29 @@ RECORD_RATIO: Final = 1.04
 """A step is a record if it is larger than the largest before it by more than this ratio."""
 
 REPEATED_BYTES: Final = 96 * MIB
-"""A repeated size is evidence from here on. Slots, graphs and kernels repeat too, but are
+"""A repeated size below this is no evidence: slots, graphs and kernels repeat too, but are
 smaller."""
 
 REPEATED_ODDS: Final = 2.0
-"""What a repeated size adds to the odds, per e-fold above `REPEATED_BYTES`. Fitted to simulated
-days, as are the three that follow."""
+"""What a step of a repeated size adds to the log odds, for each e-fold above `REPEATED_BYTES`.
+Fitted to simulated days, as are the next three constants."""
 
 MOST_REPEATED_ODDS: Final = 6.0
-"""What a repeated size adds at most."""
+"""The most that a step of a repeated size adds to the log odds."""
 
 SMALLER_ODDS: Final = 0.5
-"""What a step adds that is smaller than some before it."""
+"""What a step adds to the log odds that is smaller than the largest before it."""
 
 RECORD_ODDS: Final = -1.0
-"""What a step adds that is larger than all before it."""
+"""What a step adds to the log odds that is larger than all before it."""
 
 
 def score_likeness(steps: tuple[Step, ...], since_seconds: float, least_bytes: float) -> float:
     """Return what the sizes of the steps add to the odds of a leak, as a log likelihood ratio.
 
-    Records exceed all before them: the allocator takes a new segment for a demand that fits into no
-    cached one. A leak has one kind and size. Only steps of at least so many bytes are compared, and
-    only those after a time count.
+    Benign steps are records, larger than all before them: the allocator takes a new segment for a
+    demand that fits into no cached one. The steps of a leak are of one kind and size. Only steps of
+    at least `least_bytes` are compared, and only those after `since_seconds` add to the result.
     """
     odds = 0.0
     earlier_bytes: list[float] = []
@@ -87,6 +89,7 @@ def score_likeness(steps: tuple[Step, ...], since_seconds: float, least_bytes: f
 
 
 def _weigh_size(size_bytes: float, earlier_bytes: list[float]) -> float:
+    """Return what one step adds: as a repeated size, as a smaller one, as a record, or nothing."""
     largest_bytes = max(earlier_bytes, default=0.0)
     if size_bytes <= largest_bytes:  # a new largest size is no repetition
         for other_bytes in earlier_bytes:
@@ -101,39 +104,43 @@ def _weigh_size(size_bytes: float, earlier_bytes: list[float]) -> float:
 
 
 GROWING_ODDS: Final = log(12)
-"""Twelve to one that growth continues by time, and not by folds of work as before: a warning."""
+"""The least log odds of the pace for a warning: twelve to one that growth comes by time or
+requests, and not by e-folds of work."""
 
 LEAKING_ODDS: Final = log(8)
-"""For an alarm eight to one is enough if the steps look like a leak's."""
+"""The least log odds of the pace for an alarm: eight to one is enough if the sizes of the steps are
+like a leak's."""
 
 SURE_OF_STEPS: Final = 9.0
-"""For an alarm: the odds plus the steps' likeness to a leak."""
+"""The least sum, for an alarm, of the log odds of the pace and of the sizes of the steps."""
 
 LEAKING_ODDS_WHERE_FULL: Final = log(3)
-"""If a step as large as the largest no longer fits, three to one: few engines with bounded growth
-fill up so far."""
+"""In place of LEAKING_ODDS where a step as large as the largest no longer fits: few engines with
+bounded growth fill the memory so far."""
 
 SURE_OF_STEPS_WHERE_FULL: Final = 6.0
-"""The odds plus the likeness in that case."""
+"""In place of SURE_OF_STEPS in the same case."""
 
 COMPARED_SHARE: Final = 0.05
-"""Steps of at least a twentieth of the growth are compared."""
+"""The sizes of steps below this share of the growth are not compared."""
 
 YOUNG_SECONDS: Final = 4 * HOUR_SECONDS
-"""No alarm so early, and no warning in its first half: caches fill evenly too."""
+"""There is no alarm before this time since the origin, and no warning before half of it: caches
+fill evenly too."""
 
 LATE_SHARE: Final = 2.0
-"""Growth that lasted for this multiple of the time left is an alarm even when young, and whatever
-load does: two thirds of the room are gone."""
+"""Growth that lasted for this multiple of the time left is an alarm even earlier, and whatever load
+does: two thirds of the room are gone."""
 
 ROOM_SHARE: Final = 0.25
-"""For an alarm, a quarter of the room must be gone."""
+"""For an alarm, the growth must have taken this share of the room, or ENOUGH_BYTES if that is
+less."""
 
 ENOUGH_BYTES: Final = 1536 * MIB
-"""Or so much that few caches are as large."""
+"""Few caches are as large as this."""
 
 WARNING_SHARE: Final = 0.25
-"""A warning comes after this share of the time left."""
+"""A warning comes once growth has lasted for this share of the time left."""
 
 
 def judge_steps(
@@ -141,23 +148,24 @@ def judge_steps(
 ) -> tuple[Certainty, float]:
     """Return the verdict on a window that begins with a step, and its evidence as log odds.
 
-    Growing: it lasted for a quarter of the time left, at most a day. Leaking: steps at a pace that
-    does not slow down, of repeated sizes, once a quarter of the room is gone. An unknown room is
-    taken as what was held at first.
+    GROWING means that the pace does not slow down, and that growth has lasted for a quarter of the
+    time left, which is at most a day. LEAKING means that besides, the sizes of the steps repeat,
+    and enough of the room is gone. Where the room is unknown, it is assumed to be as large as the
+    memory that was held at first.
     """
     odds = weigh_pace(growth, origin)
     grown_bytes = growth.grown_bytes
     lasted_seconds = growth.lasted_seconds
     age_seconds = track.clock.now_seconds - origin.seconds
-    # Without a known room, memory is full when it has doubled.
+    # Where the room is unknown, memory is assumed to be full when it has doubled.
     assumed_room_bytes = origin.floor_bytes if room_bytes is None else max(1.0, room_bytes)
     left_seconds = assumed_room_bytes / grown_bytes * lasted_seconds
 
     # Caches fill in steps too, but few take so much, and most early in a run.
     enough_bytes = min(ENOUGH_BYTES, ROOM_SHARE * (assumed_room_bytes + grown_bytes))
     is_late = room_bytes is not None and lasted_seconds >= LATE_SHARE * left_seconds
-    # The largest step no longer fits: less evidence is enough, because bounded growth rarely gets
-    # so far.
+    # A step as large as the largest no longer fits: less evidence is enough, because bounded growth
+    # rarely gets so far.
     is_full = room_bytes is not None and assumed_room_bytes <= max(growth.rises_bytes)
     leaking_odds = LEAKING_ODDS_WHERE_FULL if is_full else LEAKING_ODDS
     sure_odds = SURE_OF_STEPS_WHERE_FULL if is_full else SURE_OF_STEPS

@@ -24,50 +24,57 @@ from vllm_headroom.derive.run_identity import is_new_run
 from vllm_headroom.units import DAY_SECONDS, HOUR_SECONDS, MIB
 
 BLOCK_SECONDS: Final = 30.0
-"""Length of the shortest blocks. Our choice."""
+"""Our choice: the length of the shortest blocks."""
 
 RING_PARTS: Final = (1, 4, 8)
-"""How many blocks of the ring below make one: 30 s, 2 and 16 minutes."""
+"""How many blocks of the ring before it make one block of each ring: blocks of 30 s, 2 minutes and
+16 minutes."""
 
 RING_BLOCKS: Final = 62
-"""Blocks kept of each length: half an hour, two hours and 16 hours."""
+"""How many blocks a ring keeps: half an hour, two hours and 16 hours."""
 
 DOUBTED_SECONDS: Final = DAY_SECONDS
-"""A time this far ahead, or an earlier one, is trusted once a second reading confirms it."""
+"""A snapshot's time that is this far ahead, or that is earlier than the last one, is not trusted
+before a second reading confirms it."""
 
 REST_SHARE: Final = 0.5
-"""Half of the memory gone is a sleep. Twice as much after it is a backup of the weights."""
+"""The engine rests when less than this share of its memory is left, as in sleep. While it
+rests, an engine that holds more than twice its earlier peak holds a backup of its weights."""
 
 WAKE_SHARE: Final = 0.8
-"""A sleep ends when so much of the memory is back."""
+"""A rest ends when this share of the memory is back."""
 
 LONGEST_REST_SECONDS: Final = 1800.0
-"""An engine that serves for this long needs no more than it holds, or gives nothing back."""
+"""After this time awake and at work, a rest is none: the engine needs no more memory than it holds
+now, or will not give back its backup. A new stretch begins."""
 
 LONGEST_CROWDED_SECONDS: Final = HOUR_SECONDS
-"""A neighbour that stays longer belongs to the device; one that leaves earlier changes nothing."""
+"""A further process that stays longer than this belongs to the device: a new stretch begins. One
+that leaves earlier changes nothing."""
 
 LOAD_LEAP: Final = 2.0
-"""Load so many times as high as before creates new demands. Steady load exceeds its first minutes
-by a half at most."""
+"""Load that is this many times as high as ever before creates new demands. Steady load exceeds its
+first minutes by at most a half."""
 
 LEAST_STEP_BYTES: Final = 24 * MIB
-"""More than a segment for small tensors, 20 MiB (c10 kLargeBuffer)."""
+"""The least size of a step: more than a segment for small tensors, 20 MiB (c10 kLargeBuffer)."""
 
 NEWEST_STEPS: Final = 32
-"""So many steps are kept. Our choice; it bounds the state."""
+"""Our choice: how many steps are kept, which bounds the state."""
 
 AVERAGE_SECONDS: Final = 300.0
-"""Time constant of the average of the request rate. Our choice."""
+"""Our choice: the time constant of the average request rate."""
 
 RESET_SECONDS: Final = 600.0
-"""A counter that stays lower for so long was reset, and continues from there."""
+"""A counter that stays lower for this time was reset, and continues from the lower value."""
 
 
 def observe(track: Track, observation: Observation) -> Track:
-    """Return the track with one more reading.
+    """Return the track with one more reading, judged where a block has ended.
 
-    It takes microseconds, and a millisecond when growth is judged.
+    It starts over for another run of the engine and after a gap of a day. A reading of unknown
+    memory changes only clock and work. It takes microseconds, and a millisecond when growth is
+    judged.
     """
     clock = track.clock
     elapsed_seconds = observation.seconds - clock.snapshot_seconds
@@ -98,7 +105,7 @@ def observe(track: Track, observation: Observation) -> Track:
         bound_bytes=observation.bound_bytes,
     )
     if observation.held_bytes is None:
-        return track  # a missing reading neither clears nor makes a verdict
+        return track  # an unknown memory does not change the verdict
     track = _update_neighbours(track, observation.neighbours)
     if track.presence.crowded_since_seconds is not None:
         return track
@@ -110,7 +117,7 @@ def observe(track: Track, observation: Observation) -> Track:
 
 
 def _confirms_doubted_time(clock: TrackClock, snapshot_seconds: float) -> bool:
-    """Return whether a second reading follows the doubted one."""
+    """Return whether this time follows a doubted one within a day; False without a doubted one."""
     if clock.doubted_seconds is None:
         return False
     return 0 <= snapshot_seconds - clock.doubted_seconds < DOUBTED_SECONDS
@@ -119,10 +126,11 @@ def _confirms_doubted_time(clock: TrackClock, snapshot_seconds: float) -> bool:
 def add_work(
     work: Work, observation: Observation, elapsed_seconds: float, now_seconds: float
 ) -> Work:
-    """Return the work with what was done since the reading before.
+    """Return the work, with the requests that have finished since the last reading.
 
-    While the counter cannot be read, or belongs to another server, requests continue at the last
-    known rate: treated as idle time, a gap would turn its growth into growth without work.
+    While the counter cannot be read, or may belong to another server, requests are assumed to
+    continue at the last known rate. If the gap counted as idle, growth in it would seem to have
+    come without work.
     """
     run_id = work.run_id or observation.run_id
     peak_running = max(work.peak_running, observation.running or 0.0)
@@ -154,7 +162,7 @@ def add_work(
         requests = max(requests, work.requests_at_counter + counter_total - work.counter_total)
     requests_per_second = work.requests_per_second
     if elapsed_seconds > 0:
-        # An exponential average, over what was seen so far while that is shorter.
+        # An exponential average. At first its time constant is the time observed so far.
         weight = 1 - exp(-elapsed_seconds / min(now_seconds, AVERAGE_SECONDS))
         newest_rate = (requests - work.requests) / elapsed_seconds
         requests_per_second += weight * (newest_rate - requests_per_second)
@@ -169,7 +177,7 @@ def add_work(
 
 
 def is_warming_up(track: Track) -> bool:
-    """Return whether so little work was done that the next block can be no evidence."""
+    """Return whether so little work was done so far that the next block cannot be evidence."""
     anchor = track.history.anchor
     if anchor is None:
         return True
@@ -180,7 +188,10 @@ def is_warming_up(track: Track) -> bool:
 
 
 def anchor_track(track: Track) -> Track:
-    """Return the track at the start of a new stretch of comparable readings."""
+    """Return the track at the begin of a new stretch: without history, verdict and alarm.
+
+    Clock and work continue.
+    """
     return Track(
         clock=track.clock,
         work=track.work,
@@ -197,12 +208,13 @@ def anchor_track(track: Track) -> Track:
 
 
 def _update_neighbours(track: Track, neighbours: int | None) -> Track:
-    """Return the track, paused without its open block while another process is on the device.
+    """Return the track for this number of processes on the device; None where they do not matter.
 
-    If that stays, a new stretch begins.
+    While there is a further process, `crowded_since_seconds` is set: the track is paused, without
+    its open block. Where the process stays, or a usual process is gone, a new stretch begins.
     """
     presence = track.presence
-    # The same processes as before, or only the engine's memory is seen.
+    # The usual number of processes, or the engine's memory is known without counting them.
     if not neighbours or neighbours == presence.neighbours:
         if presence.crowded_since_seconds is None:
             return track
@@ -223,17 +235,18 @@ def _update_neighbours(track: Track, neighbours: int | None) -> Track:
 
 
 def _update_rest(track: Track, held_bytes: int, elapsed_seconds: float, *, is_idle: bool) -> Track:
-    """Return the track, resting while the engine sleeps or has released its memory.
+    """Return the track, with `rested_seconds` set while the engine rests.
 
-    It rests too while the engine may release a backup of its weights. Its evidence is kept: the
-    same process continues with what it did not give back.
+    The engine rests while it sleeps or has released most of its memory, and while it may still
+    release a backup of its weights. The evidence is kept: the same process continues with the
+    memory that it did not give back. After LONGEST_REST_SECONDS at work a new stretch begins.
     """
     if track.history.anchor is None:
         track = anchor_track(track)
     presence = track.presence
     rested_seconds = presence.rested_seconds
     peak_bytes = track.history.peak_bytes
-    # Between the two shares it stays as it was, or a rest would begin and end with each reading.
+    # Two shares, so that a rest does not begin and end with each reading near one limit.
     present_share = REST_SHARE if rested_seconds is None else WAKE_SHARE
     is_present = held_bytes >= present_share * peak_bytes
     has_doubled = 0 < peak_bytes < REST_SHARE * held_bytes
@@ -244,7 +257,7 @@ def _update_rest(track: Track, held_bytes: int, elapsed_seconds: float, *, is_id
             return track
         return replace(track, presence=replace(presence, rested_seconds=None))
 
-    # Only time awake and at work counts: an idle engine has no reason to take its memory again.
+    # Only time awake and at work counts: an idle engine has no reason to take its memory back.
     if rested_seconds is None or presence.is_asleep:
         rested_seconds = 0.0
     elif is_asleep or not is_idle:
@@ -260,8 +273,11 @@ def _update_rest(track: Track, held_bytes: int, elapsed_seconds: float, *, is_id
 
 
 def _add_reading(track: Track, held_bytes: float, room_bytes: int | None) -> Track:
-    """Return the track with a reading in its open block, which is closed first where complete."""
-    # Nearly all readings repeat the one before: they cost a comparison.
+    """Return the track with a reading added to its open block.
+
+    Where the open block is complete, it is closed and judged first, and the reading opens another.
+    """
+    # Fast path: most readings repeat the one before.
     if held_bytes != track.history.held_bytes:
         track = replace(track, history=_note_change(track, held_bytes))
     open_block = track.history.open_block
@@ -281,7 +297,7 @@ def _add_reading(track: Track, held_bytes: float, room_bytes: int | None) -> Tra
 def _note_change(track: Track, held_bytes: float) -> TrackHistory:
     """Return the history with a changed reading: its peak and its steps."""
     history = track.history
-    # After a pause the rise is unknown and counts as 0: some may have been given back in it.
+    # After a pause the rise is unknown and counts as 0.
     rise_bytes = held_bytes - (history.held_bytes or held_bytes)
     steps = history.steps
     if rise_bytes >= LEAST_STEP_BYTES:
@@ -294,7 +310,10 @@ def _note_change(track: Track, held_bytes: float) -> TrackHistory:
 
 
 def _cut_steps(steps: tuple[Step, ...], held_bytes: float) -> tuple[Step, ...]:
-    """Return what is left of the steps beneath so many bytes, without those that became small."""
+    """Return the steps after a fall to `held_bytes`, without those that have become too small.
+
+    Of each step the part above `held_bytes` was given back.
+    """
     remaining: list[Step] = []
     for step in steps:
         cut_bytes = max(0.0, step.top_bytes - held_bytes)
@@ -305,11 +324,11 @@ def _cut_steps(steps: tuple[Step, ...], held_bytes: float) -> tuple[Step, ...]:
 
 
 def _close_block(track: Track, open_block: Block) -> Track:
-    """End the shortest block and add it to the rings.
+    """Return the track with its open block closed and added to the rings.
 
-    An idle block without a rise is left out: it is no evidence against a leak by requests. Demands
-    are comparable only at similar load: when load has doubled, work is counted from here, but not
-    during an alarm.
+    An idle block without a rise is left out, because it is no evidence against a leak by requests.
+    Demands are comparable only at similar load: when load has doubled since the origin, this block
+    becomes the origin, except during an alarm.
     """
     history = track.history
     work = track.work
@@ -336,7 +355,10 @@ def _close_block(track: Track, open_block: Block) -> Track:
 
 
 def _add_to_rings(rings: tuple[Ring, ...], closed: Block) -> tuple[Ring, ...]:
-    """Return the rings with a closed block, which may close one of each ring above it too."""
+    """Return the rings with a closed shortest block added.
+
+    It is a part of the incomplete block of the next ring, which it may complete, and so on.
+    """
     updated = list(rings)
     floor_bytes = closed.floor_bytes
     for number, ring in enumerate(rings):

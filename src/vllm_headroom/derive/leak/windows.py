@@ -12,27 +12,27 @@ from vllm_headroom.derive.leak.facts import RISE_BYTES, Block, Ring
 from vllm_headroom.units import MIB
 
 WINDOW_BLOCKS: Final = (6, 8, 11, 15, 21, 30, 46, 61)
-"""Blocks of the windows that are compared."""
+"""The lengths, in blocks, of the windows that are judged."""
 
 LEAST_GROWTH_BYTES: Final = 48 * MIB
-"""Least growth for a verdict: a few of the allocator's 20 MiB segments (c10 kLargeBuffer) are no
-leak."""
+"""The least growth for a verdict: a few of the allocator's 20 MiB segments (c10 kLargeBuffer) are
+no leak."""
 
 COUNTED_SECONDS: Final = 60.0
-"""So much time counts as worked before the origin, or the first blocks would be infinitely many
-folds."""
+"""This time counts as worked before the origin: without it, the work would grow by infinitely many
+e-folds in the first block."""
 
 COUNTED_REQUESTS: Final = 50.0
-"""So many requests count as done before the origin, for the same reason."""
+"""This many requests count as finished before the origin, for the same reason."""
 
 LEAST_FOLDS: Final = 1e-9
-"""A block without work has so many folds, because others divide by it."""
+"""A block without work counts as this many e-folds, because callers divide by the number."""
 
 
 def count_folds(origin: Block, begin: Block, end: Block) -> float:
-    """Return how many times the work done since the origin grew e-fold from begin to end.
+    """Return how many times the work done since the origin grew e-fold from `begin` to `end`.
 
-    Work is time or requests, whichever grew by more.
+    Work is time or requests, whichever grew by more e-folds. Never 0.
     """
     seconds_until_begin = max(COUNTED_SECONDS, begin.seconds - origin.seconds + COUNTED_SECONDS)
     seconds_until_end = end.seconds - origin.seconds + COUNTED_SECONDS
@@ -48,26 +48,30 @@ def count_folds(origin: Block, begin: Block, end: Block) -> float:
 
 
 RISE_SOURCES: Final = 6.0
-"""Independent sources of records and first uses. The n-th of exchangeable demands is a record with
-chance 1/n (Rényi), and an event of log-uniform rarity is first seen at rate 1/n: so many sources
-give at most this times ln(n1/n0) rises while the work done grows from n0 to n1."""
+"""How many independent sources of benign rises are assumed: records and first uses. The n-th of
+exchangeable demands is a record with chance 1/n (Rényi), and an event of log-uniform rarity is
+first seen at rate 1/n. So this many sources give at most RISE_SOURCES times ln(n1/n0) rises while
+the work done grows from n0 to n1."""
 
 RISE_CHANCE_IN_A_LEAK: Final = 0.8
-"""A leak rises in four blocks of five. Our choice."""
+"""Our choice: a leak rises in four blocks of five."""
 
 LEAST_RISE_CHANCE: Final = 0.10
-"""Real benign steps come in clusters, so no rise is assumed to be rarer than this."""
+"""Real benign steps come in clusters, so a benign rise in a block is never assumed to be less
+likely than this."""
 
 USELESS_CHANCE: Final = 0.75
-"""Blocks in which a rise is this likely anyway are no evidence: this covers the warm-up."""
+"""A block in which a benign rise is at least this likely is no evidence: this covers the
+warm-up."""
 
 
 def weigh_blocks(origin: Block, blocks: tuple[Block, ...]) -> tuple[list[float], list[float]]:
     """Return what a rise, and what no rise, in each block but the first adds to the odds of a leak.
 
-    Both are log likelihood ratios of a leak against records and first uses. A block in which, or
-    before which, more requests ran at once than ever before is no evidence: load explains a rise,
-    which shows in the floor of the next block.
+    Both lists have one entry less than `blocks`: entry i is for the rise from block i to block
+    i + 1. The entries are log likelihood ratios of a leak against records and first uses. A block
+    is no evidence if more requests than ever before ran at once in it or in the block before:
+    higher load explains a rise, and the rise may show in the floor of the next block only.
     """
     odds_of_rise: list[float] = []
     odds_of_none: list[float] = []
@@ -86,48 +90,53 @@ def weigh_blocks(origin: Block, blocks: tuple[Block, ...]) -> tuple[list[float],
 
 
 class RingSurvey(Struct, frozen=True):
-    """The blocks of a ring since the origin, with what all windows that end with them share."""
+    """The blocks of a ring since the origin, with figures that all windows of them share."""
 
     blocks: tuple[Block, ...]
     retained_bytes: tuple[float, ...]
-    """The floor of each block, less what later floors gave back."""
+    """The lowest floor from each block on: what the block held and was not given back later."""
 
     highest_bytes: tuple[float, ...]
-    """The highest floor until each block, also of older ones."""
+    """The highest floor until each block, blocks before the origin included."""
 
     odds_of_rise: tuple[float, ...]
-    """What a rise in each block but the first adds to the odds, see `weigh_blocks`."""
+    """What a rise from block i to block i + 1 adds to the odds, see `weigh_blocks`."""
 
     odds_of_none: tuple[float, ...]
+    """What it adds to the odds that there is no rise there."""
 
 
 class Growth(Struct, frozen=True, kw_only=True):
-    """The growth in a window: what is retained above all that was held before it."""
+    """The growth in a window: the retained memory above all that was held before the window."""
 
     blocks: tuple[Block, ...]
-    """The blocks of the window, with the one before it."""
+    """The block before the window, and the blocks of the window."""
 
     retained_bytes: tuple[float, ...]
-    """At the end of each of these blocks."""
+    """The retained memory at each of these blocks: it never falls."""
 
     rises_bytes: tuple[float, ...]
-    """The rise of each block but the first, 0 where there was none."""
+    """The rise from block i to block i + 1; 0 where there was none."""
 
     grown_bytes: float
+    """The sum of the rises."""
     typical_step_bytes: float
-    """The size of its steps if they were equal: sum of squares by sum, so that small ones hardly
-    count."""
+    """The typical size of a rise: the sum of the squares divided by the sum, so that small rises
+    hardly count."""
 
     lasted_seconds: float
     rise_count: int
-    """Blocks that rose."""
+    """How many blocks rose by at least RISE_BYTES."""
 
     rise_odds: float
     """The log likelihood ratio of a leak against records and first uses, by how often it rose."""
 
 
 def survey_ring(ring: Ring, origin: Block) -> RingSurvey | None:
-    """Return a ring's blocks since the origin; None where they grew too little for a verdict."""
+    """Return a ring's blocks since the origin.
+
+    None where there are too few blocks, or they grew too little, for a verdict.
+    """
     oldest = bisect_left(ring.blocks, origin.seconds, key=lambda block: block.seconds)
     if len(ring.blocks) - oldest < WINDOW_BLOCKS[0] + 1:
         return None
@@ -147,8 +156,8 @@ def survey_ring(ring: Ring, origin: Block) -> RingSurvey | None:
 
 
 def cut_window(survey: RingSurvey, begin: int) -> Growth:
-    """Return the growth from a block on; it must have grown."""
-    # What only fills a valley again is no growth: the staircase begins at the highest floor so far.
+    """Return the growth from the block at `begin` to the newest; memory must have grown in it."""
+    # Memory that only returns to an earlier height is no growth: it counts from the highest floor.
     held_before_bytes = survey.highest_bytes[begin]
     retained_bytes = tuple(
         max(held_before_bytes, floor_bytes) for floor_bytes in survey.retained_bytes[begin:]
@@ -177,12 +186,12 @@ def cut_window(survey: RingSurvey, begin: int) -> Growth:
 
 
 def find_retained(blocks: tuple[Block, ...]) -> tuple[float, ...]:
-    """Return the floors less what later floors gave back: running minima from the end."""
+    """Return, for each block, the lowest floor from that block on."""
     return tuple(accumulate((block.floor_bytes for block in reversed(blocks)), min))[::-1]
 
 
 def list_falls(rings: tuple[Ring, ...]) -> Iterator[tuple[Block, float]]:
-    """Yield each block of which something is given back by now, and how many bytes."""
+    """Yield each block whose memory was given back in part since, and how many bytes were."""
     now_bytes = rings[0].blocks[-1].floor_bytes
     for ring in rings:
         for block, retained_bytes in zip(ring.blocks, find_retained(ring.blocks), strict=True):
@@ -192,17 +201,23 @@ def list_falls(rings: tuple[Ring, ...]) -> Iterator[tuple[Block, float]]:
 
 
 LAST_SHARE: Final = 0.05
-"""The last part of a window's growth, whose length shows whether growth has ended."""
+"""The share of a window's growth that is its last part: how long that took shows whether growth has
+ended."""
 
 QUIET_SECONDS: Final = 1800.0
-"""Growth has not ended before so long without a rise."""
+"""Growth has not ended before this time without a rise."""
 
 QUIET_GAPS: Final = 1.5
-"""Growth has not ended before so many of its usual gaps between rises, in seconds and requests."""
+"""Growth has not ended before this many of its usual gaps between rises have passed without a rise,
+in seconds and in requests."""
 
 
 def has_ended(growth: Growth) -> bool:
-    """Return whether growth has ended: its last twentieth took twice as long as at an even pace."""
+    """Return whether growth has ended: nothing has risen for long, see `is_over`.
+
+    Only the time since 95 % of the growth were reached counts as quiet, so that a last small rise
+    does not extend it. It must be at least twice as long as 5 % take at an even pace.
+    """
     last_part_bytes = growth.retained_bytes[-1] - LAST_SHARE * growth.grown_bytes
     newest_rise = growth.blocks[bisect_left(growth.retained_bytes, last_part_bytes)]
     return is_over(
@@ -224,9 +239,11 @@ def is_over(
     quiet_seconds: float,
     quiet_gaps: float,
 ) -> bool:
-    """Return whether growth by so many steps was quiet for so long, and for so many usual gaps.
+    """Return whether nothing has risen since `newest_rise` for long enough to call growth over.
 
-    Idle time does not count: the gaps must have passed in requests too.
+    That is longer than `quiet_seconds`, and longer than `quiet_gaps` times the usual gap between
+    the `step_count` steps since `began`. The gaps must have passed in requests too, so that idle
+    time does not end it.
     """
     gap_count = max(1.0, step_count - 1)
     gap_seconds = (newest_rise.seconds - began.seconds) / gap_count
