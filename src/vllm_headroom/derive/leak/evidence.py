@@ -177,7 +177,8 @@ LONGEST_PATIENCE_SECONDS: Final = DAY_SECONDS / 2
 def compute_patience(left_seconds: float | None) -> float:
     """Return for how many seconds growth must have lasted for an alarm.
 
-    `left_seconds` is the time until out-of-memory; where it is unknown, LEAKING_SECONDS is returned.
+    `left_seconds` is the time until out-of-memory; where it is unknown, LEAKING_SECONDS is
+    returned.
     """
     if left_seconds is None:
         return LEAKING_SECONDS

@@ -201,7 +201,8 @@ def derive_host_leaks(
 def _join_times(times: Iterable[float | None]) -> float | None:
     """Return the time in which all roles together fill the room.
 
-    `times` are the seconds in which each role alone would fill it. Their paces add up. None without a known time; a role of unknown time is left out.
+    `times` are the seconds in which each role alone would fill it. Their paces add up. None without
+    a known time; a role of unknown time is left out.
     """
     known_seconds = [seconds for seconds in times if seconds is not None]
     if not known_seconds:
