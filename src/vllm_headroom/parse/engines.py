@@ -1,4 +1,4 @@
-"""Engine readings from the samples of a page, by a profile."""
+"""Build engine readings from the samples of a page, by a profile."""
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
@@ -14,32 +14,35 @@ from vllm_headroom.parse.profile import Combine, Fact, Profile
 from vllm_headroom.parse.profiles import PROFILES
 
 MOST_ENGINES: Final = 256
-"""Engines and models on one page: each adds dozens of series to ours."""
+"""The most pairs of engine and model on one page: each adds dozens of series to the sidecar's."""
 
 MOST_SHARED_READINGS: Final = 5000
-"""Readings of series that several engines or models share: each costs 10 us."""
+"""The most readings of series that several engines or models share: each costs 10 us."""
 
 _ONLY_ENGINE: Final = "0"
-"""The engine of series that name none."""
+"""The name of the engine for series that name none."""
 
 _NO_EXCEPTIONS: Final = ("", "[]", "None")
-"""Texts of a label that lists no part of the engine."""
+"""The texts of an `exceptions` label that names no part of the engine, see Fact."""
 
 _EngineKey = tuple[str, str]
 """The names of a model and of an engine."""
 
 _Families = Mapping[str, list[Sample]]
-"""The samples of one engine, by their name without the profile's prefix."""
+"""The samples of one engine, by their name without the profile's prefix: a family."""
 
 
 def build_page(profile: Profile, samples: Iterable[Sample]) -> EnginePage | Failure:
-    """Build the page's engines from its samples; none when no sample has a prefix of the profile.
+    """Build the page's engines from its samples.
 
-    A page that would cost too much is OUT_OF_BOUNDS. A series without a model belongs to every
-    model of its engine, one without model and engine to every engine of the page, and one with only
-    a model to engine "0". If no series names a model, the model is "" (in some modes vLLM exports
-    only its settings, the budget among them, before the first request), or the profile's name if
-    its pages never have one.
+    The page has no engines where no sample has a prefix of the profile. It is a failure
+    (OUT_OF_BOUNDS) where it would cost too much.
+
+    A series without a model belongs to every model of its engine, a series without model and engine
+    to every engine of the page, and a series with only a model to engine "0". If no series names a
+    model, the model's name is that of the profile where the profile's pages never name one, else
+    "": in some modes vLLM exports only its settings, the budget among them, before the first
+    request.
     """
     samples = tuple(samples)
     prefix = _find_prefix(profile, samples)
@@ -59,7 +62,7 @@ def build_page(profile: Profile, samples: Iterable[Sample]) -> EnginePage | Fail
     if not keys:
         nameless_model = "" if profile.model_label else profile.name
         keys = {(nameless_model, engine) for engine in engine_names}
-    # Grouping is refused before it is begun, or as soon as it becomes too much.
+    # A page with too many engines is refused before the grouping, which would cost too much.
     families = None
     if len(keys) <= MOST_ENGINES:
         families = _group_by_engine(sorted(keys), profile_samples, sample_keys, prefix)
@@ -76,7 +79,7 @@ def build_page(profile: Profile, samples: Iterable[Sample]) -> EnginePage | Fail
 
 
 def _find_prefix(profile: Profile, samples: Collection[Sample]) -> str | None:
-    """Return the first of the profile's prefixes that the page has; None when it has none."""
+    """Return the first of the profile's prefixes that a sample has; None when none has one."""
     for prefix in profile.prefixes:
         if any(sample.name.startswith(prefix) for sample in samples):
             return prefix
@@ -84,6 +87,7 @@ def _find_prefix(profile: Profile, samples: Collection[Sample]) -> str | None:
 
 
 def _assemble_page(profile: Profile, engines: tuple[EngineReading, ...]) -> EnginePage:
+    """Return the page; an input is offered if at least one engine has a value for it."""
     inputs = tuple(
         (name, any(getattr(engine, field) is not None for engine in engines))
         for name, field in profile.inputs
@@ -96,7 +100,8 @@ def _group_by_engine(
 ) -> dict[_EngineKey, dict[str, list[Sample]]] | None:
     """Return the samples of each engine by family; None when too many readings are shared.
 
-    `sample_keys` has, for each sample, the model and the engine that its labels name, or "".
+    `sample_keys` has, for each sample, the model and the engine that its labels name, "" for none.
+    A sample without a model is shared by all engines to which it belongs, see `build_page`.
     """
     families: dict[_EngineKey, dict[str, list[Sample]]] = {key: {} for key in keys}
     keys_by_engine: dict[str, list[_EngineKey]] = {"": keys}
@@ -119,8 +124,10 @@ def _group_by_engine(
 def _build_reading(
     profile: Profile, key: _EngineKey, families: _Families, engine_count: int
 ) -> EngineReading:
+    """Return the reading of one engine; `engine_count` is the number of engines on the page."""
     values: dict[str, Any] = {}
     for fact in profile.facts:
+        # Of several facts of one field, the first with a value counts.
         if values.get(fact.field) is None:
             values[fact.field] = _find_value(profile, fact, families, engine_count)
     _complete_kv_cache(values)
@@ -134,7 +141,10 @@ def _build_reading(
 
 
 def _complete_kv_cache(values: dict[str, Any]) -> None:
-    """Replace the facts that only help to find capacity and usage of the KV cache by these."""
+    """Compute the capacity and the usage of the KV cache where they are unknown, changing `values`.
+
+    Remove the three facts that are no fields of EngineReading, see Fact.
+    """
     blocks = values.pop("kv_blocks", None)
     block_tokens = values.pop("kv_block_tokens", None)
     used_tokens = values.pop("kv_used_tokens", None)
@@ -155,7 +165,11 @@ def _complete_kv_cache(values: dict[str, Any]) -> None:
 def _find_value(
     profile: Profile, fact: Fact, families: _Families, engine_count: int
 ) -> float | str | None:
-    """Return a fact of one engine, from the first families that have it; None when unknown."""
+    """Return the value of a fact for one engine; None where unknown.
+
+    The first of the fact's families with a value counts. Of families that are joined by "+", all
+    must have one.
+    """
     if fact.combine is Combine.TEXT:
         return _find_text(fact, families)
     for alternative in fact.families:
@@ -173,7 +187,10 @@ def _find_value(
 
 
 def _find_text(fact: Fact, families: _Families) -> str | None:
-    """Return the text on which all series agree; None where they differ or it has exceptions."""
+    """Return the text on which all series agree.
+
+    None where they differ, the text is empty, or a part of the engine is named as an exception.
+    """
     texts = set()
     for name in fact.names:
         for sample in families.get(name, ()):
@@ -188,10 +205,12 @@ def _find_text(fact: Fact, families: _Families) -> str | None:
 def _combine_samples(
     profile: Profile, fact: Fact, samples: Collection[Sample], engine_count: int
 ) -> float | None:
-    """Return one value for the samples; None when a part is unknown.
+    """Return one value for the samples of a family, combined as the fact says; None where unknown.
 
-    It is also None where a series has two values, as on a page joined from several servers: the
-    format leaves this undefined, and Prometheus keeps the first.
+    The samples are of several parts, such as workers or ranks, and each part may be reported
+    several times. The value is unknown where that of a part is, and where one series has two
+    values, as on a page joined from several servers: the format leaves that undefined, and
+    Prometheus keeps the first.
     """
     if len(samples) > 1 and _has_contradiction(samples):
         return None
@@ -204,7 +223,7 @@ def _combine_samples(
                 amounts.append(amount)
     if not amounts_by_part or not all(amounts_by_part.values()):
         return None
-    # Repetitions of one part, as by each API server: the others may be 0.
+    # Several API servers may report one part, all but one of them with the value 0.
     part_values = [max(amounts) for amounts in amounts_by_part.values()]
     if fact.combine is Combine.SAME:
         return part_values[0] if len(set(part_values)) == 1 else None
@@ -217,16 +236,18 @@ def _combine_samples(
 
 
 def _has_contradiction(samples: Collection[Sample]) -> bool:
-    """Return whether two samples of one series differ."""
+    """Return whether one series has samples with different values."""
     readings = {(frozenset(sample.labels.items()), sample.value) for sample in samples}
     return len(readings) > len({series for series, _ in readings})
 
 
 def _identify_part(profile: Profile, fact: Fact, sample: Sample) -> object:
-    """Return a key of the part that a sample measures.
+    """Return a key of the part of the engine, such as a worker or a rank, that a sample is of.
 
-    Repetitions of one part have the same key.
+    Samples of one part that differ only in who reports it, such as the API server, have one key.
     """
+    # Where the value is in a label, the other labels are settings too: only the labels that tell
+    # replicas apart identify the part.
     if fact.label is not None:
         return tuple(sample.labels.get(name, "") for name in profile.replica_labels)
     return frozenset(
@@ -235,7 +256,11 @@ def _identify_part(profile: Profile, fact: Fact, sample: Sample) -> object:
 
 
 def _read_amount(fact: Fact, sample: Sample) -> float | None:
-    """Return the amount of a sample, None where it has no usable one."""
+    """Return the number that a sample has as its value or in the fact's label, times the factor.
+
+    None where that is no number, where the field cannot have it, and for 0 in a label, which means
+    that the setting is not set.
+    """
     try:
         value = float(sample.value if fact.label is None else sample.labels.get(fact.label, ""))
     except (ValueError, OverflowError):  # a label that says "None"; an integer beyond any float
@@ -246,7 +271,10 @@ def _read_amount(fact: Fact, sample: Sample) -> float | None:
 
 
 def _check_value(field: str, value: float) -> float | None:
-    """Return the value, None where the field cannot have it."""
+    """Return the value; None where the field cannot have it.
+
+    A ratio must be from 0 to 1, any other value from 0 to LARGEST.
+    """
     highest = 1.0 if field.endswith("_ratio") else LARGEST
     return value if isfinite(value) and 0 <= value <= highest else None
 
@@ -256,12 +284,13 @@ DEFAULT: Final = PROFILES[0]
 
 
 def parse_engines(page: str, profile_name: str | None = None) -> EnginePage | Failure:
-    """Parse a page of Prometheus text into engine readings, with the profile of this name.
+    """Parse a page of Prometheus text into engine readings.
 
-    Without a name, the first profile with matching series is used. A page without series of a known
-    engine yields the first profile and no engines. Failures: NOT_METRICS for an empty page or no
-    metrics, INCOMPLETE for a truncated page, MALFORMED for a needed line that cannot be parsed,
-    OUT_OF_BOUNDS for an oversized page.
+    The profile is that of the name or, without a name, the first with matching series. A page
+    without series of the profile, or of any profile, has no engines; without a name its profile is
+    then the first one. The reason of a failure is NOT_METRICS for an empty page and for one without
+    metrics, INCOMPLETE for a truncated page, MALFORMED for a needed line that cannot be parsed, and
+    OUT_OF_BOUNDS for a page that is too large.
     """
     failure = check_page(page)
     if failure is not None:
@@ -280,12 +309,15 @@ def parse_engines(page: str, profile_name: str | None = None) -> EnginePage | Fa
 
 
 def find_profile(name: str) -> Profile:
-    """Return the profile of this name; the first one if there is none."""
+    """Return the profile of this name; the first profile where none has the name."""
     return next((profile for profile in PROFILES if profile.name == name), DEFAULT)
 
 
 def explain_empty_page(page: EnginePage) -> str:
-    """Return why a page may have no engine: the series expected, and what enables them."""
+    """Return why a page may have no engine, which series are expected, and what enables them.
+
+    The expected series are those of the page's profile, or of all profiles for the first one.
+    """
     profiles = PROFILES if page.profile == DEFAULT.name else (find_profile(page.profile),)
     expected = "; ".join(
         f"{profile.product} ({' '.join(profile.prefixes)}; {profile.path}, {profile.switch})"

@@ -17,42 +17,47 @@ _EXPOSITION: Final = re.compile(
     r"[-+]?(?:\.?[0-9][0-9.eE+-]*|Inf|NaN)(?:[ \t]+-?[0-9]+)?[ \t\r]*$)",  # a value and a timestamp
     re.MULTILINE,
 )
-"""A comment or a sample of the text format: a page with no such line is no metrics."""
+"""A comment or a sample of the text format: a page without such a line is not metrics."""
 
 MOST_SAMPLES: Final = 5000
-"""Most samples read from a page, about 150 engines."""
+"""The most samples that are read from a page: those of about 150 engines."""
 
 LONGEST_LINE: Final = 16 * 2**10
-"""Characters of a line: vLLM's longest has 1,061. A line of this length with only escapes costs
-10 ms."""
+"""The most characters of a line: vLLM's longest has 1,061. A line of this length with only escapes
+costs 10 ms."""
 
 MOST_LABELS: Final = 128
-"""Labels of a line: vLLM's settings have 37."""
+"""The most labels of a line: vLLM's settings have 37."""
 
 MOST_CHARACTERS: Final = 512 * 2**10
-"""Characters of all lines together, about 230 engines: the costliest possible page took 0.4 s."""
+"""The most characters of all lines that are read: those of about 230 engines. The costliest
+possible page took 0.4 s."""
 
 ONE_SERVER: Final = (
     "point HEADROOM_ENGINE_URL at one vLLM server's own /metrics, not at a page that gathers many."
 )
 
 _EXCERPT_LENGTH: Final = 60
-"""Characters of a foreign page in a message: enough to recognise a login page, too few to fill a
-log."""
+"""How many characters of a foreign page a message quotes: enough to recognise a login page, too few
+to fill a log."""
 
 _MOST_CACHED_SERIES: Final = 512
+"""How many series are cached: those of 28 engines."""
+
 _LONGEST_CACHED_SERIES: Final = 2048
-"""Enough for the pages of 28 engines, with lines up to 1.1 kB; the cache cannot exceed 16 MiB."""
+"""The most characters of a cached series: vLLM's lines have up to 1.1 kB. So the cache cannot
+exceed 16 MiB."""
 
 _LABELLED_SERIES: Final = re.compile(r'[a-zA-Z_:][a-zA-Z0-9_:]*\{(?:[^"{}]|"(?:[^"\\]|\\.)*")*\}')
 _PLAIN_VALUE: Final = re.compile(r"-?[0-9]+(?:\.[0-9]+)?(?:e[-+]?[0-9]+)?", re.ASCII)
-"""The form of nearly all values; the library's parser handles the others."""
+"""The form of nearly all values; the library's parser reads any other form."""
 
 
 def check_page(page: str) -> Failure | None:
-    """Return why the whole page cannot be read; None when it can.
+    """Return the failure of a page that is empty, not metrics, or truncated; None for any other.
 
-    A page is metrics if any line looks so, and is truncated if its last line is not terminated.
+    A page is metrics if at least one line looks like it. It is truncated if its last line has no
+    line break.
     """
     if not page.strip():
         return refuse_page(
@@ -65,7 +70,7 @@ def check_page(page: str) -> Failure | None:
             " vLLM's own /metrics, past any proxy that wants a login.",
             Reason.NOT_METRICS,
         )
-    last_line = page[page.rfind("\n") + 1 :]  # partitioning would copy the page
+    last_line = page[page.rfind("\n") + 1 :]  # not rpartition, which would copy the page
     if last_line.strip() not in ("", "# EOF"):
         return refuse_page(
             f"is cut off, it ends with {_cut_excerpt(last_line)!r}: look for a proxy that limits"
@@ -78,9 +83,10 @@ def check_page(page: str) -> Failure | None:
 def parse_samples(page: str, names_pattern: str) -> list[Sample] | Failure:
     """Return the samples whose name matches the regular expression `names_pattern`, in page order.
 
-    Only matching lines reach prometheus-client's slow parser, which handles every label correctly.
-    Selecting the lines of one engine's page (51 kB) takes 0.04 ms and parsing them 0.1 ms; parsing
-    the whole page takes 5.5 ms.
+    A failure where a matching line cannot be parsed (MALFORMED), or the lines exceed a limit
+    (OUT_OF_BOUNDS). Only matching lines are given to prometheus-client's parser, which is slow and
+    reads every label correctly. Selecting the lines of one engine's page (51 kB) takes 0.04 ms and
+    parsing them 0.1 ms; parsing the whole page takes 5.5 ms.
     """
     lines = _select_lines(page, names_pattern)
     if isinstance(lines, Failure):
@@ -90,7 +96,7 @@ def parse_samples(page: str, names_pattern: str) -> list[Sample] | Failure:
         try:
             samples += _parse_line(line)
         except (ValueError, IndexError):
-            # The parser's own complaint names neither the line nor the column.
+            # The error of the parser names neither the line nor the column: quote the line.
             return refuse_page(
                 f"has a line that is not Prometheus text, {_cut_excerpt(line)!r}: look for a proxy"
                 " that rewrites the page, and report the line if there is none.",
@@ -100,7 +106,7 @@ def parse_samples(page: str, names_pattern: str) -> list[Sample] | Failure:
 
 
 def _select_lines(page: str, names_pattern: str) -> list[str] | Failure:
-    """Return the lines to parse, or the bound they exceed.
+    """Return the lines to parse; a failure where they exceed a limit.
 
     So the cost of a page is limited before it is parsed.
     """
@@ -133,12 +139,15 @@ def _select_lines(page: str, names_pattern: str) -> list[str] | Failure:
 
 
 def refuse_page(problem: str, reason: Reason = Reason.OUT_OF_BOUNDS) -> Failure:
-    """Return the failure of a page; OUT_OF_BOUNDS where it costs more than any engine's."""
+    """Return the failure of a page with this problem."""
     return Failure(source=Source.ENGINE, reason=reason, message=f"The engine's page {problem}")
 
 
 def _parse_line(line: str) -> tuple[Sample, ...]:
-    """Return the line's sample; a series seen before is taken from the cache with its new value."""
+    """Return the samples of a line, in general one; raise ValueError or IndexError.
+
+    The labels of a series that was parsed before come from a cache.
+    """
     series, _, value = line.rpartition(" ")
     if len(series) <= _LONGEST_CACHED_SERIES and _PLAIN_VALUE.fullmatch(value):
         samples = _parse_series(series)
@@ -149,19 +158,21 @@ def _parse_line(line: str) -> tuple[Sample, ...]:
 
 @lru_cache(maxsize=_MOST_CACHED_SERIES)
 def _parse_series(series: str) -> tuple[Sample, ...]:
-    """Return the samples of a series without values.
+    """Return the samples of a series, a name with labels, each with the value 0.
 
-    There are none for text that is no series, as before a timestamp.
+    Empty for a text that is no such series, as where the line has a timestamp.
     """
     return _parse_whole(f"{series} 0") if _LABELLED_SERIES.fullmatch(series) else ()
 
 
 def _parse_whole(line: str) -> tuple[Sample, ...]:
+    """Return the samples of a line by the library's parser."""
     return tuple(
         sample for family in text_string_to_metric_families(line) for sample in family.samples
     )
 
 
 def _cut_excerpt(text: str) -> str:
+    """Return the start of a text on one line, for a message."""
     start = " ".join(text[: 4 * _EXCERPT_LENGTH].split())
     return start if len(start) <= _EXCERPT_LENGTH else start[:_EXCERPT_LENGTH] + "…"

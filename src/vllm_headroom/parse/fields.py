@@ -1,6 +1,7 @@
 """Strict reading of fields in foreign JSON objects.
 
-Absent and null are None, anything wrong is refused.
+Each function returns None for a field that is absent or null, and raises WrongFieldError for a
+value of another kind.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,7 +17,7 @@ LONGEST_SHOWN: Final = 60
 
 
 class WrongFieldError(Exception):
-    """A field that cannot be used, with its path and what is accepted there."""
+    """A field has a value of another kind; the message has its path and the accepted kind."""
 
     def __init__(self, field: str, value: object, accepts: str) -> None:
         super().__init__()
@@ -34,7 +35,11 @@ class WrongFieldError(Exception):
 def read_each(
     record: Mapping[str, Any], field: str, read: Callable[[dict[str, Any], int], T]
 ) -> tuple[T, ...] | None:
-    """Read each entry of a list with `read(entry, index)`; an error names list, index and field."""
+    """Return each entry of the list in a field, read with `read(entry, index)`.
+
+    None where the field is absent or null. An error of `read` is raised with the path from the list
+    on.
+    """
     entries = record.get(field)
     if entries is None:
         return None
@@ -50,12 +55,16 @@ def read_each(
 def read_within(
     record: Mapping[str, Any], field: str, read: Callable[[dict[str, Any]], T]
 ) -> T | None:
-    """Read the object in a field with `read`; an error names both fields."""
+    """Return the object in a field, read with `read`; None where the field is absent or null.
+
+    An error of `read` is raised with the path from this field on.
+    """
     entry = record.get(field)
     return None if entry is None else _read_object(field, entry, "an object or null", read)
 
 
 def _read_object(name: str, entry: object, accepts: str, read: Callable[..., T], *index: int) -> T:
+    """Return what `read` returns for an object; prefix the field of its error with `name`."""
     if type(entry) is not dict:
         raise WrongFieldError(name, entry, accepts)
     try:
@@ -70,7 +79,7 @@ def refuse_number(name: str) -> NoReturn:
 
 
 def read_number(entry: Mapping[str, Any], field: str) -> float | None:
-    """Return a count or a ratio."""
+    """Return a count or a ratio: a number from 0 to LARGEST."""
     value = entry.get(field)
     if value is None:
         return None
@@ -87,7 +96,7 @@ def read_size(entry: Mapping[str, Any], field: str) -> int | None:
 
 
 def read_text(entry: Mapping[str, Any], field: str) -> str | None:
-    """Return printable text."""
+    """Return a text without control characters."""
     value = entry.get(field)
     if value is None:
         return None

@@ -1,4 +1,4 @@
-"""The probe's file of one process."""
+"""Parse the probe's file of one process."""
 
 import json
 from collections.abc import Mapping
@@ -18,25 +18,25 @@ from vllm_headroom.parse import fields
 from vllm_headroom.vocabulary import Role
 
 FORMAT_FIELD: Final = "headroom_probe"
-"""The field that says that a file is the probe's, with the version of the format."""
+"""The field that identifies a file of the probe; its value is the version of the format."""
 
 FORMAT_VERSION: Final = 1
 
 LONGEST_LABEL: Final = 200
-"""Characters of a text that are kept."""
+"""How many characters of a text are kept."""
 
 MOST_DEVICES: Final = 64
-"""More than any node has."""
+"""The most devices of a process: more than any node has."""
 
 DEFAULT_INTERVAL_SECONDS: Final = 5.0
-"""The write interval of a file that has none."""
+"""The write interval that is assumed for a file that does not name one."""
 
 
 def parse_probe(content: bytes) -> tuple[ProbedProcess, str | None] | str:
-    """Return the process and the boot id in a file, or what is wrong with the file.
+    """Return the process in a file and the boot ID, None where it is missing.
 
-    The folder belongs to the engine's container: one wrong field invalidates the file. Unknown
-    fields are ignored.
+    Return a text on what is wrong where the file cannot be used. The engine's container can write
+    the file, so one wrong field makes it unusable. Unknown fields are ignored.
     """
     try:
         document = json.loads(content, parse_constant=fields.refuse_number)
@@ -52,6 +52,7 @@ def parse_probe(content: bytes) -> tuple[ProbedProcess, str | None] | str:
 
 
 def _read_process(document: Mapping[str, Any]) -> ProbedProcess:
+    """Return the process of a document; raises WrongFieldError."""
     devices = fields.read_each(document, "devices", _read_device) or ()
     if len(devices) > MOST_DEVICES:
         raise fields.WrongFieldError("devices", len(devices), f"at most {MOST_DEVICES} entries")
@@ -62,7 +63,7 @@ def _read_process(document: Mapping[str, Any]) -> ProbedProcess:
     interval_seconds = fields.read_number(document, "interval_seconds")
     oom = fields.read_within(document, "oom", _read_oom)
     if oom is not None and oom.at_seconds > written_at_seconds:
-        oom = None  # from the future: it would end every later run
+        oom = None  # an error from the future would be blamed for the end of every later run
     return ProbedProcess(
         pid=pid,
         started_at_seconds=_read_needed(document, "started_at"),
@@ -82,11 +83,13 @@ def _read_process(document: Mapping[str, Any]) -> ProbedProcess:
 
 
 def _read_role(document: Mapping[str, Any]) -> Role:
+    """Return the process's role; OTHER where it is missing or unknown."""
     name = fields.read_text(document, "role")
     return next((role for role in Role if role == name), Role.OTHER)
 
 
 def _read_needed(entry: Mapping[str, Any], field: str) -> float:
+    """Return a number; raise WrongFieldError where it is missing too."""
     value = fields.read_number(entry, field)
     if value is None:
         raise fields.WrongFieldError(field, None, "a number, 0 or more")
@@ -94,6 +97,7 @@ def _read_needed(entry: Mapping[str, Any], field: str) -> float:
 
 
 def _read_label(entry: Mapping[str, Any], field: str) -> str | None:
+    """Return the start of a text; None where it is missing."""
     value = fields.read_text(entry, field)
     return None if value is None else value[:LONGEST_LABEL]
 
@@ -119,12 +123,13 @@ def _read_parts(entry: dict[str, Any]) -> EngineParts:
 
 
 def _read_scheduler(entry: dict[str, Any]) -> SchedulerReading:
-    """Read the scheduler's values; vLLM keeps one block of the pool for itself."""
+    """Return the scheduler's values; a ratio is None where one of its terms is unknown."""
     total_blocks = fields.read_size(entry, "kv_blocks_total")
     free_blocks = fields.read_size(entry, "kv_blocks_free")
     live_blocks = fields.read_size(entry, "kv_blocks_live")
     live_tokens = fields.read_size(entry, "kv_tokens_live")
     block_tokens = fields.read_size(entry, "block_size")
+    # vLLM keeps one block of the pool for itself.
     usable_blocks = (total_blocks or 0) - 1
     stranded_ratio = None
     if usable_blocks > 0 and free_blocks is not None and live_blocks is not None:
@@ -153,6 +158,7 @@ def _read_host(entry: dict[str, Any]) -> HostReading:
 
 
 def _read_cgroup(entry: dict[str, Any]) -> Cgroup | None:
+    """Return the memory of the container; None where its use is missing."""
     used_bytes = fields.read_size(entry, "used")
     cache_bytes = fields.read_size(entry, "file")
     limit_bytes = fields.read_size(entry, "limit")
@@ -169,6 +175,7 @@ def _read_cgroup(entry: dict[str, Any]) -> Cgroup | None:
 
 
 def _read_shm(entry: dict[str, Any]) -> Shm | None:
+    """Return the size of /dev/shm; None where one of the two figures is missing."""
     used_bytes = fields.read_size(entry, "used")
     limit_bytes = fields.read_size(entry, "limit")
     if used_bytes is None or limit_bytes is None:

@@ -11,31 +11,31 @@ from vllm_headroom.model import INPUTS
 
 
 class Combine(Enum):
-    """How several series of one engine combine if they differ in labels unknown to the profile."""
+    """How the values of an engine's parts, such as replicas, become one value."""
 
     SUM = auto()
-    """Amounts of replicas."""
+    """Add them: amounts."""
     MEAN = auto()
-    """Ratios of replicas."""
+    """Take their mean: ratios."""
     SAME = auto()
-    """A setting: unknown unless they agree."""
+    """Take the value that all have; unknown where they differ: a setting."""
     SHARE = auto()
-    """The total of all engines on the page, repeated by each: divided by the number of engines."""
+    """Add them, and divide by the number of engines on the page: each engine reports the total."""
     TEXT = auto()
-    """A setting that is a label's text.
+    """Take the text of a label that all have: a setting.
 
-    Unknown unless all series agree, or where the label `exceptions` lists parts of the engine with
-    another.
+    Unknown where they differ, and where the label `exceptions` names parts with another text.
     """
 
 
 class Fact(Struct, frozen=True):
     """The source of one field of EngineReading.
 
-    Of several facts of a field the first with a value counts. Values must be at least 0, and those
-    of a `_ratio` field at most 1. Three fields are no field of EngineReading: `kv_blocks` times
-    `kv_block_tokens` replace an unknown `kv_capacity_tokens`; `kv_used_tokens` over the capacity
-    replaces an unknown `kv_used_ratio`, and over the ratio an unknown capacity.
+    Where a field has several facts, the first with a value counts. Values must be at least 0, and
+    those of a `_ratio` field at most 1. Three names are no field of EngineReading, and help to
+    compute one that is unknown: `kv_blocks` times `kv_block_tokens` is `kv_capacity_tokens`;
+    `kv_used_tokens` divided by the capacity is `kv_used_ratio`, and divided by that ratio is the
+    capacity.
     """
 
     field: str
@@ -47,15 +47,16 @@ class Fact(Struct, frozen=True):
     """
     combine: Combine = Combine.SUM
     label: str | None = None
-    """The label that has the value, if above 0; without it the value is the sample's."""
+    """The label that has the value, where 0 means not set; None where the sample's value is it."""
     where: tuple[str, tuple[str, ...]] | None = None
-    """A label and its values, to select series by; "" for a total beside its parts."""
+    """A label and the values of it that select series; the value "" selects series without the
+    label, such as a total beside its parts."""
     prefixed: bool = True
-    """Whether `families` are without the prefix; else they are full names."""
+    """Whether `families` are names without the prefix; False where they are full names."""
     factor: float = 1.0
-    """Converts the unit."""
+    """The value is multiplied by it to convert the unit."""
     exceptions: str = ""
-    """The label that lists parts of the engine with another text."""
+    """For TEXT, the label that names parts of the engine with another text."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -68,15 +69,16 @@ class Profile(Struct, frozen=True, kw_only=True, dict=True):
 
     name: str
     prefixes: tuple[str, ...]
-    """The first that is found on the page counts."""
+    """The possible prefixes of its series; the first that is on the page counts."""
     facts: tuple[Fact, ...]
     model_label: str = "model_name"
     """Empty where no series names a model."""
     engine_label: str = "engine"
     repeat_labels: tuple[str, ...] = ()
-    """Among series that differ only in these labels the highest value counts."""
+    """The labels that name who reports a value, such as the API server: of series that differ only
+    in them, the highest value counts."""
     replica_labels: tuple[str, ...] = ()
-    """For values in labels, only these labels distinguish replicas: the other labels are
+    """The labels that tell replicas apart where a value is in a label: all other labels are
     settings."""
     product: str
     """The engine's common name."""
@@ -85,11 +87,11 @@ class Profile(Struct, frozen=True, kw_only=True, dict=True):
     switch: str
     """The option that enables the page."""
     reasons: Mapping[str, str] = {}
-    """Why inputs are missing, each with their names."""
+    """Reasons why the page lacks inputs; each has the names of the inputs, separated by spaces."""
 
     @cached_property
     def absent(self) -> tuple[tuple[str, str], ...]:
-        """Each missing input and why it is missing."""
+        """The inputs that such a page never has, each with the reason."""
         absent_inputs = []
         for engine_input in INPUTS.values():
             for reason, names in self.reasons.items():
@@ -99,13 +101,13 @@ class Profile(Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def plain_families(self) -> frozenset[str]:
-        """The names that are read without a prefix."""
+        """The full names of the samples that have no prefix."""
         plain_facts = [fact for fact in self.facts if not fact.prefixed]
         return frozenset(name for fact in plain_facts for name in fact.names)
 
     @cached_property
     def names_pattern(self) -> str:
-        """A regular expression of the names of all samples the profile reads."""
+        """A regular expression that matches the names of all samples that the profile reads."""
         prefixed_facts = [fact for fact in self.facts if fact.prefixed]
         families = sorted({name for fact in prefixed_facts for name in fact.names})
         prefixes_pattern = _match_any(self.prefixes)
@@ -116,8 +118,8 @@ class Profile(Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def inputs(self) -> tuple[tuple[str, str], ...]:
-        """The inputs that any engine may offer, each with its field."""
-        # Memory in bytes is optional: the budget and the probe replace it.
+        """The names of the inputs, each with its field of EngineReading."""
+        # Memory in bytes counts only where the profile has it: the budget and the probe replace it.
         has_bytes = any(fact.field == "memory_bytes" for fact in self.facts)
         return tuple(
             (engine_input.name, field)

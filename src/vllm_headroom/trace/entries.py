@@ -42,14 +42,15 @@ PROCESS_FIELDS: Final = tuple(
 
 
 def build_engine_entry(engine: EngineReading) -> dict[str, Any]:
-    """Return all facts of an engine."""
+    """Return all known facts of an engine, by their names in a trace."""
     return drop_unreadable({name: getattr(engine, field) for field, name in ENGINE_FIELDS})
 
 
 def build_gpu_entry(gpu: Gpu) -> dict[str, Any]:
-    """Return a GPU of the engine's.
+    """Return the record of one of the engine's GPUs, without unknown values.
 
-    It is without `used` while its holders are unknown, since readers take that as the engine's.
+    `used` is left out while it is unknown how much of it the engine holds, since readers of a trace
+    take `used` for the engine's memory.
     """
     entry = {
         "gpu": gpu.reading.index,
@@ -87,21 +88,21 @@ def build_gpu_entry(gpu: Gpu) -> dict[str, Any]:
 
 
 def build_process_entry(process: EngineProcess) -> dict[str, Any]:
-    """Return a process of the engine's."""
+    """Return the record of one of the engine's processes, without unknown values."""
     figures = {name: getattr(process, field) for field, name in PROCESS_FIELDS}
     return drop_unreadable({"role": process.role, **figures})
 
 
 def build_host_entry(host: HostMemory) -> dict[str, Any]:
-    """Return the engine's host memory."""
+    """Return the record of the host memory, without unknown values."""
     figures = {name: getattr(host, field) for field, name in HOST_FIELDS}
     return drop_unreadable({"basis": host.basis, **figures})
 
 
 def drop_unreadable(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an entry for writing.
+    """Return an entry without None and without numbers above LARGEST, which readers refuse.
 
-    It is without unknown values and numbers beyond LARGEST, with unprintable text escaped.
+    Text that is not printable is escaped.
     """
     readable = {}
     for field, value in entry.items():
@@ -125,21 +126,23 @@ HEADER: Final = {"headroom_trace": 1}
 """The first line of a trace, with the version of the format."""
 
 LONGEST_LINE_BYTES: Final = 2**20
-"""A file without lines is not read into memory."""
+"""The most bytes of a line that are read: a file without line breaks must not be read into
+memory."""
 
 YEAR_10000: Final = 253_402_300_800
-"""Seconds since the epoch; later times cannot be shown as dates."""
+"""The first second of that year, since the epoch: later times cannot be shown as dates."""
 
 
 def encode_line(record: dict[str, Any]) -> bytes:
-    """Return a record as a line."""
+    """Return a record as a line of JSON; raise ValueError for a number that is not finite."""
     return json.dumps(record, separators=(",", ":"), allow_nan=False).encode() + b"\n"
 
 
 def build_record(snapshot: Snapshot) -> dict[str, Any]:
-    """Return a snapshot's record: the engine's GPUs, the engines and their processes.
+    """Return a snapshot's record for a trace.
 
-    A failed source is None.
+    It has the engine's GPUs, the engines of the page, their processes, the configured pools and the
+    host memory. The GPUs, engines or processes are None where their source failed.
     """
     record: dict[str, Any] = {
         "t": round(snapshot.time_seconds, 3),

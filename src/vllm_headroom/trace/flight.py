@@ -19,10 +19,11 @@ from vllm_headroom.units import HOUR_SECONDS, MIB
 log = Log(__name__)
 
 FLIGHT: Final = "flight.jsonl"
-"""The file of the record; the older of the two files has `.1` at its end."""
+"""The newer file of the record; the name of the older file has `.1` at its end."""
 
 SPOILED: Final = f"spoiled-{FLIGHT}"
-"""Not matched by FLIGHT*, by which people put the record together."""
+"""The name of a file of the record that is no trace. The pattern flight.jsonl*, by which people
+join the record's two files, does not match it."""
 
 INCIDENTS: Final = "incidents"
 """The folder of the incidents, beside the record."""
@@ -31,34 +32,36 @@ INCIDENT_KEY: Final = "incident"
 """The key of an incident's facts, in the header of its trace."""
 
 INCIDENT_NAME: Final = "%Y-%m-%dT%H-%M-%SZ.jsonl"
-"""Names sort by time."""
+"""The file name of an incident, by the time when it began: the names sort by time."""
 
 FLIGHT_BYTES: Final = 22 * MIB
-"""Of each of two files, the older of which is replaced: a day of one GPU at 5 s, hours of eight at
-1 s."""
+"""The largest size of each of the record's two files. They hold a day of one GPU at 5 s, or hours
+of eight GPUs at 1 s."""
 
 INCIDENT_BYTES: Final = 2 * MIB
-"""Of each incident, so that MOST_INCIDENTS fit beside the record."""
+"""The largest size of an incident's file, so that MOST_INCIDENTS fit beside the record."""
 
 MOST_INCIDENTS: Final = 8
-"""With the record 60 MiB, so that a volume of 64 also holds an incident that is being written."""
+"""How many incidents are kept. With the record they take 60 MiB, so that a volume of 64 MiB also
+holds an incident that is being written."""
 
 ROOMY_BYTES: Final = 128 * MIB
-"""A volume of which all of it takes half. The components' volume has 16 MiB: hours of one GPU at
-5 s."""
+"""On a smaller volume all these sizes shrink in proportion, so that record and incidents take half
+of it. The volume of the components has 16 MiB: hours of one GPU at 5 s."""
 
 INCIDENT_LEAD_SECONDS: Final = 6 * HOUR_SECONDS
-"""How much of the record before an incident its file has: the leak detector needs an hour or two,
+"""How much of the record before an incident is in its file: the leak detector needs an hour or two,
 and a leak that it found earlier is in the header."""
 
 DENSE_SECONDS: Final = 600.0
-"""Of the last ten minutes before an incident, every sample stays."""
+"""Of this time before an incident, its file has every sample."""
 
 SPARSE_SECONDS: Final = 15.0
-"""Before that, a sample in 15 s shows the course of memory: 1.5 MiB in six hours."""
+"""Of the time before that, an incident's file has a sample in this time. That shows the course of
+memory and takes 1.5 MiB for six hours."""
 
 _SAMPLE_TIME: Final = re.compile(rb'\{"t":([0-9]+(?:[.][0-9]+)?)[,}]')
-"""The start of each sample: its time without parsing the rest."""
+"""The start of each sample, with its time: so the rest need not be parsed."""
 
 
 def locate_incident(folder: Path, seconds: float) -> Path:
@@ -68,16 +71,19 @@ def locate_incident(folder: Path, seconds: float) -> Path:
 
 
 def list_incidents(folder: Path) -> list[Path]:
-    """Return the incidents of a folder, the newest last, without pipes or devices.
+    """Return the files of incidents in a folder, the newest last; raises OSError.
 
-    Raises OSError.
+    Files with other names, and pipes or devices, are left out.
     """
     incidents = [file for file in folder.glob("*.jsonl") if parse_start(file) is not None]
     return sorted(file for file in incidents if file.is_file())
 
 
 def find_newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
-    """Return the newest incident beside a record, and its facts; raises OSError."""
+    """Return the newest incident beside a record, and its facts; raises OSError.
+
+    None where there is no incident with a header that can be read.
+    """
     for file in reversed(list_incidents(folder / INCIDENTS)):
         with file.open("rb") as stream:
             facts = parse_incident_facts(stream.readline(LONGEST_LINE_BYTES))
@@ -99,11 +105,11 @@ def parse_start(file: Path) -> float | None:
 
 
 def parse_incident_facts(first_line: bytes) -> dict[str, Any] | None:
-    """Return the facts in the header of an incident; None for any other line."""
+    """Return the facts in the first line of an incident's file; None for any other line."""
     try:
         header = json.loads(first_line)
         facts = header.get(INCIDENT_KEY) if isinstance(header, dict) else None
-        # Python also reads numbers that JSON has not, which the encoder refuses
+        # Python also reads NaN and infinity, which JSON does not have: the encoder refuses them.
         encode_line({INCIDENT_KEY: facts})
     except (ValueError, RecursionError):
         return None
@@ -111,10 +117,10 @@ def parse_incident_facts(first_line: bytes) -> dict[str, Any] | None:
 
 
 def append_to_record(folder: Path, line: bytes) -> None:
-    """Append a line to the record; raises OSError, and ValueError where a link is in its place.
+    """Append a line to the record in a folder, which is created where it is missing.
 
-    A file that is no trace is set aside: a crash of the machine leaves zeros, and a bad disk
-    anything.
+    A file that is no trace is set aside: after a crash of the machine it may contain zeros, and on
+    a bad disk anything. Raises OSError, and ValueError where a link is in the place of the file.
     """
     make_folder(folder)
     file = folder / FLIGHT
@@ -132,8 +138,8 @@ def append_to_record(folder: Path, line: bytes) -> None:
 def write_incident(folder: Path, seconds: float, facts: dict[str, Any]) -> None:
     """Create or replace the incident of that time from the current record, atomically.
 
-    At least half of its size is for samples; where there are too many, the oldest are left out.
-    Raises OSError.
+    At least half of its size is for samples; the oldest of too many samples are left out. Where
+    there are too many incidents, one is deleted. Raises OSError.
     """
     max_bytes = int(find_size_share(folder) * INCIDENT_BYTES)
     header = _build_header(facts, max_bytes // 2)
@@ -148,9 +154,10 @@ def write_incident(folder: Path, seconds: float, facts: dict[str, Any]) -> None:
 
 
 def _build_header(facts: dict[str, Any], max_bytes: int) -> bytes:
-    """Return the first line, which readers take up to LONGEST_LINE_BYTES.
+    """Return the first line of an incident's file, which has the facts.
 
-    Where it is too long, the longest fields of `before` are left out.
+    Where it is longer than `max_bytes`, the longest fields of `before` are left out until it is
+    not. It may still be longer without any of them. Readers take at most LONGEST_LINE_BYTES of it.
     """
     before_fields = dict(facts.get("before", {}))
     while True:
@@ -163,16 +170,20 @@ def _build_header(facts: dict[str, Any], max_bytes: int) -> bytes:
 
 
 def find_size_share(folder: Path) -> float:
-    """Return the share of the usual sizes that the volume of a folder allows.
+    """Return the share of the usual sizes that the volume of a folder allows, at most 1.
 
-    Half of a small volume is left for the state.
+    Half of a small volume is left for the state files. Raises OSError.
     """
     volume = os.statvfs(folder)
     return min(1.0, volume.f_blocks * volume.f_frsize / ROOMY_BYTES)
 
 
 def _make_room(incidents: Path, newest: Path) -> None:
-    """Delete the incidents that came soonest after another: of repeated exits the first stay."""
+    """Delete incidents until there are at most MOST_INCIDENTS; `newest` is never deleted.
+
+    The one that came soonest after another is deleted first, so that the first exits of a crash
+    loop stay.
+    """
     starts_seconds = {file: parse_start(file) or 0.0 for file in list_incidents(incidents)}
     while len(starts_seconds) > MOST_INCIDENTS:
         gaps = [
@@ -186,9 +197,9 @@ def _make_room(incidents: Path, newest: Path) -> None:
 
 
 def _read_lines(folder: Path) -> Iterator[bytes]:
-    """Yield the lines of the record, the older file first.
+    """Yield the lines of the record, those of the older file first; raises OSError.
 
-    Of any other content it yields parts of bounded length. No pipe or device is opened.
+    A line that is too long is yielded in parts. A pipe or device in the place of a file is skipped.
     """
     for file in (folder / f"{FLIGHT}.1", folder / FLIGHT):
         if file.is_file():
@@ -197,9 +208,10 @@ def _read_lines(folder: Path) -> Iterator[bytes]:
 
 
 def _select_samples(lines: Iterable[bytes], seconds: float, max_bytes: int) -> Iterable[bytes]:
-    """Return the samples from INCIDENT_LEAD_SECONDS before a time on, thinned out.
+    """Return the lines of the samples from INCIDENT_LEAD_SECONDS before a time on.
 
-    Where they take more than `max_bytes`, the oldest are left out.
+    Of the samples before the last DENSE_SECONDS, one is taken for each SPARSE_SECONDS. Where all
+    take more than `max_bytes`, the oldest are left out.
     """
     samples: deque[bytes] = deque()
     samples_bytes = 0
@@ -221,7 +233,7 @@ def _select_samples(lines: Iterable[bytes], seconds: float, max_bytes: int) -> I
 
 
 def _parse_sample_time(line: bytes) -> float | None:
-    """Return the time of a sample; None for any other line, and for one without an end."""
+    """Return the time of a sample; None for any other line, and for a line without its end."""
     match = _SAMPLE_TIME.match(line)
     if match is None or not line.endswith(b"\n"):
         return None

@@ -1,4 +1,4 @@
-"""The facts in the header of an incident, which a later reader cannot derive from its samples."""
+"""Read the facts in the header of an incident, which its samples do not show."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final, get_args, get_origin
@@ -16,19 +16,20 @@ from vllm_headroom.units import format_size
 from vllm_headroom.vocabulary import EndCause, ExitReason, IncidentKind, LeakState, Sureness
 
 Seconds = Annotated[float, Meta(ge=0, lt=YEAR_10000)]
-"""Since the epoch."""
+"""A time in seconds since the epoch."""
 
 Size = Annotated[int, Meta(ge=0, le=LARGEST)]
-"""In bytes."""
+"""A size in bytes."""
 
 MOST_SHOWN: Final = 100
-"""Our choice: of a longer list in a header, the newest entries are shown."""
+"""Our choice: how many of the newest entries of a list in a header are shown."""
 
 LEAK_RANKS: Final = {LeakState.GROWING: 1, LeakState.LEAKING: 2}
-"""Of two verdicts on a leak the one of higher rank counts; any other state has 0."""
+"""The rank of a verdict on a leak, 0 for any other state: of two verdicts the one with the higher
+rank counts."""
 
 PEAK_BEFORE_SECONDS: Final = 60.0
-"""The highest use in this time before the newest sample counts as its peak."""
+"""The highest use since this time before the newest sample counts as that sample's peak."""
 
 
 class EngineEvent(Struct, frozen=True, kw_only=True):
@@ -56,11 +57,13 @@ class GpuLeak(Struct, frozen=True, kw_only=True):
 
 
 class MemoryHolder(Struct, frozen=True, kw_only=True):
-    """A process that held memory of a GPU, which the driver may not size."""
+    """A process that held memory on a GPU."""
 
     uuid: str
+    """The UUID of the GPU."""
     pid: int
     used: Size | None = None
+    """None where the driver does not report it."""
 
 
 class TorchMemory(Struct, frozen=True, kw_only=True):
@@ -80,18 +83,18 @@ class ProbedMemory(Struct, frozen=True, kw_only=True):
 
 
 class MappingGrowth(Struct, frozen=True, kw_only=True):
-    """By how much a process's resident memory grew between two readings, by kind of mapping."""
+    """The growth of a process's resident memory between two readings, by kind of mapping."""
 
     pid: int
     role: str | None = None
     since: Seconds | None = None
     t: Seconds | None = None
     kinds: dict[str, Size] = field(default_factory=dict)
-    """In bytes."""
+    """The growth of each kind in bytes."""
 
 
 class LastInService(Struct, frozen=True, kw_only=True):
-    """What was known at the last sample in service."""
+    """The facts at the last sample in service."""
 
     verdicts: tuple[RecordedVerdict, ...] = ()
     leaks: tuple[GpuLeak, ...] = ()
@@ -99,7 +102,7 @@ class LastInService(Struct, frozen=True, kw_only=True):
     probe: tuple[ProbedMemory, ...] = ()
     mappings: tuple[MappingGrowth, ...] = ()
     used: dict[str, tuple[tuple[Seconds, Size], ...]] = field(default_factory=dict)
-    """The time and the memory in use between samples, by UUID."""
+    """Times and the memory in use between samples, by the UUID of the GPU."""
 
 
 class Xid(Struct, frozen=True, kw_only=True):
@@ -111,7 +114,7 @@ class Xid(Struct, frozen=True, kw_only=True):
 
 
 class Oom(Struct, frozen=True, kw_only=True):
-    """An OutOfMemoryError of torch, by the probe, in bytes."""
+    """An OutOfMemoryError of torch, recorded by the probe; sizes are None where unknown."""
 
     uuid: str | None = None
     asked: Size | None = None
@@ -133,16 +136,17 @@ class Oom(Struct, frozen=True, kw_only=True):
 
 
 def find_decisive(events: Sequence[EngineEvent]) -> EngineEvent:
-    """Return the event that an incident is judged by.
+    """Return the event by which the cause of an incident is judged; there must be one event.
 
-    That is the first, or the exit for memory that followed it at once.
+    That is the first event. If an exit for lack of memory follows within SAME_END_SECONDS, it is
+    that exit.
     """
     earliest = events[0]
     exits = [event for event in events if event.what is IncidentKind.ENDED]
     if not exits:
         return earliest
     seconds_between = exits[0].t - earliest.t
-    # A server answers for seconds without its core, which a tick may have seen as a stall.
+    # A server answers for seconds after its core has exited, which a tick may take for a stall.
     is_same_end = 0 <= seconds_between <= SAME_END_SECONDS
     if is_same_end and exits[0].reason in MEMORY_REASONS:
         return exits[0]
@@ -150,10 +154,10 @@ def find_decisive(events: Sequence[EngineEvent]) -> EngineEvent:
 
 
 class Incident(EngineEvent, frozen=True, kw_only=True):
-    """The facts of an incident: its decisive event with the cause, and what was known.
+    """The facts of an incident: its decisive event, the cause, and the facts before it.
 
-    The fields are the schema of the header. One that is missing or does not fit is empty: other
-    versions may write more, or less.
+    The fields are the schema of the header. A field that is missing in the header, or has another
+    type there, has its default: other versions may write more fields, or fewer.
     """
 
     version: str | None = None
@@ -168,12 +172,15 @@ class Incident(EngineEvent, frozen=True, kw_only=True):
 
 
 def read_incident(header: Mapping[str, Any]) -> Incident | None:
-    """Return the facts of an incident without what does not fit; None without a time and a kind."""
+    """Return the facts of an incident; None where its time or kind is missing.
+
+    Values that do not fit the schema are left out.
+    """
     return _fit_struct(header, Incident)  # type: ignore[no-any-return]
 
 
 def _fit(value: object, kind: Any) -> Any:  # noqa: ANN401 - a type of the schema, and a value of it
-    """Return the part of a value that fits its type; None where nothing does."""
+    """Return the part of a value that fits its type; None where no part fits."""
     if isinstance(kind, type) and issubclass(kind, Struct):
         return _fit_struct(value, kind)
     inner_kinds = get_args(kind)
@@ -188,7 +195,8 @@ def _fit(value: object, kind: Any) -> Any:  # noqa: ANN401 - a type of the schem
 
 
 def _fit_struct(value: object, kind: type[Struct]) -> Any:  # noqa: ANN401 - a value of the kind
-    # What is no struct at all still gives one, where none of its fields is needed.
+    """Return a struct with the fields that fit; None where a field without a default does not."""
+    # A value that is no object counts as an empty one: all fields have their defaults then.
     document = value if isinstance(value, Mapping) else {}
     fields = {}
     for column in msgspec.structs.fields(kind):
@@ -198,11 +206,12 @@ def _fit_struct(value: object, kind: type[Struct]) -> Any:  # noqa: ANN401 - a v
                 fields[column.name] = fitting
     try:
         return kind(**fields)
-    except TypeError:  # a field that it needs is missing
+    except TypeError:  # a field without a default is missing
         return None
 
 
 def _fit_items(value: object, kind: Any) -> tuple[Any, ...]:  # noqa: ANN401 - a type of the schema
+    """Return the items of a list that fit; empty for any other value."""
     if not isinstance(value, list):
         return ()
     fitting_items = (_fit(item, kind) for item in value)
@@ -210,6 +219,7 @@ def _fit_items(value: object, kind: Any) -> tuple[Any, ...]:  # noqa: ANN401 - a
 
 
 def _fit_values(value: object, kind: Any) -> dict[str, Any]:  # noqa: ANN401 - a type of the schema
+    """Return the entries of an object whose values fit; empty for any other value."""
     if not isinstance(value, dict):
         return {}
     fitting_values = {name: _fit(item, kind) for name, item in value.items()}
@@ -217,14 +227,15 @@ def _fit_values(value: object, kind: Any) -> dict[str, Any]:  # noqa: ANN401 - a
 
 
 def format_amount(n_bytes: int | None) -> str:
-    """Format an amount of memory, which the driver may not report."""
+    """Format an amount of memory; None is an amount that is not known."""
     return "an amount not known" if n_bytes is None else format_size(n_bytes)
 
 
 def add_evidence(end: Ending, incident: Incident) -> Ending:
-    """Return the end with what its incident has beside the samples.
+    """Return the end with the facts of its incident that the samples do not show.
 
-    That is peaks, leaks, XIDs and failed allocations.
+    They are peaks between samples, verdicts on leaks, XIDs, failed allocations, and GPUs that could
+    not be read.
     """
     hung_seconds = end.hung_seconds
     if hung_seconds is not None:
@@ -243,7 +254,7 @@ def add_evidence(end: Ending, incident: Incident) -> Ending:
 
 
 def _add_gpu_evidence(gpu: GpuAtEnd, context: LastInService) -> GpuAtEnd:
-    """Return the GPU with the peak between its last samples and the surer verdict on a leak."""
+    """Return the GPU with the peak after its last samples, and the surer of two leak verdicts."""
     peak_begin_seconds = gpu.newest_seconds - PEAK_BEFORE_SECONDS
     late_bytes = [
         used_bytes
@@ -251,7 +262,7 @@ def _add_gpu_evidence(gpu: GpuAtEnd, context: LastInService) -> GpuAtEnd:
         if at_seconds >= peak_begin_seconds
     ]
     gpu = gpu.raise_peak(max(late_bytes, default=0))
-    # This record alone may be too short for the detector's verdict.
+    # The samples may be too few for the detector: the daemon's verdict had a longer record.
     leaks = {leak.uuid: leak for leak in context.leaks}
     leak = leaks.get(gpu.uuid)
     if leak is None or LEAK_RANKS.get(leak.state, 0) <= LEAK_RANKS.get(gpu.leak, 0):

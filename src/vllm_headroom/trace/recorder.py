@@ -15,19 +15,24 @@ from vllm_headroom.worker import Worker
 log = Log(__name__)
 
 WRITE_SECONDS: Final = 1.0
-"""A line takes microseconds; a volume that hangs delays one tick by this, and no later one."""
+"""How long a writing may take. A line takes microseconds. A volume that hangs delays one tick by
+this, and no later tick."""
 
 
 def make_folder(folder: Path) -> None:
-    """Create a folder of the daemon; raises OSError, also where a link is in its place."""
+    """Create a folder where it is missing; raises OSError, also where a link is in its place."""
     if folder.is_symlink():
         raise OSError(errno.ELOOP, "a link is in the place of the folder")
     folder.mkdir(parents=True, exist_ok=True)
 
 
 def replace_file(file: Path, unfinished: Path, content: Iterable[bytes]) -> None:
-    """Replace a file atomically and durably; raises OSError."""
-    unfinished.unlink(missing_ok=True)  # a killed process left it, or it is a link: never followed
+    """Replace a file atomically and durably; raises OSError.
+
+    The content is written to `unfinished`, which is then renamed.
+    """
+    # A killed process may have left the file. It may also be a link, which must not be followed.
+    unfinished.unlink(missing_ok=True)
     try:
         with unfinished.open("xb") as stream:
             stream.writelines(content)
@@ -41,7 +46,7 @@ def replace_file(file: Path, unfinished: Path, content: Iterable[bytes]) -> None
 class FileWriter:
     """Runs file operations on a thread, each for at most `seconds`.
 
-    `name` and `file` are what the log calls the file.
+    `name` and `file` name the file in the log.
     """
 
     def __init__(self, name: str, file: Path, seconds: float = WRITE_SECONDS) -> None:
@@ -53,7 +58,10 @@ class FileWriter:
         self._problem: str | None = None
 
     async def do(self, operation: Callable[[], None]) -> bool:
-        """Return whether the operation worked, and log when that changes."""
+        """Run the operation; return whether it succeeded, and log when that changes.
+
+        It fails by an OSError, a ValueError or a timeout; any other error is raised.
+        """
         previous_problem = self._problem
         _, self._problem = await self._worker.attempt(operation, self._seconds)
         if self._problem is not None and previous_problem is None:
@@ -64,11 +72,11 @@ class FileWriter:
 
 
 NOT_A_TRACE: Final = "the file is there and is no trace: move it away, or name another"
-"""What people read where a file cannot be continued."""
+"""The message where a file exists and cannot be continued as a trace."""
 
 
 class Recorder:
-    """Appends snapshots to `file`, which at `max_bytes` becomes `file`.1, and a new one begins."""
+    """Appends snapshots to `file`; at `max_bytes` it becomes `file`.1, and a new file begins."""
 
     def __init__(self, *, file: Path, max_bytes: int, seconds: float = WRITE_SECONDS) -> None:
         self._file = file
@@ -76,17 +84,18 @@ class Recorder:
         self._writer = FileWriter("trace", file, seconds)
 
     async def record(self, snapshot: Snapshot) -> None:
-        """Write one line."""
+        """Append one line for the snapshot; never raise: a failure is logged."""
         await self._writer.do(
             lambda: append(self._file, encode_line(build_record(snapshot)), self._max_bytes)
         )
 
 
 def append(file: Path, line: bytes, max_bytes: int) -> None:
-    """Append a line, after a header where the file is new.
+    """Append a line to a trace; write the header first where the file is new.
 
-    It opens the file for each line: the file may be moved or deleted at any time. Raises OSError,
-    and ValueError where the file is not a trace.
+    Where the file would exceed `max_bytes`, it becomes `file`.1 and the line begins another file.
+    The file is opened for each line, because it may be moved or deleted at any time. Raises
+    OSError, and ValueError where the file is not a trace.
     """
     with file.open("a+b") as stream:
         size_bytes = _cut_incomplete_line(stream)
@@ -101,9 +110,9 @@ def append(file: Path, line: bytes, max_bytes: int) -> None:
 
 
 def _cut_incomplete_line(stream: BinaryIO) -> int:
-    """Cut off the last line if it has no end, and return the size of the trace, 0 for a new one.
+    """Cut off the last line if its end is missing; return the size of the trace, 0 for a new one.
 
-    Raises ValueError where it is not a trace.
+    A crash may have interrupted the writing. Raises ValueError where the file is not a trace.
     """
     size_bytes = stream.seek(0, os.SEEK_END)
     if size_bytes == 0:
@@ -117,16 +126,17 @@ def _cut_incomplete_line(stream: BinaryIO) -> int:
     stream.seek(size_bytes - 1)
     if stream.read() == b"\n":
         return size_bytes
-    # a crash of the machine has cut the last line: no line is longer than what is read here
+    # The end of the last line is missing. No line is longer than the part that is read here.
     tail_start = stream.seek(max(0, size_bytes - LONGEST_LINE_BYTES))
     end = tail_start + stream.read().rfind(b"\n") + 1
     return stream.truncate(end)
 
 
 def is_trace_start(first_line: bytes) -> bool:
-    """Return whether a trace with this first line may be continued.
+    """Return whether a file with this first line is a trace that may be continued.
 
-    An incident may not. A part of the header may: its writing was interrupted.
+    True also for the beginning of the header alone, whose writing was interrupted. False for an
+    incident, whose header has more.
     """
     if encode_line(HEADER).startswith(first_line):
         return True
