@@ -70,9 +70,13 @@ COLLAPSE_GAP_SECONDS: Final = 900.0
 """Our choice: collapses this far apart are two troubles. A round of 18 requests of 80,800 tokens
 took 200 s (discuss.vllm.ai, 2608)."""
 
-FEWEST_COLLAPSES: Final = 2
-"""Our choice: one is an accident, and the second shows that the requests come back and fill the
-cache again."""
+SHORTEST_THRASH_SECONDS: Final = 120.0
+"""Our choice: one collapse is an accident, and so are several within moments. One that comes
+minutes later shows that the requests fill the cache again."""
+
+
+FEWEST_RIVALS: Final = 2
+"""Requests that can take the cache from each other; one alone is never preempted."""
 
 
 class StepCounts(Struct, frozen=True, kw_only=True):
@@ -94,14 +98,14 @@ class CollapseHistory:
         self._newest_seconds = 0.0
         # Requests that finished since the newest collapse.
         self._finished = 0.0
-        self._now: ThrashFacts | None = None
+        self._current: ThrashFacts | None = None
         self._worst: ThrashFacts | None = None
 
     @property
     def worst(self) -> ThrashFacts | None:
-        """The longest row of collapses; None where there were fewer than FEWEST_COLLAPSES."""
+        """The longest row of collapses; None where it lasted less than SHORTEST_THRASH_SECONDS."""
         worst = self._worst
-        if worst is None or worst.times < FEWEST_COLLAPSES:
+        if worst is None or worst.seconds < SHORTEST_THRASH_SECONDS:
             return None
         return worst
 
@@ -118,17 +122,19 @@ class CollapseHistory:
         self._previous_reading = reading
         self._finished += counts.finished
         if previous_reading is None or has_restarted:
-            self._now = None
+            self._current = None
             return
         returned = _count_returned(previous_reading, reading, counts)
         if returned is not None:
             self._add_collapse(previous_reading, returned, now_seconds)
 
-    def _add_collapse(self, before: EngineReading, returned: float, now_seconds: float) -> None:
-        tokens = count_tokens_per_request(before)
-        running = before.running or 0.0
+    def _add_collapse(
+        self, previous_reading: EngineReading, returned: float, now_seconds: float
+    ) -> None:
+        tokens = count_tokens_per_request(previous_reading)
+        running = previous_reading.running or 0.0
         passed_seconds = now_seconds - self._newest_seconds
-        thrash = self._now
+        thrash = self._current
         if thrash is None or passed_seconds > COLLAPSE_GAP_SECONDS:
             thrash = ThrashFacts(
                 times=1,
@@ -148,31 +154,31 @@ class CollapseHistory:
                 running=min(running, thrash.running),
                 tokens=_find_higher(thrash.tokens, tokens),
             )
-        self._now = thrash
+        self._current = thrash
         self._newest_seconds = now_seconds
         self._finished = 0.0
-        if self._worst is None or thrash.times >= self._worst.times:
+        if self._worst is None or thrash.seconds >= self._worst.seconds:
             self._worst = thrash
 
 
 def _count_returned(
-    before: EngineReading, reading: EngineReading, counts: StepCounts
+    previous_reading: EngineReading, reading: EngineReading, counts: StepCounts
 ) -> float | None:
-    """Return how many requests a full cache sent back to the queue since the sample before.
+    """Return how many requests a full cache sent back to the queue since the previous sample.
 
     None where it was not full, or fewer than COLLAPSE_RATIO of those that ran.
     """
-    running = before.running
-    used_ratio = max(before.kv_used_ratio or 0.0, reading.kv_used_ratio or 0.0)
+    running = previous_reading.running
+    used_ratio = max(previous_reading.kv_used_ratio or 0.0, reading.kv_used_ratio or 0.0)
     # The cache may have been full between the two samples only.
-    if running is None or running < 2 or used_ratio < ROOMY_RATIO:  # noqa: PLR2004 - one has no rival
+    if running is None or running < FEWEST_RIVALS or used_ratio < ROOMY_RATIO:
         return None
     returned = counts.preemptions
-    if None not in (reading.running, before.waiting, reading.waiting):
+    if None not in (reading.running, previous_reading.waiting, reading.waiting):
         # A batch that finishes makes place for one that waits: its requests did not go back.
-        gone = running - (reading.running or 0.0) - counts.finished
-        queued = (reading.waiting or 0.0) - (before.waiting or 0.0)
-        returned = max(returned, min(gone, queued))
+        stopped_requests = running - (reading.running or 0.0) - counts.finished
+        queued_requests = (reading.waiting or 0.0) - (previous_reading.waiting or 0.0)
+        returned = max(returned, min(stopped_requests, queued_requests))
     return returned if returned >= COLLAPSE_RATIO * running else None
 
 

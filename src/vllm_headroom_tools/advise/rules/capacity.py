@@ -235,8 +235,8 @@ def find_full_cache(facts: Facts) -> Advice | None:
     """Judge a KV cache that preempts.
 
     Looks at: preemptions for each finished request while the cache was full.
-    Applies: from HURTING_PREEMPTIONS on, in a trace after LASTING_SECONDS, or after the second time
-    in a row that most running requests went back to the queue, which takes minutes.
+    Applies: from HURTING_PREEMPTIONS on, in a trace after LASTING_SECONDS, or after some
+    minutes in which most running requests went back to the queue again and again.
     Proposes: spare memory for the cache first, which costs least. Then what fits the cause: more
     GPUs where the cache is too small for any load, shorter requests where they are longer than
     usual, else fewer requests at once.

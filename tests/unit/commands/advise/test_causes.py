@@ -427,6 +427,17 @@ def test_batches_that_finish_with_a_full_cache_do_not_thrash() -> None:
     assert judge(traces.facts(batches())).advice == ()
 
 
+def test_a_burst_that_collapses_twice_within_half_a_minute_is_no_thrashing() -> None:
+    def burst() -> Iterator[traces.Record]:
+        for step in traces.steps(2):
+            known = {"running": 80, "kv_used_ratio": 0.4}
+            if 100 <= step < 102:
+                known = {"running": 200, "kv_used_ratio": 1.0}
+            yield traces.sample(step, preemptions_total=min(2, max(0, step - 100)) * 150, **known)
+
+    assert judge(traces.facts(burst())).advice == ()
+
+
 def test_one_collapse_or_a_restart_is_no_thrashing() -> None:
     once = list(islice(traces.thrashing(), traces.THRASHING_STEP + 9))
     assert judge(traces.facts(once)).advice == ()
