@@ -5,7 +5,7 @@ from typing import Final
 
 from msgspec import Struct
 
-from vllm_headroom.model import Device, Ending, HostMemory, Leftover
+from vllm_headroom.model import BudgetExcess, Device, Ending, HostMemory, Leftover
 from vllm_headroom.units import GIB, MIB
 from vllm_headroom.vocabulary import LeakState
 from vllm_headroom_tools.advise.settings import EngineArgs
@@ -174,6 +174,8 @@ class GpuFacts(Device, frozen=True, kw_only=True):
     # The memory of others, as `measure_others` returns it; None where it was never known.
     others_memory: Extent | None = None
     spells: tuple[Spell, ...] = ()
+    # By how much the engine was over its budget when it last served.
+    excess: BudgetExcess | None = None
     # Processes that an exited engine left over.
     leftovers: tuple[Leftover, ...] = ()
     # The most requests that ran while LOW_BYTES or more were left.

@@ -20,6 +20,7 @@ class Cause(StrEnum):
     ANOTHER_TENANT = "another_tenant"
     START_UP = "start_up"
     MODEL_DOES_NOT_FIT = "model_does_not_fit"
+    OVER_BUDGET = "over_budget"
     CONFIGURATION_OVERSHOOT = "configuration_overshoot"
     CHRONIC = "chronic"
     UNUSED_MEMORY = "unused_memory"

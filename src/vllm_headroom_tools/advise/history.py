@@ -10,7 +10,7 @@ from vllm_headroom.derive.kv_cache import count_tokens_per_request
 from vllm_headroom.derive.pages import count_running, is_page_awake, list_named
 from vllm_headroom.derive.series import label_engine
 from vllm_headroom.derive.verdicts import LOW_BYTES
-from vllm_headroom.model import EnginePage, EngineReading, Failure, Gpu, Snapshot
+from vllm_headroom.model import BudgetExcess, EnginePage, EngineReading, Failure, Gpu, Snapshot
 from vllm_headroom.vocabulary import IncidentKind, LeakState
 from vllm_headroom_tools.advise.facts import (
     FULL_RATIO,
@@ -426,6 +426,10 @@ class GpuHistory:
             room_without_others_bytes = room_bytes + (others_bytes or 0.0)
             self._step_room(room_without_others_bytes, now_seconds, seconds, running)
 
+    def set_excess(self, excess: BudgetExcess | None) -> None:
+        """Set by how much the engine is over its budget; None where it is not."""
+        self._facts = replace(self._facts, excess=excess)
+
     def build_facts(self, leak: Leak) -> GpuFacts:
         """Return the facts, including an open spell."""
         return replace(self._add_open_spell(has_engine_exited=False), leak=leak)
@@ -565,6 +569,8 @@ class TraceHistory:
             if uuid not in self._gpus:
                 self._gpus[uuid] = GpuHistory(gpu.reading.index, uuid, self._now_seconds)
             self._gpus[uuid].step(gpu, self._now_seconds, seconds, running, is_serving=is_serving)
+            if status is not None and snapshot.page is not None and is_serving:
+                self._gpus[uuid].set_excess(dict(status.excesses).get(uuid))
 
     def build_facts(self, settings: EngineArgs) -> Facts:
         """Return the facts of an engine with these settings.

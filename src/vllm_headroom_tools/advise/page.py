@@ -11,13 +11,14 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from vllm_headroom import catalog
 from vllm_headroom.derive.host_memory import HOST_FACTS
+from vllm_headroom.derive.life.budget import USUAL_PEAK_RATIO
 from vllm_headroom.derive.sums import sum_known
-from vllm_headroom.derive.verdicts import LOW_BYTES
+from vllm_headroom.derive.verdicts import LOW_BYTES, OVER_BUDGET_SECONDS
 from vllm_headroom.inputs import redact_url
-from vllm_headroom.model import INPUTS, Failure, HostMemory, Metric, Sample, Values
+from vllm_headroom.model import INPUTS, BudgetExcess, Failure, HostMemory, Metric, Sample, Values
 from vllm_headroom.scrape.http.failures import strip_advice
 from vllm_headroom.scrape.http.reader import PageReader
-from vllm_headroom.vocabulary import LeakLocation, LeakState
+from vllm_headroom.vocabulary import LeakLocation, LeakState, Situation
 from vllm_headroom_tools.advise.facts import (
     FULL_RATIO,
     PEAK_BYTES,
@@ -186,7 +187,28 @@ def _read_gpu(page: Values, gpu: tuple[str, str], running: float | None) -> GpuF
         least_room_bytes=max(0.0, usable_bytes - peak_bytes),
         others_memory=others_memory,
         spells=_judge_room(room_bytes, room_at_peak_bytes, running),
+        excess=_read_excess(page, gpu, total_bytes),
     )
+
+
+def _read_excess(page: Values, gpu: tuple[str, str], total_bytes: float) -> BudgetExcess | None:
+    """Return by how much the engine is over its budget, where that is the page's situation."""
+    if not page.value(catalog.SITUATION, Situation.OVER_BUDGET):
+        return None
+    for basis in ("budget", "configured"):
+        budget_bytes = page.value(catalog.MEMORY_REPORTED, *gpu, basis)
+        excess_bytes = page.value(catalog.MEMORY_DISCREPANCY, *gpu, basis)
+        if budget_bytes and excess_bytes is not None and excess_bytes > 0:
+            return BudgetExcess(
+                budget_bytes=int(budget_bytes),
+                excess_bytes=int(excess_bytes),
+                first_excess_bytes=int(excess_bytes),
+                total_bytes=int(total_bytes),
+                seconds=OVER_BUDGET_SECONDS,
+                is_from_start=True,
+                needed_bytes=int(USUAL_PEAK_RATIO * total_bytes),
+            )
+    return None
 
 
 def _judge_room(

@@ -40,6 +40,8 @@ them."""
 WITHOUT_A_LEAK: Final[tuple[Rule, ...]] = (
     starts.find_crash,
     starts.find_host_shortage,
+    leaks.find_straight_growth,
+    leaks.find_over_budget,
     *(partial(leaks.find_shortage, kind=kind) for kind in Shortage),
     capacity.find_full_cache,
     capacity.find_unused_memory,

@@ -284,6 +284,14 @@ def _fit_leak(end: Ending) -> Fit | None:
     return Fit(Sureness.POSSIBLE, sentence, (doubt,))
 
 
+def find_straight_growth(end: Ending) -> GpuAtEnd | None:
+    """Return the GPU that growth in a straight line filled; None where nothing did so."""
+    gpu = end.full_gpu
+    if gpu is None or is_over_budget(end) or not _has_grown_straight(gpu):
+        return None
+    return gpu
+
+
 def _describe_straight_growth(gpu: GpuAtEnd, growth: StraightGrowth) -> str:
     rate = f"{format_size(growth.bytes_per_second)} a second"
     duration = format_duration(growth.seconds)

@@ -7,7 +7,10 @@ from typing import Final
 from msgspec import Struct
 
 from vllm_headroom.derive.leak.inside import PLACES
-from vllm_headroom.derive.verdicts import LOW_BYTES, STRANDED_RATIO
+from vllm_headroom.derive.life import causes
+from vllm_headroom.derive.life.causes import is_over_budget
+from vllm_headroom.derive.verdicts import LOW_BYTES, OVER_BUDGET_SECONDS, STRANDED_RATIO
+from vllm_headroom.model import BudgetExcess
 from vllm_headroom.units import format_duration, format_instant, format_size
 from vllm_headroom.vocabulary import LeakLocation, LeakState
 from vllm_headroom_tools.advise.facts import (
@@ -32,7 +35,7 @@ from vllm_headroom_tools.advise.finding import (
     lower_option,
     name_engine,
 )
-from vllm_headroom_tools.advise.rules.capacity import take_less
+from vllm_headroom_tools.advise.rules.capacity import change_share, take_less
 from vllm_headroom_tools.advise.settings import Flag
 from vllm_headroom_tools.history import Moment
 from vllm_headroom_tools.versions import FAULTS
@@ -104,6 +107,37 @@ def find_gpu_leak(facts: Facts) -> Advice | None:
         ),
         remark=f"No option {effect}: a smaller share for vLLM only delays the next restart.",
     )
+
+
+def find_straight_growth(facts: Facts) -> Advice | None:
+    """Judge growth that filled a GPU in minutes, too fast for the leak detector.
+
+    Looks at: the exits before which memory grew in a straight line under a level load.
+    Applies: where there is one, and the detector raised no alarm.
+    Proposes: a fix of the growth. No option of vLLM stops a leak.
+    """
+    gpus = [causes.find_straight_growth(end) for end in facts.ends]
+    for gpu in reversed(gpus):
+        if gpu is not None and gpu.straight_growth is not None:
+            growth = gpu.straight_growth
+            duration = format_duration(growth.seconds)
+            return Advice(
+                cause=Cause.GPU_LEAK,
+                summary=f"The engine grew until {gpu.display_name} was full, under a level load.",
+                evidence=list_evidence(
+                    (
+                        "bytes_per_second",
+                        growth.bytes_per_second,
+                        f"{{}} per second in a straight line, for {duration}",
+                    ),
+                    ("exits", sum(1 for gpu in gpus if gpu is not None), "exits after such: {}"),
+                ),
+                changes=(Change(text=CHANGE_VERSION, cost=UPGRADE_COST),),
+                remark=(
+                    "No option fixes a leak: a smaller share for vLLM only delays the next exit."
+                ),
+            )
+    return None
 
 
 def find_host_leak(facts: Facts) -> Advice | None:
@@ -304,6 +338,70 @@ BURST_REMARK: Final = (
 )
 
 
+def find_over_budget(facts: Facts) -> Advice | None:
+    """Judge an engine that held more than its budget from its first traffic on.
+
+    Looks at: what it held at rest beyond its budget, what that left, and the exits that this
+    explains.
+    Applies: after OVER_BUDGET_SECONDS with little left, as the sidecar's verdict, or after an exit.
+    Proposes: a share for vLLM that is smaller by the excess.
+    """
+    gpus = _list_over_budget(facts)
+    if not gpus:
+        return None
+    gpu, excess = max(gpus, key=lambda pair: pair[1].excess_bytes)
+    exits = sum(1 for end in facts.ends if is_over_budget(end))
+    size = format_size(excess.excess_bytes)
+    lower_share = change_share(
+        facts,
+        excess.total_bytes,
+        -excess.excess_bytes,
+        f"gives back the {size} that the engine holds beyond its budget",
+        "the KV cache of each GPU shrinks by as much; a restart",
+    )
+    duration = format_duration(excess.seconds)
+    lasted = f", for {duration}" if facts.origin is Origin.TRACE else ""
+    room_bytes = max(0.0, (gpu.usable_bytes or 0.0) - excess.budget_bytes - excess.excess_bytes)
+    return Advice(
+        cause=Cause.OVER_BUDGET,
+        summary=f"The engine holds more of {gpu.display_name} than its budget, from the start.",
+        evidence=list_evidence(
+            (
+                "excess_bytes",
+                excess.excess_bytes,
+                f"{{}} ({100 * excess.ratio:.1f} %) more than its budget{lasted}",
+            ),
+            ("room_bytes", room_bytes, "that leaves {} between bursts"),
+            ("needed_bytes", excess.needed_bytes, "a burst takes {}"),
+            ("over_budget_exits", exits or None, "exits that this explains: {}"),
+        ),
+        changes=drop_none(lower_share),
+        remark=(
+            "Another start or another replica holds as much: its configuration does not fit this"
+            " GPU."
+        ),
+    )
+
+
+def _list_over_budget(facts: Facts) -> list[tuple[GpuFacts, BudgetExcess]]:
+    """Return the GPUs on which the engine was over its budget, with little left or to an exit."""
+    fatal_uuids = set()
+    for end in facts.ends:
+        fatal_gpu = causes.find_over_budget(end) if is_over_budget(end) else None
+        if fatal_gpu is not None:
+            fatal_uuids.add(fatal_gpu.uuid)
+    gpus = []
+    for gpu in facts.gpus:
+        excess = gpu.excess
+        if excess is None or gpu.usable_bytes is None or not excess.is_from_start:
+            continue
+        room_bytes = gpu.usable_bytes - excess.budget_bytes - excess.excess_bytes
+        is_lasting = excess.seconds >= OVER_BUDGET_SECONDS
+        if gpu.uuid in fatal_uuids or (is_lasting and room_bytes < excess.tight_bytes):
+            gpus.append((gpu, excess))
+    return gpus
+
+
 def find_shortage(facts: Facts, kind: Shortage) -> Advice | None:
     """Judge times with less than LOW_BYTES of a GPU left, without a leak.
 
@@ -312,7 +410,13 @@ def find_shortage(facts: Facts, kind: Shortage) -> Advice | None:
     Proposes: a smaller share for vLLM, with AIM_BYTES left at the worst of them. Before that, for
     bursts, what makes them smaller, in the order of the runbook HeadroomGpuMemoryPeak.
     """
-    spells = [(gpu, spell) for gpu in facts.gpus for spell in gpu.spells if spell.kind is kind]
+    explained_uuids = _list_explained(facts, kind)
+    spells = [
+        (gpu, spell)
+        for gpu in facts.gpus
+        for spell in gpu.spells
+        if spell.kind is kind and gpu.uuid not in explained_uuids
+    ]
     if not spells:
         return None
     gpu, worst_spell = min(spells, key=lambda pair: pair[1].lowest_room_bytes)
@@ -338,6 +442,17 @@ def find_shortage(facts: Facts, kind: Shortage) -> Advice | None:
         changes=changes,
         remark=remark,
     )
+
+
+def _list_explained(facts: Facts, kind: Shortage) -> set[str]:
+    """Return the UUIDs of the GPUs whose shortages of a kind another rule explains."""
+    if kind is Shortage.LEVEL:
+        return {gpu.uuid for gpu, _ in _list_over_budget(facts)}
+    if kind is Shortage.RISEN:
+        return set()
+    fatal_gpus = [causes.find_straight_growth(end) for end in facts.ends]
+    fatal_gpus += [causes.find_over_budget(end) for end in facts.ends if is_over_budget(end)]
+    return {gpu.uuid for gpu in fatal_gpus if gpu is not None}
 
 
 def _list_shortage_evidence(

@@ -55,6 +55,8 @@ CAUSES: tuple[tuple[traces.Trace, Cause], ...] = (
     (traces.model_does_not_fit, Cause.MODEL_DOES_NOT_FIT),
     (traces.starts_without_nccl, Cause.START_UP),
     (traces.configuration_overshoot, Cause.CONFIGURATION_OVERSHOOT),
+    (traces.over_budget, Cause.OVER_BUDGET),
+    (traces.over_budget_twice_to_the_end, Cause.OVER_BUDGET),
     (traces.chronic, Cause.CHRONIC),
     (traces.burst, Cause.BURST),
     (traces.burst_that_ends_the_engine, Cause.BURST),
@@ -274,6 +276,22 @@ def test_a_tenant_that_leaves_little_is_not_the_engines_overshoot() -> None:
         return (traces.sample(step, other_mib=5_700 if step >= 400 else 0) for step in traces.steps(8))
 
     assert only(tight).cause is Cause.ANOTHER_TENANT
+
+
+def test_an_engine_over_its_budget_is_advised_the_share_that_gives_the_excess_back() -> None:
+    advice = only(traces.over_budget_twice_to_the_end, EngineArgs())
+
+    assert advice.summary == "The engine holds more of GPU 0 than its budget, from the start."
+    assert evidence(advice)["excess_bytes"] == pytest.approx(3_748 * traces.MIB, abs=traces.MIB)
+    assert evidence(advice)["over_budget_exits"] == 3
+    assert flags(advice) == [(Flag.GPU_MEMORY_UTILIZATION, 0.89)]
+
+
+def test_growth_that_fills_the_gpu_in_minutes_is_a_leak_without_an_option() -> None:
+    (advice,) = answer(traces.growth_in_minutes).advice
+
+    assert (advice.cause, flags(advice)) == (Cause.GPU_LEAK, [])
+    assert evidence(advice)["bytes_per_second"] == 32 * traces.MIB
 
 
 def test_180_mib_left_is_092_to_090() -> None:

@@ -81,6 +81,19 @@ def test_little_left_now_is_an_overshoot_with_a_value() -> None:
     assert [(change.flag, change.value) for change in advice.changes] == [(Flag.GPU_MEMORY_UTILIZATION, 0.9)]
 
 
+def test_a_page_that_says_over_budget_is_advised_the_share_that_gives_the_excess_back() -> None:
+    excess_mib = 79_700 - 0.92 * 81_559
+    over = {
+        line(catalog.SITUATION, {"situation": "over_budget"}): 1,
+        of_gpu(catalog.MEMORY_DISCREPANCY, basis="budget"): excess_mib * MIB,
+    }
+
+    (advice,) = answer(healthy(engine_mib=79_700) | over).advice
+
+    assert advice.cause is Cause.OVER_BUDGET
+    assert [(change.flag, change.value) for change in advice.changes] == [(Flag.GPU_MEMORY_UTILIZATION, 0.86)]
+
+
 def test_a_peak_of_the_last_minute_is_a_burst() -> None:
     assert causes(healthy(peak_mib=80_900)) == [Cause.BURST]
 

@@ -274,6 +274,33 @@ def configuration_overshoot() -> Iterator[Record]:
         yield sample(step, engine_mib=USABLE_MIB - 20 - 180)
 
 
+def over_budget() -> Iterator[Record]:
+    """From the first request on 3.66 GiB (4.9 %) more than 0.94 of the GPU, which leaves 567 MiB."""
+    for step in steps(8):
+        running = 70 + step % 20
+        yield sample(step, engine_mib=80_413, running=running, gpu_memory_utilization=0.94)
+
+
+def over_budget_twice_to_the_end() -> Iterator[Record]:
+    """The same, and at two samples with little left the engine is gone and comes back."""
+    for step in steps(8):
+        life = BEGAN + step // 320 * 320 * STEP
+        if step % 320 in {317, 318, 319}:
+            yield down(step)
+        else:
+            yield sample(step, life=life, engine_mib=80_413, running=80, gpu_memory_utilization=0.94)
+
+
+def growth_in_minutes() -> Iterator[Record]:
+    """Half an hour at a level, then 34 MB a second until the GPU is full and the engine gone."""
+    for step in steps(0.6):
+        grown_mib = max(0, step - 60) * 30 * 32
+        if grown_mib > USABLE_MIB - 20 - HEALTHY_MIB:
+            yield down(step)
+        else:
+            yield sample(step, engine_mib=HEALTHY_MIB + grown_mib)
+
+
 def chronic() -> Iterator[Record]:
     """High-water marks that come rarer and rarer leave 300 MiB."""
     for step in steps(8):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -91,3 +93,81 @@ def test_what_was_seen_from_its_birth_and_never_answered_had_not_served(
 
     assert said in out.splitlines()[0]
     assert ("its page had not answered yet" in out) == (age == 2.0)
+
+
+FREE_MIB = 3768
+"""3.68 GiB, with which 3.74 were refused (vllm-project/vllm#49182)."""
+
+
+def crash_with_little_free() -> scenes.Scene:
+    """Return a crash at work of an engine whose memory is flat."""
+    scene = scenes.Scene(cause=EndCause.BURST, header={"t": scenes.BEGAN + 980, "what": "ended"})
+    for turn in range(200):
+        alive = turn < 196
+        held = 80 * GIB - FREE_MIB * scenes.MIB if alive else 0
+        gpu = {"gpu": 0, "uuid": "GPU-a", "total": 80 * GIB, "used": held, "reserved": 0, "engine": held, "other": 0}
+        page = {"model_name": "m", "engine": "0", "running": 6, "waiting": 0, "finished_total": turn, "awake": True}
+        page |= {"started_at": scenes.BEGAN - 600, "generation_tokens_total": 600 * turn}
+        roles = ("api_server", "engine_core", "worker") if alive else ()
+        processes = [{"role": role, "rss": GIB, "started_at": scenes.BEGAN - 600} for role in roles]
+        engines = [page] if alive else None
+        scene.samples.append({"t": scenes.BEGAN + 5 * turn, "gpus": [gpu], "engines": engines, "processes": processes})
+    return scene
+
+
+def test_one_allocation_may_have_failed_with_gigabytes_free(run: Run, tmp_path: Path) -> None:
+    _, out, _ = run(write(tmp_path, crash_with_little_free()))
+
+    text = " ".join(out.split())
+    assert "Out of GPU memory in a burst, perhaps: 3.68 GiB were left on GPU 0, and one allocation may have" in text
+    assert "(possible)" in text
+    assert "look in vLLM's log for OutOfMemoryError with a size above 3.68 GiB" in text
+    assert "or A crash with 3.68 GiB free; whether an allocation needed more is not known. (possible)" in text
+    assert "Not GPU memory" not in text
+
+
+PROBED = {"before": {"probe": [{"pid": 12, "role": "worker", "devices": [{"uuid": "GPU-a", "allocated_bytes": 1}]}]}}
+
+
+@pytest.mark.parametrize(
+    ("witness", "said"),
+    [
+        pytest.param(PROBED, "Not GPU memory: the engine crashed with 3.68 GiB free. (likely)", id="probe"),
+        pytest.param(
+            {"xids": [{"t": scenes.BEGAN + 975, "uuid": "GPU-a", "xid": 79}]},
+            "Not GPU memory: the engine crashed with 3.68 GiB free. (sure)",
+            id="XID",
+        ),
+        pytest.param(
+            {**PROBED, "ooms": [{"uuid": "GPU-a", "asked": 3830 * scenes.MIB, "free": FREE_MIB * scenes.MIB}]},
+            "Out of GPU memory in a burst: an allocation of torch failed. (likely)",
+            id="OutOfMemoryError",
+        ),
+    ],
+)
+def test_only_a_witness_excludes_or_proves_a_failed_allocation(
+    run: Run, tmp_path: Path, witness: dict[str, Any], said: str
+) -> None:
+    scene = crash_with_little_free()
+    scene.header = {"t": scenes.BEGAN + 980, "what": "ended", "reason": "gone", **witness}
+
+    _, out, _ = run(write(tmp_path, scene))
+
+    assert said in " ".join(out.split())
+
+
+def test_an_exit_over_its_budget_has_the_option_as_the_first_step(run: Run, tmp_path: Path) -> None:
+    scene = crash_with_little_free()
+    for sample in scene.samples:
+        for gpu in sample["gpus"]:
+            gpu["used"] = gpu["engine"] = int(0.94 * 80 * GIB * 1.049) if sample["engines"] else 0
+        for engine in sample["engines"] or ():
+            engine["gpu_memory_utilization"] = 0.94
+
+    _, out, _ = run(write(tmp_path, scene))
+
+    text = " ".join(out.split())
+    assert "Over its budget from the start: the engine held 3.68 GiB (4.9 %) more than it on GPU 0" in text
+    assert re.search(r"counted as +over_budget", out)
+    assert "start it with --gpu-memory-utilization 0.89 in place of 0.94" in text
+    assert text.endswith("Situation over budget")

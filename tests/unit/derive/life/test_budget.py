@@ -74,6 +74,27 @@ def test_a_healthy_engine_is_not_over_its_budget(held_gib: float, page: dict[str
     assert excess_of(status) is None
 
 
+@pytest.mark.parametrize(
+    ("card_gib", "share", "outside_gib"),
+    [
+        pytest.param(79.65, 0.92, 2.6, id="an H100"),
+        pytest.param(79.65, 0.92, 4.1, id="an H100 in a busy hour"),
+        pytest.param(9.75, 0.92, 0.62, id="a slice of 10 GB"),
+        pytest.param(11.75, 0.92, 0.68, id="a slice of 12 GB"),
+        pytest.param(22.5, 0.95, 0.85, id="an L4"),
+    ],
+)
+def test_what_healthy_engines_hold_outside_of_their_budgets_leaves_enough(
+    card_gib: float, share: float, outside_gib: float
+) -> None:
+    watch = Watch()
+    held = int((card_gib * share + outside_gib) * GIB)
+    healthy = gpu(uuid="GPU-a", total=int(card_gib * GIB), used=held, engine=held, other=0, used_peak_bytes=held)
+    excess = excess_of(at_work(watch, 10, 0, gpus=(healthy,), gpu_memory_utilization_ratio=share))
+
+    assert excess is None or card_gib * (1 - share) - outside_gib > excess.tight_bytes / GIB
+
+
 def test_an_excess_that_grew_later_is_not_from_the_start() -> None:
     watch = Watch()
     at_work(watch, 20, BUDGET_GIB + 0.5)
