@@ -21,16 +21,16 @@ from vllm_headroom.parse.profiles import PROFILES
 from vllm_headroom.units import parse_size
 
 PREFIX: Final = "HEADROOM_"
-"""What the names of all our environment variables begin with."""
+"""The beginning of the names of all environment variables of the sidecar."""
 
 AUTO: Final = "auto"
-"""The value with which the daemon finds the engine's profile, or its GPUs, itself."""
+"""The value of a setting with which the daemon finds the engine's profile, or its GPUs, itself."""
 
 PROFILE_NAMES: Final = (AUTO, *(profile.name for profile in PROFILES))
 
 
 def from_text(parse: Callable[[str], object]) -> BeforeValidator:
-    """Return a validator that parses a text and leaves any other value, as a default, as it is."""
+    """Return a validator that parses a text; any other value, such as a default, is unchanged."""
 
     def validate(value: object) -> object:
         if isinstance(value, str):
@@ -41,7 +41,7 @@ def from_text(parse: Callable[[str], object]) -> BeforeValidator:
 
 
 def parse_mapping(text: str) -> object:
-    """Parse YAML, of which JSON is a part."""
+    """Parse YAML, which includes JSON; raise NotYamlError."""
     from vllm_headroom.yaml_file import parse_yaml  # noqa: PLC0415 - YAML costs 25 ms of the start
 
     return parse_yaml(text.encode(errors="replace"), as_text=True).document
@@ -74,7 +74,7 @@ class Display(NamedTuple):
     """What --help shows in place of the value."""
 
     accepts: str
-    """The values that are accepted, as the end of a sentence."""
+    """The accepted values, as the end of a sentence that begins with "accepts"."""
 
     default: str
 
@@ -88,7 +88,10 @@ def setting(
     shown_default: str = "",
     **limits: Any,  # noqa: ANN401 - as pydantic's Field
 ) -> Any:  # noqa: ANN401 - as pydantic's Field
-    """Declare a setting; `shown_default` is for a default that is no plain text."""
+    """Declare a setting with its help and its accepted values.
+
+    `shown_default` replaces the default in --help. `limits` are those of pydantic's Field.
+    """
     if not shown_default:
         shown_default = "none" if default is None else str(default)
     display = Display(metavar=metavar, accepts=accepts, default=shown_default)
@@ -123,7 +126,7 @@ def size(
     example: str = "",
     shown_default: str = "",
 ) -> Any:  # noqa: ANN401 - as pydantic's Field
-    """Declare a size; without a default, `example` is one that is accepted."""
+    """Declare a size; without a default, `example` is an accepted size for the help."""
     return setting(
         None if default is None else parse_size(default),
         description,
@@ -377,16 +380,16 @@ class Settings(BaseSettings):
         *_: Any,  # noqa: ANN401 - not ours to type
         **sources: Any,  # noqa: ANN401 - the same
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Take only the values that are passed.
+        """Have pydantic take only the values that are passed to the constructor.
 
-        `read_settings` reads the sources, because it validates each source by itself, also what
-        another source overrides.
+        `read_settings` reads the sources, because it validates each source separately, also values
+        that another source overrides.
         """
         return (sources["init_settings"],)
 
 
 def find_display(field: FieldInfo) -> Display:
-    """Return what `setting` was passed for --help and refusals."""
+    """Return how a field is shown in --help and refusals, as it was declared by `setting`."""
     extra = cast("dict[str, Display]", field.json_schema_extra)
     return extra["display"]
 

@@ -15,16 +15,16 @@ if TYPE_CHECKING:
     import httpx
 
 HOST_PORT_AND_PATH: Final = re.compile(r"[\w.-]+:\d+(?:/[\w./-]*)?", re.ASCII)
-"""What becomes a URL when http:// is put before it."""
+"""A text that would be a URL with http:// before it."""
 
 CLOSED_SET: Final = re.compile(r"[\w-]+(?:, [\w-]+)* or [\w-]+")
-"""The text on what is accepted, where that is one of a few names."""
+"""The text on accepted values where these are a few names, such as "off, dry-run or on"."""
 
 GPU: Final = re.compile(r"0|[1-9]\d*|(?:GPU|MIG)-[0-9A-Za-z/-]+", re.ASCII)
 """The index or the UUID of a GPU."""
 
 HEADER_NAME: Final = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
-"""RFC 9110, 5.1."""
+"""The name of a header (RFC 9110, 5.1)."""
 
 RESERVED_HEADERS: Final = frozenset(
     {
@@ -38,10 +38,10 @@ RESERVED_HEADERS: Final = frozenset(
         "transfer-encoding",
     }
 )
-"""What the sidecar sets itself, or what would change how its requests are framed."""
+"""Headers that the sidecar sets itself, or that would change how its requests are framed."""
 
 HEADER_VALUE: Final = re.compile(r"[\x21-\x7e](?:[\t\x20-\x7e]*[\x21-\x7e])?")
-"""RFC 9110, 5.5, without the bytes beyond ASCII whose meaning is not defined."""
+"""The value of a header (RFC 9110, 5.5), without bytes beyond ASCII, whose meaning is undefined."""
 
 HOST: Final = re.compile(r"[\w.-]*|[\dA-Fa-f]*:[\dA-Fa-f]*:[\dA-Fa-f:.]*(?:%[\w.-]+)?", re.ASCII)
 """A name, an IPv4 address, or an IPv6 address with its zone."""
@@ -51,11 +51,14 @@ WHOLE_NUMBER: Final = re.compile(r"\d{1,16}", re.ASCII)
 HIGHEST_PORT: Final = 65535
 
 MAX_SHOWN_CHARACTERS: Final = 80
-"""Our choice: a line shows this much of a refused value."""
+"""Our choice: how many characters of a refused value are shown."""
 
 
 def parse_http_url(text: str) -> httpx.URL:
-    """Parse an http or https URL; raise ValueError."""
+    """Parse an http or https URL; raise ValueError for anything else.
+
+    Raises RefusedError, which has the advice, where only http:// is missing.
+    """
     import httpx  # noqa: PLC0415 - it decides what it can fetch, but --help need not wait for it
 
     if HOST_PORT_AND_PATH.fullmatch(text):
@@ -106,9 +109,9 @@ def parse_whole_number(text: str) -> int:
 
 
 def parse_gpus(value: object) -> object:
-    """Parse a list or a text with commas: return `auto`, `all`, or a tuple of indices and UUIDs.
+    """Return `auto`, `all`, or a tuple of indices and UUIDs, from a list or a text with commas.
 
-    Raise ValueError.
+    Raises ValueError for anything else, such as an empty list or a wrong UUID.
     """
     if isinstance(value, str):
         if value.lower() in {"auto", "all"}:
@@ -140,11 +143,12 @@ def require_match(pattern: re.Pattern[str], text: str) -> str:
 
 
 def redact_url(url: str) -> str:
-    """Return a URL with stars for its user and password, and for its query.
+    """Return a URL with stars in place of user and password, and in place of its query.
 
-    It also redacts what is no URL but was meant as one. Everything before the last @ goes, so that
-    a password that was not percent-encoded goes as well. Where an @ follows a question mark, the
-    query may be part of the password, and everything after the scheme goes.
+    It accepts any text, also one that was meant as a URL and is none. The stars replace everything
+    before the last @, so that a password that was not percent-encoded is hidden as well. Where an @
+    follows a question mark, the question mark may be part of the password: then the stars replace
+    everything after the scheme.
     """
     address, question_mark, query = url.partition("?")
     if "@" in query:
@@ -162,14 +166,14 @@ def show_value(value: object) -> str:
 
 
 def show_url(value: object) -> str:
-    """Return a refused URL without user, password and query."""
+    """Return a refused URL without user, password and query; "no text" for any other value."""
     if not isinstance(value, str):
         return "no text"
     return show_value(redact_url(value))
 
 
 def split_closed_set(accepts: str) -> list[str]:
-    """Return the names that are accepted where they are a few, else an empty list."""
+    """Return the accepted names of a text such as "a, b or c"; empty for any other text."""
     if not CLOSED_SET.fullmatch(accepts):
         return []
     return re.split(", | or ", accepts)
@@ -182,7 +186,11 @@ def describe_refused(
     error: object = None,
     show: Callable[[object], str] = show_value,
 ) -> str:
-    """Return the line that refuses a value, with the reason or the accepted name nearest to it."""
+    """Return the line that refuses a value.
+
+    It has the reason of `error` if that is a RefusedError, else the accepted name that is spelt
+    most like the value, if any. `show` returns the value as it may be shown.
+    """
     similar_names = difflib.get_close_matches(str(value), split_closed_set(accepts), n=1)
     reason = ""
     if isinstance(error, RefusedError):
@@ -193,9 +201,9 @@ def describe_refused(
 
 
 def describe_unknown(name: str, names: Iterable[str], kind: str = "a setting") -> str:
-    """Return the line for a name that is none of `names`, with the nearest of them.
+    """Return the line that refuses a name that is none of `names`, with similar ones if any.
 
-    It does not show the value, which may be a secret under a wrong name.
+    The line does not show the value: it may be a secret under a wrong name.
     """
     similar_names = _find_similar(name, names)
     if not similar_names:
@@ -204,7 +212,10 @@ def describe_unknown(name: str, names: Iterable[str], kind: str = "a setting") -
 
 
 def _find_similar(name: str, names: Iterable[str]) -> list[str]:
-    """Return the shortest names that have every word of `name`, else the one spelt most like it."""
+    """Return the shortest of `names` that have every word of `name`.
+
+    Where none has, return the one that is spelt most like it; empty where none is similar.
+    """
     names_by_form = {_normalise(known_name): known_name for known_name in sorted(names)}
     form = _normalise(name.split(maxsplit=1)[0])
     words = set(form.split("_"))
@@ -218,4 +229,5 @@ def _find_similar(name: str, names: Iterable[str]) -> list[str]:
 
 
 def _normalise(name: str) -> str:
+    """Return a name as a setting's key, whichever way it is spelt: --gpus and HEADROOM_GPUS."""
     return name.lower().lstrip("-").removeprefix("headroom_").replace("-", "_")

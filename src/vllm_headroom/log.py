@@ -17,6 +17,6 @@ class Log(logging.LoggerAdapter[logging.Logger]):
     def process(
         self, msg: str, kwargs: MutableMapping[str, Any]
     ) -> tuple[str, MutableMapping[str, Any]]:
-        """Pass the fields on to the record."""
+        """Move the fields of an event to the attribute `fields` of its record."""
         error = kwargs.pop("exc_info", None)
         return msg, {"exc_info": error, "extra": {"fields": kwargs}}

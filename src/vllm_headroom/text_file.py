@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Final
 
 WAIT_SECONDS: Final = 5.0
-"""Time for the writer of a pipe, such as a shell's `<(command)`.
+"""How long the writer of a pipe, such as a shell's `<(command)`, may take.
 
-Without one, reading would block forever.
+A pipe without a writer would block forever.
 """
 
 CHUNK_BYTES: Final = 2**20
@@ -18,7 +18,10 @@ CHUNK_BYTES: Final = 2**20
 
 
 def read_file(path: Path, most_bytes: int) -> bytes:
-    """Return at most `most_bytes` of the file; raises OSError, also if a pipe stays empty."""
+    """Return the content of a file or pipe, at most its first `most_bytes`.
+
+    Raises OSError, also where a pipe does not end within WAIT_SECONDS.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     deadline_seconds = time.monotonic() + WAIT_SECONDS
     content = bytearray()

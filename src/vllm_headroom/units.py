@@ -1,7 +1,7 @@
 """Parsing and formatting of sizes, durations, shares and times.
 
-A size is bytes with a unit. A number without one is bytes too, and accepted from 1 MiB on: less
-is hardly meant for the memory of a GPU or a page, and `80` may mean 80 GiB.
+A size is a number with a unit of bytes. A number without a unit is bytes, and accepted from 1 MiB
+on: a smaller one is hardly meant for the memory of a GPU or a page, and `80` may mean 80 GiB.
 """
 
 import re
@@ -51,7 +51,7 @@ SIZE: Final = re.compile(r"(\d+|\d*\.\d+) ?([A-Za-z]*)", re.ASCII)
 """A number and its unit, which may be missing."""
 
 NUMBER: Final = r"\d{1,12}(?:\.\d{1,12})?"
-"""A number of a duration; more digits than these are hardly meant."""
+"""A number of a duration; a number with more digits is refused as a mistake."""
 
 DURATION_PART: Final = re.compile(rf"({NUMBER}) ?(ms|min|[smhdw])", re.ASCII)
 DURATION: Final = re.compile(rf"(?:{DURATION_PART.pattern})+|{NUMBER}", re.ASCII)
@@ -64,9 +64,9 @@ class RefusedError(ValueError):
 
 
 def parse_size(text: str) -> int:
-    """Parse a size such as `8MiB`, or a plausible number of bytes.
+    """Parse a size such as `8MiB`, or a number of bytes from 1 MiB on, into bytes.
 
-    Raise ValueError for anything else, RefusedError where the reason helps the operator.
+    Raises RefusedError for a smaller number without a unit, and ValueError for anything else.
     """
     size = SIZE.fullmatch(text)
     if size is None:
@@ -86,7 +86,8 @@ def parse_size(text: str) -> int:
 def parse_vllm_number(text: str) -> int:
     """Parse a whole number as vLLM does: 32k is 32,000 and 32K is 32,768.
 
-    This is human_readable_int of its options.
+    This is human_readable_int of vLLM's options. Raises ValueError, or InvalidOperation, for a text
+    that vLLM does not accept.
     """
     number = VLLM_NUMBER.fullmatch(text)
     if number is None:
@@ -137,7 +138,7 @@ def format_gib(n_bytes: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Format a duration in its two largest units."""
+    """Format a duration in its two largest units, such as "2 d 3 h", rounded to seconds."""
     days, seconds_of_day = divmod(round(abs(seconds)), round(DAY_SECONDS))
     hours, seconds_of_hour = divmod(seconds_of_day, round(HOUR_SECONDS))
     minutes, seconds_of_minute = divmod(seconds_of_hour, 60)

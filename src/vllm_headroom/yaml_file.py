@@ -11,16 +11,17 @@ import yaml
 from vllm_headroom.text_file import read_file
 
 MAX_FILE_BYTES: Final = 2**20
-"""A thousand users with their passwords take 100 kB; what has no end need not be held in memory."""
+"""The largest file that is read. A thousand users with their passwords take 100 kB; a file such as
+/dev/zero never ends."""
 
 NULL_TAG: Final = "tag:yaml.org,2002:null"
 
 
 class AliasRefuser(yaml.parser.Parser, yaml.composer.Composer):
-    """Refuses aliases: a few, nested, make gigabytes of 400 bytes."""
+    """Refuses aliases, because a few nested ones expand 400 bytes to gigabytes."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """Return the next node, as the base class does."""
+        """Return the next node as the base class does; raise ComposerError for an alias."""
         if self.check_event(yaml.AliasEvent):
             mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
             raise yaml.composer.ComposerError(
@@ -30,11 +31,11 @@ class AliasRefuser(yaml.parser.Parser, yaml.composer.Composer):
 
 
 class PlainLoader(AliasRefuser, yaml.SafeLoader):
-    """Reads values as YAML means them."""
+    """Gives values the types that YAML gives them."""
 
 
 class TextLoader(AliasRefuser, yaml.BaseLoader):
-    """Keeps every value but null as the text it is: `yes` is no number, and 1:30 is not 90."""
+    """Keeps every value but null as its text: `yes` does not become true, nor 1:30 become 90."""
 
 
 # PyYAML lists its patterns by the first character of a value; `~` is null in every YAML.
@@ -46,14 +47,16 @@ TextLoader.add_constructor(NULL_TAG, lambda *_: None)
 
 
 class YamlDocument(NamedTuple):
-    """What YAML contains, and the keys that one of its mappings has more than once."""
+    """The content of YAML."""
 
     document: object
+    """None for an empty text."""
     repeated_keys: tuple[str, ...]
+    """The keys that a mapping in it has more than once."""
 
 
 class NotYamlError(ValueError):
-    """A text is not YAML; `place` names the line, empty where it is unknown."""
+    """A text is not YAML, or has an alias; `place` names the line, "" where it is unknown."""
 
     def __init__(self, place: str, problem: str) -> None:
         self.place: Final = place
@@ -62,7 +65,10 @@ class NotYamlError(ValueError):
 
 
 def read_yaml(path: Path, *, as_text: bool = False) -> YamlDocument:
-    """Read a YAML file; raise OSError and NotYamlError."""
+    """Read a YAML file, see `parse_yaml`.
+
+    Raises OSError where it cannot be read or is too large, and NotYamlError.
+    """
     content = read_file(path, MAX_FILE_BYTES + 1)
     if len(content) > MAX_FILE_BYTES:
         raise OSError(EFBIG, strerror(EFBIG))
@@ -70,7 +76,10 @@ def read_yaml(path: Path, *, as_text: bool = False) -> YamlDocument:
 
 
 def parse_yaml(content: bytes, *, as_text: bool = False) -> YamlDocument:
-    """Parse YAML in UTF-8; with `as_text` every value but null stays a text; raise NotYamlError."""
+    """Parse YAML in UTF-8; with `as_text` every value but null stays a text.
+
+    Raises NotYamlError for anything else, for an alias, and for too deep a nesting.
+    """
     loader_class = TextLoader if as_text else PlainLoader
     try:
         loader = loader_class(content.decode())
@@ -88,7 +97,7 @@ def parse_yaml(content: bytes, *, as_text: bool = False) -> YamlDocument:
 
 
 def _find_repeated_keys(node: yaml.Node | None) -> Iterator[str]:
-    """Yield the keys that a mapping has more than once, once for each time."""
+    """Yield each key that its mapping has more than once, once for each occurrence."""
     if isinstance(node, yaml.MappingNode):
         keys = [key.value for key, _ in node.value if isinstance(key.value, str)]
         for key in keys:

@@ -15,38 +15,42 @@ HOLDERS = {
     "worker_main": "worker",
     "run_engine_core": "engine_core",
 }
-"""Functions of vLLM in which a process builds or keeps its worker or core, and the name of the
-variable."""
+"""Functions of vLLM that have the worker or the core of a process in a variable, and the variable's
+name."""
 
 LOOPS = {"worker_main", "run_engine_core"}
-"""The functions of HOLDERS that run as long as the process: reading their few variables keeps no
-tensor alive."""
+"""The functions of HOLDERS that run as long as the process. Reading their few variables from
+another thread keeps no tensor alive."""
 
 WORKER_CLASSES = {"WorkerWrapperBase", "WorkerProc", "WorkerBase"}
 CORE_CLASS = "EngineCore"
 FULL_ATTENTION_CLASS = "FullAttentionSpec"
-"""The class of layers in which every token keeps its place in the cache; windows release it."""
+"""The class of layers that keep every token of a request in the cache. Layers with a window release
+old tokens."""
 
 WAITING_QUEUES = ("waiting", "kv_holding_waiting", "skipped_waiting")
-"""The scheduler's queues; without the first, the number of waiting requests is unknown."""
+"""The scheduler's queues of waiting requests. Only newer versions have the second and third."""
 
 DIVIDING_SIZES = (
     "pipeline_parallel_size",
     "decode_context_parallel_size",
     "prefill_context_parallel_size",
 )
-"""Sizes of the kinds of parallelism with which a token's cache depends on the layer, the position
-or the rank."""
+"""The sizes of the kinds of parallelism in which a token's bytes differ by layer, position or
+rank."""
 
 MAX_BLOCKS = 100_000
-"""The most blocks of live requests that are counted, in about 10 ms."""
+"""How many blocks of live requests are counted at most: that takes about 10 ms."""
 
 AMOUNT_LIMIT = 1 << 63
-"""Our choice: a number from here on is no amount."""
+"""Our choice: a number is an amount only below this."""
 
 
 def read_own(owner: object, path: str) -> Any:  # noqa: ANN401 - any object of vLLM
-    """Return an object's instance attribute by path; None without one."""
+    """Return an instance attribute by its dotted path; None where a part of the path is missing.
+
+    No property is called and no `__getattr__`: those could run vLLM's code.
+    """
     value = owner
     for name in path.split("."):
         value = getattr(value, "__dict__", {}).get(name)
@@ -54,21 +58,21 @@ def read_own(owner: object, path: str) -> Any:  # noqa: ANN401 - any object of v
 
 
 def to_integer(value: Any) -> int | None:  # noqa: ANN401 - vLLM's or torch's
-    """Return a number as an integer; None for anything that is no amount."""
+    """Return a number as an integer; None for a negative or huge number, and for anything else."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return None
     return int(value) if 0 <= value < AMOUNT_LIMIT else None
 
 
 class EngineObjects:
-    """The worker and the core of this process, weakly referenced: vLLM may release them."""
+    """The worker and the core of this process, weakly referenced so that vLLM can free them."""
 
     def __init__(self) -> None:
         self._worker: Callable[[], Any] = lambda: None
         self._core: Callable[[], Any] = lambda: None
 
     def search(self, frame: FrameType | None) -> None:
-        """Search a stack for them, from this frame to its callers."""
+        """Search a stack for worker and core, from this frame to its callers."""
         while frame is not None:
             name = HOLDERS.get(frame.f_code.co_name)
             if name is not None:
@@ -76,7 +80,10 @@ class EngineObjects:
             frame = frame.f_back
 
     def search_main(self) -> None:
-        """Search the main thread's stack: vLLM does not call the plugin in a forked process."""
+        """Search the main thread's stack for worker or core.
+
+        In a forked process that is the only way, since vLLM does not call the plugin there.
+        """
         frames = sys._current_frames()  # noqa: SLF001 - documented
         frame = frames.get(threading.main_thread().ident or 0)
         while frame is not None and frame.f_code.co_name not in LOOPS:
@@ -85,6 +92,7 @@ class EngineObjects:
             self._remember(frame.f_locals.get(HOLDERS[frame.f_code.co_name]))
 
     def _remember(self, candidate: object) -> None:
+        """Keep a reference to the object if it is a worker or a core."""
         class_names = _list_class_names(candidate)
         if class_names & WORKER_CLASSES:
             self._worker = weakref.ref(candidate)
@@ -93,12 +101,15 @@ class EngineObjects:
 
     @property
     def core(self) -> Any:  # noqa: ANN401 - vLLM's
-        """The engine core, None where this process has none."""
+        """The engine core; None where this process has none, or it was not found yet."""
         return self._core()
 
     @property
     def worker(self) -> Any:  # noqa: ANN401 - vLLM's
-        """The worker itself, without vLLM's wrappers; with one GPU it is in the core's process."""
+        """The worker without vLLM's wrappers; None where this process has none.
+
+        With one GPU, the worker is in the core's process, and the core refers to it.
+        """
         worker = self._worker() or read_own(self.core, "model_executor.driver_worker")
         wrapped = read_own(worker, "worker")
         while wrapped is not None:
@@ -108,7 +119,7 @@ class EngineObjects:
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing more has to be searched for."""
+        """Whether worker or core was found: then nothing more has to be searched."""
         return self.core is not None or self._worker() is not None
 
 
@@ -117,7 +128,7 @@ def _list_class_names(instance: object) -> set[str]:
 
 
 def find_role(engine: EngineObjects, process_name: str) -> str:
-    """Return this process's role in vLLM."""
+    """Return this process's role in vLLM: engine_core, worker, api_server or other."""
     if engine.core is not None or process_name.startswith("EngineCore"):
         return "engine_core"
     if engine.worker is not None or process_name.startswith("VllmWorker"):
@@ -128,7 +139,7 @@ def find_role(engine: EngineObjects, process_name: str) -> str:
 
 
 def read_ranks(engine: EngineObjects) -> dict[str, int | None]:
-    """Return the worker's ranks."""
+    """Return the ranks of this process; None for each that is unknown."""
     parallel = read_own(engine.worker or engine.core, "vllm_config.parallel_config")
     # Without experts every data-parallel engine has data_parallel_rank 0: the index is better.
     data_parallel_rank = read_own(parallel, "data_parallel_index")
@@ -142,7 +153,7 @@ def read_ranks(engine: EngineObjects) -> dict[str, int | None]:
 
 
 def count_requests(core: object) -> dict[str, int | None]:
-    """Return how many requests run and wait."""
+    """Return how many requests run and wait; None for each that is unknown."""
     scheduler = read_own(core, "scheduler")
     running = read_own(scheduler, "running")
     queues = [read_own(scheduler, name) for name in WAITING_QUEUES]
@@ -162,8 +173,8 @@ def read_scheduler(core: object) -> dict[str, int | None] | None:
         return None
     pool = read_own(scheduler, "kv_cache_manager.block_pool")
     config = read_own(core, "vllm_config")
-    # The scheduler goes on meanwhile: a block that it moves is either free or live in one of the
-    # two readings around that of the free ones.
+    # The scheduler continues during these readings. A block that it moves meanwhile is counted as
+    # free, or is live in one of the two readings before and after.
     live_earlier = _find_live_blocks(scheduler)
     free_blocks = to_integer(read_own(pool, "free_block_queue.num_free_blocks"))
     live_later = _find_live_blocks(scheduler)
@@ -173,7 +184,8 @@ def read_scheduler(core: object) -> dict[str, int | None] | None:
     bytes_per_token = _compute_bytes_per_kv_token(
         read_own(scheduler, "kv_cache_config"), read_own(config, "parallel_config")
     )
-    # Where a token's bytes depend on the layer, a block may lack its first tokens.
+    # Where a token's bytes depend on the layer, a block may lack its first tokens: then the tokens
+    # cannot be counted.
     live_tokens = None
     if live_later is not None and bytes_per_token is not None:
         live_tokens = live_later.tokens
@@ -196,18 +208,21 @@ class LiveBlocks(NamedTuple):
 
     block_ids: set[int]
     tokens: int | None
-    """The tokens in them, None where unknown."""
+    """The tokens in the blocks; None where unknown."""
 
 
 def _find_live_blocks(scheduler: object) -> LiveBlocks | None:
-    """Return the blocks that requests hold; None where they are too many, or before vLLM 0.9.1."""
+    """Return the blocks that requests hold.
+
+    None where there are too many blocks, and before vLLM 0.9.1.
+    """
     requests = read_own(scheduler, "requests")
     managers = read_own(scheduler, "kv_cache_manager.coordinator.single_type_managers")
     if requests is None or managers is None:
         return None
     holdings: list[tuple[object, list[Any]]] = []
     for manager in managers:
-        # Copied: the scheduler's thread changes them meanwhile.
+        # Copied, because the scheduler's thread changes the dictionary at the same time.
         for request_id, blocks in list(manager.req_to_blocks.items()):
             if request_id in requests:
                 holdings.append((requests.get(request_id), list(blocks)))
@@ -222,17 +237,20 @@ def _find_live_blocks(scheduler: object) -> LiveBlocks | None:
         block_ids.update(request_block_ids)
         computed_tokens = to_integer(read_own(request, "num_computed_tokens"))
         if block_size and computed_tokens is not None:
-            # Only the end of a request's blocks is empty.
+            # Only the end of a request's blocks holds no tokens.
             empty_tokens.append(len(request_block_ids) * block_size - computed_tokens)
     if not block_size or len(empty_tokens) < len(holdings):
         return LiveBlocks(block_ids, tokens=None)
-    # Requests that share blocks count these once.
+    # Blocks that several requests share count once.
     tokens = len(block_ids) * block_size - sum(empty_tokens)
     return LiveBlocks(block_ids, tokens=max(0, tokens))
 
 
 def _compute_bytes_per_kv_token(cache_config: object, parallel: object) -> int | None:
-    """Return the bytes of a token on all ranks; None where tokens differ."""
+    """Return the bytes of a token in the KV cache on all ranks together.
+
+    None where tokens differ in bytes, or the configuration is unknown.
+    """
     groups: list[Any] = read_own(cache_config, "kv_cache_groups") or []
     if len(groups) != 1:
         return None

@@ -11,26 +11,28 @@ from itertools import islice
 from typing import Any
 
 MAX_DOCUMENT_BYTES = 16 * 1024
+"""The largest file of a process; the sidecar reads no larger one."""
 
 MAX_KEPT_FILES = 64
-"""Files outlast their processes; a server has a few dozen, and a crash loop must not fill the
-volume."""
+"""How many files are kept. Files stay when their process exits: a server has a few dozen, and a
+crash loop must not fill the volume."""
 
 FILE_NAME = re.compile(r"[0-9]+-[0-9]+(\.record)?\.json|\.[0-9]+-[0-9]+(\.record)?\.json\.tmp")
-"""The names of the probe's files; no other file is removed: HEADROOM_PROBE_DIR may name a folder of
-models."""
+"""The names of the probe's files. No other file is ever removed, because HEADROOM_PROBE_DIR may
+name a folder with models."""
 
 MAX_ENTRIES = 4096
-"""Entries of a folder that are read; hundreds of runs leave fewer."""
+"""How many entries of the folder are read; hundreds of runs leave fewer."""
 
 START_TICKS_FIELD = 19
 """The position of the start in /proc/self/stat after the name, see proc(5)."""
 
 
 def read_start() -> tuple[float, float]:
-    """Return when this process started, in seconds since the boot and since the epoch.
+    """Return when this process started: in seconds since the boot, and since the epoch.
 
-    The second is by the current clock.
+    The second figure moves when the clock is set. Raises OSError or ValueError where /proc cannot
+    be read.
     """
     with open("/proc/self/stat", "rb") as file:  # noqa: PTH123 - pathlib is a millisecond of imports
         _, _, fields = file.read().rpartition(b")")
@@ -51,7 +53,7 @@ def write_document(
 ) -> None:
     """Write the document as a file, atomically.
 
-    Raises OSError, or ValueError where it is too large.
+    Raises OSError, and ValueError where it is too large or has a number that is not finite.
     """
     content = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
     if len(content) > max_bytes:
@@ -73,9 +75,10 @@ def write_document(
 
 
 def prune(folder: str, max_files: int = MAX_KEPT_FILES) -> None:
-    """Remove the probe's oldest files beyond `max_files`.
+    """Remove the oldest files of the probe until `max_files` are left.
 
-    Other processes may do so at the same time.
+    Other processes may do the same at the same time. Raises OSError where the folder cannot be
+    read.
     """
     files = []
     with os.scandir(folder) as entries:

@@ -12,23 +12,28 @@ from typing import Any, NamedTuple
 from vllm_headroom_probe.engine import read_own, to_integer
 
 CALLBACK_OPTIONS = ("enable_sleep_mode", "enable_cumem_allocator")
-"""With these, vLLM's allocator calls Python while torch's is locked: reading torch's figures from
-another thread, which waits for that lock with the GIL held, would stop the engine for good
-(vllm/csrc/cumem_allocator.cpp)."""
+"""Options with which vLLM's allocator calls Python while torch's allocator is locked. Reading
+torch's figures from another thread waits for that lock with the GIL held: that would stop the
+engine for good (vllm/csrc/cumem_allocator.cpp)."""
 
 ALLOCATOR_FIGURES = ("allocated", "reserved", "inactive_split")
+"""The figures that are read from torch's statistics, by the names that they have there."""
 
 MAX_TAG_CHARACTERS = 32
+"""How many characters of a tag of the sleep pool are kept."""
 
 
 def find_sleep_pool() -> Any:  # noqa: ANN401 - vLLM's
-    """Return vLLM's allocator for sleep mode, None without one."""
+    """Return vLLM's allocator for sleep mode; None without one."""
     module = sys.modules.get("vllm.device_allocator.cumem")
     return read_own(read_own(module, "CuMemAllocator"), "instance")
 
 
 def can_read_torch(worker: object) -> bool:
-    """Return whether torch's allocator can be read: only where it never waits for Python."""
+    """Return whether reading torch's allocator is safe: only where it never waits for Python.
+
+    False where the worker's configuration is unknown.
+    """
     model = read_own(worker, "vllm_config.model_config")
     if model is None or find_sleep_pool() is not None:
         return False
@@ -36,7 +41,7 @@ def can_read_torch(worker: object) -> bool:
 
 
 def find_cuda() -> Any:  # noqa: ANN401 - torch's
-    """Return torch.cuda where vLLM has initialised it in this process, else None."""
+    """Return torch.cuda; None where vLLM has not initialised CUDA in this process."""
     module = read_own(sys.modules.get("torch"), "cuda")
     return module if module is not None and module.is_initialized() else None
 
@@ -55,11 +60,19 @@ class WorkerGpu:
         self.call_seconds = 0.0
         """How long the last call of torch's allocator took."""
         self._graphs_bytes: int | None = None
+        """The memory of captured graphs at the last reading; None where torch does not report
+        it."""
         self._model: MeasuredModel | None = None
+        """The model whose tensors were measured last."""
         self._constant_facts: dict[str, Any] = {}
+        """The device's UUID and total memory; empty before the first reading."""
 
     def read_device(self, worker: object) -> dict[str, Any] | None:
-        """Return torch's facts about the device; None without a GPU or a known worker."""
+        """Return torch's facts about the device.
+
+        None without a GPU or a known worker, and where the device's UUID is unknown. Only UUID and
+        total memory where reading torch's allocator is not safe.
+        """
         index = to_integer(getattr(read_own(worker, "device"), "index", None))
         torch_cuda = find_cuda()
         if torch_cuda is None or index is None:
@@ -70,14 +83,16 @@ class WorkerGpu:
                 "uuid": _format_uuid(properties),
                 "total": to_integer(properties.total_memory),
             }
-        if self._constant_facts["uuid"] is None:  # the figures could not be attributed
+        # Without the UUID, the sidecar could not tell which GPU the figures are of.
+        if self._constant_facts["uuid"] is None:
             return None
         if not can_read_torch(worker):
             return dict(self._constant_facts)
         return self._constant_facts | self._read_allocator(torch_cuda, index, worker)
 
     def _read_allocator(self, torch_cuda: Any, index: int, worker: object) -> dict[str, int | None]:  # noqa: ANN401
-        """Return torch's figures, by index: this thread's current device is another."""
+        """Return torch's figures for a device; None for each that torch does not report."""
+        # By index, because the current device of this thread is another one.
         start_seconds = time.perf_counter()
         stats = torch_cuda.memory_stats_as_nested_dict(index)
         self.call_seconds = time.perf_counter() - start_seconds
@@ -99,7 +114,8 @@ class WorkerGpu:
             return None
         caches = read_own(worker, "model_runner.kv_caches")
         cache_bytes = None
-        if caches and can_read_torch(worker):  # the sleep pool is not touched
+        # The tensors of a sleep pool must not be touched.
+        if caches and can_read_torch(worker):
             cache_bytes = _sum_bytes(list(_list_tensors(caches)))
         return {
             "weights": self._measure_weights(worker),
@@ -112,13 +128,18 @@ class WorkerGpu:
         }
 
     def _measure_weights(self, worker: object) -> int | None:
-        """Return the model's memory as vLLM measured it, else (as on a CPU) its tensors' bytes."""
+        """Return the model's memory as vLLM measured it, or else the bytes of its tensors.
+
+        vLLM measures none on a CPU, for example. None without a model, and where its tensors must
+        not be read.
+        """
         measured_bytes = to_integer(read_own(worker, "model_runner.model_memory_usage"))
         if measured_bytes:
             return measured_bytes
         model = read_own(worker, "model_runner.model")
         if model is None or not can_read_torch(worker):
             return None
+        # Each model is measured once.
         if self._model is None or self._model.identity != id(model):
             size_bytes = _sum_bytes([*model.parameters(), *model.buffers()])
             self._model = MeasuredModel(id(model), size_bytes)
@@ -126,7 +147,10 @@ class WorkerGpu:
 
 
 def _format_uuid(properties: Any) -> str | None:  # noqa: ANN401 - torch's
-    """Return the UUID as the driver's tools write it; None before torch 2.5."""
+    """Return a device's UUID as the driver's tools write it; None before torch 2.5.
+
+    With the environment of a MIG instance it is that of the instance.
+    """
     uuid = getattr(properties, "uuid", None)
     digits = bytes.fromhex(str(uuid or "").replace("-", ""))
     # HIP fills the bytes with the text of an AMD card's id (hip_device.cpp).
@@ -140,9 +164,10 @@ def _format_uuid(properties: Any) -> str | None:  # noqa: ANN401 - torch's
 
 
 def _read_sleep_pool() -> dict[str, Any]:
-    """Return the sleep pool's bytes by tag, and whether any of it sleeps.
+    """Return the sleep pool's bytes by tag, and whether a part of it sleeps.
 
-    Nothing without a pool, or where vLLM does not mark what sleeps.
+    Memory that sleeps counts as 0 bytes. Empty without a pool, and where vLLM does not mark what
+    sleeps.
     """
     pool = find_sleep_pool()
     if pool is None:
@@ -162,6 +187,7 @@ def _read_sleep_pool() -> dict[str, Any]:
 
 
 def _list_tensors(caches: Any) -> Iterator[Any]:  # noqa: ANN401 - vLLM's, nested by kind of layer
+    """Yield the tensors of caches that may be nested lists."""
     for cache in caches:
         if isinstance(cache, (list, tuple)):
             yield from _list_tensors(cache)

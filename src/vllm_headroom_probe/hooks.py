@@ -13,15 +13,19 @@ from types import FrameType
 from vllm_headroom_probe.probe import Probe
 
 UNSUPPORTED_VERSION = re.compile(r"0\.[0-8]\.\d")
-"""Attributes of vLLM before 0.9 are unknown; builds from source have no such version
-("0.1.dev1")."""
+"""Versions of vLLM before 0.9, whose attributes are unknown. The version of a build from source,
+"0.1.dev1", does not match."""
 
 _probe: Probe | None = None
-"""Module state, since forks and torch's callback need it: one probe per process."""
+"""The one probe of this process. It is module state because forks and torch's callback need it."""
 
 
 def begin(folder: str, frame: FrameType | None) -> None:
-    """Start in this process, once; later calls only search where vLLM builds its worker or core."""
+    """Start the probe of this process at the first call; search vLLM's worker or core at each.
+
+    `frame` is that of the caller: vLLM calls while it builds them. Nothing starts with a version of
+    vLLM that is not supported.
+    """
     global _probe  # noqa: PLW0603 - see above
     vllm = sys.modules.get("vllm")
     version = str(getattr(vllm, "__dict__", {}).get("__version__", ""))
@@ -59,7 +63,7 @@ def _after_in_parent() -> None:
 
 
 def _after_in_child() -> None:
-    """Start a new probe: vLLM does not load its plugins again in a forked process."""
+    """Start another probe in a forked process, in which vLLM does not load its plugins again."""
     global _probe  # noqa: PLW0603 - see above
     with contextlib.suppress(Exception):
         if _probe is not None:
@@ -69,9 +73,9 @@ def _after_in_child() -> None:
 
 
 def _watch_for_ooms() -> None:
-    """Have torch call at an OutOfMemoryError, once vLLM has initialised CUDA."""
+    """Have torch call `_on_oom` before it raises an OutOfMemoryError."""
     with contextlib.suppress(Exception):
-        # Attaching now would initialise CUDA.
+        # Once vLLM has initialised CUDA: attaching now would initialise it.
         sys.modules["torch"].cuda._lazy_call(_attach_observer)  # noqa: SLF001
 
 

@@ -1,4 +1,4 @@
-"""Read the container's host memory, which only a process inside it can."""
+"""Read the host memory of the container, which only a process inside the container can read."""
 
 from __future__ import annotations
 
@@ -32,11 +32,14 @@ V2 = CgroupFiles(
 )
 
 NO_LIMIT_BYTES = 1 << 60
-"""Without a limit, cgroup v1 shows a page less than 2^63."""
+"""A limit from here on is none: without a limit, cgroup v1 shows 2^63 less a page."""
 
 
 def read_host(root: str = "/") -> dict[str, Any]:
-    """Return the memory of this process's cgroup and of /dev/shm; None where unreadable."""
+    """Return the memory of this process's cgroup and of /dev/shm; None for each that is unreadable.
+
+    `root` is the root of the file system, another folder in tests.
+    """
     return {"cgroup": _read_cgroup(root), "shm": _read_shm(os.path.join(root, "dev/shm"))}  # noqa: PTH118
 
 
@@ -50,7 +53,10 @@ def _read_shm(path: str) -> dict[str, int] | None:
 
 
 def _read_cgroup(root: str) -> dict[str, int | None] | None:
-    """Return the memory that counts against the limit; `file` is the page cache in it."""
+    """Return the memory that counts against the limit; `file` is the page cache in it.
+
+    None where the cgroup is not visible; each figure is None where it cannot be read.
+    """
     cgroup = _find_cgroup(root)
     if cgroup is None:
         return None
@@ -63,7 +69,8 @@ def _read_cgroup(root: str) -> dict[str, int | None] | None:
     shared_bytes = stat.get(files.shared_entry)
     file_bytes = None
     if cache_bytes is not None and shared_bytes is not None:
-        file_bytes = cache_bytes - shared_bytes  # shared memory is counted as cache, but stays
+        # The kernel counts shared memory as cache, but cannot reclaim it.
+        file_bytes = cache_bytes - shared_bytes
     return {
         "used": _parse_number(_read_text(folder, files.used)),
         "limit": limit_bytes,
@@ -73,7 +80,10 @@ def _read_cgroup(root: str) -> dict[str, int | None] | None:
 
 
 def _find_cgroup(root: str) -> tuple[str, CgroupFiles] | None:
-    """Return the folder of this process's memory cgroup and its files; None where not visible."""
+    """Return the folder of this process's memory cgroup, and the names of its files.
+
+    None where the cgroup is not visible.
+    """
     for line in _read_text(root, "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "memory":
@@ -84,7 +94,7 @@ def _find_cgroup(root: str) -> tuple[str, CgroupFiles] | None:
             mount = os.path.join(root, "sys/fs/cgroup")  # noqa: PTH118
         else:
             continue
-        # In a container the cgroup is the root of the mount.
+        # In a container, the folder at which cgroups are mounted is the container's cgroup itself.
         for folder in (mount + path, mount):
             if _read_text(folder, files.used):
                 return folder, files
@@ -92,6 +102,7 @@ def _find_cgroup(root: str) -> tuple[str, CgroupFiles] | None:
 
 
 def _read_text(folder: str, name: str) -> str:
+    """Return a file's text; empty where it cannot be read."""
     try:
         with open(os.path.join(folder, name)) as file:  # noqa: PTH118, PTH123
             return file.read()

@@ -21,34 +21,37 @@ from vllm_headroom_probe.record import Recording
 T = TypeVar("T")
 
 INTERVAL_SECONDS = 5.0
+"""The time between two readings."""
 
 SLOW_SECONDS = 0.05
-"""CPU time of a slow reading, or the time of the allocator's call if longer: both hold the GIL."""
+"""A reading is slow above this CPU time, or above this time of the allocator's call: both hold the
+GIL."""
 
 MAX_SLOW_READINGS = 2.5
-"""The third slow reading stops the probe."""
+"""With more slow readings the probe stops: the third one stops it."""
 
 FORGIVEN_PER_READING = 0.01
-"""A hundred fast readings cancel a slow one, so that slow ones in weeks of service do not add
-up."""
+"""How much a fast reading lowers the count of slow ones: a hundred fast readings cancel a slow one,
+so that slow readings in weeks of service do not add up."""
 
 MAX_FORK_WAIT_SECONDS = 0.2
-"""The longest wait of a fork for the thread to end."""
+"""How long a fork of vLLM waits at most for the thread to end."""
 
 MAX_OOM_WAIT_SECONDS = 0.05
-"""The longest wait of an OutOfMemoryError for a write, which takes 0.1 ms."""
+"""How long an OutOfMemoryError waits at most for the file to be written, which takes 0.1 ms."""
 
 MAX_NAME_CHARACTERS = 64
-"""Characters of a process's name, or a package's version, in the file."""
+"""How many characters of a process's name, or of a package's version, the file has."""
 
 MAX_REASON_CHARACTERS = 200
+"""How many characters of the reason for stopping the file has."""
 
 
 def read_or_none(read: Callable[[], T | None]) -> T | None:
-    """Return what a reading finds; None where vLLM or torch differs from the known versions."""
+    """Return what `read` returns; None where it raises, as in unknown versions of vLLM or torch."""
     try:
         return read()
-    except Exception:  # noqa: BLE001 - any change there makes the fact absent, and vLLM serves on
+    except Exception:  # noqa: BLE001 - with any error the fact is absent, and vLLM continues to serve
         return None
 
 
@@ -69,20 +72,25 @@ class Probe:
         self._due_seconds = time.monotonic() + INTERVAL_SECONDS
         # The file.
         self._name = ""
+        """The file's name without `.json`; empty before the first reading."""
         self._identity: dict[str, Any] = {}
+        """The facts that never change; empty before the first reading."""
         self._document: dict[str, Any] = {}
         """The content of the file as it was last written."""
         self._oom: dict[str, Any] | None = None
-        # What it costs.
+        """The newest OutOfMemoryError; None without one."""
+        # The cost of the probe.
         self._slow_readings = 0.0
-        """The number of slow readings, less what fast ones have cancelled."""
+        """The number of slow readings, less what fast readings have cancelled."""
         self._longest_seconds = 0.0
+        """The time of the slowest reading."""
         self._cpu_seconds = 0.0
+        """The CPU time of all readings."""
 
     def start(self) -> None:
-        """Start the thread, also after `pause`.
+        """Start the thread, also again after `pause`.
 
-        One that did not end then is hanging: no other is started.
+        A thread that did not end in `pause` hangs: then no other is started, and the probe stops.
         """
         if self._thread is not None and self._thread.is_alive():
             self._mark_stopped("a write hung while vLLM forked")
@@ -102,7 +110,11 @@ class Probe:
     def report_oom(
         self, device: int, requested_bytes: int, total_bytes: int, free_bytes: int
     ) -> None:
-        """Write what is known before torch raises an OutOfMemoryError."""
+        """Write the file with the memory's figures before torch raises an OutOfMemoryError.
+
+        torch calls this in the thread that needs the memory; the thread waits for the write, for at
+        most MAX_OOM_WAIT_SECONDS. Without a running probe nothing is written.
+        """
         worker = self.engine.worker
         gpu: dict[str, Any] = {}
         if getattr(vllm.read_own(worker, "device"), "index", None) == device:
@@ -127,6 +139,7 @@ class Probe:
             self._is_written.wait(MAX_OOM_WAIT_SECONDS)
 
     def _run(self) -> None:
+        """Read and write at every interval, until paused or stopped; any error stops the probe."""
         try:
             while not self._is_paused and self._stop_reason is None:
                 self._wake.wait(max(0.0, self._due_seconds - time.monotonic()))
@@ -140,7 +153,7 @@ class Probe:
             self._stop(f"{type(error).__name__}: {error}")
 
     def _tick(self) -> None:
-        """Read and write the file, and continue the recording."""
+        """Read the facts, write the file and continue the recording; stop if readings are slow."""
         start_seconds = time.thread_time()
         self.gpu.call_seconds = 0.0
         document = self._read_document()
@@ -164,6 +177,7 @@ class Probe:
             )
 
     def _rate_reading(self, reading_seconds: float) -> None:
+        """Count a slow reading; let a fast one cancel a part of an earlier slow one."""
         self._longest_seconds = max(self._longest_seconds, reading_seconds)
         if reading_seconds > SLOW_SECONDS:
             self._slow_readings += 1
@@ -171,7 +185,7 @@ class Probe:
             self._slow_readings = max(0.0, self._slow_readings - FORGIVEN_PER_READING)
 
     def _read_document(self) -> dict[str, Any]:
-        """Return the current facts; None where unknown."""
+        """Return the file's content with the current facts; None for each that is unknown."""
         if not self._identity:
             self._identity = self._read_identity()
         if not self.engine.is_complete:
@@ -196,7 +210,10 @@ class Probe:
         }
 
     def _read_identity(self) -> dict[str, Any]:
-        """Return the constant facts; prune the folder and set the file's name."""
+        """Return the facts that never change; also remove old files and set the file's name.
+
+        Raises OSError or ValueError where /proc or the folder cannot be read.
+        """
         prune(self.folder)
         started_since_boot, started_at = read_start()
         self._name = f"{os.getpid()}-{int(started_at)}"
@@ -214,7 +231,7 @@ class Probe:
         }
 
     def _stop(self, reason: str) -> None:
-        """Stop for good, with the reason in the file if it can be written."""
+        """Stop for good, and write the reason to the file if that is possible."""
         self._mark_stopped(reason)
         with contextlib.suppress(Exception):
             if self._document:
@@ -222,6 +239,7 @@ class Probe:
                 write_document(self.folder, f"{self._name}.json", document)
 
     def _mark_stopped(self, reason: str) -> None:
+        """Set the reason, with which the thread ends; log it and end a recording."""
         self._stop_reason = " ".join(reason.split())[:MAX_REASON_CHARACTERS]
         with contextlib.suppress(Exception):
             logger = logging.getLogger("vllm.headroom_probe")
@@ -231,6 +249,6 @@ class Probe:
 
 
 def _read_version(package: str) -> str | None:
-    """Return the version of a package that this process has imported, else None."""
+    """Return a package's version; None where this process has not imported the package."""
     version = vllm.read_own(sys.modules.get(package), "__version__")
     return None if version is None else str(version)[:MAX_NAME_CHARACTERS]

@@ -13,36 +13,44 @@ from vllm_headroom_probe.folder import write_document
 from vllm_headroom_probe.gpu import can_read_torch, find_cuda
 
 REQUEST_NAME = "record.json"
+"""The file in the shared folder with which a command requests a recording."""
 
 MAX_RECORDING_SECONDS = 3600
+"""The longest recording, whatever the request says."""
 
 UNATTENDED_SECONDS = 60
-"""The requester touches the request every few seconds; without it the recording ends."""
+"""The command touches its request every few seconds. A request that was not touched for this time
+is none, and its recording ends."""
 
 MAX_FRAMES = 8
-"""Frames of a stack."""
+"""How many frames of a stack are recorded."""
 
 MAX_STACKS = 20
+"""How many stacks an answer has, those with most memory."""
 
 MAX_LINE_CHARACTERS = 200
-"""Characters of a frame: the end of its path, and its line number."""
+"""How many characters of a frame are kept: the end of its path, and its line number."""
 
 MAX_ANSWER_BYTES = 256 * 1024
+"""The largest file with an answer."""
+
 MAX_REQUEST_BYTES = 4096
+"""How much of a request's file is read."""
 
 MAX_ID_CHARACTERS = 64
-"""Characters of a request's id."""
+"""How many characters of a request's id are kept."""
 
 MAX_TRACER_BYTES = 128 << 20
-"""Memory of tracemalloc itself, for about a million allocations: copying them at the end holds the
-GIL for about a second."""
+"""The most memory that tracemalloc itself may take: that of about a million allocations. Copying
+them at the end holds the GIL for about a second."""
 
 
 class RequestFile(NamedTuple):
-    """The start of the request's file, and when it was changed, in seconds since the epoch."""
+    """The start of a request's file."""
 
     content: bytes
     changed_at: float
+    """The file's mtime, in seconds since the epoch."""
 
 
 class Recording:
@@ -51,15 +59,21 @@ class Recording:
     def __init__(self, folder: str) -> None:
         self._folder = folder
         self._request: dict[str, Any] = {}
-        """The request that is recorded for, empty without a recording."""
+        """The request of the current recording; empty without a recording."""
         self._answered_id = ""
+        """The id of the last request that was answered."""
         self._started_at = 0.0
+        """When the recording started, in seconds since the epoch."""
         self._notes: list[str] = []
+        """What the reader of the answer must know about the recording."""
         self._is_host_traced = False
         self._is_gpu_traced = False
 
     def tick(self, name: str, role: str, worker: object) -> None:
-        """Start, continue or end the recording that the folder's request asks for."""
+        """Start, continue or end the recording that the request in the folder asks for.
+
+        `name` and `role` are of this process; the answer's file has the name.
+        """
         request = _read_request(self._folder)
         if self._request and request.get("id") != self._request["id"]:
             self.discard()
@@ -78,6 +92,7 @@ class Recording:
 
     @property
     def _end_at(self) -> float:
+        """When the recording ends, in seconds since the epoch."""
         return float(min(self._request["until"], self._started_at + MAX_RECORDING_SECONDS))
 
     def discard(self) -> None:
@@ -94,6 +109,7 @@ class Recording:
         self._is_gpu_traced = False
 
     def _start(self, request: dict[str, Any], worker: object) -> None:
+        """Start to trace host memory, GPU memory or both, as the request says."""
         self._request = request
         self._started_at = time.time()
         self._notes = []
@@ -103,6 +119,7 @@ class Recording:
             self._trace_gpu(worker)
 
     def _trace_host(self) -> None:
+        """Start tracemalloc, unless vLLM or its user has started it already."""
         if tracemalloc.is_tracing():
             self._notes.append("tracemalloc was on before and was left alone")
         else:
@@ -110,6 +127,7 @@ class Recording:
             self._is_host_traced = True
 
     def _trace_gpu(self, worker: object) -> None:
+        """Have torch record its allocations; do nothing in a process without a GPU."""
         torch_cuda = find_cuda()
         if torch_cuda is None:
             return
@@ -122,6 +140,7 @@ class Recording:
             )
 
     def _is_costly(self) -> bool:
+        """Return whether tracemalloc itself takes too much memory."""
         return self._is_host_traced and tracemalloc.get_tracemalloc_memory() > MAX_TRACER_BYTES
 
     def _answer(self, name: str, role: str) -> None:
@@ -133,9 +152,12 @@ class Recording:
         write_document(self._folder, f"{name}.record.json", answer, MAX_ANSWER_BYTES)
 
     def _end(self) -> dict[str, Any]:
-        """Return the stacks that allocated most of what is still held since the start."""
+        """End the tracing; return the stacks whose allocations since the start hold most memory.
+
+        Memory that was freed since does not count.
+        """
         start_cpu_seconds = time.thread_time()
-        # Copying what was traced holds the GIL: its duration is reported as the pause.
+        # Copying the traced allocations holds the GIL: its duration is reported as the pause.
         start_seconds = time.perf_counter()
         tracer_bytes = tracemalloc.get_tracemalloc_memory() if self._is_host_traced else 0
         host_snapshot = tracemalloc.take_snapshot() if self._is_host_traced else None
@@ -160,7 +182,7 @@ class Recording:
 
 
 def _read_request(folder: str) -> dict[str, Any]:
-    """Return the request in the folder, empty without a valid one."""
+    """Return the request in the folder; empty without a valid one that is attended."""
     try:
         file = _read_start(os.path.join(folder, REQUEST_NAME))  # noqa: PTH118 - see folder
         request = json.loads(file.content)
@@ -178,7 +200,7 @@ def _read_request(folder: str) -> dict[str, Any]:
 def _read_start(path: str) -> RequestFile:
     """Return the start of a file and its mtime.
 
-    Raises OSError for a symlink; opens FIFOs non-blocking.
+    Raises OSError where it cannot be read, and for a symlink. A FIFO is opened without waiting.
     """
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     descriptor = os.open(path, flags)
@@ -190,7 +212,7 @@ def _read_start(path: str) -> RequestFile:
 
 
 def _list_host_stacks(snapshot: tracemalloc.Snapshot) -> list[dict[str, Any]]:
-    """Return the stacks of Python's largest allocations, without the probe's."""
+    """Return the stacks of Python's largest allocations, without those of the probe."""
     probe_folder = os.path.dirname(__file__)  # noqa: PTH120
     stacks: list[dict[str, Any]] = []
     for statistic in snapshot.statistics("traceback"):
@@ -204,7 +226,10 @@ def _list_host_stacks(snapshot: tracemalloc.Snapshot) -> list[dict[str, Any]]:
 
 
 def _list_gpu_stacks(snapshot: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the stacks of torch's blocks; a block from before the recording has none."""
+    """Return the stacks with most memory in torch's blocks that are in use.
+
+    Blocks that were allocated before the recording have no stack, and are left out.
+    """
     sizes_bytes: defaultdict[tuple[str, ...], list[int]] = defaultdict(list)
     for segment in snapshot["segments"]:
         for block in segment["blocks"]:

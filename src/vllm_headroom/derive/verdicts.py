@@ -51,44 +51,46 @@ from vllm_headroom.vocabulary import (
 # Limits at which a sentence begins to warn: each is that of the alert it names.
 
 LOW_BYTES: Final = 512 * MIB
-"""Free memory of a GPU below this is low, as in HeadroomGpuMemoryLow, where LOW_SHARE holds too."""
+"""The free memory of a GPU is low if it is below this and below LOW_SHARE, as in
+HeadroomGpuMemoryLow."""
 
 LOW_SHARE: Final = 0.5
-"""Free memory is low below this share of what was free when the engine became ready: of a GPU as in
-HeadroomGpuMemoryLow, of the host as in HeadroomHostMemoryLow. One configured to leave little is not
-short of memory."""
+"""The share of the memory that was free when the engine became ready, below which free memory of a
+GPU or the host may be low. A GPU that is configured to leave little memory free is not short of
+memory."""
 
 LOW_HOST_BYTES: Final = 4 * GIB
-"""Free host memory below this is low, as in HeadroomHostMemoryLow, where both shares hold too."""
+"""The free memory of the host is low if it is below this, below LOW_HOST_SHARE and below LOW_SHARE,
+as in HeadroomHostMemoryLow."""
 
 LOW_HOST_SHARE: Final = 0.05
-"""Free host memory below this share of its limit is low, as in HeadroomHostMemoryLow."""
+"""The share of the host's limit below which its free memory may be low."""
 
 OVER_BUDGET_SECONDS: Final = 300.0
 """An engine that has been over its budget for so long is judged: the levels at rest are those of
 five minutes."""
 
 SCARCE_BLOCKS_BYTES: Final = GIB
-"""Unified memory free in blocks of 2 MiB, below which allocations may fail: they failed with 22.5
-GiB available (vllm-project/vllm#54200). Where nothing is loaded and nobody waits for memory, few
-such blocks are usual: the page cache takes what is free."""
+"""With less unified memory free in blocks of 2 MiB, allocations may fail: they failed with 22.5 GiB
+available (vllm-project/vllm#54200). While nothing is loaded and no task waits for memory, few such
+blocks are usual, because the page cache takes free memory."""
 
 WAITING_RATIO: Final = 0.05
-"""Somebody waits for memory above this share of the last ten seconds (PSI)."""
+"""Tasks count as waiting for memory above this share of the last ten seconds (PSI)."""
 
 OVERSHOOT_FACTOR: Final = 1.15
-"""Times the planned size of offloads from which they take more: buffers and queues of vLLM are
-shared memory too."""
+"""Offloads count as larger than planned above this many times their planned size: buffers and
+queues of vLLM are shared memory too."""
 
 STRANDED_RATIO: Final = 0.05
-"""As HeadroomKvCacheStranded."""
+"""A larger share of the KV cache without a request is reported, as in HeadroomKvCacheStranded."""
 
 CRASH_LOOP_EXITS: Final = 3
-"""Exits in 90 minutes, as in HeadroomEngineCrashLoop."""
+"""This many exits in 90 minutes are a crash loop, as in HeadroomEngineCrashLoop."""
 
 SURE_SECONDS: Final = 4 * HOUR_SECONDS
-"""A leak in large steps is an alarm after four hours, an even one mostly sooner: until then none is
-only not seen."""
+"""Until memory was watched for this time, its verdict says for how long it was watched: a leak in
+large steps is an alarm after four hours, an even leak mostly sooner."""
 
 # Alerts named in more than one place.
 
@@ -173,7 +175,8 @@ NEVER_SEEN: Final = EngineSentence(
     sentence="has not been seen yet: its metrics page does not answer and no engine process is"
     " running",
 )
-"""Instead of DOWN before the first run; HeadroomEngineDown also waits until an engine was seen."""
+"""In place of the sentence for DOWN before the first run: HeadroomEngineDown, too, does not fire
+before an engine was seen."""
 
 UNREAD_SENTENCES: Final[Mapping[EngineState, EngineSentence]] = {
     EngineState.SERVING: EngineSentence(
@@ -187,7 +190,7 @@ UNREAD_SENTENCES: Final[Mapping[EngineState, EngineSentence]] = {
         sentence="was asleep when last seen",
     ),
 }
-"""Used without a page while the state is still assumed from the last one."""
+"""The sentences for states that are assumed from the last page while the page cannot be read."""
 
 PAGE_ALONE_FAILS: Final = (
     "has a server that answers other requests, and only its metrics page fails: whether it makes"
@@ -229,10 +232,11 @@ NO_GROWTH_SENTENCES: Final[Mapping[str | None, tuple[Level, str]]] = {
     LeakState.ASLEEP: (Level.GOOD, "the engine sleeps"),
     LeakState.WARMING_UP: (Level.UNKNOWN, "too early to tell whether it leaks"),
 }
-"""The sentence where nothing grows; the most informative state comes first."""
+"""The level and the text for memory that does not grow, by the leak state. Of several states, the
+first in this order counts."""
 
 VERDICTS: Final = "verdicts"
-"""The name of the derivation, and of its state."""
+"""The name of the verdicts in the log where judging them fails."""
 
 SERVING: Final = "serving"
 """The declared role of an engine where no other is set; it has no series."""
@@ -244,7 +248,10 @@ SHARING_ROLES: Final = ("swapped", "shared-gpu")
 def derive_verdicts(
     snapshot: Snapshot, values: Values, watches: Mapping[str, float], role: str = SERVING
 ) -> tuple[tuple[Verdict, ...], tuple[Sample, ...]]:
-    """Return the verdicts on a tick, and the samples of the worst situation and of the role."""
+    """Return the verdicts on a tick, and the samples of the worst situation and of the role.
+
+    The arguments are those of `judge_snapshot`. The role has a sample unless it is SERVING.
+    """
     verdicts = judge_snapshot(snapshot, values, watches, role)
     samples = make_states(catalog.SITUATION, (), verdicts[0].situation)
     if role != SERVING:
@@ -253,7 +260,10 @@ def derive_verdicts(
 
 
 def measure_watches(state: LeakMemory) -> dict[str, float]:
-    """Return for how many seconds each series, by UUID or role, has been compared with itself."""
+    """Return for how many seconds the detector has compared each series, by UUID or role.
+
+    A series without a first reading is left out.
+    """
     tracks = {**state.gpus, **state.host}.items()
     return {
         name: track.clock.now_seconds - track.history.anchor.seconds
@@ -268,11 +278,12 @@ def judge_snapshot(
     watches: Mapping[str, float] = MappingProxyType({}),
     role: str = SERVING,
 ) -> tuple[Verdict, ...]:
-    """Return the verdicts on a tick: alarms, then warnings, then the rest, each by its situation.
+    """Return the verdicts on a tick: alarms first, then warnings, then all others.
 
-    There is at least one. `watches` is for how many seconds the detector has been comparing each
-    GPU, by UUID, and each role's memory. Of a `role` that shares its GPUs, neighbours are no
-    reason to warn.
+    Within these groups, the worst situation is first. There is at least one verdict. `values` has
+    the samples of all derivations. `watches` is for how many seconds the detector has compared each
+    GPU, by UUID, and each role's host memory. For a declared `role` that shares its GPUs, other
+    processes on them are no reason to warn.
     """
     verdicts = [
         *_judge_gpus(snapshot, values, watches, role),
@@ -287,7 +298,7 @@ def _rank_verdict(verdict: Verdict) -> tuple[int, int, int]:
     """Return a sort key: the first of the verdicts is the worst, and gives the situation."""
     severity = tuple(Level).index(verdict.level)
     situation_rank = tuple(Situation).index(verdict.situation)
-    # Good and unknown sort together: between them the situation says what matters more.
+    # GOOD and UNKNOWN are one group: the situation decides which of them is first.
     if verdict.level in (Level.WARNING, Level.ALARM):
         return (-severity, situation_rank, -severity)
     return (0, situation_rank, -severity)
@@ -308,7 +319,10 @@ def _judge_gates(values: Values) -> Iterator[Verdict]:
 def _describe_no_growth(
     states: Collection[str | None], watched_seconds: float
 ) -> tuple[Level, str]:
-    """Return the level and the words for the most informative state of memory without growth."""
+    """Return the level and the text for memory without growth, which has these leak states.
+
+    The most informative of the states counts. `watched_seconds` is for how long it was compared.
+    """
     state = next((state for state in NO_GROWTH_SENTENCES if state in states), None)
     if state == LeakState.STABLE and watched_seconds < SURE_SECONDS:
         return Level.GOOD, f"watched for {format_duration(watched_seconds)}, no leak seen"
@@ -353,6 +367,7 @@ def _judge_gpus(
 
 
 def _judge_left_out_gpu(gpu: Gpu) -> Verdict:
+    """Return the warning that HEADROOM_GPUS excludes a GPU that the engine uses."""
     name = gpu.reading.display_name
     engine_bytes = gpu.engine_bytes or 0
     return Verdict(
@@ -371,7 +386,11 @@ def _judge_gpu(
     watches: Mapping[str, float],
     role: str,
 ) -> Verdict:
-    """Return the verdict on one GPU of the engine: unreadable, growing, in trouble, or quiet."""
+    """Return the verdict on one GPU of the engine.
+
+    It is about the first of these that holds: the GPU cannot be read, its memory is unknown, memory
+    grows on it, or something else about it.
+    """
     reading = gpu.reading
     name = reading.display_name
     if reading.failure is not None:
@@ -411,7 +430,7 @@ def _judge_quiet_gpu(
     watches: Mapping[str, float],
     role: str,
 ) -> Verdict:
-    """Return the verdict on a GPU on which nothing grows."""
+    """Return the verdict on a GPU on which nothing grows: its trouble, or that there is none."""
     labels = label_gpu(gpu)
     uuid = gpu.reading.uuid
     name = gpu.reading.display_name
@@ -432,7 +451,7 @@ def _judge_quiet_gpu(
         labels,
         status,
         values,
-        # Where it is not known how much is free, too little is not reported.
+        # Where the free memory is unknown, a lack of memory must not be reported.
         free_bytes=inf if free_bytes is None else free_bytes,
         wake_bytes=wake_bytes,
         role=role,
@@ -462,12 +481,11 @@ class Trouble(Struct, frozen=True, kw_only=True):
     situation: Situation
     text: str
     alert: str | None = None
-    """The alert that fires, None where none does."""
+    """The alert that fires; None where none fires."""
 
     level: Level = Level.WARNING
     needs_free_bytes: bool = False
-    """Whether the sentence adds how much is free; otherwise the text has it, or it does not
-    matter."""
+    """Whether the free memory must be added to the text."""
 
 
 def _find_trouble(
@@ -479,9 +497,9 @@ def _find_trouble(
     wake_bytes: int,
     role: str,
 ) -> Trouble | None:
-    """Return the first trouble that holds, the worst first; None where none does.
+    """Return the worst trouble of a GPU; None where it has none.
 
-    `wake_bytes` is what a sleeping engine needs to wake; 0 where it does not sleep.
+    `wake_bytes` is the memory that a sleeping engine needs to wake; 0 where it does not sleep.
     """
     return (
         _find_excess(labels, status, values, free_bytes)
@@ -494,6 +512,7 @@ def _find_trouble(
 def _find_low_memory(
     labels: tuple[str, str], status: EngineStatus | None, free_bytes: float, wake_bytes: int
 ) -> Trouble | None:
+    """Return the trouble of too little free memory, or of too little for a sleeping engine."""
     uuid = labels[1]
     first_free_bytes = 0
     if status is not None:
@@ -512,7 +531,10 @@ def _find_low_memory(
 def _find_scarce_blocks(
     labels: tuple[str, str], status: EngineStatus | None, values: Values, free_bytes: float
 ) -> Trouble | None:
-    """Return the trouble of unified memory that is free, but in small blocks."""
+    """Return the trouble of unified memory that is free in small blocks only.
+
+    None while no task waits for memory and no model is loaded.
+    """
     blocks_bytes = values.value(catalog.UNIFIED_FREE_BLOCKS, *labels)
     if blocks_bytes is None or blocks_bytes >= min(SCARCE_BLOCKS_BYTES, free_bytes):
         return None
@@ -573,7 +595,10 @@ def _find_room_at_rest(
 
 
 def _find_neighbour(labels: tuple[str, str], values: Values, role: str) -> Trouble | None:
-    """Return the trouble of other processes on the GPU; planned ones are only mentioned."""
+    """Return the trouble of other processes on the GPU; for a sharing role it is no warning.
+
+    None where they hold less than NEIGHBOUR_BYTES.
+    """
     other_bytes = values.value(catalog.GPU_MEMORY_HELD, *labels, "other") or 0.0
     if other_bytes < NEIGHBOUR_BYTES:
         return None
@@ -591,17 +616,17 @@ def _find_neighbour(labels: tuple[str, str], values: Values, role: str) -> Troub
 
 
 class GrowingMemory(Struct, frozen=True, kw_only=True):
-    """Growing memory of a GPU, or of the processes of one role on the host; None is unknown."""
+    """Growing memory: that of a GPU, or of the processes of one role; None where unknown."""
 
     subject: str
     name: str
-    """The memory at the beginning of a sentence."""
+    """The name of the memory, for the beginning of a sentence."""
 
     is_leaking: bool
     """Whether this is the alarm; otherwise it is the early warning."""
 
     is_of_engine: bool
-    """Whether the engine is known to be what grows; otherwise it may be a neighbour."""
+    """Whether the growth is known to be the engine's; otherwise it may be another process's."""
 
     bytes_per_second: float | None
     bytes_per_request: float | None = None
@@ -609,10 +634,10 @@ class GrowingMemory(Struct, frozen=True, kw_only=True):
     oom_seconds: float | None
     earliest_oom_seconds: float | None
     pools: tuple[Pool, ...]
-    """What vLLM was configured to fill there."""
+    """The pools that vLLM was configured to fill in this memory."""
 
     bound_bytes: float | None
-    """What these pools may still take."""
+    """The memory that these pools may still take; None without pools."""
 
     alerts: GrowthAlerts
     situation: Situation
@@ -663,8 +688,8 @@ def _measure_host_growth(
 
 
 def _judge_growth(growth: GrowingMemory) -> Verdict:
-    """Return the verdict on memory that leaks, may leak, or fills."""
-    # Only an early warning may still be a pool that fills; an alarm is reported in any case.
+    """Return the verdict on growing memory: it leaks, may leak, or a configured pool fills."""
+    # An early warning is explained by a pool that still has room; an alarm is reported anyway.
     if growth.bound_bytes and not growth.is_leaking:
         return _judge_filling_pools(growth, growth.bound_bytes)
     if growth.is_of_engine:
@@ -709,7 +734,7 @@ def _describe_engine_growth(growth: GrowingMemory) -> str:
 
 
 def _describe_foreign_growth(growth: GrowingMemory) -> str:
-    """Return that memory fills, and how fast, where others may be what grows."""
+    """Return that memory fills, and how fast, where the growth may be another process's."""
     rate = _describe_rate(growth)
     if not rate:
         return "fills (holder unknown)"
@@ -717,13 +742,14 @@ def _describe_foreign_growth(growth: GrowingMemory) -> str:
 
 
 def _describe_rate(growth: GrowingMemory) -> str:
-    """Return the growth in an hour; empty where it is not known."""
+    """Return the growth in an hour, such as "3 GiB an hour"; empty where it is unknown."""
     if growth.bytes_per_second is None:
         return ""
     return f"{format_size(HOUR_SECONDS * growth.bytes_per_second)} an hour"
 
 
 def _describe_time_to_oom(growth: GrowingMemory) -> str:
+    """Return the time until out-of-memory, as the end of a sentence; empty where it is unknown."""
     if growth.oom_seconds is None:
         return ""
     if growth.oom_seconds < 1:
@@ -735,7 +761,8 @@ def _describe_time_to_oom(growth: GrowingMemory) -> str:
 
 
 def _describe_full_pools(growth: GrowingMemory) -> str:
-    # Of the pools only offloads were seen to take more than their size (OFFLOAD_FACTOR).
+    """Return that offload pools are full and may take more; empty where they are not full."""
+    # Only offloads were seen to take more than their configured size (OFFLOAD_FACTOR).
     has_offloads = any(pool.part is not HostPart.MULTIMODAL_CACHE for pool in growth.pools)
     if growth.bound_bytes != 0 or not has_offloads:
         return ""
@@ -799,7 +826,7 @@ def _judge_engine_state(snapshot: Snapshot, values: Values) -> Verdict:
     alert = row.alert
     detail = ""
     if isinstance(snapshot.engines, Failure):
-        # Without a page, a serving or sleeping engine is an assumption from the last one.
+        # Without a page, the state of a serving or sleeping engine is assumed from the last page.
         if state in UNREAD_SENTENCES:
             unread = UNREAD_SENTENCES[state]
             text = unread.sentence
@@ -860,7 +887,7 @@ def _describe_hang(hang_signs: Iterable[HangSign]) -> str:
 
 
 def _describe_load(values: Values) -> str:
-    """Return the current load, as a sentence part; empty where nothing is known."""
+    """Return the current load as a clause, such as ": 3 running"; empty where it is unknown."""
     running = values.find_all(catalog.ENGINE_RUNNING).values()
     waiting = values.find_all(catalog.ENGINE_WAITING).values()
     used_ratios = values.find_all(catalog.ENGINE_KV_USED).values()
@@ -872,7 +899,7 @@ def _describe_load(values: Values) -> str:
         words.append(f"{sum(waiting):.0f} waiting")
     if used_ratios:
         words.append(f"KV cache {100 * max(used_ratios):.0f} % used")
-    # While requests wait there is no room for more, whatever the KV cache has left.
+    # While requests wait, no more fit, even if the KV cache has room.
     if additional and not any(waiting):
         words.append(f"room in it for {sum(additional):.0f} more")
     return f": {', '.join(words)}" if words else ""
@@ -881,9 +908,10 @@ def _describe_load(values: Values) -> str:
 def _judge_host(
     snapshot: Snapshot, values: Values, watches: Mapping[str, float]
 ) -> Iterator[Verdict]:
-    """Yield the verdicts on processes left behind, and on the memory of the engine's processes.
+    """Yield the verdicts on processes that an exited engine left, and on host memory.
 
-    That is one verdict for each role whose memory grows, or one for all where none does.
+    On host memory there is one verdict for each role whose memory grows. Where none grows there is
+    one verdict on all roles, and none where no role has a leak state.
     """
     orphans = describe_orphans(snapshot.left_behind, snapshot.owned_gpus)
     if orphans is not None:
@@ -911,7 +939,7 @@ def _judge_quiet_host(
     leak_states: Mapping[str, str],
     watches: Mapping[str, float],
 ) -> Verdict:
-    """Return the verdict on host memory of which no role's grows; `leak_states` is by role."""
+    """Return the verdict on host memory that grows in no role; `leak_states` is by role."""
     watched_seconds = min(watches.get(role, SURE_SECONDS) for role in leak_states)
     level, no_growth = _describe_no_growth(leak_states.values(), watched_seconds)
     use = _describe_host_use(snapshot, values) + _describe_offloads(snapshot, values)
@@ -928,7 +956,7 @@ def _judge_quiet_host(
 
 
 def _is_host_memory_low(snapshot: Snapshot) -> bool:
-    """Return whether little is left before the kernel kills; False where that is unknown."""
+    """Return whether the host's free memory is low; False where that is unknown."""
     host = snapshot.host
     first_room_bytes = (
         None if snapshot.engine_status is None else snapshot.engine_status.first_host_room_bytes
@@ -944,7 +972,10 @@ def _is_host_memory_low(snapshot: Snapshot) -> bool:
 
 
 def _describe_host_use(snapshot: Snapshot, values: Values) -> str:
-    """Return how much host memory is in use, of what, and how much of it in /dev/shm and swap."""
+    """Return how much host memory is in use of which limit, and how much in /dev/shm and swap.
+
+    Where one of the two is unknown, return how much the engine's processes hold.
+    """
     host = snapshot.host or HostMemory()
     used_bytes = values.value(catalog.HOST_MEMORY_USED)
     limit_bytes = values.value(catalog.HOST_MEMORY_LIMIT)
@@ -963,9 +994,10 @@ def _describe_host_use(snapshot: Snapshot, values: Values) -> str:
 
 
 def _describe_offloads(snapshot: Snapshot, values: Values) -> str:
-    """Return what offloads were planned to take, and what they are known to take, if any.
+    """Return the planned size of offloads, and how much they take; empty without offloads.
 
-    What they take is shared memory.
+    Offloads are in shared memory, which is what they take. Where that is less than planned, they
+    may still grow: then the text is how much they may take.
     """
     planned_bytes = values.find_all(catalog.HOST_MEMORY_PLANNED)
     offload_bytes = 0.0
@@ -974,7 +1006,7 @@ def _describe_offloads(snapshot: Snapshot, values: Values) -> str:
     if not offload_bytes:
         return ""
     shm_bytes = None
-    # Another engine may use the same /dev/shm: then only the largest process counts.
+    # Beside another engine, /dev/shm may be partly that engine's: its size is not used then.
     if snapshot.host is not None and not snapshot.neighbours:
         shm_bytes = snapshot.host.shm_used_bytes
     shared_bytes = count_shared(snapshot.engine_processes, shm_bytes)
