@@ -85,6 +85,7 @@ class Worker(Generic[T]):
         return self._thread is not None and self._thread.is_alive()
 
     def _run(self) -> None:
+        """Make the calls one after another until None comes; this is the thread."""
         while True:
             job = self._jobs.get()
             if job is None:
@@ -96,6 +97,7 @@ class Worker(Generic[T]):
             del job, function, future
 
     def _run_job(self, function: Callable[[], T], future: "asyncio.Future[T]") -> None:
+        """Make one call and hand its outcome to the loop; drop the call if it was cancelled."""
         if future.cancelled():
             return
         self._running = future

@@ -44,6 +44,7 @@ def read_host(root: str = "/") -> dict[str, Any]:
 
 
 def _read_shm(path: str) -> dict[str, int] | None:
+    """Return the used bytes and the size of a file system; None where it cannot be read."""
     try:
         volume = os.statvfs(path)
     except OSError:

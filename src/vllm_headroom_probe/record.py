@@ -101,6 +101,7 @@ class Recording:
         self._stop_tracing()
 
     def _stop_tracing(self) -> None:
+        """End the tracing that this recording has started."""
         if self._is_host_traced:
             tracemalloc.stop()
         if self._is_gpu_traced:

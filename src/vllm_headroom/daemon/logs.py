@@ -80,6 +80,7 @@ class Background(logging.Handler):
             self._waiting.task_done()
 
     def _write(self, record: logging.LogRecord) -> None:
+        """Write one line to stderr, waiting for its reader; where that fails the line is lost."""
         try:
             unwritten = f"{self.format(record)}\n".encode(errors="backslashreplace")
             while unwritten:

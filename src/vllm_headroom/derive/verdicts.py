@@ -651,6 +651,7 @@ class GrowingMemory(Struct, frozen=True, kw_only=True):
 def _measure_gpu_growth(
     gpu: Gpu, snapshot: Snapshot, values: Values, *, is_leaking: bool
 ) -> GrowingMemory:
+    """Return the growth on a GPU by the leak detector's figures."""
     labels = label_gpu(gpu)
     return GrowingMemory(
         subject=gpu.reading.display_name,
@@ -779,6 +780,7 @@ def _choose_level(growth: GrowingMemory) -> Level:
 
 
 def _choose_alert(growth: GrowingMemory) -> str:
+    """Return the alert that fires for this growth, by its time left."""
     if growth.is_leaking and _is_oom_within(growth, HOUR_SECONDS):
         return growth.alerts.hour
     near_seconds = DAY_SECONDS if growth.is_leaking else HOUR_SECONDS
@@ -815,6 +817,7 @@ def _judge_engine(snapshot: Snapshot, values: Values) -> Iterator[Verdict]:
 
 
 def _judge_engine_state(snapshot: Snapshot, values: Values) -> Verdict:
+    """Return the verdict on the engine's state, with its load or why its page cannot be read."""
     status = snapshot.engine_status
     state = EngineState.UNKNOWN if status is None else status.state
     row = ENGINE_SENTENCES[state]

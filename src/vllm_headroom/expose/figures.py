@@ -107,6 +107,7 @@ def _list_rooms(view: View, snapshot: Snapshot) -> Iterator[_Room]:
 
 
 def _build_gpu_room(view: View, gpu: GpuReading, rank: int, free_curve: Curve) -> _Room:
+    """Return the free memory of a GPU, with its forecast where memory grows."""
     free_bytes = None
     total_bytes = 0
     if gpu.memory is not None:
@@ -127,6 +128,7 @@ def _build_gpu_room(view: View, gpu: GpuReading, rank: int, free_curve: Curve) -
 
 
 def _build_host_room(view: View, host: HostMemory | None, rank: int, free_curve: Curve) -> _Room:
+    """Return the free memory of the host, with its forecast where memory grows."""
     free_bytes = None
     total_bytes = 0
     if host is not None:

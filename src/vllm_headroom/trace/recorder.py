@@ -56,6 +56,7 @@ class FileWriter:
         self._worker = Worker[None](name)
         self._seconds = seconds
         self._problem: str | None = None
+        """Why the last operation failed; None where it succeeded."""
 
     async def do(self, operation: Callable[[], None]) -> bool:
         """Run the operation; return whether it succeeded, and log when that changes.

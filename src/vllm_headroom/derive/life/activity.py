@@ -115,6 +115,7 @@ def _begin_span(
     *,
     is_without_work: bool,
 ) -> ActivityTrack:
+    """Return the track at the begin of another span; the results are those of `whole_span`."""
     return ActivityTrack(
         cpu_ratio=whole_span.cpu_ratio,
         gpu_ratio=whole_span.gpu_ratio,

@@ -97,6 +97,7 @@ def update_budgets(
 def _update_budget(
     previous: GpuBudget | None, gpu: Gpu, snapshot: Snapshot, budget_bytes: float
 ) -> GpuBudget:
+    """Return a GPU's budget with one more sample; it starts over where the budget has changed."""
     now = snapshot.monotonic_seconds
     if previous is None or previous.budget_bytes != budget_bytes:
         previous = GpuBudget(budget_bytes=budget_bytes, newest_seconds=now)
@@ -131,6 +132,7 @@ def _update_budget(
 def _add_level(
     levels: tuple[tuple[float, int], ...], now: float, held_bytes: int
 ) -> tuple[tuple[float, int], ...]:
+    """Return the levels of the last minutes with a new one, if a slot has passed since the last."""
     if levels and 0 <= now - levels[-1][0] < REST_SLOT_SECONDS:
         return levels
     recent_levels = [level for level in levels if 0 <= now - level[0] <= REST_SECONDS]
@@ -182,6 +184,7 @@ def _find_profile_peak(gpu: Gpu, snapshot: Snapshot) -> int:
 
 
 def _find_largest_profile(probe: ProbeReadings) -> int:
+    """Return the largest activation peak of vLLM's profiling run in a process; 0 where unknown."""
     peaks_bytes = [
         process.parts.activation_peak_bytes or 0
         for process in probe.present

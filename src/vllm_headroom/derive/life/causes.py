@@ -21,10 +21,10 @@ from vllm_headroom.vocabulary import (
 )
 
 LIKELY_SHARE: Final = 0.5
-"""Growth that took this share of the lost room fits best."""
+"""Growth that took at least this share of the lost room is a likely cause."""
 
 SURE_SHARE: Final = 0.8
-"""Growth that took this share of the lost room leaves no other cause."""
+"""Growth that took at least this share of the lost room leaves no other cause."""
 
 LARGE_ALLOCATION_BYTES: Final = 4 * GIB
 """A failed allocation takes no memory, so with less room than this one may well have failed. The
@@ -33,10 +33,11 @@ activations of a step are 1.9 to 4 GiB by plan; 3.74 GiB were refused with 3.68 
 unlikely, and nothing but a witness excludes it."""
 
 KNOWN_BEFORE_SECONDS: Final = 600.0
-"""A shorter record does not show the memory before a burst."""
+"""A record that is shorter than this does not show the memory before a burst."""
 
 LITTLE_ROOM_RATIO: Final = 0.08
-"""Less of the GPU than vLLM leaves free by default: the start had taken all that it could."""
+"""vLLM leaves this share of a GPU free by default: where less was free, the start had taken all the
+memory that it could."""
 
 FATAL_XIDS: Final = frozenset({13, 31, 48, 62, 74, 79, 94, 95, 119, 120})
 """Errors that end the program, by NVIDIA's table. 43 and 45 can follow its exit, 63 and 64 may
@@ -46,20 +47,21 @@ FULL_REASONS: Final = frozenset({ExitReason.OUT_OF_MEMORY, ExitReason.OVER_BUDGE
 """The reasons of an exit that is known to be out of GPU memory."""
 
 UNOBSERVED_SECONDS: Final = 15.0
-"""Memory fills within seconds: after a longer gap the engine may have run out of it."""
+"""After a longer gap without a sample the engine may have run out of memory: it fills within
+seconds."""
 
 VISIBLE_STALL_SECONDS: Final = 60.0
-"""A stall that the page or a canary shows lasts at least so long. Other signs show one that began
-idle."""
+"""A stall that the page or a canary shows has lasted for at least this time. A shorter one was
+shown by other signs, and began while the engine was idle."""
 
 
 class Fit(NamedTuple):
-    """How well a cause fits."""
+    """How well a cause fits an end."""
 
     sureness: Sureness
     sentence: str
     remarks: tuple[str, ...] = ()
-    """What else speaks for or against it."""
+    """Further evidence for or against the cause."""
 
 
 UNKNOWN_CAUSE: Final = Diagnosis(
@@ -72,9 +74,9 @@ UNKNOWN_CAUSE: Final = Diagnosis(
 
 
 def judge_ending(end: Ending) -> tuple[Diagnosis, ...]:
-    """Return the causes that fit, the surest first, at least one.
+    """Return the causes that fit, the surest first; UNKNOWN_CAUSE where none fits.
 
-    A sure one excludes those that are only possible.
+    Causes that are only possible are left out where one is sure.
     """
     evidence = tuple(_list_evidence(end))
     diagnoses = []
@@ -94,14 +96,20 @@ def judge_ending(end: Ending) -> tuple[Diagnosis, ...]:
 
 
 def _fit_kill(end: Ending) -> Fit | None:
-    """Fit where the kernel counted an out-of-memory kill in the engine's container at this exit."""
+    """Return the cause that the kernel killed the engine for lack of host memory.
+
+    None where the kernel counted no such kill in the engine's container at this exit.
+    """
     if end.reason is not ExitReason.OOM_KILLED:
         return None
     return Fit(Sureness.SURE, "Killed by the kernel: host memory ran out, not GPU memory.")
 
 
 def _fit_failed_start(end: Ending) -> Fit | None:
-    """Fit where an engine exited before it served, with little room or with others on its GPU."""
+    """Return the cause that the engine never fitted: it exited before it served.
+
+    None where it has served, or had much room and its GPU for itself. Sure where the GPU was full.
+    """
     gpu = end.fullest_gpu
     if end.kind is not IncidentKind.ENDED or end.has_served:
         return None
@@ -131,9 +139,10 @@ def _grade(*, is_sure: bool) -> Sureness:
 
 
 def _fit_neighbour(end: Ending) -> Fit | None:
-    """Fit where others took most of the lost room.
+    """Return the cause that other processes took most of the lost room of a full GPU.
 
-    Where their memory is unknown, where another process appeared.
+    Where their memory is unknown, a new process on the GPU suffices. None where no GPU was full, or
+    others took little.
     """
     gpu = end.full_gpu
     if gpu is None:
@@ -166,9 +175,10 @@ def is_over_budget(end: Ending) -> bool:
 
 
 def _fit_over_budget(end: Ending) -> Fit | None:
-    """Fit where the engine held more than its budget from its first work on, and little was left.
+    """Return the cause that the engine held more than its budget from its first work on.
 
-    Sure where the GPU was full, and nothing since took nearly as much.
+    None where it kept its budget, or enough memory was left. Sure where the GPU was full, and
+    nothing since has taken nearly as much.
     """
     gpu = find_over_budget(end)
     if gpu is None or gpu.excess is None:
@@ -195,7 +205,7 @@ def _is_memory_short(end: Ending, gpu: GpuAtEnd, excess: BudgetExcess) -> bool:
     """Return whether a GPU was full, or an engine at work exited with little left."""
     if gpu.is_full or end.ooms or end.reason in FULL_REASONS:
         return True
-    # What others held would be the engine's without them.
+    # The engine's own need is compared: without other processes it could have had their memory.
     room_bytes = (gpu.last_room_bytes or 0) + (gpu.last_other_bytes or 0)
     return bool(end.running) and room_bytes < excess.tight_bytes
 
@@ -256,9 +266,10 @@ def describe_lower_budget(end: Ending, excess: BudgetExcess) -> str:
 
 
 def _fit_leak(end: Ending) -> Fit | None:
-    """Fit where the engine's memory grew over the whole run, or in a straight line to its end.
+    """Return the cause that the engine leaked: it grew over the whole run, or in a straight line.
 
-    Sure with the leak detector's alarm, where nothing else took memory.
+    None where no GPU was full, or a burst, others or an excess over the budget took the room. Sure
+    with the leak detector's alarm, where nothing else took memory.
     """
     gpu = end.full_gpu
     if gpu is None or is_over_budget(end):
@@ -305,7 +316,10 @@ FAILED_ALLOCATION: Final = "Out of GPU memory in a burst: an allocation of torch
 
 
 def _fit_burst(end: Ending) -> Fit | None:
-    """Fit where the room was lost within the last minutes, or an allocation failed or may have."""
+    """Return the cause that memory ran out in a burst: within minutes, or by one allocation.
+
+    None where a straight growth, others or an excess over the budget took the room.
+    """
     if is_over_budget(end):
         return None
     gpu = end.full_gpu
@@ -332,7 +346,11 @@ def _fit_burst(end: Ending) -> Fit | None:
 
 
 def _fit_failed_allocation(end: Ending) -> Fit | None:
-    """Fit where no GPU was full, and an allocation failed or may have."""
+    """Return the cause that an allocation failed although no GPU was full.
+
+    Likely where torch counted an OutOfMemoryError. Possible where requests ran with so little room
+    that one may have failed unseen. None otherwise.
+    """
     if not end.is_over or not end.has_served:
         return None
     if end.ooms:
@@ -340,8 +358,8 @@ def _fit_failed_allocation(end: Ending) -> Fit | None:
     gpu = end.fullest_gpu
     if gpu is None or not end.running:
         return None
+    room_bytes = gpu.last_room_bytes or 0  # never None: the fullest GPU has a known room
     # A probe would have recorded the error.
-    room_bytes = gpu.last_room_bytes or 0
     if end.is_probed or room_bytes >= LARGE_ALLOCATION_BYTES:
         return None
     room = format_size(room_bytes)
@@ -354,7 +372,7 @@ def _fit_failed_allocation(end: Ending) -> Fit | None:
 
 
 def _list_excess(end: Ending, gpu: GpuAtEnd) -> tuple[str, ...]:
-    """Return that the engine was over its budget on a GPU, where that may have left too little."""
+    """Return a remark that the engine exceeded its budget on a GPU; empty where it did not."""
     excess = gpu.excess
     if excess is None:
         return ()
@@ -363,7 +381,7 @@ def _list_excess(end: Ending, gpu: GpuAtEnd) -> tuple[str, ...]:
 
 
 def _describe_search(room_bytes: int) -> str:
-    """Return how to find out whether an allocation failed that left no other trace."""
+    """Return a remark on how to find out whether an allocation has failed."""
     return (
         "no figure shows a failed allocation: look in vLLM's log for OutOfMemoryError with a size"
         f" above {format_size(room_bytes)}"
@@ -371,7 +389,11 @@ def _describe_search(room_bytes: int) -> str:
 
 
 def _fit_hang(end: Ending) -> Fit | None:
-    """Fit where there was work and no progress; sure where its page showed it."""
+    """Return the cause that the engine hung: it had work and made no progress.
+
+    None where it did not hang, has never served, or was shutting down. Sure where its page answered
+    and showed running requests.
+    """
     # A server that shuts down and waits for its clients makes no progress either.
     if end.hung_seconds is None or not end.has_served or end.is_shutdown:
         return None
@@ -388,7 +410,10 @@ def _fit_hang(end: Ending) -> Fit | None:
 
 
 def _fit_shutdown(end: Ending) -> Fit | None:
-    """Fit where the server closed its port, its core exited, and the server kept running."""
+    """Return the cause of a requested shutdown: the server closed its port and ran on.
+
+    None for any other end.
+    """
     if not end.is_shutdown:
         return None
     return Fit(
@@ -399,7 +424,10 @@ def _fit_shutdown(end: Ending) -> Fit | None:
 
 
 def _fit_idle_exit(end: Ending) -> Fit | None:
-    """Fit where an idle engine exited as a whole with memory left; the reason is not visible."""
+    """Return that an idle engine exited as a whole with memory left; the reason is not visible.
+
+    None where it was at work, exited in parts, had a full GPU, had hung, or had a fault of a GPU.
+    """
     if end.kind is not IncidentKind.ENDED or not end.has_served or end.idle_seconds is None:
         return None
     if end.lost_processes or end.full_gpu is not None or end.hung_seconds is not None:
@@ -418,7 +446,11 @@ def _fit_idle_exit(end: Ending) -> Fit | None:
 
 
 def _fit_crash(end: Ending) -> Fit | None:
-    """Fit where the engine exited at work or in parts, with memory left; sure only with an XID."""
+    """Return the cause of a crash: the engine exited for another reason than memory.
+
+    None where a GPU was full, an allocation failed, or the engine hung. Sure only with an XID that
+    ends programs.
+    """
     if not end.is_over or end.full_gpu is not None or end.ooms:
         return None
     has_fault = bool(end.xids or end.unreadable)
@@ -477,7 +509,7 @@ def _is_memory_excluded(end: Ending) -> bool:
 
 
 def _find_room_at_exit(end: Ending) -> int | None:
-    """Return the least room on a GPU when it exited; None where nobody looked shortly before."""
+    """Return the least room on a GPU at the exit; None where no sample was taken shortly before."""
     if end.unobserved_seconds is None or end.unobserved_seconds > UNOBSERVED_SECONDS:
         return None
     if end.fullest_gpu is None:
@@ -497,7 +529,8 @@ CAUSES: Final[tuple[tuple[EndCause, Callable[[Ending], Fit | None]], ...]] = (
     (EndCause.IDLE, _fit_idle_exit),
     (EndCause.CRASH, _fit_crash),
 )
-"""Of equally sure causes, the first counts."""
+"""The causes, each with the function that returns how well it fits an end, None where it does not.
+Of equally sure causes, the first counts."""
 
 
 def _list_evidence(end: Ending) -> Iterator[str]:

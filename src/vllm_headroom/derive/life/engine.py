@@ -58,8 +58,8 @@ MOST_ENDS: Final = 64
 """The newest exit times that are kept: more of them change no verdict."""
 
 LEFTOVER_SECONDS: Final = 30.0
-"""Time in which left-over processes may still exit: a worker took up to 9 s after its core (vLLM
-0.32)."""
+"""Processes that an engine left are reported only after this time: they may still exit. A worker
+took up to 9 s after its core (vLLM 0.32)."""
 
 ENGINE_RUN: Final = "engine_life"
 """The name of this state among those of the derivations, which depend on it."""
@@ -84,9 +84,9 @@ class EngineMemory(Struct, frozen=True, kw_only=True):
 
 
 def forget_run(memory: EngineMemory) -> EngineMemory:
-    """Return the memory without the current run, whose data may have made a sample fail.
+    """Return the memory without the current run, whose data may have caused an error.
 
-    The counts stay.
+    The counts of all runs stay.
     """
     return EngineMemory(runs=replace(memory.runs, newest=None))
 
@@ -96,8 +96,8 @@ def update_engine(
 ) -> tuple[EngineMemory, Snapshot]:
     """Return the memory after one more snapshot, and the snapshot with the engine's status.
 
-    Left-over processes that exit within seconds are removed from it. `configured_bytes` is the
-    operator's figure of what the engine uses of each GPU.
+    In that snapshot, `left_behind` has only processes that were left for at least LEFTOVER_SECONDS.
+    `configured_bytes` is the operator's figure of the memory that the engine uses on each GPU.
     """
     now = snapshot.monotonic_seconds
     evidence = read_evidence(snapshot, memory.runs)
@@ -153,9 +153,9 @@ def _start_over(memory: EngineMemory) -> EngineMemory:
 def update_runs(
     runs: EngineRuns, evidence: Evidence, record: RunRecord
 ) -> tuple[EngineRuns, Ending | None]:
-    """Return the runs after one more sample, and the exit that it shows.
+    """Return the runs after one more sample, and the exit that the sample shows; None without one.
 
-    An exit dated in the future is dropped: the clock was set.
+    Earlier exits that are dated in the future are dropped: the clock was set.
     """
     now = evidence.snapshot.time_seconds
     run = runs.newest
@@ -223,10 +223,11 @@ def _find_exit(run: EngineRun, evidence: Evidence, record: RunRecord) -> Ending 
 
 
 def _is_replaced(run: EngineRun, evidence: Evidence, *, was_answering: bool) -> bool:
-    """Return whether another run answers: start, processes or counter are not this one's.
+    """Return whether the sample is of another run: by start, processes or counter.
 
-    A lower counter alone may come from another of several servers that answer in turn. It counts if
-    it fell far, or if the page was unavailable before.
+    Start times decide where both are known, else the processes, else the counter of requests. A
+    lower counter may come from another of several servers that answer in turn: it counts only if it
+    fell far, or if the page did not answer before.
     """
     finished_total = evidence.finished_total
     if run.page_run_id is not None and evidence.page_run_id is not None:
@@ -240,7 +241,10 @@ def _is_replaced(run: EngineRun, evidence: Evidence, *, was_answering: bool) -> 
 
 
 def _is_any_among(names: Collection[ProcessName], processes: Collection[ProcessName]) -> bool:
-    """Return whether any named process is among these; a trace without pids has one pid for all."""
+    """Return whether one of the named processes is among these, by pid and nearly equal start.
+
+    In a trace without pids, all processes have the same pid.
+    """
     return any(
         pid == other_pid and abs(started_seconds - other_started_seconds) <= SAME_START_SECONDS
         for (pid, started_seconds), (other_pid, other_started_seconds) in product(names, processes)
@@ -391,7 +395,7 @@ def _describe_engine(
 
 
 def _list_excesses(record: RunRecord, snapshot: Snapshot) -> tuple[tuple[str, BudgetExcess], ...]:
-    """Return by how much the engine is over its budget, of each GPU where it is."""
+    """Return the excess over the budget of each GPU on which there is one, by UUID."""
     excesses = []
     for gpu in snapshot.owned_gpus:
         budget = record.budgets.get(gpu.reading.uuid)
@@ -404,7 +408,11 @@ def _list_excesses(record: RunRecord, snapshot: Snapshot) -> tuple[tuple[str, Bu
 
 
 def _list_bytes_to_wake(memory: EngineMemory, evidence: Evidence) -> tuple[tuple[str, int], ...]:
-    """Return what a sleeping engine needs to wake, by UUID: what it held while it served."""
+    """Return the bytes that a sleeping engine needs to wake, by the UUID of the GPU.
+
+    They are the most that it held while it served, less what it holds now. GPUs for which one of
+    the two is unknown are left out.
+    """
     needs = []
     for uuid, held_bytes in evidence.held_bytes.items():
         if uuid in memory.served_bytes:

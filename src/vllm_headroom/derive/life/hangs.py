@@ -1,4 +1,4 @@
-"""The signs of a hang that the page does not show."""
+"""The signs of a hang that are seen in other sources than the page."""
 
 from collections.abc import Collection, Mapping
 from typing import Final
@@ -21,9 +21,9 @@ SIGN_SECONDS: Final = 20.0
 core is silent too: a process that hangs writes nothing. Five readings by default, two at least."""
 
 COMPUTING_CPU_SECONDS: Final = 1.0
-"""CPU time that proves a server runs. One that is stopped, or waits for what never comes, uses
-almost none. One that competes for cores still gets its share: ten seconds a minute of two cores at
-a load of 42."""
+"""CPU time that proves that a server runs. A server that is stopped, or waits forever, uses almost
+none. A server that competes for cores still gets its share: ten seconds a minute of two cores at a
+load of 42."""
 
 STOPPED_OR_BLOCKED: Final = frozenset({"T", "t", "D"})
 """States in /proc/PID/stat: stopped by a signal, by a debugger, or blocked in a driver."""
@@ -39,10 +39,10 @@ class CpuUse(Struct, frozen=True):
 def update_cpu_use(
     previous: CpuUse | None, processes: Collection[EngineProcess] | None, now: float
 ) -> CpuUse | None:
-    """Return when the API servers last used enough CPU time; None until that is first seen.
+    """Return when the API servers last used enough CPU time; None before the first known time.
 
-    Only they explain a silent page: the core and its workers spin while they wait for a hung GPU
-    (NCCL does), but then the page answers and shows no progress.
+    Only the API servers can explain a page that does not answer. The core and its workers spin
+    while they wait for a hung GPU (NCCL does), but then the page answers and shows no progress.
     """
     servers = [process for process in processes or () if process.role is Role.API_SERVER]
     cpu_seconds = sum_known(process.cpu_seconds for process in servers)
@@ -74,7 +74,7 @@ def update_waits_since(
 
 
 Hint = tuple[HangSign, ProcessName | None]
-"""A sign, with its process where it is of one."""
+"""A sign, with its process; None where the sign is not of one process."""
 
 
 class HintSpan(Struct, frozen=True):
@@ -87,19 +87,19 @@ class HintSpan(Struct, frozen=True):
 def update_hints(
     previous: Mapping[Hint, HintSpan], evidence: Evidence, rest_seconds: float, now: float
 ) -> dict[Hint, HintSpan]:
-    """Return what suggests a hang although the page shows no work.
+    """Return the signs that suggest a hang although the page shows no work, with their times.
 
-    While /proc cannot be read it is what it was. `rest_seconds` is the time since the last token.
+    While /proc cannot be read, the hints of the last sample are returned. `rest_seconds` is the
+    time since the last token. The signs are:
 
     - The main thread of a core or worker is stopped or blocked.
-    - The probe in the core is silent, and another process's writes.
-    - A request has had no answer since the engine was last seen to work. An older one proves
-      nothing: its client may never have sent the rest. A connection that is kept alive is no
-      request.
+    - The probe in the core is silent, while that of another process writes.
+    - A request has got no answer, and came after the engine last worked. A request from before
+      proves nothing: its client may never have sent the whole request.
     """
     if evidence.processes is None:
         return dict(previous)
-    # By process: `D` of one process after another is no hang, only of one that stays.
+    # By process: it is a hang only if the same process stays blocked, not one after another.
     begins: dict[Hint, float] = {}
     for process in evidence.processes:
         if process.role in NECESSARY_ROLES and process.state in STOPPED_OR_BLOCKED:

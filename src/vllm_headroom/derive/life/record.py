@@ -235,7 +235,7 @@ def _record_gpus(record: RunRecord, snapshot: Snapshot, run: EngineRun) -> dict[
 
 
 def _read_extremes(gpu: Gpu, now: float) -> MemoryExtremes:
-    """Return the memory of one sample, and that of the peak which may lie between two."""
+    """Return the memory at a sample, and at the peak of use, which may lie between two samples."""
     memory = gpu.reading.memory
     room_bytes = None
     room_at_peak_bytes = None
@@ -295,7 +295,10 @@ def _find_most(values: Iterable[int | None]) -> int | None:
 
 
 def _record_processes(previous: ProcessRecord, snapshot: Snapshot, run: EngineRun) -> ProcessRecord:
-    """Return what the processes have shown; who was lost counts while the page answers."""
+    """Return the record of the processes with this sample.
+
+    Which necessary processes were lost is recorded only while the page answers.
+    """
     complete = previous.complete
     if snapshot.engine_processes and not run.lost_roles:
         complete = snapshot.engine_processes
@@ -303,7 +306,7 @@ def _record_processes(previous: ProcessRecord, snapshot: Snapshot, run: EngineRu
     if run.lost_roles and _is_page_refused(snapshot):
         refused_since_seconds = previous.refused_since_seconds or snapshot.monotonic_seconds
     processes = replace(previous, complete=complete, refused_since_seconds=refused_since_seconds)
-    # Without a page the server exits too: who was lost first can only be seen before.
+    # Once the page does not answer, the server exits too: which process was first is then unknown.
     if snapshot.page is None:
         return processes
     return replace(
@@ -319,7 +322,7 @@ def _is_page_refused(snapshot: Snapshot) -> bool:
 
 
 def _record_page(previous: PageRecord, snapshot: Snapshot) -> PageRecord:
-    """Return what the page has shown: the last one that answered shows the load."""
+    """Return the record of the page with this sample; the load is that of the last answer."""
     now = snapshot.monotonic_seconds
     if snapshot.page is None:
         return replace(previous, is_answering=False)
@@ -356,7 +359,7 @@ def _add_load(
 
 
 def _list_lost(processes: ProcessRecord, run: EngineRun, snapshot: Snapshot) -> tuple[Lost, ...]:
-    """Return the necessary processes that have exited; one that outlives its server has not."""
+    """Return the necessary processes that have exited, without those that outlived their server."""
     if not run.lost_roles:
         return ()
     if not processes.complete:
@@ -375,9 +378,10 @@ def _name_processes(processes: Iterable[EngineProcess]) -> list[Lost]:
 
 
 def _list_orphaned(processes: ProcessRecord, snapshot: Snapshot) -> list[EngineProcess]:
-    """Return the processes that outlive their server on its GPUs.
+    """Return the engine's processes that still hold GPU memory although their server has exited.
 
-    In a trace without pids these are workers, or the core of an engine that has no workers.
+    A trace has no pids: there, as many workers are returned as processes were left on the GPUs, or
+    cores of an engine without workers.
     """
     pids = [
         leftover.pid
@@ -508,7 +512,10 @@ def _is_straight(points: list[tuple[float, int]]) -> bool:
 
 
 def _is_load_level(page: PageRecord, begin_seconds: float) -> bool:
-    """Return whether as many requests ran since then as before, and until the end."""
+    """Return whether load was level from `begin_seconds` on: as before, and in both halves.
+
+    False where no load was recorded in that time.
+    """
     earlier_loads = [running for at_seconds, running in page.loads if at_seconds < begin_seconds]
     loads = [running for at_seconds, running in page.loads if at_seconds >= begin_seconds]
     if not loads:
@@ -572,7 +579,7 @@ def build_ending(
 
 
 def _find_usual_running(page: PageRecord, now: float) -> float | None:
-    """Return the median of the running requests in the minutes before the end."""
+    """Return the median of the running requests in the minutes before the end; None without any."""
     loads = [running for at_seconds, running in page.loads if at_seconds < now - END_SECONDS]
     return median(loads) if loads else None
 
@@ -601,14 +608,14 @@ def _list_lost_at_end(
 
 
 def _has_hung(record: RunRecord, reason: ExitReason | None, now: float) -> bool:
-    """Return whether the engine was stalled, and not only by the exit that followed."""
+    """Return whether the engine was stalled before its exit, and not by the exit itself."""
     if record.stalled_since_seconds is None:
         return False
     return reason not in MEMORY_REASONS or now - record.stalled_since_seconds > SAME_END_SECONDS
 
 
 def _find_silence(record: RunRecord) -> float:
-    """Return since when nothing shows that the engine works, on the monotonic clock."""
+    """Return when the engine last showed that it works, on the monotonic clock."""
     if record.stalled_since_seconds is None:
         return record.page.newest_seconds
     return min(record.page.newest_seconds, record.stalled_since_seconds)

@@ -24,10 +24,10 @@ _STATES_BEFORE_WORK: Final = {
 
 
 def keep_service(snapshot: Snapshot) -> Snapshot:
-    """Return the snapshot of a run in service; outside one, without page, processes and held bytes.
+    """Return the snapshot if the engine is in service, else one without evidence of a leak.
 
-    While weights load, memory grows without bound and without work, like a leak. A run counts as in
-    service only if that is known.
+    That has no page, no processes and no held memory: while weights load, memory grows without
+    work, like a leak. Where it is unknown whether the engine is in service, it counts as not.
     """
     if snapshot.is_in_service:
         return snapshot
@@ -38,7 +38,11 @@ def keep_service(snapshot: Snapshot) -> Snapshot:
 
 
 def derive_out_of_service(snapshot: Snapshot, samples: tuple[Sample, ...]) -> tuple[Sample, ...]:
-    """Return the leak samples of an engine out of service: its state instead of a leak's."""
+    """Return the leak samples of an engine out of service.
+
+    Its GPUs and roles have the leak state that belongs to the state of the engine, such as
+    WARMING_UP while it starts.
+    """
     status = snapshot.engine_status
     state = LeakState.UNKNOWN
     if status is not None and status.is_in_service is not None:

@@ -433,6 +433,7 @@ def _is_canary_unanswered(evidence: Evidence) -> bool:
 
 
 def _find_requests(evidence: Evidence, progress: Progress) -> Requests:
+    """Return whether requests wait, by the server's own count and by its connections."""
     server = evidence.snapshot.server
     if server is not None and server.requests:
         return Requests.WAITING
@@ -457,7 +458,7 @@ def _is_computing(evidence: Evidence, away_seconds: float, progress: Progress) -
     if cpu_use is None or now - cpu_use.monotonic_seconds >= STALLED_SECONDS:
         return False
     # A server that is short of CPU may be late for every page, and one that closed its port may be
-    # finishing the last requests: only a server that could answer and does not spins.
+    # finishing the last requests. So a server spins only if it could answer and does not.
     is_spinning = (
         evidence.answer is PageAnswer.SILENT
         and away_seconds >= SPINNING_SECONDS

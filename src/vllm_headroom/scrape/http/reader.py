@@ -293,7 +293,7 @@ SILENCES: Final = NO_ANSWER_REASONS | {Reason.UNREACHABLE}
 """Reasons of a failure where nothing answers at all."""
 
 MOST_REQUESTS: Final = 10**6
-"""No server has more in it; a larger figure is no count."""
+"""A larger number of requests in the server is no count: no server has so many."""
 
 NO_PATH_REASONS: Final = frozenset({Reason.NOT_FOUND, Reason.HTTP_STATUS})
 """Reasons of a failure where the server has no such path; vLLM has `is_sleeping` in its development
@@ -330,6 +330,7 @@ class ServerRequest(Struct, frozen=True, kw_only=True):
 
 
 def _judge_answers(health: Reply | Failure, *others: Reply | Failure) -> ServerAnswer:
+    """Return what the server's answers show: to its health check, and to two other pages."""
     if _is_ok(health):
         return ServerAnswer.HEALTHY
     if _reports_death(health, others):
@@ -354,10 +355,10 @@ def _is_silence(answer: Reply | Failure) -> bool:
 
 
 def _reports_death(health: Reply | Failure, others: tuple[Reply | Failure, ...]) -> bool:
-    """Return whether a health check says that the engine has died.
+    """Return whether a health check reports that the engine has died.
 
-    vLLM answers 503 then, and 500 in older versions. A server whose every page is an error says
-    nothing by it.
+    vLLM then answers 503, in older versions 500. A status of 500 proves nothing where all other
+    pages of the server are errors too.
     """
     if isinstance(health, Failure) or _is_silence(health):
         return False
