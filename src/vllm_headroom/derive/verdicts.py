@@ -512,7 +512,10 @@ def _find_trouble(
 def _find_low_memory(
     labels: tuple[str, str], status: EngineStatus | None, free_bytes: float, wake_bytes: int
 ) -> Trouble | None:
-    """Return the trouble of too little free memory, or of too little for a sleeping engine."""
+    """Return the trouble of low free memory, or of less than a sleeping engine needs to wake.
+
+    None where neither holds. The alert fires for low memory only.
+    """
     uuid = labels[1]
     first_free_bytes = 0
     if status is not None:

@@ -230,7 +230,7 @@ def _find_end(frame: Frame, forecast: Forecast, seconds: float) -> tuple[float, 
 
 
 def _draw_path(frame: Frame, stretch: Sequence[tuple[float, float]]) -> str:
-    """Return the points of a stretch as an SVG path; a tenth of a unit is below a pixel."""
+    """Return the points of a stretch as an SVG path, rounded to tenths, which no pixel shows."""
     x = frame.x
     y = frame.y
     points = [f"{x(seconds):.1f} {y(value):.1f}" for seconds, value in stretch]

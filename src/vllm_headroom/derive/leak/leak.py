@@ -44,15 +44,15 @@ def derive_gpu_leaks(
     tracks: Tracks,
     observations: Collection[tuple[Gpu, Observation]],
     *,
-    settled: bool,
+    is_settled: bool,
     inside: InsideTracks,
     asleep: Tracks,
 ) -> tuple[Tracks, tuple[Sample, ...]]:
     """Return the new tracks, and the leak samples of each GPU of `observations`.
 
-    `settled` is whether load is level, `inside` has the tracks of the probe's figures, and `asleep`
-    those of the memory kept in sleep: the surest verdict of the three is exported. While another
-    process comes and goes on a GPU, the GPU's verdict does not change.
+    `is_settled` is whether load is level, `inside` has the tracks of the probe's figures, and
+    `asleep` those of the memory kept in sleep: the surest verdict of the three is exported. While
+    another process comes and goes on a GPU, the GPU's verdict does not change.
     """
     tracks = keep_recent(tracks, {gpu.reading.uuid for gpu, _ in observations})
     samples: list[Sample] = []
@@ -63,7 +63,7 @@ def derive_gpu_leaks(
         track = observe(tracks.get(uuid) or start_track(observation.seconds), observation)
         tracks[uuid] = track
         track = sharpen_track(limit_verdict(track, gpu), asleep.get(uuid), inside.get(uuid))
-        state = find_leak_state(track, is_known=gpu.held_bytes is not None, is_settled=settled)
+        state = find_leak_state(track, is_known=gpu.held_bytes is not None, is_settled=is_settled)
         samples += make_states(catalog.LEAK_STATE, labels, state)
         samples += _make_bound((*labels, ""), track)
         estimate = track.estimate if state in SHOWN else None
@@ -164,7 +164,7 @@ def update_residues(
 
 
 def derive_host_leaks(
-    tracks: Tracks, snapshot: Snapshot, *, settled: bool
+    tracks: Tracks, snapshot: Snapshot, *, is_settled: bool
 ) -> tuple[Tracks, tuple[Sample, ...]]:
     """Return the new tracks and the samples of host memory.
 
@@ -180,7 +180,7 @@ def derive_host_leaks(
     for role, observation in observe_host(snapshot):
         track = observe(tracks.get(role) or start_track(snapshot.monotonic_seconds), observation)
         tracks[role] = track
-        state = find_leak_state(track, is_known=True, is_settled=settled)
+        state = find_leak_state(track, is_known=True, is_settled=is_settled)
         samples += make_states(catalog.HOST_LEAK_STATE, (str(role),), state)
         samples += _make_bound(("", "", str(role)), track)
         estimate = track.estimate
@@ -236,14 +236,14 @@ def derive_leaks(state: LeakMemory, snapshot: Snapshot) -> tuple[LeakMemory, tup
     sleep, sleep_samples = derive_sleep(state.sleep, snapshot)
     served = keep_service(snapshot)
     load, load_samples = derive_load(state.load, served)
-    settled = load.is_stable is not False  # where it is unknown, load counts as level
+    is_settled = load.is_stable is not False  # where it is unknown, load counts as level
     inside = update_insides(state.inside, served)
     observations = tuple(observe_gpus(served, served.owned_gpus))
     asleep = update_residues(state.asleep, sleep.least_bytes, observations)
     gpus, gpu_samples = derive_gpu_leaks(
-        state.gpus, observations, settled=settled, inside=inside, asleep=asleep
+        state.gpus, observations, is_settled=is_settled, inside=inside, asleep=asleep
     )
-    host, host_samples = derive_host_leaks(state.host, served, settled=settled)
+    host, host_samples = derive_host_leaks(state.host, served, is_settled=is_settled)
     memory = LeakMemory(load=load, gpus=gpus, host=host, inside=inside, sleep=sleep, asleep=asleep)
     samples = (*load_samples, *gpu_samples, *host_samples)
     if not snapshot.is_in_service:

@@ -145,11 +145,12 @@ def read_own_pid(proc: Path) -> int:
 def read_entry(
     proc: Path, pid: int, previous: ProcEntry | None = None, *, is_engine: bool = False
 ) -> ProcEntry | None:
-    """Return the process; None where it has exited, is a zombie or, unless an engine's, unreadable.
+    """Return the process; None where it has exited or is a zombie.
 
-    `previous` is the last result for this pid; it is returned again where the process and its
-    command line cannot have changed. Raises OSError where a shortage on this side prevented the
-    reading, and for a process of the engine where it is unknown whether it has exited.
+    A process that cannot be read for another reason is None too, with two exceptions that raise
+    OSError: a shortage on this side, and a process of the engine (`is_engine`), for which it would
+    be unknown whether it has exited. `previous` is the last result for this pid; it is returned
+    again where the process and its command line cannot have changed.
     """
     try:
         stat = _read_stat(proc, pid)

@@ -26,9 +26,9 @@ def verdict(tracks: InsideTracks) -> Certainty:
 def test_the_page_shows_the_early_warning_with_its_figures_and_its_place() -> None:
     tracks = followed(300, tensors)
     seen = look(299, tensors(299))
-    state, _ = derive_gpu_leaks({}, list_inside_observations(seen), settled=True, inside=tracks, asleep={})
+    state, _ = derive_gpu_leaks({}, list_inside_observations(seen), is_settled=True, inside=tracks, asleep={})
     later = replace(seen, monotonic_seconds=seen.monotonic_seconds + 1)
-    _, samples = derive_gpu_leaks(state, list_inside_observations(later), settled=True, inside=tracks, asleep={})
+    _, samples = derive_gpu_leaks(state, list_inside_observations(later), is_settled=True, inside=tracks, asleep={})
 
     assert values(samples, catalog.LEAK_STATE)[(*A_GPU, "growing")] == 1.0
     assert values(samples, catalog.LEAK_RATE)[A_GPU] == pytest.approx(LEAK / SECONDS, rel=0.01)
@@ -93,7 +93,9 @@ def test_large_steps_that_the_cache_takes_in_are_a_leak_of_what_is_in_use() -> N
         grown = lost_from_the_cache(at)
         seen = look(at, grown, cached=6e9 - grown[0])
         tracks = update_insides(tracks, seen)
-        held, samples = derive_gpu_leaks(held, list_inside_observations(seen), settled=True, inside=tracks, asleep={})
+        held, samples = derive_gpu_leaks(
+            held, list_inside_observations(seen), is_settled=True, inside=tracks, asleep={}
+        )
 
     assert held["GPU-a"].verdict is Certainty.NONE
     assert values(samples, catalog.LEAK_STATE)[(*A_GPU, "leaking")] == 1.0
