@@ -264,7 +264,10 @@ class Situation(StrEnum):
 
     CRASH_LOOP = "crash_loop", "Read the last incident: it has the cause of the exits."
     DOWN = "down", "Read the engine's log, and the last incident."
-    STALLED = "stalled", "Move traffic away and restart the engine."
+    STALLED = (
+        "stalled",
+        "Send one request. Without an answer, move traffic away and restart the engine.",
+    )
     LEAKING = (
         "leaking",
         "Plan a restart before the earliest time, and keep the figures for a bug report.",

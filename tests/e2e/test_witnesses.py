@@ -50,6 +50,17 @@ def test_a_page_that_becomes_an_error_is_no_hang(start: Start, nvml: FakeNvml, p
         assert "no reason for a restart" in headline(running)
 
 
+def test_a_page_that_never_comes_is_no_hang_while_the_server_answers(start: Start, nvml: FakeNvml, port: int) -> None:
+    vllm = start()
+    with daemon(**settings(port, nvml)) as running:
+        becomes(running, "serving")
+        vllm.set_fault("late")
+        becomes(running, "unknown")
+        later = minutes_later(running, 5)
+        assert (state(later), situation(later)) == ("unknown", "blind")
+        assert "PROMETHEUS_MULTIPROC_DIR" in headline(running)
+
+
 def test_gauges_that_nothing_supports_are_stale_and_those_of_a_spinning_gpu_are_a_hang(
     start: Start, nvml: FakeNvml, port: int
 ) -> None:

@@ -3,8 +3,9 @@
 usage: python vllm serve m --port PORT, with this file as `vllm`, the repository on PYTHONPATH and a folder in $FOLDER,
 where the core counts its steps; below it are as many workers as $WORKERS says. The page is there from when the folder
 has a file `ready`, and says what was counted. Where the folder has a file `idle`, nothing runs; the page says what the
-server has completed, which takes a step each. While the folder has a file `broken`, the page is an error of the server, and with
-`stale` it stays as it is. Where $PART is root, an API server below this process serves the page.
+server has completed, which takes a step each. While the folder has a file `broken`, the page is an error of the server;
+with `late` it never comes, and with `stale` it stays as it is. Where $PART is root, an API server below this process
+serves the page.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Final
 
-from tests.fakes.engine_server import EngineServer, page
+from tests.fakes.engine_server import EngineServer, Hangup, hang, page
 
 CORE: Final = """
 import os, subprocess, sys, time
@@ -86,6 +87,9 @@ def main() -> None:
             if (folder / "broken").exists():
                 page("", status="500 Internal Server Error")(connection, closing)
                 return
+            if (folder / "late").exists():
+                hang(connection, closing)
+                raise Hangup
             if not (folder / "stale").exists():
                 shown[0] = text(len(completed), started, running=0) if idle else text(steps(), started)
             page(shown[0])(connection, closing)

@@ -75,6 +75,17 @@ def test_an_idle_engine_that_may_hang_is_asked() -> None:
     assert asked.models == ["m"]
 
 
+@pytest.mark.parametrize("state", [EngineState.SERVING, EngineState.UNKNOWN])
+def test_an_engine_with_gauges_that_nothing_supports_is_asked(state: EngineState) -> None:
+    target = Engine([True])
+    doubted = EngineStatus(state=state, are_gauges_doubted=True)
+    shown = replace(snapshot(engines=page(engine(running=106.0, waiting=15.0))), engine_status=doubted)
+
+    asyncio.run(Canary(target.ask, INTERVAL_SECONDS, Clock(), pause_seconds=15).send(shown))
+
+    assert target.models == ["m"]
+
+
 @pytest.mark.parametrize("state", [EngineState.SERVING, EngineState.STALLED])
 @pytest.mark.parametrize("awake", [True, None])
 def test_an_engine_that_is_awake_and_idle_is_asked(state: EngineState, awake: bool | None) -> None:  # noqa: FBT001

@@ -13,13 +13,16 @@ from vllm_headroom import catalog
 from vllm_headroom.derive.verdicts import derive_verdicts, judge_snapshot
 from vllm_headroom.model import (
     BudgetExcess,
+    EnginePage,
     EngineStatus,
+    Failure,
     Fate,
     HangSign,
     HostMemory,
     Leftover,
     Metric,
     Sample,
+    ServerReply,
     Snapshot,
     Values,
     Verdict,
@@ -33,6 +36,8 @@ from vllm_headroom.vocabulary import (
     LeakLocation,
     LeakState,
     Level,
+    Reason,
+    ServerAnswer,
     Situation,
     Source,
 )
@@ -63,6 +68,68 @@ LEAK: Final = (
     Sample(catalog.TIME_TO_OOM, A_GPU, 7.6 * HOUR),
     Sample(catalog.TIME_TO_OOM_LOWER, A_GPU, 5 * HOUR),
 )
+
+
+PAGE_ERROR: Final = Failure(
+    source=Source.ENGINE, reason=Reason.HTTP_STATUS, message="the page answers 500: check df", http_status=500
+)
+LATE_PAGE: Final = Failure(source=Source.ENGINE, reason=Reason.TIMEOUT, message="no page: wait")
+
+
+def judge_state(
+    life: EngineState, engines: EnginePage | Failure, answer: ServerAnswer | None, *, is_doubted: bool = False
+) -> Verdict:
+    """Return the verdict on an engine whose server gives this answer beside its page."""
+    server = None if answer is None else ServerReply(answer=answer)
+    status = EngineStatus(state=life, are_gauges_doubted=is_doubted)
+    shown = replace(snapshot(engines=engines), engine_status=status, server=server)
+    return of("engine", Sample(catalog.ENGINE_RUNNING, ("m", "0"), 106.0), at=shown)
+
+
+@pytest.mark.parametrize(
+    ("engines", "answer", "part"),
+    [
+        (
+            PAGE_ERROR,
+            ServerAnswer.HEALTHY,
+            "only its metrics page fails: whether it makes progress is not known; the page",
+        ),
+        (PAGE_ERROR, None, "has a server that runs, and reports an error"),
+        (PAGE_ERROR, ServerAnswer.UNCLEAR, "has a server that runs, and reports an error"),
+        (LATE_PAGE, ServerAnswer.HEALTHY, "a PROMETHEUS_MULTIPROC_DIR that is full or on a network volume does this"),
+        (LATE_PAGE, None, "may be up or down"),
+    ],
+)
+def test_an_engine_whose_page_alone_fails_is_not_restarted(
+    engines: Failure, answer: ServerAnswer | None, part: str
+) -> None:
+    verdict = judge_state(EngineState.UNKNOWN, engines, answer)
+
+    assert part in verdict.sentence
+    assert verdict.sentence.endswith(f"{engines.message}.")
+    assert (verdict.situation, verdict.level) == (Situation.BLIND, Level.UNKNOWN)
+    assert "restart" not in verdict.situation.action
+
+
+def test_gauges_that_nothing_supports_are_called_stale() -> None:
+    stale = judge_state(EngineState.SERVING, page(engine()), ServerAnswer.HEALTHY, is_doubted=True)
+    doubted = judge_state(EngineState.UNKNOWN, page(engine()), ServerAnswer.HEALTHY, is_doubted=True)
+
+    assert stale.sentence.startswith("The engine serves: 106 running; these gauges are stale")
+    assert (stale.situation, stale.level) == (Situation.HEALTHY, Level.GOOD)
+    assert "send one request, which updates stale gauges" in doubted.sentence
+    assert doubted.situation is Situation.BLIND
+
+
+def test_a_stalled_engine_shows_what_else_than_its_page_fails() -> None:
+    assert (
+        "its health check reports an error"
+        in judge_state(EngineState.STALLED, page(engine()), ServerAnswer.UNHEALTHY).sentence
+    )
+    assert (
+        "its health check does not answer; no page"
+        in judge_state(EngineState.STALLED, LATE_PAGE, ServerAnswer.SILENT).sentence
+    )
 
 
 def test_a_leak_is_an_alarm_with_its_rate_and_its_end() -> None:

@@ -25,11 +25,22 @@ from vllm_headroom.model import (
     Inside,
     Leftover,
     Pool,
+    ServerReply,
     Snapshot,
 )
 from vllm_headroom.parse.fields import LARGEST
 from vllm_headroom.trace.entries import HEADER, build_record, encode_line
-from vllm_headroom.vocabulary import REASONS, Attribution, HostBasis, HostPart, MemoryPart, Reason, Role, Source
+from vllm_headroom.vocabulary import (
+    REASONS,
+    Attribution,
+    HostBasis,
+    HostPart,
+    MemoryPart,
+    Reason,
+    Role,
+    ServerAnswer,
+    Source,
+)
 from vllm_headroom_tools.trace import parse_trace
 
 SHOWN: Final = st.text().filter(str.isprintable)
@@ -65,6 +76,7 @@ def _gpu(draw: st.DrawFn, index: int, uuid: str) -> Gpu:
             name="",
             memory=GpuMemory(total_bytes=total, used_bytes=used, free_bytes=free, reserved_bytes=reserved),
             used_peak_bytes=draw(st.none() | SIZES),
+            utilization_ratio=draw(st.none() | st.floats(0, 1)),
         ),
         attribution=Attribution.UUID if engine_bytes is None else Attribution.PROCESS,
         engine_bytes=engine_bytes,
@@ -97,7 +109,11 @@ PROCESSES: Final = st.builds(
     file_bytes=st.none() | SIZES,
     state=st.none() | st.sampled_from("RSDTt"),
     **dict.fromkeys(("cpu_seconds", "cpu_pressure_ratio", "wait_seconds"), st.none() | NUMBERS),
+    waiting_requests=st.none() | st.integers(0, 9),
     swap_bytes=st.none() | SIZES,
+)
+REPLIES: Final = st.builds(
+    ServerReply, answer=st.sampled_from(ServerAnswer), requests=st.none() | st.integers(0, 9).map(float)
 )
 HOST: Final = st.builds(
     HostMemory,
@@ -113,6 +129,7 @@ TIMES: Final = st.integers(0, 2_000_000_000_000).map(lambda milliseconds: millis
     gpus=gpus(),
     processes=st.lists(PROCESSES, max_size=3),
     host=st.none() | HOST,
+    server=st.none() | REPLIES,
     has_silent_core=st.booleans(),
     pools=st.lists(
         st.builds(Pool, part=st.sampled_from(HostPart), role=st.none() | st.sampled_from(Role), size_bytes=SIZES)
@@ -125,6 +142,7 @@ def test_what_was_seen_comes_back(
     processes: list[EngineProcess],
     host: HostMemory | None,
     *,
+    server: ServerReply | None,
     has_silent_core: bool,
     pools: list[Pool],
 ) -> None:
@@ -135,6 +153,7 @@ def test_what_was_seen_comes_back(
         gpus=gpus,
         processes=tuple(processes),
         host=host,
+        server=server,
         has_silent_core=has_silent_core,
         pools=tuple(pools),
     )
@@ -147,13 +166,21 @@ def back(seen: Snapshot) -> Snapshot:
     return found
 
 
+@pytest.mark.parametrize("http_status", [None, 204, 500])
 @pytest.mark.parametrize("reason", REASONS[Source.ENGINE])
-def test_why_the_page_failed_comes_back(reason: Reason) -> None:
-    failed = Failure(source=Source.ENGINE, reason=reason, message="it failed")
+def test_why_the_page_failed_comes_back(reason: Reason, http_status: int | None) -> None:
+    failed = Failure(source=Source.ENGINE, reason=reason, message="it failed", http_status=http_status)
     engines = back(snapshot(engines=failed)).engines
 
     assert isinstance(engines, Failure)
-    assert engines.reason is reason
+    assert (engines.reason, engines.http_status) == (reason, http_status)
+
+
+def test_an_answer_of_a_later_version_is_unknown() -> None:
+    lines = (encode_line(HEADER), encode_line({"t": 1.0, "server": {"answer": "of a later version"}}))
+    (found,) = parse_trace(lines)
+
+    assert found.server is None
 
 
 @pytest.mark.parametrize("written", [{}, {"engines_failure": "of a later version"}])
