@@ -295,6 +295,11 @@ LOST: Final[Sequence[Situation]] = (
         fires={"HeadroomEngineStalled": (64, 1), "HeadroomModelDown": (66, 1), "HeadroomReplicasLost": (66, 1)},
     ),
     Situation(
+        name="both metrics pages are errors while requests are served",
+        engines=replicas(2, at_work(60), Phase(minutes=60, state="unknown", running=20), at_work(WHOLE - 120)),
+        fires={"HeadroomSourceDown": (82, 1)},
+    ),
+    Situation(
         name="NCCL hangs at the first start",
         engines=replicas(1, loading(WHOLE, busy=1.0)),
         fires={"HeadroomEngineStuckStarting": (18, 1)},
