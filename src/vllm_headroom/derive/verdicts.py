@@ -874,17 +874,16 @@ def _describe_unknown(snapshot: Snapshot, failure: Failure) -> str:
 
 def _describe_server(snapshot: Snapshot, state: EngineState) -> str:
     """Return what else than the page is known of the server, as a part of a sentence."""
-    if state is EngineState.UNKNOWN and is_starved(snapshot.processes):
-        return "; the machine is short of CPU"
     server = snapshot.server
-    if server is None:
-        return ""
     if state is EngineState.STALLED:
-        return SERVER_TROUBLES.get(server.answer, "")
+        return "" if server is None else SERVER_TROUBLES.get(server.answer, "")
+    text = ""
+    if state is EngineState.UNKNOWN and is_starved(snapshot.processes):
+        text = "; the machine is short of CPU"
     is_late = isinstance(snapshot.engines, Failure) and snapshot.engines.reason is Reason.TIMEOUT
-    if is_late and server.answer is ServerAnswer.HEALTHY:
-        return SLOW_PAGE_CAUSE
-    return ""
+    if is_late and server is not None and server.answer is ServerAnswer.HEALTHY:
+        text += SLOW_PAGE_CAUSE
+    return text
 
 
 def _describe_hang(hang_signs: Iterable[HangSign]) -> str:
