@@ -32,8 +32,8 @@ def track(
 ) -> Iterator[Item]:
     """Yield the items; on a terminal, show how much of the `total` is done.
 
-    `size` returns what one item adds to the total, which is None where it is unknown. The bar
-    appears after `patience_seconds`.
+    `size` returns the part of the total that one item makes. `total` is None where it is unknown.
+    The bar appears after `patience_seconds`.
     """
     done = 0.0
     draw_at_seconds = time.monotonic() + patience_seconds

@@ -34,7 +34,7 @@ def list_runs() -> list[int]:
     world, runs = World(LEAK), []
     for second in range(HOURS * 3600):
         world.advance(second)
-        runs.append(world.engine.number if world.serves else -1)
+        runs.append(world.engine.number if world.is_serving else -1)
     return runs
 
 

@@ -30,7 +30,10 @@ from vllm_headroom_tools.versions import Version, format_version, parse_version
 
 
 def build_report(assessment: Assessment) -> Report:
-    """Return the report; bytes, seconds, ratios and tokens, null where unknown."""
+    """Return the report; its headline is the first cause, else that there is none.
+
+    In the data, unknown figures are None.
+    """
     findings = [
         Finding(
             advice.cause,
@@ -71,7 +74,7 @@ def _render_text(assessment: Assessment) -> list[str]:
 
 
 def _format_source(facts: Facts) -> str:
-    """Return what was judged: a page or a trace, and vLLM's version where it is known."""
+    """Return a line on what was judged: a page or a trace, and vLLM's version where it is known."""
     source = "The sidecar's page, now"
     begin_seconds = facts.begin_seconds
     end_seconds = facts.end_seconds
@@ -83,7 +86,7 @@ def _format_source(facts: Facts) -> str:
 
 
 def _render_advice(number: int, advice: Advice) -> list[str]:
-    """Return the lines of one cause: its figures, what to change first and then, and a remark."""
+    """Return the lines on one cause: its figures, the changes in order, and a remark."""
     lines = wrap_text("", f"{number}. {advice.summary}", indent=3)
     for evidence in advice.evidence:
         lines += wrap_headed("seen", evidence.text)
@@ -98,9 +101,10 @@ def _render_advice(number: int, advice: Advice) -> list[str]:
 
 
 def write_advice(change: Change) -> str:
-    """Return what to do, with the option and its value where there is one.
+    """Return a change as text: the option with its new and its current value, and why.
 
-    Without the value but by how much to change it, where the current one is unknown.
+    Where the current value is unknown, the text says by how much to change the option. A change of
+    no option is its own text.
     """
     flag = change.flag
     if flag is None:
@@ -119,6 +123,7 @@ def write_advice(change: Change) -> str:
 
 
 def _format_number(value: float, flag: Flag) -> str:
+    """Return an option's value as it is typed: a share with a fraction, others without."""
     if flag is not Flag.GPU_MEMORY_UTILIZATION:
         return f"{value:.0f}"
     # Two digits unless somebody chose a share with more.
@@ -126,7 +131,7 @@ def _format_number(value: float, flag: Flag) -> str:
 
 
 def _format_end(assessment: Assessment) -> Iterator[str]:
-    """Yield the verdict where there is no advice, and what is missing for a sure one."""
+    """Yield the lines that end the text: the verdict without advice, and what is missing."""
     if assessment.verdict is Conclusion.GOOD:
         is_trace = assessment.facts.origin is Origin.TRACE
         yield "Nothing to change." if is_trace else "Nothing to change now."
@@ -139,7 +144,7 @@ def _format_end(assessment: Assessment) -> Iterator[str]:
 
 
 def _build_data(assessment: Assessment) -> dict[str, Any]:
-    """Return the figures by their names in the JSON."""
+    """Return the data of --json; unknown figures are None."""
     facts = assessment.facts
     version = facts.settings.version
     return {
@@ -216,6 +221,7 @@ def _read_version(text: str) -> Version:
 
 
 def _run(options: Namespace) -> Report | Coroutine[Any, Any, Report]:
+    """Return the report, or where a page has to be fetched a coroutine that returns the report."""
     sources = (options.trace, options.trace_option, options.headroom_url)
     if len([source for source in sources if source is not None]) != 1:
         raise BadOptions("needs a TRACE or --headroom-url, and not both")
@@ -232,6 +238,7 @@ def _run(options: Namespace) -> Report | Coroutine[Any, Any, Report]:
 
 
 async def _judge_live(options: Namespace, settings: EngineArgs) -> Report:
+    """Return the report on a trace or a sidecar's page, with settings read from the engine."""
     from vllm_headroom_tools.advise import page  # noqa: PLC0415 - a trace alone needs no HTTP client
 
     if options.engine_url is not None:
@@ -242,6 +249,7 @@ async def _judge_live(options: Namespace, settings: EngineArgs) -> Report:
 
 
 def _read_trace(options: Namespace, settings: EngineArgs) -> Facts:
+    """Return the facts of the trace; raise BadInput where it cannot be read or is empty."""
     history = TraceHistory()
     for snapshot in read_trace(options.trace or options.trace_option):
         history.step(snapshot)

@@ -13,68 +13,74 @@ from vllm_headroom_tools.history import LeakVerdict, Moment
 
 
 class FullFacts(Struct, frozen=True, kw_only=True):
-    """The time with a full KV cache. From a page, the counts are since the engine's start."""
+    """The time in which an engine's KV cache was full."""
 
-    # None on a page, where the other figures are of now.
+    # Of a trace. None on a page, whose other figures are the present ones.
     seconds: float | None
-    # Requests that finished, and preemptions, in that time.
+    # Requests that finished, and preemptions, in that time; on a page, since the engine's start.
     finished: float
     preemptions: float
-    # Medians of the requests that ran, and of the cache's tokens for each of them.
+    # The median of running requests, and that of the cache's tokens for each of them.
     running: float
     tokens: float | None
-    # The part of the time in which many requests waited, and the median of how many.
+    # The part of the time in which many requests waited, and the median of their number.
     queued_seconds: float = 0.0
     waiting: float | None = None
 
 
 class ThrashFacts(Struct, frozen=True, kw_only=True):
-    """The times in a row at which a full KV cache sent most running requests back to the queue."""
+    """A row of collapses of a full KV cache: each sent most running requests back to the queue."""
 
+    # How many collapses.
     times: int
-    # From the first of them to the last.
+    # From the first collapse to the last.
     seconds: float
-    # Requests that went back, and requests that finished meanwhile.
+    # Requests that went back to the queue, and requests that finished meanwhile.
     returned: float
     finished: float
-    # The fewest that ran before one of them, and the most tokens of the cache for each.
+    # The fewest requests that ran before a collapse, and the most tokens of the cache for each.
     running: float
     tokens: float | None
 
 
 class CappedFacts(Struct, frozen=True, kw_only=True):
-    """The time in which requests waited although the KV cache had room: only `running` may run."""
+    """The time in which requests waited although the KV cache had room.
+
+    A limit on running requests explains that.
+    """
 
     seconds: float
+    # The limit: never more ran.
     running: float
+    # The use of the cache meanwhile, of which nine tenths of the samples were not above.
     kv_used_ratio: float
 
 
 class PrefixFacts(Struct, frozen=True, kw_only=True):
-    """What the prefix cache saved."""
+    """How often the prefix cache hit."""
 
-    # Tokens that were looked up, and that were there.
+    # Tokens that were looked up, and those of them that were cached.
     queries: float
     hits: float
     # The length of the history; None on a page, which counts since the engine's start.
     seconds: float | None
     # The share of the time in which requests waited.
     blocked_ratio: float
-    # The hit ratio of the last five minutes, on a page.
+    # The hit ratio of the last five minutes; None in a trace.
     recent_ratio: float | None = None
 
 
 class StrandedFacts(Struct, frozen=True, kw_only=True):
     """The share of the KV cache that stays in use while the engine is idle."""
 
-    # Of now, and before it rose `rises` times in a row.
+    # The newest share, and the share before it rose `rises` times without a fall.
     ratio: float
     first_ratio: float
     rises: int
 
 
 class EngineFacts(Struct, frozen=True, kw_only=True):
-    """One engine (one data-parallel rank)."""
+    """The facts of one engine (one data-parallel rank); None where they are unknown."""
 
     model_name: str
     engine: str
@@ -106,7 +112,7 @@ class Origin(StrEnum):
 
 
 class Shortage(StrEnum):
-    """The kind of a shortage: from the start on, after a slow rise, or for a moment."""
+    """The kind of a memory shortage: from the start on, after a slow rise, or for a moment."""
 
     LEVEL = "level"
     RISEN = "risen"
@@ -116,28 +122,28 @@ class Shortage(StrEnum):
 class Leak(Struct, frozen=True, kw_only=True):
     """The leak detector's verdict on a series."""
 
-    # Of now, or at the end of the trace.
+    # The present state, or that at the end of the trace.
     state: LeakState
-    # Of the whole trace, with the reason: the same as of `replay` and `check`.
+    # The verdict on the whole trace and its reason, which are those of `replay` and `check`.
     verdict: LeakVerdict = LeakVerdict.CANNOT_TELL
     reason: str = ""
-    # The newest figures of its alarm; None where it raised none.
+    # The newest figures of the alarm; None without an alarm.
     alarm: Moment | None = None
-    # When the alarm ended; None while it lasts.
+    # When the alarm ended; None while it lasts, or without an alarm.
     ended_seconds: float | None = None
 
 
 class Spell(Struct, frozen=True, kw_only=True):
-    """A time with less than LOW_BYTES of a GPU left, not counting the memory of others."""
+    """A time with less than LOW_BYTES of a GPU left; memory of others counts as left."""
 
     kind: Shortage
     lowest_room_bytes: float
-    # None on a page.
+    # When it began, and for how long it was short; None on a page.
     began_seconds: float | None = None
     seconds: float | None = None
     # The requests that ran when the room was lowest.
     running: float | None = None
-    # The engine exited at the end of it, and so released its memory.
+    # Whether the spell ended because the engine exited, which freed its memory.
     has_engine_exited: bool = False
 
 
@@ -150,13 +156,14 @@ class Extent(Struct, frozen=True):
 
 
 UNATTRIBUTED_BYTES: Final = 200 * MIB
-"""Up to this, memory without a visible process is the driver's (runbook HeadroomGpuMemoryLow)."""
+"""Memory without a visible process, up to this amount, is the driver's (runbook
+HeadroomGpuMemoryLow)."""
 
 
 def measure_others(used_bytes: float, engine_bytes: float | None) -> float | None:
-    """Return the memory of others on a GPU; None where the engine's share is unknown.
+    """Return the bytes that others hold on a GPU; None where the engine's bytes are unknown.
 
-    Up to UNATTRIBUTED_BYTES it is nobody's, and the result is 0.
+    Up to UNATTRIBUTED_BYTES belong to no process but to the driver: the result is 0 then.
     """
     if engine_bytes is None:
         return None
@@ -165,25 +172,26 @@ def measure_others(used_bytes: float, engine_bytes: float | None) -> float | Non
 
 
 class GpuFacts(Device, frozen=True, kw_only=True):
-    """One of the engine's GPUs."""
+    """The facts of one of the engine's GPUs; None where they are unknown."""
 
     leak: Leak
-    # CUDA's total.
+    # The total without what the driver reserves, which is what CUDA reports.
     usable_bytes: float | None = None
+    # The least free memory, at the highest peak.
     least_room_bytes: float | None = None
     # The memory of others, as `measure_others` returns it; None where it was never known.
     others_memory: Extent | None = None
     spells: tuple[Spell, ...] = ()
     # By how much the engine was over its budget when it last served.
     excess: BudgetExcess | None = None
-    # Processes that an exited engine left over.
+    # Processes that outlived their engine.
     leftovers: tuple[Leftover, ...] = ()
     # The most requests that ran while LOW_BYTES or more were left.
     roomy_running: float | None = None
 
 
 class HostFacts(Struct, frozen=True, kw_only=True):
-    """One role of the engine's processes on the host."""
+    """The host memory of one role of the engine's processes."""
 
     process: str
     leak: Leak
@@ -191,22 +199,23 @@ class HostFacts(Struct, frozen=True, kw_only=True):
 
 
 class Facts(Struct, frozen=True, kw_only=True):
-    """Everything that the rules judge; times in seconds since the epoch, None for a page."""
+    """Everything that the rules judge; times are seconds since the epoch, and None for a page."""
 
     origin: Origin
     settings: EngineArgs
     samples: int = 1
     begin_seconds: float | None = None
     end_seconds: float | None = None
-    # The newest change of the engine's settings: only later samples count.
+    # When the engine's settings last changed, from which on samples count; None without a change.
     since_seconds: float | None = None
-    # The age of a page's sample.
+    # The age of a page's sample; None for a trace.
     age_seconds: float | None = None
     gpus: tuple[GpuFacts, ...] = ()
     engines: tuple[EngineFacts, ...] = ()
     hosts: tuple[HostFacts, ...] = ()
-    # The host memory with the highest use.
+    # The fullest reading of the host memory; None without any.
     host: HostMemory | None = None
+    # The engine's exits.
     ends: tuple[Ending, ...] = ()
 
     @property
@@ -216,7 +225,7 @@ class Facts(Struct, frozen=True, kw_only=True):
 
     @property
     def span_seconds(self) -> float:
-        """The length of the history; 0 for a page."""
+        """The length of the history since the last change of settings; 0 for a page."""
         begin_seconds = self.since_seconds
         if begin_seconds is None:
             begin_seconds = self.begin_seconds
@@ -226,7 +235,10 @@ class Facts(Struct, frozen=True, kw_only=True):
 
     @property
     def least_room_bytes(self) -> float | None:
-        """The least room on any of the engine's GPUs; None where one is unknown."""
+        """The least room on any of the engine's GPUs.
+
+        None without GPUs, or where the room on any of them is unknown.
+        """
         rooms_bytes = []
         for gpu in self.gpus:
             if gpu.least_room_bytes is None:
@@ -242,22 +254,22 @@ class Facts(Struct, frozen=True, kw_only=True):
 
 
 def list_leaks(facts: Facts) -> list[tuple[str, Leak]]:
-    """Return the leak detector's verdict on each GPU and each role, with its name."""
+    """Return the name and the detector's verdict of each GPU and each host role."""
     leaks = [(gpu.display_name, gpu.leak) for gpu in facts.gpus]
     leaks += [(host.process, host.leak) for host in facts.hosts]
     return leaks
 
 
 PEAK_BYTES: Final = 256 * MIB
-"""Less than this left at a peak is nearly nothing (alert HeadroomGpuMemoryPeak)."""
+"""At a peak, less room than this is a shortage (alert HeadroomGpuMemoryPeak)."""
 
 AIM_BYTES: Final = GIB
 """The room to aim for at peaks after a change (runbook HeadroomGpuMemoryLow, "Afterwards")."""
 
 LASTING_SECONDS: Final = 600.0
-"""What lasts for so long is no burst (`for: 10m` of HeadroomGpuMemoryLow and
+"""A state that lasts for this long is no burst (`for: 10m` of HeadroomGpuMemoryLow and
 HeadroomKvCacheThrashing)."""
 
 FULL_RATIO: Final = 0.95
-"""A KV cache is full above this (alert HeadroomKvCacheThrashing). Full alone queues, and harms
-nobody."""
+"""A KV cache that is used by more than this is full (alert HeadroomKvCacheThrashing). A full cache
+makes requests wait; that alone does no harm."""

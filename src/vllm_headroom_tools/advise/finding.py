@@ -11,7 +11,7 @@ from vllm_headroom_tools.advise.settings import Flag
 
 
 class Cause(StrEnum):
-    """The known causes; a closed set, for scripts."""
+    """The known causes. The set is closed, for scripts."""
 
     GPU_LEAK = "gpu_leak"
     HOST_LEAK = "host_leak"
@@ -34,7 +34,7 @@ class Cause(StrEnum):
 
 
 class Figure(Struct, frozen=True):
-    """One figure that shows a cause; `name` ends in its unit."""
+    """One figure that is evidence of a cause; `name` ends in its unit."""
 
     name: str
     value: float | str
@@ -42,9 +42,9 @@ class Figure(Struct, frozen=True):
 
 
 class Change(Struct, frozen=True, kw_only=True):
-    """One thing to do, and what it costs."""
+    """One thing to do, why it helps, and what it costs."""
 
-    # None where no option changes.
+    # The option to change; None where no option changes.
     flag: Flag | None = None
     # The new value of `flag`; None for a flag without one.
     value: float | None = None
@@ -57,19 +57,19 @@ class Change(Struct, frozen=True, kw_only=True):
 
 
 class Advice(Struct, frozen=True, kw_only=True):
-    """A cause that fits."""
+    """A cause that fits the facts, and what to do about it."""
 
     cause: Cause
     summary: str
     evidence: tuple[Figure, ...]
     # In the order of their cost.
     changes: tuple[Change, ...]
-    # What prevents a mix-up with another cause.
+    # A sentence against confusing it with another cause.
     remark: str | None = None
 
 
 def format_percent(ratio: float) -> str:
-    """Format a ratio in percent."""
+    """Return a ratio in percent, with three digits."""
     return f"{100 * ratio:.3g} %"
 
 
@@ -79,14 +79,15 @@ FORMATS: Final = {
     "seconds": format_duration,
     "ratio": format_percent,
 }
-"""How a figure is shown, by the unit that its name ends in: "second" is of bytes per second. Others
-are numbers."""
+"""The function that formats a figure, by the last word of its name: "second" is that of bytes per
+second. Other figures are plain numbers."""
 
 
 def list_evidence(*figures: tuple[str, float | str | None, str]) -> tuple[Figure, ...]:
-    """Return the evidence of the figures that are known, each in place of {} in its text.
+    """Return the figures that are known, as evidence.
 
-    A figure is its name, its value, None where it is unknown, and its text.
+    A figure has a name, a value, and a text in which {} stands for the formatted value. A figure
+    whose value is None, unknown, is left out.
     """
     evidence = []
     for name, value, text in figures:
@@ -101,9 +102,9 @@ def list_evidence(*figures: tuple[str, float | str | None, str]) -> tuple[Figure
 
 
 def lower_option(facts: Facts, flag: Flag, value: float, text: str, cost: str) -> Change | None:
-    """Return an option with a lower value.
+    """Return the change of an option to a lower value.
 
-    None where it is not lower than the current one, or not above 0.
+    None where the value is not above 0, or not below the current one.
     """
     now = facts.settings.read_value(flag)
     if value <= 0 or (now is not None and value >= now):
@@ -112,12 +113,12 @@ def lower_option(facts: Facts, flag: Flag, value: float, text: str, cost: str) -
 
 
 def drop_none(*changes: Change | None) -> tuple[Change, ...]:
-    """Return the changes that exist."""
+    """Return the changes that are not None."""
     return tuple(change for change in changes if change is not None)
 
 
 def name_engine(facts: Facts, engine: EngineFacts) -> str:
-    """Return the engine's model, with its rank where there are several."""
+    """Return the name of an engine's model, with its rank where there are several engines."""
     if len(facts.engines) > 1:
         return f"{engine.model_name}, engine {engine.engine}"
     return engine.model_name

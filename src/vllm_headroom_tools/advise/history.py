@@ -1,4 +1,4 @@
-"""Facts from a trace."""
+"""Collect the facts from a trace."""
 
 from collections import defaultdict
 from typing import Final
@@ -44,15 +44,15 @@ from vllm_headroom_tools.history import (
 from vllm_headroom_tools.versions import OLDEST, Version
 
 WAITING_REQUESTS: Final = 10
-"""Fewer than this waiting is noise (alert HeadroomQueueBacklog)."""
+"""Fewer waiting requests than this do not count as a queue (alert HeadroomQueueBacklog)."""
 
 ROOMY_RATIO: Final = 0.7
-"""Our choice: with more than three tenths of the KV cache free, requests wait for another reason.
-"""
+"""Our choice: with less than this share of the KV cache in use, requests wait for another
+reason."""
 
 RESIZED_RATIO: Final = 0.01
-"""Our choice: a larger change of the KV cache's size means other settings; equal starts differ by
-less."""
+"""Our choice: if the size of the KV cache changes by more than this share, the engine has other
+settings. Starts with equal settings differ by less."""
 
 CAP_RUNNING_RATIO: Final = 0.97
 """Our choice: a load within 3 % of the highest is at the cap."""
@@ -63,12 +63,12 @@ waited."""
 
 
 COLLAPSE_RATIO: Final = 0.5
-"""Our choice: a cache collapses where it sends half of the running requests back at once; where it
-only preempts the newest now and then, the others go on."""
+"""Our choice: a cache collapses where it sends at least this share of the running requests back to
+the queue at once. If it only preempts the newest now and then, the others go on."""
 
 COLLAPSE_GAP_SECONDS: Final = 900.0
-"""Our choice: collapses this far apart are two troubles. A round of 18 requests of 80,800 tokens
-took 200 s (discuss.vllm.ai, 2608)."""
+"""Our choice: collapses further apart than this are no row. For comparison, 18 requests of 80,800
+tokens took 200 s from one collapse to the next (discuss.vllm.ai, 2608)."""
 
 SHORTEST_THRASH_SECONDS: Final = 120.0
 """Our choice: one collapse is an accident, and so are several within moments. One that comes
@@ -80,7 +80,7 @@ FEWEST_RIVALS: Final = 2
 
 
 class StepCounts(Struct, frozen=True, kw_only=True):
-    """What happened since the sample before."""
+    """What happened since the previous sample: requests that finished, and preemptions."""
 
     seconds: float
     finished: float
@@ -88,9 +88,9 @@ class StepCounts(Struct, frozen=True, kw_only=True):
 
 
 class CollapseHistory:
-    """The times at which a full KV cache sent most running requests of an engine back to the queue.
+    """Finds collapses of an engine's KV cache: full, it sends most running requests to the queue.
 
-    vLLM computes them again from their first token, so that the same requests fill it again.
+    vLLM computes these again from their first token, so that they fill the cache again.
     """
 
     def __init__(self) -> None:
@@ -98,6 +98,7 @@ class CollapseHistory:
         self._newest_seconds = 0.0
         # Requests that finished since the newest collapse.
         self._finished = 0.0
+        # The newest row of collapses, and the longest one.
         self._current: ThrashFacts | None = None
         self._worst: ThrashFacts | None = None
 
@@ -131,6 +132,7 @@ class CollapseHistory:
     def _add_collapse(
         self, previous_reading: EngineReading, returned: float, now_seconds: float
     ) -> None:
+        """Add a collapse to the current row, or begin a new row after a long time without one."""
         tokens = count_tokens_per_request(previous_reading)
         running = previous_reading.running or 0.0
         passed_seconds = now_seconds - self._newest_seconds
@@ -166,16 +168,17 @@ def _count_returned(
 ) -> float | None:
     """Return how many requests a full cache sent back to the queue since the previous sample.
 
-    None where it was not full, or fewer than COLLAPSE_RATIO of those that ran.
+    They are the preemptions, or, if more, the requests that left the running ones for the queue.
+    None where the cache had room, or they were fewer than COLLAPSE_RATIO of the running ones.
     """
     running = previous_reading.running
     used_ratio = max(previous_reading.kv_used_ratio or 0.0, reading.kv_used_ratio or 0.0)
-    # The cache may have been full between the two samples only.
+    # It may have been full only between the two samples, so less than full is enough here.
     if running is None or running < FEWEST_RIVALS or used_ratio < ROOMY_RATIO:
         return None
     returned = counts.preemptions
     if None not in (reading.running, previous_reading.waiting, reading.waiting):
-        # A batch that finishes makes place for one that waits: its requests did not go back.
+        # Requests that finished no longer run either, but did not go back to the queue.
         stopped_requests = running - (reading.running or 0.0) - counts.finished
         queued_requests = (reading.waiting or 0.0) - (previous_reading.waiting or 0.0)
         returned = max(returned, min(stopped_requests, queued_requests))
@@ -183,7 +186,7 @@ def _count_returned(
 
 
 class EngineHistory:
-    """The history of one engine while its settings stay the same."""
+    """Collects the facts of one engine as long as its settings are the same."""
 
     def __init__(self, model_name: str, engine: str) -> None:
         self._facts = EngineFacts(model_name=model_name, engine=engine)
@@ -205,13 +208,13 @@ class EngineHistory:
         # While requests waited, and while at least WAITING_REQUESTS did.
         self._waited_seconds = 0.0
         self._queued_seconds = 0.0
-        # While they did although the cache had room: the time by running requests, and the use of
-        # the cache.
+        # While at least WAITING_REQUESTS waited although the cache had room: the time by the number
+        # of running requests, and the use of the cache.
         self._roomy_seconds: defaultdict[float, float] = defaultdict(float)
         self._roomy_used = Histogram()
 
     def has_other_settings(self, reading: EngineReading) -> bool:
-        """Return whether the KV cache has changed its size."""
+        """Return whether the KV cache has another size than before; False where one is unknown."""
         known_tokens = self._facts.capacity_tokens
         tokens = reading.kv_capacity_tokens
         if known_tokens is None or tokens is None:
@@ -219,10 +222,10 @@ class EngineHistory:
         return abs(tokens - known_tokens) > RESIZED_RATIO * known_tokens
 
     def step(self, reading: EngineReading, seconds: float, stranded_ratio: float | None) -> None:
-        """Add a sample, `seconds` after the last.
+        """Add a sample, `seconds` after the previous one.
 
-        `stranded_ratio` is the share of the cache that an idle engine holds; None while it is not
-        idle.
+        `stranded_ratio` is the share of the cache that is in use although the engine is idle; None
+        while it is not idle.
         """
         self._seconds += seconds
         counts = StepCounts(
@@ -236,7 +239,7 @@ class EngineHistory:
         capacity_tokens = reading.kv_capacity_tokens
         if capacity_tokens is None:
             capacity_tokens = facts.capacity_tokens
-        # A restart frees the cache.
+        # A restart frees the cache, so what was stranded before does not count.
         has_restarted = reading.started_at_seconds != self._started_at_seconds
         earlier_stranded = None if has_restarted else facts.stranded
         self._started_at_seconds = reading.started_at_seconds
@@ -254,7 +257,7 @@ class EngineHistory:
             self._step_cache(reading, counts, is_full=reading.kv_used_ratio > FULL_RATIO)
 
     def _step_queue(self, reading: EngineReading, seconds: float) -> None:
-        """Add the time before a sample in which requests waited."""
+        """Add the time since the previous sample to the times in which requests waited, if any."""
         waiting = reading.waiting or 0.0
         if waiting > 0:
             self._waited_seconds += seconds
@@ -266,8 +269,9 @@ class EngineHistory:
             self._roomy_used.add(reading.kv_used_ratio)
 
     def _step_cache(self, reading: EngineReading, counts: StepCounts, *, is_full: bool) -> None:
-        """Add the load of a sample by whether the cache is full."""
-        # The sample after a full cache still has the last preemptions and requests of that time.
+        """Add the load of a sample to the time with a full cache, or to that with room."""
+        # Counts are since the previous sample, so those of the sample after a full cache belong to
+        # it as well.
         if is_full or self._was_full:
             self._full = replace(
                 self._full,
@@ -284,6 +288,7 @@ class EngineHistory:
             self._facts = replace(self._facts, calm_running=calm_running)
 
     def _step_full_cache(self, reading: EngineReading, seconds: float) -> None:
+        """Add the load of a sample with a full cache."""
         full = replace(self._full, seconds=(self._full.seconds or 0.0) + seconds)
         if (reading.waiting or 0.0) >= WAITING_REQUESTS:
             full = replace(full, queued_seconds=full.queued_seconds + seconds)
@@ -293,7 +298,7 @@ class EngineHistory:
         self._full_tokens.add(count_tokens_per_request(reading))
 
     def build_facts(self) -> EngineFacts:
-        """Return the facts."""
+        """Return the facts of all samples so far."""
         return replace(
             self._facts,
             has_preemptions=self._preemptions.total is not None,
@@ -307,7 +312,7 @@ class EngineHistory:
         )
 
     def _build_full(self) -> FullFacts | None:
-        """Return the facts of a full cache; None where it was not full while requests ran."""
+        """Return the facts of a full cache; None where it was never full while requests ran."""
         running = self._full_running.quantile(0.5)
         if running is None:
             return None
@@ -321,7 +326,8 @@ class EngineHistory:
     def _build_capped(self) -> CappedFacts | None:
         """Return the facts of a limit on running requests.
 
-        None where requests waited for another reason.
+        None where no requests waited with room in the cache, or not always with the highest number
+        of running requests: then another reason made them wait.
         """
         kv_used_ratio = self._roomy_used.quantile(0.9)
         highest_running = self._facts.highest_running
@@ -338,6 +344,7 @@ class EngineHistory:
         )
 
     def _build_prefix(self) -> PrefixFacts | None:
+        """Return the facts of the prefix cache; None where the engine does not count its hits."""
         queries = self._queries.total
         hits = self._hits.total
         if queries is None or hits is None:
@@ -349,15 +356,17 @@ class EngineHistory:
 
 
 def _find_higher(earlier: float | None, now: float | None) -> float | None:
+    """Return the higher of two values, of which either may be unknown; None where both are."""
     return earlier if now is None else max(earlier or 0.0, now)
 
 
 def _step_stranded(
     earlier: StrandedFacts | None, stranded_ratio: float | None
 ) -> StrandedFacts | None:
-    """Add the cache that is held a minute after the last request.
+    """Return the facts with a new share of the cache in use a minute after the last request.
 
-    A fall means that it was released: what was held until then was no leak.
+    An unknown share, None, changes nothing. After a fall the facts begin again: what was in
+    use before was freed, so it was no leak.
     """
     if stranded_ratio is None:
         return earlier
@@ -369,25 +378,33 @@ def _step_stranded(
 
 
 SPELL_GAP_SECONDS: Final = 300.0
-"""Shortages this far apart are two (the five minutes that HeadroomGpuMemoryLow looks back)."""
+"""Shortages at least this far apart are two spells (HeadroomGpuMemoryLow looks back five
+minutes)."""
 
 LOW_TIME_RATIO: Final = 0.5
-"""Our choice: a spell of which less than this was without room consists of peaks."""
+"""Our choice: a spell that was short of memory for less than this share of its time consists of
+peaks."""
 
 
 class GpuHistory:
-    """The history of one GPU; the memory of others does not count as the engine's shortage."""
+    """Collects the facts of one GPU.
+
+    Memory of others counts as room, since it is no shortage that the engine caused.
+    """
 
     def __init__(self, index: int, uuid: str, began_seconds: float) -> None:
         self._facts = GpuFacts(index=index, uuid=uuid, leak=Leak(state=LeakState.UNKNOWN))
         # When the engine began to take memory of the GPU.
         self._held_since_seconds = began_seconds
-        # A spell that goes on, and its newest sample without room.
+        # The current spell, and the time of the newest sample without room.
         self._open_spell: Spell | None = None
         self._low_at_seconds = 0.0
 
     def close_spell(self, now_seconds: float, *, has_engine_exited: bool) -> None:
-        """Close a spell at the engine's exit or sleep, after which it takes memory again."""
+        """Close the current spell, if any, at the engine's exit or sleep.
+
+        After that the engine takes its memory again.
+        """
         self._facts = self._add_open_spell(has_engine_exited=has_engine_exited)
         self._open_spell = None
         self._held_since_seconds = now_seconds
@@ -401,9 +418,10 @@ class GpuHistory:
         *,
         is_serving: bool,
     ) -> None:
-        """Add a sample, `seconds` after the last, with the running requests of all ranks.
+        """Add a sample, `seconds` after the previous one.
 
-        A peak during a start is no shortage of an engine that serves.
+        `running` is the number of running requests of all ranks. Only room while the engine serves
+        can begin a spell: a peak during a start is no shortage.
         """
         memory = gpu.reading.memory
         if memory is None:
@@ -423,21 +441,22 @@ class GpuHistory:
             leftovers=gpu.leftovers,
         )
         if is_serving:
-            room_without_others_bytes = room_bytes + (others_bytes or 0.0)
-            self._step_room(room_without_others_bytes, now_seconds, seconds, running)
+            # As if the memory of others were free: the engine did not cause that shortage.
+            own_room_bytes = room_bytes + (others_bytes or 0.0)
+            self._step_room(own_room_bytes, now_seconds, seconds, running)
 
     def set_excess(self, excess: BudgetExcess | None) -> None:
-        """Set by how much the engine is over its budget; None where it is not."""
+        """Set the engine's memory above its budget on this GPU; None where there is none."""
         self._facts = replace(self._facts, excess=excess)
 
     def build_facts(self, leak: Leak) -> GpuFacts:
-        """Return the facts, including an open spell."""
+        """Return the facts of all samples so far, with the current spell."""
         return replace(self._add_open_spell(has_engine_exited=False), leak=leak)
 
     def _step_room(
         self, room_bytes: float, now_seconds: float, seconds: float, running: float | None
     ) -> None:
-        """Begin, prolong or close a spell."""
+        """Begin, extend or close a spell, by the room in this sample."""
         if room_bytes < LOW_BYTES:
             spell = self._open_spell or Spell(
                 kind=Shortage.PEAK,
@@ -455,13 +474,16 @@ class GpuHistory:
         if self._open_spell is not None and roomy_seconds >= SPELL_GAP_SECONDS:
             self._facts = self._add_open_spell(has_engine_exited=False)
             self._open_spell = None
-        # The samples soon after a shortage are not called roomy.
+        # Samples soon after a shortage are within its spell, and do not count as samples with room.
         if running and self._open_spell is None:
             roomy_running = max(self._facts.roomy_running or 0.0, running)
             self._facts = replace(self._facts, roomy_running=roomy_running)
 
     def _add_open_spell(self, *, has_engine_exited: bool) -> GpuFacts:
-        """Return the facts with the open spell, unless it was short and some room was left."""
+        """Return the facts with the current spell, if there is one.
+
+        A spell that was short, and left some room, does not count, unless the engine exited.
+        """
         spell = self._open_spell
         if spell is None:
             return self._facts
@@ -481,7 +503,7 @@ class GpuHistory:
 
 
 def _widen_extent(extent: Extent | None, others_bytes: float | None) -> Extent | None:
-    """Return the extent with a further value; as it was where that is unknown."""
+    """Return the extent with a further value; unchanged where that value is unknown."""
     if others_bytes is None:
         return extent
     if extent is None:
@@ -499,9 +521,9 @@ class TraceHistory:
     def __init__(self) -> None:
         self._replay = LeakReplay()
         self._at_least: Version = OLDEST
-        # When the engine last began with other settings.
+        # When the engine's settings last changed; None before any change.
         self._since_seconds: float | None = None
-        self._now_seconds = 0.0
+        self._newest_seconds = 0.0
         # The newest page with engines.
         self._page: EnginePage | None = None
         self._engines: dict[tuple[str, str], EngineHistory] = {}
@@ -510,8 +532,8 @@ class TraceHistory:
 
     def step(self, snapshot: Snapshot) -> None:
         """Add a sample."""
-        seconds = self._measure_step(snapshot)
-        self._now_seconds = snapshot.time_seconds
+        seconds = self._measure_interval(snapshot)
+        self._newest_seconds = snapshot.time_seconds
         snapshot = self._replay.step(snapshot)
         self._step_engines(snapshot, seconds)
         self._step_gpus(snapshot, seconds)
@@ -520,23 +542,25 @@ class TraceHistory:
             for process in snapshot.processes:
                 self._host_bytes[process.role] += process.rss_bytes
 
-    def _measure_step(self, snapshot: Snapshot) -> float:
-        """Return the seconds since the sample before.
+    def _measure_interval(self, snapshot: Snapshot) -> float:
+        """Return the seconds since the previous sample, at most the longest sampling interval.
 
-        0 for the first and after a step of the clock.
+        0 for the first sample, or where the clock went back. An interval that is longer, since the
+        clock went forward or the trace has a gap, is cut to that length.
         """
         if not self._replay.samples:
             return 0.0
-        seconds = snapshot.time_seconds - self._now_seconds
+        seconds = snapshot.time_seconds - self._newest_seconds
         return min(max(0.0, seconds), LONGEST_STEP_SECONDS)
 
     def _step_engines(self, snapshot: Snapshot, seconds: float) -> None:
+        """Add a sample to each engine's history; begin again where the settings have changed."""
         readings = {label_engine(reading): reading for reading in list_named(snapshot.page)}
         if readings:
             self._page = snapshot.page
         if self._have_other_settings(readings):
-            # What was before is another engine's history.
-            self._since_seconds = self._now_seconds
+            # Facts of other settings say nothing about the present ones.
+            self._since_seconds = self._newest_seconds
             self._engines = {}
             self._gpus = {}
         stranded_ratios: dict[tuple[str, str], float] = {}
@@ -549,6 +573,7 @@ class TraceHistory:
         self._at_least = max(self._at_least, find_oldest_version(readings.values()))
 
     def _have_other_settings(self, readings: dict[tuple[str, str], EngineReading]) -> bool:
+        """Return whether any engine has other settings than before."""
         for label, reading in readings.items():
             engine = self._engines.get(label)
             if engine is not None and engine.has_other_settings(reading):
@@ -556,6 +581,7 @@ class TraceHistory:
         return False
 
     def _step_gpus(self, snapshot: Snapshot, seconds: float) -> None:
+        """Add a sample to each GPU's history; close spells where the engine does not serve."""
         running = count_running(snapshot.page)
         status = snapshot.engine_status
         has_exited = status is not None and status.exit_reason is not None
@@ -563,19 +589,21 @@ class TraceHistory:
         is_serving = self._replay.engine.runs.present.is_ready and is_awake
         if has_exited or not is_serving:
             for history in self._gpus.values():
-                history.close_spell(self._now_seconds, has_engine_exited=has_exited)
+                history.close_spell(self._newest_seconds, has_engine_exited=has_exited)
         for gpu in snapshot.devices:
             uuid = gpu.reading.uuid
             if uuid not in self._gpus:
-                self._gpus[uuid] = GpuHistory(gpu.reading.index, uuid, self._now_seconds)
-            self._gpus[uuid].step(gpu, self._now_seconds, seconds, running, is_serving=is_serving)
+                self._gpus[uuid] = GpuHistory(gpu.reading.index, uuid, self._newest_seconds)
+            self._gpus[uuid].step(
+                gpu, self._newest_seconds, seconds, running, is_serving=is_serving
+            )
             if status is not None and snapshot.page is not None and is_serving:
                 self._gpus[uuid].set_excess(dict(status.excesses).get(uuid))
 
     def build_facts(self, settings: EngineArgs) -> Facts:
-        """Return the facts of an engine with these settings.
+        """Return the facts of all samples so far.
 
-        The trace fills in those that were not given.
+        `settings` are the operator's; the trace fills in those that are unknown.
         """
         begin_seconds, end_seconds = self._replay.span
         span_seconds = end_seconds - begin_seconds
@@ -609,6 +637,7 @@ class TraceHistory:
 
 
 def _build_leak(course: LeakCourse, span_seconds: float) -> Leak:
+    """Return the detector's state at the end, its verdict on the whole trace, and its alarm."""
     verdict, reason = judge_course(course, span_seconds)
     ended_seconds = None
     if course.leaking:

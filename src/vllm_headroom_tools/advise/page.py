@@ -45,7 +45,7 @@ from vllm_headroom_tools.trace import BadInput
 from vllm_headroom_tools.versions import parse_version
 
 KNOWN_INDICES: Final = frozenset(map(str, range(1024)))
-"""GPU indices that a page of ours can have."""
+"""The GPU indices that are accepted: a page with others is not the sidecar's."""
 
 GPU_LEAK_FIGURES: Final = {
     "bytes_per_second": catalog.LEAK_RATE,
@@ -65,9 +65,10 @@ HOST_LEAK_FIGURES: Final = {
 
 
 def parse_facts(text: str, settings: EngineArgs) -> Facts:
-    """Parse the facts of an engine with these settings.
+    """Return the facts on a sidecar's page.
 
-    Raises BadInput where the page cannot be used.
+    `settings` are the operator's; the page fills in those that are unknown. Raises BadInput where
+    the page is not the sidecar's, or its engine is not vLLM.
     """
     page = _parse_page(text)
     _check_page(page)
@@ -96,7 +97,10 @@ def parse_facts(text: str, settings: EngineArgs) -> Facts:
 
 
 def _parse_page(text: str) -> Values:
-    """Return the samples of the page that are ours; raises BadInput."""
+    """Return the samples on the page that the catalogue has, without values that are not finite.
+
+    Raises BadInput for a page in another format.
+    """
     samples = []
     try:
         for family in text_string_to_metric_families(text):
@@ -114,7 +118,7 @@ def _parse_page(text: str) -> Values:
 
 
 def _check_page(page: Values) -> None:
-    """Raise BadInput for a page that is not the sidecar's, or not of vLLM."""
+    """Raise BadInput for a page that is not the sidecar's, or whose engine is not vLLM."""
     indices = {index for index, *_ in page.find_all(catalog.GPU_INFO)}
     if len(page.find_all(catalog.BUILD_INFO)) != 1 or not indices <= KNOWN_INDICES:
         raise BadInput(
@@ -129,13 +133,14 @@ def _check_page(page: Values) -> None:
 
 
 def _read_host(page: Values) -> HostMemory:
+    """Return the host memory; facts that the page lacks are unknown."""
     values = {fact: page.value(metric) for metric, fact in HOST_FACTS}
     known_values = {fact: int(value) for fact, value in values.items() if value is not None}
     return HostMemory(basis=None, **known_values)
 
 
 def _read_settings(page: Values, settings: EngineArgs) -> EngineArgs:
-    """Fill in settings from the page; the operator's stay."""
+    """Return the settings with those that the page adds; the operator's have precedence."""
     offered_versions = [
         version
         for field, version in FIELD_VERSIONS.items()
@@ -151,7 +156,7 @@ def _read_settings(page: Values, settings: EngineArgs) -> EngineArgs:
 
 
 def _read_utilization(page: Values) -> float | None:
-    """Return the budget's share of a GPU's total; None where GPUs differ, or it is not known."""
+    """Return the budget as a share of a GPU's total; None where it is unknown or GPUs differ."""
     ratios = set()
     for (*gpu, basis), budget_bytes in page.find_all(catalog.MEMORY_REPORTED).items():
         total_bytes = page.value(catalog.GPU_MEMORY_TOTAL, *gpu)
@@ -161,6 +166,7 @@ def _read_utilization(page: Values) -> float | None:
 
 
 def _read_gpu(page: Values, gpu: tuple[str, str], running: float | None) -> GpuFacts:
+    """Return the facts of a GPU; without its memory, only the detector's verdict."""
     index, uuid = gpu
     facts = GpuFacts(
         index=int(index),
@@ -214,7 +220,7 @@ def _read_excess(page: Values, gpu: tuple[str, str], total_bytes: float) -> Budg
 def _judge_room(
     room_bytes: float, room_at_peak_bytes: float, running: float | None
 ) -> tuple[Spell, ...]:
-    """Return the shortage that lasts now, or else that of a peak; none where there is room."""
+    """Return the present shortage, else that at the peak of the last minute, else nothing."""
     lowest_room_bytes = max(0.0, room_at_peak_bytes)
     if room_bytes < LOW_BYTES:
         level = Spell(kind=Shortage.LEVEL, lowest_room_bytes=lowest_room_bytes, running=running)
@@ -227,7 +233,7 @@ def _judge_room(
 def _read_leak(
     page: Values, state_metric: Metric, labels: tuple[str, ...], figures: Mapping[str, Metric]
 ) -> Leak:
-    """Read the leak verdict of a series."""
+    """Return the detector's verdict on a series; the figures of an alarm only while it lasts."""
     state_name = page.state(state_metric, *labels)
     state = LeakState(state_name) if state_name in set(LeakState) else LeakState.UNKNOWN
     verdict = STATE_VERDICTS.get(state, LeakVerdict.CANNOT_TELL)
@@ -235,7 +241,7 @@ def _read_leak(
         return Leak(state=state, verdict=verdict)
     location_name = page.state(catalog.LEAK_LOCATION, *labels)
     location = LeakLocation(location_name) if location_name in set(LeakLocation) else None
-    # A figure that all series share has no labels.
+    # A figure that exists once for all series has fewer labels, or none.
     values: dict[str, Any] = {
         field: page.value(metric, *labels[: len(metric.labels)])
         for field, metric in figures.items()
@@ -245,6 +251,8 @@ def _read_leak(
 
 
 def _read_engine(page: Values, model_name: str, engine: str) -> EngineFacts:
+    """Return the facts of an engine; a full cache counts only if it is full now."""
+
     def read(metric: Metric) -> float | None:
         return page.value(metric, model_name, engine)
 
@@ -265,7 +273,8 @@ def _read_engine(page: Values, model_name: str, engine: str) -> EngineFacts:
     hits = read(catalog.ENGINE_PREFIX_HITS)
     prefix = None
     if queries is not None and hits is not None:
-        # For how long requests waited is not known: now, or ever, is taken for always.
+        # A page does not show for how long requests waited: any that wait now, or a preemption at
+        # any time, count as always.
         has_waited = bool(read(catalog.ENGINE_WAITING) or preemptions)
         prefix = PrefixFacts(
             queries=queries,
@@ -294,11 +303,11 @@ def _read_engine(page: Values, model_name: str, engine: str) -> EngineFacts:
 
 
 LIVE_TIMEOUT_SECONDS: Final = 20.0
-"""Longer than the daemon's: there is one attempt, and a busy engine answers late."""
+"""Longer than the daemon's timeout: there is one attempt only, and a busy engine answers late."""
 
 
 async def fetch_facts(url: str, settings: EngineArgs) -> Facts:
-    """Fetch the facts on a sidecar's page; raises BadInput."""
+    """Fetch a sidecar's page and return its facts; raises BadInput where that is not possible."""
     page = await fetch_once(_build_reader(url))
     if isinstance(page, Failure):
         raise BadInput(f"{strip_advice(page)}: {NO_SIDECAR}")
@@ -306,11 +315,10 @@ async def fetch_facts(url: str, settings: EngineArgs) -> Facts:
 
 
 async def add_engine_settings(settings: EngineArgs, url: str) -> EngineArgs:
-    """Fill in settings from the engine whose page is at `url`; the operator's stay.
+    """Return the settings with those of the engine whose page is at `url`.
 
-    Raises BadInput.
-
-    The version comes from /version beside the page, which vLLM answers without a key.
+    The operator's have precedence. The version is that of /version beside the page, which vLLM
+    answers without an API key. Raises BadInput where the page cannot be fetched or has no engine.
     """
     page, about = await asyncio.gather(
         fetch_engines(_build_reader(url)), fetch_once(_build_reader(urljoin(url, "version")))

@@ -29,35 +29,37 @@ NEWEST_CHECKED: Final[Version] = (0, 33, 0)
 """The newest version whose options were checked."""
 
 FIRST_VERSIONS: Final[dict[Flag, Version]] = dict.fromkeys(Flag, OLDEST) | {
-    # Before, prefix caching was off by default.
+    # Before 0.6.5, prefix caching was off by default.
     Flag.NO_ENABLE_PREFIX_CACHING: (0, 6, 5),
-    # vLLM's own guide names --kv-cache-memory, which exists in none (vllm-project/vllm#55834).
+    # vLLM's own guide names --kv-cache-memory, which no version has (vllm-project/vllm#55834).
     Flag.KV_CACHE_MEMORY_BYTES: (0, 10, 2),
-    # It may be older.
+    # The option may be older than this.
     Flag.MM_PROCESSOR_CACHE_GB: (0, 11, 0),
 }
 """The first version that has each option (vllm/engine/arg_utils.py of its wheel)."""
 
 COUNTS_PREFIXES_ONCE: Final[Version] = (0, 27, 0)
-"""Since then a waiting request is not looked up again in each step (vllm-project/vllm#48860)."""
+"""The first version that does not look a waiting request up again in each step
+(vllm-project/vllm#48860)."""
 
 FIELD_VERSIONS: Final[dict[str, Version]] = {
     "prefix_queries_total": (0, 7, 3),
     "kv_cache_memory_bytes": (0, 10, 2),
     "awake": (0, 11, 1),
 }
-"""The first version that exports a field of EngineReading: a lower bound of the engine's version.
-"""
+"""The first version that exports a field of EngineReading. An engine that exports the field has at
+least this version."""
 
 
 class EngineArgs(Struct, frozen=True, kw_only=True):
-    """What the engine was started with, as far as it is known."""
+    """The version and the options with which the engine was started; None where unknown."""
 
     version: Version | None = None
     # The lower bound of the version that the engine's page shows.
     at_least: Version = OLDEST
     gpu_memory_utilization: float | None = None
-    # kv_cache_memory_bytes is set, which overrides the utilization; its value may be unknown.
+    # Whether kv_cache_memory_bytes is set, which overrides the utilization; its value may be
+    # unknown.
     sizes_cache_in_bytes: bool = False
     kv_cache_memory_bytes: float | None = None
     max_num_seqs: int | None = None
@@ -66,18 +68,21 @@ class EngineArgs(Struct, frozen=True, kw_only=True):
 
     @property
     def earliest_version(self) -> Version:
-        """The version, or its lower bound."""
+        """The version, or its lower bound where the version is unknown."""
         return self.at_least if self.version is None else self.version
 
     def read_value(self, flag: Flag) -> float | None:
-        """Return the value of an option that is a field here; None where it is unknown."""
+        """Return the value of an option; None where it is unknown.
+
+        Raises AttributeError for an option that is no field here.
+        """
         field = flag.removeprefix("--").replace("-", "_")
         value: float | None = getattr(self, field)
         return value
 
 
 def find_oldest_version(engines: Iterable[EngineReading]) -> Version:
-    """Return the lower bound of the version that engines with these fields have."""
+    """Return the lower bound of the engines' version, by the fields that they export."""
     oldest_version = OLDEST
     for engine in engines:
         for field, first_version in FIELD_VERSIONS.items():
@@ -87,7 +92,7 @@ def find_oldest_version(engines: Iterable[EngineReading]) -> Version:
 
 
 def add_page_settings(settings: EngineArgs, page: EnginePage) -> EngineArgs:
-    """Fill in settings from the engine's page; known ones stay."""
+    """Return the settings with those that the engine's page adds; known ones have precedence."""
     cache_bytes = _read_common(page, "kv_cache_memory_bytes")
     max_num_seqs = _read_common(page, "max_num_seqs")
     utilization = _read_common(page, "gpu_memory_utilization_ratio")
@@ -102,6 +107,9 @@ def add_page_settings(settings: EngineArgs, page: EnginePage) -> EngineArgs:
 
 
 def _read_common(page: EnginePage, field: str) -> float | None:
-    """Return the value of a field that all engines of the page share; None where they differ."""
+    """Return the value of a field that all engines on the page share.
+
+    None where they differ, or the value is unknown.
+    """
     values = {getattr(engine, field) for engine in page.engines}
     return values.pop() if len(values) == 1 else None

@@ -34,8 +34,8 @@ EVEN_WITH_A_LEAK: Final[tuple[Rule, ...]] = (
     starts.find_failing_starts,
     leaks.find_kv_block_leak,
 )
-"""Rules that hold with and without a leak; with one, without values of options: the leak distorts
-them."""
+"""Rules that hold with and without a leak. With a leak their changes of options are left out, since
+the leak distorts the values."""
 
 WITHOUT_A_LEAK: Final[tuple[Rule, ...]] = (
     starts.find_crash,
@@ -48,7 +48,8 @@ WITHOUT_A_LEAK: Final[tuple[Rule, ...]] = (
     capacity.find_too_few_requests,
     capacity.find_poor_prefix_cache,
 )
-"""In the order of the answer: what can end the engine before what slows it down."""
+"""Rules that hold only without a leak, in the order of the answer: what can end the engine comes
+before what slows it down."""
 
 NO_OPTION_WHILE_GROWING: Final = (
     "No option is advised while the engine leaks or grows: the growth distorts its figures."
@@ -57,7 +58,7 @@ NO_OPTION_WHILE_GROWING: Final = (
 
 
 class Assessment(Struct, frozen=True, kw_only=True):
-    """The answer."""
+    """The advice of all rules, and the verdict."""
 
     verdict: Conclusion
     facts: Facts
@@ -68,11 +69,16 @@ class Assessment(Struct, frozen=True, kw_only=True):
 
 
 def judge(facts: Facts) -> Assessment:
-    """Apply every rule; the verdict is good only where nothing important is unknown."""
+    """Apply the rules and return their advice with the verdict.
+
+    The verdict is "not good" with any advice. Without advice it is good only if nothing important
+    is unknown.
+    """
     is_growing = _is_growing(facts)
     notes = []
     advice = _apply_rules(EVEN_WITH_A_LEAK, facts)
-    # Causes hold while memory grows, but no value of an option does: the growth is in the figures.
+    # While memory grows, causes are still true, but computed values of options are not: the growth
+    # is in the figures that they are computed from.
     if is_growing:
         advice = [_keep_changes(one_advice, _has_no_flag) for one_advice in advice]
         notes.append(NO_OPTION_WHILE_GROWING)
@@ -99,7 +105,7 @@ def judge(facts: Facts) -> Assessment:
 
 
 def _is_growing(facts: Facts) -> bool:
-    """Return whether the leak detector raised an alarm or an early warning, on any series."""
+    """Return whether any series has had an alarm, or has an early warning now."""
     return any(leak.alarm or leak.state in GROWING_STATES for _, leak in list_leaks(facts))
 
 
@@ -110,6 +116,7 @@ def _apply_rules(rules: Iterable[Rule], facts: Facts) -> list[Advice]:
 
 
 def _keep_changes(advice: Advice, is_kept: Callable[[Change], bool]) -> Advice:
+    """Return the advice with only those of its changes for which `is_kept` is true."""
     return replace(advice, changes=tuple(filter(is_kept, advice.changes)))
 
 
@@ -118,7 +125,7 @@ def _has_no_flag(change: Change) -> bool:
 
 
 def _find_absent_flags(advice: Iterable[Advice], facts: Facts) -> list[Flag]:
-    """Return the options that are advised and that this version may lack, each once."""
+    """Return the advised options that this version of vLLM may lack, each once."""
     flags: list[Flag] = []
     for change in _list_changes(advice):
         flag = change.flag
@@ -130,7 +137,10 @@ def _find_absent_flags(advice: Iterable[Advice], facts: Facts) -> list[Flag]:
 
 
 def _note_absent_flags(flags: Iterable[Flag], facts: Facts) -> Iterator[str]:
-    """Note the options that were left out, without their dashes, so that nobody copies them."""
+    """Yield a note on each option that is left out.
+
+    The name is without dashes, so that nobody copies the option into a command line.
+    """
     version = facts.settings.version
     for flag in flags:
         name = flag.removeprefix("--")
@@ -151,13 +161,13 @@ def _list_changes(advice: Iterable[Advice]) -> list[Change]:
     return [change for one_advice in advice for change in one_advice.changes]
 
 
-# What is missing for a good verdict.
+# Facts that are needed for a good verdict, but unknown.
 
 SHORTEST_SECONDS: Final = HOUR_SECONDS
-"""A shorter trace cannot show health: the leak detector takes an hour to be sure."""
+"""The shortest trace that can show health: the leak detector takes an hour to be sure."""
 
 STALE_PAGE_SECONDS: Final = 120.0
-"""A page this old is not the present (alert HeadroomSampleStale)."""
+"""A page older than this does not show the present (alert HeadroomSampleStale)."""
 
 UNDECIDED_STATES: Final = {
     LeakState.UNKNOWN: "the engine's memory, or its load, is not known",
@@ -167,11 +177,12 @@ UNDECIDED_STATES: Final = {
     LeakState.GROWING: "it grows, and within hours it shows whether that is a leak: look again",
     LeakState.ASLEEP: "the engine sleeps",
 }
-"""The states in which a series may leak; `unsettled` is load that moves, without growth."""
+"""The states in which a series may leak. `unsettled` is none of them: the load varies, but there is
+no growth."""
 
 
 def list_missing(facts: Facts) -> Iterator[str]:
-    """Yield what has to be known before the verdict can be good."""
+    """Yield a text for each fact that has to be known before the verdict can be good."""
     if facts.age_seconds is not None and facts.age_seconds > STALE_PAGE_SECONDS:
         age = format_duration(facts.age_seconds)
         yield f"the page is {age} old: the sidecar has stopped sampling"
@@ -193,6 +204,7 @@ def list_missing(facts: Facts) -> Iterator[str]:
 
 
 def _list_missing_of_engines(facts: Facts) -> Iterator[str]:
+    """Yield a text for each fact on the engines that is unknown."""
     if not facts.engines:
         yield "the engine's own page: it was not read"
     elif not any(engine.highest_running or engine.finished for engine in facts.engines):
@@ -206,14 +218,17 @@ def _list_missing_of_engines(facts: Facts) -> Iterator[str]:
 
 
 def _explain_leak(name: str, leak: Leak) -> Iterator[str]:
-    """Yield why a series may leak: the state at the end, or the verdict on the whole trace."""
+    """Yield why a series may leak: by the verdict on the whole trace, or the state at the end.
+
+    Yield nothing where neither leaves a doubt.
+    """
     if leak.verdict is LeakVerdict.GROWING and leak.state is not LeakState.GROWING:
         yield f"{name}: {leak.reason}, and a longer trace shows whether that is a leak: look again"
     elif leak.state in UNDECIDED_STATES:
         yield f"{name}: {UNDECIDED_STATES[leak.state]}"
 
 
-# What else to know.
+# Notes: what else to know about the answer.
 
 PAGE_IS_A_MOMENT: Final = (
     "One page shows a moment: earlier exits and bursts, the size of requests and hit ratios over"
@@ -229,14 +244,15 @@ SETTINGS_UNKNOWN: Final = (
 HOST_NOT_JUDGED: Final = "The engine's processes were not seen, so that host memory is not judged."
 
 UNEVEN_RANKS_BYTES: Final = 2 * GIB
-"""Our choice: ranks of one engine differ by NCCL's buffers and late kernels, a few hundred MiB."""
+"""Our choice: a larger difference between an engine's GPUs is noted. NCCL's buffers and kernels
+that are loaded late make a few hundred MiB."""
 
 UNUSED_CACHE_RATIO: Final = 0.2
-"""Our choice: a peak of a whole day that leaves four fifths of the cache unused."""
+"""Our choice: a cache is noted as too large if less than this was in use at the peak of a day."""
 
 
 def list_notes(facts: Facts, advice: Iterable[Advice]) -> Iterator[str]:
-    """Yield what else to know about the answer."""
+    """Yield notes on the answer: its limits, and facts for which there is no rule."""
     changes = _list_changes(advice)
     if facts.since_seconds is not None:
         since = format_instant(facts.since_seconds)
@@ -264,9 +280,9 @@ def list_notes(facts: Facts, advice: Iterable[Advice]) -> Iterator[str]:
 
 
 def _note_uneven_ranks(facts: Facts) -> Iterator[str]:
-    """Note the GPU with much less room than another of the same size.
+    """Note the GPU with much less room than another of the engine's GPUs of the same size.
 
-    vLLM sizes the KV cache of all by it.
+    vLLM gives every GPU a KV cache that fits the fullest.
     """
     rooms = [(gpu.least_room_bytes, gpu) for gpu in facts.gpus if gpu.least_room_bytes is not None]
     sizes = {gpu.usable_bytes for _, gpu in rooms}
@@ -282,7 +298,7 @@ def _note_uneven_ranks(facts: Facts) -> Iterator[str]:
 
 
 def _note_unused_cache(facts: Facts) -> Iterator[str]:
-    """Note a KV cache of which little was ever in use, in a day with requests."""
+    """Note a KV cache of which little was ever in use over at least a day with requests."""
     if facts.span_seconds < DAY_SECONDS or not any(engine.finished for engine in facts.engines):
         return
     used_ratios = [
@@ -301,7 +317,7 @@ def _note_unused_cache(facts: Facts) -> Iterator[str]:
 
 
 def _note_single_exit(facts: Facts) -> Iterator[str]:
-    """Note an exit during requests where there are too few to call it a crash."""
+    """Note an exit during requests, if there are too few exits to advise on crashes."""
     crashes = starts.find_crashes(facts)
     if not crashes or starts.find_crash(facts) is not None:
         return
@@ -317,7 +333,7 @@ def _note_single_exit(facts: Facts) -> Iterator[str]:
 
 
 def _note_unjudged_prefix_caches(facts: Facts) -> Iterator[str]:
-    """Note why prefix caches are not judged, each reason once."""
+    """Note the reasons why prefix caches are not judged, each once."""
     judgements = [capacity.judge_prefix_cache(facts, engine) for engine in facts.engines]
     reasons = [judgement for judgement in judgements if isinstance(judgement, str)]
     yield from dict.fromkeys(reasons)

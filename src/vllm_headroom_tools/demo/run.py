@@ -69,7 +69,7 @@ class SimulatedEngine(Simulated):
     async def fetch(self) -> str | Failure:
         """Return the page; a Failure while the engine is down or loading."""
         world = self._now()
-        return render_page(world.engine, self._epoch_seconds) if world.serves else ENGINE_DOWN
+        return render_page(world.engine, self._epoch_seconds) if world.is_serving else ENGINE_DOWN
 
 
 def render_page(engine: SimulatedRun, epoch_seconds: float) -> str:
@@ -86,9 +86,10 @@ def render_page(engine: SimulatedRun, epoch_seconds: float) -> str:
         "request_success_total": engine.finished_total,
         "iteration_tokens_total_count": engine.steps_total,
     }
+    is_awake = not engine.is_asleep
     lines = [f"vllm:{name}{{{MODEL_LABELS}}} {value}" for name, value in figures.items()]
     lines += [
-        f'vllm:engine_sleep_state{{{MODEL_LABELS},sleep_state="awake"}} {int(not engine.asleep)}',
+        f'vllm:engine_sleep_state{{{MODEL_LABELS},sleep_state="awake"}} {int(is_awake)}',
         f"vllm:cache_config_info{{{CACHE_CONFIG}}} 1",
         f"process_start_time_seconds {epoch_seconds + engine.started_seconds}",
     ]
@@ -127,6 +128,7 @@ class SimulatedGpus(Simulated):
         used_bytes = world.used_bytes
         power_watts = IDLE_WATTS
         if world.active_requests:
+            # A busy GPU draws 300 W, and up to 680 W with the most requests.
             power_watts += 230.0 + 380.0 * min(1.0, world.active_requests / MAX_RUNNING)
         free_bytes = TOTAL_BYTES - RESERVED_BYTES
         memory = GpuMemory(
@@ -202,7 +204,7 @@ class SimulatedProcesses(Simulated):
                 started_at_seconds=self._epoch_seconds + engine.started_seconds,
             )
             for place, (role, mib) in enumerate(RESIDENT_MIB)
-            if world.exists
+            if world.has_processes
         )
         pids = {1}
         pids.update(process.pid for process in processes)
@@ -213,7 +215,7 @@ class SimulatedProcesses(Simulated):
 def _list_gpu_processes(world: World) -> list[GpuProcess]:
     """Return the processes on the GPU: the engine's worker and the neighbour, while they exist."""
     processes = []
-    if world.exists:
+    if world.has_processes:
         worker = [role for role, _ in RESIDENT_MIB].index(Role.WORKER)
         processes.append(
             GpuProcess(pid=world.engine.first_pid + worker, used_bytes=world.engine_bytes)

@@ -216,7 +216,7 @@ class SimulatedRun:
         self.first_pid = 4_100 + 37 * number
         self.started_seconds = started_seconds
         self.serving_seconds = serving_seconds
-        self.asleep = False
+        self.is_asleep = False
         self.leaked_bytes = 0.0
         self.kv_used_ratio = 0.0
         self.running = 0
@@ -237,16 +237,16 @@ class SimulatedRun:
 
     def sleep(self, *, asleep: bool) -> None:
         """Go to sleep, wake up, or stay as it is; vLLM ends all requests before it sleeps."""
-        if asleep and not self.asleep:
+        if asleep and not self.is_asleep:
             self.running = 0
             self.waiting = 0
             self._preempted = 0
             self.kv_used_ratio = 0.0
-        self.asleep = asleep
+        self.is_asleep = asleep
 
     def step(self, arrived: int, leak_bytes_per_request: float = 0.0) -> None:
         """Serve for one second, in which `arrived` requests arrive; asleep, refuse them."""
-        if self.asleep:
+        if self.is_asleep:
             return
         # 8 s at the 80 running requests of ordinary load
         latency_seconds = 6.4 * (1.0 + self.running / 320.0)
@@ -297,7 +297,7 @@ class SimulatedRun:
             weights_mib = WEIGHTS_MIB * min(1.0, done_ratio / 0.7)
             loaded_mib = round_to_segments(weights_mib, SMALL_SEGMENT_MIB)
             return (OUTSIDE_MIB + loaded_mib) * MIB
-        if self.asleep:
+        if self.is_asleep:
             return (OUTSIDE_MIB + GRAPHS_MIB) * MIB
         first_uses_mib = round_to_segments(40.0 * log1p(self.finished_total), LARGE_SEGMENT_MIB)
         # Scratch memory grows with the largest batch so far, and is never freed.
@@ -349,12 +349,12 @@ class World:
             self._step()
 
     @property
-    def exists(self) -> bool:
+    def has_processes(self) -> bool:
         """Whether the engine's processes have been started."""
         return self.seconds >= self.engine.started_seconds
 
     @property
-    def serves(self) -> bool:
+    def is_serving(self) -> bool:
         """Whether the engine answers."""
         return self.seconds >= self.engine.serving_seconds
 
@@ -391,7 +391,7 @@ class World:
         self.engine.sleep(asleep=self._sleeps.is_here)
         arrived = self._draw_arrivals()
         hangs = self._hangs.is_here
-        if self.serves and not hangs:
+        if self.is_serving and not hangs:
             # The hour before the demo is healthy, so that the leak begins with the demo.
             leak_bytes = self._scenario.leak_bytes_per_request if self.seconds > 0 else 0.0
             self.engine.step(arrived, leak_bytes)

@@ -349,17 +349,23 @@ def _can_match(survey: Survey) -> bool:
     """Return whether the engine's processes can be matched with those on all visible GPUs."""
     if isinstance(survey.processes, Failure) or not survey.processes.engine:
         return False
-    return _has_true_pids(survey) and all(gpu.reading.processes is not None for gpu in survey.gpus)
+    return _has_reliable_pids(survey) and all(
+        gpu.reading.processes is not None for gpu in survey.gpus
+    )
 
 
-def _has_true_pids(survey: Survey) -> bool:
+def _has_reliable_pids(survey: Survey) -> bool:
+    """Return whether NVML's pids are those of the processes visible here; False without NVML."""
     if isinstance(survey.readings, Failure):
         return False
     return are_pids_reliable(survey.readings, survey.processes)
 
 
 def _explain_none(survey: Survey) -> tuple[Status, str, tuple[Fix, ...]]:
-    """Return the state of the check, why no GPU is attributed to the engine, and the fixes."""
+    """Return the state of the check, why no GPU is attributed to the engine, and the fixes.
+
+    The state is UNKNOWN where the engine does not answer and may not be running, else MISSING.
+    """
     status = Status.MISSING
     if isinstance(survey.page, Failure) and not _is_process_problem(survey):
         status = Status.UNKNOWN
@@ -371,7 +377,7 @@ def _explain_none(survey: Survey) -> tuple[Status, str, tuple[Fix, ...]]:
 
 
 def _is_process_problem(survey: Survey) -> bool:
-    """Return whether the engine's processes cannot be told, whether or not it runs."""
+    """Return whether the engine's processes are unknown even if the engine runs."""
     processes = survey.processes
     return isinstance(processes, Failure) or bool(processes.ambiguous_engines)
 
@@ -391,7 +397,7 @@ def _explain_unattributed(survey: Survey) -> tuple[str, tuple[Fix, ...]]:
             " that this container does not see"
         )
         return text, fixes.SEE_THE_GPUS
-    if any(gpu.reading.failure for gpu in survey.gpus) and _has_true_pids(survey):
+    if any(gpu.reading.failure for gpu in survey.gpus) and _has_reliable_pids(survey):
         text = (
             "none of the engine's processes is on a GPU that can be read; they may be on one that"
             " cannot, see gpus"

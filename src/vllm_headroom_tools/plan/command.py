@@ -54,15 +54,18 @@ SIZE_OPTIONS: Final = (
     ("hidden_size", "hidden_size", "values of a token between two layers"),
     ("vocabulary", "vocab_size", "tokens of the vocabulary"),
 )
-"""Options for a model's size, the fields of its configuration that they replace, and their meaning.
-"""
+"""Options for a model's sizes: for each its name, the field of the configuration that it replaces,
+and its meaning."""
 
 NEEDED_SIZES: Final = ("layers", "kv_heads", "head_size")
-"""What the KV cache's size cannot be computed without."""
+"""The options that are needed to compute the KV cache without a configuration."""
 
 
 def build_question(options: Namespace) -> Question:
-    """Build the question from the options; raises BadInput where that is not possible."""
+    """Build the question from the options.
+
+    Raises BadInput for a model that cannot be read, and for numbers that vLLM refuses.
+    """
     shape = _read_shape(options)
     if isinstance(shape, str):
         raise BadInput(shape)
@@ -76,7 +79,7 @@ def build_question(options: Namespace) -> Question:
     max_num_seqs = options.max_num_seqs or defaults.max_num_seqs
     max_num_batched_tokens = options.max_num_batched_tokens
     if max_num_batched_tokens is None:
-        # Our choice: where only the sequences are given, a batch has a token for each at least.
+        # Our choice: where only max_num_seqs is given, a batch has at least a token for each.
         max_num_batched_tokens = max(defaults.max_num_batched_tokens, max_num_seqs)
     max_model_len = options.max_model_len
     if max_model_len in (AUTO_LENGTH, None):
@@ -112,21 +115,21 @@ def build_question(options: Namespace) -> Question:
 
 
 def _read_shape(options: Namespace) -> ModelShape | str:
-    """Return the shape by the model's file and the options for its size, or what is wrong."""
+    """Return the shape by the model's file and the options for its sizes, or what is wrong."""
     overrides = {
         field: getattr(options, name)
         for name, field, _ in SIZE_OPTIONS
         if getattr(options, name) is not None
     }
     if options.kv_heads is not None:
-        # The number of heads is the whole answer, even where the file sets multi-query.
+        # The number of heads counts, even where the file switches multi-query on.
         overrides["multi_query"] = False
     missing_sizes = [name for name in NEEDED_SIZES if getattr(options, name) is None]
     if options.model_config is not None:
         shape = read_model(options.model_config, overrides)
         if isinstance(shape, str):
             return f"{options.model_config}: {shape}"
-        # With all sizes given, what is not known of the type does not count.
+        # With all sizes given, it does not matter that the type of model is unknown here.
         return shape if missing_sizes else replace(shape, unknown_type=None)
     if missing_sizes:
         needed = ", ".join(map(name_option, NEEDED_SIZES))
@@ -137,10 +140,11 @@ def _read_shape(options: Namespace) -> ModelShape | str:
 
 
 def _read_weights(options: Namespace, shape: ModelShape) -> tuple[int | None, int | None]:
-    """Return the bytes of the weights and the number of parameters.
+    """Return the bytes of the weights as they are served, and the number of parameters.
 
-    None where they are not known without counting. Weights that are quantised in the file are
-    served as they lie there; others in the dtype of the options.
+    At most one of them is known; both are None where they have to be counted from the
+    configuration. Weights that are quantised in the file are served as they are, so the files'
+    bytes count. Others are served in the dtype of the options, so only their number counts.
     """
     if options.parameters is not None or options.model_config is None:
         return None, options.parameters
@@ -148,7 +152,7 @@ def _read_weights(options: Namespace, shape: ModelShape) -> tuple[int | None, in
     stored_bytes = count_checkpoint_bytes(path if path.is_dir() else path.parent)
     if stored_bytes is None:
         return None, None
-    # The files may be in another dtype than the one that is served: they show how many there are.
+    # The files may be in another dtype than the served one, but they show the number of parameters.
     if shape.quantisation is None:
         return None, int(stored_bytes / shape.stored_bytes)
     # With another quantisation than the file's, the size of the files does not count.
@@ -170,7 +174,7 @@ def _apply_options(shape: ModelShape, options: Namespace) -> ModelShape:
 
 
 def _apply_dtype(shape: ModelShape, dtype_bytes: float) -> ModelShape:
-    """Return the shape in this dtype; a quantised cache and quantised weights stay as they are."""
+    """Return the shape in this dtype; a quantised cache and quantised weights are unchanged."""
     kv_dtype_bytes = shape.kv_dtype_bytes
     if kv_dtype_bytes == shape.dtype_bytes:
         kv_dtype_bytes = dtype_bytes
@@ -186,13 +190,13 @@ def _apply_dtype(shape: ModelShape, dtype_bytes: float) -> ModelShape:
 
 
 COUNT_LIMIT: Final = 2**24
-"""Our choice: no count and no length of an option is larger."""
+"""Our choice: the largest count or length that an option accepts."""
 
 COUNT_VALUE: Final = whole_number(1, COUNT_LIMIT)
 TOKENS_VALUE: Final = tokens(COUNT_LIMIT)
 
 AUTO_LENGTH: Final = -1
-"""vLLM's value for the longest sequence that fits."""
+"""vLLM's value of --max-model-len for the longest sequence that fits."""
 
 
 def _parse_length(text: str) -> int:
@@ -204,13 +208,14 @@ LENGTH_VALUE: Final = Value(read=_parse_length, accepts=f"{TOKENS_VALUE.accepts}
 PARAMETERS_PATTERN: Final = re.compile(r"(\d+|\d*\.\d+)([KMBT]?)", re.IGNORECASE | re.ASCII)
 PARAMETERS_UNITS: Final = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 PARAMETERS_LENGTH: Final = 20
-"""Characters: a longer number is no number of parameters."""
+"""The most characters of a number of parameters that are read."""
 
 PARAMETERS_LIMIT: Final = 10**14
-"""No model has more parameters."""
+"""The most parameters that are accepted: no model has more."""
 
 
 def _parse_parameters(text: str) -> int:
+    """Return the number in a text such as 70.6B; raise ValueError for any other text."""
     match = PARAMETERS_PATTERN.fullmatch(text)
     if match is None or len(text) > PARAMETERS_LENGTH:
         raise ValueError
@@ -245,7 +250,7 @@ DTYPES: Final = ("auto", "half", "float16", "bfloat16", "float", "float32")
 
 
 def add_options(parser: Parser) -> None:
-    """Add the options to the parser."""
+    """Add all options of `plan` to the parser."""
     parser.add_argument(
         "--gpu-memory",
         dest="gpu_memory_bytes",
@@ -435,6 +440,7 @@ def _add_choice(
     meaning: str,
     default: str | None = None,
 ) -> None:
+    """Add an option that takes one of these names; its help lists them."""
     value = choice(names)
     group.add_argument(
         *flags, metavar="NAME", type=value, default=default, help=f"{meaning}: {value.accepts}"

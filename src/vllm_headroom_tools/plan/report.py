@@ -35,21 +35,21 @@ UNKNOWN_AMOUNT: Final = "not known"
 
 
 class PlannedPart(Struct, frozen=True, kw_only=True):
-    """A part of the memory, what is planned for it, and what was measured; None where not known."""
+    """A part of a GPU's memory, planned and measured; None where a figure is unknown."""
 
-    # As tables show it.
+    # In the text.
     name: str
-    # Its name in the JSON.
+    # In the JSON.
     key: str
     planned: float | Range | None
     measured_bytes: int | None
 
 
 def build_report(estimate: MemoryEstimate, measured: EngineParts | None) -> Report:
-    """Return the plan, and what a worker of the engine measured on its GPU.
+    """Return the report on the plan, beside what a worker of the engine measured on its GPU.
 
-    `measured` is None where no file was given. Bytes are of each GPU unless their name says
-    otherwise, and null is what is not known.
+    `measured` is None where no file of the probe was given. In the data, bytes are of each GPU
+    unless their name says otherwise; unknown figures are None.
     """
     fits = can_start(estimate)
     verdict = _conclude(fits)
@@ -81,7 +81,7 @@ def _conclude(fits: bool | None) -> Conclusion:  # noqa: FBT001 - an answer, not
 def _compare_parts(
     estimate: MemoryEstimate, measured: EngineParts | None
 ) -> tuple[PlannedPart, ...]:
-    """Return what is planned beside what was measured; nothing where nothing was measured."""
+    """Return the planned and the measured bytes of each part; empty where nothing was measured."""
     if measured is None:
         return ()
     return (
@@ -119,7 +119,7 @@ def _compare_parts(
 
 
 def _join_settings(change: Saving) -> str:
-    """Return the options and their values, as one would type them."""
+    """Return the options and their values, as they are typed."""
     return " ".join(f"{option} {value}" for option, value in change.settings)
 
 
@@ -166,7 +166,7 @@ def _format_heading(estimate: MemoryEstimate) -> Iterator[str]:
 
 
 def _format_spread(question: Question) -> str:
-    """Return in which ways the model is spread over GPUs; empty for one GPU."""
+    """Return how the model is spread over GPUs, such as "tensor parallel 4"; empty for one GPU."""
     sizes = (
         ("tensor", question.tensor_parallel_size),
         ("pipeline", question.pipeline_parallel_size),
@@ -176,7 +176,7 @@ def _format_spread(question: Question) -> str:
 
 
 def _format_memory(estimate: MemoryEstimate) -> Iterator[str]:
-    """Yield the table of what each GPU needs, a line a part with a remark on its source."""
+    """Yield the table of the memory of each GPU: a line for each part, with a remark."""
     question = estimate.question
     yield f"{'Of each GPU':<44}GiB"
     if estimate.budget_bytes is not None:
@@ -207,6 +207,7 @@ def _format_memory(estimate: MemoryEstimate) -> Iterator[str]:
 
 
 def _name_weights_source(estimate: MemoryEstimate) -> str:
+    """Return how the weights are known; empty where they are unknown."""
     question = estimate.question
     if question.checkpoint_bytes is not None:
         return "from the checkpoint's size"
@@ -216,7 +217,7 @@ def _name_weights_source(estimate: MemoryEstimate) -> str:
 
 
 def _name_peaks(question: Question) -> str:
-    """Return what the peak of activations can come from."""
+    """Return the three candidates for the peak of activations: batch, images and logits."""
     items = ""
     if question.largest_input is not None:
         items = f", {question.encoder_items} images"
@@ -225,13 +226,14 @@ def _name_peaks(question: Question) -> str:
 
 
 def _clip_at_zero(amount: Range | None) -> Range | None:
+    """Return a range with 0 in place of negative bounds; None for an unknown one."""
     if amount is None:
         return None
     return Range(low=max(0.0, amount.low), high=max(0.0, amount.high))
 
 
 def _name_outside(question: Question) -> str:
-    """Return what lies outside of the budget."""
+    """Return the parts of the memory outside the budget."""
     names = ["CUDA context"]
     if question.gpus > 1:
         names.append("NCCL")
@@ -246,21 +248,21 @@ def _format_line(name: str, amount: float | Range | None, remark: str = "") -> l
 
 
 def format_amount(amount: float | Range | None) -> str:
-    """Return an amount of memory in GiB."""
+    """Return an amount of memory, in bytes, as a text in GiB; "not known" for None."""
     if isinstance(amount, Range):
         return format_range(amount)
     return UNKNOWN_AMOUNT if amount is None else f"{amount / GIB:,.2f}"
 
 
 def _format_cache(estimate: MemoryEstimate) -> Iterator[str]:
-    """Yield what the KV cache takes of a token and a block, and what it holds."""
+    """Yield the lines on the KV cache: the bytes of a token and a block, and how much fits."""
     question = estimate.question
     layout = estimate.layout
     yield "KV cache"
     if not layout.block_bytes:
         yield "  none: the model keeps nothing of a sequence"
         return
-    # A layer with a window keeps nothing more of a sequence once this is longer than the window.
+    # A layer with a window drops old tokens, so a token takes less of a long sequence.
     bound = "at most " if question.shape.windowed_layers else ""
     block = f"{layout.block_bytes:,} per block of {layout.block_tokens}"
     if not question.shape.has_every_token:
@@ -282,6 +284,7 @@ def _format_cache(estimate: MemoryEstimate) -> Iterator[str]:
 
 
 def _format_capacity(estimate: MemoryEstimate, blocks: int) -> Iterator[str]:
+    """Yield the lines on the tokens and sequences that fit, without those that are unknown."""
     question = estimate.question
     if estimate.capacity_tokens is not None:
         bound = "" if question.kv_cache_memory_bytes else "at least "
@@ -298,7 +301,10 @@ def _format_capacity(estimate: MemoryEstimate, blocks: int) -> Iterator[str]:
 
 
 def _format_tables(estimate: MemoryEstimate) -> list[str]:
-    """Return the largest lengths for several numbers of sequences, and the reverse."""
+    """Return a table of the largest lengths by number of sequences, and one of the reverse.
+
+    Empty where no blocks are known to fit.
+    """
     if not estimate.blocks:
         return []
     return [
@@ -310,7 +316,7 @@ def _format_tables(estimate: MemoryEstimate) -> list[str]:
 
 
 def _format_table(heads: tuple[str, str], pairs: Iterable[tuple[int, int]]) -> Iterator[str]:
-    """Yield two lines, with a column for each pair of numbers."""
+    """Yield two lines, each with its head: the first and the second number of each pair."""
     columns = [[f"{number:,}" for number in pair] for pair in pairs]
     for place, head in enumerate(heads):
         cells = [f"{column[place]:>{max(map(len, column))}}" for column in columns]
@@ -318,10 +324,10 @@ def _format_table(heads: tuple[str, str], pairs: Iterable[tuple[int, int]]) -> I
 
 
 def _format_answer(estimate: MemoryEstimate, changes: Sequence[Saving]) -> Iterator[str]:
-    """Yield the notes, the verdict, and what would make it fit."""
+    """Yield the notes and the verdict; where it does not surely fit, also the changes that help."""
     for sentence in (*list_notes(estimate), explain_verdict(estimate)):
         yield from wrap_text("", sentence)
-    # Where something is unknown, no change can be said to help.
+    # If the size of the cache is unknown, whether a change helps is unknown too.
     if can_start(estimate) is True or estimate.kv_cache is None:
         return
     if changes:
@@ -337,7 +343,7 @@ def _format_answer(estimate: MemoryEstimate, changes: Sequence[Saving]) -> Itera
 
 
 def _format_parts(parts: Sequence[PlannedPart]) -> list[str]:
-    """Return the table of what is planned beside what was measured; empty without measurements."""
+    """Return the table of planned and measured bytes; empty without measurements."""
     if not parts:
         return []
     lines = [f"{'Of each GPU, in GiB':<24}{'planned':>17}{'measured':>12}"]
@@ -363,11 +369,11 @@ REPORTED_SETTINGS: Final = (
     "max_num_batched_tokens",
     "typical_len",
 )
-"""Fields of the question that the JSON repeats by these names."""
+"""Fields of the question that the JSON has under the same names."""
 
 
 def _build_data(estimate: MemoryEstimate, changes: Iterable[Saving]) -> dict[str, Any]:
-    """Return the figures by their names in the JSON."""
+    """Return the data of --json; unknown figures are None."""
     question = estimate.question
     layout = estimate.layout
     return {
@@ -408,7 +414,7 @@ def _build_data(estimate: MemoryEstimate, changes: Iterable[Saving]) -> dict[str
 
 
 def _build_sequence_data(estimate: MemoryEstimate) -> dict[str, float | None]:
-    """Return the figures of sequences; those of `max_model_len` are None where it is not known."""
+    """Return the figures of sequences; those of `max_model_len` are None where it is unknown."""
     length = estimate.question.max_model_len
     sequences = estimate.question.max_num_seqs
     sequence_bytes = None
@@ -434,11 +440,14 @@ def _split_range(amount: Range | None) -> dict[str, int] | None:
 
 
 PROBE_FILE_LIMIT_BYTES: Final = 16 * 1024
-"""Our choice: more than any file of the probe has."""
+"""Our choice: how much of a file of the probe is read; none is larger."""
 
 
 def read_parts(file: Path) -> EngineParts:
-    """Read the parts of a worker's memory from a file of the probe; raises BadInput."""
+    """Return the parts of a worker's memory from a file of the probe.
+
+    Raises BadInput where the file cannot be read, or is of a process without a GPU.
+    """
     try:
         with file.open("rb") as stream:
             content = parse_probe(stream.read(PROBE_FILE_LIMIT_BYTES))

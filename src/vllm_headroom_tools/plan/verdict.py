@@ -22,7 +22,7 @@ from vllm_headroom_tools.sizing.question import SAFE_UTILIZATION, Question, find
 
 
 def list_unknown(estimate: MemoryEstimate) -> list[str]:
-    """Return what is needed to judge and not known, each with the options that set it."""
+    """Return a text for each thing that is unknown but needed, with the options that set it."""
     question = estimate.question
     model_type = question.shape.unknown_type
     unknown = []
@@ -46,7 +46,7 @@ def list_unknown(estimate: MemoryEstimate) -> list[str]:
 
 
 def explain_verdict(estimate: MemoryEstimate) -> str:
-    """Return whether vLLM starts, and why."""
+    """Return a sentence on whether vLLM starts, and why."""
     # A certain answer needs no list of what is unknown.
     fits = can_start(estimate)
     if fits:
@@ -61,13 +61,13 @@ def explain_verdict(estimate: MemoryEstimate) -> str:
 
 
 def format_range(amount: Range) -> str:
-    """Return a range as a number of GiB, or two."""
+    """Return a range in GiB: one number where both bounds are equal, else two."""
     low = f"{amount.low / GIB:,.2f}"
     return low if amount.low == amount.high else f"{low} to {amount.high / GIB:,.2f}"
 
 
 def _explain_margin(estimate: MemoryEstimate) -> str:
-    """Return what fits by the low end of the estimates, and not by the high one."""
+    """Return what fits by the low bounds of the estimates but not by the high ones."""
     host_bytes = estimate.question.host_memory_bytes
     if host_bytes is not None and estimate.host.high > host_bytes:
         needed = format_range(estimate.host)
@@ -80,9 +80,9 @@ def _explain_margin(estimate: MemoryEstimate) -> str:
 
 
 def _explain_obstacle(estimate: MemoryEstimate) -> str:
-    """Return what does not fit even by the low end of the estimates.
+    """Return what does not fit even by the low bounds of the estimates.
 
-    The first that does not, of host, budget, cache and card.
+    Host, budget, cache and card are checked in this order; the first that does not fit is named.
     """
     question = estimate.question
     kv_cache = estimate.kv_cache
@@ -111,7 +111,7 @@ def _explain_obstacle(estimate: MemoryEstimate) -> str:
         cache = format_gib(kv_cache.high)
         return f"one sequence of {length:,} tokens needs {needed} of KV cache, of at most {cache}"
 
-    # Where the size of the KV cache is set there is no budget: the card as a whole is too small.
+    # Where the size of the KV cache is set there is no budget, so the whole card is too small.
     if budget_bytes is None:
         card = format_gib(card_bytes)
         return f"weights, activations and the KV cache are more than the card's {card}"
@@ -127,11 +127,12 @@ def _explain_obstacle(estimate: MemoryEstimate) -> str:
 
 
 def _explain_concurrency(estimate: MemoryEstimate) -> str:
+    """Return a sentence on whether `max_num_seqs` sequences of the longest length fit at once."""
     if not estimate.layout.block_bytes:
         return "It keeps nothing of a sequence: there is no KV cache."
     length = estimate.question.max_model_len or 1
     sequences = estimate.question.max_num_seqs
-    # By the low end: vLLM starts either way, and preempts where it has room for fewer.
+    # The low bound counts: vLLM starts in any case, and preempts where fewer fit.
     at_once = int(estimate.count_sequences(length) or 0)
     if at_once >= sequences:
         return f"All {sequences:,} sequences of {length:,} tokens fit at once."
@@ -142,7 +143,7 @@ def _explain_concurrency(estimate: MemoryEstimate) -> str:
 
 
 def list_notes(estimate: MemoryEstimate) -> list[str]:
-    """Return where the figures are bounds, and what might surprise in them."""
+    """Return sentences on figures that are only bounds, and on figures that may surprise."""
     return [
         *_note_layers(estimate),
         *_note_copies(estimate.question),
@@ -176,7 +177,7 @@ def _note_layers(estimate: MemoryEstimate) -> Iterator[str]:
 
 
 def _note_copies(question: Question) -> Iterator[str]:
-    """Note what tensor parallelism does not divide."""
+    """Note a KV cache of which tensor parallelism makes copies."""
     ranks = question.tensor_parallel_size
     kv_heads = question.shape.heads.count
     if question.shape.latent_width is not None and ranks > 1:
@@ -189,7 +190,7 @@ def _note_copies(question: Question) -> Iterator[str]:
 
 
 def _note_omissions(question: Question) -> Iterator[str]:
-    """Note what is not counted, or counted without a check."""
+    """Note weights and activations that are not counted, and a type of model without a check."""
     model_type = question.shape.unknown_type
     if model_type is not None:
         yield (
@@ -205,7 +206,7 @@ def _note_omissions(question: Question) -> Iterator[str]:
 
 
 def _note_memory_outside(estimate: MemoryEstimate) -> Iterator[str]:
-    """Note what memory outside of the budget is for."""
+    """Note memory outside the budget: the machine's with unified memory, else a tight card."""
     question = estimate.question
     if question.unified_memory:
         offloaded = ""
@@ -233,10 +234,11 @@ def _note_memory_outside(estimate: MemoryEstimate) -> Iterator[str]:
 
 
 SMALLEST_LENGTH: Final = 256
-"""Tokens; a server for shorter sequences is of no use to anyone."""
+"""Our choice: the shortest sequence in tokens that is proposed; a server for shorter ones is of no
+use."""
 
 SIXTEEN_BIT_BYTES: Final = 2.0
-"""Bytes of a value in 16 bits: a cache of smaller ones is rounded already."""
+"""Bytes of a value in 16 bits; a cache with smaller values is already rounded."""
 
 TENSOR_PARALLEL_LIMIT: Final = 64
 """Our choice: the most GPUs over which an engine is proposed to be spread."""
@@ -246,25 +248,28 @@ Settings = tuple[tuple[str, str], ...]
 
 
 class Saving(Struct, frozen=True):
-    """Settings of vLLM and their price."""
+    """Settings with which vLLM surely starts, and their disadvantage in words."""
 
     settings: Settings
     price: str
 
 
 class Trial(Struct, frozen=True):
-    """A question with other settings, which may let vLLM start."""
+    """A change of settings that is tried: vLLM may start with it."""
 
     settings: Settings
+    # The disadvantage of the change, in words.
     price: str
+    # The question with these settings.
     question: Question
 
 
 def find_changes(estimate: MemoryEstimate) -> tuple[Saving, ...]:
-    """Return every setting that surely lets vLLM start, the cheapest first.
+    """Return the changes with which vLLM surely starts, the cheapest first.
 
-    Of each setting the nearest value that does. Where a shorter `max_model_len` alone is not
-    enough, also each setting that does together with one.
+    For each option that is the value nearest to the current one. If a shorter `max_model_len` alone
+    is not enough, options that help only together with one are returned too. Empty where no change
+    helps.
     """
     shortened = _shorten(estimate.question)
     is_shortening_enough = shortened is not None and _surely_starts(shortened.question)
@@ -279,7 +284,7 @@ def find_changes(estimate: MemoryEstimate) -> tuple[Saving, ...]:
             both_prices = f"{trial.price}; {shorter.price}"
             trials.append(Trial(both_settings, both_prices, shorter.question))
 
-    # Trials of the same options are in the order of their distance: the first that starts counts.
+    # Trials of the same options begin with the nearest value: the first that starts counts.
     savings: dict[tuple[str, ...], Saving] = {}
     for trial in trials:
         options = tuple(option for option, _ in trial.settings)
@@ -289,13 +294,14 @@ def find_changes(estimate: MemoryEstimate) -> tuple[Saving, ...]:
 
 
 def _surely_starts(question: Question) -> bool:
+    """Return whether vLLM starts by the high bounds of the estimates too."""
     return not find_problem(question) and can_start(estimate_memory(question)) is True
 
 
 def _shorten(question: Question) -> Trial | None:
-    """Return the trial with the longest sequences that fit.
+    """Return a trial with the longest `max_model_len` that fits.
 
-    None where sequences as long as now fit, or only ones that are too short to be of use.
+    None where the current one fits, or only one that is too short to be of use.
     """
     longest = estimate_memory(question).find_longest(1) or 0
     length = question.max_model_len
@@ -309,19 +315,19 @@ def _shorten(question: Question) -> Trial | None:
 
 
 def _list_trials(question: Question) -> Iterator[Trial]:
-    """Yield changes of one option, from what costs little to what costs GPUs, or speed."""
+    """Yield trials that change one option, beginning with the cheapest."""
     yield from _run_fewer_sequences(question)
     yield from _change_share(question)
     yield from _round_cache(question)
     yield from _round_weights(question)
     yield from _offload_less_cache(question)
     yield from _use_more_gpus(question)
-    # Last: it costs no GPU, but it slows every step.
+    # Offloading is last: it costs no GPU, but it slows every step.
     yield from _offload_weights(question)
 
 
 def _run_fewer_sequences(question: Question) -> Iterator[Trial]:
-    """Yield a half, a quarter and so on of the sequences: each needs room for its logits."""
+    """Yield trials with half of the sequences, a quarter and so on: each needs room for logits."""
     for halvings in range(1, question.max_num_seqs.bit_length()):
         sequences = question.max_num_seqs >> halvings
         yield Trial(
@@ -332,9 +338,10 @@ def _run_fewer_sequences(question: Question) -> Iterator[Trial]:
 
 
 def _change_share(question: Question) -> Iterator[Trial]:
-    """Yield a larger share of the card; with unified memory, all that the machine does not need.
+    """Yield a trial with another share of the card for vLLM; none where the cache's size is set.
 
-    The latter may be less than the share now.
+    It is a larger share. With unified memory it is all that the machine itself does not need, which
+    may be less than the current share.
     """
     if question.kv_cache_memory_bytes is not None:
         return
@@ -357,9 +364,10 @@ def _change_share(question: Question) -> Iterator[Trial]:
 
 
 def _round_cache(question: Question) -> Iterator[Trial]:
+    """Yield a trial with keys and values in FP8, unless they already have 8 bits or fewer."""
     is_unrounded = question.shape.kv_dtype_bytes >= SIXTEEN_BIT_BYTES
     dtype = question.kv_cache_dtype
-    # With "auto", a checkpoint with scales for its cache has one in 8 bits already.
+    # With "auto", a checkpoint that has scales for its cache already has a cache in 8 bits.
     if dtype in {"float16", "bfloat16"} or (dtype == "auto" and is_unrounded):
         yield Trial(
             (("--kv-cache-dtype", "fp8"),),
@@ -369,9 +377,10 @@ def _round_cache(question: Question) -> Iterator[Trial]:
 
 
 def _round_weights(question: Question) -> Iterator[Trial]:
+    """Yield a trial with weights in FP8, unless the model is already quantised."""
     if question.shape.quantisation is None:
         # vLLM rounds weights of 16 bits to FP8 as it loads them, without another checkpoint.
-        rounded_shape = question.shape.apply_quantisation("fp8", 1.0)
+        rounded_shape = question.shape.apply_quantisation("fp8", bytes_per_parameter=1.0)
         yield Trial(
             (("--quantization", "fp8"),),
             "weights are rounded",
@@ -380,7 +389,10 @@ def _round_weights(question: Question) -> Iterator[Trial]:
 
 
 def _offload_less_cache(question: Question) -> Iterator[Trial]:
-    """Yield the largest tier of the KV cache that the host has room for, in GiB of each engine."""
+    """Yield a trial with the largest tier of the KV cache for which the host has room.
+
+    None where there is no tier, or the host's memory is not given.
+    """
     host_bytes = question.host_memory_bytes
     if host_bytes is None or not question.kv_offloading_bytes:
         return
@@ -396,8 +408,9 @@ def _offload_less_cache(question: Question) -> Iterator[Trial]:
 
 
 def _use_more_gpus(question: Question) -> Iterator[Trial]:
+    """Yield a trial for each larger `--tensor-parallel-size`."""
     for ranks in range(question.tensor_parallel_size + 1, TENSOR_PARALLEL_LIMIT + 1):
-        # A number that does not divide the model's heads is left out later, as vLLM refuses it.
+        # `find_problem` later leaves out a number that does not divide the model's heads.
         wider = replace(question, tensor_parallel_size=ranks)
         yield Trial(
             (("--tensor-parallel-size", str(ranks)),),
@@ -407,14 +420,15 @@ def _use_more_gpus(question: Question) -> Iterator[Trial]:
 
 
 PCIE_BYTES_PER_SECOND: Final = 25e9
-"""Our choice: what 16 lanes of PCIe 4.0 carry of their 31.5 GB/s, to show the order of size."""
+"""Our choice: the part of the 31.5 GB/s of 16 lanes of PCIe 4.0 that is assumed to be used. It
+gives the order of magnitude."""
 
 
 def _offload_weights(question: Question) -> Iterator[Trial]:
-    """Yield the least of each GPU's weights on the host that lets vLLM start, in whole GiB.
+    """Yield a trial with the fewest GiB of each GPU's weights on the host with which vLLM starts.
 
-    Where none does, as many as the host can take. Nothing where the host's memory is not given, or
-    is the card's own.
+    If it starts with none, the trial has as many as the host can hold. Yield nothing where the
+    host's memory is not given or is the card's own, or holds no more than now.
     """
     host_bytes = question.host_memory_bytes
     weights_bytes = question.weights_bytes
@@ -428,8 +442,8 @@ def _offload_weights(question: Question) -> Iterator[Trial]:
     most_gib = floor(most_bytes / GIB)
     if most_gib <= now_gib:
         return
-    # What starts with some weights on the host starts with more of them, as far as the host has
-    # room: the least is found by halving.
+    # If vLLM starts with some weights on the host, it also starts with more, as long as the host
+    # has room. So the least is found by bisection.
     lowest_gib = now_gib + 1
     highest_gib = most_gib
     while lowest_gib < highest_gib:

@@ -127,7 +127,7 @@ NO_END: Final = Diagnosis(
 def judge(end: Ending | None, *, has_ended: bool = False) -> tuple[Diagnosis, ...]:
     """Return the causes that fit an end, the surest first; always at least one.
 
-    Without an end, that one is "unknown" where the engine has exited all the same (`has_ended`),
+    Without an end, the cause is "unknown" where the engine is known to have exited (`has_ended`),
     else "nothing".
     """
     if end is not None:

@@ -504,7 +504,8 @@ def list_longest(estimate: MemoryEstimate) -> list[tuple[int, int]]:
 def list_most_sequences(estimate: MemoryEstimate) -> list[tuple[int, int]]:
     """Return rows of `max_model_len` and how many sequences of this length fit at once.
 
-    Lengths go up to the longest that one sequence can have. No rows where the cache is unknown.
+    Lengths go up to the longest that one sequence can have; the question's `max_model_len` is
+    always among them. No rows where the cache is unknown.
     """
     longest = estimate.find_longest(1) or 0
     lengths = {length for length in SEQUENCE_LENGTHS if length <= longest}

@@ -275,6 +275,7 @@ def _read_gemma_4_heads(
 
     Layers without a window have fewer and wider heads.
     """
+    # Only with this switch do layers without a window have another number of heads.
     full_count = None
     if config.get("attention_k_eq_v"):
         full_count = read_integer(config, "num_global_key_value_heads")

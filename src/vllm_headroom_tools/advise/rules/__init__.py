@@ -1,1 +1,1 @@
-"""Pure rules from facts to advice, a function a cause."""
+"""Pure rules from facts to advice, a function for each cause."""

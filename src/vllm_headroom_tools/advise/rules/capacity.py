@@ -1,6 +1,7 @@
 """Rules on the KV cache.
 
-vLLM allocates it at its start: a full one makes requests wait, and does not run out of memory.
+vLLM allocates the cache when it starts: a full cache makes requests wait, but memory does not run
+out.
 """
 
 from math import ceil, floor
@@ -39,15 +40,16 @@ from vllm_headroom_tools.sizing.question import LARGE_CARD, SAFE_UTILIZATION
 # Changes that several rules propose: of vLLM's share of the GPU, and of the number of GPUs.
 
 ROUNDING_TOLERANCE: Final = 1e-9
-"""Tolerance for binary fractions such as 0.92 * 100."""
+"""Added before rounding down, since 0.29 * 100 as a binary fraction is slightly less than 29."""
 
 
 def change_share(
     facts: Facts, usable_bytes: float, added_bytes: float, text: str, cost: str
 ) -> Change | None:
-    """Return the change of vLLM's share by so many bytes, which are negative to take less.
+    """Return the change of vLLM's memory on a GPU by `added_bytes`, which may be negative.
 
-    The value is rounded down. None where it would not change, or leave vLLM nothing.
+    The option is the share of the GPU, or the size of the KV cache where that is set in bytes. The
+    value is rounded down. None where the value would not change, or leave vLLM nothing.
     """
     if facts.settings.sizes_cache_in_bytes:
         return _change_cache_size(facts, added_bytes, text, cost)
@@ -55,7 +57,10 @@ def change_share(
 
 
 def _change_utilization(facts: Facts, added_ratio: float, text: str, cost: str) -> Change | None:
-    """Return the change of the utilization, in steps of a hundredth."""
+    """Return the change of the utilization, in steps of a hundredth.
+
+    Without the current value, the change is a difference. None where rounding leaves no change.
+    """
     flag = Flag.GPU_MEMORY_UTILIZATION
     now = facts.settings.gpu_memory_utilization
     if now is None:
@@ -65,7 +70,7 @@ def _change_utilization(facts: Facts, added_ratio: float, text: str, cost: str) 
         if added_ratio > 0:
             text = f"{text}; not above {SAFE_UTILIZATION:g}"
         return Change(flag=flag, difference=difference, text=text, cost=cost)
-    # A share above the safe one is kept where somebody chose it, and never raised.
+    # A share above the safe one was somebody's choice: it is never raised, nor lowered for that.
     highest = max(now, SAFE_UTILIZATION)
     value = floor(min(now + added_ratio, highest) * 100 + ROUNDING_TOLERANCE) / 100
     if not _is_useful(now, value, added_ratio):
@@ -74,7 +79,10 @@ def _change_utilization(facts: Facts, added_ratio: float, text: str, cost: str) 
 
 
 def _change_cache_size(facts: Facts, added_bytes: float, text: str, cost: str) -> Change | None:
-    """Return the change of the KV cache's size where it is set in bytes, in steps of a MiB."""
+    """Return the change of the KV cache's size, which is set in bytes, in steps of a MiB.
+
+    Without the current value, the change is a difference. None where rounding leaves no change.
+    """
     flag = Flag.KV_CACHE_MEMORY_BYTES
     now = facts.settings.kv_cache_memory_bytes
     if now is None:
@@ -89,7 +97,10 @@ def _change_cache_size(facts: Facts, added_bytes: float, text: str, cost: str) -
 
 
 def _is_useful(now: float, value: float, added_amount: float) -> bool:
-    """Return whether a value is above 0, and after rounding still on the wanted side of now."""
+    """Return whether a rounded value is above 0 and really changes `now` in the wanted direction.
+
+    `added_amount`, before rounding, is positive for an increase and negative for a decrease.
+    """
     if value <= 0:
         return False
     if added_amount > 0:
@@ -98,9 +109,9 @@ def _is_useful(now: float, value: float, added_amount: float) -> bool:
 
 
 def take_less(facts: Facts, gpu: GpuFacts, freed_bytes: float) -> Change | None:
-    """Return the change that leaves this much more of the GPU free.
+    """Return the change of vLLM's memory that leaves `freed_bytes` more of the GPU free.
 
-    None where its size is unknown.
+    None where the GPU's size is unknown, or vLLM's memory would not change.
     """
     if not gpu.usable_bytes:
         return None
@@ -111,9 +122,9 @@ def take_less(facts: Facts, gpu: GpuFacts, freed_bytes: float) -> Change | None:
 
 
 def _describe_lost_tokens(facts: Facts, freed_bytes: float) -> str:
-    """Return how many tokens the first engine of known capacity loses.
+    """Return in words how many tokens the KV cache of the first engine of known capacity loses.
 
-    Empty where that is unknown.
+    Empty where no capacity is known, or all of it would be lost.
     """
     for engine in facts.engines:
         if not engine.capacity_bytes or not engine.capacity_tokens:
@@ -126,15 +137,16 @@ def _describe_lost_tokens(facts: Facts, freed_bytes: float) -> str:
 
 
 PEAKS_SECONDS: Final = 6 * HOUR_SECONDS
-"""Our choice: after this time the highest peaks count as the usual ones; nothing is raised before.
-"""
+"""Our choice: how long a trace has to be for its highest peak to count as the highest of all.
+Before that, vLLM's share is not raised."""
 
 
 def take_more(facts: Facts) -> Change | None:
-    """Return the change that gives the KV cache unused memory; None where none is sure to be spare.
+    """Return the change that gives unused memory to the KV cache.
 
-    The room at the highest peak counts only after PEAKS_SECONDS of a trace, less AIM_BYTES. Nothing
-    is spare where memory ran short, at a start or later, or others took some.
+    Unused is the room at the highest peak above AIM_BYTES, after PEAKS_SECONDS of a trace. None for
+    a page, for a shorter trace, and where memory ran short at a start or later, or others took
+    some.
     """
     room_bytes = facts.least_room_bytes
     usable_bytes = facts.usable_bytes
@@ -142,7 +154,7 @@ def take_more(facts: Facts) -> Change | None:
         return None
     if facts.failed_starts or has_run_short(facts):
         return None
-    # AIM_BYTES have to stay for bursts.
+    # AIM_BYTES have to stay free for bursts.
     if room_bytes is None or usable_bytes is None or room_bytes <= AIM_BYTES:
         return None
     text = (
@@ -163,9 +175,9 @@ def has_run_short(facts: Facts) -> bool:
 def split_model(
     facts: Facts, text: str = "spreads the weights, and leaves each GPU more for the KV cache"
 ) -> Change | None:
-    """Return the model spread over twice as many GPUs.
+    """Return the change that spreads the model over twice as many GPUs.
 
-    None where the GPUs of an engine are not known.
+    None where the number of GPUs of each engine is unknown.
     """
     # The GPUs of a trace are those of all its engines.
     gpus_per_engine, remainder = divmod(len(facts.gpus), max(1, len(facts.engines)))
@@ -192,25 +204,26 @@ NOT_OUT_OF_MEMORY: Final = (
 # A KV cache that preempts.
 
 HURTING_PREEMPTIONS: Final = 0.1
-"""Preemptions for each finished request: 0.01 is nothing, above this it hurts (runbook
+"""From this many preemptions for each finished request on, they do harm; 0.01 does none (runbook
 HeadroomKvCacheThrashing)."""
 
 LARGER_REQUESTS_RATIO: Final = 2.0
-"""Our choice: requests of twice the usual size fill a cache by their size; smaller ones by their
-number."""
+"""Our choice: requests from this multiple of the usual size on fill the cache by their size,
+smaller ones by their number."""
 
 FEWEST_REQUESTS: Final = 4
-"""Our choice: where fewer usual requests fit at once, nothing can be batched: the model is too
-large."""
+"""Our choice: if fewer requests of the usual size fit at once, the model is too large for the GPU,
+since next to nothing can be batched."""
 
 CONCURRENCY_KEPT_RATIO: Final = 0.9
-"""Our choice: a tenth of the requests that filled the cache makes room for requests that grow."""
+"""Our choice: the share of the cache that running requests may fill. The rest is room for them to
+grow."""
 
 LENGTH_MARGIN: Final = 1.25
-"""Our choice: a limit on the length of requests is a quarter above the 99th percentile."""
+"""Our choice: a limit on the length of requests is this multiple of the 99th percentile."""
 
 LENGTH_STEP_TOKENS: Final = 1024
-"""Our choice: such a limit is a multiple of this."""
+"""Our choice: a limit on the length of requests is rounded up to a multiple of this."""
 
 
 class PressedCache(Struct, frozen=True, kw_only=True):
@@ -218,7 +231,7 @@ class PressedCache(Struct, frozen=True, kw_only=True):
 
     engine: EngineFacts
     full: FullFacts
-    # None where it preempts for long enough to be judged without.
+    # The row of collapses by which it is judged; None where it was full for long enough.
     thrash: ThrashFacts | None = None
 
 
@@ -235,9 +248,9 @@ def find_full_cache(facts: Facts) -> Advice | None:
     """Judge a KV cache that preempts.
 
     Looks at: preemptions for each finished request while the cache was full.
-    Applies: from HURTING_PREEMPTIONS on, in a trace after LASTING_SECONDS, or after some
-    minutes in which most running requests went back to the queue again and again.
-    Proposes: spare memory for the cache first, which costs least. Then what fits the cause: more
+    Applies: from HURTING_PREEMPTIONS on. In a trace that has to last for LASTING_SECONDS, or most
+    running requests have to go back to the queue again and again for some minutes.
+    Proposes: first to give unused memory to the cache, which costs least. Then, by the cause: more
     GPUs where the cache is too small for any load, shorter requests where they are longer than
     usual, else fewer requests at once.
     """
@@ -261,10 +274,10 @@ def find_full_cache(facts: Facts) -> Advice | None:
 
 
 def find_pressed(facts: Facts) -> PressedCache | None:
-    """Return the engine with the most harmful preemptions per request while full, or None.
+    """Return the engine with the most preemptions per finished request while its cache is full.
 
-    In a trace they have to last for LASTING_SECONDS; a page has the present and the counts since
-    the start. Where none lasts for so long, the engine that thrashes most.
+    In a trace its cache has to be full for LASTING_SECONDS. If no engine's is, return the engine
+    that thrashes most. None where no engine's preemptions do harm.
     """
     worst = None
     worst_rate = 0.0
@@ -272,7 +285,7 @@ def find_pressed(facts: Facts) -> PressedCache | None:
         full = engine.full
         if full is None or not _is_hurting(full):
             continue
-        # Where no request finished, the preemptions alone count.
+        # Without a finished request, the rate is the number of preemptions.
         rate = full.preemptions / max(1.0, full.finished)
         if rate > worst_rate:
             worst_rate = rate
@@ -281,7 +294,7 @@ def find_pressed(facts: Facts) -> PressedCache | None:
 
 
 def _find_thrashing(facts: Facts) -> PressedCache | None:
-    """Return the engine whose cache sent most running requests back most often, or None."""
+    """Return the engine with the longest row of collapses; None where none does harm."""
     worst = None
     most_times = 0
     for engine in facts.engines:
@@ -303,13 +316,17 @@ def _find_thrashing(facts: Facts) -> PressedCache | None:
 
 
 def _is_hurting(full: FullFacts) -> bool:
+    """Return whether a full cache preempts for long enough, and often enough to do harm."""
     if full.seconds is not None and full.seconds < LASTING_SECONDS:
         return False
     return full.preemptions > 0 and full.preemptions >= HURTING_PREEMPTIONS * full.finished
 
 
 def _diagnose_small_cache(facts: Facts, pressed: PressedCache) -> CacheDiagnosis | None:
-    """Return that the model is too large where the cache holds fewer than FEWEST_REQUESTS."""
+    """Return the diagnosis that the model is too large for the GPU.
+
+    None where the cache holds FEWEST_REQUESTS of the usual size, or its capacity is unknown.
+    """
     engine = pressed.engine
     tokens = pressed.full.tokens if engine.usual_tokens is None else engine.usual_tokens
     needed_tokens = FEWEST_REQUESTS * (tokens or 0.0)
@@ -328,7 +345,10 @@ def _diagnose_small_cache(facts: Facts, pressed: PressedCache) -> CacheDiagnosis
 
 
 def _diagnose_long_requests(facts: Facts, pressed: PressedCache) -> CacheDiagnosis | None:
-    """Return that requests are long where they are LARGER_REQUESTS_RATIO times the usual ones."""
+    """Return the diagnosis that requests are longer than usual.
+
+    None where they are below LARGER_REQUESTS_RATIO of the usual size, or a size is unknown.
+    """
     engine = pressed.engine
     tokens = pressed.full.tokens
     usual_tokens = engine.usual_tokens
@@ -345,7 +365,7 @@ def _diagnose_long_requests(facts: Facts, pressed: PressedCache) -> CacheDiagnos
 
 
 def _diagnose_thrashing(facts: Facts, pressed: PressedCache, thrash: ThrashFacts) -> CacheDiagnosis:
-    """Return that the requests that run at once fill the cache again and again."""
+    """Return the diagnosis that the requests that run at once fill the cache again and again."""
     name = name_engine(facts, pressed.engine)
     span = format_duration(thrash.seconds)
     shorten = Change(
@@ -366,7 +386,10 @@ def _diagnose_thrashing(facts: Facts, pressed: PressedCache, thrash: ThrashFacts
 
 
 def _diagnose_many_requests(facts: Facts, pressed: PressedCache) -> CacheDiagnosis:
-    """Return that too many requests run, which is so where neither they nor the model are large."""
+    """Return the diagnosis that too many requests run at once.
+
+    It is for a cache for which neither the model nor the requests are too large.
+    """
     name = name_engine(facts, pressed.engine)
     now = " now" if facts.origin is Origin.PAGE else ""
     return CacheDiagnosis(
@@ -379,6 +402,7 @@ def _diagnose_many_requests(facts: Facts, pressed: PressedCache) -> CacheDiagnos
 
 
 def _list_full_evidence(pressed: PressedCache) -> tuple[Figure, ...]:
+    """Return the figures on a full cache: its time, preemptions, requests and capacity."""
     engine = pressed.engine
     full = pressed.full
     thrash = pressed.thrash
@@ -411,6 +435,8 @@ def _list_full_evidence(pressed: PressedCache) -> tuple[Figure, ...]:
 
 
 def _list_thrash_evidence(engine: EngineFacts, thrash: ThrashFacts) -> tuple[Figure, ...]:
+    """Return the figures on a row of collapses, and the capacity of the cache."""
+    # `list_evidence` puts the formatted value in place of {}; doubled braces are in f-strings.
     returned = "{} requests went back to the queue, and none finished meanwhile"
     if thrash.finished:
         returned = f"{{}} requests went back to the queue, and {thrash.finished:,.0f} finished"
@@ -425,16 +451,16 @@ def _list_thrash_evidence(engine: EngineFacts, thrash: ThrashFacts) -> tuple[Fig
 
 
 def _shorten_requests(facts: Facts, engine: EngineFacts, tokens: float) -> Change | None:
-    """Return a limit above the 99th percentile of tokens per request.
+    """Return a limit on the length of requests, above the 99th percentile of tokens per request.
 
-    None where it would have no effect.
+    None where the percentile is unknown, or the requests that filled the cache, of `tokens`, would
+    still be allowed.
     """
     if engine.high_tokens is None:
         return None
     steps = ceil(LENGTH_MARGIN * engine.high_tokens / LENGTH_STEP_TOKENS)
     limit_tokens = steps * LENGTH_STEP_TOKENS
     if limit_tokens >= tokens:
-        # The requests that filled the cache would still be allowed.
         return None
     return lower_option(
         facts,
@@ -450,9 +476,11 @@ def _shorten_requests(facts: Facts, engine: EngineFacts, tokens: float) -> Chang
 def _run_fewer(facts: Facts, pressed: PressedCache) -> Change | None:
     """Return a limit on running requests: how many fit in CONCURRENCY_KEPT_RATIO of the cache.
 
-    By the tokens that each held while the cache was full; the same part of the requests that filled
-    it, where these or the capacity are not known. The load that ran without a preemption is no
-    bound: it may be less only because no more requests came.
+    A request counts with the tokens that it held while the cache was full. Where the tokens or the
+    capacity are unknown, the limit is the same share of the requests that filled the cache. The
+    load that ran without a preemption is no bound: more requests may only not have come.
+
+    None where the limit is not below the current one.
     """
     percent = f"{100 * CONCURRENCY_KEPT_RATIO:.3g} %"
     tokens = pressed.full.tokens
@@ -465,7 +493,7 @@ def _run_fewer(facts: Facts, pressed: PressedCache) -> Change | None:
             f"as many as {percent} of its {capacity_tokens:,.0f} tokens hold, at {tokens:,.0f} for"
             " each"
         )
-        # A sample may have missed the moment at which the cache was full, and their last tokens.
+        # In a row of collapses the samples may have missed the fullest moment, and so tokens.
         is_bounded = pressed.thrash is not None
         requests = min(requests, fitting_requests) if is_bounded else fitting_requests
     cost = "the rest waits in the queue, where no work is lost; a restart"
@@ -473,6 +501,7 @@ def _run_fewer(facts: Facts, pressed: PressedCache) -> Change | None:
 
 
 def _measure_capacity(engine: EngineFacts) -> tuple[str, float | None, str]:
+    """Return the figure of the cache's capacity, for `list_evidence`."""
     in_bytes = ""
     if engine.capacity_bytes is not None:
         in_bytes = f", {format_size(engine.capacity_bytes)}"
@@ -482,16 +511,17 @@ def _measure_capacity(engine: EngineFacts) -> tuple[str, float | None, str]:
 # A KV cache that is full and does not preempt, on a GPU with memory to spare.
 
 UNUSED_RATIO: Final = 0.15
-"""Our choice: a queue in front of a full cache is healthy where vLLM has most of the GPU."""
+"""Our choice: the least share of each GPU that has to be left all the time. If vLLM has more of the
+GPU, a queue in front of a full cache is normal."""
 
 
 def find_unused_memory(facts: Facts) -> Advice | None:
     """Judge memory that was never used although requests waited for a full KV cache.
 
     Looks at: the time in which requests waited for a full cache, and the least room on the GPUs.
-    Applies: after LASTING_SECONDS, where UNUSED_RATIO of each GPU was left all the time. Where the
-    cache preempts too, `find_full_cache` says so.
-    Proposes: the unused memory for the cache, or a replica.
+    Applies: after LASTING_SECONDS, where UNUSED_RATIO of each GPU was left all the time. Not where
+    the cache preempts too, which `find_full_cache` judges.
+    Proposes: to give the unused memory to the cache, or to add a replica.
     """
     larger_share = take_more(facts)
     room_bytes = facts.least_room_bytes or 0.0
@@ -522,11 +552,12 @@ def find_unused_memory(facts: Facts) -> Advice | None:
 # A KV cache with room, in front of which requests wait.
 
 CONCURRENCY_FACTOR_LIMIT: Final = 2.0
-"""Our choice, not vLLM's: above its own default for large cards raise concurrency at most twofold,
-since each sequence takes memory of the sampler, too."""
+"""Our choice, not vLLM's: above vLLM's default for large cards, the limit on running requests is
+raised at most by this factor, since each sequence also takes memory of the sampler."""
 
 CACHE_FILL_RATIO: Final = 0.8
-"""Our choice, not vLLM's: raise concurrency until at most four fifths of the cache are in use."""
+"""Our choice, not vLLM's: the limit on running requests is raised until at most this share of the
+cache is in use."""
 
 
 def find_too_few_requests(facts: Facts) -> Advice | None:
@@ -560,16 +591,17 @@ def find_too_few_requests(facts: Facts) -> Advice | None:
 
 
 def _run_more(facts: Facts, engine: EngineFacts, capped: CappedFacts) -> Change | None:
-    """Return the limit that would use more of the cache.
+    """Return a higher limit on running requests, with which more of the cache would be used.
 
-    None where the limit is not what holds requests back.
+    None where requests waited for too short a time or for another reason than the limit, or where a
+    higher limit would fill the cache.
     """
     now = facts.settings.max_num_seqs
     # With a limit above what ran, something else holds requests back.
     if capped.seconds < LASTING_SECONDS or (now is not None and now > capped.running):
         return None
     if not capped.kv_used_ratio:
-        # Requests that hold nothing of the cache show no limit.
+        # By requests that take none of the cache, no limit can be computed.
         return None
     fitting_requests = capped.running * CACHE_FILL_RATIO / capped.kv_used_ratio
     highest = max(LARGE_CARD.max_num_seqs, CONCURRENCY_FACTOR_LIMIT * capped.running)
@@ -605,17 +637,19 @@ def _list_capped_evidence(capped: CappedFacts) -> tuple[Figure, ...]:
 # A prefix cache that rarely hits.
 
 PAYING_RATIO: Final = 0.3
-"""Below this hit ratio, lookups cost about what they save (alert HeadroomPrefixCacheNotPaying)."""
+"""Below this hit ratio, lookups cost about as much as they save (alert
+HeadroomPrefixCacheNotPaying)."""
 
 PREFIX_SECONDS: Final = 6 * HOUR_SECONDS
-"""It takes so much traffic to judge a prefix cache (the same alert)."""
+"""The least time of traffic by which a prefix cache is judged (alert
+HeadroomPrefixCacheNotPaying)."""
 
 PREFIX_TOKENS_PER_SECOND: Final = 100.0
-"""It takes at least this traffic to judge a prefix cache; less has little to gain (the same alert).
-"""
+"""The least traffic by which a prefix cache is judged: with less there is little to gain (alert
+HeadroomPrefixCacheNotPaying)."""
 
 BLOCKED_RATIO: Final = 0.05
-"""Our choice: the hit ratio means nothing where requests wait for more than this share of the time.
+"""Our choice: if requests wait for more than this share of the time, the hit ratio means nothing.
 
 Before vLLM 0.27 a waiting request is looked up again in each step (vllm-project/vllm#43736).
 """
@@ -626,7 +660,8 @@ def find_poor_prefix_cache(facts: Facts) -> Advice | None:
 
     Looks at: the share of looked-up tokens that were there.
     Applies: below PAYING_RATIO, after PREFIX_SECONDS of PREFIX_TOKENS_PER_SECOND.
-    Proposes: prompts that begin alike, else no prefix cache, which saves the lookups.
+    Proposes: prompts with a common beginning, else to turn the prefix cache off, which saves the
+    lookups.
     """
     for engine in facts.engines:
         judgement = judge_prefix_cache(facts, engine)
@@ -636,16 +671,16 @@ def find_poor_prefix_cache(facts: Facts) -> Advice | None:
 
 
 def judge_prefix_cache(facts: Facts, engine: EngineFacts) -> Advice | str | None:
-    """Return the advice on a cache that rarely hits, or why it is not judged.
+    """Return the advice on a prefix cache that rarely hits, or a text on why it is not judged.
 
-    None where nothing is to gain.
-
-    A page has the counts since the engine's start; the last five minutes have to agree.
+    None where it hits often enough, is not known, or has too little traffic to gain anything. The
+    counts on a page are since the engine's start, so its last five minutes have to agree.
     """
     prefix = engine.prefix
     if prefix is None or not _hits_rarely(prefix):
         return None
-    # A page does not say since when: its lookups are taken for those of the least traffic.
+    # A page does not show for how long it has counted. Its lookups are taken for the least traffic,
+    # which gives the longest time.
     judged_seconds = prefix.seconds
     if judged_seconds is None:
         judged_seconds = prefix.queries / PREFIX_TOKENS_PER_SECOND
@@ -683,13 +718,16 @@ def judge_prefix_cache(facts: Facts, engine: EngineFacts) -> Advice | str | None
 
 
 def _hits_rarely(prefix: PrefixFacts) -> bool:
+    """Return whether the hit ratio is low, on a page also in the last five minutes."""
     if prefix.recent_ratio is not None and prefix.recent_ratio >= PAYING_RATIO:
         return False
     return prefix.hits < PAYING_RATIO * prefix.queries
 
 
 def _list_prefix_evidence(prefix: PrefixFacts) -> tuple[Figure, ...]:
+    """Return the figures on a prefix cache that had lookups, without an unknown recent ratio."""
     hit_ratio = prefix.hits / prefix.queries
+    # The text with an unknown ratio is not shown: `list_evidence` drops that figure.
     recent_ratio = prefix.recent_ratio or 0.0
     span = "since the engine's start"
     if prefix.seconds is not None:

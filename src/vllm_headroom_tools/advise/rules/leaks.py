@@ -68,15 +68,15 @@ CURES: Final[dict[LeakLocation | None, tuple[str, ...]]] = {
     LeakLocation.TENSORS: (REPORT_TENSORS,),
     None: (CHANGE_VERSION,),
 }
-"""What to try by location, in this order; None is an unknown location."""
+"""What to try, in this order, by the location of the growth; None is an unknown location."""
 
 
 class WorstLeak(Struct, frozen=True, kw_only=True):
-    """The fastest leak of several, one that goes on before one that ended."""
+    """The worst of several leaks: the fastest of those that go on, else the fastest that ended."""
 
     # All series that leaked, for the summary.
     names: str
-    # The series of this leak.
+    # The series of the worst leak.
     name: str
     leak: Leak
     # The newest figures of its alarm.
@@ -87,9 +87,9 @@ def find_gpu_leak(facts: Facts) -> Advice | None:
     """Judge the growth of the engine's GPU memory (docs/leaks.md).
 
     Looks at: the leak detector's verdict on each GPU.
-    Applies: where it raised its alarm.
-    Proposes: a restart before memory runs out, then a fix for where it grows. No option of vLLM
-    stops a leak.
+    Applies: where the detector raised an alarm.
+    Proposes: a restart before memory runs out, then a fix by the location of the growth. No option
+    of vLLM stops a leak.
     """
     worst = _pick_worst_leak((gpu.display_name, gpu.leak) for gpu in facts.gpus)
     if worst is None:
@@ -144,9 +144,9 @@ def find_host_leak(facts: Facts) -> Advice | None:
     """Judge the growth of host memory of the engine's processes.
 
     Looks at: the leak detector's verdict on each role of processes.
-    Applies: where it raised its alarm.
-    Proposes: a restart before the kernel kills, then an upgrade: to the version that fixes a fault
-    known of this role, where there is one.
+    Applies: where the detector raised an alarm.
+    Proposes: a restart before the kernel kills the engine, then an upgrade. If a fault of this role
+    is known, it is the upgrade to the version that fixes the fault.
     """
     worst = _pick_worst_leak((host.process, host.leak) for host in facts.hosts)
     if worst is None:
@@ -174,9 +174,9 @@ def find_host_leak(facts: Facts) -> Advice | None:
 
 
 def _list_known_cures(facts: Facts, role: str) -> list[str]:
-    """Return what helps against the known leaks of this role.
+    """Return what helps against the known leaks of this role in this version of vLLM.
 
-    Empty where the version is unknown.
+    Empty where the version is unknown, or has no known leak.
     """
     version = facts.settings.version
     if not version:
@@ -186,7 +186,7 @@ def _list_known_cures(facts: Facts, role: str) -> list[str]:
 
 
 def _pick_worst_leak(leaks: Iterable[tuple[str, Leak]]) -> WorstLeak | None:
-    """Return the worst of these leaks, each with the name of its series; None where none leaked."""
+    """Return the worst leak of these series, which are named; None where none had an alarm."""
     names = []
     worst = None
     worst_rank = (False, 0.0)
@@ -210,12 +210,15 @@ def _pick_worst_leak(leaks: Iterable[tuple[str, Leak]]) -> WorstLeak | None:
 def _list_remedies(
     worst: WorstLeak, *, usual_time: str, end: str, cures: Iterable[str]
 ) -> tuple[Change, ...]:
-    """Return the restart, unless the leak ended with one, and the cures."""
+    """Return the changes against a leak: a restart, unless the leak has ended, and the cures.
+
+    `end` is what the leak leads to, and `usual_time` when to restart if the time left is unknown.
+    """
     upgrades = tuple(Change(text=cure, cost=UPGRADE_COST) for cure in cures)
     if worst.leak.ended_seconds is not None:
-        # It ended already, as with a restart.
+        # The leak has ended, probably by a restart.
         return upgrades
-    # To be on the safe side, the lower bound where there is one.
+    # The lower bound, where it is known, is on the safe side.
     seconds_left = worst.alarm.time_to_oom_seconds_lower
     if seconds_left is None:
         seconds_left = worst.alarm.time_to_oom_seconds
@@ -227,6 +230,7 @@ def _list_remedies(
 
 
 def _list_leak_evidence(worst: WorstLeak) -> tuple[Figure, ...]:
+    """Return the figures of the worst leak's alarm."""
     alarm = worst.alarm
     state = worst.leak.state
     thousand_requests = format_size(1000 * (alarm.bytes_per_request or 0.0))
@@ -250,19 +254,21 @@ def _list_leak_evidence(worst: WorstLeak) -> tuple[Figure, ...]:
 # Leaks of KV cache blocks.
 
 LOST_RATIO: Final = 0.01
-"""The share of the KV cache that no request holds (alert HeadroomKvBlocksLeak)."""
+"""Blocks are lost if more than this share of the KV cache is held by no request, after LOST_RISES
+(alert HeadroomKvBlocksLeak)."""
 
 LOST_RISES: Final = 3
-"""How often it rose (alert HeadroomKvBlocksLeak)."""
+"""How often that share has to rise from one idle time to the next (alert HeadroomKvBlocksLeak)."""
 
 
 def find_kv_block_leak(facts: Facts) -> Advice | None:
     """Judge KV cache that stays in use while no request runs.
 
-    Looks at: the share that an idle engine holds.
+    Looks at: the share of the cache that is in use while the engine is idle.
     Applies: above STRANDED_RATIO, or above LOST_RATIO after LOST_RISES rises from one idle time to
     the next.
-    Proposes: a restart, then an upgrade; a KV connector may lose blocks in failed transfers.
+    Proposes: a restart, then an upgrade, or to run without a KV connector, which may lose blocks in
+    failed transfers.
     """
     leaking_engines = []
     evidence: list[Figure] = []
@@ -291,6 +297,7 @@ def find_kv_block_leak(facts: Facts) -> Advice | None:
 
 
 def _loses_blocks(stranded: StrandedFacts) -> bool:
+    """Return whether the share in use while idle is large, or has risen often enough."""
     if stranded.ratio > STRANDED_RATIO:
         return True
     return stranded.rises >= LOST_RISES and stranded.ratio > LOST_RATIO
@@ -301,6 +308,10 @@ def _name_engines(facts: Facts, engines: Iterable[EngineFacts]) -> str:
 
 
 def _list_stranded_evidence(stranded: StrandedFacts) -> tuple[Figure, ...]:
+    """Return the figures on KV cache that stays in use: its share, and how often that has risen.
+
+    The second figure is left out where the share has never risen.
+    """
     first_percent = format_percent(stranded.first_ratio)
     return list_evidence(
         (
@@ -311,7 +322,7 @@ def _list_stranded_evidence(stranded: StrandedFacts) -> tuple[Figure, ...]:
         (
             "rises",
             stranded.rises or None,
-            f"it was more at {stranded.rises} idle times, after {first_percent} at the first",
+            f"the share rose {{}} times from one idle time to the next, from {first_percent} on",
         ),
     )
 
@@ -326,7 +337,7 @@ SHORTAGE_CAUSES: Final = {
     Shortage.RISEN: (Cause.CHRONIC, "Memory of {} filled up after the start"),
     Shortage.PEAK: (Cause.BURST, "Bursts nearly fill {}"),
 }
-"""The cause and the summary of each kind, not counting the memory of others."""
+"""The cause and the beginning of the summary, by the kind of a shortage; {} is the GPU."""
 
 SHORTAGE_REMARK: Final = (
     "The share in use means little, since vLLM takes most of the GPU at its start;"
@@ -405,10 +416,11 @@ def _list_over_budget(facts: Facts) -> list[tuple[GpuFacts, BudgetExcess]]:
 def find_shortage(facts: Facts, kind: Shortage) -> Advice | None:
     """Judge times with less than LOW_BYTES of a GPU left, without a leak.
 
-    Looks at: the times of this kind on all GPUs.
-    Applies: where there was one.
-    Proposes: a smaller share for vLLM, with AIM_BYTES left at the worst of them. Before that, for
-    bursts, what makes them smaller, in the order of the runbook HeadroomGpuMemoryPeak.
+    Looks at: the times with a shortage of this kind on all GPUs.
+    Applies: where there was such a time.
+    Proposes: a smaller share for vLLM, with which AIM_BYTES would be left at the worst of these
+    times. For bursts, changes that make them smaller come before that, in the order of the runbook
+    HeadroomGpuMemoryPeak.
     """
     explained_uuids = _list_explained(facts, kind)
     spells = [
@@ -458,6 +470,10 @@ def _list_explained(facts: Facts, kind: Shortage) -> set[str]:
 def _list_shortage_evidence(
     facts: Facts, gpu: GpuFacts, spell: Spell, *, times: int, exits: int
 ) -> tuple[Figure, ...]:
+    """Return the figures on the worst time with a shortage, and how often there was one.
+
+    `exits` is how often the engine exited at the end of a shortage.
+    """
     begin = ""
     if spell.began_seconds is not None:
         begin = f" from {format_instant(spell.began_seconds)}"
@@ -485,17 +501,21 @@ def _list_shortage_evidence(
         (
             "gpu_memory_utilization",
             utilization,
+            # An unknown utilization is not shown: `list_evidence` drops that figure.
             f"vLLM may take {utilization or 0.0:.3g} of the GPU",
         ),
     )
 
 
 FEWEST_STEP_TOKENS: Final = 1024
-"""Our choice: below this, prompts take more steps than halving them saves."""
+"""Our choice: a step of fewer tokens is not halved, since prompts would take too many steps."""
 
 
 def _halve_steps(facts: Facts) -> Change | None:
-    """Halve the tokens of a step, and so its activations; only where the current value is known."""
+    """Return the change that halves the tokens of a step, and so the memory of its activations.
+
+    None where the current value is unknown or below FEWEST_STEP_TOKENS.
+    """
     step_tokens = facts.settings.max_num_batched_tokens
     if step_tokens is None or step_tokens < FEWEST_STEP_TOKENS:
         return None
@@ -509,12 +529,15 @@ def _halve_steps(facts: Facts) -> Change | None:
 
 
 def _run_fewer(facts: Facts, gpu: GpuFacts, spell: Spell) -> Change | None:
-    """Limit the requests to as many as ran with room, where more ran in the burst."""
+    """Return a limit on running requests: as many as ran while enough memory was left.
+
+    None where that load is unknown, or no more requests ran in the burst.
+    """
     if not facts.engines or not gpu.roomy_running or spell.running is None:
         return None
     if gpu.roomy_running >= spell.running:
         return None
-    # The load counts the requests of all engines on the GPUs; the option is of each engine.
+    # The load is that of all engines on the GPUs together; the option is for each engine.
     requests = floor(gpu.roomy_running / len(facts.engines))
     text = f"as many as ran with {format_size(LOW_BYTES)} and more left"
     cost = "in a burst requests wait in the queue; a restart"

@@ -36,25 +36,27 @@ NO_COST: Final = "none to this engine"
 # Starts that exit before the engine serves.
 
 FAILED_STARTS: Final = 2
-"""Our choice: a single one may be an operator who stopped it."""
+"""Our choice: how many exits or failed starts are needed for advice. An operator may have stopped
+the engine once."""
 
 MODEL_LOADED_RATIO: Final = 0.5
-"""Our choice: an engine that held half of the GPU had loaded its model."""
+"""Our choice: an engine that held at least this share of the GPU had loaded its model."""
 
 
 def find_failing_starts(facts: Facts) -> Advice | None:
     """Judge starts that exited before the engine served.
 
-    Looks at: what the engine and others held of its GPUs, and what was left, when it exited.
+    Looks at: the memory that the engine and others held on its GPUs, and the room, at its exit.
     Applies: from FAILED_STARTS on.
-    Proposes: what the first of these causes needs that fits.
+    Proposes: what helps against the first cause that fits: others on the GPU, a full /dev/shm, a
+    full GPU, a model that leaves no room for the KV cache, or a cause outside of memory.
     """
     starts = facts.failed_starts
     if len(starts) < FAILED_STARTS:
         return None
     if median(_find_others_bytes(start) for start in starts) > NEIGHBOUR_BYTES:
         return _advise_on_used_gpu(facts, starts)
-    # A full /dev/shm stops a start whatever the GPU has left: it is judged before the GPU's room.
+    # A full /dev/shm stops a start whatever room the GPU has, so it is judged before that room.
     shared_memory = _advise_on_shared_memory(facts, starts)
     if shared_memory is not None:
         return shared_memory
@@ -71,7 +73,7 @@ def find_failing_starts(facts: Facts) -> Advice | None:
 
 
 def _advise_on_used_gpu(facts: Facts, starts: Sequence[Ending]) -> Advice:
-    """Propose to move others off a GPU that vLLM needs (runbooks' README, branch A)."""
+    """Return the advice to move others off a GPU that vLLM needs (runbooks' README, branch A)."""
     return Advice(
         cause=Cause.START_UP,
         summary="The engine exits while it starts, on a GPU that others already use.",
@@ -82,7 +84,7 @@ def _advise_on_used_gpu(facts: Facts, starts: Sequence[Ending]) -> Advice:
 
 
 def _advise_on_full_gpu(facts: Facts, starts: Sequence[Ending]) -> Advice:
-    """Propose to need less memory, where too little was left (runbooks' README, branch A)."""
+    """Return the advice to need less memory on a GPU that was full (runbooks' README, branch A)."""
     return Advice(
         cause=Cause.START_UP,
         summary="The engine runs out of GPU memory while it starts.",
@@ -93,10 +95,10 @@ def _advise_on_full_gpu(facts: Facts, starts: Sequence[Ending]) -> Advice:
 
 
 def _advise_on_too_large_model(facts: Facts, loaded_starts: Sequence[Ending]) -> Advice:
-    """Propose room for the KV cache where vLLM loaded the model and found none.
+    """Return the advice to make room for the KV cache, where vLLM loaded the model and found none.
 
-    It says "No available memory for the cache blocks", or that the cache is too small for the
-    longest request.
+    vLLM then logs "No available memory for the cache blocks", or that the cache is too small for
+    the longest request.
     """
     return Advice(
         cause=Cause.MODEL_DOES_NOT_FIT,
@@ -111,7 +113,7 @@ def _advise_on_too_large_model(facts: Facts, loaded_starts: Sequence[Ending]) ->
 
 
 def _advise_on_early_exit(starts: Sequence[Ending]) -> Advice:
-    """Propose to read the logs: before the model is loaded, memory is not the cause."""
+    """Return the advice to read the logs: before the model is loaded, memory is not the cause."""
     return Advice(
         cause=Cause.START_UP,
         summary="The engine exits early in its start, with GPU memory left.",
@@ -133,7 +135,10 @@ LOOK_FOR_MEMORY: Final = 'vLLM\'s log shows the step: look for "memory" in it.'
 
 
 def _advise_on_shared_memory(facts: Facts, starts: Sequence[Ending]) -> Advice | None:
-    """Propose a larger /dev/shm where vLLM's largest queue between processes does not fit."""
+    """Return the advice to make /dev/shm larger.
+
+    None where vLLM's largest queue between processes fits, or /dev/shm is unknown.
+    """
     host = facts.host
     if host is None or host.shm_limit_bytes is None or host.shm_used_bytes is None:
         return None
@@ -162,23 +167,23 @@ def _advise_on_shared_memory(facts: Facts, starts: Sequence[Ending]) -> Advice |
 
 
 def _find_others_bytes(start: Ending) -> float:
-    """Return the most that others held of a GPU at the end of this start."""
+    """Return the most bytes that others held on any GPU at the end of a start; 0 if unknown."""
     return max((gpu.last_other_bytes or 0 for gpu in start.gpus), default=0)
 
 
 def _find_held_bytes(start: Ending) -> float:
-    """Return the most that the engine held of a GPU at the end of this start."""
+    """Return the most bytes that the engine held on any GPU at the end of a start; 0 if unknown."""
     return max((gpu.last_engine_bytes or 0 for gpu in start.gpus), default=0)
 
 
 def _list_rooms_bytes(starts: Sequence[Ending]) -> list[int]:
-    """Return the least room of each start, where known."""
+    """Return the least room on any GPU at the end of each start, without unknown ones."""
     gpus = [start.fullest_gpu for start in starts]
     return [gpu.last_room_bytes or 0 for gpu in gpus if gpu is not None]
 
 
 def _list_loaded_starts(facts: Facts, starts: Sequence[Ending]) -> list[Ending]:
-    """Return the starts that loaded the model; none where the size of no GPU is known."""
+    """Return the starts that had loaded the model; empty where no GPU's size is known."""
     usable_bytes = min((gpu.usable_bytes for gpu in facts.gpus if gpu.usable_bytes), default=inf)
     return [
         start for start in starts if _find_held_bytes(start) >= MODEL_LOADED_RATIO * usable_bytes
@@ -186,6 +191,7 @@ def _list_loaded_starts(facts: Facts, starts: Sequence[Ending]) -> list[Ending]:
 
 
 def _list_start_evidence(starts: Sequence[Ending]) -> tuple[Figure, ...]:
+    """Return the figures on failed starts: their number, and the memory at their ends."""
     most_held_bytes = max(_find_held_bytes(start) for start in starts)
     most_others_bytes = max(_find_others_bytes(start) for start in starts)
     least_room_bytes = min(_list_rooms_bytes(starts), default=None)
@@ -198,9 +204,10 @@ def _list_start_evidence(starts: Sequence[Ending]) -> tuple[Figure, ...]:
 
 
 def _avoid_others(facts: Facts) -> tuple[Change, ...]:
-    """Return that others move, and a share for vLLM that was free before the starts.
+    """Return the changes against others on the GPU: to move them, and a lower share for vLLM.
 
-    Without the share where what was free is unknown.
+    The share is what was free before the starts. It is left out where that is unknown, where the KV
+    cache is sized in bytes, or where the share would not be lower.
     """
     move = Change(
         text=(
@@ -212,9 +219,9 @@ def _avoid_others(facts: Facts) -> tuple[Change, ...]:
     free_bytes = _find_free_bytes(facts.failed_starts)
     if free_bytes is None or facts.usable_bytes is None or facts.settings.sizes_cache_in_bytes:
         return (move,)
-    # By the largest GPU, on which a share is the most bytes; rounded down to a hundredth.
+    # A share is most bytes on the largest GPU, so that GPU decides; rounded down to a hundredth.
     share = floor((free_bytes - AIM_BYTES) / facts.usable_bytes * 100) / 100
-    # As high a share is not lower than vLLM's default, which is the likeliest one here.
+    # Where the current share is unknown it is probably vLLM's default, which this would not lower.
     if facts.settings.gpu_memory_utilization is None and share >= SAFE_UTILIZATION:
         return (move,)
     lower_share = lower_option(
@@ -229,9 +236,9 @@ def _avoid_others(facts: Facts) -> tuple[Change, ...]:
 
 
 def _find_free_bytes(starts: Sequence[Ending]) -> int | None:
-    """Return the least that was free on a GPU before a start; None where it is known of none.
+    """Return the fewest bytes that were free on any GPU before a start; None where unknown for all.
 
-    What the engine already held when it was first seen counts as free.
+    Bytes that the engine already held at its first sample count as free.
     """
     least_free_bytes = None
     for start in starts:
@@ -245,11 +252,11 @@ def _find_free_bytes(starts: Sequence[Ending]) -> int | None:
 
 
 def _shrink_engine(facts: Facts) -> tuple[Change, ...]:
-    """Return what makes an engine need less memory while it starts."""
+    """Return the changes with which an engine needs less memory while it starts."""
     rooms_bytes = _list_rooms_bytes(facts.failed_starts)
     smaller_share = None
     if rooms_bytes and facts.gpus:
-        # Our choice: the option is one for all GPUs, and computed by the first.
+        # Our choice: the option is the same for all GPUs, so it is computed for the first.
         smaller_share = take_less(facts, facts.gpus[0], AIM_BYTES - min(rooms_bytes))
     fewer_requests = lower_option(
         facts,
@@ -268,7 +275,11 @@ def _shrink_engine(facts: Facts) -> tuple[Change, ...]:
 
 
 def _raise_share(facts: Facts, starts: Sequence[Ending]) -> Change | None:
-    """Return a larger share where all of these starts left more than AIM_BYTES."""
+    """Return a larger share of the GPU for vLLM, where all of these starts left enough room.
+
+    None where the share or the room is unknown, memory ran short later, or the room at any start
+    was AIM_BYTES or less.
+    """
     settings = facts.settings
     if settings.sizes_cache_in_bytes or settings.gpu_memory_utilization is None:
         return None
@@ -293,10 +304,10 @@ def _raise_share(facts: Facts, starts: Sequence[Ending]) -> Change | None:
 def find_crash(facts: Facts) -> Advice | None:
     """Judge exits of an engine at work that no figure of GPU memory explains.
 
-    Looks at: the exits that `find_crashes` returns, of which the GPU's room is known.
-    Applies: from FAILED_STARTS on, or where the engine left processes over.
-    Proposes: to read the logs, which show whether an allocation failed; else no option that sizes
-    memory affects it.
+    Looks at: the exits that `find_crashes` returns, if the room on the GPUs is known.
+    Applies: from FAILED_STARTS on, or where processes of the engine outlived an exit.
+    Proposes: to read the logs, which show whether an allocation failed. If none did, no option that
+    sizes memory affects it.
     """
     crashes = [end for end in find_crashes(facts) if end.fullest_gpu is not None]
     orphan_bytes = max((end.orphan_bytes for end in crashes), default=0)
@@ -338,9 +349,10 @@ def find_crash(facts: Facts) -> Advice | None:
 
 
 def find_crashes(facts: Facts) -> tuple[Ending, ...]:
-    """Return the exits of an engine that served which were crashes with memory left.
+    """Return the exits of an engine that served that were crashes with GPU memory left.
 
-    It was at work, or only a part of it exited.
+    At such an exit requests ran, or processes of the engine outlived the exit. An exit where the
+    room on the GPUs is unknown counts too.
     """
     crashes = []
     for end in facts.ends:
@@ -363,17 +375,18 @@ def _is_crash(end: Ending) -> bool:
 
 
 def _is_surely_a_crash(end: Ending) -> bool:
+    """Return whether the first cause of an exit is more than possible."""
     return judge_ending(end)[0].sureness is not Sureness.POSSIBLE
 
 
 # Host memory.
 
 HOST_LOW_RATIO: Final = 0.05
-"""Our choice: with less than a twentieth of the limit left, one request with a large video can be
+"""Our choice: with less than this share of the limit left, one request with a large video can be
 the last."""
 
 PROCESSOR_CACHE_GB: Final = 1.0
-"""Our choice: a quarter of vLLM's default."""
+"""Our choice: the proposed value of --mm-processor-cache-gb, a quarter of vLLM's default."""
 
 
 def find_host_shortage(facts: Facts) -> Advice | None:
@@ -381,7 +394,8 @@ def find_host_shortage(facts: Facts) -> Advice | None:
 
     Looks at: the kernel's out-of-memory kills, and the highest use of the container's limit.
     Applies: after a kill, or with less than HOST_LOW_RATIO of the limit left.
-    Proposes: a smaller cache of images, then to keep less on the host, then a higher limit.
+    Proposes: a smaller cache of processed images, then to keep less on the host, then a higher
+    limit.
     """
     host = facts.host
     if host is None:
@@ -440,12 +454,12 @@ def find_host_shortage(facts: Facts) -> Advice | None:
 def find_other_tenant(facts: Facts) -> Advice | None:
     """Judge memory of processes that are not the engine's.
 
-    Looks at: what others held of each GPU of the engine.
-    Applies: above NEIGHBOUR_BYTES, where they took that during the trace, or leave less than
-    AIM_BYTES. Constant memory of others beside an engine with room is no problem (runbook
-    HeadroomNeighbourGrowing, "Do nothing when"). A page has no history, so what others hold now
-    counts.
-    Proposes: that they move, else a smaller share for vLLM.
+    Looks at: the memory that others held on each GPU of the engine.
+    Applies: above NEIGHBOUR_BYTES, if they took that much during the trace, or less than AIM_BYTES
+    are left. Constant memory of others beside an engine with room is no problem (runbook
+    HeadroomNeighbourGrowing, "Do nothing when"). A page has no history, so the memory that others
+    hold now counts.
+    Proposes: to move the others, else a smaller share for vLLM.
     """
     gpu = None
     others_memory = None
@@ -498,9 +512,9 @@ def find_other_tenant(facts: Facts) -> Advice | None:
 
 
 def _is_problem(facts: Facts, gpu: GpuFacts, others_memory: Extent) -> bool:
-    """Return whether others took much during the trace, or leave little.
+    """Return whether others took much memory during the trace, or leave too little.
 
-    On a page, whether they hold much.
+    On a page, return whether they hold much.
     """
     if others_memory.highest_bytes <= NEIGHBOUR_BYTES:
         return False
@@ -512,10 +526,10 @@ def _is_problem(facts: Facts, gpu: GpuFacts, others_memory: Extent) -> bool:
 
 
 def _make_room_for_others(facts: Facts, gpu: GpuFacts, others_memory: Extent) -> Change | None:
-    """Return a smaller share of vLLM; None where the one now leaves enough.
+    """Return a smaller share for vLLM; None where the current one leaves enough.
 
-    It leaves AIM_BYTES at peaks, and is free beside others: without that vLLM refuses to start
-    (worker/utils.py).
+    The share leaves AIM_BYTES at peaks. It is also at most what others leave free, since vLLM
+    otherwise refuses to start (worker/utils.py).
     """
     missing_bytes = 0.0
     if gpu.least_room_bytes is not None:
@@ -528,11 +542,11 @@ def _make_room_for_others(facts: Facts, gpu: GpuFacts, others_memory: Extent) ->
 
 
 def find_leftovers(facts: Facts) -> Advice | None:
-    """Judge processes that an exited engine left over.
+    """Judge processes that outlived their engine.
 
-    Looks at: those of the engine's GPUs at the end of a trace; a page names none.
-    Applies: where there is one.
-    Proposes: to end it.
+    Looks at: such processes on the engine's GPUs at the end of a trace; a page names none.
+    Applies: where there is such a process.
+    Proposes: to end the process.
     """
     figures: list[tuple[str, float | str, str]] = []
     for gpu in facts.gpus:

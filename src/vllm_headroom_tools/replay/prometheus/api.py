@@ -131,6 +131,7 @@ class PrometheusApi:
         self, url: httpx.URL, *, bearer_token_file: Path | None = None, ca_file: Path | None = None
     ) -> None:
         base = url.copy_with(query=None, fragment=None)
+        # For messages, in which no password may be.
         self.shown = str(base.copy_with(userinfo=b""))
         self._address = base.copy_with(path=base.path.rstrip("/") + "/api/v1/query_range")
         headers = {"User-Agent": "vllm-headroom", "Accept-Encoding": "gzip"}

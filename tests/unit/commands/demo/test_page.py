@@ -65,7 +65,7 @@ def test_there_is_a_page_of_the_present_while_the_engine_serves_and_else_none() 
     first = fetched()
     seconds = 60.0
     later = fetched()
-    while world.serves:
+    while world.is_serving:
         seconds += 1.0
         now()
     down = fetched()

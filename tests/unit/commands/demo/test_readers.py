@@ -45,7 +45,7 @@ def while_neighboured() -> World:
 
 def while_gone() -> World:
     world = World(TABLE["restart"])
-    while world.exists:
+    while world.has_processes:
         world.advance(world.seconds + 1)
     return world
 
@@ -138,11 +138,11 @@ def test_while_the_engine_is_gone_it_has_no_process_and_no_memory() -> None:
 
 def test_a_restarted_engine_has_new_processes_from_the_start_of_its_loading() -> None:
     world = while_gone()
-    while not world.exists:
+    while not world.has_processes:
         world.advance(world.seconds + 1)
     loading = processes(world)
 
-    assert not world.serves
+    assert not world.is_serving
     assert len(loading.engine) == 3
     assert not {process.pid for process in loading.engine} & processes(World(TABLE["restart"])).visible_pids - {1}
     assert attributed(world).engine_bytes == world.engine_bytes > 0

@@ -85,8 +85,8 @@ def test_a_leaking_engine_dies_when_the_card_is_full_and_leaks_again() -> None:
     down_seconds = 0
     for seen in watch(now, 30 * HOUR, 1):
         starts[seen.engine.number] = seen.engine.started_seconds
-        down_seconds += not seen.serves
-        if seen.serves:
+        down_seconds += not seen.is_serving
+        if seen.is_serving:
             lives.setdefault(seen.engine.number, []).append(seen.engine_bytes)
 
     assert len(lives) >= 3
@@ -144,7 +144,7 @@ def test_a_restart_frees_the_memory_loads_again_and_begins_to_count_anew() -> No
     assert now.engine.first_pid > first.first_pid + 2
 
     loading = []
-    while not now.serves:
+    while not now.is_serving:
         now.advance(now.seconds + 1)
         loading.append(now.engine_bytes)
     now.advance(now.seconds + 10)

@@ -67,18 +67,18 @@ def _until_an_end(scenario: Scenario, seed: int, hours: float) -> list[Record]:
 
 def _seen(world: World, at: float) -> Record:
     engine = traffic = world.engine
-    here = world.exists
+    here = world.has_processes
     gpu = {"uuid": "GPU-a", "total": TOTAL_BYTES, "used": world.used_bytes, "reserved": RESERVED_BYTES}
     gpu |= {"engine": world.engine_bytes, "other": world.neighbour_bytes}
     page = {"model_name": "m", "running": traffic.running, "waiting": traffic.waiting}
     page |= {"finished_total": traffic.finished_total, "kv_used_ratio": traffic.kv_used_ratio}
-    page |= {"generation_tokens_total": traffic.generation_tokens_total, "awake": not engine.asleep}
+    page |= {"generation_tokens_total": traffic.generation_tokens_total, "awake": not engine.is_asleep}
     roles = ("api_server", "engine_core", "worker") if here else ()
     started = BEGAN + engine.started_seconds
     return {
         "t": BEGAN + at,
         "gpus": [gpu],
-        "engines": [{**page, "started_at": started}] if world.serves else None,
+        "engines": [{**page, "started_at": started}] if world.is_serving else None,
         "processes": [{"role": role, "rss": GIB, "started_at": started} for role in roles],
     }
 
