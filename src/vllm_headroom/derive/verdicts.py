@@ -28,6 +28,7 @@ from vllm_headroom.model import (
     Values,
     Verdict,
 )
+from vllm_headroom.model.status import TIGHT_SHARE
 from vllm_headroom.units import (
     DAY_SECONDS,
     GIB,
@@ -572,10 +573,11 @@ def _find_excess(
     size = format_size(excess.excess_bytes)
     text = f"the engine holds {size} ({100 * excess.ratio:.1f} %) more than its budget"
     if room_bytes >= excess.needed_bytes:
+        is_share_small = room_bytes < TIGHT_SHARE * excess.total_bytes
         return Trouble(
             situation=Situation.OVER_BUDGET,
             text=text,
-            alert="HeadroomMemoryDiscrepancy",
+            alert="HeadroomMemoryDiscrepancy" if is_share_small else "HeadroomGpuMemoryTight",
             needs_free_bytes=True,
         )
     return Trouble(

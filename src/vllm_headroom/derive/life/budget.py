@@ -30,9 +30,9 @@ REST_SECONDS: Final = 300.0
 REST_SLOT_SECONDS: Final = 15.0
 """Our choice: one level is kept in so much time."""
 
-USUAL_PEAK_RATIO: Final = 0.0125
-"""The peak of any engine, as a share of the GPU: a gigabyte of 80 GB, the logits of 2,048 tokens.
-Smaller cards serve smaller models."""
+USUAL_PEAK_RATIO: Final = 0.01
+"""The peak of any engine, as a share of the GPU, as in HeadroomMemoryDiscrepancyHigh: 0.8 GiB of
+80, where the logits of 2,048 tokens are one. Smaller cards serve smaller models."""
 
 LARGEST_PEAK_RATIO: Final = 0.08
 """vLLM leaves this share of a GPU by default: a larger fall is memory that was given back, by a
