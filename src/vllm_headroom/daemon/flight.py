@@ -193,6 +193,7 @@ class Flight:
         now = snapshot.monotonic_seconds
         self.recent.add_xids(snapshot)
         self._mappings.step(snapshot, values)
+        # Where this snapshot shows none, as without the probe's files, the last known errors stay.
         self._ooms = list_ooms(snapshot) or self._ooms
         event = self._take_event(snapshot.engine_status)
         if not self._lock.is_ours:

@@ -139,6 +139,7 @@ class Connection(asyncio.Protocol):
         if isinstance(event, h11.Request):
             self._method = event.method
             self._enter(Phase.TURN)
+            # No more is read until this request is answered.
             self._transport.pause_reading()
             self._server.admit(self, _build_request(event))
         elif isinstance(event, h11.ConnectionClosed):
@@ -239,6 +240,7 @@ class Connection(asyncio.Protocol):
 
 def _build_request(event: h11.Request) -> Request:
     """Return the request without its body; the values of a repeated header are joined by commas."""
+    # As latin-1, which decodes any byte: a request must not fail here.
     target = AUTHORITY.sub("", event.target.decode("latin-1"))
     path, _, query = target.partition("?")
     headers: dict[str, str] = {}

@@ -149,6 +149,7 @@ def _parse_line(line: str) -> tuple[Sample, ...]:
     The labels of a series that was parsed before come from a cache.
     """
     series, _, value = line.rpartition(" ")
+    # Only values change from page to page: parsing the labels again would cost most of the time.
     if len(series) <= _LONGEST_CACHED_SERIES and _PLAIN_VALUE.fullmatch(value):
         samples = _parse_series(series)
         if samples:

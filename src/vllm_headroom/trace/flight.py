@@ -142,6 +142,7 @@ def write_incident(folder: Path, seconds: float, facts: dict[str, Any]) -> None:
     there are too many incidents, one is deleted. Raises OSError.
     """
     max_bytes = int(find_size_share(folder) * INCIDENT_BYTES)
+    # Half of the size for the facts at most, so that they never displace all samples.
     header = _build_header(facts, max_bytes // 2)
     samples_bytes = max(max_bytes // 2, max_bytes - len(header))
     samples = _select_samples(_read_lines(folder), seconds, samples_bytes)
@@ -220,6 +221,7 @@ def _select_samples(lines: Iterable[bytes], seconds: float, max_bytes: int) -> I
         sample_seconds = _parse_sample_time(line)
         if sample_seconds is None or sample_seconds < seconds - INCIDENT_LEAD_SECONDS:
             continue
+        # The first sample of each slot is kept; of the last minutes, every sample.
         slot = int(sample_seconds // SPARSE_SECONDS)
         is_repeated = slot == previous_slot
         previous_slot = slot

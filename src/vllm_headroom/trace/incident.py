@@ -261,6 +261,7 @@ def _add_gpu_evidence(gpu: GpuAtEnd, context: LastInService) -> GpuAtEnd:
         for at_seconds, used_bytes in context.used.get(gpu.uuid, ())
         if at_seconds >= peak_begin_seconds
     ]
+    # Memory may have filled after the last sample of the record.
     gpu = gpu.raise_peak(max(late_bytes, default=0))
     # The samples may be too few for the detector: the daemon's verdict had a longer record.
     leaks = {leak.uuid: leak for leak in context.leaks}

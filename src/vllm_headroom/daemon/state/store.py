@@ -138,6 +138,7 @@ class StateKeeper:
         if not self._owns_folder:
             return
         run_state: EngineMemory | None = states.get(ENGINE_RUN)
+        # Without any run there is nothing to restore.
         if run_state is not None and run_state.runs.newest is not None:
             await self._write(RUNS, run_state.runs, timeout_seconds)
         if HISTORY.name in states:

@@ -103,6 +103,7 @@ def update_engine(
     evidence = read_evidence(snapshot, memory.runs)
     # An exit is described by the record before this sample, which may be of the next run.
     runs, event = update_runs(memory.runs, evidence, memory.record)
+    # What was remembered of the run before must not be compared with this one.
     if runs.restarts != memory.runs.restarts:
         memory = _start_over(memory)
     progress = update_progress(memory.progress, evidence)

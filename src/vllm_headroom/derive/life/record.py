@@ -178,6 +178,7 @@ def update_record(
     `configured_bytes` is the operator's figure of what the engine uses of each GPU.
     """
     now = snapshot.monotonic_seconds
+    # The first sample of the run.
     if record.began_seconds is None:
         age_seconds = None
         if run.began_seconds is not None:
