@@ -129,7 +129,11 @@ class GpuAtEnd(Device, frozen=True, kw_only=True):
 
     @property
     def is_full(self) -> bool:
-        """Whether almost no room was left, or growth in a straight line took what was."""
+        """Whether almost no room was left; False where the room is unknown.
+
+        With growth in a straight line, "almost no room" is what that growth takes in FILL_SECONDS,
+        if that is more.
+        """
         if self.last_room_bytes is None:
             return False
         full_room_bytes = float(FULL_ROOM_BYTES)

@@ -140,18 +140,23 @@ def _sum_cpu_seconds(evidence: Evidence) -> float | None:
 
 
 def _find_gpu_ratio(evidence: Evidence) -> float | None:
-    """Return the highest utilisation of the engine's GPUs; None where it proves nothing."""
+    """Return the highest utilisation of the engine's GPUs by the engine.
+
+    None where no known one is busy and that of a GPU is unknown: that GPU may be the busy one.
+    """
     ratios = [_find_own_ratio(gpu) for gpu in evidence.snapshot.owned_gpus]
     known_ratios = [ratio for ratio in ratios if ratio is not None]
     highest_ratio = max(known_ratios, default=None)
     if highest_ratio is not None and highest_ratio >= BUSY_GPU_RATIO:
         return highest_ratio
-    # One GPU that is not visible may be the busy one.
     return highest_ratio if len(known_ratios) == len(ratios) else None
 
 
 def _find_own_ratio(gpu: Gpu) -> float | None:
-    """Return the utilisation of a GPU by the engine; None where it may be another's."""
+    """Return the utilisation of a GPU by the engine.
+
+    None where it is unknown, or the GPU is busy and others may be the cause.
+    """
     ratio = gpu.reading.utilization_ratio
     if ratio is None or ratio < BUSY_GPU_RATIO:
         return ratio
