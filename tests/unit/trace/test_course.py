@@ -17,7 +17,7 @@ def test_an_early_warning_is_undecided_where_a_restart_cut_it_off(*, restarts: b
     steps = int(growing_seconds / STEP)
     growing = list(islice(engine(leak=12.8e6), steps))
     held = growing[-1]["gpus"][0]["used"]
-    calm = islice(engine(1.3, held=held, restarts_at=growing_seconds * restarts), steps, None)
+    calm = islice(engine(2.6, held=held, restarts_at=growing_seconds * restarts), steps, None)
     watch = LeakReplay()
     for sample in (*growing, *calm):
         watch.step(parse_snapshot(sample))
