@@ -37,7 +37,7 @@ class SettingsSource(NamedTuple):
 
 
 NO_SOURCE: Final = SettingsSource(entries={}, mistakes=())
-"""Stands in for the file where none is named."""
+"""Replaces the file where none is named."""
 
 SERVICE_VARIABLE: Final = re.compile(
     r"HEADROOM_(?:\w+_)?"

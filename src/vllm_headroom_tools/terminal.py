@@ -64,7 +64,7 @@ def is_terminal(stream: TextIO) -> bool:
 
 
 def build_console(stream: TextIO) -> Console:
-    """Build rich's console, with no markup of its own in our words.
+    """Build rich's console, which takes our words as they are, without rich's markup.
 
     The console respects NO_COLOR (no-color.org).
     """
@@ -141,7 +141,7 @@ def wrap_text(head: str, body: str, *, indent: int | None = None) -> list[str]:
 
 
 def wrap_headed(head: str, body: str) -> list[str]:
-    """Return the lines of a text behind a word that stands in a report's left column."""
+    """Return the lines of a text behind a word in the left column of a report."""
     return wrap_text(f"   {head:<{HEAD_WIDTH - 3}}", body)
 
 
@@ -179,7 +179,7 @@ def draw_bars(
 ) -> list[str]:
     """Return the rows of a chart with a bar for each column, the highest row first.
 
-    A column stands for an equal part of the curve's time. Its bar shows what `pick` returns for the
+    Each column is an equal part of the curve's time. Its bar shows what `pick` returns for the
     values in that time, or the last value before it where it has no points; a gap is blank. `ends`
     are the values of the lowest and the highest bar; without `ends` these are zero and the greatest
     value. An empty curve gives empty rows.

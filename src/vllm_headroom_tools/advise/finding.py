@@ -86,8 +86,8 @@ second. Other figures are plain numbers."""
 def list_evidence(*figures: tuple[str, float | str | None, str]) -> tuple[Figure, ...]:
     """Return the figures that are known, as evidence.
 
-    A figure has a name, a value, and a text in which {} stands for the formatted value. A figure
-    whose value is None, unknown, is left out.
+    A figure has a name, a value, and a text in which {} is replaced by the formatted value. Where
+    the value is None, unknown, the figure is left out.
     """
     evidence = []
     for name, value, text in figures:

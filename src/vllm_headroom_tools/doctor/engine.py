@@ -51,7 +51,7 @@ WITHOUT_THE_PAGE: Final = (
     "headroom_memory_per_*",
     "headroom_sample_skew_seconds",
 )
-"""The series that the daemon does not export without the engine's page; `*` stands for any text."""
+"""The series that the daemon does not export without the engine's page; `*` means any text."""
 
 WITHOUT_AN_ANSWER: Final = (
     *WITHOUT_THE_PAGE,

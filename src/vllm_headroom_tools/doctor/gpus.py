@@ -99,7 +99,7 @@ def name_device(device: GpuReading) -> str:
 def _describe_memory(device: GpuReading) -> str:
     """Return a text on a GPU's memory: why it is unknown, or that it is the machine's.
 
-    Empty for a GPU with memory of its own that can be read.
+    Empty for a GPU with separate memory that can be read.
     """
     if device.failure is not None:
         return f": {device.failure.message}"

@@ -22,7 +22,7 @@ TLS_STREAM_BYTES: Final = 128 * 2**10
 encryption."""
 
 UNLIMITED_DESCRIPTORS: Final = 2**31
-"""Stands in for a limit where there is none."""
+"""The limit where there is none."""
 
 
 def raise_descriptors() -> int:

@@ -168,7 +168,7 @@ RECORD_SECONDS: Final = 10.0
 CPU beside a busy engine (observed: 4 s late)."""
 
 UNBOUNDED_BYTES: Final = 2**63
-"""Stands in for no limit: the trace of a load is never rotated."""
+"""Means no limit: the trace of a load is never rotated."""
 
 OTHER_MACHINE: Final = (
     "the server's host is another machine: run this beside vLLM, or name its GPUs here with --gpus"

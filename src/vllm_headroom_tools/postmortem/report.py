@@ -22,7 +22,7 @@ from vllm_headroom_tools.postmortem.advice import SITUATIONS, list_steps
 from vllm_headroom_tools.terminal import join_paragraphs, wrap_headed, wrap_text
 
 NO_INCIDENT: Final = Incident(t=0.0, what=IncidentKind.ENDED)
-"""Stands in for the facts of an incident where the trace is none."""
+"""Replaces the facts of an incident where the trace is none."""
 
 MOST_LISTED_HOLDERS: Final = 16
 """Our choice: how many processes that held memory are listed, of each kind."""

@@ -177,7 +177,7 @@ def _read_request(arguments: Namespace) -> MemoryRequest:
 
 
 def _find_port(url: str | None) -> int:
-    """Return the port of the engine; without a URL 0, which stands for any engine here."""
+    """Return the port of the engine; without a URL 0, which means any engine here."""
     if url is None:
         return 0
     parts = urlsplit(url)

@@ -41,7 +41,7 @@ class ModelShape(Struct, frozen=True, kw_only=True):
     # Values of a token in the widest MLP, in all its experts together.
     mlp_width: int | None = None
     experts_per_token: int = 1
-    # Whether the output has no matrix of its own: it is the embedding, or there is no output.
+    # Whether the output has no separate matrix: it is the embedding, or there is no output.
     has_tied_embeddings: bool = False
     parameters: LayerParameters | None = None
     # For images, video or sound.

@@ -377,7 +377,7 @@ def _reads_text_at_once(config: Config) -> bool:
 
 
 def _has_no_output_matrix(config: Config) -> bool:
-    """Return whether the output needs no matrix of its own.
+    """Return whether the output needs no separate matrix.
 
     That is so where the output is the embedding, and for a model that embeds or classifies, which
     has no output of tokens.

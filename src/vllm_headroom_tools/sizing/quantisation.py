@@ -180,7 +180,7 @@ def _pick_number(*values: object) -> int | None:
 
 
 def match_unquantised(config: Config) -> Callable[[str], bool]:
-    """Return a function that tells by a module's name whether the quantisation leaves it out.
+    """Return a function that decides by a module's name whether the quantisation leaves it out.
 
     Its argument is a name such as "layers.3.mlp.down_proj". Checkpoints list such names, or names
     of modules that contain them: in full, with wildcards, or as a regular expression after "re:". A

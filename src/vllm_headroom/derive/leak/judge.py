@@ -38,7 +38,7 @@ from vllm_headroom.derive.leak.windows import (
 from vllm_headroom.units import DAY_SECONDS
 
 LEAST_RISES: Final = 6
-"""The least number of rises for a verdict: fewer cannot be told from first uses of kernels."""
+"""The least number of rises for a verdict: fewer look like first uses of kernels."""
 
 LEAST_RISE_ODDS: Final = 10.0
 """The least log odds by how often memory rose."""

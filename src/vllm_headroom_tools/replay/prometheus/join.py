@@ -356,7 +356,7 @@ def _list_labels(profile: Profile) -> frozenset[str]:
         *profile.repeat_labels,
         *profile.replica_labels,
     }
-    # `where` is a label and its value: it tells series of one name apart.
+    # `where` is a label and its value, by which series of one name differ.
     labels |= {fact.where[0] for fact in profile.facts if fact.where is not None}
     return frozenset(labels | SUMMED_LABELS) - {""}
 
