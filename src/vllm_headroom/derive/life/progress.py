@@ -114,10 +114,14 @@ def update_progress(previous: Progress, evidence: Evidence) -> Progress:
 
 
 def _is_without_work(evidence: Evidence, engines: Mapping[Labels, EngineProgress]) -> bool:
-    """Return whether a page is there, and shows that no engine has anything to do."""
+    """Return whether a page shows that no engine has anything to do, nor did since the last."""
     if evidence.page is None or not engines:
         return False
-    return all(engine.idle_since_seconds is not None for engine in engines.values())
+    now = evidence.snapshot.monotonic_seconds
+    return all(
+        engine.idle_since_seconds is not None and engine.done_seconds < now
+        for engine in engines.values()
+    )
 
 
 def _update_engines(

@@ -182,6 +182,15 @@ def test_workers_that_spin_without_work_prove_nothing_by_their_cpu_time() -> Non
     assert [spinning.look(working(99)) for _ in range(12)][-1] is STALLED
 
 
+def test_short_requests_between_two_looks_are_no_spinning_without_work() -> None:
+    served = engine(core_cpu=1.0)
+    for finished in range(100, 100 + STEPS):
+        served.look(working(finished, running=0.0))
+
+    served.core_cpu = 0.0
+    assert {served.look(working(200)) for _ in range(STEPS)} == {SERVING}
+
+
 @pytest.mark.parametrize(
     ("page", "witnesses", "state"),
     [
