@@ -56,8 +56,8 @@ LOW_BYTES: Final = 512 * MIB
 HeadroomGpuMemoryLow."""
 
 LOW_SHARE: Final = 0.5
-"""The share of the memory that was free when the engine became ready, below which free memory of a
-GPU or the host may be low. A GPU that is configured to leave little memory free is not short of
+"""Free memory of a GPU or of the host may be low once it is below this share of what was free when
+the engine became ready. A GPU that is configured to leave little memory free is not short of
 memory."""
 
 LOW_HOST_BYTES: Final = 4 * GIB

@@ -356,7 +356,10 @@ def _run(options: Namespace) -> Report:
 
 
 def _read_snapshots(options: Namespace) -> Iterable[Snapshot]:
-    """Return the snapshots of the trace, or of the history in Prometheus; raise BadInput."""
+    """Return the snapshots of the trace, or of the history in Prometheus, read one by one.
+
+    Bad input raises BadInput while the snapshots are read.
+    """
     if options.from_prometheus is None:
         return read_trace(options.trace)
     # Imported here, because reading a trace needs no HTTP client.

@@ -157,7 +157,8 @@ class StateKeeper:
     async def _lock_folder(self, timeout_seconds: float = STATE_FILE_SECONDS) -> None:
         """Lock the folder, and log when another daemon takes it or gives it up.
 
-        Where the volume does not answer, `_owns_folder` stays as it was.
+        Where the volume does not answer, `_owns_folder` stays as it was. A folder that cannot be
+        opened or locked counts as owned: see FolderLock.
         """
         owned_before = self._owns_folder
         if owned_before is None:

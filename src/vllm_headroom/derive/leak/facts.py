@@ -222,7 +222,10 @@ class Track(Struct, frozen=True, kw_only=True):
     alarm: LeakAlarm | None = None
     """None without an alarm."""
     previous_alarm_seconds: float | None = None
-    """When memory last rose in the alarm before, in the track's time; None without one."""
+    """When memory last rose during the previous alarm, in the track's time.
+
+    None without a previous alarm.
+    """
 
 
 def start_track(snapshot_seconds: float) -> Track:

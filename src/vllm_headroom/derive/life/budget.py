@@ -194,7 +194,11 @@ def _find_largest_profile(probe: ProbeReadings) -> int:
 
 
 def describe_excess(budget: GpuBudget, gpu: Gpu, now: float) -> BudgetExcess | None:
-    """Return by how much a GPU is over the budget, and for how long; None where it is not."""
+    """Return by how much a GPU is over the budget, and for how long.
+
+    None where the GPU is not over the budget, where its memory is unknown, and above
+    LARGEST_EXCESS_RATIO, where the budget cannot be the engine's.
+    """
     memory = gpu.reading.memory
     if budget.over_since_seconds is None or memory is None:
         return None

@@ -478,7 +478,7 @@ def _run_fewer(facts: Facts, pressed: PressedCache) -> Change | None:
 
     A request counts with the tokens that it held while the cache was full. Where the tokens or the
     capacity are unknown, the limit is the same share of the requests that filled the cache. The
-    load that ran without a preemption is no bound: more requests may only not have come.
+    load that ran without a preemption is no upper bound: perhaps no more requests came.
 
     None where the limit is not below the current one.
     """
