@@ -23,7 +23,7 @@ ALERTS: Final[Mapping[Situation, str]] = {
     Situation.HOST_LEAK: "HostOutOfMemorySoon HostMemoryRunsOut HostMemoryLeak SharedMemoryGrowing",
     Situation.LOW_MEMORY: "GpuMemoryLow GpuMemoryPeak GpuMemoryTight HostMemoryLow UnifiedMemoryCached AllocatorRetries"
     " AllocatorOutOfMemory",
-    Situation.OVER_BUDGET: "MemoryDiscrepancy MemoryDiscrepancyHigh OutsideTorchGrowing MemoryPerRequestHigh",
+    Situation.OVER_BUDGET: "MemoryDiscrepancy MemoryDiscrepancyHigh OutsideTorchGrowing",
     Situation.NEIGHBOUR: "NeighbourGrowing NeighbourFillsGpu MemoryLeftBehind",
     Situation.GROWING: "GpuMemoryGrowing",
     Situation.STRANDED: "KvCacheStranded KvBlocksLeak KvBlocksLeakSuspected",

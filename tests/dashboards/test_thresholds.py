@@ -23,13 +23,6 @@ SAME: Final = (
     ("headroom", "Unreported", 0.03, "HeadroomMemoryDiscrepancy", "0.03"),
     ("headroom", "Unreported", 0.04, "HeadroomMemoryDiscrepancyHigh", "0.04"),
     ("headroom", "Temperature", 87, "HeadroomGpuHot", "87"),
-    (
-        "headroom",
-        "Cost of a request over its baseline, at comparable load",
-        1.1,
-        "HeadroomMemoryPerRequestHigh",
-        "1.1",
-    ),
     ("headroom", "Prefix cache hit ratio", 0.3, "HeadroomPrefixCacheNotPaying", "0.3"),
     ("headroom-fleet", "Least time to out of memory", 3_600, "HeadroomOutOfMemorySoon", "3600"),
     ("headroom-fleet", "Least time to out of memory", 86_400, "HeadroomGpuMemoryLeak", "86400"),
