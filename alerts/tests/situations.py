@@ -270,6 +270,50 @@ LOST: Final[Sequence[Situation]] = (
         },
     ),
     Situation(
+        name="a new model that crashes at each start and never serves",
+        engines=replicas(1, *(each for _ in range(30) for each in (loading(3), down(5, "gone")))),
+        fires={"HeadroomEngineCrashLoop": (24, 1)},
+    ),
+    Situation(
+        name="one bad replica of sixteen crashes every 15 minutes",
+        engines=[
+            *replicas(15, at_work()),
+            Engine(
+                name="llama-15",
+                model="llama",
+                phases=(at_work(60), *(each for _ in range(12) for each in (loading(5, ended=("gone",)), at_work(10)))),
+            ),
+        ],
+        fires={"HeadroomEngineDied": (64, 1), "HeadroomEngineCrashLoop": (92, 1)},
+        incidents=2,
+    ),
+    Situation(
+        name="a new replica crashes while sixteen are rolled out",
+        engines=[
+            *(
+                Engine(
+                    name=f"a-{i}", model="llama", phases=until_gone(at_work(75 + 5 * i), idle(1), down(1, "stopped"))
+                )
+                for i in range(16)
+            ),
+            *(
+                Engine(name=f"b-{i}", model="llama", phases=rest(gone(minutes=60 + 5 * i), loading(12)))
+                for i in range(15)
+            ),
+            Engine(
+                name="b-15",
+                model="llama",
+                phases=rest(gone(minutes=60), loading(12), at_work(8), loading(12, ended=("out_of_memory",))),
+            ),
+        ],
+        fires={"HeadroomEngineDied": (84, 1)},
+    ),
+    Situation(
+        name="Prometheus is away for ten minutes in which the only one crashes",
+        engines=replicas(1, *rest(at_work(60), loading(10, missed=True, ended=("out_of_memory",)), loading(30))),
+        fires={"HeadroomModelDown": (73, 1)},
+    ),
+    Situation(
         name="the PodMonitor of one of two teams deleted",
         engines=[
             *replicas(3, *until_gone(at_work(90))),
@@ -735,6 +779,14 @@ WELL: Final[Sequence[Situation]] = (
             ),
         ],
         more=deployment(1, f"1x44 0x12 1x{WHOLE // 2 - 58}"),
+    ),
+    Situation(
+        name="eight sleep at night and wake",
+        engines=replicas(8, *rest(at_work(60), idle(10), Phase(minutes=90, state="asleep", held=3))),
+    ),
+    Situation(
+        name="the sidecar restarts with its pod",
+        engines=replicas(3, *rest(at_work(120), idle(5), gone(minutes=2), down(1, new_pod=True), loading(12))),
     ),
     Situation(
         name="a drained restart by hand",

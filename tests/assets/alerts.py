@@ -130,25 +130,32 @@ def narrowed(path: Path, folder: Path) -> list[Path]:
     Promtool evaluates every rule: that takes ten times as long. That each can be evaluated is seen in the situations.
     """
     document = read_yaml(path.read_text(encoding="utf-8"))
-    groups = read_yaml((RULES / "headroom.yaml").read_text(encoding="utf-8"))["groups"]
     files = []
     for number, test in enumerate(document["tests"]):
         assert all(isinstance(an_input["values"], str) for an_input in test["input_series"]), (
             "quote 0x99: it is a number in YAML"
         )
         text = json.dumps(test)
-        needed = _needed(text, [rule for group in groups for rule in group["rules"]])
         asks_for_all = re.search(r"ALERTS(?!\{alertname=)|alertname=~[^,}]*[.*+]", text)
-        kept = [
-            group | {"rules": [rule for rule in group["rules"] if asks_for_all or _rule(rule).name in needed]}
-            for group in groups
-        ]
+        kept = _read_groups() if asks_for_all else narrow_groups(text)
         rules, file = folder / f"rules-{number}.yaml", folder / f"test-{number}.yaml"
         rules.write_text(json.dumps({"groups": kept}), encoding="utf-8")
         narrow = document | {"rule_files": [str(rules)], "tests": [test]}
         file.write_text(json.dumps(narrow), encoding="utf-8")
         files.append(file)
     return files
+
+
+def narrow_groups(text: str) -> list[dict[str, Any]]:
+    """Return the groups with the rules alone that a text names, and those that they read."""
+    groups = _read_groups()
+    needed = _needed(text, [rule for group in groups for rule in group["rules"]])
+    return [group | {"rules": [rule for rule in group["rules"] if _rule(rule).name in needed]} for group in groups]
+
+
+def _read_groups() -> list[dict[str, Any]]:
+    groups: list[dict[str, Any]] = read_yaml((RULES / "headroom.yaml").read_text(encoding="utf-8"))["groups"]
+    return groups
 
 
 def _needed(text: str, read: Iterable[dict[str, Any]]) -> set[str]:

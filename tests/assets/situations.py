@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from alerts.tests.situations import Situation
+from tests.assets.alerts import narrow_groups
 from tests.assets.promql import RULES, read_yaml
 
 CONFIG: Final[dict[str, Any]] = read_yaml((RULES.parent / "alertmanager" / "alertmanager.yml").read_text("utf-8"))
@@ -38,8 +39,19 @@ class Fired:
         return self.labels["alertname"]
 
 
-def play(situations: Sequence[Situation], folder: Path, *, minutes: int, interval: int) -> list[Fired]:
-    """Return what fires in so many minutes of the situations: promtool expects nothing, and reports it all."""
+def play(
+    situations: Sequence[Situation], folder: Path, *, minutes: int, interval: int, only: Sequence[str] = ()
+) -> list[Fired]:
+    """Return what fires in so many minutes of the situations: promtool expects nothing, and reports it all.
+
+    With `only`, other alerts are neither evaluated nor fed, which is several times as fast.
+    """
+    rules = str(RULES / "headroom.yaml")
+    read = ""
+    if only:
+        groups = narrow_groups(" ".join(only))
+        rules, read = str(folder / "rules.yaml"), json.dumps(groups)
+        Path(rules).write_text(json.dumps({"groups": groups}), "utf-8")
     series = [
         {"series": name, "values": values}
         for each in situations
@@ -47,6 +59,7 @@ def play(situations: Sequence[Situation], folder: Path, *, minutes: int, interva
             *(pair for engine in each.located() for pair in engine.series(interval)),
             *((name.replace("{namespace}", each.namespace), values) for name, values in each.more),
         )
+        if not only or name.partition("{")[0] in read
     ]
     (folder / "results.yaml").write_text(json.dumps(_results(interval)), "utf-8")
     test = {
@@ -54,10 +67,10 @@ def play(situations: Sequence[Situation], folder: Path, *, minutes: int, interva
         "input_series": series,
         "promql_expr_test": [{"expr": each, "eval_time": f"{minutes - interval}m"} for each in SEEN.values()],
     }
-    rules = [str(RULES / "headroom.yaml"), str(folder / "results.yaml")]
+    files = [rules, str(folder / "results.yaml")]
     file = folder / "situations.yaml"
     file.write_text(
-        json.dumps(PLAY | {"rule_files": rules, "evaluation_interval": f"{interval}m", "tests": [test]}), "utf-8"
+        json.dumps(PLAY | {"rule_files": files, "evaluation_interval": f"{interval}m", "tests": [test]}), "utf-8"
     )
     done = subprocess.run(["promtool", "test", "rules", str(file)], capture_output=True, text=True, check=False)
     return _read_report(done.stdout + done.stderr)
