@@ -799,7 +799,7 @@ WELL: Final[Sequence[Situation]] = (
             at_work(80),
             at_work(10, missed=True),
             at_work(80),
-            loading(10, missed=True, ended=("gone",)),
+            loading(10, missed=True, ended=("stopped",)),
             loading(10),
             at_work(WHOLE - 190),
         ),
