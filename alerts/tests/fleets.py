@@ -182,9 +182,9 @@ def _missed_by_prometheus(_: Random, size: int, load_minutes: int) -> Fleet:
 
 def _with_their_sidecars(random: Random, size: int, load_minutes: int) -> Fleet:
     """Restart the pods under the same names, their sidecars with them."""
-    phases = (at_work(EVENT - 2), idle(2), gone(minutes=random.randint(1, 3)))
-    phases += (down(1, new_pod=True), loading(load_minutes))
-    return [Engine(name=f"a-{i}", model="llama", phases=_fill(*phases)) for i in range(size)], []
+    away = gone(minutes=random.randint(1, 3))
+    phases = _fill(at_work(EVENT - 2), idle(2), away, down(1, new_pod=True), loading(load_minutes))
+    return [Engine(name=f"a-{i}", model="llama", phases=phases) for i in range(size)], []
 
 
 def _scaled_out(random: Random, size: int, load_minutes: int) -> Fleet:
