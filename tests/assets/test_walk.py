@@ -23,6 +23,7 @@ event that depends on the size of a card is played at `--gpu-memory-utilization`
 and at 0.92 on a MIG slice of 10 GB and on an L4 of 24 GB; what does not, once. `-` means that it did not fire.
 "Silent if" is what keeps an alert silent although something like its event happens. The states that the detector
 reports are part of an event: [docs/leaks.md](../../docs/leaks.md) has how soon it reports them.
+The last row is of an alert that was removed, and is not played.
 `pytest --update-golden tests/assets/test_walk.py` writes this file.
 
 """
