@@ -31,7 +31,7 @@ class Phase:
     and one that is `missed` is not scraped at all. `sidecar` is every how many minutes the sidecar restarts.
     """
 
-    minutes: int
+    minutes: float
     state: str | None = "serving"
     up: bool = True
     missed: bool = False
@@ -98,7 +98,7 @@ class Engine:
         """Take a copy of each phase that lasts, for the same may come twice."""
         object.__setattr__(self, "phases", tuple(replace(at) for at in self.phases if at.minutes))
 
-    def series(self, interval: int = 1) -> Iterator[Series]:
+    def series(self, interval: float = 1) -> Iterator[Series]:
         """Yield all that is scraped of it, each `interval` minutes."""
         lengths = _count_samples(self.phases, interval)
         for metric, labels, value in self._rows():
@@ -230,7 +230,7 @@ class Engine:
     def _starts(self) -> list[Level | None]:
         """Return when each run began; the first one ten minutes before all this, unless it is seen to start."""
         values: list[Level | None] = []
-        minute, start, was = 0, -600.0, None
+        minute, start, was = 0.0, -600.0, None
         for at in self.phases:
             if at.state == "starting" and (was != "starting" or at.ended):
                 start = minute * 60.0 + self.clock
@@ -238,21 +238,21 @@ class Engine:
             minute, was = minute + at.minutes, at.state
         return values
 
-    def _sidecar_starts(self, lengths: Sequence[int], interval: int) -> str:
-        parts, minute, start = [], 0, -9000.0
+    def _sidecar_starts(self, lengths: Sequence[int], interval: float) -> str:
+        parts, minute, start = [], 0.0, -9000.0
         for at, n in zip(self.phases, lengths, strict=True):
             start = minute * 60.0 + self.clock if at.new_pod else start
             if not at.is_seen or at.missed:
                 parts.append(_gap(at, n))
             elif at.sidecar:
-                every = at.sidecar // interval
+                every = int(at.sidecar // interval)
                 parts += [_run(60.0 * (minute + at.sidecar * turn), every, 0) for turn in range(n // every)]
             else:
                 parts.append(_run(start, n, 0))
             minute += at.minutes
         return " ".join(filter(None, parts))
 
-    def _counts(self, name: str, lengths: Sequence[int], interval: int) -> str:
+    def _counts(self, name: str, lengths: Sequence[int], interval: float) -> str:
         """Return a counter's values; it begins again with each run."""
         parts, count = [], 0.0
         for at, n in zip(self.phases, lengths, strict=True):
@@ -264,10 +264,10 @@ class Engine:
         return " ".join(filter(None, parts))
 
 
-def _count_samples(phases: Sequence[Phase], interval: int) -> list[int]:
+def _count_samples(phases: Sequence[Phase], interval: float) -> list[int]:
     """Return how many samples fall into each phase."""
     ends = list(accumulate(at.minutes for at in phases))
-    return [-(-end // interval) + (at.minutes - end) // interval for at, end in zip(phases, ends, strict=True)]
+    return [int(-(-end // interval) + (at.minutes - end) // interval) for at, end in zip(phases, ends, strict=True)]
 
 
 def _seen(value: Value) -> Value:

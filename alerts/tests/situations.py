@@ -46,22 +46,22 @@ class Situation:
         )
 
 
-def at_work(minutes: int = HOURS * 60, **more: object) -> Phase:
+def at_work(minutes: float = HOURS * 60, **more: object) -> Phase:
     """Return a phase of an engine that serves as on any day, but for what is given."""
     return Phase(**{"minutes": minutes, "running": 20, "finished": 60, "kv": 0.4} | more)  # type: ignore[arg-type]
 
 
-def idle(minutes: int, **more: object) -> Phase:
+def idle(minutes: float, **more: object) -> Phase:
     """Return a phase of an engine that serves and has nothing to do."""
     return Phase(**{"minutes": minutes} | more)  # type: ignore[arg-type]
 
 
-def loading(minutes: int, **more: object) -> Phase:
+def loading(minutes: float, **more: object) -> Phase:
     """Return a phase of an engine that loads."""
     return Phase(**{"minutes": minutes, "state": "starting"} | more)  # type: ignore[arg-type]
 
 
-def down(minutes: int, *reasons: str, **more: object) -> Phase:
+def down(minutes: float, *reasons: str, **more: object) -> Phase:
     """Return a phase after an exit."""
     return Phase(**{"minutes": minutes, "state": "down", "ended": reasons} | more)  # type: ignore[arg-type]
 
@@ -741,6 +741,20 @@ WELL: Final[Sequence[Situation]] = (
             ],
         )
         for count, minutes in ((1, 1), (1, 40), (16, 12), (16, 40))
+    ),
+    Situation(
+        name="sixteen stopped at work and made again by a deploy that loads for 40 minutes",
+        engines=[
+            *replicas(16, *until_gone(at_work(60), down(2, "stopped"))),
+            *(
+                Engine(
+                    name=f"llama-new-{i}",
+                    model="llama",
+                    phases=rest(gone(minutes=64), Phase(minutes=2, state="down"), loading(40)),
+                )
+                for i in range(16)
+            ),
+        ],
     ),
     Situation(
         name="a deploy beside one replica that crashes again and again",
