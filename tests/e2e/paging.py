@@ -126,13 +126,14 @@ def paging(
 
 
 @contextmanager
-def run_alertmanager(address: str, folder: Path) -> Iterator[Alertmanager]:
+def run_alertmanager(address: str, folder: Path, *more_options: str) -> Iterator[Alertmanager]:
     """Run an Alertmanager until the end, with the alertmanager.yml in the folder."""
     assert ALERTMANAGER
     options = (
         f"--config.file={folder / 'alertmanager.yml'}",
         f"--storage.path={folder / 'alertmanager'}",
         "--cluster.listen-address=",
+        *more_options,
     )
     with running(address, folder / "alertmanager.log", ALERTMANAGER, *options):
         yield Alertmanager(address)
@@ -197,13 +198,16 @@ def grouped_by_engine(text: str) -> str:
 
 def hurried_alertmanager(text: str, folder: Path, pagerduty_url: str) -> str:
     """Return the shipped configuration with this PagerDuty, keys in `folder`, and seconds for minutes."""
-    for team, key in KEYS.items():
-        (folder / team).write_text(f"{key}\n")
-    for old, new in (
-        ("/etc/alertmanager/secrets/pagerduty", str(folder)),
-        ("group_wait: 30s", "group_wait: 2s"),
-        ("group_interval: 5m", "group_interval: 1s"),
-    ):
+    for old, new in (("group_wait: 30s", "group_wait: 2s"), ("group_interval: 5m", "group_interval: 1s")):
         assert old in text
         text = text.replace(old, new)
-    return f"global: {{pagerduty_url: '{pagerduty_url}'}}\n{text}"
+    return wire_pagerduty(text, folder, pagerduty_url)
+
+
+def wire_pagerduty(text: str, folder: Path, pagerduty_url: str) -> str:
+    """Return the shipped configuration with this PagerDuty, and write its keys into `folder`."""
+    for team, key in KEYS.items():
+        (folder / team).write_text(f"{key}\n")
+    keys_folder = "/etc/alertmanager/secrets/pagerduty"
+    assert keys_folder in text
+    return f"global: {{pagerduty_url: '{pagerduty_url}'}}\n{text.replace(keys_folder, str(folder))}"

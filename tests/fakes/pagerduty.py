@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ class Event:
 
     body: Mapping[str, Any]
     notifies: bool
+    arrival_seconds: float
+    """When it arrived, in Unix time."""
 
     @property
     def action(self) -> str:
@@ -117,7 +120,7 @@ class PagerDuty(LocalServer):
             self._open.add(alert)
         if body["event_action"] == "resolve":
             self._open.discard(alert)
-        self.events.append(Event(body=body, notifies=opens))
+        self.events.append(Event(body=body, notifies=opens, arrival_seconds=time.time()))
         return 202, {"status": "success", "message": "Event processed", "dedup_key": body["dedup_key"]}
 
 
