@@ -21,22 +21,22 @@ from score import middle, share
 from traces import MAKERS, NAMES, RECORDED, Labelled, is_held_out, thin
 from watch import Watched, follow, watch
 
-from vllm_headroom.derive.leak import alarm, evidence, steps, track, windows
+from vllm_headroom.derive.leak import evidence, track
 from vllm_headroom.derive.leak import judge as verdicts
 
 Row = dict[str, Any]
 OFF: Final[dict[str, tuple[Any, str, Any]]] = {
     "nothing": (verdicts, "WITNESS_ODDS_LIMIT", verdicts.WITNESS_ODDS_LIMIT),
-    "how often it rises": (windows, "RISE_SOURCES", 0.0),
+    "how often it rises": (evidence, "RISE_SOURCES", 0.0),
     "pace": (verdicts, "weigh_pace", lambda *_: verdicts.WITNESS_ODDS_LIMIT),
     "shape": (verdicts, "is_even", lambda _: True),
     "clipped rises": (evidence, "CLIP_MEDIANS", 1e9),
     "patience": (verdicts, "compute_patience", lambda _: evidence.GROWING_SECONDS),
     "large steps": (verdicts, "find_step_windows", lambda *_: ()),
-    "sizes of steps": (steps, "score_likeness", lambda *_: 0.0),
+    "sizes of steps": (evidence, "score_likeness", lambda *_: 0.0),
     "load that doubled": (track, "LOAD_LEAP", 1e9),
     "steady growth": (verdicts, "is_steady", lambda _: False),
-    "kept on a full card": (alarm, "NEARLY_FULL_BYTES", float("-inf")),
+    "kept on a full card": (verdicts, "NEARLY_FULL_BYTES", float("-inf")),
 }
 """What is replaced, so that a witness is no evidence; without large steps nothing is reported about them."""
 

@@ -8,9 +8,14 @@ from typing import Final, NamedTuple
 
 from msgspec.structs import replace
 
-from vllm_headroom.derive.leak.alarm import LARGE_BYTES
-from vllm_headroom.derive.leak.facts import OUT_OF_MEMORY_BYTES, Estimate, Track
-from vllm_headroom.derive.leak.windows import Growth, list_falls
+from vllm_headroom.derive.leak.facts import (
+    LARGE_BYTES,
+    OUT_OF_MEMORY_BYTES,
+    Estimate,
+    Growth,
+    Track,
+    list_falls,
+)
 from vllm_headroom.units import DAY_SECONDS, HOUR_SECONDS
 
 BATCHES: Final = 5

@@ -1,13 +1,226 @@
-"""The witnesses of even growth: pace, shape, whether it is steady, and how long it lasted."""
+"""The evidence for a leak: windows of blocks, the witnesses of even growth, and large steps."""
 
-from itertools import pairwise
+from bisect import bisect_left
+from collections.abc import Iterator
+from itertools import accumulate, pairwise
 from math import inf, log
 from statistics import median
 from typing import Final
 
-from vllm_headroom.derive.leak.facts import RISE_BYTES, Block
-from vllm_headroom.derive.leak.windows import WINDOW_BLOCKS, Growth, count_folds
-from vllm_headroom.units import DAY_SECONDS, HOUR_SECONDS
+from msgspec import Struct
+
+from vllm_headroom.derive.leak.facts import (
+    RISE_BYTES,
+    Block,
+    Certainty,
+    Growth,
+    Ring,
+    Step,
+    Track,
+    find_retained,
+)
+from vllm_headroom.units import DAY_SECONDS, HOUR_SECONDS, MIB
+
+WINDOW_BLOCKS: Final = (6, 8, 11, 15, 21, 30, 46, 61)
+"""The lengths, in blocks, of the windows that are judged."""
+
+LEAST_GROWTH_BYTES: Final = 48 * MIB
+"""The least growth for a verdict: a few of the allocator's 20 MiB segments (c10 kLargeBuffer) are
+no leak."""
+
+COUNTED_SECONDS: Final = 60.0
+"""This time counts as worked before the origin: without it, the work would grow by infinitely many
+e-folds in the first block."""
+
+COUNTED_REQUESTS: Final = 50.0
+"""This many requests count as finished before the origin, for the same reason."""
+
+LEAST_FOLDS: Final = 1e-9
+"""A block without work counts as this many e-folds, because callers divide by the number."""
+
+
+def count_folds(origin: Block, begin: Block, end: Block) -> float:
+    """Return how many times the work done since the origin grew e-fold from `begin` to `end`.
+
+    Work is time or requests, whichever grew by more e-folds. Never 0.
+    """
+    seconds_until_begin = max(COUNTED_SECONDS, begin.seconds - origin.seconds + COUNTED_SECONDS)
+    seconds_until_end = end.seconds - origin.seconds + COUNTED_SECONDS
+    requests_until_begin = max(
+        COUNTED_REQUESTS, begin.requests - origin.requests + COUNTED_REQUESTS
+    )
+    requests_until_end = end.requests - origin.requests + COUNTED_REQUESTS
+    return max(
+        log(seconds_until_end / seconds_until_begin),
+        log(requests_until_end / requests_until_begin),
+        LEAST_FOLDS,
+    )
+
+
+RISE_SOURCES: Final = 6.0
+"""How many independent sources of benign rises are assumed: records and first uses. The n-th of
+exchangeable demands is a record with chance 1/n (Rényi), and an event of log-uniform rarity is
+first seen at rate 1/n. So this many sources give at most RISE_SOURCES times ln(n1/n0) rises while
+the work done grows from n0 to n1."""
+
+RISE_CHANCE_IN_A_LEAK: Final = 0.8
+"""Our choice: a leak rises in four blocks of five."""
+
+LEAST_RISE_CHANCE: Final = 0.10
+"""Real benign steps come in clusters, so a benign rise in a block is never assumed to be less
+likely than this."""
+
+USELESS_CHANCE: Final = 0.75
+"""A block in which a benign rise is at least this likely is no evidence: this covers the
+warm-up."""
+
+
+def weigh_blocks(origin: Block, blocks: tuple[Block, ...]) -> tuple[list[float], list[float]]:
+    """Return what a rise, and what no rise, in each block but the first adds to the odds of a leak.
+
+    Both lists have one entry less than `blocks`: entry i is for the rise from block i to block
+    i + 1. The entries are log likelihood ratios of a leak against records and first uses. A block
+    is no evidence if more requests than ever before ran at once in it or in the block before:
+    higher load explains a rise, and the rise may show in the floor of the next block only.
+    """
+    odds_of_rise: list[float] = []
+    odds_of_none: list[float] = []
+    peak_running = origin.peak_running
+    for previous, block in pairwise(blocks):
+        benign_chance = max(RISE_SOURCES * count_folds(origin, previous, block), LEAST_RISE_CHANCE)
+        if benign_chance < USELESS_CHANCE and block.peak_running <= peak_running:
+            odds_of_rise.append(log(RISE_CHANCE_IN_A_LEAK / benign_chance))
+            odds_of_none.append(log((1 - RISE_CHANCE_IN_A_LEAK) / (1 - benign_chance)))
+        else:  # the block is no evidence, whether it rises or not
+            odds_of_rise.append(0.0)
+            odds_of_none.append(0.0)
+        # One block late: the rise after a new peak of load shows in the floor of the next block.
+        peak_running = previous.peak_running
+    return odds_of_rise, odds_of_none
+
+
+class RingSurvey(Struct, frozen=True):
+    """The blocks of a ring since the origin, with figures that all windows of them share."""
+
+    blocks: tuple[Block, ...]
+    retained_bytes: tuple[float, ...]
+    """The lowest floor from each block on: what the block held and was not given back later."""
+
+    highest_bytes: tuple[float, ...]
+    """The highest floor until each block, blocks before the origin included."""
+
+    odds_of_rise: tuple[float, ...]
+    """What a rise from block i to block i + 1 adds to the odds, see `weigh_blocks`."""
+
+    odds_of_none: tuple[float, ...]
+    """What it adds to the odds that there is no rise there."""
+
+
+def survey_ring(ring: Ring, origin: Block) -> RingSurvey | None:
+    """Return a ring's blocks since the origin.
+
+    None where there are too few blocks, or they grew too little, for a verdict.
+    """
+    oldest = bisect_left(ring.blocks, origin.seconds, key=lambda block: block.seconds)
+    if len(ring.blocks) - oldest < WINDOW_BLOCKS[0] + 1:
+        return None
+    retained_bytes = find_retained(ring.blocks)
+    floors = (block.floor_bytes for block in ring.blocks)
+    highest_bytes = tuple(accumulate(floors, max, initial=ring.highest_bytes))[1:]
+    if retained_bytes[-1] - highest_bytes[oldest] < LEAST_GROWTH_BYTES:
+        return None
+    odds_of_rise, odds_of_none = weigh_blocks(origin, ring.blocks[oldest:])
+    return RingSurvey(
+        ring.blocks[oldest:],
+        retained_bytes[oldest:],
+        highest_bytes[oldest:],
+        tuple(odds_of_rise),
+        tuple(odds_of_none),
+    )
+
+
+def cut_window(survey: RingSurvey, begin: int) -> Growth:
+    """Return the growth from the block at `begin` to the newest; memory must have grown in it."""
+    # Memory that only returns to an earlier height is no growth: it counts from the highest floor.
+    held_before_bytes = survey.highest_bytes[begin]
+    retained_bytes = tuple(
+        max(held_before_bytes, floor_bytes) for floor_bytes in survey.retained_bytes[begin:]
+    )
+    rises_bytes = tuple([later - earlier for earlier, later in pairwise(retained_bytes)])
+    grown_bytes = retained_bytes[-1] - retained_bytes[0]
+    rising = [rise_bytes for rise_bytes in rises_bytes if rise_bytes >= RISE_BYTES]
+    sum_of_squares = sum([rise_bytes * rise_bytes for rise_bytes in rising])
+    evidence = zip(
+        rises_bytes, survey.odds_of_rise[begin:], survey.odds_of_none[begin:], strict=True
+    )
+    block_odds = [
+        odds_of_rise if rise_bytes >= RISE_BYTES else odds_of_none
+        for rise_bytes, odds_of_rise, odds_of_none in evidence
+    ]
+    return Growth(
+        blocks=survey.blocks[begin:],
+        retained_bytes=retained_bytes,
+        rises_bytes=rises_bytes,
+        grown_bytes=grown_bytes,
+        typical_step_bytes=sum_of_squares / grown_bytes,
+        lasted_seconds=survey.blocks[-1].seconds - survey.blocks[begin].seconds,
+        rise_count=len(rising),
+        rise_odds=sum(block_odds),
+    )
+
+
+LAST_SHARE: Final = 0.05
+"""The share of a window's growth that is its last part: how long that took shows whether growth has
+ended."""
+
+QUIET_SECONDS: Final = 1800.0
+"""Growth has not ended before this time without a rise."""
+
+QUIET_GAPS: Final = 1.5
+"""Growth has not ended before this many of its usual gaps between rises have passed without a rise,
+in seconds and in requests."""
+
+
+def has_ended(growth: Growth) -> bool:
+    """Return whether growth has ended: nothing has risen for long, see `is_over`.
+
+    Only the time since 95 % of the growth were reached counts as quiet, so that a last small rise
+    does not extend it. It must be at least twice as long as 5 % take at an even pace.
+    """
+    last_part_bytes = growth.retained_bytes[-1] - LAST_SHARE * growth.grown_bytes
+    newest_rise = growth.blocks[bisect_left(growth.retained_bytes, last_part_bytes)]
+    return is_over(
+        growth.blocks[0],
+        newest_rise,
+        growth.blocks[-1],
+        step_count=growth.grown_bytes / growth.typical_step_bytes,
+        quiet_seconds=max(QUIET_SECONDS, 2 * LAST_SHARE * growth.lasted_seconds),
+        quiet_gaps=QUIET_GAPS,
+    )
+
+
+def is_over(
+    began: Block,
+    newest_rise: Block,
+    now: Block,
+    *,
+    step_count: float,
+    quiet_seconds: float,
+    quiet_gaps: float,
+) -> bool:
+    """Return whether nothing has risen since `newest_rise` for long enough to call growth over.
+
+    That is longer than `quiet_seconds`, and longer than `quiet_gaps` times the usual gap between
+    the `step_count` steps since `began`. The gaps must have passed in requests too, so that idle
+    time does not end it.
+    """
+    gap_count = max(1.0, step_count - 1)
+    gap_seconds = (newest_rise.seconds - began.seconds) / gap_count
+    gap_requests = (newest_rise.requests - began.requests) / gap_count
+    if now.seconds - newest_rise.seconds <= max(quiet_seconds, quiet_gaps * gap_seconds):
+        return False
+    return now.requests - newest_rise.requests >= quiet_gaps * gap_requests
+
 
 STEADY_BLOCKS: Final = WINDOW_BLOCKS[2]
 """The least number of blocks, eleven, of steady growth: fewer may rise by the same by chance."""
@@ -187,3 +400,178 @@ def compute_patience(left_seconds: float | None) -> float:
     # Where the device is soon full, a share of the time left is shorter than an hour.
     haste_seconds = max(HASTE_SHARE * left_seconds, HASTE_SECONDS)
     return min(haste_seconds, patience_seconds)
+
+
+LEAST_STEPS_BYTES: Final = 512 * MIB
+"""The least growth of a window that is judged by its large steps."""
+
+LEAST_STEPS: Final = 1.8
+"""The growth of a window must be at least this many times its typical step: a single step shows no
+pace."""
+
+
+def find_step_windows(survey: RingSurvey) -> Iterator[Growth]:
+    """Yield each window that begins with a rise and has the growth of about two large steps.
+
+    The shortest window comes first. Of the growth, rises in blocks with a new peak of load do not
+    count: load explains them. Nothing is yielded where no window is large enough.
+    """
+    # Backwards from the newest block, so that the shortest window comes first.
+    for begin in range(len(survey.blocks) - 2, -1, -1):
+        begins_with_step = survey.retained_bytes[begin + 1] > survey.retained_bytes[begin]
+        grown_bytes = survey.retained_bytes[-1] - survey.highest_bytes[begin]
+        if begins_with_step and grown_bytes >= LEAST_STEPS_BYTES:
+            growth = cut_window(survey, begin)
+            if _sum_at_level_load(growth) >= LEAST_STEPS * growth.typical_step_bytes:
+                yield growth
+
+
+def _sum_at_level_load(growth: Growth) -> float:
+    """Return the bytes of the rises in blocks without a new peak of load."""
+    rises = zip(pairwise(growth.blocks), growth.rises_bytes, strict=True)
+    return sum(
+        [
+            rise_bytes
+            for (previous, block), rise_bytes in rises
+            if block.peak_running <= previous.peak_running
+        ]
+    )
+
+
+SAME_SIZE_BYTES: Final = 2 * MIB
+"""Steps that differ by at most the allocator's smallest step are of one size."""
+
+RECORD_RATIO: Final = 1.04
+"""A step is a record if it is larger than the largest before it by more than this ratio."""
+
+REPEATED_BYTES: Final = 96 * MIB
+"""A repeated size below this is no evidence: slots, graphs and kernels repeat too, but are
+smaller."""
+
+REPEATED_ODDS: Final = 2.0
+"""What a step of a repeated size adds to the log odds, for each e-fold above `REPEATED_BYTES`.
+Fitted to simulated days, as are the next three constants."""
+
+MOST_REPEATED_ODDS: Final = 6.0
+"""The most that a step of a repeated size adds to the log odds."""
+
+SMALLER_ODDS: Final = 0.5
+"""What a step adds to the log odds that is smaller than the largest before it."""
+
+RECORD_ODDS: Final = -1.0
+"""What a step adds to the log odds that is larger than all before it."""
+
+
+def score_likeness(steps: tuple[Step, ...], since_seconds: float, least_bytes: float) -> float:
+    """Return what the sizes of the steps add to the odds of a leak, as a log likelihood ratio.
+
+    Benign steps are records, larger than all before them: the allocator takes a new segment for a
+    demand that fits into no cached one. The steps of a leak are of one kind and size. Only steps of
+    at least `least_bytes` are compared, and only those after `since_seconds` add to the result.
+    """
+    odds = 0.0
+    earlier_bytes: list[float] = []
+    for step in steps:
+        if step.size_bytes < least_bytes:
+            continue
+        if step.seconds > since_seconds:
+            odds += _weigh_size(step.size_bytes, earlier_bytes)
+        earlier_bytes.append(step.size_bytes)
+    return odds
+
+
+def _weigh_size(size_bytes: float, earlier_bytes: list[float]) -> float:
+    """Return what one step adds: as a repeated size, as a smaller one, as a record, or nothing."""
+    largest_bytes = max(earlier_bytes, default=0.0)
+    if size_bytes <= largest_bytes:  # a new largest size is no repetition
+        for other_bytes in earlier_bytes:
+            if abs(size_bytes - other_bytes) <= SAME_SIZE_BYTES:
+                folds = log(size_bytes / REPEATED_BYTES)
+                return min(MOST_REPEATED_ODDS, max(0.0, REPEATED_ODDS * folds))
+    if size_bytes < largest_bytes:
+        return SMALLER_ODDS
+    if size_bytes > RECORD_RATIO * largest_bytes:
+        return RECORD_ODDS
+    return 0.0
+
+
+GROWING_ODDS: Final = log(12)
+"""The least log odds of the pace for a warning: twelve to one that growth comes by time or
+requests, and not by e-folds of work."""
+
+LEAKING_ODDS: Final = log(8)
+"""The least log odds of the pace for an alarm: eight to one is enough if the sizes of the steps are
+like a leak's."""
+
+SURE_OF_STEPS: Final = 9.0
+"""The least sum, for an alarm, of the log odds of the pace and of the sizes of the steps."""
+
+LEAKING_ODDS_WHERE_FULL: Final = log(3)
+"""In place of LEAKING_ODDS where a step as large as the largest no longer fits: few engines with
+bounded growth fill the memory so far."""
+
+SURE_OF_STEPS_WHERE_FULL: Final = 6.0
+"""In place of SURE_OF_STEPS in the same case."""
+
+COMPARED_SHARE: Final = 0.05
+"""The sizes of steps below this share of the growth are not compared."""
+
+YOUNG_SECONDS: Final = 4 * HOUR_SECONDS
+"""There is no alarm before this time since the origin, and no warning before half of it: caches
+fill evenly too."""
+
+LATE_SHARE: Final = 2.0
+"""Growth that lasted for this multiple of the time left is an alarm even earlier, and whatever load
+does: two thirds of the room are gone."""
+
+ROOM_SHARE: Final = 0.25
+"""For an alarm, the growth must have taken this share of the room, or ENOUGH_BYTES if that is
+less."""
+
+ENOUGH_BYTES: Final = 1536 * MIB
+"""Few caches are as large as this."""
+
+WARNING_SHARE: Final = 0.25
+"""A warning comes once growth has lasted for this share of the time left."""
+
+
+def judge_steps(
+    growth: Growth, track: Track, origin: Block, room_bytes: float | None
+) -> tuple[Certainty, float]:
+    """Return the verdict on a window that begins with a step, and its evidence as log odds.
+
+    GROWING means that the pace does not slow down, and that growth has lasted for a quarter of the
+    time left, which is at most a day. LEAKING means that besides, the sizes of the steps repeat,
+    and enough of the room is gone. Where the room is unknown, it is assumed to be as large as the
+    memory that was held at first.
+    """
+    odds = weigh_pace(growth, origin)
+    grown_bytes = growth.grown_bytes
+    lasted_seconds = growth.lasted_seconds
+    age_seconds = track.clock.now_seconds - origin.seconds
+    # Where the room is unknown, memory is assumed to be full when it has doubled.
+    assumed_room_bytes = origin.floor_bytes if room_bytes is None else max(1.0, room_bytes)
+    left_seconds = assumed_room_bytes / grown_bytes * lasted_seconds
+
+    # Caches fill in steps too, but few take so much, and most early in a run.
+    enough_bytes = min(ENOUGH_BYTES, ROOM_SHARE * (assumed_room_bytes + grown_bytes))
+    is_late = room_bytes is not None and lasted_seconds >= LATE_SHARE * left_seconds
+    # A step as large as the largest no longer fits: less evidence is enough, because bounded growth
+    # rarely gets so far.
+    is_full = room_bytes is not None and assumed_room_bytes <= max(growth.rises_bytes)
+    leaking_odds = LEAKING_ODDS_WHERE_FULL if is_full else LEAKING_ODDS
+    sure_odds = SURE_OF_STEPS_WHERE_FULL if is_full else SURE_OF_STEPS
+    may_be_leak = odds >= leaking_odds and grown_bytes >= enough_bytes
+    has_lasted = lasted_seconds >= compute_patience(left_seconds)
+    if may_be_leak and has_lasted and (age_seconds >= YOUNG_SECONDS or is_late):
+        # Scored last, because it compares all pairs of steps.
+        steps = tuple(step for step in track.history.steps if step.seconds > origin.seconds)
+        likeness = score_likeness(steps, growth.blocks[0].seconds, COMPARED_SHARE * grown_bytes)
+        if odds + likeness >= sure_odds:
+            return Certainty.LEAKING, odds + likeness
+
+    # A warning needs the pace alone, and that the device would be full within a day.
+    is_soon = left_seconds <= DAY_SECONDS and lasted_seconds >= WARNING_SHARE * left_seconds
+    if odds >= GROWING_ODDS and age_seconds >= YOUNG_SECONDS / 2 and is_soon:
+        return Certainty.GROWING, odds
+    return Certainty.NONE, odds

@@ -1,6 +1,8 @@
 """The state of the detector for one series: blocks of readings, work, verdict and alarm."""
 
+from collections.abc import Iterator
 from enum import IntEnum
+from itertools import accumulate
 from typing import Final
 
 from msgspec import Struct, field
@@ -13,6 +15,10 @@ torch's small pool)."""
 
 OUT_OF_MEMORY_BYTES: Final = 100 * MIB
 """With less free memory than this, allocations begin to fail: segments are 20 MiB and larger."""
+
+
+LARGE_BYTES: Final = 64 * MIB
+"""A larger fall or rise is not the allocator's usual give and take."""
 
 
 class Certainty(IntEnum):
@@ -65,6 +71,47 @@ class Ring(Struct, frozen=True, kw_only=True):
     """The highest floor of the older blocks that were dropped."""
 
     verdict: Certainty = Certainty.NONE
+
+
+def find_retained(blocks: tuple[Block, ...]) -> tuple[float, ...]:
+    """Return, for each block, the lowest floor from that block on."""
+    return tuple(accumulate((block.floor_bytes for block in reversed(blocks)), min))[::-1]
+
+
+def list_falls(rings: tuple[Ring, ...]) -> Iterator[tuple[Block, float]]:
+    """Yield each block whose memory was given back in part since, and how many bytes were."""
+    now_bytes = rings[0].blocks[-1].floor_bytes
+    for ring in rings:
+        for block, retained_bytes in zip(ring.blocks, find_retained(ring.blocks), strict=True):
+            fall_bytes = block.floor_bytes - min(retained_bytes, now_bytes)
+            if fall_bytes > 0:
+                yield block, fall_bytes
+
+
+class Growth(Struct, frozen=True, kw_only=True):
+    """The growth in a window: the retained memory above all that was held before the window."""
+
+    blocks: tuple[Block, ...]
+    """The block before the window, and the blocks of the window."""
+
+    retained_bytes: tuple[float, ...]
+    """The retained memory at each of these blocks: it never falls."""
+
+    rises_bytes: tuple[float, ...]
+    """The rise from block i to block i + 1; 0 where there was none."""
+
+    grown_bytes: float
+    """The sum of the rises."""
+    typical_step_bytes: float
+    """The typical size of a rise: the sum of the squares divided by the sum, so that small rises
+    hardly count."""
+
+    lasted_seconds: float
+    rise_count: int
+    """How many blocks rose by at least RISE_BYTES."""
+
+    rise_odds: float
+    """The log likelihood ratio of a leak against records and first uses, by how often it rose."""
 
 
 class Work(Struct, frozen=True, kw_only=True):

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from msgspec import Struct
 
-from vllm_headroom.derive.leak import alarm, evidence, judge, steps, track, windows
+from vllm_headroom.derive.leak import evidence, facts, judge, track
 
 
 class Witness(Struct, frozen=True, kw_only=True):
@@ -36,12 +36,12 @@ WITNESSES: Final = (
         name="how often it rises",
         measures="in how many blocks memory rose, against the rarity of records and first uses",
         adds="the log likelihood ratio of each block, in all at most 12; an alarm needs 10",
-        functions=(windows.weigh_blocks,),
+        functions=(evidence.weigh_blocks,),
         constants={
-            "RISE_SOURCES": windows.RISE_SOURCES,
-            "RISE_CHANCE_IN_A_LEAK": windows.RISE_CHANCE_IN_A_LEAK,
-            "LEAST_RISE_CHANCE": windows.LEAST_RISE_CHANCE,
-            "USELESS_CHANCE": windows.USELESS_CHANCE,
+            "RISE_SOURCES": evidence.RISE_SOURCES,
+            "RISE_CHANCE_IN_A_LEAK": evidence.RISE_CHANCE_IN_A_LEAK,
+            "LEAST_RISE_CHANCE": evidence.LEAST_RISE_CHANCE,
+            "USELESS_CHANCE": evidence.USELESS_CHANCE,
             "LEAST_RISE_ODDS": judge.LEAST_RISE_ODDS,
         },
         source="Rényi: the n-th of exchangeable demands is a record with chance 1/n",
@@ -77,7 +77,7 @@ WITNESSES: Final = (
         measures="each rise as at most three median rises",
         adds="nothing; one large demand moves neither the shape nor the time left",
         functions=(evidence.clip_rises,),
-        constants={"CLIP_MEDIANS": evidence.CLIP_MEDIANS, "LARGE_BYTES": alarm.LARGE_BYTES},
+        constants={"CLIP_MEDIANS": evidence.CLIP_MEDIANS, "LARGE_BYTES": facts.LARGE_BYTES},
         source="our choice; recorded days of torch's allocator are found later without",
         fails_without="tests/unit/derive/leak/test_large_and_fast.py"
         "::test_one_large_demand_early_in_a_leak_does_not_put_the_alarm_off",
@@ -103,15 +103,15 @@ WITNESSES: Final = (
         name="large steps",
         measures="the pace of windows that begin with a step and are worth two",
         adds="a separate verdict, for leaks in too few rises for the others",
-        functions=(steps.find_step_windows, steps.judge_steps),
+        functions=(evidence.find_step_windows, evidence.judge_steps),
         constants={
-            "LEAST_STEPS_BYTES": steps.LEAST_STEPS_BYTES,
-            "LEAST_STEPS": steps.LEAST_STEPS,
-            "GROWING_ODDS": steps.GROWING_ODDS,
-            "LEAKING_ODDS": steps.LEAKING_ODDS,
-            "YOUNG_SECONDS": steps.YOUNG_SECONDS,
-            "ROOM_SHARE": steps.ROOM_SHARE,
-            "ENOUGH_BYTES": steps.ENOUGH_BYTES,
+            "LEAST_STEPS_BYTES": evidence.LEAST_STEPS_BYTES,
+            "LEAST_STEPS": evidence.LEAST_STEPS,
+            "GROWING_ODDS": evidence.GROWING_ODDS,
+            "LEAKING_ODDS": evidence.LEAKING_ODDS,
+            "YOUNG_SECONDS": evidence.YOUNG_SECONDS,
+            "ROOM_SHARE": evidence.ROOM_SHARE,
+            "ENOUGH_BYTES": evidence.ENOUGH_BYTES,
         },
         source="Poisson's law, as pace; few bounded caches take a quarter of the room or 1.5 GiB",
         fails_without="tests/unit/derive/leak/test_higher_load.py"
@@ -121,14 +121,14 @@ WITNESSES: Final = (
         name="sizes of steps",
         measures="whether the sizes of large steps come again, or outgrow each other",
         adds="up to 6 for each repeated size, 0.5 for a smaller one, -1 for a record",
-        functions=(steps.score_likeness,),
+        functions=(evidence.score_likeness,),
         constants={
-            "REPEATED_BYTES": steps.REPEATED_BYTES,
-            "REPEATED_ODDS": steps.REPEATED_ODDS,
-            "MOST_REPEATED_ODDS": steps.MOST_REPEATED_ODDS,
-            "SMALLER_ODDS": steps.SMALLER_ODDS,
-            "RECORD_ODDS": steps.RECORD_ODDS,
-            "SURE_OF_STEPS": steps.SURE_OF_STEPS,
+            "REPEATED_BYTES": evidence.REPEATED_BYTES,
+            "REPEATED_ODDS": evidence.REPEATED_ODDS,
+            "MOST_REPEATED_ODDS": evidence.MOST_REPEATED_ODDS,
+            "SMALLER_ODDS": evidence.SMALLER_ODDS,
+            "RECORD_ODDS": evidence.RECORD_ODDS,
+            "SURE_OF_STEPS": evidence.SURE_OF_STEPS,
         },
         source="fitted to simulated days",
         fails_without="tests/unit/derive/leak/test_large_and_fast.py"
@@ -154,7 +154,7 @@ WITNESSES: Final = (
             "STEADY_BLOCKS": evidence.STEADY_BLOCKS,
             "STEADY_SPREAD": evidence.STEADY_SPREAD,
             "SOON_SHARE": judge.SOON_SHARE,
-            "LATE_SHARE": steps.LATE_SHARE,
+            "LATE_SHARE": evidence.LATE_SHARE,
         },
         source="warm-ups that took half of a card had a variance of 0.8 to 4 squared means",
         fails_without="tests/unit/derive/leak/test_higher_load.py"
@@ -164,8 +164,8 @@ WITNESSES: Final = (
         name="kept on a full card",
         measures="the room that is left when growth pauses or is given back during an alarm",
         adds="nothing; with less than 1 GiB an alarm is held for longer",
-        functions=(alarm.update_alarm,),
-        constants={"NEARLY_FULL_BYTES": alarm.NEARLY_FULL_BYTES},
+        functions=(judge.update_alarm,),
+        constants={"NEARLY_FULL_BYTES": judge.NEARLY_FULL_BYTES},
         source="torch's allocator gives back its cache, which hides the growth beneath",
         fails_without="tests/unit/derive/leak/test_steps.py"
         "::test_an_alarm_ends_when_most_is_given_back"
