@@ -18,15 +18,6 @@ from vllm_headroom.vocabulary import (
     Sureness,
 )
 
-FULL_ROOM_BYTES: Final = 256 * 2**20
-"""A GPU was full if its least free memory was at most this, a dozen of torch's segments of 20 MiB,
-and at most the share FULL_ROOM_RATIO."""
-
-FULL_ROOM_RATIO: Final = 0.5
-"""The largest share of the memory that was free when the engine began to serve. A GPU that is
-configured to keep little memory free is not out of memory."""
-
-
 ROUNDING_TOLERANCE: Final = 1e-9
 """Tolerance for binary fractions such as 0.92 * 100."""
 
@@ -78,11 +69,6 @@ class BudgetExcess(Struct, frozen=True, kw_only=True):
         return floor(hundredths + ROUNDING_TOLERANCE) / 100
 
 
-FILL_SECONDS: Final = 30.0
-"""Growth in a straight line that would have taken the rest within this time has filled the GPU: the
-newest sample may be that old."""
-
-
 class StraightGrowth(Struct, frozen=True, kw_only=True):
     """Growth of the engine in a straight line up to the end, under a level load."""
 
@@ -126,26 +112,6 @@ class GpuAtEnd(Device, frozen=True, kw_only=True):
     straight_growth: StraightGrowth | None = None
     excess: BudgetExcess | None = None
     """By how much it held more than its budget; None where it did not, or where that is unknown."""
-
-    @property
-    def is_full(self) -> bool:
-        """Whether almost no room was left; False where the room is unknown.
-
-        With growth in a straight line, "almost no room" is what that growth takes in FILL_SECONDS,
-        if that is more.
-        """
-        if self.last_room_bytes is None:
-            return False
-        full_room_bytes = float(FULL_ROOM_BYTES)
-        if self.straight_growth is not None:
-            growth_bytes = FILL_SECONDS * self.straight_growth.bytes_per_second
-            full_room_bytes = max(full_room_bytes, growth_bytes)
-        if self.last_room_bytes > full_room_bytes:
-            return False
-        if self.first_room_bytes is None:
-            return True
-        # A GPU that is configured to keep little free is not full because of that.
-        return self.last_room_bytes <= FULL_ROOM_RATIO * self.first_room_bytes
 
     @property
     def growth_bytes(self) -> int | None:
@@ -214,11 +180,6 @@ class Lost(Struct, frozen=True, order=True):
     pid: int | None = None
 
 
-REFUSING_SECONDS: Final = 15.0
-"""A server that has refused its page for this time and runs on is shutting down on request. One
-whose core has died exits within seconds, and refuses its page only until then."""
-
-
 class Ending(Struct, frozen=True, kw_only=True):
     """An exit or a stall, and what preceded it in that run of the engine."""
 
@@ -268,13 +229,6 @@ class Ending(Struct, frozen=True, kw_only=True):
         return self.kind is IncidentKind.ENDED or bool(self.lost_processes)
 
     @property
-    def is_shutdown(self) -> bool:
-        """Whether the server had served, then closed its port and run on: a requested shutdown."""
-        if not self.has_served or self.refused_seconds is None:
-            return False
-        return self.refused_seconds >= REFUSING_SECONDS
-
-    @property
     def running(self) -> float | None:
         """The number of running requests on the last page; None where unknown."""
         running = [engine.running for engine in self.engines if engine.running is not None]
@@ -295,20 +249,6 @@ class Ending(Struct, frozen=True, kw_only=True):
         """The GPU with the least room; None where the room of every GPU is unknown."""
         gpus = [gpu for gpu in self.gpus if gpu.last_room_bytes is not None]
         return min(gpus, key=lambda gpu: gpu.last_room_bytes or 0, default=None)
-
-    @property
-    def full_gpu(self) -> GpuAtEnd | None:
-        """The GPU whose lack of memory can explain the end.
-
-        Where the engine is known to have run out of memory, that is the GPU with the least room,
-        even if it does not count as full. Otherwise it is the first GPU that is full. None where no
-        GPU is, and where the run is not over or has never served.
-        """
-        if not self.is_over or not self.has_served:
-            return None
-        if self.reason in (ExitReason.OUT_OF_MEMORY, ExitReason.OVER_BUDGET):
-            return self.fullest_gpu
-        return next((gpu for gpu in self.gpus if gpu.is_full), None)
 
 
 class Diagnosis(Struct, frozen=True):

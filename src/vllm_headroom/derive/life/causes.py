@@ -9,8 +9,7 @@ from typing import Final, NamedTuple
 
 from vllm_headroom.derive.attribution import NEIGHBOUR_BYTES
 from vllm_headroom.model import BudgetExcess, Diagnosis, Ending, GpuAtEnd, StraightGrowth
-from vllm_headroom.model.status import FULL_ROOM_BYTES
-from vllm_headroom.units import GIB, format_duration, format_size
+from vllm_headroom.units import GIB, MIB, format_duration, format_size
 from vllm_headroom.vocabulary import (
     GROWING_STATES,
     EndCause,
@@ -19,6 +18,22 @@ from vllm_headroom.vocabulary import (
     LeakState,
     Sureness,
 )
+
+FULL_ROOM_BYTES: Final = 256 * MIB
+"""A GPU was full if its least free memory was at most this, a dozen of torch's segments of 20 MiB,
+and at most the share FULL_ROOM_RATIO."""
+
+FULL_ROOM_RATIO: Final = 0.5
+"""The largest share of the memory that was free when the engine began to serve. A GPU that is
+configured to keep little memory free is not out of memory."""
+
+FILL_SECONDS: Final = 30.0
+"""Growth in a straight line that would have taken the rest within this time has filled the GPU: the
+newest sample may be that old."""
+
+REFUSING_SECONDS: Final = 15.0
+"""A server that has refused its page for this time and runs on is shutting down on request. One
+whose core has died exits within seconds, and refuses its page only until then."""
 
 LIKELY_SHARE: Final = 0.5
 """Growth that took at least this share of the lost room is a likely cause."""
@@ -95,6 +110,47 @@ def judge_ending(end: Ending) -> tuple[Diagnosis, ...]:
     return tuple(sorted(diagnoses, key=lambda diagnosis: surest_first.index(diagnosis.sureness)))
 
 
+def is_gpu_full(gpu: GpuAtEnd) -> bool:
+    """Return whether almost no room was left; False where the room is unknown.
+
+    With growth in a straight line, "almost no room" is what that growth takes in FILL_SECONDS, if
+    that is more.
+    """
+    if gpu.last_room_bytes is None:
+        return False
+    full_room_bytes = float(FULL_ROOM_BYTES)
+    if gpu.straight_growth is not None:
+        growth_bytes = FILL_SECONDS * gpu.straight_growth.bytes_per_second
+        full_room_bytes = max(full_room_bytes, growth_bytes)
+    if gpu.last_room_bytes > full_room_bytes:
+        return False
+    if gpu.first_room_bytes is None:
+        return True
+    # A GPU that is configured to keep little free is not full because of that.
+    return gpu.last_room_bytes <= FULL_ROOM_RATIO * gpu.first_room_bytes
+
+
+def find_full_gpu(end: Ending) -> GpuAtEnd | None:
+    """Return the GPU whose lack of memory can explain the end.
+
+    Where the engine is known to have run out of memory, that is the GPU with the least room, even
+    if it does not count as full. Otherwise it is the first GPU that is full. None where no GPU is,
+    and where the run is not over or has never served.
+    """
+    if not end.is_over or not end.has_served:
+        return None
+    if end.reason in FULL_REASONS:
+        return end.fullest_gpu
+    return next((gpu for gpu in end.gpus if is_gpu_full(gpu)), None)
+
+
+def is_shutdown(end: Ending) -> bool:
+    """Return whether the server had served, then closed its port and ran on: it was asked to."""
+    if not end.has_served or end.refused_seconds is None:
+        return False
+    return end.refused_seconds >= REFUSING_SECONDS
+
+
 def _fit_kill(end: Ending) -> Fit | None:
     """Return the cause that the kernel killed the engine for lack of host memory.
 
@@ -144,7 +200,7 @@ def _fit_neighbour(end: Ending) -> Fit | None:
     Where their memory is unknown, a new process on the GPU suffices. None where no GPU was full, or
     others took little.
     """
-    gpu = end.full_gpu
+    gpu = find_full_gpu(end)
     if gpu is None:
         return None
     cause = "Out of GPU memory by a neighbour"
@@ -161,12 +217,27 @@ def _fit_neighbour(end: Ending) -> Fit | None:
     if share < LIKELY_SHARE:
         return None
     # A failed allocation takes no memory: without a full GPU it may have had another cause.
-    is_sure = gpu.is_full and share >= SURE_SHARE
+    is_sure = is_gpu_full(gpu) and share >= SURE_SHARE
     size = format_size(other_growth_bytes)
     return Fit(
         _grade(is_sure=is_sure),
         f"{cause}: other processes took {size} of {gpu.display_name}.",
     )
+
+
+def refine_reason(end: Ending) -> ExitReason | None:
+    """Return the reason of an exit, refined by what preceded it.
+
+    A shutdown and an engine that never kept its budget show in the whole ending only. Any other end
+    keeps its reason.
+    """
+    if end.reason is ExitReason.GONE and is_shutdown(end):
+        return ExitReason.STOPPED
+    # A run that was replaced between two samples may have been restarted on purpose.
+    may_be_death = end.reason in (ExitReason.GONE, ExitReason.OUT_OF_MEMORY)
+    if may_be_death and is_over_budget(end):
+        return ExitReason.OVER_BUDGET
+    return end.reason
 
 
 def is_over_budget(end: Ending) -> bool:
@@ -190,7 +261,7 @@ def _fit_over_budget(end: Ending) -> Fit | None:
     is_settled = excess.seconds >= KNOWN_BEFORE_SECONDS
     later_growth_bytes = _measure_later_growth(gpu, excess)
     is_alone = later_growth_bytes <= LIKELY_SHARE * excess.first_excess_bytes
-    is_sure = gpu.is_full and is_attributed and is_settled and is_alone
+    is_sure = is_gpu_full(gpu) and is_attributed and is_settled and is_alone
     size = format_size(excess.excess_bytes)
     duration = format_duration(excess.seconds)
     return Fit(
@@ -203,7 +274,7 @@ def _fit_over_budget(end: Ending) -> Fit | None:
 
 def _is_memory_short(end: Ending, gpu: GpuAtEnd, excess: BudgetExcess) -> bool:
     """Return whether a GPU was full, or an engine at work exited with little left."""
-    if gpu.is_full or end.ooms or end.reason in FULL_REASONS:
+    if is_gpu_full(gpu) or end.ooms or end.reason in FULL_REASONS:
         return True
     # The engine's own need is compared: without other processes it could have had their memory.
     room_bytes = (gpu.last_room_bytes or 0) + (gpu.last_other_bytes or 0)
@@ -271,12 +342,14 @@ def _fit_leak(end: Ending) -> Fit | None:
     None where no GPU was full, or a burst, others or an excess over the budget took the room. Sure
     with the leak detector's alarm, where nothing else took memory.
     """
-    gpu = end.full_gpu
+    gpu = find_full_gpu(end)
     if gpu is None or is_over_budget(end):
         return None
     if gpu.straight_growth is not None and _has_grown_straight(gpu):
         is_sure = (
-            gpu.leak is LeakState.LEAKING and gpu.is_full and gpu.other_growth_bytes is not None
+            gpu.leak is LeakState.LEAKING
+            and is_gpu_full(gpu)
+            and gpu.other_growth_bytes is not None
         )
         return Fit(_grade(is_sure=is_sure), _describe_straight_growth(gpu, gpu.straight_growth))
     recent_share = gpu.share_of_lost_room(gpu.recent_growth_bytes)
@@ -287,7 +360,7 @@ def _fit_leak(end: Ending) -> Fit | None:
     if gpu.leak in GROWING_STATES:
         # Unknown growth counts as no share above, so it may still have taken the room.
         is_attributed = gpu.other_growth_bytes is not None and gpu.recent_growth_bytes is not None
-        is_sure = gpu.leak is LeakState.LEAKING and gpu.is_full and is_attributed
+        is_sure = gpu.leak is LeakState.LEAKING and is_gpu_full(gpu) and is_attributed
         return Fit(_grade(is_sure=is_sure), sentence)
     if gpu.share_of_lost_room(gpu.growth_bytes) < LIKELY_SHARE:
         return None
@@ -297,7 +370,7 @@ def _fit_leak(end: Ending) -> Fit | None:
 
 def find_straight_growth(end: Ending) -> GpuAtEnd | None:
     """Return the GPU that growth in a straight line filled; None where nothing did so."""
-    gpu = end.full_gpu
+    gpu = find_full_gpu(end)
     if gpu is None or is_over_budget(end) or not _has_grown_straight(gpu):
         return None
     return gpu
@@ -322,7 +395,7 @@ def _fit_burst(end: Ending) -> Fit | None:
     """
     if is_over_budget(end):
         return None
-    gpu = end.full_gpu
+    gpu = find_full_gpu(end)
     if gpu is None:
         return _fit_failed_allocation(end)
     if _has_grown_straight(gpu):
@@ -338,7 +411,7 @@ def _fit_burst(end: Ending) -> Fit | None:
     has_grown_before = gpu.leak in GROWING_STATES
     is_before_known = end.observed_seconds >= KNOWN_BEFORE_SECONDS
     is_burst_alone = is_attributed and is_before_known and not has_grown_before
-    if is_burst_alone and gpu.is_full and share >= SURE_SHARE:
+    if is_burst_alone and is_gpu_full(gpu) and share >= SURE_SHARE:
         return Fit(Sureness.SURE, sentence)
     if share >= LIKELY_SHARE or end.ooms:
         return Fit(Sureness.LIKELY, sentence)
@@ -395,7 +468,7 @@ def _fit_hang(end: Ending) -> Fit | None:
     and showed running requests.
     """
     # A server that shuts down and waits for its clients makes no progress either.
-    if end.hung_seconds is None or not end.has_served or end.is_shutdown:
+    if end.hung_seconds is None or not end.has_served or is_shutdown(end):
         return None
     duration = format_duration(end.hung_seconds)
     sentence = f"A hang: the engine had work and made no progress for {duration}."
@@ -414,7 +487,7 @@ def _fit_shutdown(end: Ending) -> Fit | None:
 
     None for any other end.
     """
-    if not end.is_shutdown:
+    if not is_shutdown(end):
         return None
     return Fit(
         Sureness.LIKELY,
@@ -430,7 +503,7 @@ def _fit_idle_exit(end: Ending) -> Fit | None:
     """
     if end.kind is not IncidentKind.ENDED or not end.has_served or end.idle_seconds is None:
         return None
-    if end.lost_processes or end.full_gpu is not None or end.hung_seconds is not None:
+    if end.lost_processes or find_full_gpu(end) is not None or end.hung_seconds is not None:
         return None
     # With a fault of the GPU it is a crash.
     if end.unreadable or FATAL_XIDS & set(end.xids):
@@ -451,7 +524,7 @@ def _fit_crash(end: Ending) -> Fit | None:
     None where a GPU was full, an allocation failed, or the engine hung. Sure only with an XID that
     ends programs.
     """
-    if not end.is_over or end.full_gpu is not None or end.ooms:
+    if not end.is_over or find_full_gpu(end) is not None or end.ooms:
         return None
     has_fault = bool(end.xids or end.unreadable)
     if end.hung_seconds is not None and not has_fault:
@@ -544,8 +617,9 @@ def _list_evidence(end: Ending) -> Iterator[str]:
     for lost in end.lost_processes:
         sentence = f"{lost.role.replace('_', ' ')} exited before the others"
         yield sentence if lost.pid is None else f"{sentence} (pid {lost.pid})"
-    if end.full_gpu is not None:
-        yield from _describe_full_gpu(end.full_gpu, end.observed_seconds)
+    full_gpu = find_full_gpu(end)
+    if full_gpu is not None:
+        yield from _describe_full_gpu(full_gpu, end.observed_seconds)
     elif end.fullest_gpu is not None:
         yield _describe_room(end.fullest_gpu)
     yield _describe_load(end)

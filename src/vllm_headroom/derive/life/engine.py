@@ -9,7 +9,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from vllm_headroom.derive.life.budget import describe_excess
-from vllm_headroom.derive.life.causes import is_over_budget
+from vllm_headroom.derive.life.causes import is_gpu_full, refine_reason
 from vllm_headroom.derive.life.evidence import (
     NECESSARY_ROLES,
     EngineRun,
@@ -212,15 +212,12 @@ def _find_exit(run: EngineRun, evidence: Evidence, record: RunRecord) -> Ending 
     elif _was_out_of_memory(run, snapshot, gpus):
         reason = ExitReason.OUT_OF_MEMORY
     ending = build_ending(record, run, snapshot, IncidentKind.ENDED, reason=reason, gpus=gpus)
-    # The reason decides whether it was a hang, so a shutdown shows in the ending only.
-    if reason is ExitReason.GONE and ending.is_shutdown:
-        return replace(ending, reason=ExitReason.STOPPED)
-    # A run that was replaced between two samples may have been restarted on purpose.
-    may_be_death = reason in (ExitReason.GONE, ExitReason.OUT_OF_MEMORY)
-    if may_be_death and is_over_budget(ending):
-        reason = ExitReason.OVER_BUDGET
+    # An ending for lack of memory is built again: its reason decides whether it was a hang.
+    refined_reason = refine_reason(ending)
+    if refined_reason is ExitReason.OVER_BUDGET:
+        reason = refined_reason
         return build_ending(record, run, snapshot, IncidentKind.ENDED, reason=reason, gpus=gpus)
-    return ending
+    return replace(ending, reason=refined_reason)
 
 
 def _is_replaced(run: EngineRun, evidence: Evidence, *, was_answering: bool) -> bool:
@@ -254,7 +251,7 @@ def _is_any_among(names: Collection[ProcessName], processes: Collection[ProcessN
 
 def _was_out_of_memory(run: EngineRun, snapshot: Snapshot, gpus: tuple[GpuAtEnd, ...]) -> bool:
     """Return whether a GPU was full, or torch raised a fatal OutOfMemoryError in this run."""
-    if any(gpu.is_full for gpu in gpus):
+    if any(is_gpu_full(gpu) for gpu in gpus):
         return True
     oom_seconds = find_oom_seconds(snapshot)
     return oom_seconds is not None and oom_seconds >= (run.began_seconds or 0.0)

@@ -6,7 +6,7 @@ from statistics import median
 from typing import Final
 
 from vllm_headroom.derive.attribution import NEIGHBOUR_BYTES, describe_leftover
-from vllm_headroom.derive.life.causes import judge_ending
+from vllm_headroom.derive.life.causes import find_full_gpu, judge_ending
 from vllm_headroom.derive.verdicts import LOW_BYTES
 from vllm_headroom.model import Ending
 from vllm_headroom.units import format_instant, format_size
@@ -371,7 +371,7 @@ def _is_crash(end: Ending) -> bool:
     if answer.cause is EndCause.CRASH:
         return True
     is_only_possible = answer.sureness is Sureness.POSSIBLE
-    return answer.cause is EndCause.BURST and is_only_possible and end.full_gpu is None
+    return answer.cause is EndCause.BURST and is_only_possible and find_full_gpu(end) is None
 
 
 def _is_surely_a_crash(end: Ending) -> bool:
