@@ -14,7 +14,6 @@ from msgspec.structs import asdict, replace
 from vllm_headroom import catalog
 from vllm_headroom.daemon.mappings import Mappings
 from vllm_headroom.daemon.state.lock import FolderLock
-from vllm_headroom.derive.life.causes import judge_ending
 from vllm_headroom.expose.view import LastIncident
 from vllm_headroom.log import Log
 from vllm_headroom.model import (
@@ -36,7 +35,13 @@ from vllm_headroom.trace.flight import (
     locate_incident,
     write_incident,
 )
-from vllm_headroom.trace.incident import EngineEvent, add_evidence, find_decisive, read_incident
+from vllm_headroom.trace.incident import (
+    EngineEvent,
+    build_header,
+    drop_unknown,
+    find_decisive,
+    read_incident,
+)
 from vllm_headroom.trace.recorder import FileWriter
 from vllm_headroom.vocabulary import EngineState, IncidentKind, Sureness
 
@@ -291,7 +296,16 @@ class Flight:
         Return None when it is complete, and when it could not be written for INCIDENT_SECONDS after
         that. It is written at once, and again with later events when it is complete.
         """
-        header = self._build_header(incident)
+        oldest_seconds = incident.seconds - ERROR_SECONDS
+        header = build_header(
+            incident.ending,
+            incident.events,
+            version=self._version,
+            before=incident.before,
+            xids=[error for error in self.recent.xids if error["t"] >= oldest_seconds],
+            ooms=[oom for oom in self._ooms if oom["t"] >= oldest_seconds],
+            log_lines=self._lines(),
+        )
         is_written = await self._writer.do(
             partial(write_incident, self._folder, incident.seconds, header)
         )
@@ -306,23 +320,6 @@ class Flight:
         if now >= closes_at_seconds:
             return None
         return replace(incident, write_at_seconds=max(now + RETRY_SECONDS, closes_at_seconds))
-
-    def _build_header(self, incident: OpenIncident) -> dict[str, Any]:
-        """Return an incident's facts, and the most likely cause by these facts, for JSON."""
-        oldest_seconds = incident.seconds - ERROR_SECONDS
-        header = {
-            **_drop_unknown(find_decisive(incident.events)),
-            "version": self._version,
-            "events": [_drop_unknown(event) for event in incident.events],
-            "before": dict(incident.before),
-            "xids": [error for error in self.recent.xids if error["t"] >= oldest_seconds],
-            "ooms": [oom for oom in self._ooms if oom["t"] >= oldest_seconds],
-            "log": list(self._lines()),
-        }
-        facts = read_incident(header)
-        ending = incident.ending if facts is None else add_evidence(incident.ending, facts)
-        cause = judge_ending(ending)[0]
-        return {**header, "cause": cause.cause, "sure": cause.sureness, "sentence": cause.sentence}
 
     def _find_last_incident(self) -> None:
         """Find the newest incident that an earlier process wrote; `last` is None without one.
@@ -349,7 +346,7 @@ def build_context(
         "verdicts": [asdict(verdict) for verdict in verdicts],
         "leaks": [_describe_leak(gpu, values) for gpu in snapshot.owned_gpus],
         "holders": _list_holders(snapshot)[:MOST_RECORDED_HOLDERS],
-        "probe": [_drop_unknown(process) for process in probed_processes],
+        "probe": [drop_unknown(process) for process in probed_processes],
         "problems": [source.message for source in sources if isinstance(source, Failure)],
     }
 
@@ -400,19 +397,6 @@ def _list_probed(snapshot: Snapshot) -> tuple[ProbedProcess, ...]:
     """Return all processes with a probe's file, none where the files could not be read."""
     probe = snapshot.probe
     return probe.processes if isinstance(probe, ProbeReadings) else ()
-
-
-def _drop_unknown(value: object) -> Any:  # noqa: ANN401 - a value of JSON
-    """Return a struct as a dictionary without the fields that are None, also inside of it.
-
-    A tuple becomes a list; any other value is returned as it is.
-    """
-    if isinstance(value, Struct):
-        fields = asdict(value).items()
-        return {name: _drop_unknown(field) for name, field in fields if field is not None}
-    if isinstance(value, tuple):
-        return [_drop_unknown(item) for item in value]
-    return value
 
 
 def _summarise_incident(file: Path, header: Mapping[str, Any]) -> LastIncident | None:

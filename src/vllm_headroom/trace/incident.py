@@ -1,12 +1,13 @@
-"""Read the facts in the header of an incident, which its samples do not show."""
+"""Build and read the header of an incident: the facts that its samples do not show."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final, get_args, get_origin
 
 import msgspec
 from msgspec import Meta, Struct, field
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
+from vllm_headroom.derive.life.causes import judge_ending
 from vllm_headroom.derive.life.record import MEMORY_REASONS, SAME_END_SECONDS
 from vllm_headroom.derive.verdicts import GPU_LOST
 from vllm_headroom.model import Ending, GpuAtEnd
@@ -177,6 +178,50 @@ def read_incident(header: Mapping[str, Any]) -> Incident | None:
     Values that do not fit the schema are left out.
     """
     return _fit_struct(header, Incident)  # type: ignore[no-any-return]
+
+
+def build_header(
+    ending: Ending,
+    events: Sequence[EngineEvent],
+    *,
+    version: str,
+    before: Mapping[str, Any],
+    xids: Sequence[Mapping[str, Any]],
+    ooms: Sequence[Mapping[str, Any]],
+    log_lines: Sequence[str],
+) -> dict[str, Any]:
+    """Return an incident's facts, and the most likely cause by these facts, for JSON.
+
+    `ending` is the decisive one of `events`, with what preceded it. `before` has the facts at the
+    last sample in service; `xids` and `ooms` are the errors that may explain the incident.
+    """
+    header = {
+        **drop_unknown(find_decisive(events)),
+        "version": version,
+        "events": [drop_unknown(event) for event in events],
+        "before": dict(before),
+        "xids": list(xids),
+        "ooms": list(ooms),
+        "log": list(log_lines),
+    }
+    facts = read_incident(header)
+    if facts is not None:
+        ending = add_evidence(ending, facts)
+    cause = judge_ending(ending)[0]
+    return {**header, "cause": cause.cause, "sure": cause.sureness, "sentence": cause.sentence}
+
+
+def drop_unknown(value: object) -> Any:  # noqa: ANN401 - a value of JSON
+    """Return a struct as a dictionary without the fields that are None, also inside of it.
+
+    A tuple becomes a list; any other value is returned as it is.
+    """
+    if isinstance(value, Struct):
+        fields = asdict(value).items()
+        return {name: drop_unknown(field) for name, field in fields if field is not None}
+    if isinstance(value, tuple):
+        return [drop_unknown(item) for item in value]
+    return value
 
 
 def _fit(value: object, kind: Any) -> Any:  # noqa: ANN401 - a type of the schema, and a value of it
