@@ -211,20 +211,27 @@ def _await(coroutine: Coroutine[Any, Any, T]) -> T:
 def save(
     file: Path | None, content: str, option: str = "", inputs: Iterable[str | Path | None] = ()
 ) -> None:
-    """Write a file; do nothing where `file` is None.
+    """Write a file; do nothing where `file` is None. Raise BadInput as save_lines() does."""
+    if file is not None:
+        save_lines(file, (content,), option, inputs)
+
+
+def save_lines(
+    file: Path, lines: Iterable[str], option: str = "", inputs: Iterable[str | Path | None] = ()
+) -> None:
+    """Write a file line by line, since it may be larger than the memory.
 
     Raise BadInput, with `option` before the file's name, where the file cannot be written or is one
     of the inputs: the input would be lost.
     """
-    if file is None:
-        return
     try:
         if _is_one_of(file, inputs):
             raise BadInput(
                 f"{option}{file}: is what was read, and would be lost: name another file"
             )
         # JSON may escape half a surrogate pair, which UTF-8 cannot encode.
-        file.write_bytes(content.encode(errors="replace"))
+        with file.open("wb") as stream:
+            stream.writelines(line.encode(errors="replace") for line in lines)
     except OSError as error:
         raise BadInput(f"{option}{file}: cannot be written: {error.strerror}") from error
 

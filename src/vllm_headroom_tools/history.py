@@ -311,7 +311,12 @@ class LeakReplay:
         self.stranded: dict[tuple[str, str], float] = {}
         """The highest share of a KV cache that no request held, by the engine's labels."""
 
-        self._memory = LEAK.initial
+        self.leak_memory: LeakMemory = LEAK.initial
+        """The detector's state after the newest sample."""
+
+        self.leak_samples: tuple[Sample, ...] = ()
+        """The detector's samples of the page at the newest sample."""
+
         self._now_seconds = 0.0
         self._shift_seconds = 0.0
         """What is added to the trace's time, so that it never goes back."""
@@ -343,7 +348,7 @@ class LeakReplay:
 
         That is 0 where the detector has not begun.
         """
-        track = self._memory.gpus.get(series) or self._memory.host.get(series)
+        track = self.leak_memory.gpus.get(series) or self.leak_memory.host.get(series)
         return 0.0 if track is None else track.work.requests
 
     def step(self, snapshot: Snapshot) -> Snapshot:
@@ -358,11 +363,11 @@ class LeakReplay:
         self._note_status(snapshot)
         self.memory = _merge_host(self.memory, snapshot.host)
 
-        previous_memory = self._memory
-        self._memory, samples = answer(LEAK, previous_memory, snapshot)
+        previous_memory = self.leak_memory
+        self.leak_memory, self.leak_samples = answer(LEAK, previous_memory, snapshot)
         for course in self._courses.values():
             course.state = LeakState.UNKNOWN
-        for sample in samples:
+        for sample in self.leak_samples:
             if sample.metric.name in STATE_METRICS and sample.value:
                 self._follow_course(sample, previous_memory)
             elif sample.metric is catalog.SLEEP_RESIDUE:
@@ -380,7 +385,7 @@ class LeakReplay:
 
     def _note_residue(self, sample: Sample) -> None:
         """Store the bytes in use on a GPU during a sleep, once they are steady."""
-        sleep = self._memory.sleep
+        sleep = self.leak_memory.sleep
         if sleep.settled and sleep.since_seconds is not None:
             gpu, uuid = sample.labels
             self.residues.setdefault((gpu, uuid), {})[sleep.since_seconds] = sample.value
@@ -407,12 +412,12 @@ class LeakReplay:
         asleep = None
         if gpu_index:
             self._gpu_indices[series] = int(gpu_index[0])
-            track = self._memory.gpus.get(series)
+            track = self.leak_memory.gpus.get(series)
             previous_track = previous_memory.gpus.get(series)
-            inside = self._memory.inside.get(series)
-            asleep = self._memory.asleep.get(series)
+            inside = self.leak_memory.inside.get(series)
+            asleep = self.leak_memory.asleep.get(series)
         else:
-            track = self._memory.host.get(series)
+            track = self.leak_memory.host.get(series)
             previous_track = previous_memory.host.get(series)
         course = self._courses.setdefault(series, LeakCourse())
         estimate = None

@@ -45,6 +45,8 @@ def test_a_block_says_what_it_is(subtests: pytest.Subtests) -> None:
 def test_a_command_says_what_the_page_shows(block: Block, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     if "curl " in block.body and shutil.which("curl") is None:
         pytest.skip("curl is not on the PATH (Debian: curl)")
+    if "promtool " in block.body and shutil.which("promtool") is None:
+        pytest.skip("promtool is not on the PATH: install Prometheus (Debian: prometheus)")
     with SCENES[block.scene or "empty folder"](tmp_path) as scene, terminal.opened(tmp_path, scene) as typed:
         for step in block.steps:
             said = _said(typed, step)

@@ -308,6 +308,7 @@ def test_fish_completes_words_with_their_help(words: str, completed: str) -> Non
 
 READ_AND_WRITTEN: Final = [
     ("replay", "{}", "--svg"),
+    ("replay", "{}", "--openmetrics"),
     ("check", "--max-preemptions-per-thousand-requests", "1", "--trace", "{}", "--junit"),
 ]
 

@@ -4,10 +4,11 @@ import re
 import shutil
 from argparse import Namespace
 from collections.abc import Iterable, Iterator
+from contextlib import closing
 from datetime import datetime
 from itertools import chain
 from math import inf
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from msgspec.structs import asdict
 
@@ -16,7 +17,7 @@ from vllm_headroom.derive.leak.inside import PLACES
 from vllm_headroom.model import Snapshot, name_device
 from vllm_headroom.trace.entries import build_host_entry
 from vllm_headroom.units import NUMBER, format_duration, format_instant, format_size, parse_duration
-from vllm_headroom_tools.cli import Command, save
+from vllm_headroom_tools.cli import Command, save, save_lines
 from vllm_headroom_tools.conclusion import Conclusion, Finding, Report, find_worst
 from vllm_headroom_tools.history import (
     Curves,
@@ -31,6 +32,9 @@ from vllm_headroom_tools.history import (
 from vllm_headroom_tools.options import FILE, TRACE, BadOptions, Parser, Value, bounded, url
 from vllm_headroom_tools.replay.picture import draw_charts, draw_picture
 from vllm_headroom_tools.trace import name_by_index, parse_snapshot, read_trace
+
+if TYPE_CHECKING:
+    from vllm_headroom_tools.replay.openmetrics import SampleExport
 
 MIN_STRANDED_RATIO: Final = 0.01
 """Least stranded share of a KV cache that is reported.
@@ -275,6 +279,12 @@ def _add_options(parser: Parser) -> None:
         "--fail-on-leak", action="store_true", help="exit with status 1 if there was an alarm"
     )
     parser.add_argument("--svg", metavar="FILE", type=FILE, help="draw memory and load into a file")
+    parser.add_argument(
+        "--openmetrics",
+        metavar="FILE",
+        type=FILE,
+        help="write the daemon's series, for promtool's create-blocks-from",
+    )
     about = """\
 Reads this exporter's series, or DCGM's or nvidia_gpu_exporter's together with
 vLLM's. A history is as coarse as its scrape interval and lacks what happened
@@ -343,15 +353,33 @@ def build_report(replay: LeakReplay, curves: Curves, *, fails: bool = False) -> 
 def _run(options: Namespace) -> Report:
     if (options.trace is None) == (options.from_prometheus is None):
         raise BadOptions("needs a TRACE or --from-prometheus, and not both")
+    if options.openmetrics is None:
+        return _run_detector(options, None)
+    # Imported here, because it imports the daemon.
+    from vllm_headroom_tools.replay.openmetrics import SampleExport  # noqa: PLC0415
+
+    # A history in Prometheus does not show why a source is absent.
+    with closing(SampleExport(has_health=options.from_prometheus is None)) as export:
+        return _run_detector(options, export)
+
+
+def _run_detector(options: Namespace, export: "SampleExport | None") -> Report:
+    """Run all snapshots through the detector, write the files asked for, and return the report."""
     replay = LeakReplay()
     curves = Curves()
     has_charts = options.svg or not options.json
     for snapshot in _read_snapshots(options):
-        replay.step(snapshot)
+        judged_snapshot = replay.step(snapshot)
         if has_charts:
             curves.step(snapshot)
+        if export is not None:
+            export.step(judged_snapshot, replay)
+    if export is not None:
+        lines = export.write_lines()
+        save_lines(options.openmetrics, lines, "--openmetrics ", (options.trace,))
     if options.svg:
-        save(options.svg, draw_picture(replay, curves), "--svg ", (options.trace,))
+        inputs = (options.trace, options.openmetrics)
+        save(options.svg, draw_picture(replay, curves), "--svg ", inputs)
     return build_report(replay, curves, fails=options.fail_on_leak)
 
 

@@ -1,0 +1,236 @@
+"""The series that the daemon would have exported over a trace, as OpenMetrics text with times."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator
+from math import nan
+from tempfile import TemporaryFile
+from typing import IO, Any, Final
+
+from msgspec import Struct, field
+from msgspec.structs import replace
+
+from vllm_headroom import catalog
+from vllm_headroom.daemon.app import read_build
+from vllm_headroom.daemon.judge import Judge
+from vllm_headroom.derive import LEAK, Derivation, answer, build_derivations
+from vllm_headroom.derive.lost_gpus import add_lost_gpus
+from vllm_headroom.model import Metric, ReadingTime, Sample, Snapshot, Values
+from vllm_headroom.vocabulary import MetricType, Source
+from vllm_headroom_tools.history import LeakReplay
+from vllm_headroom_tools.trace import BadInput
+
+HEALTH: Final = "health"
+"""The name of the derivation of whether each source could be read."""
+
+TRACED_SOURCES: Final = (Source.ENGINE, Source.NVML, Source.PROCESS)
+"""The sources that the daemon reads at every tick, and whose failure a trace shows."""
+
+READING_TIMES: Final = tuple(
+    ReadingTime(source=source, seconds=nan, ended_monotonic_seconds=nan)
+    for source in TRACED_SOURCES
+)
+"""A reading of each source. Its duration is unknown: a value that is not finite has no series."""
+
+UP: Final = Metric(
+    name="up",
+    kind=MetricType.GAUGE,
+    labels=(),
+    help="1 at each sample: a Prometheus adds it when it scrapes.",
+)
+"""Boards and alerts ask for it, although no daemon exports it."""
+
+SCRAPE_LABELS: Final = 'job="vllm-headroom",instance="replay"'
+"""The labels that a Prometheus would add."""
+
+MOST_BUFFERED_POINTS: Final = 500_000
+"""Our choice: so many points of all series are in memory, 8 MB, before they go to the disk."""
+
+POINT_NUMBERS: Final = 2
+"""A point is two numbers: its time in seconds since the epoch, and its value."""
+
+
+class SampleExport:
+    """Derives the daemon's samples of each snapshot, and stores them by series.
+
+    The settings are the daemon's defaults: a trace does not have the operator's.
+    """
+
+    def __init__(self, *, has_health: bool) -> None:
+        """`has_health` is whether an absent source has failed, as in the daemon's own trace."""
+        self._has_health = has_health
+        self._derivations: list[Derivation[Any]] = []
+        self._states: dict[str, Any] = {}
+        for derivation in build_derivations():
+            if has_health or derivation.name != HEALTH:
+                self._derivations.append(derivation)
+                self._states[derivation.name] = derivation.initial
+        self._judge = Judge()
+        self._constant_samples = (
+            Sample(UP, (), 1.0),
+            Sample(catalog.BUILD_INFO, read_build(), 1.0),
+            Sample(catalog.SAMPLE_AGE, (), 0.0),
+        )
+        self._newest_milliseconds = -1
+        self._spool = SeriesSpool()
+
+    def step(self, snapshot: Snapshot, replay: LeakReplay) -> None:
+        """Add a snapshot, with the engine's state, that `replay` has just run.
+
+        The samples of a snapshot are left out where the clock was set back: a Prometheus refuses
+        samples that are older than the newest one of their series.
+        """
+        samples = self._derive(snapshot, replay)
+        # A Prometheus counts time in milliseconds.
+        milliseconds = round(snapshot.time_seconds * 1000)
+        if milliseconds <= self._newest_milliseconds:
+            return
+        self._newest_milliseconds = milliseconds
+        self._spool.add(milliseconds / 1000, samples)
+
+    def write_lines(self) -> Iterator[str]:
+        """Yield the lines of the text; raise BadInput where the spool cannot be read."""
+        return self._spool.write_lines()
+
+    def close(self) -> None:
+        """Delete what is stored."""
+        self._spool.close()
+
+    def _derive(self, snapshot: Snapshot, replay: LeakReplay) -> list[Sample]:
+        """Return all samples of a tick, in the order in which the daemon derives them."""
+        snapshot = add_lost_gpus(snapshot)
+        if self._has_health:
+            snapshot = replace(snapshot, reading_times=READING_TIMES)
+        samples = [*self._constant_samples]
+        for derivation in self._derivations:
+            if derivation.name == LEAK.name:
+                samples += replay.leak_samples
+                continue
+            state = self._states[derivation.name]
+            self._states[derivation.name], derived = answer(derivation, state, snapshot)
+            samples += derived
+        values = Values(samples)
+        _, gate_samples = self._judge.judge_gate(snapshot, values)
+        samples += gate_samples
+        values.add(gate_samples)
+        _, verdict_samples = self._judge.judge_verdicts(snapshot, values, replay.leak_memory)
+        samples += verdict_samples
+        return samples
+
+
+class _Series(Struct):
+    """The points of one series: the newest in memory, those before in the spool file."""
+
+    points: array[float] = field(default_factory=lambda: array("d"))
+    """Time and value in turn."""
+
+    chunks: list[tuple[int, int]] = field(default_factory=list)
+    """The offset and the size in bytes of each stretch of older points in the file."""
+
+
+class SeriesSpool:
+    """Stores points by series, in bounded memory, since OpenMetrics does not mix series.
+
+    Points are appended to one temporary file, which is deleted when it is closed. Every method
+    raises BadInput where the file cannot be written or read.
+    """
+
+    def __init__(self) -> None:
+        self._families: dict[str, dict[tuple[str, ...], _Series]] = {UP.name: {}}
+        """The series by the metric's name and the series' labels, in the page's order."""
+        for metric in catalog.METRICS:
+            self._families[metric.name] = {}
+        self._buffered_points = 0
+        self._file: IO[bytes] | None = None
+
+    def add(self, seconds: float, samples: Iterable[Sample]) -> None:
+        """Add a point to the series of each sample."""
+        for metric, labels, value in samples:
+            family = self._families[metric.name]
+            series = family.get(labels)
+            if series is None:
+                series = _Series()
+                family[labels] = series
+            series.points.append(seconds)
+            series.points.append(value)
+            self._buffered_points += 1
+        if self._buffered_points > MOST_BUFFERED_POINTS:
+            self._flush()
+
+    def _flush(self) -> None:
+        """Move the points in memory to the file."""
+        try:
+            if self._file is None:
+                self._file = TemporaryFile()  # noqa: SIM115 - it is open for as long as the spool
+            offset_bytes = self._file.tell()
+            for family in self._families.values():
+                for series in family.values():
+                    if not series.points:
+                        continue
+                    size_bytes = self._file.write(series.points.tobytes())
+                    series.chunks.append((offset_bytes, size_bytes))
+                    series.points = array("d")
+                    offset_bytes += size_bytes
+        except OSError as error:
+            raise BadInput(
+                "--openmetrics: the temporary file cannot be written, TMPDIR may name another"
+                f" directory: {error.strerror}"
+            ) from error
+        self._buffered_points = 0
+
+    def write_lines(self) -> Iterator[str]:
+        """Yield the lines of the text: family by family, each series in one piece."""
+        for metric in (UP, *catalog.METRICS):
+            family = self._families[metric.name]
+            if not family:
+                continue
+            yield from _write_head(metric)
+            for labels, series in family.items():
+                name = _write_name(metric, labels)
+                for points in self._list_points(series):
+                    for place in range(0, len(points), POINT_NUMBERS):
+                        seconds = points[place]
+                        value = points[place + 1]
+                        yield f"{name} {value!r} {seconds:.3f}\n"
+        yield "# EOF\n"
+
+    def close(self) -> None:
+        """Delete the temporary file."""
+        if self._file is not None:
+            self._file.close()
+
+    def _list_points(self, series: _Series) -> Iterator[array[float]]:
+        """Yield the points of a series, piece by piece and the oldest first."""
+        for offset_bytes, size_bytes in series.chunks:
+            assert self._file is not None, "only a flush adds chunks"  # noqa: S101
+            try:
+                self._file.seek(offset_bytes)
+                stored = self._file.read(size_bytes)
+            except OSError as error:
+                raise BadInput(
+                    f"--openmetrics: the temporary file cannot be read: {error.strerror}"
+                ) from error
+            yield array("d", stored)
+        yield series.points
+
+
+def _write_head(metric: Metric) -> Iterator[str]:
+    """Yield the lines that describe a family; a counter's family has no suffix in OpenMetrics."""
+    name = metric.name
+    if metric.kind is MetricType.COUNTER:
+        name = name.removesuffix("_total")
+    yield f"# HELP {name} {_escape(metric.help)}\n"
+    yield f"# TYPE {name} {metric.kind}\n"
+
+
+def _write_name(metric: Metric, labels: tuple[str, ...]) -> str:
+    """Return the name of a series with its own labels and those of the scrape."""
+    pairs = [SCRAPE_LABELS]
+    for label, value in zip(metric.labels, labels, strict=True):
+        pairs.append(f'{label}="{_escape(value)}"')
+    return f"{metric.name}{{{','.join(pairs)}}}"
+
+
+def _escape(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
