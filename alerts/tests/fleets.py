@@ -64,7 +64,7 @@ Kind = Callable[[Random, int, int], Fleet]
 
 def _fill(*phases: Phase, last: Callable[..., Phase] = at_work) -> tuple[Phase, ...]:
     """Return these phases, cut at the end of the play, and one that fills the time."""
-    left = MINUTES
+    left: float = MINUTES
     kept = []
     for phase in phases:
         if phase.minutes > left:

@@ -667,9 +667,7 @@ def free(gib: float) -> Sample:
         pytest.param(over_budget(), free(1.5), Level.WARNING, "HeadroomMemoryDiscrepancy", id="little left"),
         pytest.param(over_budget(), free(0.9), Level.ALARM, "HeadroomMemoryDiscrepancyHigh", id="less than a peak"),
         pytest.param(over_budget(), free(2.3), Level.GOOD, None, id="enough left"),
-        pytest.param(
-            over_budget(needed_bytes=2 * GIB), free(2.3), Level.WARNING, "HeadroomGpuMemoryTight", id="peak"
-        ),
+        pytest.param(over_budget(needed_bytes=2 * GIB), free(2.3), Level.WARNING, "HeadroomGpuMemoryTight", id="peak"),
         pytest.param(over_budget(seconds=299.0), free(0.9), Level.GOOD, None, id="not for long"),
         pytest.param(over_budget(EngineState.ASLEEP), free(0.9), Level.GOOD, None, id="asleep"),
         pytest.param(make_snapshot(), free(0.9), Level.GOOD, None, id="within its budget"),
