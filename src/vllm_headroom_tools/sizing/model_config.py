@@ -221,13 +221,16 @@ def parse_model_config(
         return f"it is not JSON: {error}"
     if not isinstance(root, dict):
         return "it is not a model's configuration, which is a JSON object"
-    config = _merge_parts(root, overrides or {}, defaults or {})
-    for name in UNKNOWN_ATTENTION_FIELDS:
-        if config.get(name):
-            return f"what its attention keeps in the cache is not known here: it has {name}"
     try:
+        config = _merge_parts(root, overrides or {}, defaults or {})
+        for name in UNKNOWN_ATTENTION_FIELDS:
+            if config.get(name):
+                return f"what its attention keeps in the cache is not known here: it has {name}"
         encoder = parse_encoder({**(defaults or {}), **root})
         return _build_shape(config, encoder)
+    except RecursionError:
+        # json of Python 3.12 and newer parses what is nested deeper than Python functions may call.
+        return "it is not a model's configuration: it is nested too deeply"
     except ValueError as error:
         return f"it is not a model's configuration that is understood here: {error}"
 
@@ -427,8 +430,13 @@ POOLING_FILE: Final = "modules.json"
 """A file beside config.json that marks a model that embeds (sentence-transformers): vLLM serves it
 without the next token's logits."""
 
-CONFIG_LIMIT_BYTES: Final = 2**24
-"""The largest config.json that is read; a real one has a few kB."""
+CONFIG_LIMIT_BYTES: Final = 2**23
+"""The largest config.json, or other small file beside it, that is read. A real one has a few kB; a
+list of how each layer of a large model is quantised has up to 4 MB."""
+
+CONFIG_LIMIT_VALUES: Final = 200_000
+"""Our choice: the most values in such a file. Parsed, a value takes some 150 bytes, so that the
+sidecar stays within its container's memory. That list has 50,000."""
 
 INDEX_LIMIT_BYTES: Final = 2**27
 """The largest index of a checkpoint that is read. It has a line of 100 bytes per weight: 10 MB for
@@ -455,21 +463,43 @@ def read_model(path: Path, overrides: Mapping[str, Any] | None = None) -> ModelS
         )
     except UnicodeDecodeError:
         return "it is not JSON: it is no text in UTF-8"
+    if has_many_values(text):
+        return f"it has more than {CONFIG_LIMIT_VALUES} values, and is no model's configuration"
     return parse_model_config(text, overrides, _read_files_beside(file.parent))
+
+
+def has_many_values(text: str) -> bool:
+    """Return whether JSON has more than CONFIG_LIMIT_VALUES values, without parsing it.
+
+    The separators and brackets of all values are counted, and those in texts too.
+    """
+    return sum(text.count(mark) for mark in ",[{") > CONFIG_LIMIT_VALUES
 
 
 def _read_files_beside(folder: Path) -> Config:
     """Return the fields that other files in the model's folder add; files may be missing."""
     fields: dict[str, Any] = {
-        "preprocessor": _read_json(folder / "preprocessor_config.json"),
+        "preprocessor": _read_small_json(folder / "preprocessor_config.json"),
         POOLING_FILE: (folder / POOLING_FILE).is_file(),
     }
-    quantisation = _read_json(folder / "hf_quant_config.json").get("quantization")
+    quantisation = _read_small_json(folder / "hf_quant_config.json").get("quantization")
     if isinstance(quantisation, dict):
         # ModelOpt up to 0.29 writes this file. Later versions write the same into config.json,
         # under this name.
         fields["quantization_config"] = {"quant_method": "modelopt", **quantisation}
     return fields
+
+
+def _read_small_json(file: Path) -> Config:
+    """Return the JSON object in a file beside config.json, as `_read_json` does.
+
+    A file that is larger than a config.json may be is not parsed.
+    """
+    try:
+        text = read_file(file, CONFIG_LIMIT_BYTES).decode()
+    except (OSError, UnicodeDecodeError):
+        return {}
+    return {} if has_many_values(text) else _parse_object(text)
 
 
 def _read_json(file: Path) -> Config:
@@ -479,8 +509,17 @@ def _read_json(file: Path) -> Config:
     above the limit is cut off, and so is no JSON.
     """
     try:
-        content = json.loads(read_file(file, INDEX_LIMIT_BYTES))
-    except (OSError, ValueError, RecursionError):
+        content = read_file(file, INDEX_LIMIT_BYTES)
+    except OSError:
+        return {}
+    return _parse_object(content)
+
+
+def _parse_object(text: str | bytes) -> Config:
+    """Return the JSON object that a text is; an empty one for any other text."""
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from tests.unit.sizing.models import config_text, model
 from vllm_headroom_tools.sizing.footprint import ModelShape
-from vllm_headroom_tools.sizing.model_config import read_model
+from vllm_headroom_tools.sizing.model_config import CONFIG_LIMIT_BYTES, parse_model_config, read_model
 
 PLAIN = "llama-3.1-8b"
 
@@ -47,3 +48,47 @@ def test_of_a_folder_it_is_the_configuration_that_is_missing(tmp_path: Path) -> 
 
     assert isinstance(told, str)
     assert told.startswith("its config.json cannot be read: No such file or directory")
+
+
+@pytest.mark.parametrize("beside", ["hf_quant_config.json", "preprocessor_config.json"])
+def test_a_file_beside_it_of_many_values_is_not_parsed(tmp_path: Path, beside: str) -> None:
+    large = "{" + ",".join(f'"k{number}":1' for number in range(500_000)) + "}"
+    quantised = json.dumps({"quantization": {"quant_algo": "FP8"}})
+    (tmp_path / "config.json").write_text(config_text(PLAIN))
+    (tmp_path / beside).write_text(f"{quantised[:-1]},{large[1:]}")
+    with mock.patch.object(json, "loads", wraps=json.loads) as loads:
+        shape = read_model(tmp_path)
+    assert loads.call_count == 1
+    assert shape == model(PLAIN)
+
+
+def test_a_file_beside_it_above_the_limit_is_not_parsed(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(config_text(PLAIN))
+    text = json.dumps({"quantization": {"quant_algo": "FP8"}, "x": "x" * CONFIG_LIMIT_BYTES})
+    (tmp_path / "hf_quant_config.json").write_text(text)
+
+    assert read_model(tmp_path) == model(PLAIN)
+
+
+def test_a_configuration_of_many_values_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{" + ",".join(f'"k{number}":1' for number in range(500_000)) + "}")
+
+    assert "values" in str(read_model(tmp_path))
+
+
+@pytest.mark.parametrize("depth", [900, 1200, 100_000])
+@pytest.mark.parametrize("part", ["text_config", "x"])
+def test_a_configuration_that_is_nested_deeply_is_refused(tmp_path: Path, depth: int, part: str) -> None:
+    """Which step refuses it depends on Python's version."""
+    (tmp_path / "config.json").write_text(f'{{"{part}":' * depth + "{}" + "}" * depth)
+
+    assert isinstance(read_model(tmp_path), str)
+
+
+def test_what_json_parses_may_be_nested_deeper_than_functions_call() -> None:
+    """As json of Python 3.12 and newer does it."""
+    nested: dict[str, object] = {"hidden_size": 1}
+    for _ in range(20_000):
+        nested = {"text_config": nested}
+    with mock.patch.object(json, "loads", return_value=nested):
+        assert "nested too deeply" in str(parse_model_config("{}"))
