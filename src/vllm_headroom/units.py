@@ -157,4 +157,17 @@ def format_duration(seconds: float) -> str:
 
 def format_instant(seconds: float) -> str:
     """Format seconds since the epoch as a date in UTC."""
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
+    return to_datetime(seconds).strftime("%Y-%m-%d %H:%M:%SZ")
+
+
+def to_datetime(seconds: float) -> datetime:
+    """Return the date of seconds since the epoch, in UTC.
+
+    A time that no date can express, as of a machine with a wrong clock, is the nearest date.
+    """
+    try:
+        return datetime.fromtimestamp(seconds, UTC)
+    except (OverflowError, ValueError, OSError):
+        if seconds > 0:
+            return datetime.max.replace(tzinfo=UTC)
+        return datetime.min.replace(tzinfo=UTC)

@@ -3,6 +3,7 @@ import pytest
 from vllm_headroom.units import (
     RefusedError,
     format_gib,
+    format_instant,
     format_size,
     parse_duration,
     parse_share,
@@ -95,3 +96,16 @@ def test_numbers_as_vllm_writes_them(text: str, number: int) -> None:
 def test_what_vllm_takes_for_no_number_is_refused(text: str) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 - the option has the text
         parse_vllm_number(text)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (9_223_372_037.0, "2262-04-11 23:47:17Z"),
+        (253_402_300_799.0, "9999-12-31 23:59:59Z"),
+        (253_402_300_800.0, "9999-12-31 23:59:59Z"),
+        (1e300, "9999-12-31 23:59:59Z"),
+    ],
+)
+def test_a_time_that_no_date_can_express_is_the_nearest_date(seconds: float, text: str) -> None:
+    assert format_instant(seconds) == text

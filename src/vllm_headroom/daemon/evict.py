@@ -6,7 +6,6 @@ One pod of a workload at a time is evicted.
 import json
 import os
 from contextlib import suppress
-from datetime import UTC, datetime
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Final
@@ -19,6 +18,7 @@ from vllm_headroom.derive.gates import Guardrail
 from vllm_headroom.log import Log
 from vllm_headroom.model import Failure
 from vllm_headroom.scrape.http.reader import PageReader
+from vllm_headroom.units import to_datetime
 from vllm_headroom.vocabulary import EvictionResult
 
 log = Log(__name__)
@@ -279,7 +279,7 @@ class Evictor:
         Raises NotNowError where another pod changed the Lease since it was read.
         """
         former_spec = lease.get("spec", {})
-        now = datetime.fromtimestamp(self._clock.time(), UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+        now = to_datetime(self._clock.time()).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
         spec = former_spec | {
             "holderIdentity": self._identity,
             "leaseDurationSeconds": LEASE_SECONDS,

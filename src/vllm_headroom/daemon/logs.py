@@ -7,10 +7,10 @@ import os
 import textwrap
 import threading
 from collections import deque
-from datetime import UTC, datetime
 from queue import Full, Queue
 from typing import Final
 
+from vllm_headroom.units import to_datetime
 from vllm_headroom.vocabulary import CONTROLS
 from vllm_headroom.worker import start_thread
 
@@ -122,7 +122,7 @@ def configure(log_format: str, log_level: str) -> None:
 
 def _read_fields(record: logging.LogRecord) -> dict[str, object]:
     """Return the fields of a line in their order: time, level, event, then those of the call."""
-    instant = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="microseconds")
+    instant = to_datetime(record.created).isoformat(timespec="microseconds")
     fields: dict[str, object] = {
         "ts": instant.replace("+00:00", "Z"),
         "level": record.levelname.lower(),

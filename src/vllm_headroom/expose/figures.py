@@ -1,7 +1,6 @@
 """Draw the free memory of GPUs and host, and the load, over the last day."""
 
 from collections.abc import Iterator
-from datetime import UTC, datetime
 from typing import Final
 
 from msgspec import Struct
@@ -11,7 +10,7 @@ from vllm_headroom.expose import drawing as svg
 from vllm_headroom.expose.drawing import MARGIN, Curve, Forecast, Frame, escape_text
 from vllm_headroom.expose.view import View
 from vllm_headroom.model import GpuReading, HostMemory, Snapshot, find_part
-from vllm_headroom.units import HOUR_SECONDS, format_duration, format_size
+from vllm_headroom.units import HOUR_SECONDS, format_duration, format_size, to_datetime
 from vllm_headroom.vocabulary import Level
 
 MOST_COLUMNS: Final = 480
@@ -244,4 +243,4 @@ def _draw_load(running_curve: Curve, columns: int, now: float, above: Frame | No
 
 
 def _format_clock(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).strftime("%H:%MZ")
+    return to_datetime(seconds).strftime("%H:%MZ")

@@ -14,7 +14,7 @@ from typing import Any, Final
 from vllm_headroom.log import Log
 from vllm_headroom.trace.entries import HEADER, LONGEST_LINE_BYTES, YEAR_10000, encode_line
 from vllm_headroom.trace.recorder import NOT_A_TRACE, append, make_folder, replace_file
-from vllm_headroom.units import HOUR_SECONDS, MIB
+from vllm_headroom.units import HOUR_SECONDS, MIB, to_datetime
 
 log = Log(__name__)
 
@@ -66,7 +66,7 @@ _SAMPLE_TIME: Final = re.compile(rb'\{"t":([0-9]+(?:[.][0-9]+)?)[,}]')
 
 def locate_incident(folder: Path, seconds: float) -> Path:
     """Return the file of an incident beside a record."""
-    name = datetime.fromtimestamp(seconds, UTC).strftime(INCIDENT_NAME)
+    name = to_datetime(seconds).strftime(INCIDENT_NAME)
     return folder / INCIDENTS / name
 
 
