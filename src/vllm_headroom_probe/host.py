@@ -85,7 +85,9 @@ def _find_cgroup(root: str) -> tuple[str, CgroupFiles] | None:
 
     None where the cgroup is not visible.
     """
-    for line in _read_text(root, "proc/self/cgroup").splitlines():
+    for line in _read_text(root, "proc/self/cgroup").split("\n"):
+        if not line:
+            continue
         _, controllers, path = line.split(":", 2)
         if controllers == "memory":
             files = V1
@@ -105,7 +107,9 @@ def _find_cgroup(root: str) -> tuple[str, CgroupFiles] | None:
 def _read_text(folder: str, name: str) -> str:
     """Return a file's text; empty where it cannot be read."""
     try:
-        with open(os.path.join(folder, name)) as file:  # noqa: PTH118, PTH123
+        path = os.path.join(folder, name)  # noqa: PTH118
+        # A cgroup's name may be no UTF-8, and may contain a carriage return.
+        with open(path, errors="replace", newline="\n") as file:  # noqa: PTH123
             return file.read()
     except OSError:
         return ""
@@ -118,7 +122,7 @@ def _parse_number(text: str) -> int | None:
 def _parse_fields(text: str) -> dict[str, int]:
     """Return the numbers of lines such as `oom_kill 1` by their names."""
     fields: dict[str, int] = {}
-    for line in text.splitlines():
+    for line in text.split("\n"):
         name, _, number = line.partition(" ")
         if number.isdecimal():
             fields[name] = int(number)

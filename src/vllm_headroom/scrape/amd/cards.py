@@ -8,7 +8,7 @@ from typing import Final
 
 from msgspec import Struct
 
-from vllm_headroom.scrape.proc.files import read_start
+from vllm_headroom.scrape.proc.files import read_start, split_lines
 
 
 def read_text(path: str) -> str:
@@ -223,7 +223,7 @@ def _read_node_memory(folder: str) -> int | None:
 def _parse_facts(properties: str) -> dict[str, str]:
     """Return the names and values of lines such as `location_id 768`."""
     facts: dict[str, str] = {}
-    for line in properties.splitlines():
+    for line in split_lines(properties):
         name, _, value = line.partition(" ")
         facts[name] = value
     return facts

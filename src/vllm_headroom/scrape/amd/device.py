@@ -20,7 +20,7 @@ from vllm_headroom.scrape.amd.cards import (
     read_text,
 )
 from vllm_headroom.scrape.gpu_state import Peak
-from vllm_headroom.scrape.proc.files import KIB, has_host_pids
+from vllm_headroom.scrape.proc.files import KIB, has_host_pids, split_lines
 from vllm_headroom.scrape.proc.host import read_machine
 
 UNPARTITIONED_MODE: Final = "SPX"
@@ -305,7 +305,7 @@ def _read_descriptor(process: str, descriptor: str) -> dict[str, str]:
     except FileNotFoundError:
         return {}
     facts: dict[str, str] = {}
-    for line in text.splitlines():
+    for line in split_lines(text):
         name, _, value = line.partition(":")
         facts[name] = value.strip()
     return facts

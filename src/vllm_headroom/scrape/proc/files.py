@@ -116,6 +116,18 @@ def read_content(file: Path | str, max_bytes: int | None = None) -> bytes:
         os.close(descriptor)
 
 
+def split_lines(text: str) -> list[str]:
+    """Return the lines of a file of the kernel, without the line feed that ends each.
+
+    Not `str.splitlines`: a name in a line, as of a mount point, may contain the other characters
+    that it splits at, such as U+2028 or a vertical tab.
+    """
+    lines = text.split("\n")
+    if not lines[-1]:
+        lines.pop()
+    return lines
+
+
 def read_start(path: str) -> bytes:
     """Return the first 4 KiB of a file; raise OSError."""
     return read_content(path, _START_BYTES)

@@ -9,7 +9,7 @@ from typing import Final
 from msgspec import Struct
 
 from vllm_headroom.model import Cgroup, HostReading, MachineMemory, Shm
-from vllm_headroom.scrape.proc.files import KIB, find_number, read_content
+from vllm_headroom.scrape.proc.files import KIB, find_number, read_content, split_lines
 from vllm_headroom.units import MIB
 
 
@@ -66,7 +66,7 @@ def _read(path: Path) -> bytes:
 
 def _read_lines(path: Path) -> list[str]:
     """Return a file's lines; raise OSError."""
-    return read_content(path).decode(errors="replace").splitlines()
+    return split_lines(read_content(path).decode(errors="replace"))
 
 
 def read_cgroup(proc: Path, pid: int, *, machine_bytes: int) -> Cgroup | None:
@@ -320,10 +320,9 @@ def _read_process_shm(proc: Path, pid: int) -> Shm | None:
         return shm
     own_path = Path("/", SHM_FOLDER)
     mountinfo = _read(proc / str(pid) / "mountinfo")
-    lines = mountinfo.decode(errors="replace").splitlines()
-    mounts = [line.split(" ") for line in lines]
+    mounts = [line.split(" ") for line in split_lines(mountinfo.decode(errors="replace"))]
     # Fields 3 and 5 are the device and the path; the last mount of a path hides the earlier ones.
-    devices = [fields[2] for fields in mounts if fields[4] == str(own_path)]
+    devices = [fields[2] for fields in mounts if fields[4:5] == [str(own_path)]]
     try:
         own_device = own_path.stat().st_dev
     except OSError:

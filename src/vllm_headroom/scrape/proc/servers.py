@@ -168,8 +168,9 @@ def _strip_interpreter(command: Command) -> Command:
 
 _SUPERVISOR_OPTIONS: Final = frozenset({"--data-parallel-multi-port-external-lb", "-dpm"})
 _LOCAL_SIZE_OPTIONS: Final = frozenset({"--data-parallel-size-local", "-dpl"})
+MAX_PORT: Final = 65535
 _MAX_DIGITS: Final = 5
-"""Digits of the largest port, 65535."""
+"""Digits of the largest port."""
 
 
 def is_supervisor(command: Command) -> bool:
@@ -208,7 +209,7 @@ def find_port(
     options = list(list_options(command))
     ports = [value for name, value in options if name in server.port_options]
     if ports:
-        return _parse_count(ports[-1])
+        return _parse_port(ports[-1])
     if any(name in server.options_hiding_port for name, _ in options):
         return None
     if server.port_variable and wanted_port not in {None, server.default_port}:
@@ -227,11 +228,20 @@ def _find_rank_port(command: Command, supervisor_command: Command) -> int | None
     ]
     first_port = find_port(supervisor_command)
     local_ranks = _parse_count(sizes[-1]) if sizes else None
+    if not command:
+        return None  # the rank exits: the kernel has released the memory of its command line
     # A rank's title ends with its rank among all nodes: VLLM::ExternalLBRank_5.
     global_rank = _parse_count(command[0].rpartition("_")[2])
     if first_port is None or not local_ranks or global_rank is None:
         return None
-    return first_port + global_rank % local_ranks
+    port = first_port + global_rank % local_ranks
+    return port if port <= MAX_PORT else None
+
+
+def _parse_port(text: str) -> int | None:
+    """Return the number of a port; None for any other text, such as 80000."""
+    port = _parse_count(text)
+    return port if port is not None and port <= MAX_PORT else None
 
 
 def _parse_count(text: str) -> int | None:

@@ -170,6 +170,16 @@ def test_where_its_root_is_closed_the_same_device_is_the_same_shared_memory(
     assert (read_host(tree.path, 20).shm is not None) is same
 
 
+@pytest.mark.parametrize("mark", ["\u2028", "\u0085", "\x0b", "\x0c", "\x1c", "\x1d", "\x1e", "\r"])
+def test_a_mount_point_may_have_what_is_a_line_elsewhere_in_its_name(tree: ProcTree, mark: str) -> None:
+    here = SHM.stat().st_dev
+    own = f"25 24 {os.major(here)}:{os.minor(here)} / /dev/shm rw,relatime - tmpfs tmpfs rw\n"
+    hostile = f"26 24 0:99 / /a{mark}b{mark}c rw,relatime - tmpfs tmpfs rw\nshort\n\n"
+    (tree.path / "20" / "mountinfo").write_bytes((own + hostile).encode())
+
+    assert read_host(tree.path, 20).shm is not None
+
+
 def test_no_process_has_no_container_and_no_shared_memory(tree: ProcTree) -> None:
     (tree.path / "meminfo").write_text(MEMINFO)
 

@@ -52,6 +52,19 @@ RANKS = [
 ]
 
 
+def test_a_rank_that_exits_has_no_command_line_and_no_port() -> None:
+    assert find_port((), parent_command=tuple(f"{SUPERVISOR} 4".split())) is None
+
+
+@pytest.mark.parametrize("port", ["65536", "80000", "99999"])
+def test_what_is_above_the_largest_port_is_none(port: str) -> None:
+    assert find_port(("vllm", "serve", "m", "--port", port)) is None
+    assert find_port(("vllm", "serve", "m", "--port", "65535")) == 65535
+    supervisor = f"{SUPERVISOR} 4".replace("7998", "65534")
+    ranks = [f"VLLM::ExternalLBRank_{rank}" for rank in range(3)]
+    assert [find_port((rank,), parent_command=tuple(supervisor.split())) for rank in ranks] == [65534, 65535, None]
+
+
 def test_each_rank_below_a_supervisor_is_an_engine_with_a_port_of_its_own() -> None:
     found = choice(tree((10, 1, f"{SUPERVISOR} 4"), *RANKS))
 
