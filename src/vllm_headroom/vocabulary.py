@@ -39,6 +39,7 @@ class Reason(StrEnum):
     UNKNOWN = "unknown"
     DRIVER_ERROR = "driver_error"
     UNAVAILABLE = "unavailable"
+    UNEXPECTED = "unexpected"
 
 
 REASONS: Final[dict[Source, tuple[Reason, ...]]] = {
@@ -58,6 +59,7 @@ REASONS: Final[dict[Source, tuple[Reason, ...]]] = {
         Reason.OUT_OF_BOUNDS,
         Reason.CREDENTIALS,
         Reason.UNAVAILABLE,
+        Reason.UNEXPECTED,
     ),
     Source.NVML: (
         Reason.LIBRARY_MISSING,
@@ -70,10 +72,12 @@ REASONS: Final[dict[Source, tuple[Reason, ...]]] = {
         Reason.UNKNOWN,
         Reason.DRIVER_ERROR,
         Reason.UNAVAILABLE,
+        Reason.UNEXPECTED,
     ),
     Source.PROCESS: (
         Reason.UNAVAILABLE,
         Reason.TIMEOUT,
+        Reason.UNEXPECTED,
     ),
     Source.PROBE: (
         Reason.UNAVAILABLE,
@@ -82,6 +86,7 @@ REASONS: Final[dict[Source, tuple[Reason, ...]]] = {
         Reason.MALFORMED,
         Reason.OUT_OF_BOUNDS,
         Reason.TIMEOUT,
+        Reason.UNEXPECTED,
     ),
 }
 """The reasons of each source: `headroom_source_failures_total` starts with them, at 0."""

@@ -55,7 +55,19 @@ allowed size half a second."""
 NO_PROCESSES: Final = ProcessReadings(engine=(), visible_pids=frozenset(), sees_host_pids=False)
 """The facts of /proc where it could not be read."""
 
+UNEXPECTED: Final = {
+    source: Failure(
+        source=source,
+        reason=Reason.UNEXPECTED,
+        message="reading it raised an error that is a fault of the sidecar: report the traceback"
+        " in the sidecar's log",
+    )
+    for source in Source
+}
+"""The failure of each source whose reading, or whose evaluation, raised an error."""
+
 T = TypeVar("T")
+F = TypeVar("F")
 Timed = tuple[T, ReadingTime]
 """What was read, and how long that took."""
 
@@ -134,8 +146,8 @@ class Sampler:
     async def tick(self) -> TickResult:
         """Read all sources at once, derive, judge and publish.
 
-        An error in one derivation, in the gate or in the verdicts is logged, and leaves out only
-        the samples of that part.
+        An error in one source, in one derivation, in the gate or in the verdicts is logged, and
+        leaves out only the samples of that part.
         """
         snapshot = await self._read_sources()
         if self._recall is not None:
@@ -174,7 +186,9 @@ class Sampler:
         async with asyncio.TaskGroup() as group:
             engine_task = group.create_task(self._read_engine())
             gpu_task = group.create_task(
-                self._time_reading(Source.NVML, self._sources.gpus.read(self._gpu_timeout_seconds))
+                self._time_reading(
+                    Source.NVML, partial(self._sources.gpus.read, self._gpu_timeout_seconds)
+                )
             )
             process_task = group.create_task(self._read_processes(engine_task))
             probe_task = group.create_task(self._read_probe())
@@ -192,27 +206,49 @@ class Sampler:
             processes = process_readings.engine
 
         now_seconds = self._clock.time()
-        probe = classify_probe(probe_files, processes, now_seconds)
-        self._container, host = update_container(
-            self._container, process_readings, probe, limit_bytes=self._host_limit_bytes
+        options = process_facts.options
+        no_probe = None if probe_files is None else UNEXPECTED[Source.PROBE]
+        probe = self._complete(
+            "probe files", partial(classify_probe, probe_files, processes, now_seconds), no_probe
+        )
+        self._container, host = self._complete(
+            "host memory",
+            partial(
+                update_container,
+                self._container,
+                process_readings,
+                probe,
+                limit_bytes=self._host_limit_bytes,
+            ),
+            (ContainerState(), None),
         )
         gpus: tuple[Gpu, ...] | Failure
         if isinstance(gpu_readings, Failure):
             gpus = gpu_readings
         else:
-            self._attribution, gpus = attribute(
-                self._attribution, gpu_readings, process_readings, self._selection
+            self._attribution, gpus = self._complete(
+                "attribution",
+                partial(
+                    attribute, self._attribution, gpu_readings, process_readings, self._selection
+                ),
+                (AttributionState(), UNEXPECTED[Source.NVML]),
             )
         unanswered_since_seconds = None
         if self._canary is not None:
             self._canary.note_tick()
             unanswered_since_seconds = self._canary.unanswered_since_seconds
-        find_model = self._sources.model
+        token_bytes = None
+        if self._sources.model is not None:
+            token_bytes = self._complete(
+                "served model", partial(self._sources.model, process_readings), None
+            )
         return Snapshot(
             time_seconds=now_seconds,
             monotonic_seconds=self._clock.monotonic(),
-            engines=complete_page(page, probe, process_facts.options),
-            gpus=add_inside(gpus, probe),
+            engines=self._complete(
+                "page's facts", partial(complete_page, page, probe, options), page
+            ),
+            gpus=self._complete("inside", partial(add_inside, gpus, probe), gpus),
             processes=processes,
             probe=probe,
             reading_times=(engine_time, gpu_time, process_time, *probe_times),
@@ -223,8 +259,8 @@ class Sampler:
             ambiguous_engines=process_facts.ambiguous_engines,
             left_behind=process_facts.left_behind,
             has_silent_core=isinstance(probe, ProbeReadings) and probe.has_silent_core,
-            pools=list_pools(page, processes, process_facts.options),
-            token_bytes=None if find_model is None else find_model(process_readings),
+            pools=self._complete("pools", partial(list_pools, page, processes, options), ()),
+            token_bytes=token_bytes,
         )
 
     async def _read_engine(self) -> Timed[EnginePage | Failure]:
@@ -233,23 +269,26 @@ class Sampler:
         A large page is parsed on a thread: a page crafted to parse slowly must not delay scrapes or
         GPU samples.
         """
-        text, time = await self._time_reading(Source.ENGINE, self._sources.engine.fetch())
+        text, time = await self._time_reading(Source.ENGINE, self._sources.engine.fetch)
         if isinstance(text, Failure):
             return text, time
+        page = await self._read_guarded(Source.ENGINE, "parsing", partial(self._parse_page, text))
+        return page, time
+
+    async def _parse_page(self, text: str) -> EnginePage | Failure:
         if len(text) <= SMALL_PAGE:
-            return self._parse(text), time
+            return self._parse(text)
         try:
-            return await self._parser.call(partial(self._parse, text), PARSE_SECONDS), time
+            return await self._parser.call(partial(self._parse, text), PARSE_SECONDS)
         except TimeoutError:
-            failure = Failure(
+            return Failure(
                 source=Source.ENGINE,
                 reason=Reason.OUT_OF_BOUNDS,
                 message=f"the engine's page was not understood within {PARSE_SECONDS:g} s: check"
                 " that it is vLLM's",
             )
         except OSError as error:
-            failure = build_unavailable(Source.ENGINE, "the engine's page cannot be parsed", error)
-        return failure, time
+            return build_unavailable(Source.ENGINE, "the engine's page cannot be parsed", error)
 
     async def _read_processes(
         self, engine_task: asyncio.Task[Timed[EnginePage | Failure]]
@@ -264,7 +303,7 @@ class Sampler:
         else:
             page = self.latest.snapshot.engines
         return await self._time_reading(
-            Source.PROCESS, self._sources.processes(self._gpu_timeout_seconds, page)
+            Source.PROCESS, partial(self._sources.processes, self._gpu_timeout_seconds, page)
         )
 
     async def _read_probe(
@@ -277,22 +316,56 @@ class Sampler:
         if self._sources.probe is None:
             return None, ()
         files, time = await self._time_reading(
-            Source.PROBE, self._sources.probe(self._gpu_timeout_seconds)
+            Source.PROBE, partial(self._sources.probe, self._gpu_timeout_seconds)
         )
         return files, (time,)
 
-    async def _time_reading(self, source: Source, reading: Awaitable[T]) -> Timed[T]:
-        """Return what a reading returns, and how long it took."""
+    async def _time_reading(
+        self, source: Source, read: Callable[[], Awaitable[T | Failure]]
+    ) -> Timed[T | Failure]:
+        """Return what a reader returns, or why it raised, and how long it took."""
         # By the machine's clock: the clock of the demo's daemon runs faster.
         read_machine_seconds = asyncio.get_running_loop().time
         began_seconds = read_machine_seconds()
-        value = await reading
+        value = await self._read_guarded(source, "reading", read)
         ended_seconds = read_machine_seconds()
         return value, ReadingTime(
             source=source,
             seconds=ended_seconds - began_seconds,
             ended_monotonic_seconds=ended_seconds,
         )
+
+    async def _read_guarded(
+        self, source: Source, step: str, read: Callable[[], Awaitable[T | Failure]]
+    ) -> T | Failure:
+        """Return what a reader returns; where it raises, log the error and return a failure.
+
+        Every call of a reader goes through here: what one source contains must not end the daemon.
+        A MemoryError is raised: the loop skips the tick.
+        """
+        try:
+            value = await read()
+        except MemoryError:
+            raise
+        except Exception as error:  # noqa: BLE001 - any error: it is counted and logged
+            self._transitions.log_reader_fault(source, step, error)
+            return UNEXPECTED[source]
+        if not isinstance(value, Failure):
+            self._transitions.log_reader_fault(source, step, None)
+        return value
+
+    def _complete(self, name: str, step: Callable[[], T], fallback: F) -> T | F:
+        """Return what a step of building the snapshot returns.
+
+        Where it raises, log the error and return `fallback`.
+        """
+        try:
+            outcome = step()
+        except Exception as error:  # noqa: BLE001 - any error: it costs only what the step adds
+            self._transitions.log_fault(name, error)
+            return fallback
+        self._transitions.log_fault(name, None)
+        return outcome
 
     def _update_run(self, snapshot: Snapshot) -> Snapshot:
         """Return the snapshot with the status of the engine's run.
@@ -351,10 +424,4 @@ class Sampler:
 
         An error in one step must not keep the page from being published.
         """
-        try:
-            outcome = step()
-        except Exception as error:  # noqa: BLE001 - any error: it is logged, its series are absent
-            self._transitions.log_fault(name, error)
-            return initial, ()
-        self._transitions.log_fault(name, None)
-        return outcome
+        return self._complete(name, step, (initial, ()))

@@ -119,6 +119,17 @@ class Transitions:
         else:
             log.info("derivation works again", derivation=name)
 
+    def log_reader_fault(self, source: Source, step: str, error: Exception | None) -> None:
+        """Log what a step of reading a source raised, with its traceback, when it begins.
+
+        `error` is None where the source answered. While the source fails in another way, do not
+        call this: the same fault would be logged twice.
+        """
+        is_faulty = error is not None
+        is_change = self._note_change(f"{step} of {source}", is_faulty, usual_state=False)
+        if is_change and is_faulty:
+            log.error("source raised, its series are absent", source=str(source), exc_info=error)
+
     def _report_engine(self, status: EngineStatus) -> None:
         """Log an exit of the engine, and a change of its state."""
         if self._engine_state is not None and status.exit_reason is not None:
