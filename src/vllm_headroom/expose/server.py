@@ -5,9 +5,10 @@ import contextlib
 import re
 import resource
 import socket
+import time
 from collections import deque
 from collections.abc import Coroutine
-from email.utils import formatdate
+from email.utils import format_datetime
 from enum import Enum, auto
 from http import HTTPStatus
 from typing import Any, Final
@@ -17,6 +18,7 @@ import h11
 from vllm_headroom.expose.answers import Handler, Request, Response, respond_text
 from vllm_headroom.expose.web.door import Door
 from vllm_headroom.log import Log
+from vllm_headroom.units import to_datetime
 
 log = Log(__name__)
 
@@ -161,7 +163,7 @@ class Connection(asyncio.Protocol):
         headers = [
             ("Content-Type", answer.content_type),
             ("Content-Length", str(len(answer.body))),
-            ("Date", formatdate(usegmt=True)),
+            ("Date", format_datetime(to_datetime(time.time()), usegmt=True)),
             *answer.headers,
         ]
         reason = HTTPStatus(answer.status).phrase.encode()

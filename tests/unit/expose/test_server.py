@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import socket
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -77,6 +78,12 @@ def test_metrics_are_compressed_only_when_asked_for() -> None:
     encoding, body = run(raw("identity"))
     assert encoding is None
     assert RUNNING in body
+
+
+def test_a_clock_beyond_the_year_9999_costs_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "time", lambda: 253_402_300_800.0)
+
+    assert fetched("/healthz").headers["date"] == "Fri, 31 Dec 9999 23:59:59 GMT"
 
 
 def test_healthz_gives_the_reason_when_the_loop_is_ill() -> None:
