@@ -530,15 +530,23 @@ def _fit_crash(end: Ending) -> Fit | None:
     if end.hung_seconds is not None and not has_fault:
         return None
     room_bytes = _find_room_at_exit(end)
-    remarks = []
+    remarks = tuple(_list_crash_remarks(end, room_bytes))
+    return Fit(_grade_crash(end, room_bytes), _describe_crash(end, room_bytes), remarks)
+
+
+def _list_crash_remarks(end: Ending, room_bytes: int | None) -> Iterator[str]:
+    """Yield what else speaks for or against a crash; `room_bytes` is the room at the exit."""
     if end.running and not end.xids and not end.lost_processes:
-        remarks.append("a planned restart during requests looks the same")
-    if room_bytes is not None and _is_memory_excluded(end):
+        yield "a planned restart during requests looks the same"
+    if room_bytes is None:
+        return
+    if _is_memory_excluded(end):
         if end.is_probed:
-            remarks.append("torch raised no OutOfMemoryError, by the probe")
-    elif room_bytes is not None and end.running and not end.unreadable:
-        remarks.append(_describe_search(room_bytes))
-    return Fit(_grade_crash(end, room_bytes), _describe_crash(end, room_bytes), tuple(remarks))
+            yield "torch raised no OutOfMemoryError, by the probe"
+        return
+    # A GPU that cannot be read explains the crash: nobody has to search for an allocation.
+    if end.running and not end.unreadable:
+        yield _describe_search(room_bytes)
 
 
 def _grade_crash(end: Ending, room_bytes: int | None) -> Sureness:
