@@ -36,8 +36,12 @@ GIB = 2**30
 STEP_SECONDS = 30
 STEPS = 150
 FIELDS = {given.name: field for field, given in INPUTS.items()}
-AT_REST = {"headroom_engine_kv_cache_stranded_ratio", "headroom_sleep_residue_bytes"}
-"""What is there only while no request runs or after a sleep, as none of these tests lets it."""
+AT_REST = {
+    "headroom_engine_exit_requests",
+    "headroom_engine_kv_cache_stranded_ratio",
+    "headroom_sleep_residue_bytes",
+}
+"""What is there only while no request runs, after a sleep or after an exit: none of these tests has one."""
 
 ELSEWHERE = (
     "headroom_gpu_",
