@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from typing import Final
 
 from tests.dashboards.recorded import RecordedEngine
-from vllm_headroom.daemon.judge import Judge
 from vllm_headroom.daemon.sampler import Sampler
 from vllm_headroom.daemon.sources import Sources
 from vllm_headroom.derive import build_derivations
 from vllm_headroom.derive.attribution import Selection
+from vllm_headroom.derive.tick import TickRules
 from vllm_headroom.parse.engines import parse_engines
 from vllm_headroom_tools.demo.run import SimulatedEngine, SimulatedGpus, SimulatedProcesses, bind_world
 from vllm_headroom_tools.demo.world import Scenario, World
@@ -52,11 +52,9 @@ def play(
     sampler = Sampler(
         sources=Sources(engine=engine, gpus=gpus(now), processes=SimulatedProcesses(now, began).read),
         parse=parse_engines,
-        selection=Selection(),
-        derivations=build_derivations(kv_bytes_per_token=131_072.0),
+        rules=TickRules(selection=Selection(), derivations=build_derivations(kv_bytes_per_token=131_072.0)),
         clock=clock,
         gpu_timeout_seconds=2,
-        judge=Judge(),
     )
 
     async def tick() -> None:

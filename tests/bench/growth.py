@@ -21,6 +21,7 @@ from vllm_headroom.daemon.sampler import Sampler
 from vllm_headroom.daemon.sources import Sources
 from vllm_headroom.derive import build_derivations
 from vllm_headroom.derive.attribution import Selection
+from vllm_headroom.derive.tick import TickRules
 from vllm_headroom.expose.answers import Request
 from vllm_headroom.expose.metrics import HeadroomCollector, MetricsPage
 from vllm_headroom.model import EngineProcess, Failure, GpuMemory, GpuProcess, GpuReading, GpuReadings, ProcessReadings
@@ -119,8 +120,7 @@ async def main(ticks: int) -> None:
     sampler = Sampler(
         sources=Sources(engine=world, gpus=Gpus(world), processes=Processes(world).read),
         parse=parse_engines,
-        selection=Selection(),
-        derivations=build_derivations(kv_bytes_per_token=131_072),
+        rules=TickRules(selection=Selection(), derivations=build_derivations(kv_bytes_per_token=131_072)),
         clock=world,
         gpu_timeout_seconds=1,
     )

@@ -23,6 +23,7 @@ from vllm_headroom.daemon.sampler import Sampler
 from vllm_headroom.daemon.sources import Sources
 from vllm_headroom.derive import build_derivations
 from vllm_headroom.derive.attribution import Selection
+from vllm_headroom.derive.tick import TickRules
 from vllm_headroom.parse.engines import parse_engines
 from vllm_headroom.scrape.http.reader import PageReader
 from vllm_headroom.scrape.nvml.reader import Nvml
@@ -67,8 +68,9 @@ def _sampler(sources: Sources, clock: SystemClock) -> Sampler:
     return Sampler(
         sources=sources,
         parse=parse_engines,
-        selection=Selection(everything=True),
-        derivations=build_derivations(kv_bytes_per_token=131_072),
+        rules=TickRules(
+            selection=Selection(everything=True), derivations=build_derivations(kv_bytes_per_token=131_072)
+        ),
         clock=clock,
         gpu_timeout_seconds=GPU_TIMEOUT_SECONDS,
     )

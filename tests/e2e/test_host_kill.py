@@ -18,6 +18,7 @@ from vllm_headroom.daemon.sampler import Sampler
 from vllm_headroom.daemon.sources import Sources
 from vllm_headroom.derive import build_derivations
 from vllm_headroom.derive.attribution import Selection
+from vllm_headroom.derive.tick import TickRules
 from vllm_headroom.model import EnginePage, Failure, GpuReadings
 from vllm_headroom.scrape.proc.reader import Processes
 from vllm_headroom.vocabulary import Source
@@ -71,8 +72,7 @@ def sampler(world: World) -> Sampler:
             processes=Processes(engine_port=PORT, monotonic=world.monotonic, rescan_seconds=0.0).read,
         ),
         parse=world.page,
-        selection=Selection(),
-        derivations=build_derivations(),
+        rules=TickRules(selection=Selection(), derivations=build_derivations()),
         clock=world,
         gpu_timeout_seconds=30.0,
     )

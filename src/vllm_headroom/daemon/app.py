@@ -22,7 +22,6 @@ from vllm_headroom.daemon.canary import Canary
 from vllm_headroom.daemon.engine_watch import EngineWatch, recall_states
 from vllm_headroom.daemon.evict import TURN_SECONDS, Evictor
 from vllm_headroom.daemon.flight import Flight
-from vllm_headroom.daemon.judge import Judge
 from vllm_headroom.daemon.mappings import Mappings
 from vllm_headroom.daemon.model_reader import NO_MODEL, ModelReader
 from vllm_headroom.daemon.parts import GPU_TIMEOUT_SECONDS, Parts, build_real_parts
@@ -33,6 +32,7 @@ from vllm_headroom.daemon.state.lock import FolderLock
 from vllm_headroom.daemon.state.store import StateKeeper
 from vllm_headroom.derive import build_derivations
 from vllm_headroom.derive.attribution import Selection
+from vllm_headroom.derive.tick import TickRules
 from vllm_headroom.expose.answers import Handler, Request, Response, build_application
 from vllm_headroom.expose.metrics import HeadroomCollector, MetricsPage
 from vllm_headroom.expose.page import render_page, respond_html
@@ -176,23 +176,23 @@ def build_engine_watch(parts: Parts, settings: Settings, model: ModelReader) -> 
     sampler = Sampler(
         sources=parts,
         parse=partial(parse_engines, profile_name=profile_name),
-        selection=Selection.of(settings.gpus),
-        derivations=build_derivations(
+        rules=TickRules(
+            selection=Selection.of(settings.gpus),
+            derivations=build_derivations(
+                reported_bytes=settings.reported_bytes,
+                kv_bytes_per_token=settings.kv_bytes_per_token,
+                model=model.configured,
+                baseline_bytes_per_request=settings.baseline_bytes_per_request,
+            ),
+            host_limit_bytes=settings.host_memory_limit_bytes,
             reported_bytes=settings.reported_bytes,
-            kv_bytes_per_token=settings.kv_bytes_per_token,
-            model=model.configured,
-            baseline_bytes_per_request=settings.baseline_bytes_per_request,
-        ),
-        clock=clock,
-        gpu_timeout_seconds=min(GPU_TIMEOUT_SECONDS, settings.sample_interval_seconds),
-        recall=recall,
-        host_limit_bytes=settings.host_memory_limit_bytes,
-        reported_bytes=settings.reported_bytes,
-        judge=Judge(
             role=settings.role,
             gate_ready_seconds=settings.gate_ready_seconds,
             read_guardrail=None if parts.evictor is None else parts.evictor.read_guardrail,
         ),
+        clock=clock,
+        gpu_timeout_seconds=min(GPU_TIMEOUT_SECONDS, settings.sample_interval_seconds),
+        recall=recall,
         canary=canary,
         server_pages=server_pages,
     )

@@ -7,12 +7,13 @@ from vllm_headroom.clock import Clock
 from vllm_headroom.daemon import loop
 from vllm_headroom.daemon.canary import Canary
 from vllm_headroom.daemon.flight import Flight
-from vllm_headroom.daemon.sampler import Sampler, TickResult
+from vllm_headroom.daemon.sampler import Sampler
 from vllm_headroom.daemon.server_pages import ServerPages
 from vllm_headroom.daemon.sources import GpuSource
 from vllm_headroom.daemon.state.file import HISTORY
 from vllm_headroom.daemon.state.store import StateKeeper
 from vllm_headroom.derive.pages import count_running
+from vllm_headroom.derive.tick import TickResult
 from vllm_headroom.expose.view import History, LastIncident
 from vllm_headroom.model import Published, Snapshot
 from vllm_headroom.trace.recorder import Recorder

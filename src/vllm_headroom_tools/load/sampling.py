@@ -17,6 +17,7 @@ from vllm_headroom.daemon.sources import close_all
 from vllm_headroom.derive import LEAK, build_derivations
 from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.derive.series import label_gpu
+from vllm_headroom.derive.tick import TickRules
 from vllm_headroom.model import EnginePage, Failure, Metric, Sample, Snapshot
 from vllm_headroom.parse.engines import parse_engines
 from vllm_headroom.trace.entries import HEADER, encode_line
@@ -217,8 +218,7 @@ class Sampling:
         self._sampler = Sampler(
             sources=parts,
             parse=parse_engines,
-            selection=selection,
-            derivations=derivations,
+            rules=TickRules(selection=selection, derivations=derivations),
             clock=parts.clock,
             gpu_timeout_seconds=GPU_TIMEOUT_SECONDS,
         )

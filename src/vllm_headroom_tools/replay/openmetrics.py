@@ -13,10 +13,11 @@ from msgspec.structs import replace
 
 from vllm_headroom import catalog
 from vllm_headroom.daemon.app import read_build
-from vllm_headroom.daemon.judge import Judge
-from vllm_headroom.derive import LEAK, Derivation, answer, build_derivations
-from vllm_headroom.derive.lost_gpus import add_lost_gpus
-from vllm_headroom.model import Metric, ReadingTime, Sample, Snapshot, Values
+from vllm_headroom.derive import LEAK, Derivation, build_derivations
+from vllm_headroom.derive.attribution import Selection, add_lost_gpus
+from vllm_headroom.derive.leak.leak import LeakMemory
+from vllm_headroom.derive.tick import Evaluation, TickRules, run_unguarded
+from vllm_headroom.model import Metric, ReadingTime, Sample, Snapshot
 from vllm_headroom.vocabulary import MetricType, Source
 from vllm_headroom_tools.history import LeakReplay
 from vllm_headroom_tools.trace import BadInput
@@ -60,13 +61,16 @@ class SampleExport:
     def __init__(self, *, has_health: bool) -> None:
         """`has_health` is whether an absent source has failed, as in the daemon's own trace."""
         self._has_health = has_health
-        self._derivations: list[Derivation[Any]] = []
-        self._states: dict[str, Any] = {}
+        derivations: list[Derivation[Any]] = []
         for derivation in build_derivations():
-            if has_health or derivation.name != HEALTH:
-                self._derivations.append(derivation)
-                self._states[derivation.name] = derivation.initial
-        self._judge = Judge()
+            if derivation.name == LEAK.name:
+                derivations.append(replace(LEAK, step=self._read_leaks))
+            elif has_health or derivation.name != HEALTH:
+                derivations.append(derivation)
+        rules = TickRules(selection=Selection(), derivations=tuple(derivations))
+        self._evaluation = Evaluation(rules, run_unguarded)
+        self._leak_memory: LeakMemory = LEAK.initial
+        self._leak_samples: tuple[Sample, ...] = ()
         self._constant_samples = (
             Sample(UP, (), 1.0),
             Sample(catalog.BUILD_INFO, read_build(), 1.0),
@@ -99,24 +103,18 @@ class SampleExport:
 
     def _derive(self, snapshot: Snapshot, replay: LeakReplay) -> list[Sample]:
         """Return all samples of a tick, in the order in which the daemon derives them."""
-        snapshot = add_lost_gpus(snapshot)
+        self._leak_memory = replay.leak_memory
+        self._leak_samples = replay.leak_samples
         if self._has_health:
             snapshot = replace(snapshot, reading_times=READING_TIMES)
-        samples = [*self._constant_samples]
-        for derivation in self._derivations:
-            if derivation.name == LEAK.name:
-                samples += replay.leak_samples
-                continue
-            state = self._states[derivation.name]
-            self._states[derivation.name], derived = answer(derivation, state, snapshot)
-            samples += derived
-        values = Values(samples)
-        _, gate_samples = self._judge.judge_gate(snapshot, values)
-        samples += gate_samples
-        values.add(gate_samples)
-        _, verdict_samples = self._judge.judge_verdicts(snapshot, values, replay.leak_memory)
-        samples += verdict_samples
-        return samples
+        result = self._evaluation.judge(add_lost_gpus(snapshot))
+        return [*self._constant_samples, *result.published.samples]
+
+    def _read_leaks(
+        self, _memory: LeakMemory, _snapshot: Snapshot
+    ) -> tuple[LeakMemory, tuple[Sample, ...]]:
+        """Return what the replay's detector has found at this snapshot: it runs only once."""
+        return self._leak_memory, self._leak_samples
 
 
 class _Series(Struct):

@@ -11,6 +11,7 @@ from vllm_headroom.daemon.sources import Sources
 from vllm_headroom.derive import build_derivations
 from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.derive.series import MOST_REMEMBERED
+from vllm_headroom.derive.tick import TickRules
 from vllm_headroom.parse.engines import parse_engines
 
 TICKS = 100
@@ -58,8 +59,7 @@ def test_of_names_that_have_gone_a_few_are_remembered() -> None:
     subject = Sampler(
         sources=Sources(engine=said, gpus=said, processes=Processes(said).read),
         parse=parse_engines,
-        selection=Selection(),
-        derivations=build_derivations(),
+        rules=TickRules(selection=Selection(), derivations=build_derivations()),
         clock=clock,
         gpu_timeout_seconds=2.0,
     )

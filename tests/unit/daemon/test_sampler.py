@@ -13,12 +13,12 @@ from tests.logs import capture_logs
 from tests.samples import engine, failure, page, values
 from vllm_headroom import catalog
 from vllm_headroom.clock import SystemClock
-from vllm_headroom.daemon.judge import Judge
 from vllm_headroom.daemon.sampler import Sampler
 from vllm_headroom.daemon.sources import Sources
 from vllm_headroom.derive import Derivation, build_derivations, make_stateless
 from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.derive.gates import Gate, Guardrail
+from vllm_headroom.derive.tick import TickRules
 from vllm_headroom.model import (
     EnginePage,
     Failure,
@@ -84,17 +84,21 @@ def sampler(
     selection: Selection | None = None,
     parse: Callable[[str], EnginePage | Failure] = parsed,
     recall: Callable[[Snapshot], Awaitable[Mapping[str, Any]]] | None = None,
-    judge: Judge | None = None,
+    gate_ready_seconds: float | None = None,
+    read_guardrail: Callable[[], Guardrail] | None = None,
 ) -> Sampler:
     return Sampler(
         sources=Sources(engine=said, gpus=said, processes=Processes(said).read),
         parse=parse,
-        selection=selection or Selection(),
-        derivations=(*build_derivations(), *more),
+        rules=TickRules(
+            selection=selection or Selection(),
+            derivations=(*build_derivations(), *more),
+            gate_ready_seconds=gate_ready_seconds,
+            read_guardrail=read_guardrail,
+        ),
         clock=SystemClock(),
         gpu_timeout_seconds=2.0,
         recall=recall,
-        judge=judge,
     )
 
 
@@ -210,7 +214,7 @@ def test_recalled_states_are_there_for_the_same_tick_and_kept() -> None:
 
 
 def test_what_is_judged_last_is_among_the_values_that_the_page_and_the_snapshot_show() -> None:
-    subject = sampler(Said(engine="1"), judge=Judge(gate_ready_seconds=60.0))
+    subject = sampler(Said(engine="1"), gate_ready_seconds=60.0)
 
     assert values(ticked(subject), catalog.GATE_OPEN) == {("ready",): 1.0}
     assert subject.latest is not None
@@ -224,7 +228,7 @@ def test_a_fault_of_the_guardrail_opens_the_gate_and_costs_no_other_series() -> 
     def read_guardrail() -> Guardrail:
         raise RuntimeError
 
-    subject = sampler(Said(engine="1"), judge=Judge(gate_ready_seconds=60.0, read_guardrail=read_guardrail))
+    subject = sampler(Said(engine="1"), gate_ready_seconds=60.0, read_guardrail=read_guardrail)
     with capture_logs() as lines:
         samples = ticked(subject)
 

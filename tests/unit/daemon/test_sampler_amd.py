@@ -21,6 +21,7 @@ from vllm_headroom.daemon.sampler import Sampler
 from vllm_headroom.daemon.sources import Sources
 from vllm_headroom.derive import build_derivations
 from vllm_headroom.derive.attribution import Selection
+from vllm_headroom.derive.tick import TickRules
 from vllm_headroom.model import Sample
 from vllm_headroom.parse.engines import parse_engines
 from vllm_headroom.scrape.gpus import Gpus
@@ -71,8 +72,7 @@ async def _ticked(sys: AmdTree, proc: ProcTree) -> tuple[Sample, ...]:
     sampler = Sampler(
         sources=Sources(engine=Page(), gpus=gpus, processes=processes.read),
         parse=parse_engines,
-        selection=Selection(),
-        derivations=build_derivations(),
+        rules=TickRules(selection=Selection(), derivations=build_derivations()),
         clock=clock,
         gpu_timeout_seconds=20.0,
     )

@@ -15,11 +15,12 @@ from tests.samples import probed, values
 from tests.unit.daemon.test_sampler import Processes, Said, parsed
 from vllm_headroom import catalog
 from vllm_headroom.clock import SystemClock
-from vllm_headroom.daemon import sampler as sampling
 from vllm_headroom.daemon.sampler import SMALL_PAGE, Sampler
 from vllm_headroom.daemon.sources import Sources
 from vllm_headroom.derive import build_derivations
+from vllm_headroom.derive import tick as evaluation
 from vllm_headroom.derive.attribution import Selection
+from vllm_headroom.derive.tick import TickRules
 from vllm_headroom.model import EnginePage, Failure, ProbedProcess, Sample
 from vllm_headroom.vocabulary import Reason, Source
 
@@ -101,8 +102,7 @@ class Readers(Said):
                 engine=self, gpus=self, processes=self.find_processes, probe=self.read_probe, model=self.find_model
             ),
             parse=self.parse,
-            selection=Selection(everything=True),
-            derivations=build_derivations(),
+            rules=TickRules(selection=Selection(everything=True), derivations=build_derivations()),
             clock=SystemClock(),
             gpu_timeout_seconds=2.0,
         )
@@ -177,7 +177,7 @@ def test_a_step_of_the_snapshot_that_raises_costs_its_part(
     def fail(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr(sampling, step, fail)
+    monkeypatch.setattr(evaluation, step, fail)
     sampler = Readers(error).build_sampler()
     with capture_logs() as lines:
         tick(sampler)

@@ -19,6 +19,7 @@ from vllm_headroom.daemon.sources import Sources
 from vllm_headroom.daemon.transitions import Transitions
 from vllm_headroom.derive import build_derivations
 from vllm_headroom.derive.attribution import Selection
+from vllm_headroom.derive.tick import TickRules
 from vllm_headroom.model import EnginePage, Failure, GpuReading, GpuReadings, ProcessReadings, Sample, Values
 from vllm_headroom.vocabulary import Attribution, LeakState
 
@@ -34,8 +35,7 @@ def sampler(
     return Sampler(
         sources=Sources(engine=said, gpus=said, processes=Processes(said).read),
         parse=parse,
-        selection=Selection(),
-        derivations=build_derivations(),
+        rules=TickRules(selection=Selection(), derivations=build_derivations()),
         clock=clock,
         gpu_timeout_seconds=2.0,
     )

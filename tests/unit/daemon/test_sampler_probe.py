@@ -18,6 +18,7 @@ from vllm_headroom.daemon.sources import Sources
 from vllm_headroom.daemon.transitions import FORGET_PROBES_SECONDS, MOST_LOGGED_PROBES, Transitions
 from vllm_headroom.derive import build_derivations
 from vllm_headroom.derive.attribution import Selection
+from vllm_headroom.derive.tick import TickRules
 from vllm_headroom.model import AllocatorReading, Failure, ProbedProcess, ProbeReadings, Sample
 from vllm_headroom.vocabulary import Source
 
@@ -38,8 +39,7 @@ def sampler(probe: Folder | None) -> Sampler:
     return Sampler(
         sources=Sources(engine=said, gpus=said, processes=Processes(said).read, probe=read),
         parse=parsed,
-        selection=Selection(everything=True),
-        derivations=build_derivations(),
+        rules=TickRules(selection=Selection(everything=True), derivations=build_derivations()),
         clock=SystemClock(),
         gpu_timeout_seconds=2.0,
     )

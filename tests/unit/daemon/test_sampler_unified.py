@@ -15,11 +15,11 @@ from tests.samples import values
 from tests.unit.daemon.test_sampler_amd import Page
 from vllm_headroom import catalog
 from vllm_headroom.clock import SystemClock
-from vllm_headroom.daemon.judge import Judge
 from vllm_headroom.daemon.sampler import Sampler
 from vllm_headroom.daemon.sources import Sources
 from vllm_headroom.derive import build_derivations
 from vllm_headroom.derive.attribution import Selection
+from vllm_headroom.derive.tick import TickRules
 from vllm_headroom.model import Verdict
 from vllm_headroom.parse.engines import parse_engines
 from vllm_headroom.scrape.gpus import Gpus
@@ -66,11 +66,9 @@ def test_memory_that_loading_puts_into_the_page_cache_is_seen_each_second(nvml: 
                 processes=Processes(engine_port=8000, proc=proc.path, monotonic=clock.monotonic).read,
             ),
             parse=parse_engines,
-            selection=Selection(),
-            derivations=build_derivations(),
+            rules=TickRules(selection=Selection(), derivations=build_derivations()),
             clock=clock,
             gpu_timeout_seconds=20.0,
-            judge=Judge(),
         )
         free: list[float | None] = []
         blocks: list[float | None] = []

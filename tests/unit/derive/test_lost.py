@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from tests.samples import failure, gpu, snapshot
-from vllm_headroom.derive.lost_gpus import add_lost_gpus
+from vllm_headroom.derive.attribution import add_lost_gpus
 from vllm_headroom.model import EngineStatus, Failure, Gpu, Snapshot
 from vllm_headroom.vocabulary import Attribution, EngineState, Reason, Source
 

@@ -1,0 +1,261 @@
+"""The order of a tick: attribute the GPUs, follow the engine's run, derive, judge."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final, Protocol, TypeVar
+
+from msgspec import Struct
+
+from vllm_headroom.derive import LEAK, Derivation, answer
+from vllm_headroom.derive.attribution import AttributionState, Selection, add_lost_gpus, attribute
+from vllm_headroom.derive.configured import complete_page, list_pools
+from vllm_headroom.derive.gates import GATE, Gate, Guardrail, derive_gate
+from vllm_headroom.derive.host_memory import ContainerState, update_container
+from vllm_headroom.derive.inside import add_inside
+from vllm_headroom.derive.life.engine import ENGINE_RUN, EngineMemory, forget_run, update_engine
+from vllm_headroom.derive.probe_files import classify_probe
+from vllm_headroom.derive.verdicts import SERVING, VERDICTS, derive_verdicts, measure_watches
+from vllm_headroom.model import (
+    NO_VERDICT,
+    EnginePage,
+    EngineProcess,
+    Failure,
+    Gpu,
+    GpuReadings,
+    ProbedProcess,
+    ProbeReadings,
+    ProcessReadings,
+    Published,
+    ReadingTime,
+    Sample,
+    ServerReply,
+    Snapshot,
+    TokenBytes,
+    Values,
+    Verdict,
+)
+from vllm_headroom.vocabulary import Reason, Source
+
+NO_PROCESSES: Final = ProcessReadings(engine=(), visible_pids=frozenset(), sees_host_pids=False)
+"""The facts of /proc where it could not be read."""
+
+UNEXPECTED: Final = {
+    source: Failure(
+        source=source,
+        reason=Reason.UNEXPECTED,
+        message="reading it raised an error that is a fault of the sidecar: report the traceback"
+        " in the sidecar's log",
+    )
+    for source in Source
+}
+"""The failure of each source whose reading, or whose evaluation, raised an error."""
+
+T = TypeVar("T")
+F = TypeVar("F")
+
+
+class Border(Protocol):
+    """Contains what a step of a tick raises."""
+
+    def __call__(self, name: str, step: Callable[[], T], fallback: F) -> T | F:
+        """Return what the step returns; where it raises, report the error, return `fallback`."""
+
+
+def run_unguarded(name: str, step: Callable[[], T], fallback: F) -> T | F:
+    """Return what a step returns: the border of a caller that wants each error raised."""
+    return step()
+
+
+class TickRules(Struct, frozen=True, kw_only=True):
+    """What the operator configured of how a tick is evaluated."""
+
+    selection: Selection
+    derivations: tuple[Derivation[Any], ...]
+    host_limit_bytes: int | None = None
+    """The limit of the engine's container; None where /proc and cgroups have to show it."""
+    reported_bytes: float | None = None
+    """What the engine uses of each GPU; None where its page or the probe has to show it."""
+    role: str = SERVING
+    gate_ready_seconds: float | None = None
+    """The gate closes with less time to out-of-memory; None where it is not configured."""
+    read_guardrail: Callable[[], Guardrail] | None = None
+    """None where this pod is never evicted."""
+
+
+class TickReadings(Struct, frozen=True, kw_only=True):
+    """What was read for one tick, of all sources at nearly the same moment."""
+
+    time_seconds: float
+    monotonic_seconds: float
+    page: EnginePage | Failure
+    gpus: GpuReadings | Failure
+    processes: ProcessReadings | Failure
+    probe_files: tuple[ProbedProcess, ...] | Failure | None
+    """None where no folder of the probe is configured."""
+    reading_times: tuple[ReadingTime, ...]
+    token_bytes: TokenBytes | None
+    unanswered_since_seconds: float | None
+    server: ServerReply | None
+
+
+class TickResult(Struct, frozen=True, kw_only=True):
+    """What one tick read, derived and judged: all that is shown, published and recorded of it."""
+
+    snapshot: Snapshot
+    """What was read. `snapshot.engine_status.event` is the engine's exit or stall, where this tick
+    saw one."""
+    published: Published
+    """The samples of the metrics page."""
+    values: Values
+    """The same samples, to look up by metric and labels."""
+    verdicts: tuple[Verdict, ...]
+    gate: Gate
+
+
+class Evaluation:
+    """Evaluates the ticks of one engine, and owns what the derivations remember of it.
+
+    Each step runs within a border: an error in one costs only the samples of that step.
+    """
+
+    def __init__(self, rules: TickRules, border: Border) -> None:
+        self._rules = rules
+        self._border = border
+        self._attribution = AttributionState()
+        self._container = ContainerState()
+        self.states: dict[str, Any] = {ENGINE_RUN: EngineMemory()}
+        """The state of the engine's run and of each derivation, by name, as they are saved."""
+        for derivation in rules.derivations:
+            self.states[derivation.name] = derivation.initial
+
+    def build_snapshot(self, readings: TickReadings) -> Snapshot:
+        """Return the snapshot of the readings, without the status of the engine's run."""
+        page = readings.page
+        processes: tuple[EngineProcess, ...] | Failure
+        if isinstance(readings.processes, Failure):
+            process_facts = NO_PROCESSES
+            processes = readings.processes
+        else:
+            process_facts = readings.processes
+            processes = process_facts.engine
+
+        probe = self._border(
+            "probe files",
+            partial(classify_probe, readings.probe_files, processes, readings.time_seconds),
+            None if readings.probe_files is None else UNEXPECTED[Source.PROBE],
+        )
+        self._container, host = self._border(
+            "host memory",
+            partial(
+                update_container,
+                self._container,
+                readings.processes,
+                probe,
+                limit_bytes=self._rules.host_limit_bytes,
+            ),
+            (ContainerState(), None),
+        )
+        gpus = self._attribute_gpus(readings.gpus, readings.processes)
+        options = process_facts.options
+        return Snapshot(
+            time_seconds=readings.time_seconds,
+            monotonic_seconds=readings.monotonic_seconds,
+            engines=self._border(
+                "page's facts", partial(complete_page, page, probe, options), page
+            ),
+            gpus=self._border("inside", partial(add_inside, gpus, probe), gpus),
+            processes=processes,
+            probe=probe,
+            reading_times=readings.reading_times,
+            host=host,
+            unanswered_since_seconds=readings.unanswered_since_seconds,
+            server=readings.server,
+            neighbours=process_facts.neighbours,
+            ambiguous_engines=process_facts.ambiguous_engines,
+            left_behind=process_facts.left_behind,
+            has_silent_core=isinstance(probe, ProbeReadings) and probe.has_silent_core,
+            pools=self._border("pools", partial(list_pools, page, processes, options), ()),
+            token_bytes=readings.token_bytes,
+        )
+
+    def follow_run(self, snapshot: Snapshot) -> Snapshot:
+        """Return the snapshot with the status of the engine's run, and with its lost GPUs.
+
+        Where following the run fails, return the snapshot as it is and forget the run.
+        """
+        memory: EngineMemory = self.states[ENGINE_RUN]
+
+        def follow() -> tuple[EngineMemory, Snapshot]:
+            new_memory, followed = update_engine(
+                memory, snapshot, configured_bytes=self._rules.reported_bytes
+            )
+            return new_memory, add_lost_gpus(followed)
+
+        outcome = self._border(ENGINE_RUN, follow, None)
+        if outcome is None:
+            # Its data may have caused the error, which would then come at every tick.
+            self.states[ENGINE_RUN] = forget_run(memory)
+            return snapshot
+        self.states[ENGINE_RUN], snapshot = outcome
+        return snapshot
+
+    def judge(self, snapshot: Snapshot) -> TickResult:
+        """Derive the samples of a snapshot that has the engine's status; judge gate and verdicts.
+
+        Where the gate or the verdicts fail, the gate is open and there is NO_VERDICT.
+        """
+        samples: list[Sample] = []
+        for derivation in self._rules.derivations:
+            self.states[derivation.name], derived = self._border(
+                derivation.name,
+                partial(answer, derivation, self.states[derivation.name], snapshot),
+                (derivation.initial, ()),
+            )
+            samples += derived
+        values = Values(samples)
+
+        # The verdicts read the gate, and both read the samples of all derivations.
+        gate, gate_samples = self._border(
+            GATE, partial(self._judge_gate, snapshot, values), (Gate(), ())
+        )
+        samples += gate_samples
+        values.add(gate_samples)
+        verdicts, verdict_samples = self._border(
+            VERDICTS, partial(self._judge_verdicts, snapshot, values), ((NO_VERDICT,), ())
+        )
+        samples += verdict_samples
+        values.add(verdict_samples)
+        return TickResult(
+            snapshot=snapshot,
+            published=Published(
+                samples=tuple(samples), monotonic_seconds=snapshot.monotonic_seconds
+            ),
+            values=values,
+            verdicts=verdicts,
+            gate=gate,
+        )
+
+    def _attribute_gpus(
+        self, gpus: GpuReadings | Failure, processes: ProcessReadings | Failure
+    ) -> tuple[Gpu, ...] | Failure:
+        """Return the GPUs with what the engine holds of each."""
+        if isinstance(gpus, Failure):
+            return gpus
+        self._attribution, attributed = self._border(
+            "attribution",
+            partial(attribute, self._attribution, gpus, processes, self._rules.selection),
+            (AttributionState(), UNEXPECTED[Source.NVML]),
+        )
+        return attributed
+
+    def _judge_gate(self, snapshot: Snapshot, values: Values) -> tuple[Gate, tuple[Sample, ...]]:
+        """Return the gate and its samples."""
+        guardrail = None if self._rules.read_guardrail is None else self._rules.read_guardrail()
+        return derive_gate(snapshot, values, self._rules.gate_ready_seconds, guardrail)
+
+    def _judge_verdicts(
+        self, snapshot: Snapshot, values: Values
+    ) -> tuple[tuple[Verdict, ...], tuple[Sample, ...]]:
+        """Return the verdicts and their samples; `values` has the gate's samples too."""
+        watches = measure_watches(self.states.get(LEAK.name, LEAK.initial))
+        return derive_verdicts(snapshot, values, watches, self._rules.role)
