@@ -16,11 +16,11 @@ from msgspec import Struct
 
 from vllm_headroom.inputs import describe_unknown
 from vllm_headroom.vocabulary import CONTROLS
+from vllm_headroom_tools.bad_input import BadInput
 from vllm_headroom_tools.conclusion import Conclusion, Finding, Report
 from vllm_headroom_tools.early import DEFAULT_COMMAND, pause_collection
 from vllm_headroom_tools.options import BadOptions, Parser, Printed
 from vllm_headroom_tools.terminal import render_line
-from vllm_headroom_tools.trace import BadInput
 
 T = TypeVar("T")
 

@@ -13,8 +13,8 @@ from msgspec.structs import replace
 
 from vllm_headroom import catalog
 from vllm_headroom.derive import LEAK, answer
-from vllm_headroom.derive.leak.evidence import GROWING_SECONDS, LEAKING_SECONDS
 from vllm_headroom.derive.leak.facts import Estimate
+from vllm_headroom.derive.leak.growth_evidence import GROWING_SECONDS, LEAKING_SECONDS
 from vllm_headroom.derive.leak.inside import find_location, sharpen_track
 from vllm_headroom.derive.leak.leak import LeakMemory
 from vllm_headroom.derive.life.engine import EngineMemory, update_engine

@@ -60,15 +60,8 @@ from vllm_headroom.vocabulary import (
     ServerAnswer,
     Source,
 )
+from vllm_headroom_tools.bad_input import BadInput
 from vllm_headroom_tools.progress import track_lines
-
-
-class BadInput(Exception):  # noqa: N818 - it describes the input
-    """A trace, or what a trace is read from, cannot be used.
-
-    The message is one line for the operator.
-    """
-
 
 (FORMAT,) = HEADER
 

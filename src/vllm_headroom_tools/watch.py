@@ -20,6 +20,7 @@ from vllm_headroom.scrape.http.failures import strip_advice
 from vllm_headroom.scrape.http.reader import PageReader
 from vllm_headroom.units import format_duration, format_size
 from vllm_headroom.vocabulary import CONTROLS, LEVEL_NAMES, EngineState, LeakState, Level
+from vllm_headroom_tools.bad_input import BadInput
 from vllm_headroom_tools.cli import Command, write_result
 from vllm_headroom_tools.conclusion import Conclusion, Finding, Report, find_worst
 from vllm_headroom_tools.openai import parse_object
@@ -32,7 +33,6 @@ from vllm_headroom_tools.terminal import (
     is_terminal,
     wrap_line,
 )
-from vllm_headroom_tools.trace import BadInput
 
 if TYPE_CHECKING:
     from rich.text import Text

@@ -11,6 +11,7 @@ from vllm_headroom_tools.advise.finding import Advice, Change
 from vllm_headroom_tools.advise.history import TraceHistory
 from vllm_headroom_tools.advise.settings import EngineArgs, Flag
 from vllm_headroom_tools.advise.verdict import Assessment, judge
+from vllm_headroom_tools.bad_input import BadInput
 from vllm_headroom_tools.cli import Command
 from vllm_headroom_tools.conclusion import Conclusion, Finding, Report
 from vllm_headroom_tools.history import describe_span
@@ -25,7 +26,7 @@ from vllm_headroom_tools.options import (
     whole_number,
 )
 from vllm_headroom_tools.terminal import wrap_headed, wrap_text
-from vllm_headroom_tools.trace import BadInput, read_trace
+from vllm_headroom_tools.trace import read_trace
 from vllm_headroom_tools.versions import Version, format_version, parse_version
 
 

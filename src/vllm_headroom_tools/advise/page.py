@@ -37,11 +37,11 @@ from vllm_headroom_tools.advise.facts import (
     measure_others,
 )
 from vllm_headroom_tools.advise.settings import FIELD_VERSIONS, EngineArgs, add_page_settings
+from vllm_headroom_tools.bad_input import BadInput
 from vllm_headroom_tools.history import STATE_VERDICTS, LeakVerdict, Moment
 from vllm_headroom_tools.look import fetch_engines, fetch_once
 from vllm_headroom_tools.openai import parse_server_version
 from vllm_headroom_tools.terminal import NO_SIDECAR
-from vllm_headroom_tools.trace import BadInput
 from vllm_headroom_tools.versions import parse_version
 
 KNOWN_INDICES: Final = frozenset(map(str, range(1024)))

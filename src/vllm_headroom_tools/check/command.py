@@ -7,6 +7,7 @@ from typing import Any, Final
 from msgspec import Struct
 
 from vllm_headroom.inputs import parse_number
+from vllm_headroom_tools.bad_input import BadInput
 from vllm_headroom_tools.check.baseline import judge_growths
 from vllm_headroom_tools.check.judgement import (
     COST,
@@ -43,7 +44,7 @@ from vllm_headroom_tools.options import (
     size,
     whole_number,
 )
-from vllm_headroom_tools.trace import BadInput, read_trace
+from vllm_headroom_tools.trace import read_trace
 
 SIZE: Final = size("1MiB")
 NUMBER: Final = Value(read=bounded(parse_number, 0, 1.7e308), accepts="a number, 0 or more")

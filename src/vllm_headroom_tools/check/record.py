@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from vllm_headroom import catalog
 from vllm_headroom.derive.discrepancy import derive_discrepancy
-from vllm_headroom.derive.leak.evidence import GROWING_SECONDS
+from vllm_headroom.derive.leak.growth_evidence import GROWING_SECONDS
 from vllm_headroom.derive.leak.observation import Observation, observe_gpus, observe_host
 from vllm_headroom.derive.life.service import keep_service
 from vllm_headroom.derive.pages import count_finished, count_running, list_named

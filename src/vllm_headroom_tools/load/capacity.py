@@ -7,8 +7,8 @@ from typing import Final
 
 from vllm_headroom.scrape.proc.files import read_own_pid
 from vllm_headroom.scrape.proc.host import read_host
+from vllm_headroom_tools.bad_input import BadInput
 from vllm_headroom_tools.cli import write_note
-from vllm_headroom_tools.trace import BadInput
 
 OWN_DESCRIPTORS: Final = 64
 """Descriptors kept for other files than streams: the sampler's, /proc, the trace."""

@@ -18,6 +18,7 @@ from vllm_headroom.scrape.http.reader import PageReader, find_port, is_here
 from vllm_headroom.scrape.probe import ProbeReader
 from vllm_headroom.scrape.proc.reader import Processes
 from vllm_headroom.vocabulary import Reason, Source
+from vllm_headroom_tools.bad_input import BadInput
 from vllm_headroom_tools.conclusion import Report
 from vllm_headroom_tools.load.capacity import check_capacity
 from vllm_headroom_tools.load.clients import Clients
@@ -33,7 +34,6 @@ from vllm_headroom_tools.load.run import LoadRun, count_streams
 from vllm_headroom_tools.load.sampling import Sampling, UnavailableSource, create_trace
 from vllm_headroom_tools.load.sender import RequestSender
 from vllm_headroom_tools.load.target import Target, fetch_model, find_target
-from vllm_headroom_tools.trace import BadInput
 
 SAMPLE_SECONDS: Final = 1.0
 """Our choice: how often a load is sampled; a step takes a minute."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, Final
 
-from vllm_headroom_tools.trace import BadInput
+from vllm_headroom_tools.bad_input import BadInput
 
 
 def read_prompts(file: Path) -> tuple[str, ...]:

@@ -23,8 +23,8 @@ from vllm_headroom.parse.engines import parse_engines
 from vllm_headroom.trace.entries import HEADER, encode_line
 from vllm_headroom.trace.recorder import Recorder
 from vllm_headroom.vocabulary import Reason, Source
+from vllm_headroom_tools.bad_input import BadInput
 from vllm_headroom_tools.history import Histogram, LeakReplay
-from vllm_headroom_tools.trace import BadInput
 
 Labels = tuple[str, ...]
 """Index and UUID of a GPU, or the role of host processes."""

@@ -12,10 +12,10 @@ from vllm_headroom.scrape.http.failures import explain_no_answer, strip_advice
 from vllm_headroom.scrape.http.reader import find_port, read_body
 from vllm_headroom.vocabulary import Reason
 from vllm_headroom.worker import Worker
+from vllm_headroom_tools.bad_input import BadInput
 from vllm_headroom_tools.load.order import join_path
 from vllm_headroom_tools.load.prompts import PATHS, CompletionApi
 from vllm_headroom_tools.openai import ListedModel, parse_first_model
-from vllm_headroom_tools.trace import BadInput
 
 FIRST_ANSWER_SECONDS: Final = 15.0
 """The limit for the first connection and for the list of models: a busy server answers late."""

@@ -12,6 +12,7 @@ from msgspec.structs import fields, replace
 
 from vllm_headroom.inputs import parse_number
 from vllm_headroom.units import GIB, VLLM_NUMBER, parse_size, parse_vllm_number
+from vllm_headroom_tools.bad_input import BadInput
 from vllm_headroom_tools.cli import Command
 from vllm_headroom_tools.conclusion import Report
 from vllm_headroom_tools.options import (
@@ -45,7 +46,6 @@ from vllm_headroom_tools.sizing.question import (
     choose_defaults,
     find_problem,
 )
-from vllm_headroom_tools.trace import BadInput
 
 SIZE_OPTIONS: Final = (
     ("layers", "num_hidden_layers", "hidden layers"),

@@ -10,6 +10,7 @@ from msgspec import Struct
 from vllm_headroom.model import EngineParts
 from vllm_headroom.parse.probe import parse_probe
 from vllm_headroom.units import GIB, format_gib
+from vllm_headroom_tools.bad_input import BadInput
 from vllm_headroom_tools.conclusion import Conclusion, Finding, Report
 from vllm_headroom_tools.plan.verdict import (
     SMALLEST_LENGTH,
@@ -29,7 +30,6 @@ from vllm_headroom_tools.sizing.estimate import (
 )
 from vllm_headroom_tools.sizing.question import DEFAULT_UTILIZATION, Question
 from vllm_headroom_tools.terminal import join_paragraphs, wrap_text
-from vllm_headroom_tools.trace import BadInput
 
 UNKNOWN_AMOUNT: Final = "not known"
 

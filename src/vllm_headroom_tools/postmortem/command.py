@@ -14,6 +14,7 @@ from vllm_headroom.model import Diagnosis, Ending, GpuAtEnd, Snapshot
 from vllm_headroom.trace.flight import FLIGHT, INCIDENTS, list_incidents, parse_incident_facts
 from vllm_headroom.trace.incident import Incident, add_evidence, find_decisive, read_incident
 from vllm_headroom.vocabulary import EndCause, IncidentKind, LeakState, Sureness
+from vllm_headroom_tools.bad_input import BadInput
 from vllm_headroom_tools.cli import Command, save
 from vllm_headroom_tools.conclusion import Report
 from vllm_headroom_tools.history import Curves, LeakReplay, Moment
@@ -21,7 +22,7 @@ from vllm_headroom_tools.options import FILE, BadOptions, Parser, Value
 from vllm_headroom_tools.postmortem.page import build_page
 from vllm_headroom_tools.postmortem.report import NO_INCIDENT, Postmortem, build_report
 from vllm_headroom_tools.postmortem.timeline import Timeline
-from vllm_headroom_tools.trace import BadInput, read_lines, read_trace
+from vllm_headroom_tools.trace import read_lines, read_trace
 
 SAME_EVENT_SECONDS: Final = 0.5
 """A sample this close to an incident's time is the sample of its event: an incident has its time to

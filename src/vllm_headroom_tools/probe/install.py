@@ -6,7 +6,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Final
 
-from vllm_headroom_tools.trace import BadInput
+from vllm_headroom_tools.bad_input import BadInput
 
 PACKAGE: Final = "vllm_headroom_probe"
 

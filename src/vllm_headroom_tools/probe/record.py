@@ -21,9 +21,9 @@ from vllm_headroom.scrape.proc.host import read_boot_time
 from vllm_headroom.scrape.proc.smaps import find_growth, read_mappings
 from vllm_headroom.units import format_duration
 from vllm_headroom.worker import Worker
+from vllm_headroom_tools.bad_input import BadInput
 from vllm_headroom_tools.look import PROC
 from vllm_headroom_tools.perf import Faults, record_faults
-from vllm_headroom_tools.trace import BadInput
 
 RECORD_FORMAT: Final = "headroom_record"
 RECORD_VERSION: Final = 1

@@ -19,8 +19,8 @@ from vllm_headroom.derive.leak.leak import LeakMemory
 from vllm_headroom.derive.tick import Evaluation, TickRules, run_unguarded
 from vllm_headroom.model import Metric, ReadingTime, Sample, Snapshot
 from vllm_headroom.vocabulary import MetricType, Source
+from vllm_headroom_tools.bad_input import BadInput
 from vllm_headroom_tools.history import LeakReplay
-from vllm_headroom_tools.trace import BadInput
 
 HEALTH: Final = "health"
 """The name of the derivation of whether each source could be read."""

@@ -22,12 +22,12 @@ from vllm_headroom.scrape.http.failures import hide_secrets
 from vllm_headroom.scrape.http.reader import PageReader, Reply
 from vllm_headroom.units import format_duration, parse_duration
 from vllm_headroom.vocabulary import Reason
+from vllm_headroom_tools.bad_input import BadInput
 from vllm_headroom_tools.cli import Command, write_note
 from vllm_headroom_tools.conclusion import Conclusion, Finding, Report
 from vllm_headroom_tools.look import read_machine
 from vllm_headroom_tools.openai import find_error, parse_first_model, parse_object
 from vllm_headroom_tools.options import SHARE
-from vllm_headroom_tools.trace import BadInput
 
 T = TypeVar("T")
 

@@ -21,19 +21,19 @@ from score import middle, share
 from traces import MAKERS, NAMES, RECORDED, Labelled, is_held_out, thin
 from watch import Watched, follow, watch
 
-from vllm_headroom.derive.leak import evidence, track
+from vllm_headroom.derive.leak import growth_evidence, track
 from vllm_headroom.derive.leak import judge as verdicts
 
 Row = dict[str, Any]
 OFF: Final[dict[str, tuple[Any, str, Any]]] = {
     "nothing": (verdicts, "WITNESS_ODDS_LIMIT", verdicts.WITNESS_ODDS_LIMIT),
-    "how often it rises": (evidence, "RISE_SOURCES", 0.0),
+    "how often it rises": (growth_evidence, "RISE_SOURCES", 0.0),
     "pace": (verdicts, "weigh_pace", lambda *_: verdicts.WITNESS_ODDS_LIMIT),
     "shape": (verdicts, "is_even", lambda _: True),
-    "clipped rises": (evidence, "CLIP_MEDIANS", 1e9),
-    "patience": (verdicts, "compute_patience", lambda _: evidence.GROWING_SECONDS),
+    "clipped rises": (growth_evidence, "CLIP_MEDIANS", 1e9),
+    "patience": (verdicts, "compute_patience", lambda _: growth_evidence.GROWING_SECONDS),
     "large steps": (verdicts, "find_step_windows", lambda *_: ()),
-    "sizes of steps": (evidence, "score_likeness", lambda *_: 0.0),
+    "sizes of steps": (growth_evidence, "score_likeness", lambda *_: 0.0),
     "load that doubled": (track, "LOAD_LEAP", 1e9),
     "steady growth": (verdicts, "is_steady", lambda _: False),
     "kept on a full card": (verdicts, "NEARLY_FULL_BYTES", float("-inf")),

@@ -12,9 +12,9 @@ from typing import Any, Final
 import pytest
 
 from tests.command import OWN
+from vllm_headroom_tools.bad_input import BadInput
 from vllm_headroom_tools.cli import Command, execute
 from vllm_headroom_tools.conclusion import Conclusion, Finding, Report
-from vllm_headroom_tools.trace import BadInput
 
 
 def command(run: Callable[[Namespace], Any]) -> Command:

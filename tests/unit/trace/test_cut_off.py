@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from vllm_headroom_tools.trace import BadInput, parse_trace, read_trace
+from vllm_headroom_tools.bad_input import BadInput
+from vllm_headroom_tools.trace import parse_trace, read_trace
 
 HEADER = b'{"headroom_trace": 1}\n'
 

@@ -10,7 +10,8 @@ import pytest
 
 from vllm_headroom.model import EnginePage, EngineProcess, EngineReading, Failure, Gpu, GpuMemory, Snapshot
 from vllm_headroom.vocabulary import Attribution, Role, Source
-from vllm_headroom_tools.trace import BadInput, parse_snapshot, parse_trace
+from vllm_headroom_tools.bad_input import BadInput
+from vllm_headroom_tools.trace import parse_snapshot, parse_trace
 
 HEADER = b'{"headroom_trace": 1}\n'
 A_GPU = {"gpu": 3, "uuid": "GPU-a", "total": 1000, "used": 900, "reserved": 20, "engine": 800, "other": 50}

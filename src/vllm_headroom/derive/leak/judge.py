@@ -7,7 +7,19 @@ from typing import Final, NamedTuple
 from msgspec.structs import replace
 
 from vllm_headroom.derive.leak.estimate import estimate_growth, set_time_left
-from vllm_headroom.derive.leak.evidence import (
+from vllm_headroom.derive.leak.facts import (
+    LARGE_BYTES,
+    OUT_OF_MEMORY_BYTES,
+    RISE_BYTES,
+    Block,
+    Certainty,
+    Growth,
+    LeakAlarm,
+    Ring,
+    Track,
+    list_falls,
+)
+from vllm_headroom.derive.leak.growth_evidence import (
     GROWING_SECONDS,
     LATE_SHARE,
     LEAKING_SECONDS,
@@ -25,18 +37,6 @@ from vllm_headroom.derive.leak.evidence import (
     judge_steps,
     survey_ring,
     weigh_pace,
-)
-from vllm_headroom.derive.leak.facts import (
-    LARGE_BYTES,
-    OUT_OF_MEMORY_BYTES,
-    RISE_BYTES,
-    Block,
-    Certainty,
-    Growth,
-    LeakAlarm,
-    Ring,
-    Track,
-    list_falls,
 )
 from vllm_headroom.units import DAY_SECONDS, GIB
 

@@ -5,7 +5,6 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from vllm_headroom.derive.leak.evidence import RISE_SOURCES, USELESS_CHANCE, count_folds
 from vllm_headroom.derive.leak.facts import (
     RISE_BYTES,
     Block,
@@ -18,6 +17,7 @@ from vllm_headroom.derive.leak.facts import (
     Work,
     start_track,
 )
+from vllm_headroom.derive.leak.growth_evidence import RISE_SOURCES, USELESS_CHANCE, count_folds
 from vllm_headroom.derive.leak.judge import judge_track
 from vllm_headroom.derive.leak.observation import Observation
 from vllm_headroom.derive.run_identity import is_new_run

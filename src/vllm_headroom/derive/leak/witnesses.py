@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from msgspec import Struct
 
-from vllm_headroom.derive.leak import evidence, facts, judge, track
+from vllm_headroom.derive.leak import facts, growth_evidence, judge, track
 
 
 class Witness(Struct, frozen=True, kw_only=True):
@@ -36,12 +36,12 @@ WITNESSES: Final = (
         name="how often it rises",
         measures="in how many blocks memory rose, against the rarity of records and first uses",
         adds="the log likelihood ratio of each block, in all at most 12; an alarm needs 10",
-        functions=(evidence.weigh_blocks,),
+        functions=(growth_evidence.weigh_blocks,),
         constants={
-            "RISE_SOURCES": evidence.RISE_SOURCES,
-            "RISE_CHANCE_IN_A_LEAK": evidence.RISE_CHANCE_IN_A_LEAK,
-            "LEAST_RISE_CHANCE": evidence.LEAST_RISE_CHANCE,
-            "USELESS_CHANCE": evidence.USELESS_CHANCE,
+            "RISE_SOURCES": growth_evidence.RISE_SOURCES,
+            "RISE_CHANCE_IN_A_LEAK": growth_evidence.RISE_CHANCE_IN_A_LEAK,
+            "LEAST_RISE_CHANCE": growth_evidence.LEAST_RISE_CHANCE,
+            "USELESS_CHANCE": growth_evidence.USELESS_CHANCE,
             "LEAST_RISE_ODDS": judge.LEAST_RISE_ODDS,
         },
         source="Rényi: the n-th of exchangeable demands is a record with chance 1/n",
@@ -52,7 +52,7 @@ WITNESSES: Final = (
         name="pace",
         measures="growth at a constant rate, by time or requests, against growth by folds of work",
         adds="the log likelihood ratio of the two, at most 12",
-        functions=(evidence.weigh_pace,),
+        functions=(growth_evidence.weigh_pace,),
         constants={"WITNESS_ODDS_LIMIT": judge.WITNESS_ODDS_LIMIT},
         source="Poisson's law of steps of the window's typical size",
         fails_without="tests/unit/derive/leak/test_limits.py"
@@ -62,11 +62,11 @@ WITNESSES: Final = (
         name="shape",
         measures="the shares of the growth in the later half and in each quarter of a window",
         adds="nothing; without its shares growth is no verdict",
-        functions=(evidence.is_even,),
+        functions=(growth_evidence.is_even,),
         constants={
-            "LATER_HALF_SHARE": evidence.LATER_HALF_SHARE,
-            "FIRST_QUARTER_SHARE": evidence.FIRST_QUARTER_SHARE,
-            "LAST_QUARTER_SHARE": evidence.LAST_QUARTER_SHARE,
+            "LATER_HALF_SHARE": growth_evidence.LATER_HALF_SHARE,
+            "FIRST_QUARTER_SHARE": growth_evidence.FIRST_QUARTER_SHARE,
+            "LAST_QUARTER_SHARE": growth_evidence.LAST_QUARTER_SHARE,
         },
         source="our choice; without it the recorded day quiet-level is a warning",
         fails_without="tests/unit/derive/leak/test_limits.py"
@@ -76,8 +76,8 @@ WITNESSES: Final = (
         name="clipped rises",
         measures="each rise as at most three median rises",
         adds="nothing; one large demand moves neither the shape nor the time left",
-        functions=(evidence.clip_rises,),
-        constants={"CLIP_MEDIANS": evidence.CLIP_MEDIANS, "LARGE_BYTES": facts.LARGE_BYTES},
+        functions=(growth_evidence.clip_rises,),
+        constants={"CLIP_MEDIANS": growth_evidence.CLIP_MEDIANS, "LARGE_BYTES": facts.LARGE_BYTES},
         source="our choice; recorded days of torch's allocator are found later without",
         fails_without="tests/unit/derive/leak/test_large_and_fast.py"
         "::test_one_large_demand_early_in_a_leak_does_not_put_the_alarm_off",
@@ -86,13 +86,13 @@ WITNESSES: Final = (
         name="patience",
         measures="how long growth has lasted, against the time left",
         adds="nothing; an alarm waits for an hour, or longer for a twentieth of the time left",
-        functions=(evidence.compute_patience,),
+        functions=(growth_evidence.compute_patience,),
         constants={
-            "LEAKING_SECONDS": evidence.LEAKING_SECONDS,
-            "HASTE_SHARE": evidence.HASTE_SHARE,
-            "HASTE_SECONDS": evidence.HASTE_SECONDS,
-            "PATIENCE_SHARE": evidence.PATIENCE_SHARE,
-            "LONGEST_PATIENCE_SECONDS": evidence.LONGEST_PATIENCE_SECONDS,
+            "LEAKING_SECONDS": growth_evidence.LEAKING_SECONDS,
+            "HASTE_SHARE": growth_evidence.HASTE_SHARE,
+            "HASTE_SECONDS": growth_evidence.HASTE_SECONDS,
+            "PATIENCE_SHARE": growth_evidence.PATIENCE_SHARE,
+            "LONGEST_PATIENCE_SECONDS": growth_evidence.LONGEST_PATIENCE_SECONDS,
         },
         source="bounded ramps (caches, LoRA slots) are linear until they end",
         fails_without="tests/unit/derive/leak/test_limits.py"
@@ -103,15 +103,15 @@ WITNESSES: Final = (
         name="large steps",
         measures="the pace of windows that begin with a step and are worth two",
         adds="a separate verdict, for leaks in too few rises for the others",
-        functions=(evidence.find_step_windows, evidence.judge_steps),
+        functions=(growth_evidence.find_step_windows, growth_evidence.judge_steps),
         constants={
-            "LEAST_STEPS_BYTES": evidence.LEAST_STEPS_BYTES,
-            "LEAST_STEPS": evidence.LEAST_STEPS,
-            "GROWING_ODDS": evidence.GROWING_ODDS,
-            "LEAKING_ODDS": evidence.LEAKING_ODDS,
-            "YOUNG_SECONDS": evidence.YOUNG_SECONDS,
-            "ROOM_SHARE": evidence.ROOM_SHARE,
-            "ENOUGH_BYTES": evidence.ENOUGH_BYTES,
+            "LEAST_STEPS_BYTES": growth_evidence.LEAST_STEPS_BYTES,
+            "LEAST_STEPS": growth_evidence.LEAST_STEPS,
+            "GROWING_ODDS": growth_evidence.GROWING_ODDS,
+            "LEAKING_ODDS": growth_evidence.LEAKING_ODDS,
+            "YOUNG_SECONDS": growth_evidence.YOUNG_SECONDS,
+            "ROOM_SHARE": growth_evidence.ROOM_SHARE,
+            "ENOUGH_BYTES": growth_evidence.ENOUGH_BYTES,
         },
         source="Poisson's law, as pace; few bounded caches take a quarter of the room or 1.5 GiB",
         fails_without="tests/unit/derive/leak/test_higher_load.py"
@@ -121,14 +121,14 @@ WITNESSES: Final = (
         name="sizes of steps",
         measures="whether the sizes of large steps come again, or outgrow each other",
         adds="up to 6 for each repeated size, 0.5 for a smaller one, -1 for a record",
-        functions=(evidence.score_likeness,),
+        functions=(growth_evidence.score_likeness,),
         constants={
-            "REPEATED_BYTES": evidence.REPEATED_BYTES,
-            "REPEATED_ODDS": evidence.REPEATED_ODDS,
-            "MOST_REPEATED_ODDS": evidence.MOST_REPEATED_ODDS,
-            "SMALLER_ODDS": evidence.SMALLER_ODDS,
-            "RECORD_ODDS": evidence.RECORD_ODDS,
-            "SURE_OF_STEPS": evidence.SURE_OF_STEPS,
+            "REPEATED_BYTES": growth_evidence.REPEATED_BYTES,
+            "REPEATED_ODDS": growth_evidence.REPEATED_ODDS,
+            "MOST_REPEATED_ODDS": growth_evidence.MOST_REPEATED_ODDS,
+            "SMALLER_ODDS": growth_evidence.SMALLER_ODDS,
+            "RECORD_ODDS": growth_evidence.RECORD_ODDS,
+            "SURE_OF_STEPS": growth_evidence.SURE_OF_STEPS,
         },
         source="fitted to simulated days",
         fails_without="tests/unit/derive/leak/test_large_and_fast.py"
@@ -149,12 +149,12 @@ WITNESSES: Final = (
         name="steady growth",
         measures="whether each of eleven blocks rose by nearly the same",
         adds="an alarm without odds once three quarters of the time left have passed",
-        functions=(evidence.is_steady,),
+        functions=(growth_evidence.is_steady,),
         constants={
-            "STEADY_BLOCKS": evidence.STEADY_BLOCKS,
-            "STEADY_SPREAD": evidence.STEADY_SPREAD,
+            "STEADY_BLOCKS": growth_evidence.STEADY_BLOCKS,
+            "STEADY_SPREAD": growth_evidence.STEADY_SPREAD,
             "SOON_SHARE": judge.SOON_SHARE,
-            "LATE_SHARE": evidence.LATE_SHARE,
+            "LATE_SHARE": growth_evidence.LATE_SHARE,
         },
         source="warm-ups that took half of a card had a variance of 0.8 to 4 squared means",
         fails_without="tests/unit/derive/leak/test_higher_load.py"

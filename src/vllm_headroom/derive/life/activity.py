@@ -6,7 +6,7 @@ from typing import Final
 from msgspec import Struct
 
 from vllm_headroom.derive.attribution import NEIGHBOUR_BYTES
-from vllm_headroom.derive.life.evidence import NECESSARY_ROLES, Evidence
+from vllm_headroom.derive.life.run_evidence import NECESSARY_ROLES, Evidence
 from vllm_headroom.model import Gpu
 
 SPAN_SECONDS: Final = 20.0

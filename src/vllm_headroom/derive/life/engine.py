@@ -10,7 +10,15 @@ from msgspec.structs import replace
 
 from vllm_headroom.derive.life.budget import describe_excess
 from vllm_headroom.derive.life.causes import is_gpu_full, refine_reason
-from vllm_headroom.derive.life.evidence import (
+from vllm_headroom.derive.life.progress import (
+    Labels,
+    Progress,
+    find_stranded,
+    has_worked,
+    update_progress,
+)
+from vllm_headroom.derive.life.record import RunRecord, build_ending, describe_gpus, update_record
+from vllm_headroom.derive.life.run_evidence import (
     NECESSARY_ROLES,
     EngineRun,
     EngineRuns,
@@ -21,14 +29,6 @@ from vllm_headroom.derive.life.evidence import (
     find_room_bytes,
     read_evidence,
 )
-from vllm_headroom.derive.life.progress import (
-    Labels,
-    Progress,
-    find_stranded,
-    has_worked,
-    update_progress,
-)
-from vllm_headroom.derive.life.record import RunRecord, build_ending, describe_gpus, update_record
 from vllm_headroom.derive.life.states import (
     Absence,
     Symptom,

@@ -5,7 +5,7 @@ from typing import Final
 
 from msgspec import Struct
 
-from vllm_headroom.derive.life.evidence import NECESSARY_ROLES, Evidence
+from vllm_headroom.derive.life.run_evidence import NECESSARY_ROLES, Evidence
 from vllm_headroom.derive.sums import sum_known
 from vllm_headroom.model import EngineProcess, HangSign, ProcessName
 from vllm_headroom.vocabulary import Role

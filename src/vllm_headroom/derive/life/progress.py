@@ -6,7 +6,6 @@ from typing import Final, NamedTuple
 from msgspec import Struct, field
 
 from vllm_headroom.derive.life.activity import ActivityTrack, update_activity
-from vllm_headroom.derive.life.evidence import Evidence
 from vllm_headroom.derive.life.hangs import (
     CpuUse,
     Hint,
@@ -16,6 +15,7 @@ from vllm_headroom.derive.life.hangs import (
     update_hints,
     update_waits_since,
 )
+from vllm_headroom.derive.life.run_evidence import Evidence
 from vllm_headroom.derive.pages import list_named
 from vllm_headroom.derive.series import label_engine
 from vllm_headroom.model import EnginePage, EngineReading, HangSign

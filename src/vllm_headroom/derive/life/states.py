@@ -6,7 +6,9 @@ from typing import Final, NamedTuple
 from msgspec import Struct
 
 from vllm_headroom.derive.life.activity import Activity
-from vllm_headroom.derive.life.evidence import (
+from vllm_headroom.derive.life.hangs import SIGN_SECONDS, STALLED_SECONDS, count_waiting
+from vllm_headroom.derive.life.progress import Progress
+from vllm_headroom.derive.life.run_evidence import (
     EngineRun,
     EngineRuns,
     Evidence,
@@ -14,8 +16,6 @@ from vllm_headroom.derive.life.evidence import (
     Presence,
     is_starved,
 )
-from vllm_headroom.derive.life.hangs import SIGN_SECONDS, STALLED_SECONDS, count_waiting
-from vllm_headroom.derive.life.progress import Progress
 from vllm_headroom.derive.pages import is_page_awake
 from vllm_headroom.model import EnginePage, HangSign
 from vllm_headroom.vocabulary import EngineState, ServerAnswer

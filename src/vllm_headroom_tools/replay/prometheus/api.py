@@ -21,8 +21,8 @@ from vllm_headroom.scrape.http.failures import (
 )
 from vllm_headroom.units import MIB, format_size
 from vllm_headroom.vocabulary import Reason
+from vllm_headroom_tools.bad_input import BadInput
 from vllm_headroom_tools.openai import parse_object
-from vllm_headroom_tools.trace import BadInput
 
 _TIMEOUT: Final = httpx.Timeout(150.0, connect=10.0)
 """Prometheus cancels a query after two minutes (--query.timeout): wait for that answer."""

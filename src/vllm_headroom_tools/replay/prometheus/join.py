@@ -17,8 +17,8 @@ from vllm_headroom.parse.profile import Profile
 from vllm_headroom.parse.profiles import PROFILES
 from vllm_headroom.trace.entries import build_engine_entry
 from vllm_headroom.units import MIB
+from vllm_headroom_tools.bad_input import BadInput
 from vllm_headroom_tools.replay.prometheus.api import PrometheusApi, Series, TimeSpan
-from vllm_headroom_tools.trace import BadInput
 
 Value = tuple[Series, float]
 """A series and its value at the time of the sample."""

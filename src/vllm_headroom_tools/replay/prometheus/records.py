@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from msgspec.structs import replace
 
+from vllm_headroom_tools.bad_input import BadInput
 from vllm_headroom_tools.progress import track
 from vllm_headroom_tools.replay.prometheus.api import (
     PrometheusApi,
@@ -28,7 +29,6 @@ from vllm_headroom_tools.replay.prometheus.join import (
     build_selector,
     read_series,
 )
-from vllm_headroom_tools.trace import BadInput
 
 MOST_STEPS: Final = 10_000
 """The most times of one query: Prometheus refuses more than 11,000 points per series."""

@@ -22,8 +22,8 @@ from vllm_headroom_tools.advise.finding import Cause
 from vllm_headroom_tools.advise.page import parse_facts
 from vllm_headroom_tools.advise.settings import EngineArgs, Flag
 from vllm_headroom_tools.advise.verdict import Assessment, judge
+from vllm_headroom_tools.bad_input import BadInput
 from vllm_headroom_tools.conclusion import Conclusion
-from vllm_headroom_tools.trace import BadInput
 
 FULL: Lines = {
     of_engine(catalog.ENGINE_KV_USED): 0.99,

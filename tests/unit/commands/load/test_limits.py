@@ -7,6 +7,7 @@ import pytest
 
 from tests.fakes.cgroups import V2Tree
 from tests.fakes.proc_tree import ProcTree
+from vllm_headroom_tools.bad_input import BadInput
 from vllm_headroom_tools.cli import build_parser
 from vllm_headroom_tools.load.capacity import (
     STREAM_BYTES,
@@ -18,7 +19,6 @@ from vllm_headroom_tools.load.capacity import (
 )
 from vllm_headroom_tools.load.command import COMMAND, read_order
 from vllm_headroom_tools.load.run import count_streams
-from vllm_headroom_tools.trace import BadInput
 
 MIB = 2**20
 

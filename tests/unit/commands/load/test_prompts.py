@@ -9,6 +9,7 @@ from random import Random
 
 import pytest
 
+from vllm_headroom_tools.bad_input import BadInput
 from vllm_headroom_tools.load.prompts import (
     RING_WORDS,
     WORDS,
@@ -18,7 +19,6 @@ from vllm_headroom_tools.load.prompts import (
     draw_image,
     read_prompts,
 )
-from vllm_headroom_tools.trace import BadInput
 
 
 def prompts(shared_ratio: float = 0.0) -> Callable[[int], str]:

@@ -26,13 +26,13 @@ from vllm_headroom.scrape.http.reader import PageReader
 from vllm_headroom.scrape.probe import ProbeReader
 from vllm_headroom.scrape.proc.reader import Processes
 from vllm_headroom.vocabulary import LeakState, Reason, Source
+from vllm_headroom_tools.bad_input import BadInput
 from vllm_headroom_tools.cli import build_parser
 from vllm_headroom_tools.load.clients import Clients
 from vllm_headroom_tools.load.command import COMMAND, read_order
 from vllm_headroom_tools.load.compose import _build_parts
 from vllm_headroom_tools.load.run import LoadRun, Stage, count_streams
 from vllm_headroom_tools.load.sampling import OTHER_MACHINE, LoadObservation, Sampling, UnavailableSource, create_trace
-from vllm_headroom_tools.trace import BadInput
 
 
 @pytest.fixture

@@ -17,11 +17,11 @@ from tests.fakes.streaming_server import StreamingServer
 from tests.unit.commands.load.asking import run
 from vllm_headroom.scrape.http.failures import load_trust
 from vllm_headroom.scrape.http.reader import find_port
+from vllm_headroom_tools.bad_input import BadInput
 from vllm_headroom_tools.load.order import join_path, parse_base_url
 from vllm_headroom_tools.load.prompts import CompletionApi
 from vllm_headroom_tools.load.target import MOST_LIST_BYTES, Target, fetch_model, find_target
 from vllm_headroom_tools.openai import ListedModel
-from vllm_headroom_tools.trace import BadInput
 
 
 def problem(url: str, *, ca_file: Path | None = None) -> str:

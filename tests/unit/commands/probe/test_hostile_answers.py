@@ -12,10 +12,10 @@ from typing import Any, Final
 
 import pytest
 
+from vllm_headroom_tools.bad_input import BadInput
 from vllm_headroom_tools.probe import record as asking
 from vllm_headroom_tools.probe.record import MAX_ANSWER_BYTES, record
 from vllm_headroom_tools.probe.report import render_recording
-from vllm_headroom_tools.trace import BadInput
 
 HONEST, HOSTILE = "7-1000.record.json", "8-1000.record.json"
 

@@ -18,11 +18,11 @@ import pytest
 from tests.command import OWN, read_data, run_command
 from tests.process import eventually
 from tests.unit.probe.running import INSIDE, Vllm, vllm
+from vllm_headroom_tools.bad_input import BadInput
 from vllm_headroom_tools.probe import record as asking
 from vllm_headroom_tools.probe.install import install
 from vllm_headroom_tools.probe.record import parse_answer, record
 from vllm_headroom_tools.probe.report import render_recording
-from vllm_headroom_tools.trace import BadInput
 
 ENGINE: Final = INSIDE / "vllm" / "engine.py"
 LINE: Final = 1 + ENGINE.read_text().splitlines().index("                kept.append(bytearray(12_800))")

@@ -13,6 +13,7 @@ from tests.unit.commands.smoke.smoking import smoke, states
 from vllm_headroom.model import Failure
 from vllm_headroom.scrape.http.reader import Reply
 from vllm_headroom.vocabulary import Reason, Source
+from vllm_headroom_tools.bad_input import BadInput
 from vllm_headroom_tools.conclusion import Conclusion
 from vllm_headroom_tools.smoke.command import (
     EngineServer,
@@ -20,7 +21,6 @@ from vllm_headroom_tools.smoke.command import (
     request_completion,
     wait_until_healthy,
 )
-from vllm_headroom_tools.trace import BadInput
 
 pytestmark = pytest.mark.usefixtures("nvml")
 REST_SKIPPED = [Conclusion.NOT_GOOD, Conclusion.CANNOT_TELL, Conclusion.CANNOT_TELL, Conclusion.CANNOT_TELL]

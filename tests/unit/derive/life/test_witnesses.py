@@ -10,8 +10,8 @@ from msgspec.structs import replace
 
 from tests.unit.derive.life.watch import CORE, LOGIN, REFUSED, SERVER, SILENT, UNSEEN, WORKER, Watch, card, working
 from vllm_headroom.derive.life.activity import Activity
-from vllm_headroom.derive.life.evidence import PageAnswer
 from vllm_headroom.derive.life.hangs import STALLED_SECONDS
+from vllm_headroom.derive.life.run_evidence import PageAnswer
 from vllm_headroom.derive.life.states import (
     ABSENCE,
     STANDSTILL,

@@ -16,9 +16,9 @@ from tests.fakes.engine_server import EngineServer, cut, page
 from tests.fakes.ports import free_port
 from tests.fakes.prometheus_server import Answer, PrometheusServer, matrix, problem
 from tests.unit.commands.replay.prometheus.history import lazily
+from vllm_headroom_tools.bad_input import BadInput
 from vllm_headroom_tools.options import BadOptions
 from vllm_headroom_tools.replay.prometheus.api import PrometheusApi, TimeSpan
-from vllm_headroom_tools.trace import BadInput
 
 SPAN = TimeSpan(start_ms=1_760_000_000_000, end_ms=1_760_000_060_500, step_ms=15_000)
 

@@ -4,7 +4,7 @@ import pytest
 
 from tests.fakes.prometheus_server import PrometheusServer
 from tests.unit.commands.replay.prometheus.history import BEGIN, add_dcgm, add_vllm, level, records, scraped
-from vllm_headroom_tools.trace import BadInput
+from vllm_headroom_tools.bad_input import BadInput
 
 
 def test_several_gpus_and_ranks_are_kept_apart(server: PrometheusServer) -> None:

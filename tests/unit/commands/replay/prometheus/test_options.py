@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_headroom.inputs import show_value
+from vllm_headroom_tools.bad_input import BadInput
 from vllm_headroom_tools.cli import build_parser
 from vllm_headroom_tools.options import BadOptions, Value
 from vllm_headroom_tools.replay.command import COMMAND, MATCHER, STEP, TIME
 from vllm_headroom_tools.replay.prometheus.api import TimeSpan, build_span
-from vllm_headroom_tools.trace import BadInput
 
 NOW = 1_760_000_000.25
 

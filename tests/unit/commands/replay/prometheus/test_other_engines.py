@@ -14,7 +14,8 @@ from tests.fakes.prometheus_server import PrometheusServer
 from tests.unit.commands.replay.prometheus.history import TARGET, add_dcgm, level, records, scraped
 from vllm_headroom.model import EnginePage
 from vllm_headroom.parse.engines import parse_engines
-from vllm_headroom_tools.trace import BadInput, parse_snapshot
+from vllm_headroom_tools.bad_input import BadInput
+from vllm_headroom_tools.trace import parse_snapshot
 
 PAGES: Final = sorted(OTHERS.glob("*.prom"))
 TELL_NO_LOAD: Final = {"dynamo-component"}

@@ -16,7 +16,7 @@ from tests.unit.commands.replay.prometheus.real_prometheus import (
     write_blocks,
     write_series,
 )
-from vllm_headroom_tools.trace import BadInput
+from vllm_headroom_tools.bad_input import BadInput
 
 pytestmark = pytest.mark.skipif(not INSTALLED, reason="prometheus and promtool are not installed")
 

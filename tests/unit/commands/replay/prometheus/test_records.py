@@ -14,7 +14,8 @@ from tests.unit.commands.replay.prometheus.history import (
     records,
     scraped,
 )
-from vllm_headroom_tools.trace import BadInput, parse_snapshot
+from vllm_headroom_tools.bad_input import BadInput
+from vllm_headroom_tools.trace import parse_snapshot
 
 MIB = 2**20
 

@@ -1,0 +1,8 @@
+"""The error of an input that a command cannot use."""
+
+
+class BadInput(Exception):  # noqa: N818 - it describes the input
+    """A trace, or what a trace is read from, cannot be used.
+
+    The message is one line for the operator.
+    """
