@@ -159,9 +159,9 @@ def _others() -> Json:
 
 
 def _room() -> Json:
-    """Return the figure that the product is named after: free memory of each GPU, down to a red zero."""
+    """Return the figure that the product is named after: free memory of each GPU."""
     return timeseries(
-        "Headroom: free memory of each GPU, down to zero",
+        "Headroom: free memory of each GPU",
         "Free memory of each GPU of the engine; the thin line is the lowest free memory per minute. Below the red "
         "line, 512 MiB, the next long prompt may be the last. A leak is a line that falls while running requests do "
         "not rise. Nothing is drawn while the engine is down, loads or sleeps: the card is empty then. "

@@ -110,8 +110,9 @@ def _ledger() -> Json:
 def _free() -> Json:
     return lines(
         "Free memory of each GPU",
-        "Thick at the scrapes, thin the lowest between them, down to zero. In the red, under 512 MiB, the next large "
-        "prompt may end the engine. Nothing is drawn while it is down, loads or sleeps: the card is empty then.",
+        "The thick line is free memory at the scrapes, the thin line the lowest between them. In the red, under 512 "
+        "MiB, the next large prompt may end the engine. Nothing is drawn while it is down, loads or sleeps: the card "
+        "is empty then.",
         rooms(),
         height=8,
         unit="bytes",

@@ -152,7 +152,7 @@ def lines_of_held(matchers: str, only: str = "") -> list[Json]:
 
 
 def ahead(matchers: str, left: str) -> str:
-    """Return an expression for free memory as it goes down to zero in `left` seconds from when it was seen last.
+    """Return an expression for free memory that falls and is used up `left` seconds after it was last read.
 
     It has values later than that alone: where the time shown ends in the future. Two minutes: a scrape may be late.
     """

@@ -143,7 +143,7 @@ EMPTY: Final = (
         over=EVERYWHERE,
         queries={
             "headroom": {
-                "Headroom: free memory of each GPU, down to zero": (
+                "Headroom: free memory of each GPU": (
                     "GPU {{gpu}} expected",
                     "GPU {{gpu}} at the earliest",
                 )

@@ -19,7 +19,7 @@ TITLE: Final = "Free now"
 MARK: Final = load("headroom")["annotations"]["list"][0]["name"]
 
 
-HERO: Final = "Headroom: free memory of each GPU, down to zero"
+HERO: Final = "Headroom: free memory of each GPU"
 RED_AND_GREEN: Final = ("#cc3311", "#6a7f00")
 """Alike to those who see neither."""
 

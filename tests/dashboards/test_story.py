@@ -22,7 +22,7 @@ ENGINE: Final = load("headroom")
 HELD: Final = "What others hold"
 LEDGER: Final = "Memory of the fullest GPU, by holder"
 INCIDENT: Final = load("headroom-incident")
-HERO: Final = "Headroom: free memory of each GPU, down to zero"
+HERO: Final = "Headroom: free memory of each GPU"
 HOUR: Final = 3600
 SITUATIONS: Final = {
     "neighbour": "neighbour",

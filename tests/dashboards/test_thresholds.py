@@ -18,7 +18,7 @@ SAME: Final = (
     ("headroom", "Time to out of memory", 86_400, "HeadroomGpuMemoryLeak", "86400"),
     ("headroom", "At the earliest", 3_600, "HeadroomOutOfMemorySoon", "3600"),
     ("headroom", "Free now", 512 * MIB, "HeadroomGpuMemoryLow", "512 * 2^20"),
-    ("headroom", "Headroom: free memory of each GPU, down to zero", 512 * MIB, "HeadroomGpuMemoryLow", "512 * 2^20"),
+    ("headroom", "Headroom: free memory of each GPU", 512 * MIB, "HeadroomGpuMemoryLow", "512 * 2^20"),
     ("headroom", "Held by others", 2**30, "HeadroomNeighbourGrowing", "2^30"),
     ("headroom", "Unreported", 0.03, "HeadroomMemoryDiscrepancy", "0.03"),
     ("headroom", "Unreported", 0.04, "HeadroomMemoryDiscrepancyHigh", "0.04"),

@@ -139,6 +139,7 @@ class Evictor:
         # Waiting for another pod or for the budget is no refusal: the next turn may succeed.
         if is_refusal:
             self._refusals += 1
+            # Growing pauses, since the API server is shared with the whole cluster.
             pause_seconds = min(TURN_SECONDS * 2**self._refusals, LONGEST_PAUSE_SECONDS)
             self._paused_until = self._clock.monotonic() + pause_seconds
         else:
@@ -161,6 +162,7 @@ class Evictor:
         if self._has_evicted:
             await self._take_lease(lease, began_seconds)
             return
+        # In a dry run too, so that it shows what would stand in the way.
         await self._check_budget()
         if self._policy.is_dry_run:
             self._finish(EvictionResult.DRY_RUN, "would ask for the eviction of this pod", due)
@@ -338,6 +340,8 @@ class Evictor:
             "apiVersion": "policy/v1",
             "kind": "Eviction",
             "metadata": {"name": self._name, "namespace": self._namespace},
+            # A StatefulSet gives the replacement the same name: the UID keeps it from being
+            # evicted.
             "deleteOptions": {"preconditions": {"uid": self._pod["metadata"]["uid"]}},
         }
         try:

@@ -108,6 +108,7 @@ class RecentReadings:
         """
         if not used_bytes:
             return
+        # By the distance: a clock that was set back must not stop the samples for an hour.
         if not self._samples or abs(seconds - self._samples[-1][0]) >= USE_STEP_SECONDS:
             self._samples.append((round(seconds, 1), used_bytes))
 
@@ -210,6 +211,7 @@ class Flight:
             self._update_context(snapshot, verdicts, values)
         else:
             self._add_event(event, snapshot)
+        # The tick of an event is always recorded: it shows what had changed.
         if event is not None or self._is_record_due(now):
             self._recorded_seconds = now
             await self._writer.do(partial(self._append, snapshot))
@@ -282,6 +284,7 @@ class Flight:
             )
             return
         events = (*incident.events, event)[-MOST_INCIDENT_EVENTS:]
+        # The first event stays decisive, unless an exit for lack of memory follows at once.
         is_decisive = find_decisive(events) is event
         self._incident = replace(
             incident,

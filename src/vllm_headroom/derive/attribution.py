@@ -193,6 +193,8 @@ def attribute(
         )
         engine_bytes, other_bytes = _split_memory(device, splitting_processes, engine_pids)
         held_bytes = engine_bytes
+        # Old drivers in a container never report it: then all that is in use counts as the
+        # engine's.
         if engine_bytes is None and not can_be_known:
             held_bytes = _assume_held_bytes(device, other_bytes)
         gpu = Gpu(
@@ -287,6 +289,7 @@ def _follow_engine(
     state = replace(state, engine_pids=engine_pids & pids_on_devices)
     if not devices:
         return state
+    # By pid and start: a pid alone may be in use again.
     is_same_engine = bool(holders & state.holders)
     if is_same_engine:
         devices |= state.device_uuids
@@ -323,9 +326,11 @@ def _attribute_device(
     device: GpuReading, state: AttributionState, selection: Selection, *, device_count: int
 ) -> Attribution | None:
     """Return by what a device is known to be the engine's; None where it is not the engine's."""
+    # The operator's word comes first, even where the processes are seen on other devices.
     if selection.everything:
         return Attribution.ASSUMED
     if selection.listed:
+        # By the first index: NVML renumbers the GPUs behind one that was lost.
         index = state.indices.get(device.uuid, device.index)
         names = {name.casefold() for name in selection.listed}
         is_listed = device.uuid.casefold() in names or str(index) in names
@@ -384,6 +389,7 @@ def add_lost_gpus(snapshot: Snapshot) -> Snapshot:
     missing_uuids = sorted(engine_uuids - {gpu.reading.uuid for gpu in snapshot.devices})
     if not missing_uuids:
         return snapshot
+    # More unopened GPUs than missing ones: some of them are not the engine's, and which is unknown.
     unopened_count = sum(1 for gpu in snapshot.devices if not gpu.reading.uuid)
     is_engines = unopened_count <= len(missing_uuids)
     # Where several GPUs are missing, it is unknown which of them an unopened GPU is.

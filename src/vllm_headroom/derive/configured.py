@@ -54,6 +54,7 @@ def find_schedulers(
             if process.data_parallel_rank is not None:
                 by_rank[str(process.data_parallel_rank)] = process.scheduler
     engines = list_named(page)
+    # A single engine need not have a rank, on the page or in the probe's file.
     if len(engines) == 1 and len(schedulers) == 1:
         return {label_engine(engines[0]): schedulers[0]}
     return {
@@ -122,6 +123,7 @@ def list_pools(
     # Without separate processes, the core runs in the server and the worker in the core.
     core = Role.ENGINE_CORE if counts[Role.ENGINE_CORE] else Role.API_SERVER
     worker = Role.WORKER if counts[Role.WORKER] else core
+    # In a container that hides its processes there is at least the one that serves.
     workers = counts[worker] or 1
 
     pools = [
@@ -142,6 +144,7 @@ def _size_kv_offload(
         option_bytes = (options.kv_offloading_size or 0) * GIB
         tier_bytes = option_bytes or options.kv_connector_bytes or 0
         tiers_bytes = tier_bytes * max(1, len(engines))
+    # LMCache's size is that of one worker; vLLM's own is that of all workers of an engine.
     lmcache_bytes = (options.lmcache_gb or 0) * GIB * workers
     return _make_pool(HostPart.KV_OFFLOAD, worker, tiers_bytes + lmcache_bytes)
 

@@ -103,6 +103,7 @@ def update_container(
     memory = _choose_memory(reading, probed_cgroup, engine, limit_bytes)
     # Another run may be in another container, so the scope starts over.
     scope = state.scope if root == state.root else HostMemory()
+    # A jump from the container's to the machine's figures would look like a leak, or like its end.
     if _has_lost_scope(memory, scope):
         memory = HostMemory()
     scope = max(memory, scope, key=_rank_basis)
@@ -227,6 +228,7 @@ def _measure_processes(
 
     All its figures are None where a process's private memory is unknown, or there is no process.
     """
+    # Mapped files are left out: the kernel can drop them.
     private_bytes = sum_known(process.anonymous_bytes for process in engine)
     if private_bytes is None:
         return HostMemory()
@@ -265,6 +267,8 @@ def _count_kills(
     these kills are not counted again.
     """
     has_ended = state.root is not None and root != state.root
+    # The machine counts the kills of all containers: only a container that was full enough explains
+    # them.
     if has_ended and _was_full(state.memory):
         state = _count_machine_kills(state, machine)
     if cgroup is not None and cgroup.oom_kills is not None:

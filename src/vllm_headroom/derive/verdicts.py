@@ -254,6 +254,7 @@ def derive_verdicts(
     The arguments are those of `judge_snapshot`. The role has a sample unless it is SERVING.
     """
     verdicts = judge_snapshot(snapshot, values, watches, role)
+    # The page has one situation for the engine and all its GPUs: the worst.
     samples = make_states(catalog.SITUATION, (), verdicts[0].situation)
     if role != SERVING:
         samples += (Sample(catalog.ROLE, (role,), 1.0),)
@@ -325,6 +326,7 @@ def _describe_no_growth(
     The most informative of the states counts. `watched_seconds` is for how long it was compared.
     """
     state = next((state for state in NO_GROWTH_SENTENCES if state in states), None)
+    # A leak in large steps may not have shown yet.
     if state == LeakState.STABLE and watched_seconds < SURE_SECONDS:
         return Level.GOOD, f"watched for {format_duration(watched_seconds)}, no leak seen"
     unknown = (Level.UNKNOWN, "whether it leaks is not known")
@@ -357,6 +359,8 @@ def _judge_gpus(
             yield _judge_left_out_gpu(gpu)
     for gpu in sorted(snapshot.owned_gpus, key=lambda gpu: gpu.reading.index):
         yield _judge_gpu(gpu, snapshot, values, watches, role)
+        # Beside the verdict on the GPU: an exited engine's memory is a separate trouble with a
+        # separate remedy.
         for leftover in gpu.leftovers:
             yield Verdict(
                 subject=gpu.reading.display_name,
@@ -413,6 +417,7 @@ def _judge_gpu(
         )
     leak_state = values.state(catalog.LEAK_STATE, *label_gpu(gpu))
     if leak_state in GROWING_STATES:
+        # Growth comes before any other trouble of the GPU: it is what fills the card.
         growth = _measure_gpu_growth(
             gpu, snapshot, values, is_leaking=leak_state == LeakState.LEAKING
         )
@@ -435,9 +440,11 @@ def _judge_quiet_gpu(
     labels = label_gpu(gpu)
     uuid = gpu.reading.uuid
     name = gpu.reading.display_name
+    # Without the detector's memory, as for a recorded page, the state alone counts.
     watched_seconds = watches.get(uuid, SURE_SECONDS)
     level, no_growth = _describe_no_growth({leak_state}, watched_seconds)
     held_bytes = values.value(catalog.GPU_MEMORY_HELD, *labels, "engine")
+    # vLLM gives back nearly all of it for a sleep: what stays is what another engine cannot use.
     if leak_state == LeakState.ASLEEP and held_bytes is not None:
         no_growth = f"{no_growth} and holds {format_size(held_bytes)}"
     free_bytes = values.value(catalog.GPU_MEMORY_FREE, *labels)
@@ -521,6 +528,7 @@ def _find_low_memory(
     first_free_bytes = 0
     if status is not None:
         first_free_bytes = dict(status.first_room_bytes).get(uuid, 0)
+    # Before an engine has served nothing is low: a start takes the memory that it was granted.
     is_low = free_bytes < min(LOW_BYTES, LOW_SHARE * first_free_bytes)
     if not is_low and free_bytes >= wake_bytes:
         return None
@@ -539,6 +547,8 @@ def _find_scarce_blocks(
 
     None while no task waits for memory and no model is loaded.
     """
+    # An allocation of the driver needs blocks of 2 MiB: pages of the page cache in between do not
+    # serve.
     blocks_bytes = values.value(catalog.UNIFIED_FREE_BLOCKS, *labels)
     if blocks_bytes is None or blocks_bytes >= min(SCARCE_BLOCKS_BYTES, free_bytes):
         return None
@@ -565,6 +575,7 @@ def _find_excess(
     if status is None or status.state is not EngineState.SERVING:
         return None
     excess = dict(status.excesses).get(labels[1])
+    # A burst of prefills exceeds the budget for seconds, and gives the memory back.
     if excess is None or excess.seconds < OVER_BUDGET_SECONDS:
         return None
     room_bytes = _find_room_at_rest(labels, values, excess, free_bytes)
@@ -572,6 +583,7 @@ def _find_excess(
         return None
     size = format_size(excess.excess_bytes)
     text = f"the engine holds {size} ({100 * excess.ratio:.1f} %) more than its budget"
+    # The last burst still fits: this is a warning. Otherwise the next one may end the engine.
     if room_bytes >= excess.needed_bytes:
         is_share_small = room_bytes < TIGHT_SHARE * excess.total_bytes
         return Trouble(
@@ -594,6 +606,7 @@ def _find_room_at_rest(
 ) -> float:
     """Return what is free between bursts; what others hold counts as free, as they may leave."""
     other_bytes = values.value(catalog.GPU_MEMORY_HELD, *labels, "other") or 0.0
+    # At a burst the engine holds more than at rest; what it will give back counts as free.
     rest_bytes = excess.budget_bytes + excess.excess_bytes
     held_bytes = values.value(catalog.GPU_MEMORY_HELD, *labels, "engine") or rest_bytes
     return free_bytes + other_bytes + max(0.0, held_bytes - rest_bytes)
@@ -662,6 +675,8 @@ def _measure_gpu_growth(
         subject=gpu.reading.display_name,
         name=gpu.reading.display_name,
         is_leaking=is_leaking,
+        # An alarm is only raised on memory that is the engine's; an early warning may be a
+        # neighbour's growth.
         is_of_engine=is_leaking or is_alone(gpu),
         bytes_per_second=values.value(catalog.LEAK_RATE, *labels),
         bytes_per_request=values.value(catalog.LEAK_PER_REQUEST, *labels),
@@ -788,6 +803,7 @@ def _choose_alert(growth: GrowingMemory) -> str:
     """Return the alert that fires for this growth, by its time left."""
     if growth.is_leaking and _is_oom_within(growth, HOUR_SECONDS):
         return growth.alerts.hour
+    # An early warning may still be withdrawn, so it is urgent only within the hour.
     near_seconds = DAY_SECONDS if growth.is_leaking else HOUR_SECONDS
     if growth.is_of_engine and _is_oom_within(growth, near_seconds):
         return growth.alerts.day
@@ -802,6 +818,7 @@ def _judge_engine(snapshot: Snapshot, values: Values) -> Iterator[Verdict]:
     """Yield the verdict on the engine's state, then those on a crash loop and a stranded cache."""
     yield _judge_engine_state(snapshot, values)
     status = snapshot.engine_status
+    # Also while the engine serves: in a crash loop it serves between two exits.
     if status is not None and status.recent_exits >= CRASH_LOOP_EXITS:
         yield Verdict(
             subject="engine",
@@ -810,6 +827,7 @@ def _judge_engine(snapshot: Snapshot, values: Values) -> Iterator[Verdict]:
             alert="HeadroomEngineCrashLoop",
             situation=Situation.CRASH_LOOP,
         )
+    # The fullest engine counts: each data-parallel rank has a cache that no other rank can use.
     stranded_ratio = max(values.find_all(catalog.ENGINE_KV_STRANDED).values(), default=0.0)
     if stranded_ratio > STRANDED_RATIO:
         yield Verdict(
@@ -844,6 +862,7 @@ def _judge_engine_state(snapshot: Snapshot, values: Values) -> Verdict:
             text = _describe_unknown(snapshot, snapshot.engines)
         detail = f"{_describe_server(snapshot, state)}; {snapshot.engines.message}"
     elif status is not None and status.hang_signs:
+        # The page shows no work, so its load would contradict the sentence.
         text = "is stalled" if state is EngineState.STALLED else "may be stalled"
         alert = STALLED
         detail = _describe_hang(status.hang_signs)
@@ -880,6 +899,7 @@ def _describe_server(snapshot: Snapshot, state: EngineState) -> str:
     if state is EngineState.STALLED:
         return "" if server is None else SERVER_TROUBLES.get(server.answer, "")
     text = ""
+    # A machine without CPU answers late, as a hung server does.
     if state is EngineState.UNKNOWN and is_starved(snapshot.processes):
         text = "; the machine is short of CPU"
     is_late = isinstance(snapshot.engines, Failure) and snapshot.engines.reason is Reason.TIMEOUT
@@ -947,6 +967,8 @@ def _judge_quiet_host(
     watches: Mapping[str, float],
 ) -> Verdict:
     """Return the verdict on host memory that grows in no role; `leak_states` is by role."""
+    # One sentence is about all roles, so it may claim no more than the one watched for the shortest
+    # time.
     watched_seconds = min(watches.get(role, SURE_SECONDS) for role in leak_states)
     level, no_growth = _describe_no_growth(leak_states.values(), watched_seconds)
     use = _describe_host_use(snapshot, values) + _describe_offloads(snapshot, values)

@@ -26,7 +26,7 @@ MOST_DRAWN_GPUS: Final = 16
 LEGEND: Final = (
     "<span><i class=free></i>free memory</span>"
     "<span><i class=low></i>its lowest value per minute</span>"
-    "<span><i class=to></i>forecast to zero, with its earliest time</span>"
+    "<span><i class=to></i>forecast until memory is full, with the earliest time</span>"
     "<span><i class=at></i>an alarm, or now</span>"
 )
 
@@ -147,7 +147,7 @@ def _build_host_room(view: View, host: HostMemory | None, rank: int, free_curve:
 
 
 def _draw_room(view: View, room: _Room, now: float, columns: int) -> _Figure:
-    """Return the figure of free memory and its peaks, with the forecast to zero where known."""
+    """Return the figure of free memory and its peaks, with the forecast where known."""
     begin = room.free_curve[0][0]
     end = now
     forecast = None
@@ -181,7 +181,7 @@ def _draw_room(view: View, room: _Room, now: float, columns: int) -> _Figure:
         shapes.append(svg.draw_mark(frame, now))
     shapes.append(svg.draw_zero(frame))
     span = f"from {_format_clock(begin)} to {_format_clock(end)}"
-    title = f"{room.subject}: free memory {span}, down to zero"
+    title = f"{room.subject}: free memory {span}"
     caption = "memory not known now"
     if room.free_bytes is not None:
         total = format_size(room.total_bytes)

@@ -120,6 +120,7 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Process received bytes."""
         self._http.receive_data(data)
+        # The patience for a request counts from its first byte, not from the last answer.
         if self.phase is Phase.IDLE:
             self._enter(Phase.HEAD)
         if self.phase is Phase.HEAD:
@@ -163,6 +164,7 @@ class Connection(asyncio.Protocol):
         headers = [
             ("Content-Type", answer.content_type),
             ("Content-Length", str(len(answer.body))),
+            # RFC 9110, 6.6.1: a server with a clock has to send it.
             ("Date", format_datetime(to_datetime(time.time()), usegmt=True)),
             *answer.headers,
         ]
@@ -196,6 +198,7 @@ class Connection(asyncio.Protocol):
         transport = self._transport
         if transport is None or transport.is_closing():
             return
+        # h11 starts the next cycle only after the whole request was read.
         self._skip_body()
         is_reusable = self._http.our_state is h11.DONE and self._http.their_state is h11.DONE
         if not is_reusable:

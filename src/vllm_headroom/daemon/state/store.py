@@ -106,6 +106,8 @@ class StateKeeper:
         saved = self._waiting_state
         if saved is None:
             return {}
+        # Without this a leak of another engine would be continued: in doubt the detector starts
+        # over.
         refusal = explain_refusal(saved, snapshot)
         if refusal is not None:
             self._waiting_state = None
@@ -143,6 +145,7 @@ class StateKeeper:
             await self._write(RUNS, run_state.runs, timeout_seconds)
         if HISTORY.name in states:
             await self._write(HISTORY, states[HISTORY.name], timeout_seconds)
+        # While an older state waits, its file is the only copy.
         if self._waiting_state is not None or self._identity is None:
             return
         saved = SavedState(

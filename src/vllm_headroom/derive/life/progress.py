@@ -99,6 +99,7 @@ def update_progress(previous: Progress, evidence: Evidence) -> Progress:
     age_seconds = None
     if snapshot.page is not None:
         engines = _update_engines(engines, snapshot.page, now)
+        # The longest age: one hung rank holds all requests that were sent to it.
         age_seconds = _find_age(engines, now, snapshot.unanswered_since_seconds)
     rest_seconds = min((now - engine.done_seconds for engine in engines.values()), default=0.0)
     return Progress(
@@ -152,6 +153,7 @@ def _update_engine(
     idle_since_seconds = now
     stranded_ratios: tuple[float, ...] = ()
     if previous is not None:
+        # Any difference counts, also a fall: the KV cache shrinks when a request ends.
         if previous.has_work and previous.counters == counters:
             moved_seconds = previous.moved_seconds
         if previous.counters.done == counters.done:

@@ -268,6 +268,7 @@ def _add_extremes(
     # Time may step back in a trace: a slot begins then too.
     if slots and 0 <= now - slots[-1].begin_seconds < SLOT_SECONDS:
         return (*slots[:-1], _merge_extremes(slots[-1], sample))
+    # Both spans are compared at an exit: the minutes of bursts, then the end.
     oldest_seconds = now - BURST_SECONDS - END_SECONDS
     recent_slots = [slot for slot in slots if slot.newest_seconds >= oldest_seconds]
     return (*recent_slots, sample)
@@ -313,6 +314,7 @@ def _record_processes(previous: ProcessRecord, snapshot: Snapshot, run: EngineRu
     return replace(
         processes,
         orphans=_count_orphans(snapshot),
+        # The first loss stays: what exits after it is a consequence.
         lost=previous.lost or _list_lost(processes, run, snapshot),
     )
 
@@ -392,6 +394,7 @@ def _list_orphaned(processes: ProcessRecord, snapshot: Snapshot) -> list[EngineP
     ]
     if any(pids):
         return [process for process in processes.complete if process.pid in pids]
+    # Only processes with a CUDA context can be left on a GPU.
     has_workers = any(process.role is Role.WORKER for process in processes.complete)
     # With one GPU vLLM runs the worker inside its core.
     holder_role = Role.WORKER if has_workers else Role.ENGINE_CORE
@@ -494,6 +497,7 @@ def _find_straight_growth(gpu: GpuRecord, page: PageRecord) -> StraightGrowth | 
         seconds = end_seconds - begin_seconds
         if seconds < STRAIGHT_SECONDS or end_bytes <= begin_bytes:
             continue
+        # From the oldest point on, so that the first line that fits is the longest.
         if _is_straight(points[begin:]) and _is_load_level(page, begin_seconds):
             return StraightGrowth(grown_bytes=end_bytes - begin_bytes, seconds=seconds)
     return None
@@ -521,6 +525,7 @@ def _is_load_level(page: PageRecord, begin_seconds: float) -> bool:
     loads = [running for at_seconds, running in page.loads if at_seconds >= begin_seconds]
     if not loads:
         return False
+    # In both halves, because load that only rises has the usual median in the middle.
     half = len(loads) // 2
     usual_running = median(earlier_loads or loads)
     tolerance = max(LEVEL_LOAD_REQUESTS, LEVEL_LOAD_RATIO * usual_running)
@@ -612,6 +617,7 @@ def _has_hung(record: RunRecord, reason: ExitReason | None, now: float) -> bool:
     """Return whether the engine was stalled before its exit, and not by the exit itself."""
     if record.stalled_since_seconds is None:
         return False
+    # A stall of seconds before an exit for lack of memory is part of that exit.
     return reason not in MEMORY_REASONS or now - record.stalled_since_seconds > SAME_END_SECONDS
 
 
@@ -629,6 +635,7 @@ def _has_loaded_unseen(record: RunRecord) -> bool:
     age_seconds = record.first_age_seconds
     if age_seconds is not None and age_seconds < YOUNG_SECONDS:
         return False
+    # Of an engine this young, memory that still grows is a load in progress.
     may_have_loaded = age_seconds is not None and age_seconds < LONGEST_LOAD_SECONDS
     for gpu in record.gpus.values():
         first_held_bytes = gpu.first.most_held_bytes or 0

@@ -268,6 +268,7 @@ def _judge_held_memory(
     empty_bytes = max(OCCUPIED_RATIO * total_bytes, LOADED_RATIO * run.most_held_bytes)
     if sum(held_bytes.values()) > empty_bytes:
         return Presence.THERE
+    # An engine's memory may be on the one GPU that could not be read.
     are_all_gpus_read = 0 < len(held_bytes) == len(gpus)
     if are_all_gpus_read and not run.was_asleep:
         return Presence.GONE
@@ -288,6 +289,7 @@ def find_oom_seconds(snapshot: Snapshot) -> float | None:
     fatal_seconds = []
     for process in snapshot.probe.processes:
         oom = process.oom
+        # A process that went on writing its file has outlived the error.
         if oom is not None and process.written_at_seconds - oom.at_seconds <= OUTLIVED_SECONDS:
             fatal_seconds.append(oom.at_seconds)
     return max(fatal_seconds, default=None)

@@ -87,6 +87,7 @@ def is_here(host: str) -> bool:
         is_ipv6 = isinstance(address, ipaddress.IPv6Address)
         family = socket.AF_INET6 if is_ipv6 else socket.AF_INET
         # Only an address of this machine can be bound.
+        # A datagram socket: binding it neither needs a free port nor listens.
         with socket.socket(family, socket.SOCK_DGRAM) as datagram_socket:
             datagram_socket.bind((host, 0))
     except (OSError, ValueError):
@@ -151,6 +152,7 @@ class PageReader:
         headers: Mapping[str, str] = {},
     ) -> None:
         url_with_login = httpx.URL(url)
+        # Sent as a header and removed here, so that no message and no log line can show it.
         self._url = url_with_login.copy_with(userinfo=b"")
         self._shown_url = str(failures.hide_secrets(url_with_login))
         self._timeout_seconds = timeout_seconds
@@ -227,6 +229,7 @@ class PageReader:
             token = await self._read_file(partial(failures.read_token, self._token_file), trouble)
             request.headers["Authorization"] = f"Bearer {token}"
         connection = RequestConnection()
+        # httpx limits each read, not the whole request: a byte now and then would hold it for ever.
         request.extensions = {"timeout": self._timeouts_seconds, "trace": connection}
         reply: asyncio.Future[Reply | Failure] = self._worker.begin(
             partial(self._make_request, transport, request, is_page=is_page)

@@ -119,6 +119,7 @@ class Nvml:
 
         Empty during a reading and while the driver fails; GPUs that fail are left out.
         """
+        # A second call would wait behind the reading in progress.
         if self._lock.locked():
             return {}
         used_bytes: dict[str, int] = {}
@@ -135,6 +136,7 @@ class Nvml:
 
     async def close(self) -> None:
         """Shut NVML down, within SHUTDOWN_SECONDS; not while a call is stuck."""
+        # Shutting NVML down while one of its calls runs may crash the process.
         if not self._lane.stuck_subjects:
             deadline = read_loop_seconds() + SHUTDOWN_SECONDS
             with contextlib.suppress(OSError):
@@ -207,6 +209,8 @@ class Nvml:
         A GPU that failed, or that NVML does not list any more, has a failed reading for each of
         its MIG instances, or one for the whole GPU.
         """
+        # A GPU that falls off the bus is not listed at the next init: without this its series would
+        # just end.
         missing_uuids = self._remember_parts(device for device, _ in outcomes)
         readings: list[GpuReading] = []
         for device, outcome in outcomes:
@@ -298,6 +302,7 @@ class Nvml:
         for device in self._session.devices:
             if device.lost_code is None:
                 calls[_name_subject(device)] = partial(device.call, method)
+        # In one job: waking the thread for each GPU would cost more than the calls (40 µs).
         outcomes = await self._lane.make_calls(calls, self._call_timeout_seconds, deadline)
         for outcome in outcomes.values():
             if isinstance(outcome, pynvml.NVMLError) and outcome.value in DRIVER_WIDE_CODES:

@@ -147,6 +147,8 @@ class Processes:
             return await self._worker.call(lambda: self._read(page), timeout_seconds)
         except TimeoutError:
             late = f"{self._proc} did not answer within {timeout_seconds:g} s"
+            # Reading a command line takes the lock of that process's memory map, which a hung
+            # driver may hold.
             message = f"{late}: look for processes in state D, which a hung driver holds"
             return Failure(source=Source.PROCESS, reason=Reason.TIMEOUT, message=message)
         except OSError as error:
@@ -169,6 +171,8 @@ class Processes:
             engine = self._read_engine(pids, page_state)
         if engine:
             self._has_seen_engine = True
+        # An empty list means that the engine is down, so it must not come from a /proc that hides
+        # it.
         if self._is_engine_hidden(pids, engine):
             return HIDDEN
         unread_pids = pids - self._entries.keys()
@@ -184,6 +188,7 @@ class Processes:
             ports=self._choice.ports,
             orphans=self._orphan_pids,
             strays=self._stray_pids,
+            # A zombie has no command line, so it is no entry: its state alone is read.
             zombies=frozenset(pid for pid in unread_pids if proc_files.is_zombie(self._proc, pid)),
             options=self._options if engine else None,
             host=read_host(self._proc, engine[0].pid if engine else None),
@@ -252,6 +257,7 @@ class Processes:
         """
         now_seconds = self._monotonic()
         share = 1.0
+        # On a host with thousands of processes a full scan at each tick would be costly.
         if self._rescan_seconds:
             share = (now_seconds - self._scanned_at_seconds) / self._rescan_seconds
         self._scanned_at_seconds = now_seconds
@@ -298,6 +304,8 @@ class Processes:
 
         strays = proc_roots.find_strays(entries, self._engine_entries)
         self._stray_pids = proc_roots.add_descendants(entries, strays)
+        # By the choice before this scan: a run's orphans are recognised by the engine that left
+        # them.
         self._orphans = proc_roots.find_orphans(
             entries,
             self._engine_entries,
@@ -323,6 +331,7 @@ class Processes:
         # An address of this machine is one of the daemon's network namespace.
         can_listen = not self._engine_is_here or proc_files.has_same_network(self._proc, pid)
         command = proc_files.read_command(self._proc, pid)
+        # The title of a rank hides its command line: then its supervisor's names the first port.
         parent_command = proc_files.read_command(self._proc, self._entries[pid].parent_pid)
         port = find_port(command, self._page.port, parent_command)
         return proc_roots.ServedPort(port, can_listen)

@@ -390,3 +390,18 @@ def test_a_leak_stays_one_and_a_flat_line_stays_one_on_other_scales(stretch: flo
 
     assert scaled("leak") is Certainty.LEAKING
     assert scaled("flat") is Certainty.NONE
+
+
+def test_a_rest_begins_below_half_of_the_memory_and_ends_at_four_fifths() -> None:
+    """A reading between the two changes nothing: an engine near one limit would rest at every other reading."""
+    shares = {1.0: False, 0.6: False, 0.5: False, 0.45: True, 0.6001: True, 0.79: True, 0.8: False, 0.7: False}
+    track = start_track(0.0)
+    rests = []
+    for number, share in enumerate((1.0, *shares)):
+        track = observe(
+            track,
+            Observation(seconds=number * STEP, held_bytes=int(share * BASE), finished_total=number * 150.0, run_id="1"),
+        )
+        rests.append(track.presence.rested_seconds is not None)
+
+    assert rests[1:] == list(shares.values())

@@ -168,3 +168,17 @@ def test_nothing_tells_whose_rays_actors_are_beside_several_servers() -> None:
 def test_a_circle_of_parents_is_walked_once() -> None:
     assert choice(tree((7, 8, "vllm serve m"), (8, 7, "sh"))).roots == (7,)
     assert choice(tree((7, 8, "vllm serve m"), (8, 9, "sh"), (9, 8, "sh"))).roots == (7,)
+
+
+def test_connections_are_sought_on_the_port_of_the_engine() -> None:
+    """On that of every visible engine while none is chosen, and on the requested one where no command line names any."""
+    alone = choice(tree(OURS), asked=named())
+    beside_another = choice(tree(OURS, NEIGHBOUR), asked=named())
+    without_port = choice(tree((10, 1, "vllm serve m --uds /run/vllm.sock")), asked=named())
+    ambiguous = choice(tree(NEIGHBOUR, *((pid, 1, "vllm serve m --uds /run/vllm.sock") for pid in (40, 41))))
+
+    assert alone.ports == {8000}
+    assert beside_another.ports == {8000}
+    assert without_port.ports == frozenset()
+    assert ambiguous.roots == ()
+    assert ambiguous.ports == {9000}
