@@ -162,7 +162,7 @@ class Evictor:
         if self._has_evicted:
             await self._take_lease(lease, began_seconds)
             return
-        # In a dry run too, so that it shows what would stand in the way.
+        # In a dry run too, so that it shows what prevents the eviction.
         await self._check_budget()
         if self._policy.is_dry_run:
             self._finish(EvictionResult.DRY_RUN, "would ask for the eviction of this pod", due)

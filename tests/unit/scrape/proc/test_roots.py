@@ -171,7 +171,7 @@ def test_a_circle_of_parents_is_walked_once() -> None:
 
 
 def test_connections_are_sought_on_the_port_of_the_engine() -> None:
-    """On that of every visible engine while none is chosen, and on the requested one where no command line names any."""
+    """While none is chosen, they are sought on the ports of all visible engines."""
     alone = choice(tree(OURS), asked=named())
     beside_another = choice(tree(OURS, NEIGHBOUR), asked=named())
     without_port = choice(tree((10, 1, "vllm serve m --uds /run/vllm.sock")), asked=named())
