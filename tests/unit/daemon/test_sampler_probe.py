@@ -109,13 +109,11 @@ def test_files_that_are_of_other_processes_each_time_do_not_fill_the_log() -> No
 
 def test_probes_that_are_gone_are_forgotten_within_the_hour_and_later_ones_are_told() -> None:
     subject = Transitions(Selection())
-    lives = [
-        tuple(now(pid=100 * life + each, stopped="slow") for each in range(MOST_LOGGED_PROBES)) for life in range(2)
-    ]
+    lives = [tuple(now(pid=100 * run + each, stopped="slow") for each in range(MOST_LOGGED_PROBES)) for run in range(2)]
 
     with capture_logs() as lines:
         for at, others in ((1000.0, lives[0]), (1005.0, lives[1]), (1000.0 + FORGET_PROBES_SECONDS, lives[1])):
             subject.report(snapshot(at=at, probe=ProbeReadings(others=others)))
 
     told = [line["pid"] for line in lines if line["event"] == "a probe gave up"]
-    assert told == [each.pid for life in lives for each in life]
+    assert told == [each.pid for run in lives for each in run]

@@ -21,8 +21,8 @@ def unopened(index: int) -> Gpu:
 
 
 def make_snapshot(*gpus: Gpu, had: tuple[str, ...]) -> Snapshot:
-    life = EngineStatus(state=EngineState.SERVING, first_room_bytes=tuple((uuid, 5) for uuid in had))
-    return replace(snapshot(gpus=gpus), engine_status=life)
+    status = EngineStatus(state=EngineState.SERVING, first_room_bytes=tuple((uuid, 5) for uuid in had))
+    return replace(snapshot(gpus=gpus), engine_status=status)
 
 
 def owned(at: Snapshot) -> list[tuple[int, str]]:

@@ -31,14 +31,14 @@ def looked(reading: int, *, awake: bool) -> Snapshot:
 
 def test_of_gpus_whose_names_are_new_at_every_reading_a_bounded_number_is_remembered() -> None:
     states = {derivation.name: derivation.initial for derivation in build_derivations()}
-    life = EngineMemory()
+    memory = EngineMemory()
     for reading in range(READINGS):
-        life, seen = update_engine(life, looked(reading, awake=reading < READINGS // 2))
+        memory, seen = update_engine(memory, looked(reading, awake=reading < READINGS // 2))
         for each in build_derivations():
             states[each.name], _ = each.step(states[each.name], seen)
 
     names = {name: set(re.findall(r"MIG-\w+", repr(state), re.IGNORECASE)) for name, state in states.items()}
-    names["life"] = set(re.findall(r"MIG-\w+", repr(life)))
+    names["memory"] = set(re.findall(r"MIG-\w+", repr(memory)))
     assert {name: len(found) for name, found in names.items() if len(found) > MOST_REMEMBERED + 2} == {}
     kept = {name for name, found in names.items() if {"MIG-stays", "mig-stays"} & found}
-    assert kept >= {"leak", "baseline", "allocator", "life"}, "what stays is not forgotten with the rest"
+    assert kept >= {"leak", "baseline", "allocator", "memory"}, "what stays is not forgotten with the rest"

@@ -49,10 +49,10 @@ def state(value: str, metric: Metric = catalog.LEAK_STATE, labels: tuple[str, ..
     return Sample(metric, (*labels, value), 1.0)
 
 
-def make_snapshot(life: EngineState = EngineState.SERVING) -> Snapshot:
+def make_snapshot(engine_state: EngineState = EngineState.SERVING) -> Snapshot:
     return replace(
         snapshot(engines=page(engine()), gpus=(replace(gpu(), process_count=1),)),
-        engine_status=EngineStatus(state=life, exits=((ExitReason.GONE, 1),)),
+        engine_status=EngineStatus(state=engine_state, exits=((ExitReason.GONE, 1),)),
     )
 
 
@@ -77,11 +77,11 @@ LATE_PAGE: Final = Failure(source=Source.ENGINE, reason=Reason.TIMEOUT, message=
 
 
 def judge_state(
-    life: EngineState, engines: EnginePage | Failure, answer: ServerAnswer | None, *, is_doubted: bool = False
+    engine_state: EngineState, engines: EnginePage | Failure, answer: ServerAnswer | None, *, is_doubted: bool = False
 ) -> Verdict:
     """Return the verdict on an engine whose server gives this answer beside its page."""
     server = None if answer is None else ServerReply(answer=answer)
-    status = EngineStatus(state=life, are_gauges_doubted=is_doubted)
+    status = EngineStatus(state=engine_state, are_gauges_doubted=is_doubted)
     shown = replace(snapshot(engines=engines), engine_status=status, server=server)
     return of("engine", Sample(catalog.ENGINE_RUNNING, ("m", "0"), 106.0), at=shown)
 
@@ -250,12 +250,12 @@ def test_gpus_that_cannot_be_read_or_told_are_not_known() -> None:
     assert of("GPUs", at=unowned).level is Level.UNKNOWN
 
 
-@pytest.mark.parametrize("life", list(EngineState))
-def test_each_state_of_the_engine_has_its_sentence(life: EngineState) -> None:
-    verdict = of("engine", at=make_snapshot(life))
+@pytest.mark.parametrize("engine_state", list(EngineState))
+def test_each_state_of_the_engine_has_its_sentence(engine_state: EngineState) -> None:
+    verdict = of("engine", at=make_snapshot(engine_state))
 
     assert verdict.sentence.startswith("The engine ")
-    assert (verdict.level is Level.ALARM) == (life in {EngineState.DOWN, EngineState.STALLED})
+    assert (verdict.level is Level.ALARM) == (engine_state in {EngineState.DOWN, EngineState.STALLED})
 
 
 def test_an_engine_that_was_never_seen_is_no_alarm() -> None:
@@ -589,10 +589,10 @@ def test_of_a_sleeping_engine_it_is_said_whether_it_could_wake(to_wake: int, lev
 
 
 def test_where_little_is_free_it_is_still_said_what_waking_lacks() -> None:
-    life = EngineStatus(
+    status = EngineStatus(
         state=EngineState.ASLEEP, wake_bytes=(("GPU-a", 9 * GIB),), first_room_bytes=(("GPU-a", 5 * GIB),)
     )
-    at = replace(make_snapshot(), engine_status=life)
+    at = replace(make_snapshot(), engine_status=status)
 
     verdict = of("GPU 0", state(LeakState.ASLEEP), Sample(catalog.GPU_MEMORY_FREE, A_GPU, 256.0 * MIB), at=at)
 
@@ -620,9 +620,9 @@ LOOPS: Final = replace(
 )
 
 
-def over_budget(life: EngineState = EngineState.SERVING, **known: float) -> Snapshot:
+def over_budget(engine_state: EngineState = EngineState.SERVING, **known: float) -> Snapshot:
     excess = replace(EXCESS, **known)
-    return replace(make_snapshot(), engine_status=EngineStatus(state=life, excesses=((A_GPU[1], excess),)))
+    return replace(make_snapshot(), engine_status=EngineStatus(state=engine_state, excesses=((A_GPU[1], excess),)))
 
 
 UNREAD: Final = replace(make_snapshot(), gpus=failure(Source.NVML))

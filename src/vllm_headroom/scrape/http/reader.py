@@ -229,7 +229,7 @@ class PageReader:
             token = await self._read_file(partial(failures.read_token, self._token_file), trouble)
             request.headers["Authorization"] = f"Bearer {token}"
         connection = RequestConnection()
-        # httpx limits each read, not the whole request: a byte now and then would extend it without end.
+        # httpx limits each read, not the whole request: a slow trickle of bytes has no end for it.
         request.extensions = {"timeout": self._timeouts_seconds, "trace": connection}
         reply: asyncio.Future[Reply | Failure] = self._worker.begin(
             partial(self._make_request, transport, request, is_page=is_page)

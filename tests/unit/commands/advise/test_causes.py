@@ -195,10 +195,10 @@ def test_a_host_leak_that_is_known_names_the_version_that_mends_it(
 
 
 def test_a_leak_that_a_restart_ended_is_still_told_and_asks_for_no_other_restart() -> None:
-    life = traces.BEGAN + 3 * 3600
+    began_seconds = traces.BEGAN + 3 * 3600
 
     def restarted() -> Iterator[traces.Record]:
-        return chain(traces.gpu_leak(), (traces.sample(step, life=life) for step in range(360, 500)))
+        return chain(traces.gpu_leak(), (traces.sample(step, began_seconds=began_seconds) for step in range(360, 500)))
 
     advice = only(restarted)
 

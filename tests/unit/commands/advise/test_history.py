@@ -20,9 +20,9 @@ def engine(records: traces.Records) -> EngineFacts:
 
 
 def test_counters_go_on_over_a_restart() -> None:
-    life = traces.BEGAN + 3600
+    began_seconds = traces.BEGAN + 3600
     records = [
-        traces.sample(step, life=life if step >= 120 else traces.BEGAN, preemptions_total=step % 120)
+        traces.sample(step, began_seconds=began_seconds if step >= 120 else traces.BEGAN, preemptions_total=step % 120)
         for step in range(240)
     ]
 
@@ -71,7 +71,7 @@ def test_what_was_seen_under_other_settings_says_nothing_of_these() -> None:
             if step < 960:
                 yield traces.sample(step, engine_mib=traces.USABLE_MIB - 200)
             else:
-                yield traces.sample(step, life=traces.BEGAN + 8 * 3600, kv_capacity_tokens=380_000)
+                yield traces.sample(step, began_seconds=traces.BEGAN + 8 * 3600, kv_capacity_tokens=380_000)
 
     told = judge(traces.facts(changed()))
 
@@ -89,7 +89,7 @@ def test_an_equal_start_is_no_change_of_settings() -> None:
 def test_what_a_start_takes_for_a_moment_is_no_shortage() -> None:
     def loading() -> Iterator[traces.Record]:
         for step in range(10):
-            yield traces.down(step, engine_mib=traces.USABLE_MIB - 100, life=traces.BEGAN)
+            yield traces.down(step, engine_mib=traces.USABLE_MIB - 100, began_seconds=traces.BEGAN)
         for step in range(10, 960):
             yield traces.sample(step)
 

@@ -52,14 +52,14 @@ def seen(trace: Trace) -> TraceHistory:
     return history(trace())
 
 
-def sample(step: int, *, life: float = BEGAN, **known: Any) -> Record:
+def sample(step: int, *, began_seconds: float = BEGAN, **known: Any) -> Record:
     """Return a sample of a healthy engine that finishes ten requests a second, but for what is known to be otherwise.
 
     Memory in MiB: `engine` of the engine, `other` of others.
     """
     t = BEGAN + step * STEP
     engine_mib, other_mib = known.pop("engine_mib", HEALTHY_MIB), known.pop("other_mib", 0)
-    served = known.pop("served", int((t - life) * PER_SECOND))
+    served = known.pop("served", int((t - began_seconds) * PER_SECOND))
     gpu = {
         "gpu": 0,
         "uuid": "GPU-a",
@@ -82,20 +82,20 @@ def sample(step: int, *, life: float = BEGAN, **known: Any) -> Record:
         "prefix_queries_total": 1_500 * served,
         "prefix_hits_total": 600 * served,
         "awake": True,
-        "started_at": life,
+        "started_at": began_seconds,
     }
     return {
         "t": t,
         "gpus": [gpu],
         "engines": [{**engine, **known}],
-        "processes": [{"role": role, "rss": mib * MIB, "started_at": life} for role, mib in ROLES],
+        "processes": [{"role": role, "rss": mib * MIB, "started_at": began_seconds} for role, mib in ROLES],
     }
 
 
-def down(step: int, *, engine_mib: int = 0, other_mib: int = 0, life: float | None = None) -> Record:
+def down(step: int, *, engine_mib: int = 0, other_mib: int = 0, began_seconds: float | None = None) -> Record:
     """Return a sample in which the engine does not answer; it has processes only where `life` is given."""
-    record = sample(step, life=life or BEGAN, engine_mib=engine_mib, other_mib=other_mib)
-    return {**record, "engines": None, "processes": record["processes"] if life else []}
+    record = sample(step, began_seconds=began_seconds or BEGAN, engine_mib=engine_mib, other_mib=other_mib)
+    return {**record, "engines": None, "processes": record["processes"] if began_seconds else []}
 
 
 def steps(hours: float) -> range:
@@ -154,23 +154,23 @@ def healthy_beside_a_neighbour() -> Iterator[Record]:
 
 
 def healthy_after_a_restart() -> Iterator[Record]:
-    life = BEGAN + 4 * 3600
+    began_seconds = BEGAN + 4 * 3600
     for step in steps(8):
         t = BEGAN + step * STEP
-        if life - 90 <= t < life:
+        if began_seconds - 90 <= t < began_seconds:
             yield down(step)
         else:
-            yield sample(step, life=life if t >= life else BEGAN)
+            yield sample(step, began_seconds=began_seconds if t >= began_seconds else BEGAN)
 
 
 def restarts_on_purpose() -> Iterator[Record]:
     """Every two hours the server closes its port with requests running, its core exits, and it waits a minute."""
     for step in steps(8):
-        life, within = BEGAN + step // 240 * 240 * STEP, step % 240
+        began_seconds, within = BEGAN + step // 240 * 240 * STEP, step % 240
         if within < 234 or step >= 720:
-            yield sample(step, life=life, running=5)
+            yield sample(step, began_seconds=began_seconds, running=5)
         else:
-            record = down(step, life=life)
+            record = down(step, began_seconds=began_seconds)
             yield {**record, "processes": record["processes"][: within < 237], "engines_failure": "unreachable"}
 
 
@@ -219,23 +219,23 @@ def left_behind() -> Iterator[Record]:
 
 def crash_with_an_orphan() -> Iterator[Record]:
     """The engine's core is killed, and its worker, which init took over, holds the memory for two minutes."""
-    life = BEGAN + 4 * 3600
+    began_seconds = BEGAN + 4 * 3600
     for step in steps(8):
         t = BEGAN + step * STEP
-        if life - 180 <= t < life - 60:
+        if began_seconds - 180 <= t < began_seconds - 60:
             record = down(step, engine_mib=HEALTHY_MIB - 500)
             record["gpus"][0]["leftovers"] = [{"fate": "orphaned", "used": (HEALTHY_MIB - 500) * MIB}]
             yield record
-        elif life - 60 <= t < life:
+        elif began_seconds - 60 <= t < began_seconds:
             yield down(step)
         else:
-            yield sample(step, life=life if t >= life else BEGAN)
+            yield sample(step, began_seconds=began_seconds if t >= began_seconds else BEGAN)
 
 
 def crashes() -> Iterator[Record]:
     """The engine ends every two hours, between two samples, with room left."""
     for step in steps(8):
-        yield sample(step, life=BEGAN + step // 240 * 240 * STEP)
+        yield sample(step, began_seconds=BEGAN + step // 240 * 240 * STEP)
 
 
 def start_up_runs_out() -> Iterator[Record]:
@@ -261,9 +261,9 @@ def starts_without_nccl() -> Iterator[Record]:
 def _starts(held_mib: Callable[[int], int], *, other_mib: int) -> Iterator[Record]:
     for step in range(3 * 20):
         within = step % 20
-        life = BEGAN + (step - within) * STEP
+        began_seconds = BEGAN + (step - within) * STEP
         if 2 <= within < 10:
-            yield down(step, engine_mib=held_mib((within - 2) // 2), other_mib=other_mib, life=life)
+            yield down(step, engine_mib=held_mib((within - 2) // 2), other_mib=other_mib, began_seconds=began_seconds)
         else:
             yield down(step, other_mib=other_mib)
 
@@ -284,11 +284,11 @@ def over_budget() -> Iterator[Record]:
 def over_budget_twice_to_the_end() -> Iterator[Record]:
     """The same, and at two samples with little left the engine is gone and comes back."""
     for step in steps(8):
-        life = BEGAN + step // 320 * 320 * STEP
+        began_seconds = BEGAN + step // 320 * 320 * STEP
         if step % 320 in {317, 318, 319}:
             yield down(step)
         else:
-            yield sample(step, life=life, engine_mib=80_413, running=80, gpu_memory_utilization=0.94)
+            yield sample(step, began_seconds=began_seconds, engine_mib=80_413, running=80, gpu_memory_utilization=0.94)
 
 
 def growth_in_minutes() -> Iterator[Record]:
@@ -321,15 +321,17 @@ def burst() -> Iterator[Record]:
 
 def burst_that_ends_the_engine() -> Iterator[Record]:
     """A burst with 400 MiB left at the last sample, then the engine is gone and comes back."""
-    life = BEGAN + 4 * 3600
+    began_seconds = BEGAN + 4 * 3600
     for step in steps(8):
         t = BEGAN + step * STEP
-        if life - 120 <= t < life - 90:
+        if began_seconds - 120 <= t < began_seconds - 90:
             yield sample(step, engine_mib=USABLE_MIB - 20 - 400, running=240)
-        elif life - 90 <= t < life:
+        elif began_seconds - 90 <= t < began_seconds:
             yield down(step)
         else:
-            yield sample(step, life=life if t >= life else BEGAN, engine_mib=USABLE_MIB - 20 - 1_500)
+            yield sample(
+                step, began_seconds=began_seconds if t >= began_seconds else BEGAN, engine_mib=USABLE_MIB - 20 - 1_500
+            )
 
 
 def kv_cache_blow_out() -> Iterator[Record]:

@@ -33,9 +33,9 @@ def test_an_install_that_was_given_no_more_than_an_address_misses_nothing(
     nvml.gpus[0].processes = {CORE: GIB}
     nvml.write()
 
-    told = build_report(examined(proc(tmp_path, vllm), ENGINE_URL=vllm.url), "0.1.0")
+    report = build_report(examined(proc(tmp_path, vllm), ENGINE_URL=vllm.url), "0.1.0")
 
-    assert (told.data["ok"], told.status) == (True, 0), told
+    assert (report.data["ok"], report.status) == (True, 0), report
 
 
 def test_whatever_is_missing_has_a_fix(nvml: FakeNvml, tmp_path: Path) -> None:

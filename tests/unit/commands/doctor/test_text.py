@@ -69,9 +69,9 @@ def test_that_nothing_is_missing_is_said() -> None:
 
 
 def test_the_text_fits() -> None:
-    told = build_report({"engine": Check(Status.MISSING, "model" + " word" * 99)}, "0.1.0").lines
+    report = build_report({"engine": Check(Status.MISSING, "model" + " word" * 99)}, "0.1.0").lines
 
-    assert max(map(len, told)) <= TEXT_WIDTH
+    assert max(map(len, report)) <= TEXT_WIDTH
 
 
 @pytest.mark.parametrize(
@@ -83,16 +83,16 @@ def test_everything_is_available_when_nothing_is_missing_or_unknown(
     findings: tuple[Check, ...],
     available: bool,  # noqa: FBT001 - a parameter of the test
 ) -> None:
-    told = build_report({str(place): finding for place, finding in enumerate(findings)}, "0.1.0").data
+    report = build_report({str(place): finding for place, finding in enumerate(findings)}, "0.1.0").data
 
-    assert told["ok"] is available
+    assert report["ok"] is available
 
 
 def test_the_document_has_the_same_keys_for_every_finding() -> None:
-    told = build_report(ALL, "0.1.0").data
-    fine, missing, unknown, unset = told["checks"]
+    report = build_report(ALL, "0.1.0").data
+    fine, missing, unknown, unset = report["checks"]
 
-    assert (told["ok"], told["version"]) == (False, "0.1.0")
+    assert (report["ok"], report["version"]) == (False, "0.1.0")
     assert fine == {
         "name": "nvml",
         "state": "ok",

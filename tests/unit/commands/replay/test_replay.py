@@ -156,9 +156,9 @@ def test_host_memory_against_a_limit_has_a_time_and_what_the_kernel_did() -> Non
     )
     assert found["host_memory"]["limit"] == 20_000 * MIB
     assert found["host_memory"]["oom_kills"] == 1
-    told = replay("-", trace=text(host())).stdout
-    assert "of 19.5 GiB in use." in told
-    assert "Out-of-memory kills by the kernel: 1." in told
+    report = replay("-", trace=text(host())).stdout
+    assert "of 19.5 GiB in use." in report
+    assert "Out-of-memory kills by the kernel: 1." in report
 
 
 @pytest.mark.parametrize("bases", [("machine", "cgroup"), ("a later version's", "")])
@@ -171,11 +171,11 @@ def test_a_use_is_compared_with_the_limit_of_its_own_sample(bases: tuple[str, st
     trace = [{**sample(BEGAN + 5 * number, 70_000 * MIB), "host": host} for number, host in enumerate(hosts)]
 
     found = answer(trace)["host_memory"]
-    told = replay("-", trace=text(trace)).stdout
+    report = replay("-", trace=text(trace)).stdout
 
     assert (found["used"], found["limit"]) == (int(2.2 * 1024) * MIB, int(2.45 * 1024) * MIB)
     where = " in the engine's container" if bases[1] else ""
-    assert f"Host memory: at most 2.2 GiB of 2.45 GiB in use{where}." in told
+    assert f"Host memory: at most 2.2 GiB of 2.45 GiB in use{where}." in report
 
 
 def test_a_host_leak_alone_fails_as_well() -> None:
@@ -235,8 +235,8 @@ def test_the_words_say_when_how_fast_how_much_and_how_long(tmp_path: Path, leak:
     lines = process.stdout.splitlines()
     assert lines[0] == "2160 samples over 2 h 59 min, 2025-10-09 08:53:20Z to 2025-10-09 11:53:15Z."
     assert "GPU 0 (GPU-a): LEAKING; leaking at the end." in lines
-    for told in ("early warning", "alarm", "how fast", "driven by    requests", "how much", "time to OOM"):
-        assert any(line.strip().startswith(told) for line in lines), told
+    for title in ("early warning", "alarm", "how fast", "driven by    requests", "how much", "time to OOM"):
+        assert any(line.strip().startswith(title) for line in lines), title
     assert "GPU 0: free memory on a scale from 0, GiB; ▲ is the first alarm" in lines
     assert "running requests" in lines
     assert max(map(len, lines)) <= 90
@@ -317,12 +317,12 @@ def test_the_picture_has_the_host_where_the_trace_has_it(tmp_path: Path) -> None
     file = tmp_path / "host.svg"
     records = [{**record, "host": {"used": 2 * 2**30, "limit": 5 * 2**30}} for record in flat(0.5)]
 
-    told = replay("-", "--svg", str(file), trace=text(records)).stdout
+    report = replay("-", "--svg", str(file), trace=text(records)).stdout
 
     drawn = file.read_text(encoding="utf-8")
     assert "host memory: free, on a scale from 0</text>" in drawn
     assert ">3 GiB</text>" in drawn
-    assert "host memory: free, on a scale from 0, GiB" in told
+    assert "host memory: free, on a scale from 0, GiB" in report
     assert "host memory" not in replay("-", trace=text(flat(0.5))).stdout
 
 

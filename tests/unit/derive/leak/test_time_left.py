@@ -42,15 +42,15 @@ def full(shape: Shape) -> float:
 @pytest.mark.parametrize("shape", [teeth(20), teeth(90)], ids=["20 min", "90 min"])
 def test_the_least_time_left_is_to_the_next_height_and_not_above_the_truth(shape: Shape) -> None:
     end = full(shape)
-    told: list[tuple[float, Estimate]] = []
+    estimates: list[tuple[float, Estimate]] = []
     for seconds, track in followed(shape, end / HOUR):
         if track.verdict is Certainty.LEAKING and end - seconds < 1.5 * HOUR:
             assert track.estimate is not None
-            told.append((end - seconds, track.estimate))
+            estimates.append((end - seconds, track.estimate))
 
-    assert len(told) > 200
-    late = [left for left, found in told if (found.oom_seconds_lower or 0.0) > left]
-    assert len(late) < 0.08 * len(told)
+    assert len(estimates) > 200
+    late = [left for left, found in estimates if (found.oom_seconds_lower or 0.0) > left]
+    assert len(late) < 0.08 * len(estimates)
 
 
 def test_the_time_left_does_not_vanish_where_an_hour_gives_back_what_was_held_on_top() -> None:
@@ -117,16 +117,16 @@ def test_the_least_time_left_is_not_above_that_at_the_load_of_the_last_hour_afte
     night, rate = 8 * HOUR, 10.0
     busy = [max(0.0, seconds - night) * rate for seconds in range(0, int(12 * HOUR), int(STEP))]
     track: Track | None = None
-    told = []
+    estimates = []
     for seen, done in zip(readings(lambda at: leak(max(0.0, at - night)), 12), busy, strict=True):
         idle = 0.02 * min(seen.seconds, night)
         track = observe(track or start_track(0.0), replace(seen, finished_total=float(int(done + idle))))
         left = (TOTAL - (seen.held_bytes or 0)) / (rate * LEAK)
         if track.verdict is Certainty.LEAKING and track.estimate is not None:
-            told.append((left, track.estimate.oom_seconds_lower or 0.0))
+            estimates.append((left, track.estimate.oom_seconds_lower or 0.0))
 
-    assert len(told) > 100
-    assert [(left, least) for left, least in told if least > left] == []
+    assert len(estimates) > 100
+    assert [(left, least) for left, least in estimates if least > left] == []
 
 
 @pytest.mark.parametrize(("size", "hours"), [(700, 2.0), (1200, 3.0)])
