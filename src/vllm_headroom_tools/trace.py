@@ -130,6 +130,7 @@ def _note_clock_steps(snapshots: Iterator[Snapshot], name: str) -> Iterator[Snap
                 f"{name}: at {format_instant(snapshot.time_seconds)} the time goes back by"
                 f" {format_duration(step_seconds)}: {CLOCK_WENT_BACK}"
             )
+        # The newest so far: while the clock catches up, the step is not found again at each sample.
         newest_seconds = max(newest_seconds, snapshot.time_seconds)
         yield snapshot
 
@@ -171,10 +172,12 @@ def parse_trace(lines: Iterable[bytes], name: str = "the trace") -> Iterator[Sna
         if number == 1 and not _is_header(record):
             raise BadInput(f"line 1: {NO_TRACE}; this {_describe_content(line)}")
         if isinstance(record, str):
+            # Only the last line may be cut off; a broken line before it is damage.
             is_incomplete = not line.endswith(b"\n") and next(remaining_lines, None) is None
             if not is_incomplete:
                 raise BadInput(f"line {number}: {record}")
             _write_note(f"{name}: line {number}, the last, is cut off and left out")
+        # A header in the middle: several traces were concatenated.
         elif record is not None and not _is_header(record):
             try:
                 snapshot = parse_snapshot(record)

@@ -78,6 +78,7 @@ def check_engine(survey: Survey) -> Check:
         return Check(Status.OK, f"{survey.url} answers: {_describe_engines(survey, page)}")
     details: tuple[str, ...] = ()
     ways: tuple[Fix, ...] = (_fix_address(survey),)
+    # It is vLLM, but its page has none of vLLM's series: they were switched off.
     if survey.version is not None:
         details = (f"the server calls itself version {survey.version}",)
         ways = (put(f"{fixes.VLLM}, to take out", "--disable-log-stats"), *ways)
@@ -112,6 +113,7 @@ def _check_unreadable(survey: Survey, failure: Failure) -> Check:
     hints: list[str] = []
     status = Status.MISSING
     daemon_waits_seconds = survey.daemon_waits_seconds
+    # The command is impatient: the daemon may well get the page that is late here.
     if failure.reason is Reason.TIMEOUT and daemon_waits_seconds > LOOK_SECONDS:
         status = Status.UNKNOWN
         hints.append(
@@ -280,6 +282,7 @@ def check_reported_memory(survey: Survey, configured_bytes: int | None) -> Check
     problem = f"{product} does not report one gpu_memory_utilization"
     way = fix_setting("HEADROOM_REPORTED_BYTES=72GiB  # what it should hold of each GPU")
     ways: tuple[Fix, ...] = (way,)
+    # With this option vLLM ignores gpu_memory_utilization, so there is no budget.
     if any(engine.kv_cache_memory_bytes is not None for engine in page.engines):
         problem = f"{product}'s KV cache was given its size, as by --kv-cache-memory-bytes"
         ways = (way, put(f"{fixes.VLLM}, to take out", "--kv-cache-memory-bytes"))
@@ -394,6 +397,7 @@ def check_probe(files: tuple[ProbedProcess, ...] | Failure | None, survey: Surve
         if process.stopped and process.started_at_seconds >= run_start_seconds
     ]
     details = [f"{_name_process(process)} has stopped: {process.stopped}" for process in stopped]
+    # A probe that has stopped is installed already, and does not start again by itself.
     ways = RESTART if probe.silent or stopped else INSTALL_PROBE
     if probe.present:
         text = _describe_present(probe.present)

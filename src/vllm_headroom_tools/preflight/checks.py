@@ -71,6 +71,7 @@ def compute_highest_utilization(request: MemoryRequest, memory: GpuMemory) -> fl
     free_bytes = memory.free_bytes
     if memory.machine_available_bytes is not None:
         free_bytes = min(free_bytes, memory.machine_available_bytes - LEFT_TO_THE_MACHINE_BYTES)
+    # Rounded down, as vLLM would refuse a share that is larger than what is free.
     hundredths = (free_bytes - request.max_own_bytes) * 100 // memory.usable_bytes
     return hundredths / 100 if hundredths > 0 else None
 
@@ -182,6 +183,7 @@ def _check_free_memory(
     if spare_bytes < MIN_OWN_BYTES:
         yield _report_shortage(device, memory, request, holders)
         return
+    # What vLLM takes before its check is a range: between its ends the start may succeed.
     if spare_bytes < request.max_own_bytes:
         yield _report_memory(
             device,
@@ -253,6 +255,7 @@ def _report_shortage(
         f"vLLM requests {format_gib(requested_bytes)} besides the {format_gib(MIN_OWN_BYTES)} or"
         " more that it takes before its check"
     )
+    # No waiting and no stopping of others helps a card that is too small.
     if needed_bytes > memory.usable_bytes:
         return _report_memory(
             device,
@@ -303,6 +306,7 @@ def check_faults(device: GpuReading, faults: GpuFaults | None) -> Iterator[Obsta
         " node), or reboot the node"
     )
     if faults.ecc is not None:
+        # ECC takes a part of the memory on some cards, so a reset would change what fits.
         is_on, is_on_after_reset = faults.ecc
         if is_on != is_on_after_reset:
             now, later = ("on", "off") if is_on else ("off", "on")

@@ -224,6 +224,8 @@ def parse_model_config(
     try:
         config = _merge_parts(root, overrides or {}, defaults or {})
         for name in UNKNOWN_ATTENTION_FIELDS:
+            # Refused: a figure without such a cache would be too low, and plan would promise what
+            # does not fit.
             if config.get(name):
                 return f"what its attention keeps in the cache is not known here: it has {name}"
         encoder = parse_encoder({**(defaults or {}), **root})
@@ -292,6 +294,7 @@ def _build_shape(config: Config, encoder: Encoder | None) -> ModelShape:
     full_layers = counts.full
     windowed_layers = counts.windowed
     window_tokens = None
+    # All tokens attend to all others at once, so no keys and values are kept.
     if is_encoder_only:
         full_layers = 0
         windowed_layers = 0
@@ -333,6 +336,7 @@ def _count_layers(config: Config, kinds: Sequence[str]) -> LayerCounts:
     Raises ValueError where none keeps keys and values.
     """
     sharing_layers = read_integer(config, *KV_SHARING_LAYERS) or 0
+    # The last layers are those that share (Gemma 3n): they read the cache of earlier layers.
     own_kinds = kinds[: len(kinds) - sharing_layers]
     counts = LayerCounts(
         full=_count_members(own_kinds, FULL_KINDS),

@@ -151,6 +151,8 @@ async def request_completion(server: EngineServer, limit_seconds: float) -> Smok
             elapsed_seconds = now() - requested_at_seconds
             return _pass(f"{model.name} gave {completion} tokens in {elapsed_seconds:.2f} s")
         problem = completion
+        # Only a refusal of the form of request leads to the other form; any other answer is the
+        # verdict.
         if isinstance(answer, Failure) or answer.status not in NOT_SERVED:
             return _fail(problem)
         problems.append(problem)
@@ -228,6 +230,7 @@ async def check_counters(
     deadline_seconds = now() + patience_seconds
     while True:
         page = await server.page()
+        # By a difference: other clients' requests before this one must not count.
         new_finished = _count_finished(page) - old_finished
         if new_finished >= 1 or now() >= deadline_seconds:
             break

@@ -141,6 +141,7 @@ def update_alarm(track: Track, alarm: LeakAlarm, newest: Block) -> Track:
     The alarm ends when nothing has risen for long, or when most of its growth was given back. Then
     the evidence starts over too.
     """
+    # Growth goes on: the time without a rise starts over.
     if newest.floor_bytes >= alarm.newest_rise.floor_bytes + RISE_BYTES:
         return replace(track, alarm=_add_rise(alarm, newest))
 
@@ -212,6 +213,7 @@ def _end_alarm(track: Track, newest_rise: Block) -> Track:
         history=replace(track.history, rings=tuple(rings)),
         alarm=None,
         verdict=Certainty.NONE,
+        # From its last rise, not from now: a leak that pauses is recognised by its pause.
         previous_alarm_seconds=newest_rise.seconds,
     )
 
@@ -259,6 +261,7 @@ def _update_estimate(track: Track, growth: Growth | None, room_bytes: int | None
         )
         if estimate is None or new_estimate.pace is not None:
             estimate = new_estimate
+    # At every block: the room changes between two verdicts.
     if estimate is not None and room_bytes is not None:
         estimate = set_time_left(estimate, track, room_bytes)
     return replace(track, estimate=estimate)

@@ -109,6 +109,7 @@ def find_leak_state(track: Track, *, is_known: bool, is_settled: bool) -> LeakSt
     """
     if not is_known or track.history.anchor is None:
         return LeakState.UNKNOWN
+    # Before the verdicts: memory during a sleep says nothing about growth.
     if track.presence.is_asleep:
         return LeakState.ASLEEP
     # While most of the memory is gone, an alarm stays; anything else is unsettled.
@@ -154,6 +155,8 @@ def update_residues(
             continue
         track = tracks.get(uuid)
         if track is None:
+            # What is kept is only visible in a sleep: a track that begins awake would compare with
+            # working memory.
             if observation.awake is not False:
                 continue
             track = start_track(observation.seconds)
@@ -187,6 +190,7 @@ def derive_host_leaks(
         if estimate is None or state not in SHOWN:
             continue
         samples.append(Sample(catalog.HOST_LEAK_RATE, (str(role),), estimate.bytes_per_second))
+        # Without a limit a leak has a pace, and no time left.
         if observation.room_bytes is not None:
             filling.append(estimate)
     oom_seconds = _join_times(estimate.oom_seconds for estimate in filling)
@@ -233,6 +237,7 @@ def derive_leaks(state: LeakMemory, snapshot: Snapshot) -> tuple[LeakMemory, tup
     They are the memory kept in sleep, whether load is level, and the leaks of every GPU and role.
     Only a run in service is examined for leaks; sleep is tracked for every run.
     """
+    # On the whole snapshot: a run that goes to sleep before any request is not in service.
     sleep, sleep_samples = derive_sleep(state.sleep, snapshot)
     served = keep_service(snapshot)
     load, load_samples = derive_load(state.load, served)

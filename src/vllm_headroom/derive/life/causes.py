@@ -206,6 +206,7 @@ def _fit_neighbour(end: Ending) -> Fit | None:
     cause = "Out of GPU memory by a neighbour"
     other_growth_bytes = gpu.other_growth_bytes
     if other_growth_bytes is None:
+        # Without a ledger, that a process has come is all that speaks for a neighbour.
         if not gpu.has_new_process:
             return None
         return Fit(
@@ -330,6 +331,7 @@ def describe_lower_budget(end: Ending, excess: BudgetExcess) -> str:
     """Return the option that gives an excess back, with its value where that can be computed."""
     option = "--gpu-memory-utilization"
     ratios = {engine.gpu_memory_utilization_ratio for engine in end.engines}
+    # Engines of one server may have been given different shares: then no single value is right.
     ratio = ratios.pop() if len(ratios) == 1 else None
     if ratio is None:
         return f"{format_size(excess.excess_bytes)} less for vLLM (a lower {option})"
@@ -352,6 +354,8 @@ def _fit_leak(end: Ending) -> Fit | None:
             and gpu.other_growth_bytes is not None
         )
         return Fit(_grade(is_sure=is_sure), _describe_straight_growth(gpu, gpu.straight_growth))
+    # What grew in the last minutes was a burst, what others took was a neighbour: neither is a
+    # leak.
     recent_share = gpu.share_of_lost_room(gpu.recent_growth_bytes)
     other_share = gpu.share_of_lost_room(gpu.other_growth_bytes)
     if max(recent_share, other_share) >= LIKELY_SHARE:
@@ -413,6 +417,7 @@ def _fit_burst(end: Ending) -> Fit | None:
     is_burst_alone = is_attributed and is_before_known and not has_grown_before
     if is_burst_alone and is_gpu_full(gpu) and share >= SURE_SHARE:
         return Fit(Sureness.SURE, sentence)
+    # torch recorded the failed allocation, so the burst is no guess even without its growth.
     if share >= LIKELY_SHARE or end.ooms:
         return Fit(Sureness.LIKELY, sentence)
     return Fit(Sureness.POSSIBLE, sentence)

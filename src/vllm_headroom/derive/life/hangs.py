@@ -45,6 +45,7 @@ def update_cpu_use(
     while they wait for a hung GPU (NCCL does), but then the page answers and shows no progress.
     """
     servers = [process for process in processes or () if process.role is Role.API_SERVER]
+    # Summed, because the requests for the page go to any of several servers.
     cpu_seconds = sum_known(process.cpu_seconds for process in servers)
     if cpu_seconds is None:
         return previous
@@ -110,9 +111,12 @@ def update_hints(
         wait_seconds = process.wait_seconds
         if wait_seconds is None:
             continue
+        # The request came at most STALLED_SECONDS before the last token: an older one proves
+        # nothing.
         if rest_seconds >= max(STALLED_SECONDS, wait_seconds - STALLED_SECONDS):
             begins[HangSign.UNANSWERED, None] = now - wait_seconds
     return {
+        # A hint that is missing at one sample starts over.
         hint: HintSpan(previous[hint].begin_seconds if hint in previous else begin_seconds, now)
         for hint, begin_seconds in begins.items()
     }

@@ -200,6 +200,7 @@ def _find_age(
         if engine.has_work and set(engine.counters) != {None}
     ]
     if unanswered_since_seconds is not None and engines:
+        # A busy rank proves that the server answers: the request may only wait for its turn.
         newest_done_seconds = max(engine.done_seconds for engine in engines.values())
         ages.append(now - max(unanswered_since_seconds, newest_done_seconds))
     return max(ages, default=None)
@@ -221,6 +222,7 @@ def find_stranded(
             and now - engine.idle_since_seconds >= IDLE_SECONDS
         ):
             ratio = engine.counters.kv_used_ratio
+        # While the scheduler works, a reading may catch blocks that are about to be freed.
         elif len(engine.kv_stranded_ratios) == STRANDED_READINGS:
             ratio = min(engine.kv_stranded_ratios)
         if ratio is not None:
