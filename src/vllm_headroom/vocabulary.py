@@ -324,3 +324,68 @@ CONTROLS: Final = {
 }
 """Characters that could control a terminal, break a line or reorder the text in it, and what is
 shown instead."""
+
+
+class StartPhase(StrEnum):
+    """How far a start of an engine has come, in order."""
+
+    BEGINNING = "beginning"
+    LOADING = "loading"
+    PROFILING = "profiling"
+    CACHE = "cache"
+    READY = "ready"
+    SERVING = "serving"
+
+
+class LogEventKind(StrEnum):
+    """What a line of the engine's log is about."""
+
+    START = "start"
+    ARGUMENTS = "arguments"
+    FIGURES = "figures"
+    SERVING = "serving"
+    LOAD = "load"
+    REMARK = "remark"
+    FAILURE = "failure"
+    STOP = "stop"
+
+
+class LogRemarkKind(StrEnum):
+    """Warnings of an engine that matter for its memory."""
+
+    PREEMPTION = "preemption"
+    SWAP = "swap"
+    FALLBACK = "fallback"
+    EAGER = "eager"
+    PADDING = "padding"
+    CONTEXT_REDUCED = "context_reduced"
+    BATCH_REDUCED = "batch_reduced"
+    BLOCKED = "blocked"
+
+
+class LogFailureKind(StrEnum):
+    """What failed, by the engine's log."""
+
+    GPU_OUT_OF_MEMORY = "gpu_out_of_memory"
+    NO_KV_CACHE_MEMORY = "no_kv_cache_memory"
+    CONTEXT_TOO_LONG = "context_too_long"
+    TOO_FEW_STATE_BLOCKS = "too_few_state_blocks"
+    LITTLE_FREE_MEMORY = "little_free_memory"
+    MEMORY_CHANGED = "memory_changed"
+    BLOCK_BEYOND_BATCH = "block_beyond_batch"
+    CONTEXT_BEYOND_MODEL = "context_beyond_model"
+    MODEL_UNAVAILABLE = "model_unavailable"
+    TOO_FEW_GPUS = "too_few_gpus"
+    NCCL = "nccl"
+    SHARED_MEMORY = "shared_memory"
+    CUDA = "cuda"
+    DRIVER = "driver"
+    HOST_OUT_OF_MEMORY = "host_out_of_memory"
+    KILLED = "killed"
+    HANG = "hang"
+    DISK_FULL = "disk_full"
+    PORT_IN_USE = "port_in_use"
+    UNSUPPORTED = "unsupported"
+    BAD_OPTION = "bad_option"
+    EXCEPTION = "exception"
+    ENGINE_DIED = "engine_died"

@@ -1,0 +1,238 @@
+"""What an engine's log says: a record for each start, and the events of the log."""
+
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+from msgspec import Struct
+
+from vllm_headroom.vocabulary import LogEventKind, LogFailureKind, LogRemarkKind, StartPhase
+
+Scalar = str | int | float | bool | None
+"""The value of an argument."""
+
+CONSEQUENCES: Final = (LogFailureKind.EXCEPTION, LogFailureKind.ENGINE_DIED)
+"""Failures that follow from others, the more telling first: any other kind names its cause."""
+
+
+class LogTime(Struct, frozen=True, kw_only=True):
+    """When a line was written."""
+
+    seconds: float | None = None
+    """Seconds since the epoch, by the container's runtime or journald; None without them."""
+
+    clock: str | None = None
+    """The engine's own "MM-DD HH:MM:SS", in the time zone of its machine; None where missing."""
+
+
+class LogFrame(Struct, frozen=True):
+    """A frame of a traceback inside the engine's code."""
+
+    file: str
+    """The path from the package on: vllm/v1/worker/gpu_worker.py."""
+
+    line: int
+    function: str
+
+
+class Refusal(Struct, frozen=True, kw_only=True):
+    """An allocation that torch refused, in bytes; None where the message does not have a figure."""
+
+    asked_bytes: int | None = None
+    gpu: int | None = None
+    total_bytes: int | None = None
+    free_bytes: int | None = None
+
+    process_bytes: int | None = None
+    """What the process held on the GPU, memory outside torch included."""
+
+    other_bytes: int | None = None
+    """What other processes held, by the message."""
+
+    allocated_bytes: int | None = None
+    """What torch had given to tensors."""
+
+    graph_bytes: int | None = None
+    """The part of `allocated_bytes` in private pools, which CUDA graphs use."""
+
+    cached_bytes: int | None = None
+    """What torch had reserved and not given to a tensor."""
+
+
+class LogFailure(Struct, frozen=True, kw_only=True):
+    """Something that failed, and the line that says so."""
+
+    kind: LogFailureKind
+    line_number: int
+    time: LogTime
+    process: str
+    phase: StartPhase
+    exception: str | None = None
+    """The name of the exception without its module."""
+
+    frames: tuple[LogFrame, ...] = ()
+    """The last frames in the engine's code, the innermost last."""
+
+    refusal: Refusal | None = None
+    figures: Mapping[str, float] = {}
+    """The figures of the message; each name ends in its unit."""
+
+
+class LogRemark(Struct, frozen=True, kw_only=True):
+    """A warning that matters for memory."""
+
+    kind: LogRemarkKind
+    line_number: int
+    """The line of its first appearance."""
+
+    count: int
+
+
+class LogEvent(Struct, frozen=True, kw_only=True):
+    """Something that a line says."""
+
+    kind: LogEventKind
+    line_number: int
+    time: LogTime
+    process: str
+    figures: Mapping[str, float] = {}
+    """The figures of the line; each name ends in its unit."""
+
+    failure: LogFailure | None = None
+    remark: LogRemarkKind | None = None
+
+
+class ProcessFigures(Struct, frozen=True, kw_only=True):
+    """What one process of the engine says about its GPU; None where it says nothing.
+
+    Sizes are in bytes, as exact as the log: vLLM rounds to 0.01 GiB.
+    """
+
+    name: str
+    """What the engine calls the process: EngineCore, Worker_TP0; "" where it has no name."""
+
+    pid: int | None = None
+    lines: Mapping[str, int] = {}
+    """The line number of each figure."""
+
+    device_name: str | None = None
+    total_bytes: int | None = None
+    free_at_start_bytes: int | None = None
+    used_at_start_bytes: int | None = None
+    non_torch_at_start_bytes: int | None = None
+    utilization_ratio: float | None = None
+    requested_bytes: int | None = None
+    weights_bytes: int | None = None
+    profiled_weights_bytes: int | None = None
+    """The weights as the profile counts them: with a draft model or an encoder, they may differ."""
+
+    loading_peak_bytes: int | None = None
+    torch_peak_bytes: int | None = None
+    """The peak of torch in the profile, weights included (vLLM 0.6)."""
+
+    activation_bytes: int | None = None
+    non_torch_bytes: int | None = None
+    total_non_kv_bytes: int | None = None
+    free_after_profile_bytes: int | None = None
+    graphs_estimated_bytes: int | None = None
+    graphs_bytes: int | None = None
+    graph_piecewise_count: int | None = None
+    graph_full_count: int | None = None
+    graph_largest_tokens: int | None = None
+    kv_cache_bytes: int | None = None
+    kv_cache_tokens: int | None = None
+    kv_cache_blocks: int | None = None
+    block_tokens: int | None = None
+    cpu_blocks: int | None = None
+    concurrency_ratio: float | None = None
+    """How many requests of `concurrency_tokens` fit at the same time."""
+
+    concurrency_tokens: int | None = None
+    context_tokens: int | None = None
+    batched_tokens: int | None = None
+    max_num_seqs: int | None = None
+    kv_cache_within_budget_bytes: int | None = None
+    """The value of --kv-cache-memory that vLLM advises for its budget."""
+
+    kv_cache_whole_gpu_bytes: int | None = None
+    """The value of --kv-cache-memory that vLLM advises for the whole GPU."""
+
+
+class EngineStart(Struct, frozen=True, kw_only=True):
+    """One start of an engine, from its first line to the next start or the end of the log."""
+
+    engine: str
+    """vllm, sglang or tensorrt_llm."""
+
+    version: str | None
+    model: str | None
+    first_line: int
+    last_line: int
+    begin: LogTime
+    end: LogTime
+    arguments: Mapping[str, Scalar]
+    """The options on the command line, without secrets and without texts that may hide one."""
+
+    config: Mapping[str, Scalar]
+    """The configuration that the engine made of them, in the same way."""
+
+    processes: tuple[ProcessFigures, ...]
+    failures: tuple[LogFailure, ...]
+    remarks: tuple[LogRemark, ...]
+    phase: StartPhase
+    """How far the engine has come."""
+
+    is_followed: bool
+    """Whether the log has a later start."""
+
+    is_stopped: bool
+    """Whether the engine says that it shut down on request."""
+
+    recent_events: tuple[LogEvent, ...]
+    """The newest events, the last of them the newest."""
+
+    @property
+    def has_served(self) -> bool:
+        """Whether the engine has been ready for requests."""
+        return self.phase is StartPhase.SERVING
+
+    @property
+    def root_failure(self) -> LogFailure | None:
+        """The failure that ended the start: the earliest that is no consequence of another."""
+        if not self.failures:
+            return None
+        return min(self.failures, key=_rank_failure)
+
+    def find_largest(self, field: str) -> int | float | None:
+        """Return the largest figure of a name among the processes; None where none has it."""
+        return max(self._list_figures(field), default=None)
+
+    def find_smallest(self, field: str) -> int | float | None:
+        """Return the smallest figure of a name among the processes; None where none has it."""
+        return min(self._list_figures(field), default=None)
+
+    def find_line(self, field: str) -> int | None:
+        """Return the line of the earliest figure of a name; None where none has it."""
+        return min((p.lines[field] for p in self.processes if field in p.lines), default=None)
+
+    def _list_figures(self, field: str) -> Iterable[int | float]:
+        figures = (getattr(process, field) for process in self.processes)
+        return [figure for figure in figures if figure is not None]
+
+
+class EngineLog(Struct, frozen=True, kw_only=True):
+    """What a whole log says."""
+
+    starts: tuple[EngineStart, ...]
+    """The newest starts, in the order of the log."""
+
+    start_count: int
+    """How many starts the log has; `starts` may have fewer."""
+
+    line_count: int
+
+
+def _rank_failure(failure: LogFailure) -> tuple[int, int]:
+    """Return the order of failures as causes: consequences last, then by line."""
+    kind = failure.kind
+    consequence = 1 + CONSEQUENCES.index(kind) if kind in CONSEQUENCES else 0
+    return consequence, failure.line_number

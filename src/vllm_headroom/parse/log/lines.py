@@ -1,0 +1,277 @@
+"""Unwrap the lines of a log: from what a container's runtime or journald wrote to the message."""
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from datetime import datetime
+from typing import Any, Final
+
+from msgspec import Struct
+
+LONGEST_LINE_BYTES: Final = 64 * 1024
+"""Of a longer line only the beginning is read: vLLM's configuration takes 5 to 10 kB."""
+
+MOST_LAYERS: Final = 5
+"""How many wrappings of a line are removed: docker's JSON in a CRI line in journald is three."""
+
+MOST_TIME_DIGITS: Final = 18
+"""The most digits of journald's time in microseconds; today's has 16."""
+
+MOST_STREAMS: Final = 4
+"""Of how many streams an incomplete line is kept: a container has two."""
+
+
+class Message(Struct, frozen=True, kw_only=True):
+    """One line of a process without what others put before it."""
+
+    text: str
+    seconds: float | None
+    """When the runtime took the line; None where it does not say so."""
+
+    clock: str | None
+    """The engine's own "MM-DD HH:MM:SS"; None where missing."""
+
+    process: str
+    pid: int | None
+    has_prefix: bool
+    """Whether the engine's logger wrote the line."""
+
+
+def split_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield the lines of a stream without their ends; of a long line only the beginning.
+
+    The memory that this takes is bounded by a chunk and a line.
+    """
+    remainder = b""
+    for chunk in chunks:
+        lines = chunk.split(b"\n")
+        lines[0] = remainder + lines[0][: LONGEST_LINE_BYTES - len(remainder)]
+        remainder = lines.pop()[:LONGEST_LINE_BYTES]
+        for line in lines:
+            yield line[:LONGEST_LINE_BYTES]
+    if remainder:
+        yield remainder
+
+
+# What runtimes put before a line.
+
+TIME: Final = r"(\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?:Z|[+-]\d\d:?\d\d))"
+"""A time with its zone: docker's, kubelet's, and journald's short-iso."""
+
+CRI: Final = re.compile(rf"{TIME} (stdout|stderr) ([FP])(?::\S*)?(?: |$)")
+"""A line of /var/log/containers; P marks a line that continues in the next of its stream."""
+
+TIMESTAMP: Final = re.compile(rf"{TIME} ")
+"""kubectl logs --timestamps, docker logs --timestamps."""
+
+KUBECTL_PREFIX: Final = re.compile(r"\[pod/[^\]\s]{1,300}\] ")
+COMPOSE_PREFIX: Final = re.compile(r"[\w.-]{1,100} +\| ?")
+MPI_PREFIX: Final = re.compile(r"\[\d+,\d+\]<std(?:out|err)>: ?")
+JOURNAL: Final = re.compile(
+    rf"(?:[A-Z][a-z]{{2}} [ \d]\d \d\d:\d\d:\d\d(?:\.\d+)?|\d{{10}}\.\d+|{TIME})"
+    r" \S{1,255} [^\s\[\]:]{1,200}(?:\[\d+\])?: "
+)
+ANSI: Final = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
+
+MESSAGE_FIELDS: Final = ("log", "MESSAGE", "message", "msg", "event")
+"""The fields of a JSON line that can hold the message: docker's, journald's and loggers'."""
+
+EXCEPTION_FIELDS: Final = ("exc_info", "exception", "stack_trace")
+TIME_FIELDS: Final = ("time", "timestamp", "@timestamp", "asctime", "ts")
+PROCESS_FIELDS: Final = ("processName", "process_name", "process")
+
+# What engines put before a message.
+
+LABEL: Final = r"\(([A-Za-z][\w.:-]{0,60})(?: rank=\d+)?(?: pid=(\d+))(?:, ip=[\w.:]+)?\) ?"
+"""The name of a process and its PID; Ray adds an address."""
+
+LEVEL: Final = (
+    r"(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) +(?:\d{4}-)?(\d\d-\d\d \d\d:\d\d:\d\d)(?:[.,]\d+)?"
+    r" (?:\[[\w./<>-]{1,200}:\d+\]|[\w./<>-]{1,200}:\d+\]) ?"
+)
+"""vLLM's prefix: since 0.8 "[file:line]", before "file:line]"."""
+
+VLLM: Final = re.compile(rf"(?:{LABEL})*(?:{LEVEL})?")
+LEVEL_LATER: Final = re.compile(rf"[^'\"{{}}]{{1,300}}?(?:{LABEL})?{LEVEL}")
+"""A prefix that follows something else without quotes: a progress bar, or an operator's prefix. A
+prompt is always quoted, so that it cannot forge one."""
+
+SGLANG: Final = re.compile(
+    r"\[(?:\d{4}-)(\d\d-\d\d \d\d:\d\d:\d\d)(?:[.,]\d+)?((?: [A-Z_]{2,8}\d+)*)\] ?"
+)
+TENSORRT: Final = re.compile(
+    r"(?:\[(\d\d)/(\d\d)/\d{4}-(\d\d:\d\d:\d\d)\] )?\[(?:TRT-LLM|TensorRT-LLM)\] ?"
+    r"(?:\[RANK (\d+)\] ?)?(?:\[[A-Z]+\] ?)?(?:\[(?:RANK )?(\d+)\] ?)?"
+)
+
+
+class LineReader:
+    """Unwraps lines one by one, and joins those that a runtime cut."""
+
+    def __init__(self) -> None:
+        self._incomplete: dict[str, str] = {}
+
+    def read(self, line: bytes) -> Iterator[Message]:
+        """Yield the messages of a line: none, one, or several where it wraps several."""
+        text = line[:LONGEST_LINE_BYTES].decode("utf-8", "replace")
+        yield from self._unwrap(text, None, None, MOST_LAYERS)
+
+    def _unwrap(
+        self, text: str, seconds: float | None, process: str | None, layers: int
+    ) -> Iterator[Message]:
+        """Remove one wrapping of a text, then the next; yield the messages at the end."""
+        if "\n" in text or "\r" in text:
+            # A progress bar ends its states with carriage returns.
+            for part in re.split(r"[\r\n]+", text):
+                if part:
+                    yield from self._unwrap(part, seconds, process, layers)
+            return
+        if "\x1b" in text:
+            text = ANSI.sub("", text)
+        if layers and text:
+            unwrapped = self._remove_wrapping(text, seconds, process)
+            if unwrapped is not None:
+                for inner_text, inner_seconds, inner_process in unwrapped:
+                    yield from self._unwrap(inner_text, inner_seconds, inner_process, layers - 1)
+                return
+        yield read_prefix(text, seconds, process)
+
+    def _remove_wrapping(
+        self, text: str, seconds: float | None, process: str | None
+    ) -> list[tuple[str, float | None, str | None]] | None:
+        """Return the texts inside a wrapping with their time; None where there is no wrapping.
+
+        An incomplete line is kept until its end comes, and the list is empty.
+        """
+        beginning = text[0]
+        if beginning == "{":
+            return self._read_json(text, seconds, process)
+        if beginning.isdigit():
+            match = CRI.match(text)
+            if match is not None:
+                moment, stream, tag = match.groups()
+                inner = self._join(stream, text[match.end() :], is_complete=tag == "F")
+                return [] if inner is None else [(inner, read_time(moment), process)]
+            match = JOURNAL.match(text)
+            if match is not None:
+                return [(text[match.end() :], read_time(match[1]) or seconds, process)]
+            match = TIMESTAMP.match(text)
+            if match is not None:
+                return [(text[match.end() :], read_time(match[1]) or seconds, process)]
+            return None
+        if beginning == "[":
+            match = KUBECTL_PREFIX.match(text) or MPI_PREFIX.match(text)
+        else:
+            match = JOURNAL.match(text) or COMPOSE_PREFIX.match(text)
+        return None if match is None else [(text[match.end() :], seconds, process)]
+
+    def _read_json(
+        self, text: str, seconds: float | None, process: str | None
+    ) -> list[tuple[str, float | None, str | None]] | None:
+        """Return the texts of a JSON line; None where it is none."""
+        try:
+            document = json.loads(text)
+        except (ValueError, RecursionError):
+            return None
+        if not isinstance(document, dict):
+            return None
+        message = _find_text(document, MESSAGE_FIELDS)
+        if message is None:
+            return None
+        moment = _find_text(document, TIME_FIELDS)
+        seconds = (None if moment is None else read_time(moment)) or seconds
+        if "__REALTIME_TIMESTAMP" in document:
+            seconds = _read_microseconds(document["__REALTIME_TIMESTAMP"]) or seconds
+        process = _find_text(document, PROCESS_FIELDS) or process
+        # docker's JSON: a line that it cut has no end.
+        if "stream" in document and "log" in document:
+            joined = self._join(
+                str(document["stream"]), message, is_complete=message.endswith("\n")
+            )
+            return [] if joined is None else [(joined, seconds, process)]
+        texts = [message]
+        exception = _find_text(document, EXCEPTION_FIELDS)
+        if exception is not None:
+            texts.append(exception)
+        return [(inner, seconds, process) for inner in texts]
+
+    def _join(self, stream: str, text: str, *, is_complete: bool) -> str | None:
+        """Return a line of a stream with the parts before; None while it is not complete."""
+        text = (self._incomplete.pop(stream, "") + text)[:LONGEST_LINE_BYTES]
+        if is_complete:
+            return text
+        if len(self._incomplete) < MOST_STREAMS:
+            self._incomplete[stream] = text
+        return None
+
+
+def read_prefix(text: str, seconds: float | None, process: str | None) -> Message:
+    """Return the message after the engine's own prefix."""
+    clock = None
+    name = process or ""
+    pid = None
+    has_prefix = False
+    match = VLLM.match(text)
+    if match is not None and match.lastindex is None and ".py:" in text:
+        match = LEVEL_LATER.match(text)
+    if match is not None and match.lastindex is not None:
+        name = match[1] or name
+        pid = None if match[2] is None else int(match[2][:10])
+        clock = match[3]
+        has_prefix = clock is not None
+    elif text.startswith("["):
+        match = SGLANG.match(text)
+        if match is not None:
+            clock = match[1]
+            name = match[2].strip()
+            has_prefix = True
+        else:
+            match = TENSORRT.match(text)
+            if match is not None:
+                month, day, hour, first_rank, second_rank = match.groups()
+                clock = None if hour is None else f"{month}-{day} {hour}"
+                name = first_rank or second_rank or ""
+                has_prefix = True
+    end = 0 if match is None else match.end()
+    return Message(
+        text=text[end:],
+        seconds=seconds,
+        clock=clock,
+        process=name,
+        pid=pid,
+        has_prefix=has_prefix,
+    )
+
+
+def read_time(text: str | None) -> float | None:
+    """Return the seconds since the epoch of a time with its zone; None for any other text."""
+    if text is None:
+        return None
+    # Python reads six digits of a second, docker writes nine.
+    text = re.sub(r"([.,]\d{6})\d+", r"\1", text.replace(",", "."))
+    try:
+        moment = datetime.fromisoformat(text)
+        return None if moment.tzinfo is None else moment.timestamp()
+    except (ValueError, OverflowError):
+        return None
+
+
+def _find_text(document: dict[str, Any], names: Iterable[str]) -> str | None:
+    """Return the first of the fields that holds a text; None where none does."""
+    for name in names:
+        value = document.get(name)
+        if isinstance(value, str):
+            return value
+    return None
+
+
+def _read_microseconds(text: object) -> float | None:
+    """Return the seconds of journald's time; None for any other value."""
+    if (
+        isinstance(text, str)
+        and text.isascii()
+        and text.isdigit()
+        and len(text) <= MOST_TIME_DIGITS
+    ):
+        return int(text) / 1e6
+    return None

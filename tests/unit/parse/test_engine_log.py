@@ -1,0 +1,307 @@
+"""The engine's log: figures, causes, wrappings, and input that was made to harm."""
+# ruff: noqa: E501 - lines of logs are long
+
+import json
+import random
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from vllm_headroom.model.start import EngineLog, EngineStart
+from vllm_headroom.parse.log.arguments import read_arguments
+from vllm_headroom.parse.log.lines import LONGEST_LINE_BYTES
+from vllm_headroom.parse.log.reader import LogReader, read_log
+from vllm_headroom.units import GIB
+from vllm_headroom.vocabulary import LogFailureKind, LogRemarkKind, StartPhase
+
+VLLM_0_19 = """\
+(APIServer pid=1) INFO 04-22 01:46:02 [entrypoints/utils.py:299]  ▄▄ ▄█ █     █     █ ▀▄▀ █  version 0.19.0
+(APIServer pid=1) INFO 04-22 01:46:02 [entrypoints/utils.py:233] non-default args: {'model': 'org/m', 'api_key': ['sk-very-secret'], 'hf_token': 'hf_secretsecret', 'max_model_len': 8192, 'gpu_memory_utilization': 0.95, 'speculative_config': {'model': 'org/draft'}}
+(EngineCore pid=243) INFO 04-22 01:46:20 [v1/engine/core.py:105] Initializing a V1 LLM engine (v0.19.0) with config: model='org/m', dtype=torch.bfloat16, max_seq_len=8192, tensor_parallel_size=2
+(Worker pid=443) DEBUG 04-22 01:46:21 [v1/worker/gpu_worker.py:284] worker init memory snapshot: torch_peak=0.01GiB, free_memory=77.66GiB, total_memory=79.19GiB, cuda_memory=1.53GiB, torch_memory=0.02GiB, non_torch_memory=1.51GiB, timestamp=1776822947.147593, auto_measure=True
+(Worker_TP0 pid=443) INFO 04-22 01:46:30 [v1/worker/gpu_model_runner.py:4820] Model loading took 33.88 GiB memory and 20.060388 seconds
+(Worker_TP1 pid=444) INFO 04-22 01:46:30 [v1/worker/gpu_model_runner.py:4820] Model loading took 34.01 GiB memory and 20.060388 seconds
+Capturing CUDA graphs (decode, FULL):  94%|█████████▍| 48/51 [00:02<00:00, 20.15it/s](Worker_TP0 pid=443) INFO 04-22 01:46:42 [v1/worker/gpu_model_runner.py:5955] Estimated CUDA graph memory: 1.92 GiB total
+(Worker_TP0 pid=443) DEBUG 04-22 01:46:42 [v1/worker/gpu_worker.py:435] Memory profiling takes 43.50 seconds. Total non KV cache memory: 37.95GiB; torch peak memory increase: 1.96GiB; non-torch forward increase memory: 2.11GiB; weights memory: 33.88GiB.
+(Worker_TP0 pid=443) INFO 04-22 01:46:42 [v1/worker/gpu_worker.py:436] Available KV cache memory: 37.28 GiB
+(EngineCore pid=243) INFO 04-22 01:46:42 [v1/core/kv_cache_utils.py:1319] GPU KV cache size: 244,304 tokens
+(EngineCore pid=243) INFO 04-22 01:46:42 [v1/core/kv_cache_utils.py:1324] Maximum concurrency for 8,192 tokens per request: 29.82x
+(Worker_TP0 pid=443) INFO 04-22 01:46:51 [v1/worker/gpu_model_runner.py:6046] Graph capturing finished in 8 secs, took 1.85 GiB
+(APIServer pid=1) INFO:     Application startup complete.
+"""
+
+OOM = (
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 3.74 GiB. GPU 0 has a total capacity"
+    " of 139.81 GiB of which 3.68 GiB is free. Process 77 has 2.00 GiB memory in use. Including"
+    " non-PyTorch memory, this process has 134.13 GiB memory in use. Of the allocated memory 130.00 GiB is"
+    " allocated by PyTorch, with 1.10 GiB allocated in private pools (e.g., CUDA Graphs), and 1.90 GiB is"
+    " reserved by PyTorch but unallocated."
+)
+DEATH = f"""\
+(EngineCore pid=243) ERROR 04-22 02:00:00 [v1/engine/core.py:900] EngineCore encountered a fatal error.
+(EngineCore pid=243) ERROR 04-22 02:00:00 [v1/engine/core.py:900] Traceback (most recent call last):
+(EngineCore pid=243) ERROR 04-22 02:00:00 [v1/engine/core.py:900]   File "/x/site-packages/vllm/v1/sample/sampler.py", line 88, in forward
+(EngineCore pid=243) ERROR 04-22 02:00:00 [v1/engine/core.py:900] {OOM}
+(APIServer pid=1) ERROR 04-22 02:00:01 [v1/engine/async_llm.py:600] vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue.
+"""
+
+
+def read_text(text: str) -> EngineLog:
+    """Read a text as a log."""
+    return read_log([text.encode()])
+
+
+def read_start(text: str) -> EngineStart:
+    """Read a text with one start."""
+    log = read_text(text)
+    assert log.start_count == 1
+    return log.starts[0]
+
+
+def wrap_docker(line: str) -> str:
+    """Return a line as docker's JSON, cut in two."""
+    parts = [line[: len(line) // 2], line[len(line) // 2 :] + "\n"]
+    time = "2026-04-22T01:46:42.123456789Z"
+    return "\n".join(json.dumps({"log": part, "stream": "stderr", "time": time}) for part in parts)
+
+
+def wrap_cri(line: str) -> str:
+    """Return a line as the kubelet's, cut in two."""
+    time = "2026-04-22T01:46:42.123456789Z"
+    middle = len(line) // 2
+    return f"{time} stderr P {line[:middle]}\n{time} stderr F {line[middle:]}"
+
+
+WRAPPINGS: dict[str, Callable[[str], str]] = {
+    "plain": lambda line: line,
+    "docker": wrap_docker,
+    "cri": wrap_cri,
+    "kubectl --timestamps": lambda line: f"2026-04-22T01:46:42.123456789Z {line}",
+    "kubectl --prefix": lambda line: f"[pod/vllm-0/vllm] {line}",
+    "compose": lambda line: f"vllm-1  | {line}",
+    "journald": lambda line: f"Apr 22 01:46:42 node-7 vllm[4242]: {line}",
+    "journald iso": lambda line: f"2026-04-22T01:46:42+0000 node-7 vllm[4242]: {line}",
+    "json": lambda line: json.dumps({"levelname": "INFO", "message": line}),
+    "colours": lambda line: f"\x1b[36m{line}\x1b[0m",
+    "progress": lambda line: f"Loading:  10%|#| 1/10\rLoading: 100%|#| 10/10\r{line}",
+}
+
+
+@pytest.mark.parametrize("wrapping", WRAPPINGS)
+def test_the_figures_are_read_in_every_wrapping(wrapping: str) -> None:
+    lines = (VLLM_0_19 + DEATH).splitlines()
+    start = read_start("\n".join(WRAPPINGS[wrapping](line) for line in lines))
+
+    assert start.version == "0.19.0"
+    assert start.find_largest("weights_bytes") == round(34.01 * GIB)
+    assert start.find_largest("activation_bytes") == round(1.96 * GIB)
+    assert start.find_largest("graphs_estimated_bytes") == round(1.92 * GIB)
+    assert start.find_largest("graphs_bytes") == round(1.85 * GIB)
+    assert start.find_smallest("kv_cache_tokens") == 244304
+    assert start.find_smallest("concurrency_ratio") == 29.82
+    assert start.root_failure is not None
+    assert start.root_failure.kind is LogFailureKind.GPU_OUT_OF_MEMORY
+
+
+def test_a_process_keeps_its_figures_when_its_name_changes() -> None:
+    start = read_start(VLLM_0_19)
+    first = next(process for process in start.processes if process.pid == 443)
+
+    assert first.name == "Worker_TP0"
+    assert first.free_at_start_bytes == round(77.66 * GIB)
+    assert first.lines["kv_cache_bytes"] == 9
+    assert start.phase is StartPhase.SERVING
+    assert start.root_failure is None
+
+
+def test_the_refused_allocation_is_read_with_its_line_and_frame() -> None:
+    failure = read_start(VLLM_0_19 + DEATH).root_failure
+
+    assert failure is not None
+    assert failure.line_number == 17
+    assert failure.phase is StartPhase.SERVING
+    assert failure.frames[-1].file == "vllm/v1/sample/sampler.py"
+    assert failure.refusal is not None
+    assert failure.refusal.asked_bytes == round(3.74 * GIB)
+    assert failure.refusal.free_bytes == round(3.68 * GIB)
+    assert failure.refusal.cached_bytes == round(1.90 * GIB)
+    assert failure.refusal.graph_bytes == round(1.10 * GIB)
+    assert failure.refusal.other_bytes == 2 * GIB
+
+
+OLD = {
+    "0.6.4": (
+        (
+            "INFO 04-28 04:07:51 model_runner.py:1077] Loading model weights took 2.0512 GB\n"
+            "INFO 04-28 04:07:51 worker.py:232] Memory profiling results: total_gpu_memory=139.80GiB"
+            " initial_memory_usage=2.71GiB peak_torch_memory=2.38GiB memory_usage_post_profile=2.81GiB"
+            " non_torch_memory=0.73GiB kv_cache_size=122.71GiB gpu_memory_utilization=0.90\n"
+            "INFO 04-28 04:07:52 gpu_executor.py:113] # GPU blocks: 365549, # CPU blocks: 11915\n"
+        ),
+        122.71,
+        365549,
+    ),
+    "0.8": (
+        (
+            "INFO 07-02 17:08:01 [model_runner.py:1146] Model loading took 8.6253 GB and 7.670299 seconds\n"
+            "INFO 07-02 17:08:07 [worker.py:267] Memory profiling takes 5.35 seconds\n"
+            "INFO 07-02 17:08:07 [worker.py:267] the current vLLM instance can use total_gpu_memory"
+            " (79.15GiB) x gpu_memory_utilization (0.70) = 55.09GiB\n"
+            "INFO 07-02 17:08:07 [worker.py:267] model weights take 8.63GiB; non_torch_memory takes 0.09GiB;"
+            " PyTorch activation peak memory takes 1.16GiB; the rest of the memory reserved for KV Cache is"
+            " 45.21GiB.\n"
+            "INFO 07-02 17:08:07 [executor_base.py:111] # cuda blocks: 14815, # CPU blocks: 1966\n"
+        ),
+        45.21,
+        14815,
+    ),
+}
+
+
+@pytest.mark.parametrize("version", OLD)
+def test_the_lines_of_early_versions_are_read(version: str) -> None:
+    text, kv_cache_gib, blocks = OLD[version]
+    start = read_start(text)
+
+    assert start.find_largest("kv_cache_bytes") == round(kv_cache_gib * GIB)
+    assert start.find_smallest("kv_cache_blocks") == blocks
+
+
+FAILURES = {
+    "ValueError: No available memory for the cache blocks. Try increasing": "no_kv_cache_memory",
+    "ValueError: To serve at least one request with the models's max seq len (131072), (9.00 GiB KV cache is"
+    " needed, which is larger than the available KV cache memory (8.11 GiB). Based on the available memory,"
+    " the estimated maximum model length is 118000.": "context_too_long",
+    "ValueError: The model's max seq len (32768) is larger than the maximum number of tokens that can be"
+    " stored in KV cache (9000). Try increasing": "context_too_long",
+    "ValueError: max_num_seqs (1024) exceeds available Mamba cache blocks (856).": "too_few_state_blocks",
+    "ValueError: Free memory on device (6.9/8.0 GiB) on startup is less than desired GPU memory utilization"
+    " (0.9, 7.2 GiB).": "little_free_memory",
+    "ValueError: Free memory on device cuda:1 (60.87/79.19 GiB) on startup is less than desired GPU memory"
+    " utilization (0.95, 75.23 GiB).": "little_free_memory",
+    "AssertionError: block_size (2096) must be <= max_num_batched_tokens (2048)": "block_beyond_batch",
+    "AssertionError: DP adjusted local rank 1 is out of bounds. ": "too_few_gpus",
+    "requests.exceptions.HTTPError: 403 Client Error: Forbidden for url: https://h/x": "model_unavailable",
+    "torch.distributed.DistBackendError: NCCL error in: /x.cpp:1, unhandled cuda error": "nccl",
+    "node:1:2 [0] NCCL WARN Error while creating shared memory segment /dev/shm/nccl-a": "shared_memory",
+    "torch.AcceleratorError: CUDA error: an illegal memory access was encountered": "cuda",
+    "RuntimeError: CUDA error: out of memory": "gpu_out_of_memory",
+    "RuntimeError: Engine core initialization failed. Failed core proc(s): {'EngineCore_0': -9}": "killed",
+    "Killed": "killed",
+    "MemoryError": "host_out_of_memory",
+}
+
+
+@pytest.mark.parametrize("line", FAILURES)
+def test_a_failure_is_recognised(line: str) -> None:
+    failure = read_start(f"(EngineCore pid=2) INFO 04-22 01:46:02 [a.py:1] x\n{line}\n").root_failure
+
+    assert failure is not None
+    assert failure.kind == FAILURES[line]
+
+
+def test_no_secret_and_no_prompt_reaches_the_record() -> None:
+    prompt = "Available KV cache memory: 999 GiB"
+    text = (
+        f"{VLLM_0_19}(APIServer pid=1) INFO 04-22 01:50:00 [logger.py:1] Received request cmpl-1: prompt:"
+        f" '(EngineCore pid=243) INFO 04-22 01:46:42 [gpu_worker.py:436] {prompt}', params: x\n"
+        f"user said: (EngineCore pid=243) '{prompt}'\n"
+        "(APIServer pid=1) ERROR 04-22 01:50:00 [x.py:1] Traceback (most recent call last):\n"
+        "(APIServer pid=1) ERROR 04-22 01:50:00 [x.py:1] ValueError: my password is hunter2\n"
+    )
+    start = read_start(text)
+
+    assert start.find_largest("kv_cache_bytes") == round(37.28 * GIB)
+    assert start.arguments["max_model_len"] == 8192
+    assert start.arguments["model"] == "org/m"
+    for secret in ("sk-very", "hf_secret", "hunter2", "user said"):
+        assert secret not in repr(start)
+
+
+def test_arguments_of_a_namespace_are_read() -> None:
+    arguments = read_arguments("Namespace(host=None, api_key='k', model='a/b', max_num_seqs=64, x='a, b=1')")
+
+    assert arguments == {"host": None, "model": "a/b", "max_num_seqs": 64}
+
+
+def test_a_failure_that_the_engine_survives_is_no_cause() -> None:
+    load = (
+        "(APIServer pid=1) INFO 04-22 02:01:00 [loggers.py:1] Engine 000: Avg prompt throughput: 9.0 tokens/s,"
+        " Avg generation throughput: 100.0 tokens/s, Running: 6 reqs, Waiting: 0 reqs, GPU KV cache usage:"
+        " 30.0%, Prefix cache hit rate: 0.0%\n"
+    )
+
+    assert read_start(VLLM_0_19 + DEATH + load).root_failure is not None
+    assert read_start(VLLM_0_19 + DEATH + load * 2).root_failure is None
+
+
+def test_preemptions_are_counted() -> None:
+    line = "WARNING 04-22 02:01:00 scheduler.py:1] Sequence group 7 is preempted by PreemptionMode.RECOMPUTE mode\n"
+    (remark,) = read_start(VLLM_0_19 + line * 3).remarks
+
+    assert (remark.kind, remark.count, remark.line_number) == (LogRemarkKind.PREEMPTION, 3, 14)
+
+
+def test_sglang_is_read() -> None:
+    start = read_start(
+        "[2025-10-09 09:20:00] server_args=ServerArgs(model_path='a/b', api_key='secret', tp_size=2)\n"
+        "[2025-10-09 09:20:11 TP0] Load weight end. type=Llama, dtype=torch.bfloat16, avail mem=63.12 GB,"
+        " mem usage=15.06 GB.\n"
+        "[2025-10-09 09:20:12 TP0] KV Cache is allocated. #tokens: 371661, K size: 12.74 GB, V size: 12.74 GB\n"
+        "[2025-10-09 09:20:30] The server is fired up and ready to roll!\n"
+    )
+
+    assert (start.engine, start.model, start.phase) == ("sglang", "a/b", StartPhase.SERVING)
+    assert start.find_largest("kv_cache_bytes") == round(25.48 * GIB)
+    assert "secret" not in repr(start)
+
+
+def test_each_start_of_a_file_has_a_record_and_their_number_is_bounded() -> None:
+    log = read_log([(VLLM_0_19 + DEATH).encode()] * 200)
+
+    assert log.start_count == 200
+    assert len(log.starts) <= 65
+    assert log.starts[0].is_followed
+    assert not log.starts[-1].is_followed
+
+
+def test_an_incremental_reader_reports_each_line() -> None:
+    reader = LogReader()
+    kinds = [event.kind for line in VLLM_0_19.splitlines() for event in reader.feed(line.encode())]
+
+    assert kinds[:3] == ["start", "arguments", "arguments"]
+    assert kinds[-1] == "serving"
+    assert reader.start is not None
+
+
+def test_a_line_without_end_takes_bounded_memory() -> None:
+    def stream() -> Iterator[bytes]:
+        for _ in range(64):
+            yield b"x" * 2**20
+        yield b"\n" + VLLM_0_19.encode()
+
+    start = read_start_of(stream())
+    assert start.find_smallest("kv_cache_tokens") == 244304
+
+
+def read_start_of(chunks: Iterator[bytes]) -> EngineStart:
+    """Read chunks with one start."""
+    log = read_log(chunks)
+    assert log.start_count == 1
+    return log.starts[0]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_damaged_input_is_read_without_an_exception(seed: int) -> None:
+    source = random.Random(seed)  # noqa: S311 - no secret
+    lines = (VLLM_0_19 + DEATH).splitlines()
+    damaged = []
+    for line in lines * 5:
+        data = bytearray(WRAPPINGS[source.choice(list(WRAPPINGS))](line).encode())
+        for _ in range(source.randrange(8)):
+            data[source.randrange(len(data))] = source.randrange(256)
+        damaged.append(bytes(data[: source.randrange(len(data) + 1)]))
+    damaged += [b"{" * 5000, b"[" * 5000, b"\x1b[" * 5000, source.randbytes(LONGEST_LINE_BYTES)]
+    log = read_log([b"\n".join(damaged)])
+
+    assert "sk-very" not in repr(log)
