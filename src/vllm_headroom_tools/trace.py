@@ -5,7 +5,7 @@ import sys
 import zlib
 from codecs import BOM_UTF8, BOM_UTF16_LE
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from enum import StrEnum
 from functools import partial
 from gzip import BadGzipFile, GzipFile
@@ -101,21 +101,35 @@ def read_trace(trace: str) -> Iterator[Snapshot]:
 
     Raise BadInput where it cannot be read or is no trace. A terminal shows how much was read.
     """
-    if trace == "-":
-        lines = read_lines(cast(BufferedReader, sys.stdin.buffer))
-        snapshots = parse_trace(track_lines(lines, None), STDIN)
-        yield from _note_clock_steps(snapshots, STDIN)
+    with open_lines(trace) as lines:
+        yield from read_snapshots(lines, trace)
+
+
+def read_snapshots(lines: Iterable[bytes], trace: str) -> Iterator[Snapshot]:
+    """Yield the snapshots of the lines of a trace; note a large step back of its clock."""
+    name = STDIN if trace == "-" else trace
+    yield from _note_clock_steps(parse_trace(lines, name), name)
+
+
+@contextmanager
+def open_lines(name: str) -> Iterator[Iterator[bytes]]:
+    """Open the lines of a file, or of standard input for "-", as `read_lines` returns them.
+
+    Raise BadInput where the file cannot be read; the message of a BadInput that is raised inside
+    gets the file's name. A terminal shows how much was read.
+    """
+    if name == "-":
+        yield track_lines(read_lines(cast(BufferedReader, sys.stdin.buffer)), None)
         return
     try:
-        with Path(trace).open("rb") as stream:
+        with Path(name).open("rb") as stream:
             # The size of a packed file says nothing about its lines.
             total_bytes = None if _is_packed(stream) else fstat(stream.fileno()).st_size
-            lines = track_lines(read_lines(stream), total_bytes)
-            yield from _note_clock_steps(parse_trace(lines, trace), trace)
+            yield track_lines(read_lines(stream), total_bytes)
     except OSError as error:
-        raise BadInput(f"{trace}: cannot be read: {error.strerror}") from error
+        raise BadInput(f"{name}: cannot be read: {error.strerror}") from error
     except BadInput as error:
-        raise BadInput(f"{trace}: {error}") from error
+        raise BadInput(f"{name}: {error}") from error
 
 
 def _note_clock_steps(snapshots: Iterator[Snapshot], name: str) -> Iterator[Snapshot]:
@@ -190,11 +204,24 @@ def parse_trace(lines: Iterable[bytes], name: str = "the trace") -> Iterator[Sna
 
 def _describe_content(line: bytes) -> str:
     """Return what a file is that is no trace, by its first line, as the end of a sentence."""
-    for beginning, description in OTHER_FORMATS.items():
-        if line.startswith(beginning):
-            return f"is {description}"
+    description = find_other_format(line)
+    if description is not None:
+        return f"is {description}"
     quoted = line[:MAX_QUOTED_BYTES].decode(errors="replace").strip()
     return f"begins with {quoted!r}"
+
+
+def find_other_format(line: bytes) -> str | None:
+    """Return which format a file has by its first line, and what to do; None for any other."""
+    for beginning, description in OTHER_FORMATS.items():
+        if line.startswith(beginning):
+            return description
+    return None
+
+
+def begins_trace(line: bytes) -> bool:
+    """Return whether a first line is that of a trace."""
+    return _is_header(_parse_record(line))
 
 
 def _is_header(record: object) -> bool:

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from tests.assets.console import ROOT
 from tests.assets.terminal import COMMANDS, OWN, Scene
+from tests.engine_logs import DEATH, VLLM_0_19
 from tests.fakes.nvml.library import GIB, FakeGpu, FakeNvml
 from tests.fakes.prometheus_server import PrometheusServer
 from tests.fakes.streaming_server import StreamingServer
@@ -140,6 +141,13 @@ def crowd_recorded(folder: Path) -> Iterator[Scene]:
 
 
 @contextmanager
+def log_saved(folder: Path) -> Iterator[Scene]:
+    """The log of a vLLM that ran out of memory while it served."""
+    (folder / "vllm-0.log").write_text(VLLM_0_19 + DEATH, encoding="utf-8")
+    yield Scene()
+
+
+@contextmanager
 def incident_recorded(folder: Path) -> Iterator[Scene]:
     """The state directory of a daemon whose engine leaked until it ended."""
     incident = scene(leak, 3)
@@ -184,6 +192,7 @@ SCENES: Final[dict[str, Callable[[Path], AbstractContextManager[Scene]]]] = {
         history_in_prometheus,
         two_versions_recorded,
         crowd_recorded,
+        log_saved,
         incident_recorded,
     )
 }

@@ -66,6 +66,9 @@ class LogFailure(Struct, frozen=True, kw_only=True):
     time: LogTime
     process: str
     phase: StartPhase
+    code_line: str | None = None
+    """The file and line of the engine's code that logged it; None where the line has none."""
+
     exception: str | None = None
     """The name of the exception without its module."""
 

@@ -1,7 +1,8 @@
 """The command `advise`."""
 
 from argparse import Namespace
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterable, Iterator
+from itertools import chain
 from typing import Any, Final
 
 from msgspec.structs import asdict
@@ -9,11 +10,19 @@ from msgspec.structs import asdict
 from vllm_headroom_tools.advise.facts import Facts, Origin, list_leaks
 from vllm_headroom_tools.advise.finding import Advice, Change
 from vllm_headroom_tools.advise.history import TraceHistory
+from vllm_headroom_tools.advise.log.judge import (
+    LogAssessment,
+    build_log_data,
+    format_source,
+    judge_log,
+    list_part_lines,
+)
 from vllm_headroom_tools.advise.settings import EngineArgs, Flag
 from vllm_headroom_tools.advise.verdict import Assessment, judge
 from vllm_headroom_tools.bad_input import BadInput
 from vllm_headroom_tools.cli import Command
 from vllm_headroom_tools.conclusion import Conclusion, Finding, Report
+from vllm_headroom_tools.engine_log import parse_engine_log
 from vllm_headroom_tools.history import describe_span
 from vllm_headroom_tools.options import (
     RATIO,
@@ -26,7 +35,7 @@ from vllm_headroom_tools.options import (
     whole_number,
 )
 from vllm_headroom_tools.terminal import wrap_headed, wrap_text
-from vllm_headroom_tools.trace import read_trace
+from vllm_headroom_tools.trace import begins_trace, open_lines, read_snapshots
 from vllm_headroom_tools.versions import Version, format_version, parse_version
 
 
@@ -35,19 +44,7 @@ def build_report(assessment: Assessment) -> Report:
 
     In the data, unknown figures are None.
     """
-    findings = [
-        Finding(
-            advice.cause,
-            Conclusion.NOT_GOOD,
-            advice.summary,
-            tuple(write_advice(change) for change in advice.changes),
-        )
-        for advice in assessment.advice
-    ]
-    findings += [
-        Finding("missing", Conclusion.CANNOT_TELL, missing) for missing in assessment.missing
-    ]
-    findings += [Finding("note", Conclusion.GOOD, note) for note in assessment.notes]
+    findings = _list_findings(assessment.advice, assessment.missing, assessment.notes)
     if assessment.advice:
         headline = assessment.advice[0].summary
     else:
@@ -55,10 +52,39 @@ def build_report(assessment: Assessment) -> Report:
     return Report(
         verdict=assessment.verdict,
         headline=headline,
-        findings=tuple(findings),
+        findings=findings,
         data=_build_data(assessment),
         lines=_render_text(assessment),
     )
+
+
+def build_log_report(assessment: LogAssessment) -> Report:
+    """Return the report on a log of the engine."""
+    return Report(
+        verdict=assessment.verdict,
+        headline=assessment.headline,
+        findings=_list_findings(assessment.advice, assessment.missing, assessment.notes),
+        data=_build_log_data(assessment),
+        lines=_render_log_text(assessment),
+    )
+
+
+def _list_findings(
+    all_advice: Iterable[Advice], missing: Iterable[str], notes: Iterable[str]
+) -> tuple[Finding, ...]:
+    """Return the findings: the causes, what is missing to be sure, and the notes."""
+    findings = [
+        Finding(
+            advice.cause,
+            Conclusion.NOT_GOOD,
+            advice.summary,
+            tuple(write_advice(change) for change in advice.changes),
+        )
+        for advice in all_advice
+    ]
+    findings += [Finding("missing", Conclusion.CANNOT_TELL, text) for text in missing]
+    findings += [Finding("note", Conclusion.GOOD, note) for note in notes]
+    return tuple(findings)
 
 
 def _render_text(assessment: Assessment) -> list[str]:
@@ -72,6 +98,20 @@ def _render_text(assessment: Assessment) -> list[str]:
     if assessment.advice and end:
         lines.append("")
     return lines + end
+
+
+def _render_log_text(assessment: LogAssessment) -> list[str]:
+    lines = [format_source(assessment)]
+    for number, advice in enumerate(assessment.advice, start=1):
+        lines.append("")
+        lines += _render_advice(number, advice)
+    if not assessment.advice:
+        lines += ["", assessment.headline, *list_part_lines(assessment)]
+    for missing in assessment.missing:
+        lines += wrap_headed("missing", missing)
+    for note in assessment.notes:
+        lines += wrap_headed("note", note)
+    return lines
 
 
 def _format_source(facts: Facts) -> str:
@@ -164,6 +204,23 @@ def _build_data(assessment: Assessment) -> dict[str, Any]:
     }
 
 
+def _build_log_data(assessment: LogAssessment) -> dict[str, Any]:
+    """Return the data of --json on a log; unknown figures are None."""
+    settings = assessment.start_facts.settings
+    return {
+        "origin": Origin.LOG,
+        "samples": None,
+        "span_seconds": None,
+        "vllm_version": None if settings.version is None else format_version(settings.version),
+        "vllm_version_at_least": format_version(settings.earliest_version),
+        "leaks": [],
+        "advice": [_build_advice_data(advice) for advice in assessment.advice],
+        "missing": list(assessment.missing),
+        "notes": list(assessment.notes),
+        "log": build_log_data(assessment),
+    }
+
+
 def _build_advice_data(advice: Advice) -> dict[str, Any]:
     return {
         **asdict(advice),
@@ -182,16 +239,18 @@ def _build_change_data(change: Change) -> dict[str, Any]:
 
 def _add_options(parser: Parser) -> None:
     parser.add_argument(
-        "trace", metavar="TRACE", nargs="?", type=TRACE, help="the trace, - for standard input"
+        "trace",
+        metavar="FILE",
+        nargs="?",
+        type=TRACE,
+        help="a trace or a log of the engine, - for standard input",
     )
-    parser.add_argument(
-        "--trace", dest="trace_option", metavar="TRACE", type=TRACE, help="the same"
-    )
+    parser.add_argument("--trace", dest="trace_option", metavar="FILE", type=TRACE, help="the same")
     parser.add_argument(
         "--headroom-url",
         metavar="URL",
         type=page_url("http://gpu-7:9839"),
-        help="a sidecar to read instead of a trace",
+        help="a sidecar to read instead of a file",
     )
     group = parser.add_argument_group(
         "what the engine was started with, for values that depend on it"
@@ -225,7 +284,7 @@ def _run(options: Namespace) -> Report | Coroutine[Any, Any, Report]:
     """Return the report, or where a page has to be fetched a coroutine that returns the report."""
     sources = (options.trace, options.trace_option, options.headroom_url)
     if len([source for source in sources if source is not None]) != 1:
-        raise BadOptions("needs a TRACE or --headroom-url, and not both")
+        raise BadOptions("needs a FILE or --headroom-url, and not both")
     settings = EngineArgs(
         version=options.vllm_version,
         gpu_memory_utilization=options.gpu_memory_utilization,
@@ -234,25 +293,45 @@ def _run(options: Namespace) -> Report | Coroutine[Any, Any, Report]:
         max_num_batched_tokens=options.max_num_batched_tokens,
     )
     if options.engine_url is None and options.headroom_url is None:
-        return build_report(judge(_read_trace(options, settings)))
+        return _judge_file(options, settings)
     return _judge_live(options, settings)
 
 
 async def _judge_live(options: Namespace, settings: EngineArgs) -> Report:
-    """Return the report on a trace or a sidecar's page, with settings read from the engine."""
-    from vllm_headroom_tools.advise import page  # noqa: PLC0415 - a trace alone needs no HTTP client
+    """Return the report on a file or a sidecar's page, with settings read from the engine."""
+    from vllm_headroom_tools.advise import page  # noqa: PLC0415 - a file alone needs no HTTP client
 
     if options.engine_url is not None:
         settings = await page.add_engine_settings(settings, options.engine_url)
     if options.headroom_url is None:
-        return build_report(judge(_read_trace(options, settings)))
+        return _judge_file(options, settings)
     return build_report(judge(await page.fetch_facts(options.headroom_url, settings)))
 
 
-def _read_trace(options: Namespace, settings: EngineArgs) -> Facts:
-    """Return the facts of the trace; raise BadInput where it cannot be read or is empty."""
+def _judge_file(options: Namespace, settings: EngineArgs) -> Report:
+    """Return the report on a trace or on a log, whichever the file is.
+
+    Raises BadInput where it cannot be read, or is neither.
+    """
+    name = options.trace or options.trace_option
+    with open_lines(name) as lines:
+        first_line = next(lines, b"")
+        all_lines = chain((first_line,), lines)
+        if begins_trace(first_line):
+            report = build_report(judge(_read_facts(all_lines, name, settings)))
+        else:
+            log = parse_engine_log(all_lines, TRACE_OR_LOG)
+            report = build_log_report(judge_log(log, settings))
+    return report
+
+
+TRACE_OR_LOG: Final = "a trace of this version or a log of an engine"
+
+
+def _read_facts(lines: Iterable[bytes], name: str, settings: EngineArgs) -> Facts:
+    """Return the facts of a trace; raise BadInput where it cannot be read or is empty."""
     history = TraceHistory()
-    for snapshot in read_trace(options.trace or options.trace_option):
+    for snapshot in read_snapshots(lines, name):
         history.step(snapshot)
     facts = history.build_facts(settings)
     if not facts.samples:
@@ -261,14 +340,17 @@ def _read_trace(options: Namespace, settings: EngineArgs) -> Facts:
 
 
 COMMAND: Final[Command] = Command(
-    usage="%(prog)s [OPTION]... TRACE\n       %(prog)s [OPTION]... --headroom-url URL",
+    usage="%(prog)s [OPTION]... FILE\n       %(prog)s [OPTION]... --headroom-url URL",
     description="""\
 Finds which known cause of memory trouble fits an engine, shows the figures, and
 advises a change: vLLM's option with a value computed from this engine's
 figures, the least costly first.
 
-TRACE is HEADROOM_TRACE_FILE of the daemon, flight.jsonl of its state directory
-or - for standard input, ideally of a day. A sidecar's page is only the present.
+FILE is a trace or a log of the engine, - for standard input. A trace is
+HEADROOM_TRACE_FILE of the daemon or flight.jsonl of its state directory, ideally
+of a day. A log is what the engine wrote, as docker, kubectl, the kubelet or
+journald keep it: of a start that failed, a death, or an engine that serves. A
+sidecar's page is only the present.
 """,
     epilog="""\
 The exit status is 0 if there is nothing to change, 1 if there is advice, and 2
@@ -276,6 +358,7 @@ if it cannot tell or cannot use its input.
 
 Example:
   vllm-headroom advise trace.jsonl --engine-url http://127.0.0.1:8000
+  kubectl logs --previous vllm-0 | vllm-headroom advise -
   vllm-headroom advise --headroom-url http://gpu-7:9839 --json
 """,
     options=_add_options,

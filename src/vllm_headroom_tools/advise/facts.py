@@ -105,10 +105,11 @@ class EngineFacts(Struct, frozen=True, kw_only=True):
 
 
 class Origin(StrEnum):
-    """The source of the facts: a trace has a history, a page only the present."""
+    """The source of the facts: a trace has a history, a page only the present, a log one start."""
 
     TRACE = "trace"
     PAGE = "page"
+    LOG = "log"
 
 
 class Shortage(StrEnum):

@@ -6,6 +6,7 @@ from typing import Final
 from msgspec import Struct
 
 from vllm_headroom.units import format_duration, format_size
+from vllm_headroom.vocabulary import LogFailureKind
 from vllm_headroom_tools.advise.facts import EngineFacts, Facts
 from vllm_headroom_tools.advise.settings import Flag
 
@@ -59,7 +60,8 @@ class Change(Struct, frozen=True, kw_only=True):
 class Advice(Struct, frozen=True, kw_only=True):
     """A cause that fits the facts, and what to do about it."""
 
-    cause: Cause
+    # By an engine's log, the failure that the log names.
+    cause: Cause | LogFailureKind
     summary: str
     evidence: tuple[Figure, ...]
     # In the order of their cost.

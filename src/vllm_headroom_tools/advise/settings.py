@@ -20,6 +20,7 @@ class Flag(StrEnum):
     MAX_NUM_BATCHED_TOKENS = "--max-num-batched-tokens"
     ENFORCE_EAGER = "--enforce-eager"
     TENSOR_PARALLEL_SIZE = "--tensor-parallel-size"
+    DATA_PARALLEL_SIZE = "--data-parallel-size"
     NO_ENABLE_PREFIX_CACHING = "--no-enable-prefix-caching"
     KV_CACHE_MEMORY_BYTES = "--kv-cache-memory-bytes"
     MM_PROCESSOR_CACHE_GB = "--mm-processor-cache-gb"
@@ -31,6 +32,7 @@ NEWEST_CHECKED: Final[Version] = (0, 33, 0)
 FIRST_VERSIONS: Final[dict[Flag, Version]] = dict.fromkeys(Flag, OLDEST) | {
     # Before 0.6.5, prefix caching was off by default.
     Flag.NO_ENABLE_PREFIX_CACHING: (0, 6, 5),
+    Flag.DATA_PARALLEL_SIZE: (0, 8, 3),
     # vLLM's own guide names --kv-cache-memory, which no version has (vllm-project/vllm#55834).
     Flag.KV_CACHE_MEMORY_BYTES: (0, 10, 2),
     # The option may be older than this.

@@ -10,7 +10,7 @@ from typing import Any, Final
 from vllm_headroom_tools.conclusion import SCHEMA, Conclusion
 
 NAMES: Final = {str: "string", bool: "boolean", int: "number", float: "number", type(None): "null"}
-KEYED: Final = frozenset({"evidence", "numbers", "settings", "known", "measured"})
+KEYED: Final = frozenset({"evidence", "numbers", "settings", "known", "measured", "lines"})
 """Objects whose keys are no names of ours."""
 
 WIDTH: Final = 100

@@ -11,6 +11,7 @@ import jsonschema
 import pytest
 
 from tests.command import run_command
+from tests.engine_logs import DEATH, VLLM_0_19
 from tests.unit.commands.load import test_document as loads
 from tests.unit.commands.postmortem import scenes
 from tests.unit.commands.postmortem.test_postmortem import write
@@ -67,6 +68,9 @@ def list_objects(name: str, folder: Path, looking: Preflight) -> Iterator[dict[s
             yield printed(name, "--trace", str(trace), "--baseline", str(quiet), *LIMITS, *BUDGET)
             yield printed(name, "--trace", str(quiet), *LIMITS)
         case "replay" | "advise":
+            if name == "advise":
+                (folder / "engine.log").write_text(VLLM_0_19 + DEATH)
+                yield printed(name, str(folder / "engine.log"))
             yield printed(name, str(trace))
             yield printed(name, str(quiet))
         case "postmortem":

@@ -1,5 +1,4 @@
 """The engine's log: figures, causes, wrappings, and input that was made to harm."""
-# ruff: noqa: E501 - lines of logs are long
 
 import json
 import random
@@ -7,43 +6,13 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from tests.engine_logs import DEATH, VLLM_0_19
 from vllm_headroom.model.start import EngineLog, EngineStart
 from vllm_headroom.parse.log.arguments import read_arguments
 from vllm_headroom.parse.log.lines import LONGEST_LINE_BYTES
 from vllm_headroom.parse.log.reader import LogReader, read_log
 from vllm_headroom.units import GIB
 from vllm_headroom.vocabulary import LogFailureKind, LogRemarkKind, StartPhase
-
-VLLM_0_19 = """\
-(APIServer pid=1) INFO 04-22 01:46:02 [entrypoints/utils.py:299]  ▄▄ ▄█ █     █     █ ▀▄▀ █  version 0.19.0
-(APIServer pid=1) INFO 04-22 01:46:02 [entrypoints/utils.py:233] non-default args: {'model': 'org/m', 'api_key': ['sk-very-secret'], 'hf_token': 'hf_secretsecret', 'max_model_len': 8192, 'gpu_memory_utilization': 0.95, 'speculative_config': {'model': 'org/draft'}}
-(EngineCore pid=243) INFO 04-22 01:46:20 [v1/engine/core.py:105] Initializing a V1 LLM engine (v0.19.0) with config: model='org/m', dtype=torch.bfloat16, max_seq_len=8192, tensor_parallel_size=2
-(Worker pid=443) DEBUG 04-22 01:46:21 [v1/worker/gpu_worker.py:284] worker init memory snapshot: torch_peak=0.01GiB, free_memory=77.66GiB, total_memory=79.19GiB, cuda_memory=1.53GiB, torch_memory=0.02GiB, non_torch_memory=1.51GiB, timestamp=1776822947.147593, auto_measure=True
-(Worker_TP0 pid=443) INFO 04-22 01:46:30 [v1/worker/gpu_model_runner.py:4820] Model loading took 33.88 GiB memory and 20.060388 seconds
-(Worker_TP1 pid=444) INFO 04-22 01:46:30 [v1/worker/gpu_model_runner.py:4820] Model loading took 34.01 GiB memory and 20.060388 seconds
-Capturing CUDA graphs (decode, FULL):  94%|█████████▍| 48/51 [00:02<00:00, 20.15it/s](Worker_TP0 pid=443) INFO 04-22 01:46:42 [v1/worker/gpu_model_runner.py:5955] Estimated CUDA graph memory: 1.92 GiB total
-(Worker_TP0 pid=443) DEBUG 04-22 01:46:42 [v1/worker/gpu_worker.py:435] Memory profiling takes 43.50 seconds. Total non KV cache memory: 37.95GiB; torch peak memory increase: 1.96GiB; non-torch forward increase memory: 2.11GiB; weights memory: 33.88GiB.
-(Worker_TP0 pid=443) INFO 04-22 01:46:42 [v1/worker/gpu_worker.py:436] Available KV cache memory: 37.28 GiB
-(EngineCore pid=243) INFO 04-22 01:46:42 [v1/core/kv_cache_utils.py:1319] GPU KV cache size: 244,304 tokens
-(EngineCore pid=243) INFO 04-22 01:46:42 [v1/core/kv_cache_utils.py:1324] Maximum concurrency for 8,192 tokens per request: 29.82x
-(Worker_TP0 pid=443) INFO 04-22 01:46:51 [v1/worker/gpu_model_runner.py:6046] Graph capturing finished in 8 secs, took 1.85 GiB
-(APIServer pid=1) INFO:     Application startup complete.
-"""
-
-OOM = (
-    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 3.74 GiB. GPU 0 has a total capacity"
-    " of 139.81 GiB of which 3.68 GiB is free. Process 77 has 2.00 GiB memory in use. Including"
-    " non-PyTorch memory, this process has 134.13 GiB memory in use. Of the allocated memory 130.00 GiB is"
-    " allocated by PyTorch, with 1.10 GiB allocated in private pools (e.g., CUDA Graphs), and 1.90 GiB is"
-    " reserved by PyTorch but unallocated."
-)
-DEATH = f"""\
-(EngineCore pid=243) ERROR 04-22 02:00:00 [v1/engine/core.py:900] EngineCore encountered a fatal error.
-(EngineCore pid=243) ERROR 04-22 02:00:00 [v1/engine/core.py:900] Traceback (most recent call last):
-(EngineCore pid=243) ERROR 04-22 02:00:00 [v1/engine/core.py:900]   File "/x/site-packages/vllm/v1/sample/sampler.py", line 88, in forward
-(EngineCore pid=243) ERROR 04-22 02:00:00 [v1/engine/core.py:900] {OOM}
-(APIServer pid=1) ERROR 04-22 02:00:01 [v1/engine/async_llm.py:600] vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue.
-"""
 
 
 def read_text(text: str) -> EngineLog:
@@ -115,7 +84,8 @@ def test_a_process_keeps_its_figures_when_its_name_changes() -> None:
 
 
 def test_the_refused_allocation_is_read_with_its_line_and_frame() -> None:
-    failure = read_start(VLLM_0_19 + DEATH).root_failure
+    death = DEATH.replace("Including non-", "Process 77 has 2.00 GiB memory in use. Including non-")
+    failure = read_start(VLLM_0_19 + death).root_failure
 
     assert failure is not None
     assert failure.line_number == 17

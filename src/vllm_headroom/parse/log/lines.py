@@ -31,6 +31,9 @@ class Message(Struct, frozen=True, kw_only=True):
     clock: str | None
     """The engine's own "MM-DD HH:MM:SS"; None where missing."""
 
+    code_line: str | None
+    """The file and line of the engine's code that wrote the line; None where missing."""
+
     process: str
     pid: int | None
     has_prefix: bool
@@ -87,7 +90,7 @@ LABEL: Final = r"\(([A-Za-z][\w.:-]{0,60})(?: rank=\d+)?(?: pid=(\d+))(?:, ip=[\
 
 LEVEL: Final = (
     r"(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) +(?:\d{4}-)?(\d\d-\d\d \d\d:\d\d:\d\d)(?:[.,]\d+)?"
-    r" (?:\[[\w./<>-]{1,200}:\d+\]|[\w./<>-]{1,200}:\d+\]) ?"
+    r" \[?([\w./<>-]{1,200}:\d{1,7})\] ?"
 )
 """vLLM's prefix: since 0.8 "[file:line]", before "file:line]"."""
 
@@ -208,6 +211,7 @@ class LineReader:
 def read_prefix(text: str, seconds: float | None, process: str | None) -> Message:
     """Return the message after the engine's own prefix."""
     clock = None
+    code_line = None
     name = process or ""
     pid = None
     has_prefix = False
@@ -218,6 +222,7 @@ def read_prefix(text: str, seconds: float | None, process: str | None) -> Messag
         name = match[1] or name
         pid = None if match[2] is None else int(match[2][:10])
         clock = match[3]
+        code_line = match[4]
         has_prefix = clock is not None
     elif text.startswith("["):
         match = SGLANG.match(text)
@@ -237,6 +242,7 @@ def read_prefix(text: str, seconds: float | None, process: str | None) -> Messag
         text=text[end:],
         seconds=seconds,
         clock=clock,
+        code_line=code_line,
         process=name,
         pid=pid,
         has_prefix=has_prefix,

@@ -440,6 +440,7 @@ class _StartBuilder:
             time=_read_time(message),
             process=message.process,
             phase=self._phase,
+            code_line=message.code_line,
             exception=exception,
             frames=tuple(self._frames.pop(key, ())),
             refusal=refusal,

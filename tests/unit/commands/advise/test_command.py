@@ -142,7 +142,7 @@ def test_an_engine_that_sizes_its_cache_in_bytes_is_told_bytes(overshoot: str) -
     assert "--gpu-memory-utilization" not in process.stdout
 
 
-BOTH = "needs a TRACE or --headroom-url, and not both"
+BOTH = "needs a FILE or --headroom-url, and not both"
 RATIO = "accepts a ratio above 0, at most 1"
 URL = "accepts an http or https URL such as http://gpu-7:9839"
 VERSIONS = "accepts a version of vLLM from 0.4 on, such as 0.11.2"

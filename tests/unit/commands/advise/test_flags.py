@@ -44,6 +44,7 @@ def test_the_options_are_those_of_vllm() -> None:
         "--max-num-batched-tokens": (0, 4, 0),
         "--enforce-eager": (0, 4, 0),
         "--tensor-parallel-size": (0, 4, 0),
+        "--data-parallel-size": (0, 8, 3),
         "--no-enable-prefix-caching": (0, 6, 5),
         "--kv-cache-memory-bytes": (0, 10, 2),
         "--mm-processor-cache-gb": (0, 11, 0),

@@ -17,6 +17,7 @@ from tests.unit.commands.advise.pages import (
     text,
 )
 from vllm_headroom import catalog
+from vllm_headroom.vocabulary import LogFailureKind
 from vllm_headroom_tools.advise.facts import Extent, Facts
 from vllm_headroom_tools.advise.finding import Cause
 from vllm_headroom_tools.advise.page import parse_facts
@@ -40,7 +41,7 @@ def answer(lines: Lines) -> Assessment:
     return judge(facts(lines))
 
 
-def causes(lines: Lines) -> list[Cause]:
+def causes(lines: Lines) -> list[Cause | LogFailureKind]:
     return [advice.cause for advice in answer(lines).advice]
 
 

@@ -193,7 +193,7 @@ MORE_WAS_FREE_THAN_IS_THERE = Facts(
 )
 
 
-def changes(found: Facts) -> list[tuple[Cause, Change]]:
+def changes(found: Facts) -> list[tuple[str, Change]]:
     return [(advice.cause, change) for advice in judge(found).advice for change in advice.changes]
 
 

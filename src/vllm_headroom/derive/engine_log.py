@@ -1,0 +1,131 @@
+"""Describe what the log of the engine reports on a failure, without any text of the log."""
+
+from collections.abc import Mapping
+from typing import Final
+
+from vllm_headroom.model.start import LogFailure, LogTime, Refusal
+from vllm_headroom.units import format_instant, format_size
+from vllm_headroom.vocabulary import LogFailureKind, StartPhase
+
+PHASE_WORDS: Final[Mapping[StartPhase, str]] = {
+    StartPhase.BEGINNING: "before the model was loaded",
+    StartPhase.LOADING: "while the weights were loaded",
+    StartPhase.PROFILING: "in the profile run",
+    StartPhase.CACHE: "while the KV cache and the CUDA graphs were set up",
+    StartPhase.READY: "just before it served",
+    StartPhase.SERVING: "while it served",
+}
+"""When something happened, by how far the start had come."""
+
+SENTENCES: Final[Mapping[LogFailureKind, str]] = {
+    LogFailureKind.NO_KV_CACHE_MEMORY: "No GPU memory was left for the KV cache",
+    LogFailureKind.CONTEXT_TOO_LONG: "The KV cache is too small for one request of full length",
+    LogFailureKind.TOO_FEW_STATE_BLOCKS: "The cache has fewer state blocks than --max-num-seqs",
+    LogFailureKind.LITTLE_FREE_MEMORY: "Less GPU memory was free than the engine's share",
+    LogFailureKind.MEMORY_CHANGED: "Another process freed GPU memory during the profile run",
+    LogFailureKind.BLOCK_BEYOND_BATCH: "A block of the cache is larger than a batch",
+    LogFailureKind.CONTEXT_BEYOND_MODEL: "--max-model-len is above the model's own limit",
+    LogFailureKind.MODEL_UNAVAILABLE: "The model's files could not be read",
+    LogFailureKind.TOO_FEW_GPUS: "The engine sees fewer GPUs than its options name",
+    LogFailureKind.NCCL: "NCCL failed",
+    LogFailureKind.SHARED_MEMORY: "The folder /dev/shm is too small",
+    LogFailureKind.CUDA: "CUDA reported an error other than a lack of memory",
+    LogFailureKind.DRIVER: "The driver or the GPU cannot be used",
+    LogFailureKind.HOST_OUT_OF_MEMORY: "An allocation of host memory was refused",
+    LogFailureKind.KILLED: "A process of the engine was killed from outside (SIGKILL)",
+    LogFailureKind.HANG: "The engine made no progress until a time limit ended it",
+    LogFailureKind.DISK_FULL: "A disk is full",
+    LogFailureKind.PORT_IN_USE: "Another process listens on the engine's port",
+    LogFailureKind.UNSUPPORTED: "This model, dtype or quantization does not run here",
+    LogFailureKind.BAD_OPTION: "The engine does not accept an option",
+    LogFailureKind.EXCEPTION: "The engine raised an exception that is none of memory",
+    LogFailureKind.ENGINE_DIED: "The engine's core exited, and the log does not say why",
+}
+"""What each failure means. A lack of GPU memory is described by its figures."""
+
+
+def describe_failure(failure: LogFailure) -> str:
+    """Return a failure as a sentence with its figures, without a full stop."""
+    if failure.kind is LogFailureKind.GPU_OUT_OF_MEMORY:
+        when = PHASE_WORDS[failure.phase]
+        refusal = failure.refusal
+        if refusal is None or refusal.asked_bytes is None:
+            return f"GPU memory ran out {when}"
+        return f"GPU memory ran out {when}: {describe_refusal(refusal)}"
+    sentence = SENTENCES[failure.kind]
+    details = _describe_figures(failure)
+    return sentence if details is None else f"{sentence}: {details}"
+
+
+def describe_refusal(refusal: Refusal) -> str:
+    """Return the figures of a refused allocation, as far as they are known."""
+    gpu = "" if refusal.gpu is None else f" on GPU {refusal.gpu}"
+    asked = "an amount not known"
+    if refusal.asked_bytes is not None:
+        asked = format_size(refusal.asked_bytes)
+    parts = [f"{asked} were refused{gpu}"]
+    if refusal.free_bytes is not None:
+        parts.append(f"{format_size(refusal.free_bytes)} were free")
+    if refusal.cached_bytes:
+        parts.append(f"{format_size(refusal.cached_bytes)} were unused in torch's own cache")
+    if refusal.other_bytes:
+        parts.append(f"other processes held {format_size(refusal.other_bytes)}")
+    return ", ".join(parts)
+
+
+def describe_place(failure: LogFailure) -> str:
+    """Return where the log says so: the line, its time, the process, the line of the code."""
+    parts = [f"line {failure.line_number:,}"]
+    time = describe_time(failure.time)
+    if time is not None:
+        parts.append(time)
+    if failure.process:
+        parts.append(failure.process)
+    if failure.frames:
+        frame = failure.frames[-1]
+        parts.append(f"{frame.file}:{frame.line} ({frame.function})")
+    elif failure.code_line is not None:
+        parts.append(failure.code_line)
+    if failure.exception is not None:
+        parts.append(failure.exception)
+    return ", ".join(parts)
+
+
+def describe_time(time: LogTime) -> str | None:
+    """Return the time of a line: in UTC where the runtime wrote it, else by the engine's clock."""
+    if time.seconds is not None:
+        return format_instant(time.seconds)
+    return time.clock
+
+
+def _describe_figures(failure: LogFailure) -> str | None:
+    """Return the figures of a message as words; None where they say nothing."""
+    figures = failure.figures
+    if failure.kind is LogFailureKind.LITTLE_FREE_MEMORY and "requested_bytes" in figures:
+        gpu = f" on GPU {figures['gpu']:.0f}" if "gpu" in figures else ""
+        free = format_size(figures.get("free_bytes", 0.0))
+        requested = format_size(figures["requested_bytes"])
+        return f"{free} were free{gpu}, and its share is {requested}"
+    if failure.kind is LogFailureKind.CONTEXT_TOO_LONG and "context_tokens" in figures:
+        context = f"{figures['context_tokens']:,.0f} tokens"
+        if "needed_bytes" in figures and "kv_cache_bytes" in figures:
+            needed = format_size(figures["needed_bytes"])
+            room = format_size(figures["kv_cache_bytes"])
+            return f"{context} take {needed}, and the cache has {room}"
+        if "kv_cache_tokens" in figures:
+            return f"{context} are needed, and the cache holds {figures['kv_cache_tokens']:,.0f}"
+    if failure.kind is LogFailureKind.TOO_FEW_STATE_BLOCKS and "state_blocks" in figures:
+        blocks = figures["state_blocks"]
+        return f"{blocks:,.0f} blocks for {figures.get('max_num_seqs', 0):,.0f} requests"
+    if failure.kind is LogFailureKind.BLOCK_BEYOND_BATCH and "batched_tokens" in figures:
+        block_tokens = figures.get("block_tokens", 0)
+        return f"{block_tokens:,.0f} tokens, and a batch has {figures['batched_tokens']:,.0f}"
+    if failure.kind is LogFailureKind.CONTEXT_BEYOND_MODEL and "model_tokens" in figures:
+        context_tokens = figures.get("context_tokens", 0)
+        return f"{context_tokens:,.0f} tokens, and the model has {figures['model_tokens']:,.0f}"
+    if failure.kind is LogFailureKind.MODEL_UNAVAILABLE and "http_status" in figures:
+        return f"its server answered HTTP {figures['http_status']:.0f}"
+    if failure.kind is LogFailureKind.TOO_FEW_GPUS and "available_gpus" in figures:
+        needed_gpus = figures.get("needed_gpus", 0)
+        return f"{needed_gpus:.0f} are needed, {figures['available_gpus']:.0f} are there"
+    return None

@@ -1,0 +1,1 @@
+"""The advice on a log of the engine."""

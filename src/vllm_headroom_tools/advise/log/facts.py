@@ -1,0 +1,227 @@
+"""The facts about one start of an engine, by its log, that the rules on logs judge."""
+
+from math import ceil, floor
+from typing import Final
+
+from msgspec import Struct
+
+from vllm_headroom.model.start import EngineStart, LogFailure, Scalar
+from vllm_headroom.units import MIB
+from vllm_headroom.vocabulary import LogEventKind, LogFailureKind
+from vllm_headroom_tools.advise.facts import Facts, Origin
+from vllm_headroom_tools.advise.finding import Change
+from vllm_headroom_tools.advise.rules.capacity import ROUNDING_TOLERANCE, change_share
+from vllm_headroom_tools.advise.settings import EngineArgs, Flag
+from vllm_headroom_tools.sizing.question import (
+    DEFAULT_BLOCK_TOKENS,
+    DEFAULT_UTILIZATION,
+    SAFE_UTILIZATION,
+)
+from vllm_headroom_tools.versions import Version, parse_version
+
+OLD_DEFAULT_UTILIZATION: Final = 0.9
+"""vLLM's `gpu_memory_utilization` before NEW_DEFAULT_VERSION, which made it higher."""
+
+NEW_DEFAULT_VERSION: Final[Version] = (0, 20, 0)
+"""The first version with DEFAULT_UTILIZATION (config/cache.py)."""
+
+VLLM: Final = "vllm"
+"""The engine whose options are known here."""
+
+
+class StartFacts(Struct, frozen=True, kw_only=True):
+    """What the log of one start shows, per GPU; None where it does not say so."""
+
+    start: EngineStart
+    failure: LogFailure | None
+    facts: Facts
+    """Its settings, in the form that the rules on traces take."""
+
+    total_bytes: float | None
+    requested_bytes: float | None
+    """vLLM's share of the GPU."""
+
+    free_bytes: float | None
+    """The least that was free on any of its GPUs before the start."""
+
+    weights_bytes: float | None
+    activation_bytes: float | None
+    non_torch_bytes: float | None
+    graphs_bytes: float | None
+    kv_cache_bytes: float | None
+    """The least of all ranks; negative where other parts took more than the share."""
+
+    kv_cache_tokens: float | None
+    context_tokens: float | None
+    tensor_parallel_size: int
+
+    @property
+    def settings(self) -> EngineArgs:
+        """The version and the options of the start."""
+        return self.facts.settings
+
+    @property
+    def bytes_per_token(self) -> float | None:
+        """What a token takes in the KV cache of one GPU; None where the cache is unknown."""
+        if not self.kv_cache_bytes or not self.kv_cache_tokens or self.kv_cache_bytes < 0:
+            return None
+        return self.kv_cache_bytes / self.kv_cache_tokens
+
+    def read_figure(self, name: str) -> float | None:
+        """Return a figure of the failure's message; None where it has no such figure."""
+        return None if self.failure is None else self.failure.figures.get(name)
+
+
+def read_start_facts(start: EngineStart, option_args: EngineArgs) -> StartFacts:
+    """Return the facts of a start; settings that the operator gave have precedence."""
+    failure = start.root_failure
+    figures = {} if failure is None else failure.figures
+    total_bytes = _choose(start.find_largest("total_bytes"), figures.get("total_bytes"))
+    if total_bytes is None and failure is not None and failure.refusal is not None:
+        total_bytes = failure.refusal.total_bytes
+    settings = _read_settings(start, option_args, figures.get("utilization_ratio"))
+    requested_bytes = _choose(start.find_largest("requested_bytes"), figures.get("requested_bytes"))
+    if requested_bytes is None and total_bytes and settings.gpu_memory_utilization:
+        requested_bytes = settings.gpu_memory_utilization * total_bytes
+    free_figures = [start.find_smallest("free_at_start_bytes")]
+    if failure is not None and failure.kind is LogFailureKind.LITTLE_FREE_MEMORY:
+        free_figures.append(figures.get("free_bytes"))
+    kv_cache_bytes = _choose(start.find_smallest("kv_cache_bytes"), figures.get("kv_cache_bytes"))
+    context_tokens = _choose(
+        settings.max_model_len,
+        start.find_largest("context_tokens"),
+        start.find_largest("concurrency_tokens"),
+        figures.get("context_tokens"),
+    )
+    return StartFacts(
+        start=start,
+        failure=failure,
+        facts=Facts(origin=Origin.LOG, settings=settings, samples=0),
+        total_bytes=total_bytes,
+        requested_bytes=requested_bytes,
+        free_bytes=min((figure for figure in free_figures if figure is not None), default=None),
+        weights_bytes=_choose(
+            start.find_largest("weights_bytes"), start.find_largest("profiled_weights_bytes")
+        ),
+        activation_bytes=start.find_largest("activation_bytes"),
+        non_torch_bytes=start.find_largest("non_torch_bytes"),
+        graphs_bytes=_choose(
+            start.find_largest("graphs_bytes"), start.find_largest("graphs_estimated_bytes")
+        ),
+        kv_cache_bytes=kv_cache_bytes,
+        kv_cache_tokens=_choose(
+            start.find_smallest("kv_cache_tokens"), figures.get("kv_cache_tokens")
+        ),
+        context_tokens=context_tokens,
+        tensor_parallel_size=int(_find_number(start, "tensor_parallel_size", "tp_size", "tp") or 1),
+    )
+
+
+def _read_settings(
+    start: EngineStart, option_args: EngineArgs, failed_ratio: float | None
+) -> EngineArgs:
+    """Return the options of a start: as they were given, else as the log has them."""
+    version = option_args.version or (
+        None if start.version is None else parse_version(start.version)
+    )
+    if start.engine != VLLM:
+        return EngineArgs(version=version)
+    utilization = _choose(
+        option_args.gpu_memory_utilization,
+        _find_number(start, "gpu_memory_utilization"),
+        start.find_largest("utilization_ratio"),
+        failed_ratio,
+    )
+    has_options = bool(start.arguments or start.config)
+    if utilization is None and has_options and version is not None:
+        is_new = version >= NEW_DEFAULT_VERSION
+        utilization = DEFAULT_UTILIZATION if is_new else OLD_DEFAULT_UTILIZATION
+    cache_bytes = _choose(
+        option_args.kv_cache_memory_bytes, _find_number(start, "kv_cache_memory_bytes")
+    )
+    max_num_seqs = _choose(
+        option_args.max_num_seqs,
+        _find_number(start, "max_num_seqs"),
+        start.find_largest("max_num_seqs"),
+    )
+    max_model_len = _choose(
+        option_args.max_model_len, _find_number(start, "max_model_len", "max_seq_len")
+    )
+    batched_tokens = _choose(
+        option_args.max_num_batched_tokens,
+        _find_number(start, "max_num_batched_tokens"),
+        start.find_largest("batched_tokens"),
+    )
+    return EngineArgs(
+        version=version,
+        gpu_memory_utilization=utilization,
+        sizes_cache_in_bytes=option_args.sizes_cache_in_bytes or cache_bytes is not None,
+        kv_cache_memory_bytes=cache_bytes,
+        max_num_seqs=_round(max_num_seqs),
+        max_model_len=_round(max_model_len),
+        max_num_batched_tokens=_round(batched_tokens),
+    )
+
+
+def _choose(*figures: float | None) -> float | None:
+    """Return the earliest figure that is known; None where none is."""
+    return next((figure for figure in figures if figure is not None), None)
+
+
+def _round(figure: float | None) -> int | None:
+    """Return a count as a whole number; None for -1, which is vLLM's "auto"."""
+    return None if figure is None or figure <= 0 else int(figure)
+
+
+def _find_number(start: EngineStart, *names: str) -> float | None:
+    """Return the value of an option by any of its names; None where it is no number."""
+    for options in (start.arguments, start.config):
+        for name in names:
+            value: Scalar = options.get(name)
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                return value
+    return None
+
+
+def raise_share(start_facts: StartFacts, missing_bytes: float, text: str) -> Change | None:
+    """Return the change that gives vLLM `missing_bytes` more of each GPU, rounded up.
+
+    None where the share or the GPU's size is unknown, or where it would have to be above the
+    safe share, or above what was free before the start.
+    """
+    settings = start_facts.settings
+    total_bytes = start_facts.total_bytes
+    cost = "less room for bursts; a restart"
+    if settings.sizes_cache_in_bytes:
+        return change_share(start_facts.facts, total_bytes or 0.0, missing_bytes + MIB, text, cost)
+    now = settings.gpu_memory_utilization
+    if now is None or not total_bytes:
+        return None
+    hundredths = 100 * (now + missing_bytes / total_bytes)
+    value = ceil(hundredths - ROUNDING_TOLERANCE) / 100
+    if value > SAFE_UTILIZATION or value <= now:
+        return None
+    if start_facts.free_bytes is not None and value * total_bytes > start_facts.free_bytes:
+        return None
+    flag = Flag.GPU_MEMORY_UTILIZATION
+    return Change(flag=flag, value=value, now=now, text=text, cost=cost)
+
+
+def fit_context(start_facts: StartFacts, cache_bytes: float) -> int | None:
+    """Return the longest request that a cache of this size holds, in whole blocks.
+
+    None where the tokens' size is unknown, or the length of today's requests fits.
+    """
+    context_tokens = start_facts.context_tokens
+    bytes_per_token = start_facts.bytes_per_token
+    if bytes_per_token is None or context_tokens is None:
+        return None
+    fitting_tokens = cache_bytes / bytes_per_token
+    if fitting_tokens >= context_tokens:
+        return None
+    return floor(fitting_tokens / DEFAULT_BLOCK_TOKENS) * DEFAULT_BLOCK_TOKENS
+
+
+def list_loads(start: EngineStart) -> list[dict[str, float]]:
+    """Return the figures of the newest reports of load, the newest last."""
+    return [dict(event.figures) for event in start.recent_events if event.kind is LogEventKind.LOAD]
