@@ -110,6 +110,16 @@ class Role(StrEnum):
     OTHER = "other"
 
 
+class EngineKind(StrEnum):
+    """What a daemon does with an engine of its machine; the values of the label `kind`."""
+
+    WATCHED = "watched"
+    OWN_SIDECAR = "own_sidecar"
+    """It has its own sidecar, and is left to that."""
+    UNREADABLE = "unreadable"
+    """Its page cannot be found or reached."""
+
+
 class HostBasis(StrEnum):
     """The basis of the engine's host-memory figures, most reliable first."""
 

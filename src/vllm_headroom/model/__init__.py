@@ -4,6 +4,7 @@ from vllm_headroom.model.engine import (
     INPUTS,
     SAME_START_SECONDS,
     Cgroup,
+    EngineName,
     EngineOptions,
     EnginePage,
     EngineProcess,

@@ -347,3 +347,37 @@ class HangSign(Enum):
     STUCK = "a core or worker is stopped, or blocked in the kernel"
     MUTE = "the probe in the core is silent"
     UNANSWERED = "a request gets no answer"
+
+
+class EngineName(Struct, frozen=True, kw_only=True):
+    """The names of one of several engines that a daemon watches."""
+
+    namespace: str | None = None
+    """With `pod`, of an engine in Kubernetes."""
+    pod: str | None = None
+    container: str | None = None
+    """None where it cannot be known."""
+    unit: str | None = None
+    """The unit of systemd, of an engine outside Kubernetes."""
+    engine_url: str = ""
+    """Its page, without secrets: it names an engine outside Kubernetes that no unit starts."""
+
+    @property
+    def labels(self) -> tuple[tuple[str, str], ...]:
+        """The labels of its series besides their own, with their values."""
+        if self.pod is not None:
+            return (
+                ("namespace", self.namespace or ""),
+                ("pod", self.pod),
+                ("container", self.container or ""),
+            )
+        if self.unit is not None:
+            return (("unit", self.unit),)
+        return (("engine_url", self.engine_url),)
+
+    @property
+    def text(self) -> str:
+        """Its name for people, and for --engine: NAMESPACE/POD, the unit, or the URL."""
+        if self.pod is not None:
+            return f"{self.namespace}/{self.pod}" if self.namespace else self.pod
+        return self.unit or self.engine_url

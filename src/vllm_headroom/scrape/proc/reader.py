@@ -7,6 +7,7 @@ from math import ceil
 from pathlib import Path
 from typing import Final
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from vllm_headroom.model import EngineOptions, EnginePage, EngineProcess, Failure, ProcessReadings
@@ -31,6 +32,15 @@ HIDDEN: Final = Failure(
 )
 """The result where the engine's processes cannot be visible. An empty list of processes would mean
 that the engine is down: that is the result once the engine was visible, while pid 1 still is."""
+
+
+class Scope(Struct, frozen=True, kw_only=True):
+    """The processes among which one of several engines is looked for."""
+
+    visible_pids: frozenset[int]
+    """The processes of the whole machine."""
+    own_pids: frozenset[int]
+    """The processes of the engine's pod or unit: those that a sidecar in the pod would see."""
 
 
 def assign_roles(entries: ProcEntries, own_pid: int, roots: Iterable[int]) -> dict[int, Role]:
@@ -86,7 +96,8 @@ class Processes:
     processes are read again.
 
     `engine_is_here` means that the engine's page is served on this machine, so that the engine's
-    processes must be visible.
+    processes must be visible. `read_scope` returns the processes among which to look for the
+    engine; without it these are all that are visible.
     """
 
     def __init__(
@@ -97,8 +108,10 @@ class Processes:
         proc: Path = Path("/proc"),
         monotonic: Callable[[], float],
         rescan_seconds: float = 15.0,
+        read_scope: Callable[[], Scope] | None = None,
     ) -> None:
         self._engine_is_here = engine_is_here
+        self._read_scope = read_scope
         self._proc = proc
         self._monotonic = monotonic
         self._rescan_seconds = rescan_seconds
@@ -157,9 +170,15 @@ class Processes:
 
     def _read(self, page: EnginePage | Failure | None) -> ProcessReadings | Failure:
         """Return what `read` does, on the thread; raise OSError where /proc cannot be read."""
-        pids = proc_files.list_pids(self._proc)
+        if self._read_scope is None:
+            pids = proc_files.list_pids(self._proc)
+            visible_pids = pids
+        else:
+            scope = self._read_scope()
+            pids = scope.own_pids
+            visible_pids = scope.visible_pids
         page_state = self._describe_page(page)
-        if not pids:
+        if not visible_pids:
             raise OSError("no process shows, not even the daemon's own")
         # A process of the engine has exited: others may change with it, so all are read again.
         if not pids >= self._roles.keys():
@@ -178,7 +197,7 @@ class Processes:
         unread_pids = pids - self._entries.keys()
         return ProcessReadings(
             engine=engine,
-            visible_pids=pids,
+            visible_pids=visible_pids,
             sees_host_pids=self._sees_host_pids,
             ambiguous_engines=self._choice.ambiguous_engines,
             neighbours=frozenset(
@@ -201,7 +220,9 @@ class Processes:
 
     def _is_engine_hidden(self, pids: frozenset[int], engine: tuple[EngineProcess, ...]) -> bool:
         """Return whether `engine` is empty because the engine's processes cannot be visible."""
-        if not self._engine_is_here or engine or self._sees_others:
+        if self._read_scope is not None or not self._engine_is_here:
+            return False
+        if engine or self._sees_others:
             return False
         # An engine that was visible has exited; but if pid 1 is gone too, all became invisible.
         return not (self._has_seen_engine and proc_roots.INIT_PID in pids)
@@ -216,7 +237,7 @@ class Processes:
             return replace(
                 self._no_page,
                 can_listen=not is_refused,
-                is_maybe_other_pods=self._sees_host_pids,
+                is_maybe_other_pods=self._sees_host_pids and self._read_scope is None,
             )
         start_times_seconds = [
             engine.started_at_seconds
@@ -328,8 +349,10 @@ class Processes:
 
     def _find_served_port(self, pid: int) -> proc_roots.ServedPort:
         """Return the port of a server, and whether the server can listen at the page's address."""
+        can_listen = True
         # An address of this machine is one of the daemon's network namespace.
-        can_listen = not self._engine_is_here or proc_files.has_same_network(self._proc, pid)
+        if self._engine_is_here and self._read_scope is None:
+            can_listen = proc_files.has_same_network(self._proc, pid)
         command = proc_files.read_command(self._proc, pid)
         # The title of a rank hides its command line: then its supervisor's names the first port.
         parent_command = proc_files.read_command(self._proc, self._entries[pid].parent_pid)

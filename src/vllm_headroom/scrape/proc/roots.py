@@ -192,6 +192,16 @@ def choose_roots(
     return replace(choice, strangers=neighbours, identified_start_seconds=page.server_start_seconds)
 
 
+def list_servers(entries: ProcEntries) -> list[int]:
+    """Return the pid of each engine that serves: the first of its roots, the lowest pid first.
+
+    An engine without an API server, such as a program that embeds vLLM, is left out.
+    """
+    tops = [pid for pid in _find_tops(entries) if not _is_ray_actor(entries[pid])]
+    engines = _group_engines(entries, tops)
+    return sorted(roots[0] for roots in engines if _has_api_server(entries, roots))
+
+
 def _choose_none(
     candidates: list[Candidate],
     previous: Choice,

@@ -32,6 +32,8 @@ class ServerKind(Struct, frozen=True, kw_only=True):
     port_options: tuple[str, ...] = ("--port",)
     port_variable: str = ""
     """The environment variable that sets the port where no option does."""
+    page_path: str = "/metrics"
+    """The path of its metrics page."""
     options_hiding_port: frozenset[str] = frozenset()
     """Options with which the port is unknown unless a port option is given too."""
     titles: tuple[tuple[str, Role], ...] = ()
@@ -71,7 +73,12 @@ SERVERS: Final = (
         options_hiding_port=frozenset({"--config"}),
         titles=(("sglang::schedul", Role.ENGINE_CORE), ("sglang::", Role.OTHER)),
     ),
-    ServerKind(product="TensorRT-LLM", commands=("trtllm-serve",), default_port=8000),
+    ServerKind(
+        product="TensorRT-LLM",
+        commands=("trtllm-serve",),
+        default_port=8000,
+        page_path="/prometheus/metrics",
+    ),
     ServerKind(
         product="LMDeploy",
         commands=("lmdeploy serve",),

@@ -1,0 +1,166 @@
+"""Read the addresses and the listening ports of another process's network namespace."""
+
+import ipaddress
+import sys
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Final
+
+from msgspec import Struct
+
+from vllm_headroom.scrape.proc.files import split_lines
+
+_LISTENING_STATE: Final = "0A"
+"""TCP_LISTEN, as net/tcp writes it (linux/tcp_states.h)."""
+
+_GLOBAL_SCOPE: Final = "00"
+"""The scope of an address in net/if_inet6 that other machines can reach."""
+
+_MAX_BYTES: Final = 2**20
+"""How much of a file is read. The kernel lists listening sockets first: 7,000 of them."""
+
+_DEFAULT_DESTINATION: Final = "00000000"
+"""The destination of the default route in net/route."""
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+LOOPBACK: Final = ipaddress.IPv4Address("127.0.0.1")
+"""This machine, in its own network namespace."""
+
+
+class Network(Struct, frozen=True, kw_only=True):
+    """A network namespace."""
+
+    addresses: tuple[Address, ...]
+    """Its own addresses without loopback ones, the one to reach it by first."""
+    listening: frozenset[tuple[Address, int]]
+    """The addresses and ports at which something listens; an address may be unspecified (any)."""
+
+    @property
+    def ports(self) -> frozenset[int]:
+        """The ports at which something listens for others than this namespace."""
+        return frozenset(port for address, port in self.listening if not address.is_loopback)
+
+    def find_address(self, port: int, *, is_own: bool) -> Address | None:
+        """Return an address at which this process reaches a port; None where there is none.
+
+        `is_own` is whether this is the network namespace of this process; another one cannot be
+        reached at a loopback address. A port at which nothing listens yet is expected to be open.
+        """
+        bound_addresses = [address for address, bound_port in self.listening if bound_port == port]
+        is_open = not bound_addresses or any(address.is_unspecified for address in bound_addresses)
+        if is_own and (is_open or LOOPBACK in bound_addresses):
+            return LOOPBACK
+        if is_open:
+            return self.addresses[0] if self.addresses else None
+        reachable = [address for address in bound_addresses if is_own or not address.is_loopback]
+        return min(reachable, key=str, default=None)
+
+
+def read_network(proc: Path, pid: int) -> Network | None:
+    """Return the network namespace of a process; None where it cannot be read."""
+    folder = proc / str(pid) / "net"
+    try:
+        addresses = _list_ipv4_addresses(_read(folder / "fib_trie"))
+        listening = set(_list_listening(_read(folder / "tcp")))
+    except OSError:
+        return None
+    routed_network = _find_routed_network(_read_optional(folder / "route"))
+    # A pod may have more interfaces, as for RDMA: others are not reached from this pod.
+    if routed_network is not None:
+        addresses.sort(key=lambda address: address not in routed_network)
+    # Without IPv6 there are no such files.
+    listening.update(_list_listening(_read_optional(folder / "tcp6")))
+    return Network(
+        addresses=(*addresses, *_list_ipv6_addresses(_read_optional(folder / "if_inet6"))),
+        listening=frozenset(listening),
+    )
+
+
+def _read(path: Path) -> list[str]:
+    """Return the lines of a file's first _MAX_BYTES; raise OSError."""
+    with path.open("rb") as file:
+        return split_lines(file.read(_MAX_BYTES).decode(errors="replace"))
+
+
+def _read_optional(path: Path) -> list[str]:
+    try:
+        return _read(path)
+    except OSError:
+        return []
+
+
+def _list_ipv4_addresses(lines: list[str]) -> list[Address]:
+    """Return the local addresses in fib_trie, which has a prefix and, below it, what it is."""
+    addresses: dict[Address, None] = {}
+    for line, next_line in pairwise(lines):
+        marker, _, text = line.strip().partition(" ")
+        if marker != "|--" or next_line.split() != ["/32", "host", "LOCAL"]:
+            continue
+        try:
+            address = ipaddress.IPv4Address(text)
+        except ValueError:
+            continue
+        if not address.is_loopback:
+            addresses[address] = None
+    return list(addresses)
+
+
+def _list_ipv6_addresses(lines: list[str]) -> Iterator[Address]:
+    """Yield the addresses in if_inet6 that others can reach."""
+    for line in lines:
+        fields = line.split()
+        if len(fields) < 4 or fields[3] != _GLOBAL_SCOPE:  # noqa: PLR2004 - its scope is field 4
+            continue
+        try:
+            yield ipaddress.IPv6Address(bytes.fromhex(fields[0]))
+        except ValueError:
+            continue
+
+
+def _list_listening(lines: list[str]) -> Iterator[tuple[Address, int]]:
+    """Yield the address and the port of each listening socket in net/tcp or net/tcp6."""
+    for line in lines:
+        fields = line.split()
+        if len(fields) < 4 or fields[3] != _LISTENING_STATE:  # noqa: PLR2004 - its state is field 4
+            continue
+        address_text, _, port_text = fields[1].partition(":")
+        try:
+            address = _parse_address(address_text)
+            port = int(port_text, 16)
+        except ValueError:
+            continue
+        if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
+            address = address.ipv4_mapped
+        yield address, port
+
+
+def _parse_address(text: str) -> Address:
+    """Return an address as net/tcp writes it: words of 32 bits in the machine's byte order."""
+    words = [int(text[start : start + 8], 16) for start in range(0, len(text), 8)]
+    return ipaddress.ip_address(b"".join(word.to_bytes(4, sys.byteorder) for word in words))
+
+
+def _find_routed_network(lines: list[str]) -> ipaddress.IPv4Network | None:
+    """Return the network of the interface with the default route; None where there is none."""
+    routes = [line.split() for line in lines[1:]]
+    routes = [fields for fields in routes if len(fields) > 7]  # noqa: PLR2004 - its mask is field 8
+    default_interfaces = {fields[0] for fields in routes if fields[1] == _DEFAULT_DESTINATION}
+    for fields in routes:
+        if fields[0] not in default_interfaces or fields[1] == _DEFAULT_DESTINATION:
+            continue
+        try:
+            destination = _parse_address(fields[1])
+            mask = _parse_address(fields[7])
+            return ipaddress.IPv4Network(f"{destination}/{mask}")
+        except ValueError:
+            continue
+    return None
+
+
+def format_authority(address: Address, port: int) -> str:
+    """Return an address and a port as a URL has them."""
+    if isinstance(address, ipaddress.IPv6Address):
+        return f"[{address}]:{port}"
+    return f"{address}:{port}"

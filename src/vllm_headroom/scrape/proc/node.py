@@ -1,0 +1,303 @@
+"""Find every engine of a machine, and the processes of each, by /proc alone."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from math import ceil
+from pathlib import Path
+from typing import Final
+
+from msgspec import Struct
+
+from vllm_headroom.model import EngineName
+from vllm_headroom.scrape.pods import POD_LOGS, PodNames, find_container
+from vllm_headroom.scrape.proc import files as proc_files
+from vllm_headroom.scrape.proc.files import ProcEntry
+from vllm_headroom.scrape.proc.network import Network, format_authority, read_network
+from vllm_headroom.scrape.proc.owners import Owner, read_owner
+from vllm_headroom.scrape.proc.reader import Scope
+from vllm_headroom.scrape.proc.roots import list_servers
+from vllm_headroom.scrape.proc.servers import Command, find_port, find_server
+from vllm_headroom.vocabulary import EngineKind
+from vllm_headroom.worker import Worker
+
+SIDECAR_PORT: Final = 9839
+"""The port of a sidecar, by default: an engine in whose network it listens has its own."""
+
+RESCAN_SECONDS: Final = 15.0
+"""Within this time every process is read again, as in Processes: a process moves into the cgroup of
+its container, and gets its title, after its start."""
+
+MOST_ENGINES: Final = 64
+"""Our choice: how many engines a daemon watches, eight for each GPU of a common node. A page of an
+engine has some 300 series."""
+
+_TLS_OPTIONS: Final = ("--ssl-certfile", "--ssl-keyfile")
+"""With one of these, vLLM and SGLang serve https."""
+
+
+class LocatedEngine(Struct, frozen=True, kw_only=True):
+    """An engine of this machine, and whether and where it can be watched."""
+
+    kind: EngineKind
+    key: str
+    """Identifies it as long as its pod or unit exists, also when it restarts."""
+    owner_key: str
+    """The key of the pod or unit with its processes."""
+    name: EngineName
+    port: int = 0
+    """0 where it is unknown."""
+    page_url: str = ""
+    """Empty where it cannot be watched."""
+    problem: str = ""
+    """Why it cannot be watched, as a clause; empty where it can, or is left to its sidecar."""
+
+
+class NodeProcesses:
+    """Knows what each process of a machine belongs to, and finds the engines among them.
+
+    `usual_container` is the usual name of an engine's container.
+    """
+
+    def __init__(
+        self,
+        *,
+        proc: Path = Path("/proc"),
+        pod_logs: Path = POD_LOGS,
+        usual_container: str = "vllm",
+        monotonic: Callable[[], float],
+        rescan_seconds: float = RESCAN_SECONDS,
+    ) -> None:
+        self._proc = proc
+        self._pod_names = PodNames(pod_logs)
+        self._usual_container = usual_container
+        self._monotonic = monotonic
+        self._rescan_seconds = rescan_seconds
+        # Two threads: reading a command line may hang in a stuck driver, reading a cgroup does not.
+        self._scanner = Worker[None]("node")
+        self._finder = Worker[tuple[LocatedEngine, ...]]("engines")
+        self._pids: frozenset[int] = frozenset()
+        self._owners: dict[int, Owner | None] = {}
+        """What each process belongs to; the one that was read longest ago is first."""
+        self._scanned_at_seconds = monotonic()
+        self._pids_by_owner: Mapping[str, frozenset[int]] = {}
+        self._entries: dict[int, ProcEntry] = {}
+        """Each process by pid; the one that was read longest ago is first."""
+        self._found_at_seconds = monotonic()
+
+    @property
+    def sees_host(self) -> bool:
+        """Whether the processes of the whole machine are visible."""
+        return proc_files.has_host_pids(self._proc)
+
+    def has_processes(self, owner_key: str) -> bool:
+        """Return whether any process of a pod or unit existed at the last scan."""
+        return owner_key in self._pids_by_owner
+
+    def read_scope(self, owner_key: str) -> Scope:
+        """Return the processes of a pod or unit at the last scan."""
+        own_pids = self._pids_by_owner.get(owner_key, frozenset())
+        return Scope(visible_pids=self._pids, own_pids=own_pids)
+
+    async def scan(self, timeout_seconds: float) -> None:
+        """Read what the processes belong to; raise TimeoutError, or OSError without /proc."""
+        await self._scanner.call(self._scan, timeout_seconds)
+
+    async def find_engines(self, timeout_seconds: float) -> tuple[LocatedEngine, ...]:
+        """Return the engines among the processes of the last scan.
+
+        Raises TimeoutError, also while an earlier call is stuck, and OSError without /proc.
+        """
+        return await self._finder.call(self._find_engines, timeout_seconds)
+
+    def _scan(self) -> None:
+        """Read the cgroup of new processes and of a share of the others."""
+        now_seconds = self._monotonic()
+        pids = proc_files.list_pids(self._proc)
+        due_pids = _choose_due(self._owners, pids, self._measure_share(self._scanned_at_seconds))
+        self._scanned_at_seconds = now_seconds
+        for pid in due_pids:
+            self._owners.pop(pid, None)
+            self._owners[pid] = read_owner(self._proc, pid)
+        pids_by_owner: defaultdict[str, set[int]] = defaultdict(set)
+        for pid, owner in self._owners.items():
+            if owner is not None:
+                pids_by_owner[owner.key].add(pid)
+        self._pids_by_owner = {
+            key: frozenset(owner_pids) for key, owner_pids in pids_by_owner.items()
+        }
+        self._pids = pids
+
+    def _measure_share(self, last_seconds: float) -> float:
+        """Return which share of the processes is due since the time of the last reading."""
+        if not self._rescan_seconds:
+            return 1.0
+        return (self._monotonic() - last_seconds) / self._rescan_seconds
+
+    def _find_engines(self) -> tuple[LocatedEngine, ...]:
+        self._read_entries()
+        own_pid = proc_files.read_own_pid(self._proc)
+        engines: list[LocatedEngine] = []
+        for owner_key, pids in self._pids_by_owner.items():
+            entries = {pid: self._entries[pid] for pid in pids if pid in self._entries}
+            # Fast path: most groups have no process of an engine.
+            if not any(entry.role for entry in entries.values()):
+                continue
+            servers = [pid for pid in list_servers(entries) if pid != own_pid]
+            engines += self._locate_group(owner_key, servers)
+        return _limit(engines)
+
+    def _read_entries(self) -> None:
+        """Read new processes and a share of the others, with their command lines."""
+        pids = self._pids
+        due_pids = _choose_due(self._entries, pids, self._measure_share(self._found_at_seconds))
+        self._found_at_seconds = self._monotonic()
+        for pid in due_pids:
+            previous = self._entries.pop(pid, None)
+            entry = proc_files.read_entry(self._proc, pid, previous)
+            if entry is not None:
+                self._entries[pid] = entry
+
+    def _locate_group(self, owner_key: str, servers: Iterable[int]) -> Iterator[LocatedEngine]:
+        """Yield the engines of one pod or unit; each name is watched once."""
+        names: set[EngineName] = set()
+        for pid in servers:
+            owner = self._owners.get(pid)
+            if owner is None:
+                continue
+            engine = self._locate(owner_key, owner, pid)
+            if engine.name in names and engine.kind is EngineKind.WATCHED:
+                engine = _refuse(
+                    engine, "another server in the same container or unit is watched already"
+                )
+            names.add(engine.name)
+            yield engine
+
+    def _locate(self, owner_key: str, owner: Owner, pid: int) -> LocatedEngine:
+        """Return an engine by the pid of its server, or why it cannot be watched."""
+        command = proc_files.read_command(self._proc, pid)
+        network = read_network(self._proc, pid)
+        port = self._find_port(pid, command, network)
+        is_own_network = proc_files.has_same_network(self._proc, pid, default=False)
+        page_path = "/metrics"
+        server = find_server(command) if command else None
+        if server is not None:
+            page_path = server.page_path
+        scheme = "http"
+        if any(argument.startswith(_TLS_OPTIONS) for argument in command):
+            scheme = "https"
+        address = None
+        if network is not None and port is not None:
+            address = network.find_address(port, is_own=is_own_network)
+        page_url = ""
+        if address is not None and port is not None:
+            page_url = f"{scheme}://{format_authority(address, port)}{page_path}"
+        name = self._build_name(owner, page_url or f"pid {pid}")
+        engine = LocatedEngine(
+            kind=EngineKind.WATCHED,
+            key=f"{owner_key}:{port or 0}",
+            owner_key=owner_key,
+            name=name,
+            port=port or 0,
+            page_url=page_url,
+        )
+        if network is None:
+            return _refuse(engine, f"the network of its pid {pid} cannot be read in /proc")
+        if SIDECAR_PORT in network.ports and not is_own_network:
+            return LocatedEngine(
+                kind=EngineKind.OWN_SIDECAR,
+                key=engine.key,
+                owner_key=owner_key,
+                name=name,
+                port=engine.port,
+            )
+        if port is None:
+            return _refuse(
+                engine,
+                "its port is neither on its command line nor the only one that listens: start it"
+                " with --port",
+            )
+        if address is None and port in {bound_port for _, bound_port in network.listening}:
+            return _refuse(
+                engine, f"its port {port} listens on 127.0.0.1 only: start it with --host 0.0.0.0"
+            )
+        if address is None:
+            return _refuse(engine, "its network has no address that can be reached")
+        return engine
+
+    def _find_port(self, pid: int, command: Command, network: Network | None) -> int | None:
+        """Return the port of a server by its command line, else the only one that listens.
+
+        None where both are unknown. The title of a rank hides its command line: then that of the
+        program above it counts.
+        """
+        entry = self._entries.get(pid)
+        parent_command: Command = ()
+        if entry is not None:
+            parent_command = proc_files.read_command(self._proc, entry.parent_pid)
+        port = find_port(command, None, parent_command)
+        listening_ports = frozenset[int]()
+        if network is not None:
+            listening_ports = network.ports - {SIDECAR_PORT}
+        # The default of a kind with a variable for its port may not be the port.
+        is_confirmed = port in listening_ports or not listening_ports
+        if port is not None and (is_confirmed or not _may_be_elsewhere(command)):
+            return port
+        if len(listening_ports) == 1:
+            return next(iter(listening_ports))
+        return port
+
+    def _build_name(self, owner: Owner, page_url: str) -> EngineName:
+        """Return the names of an engine; `page_url` names one without a pod or unit."""
+        if owner.pod_uid is None:
+            return EngineName(unit=owner.unit, engine_url="" if owner.unit else page_url)
+        pod = self._pod_names.find(owner.pod_uid)
+        if pod is None:
+            return EngineName(pod=owner.pod_uid)
+        container = find_container(pod, owner.container_id, self._usual_container)
+        return EngineName(namespace=pod.namespace, pod=pod.pod, container=container)
+
+
+def _choose_due(
+    readings: dict[int, ProcEntry] | dict[int, Owner | None], pids: frozenset[int], share: float
+) -> list[int]:
+    """Return the pids to read now: new ones, and a share of those that were read longest ago.
+
+    Pids that no longer exist are removed from the readings.
+    """
+    for pid in readings.keys() - pids:
+        del readings[pid]
+    known_pids = list(readings)
+    due_count = ceil(share * len(known_pids))
+    return [*known_pids[:due_count], *(pids - readings.keys())]
+
+
+def _may_be_elsewhere(command: Command) -> bool:
+    """Return whether an environment variable may have set another port than the default."""
+    server = find_server(command) if command else None
+    return server is not None and bool(server.port_variable)
+
+
+def _refuse(engine: LocatedEngine, problem: str) -> LocatedEngine:
+    """Return an engine that is not watched, and why."""
+    return LocatedEngine(
+        kind=EngineKind.UNREADABLE,
+        key=engine.key,
+        owner_key=engine.owner_key,
+        name=engine.name,
+        port=engine.port,
+        problem=problem,
+    )
+
+
+def _limit(engines: list[LocatedEngine]) -> tuple[LocatedEngine, ...]:
+    """Return the engines, of which at most MOST_ENGINES are watched."""
+    limited: list[LocatedEngine] = []
+    watched = 0
+    for engine in sorted(engines, key=lambda engine: engine.key):
+        if engine.kind is EngineKind.WATCHED:
+            watched += 1
+        if engine.kind is EngineKind.WATCHED and watched > MOST_ENGINES:
+            limited.append(_refuse(engine, f"{MOST_ENGINES} engines are watched already"))
+        else:
+            limited.append(engine)
+    return tuple(limited)

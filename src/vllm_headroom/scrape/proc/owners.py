@@ -1,0 +1,80 @@
+"""Find what a process belongs to by its cgroup: a pod's container, or a unit of systemd."""
+
+import re
+from pathlib import Path
+from typing import Final
+
+from msgspec import Struct
+
+from vllm_headroom.scrape.proc.files import read_start, split_lines
+
+_POD: Final = re.compile(
+    r"pod([0-9a-f]{8}(?:[-_][0-9a-f]{4}){3}[-_][0-9a-f]{12}|[0-9a-f]{32})(?![0-9a-f])"
+)
+"""A pod's folder among the cgroups: the kubelet's cgroup driver `systemd` writes the UID with
+underscores, `cgroupfs` with dashes. The UID of a static pod is a hash."""
+
+_CONTAINER: Final = re.compile(r"(?<![0-9a-f])[0-9a-f]{64}(?![0-9a-f])")
+"""A container's ID, of containerd, CRI-O and Docker."""
+
+_NOT_A_SERVICE: Final = re.compile(r"init\.scope|session-.*|user@.*")
+"""Units that start by a login, and have whatever a user starts in them."""
+
+
+class Owner(Struct, frozen=True, kw_only=True):
+    """The pod's container, or the unit of systemd, that a process belongs to."""
+
+    key: str
+    """Identifies the group whose processes see each other: `pod:UID`, else the cgroup's path."""
+    pod_uid: str | None = None
+    """With dashes, as the API has it; None for a process that is in no pod."""
+    container_id: str | None = None
+    """None in no pod, and in a pod's cgroup where it cannot be found."""
+    unit: str | None = None
+    """A service or scope of systemd; None in a pod, and where there is none."""
+
+
+def read_owner(proc: Path, pid: int) -> Owner | None:
+    """Return what a process belongs to; None where its cgroup cannot be read, as after an exit."""
+    try:
+        text = read_start(f"{proc}/{pid}/cgroup").decode(errors="replace")
+    except OSError:
+        return None
+    return parse_owner(text)
+
+
+def parse_owner(text: str) -> Owner | None:
+    """Return what a process with this content of its cgroup file belongs to.
+
+    Each line has the number, the controllers and the path of a hierarchy; version 2 has number 0.
+    None for a text without any such line.
+    """
+    paths: dict[str, str] = {}
+    for line in split_lines(text):
+        hierarchy, separator, following = line.partition(":")
+        controllers, second_separator, path = following.partition(":")
+        if not separator or not second_separator:
+            continue
+        paths["" if hierarchy == "0" else controllers] = path
+        pod = _POD.search(path)
+        if pod is not None:
+            uid = pod[1].replace("_", "-")
+            container = _CONTAINER.search(path, pod.end())
+            return Owner(
+                key=f"pod:{uid}",
+                pod_uid=uid,
+                container_id=None if container is None else container[0],
+            )
+    if not paths:
+        return None
+    # With version 1, systemd has a hierarchy of its own.
+    path = paths.get("name=systemd") or paths.get("") or next(iter(paths.values()))
+    return Owner(key=path, unit=_find_unit(path))
+
+
+def _find_unit(path: str) -> str | None:
+    """Return the innermost service or scope on a cgroup's path; None without one."""
+    for name in reversed(path.split("/")):
+        if name.endswith((".service", ".scope")):
+            return None if _NOT_A_SERVICE.fullmatch(name) else name
+    return None

@@ -1,0 +1,249 @@
+"""Every engine of a node, found in /proc."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.node_tree import UID, NodeTree, write_listening
+from vllm_headroom.model import EngineName
+from vllm_headroom.scrape.proc.node import MOST_ENGINES, LocatedEngine, NodeProcesses
+from vllm_headroom.scrape.proc.owners import parse_owner
+from vllm_headroom.vocabulary import EngineKind
+
+SERVER = ("python3", "/usr/bin/vllm", "serve", "m")
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> NodeTree:
+    return NodeTree(tmp_path)
+
+
+def processes(node: NodeTree) -> NodeProcesses:
+    return NodeProcesses(proc=node.path, pod_logs=node.pod_logs, monotonic=lambda: 0.0, rescan_seconds=0)
+
+
+def find(node: NodeTree, subject: NodeProcesses | None = None) -> tuple[LocatedEngine, ...]:
+    subject = subject or processes(node)
+
+    async def scan() -> tuple[LocatedEngine, ...]:
+        await subject.scan(30)
+        return await subject.find_engines(30)
+
+    return asyncio.run(scan())
+
+
+def test_an_engine_in_a_pod_has_the_pods_names_and_its_page(node: NodeTree) -> None:
+    uid = node.add_pod(1, 100, *SERVER, name="llama-0")
+    node.add(101, 100, "VLLM::EngineCore")
+    node.join(101, (node.path / "100/cgroup").read_text().strip().removeprefix("0::"))
+
+    subject = processes(node)
+    (engine,) = find(node, subject)
+
+    assert engine.kind is EngineKind.WATCHED
+    assert engine.page_url == "http://10.244.1.1:8000/metrics"
+    assert engine.name == EngineName(namespace="default", pod="llama-0", container="vllm")
+    assert subject.read_scope(f"pod:{uid}").own_pids == {100, 101}
+    assert subject.read_scope(f"pod:{uid}").visible_pids == {1, 100, 101, 9999}
+
+
+def test_engines_of_several_pods_are_several_though_all_serve_the_same_port(node: NodeTree) -> None:
+    for number in range(1, 7):
+        node.add_pod(number, 100 * number, *SERVER, name=f"llama-{number}")
+
+    engines = find(node)
+
+    assert {engine.name.pod for engine in engines} == {f"llama-{number}" for number in range(1, 7)}
+    assert {engine.page_url for engine in engines} == {
+        f"http://10.244.1.{number}:8000/metrics" for number in range(1, 7)
+    }
+
+
+def test_an_engine_with_its_own_sidecar_is_left_to_it(node: NodeTree) -> None:
+    node.add_pod(1, 100, *SERVER, name="llama-0", listening=[("0.0.0.0", 8000), ("::", 9839)])
+
+    (engine,) = find(node)
+
+    assert (engine.kind, engine.page_url, engine.problem) == (EngineKind.OWN_SIDECAR, "", "")
+
+
+@pytest.mark.parametrize(
+    ("command", "listening", "url"),
+    [
+        ((*SERVER, "--port", "9000"), [("0.0.0.0", 9000)], "http://10.244.1.1:9000/metrics"),
+        ((*SERVER, "--port", "9000"), [], "http://10.244.1.1:9000/metrics"),
+        (("VLLM::APIServer_0",), [("::", 8123)], "http://10.244.1.1:8123/metrics"),
+        ((*SERVER, "--config", "f"), [("0.0.0.0", 8123), ("127.0.0.1", 9)], "http://10.244.1.1:8123/metrics"),
+        ((*SERVER, "--ssl-keyfile=k"), [("0.0.0.0", 8000)], "https://10.244.1.1:8000/metrics"),
+        ((*SERVER,), [("10.9.9.9", 8000)], "http://10.9.9.9:8000/metrics"),
+        (("trtllm-serve", "m"), [("0.0.0.0", 8000)], "http://10.244.1.1:8000/prometheus/metrics"),
+        (("text-generation-launcher",), [("0.0.0.0", 80)], "http://10.244.1.1:80/metrics"),
+        (("python3", "-m", "sglang.launch_server"), [("0.0.0.0", 30000)], "http://10.244.1.1:30000/metrics"),
+    ],
+)
+def test_the_page_is_where_the_command_line_or_the_only_listening_port_says(
+    node: NodeTree, command: Sequence[str], listening: Sequence[tuple[str, int]], url: str
+) -> None:
+    node.add_pod(1, 100, *command, listening=listening)
+
+    (engine,) = find(node)
+
+    assert (engine.kind, engine.page_url) == (EngineKind.WATCHED, url)
+
+
+@pytest.mark.parametrize(
+    ("command", "listening", "problem"),
+    [
+        ((*SERVER,), [("127.0.0.1", 8000)], "listens on 127.0.0.1 only"),
+        (("VLLM::APIServer_0",), [("0.0.0.0", 8000), ("0.0.0.0", 8001)], "start it with --port"),
+    ],
+)
+def test_an_engine_that_cannot_be_reached_says_why(
+    node: NodeTree, command: Sequence[str], listening: Sequence[tuple[str, int]], problem: str
+) -> None:
+    node.add_pod(1, 100, *command, name="llama-0", listening=listening)
+
+    (engine,) = find(node)
+
+    assert (engine.kind, engine.page_url) == (EngineKind.UNREADABLE, "")
+    assert problem in engine.problem
+
+
+def test_a_second_server_in_the_same_container_is_not_watched_under_the_same_name(node: NodeTree) -> None:
+    node.add_pod(1, 100, *SERVER, name="llama-0", listening=[("0.0.0.0", 8000), ("0.0.0.0", 8001)])
+    node.add_pod(1, 200, *SERVER, "--port", "8001", listening=[("0.0.0.0", 8000), ("0.0.0.0", 8001)])
+
+    assert [engine.kind for engine in find(node)] == [EngineKind.WATCHED, EngineKind.UNREADABLE]
+
+
+def test_cores_workers_and_programs_that_embed_an_engine_are_no_engines_of_their_own(node: NodeTree) -> None:
+    node.add_pod(1, 100, *SERVER)
+    for number, title in enumerate(("VLLM::EngineCore_DP0", "VLLM::EngineCore_DP1", "VLLM::Worker_TP0"), start=101):
+        node.add(number, 100, title)
+        node.join(number, (node.path / "100/cgroup").read_text().strip().removeprefix("0::"))
+    node.add_pod(2, 200, "VLLM::EngineCore")
+
+    assert [engine.name.pod for engine in find(node)] == [UID.format(1)]
+
+
+def test_an_engine_of_a_service_has_its_unit_and_others_their_address(node: NodeTree) -> None:
+    node.add(100, 1, *SERVER)
+    node.join(100, "/system.slice/vllm-llama.service")
+    node.add(200, 1, *SERVER, "--port", "8001")
+    node.join(200, "/user.slice/user-1000.slice/session-4.scope")
+    for pid in (100, 200):
+        node.connect(pid, "192.0.2.7", [("0.0.0.0", 8000), ("0.0.0.0", 8001)])
+
+    assert {engine.name.labels for engine in find(node)} == {
+        (("unit", "vllm-llama.service"),),
+        (("engine_url", "http://192.0.2.7:8001/metrics"),),
+    }
+
+
+def test_an_engine_in_the_daemons_own_network_is_asked_on_this_machine(node: NodeTree) -> None:
+    node.add_pod(1, 100, *SERVER, listening=[("127.0.0.1", 8000), ("0.0.0.0", 9839)])
+    (node.path / "9999" / "net").symlink_to(node.path / "100" / "net")
+
+    (engine,) = find(node)
+
+    assert engine.page_url == "http://127.0.0.1:8000/metrics"
+
+
+def test_a_restart_keeps_the_key_and_a_pod_that_goes_leaves_no_process(node: NodeTree) -> None:
+    uid = node.add_pod(1, 100, *SERVER)
+    node.add(90, 1, "/pause")
+    node.join(90, f"/kubepods/burstable/pod{uid}/{'9' * 64}")
+    subject = processes(node)
+    (engine,) = find(node, subject)
+    node.remove(100)
+
+    assert find(node, subject) == ()
+    assert subject.has_processes(engine.owner_key)
+
+    node.add_pod(1, 110, *SERVER)
+    (restarted,) = find(node, subject)
+    assert restarted.key == engine.key
+
+    node.remove(110)
+    node.remove(90)
+    find(node, subject)
+    assert not subject.has_processes(engine.owner_key)
+
+
+def test_the_number_of_watched_engines_is_bounded(node: NodeTree) -> None:
+    for number in range(MOST_ENGINES + 2):
+        node.add_pod(number, 1000 + number, *SERVER, address=f"10.244.2.{number}")
+
+    kinds = [engine.kind for engine in find(node)]
+
+    assert (kinds.count(EngineKind.WATCHED), kinds.count(EngineKind.UNREADABLE)) == (MOST_ENGINES, 2)
+
+
+def test_of_several_interfaces_the_one_with_the_default_route_is_used(node: NodeTree) -> None:
+    node.add_pod(1, 100, *SERVER, address="192.168.5.1")
+    net = node.path / "100" / "net"
+    with (net / "fib_trie").open("a") as trie:
+        trie.write("        |-- 192.168.9.1\n           /32 host LOCAL\n")
+    head = "Iface\tDestination\tGateway\tFlags\tRefCnt\tUse\tMetric\tMask\n"
+    gateway = write_listening("192.168.9.254", 1).split()[1].partition(":")[0]
+    network = write_listening("192.168.9.0", 1).split()[1].partition(":")[0]
+    mask = write_listening("255.255.255.0", 1).split()[1].partition(":")[0]
+    (net / "route").write_text(
+        f"{head}eth0\t00000000\t{gateway}\t3\t0\t0\t0\t00000000\neth0\t{network}\t00000000\t1\t0\t0\t0\t{mask}\n"
+    )
+
+    (engine,) = find(node)
+
+    assert engine.page_url == "http://192.168.9.1:8000/metrics"
+
+
+def test_of_several_containers_the_one_with_the_log_or_the_usual_name_is_the_engines(node: NodeTree) -> None:
+    uid = node.add_pod(1, 100, *SERVER, name="llama-0", containers=("proxy", "vllm"))
+    assert find(node)[0].name.container == "vllm"
+
+    log = node.pod_logs / f"default_llama-0_{uid}" / "proxy" / "0.log"
+    log.symlink_to(f"/var/lib/docker/containers/{'01' * 32}/{'01' * 32}-json.log")
+    assert find(node)[0].name.container == "proxy"
+
+
+POD = "0a1b2c3d-1111-2222-3333-444455556666"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        f"0::/kubepods.slice/kubepods-pod{POD.replace('-', '_')}.slice/crio-{'ab' * 32}.scope",
+        f"0::/kubepods/besteffort/pod{POD}/{'ab' * 32}",
+        f"12:pids:/\n4:memory:/kubepods/pod{POD}/{'ab' * 32}",
+        f"0::/../../kubepods-pod{POD.replace('-', '_')}.slice/docker-{'ab' * 32}.scope/nested",
+        f"0::/system.slice/containerd.service/kubepods-burstable-pod{POD.replace('-', '_')}.slice:cri:{'ab' * 32}",
+    ],
+)
+def test_the_pod_and_the_container_are_in_the_cgroup_of_every_runtime(path: str) -> None:
+    owner = parse_owner(path + "\n")
+
+    assert owner is not None
+    assert (owner.pod_uid, owner.container_id, owner.unit) == (POD, "ab" * 32, None)
+
+
+@pytest.mark.parametrize("text", ["", "nonsense", "\0\n\n"])
+def test_a_cgroup_file_without_a_cgroup_has_no_owner(text: str) -> None:
+    assert parse_owner(text) is None
+
+
+def test_files_that_make_no_sense_cost_that_engine_alone(node: NodeTree) -> None:
+    node.add_pod(1, 100, *SERVER)
+    node.add_pod(2, 200, *SERVER)
+    (node.path / "100/net/tcp").write_bytes(b"\xff 1: zz 2 0A\n   0: 0:zz 0:0 0A\n" * 10)
+    (node.path / "100/net/fib_trie").write_text("|-- 999.1\n/32 host LOCAL\n")
+    (node.path / "100/net/if_inet6").write_text("zz 1 1 00 1 eth0\n")
+    (node.path / "100/net/route").write_text("\n1 2 3\neth0 00000000 0 0 0 0 0 zz\neth0 01 0 0 0 0 0 zz\n")
+
+    assert {engine.name.pod: engine.kind for engine in find(node)} == {
+        UID.format(1): EngineKind.UNREADABLE,
+        UID.format(2): EngineKind.WATCHED,
+    }
