@@ -17,6 +17,7 @@ from vllm_headroom.clock import Clock
 from vllm_headroom.derive.gates import Guardrail
 from vllm_headroom.log import Log
 from vllm_headroom.model import Failure
+from vllm_headroom.scrape.http.failures import strip_advice
 from vllm_headroom.scrape.http.reader import PageReader
 from vllm_headroom.units import to_datetime
 from vllm_headroom.vocabulary import EvictionResult
@@ -362,7 +363,7 @@ class Evictor:
         """
         reply = await self._api.send(method, path, body)
         if isinstance(reply, Failure):
-            raise NotNowError(f"the API server does not answer ({reply.reason})", 0)
+            raise NotNowError(f"the API server does not answer: {strip_advice(reply)}", 0)
         answer: Object = {"message": "no object of Kubernetes"}
         with suppress(ValueError):
             answer = json.loads(reply.text)

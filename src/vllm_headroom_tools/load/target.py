@@ -101,7 +101,7 @@ async def fetch_model(url: httpx.URL, target: Target) -> ListedModel:
     def fetch() -> tuple[int, bytearray | Reason]:
         with (
             httpx.Client(
-                verify=target.tls or True, trust_env=False, timeout=FIRST_ANSWER_SECONDS
+                verify=target.tls or False, trust_env=False, timeout=FIRST_ANSWER_SECONDS
             ) as client,
             client.stream("GET", models_url, headers=headers) as answer,
         ):

@@ -19,7 +19,7 @@ STEP_SECONDS = 5.0
 LATE_SECONDS = 50.0
 """After which a proxy may pass on a request whose sender has given up."""
 
-NO_ANSWER = Failure(source=Source.ENGINE, reason=Reason.TIMEOUT, message="it hangs")
+NO_ANSWER = Failure(source=Source.ENGINE, reason=Reason.TIMEOUT, message="it hangs: look at it")
 
 
 @dataclass(kw_only=True)

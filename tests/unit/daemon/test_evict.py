@@ -11,6 +11,8 @@ import pytest
 
 from tests.fakes.api_server.cluster import LABELS, NAMESPACE, ROLE, Cluster, Object
 from tests.fakes.api_server.fleet import Clock, Connection
+from tests.fakes.api_server.server import ApiServer
+from tests.fakes.certificates import write_self_signed
 from tests.logs import capture_logs
 from tests.settings import load
 from vllm_headroom.daemon import evict
@@ -253,7 +255,7 @@ def test_an_api_server_that_does_not_answer_changes_nothing(fault: str) -> None:
     evictor = bench.evictor()
     with capture_logs() as events:
         bench.turn(evictor, seconds=3600)
-    assert problems(events) == ["the API server does not answer (timeout)"]
+    assert problems(events) == ["the API server does not answer: it hangs"]
     assert len(bench.cluster.asked) < 20
     assert not WRITES & set(bench.cluster.asked)
     bench.fault = lambda _: ""
@@ -372,4 +374,23 @@ def test_it_connects_where_the_pod_is_told(tmp_path: Path, monkeypatch: pytest.M
     with capture_logs() as events:
         asyncio.run(ask())
 
-    assert problems(events) == ["the API server does not answer (credentials)"], "there is no CA file"
+    (problem,) = problems(events)
+    assert problem.startswith(f"the API server does not answer: the CA file {tmp_path / 'ca.crt'} cannot be used (")
+
+
+def test_the_log_quotes_what_tls_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an authority of another cluster would be, or one that has expired."""
+    monkeypatch.setattr(evict, "ACCOUNT", tmp_path)
+    with ApiServer(Cluster(replicas=2), tmp_path) as api:
+        write_self_signed(tmp_path, "ca")
+        for name, value in api.environment("vllm-0").items():
+            monkeypatch.setenv(name, value)
+        evictor = build_real_evictor(load([], {"HEADROOM_EVICT": "on"}), Clock())
+        assert evictor is not None
+        with capture_logs() as events:
+            asyncio.run(evictor.turn(DUE))
+
+    (problem,) = problems(events)
+    assert problem.startswith("the API server does not answer: TLS with https://127.0.0.1:")
+    assert "certificate verify failed: self-signed certificate" in problem
+    assert "\n" not in problem

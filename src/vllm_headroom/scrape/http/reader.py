@@ -278,8 +278,10 @@ class PageReader:
         does where the CA file cannot be used.
         """
         if self._transport is None:
-            verify: ssl.SSLContext | bool = self._url.scheme == "https"
-            if verify and self._ca_file is not None:
+            verify: ssl.SSLContext | bool = False  # http has nothing to verify
+            if self._url.scheme == "https" and self._ca_file is None:
+                verify = failures.load_trust(None)
+            elif self._url.scheme == "https":
                 trouble = f"the CA file {self._ca_file} cannot be used"
                 load = partial(failures.load_trust, self._ca_file)
                 verify = await self._read_file(load, trouble)

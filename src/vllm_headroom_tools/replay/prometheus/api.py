@@ -140,7 +140,7 @@ class PrometheusApi:
                 headers["Authorization"] = f"Bearer {read_token(bearer_token_file)}"
                 # httpx would send a user and password of the URL in place of our header.
                 self._address = self._address.copy_with(userinfo=b"")
-            verify = load_trust(ca_file) if ca_file else True
+            verify = load_trust(ca_file)
         except UnusableCredentials as error:
             raise BadInput(str(error)) from None
         self._client = httpx.Client(verify=verify, timeout=_TIMEOUT, headers=headers)

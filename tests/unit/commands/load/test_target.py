@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from tests.fakes import engine_server
-from tests.fakes.certificates import server_context, write_self_signed
+from tests.fakes.certificates import server_context, verify_strictly, write_self_signed, write_without_extensions
 from tests.fakes.engine_server import LOOPBACK, EngineServer
 from tests.fakes.ports import free_port
 from tests.fakes.streaming_server import StreamingServer
@@ -158,6 +158,20 @@ def test_certificates_are_checked(tmp_path: Path) -> None:
 
         assert run(steps).name == "tiny"
         assert "certificate verify failed" in problem(server.url)
+
+
+def test_an_authority_without_extensions_is_good_on_every_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    authority, certificate, key = write_without_extensions(tmp_path)
+    verify_strictly(monkeypatch)
+    with StreamingServer(tls=server_context(certificate, key)) as server:
+        base = parse_base_url(server.url)
+
+        async def steps() -> ListedModel:
+            return await fetch_model(base, await find_target(base, CompletionApi.CHAT, load_trust(authority), None))
+
+        assert run(steps).name == "tiny"
 
 
 def test_a_host_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,12 @@ from typing import Any
 
 import pytest
 
-from tests.fakes.certificates import server_context, write_self_signed
+from tests.fakes.certificates import (
+    server_context,
+    verify_strictly,
+    write_self_signed,
+    write_without_extensions,
+)
 from tests.fakes.engine_server import EngineServer, page
 from vllm_headroom.model import Failure
 from vllm_headroom.scrape.http import reader
@@ -134,6 +139,36 @@ def test_a_renewed_ca_file_is_read_after_tls_failed(tmp_path: Path) -> None:
         pages = fetches(reader, lambda: shutil.copy(certificate, ca_file))
 
     assert reasons(pages) == [Reason.TLS, "a 1\n"]
+
+
+def test_an_authority_without_extensions_is_good_on_every_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    authority, certificate, key = write_without_extensions(tmp_path)
+    verify_strictly(monkeypatch)
+    with EngineServer(page("a 1\n"), tls=server_context(certificate, key)) as server:
+        pages = fetches(PageReader(url=server.url, timeout_seconds=30, ca_file=authority))
+        monkeypatch.setenv("SSL_CERT_FILE", str(authority))
+        pages += fetches(PageReader(url=server.url, timeout_seconds=30))
+
+    assert pages == ["a 1\n", "a 1\n"]
+
+
+@pytest.mark.parametrize(
+    ("made", "sentence"),
+    [
+        ({"name": "127.0.0.2"}, "IP address mismatch, certificate is not valid for '127.0.0.1'"),
+        ({"valid_hours": -1.0}, "certificate has expired"),
+    ],
+)
+def test_name_and_time_are_verified_all_the_same(tmp_path: Path, made: Any, sentence: str) -> None:
+    authority, certificate, key = write_without_extensions(tmp_path, **made)
+    with EngineServer(page("a 1\n"), tls=server_context(certificate, key)) as server:
+        (problem,) = fetches(PageReader(url=server.url, timeout_seconds=30, ca_file=authority))
+
+    assert isinstance(problem, Failure)
+    assert problem.reason is Reason.TLS
+    assert sentence in problem.message
 
 
 def test_https_to_a_plain_port_is_a_tls_failure() -> None:

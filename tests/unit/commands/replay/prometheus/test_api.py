@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.fakes.certificates import server_context, write_self_signed
+from tests.fakes.certificates import server_context, verify_strictly, write_self_signed, write_without_extensions
 from tests.fakes.engine_server import EngineServer, cut, page
 from tests.fakes.ports import free_port
 from tests.fakes.prometheus_server import Answer, PrometheusServer, matrix, problem
@@ -217,6 +217,17 @@ def test_an_authority_of_ones_own_is_needed_and_taken(tmp_path: Path) -> None:
 
     assert told.startswith(f"TLS with {url} failed (")
     assert told.endswith("): give its CA with --ca-file, or use http")
+
+
+def test_an_authority_without_extensions_is_good_on_every_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    authority, certificate, key = write_without_extensions(tmp_path)
+    verify_strictly(monkeypatch)
+    with EngineServer(page(matrix([])[2].decode()), tls=server_context(certificate, key)) as server:
+        url = server.url.removesuffix("/metrics")
+        with closing(PrometheusApi(httpx.URL(url), ca_file=authority)) as api:
+            assert api.query_range("up", SPAN) == []
 
 
 def test_a_ca_file_that_is_none(tmp_path: Path) -> None:
