@@ -50,6 +50,9 @@ PREFIXES: Final = ("", "Ki", "Mi", "Gi", "Ti", "Pi")
 SIZE: Final = re.compile(r"(\d+|\d*\.\d+) ?([A-Za-z]*)", re.ASCII)
 """A number and its unit, which may be missing."""
 
+AMBIGUOUS_UNIT: Final = re.compile(r"[kmgtpKMGTP]|[KMGTP]b", re.ASCII)
+"""A prefix alone may be binary or decimal, and Gb are bits to others."""
+
 NUMBER: Final = r"\d{1,12}(?:\.\d{1,12})?"
 """A number of a duration; a number with more digits is refused as a mistake."""
 
@@ -66,13 +69,17 @@ class RefusedError(ValueError):
 def parse_size(text: str) -> int:
     """Parse a size such as `8MiB`, or a number of bytes from 1 MiB on, into bytes.
 
-    Raises RefusedError for a smaller number without a unit, and ValueError for anything else.
+    Raises RefusedError for a smaller number without a unit and for a unit with two meanings, and
+    ValueError for anything else.
     """
     size = SIZE.fullmatch(text)
     if size is None:
         raise ValueError
     number = size[1]
     unit = size[2].lower()
+    if AMBIGUOUS_UNIT.fullmatch(size[2]):
+        prefix = size[2][0].upper()
+        raise RefusedError(f"{size[2]} has two meanings: {number}{prefix}iB or {number}{prefix}B?")
     if unit not in UNITS_BYTES:
         raise ValueError
     n_bytes = int(Decimal(number) * UNITS_BYTES[unit])

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeVar
 
 from msgspec import Struct, field
@@ -49,6 +50,9 @@ class Value(Struct, Generic[T], frozen=True, kw_only=True):
 
     accepts: str
     """The values that are accepted, as the end of a sentence."""
+
+    is_json: bool = False
+    """Whether the value is a JSON object, of which --name.key VALUE may set a part."""
 
     show: Callable[[object], str] = show_value
     """Returns the refused value as the error message shows it, such as without a password."""
@@ -168,6 +172,11 @@ An empty environment variable counts as not set."""
 
 ENGINE_URL: Final = "--engine-url"
 
+END_OF_OPTIONS: Final = "--"
+
+LEVEL: Final = re.compile(r"-O(?:\d|\..+)", re.ASCII)
+"""vLLM's level of optimisation, written without a space."""
+
 OPTION: Final = re.compile(r"--|-[A-Za-z]")
 """Matches the beginning of an option; a word such as -1 is a value."""
 
@@ -182,11 +191,51 @@ class TypedOption(Struct):
 
     values: list[str] = field(default_factory=list)
 
+    is_foreign: bool = False
+    """Whether another program has the option, and it changes nothing here."""
+
     @property
     def is_open(self) -> bool:
         """Whether the next word is the option's value; an unknown option, too, may take one."""
         takes_value = self.action is None or self.action.nargs != 0
         return takes_value and not self.values
+
+
+def join_parts(words: Sequence[str], json_names: Container[str]) -> list[str]:
+    """Return the words with one JSON object for all parts such as `--name.key VALUE`.
+
+    That is how vLLM reads such options (vLLM 0.33, utils/argparse_utils.py). `json_names` are the
+    options whose parts are joined. The object comes last.
+    """
+    joined_words: list[str] = []
+    objects: dict[str, dict[str, Any]] = {}
+    place = 0
+    while place < len(words):
+        path, equals_sign, text = words[place].partition("=")
+        name, *keys = path.split(".")
+        name = name.replace("_", "-")
+        place += 1
+        if not keys or name not in json_names:
+            joined_words.append(words[place - 1])
+            continue
+        if not equals_sign and place < len(words):
+            text = words[place]
+            place += 1
+        part = objects.setdefault(name, {})
+        for key in keys[:-1]:
+            part = part.setdefault(key, {})
+        part[keys[-1]] = _parse_part(text)
+    for name, content in objects.items():
+        joined_words += [name, json.dumps(content)]
+    return joined_words
+
+
+def _parse_part(text: str) -> object:
+    """Return the JSON value of a text, or the text itself where it is none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
 
 
 class Argument(NamedTuple):
@@ -216,6 +265,9 @@ class Parser(argparse.ArgumentParser):
         self._version = version
         self._settings_class: type[Settings] | None = None
         self._settings_actions: list[argparse.Action] = []
+        self._option_kind = "an option"
+        self._foreign_names: set[str] = set()
+        self._read_line: Callable[[Sequence[str]], Sequence[str]] | None = None
         self.add_argument("-h", "--help", action="store_true", help="show this and exit")
         self.add_argument("--version", action="store_true", help="show the version and exit")
 
@@ -263,6 +315,22 @@ class Parser(argparse.ArgumentParser):
             )
             self._settings_actions.append(action)
 
+    def accept_line(
+        self,
+        foreign_names: Iterable[str],
+        read_line: Callable[[Sequence[str]], Sequence[str]],
+        option_kind: str,
+    ) -> None:
+        """Accept the options of another program too, and after `--` its whole command line.
+
+        `foreign_names` are those of its options that change nothing here. `read_line` returns the
+        options in such a line; there the last of several equal options counts, and an option before
+        the `--` replaces the line's. `option_kind` is what an unknown option is not, in messages.
+        """
+        self._option_kind = option_kind
+        self._foreign_names = set(foreign_names) - set(self._option_string_actions)
+        self._read_line = read_line
+
     def explain(self, action: argparse.Action) -> str:
         """Return the help of an option, in which argparse has filled in the default."""
         formatter = self._get_formatter()
@@ -282,7 +350,16 @@ class Parser(argparse.ArgumentParser):
         positionals = [action for action in self._actions if not action.option_strings]
         if self._begins_with_url(argv) and not positionals:
             argv = (ENGINE_URL, *argv)
+        line: Sequence[str] = ()
+        if self._read_line is not None:
+            json_names = self._list_json_names()
+            if END_OF_OPTIONS in argv:
+                place = argv.index(END_OF_OPTIONS)
+                line = join_parts(self._read_line(argv[place + 1 :]), json_names)
+                argv = argv[:place]
+            argv = join_parts(argv, json_names)
         typed_options, loose_words = self._split(argv, len(positionals))
+        typed_options += self._choose_from_line(line, typed_options)
         # From here on mistakes are collected: an operator who made three sees three lines.
         arguments, mistakes = self._check(typed_options)
         for place, word in enumerate(loose_words):
@@ -293,6 +370,10 @@ class Parser(argparse.ArgumentParser):
                 mistakes.append(f"{word!r}: not an option, see --help")
 
         namespace = self._build_defaults()
+        if self._read_line is not None:
+            foreign_names = [option.name for option in typed_options if option.is_foreign]
+            namespace.ignored_options = tuple(dict.fromkeys(foreign_names))
+            namespace.has_line = bool(line)
         for argument in arguments:
             if argument.action not in self._settings_actions:
                 mistakes += _store(argument, namespace)
@@ -351,11 +432,42 @@ class Parser(argparse.ArgumentParser):
         """Return the option of a word such as --name or --name=value; its action may be None."""
         name, equals_sign, value = word.partition("=")
         spelling = name.replace("_", "-") if name.startswith("--") else name
+        action = self._option_string_actions.get(spelling)
         return TypedOption(
             name=name,
-            action=self._option_string_actions.get(spelling),
+            action=action,
             values=[value] if equals_sign else [],
+            is_foreign=action is None and self._is_foreign(spelling),
         )
+
+    def _is_foreign(self, spelling: str) -> bool:
+        """Return whether another program has the option, such as --name, -O3 or --name.key."""
+        if LEVEL.fullmatch(spelling):
+            spelling = spelling[:2]
+        return spelling.partition(".")[0] in self._foreign_names
+
+    def _list_json_names(self) -> set[str]:
+        """Return the names of options whose value is a JSON object."""
+        return {
+            name
+            for name, action in self._option_string_actions.items()
+            if isinstance(action.type, Value) and action.type.is_json
+        }
+
+    def _choose_from_line(
+        self, line: Sequence[str], typed_options: Sequence[TypedOption]
+    ) -> list[TypedOption]:
+        """Return the options of a line that count, in order."""
+        line_options, _ = self._split(line, 0)
+        set_names = {option.action.dest for option in typed_options if option.action is not None}
+        effective_options = []
+        for option in reversed(line_options):
+            if option.action is None:
+                effective_options.append(option)
+            elif option.action.dest not in set_names:
+                set_names.add(option.action.dest)
+                effective_options.append(option)
+        return effective_options[::-1]
 
     def _check(self, typed_options: Sequence[TypedOption]) -> tuple[list[Argument], list[str]]:
         """Return the options that can be used, and a line for each option that cannot be used.
@@ -369,8 +481,11 @@ class Parser(argparse.ArgumentParser):
         )
         for option in typed_options:
             action = option.action
+            if option.is_foreign:
+                continue
             if action is None:
-                line = describe_unknown(option.name, self._option_string_actions, "an option")
+                names = {*self._option_string_actions, *self._foreign_names}
+                line = describe_unknown(option.name, names, self._option_kind)
                 mistakes.append(line)
                 continue
             problem = _describe_misuse(option.name, action, option.values, counts[action.dest])

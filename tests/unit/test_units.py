@@ -54,7 +54,7 @@ def test_sizes(text: str, n_bytes: int) -> None:
     assert parse_size(text) == n_bytes
 
 
-@pytest.mark.parametrize("text", ["", "0", "0GiB", "8G", "-1MiB", "1e9", "9" * 20, "nan", "٣GiB"])
+@pytest.mark.parametrize("text", ["", "0", "0GiB", "8X", "-1MiB", "1e9", "9" * 20, "nan", "٣GiB"])
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"^$"):
         parse_size(text)
@@ -63,6 +63,12 @@ def test_what_is_no_size_is_refused(text: str) -> None:
 @pytest.mark.parametrize("text", ["1", "80", "1048575", "70.5"])
 def test_so_few_bytes_without_a_unit_are_not_meant(text: str) -> None:
     with pytest.raises(RefusedError, match=f"^without a unit it is bytes: {text}GiB[?]$"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize(("text", "unit"), [("8G", "G"), ("8 Gb", "Gb"), ("8g", "g")])
+def test_a_unit_with_two_meanings_is_refused(text: str, unit: str) -> None:
+    with pytest.raises(RefusedError, match=f"^{unit} has two meanings: 8GiB or 8GB[?]$"):
         parse_size(text)
 
 

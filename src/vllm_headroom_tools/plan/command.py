@@ -1,23 +1,33 @@
 """The command `plan`."""
 
 import argparse
+import json
 import re
 from argparse import Namespace
 from collections.abc import Sequence
 from decimal import Decimal
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from msgspec.structs import fields, replace
 
 from vllm_headroom.inputs import parse_number
-from vllm_headroom.units import GIB, VLLM_NUMBER, parse_size, parse_vllm_number
+from vllm_headroom.units import (
+    GIB,
+    VLLM_NUMBER,
+    RefusedError,
+    parse_share,
+    parse_size,
+    parse_vllm_number,
+)
 from vllm_headroom_tools.bad_input import BadInput
 from vllm_headroom_tools.cli import Command
 from vllm_headroom_tools.conclusion import Report
 from vllm_headroom_tools.options import (
     FILE,
     RATIO,
+    SMALLEST_FLOAT,
+    TEXT,
     Parser,
     Value,
     bounded,
@@ -28,6 +38,14 @@ from vllm_headroom_tools.options import (
     whole_number,
 )
 from vllm_headroom_tools.plan.report import build_report, read_parts
+from vllm_headroom_tools.plan.serve_line import read_serve_line
+from vllm_headroom_tools.plan.vllm_options import (
+    VLLM_RELEASES,
+    has_no_images,
+    list_vllm_options,
+    read_speculation,
+)
+from vllm_headroom_tools.sizing.cards import parse_gpus_by_name
 from vllm_headroom_tools.sizing.estimate import estimate_memory
 from vllm_headroom_tools.sizing.footprint import KV_DTYPES, ModelShape
 from vllm_headroom_tools.sizing.model_config import (
@@ -36,11 +54,18 @@ from vllm_headroom_tools.sizing.model_config import (
     parse_model_config,
     read_model,
 )
-from vllm_headroom_tools.sizing.quantisation import DTYPE_BYTES, QUANTISED_BYTES
+from vllm_headroom_tools.sizing.public_models import find_public_model
+from vllm_headroom_tools.sizing.quantisation import (
+    CHECKPOINT_METHODS,
+    DTYPE_BYTES,
+    QUANTISED_BYTES,
+    is_same_method,
+)
 from vllm_headroom_tools.sizing.question import (
     DEFAULT_BLOCK_TOKENS,
     DEFAULT_LORA_RANK,
     DEFAULT_UTILIZATION,
+    SMALL_CARD,
     TYPICAL_TOKENS,
     Question,
     choose_defaults,
@@ -69,13 +94,21 @@ def build_question(options: Namespace) -> Question:
     shape = _read_shape(options)
     if isinstance(shape, str):
         raise BadInput(shape)
+    speculation = read_speculation(options)
     draft = None
     if options.draft_model_config is not None:
         draft = read_model(options.draft_model_config)
-    if isinstance(draft, str):
-        raise BadInput(f"{options.draft_model_config}: {draft}")
+        if isinstance(draft, str):
+            raise BadInput(f"{options.draft_model_config}: {draft}")
+    elif speculation.draft_name is not None:
+        draft = _find_draft(speculation.draft_name)
     checkpoint_bytes, parameters = _read_weights(options, shape)
+    if speculation.has_own_heads:
+        shape = shape.add_speculation(speculation.tokens)
+    _apply_gpu_choice(options)
     defaults = choose_defaults(options.gpu_memory_bytes)
+    if options.gpu is not None and options.gpu.card.has_small_defaults:
+        defaults = SMALL_CARD
     max_num_seqs = options.max_num_seqs or defaults.max_num_seqs
     max_num_batched_tokens = options.max_num_batched_tokens
     if max_num_batched_tokens is None:
@@ -102,9 +135,11 @@ def build_question(options: Namespace) -> Question:
         "kv_offloading_bytes": options.kv_offloading_size * GIB,
         "mm_processor_cache_bytes": options.mm_processor_cache_gb * GIB,
         "draft": draft,
+        "has_unknown_draft": draft is None and speculation.draft_name is not None,
+        "has_whole_encoder": options.mm_encoder_tp_mode == "data",
     }
     question = Question(**values)
-    problem = find_problem(question)
+    problem = find_problem(question) or _compare_gpus(question, options)
     if problem is not None:
         raise BadInput(problem)
     if options.max_model_len == AUTO_LENGTH:
@@ -114,13 +149,55 @@ def build_question(options: Namespace) -> Question:
     return question
 
 
+def _apply_gpu_choice(options: Namespace) -> None:
+    """Set the options that --gpu replaces, where they are not given themselves."""
+    if options.gpu is None:
+        return
+    if options.gpu_memory_bytes is None:
+        options.gpu_memory_bytes = options.gpu.card.memory_bytes
+    options.unified_memory = options.unified_memory or options.gpu.card.has_unified_memory
+    is_spread = (
+        options.tensor_parallel_size * options.pipeline_parallel_size * options.data_parallel_size
+    ) > 1
+    # A whole line has vLLM's default of one GPU; without a line the named GPUs are all used.
+    if options.gpu.count is not None and not is_spread and not options.has_line:
+        options.tensor_parallel_size = options.gpu.count
+
+
+def _compare_gpus(question: Question, options: Namespace) -> str | None:
+    """Return a sentence where vLLM is to use more GPUs than there are; None otherwise."""
+    if options.gpu is None or options.gpu.count is None:
+        return None
+    if question.gpus <= options.gpu.count:
+        return None
+    return f"it needs {question.gpus} GPUs, and --gpu names {options.gpu.count}"
+
+
+def _find_draft(name: str) -> ModelShape | None:
+    """Return the draft model of a public name or a folder; None where it is not known here."""
+    if (Path(name) / CONFIG_FILE).is_file():
+        shape = read_model(Path(name))
+    else:
+        config = find_public_model(name)
+        if isinstance(config, str):
+            return None
+        shape = parse_model_config(json.dumps(config))
+    return None if isinstance(shape, str) else shape
+
+
 def _read_shape(options: Namespace) -> ModelShape | str:
     """Return the shape by the model's file and the options for its sizes, or what is wrong."""
-    overrides = {
+    overrides: dict[str, Any] = dict(options.hf_overrides or {})
+    overrides |= {
         field: getattr(options, name)
         for name, field, _ in SIZE_OPTIONS
         if getattr(options, name) is not None
     }
+    if options.model is not None and options.model_config is None:
+        if (Path(options.model) / CONFIG_FILE).is_file():
+            options.model_config = Path(options.model)
+        elif any(getattr(options, name) is None for name in NEEDED_SIZES):
+            return _read_public_model(options.model, overrides)
     if options.kv_heads is not None:
         # The number of heads counts, even where the file switches multi-query on.
         overrides["multi_query"] = False
@@ -134,9 +211,17 @@ def _read_shape(options: Namespace) -> ModelShape | str:
     if missing_sizes:
         needed = ", ".join(map(name_option, NEEDED_SIZES))
         missing = ", ".join(map(name_option, missing_sizes))
-        return f"needs --model-config, or without it {needed}; missing: {missing}"
+        return f"needs --model or --model-config, or without them {needed}; missing: {missing}"
     # The options alone describe a usual decoder, all of whose layers keep every token.
     return parse_model_config("{}", overrides)
+
+
+def _read_public_model(name: str, overrides: dict[str, Any]) -> ModelShape | str:
+    """Return the shape of a public model by its name, or what is wrong."""
+    config = find_public_model(name)
+    if isinstance(config, str):
+        return f"--model {config}"
+    return parse_model_config(json.dumps(config), overrides)
 
 
 def _read_weights(options: Namespace, shape: ModelShape) -> tuple[int | None, int | None]:
@@ -156,21 +241,23 @@ def _read_weights(options: Namespace, shape: ModelShape) -> tuple[int | None, in
     if shape.quantisation is None:
         return None, int(stored_bytes / shape.stored_bytes)
     # With another quantisation than the file's, the size of the files does not count.
-    if options.quantization is not None:
+    method: str | None = options.quantization
+    if method is not None and not is_same_method(method, shape.quantisation):
         return None, None
     return stored_bytes, None
 
 
 def _apply_options(shape: ModelShape, options: Namespace) -> ModelShape:
     """Return the shape as it is served: in the dtype and with the quantisation of the options."""
-    if options.language_model_only:
+    if options.language_model_only or has_no_images(options.limit_mm_per_prompt):
         shape = replace(shape, encoder=None)
     dtype_bytes = DTYPE_BYTES.get(options.dtype)
     if dtype_bytes is not None:
         shape = _apply_dtype(shape, dtype_bytes)
-    if options.quantization is None:
+    method: str | None = options.quantization
+    if method is None or is_same_method(method, shape.quantisation):
         return shape
-    return shape.apply_quantisation(options.quantization, QUANTISED_BYTES[options.quantization])
+    return shape.apply_quantisation(method, QUANTISED_BYTES.get(method))
 
 
 def _apply_dtype(shape: ModelShape, dtype_bytes: float) -> ModelShape:
@@ -245,6 +332,49 @@ OFFLOAD_VALUE: Final = Value(
     read=bounded(parse_number, 0, OFFLOAD_LIMIT_GIB), accepts="a number of GiB, such as 10"
 )
 
+
+def _parse_json(text: str) -> dict[str, Any]:
+    """Return the JSON object of a text; raise ValueError for any other text."""
+    try:
+        content = json.loads(text)
+    except RecursionError:
+        raise ValueError from None
+    if not isinstance(content, dict):
+        raise ValueError  # noqa: TRY004 - what a kind of value raises for a text it refuses
+    return content
+
+
+JSON_VALUE: Final = Value(
+    read=_parse_json, accepts='a JSON object such as {"method": "mtp"}', is_json=True
+)
+
+
+def _parse_limits(text: str) -> dict[str, Any]:
+    """Return vLLM's limits: JSON, or in its old way image=1,video=0."""
+    if text.lstrip().startswith("{"):
+        return _parse_json(text)
+    return {name: int(count) for name, count in (part.split("=") for part in text.split(","))}
+
+
+LIMITS_VALUE: Final = Value(
+    read=_parse_limits, accepts='JSON such as {"image": 2, "video": 0}', is_json=True
+)
+
+
+def _parse_utilization(text: str) -> float:
+    """Return a ratio; a percentage counts too, but a number above 1 needs its sign."""
+    if text.strip().endswith("%"):
+        return bounded(parse_share, SMALLEST_FLOAT, 1)(text)
+    ratio = parse_number(text)
+    if 1 < ratio <= PERCENT:
+        raise RefusedError(f"it is a ratio: {ratio / PERCENT:g} or {text}%?")
+    return RATIO.read(text)
+
+
+PERCENT: Final = 100
+
+UTILIZATION_VALUE: Final = Value(read=_parse_utilization, accepts=RATIO.accepts)
+
 DTYPES: Final = ("auto", "half", "float16", "bfloat16", "float", "float32")
 """vLLM's names of dtypes for `--dtype`."""
 
@@ -252,11 +382,17 @@ DTYPES: Final = ("auto", "half", "float16", "bfloat16", "float", "float32")
 def add_options(parser: Parser) -> None:
     """Add all options of `plan` to the parser."""
     parser.add_argument(
+        "--gpu",
+        metavar="NAME",
+        type=Value(read=parse_gpus_by_name, accepts="a card such as H100, or 8xH100"),
+        help="a card by its name, and how many: H100, 8xH100",
+    )
+    parser.add_argument(
         "--gpu-memory",
         dest="gpu_memory_bytes",
         metavar="SIZE",
-        type=size("80GiB"),
-        help="of one card in all",
+        type=size("81559MiB"),
+        help="of one card in all, as nvidia-smi shows it: 81559MiB",
     )
     parser.add_argument(
         "--host-memory",
@@ -291,9 +427,18 @@ def add_options(parser: Parser) -> None:
     )
     _add_model_options(parser.add_argument_group("the model"))
     _add_engine_options(parser.add_argument_group("vLLM's options, by its own names"))
+    parser.accept_line(
+        list_vllm_options(), read_serve_line, f"an option of plan or of {VLLM_RELEASES}"
+    )
 
 
 def _add_model_options(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--model",
+        metavar="NAME",
+        type=TEXT,
+        help="a public model by its name, such as Qwen/Qwen3-32B",
+    )
     group.add_argument(
         "--model-config",
         metavar="PATH",
@@ -325,7 +470,7 @@ def _add_model_options(group: argparse._ArgumentGroup) -> None:
     _add_choice(
         group,
         ("-q", "--quantization"),
-        sorted(QUANTISED_BYTES),
+        sorted({*QUANTISED_BYTES, *CHECKPOINT_METHODS}),
         "of the weights, instead of the file's",
     )
 
@@ -334,8 +479,9 @@ def _add_engine_options(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add(
         "--gpu-memory-utilization",
+        "--device-memory-utilization",
         metavar="RATIO",
-        type=RATIO,
+        type=UTILIZATION_VALUE,
         default=DEFAULT_UTILIZATION,
         help=f"default {DEFAULT_UTILIZATION}, vLLM's since 0.20; before, 0.9",
     )
@@ -370,6 +516,15 @@ def _add_engine_options(group: argparse._ArgumentGroup) -> None:
         help="engines, which share the experts",
     )
     add(
+        "-dcp",
+        "--decode-context-parallel-size",
+        metavar="N",
+        type=COUNT_VALUE,
+        default=1,
+        help="GPUs of a tensor-parallel group that share the tokens, default 1",
+    )
+    add(
+        "-ep",
         "--enable-expert-parallel",
         action="store_true",
         help="each GPU has some experts whole: less room for their adapters",
@@ -431,6 +586,35 @@ def _add_engine_options(group: argparse._ArgumentGroup) -> None:
         help=f"default {DEFAULT_BLOCK_TOKENS}",
     )
     add("--enforce-eager", action="store_true", help="without CUDA graphs")
+    add(
+        "-sc",
+        "--speculative-config",
+        metavar="JSON",
+        type=JSON_VALUE,
+        help="method, model and num_speculative_tokens",
+    )
+    add("--spec-method", metavar="NAME", type=TEXT, help="the method, without the JSON")
+    add("--spec-model", metavar="NAME", type=TEXT, help="the draft model, without the JSON")
+    add("--spec-tokens", metavar="N", type=COUNT_VALUE, help="how many tokens, without the JSON")
+    add(
+        "--limit-mm-per-prompt",
+        metavar="JSON",
+        type=LIMITS_VALUE,
+        help='images and videos of a prompt, such as {"image": 0}',
+    )
+    _add_choice(
+        group,
+        ("--mm-encoder-tp-mode",),
+        ("weights", "data"),
+        "data has the whole encoder on each GPU",
+        default="weights",
+    )
+    add(
+        "--hf-overrides",
+        metavar="JSON",
+        type=JSON_VALUE,
+        help="fields that replace the configuration's",
+    )
 
 
 def _add_choice(
@@ -455,7 +639,7 @@ def _run(options: Namespace) -> Report:
 
 
 COMMAND: Final[Command] = Command(
-    usage="%(prog)s --model-config PATH --gpu-memory SIZE [OPTION]...",
+    usage="%(prog)s --model NAME --gpu NAME [OPTION]... [-- vllm serve ...]",
     description="""\
 Will it fit? Computes from a model's configuration what vLLM needs of each GPU,
 how many tokens and sequences its KV cache will hold, and what to change where
@@ -466,9 +650,16 @@ Figures are of each GPU. It ends with status 0 when vLLM would start, with 1
 when it would not, and with 2 when that is not known: bad input, something is
 missing, or too close to call.
 
+Options of vLLM's that need no memory are accepted, and listed as not counted.
+After -- comes a whole line, or one word: a script or manifest, - for standard
+input, or the number of a process.
+
 Example:
+  vllm-headroom plan --model Qwen/Qwen3-32B --gpu H100 -tp 2
+  vllm-headroom plan --gpu 8xH200 -- vllm serve moonshotai/Kimi-K2-Instruct -tp 8
+  kubectl get deployment llm -o yaml | vllm-headroom plan --gpu L40S -- -
   vllm-headroom plan --model-config Llama-3.1-70B/config.json \\
-    --gpu-memory 80GiB -tp 4 --max-model-len 32K --max-num-seqs 64
+    --gpu-memory 81559MiB -tp 4 --max-model-len 32K --max-num-seqs 64
   vllm-headroom plan --layers 80 --kv-heads 8 --head-size 128 \\
     --hidden-size 8192 --vocabulary 128256 --parameters 70.6B \\
     --gpu-memory 141GiB

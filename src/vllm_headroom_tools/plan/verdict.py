@@ -20,6 +20,9 @@ from vllm_headroom_tools.sizing.estimate import (
 )
 from vllm_headroom_tools.sizing.question import SAFE_UTILIZATION, Question, find_problem
 
+GIGABYTE: Final = 10**9
+"""The unit of a card's label."""
+
 
 def list_unknown(estimate: MemoryEstimate) -> list[str]:
     """Return a text for each thing that is unknown but needed, with the options that set it."""
@@ -31,11 +34,13 @@ def list_unknown(estimate: MemoryEstimate) -> list[str]:
             f"what models of type {model_type!r} keep (--layers, --kv-heads and --head-size say it)"
         )
     if question.gpu_memory_bytes is None:
-        unknown.append("the card (--gpu-memory)")
+        unknown.append("the card (--gpu or --gpu-memory)")
     if estimate.weights_bytes is None:
         unknown.append("the weights (--parameters)")
     if question.has_uncounted_weights:
         unknown.append("the image or audio encoder's weights (--parameters)")
+    if question.has_unknown_draft:
+        unknown.append("the draft model of --speculative-config (--draft-model-config)")
     if question.has_uncounted_activations:
         unknown.append("its largest image or sound (else --language-model-only)")
     if estimate.activations is None:
@@ -149,6 +154,8 @@ def list_notes(estimate: MemoryEstimate) -> list[str]:
         *_note_copies(estimate.question),
         *_note_omissions(estimate.question),
         *_note_memory_outside(estimate),
+        *_note_decimal_card(estimate.question),
+        *_note_ignored_options(estimate.question),
     ]
 
 
@@ -176,11 +183,31 @@ def _note_layers(estimate: MemoryEstimate) -> Iterator[str]:
         )
 
 
+def _note_decimal_card(question: Question) -> Iterator[str]:
+    """Note a card's memory in decimal units: a card has more than its label says."""
+    card_bytes = question.gpu_memory_bytes
+    if card_bytes is not None and card_bytes % GIGABYTE == 0:
+        label = card_bytes // GIGABYTE
+        yield (
+            f"{label} GB are {card_bytes / GIB:.2f} GiB. A card sold with {label} GB has more:"
+            " what nvidia-smi shows, or --gpu NAME."
+        )
+
+
+def _note_ignored_options(question: Question) -> Iterator[str]:
+    """Note the options of vLLM's that were given and are not counted."""
+    if question.ignored_options:
+        yield f"Not counted: {', '.join(question.ignored_options)}."
+
+
 def _note_copies(question: Question) -> Iterator[str]:
     """Note a KV cache of which tensor parallelism makes copies."""
     ranks = question.tensor_parallel_size
     kv_heads = question.shape.heads.count
-    if question.shape.latent_width is not None and ranks > 1:
+    context_ranks = question.decode_context_parallel_size
+    if context_ranks > 1:
+        yield f"{context_ranks} GPUs share the tokens of each sequence (decode context parallel)."
+    elif question.shape.latent_width is not None and ranks > 1:
         yield (
             "Latent attention keeps its whole vector on every GPU:"
             " tensor parallelism does not divide the KV cache."

@@ -1,5 +1,6 @@
 """What fits, in numbers: bytes per GPU, tokens and sequences."""
 
+from math import ceil
 from typing import Final
 
 from msgspec import Struct
@@ -379,14 +380,23 @@ def estimate_memory(question: Question) -> MemoryEstimate:
         pipeline_parallel=stages,
     )
     block_bytes = layout.block_bytes + draft_bytes * layout.block_tokens
+    # Each GPU keeps every n-th token, so a block on each of them holds n times as many tokens
+    # (vLLM 0.33, v1/core/kv_cache_utils.py, `get_kv_cache_capacity`).
+    context_ranks = question.decode_context_parallel_size
     budget_bytes = None
     if question.gpu_memory_bytes is not None and question.kv_cache_memory_bytes is None:
         budget_bytes = question.gpu_memory_bytes * question.gpu_memory_utilization
     return MemoryEstimate(
         question=question,
-        layout=replace(layout, block_bytes=block_bytes),
-        bytes_per_token=_count_token_bytes(question, question.shape, stages) + draft_bytes,
-        engine_bytes_per_token=engine_token_bytes * question.tensor_parallel_size,
+        layout=replace(
+            layout,
+            block_bytes=block_bytes,
+            block_tokens=layout.block_tokens * context_ranks,
+        ),
+        bytes_per_token=ceil(
+            (_count_token_bytes(question, question.shape, stages) + draft_bytes) / context_ranks
+        ),
+        engine_bytes_per_token=engine_token_bytes * question.tensor_parallel_size // context_ranks,
         weights_bytes=question.weights_bytes,
         budget_bytes=budget_bytes,
         activations=estimate_activations(question),
@@ -420,6 +430,8 @@ def can_start(estimate: MemoryEstimate) -> bool | None:
     if _has_room(estimate, at_worst=False) is False:
         return False
     if question.has_uncounted_weights or question.has_uncounted_activations:
+        return None
+    if question.has_unknown_draft:
         return None
     if _has_room(estimate, at_worst=True):
         return True

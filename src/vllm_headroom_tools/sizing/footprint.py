@@ -47,6 +47,8 @@ class ModelShape(Struct, frozen=True, kw_only=True):
     # For images, video or sound.
     encoder: Encoder | None = None
     max_model_len: int | None = None
+    # Layers that the model has for its own speculative decoding.
+    speculative_layers: int = 1
     # Bytes of a parameter that is served without quantisation.
     dtype_bytes: float = 2.0
     # Bytes of a parameter of the checkpoint.
@@ -76,8 +78,28 @@ class ModelShape(Struct, frozen=True, kw_only=True):
         matrices = 1 if self.has_tied_embeddings else 2
         return self.vocabulary * self.hidden_size * matrices
 
-    def apply_quantisation(self, method: str, bytes_per_parameter: float) -> Self:
-        """Return the shape with all its layers quantised by this method."""
+    def add_speculation(self, tokens: int) -> Self:
+        """Return the shape with its own heads for speculative decoding (multi-token prediction).
+
+        They are `speculative_layers` more layers that keep every token, each as large as the
+        model's layers on average. A state is also kept for each speculative token (vLLM 0.33,
+        v1/kv_cache_interface.py, `MambaSpec.num_speculative_blocks`).
+        """
+        parameters = self.parameters
+        if parameters is not None:
+            parameters = parameters.scale(1 + self.speculative_layers / self.layers)
+        return replace(
+            self,
+            full_layers=self.full_layers + self.speculative_layers,
+            state_checkpoints=self.state_checkpoints + (tokens if self.stateful_layers else 0),
+            parameters=parameters,
+        )
+
+    def apply_quantisation(self, method: str, bytes_per_parameter: float | None) -> Self:
+        """Return the shape with all its layers quantised by this method.
+
+        `bytes_per_parameter` is None where they are unknown.
+        """
         parameters = self.parameters
         if parameters is not None:
             parameters = replace(parameters, unquantised=0)
@@ -115,6 +137,7 @@ KV_DTYPES: Final = {
     "int8_per_token_head": KvDtype(1.0, HEAD_SCALES_BYTES),
     "int4_per_token_head": KvDtype(0.5, HEAD_SCALES_BYTES),
     "nvfp4": KvDtype(9 / 16),
+    "nvfp4_4over6": KvDtype(9 / 16),
 }
 """The dtypes of the KV cache, by vLLM's names (0.32, config/cache.py)."""
 

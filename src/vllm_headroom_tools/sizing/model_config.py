@@ -182,6 +182,8 @@ TEXT_PARTS: Final = ("text_config", "llm_config", "language_config", "thinker_co
 """The parts of a multimodal model's configuration that describe its language model. A
 `thinker_config` has such a part itself."""
 
+SPECULATIVE_LAYERS: Final = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+
 LAYER_COUNT: Final = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 UNKNOWN_ATTENTION_FIELDS: Final = (
@@ -322,6 +324,7 @@ def _build_shape(config: Config, encoder: Encoder | None) -> ModelShape:
         parameters=count_layer_parameters(config, kinds, heads, windowed_heads or heads),
         encoder=encoder,
         max_model_len=max_model_len,
+        speculative_layers=read_integer(config, *SPECULATIVE_LAYERS) or 1,
         stored_bytes=read_stored_bytes(config),
         kv_dtype_bytes=read_kv_dtype_bytes(config, SERVED_BYTES),
         weight_bytes_per_parameter=weight_bytes,

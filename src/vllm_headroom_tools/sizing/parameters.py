@@ -1,9 +1,10 @@
 """Count the parameters of a model's layers, by kind, from its configuration."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final
+from typing import Final, Self
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from vllm_headroom_tools.sizing.config_fields import (
     ATTENTION_HEADS,
@@ -484,6 +485,15 @@ class LayerParameters(Struct, frozen=True, kw_only=True):
     adapter: Adapter
     # For these experts.
     expert_adapter: Adapter
+
+    def scale(self, factor: float) -> Self:
+        """Return the parameters of so many times as many layers; adapters are unchanged."""
+        return replace(
+            self,
+            total=round(self.total * factor),
+            unquantised=round(self.unquantised * factor),
+            experts=round(self.experts * factor),
+        )
 
 
 def count_layer_parameters(

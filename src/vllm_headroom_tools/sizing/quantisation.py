@@ -65,8 +65,33 @@ QUANTISED_BYTES: Final = {
     "modelopt_fp4": NVFP4_BYTES,
     "modelopt_mxfp8": MXFP8_BYTES,
     "bitsandbytes": BITSANDBYTES_BYTES,
+    "fp8_per_tensor": 1.0,
+    "fp8_per_block": 1.0,
+    "fp8_per_channel": 1.0,
+    "int8_per_channel_weight_only": 1.0,
+    "mxfp8": MXFP8_BYTES,
+    "nvfp4_per_token": NVFP4_BYTES,
 }
 """Bytes of a parameter of the linear layers, by vLLM's name of the method."""
+
+CHECKPOINT_METHODS: Final = (
+    "auto_awq",
+    "auto_gptq",
+    "compressed-tensors",
+    "deepseek_v4_fp8",
+    "fp_quant",
+    "gguf",
+    "gpt_oss_mxfp4",
+    "humming",
+    "inc",
+    "modelopt_mixed",
+    "moe_wna16",
+    "online",
+    "quark",
+    "torchao",
+)
+"""vLLM's other methods (0.19 to 0.33, layers/quantization/__init__.py): what they quantise, and to
+how many bits, is in the checkpoint's configuration."""
 
 MODELOPT_METHODS: Final = {
     "FP8": "modelopt",
@@ -96,6 +121,17 @@ UNQUANTISED_FIELDS: Final = (
 
 KV_SCHEME_BYTES: Final = {"fp8": 1.0, "nvfp4": 9 / 16}
 """Bytes of a value in the KV cache, by the scheme for which the checkpoint has scales."""
+
+
+def is_same_method(name: str, quantisation: str | None) -> bool:
+    """Return whether a method by vLLM's name is the one that a checkpoint has.
+
+    Such as awq_marlin for a checkpoint with AWQ. `quantisation` is None where it has none.
+    """
+    if quantisation is None:
+        return False
+    words = name.replace("-", "_").removeprefix("auto_").removeprefix("gpt_oss_").split("_")
+    return quantisation.startswith(words[0]) or name in CHECKPOINT_METHODS
 
 
 def read_stored_bytes(config: Config) -> float:
@@ -130,7 +166,7 @@ def read_weight_bytes(config: Config, dtype_bytes: float) -> tuple[float | None,
     algorithm = str(quantisation.get("quant_algo") or "").upper()
     if algorithm == "MIXED_PRECISION":
         # Modules are quantised differently: only the size of the files shows their bytes.
-        return None, "mixed precision"
+        return None, "modelopt mixed precision"
     method = str(quantisation.get("quant_method") or "unknown").replace("-", "_")
     if method == "modelopt" and algorithm:
         method = MODELOPT_METHODS.get(algorithm, f"modelopt {algorithm}")

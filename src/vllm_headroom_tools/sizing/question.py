@@ -83,6 +83,14 @@ class Question(Struct, frozen=True, kw_only=True):
     kv_cache_memory_bytes: int | None = None
     enforce_eager: bool = False
     unified_memory: bool = False
+    # How many GPUs of a tensor-parallel group share the tokens of a sequence.
+    decode_context_parallel_size: int = 1
+    # Whether every GPU has the whole encoder (`--mm-encoder-tp-mode data`).
+    has_whole_encoder: bool = False
+    # Whether a draft model is used whose configuration is not given.
+    has_unknown_draft: bool = False
+    # Options of vLLM's that were given and change nothing here.
+    ignored_options: tuple[str, ...] = ()
 
     @property
     def gpus(self) -> int:
@@ -112,7 +120,16 @@ class Question(Struct, frozen=True, kw_only=True):
         if own_bytes is None or draft_bytes is None or adapters_bytes is None:
             return None
         own_on_gpu_bytes = max(0, ceil(own_bytes - self.cpu_offload_bytes))
-        return own_on_gpu_bytes + draft_bytes + adapters_bytes
+        return own_on_gpu_bytes + self._repeated_encoder_bytes + draft_bytes + adapters_bytes
+
+    @property
+    def _repeated_encoder_bytes(self) -> int:
+        """The bytes of an encoder on each GPU beyond its share of one copy."""
+        encoder = self.shape.encoder
+        if encoder is None or encoder.parameters is None or not self.has_whole_encoder:
+            return 0
+        repeated_ratio = 1 - 1 / self.tensor_parallel_size
+        return ceil(encoder.parameters * self.shape.dtype_bytes * repeated_ratio)
 
     @property
     def has_uncounted_weights(self) -> bool:
@@ -205,6 +222,24 @@ def find_problem(question: Question) -> str | None:
         return (
             f"--tensor-parallel-size {ranks} and the model's {kv_heads} KV heads:"
             " one has to divide the other"
+        )
+    context_ranks = question.decode_context_parallel_size
+    if ranks % context_ranks:
+        return (
+            f"--tensor-parallel-size {ranks} is not divisible by"
+            f" --decode-context-parallel-size {context_ranks}"
+        )
+    copies = 1 if shape.latent_width is not None else max(1, ranks // kv_heads)
+    if context_ranks > 1 and shape.latent_width is None and copies % context_ranks:
+        return (
+            f"--decode-context-parallel-size {context_ranks}: with --tensor-parallel-size {ranks}"
+            f" each of the model's {kv_heads} KV heads is kept {copies} times,"
+            " which it has to divide"
+        )
+    if context_ranks > 1 and not shape.has_every_token:
+        return (
+            f"--decode-context-parallel-size {context_ranks}: how layers with a window or a state"
+            " share tokens is not known here"
         )
     if engines > 1 and shape.parameters is None:
         return f"--data-parallel-size {engines}: which weights are experts is not known here"

@@ -37,7 +37,7 @@ ENVIRONMENT = [
     ("ENGINE_MAX_PAGE_BYTES", "0", "got '0', accepts a size such as 4MiB, or a number of bytes from 1 MiB on"),
     ("REPORTED_BYTES", "72", f"got '72' (without a unit it is bytes: 72GiB?), {SIZE}"),
     ("REPORTED_BYTES", "1048575", f"got '1048575' (without a unit it is bytes: 1048575GiB?), {SIZE}"),
-    ("REPORTED_BYTES", "72G", f"got '72G', {SIZE}"),
+    ("REPORTED_BYTES", "72G", f"got '72G' (G has two meanings: 72GiB or 72GB?), {SIZE}"),
     ("REPORTED_BYTES", "7,5GiB", f"got '7,5GiB', {SIZE}"),
     ("REPORTED_BYTES", "-1GiB", f"got '-1GiB', {SIZE}"),
     ("REPORTED_BYTES", "lots", f"got 'lots', {SIZE}"),

@@ -48,7 +48,7 @@ def test_a_parameter_weighs_what_its_quantisation_says(
         ({"quant_method": "modelopt", "quant_algo": "fp8_pb_wo"}, (1.0, "modelopt")),
         ({"quant_method": "modelopt", "quant_algo": "MXFP8"}, (1.03125, "modelopt_mxfp8")),
         ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, (None, "modelopt W4A8_AWQ")),
-        ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, (None, "mixed precision")),
+        ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, (None, "modelopt mixed precision")),
         (
             {"quant_method": "modelopt", "config_groups": {"0": {"weights": {"num_bits": 4, "type": "float"}}}},
             (0.5625, "modelopt 4-bit"),

@@ -72,7 +72,7 @@ def test_a_report_that_cannot_be_written_ends_with_status_2(steady: str, tmp_pat
         ),
         (
             ("--trace", "x", "--max-leak-per-thousand-requests", "1G"),
-            f"--max-leak-per-thousand-requests: got '1G', {A_SIZE}",
+            f"--max-leak-per-thousand-requests: got '1G' (G has two meanings: 1GiB or 1GB?), {A_SIZE}",
         ),
         (
             ("--trace", "x", "--max-discrepancy", "3"),

@@ -153,7 +153,7 @@ def test_kv_heads_are_repeated_when_there_are_more_gpus(capsys: Capsys) -> None:
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        ((), "needs --model-config, or without it --layers, --kv-heads, --head-size; missing: --layers, --kv-heads,"),
+        ((), "needs --model or --model-config, or without them --layers, --kv-heads, --head-size; missing: --layers,"),
         (("--layers", "2"), "missing: --kv-heads, --head-size"),
         ((*of("llama-3.1-70b"), "--tensor-parallel-size", "3"), "does not divide the model's 64 attention heads"),
         (("--model-config", "/nonexistent/config.json"), "it cannot be read: No such file or directory"),
@@ -161,7 +161,7 @@ def test_kv_heads_are_repeated_when_there_are_more_gpus(capsys: Capsys) -> None:
         (("--model-config", __file__), "it is not JSON"),
         (
             (*of("tiny"), "--gpu-memory", "much"),
-            "got 'much', accepts a size such as 80GiB, or a number of bytes from 1 MiB on",
+            "got 'much', accepts a size such as 81559MiB, or a number of bytes from 1 MiB on",
         ),
         ((*of("tiny"), "--gpu-memory", "80"), "got '80' (without a unit it is bytes: 80GiB?), accepts a size"),
         (
@@ -170,9 +170,10 @@ def test_kv_heads_are_repeated_when_there_are_more_gpus(capsys: Capsys) -> None:
         ),
         (
             (*of("tiny"), "--gpu-memory", "0"),
-            "got '0', accepts a size such as 80GiB, or a number of bytes from 1 MiB on",
+            "got '0', accepts a size such as 81559MiB, or a number of bytes from 1 MiB on",
         ),
-        ((*of("tiny"), "--gpu-memory-utilization", "92"), "got '92', accepts a ratio above 0, at most 1"),
+        ((*of("tiny"), "--gpu-memory-utilization", "92"), "got '92' (it is a ratio: 0.92 or 92%?), accepts a ratio"),
+        ((*of("tiny"), "--gpu-memory-utilization", "101%"), "got '101%', accepts a ratio above 0, at most 1"),
         ((*of("tiny"), "--gpu-memory-utilization", "0.9_0"), "got '0.9_0', accepts a ratio above 0, at most 1"),
         ((*of("tiny"), "--gpu-memory-utilization", "nan"), "got 'nan', accepts a ratio above 0, at most 1"),
         ((*of("tiny"), "--max-num-seqs", "-1"), "got '-1', accepts a whole number from 1 to 16777216"),
@@ -181,7 +182,18 @@ def test_kv_heads_are_repeated_when_there_are_more_gpus(capsys: Capsys) -> None:
             (*of("tiny"), "--kv-cache-dtype", "fp9"),
             "--kv-cache-dtype: got 'fp9' (did you mean fp8?), accepts auto, ",
         ),
-        ((*of("tiny"), "--gpu", "80GiB"), "--gpu: not an option, did you mean --gpu-memory?"),
+        (
+            (*of("tiny"), "--gpu", "80GiB"),
+            "--gpu: got '80GiB' (80GiB: not a card that is known here; else --gpu-memory",
+        ),
+        ((*of("tiny"), "--gpu", "A100"), "got 'A100' (there are A100-40GB and A100-80GB), accepts a card"),
+        ((*of("tiny"), "--gpu", "2xH100", "-tp", "4"), "it needs 4 GPUs, and --gpu names 2"),
+        ((*of("tiny"), "--gpus", "H100"), "not an option of plan or of vLLM 0.19 to 0.33, did you mean --gpu?"),
+        ((*of("tiny"), "--hf-overrides", "[1]"), "got '[1]', accepts a JSON object"),
+        (
+            ("--model", "Qwen/Qwen3-33B"),
+            "not a model that is known here, did you mean Qwen/Qwen3-32B?; else --model-config",
+        ),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(words: tuple[str, ...], problem: str, capsys: Capsys) -> None:
@@ -191,6 +203,97 @@ def test_bad_input_is_one_line_and_status_2(words: tuple[str, ...], problem: str
     assert answer.err.startswith("vllm-headroom plan: ")
     assert problem in answer.err
     assert answer.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("text", ["80G", "80Gb", "80 g"])
+def test_a_size_with_two_meanings_gets_a_hint_what_to_type(text: str, capsys: Capsys) -> None:
+    answer = plan(capsys, *of("tiny"), "--gpu-memory", text)
+
+    assert (answer.status, answer.out) == (2, "")
+    assert "has two meanings: 80GiB or 80GB?), accepts a size such as 81559MiB" in answer.err
+
+
+@pytest.mark.parametrize("text", ["80GB", "80 GB"])
+def test_decimal_units_of_a_card_are_noted(text: str, capsys: Capsys) -> None:
+    answer = plan(capsys, *of("tiny"), "--gpu-memory", text)
+
+    assert "80 GB are 74.51 GiB. A card sold with 80 GB has more" in " ".join(answer.out.split())
+    assert "has more" not in plan(capsys, *of("tiny"), "--gpu-memory", "80GiB").out
+
+
+def test_a_percentage_is_a_ratio(capsys: Capsys) -> None:
+    card = (*of("llama-3.1-8b"), "--gpu", "H100", "--json", "--gpu-memory-utilization")
+
+    assert plan(capsys, *card, "90%").out == plan(capsys, *card, "0.9").out
+
+
+def test_named_cards_have_their_memory_and_are_all_used(capsys: Capsys) -> None:
+    by_name = plan(capsys, *of("llama-3.1-70b"), "--gpu", "4xH100", "--json")
+    by_size = plan(capsys, *of("llama-3.1-70b"), "--gpu-memory", "81559MiB", "-tp", "4", "--json")
+
+    assert by_name.status == 0
+    assert by_name.out == by_size.out
+
+
+def test_a_public_model_needs_no_file(capsys: Capsys) -> None:
+    answer = plan(capsys, "--model", "Qwen/Qwen3-32B", "--gpu", "H100", "-tp", "2", "--json")
+
+    # 64 layers x 8 KV heads x 2 x 128 values x 2 bytes, on 2 GPUs; 32.8 billion parameters.
+    assert (answer.status, answer.document["bytes_per_token"]) == (0, 131_072)
+    assert answer.document["weights_bytes"] * 2 == pytest.approx(65.5e9, rel=0.005)
+
+
+def test_decode_context_parallelism_multiplies_the_tokens(capsys: Capsys) -> None:
+    words = ("--model", "deepseek-ai/DeepSeek-R1", "--gpu", "8xH200", "--json")
+    plain = plan(capsys, *words).document
+    shared = plan(capsys, *words, "-dcp", "8").document
+
+    assert shared["kv_capacity_tokens"] == 8 * plain["kv_capacity_tokens"]
+    assert plan(capsys, *of("llama-3.1-8b"), "-tp", "8", "-dcp", "2").status == 2
+    assert "which it has to divide" in plan(capsys, *of("llama-3.1-8b"), "-tp", "8", "-dcp", "2").err
+
+
+def test_a_speculative_head_and_a_draft_take_memory(capsys: Capsys) -> None:
+    card = (*of("llama-3.1-70b"), "--gpu", "4xH100", "--json")
+    plain = plan(capsys, *card).document
+
+    drafted = plan(capsys, *card, "-sc", json.dumps({"model": "meta-llama/Llama-3.1-8B-Instruct"})).document
+    looked_up = plan(capsys, *card, "--speculative-config", '{"method": "ngram"}').document
+    foreign = plan(capsys, *card, "--speculative-config.model", "acme/eagle3-of-llama", "--spec-tokens", "3")
+
+    # 32 layers x 8 KV heads x 2 x 128 values x 2 bytes, on 4 GPUs, and 8.03 billion parameters.
+    assert drafted["bytes_per_token"] - plain["bytes_per_token"] == 32_768
+    assert drafted["weights_bytes"] - plain["weights_bytes"] == pytest.approx(16.06e9 / 4, rel=0.001)
+    assert looked_up["weights_bytes"] == plain["weights_bytes"]
+    assert foreign.status == 2
+    assert "not known is the draft model" in foreign.headline
+
+
+def test_the_own_heads_of_a_model_count_as_further_layers(capsys: Capsys) -> None:
+    words = ("--model", "deepseek-ai/DeepSeek-R1", "--gpu", "8xH200", "--json")
+    plain = plan(capsys, *words).document
+    heads = plan(capsys, *words, "--speculative-config", '{"method": "mtp", "num_speculative_tokens": 1}').document
+
+    assert heads["bytes_per_token"] * 61 == plain["bytes_per_token"] * 62
+    assert heads["weights_bytes"] > plain["weights_bytes"]
+
+
+def test_no_images_and_a_whole_encoder_change_the_weights(capsys: Capsys) -> None:
+    card = ("--model", "Qwen/Qwen3-VL-8B-Instruct", "--gpu", "2xH100", "--json")
+    plain = plan(capsys, *card).document["weights_bytes"]
+    textual = plan(capsys, *card, "--limit-mm-per-prompt", "image=0,video=0").document["weights_bytes"]
+    repeated = plan(capsys, *card, "--mm-encoder-tp-mode", "data").document["weights_bytes"]
+
+    assert textual < plain < repeated
+    assert repeated - plain == plain - textual
+    assert plan(capsys, *card, "--limit-mm-per-prompt.image", "2").document["weights_bytes"] == plain
+
+
+def test_options_without_memory_are_listed_as_not_counted(capsys: Capsys) -> None:
+    answer = plan(capsys, *of("llama-3.1-8b"), "--gpu", "H100", "-O3", "--trust-remote-code", "--seed", "1")
+
+    assert answer.status == 0
+    assert "Not counted: -O3, --trust-remote-code, --seed." in answer.out
 
 
 @pytest.mark.parametrize(
@@ -226,7 +329,7 @@ def test_bad_input_is_one_line_and_status_2(words: tuple[str, ...], problem: str
             0,
             "Beside its budget vLLM takes 0.10 to 0.60 GiB of the card, and 0.48 GiB are left for that.",
         ),
-        (("--max-model-len", "256"), 2, "Cannot tell whether it fits: not known is the card (--gpu-memory)."),
+        (("--max-model-len", "256"), 2, "Cannot tell whether it fits: not known is the card (--gpu or --gpu-memory)."),
     ],
 )
 def test_the_verdict_says_why(words: tuple[str, ...], status: int, sentence: str, capsys: Capsys) -> None:

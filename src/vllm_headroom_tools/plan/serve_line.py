@@ -1,0 +1,290 @@
+"""Find the options of `vllm serve` in what people have of it: a line, a script or a manifest."""
+
+import json
+import re
+import shlex
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from msgspec import Struct
+
+from vllm_headroom.scrape.proc.files import read_command
+from vllm_headroom.text_file import read_file
+from vllm_headroom.yaml_file import NotYamlError, parse_yaml
+from vllm_headroom_tools.options import BadOptions
+
+FILE_LIMIT_BYTES: Final = 2**20
+"""Our choice: how much of a script or manifest is read."""
+
+STANDARD_INPUT: Final = "-"
+
+ASSIGNMENT: Final = re.compile(r"([A-Za-z_]\w*)=(.*)", re.ASCII | re.DOTALL)
+VARIABLE: Final = re.compile(r"\$(?:\{(\w+)(?::?-([^}]*))?\}|\((\w+)\)|(\w+))", re.ASCII)
+"""A variable of a shell, with its default, or of a manifest, $(NAME)."""
+
+IMAGE: Final = re.compile(
+    r"(?![-/~.])[^=\s]*/[^=\s]*vllm[^=\s]*|vllm[\w.-]*:[^/\s]+", re.IGNORECASE
+)
+"""The name of a container image with vLLM, such as vllm/vllm-openai:v0.20.0."""
+
+LINE_END: Final = re.compile(r"[|;&]+|\d?>.*|<.*")
+"""A word at which the shell ends a command or redirects it."""
+
+SHELLS: Final = frozenset({"sh", "bash", "ash", "dash", "zsh"})
+NAME_BYTES: Final = 255
+"""The longest name of a file on Linux (NAME_MAX)."""
+
+CONFIG_OPTION: Final = "--config"
+API_SERVERS: Final = ("vllm.entrypoints.openai.api_server", "api_server.py")
+
+
+def read_serve_line(words: Sequence[str]) -> list[str]:
+    """Return the options of `vllm serve` in these words; the model is the option --model.
+
+    A single word may be `-` for standard input, a file with a script or manifest, or the number of
+    a process. The options of a file after --config are inserted. Raises BadOptions where there is
+    no such line.
+    """
+    return _insert_config_file(_read_words(words))
+
+
+def _read_words(words: Sequence[str]) -> list[str]:
+    """Return the options in a line, or in what a single word names."""
+    if len(words) != 1:
+        return _find_options(words, {}, "the line")
+    word = words[0]
+    if len(word.split()) > 1 and not Path(word[:NAME_BYTES]).exists():
+        # A whole line in quotes.
+        return _read_text(word, "the line")
+    text = _read_source(word)
+    if text is not None:
+        return _read_text(text, word)
+    if word.isdecimal():
+        command = read_command(Path("/proc"), int(word))
+        if not command:
+            raise BadOptions(f"-- {word}: no command line of such a process can be read")
+        if not _is_serving(command):
+            raise BadOptions(f"process {word}: it runs no `vllm serve`")
+        return _find_options(command, {}, f"process {word}")
+    return _find_options(words, {}, "the line")
+
+
+def _insert_config_file(options: list[str]) -> list[str]:
+    """Return the options after those of the YAML file that --config names, which they replace.
+
+    Its keys are names of options; `true` is an option without a value (vLLM 0.33,
+    utils/argparse_utils.py, `load_config_file`).
+    """
+    for index, word in enumerate(options):
+        name, equals_sign, value = word.partition("=")
+        if name != CONFIG_OPTION:
+            continue
+        if not equals_sign:
+            value = "".join(options[index + 1 : index + 2])
+        try:
+            content = parse_yaml(read_file(Path(value), FILE_LIMIT_BYTES), as_text=True).document
+        except OSError as error:
+            raise BadOptions(f"{CONFIG_OPTION} {value}: {error.strerror}") from None
+        except NotYamlError as error:
+            raise BadOptions(f"{CONFIG_OPTION} {value}: {error}") from None
+        if not isinstance(content, dict):
+            raise BadOptions(f"{CONFIG_OPTION} {value}: it has no options in it")
+        file_options = []
+        for key, setting in content.items():
+            file_options += _spell_option(str(key), setting)
+        return [*file_options, *options]
+    return options
+
+
+def _spell_option(key: str, setting: object) -> list[str]:
+    """Return an option of a YAML file as words of a command line."""
+    name = f"--{key.replace('_', '-')}"
+    if setting is None or setting == "true":
+        return [name]
+    if setting == "false":
+        return []
+    if isinstance(setting, list):
+        return [name, *map(str, setting)]
+    if isinstance(setting, dict):
+        return [f"{name}={json.dumps(setting)}"]
+    return [f"{name}={setting}"]
+
+
+def _read_source(word: str) -> str | None:
+    """Return the text of standard input or of a file; None where the word names neither."""
+    try:
+        if word == STANDARD_INPUT:
+            return sys.stdin.buffer.read(FILE_LIMIT_BYTES).decode()
+        if Path(word).is_file():
+            return read_file(Path(word), FILE_LIMIT_BYTES).decode()
+    except OSError as error:
+        raise BadOptions(f"-- {word}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise BadOptions(f"-- {word}: it is no text in UTF-8") from None
+    return None
+
+
+def _read_text(text: str, name: str) -> list[str]:
+    """Return the options in a manifest or a script."""
+    containers = list(_list_containers(text))
+    for container in containers:
+        if _is_serving(container.words):
+            return _find_options(container.words, container.variables, name)
+    if containers:
+        raise BadOptions(f"{name}: none of its containers runs vLLM")
+    variables: dict[str, str] = {}
+    for line in re.sub(r"\\\r?\n", " ", text).splitlines():
+        try:
+            words = shlex.split(line, comments=True)
+        except ValueError as error:
+            if "vllm" in line:
+                raise BadOptions(f"{name}: {error} in {line[:60]!r}") from None
+            continue
+        if _is_serving(words):
+            return _find_options(words, variables, name)
+        for word in words:
+            assignment = ASSIGNMENT.fullmatch(word)
+            if assignment is not None:
+                variables[assignment[1]] = _expand(assignment[2], variables)
+    raise BadOptions(f"{name}: there is no `vllm serve` in it")
+
+
+class Container(Struct, frozen=True):
+    """A container of a manifest or compose file."""
+
+    # What it runs, after the name of its image.
+    words: list[str]
+    # Its environment.
+    variables: dict[str, str]
+
+
+def _list_containers(text: str) -> Iterator[Container]:
+    """Yield the containers of a manifest or compose file."""
+    for document in re.split(r"(?m)^---.*$", text):
+        try:
+            content = parse_yaml(document.encode(), as_text=True).document
+        except NotYamlError:
+            continue
+        yield from _find_containers(content)
+
+
+def _find_containers(content: object) -> Iterator[Container]:
+    """Yield the containers in a part of a document: mappings with an image."""
+    parts: Iterable[object] = ()
+    if isinstance(content, list):
+        parts = content
+    elif isinstance(content, dict) and isinstance(content.get("image"), str):
+        yield _read_container(content)
+    elif isinstance(content, dict):
+        parts = content.values()
+    for part in parts:
+        yield from _find_containers(part)
+
+
+def _read_container(container: Mapping[str, Any]) -> Container:
+    """Return what a container runs, and its variables."""
+    words: list[str] = []
+    for field in ("image", "entrypoint", "command", "args"):
+        value = container.get(field)
+        if isinstance(value, str):
+            words += _split_words(value, field)
+        elif isinstance(value, list):
+            words += [str(word) for word in value]
+    variables: dict[str, str] = {}
+    for field in ("env", "environment"):
+        variables |= _read_variables(container.get(field))
+    return Container(words, variables)
+
+
+def _split_words(text: str, field: str) -> list[str]:
+    """Return the words of a container's field; raise BadOptions for an open quotation."""
+    if field == "image":
+        # The name may be a variable of Helm or Compose with spaces in it.
+        return [text]
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise BadOptions(f"{field} of a container: {error} in {text[:60]!r}") from None
+
+
+def _read_variables(entries: object) -> dict[str, str]:
+    """Return an environment: a mapping, a list of Kubernetes' pairs, or a list of NAME=VALUE."""
+    if isinstance(entries, dict):
+        return {str(name): str(value) for name, value in entries.items()}
+    variables: dict[str, str] = {}
+    if not isinstance(entries, list):
+        return variables
+    for entry in entries:
+        if isinstance(entry, dict) and isinstance(entry.get("value"), str):
+            variables[str(entry.get("name"))] = entry["value"]
+        elif isinstance(entry, str) and "=" in entry:
+            name, _, value = entry.partition("=")
+            variables[name] = value
+    return variables
+
+
+def _is_serving(words: Sequence[str]) -> bool:
+    """Return whether the words start a server of vLLM, directly, in a shell or in a container."""
+    if _find_start(words) is not None:
+        return True
+    script = _find_script(words)
+    return script is not None and ("vllm serve" in script or API_SERVERS[0] in script)
+
+
+def _find_options(words: Sequence[str], variables: Mapping[str, str], name: str) -> list[str]:
+    """Return the words after the server's name, with the model as the option --model."""
+    script = _find_script(words)
+    if script is not None:
+        assignments = "".join(f"{key}={shlex.quote(value)}\n" for key, value in variables.items())
+        return _read_text(assignments + script, name)
+    start = _find_start(words)
+    if start is None:
+        # The arguments alone, as of a container whose image starts the server.
+        start = 0
+        while start < len(words) and ASSIGNMENT.fullmatch(words[start]) and words[start][0] != "-":
+            start += 1
+        if start < len(words) and not words[start].startswith("-") and "/" not in words[start]:
+            raise BadOptions(f"{name}: there is no `vllm serve` in it")
+    options = []
+    for word in words[start:]:
+        if LINE_END.fullmatch(word):
+            break
+        options.append(_expand(word, variables))
+    if options and not options[0].startswith("-"):
+        return [f"--model={options[0]}", *options[1:]]
+    return options
+
+
+def _find_script(words: Sequence[str]) -> str | None:
+    """Return what a shell is given to run with -c; None without a shell."""
+    for index, word in enumerate(words[:-2]):
+        is_shell = word.rpartition("/")[2] in SHELLS
+        if is_shell and re.fullmatch(r"-[a-z]*c", words[index + 1]):
+            return words[index + 2]
+    return None
+
+
+def _find_start(words: Sequence[str]) -> int | None:
+    """Return the place of the first word after the server's name; None where there is none."""
+    for index, word in enumerate(words):
+        if word.endswith(API_SERVERS):
+            return index + 1
+        previous_word = words[index - 1] if index else ""
+        if word == "serve" and previous_word.rpartition("/")[2] == "vllm":
+            return index + 1
+    for index, word in enumerate(words):
+        if IMAGE.fullmatch(word):
+            return index + 1
+    return None
+
+
+def _expand(word: str, variables: Mapping[str, str]) -> str:
+    """Return a word with its variables' values; a variable without a value stays as it is."""
+
+    def replace(match: re.Match[str]) -> str:
+        name = match[1] or match[3] or match[4]
+        return variables.get(name) or match[2] or match[0]
+
+    return VARIABLE.sub(replace, word)

@@ -1,0 +1,144 @@
+"""The memory of GPUs by their names."""
+
+import re
+from typing import Final
+
+from msgspec import Struct
+
+from vllm_headroom.inputs import describe_unknown
+from vllm_headroom.units import MIB, RefusedError
+
+
+class Card(Struct, frozen=True, kw_only=True):
+    """A kind of GPU."""
+
+    name: str
+    # What NVML shows as its total; with unified memory the machine's MemTotal.
+    memory_bytes: int
+    has_unified_memory: bool = False
+    # Whether vLLM's server takes its defaults for a small card (engine/arg_utils.py,
+    # `get_batch_defaults`: "a100" in the device's name).
+    has_small_defaults: bool = False
+
+
+class GpuChoice(Struct, frozen=True, kw_only=True):
+    """A kind of GPU, and how many there are; None where only the kind is named."""
+
+    card: Card
+    count: int | None
+
+
+TOTALS_MIB: Final = {
+    "T4": 15360,
+    "V100-16GB": 16384,
+    "V100-32GB": 32768,
+    "A10": 23028,
+    "A10G": 23028,
+    "A30": 24576,
+    "A40": 46068,
+    "A100-40GB": 40960,
+    "A100-80GB": 81920,
+    "L4": 23034,
+    "L40": 46068,
+    "L40S": 46068,
+    "H20": 97871,
+    "H100": 81559,
+    "H100 NVL": 95830,
+    "GH200": 97871,
+    "H200": 143771,
+    "B200": 183359,
+    "GB200": 189471,
+    "B300": 275040,
+    "GB300": 284208,
+    "RTX 3090": 24576,
+    "RTX 4090": 24564,
+    "RTX 5090": 32607,
+    "RTX A6000": 49140,
+    "RTX 6000 Ada": 49140,
+    "RTX PRO 6000": 97887,
+    "MI250X": 65520,
+    "MI300X": 196592,
+    "MI325X": 262128,
+    "MI350X": 294896,
+    "MI355X": 294896,
+}
+"""MiB in all that `nvidia-smi` prints of a card, or `amd-smi` of a device, with ECC as delivered:
+outputs in public issues and vendors' forums. Drivers differ by some ten MiB."""
+
+GB10_MIB: Final = 122_572
+"""MemTotal of a DGX Spark, 119.7 GiB: /proc/meminfo in public issues. NVML shows no total."""
+
+
+def _list_cards() -> tuple[Card, ...]:
+    cards = [
+        Card(
+            name=name,
+            memory_bytes=total_mib * MIB,
+            has_small_defaults=name.startswith("A100"),
+        )
+        for name, total_mib in TOTALS_MIB.items()
+    ]
+    gb10 = Card(name="GB10", memory_bytes=GB10_MIB * MIB, has_unified_memory=True)
+    return (*cards, gb10)
+
+
+CARDS: Final = _list_cards()
+
+MAKERS_WORDS: Final = re.compile(
+    "nvidia|amd|instinct|geforce|tesla|rtx|gpu|tensor|core|sxm\\d?|pcie|oam|hbm\\de?"
+    "|blackwell|server|workstation|edition|generation|dgx|spark"
+)
+"""Words of a card's full name, as NVML shows it, by which kinds of equal memory differ."""
+
+COUNTED_NAME: Final = re.compile(r"(?:(\d{1,5}) ?[xX*] ?)?(\S.*)", re.ASCII | re.DOTALL)
+MEMORY_WORD: Final = re.compile(r"\d+g(?:i?b)?", re.ASCII)
+
+
+def parse_gpus_by_name(text: str) -> GpuChoice:
+    """Return the GPUs of a text such as H100 or 8xH100; raise RefusedError for an unknown name.
+
+    A card's name may be written as NVML shows it, such as "NVIDIA H100 80GB HBM3".
+    """
+    match = COUNTED_NAME.fullmatch(text.strip())
+    if match is None:
+        raise RefusedError("it names no card")
+    card = _find_card(match[2])
+    count = None
+    if match[1] is not None:
+        count = int(match[1])
+        if count == 0:
+            raise RefusedError("it is no card")
+    return GpuChoice(card=card, count=count)
+
+
+def _find_card(text: str) -> Card:
+    """Return the card of this name; raise RefusedError for an unknown or ambiguous one."""
+    key = _build_key(text)
+    by_key = {_build_key(card.name): card for card in CARDS}
+    if key in by_key:
+        return by_key[key]
+    # The name of a kind with one size may have the size in it.
+    words = [word for word in _split_words(text) if not MEMORY_WORD.fullmatch(word)]
+    key_without_size = "".join(words)
+    if key_without_size in by_key:
+        return by_key[key_without_size]
+    sizes = [card.name for card in CARDS if key and _build_key(card.name).startswith(f"{key}")]
+    if len(sizes) > 1 and all("GB" in name for name in sizes):
+        raise RefusedError(f"there are {' and '.join(sizes)}")
+    hint = describe_unknown(text, [card.name for card in CARDS], "a card that is known here")
+    raise RefusedError(f"{hint.removesuffix(', see --help')}; else --gpu-memory SIZE")
+
+
+def _build_key(text: str) -> str:
+    """Return the name without the maker's words, case and punctuation."""
+    words = []
+    for word in _split_words(text):
+        size = MEMORY_WORD.fullmatch(word)
+        words.append(f"{word.rstrip('gib')}gb" if size else word)
+    return "".join(words)
+
+
+def _split_words(text: str) -> list[str]:
+    words = re.findall(r"[a-z0-9]+", text.lower())
+    words = [word.removeprefix("rtx") or word for word in words]
+    return [word for word in words if not MAKERS_WORDS.fullmatch(word)]

@@ -1,0 +1,40 @@
+"""Public models by name: the fields of their configurations that decide the memory."""
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+from vllm_headroom.inputs import describe_unknown
+from vllm_headroom_tools.sizing.config_fields import Config
+
+TABLE: Final = Path(__file__).with_name("public_models.json")
+"""A configuration by each model's name on the Hugging Face hub, reduced to the fields that are read
+here. `python -m tests.unit.sizing.reduce_models` wrote it from the public config.json files."""
+
+
+@cache
+def list_public_models() -> dict[str, Config]:
+    """Return the configurations by name; a name of another model has that one's configuration."""
+    table = json.loads(TABLE.read_text(encoding="utf-8"))
+    models: dict[str, Config] = dict(table["models"])
+    for alias, name in table["same"].items():
+        models[alias] = models[name]
+    return models
+
+
+def find_public_model(name: str) -> Config | str:
+    """Return the configuration of the model of this name, or a sentence on why there is none.
+
+    Case does not count, and the owner may be left out where that is not ambiguous.
+    """
+    models = list_public_models()
+    wanted = name.strip("/").lower()
+    for known_name, config in models.items():
+        if known_name.lower() == wanted:
+            return config
+    same_ends = [known for known in models if known.lower().rpartition("/")[2] == wanted]
+    if len(same_ends) == 1:
+        return models[same_ends[0]]
+    problem = describe_unknown(name, models, "a model that is known here")
+    return f"{problem.removesuffix(', see --help')}; else --model-config with its config.json"
