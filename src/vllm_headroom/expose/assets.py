@@ -5,7 +5,7 @@ import hashlib
 from typing import Final
 from urllib.parse import quote
 
-from vllm_headroom.expose.drawing import STYLE, pack_style
+from vllm_headroom.expose.drawing import STYLE, THEME_RULES, pack_style
 from vllm_headroom.vocabulary import Level
 
 _LEVEL_RULES: Final = "".join(
@@ -39,15 +39,30 @@ svg{display:block;width:100%;height:11rem;border-top:1px solid var(--line)}
 .strip svg{height:2.5rem}
 .rooms svg{height:4rem}
 .axis{display:flex;gap:.5rem;justify-content:space-between;color:var(--dim);font-size:.85rem}
-.axis.ahead span{flex:1;text-align:right}
-.axis.ahead span:first-child{text-align:left}
+.plot{display:grid;grid-template-columns:4.2rem 1fr;margin-top:.5rem}
+.values{display:flex;flex-direction:column;justify-content:space-between;text-align:right;
+  font-size:.75rem;line-height:1;margin:-.4rem .5rem -.4rem 0;color:var(--dim)}
+.rooms .values span:nth-child(2n){display:none}
+.rooms .ticks text:nth-child(2n){display:none}
+.plot .ticks{grid-column:2;height:1.2rem;border:0;overflow:visible}
+.reading{position:relative;min-width:0}
+.reading output{position:absolute;top:.2rem;padding:.1rem .4rem;font-size:.85rem;
+  background:var(--ground);border:1px solid var(--line);pointer-events:none}
 .key{font-size:.85rem;color:var(--dim)}
 .key span{margin-right:1rem;display:inline-block}
 .key i{display:inline-block;width:1.2rem;margin-right:.3rem;border-top:.2rem solid var(--room);
   vertical-align:middle}
 .key .low{border-top:1px solid var(--peak)}
 .key .to{border-top:.15rem dashed var(--alarm)}
-.key .at{width:0;height:.9rem;border:0;border-left:2px dashed var(--dim)}
+.key .area{height:.7rem;border:0;background:var(--alarm);opacity:.25}
+.key .at{width:0;height:.9rem;border:0;border-left:2px dashed var(--alarm)}
+.key .now{width:0;height:.9rem;border:0;border-left:2px solid var(--ink)}
+code{font-size:.9em;background:color-mix(in srgb,var(--line) 35%,transparent);padding:.1rem .3rem;
+  border-radius:.2rem}
+button{font:inherit;font-size:.85rem;color:inherit;background:none;border:1px solid var(--line);
+  border-radius:.3rem;padding:.05rem .5rem;cursor:pointer}
+.more{margin-top:1rem}
+summary h2{display:inline;margin:0}
 .wide{overflow-x:auto}
 table{border-collapse:collapse;width:100%}
 th,td{text-align:left;padding:.3rem .6rem .3rem 0;border-bottom:1px solid var(--line);
@@ -72,18 +87,124 @@ th,td{text-align:left;padding:.3rem .6rem .3rem 0;border-bottom:1px solid var(--
   svg{break-inside:avoid}
 }
 """)
-PAGE_STYLE: Final = f"{STYLE}{_HEAD_RULES}{_LEVEL_RULES}{_BODY_RULES}"
+PAGE_STYLE: Final = f"{STYLE}{THEME_RULES}{_HEAD_RULES}{_LEVEL_RULES}{_BODY_RULES}"
 """The whole style of the page; of two rules of the same weight the later one counts."""
 
 SCRIPT: Final = """\
 (() => {
-  const focusable = () => [...document.querySelectorAll("a,summary,[tabindex]")];
+  const root = document.documentElement;
+  const pad = (number) => String(number).padStart(2, "0");
+  const clock = (date) => `${pad(date.getHours())}:${pad(date.getMinutes())}`;
+  const day = (date) => `${date.getFullYear()}-${pad(date.getMonth() + 1)}-${pad(date.getDate())}`;
+  const localize = (page) => {
+    for (const time of page.querySelectorAll("time")) {
+      const date = new Date(time.dateTime);
+      time.title = time.textContent;
+      time.textContent = `${day(date)} ${clock(date)}:${pad(date.getSeconds())}`;
+    }
+    for (const tick of page.querySelectorAll("[data-time]")) {
+      const date = new Date(1000 * tick.dataset.time);
+      const shown = clock(date);
+      tick.textContent = shown === "00:00" ? day(date).slice(5) : shown;
+    }
+    const zone = Intl.DateTimeFormat().resolvedOptions().timeZone;
+    for (const note of page.querySelectorAll(".zone")) {
+      if (zone !== "UTC") note.textContent = `Times are in ${zone}; the pointer shows UTC.`;
+    }
+    if (navigator.clipboard) {
+      for (const button of page.querySelectorAll(".copy")) button.hidden = false;
+    }
+  };
+
+  const nearest = (plot, x) => {
+    for (const path of plot.querySelectorAll(".line,.ahead")) {
+      for (const part of path.getAttribute("d").split("M")) {
+        const points = [...part.matchAll(/([\\d.]+) ([\\d.]+)/g)].map((m) => [+m[1], +m[2]]);
+        const place = points.findIndex((point) => point[0] >= x);
+        if (place < 0 || (place === 0 && points[0][0] > x + 1)) continue;
+        const [endX, endY] = points[place];
+        const [startX, startY] = points[Math.max(0, place - 1)];
+        const share = endX > startX ? (x - startX) / (endX - startX) : 1;
+        return startY + share * (endY - startY);
+      }
+    }
+    return null;
+  };
+  const show = (plot, share) => {
+    const svg = plot.querySelector("svg");
+    const [, , width, height] = svg.getAttribute("viewBox").split(" ").map(Number);
+    const {begin, end, top, unit} = plot.dataset;
+    const x = width * share;
+    const y = nearest(plot, x);
+    const value = y === null ? null : top * (1 - y / height);
+    let text = "not known";
+    if (value !== null) text = unit ? `${(value / 2 ** 30).toFixed(2)} GiB` : value.toFixed(0);
+    const date = new Date(1000 * (Number(begin) + share * (end - begin)));
+    let cross = svg.querySelector(".cross");
+    if (!cross) {
+      cross = svg.appendChild(document.createElementNS(svg.namespaceURI, "line"));
+      cross.setAttribute("class", "cross");
+      cross.setAttribute("y2", height);
+    }
+    cross.setAttribute("x1", x);
+    cross.setAttribute("x2", x);
+    const box = plot.querySelector("output") ?? plot.appendChild(document.createElement("output"));
+    box.textContent = `${day(date)} ${clock(date)}: ${text}`;
+    box.style.left = share < 0.5 ? `${100 * share + 1}%` : "";
+    box.style.right = share < 0.5 ? "" : `${100 * (1 - share) + 1}%`;
+    plot.dataset.share = share;
+  };
+  const clear = (plot) => {
+    plot.querySelector(".cross")?.remove();
+    plot.querySelector("output")?.remove();
+  };
+  document.addEventListener("pointermove", (event) => {
+    const plot = event.target.closest?.(".reading");
+    document.querySelectorAll(".reading").forEach((other) => other === plot || clear(other));
+    if (!plot) return;
+    const box = plot.getBoundingClientRect();
+    show(plot, Math.min(1, Math.max(0, (event.clientX - box.left) / box.width)));
+  });
+  document.addEventListener("keydown", (event) => {
+    const plot = event.target.closest?.(".reading");
+    const step = {ArrowLeft: -0.01, ArrowRight: 0.01}[event.key];
+    if (!plot || !step) return;
+    event.preventDefault();
+    const share = Number(plot.dataset.share ?? (step < 0 ? 1 : 0));
+    show(plot, Math.min(1, Math.max(0, share + step)));
+  });
+  document.addEventListener("click", async (event) => {
+    if (event.target.id === "theme") {
+      const isDark = getComputedStyle(root).getPropertyValue("--ground").trim() === "#0d1117";
+      root.dataset.theme = isDark ? "light" : "dark";
+      localStorage.setItem("theme", root.dataset.theme);
+    }
+    if (event.target.matches(".copy")) {
+      await navigator.clipboard.writeText(event.target.previousElementSibling.textContent);
+      event.target.textContent = "Copied";
+    }
+  });
+  try {
+    const theme = localStorage.getItem("theme");
+    if (theme) root.dataset.theme = theme;
+    document.getElementById("theme").hidden = false;
+  } catch {
+    // A browser that stores nothing follows the system's theme.
+  }
+
+  const focusable = () => [...document.querySelectorAll("a,summary,button,[tabindex]")];
   const replace = (old, fresh) => {
-    const wasOpen = [...old.querySelectorAll("details")].map((details) => details.open);
-    fresh.querySelectorAll("details").forEach((details, place) => {
-      details.open = wasOpen[place] ?? details.open;
+    const opened = (part) => [part, ...part.querySelectorAll("details")];
+    const wasOpen = opened(old).map((details) => details.open);
+    opened(fresh).forEach((details, place) => {
+      if (details.tagName === "DETAILS") details.open = wasOpen[place] ?? details.open;
     });
     old.replaceWith(fresh);
+  };
+  const isSame = (old, fresh) => {
+    if (old.querySelector("output")) return true;
+    if (old.tagName === "DETAILS" && old.innerHTML === fresh.innerHTML) return true;
+    return old.outerHTML === fresh.outerHTML;
   };
   const update = async () => {
     if (document.hidden || getSelection().type === "Range") return;
@@ -92,13 +213,14 @@ SCRIPT: Final = """\
       const answer = await fetch(location.href, {cache: "no-store"});
       if (!answer.ok) throw new Error(answer.status);
       const next = new DOMParser().parseFromString(await answer.text(), "text/html");
+      localize(next);
       const focused = focusable().indexOf(document.activeElement);
       for (const part of ["header", "main"]) {
         const old = [...document.querySelector(part).children];
         const fresh = [...next.querySelector(part).children];
         if (old.length === fresh.length) {
           old.forEach((child, place) => {
-            if (child.outerHTML !== fresh[place].outerHTML) replace(child, fresh[place]);
+            if (!isSame(child, fresh[place])) replace(child, fresh[place]);
           });
         } else {
           replace(document.querySelector(part), next.querySelector(part));
@@ -112,11 +234,13 @@ SCRIPT: Final = """\
       age.textContent = `No answer from the sidecar since ${since}: what follows is old.`;
     }
   };
+  localize(document);
   setInterval(update, 1000 * document.body.dataset.seconds);
 })();
 """
-"""Loads the page again and again, and replaces the elements that have changed. The scroll position,
-the focus, a selection and opened lines stay."""
+"""Shows times in the reader's zone and values under the pointer or by arrow keys, copies commands,
+switches the theme, and loads the page again and again to replace the elements that have changed.
+The scroll position, the focus, a selection, opened lines and a value that is being read stay."""
 
 
 def _hash(text: str) -> str:

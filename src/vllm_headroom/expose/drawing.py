@@ -3,12 +3,13 @@
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from html import escape
-from math import ceil, inf
+from math import ceil, floor, inf, log10
 from operator import itemgetter
 from typing import Any, Final
 
 from msgspec import Struct
 
+from vllm_headroom.units import DAY_SECONDS, HOUR_SECONDS
 from vllm_headroom.vocabulary import CONTROLS
 
 Point = tuple[float, float | None]
@@ -26,18 +27,29 @@ def pack_style(text: str) -> str:
     return "".join(line.strip() for line in text.splitlines())
 
 
-STYLE: Final = pack_style("""
-:root{--ink:#1b1f24;--dim:#57606a;--line:#d0d7de;--ground:#fff;--good:#1a7f37;--unknown:#57606a;
-  --warning:#8a5a00;--alarm:#b42318;--room:#0969da;--peak:#8250df}
-@media(prefers-color-scheme:dark){
-  :root{--ink:#e6edf3;--dim:#9ba6b2;--line:#30363d;--ground:#0d1117;--good:#4ac26b;
-    --unknown:#9ba6b2;--warning:#e3b341;--alarm:#ff8177;--room:#6cb6ff;--peak:#c297ff}
-}
+_LIGHT: Final = """--ink:#1b1f24;--dim:#57606a;--line:#d0d7de;--ground:#fff;--good:#1a7f37;
+--unknown:#57606a;--warning:#8a5a00;--alarm:#b42318;--room:#0969da;--peak:#8250df"""
+_DARK: Final = """--ink:#e6edf3;--dim:#9ba6b2;--line:#30363d;--ground:#0d1117;--good:#4ac26b;
+--unknown:#9ba6b2;--warning:#e3b341;--alarm:#ff8177;--room:#6cb6ff;--peak:#c297ff"""
+
+THEME_RULES: Final = pack_style(
+    f":root[data-theme=light]{{color-scheme:light;{_LIGHT}}}"
+    f":root[data-theme=dark]{{color-scheme:dark;{_DARK}}}"
+)
+"""The colours of a theme that a reader has chosen, whatever the system's is."""
+
+STYLE: Final = pack_style(f"""
+:root{{{_LIGHT}}}
+@media(prefers-color-scheme:dark){{:root{{{_DARK}}}}}
+""") + pack_style("""
 svg .area{fill:var(--room);fill-opacity:.18}
 svg .line{fill:none;stroke:var(--room);stroke-width:2}
 svg .peak{fill:none;stroke:var(--peak);stroke-width:1}
 svg .zero{stroke:var(--alarm);stroke-width:3}
-svg .mark{stroke:var(--dim);stroke-dasharray:3 3}
+svg .mark{stroke:var(--alarm);stroke-dasharray:3 3}
+svg .now{stroke:var(--ink)}
+svg .grid{stroke:var(--line)}
+svg .cross{stroke:var(--ink);stroke-dasharray:1 2}
 svg .ahead{stroke:var(--alarm);stroke-width:2;stroke-dasharray:6 4;fill:none}
 svg .edge{fill:var(--alarm);fill-opacity:.15}
 svg path,svg line{vector-effect:non-scaling-stroke}
@@ -55,12 +67,26 @@ MARGIN: Final = 1.15
 """Our choice: how far a picture reaches beyond the highest value, or beyond the forecast's end, as
 a multiple of these."""
 
-PAST_SHARE: Final = 2 / 3
-"""Our choice: with a forecast, the past has two thirds of the width."""
-
 SCALE_QUANTILE: Final = 0.9
 """The quantile of the values that sets the scale. It is not the highest value, because the card is
 empty for minutes while an engine starts."""
+
+
+GRID_PARTS: Final = 4
+"""Our choice: the parts into which lines divide the height of a figure."""
+
+ROUND_DIGITS: Final = (1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 7.5, 8.0, 10.0)
+"""The first digits of round numbers: their quarters, halves and multiples are easy to read."""
+
+TICK_SECONDS: Final = (
+    *(60.0 * minutes for minutes in (1, 2, 5, 10, 15, 30)),
+    *(HOUR_SECONDS * hours for hours in (1, 2, 3, 4, 6, 12)),
+    *(DAY_SECONDS * days for days in (1, 2, 5, 10, 30)),
+)
+"""The distances of ticks that people read on a clock or a calendar."""
+
+MOST_TICKS: Final = 6
+"""Our choice: with more, their texts would touch on a phone of 390 pixels."""
 
 
 def find_top(values: Iterable[float | None], *, limit: float | None = None) -> float:
@@ -78,8 +104,7 @@ def find_top(values: Iterable[float | None], *, limit: float | None = None) -> f
 class Frame(Struct, frozen=True, kw_only=True):
     """Maps times from `begin` to `end` and values from 0 to `top` to a box of `width` by `height`.
 
-    Without `now` the time has one scale. With `now`, later times are mapped to the right third of
-    the box, so that the whole forecast fits however long it is.
+    The time has one scale, so that a forecast has the slope of the curve that it continues.
     """
 
     begin: float
@@ -87,21 +112,12 @@ class Frame(Struct, frozen=True, kw_only=True):
     top: float
     width: float = 1000.0
     height: float = 200.0
-    now: float | None = None
 
     def x(self, seconds: float) -> float:
         """Return the distance of a time from the left."""
         # A span of no length is divided by 1: then its only time lies at the left edge.
-        past_seconds = seconds - self.begin
-        if self.now is None:
-            whole_seconds = self.end - self.begin or 1.0
-            return self.width * past_seconds / whole_seconds
-        if seconds <= self.now:
-            known_seconds = self.now - self.begin or 1.0
-            return PAST_SHARE * self.width * past_seconds / known_seconds
-        future_seconds = self.end - self.now or 1.0
-        future_share = (seconds - self.now) / future_seconds
-        return self.width * (PAST_SHARE + (1 - PAST_SHARE) * future_share)
+        span_seconds = self.end - self.begin or 1.0
+        return self.width * (seconds - self.begin) / span_seconds
 
     def y(self, value: float) -> float:
         """Return the distance of a value from the upper edge; values above the top lie on it."""
@@ -186,12 +202,47 @@ def draw_zero(frame: Frame) -> str:
     return f'<line class="zero" x1="0" x2="{right}" y1="{bottom}" y2="{bottom}"/>'
 
 
-def draw_mark(frame: Frame, seconds: float) -> str:
-    """Return a vertical line at a time; empty where the time is outside the frame."""
+def draw_mark(frame: Frame, seconds: float, *, kind: str = "mark") -> str:
+    """Return a vertical line at a time, of class `kind` in STYLE.
+
+    Empty where the time is outside the frame.
+    """
     if not frame.begin <= seconds <= frame.end:
         return ""
     x = f"{frame.x(seconds):.1f}"
-    return f'<line class="mark" x1="{x}" x2="{x}" y1="0" y2="{frame.height:.0f}"/>'
+    return f'<line class="{kind}" x1="{x}" x2="{x}" y1="0" y2="{frame.height:.0f}"/>'
+
+
+def draw_grid(frame: Frame, times: Iterable[float]) -> str:
+    """Return a horizontal line at each quarter of the top, and a vertical line at each time."""
+    right = f"{frame.width:.0f}"
+    lines = []
+    for quarter in range(GRID_PARTS):
+        y = f"{frame.height * quarter / GRID_PARTS:.1f}"
+        lines.append(f'<line class="grid" x1="0" x2="{right}" y1="{y}" y2="{y}"/>')
+    lines += [draw_mark(frame, seconds, kind="grid") for seconds in times]
+    return "".join(lines)
+
+
+def round_top(top: float, unit: float) -> float:
+    """Return the lowest top, at least `top`, whose quarters are round multiples of a unit.
+
+    `unit` is the size of one unit, such as a GiB.
+    """
+    step = top / GRID_PARTS / unit
+    power = 10.0 ** floor(log10(step))
+    digits = next((digits for digits in ROUND_DIGITS if digits * power >= step), 10.0)
+    return GRID_PARTS * digits * power * unit
+
+
+def list_ticks(begin: float, end: float) -> list[float]:
+    """Return the round times between two times, at most MOST_TICKS; empty beyond some months."""
+    for step_seconds in TICK_SECONDS:
+        first = ceil(begin / step_seconds)
+        last = floor(end / step_seconds)
+        if last - first < MOST_TICKS:
+            return [step_seconds * number for number in range(first, last + 1)]
+    return []
 
 
 def draw_forecast(frame: Frame, forecast: Forecast) -> str:

@@ -8,14 +8,27 @@ from msgspec import Struct
 from vllm_headroom import catalog
 from vllm_headroom.expose import drawing as svg
 from vllm_headroom.expose.drawing import MARGIN, Curve, Forecast, Frame, escape_text
+from vllm_headroom.expose.times import render_time
 from vllm_headroom.expose.view import View
 from vllm_headroom.model import GpuReading, HostMemory, Snapshot, find_part
-from vllm_headroom.units import HOUR_SECONDS, format_duration, format_size, to_datetime
+from vllm_headroom.units import (
+    DAY_SECONDS,
+    GIB,
+    HOUR_SECONDS,
+    MIB,
+    format_duration,
+    format_instant,
+    format_size,
+    to_datetime,
+)
 from vllm_headroom.vocabulary import Level
 
 MOST_COLUMNS: Final = 480
 """The columns of all curves together. A column has two points of 10 characters each: together they
-take 10 kB, and the page stays below 60 kB."""
+take 10 kB, and the page stays below 90 kB."""
+
+EDGE_PERCENT: Final = 4
+"""Our choice: a tick so near to an edge has its text inside the plot."""
 
 LEAST_COLUMNS: Final = 32
 """Our choice: the fewest columns of one curve. With fewer, the course of a day is not visible."""
@@ -24,11 +37,23 @@ MOST_DRAWN_GPUS: Final = 16
 """Our choice: how many GPUs have a figure; further GPUs have only verdicts and rows in tables."""
 
 LEGEND: Final = (
-    "<span><i class=free></i>free memory</span>"
-    "<span><i class=low></i>its lowest value per minute</span>"
-    "<span><i class=to></i>forecast until memory is full, with the earliest time</span>"
-    "<span><i class=at></i>an alarm, or now</span>"
+    ("line", "free", "free memory"),
+    ("peak", "low", "its lowest value per minute"),
+    ("ahead", "to", "forecast until memory is full"),
+    ("edge", "area", "from the earliest time on"),
+    ("mark", "at", "an alarm"),
+    ("now", "now", "now"),
 )
+"""For each kind of shape: its class in a picture, the class of its sample in the legend, and its
+meaning."""
+
+PAST_FACTOR: Final = 3
+"""Our choice: with a forecast, the picture shows at most this many times its length of the past, so
+that the forecast takes at least a quarter of the width."""
+
+FUTURE_FACTOR: Final = 2
+"""Our choice: the picture shows at most this many times the length of the past as forecast. A
+longer forecast leaves the picture at the right."""
 
 
 class _Room(Struct, frozen=True, kw_only=True):
@@ -73,13 +98,23 @@ def draw_figures(view: View, snapshot: Snapshot) -> Iterator[str]:
     rooms = sorted(_list_rooms(view, snapshot), key=lambda room: room.rank)
     figures = [_draw_room(view, room, now, columns) for room in rooms]
     if figures:
-        yield f"{figures[0].html}<p class=key>{LEGEND}</p>"
+        yield f"{figures[0].html}{_render_legend(figures[0].html)}"
     running_curve = view.history.read_curve("running")
     if len(running_curve[0]) > 1:
         yield _draw_load(running_curve, columns, now, figures[0].frame if figures else None)
     if len(figures) > 1:
         small_figures = "".join(figure.html for figure in figures[1:])
         yield f"<div class=rooms>{small_figures}</div>"
+
+
+def _render_legend(figure: str) -> str:
+    """Return the meaning of each kind of shape that a figure has."""
+    entries = "".join(
+        f"<span><i class={sample}></i>{meaning}</span>"
+        for kind, sample, meaning in LEGEND
+        if f'class="{kind}"' in figure
+    )
+    return f"<p class=key>{entries}<span class=zone>Times are in UTC.</span></p>"
 
 
 def _count_columns(view: View, snapshot: Snapshot) -> int:
@@ -158,43 +193,61 @@ def _draw_room(view: View, room: _Room, now: float, columns: int) -> _Figure:
             seconds=room.left_seconds,
             earliest_seconds=room.earliest_seconds,
         )
-        # At least the last hour: a short past would be stretched to two thirds of the width.
-        begin = min(begin, now - HOUR_SECONDS)
-        end = now + MARGIN * max(forecast.seconds, 1.0)
+        begin, end = _choose_span(begin, now, forecast.seconds)
     past = svg.thin_curve(room.free_curve, columns, begin=begin)
     peaks = svg.thin_curve(room.peak_curve, columns, begin=begin)
     if past and room.free_bytes is not None:
         past[-1].append((now, room.free_bytes))
-    frame = Frame(
-        begin=begin,
-        end=end,
-        top=svg.find_top(
-            (value for stretch in past for _, value in stretch),
-            limit=None if room.free_bytes is None else room.total_bytes,
-        ),
-        now=None if forecast is None else now,
+    usual_top = svg.find_top(
+        (value for stretch in past for _, value in stretch),
+        limit=None if room.free_bytes is None else room.total_bytes,
     )
-    shapes = [svg.draw_curve(frame, past), svg.draw_line(frame, peaks, kind="peak")]
+    # What is free now is never cut off, as of an engine that has just fallen asleep.
+    top = max(usual_top, room.free_bytes or 0, 1)
+    unit = GIB if top >= GIB else MIB
+    frame = Frame(begin=begin, end=end, top=svg.round_top(top, unit))
+    shapes = [
+        svg.draw_grid(frame, svg.list_ticks(begin, end)),
+        svg.draw_curve(frame, past),
+        svg.draw_line(frame, peaks, kind="peak"),
+    ]
     shapes += [svg.draw_mark(frame, seconds) for seconds in _list_alarm_times(view, room)]
     if forecast is not None:
         shapes.append(svg.draw_forecast(frame, forecast))
-        shapes.append(svg.draw_mark(frame, now))
+        shapes.append(svg.draw_mark(frame, now, kind="now"))
     shapes.append(svg.draw_zero(frame))
-    span = f"from {_format_clock(begin)} to {_format_clock(end)}"
+    span = f"from {format_instant(begin)} to {format_instant(end)}"
     title = f"{room.subject}: free memory {span}"
     caption = "memory not known now"
     if room.free_bytes is not None:
         total = format_size(room.total_bytes)
         caption = f"{format_size(room.free_bytes)} of {total} free"
+    highest = max((value for stretch in past for _, value in stretch), default=0)
+    if highest > frame.top:
+        caption += f"; up to {format_size(highest)} earlier, above the picture"
     subject = escape_text(room.subject)
-    name = escape_text(room.name)
+    name = escape_text(f" {room.name}" if room.name else "")
     picture = svg.draw_picture(frame, shapes, title=title)
-    axis = _draw_axis(frame, now, forecast)
+    plot = _render_plot(frame, picture, title, is_in_bytes=True)
     html = (
-        f"<figure><figcaption><b>{subject}</b> {name}: {caption}</figcaption>"
-        f"<i>{format_size(frame.top)}</i>{picture}{axis}</figure>"
+        f"<figure><figcaption><b>{subject}</b>{name}: {caption}</figcaption>{plot}"
+        f"{_render_end(now, forecast, end)}</figure>"
     )
     return _Figure(frame=frame, html=html)
+
+
+def _choose_span(begin: float, now: float, left_seconds: float) -> tuple[float, float]:
+    """Return the begin and the end of a picture with a forecast of `left_seconds`.
+
+    The time has one scale. So a long past is cut where the forecast is short, and a forecast that
+    is much longer than the past leaves the picture at the right.
+    """
+    forecast_seconds = MARGIN * max(left_seconds, 1.0)
+    # At least an hour: the curve has a point a minute.
+    most_past_seconds = max(HOUR_SECONDS, PAST_FACTOR * forecast_seconds)
+    past_seconds = min(max(now - begin, HOUR_SECONDS), most_past_seconds)
+    future_seconds = min(forecast_seconds, FUTURE_FACTOR * past_seconds)
+    return now - past_seconds, now + future_seconds
 
 
 def _list_alarm_times(view: View, room: _Room) -> Iterator[float]:
@@ -206,41 +259,80 @@ def _list_alarm_times(view: View, room: _Room) -> Iterator[float]:
             yield event.seconds
 
 
-def _draw_axis(frame: Frame, now: float, forecast: Forecast | None) -> str:
-    """Return the texts below a figure: its begin, the time now and, with a forecast, its end."""
-    past = format_duration(now - frame.begin)
-    texts = [f"{past} before", f"now, {_format_clock(now)}"]
-    if forecast is not None:
-        end = _format_clock(now + forecast.seconds)
-        texts.append(f"out of memory {end}, in {format_duration(forecast.seconds)}")
-    elif frame.now is not None:
-        # The load has no forecast, but the same axis as the figure above it, which has one.
-        texts.append("")
-    kind = "axis" if frame.now is None else '"axis ahead"'
-    spans = "".join(f"<span>{escape_text(text)}</span>" for text in texts)
-    return f"<div class={kind}>{spans}</div>"
+def _render_plot(frame: Frame, picture: str, title: str, *, is_in_bytes: bool) -> str:
+    """Return a picture with the texts of its axes.
+
+    The script reads the values of the curve from the picture's path, by the numbers in `data-`.
+    """
+    unit = "B" if is_in_bytes else ""
+    values = [frame.top * quarter / svg.GRID_PARTS for quarter in range(svg.GRID_PARTS, -1, -1)]
+    if not is_in_bytes:
+        values = [frame.top, 0.0]
+    labels = "".join(
+        f"<span>{format_size(value) if is_in_bytes else f'{value:.0f}'}</span>" for value in values
+    )
+    ticks = "".join(
+        _render_tick(frame, seconds) for seconds in svg.list_ticks(frame.begin, frame.end)
+    )
+    return (
+        f"<div class=plot><div class=values aria-hidden=true>{labels}</div>"
+        f'<div class=reading role=group tabindex=0 aria-label="{escape_text(title)}; '
+        f'the arrow keys read its values" data-begin="{frame.begin:.0f}" '
+        f'data-end="{frame.end:.0f}" data-top="{frame.top:.0f}" data-unit="{unit}">{picture}</div>'
+        f"<svg class=ticks aria-hidden=true>{ticks}</svg></div>"
+    )
+
+
+def _render_tick(frame: Frame, seconds: float) -> str:
+    """Return the text of a time below a plot; at an edge it does not reach beyond the plot."""
+    percent = 100 * frame.x(seconds) / frame.width
+    anchor = "middle"
+    if percent < EDGE_PERCENT:
+        anchor = "start"
+    elif percent > 100 - EDGE_PERCENT:
+        anchor = "end"
+    text = _format_tick(seconds)
+    return (
+        f'<text x="{percent:.1f}%" y="14" text-anchor="{anchor}" '
+        f'data-time="{seconds:.0f}">{text}</text>'
+    )
+
+
+def _format_tick(seconds: float) -> str:
+    """Return the hour of a time, or the day at midnight."""
+    is_midnight = seconds % DAY_SECONDS == 0
+    return to_datetime(seconds).strftime("%d %b" if is_midnight else "%H:%M")
+
+
+def _render_end(now: float, forecast: Forecast | None, end: float) -> str:
+    """Return when memory is full, earliest first; empty without a forecast."""
+    if forecast is None:
+        return ""
+    likely_seconds = now + forecast.seconds
+    likely = f"{render_time(likely_seconds)} (in {format_duration(forecast.seconds)})"
+    if forecast.earliest_seconds is None:
+        when = f"about {likely}"
+    else:
+        earliest = render_time(now + forecast.earliest_seconds)
+        when = f"between {earliest}, at the earliest, and {likely}, likely"
+    beyond = "; beyond this picture" if likely_seconds > end else ""
+    return f"<p class=dim>Full {when}{beyond}.</p>"
 
 
 def _draw_load(running_curve: Curve, columns: int, now: float, above: Frame | None) -> str:
     """Return the figure of running requests, on the same axis of time as `above`, if any."""
     begin = running_curve[0][0]
     end = now
-    scale_change = None
     if above is not None:
         begin = above.begin
         end = above.end
-        scale_change = above.now
     stretches = svg.thin_curve(running_curve, columns, begin=begin)
     most_running = max((value for stretch in stretches for _, value in stretch), default=1.0)
-    top = MARGIN * most_running or 1.0
-    frame = Frame(begin=begin, end=end, top=top, height=40.0, now=scale_change)
-    span = f"from {_format_clock(begin)} to {_format_clock(now)}"
+    top = svg.round_top(MARGIN * most_running or 1.0, 1.0)
+    frame = Frame(begin=begin, end=end, top=top, height=40.0)
+    span = f"from {format_instant(begin)} to {format_instant(now)}"
     title = f"Running requests, {span}, at most {most_running:.0f}"
     picture = svg.draw_picture(frame, [svg.draw_curve(frame, stretches)], title=title)
-    axis = _draw_axis(frame, now, None)
+    plot = _render_plot(frame, picture, title, is_in_bytes=False)
     caption = f"<b>Load</b>: running requests, at most {most_running:.0f}"
-    return f"<figure class=strip><figcaption>{caption}</figcaption>{picture}{axis}</figure>"
-
-
-def _format_clock(seconds: float) -> str:
-    return to_datetime(seconds).strftime("%H:%MZ")
+    return f"<figure class=strip><figcaption>{caption}</figcaption>{plot}</figure>"

@@ -10,6 +10,7 @@ from vllm_headroom.expose.assets import PAGE_STYLE, POLICY, SCRIPT, build_icon
 from vllm_headroom.expose.drawing import escape_text
 from vllm_headroom.expose.figures import draw_figures
 from vllm_headroom.expose.tables import list_tables, render_table
+from vllm_headroom.expose.times import render_time
 from vllm_headroom.expose.view import LastIncident, View
 from vllm_headroom.model import Values, Verdict
 from vllm_headroom.units import format_duration, format_instant, format_size
@@ -67,7 +68,7 @@ def render_page(view: View) -> str:
         f"<body data-seconds={refresh_seconds}>"
         f"<header>{header}</header>"
         f"<main>{hero}{verdicts}{sections}</main>"
-        f"<footer><p>{links}</p></footer>"
+        f"<footer><p>{links} <button id=theme hidden>Theme</button></p></footer>"
         f"<script>{SCRIPT}</script></body></html>\n"
     )
 
@@ -79,7 +80,8 @@ def _render_header(view: View) -> str:
         age = ""
     else:
         sample_time = format_instant(view.snapshot.time_seconds)
-        age = f"seen {sample_time}, {format_duration(view.age_seconds)} ago; "
+        seen = render_time(view.snapshot.time_seconds)
+        age = f"seen {seen}, {format_duration(view.age_seconds)} ago; "
     names = escape_text(DOT.join(_list_names(view)))
     version = escape_text(view.version)
     notice = ""
@@ -119,6 +121,8 @@ def _render_headline(verdict: Verdict) -> str:
     # HEALTHY with an unknown level means that only the leak is not judged yet.
     if verdict.level is Level.UNKNOWN and verdict.situation is Situation.HEALTHY:
         situation = f"whether {verdict.subject} leaks"
+    elif verdict.situation is Situation.HOST_LEAK:
+        situation = f"{verdict.subject} leaking"
     else:
         situation = f"{verdict.subject} {verdict.situation.replace('_', ' ')}"
     return escape_text(f"{LEVEL_NAMES[verdict.level]}: {situation}")
@@ -132,14 +136,63 @@ def _render_hero(view: View, worst: Verdict) -> str:
         figure = f"<b>{escape_text(number)} <small>{escape_text(caption)}</small></b>"
     action = ""
     if worst.level is not Level.GOOD:
-        advice = escape_text(worst.situation.action)
-        action = f"<p>{advice}{_render_runbook(view, worst)}</p>"
+        advice = escape_text(_find_advice(view, worst))
+        command = _render_command(_find_command(view, worst))
+        action = f"<p>{advice}{command}{_render_runbook(view, worst)}</p>"
     headline = _render_headline(worst)
     sentence = escape_text(worst.sentence)
     return (
         f"<section class='hero {worst.level}'><h1>{headline}</h1>"
         f"{figure}<p>{sentence}</p>{action}</section>"
     )
+
+
+NO_INCIDENT_ADVICE: Final = (
+    "Read the engine's log. To keep an incident of each exit, set HEADROOM_STATE_DIR."
+)
+"""What to do after an exit of which nothing is on disk."""
+
+UNJUDGED_ADVICE: Final = "Nothing yet: a leak shows only after some minutes of load."
+"""What to do where nothing is wrong, but a leak is not judged yet."""
+
+EXIT_SITUATIONS: Final = frozenset({Situation.CRASH_LOOP, Situation.DOWN})
+"""Situations that an exit began: the newest incident explains them."""
+
+COMMANDS: Final = {
+    Situation.LEAKING: "vllm-headroom advise",
+    Situation.GROWING: "vllm-headroom advise",
+    Situation.HOST_LEAK: "vllm-headroom advise",
+    Situation.LOW_MEMORY: "vllm-headroom advise",
+    Situation.OVER_BUDGET: "vllm-headroom advise",
+    Situation.BLIND: "vllm-headroom doctor",
+}
+"""The command that says more about a situation, to run in the sidecar's container."""
+
+
+def _find_advice(view: View, worst: Verdict) -> str:
+    """Return the first thing to do in a situation, by what this page can lead to."""
+    if worst.situation in EXIT_SITUATIONS and view.last_incident is None:
+        return NO_INCIDENT_ADVICE
+    if worst.situation is Situation.HEALTHY:
+        return UNJUDGED_ADVICE
+    return worst.situation.action
+
+
+def _find_command(view: View, worst: Verdict) -> str | None:
+    """Return the command that says more about a situation; None where no command does."""
+    if worst.situation in EXIT_SITUATIONS and view.last_incident is not None:
+        return view.last_incident.command
+    return COMMANDS.get(worst.situation)
+
+
+def _render_command(command: str | None) -> str:
+    """Return a command with a button that copies it; empty without one.
+
+    The script shows the button only where the browser lets it copy.
+    """
+    if command is None:
+        return ""
+    return f" <code>{escape_text(command)}</code> <button class=copy hidden>Copy</button>"
 
 
 TIME_LEFT_METRICS: Final = {
@@ -167,7 +220,7 @@ def _find_number(view: View, worst: Verdict) -> tuple[str, str]:
         left_seconds = min(view.values.find_all(time_left).values(), default=None)
         earliest_seconds = min(view.values.find_all(earliest_time_left).values(), default=None)
         if left_seconds is not None:
-            return format_duration(left_seconds), _caption_time_left(earliest_seconds)
+            return _format_range(earliest_seconds, left_seconds), "until out of memory"
     age_seconds = view.values.value(catalog.ENGINE_PROGRESS_AGE)
     if worst.situation is Situation.STALLED and age_seconds is not None:
         return format_duration(age_seconds), "without progress"
@@ -176,10 +229,13 @@ def _find_number(view: View, worst: Verdict) -> tuple[str, str]:
     return _find_free_memory(view.values)
 
 
-def _caption_time_left(earliest_seconds: float | None) -> str:
+def _format_range(earliest_seconds: float | None, likely_seconds: float) -> str:
+    """Return the time left as a range, the earliest end first."""
+    likely = format_duration(likely_seconds)
     if earliest_seconds is None:
-        return "until out of memory"
-    return f"until out of memory, at the earliest in {format_duration(earliest_seconds)}"
+        return f"about {likely}"
+    earliest = format_duration(earliest_seconds)
+    return likely if earliest == likely else f"{earliest} to {likely}"
 
 
 def _find_free_memory(values: Values) -> tuple[str, str]:
@@ -272,7 +328,7 @@ def _render_runbook(view: View, verdict: Verdict) -> str:
     url = view.find_runbook(verdict.alert)
     if url is None:
         return ""
-    return f' <a href="{escape_text(url)}">What&nbsp;to&nbsp;do</a>'
+    return f' <a href="{escape_text(url)}">Runbook</a>'
 
 
 def _render_sections(view: View) -> Iterator[str]:
@@ -287,20 +343,20 @@ def _render_sections(view: View) -> Iterator[str]:
         yield "<h2>What changed</h2><ul>"
         for event in reversed(view.history.events[-SHOWN_EVENTS:]):
             level_name = f"<b class={event.level}>{LEVEL_NAMES[event.level]}</b>"
-            time = format_instant(event.seconds)
+            time = render_time(event.seconds)
             text = escape_text(event.text)
             yield f"<li>{level_name} {time} {text}</li>"
         yield "</ul>"
 
 
 def _render_incident(incident: LastIncident) -> str:
-    time = format_instant(incident.seconds)
+    time = render_time(incident.seconds)
     kind = escape_text(incident.kind)
-    command = escape_text(incident.command)
+    command = _render_command(incident.command)
     cause = ""
     if incident.sentence is not None:
         cause = f" <b>{escape_text(incident.sentence)}</b>"
     return (
         f"<h2>Last incident</h2><p>{time}: the engine {kind}.{cause} "
-        f"<code>{command}</code>, run in the sidecar's container, has the evidence.</p>"
+        f"{command}, run in the sidecar's container, has the evidence.</p>"
     )

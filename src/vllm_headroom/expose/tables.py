@@ -15,6 +15,10 @@ NOT_KNOWN: Final = "not known"
 """The text of a cell whose value is unknown."""
 
 
+LEAST_SHOWN_MS: Final = 0.1
+"""Our choice: a shorter time would be shown as 0.0."""
+
+
 class Cell(Struct, frozen=True):
     """A cell of a table; with a level it is in bold, in the colour of the level."""
 
@@ -37,7 +41,7 @@ def list_tables(values: Values, snapshot: Snapshot) -> tuple[Table, ...]:
     return (
         Table(
             title="Who holds the memory",
-            columns=("GPU", *HOLDERS, "free", "total"),
+            columns=("GPU", "used by", *HOLDERS, "free", "total"),
             rows=tuple(_list_gpus(values)),
         ),
         Table(
@@ -69,16 +73,15 @@ def _list_gpus(values: Values) -> Iterator[tuple[Cell, ...]]:
         # The name of a MIG instance may contain the short form of its UUID already.
         part = find_part(uuid)
         number = gpu if part in name else f"{gpu} {part}"
-        owner = "not the engine's"
-        if attribution:
-            owner = f"the engine's by {attribution}"
+        owner = f"the engine (by {attribution})" if attribution else "not the engine"
         sizes_bytes = [
             *(values.value(catalog.GPU_MEMORY_HELD, gpu, uuid, holder) for holder in HOLDERS),
             values.value(catalog.GPU_MEMORY_FREE, gpu, uuid),
             values.value(catalog.GPU_MEMORY_TOTAL, gpu, uuid),
         ]
         yield (
-            Cell(f"{number} {name}, {owner}"),
+            Cell(f"GPU {number} {name}"),
+            Cell(owner),
             *(Cell(_format_known_gib(size_bytes)) for size_bytes in sizes_bytes),
         )
 
@@ -96,7 +99,7 @@ def _list_roles(values: Values) -> Iterator[tuple[Cell, ...]]:
             Cell(role),
             Cell(_format_known_gib(resident_bytes)),
             Cell(_format_known_gib(swapped_bytes)),
-            Cell(leak_state or NOT_KNOWN),
+            Cell((leak_state or NOT_KNOWN).replace("_", " ")),
             Cell(growth),
         )
 
@@ -142,24 +145,35 @@ def _list_sources(values: Values, snapshot: Snapshot) -> Iterator[tuple[Cell, ..
         yield (
             Cell(source),
             Cell("answers") if up else Cell("failed", Level.ALARM),
-            Cell(_format_known(read_ms, "{:.1f} ms")),
+            Cell(_format_read_time(read_ms)),
             Cell(last_success),
             Cell(cause),
         )
 
 
 def render_table(table: Table) -> str:
-    """Return a table with a heading; empty without rows."""
+    """Return a table that opens by its title; open where it has an alarm; empty without rows.
+
+    A column in which every cell is empty is left out.
+    """
     if not table.rows:
         return ""
     title = escape_text(table.title)
-    column_titles = [escape_text(column) for column in table.columns]
+    columns = [
+        place for place in range(len(table.columns)) if any(row[place].text for row in table.rows)
+    ]
+    column_titles = [escape_text(table.columns[place]) for place in columns]
     head = "".join(f"<th scope=col>{column_title}</th>" for column_title in column_titles)
-    rows = "".join(_render_row(row, column_titles) for row in table.rows)
+    rows = "".join(
+        _render_row(tuple(row[place] for place in columns), column_titles) for row in table.rows
+    )
+    has_alarm = any(cell.level is Level.ALARM for row in table.rows for cell in row)
+    opened = " open" if has_alarm else ""
     return (
-        f'<h2>{title}</h2><div class=wide role=region tabindex=0 aria-label="{title}">'
+        f"<details class=more{opened}><summary><h2>{title}</h2></summary>"
+        f'<div class=wide role=region tabindex=0 aria-label="{title}">'
         f"<table class={table.kind}><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
-        "</div>"
+        "</div></details>"
     )
 
 
@@ -186,3 +200,11 @@ def _format_known(value: float | None, value_format: str) -> str:
 
 def _format_known_gib(n_bytes: float | None) -> str:
     return NOT_KNOWN if n_bytes is None else format_gib(n_bytes)
+
+
+def _format_read_time(milliseconds: float | None) -> str:
+    if milliseconds is None:
+        return NOT_KNOWN
+    if milliseconds < LEAST_SHOWN_MS:
+        return f"under {LEAST_SHOWN_MS} ms"
+    return f"{milliseconds:.1f} ms"

@@ -17,6 +17,8 @@ from vllm_headroom.expose.drawing import (
     draw_picture,
     draw_zero,
     find_top,
+    list_ticks,
+    round_top,
     thin_curve,
 )
 
@@ -37,6 +39,23 @@ def test_an_area_reaches_down_to_zero() -> None:
 
 def test_what_is_above_the_top_stays_on_the_edge() -> None:
     assert draw_line(FRAME, [[(0.0, 0.0), (10.0, 1e12)]], kind="line").endswith('L10.0 0.0"/>')
+
+
+@pytest.mark.parametrize(
+    ("top", "unit", "rounded"), [(5.9, 1.0, 6.0), (11.5, 1.0, 12.0), (79.6, 1.0, 80.0), (3e9, 2**30, 3 * 2**30)]
+)
+def test_the_quarters_of_a_scale_are_round(top: float, unit: float, rounded: float) -> None:
+    assert round_top(top, unit) == pytest.approx(rounded)
+
+
+@pytest.mark.parametrize("span_seconds", [300.0, 3600.0, 86_400.0, 30 * 86_400.0])
+def test_ticks_are_round_times_inside_the_span(span_seconds: float) -> None:
+    begin = 1_760_000_040.0
+
+    ticks = list_ticks(begin, begin + span_seconds)
+
+    assert 2 <= len(ticks) <= 6
+    assert all(begin <= tick <= begin + span_seconds and tick % 60 == 0 for tick in ticks)
 
 
 def test_gaps_are_gaps() -> None:
