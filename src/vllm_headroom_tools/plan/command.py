@@ -71,6 +71,7 @@ from vllm_headroom_tools.sizing.question import (
     choose_defaults,
     find_problem,
 )
+from vllm_headroom_tools.sizing.releases import NEWEST, NEWEST_RELEASE, OLDEST, parse_release
 
 SIZE_OPTIONS: Final = (
     ("layers", "num_hidden_layers", "hidden layers"),
@@ -106,7 +107,7 @@ def build_question(options: Namespace) -> Question:
     if speculation.has_own_heads:
         shape = shape.add_speculation(speculation.tokens)
     _apply_gpu_choice(options)
-    defaults = choose_defaults(options.gpu_memory_bytes)
+    defaults = choose_defaults(options.gpu_memory_bytes, options.release)
     if options.gpu is not None and options.gpu.card.has_small_defaults:
         defaults = SMALL_CARD
     max_num_seqs = options.max_num_seqs or defaults.max_num_seqs
@@ -117,6 +118,9 @@ def build_question(options: Namespace) -> Question:
     max_model_len = options.max_model_len
     if max_model_len in (AUTO_LENGTH, None):
         max_model_len = shape.max_model_len
+    utilization = options.gpu_memory_utilization
+    if utilization is None:
+        utilization = options.release.utilization
     # Most options are fields of the question by the same name; the rest is worked out above.
     values = {
         field.name: getattr(options, field.name)
@@ -127,6 +131,7 @@ def build_question(options: Namespace) -> Question:
         "shape": _apply_options(shape, options),
         "checkpoint_bytes": checkpoint_bytes,
         "parameters": parameters,
+        "gpu_memory_utilization": utilization,
         "max_model_len": max_model_len,
         "max_num_seqs": max_num_seqs,
         "max_num_batched_tokens": max_num_batched_tokens,
@@ -292,6 +297,8 @@ def _parse_length(text: str) -> int:
 
 LENGTH_VALUE: Final = Value(read=_parse_length, accepts=f"{TOKENS_VALUE.accepts}, or auto")
 
+RELEASE_VALUE: Final = Value(read=parse_release, accepts=f"a release from 0.{OLDEST} to 0.{NEWEST}")
+
 PARAMETERS_PATTERN: Final = re.compile(r"(\d+|\d*\.\d+)([KMBT]?)", re.IGNORECASE | re.ASCII)
 PARAMETERS_UNITS: Final = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 PARAMETERS_LENGTH: Final = 20
@@ -410,6 +417,14 @@ def add_options(parser: Parser) -> None:
         ),
     )
     parser.add_argument(
+        "--vllm-version",
+        dest="release",
+        metavar="VERSION",
+        type=RELEASE_VALUE,
+        default=NEWEST_RELEASE,
+        help=f"0.{OLDEST} to 0.{NEWEST}, default the newest",
+    )
+    parser.add_argument(
         "--typical-len",
         metavar="TOKENS",
         type=TOKENS_VALUE,
@@ -482,7 +497,6 @@ def _add_engine_options(group: argparse._ArgumentGroup) -> None:
         "--device-memory-utilization",
         metavar="RATIO",
         type=UTILIZATION_VALUE,
-        default=DEFAULT_UTILIZATION,
         help=f"default {DEFAULT_UTILIZATION}, vLLM's since 0.20; before, 0.9",
     )
     add(

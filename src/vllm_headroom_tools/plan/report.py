@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from msgspec import Struct
+from msgspec.structs import asdict
 
 from vllm_headroom.model import EngineParts
 from vllm_headroom.parse.probe import parse_probe
@@ -21,14 +22,14 @@ from vllm_headroom_tools.plan.verdict import (
     list_notes,
     list_unknown,
 )
+from vllm_headroom_tools.sizing.assumptions import Assumption, Range, StartAssumptions
 from vllm_headroom_tools.sizing.estimate import (
     MemoryEstimate,
-    Range,
     can_start,
     list_longest,
     list_most_sequences,
 )
-from vllm_headroom_tools.sizing.question import DEFAULT_UTILIZATION, Question
+from vllm_headroom_tools.sizing.question import Question
 from vllm_headroom_tools.terminal import join_paragraphs, wrap_text
 
 UNKNOWN_AMOUNT: Final = "not known"
@@ -181,7 +182,8 @@ def _format_memory(estimate: MemoryEstimate) -> Iterator[str]:
     yield f"{'Of each GPU':<44}GiB"
     if estimate.budget_bytes is not None:
         utilization = question.gpu_memory_utilization
-        remark = "vLLM's default since 0.20" if utilization == DEFAULT_UTILIZATION else ""
+        is_default = utilization == question.release.utilization
+        remark = f"the default of vLLM {question.release.version}" if is_default else ""
         yield from _format_line(
             f"budget, {utilization:g} of the card", estimate.budget_bytes, remark
         )
@@ -192,9 +194,11 @@ def _format_memory(estimate: MemoryEstimate) -> Iterator[str]:
     if question.cpu_offload_bytes:
         yield from _format_line("  beside them on the host", question.cpu_offload_bytes)
     yield from _format_line("activations", estimate.activations, _name_peaks(question))
-    yield from _format_line("CUDA graphs", estimate.graphs)
+    assumptions = estimate.assumptions
+    if question.release.has_graphs_in_budget:
+        yield from _format_line("CUDA graphs", estimate.graphs, _name_origin(assumptions.graphs))
     yield from _format_line(
-        "CUDA libraries", estimate.other_overhead, "the sampler, and what the driver reserves"
+        "libraries and communication", estimate.other_overhead, _name_origin(assumptions.non_torch)
     )
     cache_source = "as set" if question.kv_cache_memory_bytes else "what is left"
     # Less than nothing is shown as 0: the verdict explains what is missing.
@@ -204,6 +208,11 @@ def _format_memory(estimate: MemoryEstimate) -> Iterator[str]:
         yield from _format_line(
             "host memory of all", estimate.host, "offloads take up to 1.92 times their size"
         )
+
+
+def _name_origin(assumption: Assumption) -> str:
+    """Return how a figure is known, in short."""
+    return str(assumption.origin)
 
 
 def _name_weights_source(estimate: MemoryEstimate) -> str:
@@ -237,6 +246,8 @@ def _name_outside(question: Question) -> str:
     names = ["CUDA context"]
     if question.gpus > 1:
         names.append("NCCL")
+    if not question.release.has_graphs_in_budget and not question.enforce_eager:
+        names.append("CUDA graphs")
     if question.unified_memory:
         names += ["the system", "vLLM's own processes"]
     return ", ".join(names)
@@ -383,6 +394,7 @@ def _build_data(estimate: MemoryEstimate, changes: Iterable[Saving]) -> dict[str
             {"settings": dict(change.settings), "price": change.price} for change in changes
         ],
         **{name: getattr(question, name) for name in REPORTED_SETTINGS},
+        "vllm_version": question.release.version,
         "block_size": layout.block_tokens,
         "bytes_per_token": estimate.bytes_per_token,
         "bytes_per_token_is_upper_bound": question.shape.windowed_layers > 0,
@@ -398,6 +410,7 @@ def _build_data(estimate: MemoryEstimate, changes: Iterable[Saving]) -> dict[str
         "library_bytes": _split_range(estimate.other_overhead),
         "outside_budget_bytes": _split_range(estimate.outside),
         "host_bytes": _split_range(estimate.host),
+        "assumptions": _build_assumptions(estimate.assumptions),
         "kv_cache_bytes": _split_range(estimate.kv_cache),
         "kv_capacity_tokens": estimate.capacity_tokens,
         "kv_capacity_blocks": estimate.blocks,
@@ -432,6 +445,19 @@ def _build_sequence_data(estimate: MemoryEstimate) -> dict[str, float | None]:
         "sequences_at_typical_len": estimate.count_sequences(estimate.question.typical_len),
         "all_at_once_bytes": all_bytes,
         "all_at_once_blocks": all_blocks,
+    }
+
+
+def _build_assumptions(assumptions: StartAssumptions) -> dict[str, dict[str, Any]]:
+    """Return each figure that is assumed, with its origin and evidence."""
+    return {
+        name: {
+            "low": assumption.range.low,
+            "high": assumption.range.high,
+            "origin": assumption.origin,
+            "evidence": assumption.evidence,
+        }
+        for name, assumption in asdict(assumptions).items()
     }
 
 

@@ -9,10 +9,10 @@ from msgspec.structs import replace
 
 from vllm_headroom.derive.configured import OFFLOAD_FACTOR
 from vllm_headroom.units import GIB, format_gib
+from vllm_headroom_tools.sizing.assumptions import Range, assume_start
 from vllm_headroom_tools.sizing.estimate import (
     LEFT_TO_THE_MACHINE_BYTES,
     MemoryEstimate,
-    Range,
     can_start,
     estimate_host,
     estimate_memory,
@@ -377,7 +377,7 @@ def _change_share(question: Question) -> Iterator[Trial]:
     is_useful = share > question.gpu_memory_utilization
     if question.unified_memory and question.gpu_memory_bytes is not None:
         machine_bytes = question.gpu_memory_bytes
-        budget_bytes = machine_bytes - estimate_outside(question).high
+        budget_bytes = machine_bytes - estimate_outside(question, assume_start(question)).high
         # Rounded down to whole per cents.
         share = floor(budget_bytes / machine_bytes * 100) / 100
         price = "the system and vLLM's own processes keep what they need"

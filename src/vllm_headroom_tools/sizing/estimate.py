@@ -8,6 +8,13 @@ from msgspec.structs import replace
 
 from vllm_headroom.derive.configured import OFFLOAD_FACTOR
 from vllm_headroom.units import GIB, MIB
+from vllm_headroom_tools.sizing.assumptions import (
+    LOGIT_BYTES,
+    NO_BYTES,
+    Range,
+    StartAssumptions,
+    assume_start,
+)
 from vllm_headroom_tools.sizing.encoder import UNGIVEN_MLP_WIDTH_RATIO
 from vllm_headroom_tools.sizing.footprint import (
     KvLayout,
@@ -17,63 +24,9 @@ from vllm_headroom_tools.sizing.footprint import (
 )
 from vllm_headroom_tools.sizing.question import Question
 
-
-class Range(Struct, frozen=True, kw_only=True):
-    """An amount of bytes that is known to lie between two bounds."""
-
-    low: float
-    high: float
-
-    def __add__(self, other: "Range") -> "Range":
-        """Return the bounds of the sum of two amounts."""
-        return Range(low=self.low + other.low, high=self.high + other.high)
-
-
-NO_BYTES: Final = Range(low=0.0, high=0.0)
-
-FORWARD_HIGH: Final = 1.3
-"""The highest ratio of measured to estimated memory of a forward pass (vLLM 0.32 on the stand-in
-card, tests/card/shapes)."""
-
-LOGITS_LOW: Final = 0.5
-"""The least memory of sampling, as a multiple of the logits in 32 bits: the logits in 16 bits."""
-
-LOGITS_HIGH: Final = 4
-"""The most memory of sampling, as a multiple of the logits in 32 bits: by the first model runner of
-vLLM 0.32."""
-
-LOGIT_BYTES: Final = 4
-"""Bytes of a logit: sampling computes in 32 bits."""
-
-CUDA_GRAPHS: Final = Range(low=0.15 * GIB, high=1.0 * GIB)
-"""The memory of CUDA graphs, which is within the budget since vLLM 0.20.
-
-Start-up logs: 0.16 GiB (vLLM 0.26, Llama 3.1 8B on an H100, decode only), 0.23 GiB (vLLM 0.31, the
-same model and card), 0.67 GiB (vLLM 0.10.2, a 7B model). vllm#7553: 2.4 GB (vLLM 0.5.4, which had
-it outside the budget). The largest mixtures of experts take up to 5 GiB.
-"""
-
-CUDA_LIBRARIES: Final = Range(low=0.05 * GIB, high=0.3 * GIB)
-"""The memory that CUDA libraries take during the profiling run: "non-torch memory" of 0.05 to 0.26
-GiB in start-up logs."""
-
-DRIVER_RESERVED_BYTES: Final = 3 * GIB // 4
-"""The part of a card's memory that the driver reserves, so that vLLM's share is of less: 0.3 to
-0.75 GiB (an A100 of 80 GiB has 79.25)."""
-
-CUDA_CONTEXT: Final = Range(low=0.1 * GIB, high=0.6 * GIB)
-"""The memory of the CUDA context, which exists before vLLM reads the free memory.
-
-Start-up logs: 0.07 to 0.53 GiB are missing from "Free memory on device"; pytorch#107667: about 300
-MB. The allocator's fragments and kernels that are loaded later add to it (vllm#10637).
-"""
-
-COMMUNICATION: Final = Range(low=0.1 * GIB, high=3.0 * GIB)
-"""The memory of NCCL and of the buffers of all-reduce, outside the budget since vLLM 0.11.
-
-NVIDIA/nccl#964: 544 to 688 MB for a group of GPUs. Start-up logs of four ranks on the largest
-cards: 2.5 to 3.5 GiB are missing from "Free memory on device".
-"""
+UNEXPLAINED_BYTES: Final = 0.15 * GIB
+"""The most that was measured of activations above the estimate (vLLM 0.19 on an H100: 0.13 GiB with
+weights in 8 bits, 0.11 for Gemma 3)."""
 
 LEFT_TO_THE_MACHINE_BYTES: Final = 8 * GIB
 """Our choice: the memory that a machine with unified memory needs besides the GPU's. Half is for
@@ -99,17 +52,15 @@ PENALTY_BYTES: Final = 4 + 1 / 8
 (v1/worker/gpu/sample/penalties.py)."""
 
 
-def estimate_activations(question: Question) -> Range | None:
+def estimate_activations(question: Question, assumptions: StartAssumptions) -> Range | None:
     """Return the peak memory of vLLM's profiling run, for activations.
 
-    None where the hidden size or the vocabulary is unknown. The peak is the largest of these three,
-    of which the first two were measured with vLLM 0.32 on the stand-in card (tests/card/shapes):
+    None where the hidden size or the vocabulary is unknown. The peak is the largest of these three:
 
-    - A forward pass: from `_estimate_forward` to FORWARD_HIGH times that.
-    - Sampling: sequences x vocabulary x 4 bytes of logits, from LOGITS_LOW to LOGITS_HIGH times
-      that (v1/worker/gpu/model_runner.py, `_dummy_sampler_run`). Tensor parallelism does not
-      divide it. Releases before sorted the logits: 9.7 to 10 times in start-up logs (Llama 3.1 8B,
-      0.31; Qwen3 8B, 0.8.5).
+    - A forward pass: `_estimate_forward` times `forward_ratio`.
+    - Sampling: sequences x vocabulary x 4 bytes of logits, times `sampling_ratio`, beside one or
+      two copies of the batch's hidden states. Tensor parallelism does not divide it. In a pipeline
+      only the last stage samples, beside the hidden states and residuals that it received.
     - The encoder of images, whose tokens stay in memory during the other two
       (v1/worker/gpu_model_runner.py, `profile_run`). A patch takes what a token does in the
       language model. Some encoders are divided by tensor parallelism and some are not.
@@ -119,18 +70,33 @@ def estimate_activations(question: Question) -> Range | None:
     if hidden_size is None or vocabulary is None:
         return None
     forward_bytes = _estimate_forward(question, hidden_size).layer_bytes
+    forward = assumptions.forward_ratio.range.scale(forward_bytes)
     logits_bytes = question.max_num_seqs * vocabulary * LOGIT_BYTES
-    encoding = _estimate_encoding(question)
+    sampling = assumptions.sampling_ratio.range.scale(logits_bytes)
+    hidden_bytes = _count_batch_bytes(question) * hidden_size
+    hidden_copies = 2
+    text_low = forward.low
+    if question.pipeline_parallel_size > 1:
+        hidden_copies += 2
+    else:
+        text_low = max(forward.low, sampling.low)
+    text_high = max(forward.high, sampling.high + hidden_copies * hidden_bytes) + UNEXPLAINED_BYTES
+    encoding = _estimate_encoding(question, assumptions)
     kept_bytes = _count_encoder_output_bytes(question, hidden_size)
-    text_low = max(forward_bytes, LOGITS_LOW * logits_bytes)
-    text_high = max(FORWARD_HIGH * forward_bytes, LOGITS_HIGH * logits_bytes)
     return Range(
         low=max(encoding.low, kept_bytes + text_low),
         high=max(encoding.high, kept_bytes + text_high),
     )
 
 
-def _estimate_encoding(question: Question) -> Range:
+def _count_batch_bytes(question: Question) -> float:
+    """Return the bytes of one value of every token in the largest batch."""
+    sequence_tokens = question.max_model_len or question.max_num_batched_tokens
+    all_tokens = question.max_num_seqs * sequence_tokens
+    return min(question.max_num_batched_tokens, all_tokens) * question.shape.dtype_bytes
+
+
+def _estimate_encoding(question: Question, assumptions: StartAssumptions) -> Range:
     """Return the memory that the encoder takes for the largest images or videos.
 
     0 where these are unknown. The low bound divides by tensor parallelism, the high one does not.
@@ -141,8 +107,9 @@ def _estimate_encoding(question: Question) -> Range:
         return NO_BYTES
     value_bytes = items * question.shape.dtype_bytes
     spread_values = item.replicated_values + item.divided_values / question.tensor_parallel_size
-    all_values = FORWARD_HIGH * (item.replicated_values + item.divided_values)
-    return Range(low=value_bytes * spread_values, high=value_bytes * all_values)
+    all_values = item.replicated_values + item.divided_values
+    high_ratio = assumptions.forward_ratio.range.high
+    return Range(low=value_bytes * spread_values, high=value_bytes * high_ratio * all_values)
 
 
 def _count_encoder_output_bytes(question: Question, hidden_size: int) -> float:
@@ -175,9 +142,7 @@ def _estimate_forward(question: Question, hidden_size: int) -> ForwardPass:
     """
     shape = question.shape
     ranks = question.tensor_parallel_size
-    sequence_tokens = question.max_model_len or question.max_num_batched_tokens
-    all_tokens = question.max_num_seqs * sequence_tokens
-    batch_bytes = min(question.max_num_batched_tokens, all_tokens) * shape.dtype_bytes
+    batch_bytes = _count_batch_bytes(question)
     residual_values = 2 * hidden_size + shape.side_values
     heads = (shape.attention_heads or 1) + shape.heads.count
     attention_values = 2 * heads * shape.heads.key_size / ranks
@@ -194,22 +159,23 @@ def _estimate_forward(question: Question, hidden_size: int) -> ForwardPass:
     )
 
 
-def estimate_other_overhead(question: Question) -> Range:
+def estimate_other_overhead(question: Question, assumptions: StartAssumptions) -> Range:
     """Return the memory that the budget has to hold besides weights, KV cache, activations, graphs.
 
-    That is CUDA's libraries, the experts' workspace for the tokens of a batch (vLLM,
-    v1/worker/workspace.py), the sampler's PENALTY_BYTES for each sequence and token of the
-    vocabulary, and the driver's part, of which the budget is a share too.
+    That is what libraries and communication take during the profile run, the experts' workspace for
+    the tokens of a batch (vLLM, v1/worker/workspace.py), with the second model runner the sampler's
+    PENALTY_BYTES for each sequence and token of the vocabulary, and what the driver may keep of the
+    card, since the budget is a share of the rest.
     """
     experts_bytes = _estimate_forward(question, question.shape.hidden_size or 0).workspace_bytes
-    sampler_bytes = question.max_num_seqs * (question.shape.vocabulary or 0) * PENALTY_BYTES
-    reserved_bytes = 0.0
-    if not question.unified_memory:
-        reserved_bytes = DRIVER_RESERVED_BYTES * question.gpu_memory_utilization
-    experts_high = FORWARD_HIGH * experts_bytes
-    return CUDA_LIBRARIES + Range(
-        low=experts_bytes, high=experts_high + sampler_bytes + reserved_bytes
-    )
+    experts = assumptions.forward_ratio.range.scale(experts_bytes)
+    sampler = NO_BYTES
+    if question.release.has_second_runner:
+        sampler_bytes = question.max_num_seqs * (question.shape.vocabulary or 0) * PENALTY_BYTES
+        # Neither the first runner nor a model that pools has this table.
+        sampler = Range(low=0.0, high=sampler_bytes)
+    reserved = assumptions.driver_reserved.range.scale(question.gpu_memory_utilization)
+    return assumptions.non_torch.range + experts + sampler + reserved
 
 
 def estimate_host(question: Question) -> Range:
@@ -236,14 +202,14 @@ def estimate_host(question: Question) -> Range:
     )
 
 
-def estimate_outside(question: Question) -> Range:
+def estimate_outside(question: Question, assumptions: StartAssumptions) -> Range:
     """Return the memory that the engine takes on the card outside its budget.
 
     With unified memory, the memory that the machine itself needs is in it too.
     """
-    outside = CUDA_CONTEXT
-    if question.gpus > 1:
-        outside += COMMUNICATION
+    outside = assumptions.missing_at_start.range
+    if not question.release.has_graphs_in_budget:
+        outside += assumptions.graphs.range
     if question.unified_memory:
         offloaded_bytes = question.cpu_offload_bytes + question.kv_offloading_bytes
         machine_bytes = LEFT_TO_THE_MACHINE_BYTES + offloaded_bytes
@@ -265,6 +231,7 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
     """The memory that one GPU needs and has, in bytes; None where it is unknown."""
 
     question: Question
+    assumptions: StartAssumptions
     layout: KvLayout
     # One token in the KV cache of this GPU, and of all GPUs of an engine together.
     bytes_per_token: int
@@ -273,7 +240,7 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
     # vLLM's share of the card; None, too, where the KV cache's size is set instead.
     budget_bytes: float | None
     activations: Range | None
-    # CUDA's libraries, the experts' workspace, the sampler and the driver's part.
+    # Libraries, communication, the experts' workspace, the sampler and the driver's part.
     other_overhead: Range
     graphs: Range
     # On the card, outside the budget.
@@ -287,11 +254,12 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
 
         None where the activations are unknown.
         """
-        return (
-            None
-            if self.activations is None
-            else self.activations + self.graphs + self.other_overhead
-        )
+        if self.activations is None:
+            return None
+        overhead = self.activations + self.other_overhead
+        if self.question.release.has_graphs_in_budget:
+            overhead += self.graphs
+        return overhead
 
     @property
     def kv_cache(self) -> Range | None:
@@ -366,6 +334,7 @@ def estimate_memory(question: Question) -> MemoryEstimate:
 
     The layers of a draft model keep every token too: they make each block of the cache larger.
     """
+    assumptions = assume_start(question)
     stages = question.pipeline_parallel_size
     draft_bytes = 0
     if question.draft is not None:
@@ -388,6 +357,7 @@ def estimate_memory(question: Question) -> MemoryEstimate:
         budget_bytes = question.gpu_memory_bytes * question.gpu_memory_utilization
     return MemoryEstimate(
         question=question,
+        assumptions=assumptions,
         layout=replace(
             layout,
             block_bytes=block_bytes,
@@ -399,10 +369,10 @@ def estimate_memory(question: Question) -> MemoryEstimate:
         engine_bytes_per_token=engine_token_bytes * question.tensor_parallel_size // context_ranks,
         weights_bytes=question.weights_bytes,
         budget_bytes=budget_bytes,
-        activations=estimate_activations(question),
-        other_overhead=estimate_other_overhead(question),
-        graphs=NO_BYTES if question.enforce_eager else CUDA_GRAPHS,
-        outside=estimate_outside(question),
+        activations=estimate_activations(question, assumptions),
+        other_overhead=estimate_other_overhead(question, assumptions),
+        graphs=assumptions.graphs.range,
+        outside=estimate_outside(question, assumptions),
         host=estimate_host(question),
     )
 

@@ -8,9 +8,10 @@ from msgspec import Struct
 from vllm_headroom.units import GIB
 from vllm_headroom_tools.sizing.encoder import EncoderInput
 from vllm_headroom_tools.sizing.footprint import ModelShape, count_model_bytes, count_weights_bytes
+from vllm_headroom_tools.sizing.releases import NEWEST_RELEASE, Release
 
-DEFAULT_UTILIZATION: Final = 0.92
-"""vLLM's `gpu_memory_utilization` since 0.20; before, it was 0.9 (config/cache.py)."""
+DEFAULT_UTILIZATION: Final = NEWEST_RELEASE.utilization
+"""The newest vLLM's `gpu_memory_utilization`."""
 
 SAFE_UTILIZATION: Final = 0.95
 """The highest value that vLLM's author calls safe (vllm-project/vllm#1298)."""
@@ -50,6 +51,7 @@ class Question(Struct, frozen=True, kw_only=True):
     """A model and vLLM's settings by vLLM's names; None where they are not known."""
 
     shape: ModelShape
+    release: Release = NEWEST_RELEASE
     # The bytes of the whole model's weights as they are served, and its number of parameters, where
     # they are known; else they are counted from the configuration.
     checkpoint_bytes: int | None = None
@@ -190,14 +192,19 @@ class Question(Struct, frozen=True, kw_only=True):
         return ceil(self.max_loras * self.max_lora_rank * values * self.shape.dtype_bytes)
 
 
-def choose_defaults(gpu_memory_bytes: int | None) -> CardDefaults:
+def choose_defaults(
+    gpu_memory_bytes: int | None, release: Release = NEWEST_RELEASE
+) -> CardDefaults:
     """Return the defaults of vLLM's server for a card of this size.
 
     If the size is unknown, they are those of a large card.
     """
     if gpu_memory_bytes is None:
         return LARGE_CARD
-    return next(row for row in CARD_DEFAULTS if gpu_memory_bytes >= row.card_bytes)
+    defaults = next(row for row in CARD_DEFAULTS if gpu_memory_bytes >= row.card_bytes)
+    if defaults == LARGEST_CARD and not release.has_largest_defaults:
+        return LARGE_CARD
+    return defaults
 
 
 def find_problem(question: Question) -> str | None:

@@ -67,7 +67,8 @@ def compare(shape: Shape, said: dict[str, Any]) -> Comparison:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(shape.config), encoding="utf-8")
         card = ("--gpu-memory", f"{shape.card_gib}GiB", "--enforce-eager")
-        asked = ("--json", "--model-config", folder, *card, *shape.options, *shape.only_plan)
+        release = ("--vllm-version", shape.release)
+        asked = ("--json", "--model-config", folder, *card, *release, *shape.options, *shape.only_plan)
         done = run_command("plan", *asked)
     document = read_data(done.stdout) if done.stdout else {}
     return Comparison(shape=shape, plan=document, refusal=done.stderr.rpartition(": ")[2].strip(), said=said)

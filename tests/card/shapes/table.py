@@ -28,6 +28,8 @@ class Shape:
     options: tuple[str, ...] = ()
     only_vllm: tuple[str, ...] = ()
     only_plan: tuple[str, ...] = ()
+    release: str = "0.32"
+    """The release of the plan: 0.28 is the newest whose default for some models is the first runner."""
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -85,7 +87,7 @@ QWEN3_8B: Final = read_stored("qwen3-8b")
 
 SHAPES: Final = (
     Shape(name="Llama 3.1 8B", kind="GQA", config=LLAMA),
-    Shape(name="Llama 3.1 8B, V1", kind="GQA", config=LLAMA, environment=V1),
+    Shape(name="Llama 3.1 8B, V1", kind="GQA", config=LLAMA, environment=V1, release="0.28"),
     Shape(name="Llama 3.1 8B, 24 GiB", kind="GQA", config=LLAMA, card_gib=24),
     Shape(
         name="Llama 3.1 8B, 24 GiB, 32k", kind="GQA", config=LLAMA, card_gib=24, options=("--max-model-len", "32768")

@@ -11,8 +11,9 @@ from msgspec.structs import replace
 
 from tests.unit.sizing.encoders import CONFIGS, TOLD, TRUTH
 from tests.unit.sizing.models import CHECKED, FOLDER, config_text, model
+from vllm_headroom_tools.sizing.assumptions import FORWARD_RATIO, Range, assume_start
 from vllm_headroom_tools.sizing.encoder import Encoder, parse_encoder
-from vllm_headroom_tools.sizing.estimate import FORWARD_HIGH, estimate_activations
+from vllm_headroom_tools.sizing.estimate import estimate_activations
 from vllm_headroom_tools.sizing.footprint import ModelShape
 from vllm_headroom_tools.sizing.model_config import read_model
 from vllm_headroom_tools.sizing.question import Question
@@ -41,24 +42,28 @@ def test_as_many_items_are_profiled_of_the_size_that_vllm_says(subtests: pytest.
                 assert (asked.largest_input.tokens, asked.encoder_items) == (tokens, items)
 
 
+def activations(question: Question) -> Range | None:
+    return estimate_activations(question, assume_start(question))
+
+
 def test_the_profiling_holds_the_largest_image_and_then_its_tokens_beside_a_batch() -> None:
     told: dict[str, Any] = {"max_num_batched_tokens": 8192, "max_num_seqs": 1, "max_model_len": 32768}
     shape = model("qwen3-vl-8b-instruct")
     seen, blind = Question(shape=shape, **told), Question(shape=replace(shape, encoder=None), **told)
-    image, text = estimate_activations(seen), estimate_activations(blind)
+    image, text = activations(seen), activations(blind)
     assert image is not None
     assert text is not None
     patches, hidden, width = 4 * 16384, 1152, 4 * 1152  # the file leaves the width out
 
     encoding = 2 * patches * (2 * hidden + 3 * width)
     assert image.low == max(encoding, text.low + 2 * 16384 * 4 * (shape.hidden_size or 0))  # deepstack keeps four
-    assert image.high >= FORWARD_HIGH * encoding
+    assert image.high >= FORWARD_RATIO.range.high * encoding
 
 
 def test_a_patch_is_spread_over_gpus_at_the_low_end_alone() -> None:
     shape = model("gemma-3-27b-it", vocab_size=1, hidden_size=64)
     one, four = (
-        estimate_activations(Question(shape=shape, max_num_seqs=1, max_model_len=4096, tensor_parallel_size=ranks))
+        activations(Question(shape=shape, max_num_seqs=1, max_model_len=4096, tensor_parallel_size=ranks))
         for ranks in (1, 4)
     )
     assert one is not None

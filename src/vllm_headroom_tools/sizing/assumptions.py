@@ -1,0 +1,281 @@
+"""What is assumed of a start that no formula gives, and the evidence for each of these figures."""
+
+from enum import StrEnum
+from typing import Final
+
+from msgspec import Struct
+
+from vllm_headroom.units import GIB, MIB
+from vllm_headroom_tools.sizing.question import Question
+
+
+class Range(Struct, frozen=True, kw_only=True):
+    """An amount that is known to lie between two bounds."""
+
+    low: float
+    high: float
+
+    def __add__(self, other: "Range") -> "Range":
+        """Return the bounds of the sum of two amounts."""
+        return Range(low=self.low + other.low, high=self.high + other.high)
+
+    def scale(self, factor: float) -> "Range":
+        """Return the bounds of the amount times a factor, which is not negative."""
+        return Range(low=self.low * factor, high=self.high * factor)
+
+
+NO_BYTES: Final = Range(low=0.0, high=0.0)
+
+
+class Origin(StrEnum):
+    """How a figure is known."""
+
+    CONSTRUCTION = "by construction"
+    REAL_CARDS = "measured on real cards"
+    STAND_IN = "measured on the stand-in card"
+    REPORTS = "from public reports"
+
+
+class Assumption(Struct, frozen=True, kw_only=True):
+    """A range, and where it is from."""
+
+    range: Range
+    origin: Origin
+    # Which cards and releases, and how many starts.
+    evidence: str
+
+
+class StartAssumptions(Struct, frozen=True, kw_only=True):
+    """What is assumed of one GPU of a start; each field can be replaced by what a log shows."""
+
+    # The part of the memory in the question that CUDA does not see.
+    driver_reserved: Assumption
+    # What is missing of the free memory before weights are loaded, outside the budget.
+    missing_at_start: Assumption
+    # vLLM's "non-torch forward increase", inside the budget.
+    non_torch: Assumption
+    # vLLM's own estimate of CUDA graphs.
+    graphs: Assumption
+    # Sampling, as a multiple of the logits in 32 bits.
+    sampling_ratio: Assumption
+    # A forward pass, as a multiple of the estimate.
+    forward_ratio: Assumption
+
+
+H100_STARTS: Final = "H100 80 GB, vLLM 0.19"
+"""24 starts of 12 models whose whole log is public (llm-d-incubation/llm-d-planner, accuracy,
+April 2026)."""
+
+H100_TOTAL_BYTES: Final = 81559 * MIB
+"""The memory of an H100 80 GB as nvidia-smi shows it."""
+
+H100_VISIBLE_BYTES: Final = 79.19 * GIB
+"""The memory of an H100 80 GB as CUDA sees it (H100_STARTS)."""
+
+SAME_CARD_BYTES: Final = 32 * MIB
+"""Our choice: sizes that differ by less are of the same card; drivers differ by some ten MiB."""
+
+H100_LABEL_BYTES: Final = 80 * GIB
+"""A size that people type for this card."""
+
+
+def _is_size(memory_bytes: float | None, card_bytes: float) -> bool:
+    return memory_bytes is not None and abs(memory_bytes - card_bytes) < SAME_CARD_BYTES
+
+
+def _is_measured_card(memory_bytes: int | None) -> bool:
+    """Return whether a card has the size of the one whose starts are known."""
+    sizes = (H100_TOTAL_BYTES, H100_VISIBLE_BYTES, H100_LABEL_BYTES)
+    return any(_is_size(memory_bytes, card_bytes) for card_bytes in sizes)
+
+
+def assume_start(question: Question) -> StartAssumptions:
+    """Return what is assumed of a start with these settings."""
+    return StartAssumptions(
+        driver_reserved=_assume_driver_reserved(question),
+        missing_at_start=_assume_missing_at_start(question),
+        non_torch=_assume_non_torch(question),
+        graphs=_assume_graphs(question),
+        sampling_ratio=_assume_sampling_ratio(question),
+        forward_ratio=FORWARD_RATIO,
+    )
+
+
+FORWARD_RATIO: Final = Assumption(
+    range=Range(low=1.0, high=1.3),
+    origin=Origin.STAND_IN,
+    evidence="vLLM 0.32, 20 models (tests/card/shapes)",
+)
+"""The forward pass of the estimate, and the most that was measured of it."""
+
+
+def _assume_driver_reserved(question: Question) -> Assumption:
+    """Return what the driver keeps of the memory in the question.
+
+    That may be nvidia-smi's total, what CUDA sees, or the label's size.
+    """
+    if question.unified_memory:
+        return Assumption(
+            range=NO_BYTES, origin=Origin.CONSTRUCTION, evidence="CUDA sees the machine's memory"
+        )
+    if _is_size(question.gpu_memory_bytes, H100_VISIBLE_BYTES):
+        return Assumption(range=NO_BYTES, origin=Origin.REAL_CARDS, evidence=H100_STARTS)
+    if _is_size(question.gpu_memory_bytes, H100_TOTAL_BYTES):
+        # 79.11 GiB with older drivers.
+        h100_range = Range(low=0.45 * GIB, high=0.55 * GIB)
+        return Assumption(range=h100_range, origin=Origin.REAL_CARDS, evidence=H100_STARTS)
+    return Assumption(
+        range=Range(low=0.0, high=0.85 * GIB),
+        origin=Origin.REPORTS,
+        evidence="0.3 to 0.75 GiB; a label of 80 GiB is 79.15 to CUDA (A100, H100)",
+    )
+
+
+def _assume_missing_at_start(question: Question) -> Assumption:
+    """Return what CUDA's context and, with several GPUs, communication take at the start."""
+    is_measured = _is_measured_card(question.gpu_memory_bytes)
+    if question.gpus == 1:
+        if is_measured:
+            h100_range = Range(low=0.45 * GIB, high=0.6 * GIB)
+            return Assumption(range=h100_range, origin=Origin.REAL_CARDS, evidence=H100_STARTS)
+        return Assumption(
+            range=Range(low=0.1 * GIB, high=0.6 * GIB),
+            origin=Origin.REPORTS,
+            evidence="start-up logs: 0.07 to 0.53 GiB; pytorch#107667: about 300 MB",
+        )
+    if is_measured and question.gpus <= MEASURED_GPUS:
+        h100_range = Range(low=1.4 * GIB, high=1.65 * GIB)
+        return Assumption(range=h100_range, origin=Origin.REAL_CARDS, evidence=H100_STARTS)
+    return Assumption(
+        range=Range(low=0.2 * GIB, high=3.6 * GIB),
+        origin=Origin.REPORTS,
+        evidence="NVIDIA/nccl#964: 0.5 to 0.7 GB; logs of the largest cards: up to 3.5 GiB",
+    )
+
+
+MEASURED_GPUS: Final = 4
+"""The most GPUs of the known starts."""
+
+
+def _assume_non_torch(question: Question) -> Assumption:
+    """Return what libraries and communication take during the profile run, inside the budget.
+
+    Of a group of GPUs that is mostly the workspace of all-reduce. The last stage of a pipeline, or
+    the only one, also loads the sampler's library.
+    """
+    is_measured = _is_measured_card(question.gpu_memory_bytes)
+    if question.tensor_parallel_size == 1:
+        if is_measured and question.release.version == "0.19":
+            low = 0.05 if question.pipeline_parallel_size > 1 else 0.22
+            h100_range = Range(low=low * GIB, high=0.48 * GIB)
+            return Assumption(range=h100_range, origin=Origin.REAL_CARDS, evidence=H100_STARTS)
+        return Assumption(
+            range=Range(low=0.05 * GIB, high=0.5 * GIB),
+            origin=Origin.REPORTS,
+            evidence=f"{H100_STARTS}: 0.07 to 0.46 GiB; the stand-in card: 0.05",
+        )
+    if is_measured and question.release.version == "0.19" and question.gpus <= MEASURED_GPUS:
+        h100_range = Range(low=2.0 * GIB, high=2.25 * GIB)
+        return Assumption(range=h100_range, origin=Origin.REAL_CARDS, evidence=H100_STARTS)
+    return Assumption(
+        range=Range(low=0.05 * GIB, high=3.0 * GIB),
+        origin=Origin.REPORTS,
+        evidence=f"{H100_STARTS}: 2.07 to 2.21 GiB; 4 x RTX PRO 6000: at most 1.70",
+    )
+
+
+SMALL_GRAPHS: Final = (1, 2, 4)
+FINE_STEP: Final = 8
+COARSE_STEP: Final = 16
+COARSE_FROM: Final = 256
+LARGEST_GRAPH: Final = 512
+"""Sizes of the batches for which vLLM captures graphs: 1, 2, 4, then each 8 up to 256, then each 16
+up to twice `max_num_seqs` or 512 (config/vllm.py, `_set_cudagraph_sizes`)."""
+
+
+def count_graph_sizes(question: Question) -> int:
+    """Return for how many sizes of a batch vLLM captures graphs."""
+    largest = min(2 * question.max_num_seqs, LARGEST_GRAPH, question.max_num_batched_tokens)
+    small = sum(size <= largest for size in SMALL_GRAPHS)
+    fine = len(range(FINE_STEP, min(largest + 1, COARSE_FROM), FINE_STEP))
+    coarse = len(range(COARSE_FROM, largest + 1, COARSE_STEP))
+    return small + fine + coarse
+
+
+def _assume_graphs(question: Question) -> Assumption:
+    """Return vLLM's estimate of its CUDA graphs.
+
+    That is the first graph, and for each further size a graph of a part of the model and one of the
+    whole (v1/worker/gpu_model_runner.py, `profile_cudagraph_memory`, 0.19). Since 0.29 the graphs
+    of parts are measured instead, which gives less.
+    """
+    if question.enforce_eager:
+        return Assumption(
+            range=NO_BYTES, origin=Origin.CONSTRUCTION, evidence="--enforce-eager has none"
+        )
+    further_sizes = count_graph_sizes(question) - 1
+    first_range = Range(low=0.06 * GIB, high=0.35 * GIB)
+    # Both graphs of a size: 6 to 20 MiB on one GPU, 30 to 34 on two, 10 on four, 5 to 8 in a stage.
+    if question.tensor_parallel_size > 1:
+        size_range = Range(low=9 * MIB, high=36 * MIB)
+    elif question.pipeline_parallel_size > 1:
+        size_range = Range(low=2 * MIB, high=12 * MIB)
+    else:
+        size_range = Range(low=9 * MIB, high=21 * MIB)
+    graphs_range = first_range + size_range.scale(further_sizes)
+    if question.release.version == "0.19":
+        return Assumption(range=graphs_range, origin=Origin.REAL_CARDS, evidence=H100_STARTS)
+    low = graphs_range.low
+    evidence = f"{H100_STARTS}: 0.49 to 1.92 GiB"
+    if question.release.has_second_runner:
+        low = 0.05 * GIB
+        evidence += "; vLLM 0.26 and 0.31, Llama 3.1 8B: 0.16 and 0.23"
+    high = graphs_range.high
+    if question.shape.stateful_layers:
+        high = 4.4 * GIB
+        evidence += "; hybrid models since 0.26: 0.56 to 4.2"
+    return Assumption(range=Range(low=low, high=high), origin=Origin.REPORTS, evidence=evidence)
+
+
+LOGIT_BYTES: Final = 4
+"""Bytes of a logit: sampling computes in 32 bits."""
+
+NARROW_PROFILE_HIGH: Final = 1.25
+"""The most that the second runner took before 0.33, as a multiple of the logits in 32 bits (the
+stand-in card, 0.32)."""
+
+
+def _assume_sampling_ratio(question: Question) -> Assumption:
+    """Return the memory of the sampler's profile, as a multiple of the logits in 32 bits.
+
+    The first model runner has the logits in the model's dtype, and three times in 32 bits: as they
+    are, as probabilities, and as those that top-k and top-p leave. The second runner has less
+    before 0.33, and in 0.33 at least the first of these.
+    """
+    narrow_ratio = question.shape.dtype_bytes / LOGIT_BYTES
+    all_low = narrow_ratio + 3
+    all_high = narrow_ratio + 3.15
+    release = question.release
+    if not release.has_second_runner:
+        return Assumption(
+            range=Range(low=all_low, high=all_high),
+            origin=Origin.REAL_CARDS,
+            evidence=f"{H100_STARTS}, 12 models",
+        )
+    if release.has_wide_profile:
+        return Assumption(
+            range=Range(low=narrow_ratio + 1, high=all_high),
+            origin=Origin.CONSTRUCTION,
+            evidence="_dummy_sampler_run: the logits in two dtypes, and up to two copies",
+        )
+    if release.has_only_second_runner:
+        return Assumption(
+            range=Range(low=narrow_ratio, high=NARROW_PROFILE_HIGH),
+            origin=Origin.STAND_IN,
+            evidence="vLLM 0.32, 20 models (tests/card/shapes)",
+        )
+    return Assumption(
+        range=Range(low=narrow_ratio, high=all_high),
+        origin=Origin.STAND_IN,
+        evidence="both model runners of vLLM 0.32 (tests/card/shapes)",
+    )

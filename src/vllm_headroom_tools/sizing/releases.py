@@ -1,0 +1,86 @@
+"""What differs between releases of vLLM in how they divide a GPU's memory."""
+
+import re
+from typing import Final
+
+from msgspec import Struct
+
+
+class Release(Struct, frozen=True, kw_only=True):
+    """A release of vLLM, and the rules of its start."""
+
+    # Its number without the patch level, such as 0.33.
+    version: str
+    # The default of --gpu-memory-utilization.
+    utilization: float
+    # Whether the estimate of CUDA graphs is subtracted from the KV cache.
+    has_graphs_in_budget: bool
+    # Whether more sequences than blocks for states are refused while graphs are captured.
+    has_state_check: bool
+    # Whether cards from 160 GiB on have their own defaults.
+    has_largest_defaults: bool
+    # Whether some models are served by the second model runner, and whether all of them are.
+    has_second_runner: bool
+    has_only_second_runner: bool
+    # Whether the second runner's profile has the logits in 32 bits.
+    has_wide_profile: bool
+
+
+OLDEST: Final = 19
+NEWEST: Final = 33
+"""The second number of the oldest and of the newest release that is known here."""
+
+UTILIZATION_SINCE: Final = 20
+"""0.92 instead of 0.9 (config/cache.py, `gpu_memory_utilization`)."""
+
+GRAPHS_SINCE: Final = 20
+"""envs.py, `VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS`: True in 0.20.0; in 0.19.0 it is off."""
+
+STATE_CHECK_SINCE: Final = 20
+"""config/compilation.py: "exceeds available Mamba cache blocks" in 0.20.0; 0.19.0 captures smaller
+graphs instead (`adjust_cudagraph_sizes_for_mamba_cache`)."""
+
+LARGEST_DEFAULTS_SINCE: Final = 28
+"""engine/arg_utils.py, `get_batch_defaults`: "device_memory >= 160 * GiB_bytes" in 0.28.0, not in
+0.27.0."""
+
+SECOND_RUNNER_SINCE: Final = 22
+"""config/vllm.py: `DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES` in 0.22.0, not in 0.21.0."""
+
+ONLY_SECOND_RUNNER_SINCE: Final = 29
+"""config/vllm.py, `use_v2_model_runner`: from 0.29.0 on every model whose features it supports."""
+
+WIDE_PROFILE_SINCE: Final = 33
+"""v1/worker/gpu/model_runner.py, `_dummy_sampler_run`: its second pass in 0.33.0, not in 0.32.0."""
+
+VERSION_PATTERN: Final = re.compile(r"v?0\.(\d{1,3})(?:\.\S*)?", re.ASCII)
+
+
+def _build_release(minor: int) -> Release:
+    return Release(
+        version=f"0.{minor}",
+        utilization=0.92 if minor >= UTILIZATION_SINCE else 0.9,
+        has_graphs_in_budget=minor >= GRAPHS_SINCE,
+        has_state_check=minor >= STATE_CHECK_SINCE,
+        has_largest_defaults=minor >= LARGEST_DEFAULTS_SINCE,
+        has_second_runner=minor >= SECOND_RUNNER_SINCE,
+        has_only_second_runner=minor >= ONLY_SECOND_RUNNER_SINCE,
+        has_wide_profile=minor >= WIDE_PROFILE_SINCE,
+    )
+
+
+NEWEST_RELEASE: Final = _build_release(NEWEST)
+
+
+def parse_release(text: str) -> Release:
+    """Return the release of a version such as 0.24 or v0.24.0.
+
+    Raises ValueError for a text that is none, and for a release that is not known here.
+    """
+    match = VERSION_PATTERN.fullmatch(text.strip())
+    if match is None:
+        raise ValueError
+    minor = int(match[1])
+    if not OLDEST <= minor <= NEWEST:
+        raise ValueError
+    return _build_release(minor)
