@@ -127,6 +127,16 @@ def restarts() -> Json:
     return _annotation("Engine restarted", RESTARTED, title="Engine restarted", text="{{instance}}", colour="blue")
 
 
+def exits() -> Json:
+    """Return a mark where an exit of an engine is counted, with the reason."""
+    return _annotation(
+        "Engine exited", EXITED, title="Engine exited: {{reason}}", text="{{instance}}", colour="dark-orange"
+    )
+
+
+EXITED: Final = f"max by (instance, reason) (increase(headroom_engine_exits_total{{{TARGET}}}[$__interval])) > 0"
+
+
 _COUNTED: Final = f"headroom_engine_generation_tokens_total{{{ENGINE}}}"
 RESTARTED: Final = (
     f"max by (instance) (resets({_COUNTED}[1h])) > max by (instance) (resets({_COUNTED}[1h] offset $__interval))"

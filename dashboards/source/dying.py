@@ -8,7 +8,7 @@ from dashboards.source.colours import BAD, GONE, GOOD, RUNNING_COLOUR, SITUATION
 from dashboards.source.dashboard import Row
 from dashboards.source.gpus import each_gpu
 from dashboards.source.grafana import LEGEND, Json, on_the_right, override, query, steps
-from dashboards.source.panels import NOTHING, stat, state_timeline, timeseries
+from dashboards.source.panels import DURATION, NOTHING, stat, state_timeline, timeseries
 from dashboards.source.ranking import firing_alerts
 from dashboards.source.series import (
     ACTION_VALUES,
@@ -123,7 +123,7 @@ def _time_left(title: str, description: str, metric: str, *, width: int) -> Json
             of_gpus(time_to_oom(GPU, f"headroom_{metric}")),
             query(f"min(headroom_host_{metric}{{{TARGET}}})", "host memory"),
         ],
-        unit="dtdurations",
+        unit=DURATION,
         width=width,
         named=True,
         noValue=NOTHING,

@@ -15,7 +15,7 @@ def engine() -> Json:
         description="The situation of a vLLM engine, what to do first, and how long until it is out of memory.",
         since="now-6h",
         refresh="30s",
-        marks=[around.alerts(), around.restarts()],
+        marks=[around.alerts(), around.restarts(), around.exits()],
         one_engine=True,
         looks_ahead=True,
         rows=[

@@ -9,7 +9,7 @@ from dashboards.source import around, tables
 from dashboards.source.colours import BAD, GPU_COLOURS
 from dashboards.source.dashboard import Row, dashboard
 from dashboards.source.grafana import Json, in_turn, query, steps
-from dashboards.source.panels import NOTHING, stat, timeseries
+from dashboards.source.panels import DURATION, NOTHING, stat, timeseries
 from dashboards.source.ranking import BY_MODEL, CHOSEN, NEVER, firing_alerts, ranked
 from dashboards.source.series import (
     SITUATION_NAMES,
@@ -59,7 +59,7 @@ def _counts() -> list[Json]:
             "Least time to out of memory",
             "Of the GPU that has least, free memory over the rate of its leak.",
             [query(_time_to_oom())],
-            unit="dtdurations",
+            unit=DURATION,
             width=5,
             noValue=NOTHING,
             mappings=[TIME_TO_OOM_VALUES],
@@ -101,7 +101,7 @@ def _over_time() -> list[Json]:
             "Of each model's GPUs the one that has least; only a growing or leaking GPU has one.",
             f"namespace_model:headroom_time_to_oom_seconds:min{{{MODEL}}}",
             least=True,
-            unit="dtdurations",
+            unit=DURATION,
             noValue="no leak seen",
             thresholds=steps((None, BAD), (3600, "transparent")),
             custom={"thresholdsStyle": {"mode": "area"}, "scaleDistribution": {"type": "log", "log": 10}},

@@ -36,7 +36,7 @@ def incident() -> Json:
         description="The hour around an out-of-memory or a restart of one engine, on one time axis.",
         since="now-1h",
         refresh="30s",
-        marks=[around.alerts(), around.restarts()],
+        marks=[around.alerts(), around.restarts(), around.exits()],
         one_engine=True,
         rows=[
             Row(title="What fired, what answered?", panels=[_alerts(), _situation(), _answers()]),

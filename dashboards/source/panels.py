@@ -12,6 +12,13 @@ NOTHING: Final = "\u2013"
 """Shown, in grey, for a number that is not known; the situation says why."""
 
 
+DURATION: Final = "dtdurations"
+"""Grafana's unit for seconds that it writes in words."""
+
+DURATION_DECIMALS: Final = 1
+"""Grafana writes one unit more than this of a duration: without it, 3 h 51 min would be "3 hours"."""
+
+
 def _nothing(text: str) -> Json:
     """Return the mapping of no value at all: without one it has the colour of the lowest value."""
     colour = UNKNOWN_COLOUR if text == NOTHING else NEUTRAL
@@ -43,6 +50,8 @@ def panel(
     defaults.setdefault("color", PALETTE)
     defaults.setdefault("thresholds", steps((None, NEUTRAL)))
     defaults.setdefault("mappings", [])
+    if unit == DURATION:
+        defaults.setdefault("decimals", DURATION_DECIMALS)
     return {
         "type": kind,
         "title": title,

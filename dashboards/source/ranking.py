@@ -8,7 +8,7 @@ from typing import Any, Final
 from dashboards.source.around import CELL
 from dashboards.source.colours import BAD
 from dashboards.source.grafana import Json, coloured, override, query
-from dashboards.source.panels import stat
+from dashboards.source.panels import DURATION, DURATION_DECIMALS, stat
 from dashboards.source.series import BY_TARGET, ENGINE, FREE_FLOOR, SIDECAR, TARGET, TIME_TO_OOM_STEPS, situation
 
 ROWS: Final = 50
@@ -131,7 +131,7 @@ def number(name: str, unit: str, width: int, thresholds: Json | None = None, **m
 
 
 NUMBERS: Final = [
-    number("time to OOM", "dtdurations", 100, TIME_TO_OOM_STEPS),
+    number("time to OOM", DURATION, 130, TIME_TO_OOM_STEPS, decimals=DURATION_DECIMALS),
     number("leak rate", "binBps", 90),
     number("unreported", "percentunit", 100, decimals=1),
     number("free", "bytes", 80, FREE_FLOOR),

@@ -89,6 +89,11 @@ EMPTY: Final = (
         },
     ),
     Empty(
+        why="no engine exits",
+        over=EVERYWHERE - {"restart", "crash", "engine down"},
+        queries={"headroom": {"Engine exited": ()}, "headroom-incident": {"Engine exited": ()}},
+    ),
+    Empty(
         why="every reading succeeds",
         over=EVERYWHERE - {"restart", "engine down", "crash"},
         queries={"headroom": {"Failed readings per second": ()}},
