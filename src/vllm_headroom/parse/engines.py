@@ -130,6 +130,8 @@ def _build_reading(
         # Of several facts of one field, the first with a value counts.
         if values.get(fact.field) is None:
             values[fact.field] = _find_value(profile, fact, families, engine_count)
+    if profile.grouped_models is not None and profile.grouped_models.search(key[0]):
+        values.pop("kv_blocks", None)
     _complete_kv_cache(values)
     awake_series = values.pop("awake", None)
     return EngineReading(
@@ -143,9 +145,11 @@ def _build_reading(
 def _complete_kv_cache(values: dict[str, Any]) -> None:
     """Compute the capacity and the usage of the KV cache where they are unknown, changing `values`.
 
-    Remove the three facts that are no fields of EngineReading, see Fact.
+    Remove the four facts that are no fields of EngineReading, see Fact.
     """
     blocks = values.pop("kv_blocks", None)
+    if values.pop("kv_state_block_tokens", None) is not None:
+        blocks = None
     block_tokens = values.pop("kv_block_tokens", None)
     used_tokens = values.pop("kv_used_tokens", None)
     capacity_tokens = values.get("kv_capacity_tokens")

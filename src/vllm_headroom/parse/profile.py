@@ -32,8 +32,9 @@ class Fact(Struct, frozen=True):
     """The source of one field of EngineReading.
 
     Where a field has several facts, the first with a value counts. Values must be at least 0, and
-    those of a `_ratio` field at most 1. Three names are no field of EngineReading, and help to
-    compute one that is unknown: `kv_blocks` times `kv_block_tokens` is `kv_capacity_tokens`;
+    those of a `_ratio` field at most 1. Four names are no field of EngineReading, and help to
+    compute one that is unknown: `kv_blocks` times `kv_block_tokens` is `kv_capacity_tokens`, unless
+    there are `kv_state_block_tokens`: then layers form groups, which share the blocks;
     `kv_used_tokens` divided by the capacity is `kv_used_ratio`, and divided by that ratio is the
     capacity.
     """
@@ -88,6 +89,9 @@ class Profile(Struct, frozen=True, kw_only=True, dict=True):
     """The option that enables the page."""
     reasons: Mapping[str, str] = {}
     """Reasons why the page lacks inputs; each has the names of the inputs, separated by spaces."""
+
+    grouped_models: re.Pattern[str] | None = None
+    """Finds names of models whose layers form groups, so that blocks are no measure of tokens."""
 
     @cached_property
     def absent(self) -> tuple[tuple[str, str], ...]:

@@ -9,7 +9,7 @@ from vllm_headroom.parse.profile import Combine, Profile
 from vllm_headroom.parse.profiles import PROFILES
 from vllm_headroom.parse.profiles.llama_cpp import LLAMA_CPP
 
-STEPS = {"kv_blocks", "kv_block_tokens", "kv_used_tokens"}
+STEPS = {"kv_blocks", "kv_block_tokens", "kv_state_block_tokens", "kv_used_tokens"}
 
 
 OPTIONAL = {

@@ -55,6 +55,37 @@ def test_capacity_is_blocks_times_their_size_where_the_number_of_tokens_says_not
     assert engine.kv_capacity_tokens == 160
 
 
+@pytest.mark.parametrize(
+    ("model", "capacity"),
+    [
+        ("google/gemma-3-27b-it", None),
+        ("gemma2:9b", None),
+        ("unsloth/gpt-oss-20b-BF16", None),
+        ("meta-llama/Llama-4-Scout-17B-16E-Instruct", None),
+        ("/models/Qwen3.5-27B", None),
+        ("Qwen/Qwen3-Next-80B-A3B-Instruct", None),
+        ("google/gemma-7b", 255_952),
+        ("meta-llama/Llama-3.1-8B", 255_952),
+        ("Qwen/Qwen3-32B", 255_952),
+        ("deepseek-ai/DeepSeek-V3", 255_952),
+    ],
+)
+def test_blocks_are_no_capacity_where_layers_form_groups(model: str, capacity: int | None) -> None:
+    running = f'vllm:num_requests_running{{engine="0",model_name="{model}"}} 4'
+    engine = one(running, info(num_gpu_blocks="15997", block_size="16"))
+    newer = one(running, info(kv_cache_size_tokens="36560", num_gpu_blocks="15997", block_size="16"))
+
+    assert engine.kv_capacity_tokens == capacity
+    assert newer.kv_capacity_tokens == 36560
+
+
+@pytest.mark.parametrize(("text", "capacity"), [("528", None), ("None", 160)])
+def test_blocks_are_no_capacity_where_layers_keep_a_state(text: str, capacity: int | None) -> None:
+    engine = one(RUNNING, info(num_gpu_blocks="10", block_size="16", mamba_block_size=text))
+
+    assert engine.kv_capacity_tokens == capacity
+
+
 def test_blocks_are_shared_among_the_engines_that_all_repeat_their_sum() -> None:
     engines = read(
         *(f'vllm:num_requests_running{{engine="{rank}",model_name="m"}} 1' for rank in "01"),

@@ -1,5 +1,6 @@
 """vLLM 0.4 and newer, V0 and V1, with Aphrodite."""
 
+import re
 from typing import Final
 
 from msgspec.structs import replace
@@ -18,6 +19,19 @@ def _counter(field: str, *names: str) -> Fact:
     return Fact(field, tuple(families))
 
 
+GROUPED_MODELS: Final = re.compile(
+    r"gemma-?[234]|gpt-oss|llama-?4|command-(?:r7b|a)|cohere2|exaone-?4|olmo-?3|mimo-v2|laguna"
+    r"|qwen-?3[._-]?(?:next|5|6|8)|nemotron-?(?:h|nano-\db?-v2|nano-9b|3)|granite-?4|jamba|falcon-?h1"
+    r"|bamba|zamba|plamo-?2|minimax-(?:text|m1)|lfm2|kimi-(?:linear|k3)|deepseek-v4|step-3\.\d"
+    r"|phi-?4-mini-flash|ministral-8b|phi-?3-small",
+    re.IGNORECASE,
+)
+"""Families of models with layers of several kinds: a window, a state, or every token. vLLM gives
+each kind its own group, and the groups share the blocks, so blocks x tokens of a block is 2 to 7
+times the capacity (vLLM 0.19, v1/core/kv_cache_utils.py, `_report_kv_cache_config`). Since 0.24 its
+page has the capacity itself."""
+
+
 VLLM: Final = Profile(
     name="vllm",
     product="vLLM",
@@ -25,6 +39,7 @@ VLLM: Final = Profile(
     prefixes=("vllm:", "ray_vllm:", "ray_vllm_", "vllm_"),
     repeat_labels=("pid",),  # one series per API server, of which one is true and the others are 0
     replica_labels=("ReplicaId",),
+    grouped_models=GROUPED_MODELS,
     reasons={
         "its page has no bytes: the probe reports them, or the budget is used": "memory_bytes",
     },
@@ -51,6 +66,7 @@ VLLM: Final = Profile(
         ),
         Fact("kv_blocks", _INFO, label="num_gpu_blocks", combine=Combine.SHARE),
         Fact("kv_block_tokens", _INFO, label="block_size", combine=Combine.SAME),
+        Fact("kv_state_block_tokens", _INFO, label="mamba_block_size", combine=Combine.SAME),
         _counter("prefix_queries_total", "prefix_cache_queries", "gpu_prefix_cache_queries"),
         _counter("prefix_hits_total", "prefix_cache_hits", "gpu_prefix_cache_hits"),
         # V0 up to 0.9.0; -1 when prefix caching is off
