@@ -36,6 +36,9 @@ OFF: Final[dict[str, tuple[Any, str, Any]]] = {
     "sizes of steps": (growth_evidence, "score_likeness", lambda *_: 0.0),
     "load that doubled": (track, "LOAD_LEAP", 1e9),
     "steady growth": (verdicts, "is_steady", lambda _: False),
+    "lows that rise": (verdicts, "LOW_SHARE", float("inf")),
+    "no concern": (verdicts, "NO_CONCERN_SECONDS", float("inf")),
+    "next step": (growth_evidence, "LEAST_REPEATS", float("inf")),
     "kept on a full card": (verdicts, "NEARLY_FULL_BYTES", float("-inf")),
 }
 """What is replaced, so that a witness is no evidence; without large steps nothing is reported about them."""

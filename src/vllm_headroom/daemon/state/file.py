@@ -15,7 +15,7 @@ from vllm_headroom.derive.life.run_evidence import EngineRuns
 from vllm_headroom.expose.view import SavedHistory
 from vllm_headroom.trace.recorder import make_folder, replace_file
 
-STATE_FORMAT: Final = 16
+STATE_FORMAT: Final = 17
 """The format number of the leak detector's state. Raise it when the fields of a state, or their
 meaning, change."""
 

@@ -16,6 +16,11 @@ from vllm_headroom.derive.leak.facts import (
     Track,
     list_falls,
 )
+from vllm_headroom.derive.leak.growth_evidence import (
+    QUIET_SECONDS,
+    RISE_CHANCE_IN_A_LEAK,
+    find_repeated_steps,
+)
 from vllm_headroom.units import DAY_SECONDS, HOUR_SECONDS
 
 BATCHES: Final = 5
@@ -23,6 +28,9 @@ BATCHES: Final = 5
 
 T_95: Final = 2.776
 """Student's t for 95 % with 4 degrees of freedom, one less than the batches."""
+
+STANDARD_ERRORS_95: Final = 2.0
+"""A 95 % interval has this many standard errors on each side."""
 
 SLOPE_POINTS: Final = 16
 """A slope is computed from about this many blocks: the cost is quadratic, and more blocks gave no
@@ -43,9 +51,17 @@ SHORTEST_MEAN_SECONDS: Final = 900.0
 """A mean rate is taken over at least this past: over a shorter one it is no better than the average
 of the newest minutes."""
 
+DILUTED_RATIO: Final = 1.5
+"""Our choice: a stretch of growth counts where it is this many times as fast as the whole growth,
+because the rates of two parts of an even leak differ by less."""
+
 MARGIN_SECONDS: Final = 300.0
 """Subtracted from the lower bound of the time left: an estimate is made every two minutes only, and
 a peak of some minutes shows in no block's floor."""
+
+
+MOST_MARGIN_SHARE: Final = 0.25
+"""Our choice: the most of the lower bound that is subtracted: fast growth is judged each 30 s."""
 
 
 class Slope(NamedTuple):
@@ -73,6 +89,9 @@ def estimate_growth(
     step_bytes = min(LARGE_BYTES, median_rise_bytes)
     by_time = measure_slope(seconds, growth.retained_bytes, step_bytes)
     by_request = measure_slope(requests, growth.retained_bytes, step_bytes)
+    if growth.rise_count >= RISE_CHANCE_IN_A_LEAK * len(growth.rises_bytes):
+        by_time = _limit_half_width(by_time, growth)
+        by_request = _limit_half_width(by_request, growth)
     has_rates = by_request.rate > 0 and track.work.requests_per_second > 0
     # The cause of the growth has the more even batches: a leak by requests, seen by time, varies
     # with load.
@@ -110,6 +129,50 @@ def estimate_growth(
     )
 
 
+def apply_stretch(estimate: Estimate, track: Track, room_bytes: float | None) -> Estimate:
+    """Return the estimate with the rate of the newest stretch of growth, where it is faster.
+
+    A rate over the whole growth is too low after a release or a pause, which are parts of it. The
+    stretch is expected to last as long as the longest one so far. If the room lasts for longer,
+    growth goes on at the mean rate since the alarm's growth began, pauses included. The highest
+    plausible pace is that of a stretch without an end.
+    """
+    if track.alarm is None or track.alarm.stretch is None:
+        return estimate
+    stretch = track.alarm.stretch
+    began = track.alarm.began
+    now_seconds = track.clock.now_seconds
+    fastest = max(estimate.fastest or 0.0, stretch.bytes_per_second)
+    estimate = replace(estimate, fastest=fastest)
+    grown_bytes = (track.history.held_bytes or began.floor_bytes) - began.floor_bytes
+    pace = grown_bytes / max(1.0, now_seconds - began.seconds)
+    is_growing = now_seconds - stretch.ended_seconds <= QUIET_SECONDS
+    if is_growing and room_bytes is not None:
+        left_seconds = (room_bytes - OUT_OF_MEMORY_BYTES) / stretch.bytes_per_second
+        if left_seconds <= stretch.longest_seconds:
+            pace = stretch.bytes_per_second
+    if pace < DILUTED_RATIO * max(estimate.bytes_per_second, estimate.pace or 0.0):
+        return estimate
+    return replace(
+        estimate,
+        bytes_per_second=max(pace, estimate.bytes_per_second),
+        upper=max(pace, estimate.upper),
+        pace=pace,
+        fastest=max(pace, fastest),
+    )
+
+
+def _limit_half_width(slope: Slope, growth: Growth) -> Slope:
+    """Return the slope of growth without pauses, with at most the half width by Poisson's law.
+
+    The law is of steps of the growth's typical size, as in `weigh_pace`. Five batches of two or
+    three blocks can differ by chance so much that their interval has no meaning.
+    """
+    step_count = growth.grown_bytes / growth.typical_step_bytes
+    limit = slope.rate * STANDARD_ERRORS_95 / sqrt(step_count)
+    return slope._replace(half_width=min(slope.half_width, max(0.0, limit)))
+
+
 def _is_load_known(track: Track, *, by_requests: bool) -> bool:
     """Return whether load will not rise above what was observed, or does not matter.
 
@@ -140,13 +203,22 @@ def set_time_left(estimate: Estimate, track: Track, room_bytes: float) -> Estima
     largest_rise_bytes = max(rises_bytes, default=0.0)
     demand_bytes = max(swing_bytes + largest_rise_bytes, OUT_OF_MEMORY_BYTES)
 
+    steps = find_repeated_steps(track.history.steps)
+    if steps and steps[-1].size_bytes > room_bytes - OUT_OF_MEMORY_BYTES:
+        # The next step does not fit: the time left is that until it comes.
+        intervals = [later.seconds - step.seconds for step, later in pairwise(steps)]
+        elapsed_seconds = track.clock.now_seconds - steps[-1].seconds
+        left_seconds = max(0.0, min(intervals) - elapsed_seconds)
+        return replace(estimate, oom_seconds=left_seconds, oom_seconds_lower=left_seconds)
+
     oom_seconds = None
     if estimate.pace:
         oom_seconds = max(0.0, room_bytes - OUT_OF_MEMORY_BYTES) / estimate.pace
     oom_seconds_lower = None
     if estimate.fastest:
         seconds_until_peak = max(0.0, room_bytes - demand_bytes) / estimate.fastest
-        oom_seconds_lower = max(0.0, seconds_until_peak - MARGIN_SECONDS)
+        margin_seconds = min(MARGIN_SECONDS, MOST_MARGIN_SHARE * seconds_until_peak)
+        oom_seconds_lower = max(0.0, seconds_until_peak - margin_seconds)
     return replace(estimate, oom_seconds=oom_seconds, oom_seconds_lower=oom_seconds_lower)
 
 

@@ -197,6 +197,20 @@ class TrackHistory(Struct, frozen=True, kw_only=True):
     """The newest large rises, the oldest first."""
 
 
+class Stretch(Struct, frozen=True, kw_only=True):
+    """Growth without a pause or a release in it."""
+
+    bytes_per_second: float
+    """In its newest two hours."""
+    began_seconds: float
+    """In the track's time."""
+    ended_seconds: float
+    """When memory last rose in it, in the track's time."""
+
+    longest_seconds: float
+    """The length of the longest stretch of the alarm so far."""
+
+
 class LeakAlarm(Struct, frozen=True, kw_only=True):
     """The alarm of one leak, which is held until the growth has ended."""
 
@@ -207,6 +221,12 @@ class LeakAlarm(Struct, frozen=True, kw_only=True):
     """The block of the newest rise."""
     sum_of_squares: float
     """The sum of the squared rises, in square bytes: it gives the typical size of a rise."""
+
+    low: Block | None = None
+    """The block in which most of the growth was released for the first time; later lows must be
+    higher. None without such a release."""
+    stretch: Stretch | None = None
+    """The newest stretch of growth; None while none is long enough."""
 
 
 class Estimate(Struct, frozen=True, kw_only=True):

@@ -513,6 +513,44 @@ bounded growth fill the memory so far."""
 SURE_OF_STEPS_WHERE_FULL: Final = 6.0
 """In place of SURE_OF_STEPS in the same case."""
 
+LEAST_REPEATS: Final = 3
+"""Our choice: this many steps of one size are expected to come again."""
+
+REPEATED_RATIO: Final = 1.05
+"""Steps of one kind differ by less than this ratio; a segment of 20 MiB is 4 % of the least step
+that counts."""
+
+
+JOINED_SECONDS: Final = QUIET_SECONDS
+"""Rises closer than this are one step: a large buffer is taken in several segments."""
+
+
+def find_repeated_steps(steps: tuple[Step, ...]) -> tuple[Step, ...]:
+    """Return the steps of the newest large step's size, the oldest first.
+
+    Nothing where fewer than LEAST_REPEATS are of that size, or it is below LEAST_STEPS_BYTES.
+    """
+    joined_steps: list[Step] = []
+    newest_seconds = -inf
+    for step in steps:
+        if step.seconds - newest_seconds <= JOINED_SECONDS:
+            size_bytes = joined_steps[-1].size_bytes + step.size_bytes
+            joined_steps[-1] = Step(joined_steps[-1].seconds, size_bytes, step.top_bytes)
+        else:
+            joined_steps.append(step)
+        newest_seconds = step.seconds
+    large_steps = [step for step in joined_steps if step.size_bytes >= LEAST_STEPS_BYTES]
+    if not large_steps:
+        return ()
+    newest_bytes = large_steps[-1].size_bytes
+    repeated = tuple(
+        step
+        for step in large_steps
+        if newest_bytes / REPEATED_RATIO <= step.size_bytes <= newest_bytes * REPEATED_RATIO
+    )
+    return repeated if len(repeated) >= LEAST_REPEATS else ()
+
+
 COMPARED_SHARE: Final = 0.05
 """The sizes of steps below this share of the growth are not compared."""
 

@@ -1,12 +1,14 @@
 """The judge: the verdict on one series by its evidence, and its alarm."""
 
+from bisect import bisect_left
 from collections.abc import Iterator
+from itertools import pairwise
 from math import inf
 from typing import Final, NamedTuple
 
 from msgspec.structs import replace
 
-from vllm_headroom.derive.leak.estimate import estimate_growth, set_time_left
+from vllm_headroom.derive.leak.estimate import apply_stretch, estimate_growth, set_time_left
 from vllm_headroom.derive.leak.facts import (
     LARGE_BYTES,
     OUT_OF_MEMORY_BYTES,
@@ -16,7 +18,9 @@ from vllm_headroom.derive.leak.facts import (
     Growth,
     LeakAlarm,
     Ring,
+    Stretch,
     Track,
+    find_retained,
     list_falls,
 )
 from vllm_headroom.derive.leak.growth_evidence import (
@@ -24,11 +28,13 @@ from vllm_headroom.derive.leak.growth_evidence import (
     LATE_SHARE,
     LEAKING_SECONDS,
     LEAST_GROWTH_BYTES,
+    QUIET_SECONDS,
     WINDOW_BLOCKS,
     RingSurvey,
     clip_rises,
     compute_patience,
     cut_window,
+    find_repeated_steps,
     find_step_windows,
     has_ended,
     is_even,
@@ -107,7 +113,9 @@ def judge_track(track: Track, room_bytes: int | None) -> Track:
         return _update_estimate(track, None, room_bytes)
     # During an alarm no verdict is judged: the alarm is held until its growth has ended.
     if track.alarm is not None:
-        growth = _measure_alarm(track, track.alarm)
+        alarm = _measure_stretch(track, track.alarm)
+        track = replace(track, alarm=alarm)
+        growth = _measure_alarm(track, alarm)
     else:
         track, growth = _judge_rings(track, origin, own_room_bytes)
     return _update_estimate(track, growth, room_bytes)
@@ -130,6 +138,17 @@ as the room is smaller, and does not end when all its growth is given back."""
 RETAINED_SHARE: Final = 0.5
 """An alarm ends when less than this share of its growth is still held."""
 
+LOW_SHARE: Final = 0.05
+"""Our choice: the share of its growth that a release must leave for the lows to have risen. A
+sawtooth without a leak falls to where it began; under torch's garbage_collection_threshold a leak
+of 57 kB/s kept a tenth."""
+
+FADED_SECONDS: Final = DAY_SECONDS / 2
+"""Growth is compared with the time left over this time, which is longer than a night's pause."""
+
+NO_CONCERN_SECONDS: Final = 365 * DAY_SECONDS
+"""What takes a year to fill is no alarm: an engine is restarted more often."""
+
 RETAINED_BLOCKS: Final = 10
 """Of this many of the shortest blocks, five minutes, the highest counts: after a sleep a cache
 fills again."""
@@ -141,13 +160,15 @@ def update_alarm(track: Track, alarm: LeakAlarm, newest: Block) -> Track:
     The alarm ends when nothing has risen for long, or when most of its growth was given back. Then
     the evidence starts over too.
     """
+    hold_factor = _compute_hold_factor(track, alarm.newest_rise)
+    if hold_factor == 1.0 and _has_faded(track):
+        return _end_alarm(track, alarm.newest_rise)
     # Growth goes on: the time without a rise starts over.
     if newest.floor_bytes >= alarm.newest_rise.floor_bytes + RISE_BYTES:
         return replace(track, alarm=_add_rise(alarm, newest))
 
-    began = alarm.began
+    began = alarm.low or alarm.began
     newest_rise = alarm.newest_rise
-    hold_factor = _compute_hold_factor(track, newest_rise)
     fall_bytes = newest_rise.floor_bytes - newest.floor_bytes
     retained_share = RETAINED_SHARE
     if hold_factor > 1.0:
@@ -159,7 +180,9 @@ def update_alarm(track: Track, alarm: LeakAlarm, newest: Block) -> Track:
     retained_bytes = began.floor_bytes + retained_share * grown_bytes
     if fall_bytes > LARGE_BYTES and newest.floor_bytes >= retained_bytes:
         # More was given back than usual, but the leak may go on: the next rise counts from here.
-        return replace(track, alarm=replace(alarm, began=began, newest_rise=newest))
+        if alarm.low is None:
+            return replace(track, alarm=replace(alarm, began=began, newest_rise=newest))
+        return replace(track, alarm=replace(alarm, low=began, newest_rise=newest))
 
     # The highest of five minutes: after a sleep, memory is taken again within minutes.
     recent_blocks = track.history.rings[0].blocks[-RETAINED_BLOCKS:]
@@ -172,9 +195,43 @@ def update_alarm(track: Track, alarm: LeakAlarm, newest: Block) -> Track:
         quiet_seconds=_compute_quiet_seconds(track, began, hold_factor),
         quiet_gaps=hold_factor * HOLD_GAPS,
     )
-    if is_retained and not has_stopped:
+    if has_stopped:
+        return _end_alarm(track, newest_rise)
+    if is_retained:
         return track
+    # Most of the growth was released. The lows rise where some is still held, and then the alarm
+    # ends only if nothing rises from here.
+    base = alarm.low or track.history.anchor or began
+    least_bytes = base.floor_bytes + LOW_SHARE * (newest_rise.floor_bytes - base.floor_bytes)
+    if newest.floor_bytes >= least_bytes:
+        return replace(track, alarm=replace(alarm, low=alarm.low or newest, newest_rise=newest))
     return _end_alarm(track, newest_rise)
+
+
+def _has_faded(track: Track) -> bool:
+    """Return whether memory has not been as high for half a day, or would take a year to fill.
+
+    False while less than half a day was observed.
+    """
+    longest_ring = track.history.rings[-1]
+    now_seconds = track.clock.now_seconds
+    begin_seconds = now_seconds - FADED_SECONDS
+    begin = bisect_left(longest_ring.blocks, begin_seconds, key=lambda block: block.seconds)
+    older, recent = longest_ring.blocks[:begin], longest_ring.blocks[begin:]
+    if not older or not recent:
+        return False
+    older_bytes = max(longest_ring.highest_bytes, *(block.floor_bytes for block in older))
+    if max(block.floor_bytes for block in recent) < older_bytes - LARGE_BYTES:
+        return True
+    if not track.history.capacity_bytes:
+        return False
+    room_bytes = track.history.capacity_bytes - recent[-1].floor_bytes
+    retained_bytes = find_retained(recent)
+    middle_bytes = retained_bytes[len(retained_bytes) // 2]
+    # Where growth has paused, the quiet time decides.
+    goes_on = retained_bytes[0] < middle_bytes < retained_bytes[-1]
+    grown_bytes = retained_bytes[-1] - retained_bytes[0]
+    return goes_on and grown_bytes < room_bytes * FADED_SECONDS / NO_CONCERN_SECONDS
 
 
 def _add_rise(alarm: LeakAlarm, newest: Block) -> LeakAlarm:
@@ -243,6 +300,61 @@ def _measure_alarm(track: Track, alarm: LeakAlarm) -> Growth | None:
     return None if survey is None else cut_window(survey, 0)
 
 
+LEAST_STRETCH_SECONDS: Final = 600.0
+"""Our choice: a shorter stretch gives no rate."""
+
+LEAST_STRETCH_SHARE: Final = 0.05
+"""Our choice: with a smaller share of the alarm's growth, the newest blocks are a pause in it."""
+
+LEAST_RISE_SHARE: Final = 0.1
+"""Our choice: a rise below this share of the mean rise of two hours is none: host memory varies by
+a few MiB in a pause."""
+
+
+def _measure_stretch(track: Track, alarm: LeakAlarm) -> LeakAlarm:
+    """Return the alarm with the newest stretch of growth: without a pause or a large release.
+
+    The stretch before is kept where the newest blocks have fewer than LEAST_RISES rises.
+    """
+    blocks = track.history.rings[1].blocks
+    begin = len(blocks) - 1
+    floors_bytes = [block.floor_bytes for block in blocks]
+    all_rises_bytes = sum([max(0.0, later - earlier) for earlier, later in pairwise(floors_bytes)])
+    least_rise_bytes = max(RISE_BYTES, LEAST_RISE_SHARE * all_rises_bytes / len(blocks))
+    newest_rise = blocks[-1]
+    rise_count = 0
+    for number in range(len(blocks) - 1, 0, -1):
+        rise_bytes = blocks[number].floor_bytes - blocks[number - 1].floor_bytes
+        if rise_bytes < -LARGE_BYTES:
+            break
+        if rise_bytes >= least_rise_bytes:
+            if rise_count == 0:
+                newest_rise = blocks[number]
+            rise_count += 1
+            begin = number - 1
+        elif blocks[begin].seconds - blocks[number - 1].seconds > QUIET_SECONDS:
+            break
+    began_seconds = blocks[begin].seconds
+    measured_seconds = newest_rise.seconds - began_seconds
+    grown_bytes = newest_rise.floor_bytes - blocks[begin].floor_bytes
+    alarm_bytes = alarm.newest_rise.floor_bytes - alarm.began.floor_bytes
+    is_small = grown_bytes < max(LEAST_GROWTH_BYTES, LEAST_STRETCH_SHARE * alarm_bytes)
+    if rise_count < LEAST_RISES or measured_seconds < LEAST_STRETCH_SECONDS or is_small:
+        return alarm
+    longest_seconds = 0.0
+    if alarm.stretch is not None:
+        longest_seconds = alarm.stretch.longest_seconds
+        if began_seconds <= alarm.stretch.ended_seconds:  # it goes on, and is longer than the ring
+            began_seconds = min(began_seconds, alarm.stretch.began_seconds)
+    stretch = Stretch(
+        bytes_per_second=grown_bytes / measured_seconds,
+        began_seconds=began_seconds,
+        ended_seconds=newest_rise.seconds,
+        longest_seconds=max(longest_seconds, newest_rise.seconds - began_seconds),
+    )
+    return replace(alarm, stretch=stretch)
+
+
 def _update_estimate(track: Track, growth: Growth | None, room_bytes: int | None) -> Track:
     """Return the track with a new estimate of this growth, and with the time left now.
 
@@ -259,6 +371,7 @@ def _update_estimate(track: Track, growth: Growth | None, room_bytes: int | None
         new_estimate = estimate_growth(
             growth, began_bytes=began_bytes, track=track, room_bytes=room_bytes
         )
+        new_estimate = apply_stretch(new_estimate, track, room_bytes)
         if estimate is None or new_estimate.pace is not None:
             estimate = new_estimate
     # At every block: the room changes between two verdicts.
@@ -308,6 +421,12 @@ def _judge_rings(
     verdict = max(ring.verdict for ring in rings)
     history = replace(track.history, rings=tuple(rings))
     track = replace(track, history=history, verdict=verdict)
+    growth_of_steps = None
+    if verdict is not Certainty.LEAKING and room_bytes is not None:
+        growth_of_steps = _find_growth_without_next_step(track, room_bytes)
+    if growth_of_steps is not None:
+        track = replace(track, verdict=Certainty.LEAKING, alarm=_raise_alarm(growth_of_steps))
+        return track, growth_of_steps
     if surest is None:
         return track, None
     if verdict is Certainty.LEAKING:
@@ -315,6 +434,20 @@ def _judge_rings(
     # Where an older verdict is surer, the estimate of its growth is kept.
     is_of_now = surest.verdict is verdict
     return track, surest.growth if is_of_now or track.estimate is None else None
+
+
+def _find_growth_without_next_step(track: Track, room_bytes: float) -> Growth | None:
+    """Return the growth since the first of the repeated large steps, if a further one does not fit.
+
+    None where it fits, or where memory did not grow.
+    """
+    repeated = find_repeated_steps(track.history.steps)
+    if not repeated or repeated[-1].size_bytes <= room_bytes - OUT_OF_MEMORY_BYTES:
+        return None
+    ring = _find_reaching_ring(track.history.rings, repeated[0].seconds)
+    begin = bisect_left(ring.blocks, repeated[0].seconds, key=lambda block: block.seconds) - 1
+    survey = survey_ring(ring, ring.blocks[max(0, begin)])
+    return None if survey is None else cut_window(survey, 0)
 
 
 def _rank_judgement(judgement: WindowJudgement) -> tuple[Certainty, float]:
@@ -403,6 +536,8 @@ def _judge_even(growth: Growth, odds: float, room_bytes: float | None) -> Certai
     # Where memory lasts for months, an alarm needs more certainty: it may wake somebody.
     is_far = left_seconds is not None and left_seconds > FAR_SECONDS
     leaking_odds = LEAKING_ODDS_SUM_IF_FAR if is_far else LEAKING_ODDS_SUM
+    if left_seconds is not None and left_seconds > NO_CONCERN_SECONDS:
+        return Certainty.NONE
     if odds >= leaking_odds and lasted_seconds >= compute_patience(left_seconds):
         return Certainty.LEAKING
     if lasted_seconds < GROWING_SECONDS:

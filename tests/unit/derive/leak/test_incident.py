@@ -81,4 +81,4 @@ def test_after_half_of_the_growth_was_given_back_there_is_no_alarm() -> None:
     def given_back(seconds: float) -> float:
         return leak(seconds) if seconds < 2 * HOUR else 0.4 * leak(2 * HOUR)
 
-    assert follow(readings(given_back, 2.5)).verdicts[-1] is Certainty.NONE
+    assert follow(readings(given_back, 3.0)).verdicts[-1] is Certainty.NONE

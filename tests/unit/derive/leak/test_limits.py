@@ -89,7 +89,7 @@ def test_growth_by_the_logarithm_of_swinging_work_is_no_alarm_where_each_rise_is
         return 100 * MIB * log(1 + finished(seconds) / 1000)
 
     def seen(shape: Shape) -> Iterator[Observation]:
-        for each in on_a_device(shape, 72.0, 120_000 * MIB):
+        for each in on_a_device(shape, 72.0, 20_000 * MIB):
             yield replace(each, finished_total=float(int(finished(each.seconds))))
 
     assert follow(seen(by_folds)).worst < Certainty.LEAKING
