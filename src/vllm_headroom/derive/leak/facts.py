@@ -219,6 +219,9 @@ class LeakAlarm(Struct, frozen=True, kw_only=True):
 
     newest_rise: Block
     """The block of the newest rise."""
+
+    peak: Block
+    """The highest block. Growth that has slowed down a lot does not make a new one."""
     sum_of_squares: float
     """The sum of the squared rises, in square bytes: it gives the typical size of a rise."""
 

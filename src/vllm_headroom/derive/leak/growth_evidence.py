@@ -238,6 +238,25 @@ def is_steady(growth: Growth) -> bool:
     return growth.typical_step_bytes * growth.rise_count <= STEADY_SPREAD * growth.grown_bytes
 
 
+STRAIGHT_SPREAD: Final = 1.1
+"""The highest mean square of the rises of a straight line, as a multiple of their squared mean. It
+is lower than STEADY_SPREAD, because fewer than eleven blocks may be alike by chance."""
+
+STRAIGHT_BYTES: Final = 512 * MIB
+"""The least growth of a straight line: in so few blocks, first uses of kernels and batch sizes may
+take one segment each."""
+
+
+def is_straight(growth: Growth) -> bool:
+    """Return whether every block of the window rose by nearly the same.
+
+    A window has at least six blocks, so this is known after three minutes.
+    """
+    if growth.rise_count < len(growth.rises_bytes):
+        return False
+    return growth.typical_step_bytes * growth.rise_count <= STRAIGHT_SPREAD * growth.grown_bytes
+
+
 LEAST_REQUESTS: Final = 1e-3
 """A block without a finished request counts as this many, because the logarithm of 0 does not
 exist."""

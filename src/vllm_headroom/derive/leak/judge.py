@@ -29,6 +29,7 @@ from vllm_headroom.derive.leak.growth_evidence import (
     LEAKING_SECONDS,
     LEAST_GROWTH_BYTES,
     QUIET_SECONDS,
+    STRAIGHT_BYTES,
     WINDOW_BLOCKS,
     RingSurvey,
     clip_rises,
@@ -40,6 +41,7 @@ from vllm_headroom.derive.leak.growth_evidence import (
     is_even,
     is_over,
     is_steady,
+    is_straight,
     judge_steps,
     survey_ring,
     weigh_pace,
@@ -71,6 +73,14 @@ FAR_SECONDS: Final = 30 * DAY_SECONDS
 SOON_SHARE: Final = 0.75
 """Steady growth of less than an hour is an alarm, whatever the odds, once it has lasted for this
 share of the time left. After an hour, `LATE_SHARE` takes its place."""
+
+STRAIGHT_LEFT_SECONDS: Final = 600.0
+"""A straight line of six blocks is an alarm where less time than this is left: a card that is full
+in minutes does not leave the time for eleven blocks."""
+
+STRAIGHT_HELD_SHARE: Final = 0.25
+"""A straight line that adds more than this share of the memory that was held at first is a start or
+a wake."""
 
 POOL_OVERHEAD: Final = 1.15
 """How many times its configured size a pool may take."""
@@ -154,12 +164,24 @@ RETAINED_BLOCKS: Final = 10
 fills again."""
 
 
+SLOWED_SHARE: Final = 0.25
+"""Our choice: growth at less than this share of its pace until the alarm's peak is not the growth
+that raised the alarm."""
+
+LEAST_BREATH_BLOCKS: Final = 6
+"""Our choice: the least number of blocks in which lows are compared."""
+
+
 def update_alarm(track: Track, alarm: LeakAlarm, newest: Block) -> Track:
     """Return the track with its alarm updated by the newest block, or without the alarm.
 
-    The alarm ends when nothing has risen for long, or when most of its growth was given back. Then
-    the evidence starts over too.
+    The alarm ends when nothing has risen for long, when most of its growth was given back, or when
+    what is full only breathes. Then the evidence starts over too.
     """
+    alarm = _update_peak(alarm, newest)
+    track = replace(track, alarm=alarm)
+    if _is_breathing(track, alarm, newest):
+        return _end_alarm(track, alarm.peak)
     hold_factor = _compute_hold_factor(track, alarm.newest_rise)
     if hold_factor == 1.0 and _has_faded(track):
         return _end_alarm(track, alarm.newest_rise)
@@ -232,6 +254,61 @@ def _has_faded(track: Track) -> bool:
     goes_on = retained_bytes[0] < middle_bytes < retained_bytes[-1]
     grown_bytes = retained_bytes[-1] - retained_bytes[0]
     return goes_on and grown_bytes < room_bytes * FADED_SECONDS / NO_CONCERN_SECONDS
+
+
+def _update_peak(alarm: LeakAlarm, newest: Block) -> LeakAlarm:
+    """Return the alarm with the newest block as its peak, if it is higher by enough."""
+    least_rise_bytes = max(RISE_BYTES, SLOWED_SHARE * _expect_rise(alarm, alarm.peak, newest))
+    if newest.floor_bytes < alarm.peak.floor_bytes + least_rise_bytes:
+        return alarm
+    return replace(alarm, peak=newest)
+
+
+def _expect_rise(alarm: LeakAlarm, begin: Block, end: Block) -> float:
+    """Return the growth between two blocks at the alarm's pace until its peak.
+
+    That is the lower one of the paces by time and by requests: a leak may follow either.
+    """
+    grown_bytes = alarm.peak.floor_bytes - alarm.began.floor_bytes
+    share = (end.seconds - begin.seconds) / max(1.0, alarm.peak.seconds - alarm.began.seconds)
+    requests = alarm.peak.requests - alarm.began.requests
+    if requests > 0:
+        share = min(share, (end.requests - begin.requests) / requests)
+    return share * grown_bytes
+
+
+def _is_breathing(track: Track, alarm: LeakAlarm, newest: Block) -> bool:
+    """Return whether what grew is full, and only released in part and taken again.
+
+    A leak would have reached its peak again by now, and its lows rise: torch may release its cache
+    while the leak goes on.
+    """
+    peak = alarm.peak
+    grown_bytes = peak.floor_bytes - alarm.began.floor_bytes
+    hold_factor = _compute_hold_factor(track, peak)
+    is_quiet = is_over(
+        alarm.began,
+        peak,
+        newest,
+        step_count=grown_bytes**2 / alarm.sum_of_squares,
+        quiet_seconds=_compute_quiet_seconds(track, alarm.began, hold_factor),
+        quiet_gaps=hold_factor * HOLD_GAPS,
+    )
+    if not is_quiet:
+        return False
+    ring = _find_reaching_ring(track.history.rings, peak.seconds)
+    blocks = [block for block in ring.blocks if block.seconds > peak.seconds]
+    if len(blocks) < LEAST_BREATH_BLOCKS:
+        return False
+    middle = len(blocks) // 2
+    earlier_low_bytes = min(block.floor_bytes for block in blocks[:middle])
+    later_low_bytes = min(block.floor_bytes for block in blocks[middle:])
+    released_bytes = peak.floor_bytes - min(earlier_low_bytes, later_low_bytes)
+    if not LARGE_BYTES < released_bytes < _expect_rise(alarm, peak, newest):
+        return False
+    # Half of the time lies between the two lows.
+    rise_bytes = SLOWED_SHARE * _expect_rise(alarm, peak, newest) / 2
+    return later_low_bytes < earlier_low_bytes + rise_bytes
 
 
 def _add_rise(alarm: LeakAlarm, newest: Block) -> LeakAlarm:
@@ -410,6 +487,9 @@ def _judge_rings(
             has_steps = ring is ring_of_steps
             judgements = _judge_windows(survey, track, origin, room_bytes, has_steps=has_steps)
             judgement = max(judgements, key=_rank_judgement, default=None)
+        is_sure = judgement is not None and judgement.verdict is Certainty.LEAKING
+        if ring is track.history.rings[0] and not is_sure:
+            judgement = _judge_straight_line(ring, track, room_bytes) or judgement
         verdict = Certainty.NONE if judgement is None else judgement.verdict
         rings.append(replace(ring, verdict=verdict))
         if judgement is None or verdict is Certainty.NONE:
@@ -450,6 +530,46 @@ def _find_growth_without_next_step(track: Track, room_bytes: float) -> Growth | 
     return None if survey is None else cut_window(survey, 0)
 
 
+def _judge_straight_line(
+    ring: Ring, track: Track, room_bytes: float | None
+) -> WindowJudgement | None:
+    """Return the alarm on a straight line that fills the room within minutes; None without one.
+
+    It counts from the begin of the stretch, whatever load does: a burst of requests may double the
+    load in each block.
+    """
+    blocks = ring.blocks[-WINDOW_BLOCKS[0] - 1 :]
+    anchor = track.history.anchor
+    if room_bytes is None or anchor is None or len(blocks) <= WINDOW_BLOCKS[0]:
+        return None
+    lasted_seconds = blocks[-1].seconds - blocks[0].seconds
+    rise_bytes = blocks[-1].floor_bytes - blocks[0].floor_bytes
+    usable_bytes = max(0.0, room_bytes - OUT_OF_MEMORY_BYTES)
+    longest_left_seconds = min(STRAIGHT_LEFT_SECONDS, lasted_seconds / SOON_SHARE)
+    # Surveyed only where growth is so fast, because that costs much.
+    if rise_bytes > STRAIGHT_HELD_SHARE * anchor.floor_bytes:
+        return None
+    if usable_bytes * lasted_seconds > longest_left_seconds * max(0.0, rise_bytes):
+        return None
+    survey = survey_ring(ring, anchor)
+    if survey is None or survey.retained_bytes[-1] < _find_full_pools(track):
+        return None
+    begin = len(survey.blocks) - len(blocks)
+    if survey.retained_bytes[-1] - survey.highest_bytes[begin] < STRAIGHT_BYTES:
+        return None
+    growth = cut_window(survey, begin)
+    if not is_straight(growth):
+        return None
+    return WindowJudgement(Certainty.LEAKING, growth.rise_odds, growth)
+
+
+def _find_full_pools(track: Track) -> float:
+    """Return the memory that is held when the configured pools are full."""
+    anchor = track.history.anchor
+    assert anchor is not None  # noqa: S101 - it is set before the first block
+    return anchor.floor_bytes + POOL_OVERHEAD * track.bound_bytes
+
+
 def _rank_judgement(judgement: WindowJudgement) -> tuple[Certainty, float]:
     return judgement.verdict, judgement.odds
 
@@ -459,7 +579,9 @@ def _raise_alarm(growth: Growth) -> LeakAlarm:
     began = replace(growth.blocks[0], floor_bytes=growth.retained_bytes[0])
     newest_rise = replace(growth.blocks[-1], floor_bytes=growth.retained_bytes[-1])
     sum_of_squares = growth.typical_step_bytes * growth.grown_bytes
-    return LeakAlarm(began=began, newest_rise=newest_rise, sum_of_squares=sum_of_squares)
+    return LeakAlarm(
+        began=began, newest_rise=newest_rise, peak=newest_rise, sum_of_squares=sum_of_squares
+    )
 
 
 def _judge_windows(
@@ -472,9 +594,8 @@ def _judge_windows(
     """
     anchor = track.history.anchor
     assert anchor is not None  # noqa: S101 - it is set before the first block
-    pools_full_bytes = anchor.floor_bytes + POOL_OVERHEAD * track.bound_bytes
     worst = Certainty.GROWING
-    if survey.retained_bytes[-1] >= pools_full_bytes:
+    if survey.retained_bytes[-1] >= _find_full_pools(track):
         worst = Certainty.LEAKING
 
     for block_count in reversed(WINDOW_BLOCKS):
