@@ -211,6 +211,50 @@ class Stretch(Struct, frozen=True, kw_only=True):
     """The length of the longest stretch of the alarm so far."""
 
 
+GROWTH_HOURS: Final = 24
+"""The hours of which the growth is remembered: a day, because load has a daily cycle."""
+
+
+class Reached(Struct, frozen=True, kw_only=True):
+    """What the present run has held so far."""
+
+    base: Block
+    """The first block of the run."""
+    peak: Block
+    """The highest block; later, the highest since memory last followed load down."""
+
+    growth_bytes: tuple[float, ...] = (0.0,) * GROWTH_HOURS
+    """The highest growth above the base in each of the newest 24 hours; the hours of the track's
+    time modulo 24 are the indexes."""
+
+    hour: int
+    """The present hour of the track's time."""
+    hour_begin: Block
+    """The block with which it began."""
+
+    highest_rate: float = 0.0
+    """The requests per second of the busiest hour until the peak."""
+    lowest_rate: float | None = None
+    """The requests per second of the quietest hour since the peak; None before one has ended."""
+
+
+class Precedent(Struct, frozen=True, kw_only=True):
+    """Growth with which an engine was well, in an earlier run or on a day before."""
+
+    run_id: str | None
+    """Identifies the run; None where unknown."""
+    base_bytes: float
+    """The memory that the run held at first."""
+
+    growth_bytes: tuple[float, ...]
+    """The highest growth in each hour, as in `Reached`."""
+
+    follows_load: bool
+    """Whether memory was given back when load fell; otherwise it levelled off."""
+    room_bytes: float | None
+    """The room that the highest growth left; None where it was unknown."""
+
+
 class LeakAlarm(Struct, frozen=True, kw_only=True):
     """The alarm of one leak, which is held until the growth has ended."""
 
@@ -291,6 +335,14 @@ class Track(Struct, frozen=True, kw_only=True):
     """None while the verdict is NONE, and while the engine rests."""
     alarm: LeakAlarm | None = None
     """None without an alarm."""
+    reached: Reached | None = None
+    """What this run has held; None before its first block."""
+    precedent: Precedent | None = None
+    """None before the engine was well with any growth."""
+
+    is_excused: bool = False
+    """Whether the verdict is at most GROWING only because of the precedent."""
+
     previous_alarm_seconds: float | None = None
     """When memory last rose during the previous alarm, in the track's time.
 

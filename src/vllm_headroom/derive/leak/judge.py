@@ -46,6 +46,7 @@ from vllm_headroom.derive.leak.growth_evidence import (
     survey_ring,
     weigh_pace,
 )
+from vllm_headroom.derive.leak.precedent import find_excused_bytes, note_reached
 from vllm_headroom.units import DAY_SECONDS, GIB
 
 LEAST_RISES: Final = 6
@@ -111,6 +112,7 @@ def judge_track(track: Track, room_bytes: int | None) -> Track:
         capacity_bytes = max(track.history.capacity_bytes, capacity_bytes)
         track = replace(track, history=replace(track.history, capacity_bytes=capacity_bytes))
         own_room_bytes = capacity_bytes - newest.floor_bytes
+    track = note_reached(track, newest)
     if track.alarm is not None:
         track = update_alarm(track, track.alarm, newest)
 
@@ -286,13 +288,16 @@ def _is_breathing(track: Track, alarm: LeakAlarm, newest: Block) -> bool:
     peak = alarm.peak
     grown_bytes = peak.floor_bytes - alarm.began.floor_bytes
     hold_factor = _compute_hold_factor(track, peak)
+    # On a nearly full card torch's cache hides growth, and is released while the leak goes on.
+    if hold_factor > 1.0 or newest.floor_bytes > peak.floor_bytes:
+        return False
     is_quiet = is_over(
         alarm.began,
         peak,
         newest,
         step_count=grown_bytes**2 / alarm.sum_of_squares,
         quiet_seconds=_compute_quiet_seconds(track, alarm.began, hold_factor),
-        quiet_gaps=hold_factor * HOLD_GAPS,
+        quiet_gaps=HOLD_GAPS,
     )
     if not is_quiet:
         return False
@@ -347,6 +352,7 @@ def _end_alarm(track: Track, newest_rise: Block) -> Track:
         history=replace(track.history, rings=tuple(rings)),
         alarm=None,
         verdict=Certainty.NONE,
+        is_excused=False,
         # From its last rise, not from now: a leak that pauses is recognised by its pause.
         previous_alarm_seconds=newest_rise.seconds,
     )
@@ -475,6 +481,7 @@ def _judge_rings(
     verdict, or an older verdict of another ring is surer and has its estimate already.
     """
     ring_of_steps = _find_reaching_ring(track.history.rings[1:], origin.seconds + MISSED_SECONDS)
+    excused_bytes = find_excused_bytes(track)
     rings: list[Ring] = []
     surest: WindowJudgement | None = None
     for ring in track.history.rings:
@@ -499,20 +506,28 @@ def _judge_rings(
             surest = judgement
 
     verdict = max(ring.verdict for ring in rings)
+    is_excused = verdict > Certainty.NONE and rings[0].blocks[-1].floor_bytes < excused_bytes
+    if is_excused:
+        verdict = Certainty.GROWING
     history = replace(track.history, rings=tuple(rings))
-    track = replace(track, history=history, verdict=verdict)
+    track = replace(track, history=history, verdict=verdict, is_excused=is_excused)
     growth_of_steps = None
     if verdict is not Certainty.LEAKING and room_bytes is not None:
         growth_of_steps = _find_growth_without_next_step(track, room_bytes)
     if growth_of_steps is not None:
-        track = replace(track, verdict=Certainty.LEAKING, alarm=_raise_alarm(growth_of_steps))
+        track = replace(
+            track,
+            verdict=Certainty.LEAKING,
+            alarm=_raise_alarm(growth_of_steps),
+            is_excused=False,
+        )
         return track, growth_of_steps
     if surest is None:
         return track, None
     if verdict is Certainty.LEAKING:
         track = replace(track, alarm=_raise_alarm(surest.growth))
     # Where an older verdict is surer, the estimate of its growth is kept.
-    is_of_now = surest.verdict is verdict
+    is_of_now = surest.verdict >= verdict
     return track, surest.growth if is_of_now or track.estimate is None else None
 
 

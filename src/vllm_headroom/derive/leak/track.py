@@ -20,6 +20,7 @@ from vllm_headroom.derive.leak.facts import (
 from vllm_headroom.derive.leak.growth_evidence import RISE_SOURCES, USELESS_CHANCE, count_folds
 from vllm_headroom.derive.leak.judge import judge_track
 from vllm_headroom.derive.leak.observation import Observation
+from vllm_headroom.derive.leak.precedent import end_run
 from vllm_headroom.derive.run_identity import is_new_run
 from vllm_headroom.units import DAY_SECONDS, HOUR_SECONDS, MIB
 
@@ -90,7 +91,8 @@ def observe(track: Track, observation: Observation) -> Track:
     )
     if is_another_run or elapsed_seconds >= DOUBTED_SECONDS:
         run_id = observation.run_id or work.run_id
-        return observe(start_track(observation.seconds), replace(observation, run_id=run_id))
+        next_track = replace(start_track(observation.seconds), precedent=end_run(track))
+        return observe(next_track, replace(observation, run_id=run_id))
 
     now_seconds = clock.now_seconds + elapsed_seconds
     presence = track.presence
@@ -203,6 +205,8 @@ def anchor_track(track: Track) -> Track:
             rings=(Ring(),) * len(RING_PARTS),
         ),
         bound_bytes=track.bound_bytes,
+        reached=track.reached,
+        precedent=track.precedent,
         previous_alarm_seconds=track.previous_alarm_seconds,
     )
 

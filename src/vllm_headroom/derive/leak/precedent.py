@@ -1,0 +1,237 @@
+"""What an engine held while it was well, in its last run and on the days before."""
+
+from typing import Final
+
+from msgspec.structs import replace
+
+from vllm_headroom.derive.leak.facts import (
+    GROWTH_HOURS,
+    LARGE_BYTES,
+    OUT_OF_MEMORY_BYTES,
+    RISE_BYTES,
+    Block,
+    Precedent,
+    Reached,
+    Track,
+)
+from vllm_headroom.units import GIB, HOUR_SECONDS, MIB
+
+NEW_PEAK_SHARE: Final = 0.02
+"""Our choice: a rise of less than this share of the growth is no new peak, so that a cache that is
+full but creeps has levelled off."""
+
+LEVEL_SECONDS: Final = 2 * HOUR_SECONDS
+"""Our choice: growth has levelled off when no new peak came for this time, and for half of the time
+that the growth took."""
+
+LEVEL_SHARE: Final = 0.5
+"""That half. It must have passed in requests too: an idle engine does not grow."""
+
+FALLEN_SHARE: Final = 0.5
+"""Memory has followed load when half of the growth was given back."""
+
+LOWER_LOAD: Final = 2 / 3
+"""And when an hour since the peak had this share of the requests of the busiest hour before it, or
+less. torch releases its cache at any load, while a leak goes on."""
+
+LEAST_ROOM_SHARE: Final = 0.1
+"""A peak is no precedent where less room was left than this share of the growth, or than
+LEAST_ROOM_BYTES: near the limit torch releases its cache, and a leak seems to have levelled off."""
+
+LEAST_ROOM_BYTES: Final = GIB
+"""The least room that a peak must have left."""
+
+LEVEL_MARGIN_SHARE: Final = 0.10
+"""Our choice: a cache that levels off is of the same size each time, up to a tenth. Half of the
+room that was left is never exceeded."""
+
+LOAD_MARGIN_SHARE: Final = 0.25
+"""Our choice: the peaks of similar days differ by up to a quarter."""
+
+SIMILAR_BASE_SHARE: Final = 0.02
+"""Runs are compared if the memory that they held at first differs by less than this share, or by
+less than SIMILAR_BASE_BYTES: otherwise the configuration has changed."""
+
+SIMILAR_BASE_BYTES: Final = 512 * MIB
+"""The difference that is allowed for small processes."""
+
+SLOWER_FACTOR: Final = 1.5
+"""A run may be ahead of the run before by half of its time and an hour, not more: faster growth is
+another growth."""
+
+NEAR_HOURS: Final = 2
+"""Load follows the clock by this many hours."""
+
+
+def note_reached(track: Track, newest: Block) -> Track:
+    """Return the track with the newest block in what this run has reached.
+
+    At the end of an hour, what was reached becomes a precedent if the engine was well with it.
+    """
+    reached = track.reached
+    hour = int(newest.seconds / HOUR_SECONDS)
+    if reached is None:
+        reached = Reached(base=newest, peak=newest, hour_begin=newest, hour=hour)
+    growth_bytes = newest.floor_bytes - reached.base.floor_bytes
+    slot = hour % GROWTH_HOURS
+    if hour != reached.hour:
+        reached = _end_hour(reached, newest)
+        reached = replace(reached, growth_bytes=_put(reached.growth_bytes, slot, growth_bytes))
+        track = settle_precedent(replace(track, reached=reached), newest)
+        assert track.reached is not None  # noqa: S101 - it was just set
+        reached = replace(track.reached, hour=hour)
+    elif growth_bytes > reached.growth_bytes[slot]:
+        reached = replace(reached, growth_bytes=_put(reached.growth_bytes, slot, growth_bytes))
+
+    peak_bytes = reached.peak.floor_bytes
+    new_peak_bytes = NEW_PEAK_SHARE * (peak_bytes - reached.base.floor_bytes)
+    if newest.floor_bytes >= peak_bytes + max(RISE_BYTES, new_peak_bytes):
+        reached = replace(reached, peak=newest, lowest_rate=None)
+    if reached is track.reached:
+        return track
+    return replace(track, reached=reached)
+
+
+def _put(growth_bytes: tuple[float, ...], slot: int, value: float) -> tuple[float, ...]:
+    return (*growth_bytes[:slot], value, *growth_bytes[slot + 1 :])
+
+
+def _end_hour(reached: Reached, newest: Block) -> Reached:
+    """Return what was reached with the request rate of the hour that has ended."""
+    seconds = newest.seconds - reached.hour_begin.seconds
+    rate = (newest.requests - reached.hour_begin.requests) / max(1.0, seconds)
+    if reached.peak.seconds >= reached.hour_begin.seconds:
+        return replace(reached, hour_begin=newest, highest_rate=max(reached.highest_rate, rate))
+    lowest_rate = rate
+    if reached.lowest_rate is not None:
+        lowest_rate = min(lowest_rate, reached.lowest_rate)
+    return replace(reached, hour_begin=newest, lowest_rate=lowest_rate)
+
+
+def settle_precedent(track: Track, newest: Block) -> Track:
+    """Return the track with what was reached as its precedent, if the engine was well with it.
+
+    That is so where memory has levelled off, or has followed load down, with room left and without
+    an alarm.
+    """
+    reached = track.reached
+    if reached is None or track.alarm is not None:
+        return track
+    growth_bytes = reached.peak.floor_bytes - reached.base.floor_bytes
+    if growth_bytes < LARGE_BYTES:
+        return track
+    room_bytes = _find_room(track, reached.peak)
+    if room_bytes is not None and room_bytes < _find_least_room(growth_bytes):
+        return track
+
+    by_hour = reached.growth_bytes
+    has_levelled = _has_levelled(reached, newest, is_counted=track.work.counter_total is not None)
+    if has_levelled:
+        # The engine was well at its peak in each later hour.
+        by_hour = tuple(bytes_ or growth_bytes for bytes_ in by_hour)
+    elif not _has_followed_load(reached, newest):
+        return track
+
+    precedent = track.precedent
+    follows_load = not has_levelled
+    if precedent is not None and _is_similar(precedent, reached):
+        by_hour = tuple(map(max, by_hour, precedent.growth_bytes))
+        follows_load = follows_load or precedent.follows_load
+    precedent = Precedent(
+        run_id=track.work.run_id,
+        base_bytes=reached.base.floor_bytes,
+        growth_bytes=by_hour,
+        follows_load=follows_load,
+        room_bytes=room_bytes,
+    )
+    if not has_levelled:
+        # The next day has its own peak.
+        reached = replace(reached, peak=newest, highest_rate=0.0, lowest_rate=None)
+    return replace(track, reached=reached, precedent=precedent)
+
+
+def _find_room(track: Track, block: Block) -> float | None:
+    """Return the room that a block left; None where it is unknown."""
+    if not track.history.capacity_bytes:
+        return None
+    return track.history.capacity_bytes - block.floor_bytes
+
+
+def _find_least_room(growth_bytes: float) -> float:
+    return max(LEAST_ROOM_BYTES, LEAST_ROOM_SHARE * growth_bytes)
+
+
+def _has_levelled(reached: Reached, newest: Block, *, is_counted: bool) -> bool:
+    """Return whether no new peak came for long, at work."""
+    peak = reached.peak
+    quiet_seconds = newest.seconds - peak.seconds
+    growth_seconds = peak.seconds - reached.base.seconds
+    if quiet_seconds < max(LEVEL_SECONDS, LEVEL_SHARE * growth_seconds):
+        return False
+    if not is_counted:
+        return True
+    growth_requests = peak.requests - reached.base.requests
+    return newest.requests - peak.requests >= LEVEL_SHARE * growth_requests
+
+
+def _has_followed_load(reached: Reached, newest: Block) -> bool:
+    """Return whether half of the growth was given back while load was lower."""
+    growth_bytes = reached.peak.floor_bytes - reached.base.floor_bytes
+    fallen_bytes = reached.peak.floor_bytes - newest.floor_bytes
+    if fallen_bytes < FALLEN_SHARE * growth_bytes or reached.lowest_rate is None:
+        return False
+    return reached.lowest_rate <= LOWER_LOAD * reached.highest_rate
+
+
+def _is_similar(precedent: Precedent, reached: Reached) -> bool:
+    """Return whether the two runs held about as much at first."""
+    difference_bytes = abs(precedent.base_bytes - reached.base.floor_bytes)
+    return difference_bytes <= max(SIMILAR_BASE_BYTES, SIMILAR_BASE_SHARE * precedent.base_bytes)
+
+
+def end_run(track: Track) -> Precedent | None:
+    """Return the precedent for the next run; None where this one ended in an alarm or nearly full.
+
+    A run that may have died of out-of-memory excuses nothing, and neither do the runs before it.
+    """
+    reached = track.reached
+    if track.alarm is not None:
+        return None
+    blocks = track.history.rings[0].blocks if track.history.rings else ()
+    if reached is None or not blocks:
+        return track.precedent
+    newest = blocks[-1]
+    room_bytes = _find_room(track, newest)
+    growth_bytes = newest.floor_bytes - reached.base.floor_bytes
+    if room_bytes is not None and room_bytes < _find_least_room(growth_bytes):
+        return None
+    return settle_precedent(track, newest).precedent
+
+
+def find_excused_bytes(track: Track) -> float:
+    """Return up to which memory growth is excused by the precedent; 0 without one.
+
+    Within one run the same hours of the days before count, and in another run what the run before
+    had reached after a similar time.
+    """
+    precedent = track.precedent
+    reached = track.reached
+    if precedent is None or reached is None or not _is_similar(precedent, reached):
+        return 0.0
+    hours = track.clock.now_seconds / HOUR_SECONDS
+    if precedent.run_id == track.work.run_id:
+        # Growth beyond the level of this very run is new, unless it follows load.
+        if not precedent.follows_load:
+            return 0.0
+        near = range(int(hours) - NEAR_HOURS, int(hours) + NEAR_HOURS + 1)
+        growth_bytes = max(precedent.growth_bytes[hour % GROWTH_HOURS] for hour in near)
+    else:
+        reached_hours = int(SLOWER_FACTOR * hours) + 2
+        growth_bytes = max(precedent.growth_bytes[:reached_hours])
+    margin_share = LOAD_MARGIN_SHARE if precedent.follows_load else LEVEL_MARGIN_SHARE
+    margin_bytes = margin_share * growth_bytes
+    if precedent.room_bytes is not None:
+        margin_bytes = min(margin_bytes, max(0.0, precedent.room_bytes - OUT_OF_MEMORY_BYTES) / 2)
+    # The lower of the two bases: a higher one may already hold a part of the growth.
+    base_bytes = min(precedent.base_bytes, reached.base.floor_bytes)
+    return base_bytes + growth_bytes + margin_bytes
