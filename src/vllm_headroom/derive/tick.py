@@ -12,9 +12,16 @@ from vllm_headroom.derive.configured import complete_page, list_pools
 from vllm_headroom.derive.gates import GATE, Gate, Guardrail, derive_gate
 from vllm_headroom.derive.host_memory import ContainerState, update_container
 from vllm_headroom.derive.inside import add_inside
+from vllm_headroom.derive.leak.leak import LeakMemory
 from vllm_headroom.derive.life.engine import ENGINE_RUN, EngineMemory, forget_run, update_engine
 from vllm_headroom.derive.probe_files import classify_probe
-from vllm_headroom.derive.verdicts import SERVING, VERDICTS, derive_verdicts, measure_watches
+from vllm_headroom.derive.verdicts import (
+    SERVING,
+    VERDICTS,
+    derive_verdicts,
+    list_excused,
+    measure_watches,
+)
 from vllm_headroom.model import (
     NO_VERDICT,
     EnginePage,
@@ -257,5 +264,6 @@ class Evaluation:
         self, snapshot: Snapshot, values: Values
     ) -> tuple[tuple[Verdict, ...], tuple[Sample, ...]]:
         """Return the verdicts and their samples; `values` has the gate's samples too."""
-        watches = measure_watches(self.states.get(LEAK.name, LEAK.initial))
-        return derive_verdicts(snapshot, values, watches, self._rules.role)
+        leak: LeakMemory = self.states.get(LEAK.name, LEAK.initial)
+        watches = measure_watches(leak)
+        return derive_verdicts(snapshot, values, watches, self._rules.role, list_excused(leak))

@@ -247,13 +247,17 @@ SHARING_ROLES: Final = ("swapped", "shared-gpu")
 
 
 def derive_verdicts(
-    snapshot: Snapshot, values: Values, watches: Mapping[str, float], role: str = SERVING
+    snapshot: Snapshot,
+    values: Values,
+    watches: Mapping[str, float],
+    role: str = SERVING,
+    excused: Collection[str] = (),
 ) -> tuple[tuple[Verdict, ...], tuple[Sample, ...]]:
     """Return the verdicts on a tick, and the samples of the worst situation and of the role.
 
     The arguments are those of `judge_snapshot`. The role has a sample unless it is SERVING.
     """
-    verdicts = judge_snapshot(snapshot, values, watches, role)
+    verdicts = judge_snapshot(snapshot, values, watches, role, excused)
     # The page has one situation for the engine and all its GPUs: the worst.
     samples = make_states(catalog.SITUATION, (), verdicts[0].situation)
     if role != SERVING:
@@ -274,23 +278,31 @@ def measure_watches(state: LeakMemory) -> dict[str, float]:
     }
 
 
+def list_excused(state: LeakMemory) -> frozenset[str]:
+    """Return the series that grow as they did when the engine was well, by UUID or role."""
+    tracks = {**state.gpus, **state.host}.items()
+    return frozenset(name for name, track in tracks if track.is_excused)
+
+
 def judge_snapshot(
     snapshot: Snapshot,
     values: Values,
     watches: Mapping[str, float] = MappingProxyType({}),
     role: str = SERVING,
+    excused: Collection[str] = (),
 ) -> tuple[Verdict, ...]:
     """Return the verdicts on a tick: alarms first, then warnings, then all others.
 
     Within these groups, the worst situation is first. There is at least one verdict. `values` has
     the samples of all derivations. `watches` is for how many seconds the detector has compared each
-    GPU, by UUID, and each role's host memory. For a declared `role` that shares its GPUs, other
-    processes on them are no reason to warn.
+    GPU, by UUID, and each role's host memory. `excused` has those that grow as they did when the
+    engine was well. For a declared `role` that shares its GPUs, other processes on them are no
+    reason to warn.
     """
     verdicts = [
-        *_judge_gpus(snapshot, values, watches, role),
+        *_judge_gpus(snapshot, values, watches, role, excused),
         *_judge_engine(snapshot, values),
-        *_judge_host(snapshot, values, watches),
+        *_judge_host(snapshot, values, watches, excused),
         *_judge_gates(values),
     ]
     return tuple(sorted(verdicts, key=_rank_verdict))
@@ -334,7 +346,11 @@ def _describe_no_growth(
 
 
 def _judge_gpus(
-    snapshot: Snapshot, values: Values, watches: Mapping[str, float], role: str
+    snapshot: Snapshot,
+    values: Values,
+    watches: Mapping[str, float],
+    role: str,
+    excused: Collection[str],
 ) -> Iterator[Verdict]:
     """Yield the verdicts on the engine's GPUs, also on those that the configured list omits."""
     if isinstance(snapshot.gpus, Failure):
@@ -358,7 +374,7 @@ def _judge_gpus(
         if gpu.is_left_out:
             yield _judge_left_out_gpu(gpu)
     for gpu in sorted(snapshot.owned_gpus, key=lambda gpu: gpu.reading.index):
-        yield _judge_gpu(gpu, snapshot, values, watches, role)
+        yield _judge_gpu(gpu, snapshot, values, watches=watches, role=role, excused=excused)
         # Beside the verdict on the GPU: an exited engine's memory is a separate trouble with a
         # separate remedy.
         for leftover in gpu.leftovers:
@@ -388,8 +404,10 @@ def _judge_gpu(
     gpu: Gpu,
     snapshot: Snapshot,
     values: Values,
+    *,
     watches: Mapping[str, float],
     role: str,
+    excused: Collection[str],
 ) -> Verdict:
     """Return the verdict on one GPU of the engine.
 
@@ -421,7 +439,7 @@ def _judge_gpu(
         growth = _measure_gpu_growth(
             gpu, snapshot, values, is_leaking=leak_state == LeakState.LEAKING
         )
-        return _judge_growth(growth)
+        return _judge_growth(growth, is_excused=reading.uuid in excused)
     return _judge_quiet_gpu(
         gpu, leak_state, snapshot.engine_status, values, watches=watches, role=role
     )
@@ -708,12 +726,17 @@ def _measure_host_growth(
     )
 
 
-def _judge_growth(growth: GrowingMemory) -> Verdict:
-    """Return the verdict on growing memory: it leaks, may leak, or a configured pool fills."""
+def _judge_growth(growth: GrowingMemory, *, is_excused: bool) -> Verdict:
+    """Return the verdict on growing memory: it leaks, may leak, or a configured pool fills.
+
+    Growth that is excused is up to a height at which the engine was well before.
+    """
     # An early warning is explained by a pool that still has room; an alarm is reported anyway.
     if growth.bound_bytes and not growth.is_leaking:
         return _judge_filling_pools(growth, growth.bound_bytes)
-    if growth.is_of_engine:
+    if is_excused and not growth.is_leaking:
+        text = _describe_usual_growth(growth)
+    elif growth.is_of_engine:
         text = _describe_engine_growth(growth)
     else:
         text = _describe_foreign_growth(growth)
@@ -752,6 +775,13 @@ def _describe_engine_growth(growth: GrowingMemory) -> str:
     if growth.location is not None:
         text += f", in {PLACES[LeakLocation(growth.location)]}"
     return text
+
+
+def _describe_usual_growth(growth: GrowingMemory) -> str:
+    """Return that memory grows as it did when the engine was well, and how fast."""
+    rate = _describe_rate(growth)
+    text = f"grows by {rate}" if rate else "grows"
+    return f"{text}, up to now as in an earlier run or on an earlier day without a leak"
 
 
 def _describe_foreign_growth(growth: GrowingMemory) -> str:
@@ -933,7 +963,10 @@ def _describe_load(values: Values) -> str:
 
 
 def _judge_host(
-    snapshot: Snapshot, values: Values, watches: Mapping[str, float]
+    snapshot: Snapshot,
+    values: Values,
+    watches: Mapping[str, float],
+    excused: Collection[str],
 ) -> Iterator[Verdict]:
     """Yield the verdicts on processes that an exited engine left, and on host memory.
 
@@ -955,7 +988,8 @@ def _judge_host(
     growing_roles = [role for role, state in leak_states.items() if state in GROWING_STATES]
     for role in growing_roles:
         is_leaking = leak_states[role] == LeakState.LEAKING
-        yield _judge_growth(_measure_host_growth(role, snapshot, values, is_leaking=is_leaking))
+        growth = _measure_host_growth(role, snapshot, values, is_leaking=is_leaking)
+        yield _judge_growth(growth, is_excused=role in excused)
     if leak_states and not growing_roles:
         yield _judge_quiet_host(snapshot, values, leak_states, watches)
 

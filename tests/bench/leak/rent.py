@@ -39,6 +39,9 @@ OFF: Final[dict[str, tuple[Any, str, Any]]] = {
     "lows that rise": (verdicts, "LOW_SHARE", float("inf")),
     "no concern": (verdicts, "NO_CONCERN_SECONDS", float("inf")),
     "next step": (growth_evidence, "LEAST_REPEATS", float("inf")),
+    "a straight line": (verdicts, "is_straight", lambda _: False),
+    "full and breathing": (verdicts, "is_breathing", lambda *_: False),
+    "yesterday": (verdicts, "find_excused_bytes", lambda _: 0.0),
     "kept on a full card": (verdicts, "NEARLY_FULL_BYTES", float("-inf")),
 }
 """What is replaced, so that a witness is no evidence; without large steps nothing is reported about them."""

@@ -5,8 +5,10 @@ from typing import Final
 from msgspec import Struct, field
 from msgspec.structs import replace
 
+from vllm_headroom.derive.leak.facts import start_track
 from vllm_headroom.derive.leak.inside import move_inside_track, move_track
 from vllm_headroom.derive.leak.leak import LeakMemory, Tracks
+from vllm_headroom.derive.leak.precedent import end_run
 from vllm_headroom.derive.pages import count_finished, list_named
 from vllm_headroom.derive.per_request import Baselines
 from vllm_headroom.derive.run_identity import identify_run
@@ -176,6 +178,34 @@ def restore_memory(saved: SavedState, snapshot: Snapshot) -> Memory:
             bands={uuid: bands for uuid, bands in baseline.bands.items() if uuid in visible_uuids},
         ),
     )
+
+
+def restore_precedents(saved: SavedState, snapshot: Snapshot) -> LeakMemory:
+    """Return a leak state with what an earlier run of the same models held while it was well.
+
+    It is empty where the state is too old or from the future, or is of other models. A GPU of
+    another machine has another UUID, so nothing of it is used.
+    """
+    identity = identify_engine(snapshot.engines)
+    age_seconds = snapshot.time_seconds - saved.saved_at_seconds
+    is_of_now = -FUTURE_SECONDS <= age_seconds <= STALE_STATE_SECONDS
+    if identity is None or identity.models != saved.identity.models or not is_of_now:
+        return LeakMemory()
+    leak = saved.memory.leak
+    return LeakMemory(
+        gpus=_start_next_runs(leak.gpus, snapshot.monotonic_seconds),
+        host=_start_next_runs(leak.host, snapshot.monotonic_seconds),
+    )
+
+
+def _start_next_runs(tracks: Tracks, monotonic_seconds: float) -> Tracks:
+    """Return an empty track with its precedent for each track that has one."""
+    next_tracks: Tracks = {}
+    for name, track in tracks.items():
+        precedent = end_run(track)
+        if precedent is not None:
+            next_tracks[name] = replace(start_track(monotonic_seconds), precedent=precedent)
+    return next_tracks
 
 
 def _keep_visible(tracks: Tracks, visible_uuids: set[str]) -> Tracks:

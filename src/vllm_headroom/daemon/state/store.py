@@ -18,6 +18,7 @@ from vllm_headroom.daemon.state.saved import (
     identify_engine,
     is_gpu_list_known,
     restore_memory,
+    restore_precedents,
 )
 from vllm_headroom.derive.life.engine import ENGINE_RUN, EngineMemory
 from vllm_headroom.log import Log
@@ -98,7 +99,8 @@ class StateKeeper:
         """Return the waiting states of the leak detector and of the baseline, if they are due.
 
         Empty while none waits, and while it is unknown whether the engine and its GPUs are the
-        saved ones. Where they are others, the file is set aside and the result is empty too.
+        saved ones. Where they are others, the file is set aside, and the result has at most what an
+        earlier run of the same models held while it was well.
         """
         identity = identify_engine(snapshot.engines)
         if identity is not None:
@@ -112,7 +114,8 @@ class StateKeeper:
         if refusal is not None:
             self._waiting_state = None
             await self._refuse(STATE, refusal)
-            return {}
+            precedents = restore_precedents(saved, snapshot)
+            return {"leak": precedents} if precedents.gpus or precedents.host else {}
         if identity is None or not is_gpu_list_known(saved, snapshot):
             return {}
         self._waiting_state = None

@@ -332,7 +332,7 @@ class Track(Struct, frozen=True, kw_only=True):
 
     verdict: Certainty = Certainty.NONE
     estimate: Estimate | None = None
-    """None while the verdict is NONE, and while the engine rests."""
+    """None while the verdict is NONE, and while the engine rests without an alarm."""
     alarm: LeakAlarm | None = None
     """None without an alarm."""
     reached: Reached | None = None

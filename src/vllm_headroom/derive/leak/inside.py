@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from vllm_headroom.derive.leak.facts import Estimate, Track, start_track
 from vllm_headroom.derive.leak.observation import Observation, observe_gpus
+from vllm_headroom.derive.leak.precedent import end_run
 from vllm_headroom.derive.leak.track import observe
 from vllm_headroom.derive.series import limit_remembered
 from vllm_headroom.model import Gpu, Snapshot
@@ -81,6 +82,8 @@ def update_insides(tracks: InsideTracks, snapshot: Snapshot) -> InsideTracks:
         track = updated.get(uuid)
         if track is None or track.restarts != restarts:
             in_use = start_track(now_seconds)
+            if track is not None:
+                in_use = replace(in_use, precedent=end_run(track.in_use))
             track = InsideTrack(restarts=restarts, open_mark=mark, in_use=in_use)
         updated[uuid] = _add_mark(track, mark, observation)
     return updated
@@ -136,12 +139,20 @@ def sharpen_track(track: Track, asleep: Track | None, inside: InsideTrack | None
     """Return the track of held memory with the most certain of three verdicts.
 
     These are its own verdict, that on the memory kept in sleep, and that on the memory in use. Of
-    equal verdicts its own is taken: only its time to out-of-memory includes the next peak.
+    equal verdicts its own is taken: only its time to out-of-memory includes the next peak. Its own
+    figures are left out while the engine rests.
     """
+    if track.presence.rested_seconds is not None:
+        track = replace(track, estimate=None)
     in_use = None if inside is None else inside.in_use
     for candidate in (asleep, in_use):
         if candidate is not None and candidate.verdict > track.verdict:
-            track = replace(track, verdict=candidate.verdict, estimate=candidate.estimate)
+            track = replace(
+                track,
+                verdict=candidate.verdict,
+                estimate=candidate.estimate,
+                is_excused=candidate.is_excused,
+            )
     return track
 
 

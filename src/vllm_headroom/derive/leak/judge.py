@@ -182,7 +182,7 @@ def update_alarm(track: Track, alarm: LeakAlarm, newest: Block) -> Track:
     """
     alarm = _update_peak(alarm, newest)
     track = replace(track, alarm=alarm)
-    if _is_breathing(track, alarm, newest):
+    if is_breathing(track, alarm, newest):
         return _end_alarm(track, alarm.peak)
     hold_factor = _compute_hold_factor(track, alarm.newest_rise)
     if hold_factor == 1.0 and _has_faded(track):
@@ -279,7 +279,7 @@ def _expect_rise(alarm: LeakAlarm, begin: Block, end: Block) -> float:
     return share * grown_bytes
 
 
-def _is_breathing(track: Track, alarm: LeakAlarm, newest: Block) -> bool:
+def is_breathing(track: Track, alarm: LeakAlarm, newest: Block) -> bool:
     """Return whether what grew is full, and only released in part and taken again.
 
     A leak would have reached its peak again by now, and its lows rise: torch may release its cache

@@ -187,7 +187,8 @@ def derive_host_leaks(
         samples += make_states(catalog.HOST_LEAK_STATE, (str(role),), state)
         samples += _make_bound(("", "", str(role)), track)
         estimate = track.estimate
-        if estimate is None or state not in SHOWN:
+        is_resting = track.presence.rested_seconds is not None
+        if estimate is None or state not in SHOWN or is_resting:
             continue
         samples.append(Sample(catalog.HOST_LEAK_RATE, (str(role),), estimate.bytes_per_second))
         # Without a limit a leak has a pace, and no time left.

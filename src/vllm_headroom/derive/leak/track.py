@@ -272,7 +272,8 @@ def _update_rest(track: Track, held_bytes: int, elapsed_seconds: float, *, is_id
         track,
         presence=replace(presence, rested_seconds=rested_seconds, is_asleep=is_asleep),
         history=replace(track.history, open_block=None, held_bytes=None),
-        estimate=None,
+        # An alarm's growth goes on after the wake, and may not exceed its old height for an hour.
+        estimate=None if track.alarm is None else track.estimate,
     )
 
 

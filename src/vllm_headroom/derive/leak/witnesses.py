@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from msgspec import Struct
 
-from vllm_headroom.derive.leak import facts, growth_evidence, judge, track
+from vllm_headroom.derive.leak import facts, growth_evidence, judge, precedent, track
 
 
 class Witness(Struct, frozen=True, kw_only=True):
@@ -207,5 +207,51 @@ WITNESSES: Final = (
         source="our choice; a simulated engine took 2.47 GB four times, with 2.04 GB left",
         fails_without="tests/unit/derive/leak/test_releases.py"
         "::test_a_step_that_does_not_fit_is_an_alarm_with_the_time_until_it_comes",
+    ),
+    Witness(
+        name="a straight line",
+        measures="whether each of six blocks rose by nearly the same, with minutes left",
+        adds="an alarm without odds after three minutes, whatever load does",
+        functions=(growth_evidence.is_straight,),
+        constants={
+            "STRAIGHT_SPREAD": growth_evidence.STRAIGHT_SPREAD,
+            "STRAIGHT_BYTES": growth_evidence.STRAIGHT_BYTES,
+            "STRAIGHT_LEFT_SECONDS": judge.STRAIGHT_LEFT_SECONDS,
+            "STRAIGHT_HELD_SHARE": judge.STRAIGHT_HELD_SHARE,
+        },
+        source="our choice; a burst of requests on a tight card fills it before eleven blocks end",
+        fails_without="tests/unit/derive/leak/test_yesterday.py"
+        "::test_a_straight_line_to_full_within_minutes_is_an_alarm_from_its_third",
+    ),
+    Witness(
+        name="full and breathing",
+        measures="whether lows rise, and the peak is exceeded, as the alarm's growth would do",
+        adds="nothing; an alarm ends where neither does",
+        functions=(judge.is_breathing,),
+        constants={
+            "SLOWED_SHARE": judge.SLOWED_SHARE,
+            "LEAST_BREATH_BLOCKS": judge.LEAST_BREATH_BLOCKS,
+        },
+        source="a host tier of the KV cache that is full is released in part and filled again",
+        fails_without="tests/unit/derive/leak/test_yesterday.py"
+        "::test_a_tier_that_is_full_and_breathes_is_no_alarm",
+    ),
+    Witness(
+        name="yesterday",
+        measures="what the run before, and the same hours of the days before, held while well",
+        adds="nothing; growth up to that height is at most a warning",
+        functions=(precedent.find_excused_bytes,),
+        constants={
+            "LEVEL_SECONDS": precedent.LEVEL_SECONDS,
+            "LEVEL_SHARE": precedent.LEVEL_SHARE,
+            "FALLEN_SHARE": precedent.FALLEN_SHARE,
+            "LOWER_LOAD": precedent.LOWER_LOAD,
+            "LEAST_ROOM_BYTES": precedent.LEAST_ROOM_BYTES,
+            "LEVEL_MARGIN_SHARE": precedent.LEVEL_MARGIN_SHARE,
+            "LOAD_MARGIN_SHARE": precedent.LOAD_MARGIN_SHARE,
+        },
+        source="our choice; a cache fills each morning, and memory may follow a daily load slowly",
+        fails_without="tests/unit/derive/leak/test_yesterday.py"
+        "::test_the_fill_of_each_morning_is_an_alarm_on_the_first_day_only",
     ),
 )

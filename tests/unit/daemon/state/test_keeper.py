@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from tests.logs import capture_logs
 from tests.samples import failure
@@ -27,7 +28,8 @@ from vllm_headroom import catalog
 from vllm_headroom.daemon.state.file import STATE, StateFile
 from vllm_headroom.daemon.state.saved import Memory
 from vllm_headroom.daemon.state.store import StateKeeper
-from vllm_headroom.derive.leak.facts import Certainty
+from vllm_headroom.derive.leak.facts import Certainty, Precedent, start_track
+from vllm_headroom.derive.leak.leak import LeakMemory
 from vllm_headroom.model import EngineReading, Failure, Gpu, Snapshot
 from vllm_headroom.vocabulary import Source
 from vllm_headroom.worker import Worker
@@ -135,6 +137,21 @@ def test_anothers_past_is_set_aside(
     assert reason in event
     assert [path.name for path in tmp_path.iterdir()] == [f"{STATE.name}.bad"]
     assert (tmp_path / f"{STATE.name}.bad").read_bytes() == STATE.encode(saved)
+
+
+def test_what_the_run_before_held_while_it_was_well_is_taken_up(alarmed: Memory, tmp_path: Path) -> None:
+    """Of a GPU that levelled off; the other one was in an alarm, and so excuses nothing."""
+    precedent = Precedent(run_id="1.000", base_bytes=1e9, growth_bytes=(2e9,) * 24, follows_load=False, room_bytes=4e9)
+    well = replace(start_track(0.0), precedent=precedent)
+    gpus = {"GPU-a": well, "GPU-b": replace(alarmed.leak.gpus["GPU-a"], precedent=precedent)}
+    STATE.write(tmp_path, make_state(replace(alarmed, leak=LeakMemory(gpus=gpus)), LAST))
+    restarted = make_snapshot(NEXT, engines=(reading(5, started_at_seconds=1.8e9),))
+
+    found, events = outcome(tmp_path, restarted)
+
+    assert "restart" in events[0]
+    assert {uuid: track.precedent for uuid, track in found["leak"].gpus.items()} == {"GPU-a": precedent}
+    assert found["leak"].gpus["GPU-a"].history.anchor is None
 
 
 def uncounted(step: int, finished_total: float | None) -> Snapshot:

@@ -27,6 +27,7 @@ from tests.unit.derive.leak.stretches import (
     segments,
 )
 from vllm_headroom.derive.leak.facts import OUT_OF_MEMORY_BYTES, Certainty, Track, start_track
+from vllm_headroom.derive.leak.inside import sharpen_track
 from vllm_headroom.derive.leak.leak import find_leak_state
 from vllm_headroom.derive.leak.observation import Observation
 from vllm_headroom.derive.leak.track import RING_BLOCKS, is_warming_up, observe
@@ -183,7 +184,7 @@ def test_an_alarm_is_held_over_a_sleep_that_vllm_does_not_report_and_has_no_figu
     sleeping = follow(unseen, follow(readings(leak, 2)).track)
 
     assert find_leak_state(sleeping.track, is_known=True, is_settled=True) is LeakState.LEAKING
-    assert sleeping.track.estimate is None
+    assert sharpen_track(sleeping.track, None, None).estimate is None
 
     woken = follow(awake_again(lambda seconds: leak(2 * HOUR + seconds), 3, 0.5), sleeping.track)
 

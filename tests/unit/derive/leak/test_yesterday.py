@@ -8,11 +8,17 @@ from collections.abc import Callable, Iterator
 from itertools import groupby
 
 import pytest
+from msgspec.structs import replace
 
+from tests.samples import gpu, snapshot
 from tests.unit.derive.leak.stretches import HOUR
+from vllm_headroom import catalog
 from vllm_headroom.derive.leak.facts import Certainty, Track, start_track
+from vllm_headroom.derive.leak.leak import LeakMemory
 from vllm_headroom.derive.leak.observation import Observation
 from vllm_headroom.derive.leak.track import observe
+from vllm_headroom.derive.verdicts import judge_snapshot, list_excused
+from vllm_headroom.model import Sample, Values
 from vllm_headroom.units import GIB, MIB
 
 Growth = Callable[[float], float]
@@ -89,6 +95,20 @@ def test_the_fill_of_each_morning_is_an_alarm_on_the_first_day_only(size: float,
 
     assert [int(hour / 24) for hour in list_alarms(verdicts)] == [0]
     assert Certainty.GROWING in {verdict for hour, verdict in verdicts if hour > 24}
+
+
+def test_the_sentence_on_the_second_morning_has_the_reason() -> None:
+    seen = play_days(fill(4 * GIB, 5.0), 2, room=6 * GIB)
+    _, track = judge(observation for observation in seen if observation.seconds < 27 * HOUR)
+    of_gpu = gpu(index=0, uuid="GPU-a", total=80 * GIB, used=62 * GIB)
+    excused = list_excused(LeakMemory(gpus={"GPU-a": track}))
+    values = Values((Sample(catalog.LEAK_STATE, ("0", "GPU-a", "growing"), 1.0),))
+
+    verdicts = judge_snapshot(snapshot(gpus=(of_gpu,)), values, excused=excused)
+
+    assert excused == {"GPU-a"}
+    (sentence,) = (verdict.sentence for verdict in verdicts if verdict.subject == "GPU 0")
+    assert sentence == "GPU 0 grows, up to now as in an earlier run or on an earlier day without a leak."
 
 
 @pytest.mark.parametrize("rate", [0.25, 0.5, 1.0])
@@ -208,3 +228,27 @@ def test_a_straight_line_to_full_within_minutes_is_an_alarm_from_its_third(minut
 
     assert first_minutes is not None
     assert 3 <= first_minutes <= max(3.6, 0.6 * minutes)
+
+
+def test_an_alarm_has_its_time_left_after_each_sleep_though_a_cache_fills_again() -> None:
+    """The cache that each sleep empties keeps memory below its old height for the hour that the engine is awake."""
+
+    def sleep_hourly() -> Iterator[Observation]:
+        seen = play_run(
+            lambda since: 0.5 * GIB * since + 1.5 * GIB * min(1.0, since % 1.0), 12.0, begin=0.0, room=9 * GIB
+        )
+        for observation in seen:
+            is_awake = observation.seconds % HOUR < 0.7 * HOUR
+            held = observation.held_bytes if is_awake else 4 * GIB
+            yield replace(observation, awake=is_awake, held_bytes=held)
+
+    track = start_track(0.0)
+    unknown = 0
+    for observation in sleep_hourly():
+        track = observe(track, observation)
+        is_shown = observation.awake and track.presence.rested_seconds is None
+        if track.alarm is not None and is_shown and track.estimate is None:
+            unknown += 1
+
+    assert track.alarm is not None
+    assert unknown == 0
