@@ -46,7 +46,7 @@ from vllm_headroom.derive.leak.growth_evidence import (
     survey_ring,
     weigh_pace,
 )
-from vllm_headroom.derive.leak.precedent import find_excused_bytes, note_reached
+from vllm_headroom.derive.leak.precedent import LOWER_LOAD, find_excused_bytes, note_reached
 from vllm_headroom.units import DAY_SECONDS, GIB
 
 LEAST_RISES: Final = 6
@@ -158,6 +158,9 @@ of 57 kB/s kept a tenth."""
 FADED_SECONDS: Final = DAY_SECONDS / 2
 """Growth is compared with the time left over this time, which is longer than a night's pause."""
 
+LEAST_OLDER_BLOCKS: Final = 4
+"""Our choice: the load before that time is compared over at least an hour."""
+
 NO_CONCERN_SECONDS: Final = 365 * DAY_SECONDS
 """What takes a year to fill is no alarm: an engine is restarted more often."""
 
@@ -184,8 +187,9 @@ def update_alarm(track: Track, alarm: LeakAlarm, newest: Block) -> Track:
     track = replace(track, alarm=alarm)
     if is_breathing(track, alarm, newest):
         return _end_alarm(track, alarm.peak)
-    hold_factor = _compute_hold_factor(track, alarm.newest_rise)
-    if hold_factor == 1.0 and _has_faded(track):
+    # Of a card that was nearly full, torch's cache may have been released while the leak goes on.
+    was_nearly_full = _compute_hold_factor(track, alarm.peak) > 1.0
+    if not was_nearly_full and _has_faded(track):
         return _end_alarm(track, alarm.newest_rise)
     # Growth goes on: the time without a rise starts over.
     if newest.floor_bytes >= alarm.newest_rise.floor_bytes + RISE_BYTES:
@@ -193,6 +197,7 @@ def update_alarm(track: Track, alarm: LeakAlarm, newest: Block) -> Track:
 
     began = alarm.low or alarm.began
     newest_rise = alarm.newest_rise
+    hold_factor = _compute_hold_factor(track, newest_rise)
     fall_bytes = newest_rise.floor_bytes - newest.floor_bytes
     retained_share = RETAINED_SHARE
     if hold_factor > 1.0:
@@ -235,17 +240,19 @@ def update_alarm(track: Track, alarm: LeakAlarm, newest: Block) -> Track:
 def _has_faded(track: Track) -> bool:
     """Return whether memory has not been as high for half a day, or would take a year to fill.
 
-    False while less than half a day was observed.
+    False while less than half a day was observed. A half day with less load does not count as
+    lower, because memory may follow load.
     """
     longest_ring = track.history.rings[-1]
     now_seconds = track.clock.now_seconds
     begin_seconds = now_seconds - FADED_SECONDS
     begin = bisect_left(longest_ring.blocks, begin_seconds, key=lambda block: block.seconds)
     older, recent = longest_ring.blocks[:begin], longest_ring.blocks[begin:]
-    if not older or not recent:
+    if len(older) < LEAST_OLDER_BLOCKS or not recent:
         return False
     older_bytes = max(longest_ring.highest_bytes, *(block.floor_bytes for block in older))
-    if max(block.floor_bytes for block in recent) < older_bytes - LARGE_BYTES:
+    is_lower = max(block.floor_bytes for block in recent) < older_bytes - LARGE_BYTES
+    if is_lower and _measure_load(recent) >= LOWER_LOAD * _measure_load(older):
         return True
     if not track.history.capacity_bytes:
         return False
@@ -256,6 +263,12 @@ def _has_faded(track: Track) -> bool:
     goes_on = retained_bytes[0] < middle_bytes < retained_bytes[-1]
     grown_bytes = retained_bytes[-1] - retained_bytes[0]
     return goes_on and grown_bytes < room_bytes * FADED_SECONDS / NO_CONCERN_SECONDS
+
+
+def _measure_load(blocks: tuple[Block, ...]) -> float:
+    """Return the requests per second from the first to the last of the blocks; 0 without a time."""
+    seconds = blocks[-1].seconds - blocks[0].seconds
+    return (blocks[-1].requests - blocks[0].requests) / max(1.0, seconds)
 
 
 def _update_peak(alarm: LeakAlarm, newest: Block) -> LeakAlarm:
@@ -454,9 +467,11 @@ def _update_estimate(track: Track, growth: Growth | None, room_bytes: int | None
         new_estimate = estimate_growth(
             growth, began_bytes=began_bytes, track=track, room_bytes=room_bytes
         )
-        new_estimate = apply_stretch(new_estimate, track, room_bytes)
         if estimate is None or new_estimate.pace is not None:
             estimate = new_estimate
+    if estimate is not None:
+        # Also without a new estimate: of an old alarm there is one each 16 minutes only.
+        estimate = apply_stretch(estimate, track, room_bytes)
     # At every block: the room changes between two verdicts.
     if estimate is not None and room_bytes is not None:
         estimate = set_time_left(estimate, track, room_bytes)
