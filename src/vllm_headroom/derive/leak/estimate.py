@@ -13,6 +13,7 @@ from vllm_headroom.derive.leak.facts import (
     OUT_OF_MEMORY_BYTES,
     Estimate,
     Growth,
+    Stretch,
     Track,
     list_falls,
 )
@@ -132,25 +133,21 @@ def estimate_growth(
 def apply_stretch(estimate: Estimate, track: Track, room_bytes: float | None) -> Estimate:
     """Return the estimate with the rate of the newest stretch of growth, where it is faster.
 
-    A rate over the whole growth is too low after a release or a pause, which are parts of it. The
-    stretch is expected to last as long as the longest one so far. If the room lasts for longer,
-    growth goes on at the mean rate since the alarm's growth began, pauses included. The highest
-    plausible pace is that of a stretch without an end.
+    A rate over the whole growth is too low after a release or a pause, which are parts of it. Where
+    the stretch will not last until the room is full, growth goes on at the mean rate since the
+    alarm's growth began, pauses included. The highest plausible pace is that of a stretch without
+    an end.
     """
     if track.alarm is None or track.alarm.stretch is None:
         return estimate
     stretch = track.alarm.stretch
     began = track.alarm.began
-    now_seconds = track.clock.now_seconds
     fastest = max(estimate.fastest or 0.0, stretch.bytes_per_second)
     estimate = replace(estimate, fastest=fastest)
     grown_bytes = (track.history.held_bytes or began.floor_bytes) - began.floor_bytes
-    pace = grown_bytes / max(1.0, now_seconds - began.seconds)
-    is_growing = now_seconds - stretch.ended_seconds <= QUIET_SECONDS
-    if is_growing and room_bytes is not None:
-        left_seconds = (room_bytes - OUT_OF_MEMORY_BYTES) / stretch.bytes_per_second
-        if left_seconds <= stretch.longest_seconds:
-            pace = stretch.bytes_per_second
+    pace = grown_bytes / max(1.0, track.clock.now_seconds - began.seconds)
+    if room_bytes is not None and _will_stretch_fill(stretch, track, room_bytes):
+        pace = stretch.bytes_per_second
     if pace < DILUTED_RATIO * max(estimate.bytes_per_second, estimate.pace or 0.0):
         return estimate
     return replace(
@@ -160,6 +157,17 @@ def apply_stretch(estimate: Estimate, track: Track, room_bytes: float | None) ->
         pace=pace,
         fastest=max(pace, fastest),
     )
+
+
+def _will_stretch_fill(stretch: Stretch, track: Track, room_bytes: float) -> bool:
+    """Return whether the stretch still grows, and is expected to last until the room is full.
+
+    It is expected to last as long as the longest one so far.
+    """
+    if track.clock.now_seconds - stretch.ended_seconds > QUIET_SECONDS:
+        return False
+    left_seconds = (room_bytes - OUT_OF_MEMORY_BYTES) / stretch.bytes_per_second
+    return left_seconds <= stretch.longest_seconds
 
 
 def _limit_half_width(slope: Slope, growth: Growth) -> Slope:
@@ -203,22 +211,31 @@ def set_time_left(estimate: Estimate, track: Track, room_bytes: float) -> Estima
     largest_rise_bytes = max(rises_bytes, default=0.0)
     demand_bytes = max(swing_bytes + largest_rise_bytes, OUT_OF_MEMORY_BYTES)
 
+    pace = estimate.pace or 0.0
+    fastest = estimate.fastest or 0.0
+    stretch = None if track.alarm is None else track.alarm.stretch
+    if stretch is not None and _will_stretch_fill(stretch, track, room_bytes):
+        # The estimate of an old alarm may be from before this stretch: it is made each 16 minutes.
+        pace = max(pace, stretch.bytes_per_second)
+        fastest = max(fastest, pace)
+    oom_seconds = None
+    if pace:
+        oom_seconds = max(0.0, room_bytes - OUT_OF_MEMORY_BYTES) / pace
+    oom_seconds_lower = None
+    if fastest:
+        seconds_until_peak = max(0.0, room_bytes - demand_bytes) / fastest
+        margin_seconds = min(MARGIN_SECONDS, MOST_MARGIN_SHARE * seconds_until_peak)
+        oom_seconds_lower = max(0.0, seconds_until_peak - margin_seconds)
+
     steps = find_repeated_steps(track.history.steps)
     if steps and steps[-1].size_bytes > room_bytes - OUT_OF_MEMORY_BYTES:
-        # The next step does not fit: the time left is that until it comes.
+        # The next step does not fit: there is no more time than until it comes.
         intervals = [later.seconds - step.seconds for step, later in pairwise(steps)]
         elapsed_seconds = track.clock.now_seconds - steps[-1].seconds
         left_seconds = max(0.0, min(intervals) - elapsed_seconds)
-        return replace(estimate, oom_seconds=left_seconds, oom_seconds_lower=left_seconds)
-
-    oom_seconds = None
-    if estimate.pace:
-        oom_seconds = max(0.0, room_bytes - OUT_OF_MEMORY_BYTES) / estimate.pace
-    oom_seconds_lower = None
-    if estimate.fastest:
-        seconds_until_peak = max(0.0, room_bytes - demand_bytes) / estimate.fastest
-        margin_seconds = min(MARGIN_SECONDS, MOST_MARGIN_SHARE * seconds_until_peak)
-        oom_seconds_lower = max(0.0, seconds_until_peak - margin_seconds)
+        times_seconds = (left_seconds, oom_seconds, oom_seconds_lower)
+        oom_seconds_lower = min([seconds for seconds in times_seconds if seconds is not None])
+        oom_seconds = min([seconds for seconds in times_seconds[:2] if seconds is not None])
     return replace(estimate, oom_seconds=oom_seconds, oom_seconds_lower=oom_seconds_lower)
 
 

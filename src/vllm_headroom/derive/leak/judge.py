@@ -244,6 +244,8 @@ def _has_faded(track: Track) -> bool:
     lower, because memory may follow load.
     """
     longest_ring = track.history.rings[-1]
+    if not _has_just_ended(longest_ring, track):
+        return False  # nothing has changed since its newest block
     now_seconds = track.clock.now_seconds
     begin_seconds = now_seconds - FADED_SECONDS
     begin = bisect_left(longest_ring.blocks, begin_seconds, key=lambda block: block.seconds)
@@ -467,11 +469,9 @@ def _update_estimate(track: Track, growth: Growth | None, room_bytes: int | None
         new_estimate = estimate_growth(
             growth, began_bytes=began_bytes, track=track, room_bytes=room_bytes
         )
+        new_estimate = apply_stretch(new_estimate, track, room_bytes)
         if estimate is None or new_estimate.pace is not None:
             estimate = new_estimate
-    if estimate is not None:
-        # Also without a new estimate: of an old alarm there is one each 16 minutes only.
-        estimate = apply_stretch(estimate, track, room_bytes)
     # At every block: the room changes between two verdicts.
     if estimate is not None and room_bytes is not None:
         estimate = set_time_left(estimate, track, room_bytes)
