@@ -215,9 +215,10 @@ def set_time_left(estimate: Estimate, track: Track, room_bytes: float) -> Estima
     fastest = estimate.fastest or 0.0
     stretch = None if track.alarm is None else track.alarm.stretch
     if stretch is not None and _will_stretch_fill(stretch, track, room_bytes):
+        fastest = max(fastest, stretch.bytes_per_second)
         # The estimate of an old alarm may be from before this stretch: it is made each 16 minutes.
-        pace = max(pace, stretch.bytes_per_second)
-        fastest = max(fastest, pace)
+        if stretch.bytes_per_second >= DILUTED_RATIO * pace:
+            pace = stretch.bytes_per_second
     oom_seconds = None
     if pace:
         oom_seconds = max(0.0, room_bytes - OUT_OF_MEMORY_BYTES) / pace
