@@ -46,6 +46,16 @@ def test_a_runbook_says_what_where_why_and_what_to_do(subtests: pytest.Subtests)
             assert headings == HEADINGS or page == OVERVIEW
 
 
+def test_the_runbook_of_a_page_begins_with_what_stops_keeps_and_explains() -> None:
+    paging = {rule.name for rule in rules() if rule.is_alert and rule.labels.get("severity") == "page"}
+    heads = {name: RUNBOOKS[name].partition("```sh")[0] for name in paging}
+    steps = {name: re.findall(r"^(\d)\. \*\*(.+?):\*\*", head, re.MULTILINE) for name, head in heads.items()}
+
+    assert paging
+    expected = [("1", "Stop the bleeding"), ("2", "Keep the evidence"), ("3", "Then find out")]
+    assert {name for name in paging if steps[name] != expected} == set()
+
+
 def test_a_runbook_asks_for_metrics_labels_and_words_that_there_are(subtests: pytest.Subtests) -> None:
     for page in RUNBOOKS:
         with subtests.test(page):
