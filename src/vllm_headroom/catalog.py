@@ -74,6 +74,13 @@ INPUT_AVAILABLE: Final = _declare_gauge(
     "input_available", ("input",), "1 when the engine's page offers this input, 0 when it does not."
 )
 
+ENGINES: Final = _declare_gauge(
+    "engines",
+    ("kind",),
+    "Engines of this machine: watched, left to their own sidecar, or unreadable; absent where one"
+    " engine is watched.",
+)
+
 GPU_INFO: Final = _declare_gauge(
     "gpu_info",
     ("gpu", "uuid", "name", "attribution"),

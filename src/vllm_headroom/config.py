@@ -1,6 +1,6 @@
 """Everything an operator can set: each setting with its type, its default and its help."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple, cast
@@ -54,6 +54,12 @@ InAnyCase: Final = from_text(str.lower)
 Bytes = Annotated[int, from_text(parse_size)]
 FilePath = Annotated[Path, from_text(inputs.parse_path)]
 Url = Annotated[str, AfterValidator(inputs.parse_metrics_url), RedactedUrl, Field(repr=False)]
+Engines = Annotated[
+    Literal["node"] | tuple[str, ...] | None,
+    from_text(inputs.parse_engines),
+    PlainSerializer(inputs.redact_urls, when_used="json"),
+    Field(repr=False),
+]
 Gpus = Annotated[Literal["auto", "all"] | tuple[str, ...], BeforeValidator(inputs.parse_gpus)]
 HeaderName = Annotated[str, from_text(inputs.parse_header_name)]
 HeaderValue = Annotated[
@@ -171,6 +177,22 @@ class Settings(BaseSettings):
         "Where the engine serves its metrics; a URL without a path gets /metrics.",
         metavar="URL",
         accepts="an http or https URL",
+    )
+    engines: Engines = setting(
+        None,
+        "Watch several engines: node finds every engine of this machine by /proc, else those at"
+        " these URLs. Without it, the one engine of engine_url is watched.",
+        metavar="ENGINES",
+        accepts="node, or http or https URLs separated by commas",
+    )
+    engine_container: Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")] = (
+        setting(
+            "vllm",
+            "The name of the engine's container, for engines that are found in pods with several"
+            " containers.",
+            metavar="NAME",
+            accepts="the name of a container",
+        )
     )
     engine_profile: Annotated[str, InAnyCase, Field(pattern=f"^({'|'.join(PROFILE_NAMES)})$")] = (
         setting(
@@ -386,6 +408,40 @@ class Settings(BaseSettings):
         that another source overrides.
         """
         return (sources["init_settings"],)
+
+
+ONE_ENGINE_SETTINGS: Final[Mapping[str, str]] = {
+    "engine_url": "the engines are those of engines",
+    "gpus": "each engine's are found by its processes",
+    "host_memory_limit_bytes": "each engine has its own",
+    "evict": "only the daemon's own pod can be evicted",
+    "gate_ready_seconds": "only the daemon's own pod has a gate",
+    "trace_file": "a trace has one engine",
+}
+"""Settings that cannot be used with several engines, by their key, and why."""
+
+SECRET_SETTINGS: Final = ("engine_bearer_token_file", "engine_headers")
+"""Settings that cannot be used with engines that are found: whoever starts a process that looks
+like an engine would get them."""
+
+
+def list_conflicts(settings: Settings) -> tuple[str, ...]:
+    """Return a line for each setting that cannot be used with several engines."""
+    if settings.engines is None:
+        return ()
+    defaults = type(settings).model_construct()
+    lines = []
+    for key, reason in ONE_ENGINE_SETTINGS.items():
+        if getattr(settings, key) != getattr(defaults, key):
+            lines.append(f"{name_variable(key)}: not with HEADROOM_ENGINES: {reason}")
+    if settings.engines == "node":
+        lines += [
+            f"{name_variable(key)}: not with HEADROOM_ENGINES=node, which would send it to whatever"
+            " looks like an engine: name the engines' URLs"
+            for key in SECRET_SETTINGS
+            if getattr(settings, key)
+        ]
+    return tuple(lines)
 
 
 def find_display(field: FieldInfo) -> Display:

@@ -128,6 +128,30 @@ def parse_gpus(value: object) -> object:
     return tuple(require_match(GPU, name.strip()) for name in value)
 
 
+def parse_engines(text: str) -> object:
+    """Return `node`, or a tuple of URLs of engines' pages; raise ValueError."""
+    if text.lower() == "node":
+        return "node"
+    urls = tuple(parse_metrics_url(url.strip()) for url in text.split(","))
+    if len(set(urls)) < len(urls):
+        raise RefusedError("a URL is given twice")
+    return urls
+
+
+def redact_urls(engines: object) -> object:
+    """Return several engines' URLs as they may be shown, separated by commas; else the value."""
+    if isinstance(engines, tuple):
+        return ",".join(redact_url(url) for url in engines)
+    return engines
+
+
+def show_urls(value: object) -> str:
+    """Return refused URLs without user, password and query; "no text" for any other value."""
+    if not isinstance(value, str):
+        return "no text"
+    return show_value(",".join(redact_url(url) for url in value.split(",")))
+
+
 def parse_header_name(text: str) -> str:
     """Parse the name of a header that an operator may add; raise ValueError."""
     if text.lower() in RESERVED_HEADERS:

@@ -2,7 +2,11 @@
 
 import logging
 from collections.abc import MutableMapping
-from typing import Any
+from contextvars import ContextVar
+from typing import Any, Final
+
+ENGINE_NAME: Final = ContextVar[str]("engine_name", default="")
+"""The engine that the lines of this task are about; empty where the daemon watches only one."""
 
 
 class Log(logging.LoggerAdapter[logging.Logger]):
@@ -19,4 +23,7 @@ class Log(logging.LoggerAdapter[logging.Logger]):
     ) -> tuple[str, MutableMapping[str, Any]]:
         """Move the fields of an event to the attribute `fields` of its record."""
         error = kwargs.pop("exc_info", None)
-        return msg, {"exc_info": error, "extra": {"fields": kwargs}}
+        engine_name = ENGINE_NAME.get()
+        if engine_name:
+            kwargs["of_engine"] = engine_name
+        return msg, {"exc_info": error, "extra": {"fields": kwargs, "engine_name": engine_name}}

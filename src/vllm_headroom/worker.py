@@ -4,13 +4,23 @@ import asyncio
 import contextlib
 import errno
 import threading
+import weakref
 from collections.abc import Callable
+from functools import partial
 from queue import SimpleQueue
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
 _Job = tuple[Callable[[], T], "asyncio.Future[T]"]
 """A call, and the future that takes its outcome."""
+
+
+class _Running(Generic[T]):
+    """What the thread of a worker does now, without the worker itself."""
+
+    def __init__(self) -> None:
+        self.future: asyncio.Future[T] | None = None
+        """The future of the call that runs now; None between calls."""
 
 
 class Worker(Generic[T]):
@@ -25,9 +35,10 @@ class Worker(Generic[T]):
         self._name = name
         self._jobs: SimpleQueue[_Job[T] | None] = SimpleQueue()
         """The calls that wait; None ends the thread."""
-        self._running: asyncio.Future[T] | None = None
-        """The future of the call that runs now; None between calls."""
+        self._running: _Running[T] = _Running()
         self._thread: threading.Thread | None = None
+        # A worker that nobody can call any more ends its thread.
+        weakref.finalize(self, self._jobs.put, None).atexit = False
 
     def begin(self, function: Callable[[], T]) -> asyncio.Future[T]:
         """Call `function` on the thread and return the future of its result.
@@ -39,11 +50,11 @@ class Worker(Generic[T]):
         """
         # Read once: the thread may change it meanwhile. A running call's future that is done was
         # cancelled: the call hangs.
-        running = self._running
+        running = self._running.future
         if running is not None and running.done():
             raise TimeoutError
         if self._thread is None:
-            self._thread = start_thread(self._run, self._name)
+            self._thread = start_thread(partial(_run_jobs, self._jobs, self._running), self._name)
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._jobs.put((function, future))
         return future
@@ -84,29 +95,33 @@ class Worker(Generic[T]):
         """Whether the thread runs; after `stop`, whether a call is still running."""
         return self._thread is not None and self._thread.is_alive()
 
-    def _run(self) -> None:
-        """Make the calls one after another until None comes; this is the thread."""
-        while True:
-            job = self._jobs.get()
-            if job is None:
-                return
-            function, future = job
-            self._run_job(function, future)
-            # Without this, the last call's result, such as a page of 16 MiB, would stay in memory
-            # until the next call.
-            del job, function, future
 
-    def _run_job(self, function: Callable[[], T], future: "asyncio.Future[T]") -> None:
-        """Make one call and hand its outcome to the loop; drop the call if it was cancelled."""
-        if future.cancelled():
+def _run_jobs(jobs: "SimpleQueue[_Job[T] | None]", running: "_Running[T]") -> None:
+    """Make the calls one after another until None comes; this is the thread."""
+    while True:
+        job = jobs.get()
+        if job is None:
             return
-        self._running = future
-        outcome = capture_outcome(function)
-        # Before the loop settles the future: `begin` takes a running call with a settled future
-        # for a cancelled one.
-        self._running = None
-        with contextlib.suppress(RuntimeError):  # its loop has closed
-            future.get_loop().call_soon_threadsafe(_settle, future, outcome)
+        function, future = job
+        _run_job(function, future, running)
+        # Without this, the last call's result, such as a page of 16 MiB, would stay in memory
+        # until the next call.
+        del job, function, future
+
+
+def _run_job(
+    function: Callable[[], T], future: "asyncio.Future[T]", running: "_Running[T]"
+) -> None:
+    """Make one call and hand its outcome to the loop; drop the call if it was cancelled."""
+    if future.cancelled():
+        return
+    running.future = future
+    outcome = capture_outcome(function)
+    # Before the loop settles the future: `begin` takes a running call with a settled future
+    # for a cancelled one.
+    running.future = None
+    with contextlib.suppress(RuntimeError):  # its loop has closed
+        future.get_loop().call_soon_threadsafe(_settle, future, outcome)
 
 
 def _settle(future: "asyncio.Future[T]", outcome: T | Exception) -> None:

@@ -13,11 +13,13 @@ def _run(arguments: Namespace) -> NoReturn:
     """Serve until a signal ends the process; raise SystemExit with the daemon's status."""
     with pause_collection():
         # --help and --print-config need no daemon.
-        from vllm_headroom.daemon import app  # noqa: PLC0415 - see above
+        from vllm_headroom.daemon import app, node_daemon  # noqa: PLC0415 - see above
     # Imported modules are never freed. A full collection would visit all their objects, which
     # takes 25 ms, and scrapes would wait meanwhile.
     gc.freeze()
     settings: ModelSettings = arguments.settings
+    if settings.engines is not None:
+        node_daemon.serve(settings, settings.model_reader)
     app.serve(settings, settings.model_reader)
 
 

@@ -9,8 +9,15 @@ from typing import Final, NamedTuple, TypeVar
 from pydantic import ValidationError
 from pydantic_settings import EnvSettingsSource
 
-from vllm_headroom.config import PREFIX, Settings, find_display, name_key, name_variable
-from vllm_headroom.inputs import describe_refused, describe_unknown, show_url, show_value
+from vllm_headroom.config import (
+    PREFIX,
+    Settings,
+    find_display,
+    list_conflicts,
+    name_key,
+    name_variable,
+)
+from vllm_headroom.inputs import describe_refused, describe_unknown, show_url, show_urls, show_value
 
 CONFIG: Final = "config"
 """The key of --config and HEADROOM_CONFIG, which name the file; the file is no setting itself."""
@@ -49,6 +56,7 @@ SERVICE_VARIABLE: Final = re.compile(
 
 SHOW_SECRET: Final[Mapping[str, Callable[[object], str]]] = {
     "engine_url": show_url,
+    "engines": show_urls,
     "runbooks_url": show_url,
     "engine_headers": lambda _: "a value that is kept secret",
 }
@@ -77,7 +85,8 @@ def read_settings(
     if mistakes:
         return mistakes
     merged = {**file.entries, **environment.entries, **options}
-    return kind.model_validate(_list_values(merged))
+    settings = kind.model_validate(_list_values(merged))
+    return list_conflicts(settings) or settings
 
 
 def _list_values(entries: Entries) -> dict[str, object]:

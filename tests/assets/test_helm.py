@@ -61,7 +61,7 @@ NO_SIDECARS: Final[tuple[dict[str, Any], ...]] = (
     *({"extraVolumes": {}}, {"extraVolumeMounts": [{"name": "files"}]}),
     *({"env": {"HEADROOM_LISTEN_HOST": each}} for each in LOOPBACK),
 )
-OWN: Final = ("state_dir", "role", "probe_dir", "evict", "runbooks_url", "listen_port")
+OWN: Final = ("engines", "state_dir", "role", "probe_dir", "evict", "runbooks_url", "listen_port")
 """Settings that the chart sets itself, or that its port would not follow."""
 NO_VALUES: Final = (
     *((helm.CHART, name) for name in ("sidecar", "addresses", "podMonitor", "networkPolicy")),

@@ -1,4 +1,4 @@
-"""Pods and services of a node, in a /proc and a folder of logs of one's own making."""
+"""Pods and services of a node, in a /proc and a folder of logs made by hand."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def write_listening(address: str, port: int, state: str = "0A") -> str:
 
 
 class NodeTree(ProcTree):
-    """A node whose daemon is in a pod of its own."""
+    """A node whose daemon is in a separate pod."""
 
     def __init__(self, folder: Path) -> None:
         proc = folder / "proc"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, Protocol
 
 import httpx
 import uvloop
@@ -27,7 +27,7 @@ from vllm_headroom.daemon.model_reader import NO_MODEL, ModelReader
 from vllm_headroom.daemon.parts import GPU_TIMEOUT_SECONDS, Parts, build_real_parts
 from vllm_headroom.daemon.sampler import Sampler
 from vllm_headroom.daemon.server_pages import ServerPages
-from vllm_headroom.daemon.sources import close_all
+from vllm_headroom.daemon.sources import AnyParts, close_all
 from vllm_headroom.daemon.state.lock import FolderLock
 from vllm_headroom.daemon.state.store import StateKeeper
 from vllm_headroom.derive import build_derivations
@@ -41,7 +41,7 @@ from vllm_headroom.expose.snapshot import respond_snapshot
 from vllm_headroom.expose.view import History, View
 from vllm_headroom.expose.web.config import WebConfigError
 from vllm_headroom.expose.web.door import Door
-from vllm_headroom.log import Log
+from vllm_headroom.log import ENGINE_NAME, Log
 from vllm_headroom.model import Sample
 from vllm_headroom.parse.engines import parse_engines
 from vllm_headroom.scrape.http.failures import hide_secrets
@@ -83,11 +83,21 @@ def serve(settings: Settings, model: ModelReader = NO_MODEL) -> NoReturn:
     os._exit(status)
 
 
+class Service(Protocol):
+    """A daemon, whether it watches one engine or several."""
+
+    def list_loops(self) -> list[Coroutine[Any, Any, None]]:
+        """Return the loops that run until shutdown."""
+
+    def build_handler(self, door: Door | None) -> Handler:
+        """Return the handler of all requests."""
+
+
 async def run(
-    parts: Parts,
+    parts: AnyParts,
     settings: Settings,
     model: ModelReader = NO_MODEL,
-    build_daemon: "Callable[..., Daemon] | None" = None,
+    build_daemon: Callable[..., Service] | None = None,
 ) -> int:
     """Run a daemon over `parts` until it is stopped, close the parts, and return the exit status.
 
@@ -126,15 +136,12 @@ async def run(
         try:
             port = listener.getsockname()[1]
             log.info("listening", port=port, version=read_version())
-            daemon = (build_daemon or Daemon)(
-                parts, settings, model, home=f"http://localhost:{port}/", ending=ending
-            )
+            build: Callable[..., Service] = build_daemon or Daemon
+            daemon = build(parts, settings, model, home=f"http://localhost:{port}/", ending=ending)
             server = Server(daemon.build_handler(door), door)
             return await loop.run_until_end([server.serve(listener), *daemon.list_loops()], ending)
         finally:
-            await close_all(
-                parts.engine, parts.gpus, parts.canary_request, parts.server_request, parts.evictor
-            )
+            await close_all(*parts.list_resources())
 
 
 def build_engine_watch(parts: Parts, settings: Settings, model: ModelReader) -> EngineWatch:
@@ -144,6 +151,8 @@ def build_engine_watch(parts: Parts, settings: Settings, model: ModelReader) -> 
     keeper = None
     flight = None
     recall = None
+    lock = None
+    recent_lines = None
     if settings.state_dir is not None:
         # One lock for both: the state and the flight record share the folder.
         lock = FolderLock()
@@ -151,9 +160,10 @@ def build_engine_watch(parts: Parts, settings: Settings, model: ModelReader) -> 
             folder=settings.state_dir, clock=clock, version=read_version(), lock=lock
         )
         recall = partial(recall_states, keeper, history)
+        recent_lines = logs.RecentLines(ENGINE_NAME.get())
         flight = Flight(
             folder=settings.state_dir,
-            lines=partial(tuple, logs.RecentLines().lines),
+            lines=partial(tuple, recent_lines.lines),
             version=read_version(),
             lock=lock,
             mappings=Mappings(parts.mappings),
@@ -206,6 +216,8 @@ def build_engine_watch(parts: Parts, settings: Settings, model: ModelReader) -> 
         server_pages=server_pages,
         gpus=parts.gpus,
         clock=clock,
+        lock=lock,
+        recent_lines=recent_lines,
     )
 
 

@@ -7,10 +7,12 @@ from vllm_headroom.clock import Clock
 from vllm_headroom.daemon import loop
 from vllm_headroom.daemon.canary import Canary
 from vllm_headroom.daemon.flight import Flight
+from vllm_headroom.daemon.logs import RecentLines
 from vllm_headroom.daemon.sampler import Sampler
 from vllm_headroom.daemon.server_pages import ServerPages
 from vllm_headroom.daemon.sources import GpuSource
 from vllm_headroom.daemon.state.file import HISTORY
+from vllm_headroom.daemon.state.lock import FolderLock
 from vllm_headroom.daemon.state.store import StateKeeper
 from vllm_headroom.derive.pages import count_running
 from vllm_headroom.derive.tick import TickResult
@@ -40,7 +42,10 @@ class EngineWatch:
         server_pages: ServerPages | None,
         gpus: GpuSource,
         clock: Clock,
+        lock: FolderLock | None = None,
+        recent_lines: RecentLines | None = None,
     ) -> None:
+        """`lock` is that of the folder with the state and the flight record."""
         self.history = history
         """The curves of the last day, which the page draws."""
         self._sampler = sampler
@@ -51,6 +56,15 @@ class EngineWatch:
         self._server_pages = server_pages
         self._gpus = gpus
         self._clock = clock
+        self._lock = lock
+        self._recent_lines = recent_lines
+
+    def close(self) -> None:
+        """Give up the folder, so that it can be watched again; no sample may follow."""
+        if self._lock is not None:
+            self._lock.release()
+        if self._recent_lines is not None:
+            self._recent_lines.close()
 
     @property
     def latest(self) -> TickResult | None:

@@ -91,10 +91,14 @@ class Background(logging.Handler):
 
 
 class RecentLines(logging.Handler):
-    """Keeps the daemon's newest lines since its creation, each cut to a length."""
+    """Keeps the daemon's newest lines since its creation, each cut to a length.
 
-    def __init__(self) -> None:
+    With an `engine_name`, only the lines about that engine, and those about none.
+    """
+
+    def __init__(self, engine_name: str = "") -> None:
         super().__init__()
+        self._engine_name = engine_name
         self.lines: deque[str] = deque(maxlen=MOST_RECENT_LINES)
         """The oldest line first."""
         self.setFormatter(Logfmt())
@@ -102,7 +106,13 @@ class RecentLines(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Keep the line."""
-        self.lines.append(self.format(record)[:MOST_RECENT_CHARACTERS])
+        if getattr(record, "engine_name", "") in {"", self._engine_name}:
+            self.lines.append(self.format(record)[:MOST_RECENT_CHARACTERS])
+
+    def close(self) -> None:
+        """Keep no further line."""
+        logging.getLogger(OURS).removeHandler(self)
+        super().close()
 
 
 def configure(log_format: str, log_level: str) -> None:

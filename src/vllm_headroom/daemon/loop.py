@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from vllm_headroom.clock import Clock
 from vllm_headroom.log import Log
-from vllm_headroom.model import Failure, Gpu
+from vllm_headroom.model import Failure, Gpu, GpuReadings
 from vllm_headroom.vocabulary import Reason
 
 log = Log(__name__)
@@ -99,7 +99,7 @@ class GraceTime:
         self._grace_seconds = grace_seconds
         self._failing_since_seconds: float | None = None
 
-    def update(self, gpus: tuple[Gpu, ...] | Failure, now_seconds: float) -> bool:
+    def update(self, gpus: tuple[Gpu, ...] | GpuReadings | Failure, now_seconds: float) -> bool:
         """Take the GPUs of a tick; return whether they have failed for the whole grace time.
 
         Only failures that last as long as the container count. `now_seconds` is of the monotonic

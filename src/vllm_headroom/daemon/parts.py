@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Final
 
 import httpx
+from msgspec import Struct
 
 from vllm_headroom.clock import Clock, SystemClock
 from vllm_headroom.config import Settings
 from vllm_headroom.daemon.evict import EvictionPolicy, Evictor, build_evictor
 from vllm_headroom.daemon.model_reader import NO_MODEL, ModelReader
-from vllm_headroom.daemon.sources import Sources
+from vllm_headroom.daemon.sources import Closable, GpuSource, Sources
 from vllm_headroom.parse.probe import parse_probe
 from vllm_headroom.scrape.gpus import Gpus
 from vllm_headroom.scrape.http.reader import (
@@ -22,6 +23,7 @@ from vllm_headroom.scrape.http.reader import (
     is_here,
 )
 from vllm_headroom.scrape.probe import ProbeReader
+from vllm_headroom.scrape.proc.node import NodeProcesses
 from vllm_headroom.scrape.proc.reader import Processes
 from vllm_headroom.scrape.proc.served_model import ServedModel
 from vllm_headroom.scrape.proc.smaps import read_mappings
@@ -56,6 +58,10 @@ class Parts(Sources, frozen=True, kw_only=True):
     mappings: Callable[[int], dict[str, int] | None] = lambda _: None
     """Returns a process's resident bytes by kind of mapping, None where they are not visible."""
 
+    def list_resources(self) -> tuple[Closable | None, ...]:
+        """Return what has to be closed at the end."""
+        return (self.engine, self.gpus, self.canary_request, self.server_request, self.evictor)
+
 
 def build_real_parts(settings: Settings, model: ModelReader = NO_MODEL) -> Parts:
     """Return the readers of the engine, the GPUs and /proc of this machine."""
@@ -89,6 +95,35 @@ def build_real_parts(settings: Settings, model: ModelReader = NO_MODEL) -> Parts
         server_request=build_server_request(settings),
         evictor=build_real_evictor(settings, clock),
         mappings=partial(read_mappings, Path("/proc")),
+    )
+
+
+class NodeParts(Struct, frozen=True, kw_only=True):
+    """The readers of the machine, which all engines share."""
+
+    gpus: GpuSource
+    processes: NodeProcesses | None
+    """None where the engines are named by their URLs."""
+    clock: Clock
+
+    def list_resources(self) -> tuple[Closable | None, ...]:
+        """Return what has to be closed at the end."""
+        return (self.gpus,)
+
+
+def build_node_parts(settings: Settings) -> NodeParts:
+    """Return the readers of this machine."""
+    clock = SystemClock()
+    processes = None
+    if settings.engines == "node":
+        processes = NodeProcesses(
+            usual_container=settings.engine_container,
+            monotonic=clock.monotonic,
+        )
+    return NodeParts(
+        gpus=Gpus(monotonic=clock.monotonic, call_timeout_seconds=GPU_TIMEOUT_SECONDS),
+        processes=processes,
+        clock=clock,
     )
 
 

@@ -68,6 +68,13 @@ class Sources(Struct, frozen=True, kw_only=True):
     """None where the bytes per token are configured."""
 
 
+class AnyParts(Protocol):
+    """The parts of a daemon that read the outside."""
+
+    def list_resources(self) -> tuple[Closable | None, ...]:
+        """Return what has to be closed at the end."""
+
+
 async def close_all(*resources: Closable | None) -> None:
     """Close the resources one after another; give up those not closed within CLOSE_SECONDS."""
     with contextlib.suppress(TimeoutError):

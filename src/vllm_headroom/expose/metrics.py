@@ -71,8 +71,10 @@ class HeadroomCollector(Collector):
 def _build_family(metric: Metric, samples: list[Sample]) -> Family:
     kind = CounterMetricFamily if metric.kind is MetricType.COUNTER else GaugeMetricFamily
     family = kind(metric.name, metric.help, labels=metric.labels)
+    # By the labels of each sample: of several engines a family has series with more labels.
     for sample in samples:
-        family.add_metric(sample.labels, sample.value)
+        labels = dict(zip(sample.metric.labels, sample.labels, strict=True))
+        family.add_sample(metric.name, labels, sample.value)
     return family
 
 

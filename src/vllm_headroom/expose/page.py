@@ -130,7 +130,7 @@ def _render_headline(verdict: Verdict) -> str:
 
 def _render_hero(view: View, worst: Verdict) -> str:
     """Return the worst situation: its number, its sentence and the first thing to do."""
-    number, caption = _find_number(view, worst)
+    number, caption = find_number(view, worst)
     figure = ""
     if number:
         figure = f"<b>{escape_text(number)} <small>{escape_text(caption)}</small></b>"
@@ -206,7 +206,7 @@ WITHOUT_ROOM: Final = {Situation.DOWN, Situation.BLIND}
 """Situations in which free memory does not matter: the page shows no number."""
 
 
-def _find_number(view: View, worst: Verdict) -> tuple[str, str]:
+def find_number(view: View, worst: Verdict) -> tuple[str, str]:
     """Return the number that matters most in a situation, and its caption; both may be empty.
 
     That is the number of exits, the time left, the time without progress or, in any other

@@ -31,6 +31,7 @@ AT_THE_SCRAPE: Final = (
     catalog.SAMPLE_AGE,
     catalog.LAST_INCIDENT,
     catalog.WEB_CONFIG_RELOAD,
+    catalog.ENGINES,
 )
 """Metrics that only the metrics page has. The document has the facts of the first three as
 `version`, `age_seconds` and `last_incident`."""

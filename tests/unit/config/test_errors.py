@@ -205,3 +205,38 @@ def test_a_line_stays_one_line_and_sends_nothing_to_the_terminal(tmp_path: Path)
     file.write_text('"a\\nb\\e[31m": 1\n')
 
     assert mistakes(["--config", str(file)], {}) == [rf"a\x0ab\x1b[31m in {file}: not a setting, see --help"]
+
+
+@pytest.mark.parametrize(
+    ("engines", "setting", "value", "reason"),
+    [
+        ("node", "GPUS", "0", "each engine's are found by its processes"),
+        ("node", "ENGINE_URL", "http://h:1/metrics", "the engines are those of engines"),
+        ("node", "EVICT", "dry-run", "only the daemon's own pod can be evicted"),
+        ("http://a,http://b", "TRACE_FILE", "/t", "a trace has one engine"),
+        ("node", "ENGINE_HEADERS", '{"a": "b"}', "name the engines' URLs"),
+        ("node", "ENGINE_BEARER_TOKEN_FILE", "/t", "name the engines' URLs"),
+    ],
+)
+def test_what_is_for_one_engine_is_refused_for_several(engines: str, setting: str, value: str, reason: str) -> None:
+    (line,) = mistakes([], {"HEADROOM_ENGINES": engines, f"HEADROOM_{setting}": value})
+
+    assert line.startswith(f"HEADROOM_{setting}: not with HEADROOM_ENGINES")
+    assert reason in line
+
+
+@pytest.mark.parametrize("value", ["", "nodes", "http://a,", "http://a,http://a", "ftp://a", "http://u:secret@"])
+def test_engines_are_node_or_urls_and_no_secret_of_a_url_is_shown(value: str) -> None:
+    if not value:
+        assert load([], {"HEADROOM_ENGINES": value}).engines is None
+        return
+    (line,) = mistakes([], {"HEADROOM_ENGINES": value})
+
+    assert line.endswith("accepts node, or http or https URLs separated by commas")
+    assert "secret" not in line
+
+
+def test_urls_of_several_engines_are_metrics_pages_and_headers_may_go_to_them() -> None:
+    settings = load([], {"HEADROOM_ENGINES": " http://a:8000, https://b/x", "HEADROOM_ENGINE_HEADERS": '{"a": "b"}'})
+
+    assert settings.engines == ("http://a:8000/metrics", "https://b/x")

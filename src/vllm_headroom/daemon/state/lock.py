@@ -36,6 +36,13 @@ class FolderLock:
             self._lock(folder)
         return self.is_ours
 
+    def release(self) -> None:
+        """Unlock the folder for another owner."""
+        self.is_ours = False
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
     def _lock(self, folder: Path) -> None:
         """Set `is_ours`; keep the folder's descriptor where it could be locked."""
         self.is_ours = True

@@ -67,7 +67,7 @@ def parse_owner(text: str) -> Owner | None:
             )
     if not paths:
         return None
-    # With version 1, systemd has a hierarchy of its own.
+    # With version 1, systemd has a separate hierarchy.
     path = paths.get("name=systemd") or paths.get("") or next(iter(paths.values()))
     return Owner(key=path, unit=_find_unit(path))
 

@@ -1,0 +1,511 @@
+"""Watch several engines of one machine, each as if it were alone."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
+from contextvars import Context, copy_context
+from functools import lru_cache, partial
+from math import inf
+from typing import Any, Final
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from vllm_headroom import catalog
+from vllm_headroom.clock import Clock
+from vllm_headroom.daemon import loop
+from vllm_headroom.daemon.engine_watch import EngineWatch
+from vllm_headroom.daemon.sources import Closable, GpuSource, close_all
+from vllm_headroom.derive.health import INITIAL, derive_health
+from vllm_headroom.derive.readings import derive_readings
+from vllm_headroom.log import ENGINE_NAME, Log
+from vllm_headroom.model import (
+    EngineName,
+    Failure,
+    Gpu,
+    GpuReadings,
+    Metric,
+    Published,
+    ReadingTime,
+    Sample,
+    Snapshot,
+)
+from vllm_headroom.scrape.proc.node import LocatedEngine, NodeProcesses
+from vllm_headroom.vocabulary import EngineKind, Reason, Source
+
+log = Log(__name__)
+
+SCAN_SECONDS: Final = 2.0
+"""How long reading what all processes belong to may take. 10,000 processes take 0.1 s."""
+
+MOST_FIND_SECONDS: Final = 60.0
+"""How long finding engines may take in the background, while a command line hangs."""
+
+FIND_SECONDS: Final = 1.0
+"""How long a tick waits for new engines. A command line may hang in a driver: then they wait."""
+
+LAST_SAMPLE_SECONDS: Final = 300.0
+"""How long the last series of an engine whose pod is gone wait for a scrape."""
+
+UNIT_SECONDS: Final = 3600.0
+"""How long an engine without a pod is watched after its last process: whether systemd starts it
+again is unknown, and a crash must be seen for longer than any alert waits."""
+
+STALE_INTERVALS: Final = 3
+"""After this many intervals without a new sample, an engine has no series: as in Heartbeat."""
+
+NO_PAGE: Final = Failure(source=Source.ENGINE, reason=Reason.NOT_FOUND, message="")
+"""Replaces the page where only the GPUs are read."""
+
+_SOURCE_METRICS: Final = frozenset(
+    metric.name
+    for metric in (
+        catalog.SOURCE_UP,
+        catalog.SOURCE_READ_SECONDS,
+        catalog.SOURCE_FAILURES,
+        catalog.SOURCE_LAST_SUCCESS,
+    )
+)
+"""The series of sources: those of the driver are the machine's."""
+
+
+class SharedGpus:
+    """Gives every engine the same reading of the GPUs, which are read once a tick."""
+
+    def __init__(self, gpus: GpuSource) -> None:
+        self._gpus = gpus
+        self._reading: asyncio.Task[GpuReadings | Failure] | None = None
+        self._used_bytes: Mapping[str, int] = {}
+
+    def begin(self, timeout_seconds: float) -> None:
+        """Begin this tick's reading."""
+        self._reading = asyncio.create_task(self._gpus.read(timeout_seconds))
+
+    async def read(self, timeout_seconds: float) -> GpuReadings | Failure:
+        """Return this tick's reading."""
+        reading = self._reading
+        if reading is None:
+            return await self._gpus.read(timeout_seconds)
+        # Shielded: an engine that is given up must not take the reading from the others.
+        return await asyncio.shield(reading)
+
+    async def begin_used(self, timeout_seconds: float) -> None:
+        """Read the memory in use of all GPUs, which `sample_used` returns to each engine."""
+        self._used_bytes = await self._gpus.sample_used(timeout_seconds)
+
+    async def sample_used(
+        self,
+        timeout_seconds: float,  # noqa: ARG002 - as GpuSource has it
+    ) -> Mapping[str, int]:
+        """Return the used bytes of each readable GPU by UUID."""
+        return self._used_bytes
+
+    async def close(self) -> None:
+        """Do nothing: the GPUs are closed by their owner."""
+
+
+class EngineParts(Struct, frozen=True, kw_only=True):
+    """What watches one engine."""
+
+    watch: EngineWatch
+    resources: tuple[Closable | None, ...]
+    """What has to be closed with it."""
+
+
+class WatchedEngine:
+    """One of several engines: its watch, its tasks, and its samples with the engine's labels."""
+
+    def __init__(self, located: LocatedEngine, parts: EngineParts, context: Context) -> None:
+        """`context` names the engine in the log."""
+        self.located = located
+        self.watch = parts.watch
+        self.absent_since_seconds: float | None = None
+        """Since when its pod or unit has no process, on the monotonic clock."""
+        self._resources = parts.resources
+        self._context = context
+        self._sampling: asyncio.Task[None] | None = None
+        self._is_faulty = False
+        self._published: Published | None = None
+        self._samples: tuple[Sample, ...] = ()
+        self._loops = self._start(self._run_loops())
+
+    @property
+    def name(self) -> EngineName:
+        """Its names, which are the labels of its series."""
+        return self.located.name
+
+    def begin_sample(self) -> None:
+        """Begin a sample, unless the last one has not ended: an engine has one at a time."""
+        if self._sampling is None or self._sampling.done():
+            self._sampling = self._start(self._guard(self._sample))
+
+    def list_owned(self) -> frozenset[str]:
+        """Return the UUIDs of the GPUs that it holds, by its newest sample."""
+        latest = self.watch.latest
+        if latest is None:
+            return frozenset()
+        return frozenset(gpu.reading.uuid for gpu in latest.snapshot.owned_gpus)
+
+    def list_samples(self) -> tuple[Sample, ...]:
+        """Return its newest samples with its labels; none before the first."""
+        published = self.watch.published
+        if published is None:
+            return ()
+        if published is not self._published:
+            self._samples = tuple(self._label_samples(published))
+            self._published = published
+        return self._samples
+
+    async def close(self) -> None:
+        """End its tasks, which saves its state, and close its sources."""
+        tasks = [self._loops]
+        if self._sampling is not None:
+            tasks.append(self._sampling)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self.watch.close()
+        await close_all(*self._resources)
+
+    def _start(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        return asyncio.create_task(coroutine, context=self._context)
+
+    async def _run_loops(self) -> None:
+        """Run the loops beside the sampling until cancelled; one that raises begins again."""
+        while True:
+            await self._guard(self._run_loops_once)
+            await asyncio.sleep(UNIT_SECONDS)
+
+    async def _run_loops_once(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            for running_loop in self.watch.list_loops():
+                group.create_task(running_loop)
+
+    async def _sample(self) -> None:
+        result = await self.watch.sample()
+        await self.watch.record(result)
+
+    async def _guard(self, step: Callable[[], Awaitable[None]]) -> None:
+        """Run a step; where it raises, log the error once: the other engines are watched on."""
+        try:
+            await step()
+        except Exception:
+            # Any error of one engine: the others are watched on.
+            if not self._is_faulty:
+                log.exception("engine cannot be sampled")
+            self._is_faulty = True
+        else:
+            self._is_faulty = False
+
+    def _label_samples(self, published: Published) -> Iterator[Sample]:
+        """Yield the samples that are this engine's, with its labels before their own.
+
+        Those of GPUs that it does not hold are left out, and those of the driver: they are the
+        machine's.
+        """
+        label_names = tuple(name for name, _ in self.name.labels)
+        label_values = tuple(value for _, value in self.name.labels)
+        owned_uuids = self.list_owned()
+        samples = list(published.samples)
+        if self.watch.last_incident is not None:
+            samples.append(Sample(catalog.LAST_INCIDENT, (), self.watch.last_incident.seconds))
+        for metric, labels, value in samples:
+            if metric.name in _SOURCE_METRICS and labels[0] == Source.NVML:
+                continue
+            is_of_gpu = metric.labels[:2] == catalog.GPU_LABELS and bool(labels[1])
+            if is_of_gpu and labels[1] not in owned_uuids:
+                continue
+            yield Sample(_add_labels(metric.name, label_names), (*label_values, *labels), value)
+
+
+@lru_cache(maxsize=4096)
+def _add_labels(metric_name: str, label_names: tuple[str, ...]) -> Metric:
+    """Return a metric of the catalogue with more labels before its own."""
+    metric = catalog.BY_NAME[metric_name]
+    return replace(metric, labels=(*label_names, *metric.labels))
+
+
+class NodeReadings(Struct, frozen=True, kw_only=True):
+    """What one tick read of the machine itself."""
+
+    gpus: GpuReadings | Failure
+    samples: tuple[Sample, ...]
+    """Those of the driver, and of every GPU, as of one that no engine holds."""
+    monotonic_seconds: float
+
+
+class NodeWatch:
+    """Follows the engines of a machine as they come and go, and samples all of them.
+
+    A tick begins a sample of each engine and does not wait for it: an engine that answers slowly
+    costs the others no sample.
+    """
+
+    def __init__(
+        self,
+        *,
+        gpus: GpuSource,
+        processes: NodeProcesses | None,
+        engines: tuple[LocatedEngine, ...] = (),
+        build_engine: Callable[[LocatedEngine, SharedGpus], EngineParts],
+        clock: Clock,
+        interval_seconds: float,
+        gpu_timeout_seconds: float,
+    ) -> None:
+        """Build it; without `processes`, which finds engines, they are `engines` until the end."""
+        self.located: tuple[LocatedEngine, ...] = engines
+        """Every engine that was found, watched or not."""
+        self.engines: dict[str, WatchedEngine] = {}
+        """The watched engines by their key."""
+        self.readings: NodeReadings | None = None
+        """The newest tick's, None before the first."""
+        self._gpus = SharedGpus(gpus)
+        self._processes = processes
+        self._build_engine = build_engine
+        self._clock = clock
+        self._interval_seconds = interval_seconds
+        self._gpu_timeout_seconds = gpu_timeout_seconds
+        self._finding: asyncio.Task[None] | None = None
+        self._health = INITIAL
+        self._problems: dict[str, str] = {}
+        """What was logged last, by what it is about."""
+        self._other_problems: dict[str, str] = {}
+        """Why each engine that is not watched is not, by its key, as it was logged."""
+        self._scraped_seconds = -inf
+        self._published_parts: tuple[object, ...] = ()
+        """What `_published` was built from."""
+        self._published: Published | None = None
+
+    async def tick(self) -> GpuReadings | Failure:
+        """Follow the engines, begin a sample of each, and read the GPUs; return these."""
+        await self._follow_engines()
+        began_seconds = self._clock.monotonic()
+        self._gpus.begin(self._gpu_timeout_seconds)
+        for engine in self.engines.values():
+            engine.begin_sample()
+        gpus = await self._gpus.read(self._gpu_timeout_seconds)
+        self.readings = self._derive(gpus, began_seconds)
+        return gpus
+
+    async def sample_gpu_memory(self, timeout_seconds: float) -> None:
+        """Read the used memory of the GPUs alone, for the flight record of each engine."""
+        await self._gpus.begin_used(timeout_seconds)
+        for engine in self.engines.values():
+            await engine.watch.sample_gpu_memory(timeout_seconds)
+
+    async def run(self) -> None:
+        """Wait until cancelled; then end the watch of each engine, all at the same time."""
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.gather(*(engine.close() for engine in self.engines.values()))
+
+    def build_published(self) -> Published | None:
+        """Return the samples of the machine and of every engine; None before the first tick."""
+        self._scraped_seconds = self._clock.monotonic()
+        readings = self.readings
+        if readings is None:
+            return None
+        engines = [engine for engine in self.engines.values() if not self._is_stale(engine)]
+        engine_samples = [engine.list_samples() for engine in engines]
+        parts = (readings, *engine_samples)
+        is_same = len(parts) == len(self._published_parts) and all(
+            part is built_part
+            for part, built_part in zip(parts, self._published_parts, strict=True)
+        )
+        if not is_same:
+            self._published_parts = parts
+            self._published = self._merge(readings, engines, engine_samples)
+        return self._published
+
+    def list_others(self, kind: EngineKind) -> list[LocatedEngine]:
+        """Return the engines of this kind, none of which is watched.
+
+        A watched engine whose server starts again may have no port for a moment.
+        """
+        watched_names = {engine.name for engine in self.engines.values()}
+        return [
+            engine
+            for engine in self.located
+            if engine.kind is kind and engine.name not in watched_names
+        ]
+
+    def _merge(
+        self,
+        readings: NodeReadings,
+        engines: list[WatchedEngine],
+        engine_samples: list[tuple[Sample, ...]],
+    ) -> Published:
+        """Return all samples; those of a GPU that an engine holds are that engine's alone."""
+        owned_uuids = set[str]()
+        for engine in engines:
+            owned_uuids |= engine.list_owned()
+        samples = [
+            sample
+            for sample in readings.samples
+            if sample.metric.labels[:2] != catalog.GPU_LABELS or sample.labels[1] not in owned_uuids
+        ]
+        counts = {
+            EngineKind.WATCHED: len(self.engines),
+            EngineKind.OWN_SIDECAR: len(self.list_others(EngineKind.OWN_SIDECAR)),
+            EngineKind.UNREADABLE: len(self.list_others(EngineKind.UNREADABLE)),
+        }
+        for kind, count in counts.items():
+            samples.append(Sample(catalog.ENGINES, (str(kind),), float(count)))
+        for labelled_samples in engine_samples:
+            samples += labelled_samples
+        return Published(samples=tuple(samples), monotonic_seconds=readings.monotonic_seconds)
+
+    def _is_stale(self, engine: WatchedEngine) -> bool:
+        """Return whether an engine's newest sample is too old to be shown as the present."""
+        published = engine.watch.published
+        if published is None:
+            return True
+        age_seconds = self._clock.monotonic() - published.monotonic_seconds
+        longest_seconds = max(STALE_INTERVALS * self._interval_seconds, loop.LEAST_SILENCE_SECONDS)
+        return age_seconds > longest_seconds
+
+    def _derive(self, gpus: GpuReadings | Failure, began_seconds: float) -> NodeReadings:
+        """Return the samples of the driver and of all GPUs, without regard to engines."""
+        now_seconds = self._clock.monotonic()
+        unowned_gpus: tuple[Gpu, ...] | Failure
+        if isinstance(gpus, Failure):
+            unowned_gpus = gpus
+        else:
+            unowned_gpus = tuple(Gpu(reading=device, attribution=None) for device in gpus.devices)
+        snapshot = Snapshot(
+            time_seconds=self._clock.time(),
+            monotonic_seconds=now_seconds,
+            engines=NO_PAGE,
+            gpus=unowned_gpus,
+            processes=(),
+            reading_times=(
+                ReadingTime(
+                    source=Source.NVML,
+                    seconds=now_seconds - began_seconds,
+                    ended_monotonic_seconds=now_seconds,
+                ),
+            ),
+        )
+        self._health, health_samples = derive_health(self._health, snapshot)
+        driver_samples = [
+            sample
+            for sample in health_samples
+            if sample.metric.name in _SOURCE_METRICS and sample.labels[0] == Source.NVML
+        ]
+        return NodeReadings(
+            gpus=gpus,
+            samples=(*driver_samples, *derive_readings(snapshot)),
+            monotonic_seconds=now_seconds,
+        )
+
+    async def _follow_engines(self) -> None:
+        """Watch the engines that were found, and give up those that are gone."""
+        if self._processes is None:
+            await self._apply({engine.key: engine for engine in self.located})
+            return
+        try:
+            await self._processes.scan(SCAN_SECONDS)
+        except (TimeoutError, OSError) as error:
+            self._report("processes", str(error) or "/proc does not answer")
+            return
+        self._report("processes", "")
+        if self._finding is None:
+            self._finding = asyncio.create_task(self._find(self._processes))
+        await asyncio.wait((self._finding,), timeout=FIND_SECONDS)
+        if not self._finding.done():
+            self._report("engines", "a command line in /proc does not answer: no new engine")
+            return
+        self._finding = None
+        self._report("engines", "")
+        await self._apply({engine.key: engine for engine in self.located})
+
+    async def _find(self, processes: NodeProcesses) -> None:
+        """Find the engines; where /proc cannot be read, those of the last time stay."""
+        try:
+            self.located = await processes.find_engines(MOST_FIND_SECONDS)
+        except (TimeoutError, OSError) as error:
+            self._report("search", str(error) or "/proc does not answer")
+        else:
+            self._report("search", "")
+
+    async def _apply(self, located: Mapping[str, LocatedEngine]) -> None:
+        """Begin and end the watches of engines, by what was found now."""
+        for key, watched in tuple(self.engines.items()):
+            present = located.get(key)
+            if present is None or present.kind is EngineKind.UNREADABLE:
+                # Its server has exited, or is about to: its run is over, and is watched on.
+                await self._drop_if_gone(watched, is_present=present is not None)
+            elif present != watched.located:
+                # It has a sidecar now, or another address or name.
+                await self._drop(watched)
+            else:
+                watched.absent_since_seconds = None
+        for engine in located.values():
+            if engine.kind is EngineKind.WATCHED and engine.key not in self.engines:
+                await self._add(engine)
+        self._report_others()
+
+    async def _drop_if_gone(self, engine: WatchedEngine, *, is_present: bool) -> None:
+        """Give up an engine whose pod or unit is gone, once its last samples were scraped."""
+        now_seconds = self._clock.monotonic()
+        is_in_pod = engine.name.pod is not None
+        has_pod = is_in_pod and self._has_processes(engine)
+        if is_present or has_pod:
+            engine.absent_since_seconds = None
+            return
+        if engine.absent_since_seconds is None:
+            engine.absent_since_seconds = now_seconds
+        absent_seconds = now_seconds - engine.absent_since_seconds
+        # A sample that began after its end was scraped.
+        last_sample_seconds = engine.absent_since_seconds + 2 * self._interval_seconds
+        is_scraped = self._scraped_seconds > last_sample_seconds
+        if is_in_pod and (is_scraped or absent_seconds > LAST_SAMPLE_SECONDS):
+            await self._drop(engine)
+        if not is_in_pod and absent_seconds > UNIT_SECONDS:
+            await self._drop(engine)
+
+    def _has_processes(self, engine: WatchedEngine) -> bool:
+        return self._processes is not None and self._processes.has_processes(
+            engine.located.owner_key
+        )
+
+    async def _add(self, located: LocatedEngine) -> None:
+        """Begin to watch an engine; one that is gone and had the same name is given up at once."""
+        for watched in tuple(self.engines.values()):
+            if watched.name == located.name:
+                await self._drop(watched)
+        context = copy_context()
+        context.run(ENGINE_NAME.set, located.name.text)
+        parts = context.run(partial(self._build_engine, located, self._gpus))
+        self.engines[located.key] = WatchedEngine(located, parts, context)
+        log.info("engine is watched", of_engine=located.name.text, url=located.page_url)
+
+    async def _drop(self, engine: WatchedEngine) -> None:
+        """Give up an engine: its series end, its state is saved."""
+        del self.engines[engine.located.key]
+        await engine.close()
+        log.info("engine is no longer watched", of_engine=engine.name.text)
+
+    def _report_others(self) -> None:
+        """Log each engine that is not watched, when it is found and when the reason changes."""
+        problems = {
+            engine.key: "it has its own sidecar"
+            for engine in self.list_others(EngineKind.OWN_SIDECAR)
+        }
+        for engine in self.list_others(EngineKind.UNREADABLE):
+            problems[engine.key] = engine.problem
+        for engine in self.located:
+            problem = problems.get(engine.key)
+            if problem is not None and self._other_problems.get(engine.key) != problem:
+                log.warning("engine is not watched", of_engine=engine.name.text, problem=problem)
+        self._other_problems = problems
+
+    def _report(self, subject: str, problem: str) -> None:
+        """Log a problem when it begins or changes, and note when it is over."""
+        if self._problems.get(subject, "") == problem:
+            return
+        if problem:
+            self._problems[subject] = problem
+            log.warning("engines are not followed", subject=subject, problem=problem)
+        else:
+            del self._problems[subject]

@@ -1,0 +1,283 @@
+"""The composition root of a daemon that watches several engines."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+from collections.abc import Coroutine, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+import httpx
+import uvloop
+from msgspec.structs import replace
+
+from vllm_headroom import catalog
+from vllm_headroom.config import Settings
+from vllm_headroom.daemon import app, logs, loop
+from vllm_headroom.daemon.model_reader import NO_MODEL, ModelReader
+from vllm_headroom.daemon.node import EngineParts, NodeWatch, SharedGpus, WatchedEngine
+from vllm_headroom.daemon.parts import (
+    GPU_TIMEOUT_SECONDS,
+    NodeParts,
+    build_node_parts,
+    build_real_parts,
+)
+from vllm_headroom.daemon.state.folders import name_folder, remove_unused
+from vllm_headroom.expose.answers import Handler, Request, Response, build_application
+from vllm_headroom.expose.metrics import HeadroomCollector, MetricsPage
+from vllm_headroom.expose.node import (
+    EngineView,
+    NodeView,
+    OtherEngine,
+    respond_node_page,
+    respond_node_snapshot,
+)
+from vllm_headroom.expose.view import View
+from vllm_headroom.expose.web.door import Door
+from vllm_headroom.log import Log
+from vllm_headroom.model import EngineName, Sample
+from vllm_headroom.scrape.http.failures import hide_secrets
+from vllm_headroom.scrape.http.reader import find_port, is_here
+from vllm_headroom.scrape.proc.node import LocatedEngine
+from vllm_headroom.scrape.proc.reader import Processes
+from vllm_headroom.vocabulary import EngineKind
+
+log = Log(__name__)
+
+NO_HOST_PIDS: Final = (
+    "only processes of this pod can be seen: set hostPID: true in the pod of the daemon"
+)
+
+
+def serve(settings: Settings, model: ModelReader = NO_MODEL) -> NoReturn:
+    """Run the daemon over several engines until it is stopped, and exit with its status."""
+    logs.configure(settings.log_format, settings.log_level)
+    runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
+    parts = build_node_parts(settings)
+    if parts.processes is not None and not parts.processes.sees_host:
+        log.warning("engines of other pods cannot be found", problem=NO_HOST_PIDS)
+    status = runner.run(app.run(parts, settings, model, NodeDaemon))
+    logging.shutdown()
+    # As in app.serve: a thread that waits for a resolver must not delay the exit.
+    os._exit(status)
+
+
+def locate_urls(settings: Settings) -> tuple[LocatedEngine, ...]:
+    """Return the engines that the operator named by their URLs; none where they are found."""
+    if not isinstance(settings.engines, tuple):
+        return ()
+    engines = []
+    for url in settings.engines:
+        shown_url = str(hide_secrets(httpx.URL(url)))
+        engine = LocatedEngine(
+            kind=EngineKind.WATCHED,
+            key=url,
+            owner_key="",
+            name=EngineName(engine_url=shown_url),
+            port=find_port(httpx.URL(url)),
+            page_url=url,
+        )
+        engines.append(engine)
+    return tuple(engines)
+
+
+def list_folder_parts(located: LocatedEngine) -> tuple[str, ...]:
+    """Return what names the state folder of an engine: its pod's names and UID, and its port."""
+    name = located.name
+    if name.pod is not None:
+        uid = located.owner_key.removeprefix("pod:")
+        pod = name.pod if name.pod != uid else ""
+        return (name.namespace or "", pod, uid, str(located.port))
+    return (name.text.partition("://")[2] or name.text, str(located.port))
+
+
+class NodeDaemon:
+    """Watches several engines, and shows what it finds."""
+
+    def __init__(
+        self,
+        parts: NodeParts,
+        settings: Settings,
+        model: ModelReader = NO_MODEL,
+        *,
+        home: str,
+        ending: asyncio.Future[int],
+    ) -> None:
+        """`home` is the URL of the daemon's own page, `ending` takes the exit status."""
+        self._clock = parts.clock
+        self._processes = parts.processes
+        self._settings = settings
+        self._model = model
+        self._home = home
+        self._ending = ending
+        self._heartbeat = loop.Heartbeat(
+            settings.sample_interval_seconds, self._clock, asyncio.get_running_loop().time
+        )
+        self._grace = loop.GraceTime(settings.gpu_fatal_grace_seconds)
+        self._node = NodeWatch(
+            gpus=parts.gpus,
+            processes=parts.processes,
+            engines=locate_urls(settings),
+            build_engine=self._build_engine,
+            clock=self._clock,
+            interval_seconds=settings.sample_interval_seconds,
+            gpu_timeout_seconds=min(GPU_TIMEOUT_SECONDS, settings.sample_interval_seconds),
+        )
+
+    def list_loops(self) -> list[Coroutine[Any, Any, None]]:
+        """Return the loops that run until shutdown."""
+        interval_seconds = self._settings.sample_interval_seconds
+        gpu_interval_seconds = self._settings.gpu_sample_interval_seconds
+        loops = [loop.run_every(interval_seconds, self._tick, self._clock), self._node.run()]
+        if gpu_interval_seconds < interval_seconds:
+            timeout_seconds = min(GPU_TIMEOUT_SECONDS, gpu_interval_seconds)
+            sample_gpu_memory = partial(self._node.sample_gpu_memory, timeout_seconds)
+            loops.append(loop.run_every(gpu_interval_seconds, sample_gpu_memory, self._clock))
+        return loops
+
+    def build_handler(self, door: Door | None) -> Handler:
+        """Return the handler of all requests."""
+
+        def list_other_samples() -> Iterator[Sample]:
+            if door is not None:
+                yield Sample(catalog.WEB_CONFIG_RELOAD, (), float(door.problem is None))
+
+        def show_page(request: Request) -> Response:
+            return respond_node_page(self._build_view(), request)
+
+        def show_snapshot(request: Request) -> Response:
+            return respond_node_snapshot(self._build_view(), request)
+
+        collector = HeadroomCollector(
+            self._node.build_published,
+            self._clock.monotonic,
+            app.read_build(),
+            list_other_samples,
+        )
+        return build_application(
+            metrics=MetricsPage(collector),
+            page=show_page,
+            snapshot=show_snapshot,
+            find_problem=self._heartbeat.find_stall,
+            has_sample=lambda: self._node.readings is not None,
+        )
+
+    async def _tick(self) -> None:
+        """Begin a sample of each engine; end the daemon where the GPUs stay unreadable."""
+        is_first = self._node.readings is None
+        gpus = await self._node.tick()
+        self._heartbeat.beat()
+        if is_first:
+            log.info("first sample published", look_at=self._home, scrape=f"{self._home}metrics")
+        if self._grace.update(gpus, self._clock.monotonic()):
+            log.critical(
+                "the GPUs stay unreadable until this container is restarted: exiting with status 3"
+            )
+            loop.request_end(self._ending, loop.NEEDS_NEW_CONTAINER)
+
+    def _build_engine(self, located: LocatedEngine, gpus: SharedGpus) -> EngineParts:
+        """Return what watches an engine: as of a daemon that watches it alone."""
+        changes: dict[str, Any] = {"engine_url": located.page_url, "engines": None}
+        if self._settings.state_dir is not None:
+            changes["state_dir"] = self._prepare_folder(self._settings.state_dir, located)
+        if self._settings.probe_dir is not None:
+            changes["probe_dir"] = self._find_probe_dir(self._settings.probe_dir, located)
+        settings = self._settings.model_copy(update=changes)
+        parts = replace(
+            build_real_parts(settings, self._model),
+            gpus=gpus,
+            processes=self._build_processes(located).read,
+        )
+        return EngineParts(
+            watch=app.build_engine_watch(parts, settings, self._model),
+            resources=(parts.engine, parts.canary_request, parts.server_request),
+        )
+
+    def _build_processes(self, located: LocatedEngine) -> Processes:
+        """Return the reader of an engine's processes, among those of its pod or unit."""
+        if self._processes is None:
+            is_local = is_here(httpx.URL(located.page_url).host)
+            return Processes(
+                engine_port=located.port,
+                engine_is_here=is_local,
+                monotonic=self._clock.monotonic,
+            )
+        return Processes(
+            engine_port=located.port,
+            engine_is_here=True,
+            monotonic=self._clock.monotonic,
+            read_scope=partial(self._processes.read_scope, located.owner_key),
+        )
+
+    def _prepare_folder(self, state_dir: Path, located: LocatedEngine) -> Path:
+        """Return the engine's folder; remove folders of engines that are long gone."""
+        folder = state_dir / name_folder(*list_folder_parts(located))
+        used_names = {
+            name_folder(*list_folder_parts(engine.located))
+            for engine in self._node.engines.values()
+        }
+        with contextlib.suppress(OSError):  # the state's own files report what is wrong
+            remove_unused(state_dir, {*used_names, folder.name})
+        return folder
+
+    def _find_probe_dir(self, probe_dir: Path, located: LocatedEngine) -> Path | None:
+        """Return the folder of the probe in an engine, named by its pod's UID; None without one."""
+        folder = probe_dir / located.owner_key.removeprefix("pod:")
+        is_in_pod = located.name.pod is not None
+        return folder if is_in_pod and folder.is_dir() else None
+
+    def _build_view(self) -> NodeView:
+        """Return what the page and the document show now."""
+        readings = self._node.readings
+        stall_reason = self._heartbeat.find_stall()
+        seconds = None
+        age_seconds = 0.0
+        if readings is not None:
+            age_seconds = self._clock.monotonic() - readings.monotonic_seconds
+            seconds = self._clock.time() - age_seconds
+        return NodeView(
+            version=app.read_version(),
+            host=socket.gethostname(),
+            interval_seconds=self._settings.sample_interval_seconds,
+            engines=tuple(
+                EngineView(name=engine.name, view=self._build_engine_view(engine, stall_reason))
+                for engine in self._node.engines.values()
+            ),
+            own_sidecar=tuple(
+                OtherEngine(name=engine.name, problem=engine.problem)
+                for engine in self._node.list_others(EngineKind.OWN_SIDECAR)
+            ),
+            unreadable=tuple(
+                OtherEngine(name=engine.name, problem=engine.problem)
+                for engine in self._node.list_others(EngineKind.UNREADABLE)
+            ),
+            seconds=seconds,
+            age_seconds=age_seconds,
+            stall_reason=stall_reason,
+        )
+
+    def _build_engine_view(self, engine: WatchedEngine, stall_reason: str | None) -> View:
+        """Return what an engine's own page shows; without a snapshot before its first sample."""
+        view = View(
+            version=app.read_version(),
+            interval_seconds=self._settings.sample_interval_seconds,
+            history=engine.watch.history,
+            host=engine.name.text,
+            engine_url=str(hide_secrets(httpx.URL(engine.located.page_url))),
+            stall_reason=stall_reason,
+            runbooks=self._settings.runbooks_url,
+            last_incident=engine.watch.last_incident,
+        )
+        latest = engine.watch.latest
+        if latest is None:
+            return view
+        return replace(
+            view,
+            snapshot=latest.snapshot,
+            values=latest.values,
+            verdicts=latest.verdicts,
+            age_seconds=self._clock.monotonic() - latest.snapshot.monotonic_seconds,
+        )

@@ -1,0 +1,43 @@
+"""Name the state folder of each of several engines, and remove those of engines long gone."""
+
+import re
+import shutil
+import time
+from collections.abc import Collection
+from pathlib import Path
+from typing import Final
+
+from vllm_headroom.units import DAY_SECONDS
+
+PREFIX: Final = "engine-"
+"""How the name of an engine's folder begins: no other folder is ever removed."""
+
+MOST_UNUSED: Final = 16
+"""Our choice: how many folders of engines that are gone are kept, for their incidents. Each takes
+at most 38 MiB, by the limits of the flight record."""
+
+UNUSED_SECONDS: Final = 7 * DAY_SECONDS
+"""A folder that changed within this time is kept, whoever uses it."""
+
+_UNSAFE: Final = re.compile(r"[^A-Za-z0-9._-]+")
+
+
+def name_folder(*parts: str) -> str:
+    """Return the name of an engine's folder, from its names and what identifies it."""
+    texts = [_UNSAFE.sub("-", part) for part in parts if part]
+    return PREFIX + "_".join(texts)[:200]
+
+
+def remove_unused(state_dir: Path, used_names: Collection[str]) -> None:
+    """Remove the oldest folders of engines that are not watched, beyond MOST_UNUSED.
+
+    Raises OSError where the folder cannot be read.
+    """
+    newest_seconds: dict[Path, float] = {}
+    for folder in state_dir.iterdir():
+        is_engines = folder.name.startswith(PREFIX) and folder.is_dir() and not folder.is_symlink()
+        if is_engines and folder.name not in used_names:
+            newest_seconds[folder] = folder.stat().st_mtime
+    for folder in sorted(newest_seconds, key=newest_seconds.__getitem__)[:-MOST_UNUSED]:
+        if time.time() - newest_seconds[folder] > UNUSED_SECONDS:
+            shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,215 @@
+"""Show several engines: a page that lists them, worst first, and a document of all."""
+
+import json
+from collections.abc import Iterator
+from typing import Any, Final
+from urllib.parse import parse_qs, quote
+
+from msgspec import Struct
+
+from vllm_headroom.expose.answers import Request, Response, respond_text
+from vllm_headroom.expose.assets import PAGE_STYLE, SCRIPT, build_icon
+from vllm_headroom.expose.drawing import escape_text
+from vllm_headroom.expose.page import (
+    DOT,
+    LINKED_PATHS,
+    MIN_REFRESH_SECONDS,
+    find_number,
+    render_page,
+    respond_html,
+)
+from vllm_headroom.expose.snapshot import build_document, respond_snapshot
+from vllm_headroom.expose.view import View
+from vllm_headroom.model import EngineName, find_worst
+from vllm_headroom.vocabulary import LEVEL_NAMES, Level
+
+QUERY: Final = "engine"
+"""The name of the query that chooses an engine: its name as in --engine."""
+
+
+class EngineView(Struct, frozen=True, kw_only=True):
+    """An engine and what its own page shows."""
+
+    name: EngineName
+    view: View
+
+
+class OtherEngine(Struct, frozen=True, kw_only=True):
+    """An engine that is not watched, and why, as a clause."""
+
+    name: EngineName
+    problem: str
+
+
+class NodeView(Struct, frozen=True, kw_only=True):
+    """All engines of a machine, as its page and its document show them."""
+
+    version: str
+    host: str
+    interval_seconds: float
+    engines: tuple[EngineView, ...]
+    own_sidecar: tuple[OtherEngine, ...]
+    unreadable: tuple[OtherEngine, ...]
+    seconds: float | None
+    """When the newest tick began, since the epoch; None before the first."""
+    age_seconds: float = 0.0
+    stall_reason: str | None = None
+    """Why the sampling loop is unhealthy; None while it is healthy."""
+
+    def sort_engines(self) -> list[EngineView]:
+        """Return the engines, the worst level first, then by name."""
+        levels = tuple(Level)
+        return sorted(
+            self.engines,
+            key=lambda engine: (
+                -levels.index(find_worst(engine.view.shown_verdicts)),
+                engine.name.text,
+            ),
+        )
+
+    def find_engines(self, text: str) -> list[EngineView]:
+        """Return the engines with a name: NAMESPACE/POD, that and /CONTAINER, the unit, the URL."""
+        return [engine for engine in self.engines if text in list_names(engine.name)]
+
+
+def list_names(name: EngineName) -> tuple[str, ...]:
+    """Return the names by which an engine can be chosen, the usual one first."""
+    if name.pod is not None and name.container:
+        return name.text, f"{name.text}/{name.container}"
+    return (name.text,)
+
+
+def respond_node_page(view: NodeView, request: Request) -> Response:
+    """Return the page of all engines or, with a query, that of one of them."""
+    wanted = _read_wanted(request)
+    if wanted is None:
+        return respond_html(render_node(view))
+    engine = _find_one(view, wanted)
+    return engine if isinstance(engine, Response) else respond_html(render_page(engine.view))
+
+
+def respond_node_snapshot(view: NodeView, request: Request) -> Response:
+    """Return the document of all engines or, with a query, that of one of them."""
+    wanted = _read_wanted(request)
+    if wanted is None:
+        body = json.dumps(build_node_document(view)).encode()
+        return Response(status=200, body=body, content_type="application/json")
+    engine = _find_one(view, wanted)
+    return engine if isinstance(engine, Response) else respond_snapshot(engine.view)
+
+
+def build_node_document(view: NodeView) -> dict[str, Any]:
+    """Return the documents of all engines in one, the worst first, and the engines not watched."""
+    return {
+        "headroom_node": 1,
+        "version": view.version,
+        "host": view.host,
+        "t": view.seconds,
+        "age_seconds": None if view.seconds is None else view.age_seconds,
+        "engines": [
+            {
+                "engine": engine.name.text,
+                **_describe_name(engine.name),
+                "snapshot": build_document(engine.view),
+            }
+            for engine in view.sort_engines()
+        ],
+        "own_sidecar": [_describe_other(other) for other in view.own_sidecar],
+        "unreadable": [_describe_other(other) for other in view.unreadable],
+    }
+
+
+def _describe_name(name: EngineName) -> dict[str, str | None]:
+    return {
+        "namespace": name.namespace,
+        "pod": name.pod,
+        "container": name.container,
+        "unit": name.unit,
+        "engine_url": name.engine_url or None,
+    }
+
+
+def _describe_other(other: OtherEngine) -> dict[str, str | None]:
+    return {
+        "engine": other.name.text,
+        **_describe_name(other.name),
+        "problem": other.problem or None,
+    }
+
+
+def _read_wanted(request: Request) -> str | None:
+    """Return the engine's name in the query; None without one."""
+    return next(iter(parse_qs(request.query).get(QUERY, ())), None)
+
+
+def _find_one(view: NodeView, wanted: str) -> EngineView | Response:
+    """Return the engine with this name, or the answer that there is not exactly one."""
+    engines = view.find_engines(wanted)
+    if len(engines) == 1:
+        return engines[0]
+    if engines:
+        names = ", ".join(list_names(engine.name)[-1] for engine in engines)
+        return respond_text(404, f"several engines have this name: {names}")
+    names = ", ".join(engine.name.text for engine in view.sort_engines()) or "none"
+    return respond_text(404, f"no such engine is watched here; watched: {names}")
+
+
+def render_node(view: NodeView) -> str:
+    """Return the page that lists the engines, which one script keeps up to date."""
+    engines = view.sort_engines()
+    level = find_worst(verdict for engine in engines for verdict in engine.view.shown_verdicts[:1])
+    host = escape_text(view.host)
+    version = escape_text(view.version)
+    rows = "".join(_render_engine(engine) for engine in engines)
+    others = "".join(_render_others(view))
+    stall = ""
+    if view.stall_reason is not None:
+        level = Level.ALARM
+        reason = escape_text(view.stall_reason)
+        stall = f"<p class=notice>The daemon does not sample: {reason}; all below is old.</p>"
+    links = DOT.join(f'<a href="{path}">{path}</a>' for path in LINKED_PATHS)
+    refresh_seconds = max(MIN_REFRESH_SECONDS, round(view.interval_seconds))
+    engine_count = "1 engine" if len(engines) == 1 else f"{len(engines)} engines"
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        '<meta name="color-scheme" content="light dark">'
+        f"<title>{LEVEL_NAMES[level]}: {engine_count} on {host}{DOT}vllm-headroom</title>"
+        f'<link rel="icon" href="{build_icon(level)}">'
+        f"<style>{PAGE_STYLE}</style></head>"
+        f"<body data-seconds={refresh_seconds}>"
+        f"<header><p>vllm-headroom{DOT}{host}</p><p class=dim id=age>version {version}</p>"
+        f"{stall}</header>"
+        f"<main><h1>{engine_count} on this machine</h1>"
+        f"<ul class=verdicts>{rows}</ul>{others}</main>"
+        f"<footer><p>{links}</p></footer>"
+        f"<script>{SCRIPT}</script></body></html>\n"
+    )
+
+
+def _render_engine(engine: EngineView) -> str:
+    """Return a line with an engine's worst verdict, its number, and the link to its page."""
+    worst = engine.view.shown_verdicts[0]
+    name = escape_text(engine.name.text)
+    # The longest name is distinct where two containers of a pod have an engine each.
+    link = f"/?{QUERY}={quote(list_names(engine.name)[-1], safe='')}"
+    number, caption = find_number(engine.view, worst)
+    figure = f" {escape_text(number)} {escape_text(caption)}." if number else ""
+    sentence = escape_text(worst.sentence)
+    return (
+        f"<li class={worst.level}><b>{LEVEL_NAMES[worst.level]}</b> "
+        f'<a href="{link}">{name}</a> {sentence}{figure}</li>'
+    )
+
+
+def _render_others(view: NodeView) -> Iterator[str]:
+    """Yield the lists of the engines that are not watched."""
+    if view.own_sidecar:
+        names = escape_text(", ".join(other.name.text for other in view.own_sidecar))
+        yield f"<h2>With their own sidecar</h2><p>{names}</p>"
+    if view.unreadable:
+        yield "<h2>Not watched</h2><ul>"
+        for other in view.unreadable:
+            name = escape_text(other.name.text)
+            yield f"<li>{name}: {escape_text(other.problem)}</li>"
+        yield "</ul>"
