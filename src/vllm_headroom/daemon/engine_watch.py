@@ -1,6 +1,7 @@
 """All that watches one engine: a daemon may hold several, which share nothing."""
 
-from collections.abc import Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from functools import partial
 from typing import Any, Final
 
 from vllm_headroom.clock import Clock
@@ -17,8 +18,11 @@ from vllm_headroom.daemon.state.store import StateKeeper
 from vllm_headroom.derive.pages import count_running
 from vllm_headroom.derive.tick import TickResult
 from vllm_headroom.expose.view import History, LastIncident
+from vllm_headroom.log import Log
 from vllm_headroom.model import Published, Snapshot
 from vllm_headroom.trace.recorder import Recorder
+
+log = Log(__name__)
 
 SAVE_SECONDS: Final = 60.0
 """The pause between two savings of the state."""
@@ -58,6 +62,8 @@ class EngineWatch:
         self._clock = clock
         self._lock = lock
         self._recent_lines = recent_lines
+        self._faulty_steps: set[str] = set()
+        """The steps after the sampling that raised at the last tick."""
 
     def close(self) -> None:
         """Give up the folder, so that it can be watched again; no sample may follow."""
@@ -84,16 +90,31 @@ class EngineWatch:
     async def sample(self) -> TickResult:
         """Take one sample and add it to the history."""
         result = await self._sampler.tick()
+        await self._keep_apart("curves of the page", partial(self._add_to_history, result))
+        return result
+
+    async def _add_to_history(self, result: TickResult) -> None:
         snapshot = result.snapshot
         self.history.step(snapshot, result.verdicts, count_running(snapshot.page))
-        return result
 
     async def record(self, result: TickResult) -> None:
         """Write a tick to the trace and to the flight record, where they are configured."""
         if self._recorder is not None:
-            await self._recorder.record(result.snapshot)
+            await self._keep_apart("trace", partial(self._recorder.record, result.snapshot))
         if self._flight is not None:
-            await self._flight.step(result.snapshot, result.verdicts, result.values)
+            step = partial(self._flight.step, result.snapshot, result.verdicts, result.values)
+            await self._keep_apart("flight record", step)
+
+    async def _keep_apart(self, name: str, step: Callable[[], Awaitable[None]]) -> None:
+        """Run a step after the sampling; where it raises, log the error once and go on."""
+        try:
+            await step()
+        except Exception:
+            if name not in self._faulty_steps:
+                log.exception("a step after the sampling raised", step=name)
+            self._faulty_steps.add(name)
+        else:
+            self._faulty_steps.discard(name)
 
     async def sample_gpu_memory(self, timeout_seconds: float) -> None:
         """Read the used memory of the GPUs alone, for their peaks and the flight record."""

@@ -36,24 +36,39 @@ async def run_every(
     """Run `step` now and then once per interval, until it is cancelled.
 
     The times form a grid: where a step takes longer than the interval, the points of the grid that
-    it missed are left out. A step that runs out of memory is skipped and logged; any other error is
-    raised.
+    it missed are left out. A step that raises is skipped: the first error of each type in a row is
+    logged. The health check reports a sampling loop that only raises.
     """
     began_seconds = clock.monotonic()
-    was_out_of_memory = False
+    former_fault: type[Exception] | None = None
     while True:
-        is_out_of_memory = False
+        fault: type[Exception] | None = None
         try:
             await step()
-        except* MemoryError:
-            is_out_of_memory = True
-        if is_out_of_memory and not was_out_of_memory:
-            log.error("out of memory: a step of the daemon was skipped")
-        if was_out_of_memory and not is_out_of_memory:
-            log.info("memory is available again")
-        was_out_of_memory = is_out_of_memory
+        except Exception as error:  # noqa: BLE001 - any error: the daemon outlives it
+            fault = _find_fault(error)
+            if fault is not former_fault:
+                _log_fault(fault, error)
+        if former_fault is not None and fault is None:
+            is_memory = former_fault is MemoryError
+            log.info("memory is available again" if is_memory else "steps succeed again")
+        former_fault = fault
         passed_points = floor((clock.monotonic() - began_seconds) / interval_seconds) + 1
         await clock.sleep_until(began_seconds + passed_points * interval_seconds)
+
+
+def _find_fault(error: Exception) -> type[Exception]:
+    """Return the type of an error; MemoryError for a group that has one."""
+    if isinstance(error, ExceptionGroup) and error.subgroup(MemoryError) is not None:
+        return MemoryError
+    return type(error)
+
+
+def _log_fault(fault: type[Exception], error: Exception) -> None:
+    if fault is MemoryError:
+        log.error("out of memory: a step of the daemon was skipped")
+    else:
+        log.error("a step of the daemon raised and was skipped", exc_info=error)
 
 
 class Heartbeat:

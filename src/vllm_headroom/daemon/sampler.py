@@ -95,13 +95,24 @@ class Sampler:
         """
         snapshot = self._evaluation.build_snapshot(await self._read_sources())
         if self._recall is not None:
-            self._evaluation.states.update(await self._recall(snapshot))
+            self._evaluation.states.update(await self._recall_guarded(self._recall, snapshot))
         snapshot = self._evaluation.follow_run(snapshot)
-        self._transitions.report(snapshot)
+        self._run_guarded("log of changes", partial(self._transitions.report, snapshot), None)
         result = self._evaluation.judge(snapshot)
-        self._transitions.report_leaks(result.values)
+        report_leaks = partial(self._transitions.report_leaks, result.values)
+        self._run_guarded("log of leaks", report_leaks, None)
         self.latest = result
         return result
+
+    async def _recall_guarded(self, recall: Recall, snapshot: Snapshot) -> Mapping[str, Any]:
+        """Return the states to continue from; none where recalling them raises, which is logged."""
+        try:
+            states = await recall(snapshot)
+        except Exception as error:  # noqa: BLE001 - any error: the states start over
+            self._transitions.log_fault("saved state", error)
+            return {}
+        self._transitions.log_fault("saved state", None)
+        return states
 
     async def _read_sources(self) -> TickReadings:
         """Read all sources."""
@@ -123,7 +134,7 @@ class Sampler:
         now_seconds = self._clock.time()
         unanswered_since_seconds = None
         if self._canary is not None:
-            self._canary.note_tick()
+            self._run_guarded("canary", self._canary.note_tick, None)
             unanswered_since_seconds = self._canary.unanswered_since_seconds
         token_bytes = None
         if self._sources.model is not None:
@@ -220,12 +231,10 @@ class Sampler:
         """Return what a reader returns; where it raises, log the error and return a failure.
 
         Every call of a reader goes through here: what one source contains must not end the daemon.
-        A MemoryError is raised: the loop skips the tick.
+        A MemoryError too costs this source alone: one source that is too large must not end ticks.
         """
         try:
             value = await read()
-        except MemoryError:
-            raise
         except Exception as error:  # noqa: BLE001 - any error: it is counted and logged
             self._transitions.log_reader_fault(source, step, error)
             return UNEXPECTED[source]

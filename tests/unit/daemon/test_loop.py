@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import chain, repeat
 
 import pytest
 
+from tests.logs import capture_logs
 from tests.samples import gpu
 from vllm_headroom.daemon.loop import GraceTime, Heartbeat, request_end, run_every
 from vllm_headroom.model import Failure
@@ -30,7 +32,7 @@ class ManualClock:
         self.now = max(self.now, monotonic_seconds)
 
 
-class EnoughError(Exception):
+class EnoughError(BaseException):
     pass
 
 
@@ -58,6 +60,23 @@ def test_a_slow_turn_leaves_out_the_points_it_missed() -> None:
 
 def test_a_turn_that_ends_on_the_grid_waits_for_the_next_point() -> None:
     assert turned([5.0]).slept == [110.0]
+
+
+@pytest.mark.parametrize("error", [IndexError("range"), MemoryError(), ExceptionGroup("several", [MemoryError()])])
+def test_a_step_that_raises_is_skipped_and_logged_once(error: Exception) -> None:
+    outcomes = chain([None, error, error, None], repeat(EnoughError()))
+    clock = ManualClock()
+
+    async def step() -> None:
+        outcome = next(outcomes)
+        if outcome is not None:
+            raise outcome
+
+    with capture_logs() as lines, pytest.raises(EnoughError):
+        asyncio.run(run_every(5.0, step, clock))
+
+    assert clock.slept == [105.0, 110.0, 115.0, 120.0]
+    assert [line["log_level"] for line in lines] == ["error", "info"]
 
 
 def test_a_loop_is_ill_after_three_intervals_and_says_for_how_long() -> None:

@@ -15,6 +15,7 @@ from tests.samples import probed, values
 from tests.unit.daemon.test_sampler import Processes, Said, parsed
 from vllm_headroom import catalog
 from vllm_headroom.clock import SystemClock
+from vllm_headroom.daemon.canary import Canary
 from vllm_headroom.daemon.sampler import SMALL_PAGE, Sampler
 from vllm_headroom.daemon.sources import Sources
 from vllm_headroom.derive import build_derivations
@@ -34,6 +35,7 @@ ERRORS: Final = (
     ValueError("text"),
     OSError(5, "Input/output error"),
     AssertionError("never"),
+    MemoryError(),
     ZeroDivisionError("zero"),
     RuntimeError("state"),
     ExceptionGroup("several", [IndexError("range"), ExceptionGroup("more", [KeyError("name")])]),
@@ -53,7 +55,7 @@ STEPS: Final = ("classify_probe", "update_container", "attribute", "complete_pag
 class Readers(Said):
     """All readers; the one with the name of `faulty` raises `error`, in its call or when it is awaited."""
 
-    def __init__(self, error: Exception, faulty: str = "", *, is_late: bool = True) -> None:
+    def __init__(self, error: BaseException, faulty: str = "", *, is_late: bool = True) -> None:
         super().__init__()
         self.error, self.faulty, self.is_late = error, faulty, is_late
         if faulty == "parse a large page":
@@ -162,11 +164,35 @@ def test_a_reader_that_answered_again_is_logged_again() -> None:
 
 
 @pytest.mark.parametrize("reader", ["engine", "gpus", "processes", "probe"])
-def test_what_ends_the_daemon_still_ends_it(reader: str) -> None:
-    """The loop skips a tick without memory; a cancelled tick is cancelled."""
-    with pytest.raises(ExceptionGroup) as raised:
-        tick(Readers(MemoryError(), reader).build_sampler())
-    assert raised.group_contains(MemoryError)
+def test_a_cancelled_tick_is_cancelled(reader: str) -> None:
+    with pytest.raises(asyncio.CancelledError):
+        tick(Readers(asyncio.CancelledError(), reader).build_sampler())
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("step", ["recall", "report", "report_leaks", "canary"])
+def test_a_step_beside_the_evaluation_that_raises_costs_no_series(
+    step: str, error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    async def recall(_: object) -> dict[str, Any]:
+        raise error
+
+    sampler = Readers(error).build_sampler()
+    if step == "recall":
+        sampler._recall = recall
+    elif step == "canary":
+        canary = Canary(fail, 60.0, SystemClock(), pause_seconds=60.0)  # type: ignore[arg-type]
+        monkeypatch.setattr(canary, "note_tick", fail)
+        sampler._canary = canary
+    else:
+        monkeypatch.setattr(sampler._transitions, step, fail)
+    tick(sampler)
+    check_other_sources(tick(sampler), None, 0.0)
+
+    assert list_logged_errors(caplog) == [error], "the traceback is logged once"
 
 
 @pytest.mark.parametrize("step", STEPS)
