@@ -358,20 +358,22 @@ class Evictor:
     async def _ask(self, method: str, path: str, body: Object | None = None) -> Object:
         """Return the object that the API server answers with.
 
-        Raises NotNowError without an answer, for a status of 400 or more, and for an answer that is
-        a failure or no JSON.
+        Raises NotNowError without an answer, for any status but one of success, and for an answer
+        that is a failure or no object.
         """
         reply = await self._api.send(method, path, body)
         if isinstance(reply, Failure):
             raise NotNowError(f"the API server does not answer: {strip_advice(reply)}", 0)
-        answer: Object = {"message": "no object of Kubernetes"}
-        with suppress(ValueError):
+        answer: object = None
+        with suppress(ValueError, RecursionError):
             answer = json.loads(reply.text)
-            # An answer of status 201 may report a failure too.
-            is_failure = answer.get("status") == "Failure"
-            if reply.status < HTTPStatus.BAD_REQUEST and not is_failure:
+        message = "no object of Kubernetes"
+        if isinstance(answer, dict):
+            # A redirection is not followed, and an answer of status 201 may report a failure too.
+            is_success = HTTPStatus.OK <= reply.status < HTTPStatus.MULTIPLE_CHOICES
+            if is_success and answer.get("status") != "Failure":
                 return answer
-        message = str(answer.get("message"))[:SHOWN_CHARACTERS]
+            message = str(answer.get("message"))[:SHOWN_CHARACTERS]
         is_refusal = HTTPStatus.BAD_REQUEST <= reply.status < HTTPStatus.INTERNAL_SERVER_ERROR
         raise NotNowError(
             f"the API server answers {reply.status}: {message}", reply.status if is_refusal else 0

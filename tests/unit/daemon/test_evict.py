@@ -337,6 +337,28 @@ def test_nonsense_changes_nothing(text: str, status: int) -> None:
     assert counted(evictor) == {}
 
 
+@pytest.mark.parametrize(
+    ("status", "text"),
+    [(307, '{"kind": "Status"}'), (302, "{}"), (201, "[]"), (201, "null"), (200, "<html>"), (201, "[" * 9000)],
+)
+def test_an_answer_to_an_eviction_that_accepts_nothing_is_a_failure(status: int, text: str) -> None:
+    bench = Bench()
+
+    class Odd(Connection):
+        async def send(self, method: str, path: str, body: Any) -> Reply | Failure:
+            if path.endswith("/eviction"):
+                return Reply(status=status, text=text)
+            return await super().send(method, path, body)
+
+    policy = EvictionPolicy(is_dry_run=False, near_seconds=1800.0, quiet_hour=None)
+    name = next(iter(bench.cluster.pods))
+    api = Odd(bench.cluster, lambda _: "")
+    evictor = Evictor(api, policy, namespace=NAMESPACE, name=name, clock=bench.clock)
+    bench.turn(evictor)
+
+    assert counted(evictor) == {"failed": 1}
+
+
 IN_A_POD: Final = {"KUBERNETES_SERVICE_HOST": "fd00::1", "KUBERNETES_SERVICE_PORT": "443", "POD_NAME": "vllm-0"}
 
 
