@@ -56,6 +56,9 @@ LONGEST_TICK_SECONDS: Final = 30.0
 """The longest time between two ticks when sources hang: each has a timeout of seconds. After a
 longer time, the daemon itself was stopped or got no CPU."""
 
+OTHERS_WRITE_BITS: Final = 0o022
+"""The permissions that no file of the daemon gives: others could change its state."""
+
 
 @cache  # read from the distribution's files, and shown on every page
 def read_version() -> str:
@@ -76,11 +79,18 @@ def serve(settings: Settings, model: ModelReader = NO_MODEL) -> NoReturn:
     Raises an error of the daemon itself.
     """
     logs.configure(settings.log_format, settings.log_level)
+    forbid_writing_by_others()
     runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
     status = runner.run(run(build_real_parts(settings, model), settings, model))
     logging.shutdown()
     # Do not wait for threads: a resolver that does not answer holds one for 10 s (measured).
     os._exit(status)
+
+
+def forbid_writing_by_others() -> None:
+    """Create files that only this user may write, whatever mask the process was started with."""
+    inherited_mask = os.umask(0o777)
+    os.umask(inherited_mask | OTHERS_WRITE_BITS)
 
 
 class Service(Protocol):
