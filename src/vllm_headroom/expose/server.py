@@ -95,6 +95,8 @@ class Connection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         """None before the connection is made and after it is lost."""
+        self._is_abandoned = False
+        """Whether opening it was cancelled."""
         self._is_blocked = False
         """Whether the client has not yet taken all that was written."""
         self._method = b""
@@ -107,6 +109,9 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Register with the server."""
+        if self._is_abandoned:
+            transport.abort()
+            return
         # With these limits, `pause_writing` is called for any byte that the client does not take.
         # Not high=0: with it, uvloop's TLS also pauses a connection that has nothing to send.
         transport.set_write_buffer_limits(high=1, low=0)
@@ -237,6 +242,14 @@ class Connection(asyncio.Protocol):
             return self.since_seconds < now_seconds - SLOW_CLIENT_SECONDS
         return self.phase in (Phase.HEAD, Phase.IDLE)
 
+    def abandon(self) -> None:
+        """Forget the transport of a connection whose opening was cancelled: uvloop closes it.
+
+        The connection may have been made in the same turn of the event loop, and a request read.
+        """
+        self._is_abandoned = True
+        self.connection_lost(None)
+
     def drop(self) -> None:
         """Close the connection at once, also during an answer."""
         if self._transport is not None:
@@ -357,10 +370,14 @@ class Server:
         """Make a connection of an accepted socket, after the handshake where there is TLS."""
         tls = None if self._door is None else self._door.loaded.tls
         handshake_seconds = None if tls is None else CLIENT_PATIENCE_SECONDS[Phase.HEAD]
+        connection = Connection(self)
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
-                lambda: Connection(self), client, ssl=tls, ssl_handshake_timeout=handshake_seconds
+                lambda: connection, client, ssl=tls, ssl_handshake_timeout=handshake_seconds
             )
+        except asyncio.CancelledError:
+            connection.abandon()
+            raise
         except OSError:  # TLS failed or took too long: any client can cause it, so it is not logged
             client.close()
 
@@ -428,7 +445,14 @@ class Server:
             connection.answer(answer)
         except Exception:
             log.exception("a request could not be answered", path=request.path)
+            self._report_fault(connection)
+
+    def _report_fault(self, connection: Connection) -> None:
+        """Answer with status 500; drop the client where an answer was begun or cannot be sent."""
+        try:
             connection.answer(respond_text(500, "this is a fault of the daemon, see its log"))
+        except Exception:  # noqa: BLE001 - the fault is logged, and only this client is affected
+            connection.drop()
 
     async def _sweep(self) -> None:
         """Drop, forever, connections that have been in their phase for too long."""

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.logs import capture_logs
 from tests.unit.expose.loop import run
 from vllm_headroom import catalog
 from vllm_headroom.expose import server
@@ -240,3 +241,88 @@ def test_what_is_not_http_is_refused_and_the_connection_closed(sent: bytes) -> N
             return said
 
     assert run(say()).startswith(b"HTTP/1.1 4")
+
+
+class ClosedTransport(asyncio.Transport):
+    """A transport as uvloop leaves it behind once its opening was cancelled: whatever is called raises."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_cancelled = False
+        self.is_aborted = False
+
+    def check(self, *_: object) -> None:
+        if self.is_cancelled:
+            raise RuntimeError("unable to perform operation on <TCPTransport closed=True>; the handler is closed")
+
+    set_write_buffer_limits = pause_reading = resume_reading = write = check  # type: ignore[assignment]
+
+    def is_closing(self) -> bool:
+        return False
+
+    def abort(self) -> None:
+        self.is_aborted = True
+
+
+@pytest.mark.parametrize("made", ["before", "after"])
+def test_a_connection_whose_opening_is_cancelled_is_forgotten(made: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The request was read in the same turn of the loop, as at the stop or for the oldest of too many handshakes."""
+    protocols: list[asyncio.Protocol] = []
+    transport = ClosedTransport()
+
+    async def open_then_hang(build: Any, *_: object, **__: object) -> None:
+        protocol = build()
+        protocols.append(protocol)
+        if made == "before":
+            protocol.connection_made(transport)
+            protocol.data_received(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 4)
+        await asyncio.Event().wait()
+
+    async def cancel_opening() -> Server:
+        loop = asyncio.get_running_loop()
+        monkeypatch.setattr(type(loop), "connect_accepted_socket", lambda _, *args, **kw: open_then_hang(*args, **kw))
+        own = Server(lambda _: respond_text(200, "hello"))
+        with socket.socket() as client:
+            opening = asyncio.create_task(own._open(client))
+            await asyncio.sleep(0)
+            opening.cancel()
+            await asyncio.wait([opening])
+        transport.is_cancelled = True
+        if made == "after":
+            protocols[0].connection_made(transport)
+        answering = asyncio.create_task(own._answer_in_turn())
+        for _ in range(5):
+            await asyncio.sleep(0)
+        protocols[0].data_received(b"GET / HTTP/1.1\r\n")
+        answering.cancel()
+        return own
+
+    with capture_logs() as lines:
+        own = asyncio.run(cancel_opening())
+
+    assert not own.connections
+    assert not lines
+    assert transport.is_aborted == (made == "after")
+
+
+def test_an_answer_that_cannot_be_sent_twice_costs_its_client_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer fails half-way, so that the status 500 cannot be sent either; the next client is answered."""
+    answer = server.Connection.answer
+    calls = []
+
+    def fail(connection: server.Connection, response: Response) -> None:
+        calls.append(response.status)
+        if len(calls) <= 2:
+            raise RuntimeError("half-way")
+        answer(connection, response)
+
+    monkeypatch.setattr(server.Connection, "answer", fail)
+
+    async def ask() -> int:
+        async with served() as client:
+            with pytest.raises(httpx.HTTPError):
+                await client.get("/healthz")
+            return (await client.get("/healthz")).status_code
+
+    assert run(ask()) == 200
+    assert calls == [200, 500, 200]
