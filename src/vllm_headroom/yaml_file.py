@@ -1,5 +1,6 @@
 """Read YAML that people write: report repeated keys, and keep values as text where wanted."""
 
+from collections import Counter
 from collections.abc import Iterator
 from errno import EFBIG
 from os import strerror
@@ -13,6 +14,10 @@ from vllm_headroom.text_file import read_file
 MAX_FILE_BYTES: Final = 2**20
 """The largest file that is read. A thousand users with their passwords take 100 kB; a file such as
 /dev/zero never ends."""
+
+MOST_ENTRIES: Final = 10_000
+"""The most lines and commas of a file that is read: parsing them takes two seconds. A thousand
+users take a thousand."""
 
 NULL_TAG: Final = "tag:yaml.org,2002:null"
 
@@ -72,6 +77,8 @@ def read_yaml(path: Path, *, as_text: bool = False) -> YamlDocument:
     content = read_file(path, MAX_FILE_BYTES + 1)
     if len(content) > MAX_FILE_BYTES:
         raise OSError(EFBIG, strerror(EFBIG))
+    if content.count(b"\n") + content.count(b",") > MOST_ENTRIES:
+        raise NotYamlError("", f"more than {MOST_ENTRIES} lines and commas are not read")
     return parse_yaml(content, as_text=as_text)
 
 
@@ -100,8 +107,9 @@ def _find_repeated_keys(node: yaml.Node | None) -> Iterator[str]:
     """Yield each key that its mapping has more than once, once for each occurrence."""
     if isinstance(node, yaml.MappingNode):
         keys = [key.value for key, _ in node.value if isinstance(key.value, str)]
+        counts = Counter(keys)
         for key in keys:
-            if keys.count(key) > 1:
+            if counts[key] > 1:
                 yield key
         for _, value in node.value:
             yield from _find_repeated_keys(value)

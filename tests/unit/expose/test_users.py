@@ -11,7 +11,7 @@ import bcrypt
 import pytest
 
 from vllm_headroom.expose.web import logins
-from vllm_headroom.expose.web.logins import MOST_WAITING_LOGINS, Users
+from vllm_headroom.expose.web.logins import MOST_CACHED_OUTCOMES, MOST_WAITING_LOGINS, Users
 
 PASSWORD = "right"  # noqa: S105 - of nobody
 CHEAP = bcrypt.hashpw(PASSWORD.encode(), bcrypt.gensalt(4)).decode()
@@ -92,3 +92,67 @@ def test_an_unknown_name_costs_what_the_costliest_of_the_file_costs(checked: lis
 
 def test_the_password_of_the_costliest_user_lets_no_other_name_in() -> None:
     assert asyncio.run(ask(Users(), PASSWORD, "10.0.0.1", name="nobody")) is False
+
+
+def list_costs(checked: list[tuple[bytes, bytes]]) -> list[int]:
+    return [int(password_hash[4:6]) for _, password_hash in checked]
+
+
+@pytest.mark.parametrize("name", ["cheap", "costly", "nobody"])
+def test_a_wrong_password_takes_as_long_whatever_the_name(name: str, checked: list[tuple[bytes, bytes]]) -> None:
+    users = {"cheap": CHEAP, "costly": CHEAP.replace("$04$", "$06$")}
+
+    assert asyncio.run(Users().is_login_valid(users, login(name, "wrong"), "10.0.0.1")) is False
+    assert sum(2**cost for cost in list_costs(checked)) == 2**6
+
+
+def test_a_right_login_is_not_forgotten_for_guesses(checked: list[tuple[bytes, bytes]]) -> None:
+    async def run() -> bool | None:
+        users = Users()
+        assert await ask(users, PASSWORD, "10.0.0.1") is True
+        users._outcomes.update((bytes([n % 256, n // 256]), False) for n in range(MOST_CACHED_OUTCOMES))
+        assert await ask(users, "wrong", "10.0.0.1") is False
+        checked.clear()
+        return await ask(users, PASSWORD, "10.0.0.1")
+
+    assert asyncio.run(run()) is True
+    assert checked == []
+
+
+def test_a_right_login_of_the_past_lets_nobody_in_once_its_hash_is_replaced() -> None:
+    async def run() -> bool | None:
+        users = Users()
+        assert await ask(users, PASSWORD, "10.0.0.1") is True
+        other = bcrypt.hashpw(b"other", bcrypt.gensalt(4)).decode()
+        return await users.is_login_valid({"prometheus": other}, login("prometheus", PASSWORD), "10.0.0.1")
+
+    assert asyncio.run(run()) is False
+
+
+@pytest.mark.parametrize("shares_address", [True, False])
+def test_a_login_that_is_repeated_is_checked_before_new_guesses(
+    shares_address: bool,  # noqa: FBT001 - a parameter of the test
+    checked: list[tuple[bytes, bytes]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Guessers have the address of the right client, which made mistakes before, or a fresh one for each guess."""
+
+    async def run() -> bool | None:
+        users = Users()
+        assert await ask(users, "mistake", "10.0.0.1") is False
+        with monkeypatch.context() as hurried:
+            hurried.setattr(logins, "CHECK_SECONDS", 0.0)
+            assert await ask(users, PASSWORD, "10.0.0.1") is None, "it is refused once"
+        guesses = []
+        for number in range(100):
+            client = "10.0.0.1" if shares_address else f"fd00::{number}"
+            guesses.append(asyncio.create_task(ask(users, f"guess {number}", client)))
+        await asyncio.sleep(0)
+        checked.clear()
+        right = await ask(users, PASSWORD, "10.0.0.1")
+        for guess in guesses:
+            guess.cancel()
+        return right
+
+    assert asyncio.run(run()) is True
+    assert len(checked) <= 4, "one guess was being checked, and every second check is the oldest login's"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from vllm_headroom.expose.web.config import CLIENT_AUTH, HEADERS, WebConfig, WebConfigError, read_web_config
-from vllm_headroom.yaml_file import MAX_FILE_BYTES
+from vllm_headroom.yaml_file import MAX_FILE_BYTES, MOST_ENTRIES
 
 HASH = "$2y$10$QOauhQNbBCuQDKes6eFzPeMqBSjb7Mr5DUmpZ/VcEd00UAV/LDeSi"
 
@@ -57,6 +57,9 @@ BOMB = "\n".join(
 """A gigabyte, where aliases are read."""
 
 
+TOO_MANY = f"it is not YAML (more than {MOST_ENTRIES} lines and commas are not read)"
+
+
 @pytest.mark.parametrize(
     ("text", "line"),
     [
@@ -97,6 +100,11 @@ BOMB = "\n".join(
             "basic_auth_users: {alice: pa55word}",
             "basic_auth_users.alice: not a bcrypt hash, make one with htpasswd -nBC 10 ''",
         ),
+        (f"basic_auth_users: {{~: {HASH}}}", "basic_auth_users.None: not a text, write the name in quotes"),
+        (f"basic_auth_users: {{yes: {HASH}}}", "basic_auth_users.True: not a text, write the name in quotes"),
+        (f"basic_auth_users: {{007: {HASH}}}", "basic_auth_users.7: not a text, write the name in quotes"),
+        ("\n".join(f"k{number}: 1" for number in range(MOST_ENTRIES + 2)), TOO_MANY),
+        (f"a: [{'1,' * (MOST_ENTRIES + 1)}]", TOO_MANY),
         ("tls_server_config: {cert_file: a}", "tls_server_config: cert_file and key_file are both needed"),
         (
             "tls_server_config: {cert_file: a, key_file: b, cipher_suites: [X]}",

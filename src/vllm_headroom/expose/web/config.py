@@ -271,6 +271,9 @@ def _check_users(users: object) -> Iterator[str]:
         yield "basic_auth_users: not a mapping of names to bcrypt hashes"
         return
     for name, password_hash in users.items():
-        if not _BCRYPT.fullmatch(str(password_hash)):
+        if not isinstance(name, str):
+            # YAML reads `yes` as true, 007 as 7 and `~` as nothing: another name than is meant.
+            yield f"basic_auth_users.{name}: not a text, write the name in quotes"
+        elif not _BCRYPT.fullmatch(str(password_hash)):
             advice = "make one with htpasswd -nBC 10 ''"
             yield f"basic_auth_users.{name}: not a bcrypt hash, {advice}"

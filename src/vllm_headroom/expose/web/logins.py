@@ -21,8 +21,13 @@ REST_FACTOR: Final = 4
 """After a wrong password, no password is checked for this many times as long as that check took: so
 guesses take at most a fifth of a core."""
 
-MOST_WAITING_LOGINS: Final = 64
-"""Our choice: with more logins waiting, the one with the most mistakes is given up."""
+MOST_WAITING_LOGINS: Final = 256
+"""With more logins waiting, the one with the most mistakes is given up. It is the most connections
+at once: one that is given up early could guess again at once."""
+
+MOST_REMEMBERED_REQUESTS: Final = 4096
+"""For how many logins without an outcome the time of their first request is remembered: at most
+MOST_WAITING_LOGINS in CHECK_SECONDS come, so for 80 s, longer than the usual scrape interval."""
 
 MOST_CACHED_OUTCOMES: Final = 1000
 """How many outcomes are cached, by a keyed hash as in exporter-toolkit: neither each scrape nor a
@@ -36,12 +41,18 @@ BCRYPT_BYTES: Final = 72
 """bcrypt reads only this many bytes of a password; newer libraries refuse longer ones."""
 
 
+COST_DIGITS: Final = slice(4, 6)
+"""Where a bcrypt hash has its cost: after `$2b$`."""
+
+
 class _Login(Struct, frozen=True, kw_only=True):
     """A login that waits for its check."""
 
     client: str
     """The address that sent it."""
     name: str
+    first_seconds: float
+    """When the same login was first requested, on the loop's clock."""
     check: Callable[[], bool]
     """Slow: it computes a bcrypt hash."""
     outcome: asyncio.Future[bool | None]
@@ -56,7 +67,13 @@ class Users:
         self._key = secrets.token_bytes(32)
         """The key of the hash, another one in each process."""
         self._outcomes: dict[bytes, bool] = {}
-        """Whether the password was right, by the hash of name, password hash and password."""
+        """False for each wrong password, by the hash of name, password hash and password."""
+        self._right_logins: dict[str, bytes] = {}
+        """The same hash of each user's right password, by name: guesses do not displace it."""
+        self._first_requests: dict[bytes, float] = {}
+        """When each login without an outcome was first requested, by the same hash."""
+        self._is_turn_of_oldest = False
+        """Whether the next check is that of the login that was first requested earliest."""
         self._mistakes: Counter[tuple[str, ...]] = Counter()
         """By client, and by client and name."""
         self._waiting: list[_Login] = []
@@ -76,25 +93,46 @@ class Users:
             return False
         name, password = credentials
         # An unknown name is checked too, so that the time does not show which names exist.
-        password_hash = users.get(name) or _find_costliest(users)
+        costliest = _find_costliest(users)
+        password_hash = users.get(name) or costliest
         cache_key = hashlib.blake2b(
-            b"\0".join((name.encode(), password_hash.encode(), password)), key=self._key
+            b"\0".join((name.encode(), password_hash.encode(), password[:BCRYPT_BYTES])),
+            key=self._key,
         ).digest()
-        if cache_key not in self._outcomes:
-            login = _Login(
-                client=client,
-                name=name,
-                check=lambda: _is_right(password, password_hash.encode()),
-                outcome=asyncio.get_running_loop().create_future(),
-            )
-            is_right = await self._wait(login)
-            if is_right is None:
-                return None
-            if len(self._outcomes) >= MOST_CACHED_OUTCOMES:
-                oldest = next(iter(self._outcomes))
-                del self._outcomes[oldest]
-            self._outcomes[cache_key] = is_right
-        return self._outcomes[cache_key] and name in users
+        if name in users and self._right_logins.get(name) == cache_key:
+            return True
+        if cache_key in self._outcomes:
+            return False
+        loop = asyncio.get_running_loop()
+        login = _Login(
+            client=client,
+            name=name,
+            first_seconds=self._note_request(cache_key, loop.time()),
+            check=lambda: _check_evenly(password, password_hash, costliest),
+            outcome=loop.create_future(),
+        )
+        is_right = await self._wait(login)
+        if is_right is None:
+            return None
+        self._first_requests.pop(cache_key, None)
+        if is_right and name in users:
+            self._right_logins[name] = cache_key
+            return True
+        if len(self._outcomes) >= MOST_CACHED_OUTCOMES:
+            oldest = next(iter(self._outcomes))
+            del self._outcomes[oldest]
+        self._outcomes[cache_key] = False
+        return False
+
+    def _note_request(self, cache_key: bytes, now_seconds: float) -> float:
+        """Return when this login was first requested.
+
+        Who knows the password repeats it; a guesser has a new one each time.
+        """
+        if len(self._first_requests) >= MOST_REMEMBERED_REQUESTS:
+            oldest = next(iter(self._first_requests))
+            del self._first_requests[oldest]
+        return self._first_requests.setdefault(cache_key, now_seconds)
 
     async def _wait(self, login: _Login) -> bool | None:
         """Queue a login and return whether its password is right.
@@ -106,7 +144,8 @@ class Users:
             # Of several logins with the most mistakes, the newest.
             worst = max(reversed(self._waiting), key=self._rank)
             self._waiting.remove(worst)
-            worst.outcome.set_result(None)
+            if not worst.outcome.done():
+                worst.outcome.set_result(None)
         if self._checking is None or self._checking.done():
             self._checking = asyncio.create_task(self._check_all())
         try:
@@ -115,12 +154,27 @@ class Users:
         except TimeoutError:
             return None
 
-    def _rank(self, login: _Login) -> tuple[int, int]:
-        """Return how many mistakes this client made, and how many of them with this name.
+    def _rank(self, login: _Login) -> tuple[int, int, float]:
+        """Return how many mistakes this client made, how many of them with this name, and the time.
 
         Logins of a low rank are checked first.
         """
-        return self._mistakes[(login.client,)], self._mistakes[(login.client, login.name)]
+        return (
+            self._mistakes[(login.client,)],
+            self._mistakes[(login.client, login.name)],
+            login.first_seconds,
+        )
+
+    def _choose_next(self) -> _Login:
+        """Return the waiting login to check: by rank and by the first request in turns.
+
+        By rank alone, the address that a right login shares with guessers could keep it out.
+        """
+        is_turn_of_oldest = self._is_turn_of_oldest
+        self._is_turn_of_oldest = not is_turn_of_oldest
+        if is_turn_of_oldest:
+            return min(self._waiting, key=lambda login: login.first_seconds)
+        return min(self._waiting, key=self._rank)
 
     async def _check_all(self) -> None:
         """Check the waiting logins one after another, until none waits.
@@ -131,7 +185,7 @@ class Users:
         """
         loop = asyncio.get_running_loop()
         while self._waiting:
-            login = min(self._waiting, key=self._rank)
+            login = self._choose_next()
             self._waiting.remove(login)
             if login.outcome.done():  # the client has left, or has waited for too long
                 continue
@@ -170,7 +224,21 @@ def _find_costliest(users: Mapping[str, str]) -> str:
 
     There must be at least one user.
     """
-    return max(users.values(), key=lambda password_hash: password_hash[4:6])
+    return max(users.values(), key=lambda password_hash: password_hash[COST_DIGITS])
+
+
+def _check_evenly(password: bytes, password_hash: str, costliest: str) -> bool:
+    """Return whether a password is right; a wrong one takes as long as with the costliest hash.
+
+    Else the time would show which names exist. Each cost takes twice the time of the one below, so
+    that another check for each cost from this one to the highest adds up to the highest.
+    """
+    if _is_right(password, password_hash.encode()):
+        return True
+    cost = int(password_hash[COST_DIGITS])
+    for padding_cost in range(cost, int(costliest[COST_DIGITS])):
+        _is_right(password, f"$2b${padding_cost:02}{password_hash[COST_DIGITS.stop :]}".encode())
+    return False
 
 
 def _is_right(password: bytes, password_hash: bytes) -> bool:
