@@ -173,6 +173,16 @@ class UnusableCredentials(Exception):  # noqa: N818 - the name describes the fil
     """A file that cannot be used; the message is for the operator."""
 
 
+def name_token_file(file: Path) -> str:
+    """Return the words for a token file in a message.
+
+    A name that is no absolute path is not shown: the token itself may have been given in its place.
+    """
+    if file.is_absolute():
+        return f"the token file {file}"
+    return "the token file (its name is hidden, since it is no absolute path)"
+
+
 def read_token(file: Path) -> str:
     """Return the token in a file.
 
@@ -181,10 +191,10 @@ def read_token(file: Path) -> str:
     try:
         token = read_file(file, MAX_TOKEN_FILE_BYTES).decode("ascii", "replace").strip()
     except OSError as error:
-        problem = f"the token file {file} cannot be read ({error.strerror})"
+        problem = f"{name_token_file(file)} cannot be read ({error.strerror})"
         raise UnusableCredentials(f"{problem}: make it readable for this user") from None
     if not TOKEN.fullmatch(token):
-        problem = f"the token file {file} is empty or holds more than a token"
+        problem = f"{name_token_file(file)} is empty or holds more than a token"
         raise UnusableCredentials(f"{problem}: write one token to it")
     return token
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from time import thread_time
 from typing import Any, Final, TypeVar
 
+import httpcore
 import httpx
 import msgspec
 from msgspec import Struct
@@ -27,6 +28,13 @@ T = TypeVar("T")
 _MAX_CPU_SECONDS: Final = 0.5
 """The limit of the thread's CPU time for receiving one page. A page of 5,000 lines, each in a
 separate part, takes 0.2 s."""
+
+_MOST_HEAD_BYTES: Final = 64 * 2**10
+"""The most bytes that are read before the head of an answer is complete. More are not a head but,
+for example, endless answers `100 Continue`, each of which costs 40 us."""
+
+_HEAD_EVENT: Final = "http11.receive_response_headers.complete"
+"""httpcore's name of the trace event after the head of the answer."""
 
 _PARTS_PER_CHECK: Final = 64
 """How many parts of a page are read between two measurements of that CPU time."""
@@ -105,20 +113,40 @@ class Reply(Struct, frozen=True, kw_only=True):
 class RequestConnection:
     """The connection of one request, which another thread can abandon.
 
-    It is httpcore's trace function for the request, which reports the connection's socket.
+    It is httpcore's trace function for the request, which reports the connection's stream. It
+    bounds what is read from that stream before the head of the answer is complete.
     """
 
     def __init__(self) -> None:
         self._socket: socket.socket | None = None
         """None until the connection is open."""
         self._is_abandoned = False
+        self._has_head = False
 
     def __call__(self, event: str, info: Mapping[str, Any]) -> None:
         """Note the socket; shut it down where the request was abandoned before it had one."""
         if event in _CONNECTED_EVENTS:
-            self._socket = info["return_value"].get_extra_info("socket")
+            stream = info["return_value"]
+            self._socket = stream.get_extra_info("socket")
+            stream.read = self._bound_head(stream.read)
             if self._is_abandoned:
                 self.abandon()
+        elif event == _HEAD_EVENT:
+            self._has_head = True
+
+    def _bound_head(self, read: Callable[..., bytes]) -> Callable[..., bytes]:
+        """Return `read` of a stream, which raises httpcore.RemoteProtocolError without a head."""
+        head_bytes = 0
+
+        def read_bounded(max_bytes: int, timeout: float | None = None) -> bytes:
+            nonlocal head_bytes
+            if not self._has_head and head_bytes >= _MOST_HEAD_BYTES:
+                raise httpcore.RemoteProtocolError("the head of the answer does not end")
+            data = read(max_bytes, timeout)
+            head_bytes += len(data)
+            return data
+
+        return read_bounded
 
     def abandon(self) -> None:
         """Shut the connection down, now or as soon as it is open.
@@ -225,7 +253,7 @@ class PageReader:
         """
         transport = await self._open_transport()
         if self._token_file is not None:
-            trouble = f"the token file {self._token_file} cannot be read"
+            trouble = f"{failures.name_token_file(self._token_file)} cannot be read"
             token = await self._read_file(partial(failures.read_token, self._token_file), trouble)
             request.headers["Authorization"] = f"Bearer {token}"
         connection = RequestConnection()

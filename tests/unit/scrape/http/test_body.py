@@ -113,3 +113,9 @@ def test_hints_before_the_answer_are_passed_over(hints: int) -> None:
     hint = b"HTTP/1.1 103 Early Hints\r\nLink: </x>\r\n\r\n"
     with EngineServer(raw(hint * hints + with_head(b"a 1\n"))) as server:
         assert fetch(server.url) == ["a 1\n"]
+
+
+def test_endless_hints_are_no_answer() -> None:
+    hint = b"HTTP/1.1 100 Continue\r\n\r\n"
+    with EngineServer(raw(hint * 20_000 + with_head(b"a 1\n"))) as server:
+        assert failure(server.url).reason is Reason.INCOMPLETE

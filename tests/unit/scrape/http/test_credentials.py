@@ -201,3 +201,13 @@ def test_a_reader_without_files_waits_for_none(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(reader, "_FILE_SECONDS", 0.0)
     with EngineServer(page("a 1\n")) as server:
         assert fetches(PageReader(url=server.url, timeout_seconds=30)) == ["a 1\n"]
+
+
+@pytest.mark.parametrize("token", ["hf_t0ken", "eyJhbGciOi.eyJz/dWIi.c2ln", "x" * 5000])
+def test_a_token_in_place_of_its_files_name_is_not_shown(token: str) -> None:
+    with EngineServer(page("a 1\n")) as server:
+        (problem,) = fetches(PageReader(url=server.url, timeout_seconds=30, bearer_token_file=Path(token)))
+
+    assert isinstance(problem, Failure)
+    assert problem.reason is Reason.CREDENTIALS
+    assert token not in problem.message
