@@ -145,12 +145,16 @@ CONCLUSIONS: Final = {
 def build_report(document: Document) -> Report:
     """Return the report on a sidecar's document, which is the data of the report.
 
-    The exit status is 0 whatever the verdicts: this command only shows them.
+    The exit status is 0 whatever the verdicts: this command only shows them. Raise BadInput where
+    the document has another shape.
     """
     findings = []
-    for verdict in document["verdicts"]:
-        conclusion = CONCLUSIONS.get(verdict["level"], Conclusion.GOOD)
-        findings.append(Finding(verdict["subject"], conclusion, verdict["sentence"]))
+    try:
+        for verdict in document["verdicts"]:
+            conclusion = CONCLUSIONS.get(verdict["level"], Conclusion.GOOD)
+            findings.append(Finding(verdict["subject"], conclusion, verdict["sentence"]))
+    except (LookupError, TypeError):
+        raise BadInput(NO_DOCUMENT) from None
     worst = Conclusion.CANNOT_TELL
     headline = "The sidecar has no verdict yet."
     if findings:

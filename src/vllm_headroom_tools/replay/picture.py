@@ -1,7 +1,6 @@
 """Drawings of memory and load over a trace, as SVG and for a terminal."""
 
 from collections.abc import Iterator, Sequence
-from datetime import UTC, datetime
 from html import escape
 from typing import Final
 
@@ -16,7 +15,7 @@ from vllm_headroom.expose.drawing import (
     find_top,
 )
 from vllm_headroom.model import name_device
-from vllm_headroom.units import DAY_SECONDS, GIB, format_instant, format_size
+from vllm_headroom.units import DAY_SECONDS, GIB, format_instant, format_size, to_datetime
 from vllm_headroom.vocabulary import LeakState
 from vllm_headroom_tools.history import Curves, LeakCourse, LeakReplay
 from vllm_headroom_tools.terminal import Pick, draw_bars
@@ -256,8 +255,8 @@ def _draw_chart(
         axis = f"{axis[:column]}▲{axis[column + 1 :]}"
     yield f"{floor_label} └{axis}"
     time_format = "%H:%M" if end - begin <= DAY_SECONDS else "%m-%d %H:%M"
-    begin_label = datetime.fromtimestamp(begin, UTC).strftime(time_format)
-    end_label = datetime.fromtimestamp(end, UTC).strftime(time_format)
+    begin_label = to_datetime(begin).strftime(time_format)
+    end_label = to_datetime(end).strftime(time_format)
     left_width = width // 2
     right_width = width - left_width
     yield f"{'':{AXIS_COLUMNS}}{begin_label:<{left_width}}{end_label:>{right_width}}"

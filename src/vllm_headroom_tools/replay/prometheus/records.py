@@ -4,11 +4,11 @@ import argparse
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from datetime import UTC, datetime
 from typing import Any, Final
 
 from msgspec.structs import replace
 
+from vllm_headroom.units import to_datetime
 from vllm_headroom_tools.bad_input import BadInput
 from vllm_headroom_tools.progress import track
 from vllm_headroom_tools.replay.prometheus.api import (
@@ -92,7 +92,7 @@ def find_sources(
 
 
 def _format_time(time_ms: int) -> str:
-    moment = datetime.fromtimestamp(time_ms / 1000, UTC)
+    moment = to_datetime(time_ms / 1000)
     return moment.isoformat(timespec="seconds").replace("+00:00", "Z")
 
 

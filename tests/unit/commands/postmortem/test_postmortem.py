@@ -295,3 +295,17 @@ def test_the_other_commands_take_the_file(words: tuple[str, ...], leaked: Path) 
 
     assert process.stderr == ""
     assert read_data(process.stdout)
+
+
+@pytest.mark.parametrize("name", ["reason", "what", "cause", "sure", "state", "version", "sentence", "log", "\udc80"])
+@pytest.mark.parametrize("words", [(), ("--json",)])
+def test_a_lone_surrogate_in_an_incident_is_no_fault(name: str, words: tuple[str, ...], tmp_path: Path) -> None:
+    """It is valid JSON, and no text of any encoding."""
+    file = tmp_path / "2026-01-01T00-00-00Z.jsonl"
+    header = {"headroom_trace": 1, "incident": {"t": 1.7e9, "what": "ended", name: "\ud800"}}
+    file.write_text(f"{json.dumps(header)}\n{json.dumps({'t': 1.7e9, 'gpus': [], 'engines': None})}\n")
+
+    process = run_command("postmortem", str(file), *words)
+
+    assert process.returncode in {0, 2}
+    assert "Traceback" not in process.stderr

@@ -20,6 +20,8 @@ from tests.process import eventually
 from tests.unit.commands.screen import on_a_terminal, plain
 from tests.unit.expose.views import day
 from vllm_headroom.expose.snapshot import build_document
+from vllm_headroom_tools import watch
+from vllm_headroom_tools.bad_input import BadInput
 
 LEAK = build_document(day(leaking=frozenset({0})))
 WATCH = (sys.executable, "-m", "vllm_headroom", "watch")
@@ -238,3 +240,11 @@ def test_a_terminal_that_knows_only_lines_gets_lines() -> None:
         0,
         "ALARM      GPU 0 leaks: out of memory in about 4 h 0 min, at the earliest in 2 h 0 min.",
     )
+
+
+@pytest.mark.parametrize(
+    "verdicts", [None, 3, [None], [{"text": "a newer format"}], [{"level": [], "subject": "engine", "sentence": "x"}]]
+)
+def test_json_of_another_shape_is_bad_input(verdicts: object) -> None:
+    with pytest.raises(BadInput, match="not vllm-headroom"):
+        watch.build_report({"headroom_snapshot": 1, "verdicts": verdicts, "gpus": [], "history": {}})
