@@ -1,12 +1,13 @@
 """The command `demo`: its settings, and the daemon over a simulated engine and GPU."""
 
+import sys
 from argparse import Namespace
 from typing import Annotated, ClassVar, Final
 
 from pydantic import Field
 
 from vllm_headroom.config import AUTO, Number, from_text, setting
-from vllm_headroom_tools.cli import Command
+from vllm_headroom_tools.cli import Command, write_note
 from vllm_headroom_tools.demo.world import TABLE
 from vllm_headroom_tools.options import choice
 from vllm_headroom_tools.settings import ModelSettings
@@ -44,6 +45,12 @@ class DemoSettings(ModelSettings):
     )
 
 
+def format_address(settings: DemoSettings) -> str:
+    """Return the address of the page as seen from this machine."""
+    scheme = "http" if settings.web_config_file is None else "https"
+    return f"{scheme}://localhost:{settings.listen_port}/"
+
+
 async def _run(arguments: Namespace) -> int:
     """Run the daemon over the simulation until a signal; return its exit status."""
     from vllm_headroom.daemon import logs  # noqa: PLC0415 - --help need not wait for a web server
@@ -57,6 +64,9 @@ async def _run(arguments: Namespace) -> int:
     else:
         # The number is no index of a GPU to watch: all simulated GPUs are watched.
         settings = settings.model_copy(update={"gpus": AUTO})
+    # A log collector has no use for the line, and port 0 is not known yet.
+    if sys.stderr.isatty() and settings.listen_port:
+        write_note(f"Open {format_address(settings)}")
     if settings.scenario == FLEET:
         return await fleet.run(settings, speed=settings.speed, gpus=gpu_count)
     return await run.run(

@@ -26,7 +26,12 @@ from vllm_headroom_tools.bad_input import BadInput
 from vllm_headroom_tools.cli import Command, write_note
 from vllm_headroom_tools.conclusion import Conclusion, Finding, Report
 from vllm_headroom_tools.look import read_machine
-from vllm_headroom_tools.openai import find_error, parse_first_model, parse_object
+from vllm_headroom_tools.openai import (
+    find_error,
+    parse_first_model,
+    parse_object,
+    parse_server_version,
+)
 from vllm_headroom_tools.options import SHARE
 
 T = TypeVar("T")
@@ -101,6 +106,24 @@ def _fail(text: str) -> SmokeStep:
 
 def _pass(text: str) -> SmokeStep:
     return SmokeStep(Conclusion.GOOD, text)
+
+
+VERSION: Final = "version"
+VERSION_SECONDS: Final = 10.0
+
+
+async def check_version(server: EngineServer, expected: str) -> SmokeStep:
+    """Compare the version that vLLM shows at /version with the expected one."""
+    text = await server.text(VERSION, VERSION_SECONDS)
+    if isinstance(text, Failure):
+        return _fail(text.message)
+    version = parse_server_version(text)
+    if version is None:
+        return _fail(f"{server.address(VERSION)} names no version: check HEADROOM_ENGINE_URL")
+    shown = version[:MAX_QUOTED_CHARACTERS]
+    if version != expected:
+        return _fail(f"it is {shown}, and {expected} is expected: check the image's tag")
+    return _pass(f"it is {shown}")
 
 
 MODELS: Final = "v1/models"
@@ -381,11 +404,17 @@ class SmokeSettings(Settings):
         shown_default="2m",
     )
     max_discrepancy: Annotated[float, from_text(SHARE.read)] = setting(
-        0.05,
+        0.03,
         "How much more GPU memory vLLM may hold than configured.",
         metavar="SHARE",
         accepts=SHARE.accepts,
-        shown_default="5%",
+        shown_default="3%",
+    )
+    expect_version: str = setting(
+        "",
+        "The version that vLLM must have, such as 0.33.0; empty for any.",
+        metavar="VERSION",
+        accepts="a version as vLLM shows it at /version",
     )
 
 
@@ -432,6 +461,15 @@ async def wait_until_healthy(
         await asyncio.sleep(min(HEALTH_POLL_SECONDS, max(0.0, ends_at_seconds - now())))
 
 
+SERVING_STEPS: Final = frozenset({"health", "completion", "metrics"})
+"""The steps of which each has to pass for vLLM to serve."""
+
+WRONG_WHILE_SERVING: Final = {
+    "version": "is not the expected version",
+    "discrepancy": "holds more than its budget",
+}
+"""What is wrong where another step fails, for the headline."""
+
 STEP_STATES: Final = {
     Conclusion.GOOD: "ok",
     Conclusion.NOT_GOOD: "failed",
@@ -449,7 +487,8 @@ async def _run(arguments: Namespace) -> Report:
 def build_report(address: str, steps: Mapping[str, SmokeStep]) -> Report:
     """Return the report on the steps by name; a skipped step does not make it bad."""
     failed = [name for name, step in steps.items() if step.verdict is Conclusion.NOT_GOOD]
-    headline = f"vLLM does not serve: {', '.join(failed)}." if failed else "vLLM serves."
+    serves = not SERVING_STEPS.intersection(failed)
+    headline = _summarize(failed, serves=serves)
     states = {name: STEP_STATES[step.verdict] for name, step in steps.items()}
     marks = {name: state.upper() if name in failed else state for name, state in states.items()}
     return Report(
@@ -457,7 +496,7 @@ def build_report(address: str, steps: Mapping[str, SmokeStep]) -> Report:
         headline=headline,
         findings=[Finding(name, *step) for name, step in steps.items()],
         data={
-            "serves": not failed,
+            "serves": serves,
             "engine_url": address,
             "steps": [
                 {"name": name, "state": states[name], "text": step.text}
@@ -471,6 +510,15 @@ def build_report(address: str, steps: Mapping[str, SmokeStep]) -> Report:
     )
 
 
+def _summarize(failed: list[str], *, serves: bool) -> str:
+    """Return the headline by the names of the failed steps."""
+    if not failed:
+        return "vLLM serves."
+    if not serves:
+        return f"vLLM does not serve: {', '.join(failed)}."
+    return f"vLLM serves, and {' and '.join(WRONG_WHILE_SERVING[name] for name in failed)}."
+
+
 async def take_steps(
     settings: SmokeSettings, server: EngineServer, say: Callable[[str], None]
 ) -> dict[str, SmokeStep]:
@@ -482,6 +530,9 @@ async def take_steps(
     if health.verdict is Conclusion.NOT_GOOD:
         skipped = _skip("vLLM is not healthy")
         return {"health": health} | dict.fromkeys(("completion", "metrics", "discrepancy"), skipped)
+    steps = {"health": health}
+    if settings.expect_version:
+        steps["version"] = await check_version(server, settings.expect_version)
     page = await server.page()
     completion = await request_completion(server, settings.completion_deadline)
     # Only a completed request can be looked for in the counters.
@@ -493,12 +544,7 @@ async def take_steps(
         if metrics.verdict is Conclusion.GOOD:
             metrics = _skip(f"{metrics.text}; there is no completion to look for in them")
     discrepancy = await check_discrepancy(settings, page, settings.max_discrepancy)
-    return {
-        "health": health,
-        "completion": completion,
-        "metrics": metrics,
-        "discrepancy": discrepancy,
-    }
+    return steps | {"completion": completion, "metrics": metrics, "discrepancy": discrepancy}
 
 
 COMMAND: Final[Command] = Command(

@@ -16,7 +16,10 @@ def smoke(url: str, *words: str, say: Callable[[str], None] = lambda _line: None
     """Return the steps by name; `words` are options."""
     settings = load_as(SmokeSettings, ["--engine-url", url, *words], {})
     steps = asyncio.run(take_steps(settings, EngineServer(settings), say))
-    assert list(steps) == ["health", "completion", "metrics", "discrepancy"]
+    names = ["health", "completion", "metrics", "discrepancy"]
+    if settings.expect_version:
+        names.insert(1, "version")
+    assert list(steps) == names
     return steps
 
 
