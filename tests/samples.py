@@ -17,6 +17,7 @@ from vllm_headroom.model import (
     GpuReading,
     HostMemory,
     Inside,
+    LogReading,
     Metric,
     ProbedProcess,
     ProbeReadings,
@@ -33,6 +34,7 @@ _REASON: Final = {
     Source.NVML: Reason.DRIVER_MISSING,
     Source.PROCESS: Reason.UNAVAILABLE,
     Source.PROBE: Reason.NOT_FOUND,
+    Source.LOG: Reason.NOT_FOUND,
 }
 
 
@@ -97,6 +99,7 @@ def snapshot(
     reading_times: tuple[ReadingTime, ...] = (),
     host: HostMemory | None = None,
     probe: ProbeReadings | Failure | None = None,
+    log: LogReading | Failure | None = None,
     engine_status: EngineStatus | None = None,
 ) -> Snapshot:
     return Snapshot(
@@ -106,6 +109,7 @@ def snapshot(
         gpus=(gpu(),) if gpus is None else gpus,
         processes=processes,
         probe=probe,
+        log=log,
         reading_times=reading_times,
         host=host,
         engine_status=engine_status,

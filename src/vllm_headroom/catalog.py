@@ -386,6 +386,13 @@ ENGINE_PREFIX_HIT_RATIO: Final = _declare_gauge(
     " offers no counters.",
     needs=("prefix_queries_total", "prefix_hits_total"),
 )
+ENGINE_STARTUP: Final = _declare_gauge(
+    "engine_startup_bytes",
+    ("part",),
+    "What the engine's own log reported at its last start, per GPU (the largest rank): weights,"
+    " activations, non_torch, cuda_graphs, kv_cache.",
+)
+
 HOST_MEMORY: Final = _declare_gauge(
     "host_memory_bytes",
     ("process",),

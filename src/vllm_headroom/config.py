@@ -61,6 +61,7 @@ Engines = Annotated[
     Field(repr=False),
 ]
 Gpus = Annotated[Literal["auto", "all"] | tuple[str, ...], BeforeValidator(inputs.parse_gpus)]
+LogPlace = Annotated[str, from_text(inputs.parse_log_place)]
 HeaderName = Annotated[str, from_text(inputs.parse_header_name)]
 HeaderValue = Annotated[
     SecretStr,
@@ -189,7 +190,7 @@ class Settings(BaseSettings):
         setting(
             "vllm",
             "The name of the engine's container, for engines that are found in pods with several"
-            " containers.",
+            " containers, and for HEADROOM_ENGINE_LOG=kubernetes.",
             metavar="NAME",
             accepts="the name of a container",
         )
@@ -331,6 +332,15 @@ class Settings(BaseSettings):
     probe_dir: FilePath | None = directory_path(
         "The folder that the probe inside vLLM writes to, HEADROOM_PROBE_DIR for vLLM too; without"
         " it, what only the engine's processes know is absent."
+    )
+    engine_log: LogPlace | None = setting(
+        None,
+        "The engine's own log, for its sizes at the start and the cause of an exit: a file or a"
+        " pattern of files, journal:UNIT of systemd, or kubernetes for the container of this pod."
+        " Without it no log is read.",
+        metavar="PLACE",
+        accepts="the path of a file, a pattern such as /var/log/vllm/*.log, journal:UNIT or"
+        " kubernetes",
     )
     listen_host: Host = setting(
         "",

@@ -89,6 +89,22 @@ def parse_path(text: str) -> Path:
     return Path(text)
 
 
+JOURNAL_UNIT: Final = re.compile(r"journal:[A-Za-z0-9:_.@\\][A-Za-z0-9:_.@\\-]{0,254}")
+"""A unit of systemd whose lines in the journal are read."""
+
+
+def parse_log_place(text: str) -> str:
+    """Return where a log is: a path or pattern of files, kubernetes, or journal:UNIT.
+
+    Raises ValueError for any other text.
+    """
+    if text.startswith("journal:"):
+        return require_match(JOURNAL_UNIT, text)
+    if "://" in text:
+        raise ValueError
+    return str(parse_path(text))
+
+
 def parse_host(text: str) -> str:
     """Parse the address or the name to listen on; raise ValueError."""
     if HOST_AND_PORT.fullmatch(text):

@@ -11,6 +11,7 @@ class Source(StrEnum):
     NVML = "nvml"
     PROCESS = "process"
     PROBE = "probe"
+    LOG = "log"
 
 
 class Reason(StrEnum):
@@ -86,6 +87,23 @@ REASONS: Final[dict[Source, tuple[Reason, ...]]] = {
         Reason.MALFORMED,
         Reason.OUT_OF_BOUNDS,
         Reason.TIMEOUT,
+        Reason.UNEXPECTED,
+    ),
+    Source.LOG: (
+        Reason.UNREACHABLE,
+        Reason.NAME_RESOLUTION,
+        Reason.TIMEOUT,
+        Reason.TLS,
+        Reason.UNAUTHORIZED,
+        Reason.NO_PERMISSION,
+        Reason.NOT_FOUND,
+        Reason.HTTP_STATUS,
+        Reason.TOO_LARGE,
+        Reason.INCOMPLETE,
+        Reason.MALFORMED,
+        Reason.OUT_OF_BOUNDS,
+        Reason.CREDENTIALS,
+        Reason.UNAVAILABLE,
         Reason.UNEXPECTED,
     ),
 }
@@ -230,6 +248,16 @@ class MemoryPart(StrEnum):
     FRAGMENTED = "fragmented"
     CACHED = "cached"
     OUTSIDE_TORCH = "outside_torch"
+
+
+class StartPart(StrEnum):
+    """The parts of a GPU that the engine's log reports at its start; values of the label `part`."""
+
+    WEIGHTS = "weights"
+    ACTIVATIONS = "activations"
+    NON_TORCH = "non_torch"
+    CUDA_GRAPHS = "cuda_graphs"
+    KV_CACHE = "kv_cache"
 
 
 class LeakLocation(StrEnum):

@@ -4,16 +4,14 @@ One pod of a workload at a time is evicted.
 """
 
 import json
-import os
 from contextlib import suppress
 from http import HTTPStatus
-from pathlib import Path
 from typing import Any, Final
 
-import httpx
 from msgspec import Struct
 
 from vllm_headroom.clock import Clock
+from vllm_headroom.daemon.pod_api import ACCOUNT, open_pod_api
 from vllm_headroom.derive.gates import Guardrail
 from vllm_headroom.log import Log
 from vllm_headroom.model import Failure
@@ -23,9 +21,6 @@ from vllm_headroom.units import to_datetime
 from vllm_headroom.vocabulary import EvictionResult
 
 log = Log(__name__)
-
-ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-"""Where Kubernetes mounts the credentials of the pod's service account."""
 
 TURN_SECONDS: Final = 10.0
 """The time from one turn of the evictor to the next, which is also that of renewing the Lease."""
@@ -396,29 +391,15 @@ def _selects(budget: Object, labels: Object) -> bool:
 
 
 def build_evictor(policy: EvictionPolicy, clock: Clock) -> Evictor | None:
-    """Return the evictor of this pod; None, with a log line, outside of a pod.
-
-    Outside means that an environment variable or the service account's namespace is missing.
-    """
-    host = os.environ.get("KUBERNETES_SERVICE_HOST", "")
-    port = os.environ.get("KUBERNETES_SERVICE_PORT", "")
-    name = os.environ.get("POD_NAME", "")
-    try:
-        namespace = (ACCOUNT / "namespace").read_text().strip()
-    except OSError:
-        namespace = ""
-    if not (host and port.isdigit() and name and namespace):
+    """Return the evictor of this pod; None, with a log line, outside of a pod."""
+    pod_api = open_pod_api(ACCOUNT, REQUEST_SECONDS)
+    if pod_api is None:
         log.error(
             "HEADROOM_EVICT stays off",
             problem=f"no pod with POD_NAME and a service account in {ACCOUNT}, which the component"
             " evict provides",
         )
         return None
-    api = PageReader(
-        url=str(httpx.URL(scheme="https", host=host, port=int(port))),
-        timeout_seconds=REQUEST_SECONDS,
-        bearer_token_file=ACCOUNT / "token",
-        ca_file=ACCOUNT / "ca.crt",
-        headers={"Accept": "application/json"},
+    return Evictor(
+        pod_api.reader, policy, namespace=pod_api.namespace, name=pod_api.name, clock=clock
     )
-    return Evictor(api, policy, namespace=namespace, name=name, clock=clock)

@@ -21,11 +21,14 @@ from vllm_headroom.model import (
     EngineStatus,
     Failure,
     Gpu,
+    LogEnding,
+    LogReading,
     ProbedProcess,
     ProbeReadings,
     Snapshot,
     Values,
     Verdict,
+    find_log_ending,
 )
 from vllm_headroom.trace.entries import build_record, encode_line
 from vllm_headroom.trace.flight import (
@@ -189,6 +192,10 @@ class Flight:
         """The context of the last sample in service; of the last sample before any service."""
         self._ooms: list[dict[str, Any]] = []
         """The newest OutOfMemoryErrors, as records for JSON."""
+        self._engine_log: LogReading | None = None
+        """What the engine's log says so far; None where it was never read."""
+        self._now_seconds = 0.0
+        """When the newest tick was, since the epoch."""
         self._incident: OpenIncident | None = None
 
     async def step(self, snapshot: Snapshot, verdicts: Sequence[Verdict], values: Values) -> None:
@@ -201,6 +208,9 @@ class Flight:
         self._mappings.step(snapshot, values)
         # Where this snapshot shows none, as without the probe's files, the last known errors stay.
         self._ooms = list_ooms(snapshot) or self._ooms
+        self._now_seconds = snapshot.time_seconds
+        if isinstance(snapshot.log, LogReading):
+            self._engine_log = snapshot.log
         event = self._take_event(snapshot.engine_status)
         if not self._lock.is_ours:
             return  # the other daemon records the tick
@@ -307,6 +317,7 @@ class Flight:
             before=incident.before,
             xids=[error for error in self.recent.xids if error["t"] >= oldest_seconds],
             ooms=[oom for oom in self._ooms if oom["t"] >= oldest_seconds],
+            engine_log=self._find_engine_log(incident),
             log_lines=self._lines(),
         )
         is_written = await self._writer.do(
@@ -323,6 +334,15 @@ class Flight:
         if now >= closes_at_seconds:
             return None
         return replace(incident, write_at_seconds=max(now + RETRY_SECONDS, closes_at_seconds))
+
+    def _find_engine_log(self, incident: OpenIncident) -> LogEnding | None:
+        """Return what the engine's log reports about an incident; None where it says nothing.
+
+        An exit may follow a stall: then the log says it of the exit.
+        """
+        if self._engine_log is None:
+            return None
+        return find_log_ending(self._engine_log, incident.ending.seconds, self._now_seconds)
 
     def _find_last_incident(self) -> None:
         """Find the newest incident that an earlier process wrote; `last` is None without one.

@@ -10,6 +10,7 @@ from msgspec import Struct
 
 from vllm_headroom.clock import Clock, SystemClock
 from vllm_headroom.config import Settings
+from vllm_headroom.daemon.engine_log import EngineLogFollower, build_log_source
 from vllm_headroom.daemon.evict import EvictionPolicy, Evictor, build_evictor
 from vllm_headroom.daemon.model_reader import NO_MODEL, ModelReader
 from vllm_headroom.daemon.sources import Closable, GpuSource, Sources
@@ -73,6 +74,10 @@ def build_real_parts(settings: Settings, model: ModelReader = NO_MODEL) -> Parts
     read_probe = None
     if settings.probe_dir is not None:
         read_probe = ProbeReader(settings.probe_dir, parse=parse_probe).read
+    read_log = None
+    if settings.engine_log is not None:
+        source = build_log_source(settings.engine_log, settings.engine_container)
+        read_log = EngineLogFollower(source, clock).read
     find_served_model = None
     if model.parse is not None:
         find_served_model = ServedModel(model.parse).find
@@ -90,6 +95,7 @@ def build_real_parts(settings: Settings, model: ModelReader = NO_MODEL) -> Parts
         processes=processes.read,
         clock=clock,
         probe=read_probe,
+        log=read_log,
         model=find_served_model,
         canary_request=canary_request,
         server_request=build_server_request(settings),

@@ -20,7 +20,6 @@ from vllm_headroom.derive.tick import (
 from vllm_headroom.model import (
     EnginePage,
     Failure,
-    ProbedProcess,
     ProcessReadings,
     Published,
     ReadingTime,
@@ -125,11 +124,13 @@ class Sampler:
                 )
             )
             process_task = group.create_task(self._read_processes(engine_task))
-            probe_task = group.create_task(self._read_probe())
+            probe_task = group.create_task(self._read_optional(Source.PROBE, self._sources.probe))
+            log_task = group.create_task(self._read_optional(Source.LOG, self._sources.log))
         page, engine_time = engine_task.result()
         gpus, gpu_time = gpu_task.result()
         processes, process_time = process_task.result()
         probe_files, probe_times = probe_task.result()
+        engine_log, log_times = log_task.result()
 
         now_seconds = self._clock.time()
         unanswered_since_seconds = None
@@ -147,7 +148,8 @@ class Sampler:
             gpus=gpus,
             processes=processes,
             probe_files=probe_files,
-            reading_times=(engine_time, gpu_time, process_time, *probe_times),
+            log=engine_log,
+            reading_times=(engine_time, gpu_time, process_time, *probe_times, *log_times),
             token_bytes=token_bytes,
             unanswered_since_seconds=unanswered_since_seconds,
             server=None if self._server_pages is None else self._server_pages.latest,
@@ -196,19 +198,17 @@ class Sampler:
             Source.PROCESS, partial(self._sources.processes, self._gpu_timeout_seconds, page)
         )
 
-    async def _read_probe(
-        self,
-    ) -> tuple[tuple[ProbedProcess, ...] | Failure | None, tuple[ReadingTime, ...]]:
-        """Return the probe's files and how long reading them took.
+    async def _read_optional(
+        self, source: Source, read: Callable[[float], Awaitable[T | Failure]] | None
+    ) -> tuple[T | Failure | None, tuple[ReadingTime, ...]]:
+        """Return what a source returns that may not be configured, and how long reading it took.
 
-        None and an empty tuple where no folder of the probe is configured.
+        None and an empty tuple where it is not configured.
         """
-        if self._sources.probe is None:
+        if read is None:
             return None, ()
-        files, time = await self._time_reading(
-            Source.PROBE, partial(self._sources.probe, self._gpu_timeout_seconds)
-        )
-        return files, (time,)
+        value, time = await self._time_reading(source, partial(read, self._gpu_timeout_seconds))
+        return value, (time,)
 
     async def _time_reading(
         self, source: Source, read: Callable[[], Awaitable[T | Failure]]

@@ -11,6 +11,7 @@ from vllm_headroom.model import (
     EnginePage,
     Failure,
     GpuReadings,
+    LogReading,
     ProbedProcess,
     ProcessReadings,
     TokenBytes,
@@ -51,6 +52,9 @@ ReadProbe = Callable[[float], Awaitable[tuple[ProbedProcess, ...] | Failure]]
 """Returns the last record of each process that the probe runs in; the number is the limit in
 seconds."""
 
+ReadLog = Callable[[float], Awaitable[LogReading | Failure]]
+"""Returns what the engine's log says so far; the number is the limit in seconds."""
+
 FindServedModel = Callable[[ProcessReadings | Failure], TokenBytes | None]
 """Returns the bytes per token of the model that the engine's processes load; None where they are
 unknown."""
@@ -64,6 +68,8 @@ class Sources(Struct, frozen=True, kw_only=True):
     processes: ReadProcesses
     probe: ReadProbe | None = None
     """None where no folder of the probe is configured."""
+    log: ReadLog | None = None
+    """None where no log of the engine is configured."""
     model: FindServedModel | None = None
     """None where the bytes per token are configured."""
 

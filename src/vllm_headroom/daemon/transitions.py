@@ -146,9 +146,9 @@ class Transitions:
 
     def _report_sources(self, snapshot: Snapshot) -> None:
         failures = {failure.source: failure for failure in snapshot.failures}
+        optional_sources = {Source.PROBE: snapshot.probe, Source.LOG: snapshot.log}
         for source in Source:
-            is_configured = source is not Source.PROBE or snapshot.probe is not None
-            if is_configured:
+            if source not in optional_sources or optional_sources[source] is not None:
                 self._report_source(source, failures.get(source))
 
     def _report_source(self, source: Source, failure: Failure | None) -> None:

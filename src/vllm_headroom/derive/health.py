@@ -32,11 +32,14 @@ INITIAL: Final = HealthState(
     failures=_list_zeros(Source.ENGINE, Source.NVML, Source.PROCESS),
     last_success_seconds={},
 )
-"""The counts of all sources but the probe start at 0. The probe's are added when its folder is
-first read: without a configured folder they must not be exported."""
+"""The counts of all sources but the probe and the log start at 0. Theirs are added when they are
+first read: without a configured folder or log they must not be exported."""
 
 PROBE_ZEROS: Final = _list_zeros(Source.PROBE)
 """The probe's counts when its folder is first read."""
+
+LOG_ZEROS: Final = _list_zeros(Source.LOG)
+"""The log's counts when it is first read."""
 
 
 def derive_health(state: HealthState, snapshot: Snapshot) -> tuple[HealthState, tuple[Sample, ...]]:
@@ -78,6 +81,8 @@ def _count_readings(state: HealthState, snapshot: Snapshot) -> HealthState:
     # From the first reading of the probe's folder on, its counts are exported too.
     if snapshot.probe is not None:
         failures = PROBE_ZEROS | failures
+    if snapshot.log is not None:
+        failures = LOG_ZEROS | failures
     reasons = {failure.source: failure.reason for failure in snapshot.failures}
     for source, reason in reasons.items():
         labels = (str(source), str(reason))

@@ -29,6 +29,7 @@ from vllm_headroom.model import (
     Failure,
     Gpu,
     GpuReadings,
+    LogReading,
     ProbedProcess,
     ProbeReadings,
     ProcessReadings,
@@ -99,6 +100,8 @@ class TickReadings(Struct, frozen=True, kw_only=True):
     processes: ProcessReadings | Failure
     probe_files: tuple[ProbedProcess, ...] | Failure | None
     """None where no folder of the probe is configured."""
+    log: LogReading | Failure | None = None
+    """None where no log of the engine is configured."""
     reading_times: tuple[ReadingTime, ...]
     token_bytes: TokenBytes | None
     unanswered_since_seconds: float | None
@@ -173,6 +176,7 @@ class Evaluation:
             gpus=self._border("inside", partial(add_inside, gpus, probe), gpus),
             processes=processes,
             probe=probe,
+            log=readings.log,
             reading_times=readings.reading_times,
             host=host,
             unanswered_since_seconds=readings.unanswered_since_seconds,

@@ -10,6 +10,7 @@ from msgspec import Struct
 from vllm_headroom import catalog
 from vllm_headroom.derive.attribution import NEIGHBOUR_BYTES, describe_leftover, describe_orphans
 from vllm_headroom.derive.configured import OFFLOAD_FACTOR
+from vllm_headroom.derive.engine_log import describe_failure
 from vllm_headroom.derive.host_memory import SCOPES, count_shared
 from vllm_headroom.derive.leak.inside import PLACES
 from vllm_headroom.derive.leak.leak import LeakMemory, is_alone
@@ -28,6 +29,7 @@ from vllm_headroom.model import (
     Values,
     Verdict,
 )
+from vllm_headroom.model.start import LogFailure
 from vllm_headroom.model.status import TIGHT_SHARE
 from vllm_headroom.units import (
     DAY_SECONDS,
@@ -853,7 +855,7 @@ def _judge_engine(snapshot: Snapshot, values: Values) -> Iterator[Verdict]:
         yield Verdict(
             subject="engine",
             level=Level.ALARM,
-            sentence=f"The engine ended {status.recent_exits} times in the last 90 minutes.",
+            sentence=_end_sentence(_describe_crash_loop(status)),
             alert="HeadroomEngineCrashLoop",
             situation=Situation.CRASH_LOOP,
         )
@@ -867,6 +869,13 @@ def _judge_engine(snapshot: Snapshot, values: Values) -> Iterator[Verdict]:
             alert="HeadroomKvCacheStranded",
             situation=Situation.STRANDED,
         )
+
+
+def _describe_crash_loop(status: EngineStatus) -> str:
+    text = f"The engine ended {status.recent_exits} times in the last 90 minutes"
+    if status.log is None or status.log.failure is None:
+        return text
+    return f"{text}{_describe_last_exit(status.log.failure)}"
 
 
 def _judge_engine_state(snapshot: Snapshot, values: Values) -> Verdict:
@@ -905,6 +914,8 @@ def _judge_engine_state(snapshot: Snapshot, values: Values) -> Verdict:
         alert = STALLED
     else:
         detail = _describe_server(snapshot, state)
+    if status is not None and status.log is not None and status.log.failure is not None:
+        detail = f"{_describe_last_exit(status.log.failure)}{detail}"
     return Verdict(
         subject="engine",
         level=level,
@@ -912,6 +923,11 @@ def _judge_engine_state(snapshot: Snapshot, values: Values) -> Verdict:
         alert=alert,
         situation=situation,
     )
+
+
+def _describe_last_exit(failure: LogFailure) -> str:
+    """Return what the engine's log reports about its last exit, as a part of a sentence."""
+    return f"; its log has the cause of the last exit: {describe_failure(failure)}"
 
 
 def _describe_unknown(snapshot: Snapshot, failure: Failure) -> str:

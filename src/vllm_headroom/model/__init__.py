@@ -52,6 +52,7 @@ from vllm_headroom.model.snapshot import (
     Verdict,
     find_worst,
 )
+from vllm_headroom.model.start import LogEnding, LogReading, find_log_ending
 from vllm_headroom.model.status import (
     BudgetExcess,
     Diagnosis,

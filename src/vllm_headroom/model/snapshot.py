@@ -15,6 +15,7 @@ from vllm_headroom.model.engine import (
     ServerReply,
 )
 from vllm_headroom.model.gpu import Failure, Gpu, ProbeReadings, ReadingTime
+from vllm_headroom.model.start import LogReading
 from vllm_headroom.model.status import EngineStatus
 from vllm_headroom.vocabulary import Level, MetricType, Reason, Situation, Source
 
@@ -46,6 +47,9 @@ class Snapshot(Struct, frozen=True, kw_only=True):
     processes: tuple[EngineProcess, ...] | Failure
     probe: ProbeReadings | Failure | None = None
     """None where no folder of the probe is configured."""
+
+    log: LogReading | Failure | None = None
+    """What the engine's log says; None where it is not configured."""
 
     reading_times: tuple[ReadingTime, ...] = ()
     unanswered_since_seconds: float | None = None
@@ -110,7 +114,7 @@ class Snapshot(Struct, frozen=True, kw_only=True):
         probe = self.probe
         if isinstance(probe, ProbeReadings) and not probe.present:
             probe = MUTE_PROBE
-        sources = (self.engines, self.gpus, self.processes, probe)
+        sources = (self.engines, self.gpus, self.processes, probe, self.log)
         return tuple(source for source in sources if isinstance(source, Failure))
 
 

@@ -234,6 +234,64 @@ class EngineLog(Struct, frozen=True, kw_only=True):
     line_count: int
 
 
+class LogEnding(Struct, frozen=True, kw_only=True):
+    """What the engine's log reports about the end of a run."""
+
+    failure: LogFailure | None = None
+    """None where it reports no failure."""
+
+    is_stopped: bool = False
+    """Whether it says that the engine shut down on request."""
+
+    seconds: float | None = None
+    """When it says so, since the epoch; None where that is unknown."""
+
+
+class LogReading(Struct, frozen=True, kw_only=True):
+    """What has been read of the engine's log so far."""
+
+    start: EngineStart | None
+    """The newest start; None before the first line of an engine."""
+
+    endings: tuple[LogEnding, ...] = ()
+    """How the newest starts ended, as far as the log says so; the newest last."""
+
+    newest_seconds: float | None = None
+    """When the newest line came, since the epoch; None before the first that was not old."""
+
+
+LOGGED_END_SECONDS: Final = 120.0
+"""The log reports an exit within this time before or after it is seen: a core that has failed may
+hold its server up for a minute."""
+
+SETTLED_SECONDS: Final = 10.0
+"""A log without an error counts as complete so long after an exit: containerd and journald write
+within a second, and the API server gets a request every ten."""
+
+QUIET_SECONDS: Final = 60.0
+"""A log whose newest line is older than this at an exit may not be the engine's, or not the whole
+one: vLLM logs its load every 10 s while it works."""
+
+
+def find_log_ending(
+    reading: LogReading, end_seconds: float, now_seconds: float
+) -> LogEnding | None:
+    """Return what the log reports about an exit that was seen at `end_seconds`; None where nothing.
+
+    A log that goes on until the exit and then has no failure says that there was none.
+    """
+    for ending in reversed(reading.endings):
+        if ending.seconds is None:
+            continue
+        if abs(end_seconds - ending.seconds) <= LOGGED_END_SECONDS:
+            return ending
+    newest_seconds = reading.newest_seconds
+    if newest_seconds is None or now_seconds < end_seconds + SETTLED_SECONDS:
+        return None
+    is_whole = newest_seconds >= end_seconds - QUIET_SECONDS
+    return LogEnding(seconds=newest_seconds) if is_whole else None
+
+
 def _rank_failure(failure: LogFailure) -> tuple[int, int]:
     """Return the order of failures as causes: consequences last, then by line."""
     kind = failure.kind

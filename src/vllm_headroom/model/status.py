@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from vllm_headroom.model.engine import EngineReading, HangSign
 from vllm_headroom.model.gpu import Device
+from vllm_headroom.model.start import LogEnding
 from vllm_headroom.vocabulary import (
     EndCause,
     EngineState,
@@ -220,6 +221,8 @@ class Ending(Struct, frozen=True, kw_only=True):
     is_probed: bool = False
     """Whether a probe ran in the engine, which would have recorded such an error; only the flight
     record has it."""
+    log: LogEnding | None = None
+    """What the engine's log reports about it; None where it is not read, or says nothing yet."""
     unreadable: tuple[str, ...] = ()
     """The verdicts on GPUs that could not be read; only the flight record has them."""
 
@@ -279,6 +282,8 @@ class EngineStatus(Struct, frozen=True, kw_only=True):
     unknown, or without an exit."""
     event: Ending | None = None
     """The exit or the stall that happened since the last tick; None without one."""
+    log: LogEnding | None = None
+    """What the engine's log reports about the last exit; None while it serves, or where unknown."""
     recent_exits: int = 0
     """How many runs have exited in the last 90 minutes."""
     progress_age_seconds: float | None = None

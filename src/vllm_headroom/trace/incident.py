@@ -10,7 +10,7 @@ from msgspec.structs import asdict, replace
 from vllm_headroom.derive.life.causes import judge_ending
 from vllm_headroom.derive.life.record import MEMORY_REASONS, SAME_END_SECONDS
 from vllm_headroom.derive.verdicts import GPU_LOST
-from vllm_headroom.model import Ending, GpuAtEnd
+from vllm_headroom.model import Ending, GpuAtEnd, LogEnding
 from vllm_headroom.parse.fields import LARGEST
 from vllm_headroom.trace.entries import YEAR_10000
 from vllm_headroom.units import format_size
@@ -169,6 +169,8 @@ class Incident(EngineEvent, frozen=True, kw_only=True):
     before: LastInService = LastInService()
     xids: tuple[Xid, ...] = ()
     ooms: tuple[Oom, ...] = ()
+    engine_log: LogEnding | None = None
+    """What the engine's own log reports about it; None where it was not read, or says nothing."""
     log: tuple[str, ...] = ()
 
 
@@ -188,6 +190,7 @@ def build_header(
     before: Mapping[str, Any],
     xids: Sequence[Mapping[str, Any]],
     ooms: Sequence[Mapping[str, Any]],
+    engine_log: LogEnding | None,
     log_lines: Sequence[str],
 ) -> dict[str, Any]:
     """Return an incident's facts, and the most likely cause by these facts, for JSON.
@@ -202,6 +205,7 @@ def build_header(
         "before": dict(before),
         "xids": list(xids),
         "ooms": list(ooms),
+        **({} if engine_log is None else {"engine_log": drop_unknown(engine_log)}),
         "log": list(log_lines),
     }
     facts = read_incident(header)
@@ -291,6 +295,7 @@ def add_evidence(end: Ending, incident: Incident) -> Ending:
         hung_seconds=hung_seconds,
         xids=tuple(error.xid for error in incident.xids[-MOST_SHOWN:]),
         ooms=tuple(oom.describe() for oom in incident.ooms[-MOST_SHOWN:]),
+        log=incident.engine_log or end.log,
         is_probed=any(process.devices for process in incident.before.probe),
         unreadable=tuple(
             verdict.sentence for verdict in incident.before.verdicts if verdict.alert == GPU_LOST

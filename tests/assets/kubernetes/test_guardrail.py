@@ -19,7 +19,7 @@ from tests.assets.kubernetes.rendering import (
     needs_kustomize,
 )
 from tests.fakes.api_server.cluster import ROLE
-from vllm_headroom.daemon.evict import ACCOUNT
+from vllm_headroom.daemon.pod_api import ACCOUNT
 
 pytestmark = needs_kustomize
 

@@ -22,7 +22,7 @@ from vllm_headroom.derive import build_derivations
 from vllm_headroom.derive import tick as evaluation
 from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.derive.tick import TickRules
-from vllm_headroom.model import EnginePage, Failure, ProbedProcess, Sample
+from vllm_headroom.model import EnginePage, Failure, LogReading, ProbedProcess, Sample
 from vllm_headroom.vocabulary import Reason, Source
 
 ERRORS: Final = (
@@ -47,6 +47,7 @@ SOURCES_BY_READER: Final = {
     "gpus": Source.NVML,
     "processes": Source.PROCESS,
     "probe": Source.PROBE,
+    "log": Source.LOG,
     "model": None,
 }
 STEPS: Final = ("classify_probe", "update_container", "attribute", "complete_page", "add_inside", "list_pools")
@@ -89,6 +90,12 @@ class Readers(Said):
 
         return self._answer("probe", read)
 
+    def read_log(self, _timeout_seconds: float) -> Any:
+        async def read() -> LogReading:
+            return LogReading(start=None)
+
+        return self._answer("log", read)
+
     def parse(self, text: str) -> EnginePage | Failure:
         if self.faulty.startswith("parse"):
             raise self.error
@@ -101,7 +108,12 @@ class Readers(Said):
     def build_sampler(self) -> Sampler:
         return Sampler(
             sources=Sources(
-                engine=self, gpus=self, processes=self.find_processes, probe=self.read_probe, model=self.find_model
+                engine=self,
+                gpus=self,
+                processes=self.find_processes,
+                probe=self.read_probe,
+                log=self.read_log,
+                model=self.find_model,
             ),
             parse=self.parse,
             rules=TickRules(selection=Selection(everything=True), derivations=build_derivations()),
@@ -145,7 +157,7 @@ def test_a_reader_that_raises_fails_alone(reader: str, error: Exception, caplog:
     assert list_logged_errors(caplog) == [error], "the traceback is logged once"
 
 
-@pytest.mark.parametrize("reader", ["engine", "gpus", "processes", "probe"])
+@pytest.mark.parametrize("reader", ["engine", "gpus", "processes", "probe", "log"])
 def test_a_reader_may_raise_before_it_is_awaited(reader: str) -> None:
     sampler = Readers(IndexError("range"), reader, is_late=False).build_sampler()
 
@@ -163,7 +175,7 @@ def test_a_reader_that_answered_again_is_logged_again() -> None:
     assert [line["event"] for line in lines].count("source raised, its series are absent") == 2
 
 
-@pytest.mark.parametrize("reader", ["engine", "gpus", "processes", "probe"])
+@pytest.mark.parametrize("reader", ["engine", "gpus", "processes", "probe", "log"])
 def test_a_cancelled_tick_is_cancelled(reader: str) -> None:
     with pytest.raises(asyncio.CancelledError):
         tick(Readers(asyncio.CancelledError(), reader).build_sampler())

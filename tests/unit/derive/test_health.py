@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.samples import failure, only, probed, snapshot, values
 from vllm_headroom import catalog
 from vllm_headroom.derive.health import INITIAL, derive_health
-from vllm_headroom.model import ProbeReadings, ReadingTime
+from vllm_headroom.model import LogReading, ProbeReadings, ReadingTime
 from vllm_headroom.vocabulary import REASONS, Source
 
 
@@ -28,7 +28,10 @@ def test_every_reason_starts_at_zero_and_failures_add_up() -> None:
     state, samples = derive_health(INITIAL, snapshot(reading_times=times()))
     assert set(values(samples, catalog.SOURCE_FAILURES).values()) == {0.0}
     assert set(values(samples, catalog.SOURCE_FAILURES)) == {
-        (str(source), str(reason)) for source in REASONS if source is not Source.PROBE for reason in REASONS[source]
+        (str(source), str(reason))
+        for source in REASONS
+        if source not in (Source.PROBE, Source.LOG)
+        for reason in REASONS[source]
     }
 
     for _ in range(3):
@@ -44,6 +47,15 @@ def test_the_probe_counts_from_where_its_folder_is_read() -> None:
     _, samples = derive_health(state, snapshot(probe=failure(Source.PROBE), reading_times=times()))
 
     assert values(samples, catalog.SOURCE_FAILURES)[("probe", "not_found")] == 1.0
+
+
+def test_the_log_counts_from_where_it_is_read() -> None:
+    state, samples = derive_health(INITIAL, snapshot(log=LogReading(start=None), reading_times=times()))
+    assert values(samples, catalog.SOURCE_FAILURES)[("log", "not_found")] == 0.0
+
+    _, samples = derive_health(state, snapshot(log=failure(Source.LOG), reading_times=times()))
+
+    assert values(samples, catalog.SOURCE_FAILURES)[("log", "not_found")] == 1.0
 
 
 def test_files_of_probes_that_no_longer_write_are_no_success() -> None:

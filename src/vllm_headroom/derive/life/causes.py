@@ -7,7 +7,10 @@ the table of causes.
 from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple
 
+from msgspec.structs import replace
+
 from vllm_headroom.derive.attribution import NEIGHBOUR_BYTES
+from vllm_headroom.derive.life.log_witness import add_log
 from vllm_headroom.model import BudgetExcess, Diagnosis, Ending, GpuAtEnd, StraightGrowth
 from vllm_headroom.units import GIB, MIB, format_duration, format_size
 from vllm_headroom.vocabulary import (
@@ -91,8 +94,22 @@ UNKNOWN_CAUSE: Final = Diagnosis(
 def judge_ending(end: Ending) -> tuple[Diagnosis, ...]:
     """Return the causes that fit, the surest first; UNKNOWN_CAUSE where none fits.
 
-    Causes that are only possible are left out where one is sure.
+    Causes that are only possible are left out where one is sure. What the engine's own log reports
+    about the end is compared with what all other evidence shows.
     """
+    return add_log(end, _judge_samples(_take_logged_reason(end)))
+
+
+def _take_logged_reason(end: Ending) -> Ending:
+    """Return the end without a reason that only the log has given."""
+    has_other_witness = bool(end.ooms) or any(is_gpu_full(gpu) for gpu in end.gpus)
+    if end.log is None or end.reason is not ExitReason.OUT_OF_MEMORY or has_other_witness:
+        return end
+    return replace(end, reason=ExitReason.GONE)
+
+
+def _judge_samples(end: Ending) -> tuple[Diagnosis, ...]:
+    """Return the causes that fit by everything but the engine's log, the surest first."""
     evidence = tuple(_list_evidence(end))
     diagnoses = []
     for cause, find_fit in CAUSES:

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from vllm_headroom.derive.life.budget import describe_excess
 from vllm_headroom.derive.life.causes import is_gpu_full, refine_reason
+from vllm_headroom.derive.life.log_witness import find_logged_reason
 from vllm_headroom.derive.life.progress import (
     Labels,
     Progress,
@@ -46,8 +47,11 @@ from vllm_headroom.model import (
     EngineStatus,
     GpuAtEnd,
     HangSign,
+    LogEnding,
+    LogReading,
     ProcessName,
     Snapshot,
+    find_log_ending,
 )
 from vllm_headroom.vocabulary import EngineState, ExitReason, IncidentKind
 
@@ -212,11 +216,19 @@ def _find_exit(run: EngineRun, evidence: Evidence, record: RunRecord) -> Ending 
     elif _was_out_of_memory(run, snapshot, gpus):
         reason = ExitReason.OUT_OF_MEMORY
     ending = build_ending(record, run, snapshot, IncidentKind.ENDED, reason=reason, gpus=gpus)
+    if isinstance(snapshot.log, LogReading):
+        now = snapshot.time_seconds
+        ending = replace(ending, log=find_log_ending(snapshot.log, now, now))
+    logged_reason = find_logged_reason(ending)
+    if logged_reason is not None:
+        ending = replace(ending, reason=logged_reason)
     # An ending for lack of memory is built again: its reason decides whether it was a hang.
     refined_reason = refine_reason(ending)
-    if refined_reason is ExitReason.OVER_BUDGET:
-        reason = refined_reason
-        return build_ending(record, run, snapshot, IncidentKind.ENDED, reason=reason, gpus=gpus)
+    if ExitReason.OVER_BUDGET is refined_reason or logged_reason is ExitReason.OUT_OF_MEMORY:
+        rebuilt = build_ending(
+            record, run, snapshot, IncidentKind.ENDED, reason=refined_reason, gpus=gpus
+        )
+        return replace(rebuilt, log=ending.log)
     return replace(ending, reason=refined_reason)
 
 
@@ -380,6 +392,7 @@ def _describe_engine(
         exits=tuple((reason, runs.exits.get(reason, 0)) for reason in ExitReason),
         exit_requests=runs.exit_requests,
         event=event,
+        log=_find_log(runs, evidence.snapshot, state),
         recent_exits=len(runs.ends_seconds),
         progress_age_seconds=None if is_nothing_due else age_seconds,
         stranded_ratios=stranded,
@@ -390,6 +403,15 @@ def _describe_engine(
         hang_signs=hang_signs,
         are_gauges_doubted=symptom in {Symptom.STALE_GAUGES, Symptom.GAUGES_DOUBTED},
     )
+
+
+def _find_log(runs: EngineRuns, snapshot: Snapshot, state: EngineState) -> LogEnding | None:
+    """Return what the log reports about the last exit, until the engine serves again, or None."""
+    if state is EngineState.SERVING or not runs.ends_seconds:
+        return None
+    if not isinstance(snapshot.log, LogReading):
+        return None
+    return find_log_ending(snapshot.log, runs.ends_seconds[-1], snapshot.time_seconds)
 
 
 def _list_excesses(record: RunRecord, snapshot: Snapshot) -> tuple[tuple[str, BudgetExcess], ...]:

@@ -40,20 +40,31 @@ class Message(Struct, frozen=True, kw_only=True):
     """Whether the engine's logger wrote the line."""
 
 
+class LineSplitter:
+    """Cuts a stream into lines without their ends; of a long line it keeps only the beginning."""
+
+    def __init__(self) -> None:
+        self.remainder = b""
+        """The beginning of a line whose end has not come yet."""
+
+    def split(self, chunk: bytes) -> list[bytes]:
+        """Return the lines that end in the next chunk of the stream."""
+        lines = chunk.split(b"\n")
+        lines[0] = self.remainder + lines[0][: LONGEST_LINE_BYTES - len(self.remainder)]
+        self.remainder = lines.pop()[:LONGEST_LINE_BYTES]
+        return [line[:LONGEST_LINE_BYTES] for line in lines]
+
+
 def split_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield the lines of a stream without their ends; of a long line only the beginning.
+    """Yield the lines of a stream, the last also without its end.
 
     The memory that this takes is bounded by a chunk and a line.
     """
-    remainder = b""
+    splitter = LineSplitter()
     for chunk in chunks:
-        lines = chunk.split(b"\n")
-        lines[0] = remainder + lines[0][: LONGEST_LINE_BYTES - len(remainder)]
-        remainder = lines.pop()[:LONGEST_LINE_BYTES]
-        for line in lines:
-            yield line[:LONGEST_LINE_BYTES]
-    if remainder:
-        yield remainder
+        yield from splitter.split(chunk)
+    if splitter.remainder:
+        yield splitter.remainder
 
 
 # What runtimes put before a line.

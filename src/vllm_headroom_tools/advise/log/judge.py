@@ -71,7 +71,7 @@ class LogAssessment(Struct, frozen=True, kw_only=True):
 
 
 def judge_log(log: EngineLog, option_args: EngineArgs) -> LogAssessment:
-    """Judge the newest start that failed, else the newest; `option_args` are those of the operator."""
+    """Judge the newest start that failed, else the newest; the operator gave `option_args`."""
     start_facts = read_start_facts(find_decisive_start(log.starts), option_args)
     start = start_facts.start
     failure = start.root_failure

@@ -60,13 +60,14 @@ CONFIGURED = {
     "headroom_allocator_retries_total",
     "headroom_engine_kv_cache_token_used_ratio",
     "headroom_engine_memory_bytes",
+    "headroom_engine_startup_bytes",
     "headroom_eviction_requests_total",
     "headroom_gate_open",
     "headroom_last_incident_timestamp_seconds",
     "headroom_leak_location",
     "headroom_web_config_reload_success",
 }
-"""What is there only with a probe inside the engine, with gates, with a folder for incidents or a web configuration."""
+"""What is there only with a probe inside the engine, its log, gates, a folder for incidents or a web configuration."""
 
 READING_TIMES = tuple(ReadingTime(source=source, seconds=0.1, ended_monotonic_seconds=1.0) for source in Source)
 

@@ -15,6 +15,7 @@ from vllm_headroom.model import (
     Failure,
     Gpu,
     HostMemory,
+    LogReading,
     ProbeReadings,
     ServerReply,
     Snapshot,
@@ -85,6 +86,7 @@ class Watch:
         neighbours: tuple[EngineProcess, ...] = (),
         ambiguous: int = 0,
         server: ServerReply | None = None,
+        log: LogReading | Failure | None = None,
     ) -> EngineStatus:
         """Look `after` so many seconds, and return what is known then; a canary has waited since `owed_since`."""
         self.at += after
@@ -96,7 +98,9 @@ class Watch:
         )
         others = frozenset((neighbour.pid, neighbour.started_at_seconds) for neighbour in neighbours)
         now = replace(now, unanswered_since_seconds=owed_since, neighbours=others, ambiguous_engines=ambiguous)
-        now = replace(now, server=server, has_silent_core=isinstance(probe, ProbeReadings) and probe.has_silent_core)
+        now = replace(
+            now, log=log, server=server, has_silent_core=isinstance(probe, ProbeReadings) and probe.has_silent_core
+        )
         self.state, self.seen = update_engine(self.state, now)
         assert self.seen.engine_status is not None
         return self.seen.engine_status

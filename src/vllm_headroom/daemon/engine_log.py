@@ -1,0 +1,134 @@
+"""Follow the engine's log: fetch what was added, read it, remember how each run ended."""
+
+from functools import partial
+from typing import Final
+
+from vllm_headroom.clock import Clock
+from vllm_headroom.daemon.pod_api import ACCOUNT, open_pod_api
+from vllm_headroom.model import Failure, LogEnding, LogReading
+from vllm_headroom.model.start import EngineStart, LogEvent
+from vllm_headroom.parse.log.lines import LineSplitter
+from vllm_headroom.parse.log.reader import LogReader
+from vllm_headroom.scrape.log.batch import LogBatch, LogSource
+from vllm_headroom.scrape.log.files import LogFiles
+from vllm_headroom.scrape.log.journal import Journal
+from vllm_headroom.scrape.log.kubernetes import PodLog
+from vllm_headroom.vocabulary import LogEventKind, Reason, Source
+from vllm_headroom.worker import Worker
+
+KUBERNETES: Final = "kubernetes"
+"""The value of HEADROOM_ENGINE_LOG for the container's log by the API server."""
+
+JOURNAL: Final = "journal:"
+"""What the value of HEADROOM_ENGINE_LOG begins with for a unit of systemd."""
+
+MOST_ENDINGS: Final = 4
+"""Of how many starts the end is kept: an exit is matched with it within two minutes."""
+
+READ_SECONDS: Final = 2.0
+"""How long reading a batch of lines may take; 4 MiB take 0.15 s."""
+
+REQUEST_SECONDS: Final = 10.0
+"""The time limit of a request to the API server."""
+
+
+class EngineLogFollower:
+    """Reads the engine's log as it grows, on a daemon thread."""
+
+    def __init__(self, source: LogSource, clock: Clock) -> None:
+        self._source = source
+        self._clock = clock
+        self._reader = LogReader()
+        self._splitter = LineSplitter()
+        self._endings: dict[int, LogEnding] = {}
+        """How the newest starts ended, by the number of the start."""
+        self._newest_seconds: float | None = None
+        self._worker = Worker[LogReading]("engine log")
+
+    async def read(self, timeout_seconds: float) -> LogReading | Failure:
+        """Return what the log says so far, or why it cannot be read."""
+        batch = await self._source.fetch(timeout_seconds)
+        if isinstance(batch, Failure):
+            return batch
+        try:
+            read = partial(self._read_batch, batch, self._clock.time())
+            return await self._worker.call(read, READ_SECONDS)
+        except TimeoutError:
+            problem = f"the engine's log was not understood within {READ_SECONDS:g} s"
+            return Failure(source=Source.LOG, reason=Reason.OUT_OF_BOUNDS, message=problem)
+
+    def _read_batch(self, batch: LogBatch, now_seconds: float) -> LogReading:
+        """Read the lines of a batch; runs on the thread."""
+        if batch.is_broken:
+            self._splitter = LineSplitter()
+        if batch.content and not batch.is_old:
+            self._newest_seconds = now_seconds
+        read_seconds = None if batch.is_old else now_seconds
+        for line in self._splitter.split(batch.content):
+            for event in self._reader.feed(line):
+                self._note_event(event, read_seconds)
+        return LogReading(
+            start=self._reader.start,
+            endings=tuple(self._endings.values()),
+            newest_seconds=self._newest_seconds,
+        )
+
+    def _note_event(self, event: LogEvent, read_seconds: float | None) -> None:
+        """Keep what an event reports about the end of its start."""
+        if event.kind not in (LogEventKind.FAILURE, LogEventKind.STOP, LogEventKind.LOAD):
+            return
+        start = self._reader.start
+        number = self._reader.start_count
+        if start is None or (event.kind is LogEventKind.LOAD and number not in self._endings):
+            return
+        seconds = event.time.seconds
+        if seconds is None:
+            seconds = read_seconds
+        self._endings.pop(number, None)
+        ending = _describe_ending(start, seconds)
+        if ending is not None:
+            self._endings[number] = ending
+        while len(self._endings) > MOST_ENDINGS:
+            del self._endings[next(iter(self._endings))]
+
+
+def _describe_ending(start: EngineStart, seconds: float | None) -> LogEnding | None:
+    """Return how a start ended; None where it goes on, or has survived its failures."""
+    failure = start.root_failure
+    if failure is None and not start.is_stopped:
+        return None
+    return LogEnding(failure=failure, is_stopped=start.is_stopped, seconds=seconds)
+
+
+class Unreadable:
+    """Replaces a log that cannot be read from here, for a reason that does not change."""
+
+    def __init__(self, problem: str) -> None:
+        message = f"the engine's log: {problem} (HEADROOM_ENGINE_LOG)"
+        self._failure = Failure(source=Source.LOG, reason=Reason.UNAVAILABLE, message=message)
+
+    async def fetch(self, timeout_seconds: float) -> LogBatch | Failure:  # noqa: ARG002 - LogSource
+        """Return the failure."""
+        return self._failure
+
+
+def build_log_source(place: str, container: str) -> LogSource:
+    """Return the source that a value of HEADROOM_ENGINE_LOG names."""
+    if place == KUBERNETES:
+        return build_pod_log(container)
+    if place.startswith(JOURNAL):
+        return Journal(place.removeprefix(JOURNAL))
+    return LogFiles(place)
+
+
+def build_pod_log(container: str) -> LogSource:
+    """Return the source of a container's log in this pod."""
+    pod_api = open_pod_api(ACCOUNT, REQUEST_SECONDS)
+    if pod_api is None:
+        return Unreadable(
+            f"no pod with POD_NAME and a service account in {ACCOUNT}, which the component"
+            " engine-log provides"
+        )
+    return PodLog(
+        pod_api.reader, namespace=pod_api.namespace, pod=pod_api.name, container=container
+    )

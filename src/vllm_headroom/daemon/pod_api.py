@@ -1,0 +1,45 @@
+"""Reach the API server from inside a pod, as the pod's service account."""
+
+import os
+from pathlib import Path
+from typing import Final
+
+import httpx
+from msgspec import Struct
+
+from vllm_headroom.scrape.http.reader import PageReader
+
+ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+"""Where Kubernetes mounts the credentials of the pod's service account."""
+
+
+class PodApi(Struct, frozen=True, kw_only=True):
+    """This pod, and the API server that has its objects."""
+
+    reader: PageReader
+    namespace: str
+    name: str
+
+
+def open_pod_api(account: Path, timeout_seconds: float) -> PodApi | None:
+    """Return this pod's API server; None outside of a pod.
+
+    Outside means that an environment variable or the service account's namespace is missing.
+    """
+    host = os.environ.get("KUBERNETES_SERVICE_HOST", "")
+    port = os.environ.get("KUBERNETES_SERVICE_PORT", "")
+    name = os.environ.get("POD_NAME", "")
+    try:
+        namespace = (account / "namespace").read_text().strip()
+    except OSError:
+        namespace = ""
+    if not (host and port.isdigit() and name and namespace):
+        return None
+    reader = PageReader(
+        url=str(httpx.URL(scheme="https", host=host, port=int(port))),
+        timeout_seconds=timeout_seconds,
+        bearer_token_file=account / "token",
+        ca_file=account / "ca.crt",
+        headers={"Accept": "application/json"},
+    )
+    return PodApi(reader=reader, namespace=namespace, name=name)

@@ -1,0 +1,32 @@
+"""What the engine's log says that its parts took at its last start."""
+
+from typing import Final
+
+from vllm_headroom import catalog
+from vllm_headroom.model import LogReading, Sample, Snapshot
+from vllm_headroom.vocabulary import StartPart
+
+FIELDS: Final = {
+    StartPart.WEIGHTS: ("weights_bytes", "profiled_weights_bytes"),
+    StartPart.ACTIVATIONS: ("activation_bytes",),
+    StartPart.NON_TORCH: ("non_torch_bytes",),
+    StartPart.CUDA_GRAPHS: ("graphs_bytes",),
+    StartPart.KV_CACHE: ("kv_cache_bytes",),
+}
+"""The fields of ProcessFigures that have a part; the first that the log has counts."""
+
+
+def derive_startup(snapshot: Snapshot) -> tuple[Sample, ...]:
+    """Return the sizes of the newest start, of the rank where each is largest.
+
+    A part that the log has not, or that a failed start left negative, is absent.
+    """
+    if not isinstance(snapshot.log, LogReading) or snapshot.log.start is None:
+        return ()
+    samples = []
+    for part, fields in FIELDS.items():
+        figures = (snapshot.log.start.find_largest(field) for field in fields)
+        part_bytes = next((figure for figure in figures if figure is not None), None)
+        if part_bytes is not None and part_bytes >= 0:
+            samples.append(Sample(catalog.ENGINE_STARTUP, (str(part),), float(part_bytes)))
+    return tuple(samples)

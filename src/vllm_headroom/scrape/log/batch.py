@@ -1,0 +1,25 @@
+"""What was added to the engine's log since it was last read."""
+
+from typing import Protocol
+
+from msgspec import Struct
+
+from vllm_headroom.model import Failure
+
+
+class LogBatch(Struct, frozen=True, kw_only=True):
+    """Bytes of the log, in the order in which they were written."""
+
+    content: bytes
+    is_old: bool = False
+    """Whether it was written before the sidecar began to follow the log, at an unknown time."""
+
+    is_broken: bool = False
+    """Whether bytes before it are missing: an incomplete line must not be joined with it."""
+
+
+class LogSource(Protocol):
+    """A place where the engine's log can be read."""
+
+    async def fetch(self, timeout_seconds: float) -> LogBatch | Failure:
+        """Return what was added, or why it cannot be read within a time limit; never raise."""

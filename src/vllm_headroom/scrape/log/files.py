@@ -1,0 +1,186 @@
+"""Follow a log file over rotation, truncation and replacement."""
+
+import contextlib
+import errno
+import glob
+import os
+import stat
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from vllm_headroom.model import Failure
+from vllm_headroom.scrape.log.batch import LogBatch
+from vllm_headroom.scrape.shortage import build_unavailable
+from vllm_headroom.vocabulary import Reason, Source
+from vllm_headroom.worker import Worker
+
+MOST_BYTES: Final = 4 * 2**20
+"""How much is read at a time: it takes 0.15 s of CPU, and no engine writes so much in a tick."""
+
+MOST_BACKLOG_BYTES: Final = 16 * 2**20
+"""With more than this to read, the middle is left out: the first MOST_BYTES have the start, the
+last have the present."""
+
+MOST_FILES: Final = 4096
+"""How many files a pattern may match: a node has one for each of some hundred containers."""
+
+FINGERPRINT_BYTES: Final = 64
+"""How many bytes before the place that was read last are compared: a file that was truncated and
+has grown again has others there."""
+
+PACKED_SUFFIXES: Final = (".gz", ".xz", ".zst", ".bz2")
+"""Rotated files that were packed are not followed."""
+
+
+class TooManyFilesError(Exception):
+    """The pattern matches more files than MOST_FILES."""
+
+
+FileId = tuple[int, int]
+"""The device and the inode of a file."""
+
+MOST_PLACES: Final = 16
+"""Of how many files the place that was read last is kept: a pattern may match several that grow."""
+
+
+class Place(NamedTuple):
+    """How far a file was read."""
+
+    offset: int = 0
+    fingerprint: bytes = b""
+    """The bytes before `offset`."""
+
+    old_end: int = 0
+    """Up to here it was written before it was followed."""
+
+
+class LogFiles:
+    """Reads what is added to the newest file that a path or a pattern names, on a daemon thread.
+
+    The pattern is the operator's. The content may be anybody's: it is returned as bytes.
+    """
+
+    def __init__(self, pattern: str) -> None:
+        self._pattern = pattern
+        self._descriptor: int | None = None
+        """The file that is followed; None before the first."""
+        self._places: dict[FileId, Place] = {}
+        """How far each of the newest files was read, the newest last."""
+        self._worker = Worker[LogBatch | Failure]("log files")
+
+    async def fetch(self, timeout_seconds: float) -> LogBatch | Failure:
+        """Return what was added, at most MOST_BYTES; empty where nothing was; never raise."""
+        try:
+            return await self._worker.call(self._read, timeout_seconds)
+        except TimeoutError:
+            reason = Reason.TIMEOUT
+            problem = f"did not answer within {timeout_seconds:g} s: a volume hangs"
+        except TooManyFilesError:
+            reason = Reason.OUT_OF_BOUNDS
+            problem = f"matches more than {MOST_FILES} files: name those of one engine"
+        except FileNotFoundError:
+            reason = Reason.NOT_FOUND
+            problem = "names no file: let the engine's log be written there, and mount it"
+        except PermissionError:
+            reason = Reason.NO_PERMISSION
+            problem = "cannot be read: let the daemon's user read it"
+        except OSError as error:
+            trouble = f"the engine's log {self._pattern} cannot be read"
+            return build_unavailable(Source.LOG, trouble, error, "name a file that can be read")
+        message = f"the engine's log {self._pattern} {problem} (HEADROOM_ENGINE_LOG)"
+        return Failure(source=Source.LOG, reason=reason, message=message)
+
+    def _read(self) -> LogBatch:
+        """Read on; runs on the thread. Raises OSError and TooManyFilesError."""
+        if self._descriptor is None:
+            self._descriptor = _open_regular(self._find_newest())
+        # What was written into a file before it was rotated is read first.
+        batch = self._read_open(self._descriptor)
+        if batch.content:
+            return batch
+        status = os.fstat(self._descriptor)
+        try:
+            path = self._find_newest()
+            newest_status = path.stat()
+        except FileNotFoundError:
+            # Between the two steps of a rotation the file has another name only.
+            if status.st_nlink:
+                return batch
+            raise
+        if _identify(newest_status) == _identify(status):
+            return batch
+        descriptor = _open_regular(path)
+        os.close(self._descriptor)
+        self._descriptor = descriptor
+        return self._read_open(descriptor)
+
+    def _find_newest(self) -> Path:
+        """Return the newest file that the pattern names; raises FileNotFoundError without any."""
+        if not glob.has_magic(self._pattern):
+            return Path(self._pattern)
+        newest_path = None
+        newest_nanoseconds = -1
+        for count, name in enumerate(
+            glob.iglob(self._pattern),  # noqa: PTH207 - the pattern may be absolute
+            start=1,
+        ):
+            if count > MOST_FILES:
+                raise TooManyFilesError
+            if name.endswith(PACKED_SUFFIXES):
+                continue
+            with contextlib.suppress(OSError):  # it may be removed meanwhile
+                status = os.stat(name)  # noqa: PTH116 - glob's names are texts
+                if stat.S_ISREG(status.st_mode) and status.st_mtime_ns > newest_nanoseconds:
+                    newest_nanoseconds = status.st_mtime_ns
+                    newest_path = Path(name)
+        if newest_path is None:
+            raise FileNotFoundError(errno.ENOENT, "no such file", self._pattern)
+        return newest_path
+
+    def _read_open(self, descriptor: int) -> LogBatch:
+        """Return the next bytes of the open file; begin again where it was truncated."""
+        status = os.fstat(descriptor)
+        file = _identify(status)
+        place = self._places.pop(file, None)
+        if place is None:
+            # Only the first file has a past that was not followed.
+            place = Place(old_end=0 if self._places else status.st_size)
+        elif _is_truncated(descriptor, place, status.st_size):
+            place = Place()
+        offset = place.offset
+        is_broken = offset == 0
+        if status.st_size - offset > MOST_BACKLOG_BYTES and offset > 0:
+            offset = status.st_size - MOST_BYTES
+            place = place._replace(fingerprint=b"")
+            is_broken = True
+        content = os.pread(descriptor, MOST_BYTES, offset)
+        self._places[file] = Place(
+            offset=offset + len(content),
+            fingerprint=(place.fingerprint + content)[-FINGERPRINT_BYTES:],
+            old_end=place.old_end,
+        )
+        while len(self._places) > MOST_PLACES:
+            del self._places[next(iter(self._places))]
+        return LogBatch(content=content, is_old=offset < place.old_end, is_broken=is_broken)
+
+
+def _identify(status: os.stat_result) -> FileId:
+    return (status.st_dev, status.st_ino)
+
+
+def _open_regular(path: Path) -> int:
+    """Open a file and return its descriptor; raises OSError where it is no regular file."""
+    # A pipe without a writer must not block the thread.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor
+    os.close(descriptor)
+    raise OSError(errno.EINVAL, "it is no regular file")
+
+
+def _is_truncated(descriptor: int, place: Place, size_bytes: int) -> bool:
+    """Return whether a file no longer has what was read of it."""
+    if size_bytes < place.offset:
+        return True
+    begin = place.offset - len(place.fingerprint)
+    return os.pread(descriptor, len(place.fingerprint), begin) != place.fingerprint

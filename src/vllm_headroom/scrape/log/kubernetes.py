@@ -1,0 +1,161 @@
+"""Read the log of a container of this pod from the API server."""
+
+import asyncio
+import json
+from http import HTTPStatus
+from typing import Any, Final
+from urllib.parse import urlencode
+
+from vllm_headroom.model import Failure
+from vllm_headroom.scrape.http.reader import PageReader, Reply
+from vllm_headroom.scrape.log.batch import LogBatch
+from vllm_headroom.vocabulary import REASONS, Reason, Source
+
+PAUSE_SECONDS: Final = 10.0
+"""The time between two rounds of requests: the API server is shared with the whole cluster."""
+
+MOST_BYTES: Final = 4 * 2**20
+"""How much of the log one request returns; more is read by the next rounds."""
+
+FIRST_LINES: Final = 50_000
+"""How many of the newest lines are read first: those of a start and of a day of load."""
+
+LONGEST_TIME: Final = 40
+"""Characters of the time before a line: RFC 3339 with nanoseconds has 35."""
+
+SHOWN_CHARACTERS: Final = 200
+"""Characters of the API server's message that are shown."""
+
+
+class RefusedError(Exception):
+    """The API server refused a request, or did not answer it."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
+
+
+class PodLog:
+    """Reads what is added to a container's log, and what the container before it wrote last.
+
+    The Role needs `get` on pods and on pods/log.
+    """
+
+    def __init__(self, api: PageReader, *, namespace: str, pod: str, container: str) -> None:
+        self._api = api
+        self._path = f"/api/v1/namespaces/{namespace}/pods/{pod}"
+        self._container = container
+        self._restarts: int | None = None
+        """The container's restarts at the last round; None before the first."""
+        self._newest_time = ""
+        """The time before the newest line that was read, "" before the first."""
+        self._next_seconds = 0.0
+        """When the next round begins, by the loop's clock."""
+        self._failure: Failure | None = None
+        """Why the last round failed; None where it did not."""
+
+    async def fetch(self, timeout_seconds: float) -> LogBatch | Failure:
+        """Return what was added; between two rounds nothing, or the last failure; never raise."""
+        now_seconds = asyncio.get_running_loop().time()
+        if now_seconds < self._next_seconds:
+            return self._failure or LogBatch(content=b"")
+        self._next_seconds = now_seconds + PAUSE_SECONDS
+        self._failure = None
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                return await self._read_round()
+        except RefusedError as error:
+            self._failure = error.failure
+        except TimeoutError:
+            problem = f"the API server did not answer within {timeout_seconds:g} s"
+            self._failure = _build_failure(Reason.TIMEOUT, problem)
+        return self._failure
+
+    async def _read_round(self) -> LogBatch:
+        """Return what was added since the last round; raises RefusedError."""
+        restarts = await self._count_restarts()
+        is_first = self._restarts is None
+        content = b""
+        if self._restarts is not None and restarts != self._restarts:
+            # The container before this one wrote its last lines after the last round.
+            content = await self._read_log(is_previous=True)
+        content += await self._read_log(is_previous=False)
+        self._restarts = restarts
+        return LogBatch(content=content, is_old=is_first, is_broken=is_first)
+
+    async def _count_restarts(self) -> int:
+        """Return how often the container was restarted; raises RefusedError."""
+        reply = await self._ask(self._path)
+        try:
+            pod: Any = json.loads(reply.text)
+            for status in pod["status"].get("containerStatuses", ()):
+                if status["name"] == self._container:
+                    return int(status["restartCount"])
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            problem = "the API server's answer is not understood"
+            raise RefusedError(_build_failure(Reason.MALFORMED, problem)) from None
+        problem = f"this pod has no container {self._container}: set HEADROOM_ENGINE_CONTAINER"
+        raise RefusedError(_build_failure(Reason.NOT_FOUND, problem))
+
+    async def _read_log(self, *, is_previous: bool) -> bytes:
+        """Return the lines that are newer than those read before; raises RefusedError."""
+        query = {
+            "container": self._container,
+            "timestamps": "true",
+            "limitBytes": str(MOST_BYTES),
+            "previous": "true" if is_previous else "false",
+        }
+        if self._newest_time:
+            query["sinceTime"] = self._newest_time
+        else:
+            query["tailLines"] = str(FIRST_LINES)
+        try:
+            reply = await self._ask(f"{self._path}/log?{urlencode(query)}")
+        except RefusedError as error:
+            # A container that waits to start, or whose log was removed, has none.
+            if error.failure.reason is Reason.HTTP_STATUS:
+                return b""
+            raise
+        lines = reply.text.split("\n")
+        # The last is empty, or was cut off by the bound: the next round has all of it.
+        lines.pop()
+        # The API server counts in whole seconds, so lines that were read come again.
+        newest_key = _build_time_key(self._newest_time)
+        new_lines = [line for line in lines if _build_time_key(line) > newest_key]
+        if new_lines:
+            self._newest_time, _, _ = new_lines[-1][:LONGEST_TIME].partition(" ")
+        return "".join(f"{line}\n" for line in new_lines).encode()
+
+    async def _ask(self, path: str) -> Reply:
+        """Return the answer to a request; raises RefusedError without one, and for a refusal."""
+        reply = await self._api.send("GET", path, None)
+        if isinstance(reply, Failure):
+            problem = f"the API server does not answer ({reply.reason})"
+            raise RefusedError(_build_failure(_choose_reason(reply.reason), problem))
+        if reply.status == HTTPStatus.OK:
+            return reply
+        reason = Reason.HTTP_STATUS
+        problem = f"the API server answers {reply.status}"
+        if reply.status == HTTPStatus.FORBIDDEN:
+            reason = Reason.NO_PERMISSION
+            problem += ": the Role needs get on pods and pods/log"
+        elif reply.status == HTTPStatus.UNAUTHORIZED:
+            reason = Reason.UNAUTHORIZED
+        raise RefusedError(_build_failure(reason, problem))
+
+
+def _build_time_key(line: str) -> str:
+    """Return what the time before a line is compared by; Go leaves out zeros at the end of it."""
+    time, _, _ = line[:LONGEST_TIME].partition(" ")
+    seconds, _, fraction = time.rstrip("Z").partition(".")
+    return f"{seconds}.{fraction:<09}"
+
+
+def _choose_reason(reason: Reason) -> Reason:
+    """Return the reason, or UNAVAILABLE for one that this source does not have."""
+    return reason if reason in REASONS[Source.LOG] else Reason.UNAVAILABLE
+
+
+def _build_failure(reason: Reason, problem: str) -> Failure:
+    message = f"the engine's log: {problem} (HEADROOM_ENGINE_LOG=kubernetes)"
+    return Failure(source=Source.LOG, reason=reason, message=message)
