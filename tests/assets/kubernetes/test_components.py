@@ -165,6 +165,9 @@ def test_the_sidecar_can_neither_hold_back_nor_starve_nor_evict_the_engine(
 
             assert not {"readinessProbe", "startupProbe", "lifecycle"} & container.keys()
             assert container["livenessProbe"]["httpGet"] == {"path": "/healthz", "port": "headroom"}
+            # Else a sidecar that hangs would live as long as the engine's grace period, which may be an hour.
+            assert container["livenessProbe"]["terminationGracePeriodSeconds"] == 10
+            assert {variable["name"] for variable in container["env"]} >= {"POD_NAME", "POD_NAMESPACE"}
             assert container["ports"] == [
                 {"name": "headroom", "containerPort": Settings.model_fields["listen_port"].default}
             ]

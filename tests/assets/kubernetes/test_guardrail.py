@@ -53,11 +53,13 @@ def test_the_sidecar_alone_gets_the_token(pairs: list[tuple[Document, Document]]
             paths = {file.get("path") or file["items"][0]["path"] for file in files}
             (mount,) = [each for each in sidecar["volumeMounts"] if each["mountPath"] == str(ACCOUNT)]
 
+            names = [variable for variable in sidecar["env"] if variable["name"] in {"HEADROOM_EVICT", "POD_NAME"}]
+
             assert with_token == ["headroom"]
             assert spec["automountServiceAccountToken"] is False
             assert mount == {"name": "headroom-api", "mountPath": str(ACCOUNT), "readOnly": True}
             assert paths == {"token", "ca.crt", "namespace"}
-            assert [variable for variable in sidecar["env"] if variable["name"] in {"HEADROOM_EVICT", "POD_NAME"}] == [
+            assert sorted(names, key=lambda variable: variable["name"]) == [
                 {"name": "HEADROOM_EVICT", "value": "dry-run"},
                 {"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
             ]

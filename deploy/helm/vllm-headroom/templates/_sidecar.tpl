@@ -23,6 +23,11 @@ Its context is this chart's: (index .Subcharts "vllm-headroom") in the chart tha
   env:
   - {name: HEADROOM_STATE_DIR, value: /var/lib/vllm-headroom}
   - {name: HEADROOM_ROLE, valueFrom: {fieldRef: {fieldPath: "metadata.labels['vllm-headroom/role']"}}}
+  - {name: POD_NAME, valueFrom: {fieldRef: {fieldPath: metadata.name}}}
+  - {name: POD_NAMESPACE, valueFrom: {fieldRef: {fieldPath: metadata.namespace}}}
+  {{- if and .memoryLimitOf (ne .memoryLimitOf "vllm") (not (hasKey $env "HEADROOM_ENGINE_CONTAINER")) }}
+  - {name: HEADROOM_ENGINE_CONTAINER, value: {{ .memoryLimitOf | quote }}}
+  {{- end }}
   {{- if .probe }}
   - {name: HEADROOM_PROBE_DIR, value: /run/headroom-probe}
   {{- end }}
@@ -41,7 +46,6 @@ Its context is this chart's: (index .Subcharts "vllm-headroom") in the chart tha
   {{- end }}
   {{- if include "vllm-headroom.evicts" $ }}
   - {name: HEADROOM_EVICT, value: {{ .evict | quote }}}
-  - {name: POD_NAME, valueFrom: {fieldRef: {fieldPath: metadata.name}}}
   {{- end }}
   {{- range $name, $value := $env }}
   - {name: {{ $name }}, value: {{ $value | quote }}}
@@ -57,6 +61,7 @@ Its context is this chart's: (index .Subcharts "vllm-headroom") in the chart tha
     periodSeconds: 10
     timeoutSeconds: 5
     failureThreshold: 6
+    terminationGracePeriodSeconds: 10
   {{- $claims := eq .gpu "dra" | ternary (dict "claims" (list (dict "name" "gpu"))) dict }}
   resources:
     {{- toYaml (merge $claims (.resources | default dict)) | nindent 4 }}
