@@ -108,8 +108,19 @@ class Evictor:
         )
 
     async def close(self) -> None:
-        """Close the connection; a Lease that is held expires."""
-        await self._api.close()
+        """Close the connection; give the Lease back first, where that is safe, else it expires.
+
+        It is safe once the budget's status counts this pod as missing: the next pod then waits for
+        the replacement, not for the Lease.
+        """
+        try:
+            if self._has_evicted and self._is_holder:
+                with suppress(NotNowError):
+                    if _counts_missing_pods(await self._find_budget()):
+                        await self._release()
+                        log.info("Lease given back to the next pod", lease=self._lease_name)
+        finally:
+            await self._api.close()
 
     async def turn(self, due: str | None) -> None:
         """Try to evict this pod, or renew or release its Lease; log a problem; never raise.
@@ -217,11 +228,11 @@ class Evictor:
             )
         return pod
 
-    async def _check_budget(self) -> None:
-        """Raise NotNowError unless the pod's PodDisruptionBudget counts all its pods as healthy.
+    async def _find_budget(self) -> Object:
+        """Return the pod's PodDisruptionBudget.
 
-        Raise it too where not exactly one PodDisruptionBudget selects the pod, or where that one
-        does not count missing pods.
+        Raises NotNowError where not exactly one selects the pod, or where that one does not count
+        missing pods.
         """
         path = f"/apis/policy/v1/namespaces/{self._namespace}/poddisruptionbudgets"
         budgets = (await self._ask("GET", path))["items"]
@@ -239,10 +250,14 @@ class Evictor:
             raise NotNowError(
                 f"PodDisruptionBudget {name} does not count missing pods: it needs maxUnavailable"
             )
-        status = budget.get("status", {})
-        healthy = status.get("currentHealthy", 0)
-        expected = status.get("expectedPods", 1)
-        if healthy < expected or status.get("disruptedPods"):
+        return dict(budget)
+
+    async def _check_budget(self) -> None:
+        """Raise NotNowError unless the pod's PodDisruptionBudget counts all its pods as healthy."""
+        budget = await self._find_budget()
+        if _counts_missing_pods(budget):
+            healthy, expected = _count_pods(budget)
+            name = budget["metadata"]["name"]
             raise NotNowError(
                 f"a pod restarts: {healthy} of {expected} are healthy by PodDisruptionBudget {name}"
             )
@@ -377,6 +392,21 @@ class Evictor:
     @property
     def _is_holder(self) -> bool:
         return self._clock.monotonic() < self._lease_held_until
+
+
+def _count_pods(budget: Object) -> tuple[int, int]:
+    """Return how many pods a PodDisruptionBudget counts as healthy, and how many it expects."""
+    status = budget.get("status", {})
+    return status.get("currentHealthy", 0), status.get("expectedPods", 1)
+
+
+def _counts_missing_pods(budget: Object) -> bool:
+    """Return whether a budget's status has a pod that is missing, or that is being evicted.
+
+    The API server itself notes an eviction there before it deletes the pod.
+    """
+    healthy, expected = _count_pods(budget)
+    return healthy < expected or bool(budget.get("status", {}).get("disruptedPods"))
 
 
 def _selects(budget: Object, labels: Object) -> bool:

@@ -122,6 +122,38 @@ def test_the_next_waits_until_the_lease_has_not_changed_for_its_duration_here_an
     assert counted(second) == {"accepted": 1}
 
 
+def test_as_its_last_act_the_holder_gives_the_lease_back_and_the_next_waits_for_the_replacement_alone() -> None:
+    bench = Bench(load_seconds=30.0)
+    first, second = bench.evictor(0), bench.evictor(1)
+    bench.turn(first)
+    with capture_logs() as events:
+        asyncio.run(first.close())
+    assert [event["event"] for event in events] == ["Lease given back to the next pod"]
+    assert bench.lease["holderIdentity"] == ""
+
+    with capture_logs() as events:
+        bench.turn(second)
+    assert problems(events) == ["a pod restarts: 3 of 4 are healthy by PodDisruptionBudget vllm-0"]
+    bench.turn(second, seconds=30.0)
+
+    assert counted(second) == {"accepted": 1}
+    assert bench.cluster.voluntary == 1
+
+
+@pytest.mark.parametrize("fault", ["", "cut"])
+def test_the_lease_is_not_given_back_where_the_budget_need_not_know_of_the_eviction(fault: str) -> None:
+    """Where the eviction got no answer, or the status does not count it yet."""
+    bench = Bench()
+    bench.fault = lambda path: fault if path.endswith("/eviction") else ""
+    evictor = bench.evictor()
+    bench.turn(evictor)
+    for budget in bench.cluster._budgets:  # as of a controller that lags
+        budget["status"] |= {"disruptedPods": {}, "currentHealthy": 4}
+    asyncio.run(evictor.close())
+
+    assert bench.lease["holderIdentity"]
+
+
 def test_the_next_waits_for_a_replacement_that_is_slower_than_the_lease() -> None:
     bench = Bench(load_seconds=1800.0)
     first, second = bench.evictor(0), bench.evictor(1)
