@@ -15,7 +15,7 @@ import uvloop
 
 from vllm_headroom_tools import cli
 
-OWN: Final = {name: value for name, value in os.environ.items() if not name.startswith("HEADROOM_")}
+OWN: Final = {name: value for name, value in os.environ.items() if not name.startswith(("HEADROOM_", "POD_"))}
 """The environment without the settings of whoever runs the tests."""
 
 

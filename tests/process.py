@@ -141,6 +141,7 @@ IN_FULL = frozenset(
         "MALLOC_ARENA_MAX",
         "NVML_FAKE_FILE",
         "POD_NAME",
+        "POD_NAMESPACE",
         "PYTHONPATH",
         "SPEED",
         "STEPPED",

@@ -17,6 +17,7 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from vllm_headroom import inputs
+from vllm_headroom.model import USUAL_CONTAINER
 from vllm_headroom.parse.profiles import PROFILES
 from vllm_headroom.units import parse_size
 
@@ -227,6 +228,14 @@ class Settings(BaseSettings):
         metavar="JSON",
         accepts="a mapping of header names to values, in JSON or YAML",
         shown_default="none",
+    )
+    engine_container: Annotated[str, Field(pattern="^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")] = (
+        setting(
+            USUAL_CONTAINER,
+            "The engine's container in this pod, for the commands that the sidecar's texts name.",
+            metavar="NAME",
+            accepts="the name of a container",
+        )
     )
     evict: Annotated[Literal["off", "dry-run", "on"], InAnyCase] = setting(
         "off",

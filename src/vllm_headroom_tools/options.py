@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
@@ -129,6 +130,16 @@ def choice(names: Sequence[str]) -> Value[str]:
         return text
 
     return Value(read=read, accepts=f"{', '.join(names[:-1])} or {names[-1]}")
+
+
+LOCAL_SIDECAR: Final = "http://127.0.0.1:9839"
+"""Where the sidecar of the same pod or machine answers, by its usual port."""
+
+
+def find_local_sidecar() -> str:
+    """Return the URL of the sidecar beside this command: its port is HEADROOM_LISTEN_PORT."""
+    port = os.environ.get("HEADROOM_LISTEN_PORT", "")
+    return f"http://127.0.0.1:{port}" if port.isdecimal() else LOCAL_SIDECAR
 
 
 def url(example: str) -> Value[httpx.URL]:

@@ -24,7 +24,15 @@ from vllm_headroom_tools.bad_input import BadInput
 from vllm_headroom_tools.cli import Command, write_result
 from vllm_headroom_tools.conclusion import Conclusion, Finding, Report, find_worst
 from vllm_headroom_tools.openai import parse_object
-from vllm_headroom_tools.options import DURATION, FILE, BadOptions, Parser, url
+from vllm_headroom_tools.options import (
+    DURATION,
+    FILE,
+    LOCAL_SIDECAR,
+    BadOptions,
+    Parser,
+    find_local_sidecar,
+    url,
+)
 from vllm_headroom_tools.terminal import (
     NO_SIDECAR,
     Point,
@@ -36,8 +44,6 @@ from vllm_headroom_tools.terminal import (
 
 if TYPE_CHECKING:
     from rich.text import Text
-
-LOCAL_SIDECAR: Final = "http://127.0.0.1:9839"
 
 FETCH_INTERVAL_SECONDS: Final = 2.0
 """Our choice: the pause between two fetches."""
@@ -98,7 +104,7 @@ async def _run(arguments: Namespace) -> Report | int:
     """Return a report with --json or --exit-code; else show verdicts until a signal, then 0."""
     if arguments.url and arguments.headroom_url:
         raise BadOptions("URL and --headroom-url cannot both be given")
-    sidecar = arguments.url or arguments.headroom_url or httpx.URL(LOCAL_SIDECAR)
+    sidecar = arguments.url or arguments.headroom_url or httpx.URL(find_local_sidecar())
     snapshot_url = sidecar.copy_with(path="/snapshot.json", query=None)
     reader = PageReader(
         url=str(snapshot_url), timeout_seconds=FETCH_TIMEOUT_SECONDS, ca_file=arguments.ca_file

@@ -13,7 +13,7 @@ from typing import Any, Final, NoReturn, Protocol
 
 import httpx
 import uvloop
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from vllm_headroom import catalog
 from vllm_headroom.config import AUTO, Settings
@@ -25,6 +25,7 @@ from vllm_headroom.daemon.flight import Flight
 from vllm_headroom.daemon.mappings import Mappings
 from vllm_headroom.daemon.model_reader import NO_MODEL, ModelReader
 from vllm_headroom.daemon.parts import GPU_TIMEOUT_SECONDS, Parts, build_real_parts
+from vllm_headroom.daemon.pod import read_engine_pod
 from vllm_headroom.daemon.sampler import Sampler
 from vllm_headroom.daemon.server_pages import ServerPages
 from vllm_headroom.daemon.sources import AnyParts, close_all
@@ -145,7 +146,9 @@ async def run(
     with loop.handle_signals(partial(loop.request_end, ending, loop.STOPPED)):
         try:
             port = listener.getsockname()[1]
-            log.info("listening", port=port, version=read_version())
+            pod = read_engine_pod(settings.engine_container)
+            names = {} if pod is None else asdict(pod)
+            log.info("listening", port=port, version=read_version(), **names)
             build: Callable[..., Service] = build_daemon or Daemon
             daemon = build(parts, settings, model, home=f"http://localhost:{port}/", ending=ending)
             server = Server(daemon.build_handler(door), door)
@@ -177,6 +180,7 @@ def build_engine_watch(parts: Parts, settings: Settings, model: ModelReader) -> 
             version=read_version(),
             lock=lock,
             mappings=Mappings(parts.mappings),
+            pod=read_engine_pod(settings.engine_container),
         )
     recorder = None
     if settings.trace_file is not None:
@@ -252,6 +256,7 @@ class Daemon:
         self._interval_seconds = settings.sample_interval_seconds
         self._gpu_interval_seconds = settings.gpu_sample_interval_seconds
         self._runbooks_url = settings.runbooks_url
+        self._pod = read_engine_pod(settings.engine_container)
         self._engine_url = str(hide_secrets(httpx.URL(settings.engine_url)))
         self._heartbeat = loop.Heartbeat(
             self._interval_seconds, self._clock, asyncio.get_running_loop().time
@@ -339,6 +344,7 @@ class Daemon:
             interval_seconds=self._interval_seconds,
             history=self._watch.history,
             host=socket.gethostname(),
+            pod=self._pod,
             engine_url=self._engine_url,
             stall_reason=self._heartbeat.find_stall(),
             notice=self._notice,

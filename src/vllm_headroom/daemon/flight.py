@@ -18,6 +18,7 @@ from vllm_headroom.expose.view import LastIncident
 from vllm_headroom.log import Log
 from vllm_headroom.model import (
     Ending,
+    EnginePod,
     EngineStatus,
     Failure,
     Gpu,
@@ -171,6 +172,7 @@ class Flight:
         version: str,
         lock: FolderLock,
         mappings: Mappings,
+        pod: EnginePod | None = None,
     ) -> None:
         self.last: LastIncident | None = None
         """The newest incident on disk."""
@@ -181,6 +183,7 @@ class Flight:
         self._version = version
         self._lock = lock
         self._mappings = mappings
+        self._pod = pod
         self._writer = FileWriter("flight record", folder / FLIGHT)
         self._recorded_seconds: float | None = None
         """When the newest line was written, on the monotonic clock; None before the first."""
@@ -314,6 +317,7 @@ class Flight:
             incident.ending,
             incident.events,
             version=self._version,
+            pod=self._pod,
             before=incident.before,
             xids=[error for error in self.recent.xids if error["t"] >= oldest_seconds],
             ooms=[oom for oom in self._ooms if oom["t"] >= oldest_seconds],
@@ -330,7 +334,13 @@ class Flight:
         file = locate_incident(self._folder, incident.seconds)
         self.last = _summarise_incident(file, header)
         if incident.write_at_seconds < closes_at_seconds:
-            log.warning("an incident was set aside", look_at=f"vllm-headroom postmortem {file}")
+            look_at = f"vllm-headroom postmortem {file}"
+            if self._pod is None:
+                log.warning("an incident was set aside", look_at=look_at)
+            else:
+                log.warning(
+                    "an incident was set aside", look_at=look_at, engine_log=self._pod.log_command
+                )
         if now >= closes_at_seconds:
             return None
         return replace(incident, write_at_seconds=max(now + RETRY_SECONDS, closes_at_seconds))

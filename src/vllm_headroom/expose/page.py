@@ -12,7 +12,7 @@ from vllm_headroom.expose.figures import draw_figures
 from vllm_headroom.expose.tables import list_tables, render_table
 from vllm_headroom.expose.times import render_time
 from vllm_headroom.expose.view import LastIncident, View
-from vllm_headroom.model import Values, Verdict
+from vllm_headroom.model import EnginePod, Values, Verdict
 from vllm_headroom.units import format_duration, format_instant, format_size
 from vllm_headroom.vocabulary import LEVEL_NAMES, Level, Situation
 
@@ -99,7 +99,10 @@ def _render_header(view: View) -> str:
 def _list_names(view: View) -> Iterator[str]:
     """Yield the names of pod or host, engine, models and GPUs, as far as they are known."""
     yield "vllm-headroom"
-    if view.host:
+    if view.pod is not None:
+        yield f"{view.pod.namespace}/{view.pod.pod}"
+        yield f"container {view.pod.container}"
+    elif view.host:
         yield view.host
     if view.engine_url:
         yield view.engine_url
@@ -338,7 +341,7 @@ def _render_sections(view: View) -> Iterator[str]:
         for table in list_tables(view.values, view.snapshot):
             yield render_table(table)
     if view.last_incident is not None:
-        yield _render_incident(view.last_incident)
+        yield _render_incident(view.last_incident, view.pod)
     if view.history.events:
         yield "<h2>What changed</h2><ul>"
         for event in reversed(view.history.events[-SHOWN_EVENTS:]):
@@ -349,14 +352,17 @@ def _render_sections(view: View) -> Iterator[str]:
         yield "</ul>"
 
 
-def _render_incident(incident: LastIncident) -> str:
+def _render_incident(incident: LastIncident, pod: EnginePod | None) -> str:
     time = render_time(incident.seconds)
     kind = escape_text(incident.kind)
     command = _render_command(incident.command)
     cause = ""
     if incident.sentence is not None:
         cause = f" <b>{escape_text(incident.sentence)}</b>"
+    last_words = ""
+    if pod is not None:
+        last_words = f" {_render_command(pod.log_command)} has the engine's last words."
     return (
         f"<h2>Last incident</h2><p>{time}: the engine {kind}.{cause} "
-        f"{command}, run in the sidecar's container, has the evidence.</p>"
+        f"{command}, run in the sidecar's container, has the evidence.{last_words}</p>"
     )

@@ -9,7 +9,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from vllm_headroom.expose.drawing import Curve
-from vllm_headroom.model import NO_VERDICT, GpuReading, Snapshot, Values, Verdict
+from vllm_headroom.model import NO_VERDICT, EnginePod, GpuReading, Snapshot, Values, Verdict
 from vllm_headroom.vocabulary import EngineState, Level, Situation
 
 CURVE_STEP_SECONDS: Final = 60
@@ -268,6 +268,8 @@ class View(Struct, frozen=True, kw_only=True):
     history: History
     host: str = ""
     """The name of the sidecar's pod or machine."""
+    pod: EnginePod | None = None
+    """None outside of Kubernetes, and where it is not known."""
     engine_url: str = ""
     snapshot: Snapshot | None = None
     """None before the first sample."""

@@ -41,6 +41,7 @@ from vllm_headroom.model.gpu import (
     find_part,
     name_device,
 )
+from vllm_headroom.model.pod import ANY_LOG_COMMAND, USUAL_CONTAINER, EnginePod
 from vllm_headroom.model.snapshot import (
     NO_VERDICT,
     Metric,

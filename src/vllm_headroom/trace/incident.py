@@ -10,7 +10,7 @@ from msgspec.structs import asdict, replace
 from vllm_headroom.derive.life.causes import judge_ending
 from vllm_headroom.derive.life.record import MEMORY_REASONS, SAME_END_SECONDS
 from vllm_headroom.derive.verdicts import GPU_LOST
-from vllm_headroom.model import Ending, GpuAtEnd, LogEnding
+from vllm_headroom.model import Ending, EnginePod, GpuAtEnd, LogEnding
 from vllm_headroom.parse.fields import LARGEST
 from vllm_headroom.trace.entries import YEAR_10000
 from vllm_headroom.units import format_size
@@ -162,6 +162,7 @@ class Incident(EngineEvent, frozen=True, kw_only=True):
     """
 
     version: str | None = None
+    engine_pod: EnginePod | None = None
     cause: EndCause | None = None
     sure: Sureness | None = None
     sentence: str | None = None
@@ -187,6 +188,7 @@ def build_header(
     events: Sequence[EngineEvent],
     *,
     version: str,
+    pod: EnginePod | None,
     before: Mapping[str, Any],
     xids: Sequence[Mapping[str, Any]],
     ooms: Sequence[Mapping[str, Any]],
@@ -201,6 +203,7 @@ def build_header(
     header = {
         **drop_unknown(find_decisive(events)),
         "version": version,
+        "engine_pod": drop_unknown(pod),
         "events": [drop_unknown(event) for event in events],
         "before": dict(before),
         "xids": list(xids),

@@ -5,8 +5,10 @@ from collections.abc import Coroutine, Iterable, Iterator
 from itertools import chain
 from typing import Any, Final
 
-from msgspec.structs import asdict
+from msgspec.structs import asdict, replace
 
+from vllm_headroom.daemon.pod import read_engine_pod
+from vllm_headroom.inputs import parse_metrics_url
 from vllm_headroom_tools.advise.facts import Facts, Origin, list_leaks
 from vllm_headroom_tools.advise.finding import Advice, Change
 from vllm_headroom_tools.advise.history import TraceHistory
@@ -30,6 +32,7 @@ from vllm_headroom_tools.options import (
     BadOptions,
     Parser,
     Value,
+    find_local_sidecar,
     page_url,
     tokens,
     whole_number,
@@ -250,7 +253,7 @@ def _add_options(parser: Parser) -> None:
         "--headroom-url",
         metavar="URL",
         type=page_url("http://gpu-7:9839"),
-        help="a sidecar to read instead of a file",
+        help="a sidecar to read instead of a file; without either, the one beside this command",
     )
     group = parser.add_argument_group(
         "what the engine was started with, for values that depend on it"
@@ -283,8 +286,9 @@ def _read_version(text: str) -> Version:
 def _run(options: Namespace) -> Report | Coroutine[Any, Any, Report]:
     """Return the report, or where a page has to be fetched a coroutine that returns the report."""
     sources = (options.trace, options.trace_option, options.headroom_url)
-    if len([source for source in sources if source is not None]) != 1:
-        raise BadOptions("needs a FILE or --headroom-url, and not both")
+    given_sources = [source for source in sources if source is not None]
+    if len(given_sources) > 1:
+        raise BadOptions("takes a FILE or --headroom-url, and not both")
     settings = EngineArgs(
         version=options.vllm_version,
         gpu_memory_utilization=options.gpu_memory_utilization,
@@ -292,7 +296,7 @@ def _run(options: Namespace) -> Report | Coroutine[Any, Any, Report]:
         max_model_len=options.max_model_len,
         max_num_batched_tokens=options.max_num_batched_tokens,
     )
-    if options.engine_url is None and options.headroom_url is None:
+    if options.engine_url is None and given_sources and options.headroom_url is None:
         return _judge_file(options, settings)
     return _judge_live(options, settings)
 
@@ -303,9 +307,14 @@ async def _judge_live(options: Namespace, settings: EngineArgs) -> Report:
 
     if options.engine_url is not None:
         settings = await page.add_engine_settings(settings, options.engine_url)
-    if options.headroom_url is None:
+    if options.trace is not None or options.trace_option is not None:
         return _judge_file(options, settings)
-    return build_report(judge(await page.fetch_facts(options.headroom_url, settings)))
+    if options.headroom_url is not None:
+        facts = await page.fetch_facts(options.headroom_url, settings)
+    else:
+        sidecar_url = parse_metrics_url(find_local_sidecar())
+        facts = await page.fetch_facts(sidecar_url, settings, NO_SOURCE)
+    return build_report(judge(facts))
 
 
 def _judge_file(options: Namespace, settings: EngineArgs) -> Report:
@@ -325,6 +334,7 @@ def _judge_file(options: Namespace, settings: EngineArgs) -> Report:
     return report
 
 
+NO_SOURCE: Final = "name a FILE or --headroom-url, or run this beside vllm-headroom"
 TRACE_OR_LOG: Final = "a trace of this version or a log of an engine"
 
 
@@ -336,11 +346,12 @@ def _read_facts(lines: Iterable[bytes], name: str, settings: EngineArgs) -> Fact
     facts = history.build_facts(settings)
     if not facts.samples:
         raise BadInput("the trace has no samples")
-    return facts
+    pod = read_engine_pod()
+    return facts if pod is None else replace(facts, log_command=pod.log_command)
 
 
 COMMAND: Final[Command] = Command(
-    usage="%(prog)s [OPTION]... FILE\n       %(prog)s [OPTION]... --headroom-url URL",
+    usage="%(prog)s [OPTION]... [FILE]\n       %(prog)s [OPTION]... --headroom-url URL",
     description="""\
 Finds which known cause of memory trouble fits an engine, shows the figures, and
 advises a change: vLLM's option with a value computed from this engine's
@@ -350,7 +361,7 @@ FILE is a trace or a log of the engine, - for standard input. A trace is
 HEADROOM_TRACE_FILE of the daemon or flight.jsonl of its state directory, ideally
 of a day. A log is what the engine wrote, as docker, kubectl, the kubelet or
 journald keep it: of a start that failed, a death, or an engine that serves. A
-sidecar's page is only the present.
+sidecar's page is only the present; without FILE it is that of the sidecar here.
 """,
     epilog="""\
 The exit status is 0 if there is nothing to change, 1 if there is advice, and 2
@@ -360,6 +371,7 @@ Example:
   vllm-headroom advise trace.jsonl --engine-url http://127.0.0.1:8000
   kubectl logs --previous vllm-0 | vllm-headroom advise -
   vllm-headroom advise --headroom-url http://gpu-7:9839 --json
+  kubectl exec vllm-0 -c headroom -- vllm-headroom advise
 """,
     options=_add_options,
     run=_run,

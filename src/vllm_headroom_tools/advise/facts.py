@@ -5,7 +5,7 @@ from typing import Final
 
 from msgspec import Struct
 
-from vllm_headroom.model import BudgetExcess, Device, Ending, HostMemory, Leftover
+from vllm_headroom.model import ANY_LOG_COMMAND, BudgetExcess, Device, Ending, HostMemory, Leftover
 from vllm_headroom.units import GIB, MIB
 from vllm_headroom.vocabulary import LeakState
 from vllm_headroom_tools.advise.settings import EngineArgs
@@ -218,6 +218,8 @@ class Facts(Struct, frozen=True, kw_only=True):
     host: HostMemory | None = None
     # The engine's exits.
     ends: tuple[Ending, ...] = ()
+    # What shows the engine's log up to its last exit.
+    log_command: str = ANY_LOG_COMMAND
 
     @property
     def failed_starts(self) -> tuple[Ending, ...]:

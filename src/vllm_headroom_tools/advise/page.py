@@ -306,11 +306,14 @@ LIVE_TIMEOUT_SECONDS: Final = 20.0
 """Longer than the daemon's timeout: there is one attempt only, and a busy engine answers late."""
 
 
-async def fetch_facts(url: str, settings: EngineArgs) -> Facts:
-    """Fetch a sidecar's page and return its facts; raises BadInput where that is not possible."""
+async def fetch_facts(url: str, settings: EngineArgs, advice: str = NO_SIDECAR) -> Facts:
+    """Fetch a sidecar's page and return its facts.
+
+    Raises BadInput where that is not possible, with `advice` where nothing answers.
+    """
     page = await fetch_once(_build_reader(url))
     if isinstance(page, Failure):
-        raise BadInput(f"{strip_advice(page)}: {NO_SIDECAR}")
+        raise BadInput(f"{strip_advice(page)}: {advice}")
     return parse_facts(page, settings)
 
 

@@ -3,7 +3,7 @@
 from typing import Final
 
 from vllm_headroom.derive.life.causes import describe_lower_budget, find_over_budget
-from vllm_headroom.model import Ending
+from vllm_headroom.model import ANY_LOG_COMMAND, Ending, EnginePod
 from vllm_headroom.vocabulary import EndCause, Situation
 
 CONSERVING_MEMORY: Final = "https://docs.vllm.ai/en/latest/configuration/conserving_memory.html"
@@ -13,7 +13,7 @@ XID_ERRORS: Final = "https://docs.nvidia.com/deploy/xid-errors/index.html"
 CONTAINER_MEMORY: Final = (
     "https://kubernetes.io/docs/concepts/configuration/manage-resources-containers/"
 )
-READ_LOG: Final = "Read vLLM's log up to the end: kubectl logs --previous"
+READ_LOG: Final = f"Read vLLM's log up to the end: {ANY_LOG_COMMAND}"
 
 TODO: Final[dict[EndCause, tuple[tuple[str, str | None], ...]]] = {
     EndCause.LEAK: (
@@ -92,16 +92,26 @@ TODO: Final[dict[EndCause, tuple[tuple[str, str | None], ...]]] = {
 """What to do about each cause: the steps in order, each with a link to documentation or None."""
 
 
-def list_steps(cause: EndCause, end: Ending | None) -> tuple[tuple[str, str | None], ...]:
-    """Return what to do about a cause, each with a link or None; options with their values."""
+def list_steps(
+    cause: EndCause, end: Ending | None, pod: EnginePod | None
+) -> tuple[tuple[str, str | None], ...]:
+    """Return what to do about a cause, each with a link or None; options with their values.
+
+    Commands name the engine's `pod`, where it is known.
+    """
+    steps = TODO[cause]
+    if pod is not None:
+        steps = tuple(
+            (step.replace(ANY_LOG_COMMAND, pod.log_command), link) for step, link in steps
+        )
     if cause is not EndCause.OVER_BUDGET or end is None:
-        return TODO[cause]
+        return steps
     gpu = find_over_budget(end)
     if gpu is None or gpu.excess is None:
-        return TODO[cause]
+        return steps
     lower_budget = describe_lower_budget(end, gpu.excess)
     first_step = f"The next start holds as much again: start it with {lower_budget}"
-    return (first_step, CONSERVING_MEMORY), *TODO[cause][1:]
+    return (first_step, CONSERVING_MEMORY), *steps[1:]
 
 
 SITUATIONS: Final = {

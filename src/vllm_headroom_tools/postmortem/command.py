@@ -7,10 +7,11 @@ from typing import Final
 
 from msgspec.structs import asdict, replace
 
+from vllm_headroom.daemon.pod import read_engine_pod
 from vllm_headroom.derive.life.causes import UNKNOWN_CAUSE, judge_ending
 from vllm_headroom.derive.life.engine import EngineMemory
 from vllm_headroom.derive.life.record import build_ending, describe_gpus
-from vllm_headroom.model import Diagnosis, Ending, GpuAtEnd, Snapshot
+from vllm_headroom.model import Diagnosis, Ending, EnginePod, GpuAtEnd, Snapshot
 from vllm_headroom.trace.flight import FLIGHT, INCIDENTS, list_incidents, parse_incident_facts
 from vllm_headroom.trace.incident import Incident, add_evidence, find_decisive, read_incident
 from vllm_headroom.vocabulary import EndCause, IncidentKind, LeakState, Sureness
@@ -193,8 +194,11 @@ def read_facts(file: Path) -> Incident | None:
     return incident if decisive is incident else replace(incident, **asdict(decisive))
 
 
-def read_postmortem(file: Path) -> Postmortem:
-    """Return the post-mortem of a trace; raises BadInput where it cannot be read or is empty."""
+def read_postmortem(file: Path, pod: EnginePod | None = None) -> Postmortem:
+    """Return the post-mortem of a trace; raises BadInput where it cannot be read or is empty.
+
+    `pod` counts where the file does not name the engine's.
+    """
     incident = read_facts(file)
     follower = EndFollower(incident)
     timeline = Timeline()
@@ -212,6 +216,7 @@ def read_postmortem(file: Path) -> Postmortem:
         findings=judge(follower.ending, has_ended=has_ended),
         ending=follower.ending,
         incident=facts,
+        pod=facts.engine_pod or pod,
         timeline=timeline.list_entries(facts),
         curves=curves,
     )
@@ -221,7 +226,9 @@ def _run(options: Namespace) -> Report:
     place = options.place or os.environ.get(STATE_DIR)
     if not place:
         raise BadOptions(f"needs a FILE or a FOLDER, or {STATE_DIR} in the environment")
-    postmortem = read_postmortem(find_trace(Path(place)))
+    # A file that is named may be of another pod.
+    pod = read_engine_pod() if options.place is None else None
+    postmortem = read_postmortem(find_trace(Path(place)), pod)
     if options.html is not None:
         save(options.html, build_page(postmortem), "--html ", (place,))
     return build_report(postmortem)

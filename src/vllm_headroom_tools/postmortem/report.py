@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from msgspec import Struct, to_builtins
 
-from vllm_headroom.model import Diagnosis, Ending, EngineReading, GpuAtEnd
+from vllm_headroom.model import Diagnosis, Ending, EnginePod, EngineReading, GpuAtEnd
 from vllm_headroom.trace.incident import (
     MOST_SHOWN,
     Incident,
@@ -44,6 +44,8 @@ class Postmortem(Struct, frozen=True, kw_only=True):
     """The evidence of the findings; None without an end."""
     incident: Incident
     """The facts of the incident; `NO_INCIDENT` for another trace."""
+    pod: EnginePod | None
+    """Where the engine ran; None where the file does not name it, or outside of Kubernetes."""
     timeline: tuple[tuple[float, str], ...]
     """The changes before the end: seconds since the epoch, and a sentence."""
     curves: Curves
@@ -75,7 +77,7 @@ def build_report(postmortem: Postmortem) -> Report:
                 diagnosis.cause,
                 _conclude(diagnosis),
                 _describe(diagnosis),
-                tuple(step for step, _ in list_steps(diagnosis.cause, postmortem.ending)),
+                tuple(step for step, _ in _find_steps(postmortem, diagnosis.cause)),
             )
             for diagnosis in postmortem.findings
         ],
@@ -136,17 +138,21 @@ def list_sections(postmortem: Postmortem, most_log_lines: int) -> Iterator[tuple
         [(format_instant(seconds), change) for seconds, change in postmortem.timeline],
     )
     yield "Numbers for a bug report", list(list_numbers(ending, incident))
-    yield "What to do", _list_steps(postmortem.answer.cause, postmortem.ending)
+    yield "What to do", _list_steps(postmortem)
     yield "The sidecar's log then", [("", line) for line in incident.log[-most_log_lines:]]
     situation = postmortem.situation
     yield "Situation", [] if situation is None else [("", situation.replace("_", " "))]
 
 
-def _list_steps(cause: EndCause, end: Ending | None) -> list[Line]:
-    """Return what to do about a cause, in order, with the links."""
+def _find_steps(postmortem: Postmortem, cause: EndCause) -> tuple[tuple[str, str | None], ...]:
+    return list_steps(cause, postmortem.ending, postmortem.pod)
+
+
+def _list_steps(postmortem: Postmortem) -> list[Line]:
+    """Return what to do about the surest cause, in order, with the links."""
     steps = []
     name = "first"
-    for step, link in list_steps(cause, end):
+    for step, link in _find_steps(postmortem, postmortem.answer.cause):
         steps.append((name, step if link is None else f"{step}: {link}"))
         name = "then"
     return steps
@@ -174,6 +180,9 @@ def list_numbers(end: Ending | None, incident: Incident) -> Iterator[Line]:
     yield from islice(_list_torch_memory(incident), MOST_LISTED_HOLDERS)
     for growth in incident.before.mappings[-MOST_LISTED_HOLDERS:]:
         yield "host growth", _describe_growth(growth)
+    if incident.engine_pod is not None:
+        pod = incident.engine_pod
+        yield "pod", f"{pod.namespace}/{pod.pod}, container {pod.container}"
     if incident.version is not None:
         yield "vllm-headroom", incident.version
 
@@ -254,7 +263,8 @@ def _build_data(postmortem: Postmortem) -> dict[str, Any]:
         "timeline": [{"t": seconds, "text": change} for seconds, change in postmortem.timeline],
         "numbers": dict(list_numbers(end, incident)),
         "todo": [
-            {"text": step, "link": link} for step, link in list_steps(postmortem.answer.cause, end)
+            {"text": step, "link": link}
+            for step, link in _find_steps(postmortem, postmortem.answer.cause)
         ],
         "known": None if incident is NO_INCIDENT else to_builtins(incident),
     }

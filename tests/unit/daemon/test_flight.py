@@ -26,7 +26,7 @@ from vllm_headroom.daemon.flight import MOST_USE_SAMPLES, Flight
 from vllm_headroom.daemon.mappings import Mappings
 from vllm_headroom.daemon.state.lock import FolderLock
 from vllm_headroom.derive.life.engine import EngineMemory
-from vllm_headroom.model import Snapshot, Values, Verdict
+from vllm_headroom.model import EnginePod, Snapshot, Values, Verdict
 from vllm_headroom.model.gpu import OomRecord, ProbedProcess, ProbeReadings
 from vllm_headroom.trace import flight as record
 from vllm_headroom.trace.entries import build_record, encode_line
@@ -37,6 +37,7 @@ from vllm_headroom.trace.flight import (
     parse_incident_facts,
     write_incident,
 )
+from vllm_headroom.trace.incident import read_incident
 from vllm_headroom.vocabulary import Level, Role
 from vllm_headroom.worker import Worker
 from vllm_headroom_tools.trace import read_trace
@@ -45,9 +46,9 @@ FULL = Verdict(subject="GPU 0", level=Level.ALARM, sentence="GPU 0 leaks.", aler
 BEGAN = 1_760_000_000.0
 
 
-def flight(folder: Path, lock: FolderLock | None = None) -> Flight:
+def flight(folder: Path, lock: FolderLock | None = None, pod: EnginePod | None = None) -> Flight:
     lines, mappings = ("a line",), Mappings(lambda _: None)
-    return Flight(folder=folder, lines=lambda: lines, version="1.2.3", lock=lock or free(), mappings=mappings)
+    return Flight(folder=folder, lines=lambda: lines, version="1.2.3", lock=lock or free(), mappings=mappings, pod=pod)
 
 
 def step(subject: Flight, *seen: Snapshot) -> list[dict[str, Any]]:
@@ -119,6 +120,18 @@ def test_on_a_small_volume_half_is_left_for_the_state(tmp_path: Path, monkeypatc
 def _size(folder: Path) -> int:
     volume = os.statvfs(folder)
     return volume.f_blocks * volume.f_frsize
+
+
+def test_an_incident_names_the_engines_pod_in_its_file_and_in_the_log(tmp_path: Path) -> None:
+    pod = EnginePod(namespace="llm", pod="vllm-0", container="vllm")
+    subject = flight(tmp_path, pod=pod)
+    watch = serving()
+    step(subject, take_snapshot(watch))
+    watch.look(REFUSED, processes=(), gpus=(gpu(used=0, total=80 * 2**30),))
+    lines = step(subject, take_snapshot(watch))
+
+    assert read_incident(header(the_incident(tmp_path))).engine_pod == pod  # type: ignore[union-attr]
+    assert "kubectl logs --previous -n llm vllm-0 -c vllm" in [line.get("engine_log") for line in lines]
 
 
 def test_an_end_is_set_aside_with_what_was_known_before_it(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from vllm_headroom import catalog
 from vllm_headroom.expose.assets import SCRIPT
 from vllm_headroom.expose.page import render_page, respond_html
 from vllm_headroom.expose.view import History, HistoryEvent, LastIncident, View
-from vllm_headroom.model import EngineStatus, Sample, Verdict
+from vllm_headroom.model import EnginePod, EngineStatus, Sample, Verdict
 from vllm_headroom.units import GIB
 from vllm_headroom.vocabulary import EngineState, Level, Situation, Source
 
@@ -318,6 +318,15 @@ def test_the_last_incident_is_shown_with_what_tells_more() -> None:
     assert "2025-10-09 08:53:20Z</time>: the engine ended. <b>A crash. (likely)</b>" in page
     assert "<code>vllm-headroom postmortem /state/&lt;incidents&gt;/a.jsonl</code>" in page
     assert "Last incident" not in render_page(EMPTY)
+
+
+def test_in_a_pod_it_names_the_engines_container_and_its_log() -> None:
+    last = LastIncident(seconds=1_760_000_000.0, kind="ended", reason="gone", sentence=None, file="a.jsonl")
+    pod = EnginePod(namespace="llm", pod="vllm-0", container="server")
+    page = render_page(replace(EMPTY, last_incident=last, pod=pod, host="vllm-0"))
+
+    assert "<code>kubectl logs --previous -n llm vllm-0 -c server</code> has the engine's last words." in page
+    assert "vllm-headroom \N{MIDDLE DOT} llm/vllm-0 \N{MIDDLE DOT} container server" in page
 
 
 def test_a_notice_is_shown() -> None:

@@ -86,7 +86,7 @@ UNKNOWN_CAUSE: Final = Diagnosis(
     cause=EndCause.UNKNOWN,
     sureness=Sureness.POSSIBLE,
     sentence="The cause of the exit is not known.",
-    evidence=("look in vLLM's log (kubectl logs --previous), and in the kernel's (dmesg -T)",),
+    evidence=("look in vLLM's log, and in the kernel's (dmesg -T)",),
 )
 """Where no cause fits."""
 

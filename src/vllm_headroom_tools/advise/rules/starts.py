@@ -334,7 +334,7 @@ def find_crash(facts: Facts) -> Advice | None:
         changes=(
             Change(
                 text=(
-                    f"Read vLLM's log up to {when} (kubectl logs --previous): for"
+                    f"Read vLLM's log up to {when} ({facts.log_command}): for"
                     f" OutOfMemoryError with a size above {format_size(room_bytes)}; and the"
                     " kernel's log for an Xid"
                 ),

@@ -9,6 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.command import read_data, run_command, run_process
@@ -110,6 +111,21 @@ def test_a_sidecars_page_is_read() -> None:
     assert "first --gpu-memory-utilization 0.90 (now 0.92)" in process.stdout
 
 
+def test_without_a_source_it_reads_the_sidecar_beside_it() -> None:
+    with EngineServer(page(pages.text(pages.healthy(engine_mib=80_800)))) as server:
+        process = run_command("advise", HEADROOM_LISTEN_PORT=str(httpx.URL(server.url).port))
+
+    assert (process.returncode, process.stderr) == (1, "")
+    assert "first --gpu-memory-utilization 0.90 (now 0.92)" in process.stdout
+
+
+def test_in_a_pod_it_names_the_engines_log_as_kubectl_takes_it() -> None:
+    crashes = traces.text(traces.crashes())
+    process = run_command("advise", "-", "--json", stdin=crashes, POD_NAME="vllm-0", POD_NAMESPACE="llm")
+
+    assert "(kubectl logs --previous -n llm vllm-0 -c vllm)" in process.stdout
+
+
 class Vllm(BaseHTTPRequestHandler):
     """Answers as vLLM does: its metrics, and its version beside them."""
 
@@ -142,7 +158,7 @@ def test_an_engine_that_sizes_its_cache_in_bytes_is_told_bytes(overshoot: str) -
     assert "--gpu-memory-utilization" not in process.stdout
 
 
-BOTH = "needs a FILE or --headroom-url, and not both"
+BOTH = "takes a FILE or --headroom-url, and not both"
 RATIO = "accepts a ratio above 0, at most 1"
 URL = "accepts an http or https URL such as http://gpu-7:9839"
 VERSIONS = "accepts a version of vLLM from 0.4 on, such as 0.11.2"
@@ -151,7 +167,13 @@ VERSIONS = "accepts a version of vLLM from 0.4 on, such as 0.11.2"
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        ((), BOTH),
+        (
+            (),
+            (
+                "no connection to http://127.0.0.1:1/metrics (Connection refused): name a FILE or --headroom-url, or run"
+                " this beside vllm-headroom"
+            ),
+        ),
         (("-", "--headroom-url", "http://h"), BOTH),
         (("-", "--trace", "x"), BOTH),
         (("-", "--vllm-version", "0.1.dev1"), f"--vllm-version: got '0.1.dev1', {VERSIONS}"),
@@ -164,7 +186,7 @@ VERSIONS = "accepts a version of vLLM from 0.4 on, such as 0.11.2"
     ],
 )
 def test_bad_input_is_one_line_and_status_2(words: tuple[str, ...], why: str) -> None:
-    process = advise(*words)
+    process = run_command("advise", *words, HEADROOM_LISTEN_PORT="1")
 
     assert (process.returncode, process.stdout) == (2, "")
     assert process.stderr == f"vllm-headroom advise: {why}\n"

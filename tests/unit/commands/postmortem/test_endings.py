@@ -171,3 +171,26 @@ def test_an_exit_over_its_budget_has_the_option_as_the_first_step(run: Run, tmp_
     assert re.search(r"counted as +over_budget", out)
     assert "start it with --gpu-memory-utilization 0.89 in place of 0.94" in text
     assert text.endswith("Situation over budget")
+
+
+POD = {"namespace": "llm", "pod": "vllm-0", "container": "server"}
+
+
+@pytest.mark.parametrize(
+    ("pod", "log_command"),
+    [
+        (POD, "kubectl logs --previous -n llm vllm-0 -c server"),
+        ({**POD, "pod": "vllm-0; reboot"}, "kubectl logs --previous:"),
+        ({"namespace": "llm", "pod": "vllm-0"}, "kubectl logs --previous:"),
+        (None, "kubectl logs --previous:"),
+    ],
+)
+def test_the_log_to_read_is_that_of_the_incidents_pod(
+    run: Run, tmp_path: Path, pod: dict[str, str] | None, log_command: str
+) -> None:
+    scene = scenes.scene(scenes.crash, 1)
+    scene.header = {**(scene.header or {}), "engine_pod": pod}
+
+    _, out, _ = run(write(tmp_path, scene))
+
+    assert f"Read vLLM's log up to the end: {log_command}" in " ".join(out.split())

@@ -1,0 +1,28 @@
+"""Read from the environment which pod this is."""
+
+import os
+from typing import Final
+
+import msgspec
+
+from vllm_headroom.model import USUAL_CONTAINER, EnginePod
+
+CONTAINER_VARIABLE: Final = "HEADROOM_ENGINE_CONTAINER"
+"""The setting that names the engine's container, which the downward API cannot."""
+
+
+def read_engine_pod(container: str | None = None) -> EnginePod | None:
+    """Return the pod that the downward API names, None outside of one.
+
+    Without a `container` it is that of the environment. None too where a name is no name of
+    Kubernetes.
+    """
+    names = {
+        "namespace": os.environ.get("POD_NAMESPACE"),
+        "pod": os.environ.get("POD_NAME"),
+        "container": container or os.environ.get(CONTAINER_VARIABLE) or USUAL_CONTAINER,
+    }
+    try:
+        return msgspec.convert(names, EnginePod)
+    except msgspec.ValidationError:
+        return None
