@@ -189,9 +189,9 @@ class Settings(BaseSettings):
     )
     engine_container: Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")] = (
         setting(
-            "vllm",
-            "The name of the engine's container, for engines that are found in pods with several"
-            " containers, and for HEADROOM_ENGINE_LOG=kubernetes.",
+            USUAL_CONTAINER,
+            "The name of the engine's container: for commands that texts name, for engines that are"
+            " found in pods with several containers, and for HEADROOM_ENGINE_LOG=kubernetes.",
             metavar="NAME",
             accepts="the name of a container",
         )
@@ -228,14 +228,6 @@ class Settings(BaseSettings):
         metavar="JSON",
         accepts="a mapping of header names to values, in JSON or YAML",
         shown_default="none",
-    )
-    engine_container: Annotated[str, Field(pattern="^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")] = (
-        setting(
-            USUAL_CONTAINER,
-            "The engine's container in this pod, for the commands that the sidecar's texts name.",
-            metavar="NAME",
-            accepts="the name of a container",
-        )
     )
     evict: Annotated[Literal["off", "dry-run", "on"], InAnyCase] = setting(
         "off",

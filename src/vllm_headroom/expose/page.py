@@ -361,7 +361,7 @@ def _render_incident(incident: LastIncident, pod: EnginePod | None) -> str:
         cause = f" <b>{escape_text(incident.sentence)}</b>"
     last_words = ""
     if pod is not None:
-        last_words = f" {_render_command(pod.log_command)} has the engine's last words."
+        last_words = f"{_render_command(pod.log_command)} has the engine's last words."
     return (
         f"<h2>Last incident</h2><p>{time}: the engine {kind}.{cause} "
         f"{command}, run in the sidecar's container, has the evidence.{last_words}</p>"

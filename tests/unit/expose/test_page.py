@@ -325,7 +325,7 @@ def test_in_a_pod_it_names_the_engines_container_and_its_log() -> None:
     pod = EnginePod(namespace="llm", pod="vllm-0", container="server")
     page = render_page(replace(EMPTY, last_incident=last, pod=pod, host="vllm-0"))
 
-    assert "<code>kubectl logs --previous -n llm vllm-0 -c server</code> has the engine's last words." in page
+    assert "<code>kubectl logs --previous -n llm vllm-0 -c server</code> <button class=copy hidden>" in page
     assert "vllm-headroom \N{MIDDLE DOT} llm/vllm-0 \N{MIDDLE DOT} container server" in page
 
 

@@ -170,8 +170,8 @@ VERSIONS = "accepts a version of vLLM from 0.4 on, such as 0.11.2"
         (
             (),
             (
-                "no connection to http://127.0.0.1:1/metrics (Connection refused): name a FILE or --headroom-url, or run"
-                " this beside vllm-headroom"
+                "no connection to http://127.0.0.1:1/metrics (Connection refused): name a FILE or --headroom-url, or"
+                " run this beside vllm-headroom"
             ),
         ),
         (("-", "--headroom-url", "http://h"), BOTH),
