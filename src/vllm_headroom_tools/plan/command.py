@@ -140,6 +140,7 @@ def build_question(options: Namespace) -> Question:
         "kv_offloading_bytes": options.kv_offloading_size * GIB,
         "mm_processor_cache_bytes": options.mm_processor_cache_gb * GIB,
         "draft": draft,
+        "enable_prefix_caching": _read_prefix_caching(options),
         "has_unknown_draft": draft is None and speculation.draft_name is not None,
         "has_whole_encoder": options.mm_encoder_tp_mode == "data",
     }
@@ -152,6 +153,13 @@ def build_question(options: Namespace) -> Question:
         longest = estimate_memory(question).find_longest(1)
         return replace(question, max_model_len=longest or shape.max_model_len)
     return question
+
+
+def _read_prefix_caching(options: Namespace) -> bool | None:
+    """Return whether prefixes are to be cached; None without an option."""
+    if options.no_enable_prefix_caching:
+        return False
+    return True if options.enable_prefix_caching else None
 
 
 def _apply_gpu_choice(options: Namespace) -> None:
@@ -600,6 +608,14 @@ def _add_engine_options(group: argparse._ArgumentGroup) -> None:
         help=f"default {DEFAULT_BLOCK_TOKENS}",
     )
     add("--enforce-eager", action="store_true", help="without CUDA graphs")
+    add(
+        "--enable-prefix-caching",
+        action="store_true",
+        help="states of prefixes too, for models with states the default since 0.28",
+    )
+    add(
+        "--no-enable-prefix-caching", action="store_true", help="no prefixes, and no states of them"
+    )
     add(
         "-sc",
         "--speculative-config",

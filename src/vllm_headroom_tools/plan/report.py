@@ -18,14 +18,13 @@ from vllm_headroom_tools.plan.verdict import (
     Saving,
     explain_verdict,
     find_changes,
-    format_range,
     list_notes,
     list_unknown,
 )
 from vllm_headroom_tools.sizing.assumptions import Assumption, Range, StartAssumptions
+from vllm_headroom_tools.sizing.checks import can_start, check_start, format_range
 from vllm_headroom_tools.sizing.estimate import (
     MemoryEstimate,
-    can_start,
     list_longest,
     list_most_sequences,
 )
@@ -121,7 +120,7 @@ def _compare_parts(
 
 def _join_settings(change: Saving) -> str:
     """Return the options and their values, as they are typed."""
-    return " ".join(f"{option} {value}" for option, value in change.settings)
+    return " ".join(f"{option} {value}".strip() for option, value in change.settings)
 
 
 def _render_text(
@@ -410,6 +409,10 @@ def _build_data(estimate: MemoryEstimate, changes: Iterable[Saving]) -> dict[str
         "library_bytes": _split_range(estimate.other_overhead),
         "outside_budget_bytes": _split_range(estimate.outside),
         "host_bytes": _split_range(estimate.host),
+        "checks": [
+            {"name": check.name, "passes": check.passes, "refusal": check.refusal}
+            for check in check_start(estimate)
+        ],
         "assumptions": _build_assumptions(estimate.assumptions),
         "kv_cache_bytes": _split_range(estimate.kv_cache),
         "kv_capacity_tokens": estimate.capacity_tokens,

@@ -9,11 +9,17 @@ from msgspec.structs import replace
 
 from vllm_headroom.derive.configured import OFFLOAD_FACTOR
 from vllm_headroom.units import GIB, format_gib
-from vllm_headroom_tools.sizing.assumptions import Range, assume_start
+from vllm_headroom_tools.sizing.assumptions import assume_start
+from vllm_headroom_tools.sizing.checks import (
+    CheckName,
+    can_start,
+    check_start,
+    find_failed_check,
+    format_range,
+)
 from vllm_headroom_tools.sizing.estimate import (
     LEFT_TO_THE_MACHINE_BYTES,
     MemoryEstimate,
-    can_start,
     estimate_host,
     estimate_memory,
     estimate_outside,
@@ -57,7 +63,7 @@ def explain_verdict(estimate: MemoryEstimate) -> str:
     if fits:
         return f"It fits: vLLM starts. {_explain_concurrency(estimate)}"
     if fits is False:
-        return f"It does not fit: {_explain_obstacle(estimate)}."
+        return f"It does not fit: {_explain_obstacle(estimate)}"
     unknown = list_unknown(estimate)
     if unknown:
         verb = "is" if len(unknown) == 1 else "are"
@@ -65,18 +71,15 @@ def explain_verdict(estimate: MemoryEstimate) -> str:
     return f"Too close to call: {_explain_margin(estimate)}."
 
 
-def format_range(amount: Range) -> str:
-    """Return a range in GiB: one number where both bounds are equal, else two."""
-    low = f"{amount.low / GIB:,.2f}"
-    return low if amount.low == amount.high else f"{low} to {amount.high / GIB:,.2f}"
-
-
 def _explain_margin(estimate: MemoryEstimate) -> str:
-    """Return what fits by the low bounds of the estimates but not by the high ones."""
-    host_bytes = estimate.question.host_memory_bytes
-    if host_bytes is not None and estimate.host.high > host_bytes:
+    """Return what passes by the low bounds of the estimates but not by the high ones."""
+    check = next(check for check in check_start(estimate) if check.passes is None)
+    if check.name is CheckName.HOST_MEMORY:
         needed = format_range(estimate.host)
-        return f"vLLM's processes need {needed} GiB of the host's {format_gib(host_bytes)}"
+        host = format_gib(estimate.question.host_memory_bytes or 0)
+        return f"vLLM's processes need {needed} of the host's {host}"
+    if check.name is CheckName.STATE_BLOCKS:
+        return check.problem
     if estimate.kv_cache is None or estimate.budget_bytes is None:
         return "with the higher estimates it is more than the card has"
     sequence = format_gib(estimate.count_sequence_bytes(estimate.question.max_model_len or 1))
@@ -85,50 +88,12 @@ def _explain_margin(estimate: MemoryEstimate) -> str:
 
 
 def _explain_obstacle(estimate: MemoryEstimate) -> str:
-    """Return what does not fit even by the low bounds of the estimates.
-
-    Host, budget, cache and card are checked in this order; the first that does not fit is named.
-    """
-    question = estimate.question
-    kv_cache = estimate.kv_cache
-    budget_bytes = estimate.budget_bytes
-    overhead = estimate.overhead
-    host_bytes = question.host_memory_bytes
-    card_bytes = question.gpu_memory_bytes or 0
-    length = question.max_model_len or 1
-    sequence_bytes = estimate.count_sequence_bytes(length)
-
-    if host_bytes is not None and estimate.host.low > host_bytes:
-        needed = format_gib(estimate.host.low)
-        return f"vLLM's processes need at least {needed} of the host's {format_gib(host_bytes)}"
-
-    leaves_no_cache = kv_cache is not None and kv_cache.high <= 0
-    if leaves_no_cache and budget_bytes is not None and overhead is not None:
-        needed = format_gib((estimate.weights_bytes or 0) + overhead.low)
-        budget = format_gib(budget_bytes)
-        return (
-            f"weights and activations need at least {needed} of each GPU,"
-            f" and the budget is {budget}"
-        )
-
-    if kv_cache is not None and kv_cache.high < sequence_bytes:
-        needed = format_gib(sequence_bytes)
-        cache = format_gib(kv_cache.high)
-        return f"one sequence of {length:,} tokens needs {needed} of KV cache, of at most {cache}"
-
-    # Where the size of the KV cache is set there is no budget, so the whole card is too small.
-    if budget_bytes is None:
-        card = format_gib(card_bytes)
-        return f"weights, activations and the KV cache are more than the card's {card}"
-
-    beside_budget = format_gib(card_bytes - budget_bytes)
-    outside = format_range(estimate.outside)
-    if question.unified_memory:
-        return (
-            f"the budget leaves {beside_budget} of the machine, and it needs {outside} GiB:"
-            " vLLM would start, and it would hang"
-        )
-    return f"the budget leaves {beside_budget} of the card, and {outside} GiB lie outside of it"
+    """Return the first check that fails even by the low bounds, and vLLM's own words for it."""
+    check = find_failed_check(estimate)
+    if check is None:
+        return "it is more than the card has."
+    refusal = "" if check.refusal is None else f' vLLM: "{check.refusal}"'
+    return f"{check.problem}.{refusal}"
 
 
 def _explain_concurrency(estimate: MemoryEstimate) -> str:
@@ -332,6 +297,8 @@ def _shorten(question: Question) -> Trial | None:
     """
     longest = estimate_memory(question).find_longest(1) or 0
     length = question.max_model_len
+    if question.shape.max_model_len is not None:
+        longest = min(longest, question.shape.max_model_len)
     if longest < SMALLEST_LENGTH or (length is not None and longest >= length):
         return None
     return Trial(
@@ -344,7 +311,9 @@ def _shorten(question: Question) -> Trial | None:
 def _list_trials(question: Question) -> Iterator[Trial]:
     """Yield trials that change one option, beginning with the cheapest."""
     yield from _run_fewer_sequences(question)
+    yield from _enlarge_batch(question)
     yield from _change_share(question)
+    yield from _leave_graphs(question)
     yield from _round_cache(question)
     yield from _round_weights(question)
     yield from _offload_less_cache(question)
@@ -354,7 +323,18 @@ def _list_trials(question: Question) -> Iterator[Trial]:
 
 
 def _run_fewer_sequences(question: Question) -> Iterator[Trial]:
-    """Yield trials with half of the sequences, a quarter and so on: each needs room for logits."""
+    """Yield trials with fewer sequences, the most of them first: each needs room for logits.
+
+    They are as many as there are blocks for states, then half of the current ones, a quarter and
+    so on.
+    """
+    blocks = estimate_memory(question).blocks or 0
+    if question.shape.stateful_layers and 0 < blocks < question.max_num_seqs:
+        yield Trial(
+            (("--max-num-seqs", str(blocks)),),
+            "more requests wait",
+            replace(question, max_num_seqs=blocks),
+        )
     for halvings in range(1, question.max_num_seqs.bit_length()):
         sequences = question.max_num_seqs >> halvings
         yield Trial(
@@ -364,17 +344,43 @@ def _run_fewer_sequences(question: Question) -> Iterator[Trial]:
         )
 
 
+def _enlarge_batch(question: Question) -> Iterator[Trial]:
+    """Yield a trial whose batch has the tokens of a block; none where it has them already."""
+    block_tokens = estimate_memory(question).layout.block_tokens
+    if question.shape.stateful_layers and block_tokens > question.max_num_batched_tokens:
+        yield Trial(
+            (("--max-num-batched-tokens", str(block_tokens)),),
+            "activations take more",
+            replace(question, max_num_batched_tokens=block_tokens),
+        )
+
+
+def _leave_graphs(question: Question) -> Iterator[Trial]:
+    """Yield a trial without CUDA graphs, for models with states; none where there are none.
+
+    With graphs each sequence needs a block for its state.
+    """
+    if question.shape.stateful_layers and not question.enforce_eager:
+        yield Trial(
+            (("--enforce-eager", ""),),
+            "without CUDA graphs decoding is slower",
+            replace(question, enforce_eager=True),
+        )
+
+
 def _change_share(question: Question) -> Iterator[Trial]:
     """Yield a trial with another share of the card for vLLM; none where the cache's size is set.
 
-    It is a larger share. With unified memory it is all that the machine itself does not need, which
-    may be less than the current share.
+    It is the highest share that is safe. With unified memory it is all that the machine itself does
+    not need, which may be less than the current share.
     """
     if question.kv_cache_memory_bytes is not None:
         return
     share = SAFE_UTILIZATION
     price = "less is left for what lies beside the budget"
-    is_useful = share > question.gpu_memory_utilization
+    is_useful = share != question.gpu_memory_utilization
+    if share < question.gpu_memory_utilization:
+        price = "the KV cache is smaller"
     if question.unified_memory and question.gpu_memory_bytes is not None:
         machine_bytes = question.gpu_memory_bytes
         budget_bytes = machine_bytes - estimate_outside(question, assume_start(question)).high

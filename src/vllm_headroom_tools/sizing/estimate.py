@@ -249,6 +249,15 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
     host: Range
 
     @property
+    def visible(self) -> Range | None:
+        """The memory of the card that CUDA sees; None where the card is unknown."""
+        card_bytes = self.question.gpu_memory_bytes
+        if card_bytes is None:
+            return None
+        reserved = self.assumptions.driver_reserved.range
+        return Range(low=card_bytes - reserved.high, high=card_bytes - reserved.low)
+
+    @property
     def overhead(self) -> Range | None:
         """What the budget has to hold besides weights and KV cache.
 
@@ -347,6 +356,7 @@ def estimate_memory(question: Question) -> MemoryEstimate:
         kv_dtype=question.kv_cache_dtype,
         tensor_parallel=question.tensor_parallel_size,
         pipeline_parallel=stages,
+        sequence_states=question.sequence_states,
     )
     block_bytes = layout.block_bytes + draft_bytes * layout.block_tokens
     # Each GPU keeps every n-th token, so a block on each of them holds n times as many tokens
@@ -385,87 +395,6 @@ def _count_token_bytes(question: Question, shape: ModelShape, stages: int = 1) -
         tensor_parallel=question.tensor_parallel_size,
         pipeline_parallel=stages,
     )
-
-
-def can_start(estimate: MemoryEstimate) -> bool | None:
-    """Return whether vLLM starts: whether one sequence of `max_model_len` and all else have room.
-
-    None where it starts by the low bounds of the estimates but not by the high ones. None, too,
-    where something is unknown, such as this type of model, or the weights or the largest input of
-    its encoder.
-    """
-    question = estimate.question
-    if question.shape.unknown_type is not None:
-        return None
-    if _has_room(estimate, at_worst=False) is False:
-        return False
-    if question.has_uncounted_weights or question.has_uncounted_activations:
-        return None
-    if question.has_unknown_draft:
-        return None
-    if _has_room(estimate, at_worst=True):
-        return True
-    return None
-
-
-def _has_room(estimate: MemoryEstimate, *, at_worst: bool) -> bool | None:
-    """Return whether the KV cache, the card and the host have room.
-
-    At worst the high bounds count, else the low ones. None where none of the three is known to lack
-    room, and one of them is unknown.
-    """
-    answers = (
-        _fits_sequence(estimate, at_worst=at_worst),
-        _fits_card(estimate, at_worst=at_worst),
-        _fits_host(estimate, at_worst=at_worst),
-    )
-    if False in answers:
-        return False
-    if None in answers or estimate.question.max_model_len is None:
-        return None
-    return True
-
-
-def _fits_sequence(estimate: MemoryEstimate, *, at_worst: bool) -> bool | None:
-    """Return whether the KV cache has room for one sequence of `max_model_len`.
-
-    If the length is unknown, one token has to fit. None where the size of the cache is unknown.
-    """
-    kv_cache = estimate.kv_cache
-    if kv_cache is None:
-        return None
-    room_bytes = kv_cache.low if at_worst else kv_cache.high
-    return room_bytes >= estimate.count_sequence_bytes(estimate.question.max_model_len or 1)
-
-
-def _fits_card(estimate: MemoryEstimate, *, at_worst: bool) -> bool | None:
-    """Return whether the card has room for the budget and for the memory outside it.
-
-    Where the KV cache's size is set there is no budget: then all parts together have to fit. None
-    where the card or a part is unknown.
-    """
-    card_bytes = estimate.question.gpu_memory_bytes
-    if card_bytes is None:
-        return None
-    if estimate.budget_bytes is not None:
-        # Our choice: the low bound alone decides. A note warns that it may take more.
-        return card_bytes - estimate.budget_bytes >= estimate.outside.low
-    cache_bytes = estimate.question.kv_cache_memory_bytes
-    overhead = estimate.overhead
-    if estimate.weights_bytes is None or overhead is None or cache_bytes is None:
-        return None
-    other_parts = overhead + estimate.outside
-    other_bytes = other_parts.high if at_worst else other_parts.low
-    return estimate.weights_bytes + cache_bytes + other_bytes <= card_bytes
-
-
-def _fits_host(estimate: MemoryEstimate, *, at_worst: bool) -> bool:
-    """Return whether the host has room; True where its memory is not given."""
-    host_bytes = estimate.question.host_memory_bytes
-    if host_bytes is None:
-        return True
-    needed_bytes = estimate.host.high if at_worst else estimate.host.low
-    return needed_bytes <= host_bytes
 
 
 def list_longest(estimate: MemoryEstimate) -> list[tuple[int, int]]:

@@ -30,6 +30,8 @@ class ModelShape(Struct, frozen=True, kw_only=True):
     state_bytes: int | None = None
     # How many more states than other kinds such a layer keeps of a sequence.
     state_checkpoints: int = 0
+    # How many states a layer keeps for the tokens of speculative decoding.
+    speculative_states: int = 0
     attention_heads: int | None = None
     heads: KvHeads
     # Values of a token that multi-head latent attention keeps in each layer; None without it.
@@ -91,7 +93,7 @@ class ModelShape(Struct, frozen=True, kw_only=True):
         return replace(
             self,
             full_layers=self.full_layers + self.speculative_layers,
-            state_checkpoints=self.state_checkpoints + (tokens if self.stateful_layers else 0),
+            speculative_states=tokens,
             parameters=parameters,
         )
 
@@ -361,8 +363,11 @@ def build_kv_layout(
     kv_dtype: str = "auto",
     tensor_parallel: int = 1,
     pipeline_parallel: int = 1,
+    sequence_states: int | None = None,
 ) -> KvLayout:
-    """Return how vLLM 0.32 divides the KV cache of one GPU into blocks.
+    """Return how vLLM divides the KV cache of one GPU into blocks.
+
+    `sequence_states` are the states that a layer keeps of a sequence; by default as in vLLM 0.32.
 
     - All blocks have the same size, since all groups have the same number of layers
       (v1/core/kv_cache_utils.py, `_get_kv_cache_groups_uniform_page_size`).
@@ -391,6 +396,8 @@ def build_kv_layout(
     if windowed_layers:
         page_bytes = max(page_bytes, windowed_page_bytes)
 
+    if sequence_states is None:
+        sequence_states = STATE_BLOCKS + shape.state_checkpoints
     window_ends = 0 if shape.has_chunks else 1
     return KvLayout(
         block_tokens=tokens * _count_pages(page_bytes, full_page_bytes),
@@ -401,8 +408,7 @@ def build_kv_layout(
         windowed_block_tokens=tokens * _count_pages(page_bytes, windowed_page_bytes),
         window_tokens=(shape.window_tokens or 0) - window_ends + in_flight_tokens,
         window_ends=window_ends,
-        state_blocks=(STATE_BLOCKS + shape.state_checkpoints)
-        * _count_groups(stateful_layers, group_layers),
+        state_blocks=sequence_states * _count_groups(stateful_layers, group_layers),
     )
 
 

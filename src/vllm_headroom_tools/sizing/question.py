@@ -84,6 +84,8 @@ class Question(Struct, frozen=True, kw_only=True):
     # The size of the KV cache, where it is set: vLLM then ignores the utilization.
     kv_cache_memory_bytes: int | None = None
     enforce_eager: bool = False
+    # Whether prefixes are cached; None for the release's default.
+    enable_prefix_caching: bool | None = None
     unified_memory: bool = False
     # How many GPUs of a tensor-parallel group share the tokens of a sequence.
     decode_context_parallel_size: int = 1
@@ -93,6 +95,27 @@ class Question(Struct, frozen=True, kw_only=True):
     has_unknown_draft: bool = False
     # Options of vLLM's that were given and change nothing here.
     ignored_options: tuple[str, ...] = ()
+
+    @property
+    def has_prefix_states(self) -> bool:
+        """Whether layers with a state also keep states of cached prefixes."""
+        if self.enable_prefix_caching is not None:
+            return self.enable_prefix_caching
+        return self.release.has_prefix_states
+
+    @property
+    def sequence_states(self) -> int:
+        """How many states of a sequence a layer keeps (vLLM, `MambaSpec.max_memory_usage_bytes`).
+
+        That is the current one and one for each speculative token; with cached prefixes one more,
+        and of Mamba-2 that at the end of the prompt.
+        """
+        states = 1 + self.shape.speculative_states
+        if self.has_prefix_states:
+            states += 1
+            if self.release.has_state_checkpoints:
+                states += self.shape.state_checkpoints
+        return states
 
     @property
     def gpus(self) -> int:

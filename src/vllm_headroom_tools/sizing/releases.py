@@ -17,6 +17,14 @@ class Release(Struct, frozen=True, kw_only=True):
     has_graphs_in_budget: bool
     # Whether more sequences than blocks for states are refused while graphs are captured.
     has_state_check: bool
+    # Whether a block that is as large as a state must fit into a batch.
+    has_aligned_block_check: bool
+    # Whether prefixes of models with states are cached by default.
+    has_prefix_states: bool
+    # Whether Mamba-2 keeps the state at the end of the prompt.
+    has_state_checkpoints: bool
+    # Whether vLLM writes "the models's max seq len".
+    has_misspelt_refusal: bool
     # Whether cards from 160 GiB on have their own defaults.
     has_largest_defaults: bool
     # Whether some models are served by the second model runner, and whether all of them are.
@@ -40,6 +48,19 @@ STATE_CHECK_SINCE: Final = 20
 """config/compilation.py: "exceeds available Mamba cache blocks" in 0.20.0; 0.19.0 captures smaller
 graphs instead (`adjust_cudagraph_sizes_for_mamba_cache`)."""
 
+ALIGNED_BLOCK_CHECK_UNTIL: Final = 26
+"""config/vllm.py, `validate_block_size`: "In Mamba cache align mode, block_size" in 0.26.0, not in
+0.27.0."""
+
+PREFIX_STATES_SINCE: Final = 28
+"""engine/arg_utils.py, `default_prefix_caching`: without "not model_config.is_hybrid" in 0.28.0."""
+
+STATE_CHECKPOINTS_SINCE: Final = 29
+"""v1/kv_cache_interface.py, `num_prefill_checkpoint_blocks` in 0.29.0, not in 0.28.0."""
+
+MISSPELT_UNTIL: Final = 21
+"""v1/core/kv_cache_utils.py: "model's" since 0.22.0."""
+
 LARGEST_DEFAULTS_SINCE: Final = 28
 """engine/arg_utils.py, `get_batch_defaults`: "device_memory >= 160 * GiB_bytes" in 0.28.0, not in
 0.27.0."""
@@ -62,6 +83,10 @@ def _build_release(minor: int) -> Release:
         utilization=0.92 if minor >= UTILIZATION_SINCE else 0.9,
         has_graphs_in_budget=minor >= GRAPHS_SINCE,
         has_state_check=minor >= STATE_CHECK_SINCE,
+        has_aligned_block_check=minor <= ALIGNED_BLOCK_CHECK_UNTIL,
+        has_prefix_states=minor >= PREFIX_STATES_SINCE,
+        has_state_checkpoints=minor >= STATE_CHECKPOINTS_SINCE,
+        has_misspelt_refusal=minor <= MISSPELT_UNTIL,
         has_largest_defaults=minor >= LARGEST_DEFAULTS_SINCE,
         has_second_runner=minor >= SECOND_RUNNER_SINCE,
         has_only_second_runner=minor >= ONLY_SECOND_RUNNER_SINCE,

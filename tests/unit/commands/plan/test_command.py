@@ -307,7 +307,7 @@ def test_options_without_memory_are_listed_as_not_counted(capsys: Capsys) -> Non
         (
             ("--gpu-memory", "24GiB", "--gpu-memory-utilization", "1", "--max-model-len", "8192"),
             1,
-            "It does not fit: the budget leaves 0.00 GiB of the card, and 0.10 to 0.60 GiB lie outside of it.",
+            'vLLM: "Free memory on device cuda:0 (23.90/24.00 GiB) on startup is less than desired GPU memory',
         ),
         (
             ("--gpu-memory", "24GiB", "--kv-cache-memory-bytes", "20GiB", "--max-model-len", "8192"),

@@ -14,8 +14,8 @@ from tests.unit.sizing.models import NAMES, model
 from vllm_headroom.units import GIB
 from vllm_headroom_tools.plan.verdict import find_changes
 from vllm_headroom_tools.sizing.assumptions import NO_BYTES
+from vllm_headroom_tools.sizing.checks import CheckName, can_start, check_start
 from vllm_headroom_tools.sizing.estimate import (
-    can_start,
     estimate_memory,
     list_longest,
     list_most_sequences,
@@ -208,21 +208,22 @@ def test_what_is_planned_is_within_the_budget(question: Question) -> None:
 
 @settings(deadline=None)
 @given(question=questions)
-def test_it_fits_exactly_when_one_sequence_does(question: Question) -> None:
+def test_it_fits_exactly_when_every_check_of_a_start_passes(question: Question) -> None:
     found = estimate_memory(question)
     assert found.kv_cache is not None
     assert question.max_model_len is not None
-    assert question.gpu_memory_bytes is not None
-    assert found.budget_bytes is not None
 
-    needed, beside = found.count_sequence_bytes(question.max_model_len), question.gpu_memory_bytes - found.budget_bytes
+    needed = found.count_sequence_bytes(question.max_model_len)
+    answers = {check.name: check.passes for check in check_start(found)}
     if can_start(found) is True:
         assert found.kv_cache.low >= needed
         assert found.blocks
+        assert set(answers.values()) == {True}
     elif can_start(found) is False:
-        assert found.kv_cache.high < needed or beside < found.outside.low
+        assert False in answers.values()
     else:
-        assert found.kv_cache.low < needed <= found.kv_cache.high
+        assert None in answers.values()
+    assert (answers[CheckName.LONGEST_SEQUENCE] is False) is (found.kv_cache.high < needed)
 
 
 @settings(deadline=None)
@@ -238,9 +239,11 @@ def test_a_larger_card_holds_no_less(question: Question, more: int) -> None:
 @settings(deadline=None)
 @given(question=questions)
 def test_every_change_that_is_named_lets_it_start(question: Question) -> None:
-    fields = {
+    fields: dict[str, tuple[str, Any]] = {
         "--max-model-len": ("max_model_len", int),
         "--max-num-seqs": ("max_num_seqs", int),
+        "--max-num-batched-tokens": ("max_num_batched_tokens", int),
+        "--enforce-eager": ("enforce_eager", lambda _: True),
         "--gpu-memory-utilization": ("gpu_memory_utilization", float),
         "--kv-cache-dtype": ("kv_cache_dtype", str),
         "--tensor-parallel-size": ("tensor_parallel_size", int),

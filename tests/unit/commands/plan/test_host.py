@@ -9,7 +9,8 @@ import pytest
 from tests.unit.commands.plan.asked import estimated, of, plan
 from vllm_headroom.units import GIB
 from vllm_headroom_tools.plan.verdict import Saving, find_changes
-from vllm_headroom_tools.sizing.estimate import MemoryEstimate, can_start
+from vllm_headroom_tools.sizing.checks import can_start
+from vllm_headroom_tools.sizing.estimate import MemoryEstimate
 
 ASKED: dict[str, Any] = {"card_gib": 80, "max_model_len": 8192}
 

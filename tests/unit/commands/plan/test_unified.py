@@ -8,7 +8,7 @@ import pytest
 
 from tests.unit.commands.plan.asked import estimated, of, plan
 from vllm_headroom.units import GIB
-from vllm_headroom_tools.sizing.estimate import can_start
+from vllm_headroom_tools.sizing.checks import can_start
 
 MACHINE_GIB = 119
 

@@ -1,0 +1,369 @@
+"""The checks of a start, in vLLM's own order, and how they answer to an estimate."""
+
+from collections.abc import Iterator
+from enum import StrEnum
+from typing import Final
+
+from msgspec import Struct
+
+from vllm_headroom.units import GIB, format_gib
+from vllm_headroom_tools.sizing.assumptions import Range
+from vllm_headroom_tools.sizing.estimate import MemoryEstimate
+
+
+class CheckName(StrEnum):
+    """What is checked."""
+
+    MODEL_LENGTH = "model_length"
+    ALIGNED_BLOCK = "aligned_block"
+    HOST_MEMORY = "host_memory"
+    FREE_MEMORY = "free_memory"
+    WEIGHTS = "weights"
+    PROFILE = "profile"
+    CACHE_BLOCKS = "cache_blocks"
+    LONGEST_SEQUENCE = "longest_sequence"
+    STATE_BLOCKS = "state_blocks"
+    CARD = "card"
+
+
+class StartCheck(Struct, frozen=True, kw_only=True):
+    """A check of a start, and its answer."""
+
+    name: CheckName
+    # None where it passes by the low bounds of the estimates but not by the high ones, or where a
+    # figure is unknown.
+    passes: bool | None
+    # Why it fails, or may fail.
+    problem: str
+    # How vLLM refuses, in its own words; None where nothing of vLLM's refuses.
+    refusal: str | None = None
+
+
+def check_start(estimate: MemoryEstimate) -> list[StartCheck]:
+    """Return the checks that this start comes to, in vLLM's order.
+
+    vLLM stops at the first that fails. The host's memory and that of a machine with unified memory
+    are ours: there the kernel ends the processes, or the machine hangs.
+    """
+    return [
+        *_check_model_length(estimate),
+        *_check_aligned_block(estimate),
+        *_check_host(estimate),
+        *_check_free_memory(estimate),
+        *_check_weights(estimate),
+        *_check_profile(estimate),
+        *_check_cache_blocks(estimate),
+        *_check_longest_sequence(estimate),
+        *_check_state_blocks(estimate),
+        *_check_card(estimate),
+    ]
+
+
+def find_failed_check(estimate: MemoryEstimate) -> StartCheck | None:
+    """Return the first check that surely fails; None where none does."""
+    return next((check for check in check_start(estimate) if check.passes is False), None)
+
+
+def can_start(estimate: MemoryEstimate) -> bool | None:
+    """Return whether vLLM starts: whether it passes all checks.
+
+    None where it passes by the low bounds of the estimates but not by the high ones. None, too,
+    where something is unknown, such as this type of model, or the weights or the largest input of
+    its encoder.
+    """
+    question = estimate.question
+    if question.shape.unknown_type is not None:
+        return None
+    answers = [check.passes for check in check_start(estimate)]
+    if False in answers:
+        return False
+    if question.has_uncounted_weights or question.has_uncounted_activations:
+        return None
+    if question.has_unknown_draft or question.max_model_len is None:
+        return None
+    if question.gpu_memory_bytes is None or None in answers:
+        return None
+    return True
+
+
+def compare(needed: Range, available: Range) -> bool | None:
+    """Return whether what is needed is available; None where that depends on the bounds."""
+    if needed.low > available.high:
+        return False
+    if needed.high > available.low:
+        return None
+    return True
+
+
+def _write_gib(memory_bytes: float) -> str:
+    """Return a size as vLLM writes it in its messages."""
+    return f"{memory_bytes / GIB:.2f}"
+
+
+def _check_model_length(estimate: MemoryEstimate) -> Iterator[StartCheck]:
+    """Check that `max_model_len` is not longer than the model's own limit (config/model.py)."""
+    length = estimate.question.max_model_len
+    limit = estimate.question.shape.max_model_len
+    if length is None or limit is None:
+        return
+    yield StartCheck(
+        name=CheckName.MODEL_LENGTH,
+        passes=length <= limit,
+        problem=f"the model takes at most {limit:,} tokens, and --max-model-len is {length:,}",
+        refusal=(
+            f"User-specified max_model_len ({length}) is greater than the derived max_model_len"
+            f" ({limit})"
+        ),
+    )
+
+
+def _check_aligned_block(estimate: MemoryEstimate) -> Iterator[StartCheck]:
+    """Check that a batch can have the tokens of a block that is as large as a state.
+
+    Source: config/vllm.py, `validate_block_size` with `mamba_cache_mode` "align", up to 0.26.
+    """
+    question = estimate.question
+    has_check = question.release.has_aligned_block_check and question.has_prefix_states
+    if not has_check or not question.shape.stateful_layers:
+        return
+    block_tokens = estimate.layout.block_tokens
+    batch_tokens = question.max_num_batched_tokens
+    yield StartCheck(
+        name=CheckName.ALIGNED_BLOCK,
+        passes=block_tokens <= batch_tokens,
+        problem=(
+            f"with prefix caching a block of this model has {block_tokens:,} tokens,"
+            f" and a batch at most {batch_tokens:,}"
+        ),
+        refusal=(
+            f"In Mamba cache align mode, block_size ({block_tokens}) must be <="
+            f" max_num_batched_tokens ({batch_tokens})."
+        ),
+    )
+
+
+def _check_host(estimate: MemoryEstimate) -> Iterator[StartCheck]:
+    """Check that the host has room for vLLM's processes, where its memory is given."""
+    host_bytes = estimate.question.host_memory_bytes
+    if host_bytes is None:
+        return
+    host = Range(low=host_bytes, high=host_bytes)
+    needed = format_gib(estimate.host.low)
+    yield StartCheck(
+        name=CheckName.HOST_MEMORY,
+        passes=compare(estimate.host, host),
+        problem=f"vLLM's processes need at least {needed} of the host's {format_gib(host_bytes)}",
+    )
+
+
+def _check_free_memory(estimate: MemoryEstimate) -> Iterator[StartCheck]:
+    """Check that the share of the card is free at the start (v1/worker/utils.py, `request_memory`).
+
+    With unified memory the machine's part is checked later, by `_check_card`.
+    """
+    question = estimate.question
+    visible = estimate.visible
+    if visible is None or estimate.budget_bytes is None or question.unified_memory:
+        return
+    missing = estimate.assumptions.missing_at_start.range
+    ratio = question.gpu_memory_utilization
+    # Our choice: the low bound alone decides. A note warns that it may take more.
+    passes = visible.high * (1 - ratio) >= missing.low
+    requested_bytes = visible.high * ratio
+    free_bytes = visible.high - missing.low
+    yield StartCheck(
+        name=CheckName.FREE_MEMORY,
+        passes=passes,
+        problem=(
+            f"the budget leaves {format_gib(visible.high - requested_bytes)} of the card,"
+            f" and {format_range(missing)} GiB of it are not free at the start"
+        ),
+        refusal=(
+            f"Free memory on device cuda:0 ({_write_gib(free_bytes)}/{_write_gib(visible.high)}"
+            f" GiB) on startup is less than desired GPU memory utilization ({ratio:g},"
+            f" {_write_gib(requested_bytes)} GiB)."
+        ),
+    )
+
+
+def _check_weights(estimate: MemoryEstimate) -> Iterator[StartCheck]:
+    """Check that the card holds the weights, whatever the budget is."""
+    visible = estimate.visible
+    weights_bytes = estimate.weights_bytes
+    if visible is None or weights_bytes is None:
+        return
+    weights = Range(low=weights_bytes, high=weights_bytes)
+    needed = weights + estimate.assumptions.missing_at_start.range
+    yield StartCheck(
+        name=CheckName.WEIGHTS,
+        passes=compare(needed, visible),
+        problem=(
+            f"the weights take {format_gib(weights_bytes)} of each GPU,"
+            f" which has {format_gib(visible.high)}"
+        ),
+        refusal="torch.OutOfMemoryError: CUDA out of memory.",
+    )
+
+
+def _check_profile(estimate: MemoryEstimate) -> Iterator[StartCheck]:
+    """Check that the card holds what the profile run takes beside the weights."""
+    visible = estimate.visible
+    weights_bytes = estimate.weights_bytes
+    activations = estimate.activations
+    if visible is None or weights_bytes is None or activations is None:
+        return
+    weights = Range(low=weights_bytes, high=weights_bytes)
+    assumptions = estimate.assumptions
+    needed = weights + assumptions.missing_at_start.range + activations
+    yield StartCheck(
+        name=CheckName.PROFILE,
+        passes=compare(needed, visible),
+        problem=(
+            f"weights and activations take at least {format_gib(weights_bytes + activations.low)}"
+            f" of each GPU, which has {format_gib(visible.high)}"
+        ),
+        refusal="torch.OutOfMemoryError: CUDA out of memory.",
+    )
+
+
+def _check_cache_blocks(estimate: MemoryEstimate) -> Iterator[StartCheck]:
+    """Check that the budget leaves memory for the KV cache (v1/core/kv_cache_utils.py)."""
+    kv_cache = estimate.kv_cache
+    overhead = estimate.overhead
+    budget_bytes = estimate.budget_bytes
+    if kv_cache is None or overhead is None or budget_bytes is None:
+        return
+    needed = format_gib((estimate.weights_bytes or 0) + overhead.low)
+    yield StartCheck(
+        name=CheckName.CACHE_BLOCKS,
+        passes=compare(Range(low=1, high=1), kv_cache),
+        problem=(
+            f"weights and activations need at least {needed} of each GPU,"
+            f" and the budget is {format_gib(budget_bytes)}"
+        ),
+        refusal="No available memory for the cache blocks.",
+    )
+
+
+def _check_longest_sequence(estimate: MemoryEstimate) -> Iterator[StartCheck]:
+    """Check that the KV cache holds one sequence of `max_model_len`; of one token if it is unknown.
+
+    Source: v1/core/kv_cache_utils.py, `_check_enough_kv_cache_memory`.
+    """
+    kv_cache = estimate.kv_cache
+    length = estimate.question.max_model_len or 1
+    sequence_bytes = estimate.count_sequence_bytes(length)
+    needed = format_gib(sequence_bytes)
+    if kv_cache is None:
+        yield StartCheck(
+            name=CheckName.LONGEST_SEQUENCE,
+            passes=None,
+            problem=f"one sequence of {length:,} tokens needs {needed} of KV cache",
+        )
+        return
+    model = "models's" if estimate.question.release.has_misspelt_refusal else "model's"
+    yield StartCheck(
+        name=CheckName.LONGEST_SEQUENCE,
+        passes=compare(Range(low=sequence_bytes, high=sequence_bytes), kv_cache),
+        problem=(
+            f"one sequence of {length:,} tokens needs {needed} of KV cache,"
+            f" of at most {format_gib(kv_cache.high)}"
+        ),
+        refusal=(
+            f"To serve at least one request with the {model} max seq len ({length}),"
+            f" ({_write_gib(sequence_bytes)} GiB KV cache is needed, which is larger than the"
+            f" available KV cache memory ({_write_gib(kv_cache.high)} GiB)."
+        ),
+    )
+
+
+def _check_state_blocks(estimate: MemoryEstimate) -> Iterator[StartCheck]:
+    """Check that each sequence has a block for its state, where whole graphs are captured.
+
+    Source: config/compilation.py, `resolve_cudagraph_mode_and_sizes`, since 0.20.
+    """
+    question = estimate.question
+    kv_cache = estimate.kv_cache
+    block_bytes = estimate.layout.block_bytes
+    has_check = question.release.has_state_check and not question.enforce_eager
+    if not has_check or not question.shape.stateful_layers or kv_cache is None or not block_bytes:
+        return
+    sequences = question.max_num_seqs
+    most_blocks = int(max(0.0, kv_cache.high) // block_bytes)
+    least_blocks = int(max(0.0, kv_cache.low) // block_bytes)
+    bound = f"at most {most_blocks:,}"
+    if least_blocks < sequences <= most_blocks:
+        bound = f"{least_blocks:,} to {most_blocks:,}"
+    yield StartCheck(
+        name=CheckName.STATE_BLOCKS,
+        passes=compare(
+            Range(low=sequences, high=sequences), Range(low=least_blocks, high=most_blocks)
+        ),
+        problem=f"the KV cache has {bound} blocks, and {sequences:,} sequences need one each",
+        refusal=(
+            f"max_num_seqs ({sequences}) exceeds available Mamba cache blocks"
+            f" (at most {most_blocks})."
+        ),
+    )
+
+
+def _check_card(estimate: MemoryEstimate) -> Iterator[StartCheck]:
+    """Check that the card has room for all parts together.
+
+    With a budget these are what is outside of it. With unified memory that includes the machine's
+    own part, and in releases that do not count CUDA graphs in the budget, the graphs. Where the
+    size of the KV cache is set there is no budget.
+    """
+    question = estimate.question
+    visible = estimate.visible
+    if visible is None:
+        return
+    if estimate.budget_bytes is not None:
+        beside_budget_bytes = visible.high * (1 - question.gpu_memory_utilization)
+        beside_budget = format_gib(beside_budget_bytes)
+        outside = format_range(estimate.outside)
+        problem = (
+            f"the budget leaves {beside_budget} of the card, and {outside} GiB lie outside of it"
+        )
+        refusal: str | None = "torch.OutOfMemoryError: CUDA out of memory."
+        if question.unified_memory:
+            problem = (
+                f"the budget leaves {beside_budget} of the machine, and it needs {outside} GiB:"
+                " vLLM would start, and it would hang"
+            )
+            refusal = None
+        yield StartCheck(
+            name=CheckName.CARD,
+            # Our choice: the low bound alone decides. A note warns that it may take more.
+            passes=beside_budget_bytes >= estimate.outside.low,
+            problem=problem,
+            refusal=refusal,
+        )
+        return
+    overhead = estimate.overhead
+    cache_bytes = question.kv_cache_memory_bytes
+    if estimate.weights_bytes is None or overhead is None or cache_bytes is None:
+        yield StartCheck(name=CheckName.CARD, passes=None, problem=TOO_MUCH_FOR_CARD)
+        return
+    own_bytes = estimate.weights_bytes + cache_bytes
+    needed = Range(low=own_bytes, high=own_bytes) + overhead + estimate.outside
+    # What the driver keeps is already in the overhead.
+    card_bytes = question.gpu_memory_bytes or 0
+    yield StartCheck(
+        name=CheckName.CARD,
+        passes=compare(needed, Range(low=card_bytes, high=card_bytes)),
+        problem=(
+            "weights, activations and the KV cache are more than the card's"
+            f" {format_gib(card_bytes)}"
+        ),
+        refusal="torch.OutOfMemoryError: CUDA out of memory.",
+    )
+
+
+TOO_MUCH_FOR_CARD: Final = "with the higher estimates it is more than the card has"
+
+
+def format_range(amount: Range) -> str:
+    """Return a range in GiB: one number where both bounds are equal, else two."""
+    low = f"{amount.low / GIB:,.2f}"
+    return low if amount.low == amount.high else f"{low} to {amount.high / GIB:,.2f}"

@@ -1,0 +1,129 @@
+"""The checks of a start by release: which refuses what, in vLLM's words, and what mends it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.commands.plan.asked import Answer, estimated, of, plan
+from vllm_headroom_tools.sizing.checks import CheckName, check_start, find_failed_check
+from vllm_headroom_tools.sizing.releases import NEWEST, OLDEST, parse_release
+
+Capsys = pytest.CaptureFixture[str]
+HYBRID = "qwen3-next-80b-a3b"
+
+
+def ask(capsys: Capsys, *words: str) -> Answer:
+    return plan(capsys, *words, "--json")
+
+
+def options_of(answer: Answer) -> list[dict[str, str]]:
+    return [change["settings"] for change in answer.document["changes"]]
+
+
+def failed(name: str, release: str, **settings: Any) -> CheckName | None:
+    check = find_failed_check(estimated(name, release=parse_release(release), **settings))
+    return None if check is None else check.name
+
+
+def test_checks_come_in_vllms_order() -> None:
+    names = [check.name for check in check_start(estimated(HYBRID, card_gib=96, max_num_seqs=1024))]
+
+    assert names == [name for name in CheckName if name in names]
+    assert (
+        names.index(CheckName.FREE_MEMORY)
+        < names.index(CheckName.LONGEST_SEQUENCE)
+        < names.index(CheckName.STATE_BLOCKS)
+    )
+
+
+@pytest.mark.parametrize("release", ["0.20", "0.21.1", "v0.33.0"])
+def test_more_sequences_than_blocks_for_states_are_refused(capsys: Capsys, release: str) -> None:
+    words = (*of(HYBRID), "--gpu-memory", "96GiB", "-tp", "2", "--max-model-len", "2048")
+    words += ("--vllm-version", release)
+    answer = ask(capsys, *words, "--max-num-seqs", "2048")
+
+    assert answer.status == 1
+    assert 'vLLM: "max_num_seqs (2048) exceeds available Mamba cache blocks (at most ' in answer.headline
+    fewer = next(change["--max-num-seqs"] for change in options_of(answer) if list(change) == ["--max-num-seqs"])
+    assert {"--enforce-eager": ""} in options_of(answer)
+    assert ask(capsys, *words, "--max-num-seqs", fewer).status == 0
+
+
+def test_without_whole_graphs_or_before_the_check_they_are_accepted() -> None:
+    many = {"card_gib": 160, "max_num_seqs": 4096, "max_num_batched_tokens": 8192, "max_model_len": 2048}
+    many |= {"tensor_parallel_size": 2}
+
+    assert failed(HYBRID, "0.33", **many) in {None, CheckName.STATE_BLOCKS}
+    assert failed(HYBRID, "0.33", **many, enforce_eager=True) is None
+    assert failed(HYBRID, "0.19", **many) is None
+
+
+@pytest.mark.parametrize(
+    ("release", "prefixes", "expected"),
+    [
+        ("0.26", True, CheckName.ALIGNED_BLOCK),
+        ("0.19", True, CheckName.ALIGNED_BLOCK),
+        ("0.26", None, None),
+        ("0.27", True, None),
+        ("0.33", None, None),
+    ],
+)
+def test_a_block_as_large_as_a_state_has_to_fit_into_a_batch(
+    release: str,
+    prefixes: bool | None,  # noqa: FBT001 - a case
+    expected: CheckName | None,
+) -> None:
+    room = {"card_gib": 200, "max_num_seqs": 16, "max_num_batched_tokens": 128, "max_model_len": 2048}
+
+    assert failed(HYBRID, release, **room, enable_prefix_caching=prefixes) is expected
+
+
+def test_a_larger_batch_mends_it(capsys: Capsys) -> None:
+    words = (*of(HYBRID), "--gpu-memory", "200GiB", "--max-num-seqs", "16", "--max-model-len", "2048")
+    answer = ask(capsys, *words, "--max-num-batched-tokens", "128", "--vllm-version", "0.24", "--enable-prefix-caching")
+
+    block_tokens = answer.document["block_size"]
+    assert f"block_size ({block_tokens}) must be <= max_num_batched_tokens (128)" in answer.headline
+    assert {"--max-num-batched-tokens": str(block_tokens)} in options_of(answer)
+
+
+def test_states_of_prefixes_make_a_sequence_larger() -> None:
+    assert estimated(HYBRID, release=parse_release("0.33")).layout.state_blocks == 2 * (
+        estimated(HYBRID, release=parse_release("0.26")).layout.state_blocks
+    )
+
+
+def test_a_length_beyond_the_models_own_is_refused(capsys: Capsys, tmp_path: Path) -> None:
+    """As phi-2 was refused in a recorded start."""
+    config = json.loads(Path(of("llama-3.1-8b")[1]).read_text())
+    config |= {"max_position_embeddings": 2048, "rope_scaling": None}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    answer = ask(capsys, "--model-config", str(tmp_path), "--gpu", "H100", "--max-model-len", "8192")
+
+    assert answer.status == 1
+    assert "User-specified max_model_len (8192) is greater than the derived max_model_len (2048)" in answer.headline
+    assert {"--max-model-len": "2048"} in options_of(answer)
+
+
+def test_a_share_that_is_not_free_is_refused_and_a_smaller_one_proposed(capsys: Capsys) -> None:
+    answer = ask(capsys, *of("llama-3.1-8b"), "--gpu", "H100", "-tp", "2", "--gpu-memory-utilization", "0.99")
+
+    assert answer.status == 1
+    assert "Free memory on device cuda:0 (77.80/79.20 GiB) on startup is less than desired" in answer.headline
+    assert {"--gpu-memory-utilization": "0.95"} in options_of(answer)
+
+
+def test_weights_that_no_card_holds_are_no_matter_of_the_budget() -> None:
+    assert failed("llama-3.1-70b", "0.33") is CheckName.WEIGHTS
+    assert failed("llama-3.1-8b", "0.33", card_gib=24, gpu_memory_utilization=0.5) is CheckName.CACHE_BLOCKS
+
+
+def test_a_release_that_is_not_known_is_bad_input(capsys: Capsys) -> None:
+    for text in (f"0.{NEWEST + 1}", f"0.{OLDEST - 1}", "1.0", "newest"):
+        answer = plan(capsys, *of("llama-3.1-8b"), "--vllm-version", text)
+        assert answer.status == 2
+        assert f"accepts a release from 0.{OLDEST} to 0.{NEWEST}" in answer.err
