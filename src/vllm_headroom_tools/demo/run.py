@@ -12,12 +12,14 @@ from vllm_headroom.daemon import app
 from vllm_headroom.daemon.parts import Parts
 from vllm_headroom.log import Log
 from vllm_headroom.model import (
+    Cgroup,
     EngineProcess,
     Failure,
     GpuMemory,
     GpuProcess,
     GpuReading,
     GpuReadings,
+    HostReading,
     ProcessReadings,
 )
 from vllm_headroom.scrape.gpu_state import Peak
@@ -26,6 +28,7 @@ from vllm_headroom.vocabulary import Reason, Role, Source
 from vllm_headroom_tools.demo.world import (
     BLOCK_TOKENS,
     CAPACITY_TOKENS,
+    HOST_LIMIT_BYTES,
     KV_BLOCKS,
     MAX_RUNNING,
     RESERVED_BYTES,
@@ -44,6 +47,13 @@ CACHE_CONFIG: Final = (
 )
 ENGINE_DOWN: Final = Failure(
     source=Source.ENGINE, reason=Reason.UNREACHABLE, message="the simulated engine is down"
+)
+
+
+PAGE_REFUSED: Final = Failure(
+    source=Source.ENGINE,
+    reason=Reason.UNAUTHORIZED,
+    message="the simulated engine's page now needs a login, and none is configured",
 )
 
 
@@ -69,7 +79,11 @@ class SimulatedEngine(Simulated):
     async def fetch(self) -> str | Failure:
         """Return the page; a Failure while the engine is down or loading."""
         world = self._now()
-        return render_page(world.engine, self._epoch_seconds) if world.is_serving else ENGINE_DOWN
+        if not world.is_serving:
+            return ENGINE_DOWN
+        if not world.has_page:
+            return PAGE_REFUSED
+        return render_page(world.engine, self._epoch_seconds)
 
 
 def render_page(engine: SimulatedRun, epoch_seconds: float) -> str:
@@ -200,7 +214,7 @@ class SimulatedProcesses(Simulated):
             EngineProcess(
                 pid=engine.first_pid + place,
                 role=role,
-                rss_bytes=int((mib + grown_mib) * MIB) // MEMORY_PAGE_BYTES * MEMORY_PAGE_BYTES,
+                rss_bytes=_count_resident_bytes(world, role, mib + grown_mib),
                 started_at_seconds=self._epoch_seconds + engine.started_seconds,
             )
             for place, (role, mib) in enumerate(RESIDENT_MIB)
@@ -209,7 +223,32 @@ class SimulatedProcesses(Simulated):
         pids = {1}
         pids.update(process.pid for process in processes)
         pids.update(process.pid for process in _list_gpu_processes(world))
-        return ProcessReadings(engine=processes, visible_pids=frozenset(pids), sees_host_pids=True)
+        host = HostReading()
+        if world.has_host_limit:
+            used_bytes = sum(process.rss_bytes or 0 for process in processes)
+            host = HostReading(cgroup=_build_cgroup(world, used_bytes))
+        return ProcessReadings(
+            engine=processes, visible_pids=frozenset(pids), sees_host_pids=True, host=host
+        )
+
+
+def _build_cgroup(world: World, used_bytes: int) -> Cgroup:
+    """Return the engine's container: a limit, and what its processes use of it."""
+    return Cgroup(
+        identity="simulated",
+        used_bytes=used_bytes,
+        cache_bytes=0,
+        limit_bytes=HOST_LIMIT_BYTES,
+        oom_kills=world.oom_kills,
+    )
+
+
+def _count_resident_bytes(world: World, role: Role, healthy_mib: float) -> int:
+    """Return a process's resident memory in whole pages; the engine core has what is leaked."""
+    resident_bytes = healthy_mib * MIB
+    if role is Role.ENGINE_CORE:
+        resident_bytes += world.engine.leaked_host_bytes
+    return int(resident_bytes) // MEMORY_PAGE_BYTES * MEMORY_PAGE_BYTES
 
 
 def _list_gpu_processes(world: World) -> list[GpuProcess]:

@@ -51,6 +51,20 @@ class Scenario(Struct, frozen=True, kw_only=True):
     has_mig: bool = False
     """Whether the engine has the first of two MIG instances."""
 
+    excess_mib: int = 0
+    """GPU memory that the engine takes beyond its budget, once it has finished a request."""
+
+    excess_after_seconds: float = -inf
+    """The time since the demo began before which nothing is taken beyond the budget."""
+
+    host_leak_bytes_per_request: float = 0.0
+
+    strands_after_seconds: float = inf
+    """The time since the demo began at which requests are aborted whose cache stays held."""
+
+    page_fails_after_seconds: float = inf
+    """The time since the demo began from which the engine's page answers with an error."""
+
 
 TABLE: Final[dict[str, Scenario]] = {
     scenario.name: scenario
@@ -74,6 +88,13 @@ TABLE: Final[dict[str, Scenario]] = {
         ),
         Scenario(name="sleep", sleeps=Visits((900.0, 1_500.0), (600.0, 1_200.0))),
         Scenario(name="mig", has_mig=True),
+        # 5.9 % of the budget; a public report has 4.4 to 5.4 % on 16 engines.
+        Scenario(name="over-budget", excess_mib=4_400),
+        Scenario(name="low-memory", excess_mib=5_450, excess_after_seconds=600.0),
+        # 10 requests a second: 16 MB a second.
+        Scenario(name="host-leak", host_leak_bytes_per_request=1_600_000.0),
+        Scenario(name="stranded", strands_after_seconds=600.0),
+        Scenario(name="blind", page_fails_after_seconds=600.0),
     )
 }
 
@@ -196,6 +217,12 @@ RESERVED_BYTES: Final = 600 * MIB
 MAX_USED_BYTES: Final = TOTAL_BYTES - RESERVED_BYTES - 50 * MIB
 """With more than this in use, the next allocation fails: it is larger than the free memory."""
 
+HOST_LIMIT_BYTES: Final = 64 * GIB
+"""The memory limit of the engine's container, where a scenario has one."""
+
+MAX_LEAKED_HOST_BYTES: Final = HOST_LIMIT_BYTES - 10 * GIB
+"""With more than this leaked, the kernel kills the engine core: its processes take the rest."""
+
 WARM_SECONDS: Final = 3_600
 """The engine has served this long when the demo begins."""
 
@@ -210,14 +237,24 @@ class SimulatedRun:
     """
 
     def __init__(
-        self, seed: int, number: int, *, started_seconds: float, serving_seconds: float
+        self,
+        seed: int,
+        number: int,
+        *,
+        started_seconds: float,
+        serving_seconds: float,
+        excess_mib: int = 0,
+        excess_after_seconds: float = -inf,
     ) -> None:
         self.number = number
+        self._excess_mib = excess_mib
+        self._excess_after_seconds = excess_after_seconds
         self.first_pid = 4_100 + 37 * number
         self.started_seconds = started_seconds
         self.serving_seconds = serving_seconds
         self.is_asleep = False
         self.leaked_bytes = 0.0
+        self.leaked_host_bytes = 0.0
         self.kv_used_ratio = 0.0
         self.running = 0
         self.waiting = 0
@@ -227,6 +264,7 @@ class SimulatedRun:
         self.prompt_tokens_total = 0
         self.generation_tokens_total = 0
         self.prefix_hits_total = 0
+        self._stranded_tokens = 0.0
         self._preempted = 0
         """How many of the waiting requests were preempted: their prompts are already counted."""
 
@@ -243,6 +281,13 @@ class SimulatedRun:
             self._preempted = 0
             self.kv_used_ratio = 0.0
         self.is_asleep = asleep
+
+    def strand(self) -> None:
+        """Abort all requests without giving back what they hold of the cache."""
+        self._stranded_tokens += self.running * self._tokens_per_request
+        self.running = 0
+        self.waiting = 0
+        self._preempted = 0
 
     def step(self, arrived: int, leak_bytes_per_request: float = 0.0) -> None:
         """Serve for one second, in which `arrived` requests arrive; asleep, refuse them."""
@@ -277,7 +322,8 @@ class SimulatedRun:
         self.waiting += evicted
         self._preempted += evicted
         self.preemptions_total += evicted
-        self.kv_used_ratio = min(1.0, self.running * self._tokens_per_request / CAPACITY_TOKENS)
+        held_tokens = self.running * self._tokens_per_request + self._stranded_tokens
+        self.kv_used_ratio = min(1.0, held_tokens / CAPACITY_TOKENS)
         self._max_running = max(self._max_running, self.running)
 
     def count_gpu_bytes(self, seconds: float) -> int:
@@ -305,7 +351,9 @@ class SimulatedRun:
         activations_mib = min(first_uses_mib + scratch_mib, ACTIVATIONS_MIB)
         leaked_mib = round_to_segments(self.leaked_bytes / MIB, SMALL_SEGMENT_MIB)
         budget_mib = WEIGHTS_MIB + KV_MIB + GRAPHS_MIB + activations_mib
-        return (OUTSIDE_MIB + budget_mib + leaked_mib) * MIB
+        has_excess = self.finished_total > 0 and seconds >= self._excess_after_seconds
+        excess_mib = self._excess_mib if has_excess else 0
+        return (OUTSIDE_MIB + budget_mib + excess_mib + leaked_mib) * MIB
 
 
 def round_to_segments(mib: float, segment_mib: int) -> int:
@@ -324,6 +372,8 @@ class World:
         self.seconds = -WARM_SECONDS
         self.active_requests = 0
         self.has_mig = scenario.has_mig
+        self.has_host_limit = scenario.host_leak_bytes_per_request > 0
+        self.oom_kills = 0
         self.neighbours = Recurring(make_random(seed, "neighbours"), scenario.neighbours)
         self._scenario = scenario
         self._seed = seed
@@ -359,6 +409,11 @@ class World:
         return self.seconds >= self.engine.serving_seconds
 
     @property
+    def has_page(self) -> bool:
+        """Whether the engine's page can be read."""
+        return self.seconds < self._scenario.page_fails_after_seconds
+
+    @property
     def engine_bytes(self) -> int:
         """GPU memory of the engine's worker."""
         return self.engine.count_gpu_bytes(self.seconds)
@@ -390,13 +445,26 @@ class World:
             visits.advance(self.seconds)
         self.engine.sleep(asleep=self._sleeps.is_here)
         arrived = self._draw_arrivals()
+        if self.seconds == self._scenario.strands_after_seconds:
+            self.engine.strand()
+        if self.seconds >= self._scenario.strands_after_seconds:
+            arrived = 0
         hangs = self._hangs.is_here
         if self.is_serving and not hangs:
             # The hour before the demo is healthy, so that the leak begins with the demo.
             leak_bytes = self._scenario.leak_bytes_per_request if self.seconds > 0 else 0.0
+            finished_before = self.engine.finished_total
             self.engine.step(arrived, leak_bytes)
+            if self.seconds > 0:
+                finished = self.engine.finished_total - finished_before
+                self.engine.leaked_host_bytes += (
+                    finished * self._scenario.host_leak_bytes_per_request
+                )
         self.active_requests = 0 if hangs else self.engine.running
-        if self.seconds >= self._exits_at_seconds or self.used_bytes > MAX_USED_BYTES:
+        is_killed = self.engine.leaked_host_bytes > MAX_LEAKED_HOST_BYTES
+        self.oom_kills += is_killed
+        is_full = self.used_bytes > MAX_USED_BYTES
+        if is_killed or is_full or self.seconds >= self._exits_at_seconds:
             started_seconds = self.seconds + self._fate.uniform(20.0, 50.0)
             loading_seconds = self._fate.uniform(*self._scenario.loading_seconds)
             self.engine = self._start_engine(
@@ -419,5 +487,10 @@ class World:
             run_seconds = self._fate.uniform(*self._scenario.restart_after_seconds)
             self._exits_at_seconds = max(0.0, serving_seconds) + run_seconds
         return SimulatedRun(
-            self._seed, number, started_seconds=started_seconds, serving_seconds=serving_seconds
+            self._seed,
+            number,
+            started_seconds=started_seconds,
+            serving_seconds=serving_seconds,
+            excess_mib=self._scenario.excess_mib,
+            excess_after_seconds=self._scenario.excess_after_seconds,
         )

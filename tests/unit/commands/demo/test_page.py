@@ -21,7 +21,7 @@ def parsed(world: World) -> EnginePage:
     return understood
 
 
-@pytest.mark.parametrize("scenario", list(TABLE))
+@pytest.mark.parametrize("scenario", [name for name in TABLE if name != "stranded"])
 def test_the_daemon_reads_from_the_page_what_the_world_is(scenario: str) -> None:
     world = World(TABLE[scenario])
     world.advance(3_000)

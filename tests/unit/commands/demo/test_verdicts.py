@@ -8,6 +8,7 @@ from tests.played import play
 from tests.samples import values
 from vllm_headroom import catalog
 from vllm_headroom.model import Sample
+from vllm_headroom.vocabulary import Situation
 from vllm_headroom_tools.demo.world import TABLE
 
 EPOCH = 1_760_000_000.0
@@ -43,3 +44,25 @@ def test_the_leak_is_found_with_its_rate_and_the_time_left() -> None:
     (left,) = values(first, catalog.TIME_TO_OOM).values()
     assert per_request == pytest.approx(12_800, rel=0.15)
     assert 3600 < left < 86_400
+
+
+@pytest.mark.parametrize(
+    ("scenario", "situation"),
+    [
+        ("over-budget", Situation.OVER_BUDGET),
+        ("low-memory", Situation.LOW_MEMORY),
+        ("host-leak", Situation.HOST_LEAK),
+        ("stranded", Situation.STRANDED),
+        ("blind", Situation.BLIND),
+    ],
+)
+def test_a_scenario_shows_the_situation_that_it_is_named_after(scenario: str, situation: Situation) -> None:
+    evaluations = [each.latest for each in play(TABLE[scenario], 1.0, began=EPOCH) if each.published]
+
+    assert situation in {each.verdicts[0].situation for each in evaluations}
+
+
+def test_the_kernel_kills_the_engine_that_leaks_host_memory() -> None:
+    pages = played("host-leak", 1.5)
+
+    assert values(pages[-1], catalog.ENGINE_EXITS)[("oom_killed",)] >= 1.0
