@@ -86,6 +86,10 @@ FOLDER: Final = Value(read=parse_path, accepts="the path of a directory")
 TRACE: Final = Value(
     read=lambda text: str(parse_path(text)), accepts="the path of a trace, or - for standard input"
 )
+LOG: Final = Value(
+    read=lambda text: str(parse_path(text)),
+    accepts="the path of an engine's log, or - for standard input",
+)
 RATIO: Final = Value(read=above_zero(parse_number, 1), accepts="a ratio above 0, at most 1")
 SHARE: Final = Value(
     read=bounded(parse_share, 0, 1), accepts="a share such as 5% or 0.05, at most 100%"

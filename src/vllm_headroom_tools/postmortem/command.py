@@ -12,14 +12,17 @@ from vllm_headroom.derive.life.causes import UNKNOWN_CAUSE, judge_ending
 from vllm_headroom.derive.life.engine import EngineMemory
 from vllm_headroom.derive.life.record import build_ending, describe_gpus
 from vllm_headroom.model import Diagnosis, Ending, EnginePod, GpuAtEnd, Snapshot
+from vllm_headroom.model.start import EngineLog
 from vllm_headroom.trace.flight import FLIGHT, INCIDENTS, list_incidents, parse_incident_facts
 from vllm_headroom.trace.incident import Incident, add_evidence, find_decisive, read_incident
 from vllm_headroom.vocabulary import EndCause, IncidentKind, LeakState, Sureness
 from vllm_headroom_tools.bad_input import BadInput
 from vllm_headroom_tools.cli import Command, save
 from vllm_headroom_tools.conclusion import Report
+from vllm_headroom_tools.engine_log import read_engine_log
 from vllm_headroom_tools.history import Curves, LeakReplay, Moment
-from vllm_headroom_tools.options import FILE, BadOptions, Parser, Value
+from vllm_headroom_tools.options import FILE, LOG, BadOptions, Parser, Value
+from vllm_headroom_tools.postmortem.engine_log import build_log_ending, find_start
 from vllm_headroom_tools.postmortem.page import build_page
 from vllm_headroom_tools.postmortem.report import NO_INCIDENT, Postmortem, build_report
 from vllm_headroom_tools.postmortem.timeline import Timeline
@@ -149,6 +152,12 @@ def _add_options(parser: Parser) -> None:
         help="an incident, a trace, or a folder",
     )
     parser.add_argument(
+        "--log",
+        metavar="FILE",
+        type=LOG,
+        help="the engine's own log of that time, - for standard input",
+    )
+    parser.add_argument(
         "--html", metavar="FILE", type=FILE, help="write the page, with its curves, into one file"
     )
 
@@ -194,10 +203,13 @@ def read_facts(file: Path) -> Incident | None:
     return incident if decisive is incident else replace(incident, **asdict(decisive))
 
 
-def read_postmortem(file: Path, pod: EnginePod | None = None) -> Postmortem:
-    """Return the post-mortem of a trace; raises BadInput where it cannot be read or is empty.
+def read_postmortem(
+    file: Path, pod: EnginePod | None = None, log: EngineLog | None = None
+) -> Postmortem:
+    """Return the post-mortem of a trace, with the engine's log beside it where that is given.
 
-    `pod` counts where the file does not name the engine's.
+    `pod` counts where the file does not name the engine's. Raises BadInput where the trace cannot
+    be read or is empty.
     """
     incident = read_facts(file)
     follower = EndFollower(incident)
@@ -208,17 +220,26 @@ def read_postmortem(file: Path, pod: EnginePod | None = None) -> Postmortem:
         curves.step(snapshot)
     if incident is None and not follower.replay.samples:
         raise BadInput(f"{file}: has no samples")
+    ending = follower.ending
+    start = None
+    if log is not None:
+        start = find_start(log, None if ending is None else ending.seconds)
+        if ending is not None and start is not None:
+            # The log that is given replaces what the incident has of it.
+            ending = replace(ending, log=build_log_ending(start, ending.seconds))
     # The daemon saves an incident only for an end or a stall.
     has_ended = incident is not None or follower.is_page_lost
     facts = incident or NO_INCIDENT
     return Postmortem(
         file=str(file),
-        findings=judge(follower.ending, has_ended=has_ended),
-        ending=follower.ending,
+        findings=judge(ending, has_ended=has_ended),
+        ending=ending,
         incident=facts,
         pod=facts.engine_pod or pod,
         timeline=timeline.list_entries(facts),
         curves=curves,
+        log=log,
+        log_start=start,
     )
 
 
@@ -228,7 +249,8 @@ def _run(options: Namespace) -> Report:
         raise BadOptions(f"needs a FILE or a FOLDER, or {STATE_DIR} in the environment")
     # A file that is named may be of another pod.
     pod = read_engine_pod() if options.place is None else None
-    postmortem = read_postmortem(find_trace(Path(place)), pod)
+    log = None if options.log is None else read_engine_log(options.log)
+    postmortem = read_postmortem(find_trace(Path(place)), pod, log)
     if options.html is not None:
         save(options.html, build_page(postmortem), "--html ", (place,))
     return build_report(postmortem)
@@ -244,6 +266,7 @@ never fitted; a hang; an exit while idle.
 
 FILE is an incident that the daemon saved, or any trace, whose last exit counts;
 FOLDER means its newest incident. Without either, it uses HEADROOM_STATE_DIR.
+With the engine's own log, what was only likely becomes sure or is contradicted.
 """,
     epilog="""\
 The exit status is 0, or 2 if it cannot use its input.
@@ -251,6 +274,7 @@ The exit status is 0, or 2 if it cannot use its input.
 Example:
   vllm-headroom postmortem
   vllm-headroom postmortem incidents/2026-01-31T08-00-00Z.jsonl --html why.html
+  kubectl logs --previous vllm-0 | vllm-headroom postmortem --log -
 """,
     options=_add_options,
     run=_run,

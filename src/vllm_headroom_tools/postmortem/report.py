@@ -7,6 +7,7 @@ from typing import Any, Final
 from msgspec import Struct, to_builtins
 
 from vllm_headroom.model import Diagnosis, Ending, EnginePod, EngineReading, GpuAtEnd
+from vllm_headroom.model.start import EngineLog, EngineStart
 from vllm_headroom.trace.incident import (
     MOST_SHOWN,
     Incident,
@@ -19,6 +20,7 @@ from vllm_headroom.vocabulary import EndCause, IncidentKind, Situation
 from vllm_headroom_tools.conclusion import Conclusion, Finding, Report
 from vllm_headroom_tools.history import Curves
 from vllm_headroom_tools.postmortem.advice import SITUATIONS, list_steps
+from vllm_headroom_tools.postmortem.engine_log import list_log_lines
 from vllm_headroom_tools.terminal import join_paragraphs, wrap_headed, wrap_text
 
 NO_INCIDENT: Final = Incident(t=0.0, what=IncidentKind.ENDED)
@@ -49,6 +51,10 @@ class Postmortem(Struct, frozen=True, kw_only=True):
     timeline: tuple[tuple[float, str], ...]
     """The changes before the end: seconds since the epoch, and a sentence."""
     curves: Curves
+    log: EngineLog | None = None
+    """The engine's log; None where none is given."""
+    log_start: EngineStart | None = None
+    """The start of the log that ended then; None where the log has none of that time."""
 
     @property
     def answer(self) -> Diagnosis:
@@ -137,11 +143,26 @@ def list_sections(postmortem: Postmortem, most_log_lines: int) -> Iterator[tuple
         "Timeline",
         [(format_instant(seconds), change) for seconds, change in postmortem.timeline],
     )
+    yield "The engine's log, its last minute", list(_list_log(postmortem))
     yield "Numbers for a bug report", list(list_numbers(ending, incident))
     yield "What to do", _list_steps(postmortem)
     yield "The sidecar's log then", [("", line) for line in incident.log[-most_log_lines:]]
     situation = postmortem.situation
     yield "Situation", [] if situation is None else [("", situation.replace("_", " "))]
+
+
+def _list_log(postmortem: Postmortem) -> Iterator[Line]:
+    """Yield the last minute of the engine's log, or why it has none; nothing without a log."""
+    if postmortem.log is None:
+        return
+    if postmortem.log_start is None:
+        reason = "it may be of another time or engine"
+        yield "", f"it has no line within two minutes of the exit: {reason}"
+        return
+    yield from list_log_lines(postmortem.log_start)
+    ending = postmortem.ending
+    if ending is not None and ending.log is None:
+        yield "", "its last line is too old to be the last before the exit: it proves nothing"
 
 
 def _find_steps(postmortem: Postmortem, cause: EndCause) -> tuple[tuple[str, str | None], ...]:
@@ -266,6 +287,7 @@ def _build_data(postmortem: Postmortem) -> dict[str, Any]:
             {"text": step, "link": link}
             for step, link in _find_steps(postmortem, postmortem.answer.cause)
         ],
+        "log": [{"time": time, "text": text} for time, text in _list_log(postmortem)],
         "known": None if incident is NO_INCIDENT else to_builtins(incident),
     }
 

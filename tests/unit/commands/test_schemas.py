@@ -74,7 +74,8 @@ def list_objects(name: str, folder: Path, looking: Preflight) -> Iterator[dict[s
             yield printed(name, str(trace))
             yield printed(name, str(quiet))
         case "postmortem":
-            yield printed(name, str(write(folder, scenes.scene(scenes.leak, 1))))
+            (folder / "engine.log").write_text(VLLM_0_19 + DEATH)
+            yield printed(name, str(write(folder, scenes.scene(scenes.leak, 1))), "--log", str(folder / "engine.log"))
             yield printed(name, str(quiet))
         case "watch":
             with sidecar() as url:

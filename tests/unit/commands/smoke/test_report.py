@@ -1,4 +1,4 @@
-"""The headline and the version: what is said of a vLLM that serves with something wrong."""
+"""The headline and the version: what is reported about a vLLM that serves with something wrong."""
 
 import pytest
 

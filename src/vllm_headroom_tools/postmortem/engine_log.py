@@ -1,0 +1,170 @@
+"""The engine's log beside a flight record: what it reports about an end, and its last minute."""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from datetime import datetime
+from typing import Final
+
+from vllm_headroom.derive.engine_log import describe_failure, describe_place, describe_time
+from vllm_headroom.model import LogEnding
+from vllm_headroom.model.start import (
+    LOGGED_END_SECONDS,
+    QUIET_SECONDS,
+    EngineLog,
+    EngineStart,
+    LogEvent,
+    LogTime,
+)
+from vllm_headroom.units import HOUR_SECONDS, to_datetime
+from vllm_headroom.vocabulary import LogEventKind, LogRemarkKind
+from vllm_headroom_tools.engine_log import find_decisive_start
+
+LAST_SECONDS: Final = 60.0
+"""How much of the log before its end is shown."""
+
+MOST_EVENTS: Final = 16
+"""Our choice: how many lines of the log are shown."""
+
+LARGEST_ZONE_SECONDS: Final = 14 * HOUR_SECONDS
+"""No time zone is further from UTC."""
+
+REMARK_WORDS: Final = {
+    LogRemarkKind.PREEMPTION: "the KV cache was full: requests are computed again",
+    LogRemarkKind.SWAP: "parts of the KV cache are swapped to host memory",
+    LogRemarkKind.FALLBACK: "a slower implementation is used",
+    LogRemarkKind.EAGER: "CUDA graphs are off",
+    LogRemarkKind.PADDING: "layers are padded",
+    LogRemarkKind.CONTEXT_REDUCED: "the longest request was shortened to what fits",
+    LogRemarkKind.BATCH_REDUCED: "batches were made smaller",
+    LogRemarkKind.BLOCKED: "a worker does not answer",
+}
+"""What a warning of the log means, in a line of it."""
+
+
+def find_start(log: EngineLog, end_seconds: float | None) -> EngineStart | None:
+    """Return the start whose end an exit is, by the times of the log.
+
+    Without times, or without an exit, it is the newest that failed, else the newest. None where all
+    starts of the log are known to have ended at another time.
+    """
+    if end_seconds is None:
+        return find_decisive_start(log.starts)
+    has_times = False
+    nearest_start = None
+    nearest_seconds = LOGGED_END_SECONDS
+    for start in log.starts:
+        seconds = place_time(find_end_time(start), end_seconds)
+        if seconds is None:
+            continue
+        has_times = True
+        distance_seconds = abs(seconds - end_seconds)
+        if distance_seconds <= nearest_seconds:
+            nearest_seconds = distance_seconds
+            nearest_start = start
+    return nearest_start if has_times else find_decisive_start(log.starts)
+
+
+def find_end_time(start: EngineStart) -> LogTime:
+    """Return when a start ended: the time of its failure, else of its last line."""
+    failure = start.root_failure
+    has_time = failure is not None and failure.time != LogTime()
+    return failure.time if failure is not None and has_time else start.end
+
+
+def build_log_ending(start: EngineStart, end_seconds: float) -> LogEnding | None:
+    """Return what a start reports about an exit.
+
+    None where it reports no failure, and its last line is too old to be the last before the exit.
+    """
+    failure = start.root_failure
+    seconds = place_time(find_end_time(start), end_seconds)
+    if failure is not None or start.is_stopped:
+        return LogEnding(failure=failure, is_stopped=start.is_stopped, seconds=seconds)
+    if seconds is None or seconds < end_seconds - QUIET_SECONDS:
+        return None
+    return LogEnding(seconds=seconds)
+
+
+def place_time(time: LogTime, near_seconds: float) -> float | None:
+    """Return the time of a line since the epoch; None where the line has none.
+
+    The engine's own clock has no year and no time zone: the zone, a whole number of hours from UTC,
+    is the one that brings the time nearest to `near_seconds`.
+    """
+    if time.seconds is not None:
+        return time.seconds
+    if time.clock is None:
+        return None
+    year = to_datetime(near_seconds).year
+    candidates = []
+    for near_year in (year - 1, year, year + 1):
+        try:
+            moment = datetime.strptime(f"{near_year} {time.clock}Z", "%Y %m-%d %H:%M:%S%z")
+        except ValueError:
+            continue
+        candidates.append(moment.timestamp())
+    if not candidates:
+        return None
+    seconds = min(candidates, key=lambda candidate: abs(candidate - near_seconds))
+    distance_seconds = seconds - near_seconds
+    if abs(distance_seconds) > LARGEST_ZONE_SECONDS + LOGGED_END_SECONDS:
+        return seconds
+    return seconds - HOUR_SECONDS * round(distance_seconds / HOUR_SECONDS)
+
+
+def list_log_lines(start: EngineStart) -> Iterator[tuple[str, str]]:
+    """Yield the time and the meaning of each line of the last minute, the oldest first.
+
+    Lines of requests and of no event are left out.
+    """
+    events = start.recent_events
+    if not events:
+        return
+    newest_seconds = _read_seconds(events[-1].time)
+    shown_events = []
+    seconds = None
+    for event in events:
+        # A line without a time is as old as the one before it.
+        seconds = _read_seconds(event.time) or seconds
+        is_old = (
+            seconds is not None
+            and newest_seconds is not None
+            and newest_seconds - seconds > LAST_SECONDS
+        )
+        text = describe_event(event)
+        if not is_old and text is not None:
+            shown_events.append((describe_time(event.time) or f"line {event.line_number:,}", text))
+    yield from shown_events[-MOST_EVENTS:]
+
+
+def _read_seconds(time: LogTime) -> float | None:
+    """Return a time that can be compared with others of the same log; None where it has none."""
+    if time.seconds is not None or time.clock is None:
+        return time.seconds
+    with suppress(ValueError):
+        # A leap year, so that each day of the year exists.
+        return datetime.strptime(f"2024 {time.clock}Z", "%Y %m-%d %H:%M:%S%z").timestamp()
+    return None
+
+
+def describe_event(event: LogEvent) -> str | None:
+    """Return what a line means; None for a line that means nothing about an end."""
+    figures = event.figures
+    if event.kind is LogEventKind.FAILURE and event.failure is not None:
+        return f"{describe_failure(event.failure)} ({describe_place(event.failure)})"
+    if event.kind is LogEventKind.LOAD:
+        running = figures.get("running_requests", 0.0)
+        waiting = figures.get("waiting_requests", 0.0)
+        used_percent = 100 * figures.get("kv_cache_used_ratio", 0.0)
+        return f"{running:,.0f} running, {waiting:,.0f} waiting, KV cache {used_percent:.0f} % used"
+    if event.kind is LogEventKind.REMARK and event.remark is not None:
+        return REMARK_WORDS[event.remark]
+    return WORDS.get(event.kind)
+
+
+WORDS: Final = {
+    LogEventKind.START: "the engine starts",
+    LogEventKind.SERVING: "the engine serves",
+    LogEventKind.STOP: "the engine shuts down on request",
+}
+"""What other lines mean."""
