@@ -113,6 +113,11 @@ GPU_MEMORY_HELD: Final = _declare_gauge(
     (*GPU_LABELS, "holder"),
     "Memory in use by holder; the holders sum to the memory in use.",
 )
+GPU_PROCESSES: Final = _declare_gauge(
+    "gpu_processes",
+    GPU_LABELS,
+    "Compute processes that the driver lists on the GPU; absent where it lists none of them.",
+)
 UNIFIED_FREE_BLOCKS: Final = _declare_gauge(
     "unified_memory_free_blocks_bytes",
     GPU_LABELS,

@@ -6,6 +6,7 @@ from typing import Final
 from msgspec import Struct
 
 from vllm_headroom import catalog
+from vllm_headroom.derive.leak.leak import is_alone
 from vllm_headroom.model import Sample, Snapshot, Values, name_device
 from vllm_headroom.units import DAY_SECONDS, HOUR_SECONDS, format_duration
 from vllm_headroom.vocabulary import EngineState, EvictionResult, LeakState
@@ -111,7 +112,7 @@ def _find_eviction_reason(snapshot: Snapshot, values: Values, guardrail: Guardra
     if hour == guardrail.quiet_hour:
         # A leak must not fill the memory before the next quiet hour, which is a day away.
         within_seconds = DAY_SECONDS
-    leaking = _list_leaking(values)
+    leaking = _list_leaking(snapshot, values)
     near = [
         time_to_oom
         for time_to_oom in _list_times_to_oom(values)
@@ -123,11 +124,15 @@ def _find_eviction_reason(snapshot: Snapshot, values: Values, guardrail: Guardra
     return f"{nearest.owner} leaks and {nearest}"
 
 
-def _list_leaking(values: Values) -> set[str]:
-    """Return the names, for a sentence, of the GPUs and the host that leak for certain."""
+def _list_leaking(snapshot: Snapshot, values: Values) -> set[str]:
+    """Return the names, for a sentence, of the GPUs and the host that leak for certain.
+
+    Without a GPU whose growth may be another process's: an eviction would not end it.
+    """
+    shared_uuids = {gpu.reading.uuid for gpu in snapshot.devices if not is_alone(gpu)}
     names = set()
     for (gpu, uuid, leak_state), is_current in values.find_all(catalog.LEAK_STATE).items():
-        if is_current and leak_state == LeakState.LEAKING:
+        if is_current and leak_state == LeakState.LEAKING and uuid not in shared_uuids:
             names.add(name_device(gpu, uuid))
     for (_role, leak_state), is_current in values.find_all(catalog.HOST_LEAK_STATE).items():
         if is_current and leak_state == LeakState.LEAKING:

@@ -60,6 +60,8 @@ def _derive_gpu(gpu: Gpu) -> Iterator[Sample]:
     if reading.memory is not None:
         yield from make_facts(_MEMORY_FACTS, labels, reading.memory)
         yield from _derive_holders(gpu, reading.memory.used_bytes)
+    if gpu.process_count is not None:
+        yield Sample(catalog.GPU_PROCESSES, labels, float(gpu.process_count))
     leftover_sizes = [
         leftover.used_bytes for leftover in gpu.leftovers if leftover.used_bytes is not None
     ]

@@ -691,16 +691,16 @@ def _measure_gpu_growth(
 ) -> GrowingMemory:
     """Return the growth on a GPU by the leak detector's figures."""
     labels = label_gpu(gpu)
+    # The probe measures the engine's memory alone: where it shows growth, that is the engine's.
+    location = values.state(catalog.LEAK_LOCATION, *labels)
     return GrowingMemory(
         subject=gpu.reading.display_name,
         name=gpu.reading.display_name,
         is_leaking=is_leaking,
-        # An alarm is only raised on memory that is the engine's; an early warning may be a
-        # neighbour's growth.
-        is_of_engine=is_leaking or is_alone(gpu),
+        is_of_engine=is_alone(gpu) or location is not None,
         bytes_per_second=values.value(catalog.LEAK_RATE, *labels),
         bytes_per_request=values.value(catalog.LEAK_PER_REQUEST, *labels),
-        location=values.state(catalog.LEAK_LOCATION, *labels),
+        location=location,
         oom_seconds=values.value(catalog.TIME_TO_OOM, *labels),
         earliest_oom_seconds=values.value(catalog.TIME_TO_OOM_LOWER, *labels),
         pools=tuple(pool for pool in snapshot.pools if pool.role is None),
@@ -788,10 +788,11 @@ def _describe_usual_growth(growth: GrowingMemory) -> str:
 
 def _describe_foreign_growth(growth: GrowingMemory) -> str:
     """Return that memory fills, and how fast, where the growth may be another process's."""
+    verb = "fills" if growth.is_leaking else "may fill"
     rate = _describe_rate(growth)
-    if not rate:
-        return "fills (holder unknown)"
-    return f"fills by {rate} (holder unknown)"
+    if rate:
+        verb = f"{verb} by {rate}"
+    return f"{verb} (by whom is not known; every process on it is affected)"
 
 
 def _describe_rate(growth: GrowingMemory) -> str:
@@ -807,10 +808,11 @@ def _describe_time_to_oom(growth: GrowingMemory) -> str:
         return ""
     if growth.oom_seconds < 1:
         return ": out of memory at any moment"
-    text = f": out of memory in about {format_duration(growth.oom_seconds)}"
-    if growth.earliest_oom_seconds is not None and growth.is_of_engine:
-        text += f", at the earliest in {format_duration(growth.earliest_oom_seconds)}"
-    return text
+    likely = format_duration(growth.oom_seconds)
+    if growth.earliest_oom_seconds is None:
+        return f": out of memory in about {likely}"
+    earliest = format_duration(growth.earliest_oom_seconds)
+    return f": out of memory in {earliest} at the earliest, likely in about {likely}"
 
 
 def _describe_full_pools(growth: GrowingMemory) -> str:
@@ -824,8 +826,6 @@ def _describe_full_pools(growth: GrowingMemory) -> str:
 
 
 def _choose_level(growth: GrowingMemory) -> Level:
-    if not growth.is_of_engine:
-        return Level.WARNING
     if growth.is_leaking or _is_oom_within(growth, HOUR_SECONDS):
         return Level.ALARM
     return Level.WARNING
@@ -837,7 +837,7 @@ def _choose_alert(growth: GrowingMemory) -> str:
         return growth.alerts.hour
     # An early warning may still be withdrawn, so it is urgent only within the hour.
     near_seconds = DAY_SECONDS if growth.is_leaking else HOUR_SECONDS
-    if growth.is_of_engine and _is_oom_within(growth, near_seconds):
+    if _is_oom_within(growth, near_seconds):
         return growth.alerts.day
     return growth.alerts.later
 

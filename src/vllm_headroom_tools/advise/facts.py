@@ -176,6 +176,8 @@ class GpuFacts(Device, frozen=True, kw_only=True):
     """The facts of one of the engine's GPUs; None where they are unknown."""
 
     leak: Leak
+    # Whether growth on it is known to be the engine's; otherwise it may be another process's.
+    is_holder_known: bool = True
     # The total without what the driver reserves, which is what CUDA reports.
     usable_bytes: float | None = None
     # The least free memory, at the highest peak.

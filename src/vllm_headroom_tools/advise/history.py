@@ -7,6 +7,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from vllm_headroom.derive.kv_cache import count_tokens_per_request
+from vllm_headroom.derive.leak.leak import is_alone
 from vllm_headroom.derive.pages import count_running, is_page_awake, list_named
 from vllm_headroom.derive.series import label_engine
 from vllm_headroom.derive.verdicts import LOW_BYTES
@@ -439,6 +440,7 @@ class GpuHistory:
             least_room_bytes=max(0.0, least_room_bytes),
             others_memory=_widen_extent(facts.others_memory, others_bytes),
             leftovers=gpu.leftovers,
+            is_holder_known=is_alone(gpu),
         )
         if is_serving:
             # As if the memory of others were free: the engine did not cause that shortage.

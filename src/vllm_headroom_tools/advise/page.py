@@ -192,6 +192,7 @@ def _read_gpu(page: Values, gpu: tuple[str, str], running: float | None) -> GpuF
         usable_bytes=usable_bytes,
         least_room_bytes=max(0.0, usable_bytes - peak_bytes),
         others_memory=others_memory,
+        is_holder_known=engine_bytes is not None or page.value(catalog.GPU_PROCESSES, *gpu) == 1,
         spells=_judge_room(room_bytes, room_at_peak_bytes, running),
         excess=_read_excess(page, gpu, total_bytes),
     )

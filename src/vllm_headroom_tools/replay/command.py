@@ -158,7 +158,8 @@ def _format_moment(moment: Moment) -> Iterator[str]:
     if moment.time_to_oom_seconds is not None:
         time_left = f"about {format_duration(moment.time_to_oom_seconds)}"
         if moment.time_to_oom_seconds_lower is not None:
-            time_left += f", at the earliest {format_duration(moment.time_to_oom_seconds_lower)}"
+            earliest = format_duration(moment.time_to_oom_seconds_lower)
+            time_left = f"{earliest} at the earliest, likely {time_left}"
         yield f"    time to OOM  {time_left}"
 
 

@@ -11,8 +11,8 @@ from judge import END_SECONDS, read_series, score
 from msgspec.structs import replace
 from traces import Labelled
 
-from vllm_headroom.derive.leak.facts import Certainty, start_track
-from vllm_headroom.derive.leak.leak import find_leak_state, is_alone
+from vllm_headroom.derive.leak.facts import start_track
+from vllm_headroom.derive.leak.leak import find_leak_state
 from vllm_headroom.derive.leak.observation import Observation, observe_gpus, observe_host
 from vllm_headroom.derive.leak.track import observe
 from vllm_headroom.derive.life.engine import EngineMemory, update_engine
@@ -32,7 +32,6 @@ class Seen(NamedTuple):
     seconds: float
     observation: Observation | None
     settled: bool
-    alone: bool
     is_in_service: bool
 
 
@@ -55,13 +54,11 @@ def watch(trace: Labelled) -> Watched:
             state, snapshot = update_engine(state, snapshot)
         served = keep_service(snapshot)
         load, _ = derive_load(load, served)
-        alone = True
         if trace.truth["series"] != "gpu":
             observation = dict(observe_host(served)).get(trace.truth["series"])
         else:
-            gpu, observation = next(observe_gpus(served, served.owned_gpus[:1]), (None, None))
-            alone = gpu is None or is_alone(gpu)
-        found.append(Seen(sample["t"], observation, load.is_stable is not False, alone, bool(snapshot.is_in_service)))
+            _, observation = next(observe_gpus(served, served.owned_gpus[:1]), (None, None))
+        found.append(Seen(sample["t"], observation, load.is_stable is not False, bool(snapshot.is_in_service)))
     return found, trace.truth, read_series(trace)
 
 
@@ -75,11 +72,9 @@ def follow(watched: Watched) -> Row:
             old = track or start_track(sample.observation.seconds)
             track = observe(old, sample.observation)
             again, known = track.clock.now_seconds < old.clock.now_seconds, track.estimate
-            most = Certainty.LEAKING if sample.alone or track.presence.neighbours == 1 else Certainty.GROWING
-            own = replace(track, verdict=min(track.verdict, most))
             if sample.is_in_service:
                 state = find_leak_state(
-                    own, is_known=sample.observation.held_bytes is not None, is_settled=sample.settled
+                    track, is_known=sample.observation.held_bytes is not None, is_settled=sample.settled
                 )
         course.step(state, build_moment(sample.seconds, known, None), restarted=again)
         if truth["oom_at"] is not None and sample.seconds <= truth["oom_at"] - END_SECONDS:

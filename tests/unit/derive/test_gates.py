@@ -65,6 +65,7 @@ def find_due(
     leak: LeakState = LeakState.LEAKING,
     state: EngineState = EngineState.SERVING,
     is_host: bool = False,
+    is_holder_known: bool = True,
     hour: float = 0.0,
     quiet_hour: int | None = None,
 ) -> str | None:
@@ -75,6 +76,8 @@ def find_due(
         else (Sample(catalog.LEAK_STATE, (*A_GPU, leak), 1.0), Sample(catalog.TIME_TO_OOM_LOWER, A_GPU, left))
     )
     seen = replace(snapshot(), engine_status=EngineStatus(state=state), time_seconds=1_760_054_400.0 + 3600.0 * hour)
+    engine_bytes = 60 if is_holder_known else None
+    seen = replace(seen, gpus=tuple(replace(gpu, engine_bytes=engine_bytes) for gpu in seen.devices))
     return derive_gate(seen, Values(samples), None, replace(HOLDER, quiet_hour=quiet_hour))[0].due
 
 
@@ -82,6 +85,10 @@ def find_due(
 def test_a_sure_leak_whose_end_is_near_is_due(is_host: bool, whose: str) -> None:  # noqa: FBT001 - a parameter
     assert find_due(LEAST - 1, is_host=is_host) == f"{whose} leaks and may be out of memory in 9 min 59 s"
     assert find_due(LEAST, is_host=is_host) is None
+
+
+def test_growth_that_may_be_another_process_s_is_not_due_for_an_eviction_would_not_end_it() -> None:
+    assert find_due(LEAST - 1, is_holder_known=False) is None
 
 
 def test_no_other_state_of_a_leak_or_an_engine_is_due() -> None:

@@ -136,7 +136,8 @@ def test_a_leak_is_an_alarm_with_its_rate_and_its_end() -> None:
     verdict = of("GPU 0", state(LeakState.LEAKING), *LEAK)
 
     assert verdict.sentence == (
-        "GPU 0 leaks 12.6 MiB per 1,000 requests: out of memory in about 7 h 36 min, at the earliest in 5 h 0 min."
+        "GPU 0 leaks 12.6 MiB per 1,000 requests: out of memory in 5 h 0 min at the earliest,"
+        " likely in about 7 h 36 min."
     )
     assert (verdict.level, verdict.alert) == (Level.ALARM, "HeadroomGpuMemoryLeak")
 
@@ -481,7 +482,7 @@ def test_a_host_leak_has_its_time_and_a_container_its_limit() -> None:
     verdict = of("host memory", leaking, soon, least)
     assert (
         verdict.sentence
-        == "Host memory of worker leaks: out of memory in about 30 min 0 s, at the earliest in 20 min 0 s."
+        == "Host memory of worker leaks: out of memory in 20 min 0 s at the earliest, likely in about 30 min 0 s."
     )
     assert verdict.alert == "HeadroomHostOutOfMemorySoon"
     now = Sample(catalog.HOST_TIME_TO_OOM, (), 0.0)

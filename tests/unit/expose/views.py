@@ -38,9 +38,8 @@ def view(
 
 
 def device(index: int, free: float) -> Gpu:
-    return gpu(
-        index=index, uuid=f"GPU-{index}", total=TOTAL, used=TOTAL - int(free), used_peak_bytes=TOTAL - int(free) + 1000
-    )
+    used = TOTAL - int(free)
+    return gpu(index=index, uuid=f"GPU-{index}", total=TOTAL, used=used, engine=used, used_peak_bytes=used + 1000)
 
 
 def day(

@@ -52,17 +52,18 @@ def derive_gpu_leaks(
 
     `is_settled` is whether load is level, `inside` has the tracks of the probe's figures, and
     `asleep` those of the memory kept in sleep: the surest verdict of the three is exported. While
-    another process comes and goes on a GPU, the GPU's verdict does not change.
+    another process comes and goes on a GPU, the GPU's verdict does not change. A verdict says that
+    the memory fills, whoever holds it; `is_alone` says whether the engine does.
     """
     tracks = keep_recent(tracks, {gpu.reading.uuid for gpu, _ in observations})
     samples: list[Sample] = []
     for gpu, observation in observations:
-        # The saved track keeps its own verdict; the shown one may be limited or sharpened.
+        # The saved track keeps its own verdict; the shown one may be sharpened.
         uuid = gpu.reading.uuid
         labels = label_gpu(gpu)
         track = observe(tracks.get(uuid) or start_track(observation.seconds), observation)
         tracks[uuid] = track
-        track = sharpen_track(limit_verdict(track, gpu), asleep.get(uuid), inside.get(uuid))
+        track = sharpen_track(track, asleep.get(uuid), inside.get(uuid))
         state = find_leak_state(track, is_known=gpu.held_bytes is not None, is_settled=is_settled)
         samples += make_states(catalog.LEAK_STATE, labels, state)
         samples += _make_bound((*labels, ""), track)
@@ -80,13 +81,6 @@ def is_alone(gpu: Gpu) -> bool:
     That is so where the engine's memory is known, or no other process is on the GPU.
     """
     return gpu.engine_bytes is not None or gpu.process_count == 1
-
-
-def limit_verdict(track: Track, gpu: Gpu) -> Track:
-    """Return the track with at most an early warning where its growth may be another process's."""
-    if is_alone(gpu) or track.presence.neighbours == 1:
-        return track
-    return replace(track, verdict=min(track.verdict, Certainty.GROWING))
 
 
 def keep_recent(tracks: Tracks, present: Collection[str]) -> Tracks:

@@ -71,6 +71,15 @@ CURES: Final[dict[LeakLocation | None, tuple[str, ...]]] = {
 """What to try, in this order, by the location of the growth; None is an unknown location."""
 
 
+FIND_HOLDER: Final = Change(
+    text=(
+        "See with nvidia-smi (AMD: amd-smi process) on the node, twice within some minutes, which"
+        " process grows; if it is not the engine, a restart of the engine does not help"
+    ),
+    cost="none",
+)
+
+
 class WorstLeak(Struct, frozen=True, kw_only=True):
     """The worst of several leaks: the fastest of those that go on, else the fastest that ended."""
 
@@ -89,21 +98,33 @@ def find_gpu_leak(facts: Facts) -> Advice | None:
     Looks at: the leak detector's verdict on each GPU.
     Applies: where the detector raised an alarm.
     Proposes: a restart before memory runs out, then a fix by the location of the growth. No option
-    of vLLM stops a leak.
+    of vLLM stops a leak. Where it is not known whose memory grows, to find that out comes first.
     """
     worst = _pick_worst_leak((gpu.display_name, gpu.leak) for gpu in facts.gpus)
     if worst is None:
         return None
     location = worst.alarm.location
+    summary = f"The engine leaks GPU memory on {worst.names}."
+    first_changes: tuple[Change, ...] = ()
+    unknown_names = {gpu.display_name for gpu in facts.gpus if not gpu.is_holder_known}
+    # The probe measures the engine's memory alone, so that a location is the engine's.
+    if worst.name in unknown_names and location is None:
+        summary = (
+            f"{worst.names} fills, by whom is not known; every process on the card is affected."
+        )
+        first_changes = (FIND_HOLDER,)
     effect = "fixes a leak"
     if location is LeakLocation.FRAGMENTATION:
         effect = "of vLLM fixes fragmentation"
     return Advice(
         cause=Cause.GPU_LEAK,
-        summary=f"The engine leaks GPU memory on {worst.names}.",
+        summary=summary,
         evidence=_list_leak_evidence(worst),
-        changes=_list_remedies(
-            worst, usual_time="in a quiet hour", end="out of memory", cures=CURES[location]
+        changes=(
+            *first_changes,
+            *_list_remedies(
+                worst, usual_time="in a quiet hour", end="out of memory", cures=CURES[location]
+            ),
         ),
         remark=f"No option {effect}: a smaller share for vLLM only delays the next restart.",
     )
@@ -236,7 +257,9 @@ def _list_leak_evidence(worst: WorstLeak) -> tuple[Figure, ...]:
     thousand_requests = format_size(1000 * (alarm.bytes_per_request or 0.0))
     place = "" if alarm.location is None else PLACES[alarm.location]
     # The time left means nothing once the alarm is over.
-    seconds_left = alarm.time_to_oom_seconds if state is LeakState.LEAKING else None
+    is_current = state is LeakState.LEAKING
+    seconds_left = alarm.time_to_oom_seconds if is_current else None
+    earliest_seconds = alarm.time_to_oom_seconds_lower if is_current else None
     return list_evidence(
         ("series", worst.name, f"the leak detector's alarm on {worst.name}; {state} now"),
         ("location", alarm.location, f"it grows in {place}, by the probe inside the engine"),
@@ -247,7 +270,8 @@ def _list_leak_evidence(worst: WorstLeak) -> tuple[Figure, ...]:
             f"{thousand_requests} per thousand requests",
         ),
         ("leaked_bytes", alarm.leaked_bytes, "{} since it began"),
-        ("time_to_oom_seconds", seconds_left, "out of memory in about {}"),
+        ("time_to_oom_seconds_lower", earliest_seconds, "out of memory in {} at the earliest"),
+        ("time_to_oom_seconds", seconds_left, "out of memory likely in about {}"),
     )
 
 

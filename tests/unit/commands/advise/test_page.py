@@ -113,6 +113,18 @@ def test_a_leaking_page_is_told_no_option() -> None:
     assert all(change.flag is None for change in advice.changes)
 
 
+def test_a_card_that_fills_by_whom_is_not_known_is_first_to_be_looked_at_and_blames_nobody() -> None:
+    filling = healthy(engine_mib=80_900) | state("leaking") | {of_gpu(catalog.TIME_TO_OOM): 1000}
+    del filling[of_gpu(catalog.GPU_MEMORY_HELD, holder="engine")]
+
+    (advice,) = answer(filling).advice
+    (alone,) = answer(filling | {of_gpu(catalog.GPU_PROCESSES): 1}).advice
+
+    assert advice.summary == "GPU 0 fills, by whom is not known; every process on the card is affected."
+    assert "which process grows" in advice.changes[0].text
+    assert alone.summary == "The engine leaks GPU memory on GPU 0."
+
+
 def test_a_host_leak_is_found() -> None:
     rate = {line(catalog.HOST_LEAK_RATE, {"process": "worker"}): 5e4}
 

@@ -29,7 +29,7 @@ def test_the_verdict_and_the_time_left_are_written() -> None:
     shown = drawn(day(leaking=frozenset({0})), width=100)
 
     assert "  ALARM: GPU 0 leaking" in shown.splitlines()[0], "as the page's headline"
-    assert "ALARM      GPU 0 leaks: out of memory in about 4 h 0 min, at the earliest in 2 h 0 min." in shown
+    assert "ALARM      GPU 0 leaks: out of memory in 2 h 0 min at the earliest, likely in about 4 h 0 min." in shown
     assert "full in 4 h 0 min; the last 23 h 59 min, on a scale from 0" in shown
 
 

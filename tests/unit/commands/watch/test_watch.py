@@ -176,7 +176,7 @@ def test_away_from_a_terminal_it_writes_lines_and_ends_well() -> None:
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 0
 
-    assert line == "ALARM      GPU 0 leaks: out of memory in about 4 h 0 min, at the earliest in 2 h 0 min.\n"
+    assert line == "ALARM      GPU 0 leaks: out of memory in 2 h 0 min at the earliest, likely in about 4 h 0 min.\n"
 
 
 def test_a_line_tells_when_the_engine_falls_asleep_though_all_is_well() -> None:
@@ -238,7 +238,7 @@ def test_a_terminal_that_knows_only_lines_gets_lines() -> None:
 
     assert (status, shown.splitlines()[0]) == (
         0,
-        "ALARM      GPU 0 leaks: out of memory in about 4 h 0 min, at the earliest in 2 h 0 min.",
+        "ALARM      GPU 0 leaks: out of memory in 2 h 0 min at the earliest, likely in about 4 h 0 min.",
     )
 
 

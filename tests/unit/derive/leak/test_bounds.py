@@ -12,7 +12,7 @@ from tests.unit.derive.leak.stretches import BASE, TOTAL, leak
 from tests.unit.derive.leak.test_derivation import run, states
 from vllm_headroom import catalog
 from vllm_headroom.derive.verdicts import judge_snapshot
-from vllm_headroom.model import EngineProcess, Failure, Gpu, HostMemory, Pool, Snapshot, Values, Verdict
+from vllm_headroom.model import EngineProcess, Failure, Gpu, HostMemory, Pool, Sample, Snapshot, Values, Verdict
 from vllm_headroom.units import MIB
 from vllm_headroom.vocabulary import HostPart, Level, Role, Situation
 
@@ -110,16 +110,17 @@ def seen_last() -> Snapshot:
     return found[-1]
 
 
-def test_what_grows_on_a_card_whose_holders_are_unknown_is_the_cards_and_no_leak_of_the_engine() -> None:
+def test_a_card_whose_holders_are_unknown_fills_as_surely_and_the_sentence_blames_nobody() -> None:
     told = list(run(3, leak, unknown_holders))
     seen = unknown_holders(seen_last(), 0.0)
 
     (verdict,) = (each for each in judge_snapshot(seen, Values(told[-1])) if each.subject == "GPU 0")
 
-    assert not any("leaking" in states(samples) for samples in told)
-    assert states(told[-1]) == {"growing"}
-    assert (verdict.level, verdict.alert) == (Level.WARNING, "HeadroomGpuMemoryGrowing")
-    assert verdict.sentence.startswith("GPU 0 fills by 440 MiB an hour (holder unknown): out of memory in about ")
+    assert states(told[-1]) == {"leaking"}
+    assert (verdict.level, verdict.alert) == (Level.ALARM, "HeadroomGpuMemoryLeak")
+    assert verdict.sentence.startswith(
+        "GPU 0 fills by 440 MiB an hour (by whom is not known; every process on it is affected): out of memory in "
+    )
 
 
 def test_what_fills_such_a_card_by_no_known_rate_is_a_sentence_too() -> None:
@@ -132,7 +133,17 @@ def test_what_fills_such_a_card_by_no_known_rate_is_a_sentence_too() -> None:
         if each.subject == "GPU 0"
     )
 
-    assert verdict.sentence == "GPU 0 fills (holder unknown)."
+    assert verdict.sentence == "GPU 0 fills (by whom is not known; every process on it is affected)."
+
+
+def test_growth_that_the_probe_sees_inside_the_engine_is_the_engines_on_any_card() -> None:
+    told = [*list(run(3, leak, unknown_holders))[-1], Sample(catalog.LEAK_LOCATION, ("0", "GPU-a", "tensors"), 1.0)]
+
+    (verdict,) = (
+        each for each in judge_snapshot(unknown_holders(seen_last(), 0.0), Values(told)) if each.subject == "GPU 0"
+    )
+
+    assert verdict.sentence.startswith("GPU 0 leaks")
 
 
 def test_the_only_process_on_a_card_is_the_engine() -> None:
