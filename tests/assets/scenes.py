@@ -148,6 +148,16 @@ def log_saved(folder: Path) -> Iterator[Scene]:
 
 
 @contextmanager
+def two_starts_logged(folder: Path) -> Iterator[Scene]:
+    """The logs of two versions of vLLM with the same options, of which the newer takes more for its activations."""
+    newer = VLLM_0_19.replace("0.19.0", "0.32.0").replace("increase: 1.96GiB", "increase: 2.96GiB")
+    newer = newer.replace("memory: 37.28 GiB", "memory: 36.28 GiB").replace("size: 244,304", "size: 237,750")
+    (folder / "vllm-0.19.log").write_text(VLLM_0_19, encoding="utf-8")
+    (folder / "vllm-0.32.log").write_text(newer, encoding="utf-8")
+    yield Scene()
+
+
+@contextmanager
 def incident_recorded(folder: Path) -> Iterator[Scene]:
     """The state directory of a daemon whose engine leaked until it ended."""
     incident = scene(leak, 3)
@@ -193,6 +203,7 @@ SCENES: Final[dict[str, Callable[[Path], AbstractContextManager[Scene]]]] = {
         two_versions_recorded,
         crowd_recorded,
         log_saved,
+        two_starts_logged,
         incident_recorded,
     )
 }

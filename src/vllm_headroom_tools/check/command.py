@@ -1,5 +1,6 @@
 """The command `check`."""
 
+import argparse
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
@@ -28,10 +29,13 @@ from vllm_headroom_tools.check.limits import (
 )
 from vllm_headroom_tools.check.record import Budget, TraceRecord
 from vllm_headroom_tools.check.report import build_junit, build_report, build_suite
+from vllm_headroom_tools.check.starts import build_start_report, judge_starts
 from vllm_headroom_tools.cli import Command, save
 from vllm_headroom_tools.conclusion import Conclusion, Report
+from vllm_headroom_tools.engine_log import read_engine_log
 from vllm_headroom_tools.options import (
     FILE,
+    LOG,
     RATIO,
     SHARE,
     TRACE,
@@ -168,11 +172,18 @@ def _find_conflicts(options: Namespace, bounds: Mapping[str, float]) -> Iterator
 
 def _add_options(parser: Parser) -> None:
     traces = parser.add_argument_group("traces")
-    traces.add_argument(
-        "--trace", metavar="FILE", required=True, type=TRACE, help="what is judged; - for stdin"
-    )
+    traces.add_argument("--trace", metavar="FILE", type=TRACE, help="what is judged; - for stdin")
     traces.add_argument(
         "--baseline", metavar="FILE", type=TRACE, help="an older version's, under the same load"
+    )
+    parser.add_argument("newer_log", metavar="LOG", nargs="?", type=LOG, help=argparse.SUPPRESS)
+    traces.add_argument(
+        "--log",
+        dest="logs",
+        metavar="FILE",
+        type=LOG,
+        default=[],
+        help="in place of traces the engine's logs of two starts: --log OLDER NEWER",
     )
     limits = parser.add_argument_group("limits, on each GPU, process or engine; at least one")
     for option, limit in LIMITS.items():
@@ -196,8 +207,55 @@ def _add_options(parser: Parser) -> None:
     )
 
 
+def _compare_logs(options: Namespace) -> Report:
+    """Compare the starts of two logs, write the JUnit file if one is wanted, return the report.
+
+    Raises BadOptions for options that are about traces, and BadInput for a file that is no log.
+    """
+    names = [*options.logs]
+    if options.newer_log is not None:
+        names.append(options.newer_log)
+    problems = []
+    if len(names) != LOGS:
+        problems.append(f"--log: got {len(names)} files, needs two: --log OLDER NEWER")
+    if names.count("-") > 1:
+        problems.append("--log: both logs cannot be standard input")
+    trace_options = ("trace", "baseline", "gpu_memory_utilization", "reported_bytes", *LIMITS)
+    problems += [
+        f"{name_option(name)} is about traces and cannot be given with --log"
+        for name in trace_options
+        if name != GROWTH_LIMIT and getattr(options, name) is not None
+    ]
+    if options.json and options.format is not None:
+        problems.append("--json and --format cannot both be given")
+    if problems:
+        raise BadOptions(*problems)
+    starts = []
+    for name in names:
+        try:
+            log = read_engine_log(name)
+        except BadInput as error:
+            problem = f"--log: {error}"
+            suite = build_suite([("log", Conclusion.CANNOT_TELL, problem, "")])
+            save(options.junit, suite, inputs=names)
+            raise BadInput(problem) from error
+        starts.append((name, log.starts[-1]))
+    judgements = judge_starts(starts[0][1], starts[1][1], options.max_growth_over_baseline)
+    save(options.junit, build_junit(judgements), inputs=names)
+    return build_start_report(starts, judgements, for_github=options.format == "github")
+
+
+LOGS: Final = 2
+GROWTH_LIMIT: Final = "max_growth_over_baseline"
+"""The one limit on starts."""
+
+
 def _run(options: Namespace) -> Report:
     """Judge the trace, write the JUnit file if one is wanted, and return the report."""
+    if options.logs or options.newer_log is not None:
+        return _compare_logs(options)
+    if options.trace is None:
+        raise BadOptions(f"--trace: needed, accepts {TRACE.accepts}")
     bounds = read_limits(options)
     budget = Budget(
         reported_bytes=options.reported_bytes, utilization_ratio=options.gpu_memory_utilization
@@ -228,11 +286,17 @@ def _run(options: Namespace) -> Report:
 
 
 COMMAND: Final[Command] = Command(
-    usage="%(prog)s --trace FILE [--baseline FILE] [LIMIT]... [OPTION]...",
+    usage=(
+        "%(prog)s --trace FILE [--baseline FILE] [LIMIT]... [OPTION]...\n"
+        "       %(prog)s --log OLDER NEWER [--max-growth-over-baseline SHARE] [OPTION]..."
+    ),
     description="""\
 The gate for CI: judges whether an engine kept its limits while a trace was
 recorded, beside the figures of an older version. A limit is kept, exceeded, or
 cannot be judged on this trace; the check passes if all limits are kept.
+
+With --log it compares two starts by the engine's own logs: weights,
+activations, CUDA graphs and the KV cache, by version.
 """,
     epilog="""\
 It ends with status 0 when every limit is kept, 1 when one is exceeded, and 2
@@ -241,6 +305,7 @@ when one cannot be judged or the trace cannot be read.
 Example:
   vllm-headroom check --trace new.jsonl --max-leak-per-thousand-requests 1MiB \\
     --baseline old.jsonl --max-growth-over-baseline 5% --junit report.xml
+  vllm-headroom check --log vllm-0.31.log vllm-0.32.log
 """,
     options=_add_options,
     run=_run,

@@ -54,6 +54,12 @@ class Judgement(Struct, frozen=True, kw_only=True):
         return f"{self.limit}, {self.subject}" if self.subject else self.limit
 
     @property
+    def has_no_bound(self) -> bool:
+        """Whether a figure is only shown, since no limit was given."""
+        is_unlimited = self.highest_allowed is None and self.lowest_allowed is None
+        return self.verdict is Conclusion.GOOD and is_unlimited
+
+    @property
     def texts(self) -> tuple[str, str, str]:
         """Value, bound and baseline as text; an unknown bound or baseline is empty."""
         return (

@@ -78,7 +78,7 @@ def format_table(
 
     The reason of a judgement is below its row.
     """
-    heading_line, *judgement_lines = _format_rows(judgements)
+    heading_line, *judgement_lines = format_rows(judgements)
     lines = [_describe_trace(name, record) for name, record in traces]
     lines += ["", heading_line]
     for judgement, line in zip(judgements, judgement_lines, strict=True):
@@ -87,7 +87,7 @@ def format_table(
     return lines
 
 
-def _format_rows(judgements: Sequence[Judgement]) -> list[str]:
+def format_rows(judgements: Sequence[Judgement]) -> list[str]:
     """Return the headings and a row for each judgement, as lines with aligned columns.
 
     The column of the baseline is left out where no row has one.

@@ -67,6 +67,8 @@ def list_objects(name: str, folder: Path, looking: Preflight) -> Iterator[dict[s
         case "check":
             yield printed(name, "--trace", str(trace), "--baseline", str(quiet), *LIMITS, *BUDGET)
             yield printed(name, "--trace", str(quiet), *LIMITS)
+            (folder / "engine.log").write_text(VLLM_0_19)
+            yield printed(name, "--log", str(folder / "engine.log"), str(folder / "engine.log"))
         case "replay" | "advise":
             if name == "advise":
                 (folder / "engine.log").write_text(VLLM_0_19 + DEATH)
