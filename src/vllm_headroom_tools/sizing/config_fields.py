@@ -54,6 +54,9 @@ MODEL_LENGTH: Final = (
 KV_SHARING_LAYERS: Final = ("num_kv_shared_layers",)
 """How many of the last layers read the KV cache of earlier layers and have none (Gemma 3n)."""
 
+EXPERT_INPUTS: Final = ("moe_latent_size", "routed_expert_hidden_size")
+"""How many values a token has inside the experts, where that is not the hidden size."""
+
 MAMBA_2_HEADS: Final = ("mamba_n_heads", "mamba_num_heads")
 MAMBA_2_HEAD_SIZE: Final = ("mamba_d_head", "mamba_head_dim")
 MAMBA_2_GROUPS: Final = ("mamba_n_groups", "n_groups")

@@ -220,6 +220,25 @@ def _read_qwen_item(
     )
 
 
+KIMI_IMAGE_PATCHES: Final = 16_384
+"""The largest image, as published preprocessor_config.json have it (`in_patch_limit`). A video's
+four frames have no more, and become fewer tokens."""
+
+
+def _read_kimi_item(config: Config, _encoder: Config) -> LargestItem:
+    media = read_mapping(read_mapping(config, "preprocessor"), "media_proc_cfg")
+    patches = read_integer(media, "in_patch_limit") or KIMI_IMAGE_PATCHES
+    return LargestItem(tokens=patches // 4, patches_per_token=4)
+
+
+MINIMAX_VIDEO_TOKENS: Final = 192_000
+"""The longest video: 500 frames of 602,112 pixels (vLLM 0.33, models/minimax_m3)."""
+
+
+def _read_minimax_m3_item(_config: Config, _encoder: Config) -> LargestItem:
+    return LargestItem(tokens=MINIMAX_VIDEO_TOKENS, patches_per_token=4)
+
+
 def _count_patches_per_side(encoder: Config, *, usual_pixels: int, usual_patch_pixels: int) -> int:
     """Return how many patches lie along one side of an image.
 
@@ -234,7 +253,10 @@ def _count_patches_per_side(encoder: Config, *, usual_pixels: int, usual_patch_p
 LARGEST_ITEM_READERS: Final[dict[str, Callable[[Config, Config], LargestItem]]] = {
     "gemma3": _read_gemma_3_item,
     "gemma4": _read_gemma_4_item,
+    "kimi_k25": _read_kimi_item,
+    "kimi_k3": _read_kimi_item,
     "llama4": _read_llama_4_item,
+    "minimax_m3_vl": _read_minimax_m3_item,
     "mistral3": _read_mistral_3_item,
     "qwen3_vl": _read_qwen_3_vl_item,
     "qwen3_vl_moe": _read_qwen_3_vl_item,

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 from vllm_headroom_tools.sizing.encoder import Encoder
 from vllm_headroom_tools.sizing.layers import KvHeads
 from vllm_headroom_tools.sizing.parameters import LayerParameters
+from vllm_headroom_tools.sizing.sparse import SparseIndex
 
 
 class ModelShape(Struct, frozen=True, kw_only=True):
@@ -49,6 +50,15 @@ class ModelShape(Struct, frozen=True, kw_only=True):
     # For images, video or sound.
     encoder: Encoder | None = None
     max_model_len: int | None = None
+    # The width of an expert, and how many values it takes and gives; for the padding of MXFP4.
+    expert_width: int = 0
+    expert_inputs: int | None = None
+    # The index of sparse attention.
+    index: SparseIndex | None = None
+    # The tables of rotary positions, whole on every GPU.
+    position_values: int = 0
+    # Bytes of a parameter of the output matrix, where it is quantised.
+    head_bytes: float | None = None
     # Layers that the model has for its own speculative decoding.
     speculative_layers: int = 1
     # Bytes of a parameter that is served without quantisation.
@@ -79,6 +89,19 @@ class ModelShape(Struct, frozen=True, kw_only=True):
             return None
         matrices = 1 if self.has_tied_embeddings else 2
         return self.vocabulary * self.hidden_size * matrices
+
+    @property
+    def position_bytes(self) -> int:
+        """The bytes of the tables of positions, which vLLM counts as weights."""
+        return ceil(self.position_values * self.dtype_bytes)
+
+    @property
+    def embeddings_bytes(self) -> float:
+        """The bytes of the embeddings; 0 where their sizes are unknown."""
+        parameters = self.embeddings or 0
+        if self.head_bytes is None or self.has_tied_embeddings:
+            return parameters * self.dtype_bytes
+        return parameters / 2 * (self.dtype_bytes + self.head_bytes)
 
     def add_speculation(self, tokens: int) -> Self:
         """Return the shape with its own heads for speculative decoding (multi-token prediction).
@@ -144,6 +167,14 @@ KV_DTYPES: Final = {
 """The dtypes of the KV cache, by vLLM's names (0.32, config/cache.py)."""
 
 
+SPARSE_FP8_BYTES: Final = 656
+"""Bytes of a token in FP8 with sparse attention on Hopper: 512 values, their scales, and a rotary
+key of 64 values in 16 bits (vLLM 0.33, "fp8_ds_mla"). Blackwell's 576 are less."""
+
+SPARSE_BLOCK_TOKENS: Final = 64
+"""Tokens in a block of latent attention with an index (FlashMLA)."""
+
+
 def count_bytes_per_token(
     shape: ModelShape,
     *,
@@ -161,13 +192,24 @@ def count_bytes_per_token(
     full_bytes, windowed_bytes = count_layer_bytes(
         shape, kv_dtype=kv_dtype, tensor_parallel=tensor_parallel
     )
+    index_bytes = count_index_bytes(shape, pipeline_parallel)
     if full_bytes == windowed_bytes:
         layers = shape.full_layers + shape.windowed_layers
-        return ceil(layers / pipeline_parallel) * full_bytes
+        return ceil(layers / pipeline_parallel) * full_bytes + index_bytes
     # How vLLM spreads the two kinds over the stages is unknown here, so both are rounded up.
     full_layers = ceil(shape.full_layers / pipeline_parallel)
     windowed_layers = ceil(shape.windowed_layers / pipeline_parallel)
-    return full_layers * full_bytes + windowed_layers * windowed_bytes
+    return full_layers * full_bytes + windowed_layers * windowed_bytes + index_bytes
+
+
+def count_index_bytes(shape: ModelShape, pipeline_parallel: int) -> int:
+    """Return the bytes of a token in the index of sparse attention, in all layers of a stage.
+
+    0 for a model without one.
+    """
+    if shape.index is None:
+        return 0
+    return ceil(shape.index.layer_count / pipeline_parallel) * shape.index.bytes_per_token
 
 
 def count_layer_bytes(shape: ModelShape, *, kv_dtype: str, tensor_parallel: int) -> tuple[int, int]:
@@ -178,6 +220,8 @@ def count_layer_bytes(shape: ModelShape, *, kv_dtype: str, tensor_parallel: int)
     cache = KvDtype(shape.kv_dtype_bytes) if kv_dtype == "auto" else KV_DTYPES[kv_dtype]
     if shape.latent_width is not None:
         latent_bytes = ceil(shape.latent_width * cache.value_bytes)
+        if shape.index is not None and cache.value_bytes == 1:
+            latent_bytes = SPARSE_FP8_BYTES
         return latent_bytes, latent_bytes
     full_bytes = _count_heads_bytes(shape.heads, cache, tensor_parallel)
     windowed_heads = shape.windowed_heads or shape.heads
@@ -230,7 +274,7 @@ def count_weights_bytes(
     model_bytes = count_model_bytes(shape) if total_bytes is None else total_bytes
     if model_bytes is None:
         return None
-    embeddings_bytes = (shape.embeddings or 0) * shape.dtype_bytes
+    embeddings_bytes = shape.embeddings_bytes
     layers_bytes = max(0.0, model_bytes - embeddings_bytes)
     experts_on_others = 1 - 1 / data_parallel
     layers_bytes *= 1 - _measure_experts_ratio(shape) * experts_on_others
@@ -241,8 +285,28 @@ def count_weights_bytes(
         stage_embeddings_bytes = embeddings_bytes
     else:
         stage_embeddings_bytes = embeddings_bytes / 2
+    padding_ratio = _measure_padding_ratio(shape, tensor_parallel)
+    layers_bytes *= 1 + _measure_experts_ratio(shape) * padding_ratio
     stage_bytes = layers_bytes / pipeline_parallel + stage_embeddings_bytes
     return ceil(stage_bytes / tensor_parallel)
+
+
+MXFP4_INPUT_STEP: Final = 256
+MXFP4_WIDTH_STEP: Final = 128
+"""vLLM pads MXFP4 experts to multiples of these, as Marlin's and FlashInfer's kernels need (vLLM
+0.33, fused_moe/oracle/mxfp4.py, `mxfp4_round_up_hidden_size_and_intermediate_size`). Logged: 65.97
+GiB for gpt-oss 120B on an H100, 13.72 GiB for gpt-oss 20B on an A100."""
+
+
+def _measure_padding_ratio(shape: ModelShape, tensor_parallel: int) -> float:
+    """Return by what share padding enlarges the experts; 0 where nothing is padded."""
+    is_mxfp4 = shape.quantisation is not None and "mxfp4" in shape.quantisation
+    if not is_mxfp4 or not shape.expert_width or shape.expert_inputs is None:
+        return 0.0
+    width = shape.expert_width / tensor_parallel
+    padded_inputs = ceil(shape.expert_inputs / MXFP4_INPUT_STEP) * MXFP4_INPUT_STEP
+    padded_width = ceil(width / MXFP4_WIDTH_STEP) * MXFP4_WIDTH_STEP
+    return padded_inputs / shape.expert_inputs * padded_width / width - 1
 
 
 def _measure_experts_ratio(shape: ModelShape) -> float:
@@ -282,9 +346,10 @@ def count_model_bytes(shape: ModelShape, parameters: int | None = None) -> float
     unquantised = 0
     if counted is not None:
         unquantised = min(layers_parameters, counted.unquantised)
-    in_model_dtype = unquantised + shape.embeddings + encoder_parameters
+    in_model_dtype = unquantised + encoder_parameters
     quantised = layers_parameters - unquantised
-    return quantised * parameter_bytes + in_model_dtype * shape.dtype_bytes
+    layers_bytes = quantised * parameter_bytes + in_model_dtype * shape.dtype_bytes
+    return layers_bytes + shape.embeddings_bytes
 
 
 STATE_BLOCKS: Final = 2
@@ -402,7 +467,8 @@ def build_kv_layout(
     return KvLayout(
         block_tokens=tokens * _count_pages(page_bytes, full_page_bytes),
         block_layers=group_layers,
-        block_bytes=group_layers * page_bytes,
+        block_bytes=group_layers * page_bytes
+        + count_index_bytes(shape, pipeline_parallel) * tokens,
         full_groups=_count_groups(full_layers, group_layers),
         windowed_groups=_count_groups(windowed_layers, group_layers),
         windowed_block_tokens=tokens * _count_pages(page_bytes, windowed_page_bytes),
@@ -439,6 +505,8 @@ def _choose_block_tokens(
     larger than a block.
     """
     step_tokens = block_tokens
+    if shape.latent_width and shape.index is not None:
+        step_tokens = max(block_tokens, SPARSE_BLOCK_TOKENS)
     if shape.latent_width and shape.stateful_layers:
         step_tokens = max(block_tokens, LATENT_BLOCK_TOKENS)
     state_bytes = ceil((shape.state_bytes or 0) / tensor_parallel)

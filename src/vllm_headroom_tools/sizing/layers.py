@@ -18,7 +18,16 @@ from vllm_headroom_tools.sizing.config_fields import (
     require_integer,
 )
 
-FULL_KINDS: Final = frozenset({"full_attention", "attention", "full", "global_attention", "global"})
+FULL_KINDS: Final = frozenset(
+    {
+        "full_attention",
+        "attention",
+        "full",
+        "global_attention",
+        "global",
+        "deepseek_sparse_attention",
+    }
+)
 """Names of layers that keep keys and values of every token, in `layer_types` and
 `layers_block_type`."""
 
@@ -71,6 +80,15 @@ def list_layer_kinds(config: Config, layer_count: int) -> list[str]:
 
 def _read_listed_kinds(config: Config) -> list[str]:
     """Return the kinds that the configuration lists layer by layer; empty without such a list."""
+    blocks = config.get("block_configs")  # Nemotron-NAS
+    if isinstance(blocks, list):
+        return ["mlp" if _has_no_attention(block) else "full_attention" for block in blocks]
+    full_layers = read_mapping(config, "linear_attn_config").get("full_attn_layers")  # Kimi Linear
+    if isinstance(full_layers, list):
+        numbers = range(1, (read_integer(config, "num_hidden_layers") or 0) + 1)
+        return [
+            "full_attention" if number in full_layers else "linear_attention" for number in numbers
+        ]
     nemotron_pattern = config.get("hybrid_override_pattern")
     if isinstance(nemotron_pattern, str):
         return [NEMOTRON_LETTERS.get(letter, letter) for letter in nemotron_pattern]
@@ -82,6 +100,14 @@ def _read_listed_kinds(config: Config) -> list[str]:
         return ["full_attention" if flag == 1 else "linear_attention" for flag in minimax_flags]
     kinds = config.get("layer_types") or config.get("layers_block_type")
     return [str(kind) for kind in kinds] if isinstance(kinds, list) else []
+
+
+def _has_no_attention(block: object) -> bool:
+    """Return whether a Nemotron-NAS layer has no attention; raise ValueError for another kind."""
+    attention = read_mapping(block, "attention") if isinstance(block, dict) else {}
+    if attention.get("replace_with_linear") or attention.get("window_length"):
+        raise ValueError("a layer has another attention than usual")
+    return bool(attention.get("no_op"))
 
 
 def _repeat_pattern(config: Config, layer_count: int) -> list[str]:
@@ -137,6 +163,8 @@ def read_state_sizes(config: Config) -> StateSizes | None:
     """
     if "linear_num_value_heads" in config:
         return _read_gated_delta_net(config)
+    if "linear_attn_config" in config:
+        return _read_kimi_delta(read_mapping(config, "linear_attn_config"))
     kernel_tokens = read_integer(config, "mamba_d_conv", "conv_kernel")
     mamba_2_heads = read_integer(config, *MAMBA_2_HEADS)
     if mamba_2_heads is not None:
@@ -160,6 +188,22 @@ def _read_gated_delta_net(config: Config) -> StateSizes:
         # Each head has two: beta and decay.
         head_values=2 * value_heads,
         kernel_tokens=read_integer(config, "linear_conv_kernel_dim"),
+    )
+
+
+def _read_kimi_delta(config: Config) -> StateSizes:
+    """Return the sizes of Kimi's delta attention (vLLM 0.33, mamba_utils.py, `kda_state_shape`)."""
+    heads = require_integer(config, "num_heads")
+    head_size = require_integer(config, "head_dim")
+    output_values = heads * head_size
+    return StateSizes(
+        output_values=output_values,
+        state_values=output_values * head_size,
+        # Queries, keys and values.
+        convolution_inputs=3 * output_values,
+        # A beta for each head, and the input of the decay.
+        head_values=heads + head_size,
+        kernel_tokens=read_integer(config, "short_conv_kernel_size"),
     )
 
 
@@ -190,6 +234,9 @@ def _read_mamba_1(config: Config, kernel_tokens: int | None) -> StateSizes:
     )
 
 
+FLOAT32_STATES: Final = ("nemotron_h", "kimi_linear")
+"""Model types whose state is in 32 bits where the configuration does not give its dtype."""
+
 FLOAT32_BYTES: Final = 4
 FLOAT16_BYTES: Final = 2
 
@@ -206,7 +253,7 @@ def count_state_bytes(config: Config) -> int | None:
     if sizes is None:
         return None
     state_dtype = config.get("mamba_ssm_cache_dtype") or config.get("mamba_ssm_dtype")
-    if state_dtype is None and config.get("model_type") == "nemotron_h":
+    if state_dtype is None and config.get("model_type") in FLOAT32_STATES:
         state_dtype = "float32"
     value_bytes = FLOAT32_BYTES if state_dtype == "float32" else FLOAT16_BYTES
     # The newest token's inputs are at hand, so the convolution keeps those of the others.
@@ -255,7 +302,7 @@ def _read_head_size(config: Config) -> int:
 
 def _count_kv_heads(config: Config) -> int:
     """Return the number of KV heads, else that of query heads; raises ValueError without both."""
-    count = read_integer(config, *KV_HEADS)
+    count = read_integer(config, *KV_HEADS) or _count_nas_heads(config)
     if count is None:
         count = read_integer(read_mapping(config, "attn_config"), *KV_HEADS)
     if count is None:
@@ -266,6 +313,24 @@ def _count_kv_heads(config: Config) -> int:
     if count is None:
         raise ValueError(f"{KV_HEADS[0]} is missing")
     return count
+
+
+def _count_nas_heads(config: Config) -> int | None:
+    """Return the KV heads of Nemotron-NAS; None for other models.
+
+    Raises ValueError where they differ from layer to layer.
+    """
+    blocks = config.get("block_configs")
+    if not isinstance(blocks, list):
+        return None
+    query_heads = require_integer(config, *ATTENTION_HEADS)
+    group_sizes = set()
+    for block in blocks:
+        if not _has_no_attention(block):
+            group_sizes.add(require_integer(block["attention"], "n_heads_in_group"))
+    if len(group_sizes) != 1:
+        raise ValueError("its layers have different numbers of KV heads")
+    return query_heads // group_sizes.pop()
 
 
 def _read_gemma_4_heads(

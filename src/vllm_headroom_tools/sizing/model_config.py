@@ -10,6 +10,7 @@ from msgspec import Struct
 from vllm_headroom.text_file import read_file
 from vllm_headroom_tools.sizing.config_fields import (
     ATTENTION_HEADS,
+    EXPERT_INPUTS,
     HIDDEN_SIZE,
     KV_SHARING_LAYERS,
     MAMBA_2_HEADS,
@@ -18,7 +19,6 @@ from vllm_headroom_tools.sizing.config_fields import (
     Config,
     read_integer,
     read_mapping,
-    require_integer,
 )
 from vllm_headroom_tools.sizing.encoder import Encoder, parse_encoder
 from vllm_headroom_tools.sizing.footprint import ModelShape
@@ -34,13 +34,17 @@ from vllm_headroom_tools.sizing.layers import (
 from vllm_headroom_tools.sizing.parameters import (
     count_layer_parameters,
     count_side_values,
+    read_expert_width,
     read_widest_mlp,
 )
+from vllm_headroom_tools.sizing.positions import count_position_values
 from vllm_headroom_tools.sizing.quantisation import (
+    read_head_bytes,
     read_kv_dtype_bytes,
     read_stored_bytes,
     read_weight_bytes,
 )
+from vllm_headroom_tools.sizing.sparse import read_sparse_index
 
 CHECKED_MODEL_TYPES: Final = frozenset(
     {
@@ -116,6 +120,7 @@ have a recorded model of each."""
 CLASS_DEFAULTS: Final[Mapping[str, Config]] = {
     "gemma2": {"sliding_window_pattern": 2},
     "gemma3_text": {
+        "rope_local_base_freq": 10_000,
         "sliding_window_pattern": 6,
         "num_attention_heads": 8,
         "num_key_value_heads": 4,
@@ -186,14 +191,26 @@ SPECULATIVE_LAYERS: Final = ("num_nextn_predict_layers", "mtp_num_hidden_layers"
 
 LAYER_COUNT: Final = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
-UNKNOWN_ATTENTION_FIELDS: Final = (
-    "index_head_dim",
-    "compress_ratios",
-    "block_configs",
-    "per_layer_config",
+UNKNOWN_ATTENTION_FIELDS: Final = ("compress_ratios", "per_layer_config")
+"""Fields of models whose cache is not understood here: it is compressed, or their layers differ."""
+
+UNKNOWN_CACHE: Final = "what its attention keeps in the cache is not known here"
+
+SOURCE_MODEL_TYPES: Final = frozenset(
+    {
+        "deepseek_v32",
+        "glm_moe_dsa",
+        "kimi_linear",
+        "mimo",
+        "minimax_m3",
+        "minimax_m3_vl",
+        "nemotron-nas",
+        "step3p5",
+        "step3p7",
+    }
 )
-"""Fields of models whose cache is not understood here: they also cache the index of sparse
-attention, or their layers differ."""
+"""Values of `model_type` whose cache is counted as the source of vLLM 0.33 has it, and was not
+compared with its results: it needs a GPU to build them."""
 
 SERVED_BYTES: Final = 2.0
 """Bytes of a parameter that is not quantised: vLLM serves 32-bit models in 16 bits
@@ -229,7 +246,9 @@ def parse_model_config(
             # Refused: a figure without such a cache would be too low, and plan would promise what
             # does not fit.
             if config.get(name):
-                return f"what its attention keeps in the cache is not known here: it has {name}"
+                return f"{UNKNOWN_CACHE}: it has {name}"
+        if config.get("index_head_dim") and not config.get("kv_lora_rank"):
+            return f"{UNKNOWN_CACHE}: it has index_head_dim"
         encoder = parse_encoder({**(defaults or {}), **root})
         return _build_shape(config, encoder)
     except RecursionError:
@@ -275,7 +294,12 @@ def _build_shape(config: Config, encoder: Encoder | None) -> ModelShape:
     model_type = config.get("model_type")
     layer_count = read_integer(config, "decoder_layers")
     if layer_count is None:
-        layer_count = require_integer(config, *LAYER_COUNT)
+        layer_count = read_integer(config, *LAYER_COUNT)
+    if layer_count is None:
+        listed_kinds = config.get("layers_block_type")
+        layer_count = len(listed_kinds) if isinstance(listed_kinds, list) else 0
+    if not layer_count:
+        raise ValueError(f"{LAYER_COUNT[0]} is missing")
     kinds = list_layer_kinds(config, layer_count)
     counts = _count_layers(config, kinds)
     heads, windowed_heads = read_kv_heads(config)
@@ -290,6 +314,9 @@ def _build_shape(config: Config, encoder: Encoder | None) -> ModelShape:
     state_checkpoints = 0
     if counts.stateful:
         state_checkpoints = _count_state_checkpoints(config)
+    parameters = count_layer_parameters(config, kinds, heads, windowed_heads or heads)
+    if parameters is not None and parameters.mixed_bytes is not None:
+        weight_bytes = parameters.mixed_bytes
     is_encoder_only = _reads_text_at_once(config)
     max_model_len = _read_max_model_len(config)
 
@@ -321,7 +348,14 @@ def _build_shape(config: Config, encoder: Encoder | None) -> ModelShape:
         mlp_width=mlp_width,
         experts_per_token=experts_per_token,
         has_tied_embeddings=_has_no_output_matrix(config),
-        parameters=count_layer_parameters(config, kinds, heads, windowed_heads or heads),
+        parameters=parameters,
+        expert_inputs=read_integer(config, *EXPERT_INPUTS, *HIDDEN_SIZE),
+        expert_width=read_expert_width(config),
+        index=read_sparse_index(config, layer_count),
+        position_values=count_position_values(
+            config, heads.key_size, (windowed_heads or heads).key_size
+        ),
+        head_bytes=read_head_bytes(config),
         encoder=encoder,
         max_model_len=max_model_len,
         speculative_layers=read_integer(config, *SPECULATIVE_LAYERS) or 1,
@@ -426,7 +460,7 @@ def _name_unknown_type(model_type: object) -> str | None:
 
     None for a checked type, and where no type is given.
     """
-    if model_type is None or str(model_type) in CHECKED_MODEL_TYPES:
+    if model_type is None or str(model_type) in CHECKED_MODEL_TYPES | SOURCE_MODEL_TYPES:
         return None
     return str(model_type)[:NAME_LIMIT]
 

@@ -1,6 +1,7 @@
 """Count the parameters of a model's layers, by kind, from its configuration."""
 
 from collections.abc import Callable, Iterator, Sequence
+from math import ceil
 from typing import Final, Self
 
 from msgspec import Struct
@@ -9,6 +10,7 @@ from msgspec.structs import replace
 from vllm_headroom_tools.sizing.config_fields import (
     ATTENTION_HEADS,
     EXPERT_COUNT,
+    EXPERT_INPUTS,
     EXPERTS_PER_TOKEN,
     HIDDEN_SIZE,
     KV_SHARING_LAYERS,
@@ -17,6 +19,7 @@ from vllm_headroom_tools.sizing.config_fields import (
     MODEL_LENGTH,
     Config,
     read_integer,
+    read_mapping,
     require_integer,
 )
 from vllm_headroom_tools.sizing.layers import (
@@ -27,7 +30,8 @@ from vllm_headroom_tools.sizing.layers import (
     StateSizes,
     read_state_sizes,
 )
-from vllm_headroom_tools.sizing.quantisation import match_unquantised
+from vllm_headroom_tools.sizing.quantisation import match_matrix_bytes, match_unquantised
+from vllm_headroom_tools.sizing.sparse import SparseIndex, read_sparse_index
 
 NOT_GATED: Final = frozenset(
     {
@@ -61,13 +65,14 @@ LEARNED_POSITIONS: Final = frozenset(
 )
 """Model types that have a learned vector for each position, instead of rotary embeddings."""
 
-COUNTED_STATES: Final = frozenset({"linear_num_value_heads", "mamba_dt_rank", *MAMBA_2_HEADS})
+COUNTED_STATES: Final = frozenset(
+    {"linear_num_value_heads", "linear_attn_config", "mamba_dt_rank", *MAMBA_2_HEADS}
+)
 """Fields of models with a kind of state whose projections can be counted here."""
 
 UNCOUNTED_FIELDS: Final = (
     "ffn_config",
     "conv_L_cache",
-    "moe_latent_size",
     "use_double_wide_mlp",
     "zero_expert_num",
 )
@@ -110,7 +115,8 @@ def list_matrices(
     attention_heads = read_integer(config, *ATTENTION_HEADS)
     if hidden_size is None or attention_heads is None:
         return None
-    if read_mlp_width(config) is None and read_integer(config, *EXPERT_COUNT) is None:
+    has_width = read_mlp_width(config) is not None or "block_configs" in config
+    if not has_width and read_integer(config, *EXPERT_COUNT) is None:
         return None
     if any(config.get(name) for name in UNCOUNTED_FIELDS):
         return None
@@ -122,9 +128,10 @@ def list_matrices(
         *_list_positions(config, hidden_size),
         *_list_gemma_3n(config, hidden_size, len(kinds)),
     ]
+    index = read_sparse_index(config, len(kinds))
     first_sharing_layer = len(kinds) - (read_integer(config, *KV_SHARING_LAYERS) or 0)
-    for index, kind in enumerate(kinds):
-        layer_name = f"layers.{index}."
+    for layer, kind in enumerate(kinds):
+        layer_name = f"layers.{layer}."
         if kind in STATEFUL_KINDS and state is not None:
             matrices += _list_state(config, f"{layer_name}mixer.", hidden_size, state)
         elif kind not in CACHELESS_KINDS:
@@ -133,15 +140,17 @@ def list_matrices(
             attention = _list_attention(
                 config, attention_name, hidden_size, attention_heads, kv_heads
             )
-            if index >= first_sharing_layer:
+            if layer >= first_sharing_layer:
                 attention = _drop_keys_and_values(attention)
             matrices += attention
+            if index is not None and layer < len(index.layers) and index.layers[layer]:
+                matrices += _list_index(config, attention_name, hidden_size, index)
         if _has_mlp(config, kind):
             mlp_name = f"{layer_name}mlp."
-            if _has_experts(config, index, kind):
+            if _has_experts(config, layer, kind):
                 matrices += _list_experts(config, mlp_name, hidden_size)
             else:
-                matrices += _list_dense_mlp(config, mlp_name, hidden_size)
+                matrices += _list_dense_mlp(config, mlp_name, hidden_size, layer)
     return tuple(matrices)
 
 
@@ -261,12 +270,35 @@ def _list_latent_attention(
         outputs=attention_heads * (plain_size + value_size),
     )
     yield Matrix(name=f"{name}o_proj", inputs=attention_heads * value_size, outputs=hidden_size)
+    if config.get("mla_use_output_gate"):  # Kimi Linear
+        yield Matrix(name=f"{name}g_proj", inputs=hidden_size, outputs=attention_heads * value_size)
+
+
+def _list_index(
+    config: Config, name: str, hidden_size: int, index: SparseIndex
+) -> Iterator[Matrix]:
+    """Yield the projections of the index of sparse attention (vLLM 0.33, models/deepseek_v32)."""
+    query_inputs = read_integer(config, "q_lora_rank") or hidden_size
+    yield Matrix(
+        name=f"{name}indexer.wq_b", inputs=query_inputs, outputs=index.heads * index.head_size
+    )
+    yield Matrix(name=f"{name}indexer.wk", inputs=hidden_size, outputs=index.head_size)
+    if query_inputs != hidden_size:
+        yield Matrix(
+            name=f"{name}indexer.weights_proj",
+            inputs=hidden_size,
+            outputs=index.heads,
+            is_exempt=True,
+        )
 
 
 def _list_state(config: Config, name: str, hidden_size: int, state: StateSizes) -> Iterator[Matrix]:
     """Yield the matrices of a layer that keeps a state."""
     if state.head_values == 0:
         yield from _list_mamba_1(config, name, state)
+    if "linear_attn_config" in config:
+        head_size = require_integer(read_mapping(config, "linear_attn_config"), "head_dim")
+        yield Matrix(name=f"{name}f_b_proj", inputs=head_size, outputs=state.output_values)
     yield Matrix(
         name=f"{name}in_proj",
         inputs=hidden_size,
@@ -293,18 +325,39 @@ def _has_mlp(config: Config, kind: str) -> bool:
     """Return whether a layer of this kind has an MLP, alone or after its attention or state."""
     if kind in CACHELESS_KINDS:
         return True
-    if isinstance(config.get("hybrid_override_pattern"), str):
-        # Nemotron-H lists its MLPs as layers.
+    if config.get("model_type") == "nemotron_h":
+        # Its MLPs are listed as layers.
         return False
     # Falcon-H1 counts attention and the state as two layers, with one MLP for both.
     return not (kind in STATEFUL_KINDS and config.get("model_type") == "falcon_h1")
 
 
-def _list_dense_mlp(config: Config, name: str, hidden_size: int) -> Iterator[Matrix]:
+def _list_dense_mlp(config: Config, name: str, hidden_size: int, layer: int) -> Iterator[Matrix]:
     """Return the matrices of the MLP of a layer without experts."""
-    # Llama 4 has a separate width for layers without experts.
-    width = read_integer(config, "intermediate_size_mlp") or read_mlp_width(config) or 0
+    # Llama 4 and MiniMax M3 have a separate width for layers without experts.
+    width = read_integer(config, "intermediate_size_mlp", "dense_intermediate_size")
+    blocks = config.get("block_configs")
+    if isinstance(blocks, list):
+        width = _read_nas_width(blocks[layer], hidden_size)
+    elif width is None:
+        width = read_mlp_width(config) or 0
     return _list_mlp(config, name, hidden_size, width)
+
+
+NAS_WIDTH_STEP: Final = 256
+"""The MLP width of Nemotron-NAS is a multiple of it (vLLM 0.33, models/nemotron_nas.py,
+`_find_multiple`)."""
+
+
+def _read_nas_width(block: Config, hidden_size: int) -> int:
+    """Return the MLP width of a layer of Nemotron-NAS; 0 without an MLP."""
+    mlp = read_mapping(block, "ffn")
+    factor = mlp.get("ffn_mult")
+    if mlp.get("no_op"):
+        return 0
+    if mlp.get("replace_with_linear") or not isinstance(factor, int | float):
+        raise ValueError("a layer has another MLP than usual")
+    return ceil(int(2 * factor * hidden_size / 3) / NAS_WIDTH_STEP) * NAS_WIDTH_STEP
 
 
 def _list_experts(config: Config, name: str, hidden_size: int) -> Iterator[Matrix]:
@@ -313,12 +366,21 @@ def _list_experts(config: Config, name: str, hidden_size: int) -> Iterator[Matri
     Shared experts are those that every token passes.
     """
     count = read_integer(config, *EXPERT_COUNT) or 0
+    experts_name = f"{name}experts."
     if config.get("enable_moe_block"):
         # Gemma 4 has a dense MLP beside the experts.
         yield from _list_mlp(config, name, hidden_size, read_mlp_width(config) or 0)
+        experts_name = f"{name.removesuffix('mlp.')}experts."
     yield Matrix(name=f"{name}gate", inputs=hidden_size, outputs=count, is_exempt=True)
     expert_width = read_expert_width(config)
-    yield from _list_mlp(config, f"{name}experts.", hidden_size, expert_width, copies=count)
+    expert_inputs = read_integer(config, *EXPERT_INPUTS)
+    if expert_inputs is None:
+        expert_inputs = hidden_size
+    else:
+        # The experts work on a narrower vector: one projection to it, one back.
+        yield Matrix(name=f"{name}fc1_latent_proj", inputs=hidden_size, outputs=expert_inputs)
+        yield Matrix(name=f"{name}fc2_latent_proj", inputs=expert_inputs, outputs=hidden_size)
+    yield from _list_mlp(config, experts_name, expert_inputs, expert_width, copies=count)
     shared_width = read_shared_expert_width(config)
     if shared_width:
         yield from _list_mlp(config, f"{name}shared_experts.", hidden_size, shared_width)
@@ -407,7 +469,7 @@ def _read_dense_layers(config: Config, index: int, _kind: str) -> bool | None:
 
 def _read_layer_kind(config: Config, _index: int, kind: str) -> bool | None:
     """Return whether a layer's kind is experts (Nemotron-H: its experts are layers themselves)."""
-    if isinstance(config.get("hybrid_override_pattern"), str):
+    if config.get("model_type") == "nemotron_h":
         return kind == "moe"
     return None
 
@@ -481,6 +543,8 @@ class LayerParameters(Struct, frozen=True, kw_only=True):
     unquantised: int
     # Of these, the ones of experts that only some tokens pass.
     experts: int
+    # Bytes of a quantised parameter on average; None where all are quantised alike.
+    mixed_bytes: float | None = None
     # For everything but these experts.
     adapter: Adapter
     # For these experts.
@@ -504,12 +568,25 @@ def count_layer_parameters(
     if matrices is None:
         return None
     is_unquantised = match_unquantised(config)
-    unquantised = [matrix for matrix in matrices if matrix.is_exempt or is_unquantised(matrix.name)]
+    read_matrix_bytes = match_matrix_bytes(config)
+    unquantised = []
+    mixed_bytes = 0.0
+    for matrix in matrices:
+        matrix_bytes = None if read_matrix_bytes is None else read_matrix_bytes(matrix.name)
+        if matrix.is_exempt or is_unquantised(matrix.name):
+            unquantised.append(matrix)
+        elif matrix_bytes is not None:
+            mixed_bytes += matrix.parameters * matrix_bytes
+        elif read_matrix_bytes is not None:
+            unquantised.append(matrix)
     experts = [matrix for matrix in matrices if EXPERTS in matrix.name]
     adapted = [matrix for matrix in matrices if not (matrix.is_exempt or EXPERTS in matrix.name)]
+    total = _sum_parameters(matrices)
+    unquantised_total = _sum_parameters(unquantised)
     return LayerParameters(
-        total=_sum_parameters(matrices),
-        unquantised=_sum_parameters(unquantised),
+        total=total,
+        unquantised=unquantised_total,
+        mixed_bytes=mixed_bytes / (total - unquantised_total) if mixed_bytes else None,
         experts=_sum_parameters(experts),
         adapter=_count_adapter(adapted),
         expert_adapter=_count_adapter(experts),

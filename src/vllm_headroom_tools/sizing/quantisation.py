@@ -39,7 +39,9 @@ GROUP_OVERHEAD_BYTES: Final = GROUP_SCALE_BYTES / USUAL_GROUP_WEIGHTS
 
 FOUR_BIT_BYTES: Final = 0.5 + GROUP_OVERHEAD_BYTES
 
-MXFP4_BYTES: Final = 0.5 + 1 / 32
+MXFP4_GROUP_WEIGHTS: Final = 32
+
+MXFP4_BYTES: Final = 0.5 + 1 / MXFP4_GROUP_WEIGHTS
 """4 bits, and an 8-bit scale for each 32 weights (OCP Microscaling Formats)."""
 
 MXFP8_BYTES: Final = 1.0 + 1 / 32
@@ -165,7 +167,7 @@ def read_weight_bytes(config: Config, dtype_bytes: float) -> tuple[float | None,
         return dtype_bytes, None
     algorithm = str(quantisation.get("quant_algo") or "").upper()
     if algorithm == "MIXED_PRECISION":
-        # Modules are quantised differently: only the size of the files shows their bytes.
+        # Matrices are quantised differently: `match_matrix_bytes` has the bytes of each.
         return None, "modelopt mixed precision"
     method = str(quantisation.get("quant_method") or "unknown").replace("-", "_")
     if method == "modelopt" and algorithm:
@@ -180,7 +182,8 @@ def read_weight_bytes(config: Config, dtype_bytes: float) -> tuple[float | None,
     if bits >= BYTE_BITS:
         return bits / BYTE_BITS, name
     if scheme.get("type") == "float":
-        return NVFP4_BYTES, name
+        is_mxfp4 = scheme.get("group_size") == MXFP4_GROUP_WEIGHTS
+        return MXFP4_BYTES if is_mxfp4 else NVFP4_BYTES, name
     return bits / BYTE_BITS + _count_group_bytes(quantisation, scheme), name
 
 
@@ -237,6 +240,74 @@ def match_unquantised(config: Config) -> Callable[[str], bool]:
         return any(pattern.search(module) for pattern in patterns)
 
     return is_unquantised
+
+
+MODULE_LAYER: Final = re.compile(r"layers\.(\d+)\.(.*)", re.DOTALL)
+STATE_PROJECTIONS: Final = ("mixer.in_proj", "mixer.out_proj", "linear_attn.")
+ATTENTION_PARTS: Final = ("attn", "mixer.q_", "mixer.k_", "mixer.v_", "mixer.o_")
+
+
+def match_matrix_bytes(config: Config) -> Callable[[str], float | None] | None:
+    """Return a function that returns the bytes of a parameter of a matrix by its name.
+
+    It returns None for a matrix that is not quantised. The function is None itself for a model all
+    of whose quantised matrices have the same method. ModelOpt lists the method of each module in
+    `quantized_layers`; the names are those of the checkpoint, so layer and part are compared.
+    DeepSeek V4 has experts of 4 bits in a checkpoint of 8 bits.
+    """
+    quantisation = read_quantisation(config)
+    listed = quantisation.get("quantized_layers")
+    other_bytes = None
+    if quantisation.get("quant_method") == "fp8":
+        other_bytes = QUANTISED_BYTES["fp8"]
+    bytes_by_part: dict[tuple[str, str], float] = {}
+    if isinstance(listed, dict):
+        for name, scheme in listed.items():
+            algorithm = str(scheme.get("quant_algo") if isinstance(scheme, dict) else scheme)
+            method = MODELOPT_METHODS.get(algorithm.upper())
+            part = _find_part(str(name))
+            if method is not None and part is not None:
+                bytes_by_part[part] = QUANTISED_BYTES[method]
+    elif config.get("expert_dtype") != "fp4":
+        return None
+
+    def read_matrix_bytes(name: str) -> float | None:
+        part = _find_part(name)
+        if part is not None and part in bytes_by_part:
+            return bytes_by_part[part]
+        if part is not None and part[1] == "experts" and not bytes_by_part:
+            return MXFP4_BYTES
+        return other_bytes
+
+    return read_matrix_bytes
+
+
+def read_head_bytes(config: Config) -> float | None:
+    """Return the bytes of a parameter of the output matrix where it is quantised; else None."""
+    listed = read_quantisation(config).get("quantized_layers")
+    scheme = listed.get("lm_head") if isinstance(listed, dict) else None
+    if not isinstance(scheme, dict):
+        return None
+    method = MODELOPT_METHODS.get(str(scheme.get("quant_algo")).upper())
+    return None if method is None else QUANTISED_BYTES[method]
+
+
+def _find_part(name: str) -> tuple[str, str] | None:
+    """Return the layer and the part of a module by its name; None for one outside the layers."""
+    match = MODULE_LAYER.search(name)
+    if match is None:
+        return None
+    layer = match[1]
+    module = match[2]
+    if "shared_expert" in module:
+        return layer, "shared experts"
+    if "experts" in module:
+        return layer, "experts"
+    if module.startswith(STATE_PROJECTIONS):
+        return layer, "state"
+    if any(part in module for part in ATTENTION_PARTS):
+        return layer, "attention"
+    return layer, "mlp"
 
 
 def _list_unquantised_names(quantisation: Config) -> list[str]:

@@ -145,7 +145,8 @@ class Question(Struct, frozen=True, kw_only=True):
         if own_bytes is None or draft_bytes is None or adapters_bytes is None:
             return None
         own_on_gpu_bytes = max(0, ceil(own_bytes - self.cpu_offload_bytes))
-        return own_on_gpu_bytes + self._repeated_encoder_bytes + draft_bytes + adapters_bytes
+        own_on_gpu_bytes += self.shape.position_bytes + self._repeated_encoder_bytes
+        return own_on_gpu_bytes + draft_bytes + adapters_bytes
 
     @property
     def _repeated_encoder_bytes(self) -> int:

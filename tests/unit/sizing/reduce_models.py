@@ -36,6 +36,9 @@ BREAK = ",\n"
 LIMIT_BYTES = 5_000
 """Longer ones, with a list of every module that is not quantised, are left out."""
 
+UNREDUCED_LIMIT_BYTES = 50_000
+"""Longer ones list the method of every matrix; reducing them takes hours."""
+
 
 def shape_of(config: dict[str, Any]) -> object:
     return parse_model_config(json.dumps(config))
@@ -66,7 +69,7 @@ def main(folder: Path) -> None:
         if quantisation.exists() and "quantization_config" not in config:
             extra = json.loads(quantisation.read_text(encoding="utf-8")).get("quantization", {})
             config["quantization_config"] = {"quant_method": "modelopt", **extra}
-        if isinstance(shape_of(config), str):
+        if len(json.dumps(config)) > UNREDUCED_LIMIT_BYTES or isinstance(shape_of(config), str):
             continue
         reduced = reduce(config)
         if len(json.dumps(reduced)) <= LIMIT_BYTES:

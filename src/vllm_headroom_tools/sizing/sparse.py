@@ -1,0 +1,66 @@
+"""The index of sparse attention, by which a token chooses the tokens that it attends to."""
+
+from typing import Final
+
+from msgspec import Struct
+
+from vllm_headroom_tools.sizing.config_fields import Config, read_integer, read_mapping
+
+SCALED_VALUES: Final = 128
+"""Values of an 8-bit index that share a 32-bit scale (vLLM 0.33, models/deepseek_v32/attention.py,
+`quant_block_size`)."""
+
+SCALE_BYTES: Final = 4
+FLOAT16_BYTES: Final = 2
+
+
+class SparseIndex(Struct, frozen=True, kw_only=True):
+    """The index of a model's sparse attention."""
+
+    # For each layer of the model, whether it has an index; the others use another layer's.
+    layers: tuple[bool, ...]
+    head_size: int
+    heads: int
+    # What each of these layers keeps of a token, whole on every GPU.
+    bytes_per_token: int
+
+    @property
+    def layer_count(self) -> int:
+        """How many layers have an index."""
+        return sum(1 for has_index in self.layers if has_index)
+
+
+def read_sparse_index(config: Config, layer_count: int) -> SparseIndex | None:
+    """Return the index of DeepSeek V3.2's, GLM-5's or MiniMax M3's attention; None without one.
+
+    DeepSeek's index has 8 bits a value and scales (vLLM 0.33, `DeepseekV32IndexerCache`), MiniMax's
+    has 16 bits (models/minimax_m3/common/indexer.py).
+    """
+    head_size = read_integer(config, "index_head_dim")
+    if head_size is not None:
+        scales_bytes = head_size // SCALED_VALUES * SCALE_BYTES
+        return SparseIndex(
+            layers=_list_indexed_layers(config, layer_count),
+            head_size=head_size,
+            heads=read_integer(config, "index_n_heads") or 0,
+            bytes_per_token=head_size + scales_bytes,
+        )
+    sparse = read_mapping(config, "sparse_attention_config")
+    flags = sparse.get("sparse_attention_freq")
+    head_size = read_integer(sparse, "sparse_index_dim")
+    if not isinstance(flags, list) or head_size is None:
+        return None
+    return SparseIndex(
+        layers=tuple(flag == 1 for flag in flags),
+        head_size=head_size,
+        heads=read_integer(sparse, "sparse_num_index_heads") or 0,
+        bytes_per_token=head_size * FLOAT16_BYTES,
+    )
+
+
+def _list_indexed_layers(config: Config, layer_count: int) -> tuple[bool, ...]:
+    """Return for each layer whether it has an index (in GLM-5.2 most use another layer's)."""
+    types = config.get("indexer_types")
+    if isinstance(types, list):
+        return tuple(kind == "full" for kind in types)
+    return (True,) * layer_count

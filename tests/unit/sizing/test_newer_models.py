@@ -1,0 +1,164 @@
+"""The architectures of 2026: their parameters against public figures, and what they keep of a token."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from vllm_headroom_tools.sizing.footprint import ModelShape, build_kv_layout, count_bytes_per_token, count_model_bytes
+from vllm_headroom_tools.sizing.model_config import parse_model_config
+from vllm_headroom_tools.sizing.public_models import find_public_model
+from vllm_headroom_tools.sizing.question import Question
+
+BILLIONS = {
+    # Parameters by the makers' pages, without the heads for speculation.
+    "deepseek-ai/DeepSeek-V3.2": 671.9,
+    "zai-org/GLM-5": 744,
+    "zai-org/GLM-5.2": 743.4,
+    "nvidia/NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16": 549.3,
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": 31.6,
+    "moonshotai/Kimi-K2.5": 1026.8,
+    "moonshotai/Kimi-K3": 2780,
+    "MiniMaxAI/MiniMax-M3": 428,
+    "XiaomiMiMo/MiMo-7B-Base": 7.6,
+    "meta-llama/Llama-4-Scout-17B-16E-Instruct": 107.8,
+}
+
+
+def read(name: str, **fields: Any) -> ModelShape:
+    config = find_public_model(name)
+    assert not isinstance(config, str), config
+    found = parse_model_config(json.dumps({**config, **fields}))
+    assert isinstance(found, ModelShape), found
+    return found
+
+
+@pytest.mark.parametrize("name", BILLIONS)
+def test_the_parameters_are_those_that_the_maker_publishes(name: str) -> None:
+    found = read(name)
+
+    assert found.unknown_type is None
+    assert found.parameters is not None
+    encoder = 0
+    if found.encoder is not None:
+        encoder = found.encoder.parameters or 0
+    total = found.parameters.total + (found.embeddings or 0) + encoder
+    assert total / 1e9 == pytest.approx(BILLIONS[name], rel=0.005)
+
+
+def test_sparse_attention_keeps_its_index_beside_the_latents() -> None:
+    v32 = read("deepseek-ai/DeepSeek-V3.2")
+    shared = read("zai-org/GLM-5.2")
+
+    # 61 layers x (576 values x 2 bytes + 128 bytes and a scale of 4); the index is whole on every GPU.
+    assert count_bytes_per_token(v32) == 61 * (1152 + 132)
+    assert count_bytes_per_token(v32, tensor_parallel=8) == 61 * (1152 + 132)
+    assert count_bytes_per_token(v32, kv_dtype="fp8") == 61 * (656 + 132)
+    # Of GLM-5.2's 78 layers 21 have an index, which the others use.
+    assert count_bytes_per_token(shared) == 78 * 1152 + 21 * 132
+    layout = build_kv_layout(v32, block_tokens=16, in_flight_tokens=8192)
+    assert (layout.block_tokens, layout.block_bytes) == (64, 64 * 61 * (1152 + 132))
+
+
+def test_block_sparse_attention_keeps_an_index_of_16_bits() -> None:
+    found = read("MiniMaxAI/MiniMax-M3")
+
+    # 60 layers x 4 KV heads x 256 values x 2 bytes, and 57 layers x 128 values x 2 bytes.
+    assert count_bytes_per_token(found) == 60 * 2048 + 57 * 256
+    assert count_bytes_per_token(found, tensor_parallel=4) == 60 * 512 + 57 * 256
+
+
+def test_layers_of_delta_attention_keep_a_state_in_32_bits() -> None:
+    found = read("moonshotai/Kimi-K3")
+
+    # 96 heads x 128 x 128 values of 4 bytes, and 3 x 12,288 inputs of 3 tokens in 2 bytes.
+    assert (found.full_layers, found.stateful_layers) == (24, 69)
+    assert found.state_bytes == 96 * 128 * 128 * 4 + 3 * 12_288 * 3 * 2
+
+
+def test_an_index_of_another_attention_is_refused() -> None:
+    config = find_public_model("Qwen/Qwen3-8B")
+    assert not isinstance(config, str)
+    found = parse_model_config(json.dumps({**config, "index_head_dim": 128}))
+
+    assert found == "what its attention keeps in the cache is not known here: it has index_head_dim"
+
+
+@pytest.mark.parametrize(
+    ("fields", "rows", "values"),
+    [
+        ({"rope_theta": 1e6}, 40_960, 128),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, 8 * 40_960, 128),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 40_960, 128),
+        ({"rope_parameters": {"mrope_section": [24, 20, 20], "rope_type": "default"}}, 4 * 40_960, 128),
+        ({"rope_theta": 1e6, "partial_rotary_factor": 0.25}, 40_960, 32),
+        ({"rope_scaling": None}, 0, 0),
+    ],
+)
+def test_the_table_of_positions_has_a_row_for_each(fields: dict[str, Any], rows: int, values: int) -> None:
+    assert read("Qwen/Qwen3-8B", **{"rope_theta": None, **fields}).position_values == rows * values
+
+
+GEMMA_3_12B = {
+    "model_type": "gemma3",
+    "text_config": {
+        "model_type": "gemma3_text",
+        "hidden_size": 3840,
+        "intermediate_size": 15360,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 256,
+        "sliding_window": 1024,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+    },
+    "vision_config": {
+        "hidden_size": 1152,
+        "intermediate_size": 4304,
+        "num_hidden_layers": 27,
+        "model_type": "siglip_vision_model",
+    },
+}
+
+
+def test_weights_are_as_real_starts_logged_them() -> None:
+    """Gemma 3 12B on an H100, vLLM 0.19: 23.31 GiB, of which 0.56 are two tables of positions."""
+    found = parse_model_config(json.dumps(GEMMA_3_12B))
+
+    assert isinstance(found, ModelShape)
+    weights_bytes = count_model_bytes(found)
+    assert weights_bytes is not None
+    assert (weights_bytes + found.position_bytes) / 2**30 == pytest.approx(23.31, rel=0.005)
+
+
+def test_experts_in_mxfp4_are_padded() -> None:
+    """gpt-oss 120B on an H100: 65.97 GiB; gpt-oss 20B on an A100, vLLM 0.19: 13.72 GiB (public logs)."""
+    for name, logged_gib in (("openai/gpt-oss-120b", 65.97), ("openai/gpt-oss-20b", 13.72)):
+        question = Question(shape=read(name))
+
+        assert question.weights_bytes is not None
+        assert question.weights_bytes / 2**30 == pytest.approx(logged_gib, rel=0.005)
+
+
+def test_each_matrix_of_a_mixed_checkpoint_has_its_own_bytes() -> None:
+    layers = range(36)
+    quantised = {f"model.layers.{layer}.mlp.up_proj": {"quant_algo": "W4A16_NVFP4"} for layer in layers}
+    quantised |= {f"model.layers.{layer}.self_attn.q_proj": {"quant_algo": "FP8"} for layer in layers}
+    quantised["lm_head"] = {"quant_algo": "W4A16_NVFP4"}
+    quantisation = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": quantised}
+    found = read("Qwen/Qwen3-8B", quantization_config=quantisation)
+
+    attention = 36 * (2 * 4096 * 4096 + 2 * 4096 * 1024)
+    mlp = 36 * 3 * 4096 * 12_288
+    vocabulary = 151_936 * 4096
+    assert count_model_bytes(found) == pytest.approx(attention + mlp * 9 / 16 + vocabulary * (2 + 9 / 16))
+
+
+def test_a_vision_chunk_of_kimi_is_the_largest_item() -> None:
+    encoder = read("moonshotai/Kimi-K2.5").encoder
+
+    assert encoder is not None
+    assert encoder.largest_input is not None
+    assert encoder.largest_input.tokens == 4096
