@@ -6,6 +6,11 @@ from typing import Final, Self
 from msgspec import Struct
 from msgspec.structs import replace
 
+from vllm_headroom_tools.sizing.compressed import (
+    COMPRESSED_BLOCK_TOKENS,
+    CompressedCache,
+    WindowedPart,
+)
 from vllm_headroom_tools.sizing.encoder import Encoder
 from vllm_headroom_tools.sizing.layers import KvHeads
 from vllm_headroom_tools.sizing.parameters import LayerParameters
@@ -53,6 +58,8 @@ class ModelShape(Struct, frozen=True, kw_only=True):
     # The width of an expert, and how many values it takes and gives; for the padding of MXFP4.
     expert_width: int = 0
     expert_inputs: int | None = None
+    # The compressed cache of DeepSeek V4.
+    compression: CompressedCache | None = None
     # The index of sparse attention.
     index: SparseIndex | None = None
     # The tables of rotary positions, whole on every GPU.
@@ -189,6 +196,8 @@ def count_bytes_per_token(
     parallelism cannot divide are repeated on each rank. Latent attention keeps one vector per
     layer, whole on every rank. Layers with a window count like others; states do not count.
     """
+    if shape.compression is not None:
+        return ceil(shape.compression.bytes_per_token / pipeline_parallel)
     full_bytes, windowed_bytes = count_layer_bytes(
         shape, kv_dtype=kv_dtype, tensor_parallel=tensor_parallel
     )
@@ -391,16 +400,23 @@ class KvLayout(Struct, frozen=True, kw_only=True):
     window_ends: int
     # Blocks that a sequence takes for its states, whatever its length.
     state_blocks: int
+    # Further windowed groups, with windows of other lengths (DeepSeek V4).
+    windowed_parts: tuple[WindowedPart, ...] = ()
 
     def count_blocks(self, tokens: int) -> int:
         """Return how many blocks a sequence of this many tokens takes, in all groups."""
         full_blocks = ceil(tokens / self.block_tokens)
         tokens_in_window = min(tokens, self.window_tokens)
         windowed_blocks = ceil(tokens_in_window / self.windowed_block_tokens) + self.window_ends
+        part_blocks = 0
+        for part in self.windowed_parts:
+            part_tokens = min(tokens, part.window_tokens)
+            part_blocks += part.groups * (ceil(part_tokens / part.block_tokens) + 1)
         return (
             self.full_groups * full_blocks
             + self.windowed_groups * windowed_blocks
             + self.state_blocks
+            + part_blocks
         )
 
     def find_longest(self, blocks: int, ceiling: int) -> int:
@@ -442,6 +458,8 @@ def build_kv_layout(
       (v1/kv_cache_interface.py, `max_admission_blocks_per_request`). A window may begin within a
       block, so it takes one block more; a chunk begins with a block.
     """
+    if shape.compression is not None:
+        return _build_compressed_layout(shape.compression, in_flight_tokens, pipeline_parallel)
     full_bytes, windowed_bytes = count_layer_bytes(
         shape, kv_dtype=kv_dtype, tensor_parallel=tensor_parallel
     )
@@ -475,6 +493,30 @@ def build_kv_layout(
         window_tokens=(shape.window_tokens or 0) - window_ends + in_flight_tokens,
         window_ends=window_ends,
         state_blocks=sequence_states * _count_groups(stateful_layers, group_layers),
+    )
+
+
+def _build_compressed_layout(
+    cache: CompressedCache, in_flight_tokens: int, pipeline_parallel: int
+) -> KvLayout:
+    """Return how vLLM divides the compressed cache of DeepSeek V4, whole on every GPU."""
+    blocks = cache.build_blocks(pipeline_parallel)
+    parts = []
+    for part in blocks.windowed_parts:
+        # As for other windows: the newest token's place is among those in flight.
+        window_tokens = part.window_tokens - 1 + in_flight_tokens
+        parts.append(replace(part, window_tokens=window_tokens))
+    return KvLayout(
+        block_tokens=COMPRESSED_BLOCK_TOKENS,
+        block_layers=cache.fine_layers + cache.coarse_layers,
+        block_bytes=blocks.block_bytes,
+        full_groups=1,
+        windowed_groups=0,
+        windowed_block_tokens=COMPRESSED_BLOCK_TOKENS,
+        window_tokens=0,
+        window_ends=0,
+        state_blocks=0,
+        windowed_parts=tuple(parts),
     )
 
 

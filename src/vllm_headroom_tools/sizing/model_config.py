@@ -8,6 +8,7 @@ from typing import Any, Final
 from msgspec import Struct
 
 from vllm_headroom.text_file import read_file
+from vllm_headroom_tools.sizing.compressed import has_compressed_cache, read_compressed_cache
 from vllm_headroom_tools.sizing.config_fields import (
     ATTENTION_HEADS,
     EXPERT_INPUTS,
@@ -191,14 +192,16 @@ SPECULATIVE_LAYERS: Final = ("num_nextn_predict_layers", "mtp_num_hidden_layers"
 
 LAYER_COUNT: Final = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
-UNKNOWN_ATTENTION_FIELDS: Final = ("compress_ratios", "per_layer_config")
-"""Fields of models whose cache is not understood here: it is compressed, or their layers differ."""
+UNKNOWN_ATTENTION_FIELDS: Final = ("per_layer_config",)
+"""Fields of models whose cache is not understood here: their layers differ."""
 
 UNKNOWN_CACHE: Final = "what its attention keeps in the cache is not known here"
 
 SOURCE_MODEL_TYPES: Final = frozenset(
     {
+        "deepseek_ref",
         "deepseek_v32",
+        "deepseek_v4",
         "glm_moe_dsa",
         "kimi_linear",
         "mimo",
@@ -247,7 +250,10 @@ def parse_model_config(
             # does not fit.
             if config.get(name):
                 return f"{UNKNOWN_CACHE}: it has {name}"
-        if config.get("index_head_dim") and not config.get("kv_lora_rank"):
+        is_compressed = has_compressed_cache(config)
+        if config.get("compress_ratios") and not is_compressed:
+            return f"{UNKNOWN_CACHE}: it has compress_ratios"
+        if config.get("index_head_dim") and not (config.get("kv_lora_rank") or is_compressed):
             return f"{UNKNOWN_CACHE}: it has index_head_dim"
         encoder = parse_encoder({**(defaults or {}), **root})
         return _build_shape(config, encoder)
@@ -311,6 +317,9 @@ def _build_shape(config: Config, encoder: Encoder | None) -> ModelShape:
         mlp_width = widest_mlp.width
         experts_per_token = widest_mlp.experts_per_token
     latent_width = _read_latent_width(config)
+    compression = read_compressed_cache(config, layer_count)
+    if compression is not None:
+        latent_width = compression.head_size
     state_checkpoints = 0
     if counts.stateful:
         state_checkpoints = _count_state_checkpoints(config)
@@ -323,6 +332,11 @@ def _build_shape(config: Config, encoder: Encoder | None) -> ModelShape:
     full_layers = counts.full
     windowed_layers = counts.windowed
     window_tokens = None
+    index = None
+    if compression is None:
+        index = read_sparse_index(config, layer_count)
+    else:
+        full_layers = compression.fine_layers + compression.coarse_layers
     # All tokens attend to all others at once, so no keys and values are kept.
     if is_encoder_only:
         full_layers = 0
@@ -351,7 +365,8 @@ def _build_shape(config: Config, encoder: Encoder | None) -> ModelShape:
         parameters=parameters,
         expert_inputs=read_integer(config, *EXPERT_INPUTS, *HIDDEN_SIZE),
         expert_width=read_expert_width(config),
-        index=read_sparse_index(config, layer_count),
+        compression=compression,
+        index=index,
         position_values=count_position_values(
             config, heads.key_size, (windowed_heads or heads).key_size
         ),

@@ -7,6 +7,7 @@ from typing import Final, Self
 from msgspec import Struct
 from msgspec.structs import replace
 
+from vllm_headroom_tools.sizing.compressed import FINE_RATIO, has_compressed_cache
 from vllm_headroom_tools.sizing.config_fields import (
     ATTENTION_HEADS,
     EXPERT_COUNT,
@@ -129,6 +130,7 @@ def list_matrices(
         *_list_gemma_3n(config, hidden_size, len(kinds)),
     ]
     index = read_sparse_index(config, len(kinds))
+    is_compressed = has_compressed_cache(config)
     first_sharing_layer = len(kinds) - (read_integer(config, *KV_SHARING_LAYERS) or 0)
     for layer, kind in enumerate(kinds):
         layer_name = f"layers.{layer}."
@@ -137,13 +139,18 @@ def list_matrices(
         elif kind not in CACHELESS_KINDS:
             attention_name = f"{layer_name}self_attn."
             kv_heads = windowed_heads if kind in WINDOWED_KINDS else full_heads
-            attention = _list_attention(
-                config, attention_name, hidden_size, attention_heads, kv_heads
-            )
+            if is_compressed:
+                matrices += _list_compressed_attention(config, attention_name, hidden_size, layer)
+                attention = []
+            else:
+                attention = _list_attention(
+                    config, attention_name, hidden_size, attention_heads, kv_heads
+                )
             if layer >= first_sharing_layer:
                 attention = _drop_keys_and_values(attention)
             matrices += attention
-            if index is not None and layer < len(index.layers) and index.layers[layer]:
+            has_index = index is not None and layer < len(index.layers) and index.layers[layer]
+            if index is not None and has_index and not is_compressed:
                 matrices += _list_index(config, attention_name, hidden_size, index)
         if _has_mlp(config, kind):
             mlp_name = f"{layer_name}mlp."
@@ -201,13 +208,13 @@ def _list_gemma_3n(config: Config, hidden_size: int, layer_count: int) -> Iterat
 
 
 def count_side_values(config: Config, layer_count: int) -> int:
-    """Return how many values a token has beside its hidden state, in all layers (Gemma 3n).
+    """Return how many values a token has beside its hidden state (Gemma 3n, DeepSeek V4).
 
     They are its embedding for each layer, and its further streams before and after a layer. 0 for
     other models.
     """
     embedding_width = read_integer(config, "hidden_size_per_layer_input") or 0
-    streams = read_integer(config, "altup_num_inputs") or 1
+    streams = read_integer(config, "altup_num_inputs", "hc_mult") or 1
     hidden_size = read_integer(config, *HIDDEN_SIZE) or 0
     return layer_count * embedding_width + 2 * (streams - 1) * hidden_size
 
@@ -272,6 +279,46 @@ def _list_latent_attention(
     yield Matrix(name=f"{name}o_proj", inputs=attention_heads * value_size, outputs=hidden_size)
     if config.get("mla_use_output_gate"):  # Kimi Linear
         yield Matrix(name=f"{name}g_proj", inputs=hidden_size, outputs=attention_heads * value_size)
+
+
+def _list_compressed_attention(
+    config: Config, name: str, hidden_size: int, layer: int
+) -> Iterator[Matrix]:
+    """Yield the projections of DeepSeek V4's attention (vLLM 0.33, models/deepseek_v4).
+
+    Layers that compress have a compressor, and with the fine ratio an index with one too.
+    """
+    heads = require_integer(config, *ATTENTION_HEADS)
+    head_size = require_integer(config, "head_dim")
+    query_rank = require_integer(config, "q_lora_rank")
+    output_rank = require_integer(config, "o_lora_rank") * require_integer(config, "o_groups")
+    group_inputs = heads * head_size // require_integer(config, "o_groups")
+    yield Matrix(name=f"{name}wqa_wkv", inputs=hidden_size, outputs=query_rank + head_size)
+    yield Matrix(name=f"{name}wq_b", inputs=query_rank, outputs=heads * head_size)
+    yield Matrix(name=f"{name}wo_a", inputs=group_inputs, outputs=output_rank)
+    yield Matrix(name=f"{name}o_proj", inputs=output_rank, outputs=hidden_size)
+    ratio = config["compress_ratios"][layer]
+    if ratio <= 1:
+        return
+    # Keys and gates; with the fine ratio for two neighbouring latents.
+    overlaps = 2 if ratio == FINE_RATIO else 1
+    yield Matrix(
+        name=f"{name}compressor",
+        inputs=hidden_size,
+        outputs=2 * overlaps * head_size,
+        is_exempt=True,
+    )
+    if ratio != FINE_RATIO:
+        return
+    index_heads = require_integer(config, "index_n_heads")
+    index_size = require_integer(config, "index_head_dim")
+    yield Matrix(name=f"{name}indexer.wq_b", inputs=query_rank, outputs=index_heads * index_size)
+    yield Matrix(
+        name=f"{name}indexer.weights_proj",
+        inputs=hidden_size,
+        outputs=index_heads + 2 * overlaps * index_size,
+        is_exempt=True,
+    )
 
 
 def _list_index(

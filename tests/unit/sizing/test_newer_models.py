@@ -15,6 +15,7 @@ from vllm_headroom_tools.sizing.question import Question
 BILLIONS = {
     # Parameters by the makers' pages, without the heads for speculation.
     "deepseek-ai/DeepSeek-V3.2": 671.9,
+    "deepseek-ai/DeepSeek-V4-Flash": 284,
     "zai-org/GLM-5": 744,
     "zai-org/GLM-5.2": 743.4,
     "nvidia/NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16": 549.3,
@@ -76,6 +77,28 @@ def test_layers_of_delta_attention_keep_a_state_in_32_bits() -> None:
     # 96 heads x 128 x 128 values of 4 bytes, and 3 x 12,288 inputs of 3 tokens in 2 bytes.
     assert (found.full_layers, found.stateful_layers) == (24, 69)
     assert found.state_bytes == 96 * 128 * 128 * 4 + 3 * 12_288 * 3 * 2
+
+
+def test_a_compressed_cache_is_divided_as_vllm_divides_it() -> None:
+    """By hand from vLLM 0.33's planning: 21 layers with ratio 4, 20 with 128, 43 windows of 128 tokens."""
+    found = read("deepseek-ai/DeepSeek-V4-Flash")
+    layout = build_kv_layout(found, block_tokens=16, in_flight_tokens=16_384, tensor_parallel=8)
+
+    # 584 bytes a latent and 132 an index; 64 latents of 256 tokens, or 2, padded to multiples of 576.
+    assert layout.block_bytes == 21 * (65 * 576 + 15 * 576) + 20 * 3 * 576
+    # One group of latents; 2 of windows, 1 and 1 of states: 4,096 + 2 x 259 + 4,099 + 2,065 blocks.
+    assert layout.count_blocks(1_048_576) == 4096 + 2 * 259 + 4099 + 2065
+    assert count_bytes_per_token(found, tensor_parallel=8) == -(-(21 * 716 * 32 + 20 * 584) // 128)
+
+
+def test_another_compression_is_refused() -> None:
+    config = find_public_model("deepseek-ai/DeepSeek-V4-Flash")
+    assert not isinstance(config, str)
+
+    assert str(parse_model_config(json.dumps({**config, "compress_ratios": [8] * 44}))).endswith(
+        "compresses 8 tokens into one"
+    )
+    assert str(parse_model_config(json.dumps({**config, "compress_ratios": [4]}))).endswith("no ratio for each layer")
 
 
 def test_an_index_of_another_attention_is_refused() -> None:

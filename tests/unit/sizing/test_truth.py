@@ -20,7 +20,6 @@ NOT_AS_VLLM: Final = {"minicpm3-default"}
 """Models whose type is left unknown, since vLLM keeps more of them than their latent attention would."""
 
 REFUSED: Final = {
-    "deepseek-v4-flash": "what its attention keeps in the cache is not known here: it has compress_ratios",
     "falcon-mamba-default": "head_dim is missing",
     "llama-3.3-nemotron-super-49b-v1": "it has 80 layers and describes 2",
 }
