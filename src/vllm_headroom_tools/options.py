@@ -385,6 +385,7 @@ class Parser(argparse.ArgumentParser):
                 mistakes.append(f"{word!r}: not an option, see --help")
 
         namespace = self._build_defaults()
+        namespace.typed_names = frozenset(argument.action.dest for argument in arguments)
         if self._read_line is not None:
             foreign_names = [option.name for option in typed_options if option.is_foreign]
             namespace.ignored_options = tuple(dict.fromkeys(foreign_names))

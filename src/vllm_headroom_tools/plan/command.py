@@ -23,8 +23,10 @@ from vllm_headroom.units import (
 from vllm_headroom_tools.bad_input import BadInput
 from vllm_headroom_tools.cli import Command
 from vllm_headroom_tools.conclusion import Report
+from vllm_headroom_tools.engine_log import read_engine_log
 from vllm_headroom_tools.options import (
     FILE,
+    LOG,
     RATIO,
     SMALLEST_FLOAT,
     TEXT,
@@ -37,6 +39,7 @@ from vllm_headroom_tools.options import (
     tokens,
     whole_number,
 )
+from vllm_headroom_tools.plan.engine_log import apply_log_options, choose_start, measure_start
 from vllm_headroom_tools.plan.report import build_report, read_parts
 from vllm_headroom_tools.plan.serve_line import read_serve_line
 from vllm_headroom_tools.plan.vllm_options import (
@@ -448,6 +451,15 @@ def add_options(parser: Parser) -> None:
             " beside what is planned"
         ),
     )
+    parser.add_argument(
+        "--log",
+        metavar="FILE",
+        type=LOG,
+        help=(
+            "the engine's log of a start: its options and its figures are planned from, and the"
+            " options here replace its own; - for standard input"
+        ),
+    )
     _add_model_options(parser.add_argument_group("the model"))
     _add_engine_options(parser.add_argument_group("vLLM's options, by its own names"))
     parser.accept_line(
@@ -665,7 +677,14 @@ def _run(options: Namespace) -> Report:
     measured = None
     if options.probe is not None:
         measured = read_parts(Path(options.probe))
-    return build_report(estimate_memory(build_question(options)), measured)
+    if options.log is None:
+        return build_report(estimate_memory(build_question(options)), measured)
+    start = choose_start(read_engine_log(options.log))
+    logged_question = build_question(apply_log_options(options, start, with_typed=False))
+    question = build_question(apply_log_options(options, start, with_typed=True))
+    name = "the log" if options.log == "-" else options.log
+    question = replace(question, measured=measure_start(start, name, logged_question))
+    return build_report(estimate_memory(question), measured)
 
 
 COMMAND: Final[Command] = Command(

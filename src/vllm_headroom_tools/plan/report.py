@@ -1,6 +1,7 @@
 """The answer for scripts, and what the probe measured in an engine that serves the model."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from math import floor
 from pathlib import Path
 from typing import Any, Final
@@ -13,6 +14,7 @@ from vllm_headroom.parse.probe import parse_probe
 from vllm_headroom.units import GIB, format_gib
 from vllm_headroom_tools.bad_input import BadInput
 from vllm_headroom_tools.conclusion import Conclusion, Finding, Report
+from vllm_headroom_tools.plan.engine_log import build_log_data, describe_log
 from vllm_headroom_tools.plan.verdict import (
     SMALLEST_LENGTH,
     Saving,
@@ -21,13 +23,14 @@ from vllm_headroom_tools.plan.verdict import (
     list_notes,
     list_unknown,
 )
-from vllm_headroom_tools.sizing.assumptions import Assumption, Range, StartAssumptions
+from vllm_headroom_tools.sizing.assumptions import Assumption, Origin, Range, StartAssumptions
 from vllm_headroom_tools.sizing.checks import can_start, check_start, format_range
 from vllm_headroom_tools.sizing.estimate import (
     MemoryEstimate,
     list_longest,
     list_most_sequences,
 )
+from vllm_headroom_tools.sizing.measured import WEIGHT_SETTINGS
 from vllm_headroom_tools.sizing.question import Question
 from vllm_headroom_tools.terminal import join_paragraphs, wrap_text
 
@@ -60,7 +63,11 @@ def build_report(estimate: MemoryEstimate, measured: EngineParts | None) -> Repo
     parts = _compare_parts(estimate, measured)
     fix = tuple(_join_settings(change) for change in changes)
     notes = (Finding("note", Conclusion.GOOD, note) for note in list_notes(estimate))
-    data = {"fits": fits, **_build_data(estimate, changes)}
+    data = {
+        "fits": fits,
+        **_build_data(estimate, changes),
+        "log": build_log_data(estimate),
+    }
     if parts:
         data["measured"] = {part.key: part.measured_bytes for part in parts}
     return Report(
@@ -68,7 +75,7 @@ def build_report(estimate: MemoryEstimate, measured: EngineParts | None) -> Repo
         headline=headline,
         findings=(Finding("fits", verdict, headline, fix), *notes),
         data=data,
-        lines=_render_text(estimate, changes, parts),
+        lines=chain(describe_log(estimate), _render_text(estimate, changes, parts)),
     )
 
 
@@ -217,6 +224,11 @@ def _name_origin(assumption: Assumption) -> str:
 def _name_weights_source(estimate: MemoryEstimate) -> str:
     """Return how the weights are known; empty where they are unknown."""
     question = estimate.question
+    measured = question.measured
+    if measured is not None and measured.weights_bytes is not None:
+        is_logged = measured.has_same(question, WEIGHT_SETTINGS)
+        if is_logged:
+            return str(Origin.LOG)
     if question.checkpoint_bytes is not None:
         return "from the checkpoint's size"
     if question.parameters is not None:

@@ -4,8 +4,15 @@ from enum import StrEnum
 from typing import Final
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from vllm_headroom.units import GIB, MIB
+from vllm_headroom_tools.sizing.measured import (
+    BATCH_SETTINGS,
+    GROUP_SETTINGS,
+    MODEL_SETTINGS,
+    MeasuredStart,
+)
 from vllm_headroom_tools.sizing.question import Question
 
 
@@ -34,6 +41,7 @@ class Origin(StrEnum):
     REAL_CARDS = "measured on real cards"
     STAND_IN = "measured on the stand-in card"
     REPORTS = "from public reports"
+    LOG = "from the log of this start"
 
 
 class Assumption(Struct, frozen=True, kw_only=True):
@@ -90,7 +98,33 @@ def _is_measured_card(memory_bytes: int | None) -> bool:
 
 
 def assume_start(question: Question) -> StartAssumptions:
-    """Return what is assumed of a start with these settings."""
+    """Return what is assumed of a start with these settings, and what its log reports instead."""
+    assumptions = _assume_unmeasured(question)
+    measured = question.measured
+    if measured is None:
+        return assumptions
+    replacements = {}
+    is_same_group = measured.has_same(question, GROUP_SETTINGS)
+    if question.gpu_memory_bytes == measured.total_bytes:
+        replacements["driver_reserved"] = _assume_logged(0.0, measured)
+    if is_same_group and measured.missing_bytes is not None:
+        replacements["missing_at_start"] = _assume_logged(measured.missing_bytes, measured)
+    if is_same_group and measured.non_torch_bytes is not None:
+        replacements["non_torch"] = _assume_logged(measured.non_torch_bytes, measured)
+    is_same_batch = measured.has_same(question, (*MODEL_SETTINGS, *BATCH_SETTINGS, "enforce_eager"))
+    if is_same_batch and measured.graphs_bytes is not None:
+        replacements["graphs"] = _assume_logged(measured.graphs_bytes, measured)
+    return replace(assumptions, **replacements)
+
+
+def _assume_logged(logged_bytes: float, measured: MeasuredStart) -> Assumption:
+    """Return a figure of a log in place of an assumption."""
+    exact_range = Range(low=logged_bytes, high=logged_bytes)
+    return Assumption(range=exact_range, origin=Origin.LOG, evidence=measured.source)
+
+
+def _assume_unmeasured(question: Question) -> StartAssumptions:
+    """Return what is assumed of a start without its log."""
     return StartAssumptions(
         driver_reserved=_assume_driver_reserved(question),
         missing_at_start=_assume_missing_at_start(question),

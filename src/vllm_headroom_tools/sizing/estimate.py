@@ -11,6 +11,7 @@ from vllm_headroom.units import GIB, MIB
 from vllm_headroom_tools.sizing.assumptions import (
     LOGIT_BYTES,
     NO_BYTES,
+    Origin,
     Range,
     StartAssumptions,
     assume_start,
@@ -21,6 +22,12 @@ from vllm_headroom_tools.sizing.footprint import (
     ModelShape,
     build_kv_layout,
     count_bytes_per_token,
+)
+from vllm_headroom_tools.sizing.measured import (
+    BATCH_SETTINGS,
+    MODEL_SETTINGS,
+    WEIGHT_SETTINGS,
+    MeasuredStart,
 )
 from vllm_headroom_tools.sizing.question import Question
 
@@ -365,7 +372,7 @@ def estimate_memory(question: Question) -> MemoryEstimate:
     budget_bytes = None
     if question.gpu_memory_bytes is not None and question.kv_cache_memory_bytes is None:
         budget_bytes = question.gpu_memory_bytes * question.gpu_memory_utilization
-    return MemoryEstimate(
+    estimate = MemoryEstimate(
         question=question,
         assumptions=assumptions,
         layout=replace(
@@ -384,6 +391,39 @@ def estimate_memory(question: Question) -> MemoryEstimate:
         graphs=assumptions.graphs.range,
         outside=estimate_outside(question, assumptions),
         host=estimate_host(question),
+    )
+    return estimate if question.measured is None else _apply_log(estimate, question.measured)
+
+
+def _apply_log(estimate: MemoryEstimate, measured: MeasuredStart) -> MemoryEstimate:
+    """Return the estimate with the figures of a start's log, where its settings are the same.
+
+    Activations grow with the batch: those of the log bound those of smaller and larger batches.
+    """
+    question = estimate.question
+    weights_bytes = estimate.weights_bytes
+    if measured.weights_bytes is not None and measured.has_same(question, WEIGHT_SETTINGS):
+        weights_bytes = round(measured.weights_bytes)
+    other_overhead = estimate.other_overhead
+    if estimate.assumptions.non_torch.origin is Origin.LOG:
+        # The log's figure is all that is neither weights nor activations nor graphs.
+        other_overhead = estimate.assumptions.non_torch.range
+    activations = estimate.activations
+    logged_bytes = measured.activation_bytes
+    if logged_bytes is not None and measured.has_same(question, MODEL_SETTINGS):
+        if measured.has_same(question, BATCH_SETTINGS):
+            activations = Range(low=logged_bytes, high=logged_bytes)
+        elif activations is not None and measured.is_batch_within(question):
+            low = min(activations.low, logged_bytes)
+            activations = Range(low=low, high=min(activations.high, logged_bytes))
+        elif activations is not None and measured.is_batch_beyond(question):
+            high = max(activations.high, logged_bytes)
+            activations = Range(low=max(activations.low, logged_bytes), high=high)
+    return replace(
+        estimate,
+        weights_bytes=weights_bytes,
+        other_overhead=other_overhead,
+        activations=activations,
     )
 
 

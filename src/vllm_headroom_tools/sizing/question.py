@@ -8,6 +8,7 @@ from msgspec import Struct
 from vllm_headroom.units import GIB
 from vllm_headroom_tools.sizing.encoder import EncoderInput
 from vllm_headroom_tools.sizing.footprint import ModelShape, count_model_bytes, count_weights_bytes
+from vllm_headroom_tools.sizing.measured import MeasuredStart
 from vllm_headroom_tools.sizing.releases import NEWEST_RELEASE, Release
 
 DEFAULT_UTILIZATION: Final = NEWEST_RELEASE.utilization
@@ -93,6 +94,8 @@ class Question(Struct, frozen=True, kw_only=True):
     has_whole_encoder: bool = False
     # Whether a draft model is used whose configuration is not given.
     has_unknown_draft: bool = False
+    # What the log of a start reports; None without one.
+    measured: MeasuredStart | None = None
     # Options of vLLM's that were given and change nothing here.
     ignored_options: tuple[str, ...] = ()
 

@@ -64,6 +64,8 @@ def list_objects(name: str, folder: Path, looking: Preflight) -> Iterator[dict[s
             yield printed(name, *MODEL, *WHOLE, "--parameters", "8B")
             yield printed(name, *MODEL, *WHOLE, "--parameters", "80B")
             yield printed(name, *MODEL)
+            (folder / "engine.log").write_text(VLLM_0_19)
+            yield printed(name, *MODEL, *WHOLE, "--log", str(folder / "engine.log"))
         case "check":
             yield printed(name, "--trace", str(trace), "--baseline", str(quiet), *LIMITS, *BUDGET)
             yield printed(name, "--trace", str(quiet), *LIMITS)

@@ -1,0 +1,66 @@
+"""What the log of a start reports, which replaces what is assumed of a start with like settings."""
+
+from collections.abc import Mapping
+from typing import Final
+
+from msgspec import Struct
+
+GROUP_SETTINGS: Final = (
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "data_parallel_size",
+    "release",
+)
+"""The settings that decide what libraries and communication take."""
+
+WEIGHT_SETTINGS: Final = (
+    *GROUP_SETTINGS,
+    "shape",
+    "checkpoint_bytes",
+    "parameters",
+    "enable_expert_parallel",
+    "cpu_offload_bytes",
+    "max_loras",
+    "max_lora_rank",
+    "draft",
+)
+"""The settings that decide the weights of each GPU."""
+
+MODEL_SETTINGS: Final = (*GROUP_SETTINGS, "shape", "draft", "max_loras", "max_lora_rank")
+"""The settings beside the batch that decide activations and graphs."""
+
+BATCH_SETTINGS: Final = ("max_num_seqs", "max_num_batched_tokens")
+"""The settings with which activations and graphs grow."""
+
+
+class MeasuredStart(Struct, frozen=True, kw_only=True):
+    """The figures of one start, per GPU, and its settings; None where its log has no such figure.
+
+    Each counts only for a question with the same settings, as far as it depends on them.
+    """
+
+    # The file and vLLM's version.
+    source: str
+    # The settings of the start by the names of Question.
+    settings: Mapping[str, object]
+    total_bytes: float | None = None
+    # What was missing of the free memory before the start.
+    missing_bytes: float | None = None
+    weights_bytes: float | None = None
+    activation_bytes: float | None = None
+    non_torch_bytes: float | None = None
+    graphs_bytes: float | None = None
+    kv_cache_bytes: float | None = None
+    kv_cache_tokens: float | None = None
+
+    def has_same(self, question: object, names: tuple[str, ...]) -> bool:
+        """Return whether a question has the same value for each of these settings."""
+        return all(getattr(question, name) == self.settings[name] for name in names)
+
+    def is_batch_within(self, question: object) -> bool:
+        """Return whether the question's batches are at most as large as the start's."""
+        return all(getattr(question, name) <= self.settings[name] for name in BATCH_SETTINGS)
+
+    def is_batch_beyond(self, question: object) -> bool:
+        """Return whether the question's batches are at least as large as the start's."""
+        return all(getattr(question, name) >= self.settings[name] for name in BATCH_SETTINGS)
