@@ -142,6 +142,7 @@ def build_question(options: Namespace) -> Question:
         "cpu_offload_bytes": options.cpu_offload_gb * GIB,
         "kv_offloading_bytes": options.kv_offloading_size * GIB,
         "mm_processor_cache_bytes": options.mm_processor_cache_gb * GIB,
+        "card_name": None if options.gpu is None else options.gpu.card.name,
         "draft": draft,
         "enable_prefix_caching": _read_prefix_caching(options),
         "has_unknown_draft": draft is None and speculation.draft_name is not None,

@@ -1,12 +1,14 @@
 """What is assumed of a start that no formula gives, and the evidence for each of these figures."""
 
 from enum import StrEnum
+from math import ceil
 from typing import Final
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from vllm_headroom.units import GIB, MIB
+from vllm_headroom_tools.sizing.cards import TOTALS_MIB
 from vllm_headroom_tools.sizing.measured import (
     BATCH_SETTINGS,
     GROUP_SETTINGS,
@@ -74,8 +76,8 @@ H100_STARTS: Final = "H100 80 GB, vLLM 0.19"
 """24 starts of 12 models whose whole log is public (llm-d-incubation/llm-d-planner, accuracy,
 April 2026)."""
 
-H100_TOTAL_BYTES: Final = 81559 * MIB
-"""The memory of an H100 80 GB as nvidia-smi shows it."""
+H100: Final = "H100"
+"""The name in the table of cards of the card whose starts are known."""
 
 H100_VISIBLE_BYTES: Final = 79.19 * GIB
 """The memory of an H100 80 GB as CUDA sees it (H100_STARTS)."""
@@ -86,15 +88,26 @@ SAME_CARD_BYTES: Final = 32 * MIB
 H100_LABEL_BYTES: Final = 80 * GIB
 """A size that people type for this card."""
 
+MEASURED_GPUS: Final = 4
+"""The most GPUs of the known starts."""
+
 
 def _is_size(memory_bytes: float | None, card_bytes: float) -> bool:
     return memory_bytes is not None and abs(memory_bytes - card_bytes) < SAME_CARD_BYTES
 
 
-def _is_measured_card(memory_bytes: int | None) -> bool:
-    """Return whether a card has the size of the one whose starts are known."""
-    sizes = (H100_TOTAL_BYTES, H100_VISIBLE_BYTES, H100_LABEL_BYTES)
-    return any(_is_size(memory_bytes, card_bytes) for card_bytes in sizes)
+def _is_measured_card(question: Question) -> bool:
+    """Return whether the card is the one whose starts are known, or has its size."""
+    if question.card_name is not None:
+        return question.card_name == H100
+    sizes = (TOTALS_MIB[H100] * MIB, H100_VISIBLE_BYTES, H100_LABEL_BYTES)
+    return any(_is_size(question.gpu_memory_bytes, card_bytes) for card_bytes in sizes)
+
+
+def _is_measured_start(question: Question) -> bool:
+    """Return whether starts of this release on this card are known, with as many GPUs."""
+    has_release = question.release.version == "0.19"
+    return has_release and _is_measured_card(question) and question.gpus <= MEASURED_GPUS
 
 
 def assume_start(question: Question) -> StartAssumptions:
@@ -148,16 +161,23 @@ def _assume_driver_reserved(question: Question) -> Assumption:
 
     That may be nvidia-smi's total, what CUDA sees, or the label's size.
     """
+    memory_bytes = question.gpu_memory_bytes
     if question.unified_memory:
         return Assumption(
             range=NO_BYTES, origin=Origin.CONSTRUCTION, evidence="CUDA sees the machine's memory"
         )
-    if _is_size(question.gpu_memory_bytes, H100_VISIBLE_BYTES):
+    if _is_size(memory_bytes, H100_VISIBLE_BYTES):
         return Assumption(range=NO_BYTES, origin=Origin.REAL_CARDS, evidence=H100_STARTS)
-    if _is_size(question.gpu_memory_bytes, H100_TOTAL_BYTES):
+    if _is_size(memory_bytes, TOTALS_MIB[H100] * MIB):
         # 79.11 GiB with older drivers.
         h100_range = Range(low=0.45 * GIB, high=0.55 * GIB)
         return Assumption(range=h100_range, origin=Origin.REAL_CARDS, evidence=H100_STARTS)
+    if any(_is_size(memory_bytes, total_mib * MIB) for total_mib in TOTALS_MIB.values()):
+        return Assumption(
+            range=Range(low=0.3 * GIB, high=0.85 * GIB),
+            origin=Origin.REPORTS,
+            evidence="torch's messages of missing memory beside nvidia-smi's total",
+        )
     return Assumption(
         range=Range(low=0.0, high=0.85 * GIB),
         origin=Origin.REPORTS,
@@ -167,7 +187,7 @@ def _assume_driver_reserved(question: Question) -> Assumption:
 
 def _assume_missing_at_start(question: Question) -> Assumption:
     """Return what CUDA's context and, with several GPUs, communication take at the start."""
-    is_measured = _is_measured_card(question.gpu_memory_bytes)
+    is_measured = _is_measured_card(question)
     if question.gpus == 1:
         if is_measured:
             h100_range = Range(low=0.45 * GIB, high=0.6 * GIB)
@@ -187,19 +207,33 @@ def _assume_missing_at_start(question: Question) -> Assumption:
     )
 
 
-MEASURED_GPUS: Final = 4
-"""The most GPUs of the known starts."""
+CARDS_OF_PCIE: Final = frozenset(
+    {"T4", "A10", "A10G", "A40", "L4", "L40", "L40S", "RTX PRO 6000", "RTX A6000", "RTX 6000 Ada"}
+)
+"""Cards without NVLink between all GPUs, and so without vLLM's largest buffers of all-reduce."""
+
+LARGEST_PCIE_BYTES: Final = 60 * GIB
+"""Our choice: a card of an unknown name with less has no NVLink, or is of a generation without
+these buffers."""
+
+
+def _has_small_buffers(question: Question) -> bool:
+    """Return whether all-reduce has no large buffers on this card."""
+    name = question.card_name
+    if name is not None and (name in CARDS_OF_PCIE or name.startswith("RTX")):
+        return True
+    memory_bytes = question.gpu_memory_bytes
+    return memory_bytes is not None and memory_bytes < LARGEST_PCIE_BYTES
 
 
 def _assume_non_torch(question: Question) -> Assumption:
     """Return what libraries and communication take during the profile run, inside the budget.
 
-    Of a group of GPUs that is mostly the workspace of all-reduce. The last stage of a pipeline, or
+    Of a group of GPUs that is mostly the buffers of all-reduce. The last stage of a pipeline, or
     the only one, also loads the sampler's library.
     """
-    is_measured = _is_measured_card(question.gpu_memory_bytes)
     if question.tensor_parallel_size == 1:
-        if is_measured and question.release.version == "0.19":
+        if _is_measured_start(question):
             low = 0.05 if question.pipeline_parallel_size > 1 else 0.22
             h100_range = Range(low=low * GIB, high=0.48 * GIB)
             return Assumption(range=h100_range, origin=Origin.REAL_CARDS, evidence=H100_STARTS)
@@ -208,13 +242,27 @@ def _assume_non_torch(question: Question) -> Assumption:
             origin=Origin.REPORTS,
             evidence=f"{H100_STARTS}: 0.07 to 0.46 GiB; the stand-in card: 0.05",
         )
-    if is_measured and question.release.version == "0.19" and question.gpus <= MEASURED_GPUS:
+    if _is_measured_start(question):
         h100_range = Range(low=2.0 * GIB, high=2.25 * GIB)
         return Assumption(range=h100_range, origin=Origin.REAL_CARDS, evidence=H100_STARTS)
+    if question.unified_memory:
+        # The page cache of the weights' files counts too, since vLLM compares free memory.
+        return Assumption(
+            range=Range(low=0.05 * GIB, high=10.0 * GIB),
+            origin=Origin.REPORTS,
+            evidence="2 x DGX Spark, vLLM 0.29: 7 to 9 GiB",
+        )
+    if _has_small_buffers(question):
+        return Assumption(
+            range=Range(low=0.05 * GIB, high=1.2 * GIB),
+            origin=Origin.REPORTS,
+            evidence="2 x RTX 5090, vLLM 0.26: 0.6 GiB; 4 x RTX PRO 6000: 0.5",
+        )
+    high = 2.6 if question.tensor_parallel_size <= MEASURED_GPUS else 3.5
     return Assumption(
-        range=Range(low=0.05 * GIB, high=3.0 * GIB),
+        range=Range(low=0.05 * GIB, high=high * GIB),
         origin=Origin.REPORTS,
-        evidence=f"{H100_STARTS}: 2.07 to 2.21 GiB; 4 x RTX PRO 6000: at most 1.70",
+        evidence=f"{H100_STARTS}: 2.07 to 2.21 GiB; the stand-in card: 0.05",
     )
 
 
@@ -236,6 +284,31 @@ def count_graph_sizes(question: Question) -> int:
     return small + fine + coarse
 
 
+FIRST_GRAPH: Final = Range(low=0.06 * GIB, high=0.33 * GIB)
+"""The first graph that is captured: 70 to 328 MiB (H100_STARTS)."""
+
+LAYER_GRAPHS: Final = Range(low=0.12 * MIB, high=0.45 * MIB)
+"""Both graphs of a further size, of the part and of the whole, per layer: 0.25 to 0.42 MiB on one
+GPU (H100_STARTS); 0.15 on a card of 24 GB (Qwen3 8B, 0.21)."""
+
+SHARED_LAYER_GRAPHS: Final = Range(low=0.25 * MIB, high=1.05 * MIB)
+"""The same with tensor parallelism: 0.31 to 1.0 MiB (H100_STARTS)."""
+
+SHARED_GRAPHS_HIGH: Final = 36 * MIB
+"""The most of both graphs of a size with tensor parallelism: 34 MiB for 80 layers (H100_STARTS)."""
+
+HYBRID_GRAPHS_HIGH: Final = 84 * MIB
+"""The most of both graphs of a size of a model with states: 4.2 GiB for 51 sizes (public reports,
+since 0.26)."""
+
+UNIFIED_GRAPHS_HIGH: Final = 100 * MIB
+"""The most of both graphs of a size on several machines with unified memory: 5.1 GiB for 51 sizes
+(two DGX Spark, 0.29)."""
+
+MEASURED_GRAPHS_LOW: Final = 0.05 * GIB
+"""The least graphs of the second model runner: 0.16 and 0.23 GiB (Llama 3.1 8B, 0.26 and 0.31)."""
+
+
 def _assume_graphs(question: Question) -> Assumption:
     """Return vLLM's estimate of its CUDA graphs.
 
@@ -247,28 +320,27 @@ def _assume_graphs(question: Question) -> Assumption:
         return Assumption(
             range=NO_BYTES, origin=Origin.CONSTRUCTION, evidence="--enforce-eager has none"
         )
-    further_sizes = count_graph_sizes(question) - 1
-    first_range = Range(low=0.06 * GIB, high=0.35 * GIB)
-    # Both graphs of a size: 6 to 20 MiB on one GPU, 30 to 34 on two, 10 on four, 5 to 8 in a stage.
+    stage_layers = ceil(question.shape.layers / question.pipeline_parallel_size)
+    size_range = LAYER_GRAPHS.scale(stage_layers)
     if question.tensor_parallel_size > 1:
-        size_range = Range(low=9 * MIB, high=36 * MIB)
-    elif question.pipeline_parallel_size > 1:
-        size_range = Range(low=2 * MIB, high=12 * MIB)
-    else:
-        size_range = Range(low=9 * MIB, high=21 * MIB)
-    graphs_range = first_range + size_range.scale(further_sizes)
-    if question.release.version == "0.19":
-        return Assumption(range=graphs_range, origin=Origin.REAL_CARDS, evidence=H100_STARTS)
-    low = graphs_range.low
+        shared = SHARED_LAYER_GRAPHS.scale(stage_layers)
+        most = max(SHARED_GRAPHS_HIGH, size_range.high)
+        size_range = Range(low=min(shared.low, most), high=min(shared.high, most))
     evidence = f"{H100_STARTS}: 0.49 to 1.92 GiB"
-    if question.release.has_second_runner:
-        low = 0.05 * GIB
-        evidence += "; vLLM 0.26 and 0.31, Llama 3.1 8B: 0.16 and 0.23"
-    high = graphs_range.high
+    origin = Origin.REAL_CARDS if _is_measured_start(question) else Origin.REPORTS
     if question.shape.stateful_layers:
-        high = 4.4 * GIB
+        size_range = Range(low=size_range.low, high=max(size_range.high, HYBRID_GRAPHS_HIGH))
+        origin = Origin.REPORTS
         evidence += "; hybrid models since 0.26: 0.56 to 4.2"
-    return Assumption(range=Range(low=low, high=high), origin=Origin.REPORTS, evidence=evidence)
+    if question.unified_memory and question.gpus > 1:
+        size_range = Range(low=size_range.low, high=max(size_range.high, UNIFIED_GRAPHS_HIGH))
+        evidence += "; 2 x DGX Spark, vLLM 0.29: 5.1"
+    graphs_range = FIRST_GRAPH + size_range.scale(count_graph_sizes(question) - 1)
+    if question.release.has_second_runner:
+        low = min(graphs_range.low, MEASURED_GRAPHS_LOW)
+        graphs_range = Range(low=low, high=graphs_range.high)
+        evidence += "; vLLM 0.26 and 0.31, Llama 3.1 8B: 0.16 and 0.23"
+    return Assumption(range=graphs_range, origin=origin, evidence=evidence)
 
 
 LOGIT_BYTES: Final = 4

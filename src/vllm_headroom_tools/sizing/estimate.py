@@ -175,7 +175,8 @@ def estimate_other_overhead(question: Question, assumptions: StartAssumptions) -
     card, since the budget is a share of the rest.
     """
     experts_bytes = _estimate_forward(question, question.shape.hidden_size or 0).workspace_bytes
-    experts = assumptions.forward_ratio.range.scale(experts_bytes)
+    # Some kernels give it back after the pass.
+    experts = Range(low=0.0, high=assumptions.forward_ratio.range.high * experts_bytes)
     sampler = NO_BYTES
     if question.release.has_second_runner:
         sampler_bytes = question.max_num_seqs * (question.shape.vocabulary or 0) * PENALTY_BYTES

@@ -76,6 +76,8 @@ class Question(Struct, frozen=True, kw_only=True):
     draft: ModelShape | None = None
     # One card's memory; with `unified_memory` that of its machine, which the card uses.
     gpu_memory_bytes: int | None = None
+    # The card's name in the table of cards; None where only its memory is given.
+    card_name: str | None = None
     gpu_memory_utilization: float = DEFAULT_UTILIZATION
     max_model_len: int | None = None
     max_num_seqs: int = SMALL_CARD.max_num_seqs

@@ -1,4 +1,4 @@
-"""The checks of a start by release: which refuses what, in vLLM's words, and what mends it."""
+"""The checks of a start by release: which refuses what, in vLLM's words, and what fixes it."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def test_checks_come_in_vllms_order() -> None:
 
 @pytest.mark.parametrize("release", ["0.20", "0.21.1", "v0.33.0"])
 def test_more_sequences_than_blocks_for_states_are_refused(capsys: Capsys, release: str) -> None:
-    words = (*of(HYBRID), "--gpu-memory", "96GiB", "-tp", "2", "--max-model-len", "2048")
-    words += ("--vllm-version", release)
+    card = ("--gpu-memory", "96GiB", "-tp", "2", "--vllm-version", release)
+    words = (*of(HYBRID), *card, "--max-model-len", "2048")
     answer = ask(capsys, *words, "--max-num-seqs", "2048")
 
     assert answer.status == 1
@@ -82,7 +82,7 @@ def test_a_block_as_large_as_a_state_has_to_fit_into_a_batch(
     assert failed(HYBRID, release, **room, enable_prefix_caching=prefixes) is expected
 
 
-def test_a_larger_batch_mends_it(capsys: Capsys) -> None:
+def test_a_larger_batch_fixes_it(capsys: Capsys) -> None:
     words = (*of(HYBRID), "--gpu-memory", "200GiB", "--max-num-seqs", "16", "--max-model-len", "2048")
     answer = ask(capsys, *words, "--max-num-batched-tokens", "128", "--vllm-version", "0.24", "--enable-prefix-caching")
 

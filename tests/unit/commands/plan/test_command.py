@@ -307,7 +307,7 @@ def test_options_without_memory_are_listed_as_not_counted(capsys: Capsys) -> Non
         (
             ("--gpu-memory", "24GiB", "--gpu-memory-utilization", "1", "--max-model-len", "8192"),
             1,
-            'vLLM: "Free memory on device cuda:0 (23.90/24.00 GiB) on startup is less than desired GPU memory',
+            'vLLM: "Free memory on device cuda:0 (23.60/23.70 GiB) on startup is less than desired GPU memory',
         ),
         (
             ("--gpu-memory", "24GiB", "--kv-cache-memory-bytes", "20GiB", "--max-model-len", "8192"),
@@ -474,7 +474,7 @@ def test_a_length_that_makes_it_fit_is_named_where_the_model_gives_none(capsys: 
 
     assert answer.status == 2
     assert "No change" not in answer.out
-    assert "--max-model-len 105920" in answer.out
+    assert "--max-model-len 108160" in answer.out
 
 
 def test_that_nothing_would_make_it_fit_is_said_of_useful_lengths_alone(capsys: pytest.CaptureFixture[str]) -> None:
