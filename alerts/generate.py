@@ -38,7 +38,9 @@ SEVERITIES: Final = ("page", "critical", "warning", "info")
 PATCHES: Final = ("patch-runbooks", "patch-dashboards")
 
 SEVERITY_NAME: Final = re.compile(r"[a-z][a-z0-9_-]*")
-SEVERITY_LABEL: Final = re.compile(r"(?<=labels: \{severity: )(\w+)")
+SEVERITY_LABEL: Final = re.compile(r"(?<=[{ ]severity: )([\w-]+)(?=[,}\n])")
+"""The severity of an alert, in YAML's flow style or, as --values leaves it, in block style."""
+
 SEVERITY_ROW: Final = re.compile(r"^(#(?: severity)? +)((?:page|critical|warning|info) {2,})(?=\S)", re.MULTILINE)
 """A row of the table of severities in a comment at the beginning of a file."""
 
@@ -71,9 +73,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Print what the options ask for; what cannot be done ends with status 2 and one line."""
     parser = command()
     options = parser.parse_args(arguments)
+    if options.severity and options.format in PATCHES:
+        parser.error(f"--format {options.format} writes no severities: leave out --severity")
     try:
         text = options.rules.read_text(encoding="utf-8")
         check(yaml.safe_load(text))
+        if options.severity:
+            check_severities(yaml.safe_load(text)["groups"])
         if options.values:
             values = yaml.safe_load(options.values.read_text(encoding="utf-8"))
             text = with_values(yaml.safe_load(text), values)
@@ -86,7 +92,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.format in PATCHES:
         sys.stdout.write(patch(yaml.safe_load(text)["groups"], runbooks=options.format == "patch-runbooks"))
         return
-    text = map_severities(text, options.severity)
+    try:
+        text = map_severities(text, options.severity)
+    except ValueError as error:
+        parser.error(f"cannot take rules from {options.rules}: {error}")
     text = with_links(text, runbooks=options.runbooks_url, dashboards=options.dashboards_url)
     if options.format == "prometheusrule":
         text = manifest(text, name=options.name, namespace=options.namespace, labels=options.label or [RELEASE])
@@ -196,6 +205,26 @@ def check(rules: object) -> None:
         raise ValueError("it holds no groups of rules")
 
 
+def check_severities(groups: Sequence[dict[str, Any]]) -> None:
+    """Raise ValueError where an alert lacks what the map of severities and the routes read."""
+    for group in groups:
+        for rule in group["rules"]:
+            if "alert" not in rule:
+                continue
+            labels = rule.get("labels") or {}
+            if labels.get("severity") not in SEVERITIES or "area" not in labels:
+                raise ValueError(
+                    f"{rule['alert']} needs the labels area and severity, one of {', '.join(SEVERITIES)},"
+                    " for --severity to map"
+                )
+
+
+def list_severities(text: str) -> list[str]:
+    """Return the severities of the alerts of rules, in order."""
+    groups = yaml.safe_load(text)["groups"]
+    return [rule["labels"]["severity"] for group in groups for rule in group["rules"] if "alert" in rule]
+
+
 def with_values(rules: dict[str, Any], values: object) -> str:
     """Return the rules, without comments, with other thresholds, severities and durations, or raise ValueError."""
     if not isinstance(values, dict) or not all(isinstance(each, dict) for each in values.values()):
@@ -224,12 +253,20 @@ def set_value(rule: dict[str, Any], key: str, value: object) -> bool:
 
 
 def map_severities(text: str, names: dict[str, str]) -> str:
-    """Return rules whose alerts and table of severities have your names."""
+    """Return rules whose alerts and table of severities have your names, or raise ValueError."""
+    if not names:
+        return text
 
     def rename(found: re.Match[str]) -> str:
         return names.get(found[1], found[1])
 
-    return rename_table(SEVERITY_LABEL.sub(rename, text), names)
+    mapped = SEVERITY_LABEL.sub(rename, text)
+    wanted_severities = [names.get(severity, severity) for severity in list_severities(text)]
+    if list_severities(mapped) != wanted_severities:
+        raise ValueError(
+            "its labels are written so that --severity cannot map them: write labels: {severity: page, ...}"
+        )
+    return rename_table(mapped, names)
 
 
 def rename_table(text: str, names: dict[str, str]) -> str:
@@ -264,6 +301,9 @@ def route_severities(text: str, groups: Sequence[dict[str, Any]], names: dict[st
 
     def mute_by_name(found: re.Match[str]) -> str:
         muting, area, muted = found.groups()
+        # An empty pattern would match each alert without the label.
+        if not list_memory_alerts(muting) or not list_memory_alerts(muted):
+            return ""
         return (
             f"- source_matchers: ['alertname=~\"{list_memory_alerts(muting)}\"', {area}]\n"
             f"  target_matchers: ['alertname=~\"{list_memory_alerts(muted)}\"', {area}]\n"

@@ -126,6 +126,53 @@ def test_a_map_that_cannot_be_is_refused_in_one_line(
     assert error.count("\n") == 1
 
 
+def test_names_reach_alerts_whose_values_are_yours_too(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    values = tmp_path / "values.yaml"
+    values.write_text("HeadroomGpuHot: {severity: page}\n")
+
+    text = generate(capsys, *OPTION, "--format", "rules", "--values", str(values))
+
+    assert severities(yaml.safe_load(text)["groups"]) == MAPPED | {"HeadroomGpuHot": "critical"}
+
+
+@pytest.mark.parametrize(
+    ("rule", "options", "message"),
+    [
+        ("{alert: A, expr: up}", ("rules",), "A needs the labels area and severity"),
+        ("{alert: A, expr: up, labels: {severity: page}}", ("alertmanager",), "A needs the labels area and severity"),
+        (
+            "{alert: A, expr: up, labels: {severity: bad, area: gpu}}",
+            ("rules",),
+            "one of page, critical, warning, info",
+        ),
+        ("{alert: A, expr: up, labels: {'severity': 'page', area: gpu}}", ("rules",), "--severity cannot map them"),
+        ("{alert: A, expr: up, labels: {severity: page, area: gpu}}", ("patch-runbooks",), "writes no severities"),
+    ],
+)
+def test_rules_whose_severities_cannot_be_mapped_are_refused_in_one_line(
+    rule: str, options: tuple[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    rules = tmp_path / "rules.yaml"
+    rules.write_text(f"groups:\n- name: mine\n  rules:\n  - {rule}\n")
+
+    with pytest.raises(SystemExit) as ended:
+        main(["--rules", str(rules), *OPTION, "--format", *options])
+
+    error = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_an_inhibition_between_severities_that_no_memory_alert_has_is_left_out(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    rules = tmp_path / "rules.yaml"
+    rules.write_text("groups:\n- name: mine\n  rules:\n  - {alert: A, expr: up, labels: {severity: page, area: gpu}}\n")
+
+    assert '=~""' not in generate(capsys, "--rules", str(rules), *OPTION, "--format", "alertmanager")
+
+
 def test_the_chart_refuses_a_page_that_is_no_other() -> None:
     wrong = {"prometheusRule": {"severities": {"page": "critical"}}}
 
