@@ -289,9 +289,13 @@ LONGEST_STEP_SECONDS: Final = 300.0
 
 
 class LeakReplay:
-    """The detector's verdicts on every GPU and host role of a trace."""
+    """The detector's verdicts on every GPU and host role of a trace.
 
-    def __init__(self) -> None:
+    `reported_bytes` is the operator's figure of the memory that the engine uses on each GPU.
+    """
+
+    def __init__(self, *, reported_bytes: int | None = None) -> None:
+        self._reported_bytes = reported_bytes
         self.samples = 0
         self.span = (0.0, 0.0)
         """First and last time of the trace; the last may be lower after a clock step."""
@@ -359,7 +363,9 @@ class LeakReplay:
         begin_seconds = self.span[0] if self.samples else snapshot.time_seconds
         self.span = (begin_seconds, snapshot.time_seconds)
         self.samples += 1
-        self.engine, snapshot = update_engine(self.engine, self._steady_clock(snapshot))
+        self.engine, snapshot = update_engine(
+            self.engine, self._steady_clock(snapshot), configured_bytes=self._reported_bytes
+        )
         self._note_status(snapshot)
         self.memory = _merge_host(self.memory, snapshot.host)
 

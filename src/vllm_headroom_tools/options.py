@@ -7,7 +7,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeVar
 
 from msgspec import Struct, field
@@ -108,6 +108,34 @@ def size(example: str) -> Value[int]:
     return Value(
         read=parse_size, accepts=f"a size such as {example}, or a number of bytes from 1 MiB on"
     )
+
+
+REPORTED_BYTES: Final = size("72GiB")
+REPORTED_BYTES_VARIABLE: Final = "HEADROOM_REPORTED_BYTES"
+
+
+def add_reported_bytes(parser: argparse._ActionsContainer) -> None:
+    """Add the option with the memory that the engine should use on each GPU."""
+    parser.add_argument(
+        "--reported-bytes",
+        metavar="SIZE",
+        type=REPORTED_BYTES,
+        help=f"what the engine should hold of each GPU, as {REPORTED_BYTES_VARIABLE}",
+    )
+
+
+def read_reported_bytes(environ: Mapping[str, str]) -> int | None:
+    """Return the same from the sidecar's environment; None where it is not set.
+
+    Raises BadOptions where it is no size.
+    """
+    text = environ.get(REPORTED_BYTES_VARIABLE)
+    if not text:
+        return None
+    try:
+        return REPORTED_BYTES.read(text)
+    except ValueError as error:
+        raise BadOptions(f"{REPORTED_BYTES_VARIABLE} takes {REPORTED_BYTES.accepts}") from error
 
 
 def whole_number(low: int = 1, high: int = MAX_WHOLE_NUMBER) -> Value[int]:

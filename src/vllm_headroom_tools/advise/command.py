@@ -32,6 +32,7 @@ from vllm_headroom_tools.options import (
     BadOptions,
     Parser,
     Value,
+    add_reported_bytes,
     find_local_sidecar,
     page_url,
     tokens,
@@ -271,6 +272,7 @@ def _add_options(parser: Parser) -> None:
         help="advise only options of this version; default: of every version that it can be",
     )
     group.add_argument("--gpu-memory-utilization", metavar="RATIO", type=RATIO, help="as vLLM's")
+    add_reported_bytes(group)
     group.add_argument("--max-num-seqs", metavar="N", type=whole_number(), help="as vLLM's")
     group.add_argument("--max-model-len", metavar="N", type=tokens(), help="as vLLM's")
     group.add_argument("--max-num-batched-tokens", metavar="N", type=tokens(), help="as vLLM's")
@@ -327,7 +329,9 @@ def _judge_file(options: Namespace, settings: EngineArgs) -> Report:
         first_line = next(lines, b"")
         all_lines = chain((first_line,), lines)
         if begins_trace(first_line):
-            report = build_report(judge(_read_facts(all_lines, name, settings)))
+            report = build_report(
+                judge(_read_facts(all_lines, name, settings, options.reported_bytes))
+            )
         else:
             log = parse_engine_log(all_lines, TRACE_OR_LOG)
             report = build_log_report(judge_log(log, settings))
@@ -338,9 +342,11 @@ NO_SOURCE: Final = "name a FILE or --headroom-url, or run this beside vllm-headr
 TRACE_OR_LOG: Final = "a trace of this version or a log of an engine"
 
 
-def _read_facts(lines: Iterable[bytes], name: str, settings: EngineArgs) -> Facts:
+def _read_facts(
+    lines: Iterable[bytes], name: str, settings: EngineArgs, reported_bytes: int | None
+) -> Facts:
     """Return the facts of a trace; raise BadInput where it cannot be read or is empty."""
-    history = TraceHistory()
+    history = TraceHistory(reported_bytes=reported_bytes)
     for snapshot in read_snapshots(lines, name):
         history.step(snapshot)
     facts = history.build_facts(settings)

@@ -518,10 +518,13 @@ def _widen_extent(extent: Extent | None, others_bytes: float | None) -> Extent |
 
 
 class TraceHistory:
-    """Collects the facts of a trace, sample by sample."""
+    """Collects the facts of a trace, sample by sample.
 
-    def __init__(self) -> None:
-        self._replay = LeakReplay()
+    `reported_bytes` is the operator's figure of the memory that the engine uses on each GPU.
+    """
+
+    def __init__(self, *, reported_bytes: int | None = None) -> None:
+        self._replay = LeakReplay(reported_bytes=reported_bytes)
         self._at_least: Version = OLDEST
         # When the engine's settings last changed; None before any change.
         self._since_seconds: float | None = None

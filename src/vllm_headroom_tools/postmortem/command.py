@@ -21,7 +21,15 @@ from vllm_headroom_tools.cli import Command, save
 from vllm_headroom_tools.conclusion import Report
 from vllm_headroom_tools.engine_log import read_engine_log
 from vllm_headroom_tools.history import Curves, LeakReplay, Moment
-from vllm_headroom_tools.options import FILE, LOG, BadOptions, Parser, Value
+from vllm_headroom_tools.options import (
+    FILE,
+    LOG,
+    BadOptions,
+    Parser,
+    Value,
+    add_reported_bytes,
+    read_reported_bytes,
+)
 from vllm_headroom_tools.postmortem.engine_log import build_log_ending, find_start
 from vllm_headroom_tools.postmortem.page import build_page
 from vllm_headroom_tools.postmortem.report import NO_INCIDENT, Postmortem, build_report
@@ -37,13 +45,16 @@ class EndFollower:
     """Finds the end of a run, sample by sample.
 
     `incident` has the time of the event to look for. Without an incident, the last exit counts, or
-    a stall that goes on to the end.
+    a stall that goes on to the end. `reported_bytes` is the operator's figure of the memory that
+    the engine uses on each GPU.
     """
 
-    def __init__(self, incident: Incident | None = None) -> None:
+    def __init__(
+        self, incident: Incident | None = None, *, reported_bytes: int | None = None
+    ) -> None:
         self.ending: Ending | None = None
         """The end with its evidence; None as long as no sample shows one."""
-        self.replay = LeakReplay()
+        self.replay = LeakReplay(reported_bytes=reported_bytes)
         """The leak detector and the engine's runs."""
         self.is_page_lost = False
         """Whether a page that once answered does not answer in the newest sample."""
@@ -157,6 +168,7 @@ def _add_options(parser: Parser) -> None:
         type=LOG,
         help="the engine's own log of that time, - for standard input",
     )
+    add_reported_bytes(parser)
     parser.add_argument(
         "--html", metavar="FILE", type=FILE, help="write the page, with its curves, into one file"
     )
@@ -204,7 +216,11 @@ def read_facts(file: Path) -> Incident | None:
 
 
 def read_postmortem(
-    file: Path, pod: EnginePod | None = None, log: EngineLog | None = None
+    file: Path,
+    pod: EnginePod | None = None,
+    log: EngineLog | None = None,
+    *,
+    reported_bytes: int | None = None,
 ) -> Postmortem:
     """Return the post-mortem of a trace, with the engine's log beside it where that is given.
 
@@ -212,7 +228,7 @@ def read_postmortem(
     be read or is empty.
     """
     incident = read_facts(file)
-    follower = EndFollower(incident)
+    follower = EndFollower(incident, reported_bytes=reported_bytes)
     timeline = Timeline()
     curves = Curves()
     for snapshot in read_trace(str(file)):
@@ -250,7 +266,10 @@ def _run(options: Namespace) -> Report:
     # A file that is named may be of another pod.
     pod = read_engine_pod() if options.place is None else None
     log = None if options.log is None else read_engine_log(options.log)
-    postmortem = read_postmortem(find_trace(Path(place)), pod, log)
+    reported_bytes = options.reported_bytes
+    if reported_bytes is None and options.place is None:
+        reported_bytes = read_reported_bytes(os.environ)
+    postmortem = read_postmortem(find_trace(Path(place)), pod, log, reported_bytes=reported_bytes)
     if options.html is not None:
         save(options.html, build_page(postmortem), "--html ", (place,))
     return build_report(postmortem)

@@ -29,7 +29,16 @@ from vllm_headroom_tools.history import (
     describe_span,
     judge_course,
 )
-from vllm_headroom_tools.options import FILE, TRACE, BadOptions, Parser, Value, bounded, url
+from vllm_headroom_tools.options import (
+    FILE,
+    TRACE,
+    BadOptions,
+    Parser,
+    Value,
+    add_reported_bytes,
+    bounded,
+    url,
+)
 from vllm_headroom_tools.replay.picture import draw_charts, draw_picture
 from vllm_headroom_tools.trace import name_by_index, parse_snapshot, read_trace
 
@@ -279,6 +288,7 @@ def _add_options(parser: Parser) -> None:
     parser.add_argument(
         "--fail-on-leak", action="store_true", help="exit with status 1 if there was an alarm"
     )
+    add_reported_bytes(parser)
     parser.add_argument("--svg", metavar="FILE", type=FILE, help="draw memory and load into a file")
     parser.add_argument(
         "--openmetrics",
@@ -360,13 +370,16 @@ def _run(options: Namespace) -> Report:
     from vllm_headroom_tools.replay.openmetrics import SampleExport  # noqa: PLC0415
 
     # A history in Prometheus does not show why a source is absent.
-    with closing(SampleExport(has_health=options.from_prometheus is None)) as export:
+    export = SampleExport(
+        has_health=options.from_prometheus is None, reported_bytes=options.reported_bytes
+    )
+    with closing(export):
         return _run_detector(options, export)
 
 
 def _run_detector(options: Namespace, export: "SampleExport | None") -> Report:
     """Run all snapshots through the detector, write the files asked for, and return the report."""
-    replay = LeakReplay()
+    replay = LeakReplay(reported_bytes=options.reported_bytes)
     curves = Curves()
     has_charts = options.svg or not options.json
     for snapshot in _read_snapshots(options):

@@ -55,19 +55,24 @@ POINT_NUMBERS: Final = 2
 class SampleExport:
     """Derives the daemon's samples of each snapshot, and stores them by series.
 
-    The settings are the daemon's defaults: a trace does not have the operator's.
+    The settings are the daemon's defaults: a trace does not have the operator's. `reported_bytes`
+    is the operator's figure of the memory that the engine uses on each GPU.
     """
 
-    def __init__(self, *, has_health: bool) -> None:
+    def __init__(self, *, has_health: bool, reported_bytes: int | None = None) -> None:
         """`has_health` is whether an absent source has failed, as in the daemon's own trace."""
         self._has_health = has_health
         derivations: list[Derivation[Any]] = []
-        for derivation in build_derivations():
+        for derivation in build_derivations(reported_bytes=reported_bytes):
             if derivation.name == LEAK.name:
                 derivations.append(replace(LEAK, step=self._read_leaks))
             elif has_health or derivation.name != HEALTH:
                 derivations.append(derivation)
-        rules = TickRules(selection=Selection(), derivations=tuple(derivations))
+        rules = TickRules(
+            selection=Selection(),
+            derivations=tuple(derivations),
+            reported_bytes=reported_bytes,
+        )
         self._evaluation = Evaluation(rules, run_unguarded)
         self._leak_memory: LeakMemory = LEAK.initial
         self._leak_samples: tuple[Sample, ...] = ()

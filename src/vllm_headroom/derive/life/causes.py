@@ -260,27 +260,39 @@ def refine_reason(end: Ending) -> ExitReason | None:
 
 def is_over_budget(end: Ending) -> bool:
     """Return whether an exit is best explained by a budget that the engine never kept."""
-    return _fit_over_budget(end) is not None
+    fit = _fit_over_budget(end)
+    return fit is not None and fit.sureness is not Sureness.POSSIBLE
 
 
 def _fit_over_budget(end: Ending) -> Fit | None:
     """Return the cause that the engine held more than its budget from its first work on.
 
     None where it kept its budget, or enough memory was left. Sure where the GPU was full, and
-    nothing since has taken nearly as much.
+    nothing since has taken nearly as much. Possible where one allocation may have needed more than
+    what the excess left.
     """
     gpu = find_over_budget(end)
     if gpu is None or gpu.excess is None:
         return None
     excess = gpu.excess
+    size = format_size(excess.excess_bytes)
     if not _is_memory_short(end, gpu, excess):
-        return None
+        room_bytes = gpu.last_room_bytes or 0
+        if not _may_allocation_have_failed(end, room_bytes):
+            return None
+        room = format_size(room_bytes)
+        return Fit(
+            Sureness.POSSIBLE,
+            f"Over its budget from the start, perhaps: the engine held {size}"
+            f" ({100 * excess.ratio:.1f} %) more than it on {gpu.display_name}, {room} were left,"
+            " and one allocation may have needed more.",
+            (_describe_search(room_bytes), _describe_lower_budget(end, excess)),
+        )
     is_attributed = gpu.other_growth_bytes is not None and not gpu.is_peak_unattributed
     is_settled = excess.seconds >= KNOWN_BEFORE_SECONDS
     later_growth_bytes = _measure_later_growth(gpu, excess)
     is_alone = later_growth_bytes <= LIKELY_SHARE * excess.first_excess_bytes
     is_sure = is_gpu_full(gpu) and is_attributed and is_settled and is_alone
-    size = format_size(excess.excess_bytes)
     duration = format_duration(excess.seconds)
     return Fit(
         _grade(is_sure=is_sure),
@@ -294,6 +306,9 @@ def _is_memory_short(end: Ending, gpu: GpuAtEnd, excess: BudgetExcess) -> bool:
     """Return whether a GPU was full, or an engine at work exited with little left."""
     if is_gpu_full(gpu) or end.ooms or end.reason in FULL_REASONS:
         return True
+    # A run that was replaced between two samples may have been restarted on purpose.
+    if end.reason is ExitReason.REPLACED:
+        return False
     # The engine's own need is compared: without other processes it could have had their memory.
     room_bytes = (gpu.last_room_bytes or 0) + (gpu.last_other_bytes or 0)
     return bool(end.running) and room_bytes < excess.tight_bytes
@@ -302,9 +317,11 @@ def _is_memory_short(end: Ending, gpu: GpuAtEnd, excess: BudgetExcess) -> bool:
 def find_over_budget(end: Ending) -> GpuAtEnd | None:
     """Return the GPU with the least room on which the engine never kept its budget.
 
-    None where something else explains the end: growth, others, a fault, a kill, a hang.
+    None where something else explains the end: growth, others, a fault, a kill, a hang, a stop.
     """
-    if not end.is_over or not end.has_served or end.reason is ExitReason.OOM_KILLED:
+    if not end.is_over or not end.has_served:
+        return None
+    if end.reason in (ExitReason.OOM_KILLED, ExitReason.STOPPED) or is_shutdown(end):
         return None
     if end.unreadable or FATAL_XIDS & set(end.xids):
         return None
@@ -451,11 +468,11 @@ def _fit_failed_allocation(end: Ending) -> Fit | None:
     if end.ooms:
         return Fit(Sureness.LIKELY, FAILED_ALLOCATION)
     gpu = end.fullest_gpu
-    if gpu is None or not end.running:
+    if gpu is None:
         return None
     room_bytes = gpu.last_room_bytes or 0  # never None: the fullest GPU has a known room
-    # A probe would have recorded the error.
-    if end.is_probed or room_bytes >= LARGE_ALLOCATION_BYTES:
+    # An excess over the budget explains the same failure, and is the better known part.
+    if not _may_allocation_have_failed(end, room_bytes) or _fit_over_budget(end) is not None:
         return None
     room = format_size(room_bytes)
     return Fit(
@@ -464,6 +481,12 @@ def _fit_failed_allocation(end: Ending) -> Fit | None:
         " allocation may have needed more.",
         (_describe_search(room_bytes), *_list_excess(end, gpu)),
     )
+
+
+def _may_allocation_have_failed(end: Ending, room_bytes: int) -> bool:
+    """Return whether requests ran, and an allocation may have needed more than this room unseen."""
+    # A probe would have recorded the error.
+    return bool(end.running) and not end.is_probed and room_bytes < LARGE_ALLOCATION_BYTES
 
 
 def _list_excess(end: Ending, gpu: GpuAtEnd) -> tuple[str, ...]:

@@ -173,6 +173,26 @@ def test_an_exit_over_its_budget_has_the_option_as_the_first_step(run: Run, tmp_
     assert text.endswith("Situation over budget")
 
 
+def test_the_operators_figure_is_a_budget_in_the_sidecar_and_as_an_option(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    incident = write(tmp_path, crash_with_little_free())
+    said = "Over its budget from the start, perhaps: the engine held 3.32 GiB (4.5 %) more than it on GPU 0"
+
+    _, with_option, _ = run(incident, "--reported-bytes", "73GiB")
+    monkeypatch.setenv("HEADROOM_STATE_DIR", str(tmp_path))
+    monkeypatch.setenv("HEADROOM_REPORTED_BYTES", "73GiB")
+    _, in_sidecar, _ = run()
+    monkeypatch.setenv("HEADROOM_REPORTED_BYTES", "much")
+    refused = run()
+
+    assert said in " ".join(with_option.split())
+    assert said in " ".join(in_sidecar.split())
+    assert refused[0] == 2
+    assert refused[2].count("\n") == 1
+    assert "HEADROOM_REPORTED_BYTES takes a size such as 72GiB" in refused[2]
+
+
 POD = {"namespace": "llm", "pod": "vllm-0", "container": "server"}
 
 

@@ -72,6 +72,16 @@ def test_the_answer_is_the_same_with_the_option(tmp_path: Path) -> None:
     assert with_option.stdout == run_command(*words, stdin=trace).stdout
 
 
+def test_the_operators_figure_is_compared_with_what_is_held(tmp_path: Path) -> None:
+    trace = text(leaking(0.1))
+
+    series = export(tmp_path / "series.txt", trace, "--reported-bytes", "68GiB")
+
+    reported = named(series, "headroom_memory_reported_bytes", gpu="0", uuid="GPU-a", basis="configured")
+    assert set(reported.values()) == {68 * 1024 * MIB}
+    assert ("headroom_memory_reported_bytes", frozenset()) not in export(tmp_path / "none.txt", trace)
+
+
 NOT_RECORDED: Final = {
     catalog.BUILD_INFO.name,
     catalog.GPU_INFO.name,  # the name of the card

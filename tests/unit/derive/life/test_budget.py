@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from tests.samples import gpu
 from tests.unit.derive.life.watch import BEGAN, GIB, NEXT, REFUSED, WHOLE, Watch, card, working
-from vllm_headroom.derive.life.causes import judge_ending
+from vllm_headroom.derive.life.causes import is_over_budget, judge_ending
 from vllm_headroom.derive.life.engine import update_engine
 from vllm_headroom.model import BudgetExcess, EngineStatus, Gpu
 from vllm_headroom.vocabulary import EndCause, ExitReason, Sureness
@@ -194,6 +194,36 @@ def test_only_a_death_at_work_with_little_left_is_over_budget(
     at_work(watch, 5, held_gib, running=running)
 
     assert ended(watch).exit_reason is reason
+
+
+def test_an_excess_that_left_more_than_little_is_possible_and_no_burst() -> None:
+    watch = Watch()
+    at_work(watch, 3, BUDGET_GIB - 3, running=0.0)
+    at_work(watch, 30, BUDGET_GIB + 2.5)
+    status = ended(watch)
+
+    assert status.event is not None
+    findings = {finding.cause: finding for finding in judge_ending(status.event)}
+    finding = findings[EndCause.OVER_BUDGET]
+    assert finding.sureness is Sureness.POSSIBLE
+    assert finding.sentence == (
+        "Over its budget from the start, perhaps: the engine held 2.5 GiB (3.3 %) more than it on GPU 0,"
+        " 2.3 GiB were left, and one allocation may have needed more."
+    )
+    assert EndCause.BURST not in findings
+    assert "--gpu-memory-utilization 0.90 in place of 0.94 gives that back" in finding.evidence
+
+
+@pytest.mark.parametrize("reason", [ExitReason.REPLACED, ExitReason.STOPPED])
+def test_a_restart_by_hand_of_an_engine_over_its_budget_is_not_its_budgets_fault(reason: ExitReason) -> None:
+    watch = Watch()
+    at_work(watch, 3, BUDGET_GIB - 3, running=0.0)
+    at_work(watch, 30, BUDGET_GIB + 3.68)
+    status = ended(watch)
+
+    assert status.event is not None
+    assert is_over_budget(status.event)
+    assert not is_over_budget(replace(status.event, reason=reason))
 
 
 def test_each_exit_of_a_crash_loop_is_counted_however_short_its_run_was() -> None:
