@@ -17,6 +17,10 @@ ENCODER_HIDDEN_SIZE: Final = ("hidden_size", "embed_dim", "d_model", "vt_hidden_
 ENCODER_MLP_WIDTH: Final = ("intermediate_size", "encoder_ffn_dim", "vt_intermediate_size")
 ENCODER_LAYERS: Final = ("num_hidden_layers", "depth", "encoder_layers", "vt_num_hidden_layers")
 
+CONFORMER_SQUARES: Final = 24
+"""Parameters of a layer of Gemma 4's audio encoder, in squares of its hidden size: two MLPs with 8
+each, attention with 5, convolutions with 3 (transformers, gemma4)."""
+
 UNGIVEN_MLP_WIDTH_RATIO: Final = 4
 """The assumed MLP width, in hidden sizes, where the configuration does not give the width."""
 
@@ -81,13 +85,22 @@ def _count_parameters(encoder: Config) -> int | None:
     layers = read_integer(encoder, *ENCODER_LAYERS)
     hidden_size = read_integer(encoder, *ENCODER_HIDDEN_SIZE)
     mlp_width = read_integer(encoder, *ENCODER_MLP_WIDTH)
-    if layers is None or hidden_size is None or mlp_width is None:
+    if layers is None or hidden_size is None:
+        return None
+    kind = str(encoder.get("model_type"))
+    if kind == "gemma4_audio":
+        output_width = read_integer(encoder, "output_proj_dims") or 0
+        return (layers * CONFORMER_SQUARES * hidden_size + output_width) * hidden_size
+    if mlp_width is None:
         return None
     # Queries, keys, values and output.
     attention = 4 * hidden_size * hidden_size
-    mlp_matrices = 3 if str(encoder.get("hidden_act")) in GATED_ACTIVATIONS else 2
-    mlp = mlp_matrices * hidden_size * mlp_width
-    return layers * (attention + mlp) + _count_merger_parameters(encoder, hidden_size)
+    is_gated = kind == "gemma4_vision" or str(encoder.get("hidden_act")) in GATED_ACTIVATIONS
+    mlp = (3 if is_gated else 2) * hidden_size * mlp_width
+    # Gemma 4 has a learned vector for each row and each column of an image.
+    positions = 2 * (read_integer(encoder, "position_embedding_size") or 0)
+    other_parameters = positions * hidden_size + _count_merger_parameters(encoder, hidden_size)
+    return layers * (attention + mlp) + other_parameters
 
 
 def _count_merger_parameters(encoder: Config, hidden_size: int) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from vllm_headroom_tools.sizing.encoder import parse_encoder
 from vllm_headroom_tools.sizing.footprint import ModelShape, build_kv_layout, count_bytes_per_token, count_model_bytes
 from vllm_headroom_tools.sizing.model_config import parse_model_config
 from vllm_headroom_tools.sizing.public_models import find_public_model
@@ -177,6 +178,25 @@ def test_each_matrix_of_a_mixed_checkpoint_has_its_own_bytes() -> None:
     mlp = 36 * 3 * 4096 * 12_288
     vocabulary = 151_936 * 4096
     assert count_model_bytes(found) == pytest.approx(attention + mlp * 9 / 16 + vocabulary * (2 + 9 / 16))
+
+
+def test_the_encoders_of_gemma_4_are_counted_from_their_sizes() -> None:
+    """The makers' page: E4B has about 150 million parameters for images and 300 million for sound."""
+    vision = {
+        "model_type": "gemma4_vision",
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 16,
+        "position_embedding_size": 10_240,
+    }
+    audio = {"model_type": "gemma4_audio", "hidden_size": 1024, "num_hidden_layers": 12, "output_proj_dims": 1536}
+    seeing = parse_encoder({"model_type": "gemma4", "vision_config": vision})
+    hearing = parse_encoder({"model_type": "gemma4", "audio_config": audio})
+
+    assert seeing is not None
+    assert hearing is not None
+    assert seeing.parameters == pytest.approx(150e6, rel=0.15)
+    assert hearing.parameters == pytest.approx(300e6, rel=0.05)
 
 
 def test_a_vision_chunk_of_kimi_is_the_largest_item() -> None:
