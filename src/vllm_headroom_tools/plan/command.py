@@ -113,8 +113,12 @@ def build_question(options: Namespace) -> Question:
     defaults = choose_defaults(options.gpu_memory_bytes, options.release)
     if options.gpu is not None and options.gpu.card.has_small_defaults:
         defaults = SMALL_CARD
-    max_num_seqs = options.max_num_seqs or defaults.max_num_seqs
     max_num_batched_tokens = options.max_num_batched_tokens
+    max_num_seqs = options.max_num_seqs
+    if max_num_seqs is None:
+        # As vLLM does (0.33, engine/arg_utils.py): the default is at most a given batch.
+        batch_limit = max_num_batched_tokens or defaults.max_num_seqs
+        max_num_seqs = min(defaults.max_num_seqs, batch_limit)
     if max_num_batched_tokens is None:
         # Our choice: where only max_num_seqs is given, a batch has at least a token for each.
         max_num_batched_tokens = max(defaults.max_num_batched_tokens, max_num_seqs)

@@ -27,6 +27,11 @@ SAME = {
     "deepseek-ai/DeepSeek-V3-0324": "deepseek-ai/DeepSeek-V3",
     "deepseek-ai/DeepSeek-V3.1": "deepseek-ai/DeepSeek-V3",
     "deepseek-ai/DeepSeek-V3.2-Exp": "deepseek-ai/DeepSeek-V3.2",
+    "google/gemma-4-26B-A4B-it": "google/gemma-4-26B-A4B",
+    "moonshotai/Kimi-K2.6": "moonshotai/Kimi-K2.5",
+    "moonshotai/Kimi-K2.7-Code": "moonshotai/Kimi-K2.5",
+    "Qwen/Qwen2.5-7B": "Qwen/Qwen2.5-7B-Instruct",
+    "Qwen/Qwen3-Next-80B-A3B-Thinking": "Qwen/Qwen3-Next-80B-A3B-Instruct",
     "Qwen/Qwen3.6-27B": "Qwen/Qwen3.5-27B",
     "Qwen/Qwen3.6-35B-A3B": "Qwen/Qwen3.5-35B-A3B",
 }

@@ -289,6 +289,13 @@ def test_no_images_and_a_whole_encoder_change_the_weights(capsys: Capsys) -> Non
     assert plan(capsys, *card, "--limit-mm-per-prompt.image", "2").document["weights_bytes"] == plain
 
 
+def test_a_small_batch_lowers_the_default_number_of_sequences(capsys: Capsys) -> None:
+    answer = plan(capsys, *of("llama-3.1-8b"), "--gpu", "H100", "--max-num-batched-tokens", "256")
+
+    assert answer.status == 0
+    assert "  256 x 131,072 tokens" in answer.out
+
+
 def test_options_without_memory_are_listed_as_not_counted(capsys: Capsys) -> None:
     answer = plan(capsys, *of("llama-3.1-8b"), "--gpu", "H100", "-O3", "--trust-remote-code", "--seed", "1")
 
