@@ -4,6 +4,7 @@ from collections.abc import Awaitable, Callable
 from typing import Final
 
 from vllm_headroom.clock import Clock
+from vllm_headroom.daemon.loop import StepGuard
 from vllm_headroom.derive.pages import is_page_awake, list_named
 from vllm_headroom.log import Log
 from vllm_headroom.model import Failure, Snapshot
@@ -53,12 +54,13 @@ class Canary:
 
     async def run(self, read_snapshot: Callable[[], Snapshot | None]) -> None:
         """Send requests forever; `read_snapshot` returns the newest snapshot."""
+        guard = StepGuard()
         while True:
             pause_seconds = self._interval_seconds
             if self.unanswered_since_seconds is not None:
                 pause_seconds = min(CANARY_RETRY_SECONDS, pause_seconds)
             await self._clock.sleep_until(self._clock.monotonic() + pause_seconds)
-            await self.send(read_snapshot())
+            await guard.run(lambda: self.send(read_snapshot()))
 
     def note_tick(self) -> None:
         """Note that the daemon runs.
@@ -84,7 +86,12 @@ class Canary:
         # A request that waits for its answer counts as silence from its beginning.
         if self.unanswered_since_seconds is None:
             self.unanswered_since_seconds = self._clock.monotonic()
-        answer = await self._ask(model_name)
+        try:
+            answer = await self._ask(model_name)
+        except Exception:
+            # An error of the daemon is no silence of the engine.
+            self.unanswered_since_seconds = None
+            raise
         # None means that the engine cannot be asked, which is no silence.
         if answer is not False:
             self.unanswered_since_seconds = None

@@ -1,6 +1,6 @@
 """All that watches one engine: a daemon may hold several, which share nothing."""
 
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Coroutine, Mapping
 from functools import partial
 from typing import Any, Final
 
@@ -18,11 +18,8 @@ from vllm_headroom.daemon.state.store import StateKeeper
 from vllm_headroom.derive.pages import count_running
 from vllm_headroom.derive.tick import TickResult
 from vllm_headroom.expose.view import History, LastIncident
-from vllm_headroom.log import Log
 from vllm_headroom.model import Published, Snapshot
 from vllm_headroom.trace.recorder import Recorder
-
-log = Log(__name__)
 
 SAVE_SECONDS: Final = 60.0
 """The pause between two savings of the state."""
@@ -62,8 +59,10 @@ class EngineWatch:
         self._clock = clock
         self._lock = lock
         self._recent_lines = recent_lines
-        self._faulty_steps: set[str] = set()
-        """The steps after the sampling that raised at the last tick."""
+        # What follows the sampling: an error in one of them must not keep the others from running.
+        self._history_guard = loop.StepGuard()
+        self._recorder_guard = loop.StepGuard()
+        self._flight_guard = loop.StepGuard()
 
     def close(self) -> None:
         """Give up the folder, so that it can be watched again; no sample may follow."""
@@ -90,7 +89,7 @@ class EngineWatch:
     async def sample(self) -> TickResult:
         """Take one sample and add it to the history."""
         result = await self._sampler.tick()
-        await self._keep_apart("curves of the page", partial(self._add_to_history, result))
+        await self._history_guard.run(partial(self._add_to_history, result))
         return result
 
     async def _add_to_history(self, result: TickResult) -> None:
@@ -100,21 +99,10 @@ class EngineWatch:
     async def record(self, result: TickResult) -> None:
         """Write a tick to the trace and to the flight record, where they are configured."""
         if self._recorder is not None:
-            await self._keep_apart("trace", partial(self._recorder.record, result.snapshot))
+            await self._recorder_guard.run(partial(self._recorder.record, result.snapshot))
         if self._flight is not None:
             step = partial(self._flight.step, result.snapshot, result.verdicts, result.values)
-            await self._keep_apart("flight record", step)
-
-    async def _keep_apart(self, name: str, step: Callable[[], Awaitable[None]]) -> None:
-        """Run a step after the sampling; where it raises, log the error once and go on."""
-        try:
-            await step()
-        except Exception:
-            if name not in self._faulty_steps:
-                log.exception("a step after the sampling raised", step=name)
-            self._faulty_steps.add(name)
-        else:
-            self._faulty_steps.discard(name)
+            await self._flight_guard.run(step)
 
     async def sample_gpu_memory(self, timeout_seconds: float) -> None:
         """Read the used memory of the GPUs alone, for their peaks and the flight record."""
@@ -146,7 +134,7 @@ class EngineWatch:
             await loop.run_every(SAVE_SECONDS, lambda: keeper.save(collect_states()), self._clock)
         finally:
             # The shutdown cancels this task: what came since the last saving is written here.
-            await keeper.save(collect_states(), LAST_SAVE_SECONDS)
+            await loop.StepGuard().run(lambda: keeper.save(collect_states(), LAST_SAVE_SECONDS))
 
 
 async def recall_states(

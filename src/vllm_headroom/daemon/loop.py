@@ -30,29 +30,41 @@ LEAST_SILENCE_SECONDS: Final = 3.0
 the loop by three intervals."""
 
 
+class StepGuard:
+    """Runs one step of the daemon again and again, and outlives the errors that it raises."""
+
+    def __init__(self) -> None:
+        self._fault: type[Exception] | None = None
+        """The type of the error that the newest run raised; None where it raised none."""
+
+    async def run(self, step: Callable[[], Awaitable[None]]) -> None:
+        """Run the step; log the first error of each type in a row, and when it is over."""
+        fault: type[Exception] | None = None
+        try:
+            await step()
+        except Exception as error:  # noqa: BLE001 - any error: the daemon outlives it
+            fault = _find_fault(error)
+            if fault is not self._fault:
+                _log_fault(fault, error)
+        if self._fault is not None and fault is None:
+            is_memory = self._fault is MemoryError
+            log.info("memory is available again" if is_memory else "steps succeed again")
+        self._fault = fault
+
+
 async def run_every(
     interval_seconds: float, step: Callable[[], Awaitable[None]], clock: Clock
 ) -> None:
     """Run `step` now and then once per interval, until it is cancelled.
 
     The times form a grid: where a step takes longer than the interval, the points of the grid that
-    it missed are left out. A step that raises is skipped: the first error of each type in a row is
-    logged. The health check reports a sampling loop that only raises.
+    it missed are left out. A step that raises is skipped and logged. The health check reports a
+    sampling loop that only raises.
     """
     began_seconds = clock.monotonic()
-    former_fault: type[Exception] | None = None
+    guard = StepGuard()
     while True:
-        fault: type[Exception] | None = None
-        try:
-            await step()
-        except Exception as error:  # noqa: BLE001 - any error: the daemon outlives it
-            fault = _find_fault(error)
-            if fault is not former_fault:
-                _log_fault(fault, error)
-        if former_fault is not None and fault is None:
-            is_memory = former_fault is MemoryError
-            log.info("memory is available again" if is_memory else "steps succeed again")
-        former_fault = fault
+        await guard.run(step)
         passed_points = floor((clock.monotonic() - began_seconds) / interval_seconds) + 1
         await clock.sleep_until(began_seconds + passed_points * interval_seconds)
 

@@ -17,6 +17,7 @@ from vllm_headroom.daemon.engine_watch import EngineWatch
 from vllm_headroom.daemon.sources import Closable, GpuSource, close_all
 from vllm_headroom.derive.health import INITIAL, derive_health
 from vllm_headroom.derive.readings import derive_readings
+from vllm_headroom.derive.tick import UNEXPECTED
 from vllm_headroom.log import ENGINE_NAME, Log
 from vllm_headroom.model import (
     EngineName,
@@ -75,18 +76,32 @@ class SharedGpus:
         self._gpus = gpus
         self._reading: asyncio.Task[GpuReadings | Failure] | None = None
         self._used_bytes: Mapping[str, int] = {}
+        self._is_faulty = False
+        """Whether the newest reading raised an error."""
 
     def begin(self, timeout_seconds: float) -> None:
         """Begin this tick's reading."""
-        self._reading = asyncio.create_task(self._gpus.read(timeout_seconds))
+        self._reading = asyncio.create_task(self._read_guarded(timeout_seconds))
 
     async def read(self, timeout_seconds: float) -> GpuReadings | Failure:
         """Return this tick's reading."""
         reading = self._reading
         if reading is None:
-            return await self._gpus.read(timeout_seconds)
+            return await self._read_guarded(timeout_seconds)
         # Shielded: an engine that is given up must not take the reading from the others.
         return await asyncio.shield(reading)
+
+    async def _read_guarded(self, timeout_seconds: float) -> GpuReadings | Failure:
+        """Return a reading; where the reader raises, log the error once and return a failure."""
+        try:
+            readings = await self._gpus.read(timeout_seconds)
+        except Exception:
+            if not self._is_faulty:
+                log.exception("source raised, its series are absent", source=str(Source.NVML))
+            self._is_faulty = True
+            return UNEXPECTED[Source.NVML]
+        self._is_faulty = False
+        return readings
 
     async def begin_used(self, timeout_seconds: float) -> None:
         """Read the memory in use of all GPUs, which `sample_used` returns to each engine."""
@@ -265,6 +280,8 @@ class NodeWatch:
         self._interval_seconds = interval_seconds
         self._gpu_timeout_seconds = gpu_timeout_seconds
         self._finding: asyncio.Task[None] | None = None
+        self._following_guard = loop.StepGuard()
+        self._finding_guard = loop.StepGuard()
         self._health = INITIAL
         self._problems: dict[str, str] = {}
         """What was logged last, by what it is about."""
@@ -277,7 +294,7 @@ class NodeWatch:
 
     async def tick(self) -> GpuReadings | Failure:
         """Follow the engines, begin a sample of each, and read the GPUs; return these."""
-        await self._follow_engines()
+        await self._following_guard.run(self._follow_engines)
         began_seconds = self._clock.monotonic()
         self._gpus.begin(self._gpu_timeout_seconds)
         for engine in self.engines.values():
@@ -410,7 +427,8 @@ class NodeWatch:
             return
         self._report("processes", "")
         if self._finding is None:
-            self._finding = asyncio.create_task(self._find(self._processes))
+            find = partial(self._find, self._processes)
+            self._finding = asyncio.create_task(self._finding_guard.run(find))
         await asyncio.wait((self._finding,), timeout=FIND_SECONDS)
         if not self._finding.done():
             self._report("engines", "a command line in /proc does not answer: no new engine")

@@ -6,6 +6,7 @@ from typing import Final
 from msgspec.structs import replace
 
 from vllm_headroom.clock import Clock
+from vllm_headroom.daemon.loop import StepGuard
 from vllm_headroom.derive.life.hangs import SIGN_SECONDS
 from vllm_headroom.log import Log
 from vllm_headroom.model import Failure, ServerReply, Snapshot
@@ -33,9 +34,10 @@ class ServerPages:
 
     async def run(self, read_snapshot: Callable[[], Snapshot | None]) -> None:
         """Send rounds until cancelled; `read_snapshot` returns the newest snapshot."""
+        guard = StepGuard()
         while True:
             await self._clock.sleep_until(self._clock.monotonic() + ROUND_SECONDS)
-            await self.send(read_snapshot())
+            await guard.run(lambda: self.send(read_snapshot()))
 
     async def send(self, snapshot: Snapshot | None) -> None:
         """Send one round, if the metrics page of this snapshot is not enough."""
@@ -43,7 +45,11 @@ class ServerPages:
             self.latest = None
             self._was_silent = False
             return
-        reply = await self._request()
+        try:
+            reply = await self._request()
+        except Exception:
+            self.latest = None
+            raise
         is_silent = reply.answer is ServerAnswer.SILENT
         if is_silent and not self._was_silent:
             # One late answer is no silence: a restart must not rest on it.

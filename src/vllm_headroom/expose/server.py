@@ -380,6 +380,9 @@ class Server:
             raise
         except OSError:  # TLS failed or took too long: any client can cause it, so it is not logged
             client.close()
+        except Exception:
+            log.exception("a connection could not be opened")  # its client alone is affected
+            client.close()
 
     def _start_admission(self, work: Coroutine[Any, Any, None]) -> None:
         """Run a handshake or a password check, which `_admissions` has until it is over."""

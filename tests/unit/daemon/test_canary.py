@@ -51,6 +51,21 @@ class Engine:
         return self.answers.pop(0)
 
 
+def test_a_request_that_raises_is_no_silence_of_the_engine() -> None:
+    clock = Clock(waits=3)
+
+    async def fail(_model_name: str) -> bool | None:
+        raise IndexError("range")
+
+    canary = Canary(fail, INTERVAL_SECONDS, clock, pause_seconds=INTERVAL_SECONDS)
+    with capture_logs() as lines, pytest.raises(asyncio.CancelledError):
+        asyncio.run(canary.run(make_snapshot))
+
+    assert canary.unanswered_since_seconds is None
+    assert clock.waits == [INTERVAL_SECONDS] * 3, "it goes on"
+    assert [line["log_level"] for line in lines] == ["error"]
+
+
 def make_snapshot(*engines: EngineReading, state: EngineState = EngineState.SERVING) -> Snapshot:
     return lived(page(*(engines or (RESTING,))), state)
 

@@ -60,4 +60,4 @@ def test_a_step_after_the_sample_that_raises_costs_itself(faulty: str, monkeypat
             asyncio.run(turn())
 
     assert steps.calls == [*STEPS] * 4
-    assert [line["log_level"] for line in lines] == ["error", "error"], "once each time that it begins"
+    assert [line["log_level"] for line in lines] == ["error", "info", "error"], "once each time that it begins"

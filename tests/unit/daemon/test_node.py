@@ -224,6 +224,31 @@ def test_the_page_is_the_union_of_what_each_engines_own_daemon_exports() -> None
     run(compare)
 
 
+@pytest.mark.parametrize("faulty", ["read", "scan", "find_engines"])
+def test_a_reader_of_the_machine_that_raises_costs_its_own_part(faulty: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(_timeout_seconds: float) -> Any:
+        raise IndexError("range")
+
+    async def look() -> None:
+        world = World(locate(1), locate(2))
+        await world.tick(2)
+        monkeypatch.setattr(world.gpus if faulty == "read" else world.found, faulty, fail)
+        with capture_logs() as lines:
+            await world.tick(3)
+
+        assert world.states() == {"llama-1", "llama-2"}, "the engines are watched on"
+        source_up = {
+            dict(labels)["source"]: value
+            for (name, labels), value in world.scrape().items()
+            if name == catalog.SOURCE_UP.name
+        }
+        assert source_up["nvml"] == float(faulty != "read")
+        assert source_up["engine"] == 1.0
+        assert [line["log_level"] for line in lines].count("error") == 1, "it is logged once"
+
+    run(look)
+
+
 def test_a_card_that_no_engine_holds_is_there_once_and_without_their_labels() -> None:
     async def look() -> None:
         world = World(locate(1), locate(2))

@@ -77,6 +77,21 @@ def test_an_answer_is_forgotten_once_the_page_is_enough() -> None:
     assert answers(Server(), failed(Reason.TIMEOUT), answering(0.0)) == [HEALTHY, None]
 
 
+def test_a_request_that_raises_is_tried_again_and_shows_nothing() -> None:
+    async def fail() -> ServerReply:
+        raise IndexError("range")
+
+    clock = Clock(waits=3)
+    pages = ServerPages(fail, clock)
+    pages.latest = ServerReply(answer=HEALTHY)
+    with capture_logs() as lines, pytest.raises(asyncio.CancelledError):
+        asyncio.run(pages.run(lambda: failed(Reason.TIMEOUT)))
+
+    assert pages.latest is None
+    assert clock.waits == [ROUND_SECONDS] * 3
+    assert [line["log_level"] for line in lines] == ["error"]
+
+
 def test_one_late_answer_is_no_silence() -> None:
     late = failed(Reason.TIMEOUT)
     server = Server(SILENT, SILENT, HEALTHY, SILENT)

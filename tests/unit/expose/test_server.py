@@ -251,11 +251,11 @@ class ClosedTransport(asyncio.Transport):
         self.is_cancelled = False
         self.is_aborted = False
 
-    def check(self, *_: object) -> None:
+    def check(self, *_: object, **__: object) -> None:
         if self.is_cancelled:
             raise RuntimeError("unable to perform operation on <TCPTransport closed=True>; the handler is closed")
 
-    set_write_buffer_limits = pause_reading = resume_reading = write = check  # type: ignore[assignment]
+    set_write_buffer_limits = pause_reading = resume_reading = write = check
 
     def is_closing(self) -> bool:
         return False

@@ -96,9 +96,13 @@ class Door:
         """
         while True:
             await asyncio.sleep(RELOAD_SECONDS)
-            reloaded, problem = await self._worker.attempt(
-                lambda: _reload(self._file, self.loaded), READ_SECONDS
-            )
+            try:
+                reloaded, problem = await self._worker.attempt(
+                    lambda: _reload(self._file, self.loaded), READ_SECONDS
+                )
+            except Exception as error:  # noqa: BLE001 - any error: the last version holds
+                reloaded = None
+                problem = f"it cannot be understood ({type(error).__name__})"
             if reloaded is not None and reloaded is not self.loaded:
                 self.loaded = reloaded
                 log.info("web configuration read again", file=str(self._file))
