@@ -32,7 +32,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # What `make mutants` breaks: the files of src that differ from SINCE, or these files and folders.
 SINCE ?= main
 ROOMS ?=
-.PHONY: run test check coverage ruff mypy imports mutants bench bench-leak engine-test card-test gpu-test image-test browser-test helm soak docs clean
+.PHONY: run test check coverage ruff mypy imports mutants bench bench-leak engine-test card-test gpu-test image-test browser-test helm soak fuzz docs clean
 
 # At 120 times the clock's speed the verdict on the leak, which takes an hour and a quarter, is there in 40 seconds.
 run: $(VENV)/.run
@@ -102,6 +102,11 @@ browser-test: $(VENV)/.test
 SOAK ?=
 soak: $(VENV)/.test
 	PYTHONPATH=. nice -n 15 $(BIN)/python tests/soak/soak.py $(SOAK)
+
+# Spoiled texts for each reader, a minute each and half an hour in all; FUZZ=600 for longer. What ends one is kept in tests/fuzz/seeds.
+FUZZ ?= 60
+fuzz: $(VENV)/.test
+	FUZZ_SECONDS=$(FUZZ) nice -n 15 $(BIN)/pytest -m fuzz -s tests/fuzz tests/unit/daemon/test_borders.py
 
 # Helm's SDK, with which the tests of the charts install them; it needs Python 3.12 or newer, under one of these names.
 HELM_PYTHONS ?= python3.13 python3.12 $(wildcard $(HOME)/.pyenv/versions/3.1[23]*/bin/python) python3

@@ -1,6 +1,7 @@
 """Find the options of `vllm serve` in what people have of it: a line, a script or a manifest."""
 
 import json
+import os
 import re
 import shlex
 import sys
@@ -55,7 +56,8 @@ def _read_words(words: Sequence[str]) -> list[str]:
     if len(words) != 1:
         return _find_options(words, {}, "the line")
     word = words[0]
-    if len(word.split()) > 1 and not Path(word[:NAME_BYTES]).exists():
+    name = os.fsdecode(os.fsencode(word)[:NAME_BYTES])
+    if len(word.split()) > 1 and not Path(name).exists():
         # A whole line in quotes.
         return _read_text(word, "the line")
     text = _read_source(word)
