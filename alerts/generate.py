@@ -34,6 +34,9 @@ ADDRESS: Final = """\
     expr: vector(1)
     labels: {{address: {address}}}
 """
+RUNBOOKS_URL: Final = "https://github.com/vllm-headroom/vllm-headroom/blob/main/alerts/runbooks/{alert}.md"
+"""The runbooks in the public repository: every alert leads to one without any option."""
+
 SEVERITIES: Final = ("page", "critical", "warning", "info")
 PATCHES: Final = ("patch-runbooks", "patch-dashboards")
 
@@ -134,9 +137,10 @@ def command() -> Parser:
     parser.add_argument(
         "--runbooks-url",
         type=url,
+        default=RUNBOOKS_URL,
         metavar="URL",
         help="where alerts/runbooks is served; {alert} in it becomes the alert's name, which else goes to its end; "
-        "without it there are no links to runbooks",
+        "default: %(default)s",
     )
     parser.add_argument(
         "--dashboards-url", type=url, metavar="URL", help="your Grafana; without it there are no links to its boards"
@@ -333,7 +337,8 @@ def with_links(text: str, *, runbooks: str | None, dashboards: str | None) -> st
         return found[0] + "".join(lines)
 
     address = ADDRESS.format(address=json.dumps(pattern)) if pattern else ""
-    return ALERT.sub(linked, text).replace("groups:\n", f"groups:\n{address}", 1)
+    # Last, so that the places of the other groups, by which Kustomize patches, stay.
+    return f"{ALERT.sub(linked, text)}{address}"
 
 
 def patch(groups: Sequence[dict[str, Any]], *, runbooks: bool) -> str:
@@ -348,8 +353,8 @@ def patch(groups: Sequence[dict[str, Any]], *, runbooks: bool) -> str:
                 path = f"/spec/groups/{place}/rules/{number}/annotations/{name}_url"
                 lines.append(f"- {{op: add, path: {path}, value: {json.dumps(link)}}}\n")
     if runbooks:
-        (group,) = yaml.safe_load(ADDRESS.format(address="RUNBOOKS/{alert}.md".join('""')))
-        lines.append(f"- {{op: add, path: /spec/groups/-, value: {json.dumps(group)}}}\n")
+        path = f"/spec/groups/{len(groups)}/rules/0/labels/address"
+        lines.append(f'- {{op: replace, path: {path}, value: "RUNBOOKS/{{alert}}.md"}}\n')
     return "# Made by alerts/generate.py.\n" + "".join(lines)
 
 

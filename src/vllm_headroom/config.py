@@ -158,6 +158,12 @@ LINK: Final = r"^https?://[A-Za-z0-9._~:{}\[\]-]+(/[A-Za-z0-9._~:/@%+,={}\[\]-]*
 """A URL without user and password, which the page would show."""
 
 
+RUNBOOKS_URL: Final = (
+    "https://github.com/vllm-headroom/vllm-headroom/blob/main/alerts/runbooks/{alert}.md"
+)
+"""The runbooks in the public repository; alerts/generate.py and the charts have the same."""
+
+
 class Settings(BaseSettings):
     """The daemon's settings, validated and frozen."""
 
@@ -371,11 +377,12 @@ class Settings(BaseSettings):
         accepts="serving, batch, swapped or shared-gpu",
     )
     runbooks_url: Annotated[str | None, Field(pattern=LINK)] = setting(
-        None,
+        RUNBOOKS_URL,
         "Where alerts/runbooks is served, for the page to link to; the alert's name replaces"
-        " {alert} in it, or else goes to its end. Without it there are no links.",
+        " {alert} in it, or else goes to its end.",
         metavar="URL",
         accepts="an http or https URL without user and password",
+        shown_default="those of this project's repository",
     )
     state_dir: FilePath | None = directory_path(
         "A directory that only this daemon uses, for what survives its restart: what the leak"

@@ -10,7 +10,7 @@ from typing import Any, Final
 import pytest
 import yaml
 
-from alerts.generate import with_links
+from alerts.generate import RUNBOOKS_URL, with_links
 from tests.assets.kubernetes import schemas
 from tests.assets.kubernetes.rendering import (
     CASES,
@@ -230,7 +230,7 @@ def test_one_address_gives_every_alert_its_link(tmp_path: Path, linked: tuple[st
     (made,) = documents(rendered(folder))
     wanted = with_links(
         (REPOSITORY / "alerts" / "rules" / "headroom.yaml").read_text(),
-        runbooks=f"{addresses['runbook']}/{{alert}}.md" if "runbook" in linked else None,
+        runbooks=f"{addresses['runbook']}/{{alert}}.md" if "runbook" in linked else RUNBOOKS_URL,
         dashboards=addresses["dashboard"] if "dashboard" in linked else None,
     )
     assert by_name(made["spec"]["groups"]) == by_name(read_yaml(wanted)["groups"])

@@ -12,9 +12,10 @@ from typing import Any, Final
 
 import pytest
 
-from alerts.generate import BOARD, PATCHES
+from alerts.generate import BOARD, PATCHES, RUNBOOKS_URL, with_links
 from tests.assets.promql import read_yaml
 from tests.conftest import Golden
+from vllm_headroom import config
 
 ALERTS: Final = Path(__file__).parents[2] / "alerts"
 RULES: Final = ALERTS / "rules" / "headroom.yaml"
@@ -58,7 +59,9 @@ def test_the_patches_of_the_components_are_what_the_program_prints(golden: Golde
 def test_the_rule_says_what_the_rules_say() -> None:
     rule = loaded(printed())
 
-    assert rule.pop("spec") == loaded(RULES.read_text(encoding="utf-8"))
+    spec = rule.pop("spec")
+    linked = loaded(with_links(RULES.read_text(encoding="utf-8"), runbooks=RUNBOOKS_URL, dashboards=None))
+    assert spec == linked
     assert rule == {
         "apiVersion": "monitoring.coreos.com/v1",
         "kind": "PrometheusRule",
@@ -117,12 +120,24 @@ def test_each_alert_leads_to_the_board_of_its_engine() -> None:
     arguments = ("--dashboards-url", "http://[::1]:3000/grafana")
 
     assert set(links(*arguments, name="dashboard_url").values()) == {f"http://[::1]:3000/grafana{BOARD}"}
-    assert set(links(*arguments, name="runbook_url").values()) == {None}
 
 
-def test_without_addresses_there_are_no_links_and_the_rules_are_the_rules() -> None:
-    assert "http" not in printed()
-    assert printed("--format", "rules") == RULES.read_text(encoding="utf-8")
+def test_every_alert_leads_to_a_runbook_that_there_is_without_any_option() -> None:
+    files = {alert: f"{alert}.md" for alert in links(name="runbook_url")}
+    folder, _, file = RUNBOOKS_URL.rpartition("/")
+
+    assert folder.endswith("/blob/main/alerts/runbooks")
+    assert file == "{alert}.md"
+    assert links(name="runbook_url") == {alert: f"{folder}/{files[alert]}" for alert in files}
+    assert [name for name in files.values() if not (ALERTS / "runbooks" / name).is_file()] == []
+    assert set(links(name="dashboard_url").values()) == {None}
+
+
+def test_rules_page_and_chart_lead_to_the_same_runbooks() -> None:
+    values = loaded((ALERTS.parent / "deploy/helm/vllm-headroom-cluster/values.yaml").read_text(encoding="utf-8"))
+
+    assert values["addresses"]["runbooks"] == RUNBOOKS_URL
+    assert config.RUNBOOKS_URL == RUNBOOKS_URL
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed: apt-get install prometheus")
