@@ -109,6 +109,14 @@ def build_question(options: Namespace) -> Question:
     checkpoint_bytes, parameters = _read_weights(options, shape)
     if speculation.has_own_heads:
         shape = shape.add_speculation(speculation.tokens)
+    unknown_draft = speculation.draft_name if draft is None else None
+    assumed_draft = None
+    if unknown_draft is not None and speculation.is_eagle:
+        shape_with_head = shape.add_draft_layer()
+        if shape_with_head is not None:
+            shape = shape_with_head
+            assumed_draft = unknown_draft
+            unknown_draft = None
     _apply_gpu_choice(options)
     defaults = choose_defaults(options.gpu_memory_bytes, options.release)
     if options.gpu is not None and options.gpu.card.has_small_defaults:
@@ -149,7 +157,8 @@ def build_question(options: Namespace) -> Question:
         "card_name": None if options.gpu is None else options.gpu.card.name,
         "draft": draft,
         "enable_prefix_caching": _read_prefix_caching(options),
-        "has_unknown_draft": draft is None and speculation.draft_name is not None,
+        "assumed_draft": assumed_draft,
+        "has_unknown_draft": unknown_draft is not None,
         "has_whole_encoder": options.mm_encoder_tp_mode == "data",
     }
     question = Question(**values)

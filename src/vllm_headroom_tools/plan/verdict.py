@@ -160,7 +160,12 @@ def _note_decimal_card(question: Question) -> Iterator[str]:
 
 
 def _note_ignored_options(question: Question) -> Iterator[str]:
-    """Note the options of vLLM's that were given and are not counted."""
+    """Note an assumed draft model, and the options of vLLM's that are not counted."""
+    if question.assumed_draft is not None:
+        yield (
+            f"The draft model {question.assumed_draft} is not known here. It counts as a layer of"
+            " the model and an output matrix; --draft-model-config has its sizes."
+        )
     if question.ignored_options:
         yield f"Not counted: {', '.join(question.ignored_options)}."
 

@@ -33,6 +33,10 @@ DRAFTLESS_METHODS: Final = ("ngram", "suffix", "custom_class")
 """Beginnings of the methods that look drafts up in the text (vLLM 0.33, config/speculative.py)."""
 
 
+EAGLE: Final = "eagle"
+"""The beginning of a method, or a part of a model's name (vLLM 0.33, config/speculative.py)."""
+
+
 class Speculation(Struct, frozen=True, kw_only=True):
     """How vLLM is to speculate."""
 
@@ -41,6 +45,8 @@ class Speculation(Struct, frozen=True, kw_only=True):
     has_own_heads: bool = False
     # The name of another model that makes them; None where there is none.
     draft_name: str | None = None
+    # Whether that is an EAGLE head, which is one layer.
+    is_eagle: bool = False
 
 
 def read_speculation(options: Namespace) -> Speculation:
@@ -63,7 +69,9 @@ def read_speculation(options: Namespace) -> Speculation:
         return Speculation(tokens=count)
     if method == "mtp" or method.endswith("_mtp") or model is None:
         return Speculation(tokens=count, has_own_heads=True)
-    return Speculation(tokens=count, draft_name=str(model))
+    name = str(model)
+    is_eagle = method.startswith(EAGLE) or EAGLE in name.lower()
+    return Speculation(tokens=count, draft_name=name, is_eagle=is_eagle)
 
 
 def has_no_images(limits: dict[str, Any] | None) -> bool:

@@ -120,11 +120,41 @@ class ModelShape(Struct, frozen=True, kw_only=True):
         parameters = self.parameters
         if parameters is not None:
             parameters = parameters.scale(1 + self.speculative_layers / self.layers)
+        index = self.index
+        if index is not None:
+            further_layers = (True,) * self.speculative_layers
+            index = replace(index, layers=index.layers + further_layers)
         return replace(
             self,
             full_layers=self.full_layers + self.speculative_layers,
             speculative_states=tokens,
             parameters=parameters,
+            index=index,
+        )
+
+    def add_draft_layer(self) -> Self | None:
+        """Return the shape with an EAGLE head whose configuration is not known.
+
+        Such a head is one layer as large as the model's, a projection of three layers' outputs to
+        its input, and an output matrix. None for a model whose layers differ or have latents: its
+        head's layer may be another one.
+        """
+        parameters = self.parameters
+        if parameters is None or self.latent_width is not None or not self.has_every_token:
+            return None
+        if self.hidden_size is None or self.vocabulary is None:
+            return None
+        layer_parameters = parameters.total // self.layers
+        own_parameters = self.hidden_size * (self.vocabulary + 3 * self.hidden_size)
+        added_parameters = layer_parameters + own_parameters
+        return replace(
+            self,
+            full_layers=self.full_layers + 1,
+            parameters=replace(
+                parameters,
+                total=parameters.total + added_parameters,
+                unquantised=parameters.unquantised + added_parameters,
+            ),
         )
 
     def apply_quantisation(self, method: str, bytes_per_parameter: float | None) -> Self:

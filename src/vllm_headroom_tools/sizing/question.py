@@ -98,6 +98,8 @@ class Question(Struct, frozen=True, kw_only=True):
     has_unknown_draft: bool = False
     # What the log of a start reports; None without one.
     measured: MeasuredStart | None = None
+    # The name of an EAGLE head that is counted without its configuration.
+    assumed_draft: str | None = None
     # Options of vLLM's that were given and change nothing here.
     ignored_options: tuple[str, ...] = ()
 

@@ -259,12 +259,19 @@ def test_a_speculative_head_and_a_draft_take_memory(capsys: Capsys) -> None:
 
     drafted = plan(capsys, *card, "-sc", json.dumps({"model": "meta-llama/Llama-3.1-8B-Instruct"})).document
     looked_up = plan(capsys, *card, "--speculative-config", '{"method": "ngram"}').document
-    foreign = plan(capsys, *card, "--speculative-config.model", "acme/eagle3-of-llama", "--spec-tokens", "3")
+    foreign = plan(capsys, *card, "--speculative-config.model", "acme/draft-of-llama", "--spec-tokens", "3")
+    head = plan(
+        capsys, *card, "-sc", '{"method": "eagle3", "model": "acme/head", "num_speculative_tokens": 3}'
+    ).document
 
     # 32 layers x 8 KV heads x 2 x 128 values x 2 bytes, on 4 GPUs, and 8.03 billion parameters.
     assert drafted["bytes_per_token"] - plain["bytes_per_token"] == 32_768
     assert drafted["weights_bytes"] - plain["weights_bytes"] == pytest.approx(16.06e9 / 4, rel=0.001)
     assert looked_up["weights_bytes"] == plain["weights_bytes"]
+    # An unknown head: one layer more, and an output matrix of 128,256 x 8,192.
+    assert head["bytes_per_token"] * 80 == plain["bytes_per_token"] * 81
+    assert head["weights_bytes"] - plain["weights_bytes"] > 128_256 * 8_192 * 2 / 4
+    assert any("acme/head is not known here" in note for note in head["notes"])
     assert foreign.status == 2
     assert "not known is the draft model" in foreign.headline
 
