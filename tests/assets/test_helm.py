@@ -289,6 +289,17 @@ def test_what_may_evict_is_what_the_component_grants() -> None:
     assert not any(document["kind"] in kinds for document in documents(read_rendered("dra")))
 
 
+@pytest.mark.parametrize("evict", ["off", "on"])
+def test_the_log_is_granted_beside_evictions_or_alone(evict: str) -> None:
+    made = documents(helm.render(helm.CHART, {"sidecar": {"engineLog": True, "evict": evict}}))
+    granted = {
+        f"{verb} {kind}" for rule in find(made, "Role")["rules"] for verb in rule["verbs"] for kind in rule["resources"]
+    }
+
+    assert {"get pods", "get pods/log"} <= granted
+    assert ("create pods/eviction" in granted) == (evict == "on")
+
+
 def test_no_value_for_evict_grants_nothing() -> None:
     made = documents(helm.render(helm.CHART, {"sidecar": {"evict": None}}))
 

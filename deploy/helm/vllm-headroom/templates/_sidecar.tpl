@@ -47,6 +47,9 @@ Its context is this chart's: (index .Subcharts "vllm-headroom") in the chart tha
   {{- if include "vllm-headroom.evicts" $ }}
   - {name: HEADROOM_EVICT, value: {{ .evict | quote }}}
   {{- end }}
+  {{- if and .engineLog (not (hasKey $env "HEADROOM_ENGINE_LOG")) }}
+  - {name: HEADROOM_ENGINE_LOG, value: kubernetes}
+  {{- end }}
   {{- range $name, $value := $env }}
   - {name: {{ $name }}, value: {{ $value | quote }}}
   {{- end }}
@@ -69,7 +72,7 @@ Its context is this chart's: (index .Subcharts "vllm-headroom") in the chart tha
   terminationMessagePolicy: FallbackToLogsOnError
   volumeMounts:
   - {name: headroom-state, mountPath: /var/lib/vllm-headroom}
-  - {name: headroom-{{ if include "vllm-headroom.evicts" $ }}api{{ else }}no-token{{ end }}, mountPath: /var/run/secrets/kubernetes.io/serviceaccount, readOnly: true}
+  - {name: headroom-{{ if include "vllm-headroom.calls-api" $ }}api{{ else }}no-token{{ end }}, mountPath: /var/run/secrets/kubernetes.io/serviceaccount, readOnly: true}
   {{- if .probe }}
   - {name: headroom-probe-files, mountPath: /run/headroom-probe}
   {{- end }}
@@ -83,7 +86,7 @@ Its context is this chart's: (index .Subcharts "vllm-headroom") in the chart tha
 {{- define "vllm-headroom.volumes" -}}
 - {name: headroom-state, emptyDir: {medium: Memory, sizeLimit: 16Mi}}
 - {name: headroom-no-token, emptyDir: {medium: Memory, sizeLimit: 1Mi}}
-{{- if include "vllm-headroom.evicts" . }}
+{{- if include "vllm-headroom.calls-api" . }}
 - name: headroom-api
   projected:
     sources:
@@ -126,6 +129,11 @@ Its context is this chart's: (index .Subcharts "vllm-headroom") in the chart tha
 {{/* Whether the sidecar may ask for evictions: nothing where it may not, also without a value. */}}
 {{- define "vllm-headroom.evicts" -}}
 {{ if ne (.Values.sidecar.evict | default "off") "off" }}true{{ end }}
+{{- end -}}
+
+{{/* Whether the sidecar has a token for the API server: for evictions, or for the log of vLLM's container. */}}
+{{- define "vllm-headroom.calls-api" -}}
+{{ if or (include "vllm-headroom.evicts" .) .Values.sidecar.engineLog }}true{{ end }}
 {{- end -}}
 
 {{/* What the objects of a release are called: never as those of another release in the namespace. */}}
