@@ -435,6 +435,7 @@ ONE_ENGINE_SETTINGS: Final[Mapping[str, str]] = {
     "evict": "only the daemon's own pod can be evicted",
     "gate_ready_seconds": "only the daemon's own pod has a gate",
     "trace_file": "a trace has one engine",
+    "engine_log": "a log has one engine",
 }
 """Settings that cannot be used with several engines, by their key, and why."""
 

@@ -10,6 +10,7 @@ import httpx
 from msgspec import Struct
 
 from vllm_headroom.config import Settings
+from vllm_headroom.daemon.node_daemon import locate_urls
 from vllm_headroom.daemon.parts import GPU_TIMEOUT_SECONDS
 from vllm_headroom.daemon.sources import close_all
 from vllm_headroom.derive.attribution import AttributionState, Selection, attribute
@@ -17,7 +18,10 @@ from vllm_headroom.model import EnginePage, Failure, Gpu, GpuReadings, ProcessRe
 from vllm_headroom.parse.engines import parse_engines
 from vllm_headroom.scrape.gpus import Gpus
 from vllm_headroom.scrape.http.reader import PageReader, find_port, is_here
+from vllm_headroom.scrape.pods import POD_LOGS
+from vllm_headroom.scrape.proc.node import LocatedEngine, NodeProcesses
 from vllm_headroom.scrape.proc.reader import Processes
+from vllm_headroom_tools.bad_input import BadInput
 
 PROC: Final = Path("/proc")
 SYS: Final = Path("/sys")
@@ -39,6 +43,34 @@ class Machine(Struct, frozen=True, kw_only=True):
 
     gpus: tuple[Gpu, ...]
     """Empty where none could be read."""
+
+
+FIND_SECONDS: Final = 5.0
+"""The limit for finding all engines of this machine."""
+
+
+async def locate_engines(
+    settings: Settings, proc: Path = PROC, pod_logs: Path = POD_LOGS
+) -> tuple[LocatedEngine, ...]:
+    """Return the engines of HEADROOM_ENGINES, found as the daemon does.
+
+    Raises BadInput where /proc cannot be read.
+    """
+    if settings.engines != "node":
+        return locate_urls(settings)
+    processes = NodeProcesses(
+        proc=proc,
+        pod_logs=pod_logs,
+        usual_container=settings.engine_container,
+        monotonic=time.monotonic,
+    )
+    try:
+        await processes.scan(FIND_SECONDS)
+        return await processes.find_engines(FIND_SECONDS)
+    except TimeoutError:
+        raise BadInput(f"{proc} does not answer within {FIND_SECONDS:g} s") from None
+    except OSError as error:
+        raise BadInput(f"{proc} cannot be read: {error.strerror or error}") from error
 
 
 async def fetch_once(reader: PageReader) -> str | Failure:

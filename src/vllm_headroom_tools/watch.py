@@ -23,6 +23,12 @@ from vllm_headroom.vocabulary import CONTROLS, LEVEL_NAMES, EngineState, LeakSta
 from vllm_headroom_tools.bad_input import BadInput
 from vllm_headroom_tools.cli import Command, write_result
 from vllm_headroom_tools.conclusion import Conclusion, Finding, Report, find_worst
+from vllm_headroom_tools.engine_choice import (
+    ENGINE_HELP,
+    ENGINE_METAVAR,
+    choose_engine,
+    name_labels,
+)
 from vllm_headroom_tools.openai import parse_object
 from vllm_headroom_tools.options import (
     DURATION,
@@ -50,6 +56,10 @@ FETCH_INTERVAL_SECONDS: Final = 2.0
 
 FETCH_TIMEOUT_SECONDS: Final = 5.0
 
+MOST_DOCUMENT_BYTES: Final = 64 * 2**20
+"""The largest document: one of 64 engines on eight GPUs, each with the curves of a day, has 40 MB.
+"""
+
 SNAPSHOT_STALE_SECONDS: Final = 900.0
 """Three times the longest sample interval."""
 
@@ -63,13 +73,33 @@ FetchDocument = Callable[[], Awaitable[Document | str]]
 """Returns the document, or one line that says why there is none."""
 
 
-async def fetch_document(reader: PageReader) -> Document | str:
-    """Fetch the document; return one line that says why, where none can be had."""
+async def fetch_document(reader: PageReader, engine_name: str | None = None) -> Document | str:
+    """Fetch the document; return one line that says why, where none can be had.
+
+    Of a sidecar that watches several engines it is that of `engine_name`, else of its only one.
+    """
     page = await reader.fetch()
     if isinstance(page, Failure):
         return f"{strip_advice(page)}: {NO_SIDECAR}"
     document = parse_object(page)
+    if "headroom_node" in document:
+        try:
+            document = choose_document(document, engine_name)
+        except BadInput as error:
+            return str(error)
     return document if document.keys() >= REQUIRED_KEYS else NO_DOCUMENT
+
+
+def choose_document(node: Document, engine_name: str | None) -> Document:
+    """Return the document of one engine of several; raises BadInput where it cannot be chosen."""
+    engines = node.get("engines")
+    if not isinstance(engines, list):
+        return {}
+    documents: dict[str, Document] = {}
+    for engine in engines:
+        if isinstance(engine, dict) and isinstance(engine.get("snapshot"), dict):
+            documents[name_labels(engine)] = engine["snapshot"]
+    return documents[choose_engine(documents, engine_name)]
 
 
 def describe_verdict(verdict: dict[str, Any]) -> str:
@@ -89,6 +119,7 @@ def _add_options(parser: Parser) -> None:
     parser.add_argument(
         "--headroom-url", metavar="URL", type=url(LOCAL_SIDECAR), help="the same, as in advise"
     )
+    parser.add_argument("--engine", metavar=ENGINE_METAVAR, help=ENGINE_HELP)
     parser.add_argument(
         "--exit-code",
         metavar="DURATION",
@@ -107,17 +138,21 @@ async def _run(arguments: Namespace) -> Report | int:
     sidecar = arguments.url or arguments.headroom_url or httpx.URL(find_local_sidecar())
     snapshot_url = sidecar.copy_with(path="/snapshot.json", query=None)
     reader = PageReader(
-        url=str(snapshot_url), timeout_seconds=FETCH_TIMEOUT_SECONDS, ca_file=arguments.ca_file
+        url=str(snapshot_url),
+        timeout_seconds=FETCH_TIMEOUT_SECONDS,
+        max_bytes=MOST_DOCUMENT_BYTES,
+        ca_file=arguments.ca_file,
     )
     try:
         if arguments.json or arguments.exit_code is not None:
-            document = await fetch_document(reader)
+            document = await fetch_document(reader, arguments.engine)
             if isinstance(document, str):
                 raise BadInput(document)
             if arguments.exit_code is None:
                 return build_report(document)
             return judge_leak(document, arguments.exit_code)
-        return await _follow(partial(fetch_document, reader), snapshot_url.netloc.decode())
+        fetch = partial(fetch_document, reader, arguments.engine)
+        return await _follow(fetch, snapshot_url.netloc.decode())
     finally:
         await close_all(reader)
 

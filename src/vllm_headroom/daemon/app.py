@@ -43,7 +43,7 @@ from vllm_headroom.expose.view import History, View
 from vllm_headroom.expose.web.config import WebConfigError
 from vllm_headroom.expose.web.door import Door
 from vllm_headroom.log import ENGINE_NAME, Log
-from vllm_headroom.model import Sample
+from vllm_headroom.model import EnginePod, Sample
 from vllm_headroom.parse.engines import parse_engines
 from vllm_headroom.scrape.http.failures import hide_secrets
 from vllm_headroom.trace.recorder import Recorder
@@ -157,8 +157,13 @@ async def run(
             await close_all(*parts.list_resources())
 
 
-def build_engine_watch(parts: Parts, settings: Settings, model: ModelReader) -> EngineWatch:
-    """Build what samples, saves and records the engine of `parts`, as far as it is configured."""
+def build_engine_watch(
+    parts: Parts, settings: Settings, model: ModelReader, pod: EnginePod | None
+) -> EngineWatch:
+    """Build what samples, saves and records the engine of `parts`, as far as it is configured.
+
+    `pod` is the engine's, None where it is unknown.
+    """
     clock = parts.clock
     history = History()
     keeper = None
@@ -180,7 +185,7 @@ def build_engine_watch(parts: Parts, settings: Settings, model: ModelReader) -> 
             version=read_version(),
             lock=lock,
             mappings=Mappings(parts.mappings),
-            pod=read_engine_pod(settings.engine_container),
+            pod=pod,
         )
     recorder = None
     if settings.trace_file is not None:
@@ -262,7 +267,7 @@ class Daemon:
             self._interval_seconds, self._clock, asyncio.get_running_loop().time
         )
         self._grace = loop.GraceTime(settings.gpu_fatal_grace_seconds)
-        self._watch = build_engine_watch(parts, settings, model)
+        self._watch = build_engine_watch(parts, settings, model, self._pod)
 
     def list_loops(self) -> list[Coroutine[Any, Any, None]]:
         """Return the loops that run until shutdown."""

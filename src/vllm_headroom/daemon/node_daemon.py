@@ -5,7 +5,7 @@ import contextlib
 import logging
 import os
 import socket
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -32,13 +32,14 @@ from vllm_headroom.expose.node import (
     EngineView,
     NodeView,
     OtherEngine,
+    respond_node_metrics,
     respond_node_page,
     respond_node_snapshot,
 )
 from vllm_headroom.expose.view import View
 from vllm_headroom.expose.web.door import Door
 from vllm_headroom.log import Log
-from vllm_headroom.model import EngineName, Sample
+from vllm_headroom.model import EngineName, EnginePod, Published, Sample
 from vllm_headroom.scrape.http.failures import hide_secrets
 from vllm_headroom.scrape.http.reader import find_port, is_here
 from vllm_headroom.scrape.proc.node import LocatedEngine
@@ -92,6 +93,13 @@ def list_folder_parts(located: LocatedEngine) -> tuple[str, ...]:
         pod = name.pod if name.pod != uid else ""
         return (name.namespace or "", pod, uid, str(located.port))
     return (name.text.partition("://")[2] or name.text, str(located.port))
+
+
+def find_pod(name: EngineName) -> EnginePod | None:
+    """Return the pod of an engine, for texts that name commands; None without its names."""
+    if name.namespace is None or name.pod is None or name.container is None:
+        return None
+    return EnginePod(namespace=name.namespace, pod=name.pod, container=name.container)
 
 
 class NodeDaemon:
@@ -151,14 +159,27 @@ class NodeDaemon:
         def show_snapshot(request: Request) -> Response:
             return respond_node_snapshot(self._build_view(), request)
 
-        collector = HeadroomCollector(
-            self._node.build_published,
-            self._clock.monotonic,
-            app.read_build(),
-            list_other_samples,
-        )
+        def build_metrics(read_published: Callable[[], Published | None]) -> MetricsPage:
+            return MetricsPage(
+                HeadroomCollector(
+                    read_published,
+                    self._clock.monotonic,
+                    app.read_build(),
+                    list_other_samples,
+                )
+            )
+
+        def find_metrics(name: EngineName) -> MetricsPage:
+            (engine,) = (engine for engine in self._node.engines.values() if engine.name == name)
+            return build_metrics(lambda: engine.watch.published)
+
+        metrics = build_metrics(self._node.build_published)
+
+        def show_metrics(request: Request) -> Response:
+            return respond_node_metrics(self._build_view(), request, metrics, find_metrics)
+
         return build_application(
-            metrics=MetricsPage(collector),
+            metrics=show_metrics,
             page=show_page,
             snapshot=show_snapshot,
             find_problem=self._heartbeat.find_stall,
@@ -192,7 +213,7 @@ class NodeDaemon:
             processes=self._build_processes(located).read,
         )
         return EngineParts(
-            watch=app.build_engine_watch(parts, settings, self._model),
+            watch=app.build_engine_watch(parts, settings, self._model, find_pod(located.name)),
             resources=(parts.engine, parts.canary_request, parts.server_request),
         )
 
@@ -270,6 +291,7 @@ class NodeDaemon:
             stall_reason=stall_reason,
             runbooks=self._settings.runbooks_url,
             last_incident=engine.watch.last_incident,
+            pod=find_pod(engine.name),
         )
         latest = engine.watch.latest
         if latest is None:

@@ -1,13 +1,13 @@
 """Show several engines: a page that lists them, worst first, and a document of all."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 from urllib.parse import parse_qs, quote
 
 from msgspec import Struct
 
-from vllm_headroom.expose.answers import Request, Response, respond_text
+from vllm_headroom.expose.answers import Handler, Request, Response, respond_text
 from vllm_headroom.expose.assets import PAGE_STYLE, SCRIPT, build_icon
 from vllm_headroom.expose.drawing import escape_text
 from vllm_headroom.expose.page import (
@@ -96,6 +96,25 @@ def respond_node_snapshot(view: NodeView, request: Request) -> Response:
         return Response(status=200, body=body, content_type="application/json")
     engine = _find_one(view, wanted)
     return engine if isinstance(engine, Response) else respond_snapshot(engine.view)
+
+
+def respond_node_metrics(
+    view: NodeView,
+    request: Request,
+    metrics: Handler,
+    find_metrics: Callable[[EngineName], Handler],
+) -> Response:
+    """Return the metrics of all engines or, with a query, those that one's own sidecar would have.
+
+    `metrics` answers for all engines, `find_metrics` returns the handler of one.
+    """
+    wanted = _read_wanted(request)
+    if wanted is None:
+        return metrics(request)
+    engine = _find_one(view, wanted)
+    if isinstance(engine, Response):
+        return engine
+    return find_metrics(engine.name)(request)
 
 
 def build_node_document(view: NodeView) -> dict[str, Any]:

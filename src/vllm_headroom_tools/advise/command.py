@@ -24,6 +24,7 @@ from vllm_headroom_tools.advise.verdict import Assessment, judge
 from vllm_headroom_tools.bad_input import BadInput
 from vllm_headroom_tools.cli import Command
 from vllm_headroom_tools.conclusion import Conclusion, Finding, Report
+from vllm_headroom_tools.engine_choice import ENGINE_HELP, ENGINE_METAVAR
 from vllm_headroom_tools.engine_log import parse_engine_log
 from vllm_headroom_tools.history import describe_span
 from vllm_headroom_tools.options import (
@@ -256,6 +257,7 @@ def _add_options(parser: Parser) -> None:
         type=page_url("http://gpu-7:9839"),
         help="a sidecar to read instead of a file; without either, the one beside this command",
     )
+    parser.add_argument("--engine", metavar=ENGINE_METAVAR, help=ENGINE_HELP)
     group = parser.add_argument_group(
         "what the engine was started with, for values that depend on it"
     )
@@ -312,10 +314,10 @@ async def _judge_live(options: Namespace, settings: EngineArgs) -> Report:
     if options.trace is not None or options.trace_option is not None:
         return _judge_file(options, settings)
     if options.headroom_url is not None:
-        facts = await page.fetch_facts(options.headroom_url, settings)
+        facts = await page.fetch_facts(options.headroom_url, settings, engine_name=options.engine)
     else:
         sidecar_url = parse_metrics_url(find_local_sidecar())
-        facts = await page.fetch_facts(sidecar_url, settings, NO_SOURCE)
+        facts = await page.fetch_facts(sidecar_url, settings, NO_SOURCE, engine_name=options.engine)
     return build_report(judge(facts))
 
 

@@ -6,6 +6,7 @@ from math import isfinite
 from typing import Any, Final
 from urllib.parse import urljoin
 
+import httpx
 from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -38,6 +39,7 @@ from vllm_headroom_tools.advise.facts import (
 )
 from vllm_headroom_tools.advise.settings import FIELD_VERSIONS, EngineArgs, add_page_settings
 from vllm_headroom_tools.bad_input import BadInput
+from vllm_headroom_tools.engine_choice import add_engine, choose_engine, name_labels
 from vllm_headroom_tools.history import STATE_VERDICTS, LeakVerdict, Moment
 from vllm_headroom_tools.look import fetch_engines, fetch_once
 from vllm_headroom_tools.openai import parse_server_version
@@ -307,15 +309,47 @@ LIVE_TIMEOUT_SECONDS: Final = 20.0
 """Longer than the daemon's timeout: there is one attempt only, and a busy engine answers late."""
 
 
-async def fetch_facts(url: str, settings: EngineArgs, advice: str = NO_SIDECAR) -> Facts:
+async def fetch_facts(
+    url: str, settings: EngineArgs, advice: str = NO_SIDECAR, *, engine_name: str | None = None
+) -> Facts:
     """Fetch a sidecar's page and return its facts.
 
+    Of a sidecar that watches several engines they are those of `engine_name`, else of its only one.
     Raises BadInput where that is not possible, with `advice` where nothing answers.
     """
+    page = await _fetch_page(url, advice)
+    names = list_engine_names(page)
+    if names is not None:
+        name = choose_engine(names, engine_name)
+        page = await _fetch_page(str(add_engine(httpx.URL(url), name)), advice)
+    return parse_facts(page, settings)
+
+
+async def _fetch_page(url: str, advice: str) -> str:
+    """Return a sidecar's page; raises BadInput with `advice` where nothing answers."""
     page = await fetch_once(_build_reader(url))
     if isinstance(page, Failure):
         raise BadInput(f"{strip_advice(page)}: {advice}")
-    return parse_facts(page, settings)
+    return page
+
+
+def list_engine_names(text: str) -> list[str] | None:
+    """Return the names of the engines on the page of a sidecar that watches several.
+
+    None for any other text: such a page alone counts engines.
+    """
+    lines = text.splitlines()
+    if not any(line.startswith(f"{catalog.ENGINES.name}{{") for line in lines):
+        return None
+    states = [line for line in lines if line.startswith(f"{catalog.ENGINE_STATE.name}{{")]
+    names: dict[str, None] = {}
+    try:
+        for family in text_string_to_metric_families("\n".join((*states, ""))):
+            for sample in family.samples:
+                names[name_labels(sample.labels)] = None
+    except (ValueError, IndexError):
+        return None
+    return list(names)
 
 
 async def add_engine_settings(settings: EngineArgs, url: str) -> EngineArgs:

@@ -16,7 +16,7 @@ from vllm_headroom.parse.probe import parse_probe
 from vllm_headroom.scrape.probe import ProbeReader
 from vllm_headroom_tools.cli import Command
 from vllm_headroom_tools.conclusion import Conclusion, Finding, Report, find_worst
-from vllm_headroom_tools.doctor import engine, gpus, port
+from vllm_headroom_tools.doctor import engine, gpus, node, port
 from vllm_headroom_tools.doctor.fixes import Check, Fix, Status, look
 from vllm_headroom_tools.look import PROC, SYS
 from vllm_headroom_tools.settings import ModelSettings
@@ -153,6 +153,8 @@ async def examine(settings: ModelSettings, proc: Path = PROC, sys: Path = SYS) -
 
     Scripts rely on these names.
     """
+    if settings.engines is not None:
+        return await node.examine_node(settings, proc, sys)
     probe = None
     if settings.probe_dir:
         probe = ProbeReader(settings.probe_dir, parse=parse_probe)

@@ -8,6 +8,7 @@ from typing import Final
 from msgspec.structs import asdict, replace
 
 from vllm_headroom.daemon.pod import read_engine_pod
+from vllm_headroom.daemon.state.folders import PREFIX, name_folder
 from vllm_headroom.derive.life.causes import UNKNOWN_CAUSE, judge_ending
 from vllm_headroom.derive.life.engine import EngineMemory
 from vllm_headroom.derive.life.record import build_ending, describe_gpus
@@ -19,6 +20,7 @@ from vllm_headroom.vocabulary import EndCause, IncidentKind, LeakState, Sureness
 from vllm_headroom_tools.bad_input import BadInput
 from vllm_headroom_tools.cli import Command, save
 from vllm_headroom_tools.conclusion import Report
+from vllm_headroom_tools.engine_choice import ENGINE_HELP, ENGINE_METAVAR, choose_engine
 from vllm_headroom_tools.engine_log import read_engine_log
 from vllm_headroom_tools.history import Curves, LeakReplay, Moment
 from vllm_headroom_tools.options import (
@@ -153,6 +155,9 @@ def judge(end: Ending | None, *, has_ended: bool = False) -> tuple[Diagnosis, ..
 
 STATE_DIR: Final = "HEADROOM_STATE_DIR"
 
+POD_NAMES: Final = 3
+"""The names in an engine's state folder before the port: namespace, pod and UID."""
+
 
 def _add_options(parser: Parser) -> None:
     parser.add_argument(
@@ -162,6 +167,7 @@ def _add_options(parser: Parser) -> None:
         type=Value(read=FILE.read, accepts="the path of a file or a folder"),
         help="an incident, a trace, or a folder",
     )
+    parser.add_argument("--engine", metavar=ENGINE_METAVAR, help=ENGINE_HELP)
     parser.add_argument(
         "--log",
         metavar="FILE",
@@ -172,6 +178,33 @@ def _add_options(parser: Parser) -> None:
     parser.add_argument(
         "--html", metavar="FILE", type=FILE, help="write the page, with its curves, into one file"
     )
+
+
+def find_engine_folder(place: Path, wanted: str | None) -> Path:
+    """Return the state folder of one engine, where `place` has those of several; else `place`.
+
+    Of several pods with the wanted name, it is the newest one's. Raises BadInput where there is not
+    exactly one engine with that name, or `place` cannot be read.
+    """
+    newest_folders: dict[str, Path] = {}
+    try:
+        folders = [path for path in place.glob(f"{PREFIX}*") if path.is_dir()]
+        for folder in sorted(folders, key=lambda path: path.stat().st_mtime):
+            *names, _ = folder.name.removeprefix(PREFIX).split("_")
+            # With a pod's names these are its namespace, its name and its UID.
+            is_pods = len(names) == POD_NAMES
+            newest_folders["/".join(names[:2]) if is_pods else "_".join(names)] = folder
+    except OSError as error:
+        raise BadInput(f"{place}: cannot be read: {error.strerror}") from error
+    if not newest_folders:
+        if wanted is not None:
+            raise BadInput(f"{place}: has no folders of several engines: leave --engine out")
+        return place
+    if wanted is not None and "://" in wanted:
+        wanted = name_folder(wanted.partition("://")[2]).removeprefix(PREFIX)
+    elif wanted is not None:
+        wanted = "/".join(wanted.split("/")[:2])
+    return newest_folders[choose_engine(newest_folders, wanted)]
 
 
 def find_trace(place: Path) -> Path:
@@ -269,7 +302,8 @@ def _run(options: Namespace) -> Report:
     reported_bytes = options.reported_bytes
     if reported_bytes is None and options.place is None:
         reported_bytes = read_reported_bytes(os.environ)
-    postmortem = read_postmortem(find_trace(Path(place)), pod, log, reported_bytes=reported_bytes)
+    folder = find_engine_folder(Path(place), options.engine)
+    postmortem = read_postmortem(find_trace(folder), pod, log, reported_bytes=reported_bytes)
     if options.html is not None:
         save(options.html, build_page(postmortem), "--html ", (place,))
     return build_report(postmortem)

@@ -16,6 +16,7 @@ from vllm_headroom.daemon import logs
 from vllm_headroom.daemon.parts import build_page_reader
 from vllm_headroom.daemon.sources import close_all
 from vllm_headroom.derive.discrepancy import derive_discrepancy
+from vllm_headroom.expose.node import list_names
 from vllm_headroom.model import EnginePage, Failure, Sample, Snapshot, name_device
 from vllm_headroom.parse.engines import explain_empty_page, parse_engines
 from vllm_headroom.scrape.http.failures import hide_secrets
@@ -25,7 +26,8 @@ from vllm_headroom.vocabulary import Reason
 from vllm_headroom_tools.bad_input import BadInput
 from vllm_headroom_tools.cli import Command, write_note
 from vllm_headroom_tools.conclusion import Conclusion, Finding, Report
-from vllm_headroom_tools.look import read_machine
+from vllm_headroom_tools.engine_choice import ENGINE_METAVAR, choose_engine
+from vllm_headroom_tools.look import locate_engines, read_machine
 from vllm_headroom_tools.openai import (
     find_error,
     parse_first_model,
@@ -403,6 +405,13 @@ class SmokeSettings(Settings):
         accepts=ACCEPTS_DURATION,
         shown_default="2m",
     )
+    engine: str | None = setting(
+        None,
+        "Of several engines (HEADROOM_ENGINES) the one to take: NAMESPACE/POD, its unit or its"
+        " URL.",
+        metavar=ENGINE_METAVAR,
+        accepts="the name of an engine",
+    )
     max_discrepancy: Annotated[float, from_text(SHARE.read)] = setting(
         0.03,
         "How much more GPU memory vLLM may hold than configured.",
@@ -480,8 +489,19 @@ STEP_STATES: Final = {
 async def _run(arguments: Namespace) -> Report:
     settings: SmokeSettings = arguments.settings
     logs.configure(settings.log_format, "error")  # the readers log what the steps report
+    if settings.engines is not None:
+        settings = settings.model_copy(update={"engine_url": await _find_url(settings)})
     server = EngineServer(settings)
     return build_report(server.address(""), await take_steps(settings, server, write_note))
+
+
+async def _find_url(settings: SmokeSettings) -> str:
+    """Return the URL of the chosen engine's page; raises BadInput where none can be chosen."""
+    urls = {}
+    for engine in await locate_engines(settings):
+        if engine.page_url:
+            urls[list_names(engine.name)[-1]] = engine.page_url
+    return urls[choose_engine(urls, settings.engine)]
 
 
 def build_report(address: str, steps: Mapping[str, SmokeStep]) -> Report:

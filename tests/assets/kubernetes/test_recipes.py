@@ -192,14 +192,19 @@ def test_a_custom_resource_without_the_entries_fails_the_build(tmp_path: Path) -
     assert "initContainers" in done.stderr
 
 
-def test_the_daemonset_reads_the_vllm_of_its_own_node() -> None:
+def test_the_daemonset_sees_the_nodes_processes_and_names_and_nothing_more() -> None:
     ((_, _, pod),) = labelled(built("daemonset"))
-    env = headroom(pod)["env"]
-    names = [variable["name"] for variable in env]
+    container = headroom(pod)
+    folders = {volume["hostPath"]["path"] for volume in pod["volumes"]}
+    (monitor,) = (each for each in built("daemonset") if each["kind"] == "PodMonitor")
 
     assert pod["hostPID"] is True
-    assert names.index("NODE") < names.index("HEADROOM_ENGINE_URL"), "a variable is known to those after it"
-    assert env[names.index("NODE")]["valueFrom"] == {"fieldRef": {"fieldPath": "status.hostIP"}}
+    assert not {"hostNetwork", "hostIPC", "serviceAccountName"} & pod.keys()
+    assert pod["automountServiceAccountToken"] is False
+    assert folders == {"/var/log/pods", "/var/lib/vllm-headroom"}
+    assert [mount["mountPath"] for mount in container["volumeMounts"] if mount.get("readOnly")] == ["/var/log/pods"]
+    assert {"name": "HEADROOM_ENGINES", "value": "node"} in container["env"]
+    assert monitor["spec"]["podMetricsEndpoints"][0]["honorLabels"] is True
 
 
 SPEC: Final = re.compile(r"([a-z_]+)(?:\{([a-z_]+)=([a-z]+)\})?")

@@ -162,7 +162,7 @@ class World:
 
     def build_engine(self, located: LocatedEngine, gpus: SharedGpus) -> EngineParts:
         engine = self.engines[int(located.name.text[-1])]
-        watch = build_engine_watch(self.build_parts(engine.number, gpus), Settings(), NO_MODEL)
+        watch = build_engine_watch(self.build_parts(engine.number, gpus), Settings(), NO_MODEL, None)
         return EngineParts(watch=watch, resources=(engine,))
 
     async def tick(self, times: int = 1) -> None:
@@ -195,9 +195,8 @@ def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
 def test_the_page_is_the_union_of_what_each_engines_own_daemon_exports() -> None:
     async def compare() -> None:
         world = World(locate(1), locate(2))
-        alone = {
-            number: build_engine_watch(world.build_parts(number, Gpus()), Settings(), NO_MODEL) for number in (1, 2)
-        }
+        parts = {number: world.build_parts(number, Gpus()) for number in (1, 2)}
+        alone = {number: build_engine_watch(parts[number], Settings(), NO_MODEL, None) for number in parts}
         for _ in range(3):
             for watch in alone.values():
                 await watch.sample()

@@ -1,0 +1,120 @@
+"""Checks of a daemon that watches several engines: which there are, and each one's page."""
+
+import asyncio
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+from vllm_headroom.daemon.parts import build_page_reader
+from vllm_headroom.model import EnginePage, Failure
+from vllm_headroom.parse.engines import explain_empty_page
+from vllm_headroom.scrape.pods import POD_LOGS
+from vllm_headroom.scrape.proc.files import has_host_pids
+from vllm_headroom.scrape.proc.node import LocatedEngine
+from vllm_headroom.vocabulary import EngineKind
+from vllm_headroom_tools.doctor import gpus, port
+from vllm_headroom_tools.doctor.fixes import (
+    POD,
+    SEE_HOST_PIDS,
+    Check,
+    Fix,
+    Status,
+    find_engine_fixes,
+    look,
+    put,
+)
+from vllm_headroom_tools.look import LOOK_SECONDS, fetch_engines, locate_engines
+from vllm_headroom_tools.settings import ModelSettings
+
+KIND_TEXTS: Final = {
+    EngineKind.WATCHED: "watched",
+    EngineKind.OWN_SIDECAR: "left to their own sidecar",
+    EngineKind.UNREADABLE: "unreadable",
+}
+
+SEE_POD_LOGS: Final = put(
+    POD,
+    "volumes: [{name: pod-logs, hostPath: {path: /var/log/pods}}]",
+    "containers:",
+    "- name: headroom",
+    "  volumeMounts: [{name: pod-logs, mountPath: /var/log/pods, readOnly: true}]",
+)
+REACH_IT: Final = put(
+    "in the NetworkPolicies of vLLM's namespace", "# let the daemon's pod connect to vLLM's port"
+)
+
+
+async def examine_node(settings: ModelSettings, proc: Path, sys: Path) -> dict[str, Check]:
+    """Return the result of each check by name, with one check for each watched engine."""
+    located = await locate_engines(settings, proc)
+    watched = [engine for engine in located if engine.kind is EngineKind.WATCHED]
+    first_url = watched[0].page_url if watched else settings.engine_url
+    survey, listening, state, pages = await asyncio.gather(
+        look(settings.model_copy(update={"engine_url": first_url}), proc, sys),
+        port.check_listen_port(
+            settings.listen_host, settings.listen_port, settings.web_config_file
+        ),
+        port.check_state_dir(settings.state_dir),
+        asyncio.gather(*(_fetch(settings, engine) for engine in watched)),
+    )
+    checks = {"engines": check_engines(located, has_hosts=_sees_all(settings, proc))}
+    for engine, page in zip(watched, pages, strict=True):
+        checks[f"engine {engine.name.text}"] = check_page(engine, page)
+    return {
+        **checks,
+        "nvml": gpus.check_nvml(survey),
+        "gpus": gpus.check_gpus(survey),
+        "listen_port": listening,
+        "state_dir": state,
+    }
+
+
+def _sees_all(settings: ModelSettings, proc: Path) -> bool:
+    """Return whether every engine that is meant can be found."""
+    return settings.engines != "node" or has_host_pids(proc)
+
+
+async def _fetch(settings: ModelSettings, engine: LocatedEngine) -> EnginePage | Failure:
+    timeout_seconds = min(
+        settings.engine_timeout_seconds, settings.sample_interval_seconds, LOOK_SECONDS
+    )
+    reader = build_page_reader(settings, engine.page_url, timeout_seconds=timeout_seconds)
+    return await fetch_engines(reader)
+
+
+def check_engines(located: Iterable[LocatedEngine], *, has_hosts: bool) -> Check:
+    """Check which engines there are; `has_hosts` is whether all of the machine can be found."""
+    engines = tuple(located)
+    counts = [
+        f"{count} {text}"
+        for kind, text in KIND_TEXTS.items()
+        if (count := sum(engine.kind is kind for engine in engines))
+    ]
+    text = ", ".join(counts) or "no engine is found"
+    details = [f"{engine.name.text}: {engine.problem}" for engine in engines if engine.problem]
+    fixes: list[Fix] = []
+    if not has_hosts:
+        details.append("only processes of this pod are visible, so no other pod's engine is found")
+        fixes.append(SEE_HOST_PIDS)
+    if any(engine.name.pod and not engine.name.namespace for engine in engines):
+        details.append(f"{POD_LOGS} shows no names of pods: each is named by its UID")
+        fixes.append(SEE_POD_LOGS)
+    is_complete = bool(engines) and not details
+    return Check(
+        Status.OK if is_complete else Status.MISSING,
+        text,
+        details=tuple(details),
+        fixes=tuple(fixes),
+    )
+
+
+def check_page(engine: LocatedEngine, page: EnginePage | Failure) -> Check:
+    """Check whether the page of a watched engine can be read, and has an engine."""
+    if isinstance(page, Failure):
+        return Check(Status.MISSING, page.message, fixes=find_engine_fixes(page.reason, REACH_IT))
+    if not page.engines:
+        return Check(Status.MISSING, f"{engine.page_url} answers, but {explain_empty_page(page)}")
+    models = sorted({reading.model_name for reading in page.engines if reading.model_name})
+    return Check(
+        Status.OK, f"{engine.page_url} answers: {page.profile}, {', '.join(models) or 'no model'}"
+    )

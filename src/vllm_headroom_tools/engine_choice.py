@@ -1,0 +1,55 @@
+"""Choose one of several engines by the name that --engine gives."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import urlencode
+
+from vllm_headroom_tools.bad_input import BadInput
+
+if TYPE_CHECKING:
+    import httpx
+
+ENGINE_METAVAR: Final = "NAME"
+ENGINE_HELP: Final = "of several engines the one to take: NAMESPACE/POD, its unit or its URL"
+
+MOST_SHOWN: Final = 20
+"""Our choice: how many names a message lists."""
+
+
+def choose_engine(names: Collection[str], wanted: str | None) -> str:
+    """Return the one engine with the wanted name, or the only engine where no name is wanted.
+
+    `names` are the longest names: NAMESPACE/POD/CONTAINER, a unit or a URL. A wanted name may lack
+    the container. Raises BadInput, which lists the names, where there is not exactly one.
+    """
+    matches = [
+        name for name in names if wanted is None or name == wanted or name.startswith(f"{wanted}/")
+    ]
+    if len(matches) == 1:
+        return matches[0]
+    if not names:
+        raise BadInput("no engine is watched here")
+    shown_names = sorted(matches or names)
+    listed = ", ".join(shown_names[:MOST_SHOWN])
+    if len(shown_names) > MOST_SHOWN:
+        listed += f" and {len(shown_names) - MOST_SHOWN} more"
+    if wanted is None or matches:
+        raise BadInput(f"several engines are watched: choose one with --engine: {listed}")
+    raise BadInput(f"no engine {wanted!r} is watched; there are: {listed}")
+
+
+def name_labels(labels: Mapping[str, Any]) -> str:
+    """Return the longest name of an engine by its labels, as series and documents have them."""
+    if labels.get("pod"):
+        parts = (labels.get("namespace"), labels["pod"], labels.get("container"))
+        return "/".join(str(part) for part in parts if part)
+    return str(labels.get("unit") or labels.get("engine_url") or "")
+
+
+def add_engine(url: httpx.URL, name: str | None) -> httpx.URL:
+    """Return the URL of a sidecar's page about one engine; unchanged without a name."""
+    if name is None:
+        return url
+    return url.copy_with(query=urlencode({"engine": name}).encode())
