@@ -11,6 +11,7 @@ from typing import Final
 
 MIB: Final = 2**20
 GIB: Final = 2**30
+GIGABYTE: Final = 10**9
 HOUR_SECONDS: Final = 3600.0
 DAY_SECONDS: Final = 24 * HOUR_SECONDS
 

@@ -8,7 +8,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from vllm_headroom.derive.configured import OFFLOAD_FACTOR
-from vllm_headroom.units import GIB, format_gib
+from vllm_headroom.units import GIB, GIGABYTE, format_gib
 from vllm_headroom_tools.sizing.assumptions import assume_start
 from vllm_headroom_tools.sizing.checks import (
     CheckName,
@@ -25,9 +25,6 @@ from vllm_headroom_tools.sizing.estimate import (
     estimate_outside,
 )
 from vllm_headroom_tools.sizing.question import SAFE_UTILIZATION, Question, find_problem
-
-GIGABYTE: Final = 10**9
-"""The unit of a card's label."""
 
 
 def list_unknown(estimate: MemoryEstimate) -> list[str]:

@@ -6,7 +6,7 @@ from typing import Final
 from msgspec import Struct
 
 from vllm_headroom.inputs import describe_unknown
-from vllm_headroom.units import MIB, RefusedError
+from vllm_headroom.units import GIB, GIGABYTE, MIB, RefusedError
 
 
 class Card(Struct, frozen=True, kw_only=True):
@@ -38,20 +38,26 @@ TOTALS_MIB: Final = {
     "A40": 46068,
     "A100-40GB": 40960,
     "A100-80GB": 81920,
+    "A800-80GB": 81920,
     "L4": 23034,
+    "L20": 46068,
     "L40": 46068,
     "L40S": 46068,
     "H20": 97871,
     "H100": 81559,
+    "H800": 81559,
     "H100 NVL": 95830,
     "GH200": 97871,
     "H200": 143771,
+    "H200 NVL": 143771,
     "B200": 183359,
     "GB200": 189471,
     "B300": 275040,
     "GB300": 284208,
     "RTX 3090": 24576,
+    "RTX 4080": 16376,
     "RTX 4090": 24564,
+    "RTX 5080": 16303,
     "RTX 5090": 32607,
     "RTX A6000": 49140,
     "RTX 6000 Ada": 49140,
@@ -86,11 +92,26 @@ CARDS: Final = _list_cards()
 
 MAKERS_WORDS: Final = re.compile(
     "nvidia|amd|instinct|geforce|tesla|rtx|gpu|tensor|core|sxm\\d?|pcie|oam|hbm\\de?"
-    "|blackwell|server|workstation|edition|generation|dgx|spark"
+    "|blackwell|server|workstation|max|q|edition|generation"
 )
 """Words of a card's full name, as NVML shows it, by which kinds of equal memory differ."""
 
-COUNTED_NAME: Final = re.compile(r"(?:(\d{1,5}) ?[xX*] ?)?(\S.*)", re.ASCII | re.DOTALL)
+OTHER_NAMES: Final = {"dgxspark": "GB10", "spark": "GB10"}
+"""Names of machines that have one kind of card."""
+
+COUNTED_NAME: Final = re.compile(r"([0-9]{1,5}) ?[xX\u00d7*] ?(\S.*)", re.DOTALL)
+NAME_WITH_COUNT: Final = re.compile(
+    r"(\S.*?) ?(?:[\u00d7*:]|(?<![tT])[xX]) ?([0-9]{1,5})", re.DOTALL
+)
+"""A number of cards before or after the name; the X of RTX 5090 is no sign of it."""
+
+LABEL_LOW: Final = 0.9
+LABEL_HIGH: Final = 1.1
+"""How far the size in a name may be from the card's: below its GiB, and above its GB."""
+
+SYSTEM_SIZED: Final = "GH200"
+"""The size in this name is that of the processor's memory."""
+
 MEMORY_WORD: Final = re.compile(r"\d+g(?:i?b)?", re.ASCII)
 
 
@@ -99,34 +120,54 @@ def parse_gpus_by_name(text: str) -> GpuChoice:
 
     A card's name may be written as NVML shows it, such as "NVIDIA H100 80GB HBM3".
     """
-    match = COUNTED_NAME.fullmatch(text.strip())
-    if match is None:
+    name = text.strip()
+    if not name:
         raise RefusedError("it names no card")
-    card = _find_card(match[2])
     count = None
-    if match[1] is not None:
-        count = int(match[1])
-        if count == 0:
-            raise RefusedError("it is no card")
-    return GpuChoice(card=card, count=count)
+    counted_name = COUNTED_NAME.fullmatch(name)
+    name_with_count = NAME_WITH_COUNT.fullmatch(name)
+    if counted_name is not None:
+        count = int(counted_name[1])
+        name = counted_name[2]
+    elif name_with_count is not None:
+        name = name_with_count[1]
+        count = int(name_with_count[2])
+    if count == 0:
+        raise RefusedError("it is no card")
+    return GpuChoice(card=_find_card(name), count=count)
 
 
 def _find_card(text: str) -> Card:
     """Return the card of this name; raise RefusedError for an unknown or ambiguous one."""
     key = _build_key(text)
     by_key = {_build_key(card.name): card for card in CARDS}
+    if key in OTHER_NAMES:
+        key = _build_key(OTHER_NAMES[key])
     if key in by_key:
         return by_key[key]
     # The name of a kind with one size may have the size in it.
     words = [word for word in _split_words(text) if not MEMORY_WORD.fullmatch(word)]
     key_without_size = "".join(words)
     if key_without_size in by_key:
-        return by_key[key_without_size]
+        card = by_key[key_without_size]
+        if _has_size(card, text):
+            return card
     sizes = [card.name for card in CARDS if key and _build_key(card.name).startswith(f"{key}")]
     if len(sizes) > 1 and all("GB" in name for name in sizes):
         raise RefusedError(f"there are {' and '.join(sizes)}")
     hint = describe_unknown(text, [card.name for card in CARDS], "a card that is known here")
     raise RefusedError(f"{hint.removesuffix(', see --help')}; else --gpu-memory SIZE")
+
+
+def _has_size(card: Card, text: str) -> bool:
+    """Return whether the size in a card's name, where there is one, may be this card's."""
+    for word in _split_words(text):
+        if MEMORY_WORD.fullmatch(word) and card.name != SYSTEM_SIZED:
+            label = int(word.rstrip("gib"))
+            low = LABEL_LOW * card.memory_bytes / GIB
+            high = LABEL_HIGH * card.memory_bytes / GIGABYTE
+            return low <= label <= high
+    return True
 
 
 def _build_key(text: str) -> str:

@@ -27,6 +27,10 @@ from vllm_headroom_tools.sizing.cards import CARDS, parse_gpus_by_name
         ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX PRO 6000", 97887),
         ("AMD Instinct MI300X", "MI300X", 196592),
         ("GB10", "GB10", 122_572),
+        ("DGX Spark", "GB10", 122_572),
+        ("NVIDIA GH200 480GB", "GH200", 97871),
+        ("B200 180GB", "B200", 183359),
+        ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", "RTX PRO 6000", 97887),
     ],
 )
 def test_a_card_has_its_memory_under_all_its_names(text: str, name: str, total_mib: int) -> None:
@@ -35,7 +39,9 @@ def test_a_card_has_its_memory_under_all_its_names(text: str, name: str, total_m
     assert (choice.card.name, choice.card.memory_bytes, choice.count) == (name, total_mib * MIB, None)
 
 
-@pytest.mark.parametrize("text", ["8xH200", "8x H200", "8 x H200", "8*h200", "8X NVIDIA H200"])
+@pytest.mark.parametrize(
+    "text", ["8xH200", "8x H200", "8 x H200", "8*h200", "8X NVIDIA H200", "H200x8", "H200:8", "8\u00d7H200", "H200 x 8"]
+)
 def test_a_number_of_cards(text: str) -> None:
     choice = parse_gpus_by_name(text)
 
@@ -46,6 +52,7 @@ def test_a_number_of_cards(text: str) -> None:
     ("text", "problem"),
     [
         ("A100", "there are A100-40GB and A100-80GB"),
+        ("H100 96GB", "H100 96GB: not a card that is known here, did you mean H100"),
         ("H101", "H101: not a card that is known here, did you mean H100?; else --gpu-memory SIZE"),
         ("0xH100", "it is no card"),
         ("", "it names no card"),

@@ -20,10 +20,10 @@ def _counter(field: str, *names: str) -> Fact:
 
 
 GROUPED_MODELS: Final = re.compile(
-    r"gemma-?[234]|gpt-oss|llama-?4|command-(?:r7b|a)|cohere2|exaone-?4|olmo-?3|mimo-v2|laguna"
-    r"|qwen-?3[._-]?(?:next|5|6|8)|nemotron-?(?:h|nano-\db?-v2|nano-9b|3)|granite-?4|jamba|falcon-?h1"
-    r"|bamba|zamba|plamo-?2|minimax-(?:text|m1)|lfm2|kimi-(?:linear|k3)|deepseek-v4|step-3\.\d"
-    r"|phi-?4-mini-flash|ministral-8b|phi-?3-small",
+    r"gemma-?[234](?!\d*b)|gpt-oss|llama-?4(?!\d|-?bit)|command-(?:r7b|a)|cohere2|exaone-?4|olmo-?3"
+    r"|mimo-v2|laguna|qwen-?3(?:[._-]next|[._][5-9](?!b))|nemotron-?(?:h\b|nano-9b|nano-12b|3)"
+    r"|granite-?4|jamba|falcon-?h1|bamba|zamba|plamo-?[23]|minimax-(?:text|m1)|lfm2"
+    r"|kimi-(?:linear|k3)|deepseek-v4|step-3\.\d|phi-?4-mini-flash|ministral-8b|phi-?3-small",
     re.IGNORECASE,
 )
 """Families of models with layers of several kinds: a window, a state, or every token. vLLM gives
