@@ -217,9 +217,10 @@ def _note_memory_outside(estimate: MemoryEstimate) -> Iterator[str]:
             " drop the page cache while it loads."
         )
         return
-    if question.gpu_memory_bytes is None or estimate.budget_bytes is None:
+    visible = estimate.visible
+    if visible is None or estimate.budget_bytes is None:
         return
-    beside_budget_bytes = question.gpu_memory_bytes - estimate.budget_bytes
+    beside_budget_bytes = visible.high - estimate.budget_bytes
     if estimate.outside.low <= beside_budget_bytes < estimate.outside.high:
         yield (
             f"Beside its budget vLLM takes {format_range(estimate.outside)} GiB of the card,"

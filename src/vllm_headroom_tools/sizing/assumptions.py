@@ -232,6 +232,12 @@ def _assume_non_torch(question: Question) -> Assumption:
     Of a group of GPUs that is mostly the buffers of all-reduce. The last stage of a pipeline, or
     the only one, also loads the sampler's library.
     """
+    if question.data_parallel_size > 1 and question.shape.experts_per_token > 1:
+        return Assumption(
+            range=Range(low=0.05 * GIB, high=9.0 * GIB),
+            origin=Origin.REPORTS,
+            evidence="buffers of all-to-all between engines: 4.5 and 8.8 GiB",
+        )
     if question.tensor_parallel_size == 1:
         if _is_measured_start(question):
             low = 0.05 if question.pipeline_parallel_size > 1 else 0.22

@@ -171,8 +171,8 @@ def estimate_other_overhead(question: Question, assumptions: StartAssumptions) -
 
     That is what libraries and communication take during the profile run, the experts' workspace for
     the tokens of a batch (vLLM, v1/worker/workspace.py), with the second model runner the sampler's
-    PENALTY_BYTES for each sequence and token of the vocabulary, and what the driver may keep of the
-    card, since the budget is a share of the rest.
+    PENALTY_BYTES for each sequence and token of the vocabulary, and by how much the budget may be
+    smaller, since it is a share of what CUDA sees.
     """
     experts_bytes = _estimate_forward(question, question.shape.hidden_size or 0).workspace_bytes
     # Some kernels give it back after the pass.
@@ -182,8 +182,10 @@ def estimate_other_overhead(question: Question, assumptions: StartAssumptions) -
         sampler_bytes = question.max_num_seqs * (question.shape.vocabulary or 0) * PENALTY_BYTES
         # Neither the first runner nor a model that pools has this table.
         sampler = Range(low=0.0, high=sampler_bytes)
-    reserved = assumptions.driver_reserved.range.scale(question.gpu_memory_utilization)
-    return assumptions.non_torch.range + experts + sampler + reserved
+    reserved = assumptions.driver_reserved.range
+    uncertain_bytes = question.gpu_memory_utilization * (reserved.high - reserved.low)
+    uncertain_budget = Range(low=0.0, high=uncertain_bytes)
+    return assumptions.non_torch.range + experts + sampler + uncertain_budget
 
 
 def estimate_host(question: Question) -> Range:
@@ -245,7 +247,8 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
     bytes_per_token: int
     engine_bytes_per_token: int
     weights_bytes: int | None
-    # vLLM's share of the card; None, too, where the KV cache's size is set instead.
+    # vLLM's share of what CUDA sees of the card, at most; None, too, where the KV cache's size is
+    # set instead.
     budget_bytes: float | None
     activations: Range | None
     # Libraries, communication, the experts' workspace, the sampler and the driver's part.
@@ -372,7 +375,8 @@ def estimate_memory(question: Question) -> MemoryEstimate:
     context_ranks = question.decode_context_parallel_size
     budget_bytes = None
     if question.gpu_memory_bytes is not None and question.kv_cache_memory_bytes is None:
-        budget_bytes = question.gpu_memory_bytes * question.gpu_memory_utilization
+        visible_bytes = question.gpu_memory_bytes - assumptions.driver_reserved.range.low
+        budget_bytes = visible_bytes * question.gpu_memory_utilization
     estimate = MemoryEstimate(
         question=question,
         assumptions=assumptions,

@@ -341,7 +341,7 @@ def test_options_without_memory_are_listed_as_not_counted(capsys: Capsys) -> Non
         (
             ("--gpu-memory", "24GiB", "--gpu-memory-utilization", "0.98", "--max-model-len", "256"),
             0,
-            "Beside its budget vLLM takes 0.10 to 0.60 GiB of the card, and 0.48 GiB are left for that.",
+            "Beside its budget vLLM takes 0.10 to 0.60 GiB of the card, and 0.47 GiB are left for that.",
         ),
         (("--max-model-len", "256"), 2, "Cannot tell whether it fits: not known is the card (--gpu or --gpu-memory)."),
     ],
