@@ -236,7 +236,7 @@ def test_whatever_a_reader_raises_costs_its_own_source(
                 with broken(function):
                     result = await sampler.tick()
                 up = values(result.published.samples, catalog.SOURCE_UP)
-                failed = {source for source in Source if not up[(str(source),)]}
+                failed = {Source(source) for (source,), value in up.items() if not value}
                 assert failed <= find_sources(function), (function, error)
 
     functions = list_called(lambda: asyncio.run(tick_twice()))
