@@ -25,6 +25,12 @@ ASSIGNMENT: Final = re.compile(r"([A-Za-z_]\w*)=(.*)", re.ASCII | re.DOTALL)
 VARIABLE: Final = re.compile(r"\$(?:\{(\w+)(?::?-([^}]*))?\}|\((\w+)\)|(\w+))", re.ASCII)
 """A variable of a shell, with its default, or of a manifest, $(NAME)."""
 
+WHOLE_VARIABLE: Final = re.compile(r"\$(?:(\w+)|\{(\w+)(?:\[[@*]\])?\})", re.ASCII)
+"""A word that is one variable, or all of a shell's array."""
+
+ARRAY: Final = re.compile(r"^\s*(\w+)\+?=\(([^()]*)\)", re.ASCII | re.MULTILINE)
+"""An array of a shell, which may go over several lines."""
+
 IMAGE: Final = re.compile(
     r"(?![-/~.])[^=\s]*/[^=\s]*vllm[^=\s]*|vllm[\w.-]*:[^/\s]+", re.IGNORECASE
 )
@@ -137,7 +143,10 @@ def _read_text(text: str, name: str) -> list[str]:
     if containers:
         raise BadOptions(f"{name}: none of its containers runs vLLM")
     variables: dict[str, str] = {}
-    for line in re.sub(r"\\\r?\n", " ", text).splitlines():
+    for array_name, content in ARRAY.findall(text):
+        lines = [line.partition(" #")[0] for line in content.splitlines()]
+        variables[array_name] = " ".join([variables.get(array_name, ""), *lines]).strip()
+    for line in re.sub(r"\\\r?\n", " ", ARRAY.sub("", text)).splitlines():
         try:
             words = shlex.split(line, comments=True)
         except ValueError as error:
@@ -253,7 +262,7 @@ def _find_options(words: Sequence[str], variables: Mapping[str, str], name: str)
     for word in words[start:]:
         if LINE_END.fullmatch(word):
             break
-        options.append(_expand(word, variables))
+        options += _expand_word(word, variables)
     if options and not options[0].startswith("-"):
         return [f"--model={options[0]}", *options[1:]]
     return options
@@ -280,6 +289,19 @@ def _find_start(words: Sequence[str]) -> int | None:
         if IMAGE.fullmatch(word):
             return index + 1
     return None
+
+
+def _expand_word(word: str, variables: Mapping[str, str]) -> list[str]:
+    """Return a word with its variables' values; a variable with several options becomes words."""
+    variable = WHOLE_VARIABLE.fullmatch(word)
+    if variable is not None:
+        value = variables.get(variable[1] or variable[2], "")
+        if value.startswith("-"):
+            try:
+                return [_expand(part, variables) for part in shlex.split(value)]
+            except ValueError:
+                return [value]
+    return [_expand(word, variables)]
 
 
 def _expand(word: str, variables: Mapping[str, str]) -> str:

@@ -67,12 +67,30 @@ docker run --gpus all -e A=1 vllm/vllm-openai:latest --model Qwen/Qwen3-32B \\
     -tp 2 && echo "it's up"
 """
 
+ARRAYS = """\
+export MODEL=Qwen/Qwen3-32B
+LENGTH="--max-model-len 8192"
+RANKS=(
+  -tp  # two of them
+  2
+)
+vllm serve "$MODEL" $LENGTH "${RANKS[@]}" &
+"""
+
+UNIT = """\
+[Service]
+Environment=HF_HOME=/data
+ExecStart=/opt/vllm/bin/vllm serve Qwen/Qwen3-32B --max-model-len 8192 \\
+  -tp 2
+Restart=always
+"""
+
 QUOTED = (
     "HF_HOME=/x CUDA_VISIBLE_DEVICES=0,1 python3 -m vllm.entrypoints.openai.api_server --model Qwen/Qwen3-32B -tp 2"
 )
 
 
-@pytest.mark.parametrize("text", [DEPLOYMENT, COMPOSE, SHELL, SCRIPT])
+@pytest.mark.parametrize("text", [DEPLOYMENT, COMPOSE, SHELL, SCRIPT, ARRAYS, UNIT])
 def test_a_script_or_a_manifest_has_the_line(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "start with a space"
     file.write_text(text)
