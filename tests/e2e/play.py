@@ -143,6 +143,13 @@ ILL: Final[Sequence[Situation]] = (
         engines=replicas(1, at_work(10), down(80, "gone")),
     ),
     Situation(
+        name="three of four vanish with their sidecars and requests queue in the fourth",
+        engines=[
+            *replicas(3, *until_gone(at_work(20))),
+            *(replace(engine, name="llama-3") for engine in replicas(1, *rest(at_work(20), at_work(60, waiting=80)))),
+        ],
+    ),
+    Situation(
         name="the only one hangs",
         engines=replicas(1, at_work(10), Phase(minutes=80, state="stalled", running=20)),
     ),
@@ -172,6 +179,13 @@ WELL: Final[Sequence[Situation]] = (
                 replace(engine, name=f"{engine.name}-new")
                 for engine in replicas(16, *rest(gone(minutes=12), down(2), loading(33)))
             ),
+        ],
+    ),
+    Situation(
+        name="scaled from four to one, which has no queue",
+        engines=[
+            *replicas(3, *until_gone(at_work(20))),
+            *(replace(engine, name="llama-3") for engine in replicas(1, *rest(at_work(20), at_work(60, waiting=2)))),
         ],
     ),
     Situation(name="scaled to zero after ten idle minutes", engines=replicas(2, *until_gone(at_work(10), idle(11)))),
