@@ -188,6 +188,21 @@ def test_no_secret_and_no_prompt_reaches_the_record() -> None:
         assert secret not in repr(start)
 
 
+def test_names_of_processes_and_functions_are_names() -> None:
+    text = (
+        f"{VLLM_0_19}Traceback (most recent call last):\n"
+        '  File "/x/vllm/a.py", line 1, in my-password-hunter2\n'
+        "ValueError: x\n"
+        + json.dumps({"processName": "hunter2 \x1b[2J", "message": "MemoryError"})
+        + "\n"
+        + json.dumps({"processName": "EngineCore_1", "message": "Killed"})
+    )
+    start = read_start(text)
+
+    assert "hunter2" not in repr(start)
+    assert start.failures[-1].process == "EngineCore_1"
+
+
 def test_arguments_of_a_namespace_are_read() -> None:
     arguments = read_arguments("Namespace(host=None, api_key='k', model='a/b', max_num_seqs=64, x='a, b=1')")
 

@@ -94,6 +94,9 @@ EXCEPTION_FIELDS: Final = ("exc_info", "exception", "stack_trace")
 TIME_FIELDS: Final = ("time", "timestamp", "@timestamp", "asctime", "ts")
 PROCESS_FIELDS: Final = ("processName", "process_name", "process")
 
+PROCESS_NAME: Final = re.compile(r"[A-Za-z][\w.:-]{0,60}", re.ASCII)
+"""The name of a process; any other text of these fields may be anything."""
+
 # What engines put before a message.
 
 LABEL: Final = r"\(([A-Za-z][\w.:-]{0,60})(?: rank=\d+)?(?: pid=(\d+))(?:, ip=[\w.:]+)?\) ?"
@@ -196,7 +199,9 @@ class LineReader:
         seconds = (None if moment is None else read_time(moment)) or seconds
         if "__REALTIME_TIMESTAMP" in document:
             seconds = _read_microseconds(document["__REALTIME_TIMESTAMP"]) or seconds
-        process = _find_text(document, PROCESS_FIELDS) or process
+        name = _find_text(document, PROCESS_FIELDS)
+        if name is not None and PROCESS_NAME.fullmatch(name):
+            process = name
         # docker's JSON: a line that it cut has no end.
         if "stream" in document and "log" in document:
             joined = self._join(

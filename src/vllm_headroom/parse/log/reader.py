@@ -64,7 +64,7 @@ ENGINE_CONFIG: Final = re.compile(
 ARGUMENTS: Final = re.compile(r"(?:non-default )?args: (?=\{|Namespace\()(.*)")
 SGLANG_ARGUMENTS: Final = re.compile(r"server_args=(ServerArgs\(.*)")
 TENSORRT_VERSION: Final = re.compile(r"TensorRT-LLM version: (\S{1,60})")
-FRAME: Final = re.compile(r'File "([^"]{1,400})", line (\d{1,7}), in (\S{1,100})')
+FRAME: Final = re.compile(r'File "([^"]{1,400})", line (\d{1,7}), in ([\w.<>]{1,100})')
 ENGINE_FILE: Final = re.compile(r"(?:^|/)((?:vllm|sglang|tensorrt_llm)/[\w./-]+)$")
 EXCEPTION: Final = re.compile(
     r"((?:[A-Za-z_]\w{0,60}\.){0,8})([A-Z]\w{0,60}(?:Error|Exception|Exit|Interrupt)|Exception)"
