@@ -397,6 +397,12 @@ ENGINE_STARTUP: Final = _declare_gauge(
     "What the engine's own log reported at its last start, per GPU (the largest rank): weights,"
     " activations, non_torch, cuda_graphs, kv_cache.",
 )
+ENGINE_REFUSED: Final = _declare_gauge(
+    "engine_refused_bytes",
+    (),
+    "The allocation of GPU memory that was refused before the last exit, by the engine's own log;"
+    " absent once it serves again.",
+)
 
 HOST_MEMORY: Final = _declare_gauge(
     "host_memory_bytes",

@@ -17,7 +17,7 @@ from vllm_headroom.derive.leak.leak import LeakMemory, derive_leaks
 from vllm_headroom.derive.per_request import Baselines, derive_baseline, derive_per_request
 from vllm_headroom.derive.prefix_cache import PrefixCacheState, derive_prefix_cache
 from vllm_headroom.derive.readings import derive_engine_state, derive_readings
-from vllm_headroom.derive.startup import derive_startup
+from vllm_headroom.derive.startup import derive_refusal, derive_startup
 from vllm_headroom.model import Sample, Snapshot, TokenBytes
 
 State = TypeVar("State")
@@ -73,6 +73,7 @@ def build_derivations(
         make_stateless("readings", derive_readings),
         make_stateless("engine_state", derive_engine_state),
         make_stateless("startup", derive_startup),
+        make_stateless("refusal", derive_refusal),
         Derivation(name="allocator", initial=Counts(), step=derive_counters),
         make_stateless("discrepancy", partial(derive_discrepancy, configured_bytes=reported_bytes)),
         make_stateless("per_request", derive_per_request),

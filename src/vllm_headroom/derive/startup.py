@@ -1,4 +1,4 @@
-"""What the engine's log says that its parts took at its last start."""
+"""What the engine's log reports about its last start, and about the end before."""
 
 from typing import Final
 
@@ -30,3 +30,14 @@ def derive_startup(snapshot: Snapshot) -> tuple[Sample, ...]:
         if part_bytes is not None and part_bytes >= 0:
             samples.append(Sample(catalog.ENGINE_STARTUP, (str(part),), float(part_bytes)))
     return tuple(samples)
+
+
+def derive_refusal(snapshot: Snapshot) -> tuple[Sample, ...]:
+    """Return the allocation that was refused before the last exit, until the engine serves."""
+    status = snapshot.engine_status
+    if status is None or status.log is None or status.log.failure is None:
+        return ()
+    refusal = status.log.failure.refusal
+    if refusal is None or refusal.asked_bytes is None:
+        return ()
+    return (Sample(catalog.ENGINE_REFUSED, (), float(refusal.asked_bytes)),)

@@ -60,6 +60,7 @@ CONFIGURED = {
     "headroom_allocator_retries_total",
     "headroom_engine_kv_cache_token_used_ratio",
     "headroom_engine_memory_bytes",
+    "headroom_engine_refused_bytes",
     "headroom_engine_startup_bytes",
     "headroom_eviction_requests_total",
     "headroom_gate_open",

@@ -8,12 +8,16 @@ import pytest
 from msgspec.structs import replace
 
 from tests.engine_logs import DEATH, VLLM_0_19, begin
+from tests.samples import values
 from tests.unit.derive.life.watch import BEGAN, REFUSED, Watch, card, exits, serving, working
+from vllm_headroom import catalog
 from vllm_headroom.derive.life.causes import judge_ending
+from vllm_headroom.derive.startup import derive_refusal
 from vllm_headroom.derive.verdicts import judge_snapshot
 from vllm_headroom.model import Diagnosis, Ending, LogEnding, LogReading, Values
 from vllm_headroom.model.gpu import Gpu
 from vllm_headroom.parse.log.reader import read_log
+from vllm_headroom.units import GIB
 from vllm_headroom.vocabulary import EndCause, ExitReason, Sureness
 
 CUDA = "torch.AcceleratorError: CUDA error: an illegal memory access was encountered\n"
@@ -149,6 +153,9 @@ def test_the_verdict_has_the_refused_allocation_until_the_engine_serves_again() 
     for _ in range(20):
         watch.look(REFUSED, processes=(), log=log)
     assert "3.74 GiB were refused on GPU 0" in sentence()
+    assert watch.seen is not None
+    assert values(derive_refusal(watch.seen), catalog.ENGINE_REFUSED) == {(): round(3.74 * GIB)}
     for done in (10, 20, 30):
         watch.look(working(done, started=BEGAN + 9000), log=log)
     assert "refused" not in sentence()
+    assert derive_refusal(watch.seen) == ()
