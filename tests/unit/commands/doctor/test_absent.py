@@ -62,6 +62,7 @@ CONFIGURED = {
     "headroom_engine_memory_bytes",
     "headroom_engine_refused_bytes",
     "headroom_engine_startup_bytes",
+    "headroom_engines",
     "headroom_eviction_requests_total",
     "headroom_gate_open",
     "headroom_last_incident_timestamp_seconds",
