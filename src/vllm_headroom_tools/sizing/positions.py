@@ -15,6 +15,24 @@ VIDEO_FACTOR: Final = 4
 """Positions of a table of a model that reads videos, for each of the model's length (vLLM 0.33,
 layers/rotary_embedding/mrope.py)."""
 
+OTHER_POSITIONS: Final = frozenset(
+    {
+        "bert",
+        "bloom",
+        "gpt2",
+        "gpt_bigcode",
+        "granitemoehybrid",
+        "jamba",
+        "modernbert",
+        "mpt",
+        "nemotron_h",
+        "opt",
+        "roberta",
+        "xlm-roberta",
+    }
+)
+"""Model types without rotary positions, or with small tables of them."""
+
 LENGTHENING_ROTARIES: Final = ("linear", "dynamic", "ntk")
 """Kinds of rotary embedding whose table has `factor` times the model's length."""
 
@@ -28,7 +46,10 @@ def count_position_values(config: Config, head_size: int, windowed_head_size: in
     """
     length = read_integer(config, *MODEL_LENGTH)
     scaling = read_mapping(config, "rope_parameters", "rope_scaling")
-    if length is None or not (scaling or config.get("rope_theta")):
+    model_type = config.get("model_type")
+    if length is None or str(model_type) in OTHER_POSITIONS:
+        return 0
+    if model_type is None and not (scaling or config.get("rope_theta")):
         return 0
     latent_size = read_integer(config, "qk_rope_head_dim")
     by_kind = [part for part in scaling.values() if isinstance(part, dict)]

@@ -118,7 +118,9 @@ def test_an_index_of_another_attention_is_refused() -> None:
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 40_960, 128),
         ({"rope_parameters": {"mrope_section": [24, 20, 20], "rope_type": "default"}}, 4 * 40_960, 128),
         ({"rope_theta": 1e6, "partial_rotary_factor": 0.25}, 40_960, 32),
+        ({"model_type": "llama"}, 40_960, 128),
         ({"rope_scaling": None}, 0, 0),
+        ({"model_type": "gpt2"}, 0, 0),
     ],
 )
 def test_the_table_of_positions_has_a_row_for_each(fields: dict[str, Any], rows: int, values: int) -> None:
