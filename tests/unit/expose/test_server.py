@@ -305,6 +305,22 @@ def test_a_connection_whose_opening_is_cancelled_is_forgotten(made: str, monkeyp
     assert transport.is_aborted == (made == "after")
 
 
+def test_a_connection_that_cannot_be_opened_costs_its_client_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(*_: object, **__: object) -> None:
+        raise IndexError("range")
+
+    async def open_connection() -> int:
+        own = Server(lambda _: respond_text(200, "hello"))
+        with socket.socket() as client, monkeypatch.context() as patch:
+            patch.setattr(type(asyncio.get_running_loop()), "connect_accepted_socket", fail)
+            await own._open(client)
+            return client.fileno()
+
+    with capture_logs() as lines:
+        assert asyncio.run(open_connection()) == -1, "it is closed"
+    assert [line["event"] for line in lines] == ["a connection could not be opened"]
+
+
 def test_an_answer_that_cannot_be_sent_twice_costs_its_client_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """The answer fails half-way, so that the status 500 cannot be sent either; the next client is answered."""
     answer = server.Connection.answer

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import ssl
 from pathlib import Path
 
 import pytest
 
+from vllm_headroom.expose.web import door
 from vllm_headroom.expose.web.config import CLIENT_AUTH, HEADERS, WebConfig, WebConfigError, read_web_config
 from vllm_headroom.yaml_file import MAX_FILE_BYTES, MOST_ENTRIES
 
@@ -55,6 +57,32 @@ BOMB = "\n".join(
     (f"a0: &a0 {['x'] * 10}", *(f"a{n}: &a{n} {[f'*a{n - 1}'] * 10}".replace("'", "") for n in range(1, 9)))
 )
 """A gigabyte, where aliases are read."""
+
+
+def test_an_error_while_it_is_read_again_leaves_the_last_version_in_force(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "web.yml"
+    file.write_text(f"basic_auth_users: {{alice: {HASH}}}")
+    own = door.Door(file)
+    loaded = own.loaded
+
+    def fail(*_: object) -> None:
+        raise IndexError("range")
+
+    async def watch() -> None:
+        watching = asyncio.create_task(own.watch(lambda: None))
+        while own.problem is None:
+            assert not watching.done()
+            await asyncio.sleep(0)
+        watching.cancel()
+
+    monkeypatch.setattr(door, "RELOAD_SECONDS", 0.0)
+    monkeypatch.setattr(door, "_reload", fail)
+    asyncio.run(watch())
+
+    assert own.loaded is loaded
+    assert own.problem == "it cannot be understood (IndexError)"
 
 
 TOO_MANY = f"it is not YAML (more than {MOST_ENTRIES} lines and commas are not read)"

@@ -297,6 +297,19 @@ def test_the_other_commands_take_the_file(words: tuple[str, ...], leaked: Path) 
     assert read_data(process.stdout)
 
 
+def test_a_start_in_milliseconds_is_no_fault(tmp_path: Path) -> None:
+    """Some engines report process_start_time_seconds so, and the daemon writes it to its incident."""
+    file = tmp_path / "2026-01-01T00-00-00Z.jsonl"
+    header = {"headroom_trace": 1, "incident": {"t": 1.7e9, "what": "ended", "reason": "restarted"}}
+    engine = {"model_name": "m", "engine": "0", "running": 1.0, "started_at": 1.7e12}
+    records = [{"t": 1.7e9 + seconds, "gpus": [], "engines": [engine]} for seconds in (-5, 0)]
+    file.write_text("".join(f"{json.dumps(line)}\n" for line in (header, *records)))
+
+    process = run_command("postmortem", str(file))
+
+    assert (process.returncode, process.stderr) == (0, "")
+
+
 @pytest.mark.parametrize("name", ["reason", "what", "cause", "sure", "state", "version", "sentence", "log", "\udc80"])
 @pytest.mark.parametrize("words", [(), ("--json",)])
 def test_a_lone_surrogate_in_an_incident_is_no_fault(name: str, words: tuple[str, ...], tmp_path: Path) -> None:

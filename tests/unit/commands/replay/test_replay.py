@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import subprocess
@@ -311,6 +312,18 @@ def test_the_picture_shows_free_memory_and_the_way_to_zero(tmp_path: Path, leak:
     assert 'class="ahead"' in drawn
     begins, ends, *load = re.findall(r">([\d :-]+Z)</text>", drawn)
     assert load == [begins, ends], "both boxes have the same time"
+
+
+def test_the_picture_of_a_trace_from_1970_to_the_year_9999_is_drawn(tmp_path: Path) -> None:
+    file = tmp_path / "far.svg"
+    used_bytes = itertools.count(40 * 2**30, 2**21)
+    records = [sample(seconds, next(used_bytes)) for seconds in (0.0, 253_402_300_799.0) * 100]
+
+    process = replay("-", "--svg", str(file), trace=text(records))
+
+    assert process.returncode == 0
+    assert "Traceback" not in process.stderr
+    ET.fromstring(file.read_text(encoding="utf-8"))  # noqa: S314 - of our own
 
 
 def test_the_picture_has_the_host_where_the_trace_has_it(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fakes.engine_server import Answer, cut, hang, page, reset, with_head
+from tests.fakes.engine_server import Answer, cut, drip, hang, page, reset, with_head
 from tests.unit.commands.smoke.serving import CHAT, COMPLETION, Vllm, error
 from tests.unit.commands.smoke.smoking import smoke
 from vllm_headroom_tools.conclusion import Conclusion
@@ -73,8 +73,9 @@ def test_anything_else_fails_in_the_servers_words_and_with_what_to_do(vllm: Vllm
     assert words in step.text
 
 
-def test_a_completion_that_stalls_fails_at_its_deadline(vllm: Vllm) -> None:
-    vllm.answers["/v1/completions"] = hang
+@pytest.mark.parametrize("answer", [hang, drip("x" * 9999)], ids=["nothing", "a byte at a time"])
+def test_a_completion_that_stalls_fails_at_its_deadline(vllm: Vllm, answer: Answer) -> None:
+    vllm.answers["/v1/completions"] = answer
 
     step = completion(vllm, "--completion-deadline", "0.5s")
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fakes.engine_server import LOOPBACK, hang, page, reset
+from tests.fakes.engine_server import LOOPBACK, Answer, drip, hang, page, reset
 from tests.fakes.ports import free_port
 from tests.settings import load_as
 from tests.unit.commands.smoke.serving import MODELS, Vllm
@@ -101,8 +101,9 @@ def test_one_that_never_gets_healthy_fails_at_the_deadline_and_is_asked_for_noth
     assert {head.split()[1] for head in vllm.requests} == {"/health"}
 
 
-def test_one_that_stalls_fails_at_the_deadline(vllm: Vllm) -> None:
-    vllm.answers["/health"] = hang
+@pytest.mark.parametrize("answer", [hang, drip("x" * 9999)], ids=["nothing", "a byte at a time"])
+def test_one_that_stalls_fails_at_the_deadline(vllm: Vllm, answer: Answer) -> None:
+    vllm.answers["/health"] = answer
 
     steps = smoke(vllm.url, "--deadline", "0.5s")
 
