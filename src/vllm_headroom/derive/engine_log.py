@@ -101,31 +101,69 @@ def describe_time(time: LogTime) -> str | None:
 def _describe_figures(failure: LogFailure) -> str | None:
     """Return the figures of a message as words; None where they say nothing."""
     figures = failure.figures
-    if failure.kind is LogFailureKind.LITTLE_FREE_MEMORY and "requested_bytes" in figures:
-        gpu = f" on GPU {figures['gpu']:.0f}" if "gpu" in figures else ""
-        free = format_size(figures.get("free_bytes", 0.0))
-        requested = format_size(figures["requested_bytes"])
-        return f"{free} were free{gpu}, and its share is {requested}"
-    if failure.kind is LogFailureKind.CONTEXT_TOO_LONG and "context_tokens" in figures:
-        context = f"{figures['context_tokens']:,.0f} tokens"
-        if "needed_bytes" in figures and "kv_cache_bytes" in figures:
-            needed = format_size(figures["needed_bytes"])
-            room = format_size(figures["kv_cache_bytes"])
-            return f"{context} take {needed}, and the cache has {room}"
-        if "kv_cache_tokens" in figures:
-            return f"{context} are needed, and the cache holds {figures['kv_cache_tokens']:,.0f}"
-    if failure.kind is LogFailureKind.TOO_FEW_STATE_BLOCKS and "state_blocks" in figures:
-        blocks = figures["state_blocks"]
-        return f"{blocks:,.0f} blocks for {figures.get('max_num_seqs', 0):,.0f} requests"
-    if failure.kind is LogFailureKind.BLOCK_BEYOND_BATCH and "batched_tokens" in figures:
-        block_tokens = figures.get("block_tokens", 0)
-        return f"{block_tokens:,.0f} tokens, and a batch has {figures['batched_tokens']:,.0f}"
-    if failure.kind is LogFailureKind.CONTEXT_BEYOND_MODEL and "model_tokens" in figures:
-        context_tokens = figures.get("context_tokens", 0)
-        return f"{context_tokens:,.0f} tokens, and the model has {figures['model_tokens']:,.0f}"
-    if failure.kind is LogFailureKind.MODEL_UNAVAILABLE and "http_status" in figures:
-        return f"its server answered HTTP {figures['http_status']:.0f}"
-    if failure.kind is LogFailureKind.TOO_FEW_GPUS and "available_gpus" in figures:
-        needed_gpus = figures.get("needed_gpus", 0)
-        return f"{needed_gpus:.0f} are needed, {figures['available_gpus']:.0f} are there"
+    for needed_names, text in DETAILS.get(failure.kind, ()):
+        if all(name in figures for name in needed_names):
+            sizes = {name: format_size(value) for name, value in figures.items()}
+            return text.format(size=sizes, count=figures)
     return None
+
+
+DETAILS: Final[Mapping[LogFailureKind, tuple[tuple[tuple[str, ...], str], ...]]] = {
+    LogFailureKind.LITTLE_FREE_MEMORY: (
+        (
+            ("gpu", "free_bytes", "requested_bytes"),
+            (
+                "{size[free_bytes]} were free on GPU {count[gpu]:.0f}, and its share is"
+                " {size[requested_bytes]}"
+            ),
+        ),
+        (
+            ("free_bytes", "requested_bytes"),
+            "{size[free_bytes]} were free, and its share is {size[requested_bytes]}",
+        ),
+    ),
+    LogFailureKind.CONTEXT_TOO_LONG: (
+        (
+            ("context_tokens", "needed_bytes", "kv_cache_bytes"),
+            (
+                "{count[context_tokens]:,.0f} tokens take {size[needed_bytes]}, and the cache has"
+                " {size[kv_cache_bytes]}"
+            ),
+        ),
+        (
+            ("context_tokens", "kv_cache_tokens"),
+            (
+                "{count[context_tokens]:,.0f} tokens are needed, and the cache holds"
+                " {count[kv_cache_tokens]:,.0f}"
+            ),
+        ),
+    ),
+    LogFailureKind.TOO_FEW_STATE_BLOCKS: (
+        (
+            ("state_blocks", "max_num_seqs"),
+            "{count[state_blocks]:,.0f} blocks for {count[max_num_seqs]:,.0f} requests",
+        ),
+    ),
+    LogFailureKind.BLOCK_BEYOND_BATCH: (
+        (
+            ("block_tokens", "batched_tokens"),
+            "{count[block_tokens]:,.0f} tokens, and a batch has {count[batched_tokens]:,.0f}",
+        ),
+    ),
+    LogFailureKind.CONTEXT_BEYOND_MODEL: (
+        (
+            ("context_tokens", "model_tokens"),
+            "{count[context_tokens]:,.0f} tokens, and the model has {count[model_tokens]:,.0f}",
+        ),
+    ),
+    LogFailureKind.MODEL_UNAVAILABLE: (
+        (("http_status",), "its server answered HTTP {count[http_status]:.0f}"),
+    ),
+    LogFailureKind.TOO_FEW_GPUS: (
+        (
+            ("needed_gpus", "available_gpus"),
+            "{count[needed_gpus]:.0f} are needed, {count[available_gpus]:.0f} are there",
+        ),
+    ),
+}
+"""The figures that a message needs, and the text that they give; the first that has all counts."""
