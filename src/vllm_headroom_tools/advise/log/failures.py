@@ -24,6 +24,7 @@ from vllm_headroom_tools.advise.log.facts import (
     fit_context,
     raise_share,
 )
+from vllm_headroom_tools.advise.log.planned import find_enough_gpus, would_start
 from vllm_headroom_tools.advise.rules.capacity import change_share
 from vllm_headroom_tools.advise.settings import Flag
 
@@ -205,14 +206,20 @@ def _shrink_batch(start_facts: StartFacts, failure: LogFailure) -> tuple[Change,
 
 
 def split_weights(start_facts: StartFacts, text: str) -> Change:
-    """Return the change that spreads the model over twice as many GPUs."""
+    """Return the change that spreads the model over as many GPUs as plan says are enough.
+
+    Where plan does not know the model, that is twice as many.
+    """
     now = start_facts.tensor_parallel_size
+    enough_gpus = find_enough_gpus(start_facts)
+    if enough_gpus is not None:
+        text = f"{text}; by plan it starts on {enough_gpus}"
     return Change(
         flag=Flag.TENSOR_PARALLEL_SIZE,
-        value=2 * now,
+        value=enough_gpus or 2 * now,
         now=now,
         text=text,
-        cost="twice the GPUs; a restart",
+        cost="more GPUs; a restart",
     )
 
 
@@ -318,13 +325,17 @@ def _change_for_used_gpu(start_facts: StartFacts, failure: LogFailure) -> tuple[
     if total_bytes and free_bytes is not None:
         # vLLM refuses a share above what is free, and rounds both in its log.
         share = floor(100 * (free_bytes - LOG_ROUNDING_BYTES) / total_bytes) / 100
+        starts = would_start(start_facts, gpu_memory_utilization=share) if share > 0 else False
+        if starts is False:
+            return (MOVE_OTHERS, split_weights(start_facts, "the rest of the GPU is too small"))
+        cost = "a smaller KV cache; a restart"
+        text = f"{format_size(free_bytes)} of {format_size(total_bytes)} were free"
+        if starts:
+            text = f"{text}; by plan it starts with that"
+        else:
+            cost = "a smaller KV cache, or none at all if the model does not fit; a restart"
         lower_share = lower_option(
-            start_facts.facts,
-            Flag.GPU_MEMORY_UTILIZATION,
-            share,
-            f"{format_size(free_bytes)} of {format_size(total_bytes)} were free",
-            "a smaller KV cache, or none at all if the model does not fit beside the others;"
-            " a restart",
+            start_facts.facts, Flag.GPU_MEMORY_UTILIZATION, share, text, cost
         )
     return drop_none(MOVE_OTHERS, lower_share)
 

@@ -233,3 +233,25 @@ def test_another_engine_gets_no_option_of_vllm() -> None:
 
     assert "--mem-fraction-static" in process.stdout
     assert "--gpu-memory-utilization" not in process.stdout
+
+
+def known(log: str) -> str:
+    """Return the log as that of a model that plan knows."""
+    return log.replace("org/m", "Qwen/Qwen3-32B")
+
+
+def test_a_share_with_which_plan_says_that_it_starts_is_advised() -> None:
+    process = advise(known(begin("0.19.0", ", 'gpu_memory_utilization': 0.95, 'max_model_len': 8192") + USED), "--json")
+    changes = read_data(process.stdout)["advice"][0]["changes"]
+
+    assert [change["value"] for change in changes if change["flag"] == "--gpu-memory-utilization"] == []
+    assert [change["value"] for change in changes if change["flag"] == "--tensor-parallel-size"] == [2]
+    assert "by plan it starts on 2" in process.stdout
+
+
+def test_a_share_beside_others_that_is_enough_is_said_to_be() -> None:
+    small = begin("0.19.0", ", 'gpu_memory_utilization': 0.95, 'max_model_len': 8192") + USED
+    process = advise(small.replace("org/m", "Qwen/Qwen3-8B"))
+
+    assert "--gpu-memory-utilization 0.76 (now 0.95)" in process.stdout
+    assert "by plan it starts with that" in " ".join(process.stdout.split())
