@@ -64,7 +64,7 @@ NO_SIDECARS: Final[tuple[dict[str, Any], ...]] = (
 OWN: Final = ("engines", "state_dir", "role", "probe_dir", "evict", "runbooks_url", "listen_port")
 """Settings that the chart sets itself, or that its port would not follow."""
 NO_VALUES: Final = (
-    *((helm.CHART, name) for name in ("sidecar", "addresses", "podMonitor", "networkPolicy")),
+    *((helm.CHART, name) for name in ("mode", "node", "sidecar", "addresses", "podMonitor", "networkPolicy")),
     *((helm.CLUSTER, name) for name in ("addresses", "prometheusRule", "dashboards")),
     (helm.CHART, "networkPolicy.prometheusNamespace"),
     (helm.CLUSTER, "prometheusRule.alerts"),
@@ -383,3 +383,36 @@ def test_what_the_charts_link_to_is_there() -> None:
     assert linked == {Path("files/prometheusrule.yaml"): REPOSITORY / "alerts" / "prometheusrule.yaml"} | {
         Path("files/dashboards") / path.name: path for path in (REPOSITORY / "dashboards").glob("*.json")
     }
+
+
+def test_the_mode_node_is_the_component_node() -> None:
+    found = documents(helm.render(helm.CHART, {"mode": "node"}))
+    component = documents(read_node())
+    pods = [find(each, "DaemonSet")["spec"]["template"]["spec"] for each in (found, component)]
+    (endpoint,) = find(found, "PodMonitor")["spec"]["podMetricsEndpoints"]
+    daemon = find(found, "DaemonSet")
+
+    assert leaves({**pods[0], "initContainers": [], "containers": []}) == leaves(
+        {**pods[1], "initContainers": [], "containers": []}
+    )
+    for kind in ("initContainers", "containers"):
+        ((chart_container,), (component_container,)) = (pod[kind] for pod in pods)
+        usual = {"image", "imagePullPolicy", "resources", "env"}
+        assert {key: value for key, value in chart_container.items() if key not in usual} == {
+            key: value for key, value in component_container.items() if key not in usual
+        }
+        assert sorted(map(str, chart_container.get("env", ()))) == sorted(map(str, component_container.get("env", ())))
+    assert endpoint["honorLabels"] is True
+    selector = find(found, "PodMonitor")["spec"]["selector"]["matchLabels"]
+    assert selector.items() <= daemon["spec"]["template"]["metadata"]["labels"].items()
+    assert [fault for each in found for version in schemas.versions() for fault in schemas.faults(each, version)] == []
+
+
+def read_node() -> str:
+    folder = COMPONENTS / "node"
+    return "---\n".join((folder / name).read_text() for name in ("daemonset.yaml", "podmonitor.yaml"))
+
+
+@pytest.mark.parametrize("sidecar", [{"probe": True}, {"evict": "on"}, {"memoryLimitOf": "vllm"}, {"gpu": "dra"}])
+def test_the_mode_node_refuses_what_is_for_a_sidecar(sidecar: dict[str, Any]) -> None:
+    assert "mode: node" in helm.refusal(helm.CHART, {"mode": "node", "sidecar": sidecar})

@@ -1,5 +1,6 @@
 import asyncio
 import contextlib
+import gc
 import subprocess
 import sys
 import threading
@@ -178,3 +179,15 @@ def test_a_thread_that_cannot_be_started_is_an_error_of_that_call_and_tried_agai
         threading.stack_size(before)
 
     assert asyncio.run(worker.call(lambda: "made", DEADLINE_SECONDS)) == "made"
+
+
+def test_the_thread_of_a_worker_that_nobody_has_any_more_ends() -> None:
+    worker = Worker[int]("forgotten")
+    assert asyncio.run(worker.call(lambda: 1, 30)) == 1
+    (thread,) = (thread for thread in threading.enumerate() if thread.name == "forgotten")
+
+    del worker
+    gc.collect()
+
+    thread.join(30)
+    assert not thread.is_alive()

@@ -24,7 +24,7 @@ from urllib.parse import parse_qs, urlsplit
 MOST_SECONDS: Final = 120
 KINDS: Final = {
     "v1": {"configmaps": "ConfigMap", "secrets": "Secret", "serviceaccounts": "ServiceAccount"},
-    "apps/v1": {"deployments": "Deployment"},
+    "apps/v1": {"daemonsets": "DaemonSet", "deployments": "Deployment"},
     "monitoring.coreos.com/v1": {"podmonitors": "PodMonitor", "prometheusrules": "PrometheusRule"},
     "networking.k8s.io/v1": {"networkpolicies": "NetworkPolicy"},
     "rbac.authorization.k8s.io/v1": {"roles": "Role", "rolebindings": "RoleBinding"},

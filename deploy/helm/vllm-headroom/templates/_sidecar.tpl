@@ -150,7 +150,7 @@ vllm-headroom/release: {{ .Release.Name | quote }}
 {{/* The pods of this release; installed by itself, those that no other release has. */}}
 {{- define "vllm-headroom.selector" -}}
 matchLabels:
-{{- if .Chart.IsRoot }}
+{{- if and .Chart.IsRoot (ne .Values.mode "node") }}
   vllm-headroom: enabled
 matchExpressions:
 - {key: vllm-headroom/release, operator: DoesNotExist}

@@ -16,7 +16,7 @@ from vllm_headroom.scrape.proc.network import Network, format_authority, read_ne
 from vllm_headroom.scrape.proc.owners import Owner, read_owner
 from vllm_headroom.scrape.proc.reader import Scope
 from vllm_headroom.scrape.proc.roots import list_servers
-from vllm_headroom.scrape.proc.servers import Command, find_port, find_server
+from vllm_headroom.scrape.proc.servers import Command, find_default_port, find_port, find_server
 from vllm_headroom.vocabulary import EngineKind
 from vllm_headroom.worker import Worker
 
@@ -227,8 +227,8 @@ class NodeProcesses:
     def _find_port(self, pid: int, command: Command, network: Network | None) -> int | None:
         """Return the port of a server by its command line, else the only one that listens.
 
-        None where both are unknown. The title of a rank hides its command line: then that of the
-        program above it counts.
+        Of several that listen it is the default one; None where none of these is known. The title
+        of a rank hides its command line: then that of the program above it counts.
         """
         entry = self._entries.get(pid)
         parent_command: Command = ()
@@ -244,7 +244,8 @@ class NodeProcesses:
             return port
         if len(listening_ports) == 1:
             return next(iter(listening_ports))
-        return port
+        default_port = find_default_port(command) if command else None
+        return default_port if default_port in listening_ports else port
 
     def _build_name(self, owner: Owner, page_url: str) -> EngineName:
         """Return the names of an engine; `page_url` names one without a pod or unit."""

@@ -156,6 +156,17 @@ def find_server(command: Command) -> ServerKind | None:
     return None
 
 
+def find_default_port(command: Command) -> int | None:
+    """Return the default port of a server by its command line or title; None for no server."""
+    server = find_server(command)
+    if server is not None:
+        return server.default_port
+    for titled_server in SERVERS:
+        if any(command[0].startswith(title) for title, _ in titled_server.titles):
+            return titled_server.default_port
+    return None
+
+
 def _strip_interpreter(command: Command) -> Command:
     """Return the script or module that an interpreter's command line runs, with its arguments.
 

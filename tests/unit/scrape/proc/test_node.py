@@ -77,6 +77,7 @@ def test_an_engine_with_its_own_sidecar_is_left_to_it(node: NodeTree) -> None:
         ((*SERVER, "--port", "9000"), [("0.0.0.0", 9000)], "http://10.244.1.1:9000/metrics"),
         ((*SERVER, "--port", "9000"), [], "http://10.244.1.1:9000/metrics"),
         (("VLLM::APIServer_0",), [("::", 8123)], "http://10.244.1.1:8123/metrics"),
+        (("VLLM::APIServer_0",), [("0.0.0.0", 8000), ("0.0.0.0", 40001)], "http://10.244.1.1:8000/metrics"),
         ((*SERVER, "--config", "f"), [("0.0.0.0", 8123), ("127.0.0.1", 9)], "http://10.244.1.1:8123/metrics"),
         ((*SERVER, "--ssl-keyfile=k"), [("0.0.0.0", 8000)], "https://10.244.1.1:8000/metrics"),
         ((*SERVER,), [("10.9.9.9", 8000)], "http://10.9.9.9:8000/metrics"),
@@ -99,7 +100,7 @@ def test_the_page_is_where_the_command_line_or_the_only_listening_port_says(
     ("command", "listening", "problem"),
     [
         ((*SERVER,), [("127.0.0.1", 8000)], "listens on 127.0.0.1 only"),
-        (("VLLM::APIServer_0",), [("0.0.0.0", 8000), ("0.0.0.0", 8001)], "start it with --port"),
+        (("VLLM::APIServer_0",), [("0.0.0.0", 8002), ("0.0.0.0", 8001)], "start it with --port"),
     ],
 )
 def test_an_engine_that_cannot_be_reached_says_why(
