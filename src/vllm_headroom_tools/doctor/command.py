@@ -9,14 +9,17 @@ from typing import Any, Final
 
 from msgspec.structs import replace
 
+from vllm_headroom.clock import SystemClock
 from vllm_headroom.daemon import logs
 from vllm_headroom.daemon.app import read_version
+from vllm_headroom.daemon.engine_log import EngineLogFollower, build_log_source
 from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.parse.probe import parse_probe
 from vllm_headroom.scrape.probe import ProbeReader
 from vllm_headroom_tools.cli import Command
 from vllm_headroom_tools.conclusion import Conclusion, Finding, Report, find_worst
 from vllm_headroom_tools.doctor import engine, gpus, node, port
+from vllm_headroom_tools.doctor.engine_log import check_log
 from vllm_headroom_tools.doctor.fixes import Check, Fix, Status, look
 from vllm_headroom_tools.look import PROC, SYS
 from vllm_headroom_tools.settings import ModelSettings
@@ -31,6 +34,9 @@ MARKS: Final = {
 VERDICTS: Final = {Status.MISSING: Conclusion.NOT_GOOD, Status.UNKNOWN: Conclusion.CANNOT_TELL}
 INDENT: Final = " " * 9
 """As wide as the mark: lines below a check begin under its name."""
+
+LOG_SECONDS: Final = 4.0
+"""The time for reading the engine's log; the API server may take seconds."""
 
 PROBE_SECONDS: Final = 2.0
 """The time for reading the probe's files."""
@@ -158,7 +164,11 @@ async def examine(settings: ModelSettings, proc: Path = PROC, sys: Path = SYS) -
     probe = None
     if settings.probe_dir:
         probe = ProbeReader(settings.probe_dir, parse=parse_probe)
-    survey, listening, state, trace, files = await asyncio.gather(
+    engine_log = None
+    if settings.engine_log is not None:
+        source = build_log_source(settings.engine_log, settings.engine_container)
+        engine_log = EngineLogFollower(source, SystemClock())
+    survey, listening, state, trace, files, log_reading = await asyncio.gather(
         look(settings, proc, sys),
         port.check_listen_port(
             settings.listen_host, settings.listen_port, settings.web_config_file
@@ -166,6 +176,7 @@ async def examine(settings: ModelSettings, proc: Path = PROC, sys: Path = SYS) -
         port.check_state_dir(settings.state_dir),
         port.check_trace_file(settings.trace_file),
         probe.read(PROBE_SECONDS) if probe else asyncio.sleep(0, None),
+        engine_log.read(LOG_SECONDS) if engine_log else asyncio.sleep(0, None),
     )
     return {
         "engine": engine.check_engine(survey),
@@ -182,6 +193,7 @@ async def examine(settings: ModelSettings, proc: Path = PROC, sys: Path = SYS) -
         "processes": gpus.check_processes(survey),
         "process_memory": gpus.check_process_memory(survey),
         "probe": engine.check_probe(files, survey),
+        "engine_log": check_log(log_reading),
         "listen_port": listening,
         "state_dir": state,
         "trace_file": trace,

@@ -22,7 +22,7 @@ def test_with_everything_there_is_nothing_is_missing(nvml: FakeNvml, vllm: Vllm,
     findings = examined(proc(tmp_path, vllm), **settings)
 
     assert build_report(findings, "0.1.0").data["ok"] is True, findings
-    unused = {"listen_port", "probe"}
+    unused = {"listen_port", "probe", "engine_log"}
     assert {name for name, finding in findings.items() if finding.state is not Status.OK} == unused
     assert not any(finding.fixes or finding.absent for finding in findings.values())
 
@@ -75,6 +75,7 @@ def test_the_names_are_a_closed_set() -> None:
         "processes",
         "process_memory",
         "probe",
+        "engine_log",
         "listen_port",
         "state_dir",
         "trace_file",
