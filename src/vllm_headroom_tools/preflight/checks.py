@@ -24,14 +24,15 @@ MIN_OWN_BYTES: Final = 3 * GIB // 10
 
 When vLLM reads the free memory, its own CUDA context, and from 0.11 on NCCL's buffers, are already
 on the GPU. In its line "Free memory on device (F/T GiB) on startup", F is 0.33 (B200) to 0.53 GiB
-(H100) below T on GPUs that are otherwise empty, and 0.49 to 0.96 GiB with tensor parallelism.
+(H100) below T on GPUs that are otherwise empty, and 0.49 to 1.55 GiB with tensor parallelism.
 """
 
 MAX_OWN_BYTES: Final = 6 * GIB // 10
 """The most memory that vLLM takes before its check, by the same log lines."""
 
-MAX_OWN_PARALLEL_BYTES: Final = GIB
-"""The most memory that vLLM takes before its check with tensor parallelism."""
+MAX_OWN_PARALLEL_BYTES: Final = 165 * GIB // 100
+"""The most memory that vLLM takes before its check with tensor parallelism: 1.55 GiB on two and
+four H100 (vLLM 0.19)."""
 
 
 class MemoryRequest(Struct, frozen=True, kw_only=True):

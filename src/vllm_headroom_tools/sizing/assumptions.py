@@ -280,10 +280,18 @@ LARGEST_GRAPH: Final = 512
 """Sizes of the batches for which vLLM captures graphs: 1, 2, 4, then each 8 up to 256, then each 16
 up to twice `max_num_seqs` or 512 (config/vllm.py, `_set_cudagraph_sizes`)."""
 
+LARGEST_BLACKWELL_GRAPH: Final = 1024
+BLACKWELL_CARDS: Final = frozenset({"B200", "GB200", "B300", "GB300"})
+"""Cards on which the largest graph is twice as large since 0.28 (config/vllm.py, "device capability
+family 100")."""
+
 
 def count_graph_sizes(question: Question) -> int:
     """Return for how many sizes of a batch vLLM captures graphs."""
-    largest = min(2 * question.max_num_seqs, LARGEST_GRAPH, question.max_num_batched_tokens)
+    limit = LARGEST_GRAPH
+    if question.release.has_largest_defaults and question.card_name in BLACKWELL_CARDS:
+        limit = LARGEST_BLACKWELL_GRAPH
+    largest = min(2 * question.max_num_seqs, limit, question.max_num_batched_tokens)
     small = sum(size <= largest for size in SMALL_GRAPHS)
     fine = len(range(FINE_STEP, min(largest + 1, COARSE_FROM), FINE_STEP))
     coarse = len(range(COARSE_FROM, largest + 1, COARSE_STEP))

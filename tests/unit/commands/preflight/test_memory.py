@@ -80,7 +80,7 @@ def test_a_budget_that_fits_only_just_is_a_go_with_a_remark(preflight: Preflight
         "it is close: 0.39 GiB are left beside vLLM's request, and it takes 0.30 GiB to 0.60 GiB before its check"
     )
     assert short.verdict is Conclusion.NOT_GOOD
-    assert "0.30 GiB to 1.00 GiB" in parallel.findings[0].text
+    assert "0.30 GiB to 1.65 GiB" in parallel.findings[0].text
 
 
 def test_bytes_are_asked_beside_a_utilization(preflight: Preflight) -> None:
