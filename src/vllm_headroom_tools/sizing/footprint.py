@@ -283,8 +283,9 @@ def count_engine_bytes_per_token(shape: ModelShape, kv_dtype: str, gpus: int | N
       than there are heads.
     - The dtype or the type of model is unknown here.
     - Layers keep a window or a state, so that bytes per token do not describe the cache.
+    - There is an index of sparse attention, which is whole on every GPU.
     """
-    if shape.unknown_type is not None or not shape.has_every_token:
+    if shape.unknown_type is not None or not shape.has_every_token or shape.index is not None:
         return None
     if kv_dtype != "auto" and kv_dtype not in KV_DTYPES:
         return None

@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 
 from vllm_headroom_tools.sizing.encoder import parse_encoder
-from vllm_headroom_tools.sizing.footprint import ModelShape, build_kv_layout, count_bytes_per_token, count_model_bytes
+from vllm_headroom_tools.sizing.footprint import (
+    ModelShape,
+    build_kv_layout,
+    count_bytes_per_token,
+    count_engine_bytes_per_token,
+    count_model_bytes,
+)
 from vllm_headroom_tools.sizing.model_config import parse_model_config
 from vllm_headroom_tools.sizing.public_models import find_public_model
 from vllm_headroom_tools.sizing.question import Question
@@ -70,6 +76,8 @@ def test_block_sparse_attention_keeps_an_index_of_16_bits() -> None:
     # 60 layers x 4 KV heads x 256 values x 2 bytes, and 57 layers x 128 values x 2 bytes.
     assert count_bytes_per_token(found) == 60 * 2048 + 57 * 256
     assert count_bytes_per_token(found, tensor_parallel=4) == 60 * 512 + 57 * 256
+    # The index is whole on every GPU, so the bytes on all GPUs together depend on their number.
+    assert count_engine_bytes_per_token(found, "auto", 4) is None
 
 
 def test_layers_of_delta_attention_keep_a_state_in_32_bits() -> None:

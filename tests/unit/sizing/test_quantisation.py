@@ -8,6 +8,7 @@ import pytest
 
 from tests.unit.sizing.models import model
 from vllm_headroom_tools.sizing.quantisation import (
+    match_matrix_bytes,
     match_unquantised,
     read_kv_dtype_bytes,
     read_stored_bytes,
@@ -113,3 +114,29 @@ def test_an_untold_cache_has_the_models_dtype_or_what_the_checkpoint_brings_scal
 )
 def test_modules_that_the_quantisation_leaves_out_are_told_by_name(found: Any, module: str, *, expected: bool) -> None:
     assert match_unquantised({"quantization_config": found})(module) is expected
+
+
+def test_a_mixed_checkpoint_names_the_method_of_each_part_of_a_layer() -> None:
+    methods = {
+        "model.language_model.layers.0.mlp.experts": "W4A16_NVFP4",
+        "model.language_model.layers.0.mlp.shared_expert.up_proj": "FP8",
+        "backbone.layers.0.mixer.in_proj": "FP8",
+        "model.layers.1.self_attn.q_proj": "MXFP8",
+    }
+    quantised = {name: {"quant_algo": method} for name, method in methods.items()}
+    read_bytes = match_matrix_bytes({"quantization_config": {"quantized_layers": quantised}})
+
+    assert read_bytes is not None
+    assert read_bytes("layers.0.mlp.experts.up_proj") == 9 / 16
+    assert read_bytes("layers.0.mlp.shared_experts.up_proj") == 1.0
+    assert read_bytes("layers.0.mixer.in_proj") == 1.0
+    assert read_bytes("layers.1.self_attn.o_proj") == 33 / 32
+    assert read_bytes("layers.1.mlp.up_proj") is None
+
+
+def test_experts_of_four_bits_lie_in_a_checkpoint_of_eight() -> None:
+    read_bytes = match_matrix_bytes({"expert_dtype": "fp4", "quantization_config": {"quant_method": "fp8"}})
+
+    assert read_bytes is not None
+    assert read_bytes("layers.0.mlp.experts.up_proj") == 17 / 32
+    assert read_bytes("layers.0.mlp.shared_experts.up_proj") == 1.0
