@@ -10,7 +10,6 @@ from msgspec import Struct
 
 from vllm_headroom.clock import Clock, SystemClock
 from vllm_headroom.config import Settings
-from vllm_headroom.daemon.engine_log import EngineLogFollower, build_log_source
 from vllm_headroom.daemon.evict import EvictionPolicy, Evictor, build_evictor
 from vllm_headroom.daemon.model_reader import NO_MODEL, ModelReader
 from vllm_headroom.daemon.sources import Closable, GpuSource, Sources
@@ -76,6 +75,11 @@ def build_real_parts(settings: Settings, model: ModelReader = NO_MODEL) -> Parts
         read_probe = ProbeReader(settings.probe_dir, parse=parse_probe).read
     read_log = None
     if settings.engine_log is not None:
+        from vllm_headroom.daemon.engine_log import (  # noqa: PLC0415 - 130 patterns to compile
+            EngineLogFollower,
+            build_log_source,
+        )
+
         source = build_log_source(settings.engine_log, settings.engine_container)
         read_log = EngineLogFollower(source, clock).read
     find_served_model = None
