@@ -6,7 +6,7 @@ from typing import Final
 from vllm_headroom.clock import Clock
 from vllm_headroom.daemon.pod_api import ACCOUNT, open_pod_api
 from vllm_headroom.model import Failure, LogEnding, LogReading
-from vllm_headroom.model.start import EngineStart, LogEvent
+from vllm_headroom.model.start import EngineStart
 from vllm_headroom.parse.log.lines import LineSplitter
 from vllm_headroom.parse.log.reader import LogReader
 from vllm_headroom.scrape.log.batch import LogBatch, LogSource
@@ -24,6 +24,9 @@ JOURNAL: Final = "journal:"
 
 MOST_ENDINGS: Final = 4
 """Of how many starts the end is kept: an exit is matched with it within two minutes."""
+
+ENDING_KINDS: Final = (LogEventKind.FAILURE, LogEventKind.STOP, LogEventKind.LOAD)
+"""The events that decide how a start ended."""
 
 READ_SECONDS: Final = 2.0
 """How long reading a batch of lines may take; 4 MiB take 0.15 s."""
@@ -64,32 +67,44 @@ class EngineLogFollower:
         if batch.content and not batch.is_old:
             self._newest_seconds = now_seconds
         read_seconds = None if batch.is_old else now_seconds
+        touched_seconds: dict[int, float | None] = {}
         for line in self._splitter.split(batch.content):
             for event in self._reader.feed(line):
-                self._note_event(event, read_seconds)
+                if event.kind not in ENDING_KINDS:
+                    continue
+                seconds = read_seconds if event.time.seconds is None else event.time.seconds
+                # A load is no end, and may show that the engine has survived one.
+                number = self._reader.start_count
+                if event.kind is not LogEventKind.LOAD:
+                    touched_seconds[number] = seconds
+                elif number in self._endings:
+                    touched_seconds.setdefault(number, self._endings[number].seconds)
+        for number, seconds in touched_seconds.items():
+            self._update_ending(number, seconds)
         return LogReading(
             start=self._reader.start,
             endings=tuple(self._endings.values()),
             newest_seconds=self._newest_seconds,
         )
 
-    def _note_event(self, event: LogEvent, read_seconds: float | None) -> None:
-        """Keep what an event reports about the end of its start."""
-        if event.kind not in (LogEventKind.FAILURE, LogEventKind.STOP, LogEventKind.LOAD):
-            return
-        start = self._reader.start
-        number = self._reader.start_count
-        if start is None or (event.kind is LogEventKind.LOAD and number not in self._endings):
-            return
-        seconds = event.time.seconds
-        if seconds is None:
-            seconds = read_seconds
+    def _update_ending(self, number: int, seconds: float | None) -> None:
+        """Keep what a start reports about its end, once for a batch of lines."""
         self._endings.pop(number, None)
-        ending = _describe_ending(start, seconds)
+        start = self._find_start(number)
+        ending = None if start is None else _describe_ending(start, seconds)
         if ending is not None:
             self._endings[number] = ending
         while len(self._endings) > MOST_ENDINGS:
             del self._endings[next(iter(self._endings))]
+
+    def _find_start(self, number: int) -> EngineStart | None:
+        """Return a start by its number; None for one that the reader keeps no longer."""
+        later_starts = self._reader.start_count - number
+        if later_starts == 0:
+            return self._reader.start
+        if later_starts > len(self._reader.finished):
+            return None
+        return self._reader.finished[-later_starts]
 
 
 def _describe_ending(start: EngineStart, seconds: float | None) -> LogEnding | None:

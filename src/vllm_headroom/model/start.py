@@ -213,6 +213,18 @@ class EngineStart(Struct, frozen=True, kw_only=True):
         """Return the smallest figure of a name among the processes; None where none has it."""
         return min(self._list_figures(field), default=None)
 
+    def find_option(self, *names: str) -> Scalar:
+        """Return an option by any of its names: as it was given, else as the engine chose it.
+
+        None where neither is known.
+        """
+        for options in (self.arguments, self.config):
+            for name in names:
+                value = options.get(name)
+                if value is not None:
+                    return value
+        return None
+
     def find_line(self, field: str) -> int | None:
         """Return the line of the earliest figure of a name; None where none has it."""
         return min((p.lines[field] for p in self.processes if field in p.lines), default=None)

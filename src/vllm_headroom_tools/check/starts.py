@@ -186,11 +186,8 @@ def list_differences(older: EngineStart, newer: EngineStart) -> Iterator[str]:
 
 
 def read_setting(start: EngineStart, name: str) -> Scalar:
-    """Return an option as it was given, else as vLLM chose it; None where neither is known."""
-    if name == "model":
-        return start.model
-    value = start.arguments.get(name)
-    return start.config.get(name) if value is None else value
+    """Return a setting of a start; None where it is unknown."""
+    return start.model if name == "model" else start.find_option(name)
 
 
 def build_start_report(

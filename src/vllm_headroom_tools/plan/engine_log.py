@@ -126,16 +126,16 @@ def list_log_options(start: EngineStart) -> Iterator[tuple[str, Any]]:
         problem = f"plan computes releases from 0.{OLDEST} to 0.{NEWEST}"
         raise BadInput(f"--log: the start is of vLLM {version}; {problem}") from None
     for name, log_names in COUNTS.items():
-        count = _find_option(start, *log_names)
+        count = start.find_option(*log_names)
         if not _is_count(count) and name in FIGURES:
             count = start.find_largest(FIGURES[name])
         if isinstance(count, int | float) and _is_count(count):
             yield name, int(count)
-    utilization = _find_option(start, "gpu_memory_utilization")
+    utilization = start.find_option("gpu_memory_utilization")
     if isinstance(utilization, float):
         yield "gpu_memory_utilization", utilization
     for name in ("kv_cache_dtype", "dtype"):
-        value = _find_option(start, name)
+        value = start.find_option(name)
         if isinstance(value, str):
             yield name, value.removeprefix("torch.")
     quantization = start.arguments.get("quantization")
@@ -145,22 +145,12 @@ def list_log_options(start: EngineStart) -> Iterator[tuple[str, Any]]:
     if isinstance(offload_gib, int | float):
         yield "cpu_offload_gb", float(offload_gib)
     for name in ("enforce_eager", "enable_expert_parallel", "enable_lora", "language_model_only"):
-        if _find_option(start, name) is True:
+        if start.find_option(name) is True:
             yield name, True
-    is_caching = _find_option(start, "enable_prefix_caching")
+    is_caching = start.find_option("enable_prefix_caching")
     if isinstance(is_caching, bool):
         yield "enable_prefix_caching", is_caching
         yield "no_enable_prefix_caching", not is_caching
-
-
-def _find_option(start: EngineStart, *names: str) -> Scalar:
-    """Return an option as it was given, else as vLLM chose it; None where neither is known."""
-    for options in (start.arguments, start.config):
-        for name in names:
-            value = options.get(name)
-            if value is not None:
-                return value
-    return None
 
 
 def _is_count(value: Scalar) -> bool:

@@ -5,7 +5,7 @@ from typing import Final
 
 from msgspec import Struct
 
-from vllm_headroom.model.start import EngineStart, LogFailure, Scalar
+from vllm_headroom.model.start import EngineStart, LogFailure
 from vllm_headroom.units import MIB
 from vllm_headroom.vocabulary import LogEventKind, LogFailureKind
 from vllm_headroom_tools.advise.facts import Facts, Origin
@@ -175,11 +175,9 @@ def _round(figure: float | None) -> int | None:
 
 def _find_number(start: EngineStart, *names: str) -> float | None:
     """Return the value of an option by any of its names; None where it is no number."""
-    for options in (start.arguments, start.config):
-        for name in names:
-            value: Scalar = options.get(name)
-            if isinstance(value, int | float) and not isinstance(value, bool):
-                return value
+    value = start.find_option(*names)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return value
     return None
 
 
