@@ -195,6 +195,7 @@ KV_DTYPES: Final = {
     "fp8_e4m3": FP8_CACHE,
     "fp8_e5m2": FP8_CACHE,
     "fp8_inc": FP8_CACHE,
+    "fp8_ds_mla": FP8_CACHE,
     "fp8_per_token_head": KvDtype(1.0, HEAD_SCALES_BYTES),
     "int8_per_token_head": KvDtype(1.0, HEAD_SCALES_BYTES),
     "int4_per_token_head": KvDtype(0.5, HEAD_SCALES_BYTES),

@@ -64,6 +64,7 @@ def test_sparse_attention_keeps_its_index_beside_the_latents() -> None:
     assert count_bytes_per_token(v32) == 61 * (1152 + 132)
     assert count_bytes_per_token(v32, tensor_parallel=8) == 61 * (1152 + 132)
     assert count_bytes_per_token(v32, kv_dtype="fp8") == 61 * (656 + 132)
+    assert count_bytes_per_token(v32, kv_dtype="fp8_ds_mla") == 61 * (656 + 132)
     # Of GLM-5.2's 78 layers 21 have an index, which the others use.
     assert count_bytes_per_token(shared) == 78 * 1152 + 21 * 132
     layout = build_kv_layout(v32, block_tokens=16, in_flight_tokens=8192)
