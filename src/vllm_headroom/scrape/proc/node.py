@@ -1,12 +1,13 @@
 """Find every engine of a machine, and the processes of each, by /proc alone."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import ceil
 from pathlib import Path
 from typing import Final
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from vllm_headroom.model import EngineName
 from vllm_headroom.scrape.pods import POD_LOGS, PodNames, find_container
@@ -83,6 +84,8 @@ class NodeProcesses:
         self._entries: dict[int, ProcEntry] = {}
         """Each process by pid; the one that was read longest ago is first."""
         self._found_at_seconds = monotonic()
+        self._shared_units: set[str] = set()
+        """The keys of units with several servers, which do not name an engine."""
 
     @property
     def sees_host(self) -> bool:
@@ -137,6 +140,7 @@ class NodeProcesses:
         self._read_entries()
         own_pid = proc_files.read_own_pid(self._proc)
         engines: list[LocatedEngine] = []
+        self._shared_units &= self._pids_by_owner.keys()
         for owner_key, pids in self._pids_by_owner.items():
             entries = {pid: self._entries[pid] for pid in pids if pid in self._entries}
             # Fast path: most groups have no process of an engine.
@@ -157,8 +161,10 @@ class NodeProcesses:
             if entry is not None:
                 self._entries[pid] = entry
 
-    def _locate_group(self, owner_key: str, servers: Iterable[int]) -> Iterator[LocatedEngine]:
+    def _locate_group(self, owner_key: str, servers: Sequence[int]) -> Iterator[LocatedEngine]:
         """Yield the engines of one pod or unit; each name is watched once."""
+        if len(servers) > 1:
+            self._shared_units.add(owner_key)
         names: set[EngineName] = set()
         for pid in servers:
             owner = self._owners.get(pid)
@@ -166,9 +172,7 @@ class NodeProcesses:
                 continue
             engine = self._locate(owner_key, owner, pid)
             if engine.name in names and engine.kind is EngineKind.WATCHED:
-                engine = _refuse(
-                    engine, "another server in the same container or unit is watched already"
-                )
+                engine = _refuse(engine, "another server in the same container is watched already")
             names.add(engine.name)
             yield engine
 
@@ -191,6 +195,9 @@ class NodeProcesses:
         page_url = ""
         if address is not None and port is not None:
             page_url = f"{scheme}://{format_authority(address, port)}{page_path}"
+        # An engine keeps this name while the unit's other server is down.
+        if owner_key in self._shared_units:
+            owner = replace(owner, unit=None)
         name = self._build_name(owner, page_url or f"pid {pid}")
         engine = LocatedEngine(
             kind=EngineKind.WATCHED,

@@ -145,6 +145,19 @@ def test_an_engine_of_a_service_has_its_unit_and_others_their_address(node: Node
     }
 
 
+def test_servers_of_one_unit_are_named_by_their_address_also_while_one_is_down(node: NodeTree) -> None:
+    for pid, port in ((100, "8000"), (200, "8001")):
+        node.add(pid, 1, *SERVER, "--port", port)
+        node.join(pid, "/system.slice/engines.service")
+        node.connect(pid, "192.0.2.7", [("0.0.0.0", 8000), ("0.0.0.0", 8001)])
+    subject = processes(node)
+
+    assert [engine.kind for engine in find(node, subject)] == [EngineKind.WATCHED] * 2
+    node.remove(100)
+    (engine,) = find(node, subject)
+    assert engine.name == EngineName(engine_url="http://192.0.2.7:8001/metrics")
+
+
 def test_an_engine_in_the_daemons_own_network_is_asked_on_this_machine(node: NodeTree) -> None:
     node.add_pod(1, 100, *SERVER, listening=[("127.0.0.1", 8000), ("0.0.0.0", 9839)])
     (node.path / "9999" / "net").symlink_to(node.path / "100" / "net")
