@@ -91,6 +91,11 @@ class Worker(Generic[T]):
         self._jobs.put(None)
 
     @property
+    def is_busy(self) -> bool:
+        """Whether a call runs; its caller may have given up."""
+        return self._running.future is not None
+
+    @property
     def is_alive(self) -> bool:
         """Whether the thread runs; after `stop`, whether a call is still running."""
         return self._thread is not None and self._thread.is_alive()

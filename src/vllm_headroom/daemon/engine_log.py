@@ -29,7 +29,13 @@ ENDING_KINDS: Final = (LogEventKind.FAILURE, LogEventKind.STOP, LogEventKind.LOA
 """The events that decide how a start ended."""
 
 READ_SECONDS: Final = 2.0
-"""How long reading a batch of lines may take; 4 MiB take 0.15 s."""
+"""How long reading a batch of lines may take; 2 MiB take 0.07 s, of nothing but failures 1 s."""
+
+SLOW: Final = Failure(
+    source=Source.LOG,
+    reason=Reason.OUT_OF_BOUNDS,
+    message=f"the engine's log was not understood within {READ_SECONDS:g} s (HEADROOM_ENGINE_LOG)",
+)
 
 REQUEST_SECONDS: Final = 10.0
 """The time limit of a request to the API server."""
@@ -50,6 +56,9 @@ class EngineLogFollower:
 
     async def read(self, timeout_seconds: float) -> LogReading | Failure:
         """Return what the log says so far, or why it cannot be read."""
+        # While a batch is still being read, no other is fetched: it would be lost.
+        if self._worker.is_busy:
+            return SLOW
         batch = await self._source.fetch(timeout_seconds)
         if isinstance(batch, Failure):
             return batch
@@ -57,8 +66,7 @@ class EngineLogFollower:
             read = partial(self._read_batch, batch, self._clock.time())
             return await self._worker.call(read, READ_SECONDS)
         except TimeoutError:
-            problem = f"the engine's log was not understood within {READ_SECONDS:g} s"
-            return Failure(source=Source.LOG, reason=Reason.OUT_OF_BOUNDS, message=problem)
+            return SLOW
 
     def _read_batch(self, batch: LogBatch, now_seconds: float) -> LogReading:
         """Read the lines of a batch; runs on the thread."""

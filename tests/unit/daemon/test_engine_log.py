@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.engine_logs import DEATH, VLLM_0_19
+from tests.process import eventually
 from tests.samples import snapshot, values
 from vllm_headroom import catalog
 from vllm_headroom.clock import SystemClock
@@ -16,6 +18,7 @@ from vllm_headroom.daemon import engine_log
 from vllm_headroom.daemon.engine_log import EngineLogFollower, build_log_source
 from vllm_headroom.derive.startup import derive_startup
 from vllm_headroom.model import Failure, LogReading, find_log_ending
+from vllm_headroom.scrape.log.batch import LogBatch
 from vllm_headroom.scrape.log.files import LogFiles
 from vllm_headroom.scrape.log.journal import Journal
 from vllm_headroom.units import GIB
@@ -148,3 +151,27 @@ def test_the_newest_failure_of_a_start_is_its_cause_and_not_what_follows(file: P
     (ending,) = reading.endings
     assert ending.failure is not None
     assert ending.failure.kind is LogFailureKind.GPU_OUT_OF_MEMORY
+
+
+def test_what_is_read_slowly_is_not_lost(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    follower = follow(file)
+    read(follower)
+    go_on = threading.Event()
+    read_batch = follower._read_batch
+
+    def wait_and_read(batch: LogBatch, now_seconds: float) -> LogReading:
+        go_on.wait()
+        return read_batch(batch, now_seconds)
+
+    monkeypatch.setattr(follower, "_read_batch", wait_and_read)
+    monkeypatch.setattr(engine_log, "READ_SECONDS", 0.01)
+    append(file, DEATH)
+
+    async def read_twice() -> list[LogReading | Failure]:
+        return [await follower.read(5.0), await follower.read(5.0)]
+
+    assert asyncio.run(read_twice()) == [engine_log.SLOW, engine_log.SLOW]
+    go_on.set()
+    monkeypatch.undo()
+    eventually(lambda: not follower._worker.is_busy, "the batch is read")
+    assert len(read(follower).endings) == 1

@@ -16,8 +16,8 @@ PAUSE_SECONDS: Final = 10.0
 MOST_LINES: Final = 20_000
 """How many of the newest lines are read first: those of a start and of a day of load."""
 
-MOST_BYTES: Final = 32 * 2**20
-"""How much of the answer is read: a line takes half a KiB as JSON."""
+MOST_BYTES: Final = 4 * 2**20
+"""How much of the answer is read: a line takes half a KiB as JSON. The next call reads on."""
 
 CLOSE_SECONDS: Final = 0.2
 """How long the end of a killed process is waited for."""

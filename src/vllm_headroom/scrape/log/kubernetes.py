@@ -14,7 +14,7 @@ from vllm_headroom.vocabulary import REASONS, Reason, Source
 PAUSE_SECONDS: Final = 10.0
 """The time between two rounds of requests: the API server is shared with the whole cluster."""
 
-MOST_BYTES: Final = 4 * 2**20
+MOST_BYTES: Final = 2 * 2**20
 """How much of the log one request returns; more is read by the next rounds."""
 
 FIRST_LINES: Final = 50_000
