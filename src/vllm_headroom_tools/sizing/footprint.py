@@ -188,6 +188,8 @@ HEAD_SCALES_BYTES: Final = 8
 """The two 32-bit scales per head of the per-token-head methods
 (v1/attention/backends/triton_attn.py)."""
 
+SPARSE_FP8_DTYPE: Final = "fp8_ds_mla"
+
 KV_DTYPES: Final = {
     "float16": FLOAT16_CACHE,
     "bfloat16": FLOAT16_CACHE,
@@ -195,7 +197,7 @@ KV_DTYPES: Final = {
     "fp8_e4m3": FP8_CACHE,
     "fp8_e5m2": FP8_CACHE,
     "fp8_inc": FP8_CACHE,
-    "fp8_ds_mla": FP8_CACHE,
+    SPARSE_FP8_DTYPE: FP8_CACHE,
     "fp8_per_token_head": KvDtype(1.0, HEAD_SCALES_BYTES),
     "int8_per_token_head": KvDtype(1.0, HEAD_SCALES_BYTES),
     "int4_per_token_head": KvDtype(0.5, HEAD_SCALES_BYTES),
@@ -282,13 +284,13 @@ def count_engine_bytes_per_token(shape: ModelShape, kv_dtype: str, gpus: int | N
     is unknown. None where the bytes cannot be known:
     - The engine may keep copies: of latent vectors on two or more GPUs, of KV heads on more GPUs
       than there are heads.
-    - The dtype or the type of model is unknown here.
+    - The dtype or the type of model is unknown here, or the dtype's layout depends on the card.
     - Layers keep a window or a state, so that bytes per token do not describe the cache.
     - There is an index of sparse attention, which is whole on every GPU.
     """
     if shape.unknown_type is not None or not shape.has_every_token or shape.index is not None:
         return None
-    if kv_dtype != "auto" and kv_dtype not in KV_DTYPES:
+    if kv_dtype == SPARSE_FP8_DTYPE or kv_dtype not in {"auto", *KV_DTYPES}:
         return None
     has_copied_heads = shape.latent_width is None and (gpus or 1) > shape.heads.count
     has_copied_latents = shape.latent_width is not None and gpus != 1
