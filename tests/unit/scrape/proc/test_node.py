@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from tests.fakes.node_tree import UID, NodeTree, write_listening
-from vllm_headroom.model import EngineName
+from vllm_headroom.model import EngineName, Failure, ProcessReadings
 from vllm_headroom.scrape.proc.node import MOST_ENGINES, LocatedEngine, NodeProcesses
 from vllm_headroom.scrape.proc.owners import parse_owner
-from vllm_headroom.vocabulary import EngineKind
+from vllm_headroom.scrape.proc.reader import Processes, Scope
+from vllm_headroom.vocabulary import EngineKind, Reason, Source
 
 SERVER = ("python3", "/usr/bin/vllm", "serve", "m")
 
@@ -261,3 +262,59 @@ def test_files_that_make_no_sense_cost_that_engine_alone(node: NodeTree) -> None
         UID.format(1): EngineKind.UNREADABLE,
         UID.format(2): EngineKind.WATCHED,
     }
+
+
+class TestScope:
+    """The processes of one engine among those of a node."""
+
+    @staticmethod
+    def read(subject: Processes, page: Failure | None = None) -> ProcessReadings:
+        readings = asyncio.run(subject.read(30, page))
+        assert isinstance(readings, ProcessReadings), readings
+        return readings
+
+    @staticmethod
+    def look_at(node: NodeTree, number: int) -> Processes:
+        """Return the processes of a pod as they are now."""
+        scan = processes(node)
+
+        def read_scope() -> Scope:
+            asyncio.run(scan.scan(30))
+            return scan.read_scope(f"pod:{UID.format(number)}")
+
+        return Processes(
+            engine_port=8000,
+            engine_is_here=True,
+            proc=node.path,
+            monotonic=lambda: 0.0,
+            rescan_seconds=0,
+            read_scope=read_scope,
+        )
+
+    def test_each_engine_has_the_processes_of_its_pod_though_all_have_the_same_port(self, node: NodeTree) -> None:
+        for number in (1, 2):
+            node.add_pod(number, 100 * number, *SERVER)
+        for number in (1, 2):
+            readings = self.read(self.look_at(node, number))
+
+            assert [process.pid for process in readings.engine] == [100 * number]
+            assert readings.visible_pids == {1, 100, 200, 9999}
+            assert (readings.ambiguous_engines, readings.neighbours) == (0, frozenset())
+
+    def test_an_engine_that_is_down_has_no_processes_and_those_of_its_neighbour_are_not_taken(
+        self, node: NodeTree
+    ) -> None:
+        for number in (1, 2):
+            node.add_pod(number, 100 * number, *SERVER)
+        subject = self.look_at(node, 1)
+        self.read(subject)
+        node.remove(100)
+        refused = Failure(source=Source.ENGINE, reason=Reason.UNREACHABLE, message="refused")
+
+        assert self.read(subject, refused).engine == ()
+
+    def test_an_engine_that_does_not_answer_yet_is_known_by_its_pod(self, node: NodeTree) -> None:
+        node.add_pod(1, 100, *SERVER, "--config", "c.yaml")  # which has its port
+        silent = Failure(source=Source.ENGINE, reason=Reason.TIMEOUT, message="no answer")
+
+        assert [process.pid for process in self.read(self.look_at(node, 1), silent).engine] == [100]
