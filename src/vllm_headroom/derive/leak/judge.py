@@ -404,6 +404,10 @@ LEAST_STRETCH_SECONDS: Final = 600.0
 LEAST_STRETCH_SHARE: Final = 0.05
 """Our choice: with a smaller share of the alarm's growth, the newest blocks are a pause in it."""
 
+REFILL_FACTOR: Final = 1.5
+"""Our choice: beneath the alarm's peak a stretch counts as at most this many times as fast as the
+growth until the peak, as in DILUTED_RATIO."""
+
 LEAST_RISE_SHARE: Final = 0.1
 """Our choice: a rise below this share of the mean rise of two hours is none: host memory varies by
 a few MiB in a pause."""
@@ -444,8 +448,14 @@ def _measure_stretch(track: Track, alarm: LeakAlarm) -> LeakAlarm:
         longest_seconds = alarm.stretch.longest_seconds
         if began_seconds <= alarm.stretch.ended_seconds:  # it goes on, and is longer than the ring
             began_seconds = min(began_seconds, alarm.stretch.began_seconds)
+    bytes_per_second = grown_bytes / measured_seconds
+    if newest_rise.floor_bytes < alarm.peak.floor_bytes - LARGE_BYTES:
+        # What was released fills again faster than the leak grows.
+        peak_seconds = max(1.0, alarm.peak.seconds - alarm.began.seconds)
+        peak_rate = (alarm.peak.floor_bytes - alarm.began.floor_bytes) / peak_seconds
+        bytes_per_second = min(bytes_per_second, REFILL_FACTOR * peak_rate)
     stretch = Stretch(
-        bytes_per_second=grown_bytes / measured_seconds,
+        bytes_per_second=bytes_per_second,
         began_seconds=began_seconds,
         ended_seconds=newest_rise.seconds,
         longest_seconds=max(longest_seconds, newest_rise.seconds - began_seconds),
