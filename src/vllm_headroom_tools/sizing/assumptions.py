@@ -308,8 +308,13 @@ GPU (H100_STARTS); 0.15 on a card of 24 GB (Qwen3 8B, 0.21)."""
 SHARED_LAYER_GRAPHS: Final = Range(low=0.25 * MIB, high=1.05 * MIB)
 """The same with tensor parallelism: 0.31 to 1.0 MiB (H100_STARTS)."""
 
-SHARED_GRAPHS_HIGH: Final = 36 * MIB
-"""The most of both graphs of a size with tensor parallelism: 34 MiB for 80 layers (H100_STARTS)."""
+SHARED_GRAPHS_HIGH: Final = 40 * MIB
+"""The most of both graphs of a size with tensor parallelism: 34 MiB for 80 layers (H100_STARTS);
+2.2 GiB for 51 sizes of a dense model of 70 billion parameters (public reports)."""
+
+LARGEST_MIXTURE_GPUS: Final = 8
+LARGEST_MIXTURE_GRAPHS_HIGH: Final = 96 * MIB
+"""The same of mixtures of experts that need as many GPUs: 5 GiB for 51 sizes (public reports)."""
 
 HYBRID_GRAPHS_HIGH: Final = 84 * MIB
 """The most of both graphs of a size of a model with states: 4.2 GiB for 51 sizes (public reports,
@@ -339,6 +344,9 @@ def _assume_graphs(question: Question) -> Assumption:
     if question.tensor_parallel_size > 1:
         shared = SHARED_LAYER_GRAPHS.scale(stage_layers)
         most = max(SHARED_GRAPHS_HIGH, size_range.high)
+        is_mixture = question.shape.experts_per_token > 1
+        if is_mixture and question.tensor_parallel_size >= LARGEST_MIXTURE_GPUS:
+            most = LARGEST_MIXTURE_GRAPHS_HIGH
         size_range = Range(low=min(shared.low, most), high=min(shared.high, most))
     evidence = f"{H100_STARTS}: 0.49 to 1.92 GiB"
     origin = Origin.REAL_CARDS if _is_measured_start(question) else Origin.REPORTS
