@@ -107,7 +107,15 @@ def _is_measured_card(question: Question) -> bool:
 def _is_measured_start(question: Question) -> bool:
     """Return whether starts of this release on this card are known, with as many GPUs."""
     has_release = question.release.version == "0.19"
-    return has_release and _is_measured_card(question) and question.gpus <= MEASURED_GPUS
+    is_small_group = _count_group_gpus(question) <= MEASURED_GPUS
+    return has_release and _is_measured_card(question) and is_small_group
+
+
+def _count_group_gpus(question: Question) -> int:
+    """Return how many GPUs communicate: of an engine, or of all engines that share experts."""
+    if question.shape.experts_per_token > 1:
+        return question.gpus
+    return question.tensor_parallel_size * question.pipeline_parallel_size
 
 
 def assume_start(question: Question) -> StartAssumptions:
@@ -188,7 +196,8 @@ def _assume_driver_reserved(question: Question) -> Assumption:
 def _assume_missing_at_start(question: Question) -> Assumption:
     """Return what CUDA's context and, with several GPUs, communication take at the start."""
     is_measured = _is_measured_card(question)
-    if question.gpus == 1:
+    group_gpus = _count_group_gpus(question)
+    if group_gpus == 1:
         if is_measured:
             h100_range = Range(low=0.45 * GIB, high=0.6 * GIB)
             return Assumption(range=h100_range, origin=Origin.REAL_CARDS, evidence=H100_STARTS)
@@ -197,7 +206,7 @@ def _assume_missing_at_start(question: Question) -> Assumption:
             origin=Origin.REPORTS,
             evidence="start-up logs: 0.07 to 0.53 GiB; pytorch#107667: about 300 MB",
         )
-    if is_measured and question.gpus <= MEASURED_GPUS:
+    if is_measured and group_gpus <= MEASURED_GPUS:
         h100_range = Range(low=1.4 * GIB, high=1.65 * GIB)
         return Assumption(range=h100_range, origin=Origin.REAL_CARDS, evidence=H100_STARTS)
     return Assumption(

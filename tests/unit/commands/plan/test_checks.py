@@ -127,3 +127,11 @@ def test_a_release_that_is_not_known_is_bad_input(capsys: Capsys) -> None:
         answer = plan(capsys, *of("llama-3.1-8b"), "--vllm-version", text)
         assert answer.status == 2
         assert f"accepts a release from 0.{OLDEST} to 0.{NEWEST}" in answer.err
+
+
+def test_engines_without_shared_experts_do_not_communicate() -> None:
+    """A recorded start of two engines had 0.51 GiB missing on each GPU, as one engine has."""
+    alone = estimated(card_gib=80).assumptions.missing_at_start.range
+
+    assert estimated(card_gib=80, data_parallel_size=2).assumptions.missing_at_start.range == alone
+    assert estimated(card_gib=80, tensor_parallel_size=2).assumptions.missing_at_start.range.low > alone.high
