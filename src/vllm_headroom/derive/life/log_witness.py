@@ -5,9 +5,9 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from vllm_headroom.derive.engine_log import describe_failure, describe_place
+from vllm_headroom.derive.engine_log import describe_failure, describe_place, describe_refusal
 from vllm_headroom.model import Diagnosis, Ending
-from vllm_headroom.model.start import LogFailure
+from vllm_headroom.model.start import LogFailure, Refusal
 from vllm_headroom.vocabulary import EndCause, ExitReason, LogFailureKind, Sureness
 
 MEMORY_CAUSES: Final = (
@@ -119,7 +119,9 @@ def _add_refusal(failure: LogFailure, diagnoses: tuple[Diagnosis, ...]) -> tuple
         if item.cause in MEMORY_CAUSES and item.sureness is not Sureness.POSSIBLE
     ]
     if not likely:
-        sentence = f"Out of GPU memory in a burst: {_begin_lower(describe_failure(failure))}."
+        refusal = failure.refusal or Refusal()
+        details = describe_refusal(refusal) if refusal.asked_bytes else "its log says so"
+        sentence = f"Out of GPU memory in a burst: {details}."
         return _state(EndCause.BURST, Sureness.SURE, sentence, evidence, diagnoses)
     best = likely[0]
     rivals = [item for item in likely[1:] if item.sureness is best.sureness]

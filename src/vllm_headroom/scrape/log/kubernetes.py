@@ -147,8 +147,8 @@ class PodLog:
 def _build_time_key(line: str) -> str:
     """Return what the time before a line is compared by; Go leaves out zeros at the end of it."""
     time, _, _ = line[:LONGEST_TIME].partition(" ")
-    seconds, _, fraction = time.rstrip("Z").partition(".")
-    return f"{seconds}.{fraction:<09}"
+    # Without the Z, a shorter fraction is the beginning of a longer one, and comes before it.
+    return time.rstrip("Z")
 
 
 def _choose_reason(reason: Reason) -> Reason:

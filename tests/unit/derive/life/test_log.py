@@ -99,6 +99,13 @@ def test_the_refused_allocation_is_in_the_answer() -> None:
     assert any("line 17" in evidence for evidence in answer.evidence)
 
 
+def test_a_cause_that_was_only_possible_is_stated_by_the_log() -> None:
+    (answer,) = judge(VLLM_0_19 + DEATH, gpus=(card(78),))
+
+    assert (answer.cause, answer.sureness) == (EndCause.BURST, Sureness.SURE)
+    assert answer.sentence.startswith("Out of GPU memory in a burst: 3.74 GiB were refused on GPU 0")
+
+
 def test_what_the_samples_alone_would_have_said_is_said_too() -> None:
     (alone,) = (item for item in judge(None, idle=True) if item.cause is EndCause.IDLE)
     (answer,) = judge(VLLM_0_19 + DEATH, idle=True)
