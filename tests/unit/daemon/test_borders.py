@@ -214,6 +214,7 @@ def find_sources(function: FunctionType) -> set[Source]:
     return next(sources for place, sources in SOURCES_BY_PLACE.items() if f"/{place}" in file)
 
 
+@pytest.mark.filterwarnings("ignore:Assigning a code object:DeprecationWarning")  # from Python 3.13 on
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # where what closes a socket raises
 @pytest.mark.parametrize("errors_each", [1, pytest.param(len(ERRORS), marks=pytest.mark.fuzz)])
 def test_whatever_a_reader_raises_costs_its_own_source(
