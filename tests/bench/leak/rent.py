@@ -40,6 +40,7 @@ OFF: Final[dict[str, tuple[Any, str, Any]]] = {
     "no concern": (verdicts, "NO_CONCERN_SECONDS", float("inf")),
     "next step": (growth_evidence, "LEAST_REPEATS", float("inf")),
     "a straight line": (verdicts, "is_straight", lambda _: False),
+    "a record of load": (verdicts, "is_busiest", lambda *_: False),
     "full and breathing": (verdicts, "is_breathing", lambda *_: False),
     "yesterday": (verdicts, "find_excused_bytes", lambda _: 0.0),
     "kept on a full card": (verdicts, "NEARLY_FULL_BYTES", float("-inf")),

@@ -248,11 +248,15 @@ take one segment each."""
 
 
 def is_straight(growth: Growth) -> bool:
-    """Return whether every block of the window rose by nearly the same.
+    """Return whether every block of the window rose by nearly the same, and not ever less.
 
-    A window has at least six blocks, so this is known after three minutes.
+    A window has at least six blocks, so this is known after three minutes. Memory that follows load
+    rises ever more slowly.
     """
     if growth.rise_count < len(growth.rises_bytes):
+        return False
+    later_bytes = sum(growth.rises_bytes[len(growth.rises_bytes) // 2 :])
+    if later_bytes < LATER_HALF_SHARE * growth.grown_bytes:
         return False
     return growth.typical_step_bytes * growth.rise_count <= STRAIGHT_SPREAD * growth.grown_bytes
 

@@ -86,6 +86,10 @@ a wake."""
 POOL_OVERHEAD: Final = 1.15
 """How many times its configured size a pool may take."""
 
+BUSIEST_RATIO: Final = 1.25
+"""Our choice: the load is higher than ever where it is this many times that of each quarter of an
+hour before."""
+
 MISSED_SECONDS: Final = 960.0
 """Large steps are judged in one ring of blocks of two minutes and longer: the one with the shortest
 blocks that reaches back to the origin, or misses at most this time after it, the length of one of
@@ -653,6 +657,9 @@ def _judge_windows(
             odds = min(WITNESS_ODDS_LIMIT, growth.rise_odds)
             odds += min(WITNESS_ODDS_LIMIT, weigh_pace(growth, anchor))
             verdict = _judge_even(growth, odds, room_bytes)
+            if verdict is Certainty.LEAKING and is_busiest(growth, track):
+                has_lasted = growth.lasted_seconds >= GROWING_SECONDS
+                verdict = Certainty.GROWING if has_lasted else Certainty.NONE
             yield WindowJudgement(min(worst, verdict), odds, growth)
 
     if not has_steps:
@@ -666,6 +673,24 @@ def _judge_windows(
         if growth.grown_bytes >= largest_fall_bytes and not has_ended(growth):
             verdict, odds = judge_steps(growth, track, origin, room_bytes)
             yield WindowJudgement(min(worst, verdict), odds, growth)
+
+
+def is_busiest(growth: Growth, track: Track) -> bool:
+    """Return whether growth of less than an hour has more load than ever, which explains it.
+
+    Steady growth is excepted: memory that follows load rises ever more slowly. False where the
+    engine has not served for longer than the growth lasted.
+    """
+    if growth.lasted_seconds >= LEAKING_SECONDS or is_steady(growth):
+        return False
+    earlier_rates = [
+        _measure_load((block, later))
+        for block, later in pairwise(track.history.rings[-1].blocks)
+        if later.seconds <= growth.blocks[0].seconds
+    ]
+    return bool(earlier_rates) and (
+        _measure_load(growth.blocks) > BUSIEST_RATIO * max(earlier_rates)
+    )
 
 
 def _judge_even(growth: Growth, odds: float, room_bytes: float | None) -> Certainty:

@@ -224,6 +224,16 @@ WITNESSES: Final = (
         "::test_a_straight_line_to_full_within_minutes_is_an_alarm_from_its_third",
     ),
     Witness(
+        name="a record of load",
+        measures="the load of less than an hour, against each quarter of an hour before",
+        adds="nothing; under a record such growth is at most a warning, unless it is steady",
+        functions=(judge.is_busiest,),
+        constants={"BUSIEST_RATIO": judge.BUSIEST_RATIO},
+        source="our choice; a simulated engine nearly filled its card under a record of load",
+        fails_without="tests/unit/derive/leak/test_releases.py"
+        "::test_memory_that_follows_a_record_of_load_is_no_alarm",
+    ),
+    Witness(
         name="full and breathing",
         measures="whether lows rise, and the peak is exceeded, as the alarm's growth would do",
         adds="nothing; an alarm ends where neither does",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator
 from itertools import pairwise
@@ -172,3 +173,48 @@ def test_a_step_that_does_not_fit_is_an_alarm_with_the_time_until_it_comes(
     assert last.estimate.oom_seconds is not None
     shortest_hours = min(later - hour for hour, later in pairwise(hours))
     assert last.estimate.oom_seconds == pytest.approx(max(0.0, shortest_hours - 2.5) * HOUR, abs=300)
+
+
+@pytest.mark.parametrize(("size_mib", "lag_minutes"), [(1100, 4), (900, 6)])
+def test_memory_that_follows_a_record_of_load_is_no_alarm(size_mib: float, lag_minutes: float) -> None:
+    """It rises ever more slowly for ten minutes, and nearly fills the card; the engine has served for a day."""
+    begin_seconds = 20 * HOUR
+
+    def shape(seconds: float) -> float:
+        # A wave each hour, in which memory has been seen to rise and to fall.
+        usual = 150 * MIB * abs((seconds / HOUR) % 2 - 1)
+        if seconds < begin_seconds:
+            return segments(usual, 2 * MIB)
+        lasted_seconds = min(600.0, seconds - begin_seconds)
+        share = 1 - math.exp(-lasted_seconds / (60 * lag_minutes))
+        share *= math.exp(-max(0.0, seconds - begin_seconds - 600) / (60 * lag_minutes))
+        return segments(usual + size_mib * MIB * share, 2 * MIB)
+
+    track: Track | None = None
+    verdicts: set[Certainty] = set()
+    finished = 0.0
+    for reading in readings(shape, 21):
+        is_busy = begin_seconds <= reading.seconds < begin_seconds + 600
+        finished += 15 * (18 if is_busy else 8)
+        room_bytes = int((1.1 * size_mib + 150) * MIB - shape(reading.seconds))
+        busy = replace(reading, finished_total=finished, running=128.0, room_bytes=room_bytes)
+        track = observe(track or start_track(reading.seconds), busy)
+        verdicts.add(track.verdict)
+
+    assert Certainty.LEAKING not in verdicts
+
+
+def test_what_fills_again_after_a_release_does_not_bring_the_end_nearer() -> None:
+    """A tenth of the leak's pace is added by torch's cache, which fills again within half an hour."""
+
+    def shape(seconds: float) -> float:
+        leaked = 100 * MIB + 60e3 * seconds
+        if seconds < 8 * HOUR:
+            return segments(leaked)
+        refilled = min(1.0, (seconds - 8 * HOUR) / 2400)
+        return segments(leaked - 1300 * MIB + 700 * MIB * refilled)
+
+    late = [track for seconds, track in followed(shape, 10.5, 6e9) if seconds > 8.2 * HOUR]
+
+    assert {track.verdict for track in late} == {Certainty.LEAKING}
+    assert max(track.estimate.bytes_per_second for track in late if track.estimate) < 130e3
