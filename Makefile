@@ -8,6 +8,7 @@ SCENARIO ?= healthy
 ENGINE_FOLDER ?= .engine
 CARD_FOLDER ?= .card
 IMAGE_FOLDER ?= .image
+CLUSTER_FOLDER ?= .cluster
 BROWSER_FOLDER ?= .browser
 # Further options for the scorer, such as SCORE="--scenario flat --seeds 0-0"; the last of each counts.
 SCORE ?=
@@ -32,7 +33,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # What `make mutants` breaks: the files of src that differ from SINCE, or these files and folders.
 SINCE ?= main
 ROOMS ?=
-.PHONY: run test check coverage ruff mypy imports mutants bench bench-leak engine-test card-test gpu-test image-test browser-test helm soak fuzz docs clean
+.PHONY: run test check coverage ruff mypy imports mutants bench bench-leak engine-test card-test gpu-test image-test cluster-test browser-test helm soak fuzz docs clean
 
 # At 120 times the clock's speed the verdict on the leak, which takes an hour and a quarter, is there in 40 seconds.
 run: $(VENV)/.run
@@ -93,6 +94,10 @@ gpu-test: $(VENV)/.test
 image-test: $(VENV)/.test
 	tests/image/setup.sh $(IMAGE_FOLDER)
 	IMAGE_FOLDER=$(IMAGE_FOLDER) $(BIN)/pytest -m image -s tests/image
+
+# A cluster of its own needs root, what tests/cluster/node/start.sh lists, and half an hour; with KUBECONFIG it takes that one.
+cluster-test: $(VENV)/.test
+	tests/cluster/run.sh $(CLUSTER_FOLDER) $(BIN)/pytest -m cluster -s tests/cluster
 
 browser-test: $(VENV)/.test
 	tests/browser/setup.sh $(BROWSER_FOLDER)

@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# Ends what start.sh started in FOLDER, and removes the folder; other processes, mounts and control groups stay.   usage: stop.sh FOLDER
+set -uo pipefail
+folder=$(realpath "$1")
+[[ -f $folder/containerd.toml ]] || exit 0
+end() { # NAME: asks, and after five seconds ends it
+  local pid
+  pid=$(cat "$folder/$1.pid" 2>/dev/null) || return
+  kill "$pid" 2>/dev/null
+  for _ in {1..50}; do kill -0 "$pid" 2>/dev/null || return; sleep 0.1; done
+  kill -KILL "$pid" 2>/dev/null
+}
+containers() { ctr --address "$folder/containerd.sock" --namespace k8s.io "$@" 2>/dev/null; }
+end kubelet
+# A frozen container ends by SIGKILL alone.
+for task in $(containers tasks list --quiet); do containers tasks kill --signal SIGKILL "$task"; done
+sleep 1
+for task in $(containers tasks list --quiet); do containers tasks delete --force "$task"; done
+for name in kube-scheduler kube-controller-manager kube-apiserver etcd containerd; do end $name; done
+awk -v below="$folder/" 'index($2, below) == 1 { print $2 }' /proc/mounts | sort --reverse | xargs --no-run-if-empty umount --lazy
+ls /run/netns | grep -E '^cni-|^headroom-test$' | grep -vxFf "$folder/networks-before" | xargs --no-run-if-empty -n 1 ip netns delete
+rm -rf "$folder"
+find /sys/fs/cgroup -depth -type d -path '*kubepods*' -exec rmdir {} + 2>/dev/null
+exit 0
