@@ -64,7 +64,8 @@ patches:
 SIGNAL_SIDECAR: Final = """\
 import os, pathlib, sys
 for folder in pathlib.Path("/proc").glob("[0-9]*"):
-    if b"vllm-headroom" in (folder / "cmdline").read_bytes():
+    is_other = int(folder.name) != os.getpid()  # this script has the name in its own command line
+    if is_other and b"vllm-headroom" in (folder / "cmdline").read_bytes():
         os.kill(int(folder.name), int(sys.argv[1]))
 """
 

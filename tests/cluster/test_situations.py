@@ -39,7 +39,7 @@ pytestmark = pytest.mark.cluster
 START_SECONDS: Final = 600.0
 """How long all pods may take to be ready and to have been scraped."""
 
-SETTLE_SECONDS: Final = 150.0
+SETTLE_SECONDS: Final = 120.0
 """How long everything runs well before anything is done: what a rule remembers has to be there."""
 
 WATCH_SECONDS: Final = 600.0

@@ -154,6 +154,8 @@ async def run(
             server = Server(daemon.build_handler(door), door)
             return await loop.run_until_end([server.serve(listener), *daemon.list_loops()], ending)
         finally:
+            if isinstance(parts, Parts) and parts.evictor is not None:
+                await parts.evictor.give_lease_back()
             await close_all(*parts.list_resources())
 
 

@@ -3,6 +3,7 @@
 One pod of a workload at a time is evicted.
 """
 
+import asyncio
 import json
 from contextlib import suppress
 from http import HTTPStatus
@@ -38,6 +39,10 @@ LONGEST_PAUSE_SECONDS: Final = 320.0
 
 SHOWN_CHARACTERS: Final = 300
 """Characters of the API server's message that are logged."""
+
+GIVE_BACK_SECONDS: Final = 2.0
+"""The limit for giving the Lease back at the end, two requests. An evicted pod's sidecar ends after
+its engine, within the grace period of the pod."""
 
 Object = dict[str, Any]
 """An object of Kubernetes, as JSON."""
@@ -108,19 +113,22 @@ class Evictor:
         )
 
     async def close(self) -> None:
-        """Close the connection; give the Lease back first, where that is safe, else it expires.
+        """Close the connection; a Lease that is held expires."""
+        await self._api.close()
+
+    async def give_lease_back(self) -> None:
+        """Give the Lease to the next pod as the last act, where that is safe, else it expires.
 
         It is safe once the budget's status counts this pod as missing: the next pod then waits for
-        the replacement, not for the Lease.
+        the replacement, not for the Lease. Takes at most GIVE_BACK_SECONDS.
         """
-        try:
-            if self._has_evicted and self._is_holder:
-                with suppress(NotNowError):
-                    if _counts_missing_pods(await self._find_budget()):
-                        await self._release()
-                        log.info("Lease given back to the next pod", lease=self._lease_name)
-        finally:
-            await self._api.close()
+        if not (self._has_evicted and self._is_holder):
+            return
+        with suppress(NotNowError, TimeoutError):
+            async with asyncio.timeout(GIVE_BACK_SECONDS):
+                if _counts_missing_pods(await self._find_budget()):
+                    await self._release()
+                    log.info("Lease given back to the next pod", lease=self._lease_name)
 
     async def turn(self, due: str | None) -> None:
         """Try to evict this pod, or renew or release its Lease; log a problem; never raise.

@@ -127,7 +127,7 @@ def test_as_its_last_act_the_holder_gives_the_lease_back_and_the_next_waits_for_
     first, second = bench.evictor(0), bench.evictor(1)
     bench.turn(first)
     with capture_logs() as events:
-        asyncio.run(first.close())
+        asyncio.run(first.give_lease_back())
     assert [event["event"] for event in events] == ["Lease given back to the next pod"]
     assert bench.lease["holderIdentity"] == ""
 
@@ -149,7 +149,7 @@ def test_the_lease_is_not_given_back_where_the_budget_need_not_know_of_the_evict
     bench.turn(evictor)
     for budget in bench.cluster._budgets:  # as of a controller that lags
         budget["status"] |= {"disruptedPods": {}, "currentHealthy": 4}
-    asyncio.run(evictor.close())
+    asyncio.run(evictor.give_lease_back())
 
     assert bench.lease["holderIdentity"]
 
