@@ -20,6 +20,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Final
@@ -158,7 +159,11 @@ def serve(model: str) -> None:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            answers = {"/metrics": engine.render_page, "/health": str, "/version": lambda: '{"version": "0.32.0"}'}
+            answers: dict[str, Callable[[], str]] = {
+                "/metrics": engine.render_page,
+                "/health": str,
+                "/version": lambda: '{"version": "0.32.0"}',
+            }
             answers["/v1/models"] = lambda: f'{{"data": [{{"id": "{model}"}}]}}'
             answer = answers.get(self.path)
             body = b"" if answer is None else answer().encode()
