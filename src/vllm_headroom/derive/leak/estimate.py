@@ -150,9 +150,14 @@ def apply_stretch(estimate: Estimate, track: Track, room_bytes: float | None) ->
         pace = stretch.bytes_per_second
     if pace < DILUTED_RATIO * max(estimate.bytes_per_second, estimate.pace or 0.0):
         return estimate
+    bytes_per_request = estimate.bytes_per_request
+    if bytes_per_request is not None and track.work.requests_per_second > 0:
+        # The two rates are of the same growth: where that by time was too low, so was this one.
+        bytes_per_request = max(bytes_per_request, pace / track.work.requests_per_second)
     return replace(
         estimate,
         bytes_per_second=max(pace, estimate.bytes_per_second),
+        bytes_per_request=bytes_per_request,
         upper=max(pace, estimate.upper),
         pace=pace,
         fastest=max(pace, fastest),
