@@ -76,7 +76,7 @@ bench: $(VENV)/.test
 # Some 150 traces of a seed and 90 recorded ones, about five and two seconds of processor each; no threshold was chosen on seeds 150 to 199.
 # tests/bench/leak/benign.py runs days without a leak for hours, and goes on where it stopped.
 bench-leak: $(VENV)/.test
-	$(BIN)/python tests/bench/leak/score.py --seeds 150 --jobs 2 --write docs/leaks.md $(SCORE)
+	$(BIN)/python tests/bench/leak/measure.py --seeds 150 --jobs 2 --write docs/leaks.md $(SCORE)
 	$(BIN)/python tests/bench/leak/rent.py --seeds 150 --jobs 2 --write docs/leaks.md
 	$(BIN)/python tests/bench/leak/delays.py --write docs/leaks.md
 

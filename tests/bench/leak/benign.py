@@ -16,7 +16,7 @@ from time import monotonic
 from typing import Any
 
 import generate
-from scipy.stats import chi2
+from oncall import bound_rate
 from simulator.scenarios import SCENARIOS
 from traces import MAKERS, Labelled, thin
 from watch import follow, watch
@@ -26,14 +26,6 @@ BENIGN = {
     "curves": tuple(name for name in generate.BENIGN if name not in generate.AMBIGUOUS),
     "mechanisms": tuple(name for name, recipe in SCENARIOS.items() if name.startswith("ok_") and not recipe.ambiguous),
 }
-YEAR_DAYS = 365.25
-
-
-def bound_rate(events: int, days: float) -> tuple[float, float, float]:
-    """Return events per year, and Garwood's exact 95 % interval of a Poisson rate."""
-    lower = chi2.ppf(0.025, 2 * events) / 2 if events else 0.0
-    upper = chi2.ppf(0.975, 2 * events + 2) / 2
-    return events * YEAR_DAYS / days, lower * YEAR_DAYS / days, upper * YEAR_DAYS / days
 
 
 def describe(title: str, rows: list[Row]) -> str:

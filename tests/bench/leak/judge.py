@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
 import plain
+from oncall import APART_SECONDS, END_SECONDS, find_begins, leaked_at
 from traces import Labelled
 
 from vllm_headroom.model import Snapshot
 from vllm_headroom_tools.history import LeakCourse, LeakReplay, Moment
 from vllm_headroom_tools.trace import parse_snapshot
-
-END_SECONDS = 600.0
-"""The last word is taken this long before the end."""
-
-APART_SECONDS = 3600.0
-"""Alarms closer than this are one."""
 
 MIB = 2**20
 
@@ -63,19 +57,12 @@ def _course(watch: LeakReplay, series: str) -> LeakCourse | None:
 
 def read_series(trace: Labelled) -> list[plain.Reading]:
     """Return the readings of the series in question."""
-    found = []
-    for sample in trace.samples:
-        if trace.truth["series"] != "gpu":
-            found.append((sample["t"], sample["processes"][0]["rss"], sample["host"]["limit"]))
-        elif sample["gpus"]:
-            gpu = sample["gpus"][0]
-            found.append((sample["t"], gpu.get("engine", gpu["used"]), gpu["total"] - gpu.get("other", 0)))
-    return found
+    return plain.read_series(trace.samples, trace.truth["series"])
 
 
 def _alarms(course: LeakCourse, truth: dict[str, Any], readings: list[plain.Reading]) -> dict[str, Any]:
     leak, onset = truth["leak"], truth["onset"]
-    rises, early = _edges(course.leaking, APART_SECONDS), _edges(course.growing, APART_SECONDS)
+    rises, early = find_begins(course.leaking, APART_SECONDS), find_begins(course.growing, APART_SECONDS)
     false = [edge for edge in rises if not leak or edge < onset]
     row: dict[str, Any] = {
         "days": ((onset if leak else truth["ends"]) - truth["started"]) / 86_400,
@@ -87,7 +74,7 @@ def _alarms(course: LeakCourse, truth: dict[str, Any], readings: list[plain.Read
     }
     if leak:
         hits = [edge for edge in rises if edge >= onset]
-        soon = [edge for edge in (*_edges(course.growing, 0), *_edges(course.leaking, 0)) if edge >= onset]
+        soon = [edge for edge in (*find_begins(course.growing, 0), *find_begins(course.leaking, 0)) if edge >= onset]
         row["found"] = bool(hits)
         row["onsets"] = sum(begin >= onset for begin, _ in course.leaking)
         if soon:
@@ -95,15 +82,6 @@ def _alarms(course: LeakCourse, truth: dict[str, Any], readings: list[plain.Read
         if hits:
             row |= {"mb": leaked_at(truth, hits[0]) / 1e6, "minutes": (hits[0] - onset) / 60}
     return row
-
-
-def _edges(intervals: list[Any], apart: float) -> list[float]:
-    edges, last = [], None
-    for begin, end in intervals:
-        if last is None or begin - last > apart:
-            edges.append(begin)
-        last = begin if end is None else end
-    return edges
 
 
 def _lasts(interval: tuple[float, float | None], truth: dict[str, Any], readings: list[plain.Reading]) -> float:
@@ -120,12 +98,6 @@ def _lasts(interval: tuple[float, float | None], truth: dict[str, Any], readings
             grew = max(grew, seconds)
             break
     return (end - grew) / 60
-
-
-def leaked_at(truth: dict[str, Any], t: float) -> float:
-    """Return the truly leaked bytes at time t, in the current run of the engine."""
-    leaked_bytes: float = truth["leaked_bytes"][max(0, bisect_right(truth["t"], t) - 1)]
-    return leaked_bytes
 
 
 def _figures(which: str, said: Moment | None, truth: dict[str, Any]) -> dict[str, Any]:

@@ -6,11 +6,27 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import accumulate, pairwise
 from math import sqrt
+from typing import Any
 
 MIB = 2**20
 WINDOW = 6 * 3600.0
 Reading = tuple[float, float, float]
 """Seconds, bytes held, and the bytes at which it is full."""
+
+
+def read_series(samples: list[dict[str, Any]], series: str) -> list[Reading]:
+    """Return the readings of the first GPU (`gpu`), or of a host process by its role."""
+    readings = []
+    for sample in samples:
+        if series == "gpu":
+            gpus = (sample["gpus"] or [])[:1]
+            readings += [
+                (sample["t"], gpu.get("engine", gpu["used"]), gpu["total"] - gpu.get("other", 0)) for gpu in gpus
+            ]
+        else:
+            processes = [process for process in sample["processes"] if process["role"] == series]
+            readings += [(sample["t"], process["rss"], sample["host"]["limit"]) for process in processes]
+    return readings
 
 
 def extrapolated(readings: Iterable[Reading], ahead: float = 86_400.0, lasting: float = 1800.0) -> float | None:
@@ -47,6 +63,11 @@ def _find_lasting(judged: Iterable[tuple[float, bool]], lasting: float) -> float
         if since is not None and seconds - since >= lasting:
             return seconds
     return None
+
+
+def exceeding(readings: Iterable[Reading], share: float = 0.97, lasting: float = 600.0) -> float | None:
+    """Return when more than this share of the memory has been held for ten minutes."""
+    return _find_lasting(((at, held > share * full) for at, held, full in readings), lasting)
 
 
 FLOOR_SECONDS, FLOORS = 480.0, 120

@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-FOLDER = Path(__file__).parents[2] / "card" / "corpus" / "traces"
+FOLDER = Path(__file__).with_name("recorded")
+"""A link to the corpus; in a copy of this folder without it there are no recorded days."""
+
 SUFFIX = ".jsonl.xz"
 NAMES = tuple(sorted(path.name.removesuffix(SUFFIX) for path in FOLDER.glob(f"*{SUFFIX}")))
 HELD_OUT = frozenset(name for name in NAMES if hashlib.sha256(name.encode()).digest()[0] % 4 == 0)

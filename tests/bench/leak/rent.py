@@ -17,7 +17,7 @@ from typing import Any, Final
 from unittest.mock import patch
 
 from judge import judge_plain_rules
-from score import middle, share
+from measure import middle, share
 from traces import MAKERS, NAMES, RECORDED, Labelled, is_held_out, thin
 from watch import Watched, follow, watch
 

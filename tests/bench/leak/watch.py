@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from typing import Any, Final, NamedTuple
 
-from judge import END_SECONDS, read_series, score
+from judge import read_series, score
 from msgspec.structs import replace
+from oncall import END_SECONDS
 from traces import Labelled
 
 from vllm_headroom.derive.leak.facts import start_track
