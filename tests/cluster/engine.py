@@ -154,7 +154,7 @@ def serve(model: str) -> None:
     signal.signal(signal.SIGTERM, lambda *_: engine.stop(0))
     engine.write_card(0)
     load = SHARED / "load_seconds"
-    time.sleep(float(load.read_text() if load.exists() else 5))
+    time.sleep(float(load.read_text() if load.exists() else os.environ.get("ENGINE_LOAD_SECONDS", "5")))
     engine.write_card(WEIGHTS_BYTES)
 
     class Handler(BaseHTTPRequestHandler):

@@ -54,10 +54,16 @@ patches:
             - {{name: HEADROOM_EVICT, value: "on"}}
             - {{name: HEADROOM_EVICT_SECONDS, value: "86400"}}
             volumeMounts: [{{name: evicting, mountPath: /opt/evicting}}]
+          containers:
+          - name: vllm
+            env: [{{name: ENGINE_LOAD_SECONDS, value: "40"}}]
           volumes:
           - {{name: evicting, configMap: {{name: evicting}}}}
 """
-"""The demo's leak at 1,000 times real time, with the guardrail, RBAC, account and token as they are shipped."""
+"""The demo's leak at 1,000 times real time, with the guardrail, RBAC, account and token as they are shipped.
+
+A replacement loads for longer than the pod before it takes to end, as with a real model.
+"""
 
 BUDGET: Final = """\
 apiVersion: policy/v1
