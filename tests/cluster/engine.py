@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Stands in for vLLM in a pod: its processes, its page and the memory that they hold, steered by a file while it runs.
+"""Replace vLLM in a pod: its processes, its page and the memory that they hold, steered by a file while it runs.
 
 usage: vllm serve MODEL [OPTION]...     needs Python's standard library alone
 
@@ -52,7 +52,7 @@ process_start_time_seconds {started}
 
 
 class Engine:
-    """The server's process and its core, and what the page says of them."""
+    """The processes of the server and its core, and the figures of the page."""
 
     def __init__(self, model: str) -> None:
         self.model = model
