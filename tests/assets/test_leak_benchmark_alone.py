@@ -95,6 +95,7 @@ TRUTH: Final = {
     "scenario": "leak",
     "seed": 1,
     "group": "curves",
+    "series": "gpu",
     "leak": True,
     "ambiguous": False,
     "started": 0.0,
@@ -120,6 +121,13 @@ def test_what_begins_before_the_leak_is_false_and_what_comes_back_notifies_again
     }
     assert row["levels"]["page"]["time_left_ratio"] == 0.5
     assert row["notifications"] == 2
+
+
+def test_host_memory_without_a_last_time_left_is_not_judged_by_pages() -> None:
+    host = TRUTH | {"series": "engine_core"}
+
+    assert not oncall.score_report(report([[30_000.0, None]]), [], None, host)["page_known"]
+    assert oncall.score_report(report([[30_000.0, None]], (48_000.0, 1000.0)), [], None, host)["page_known"]
 
 
 def test_an_alarm_that_ends_long_before_the_end_does_not_last() -> None:

@@ -139,6 +139,8 @@ def score_report(
         return row
     out_of_memory = truth["oom_at"]
     row["fills"] = out_of_memory is not None
+    # The object of `replay` gives no last time left of host memory, so nothing says whether that pages.
+    row["page_known"] = truth["series"] == "gpu" or report.pages is not None or report.last_leaking is not None
     row["levels"] = {}
     for level in LEVELS:
         at = next((begin for begin in begins[level] if begin >= onset), None)
