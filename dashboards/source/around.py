@@ -134,7 +134,8 @@ def exits() -> Json:
     )
 
 
-EXITED: Final = f"max by (instance, reason) (increase(headroom_engine_exits_total{{{TARGET}}}[$__interval])) > 0"
+_EXITS: Final = f"headroom_engine_exits_total{{{TARGET}}}"
+EXITED: Final = f"max by (instance, reason) ({_EXITS} > {_EXITS} offset $__interval)"
 
 
 _COUNTED: Final = f"headroom_engine_generation_tokens_total{{{ENGINE}}}"

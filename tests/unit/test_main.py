@@ -15,7 +15,10 @@ from vllm_headroom.config import Settings, name_key
 from vllm_headroom_tools.cli import COMMANDS
 from vllm_headroom_tools.options import name_option
 
-SCENARIOS = "healthy, leak, burst, neighbour, restart, crash, hang, slow-start, sleep, mig or fleet"
+SCENARIOS = (
+    "healthy, leak, burst, neighbour, restart, crash, hang, slow-start, sleep, mig, over-budget, low-memory, host-leak, "
+    "stranded, blind or fleet"
+)
 
 
 @pytest.mark.parametrize("argv", [("--help",), ("-h",), ("run", "--help"), ("--listen-port", "x", "--help")])
@@ -40,7 +43,8 @@ def test_every_command_has_a_help_a_version_and_tells_every_mistake_at_once(name
     assert name == "doctor" or f"\n  vllm-headroom {'' if name == 'run' else name}" in told.stdout, "it has an example"
     assert version.stdout == f"vllm-headroom {metadata.version('vllm-headroom')}\n"
     assert (wrong.returncode, wrong.stdout) == (2, "")
-    assert wrong.stderr.splitlines()[:3] == [
+    # plan takes vLLM's options too, and says so.
+    assert wrong.stderr.replace(" of plan or of vLLM 0.19 to 0.33", "").splitlines()[:3] == [
         f"vllm-headroom {name}: --versoin: not an option, did you mean --version?",
         f"vllm-headroom {name}: --colour: not an option, see --help",
         f"vllm-headroom {name}: --help-me: not an option, did you mean --help?",

@@ -366,10 +366,11 @@ advises a change: vLLM's option with a value computed from this engine's
 figures, the least costly first.
 
 FILE is a trace or a log of the engine, - for standard input. A trace is
-HEADROOM_TRACE_FILE of the daemon or flight.jsonl of its state directory, ideally
-of a day. A log is what the engine wrote, as docker, kubectl, the kubelet or
-journald keep it: of a start that failed, a death, or an engine that serves. A
-sidecar's page is only the present; without FILE it is that of the sidecar here.
+HEADROOM_TRACE_FILE of the daemon or flight.jsonl of its state directory,
+ideally of a day. A log is what the engine wrote, as docker, kubectl, the
+kubelet or journald keep it: of a start that failed, a death, or an engine that
+serves. A sidecar's page is only the present; without FILE it is that of the
+sidecar here.
 """,
     epilog="""\
 The exit status is 0 if there is nothing to change, 1 if there is advice, and 2

@@ -288,7 +288,7 @@ def _run(options: Namespace) -> Report:
 COMMAND: Final[Command] = Command(
     usage=(
         "%(prog)s --trace FILE [--baseline FILE] [LIMIT]... [OPTION]...\n"
-        "       %(prog)s --log OLDER NEWER [--max-growth-over-baseline SHARE] [OPTION]..."
+        "       %(prog)s --log OLDER NEWER [OPTION]..."
     ),
     description="""\
 The gate for CI: judges whether an engine kept its limits while a trace was

@@ -28,7 +28,7 @@ class DemoSettings(ModelSettings):
     no_options: ClassVar = frozenset(
         name
         for name in ModelSettings.model_fields
-        if name.startswith(("engine_", "canary_", "evict"))
+        if name.startswith(("engine_", "canary_", "evict")) or name == "engines"
     )
 
     scenario: Annotated[str, from_text(SCENARIO.read)] = setting(

@@ -702,7 +702,7 @@ def _run(options: Namespace) -> Report:
 
 
 COMMAND: Final[Command] = Command(
-    usage="%(prog)s --model NAME --gpu NAME [OPTION]... [-- vllm serve ...]",
+    usage="%(prog)s --model NAME --gpu NAME [OPTION]... [-- vllm serve]",
     description="""\
 Will it fit? Computes from a model's configuration what vLLM needs of each GPU,
 how many tokens and sequences its KV cache will hold, and what to change where
@@ -719,7 +719,7 @@ input, or the number of a process.
 
 Example:
   vllm-headroom plan --model Qwen/Qwen3-32B --gpu H100 -tp 2
-  vllm-headroom plan --gpu 8xH200 -- vllm serve moonshotai/Kimi-K2-Instruct -tp 8
+  vllm-headroom plan --gpu 8xH200 -- vllm serve zai-org/GLM-5-FP8 -tp 8
   kubectl get deployment llm -o yaml | vllm-headroom plan --gpu L40S -- -
   vllm-headroom plan --model-config Llama-3.1-70B/config.json \\
     --gpu-memory 81559MiB -tp 4 --max-model-len 32K --max-num-seqs 64
