@@ -134,8 +134,8 @@ def exits() -> Json:
     )
 
 
-_EXITS: Final = f"headroom_engine_exits_total{{{TARGET}}}"
-EXITED: Final = f"max by (instance, reason) ({_EXITS} > {_EXITS} offset $__interval)"
+_RISE: Final = f"increase(headroom_engine_exits_total{{{TARGET}}}[$__rate_interval])"
+EXITED: Final = f"max by (instance, reason) ({_RISE}) > 0"
 
 
 _COUNTED: Final = f"headroom_engine_generation_tokens_total{{{ENGINE}}}"

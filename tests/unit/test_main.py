@@ -16,8 +16,8 @@ from vllm_headroom_tools.cli import COMMANDS
 from vllm_headroom_tools.options import name_option
 
 SCENARIOS = (
-    "healthy, leak, burst, neighbour, restart, crash, hang, slow-start, sleep, mig, over-budget, low-memory, host-leak, "
-    "stranded, blind or fleet"
+    "healthy, leak, burst, neighbour, restart, crash, hang, slow-start, sleep, mig, over-budget, low-memory, "
+    "host-leak, stranded, blind or fleet"
 )
 
 
