@@ -206,8 +206,9 @@ def _draw_room(view: View, room: _Room, now: float, columns: int) -> _Figure:
     top = max(usual_top, room.free_bytes or 0, 1)
     unit = GIB if top >= GIB else MIB
     frame = Frame(begin=begin, end=end, top=svg.round_top(top, unit))
+    ticks = svg.list_ticks(begin, end)
     shapes = [
-        svg.draw_grid(frame, svg.list_ticks(begin, end)),
+        svg.draw_grid(frame, ticks),
         svg.draw_curve(frame, past),
         svg.draw_line(frame, peaks, kind="peak"),
     ]
@@ -228,7 +229,7 @@ def _draw_room(view: View, room: _Room, now: float, columns: int) -> _Figure:
     subject = escape_text(room.subject)
     name = escape_text(f" {room.name}" if room.name else "")
     picture = svg.draw_picture(frame, shapes, title=title)
-    plot = _render_plot(frame, picture, title, is_in_bytes=True)
+    plot = _render_plot(frame, picture, title, ticks, is_in_bytes=True)
     html = (
         f"<figure><figcaption><b>{subject}</b>{name}: {caption}</figcaption>{plot}"
         f"{_render_end(now, forecast, end)}</figure>"
@@ -259,27 +260,28 @@ def _list_alarm_times(view: View, room: _Room) -> Iterator[float]:
             yield event.seconds
 
 
-def _render_plot(frame: Frame, picture: str, title: str, *, is_in_bytes: bool) -> str:
-    """Return a picture with the texts of its axes.
+def _render_plot(
+    frame: Frame, picture: str, title: str, ticks: list[float], *, is_in_bytes: bool
+) -> str:
+    """Return a picture with the texts of its axes; `ticks` are times.
 
     The script reads the values of the curve from the picture's path, by the numbers in `data-`.
     """
-    unit = "B" if is_in_bytes else ""
-    values = [frame.top * quarter / svg.GRID_PARTS for quarter in range(svg.GRID_PARTS, -1, -1)]
-    if not is_in_bytes:
-        values = [frame.top, 0.0]
-    labels = "".join(
-        f"<span>{format_size(value) if is_in_bytes else f'{value:.0f}'}</span>" for value in values
-    )
-    ticks = "".join(
-        _render_tick(frame, seconds) for seconds in svg.list_ticks(frame.begin, frame.end)
-    )
+    if is_in_bytes:
+        unit = "B"
+        quarters = range(svg.GRID_PARTS, -1, -1)
+        value_texts = [format_size(frame.top * quarter / svg.GRID_PARTS) for quarter in quarters]
+    else:
+        unit = ""
+        value_texts = [f"{frame.top:.0f}", "0"]
+    labels = "".join(f"<span>{text}</span>" for text in value_texts)
+    tick_texts = "".join(_render_tick(frame, seconds) for seconds in ticks)
     return (
         f"<div class=plot><div class=values aria-hidden=true>{labels}</div>"
         f'<div class=reading role=group tabindex=0 aria-label="{escape_text(title)}; '
         f'the arrow keys read its values" data-begin="{frame.begin:.0f}" '
         f'data-end="{frame.end:.0f}" data-top="{frame.top:.0f}" data-unit="{unit}">{picture}</div>'
-        f"<svg class=ticks aria-hidden=true>{ticks}</svg></div>"
+        f"<svg class=ticks aria-hidden=true>{tick_texts}</svg></div>"
     )
 
 
@@ -333,6 +335,6 @@ def _draw_load(running_curve: Curve, columns: int, now: float, above: Frame | No
     span = f"from {format_instant(begin)} to {format_instant(now)}"
     title = f"Running requests, {span}, at most {most_running:.0f}"
     picture = svg.draw_picture(frame, [svg.draw_curve(frame, stretches)], title=title)
-    plot = _render_plot(frame, picture, title, is_in_bytes=False)
+    plot = _render_plot(frame, picture, title, svg.list_ticks(begin, end), is_in_bytes=False)
     caption = f"<b>Load</b>: running requests, at most {most_running:.0f}"
     return f"<figure class=strip><figcaption>{caption}</figcaption>{plot}</figure>"

@@ -289,7 +289,12 @@ class SimulatedRun:
         self.waiting = 0
         self._preempted = 0
 
-    def step(self, arrived: int, leak_bytes_per_request: float = 0.0) -> None:
+    def step(
+        self,
+        arrived: int,
+        leak_bytes_per_request: float = 0.0,
+        host_leak_bytes_per_request: float = 0.0,
+    ) -> None:
         """Serve for one second, in which `arrived` requests arrive; asleep, refuse them."""
         if self.is_asleep:
             return
@@ -301,6 +306,7 @@ class SimulatedRun:
             self.steps_total += 50
         self.finished_total += finished
         self.leaked_bytes += finished * leak_bytes_per_request
+        self.leaked_host_bytes += finished * host_leak_bytes_per_request
         self.running -= finished
         self.waiting += arrived
         # The scheduler admits requests into 98 % of the cache, by the size that they have now.
@@ -451,15 +457,15 @@ class World:
             arrived = 0
         hangs = self._hangs.is_here
         if self.is_serving and not hangs:
-            # The hour before the demo is healthy, so that the leak begins with the demo.
-            leak_bytes = self._scenario.leak_bytes_per_request if self.seconds > 0 else 0.0
-            finished_before = self.engine.finished_total
-            self.engine.step(arrived, leak_bytes)
+            # The hour before the demo is healthy, so that a leak begins with the demo.
             if self.seconds > 0:
-                finished = self.engine.finished_total - finished_before
-                self.engine.leaked_host_bytes += (
-                    finished * self._scenario.host_leak_bytes_per_request
+                self.engine.step(
+                    arrived,
+                    self._scenario.leak_bytes_per_request,
+                    self._scenario.host_leak_bytes_per_request,
                 )
+            else:
+                self.engine.step(arrived)
         self.active_requests = 0 if hangs else self.engine.running
         is_killed = self.engine.leaked_host_bytes > MAX_LEAKED_HOST_BYTES
         self.oom_kills += is_killed

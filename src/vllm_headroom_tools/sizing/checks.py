@@ -39,6 +39,10 @@ class StartCheck(Struct, frozen=True, kw_only=True):
     refusal: str | None = None
 
 
+CUDA_OUT_OF_MEMORY: Final = "torch.OutOfMemoryError: CUDA out of memory."
+"""The first words of torch's error where an allocation on the card fails."""
+
+
 def check_start(estimate: MemoryEstimate) -> list[StartCheck]:
     """Return the checks that this start comes to, in vLLM's order.
 
@@ -201,7 +205,7 @@ def _check_weights(estimate: MemoryEstimate) -> Iterator[StartCheck]:
             f"the weights take {format_gib(weights_bytes)} of each GPU,"
             f" which has {format_gib(visible.high)}"
         ),
-        refusal="torch.OutOfMemoryError: CUDA out of memory.",
+        refusal=CUDA_OUT_OF_MEMORY,
     )
 
 
@@ -222,7 +226,7 @@ def _check_profile(estimate: MemoryEstimate) -> Iterator[StartCheck]:
             f"weights and activations take at least {format_gib(weights_bytes + activations.low)}"
             f" of each GPU, which has {format_gib(visible.high)}"
         ),
-        refusal="torch.OutOfMemoryError: CUDA out of memory.",
+        refusal=CUDA_OUT_OF_MEMORY,
     )
 
 
@@ -325,7 +329,7 @@ def _check_card(estimate: MemoryEstimate) -> Iterator[StartCheck]:
         problem = (
             f"the budget leaves {beside_budget} of the card, and {outside} GiB lie outside of it"
         )
-        refusal: str | None = "torch.OutOfMemoryError: CUDA out of memory."
+        refusal: str | None = CUDA_OUT_OF_MEMORY
         if question.unified_memory:
             problem = (
                 f"the budget leaves {beside_budget} of the machine, and it needs {outside} GiB:"
@@ -356,7 +360,7 @@ def _check_card(estimate: MemoryEstimate) -> Iterator[StartCheck]:
             "weights, activations and the KV cache are more than the card's"
             f" {format_gib(card_bytes)}"
         ),
-        refusal="torch.OutOfMemoryError: CUDA out of memory.",
+        refusal=CUDA_OUT_OF_MEMORY,
     )
 
 

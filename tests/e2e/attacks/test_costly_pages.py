@@ -175,7 +175,8 @@ def test_a_page_for_which_there_is_no_memory_costs_samples_and_not_the_daemon() 
 
         resource.prlimit(pid, resource.RLIMIT_AS, (most, most))
         engine.answer = page(RECORDED)
-        running.sees(lambda page: page.value("source_up", source="engine") == 1, "the engine answers again")
+        seen = running.sees(lambda page: page.value("source_up", source="engine") == 1, "the engine answers again")
+        assert seen.value("source_failures_total", source="engine", reason="unexpected") >= 1
 
 
 def names_anew(connection: socket.socket, closing: threading.Event) -> None:
