@@ -39,7 +39,9 @@ WHAT_TO_DO: Final = {
 
 def is_alive(pid: int, processes: ProcessReadings) -> bool:
     """Return whether a process with this pid exists and runs."""
-    return pid in processes.visible_pids and pid not in processes.zombies
+    if pid in processes.zombies or pid in processes.exiting:
+        return False
+    return pid in processes.visible_pids
 
 
 def describe_leftover(leftover: Leftover) -> str:

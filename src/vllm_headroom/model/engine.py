@@ -318,6 +318,10 @@ class ProcessReadings(Struct, frozen=True, kw_only=True):
     strays: frozenset[int] = frozenset()
     """The pids of cores and workers that an unseen engine left, and of all processes below them."""
 
+    exiting: frozenset[int] = frozenset()
+    """The pids of the engine's processes that are exiting: they have no resident memory, and the
+    driver still releases their GPU memory, which takes seconds for a large core."""
+
     zombies: frozenset[int] = frozenset()
     """The pids of processes that have exited and are not reaped: the driver may still hold their
     memory."""

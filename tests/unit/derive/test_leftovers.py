@@ -63,6 +63,17 @@ def test_a_core_whose_server_nobody_saw_is_left_behind_and_not_this_engines() ->
     assert (gpu.engine_bytes, gpu.other_bytes) == (5 * GIB, GIB)
 
 
+def test_memory_of_a_process_that_is_exiting_stays_the_engines_and_is_no_leftover() -> None:
+    exiting = replace(engine(visible=(1, 7, 99)), exiting=frozenset({7}))
+    zombie = replace(engine(visible=(1, 7, 99)), zombies=frozenset({7}))
+
+    gpu = after(exiting)
+    assert (gpu.engine_bytes, gpu.other_bytes, gpu.leftovers) == (5 * GIB, GIB, ())
+
+    (gpu,) = last(BEFORE, (BEFORE[0], exiting), (BEFORE[0], zombie))
+    assert (gpu.engine_bytes, gpu.other_bytes) == (5 * GIB, GIB)
+
+
 def test_a_zombie_is_nobodys_neighbour() -> None:
     seen = replace(engine(7, visible=(1, 55)), zombies=frozenset({55}))
     (gpu,) = last((gpus(device(0, (7, 5 * GIB), (55, GIB), used=6 * GIB)), seen))

@@ -188,15 +188,17 @@ def _is_unchanged(process: ProcEntry, previous: ProcEntry) -> bool:
     return not was_in_exec and not previous.name.startswith(_TITLED_PREFIXES)
 
 
-def is_zombie(proc: Path, pid: int) -> bool:
-    """Return whether the process has exited and its parent has not reaped it.
+def read_state(proc: Path, pid: int) -> str | None:
+    """Return the letter of the process's state, see proc(5); None where it no longer exists.
 
-    False where its stat file cannot be read.
+    Empty where its stat file cannot be read for another reason.
     """
     try:
-        return _read_stat(proc, pid).state == ZOMBIE_STATE
+        return _read_stat(proc, pid).state
+    except (FileNotFoundError, ProcessLookupError):
+        return None
     except (OSError, ValueError):
-        return False
+        return ""
 
 
 def read_command(proc: Path, pid: int) -> Command:

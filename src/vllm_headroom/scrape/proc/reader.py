@@ -194,10 +194,16 @@ class Processes:
         # it.
         if self._is_engine_hidden(pids, engine):
             return HIDDEN
-        unread_pids = pids - self._entries.keys()
+        # A zombie has no command line, so it is no entry: its state alone is read.
+        states = {
+            pid: proc_files.read_state(self._proc, pid) for pid in pids - self._entries.keys()
+        }
+        # A pid that was reaped since it was listed is no running process.
+        reaped_pids = frozenset(pid for pid, state in states.items() if state is None)
+        measured_pids = {process.pid for process in engine}
         return ProcessReadings(
             engine=engine,
-            visible_pids=visible_pids,
+            visible_pids=visible_pids - reaped_pids,
             sees_host_pids=self._sees_host_pids,
             ambiguous_engines=self._choice.ambiguous_engines,
             neighbours=frozenset(
@@ -207,8 +213,10 @@ class Processes:
             ports=self._choice.ports,
             orphans=self._orphan_pids,
             strays=self._stray_pids,
-            # A zombie has no command line, so it is no entry: its state alone is read.
-            zombies=frozenset(pid for pid in unread_pids if proc_files.is_zombie(self._proc, pid)),
+            exiting=frozenset(self._roles.keys() - measured_pids - reaped_pids),
+            zombies=frozenset(
+                pid for pid, state in states.items() if state == proc_files.ZOMBIE_STATE
+            ),
             options=self._options if engine else None,
             host=read_host(self._proc, engine[0].pid if engine else None),
         )

@@ -165,6 +165,6 @@ def test_a_process_in_a_namespace_of_its_own_knows_it_is_not_in_the_first() -> N
 
     assert result.stdout.startswith(
         "ProcessReadings(engine=(), visible_pids=frozenset({1}), sees_host_pids=False, ambiguous_engines=0,"
-        " neighbours=frozenset(), ports=frozenset(), orphans=frozenset(), strays=frozenset(), zombies=frozenset(),"
-        " options=None, host=HostReading("
+        " neighbours=frozenset(), ports=frozenset(), orphans=frozenset(), strays=frozenset(), exiting=frozenset(),"
+        " zombies=frozenset(), options=None, host=HostReading("
     )

@@ -166,8 +166,14 @@ def test_a_zombie_is_told_from_what_lives_and_from_what_cannot_be_read(tree: Pro
     assert read(processes).zombies == frozenset()
 
     tree.add(9, 8, WORKER, state="Z")
-    (tree.path / "77").mkdir()
+    (tree.path / "77" / "stat").mkdir(parents=True)
 
     readings = read(processes)
     assert readings.zombies == {9}
     assert {9, 77} <= readings.visible_pids
+
+
+def test_a_pid_that_was_reaped_after_it_was_listed_is_not_visible(tree: ProcTree, processes: Processes) -> None:
+    (tree.path / "77").mkdir()
+
+    assert 77 not in read(processes).visible_pids

@@ -135,6 +135,7 @@ def test_a_process_that_has_given_back_its_memory_is_gone(tree: ProcTree, proces
     tree.add(8, 7, "VLLM::Worker_TP0", rss_pages=0)
 
     assert roles(processes) == {7: Role.API_SERVER}
+    assert read(processes).exiting == {8}
 
 
 def test_files_that_vanish_or_are_cut_short_are_skipped(tree: ProcTree, processes: Processes) -> None:
