@@ -16,7 +16,7 @@ from vllm_headroom.derive import LEAK, answer
 from vllm_headroom.derive.leak.facts import Estimate
 from vllm_headroom.derive.leak.growth_evidence import GROWING_SECONDS, LEAKING_SECONDS
 from vllm_headroom.derive.leak.inside import find_location, sharpen_track
-from vllm_headroom.derive.leak.leak import LeakMemory
+from vllm_headroom.derive.leak.leak import LeakMemory, is_alone
 from vllm_headroom.derive.life.engine import EngineMemory, update_engine
 from vllm_headroom.derive.pages import count_running
 from vllm_headroom.expose.drawing import Point
@@ -167,6 +167,10 @@ class LeakCourse(Struct):
 
     leaking: list[Interval] = []
     """The times of alarms."""
+
+    is_holder_known: bool = True
+    """Whether the newest alarm was known to be of the engine's memory. Where it is not, the memory
+    fills, by whom is not known."""
 
     _newest_warning: Moment | None = None
     _was_cut_off: bool = False
@@ -325,6 +329,10 @@ class LeakReplay:
         self._shift_seconds = 0.0
         """What is added to the trace's time, so that it never goes back."""
 
+        self._shared_uuids: frozenset[str] = frozenset()
+        """The GPUs of the newest sample on which other processes than the engine's may hold memory
+        that is not told from the engine's."""
+
         self._gpu_indices: dict[str, int] = {}
         self._courses: dict[str, LeakCourse] = {}
 
@@ -369,6 +377,9 @@ class LeakReplay:
         self._note_status(snapshot)
         self.memory = _merge_host(self.memory, snapshot.host)
 
+        self._shared_uuids = frozenset(
+            gpu.reading.uuid for gpu in snapshot.devices if not is_alone(gpu)
+        )
         previous_memory = self.leak_memory
         self.leak_memory, self.leak_samples = answer(LEAK, previous_memory, snapshot)
         for course in self._courses.values():
@@ -437,6 +448,10 @@ class LeakReplay:
             )
         moment = build_moment(self.span[1], estimate, find_location(estimate, inside))
         course.step(LeakState(state), moment, restarted=has_restarted)
+        if course.state is LeakState.LEAKING:
+            # The probe measures the engine's memory alone, so that a location is the engine's.
+            is_engines = series not in self._shared_uuids or moment.location is not None
+            course.is_holder_known = is_engines
 
 
 def _merge_host(earlier: HostMemory | None, newest: HostMemory | None) -> HostMemory | None:

@@ -22,6 +22,7 @@ STYLES: Final = {
     "FAILED": "bold red",
     "MISSING": "bold red",
     "LEAKING": "bold red",
+    "FILLS": "bold red",
     "OUT OF MEMORY": "bold red",
     "ALARM": "bold red",
     "CANNOT TELL": "yellow",

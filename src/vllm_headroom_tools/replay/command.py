@@ -130,7 +130,7 @@ def _judge_series(name: str, course: LeakCourse, span_seconds: float) -> Finding
     match verdict:
         case LeakVerdict.LEAKING:
             conclusion = Conclusion.NOT_GOOD
-            answer = "LEAKING"
+            answer = "LEAKING" if course.is_holder_known else "FILLS, by whom is not known"
         case LeakVerdict.NO_LEAK:
             conclusion = Conclusion.GOOD
             answer = "no leak"

@@ -226,6 +226,17 @@ def test_a_past_in_which_the_engine_slept_is_no_proof() -> None:
     assert "GPU 0 (GPU-a): cannot tell, the detector never" in replay("-", trace=text(asleep)).stdout
 
 
+def test_growth_of_a_gpu_with_unknown_holders_is_not_called_the_engines() -> None:
+    def shared() -> Iterable[dict[str, Any]]:
+        for record in leaking(1.5):
+            (gpu,) = record["gpus"]
+            yield {**record, "gpus": [{**gpu, "engine": None, "other": None, "processes": 2}]}
+
+    process = replay("-", trace=text(shared()))
+
+    assert "GPU 0 (GPU-a): FILLS, by whom is not known; leaking at the end." in process.stdout
+
+
 def test_the_words_say_when_how_fast_how_much_and_how_long(tmp_path: Path, leak: str) -> None:
     file = tmp_path / "trace.jsonl"
     file.write_text(leak)
