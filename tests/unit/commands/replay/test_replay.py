@@ -228,7 +228,7 @@ def test_a_past_in_which_the_engine_slept_is_no_proof() -> None:
 
 def test_growth_of_a_gpu_with_unknown_holders_is_not_called_the_engines() -> None:
     def shared() -> Iterable[dict[str, Any]]:
-        for record in leaking(1.5):
+        for record in leaking(3):
             (gpu,) = record["gpus"]
             yield {**record, "gpus": [{**gpu, "engine": None, "other": None, "processes": 2}]}
 
