@@ -209,7 +209,9 @@ def _find_exit(run: EngineRun, evidence: Evidence, record: RunRecord) -> Ending 
     snapshot = evidence.snapshot
     gpus = describe_gpus(record, run, snapshot)
     reason = ExitReason.GONE
-    if was_answering and not is_gone:
+    # Without a page the next run still loads: clients lost this one, though a kubelet that restarts
+    # a container within a second leaves no sample without a process.
+    if was_answering and evidence.answer is PageAnswer.GIVEN:
         reason = ExitReason.REPLACED
     if evidence.host.oom_kills is not None and evidence.host.oom_kills > run.oom_kills:
         reason = ExitReason.OOM_KILLED

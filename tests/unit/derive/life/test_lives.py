@@ -83,6 +83,17 @@ def test_a_life_that_came_within_one_gap_replaced_the_last_one() -> None:
     assert life.began_seconds == BEGAN + 50
 
 
+@pytest.mark.parametrize("page_failure", [REFUSED, SILENT])
+def test_a_run_whose_successor_loads_at_the_next_sample_is_gone_with_its_requests(page_failure: Failure) -> None:
+    """A kubelet restarts a container within a second: no sample shows the engine without a process."""
+    watch = serving()
+
+    life = watch.look(page_failure, processes=NEXT)
+
+    assert (life.restarts, exits(life)) == (1, {ExitReason.GONE: 1})
+    assert (life.state, life.exit_requests) == (EngineState.STARTING, 4)
+
+
 def test_a_server_that_tells_no_start_is_known_again_by_its_count_and_its_processes() -> None:
     watch = Watch()
     watch.look(working(5, started=None))
