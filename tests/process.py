@@ -146,6 +146,7 @@ IN_FULL = frozenset(
         "SPEED",
         "STEPPED",
         "STUCK",
+        "RAISING",
         "STUCK_BY",
         "WITHOUT",
     }

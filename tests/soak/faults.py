@@ -14,9 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from tests.e2e.hurried import READER_PARTS
 from tests.fakes.engine_server import Answer, EngineServer, cut, drip, hang, page, reset, with_head
 from tests.fakes.nvml.library import FakeNvml
 from tests.process import Daemon
+from vllm_headroom.vocabulary import Source
 
 MIB: Final = 2**20
 
@@ -33,6 +35,8 @@ class World:
     restarted: float = field(default_factory=time.monotonic)
     running: Daemon | None = None
     clients: list[socket.socket] = field(default_factory=list)
+    raising: Source | None = None
+    """The source whose reader raises now, or did last."""
 
     def text(self) -> str:
         """Return the engine's page: steady load since its start."""
@@ -161,6 +165,18 @@ def network_fault(world: World) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def reader_raises(world: World) -> Iterator[None]:
+    """Have the reader of one source raise errors that nobody expects."""
+    world.raising = world.dice.choice([*READER_PARTS])
+    file = world.folder / "raising"
+    new_file = world.folder / "raising.new"
+    new_file.write_text(world.raising)
+    new_file.rename(file)
+    yield
+    file.unlink()
+
+
+@contextlib.contextmanager
 def stall(world: World) -> Iterator[None]:
     """Have the daemon itself stand still for a second, as on a node without CPU."""
     world.running.process.send_signal(signal.SIGSTOP)  # type: ignore[union-attr]
@@ -177,6 +193,7 @@ FAULTS: Final = {
     "disk full": disk_full,
     "disk stuck": disk_stuck,
     "network": network_fault,
+    "reader raises": reader_raises,
     "stall": stall,
 }
 SHUTS_OUT: Final = {
