@@ -16,6 +16,7 @@ from vllm_headroom_probe import engine as vllm
 from vllm_headroom_probe.folder import prune, read_start, write_document
 from vllm_headroom_probe.gpu import WorkerGpu
 from vllm_headroom_probe.host import read_host
+from vllm_headroom_probe.peaks import Peaks
 from vllm_headroom_probe.record import Recording
 
 T = TypeVar("T")
@@ -63,6 +64,8 @@ class Probe:
         self.engine = vllm.EngineObjects()
         self.gpu = WorkerGpu()
         self.recording = Recording(folder)
+        self.peaks = Peaks()
+        self._has_peaks = os.environ.get("HEADROOM_PROBE_PEAKS") == "on"
         # The thread.
         self._thread: threading.Thread | None = None
         self._wake = threading.Event()
@@ -133,6 +136,8 @@ class Probe:
             "waiting": requests.get("waiting"),
             "seen": previous_oom.get("seen", 0) + 1,
         }
+        if self._has_peaks:
+            self._oom["step"] = read_or_none(self.peaks.describe_current)
         self._is_written.clear()
         self._wake.set()
         if self._stop_reason is None and self._thread is not None and self._thread.is_alive():
@@ -193,6 +198,8 @@ class Probe:
         worker = read_or_none(lambda: self.engine.worker)
         core = read_or_none(lambda: self.engine.core)
         device = read_or_none(lambda: self.gpu.read_device(worker))
+        if self._has_peaks:
+            read_or_none(lambda: self.peaks.attach(worker))
         process_name = multiprocessing.current_process().name
         return {
             **self._identity,
@@ -207,6 +214,7 @@ class Probe:
             "scheduler": read_or_none(lambda: vllm.read_scheduler(core)),
             "host": read_or_none(read_host),
             "oom": self._oom,
+            **({"peaks": read_or_none(self.peaks.describe)} if self._has_peaks else {}),
         }
 
     def _read_identity(self) -> dict[str, Any]:
@@ -246,6 +254,8 @@ class Probe:
             logger.warning("headroom probe: stopped for good: %s", self._stop_reason)
         with contextlib.suppress(Exception):
             self.recording.discard()
+        with contextlib.suppress(Exception):
+            self.peaks.detach()
 
 
 def _read_version(package: str) -> str | None:
