@@ -275,6 +275,46 @@ ALLOCATOR_RETRIES: Final = _declare_counter(
 ALLOCATOR_OOMS: Final = _declare_counter(
     "allocator_ooms", GPU_LABELS, "OutOfMemoryErrors that torch raised in the engine."
 )
+ENGINE_PEAK: Final = _declare_gauge(
+    "engine_peak_bytes",
+    (*GPU_LABELS, "work"),
+    "Highest memory of torch above its level at rest in the steps of the last minute, by the kind"
+    " of work; from the probe, with HEADROOM_PROBE_PEAKS=on.",
+)
+ENGINE_PEAK_ROOM: Final = _declare_gauge(
+    "engine_peak_room_bytes",
+    GPU_LABELS,
+    "Memory that a step may take now: what is free on the GPU, and what torch holds unused.",
+)
+ENGINE_PEAK_RATIO: Final = _declare_gauge(
+    "engine_peak_ratio",
+    (*GPU_LABELS, "work"),
+    "The peak of the last minute over the memory that a step may take now.",
+)
+ENGINE_PEAK_SPREAD: Final = _declare_gauge(
+    "engine_peak_spread_bytes",
+    (*GPU_LABELS, "work"),
+    "By how much a repeated peak of this kind of work may be higher; absent while the kind was seen"
+    " too seldom.",
+)
+ENGINE_SAFE_PROMPT_TOKENS: Final = _declare_gauge(
+    "engine_safe_prompt_tokens",
+    GPU_LABELS,
+    "Tokens of the largest prompt that fits beside what runs now; absent while prompts were seen"
+    " too seldom.",
+)
+ENGINE_SAFE_PROMPT_LOGPROBS_TOKENS: Final = _declare_gauge(
+    "engine_safe_prompt_logprobs_tokens",
+    GPU_LABELS,
+    "Tokens of the largest prompt with prompt logprobs that fits beside what runs now; absent while"
+    " they were seen too seldom.",
+)
+ENGINE_SAFE_IMAGE_PIXELS: Final = _declare_gauge(
+    "engine_safe_image_pixels",
+    GPU_LABELS,
+    "Pixels of the largest image that fits beside what runs now; absent while images were seen too"
+    " seldom.",
+)
 
 MEMORY_REPORTED: Final = _declare_gauge(
     "memory_reported_bytes",

@@ -250,6 +250,18 @@ class MemoryPart(StrEnum):
     OUTSIDE_TORCH = "outside_torch"
 
 
+class Work(StrEnum):
+    """The kinds of work of the engine's steps; the values of the label `work`."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    PROMPT_LOGPROBS = "prompt_logprobs"
+    ENCODER = "encoder"
+    SAMPLING = "sampling"
+    ADAPTER = "adapter"
+    OTHER = "other"
+
+
 class StartPart(StrEnum):
     """The parts of a GPU that the engine's log reports at its start; values of the label `part`."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
@@ -85,9 +85,13 @@ def watch(
     cards: Cards | None = None,
     model: Path = FOLDER / "tiny",
     modules: tuple[Path, ...] = (),
+    variables: Mapping[str, str] | None = None,
     **settings: str,
 ) -> Iterator[Bench]:
-    """Serve, and watch from the start; `settings` are the daemon's, `modules` what else vLLM finds modules in."""
+    """Serve, and watch from the start; `settings` are the daemon's.
+
+    `modules` is what else vLLM finds modules in, `variables` what else it has in its environment.
+    """
     cards = cards or Cards(folder=place / "cards")
     cards.create()
     for name in ("site", "probe", "orders", "state"):
@@ -100,6 +104,7 @@ def watch(
         "CARD_ORDERS": str(place / "orders"),
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+        **(variables or {}),
     }
     seen = cards.environment() | {"PROBE_DIR": str(place / "probe"), "STATE_DIR": str(place / "state")}
     del seen["CARD_LEDGER"]

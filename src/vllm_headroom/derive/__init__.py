@@ -14,6 +14,7 @@ from vllm_headroom.derive.health import INITIAL, derive_health
 from vllm_headroom.derive.host_memory import derive_host_memory
 from vllm_headroom.derive.kv_cache import derive_kv_cache
 from vllm_headroom.derive.leak.leak import LeakMemory, derive_leaks
+from vllm_headroom.derive.peaks import derive_peaks
 from vllm_headroom.derive.per_request import Baselines, derive_baseline, derive_per_request
 from vllm_headroom.derive.prefix_cache import PrefixCacheState, derive_prefix_cache
 from vllm_headroom.derive.readings import derive_engine_state, derive_readings
@@ -75,6 +76,7 @@ def build_derivations(
         make_stateless("startup", derive_startup),
         make_stateless("refusal", derive_refusal),
         Derivation(name="allocator", initial=Counts(), step=derive_counters),
+        make_stateless("peaks", derive_peaks),
         make_stateless("discrepancy", partial(derive_discrepancy, configured_bytes=reported_bytes)),
         make_stateless("per_request", derive_per_request),
         make_stateless(

@@ -41,6 +41,14 @@ from vllm_headroom.model.gpu import (
     find_part,
     name_device,
 )
+from vllm_headroom.model.peaks import (
+    PeakReadings,
+    SizePeak,
+    StepAtError,
+    StepFacts,
+    WorkPeak,
+    WorkPeaks,
+)
 from vllm_headroom.model.pod import ANY_LOG_COMMAND, USUAL_CONTAINER, EnginePod
 from vllm_headroom.model.snapshot import (
     NO_VERDICT,

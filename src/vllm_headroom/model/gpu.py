@@ -7,6 +7,7 @@ from typing import Final
 from msgspec import Struct
 
 from vllm_headroom.model.engine import HostReading
+from vllm_headroom.model.peaks import PeakReadings, StepAtError
 from vllm_headroom.vocabulary import Attribution, MemoryPart, Reason, Role, Source
 
 
@@ -98,6 +99,9 @@ class OomRecord(Struct, frozen=True, kw_only=True):
     seen: int | None = None
     """How many errors the process has raised; the name is that in the probe's file."""
 
+    step: StepAtError | None = None
+    """The step that raised it; None without HEADROOM_PROBE_PEAKS, and outside of a step."""
+
 
 class ProbedProcess(Struct, frozen=True, kw_only=True):
     """The newest file of one process; times are in seconds since the epoch."""
@@ -123,6 +127,8 @@ class ProbedProcess(Struct, frozen=True, kw_only=True):
     scheduler: SchedulerReading | None = None
     host: HostReading | None = None
     oom: OomRecord | None = None
+    peaks: PeakReadings | None = None
+    """None without HEADROOM_PROBE_PEAKS."""
 
 
 class ProbeReadings(Struct, frozen=True, kw_only=True):

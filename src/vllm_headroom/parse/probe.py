@@ -15,6 +15,7 @@ from vllm_headroom.model import (
     Shm,
 )
 from vllm_headroom.parse import fields
+from vllm_headroom.parse.peaks import read_peaks, read_step_at_error
 from vllm_headroom.vocabulary import Role
 
 FORMAT_FIELD: Final = "headroom_probe"
@@ -79,6 +80,7 @@ def _read_process(document: Mapping[str, Any]) -> ProbedProcess:
         scheduler=fields.read_within(document, "scheduler", _read_scheduler),
         host=fields.read_within(document, "host", _read_host),
         oom=oom,
+        peaks=fields.read_within(document, "peaks", read_peaks),
     )
 
 
@@ -189,4 +191,5 @@ def _read_oom(entry: dict[str, Any]) -> OomRecord:
         seen=fields.read_size(entry, "seen"),
         uuid=_read_label(entry, "uuid"),
         **_read_bytes(entry, "asked", "free", "allocated", "reserved"),
+        step=fields.read_within(entry, "step", read_step_at_error),
     )

@@ -15,12 +15,19 @@ from vllm_headroom.model import (
     EngineParts,
     HostReading,
     OomRecord,
+    PeakReadings,
     ProbedProcess,
     SchedulerReading,
     Shm,
+    SizePeak,
+    StepAtError,
+    StepFacts,
+    WorkPeak,
+    WorkPeaks,
 )
+from vllm_headroom.parse.peaks import MOST_SIZES
 from vllm_headroom.parse.probe import MOST_DEVICES, parse_probe
-from vllm_headroom.vocabulary import Role
+from vllm_headroom.vocabulary import Role, Work
 
 WHOLE: Final[dict[str, Any]] = {
     "headroom_probe": 1,
@@ -144,6 +151,61 @@ def test_all_but_the_first_block_may_be_missing() -> None:
         ),
         None,
     )
+
+
+STEP: Final = {"t": 1760000000.0, "requests": 2, "tokens": 70, "prompt_tokens": 69, "logprobs_tokens": 60}
+PEAKS: Final[dict[str, Any]] = {
+    "steps": 9,
+    "stopped": None,
+    "limits": {"batch_tokens": 2048, "model_tokens": 4096, "requests": None},
+    "resting": {"allocated": 5, "reserved": 7, "inactive_split": 1},
+    "kinds": {
+        "prompt_logprobs": {"steps": 4, "sizes": [[60, 1000, 4]], "highest": {"bytes": 1000, "size": 60, **STEP}},
+        "of the future": {"sizes": 7},
+    },
+}
+
+
+def test_peaks_are_understood() -> None:
+    found = parsed(peaks=PEAKS, oom=WHOLE["oom"] | {"step": {"work": "sampling", **STEP}})
+
+    assert not isinstance(found, str)
+    step = StepFacts(at_seconds=1760000000.0, requests=2, tokens=70, prompt_tokens=69, logprobs_tokens=60)
+    assert found[0].oom is not None
+    assert found[0].oom.step == StepAtError(work=Work.SAMPLING, step=step)
+    assert found[0].peaks == PeakReadings(
+        works=(
+            WorkPeaks(
+                work=Work.PROMPT_LOGPROBS,
+                sizes=(SizePeak(size=60, transient_bytes=1000, steps=4),),
+                highest=WorkPeak(transient_bytes=1000, size=60, step=step),
+            ),
+        ),
+        resting_allocated_bytes=5,
+        resting_reserved_bytes=7,
+        resting_split_bytes=1,
+        batch_tokens=2048,
+        model_tokens=4096,
+    )
+
+
+@pytest.mark.parametrize(
+    ("table", "says"),
+    [
+        ([], "got [], accepts an object or null"),
+        ({"sizes": [[1, 2, 3]] * (MOST_SIZES + 1)}, "sizes: got "),
+        ({"sizes": [[1, 2]]}, "sizes[0]: got [1, 2], accepts a size, its bytes and its steps"),
+        ({"sizes": [[1, -2, 3]]}, "sizes[0][1]: got -2, accepts a number, 0 or more"),
+        ({"sizes": [[1, None, 3]]}, "sizes[0][1]: got nothing, accepts a number, 0 or more"),
+        ({"recent": {"bytes": 1, "size": 2}}, "recent.t: got nothing, accepts a number, 0 or more"),
+        ({"highest": {"bytes": True, "size": 2, "t": 1}}, "highest.bytes: got True, accepts a number, 0 or more"),
+    ],
+)
+def test_wrong_peaks_and_nothing_is_believed(table: object, says: str) -> None:
+    found = parsed(peaks=PEAKS | {"kinds": {"decode": table}})
+
+    assert isinstance(found, str)
+    assert found.removeprefix("peaks.kinds.decode").removeprefix(".").removeprefix(": ").startswith(says)
 
 
 def test_what_a_later_probe_adds_is_passed_over() -> None:

@@ -67,13 +67,13 @@ def observe_gpus(snapshot: Snapshot, gpus: tuple[Gpu, ...]) -> Iterator[tuple[Gp
                 of_page,
                 held_bytes=gpu.held_bytes,
                 neighbours=neighbours,
-                room_bytes=_find_gpu_room(gpu),
+                room_bytes=find_gpu_room(gpu),
                 bound_bytes=bound_bytes,
             ),
         )
 
 
-def _find_gpu_room(gpu: Gpu) -> int | None:
+def find_gpu_room(gpu: Gpu) -> int | None:
     """Return the memory that is left for the engine on a GPU; None where unknown.
 
     That is the free memory or, where a layer limits the engine, what it may still take if less.

@@ -1,0 +1,298 @@
+"""How high the engine's steps rise by the kind of work, and which requests still fit."""
+
+from math import sqrt
+from typing import Final, NamedTuple
+
+from msgspec import Struct
+
+from vllm_headroom import catalog
+from vllm_headroom.derive.leak.observation import find_gpu_room
+from vllm_headroom.derive.pages import list_engines
+from vllm_headroom.derive.series import label_gpu
+from vllm_headroom.model import (
+    Gpu,
+    PeakReadings,
+    ProbedProcess,
+    ProbeReadings,
+    Sample,
+    SizePeak,
+    Snapshot,
+    WorkPeaks,
+)
+from vllm_headroom.units import MIB
+from vllm_headroom.vocabulary import Work
+
+LOWEST_SIZE_SHARE: Final = 1 / 16
+"""Only sizes from this share of the largest one on are fitted. Small steps run in CUDA graphs, and
+their peak is that of something else, such as the logits."""
+
+FEWEST_SIZES: Final = 4
+"""A line through fewer sizes has no useful interval."""
+
+FEWEST_STEPS: Final = 8
+"""A kind of work with fewer steps of those sizes was seen too seldom."""
+
+SMALLEST_DEVIATION_BYTES: Final = MIB
+"""The smallest standard deviation of a peak: torch hands out blocks that are up to 1 MiB larger
+than requested (c10/cuda/CUDACachingAllocator.cpp, should_split)."""
+
+FURTHEST_SIZE_FACTOR: Final = 4
+"""A size is predicted up to so many times the largest that was seen, where no setting of vLLM
+bounds a step."""
+
+T_QUANTILES: Final = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
+"""The 97.5 % quantiles of Student's distribution with 1, 2, … degrees of freedom."""
+
+LARGEST_T: Final = 2.2
+"""The same with more degrees of freedom: that of 11."""
+
+
+class Fit(Struct, frozen=True, kw_only=True):
+    """A line of bytes over size by weighted least squares, with what its interval needs.
+
+    Large peaks scatter more than small ones, so each is weighted by its own size.
+    """
+
+    base_bytes: float
+    bytes_per_unit: float
+    deviation_ratio: float
+    """The standard deviation of the peaks from the line, as a share of the peak."""
+
+    freedom: int
+    """The degrees of freedom: the sizes less 2."""
+
+    weight_sum: float
+    mean_size: float
+    """The weighted mean of the sizes."""
+
+    square_sum: float
+    """The weighted sum of the squared distances of the sizes from their mean."""
+
+    largest_size: int
+
+    def predict_bytes(self, size: float) -> float:
+        """Return the expected peak of a step of this size."""
+        return max(0.0, self.base_bytes + self.bytes_per_unit * size)
+
+    def measure_spread(self, size: float) -> float:
+        """Return half the width of the 95 % prediction interval at a size, in bytes."""
+        quantile = LARGEST_T
+        if self.freedom <= len(T_QUANTILES):
+            quantile = T_QUANTILES[self.freedom - 1]
+        distance = size - self.mean_size
+        line_variance = 1 / self.weight_sum + distance * distance / self.square_sum
+        own_variance = self.predict_bytes(size) ** 2
+        scatter = self.deviation_ratio**2 * (line_variance + own_variance)
+        return quantile * sqrt(scatter + SMALLEST_DEVIATION_BYTES**2)
+
+    def predict_upper_bytes(self, size: float) -> float:
+        """Return the upper end of the 95 % prediction interval at a size."""
+        return self.predict_bytes(size) + self.measure_spread(size)
+
+
+def fit_sizes(peaks: tuple[SizePeak, ...]) -> Fit | None:
+    """Return the line of bytes over size; None where the kind of work was seen too seldom."""
+    largest_size = max((peak.size for peak in peaks), default=0)
+    lowest_size = max(1.0, LOWEST_SIZE_SHARE * largest_size)
+    fitted = [peak for peak in peaks if peak.size >= lowest_size]
+    count = len({peak.size for peak in fitted})
+    if count < FEWEST_SIZES or sum(peak.steps for peak in fitted) < FEWEST_STEPS:
+        return None
+    points = [_weigh(peak) for peak in fitted]
+    weight_sum = sum(point.weight for point in points)
+    mean_size = sum(point.weight * point.size for point in points) / weight_sum
+    mean_bytes = sum(point.weight * point.transient_bytes for point in points) / weight_sum
+    square_sum = sum(point.weight * (point.size - mean_size) ** 2 for point in points)
+    product_sum = sum(
+        point.weight * (point.size - mean_size) * (point.transient_bytes - mean_bytes)
+        for point in points
+    )
+    # A larger request never needs less: a falling line is noise.
+    bytes_per_unit = max(0.0, product_sum / square_sum)
+    base_bytes = mean_bytes - bytes_per_unit * mean_size
+    residual_sum = sum(
+        point.weight * (point.transient_bytes - base_bytes - bytes_per_unit * point.size) ** 2
+        for point in points
+    )
+    freedom = len(points) - 2
+    return Fit(
+        base_bytes=base_bytes,
+        bytes_per_unit=bytes_per_unit,
+        deviation_ratio=sqrt(residual_sum / freedom),
+        freedom=freedom,
+        weight_sum=weight_sum,
+        mean_size=mean_size,
+        square_sum=square_sum,
+        largest_size=largest_size,
+    )
+
+
+class Point(NamedTuple):
+    """A size's peak in a fit."""
+
+    size: int
+    transient_bytes: int
+    weight: float
+
+
+def _weigh(peak: SizePeak) -> Point:
+    """Return a peak with the inverse of its variance, which grows with the peak."""
+    deviation = peak.transient_bytes + SMALLEST_DEVIATION_BYTES
+    return Point(peak.size, peak.transient_bytes, 1 / deviation**2)
+
+
+def find_largest_size(fit: Fit, room_bytes: float, limit: int) -> int:
+    """Return the largest size up to `limit` whose whole interval fits into the room; 0 if none."""
+    if fit.predict_upper_bytes(limit) <= room_bytes:
+        return limit
+    # The interval is narrowest near the mean, so the upper end may fall before it rises: the
+    # largest size that fits is beyond its lowest point.
+    fitting_size = 0
+    too_large_size = limit
+    while too_large_size - fitting_size > 1:
+        size = (fitting_size + too_large_size) // 2
+        if fit.predict_upper_bytes(size) <= room_bytes:
+            fitting_size = size
+        else:
+            too_large_size = size
+    return fitting_size
+
+
+def find_peak_room(gpu: Gpu, peaks: PeakReadings) -> int | None:
+    """Return the memory that a step may take: free on the GPU, or held unused by torch.
+
+    Unused memory that shares a segment with memory in use is not counted. None where one of the
+    figures is unknown.
+    """
+    free_bytes = find_gpu_room(gpu)
+    reserved_bytes = peaks.resting_reserved_bytes
+    allocated_bytes = peaks.resting_allocated_bytes
+    split_bytes = peaks.resting_split_bytes
+    if free_bytes is None or reserved_bytes is None or allocated_bytes is None:
+        return None
+    # Since the newest step torch may have given memory back, which is now free on the GPU.
+    newest_reserved_bytes = None if gpu.inside is None else gpu.inside.reserved_bytes
+    if newest_reserved_bytes is not None:
+        reserved_bytes = min(reserved_bytes, newest_reserved_bytes)
+    return max(0, free_bytes) + max(0, reserved_bytes - allocated_bytes - (split_bytes or 0))
+
+
+def derive_peaks(snapshot: Snapshot) -> tuple[Sample, ...]:
+    """Return the samples of each GPU of the engine whose worker reports its peaks."""
+    samples: list[Sample] = []
+    for gpu in snapshot.owned_gpus:
+        process = find_worker(gpu, snapshot)
+        if process is not None and process.peaks is not None:
+            samples += _derive_gpu(gpu, process, process.peaks, snapshot)
+    return tuple(samples)
+
+
+def find_worker(gpu: Gpu, snapshot: Snapshot) -> ProbedProcess | None:
+    """Return the process that reports its peaks on a GPU, the newest one; None without any."""
+    if not isinstance(snapshot.probe, ProbeReadings):
+        return None
+    uuid = gpu.reading.uuid.casefold()
+    for process in reversed(snapshot.probe.present):
+        uuids = [device.uuid.casefold() for device in process.devices]
+        if process.peaks is not None and uuids == [uuid]:
+            return process
+    return None
+
+
+def _derive_gpu(
+    gpu: Gpu, process: ProbedProcess, peaks: PeakReadings, snapshot: Snapshot
+) -> list[Sample]:
+    labels = label_gpu(gpu)
+    room_bytes = find_peak_room(gpu, peaks)
+    samples = []
+    if room_bytes is not None:
+        samples.append(Sample(catalog.ENGINE_PEAK_ROOM, labels, float(room_bytes)))
+    for work in peaks.works:
+        samples += _derive_work(work, (*labels, str(work.work)), room_bytes)
+    if room_bytes is not None:
+        cache_tokens = _find_free_cache_tokens(snapshot, process.data_parallel_rank)
+        safe_sizes = find_safe_sizes(peaks, room_bytes, cache_tokens)
+        for metric, work in SAFE_METRICS:
+            if work in safe_sizes:
+                samples.append(Sample(metric, labels, float(safe_sizes[work])))
+    return samples
+
+
+def _derive_work(work: WorkPeaks, labels: tuple[str, ...], room_bytes: int | None) -> list[Sample]:
+    """Return the samples of one kind of work."""
+    samples = []
+    if work.recent is not None:
+        recent_bytes = float(work.recent.transient_bytes)
+        samples.append(Sample(catalog.ENGINE_PEAK, labels, recent_bytes))
+        if room_bytes:
+            samples.append(Sample(catalog.ENGINE_PEAK_RATIO, labels, recent_bytes / room_bytes))
+    fit = fit_sizes(work.sizes)
+    if fit is not None and work.highest is not None:
+        spread_bytes = fit.measure_spread(work.highest.size)
+        samples.append(Sample(catalog.ENGINE_PEAK_SPREAD, labels, spread_bytes))
+    return samples
+
+
+SAFE_METRICS: Final = (
+    (catalog.ENGINE_SAFE_PROMPT_TOKENS, Work.PREFILL),
+    (catalog.ENGINE_SAFE_PROMPT_LOGPROBS_TOKENS, Work.PROMPT_LOGPROBS),
+    (catalog.ENGINE_SAFE_IMAGE_PIXELS, Work.ENCODER),
+)
+"""The metric of the largest safe request of a kind of work."""
+
+
+def _find_free_cache_tokens(snapshot: Snapshot, rank: int | None) -> int | None:
+    """Return the free tokens of the KV cache of the engine with this data-parallel rank.
+
+    Without a rank, or where the page does not name it, that of the fullest engine. None where
+    unknown.
+    """
+    engines = list_engines(snapshot.page)
+    named = [engine for engine in engines if engine.engine == str(rank)]
+    free_tokens = []
+    for engine in named or engines:
+        if engine.kv_capacity_tokens is None or engine.kv_used_ratio is None:
+            return None
+        free_tokens.append(engine.kv_capacity_tokens * (1 - engine.kv_used_ratio))
+    return max(0, int(min(free_tokens))) if free_tokens else None
+
+
+def find_safe_sizes(
+    peaks: PeakReadings, room_bytes: float, cache_tokens: int | None
+) -> dict[Work, int]:
+    """Return the size of the largest single request of each kind that fits into the room.
+
+    A kind that was seen too seldom is left out. vLLM computes a long prompt in steps of at most
+    `batch_tokens`. So where such a step fits, the KV cache and the model limit the prompt, and
+    without their figures the prompt's limit is unknown.
+    """
+    fits = {work.work: fit_sizes(work.sizes) for work in peaks.works}
+    sizes = {}
+    for work in (Work.PREFILL, Work.PROMPT_LOGPROBS):
+        fit = fits.get(work)
+        if fit is not None:
+            tokens = _find_safe_tokens(fit, peaks, room_bytes, cache_tokens)
+            if tokens is not None:
+                sizes[work] = tokens
+    # A prompt with prompt logprobs is a prompt too.
+    if Work.PROMPT_LOGPROBS in sizes:
+        sizes[Work.PROMPT_LOGPROBS] = min(sizes.values())
+    encoder_fit = fits.get(Work.ENCODER)
+    if encoder_fit is not None:
+        limit = FURTHEST_SIZE_FACTOR * encoder_fit.largest_size
+        sizes[Work.ENCODER] = find_largest_size(encoder_fit, room_bytes, limit)
+    return sizes
+
+
+def _find_safe_tokens(
+    fit: Fit, peaks: PeakReadings, room_bytes: float, cache_tokens: int | None
+) -> int | None:
+    """Return the tokens of the largest safe prompt; None where its limit is unknown."""
+    step_limit = peaks.batch_tokens or FURTHEST_SIZE_FACTOR * fit.largest_size
+    step_tokens = find_largest_size(fit, room_bytes, step_limit)
+    if peaks.batch_tokens is None or step_tokens < peaks.batch_tokens:
+        limits = [step_tokens, cache_tokens, peaks.model_tokens]
+    else:
+        limits = [cache_tokens, peaks.model_tokens]
+    known_limits = [limit for limit in limits if limit is not None]
+    return min(known_limits, default=None)

@@ -1,0 +1,88 @@
+"""The peaks of an engine's steps by the kind of work, as its probe measures them."""
+
+from msgspec import Struct
+
+from vllm_headroom.vocabulary import Work
+
+
+class StepFacts(Struct, frozen=True, kw_only=True):
+    """What a step of the engine computed."""
+
+    at_seconds: float
+    """When it began, in seconds since the epoch."""
+
+    requests: int = 0
+    tokens: int = 0
+    """All tokens of the step, of prompts and of running requests."""
+
+    prompt_tokens: int = 0
+    logprobs_requests: int = 0
+    """The requests with prompt logprobs."""
+
+    logprobs_tokens: int = 0
+    """The prompt tokens of the largest of them."""
+
+    images: int = 0
+    pixels: int = 0
+    adapters: int = 0
+    """The adapters that it loaded."""
+
+    drafts: int = 0
+    """The drafted tokens that it verified."""
+
+
+class WorkPeak(Struct, frozen=True, kw_only=True):
+    """The highest memory of a step above the level at rest, and that step."""
+
+    transient_bytes: int
+    size: int
+    """What the memory depends on: tokens, rows or pixels, by the kind of work."""
+
+    step: StepFacts
+
+
+class SizePeak(Struct, frozen=True, kw_only=True):
+    """The highest peak of the steps of nearly one size."""
+
+    size: int
+    transient_bytes: int
+    steps: int
+    """How many steps of nearly that size there were."""
+
+
+class WorkPeaks(Struct, frozen=True, kw_only=True):
+    """The peaks of one kind of work since the process started."""
+
+    work: Work
+    sizes: tuple[SizePeak, ...] = ()
+    highest: WorkPeak | None = None
+    recent: WorkPeak | None = None
+    """The highest of the last minute; None without a step in it."""
+
+
+class PeakReadings(Struct, frozen=True, kw_only=True):
+    """What one process reports of its peaks; None where unknown."""
+
+    works: tuple[WorkPeaks, ...] = ()
+    resting_allocated_bytes: int | None = None
+    """What torch had allocated when the newest step began."""
+
+    resting_reserved_bytes: int | None = None
+    resting_split_bytes: int | None = None
+    """Unused memory that cannot be freed, because another part of its segment is in use."""
+
+    batch_tokens: int | None = None
+    """The most tokens of one step: max_num_batched_tokens."""
+
+    model_tokens: int | None = None
+    """The most tokens of one request: max_model_len."""
+
+    max_requests: int | None = None
+    """The most requests that run at once: max_num_seqs."""
+
+
+class StepAtError(Struct, frozen=True, kw_only=True):
+    """The step in which an OutOfMemoryError was raised."""
+
+    work: Work
+    step: StepFacts
