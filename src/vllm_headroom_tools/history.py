@@ -24,6 +24,10 @@ from vllm_headroom.model import Ending, HostMemory, Sample, Snapshot
 from vllm_headroom.units import format_duration, format_instant
 from vllm_headroom.vocabulary import LeakLocation, LeakState, Role
 
+RESIZED_RATIO: Final = 0.01
+"""Our choice: if the size of the KV cache changes by more than this share, the engine has other
+settings. Starts with equal settings differ by less."""
+
 
 class Rise(Struct):
     """The total rise of a counter; where the counter fell, it has started again from 0."""

@@ -15,21 +15,14 @@ from msgspec.structs import replace
 
 from vllm_headroom.daemon.sources import close_all
 from vllm_headroom.expose.drawing import find_top
-from vllm_headroom.model import Failure, name_device
-from vllm_headroom.scrape.http.failures import strip_advice
+from vllm_headroom.model import name_device
 from vllm_headroom.scrape.http.reader import PageReader
 from vllm_headroom.units import format_duration, format_size
 from vllm_headroom.vocabulary import CONTROLS, LEVEL_NAMES, EngineState, LeakState, Level
 from vllm_headroom_tools.bad_input import BadInput
 from vllm_headroom_tools.cli import Command, write_result
 from vllm_headroom_tools.conclusion import Conclusion, Finding, Report, find_worst
-from vllm_headroom_tools.engine_choice import (
-    ENGINE_HELP,
-    ENGINE_METAVAR,
-    choose_engine,
-    name_labels,
-)
-from vllm_headroom_tools.openai import parse_object
+from vllm_headroom_tools.engine_choice import ENGINE_HELP, ENGINE_METAVAR
 from vllm_headroom_tools.options import (
     DURATION,
     FILE,
@@ -39,8 +32,14 @@ from vllm_headroom_tools.options import (
     find_local_sidecar,
     url,
 )
+from vllm_headroom_tools.sidecar import (
+    FETCH_TIMEOUT_SECONDS,
+    MOST_DOCUMENT_BYTES,
+    NO_DOCUMENT,
+    Document,
+    fetch_document,
+)
 from vllm_headroom_tools.terminal import (
-    NO_SIDECAR,
     Point,
     build_console,
     draw_bars,
@@ -54,52 +53,11 @@ if TYPE_CHECKING:
 FETCH_INTERVAL_SECONDS: Final = 2.0
 """Our choice: the pause between two fetches."""
 
-FETCH_TIMEOUT_SECONDS: Final = 5.0
-
-MOST_DOCUMENT_BYTES: Final = 64 * 2**20
-"""The largest document: one of 64 engines on eight GPUs, each with the curves of a day, has 40 MB.
-"""
-
 SNAPSHOT_STALE_SECONDS: Final = 900.0
 """Three times the longest sample interval."""
 
-NO_DOCUMENT: Final = f"what answers is not vllm-headroom: {NO_SIDECAR}"
-REQUIRED_KEYS: Final = frozenset({"headroom_snapshot", "verdicts", "gpus", "history"})
-
-Document = dict[str, Any]
-"""The sidecar's /snapshot.json."""
-
 FetchDocument = Callable[[], Awaitable[Document | str]]
 """Returns the document, or one line that says why there is none."""
-
-
-async def fetch_document(reader: PageReader, engine_name: str | None = None) -> Document | str:
-    """Fetch the document; return one line that says why, where none can be had.
-
-    Of a sidecar that watches several engines it is that of `engine_name`, else of its only one.
-    """
-    page = await reader.fetch()
-    if isinstance(page, Failure):
-        return f"{strip_advice(page)}: {NO_SIDECAR}"
-    document = parse_object(page)
-    if "headroom_node" in document:
-        try:
-            document = choose_document(document, engine_name)
-        except BadInput as error:
-            return str(error)
-    return document if document.keys() >= REQUIRED_KEYS else NO_DOCUMENT
-
-
-def choose_document(node: Document, engine_name: str | None) -> Document:
-    """Return the document of one engine of several; raises BadInput where it cannot be chosen."""
-    engines = node.get("engines")
-    if not isinstance(engines, list):
-        return {}
-    documents: dict[str, Document] = {}
-    for engine in engines:
-        if isinstance(engine, dict) and isinstance(engine.get("snapshot"), dict):
-            documents[name_labels(engine)] = engine["snapshot"]
-    return documents[choose_engine(documents, engine_name)]
 
 
 def describe_verdict(verdict: dict[str, Any]) -> str:

@@ -18,7 +18,7 @@ from tests.fakes.nvml.library import GIB, FakeGpu, FakeNvml
 from tests.fakes.prometheus_server import PrometheusServer
 from tests.fakes.streaming_server import StreamingServer
 from tests.fakes.vllm_processes import serving
-from tests.unit.commands.advise.traces import too_many_requests
+from tests.unit.commands.advise.traces import healthy, name_model, too_many_requests
 from tests.unit.commands.check.engine_traces import MIB, engine
 from tests.unit.commands.doctor.looking import Vllm as WatchedVllm
 from tests.unit.commands.postmortem.scenes import leak, scene
@@ -141,6 +141,13 @@ def crowd_recorded(folder: Path) -> Iterator[Scene]:
 
 
 @contextmanager
+def day_recorded(folder: Path) -> Iterator[Scene]:
+    """The trace of a day in which Llama 3.1 8B ran at most 90 requests on an H100."""
+    _write(folder / "trace.jsonl", name_model(healthy(24.1), capacity_tokens=442_000))
+    yield Scene()
+
+
+@contextmanager
 def log_saved(folder: Path) -> Iterator[Scene]:
     """The log of a vLLM that ran out of memory while it served."""
     (folder / "vllm-0.log").write_text(VLLM_0_19 + DEATH, encoding="utf-8")
@@ -202,6 +209,7 @@ SCENES: Final[dict[str, Callable[[Path], AbstractContextManager[Scene]]]] = {
         history_in_prometheus,
         two_versions_recorded,
         crowd_recorded,
+        day_recorded,
         log_saved,
         two_starts_logged,
         incident_recorded,

@@ -59,6 +59,7 @@ def schema() -> dict[str, Any]:
         "gpus": listed(closed({"uuid": TEXT, "free_bytes": curve, "free_at_peak_bytes": curve})),
         "host_free_bytes": curve,
         "running": curve,
+        "kv_cache_used_ratio": curve,
         "events": listed(closed({"t": {"type": "number"}, "level": level, "text": TEXT})),
     }
     incident = {"t": {"type": "number"}, "what": TEXT, "reason": MAYBE, "sentence": MAYBE}

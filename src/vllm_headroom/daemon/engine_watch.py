@@ -15,7 +15,7 @@ from vllm_headroom.daemon.sources import GpuSource
 from vllm_headroom.daemon.state.file import HISTORY
 from vllm_headroom.daemon.state.lock import FolderLock
 from vllm_headroom.daemon.state.store import StateKeeper
-from vllm_headroom.derive.pages import count_running
+from vllm_headroom.derive.pages import count_running, find_highest_kv_use
 from vllm_headroom.derive.tick import TickResult
 from vllm_headroom.expose.view import History, LastIncident
 from vllm_headroom.model import Published, Snapshot
@@ -94,7 +94,8 @@ class EngineWatch:
 
     async def _add_to_history(self, result: TickResult) -> None:
         snapshot = result.snapshot
-        self.history.step(snapshot, result.verdicts, count_running(snapshot.page))
+        page = snapshot.page
+        self.history.step(snapshot, result.verdicts, count_running(page), find_highest_kv_use(page))
 
     async def record(self, result: TickResult) -> None:
         """Write a tick to the trace and to the flight record, where they are configured."""

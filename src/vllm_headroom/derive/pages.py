@@ -38,3 +38,16 @@ def is_page_awake(page: EnginePage | None) -> bool | None:
     """Return whether all engines of the page are awake; None where no engine reports that."""
     reports = [engine.awake for engine in list_engines(page) if engine.awake is not None]
     return all(reports) if reports else None
+
+
+def find_highest_kv_use(page: EnginePage | None) -> float | None:
+    """Return the share in use of the fullest KV cache on the page; None where none is known.
+
+    A sleeping engine has no cache: its gauges are frozen.
+    """
+    used_ratios = [
+        engine.kv_used_ratio
+        for engine in list_named(page)
+        if engine.kv_used_ratio is not None and engine.awake is not False
+    ]
+    return max(used_ratios, default=None)

@@ -134,6 +134,7 @@ def _build_history(values: Values, history: History) -> dict[str, Any]:
         ],
         "host_free_bytes": list_points("host"),
         "running": list_points("running"),
+        "kv_cache_used_ratio": list_points("kv_cache"),
         "events": [
             {"t": event.seconds, "level": event.level, "text": event.text}
             for event in history.events

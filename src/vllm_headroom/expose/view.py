@@ -25,8 +25,8 @@ until the clock catches up."""
 MOST_CURVE_GPUS: Final = 64
 """Our choice: how many GPUs, or parts of GPUs, have curves."""
 
-MOST_CURVES: Final = 2 * MOST_CURVE_GPUS + 2
-"""Two curves for each GPU, one for the host and one for the running requests."""
+MOST_CURVES: Final = 2 * MOST_CURVE_GPUS + 3
+"""Two curves for each GPU, and those of the host, the running requests and the KV cache."""
 
 MOST_HISTORY_EVENTS: Final = 50
 """Our choice: how many events are kept. The page shows the newest ten, the snapshot all."""
@@ -66,7 +66,8 @@ class History:
     """The curves of the last day, with a point for each minute, and the newest events.
 
     The curves are the lowest free memory of each GPU, the same at the peaks between two samples,
-    the lowest free memory of the host, and the highest number of running requests.
+    the lowest free memory of the host, the highest number of running requests, and the highest use
+    of a KV cache.
     """
 
     def __init__(self) -> None:
@@ -80,10 +81,17 @@ class History:
         self._verdict_keys: frozenset[VerdictKey] | None = None
         """The verdicts of the last sample; None before the first."""
 
-    def step(self, snapshot: Snapshot, verdicts: Iterable[Verdict], running: float | None) -> None:
-        """Add one tick; `running` is the number of running requests, None where unknown.
+    def step(
+        self,
+        snapshot: Snapshot,
+        verdicts: Iterable[Verdict],
+        running: float | None,
+        kv_used_ratio: float | None = None,
+    ) -> None:
+        """Add one tick, with the running requests and the use of the fullest KV cache.
 
-        Where the clock was set back by more than MOST_MINUTES_BACK, all curves start over.
+        These two are None where unknown. Where the clock was set back by more than
+        MOST_MINUTES_BACK, all curves start over.
         """
         self._move_to(int(snapshot.time_seconds // CURVE_STEP_SECONDS))
         gpus = snapshot.owned_gpus[:MOST_CURVE_GPUS]
@@ -93,13 +101,15 @@ class History:
         if snapshot.host is not None:
             self._add("host", snapshot.host.room_bytes, min)
         self._add("running", running, max)
+        self._add("kv_cache", kv_used_ratio, max)
         self._add_events(snapshot, verdicts)
 
     def read_curve(self, name: str) -> Curve:
         """Return one curve from its first known value on; empty where nothing is known.
 
         `free UUID` and `peak UUID` are the free memory of a GPU in bytes, `host` that of the host,
-        and `running` is the number of running requests.
+        `running` is the number of running requests, and `kv_cache` the use of the fullest KV cache
+        as a ratio.
         """
         ring = self._curves.get(name)
         newest_minute = self._minute

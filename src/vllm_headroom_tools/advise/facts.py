@@ -9,6 +9,7 @@ from vllm_headroom.model import ANY_LOG_COMMAND, BudgetExcess, Device, Ending, H
 from vllm_headroom.units import GIB, MIB
 from vllm_headroom.vocabulary import LeakState
 from vllm_headroom_tools.advise.settings import EngineArgs
+from vllm_headroom_tools.full_cache import ThrashFacts
 from vllm_headroom_tools.history import LeakVerdict, Moment
 
 
@@ -26,21 +27,6 @@ class FullFacts(Struct, frozen=True, kw_only=True):
     # The part of the time in which many requests waited, and the median of their number.
     queued_seconds: float = 0.0
     waiting: float | None = None
-
-
-class ThrashFacts(Struct, frozen=True, kw_only=True):
-    """A row of collapses of a full KV cache: each sent most running requests back to the queue."""
-
-    # How many collapses.
-    times: int
-    # From the first collapse to the last.
-    seconds: float
-    # Requests that went back to the queue, and requests that finished meanwhile.
-    returned: float
-    finished: float
-    # The fewest requests that ran before a collapse, and the most tokens of the cache for each.
-    running: float
-    tokens: float | None
 
 
 class CappedFacts(Struct, frozen=True, kw_only=True):
@@ -270,11 +256,3 @@ PEAK_BYTES: Final = 256 * MIB
 
 AIM_BYTES: Final = GIB
 """The room to aim for at peaks after a change (runbook HeadroomGpuMemoryLow, "Afterwards")."""
-
-LASTING_SECONDS: Final = 600.0
-"""A state that lasts for this long is no burst (`for: 10m` of HeadroomGpuMemoryLow and
-HeadroomKvCacheThrashing)."""
-
-FULL_RATIO: Final = 0.95
-"""A KV cache that is used by more than this is full (alert HeadroomKvCacheThrashing). A full cache
-makes requests wait; that alone does no harm."""

@@ -3,7 +3,6 @@
 from collections import defaultdict
 from typing import Final
 
-from msgspec import Struct
 from msgspec.structs import replace
 
 from vllm_headroom.derive.kv_cache import count_tokens_per_request
@@ -14,8 +13,6 @@ from vllm_headroom.derive.verdicts import LOW_BYTES
 from vllm_headroom.model import BudgetExcess, EnginePage, EngineReading, Failure, Gpu, Snapshot
 from vllm_headroom.vocabulary import IncidentKind, LeakState
 from vllm_headroom_tools.advise.facts import (
-    FULL_RATIO,
-    LASTING_SECONDS,
     PEAK_BYTES,
     CappedFacts,
     EngineFacts,
@@ -30,12 +27,20 @@ from vllm_headroom_tools.advise.facts import (
     Shortage,
     Spell,
     StrandedFacts,
-    ThrashFacts,
     measure_others,
 )
 from vllm_headroom_tools.advise.settings import EngineArgs, add_page_settings, find_oldest_version
+from vllm_headroom_tools.full_cache import (
+    FULL_RATIO,
+    LASTING_SECONDS,
+    ROOMY_RATIO,
+    CollapseHistory,
+    StepCounts,
+    find_higher,
+)
 from vllm_headroom_tools.history import (
     LONGEST_STEP_SECONDS,
+    RESIZED_RATIO,
     Histogram,
     LeakCourse,
     LeakReplay,
@@ -47,143 +52,12 @@ from vllm_headroom_tools.versions import OLDEST, Version
 WAITING_REQUESTS: Final = 10
 """Fewer waiting requests than this do not count as a queue (alert HeadroomQueueBacklog)."""
 
-ROOMY_RATIO: Final = 0.7
-"""Our choice: with less than this share of the KV cache in use, requests wait for another
-reason."""
-
-RESIZED_RATIO: Final = 0.01
-"""Our choice: if the size of the KV cache changes by more than this share, the engine has other
-settings. Starts with equal settings differ by less."""
-
 CAP_RUNNING_RATIO: Final = 0.97
 """Our choice: a load within 3 % of the highest is at the cap."""
 
 CAP_TIME_RATIO: Final = 0.9
 """Our choice: there is a cap where the load was at it in nine tenths of the time in which requests
 waited."""
-
-
-COLLAPSE_RATIO: Final = 0.5
-"""Our choice: a cache collapses where it sends at least this share of the running requests back to
-the queue at once. If it only preempts the newest now and then, the others go on."""
-
-COLLAPSE_GAP_SECONDS: Final = 900.0
-"""Our choice: collapses further apart than this are no row. For comparison, 18 requests of 80,800
-tokens took 200 s from one collapse to the next (discuss.vllm.ai, 2608)."""
-
-SHORTEST_THRASH_SECONDS: Final = 120.0
-"""Our choice: one collapse is an accident, and so are several within moments. One that comes
-minutes later shows that the requests fill the cache again."""
-
-
-FEWEST_RIVALS: Final = 2
-"""Requests that can take the cache from each other; one alone is never preempted."""
-
-
-class StepCounts(Struct, frozen=True, kw_only=True):
-    """What happened since the previous sample: requests that finished, and preemptions."""
-
-    seconds: float
-    finished: float
-    preemptions: float
-
-
-class CollapseHistory:
-    """Finds collapses of an engine's KV cache: full, it sends most running requests to the queue.
-
-    vLLM computes these again from their first token, so that they fill the cache again.
-    """
-
-    def __init__(self) -> None:
-        self._previous_reading: EngineReading | None = None
-        self._newest_seconds = 0.0
-        # Requests that finished since the newest collapse.
-        self._finished = 0.0
-        # The newest row of collapses, and the longest one.
-        self._current: ThrashFacts | None = None
-        self._worst: ThrashFacts | None = None
-
-    @property
-    def worst(self) -> ThrashFacts | None:
-        """The longest row of collapses; None where it lasted less than SHORTEST_THRASH_SECONDS."""
-        worst = self._worst
-        if worst is None or worst.seconds < SHORTEST_THRASH_SECONDS:
-            return None
-        return worst
-
-    def step(
-        self,
-        reading: EngineReading,
-        counts: StepCounts,
-        now_seconds: float,
-        *,
-        has_restarted: bool,
-    ) -> None:
-        """Add a sample; a restart empties the cache without a collapse."""
-        previous_reading = self._previous_reading
-        self._previous_reading = reading
-        self._finished += counts.finished
-        if previous_reading is None or has_restarted:
-            self._current = None
-            return
-        returned = _count_returned(previous_reading, reading, counts)
-        if returned is not None:
-            self._add_collapse(previous_reading, returned, now_seconds)
-
-    def _add_collapse(
-        self, previous_reading: EngineReading, returned: float, now_seconds: float
-    ) -> None:
-        """Add a collapse to the current row, or begin a new row after a long time without one."""
-        tokens = count_tokens_per_request(previous_reading)
-        running = previous_reading.running or 0.0
-        passed_seconds = now_seconds - self._newest_seconds
-        thrash = self._current
-        if thrash is None or passed_seconds > COLLAPSE_GAP_SECONDS:
-            thrash = ThrashFacts(
-                times=1,
-                seconds=0.0,
-                returned=returned,
-                finished=0.0,
-                running=running,
-                tokens=tokens,
-            )
-        else:
-            thrash = replace(
-                thrash,
-                times=thrash.times + 1,
-                seconds=thrash.seconds + passed_seconds,
-                returned=thrash.returned + returned,
-                finished=thrash.finished + self._finished,
-                running=min(running, thrash.running),
-                tokens=_find_higher(thrash.tokens, tokens),
-            )
-        self._current = thrash
-        self._newest_seconds = now_seconds
-        self._finished = 0.0
-        if self._worst is None or thrash.seconds >= self._worst.seconds:
-            self._worst = thrash
-
-
-def _count_returned(
-    previous_reading: EngineReading, reading: EngineReading, counts: StepCounts
-) -> float | None:
-    """Return how many requests a full cache sent back to the queue since the previous sample.
-
-    They are the preemptions, or, if more, the requests that left the running ones for the queue.
-    None where the cache had room, or they were fewer than COLLAPSE_RATIO of the running ones.
-    """
-    running = previous_reading.running
-    used_ratio = max(previous_reading.kv_used_ratio or 0.0, reading.kv_used_ratio or 0.0)
-    # It may have been full only between the two samples, so less than full is enough here.
-    if running is None or running < FEWEST_RIVALS or used_ratio < ROOMY_RATIO:
-        return None
-    returned = counts.preemptions
-    if None not in (reading.running, previous_reading.waiting, reading.waiting):
-        # Requests that finished no longer run either, but did not go back to the queue.
-        stopped_requests = running - (reading.running or 0.0) - counts.finished
-        queued_requests = (reading.waiting or 0.0) - (previous_reading.waiting or 0.0)
-        returned = max(returned, min(stopped_requests, queued_requests))
-    return returned if returned >= COLLAPSE_RATIO * running else None
 
 
 class EngineHistory:
@@ -248,8 +122,8 @@ class EngineHistory:
             facts,
             capacity_tokens=capacity_tokens,
             has_kv_usage=facts.has_kv_usage or reading.kv_used_ratio is not None,
-            highest_running=_find_higher(facts.highest_running, reading.running),
-            highest_kv_used_ratio=_find_higher(facts.highest_kv_used_ratio, reading.kv_used_ratio),
+            highest_running=find_higher(facts.highest_running, reading.running),
+            highest_kv_used_ratio=find_higher(facts.highest_kv_used_ratio, reading.kv_used_ratio),
             stranded=_step_stranded(earlier_stranded, stranded_ratio),
         )
         self._collapses.step(reading, counts, self._seconds, has_restarted=has_restarted)
@@ -285,7 +159,7 @@ class EngineHistory:
             return
         self._usual_tokens.add(count_tokens_per_request(reading))
         if reading.running and not counts.preemptions:
-            calm_running = _find_higher(self._facts.calm_running, reading.running)
+            calm_running = find_higher(self._facts.calm_running, reading.running)
             self._facts = replace(self._facts, calm_running=calm_running)
 
     def _step_full_cache(self, reading: EngineReading, seconds: float) -> None:
@@ -354,11 +228,6 @@ class EngineHistory:
         return PrefixFacts(
             queries=queries, hits=hits, seconds=self._seconds, blocked_ratio=blocked_ratio
         )
-
-
-def _find_higher(earlier: float | None, now: float | None) -> float | None:
-    """Return the higher of two values, of which either may be unknown; None where both are."""
-    return earlier if now is None else max(earlier or 0.0, now)
 
 
 def _step_stranded(

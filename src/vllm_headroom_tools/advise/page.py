@@ -21,7 +21,6 @@ from vllm_headroom.scrape.http.failures import strip_advice
 from vllm_headroom.scrape.http.reader import PageReader
 from vllm_headroom.vocabulary import LeakLocation, LeakState, Situation
 from vllm_headroom_tools.advise.facts import (
-    FULL_RATIO,
     PEAK_BYTES,
     EngineFacts,
     Extent,
@@ -40,6 +39,7 @@ from vllm_headroom_tools.advise.facts import (
 from vllm_headroom_tools.advise.settings import FIELD_VERSIONS, EngineArgs, add_page_settings
 from vllm_headroom_tools.bad_input import BadInput
 from vllm_headroom_tools.engine_choice import add_engine, choose_engine, name_labels
+from vllm_headroom_tools.full_cache import FULL_RATIO
 from vllm_headroom_tools.history import STATE_VERDICTS, LeakVerdict, Moment
 from vllm_headroom_tools.look import fetch_engines, fetch_once
 from vllm_headroom_tools.openai import parse_server_version

@@ -312,7 +312,7 @@ def _note_unused_cache(facts: Facts) -> Iterator[str]:
     yield (
         f"At most {format_percent(max(used_ratios))} of the KV cache was in use in {span}:"
         " a smaller card, or a smaller share of this one, would do;"
-        " vllm-headroom plan computes which."
+        " vllm-headroom plan --trace FILE computes which."
     )
 
 

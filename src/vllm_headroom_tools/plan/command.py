@@ -4,14 +4,14 @@ import argparse
 import json
 import re
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, Final
 
 from msgspec.structs import fields, replace
 
-from vllm_headroom.inputs import parse_number
+from vllm_headroom.inputs import parse_number, redact_url
 from vllm_headroom.units import (
     GIB,
     VLLM_NUMBER,
@@ -23,6 +23,7 @@ from vllm_headroom.units import (
 from vllm_headroom_tools.bad_input import BadInput
 from vllm_headroom_tools.cli import Command
 from vllm_headroom_tools.conclusion import Report
+from vllm_headroom_tools.engine_choice import ENGINE_HELP, ENGINE_METAVAR
 from vllm_headroom_tools.engine_log import read_engine_log
 from vllm_headroom_tools.options import (
     FILE,
@@ -30,6 +31,8 @@ from vllm_headroom_tools.options import (
     RATIO,
     SMALLEST_FLOAT,
     TEXT,
+    TRACE,
+    BadOptions,
     Parser,
     Value,
     bounded,
@@ -37,11 +40,20 @@ from vllm_headroom_tools.options import (
     name_option,
     size,
     tokens,
+    url,
     whole_number,
 )
 from vllm_headroom_tools.plan.engine_log import apply_log_options, choose_start, measure_start
 from vllm_headroom_tools.plan.report import build_report, read_parts
 from vllm_headroom_tools.plan.serve_line import read_serve_line
+from vllm_headroom_tools.plan.sizes import judge_sizes
+from vllm_headroom_tools.plan.sizes_report import build_sizes_report
+from vllm_headroom_tools.plan.traffic import (
+    Traffic,
+    apply_traffic_options,
+    read_document_traffic,
+    read_trace_traffic,
+)
 from vllm_headroom_tools.plan.vllm_options import (
     VLLM_RELEASES,
     has_no_images,
@@ -474,6 +486,19 @@ def add_options(parser: Parser) -> None:
             " options here replace its own; - for standard input"
         ),
     )
+    group = parser.add_argument_group(
+        "the traffic of a running engine, to find the right size for it"
+    )
+    group.add_argument(
+        "--trace", metavar="FILE", type=TRACE, help="of its sidecar; - for standard input"
+    )
+    group.add_argument(
+        "--headroom-url",
+        metavar="URL",
+        type=url("http://gpu-7:9839"),
+        help="its sidecar, which has the last day",
+    )
+    group.add_argument("--engine", metavar=ENGINE_METAVAR, help=ENGINE_HELP)
     _add_model_options(parser.add_argument_group("the model"))
     _add_engine_options(parser.add_argument_group("vLLM's options, by its own names"))
     parser.accept_line(
@@ -687,18 +712,71 @@ def _add_choice(
     )
 
 
-def _run(options: Namespace) -> Report:
+def _run(options: Namespace) -> Report | Coroutine[Any, Any, Report]:
+    """Return the report, or where a sidecar has to be asked a coroutine that returns it."""
+    if options.trace is not None and options.headroom_url is not None:
+        raise BadOptions("takes --trace or --headroom-url, and not both")
+    if options.headroom_url is not None:
+        return _size_live(options)
+    if options.trace is not None:
+        return _size(options, read_trace_traffic(options.trace))
     measured = None
     if options.probe is not None:
         measured = read_parts(Path(options.probe))
-    if options.log is None:
-        return build_report(estimate_memory(build_question(options)), measured)
-    start = choose_start(read_engine_log(options.log))
-    logged_question = build_question(apply_log_options(options, start, with_typed=False))
-    question = build_question(apply_log_options(options, start, with_typed=True))
-    name = "the log" if options.log == "-" else options.log
-    question = replace(question, measured=measure_start(start, name, logged_question))
-    return build_report(estimate_memory(question), measured)
+    return build_report(estimate_memory(_build_logged_question(options)), measured)
+
+
+def _build_logged_question(options: Namespace, traffic: Traffic | None = None) -> Question:
+    """Build the question from the options, the log of a start and the traffic, where given.
+
+    Options that are typed count before those of the log, which has all options of its start.
+    Without a log, the traffic shows some of them.
+    """
+    start_figures = None
+    if options.log is not None:
+        start = choose_start(read_engine_log(options.log))
+        name = "the log" if options.log == "-" else options.log
+        logged_question = build_question(apply_log_options(options, start, with_typed=False))
+        start_figures = measure_start(start, name, logged_question)
+        options = apply_log_options(options, start, with_typed=True)
+    elif traffic is not None:
+        options = apply_traffic_options(options, traffic)
+    return replace(build_question(options), measured=start_figures)
+
+
+async def _size_live(options: Namespace) -> Report:
+    """Return the report on the sizes for the traffic that a sidecar has seen in a day."""
+    # Only this needs an HTTP client.
+    from vllm_headroom.daemon.sources import close_all  # noqa: PLC0415
+    from vllm_headroom.scrape.http.reader import PageReader  # noqa: PLC0415
+    from vllm_headroom_tools.sidecar import (  # noqa: PLC0415
+        FETCH_TIMEOUT_SECONDS,
+        MOST_DOCUMENT_BYTES,
+        fetch_document,
+    )
+
+    url = options.headroom_url.copy_with(path="/snapshot.json", query=None)
+    reader = PageReader(
+        url=str(url), timeout_seconds=FETCH_TIMEOUT_SECONDS, max_bytes=MOST_DOCUMENT_BYTES
+    )
+    try:
+        document = await fetch_document(reader, options.engine)
+    finally:
+        await close_all(reader)
+    if isinstance(document, str):
+        raise BadInput(document)
+    return _size(options, read_document_traffic(document, redact_url(str(options.headroom_url))))
+
+
+def _size(options: Namespace, traffic: Traffic) -> Report:
+    """Return the report on the sizes for a traffic."""
+    question = _build_logged_question(options, traffic)
+    is_length_known = options.log is not None or "max_model_len" in options.typed_names
+    if not is_length_known and question.max_model_len is not None:
+        # vLLM started, so that its KV cache holds a sequence of its longest length.
+        longest = int(traffic.capacity_tokens or question.max_model_len)
+        question = replace(question, max_model_len=min(question.max_model_len, longest))
+    return build_sizes_report(judge_sizes(question, traffic, options.max_num_batched_tokens))
 
 
 COMMAND: Final[Command] = Command(
@@ -706,7 +784,8 @@ COMMAND: Final[Command] = Command(
     description="""\
 Will it fit? Computes from a model's configuration what vLLM needs of each GPU,
 how many tokens and sequences its KV cache will hold, and what to change where
-that is too little. It needs no GPU and no vLLM.
+that is too little. It needs no GPU and no vLLM. With --trace or --headroom-url
+it finds which cards hold the traffic of an engine that runs.
 """,
     epilog="""\
 Figures are of each GPU. It ends with status 0 when vLLM would start, with 1
@@ -720,6 +799,7 @@ input, or the number of a process.
 Example:
   vllm-headroom plan --model Qwen/Qwen3-32B --gpu H100 -tp 2
   vllm-headroom plan --gpu 8xH200 -- vllm serve zai-org/GLM-5-FP8 -tp 8
+  vllm-headroom plan --trace trace.jsonl -- vllm serve Qwen/Qwen3-32B -tp 2
   kubectl get deployment llm -o yaml | vllm-headroom plan --gpu L40S -- -
   vllm-headroom plan --model-config Llama-3.1-70B/config.json \\
     --gpu-memory 81559MiB -tp 4 --max-model-len 32K --max-num-seqs 64

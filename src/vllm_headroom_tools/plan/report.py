@@ -65,8 +65,9 @@ def build_report(estimate: MemoryEstimate, measured: EngineParts | None) -> Repo
     notes = (Finding("note", Conclusion.GOOD, note) for note in list_notes(estimate))
     data = {
         "fits": fits,
-        **_build_data(estimate, changes),
+        **build_data(estimate, changes),
         "log": build_log_data(estimate),
+        "traffic": None,
     }
     if parts:
         data["measured"] = {part.key: part.measured_bytes for part in parts}
@@ -394,7 +395,7 @@ REPORTED_SETTINGS: Final = (
 """Fields of the question that the JSON has under the same names."""
 
 
-def _build_data(estimate: MemoryEstimate, changes: Iterable[Saving]) -> dict[str, Any]:
+def build_data(estimate: MemoryEstimate, changes: Iterable[Saving]) -> dict[str, Any]:
     """Return the data of --json; unknown figures are None."""
     question = estimate.question
     layout = estimate.layout

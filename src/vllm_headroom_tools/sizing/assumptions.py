@@ -8,7 +8,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from vllm_headroom.units import GIB, MIB
-from vllm_headroom_tools.sizing.cards import TOTALS_MIB
+from vllm_headroom_tools.sizing.cards import SAME_CARD_BYTES, TOTALS_MIB
 from vllm_headroom_tools.sizing.measured import (
     BATCH_SETTINGS,
     GROUP_SETTINGS,
@@ -81,9 +81,6 @@ H100: Final = "H100"
 
 H100_VISIBLE_BYTES: Final = 79.19 * GIB
 """The memory of an H100 80 GB as CUDA sees it (H100_STARTS)."""
-
-SAME_CARD_BYTES: Final = 32 * MIB
-"""Our choice: sizes that differ by less are of the same card; drivers differ by some ten MiB."""
 
 H100_LABEL_BYTES: Final = 80 * GIB
 """A size that people type for this card."""

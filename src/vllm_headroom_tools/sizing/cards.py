@@ -115,6 +115,18 @@ SYSTEM_SIZED: Final = "GH200"
 MEMORY_WORD: Final = re.compile(r"\d+g(?:i?b)?", re.ASCII)
 
 
+SAME_CARD_BYTES: Final = 32 * MIB
+"""Our choice: sizes that differ by less are of the same card; drivers differ by some ten MiB."""
+
+
+def find_card_by_size(memory_bytes: int) -> Card | None:
+    """Return the first card of the table with this memory; None where there is none."""
+    for card in CARDS:
+        if abs(card.memory_bytes - memory_bytes) < SAME_CARD_BYTES:
+            return card
+    return None
+
+
 def parse_gpus_by_name(text: str) -> GpuChoice:
     """Return the GPUs of a text such as H100 or 8xH100; raise RefusedError for an unknown name.
 

@@ -12,6 +12,7 @@ import pytest
 
 from tests.command import run_command
 from tests.engine_logs import DEATH, VLLM_0_19
+from tests.unit.commands.advise import traces as advise_traces
 from tests.unit.commands.load import test_document as loads
 from tests.unit.commands.postmortem import scenes
 from tests.unit.commands.postmortem.test_postmortem import write
@@ -66,6 +67,10 @@ def list_objects(name: str, folder: Path, looking: Preflight) -> Iterator[dict[s
             yield printed(name, *MODEL)
             (folder / "engine.log").write_text(VLLM_0_19)
             yield printed(name, *MODEL, *WHOLE, "--log", str(folder / "engine.log"))
+            day = folder / "day.jsonl"
+            day.write_text(advise_traces.text(advise_traces.name_model(advise_traces.healthy(1))))
+            yield printed(name, "--trace", str(day))
+            yield printed(name, *MODEL, "--trace", str(day))
         case "check":
             yield printed(name, "--trace", str(trace), "--baseline", str(quiet), *LIMITS, *BUDGET)
             yield printed(name, "--trace", str(quiet), *LIMITS)

@@ -27,6 +27,7 @@ from vllm_headroom_tools.advise.log.failures import advise_on_failure
 from vllm_headroom_tools.advise.settings import FIRST_VERSIONS, EngineArgs, Flag
 from vllm_headroom_tools.conclusion import Conclusion
 from vllm_headroom_tools.engine_log import find_decisive_start
+from vllm_headroom_tools.full_cache import FULL_RATIO
 from vllm_headroom_tools.sizing.question import SAFE_UTILIZATION
 from vllm_headroom_tools.versions import Version, format_version
 
@@ -39,9 +40,6 @@ smaller one."""
 
 GRAPHS_IN_BUDGET: Final[Version] = (0, 21, 0)
 """The first version that sets memory for CUDA graphs aside within vLLM's share."""
-
-FULL_RATIO: Final = 0.95
-"""A KV cache of which more is used is full (alert HeadroomKvCacheThrashing)."""
 
 PARTS: Final = (
     ("weights", "weights_bytes"),

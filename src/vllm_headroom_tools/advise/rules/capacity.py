@@ -12,8 +12,6 @@ from msgspec import Struct
 from vllm_headroom.units import HOUR_SECONDS, MIB, format_duration, format_size
 from vllm_headroom_tools.advise.facts import (
     AIM_BYTES,
-    FULL_RATIO,
-    LASTING_SECONDS,
     CappedFacts,
     EngineFacts,
     Facts,
@@ -21,7 +19,6 @@ from vllm_headroom_tools.advise.facts import (
     GpuFacts,
     Origin,
     PrefixFacts,
-    ThrashFacts,
 )
 from vllm_headroom_tools.advise.finding import (
     Advice,
@@ -35,6 +32,12 @@ from vllm_headroom_tools.advise.finding import (
     name_engine,
 )
 from vllm_headroom_tools.advise.settings import COUNTS_PREFIXES_ONCE, Flag
+from vllm_headroom_tools.full_cache import (
+    FULL_RATIO,
+    HURTING_PREEMPTIONS,
+    LASTING_SECONDS,
+    ThrashFacts,
+)
 from vllm_headroom_tools.sizing.question import LARGE_CARD, SAFE_UTILIZATION
 
 # Changes that several rules propose: of vLLM's share of the GPU, and of the number of GPUs.
@@ -202,10 +205,6 @@ NOT_OUT_OF_MEMORY: Final = (
 
 
 # A KV cache that preempts.
-
-HURTING_PREEMPTIONS: Final = 0.1
-"""From this many preemptions for each finished request on, they do harm; 0.01 does none (runbook
-HeadroomKvCacheThrashing)."""
 
 LARGER_REQUESTS_RATIO: Final = 2.0
 """Our choice: requests from this multiple of the usual size on fill the cache by their size,

@@ -25,12 +25,12 @@ from vllm_headroom_tools.advise.facts import (
     PrefixFacts,
     Shortage,
     Spell,
-    ThrashFacts,
 )
 from vllm_headroom_tools.advise.finding import Cause, Change
 from vllm_headroom_tools.advise.settings import FIRST_VERSIONS, EngineArgs, Flag
 from vllm_headroom_tools.advise.verdict import judge
 from vllm_headroom_tools.conclusion import Conclusion
+from vllm_headroom_tools.full_cache import ThrashFacts
 from vllm_headroom_tools.history import Moment
 
 OWN_OPTIONS = {"--vllm-version", "--engine-url", "--previous"}

@@ -109,6 +109,17 @@ def healthy(hours: float = 8.0) -> Iterator[Record]:
         yield sample(step, running=running, kv_used_ratio=running / 200)
 
 
+def name_model(
+    records: Records, name: str = "meta-llama/Llama-3.1-8B-Instruct", capacity_tokens: int = CAPACITY
+) -> Iterator[Record]:
+    """Yield the samples of an engine that serves this model with so large a KV cache."""
+    for record in records:
+        engines = [
+            {**engine, "model_name": name, "kv_capacity_tokens": capacity_tokens} for engine in record["engines"]
+        ]
+        yield {**record, "engines": engines}
+
+
 def healthy_with_high_water_marks() -> Iterator[Record]:
     """Memory in steps that get rarer, as the allocator takes it."""
     for step in steps(8):

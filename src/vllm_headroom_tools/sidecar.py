@@ -1,0 +1,52 @@
+"""A sidecar's `/snapshot.json`: the newest sample with its verdicts, and the curves of a day."""
+
+from typing import Any, Final
+
+from vllm_headroom.model import Failure
+from vllm_headroom.scrape.http.failures import strip_advice
+from vllm_headroom.scrape.http.reader import PageReader
+from vllm_headroom_tools.bad_input import BadInput
+from vllm_headroom_tools.engine_choice import choose_engine, name_labels
+from vllm_headroom_tools.openai import parse_object
+from vllm_headroom_tools.terminal import NO_SIDECAR
+
+FETCH_TIMEOUT_SECONDS: Final = 5.0
+
+MOST_DOCUMENT_BYTES: Final = 64 * 2**20
+"""The largest document: one of 64 engines on eight GPUs, each with the curves of a day, has 40 MB.
+"""
+
+NO_DOCUMENT: Final = f"what answers is not vllm-headroom: {NO_SIDECAR}"
+REQUIRED_KEYS: Final = frozenset({"headroom_snapshot", "verdicts", "gpus", "history"})
+
+Document = dict[str, Any]
+"""The content of the page."""
+
+
+async def fetch_document(reader: PageReader, engine_name: str | None = None) -> Document | str:
+    """Fetch the document; return one line that says why, where none can be had.
+
+    Of a sidecar that watches several engines it is that of `engine_name`, else of its only one.
+    """
+    page = await reader.fetch()
+    if isinstance(page, Failure):
+        return f"{strip_advice(page)}: {NO_SIDECAR}"
+    document = parse_object(page)
+    if "headroom_node" in document:
+        try:
+            document = choose_document(document, engine_name)
+        except BadInput as error:
+            return str(error)
+    return document if document.keys() >= REQUIRED_KEYS else NO_DOCUMENT
+
+
+def choose_document(node: Document, engine_name: str | None) -> Document:
+    """Return the document of one engine of several; raises BadInput where it cannot be chosen."""
+    engines = node.get("engines")
+    if not isinstance(engines, list):
+        return {}
+    documents: dict[str, Document] = {}
+    for engine in engines:
+        if isinstance(engine, dict) and isinstance(engine.get("snapshot"), dict):
+            documents[name_labels(engine)] = engine["snapshot"]
+    return documents[choose_engine(documents, engine_name)]
