@@ -90,6 +90,8 @@ def estimate_growth(
     step_bytes = min(LARGE_BYTES, median_rise_bytes)
     by_time = measure_slope(seconds, growth.retained_bytes, step_bytes)
     by_request = measure_slope(requests, growth.retained_bytes, step_bytes)
+    # Growth in nearly every block varies as chance makes it vary: batches of two or three blocks
+    # would exaggerate that.
     if growth.rise_count >= RISE_CHANCE_IN_A_LEAK * len(growth.rises_bytes):
         by_time = _limit_half_width(by_time, growth)
         by_request = _limit_half_width(by_request, growth)
@@ -100,10 +102,12 @@ def estimate_growth(
 
     pace = by_time.rate
     fastest = by_time.rate + by_time.half_width if by_time.rate > 0 else 0.0
+    # A leak by requests follows the load to come, not the load so far.
     if room_bytes is not None and by_requests:
         usable_bytes = max(0.0, room_bytes - OUT_OF_MEMORY_BYTES)
         horizon_seconds = usable_bytes / (by_request.rate * track.work.requests_per_second)
         pace = by_request.rate * forecast_rate(track, horizon_seconds)
+        # Out-of-memory comes with the busiest load, not with the average one.
         highest_rate = max(
             forecast_rate(track, HOUR_SECONDS),  # the load of the last hour may continue
             forecast_rate(track, horizon_seconds / 4),
@@ -147,6 +151,7 @@ def apply_stretch(estimate: Estimate, track: Track, room_bytes: float | None) ->
     grown_bytes = (track.history.held_bytes or began.floor_bytes) - began.floor_bytes
     pace = grown_bytes / max(1.0, track.clock.now_seconds - began.seconds)
     if room_bytes is not None and _will_stretch_fill(stretch, track, room_bytes):
+        # The rate of the whole growth is measured best: only a clearly faster stretch replaces it.
         pace = stretch.bytes_per_second
     if pace < DILUTED_RATIO * max(estimate.bytes_per_second, estimate.pace or 0.0):
         return estimate
@@ -276,6 +281,7 @@ def measure_slope(axis: list[float], values: tuple[float, ...], step_bytes: floa
     deviation = stdev(batch_rates)
     step_rate = step_bytes / (axis[-1] - axis[middle])
     half_width = T_95 * deviation / sqrt(BATCHES) + step_rate
+    # Batches whose rates cancel out have a mean of 0: the spread is huge then, not an error.
     return Slope(rate, half_width, deviation / max(abs(fmean(batch_rates)), 1e-9))
 
 
@@ -284,6 +290,7 @@ def _measure_batches(axis: list[float], values: tuple[float, ...]) -> list[float
 
     A batch of no length on the axis is left out.
     """
+    # From the newest block backwards: what does not divide evenly is left out on the old side.
     batch_size = (len(axis) - 1 - len(axis) // 4) // BATCHES
     cuts = [len(axis) - 1 - batch_size * number for number in range(BATCHES, -1, -1)]
     return [
@@ -306,6 +313,7 @@ def forecast_rate(track: Track, horizon_seconds: float) -> float:
         return recent_rate
     now_seconds = track.clock.now_seconds
     begin_seconds = now_seconds - horizon_seconds
+    # The newest block that lies a whole horizon back.
     begin = bisect_right(longest_blocks, begin_seconds, key=lambda block: block.seconds) - 1
     oldest = longest_blocks[max(0, begin)]
     past_seconds = now_seconds - oldest.seconds

@@ -75,6 +75,7 @@ class Ring(Struct, frozen=True, kw_only=True):
 
 def find_retained(blocks: tuple[Block, ...]) -> tuple[float, ...]:
     """Return, for each block, the lowest floor from that block on."""
+    # A running minimum, from the newest block backwards.
     return tuple(accumulate((block.floor_bytes for block in reversed(blocks)), min))[::-1]
 
 
@@ -82,6 +83,7 @@ def list_falls(rings: tuple[Ring, ...]) -> Iterator[tuple[Block, float]]:
     """Yield each block whose memory was given back in part since, and how many bytes were."""
     now_bytes = rings[0].blocks[-1].floor_bytes
     for ring in rings:
+        # A longer ring lacks the newest minutes: `now_bytes` has them.
         for block, retained_bytes in zip(ring.blocks, find_retained(ring.blocks), strict=True):
             fall_bytes = block.floor_bytes - min(retained_bytes, now_bytes)
             if fall_bytes > 0:

@@ -122,10 +122,12 @@ def survey_ring(ring: Ring, origin: Block) -> RingSurvey | None:
     None where there are too few blocks, or they grew too little, for a verdict.
     """
     oldest = bisect_left(ring.blocks, origin.seconds, key=lambda block: block.seconds)
+    # One more than a window has: it is compared with the block before it.
     if len(ring.blocks) - oldest < WINDOW_BLOCKS[0] + 1:
         return None
     retained_bytes = find_retained(ring.blocks)
     floors = (block.floor_bytes for block in ring.blocks)
+    # `initial` gives an entry before the first block, which is dropped.
     highest_bytes = tuple(accumulate(floors, max, initial=ring.highest_bytes))[1:]
     if retained_bytes[-1] - highest_bytes[oldest] < LEAST_GROWTH_BYTES:
         return None
@@ -214,6 +216,7 @@ def is_over(
     the `step_count` steps since `began`. The gaps must have passed in requests too, so that idle
     time does not end it.
     """
+    # Between n steps lie n - 1 gaps.
     gap_count = max(1.0, step_count - 1)
     gap_seconds = (newest_rise.seconds - began.seconds) / gap_count
     gap_requests = (newest_rise.requests - began.requests) / gap_count
@@ -255,6 +258,7 @@ def is_straight(growth: Growth) -> bool:
     """
     if growth.rise_count < len(growth.rises_bytes):
         return False
+    # Memory that follows load slows down, and its later half falls short.
     later_bytes = sum(growth.rises_bytes[len(growth.rises_bytes) // 2 :])
     if later_bytes < LATER_HALF_SHARE * growth.grown_bytes:
         return False
@@ -557,6 +561,7 @@ def find_repeated_steps(steps: tuple[Step, ...]) -> tuple[Step, ...]:
     newest_seconds = -inf
     for step in steps:
         if step.seconds - newest_seconds <= JOINED_SECONDS:
+            # Segments of one demand: the time of the first, the height after the last.
             size_bytes = joined_steps[-1].size_bytes + step.size_bytes
             joined_steps[-1] = Step(joined_steps[-1].seconds, size_bytes, step.top_bytes)
         else:
@@ -565,6 +570,7 @@ def find_repeated_steps(steps: tuple[Step, ...]) -> tuple[Step, ...]:
     large_steps = [step for step in joined_steps if step.size_bytes >= LEAST_STEPS_BYTES]
     if not large_steps:
         return ()
+    # The next step is expected to be like the newest.
     newest_bytes = large_steps[-1].size_bytes
     repeated = tuple(
         step
@@ -620,8 +626,11 @@ def judge_steps(
     # A step as large as the largest no longer fits: less evidence is enough, because bounded growth
     # rarely gets so far.
     is_full = room_bytes is not None and assumed_room_bytes <= max(growth.rises_bytes)
-    leaking_odds = LEAKING_ODDS_WHERE_FULL if is_full else LEAKING_ODDS
-    sure_odds = SURE_OF_STEPS_WHERE_FULL if is_full else SURE_OF_STEPS
+    leaking_odds = LEAKING_ODDS
+    sure_odds = SURE_OF_STEPS
+    if is_full:
+        leaking_odds = LEAKING_ODDS_WHERE_FULL
+        sure_odds = SURE_OF_STEPS_WHERE_FULL
     may_be_leak = odds >= leaking_odds and grown_bytes >= enough_bytes
     has_lasted = lasted_seconds >= compute_patience(left_seconds)
     if may_be_leak and has_lasted and (age_seconds >= YOUNG_SECONDS or is_late):

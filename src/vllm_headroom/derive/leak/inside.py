@@ -110,6 +110,7 @@ def _add_mark(track: InsideTrack, mark: Mark, observation: Observation) -> Insid
     The reading joins the open mark. Where that is old enough, the open mark is complete, and the
     reading begins the next one.
     """
+    # Within MARK_SECONDS the lowest reading counts: a request's temporary memory is no growth.
     open_mark = track.open_mark
     if mark.seconds - open_mark.seconds < MARK_SECONDS:
         least_bytes = tuple(map(min, open_mark.held_bytes, mark.held_bytes))

@@ -199,6 +199,7 @@ def update_alarm(track: Track, alarm: LeakAlarm, newest: Block) -> Track:
     if newest.floor_bytes >= alarm.newest_rise.floor_bytes + RISE_BYTES:
         return replace(track, alarm=_add_rise(alarm, newest))
 
+    # After a release, growth counts from the low that the release left.
     began = alarm.low or alarm.began
     newest_rise = alarm.newest_rise
     hold_factor = _compute_hold_factor(track, newest_rise)
@@ -260,6 +261,7 @@ def _has_faded(track: Track) -> bool:
     is_lower = max(block.floor_bytes for block in recent) < older_bytes - LARGE_BYTES
     if is_lower and _measure_load(recent) >= LOWER_LOAD * _measure_load(older):
         return True
+    # Where the room is unknown, so is the time in which it would fill.
     if not track.history.capacity_bytes:
         return False
     room_bytes = track.history.capacity_bytes - recent[-1].floor_bytes
@@ -320,6 +322,7 @@ def is_breathing(track: Track, alarm: LeakAlarm, newest: Block) -> bool:
     )
     if not is_quiet:
         return False
+    # The finest blocks that reach back to the peak.
     ring = _find_reaching_ring(track.history.rings, peak.seconds)
     blocks = [block for block in ring.blocks if block.seconds > peak.seconds]
     if len(blocks) < LEAST_BREATH_BLOCKS:
@@ -363,6 +366,7 @@ def _compute_quiet_seconds(track: Track, began: Block, hold_factor: float) -> fl
 def _end_alarm(track: Track, newest_rise: Block) -> Track:
     """Return the track without its alarm; the evidence starts over at each ring's newest block."""
     rings = [
+        # Growth that follows must exceed the height that this alarm had reached.
         Ring(blocks=ring.blocks[-1:], highest_bytes=newest_rise.floor_bytes)
         for ring in track.history.rings
     ]
@@ -429,6 +433,7 @@ def _measure_stretch(track: Track, alarm: LeakAlarm) -> LeakAlarm:
     least_rise_bytes = max(RISE_BYTES, LEAST_RISE_SHARE * all_rises_bytes / len(blocks))
     newest_rise = blocks[-1]
     rise_count = 0
+    # Backwards from the newest block, until a large release or a long pause.
     for number in range(len(blocks) - 1, 0, -1):
         rise_bytes = blocks[number].floor_bytes - blocks[number - 1].floor_bytes
         if rise_bytes < -LARGE_BYTES:
@@ -535,12 +540,14 @@ def _judge_rings(
             surest = judgement
 
     verdict = max(ring.verdict for ring in rings)
+    # Growth up to a height with which the engine was well is at most a warning.
     is_excused = verdict > Certainty.NONE and rings[0].blocks[-1].floor_bytes < excused_bytes
     if is_excused:
         verdict = Certainty.GROWING
     history = replace(track.history, rings=tuple(rings))
     track = replace(track, history=history, verdict=verdict, is_excused=is_excused)
     growth_of_steps = None
+    # Whatever the windows show: one more step of the size that repeats would not fit.
     if verdict is not Certainty.LEAKING and room_bytes is not None:
         growth_of_steps = _find_growth_without_next_step(track, room_bytes)
     if growth_of_steps is not None:
@@ -700,17 +707,14 @@ def _judge_even(growth: Growth, odds: float, room_bytes: float | None) -> Certai
     its cause. A single large rise is no evidence of that time. In the first minutes of a run, when
     anything new is likely, growth must be steady for that.
     """
-    lasted_seconds = growth.lasted_seconds
     # One large demand must not shorten the time left, so the rises are clipped.
     trend_bytes = sum(clip_rises(growth, LARGE_BYTES))
     left_seconds = None
     if room_bytes is not None:
         usable_bytes = max(0.0, room_bytes - OUT_OF_MEMORY_BYTES)
-        left_seconds = usable_bytes / trend_bytes * lasted_seconds
+        left_seconds = usable_bytes / trend_bytes * growth.lasted_seconds
 
-    left_share = SOON_SHARE if lasted_seconds < LEAKING_SECONDS else LATE_SHARE
-    is_soon_full = left_seconds is not None and left_share * left_seconds <= lasted_seconds
-    is_urgent = is_soon_full and is_steady(growth)
+    is_urgent = _is_soon_full(growth, left_seconds) and is_steady(growth)
     is_likely = growth.rise_odds >= LEAST_RISE_ODDS and odds >= GROWING_ODDS_SUM
     if not (is_urgent or is_likely):
         return Certainty.NONE
@@ -718,12 +722,30 @@ def _judge_even(growth: Growth, odds: float, room_bytes: float | None) -> Certai
         return Certainty.NONE
     if is_urgent:
         return Certainty.LEAKING
+    return _judge_likely(growth, odds, left_seconds)
 
-    # Where memory lasts for months, an alarm needs more certainty: it may wake somebody.
-    is_far = left_seconds is not None and left_seconds > FAR_SECONDS
-    leaking_odds = LEAKING_ODDS_SUM_IF_FAR if is_far else LEAKING_ODDS_SUM
-    if left_seconds is not None and left_seconds > NO_CONCERN_SECONDS:
-        return Certainty.NONE
+
+def _is_soon_full(growth: Growth, left_seconds: float | None) -> bool:
+    """Return whether growth has lasted for so much of the time left that no odds are needed."""
+    if left_seconds is None:
+        return False
+    left_share = SOON_SHARE if growth.lasted_seconds < LEAKING_SECONDS else LATE_SHARE
+    return left_share * left_seconds <= growth.lasted_seconds
+
+
+def _judge_likely(growth: Growth, odds: float, left_seconds: float | None) -> Certainty:
+    """Return the verdict on even growth that is likely to be a leak, by the time left.
+
+    Where `left_seconds` is None, the room is unknown.
+    """
+    leaking_odds = LEAKING_ODDS_SUM
+    if left_seconds is not None:
+        if left_seconds > NO_CONCERN_SECONDS:
+            return Certainty.NONE
+        if left_seconds > FAR_SECONDS:
+            # Memory lasts for months: an alarm, which may wake somebody, needs more certainty.
+            leaking_odds = LEAKING_ODDS_SUM_IF_FAR
+    lasted_seconds = growth.lasted_seconds
     if odds >= leaking_odds and lasted_seconds >= compute_patience(left_seconds):
         return Certainty.LEAKING
     if lasted_seconds < GROWING_SECONDS:

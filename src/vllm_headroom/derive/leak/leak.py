@@ -154,6 +154,7 @@ def update_residues(
             if observation.awake is not False:
                 continue
             track = start_track(observation.seconds)
+        # 1 is the engine itself.
         is_engines_own = observation.neighbours is None or observation.neighbours <= 1
         held_bytes = residues_bytes[uuid] if observation.awake and is_engines_own else None
         tracks[uuid] = observe(track, replace(observation, held_bytes=held_bytes, awake=None))

@@ -60,6 +60,7 @@ def observe_gpus(snapshot: Snapshot, gpus: tuple[Gpu, ...]) -> Iterator[tuple[Gp
     of_page = observe_page(snapshot)
     bound_bytes = sum(pool.size_bytes for pool in snapshot.pools if pool.role is None)
     for gpu in gpus:
+        # Other processes matter only where the engine's memory is not known by itself.
         neighbours = gpu.process_count if gpu.engine_bytes is None else None
         yield (
             gpu,
@@ -126,6 +127,7 @@ def _count_held(process: EngineProcess) -> int:
 
 def _identify_processes(processes: list[EngineProcess]) -> str:
     """Return the pids and start times of a role's processes, which identify its run."""
+    # Sorted, because /proc has no order. Start times are multiples of a clock tick, 0.01 s.
     return ",".join(
         sorted(f"{process.pid}:{process.started_at_seconds:.2f}" for process in processes)
     )

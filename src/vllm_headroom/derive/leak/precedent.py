@@ -76,6 +76,7 @@ def note_reached(track: Track, newest: Block) -> Track:
     slot = hour % GROWTH_HOURS
     if hour != reached.hour:
         reached = _end_hour(reached, newest)
+        # Its slot still holds this hour of the day before.
         reached = replace(reached, growth_bytes=_put(reached.growth_bytes, slot, growth_bytes))
         track = settle_precedent(replace(track, reached=reached), newest)
         assert track.reached is not None  # noqa: S101 - it was just set
@@ -100,6 +101,7 @@ def _end_hour(reached: Reached, newest: Block) -> Reached:
     """Return what was reached with the request rate of the hour that has ended."""
     seconds = newest.seconds - reached.hour_begin.seconds
     rate = (newest.requests - reached.hour_begin.requests) / max(1.0, seconds)
+    # The hour with the peak belongs to the load that led to it.
     if reached.peak.seconds >= reached.hour_begin.seconds:
         return replace(reached, hour_begin=newest, highest_rate=max(reached.highest_rate, rate))
     lowest_rate = rate
@@ -199,6 +201,7 @@ def end_run(track: Track) -> Precedent | None:
         return None
     blocks = track.history.rings[0].blocks if track.history.rings else ()
     if reached is None or not blocks:
+        # The run was too short to show anything: what is known from before stays.
         return track.precedent
     newest = blocks[-1]
     room_bytes = _find_room(track, newest)
@@ -226,6 +229,7 @@ def find_excused_bytes(track: Track) -> float:
         near = range(int(hours) - NEAR_HOURS, int(hours) + NEAR_HOURS + 1)
         growth_bytes = max(precedent.growth_bytes[hour % GROWTH_HOURS] for hour in near)
     else:
+        # The hours of this run, half of them more, the hour that has begun, and one more.
         reached_hours = int(SLOWER_FACTOR * hours) + 2
         growth_bytes = max(precedent.growth_bytes[:reached_hours])
     margin_share = LOAD_MARGIN_SHARE if precedent.follows_load else LEVEL_MARGIN_SHARE

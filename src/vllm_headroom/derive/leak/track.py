@@ -81,6 +81,7 @@ def observe(track: Track, observation: Observation) -> Track:
     elapsed_seconds = observation.seconds - clock.snapshot_seconds
     is_near = 0 <= elapsed_seconds < DOUBTED_SECONDS
     if not is_near and not _confirms_doubted_time(clock, observation.seconds):
+        # One wrong clock reading, such as after a suspended VM, must not cost the history.
         return replace(track, clock=replace(clock, doubted_seconds=observation.seconds))
     elapsed_seconds = max(0.0, elapsed_seconds)
 
@@ -92,6 +93,7 @@ def observe(track: Track, observation: Observation) -> Track:
     if is_another_run or elapsed_seconds >= DOUBTED_SECONDS:
         run_id = observation.run_id or work.run_id
         next_track = replace(start_track(observation.seconds), precedent=end_run(track))
+        # Only one level deep: an empty track has no run to differ from.
         return observe(next_track, replace(observation, run_id=run_id))
 
     now_seconds = clock.now_seconds + elapsed_seconds
@@ -161,6 +163,7 @@ def add_work(
 
     requests = work.requests
     if work.counter_total is not None and not is_lower:
+        # What was estimated is not taken back: the track's count never falls.
         requests = max(requests, work.requests_at_counter + counter_total - work.counter_total)
     requests_per_second = work.requests_per_second
     if elapsed_seconds > 0:
@@ -233,6 +236,7 @@ def _update_neighbours(track: Track, neighbours: int | None) -> Track:
     has_come = neighbours > presence.neighbours
     if has_come and now_seconds - since_seconds < LONGEST_CROWDED_SECONDS:
         presence = replace(presence, crowded_since_seconds=since_seconds)
+        # What is held during the visit is not comparable with what was held before.
         history = replace(track.history, open_block=None, held_bytes=None)
         return replace(track, presence=presence, history=history)
     return anchor_track(replace(track, presence=replace(presence, neighbours=neighbours)))
@@ -371,10 +375,12 @@ def _add_to_rings(rings: tuple[Ring, ...], closed: Block) -> tuple[Ring, ...]:
             floor_bytes = min(floor_bytes, ring.floor_bytes)
         if ring.parts + 1 < RING_PARTS[number]:
             updated[number] = replace(ring, parts=ring.parts + 1, floor_bytes=floor_bytes)
+            # If this block is not complete, no longer block is.
             break
         blocks = (*ring.blocks, replace(closed, floor_bytes=floor_bytes))
         highest_bytes = ring.highest_bytes
         if len(blocks) > RING_BLOCKS:
+            # A dropped block still counts: memory that returns to its height has not grown.
             highest_bytes = max(highest_bytes, blocks[0].floor_bytes)
             blocks = blocks[1:]
         updated[number] = Ring(blocks=blocks, highest_bytes=highest_bytes, verdict=ring.verdict)
