@@ -448,6 +448,7 @@ def list_conflicts(settings: Settings) -> tuple[str, ...]:
     """Return a line for each setting that cannot be used with several engines."""
     if settings.engines is None:
         return ()
+    # A setting counts as set where it differs from its default.
     defaults = type(settings).model_construct()
     lines = []
     for key, reason in ONE_ENGINE_SETTINGS.items():

@@ -61,12 +61,14 @@ def parse_http_url(text: str) -> httpx.URL:
     """
     import httpx  # noqa: PLC0415 - it decides what it can fetch, but --help need not wait for it
 
+    # `localhost:8000/metrics` parses as a URL of the scheme "localhost".
     if HOST_PORT_AND_PATH.fullmatch(text):
         raise RefusedError(f"did you mean http://{text}?")
     try:
         url = httpx.URL(text)
     except httpx.InvalidURL as error:
         raise ValueError from error
+    # httpx accepts spaces and encodes them: they are typing mistakes.
     if url.scheme not in {"http", "https"} or not url.host or re.search(r"\s", text):
         raise ValueError
     if url.port is not None and not 1 <= url.port <= HIGHEST_PORT:
@@ -256,6 +258,7 @@ def _find_similar(name: str, names: Iterable[str]) -> list[str]:
 
     Where none has, return the one that is spelt most like it; empty where none is similar.
     """
+    # Sorted, so that of names that are written alike the same one is suggested each time.
     names_by_form = {_normalise(known_name): known_name for known_name in sorted(names)}
     form = _normalise(name.split(maxsplit=1)[0])
     words = set(form.split("_"))

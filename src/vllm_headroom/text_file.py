@@ -22,6 +22,7 @@ def read_file(path: Path, most_bytes: int) -> bytes:
 
     Raises OSError, also where a pipe does not end within WAIT_SECONDS.
     """
+    # A pipe must neither be waited for, nor become the controlling terminal.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     deadline_seconds = time.monotonic() + WAIT_SECONDS
     content = bytearray()

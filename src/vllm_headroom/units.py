@@ -78,12 +78,15 @@ def parse_size(text: str) -> int:
         raise ValueError
     number = size[1]
     unit = size[2].lower()
+    # "8G" may mean 10 to the power of 9, or 2 to the power of 30.
     if AMBIGUOUS_UNIT.fullmatch(size[2]):
         prefix = size[2][0].upper()
         raise RefusedError(f"{size[2]} has two meanings: {number}{prefix}iB or {number}{prefix}B?")
     if unit not in UNITS_BYTES:
         raise ValueError
+    # Decimal, because 0.1 GiB as a float would not be exact.
     n_bytes = int(Decimal(number) * UNITS_BYTES[unit])
+    # Who writes "80" means GiB, not 80 bytes.
     if not unit and 0 < n_bytes < MIB:
         raise RefusedError(f"without a unit it is bytes: {text}GiB?")
     if not 1 <= n_bytes <= LARGEST_EXACT_BYTES:
@@ -147,6 +150,7 @@ def format_gib(n_bytes: float) -> str:
 
 def format_duration(seconds: float) -> str:
     """Format a duration in its two largest units, such as "2 d 3 h", rounded to seconds."""
+    # Rounded once, before it is divided: "59.7 s" would become "60 s" otherwise.
     days, seconds_of_day = divmod(round(abs(seconds)), round(DAY_SECONDS))
     hours, seconds_of_hour = divmod(seconds_of_day, round(HOUR_SECONDS))
     minutes, seconds_of_minute = divmod(seconds_of_hour, 60)

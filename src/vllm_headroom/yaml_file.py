@@ -89,6 +89,7 @@ def parse_yaml(content: bytes, *, as_text: bool = False) -> YamlDocument:
     """
     loader_class = TextLoader if as_text else PlainLoader
     try:
+        # The nodes, not the document: they still have keys that are given twice.
         loader = loader_class(content.decode())
         root = loader.get_single_node()
         document = None if root is None else loader.construct_document(root)

@@ -126,9 +126,11 @@ def execute(command: Command, name: str, argv: Sequence[str]) -> int:
     except Printed as printed:
         write_result(str(printed))
         return 0
+    # An operator's mistake: one line for each, and no traceback.
     except (BadOptions, BadInput) as error:
         mistakes = error.lines if isinstance(error, BadOptions) else (str(error),)
         return refuse(mistakes, f"{PROGRAM} {name}", argv if command.has_report else ())
+    # A command without a report, such as the daemon, has its own status.
     if isinstance(answer, int):
         return answer
     if arguments.json:

@@ -24,6 +24,7 @@ def require_open_files() -> None:
             f"only {limit} files may be open at once, {MIN_OPEN_FILES} are needed:"
             " raise the limit (ulimit -n)"
         )
+        # By system calls alone: with no file left, a module could not be imported.
         with suppress(OSError):
             os.write(2, f"vllm-headroom: {problem}\n".encode())
         os._exit(2)

@@ -24,6 +24,7 @@ def choose_engine(names: Collection[str], wanted: str | None) -> str:
     `names` are the longest names: NAMESPACE/POD/CONTAINER, a unit or a URL. A wanted name may lack
     the container. Raises BadInput, which lists the names, where there is not exactly one.
     """
+    # A name without its container is enough where it is unique.
     matches = [
         name for name in names if wanted is None or name == wanted or name.startswith(f"{wanted}/")
     ]

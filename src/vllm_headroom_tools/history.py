@@ -47,6 +47,7 @@ class Rise(Struct):
             return 0.0
         rise = 0.0
         if self.total is not None:
+            # A counter that fell was reset, and began at 0.
             has_restarted = restarted or value < self.newest_value
             rise = value if has_restarted else value - self.newest_value
         self.total = (self.total or 0.0) + rise
@@ -122,6 +123,7 @@ class Curves:
             memory = gpu.reading.memory
             values["free", gpu.reading.uuid] = None if memory is None else memory.free_bytes
             values["held", gpu.reading.uuid] = gpu.held_bytes
+        # Also curves without a value now, so that all have the same length.
         for key in {**self._curves, **values}:
             value = values.get(key)
             self._curves.setdefault(key, array("d")).append(nan if value is None else value)
@@ -232,11 +234,13 @@ class LeakCourse(Struct):
         if state is LeakState.LEAKING:
             self.first_alarm = self.first_alarm or moment
             self.last_alarm = moment
+        # The state goes on, or it is not known whether it does.
         if state in (LeakState.UNKNOWN, LeakState.ASLEEP, self._open_state):
             return
 
         intervals = {LeakState.GROWING: self.growing, LeakState.LEAKING: self.leaking}
         open_intervals = intervals.get(self._open_state)
+        # A change of state closes the interval that was open.
         if open_intervals:
             begin_seconds, _ = open_intervals[-1]
             open_intervals[-1] = (begin_seconds, moment.seconds)
@@ -386,6 +390,7 @@ class LeakReplay:
         )
         previous_memory = self.leak_memory
         self.leak_memory, self.leak_samples = answer(LEAK, previous_memory, snapshot)
+        # Overwritten below for each series that has a state at this sample.
         for course in self._courses.values():
             course.state = LeakState.UNKNOWN
         for sample in self.leak_samples:
@@ -467,6 +472,7 @@ def _merge_host(earlier: HostMemory | None, newest: HostMemory | None) -> HostMe
     """
     if newest is None or earlier is None:
         return newest or earlier
+    # Of another basis the figures cannot be compared.
     fullest = newest
     if newest.basis in (None, earlier.basis):
         fullest = max(earlier, newest, key=_rank_fullness)

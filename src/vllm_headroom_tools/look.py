@@ -65,6 +65,7 @@ async def locate_engines(
         monotonic=time.monotonic,
     )
     try:
+        # The scan finds pods and units, and the search their servers.
         await processes.scan(FIND_SECONDS)
         return await processes.find_engines(FIND_SECONDS)
     except TimeoutError:
@@ -114,6 +115,7 @@ async def read_machine(
 
     try:
         readings, processes = await asyncio.gather(gpu_reader.read(LOOK_SECONDS), read_processes())
+    # NVML's thread must not outlive the command.
     finally:
         await gpu_reader.close()
     gpus: tuple[Gpu, ...] = ()

@@ -261,6 +261,7 @@ def join_parts(words: Sequence[str], json_names: Container[str]) -> list[str]:
         if not keys or name not in json_names:
             joined_words.append(words[place - 1])
             continue
+        # The value of a part is after `=`, or is the next word.
         if not equals_sign and place < len(words):
             text = words[place]
             place += 1
@@ -302,6 +303,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(
             prog=prog,
             formatter_class=argparse.RawDescriptionHelpFormatter,
+            # No abbreviations: a longer option of a later version would make them ambiguous.
             allow_abbrev=False,
             add_help=False,
         )
@@ -463,6 +465,7 @@ class Parser(argparse.ArgumentParser):
             if OPTION.match(word):
                 typed_options.append(self._parse_option(word))
                 continue
+            # An option that waits for its value, or a word too many after one.
             is_value = bool(typed_options) and (
                 typed_options[-1].is_open or len(loose_words) == positional_count
             )
@@ -505,6 +508,7 @@ class Parser(argparse.ArgumentParser):
         line_options, _ = self._split(line, 0)
         set_names = {option.action.dest for option in typed_options if option.action is not None}
         effective_options = []
+        # The last of an option counts, so the line is read from its end.
         for option in reversed(line_options):
             if option.action is None:
                 effective_options.append(option)
@@ -584,6 +588,7 @@ def _describe_misuse(
 
     `count` is how often the option was given, `values` are the words after it this time.
     """
+    # A list as default marks an option that may be repeated.
     if count > 1 and not isinstance(action.default, list):
         return f"{name}: given {count} times, accepts one"
     if action.nargs == 0:

@@ -58,6 +58,7 @@ async def record_faults(pids: Collection[int] | None, seconds: float) -> tuple[F
             file = f"{folder}/data"
             targets = ("--output", file, "--pid", ",".join(map(str, pids)))
             status, output = await _run(seconds, perf, *RECORD_COMMAND.split(), *targets)
+            # Interrupted by our own signal, perf ends with another status than 0.
             if status not in RECORDED_STATUSES:
                 return {}, f"perf: {_find_problem(output) or f'status {status}'}"
             _, script = await _run(PERF_END_SECONDS, perf, *SCRIPT_COMMAND.split(), "--input", file)

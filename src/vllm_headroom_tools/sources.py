@@ -72,6 +72,7 @@ def read_settings(
     beats the file, which `config` names, else HEADROOM_CONFIG. A value that another source
     overrides is checked too.
     """
+    # The options, the environment and the file: each source is checked by itself.
     environment = _read_environment(kind)
     config = config or environment.entries.get(CONFIG)
     file = NO_SOURCE if config is None else _read_file(kind, config)
@@ -84,8 +85,10 @@ def read_settings(
     )
     if mistakes:
         return mistakes
+    # Later sources in this order replace earlier ones.
     merged = {**file.entries, **environment.entries, **options}
     settings = kind.model_validate(_list_values(merged))
+    # Conflicts are between settings, whatever source they are from.
     return list_conflicts(settings) or settings
 
 

@@ -127,6 +127,7 @@ def wrap_text(head: str, body: str, *, indent: int | None = None) -> list[str]:
     Further lines are indented by `indent` columns, or without it by the length of the head.
     """
     width = TEXT_WIDTH
+    # A narrow terminal wraps a line again, at any place.
     if is_terminal(sys.stdout):
         width = min(TEXT_WIDTH, build_console(sys.stdout).width)
     if indent is None:
@@ -190,6 +191,7 @@ def draw_bars(
         highest = max((value for value in columns if value is not None), default=0.0)
         ends = (0.0, highest)
     low, high = ends
+    # A curve that is level has no span: any divisor gives its bars the lowest step.
     span = (high - low) or 1.0
     heights = []
     for value in columns:

@@ -234,6 +234,7 @@ _JSON: Final = json.JSONDecoder(parse_constant=refuse_number)
 def _parse_record(line: bytes) -> dict[str, Any] | str | None:
     """Return the object on a line, None for a blank line, or a text that says what is wrong."""
     try:
+        # Editors of other systems write a mark of byte order.
         content = str(line.removeprefix(BOM_UTF8), "utf-8").strip()
         if not content:
             return None
@@ -259,6 +260,7 @@ def parse_snapshot(record: Mapping[str, Any]) -> Snapshot:
     if FORMAT in record:
         raise BadInput(NO_TRACE)
     time: Any = record.get("t")
+    # type(), because True is a whole number to Python.
     if type(time) not in (int, float) or not 0 <= time < YEAR_10000:
         raise BadInput(str(WrongFieldError("t", time, "seconds since the epoch")))
     try:
@@ -298,6 +300,7 @@ def _build_page(
     if engines is not None:
         return EnginePage(profile="vllm", engines=engines, inputs=())
     reason = Reason.UNREACHABLE
+    # A loop, because the names of reasons differ by source.
     for known_reason in REASONS[Source.ENGINE]:
         if known_reason == reason_name:
             reason = known_reason
@@ -397,6 +400,7 @@ def parse_gpu(entry: Mapping[str, Any], place: int) -> Gpu:
     other_bytes = read_size(entry, "other")
     memory = _parse_gpu_memory(entry, used_bytes)
     held_bytes = engine_bytes
+    # Without the engine's part, all that is not known to be another's counts.
     if engine_bytes is None and used_bytes is not None:
         held_bytes = max(0, used_bytes - (other_bytes or 0))
     return Gpu(

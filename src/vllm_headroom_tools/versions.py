@@ -29,6 +29,7 @@ def parse_version(text: str) -> Version | None:
     major = int(match[1])
     minor = int(match[2])
     patch = int(match[3] or 0)
+    # A candidate may lack what its release adds.
     if _PRERELEASE.match(match[4]):
         if patch:
             patch -= 1

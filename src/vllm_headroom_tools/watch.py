@@ -179,6 +179,7 @@ def judge_leak(document: Document, within_seconds: float) -> Report:
         raise BadInput(NO_DOCUMENT) from None
     if is_stale:
         raise BadInput("the sidecar has no new sample: read its log")
+    # An engine that is down cannot be ended by its leak.
     exit_status = 1 if is_serving and is_leaking_soon else 0
     return replace(report, lines=lines, exit_status=exit_status)
 

@@ -115,6 +115,7 @@ async def run(
     The status is CANNOT_LISTEN where the port or the web configuration file cannot be used.
     `build_daemon` replaces the class Daemon, as in the demo. Raises the error of a loop.
     """
+    # Before anything is started: an operator's mistake ends here with one line.
     door = None
     try:
         listener = listen(settings.listen_host, settings.listen_port)
@@ -154,6 +155,7 @@ async def run(
             server = Server(daemon.build_handler(door), door)
             return await loop.run_until_end([server.serve(listener), *daemon.list_loops()], ending)
         finally:
+            # Only after the loops have ended, so that no turn takes the Lease again.
             if isinstance(parts, Parts) and parts.evictor is not None:
                 await parts.evictor.give_lease_back()
             await close_all(*parts.list_resources())
@@ -198,6 +200,7 @@ def build_engine_watch(
             parts.canary_request.ask,
             settings.canary_interval_seconds,
             clock,
+            # A pause longer than a slow tick: then it was the daemon that stood still.
             pause_seconds=max(LONGEST_TICK_SECONDS, 3 * settings.sample_interval_seconds),
         )
     server_pages = None
@@ -359,6 +362,7 @@ class Daemon:
             last_incident=self._watch.last_incident,
         )
         latest = self._watch.latest
+        # Before the first sample the page shows that there is none yet.
         if latest is None:
             return view
         return replace(

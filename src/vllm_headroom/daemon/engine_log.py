@@ -80,6 +80,7 @@ class EngineLogFollower:
             for event in self._reader.feed(line):
                 if event.kind not in ENDING_KINDS:
                     continue
+                # A line without a time is dated when it was read; of an old file that is not known.
                 seconds = read_seconds if event.time.seconds is None else event.time.seconds
                 # A load is no end, and may show that the engine has survived one.
                 number = self._reader.start_count

@@ -217,6 +217,7 @@ class Evictor:
         pod = await self._ask("GET", f"/api/v1/namespaces/{self._namespace}/pods/{self._name}")
         metadata = pod["metadata"]
         owners = metadata.get("ownerReferences", ())
+        # Only the controller would start a replacement.
         controller = next((owner for owner in owners if owner.get("controller")), None)
         if controller is None:
             raise NotNowError("no controller would replace this pod")
@@ -282,6 +283,7 @@ class Evictor:
             if error.status != HTTPStatus.NOT_FOUND:
                 raise
             return {}
+        # Any write by its holder changes the version: from then on its duration counts.
         version = lease["metadata"]["resourceVersion"]
         if version != self._lease_version:
             self._lease_version = version
@@ -325,6 +327,7 @@ class Evictor:
         """Write the Lease with this spec and return it as stored; create it if `lease` is empty.
 
         Raises NotNowError where another pod changed it since `lease` was read.
+        # With the version that was read: the API server refuses a write in between.
         """
         if lease:
             method = "PUT"

@@ -126,6 +126,7 @@ class RecentReadings:
             for xid, count in gpu.reading.xid_errors
         }
         previous_counts = self._xid_counts
+        # A GPU that is missing for a tick keeps its counts, so that they are not reported again.
         self._xid_counts = {**(previous_counts or {}), **counts}
         if previous_counts is None:  # when the errors counted so far occurred is unknown
             return
@@ -312,6 +313,7 @@ class Flight:
         Return None when it is complete, and when it could not be written for INCIDENT_SECONDS after
         that. It is written at once, and again with later events when it is complete.
         """
+        # XIDs and failed allocations of minutes before may be the cause.
         oldest_seconds = incident.seconds - ERROR_SECONDS
         header = build_header(
             incident.ending,
@@ -327,12 +329,14 @@ class Flight:
         is_written = await self._writer.do(
             partial(write_incident, self._folder, incident.seconds, header)
         )
+        # Tried again until long after the end: a full volume may be cleared.
         closes_at_seconds = incident.closes_at_seconds
         if not is_written:
             is_abandoned = now >= closes_at_seconds + INCIDENT_SECONDS
             return None if is_abandoned else replace(incident, write_at_seconds=now + RETRY_SECONDS)
         file = locate_incident(self._folder, incident.seconds)
         self.last = _summarise_incident(file, header)
+        # Reported once, at the first writing.
         if incident.write_at_seconds < closes_at_seconds:
             look_at = f"vllm-headroom postmortem {file}"
             if self._pod is None:
@@ -341,6 +345,7 @@ class Flight:
                 log.warning(
                     "an incident was set aside", look_at=look_at, engine_log=self._pod.log_command
                 )
+        # Until it closes, later events are added at the next writing.
         if now >= closes_at_seconds:
             return None
         return replace(incident, write_at_seconds=max(now + RETRY_SECONDS, closes_at_seconds))
@@ -396,6 +401,7 @@ def _describe_leak(gpu: Gpu, values: Values) -> dict[str, Any]:
     }
     for metric in LEAK_FIGURES:
         value = values.value(metric, *labels)
+        # JSON has no infinity.
         if value is not None and isfinite(value):
             leak[metric.name.removeprefix("headroom_")] = value
     return leak

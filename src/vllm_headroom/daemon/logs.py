@@ -72,6 +72,7 @@ class Background(logging.Handler):
             dropped_lines = self._dropped
             if dropped_lines > reported_lines:
                 message = "log lines were dropped, stderr was not read: dropped=%d"
+                # Built by hand: a logger would put it into the queue that is full.
                 arguments = (dropped_lines - reported_lines,)
                 self._write(
                     logging.LogRecord(OURS, logging.WARNING, "", 0, message, arguments, None)

@@ -131,6 +131,7 @@ class Mappings:
         That is the largest process that was never read, or else one of a growing role whose pause
         is over.
         """
+        # The largest process is the likeliest to hold the leak.
         by_size = sorted(processes, key=lambda name: -processes[name].rss_bytes)
         for name in by_size[:MOST_PROCESSES]:
             if name not in self._growths:

@@ -96,6 +96,7 @@ class SharedGpus:
         try:
             readings = await self._gpus.read(timeout_seconds)
         except Exception:
+            # Once: the same error would come at each tick.
             if not self._is_faulty:
                 log.exception("source raised, its series are absent", source=str(Source.NVML))
             self._is_faulty = True
@@ -223,6 +224,7 @@ class WatchedEngine:
         samples = list(published.samples)
         if self.watch.last_incident is not None:
             samples.append(Sample(catalog.LAST_INCIDENT, (), self.watch.last_incident.seconds))
+        # The driver's samples are the machine's, not one engine's.
         for metric, labels, value in samples:
             if metric.name in _SOURCE_METRICS and labels[0] == Source.NVML:
                 continue
@@ -324,6 +326,7 @@ class NodeWatch:
             return None
         engines = [engine for engine in self.engines.values() if not self._is_stale(engine)]
         engine_samples = [engine.list_samples() for engine in engines]
+        # Compared by identity: a scrape between two ticks must not build the page again.
         parts = (readings, *engine_samples)
         is_same = len(parts) == len(self._published_parts) and all(
             part is built_part
@@ -356,6 +359,7 @@ class NodeWatch:
         owned_uuids = set[str]()
         for engine in engines:
             owned_uuids |= engine.list_owned()
+        # A GPU without an engine is still shown, without an engine's labels.
         samples = [
             sample
             for sample in readings.samples
@@ -466,6 +470,7 @@ class NodeWatch:
     async def _drop_if_gone(self, engine: WatchedEngine, *, is_present: bool) -> None:
         """Give up an engine whose pod or unit is gone, once its last samples were scraped."""
         now_seconds = self._clock.monotonic()
+        # A unit of systemd has no process while it restarts: it is given more time.
         is_in_pod = engine.name.pod is not None
         has_pod = is_in_pod and self._has_processes(engine)
         if is_present or has_pod:
@@ -514,6 +519,7 @@ class NodeWatch:
             problems[engine.key] = engine.problem
         for engine in self.located:
             problem = problems.get(engine.key)
+            # A line for each change, not for each tick.
             if problem is not None and self._other_problems.get(engine.key) != problem:
                 log.warning("engine is not watched", of_engine=engine.name.text, problem=problem)
         self._other_problems = problems

@@ -170,6 +170,7 @@ class NodeDaemon:
             )
 
         def find_metrics(name: EngineName) -> MetricsPage:
+            # The name is one of those on the page, so exactly one engine has it.
             (engine,) = (engine for engine in self._node.engines.values() if engine.name == name)
             return build_metrics(lambda: engine.watch.published)
 
@@ -201,6 +202,7 @@ class NodeDaemon:
 
     def _build_engine(self, located: LocatedEngine, gpus: SharedGpus) -> EngineParts:
         """Return what watches an engine: as of a daemon that watches it alone."""
+        # As if this engine's URL alone had been configured.
         changes: dict[str, Any] = {"engine_url": located.page_url, "engines": None}
         if self._settings.state_dir is not None:
             changes["state_dir"] = self._prepare_folder(self._settings.state_dir, located)
@@ -258,6 +260,7 @@ class NodeDaemon:
         age_seconds = 0.0
         if readings is not None:
             age_seconds = self._clock.monotonic() - readings.monotonic_seconds
+            # The time of the last sample on the wall clock, for the page.
             seconds = self._clock.time() - age_seconds
         return NodeView(
             version=app.read_version(),

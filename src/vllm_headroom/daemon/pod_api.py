@@ -33,6 +33,7 @@ def open_pod_api(account: Path, timeout_seconds: float) -> PodApi | None:
         namespace = (account / "namespace").read_text().strip()
     except OSError:
         namespace = ""
+    # One missing name is enough: half a pod's environment cannot be used.
     if not (host and port.isdigit() and name and namespace):
         return None
     reader = PageReader(

@@ -93,9 +93,11 @@ class Sampler:
         samples of that part.
         """
         snapshot = self._evaluation.build_snapshot(await self._read_sources())
+        # Before the run is followed: the sample then continues the saved run.
         if self._recall is not None:
             self._evaluation.states.update(await self._recall_guarded(self._recall, snapshot))
         snapshot = self._evaluation.follow_run(snapshot)
+        # The log comes before the verdicts, so that an error in them hides no transition.
         self._run_guarded("log of changes", partial(self._transitions.report, snapshot), None)
         result = self._evaluation.judge(snapshot)
         report_leaks = partial(self._transitions.report_leaks, result.values)
@@ -168,6 +170,7 @@ class Sampler:
         return page, time
 
     async def _parse_page(self, text: str) -> EnginePage | Failure:
+        # Handing it to the thread costs more than parsing it here.
         if len(text) <= SMALL_PAGE:
             return self._parse(text)
         try:

@@ -67,6 +67,7 @@ def _is_page_insufficient(snapshot: Snapshot) -> bool:
     status = snapshot.engine_status
     if status is None:
         return False
+    # Work without progress for a while: other pages may show whether the server still answers.
     is_still = status.progress_age_seconds is not None and (
         status.progress_age_seconds >= SIGN_SECONDS
     )

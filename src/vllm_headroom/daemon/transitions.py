@@ -172,6 +172,7 @@ class Transitions:
             for process in probe.others
             if process.stopped
         }
+        # Files of exited probes stay for a while: what is forgotten too early is logged twice.
         if now_seconds >= self._forget_probes_at_seconds:
             self._logged_probes &= stopped_probes.keys()
             self._forget_probes_at_seconds = now_seconds + FORGET_PROBES_SECONDS
@@ -191,6 +192,7 @@ class Transitions:
                 problem=AMBIGUOUS,
                 visible=snapshot.ambiguous_engines,
             )
+        # Without GPUs, all orphans are named, also those that hold memory.
         orphans = describe_orphans(snapshot.left_behind, ())
         if self._note_change("left behind", orphans, usual_state=None) and orphans is not None:
             log.warning("an engine that exited left processes behind", problem=orphans)
@@ -198,6 +200,7 @@ class Transitions:
     def _report_inputs(self, page: EnginePage) -> None:
         """Log when the page begins or ceases to offer at least one of the profile's inputs."""
         missing_inputs = [name for name, is_offered in page.inputs if not is_offered]
+        # A page with some of its inputs is the engine's; without any it is not.
         offers_inputs = len(missing_inputs) < len(page.inputs)
         if not self._note_change("inputs", offers_inputs):
             return
@@ -233,6 +236,7 @@ class Transitions:
             log.warning(
                 "no GPU attributed to the engine", problem=NOT_ATTRIBUTED, visible=len(gpus)
             )
+        # Operators name a GPU by its UUID in any case, or by its index.
         visible_names: set[str] = set()
         for gpu in gpus:
             visible_names.add(gpu.reading.uuid.casefold())

@@ -54,6 +54,7 @@ def derive_admission(state: Batches, snapshot: Snapshot) -> tuple[Batches, tuple
         return state, ()
     if status is not None and status.state is not EngineState.SERVING:
         return state, ()
+    # Another run may have been started with another limit.
     if status is not None and status.restarts != state.restarts:
         state = Batches(restarts=status.restarts)
     batches = {}
@@ -102,7 +103,9 @@ def _count_additional(engine: EngineReading, batch: Batch) -> float | None:
             return None
     elif batch.waited_samples >= FULL_BATCH_SAMPLES:
         limit = batch.most_running
+    # The free share of the cache holds as many more as the used share holds now.
     fitting = engine.running * (1.0 - engine.kv_used_ratio) / engine.kv_used_ratio
+    # A tiny used share makes the quotient infinite.
     if isfinite(fitting):
         fitting = float(floor(fitting))
     if limit is None:

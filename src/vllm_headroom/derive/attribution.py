@@ -56,6 +56,7 @@ def describe_leftover(leftover: Leftover) -> str:
 
 def describe_orphans(orphans: frozenset[int], gpus: Iterable[Gpu]) -> str | None:
     """Return a clause about the orphans that hold no memory on these GPUs; None without any."""
+    # Those that hold memory are named in the sentence on their GPU.
     holders = set[int]()
     for gpu in gpus:
         holders.update(leftover.pid for leftover in gpu.leftovers)
@@ -356,6 +357,7 @@ def _split_memory(
         return None, None
     if device.processes is None or device.memory is None:
         return None, None
+    # None stays in the list: with an unknown size the sum is unknown.
     engine_sizes: list[int | None] = []
     other_sizes: list[int | None] = []
     for process in device.processes:
@@ -370,6 +372,8 @@ def _split_memory(
     # A sum that is too large contains memory of another device: neither sum is reliable.
     if (engine_bytes or 0) + (other_bytes or 0) > used_bytes + _NVML_RACE_BYTES:
         return None, None
+    # NVML reads the two figures one after the other: within that race, the memory in use is the
+    # limit.
     if engine_bytes is not None:
         engine_bytes = min(engine_bytes, used_bytes)
     if other_bytes is not None:

@@ -81,6 +81,7 @@ def complete_page(
     engines = []
     for engine in page.engines:
         scheduler = schedulers.get(label_engine(engine))
+        # Of a fact that both have, the probe's counts.
         facts = _list_option_facts(engine, options) | _list_scheduler_facts(scheduler)
         engines.append(replace(engine, **facts) if facts else engine)
     return replace(page, engines=tuple(engines))

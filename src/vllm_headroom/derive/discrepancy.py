@@ -46,6 +46,7 @@ def _find_reported(
 
     A basis on which the page's engines disagree, or of 0 bytes, is passed over.
     """
+    # Where engines disagree, it is not known which of them is on this GPU.
     measured_sizes = {engine.memory_bytes for engine in page.engines}
     if len(measured_sizes) == 1:
         measured_bytes = measured_sizes.pop()

@@ -82,6 +82,7 @@ def describe_place(failure: LogFailure) -> str:
     if failure.process:
         parts.append(failure.process)
     if failure.frames:
+        # The last frame is the one that raised.
         frame = failure.frames[-1]
         parts.append(f"{frame.file}:{frame.line} ({frame.function})")
     elif failure.code_line is not None:

@@ -65,6 +65,7 @@ def derive_health(state: HealthState, snapshot: Snapshot) -> tuple[HealthState, 
 def _measure_skew(snapshot: Snapshot, failed_sources: set[Source]) -> float | None:
     """Return the time between the readings of engine and GPUs; None where one of them failed."""
     ends_seconds = {}
+    # A failed reading may have waited for its timeout: when it ended shows nothing.
     for reading in snapshot.reading_times:
         if reading.source not in failed_sources:
             ends_seconds[reading.source] = reading.ended_monotonic_seconds

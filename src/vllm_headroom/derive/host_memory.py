@@ -96,6 +96,7 @@ def update_container(
         engine = processes.engine
     elif probed_cgroup is None:
         return state, None
+    # The probe sees the engine's own /dev/shm, also where /proc of the engine is hidden.
     reading = replace(reading, shm=reading.shm or probed_shm)
     cgroup = reading.cgroup or probed_cgroup
 
@@ -106,6 +107,7 @@ def update_container(
     # A jump from the container's to the machine's figures would look like a leak, or like its end.
     if _has_lost_scope(memory, scope):
         memory = HostMemory()
+    # The most reliable basis of this run so far.
     scope = max(memory, scope, key=_rank_basis)
 
     if reading.shm is not None:
@@ -177,6 +179,8 @@ def _find_probed_host(
     host = hosts[0]
     if host.cgroup is None:
         return None, host.shm
+    # The probe does not report which cgroup it is in: the start of the oldest process identifies
+    # it.
     started_at_seconds = min(process.started_at_seconds for process in probe.present)
     return replace(host.cgroup, identity=f"{PROBE_PREFIX}{started_at_seconds:.0f}"), host.shm
 
@@ -233,6 +237,8 @@ def _measure_processes(
     if private_bytes is None:
         return HostMemory()
     shm_bytes = None if shm is None else shm.used_bytes
+    # /dev/shm may be out of sight, or hold files that no process has mapped: the larger figure
+    # counts.
     shared_bytes = max(shm_bytes or 0, count_shared(engine, shm_bytes))
     return HostMemory(
         basis=HostBasis.PROCESSES,

@@ -68,6 +68,7 @@ def _find_inside(gpu: Gpu, probe: ProbeReadings) -> Inside | None:
     sizes = [report.allocator.total_bytes for report in reports]
     ledger = build_ledger(sums, gpu.held_bytes)
     return Inside(
+        # The smallest grant of its processes limits the engine.
         granted_bytes=min((size for size in sizes if size is not None), default=None),
         allocated_bytes=sums.allocated,
         reserved_bytes=sums.reserved,
@@ -166,11 +167,13 @@ def build_ledger(sums: Sums, held_bytes: int | None) -> dict[MemoryPart, int]:
     known_bytes = sum(parts.values())
     if held_bytes is not None and known_bytes > held_bytes + PROBE_RACE_BYTES:
         return {}
+    # With less allocated than weights and cache, the readings are of different moments.
     are_both_known = sums.weights is not None and sums.kv_cache is not None
     if are_both_known and sums.allocated is not None and sums.allocated >= known_bytes:
         parts[MemoryPart.OTHER_TENSORS] = sums.allocated - known_bytes
 
     remainders = _list_remainders(sums, held_bytes)
+    # vLLM's figure can be subtracted only where every part that contains it is known.
     can_subtract = all(part in remainders for part in _GRAPH_HOMES)
     if sums.graphs is None or not can_subtract or sums.graphs > sum(remainders.values()):
         return parts | remainders

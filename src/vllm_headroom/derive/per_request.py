@@ -78,6 +78,7 @@ def derive_baseline(
 
     samples = []
     bands = limit_remembered(state.bands, {gpu.reading.uuid for gpu in snapshot.gpus})
+    # First uses still take memory that no request needs.
     is_warm = (state.finished_total or 0.0) >= WARM_REQUESTS
     # At less load, configured memory is spread over fewer requests than at full load.
     is_near_busiest = running * COMPARABLE_FACTOR >= busiest_running

@@ -57,6 +57,7 @@ def derive_prefix_cache(
             ratio = _measure_hit_ratio(counts)
         if ratio is not None:
             samples.append(Sample(catalog.ENGINE_PREFIX_HIT_RATIO, labels, ratio))
+    # An engine that is off the page for some minutes keeps its counts.
     recent_counts = {
         labels: counts
         for labels, counts in limit_remembered(counts_by_engine, engines).items()

@@ -39,6 +39,7 @@ def classify_probe(
     others = []
     for file in _list_newest(files, now):
         is_running = any(_is_same_process(file, process) for process in shown)
+        # Without visible processes, a fresh file is proof enough.
         may_run = is_running or not shown
         if file.stopped is not None:
             others.append(file)

@@ -62,6 +62,7 @@ def _derive_gpu(gpu: Gpu) -> Iterator[Sample]:
         yield from _derive_holders(gpu, reading.memory.used_bytes)
     if gpu.process_count is not None:
         yield Sample(catalog.GPU_PROCESSES, labels, float(gpu.process_count))
+    # A size that the driver does not report is left out: 0 would say that nothing is held.
     leftover_sizes = [
         leftover.used_bytes for leftover in gpu.leftovers if leftover.used_bytes is not None
     ]

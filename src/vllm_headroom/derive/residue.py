@@ -60,16 +60,19 @@ def _update_sleep(state: SleepState, snapshot: Snapshot) -> SleepState:
         state = SleepState(run_id=run_id)
     else:
         state = replace(state, run_id=state.run_id or run_id)
+    # Awake: what the last sleep kept stays known until the next sleep has settled.
     if is_page_awake(page) is not False:
         return SleepState(run_id=state.run_id, least_bytes=state.least_bytes)
 
     now_seconds = snapshot.monotonic_seconds
     since_seconds = now_seconds if state.since_seconds is None else state.since_seconds
+    # For some seconds vLLM still gives memory back.
     if now_seconds - since_seconds < SETTLED_SECONDS:
         return replace(state, since_seconds=since_seconds)
     residues_bytes = _list_residues(snapshot)
     if not residues_bytes:
         return state
+    # The first settled sample replaces what the sleep before had kept.
     least_bytes: dict[str, int] = {}
     if state.settled:
         least_bytes = limit_remembered(state.least_bytes, residues_bytes)

@@ -61,6 +61,7 @@ def derive_load(state: LoadState, snapshot: Snapshot) -> tuple[LoadState, tuple[
     state = _add_sample(state, requests, snapshot.monotonic_seconds)
     if state.is_stable is None:
         return state, ()
+    # Under a load that changes, a difference would show the load.
     if not state.is_stable:
         return replace(state, held_bytes={}), (Sample(catalog.LOAD_STABLE, (), 0.0),)
 
@@ -70,6 +71,7 @@ def derive_load(state: LoadState, snapshot: Snapshot) -> tuple[LoadState, tuple[
         if gpu.held_bytes is None:
             continue
         uuid = gpu.reading.uuid
+        # The first reading at level load is what later ones are compared with.
         reference_bytes[uuid] = state.held_bytes.get(uuid, gpu.held_bytes)
         delta_bytes = gpu.held_bytes - reference_bytes[uuid]
         samples.append(Sample(catalog.MEMORY_DELTA, label_gpu(gpu), delta_bytes))
@@ -79,6 +81,7 @@ def derive_load(state: LoadState, snapshot: Snapshot) -> tuple[LoadState, tuple[
 def _add_sample(state: LoadState, requests: float, now_seconds: float) -> LoadState:
     """Return the state with a sample; after a full minute, decide again whether load is level."""
     began_seconds = state.minute_began_seconds
+    # A clock that went back begins the minute again.
     if began_seconds is None or now_seconds < began_seconds:
         began_seconds = now_seconds
     requests_sum = state.requests_sum + requests

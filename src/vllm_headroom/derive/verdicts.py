@@ -6,6 +6,7 @@ from types import MappingProxyType
 from typing import Final
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from vllm_headroom import catalog
 from vllm_headroom.derive.attribution import NEIGHBOUR_BYTES, describe_leftover, describe_orphans
@@ -769,6 +770,7 @@ def _describe_engine_growth(growth: GrowingMemory) -> str:
     """Return that the engine leaks or may leak, how fast and where."""
     words = ["leaks" if growth.is_leaking else "may leak"]
     rate = _describe_rate(growth)
+    # By request where that is known: unlike the rate by time, it does not depend on load.
     if growth.bytes_per_request is not None:
         rate = f"{format_size(1000 * growth.bytes_per_request)} per 1,000 requests"
     if rate:
@@ -882,47 +884,59 @@ def _judge_engine_state(snapshot: Snapshot, values: Values) -> Verdict:
     """Return the verdict on the engine's state, with its load or why its page cannot be read."""
     status = snapshot.engine_status
     state = EngineState.UNKNOWN if status is None else status.state
-    row = ENGINE_SENTENCES[state]
-    if status is not None and state is EngineState.DOWN and not status.was_seen:
-        row = NEVER_SEEN
-    text = row.sentence
-    level = row.level
-    situation = row.situation
-    alert = row.alert
-    detail = ""
-    if isinstance(snapshot.engines, Failure):
-        # Without a page, the state of a serving or sleeping engine is assumed from the last page.
-        if state in UNREAD_SENTENCES:
-            unread = UNREAD_SENTENCES[state]
-            text = unread.sentence
-            level = unread.level
-            situation = unread.situation
-        if state is EngineState.UNKNOWN:
-            text = _describe_unknown(snapshot, snapshot.engines)
-        detail = f"{_describe_server(snapshot, state)}; {snapshot.engines.message}"
-    elif status is not None and status.hang_signs:
-        # The page shows no work, so its load would contradict the sentence.
-        text = "is stalled" if state is EngineState.STALLED else "may be stalled"
-        alert = STALLED
-        detail = _describe_hang(status.hang_signs)
-    elif state is EngineState.SERVING:
-        detail = _describe_load(values)
-        if status is not None and status.are_gauges_doubted:
-            detail += STALE_GAUGES
-    elif status is not None and status.are_gauges_doubted:
-        text = DOUBTED_GAUGES
-        alert = STALLED
-    else:
-        detail = _describe_server(snapshot, state)
+    row = _choose_engine_sentence(snapshot, state)
+    detail = _describe_engine(snapshot, values, state)
     if status is not None and status.log is not None and status.log.failure is not None:
         detail = f"{_describe_last_exit(status.log.failure)}{detail}"
     return Verdict(
         subject="engine",
-        level=level,
-        sentence=_end_sentence(f"The engine {text}{detail}"),
-        alert=alert,
-        situation=situation,
+        level=row.level,
+        sentence=_end_sentence(f"The engine {row.sentence}{detail}"),
+        alert=row.alert,
+        situation=row.situation,
     )
+
+
+def _choose_engine_sentence(snapshot: Snapshot, state: EngineState) -> EngineSentence:
+    """Return the sentence for a state of the engine, as far as this sample supports the state."""
+    status = snapshot.engine_status
+    row = ENGINE_SENTENCES[state]
+    if status is not None and state is EngineState.DOWN and not status.was_seen:
+        row = NEVER_SEEN
+    if isinstance(snapshot.engines, Failure):
+        # Without a page, the state of a serving or sleeping engine is assumed from the last page.
+        if state in UNREAD_SENTENCES:
+            row = replace(UNREAD_SENTENCES[state], alert=row.alert)
+        if state is EngineState.UNKNOWN:
+            row = replace(row, sentence=_describe_unknown(snapshot, snapshot.engines))
+        return row
+    if status is None:
+        return row
+    if status.hang_signs:
+        sentence = "is stalled" if state is EngineState.STALLED else "may be stalled"
+        return replace(row, sentence=sentence, alert=STALLED)
+    if status.are_gauges_doubted and state is not EngineState.SERVING:
+        return replace(row, sentence=DOUBTED_GAUGES, alert=STALLED)
+    return row
+
+
+def _describe_engine(snapshot: Snapshot, values: Values, state: EngineState) -> str:
+    """Return what follows the sentence on a state: load, signs of a hang, or why there is no page.
+
+    Empty where there is nothing to add.
+    """
+    status = snapshot.engine_status
+    if isinstance(snapshot.engines, Failure):
+        return f"{_describe_server(snapshot, state)}; {snapshot.engines.message}"
+    if status is not None and status.hang_signs:
+        # The page shows no work, so its load would contradict the sentence.
+        return _describe_hang(status.hang_signs)
+    are_gauges_doubted = status is not None and status.are_gauges_doubted
+    if state is EngineState.SERVING:
+        return _describe_load(values) + (STALE_GAUGES if are_gauges_doubted else "")
+    if are_gauges_doubted:
+        return ""
+    return _describe_server(snapshot, state)
 
 
 def _describe_last_exit(failure: LogFailure) -> str:
@@ -1042,6 +1056,7 @@ def _is_host_memory_low(snapshot: Snapshot) -> bool:
     )
     if host is None or host.room_bytes is None or first_room_bytes is None:
         return False
+    # The lowest of three, because on a small machine a fixed size would always be low.
     low_bytes = min(
         LOW_HOST_BYTES,
         LOW_HOST_SHARE * (host.limit_bytes or 0),
@@ -1093,6 +1108,8 @@ def _describe_offloads(snapshot: Snapshot, values: Values) -> str:
     if shared_bytes < offload_bytes:
         return f"{planned} may take up to {OFFLOAD_FACTOR} times that"
     text = f"{planned} take {format_size(shared_bytes)}"
+    # A small offload exceeds its plan by a large factor without harm: it must be far over in bytes
+    # too.
     is_far_over = shared_bytes > OVERSHOOT_FACTOR * offload_bytes
     if is_far_over and shared_bytes > offload_bytes + NEIGHBOUR_BYTES:
         factor = shared_bytes / offload_bytes

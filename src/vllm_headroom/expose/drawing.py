@@ -150,6 +150,7 @@ def thin_curve(curve: Curve, columns: int, *, begin: float = -inf) -> list[Stret
     a known value ends the stretch; empty where no value is known.
     """
     times, values = curve
+    # `times` and `values` are a day of minutes: sampled columns keep the page small.
     start = bisect_left(times, begin)
     column_size = max(1, ceil((len(values) - start) / columns))
     has_gaps = None in values
@@ -160,6 +161,7 @@ def thin_curve(curve: Curve, columns: int, *, begin: float = -inf) -> list[Stret
         if has_gaps:  # copying the columns of a day without gaps would cost time
             known_values = [value for value in column if value is not None]
         if known_values:
+            # Both extremes of a column: an average would hide short peaks.
             lowest_place = column.index(min(known_values))
             highest_place = column.index(max(known_values))
             for place in sorted({lowest_place, highest_place}):

@@ -197,6 +197,7 @@ def _draw_room(view: View, room: _Room, now: float, columns: int) -> _Figure:
     past = svg.thin_curve(room.free_curve, columns, begin=begin)
     peaks = svg.thin_curve(room.peak_curve, columns, begin=begin)
     if past and room.free_bytes is not None:
+        # The curve has one point a minute: this joins it to what the page says now.
         past[-1].append((now, room.free_bytes))
     usual_top = svg.find_top(
         (value for stretch in past for _, value in stretch),
@@ -204,10 +205,12 @@ def _draw_room(view: View, room: _Room, now: float, columns: int) -> _Figure:
     )
     # What is free now is never cut off, as of an engine that has just fallen asleep.
     top = max(usual_top, room.free_bytes or 0, 1)
+    # In MiB, a small memory has readable steps too.
     unit = GIB if top >= GIB else MIB
     frame = Frame(begin=begin, end=end, top=svg.round_top(top, unit))
     ticks = svg.list_ticks(begin, end)
     shapes = [
+        # In this order: what is drawn later lies above.
         svg.draw_grid(frame, ticks),
         svg.draw_curve(frame, past),
         svg.draw_line(frame, peaks, kind="peak"),
@@ -224,6 +227,7 @@ def _draw_room(view: View, room: _Room, now: float, columns: int) -> _Figure:
         total = format_size(room.total_bytes)
         caption = f"{format_size(room.free_bytes)} of {total} free"
     highest = max((value for stretch in past for _, value in stretch), default=0)
+    # The reader would look for memory that the picture does not show.
     if highest > frame.top:
         caption += f"; up to {format_size(highest)} earlier, above the picture"
     subject = escape_text(room.subject)
@@ -287,6 +291,7 @@ def _render_plot(
 
 def _render_tick(frame: Frame, seconds: float) -> str:
     """Return the text of a time below a plot; at an edge it does not reach beyond the plot."""
+    # In percent of the width, because the texts lie outside of the picture that is stretched.
     percent = 100 * frame.x(seconds) / frame.width
     anchor = "middle"
     if percent < EDGE_PERCENT:
@@ -330,6 +335,7 @@ def _draw_load(running_curve: Curve, columns: int, now: float, above: Frame | No
         end = above.end
     stretches = svg.thin_curve(running_curve, columns, begin=begin)
     most_running = max((value for stretch in stretches for _, value in stretch), default=1.0)
+    # Not 0, which an idle engine would give: the frame needs a height.
     top = svg.round_top(MARGIN * most_running or 1.0, 1.0)
     frame = Frame(begin=begin, end=end, top=top, height=40.0)
     span = f"from {format_instant(begin)} to {format_instant(now)}"

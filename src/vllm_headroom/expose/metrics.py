@@ -57,6 +57,7 @@ class HeadroomCollector(Collector):
             samples += self._list_others()
             samples += published.samples
         groups: defaultdict[str, list[Sample]] = defaultdict(list)
+        # The catalogue's order is the page's, whatever the order of the samples.
         for sample in samples:
             groups[sample.metric.name].append(sample)
         for metric in catalog.METRICS:
@@ -130,6 +131,7 @@ class MetricsPage:
             body = self._build_page(encode, content_type)
         headers = _HEADERS
         if _is_gzip_accepted(request.headers.get("accept-encoding", "")):
+            # mtime=0: the same page gives the same bytes.
             body = gzip.compress(body, _FASTEST_LEVEL, mtime=0)
             headers = (*_HEADERS, ("Content-Encoding", "gzip"))
         return Response(status=200, body=body, content_type=content_type, headers=headers)
@@ -143,6 +145,7 @@ class MetricsPage:
     def _build_page(self, encode: Encode, content_type: str) -> bytes:
         """Return the page with the sample's age at this moment."""
         published = self._collector.published()
+        # Formats are named by clients: without a bound they could fill the memory.
         if len(self._pages) > _MOST_FORMATS:
             self._pages = {}
             self._families = {}

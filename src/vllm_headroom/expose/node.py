@@ -176,6 +176,7 @@ def _find_one(view: NodeView, wanted: str) -> EngineView | Response:
 def render_node(view: NodeView) -> str:
     """Return the page that lists the engines, which one script keeps up to date."""
     engines = view.sort_engines()
+    # The first verdict of an engine is its worst.
     level = find_worst(verdict for engine in engines for verdict in engine.view.shown_verdicts[:1])
     host = escape_text(view.host)
     version = escape_text(view.version)
@@ -187,6 +188,7 @@ def render_node(view: NodeView) -> str:
         reason = escape_text(view.stall_reason)
         stall = f"<p class=notice>The daemon does not sample: {reason}; all below is old.</p>"
     links = DOT.join(f'<a href="{path}">{path}</a>' for path in LINKED_PATHS)
+    # Not more often than the page can be read, and than there are new samples.
     refresh_seconds = max(MIN_REFRESH_SECONDS, round(view.interval_seconds))
     engine_count = "1 engine" if len(engines) == 1 else f"{len(engines)} engines"
     return (

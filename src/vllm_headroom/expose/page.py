@@ -110,6 +110,7 @@ def _list_names(view: View) -> Iterator[str]:
     yield from dict.fromkeys(model_names)
     if view.snapshot is None:
         return
+    # Alike GPUs are counted: eight names of one card would fill the header.
     gpu_names = [gpu.reading.name for gpu in view.snapshot.owned_gpus if gpu.reading.name]
     for gpu_name, count in Counter(gpu_names).items():
         yield gpu_name if count == 1 else f"{count} \N{MULTIPLICATION SIGN} {gpu_name}"
@@ -138,6 +139,7 @@ def _render_hero(view: View, worst: Verdict) -> str:
     if number:
         figure = f"<b>{escape_text(number)} <small>{escape_text(caption)}</small></b>"
     action = ""
+    # A healthy engine needs no advice.
     if worst.level is not Level.GOOD:
         advice = escape_text(_find_advice(view, worst))
         command = _render_command(_find_command(view, worst))
@@ -228,6 +230,7 @@ def find_number(view: View, worst: Verdict) -> tuple[str, str]:
     if worst.situation is Situation.STALLED and age_seconds is not None:
         return format_duration(age_seconds), "without progress"
     if worst.situation in WITHOUT_ROOM:
+        # In these situations free memory would distract from the trouble.
         return "", ""
     return _find_free_memory(view.values)
 
@@ -282,6 +285,7 @@ def _fold_gpus(
     ]
     if len(folded) < FOLDED_GPUS:
         return verdicts, ""
+    # Few lines are read faster than they are unfolded.
     unfolded = [verdict for verdict in verdicts if verdict not in folded]
     summary = _summarize_gpus(view, folded)
     line = f"<details><summary>{summary}</summary>{_render_list(view, folded)}</details>"

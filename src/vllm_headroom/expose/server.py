@@ -177,11 +177,13 @@ class Connection(asyncio.Protocol):
         events: list[h11.Event] = [
             h11.Response(status_code=answer.status, reason=reason, headers=headers)
         ]
+        # An answer to HEAD has the length of the body and no body.
         if self._method != b"HEAD":
             events.append(h11.Data(data=answer.body))
         events.append(h11.EndOfMessage())
         parts = [self._http.send(event) or b"" for event in events]
         self._transport.write(b"".join(parts))
+        # A blocked client is finished with once it has taken the answer, or its time is over.
         if not self._is_blocked:
             self._finish_exchange()
 
@@ -205,6 +207,7 @@ class Connection(asyncio.Protocol):
             return
         # h11 starts the next cycle only after the whole request was read.
         self._skip_body()
+        # Also after an error: a connection whose state is not known is closed.
         is_reusable = self._http.our_state is h11.DONE and self._http.their_state is h11.DONE
         if not is_reusable:
             transport.close()
@@ -320,6 +323,7 @@ class Server:
         if self._door is not None:
             tasks.append(asyncio.create_task(self._door.watch(self._drop_all)))
         try:
+            # None of them ends by itself: the first to end has failed.
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
             for task in done:
                 task.result()
@@ -400,6 +404,7 @@ class Server:
             connection.drop()
             return
         if len(self.connections) >= find_connection_limit():
+            # Not refused: a scrape that comes must not suffer from connections that do nothing.
             now_seconds = connection.since_seconds
             idle = [peer for peer in self.connections if peer.is_idle(now_seconds)]
             longest_idle = min(idle or self.connections, key=lambda peer: peer.since_seconds)

@@ -104,6 +104,7 @@ def _build_list(values: Values, list_name: str) -> list[dict[str, Any]]:
     entry_labels: dict[tuple[str, ...], None] = {}
     for metric in metrics:
         for labels in values.find_all(metric):
+            # The first two labels name the GPU or the engine; a dict keeps their order.
             entry_labels[labels[:2]] = None
     entries = []
     for labels in entry_labels:
@@ -118,6 +119,7 @@ def _build_history(values: Values, history: History) -> dict[str, Any]:
     """Return the curves of the last day and the newest events, for JSON."""
 
     def list_points(name: str) -> list[tuple[float, float | None]]:
+        # JSON has no NaN: minutes without a value are None.
         times, curve_values = history.read_curve(name)
         return list(zip(times, curve_values, strict=True))
 
@@ -167,6 +169,7 @@ def _read_fact(values: Values, metric: Metric, labels: tuple[str, ...]) -> Any: 
     more_label_names = metric.labels[len(labels) :]
     if not more_label_names:
         return values.value(metric, *labels)
+    # The labels that are not part of the entry's name.
     series = {
         series_labels[len(labels) :]: value
         for series_labels, value in values.find_all(metric).items()

@@ -140,6 +140,7 @@ def _list_sources(values: Values, snapshot: Snapshot) -> Iterator[tuple[Cell, ..
         elif success_seconds is None:
             last_success = "never"
         else:
+            # Not negative where the clock was set back between the two.
             age_seconds = max(0.0, snapshot.time_seconds - success_seconds)
             last_success = f"{format_duration(age_seconds)} before"
         yield (
@@ -159,6 +160,7 @@ def render_table(table: Table) -> str:
     if not table.rows:
         return ""
     title = escape_text(table.title)
+    # Columns that no row needs, such as swap on most machines, would only take width.
     columns = [
         place for place in range(len(table.columns)) if any(row[place].text for row in table.rows)
     ]

@@ -312,6 +312,7 @@ class View(Struct, frozen=True, kw_only=True):
             alert="HeadroomSampleStale",
             situation=Situation.BLIND,
         )
+        # What was judged before the stall may no longer hold.
         outdated = [replace(verdict, level=Level.UNKNOWN) for verdict in self.verdicts]
         return (stall, *outdated)
 

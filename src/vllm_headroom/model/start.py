@@ -292,6 +292,7 @@ def find_log_ending(
 
     A log that goes on until the exit and then has no failure says that there was none.
     """
+    # The newest exit of the log is likelier to be this one.
     for ending in reversed(reading.endings):
         if ending.seconds is None:
             continue
@@ -300,6 +301,7 @@ def find_log_ending(
     newest_seconds = reading.newest_seconds
     if newest_seconds is None or now_seconds < end_seconds + SETTLED_SECONDS:
         return None
+    # Lines shortly before the exit show that the log was followed until then.
     is_whole = newest_seconds >= end_seconds - QUIET_SECONDS
     return LogEnding(seconds=newest_seconds) if is_whole else None
 

@@ -57,6 +57,7 @@ def build_page(profile: Profile, samples: Iterable[Sample]) -> EnginePage | Fail
         (sample.labels.get(profile.model_label, ""), sample.labels.get(profile.engine_label, ""))
         for sample in profile_samples
     ]
+    # An engine without a name on the page is the only one.
     engine_names = {engine for _, engine in sample_keys if engine} or {_ONLY_ENGINE}
     keys = {(model, engine or _ONLY_ENGINE) for model, engine in sample_keys if model}
     if not keys:
@@ -103,11 +104,13 @@ def _group_by_engine(
     `sample_keys` has, for each sample, the model and the engine that its labels name, "" for none.
     A sample without a model is shared by all engines to which it belongs, see `build_page`.
     """
+    # An engine has an entry also where all its samples are shared.
     families: dict[_EngineKey, dict[str, list[Sample]]] = {key: {} for key in keys}
     keys_by_engine: dict[str, list[_EngineKey]] = {"": keys}
     for key in keys:
         keys_by_engine.setdefault(key[1], []).append(key)
     shared_readings = 0
+    # A shared sample is counted once for each engine: that is what costs.
     for sample, (model, engine) in zip(samples, sample_keys, strict=True):
         if model:
             owners = [(model, engine or _ONLY_ENGINE)]
@@ -130,6 +133,7 @@ def _build_reading(
         # Of several facts of one field, the first with a value counts.
         if values.get(fact.field) is None:
             values[fact.field] = _find_value(profile, fact, families, engine_count)
+    # For these models a block has another size in each group: no capacity follows from it.
     if profile.grouped_models is not None and profile.grouped_models.search(key[0]):
         values.pop("kv_blocks", None)
     _complete_kv_cache(values)
@@ -147,6 +151,7 @@ def _complete_kv_cache(values: dict[str, Any]) -> None:
 
     Remove the four facts that are no fields of EngineReading, see Fact.
     """
+    # A model with state blocks (Mamba) has blocks of two kinds: their number gives no capacity.
     blocks = values.pop("kv_blocks", None)
     if values.pop("kv_state_block_tokens", None) is not None:
         blocks = None
@@ -158,6 +163,7 @@ def _complete_kv_cache(values: dict[str, Any]) -> None:
         values["kv_capacity_tokens"] = capacity_tokens
     if used_tokens is None:
         return
+    # Of capacity, use and ratio, two give the third.
     used_ratio = values.get("kv_used_ratio")
     if used_ratio is None and capacity_tokens:
         values["kv_used_ratio"] = _check_value("kv_used_ratio", used_tokens / capacity_tokens)
@@ -183,6 +189,7 @@ def _find_value(
             if value is None:
                 break
             values.append(value)
+        # All families that are joined have a value.
         else:
             total = _check_value(fact.field, sum(values))
             if total is not None:
@@ -200,6 +207,7 @@ def _find_text(fact: Fact, families: _Families) -> str | None:
         for sample in families.get(name, ()):
             if sample.labels.get(fact.exceptions, "") not in _NO_EXCEPTIONS:
                 return None
+            # Texts that differ belong to different parts, and no one of them is the engine's.
             texts.add(sample.labels.get(fact.label or "", ""))
     if len(texts) != 1:
         return None
@@ -216,6 +224,7 @@ def _combine_samples(
     values, as on a page joined from several servers: the format leaves that undefined, and
     Prometheus keeps the first.
     """
+    # Two values of one series: the page is joined from several servers.
     if len(samples) > 1 and _has_contradiction(samples):
         return None
     amounts_by_part: defaultdict[object, list[float]] = defaultdict(list)
@@ -302,6 +311,7 @@ def parse_engines(page: str, profile_name: str | None = None) -> EnginePage | Fa
     profiles = PROFILES if profile_name is None else (find_profile(profile_name),)
     empty_pages: list[EnginePage] = []
     for profile in profiles:
+        # A page of one engine may match a later profile too: the first with engines counts.
         samples = parse_samples(page, profile.names_pattern)
         if isinstance(samples, Failure):
             return samples

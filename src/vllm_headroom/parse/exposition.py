@@ -110,6 +110,7 @@ def _select_lines(page: str, names_pattern: str) -> list[str] | Failure:
 
     So the cost of a page is limited before it is parsed.
     """
+    # The limits are checked line by line: a page that is too large costs no more than its limit.
     lines: list[str] = []
     characters = 0
     line_pattern = rf"((?:{names_pattern})[{{ \t].*)"

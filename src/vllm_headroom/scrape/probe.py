@@ -88,6 +88,7 @@ def read_content(folder: Path, name: str, max_bytes: int = MAX_FILE_BYTES) -> by
     except OSError:
         return None
     try:
+        # One byte more than allowed, so that a longer file is recognised.
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             return None
         content = os.read(descriptor, max_bytes + 1)
@@ -177,6 +178,7 @@ class ProbeReader:
 
     def _explain_no_process(self) -> Failure:
         """Return the failure of a folder without a usable file: a malformed one, or no file."""
+        # A malformed file explains more than "no file".
         for name, file in self._files.items():
             if isinstance(file.parsed, str):
                 message = f"{self._folder / name} cannot be used: {file.parsed}"

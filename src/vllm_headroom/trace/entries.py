@@ -69,6 +69,7 @@ def build_gpu_entry(gpu: Gpu) -> dict[str, Any]:
         drop_unreadable({"fate": leftover.fate, "used": leftover.used_bytes})
         for leftover in gpu.leftovers
     ]
+    # Without the probe, all fields of an empty Inside are None, and are dropped.
     inside = gpu.inside or Inside()
     return drop_unreadable(
         {
@@ -155,6 +156,7 @@ def build_record(snapshot: Snapshot) -> dict[str, Any]:
         record["gpus"] = [build_gpu_entry(gpu) for gpu in gpus if gpu.attribution is not None]
     page = snapshot.engines
     if isinstance(page, Failure):
+        # Why it failed decides in a replay whether the engine was down.
         record["engines_failure"] = page.reason
         if page.http_status is not None:
             record["engines_status"] = page.http_status

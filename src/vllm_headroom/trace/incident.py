@@ -211,6 +211,7 @@ def build_header(
         **({} if engine_log is None else {"engine_log": drop_unknown(engine_log)}),
         "log": list(log_lines),
     }
+    # Judged from the header itself, so that a command that reads it comes to the same cause.
     facts = read_incident(header)
     if facts is not None:
         ending = add_evidence(ending, facts)

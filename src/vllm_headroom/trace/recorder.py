@@ -36,6 +36,7 @@ def replace_file(file: Path, unfinished: Path, content: Iterable[bytes]) -> None
     try:
         with unfinished.open("xb") as stream:
             stream.writelines(content)
+            # Before the renaming: otherwise a crash of the machine could leave an empty file.
             stream.flush()
             os.fsync(stream.fileno())
         unfinished.replace(file)

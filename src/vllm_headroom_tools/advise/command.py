@@ -50,6 +50,7 @@ def build_report(assessment: Assessment) -> Report:
     In the data, unknown figures are None.
     """
     findings = _list_findings(assessment.advice, assessment.missing, assessment.notes)
+    # The first cause is the most severe.
     if assessment.advice:
         headline = assessment.advice[0].summary
     else:
@@ -155,6 +156,7 @@ def write_advice(change: Change) -> str:
     flag = change.flag
     if flag is None:
         return change.text
+    # Without the current value only the change can be named.
     if change.difference is not None:
         direction = "lower" if change.difference < 0 else "higher"
         amount = _format_number(abs(change.difference), flag)
@@ -290,6 +292,7 @@ def _read_version(text: str) -> Version:
 def _run(options: Namespace) -> Report | Coroutine[Any, Any, Report]:
     """Return the report, or where a page has to be fetched a coroutine that returns the report."""
     sources = (options.trace, options.trace_option, options.headroom_url)
+    # A positional FILE and --trace are the same.
     given_sources = [source for source in sources if source is not None]
     if len(given_sources) > 1:
         raise BadOptions("takes a FILE or --headroom-url, and not both")
@@ -300,6 +303,7 @@ def _run(options: Namespace) -> Report | Coroutine[Any, Any, Report]:
         max_model_len=options.max_model_len,
         max_num_batched_tokens=options.max_num_batched_tokens,
     )
+    # With an engine's page to read, a file is judged together with it.
     if options.engine_url is None and given_sources and options.headroom_url is None:
         return _judge_file(options, settings)
     return _judge_live(options, settings)
@@ -328,6 +332,7 @@ def _judge_file(options: Namespace, settings: EngineArgs) -> Report:
     """
     name = options.trace or options.trace_option
     with open_lines(name) as lines:
+        # The first line shows what the file is: a trace begins with its header.
         first_line = next(lines, b"")
         all_lines = chain((first_line,), lines)
         if begins_trace(first_line):

@@ -111,6 +111,7 @@ class EngineHistory:
         self._queries.step(reading.prefix_queries_total)
         self._hits.step(reading.prefix_hits_total)
         facts = self._facts
+        # Once known, a capacity stays: pages may lack it for a while.
         capacity_tokens = reading.kv_capacity_tokens
         if capacity_tokens is None:
             capacity_tokens = facts.capacity_tokens
@@ -136,9 +137,11 @@ class EngineHistory:
         waiting = reading.waiting or 0.0
         if waiting > 0:
             self._waited_seconds += seconds
+        # A single waiting request is no queue: it may be admitted in this very step.
         if waiting < WAITING_REQUESTS or reading.kv_used_ratio is None or reading.running is None:
             return
         self._queued_seconds += seconds
+        # They wait with room in the cache: by the sample's load, to find the limit that stops them.
         if reading.kv_used_ratio < ROOMY_RATIO:
             self._roomy_seconds[reading.running] += seconds
             self._roomy_used.add(reading.kv_used_ratio)
@@ -158,6 +161,7 @@ class EngineHistory:
             self._step_full_cache(reading, counts.seconds)
             return
         self._usual_tokens.add(count_tokens_per_request(reading))
+        # Load without preemption shows what the cache can bear.
         if reading.running and not counts.preemptions:
             calm_running = find_higher(self._facts.calm_running, reading.running)
             self._facts = replace(self._facts, calm_running=calm_running)
@@ -204,6 +208,7 @@ class EngineHistory:
         None where no requests waited with room in the cache, or not always with the highest number
         of running requests: then another reason made them wait.
         """
+        # Not the maximum: a single sample may be an outlier.
         kv_used_ratio = self._roomy_used.quantile(0.9)
         highest_running = self._facts.highest_running
         if not highest_running or kv_used_ratio is None:
@@ -311,6 +316,7 @@ class GpuHistory:
             leftovers=gpu.leftovers,
             is_holder_known=is_alone(gpu),
         )
+        # Before it serves, room is not the engine's to use.
         if is_serving:
             # As if the memory of others were free: the engine did not cause that shortage.
             own_room_bytes = room_bytes + (others_bytes or 0.0)
@@ -329,6 +335,8 @@ class GpuHistory:
     ) -> None:
         """Begin, extend or close a spell, by the room in this sample."""
         if room_bytes < LOW_BYTES:
+            # A spell begins with its lowest room at the threshold, so that the first sample lowers
+            # it.
             spell = self._open_spell or Spell(
                 kind=Shortage.PEAK,
                 lowest_room_bytes=LOW_BYTES,
@@ -361,6 +369,7 @@ class GpuHistory:
         seconds = spell.seconds or 0.0
         began_seconds = spell.began_seconds or 0.0
         span_seconds = self._low_at_seconds - began_seconds
+        # Short with room in between is a peak; short nearly all the time is a level.
         if seconds >= LASTING_SECONDS and seconds >= LOW_TIME_RATIO * span_seconds:
             roomy_start_seconds = began_seconds - self._held_since_seconds
             is_from_start = roomy_start_seconds <= LASTING_SECONDS
@@ -432,6 +441,7 @@ class TraceHistory:
         readings = {label_engine(reading): reading for reading in list_named(snapshot.page)}
         if readings:
             self._page = snapshot.page
+        # A cache of another size behaves differently.
         if self._have_other_settings(readings):
             # Facts of other settings say nothing about the present ones.
             self._since_seconds = self._newest_seconds
@@ -461,6 +471,7 @@ class TraceHistory:
         has_exited = status is not None and status.exit_reason is not None
         is_awake = is_page_awake(snapshot.page) is not False
         is_serving = self._replay.engine.runs.present.is_ready and is_awake
+        # While it does not serve, shortages are not those of its load.
         if has_exited or not is_serving:
             for history in self._gpus.values():
                 history.close_spell(self._newest_seconds, has_engine_exited=has_exited)
@@ -512,6 +523,7 @@ class TraceHistory:
 
 def _build_leak(course: LeakCourse, span_seconds: float) -> Leak:
     """Return the detector's state at the end, its verdict on the whole trace, and its alarm."""
+    # The end of the last alarm: an earlier one says nothing about now.
     verdict, reason = judge_course(course, span_seconds)
     ended_seconds = None
     if course.leaking:

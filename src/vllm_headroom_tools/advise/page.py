@@ -107,6 +107,8 @@ def _parse_page(text: str) -> Values:
     try:
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
+                # Samples that the catalogue does not have are of another version, or another
+                # exporter.
                 metric = catalog.BY_NAME.get(sample.name)
                 if metric is not None and isfinite(sample.value):
                     labels = tuple(sample.labels.get(label, "") for label in metric.labels)
@@ -122,6 +124,7 @@ def _parse_page(text: str) -> Values:
 def _check_page(page: Values) -> None:
     """Raise BadInput for a page that is not the sidecar's, or whose engine is not vLLM."""
     indices = {index for index, *_ in page.find_all(catalog.GPU_INFO)}
+    # One build, and GPU numbers that a GPU can have: otherwise it is another exporter's page.
     if len(page.find_all(catalog.BUILD_INFO)) != 1 or not indices <= KNOWN_INDICES:
         raise BadInput(
             "the page is not vllm-headroom's:"
@@ -151,6 +154,7 @@ def _read_settings(page: Values, settings: EngineArgs) -> EngineArgs:
     sizes_cache_in_bytes = bool(page.value(catalog.INPUT_AVAILABLE, "kv_cache_memory_bytes"))
     return replace(
         settings,
+        # The oldest version that offers all these series.
         at_least=max((settings.at_least, *offered_versions)),
         sizes_cache_in_bytes=settings.sizes_cache_in_bytes or sizes_cache_in_bytes,
         gpu_memory_utilization=settings.gpu_memory_utilization or _read_utilization(page),
@@ -179,6 +183,7 @@ def _read_gpu(page: Values, gpu: tuple[str, str], running: float | None) -> GpuF
     used_bytes = page.value(catalog.GPU_MEMORY_USED, *gpu)
     if total_bytes is None or used_bytes is None:
         return facts
+    # What the driver keeps is not usable.
     usable_bytes = total_bytes - (page.value(catalog.GPU_MEMORY_RESERVED, *gpu) or 0.0)
     peak_bytes = max(used_bytes, page.value(catalog.GPU_MEMORY_USED_PEAK, *gpu) or 0.0)
     engine_bytes = page.value(catalog.GPU_MEMORY_HELD, *gpu, "engine")
@@ -204,6 +209,7 @@ def _read_excess(page: Values, gpu: tuple[str, str], total_bytes: float) -> Budg
     """Return by how much the engine is over its budget, where that is the page's situation."""
     if not page.value(catalog.SITUATION, Situation.OVER_BUDGET):
         return None
+    # The bases that the operator can change by an option.
     for basis in ("budget", "configured"):
         budget_bytes = page.value(catalog.MEMORY_REPORTED, *gpu, basis)
         excess_bytes = page.value(catalog.MEMORY_DISCREPANCY, *gpu, basis)
@@ -238,6 +244,7 @@ def _read_leak(
 ) -> Leak:
     """Return the detector's verdict on a series; the figures of an alarm only while it lasts."""
     state_name = page.state(state_metric, *labels)
+    # A state of a newer version is unknown here.
     state = LeakState(state_name) if state_name in set(LeakState) else LeakState.UNKNOWN
     verdict = STATE_VERDICTS.get(state, LeakVerdict.CANNOT_TELL)
     if state is not LeakState.LEAKING:
@@ -289,6 +296,7 @@ def _read_engine(page: Values, model_name: str, engine: str) -> EngineFacts:
     stranded_ratio = read(catalog.ENGINE_KV_STRANDED)
     stranded = None
     if stranded_ratio is not None:
+        # A page has no history: the ratio may be new.
         stranded = StrandedFacts(ratio=stranded_ratio, first_ratio=stranded_ratio, rises=0)
     return EngineFacts(
         model_name=model_name,
@@ -339,6 +347,7 @@ def list_engine_names(text: str) -> list[str] | None:
     None for any other text: such a page alone counts engines.
     """
     lines = text.splitlines()
+    # Fast path: pages of one engine lack this metric.
     if not any(line.startswith(f"{catalog.ENGINES.name}{{") for line in lines):
         return None
     states = [line for line in lines if line.startswith(f"{catalog.ENGINE_STATE.name}{{")]
@@ -358,6 +367,7 @@ async def add_engine_settings(settings: EngineArgs, url: str) -> EngineArgs:
     The operator's have precedence. The version is that of /version beside the page, which vLLM
     answers without an API key. Raises BadInput where the page cannot be fetched or has no engine.
     """
+    # Both at once: the operator waits.
     page, about = await asyncio.gather(
         fetch_engines(_build_reader(url)), fetch_once(_build_reader(urljoin(url, "version")))
     )

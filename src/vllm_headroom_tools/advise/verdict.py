@@ -306,6 +306,7 @@ def _note_unused_cache(facts: Facts) -> Iterator[str]:
         for engine in facts.engines
         if engine.highest_kv_used_ratio is not None
     ]
+    # With an engine whose use is unknown, the highest use is not known.
     if len(used_ratios) < len(facts.engines) or max(used_ratios) >= UNUSED_CACHE_RATIO:
         return
     span = format_duration(facts.span_seconds)

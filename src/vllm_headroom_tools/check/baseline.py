@@ -42,6 +42,7 @@ def judge_growths(
     """
     if baseline is None:
         return
+    # Other models or another engine: then nothing of the two can be compared.
     mismatch = _find_mismatch(record, baseline)
     for gpu, baseline_gpu in pair_gpus(record, baseline):
         doubt = mismatch or _find_doubt(record, gpu, baseline, baseline_gpu)
@@ -91,6 +92,7 @@ def _find_doubt(
         return ONLY_BASELINE
     if baseline_series is None:
         return NOT_IN_BASELINE
+    # From the series to the whole trace: the first doubt is the most particular.
     doubt = _find_size_mismatch(series, baseline_series)
     if doubt is not None:
         return doubt
@@ -165,6 +167,7 @@ def _find_largest_growth(
     """
     costs = series.costs
     baseline_costs = baseline_series.costs
+    # Loads fall into bands: costs are compared within the same band only.
     pairs = [(costs[band], baseline_costs[band]) for band in costs.keys() & baseline_costs.keys()]
 
     def rank(pair: tuple[Cost, Cost]) -> tuple[float, float]:
@@ -235,6 +238,7 @@ def _judge_parts(
     """
     parts_bytes = _average_parts(gpu)
     baseline_parts_bytes = _average_parts(baseline_gpu)
+    # A share of all parts, so that a small part may grow by some MiB.
     allowance_bytes = limit_ratio * sum(baseline_parts_bytes.values())
     for part in COMPARED_PARTS:
         if part not in parts_bytes or part not in baseline_parts_bytes:

@@ -135,6 +135,7 @@ def judge(
             yield from judgements
             continue
         subject = "process" if limit.name == HOST_LEAK else "GPU"
+        # No GPU, or no process of the engine: silence would look like a pass.
         reason = f"the trace has no {subject} of the engine's"
         yield Judgement(limit=limit.name, verdict=Conclusion.CANNOT_TELL, reason=reason)
 
@@ -220,10 +221,12 @@ def _compare_logs(options: Namespace) -> Report:
         problems.append(f"--log: got {len(names)} files, needs two: --log OLDER NEWER")
     if names.count("-") > 1:
         problems.append("--log: both logs cannot be standard input")
+    # What only a trace can answer must not be ignored in silence.
     trace_options = ("trace", "baseline", "gpu_memory_utilization", "reported_bytes", *LIMITS)
     problems += [
         f"{name_option(name)} is about traces and cannot be given with --log"
         for name in trace_options
+        # The one limit that both kinds of comparison have.
         if name != GROWTH_LIMIT and getattr(options, name) is not None
     ]
     if options.json and options.format is not None:
@@ -239,6 +242,7 @@ def _compare_logs(options: Namespace) -> Report:
             suite = build_suite([("log", Conclusion.CANNOT_TELL, problem, "")])
             save(options.junit, suite, inputs=names)
             raise BadInput(problem) from error
+        # A log may have several starts: the newest is what is compared.
         starts.append((name, log.starts[-1]))
     judgements = judge_starts(starts[0][1], starts[1][1], options.max_growth_over_baseline)
     save(options.junit, build_junit(judgements), inputs=names)

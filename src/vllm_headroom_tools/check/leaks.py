@@ -68,6 +68,7 @@ def _judge_leak(
             baseline=_compute_per_thousand(baseline_series.course.newest),
             baseline_text=_describe_course(baseline_series.course),
         )
+    # Of several alarms the last one has the best estimate.
     alarm = series.course.last_alarm
     if alarm is not None:
         return _judge_alarm(draft, alarm, limit_bytes)
@@ -88,6 +89,7 @@ def _judge_alarm(draft: Judgement, alarm: Moment, limit_bytes: float) -> Judgeme
     upper_rate = alarm.bytes_per_second_upper
     leaked_bytes = alarm.leaked_bytes
     reason = "the detector's alarm: it grows while no requests finish"
+    # Memory that grows without requests exceeds any limit by requests.
     if per_thousand_bytes is None or leaked_bytes is None:
         return replace(draft, verdict=Conclusion.NOT_GOOD, value_text="a leak", reason=reason)
     if rate <= 0 or lower_rate is None or upper_rate is None:
@@ -134,6 +136,7 @@ def _judge_quiet(
     if doubt is not None:
         return replace(draft, reason=doubt)
 
+    # The limit is for a thousand requests, the detector works by single ones.
     limit_per_request = limit_bytes / THOUSAND
     visible_per_request = find_smallest_visible(series.readings, limit_per_request)
     span = format_duration(record.coverage.seconds)
@@ -207,6 +210,7 @@ def _measure_drift(readings: Sequence[DetectorInput]) -> float | None:
     """
     eighth = len(readings) // 8
     half = len(readings) // 2
+    # The later half alone: before it, warm-up moves the floor.
     middle_floor_bytes = _find_floor(readings[half - eighth : half])
     last_floor_bytes = _find_floor(readings[len(readings) - eighth :])
     if middle_floor_bytes is None or last_floor_bytes is None:

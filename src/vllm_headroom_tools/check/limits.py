@@ -136,6 +136,7 @@ def judge_preemptions(
     else:
         preemptions = record.preemptions.total or 0.0
         requests = record.finished_requests.total or 0.0
+        # As if no further preemption came until enough requests had finished.
         value_after_enough = 1000 * preemptions / max(requests, LEAST_REQUESTS)
         verdict = compare(value_after_enough, limit, doubt)
         counts = f"{preemptions:,.0f} in all, of {requests:,.0f} requests"

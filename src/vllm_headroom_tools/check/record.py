@@ -53,6 +53,7 @@ def find_discrepancies(
     The daemon's derivation computes it. The operator's budget replaces the engine's own on the page
     that the derivation reads.
     """
+    # The derivation reads the engine's page: the operator's budget is put there.
     page = snapshot.engines
     if budget != Budget() and not isinstance(page, Failure):
         engines = tuple(
@@ -66,6 +67,7 @@ def find_discrepancies(
         )
         snapshot = replace(snapshot, engines=replace(page, engines=engines))
     samples = derive_discrepancy(snapshot, configured_bytes=budget.reported_bytes)
+    # The ratio's sample has the same labels as that of the bytes.
     n_bytes = {
         sample.labels: sample.value
         for sample in samples
@@ -299,6 +301,7 @@ class TraceRecord:
             self.models.add(engine.model_name)
             if engine.kv_capacity_tokens is not None:
                 tokens = self.capacity_tokens.get(engine.engine, engine.kv_capacity_tokens)
+                # The smallest of all starts: another start may have had less room.
                 self.capacity_tokens[engine.engine] = min(tokens, engine.kv_capacity_tokens)
 
 

@@ -63,6 +63,7 @@ def summarize(judgements: Sequence[Judgement]) -> str:
     unknown = verdicts.count(Conclusion.CANNOT_TELL)
     passed = verdicts.count(Conclusion.GOOD)
     total = len(judgements)
+    # What fails comes first, then what is open.
     if failed:
         addition = f", {unknown} cannot be judged" if unknown else ""
         return f"FAILED: {failed} of {total} limits exceeded{addition}."
@@ -198,6 +199,7 @@ def build_suite(cases: Iterable[tuple[str, Conclusion, str, str]]) -> str:
         else:
             problem = ET.SubElement(case, JUNIT_ELEMENTS[verdict], {"message": message})
             problem.text = reason or message
+    # JUnit's viewers show these counts, and not the cases.
     for element in (root, suite):
         element.set("tests", str(len(suite)))
         element.set("failures", str(len(suite.findall("testcase/failure"))))

@@ -60,6 +60,7 @@ def judge_starts(
             limit="the start", verdict=Conclusion.NOT_GOOD, value_text="failed", reason=reason
         )
         return (judgement,)
+    # Other settings explain a difference: then it is shown and not judged.
     doubt = "; ".join(list_differences(older, newer)) if limit_ratio is not None else ""
     judgements = []
     for part, fields in PARTS:
@@ -95,6 +96,7 @@ def _judge_part(
     highest_bytes = None
     bound_text = ""
     if limit_ratio is not None and older_bytes is not None:
+        # vLLM rounds sizes in its log: the last digit must not decide.
         highest_bytes = (1 + limit_ratio) * older_bytes + ROUNDING_BYTES
         bound_text = f"{100 * limit_ratio:.3g}% more"
     is_over = highest_bytes is not None and newer_bytes is not None and newer_bytes > highest_bytes
@@ -114,6 +116,7 @@ def _judge_cache(
     older: EngineStart, newer: EngineStart, limit_ratio: float | None, doubt: str
 ) -> Iterator[Judgement]:
     """Judge by how much the KV cache became smaller, of the rank where it is smallest."""
+    # In bytes and in tokens: either may be all that a log has.
     for field, unit in (("kv_cache_bytes", Unit.BYTES), ("kv_cache_tokens", Unit.TOKENS)):
         older_size = older.find_smallest(field)
         newer_size = newer.find_smallest(field)
@@ -203,6 +206,7 @@ def build_start_report(
     for difference in differences:
         lines += wrap_text("note: ", difference)
     headline = summarize(judgements)
+    # Without a limit nothing was judged: the headline counts differences.
     if all(judgement.has_no_bound for judgement in judgements):
         changed = sum(judgement.value != judgement.baseline for judgement in judgements)
         headline = f"Compared {len(judgements)} figures without a limit: {changed} differ."

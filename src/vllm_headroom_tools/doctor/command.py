@@ -68,6 +68,7 @@ def build_report(checks: Mapping[str, Check], version: str, place: tuple[str, ..
         name: replace(check, fixes=tuple(sorted(check.fixes, key=is_elsewhere)))
         for name, check in checks.items()
     }
+    # Missing comes first: what is unknown may be there.
     findings = [_build_finding(name, check) for name, check in sorted_checks.items()]
     states = [check.state for check in sorted_checks.values()]
     missing_count = states.count(Status.MISSING)
@@ -133,6 +134,7 @@ def _render_text(
             yield from wrap_text(f"{INDENT}  ", detail)
         if check.absent:
             yield from wrap_text(f"{INDENT}absent   ", ", ".join(check.absent))
+        # The first fix is the one for this place; the others are alternatives.
         for index, fix in enumerate(check.fixes):
             word = "fix" if is_elsewhere(fix) else "fix here"
             if index > 0:
@@ -159,6 +161,7 @@ async def examine(settings: ModelSettings, proc: Path = PROC, sys: Path = SYS) -
 
     Scripts rely on these names.
     """
+    # With several engines, most checks below have no single answer.
     if settings.engines is not None:
         return await node.examine_node(settings, proc, sys)
     probe = None
@@ -168,6 +171,7 @@ async def examine(settings: ModelSettings, proc: Path = PROC, sys: Path = SYS) -
     if settings.engine_log is not None:
         source = build_log_source(settings.engine_log, settings.engine_container)
         engine_log = EngineLogFollower(source, SystemClock())
+    # All at once: each may wait for its timeout.
     survey, listening, state, trace, files, log_reading = await asyncio.gather(
         look(settings, proc, sys),
         port.check_listen_port(

@@ -76,6 +76,7 @@ def check_engine(survey: Survey) -> Check:
         return _check_unreadable(survey, page)
     if page.engines:
         return Check(Status.OK, f"{survey.url} answers: {_describe_engines(survey, page)}")
+    # The server answers and is none that is known: the address is the likeliest mistake.
     details: tuple[str, ...] = ()
     ways: tuple[Fix, ...] = (_fix_address(survey),)
     # It is vLLM, but its page has none of vLLM's series: they were switched off.
@@ -188,6 +189,7 @@ def _list_series() -> dict[str, tuple[Metric, ...]]:
     series: dict[str, tuple[Metric, ...]] = {}
     for field, engine_input in INPUTS.items():
         metrics = tuple(
+            # A series needs the facts that it is computed from, and the input that it is itself.
             metric
             for metric in catalog.METRICS
             if field in metric.needs or metric.name == engine_input.metric
@@ -215,6 +217,7 @@ def check_engine_inputs(survey: Survey) -> Check:
     missing = [name for name, is_offered in page.inputs if not is_offered]
     offered = f"{len(page.inputs) - len(missing)} of {len(page.inputs)} inputs offered"
     details = []
+    # What nothing depends on is no trouble.
     unused = [name for name in missing if name not in SERIES]
     if unused:
         details.append(f"not exported, and no metric depends on it: {', '.join(unused)}")
@@ -222,6 +225,7 @@ def check_engine_inputs(survey: Survey) -> Check:
         if name in SERIES:
             details.append(f"{profile.product} does not export {name}: {reason}")
     never_exported = dict(profile.absent)
+    # What this product never exports cannot be had by a newer version.
     wanted = [name for name in missing if name in SERIES and name not in never_exported]
     if not wanted:
         return Check(Status.OK, offered, details=tuple(details))
@@ -329,6 +333,7 @@ def check_kv_bytes(
         return Check(status, text, absent=WITHOUT_BYTES, fixes=SET_KV_BYTES)
     if isinstance(survey.page, Failure) or not survey.page.engines:
         return Check(Status.UNKNOWN, NO_PAGE)
+    # The derivation needs only page and GPUs: the times do not matter.
     gpus = survey.readings if isinstance(survey.readings, Failure) else survey.gpus
     snapshot = Snapshot(
         time_seconds=0, monotonic_seconds=0, engines=survey.page, gpus=gpus, processes=()
@@ -491,6 +496,7 @@ def _list_contradictions(options: EngineOptions, survey: Survey) -> Iterator[str
         )
     if options.gpu_memory_utilization is None or isinstance(survey.page, Failure):
         return
+    # The page shows what is in force: another value there came from elsewhere, such as a file.
     page_ratios = {engine.gpu_memory_utilization_ratio for engine in survey.page.engines}
     if not page_ratios <= {None, options.gpu_memory_utilization}:
         ratio = max(filter(None, page_ratios))

@@ -222,6 +222,7 @@ async def look(settings: ModelSettings, proc: Path, sys: Path) -> Survey:
     A source that cannot be read is a Failure in the result.
     """
     url = httpx.URL(settings.engine_url)
+    # The daemon's own limit, so that the check does not wait longer than it.
     daemon_waits = min(settings.engine_timeout_seconds, settings.sample_interval_seconds)
     reader = build_page_reader(settings, str(url), timeout_seconds=min(daemon_waits, LOOK_SECONDS))
     profile = None if settings.engine_profile == AUTO else settings.engine_profile
@@ -234,6 +235,7 @@ async def look(settings: ModelSettings, proc: Path, sys: Path) -> Survey:
     )
     options = None
     token_bytes = None
+    # The processes name the model that is served, where no configuration names it.
     if not isinstance(machine.processes, Failure):
         options = machine.processes.options
         parse_model = settings.model_reader.parse

@@ -68,6 +68,7 @@ def check_gpus(survey: Survey) -> Check:
     for gpu in survey.gpus:
         name = name_device(gpu.reading)
         details += [f"{name}: {describe_leftover(leftover)}" for leftover in gpu.leftovers]
+    # Also a GPU that answers and reports no memory: its series are absent.
     unreadable = [device for device in devices if device.failure or device.memory is None]
     if not unreadable:
         return Check(Status.OK, f"{len(devices)} visible", details=tuple(details))
@@ -149,6 +150,7 @@ def check_processes(survey: Survey) -> Check:
     processes = survey.processes
     if isinstance(processes, Failure):
         ways: tuple[Fix, ...] = (SHOW_PROC,)
+        # Each cause has another remedy.
         if processes == HIDDEN:
             ways = (*fixes.SEE_THE_PROCESSES, SHOW_PROC)
         elif processes.reason is Reason.TIMEOUT:
@@ -177,6 +179,7 @@ def _explain_no_process(
     if processes.ambiguous_engines:
         return Status.MISSING, AMBIGUOUS, fixes.SAY_WHICH_PORT
     place = f"the {len(processes.visible_pids)} seen in {_name_namespace(processes)}"
+    # With the engine down, missing processes prove nothing.
     if isinstance(survey.page, Failure):
         text = f"vLLM's are not among {place}; it does not answer, so it may not be running"
         return Status.UNKNOWN, text, _share_processes(processes)
@@ -195,6 +198,7 @@ def _share_processes(processes: ProcessReadings) -> tuple[Fix, ...]:
 
 def _describe_host(survey: Survey, processes: ProcessReadings) -> Iterator[str]:
     """Yield a text on the host memory in use, and one on swap; none of an unknown one."""
+    # From an empty state: a single reading has no run before it.
     _, memory = update_container(ContainerState(), processes, limit_bytes=survey.host_limit_bytes)
     if memory is not None and memory.used_bytes is not None:
         limit = ", of a limit that is not known (HEADROOM_HOST_MEMORY_LIMIT_BYTES sets it),"
@@ -385,6 +389,7 @@ def _is_process_problem(survey: Survey) -> bool:
 def _explain_unattributed(survey: Survey) -> tuple[str, tuple[Fix, ...]]:
     """Return why the engine's processes show none of its GPUs, and the fixes."""
     processes = survey.processes
+    # From the most general obstacle to the most particular: the first that holds explains the rest.
     if isinstance(processes, Failure):
         return NOT_ATTRIBUTED, fixes.SEE_THE_PROCESSES if processes == HIDDEN else ()
     if processes.ambiguous_engines:

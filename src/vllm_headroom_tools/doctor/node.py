@@ -1,6 +1,7 @@
 """Checks of a daemon that watches several engines: which there are, and each one's page."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
@@ -49,6 +50,7 @@ async def examine_node(settings: ModelSettings, proc: Path, sys: Path) -> dict[s
     located = await locate_engines(settings, proc)
     watched = [engine for engine in located if engine.kind is EngineKind.WATCHED]
     first_url = watched[0].page_url if watched else settings.engine_url
+    # One survey for all engines: the GPUs are the machine's.
     survey, listening, state, pages = await asyncio.gather(
         look(settings.model_copy(update={"engine_url": first_url}), proc, sys),
         port.check_listen_port(
@@ -85,12 +87,6 @@ async def _fetch(settings: ModelSettings, engine: LocatedEngine) -> EnginePage |
 def check_engines(located: Iterable[LocatedEngine], *, has_hosts: bool) -> Check:
     """Check which engines there are; `has_hosts` is whether all of the machine can be found."""
     engines = tuple(located)
-    counts = [
-        f"{count} {text}"
-        for kind, text in KIND_TEXTS.items()
-        if (count := sum(engine.kind is kind for engine in engines))
-    ]
-    text = ", ".join(counts) or "no engine is found"
     details = [f"{engine.name.text}: {engine.problem}" for engine in engines if engine.problem]
     fixes: list[Fix] = []
     if not has_hosts:
@@ -102,10 +98,17 @@ def check_engines(located: Iterable[LocatedEngine], *, has_hosts: bool) -> Check
     is_complete = bool(engines) and not details
     return Check(
         Status.OK if is_complete else Status.MISSING,
-        text,
+        _count_kinds(engines),
         details=tuple(details),
         fixes=tuple(fixes),
     )
+
+
+def _count_kinds(engines: Iterable[LocatedEngine]) -> str:
+    """Return a text with the number of engines of each kind that there is."""
+    counts = Counter(engine.kind for engine in engines)
+    texts = [f"{counts[kind]} {text}" for kind, text in KIND_TEXTS.items() if counts[kind]]
+    return ", ".join(texts) or "no engine is found"
 
 
 def check_page(engine: LocatedEngine, page: EnginePage | Failure) -> Check:

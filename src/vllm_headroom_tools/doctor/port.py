@@ -41,6 +41,7 @@ async def check_listen_port(host: str, port: int, web_config: Path | None = None
             Status.NOT_APPLICABLE,
             "HEADROOM_LISTEN_PORT is 0, so that the daemon takes any free one",
         )
+    # A daemon on all interfaces answers on loopback too.
     asked_host = "127.0.0.1" if host in EVERY_INTERFACE else host
     daemon_check = await _find_daemon(asked_host, port, web_config)
     if daemon_check is not None:
@@ -74,6 +75,7 @@ async def _find_daemon(host: str, port: int, web_config: Path | None) -> Check |
     page = await fetch_once(PageReader(url=str(url), timeout_seconds=ANSWER_SECONDS))
     if isinstance(page, Failure):
         return await _check_locked(page, host, port, web_config)
+    # Any page with our build's series is a daemon's.
     samples = parse_samples(page, catalog.BUILD_INFO.name)
     if isinstance(samples, Failure) or not samples:
         return None
@@ -95,6 +97,7 @@ async def _check_locked(
     else:
         server = f"port {port} speaks TLS"
         try:
+            # The handshake alone shows the certificate: no request is made.
             certificate = await Worker[str]("tls").call(
                 lambda: ssl.get_server_certificate((host, port), timeout=ANSWER_SECONDS),
                 2 * ANSWER_SECONDS,
@@ -181,6 +184,7 @@ async def _check_writable(
             "in the systemd unit", "StateDirectory=vllm-headroom", f"Environment={variable}={value}"
         ),
     )
+    # The variable names a file of something else: another file is needed, and no volume.
     if problem == NOT_A_TRACE:
         ways = (fix_setting(f"{variable}={path}.jsonl"),)
     return Check(Status.MISSING, f"{path} cannot be written by {user}: {problem}", fixes=ways)

@@ -42,6 +42,7 @@ def list_limits(
 
     A limit that cannot be read is left out. The limit of open files is always there.
     """
+    # What is open already: standard streams, the trace and libraries.
     open_descriptors = sum(1 for _ in Path("/proc/self/fd").iterdir())
     free_descriptors = max(0, descriptors - open_descriptors - OWN_DESCRIPTORS)
     limits = [(free_descriptors, f"ulimit -n {descriptors}")]
@@ -81,6 +82,7 @@ def check_capacity(concurrency: int, streams: int, *, uses_tls: bool) -> None:
 
     Raises BadInput where `streams`, which `--concurrency` needs, are more.
     """
+    # Python's default of 1,024 is too low for most loads: it is raised first.
     held_streams, limit_name = list_limits(raise_descriptors(), uses_tls=uses_tls)[0]
     if streams > held_streams:
         raise BadInput(

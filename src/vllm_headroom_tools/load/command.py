@@ -189,6 +189,7 @@ def _add_sampling_options(parser: Parser) -> None:
         default=os.environ.get(PROBE_DIR) or None,
         help=f"where the probe inside vLLM writes; without it {PROBE_DIR}",
     )
+    # In UTC, and without colons, which some file systems refuse.
     time = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
     parser.add_argument(
         "--trace",

@@ -50,6 +50,7 @@ async def run_load(order: LoadOrder) -> Report:
     signal ends the process.
     """
     try:
+        # Read first: a mistake in a file must not begin a load.
         tls = load_trust(order.ca_file) if order.url.scheme == "https" else None
         bearer = read_token(order.bearer_token_file) if order.bearer_token_file else None
     except UnusableCredentials as error:
@@ -58,6 +59,7 @@ async def run_load(order: LoadOrder) -> Report:
     target = await find_target(order.url, order.api, tls, bearer)
     check_capacity(order.concurrency, count_streams(order.concurrency), uses_tls=tls is not None)
     model = await _choose_model(order, target)
+    # Before the first request: the load must not run for an hour and then fail to be recorded.
     create_trace(order.trace)
     sampling = Sampling(
         parts=_build_parts(order, target, SystemClock()),
@@ -86,6 +88,7 @@ async def run_load(order: LoadOrder) -> Report:
             os._exit(128 + signal.SIGINT)
         clients.stop()
 
+    # A first Ctrl-C ends the load with a report.
     try:
         with handle_signals(stop):
             stages = await run.run_steps()
@@ -113,6 +116,7 @@ async def _choose_model(order: LoadOrder, target: Target) -> str:
         return order.model
     model = await fetch_model(order.url, target)
     longest_tokens = order.output_tokens.longest
+    # Prompts of a file have their own lengths.
     if not order.prompts:
         longest_tokens += order.prompt_tokens.longest
     if model.max_tokens is not None and longest_tokens > model.max_tokens:
@@ -131,6 +135,7 @@ def _build_parts(order: LoadOrder, target: Target, clock: SystemClock) -> Parts:
     unless the order names them.
     """
     is_local = is_here(target.address[0])
+    # On another machine, GPUs of this one are not the engine's.
     gpus: Gpus | UnavailableSource = UnavailableSource(Source.NVML, Reason.NO_DEVICES)
     if is_local or order.gpus != "auto":
         gpus = Gpus(monotonic=clock.monotonic, call_timeout_seconds=GPU_TIMEOUT_SECONDS)
@@ -158,6 +163,7 @@ def _build_body_maker(order: LoadOrder, model: str, prompts: Sequence[str]) -> C
 
     Its prompt is one of `prompts` at random, or without prompts it is words drawn at random.
     """
+    # From the system's entropy, so that two loads never send the same prompts.
     random = Random(SystemRandom().random())  # noqa: S311 - not for secrets
     make_prompt = build_prompt_maker(order.shared_ratio, random)
 

@@ -21,6 +21,7 @@ def read_prompts(file: Path) -> tuple[str, ...]:
     """
     try:
         content = file.read_bytes()
+        # ShareGPT is one JSON document; JSON lines fail here and are read below.
         entries = json.loads(content)
     except OSError as error:
         raise BadInput(f"--prompts {file}: cannot be read: {error.strerror}") from error
@@ -101,9 +102,11 @@ def build_prompt_maker(shared_ratio: float, random: Random) -> Callable[[int], s
     own_ring = random.choices(WORDS, k=RING_WORDS)
 
     def make_prompt(word_count: int) -> str:
+        # In words: one is about a token.
         shared_count = round(shared_ratio * word_count)
         rings = word_count // RING_WORDS + 1
         shared_words = (shared_ring * rings)[:shared_count]
+        # The prefix cache would hit a prompt that begins like another.
         fresh_words = random.choices(WORDS, k=min(word_count - shared_count, FRESH_WORDS))
         own_count = word_count - shared_count - len(fresh_words)
         start = random.randrange(RING_WORDS)

@@ -92,6 +92,7 @@ def _explain_engine_end(
         engine_end = "the engine died: its web server says so"
     if engine_end is None:
         return None
+    # The detector knows causes that the page alone does not show.
     for event in detector.events:
         if event.kind is IncidentKind.ENDED:
             cause = judge_ending(event)[0]
@@ -118,6 +119,7 @@ def list_faults(
     if is_interrupted:
         served_or_failed -= outcomes[Outcome.UNFINISHED]
     unserved = served_or_failed - succeeded - out_of_memory
+    # Not even one: no share is needed to call that a fault.
     if served_or_failed and not succeeded:
         yield "no request succeeded"
     elif unserved > TOLERATED_RATIO * served_or_failed:
@@ -170,6 +172,7 @@ def _list_unread(overall: LoadObservation, page_url: str) -> Iterator[str]:
         yield f"{source} in {count} of {overall.samples} samples: {problem}"
     if overall.newest_snapshot is None:
         return
+    # Attribution can fail although all sources answer.
     gpus = overall.newest_snapshot.devices
     if gpus and all(gpu.attribution is None for gpu in gpus):
         yield "nvml: which of them are the engine's is not known: name them with --gpus"

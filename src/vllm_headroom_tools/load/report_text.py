@@ -124,6 +124,7 @@ def _list_gpu_rows(steps: Sequence[Document]) -> Iterator[Row]:
     """Yield two rows for each GPU of any step: the memory held, and that per running request."""
     indices: dict[str, int] = {}
     for step in steps:
+        # A GPU may be missing in some steps: rows are by UUID.
         for gpu in step["gpus"]:
             indices[gpu["uuid"]] = gpu["gpu"]
     for uuid, index in indices.items():

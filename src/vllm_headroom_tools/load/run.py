@@ -74,6 +74,7 @@ class LoadRun:
                 group.create_task(self._measure_delays()),
                 group.create_task(self._watch_engine()),
             ]
+            # A stop, or the last allowed request, ends the steps that are still to come.
             for number, share in enumerate(SHARES, start=1):
                 if not self.clients.is_stopped and not self.clients.is_used_up:
                     stages.append(await self._run_step(number, share))
@@ -85,6 +86,7 @@ class LoadRun:
         """Run one step, with a sample at its beginning and its end, and return it."""
         client_count = count_streams(self.concurrency, share)
         observation = LoadObservation()
+        # Memory before the first request belongs to the step too.
         await self._finish_sample(self.sampling.start_step(observation))
         tally = Tally(monotonic())
         self._tally = tally
@@ -131,6 +133,7 @@ class LoadRun:
 
     async def _watch_engine(self) -> None:
         """Redraw the screen until cancelled; stop the clients once the engine is lost."""
+        # Since when the engine has been alive: a single failed page is no end.
         alive_seconds = monotonic()
         while True:
             await asyncio.sleep(SHOW_SECONDS)

@@ -110,6 +110,7 @@ class RequestSender:
 
         They are 0 for an idle connection, and do not contain the wait for a turn to connect.
         """
+        # The newest idle connection first: it is the least likely to be closed.
         while self._idle:
             since_seconds, connection = self._idle.pop()
             if connection.is_reusable and monotonic() - since_seconds < KEEP_SECONDS:
@@ -192,6 +193,7 @@ class ClientConnection(asyncio.Protocol):
 
     def _read_events(self) -> None:
         """Process the received bytes until the answer is complete, or more bytes are needed."""
+        # One read of the socket may hold several events.
         while self._completion is not None and not self._completion.done():
             event = self._http.next_event()
             match event:

@@ -129,6 +129,7 @@ class Stream:
 
         OpenAI's servers send one line of data for each event.
         """
+        # What follows the last line break is continued by the next bytes.
         *lines, self._unfinished_line = (self._unfinished_line + data).split(b"\n")
         for line in lines:
             if not line.startswith(DATA_PREFIX):
@@ -146,6 +147,7 @@ class Stream:
 
         It failed where it holds an error, or has no [DONE] at its end.
         """
+        # An error within the stream comes with status 200.
         if self._error is not None:
             return _build_failure(self._error, self._error, Outcome.FAILED)
         if not self._is_done:

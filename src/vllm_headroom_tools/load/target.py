@@ -79,6 +79,7 @@ async def _find_address(url: httpx.URL, tls: ssl.SSLContext | None) -> tuple[str
         except OSError as error:
             problem = error
             continue
+        # Only the address was in question.
         transport.abort()
         return host, port
     raise BadInput(_describe_failure(problem, url))

@@ -119,10 +119,12 @@ def build_question(options: Namespace) -> Question:
     elif speculation.draft_name is not None:
         draft = _find_draft(speculation.draft_name)
     checkpoint_bytes, parameters = _read_weights(options, shape)
+    # After the weights were read: a checkpoint's size has the speculative layers already.
     if speculation.has_own_heads:
         shape = shape.add_speculation(speculation.tokens)
     unknown_draft = speculation.draft_name if draft is None else None
     assumed_draft = None
+    # Of an EAGLE head that is not known here, one layer is assumed; other drafts stay unknown.
     if unknown_draft is not None and speculation.is_eagle:
         shape_with_head = shape.add_draft_layer()
         if shape_with_head is not None:
@@ -144,6 +146,7 @@ def build_question(options: Namespace) -> Question:
         max_num_batched_tokens = max(defaults.max_num_batched_tokens, max_num_seqs)
     max_model_len = options.max_model_len
     if max_model_len in (AUTO_LENGTH, None):
+        # The model's own limit is what vLLM takes without the option.
         max_model_len = shape.max_model_len
     utilization = options.gpu_memory_utilization
     if utilization is None:
@@ -229,12 +232,7 @@ def _find_draft(name: str) -> ModelShape | None:
 
 def _read_shape(options: Namespace) -> ModelShape | str:
     """Return the shape by the model's file and the options for its sizes, or what is wrong."""
-    overrides: dict[str, Any] = dict(options.hf_overrides or {})
-    overrides |= {
-        field: getattr(options, name)
-        for name, field, _ in SIZE_OPTIONS
-        if getattr(options, name) is not None
-    }
+    overrides = _read_overrides(options)
     if options.model is not None and options.model_config is None:
         if (Path(options.model) / CONFIG_FILE).is_file():
             options.model_config = Path(options.model)
@@ -256,6 +254,16 @@ def _read_shape(options: Namespace) -> ModelShape | str:
         return f"needs --model or --model-config, or without them {needed}; missing: {missing}"
     # The options alone describe a usual decoder, all of whose layers keep every token.
     return parse_model_config("{}", overrides)
+
+
+def _read_overrides(options: Namespace) -> dict[str, Any]:
+    """Return the fields of the configuration that options replace, by the file's names."""
+    overrides: dict[str, Any] = dict(options.hf_overrides or {})
+    for name, field, _ in SIZE_OPTIONS:
+        size = getattr(options, name)
+        if size is not None:
+            overrides[field] = size
+    return overrides
 
 
 def _read_public_model(name: str, overrides: dict[str, Any]) -> ModelShape | str:
@@ -294,6 +302,7 @@ def _apply_options(shape: ModelShape, options: Namespace) -> ModelShape:
     if options.language_model_only or has_no_images(options.limit_mm_per_prompt):
         shape = replace(shape, encoder=None)
     dtype_bytes = DTYPE_BYTES.get(options.dtype)
+    # "auto" is the dtype of the file, which the shape has already.
     if dtype_bytes is not None:
         shape = _apply_dtype(shape, dtype_bytes)
     method: str | None = options.quantization
@@ -305,6 +314,7 @@ def _apply_options(shape: ModelShape, options: Namespace) -> ModelShape:
 def _apply_dtype(shape: ModelShape, dtype_bytes: float) -> ModelShape:
     """Return the shape in this dtype; a quantised cache and quantised weights are unchanged."""
     kv_dtype_bytes = shape.kv_dtype_bytes
+    # A cache that follows the model's dtype follows it here too.
     if kv_dtype_bytes == shape.dtype_bytes:
         kv_dtype_bytes = dtype_bytes
     weight_bytes = shape.weight_bytes_per_parameter

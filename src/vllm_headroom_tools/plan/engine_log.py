@@ -96,6 +96,7 @@ def apply_log_options(options: Namespace, start: EngineStart, *, with_typed: boo
     typed_names = options.typed_names
     if not with_typed:
         typed_names = typed_names & (MODEL_NAMES | CARD_NAMES)
+        # The options return to their defaults: what was typed is not what was measured.
         vars(applied).update(UNSET)
     for name, value in list_log_options(start):
         if name not in typed_names:
@@ -103,6 +104,7 @@ def apply_log_options(options: Namespace, start: EngineStart, *, with_typed: boo
     if not typed_names & MODEL_NAMES and start.model is not None:
         applied.model = start.model
     total_bytes = start.find_largest("total_bytes")
+    # What CUDA reported is more exact than the card's name.
     if total_bytes is not None and is_logged_card(options, total_bytes):
         applied.gpu = None
         applied.gpu_memory_bytes = round(total_bytes)
@@ -125,10 +127,12 @@ def list_log_options(start: EngineStart) -> Iterator[tuple[str, Any]]:
         version = start.version or "of an unknown version"
         problem = f"plan computes releases from 0.{OLDEST} to 0.{NEWEST}"
         raise BadInput(f"--log: the start is of vLLM {version}; {problem}") from None
+    # Options first; some are only in vLLM's own lines.
     for name, log_names in COUNTS.items():
         count = start.find_option(*log_names)
         if not _is_count(count) and name in FIGURES:
             count = start.find_largest(FIGURES[name])
+        # A truth value is a whole number to Python, and no count.
         if isinstance(count, int | float) and _is_count(count):
             yield name, int(count)
     utilization = start.find_option("gpu_memory_utilization")
@@ -148,6 +152,7 @@ def list_log_options(start: EngineStart) -> Iterator[tuple[str, Any]]:
         if start.find_option(name) is True:
             yield name, True
     is_caching = start.find_option("enable_prefix_caching")
+    # Both options exist, and neither is the default of all releases.
     if isinstance(is_caching, bool):
         yield "enable_prefix_caching", is_caching
         yield "no_enable_prefix_caching", not is_caching
@@ -162,6 +167,7 @@ def measure_start(start: EngineStart, name: str, question: Question) -> Measured
     total_bytes = start.find_largest("total_bytes")
     free_bytes = start.find_smallest("free_at_start_bytes")
     missing_bytes = None
+    # What was missing at the start, including the context of the process itself.
     if total_bytes is not None and free_bytes is not None:
         missing_bytes = float(total_bytes - free_bytes)
     weights_bytes = start.find_largest("profiled_weights_bytes")

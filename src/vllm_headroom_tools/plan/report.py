@@ -58,6 +58,7 @@ def build_report(estimate: MemoryEstimate, measured: EngineParts | None) -> Repo
     verdict = _conclude(fits)
     headline = explain_verdict(estimate)
     changes: tuple[Saving, ...] = ()
+    # Where it fits there is nothing to change.
     if not fits:
         changes = find_changes(estimate)
     parts = _compare_parts(estimate, measured)
@@ -156,6 +157,7 @@ def _format_heading(estimate: MemoryEstimate) -> Iterator[str]:
         model.append(f"latent attention of {shape.latent_width} values")
     else:
         model.append(f"{shape.heads.count} KV heads of {shape.heads.key_size}")
+    # A window's layers drop old tokens: less of a long sequence is kept.
     if shape.windowed_layers:
         model.append(
             f"{shape.windowed_layers} layers with a window of {shape.window_tokens or 0:,} tokens"

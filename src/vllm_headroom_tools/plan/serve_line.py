@@ -63,12 +63,14 @@ def _read_words(words: Sequence[str]) -> list[str]:
         return _find_options(words, {}, "the line")
     word = words[0]
     name = os.fsdecode(os.fsencode(word)[:NAME_BYTES])
+    # Only a file may have spaces in its name and exist.
     if len(word.split()) > 1 and not Path(name).exists():
         # A whole line in quotes.
         return _read_text(word, "the line")
     text = _read_source(word)
     if text is not None:
         return _read_text(text, word)
+    # A number is the pid of a server that runs here, unless there is a file of this name.
     if word.isdecimal():
         command = read_command(Path("/proc"), int(word))
         if not command:
@@ -87,6 +89,7 @@ def _insert_config_file(options: list[str]) -> list[str]:
     """
     for index, word in enumerate(options):
         name, equals_sign, value = word.partition("=")
+        # The first --config counts, as in vLLM.
         if name != CONFIG_OPTION:
             continue
         if not equals_sign:
@@ -102,6 +105,7 @@ def _insert_config_file(options: list[str]) -> list[str]:
         file_options = []
         for key, setting in content.items():
             file_options += _spell_option(str(key), setting)
+        # Before the line's own options, because of two the last counts.
         return [*file_options, *options]
     return options
 
@@ -142,13 +146,16 @@ def _read_text(text: str, name: str) -> list[str]:
             return _find_options(container.words, container.variables, name)
     if containers:
         raise BadOptions(f"{name}: none of its containers runs vLLM")
+    # A script: arrays first, since they may be used before the line that is read.
     variables: dict[str, str] = {}
     for array_name, content in ARRAY.findall(text):
         lines = [line.partition(" #")[0] for line in content.splitlines()]
         variables[array_name] = " ".join([variables.get(array_name, ""), *lines]).strip()
+    # A backslash joins lines of one command.
     for line in re.sub(r"\\\r?\n", " ", ARRAY.sub("", text)).splitlines():
         try:
             words = shlex.split(line, comments=True)
+        # A line with an open quote matters only if it starts the server.
         except ValueError as error:
             if "vllm" in line:
                 raise BadOptions(f"{name}: {error} in {line[:60]!r}") from None
@@ -186,6 +193,7 @@ def _find_containers(content: object) -> Iterator[Container]:
     parts: Iterable[object] = ()
     if isinstance(content, list):
         parts = content
+    # A mapping with an image is a container, wherever in the document it is.
     elif isinstance(content, dict) and isinstance(content.get("image"), str):
         yield _read_container(content)
     elif isinstance(content, dict):
@@ -197,6 +205,7 @@ def _find_containers(content: object) -> Iterator[Container]:
 def _read_container(container: Mapping[str, Any]) -> Container:
     """Return what a container runs, and its variables."""
     words: list[str] = []
+    # In this order they are what the container runs.
     for field in ("image", "entrypoint", "command", "args"):
         value = container.get(field)
         if isinstance(value, str):
@@ -252,20 +261,31 @@ def _find_options(words: Sequence[str], variables: Mapping[str, str], name: str)
         return _read_text(assignments + script, name)
     start = _find_start(words)
     if start is None:
-        # The arguments alone, as of a container whose image starts the server.
-        start = 0
-        while start < len(words) and ASSIGNMENT.fullmatch(words[start]) and words[start][0] != "-":
-            start += 1
-        if start < len(words) and not words[start].startswith("-") and "/" not in words[start]:
-            raise BadOptions(f"{name}: there is no `vllm serve` in it")
+        start = _find_first_argument(words, name)
     options = []
+    # What follows a separator such as `&&` is another command.
     for word in words[start:]:
         if LINE_END.fullmatch(word):
             break
         options += _expand_word(word, variables)
+    # vLLM takes the model as its first word too.
     if options and not options[0].startswith("-"):
         return [f"--model={options[0]}", *options[1:]]
     return options
+
+
+def _find_first_argument(words: Sequence[str], name: str) -> int:
+    """Return the place of the first argument, where the words do not name the server.
+
+    They may be the arguments alone, as of a container whose image starts the server. Raises
+    BadOptions where they begin with neither an option nor the name of a model.
+    """
+    place = 0
+    while place < len(words) and ASSIGNMENT.fullmatch(words[place]) and words[place][0] != "-":
+        place += 1
+    if place < len(words) and not words[place].startswith("-") and "/" not in words[place]:
+        raise BadOptions(f"{name}: there is no `vllm serve` in it")
+    return place
 
 
 def _find_script(words: Sequence[str]) -> str | None:
@@ -285,6 +305,7 @@ def _find_start(words: Sequence[str]) -> int | None:
         previous_word = words[index - 1] if index else ""
         if word == "serve" and previous_word.rpartition("/")[2] == "vllm":
             return index + 1
+    # Without the server's name, an image of vLLM starts it.
     for index, word in enumerate(words):
         if IMAGE.fullmatch(word):
             return index + 1

@@ -70,6 +70,7 @@ def explain_verdict(estimate: MemoryEstimate) -> str:
 
 def _explain_margin(estimate: MemoryEstimate) -> str:
     """Return what passes by the low bounds of the estimates but not by the high ones."""
+    # Of the checks that are open, the first is what the reader meets first.
     check = next(check for check in check_start(estimate) if check.passes is None)
     if check.name is CheckName.HOST_MEMORY:
         needed = format_range(estimate.host)
@@ -271,6 +272,7 @@ def find_changes(estimate: MemoryEstimate) -> tuple[Saving, ...]:
     trials = [] if shortened is None else [shortened]
     for trial in _list_trials(estimate.question):
         trials.append(trial)
+        # A change that is enough without a shorter length is not combined with one.
         if is_shortening_enough or find_problem(trial.question):
             continue
         shorter = _shorten(trial.question)
@@ -300,6 +302,7 @@ def _shorten(question: Question) -> Trial | None:
     """
     longest = estimate_memory(question).find_longest(1) or 0
     length = question.max_model_len
+    # Not longer than the model can take.
     if question.shape.max_model_len is not None:
         longest = min(longest, question.shape.max_model_len)
     if longest < SMALLEST_LENGTH or (length is not None and longest >= length):
@@ -338,6 +341,7 @@ def _run_fewer_sequences(question: Question) -> Iterator[Trial]:
             "more requests wait",
             replace(question, max_num_seqs=blocks),
         )
+    # Half of them again and again: the first that fits is the nearest.
     for halvings in range(1, question.max_num_seqs.bit_length()):
         sequences = question.max_num_seqs >> halvings
         yield Trial(
@@ -432,6 +436,7 @@ def _offload_less_cache(question: Question) -> Iterator[Trial]:
     host_bytes = question.host_memory_bytes
     if host_bytes is None or not question.kv_offloading_bytes:
         return
+    # What the other parts leave of the host, at their highest.
     without_tier = estimate_host(replace(question, kv_offloading_bytes=0))
     tier_bytes = (host_bytes - without_tier.high) / OFFLOAD_FACTOR / question.data_parallel_size
     tier_gib = max(0, floor(tier_bytes / GIB))

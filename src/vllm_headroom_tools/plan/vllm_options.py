@@ -51,27 +51,37 @@ class Speculation(Struct, frozen=True, kw_only=True):
 
 def read_speculation(options: Namespace) -> Speculation:
     """Return how vLLM is to speculate by its options (config/speculative.py, `__post_init__`)."""
-    config: dict[str, Any] = dict(options.speculative_config or {})
-    for field, value in (
-        ("method", options.spec_method),
-        ("model", options.spec_model),
-        ("num_speculative_tokens", options.spec_tokens),
-    ):
-        if value is not None:
-            config.setdefault(field, value)
+    config = _join_speculative_options(options)
     if not config:
         return Speculation()
     tokens = config.get("num_speculative_tokens")
     count = tokens if isinstance(tokens, int) and tokens > 0 else 1
     method = str(config.get("method") or "")
     model = config.get("model")
+    # Drafts that are looked up take no memory.
     if method.startswith(DRAFTLESS_METHODS) or model in {"ngram", "[ngram]"}:
         return Speculation(tokens=count)
+    # Without a draft model, the model's own heads make the drafts.
     if method == "mtp" or method.endswith("_mtp") or model is None:
         return Speculation(tokens=count, has_own_heads=True)
     name = str(model)
     is_eagle = method.startswith(EAGLE) or EAGLE in name.lower()
     return Speculation(tokens=count, draft_name=name, is_eagle=is_eagle)
+
+
+def _join_speculative_options(options: Namespace) -> dict[str, Any]:
+    """Return the configuration as JSON, completed by single options; empty without any of them."""
+    config: dict[str, Any] = dict(options.speculative_config or {})
+    single_options = {
+        "method": options.spec_method,
+        "model": options.spec_model,
+        "num_speculative_tokens": options.spec_tokens,
+    }
+    for field, value in single_options.items():
+        # They complete the JSON and do not replace it.
+        if value is not None:
+            config.setdefault(field, value)
+    return config
 
 
 def has_no_images(limits: dict[str, Any] | None) -> bool:

@@ -79,6 +79,7 @@ class EndFollower:
             self.ending = event
         self._note_leaks(snapshot)
         self._has_answered = self._has_answered or snapshot.page is not None
+        # An answer that stops is an end also where no sample shows it.
         self.is_page_lost = self._has_answered and snapshot.page is None
         return snapshot
 
@@ -190,12 +191,14 @@ def find_engine_folder(place: Path, wanted: str | None) -> Path:
     try:
         folders = [path for path in place.glob(f"{PREFIX}*") if path.is_dir()]
         for folder in sorted(folders, key=lambda path: path.stat().st_mtime):
+            # The folder's last part is the pod's UID, which no operator types.
             *names, _ = folder.name.removeprefix(PREFIX).split("_")
             # With a pod's names these are its namespace, its name and its UID.
             is_pods = len(names) == POD_NAMES
             newest_folders["/".join(names[:2]) if is_pods else "_".join(names)] = folder
     except OSError as error:
         raise BadInput(f"{place}: cannot be read: {error.strerror}") from error
+    # Sorted by date: the newest pod of a name replaces the earlier ones.
     if not newest_folders:
         if wanted is not None:
             raise BadInput(f"{place}: has no folders of several engines: leave --engine out")
@@ -215,6 +218,7 @@ def find_trace(place: Path) -> Path:
     if not place.is_dir():
         return place
     try:
+        # Either the state folder or the folder of its incidents may be named.
         incidents = list_incidents(place / INCIDENTS) or list_incidents(place)
     except OSError as error:
         raise BadInput(f"{place}: cannot be read: {error.strerror}") from error
@@ -244,6 +248,7 @@ def read_facts(file: Path) -> Incident | None:
     if incident is None:
         needed = f"a time `t`, and `what`: {' or '.join(IncidentKind)}"
         raise BadInput(f"{file}: line 1: the header of an incident has {needed}")
+    # The first line has the facts of one event; a later one may be decisive.
     decisive = find_decisive((incident, *incident.events))
     return incident if decisive is incident else replace(incident, **asdict(decisive))
 

@@ -97,6 +97,7 @@ def place_time(time: LogTime, near_seconds: float) -> float | None:
         return None
     year = to_datetime(near_seconds).year
     candidates = []
+    # A log of December may be read in January, and the other way round.
     for near_year in (year - 1, year, year + 1):
         try:
             moment = datetime.strptime(f"{near_year} {time.clock}Z", "%Y %m-%d %H:%M:%S%z")
@@ -107,6 +108,7 @@ def place_time(time: LogTime, near_seconds: float) -> float | None:
         return None
     seconds = min(candidates, key=lambda candidate: abs(candidate - near_seconds))
     distance_seconds = seconds - near_seconds
+    # Further away than any zone: the line is of another day.
     if abs(distance_seconds) > LARGEST_ZONE_SECONDS + LOGGED_END_SECONDS:
         return seconds
     return seconds - HOUR_SECONDS * round(distance_seconds / HOUR_SECONDS)

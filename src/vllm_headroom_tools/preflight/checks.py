@@ -154,6 +154,7 @@ def check_memory(
     used memory; `swap_bytes` is None where it is unknown.
     """
     memory = device.memory
+    # A failure explains more than missing figures.
     if device.failure is not None:
         yield report_failure(device.failure, device.index)
     elif memory is None:
@@ -180,6 +181,7 @@ def _check_free_memory(
     device: GpuReading, memory: GpuMemory, request: MemoryRequest, holders: str
 ) -> Iterator[Obstacle]:
     """Check a GPU whose memory is known: a shortage, a close fit, or a shared machine's limits."""
+    # What is left beside vLLM's request, before its own processes take theirs.
     spare_bytes = memory.free_bytes - compute_requested_bytes(request, memory)
     if spare_bytes < MIN_OWN_BYTES:
         yield _report_shortage(device, memory, request, holders)
@@ -209,6 +211,7 @@ def _check_free_blocks(
     blocks_bytes = memory.machine_free_blocks_bytes
     if blocks_bytes is None or blocks_bytes >= requested_bytes:
         return
+    # A machine with few free blocks fails at once; with many it may run out later.
     is_scarce = blocks_bytes < SCARCE_BLOCKS_BYTES
     yield Obstacle(
         Kind.HOST,
@@ -228,6 +231,7 @@ def _check_machine(
 ) -> Iterator[Obstacle]:
     """Check whether vLLM leaves enough memory to a machine that shares its memory with the GPU."""
     requested_bytes = compute_requested_bytes(request, memory)
+    # By the high end of what vLLM takes: a machine that swaps hangs.
     left_bytes = available_bytes - requested_bytes - request.max_own_bytes
     if left_bytes >= LEFT_TO_THE_MACHINE_BYTES:
         return
@@ -386,6 +390,7 @@ def check_shared_memory(shm: Shm | None) -> Iterator[Obstacle]:
     )
     if shm.free_bytes < SHM_QUEUE_BYTES:
         fix = LARGER_SHM
+        # A large /dev/shm that is full holds what somebody left.
         if shm.total_bytes >= RECOMMENDED_SHM_BYTES:
             fix = "remove what a killed instance left there (vllm_*, psm_*, nccl-*)"
         yield Obstacle(
@@ -428,6 +433,7 @@ def choose_gpus(
     They are the named ones. Without names, they are the first `count` of those that
     CUDA_VISIBLE_DEVICES leaves, since vLLM takes the first. Both results may be empty.
     """
+    # A name given by --gpus beats the variable.
     names = choice.visible if choice.named is None else choice.named
     candidates = devices
     missing_names = []
@@ -498,6 +504,7 @@ def check_identical(devices: Sequence[GpuReading]) -> Iterator[Obstacle]:
 
     Yield nothing where they do. GPUs that cannot be read have a finding of another check.
     """
+    # Equal names with unequal bytes differ in their ECC mode.
     kinds = {
         (device.name, device.memory.total_bytes) for device in devices if device.memory is not None
     }

@@ -124,6 +124,7 @@ async def wait_until_settled(
     clearance = await look()
     looked_at_seconds = now()
     repeat_at_seconds = looked_at_seconds
+    # Only what may pass by waiting is waited for.
     while clearance.may_pass and now() < ends_at_seconds:
         if now() >= repeat_at_seconds:
             reasons = "; ".join(
@@ -144,10 +145,12 @@ def _read_choice(arguments: Namespace, environ: Mapping[str, str]) -> GpuChoice:
     count = arguments.tensor_parallel_size
     if isinstance(arguments.gpus, tuple):
         return GpuChoice(named=arguments.gpus, count=count)
+    # ROCm honours CUDA's variable too, and it wins.
     variable = "HIP_VISIBLE_DEVICES"
     if "CUDA_VISIBLE_DEVICES" in environ:
         variable = "CUDA_VISIBLE_DEVICES"
     visible = environ.get(variable)
+    # CUDA's default order is by speed, and may differ from NVML's.
     has_slot_order = environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
     if visible is None or arguments.gpus == "all":
         return GpuChoice(count=count, has_slot_order=has_slot_order)

@@ -80,6 +80,7 @@ async def look(
     readings = await gpus.read(timeout_seconds)
     if isinstance(readings, Failure):
         return Conditions(readings=readings, faults=(), holders={}, shm=read_shm(shm))
+    # A second reading, since faults take NVML several calls for each GPU.
     faults = await gpus.read_faults(timeout_seconds)
     listed = await processes.read(PROCESSES_SECONDS)
     holders = await _find_holders(readings, listed, proc)
@@ -92,6 +93,7 @@ async def look(
     )
     if isinstance(listed, Failure):
         return conditions
+    # Any vLLM here may be the one that uses the files.
     has_engine = bool(listed.engine or listed.neighbours)
     machine = listed.host.machine
     return replace(
@@ -159,6 +161,7 @@ async def _name_processes(
     pids: set[int] = set()
     for device in readings.devices:
         pids.update(process.pid for process in device.processes or ())
+    # Of the others, nothing can be read here.
     visible_pids = pids & listed.visible_pids
     worker = Worker[dict[int, str]]("names")
     try:

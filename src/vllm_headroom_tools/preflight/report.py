@@ -95,6 +95,7 @@ def judge(
         findings += _check_gpu(gpu, conditions, request)
     findings += checks.check_host_memory(conditions.host, request)
     findings += checks.check_offload_files(conditions.offload_sizes_bytes)
+    # One GPU needs neither equal partners nor shared memory.
     if request.tensor_parallel_size > 1:
         findings += checks.check_identical(devices)
         findings += checks.check_shared_memory(conditions.shm)
@@ -253,6 +254,7 @@ def _build_data(clearance: Clearance) -> dict[str, Any]:
     findings = []
     for finding in clearance.findings:
         values = asdict(finding)
+        # Whether waiting could help is for this command alone.
         del values["may_pass"]
         findings.append(values)
     return {
@@ -307,6 +309,7 @@ def judge_wake(
     gpus = []
     for device in conditions.readings.devices:
         gpu = build_gpu_report(device, conditions, request or given_request)
+        # A GPU that the engine does not hold is not needed to wake.
         pids = {holder.pid for holder in gpu.holders or ()}
         if pids & conditions.engine_pids:
             # The utilization that would work now is that of a start, not of a wake.
@@ -378,6 +381,7 @@ def _find_request(page: EnginePage | Failure, given_request: MemoryRequest) -> M
     # With a KV cache of a fixed size, vLLM ignores the share that the page reports.
     if any(engine.kv_cache_memory_bytes for engine in page.engines):
         return None
+    # Engines that differ: which of them sleeps is not known.
     ratios = {engine.gpu_memory_utilization_ratio for engine in page.engines}
     if len(ratios) != 1:
         return None
@@ -400,6 +404,7 @@ def _check_gpu_wake(
     if memory is None or held_bytes is None:
         text = "what the engine holds of it cannot be seen from here"
         return Obstacle(Kind.ENGINE, Conclusion.CANNOT_TELL, text, SEE_PROCESSES, gpu=index)
+    # What it holds asleep does not need to be free again.
     wake_bytes = max(0, checks.compute_requested_bytes(request, memory) - held_bytes)
     text = (
         f"the engine sleeps and holds {format_gib(held_bytes)}; to wake takes about"

@@ -80,6 +80,7 @@ def format_verdict(replay: LeakReplay) -> Iterator[str]:
             delay = format_duration(first_alarm.seconds - begin)
             yield f"  at the first alarm, {delay} after the trace begins:"
             yield from _format_moment(first_alarm)
+        # The last alarm has the better estimate.
         if last_alarm is not None and last_alarm is not first_alarm:
             yield f"  at the last, {format_instant(last_alarm.seconds)}:"
             yield from _format_moment(last_alarm)
@@ -117,6 +118,7 @@ def _describe_host(replay: LeakReplay) -> Iterator[str]:
             line += f" in the first sleep, {newest} in the last of {len(residues_bytes)}"
         yield f"{line}."
     for (model, engine), ratio in replay.stranded.items():
+        # Some blocks are always held: a small share is no news.
         if ratio >= MIN_STRANDED_RATIO:
             yield (
                 f"{model}, engine {engine}: idle, at most {ratio:.0%} of its KV cache was held by"
@@ -246,11 +248,13 @@ def _parse_time(text: str) -> tuple[bool, float]:
     """
     if text == "now":
         return True, 0.0
+    # Relative times are resolved later: all of them refer to one moment.
     if text.startswith("-"):
         return True, -parse_duration(text[1:])
     if re.fullmatch(NUMBER, text):
         return False, float(text)
     moment = datetime.fromisoformat(text)
+    # Without a zone it could mean the reader's or the server's time.
     if moment.tzinfo is None:
         raise ValueError
     return False, moment.timestamp()
@@ -380,6 +384,7 @@ def _run(options: Namespace) -> Report:
 def _run_detector(options: Namespace, export: "SampleExport | None") -> Report:
     """Run all snapshots through the detector, write the files asked for, and return the report."""
     replay = LeakReplay(reported_bytes=options.reported_bytes)
+    # Curves take memory for each sample: they are kept only where they are drawn.
     curves = Curves()
     has_charts = options.svg or not options.json
     for snapshot in _read_snapshots(options):

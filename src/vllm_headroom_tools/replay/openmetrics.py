@@ -64,6 +64,7 @@ class SampleExport:
         self._has_health = has_health
         derivations: list[Derivation[Any]] = []
         for derivation in build_derivations(reported_bytes=reported_bytes):
+            # The detector has run already: its results are taken, and not computed a second time.
             if derivation.name == LEAK.name:
                 derivations.append(replace(LEAK, step=self._read_leaks))
             elif has_health or derivation.name != HEALTH:
@@ -156,6 +157,7 @@ class SeriesSpool:
                 series = _Series()
                 family[labels] = series
             series.points.append(seconds)
+            # A trace of months has more points than memory: they go to a file.
             series.points.append(value)
             self._buffered_points += 1
         if self._buffered_points > MOST_BUFFERED_POINTS:
@@ -168,6 +170,7 @@ class SeriesSpool:
                 self._file = TemporaryFile()  # noqa: SIM115 - it is open for as long as the spool
             offset_bytes = self._file.tell()
             for family in self._families.values():
+                # Each series' points lie in pieces: where each piece is, is noted.
                 for series in family.values():
                     if not series.points:
                         continue
@@ -190,6 +193,7 @@ class SeriesSpool:
                 continue
             yield from _write_head(metric)
             for labels, series in family.items():
+                # OpenMetrics wants the points of one series together.
                 name = _write_name(metric, labels)
                 for points in self._list_points(series):
                     for place in range(0, len(points), POINT_NUMBERS):

@@ -54,6 +54,7 @@ def draw_picture(replay: LeakReplay, curves: Curves) -> str:
     forecast_seconds = max(
         (MARGIN * forecast.seconds for forecast in forecasts if forecast is not None), default=0.0
     )
+    # A far forecast would press the past into a corner.
     span = (begin, end + min(forecast_seconds, LONGEST_FORECAST_SHARE * (end - begin)))
     boxes = [
         _draw_gpu(gpu, curves, span, forecast)
@@ -83,6 +84,7 @@ def _build_forecast(course: LeakCourse, free_points: list[Point]) -> Forecast | 
     alarm = course.last_alarm
     if course.state is not LeakState.LEAKING or alarm is None:
         return None
+    # The last sample may lack the memory: the newest known value has to do.
     free_bytes = next((value for _, value in reversed(free_points) if value is not None), None)
     if alarm.time_to_oom_seconds is None or free_bytes is None:
         return None
@@ -187,6 +189,7 @@ def draw_charts(replay: LeakReplay, curves: Curves, *, columns: int) -> Iterator
         if free_gib:
             title = f"{name}: free memory on a scale from 0, {unit}"
             yield from _draw_chart(title, free_gib, width, MEMORY_LINES, alarm=alarm)
+            # Held memory has another scale, and is drawn where free memory is unknown.
             continue
         held_gib = _convert_to_gib(curves.of("held", uuid))
         title = f"{name}: memory held by the engine, {unit}"
@@ -251,6 +254,7 @@ def _draw_chart(
     end = max(seconds for seconds, _ in points)
     axis = "─" * width
     if alarm is not None:
+        # At most the last column, where the alarm is the newest sample.
         column = min(width - 1, int(width * (alarm - begin) / (end - begin or 1.0)))
         axis = f"{axis[:column]}▲{axis[column + 1 :]}"
     yield f"{floor_label} └{axis}"

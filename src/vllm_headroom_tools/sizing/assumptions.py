@@ -122,6 +122,8 @@ def assume_start(question: Question) -> StartAssumptions:
     if measured is None:
         return assumptions
     replacements = {}
+    # Each figure of the log replaces an assumption only where the settings that it depends on are
+    # the same.
     is_same_group = measured.has_same(question, GROUP_SETTINGS)
     if question.gpu_memory_bytes == measured.total_bytes:
         replacements["driver_reserved"] = _assume_logged(0.0, measured)
@@ -173,6 +175,7 @@ def _assume_driver_reserved(question: Question) -> Assumption:
         )
     if _is_size(memory_bytes, H100_VISIBLE_BYTES):
         return Assumption(range=NO_BYTES, origin=Origin.REAL_CARDS, evidence=H100_STARTS)
+    # The three totals that an operator may know: nvidia-smi's, CUDA's and the label's.
     if _is_size(memory_bytes, TOTALS_MIB[H100] * MIB):
         # 79.11 GiB with older drivers.
         h100_range = Range(low=0.45 * GIB, high=0.55 * GIB)
@@ -194,6 +197,7 @@ def _assume_missing_at_start(question: Question) -> Assumption:
     """Return what CUDA's context and, with several GPUs, communication take at the start."""
     is_measured = _is_measured_card(question)
     group_gpus = _count_group_gpus(question)
+    # A single GPU has CUDA's context alone; a group also opens its communication.
     if group_gpus == 1:
         if is_measured:
             h100_range = Range(low=0.45 * GIB, high=0.6 * GIB)
@@ -238,12 +242,14 @@ def _assume_non_torch(question: Question) -> Assumption:
     Of a group of GPUs that is mostly the buffers of all-reduce. The last stage of a pipeline, or
     the only one, also loads the sampler's library.
     """
+    # Experts on several engines exchange tokens by all-to-all, which has the largest buffers.
     if question.data_parallel_size > 1 and question.shape.experts_per_token > 1:
         return Assumption(
             range=Range(low=0.05 * GIB, high=9.0 * GIB),
             origin=Origin.REPORTS,
             evidence="buffers of all-to-all between engines: 4.5 and 8.8 GiB",
         )
+    # Without tensor parallelism there is no all-reduce, and no buffer for it.
     if question.tensor_parallel_size == 1:
         if _is_measured_start(question):
             low = 0.05 if question.pipeline_parallel_size > 1 else 0.22
@@ -345,6 +351,7 @@ def _assume_graphs(question: Question) -> Assumption:
         return Assumption(
             range=NO_BYTES, origin=Origin.CONSTRUCTION, evidence="--enforce-eager has none"
         )
+    # Graphs grow with the layers of a stage: a stage captures its own layers only.
     stage_layers = ceil(question.shape.layers / question.pipeline_parallel_size)
     size_range = LAYER_GRAPHS.scale(stage_layers)
     if question.tensor_parallel_size > 1:
@@ -360,6 +367,7 @@ def _assume_graphs(question: Question) -> Assumption:
         size_range = Range(low=size_range.low, high=max(size_range.high, HYBRID_GRAPHS_HIGH))
         origin = Origin.REPORTS
         evidence += "; hybrid models since 0.26: 0.56 to 4.2"
+    # Shared memory of the machine makes the estimate unreliable: only the upper bound is raised.
     if question.unified_memory and question.gpus > 1:
         size_range = Range(low=size_range.low, high=max(size_range.high, UNIFIED_GRAPHS_HIGH))
         evidence += "; 2 x DGX Spark, vLLM 0.29: 5.1"
@@ -386,6 +394,7 @@ def _assume_sampling_ratio(question: Question) -> Assumption:
     are, as probabilities, and as those that top-k and top-p leave. The second runner has less
     before 0.33, and in 0.33 at least the first of these.
     """
+    # In units of the logits in 32 bits.
     narrow_ratio = question.shape.dtype_bytes / LOGIT_BYTES
     all_low = narrow_ratio + 3
     all_high = narrow_ratio + 3.15

@@ -139,6 +139,7 @@ def parse_gpus_by_name(text: str) -> GpuChoice:
     counted_name = COUNTED_NAME.fullmatch(name)
     name_with_count = NAME_WITH_COUNT.fullmatch(name)
     if counted_name is not None:
+        # "8xH100" and "H100x8" are both in use.
         count = int(counted_name[1])
         name = counted_name[2]
     elif name_with_count is not None:
@@ -151,6 +152,7 @@ def parse_gpus_by_name(text: str) -> GpuChoice:
 
 def _find_card(text: str) -> Card:
     """Return the card of this name; raise RefusedError for an unknown or ambiguous one."""
+    # Names are compared without spaces, dashes and case.
     key = _build_key(text)
     by_key = {_build_key(card.name): card for card in CARDS}
     if key in OTHER_NAMES:
@@ -164,11 +166,18 @@ def _find_card(text: str) -> Card:
         card = by_key[key_without_size]
         if _has_size(card, text):
             return card
-    sizes = [card.name for card in CARDS if key and _build_key(card.name).startswith(f"{key}")]
+    raise RefusedError(_describe_unknown_card(text, key))
+
+
+def _describe_unknown_card(text: str, key: str) -> str:
+    """Return what to write in place of a name that is no card's; `key` is its form to compare."""
+    names = [card.name for card in CARDS]
+    # A kind in several sizes, such as A100: the size has to be named.
+    sizes = [name for name in names if key and _build_key(name).startswith(key)]
     if len(sizes) > 1 and all("GB" in name for name in sizes):
-        raise RefusedError(f"there are {' and '.join(sizes)}")
-    hint = describe_unknown(text, [card.name for card in CARDS], "a card that is known here")
-    raise RefusedError(f"{hint.removesuffix(', see --help')}; else --gpu-memory SIZE")
+        return f"there are {' and '.join(sizes)}"
+    hint = describe_unknown(text, names, "a card that is known here")
+    return f"{hint.removesuffix(', see --help')}; else --gpu-memory SIZE"
 
 
 def _has_size(card: Card, text: str) -> bool:

@@ -78,9 +78,11 @@ def can_start(estimate: MemoryEstimate) -> bool | None:
     question = estimate.question
     if question.shape.unknown_type is not None:
         return None
+    # In vLLM's order: the first that fails is what its log will show.
     answers = [check.passes for check in check_start(estimate)]
     if False in answers:
         return False
+    # No check fails, but one may: what is not counted here could take the rest.
     if question.has_uncounted_weights or question.has_uncounted_activations:
         return None
     if question.has_unknown_draft or question.max_model_len is None:
@@ -108,6 +110,7 @@ def _check_model_length(estimate: MemoryEstimate) -> Iterator[StartCheck]:
     """Check that `max_model_len` is not longer than the model's own limit (config/model.py)."""
     length = estimate.question.max_model_len
     limit = estimate.question.shape.max_model_len
+    # Without a length vLLM takes the model's own, which passes.
     if length is None or limit is None:
         return
     yield StartCheck(
@@ -218,6 +221,7 @@ def _check_profile(estimate: MemoryEstimate) -> Iterator[StartCheck]:
         return
     weights = Range(low=weights_bytes, high=weights_bytes)
     assumptions = estimate.assumptions
+    # What is missing at the start is missing for the profile run too.
     needed = weights + assumptions.missing_at_start.range + activations
     yield StartCheck(
         name=CheckName.PROFILE,
@@ -240,6 +244,7 @@ def _check_cache_blocks(estimate: MemoryEstimate) -> Iterator[StartCheck]:
     needed = format_gib((estimate.weights_bytes or 0) + overhead.low)
     yield StartCheck(
         name=CheckName.CACHE_BLOCKS,
+        # One byte is enough here: `_check_longest_sequence` asks for more.
         passes=compare(Range(low=1, high=1), kv_cache),
         problem=(
             f"weights and activations need at least {needed} of each GPU,"
@@ -255,6 +260,7 @@ def _check_longest_sequence(estimate: MemoryEstimate) -> Iterator[StartCheck]:
     Source: v1/core/kv_cache_utils.py, `_check_enough_kv_cache_memory`.
     """
     kv_cache = estimate.kv_cache
+    # vLLM would ask for the model's whole length: where that is unknown, one token is the least.
     length = estimate.question.max_model_len or 1
     sequence_bytes = estimate.count_sequence_bytes(length)
     needed = format_gib(sequence_bytes)
@@ -292,6 +298,7 @@ def _check_state_blocks(estimate: MemoryEstimate) -> Iterator[StartCheck]:
     has_check = question.release.has_state_check and not question.enforce_eager
     if not has_check or not question.shape.stateful_layers or kv_cache is None or not block_bytes:
         return
+    # A block has the state of one sequence.
     sequences = question.max_num_seqs
     most_blocks = int(max(0.0, kv_cache.high) // block_bytes)
     least_blocks = int(max(0.0, kv_cache.low) // block_bytes)

@@ -76,6 +76,8 @@ class CompressedCache(Struct, frozen=True, kw_only=True):
         kinds of states form further groups of about as many layers (v1/core/kv_cache_planning.py,
         `_get_packed_kv_cache_groups`). A block is as large as the largest group needs.
         """
+        # The first stages have a layer more where the stages do not divide the layers: the largest
+        # counts.
         layers = ceil(self.layers / stages)
         fine_layers = ceil(self.fine_layers / stages)
         coarse_layers = ceil(self.coarse_layers / stages)
@@ -140,6 +142,7 @@ def read_compressed_cache(config: Config, layer_count: int) -> CompressedCache |
         return None
     ratios = config.get("compress_ratios")
     if not isinstance(ratios, list) or len(ratios) < layer_count:
+        # The list may have entries for the draft layers too, after the model's own.
         raise ValueError("compress_ratios has no ratio for each layer")
     layer_ratios = ratios[:layer_count]
     for ratio in layer_ratios:

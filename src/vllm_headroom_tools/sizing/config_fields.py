@@ -73,6 +73,7 @@ def read_integer(config: Config, *names: str) -> int | None:
         value = config.get(name)
         if _is_unset(value):
             continue
+        # vLLM takes the largest of a list: it sizes its buffers by the widest layer.
         numbers = value if isinstance(value, list) else [value]
         if not all(_is_size(number) for number in numbers):
             raise ValueError(f"{name} is {str(value)[:40]!r}, not a whole number of a model's size")

@@ -61,6 +61,7 @@ def parse_encoder(config: Config) -> Encoder | None:
 
     The largest input is that of the first encoder.
     """
+    # Omni models have the encoders within their thinker.
     thinker = read_mapping(config, "thinker_config")
     if thinker:
         return parse_encoder(thinker)
@@ -219,6 +220,7 @@ def _read_qwen_item(
     """Return the largest of an image, by the processor's limit, and a pair of video frames."""
     processor = read_mapping(config, "preprocessor")
     merged_side = read_integer(encoder, "spatial_merge_size") or 2
+    # The processor may bound an image by its pixels under either name.
     image_pixels = (
         read_integer(read_mapping(processor, "size"), "longest_edge")
         or read_integer(processor, "max_pixels")

@@ -83,6 +83,7 @@ def estimate_activations(question: Question, assumptions: StartAssumptions) -> R
     hidden_bytes = _count_batch_bytes(question) * hidden_size
     hidden_copies = 2
     text_low = forward.low
+    # In a pipeline the stage that samples has also received hidden states and residuals.
     if question.pipeline_parallel_size > 1:
         hidden_copies += 2
     else:
@@ -113,6 +114,7 @@ def _estimate_encoding(question: Question, assumptions: StartAssumptions) -> Ran
     if item is None or items is None:
         return NO_BYTES
     value_bytes = items * question.shape.dtype_bytes
+    # The part that every GPU computes in full, and the part that they share.
     spread_values = item.replicated_values + item.divided_values / question.tensor_parallel_size
     all_values = item.replicated_values + item.divided_values
     high_ratio = assumptions.forward_ratio.range.high
@@ -197,6 +199,7 @@ def estimate_host(question: Question) -> Range:
     """
     engines = question.data_parallel_size
     workers = question.gpus
+    # A core and a server for each engine; a single GPU is driven by the core itself.
     servers_and_cores = 2 * engines
     processes = servers_and_cores
     if workers > engines:
@@ -204,6 +207,7 @@ def estimate_host(question: Question) -> Range:
     images_bytes = 0.0
     if question.shape.encoder is not None:
         images_bytes = servers_and_cores * question.mm_processor_cache_bytes
+    # Offloaded weights are by GPU, an offloaded cache is by engine.
     offloaded_bytes = question.cpu_offload_bytes * workers + question.kv_offloading_bytes * engines
     own_bytes = processes * HOST_BYTES_PER_PROCESS
     return Range(
@@ -363,6 +367,7 @@ def estimate_memory(question: Question) -> MemoryEstimate:
     layout = build_kv_layout(
         question.shape,
         block_tokens=question.block_size,
+        # Each stage may have a batch in flight, and one more is scheduled.
         in_flight_tokens=(stages + 1) * question.max_num_batched_tokens,
         kv_dtype=question.kv_cache_dtype,
         tensor_parallel=question.tensor_parallel_size,
@@ -374,6 +379,7 @@ def estimate_memory(question: Question) -> MemoryEstimate:
     # (vLLM 0.33, v1/core/kv_cache_utils.py, `get_kv_cache_capacity`).
     context_ranks = question.decode_context_parallel_size
     budget_bytes = None
+    # With the cache's size set, vLLM does not use its share of the card.
     if question.gpu_memory_bytes is not None and question.kv_cache_memory_bytes is None:
         visible_bytes = question.gpu_memory_bytes - assumptions.driver_reserved.range.low
         budget_bytes = visible_bytes * question.gpu_memory_utilization
@@ -463,6 +469,7 @@ def list_most_sequences(estimate: MemoryEstimate) -> list[tuple[int, int]]:
     Lengths go up to the longest that one sequence can have; the question's `max_model_len` is
     always among them. No rows where the cache is unknown.
     """
+    # Lengths beyond the longest sequence would only give rows of 0.
     longest = estimate.find_longest(1) or 0
     lengths = {length for length in SEQUENCE_LENGTHS if length <= longest}
     if estimate.question.max_model_len is not None:

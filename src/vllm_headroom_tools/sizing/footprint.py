@@ -261,6 +261,7 @@ def count_layer_bytes(shape: ModelShape, *, kv_dtype: str, tensor_parallel: int)
     """
     cache = KvDtype(shape.kv_dtype_bytes) if kv_dtype == "auto" else KV_DTYPES[kv_dtype]
     if shape.latent_width is not None:
+        # DeepSeek's sparse attention has its own layout of fp8, with scales between the values.
         latent_bytes = ceil(shape.latent_width * cache.value_bytes)
         if shape.index is not None and cache.value_bytes == 1:
             latent_bytes = SPARSE_FP8_BYTES
@@ -292,6 +293,7 @@ def count_engine_bytes_per_token(shape: ModelShape, kv_dtype: str, gpus: int | N
         return None
     if kv_dtype == SPARSE_FP8_DTYPE or kv_dtype not in {"auto", *KV_DTYPES}:
         return None
+    # On more GPUs than heads, each head is stored several times.
     has_copied_heads = shape.latent_width is None and (gpus or 1) > shape.heads.count
     has_copied_latents = shape.latent_width is not None and gpus != 1
     if has_copied_heads or has_copied_latents:
@@ -318,6 +320,7 @@ def count_weights_bytes(
     if model_bytes is None:
         return None
     embeddings_bytes = shape.embeddings_bytes
+    # What is left after the embeddings are the layers, which the pipeline divides.
     layers_bytes = max(0.0, model_bytes - embeddings_bytes)
     experts_on_others = 1 - 1 / data_parallel
     layers_bytes *= 1 - _measure_experts_ratio(shape) * experts_on_others
@@ -376,12 +379,14 @@ def count_model_bytes(shape: ModelShape, parameters: int | None = None) -> float
     counted = shape.parameters
     if parameter_bytes is None or (counted is None and parameters is None):
         return None
+    # Without the embeddings' size, nothing can be counted separately.
     if shape.embeddings is None:
         return None if parameters is None else parameters * parameter_bytes
     encoder_parameters = 0
     if shape.encoder is not None:
         encoder_parameters = shape.encoder.parameters or 0
     layers_parameters = 0
+    # A count that is given is of the whole model: embeddings and encoders are in it.
     if parameters is not None:
         layers_parameters = max(0, parameters - shape.embeddings - encoder_parameters)
     elif counted is not None:
@@ -445,6 +450,7 @@ class KvLayout(Struct, frozen=True, kw_only=True):
         part_blocks = 0
         for part in self.windowed_parts:
             part_tokens = min(tokens, part.window_tokens)
+            # One block more: a window may begin within a block.
             part_blocks += part.groups * (ceil(part_tokens / part.block_tokens) + 1)
         return (
             self.full_groups * full_blocks
@@ -459,9 +465,11 @@ class KvLayout(Struct, frozen=True, kw_only=True):
         The result is at most `ceiling`, else whole blocks of tokens; 0 where not even one block of
         tokens fits. It is found by bisection.
         """
+        # In units of whole blocks.
         low = 0
         high = ceil(ceiling / self.block_tokens)
         while low < high:
+            # Rounded up, so that the search ends when one value is left.
             middle = (low + high + 1) // 2
             if self.count_blocks(middle * self.block_tokens) <= blocks:
                 low = middle

@@ -67,6 +67,7 @@ def list_layer_kinds(config: Config, layer_count: int) -> list[str]:
         return ["attention", "mamba2"] * layer_count
     kinds = _read_listed_kinds(config) or _repeat_pattern(config, layer_count)
     for kind in sorted(set(kinds)):
+        # Unknown kinds are refused: a guess at their cache would be a wrong plan.
         if kind not in UNDERSTOOD_KINDS:
             raise ValueError(f"how much a layer of kind {kind!r} keeps is not known here")
     if len(kinds) != layer_count:
@@ -78,28 +79,57 @@ def list_layer_kinds(config: Config, layer_count: int) -> list[str]:
     return kinds
 
 
+FLAGGED_KINDS: Final = (
+    ("hybrid_layer_pattern", "sliding_attention", "full_attention"),  # MiMo-V2
+    ("attn_type_list", "full_attention", "linear_attention"),  # MiniMax
+)
+"""Fields with a flag for each layer: the kind of a layer with the flag 1, and of any other."""
+
+
 def _read_listed_kinds(config: Config) -> list[str]:
     """Return the kinds that the configuration lists layer by layer; empty without such a list."""
-    blocks = config.get("block_configs")  # Nemotron-NAS
-    if isinstance(blocks, list):
-        return ["mlp" if _has_no_attention(block) else "full_attention" for block in blocks]
-    full_layers = read_mapping(config, "linear_attn_config").get("full_attn_layers")  # Kimi Linear
-    if isinstance(full_layers, list):
-        numbers = range(1, (read_integer(config, "num_hidden_layers") or 0) + 1)
-        return [
-            "full_attention" if number in full_layers else "linear_attention" for number in numbers
-        ]
-    nemotron_pattern = config.get("hybrid_override_pattern")
-    if isinstance(nemotron_pattern, str):
-        return [NEMOTRON_LETTERS.get(letter, letter) for letter in nemotron_pattern]
-    mimo_flags = config.get("hybrid_layer_pattern")  # MiMo-V2
-    if isinstance(mimo_flags, list):
-        return ["sliding_attention" if flag == 1 else "full_attention" for flag in mimo_flags]
-    minimax_flags = config.get("attn_type_list")  # MiniMax
-    if isinstance(minimax_flags, list):
-        return ["full_attention" if flag == 1 else "linear_attention" for flag in minimax_flags]
-    kinds = config.get("layer_types") or config.get("layers_block_type")
-    return [str(kind) for kind in kinds] if isinstance(kinds, list) else []
+    # Each family of models has another way to list them, and at most one of these fields.
+    for read_kinds in (_read_block_kinds, _read_kimi_kinds, _read_nemotron_kinds, _read_flags):
+        kinds = read_kinds(config)
+        if kinds is not None:
+            return kinds
+    listed_kinds = config.get("layer_types") or config.get("layers_block_type")
+    return [str(kind) for kind in listed_kinds] if isinstance(listed_kinds, list) else []
+
+
+def _read_block_kinds(config: Config) -> list[str] | None:
+    """Return the kinds by the blocks of Nemotron-NAS; None without them."""
+    blocks = config.get("block_configs")
+    if not isinstance(blocks, list):
+        return None
+    return ["mlp" if _has_no_attention(block) else "full_attention" for block in blocks]
+
+
+def _read_kimi_kinds(config: Config) -> list[str] | None:
+    """Return the kinds by Kimi Linear's list of layers that keep all tokens; None without it."""
+    full_layers = read_mapping(config, "linear_attn_config").get("full_attn_layers")
+    if not isinstance(full_layers, list):
+        return None
+    # The list has the numbers of layers, which begin at 1.
+    numbers = range(1, (read_integer(config, "num_hidden_layers") or 0) + 1)
+    return ["full_attention" if number in full_layers else "linear_attention" for number in numbers]
+
+
+def _read_nemotron_kinds(config: Config) -> list[str] | None:
+    """Return the kinds by the letters of Nemotron-H; None without them."""
+    pattern = config.get("hybrid_override_pattern")
+    if not isinstance(pattern, str):
+        return None
+    return [NEMOTRON_LETTERS.get(letter, letter) for letter in pattern]
+
+
+def _read_flags(config: Config) -> list[str] | None:
+    """Return the kinds by a flag for each layer, see FLAGGED_KINDS; None without such flags."""
+    for field, flagged_kind, usual_kind in FLAGGED_KINDS:
+        flags = config.get(field)
+        if isinstance(flags, list):
+            return [flagged_kind if flag == 1 else usual_kind for flag in flags]
+    return None
 
 
 def _has_no_attention(block: object) -> bool:
@@ -123,6 +153,7 @@ def _repeat_pattern(config: Config, layer_count: int) -> list[str]:
         usual_kind = "sliding_attention"
         other_kind = "sliding_attention"
         interval = read_integer(config, "sliding_window_pattern")
+    # Of every `interval` layers the last keeps all tokens.
     if interval is not None:
         numbers = range(1, layer_count + 1)
         return ["full_attention" if number % interval == 0 else other_kind for number in numbers]
@@ -161,6 +192,7 @@ def read_state_sizes(config: Config) -> StateSizes | None:
 
     Raises ValueError where a size is missing.
     """
+    # By a field that only this kind of layer has.
     if "linear_num_value_heads" in config:
         return _read_gated_delta_net(config)
     if "linear_attn_config" in config:
@@ -277,6 +309,7 @@ def read_kv_heads(config: Config) -> tuple[KvHeads, KvHeads | None]:
     """
     head_size = _read_head_size(config)
     head_count = _count_kv_heads(config)
+    # Gemma 4: the layers that keep all tokens have wider heads.
     wide_head_size = read_integer(config, "global_head_dim")
     if wide_head_size is not None:
         return _read_gemma_4_heads(config, head_count, head_size, wide_head_size)
@@ -328,6 +361,7 @@ def _count_nas_heads(config: Config) -> int | None:
     for block in blocks:
         if not _has_no_attention(block):
             group_sizes.add(require_integer(block["attention"], "n_heads_in_group"))
+    # One number of heads is all that the shape has.
     if len(group_sizes) != 1:
         raise ValueError("its layers have different numbers of KV heads")
     return query_heads // group_sizes.pop()

@@ -298,6 +298,7 @@ def _build_shape(config: Config, encoder: Encoder | None) -> ModelShape:
     Raises ValueError where a needed size is missing or wrong, or the layers are not understood.
     """
     model_type = config.get("model_type")
+    # Models with an encoder and a decoder keep a cache in the decoder only.
     layer_count = read_integer(config, "decoder_layers")
     if layer_count is None:
         layer_count = read_integer(config, *LAYER_COUNT)
@@ -318,12 +319,14 @@ def _build_shape(config: Config, encoder: Encoder | None) -> ModelShape:
         experts_per_token = widest_mlp.experts_per_token
     latent_width = _read_latent_width(config)
     compression = read_compressed_cache(config, layer_count)
+    # Its latents replace those of the other kinds of attention.
     if compression is not None:
         latent_width = compression.head_size
     state_checkpoints = 0
     if counts.stateful:
         state_checkpoints = _count_state_checkpoints(config)
     parameters = count_layer_parameters(config, kinds, heads, windowed_heads or heads)
+    # Matrices of several quantisations: their average counts.
     if parameters is not None and parameters.mixed_bytes is not None:
         weight_bytes = parameters.mixed_bytes
     is_encoder_only = _reads_text_at_once(config)
@@ -444,6 +447,7 @@ def _has_no_output_matrix(config: Config) -> bool:
     if _reads_text_at_once(config) or config.get(POOLING_FILE):
         return True
     classes = config.get("architectures")
+    # Only the first class is what vLLM loads.
     if isinstance(classes, list) and classes:
         class_name = str(classes[0])
         if class_name.endswith(HEADLESS_CLASSES) and class_name not in GENERATING_CLASSES:
@@ -463,6 +467,7 @@ def _read_max_model_len(config: Config) -> int | None:
     scaling = read_mapping(config, "rope_scaling", "rope_parameters")
     factor = scaling.get("factor")
     rotary = str(scaling.get("rope_type") or scaling.get("type"))
+    # A factor that is no sensible number is ignored, as by vLLM.
     if length is None or not isinstance(factor, int | float) or not 1 <= factor <= SIZE_LIMIT:
         return length
     if rotary in UNSCALED_ROTARIES or "gemma3" in str(config.get("model_type")):
@@ -510,6 +515,7 @@ def read_model(path: Path, overrides: Mapping[str, Any] | None = None) -> ModelS
     """
     try:
         file = path / CONFIG_FILE if path.is_dir() else path
+        # Some editors write a mark of byte order at the beginning.
         text = read_file(file, CONFIG_LIMIT_BYTES).decode("utf-8-sig")
     except OSError as error:
         subject = f"its {CONFIG_FILE}" if path.is_dir() else "it"
@@ -590,6 +596,7 @@ def count_checkpoint_bytes(folder: Path) -> int | None:
     total_bytes = metadata.get("total_size") if isinstance(metadata, dict) else None
     if isinstance(total_bytes, int | float) and 0 < total_bytes < CHECKPOINT_LIMIT_BYTES:
         return int(total_bytes)
+    # Other files, such as consolidated ones, would count the weights twice.
     files = list(folder.glob("model*.safetensors")) or list(folder.glob("*.safetensors"))
     try:
         return sum(file.stat().st_size for file in files) or None

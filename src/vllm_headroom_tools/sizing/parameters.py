@@ -131,6 +131,7 @@ def list_matrices(
     ]
     index = read_sparse_index(config, len(kinds))
     is_compressed = has_compressed_cache(config)
+    # The last layers may use keys and values of earlier ones (Gemma 3n).
     first_sharing_layer = len(kinds) - (read_integer(config, *KV_SHARING_LAYERS) or 0)
     for layer, kind in enumerate(kinds):
         layer_name = f"layers.{layer}."
@@ -152,12 +153,7 @@ def list_matrices(
             has_index = index is not None and layer < len(index.layers) and index.layers[layer]
             if index is not None and has_index and not is_compressed:
                 matrices += _list_index(config, attention_name, hidden_size, index)
-        if _has_mlp(config, kind):
-            mlp_name = f"{layer_name}mlp."
-            if _has_experts(config, layer, kind):
-                matrices += _list_experts(config, mlp_name, hidden_size)
-            else:
-                matrices += _list_dense_mlp(config, mlp_name, hidden_size, layer)
+        matrices += _list_layer_mlp(config, layer, kind, hidden_size)
     return tuple(matrices)
 
 
@@ -166,6 +162,17 @@ def _list_positions(config: Config, hidden_size: int) -> Iterator[Matrix]:
     if str(config.get("model_type")) in LEARNED_POSITIONS:
         positions = read_integer(config, *MODEL_LENGTH) or 0
         yield Matrix(name="positions", inputs=positions, outputs=hidden_size, is_exempt=True)
+
+
+def _list_layer_mlp(config: Config, layer: int, kind: str, hidden_size: int) -> Iterator[Matrix]:
+    """Yield the matrices of a layer's experts or dense MLP; nothing for a layer without either."""
+    if not _has_mlp(config, kind):
+        return
+    name = f"layers.{layer}.mlp."
+    if _has_experts(config, layer, kind):
+        yield from _list_experts(config, name, hidden_size)
+    else:
+        yield from _list_dense_mlp(config, name, hidden_size, layer)
 
 
 def _list_gemma_3n(config: Config, hidden_size: int, layer_count: int) -> Iterator[Matrix]:
@@ -181,6 +188,7 @@ def _list_gemma_3n(config: Config, hidden_size: int, layer_count: int) -> Iterat
             name="per_layer_embeddings",
             inputs=vocabulary,
             outputs=layer_count * embedding_width,
+            # It is looked up, not multiplied: no method quantises it.
             is_exempt=True,
         )
         yield Matrix(
@@ -268,6 +276,7 @@ def _list_latent_attention(
     else:
         yield Matrix(name=f"{name}q_a_proj", inputs=hidden_size, outputs=query_latent_width)
         yield Matrix(name=f"{name}q_b_proj", inputs=query_latent_width, outputs=query_width)
+    # One latent for keys and values of all heads, and the part with positions.
     yield Matrix(
         name=f"{name}kv_a_proj_with_mqa", inputs=hidden_size, outputs=latent_width + rotary_size
     )
@@ -341,6 +350,7 @@ def _list_index(
 
 def _list_state(config: Config, name: str, hidden_size: int, state: StateSizes) -> Iterator[Matrix]:
     """Yield the matrices of a layer that keeps a state."""
+    # Mamba 1 has no heads: its matrices come in addition.
     if state.head_values == 0:
         yield from _list_mamba_1(config, name, state)
     if "linear_attn_config" in config:
@@ -447,6 +457,7 @@ def read_mlp_width(config: Config) -> int | None:
     """Return the width of a dense MLP; None where it is not given and has no default."""
     model_type = config.get("model_type")
     width = read_integer(config, *MLP_WIDTH)
+    # Granite without experts has its MLP under the shared expert's name.
     if model_type == "granitemoehybrid" and not read_integer(config, *EXPERT_COUNT):
         width = read_integer(config, "shared_intermediate_size")
     if width is None and str(model_type) in NOT_GATED:
@@ -624,9 +635,11 @@ def count_layer_parameters(
             unquantised.append(matrix)
         elif matrix_bytes is not None:
             mixed_bytes += matrix.parameters * matrix_bytes
+        # A matrix that no group of the quantisation names keeps the model's dtype.
         elif read_matrix_bytes is not None:
             unquantised.append(matrix)
     experts = [matrix for matrix in matrices if EXPERTS in matrix.name]
+    # Adapters are not applied to what is exempt, and to experts only on demand.
     adapted = [matrix for matrix in matrices if not (matrix.is_exempt or EXPERTS in matrix.name)]
     total = _sum_parameters(matrices)
     unquantised_total = _sum_parameters(unquantised)
@@ -652,6 +665,7 @@ def _count_adapter(matrices: Sequence[Matrix]) -> Adapter:
     replicated_values = 0
     divided_values = 0
     for matrix in matrices:
+        # Split by rows, a matrix needs the whole output side on each GPU.
         if matrix.name.endswith(ROW_PARALLEL):
             replicated_values += matrix.copies * matrix.outputs
             divided_values += matrix.copies * matrix.inputs

@@ -52,6 +52,7 @@ def count_position_values(config: Config, head_size: int, windowed_head_size: in
     if model_type is None and not (scaling or config.get("rope_theta")):
         return 0
     latent_size = read_integer(config, "qk_rope_head_dim")
+    # Newer configurations have the parameters by kind of layer.
     by_kind = [part for part in scaling.values() if isinstance(part, dict)]
     if by_kind:
         full = read_mapping(scaling, "full_attention")

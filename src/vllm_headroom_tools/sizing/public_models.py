@@ -34,6 +34,7 @@ def find_public_model(name: str) -> Config | str:
         if known_name.lower() == wanted:
             return config
     same_ends = [known for known in models if known.lower().rpartition("/")[2] == wanted]
+    # The owner is left out in common speech: "Llama-3.1-8B".
     if len(same_ends) == 1:
         return models[same_ends[0]]
     problem = describe_unknown(name, models, "a model that is known here")

@@ -172,15 +172,18 @@ def read_weight_bytes(config: Config, dtype_bytes: float) -> tuple[float | None,
     method = str(quantisation.get("quant_method") or "unknown").replace("-", "_")
     if method == "modelopt" and algorithm:
         method = MODELOPT_METHODS.get(algorithm, f"modelopt {algorithm}")
+    # Some methods have their size in a switch and not in `bits`.
     if method == "bitsandbytes" and quantisation.get("load_in_8bit"):
         return 1.0, "bitsandbytes 8-bit"
     scheme = _read_weight_scheme(quantisation)
     bits = _pick_number(quantisation.get("bits"), quantisation.get("w_bit"), scheme.get("num_bits"))
+    # Without bits, the method's usual size counts.
     if bits is None:
         return QUANTISED_BYTES.get(method), method
     name = f"{method} {bits}-bit"
     if bits >= BYTE_BITS:
         return bits / BYTE_BITS, name
+    # Floats of 4 bits exist in two formats, by the size of their groups of scales.
     if scheme.get("type") == "float":
         is_mxfp4 = scheme.get("group_size") == MXFP4_GROUP_WEIGHTS
         return MXFP4_BYTES if is_mxfp4 else NVFP4_BYTES, name
@@ -297,6 +300,7 @@ def _find_part(name: str) -> tuple[str, str] | None:
     match = MODULE_LAYER.search(name)
     if match is None:
         return None
+    # The order matters: "shared_expert" contains "expert".
     layer = match[1]
     module = match[2]
     if "shared_expert" in module:

@@ -151,6 +151,7 @@ class Question(Struct, frozen=True, kw_only=True):
         adapters_bytes = self.adapters_bytes
         if own_bytes is None or draft_bytes is None or adapters_bytes is None:
             return None
+        # What is offloaded lies on the host.
         own_on_gpu_bytes = max(0, ceil(own_bytes - self.cpu_offload_bytes))
         own_on_gpu_bytes += self.shape.position_bytes + self._repeated_encoder_bytes
         return own_on_gpu_bytes + draft_bytes + adapters_bytes

@@ -294,6 +294,7 @@ def _check_inputs(page: EnginePage | Failure, empty_problem: str) -> SmokeStep:
         return _fail(empty_problem)
     present = [name for name, is_present in page.inputs if is_present]
     absent = [name for name, is_present in page.inputs if not is_present]
+    # Other inputs are of use, and their absence is no failure of the image.
     missing = [name for name in absent if name in NEEDED_INPUTS]
     if missing:
         return _fail(
@@ -336,6 +337,7 @@ async def check_discrepancy(
         processes=(),
     )
     samples = derive_discrepancy(snapshot, configured_bytes=settings.reported_bytes)
+    # An engine without a budget gives no samples: that is judged there too.
     if samples or page.engines:
         return judge_discrepancies(samples, limit_ratio)
     return _skip(f"the page has no series of an engine, and so no budget: {SET_REPORTED_BYTES}")
@@ -457,6 +459,7 @@ async def wait_until_healthy(
         if not isinstance(answer, Failure):
             return _pass(f"healthy after {format_duration(now() - started_at_seconds)}")
         if answer.reason is Reason.CREDENTIALS:
+            # Waiting does not mend what an operator set wrong.
             raise BadInput(answer.message)
         if answer.reason in PERMANENT_REASONS:
             return _fail(answer.message)

@@ -72,6 +72,7 @@ class StateFile(Generic[T]):
                     f"it is of format {format_number!r:.20}, this version reads"
                     f" {self._format_number}"
                 )
+            # Over the document as it was written, without the checksum itself.
             if checksum != _compute_checksum(document | {"format": self._format_number}):
                 raise UnusableState("it is damaged: its checksum is another")
             return msgspec.convert(document, self._value_type, str_keys=True)

@@ -92,6 +92,7 @@ def explain_mismatch(saved: Identity, current: Identity, gap_seconds: float) -> 
         return f"it is of another model ({', '.join(saved.models)})"
     if current.run_id != saved.run_id:
         return "it is of another engine, or from before the engine's restart"
+    # A start time that is the same proves more than any count.
     if current.run_id is not None:
         return None
     if saved.finished_total is None or current.finished_total is None:
@@ -121,6 +122,7 @@ def explain_refusal(saved: SavedState, snapshot: Snapshot) -> str | None:
         mismatch = explain_mismatch(saved.identity, identity, age_seconds)
         if mismatch is not None:
             return mismatch
+    # One of the saved GPUs is enough: another may not have opened yet.
     saved_uuids = saved.memory.leak.gpus.keys()
     is_any_visible = not saved_uuids.isdisjoint(list_visible(snapshot))
     if saved_uuids and not is_any_visible and is_gpu_list_known(saved, snapshot):
@@ -154,6 +156,7 @@ def restore_memory(saved: SavedState, snapshot: Snapshot) -> Memory:
     visible_uuids = list_visible(snapshot)
     leak = saved.memory.leak
     baseline = saved.memory.baseline
+    # The mean of a minute in which nothing was seen would be wrong.
     load = leak.load
     if gap_seconds > LONGEST_LOAD_GAP_SECONDS:
         load = LoadState()

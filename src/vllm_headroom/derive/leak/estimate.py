@@ -151,8 +151,8 @@ def apply_stretch(estimate: Estimate, track: Track, room_bytes: float | None) ->
     grown_bytes = (track.history.held_bytes or began.floor_bytes) - began.floor_bytes
     pace = grown_bytes / max(1.0, track.clock.now_seconds - began.seconds)
     if room_bytes is not None and _will_stretch_fill(stretch, track, room_bytes):
-        # The rate of the whole growth is measured best: only a clearly faster stretch replaces it.
         pace = stretch.bytes_per_second
+    # The rate of the whole growth is measured best: only a clearly faster stretch replaces it.
     if pace < DILUTED_RATIO * max(estimate.bytes_per_second, estimate.pace or 0.0):
         return estimate
     bytes_per_request = estimate.bytes_per_request

@@ -151,6 +151,7 @@ def cut_window(survey: RingSurvey, begin: int) -> Growth:
     rises_bytes = tuple([later - earlier for earlier, later in pairwise(retained_bytes)])
     grown_bytes = retained_bytes[-1] - retained_bytes[0]
     rising = [rise_bytes for rise_bytes in rises_bytes if rise_bytes >= RISE_BYTES]
+    # Squares give large rises their weight: many small ones hardly lower the typical step.
     sum_of_squares = sum([rise_bytes * rise_bytes for rise_bytes in rising])
     evidence = zip(
         rises_bytes, survey.odds_of_rise[begin:], survey.odds_of_none[begin:], strict=True

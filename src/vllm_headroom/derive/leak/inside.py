@@ -83,6 +83,7 @@ def update_insides(tracks: InsideTracks, snapshot: Snapshot) -> InsideTracks:
         if track is None or track.restarts != restarts:
             in_use = start_track(now_seconds)
             if track is not None:
+                # The run before may excuse what this one will reach.
                 in_use = replace(in_use, precedent=end_run(track.in_use))
             track = InsideTrack(restarts=restarts, open_mark=mark, in_use=in_use)
         updated[uuid] = _add_mark(track, mark, observation)
@@ -98,6 +99,7 @@ def _make_mark(gpu: Gpu, now_seconds: float) -> Mark | None:
     reserved_bytes = inside.reserved_bytes
     if allocated_bytes is None or reserved_bytes is None:
         return None
+    # Without torch's split, all that it has reserved and does not use counts as fragmented.
     unused_bytes = reserved_bytes - allocated_bytes
     fragmented_bytes = dict(inside.parts).get(MemoryPart.FRAGMENTED, unused_bytes)
     outside_bytes = gpu.held_bytes - reserved_bytes
@@ -202,11 +204,13 @@ def find_location(estimate: Estimate | None, inside: InsideTrack | None) -> Leak
     """
     if estimate is None or inside is None or estimate.bytes_per_second <= 0:
         return None
+    # How long the leak has lasted, if it always grew at its present rate.
     leak_seconds = estimate.leaked_bytes / estimate.bytes_per_second
     began_seconds = inside.in_use.clock.snapshot_seconds - leak_seconds
     begin = bisect_left(inside.marks, began_seconds, key=lambda mark: mark.seconds)
     marks = inside.marks[begin:]
     if len(marks) <= LEAK_PARTS:
+        # Too young for six parts: the newest marks have to do.
         marks = inside.marks[-LEAK_PARTS - 1 :]
     if not marks:
         return None

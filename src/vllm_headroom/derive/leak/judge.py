@@ -483,6 +483,7 @@ def _update_estimate(track: Track, growth: Growth | None, room_bytes: int | None
     estimate = track.estimate
     if growth is not None:
         began_bytes = growth.retained_bytes[0]
+        # The alarm's growth may have begun before the window that is measured now.
         if track.alarm is not None:
             began_bytes = track.alarm.began.floor_bytes
         new_estimate = estimate_growth(
@@ -690,6 +691,7 @@ def is_busiest(growth: Growth, track: Track) -> bool:
     """
     if growth.lasted_seconds >= LEAKING_SECONDS or is_steady(growth):
         return False
+    # Blocks of the longest ring, of about a quarter of an hour each.
     earlier_rates = [
         _measure_load((block, later))
         for block, later in pairwise(track.history.rings[-1].blocks)

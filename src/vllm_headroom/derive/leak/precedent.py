@@ -137,6 +137,7 @@ def settle_precedent(track: Track, newest: Block) -> Track:
     precedent = track.precedent
     follows_load = not has_levelled
     if precedent is not None and _is_similar(precedent, reached):
+        # Both heights were harmless: in each hour, the higher one counts.
         by_hour = tuple(map(max, by_hour, precedent.growth_bytes))
         follows_load = follows_load or precedent.follows_load
     precedent = Precedent(
@@ -170,6 +171,7 @@ def _has_levelled(reached: Reached, newest: Block, *, is_counted: bool) -> bool:
     growth_seconds = peak.seconds - reached.base.seconds
     if quiet_seconds < max(LEVEL_SECONDS, LEVEL_SHARE * growth_seconds):
         return False
+    # Without a counter, time alone has to show it.
     if not is_counted:
         return True
     growth_requests = peak.requests - reached.base.requests

@@ -144,6 +144,7 @@ def add_work(
         and work.counter_total is not None
         and counter_total < work.counter_total
     )
+    # Behind a load balancer another server may answer for a while: a lower counter must last.
     lower_since_seconds = None
     if is_lower:
         lower_since_seconds = work.lower_since_seconds

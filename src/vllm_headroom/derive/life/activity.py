@@ -57,6 +57,7 @@ class ActivityTrack(Struct, frozen=True, kw_only=True):
         cpu_ratio = None if self.has_spun_idle else self.cpu_ratio
         is_cpu_busy = None if cpu_ratio is None else cpu_ratio >= BUSY_CPU_RATIO
         is_gpu_busy = None if self.gpu_ratio is None else self.gpu_ratio >= BUSY_GPU_RATIO
+        # One busy side proves work; to be idle, both must be.
         if is_cpu_busy or is_gpu_busy:
             return Activity.BUSY
         if is_cpu_busy is None and is_gpu_busy is None:
@@ -75,6 +76,7 @@ def update_activity(
     gpu_ratio = _find_gpu_ratio(evidence)
     if previous.begin_seconds is None:
         return _begin_span(previous, now, cpu_seconds, gpu_ratio, is_without_work=is_without_work)
+    # The peak of a span with an unknown sample is unknown.
     peak_gpu_ratio = None
     if previous.peak_gpu_ratio is not None and gpu_ratio is not None:
         peak_gpu_ratio = max(previous.peak_gpu_ratio, gpu_ratio)
@@ -99,6 +101,7 @@ def update_activity(
     ):
         cpu_ratio = (cpu_seconds - track.begin_cpu_seconds) / span_seconds
     has_spun_idle = track.has_spun_idle
+    # What the core uses without work shows whether it polls while idle.
     if track.is_without_work and cpu_ratio is not None:
         has_spun_idle = cpu_ratio >= BUSY_CPU_RATIO
     whole_span = ActivityTrack(

@@ -117,6 +117,7 @@ def _judge_samples(end: Ending) -> tuple[Diagnosis, ...]:
         if fit is not None:
             diagnosis = Diagnosis(cause, fit.sureness, fit.sentence, (*evidence, *fit.remarks))
             diagnoses.append(diagnosis)
+    # Beside a sure cause, what is only possible would distract.
     if any(diagnosis.sureness is Sureness.SURE for diagnosis in diagnoses):
         diagnoses = [
             diagnosis for diagnosis in diagnoses if diagnosis.sureness is not Sureness.POSSIBLE
@@ -290,6 +291,7 @@ def _fit_over_budget(end: Ending) -> Fit | None:
         )
     is_attributed = gpu.other_growth_bytes is not None and not gpu.is_peak_unattributed
     is_settled = excess.seconds >= KNOWN_BEFORE_SECONDS
+    # What was added since may be the real cause, unless it is small against the excess.
     later_growth_bytes = _measure_later_growth(gpu, excess)
     is_alone = later_growth_bytes <= LIKELY_SHARE * excess.first_excess_bytes
     is_sure = is_gpu_full(gpu) and is_attributed and is_settled and is_alone
@@ -325,6 +327,7 @@ def find_over_budget(end: Ending) -> GpuAtEnd | None:
         return None
     if end.unreadable or FATAL_XIDS & set(end.xids):
         return None
+    # A hang explains the end, unless torch could not allocate.
     if end.hung_seconds is not None and not end.ooms:
         return None
     gpus = [gpu for gpu in end.gpus if _is_excess_decisive(gpu)]
@@ -443,18 +446,24 @@ def _fit_burst(end: Ending) -> Fit | None:
     sentence = f"Out of GPU memory in a burst: {gpu.display_name} was filled within minutes."
     if end.ooms:
         sentence = FAILED_ALLOCATION
-    share = gpu.share_of_lost_room(gpu.recent_growth_bytes)
-    # A peak between two samples may have been anybody's.
-    is_attributed = gpu.other_growth_bytes is not None and not gpu.is_peak_unattributed
-    has_grown_before = gpu.leak in GROWING_STATES
-    is_before_known = end.observed_seconds >= KNOWN_BEFORE_SECONDS
-    is_burst_alone = is_attributed and is_before_known and not has_grown_before
-    if is_burst_alone and is_gpu_full(gpu) and share >= SURE_SHARE:
+    if _is_surely_burst(end, gpu):
         return Fit(Sureness.SURE, sentence)
+    share = gpu.share_of_lost_room(gpu.recent_growth_bytes)
     # torch recorded the failed allocation, so the burst is no guess even without its growth.
     if share >= LIKELY_SHARE or end.ooms:
         return Fit(Sureness.LIKELY, sentence)
     return Fit(Sureness.POSSIBLE, sentence)
+
+
+def _is_surely_burst(end: Ending, gpu: GpuAtEnd) -> bool:
+    """Return whether the engine alone filled the GPU within minutes, and was level before."""
+    # A peak between two samples may have been anybody's.
+    is_attributed = gpu.other_growth_bytes is not None and not gpu.is_peak_unattributed
+    is_before_known = end.observed_seconds >= KNOWN_BEFORE_SECONDS
+    if not is_attributed or not is_before_known or gpu.leak in GROWING_STATES:
+        return False
+    share = gpu.share_of_lost_room(gpu.recent_growth_bytes)
+    return is_gpu_full(gpu) and share >= SURE_SHARE
 
 
 def _fit_failed_allocation(end: Ending) -> Fit | None:

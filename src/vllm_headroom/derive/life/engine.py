@@ -121,6 +121,7 @@ def update_engine(
     new_memory = EngineMemory(
         runs=runs,
         state=state,
+        # While the state is unknown, the last known one shows whether a stall is new.
         known_state=memory.known_state if state is EngineState.UNKNOWN else state,
         progress=progress,
         record=_update_run_record(
@@ -208,30 +209,42 @@ def _find_exit(run: EngineRun, evidence: Evidence, record: RunRecord) -> Ending 
         return None
     snapshot = evidence.snapshot
     gpus = describe_gpus(record, run, snapshot)
-    reason = ExitReason.GONE
     # Without a page the next run still loads: clients lost this one, though a kubelet that restarts
     # a container within a second leaves no sample without a process.
-    if was_answering and evidence.answer is PageAnswer.GIVEN:
-        reason = ExitReason.REPLACED
-    if evidence.host.oom_kills is not None and evidence.host.oom_kills > run.oom_kills:
-        reason = ExitReason.OOM_KILLED
-    elif _was_out_of_memory(run, snapshot, gpus):
-        reason = ExitReason.OUT_OF_MEMORY
+    is_replaced = was_answering and evidence.answer is PageAnswer.GIVEN
+    reason = _find_exit_reason(run, evidence, gpus, is_replaced=is_replaced)
     ending = build_ending(record, run, snapshot, IncidentKind.ENDED, reason=reason, gpus=gpus)
+    # The engine's own words, where it has any, are better evidence of the reason than its memory.
     if isinstance(snapshot.log, LogReading):
         now = snapshot.time_seconds
         ending = replace(ending, log=find_log_ending(snapshot.log, now, now))
     logged_reason = find_logged_reason(ending)
     if logged_reason is not None:
         ending = replace(ending, reason=logged_reason)
-    # An ending for lack of memory is built again: its reason decides whether it was a hang.
     refined_reason = refine_reason(ending)
-    if ExitReason.OVER_BUDGET is refined_reason or logged_reason is ExitReason.OUT_OF_MEMORY:
-        rebuilt = build_ending(
-            record, run, snapshot, IncidentKind.ENDED, reason=refined_reason, gpus=gpus
-        )
-        return replace(rebuilt, log=ending.log)
-    return replace(ending, reason=refined_reason)
+    is_out_of_memory = logged_reason is ExitReason.OUT_OF_MEMORY
+    if refined_reason is not ExitReason.OVER_BUDGET and not is_out_of_memory:
+        return replace(ending, reason=refined_reason)
+    # An ending for lack of memory is built again: its reason decides whether it was a hang.
+    rebuilt = build_ending(
+        record, run, snapshot, IncidentKind.ENDED, reason=refined_reason, gpus=gpus
+    )
+    return replace(rebuilt, log=ending.log)
+
+
+def _find_exit_reason(
+    run: EngineRun, evidence: Evidence, gpus: tuple[GpuAtEnd, ...], *, is_replaced: bool
+) -> ExitReason:
+    """Return the reason of an exit by everything but the engine's log.
+
+    `is_replaced` is whether the page answered before and answers now, for another run.
+    """
+    oom_kills = evidence.host.oom_kills
+    if oom_kills is not None and oom_kills > run.oom_kills:
+        return ExitReason.OOM_KILLED
+    if _was_out_of_memory(run, evidence.snapshot, gpus):
+        return ExitReason.OUT_OF_MEMORY
+    return ExitReason.REPLACED if is_replaced else ExitReason.GONE
 
 
 def _is_replaced(run: EngineRun, evidence: Evidence, *, was_answering: bool) -> bool:
@@ -308,10 +321,12 @@ def _update_run(run: EngineRun, evidence: Evidence) -> EngineRun:
         finished_total=finished_total,
         is_ready=True,
         has_worked=run.has_worked or has_worked(evidence.page),
+        # How many there have to be is learned: the most that ever ran.
         necessary_counts={
             role: max(counts[role], run.necessary_counts.get(role, 0)) for role in NECESSARY_ROLES
         },
         most_held_bytes=max(run.most_held_bytes, sum(evidence.held_bytes.values())),
+        # Measured once, at the first page of the run.
         first_room_bytes=run.first_room_bytes or find_room_bytes(evidence.snapshot),
         first_host_room_bytes=first_host_room_bytes,
         was_asleep=is_page_awake(evidence.page) is False,

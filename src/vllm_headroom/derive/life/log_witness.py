@@ -96,6 +96,7 @@ def _add_failure(
             "Killed from outside (SIGKILL): by the kernel, if host memory ran out, or by a person."
         )
         if is_by_kernel:
+            # The samples have the kernel's count, which says more than the log.
             sentence = diagnoses[0].sentence
         return _state(EndCause.KILLED, sureness, sentence, evidence, diagnoses)
     cause = SURE_CAUSES.get(failure.kind)
@@ -124,6 +125,7 @@ def _add_refusal(failure: LogFailure, diagnoses: tuple[Diagnosis, ...]) -> tuple
         sentence = f"Out of GPU memory in a burst: {details}."
         return _state(EndCause.BURST, Sureness.SURE, sentence, evidence, diagnoses)
     best = likely[0]
+    # Between causes that fit alike the log does not decide.
     rivals = [item for item in likely[1:] if item.sureness is best.sureness]
     sureness = best.sureness if rivals else Sureness.SURE
     stated = _state(best.cause, sureness, best.sentence, evidence, diagnoses)
@@ -140,6 +142,7 @@ def _add_silence(end: Ending, diagnoses: tuple[Diagnosis, ...]) -> tuple[Diagnos
     if not end.is_over:
         return tuple(replace(item, evidence=(*item.evidence, evidence)) for item in diagnoses)
     cited = tuple(replace(item, evidence=(*item.evidence, evidence)) for item in diagnoses)
+    # Such a cause would have been logged: the silence refutes it.
     kept = tuple(item for item in cited if item.cause not in MEMORY_CAUSES)
     if len(kept) == len(cited):
         return cited
@@ -170,6 +173,7 @@ def _state(
     elif best.cause is not EndCause.UNKNOWN:
         alone = _begin_lower(best.sentence.rstrip("."))
         all_evidence.append(f"the log contradicts the samples, which alone fit: {alone}")
+    # The evidence for the same cause, if the samples had it; else for their best one.
     own = [item for item in diagnoses if item.cause is cause]
     all_evidence += (own[0] if own else best).evidence
     return (

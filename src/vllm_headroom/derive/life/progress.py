@@ -101,6 +101,7 @@ def update_progress(previous: Progress, evidence: Evidence) -> Progress:
         engines = _update_engines(engines, snapshot.page, now)
         # The longest age: one hung rank holds all requests that were sent to it.
         age_seconds = _find_age(engines, now, snapshot.unanswered_since_seconds)
+    # How long the engine that worked last has rested.
     rest_seconds = min((now - engine.done_seconds for engine in engines.values()), default=0.0)
     return Progress(
         engines=engines,
@@ -242,6 +243,7 @@ def has_worked(page: EnginePage) -> bool | None:
     for engine in list_named(page):
         figures += _read_counters(engine).totals
         figures.append(engine.running)
+    # Names without counters show neither work nor idleness.
     if figures and set(figures) == {None}:
         return None
     return any(figures)

@@ -242,6 +242,7 @@ def _read_extremes(gpu: Gpu, now: float) -> MemoryExtremes:
     room_at_peak_bytes = None
     held_at_peak_bytes = gpu.held_bytes
     if memory is not None:
+        # NVML's peak since the sample before may lie above what is in use now.
         peak_rise_bytes = max(0, (gpu.reading.used_peak_bytes or 0) - memory.used_bytes)
         room_bytes = memory.left_bytes
         room_at_peak_bytes = room_bytes - peak_rise_bytes
@@ -553,6 +554,7 @@ def build_ending(
     # Without a necessary process there is no progress either: that is a crash, and no hang.
     hung_seconds = None
     if not lost_processes and (not is_exit or _has_hung(record, reason, now)):
+        # An exit has no age of its progress: the time since the last sign of work counts.
         hung_seconds = progress_age_seconds or now - _find_silence(record)
     observed_seconds = 0.0
     unobserved_seconds = None
@@ -599,6 +601,7 @@ def _list_lost_at_end(
         return processes.lost
     if kind is IncidentKind.STALLED:
         return _list_lost(processes, run, snapshot)
+    # Without new orphans, all processes have exited together.
     if _count_orphans(snapshot) <= processes.orphans:
         return ()
     if run.lost_roles:
@@ -610,6 +613,7 @@ def _list_lost_at_end(
         for process in processes.complete
         if process.role is not Role.OTHER and process not in orphaned_processes
     ]
+    # Orphans whose parent was never seen: it was the server.
     return tuple(sorted(_name_processes(exited_processes))) or (Lost(Role.API_SERVER),)
 
 
@@ -633,6 +637,7 @@ def _has_loaded_unseen(record: RunRecord) -> bool:
     if record.was_page_ever_read or record.follows_absence:
         return False
     age_seconds = record.first_age_seconds
+    # An engine so young cannot have loaded before the first sample.
     if age_seconds is not None and age_seconds < YOUNG_SECONDS:
         return False
     # Of an engine this young, memory that still grows is a load in progress.

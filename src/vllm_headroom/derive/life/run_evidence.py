@@ -200,6 +200,7 @@ def read_evidence(snapshot: Snapshot, runs: EngineRuns) -> Evidence:
     }
     if processes and are_visible is not False:
         presence = Presence.THERE
+    # The processes can be read, and there are none.
     elif processes is not None and are_visible is not False:
         presence = Presence.GONE
     elif processes is None and _is_sight_lost(snapshot, are_visible):

@@ -47,6 +47,7 @@ def derive_out_of_service(snapshot: Snapshot, samples: tuple[Sample, ...]) -> tu
     state = LeakState.UNKNOWN
     if status is not None and status.is_in_service is not None:
         state = _STATES_BEFORE_WORK.get(status.state, LeakState.UNKNOWN)
+    # The detector does not judge an engine out of service: its states are replaced.
     derived = [sample for sample in samples if sample.metric is not catalog.LEAK_STATE]
     for gpu in snapshot.owned_gpus:
         # Without its memory the detector could not judge the engine in service either.

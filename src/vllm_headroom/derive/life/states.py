@@ -321,6 +321,7 @@ def read_symptom(
     evidence: Evidence, runs: EngineRuns, progress: Progress, absence: Absence
 ) -> Symptom:
     """Return what a sample shows of the engine, given what was updated with it."""
+    # A page shows the most. The rest is for an engine without one.
     if evidence.page is not None:
         return _read_page(evidence.page, evidence, runs.present, progress)
     run = runs.newest
@@ -393,6 +394,7 @@ def find_standstill_symptom(evidence: Evidence, progress: Progress) -> Symptom:
     requests = _find_requests(evidence, progress)
     activity = progress.activity.judge()
     server = _find_server_answer(evidence)
+    # The first row that fits decides; None in a row fits anything.
     for row in STANDSTILL:
         if (
             row.has_hang_sign in {None, has_hang_sign}
@@ -407,6 +409,7 @@ def find_standstill_symptom(evidence: Evidence, progress: Progress) -> Symptom:
 def find_absence_symptom(evidence: Evidence, *, was_ready: bool, is_computing: bool) -> Symptom:
     """Return what it means that there is no page, by the table."""
     server = _find_server_answer(evidence)
+    # The first row that fits decides; None in a row fits anything.
     for row in ABSENCE:
         if (
             row.was_ready in {None, was_ready}

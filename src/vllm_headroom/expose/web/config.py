@@ -144,6 +144,7 @@ def read_web_config(path: Path) -> WebConfig:
 def _build_tls(tls: Mapping[str, Any], folder: Path) -> Tls:
     """Return the TLS settings of a section without mistakes; `folder` is the file's."""
     files: dict[str, Any] = {}
+    # Paths are relative to the file, as in Prometheus' own configuration.
     for name in _FILE_KEYS:
         if tls.get(name):
             files[name] = folder / tls[name]
@@ -211,6 +212,7 @@ def _check_tls(tls: dict[str, Any]) -> Iterator[str]:
         if path and not is_path:
             yield f"tls_server_config.{name}: not the path of a file"
     for name, choice in _CHOICES.items():
+        # None means a value that is not one of the choices; a missing key has a default.
         if _choose(tls, name) is None:
             value = show_value(tls[name])
             accepted = ", ".join(filter(None, choice.meanings))

@@ -107,6 +107,7 @@ class Door:
                 self.loaded = reloaded
                 log.info("web configuration read again", file=str(self._file))
                 drop_clients()
+            # Logged when it changes, not at each check.
             if problem is not None and problem != self.problem:
                 log.warning(
                     "web configuration not read again, the last one holds",
@@ -178,6 +179,7 @@ def _build_context(tls: Tls) -> ssl.SSLContext:
     context.minimum_version = tls.min_version
     context.maximum_version = tls.max_version
     context.verify_mode = tls.client_auth
+    # The server speaks HTTP/1.1 only: a client must not offer more.
     context.set_alpn_protocols(["http/1.1"])
     problem = "cert_file, key_file: no pair that can be used"
     try:

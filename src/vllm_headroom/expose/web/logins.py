@@ -99,6 +99,7 @@ class Users:
             b"\0".join((name.encode(), password_hash.encode(), password[:BCRYPT_BYTES])),
             key=self._key,
         ).digest()
+        # Fast path: bcrypt takes a tenth of a second, and Prometheus logs in at each scrape.
         if name in users and self._right_logins.get(name) == cache_key:
             return True
         if cache_key in self._outcomes:
@@ -118,6 +119,7 @@ class Users:
         if is_right and name in users:
             self._right_logins[name] = cache_key
             return True
+        # The oldest guess makes room; right passwords are kept elsewhere.
         if len(self._outcomes) >= MOST_CACHED_OUTCOMES:
             oldest = next(iter(self._outcomes))
             del self._outcomes[oldest]

@@ -64,6 +64,7 @@ def read_arguments(text: str) -> dict[str, Scalar]:
         name, separator, value = _split_item(item)
         if not separator or not re.fullmatch(r"[A-Za-z_]\w{0,80}", name):
             continue
+        # An argument whose name hints at a secret is dropped with its value.
         if SECRET_NAME.search(name) or len(arguments) >= MOST_ARGUMENTS:
             continue
         _keep(arguments, name, value)
@@ -73,6 +74,7 @@ def read_arguments(text: str) -> dict[str, Scalar]:
 def split_items(text: str) -> Iterator[str]:
     """Yield the items between the commas of the outermost level."""
     text = text.strip()
+    # A call or a mapping: what is before its bracket is not part of the items.
     opening = re.match(r"(?:[A-Za-z_]\w*)?[({]", text)
     begin = opening.end() if opening is not None else 0
     depth = 0
@@ -81,6 +83,7 @@ def split_items(text: str) -> Iterator[str]:
     item_begin = begin
     for position in range(begin, len(text)):
         character = text[position]
+        # Quotes and brackets hide the commas inside them.
         if is_escaped:
             is_escaped = False
         elif quote:

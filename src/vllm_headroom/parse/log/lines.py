@@ -143,8 +143,10 @@ class LineReader:
                 if part:
                     yield from self._unwrap(part, seconds, process, layers)
             return
+        # Colours of a terminal stand in the middle of words.
         if "\x1b" in text:
             text = ANSI.sub("", text)
+        # The number of wrappings is bounded: a text could be wrapped in itself for ever.
         if layers and text:
             unwrapped = self._remove_wrapping(text, seconds, process)
             if unwrapped is not None:
@@ -197,6 +199,7 @@ class LineReader:
             return None
         moment = _find_text(document, TIME_FIELDS)
         seconds = (None if moment is None else read_time(moment)) or seconds
+        # journalctl --output=json: its own time is better than that of the message.
         if "__REALTIME_TIMESTAMP" in document:
             seconds = _read_microseconds(document["__REALTIME_TIMESTAMP"]) or seconds
         name = _find_text(document, PROCESS_FIELDS)
@@ -232,6 +235,7 @@ def read_prefix(text: str, seconds: float | None, process: str | None) -> Messag
     pid = None
     has_prefix = False
     match = VLLM.match(text)
+    # The prefix may come later: after a progress bar, or an operator's own prefix.
     if match is not None and match.lastindex is None and ".py:" in text:
         match = LEVEL_LATER.match(text)
     if match is not None and match.lastindex is not None:
@@ -253,6 +257,7 @@ def read_prefix(text: str, seconds: float | None, process: str | None) -> Messag
                 clock = None if hour is None else f"{month}-{day} {hour}"
                 name = first_rank or second_rank or ""
                 has_prefix = True
+    # Without a prefix, the whole line is the message.
     end = 0 if match is None else match.end()
     return Message(
         text=text[end:],

@@ -762,6 +762,7 @@ def list_heads(pattern: str) -> set[str]:
     """Return the first characters of the lines that a pattern can match; "" where any can."""
     if pattern.startswith("(?:"):
         end = _find_group_end(pattern)
+        # The heads of all alternatives, each with what follows the group.
         heads = set()
         for alternative in _split_alternatives(pattern[3:end]):
             heads |= list_heads(alternative + pattern[end + 1 :].removeprefix("?"))
@@ -770,6 +771,7 @@ def list_heads(pattern: str) -> set[str]:
         return heads
     head = ""
     position = 0
+    # Until the head is as long as the table's keys.
     while len(head) < HEAD_CHARACTERS:
         character = pattern[position : position + 1]
         following = pattern[position + 1 : position + 2]
@@ -780,6 +782,7 @@ def list_heads(pattern: str) -> set[str]:
             head += character
             position += 1
         else:
+            # Any other character, such as a class, may match anything.
             return {""}
     return {head}
 

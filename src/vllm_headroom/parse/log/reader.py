@@ -140,6 +140,7 @@ class LogReader:
         """Return the events of a line that begins a start or describes it; None for other lines."""
         text = message.text
         beginning = text.lstrip()[:1]
+        # The banner is drawn with block elements: its lines begin with one.
         if beginning in "▀▁▂▃▄▅▆▇█▉▊▋▌▍▎▏▐░▒▓▔▕▖▗▘▙▚▛▜▝▞▟" and beginning:
             match = BANNER_VERSION.match(text)
             if match is not None:
@@ -191,6 +192,7 @@ class LogReader:
     def _begin_engine(self, version: str, config: str, message: Message) -> list[LogEvent]:
         """Add the configuration of an engine; begin a start where no server began it."""
         builder = self._builder
+        # A second configuration of the same process is another start without a banner.
         is_same_process = builder is not None and (message.process, message.pid) in builder.engines
         kind = LogEventKind.ARGUMENTS
         if builder is None or is_same_process or builder.has_ended():
@@ -303,6 +305,7 @@ class _StartBuilder:
         """Read a line that begins no start."""
         self._touch(message, line_number)
         text = message.text.lstrip()
+        # Tracebacks of several processes are mixed in one log: frames are kept by process.
         key = self._find_process(message)
         if text.startswith('File "'):
             self._add_frame(key, text)
@@ -321,6 +324,7 @@ class _StartBuilder:
         exception = EXCEPTION.match(text)
         if exception is not None:
             return self._add_exception(exception, message, key, line_number)
+        # A failure without an exception, such as the driver's or the kernel's.
         failure_pattern, match = _find_failure(text, None)
         if failure_pattern is None or match is None:
             return []
@@ -357,6 +361,7 @@ class _StartBuilder:
         if kind is LogEventKind.LOAD:
             self._count_load(figures)
         elif kind is LogEventKind.STOP:
+            # A stop after a failure is its consequence.
             self._is_stopped = not self._failures
         else:
             self._keep_figures(pattern, figures, key, line_number)
@@ -407,8 +412,10 @@ class _StartBuilder:
         name = exception[2]
         text = exception[3] or ""
         pattern, match = _find_failure(text, name)
+        # An exception without a traceback may be quoted: only known messages count.
         if pattern is None and key not in self._frames:
             return []
+        # How a process ends on request.
         if name in {"SystemExit", "KeyboardInterrupt", "CancelledError"}:
             self._frames.pop(key, None)
             return []
@@ -432,6 +439,7 @@ class _StartBuilder:
             figures = _read_figures(pattern.figures, match)
             if kind is LogFailureKind.GPU_OUT_OF_MEMORY:
                 refusal = read_refusal(match.string[match.start() :])
+        # These name the consequence in the server, not the cause in the core.
         if exception in {"EngineDeadError", "AsyncEngineDeadError", "BrokenPipeError"}:
             kind = LogFailureKind.ENGINE_DIED
         failure = LogFailure(
@@ -446,6 +454,7 @@ class _StartBuilder:
             refusal=refusal,
             figures=figures,
         )
+        # A failure is often logged by each process that sees it.
         is_repeated = any(
             earlier.kind is kind and earlier.refusal == refusal and earlier.figures == figures
             for earlier in self._failures
@@ -461,6 +470,7 @@ class _StartBuilder:
         """Return the record."""
         model = self._model
         for arguments in (self._arguments, self._config):
+            # The first of these names that is set: each engine has another.
             for name in ("model", "model_tag", "model_path"):
                 if model is None and isinstance(arguments.get(name), str):
                     model = str(arguments[name])
@@ -517,6 +527,7 @@ def read_refusal(text: str) -> Refusal:
         size_bytes = _read_size(pattern.search(text))
         if size_bytes is not None:
             sizes[field] = size_bytes
+    # torch reports what it has reserved and what is in use: the difference is its cache.
     reserved_bytes = _read_size(RESERVED.search(text))
     if reserved_bytes is not None and "allocated_bytes" in sizes:
         sizes["cached_bytes"] = max(0, reserved_bytes - sizes["allocated_bytes"])
@@ -544,6 +555,7 @@ def _find_failure(
 ) -> tuple[FailurePattern, re.Match[str]] | tuple[None, None]:
     """Return the pattern that a message fits, with its match; Nones where none does."""
     patterns = FAILURES_BY_HEAD.get(text[:HEAD_CHARACTERS], ())
+    # The hint is cheap: most lines fail it and are not compared with each pattern.
     if exception is not None or FAILURE_HINT.search(text):
         patterns += FAILURES_BY_HEAD[ANY_HEAD]
     for pattern in patterns:

@@ -106,6 +106,7 @@ def find_cards(sys: str) -> dict[str, Card]:
     unique_ids: dict[str, str] = {}
     for address, folder in folders.items():
         unique_ids[address] = read_line(f"{folder}/unique_id")
+    # An id that two cards share names neither of them.
     id_counts = Counter(unique_ids.values())
     cards: dict[str, Card] = {}
     for address, folder in sorted(folders.items()):
@@ -214,6 +215,7 @@ def _read_node_memory(folder: str) -> int | None:
     for bank in banks:
         facts = _parse_facts(read_line(f"{folder}/mem_banks/{bank}/properties"))
         size_bytes = facts.get("size_in_bytes", "")
+        # Without the size of one bank the sum would be too small.
         if not size_bytes.isdecimal():
             return None
         memory_bytes += int(size_bytes)

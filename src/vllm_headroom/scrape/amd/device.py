@@ -55,6 +55,7 @@ def read_card(card: Card, index: int, context: "ReadContext") -> tuple[GpuReadin
         )
     memory = read_memory(card, context.proc)
     busy_percent = read_number(f"{card.folder}/gpu_busy_percent")
+    # The driver's units: percent, thousandths of a degree, millionths of a watt.
     millidegrees = read_number(card.temperature_file)
     microwatts = read_number(card.power_file)
     reading = GpuReading(
@@ -136,6 +137,7 @@ def _read_partition(
     memory = None
     if node.memory_bytes is not None and processes is not None:
         held_bytes = [process.used_bytes for process in processes]
+        # A process of unknown size would make the partition look emptier than it is.
         known_bytes = [used_bytes for used_bytes in held_bytes if used_bytes is not None]
         if len(known_bytes) == len(held_bytes):
             memory = _build_memory(node.memory_bytes, sum(known_bytes))
@@ -276,6 +278,7 @@ def _read_open_cards(process: str) -> dict[str, int]:
         size_kib = _parse_kib(facts.get("drm-memory-vram", ""))
         if size_kib is not None:
             client = facts.get("drm-pdev", ""), facts.get("drm-client-id", "")
+            # The same client's other files repeat this figure.
             clients_bytes[client] = size_kib * KIB
     cards_bytes: defaultdict[str, int] = defaultdict(int)
     for (address, _), client_bytes in clients_bytes.items():

@@ -93,6 +93,7 @@ def explain_status(response: httpx.Response, url: str) -> Failure:
     """
     answer = describe_answer(response, url)
     reason = _STATUS_REASONS.get(response.status_code, Reason.HTTP_STATUS)
+    # A redirect to a login page is the usual trouble, and its target the answer to it.
     if reason is Reason.HTTP_STATUS and response.has_redirect_location:
         target = hide_secrets(httpx.URL(response.headers["Location"]))
         location = str(target)[:_MAX_LOCATION_CHARACTERS]
@@ -149,6 +150,8 @@ def _explain_no_connection(error: Exception, url: str) -> Failure:
                 )
             case ssl.SSLError():
                 return build_failure(Reason.TLS, f"TLS with {url} failed ({cause})")
+            # While connecting, a reset means that nobody listens there; later, that the server hung
+            # up.
             case ConnectionResetError() | BrokenPipeError() if not is_connecting:
                 return build_failure(Reason.INCOMPLETE, f"{url} {_HUNG_UP}")
             case OSError(errno=int(number)) if number in SHORTAGES:
@@ -189,6 +192,7 @@ def read_token(file: Path) -> str:
     Raises UnusableCredentials where the file cannot be read or has anything but one token.
     """
     try:
+        # A byte that is not ASCII becomes a character that no token has.
         token = read_file(file, MAX_TOKEN_FILE_BYTES).decode("ascii", "replace").strip()
     except OSError as error:
         problem = f"{name_token_file(file)} cannot be read ({error.strerror})"

@@ -60,6 +60,7 @@ def read_body(response: httpx.Response, max_bytes: int) -> bytearray | Reason:
     if encoding not in {"", "identity"}:
         return Reason.MALFORMED
     body = bytearray()
+    # By the thread's CPU time: a slow network costs none.
     start_seconds = thread_time()
     try:
         for count, part in enumerate(response.iter_raw(), start=1):
@@ -140,6 +141,7 @@ class RequestConnection:
 
         def read_bounded(max_bytes: int, timeout: float | None = None) -> bytes:
             nonlocal head_bytes
+            # Without a bound, a server that never ends its head would fill the memory.
             if not self._has_head and head_bytes >= _MOST_HEAD_BYTES:
                 raise httpcore.RemoteProtocolError("the head of the answer does not end")
             data = read(max_bytes, timeout)
@@ -397,6 +399,7 @@ def _reports_death(health: Reply | Failure, others: tuple[Reply | Failure, ...])
         return False
     if health.status == HTTPStatus.SERVICE_UNAVAILABLE:
         return True
+    # That every page fails is a proxy's error, not the engine's.
     has_other_answer = any(
         not isinstance(other, Failure) and other.status < HTTPStatus.INTERNAL_SERVER_ERROR
         for other in others

@@ -141,6 +141,7 @@ class LogFiles:
         """Return the next bytes of the open file; begin again where it was truncated."""
         status = os.fstat(descriptor)
         file = _identify(status)
+        # Taken out and added again, so that the file read last is last.
         place = self._places.pop(file, None)
         if place is None:
             # Only the first file has a past that was not followed.
@@ -149,6 +150,7 @@ class LogFiles:
             place = Place()
         offset = place.offset
         is_broken = offset == 0
+        # Too far behind: old lines are skipped, and what is read begins within a line.
         if status.st_size - offset > MOST_BACKLOG_BYTES and offset > 0:
             offset = status.st_size - MOST_BYTES
             place = place._replace(fingerprint=b"")
@@ -159,6 +161,7 @@ class LogFiles:
             fingerprint=(place.fingerprint + content)[-FINGERPRINT_BYTES:],
             old_end=place.old_end,
         )
+        # The file that was not read for the longest time is forgotten.
         while len(self._places) > MOST_PLACES:
             del self._places[next(iter(self._places))]
         return LogBatch(content=content, is_old=offset < place.old_end, is_broken=is_broken)

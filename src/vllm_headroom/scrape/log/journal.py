@@ -50,6 +50,7 @@ class Journal:
         if isinstance(answer, Failure):
             self._failure = answer
             return answer
+        # The first answer is the past: its lines may be of an earlier run.
         is_first = self._cursor is None
         self._cursor = _find_cursor(answer) or self._cursor
         return LogBatch(content=answer, is_old=is_first, is_broken=is_first)

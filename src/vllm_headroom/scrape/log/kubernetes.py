@@ -59,6 +59,7 @@ class PodLog:
         now_seconds = asyncio.get_running_loop().time()
         if now_seconds < self._next_seconds:
             return self._failure or LogBatch(content=b"")
+        # Before the request, so that a failing server is not asked at each tick.
         self._next_seconds = now_seconds + PAUSE_SECONDS
         self._failure = None
         try:

@@ -299,6 +299,7 @@ class NvmlDevice:
     def _list_instances(self, gpu: GpuPart) -> Iterator[GpuPart]:
         """Yield the MIG instances that are visible now; none where the GPU is not in MIG mode."""
         mode = self._query(gpu, "MIG mode", pynvml.nvmlDeviceGetMigMode)
+        # No MIG mode, or none that is on: the whole GPU is the only part.
         if mode is None or mode[0] != pynvml.NVML_DEVICE_MIG_ENABLE:
             return
         max_count = self._query(gpu, "MIG devices", pynvml.nvmlDeviceGetMaxMigDeviceCount)
@@ -322,6 +323,7 @@ class NvmlDevice:
         """Return a reading of the whole GPU or a MIG instance; what it does not provide is None."""
         session = self._session
         memory = self._read_memory(part)
+        # Each query is separate: one that the driver refuses leaves only its figure out.
         utilization = self._query(part, "utilization", pynvml.nvmlDeviceGetUtilizationRates)
         utilization_percent = None if utilization is None else utilization.gpu
         celsius = self._query(

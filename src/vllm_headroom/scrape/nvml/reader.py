@@ -102,6 +102,7 @@ class Nvml:
         """
         deadline = read_loop_seconds() + timeout_seconds
         try:
+            # One reading at a time: the last one may still wait for a stuck call.
             async with asyncio.timeout_at(deadline):
                 await self._lock.acquire()
         except TimeoutError:
@@ -299,6 +300,7 @@ class Nvml:
         NVMLError where the error of a call means that the whole driver fails.
         """
         calls: dict[str, Callable[[], Any]] = dict(driver_calls)
+        # A lost GPU is not called again: it would answer with the same error, or hang.
         for device in self._session.devices:
             if device.lost_code is None:
                 calls[_name_subject(device)] = partial(device.call, method)
@@ -379,6 +381,7 @@ class Lane:
             subject: call for subject, call in calls.items() if subject not in stuck_subjects
         }
         while pending and not self.is_blocked:
+            # Too little time for a call: it would only be counted as stuck.
             if deadline - read_loop_seconds() < MIN_CALL_SECONDS:
                 break
             returned = await self._call_until_stuck(pending, limit_seconds, deadline)

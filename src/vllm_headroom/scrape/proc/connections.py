@@ -73,6 +73,7 @@ def _list_waits(kernel: socket.socket, family: int, port: int) -> Iterator[float
 
     `family` is that of IPv4 or IPv6.
     """
+    # A dump of all established TCP sockets to the port, with their TCP_INFO (sock_diag(7)).
     size = _REQUEST.size + _SOCKET_ID.size
     request = _REQUEST.pack(
         size,

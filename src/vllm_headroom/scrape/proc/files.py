@@ -168,6 +168,7 @@ def read_entry(
         stat = _read_stat(proc, pid)
         if stat.state == ZOMBIE_STATE:
             return None
+        # Fast path: the command line is read only where the process may be another.
         if previous is not None and _is_unchanged(stat.process, previous):
             return previous
         arguments = _split_arguments(read_start(f"{proc}/{pid}/cmdline"))

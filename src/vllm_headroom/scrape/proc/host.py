@@ -80,6 +80,7 @@ def read_cgroup(proc: Path, pid: int, *, machine_bytes: int) -> Cgroup | None:
         for cgroup in _list_folders(proc, pid):
             pids = _read(cgroup.path / "cgroup.procs").split()
             has_memory = (cgroup.path / cgroup.mount.version.used).exists()
+            # The same path may be another cgroup in a sidecar: the folder must list the process.
             if str(pid).encode() in pids and has_memory:
                 return _read_memory(cgroup, machine_bytes)
     except (OSError, ValueError):
@@ -99,6 +100,7 @@ def _list_folders(proc: Path, pid: int) -> Iterator[CgroupFolder]:
             mounts.append(mount)
     for line in _read_lines(proc / str(pid) / "cgroup"):
         hierarchy, controllers, path = line.split(":", 2)
+        # See cgroups(7): version 1 names its controllers, version 2 has number 0 and no names.
         if "memory" in controllers.split(","):
             version = _V1
         elif (hierarchy, controllers) == ("0", ""):
@@ -125,6 +127,7 @@ def _parse_mount(line: str) -> CgroupMount | None:
         version = _V1
     else:
         return None
+    # The fourth and fifth field: the root within the file system, and the mount point.
     root, path = fields.split(" ")[3:5]
     return CgroupMount(version=version, root=root, path=Path(path))
 
@@ -133,6 +136,7 @@ def _read_memory(cgroup: CgroupFolder, machine_bytes: int) -> Cgroup | None:
     """Return the memory of a cgroup, see `read_cgroup`; None where it cannot be read."""
     version = cgroup.mount.version
     try:
+        # The lowest limit may be that of a cgroup above, such as the pod's.
         limit_bytes, level = _find_lowest_limit(cgroup) or (machine_bytes, cgroup.path)
         stat = read_content(level / "memory.stat")
         cache_bytes = 0
@@ -204,6 +208,7 @@ def read_machine(proc: Path) -> MachineMemory | None:
         available_bytes=available_kib * KIB,
         swap_bytes=(find_number(meminfo, b"SwapTotal:") or 0) * KIB,
         swap_free_bytes=(find_number(meminfo, b"SwapFree:") or 0) * KIB,
+        # Older kernels have no such counter.
         oom_kills=find_number(_read(proc / "vmstat"), b"oom_kill "),
         pressure_ratio=_read_pressure(proc / "pressure" / "memory", b"avg10="),
     )

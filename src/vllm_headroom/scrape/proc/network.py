@@ -28,6 +28,9 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 LOOPBACK: Final = ipaddress.IPv4Address("127.0.0.1")
 """This machine, in its own network namespace."""
 
+_ANY_ADDRESS: Final = frozenset({ipaddress.IPv4Address("0.0.0.0"), ipaddress.IPv6Address("::")})  # noqa: S104
+"""What a socket that listens on every interface is bound to."""
+
 
 class Network(Struct, frozen=True, kw_only=True):
     """A network namespace."""
@@ -48,13 +51,14 @@ class Network(Struct, frozen=True, kw_only=True):
         `is_own` is whether this is the network namespace of this process; another one cannot be
         reached at a loopback address. A port at which nothing listens yet is expected to be open.
         """
-        bound_addresses = [address for address, bound_port in self.listening if bound_port == port]
-        is_open = not bound_addresses or any(address.is_unspecified for address in bound_addresses)
-        if is_own and (is_open or LOOPBACK in bound_addresses):
-            return LOOPBACK
+        bound = {address for address, bound_port in self.listening if bound_port == port}
+        is_open = not bound or not bound.isdisjoint(_ANY_ADDRESS)
+        if is_own:
+            return LOOPBACK if is_open or LOOPBACK in bound else min(bound, key=str)
         if is_open:
             return self.addresses[0] if self.addresses else None
-        reachable = [address for address in bound_addresses if is_own or not address.is_loopback]
+        reachable = [address for address in bound if not address.is_loopback]
+        # Sockets have no order: the least address, so that each call gives the same one.
         return min(reachable, key=str, default=None)
 
 
@@ -94,6 +98,7 @@ def _read_optional(path: Path) -> list[str]:
 def _list_ipv4_addresses(lines: list[str]) -> list[Address]:
     """Return the local addresses in fib_trie, which has a prefix and, below it, what it is."""
     addresses: dict[Address, None] = {}
+    # A leaf of the trie is followed by a line with its kind.
     for line, next_line in pairwise(lines):
         marker, _, text = line.strip().partition(" ")
         if marker != "|--" or next_line.split() != ["/32", "host", "LOCAL"]:
@@ -131,6 +136,7 @@ def _list_listening(lines: list[str]) -> Iterator[tuple[Address, int]]:
             port = int(port_text, 16)
         except ValueError:
             continue
+        # A dual-stack socket lists IPv4 in IPv6 notation.
         if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
             address = address.ipv4_mapped
         yield address, port
@@ -146,6 +152,7 @@ def _find_routed_network(lines: list[str]) -> ipaddress.IPv4Network | None:
     """Return the network of the interface with the default route; None where there is none."""
     routes = [line.split() for line in lines[1:]]
     routes = [fields for fields in routes if len(fields) > 7]  # noqa: PLR2004 - its mask is field 8
+    # The interface with the default route is the one by which others reach this machine.
     default_interfaces = {fields[0] for fields in routes if fields[1] == _DEFAULT_DESTINATION}
     for fields in routes:
         if fields[0] not in default_interfaces or fields[1] == _DEFAULT_DESTINATION:

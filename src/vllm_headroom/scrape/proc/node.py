@@ -116,6 +116,7 @@ class NodeProcesses:
         """Read the cgroup of new processes and of a share of the others."""
         now_seconds = self._monotonic()
         pids = proc_files.list_pids(self._proc)
+        # The longest unread first, so that each gets its turn within the rescan time.
         due_pids = _choose_due(self._owners, pids, self._measure_share(self._scanned_at_seconds))
         self._scanned_at_seconds = now_seconds
         for pid in due_pids:
@@ -163,6 +164,7 @@ class NodeProcesses:
 
     def _locate_group(self, owner_key: str, servers: Sequence[int]) -> Iterator[LocatedEngine]:
         """Yield the engines of one pod or unit; each name is watched once."""
+        # Also later, while only one of them runs: its name must not change.
         if len(servers) > 1:
             self._shared_units.add(owner_key)
         names: set[EngineName] = set()
@@ -171,6 +173,7 @@ class NodeProcesses:
             if owner is None:
                 continue
             engine = self._locate(owner_key, owner, pid)
+            # Two servers in one container have the same labels: their series would collide.
             if engine.name in names and engine.kind is EngineKind.WATCHED:
                 engine = _refuse(engine, "another server in the same container is watched already")
             names.add(engine.name)
@@ -223,6 +226,7 @@ class NodeProcesses:
                 "its port is neither on its command line nor the only one that listens: start it"
                 " with --port",
             )
+        # It listens, and not on an address that can be reached from here.
         if address is None and port in {bound_port for _, bound_port in network.listening}:
             return _refuse(
                 engine, f"its port {port} listens on 127.0.0.1 only: start it with --host 0.0.0.0"
@@ -301,6 +305,7 @@ def _limit(engines: list[LocatedEngine]) -> tuple[LocatedEngine, ...]:
     """Return the engines, of which at most MOST_ENGINES are watched."""
     limited: list[LocatedEngine] = []
     watched = 0
+    # Sorted, so that the same engines are watched at each tick.
     for engine in sorted(engines, key=lambda engine: engine.key):
         if engine.kind is EngineKind.WATCHED:
             watched += 1

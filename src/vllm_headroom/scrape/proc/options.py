@@ -77,6 +77,7 @@ def read_options(command: Command) -> EngineOptions | None:
         name = _find_option_name(argument)
         if name is None:
             continue
+        # The last one of an option counts, as in vLLM's argparse.
         texts[name] = text
         if name in _PARSERS:
             value = _parse_value(name, text)
@@ -86,6 +87,7 @@ def read_options(command: Command) -> EngineOptions | None:
         model = _find_positional_model(command)
         if model is not None:
             values["model"] = model
+    # The connector's settings are JSON within an option: a pattern finds the sizes in it.
     connector = texts.get("kv_transfer_config", "")
     for name, pattern in _CONNECTOR_SIZES.items():
         sizes = pattern.findall(connector)
@@ -144,6 +146,7 @@ def star_secrets(command: Command) -> str:
     is_secret_value = False
     for argument in command:
         if argument.startswith("-"):
+            # Until the next option, values belong to this one.
             is_secret_value = bool(_SECRET_OPTION.match(argument))
             shown = _star_argument(argument)[:room_characters]
         elif is_secret_value:

@@ -56,6 +56,7 @@ def parse_owner(text: str) -> Owner | None:
         if not separator or not second_separator:
             continue
         paths["" if hierarchy == "0" else controllers] = path
+        # A pod's cgroup names the pod and the container, with either version.
         pod = _POD.search(path)
         if pod is not None:
             uid = pod[1].replace("_", "-")

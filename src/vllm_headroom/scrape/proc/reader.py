@@ -79,6 +79,7 @@ def sees_other_processes(entries: ProcEntries, own_pid: int) -> bool:
     if proc_roots.INIT_PID not in entries:
         return False
     own_line = {own_pid}
+    # A process above or below the daemon is in its own container: it proves nothing.
     if own_pid in entries:
         own_line |= proc_roots.list_ancestors(entries, own_pid)
     for pid in entries:
@@ -254,6 +255,7 @@ class Processes:
         ]
         server_start_seconds = None
         if start_times_seconds:
+            # Relative to boot, as /proc gives the starts of processes.
             server_start_seconds = min(start_times_seconds) - self._boot_time_seconds
         return replace(
             self._no_page,
@@ -269,6 +271,7 @@ class Processes:
         The engine is chosen again where a process or the page's state has changed.
         """
         has_changed = self._scan(pids)
+        # Choosing costs a walk over all processes: it is done only when something has changed.
         if has_changed or page != self._page:
             self._page = page
             self._find_engine()
@@ -301,6 +304,7 @@ class Processes:
         known_pids = [
             pid for pid, entry in self._entries.items() if entry.parent_pid != kernel_parent
         ]
+        # The oldest entries first: those that are read move to the end.
         due_pids = known_pids[: ceil(share * len(known_pids))]
         has_changed = bool(exited_pids)
         for pid in (*due_pids, *new_pids):
@@ -389,6 +393,7 @@ class Processes:
         cpu_pressure_ratio = None
         wait_seconds = None
         waiting_requests = None
+        # Once for the engine: pressure and connections are the container's, not a process's.
         if role is Role.API_SERVER and entry.pid in self._choice.roots:
             cpu_pressure_ratio = read_cpu_pressure(self._proc)
             if proc_files.has_same_network(self._proc, entry.pid, default=False):

@@ -298,6 +298,7 @@ def _describe_candidate(entries: ProcEntries, roots: Roots, served_port: ServedP
         if process.parent_pid in roots and _is_api_server(process):
             servers.append(process)  # noqa: PERF401 - a list for two conditions reads worse
     starts_seconds = [process.started_seconds for process in servers]
+    # `vllm serve` may be the parent of several servers: a page may report its start.
     program = entries.get(root_processes[0].parent_pid)
     if program is not None:
         starts_seconds.append(program.started_seconds)

@@ -134,6 +134,7 @@ def _list_places(process: Path, model: str) -> Iterator[Path]:
     `model` is a folder, or a name in Hugging Face's cache. Paths go through `process`, the server's
     folder in /proc, into its file system. Raises OSError where its environment cannot be read.
     """
+    # An absolute path is a folder; anything else may be one or a name on the hub.
     if model.startswith("/"):
         yield process / "root" / model.lstrip("/") / "config.json"
         return

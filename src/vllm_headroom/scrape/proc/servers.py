@@ -180,6 +180,7 @@ def _strip_interpreter(command: Command) -> Command:
             break
         if not argument.startswith("-"):
             break
+        # An option with a value takes the next argument too.
         position += 2 if argument in _OPTIONS_WITH_VALUE else 1
     return command[position:] or ("",)
 

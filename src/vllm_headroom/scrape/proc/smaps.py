@@ -56,6 +56,7 @@ def read_mappings(proc: Path, pid: int) -> KindSizes | None:
                 if mapping is None:
                     continue
                 kind = _find_kind(mapping[1].decode(errors="replace"))
+                # A process may map thousands of files: the rest is summed up.
                 if kind not in sizes_bytes and len(sizes_bytes) >= _MAX_KINDS:
                     kind = _OTHER_FILES
                 if time.monotonic() > deadline:

@@ -76,6 +76,7 @@ def read_start_facts(start: EngineStart, option_args: EngineArgs) -> StartFacts:
     """Return the facts of a start; settings that the operator gave have precedence."""
     failure = start.root_failure
     figures = {} if failure is None else failure.figures
+    # The log's own figure first, then that of the message.
     total_bytes = _choose(start.find_largest("total_bytes"), figures.get("total_bytes"))
     if total_bytes is None and failure is not None and failure.refusal is not None:
         total_bytes = failure.refusal.total_bytes
@@ -99,6 +100,7 @@ def read_start_facts(start: EngineStart, option_args: EngineArgs) -> StartFacts:
         facts=Facts(origin=Origin.LOG, settings=settings, samples=0),
         total_bytes=total_bytes,
         requested_bytes=requested_bytes,
+        # The least: one GPU that is fuller than the others decides.
         free_bytes=min((figure for figure in free_figures if figure is not None), default=None),
         weights_bytes=_choose(
             start.find_largest("weights_bytes"), start.find_largest("profiled_weights_bytes")
@@ -126,6 +128,7 @@ def _read_settings(
     )
     if start.engine != VLLM:
         return EngineArgs(version=version)
+    # In order of trust: the operator, the options in the log, vLLM's own words, the failure.
     utilization = _choose(
         option_args.gpu_memory_utilization,
         _find_number(start, "gpu_memory_utilization"),
@@ -133,6 +136,7 @@ def _read_settings(
         failed_ratio,
     )
     has_options = bool(start.arguments or start.config)
+    # Options are known, and this one was not among them: vLLM used its default.
     if utilization is None and has_options and version is not None:
         is_new = version >= NEW_DEFAULT_VERSION
         utilization = DEFAULT_UTILIZATION if is_new else OLD_DEFAULT_UTILIZATION
@@ -196,6 +200,7 @@ def raise_share(start_facts: StartFacts, missing_bytes: float, text: str) -> Cha
     if now is None or not total_bytes:
         return None
     hundredths = 100 * (now + missing_bytes / total_bytes)
+    # Rounded up to hundredths: with less, the same failure would come again.
     value = ceil(hundredths - ROUNDING_TOLERANCE) / 100
     if value > SAFE_UTILIZATION or value <= now:
         return None

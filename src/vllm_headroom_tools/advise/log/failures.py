@@ -54,6 +54,7 @@ def advise_on_failure(start_facts: StartFacts, failure: LogFailure) -> Advice:
     """Return the advice on the failure that ended a start or an engine at work."""
     changes: tuple[Change, ...] = ()
     rule = RULES.get(failure.kind)
+    # Options are vLLM's own; for other engines there are general steps.
     if rule is not None and start_facts.start.engine == VLLM:
         changes = rule(start_facts, failure)
     elif failure.kind in MEMORY_KINDS:
@@ -72,6 +73,7 @@ def advise_on_failure(start_facts: StartFacts, failure: LogFailure) -> Advice:
 def _find_remark(failure: LogFailure) -> str | None:
     """Return a sentence against confusing a failure with another; None without one."""
     if failure.kind is LogFailureKind.GPU_OUT_OF_MEMORY:
+        # Once the cache is there, more memory for vLLM is no help: it failed outside of the share.
         is_after_profile = failure.phase in (
             StartPhase.CACHE,
             StartPhase.READY,
@@ -88,6 +90,7 @@ def _list_evidence(start_facts: StartFacts, failure: LogFailure) -> tuple[Figure
     refusal = failure.refusal or Refusal()
     cache_bytes = start_facts.kv_cache_bytes
     missing_bytes = None
+    # A negative size means that the other parts take more than the share.
     if cache_bytes is not None and cache_bytes < 0:
         missing_bytes = -cache_bytes
         cache_bytes = None
@@ -120,6 +123,7 @@ def _change_for_refusal(start_facts: StartFacts, failure: LogFailure) -> tuple[C
     defragment = None
     if _is_fragmented(refusal):
         defragment = Change(text=DEFRAGMENT_TEXT, cost=DEFRAGMENT_COST)
+    # Before the profile run, batch and cache are not yet allocated: only the weights matter.
     if failure.phase in (StartPhase.BEGINNING, StartPhase.LOADING):
         return drop_none(move, split_weights(start_facts, "the weights do not fit into one GPU"))
     if failure.phase is StartPhase.PROFILING:
@@ -200,6 +204,7 @@ def _shrink_batch(start_facts: StartFacts, failure: LogFailure) -> tuple[Change,
         "the activations of a step shrink with its tokens",
         "long prompts take more steps; a restart",
     )
+    # Sampling depends on requests alone, the layers on tokens.
     if is_sampling:
         return drop_none(fewer_requests)
     return drop_none(fewer_tokens, fewer_requests)
@@ -231,6 +236,7 @@ def _change_for_no_cache(start_facts: StartFacts, failure: LogFailure) -> tuple[
     missing_bytes = AIM_BYTES + max(0.0, -_find_cache_bytes(start_facts))
     text = f"{format_size(missing_bytes)} more: what is missing, and a cache of 1 GiB"
     no_graphs = None
+    # Turning graphs off helps only if they take what is missing.
     graphs_bytes = start_facts.start.find_largest("graphs_estimated_bytes")
     if graphs_bytes is not None and graphs_bytes >= missing_bytes:
         no_graphs = Change(
@@ -296,6 +302,7 @@ def _find_fitting_tokens(failure: LogFailure) -> int:
     cache_bytes = figures.get("kv_cache_bytes")
     if not context_tokens or not needed_bytes or cache_bytes is None:
         return 0
+    # In proportion: the needed bytes are those of the whole context.
     return floor(context_tokens * cache_bytes / needed_bytes)
 
 
@@ -379,6 +386,7 @@ def _change_for_gpus(start_facts: StartFacts, failure: LogFailure) -> tuple[Chan
     if available_gpus and available_gpus < start_facts.tensor_parallel_size:
         fewer_gpus = Change(
             flag=Flag.TENSOR_PARALLEL_SIZE,
+            # Tensor parallelism divides heads: only powers of two fit every model.
             value=float(2 ** (int(available_gpus).bit_length() - 1)),
             now=start_facts.tensor_parallel_size,
             text=f"the engine sees {available_gpus:.0f} GPUs",

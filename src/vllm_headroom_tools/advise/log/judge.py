@@ -76,6 +76,7 @@ def judge_log(log: EngineLog, option_args: EngineArgs) -> LogAssessment:
     advice: tuple[Advice, ...] = ()
     missing: tuple[str, ...] = ()
     notes = list(_note_other_starts(log, start))
+    # A start that failed is what the reader asks about, also if a later one serves.
     if failure is not None:
         one_advice = advise_on_failure(start_facts, failure)
         notes += _note_absent_flags(one_advice, start_facts)
@@ -209,6 +210,7 @@ def _note_unused_share(start_facts: StartFacts) -> Iterator[str]:
     unused_bytes = (SAFE_UTILIZATION - utilization) * total_bytes
     if unused_bytes < NOTED_BYTES:
         return
+    # Half a hundredth of a share is not worth a restart.
     change = raise_share(start_facts, unused_bytes, "")
     bytes_per_token = start_facts.bytes_per_token
     if change is None or change.value is None or bytes_per_token is None:
@@ -237,6 +239,7 @@ def _note_graphs(start_facts: StartFacts) -> Iterator[str]:
         return
     if estimated_bytes is None or start_facts.kv_cache_bytes is None:
         return
+    # Only where vLLM had estimated them: the estimate was taken from the cache.
     unused_bytes = estimated_bytes - graphs_bytes
     if unused_bytes >= NOTED_BYTES:
         cache_bytes = start_facts.kv_cache_bytes + unused_bytes
@@ -262,6 +265,7 @@ def _note_uneven_ranks(start: EngineStart) -> Iterator[str]:
 def _note_load(start: EngineStart) -> Iterator[str]:
     """Note a full KV cache with waiting requests in the newest reports of load."""
     loads = list_loads(start)
+    # Only with a full cache: requests that wait otherwise have another limit.
     full_loads = [load for load in loads if load.get("kv_cache_used_ratio", 0.0) > FULL_RATIO]
     waiting_requests = max((load.get("waiting_requests", 0.0) for load in full_loads), default=0.0)
     if waiting_requests:

@@ -67,6 +67,7 @@ def _change_utilization(facts: Facts, added_ratio: float, text: str, cost: str) 
     flag = Flag.GPU_MEMORY_UTILIZATION
     now = facts.settings.gpu_memory_utilization
     if now is None:
+        # Rounded down, so that no more is promised than there is.
         difference = floor(added_ratio * 100 + ROUNDING_TOLERANCE) / 100
         if not difference:
             return None
@@ -153,6 +154,7 @@ def take_more(facts: Facts) -> Change | None:
     """
     room_bytes = facts.least_room_bytes
     usable_bytes = facts.usable_bytes
+    # A page has no history of peaks, and a short trace may have missed them.
     if facts.origin is Origin.PAGE or facts.span_seconds < PEAKS_SECONDS:
         return None
     if facts.failed_starts or has_run_short(facts):
@@ -259,6 +261,7 @@ def find_full_cache(facts: Facts) -> Advice | None:
     diagnosis = _diagnose_small_cache(facts, pressed)
     if diagnosis is None:
         diagnosis = _diagnose_long_requests(facts, pressed)
+    # The causes exclude each other: the first that fits is the most specific.
     if diagnosis is None and pressed.thrash is not None:
         diagnosis = _diagnose_thrashing(facts, pressed, pressed.thrash)
     if diagnosis is None:
@@ -407,6 +410,7 @@ def _list_full_evidence(pressed: PressedCache) -> tuple[Figure, ...]:
     thrash = pressed.thrash
     if thrash is not None:
         return _list_thrash_evidence(engine, thrash)
+    # A page has counts since the start, and no time.
     if full.seconds is None:
         lasted = "now"
         counted = " since the engine's start"
@@ -528,6 +532,7 @@ def find_unused_memory(facts: Facts) -> Advice | None:
         return None
     if room_bytes < UNUSED_RATIO * (facts.usable_bytes or 0.0):
         return None
+    # Engines share the GPUs: the first with waiting requests speaks for all.
     for engine in facts.engines:
         full = engine.full
         if full is None or full.queued_seconds < LASTING_SECONDS:
@@ -688,6 +693,7 @@ def judge_prefix_cache(facts: Facts, engine: EngineFacts) -> Advice | str | None
     if judged_seconds < PREFIX_SECONDS:
         needed = format_duration(PREFIX_SECONDS)
         return f"Too little was looked up in the prefix cache to judge it: {needed} of traffic do."
+    # Before this version a waiting request repeated its lookup in each step.
     counts_again = facts.settings.earliest_version < COUNTS_PREFIXES_ONCE
     if counts_again and prefix.blocked_ratio > BLOCKED_RATIO:
         return (

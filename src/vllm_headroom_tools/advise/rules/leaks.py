@@ -138,6 +138,7 @@ def find_straight_growth(facts: Facts) -> Advice | None:
     Proposes: a fix of the growth. No option of vLLM stops a leak.
     """
     gpus = [causes.find_straight_growth(end) for end in facts.ends]
+    # The newest exit first: it is the one that the operator asks about.
     for gpu in reversed(gpus):
         if gpu is not None and gpu.straight_growth is not None:
             growth = gpu.straight_growth
@@ -215,6 +216,7 @@ def _pick_worst_leak(leaks: Iterable[tuple[str, Leak]]) -> WorstLeak | None:
         if leak.alarm is None:
             continue
         names.append(name)
+        # A leak that goes on is worse than one that has ended; then the faster one.
         rank = (leak.ended_seconds is None, leak.alarm.bytes_per_second or 0.0)
         if worst is None or rank > worst_rank:
             worst = WorstLeak(names=name, name=name, leak=leak, alarm=leak.alarm)
@@ -384,6 +386,7 @@ def find_over_budget(facts: Facts) -> Advice | None:
     gpus = _list_over_budget(facts)
     if not gpus:
         return None
+    # The GPU with the largest excess: the option is the same for all.
     gpu, excess = max(gpus, key=lambda pair: pair[1].excess_bytes)
     exits = sum(1 for end in facts.ends if is_over_budget(end))
     size = format_size(excess.excess_bytes)
@@ -396,6 +399,7 @@ def find_over_budget(facts: Facts) -> Advice | None:
     )
     duration = format_duration(excess.seconds)
     lasted = f", for {duration}" if facts.origin is Origin.TRACE else ""
+    # At rest: what bursts take comes on top.
     room_bytes = max(0.0, (gpu.usable_bytes or 0.0) - excess.budget_bytes - excess.excess_bytes)
     return Advice(
         cause=Cause.OVER_BUDGET,
@@ -432,6 +436,7 @@ def _list_over_budget(facts: Facts) -> list[tuple[GpuFacts, BudgetExcess]]:
             continue
         room_bytes = gpu.usable_bytes - excess.budget_bytes - excess.excess_bytes
         is_lasting = excess.seconds >= OVER_BUDGET_SECONDS
+        # Over the budget alone is no trouble: too little must be left, or an exit have come of it.
         if gpu.uuid in fatal_uuids or (is_lasting and room_bytes < excess.tight_bytes):
             gpus.append((gpu, excess))
     return gpus
@@ -451,10 +456,12 @@ def find_shortage(facts: Facts, kind: Shortage) -> Advice | None:
         (gpu, spell)
         for gpu in facts.gpus
         for spell in gpu.spells
+        # A shortage that a leak or others explain is not judged a second time.
         if spell.kind is kind and gpu.uuid not in explained_uuids
     ]
     if not spells:
         return None
+    # The worst moment decides how much smaller the share must be.
     gpu, worst_spell = min(spells, key=lambda pair: pair[1].lowest_room_bytes)
     exits = sum(1 for _, spell in spells if spell.has_engine_exited)
 

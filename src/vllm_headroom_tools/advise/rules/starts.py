@@ -54,6 +54,7 @@ def find_failing_starts(facts: Facts) -> Advice | None:
     starts = facts.failed_starts
     if len(starts) < FAILED_STARTS:
         return None
+    # The median: one start beside a neighbour is no rule.
     if median(_find_others_bytes(start) for start in starts) > NEIGHBOUR_BYTES:
         return _advise_on_used_gpu(facts, starts)
     # A full /dev/shm stops a start whatever room the GPU has, so it is judged before that room.
@@ -311,6 +312,7 @@ def find_crash(facts: Facts) -> Advice | None:
     """
     crashes = [end for end in find_crashes(facts) if end.fullest_gpu is not None]
     orphan_bytes = max((end.orphan_bytes for end in crashes), default=0)
+    # A single exit may have been planned; orphans show that it was not.
     if len(crashes) < FAILED_STARTS and not orphan_bytes:
         return None
     newest = crashes[-1]
@@ -463,6 +465,7 @@ def find_other_tenant(facts: Facts) -> Advice | None:
     """
     gpu = None
     others_memory = None
+    # The GPU on which others held most.
     for candidate in facts.gpus:
         memory = candidate.others_memory
         if memory is None or not _is_problem(facts, candidate, memory):

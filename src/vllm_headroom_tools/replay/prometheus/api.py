@@ -79,6 +79,7 @@ class TimeSpan(Struct, frozen=True, kw_only=True):
 
         Each time is in exactly one part.
         """
+        # The server refuses more steps in one query.
         stride = max(1, most_steps) * self.step_ms
         starts = range(self.start_ms, self.end_ms + 1, stride)
         return [

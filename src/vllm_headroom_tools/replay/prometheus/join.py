@@ -120,6 +120,7 @@ def _read_start_times(
     if not lead_series:
         return []
     matchers: list[str] = []
+    # By job and instance: the process's own series have no labels of the model.
     for label in ("job", "instance"):
         targets = sorted({series.labels.get(label, "") for series in lead_series})
         pattern = "|".join(map(re.escape, targets))
@@ -149,6 +150,7 @@ def _merge_series(kind: Exporter, all_series: Iterable[Series], overlap_steps: i
         groups.setdefault(key, []).append(series)
     joined: list[Series] = []
     for group in groups.values():
+        # In the order of time, so that later values replace earlier ones.
         group.sort(key=lambda series: min(series.values, default=0))
         values: dict[int, float] = {}
         for series in group:
@@ -172,6 +174,7 @@ def _explain_ambiguity(kind: Exporter, group: Sequence[Series]) -> str:
     """
     metric = group[0].name
     differing: dict[str, list[str]] = {}
+    # Labels of the scrapes alone: those of the identity are equal.
     for name in sorted({name for series in group for name in series.labels} - kind.identity):
         texts = sorted({series.labels.get(name, "") for series in group})
         if len(texts) > 1:
@@ -228,6 +231,7 @@ def _sample_gpus(
     return [
         _build_device(uuid, facts, unit_bytes)
         for uuid, facts in sorted(devices.items())
+        # Without an attribution, all devices of the selection count.
         if is_engines_own.get(uuid, True)
     ]
 

@@ -70,6 +70,7 @@ def find_sources(
     search = TimeSpan(start_ms=start_ms, end_ms=span.end_ms, step_ms=_STRIDE_MS)
     gpu_names = _find_present(api, search, _GPUS, gpu_matchers)
     engine_names = _find_present(api, search, (*_ENGINES, OWN_PROCESSES), engine_matchers)
+    # The best history first: this project's own series have the most facts.
     for gpus, engines in _HISTORIES:
         if not gpu_names.intersection(gpus.lead) or not engine_names.intersection(engines.lead):
             continue
@@ -164,6 +165,7 @@ def read_records(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     with closing(api):
         sources = find_sources(api, span, gpu_matchers, engine_matchers)
         gpu_interval_ms = sources[0].interval_ms
+        # Finer steps than the scrapes would only repeat values.
         if gpu_interval_ms > span.step_ms * _INTERVAL_ERROR:
             span = replace(span, step_ms=gpu_interval_ms)
         pages = span.pages(min(MOST_STEPS, _LONGEST_PAGE_MS // span.step_ms))
