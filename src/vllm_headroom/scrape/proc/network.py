@@ -28,7 +28,7 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 LOOPBACK: Final = ipaddress.IPv4Address("127.0.0.1")
 """This machine, in its own network namespace."""
 
-_ANY_ADDRESS: Final = frozenset({ipaddress.IPv4Address("0.0.0.0"), ipaddress.IPv6Address("::")})  # noqa: S104
+_ANY_ADDRESS: Final = frozenset({ipaddress.IPv4Address("0.0.0.0"), ipaddress.IPv6Address("::")})
 """What a socket that listens on every interface is bound to."""
 
 
