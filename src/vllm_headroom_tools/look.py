@@ -18,7 +18,7 @@ from vllm_headroom.model import EnginePage, Failure, Gpu, GpuReadings, ProcessRe
 from vllm_headroom.parse.engines import parse_engines
 from vllm_headroom.scrape.gpus import Gpus
 from vllm_headroom.scrape.http.reader import PageReader, find_port, is_here
-from vllm_headroom.scrape.pods import POD_LOGS
+from vllm_headroom.scrape.pods import CONTAINER_LOGS, POD_LOGS
 from vllm_headroom.scrape.proc.node import LocatedEngine, NodeProcesses
 from vllm_headroom.scrape.proc.reader import Processes
 from vllm_headroom_tools.bad_input import BadInput
@@ -50,7 +50,10 @@ FIND_SECONDS: Final = 5.0
 
 
 async def locate_engines(
-    settings: Settings, proc: Path = PROC, pod_logs: Path = POD_LOGS
+    settings: Settings,
+    proc: Path = PROC,
+    container_logs: Path = CONTAINER_LOGS,
+    pod_logs: Path = POD_LOGS,
 ) -> tuple[LocatedEngine, ...]:
     """Return the engines of HEADROOM_ENGINES, found as the daemon does.
 
@@ -60,6 +63,7 @@ async def locate_engines(
         return locate_urls(settings)
     processes = NodeProcesses(
         proc=proc,
+        container_logs=container_logs,
         pod_logs=pod_logs,
         usual_container=settings.engine_container,
         monotonic=time.monotonic,

@@ -42,6 +42,8 @@ class NodeTree(ProcTree):
         proc = folder / "proc"
         proc.mkdir()
         super().__init__(proc)
+        self.container_logs = folder / "containers"
+        self.container_logs.mkdir()
         self.pod_logs = folder / "pods"
         self.pod_logs.mkdir()
 

@@ -1,4 +1,4 @@
-"""Read the names of the pods of this node from the folders of their logs."""
+"""Read the names of the pods and containers of this node from the names of their logs."""
 
 import os
 import re
@@ -7,15 +7,30 @@ from typing import Final
 
 from msgspec import Struct
 
+CONTAINER_LOGS: Final = Path("/var/log/containers")
+"""Where every kubelet has a link POD_NAMESPACE_CONTAINER-ID.log for each container of its node
+(kubelet: `ContainerLogsDir`). Any user may list it; the logs that the links name are root's."""
+
 POD_LOGS: Final = Path("/var/log/pods")
 """Where every kubelet has a folder NAMESPACE_POD_UID for each pod of its node, and below that a
-folder for each container (kubelet: `DefaultPodLogsDir`)."""
+folder for each container (kubelet: `DefaultPodLogsDir`). A kubelet makes it for root
+alone (mode 0750, seen in 1.34)."""
 
+_LINK: Final = re.compile(r"([a-z0-9.-]+)_([a-z0-9-]+)_([a-z0-9-]+)-([0-9a-f]{64})\.log")
 _FOLDER: Final = re.compile(r"([a-z0-9-]+)_([a-z0-9.-]+)_([0-9a-f-]{32,36})")
 """Names of Kubernetes have no underscore."""
 
 
-class PodName(Struct, frozen=True, kw_only=True):
+class ContainerName(Struct, frozen=True, kw_only=True):
+    """The names of a container and its pod."""
+
+    namespace: str
+    pod: str
+    container: str | None
+    """None where it cannot be known."""
+
+
+class PodFolder(Struct, frozen=True, kw_only=True):
     """The names of a pod, and the folder of its logs."""
 
     namespace: str
@@ -23,48 +38,82 @@ class PodName(Struct, frozen=True, kw_only=True):
     folder: Path
 
 
-class PodNames:
-    """Finds the names of a pod by its UID; the folders are read again for a UID that is new."""
+class ContainerNames:
+    """Finds the names of a container; what lists them is read again for an ID that is new.
 
-    def __init__(self, logs: Path = POD_LOGS) -> None:
-        self._logs = logs
-        self._names: dict[str, PodName] = {}
+    `usual_container` is the usual name of an engine's container.
+    """
 
-    def find(self, uid: str) -> PodName | None:
-        """Return the names of a pod; None where its folder is not visible."""
-        if uid not in self._names:
-            self._names = _list_names(self._logs)
-        return self._names.get(uid)
+    def __init__(
+        self,
+        usual_container: str,
+        container_logs: Path = CONTAINER_LOGS,
+        pod_logs: Path = POD_LOGS,
+    ) -> None:
+        self._usual_container = usual_container
+        self._container_logs = container_logs
+        self._pod_logs = pod_logs
+        self._containers: dict[str, ContainerName] = {}
+        self._folders: dict[str, PodFolder] = {}
+
+    def find(self, pod_uid: str, container_id: str | None) -> ContainerName | None:
+        """Return the names of a container of a pod; None where neither links nor folders do."""
+        if container_id is not None:
+            if container_id not in self._containers:
+                self._containers = _list_containers(self._container_logs)
+            name = self._containers.get(container_id)
+            if name is not None:
+                return name
+        if pod_uid not in self._folders:
+            self._folders = _list_folders(self._pod_logs)
+        folder = self._folders.get(pod_uid)
+        if folder is None:
+            return None
+        return ContainerName(
+            namespace=folder.namespace,
+            pod=folder.pod,
+            container=_find_container(folder.folder, container_id, self._usual_container),
+        )
 
 
-def _list_names(logs: Path) -> dict[str, PodName]:
-    """Return the names of each pod by its UID; empty where the folders cannot be read."""
+def _list_containers(logs: Path) -> dict[str, ContainerName]:
+    """Return the names of each container by its ID; empty where the links cannot be listed."""
+    matches = (_LINK.fullmatch(link) for link in _list_entries(logs))
+    return {
+        match[4]: ContainerName(namespace=match[2], pod=match[1], container=match[3])
+        for match in matches
+        if match is not None
+    }
+
+
+def _list_folders(logs: Path) -> dict[str, PodFolder]:
+    """Return the names of each pod by its UID; empty where the folders cannot be listed."""
+    matches = (_FOLDER.fullmatch(folder) for folder in _list_entries(logs))
+    return {
+        match[3]: PodFolder(namespace=match[1], pod=match[2], folder=logs / match[0])
+        for match in matches
+        if match is not None
+    }
+
+
+def _list_entries(folder: Path) -> list[str]:
     try:
-        folders = os.listdir(logs)  # noqa: PTH208 - names, not paths
+        return sorted(os.listdir(folder))  # noqa: PTH208 - names, not paths
     except OSError:
-        return {}
-    names = {}
-    for folder in folders:
-        match = _FOLDER.fullmatch(folder)
-        if match is not None:
-            names[match[3]] = PodName(namespace=match[1], pod=match[2], folder=logs / folder)
-    return names
+        return []
 
 
-def find_container(name: PodName, container_id: str | None, usual_name: str) -> str | None:
-    """Return the name of a container in a pod; None where it cannot be known.
+def _find_container(folder: Path, container_id: str | None, usual_name: str) -> str | None:
+    """Return the name of a container in a pod's folder; None where it cannot be known.
 
     It is the pod's only container, else the one whose log is a link to a file with the container's
     ID, as Docker has it, else the one with the usual name of the engine's container.
     """
-    try:
-        containers = sorted(os.listdir(name.folder))  # noqa: PTH208 - names, not paths
-    except OSError:
-        return None
+    containers = _list_entries(folder)
     if len(containers) == 1:
         return containers[0]
     for container in containers:
-        if container_id is not None and _has_log_of(name.folder / container, container_id):
+        if container_id is not None and _has_log_of(folder / container, container_id):
             return container
     return usual_name if usual_name in containers else None
 

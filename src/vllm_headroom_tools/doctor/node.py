@@ -9,7 +9,7 @@ from typing import Final
 from vllm_headroom.daemon.parts import build_page_reader
 from vllm_headroom.model import EnginePage, Failure
 from vllm_headroom.parse.engines import explain_empty_page
-from vllm_headroom.scrape.pods import POD_LOGS
+from vllm_headroom.scrape.pods import CONTAINER_LOGS
 from vllm_headroom.scrape.proc.files import has_host_pids
 from vllm_headroom.scrape.proc.node import LocatedEngine
 from vllm_headroom.vocabulary import EngineKind
@@ -33,12 +33,12 @@ KIND_TEXTS: Final = {
     EngineKind.UNREADABLE: "unreadable",
 }
 
-SEE_POD_LOGS: Final = put(
+SEE_CONTAINER_LOGS: Final = put(
     POD,
-    "volumes: [{name: pod-logs, hostPath: {path: /var/log/pods}}]",
+    "volumes: [{name: container-logs, hostPath: {path: /var/log/containers}}]",
     "containers:",
     "- name: headroom",
-    "  volumeMounts: [{name: pod-logs, mountPath: /var/log/pods, readOnly: true}]",
+    "  volumeMounts: [{name: container-logs, mountPath: /var/log/containers, readOnly: true}]",
 )
 REACH_IT: Final = put(
     "in the NetworkPolicies of vLLM's namespace", "# let the daemon's pod connect to vLLM's port"
@@ -93,8 +93,8 @@ def check_engines(located: Iterable[LocatedEngine], *, has_hosts: bool) -> Check
         details.append("only processes of this pod are visible, so no other pod's engine is found")
         fixes.append(SEE_HOST_PIDS)
     if any(engine.name.pod and not engine.name.namespace for engine in engines):
-        details.append(f"{POD_LOGS} shows no names of pods: each is named by its UID")
-        fixes.append(SEE_POD_LOGS)
+        details.append(f"{CONTAINER_LOGS} shows no names of pods: each is named by its UID")
+        fixes.append(SEE_CONTAINER_LOGS)
     is_complete = bool(engines) and not details
     return Check(
         Status.OK if is_complete else Status.MISSING,

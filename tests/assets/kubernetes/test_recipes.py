@@ -201,8 +201,10 @@ def test_the_daemonset_sees_the_nodes_processes_and_names_and_nothing_more() -> 
     assert pod["hostPID"] is True
     assert not {"hostNetwork", "hostIPC", "serviceAccountName"} & pod.keys()
     assert pod["automountServiceAccountToken"] is False
-    assert folders == {"/var/log/pods", "/var/lib/vllm-headroom"}
-    assert [mount["mountPath"] for mount in container["volumeMounts"] if mount.get("readOnly")] == ["/var/log/pods"]
+    # The kubelet makes /var/log/pods for root alone.
+    assert folders == {"/var/log/containers", "/var/lib/vllm-headroom"}
+    read_only = [mount["mountPath"] for mount in container["volumeMounts"] if mount.get("readOnly")]
+    assert read_only == ["/var/log/containers"]
     assert {"name": "HEADROOM_ENGINES", "value": "node"} in container["env"]
     assert monitor["spec"]["podMetricsEndpoints"][0]["honorLabels"] is True
 

@@ -10,7 +10,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from vllm_headroom.model import EngineName
-from vllm_headroom.scrape.pods import POD_LOGS, PodNames, find_container
+from vllm_headroom.scrape.pods import CONTAINER_LOGS, POD_LOGS, ContainerNames
 from vllm_headroom.scrape.proc import files as proc_files
 from vllm_headroom.scrape.proc.files import ProcEntry
 from vllm_headroom.scrape.proc.network import Network, format_authority, read_network
@@ -63,14 +63,14 @@ class NodeProcesses:
         self,
         *,
         proc: Path = Path("/proc"),
+        container_logs: Path = CONTAINER_LOGS,
         pod_logs: Path = POD_LOGS,
         usual_container: str = "vllm",
         monotonic: Callable[[], float],
         rescan_seconds: float = RESCAN_SECONDS,
     ) -> None:
         self._proc = proc
-        self._pod_names = PodNames(pod_logs)
-        self._usual_container = usual_container
+        self._names = ContainerNames(usual_container, container_logs, pod_logs)
         self._monotonic = monotonic
         self._rescan_seconds = rescan_seconds
         # Two threads: reading a command line may hang in a stuck driver, reading a cgroup does not.
@@ -262,11 +262,10 @@ class NodeProcesses:
         """Return the names of an engine; `page_url` names one without a pod or unit."""
         if owner.pod_uid is None:
             return EngineName(unit=owner.unit, engine_url="" if owner.unit else page_url)
-        pod = self._pod_names.find(owner.pod_uid)
-        if pod is None:
+        name = self._names.find(owner.pod_uid, owner.container_id)
+        if name is None:
             return EngineName(pod=owner.pod_uid)
-        container = find_container(pod, owner.container_id, self._usual_container)
-        return EngineName(namespace=pod.namespace, pod=pod.pod, container=container)
+        return EngineName(namespace=name.namespace, pod=name.pod, container=name.container)
 
 
 def _choose_due(

@@ -24,7 +24,13 @@ def node(tmp_path: Path) -> NodeTree:
 
 
 def processes(node: NodeTree) -> NodeProcesses:
-    return NodeProcesses(proc=node.path, pod_logs=node.pod_logs, monotonic=lambda: 0.0, rescan_seconds=0)
+    return NodeProcesses(
+        proc=node.path,
+        container_logs=node.container_logs,
+        pod_logs=node.pod_logs,
+        monotonic=lambda: 0.0,
+        rescan_seconds=0,
+    )
 
 
 def find(node: NodeTree, subject: NodeProcesses | None = None) -> tuple[LocatedEngine, ...]:
@@ -223,6 +229,31 @@ def test_of_several_containers_the_one_with_the_log_or_the_usual_name_is_the_eng
     log = node.pod_logs / f"default_llama-0_{uid}" / "proxy" / "0.log"
     log.symlink_to(f"/var/lib/docker/containers/{'01' * 32}/{'01' * 32}-json.log")
     assert find(node)[0].name.container == "proxy"
+
+
+def test_a_container_is_named_by_its_link_where_the_kubelets_folder_of_logs_is_roots_alone(node: NodeTree) -> None:
+    """A kubelet of today makes /var/log/pods with mode 0750, and /var/log/containers for all to list."""
+    uid = node.add_pod(1, 100, *SERVER)
+    names = {"init": "ab", "server-2": "01", "proxy": "cd"}
+    for container, digits in names.items():
+        link = node.container_logs / f"llama-0.example_llm_{container}-{digits * 32}.log"
+        link.symlink_to(f"/var/log/pods/llm_llama-0.example_{uid}/{container}/0.log")
+
+    (engine,) = find(node)
+
+    assert engine.name == EngineName(namespace="llm", pod="llama-0.example", container="server-2")
+
+
+def test_a_container_that_starts_later_is_named_too(node: NodeTree) -> None:
+    node.add_pod(1, 100, *SERVER)
+    subject = processes(node)
+    (unnamed,) = find(node, subject)
+    (node.container_logs / f"llama-0_llm_vllm-{'01' * 32}.log").symlink_to("/var/log/pods/any")
+
+    (engine,) = find(node, subject)
+
+    assert unnamed.name.namespace is None
+    assert engine.name.text == "llm/llama-0"
 
 
 POD = "0a1b2c3d-1111-2222-3333-444455556666"
