@@ -82,6 +82,9 @@ def _watch_for_ooms() -> None:
 def _attach_observer() -> None:
     with contextlib.suppress(Exception):
         sys.modules["torch"]._C._cuda_attach_out_of_memory_observer(_on_oom)  # noqa: SLF001 - torch's only name
+    with contextlib.suppress(Exception):
+        if _probe is not None:
+            _probe.begin_history(sys._getframe(1))  # noqa: SLF001 - see register
 
 
 def _on_oom(device: int, requested_bytes: int, total_bytes: int, free_bytes: int) -> None:

@@ -10,7 +10,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from types import FrameType
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm_headroom_probe import engine as vllm
 from vllm_headroom_probe.folder import prune, read_start, write_document
@@ -18,6 +19,9 @@ from vllm_headroom_probe.gpu import WorkerGpu
 from vllm_headroom_probe.host import read_host
 from vllm_headroom_probe.peaks import Peaks
 from vllm_headroom_probe.record import Recording
+
+if TYPE_CHECKING:
+    from vllm_headroom_probe.snapshot import Snapshots
 
 T = TypeVar("T")
 
@@ -40,6 +44,10 @@ MAX_FORK_WAIT_SECONDS = 0.2
 
 MAX_OOM_WAIT_SECONDS = 0.05
 """How long an OutOfMemoryError waits at most for the file to be written, which takes 0.1 ms."""
+
+MAX_SNAPSHOT_WAIT_SECONDS = 12.0
+"""How long an OutOfMemoryError waits at most for the snapshot to be written; the writing itself
+ends after 10 s."""
 
 MAX_NAME_CHARACTERS = 64
 """How many characters of a process's name, or of a package's version, the file has."""
@@ -66,6 +74,7 @@ class Probe:
         self.recording = Recording(folder)
         self.peaks = Peaks()
         self._has_peaks = os.environ.get("HEADROOM_PROBE_PEAKS") == "on"
+        self.snapshots = _build_snapshots()
         # The thread.
         self._thread: threading.Thread | None = None
         self._wake = threading.Event()
@@ -110,6 +119,16 @@ class Probe:
         if self._thread is not None:
             self._thread.join(MAX_FORK_WAIT_SECONDS)
 
+    def begin_history(self, frame: FrameType | None) -> None:
+        """Have torch keep its memory history, if snapshots are asked for.
+
+        torch calls this when it initialises CUDA. `frame` is that of the caller: vLLM's worker or
+        core, which have the configuration, are on the stack.
+        """
+        if self.snapshots is not None:
+            self.engine.search(frame)
+            self.snapshots.begin(self.engine.worker or self.engine.core)
+
     def report_oom(
         self, device: int, requested_bytes: int, total_bytes: int, free_bytes: int
     ) -> None:
@@ -139,9 +158,19 @@ class Probe:
         if self._has_peaks:
             self._oom["step"] = read_or_none(self.peaks.describe_current)
         self._is_written.clear()
+        is_running = (
+            self._stop_reason is None and self._thread is not None and self._thread.is_alive()
+        )
+        snapshots = self.snapshots
+        taken_snapshot = None
+        if is_running and snapshots is not None:
+            owner = worker or self.engine.core
+            taken_snapshot = read_or_none(lambda: snapshots.take_oom(owner))
         self._wake.set()
-        if self._stop_reason is None and self._thread is not None and self._thread.is_alive():
+        if is_running:
             self._is_written.wait(MAX_OOM_WAIT_SECONDS)
+        if taken_snapshot is not None:
+            taken_snapshot.is_settled.wait(MAX_SNAPSHOT_WAIT_SECONDS)
 
     def _run(self) -> None:
         """Read and write at every interval, until paused or stopped; any error stops the probe."""
@@ -174,12 +203,27 @@ class Probe:
         write_document(self.folder, f"{self._name}.json", document)
         self._is_written.set()
         self.recording.tick(self._name, document["role"], self.engine.worker)
+        if self.snapshots is not None:
+            self._tick_snapshots(self.snapshots)
         self._cpu_seconds += time.thread_time() - start_seconds
         if self._slow_readings > MAX_SLOW_READINGS:
             self._stop(
                 f"three looks took more than {SLOW_SECONDS * 1000:.0f} ms,"
                 f" one {self._longest_seconds:.3f} s"
             )
+
+    def _tick_snapshots(self, snapshots: Snapshots) -> None:
+        """Begin the history, or write a snapshot; name a new snapshot in the file."""
+        owner = self.engine.worker or self.engine.core
+        rank = self._document.get("rank")
+        snapshot = read_or_none(lambda: snapshots.tick(self.folder, self._name, rank, owner))
+        if snapshot is None:
+            return
+        try:
+            self._document["snapshot"] = snapshots.describe()
+            write_document(self.folder, f"{self._name}.json", self._document)
+        finally:
+            snapshot.is_settled.set()
 
     def _rate_reading(self, reading_seconds: float) -> None:
         """Count a slow reading; let a fast one cancel a part of an earlier slow one."""
@@ -215,7 +259,13 @@ class Probe:
             "host": read_or_none(read_host),
             "oom": self._oom,
             **({"peaks": read_or_none(self.peaks.describe)} if self._has_peaks else {}),
+            **self._describe_snapshots(),
         }
+
+    def _describe_snapshots(self) -> dict[str, Any]:
+        """Return the facts about the memory history; empty without one."""
+        facts = None if self.snapshots is None else self.snapshots.describe()
+        return {} if facts is None else {"snapshot": facts}
 
     def _read_identity(self) -> dict[str, Any]:
         """Return the facts that never change; also remove old files and set the file's name.
@@ -256,6 +306,20 @@ class Probe:
             self.recording.discard()
         with contextlib.suppress(Exception):
             self.peaks.detach()
+        with contextlib.suppress(Exception):
+            if self.snapshots is not None:
+                self.snapshots.end()
+
+
+def _build_snapshots() -> Snapshots | None:
+    """Return what keeps torch's memory history; None where nobody asks for it."""
+    folder = os.environ.get("HEADROOM_PROBE_SNAPSHOT")
+    if not folder:
+        return None
+    # Imported here: unasked, the probe loads nothing of it.
+    from vllm_headroom_probe.snapshot import Snapshots  # noqa: PLC0415
+
+    return Snapshots(folder)
 
 
 def _read_version(package: str) -> str | None:

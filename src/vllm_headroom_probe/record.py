@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 import tracemalloc
 from collections import defaultdict
@@ -14,6 +15,9 @@ from vllm_headroom_probe.gpu import can_read_torch, find_cuda
 
 REQUEST_NAME = "record.json"
 """The file in the shared folder with which a command requests a recording."""
+
+FORMAT_FIELD = "headroom_record"
+"""The field that identifies such a request; its value is the version of the format."""
 
 MAX_RECORDING_SECONDS = 3600
 """The longest recording, whatever the request says."""
@@ -74,7 +78,7 @@ class Recording:
 
         `name` and `role` are of this process; the answer's file has the name.
         """
-        request = _read_request(self._folder)
+        request = read_request(self._folder, REQUEST_NAME, FORMAT_FIELD)
         if self._request and request.get("id") != self._request["id"]:
             self.discard()
         if self._request:
@@ -132,7 +136,9 @@ class Recording:
         torch_cuda = find_cuda()
         if torch_cuda is None:
             return
-        if can_read_torch(worker):
+        if is_history_on():
+            self._notes.append("torch's memory history was on before and was left alone")
+        elif can_read_torch(worker):
             torch_cuda.memory._record_memory_history("state", context="state", stacks="python")  # noqa: SLF001
             self._is_gpu_traced = True
         else:
@@ -182,15 +188,21 @@ class Recording:
         }
 
 
-def _read_request(folder: str) -> dict[str, Any]:
-    """Return the request in the folder; empty without a valid one that is attended."""
+def is_history_on() -> bool:
+    """Return whether torch keeps its memory history already; False where it does not report it."""
+    is_on = getattr(getattr(sys.modules.get("torch"), "_C", None), "_cuda_isHistoryEnabled", None)
+    return is_on is not None and bool(is_on())
+
+
+def read_request(folder: str, name: str, format_field: str) -> dict[str, Any]:
+    """Return the request in a file of the folder; empty without a valid one that is attended."""
     try:
-        file = _read_start(os.path.join(folder, REQUEST_NAME))  # noqa: PTH118 - see folder
+        file = _read_start(os.path.join(folder, name))  # noqa: PTH118 - see folder
         request = json.loads(file.content)
         is_attended = abs(time.time() - file.changed_at) < UNATTENDED_SECONDS
         has_id = isinstance(request["id"], str)
         has_end = request["until"] + 0 > 0  # raises TypeError unless it is a number
-        is_known = request["headroom_record"] == 1
+        is_known = request[format_field] == 1
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return {}
     if not (is_known and has_id and has_end and is_attended):

@@ -54,6 +54,9 @@ SERVICE_VARIABLE: Final = re.compile(
 )
 """A variable that Kubernetes sets in every container for a Service named headroom or headroom-*."""
 
+PROBE_VARIABLES: Final = frozenset({"HEADROOM_PROBE_SNAPSHOT", "HEADROOM_PROBE_PEAKS"})
+"""Variables of the probe alone. They are for vLLM's environment, which the sidecar may share."""
+
 SHOW_SECRET: Final[Mapping[str, Callable[[object], str]]] = {
     "engine_url": show_url,
     "engines": show_urls,
@@ -136,7 +139,8 @@ def _read_environment(kind: type[Settings]) -> SettingsSource:
     for name, text in variables.items():
         # Kubernetes' own variables are no mistake of the operator's.
         is_service = SERVICE_VARIABLE.fullmatch(f"{name}={text}") is not None
-        if name not in setting_names and not is_service:
+        is_known = name in setting_names or name in PROBE_VARIABLES
+        if not is_known and not is_service:
             mistakes.append(describe_unknown(name, setting_names))
     return SettingsSource(entries=entries, mistakes=tuple(mistakes))
 

@@ -17,6 +17,7 @@ from vllm_headroom.daemon.state.lock import FolderLock
 from vllm_headroom.expose.view import LastIncident
 from vllm_headroom.log import Log
 from vllm_headroom.model import (
+    AllocatorSnapshot,
     Ending,
     EnginePod,
     EngineStatus,
@@ -196,6 +197,8 @@ class Flight:
         """The context of the last sample in service; of the last sample before any service."""
         self._ooms: list[dict[str, Any]] = []
         """The newest OutOfMemoryErrors, as records for JSON."""
+        self._snapshots: list[dict[str, Any]] = []
+        """torch's snapshots at these errors, as records for JSON."""
         self._engine_log: LogReading | None = None
         """What the engine's log says so far; None where it was never read."""
         self._now_seconds = 0.0
@@ -212,6 +215,7 @@ class Flight:
         self._mappings.step(snapshot, values)
         # Where this snapshot shows none, as without the probe's files, the last known errors stay.
         self._ooms = list_ooms(snapshot) or self._ooms
+        self._snapshots = list_snapshots(snapshot) or self._snapshots
         self._now_seconds = snapshot.time_seconds
         if isinstance(snapshot.log, LogReading):
             self._engine_log = snapshot.log
@@ -323,6 +327,7 @@ class Flight:
             before=incident.before,
             xids=[error for error in self.recent.xids if error["t"] >= oldest_seconds],
             ooms=[oom for oom in self._ooms if oom["t"] >= oldest_seconds],
+            snapshots=[file for file in self._snapshots if file["t"] >= oldest_seconds],
             engine_log=self._find_engine_log(incident),
             log_lines=self._lines(),
         )
@@ -430,6 +435,41 @@ def list_ooms(snapshot: Snapshot) -> list[dict[str, Any]]:
         for process in _list_probed(snapshot)
         if process.oom is not None
     ]
+
+
+def list_snapshots(snapshot: Snapshot) -> list[dict[str, Any]]:
+    """Return torch's snapshot at the first OutOfMemoryError of each process, also of exited ones.
+
+    The newest comes last. With many ranks only the newest are listed.
+    """
+    records = [
+        _describe_snapshot(process.pid, process.history.oom)
+        for process in _list_probed(snapshot)
+        if process.history is not None and process.history.oom is not None
+    ]
+    records.sort(key=lambda record: record["t"])
+    return records[-MOST_INCIDENT_GPUS:]
+
+
+def _describe_snapshot(pid: int, snapshot: AllocatorSnapshot) -> dict[str, Any]:
+    largest = [
+        {
+            "file": holding.file,
+            "line": holding.line,
+            "bytes": holding.size_bytes,
+            "count": holding.n_blocks,
+            "since": holding.since_seconds,
+        }
+        for holding in snapshot.largest
+    ]
+    return {
+        "t": round(snapshot.at_seconds, 3),
+        "file": snapshot.file,
+        "pid": pid,
+        "size": snapshot.size_bytes,
+        "problem": snapshot.problem,
+        "largest": largest,
+    }
 
 
 def _list_probed(snapshot: Snapshot) -> tuple[ProbedProcess, ...]:

@@ -20,7 +20,9 @@ from vllm_headroom.model.engine import (
     Shm,
 )
 from vllm_headroom.model.gpu import (
+    AllocatorHistory,
     AllocatorReading,
+    AllocatorSnapshot,
     Device,
     EngineParts,
     Failure,
@@ -32,6 +34,7 @@ from vllm_headroom.model.gpu import (
     GpuReadings,
     Inside,
     Leftover,
+    LineHolding,
     OomRecord,
     ProbedProcess,
     ProbeReadings,

@@ -103,6 +103,47 @@ class OomRecord(Struct, frozen=True, kw_only=True):
     """The step that raised it; None without HEADROOM_PROBE_PEAKS, and outside of a step."""
 
 
+class LineHolding(Struct, frozen=True, kw_only=True):
+    """The memory that one line of code holds in torch's allocator."""
+
+    file: str | None
+    """The end of the file's path; None for what was allocated before torch kept its history."""
+    line: int | None
+    size_bytes: int
+    n_blocks: int | None = None
+    since_seconds: float | None = None
+    """When its oldest block was allocated, since the epoch; None where the history no longer has
+    that."""
+
+
+class AllocatorSnapshot(Struct, frozen=True, kw_only=True):
+    """A snapshot of torch's allocator that a process wrote, or could not write."""
+
+    at_seconds: float
+    """In seconds since the epoch."""
+    file: str
+    """Its path, as vLLM's container has it."""
+    size_bytes: int | None = None
+    pause_seconds: float | None = None
+    """How long the process stood still."""
+    request_id: str | None = None
+    problem: str | None = None
+    """Why the file was not written; None where it was."""
+    largest: tuple[LineHolding, ...] = ()
+    """The lines of code that held most memory, the largest first."""
+
+
+class AllocatorHistory(Struct, frozen=True, kw_only=True):
+    """The memory history that torch keeps in a process, and the snapshots of it."""
+
+    from_seconds: float
+    """When it began, since the epoch."""
+    oom: AllocatorSnapshot | None = None
+    """The snapshot of the process's first OutOfMemoryError."""
+    requested: AllocatorSnapshot | None = None
+    """The newest one that a command asked for."""
+
+
 class ProbedProcess(Struct, frozen=True, kw_only=True):
     """The newest file of one process; times are in seconds since the epoch."""
 
@@ -129,6 +170,8 @@ class ProbedProcess(Struct, frozen=True, kw_only=True):
     oom: OomRecord | None = None
     peaks: PeakReadings | None = None
     """None without HEADROOM_PROBE_PEAKS."""
+    history: AllocatorHistory | None = None
+    """None where torch keeps no history, as without HEADROOM_PROBE_SNAPSHOT."""
 
 
 class ProbeReadings(Struct, frozen=True, kw_only=True):

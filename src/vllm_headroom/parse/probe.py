@@ -5,10 +5,13 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from vllm_headroom.model import (
+    AllocatorHistory,
     AllocatorReading,
+    AllocatorSnapshot,
     Cgroup,
     EngineParts,
     HostReading,
+    LineHolding,
     OomRecord,
     ProbedProcess,
     SchedulerReading,
@@ -25,6 +28,9 @@ FORMAT_VERSION: Final = 1
 
 LONGEST_LABEL: Final = 200
 """How many characters of a text are kept."""
+
+MOST_LINES: Final = 10
+"""How many lines of code of a snapshot are kept; the probe names no more."""
 
 MOST_DEVICES: Final = 64
 """The most devices of a process: more than any node has."""
@@ -81,6 +87,7 @@ def _read_process(document: Mapping[str, Any]) -> ProbedProcess:
         host=fields.read_within(document, "host", _read_host),
         oom=oom,
         peaks=fields.read_within(document, "peaks", read_peaks),
+        history=fields.read_within(document, "snapshot", _read_history),
     )
 
 
@@ -192,4 +199,34 @@ def _read_oom(entry: dict[str, Any]) -> OomRecord:
         uuid=_read_label(entry, "uuid"),
         **_read_bytes(entry, "asked", "free", "allocated", "reserved"),
         step=fields.read_within(entry, "step", read_step_at_error),
+    )
+
+
+def _read_history(entry: dict[str, Any]) -> AllocatorHistory:
+    return AllocatorHistory(
+        from_seconds=_read_needed(entry, "history_from"),
+        oom=fields.read_within(entry, "oom", _read_snapshot),
+        requested=fields.read_within(entry, "requested", _read_snapshot),
+    )
+
+
+def _read_snapshot(entry: dict[str, Any]) -> AllocatorSnapshot:
+    return AllocatorSnapshot(
+        at_seconds=_read_needed(entry, "t"),
+        file=_read_label(entry, "file") or "",
+        size_bytes=fields.read_size(entry, "bytes"),
+        pause_seconds=fields.read_number(entry, "pause_seconds"),
+        request_id=_read_label(entry, "request"),
+        problem=_read_label(entry, "problem"),
+        largest=tuple(fields.read_each(entry, "largest", _read_line) or ())[:MOST_LINES],
+    )
+
+
+def _read_line(entry: dict[str, Any], _index: int) -> LineHolding:
+    return LineHolding(
+        file=_read_label(entry, "file"),
+        line=fields.read_size(entry, "line"),
+        size_bytes=fields.read_size(entry, "bytes") or 0,
+        n_blocks=fields.read_size(entry, "count"),
+        since_seconds=fields.read_number(entry, "since"),
     )

@@ -13,7 +13,7 @@ from vllm_headroom.derive.verdicts import GPU_LOST
 from vllm_headroom.model import Ending, EnginePod, GpuAtEnd, LogEnding
 from vllm_headroom.parse.fields import LARGEST
 from vllm_headroom.trace.entries import YEAR_10000
-from vllm_headroom.units import format_size
+from vllm_headroom.units import format_instant, format_size
 from vllm_headroom.vocabulary import EndCause, ExitReason, IncidentKind, LeakState, Sureness
 
 Seconds = Annotated[float, Meta(ge=0, lt=YEAR_10000)]
@@ -136,6 +136,46 @@ class Oom(Struct, frozen=True, kw_only=True):
         return sentence
 
 
+class HeldLine(Struct, frozen=True, kw_only=True):
+    """The memory that one line of code held in torch's allocator."""
+
+    bytes: Size
+    file: str | None = None
+    """The end of the file's path; None for what was allocated before torch kept its history."""
+    line: Size | None = None
+    count: Size | None = None
+    """The number of its blocks."""
+    since: Seconds | None = None
+    """When the oldest of them was allocated; None where the history no longer had that."""
+
+    def describe(self) -> str:
+        """Return the line, its memory and since when it held it, in a sentence."""
+        place = "allocated before the history began"
+        if self.file is not None:
+            place = f"{self.file}:{self.line or 0}"
+        blocks = ""
+        if self.count is not None:
+            blocks = f" in {self.count:,} block{'' if self.count == 1 else 's'}"
+        since = "from before the history's oldest event"
+        if self.since is not None:
+            since = f"since {format_instant(self.since)}"
+        return f"{format_size(self.bytes)}{blocks}, {since}: {place}"
+
+
+class SnapshotFile(Struct, frozen=True, kw_only=True):
+    """A snapshot of torch's allocator that the probe wrote at an OutOfMemoryError."""
+
+    t: Seconds
+    file: str
+    """Its path, as vLLM's container has it."""
+    pid: int | None = None
+    size: Size | None = None
+    problem: str | None = None
+    """Why it was not written; None where it was."""
+    largest: tuple[HeldLine, ...] = ()
+    """The lines of code that held most memory, the largest first."""
+
+
 def find_decisive(events: Sequence[EngineEvent]) -> EngineEvent:
     """Return the event by which the cause of an incident is judged; there must be one event.
 
@@ -170,6 +210,7 @@ class Incident(EngineEvent, frozen=True, kw_only=True):
     before: LastInService = LastInService()
     xids: tuple[Xid, ...] = ()
     ooms: tuple[Oom, ...] = ()
+    snapshots: tuple[SnapshotFile, ...] = ()
     engine_log: LogEnding | None = None
     """What the engine's own log reports about it; None where it was not read, or says nothing."""
     log: tuple[str, ...] = ()
@@ -192,13 +233,15 @@ def build_header(
     before: Mapping[str, Any],
     xids: Sequence[Mapping[str, Any]],
     ooms: Sequence[Mapping[str, Any]],
+    snapshots: Sequence[Mapping[str, Any]],
     engine_log: LogEnding | None,
     log_lines: Sequence[str],
 ) -> dict[str, Any]:
     """Return an incident's facts, and the most likely cause by these facts, for JSON.
 
     `ending` is the decisive one of `events`, with what preceded it. `before` has the facts at the
-    last sample in service; `xids` and `ooms` are the errors that may explain the incident.
+    last sample in service; `xids` and `ooms` are the errors that may explain the incident, and
+    `snapshots` what the allocator held at these errors.
     """
     header = {
         **drop_unknown(find_decisive(events)),
@@ -208,6 +251,7 @@ def build_header(
         "before": dict(before),
         "xids": list(xids),
         "ooms": list(ooms),
+        **({"snapshots": list(snapshots)} if snapshots else {}),
         **({} if engine_log is None else {"engine_log": drop_unknown(engine_log)}),
         "log": list(log_lines),
     }

@@ -29,6 +29,9 @@ NO_INCIDENT: Final = Incident(t=0.0, what=IncidentKind.ENDED)
 MOST_LISTED_HOLDERS: Final = 16
 """Our choice: how many processes that held memory are listed, of each kind."""
 
+MOST_SNAPSHOT_LINES: Final = 10
+"""Our choice: how many lines of code of a snapshot are listed."""
+
 TEXT_LOG_LINES: Final = 10
 """Our choice: how many of the sidecar's last log lines the text shows; the page shows more."""
 
@@ -144,6 +147,7 @@ def list_sections(postmortem: Postmortem, most_log_lines: int) -> Iterator[tuple
         [(format_instant(seconds), change) for seconds, change in postmortem.timeline],
     )
     yield "The engine's log, its last minute", list(_list_log(postmortem))
+    yield "torch's allocator at the OutOfMemoryError", list(_list_snapshots(incident))
     yield "Numbers for a bug report", list(list_numbers(ending, incident))
     yield "What to do", _list_steps(postmortem)
     yield "The sidecar's log then", [("", line) for line in incident.log[-most_log_lines:]]
@@ -163,6 +167,19 @@ def _list_log(postmortem: Postmortem) -> Iterator[Line]:
     ending = postmortem.ending
     if ending is not None and ending.log is None:
         yield "", "its last line is too old to be the last before the exit: it proves nothing"
+
+
+def _list_snapshots(incident: Incident) -> Iterator[Line]:
+    """Yield the file of each snapshot and the lines of code that held most memory in it."""
+    for snapshot in incident.snapshots[-MOST_LISTED_HOLDERS:]:
+        file = f"{snapshot.file} of pid {snapshot.pid}, for memory_viz"
+        if snapshot.size is not None:
+            file += f", {format_size(snapshot.size)}"
+        if snapshot.problem is not None:
+            file = f"{snapshot.file} was not written: {snapshot.problem}"
+        yield "snapshot", file
+        for held in snapshot.largest[:MOST_SNAPSHOT_LINES]:
+            yield "held", held.describe()
 
 
 def _find_steps(postmortem: Postmortem, cause: EndCause) -> tuple[tuple[str, str | None], ...]:

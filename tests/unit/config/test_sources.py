@@ -37,6 +37,10 @@ def test_what_kubernetes_injects_for_a_service_called_headroom_is_no_mistake() -
     assert load([], OF_SERVICES) == ModelSettings()
 
 
+def test_what_vllms_environment_has_for_the_probe_is_no_mistake() -> None:
+    assert load([], {"HEADROOM_PROBE_SNAPSHOT": "/snapshots", "HEADROOM_PROBE_PEAKS": "on"}) == ModelSettings()
+
+
 def test_what_only_looks_like_a_services_variable_is_a_mistake() -> None:
     lines = mistakes([], {"HEADROOM_LLAMA_PORT": "9839", "HEADROOM_PORT_X_TCP": "1", "HEADROOM_SERVICE": "x"})
 

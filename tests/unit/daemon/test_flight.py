@@ -26,7 +26,15 @@ from vllm_headroom.daemon.flight import MOST_USE_SAMPLES, Flight
 from vllm_headroom.daemon.mappings import Mappings
 from vllm_headroom.daemon.state.lock import FolderLock
 from vllm_headroom.derive.life.engine import EngineMemory
-from vllm_headroom.model import EnginePod, Snapshot, Values, Verdict
+from vllm_headroom.model import (
+    AllocatorHistory,
+    AllocatorSnapshot,
+    EnginePod,
+    LineHolding,
+    Snapshot,
+    Values,
+    Verdict,
+)
 from vllm_headroom.model.gpu import OomRecord, ProbedProcess, ProbeReadings
 from vllm_headroom.trace import flight as record
 from vllm_headroom.trace.entries import build_record, encode_line
@@ -285,6 +293,38 @@ def test_what_torch_was_refused_shortly_before_is_told(tmp_path: Path) -> None:
     newest, _ = known["before"]["probe"]
     assert (newest["pid"], newest["role"], newest["oom"]["asked_bytes"]) == (0, "worker", 5)
     assert "parts" not in newest, "what it does not say is left out"
+    assert "snapshots" not in known
+
+
+def test_an_incident_names_torchs_snapshots_and_what_held_most(tmp_path: Path) -> None:
+    subject, watch = flight(tmp_path), serving()
+    held = LineHolding(file="/site/a.py", line=3, size_bytes=8, n_blocks=2, since_seconds=1.5)
+    worker = ProbedProcess(
+        pid=7, started_at_seconds=1.0, written_at_seconds=2.0, interval_seconds=5.0, role=Role.WORKER, history=None
+    )
+    exited = [
+        replace(
+            worker,
+            history=AllocatorHistory(
+                from_seconds=1.0,
+                oom=AllocatorSnapshot(at_seconds=BEGAN + at, file=f"/snap/{at}", size_bytes=9, largest=(held,)),
+            ),
+        )
+        for at in (9, 8, -2000)
+    ]
+    step(subject, replace(take_snapshot(watch), probe=ProbeReadings(others=(worker, *exited))))
+    watch.look(REFUSED, processes=(), gpus=(gpu(used=0, total=80 * 2**30),))
+    step(subject, take_snapshot(watch))
+
+    assert [file["file"] for file in header(the_incident(tmp_path))["snapshots"]] == ["/snap/8", "/snap/9"]
+    assert header(the_incident(tmp_path))["snapshots"][-1] == {
+        "t": BEGAN + 9,
+        "file": "/snap/9",
+        "pid": 7,
+        "size": 9,
+        "problem": None,
+        "largest": [{"file": "/site/a.py", "line": 3, "bytes": 8, "count": 2, "since": 1.5}],
+    }
 
 
 def test_of_hours_the_last_minutes_are_whole_and_the_rest_is_thinned(tmp_path: Path) -> None:

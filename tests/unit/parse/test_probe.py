@@ -10,10 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_headroom.model import (
+    AllocatorHistory,
     AllocatorReading,
+    AllocatorSnapshot,
     Cgroup,
     EngineParts,
     HostReading,
+    LineHolding,
     OomRecord,
     PeakReadings,
     ProbedProcess,
@@ -73,6 +76,22 @@ WHOLE: Final[dict[str, Any]] = {
     },
     "host": {"cgroup": {"used": 1, "file": 2, "limit": 3, "oom_kills": 0}, "shm": {"used": 1, "limit": 2}},
     "oom": {"t": 1.5, "uuid": "GPU-a", "asked": 1, "free": 2, "total": 3, "allocated": 4, "reserved": 5, "running": 6},
+    "snapshot": {
+        "history_from": 1.0,
+        "oom": {
+            "t": 1.5,
+            "file": "/snap/oom-rank0-7-1.pickle",
+            "bytes": 9,
+            "pause_seconds": 0.1,
+            "request": None,
+            "problem": None,
+            "largest": [
+                {"file": "/site/a.py", "line": 3, "bytes": 8, "count": 2, "since": 1.2},
+                {"file": None, "line": None, "bytes": 4, "count": 1, "since": None},
+            ],
+        },
+        "requested": None,
+    },
 }
 
 
@@ -124,6 +143,19 @@ def test_a_whole_file_is_understood() -> None:
                 free_bytes=2,
                 allocated_bytes=4,
                 reserved_bytes=5,
+            ),
+            history=AllocatorHistory(
+                from_seconds=1.0,
+                oom=AllocatorSnapshot(
+                    at_seconds=1.5,
+                    file="/snap/oom-rank0-7-1.pickle",
+                    size_bytes=9,
+                    pause_seconds=0.1,
+                    largest=(
+                        LineHolding(file="/site/a.py", line=3, size_bytes=8, n_blocks=2, since_seconds=1.2),
+                        LineHolding(file=None, line=None, size_bytes=4, n_blocks=1),
+                    ),
+                ),
             ),
         ),
         "a-boot",

@@ -11,6 +11,7 @@ from typing import Any
 UUID = "f6a2c9d4-0d8e-4a0b-9c53-2f8c1f7a6b10"
 asked: list[int] = []
 _initialized = False
+_tls = SimpleNamespace(is_initializing=False)
 _queued: list[Any] = []
 histories: list[Any] = []
 """The arguments of each call that begins or ends torch's memory history."""
@@ -49,8 +50,10 @@ def _lazy_call(call: Any) -> None:
 def begin() -> None:
     """Initialise, as the worker does."""
     global _initialized  # noqa: PLW0603 - as torch has it
+    _tls.is_initializing = True
     for call in _queued:
         call()
+    _tls.is_initializing = False
     _initialized = True
 
 

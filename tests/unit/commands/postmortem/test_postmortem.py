@@ -256,6 +256,29 @@ def test_a_full_card_names_the_allocation_that_failed(run: Run, tmp_path: Path) 
     assert found["evidence"][0] == "torch raised OutOfMemoryError on GPU-a: 5 B asked, 3 B free"
 
 
+def test_torchs_snapshot_and_what_held_most_are_named(run: Run, tmp_path: Path) -> None:
+    scene = scenes.scene(scenes.burst, 1)
+    assert scene.header is not None
+    largest = [
+        {"file": "/site/vllm/worker.py", "line": 12, "bytes": 3 << 30, "count": 1, "since": 1760000000.0},
+        {"file": None, "line": None, "bytes": 1 << 20, "count": 4, "since": None},
+        {"file": "/no/size.py", "since": 1e300},
+    ]
+    written = {"t": 1760000100.0, "file": "/snap/oom-rank0-7-1.pickle", "pid": 7, "size": 2 << 20, "largest": largest}
+    failed = written | {"file": "/snap/oom-rank1-8-1.pickle", "problem": "OSError: full", "largest": []}
+    scene.header["snapshots"] = [written, failed, {"file": "no time"}]
+
+    _, out, _ = run(write(tmp_path, scene))
+
+    section = out.partition("torch's allocator at the OutOfMemoryError\n")[2].partition("Numbers")[0]
+    assert " ".join(section.split()) == (
+        "snapshot /snap/oom-rank0-7-1.pickle of pid 7, for memory_viz, 2 MiB"
+        " held 3 GiB in 1 block, since 2025-10-09 08:53:20Z: /site/vllm/worker.py:12"
+        " held 1 MiB in 4 blocks, from before the history's oldest event: allocated before the history began"
+        " snapshot /snap/oom-rank1-8-1.pickle was not written: OSError: full"
+    )
+
+
 def test_nonsense_in_a_header_is_left_out(run: Run, tmp_path: Path) -> None:
     scene = scenes.scene(scenes.crash, 1)
     assert scene.header is not None

@@ -1,0 +1,341 @@
+"""Have torch keep its memory history, and write its snapshot when it runs out of memory.
+
+The file is a pickle for memory_viz. Nothing here is imported without HEADROOM_PROBE_SNAPSHOT.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import pickle
+import re
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from itertools import islice
+from typing import IO, Any, NamedTuple
+
+from vllm_headroom_probe.engine import read_own
+from vllm_headroom_probe.gpu import can_read_torch, find_cuda
+from vllm_headroom_probe.record import is_history_on, read_request
+
+REQUEST_NAME = "snapshot.json"
+"""The file in the probe's folder with which a command requests a snapshot."""
+
+FORMAT_FIELD = "headroom_snapshot"
+"""The field that identifies such a request; its value is the version of the format."""
+
+MAX_HISTORY_EVENTS = 10_000
+"""Our choice: how many allocations and releases torch keeps for each GPU, the newest. It bounds the
+memory of the history, and the time that a snapshot takes."""
+
+MAX_SNAPSHOT_BYTES = 64 << 20
+"""The largest snapshot; one of vLLM with a full history has 2 to 10 MiB."""
+
+MAX_WRITE_SECONDS = 10.0
+"""The longest time for which a snapshot is written, and an OutOfMemoryError waits for it."""
+
+MAX_KEPT_SNAPSHOTS = 16
+"""How many snapshots are kept, the newest: a crash loop must not fill the volume."""
+
+FILE_NAME = re.compile(r"(oom|requested)-(rank[0-9]+-)?[0-9]+-[0-9]+\.pickle(\.tmp)?")
+"""The names of snapshots. No other file is ever removed."""
+
+MAX_ENTRIES = 4096
+"""How many entries of the folder are read."""
+
+MAX_LARGEST = 10
+"""How many lines of code the probe's file names, those that hold most memory."""
+
+MAX_PATH_CHARACTERS = 120
+"""How many characters of such a line's path are kept, from its end."""
+
+MAX_PROBLEM_CHARACTERS = 200
+"""How many characters of an error's text are kept."""
+
+TORCH_CODE = re.compile(r"(site|dist)-packages/torch/|/torchinductor_|/torch_compile_cache/")
+"""Matches the paths of torch itself and of the code that it generates. The line that calls it says
+more about who holds the memory."""
+
+PICKLE_PROTOCOL = 4
+"""The newest protocol that memory_viz reads."""
+
+
+class TakenSnapshot(NamedTuple):
+    """A snapshot of torch that is not written yet."""
+
+    kind: str
+    """Its reason: "oom" or "requested"."""
+    taken_at: float
+    """In seconds since the epoch."""
+    pause_seconds: float
+    """How long torch took, in which no Python code ran."""
+    content: dict[str, Any]
+    request_id: str | None
+    is_settled: threading.Event
+    """Set when it is written, or has failed."""
+
+
+class Snapshots:
+    """The memory history of this process, and the snapshots of it in `folder`."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = os.path.abspath(folder)  # noqa: PTH100 - see folder
+        self._began_at: float | None = None
+        """When the history began, in seconds since the epoch; None without one."""
+        self._is_ours = False
+        """Whether the history was begun here, and not by vLLM's user."""
+        self._has_failed = False
+        """Whether no history can be kept."""
+        self._has_taken_oom = False
+        """Whether the one snapshot of an OutOfMemoryError was taken."""
+        self._answered_id = ""
+        """The id of the last request that was answered."""
+        self._taken_oom: TakenSnapshot | None = None
+        """The snapshot of an OutOfMemoryError that `tick` has to write."""
+        self._reports: dict[str, dict[str, Any]] = {}
+        """What the probe's file says of each kind of snapshot."""
+
+    def describe(self) -> dict[str, Any] | None:
+        """Return the facts for the probe's file; None without a history."""
+        if self._began_at is None:
+            return None
+        return {
+            "history_from": self._began_at,
+            "oom": self._reports.get("oom"),
+            "requested": self._reports.get("requested"),
+        }
+
+    def begin(self, owner: object) -> None:
+        """Have torch keep its history, once CUDA is initialised and the configuration allows it.
+
+        `owner` is the worker or the core, which have the configuration.
+        """
+        if self._began_at is not None or self._has_failed or not can_read_torch(owner):
+            return
+        torch_cuda = find_torch_cuda()
+        if torch_cuda is None:
+            return
+        if not os.access(self._folder, os.W_OK | os.X_OK):
+            self._has_failed = True
+            _warn("no history is kept: %s is no folder that vLLM can write", self._folder)
+            return
+        try:
+            # A history that vLLM's user keeps is left alone, and serves as well.
+            if not is_history_on():
+                self._is_ours = True
+                torch_cuda.memory._record_memory_history(  # noqa: SLF001 - torch's documented name
+                    "all", context="alloc", stacks="python", max_entries=MAX_HISTORY_EVENTS
+                )
+        except Exception as error:  # noqa: BLE001 - vLLM serves without a history
+            self._has_failed = True
+            _warn("no history is kept: %s", f"{type(error).__name__}: {error}")
+            return
+        self._began_at = time.time()
+
+    def end(self) -> None:
+        """Have torch keep no history any more, unless its user began it."""
+        if self._is_ours:
+            find_cuda().memory._record_memory_history(None)  # noqa: SLF001 - torch's documented name
+        self._has_failed = True
+        self._began_at = None
+
+    def take_oom(self, owner: object) -> TakenSnapshot | None:
+        """Take the snapshot of an OutOfMemoryError, for `tick` to write.
+
+        torch calls its observers without the allocator's lock. None where no history is kept, and
+        from the second error on.
+        """
+        if self._began_at is None or self._has_taken_oom or not can_read_torch(owner):
+            return None
+        self._has_taken_oom = True
+        self._taken_oom = _take("oom", None)
+        return self._taken_oom
+
+    def tick(
+        self, probe_folder: str, name: str, rank: int | None, owner: object
+    ) -> TakenSnapshot | None:
+        """Write the snapshot that was taken, or one that a command requests; return which.
+
+        `name` and `rank` are of this process, for the name of the file.
+        """
+        self.begin(owner)
+        snapshot = self._taken_oom or self._take_requested(probe_folder, owner)
+        if snapshot is not None:
+            self._taken_oom = None
+            self._save(snapshot, name if rank is None else f"rank{rank}-{name}")
+        return snapshot
+
+    def _save(self, snapshot: TakenSnapshot, place: str) -> None:
+        """Write the file, and store what the probe's file says of it."""
+        path = os.path.join(self._folder, f"{snapshot.kind}-{place}.pickle")  # noqa: PTH118
+        report: dict[str, Any] = {
+            "t": snapshot.taken_at,
+            "file": path,
+            "bytes": None,
+            "pause_seconds": snapshot.pause_seconds,
+            "request": snapshot.request_id,
+            "problem": None,
+            "largest": [],
+        }
+        self._reports[snapshot.kind] = report
+        try:
+            report["largest"] = list_largest(snapshot.content)
+            _prune(self._folder, MAX_KEPT_SNAPSHOTS - 1)
+            report["bytes"] = _write(path, snapshot.content)
+        except Exception as error:  # noqa: BLE001 - without the snapshot the probe goes on
+            report["problem"] = f"{type(error).__name__}: {error}"[:MAX_PROBLEM_CHARACTERS]
+            _warn("no snapshot: %s", report["problem"])
+
+    def _take_requested(self, probe_folder: str, owner: object) -> TakenSnapshot | None:
+        """Take the snapshot that the request in the probe's folder asks for; None without one."""
+        if self._began_at is None or not can_read_torch(owner):
+            return None
+        request = read_request(probe_folder, REQUEST_NAME, FORMAT_FIELD)
+        is_new = bool(request) and request["id"] != self._answered_id
+        if not is_new or time.time() > request["until"]:
+            return None
+        self._answered_id = request["id"]
+        return _take("requested", request["id"])
+
+
+def find_torch_cuda() -> Any:  # noqa: ANN401 - torch's
+    """Return torch.cuda; None where CUDA is not initialised, not even by the calling thread."""
+    module = read_own(sys.modules.get("torch"), "cuda")
+    # While torch initialises CUDA it runs the calls that wait for that, such as ours.
+    is_initialising = getattr(getattr(module, "_tls", None), "is_initializing", False)
+    return module if is_initialising else find_cuda()
+
+
+def _take(kind: str, request_id: str | None) -> TakenSnapshot:
+    taken_at = time.time()
+    start_seconds = time.perf_counter()
+    content = find_cuda().memory._snapshot()  # noqa: SLF001 - torch's documented name
+    pause_seconds = time.perf_counter() - start_seconds
+    return TakenSnapshot(kind, taken_at, pause_seconds, content, request_id, threading.Event())
+
+
+class Holding:
+    """The memory that one line of code holds."""
+
+    def __init__(self) -> None:
+        self.size_bytes = 0
+        self.n_blocks = 0
+        self.since_seconds: float | None = float("inf")
+        """When its oldest block was allocated, since the epoch; None where the history no longer
+        has that."""
+
+    def add(self, block: dict[str, Any], allocated_seconds: float | None) -> None:
+        """Add a block; None for a block whose allocation is older than the history's events."""
+        self.size_bytes += block["size"]
+        self.n_blocks += 1
+        if allocated_seconds is None or self.since_seconds is None:
+            self.since_seconds = None
+        else:
+            self.since_seconds = min(self.since_seconds, allocated_seconds)
+
+
+def list_largest(snapshot: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the lines of code that hold most of torch's memory, the largest first.
+
+    `file` and `line` are None for what was allocated before the history.
+    """
+    allocated_seconds = _list_allocation_times(snapshot)
+    holdings: dict[tuple[str | None, int | None], Holding] = {}
+    for segment in snapshot["segments"]:
+        for block in segment["blocks"]:
+            if block["state"].startswith("active"):
+                place = _find_place(block.get("frames") or ())
+                holding = holdings.setdefault(place, Holding())
+                holding.add(block, allocated_seconds.get(block.get("address")))
+    largest = sorted(holdings.items(), key=lambda item: -item[1].size_bytes)[:MAX_LARGEST]
+    return [
+        {
+            "file": file,
+            "line": line,
+            "bytes": holding.size_bytes,
+            "count": holding.n_blocks,
+            "since": holding.since_seconds,
+        }
+        for (file, line), holding in largest
+    ]
+
+
+def _list_allocation_times(snapshot: dict[str, Any]) -> dict[int | None, float]:
+    """Return when each address was last allocated, in seconds since the epoch."""
+    times: dict[int | None, float] = {}
+    for trace in snapshot["device_traces"]:
+        for event in trace:
+            if event["action"] == "alloc" and "time_us" in event:
+                times[event["addr"]] = event["time_us"] / 1e6
+    return times
+
+
+def _find_place(frames: Any) -> tuple[str | None, int | None]:  # noqa: ANN401 - torch's
+    """Return the path and the number of the innermost line outside torch; None without frames."""
+    own_frames = (frame for frame in frames if not TORCH_CODE.search(frame["filename"]))
+    frame = next(own_frames, frames[0] if frames else None)
+    if frame is None:
+        return None, None
+    return frame["filename"][-MAX_PATH_CHARACTERS:], frame["line"]
+
+
+class BoundedFile:
+    """A file that a pickler writes to: an error ends a snapshot that is too large or too slow."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.size_bytes = 0
+        self._file = file
+        self._end_seconds = time.monotonic() + MAX_WRITE_SECONDS
+
+    def write(self, chunk: bytes) -> int:
+        """Write a chunk; raise ValueError or TimeoutError at the bounds."""
+        self.size_bytes += len(chunk)
+        if self.size_bytes > MAX_SNAPSHOT_BYTES:
+            raise ValueError(f"it has more than {MAX_SNAPSHOT_BYTES >> 20} MiB")
+        if time.monotonic() > self._end_seconds:
+            raise TimeoutError(f"it takes more than {MAX_WRITE_SECONDS:.0f} s")
+        return self._file.write(chunk)
+
+
+def _write(path: str, snapshot: dict[str, Any]) -> int:
+    """Write the snapshot as a file, atomically and for this user only; return its bytes."""
+    unfinished = f"{path}.tmp"
+    try:
+        # Removed first: a pipe in its place would block, a link would be followed.
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(unfinished)  # noqa: PTH108
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        with open(os.open(unfinished, flags, 0o600), "wb") as file:  # noqa: PTH123
+            bounded_file = BoundedFile(file)
+            pickle.Pickler(bounded_file, PICKLE_PROTOCOL).dump(snapshot)
+        os.replace(unfinished, path)  # noqa: PTH105
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(unfinished)  # noqa: PTH108
+        raise
+    return bounded_file.size_bytes
+
+
+def _prune(folder: str, max_files: int) -> None:
+    """Remove the oldest snapshots until `max_files` are left."""
+    with os.scandir(folder) as entries:
+        files = sorted(_list_snapshots(entries), reverse=True)
+    for _, path in files[max_files:]:
+        with contextlib.suppress(OSError):
+            os.unlink(path)  # noqa: PTH108
+
+
+def _list_snapshots(entries: Iterator[os.DirEntry[str]]) -> Iterator[tuple[float, str]]:
+    """Yield the time and the path of each snapshot, finished or not."""
+    for entry in islice(entries, MAX_ENTRIES):
+        # Another process may remove it meanwhile.
+        with contextlib.suppress(OSError):
+            if FILE_NAME.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
+                yield entry.stat(follow_symlinks=False).st_mtime, entry.path
+
+
+def _warn(text: str, detail: str) -> None:
+    logging.getLogger("vllm.headroom_probe").warning(f"headroom probe: {text}", detail)  # noqa: G004
