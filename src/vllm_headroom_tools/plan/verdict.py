@@ -76,7 +76,7 @@ def _explain_margin(estimate: MemoryEstimate) -> str:
         needed = format_range(estimate.host)
         host = format_gib(estimate.question.host_memory_bytes or 0)
         return f"vLLM's processes need {needed} of the host's {host}"
-    if check.name is CheckName.STATE_BLOCKS:
+    if check.name in (CheckName.STATE_BLOCKS, CheckName.SAMPLER_WARMUP):
         return check.problem
     if estimate.kv_cache is None or estimate.budget_bytes is None:
         return "with the higher estimates it is more than the card has"

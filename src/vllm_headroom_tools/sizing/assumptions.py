@@ -68,6 +68,8 @@ class StartAssumptions(Struct, frozen=True, kw_only=True):
     graphs: Assumption
     # Sampling, as a multiple of the logits in 32 bits.
     sampling_ratio: Assumption
+    # The same of the sampler's warm-up, after the KV cache has its memory.
+    warmup_ratio: Assumption
     # A forward pass, as a multiple of the estimate.
     forward_ratio: Assumption
 
@@ -151,6 +153,7 @@ def _assume_unmeasured(question: Question) -> StartAssumptions:
         non_torch=_assume_non_torch(question),
         graphs=_assume_graphs(question),
         sampling_ratio=_assume_sampling_ratio(question),
+        warmup_ratio=_assume_warmup_ratio(question),
         forward_ratio=FORWARD_RATIO,
     )
 
@@ -387,6 +390,11 @@ NARROW_PROFILE_HIGH: Final = 1.25
 stand-in card, 0.32)."""
 
 
+WIDE_LOGITS: Final = 3.0
+WIDE_LOGITS_HIGH: Final = 3.15
+"""How often the first runner has the logits in 32 bits at once, and the most that was measured."""
+
+
 def _assume_sampling_ratio(question: Question) -> Assumption:
     """Return the memory of the sampler's profile, as a multiple of the logits in 32 bits.
 
@@ -396,8 +404,8 @@ def _assume_sampling_ratio(question: Question) -> Assumption:
     """
     # In units of the logits in 32 bits.
     narrow_ratio = question.shape.dtype_bytes / LOGIT_BYTES
-    all_low = narrow_ratio + 3
-    all_high = narrow_ratio + 3.15
+    all_low = narrow_ratio + WIDE_LOGITS
+    all_high = narrow_ratio + WIDE_LOGITS_HIGH
     release = question.release
     if not release.has_second_runner:
         return Assumption(
@@ -421,4 +429,25 @@ def _assume_sampling_ratio(question: Question) -> Assumption:
         range=Range(low=narrow_ratio, high=all_high),
         origin=Origin.STAND_IN,
         evidence="both model runners of vLLM 0.32 (tests/card/shapes)",
+    )
+
+
+def _assume_warmup_ratio(question: Question) -> Assumption:
+    """Return the memory of the sampler's warm-up, as a multiple of the logits in 32 bits.
+
+    The first model runner does what its profile did. The second runs all steps of the sampler
+    (v1/worker/gpu/warmup.py, `warmup_kernels`), which its profile has since 0.33.
+    """
+    narrow_ratio = question.shape.dtype_bytes / LOGIT_BYTES
+    low = narrow_ratio + WIDE_LOGITS
+    evidence = f"as the profile ({H100_STARTS})"
+    if question.release.has_second_runner:
+        low = narrow_ratio + 1
+        evidence = (
+            "SamplingParams.for_sampler_warmup: the logits in two dtypes, and up to two copies"
+        )
+    return Assumption(
+        range=Range(low=low, high=narrow_ratio + WIDE_LOGITS_HIGH),
+        origin=Origin.CONSTRUCTION,
+        evidence=evidence,
     )

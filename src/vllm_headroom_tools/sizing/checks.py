@@ -23,6 +23,7 @@ class CheckName(StrEnum):
     CACHE_BLOCKS = "cache_blocks"
     LONGEST_SEQUENCE = "longest_sequence"
     STATE_BLOCKS = "state_blocks"
+    SAMPLER_WARMUP = "sampler_warmup"
     CARD = "card"
 
 
@@ -59,6 +60,7 @@ def check_start(estimate: MemoryEstimate) -> list[StartCheck]:
         *_check_cache_blocks(estimate),
         *_check_longest_sequence(estimate),
         *_check_state_blocks(estimate),
+        *_check_sampler_warmup(estimate),
         *_check_card(estimate),
     ]
 
@@ -316,6 +318,77 @@ def _check_state_blocks(estimate: MemoryEstimate) -> Iterator[StartCheck]:
             f" (at most {most_blocks})."
         ),
     )
+
+
+def _check_sampler_warmup(estimate: MemoryEstimate) -> Iterator[StartCheck]:
+    """Check that the card has room for the logits of all sequences, beside KV cache and graphs.
+
+    Source: v1/worker/gpu_worker.py, `compile_or_warm_up_model`. Beside the budget vLLM then has the
+    memory of the activations, since the KV cache leaves it free. With the first model runner, and
+    since 0.33 with the second, the profile run has set this much aside.
+    """
+    question = estimate.question
+    needed = estimate.sampler_warmup
+    room = _find_warmup_room(estimate)
+    # Without any room the KV cache or the graphs fail before, which is another check.
+    if needed is None or room is None or room.high <= 0 or not estimate.layout.block_bytes:
+        return
+    release = question.release
+    is_profiled = not release.has_second_runner or release.has_wide_profile
+    passes = compare(needed, room)
+    if passes is None and is_profiled and question.kv_cache_memory_bytes is None:
+        passes = True
+    refusal = (
+        f"CUDA out of memory occurred when warming up sampler with {question.max_num_seqs} dummy"
+        " requests. Please try lowering `max_num_seqs` or `gpu_memory_utilization` when"
+        " initializing the engine."
+    )
+    if release.has_only_second_runner:
+        refusal = CUDA_OUT_OF_MEMORY
+    yield StartCheck(
+        name=CheckName.SAMPLER_WARMUP,
+        passes=passes,
+        problem=(
+            f"warming up the sampler with {question.max_num_seqs:,} sequences takes"
+            f" {format_range(needed)} GiB, and {format_range(_clip_at_zero(room))} GiB of the card"
+            " are left for it"
+        ),
+        refusal=refusal,
+    )
+
+
+def _find_warmup_room(estimate: MemoryEstimate) -> Range | None:
+    """Return the memory of the card that is free once the KV cache and CUDA graphs have theirs.
+
+    None where that is unknown, and with unified memory, where the machine's part is checked.
+    """
+    question = estimate.question
+    visible = estimate.visible
+    activations = estimate.activations
+    if visible is None or activations is None or question.unified_memory:
+        return None
+    missing = estimate.assumptions.missing_at_start.range
+    graphs = estimate.graphs
+    if estimate.budget_bytes is not None:
+        beside_bytes = visible.high * (1 - question.gpu_memory_utilization)
+        # vLLM has started with its whole share free, so that at least this much is.
+        spare = Range(
+            low=max(0.0, beside_bytes - missing.high), high=max(0.0, beside_bytes - missing.low)
+        )
+        if not question.release.has_graphs_in_budget:
+            # Our choice: the low bound alone decides, as for the card.
+            spare = Range(low=spare.low - graphs.low, high=spare.high - graphs.low)
+        return spare + activations
+    cache_bytes = question.kv_cache_memory_bytes
+    if estimate.weights_bytes is None or cache_bytes is None:
+        return None
+    own_bytes = estimate.weights_bytes + cache_bytes
+    used = missing + graphs + estimate.assumptions.non_torch.range
+    return Range(low=visible.low - own_bytes - used.high, high=visible.high - own_bytes - used.low)
+
+
+def _clip_at_zero(amount: Range) -> Range:
+    return Range(low=max(0.0, amount.low), high=max(0.0, amount.high))
 
 
 def _check_card(estimate: MemoryEstimate) -> Iterator[StartCheck]:

@@ -97,6 +97,21 @@ def estimate_activations(question: Question, assumptions: StartAssumptions) -> R
     )
 
 
+def estimate_sampler_warmup(question: Question, assumptions: StartAssumptions) -> Range | None:
+    """Return the memory of the sampler's warm-up, which comes after the CUDA graphs.
+
+    None where the vocabulary is unknown.
+    """
+    vocabulary = question.shape.vocabulary
+    if vocabulary is None:
+        return None
+    requests = question.max_num_seqs
+    if question.release.has_only_second_runner:
+        # Each of its requests has two tokens of a batch (v1/worker/gpu/warmup.py, 0.29).
+        requests = min(requests, question.max_num_batched_tokens // 2)
+    return assumptions.warmup_ratio.range.scale(requests * vocabulary * LOGIT_BYTES)
+
+
 def _count_batch_bytes(question: Question) -> float:
     """Return the bytes of one value of every token in the largest batch."""
     sequence_tokens = question.max_model_len or question.max_num_batched_tokens
@@ -255,6 +270,7 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
     # set instead.
     budget_bytes: float | None
     activations: Range | None
+    sampler_warmup: Range | None
     # Libraries, communication, the experts' workspace, the sampler and the driver's part.
     other_overhead: Range
     graphs: Range
@@ -398,6 +414,7 @@ def estimate_memory(question: Question) -> MemoryEstimate:
         weights_bytes=question.weights_bytes,
         budget_bytes=budget_bytes,
         activations=estimate_activations(question, assumptions),
+        sampler_warmup=estimate_sampler_warmup(question, assumptions),
         other_overhead=estimate_other_overhead(question, assumptions),
         graphs=assumptions.graphs.range,
         outside=estimate_outside(question, assumptions),

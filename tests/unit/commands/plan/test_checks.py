@@ -129,6 +129,34 @@ def test_a_release_that_is_not_known_is_bad_input(capsys: Capsys) -> None:
         assert f"accepts a release from 0.{OLDEST} to 0.{NEWEST}" in answer.err
 
 
+SMALL_CARD = ("--gpu", "RTX 4090", "--max-model-len", "8192")
+
+
+def test_a_set_cache_that_leaves_no_room_for_the_sampler_is_refused_in_vllms_words(capsys: Capsys) -> None:
+    words = (*of("qwen3-8b"), *SMALL_CARD, "--kv-cache-memory-bytes", "6GiB", "--vllm-version", "0.19")
+    answer = ask(capsys, *words, "--max-num-seqs", "1024")
+
+    assert answer.status == 1
+    assert "when warming up sampler with 1024 dummy requests. Please try lowering `max_num_seqs`" in answer.headline
+    fewer = next(change["--max-num-seqs"] for change in options_of(answer) if list(change) == ["--max-num-seqs"])
+    assert ask(capsys, *words, "--max-num-seqs", fewer).status == 0
+
+
+def check_sampler(release: str, share: float, sequences: int = 1024) -> bool | None:
+    settings = {"gpu_memory_utilization": share, "max_num_seqs": sequences, "max_num_batched_tokens": 8192}
+    checks = check_start(estimated("qwen3-8b", card_gib=79.19, release=parse_release(release), **settings))
+    return next(check.passes for check in checks if check.name is CheckName.SAMPLER_WARMUP)
+
+
+def test_the_second_runners_warm_up_takes_more_than_its_profile_before_0_33() -> None:
+    assert check_sampler("0.31", 0.98) is None
+    assert check_sampler("0.31", 0.98, 128) is True
+    assert check_sampler("0.31", 0.92) is True
+    assert check_sampler("0.19", 0.95) is True
+    assert check_sampler("0.21", 0.98) is True
+    assert check_sampler("0.33", 0.98) is True
+
+
 def test_engines_without_shared_experts_do_not_communicate() -> None:
     """A recorded start of two engines had 0.51 GiB missing on each GPU, as one engine has."""
     alone = estimated(card_gib=80).assumptions.missing_at_start.range
