@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from dashboards.source.colours import SITUATIONS
 from dashboards.source.grafana import DATASOURCE, Json
 from dashboards.source.series import ENGINE, TARGET, numbered, situation
 
@@ -38,7 +39,43 @@ def variables(*, gpu: bool) -> list[Json]:
     made.append(_variable("model_name", f"headroom_engine_info{{{matchers}}}", label="Model"))
     if gpu:  # no allValue: All is the engine's GPUs, not every GPU that can be seen
         made.append(_gpus(f'headroom_gpu_info{{{matchers},attribution!=""}}'))
+        made.append(_host(f"headroom_build_info{{{matchers}}}"))
+    else:
+        made.append(_situation_choice())
     return made
+
+
+def _host(series: str) -> Json:
+    """Return the host of the chosen sidecar, which is not shown: vLLM's own page is another port of the same host."""
+    return {
+        **_variable("instance", series, everything=None),
+        "name": "host",
+        "label": "Host",
+        "regex": r"/^(.+?)(?::\d+)?$/",
+        "hide": HIDDEN,
+        "includeAll": False,
+        "current": {},
+    }
+
+
+HIDDEN: Final = 2
+"""Grafana's number for a variable that the page does not show."""
+
+
+def _situation_choice() -> Json:
+    """Return the choice of situations, by which the table of engines is filtered."""
+    return {
+        "name": "situation",
+        "label": "Situation",
+        "type": "custom",
+        "query": ",".join(str(name) for name, _ in SITUATIONS),
+        "hide": 0,
+        "includeAll": True,
+        "allValue": ".*",
+        "multi": True,
+        "options": [],
+        "current": {"selected": True, "text": ["All"], "value": ["$__all"]},
+    }
 
 
 def _variable(name: str, series: str, *, label: str = "", everything: str | None = ".*") -> Json:
@@ -134,6 +171,50 @@ def exits() -> Json:
     )
 
 
+def images() -> Json:
+    """Return a mark where a workload first runs an image beside those that it ran before: vLLM's or the sidecar's."""
+    return _annotation(
+        "New image",
+        _first_seen(IMAGES, "cluster, namespace, container", "image"),
+        title="New image: {{image}}",
+        text="{{namespace}} {{container}}",
+        colour="purple",
+    )
+
+
+def versions() -> Json:
+    """Return a mark where a job first has a version of the sidecar beside those that it had before."""
+    return _annotation(
+        "New version of the sidecar",
+        _first_seen(VERSIONS, "cluster, namespace, job", "version"),
+        title="vllm-headroom {{version}}",
+        text="{{namespace}} {{job}}",
+        colour="light-purple",
+    )
+
+
+WORKLOAD: Final = 'cluster=~"$cluster",namespace=~"$namespace",job=~"$job"'
+"""Not by pod and instance: what is new is seen against the pods of before, which were others."""
+
+IMAGES: Final = (
+    'kube_pod_container_info{{cluster=~"$cluster",namespace=~"$namespace"}}{offset}'
+    f" and on (cluster, namespace, pod) headroom_build_info{{{{{WORKLOAD}}}}}{{offset}}"
+)
+VERSIONS: Final = f"headroom_build_info{{{{{WORKLOAD}}}}}{{offset}}"
+
+
+def _first_seen(series: str, of: str, what: str) -> str:
+    """Return an expression for the label `what` where its value is new `of` something that had another value."""
+    by = f"group by ({of}, {what})"
+    earlier = f"{by} ({series.format(offset=' offset $__interval')})"
+    return f"{by} ({series.format(offset='')}) unless {earlier} and on ({of}) {earlier}"
+
+
+def marks() -> list[Json]:
+    """Return the marks of a board of one engine."""
+    return [alerts(), restarts(), exits(), images(), versions()]
+
+
 _RISE: Final = f"increase(headroom_engine_exits_total{{{TARGET}}}[$__rate_interval])"
 EXITED: Final = f"max by (instance, reason) ({_RISE}) > 0"
 
@@ -159,18 +240,42 @@ def links(ahead: str = "", since: str = "") -> list[Json]:
     return [*made, _future(ahead, since)] if ahead else made
 
 
+ALL_IN_THIS_SITUATION: Final = {
+    "title": "The engines in this situation",
+    "url": "/d/headroom-fleet?${datasource:queryparam}&var-situation=${__field.labels.situation}&${__url_time_range}",
+}
+"""The link of a number that is named by a situation."""
+
+
+def page_of_the_sidecar() -> Json:
+    """Return the link to the page of the chosen sidecar."""
+    return {
+        **_link("The sidecar's page", "http://${instance}/"),
+        "targetBlank": True,
+        "tooltip": "Where the browser can reach the pod; else: kubectl port-forward POD 9839",
+    }
+
+
 def _future(uid: str, since: str) -> Json:
     return {
-        "title": "Look ahead",
+        **_link("Look ahead", f"/d/{uid}?from={since}&to={since.replace('-', '%2B')}"),
+        "includeVars": True,
+        "tooltip": "The same board with as much of the future, as a leak will make it",
+    }
+
+
+def _link(title: str, url: str) -> Json:
+    return {
+        "title": title,
         "type": "link",
         "icon": "external link",
-        "url": f"/d/{uid}?from={since}&to={since.replace('-', '%2B')}",
-        "includeVars": True,
+        "url": url,
+        "includeVars": False,
         "keepTime": False,
         "asDropdown": False,
         "tags": [],
         "targetBlank": False,
-        "tooltip": "The same board with as much of the future, as a leak will make it",
+        "tooltip": "",
     }
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from dashboards.source.around import TAG, links, variables
+from dashboards.source.around import TAG, links, page_of_the_sidecar, variables
 from dashboards.source.grafana import Json
 
 SCHEMA_VERSION: Final = 39  # Grafana 10.4 to 13 import it as it is
@@ -20,7 +20,7 @@ class Row:
     """A titled row of panels, in reading order; a collapsed one is opened by a click."""
 
     title: str
-    panels: Sequence[Json]
+    panels: Sequence[Json | list[Json]]
     collapsed: bool = False
 
 
@@ -38,6 +38,7 @@ def dashboard(
 ) -> Json:
     """Return the dashboard's JSON; panels run left to right and wrap at 24 columns.
 
+    A list among a row's panels is a column: its panels lie below each other.
     Where it `looks_ahead` its time may end in the future; numbers are of now even then.
     """
     return {
@@ -55,7 +56,7 @@ def dashboard(
         "timezone": "browser",
         "templating": {"list": variables(gpu=one_engine)},
         "annotations": {"list": list(marks)},
-        "links": links(uid, since) if looks_ahead else links(),
+        "links": [*(links(uid, since) if looks_ahead else links()), *([page_of_the_sidecar()] if one_engine else [])],
         "panels": _of_now(_placed(rows), since) if looks_ahead else _placed(rows),
     }
 
@@ -93,15 +94,20 @@ def _placed(rows: Sequence[Row]) -> list[Json]:
     return placed
 
 
-def _flow(panels: Sequence[Json], top: int, number: int) -> tuple[list[Json], int]:
+def _flow(panels: Sequence[Json | list[Json]], top: int, number: int) -> tuple[list[Json], int]:
     """Return the panels with ids after `number`, side by side until a line is full, and where the last line ends."""
     flowed: list[Json] = []
     left, line = 0, 0
-    for panel in panels:
-        width, height = panel["gridPos"]["w"], panel["gridPos"]["h"]
+    for part in panels:
+        column = part if isinstance(part, list) else [part]
+        width = max(panel["gridPos"]["w"] for panel in column)
         if left + width > COLUMNS:
             top, left, line = top + line, 0, 0
-        number += 1
-        flowed.append({"id": number, **panel, "gridPos": {"h": height, "w": width, "x": left, "y": top}})
+        height = 0
+        for panel in column:
+            number += 1
+            place = {"h": panel["gridPos"]["h"], "w": panel["gridPos"]["w"], "x": left, "y": top + height}
+            flowed.append({"id": number, **panel, "gridPos": place})
+            height += place["h"]
         left, line = left + width, max(line, height)
     return flowed, top + line

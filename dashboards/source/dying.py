@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Final
 
+from dashboards.source import around
+from dashboards.source.alerts import alerts_of_one_engine
 from dashboards.source.colours import BAD, GONE, GOOD, RUNNING_COLOUR, SITUATIONS, WARNING
 from dashboards.source.dashboard import Row
 from dashboards.source.gpus import each_gpu
 from dashboards.source.grafana import LEGEND, Json, on_the_right, override, query, steps
-from dashboards.source.panels import DURATION, NOTHING, stat, state_timeline, timeseries
+from dashboards.source.panels import DURATION, LOWEST, NOTHING, stat, state_timeline, timeseries
 from dashboards.source.ranking import firing_alerts
 from dashboards.source.series import (
     ACTION_VALUES,
@@ -46,13 +48,16 @@ def about_to_die() -> Row:
             _others(),
             _situations(),
             _room(),
-            each_gpu(),
+            [each_gpu(), alerts_of_one_engine()],
         ],
     )
 
 
 NOW: Final = query(f"bottomk(1, {situation()}) or on () vector({GONE_PLACE})", "{{namespace}} {{pod}} {{instance}}")
 """Named by whose it is. Without any series the sidecar is gone as well: its pod may be, with its target."""
+
+
+INCIDENT: Final = {"title": "Incident", "url": "/d/headroom-incident?${__url_time_range}&${__all_variables}"}
 
 
 def _situation() -> Json:
@@ -69,6 +74,7 @@ def _situation() -> Json:
         text={"titleSize": 16},
         named=True,
         background=True,
+        links=[INCIDENT, around.ALL_IN_THIS_SITUATION],
     )
 
 
@@ -83,7 +89,7 @@ def _action() -> Json:
         noValue=NOTHING,
         mappings=[ACTION_VALUES],
         text={"valueSize": 22},
-        links=[{"title": "Incident", "url": "/d/headroom-incident?${__url_time_range}&${__all_variables}"}],
+        links=[INCIDENT],
     )
 
 
@@ -175,8 +181,9 @@ def _room() -> Json:
         ],
         unit="bytes",
         width=13,
-        height=10,
+        height=11,
         min=0,
+        figures=LOWEST,
         thresholds=steps((None, BAD), (512 * MIB, "transparent")),
         custom={"thresholdsStyle": {"mode": "line"}, "axisSoftMin": 0, "axisSoftMax": 2**30},
         overrides=[

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dashboards.source import around, dying, health, leaking, requests, truth
+from dashboards.source import around, dying, health, leaking, requests, truth, users
 from dashboards.source.dashboard import dashboard
 from dashboards.source.grafana import Json
 
@@ -15,11 +15,12 @@ def engine() -> Json:
         description="The situation of a vLLM engine, what to do first, and how long until it is out of memory.",
         since="now-6h",
         refresh="30s",
-        marks=[around.alerts(), around.restarts(), around.exits()],
+        marks=around.marks(),
         one_engine=True,
         looks_ahead=True,
         rows=[
             dying.about_to_die(),
+            users.does_it_hurt_users(),
             leaking.is_it_leaking(),
             truth.who_holds_the_memory(),
             truth.inside_the_engine(),

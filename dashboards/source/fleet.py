@@ -6,6 +6,7 @@ from itertools import pairwise
 from typing import Any, Final
 
 from dashboards.source import around, tables
+from dashboards.source.alerts import alerts
 from dashboards.source.colours import BAD, GPU_COLOURS
 from dashboards.source.dashboard import Row, dashboard
 from dashboards.source.grafana import Json, in_turn, query, steps
@@ -31,11 +32,11 @@ def fleet() -> Json:
         description="The engines that are worst off, of all that have a vllm-headroom sidecar.",
         since="now-6h",
         refresh="1m",
-        marks=[around.alerts("page|critical")],
+        marks=[around.alerts("page|critical"), around.images(), around.versions()],
         one_engine=False,
         rows=[
             Row(title="How many are in trouble?", panels=_counts()),
-            Row(title="Which are worst?", panels=[tables.engines(), tables.alerts(width=24)]),
+            Row(title="Which are worst?", panels=[tables.engines(), alerts(width=24)]),
             Row(title="By model, of every instance", panels=[tables.models(), *_over_time()]),
         ],
     )
@@ -54,6 +55,7 @@ def _counts() -> list[Json]:
             noValue="none seen",
             named=True,
             overrides=SITUATION_NAMES,
+            links=[around.ALL_IN_THIS_SITUATION],
         ),
         stat(
             "Least time to out of memory",

@@ -40,7 +40,7 @@ def each_gpu() -> Json:
             ),
         ],
         width=11,
-        height=10,
+        height=5,
         noValue="no GPU of the engine is seen",
         overrides=[
             override("GPU", custom__width=GPU_WIDTH),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dashboards.source.colours import BAD, ENGINE_COLOUR, GOOD, NEUTRAL, OTHER_COLOUR, ROLES, RUNNING_COLOUR, WARNING
 from dashboards.source.dashboard import Row
 from dashboards.source.grafana import Json, coloured, on_the_right, query, steps, values
-from dashboards.source.panels import stat, state_timeline, table, timeseries
+from dashboards.source.panels import MEAN_AND_HIGHEST, stat, state_timeline, table, timeseries
 from dashboards.source.series import GPU, RUNNING, STATE_VALUES, TARGET, leak_state, of_gpus
 
 ROLE_LINES = [coloured(role, colour) for role, colour in ROLES]
@@ -97,6 +97,7 @@ def _physics() -> list[Json]:
             "The share of time in which the GPU ran something, by its driver.",
             [of_gpus(f"headroom_gpu_utilization_ratio{{{GPU}}}"), RUNNING],
             unit="percentunit",
+            figures=MEAN_AND_HIGHEST,
             width=8,
             custom={"axisSoftMin": 0, "axisSoftMax": 1},
             overrides=[on_the_right("running requests", RUNNING_COLOUR)],
@@ -106,6 +107,7 @@ def _physics() -> list[Json]:
             "The GPU's core; above 87 °C, the dashed line, it begins to slow down.",
             [of_gpus(f"headroom_gpu_temperature_celsius{{{GPU}}}")],
             unit="celsius",
+            figures=MEAN_AND_HIGHEST,
             width=8,
             thresholds=steps((None, NEUTRAL), (87, BAD)),
             custom={"thresholdsStyle": {"mode": "dashed"}, "axisSoftMin": 20, "axisSoftMax": 95},
@@ -115,6 +117,7 @@ def _physics() -> list[Json]:
             "What the GPU draws.",
             [of_gpus(f"headroom_gpu_power_watts{{{GPU}}}")],
             unit="watt",
+            figures=MEAN_AND_HIGHEST,
             width=8,
             min=0,
         ),

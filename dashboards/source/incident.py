@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dashboards.source import around, tables
+from dashboards.source import around
+from dashboards.source.alerts import alerts
 from dashboards.source.colours import BAD, FINISHED_COLOUR, GOOD, RUNNING_COLOUR, WAITING_COLOUR, WARNING
 from dashboards.source.dashboard import Row, dashboard
 from dashboards.source.grafana import Json, coloured, query, steps, values
 from dashboards.source.health import RESIDENT, ROLE_LINES
+from dashboards.source.panels import LOWEST, MEAN_AND_HIGHEST
 from dashboards.source.requests import PREEMPTIONS, WAITING
 from dashboards.source.series import (
     BY_GPU,
@@ -36,13 +38,13 @@ def incident() -> Json:
         description="The hour around an out-of-memory or a restart of one engine, on one time axis.",
         since="now-1h",
         refresh="30s",
-        marks=[around.alerts(), around.restarts(), around.exits()],
+        marks=around.marks(),
         one_engine=True,
         rows=[
             Row(title="What fired, what answered?", panels=[_alerts(), _situation(), _answers()]),
             Row(title="Where did the memory go?", panels=[_ledger(), _free(), _host()]),
             Row(title="What was it doing?", panels=[_load(), _kv_cache(), _events()]),
-            Row(title="What to do about it?", panels=[tables.alerts(width=24)]),
+            Row(title="What to do about it?", panels=[alerts(width=24)]),
         ],
     )
 
@@ -114,6 +116,7 @@ def _free() -> Json:
         "MiB, the next large prompt may end the engine. Nothing is drawn while it is down, loads or sleeps: the card "
         "is empty then.",
         rooms(),
+        figures=LOWEST,
         height=8,
         unit="bytes",
         min=0,
@@ -141,6 +144,7 @@ def _load() -> Json:
         "Load",
         "Requests running and waiting, and how many finished per second.",
         [RUNNING, WAITING, query(finished, "finished per second")],
+        figures=MEAN_AND_HIGHEST,
         height=6,
         unit="short",
         min=0,

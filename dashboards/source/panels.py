@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -17,6 +18,25 @@ DURATION: Final = "dtdurations"
 
 DURATION_DECIMALS: Final = 1
 """Grafana writes one unit more than this of a duration: without it, 3 h 51 min would be "3 hours"."""
+
+
+LAST: Final = ("lastNotNull",)
+"""The figure that a legend has in any case: the newest."""
+
+LOWEST: Final = ("min", *LAST)
+"""Of what must not run out."""
+
+MEAN_AND_HIGHEST: Final = ("mean", "max", *LAST)
+"""Of load: a mean alone hides the peak that a request met."""
+
+METRIC: Final = re.compile(r"\b(?:[a-z_]+:)?(?:headroom|vllm|process|kube)[_:]\w+(?::\w+)*|\bALERTS\w*|\bup(?=\{)")
+"""A metric or a recording rule in an expression."""
+
+
+def named_metrics(queries: Sequence[Json]) -> str:
+    """Return the sentence that names the metrics of a panel, in the order in which its queries have them."""
+    names = dict.fromkeys(name for query in queries for name in METRIC.findall(query["expr"]))
+    return "Metrics: " + ", ".join(f"`{name}`" for name in names) + "."
 
 
 def _nothing(text: str) -> Json:
@@ -55,7 +75,7 @@ def panel(
     return {
         "type": kind,
         "title": title,
-        "description": description,
+        "description": f"{description}\n\n{named_metrics(queries)}",
         "datasource": DATASOURCE,
         "interval": "15s",
         "gridPos": {"w": width, "h": height},
@@ -111,10 +131,13 @@ def timeseries(
     height: int = 8,
     stacked: bool = False,
     bars: bool = False,
+    figures: Sequence[str] = LAST,
     custom: Json | None = None,
     **more: Any,
 ) -> Json:
     """Return lines over time, a gap where nothing was known; `stacked` areas end at their sum.
+
+    The legend has the `figures` of each line.
 
     What is of a GPU or a rank of the engine's, by the name of its series, has that one's colour everywhere; the MIG
     instances of a card have one each from the palette.
@@ -136,7 +159,7 @@ def timeseries(
         **(custom or {}),
     }
     options = {
-        "legend": {"displayMode": "list", "placement": "bottom", "showLegend": True, "calcs": ["lastNotNull"]},
+        "legend": {"displayMode": "list", "placement": "bottom", "showLegend": True, "calcs": list(figures)},
         "tooltip": {"mode": "multi", "sort": "desc"},
     }
     return panel(

@@ -40,6 +40,13 @@ CHOSEN: Final = f"{situation()}{AND_CHOSEN}"
 """The place in SITUATIONS of what holds for each engine."""
 
 
+def in_the_chosen_situations(expr: str) -> str:
+    """Return what of `expr` is in a situation that is chosen; `up`, of which one is made, has no label to select by."""
+    marked = f'label_replace({expr}, "chosen", "yes", "situation", "$situation")'
+    wanted = 'label_replace(vector(1), "chosen", "yes", "", "")'
+    return f"max by ({BY_TARGET}, situation) ({marked} and on (chosen) {wanted})"
+
+
 def shortened(expr: str) -> str:
     """Return `expr` with the ends of long names: where they are cut off at the right, all pods look alike."""
     for label in ("pod", "model_name"):
@@ -80,14 +87,14 @@ OPEN: Final = leading(
     f"/d/headroom?${{datasource:queryparam}}&var-cluster={CELL}&${{__url_time_range}}",
 )
 
-GPU_WIDTH: Final = 130
+GPU_WIDTH: Final = 120
 """Enough for a MIG instance's."""
 
 IDENTITY: Final = ("open", "situation", "cluster", "namespace", "pod", "instance", "model_name", "gpu")
 NARROW: Final = [
     override("cluster", custom__width=80),
-    override("namespace", custom__width=140),
-    override("instance", custom__width=140),
+    override("namespace", custom__width=120),
+    override("instance", custom__width=190),
     override("GPU", custom__width=GPU_WIDTH),
 ]
 
@@ -104,19 +111,33 @@ def organized(order: Iterable[str], hidden: Iterable[str], names: Json) -> Json:
     }
 
 
-def joined(columns: Iterable[tuple[str, str]], *unnamed: str, sort: str = "A", limit: int | None = None) -> list[Json]:
+def joined(
+    columns: Iterable[tuple[str, str]],
+    *unnamed: str,
+    sort: str = "A",
+    limit: int | None = None,
+    present: str | None = None,
+) -> list[Json]:
     """Return the transformations that join queries by their labels and sort by these queries' values, the last first.
 
     `columns` are the queries' letters and what their values are called; the values of `unnamed` queries are not shown.
+    What the query `present` does not have is left out.
     """
     names = {f"Value #{letter}": name for letter, name in columns}
     hidden = ["uuid", "job", *(f"Value #{letter}" for letter in unnamed)]
     return [
         {"id": "merge", "options": {}},
+        *([] if present is None else [with_value(present)]),
         *({"id": "sortBy", "options": {"fields": {}, "sort": [{"field": f"Value #{each}"}]}} for each in sort),
         *([] if limit is None else [{"id": "limit", "options": {"limitField": limit}}]),
         organized([*IDENTITY, *names], hidden, {"model_name": "model", "gpu": "GPU", **names}),
     ]
+
+
+def with_value(letter: str) -> Json:
+    """Return the transformation that keeps the rows which this query has."""
+    has_a_value = {"fieldName": f"Value #{letter}", "config": {"id": "isNotNull", "options": {}}}
+    return {"id": "filterByValue", "options": {"filters": [has_a_value], "type": "include", "match": "all"}}
 
 
 def number(name: str, unit: str, width: int, thresholds: Json | None = None, **more: Any) -> Json:
@@ -131,7 +152,7 @@ def number(name: str, unit: str, width: int, thresholds: Json | None = None, **m
 
 
 NUMBERS: Final = [
-    number("time to OOM", DURATION, 130, TIME_TO_OOM_STEPS, decimals=DURATION_DECIMALS),
+    number("time to OOM", DURATION, 165, TIME_TO_OOM_STEPS, decimals=DURATION_DECIMALS),
     number("leak rate", "binBps", 90),
     number("unreported", "percentunit", 100, decimals=1),
     number("free", "bytes", 80, FREE_FLOOR),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dashboards.source.colours import BAD, GOOD, NEUTRAL, RUNNING_COLOUR, UNATTRIBUTED_COLOUR, WAITING_COLOUR
 from dashboards.source.dashboard import Row
 from dashboards.source.grafana import Json, coloured, on_the_right, override, query, steps
-from dashboards.source.panels import NOTHING, stat, timeseries
+from dashboards.source.panels import MEAN_AND_HIGHEST, NOTHING, stat, timeseries
 from dashboards.source.series import ENGINE, GPU, RUNNING, of_gpus
 
 EACH = "{{model_name}} engine {{engine}}"
@@ -90,6 +90,7 @@ def _used() -> Json:
             RUNNING,
         ],
         unit="percentunit",
+        figures=MEAN_AND_HIGHEST,
         custom=ALL_OF_IT,
         overrides=[on_the_right("running requests", RUNNING_COLOUR)],
     )
@@ -101,6 +102,7 @@ def _queue() -> Json:
         "Preempted work is done again: a steady rate means that too many requests run for the cache there is.",
         [RUNNING, WAITING, PREEMPTIONS],
         unit="short",
+        figures=MEAN_AND_HIGHEST,
         min=0,
         overrides=[
             coloured("running requests", RUNNING_COLOUR),

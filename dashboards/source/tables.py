@@ -17,11 +17,9 @@ from dashboards.source.ranking import (
     NUMBERS,
     OPEN,
     ROWS,
-    SEVERITIES,
+    in_the_chosen_situations,
     joined,
-    leading,
     number,
-    organized,
     ranked,
     shortened,
     with_link,
@@ -50,9 +48,10 @@ def engines() -> Json:
         "Engines, worst first",
         f"The {ROWS} engines that are worst off: by their situation, then by the time to out of memory. The figures "
         "are of the worst GPU of each; time to OOM may be that of host memory. Time and rate are there only while "
-        "something grows, unreported not while it sleeps; at the peak is what was free then.",
-        [query(shortened(with_link(f"sort({CHOSEN})"))), *map(query, asked)],
-        joined(zip("DEFGH", columns, strict=True), "A", "B", "C", sort="DA", limit=ROWS),
+        "something grows, unreported not while it sleeps; at the peak is what was free then. A number of Engines by "
+        "situation leads to the engines of that situation alone, and the variable Situation chooses more than one.",
+        [query(shortened(with_link(f"sort({in_the_chosen_situations(CHOSEN)})"))), *map(query, asked)],
+        joined(zip("DEFGH", columns, strict=True), "A", "B", "C", sort="DA", limit=ROWS, present="A"),
         height=14,
         noValue="no engine is seen",
         overrides=[OPEN, *NARROW, _situation(), *NUMBERS],
@@ -64,51 +63,6 @@ def _situation() -> Json:
     return override(
         "situation", custom__width=105, mappings=[values(*texts)], custom__cellOptions={"type": "color-text"}
     )
-
-
-def alerts(width: int) -> Json:
-    """Return the table of firing alerts; the runbooks' column is there where Prometheus has their address."""
-    which = f'alertname=~"Headroom.+",alertstate="firing",{TARGET}'
-    firing = " or ".join(
-        f'{rank} * max by (alertname, severity, {BY_TARGET}) (ALERTS{{{which},severity="{each}"}})'
-        for rank, (each, _) in zip(range(len(SEVERITIES), 0, -1), SEVERITIES, strict=True)
-    )
-    shown = with_link(f"topk({ROWS}, {firing})")
-    texts = [(each, each, colour) for each, colour in SEVERITIES]
-    return table(
-        "Firing alerts",
-        f"What fires now and for which engine, the most severe first, {ROWS} at most; and its runbook where an address "
-        "of the runbooks was given with the rules.",
-        [query(shortened(f"({_runbook(shown)} or on (open, alertname) ({shown}))"))],
-        [
-            {"id": "sortBy", "options": {"fields": {}, "sort": [{"field": "Value", "desc": True}]}},
-            organized(
-                ("open", "severity", "alertname", "cluster", "namespace", "pod", "instance", "runbook"),
-                ("address", "job", "Value"),
-                {"alertname": "alert"},
-            ),
-        ],
-        width=width,
-        height=7,
-        noValue="none",
-        overrides=[
-            override(
-                "severity", custom__width=90, mappings=[values(*texts)], custom__cellOptions={"type": "color-text"}
-            ),
-            OPEN,
-            *NARROW[:3],
-            leading("runbook", "what to do", "Runbook", CELL, targetBlank=True),
-        ],
-    )
-
-
-def _runbook(alerts: str) -> str:
-    """Return `alerts` with the address of their runbooks; `{alert}` in the address is replaced by an alert's name."""
-    joined = f'label_join(({alerts}) * on () group_left (address) {ADDRESS}, "runbook", " ", "address", "alertname")'
-    return f'label_replace({joined}, "runbook", "$1$3$2", "runbook", "(.*)[{{]alert[}}](.*) (.*)")'
-
-
-ADDRESS: Final = "topk(1, headroom:runbooks:info)"
 
 
 def models() -> Json:

@@ -48,11 +48,19 @@ KUBE: Final = {
     "kube_statefulset_replicas": "statefulset",
     "kube_statefulset_status_observed_generation": "statefulset",
     "kube_statefulset_status_replicas_ready": "statefulset",
+    "kube_pod_container_info": "pod,container,image",
     "kube_pod_container_status_ready": "pod,container",
     "kube_pod_init_container_status_ready": "pod,container",
     "kube_pod_container_status_terminated_reason": "pod,container,reason",
 }
 """What kube-state-metrics exports of it, where it is there."""
+
+VLLM: Final = {
+    "vllm:time_to_first_token_seconds_bucket": "model_name,engine,le",
+    "vllm:request_success_total": "model_name,engine,finished_reason",
+    "http_requests_total": "handler,method,status",
+}
+"""What vLLM's own page exports of it, where Prometheus scrapes that too."""
 
 Labels = frozenset[str]
 Vocabulary = Mapping[str, Labels]
@@ -75,11 +83,13 @@ def vocabulary() -> dict[str, Labels]:
     }
     known |= dict.fromkeys(("up", *PROCESS), TARGET)
     known |= {name: frozenset({"cluster", "namespace", *labels.split(",")}) for name, labels in KUBE.items()}
-    known["ALERTS"] = TARGET
+    known |= {name: TARGET.union(labels.split(",")) for name, labels in VLLM.items()}
+    known |= dict.fromkeys(("ALERTS", "ALERTS_FOR_STATE"), TARGET)
     for name, expr in recorded():
         known[name] = labels(parsed(expr), known)[0] or frozenset()
     known["headroom:runbooks:info"] = frozenset({"address"})  # alerts/generate.py makes it of an address
-    return known | {"ALERTS": frozenset().union(*known.values()) | {"alertname", "alertstate", "severity", "area"}}
+    alerting = frozenset().union(*known.values()) | {"alertname", "severity", "area"}
+    return known | {"ALERTS": alerting | {"alertstate"}, "ALERTS_FOR_STATE": alerting}
 
 
 def agreed() -> Iterator[tuple[str, Labels]]:

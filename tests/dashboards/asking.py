@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -60,9 +61,13 @@ def _query_variables(
                 offered[name] = [each["metric"][label] for each in prometheus.instant(filled(series, put_in))]
             else:
                 offered[name] = prometheus.label_values(filled(series, put_in), label)
+            if variable["regex"].startswith("/^"):
+                offered[name] = re.findall(variable["regex"].strip("/"), "\n".join(offered[name]), re.MULTILINE)
             first = offered[name][0] if is_ranked(variable) else ALL
             assert chosen.get(name) in {None, *offered[name]}, f"{name} offers {offered[name]}"
             put_in[name] = interpolated(variable, [chosen.get(name, first)], offered[name])
+        if variable["type"] == "custom":
+            put_in[variable["name"]] = interpolated(variable, [chosen.get(variable["name"], ALL)], [])
     return offered, put_in
 
 

@@ -56,15 +56,19 @@ EMPTY: Final = (
         why="nothing is wrong for long enough",
         over=frozenset({"healthy", "burst", "engine down", "asleep", "small card"}),
         queries={
-            "headroom": {"Alert begins to fire": (), "Alerts": ()},
-            "headroom-fleet": {"Firing alerts": (), "Alerts": ()},
-            "headroom-incident": {"Alert begins to fire": (), "Firing alerts": ()},
+            "headroom": {"Alert begins to fire": (), "Alerts": (), "Firing alerts": ("A",)},
+            "headroom-fleet": {"Firing alerts": ("A",), "Alerts": ()},
+            "headroom-incident": {"Alert begins to fire": (), "Firing alerts": ("A",)},
         },
     ),
     Empty(
         why="no engine has ended, whose alerts wait",
         over=frozenset({"healthy", "burst", "asleep", "small card"}),
-        queries={"headroom-incident": {"Alerts": ()}},
+        queries={
+            "headroom": {"Firing alerts": ("B",)},
+            "headroom-fleet": {"Firing alerts": ("B",)},
+            "headroom-incident": {"Alerts": (), "Firing alerts": ("B",)},
+        },
     ),
     Empty(
         why="nothing is critical",
@@ -75,7 +79,7 @@ EMPTY: Final = (
         why="what was wrong is over",
         over=frozenset({"neighbour", "restart"}),
         queries={
-            "headroom": {"Alerts": ()},
+            "headroom": {"Alerts": (), "Firing alerts": ()},
             "headroom-fleet": {"Firing alerts": (), "Alerts": ()},
             "headroom-incident": {"Firing alerts": ()},
         },
@@ -141,6 +145,29 @@ EMPTY: Final = (
                 "Least time to out of memory": (),
                 "Engines, worst first": ("B", "C", "D", "E", "F", "G", "H"),
             },
+        },
+    ),
+    Empty(
+        why="Prometheus scrapes vLLM's own page of one engine alone",
+        over=EVERYWHERE - {"leak"},
+        queries={
+            "headroom": {
+                "Time to the first token": (),
+                "Requests that fail": ("status 5xx", "{{finished_reason}}"),
+            }
+        },
+    ),
+    Empty(
+        why="no engine exits with requests",
+        over=EVERYWHERE - {"restart", "crash", "engine down"},
+        queries={"headroom": {"Requests that fail": ("requests lost at an exit",)}},
+    ),
+    Empty(
+        why="nothing is rolled out",
+        over=EVERYWHERE,
+        queries={
+            board: {"New image": (), "New version of the sidecar": ()}
+            for board in ("headroom", "headroom-fleet", "headroom-incident")
         },
     ),
     Empty(

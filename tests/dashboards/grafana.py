@@ -99,7 +99,7 @@ def is_ranked(variable: Json) -> bool:
 
 def is_answer(variable: Json) -> bool:
     """Return whether a variable offers what a query answers."""
-    return str(variable["query"]["query"]).startswith("query_result(")
+    return variable["type"] == "query" and str(variable["query"]["query"]).startswith("query_result(")
 
 
 def marked(dashboard: Json) -> list[Query]:

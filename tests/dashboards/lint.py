@@ -11,6 +11,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any, Final
 
+from dashboards.source.around import CELL
 from tests.dashboards.grafana import NAMES, Json, is_ranked, load, panels, variables
 
 ASSETS: Final = Path(__file__).parents[1] / "assets" / "grafana"
@@ -22,6 +23,10 @@ SHADES: Final = ("", "super-light-", "light-", "semi-dark-", "dark-")
 HUES: Final = ("red", "orange", "yellow", "green", "blue", "purple")
 COLOUR: Final = re.compile(rf"({'|'.join(SHADES)})({'|'.join(HUES)})|text|transparent|#[0-9a-f]{{6}}")
 """A name that a theme of Grafana's knows, or a colour by its numbers."""
+
+
+HIDDEN: Final = 2
+"""What makes a variable one that nobody chooses: it follows from the others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +90,10 @@ def choosable(dashboard: Json) -> Faults:
         yield Fault(where=missing, what="cannot be chosen")
     for each in asked:
         wanted: Json = {"type": "query", "multi": True, "includeAll": True, "allValue": ".*", "refresh": 2}
+        if each["type"] == "custom":
+            wanted = {"multi": True, "includeAll": True, "allValue": ".*"}
+        if each.get("hide") == HIDDEN:
+            wanted = {"type": "query", "multi": True, "includeAll": False, "refresh": 2}
         if is_ranked(each):
             wanted = {"type": "query", "multi": False, "includeAll": False, "refresh": 2, "sort": 0}
         for key, value in wanted.items():
@@ -165,9 +174,10 @@ def linked(dashboard: Json) -> Faults:
     """A link to a dashboard goes to one of these, and sets variables it has: in its address, or in a query's label."""
     there = {made["uid"]: {variable["name"] for variable in variables(made)} for made in map(load, NAMES)}
     for panel in panels(dashboard):
-        text = json.dumps(panel)
-        for uid in set(re.findall(r"/d/([\w-]+)", text)):
+        labels = "".join(target["expr"] for target in panel.get("targets", ()) if "var-" in target["expr"])
+        for uid, address in re.findall(r'"/d/([\w-]+)([^"]*)"', json.dumps(panel)):
             if uid not in there:
                 yield Fault(where=panel["title"], what=f"there is no dashboard {uid}")
-            for name in set(re.findall(r"var-(\w+)=", text)) - there.get(uid, set()):
+            by_label = labels if CELL in address else ""
+            for name in set(re.findall(r"var-(\w+)=", address + by_label)) - there.get(uid, set()):
                 yield Fault(where=panel["title"], what=f"{uid} has no variable {name}")

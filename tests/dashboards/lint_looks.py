@@ -43,7 +43,7 @@ def readable(dashboard: Json) -> Faults:
         if panel["type"] != "timeseries":
             continue
         legend, tooltip = panel["options"]["legend"], panel["options"]["tooltip"]
-        if not legend["showLegend"] or legend["calcs"] != ["lastNotNull"]:
+        if not legend["showLegend"] or legend["calcs"][-1:] != ["lastNotNull"]:
             yield Fault(where=panel["title"], what="no values in the legend")
         if (tooltip["mode"], tooltip["sort"]) != ("multi", "desc"):
             yield Fault(where=panel["title"], what="the tooltip is of one, or not sorted")

@@ -64,7 +64,11 @@ def narrowed(dashboard: Json) -> Faults:
     asked = [query for panel in panels(dashboard) for query in queries(panel)]
     for query, expr in trees(asked + marked(dashboard)):
         for selector in selectors(expr):
-            there = TARGET if selector.name == "ALERTS" else KNOWN.get(selector.name or "", frozenset())
+            there = (
+                TARGET
+                if selector.name in {"ALERTS", "ALERTS_FOR_STATE"}
+                else KNOWN.get(selector.name or "", frozenset())
+            )
             by = {matcher.name for matcher in selector.matchers.matchers if _is_choice(matcher)}
             for name in sorted(names & there - by):
                 yield Fault(where=query.where, what=f'{selector.name} is not narrowed by {name}=~"${name}"')

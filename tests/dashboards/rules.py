@@ -20,7 +20,9 @@ NEVER: Final = float("-inf")
 def evaluated(ask: Ask, times: Sequence[float]) -> str:
     """Return what the recording rules give, and ALERTS, as OpenMetrics; `times` are those of the evaluations."""
     lines = [line for name, expr in inlined() for line in _lines(name, ask(expr))]
-    lines += [line for rule in alerting() for line in _lines("ALERTS", _alerts(rule, ask(rule["expr"]), times))]
+    for rule in alerting():
+        alerts, since = _alerts(rule, ask(rule["expr"]), times)
+        lines += [*_lines("ALERTS", alerts), *_lines("ALERTS_FOR_STATE", since)]
     return "".join([*lines, "# EOF\n"])
 
 
@@ -50,23 +52,24 @@ def alerting() -> Iterator[Mapping[str, Any]]:
     yield from (rule for rule in written_rules() if "alert" in rule)
 
 
-def _alerts(rule: Mapping[str, Any], series: Series, times: Sequence[float]) -> Series:
-    """Return ALERTS of a rule, without labels that are templates: no board asks for one."""
+def _alerts(rule: Mapping[str, Any], series: Series, times: Sequence[float]) -> tuple[Series, Series]:
+    """Return ALERTS and ALERTS_FOR_STATE of a rule, without labels that are templates: no board asks for one."""
     written = {label: text for label, text in rule["labels"].items() if "{{" not in text}
     wait, keep = (_seconds(rule[key]) if key in rule else 0.0 for key in ("for", "keep_firing_for"))
-    alerts = []
+    alerts, active_since = [], []
     for a_series in series:
         labels = {label: value for label, value in a_series["metric"].items() if label != "__name__"}
         labels |= {**written, "alertname": rule["alert"]}
         states = list(_states({float(at) for at, _ in a_series["values"]}, times, wait, keep))
         for state in ("pending", "firing"):
-            values = [(at, 1) for at, found in states if found == state]
+            values = [(at, 1) for at, found, _ in states if found == state]
             alerts.append({"metric": {**labels, "alertstate": state}, "values": values})
-    return alerts
+        active_since.append({"metric": labels, "values": [(at, since) for at, found, since in states if found]})
+    return alerts, active_since
 
 
-def _states(active: set[float], times: Sequence[float], wait: float, keep: float) -> Iterator[tuple[float, str]]:
-    """Yield the state at each time: pending for as long as `for`, then firing, and for `keep_firing_for` longer."""
+def _states(active: set[float], times: Sequence[float], wait: float, keep: float) -> Iterator[tuple[float, str, float]]:
+    """Yield the state at each time, and since when: pending for `for`, then firing, and `keep_firing_for` longer."""
     since = last = NEVER
     state = ""
     for at in times:
@@ -75,7 +78,7 @@ def _states(active: set[float], times: Sequence[float], wait: float, keep: float
             state = "firing" if state == "firing" or at - since >= wait else "pending"
         elif state != "firing" or at - last >= keep:
             state = ""
-        yield at, state
+        yield at, state, since
 
 
 def _seconds(duration: str) -> float:

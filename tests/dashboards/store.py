@@ -134,9 +134,34 @@ def store(folder: Path) -> None:
     """Store what a Prometheus has that scraped every target for HOURS, and evaluated the rules."""
     scraped = open_metrics(list(TARGETS.values()), HOURS, ends_seconds=END, scrape_seconds=SCRAPE_SECONDS)
     add(folder, "scraped", [scraped])
+    add(folder, "engine", _own_page(TARGETS["leak"]))
     with running(folder) as prometheus:
         text = evaluated(lambda expr: prometheus.over_time(expr, SCRAPE_SECONDS), range(BEGIN, END, SCRAPE_SECONDS))
     add(folder, "rules", [text])  # blocks that are added to a running Prometheus are seen only after a minute
+
+
+def _own_page(target: Target) -> Iterator[str]:
+    """Yield what Prometheus has of the page of vLLM beside a sidecar: first tokens within 0.1 to 1 s, and failures."""
+    labels = ",".join(
+        f'{name}="{value}"'
+        for name, value in {
+            **target.labels,
+            "job": f"{target.labels['namespace']}/vllm",
+            "instance": target.labels["instance"].replace("9839", "8000"),
+        }.items()
+    )
+    counted = {
+        f'vllm:time_to_first_token_seconds_bucket{{model_name="simulated-8b",engine="0",le="0.1",{labels}}}': 100,
+        f'vllm:time_to_first_token_seconds_bucket{{model_name="simulated-8b",engine="0",le="0.5",{labels}}}': 180,
+        f'vllm:time_to_first_token_seconds_bucket{{model_name="simulated-8b",engine="0",le="1.0",{labels}}}': 200,
+        f'vllm:time_to_first_token_seconds_bucket{{model_name="simulated-8b",engine="0",le="+Inf",{labels}}}': 200,
+        f'vllm:request_success_total{{model_name="simulated-8b",engine="0",finished_reason="error",{labels}}}': 2,
+        f'http_requests_total{{handler="/v1/completions",method="POST",status="5xx",{labels}}}': 3,
+    }
+    for series, each_scrape in counted.items():
+        for number, at in enumerate(range(BEGIN, END, SCRAPE_SECONDS)):
+            yield f"{series} {number * each_scrape} {at}\n"
+    yield "# EOF\n"
 
 
 def add(folder: Path, name: str, text: Iterable[str]) -> None:

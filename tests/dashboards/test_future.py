@@ -57,7 +57,7 @@ def test_what_is_of_now_stays_of_now_where_the_time_shown_ends_in_the_future() -
     of_now = [panel for panel in panels(ENGINE) if panel["type"] in {"stat", "table"}]
 
     assert {each["timeFrom"] for each in of_now} == {ENGINE["time"]["from"].removeprefix("now-")}
-    assert [link["url"] for link in ENGINE["links"] if link["type"] == "link"] == [
+    assert [link["url"] for link in ENGINE["links"] if link["title"] == "Look ahead"] == [
         "/d/headroom?from=now-6h&to=now%2B6h"
     ]
 

@@ -9,12 +9,13 @@ from typing import Any, Final
 import pytest
 
 from dashboards.source import colours
+from dashboards.source.alerts import summaries
 from dashboards.source.colours import FIRST_ACTIONS, GONE
 from dashboards.source.ranking import shortened
 from tests.dashboards.asking import answer, values
 from tests.dashboards.cards import SMALL
 from tests.dashboards.grafana import Json, Query, every_query, load, panels
-from tests.dashboards.store import BARE, TARGETS, Prometheus
+from tests.dashboards.store import BARE, BEGIN, END, TARGETS, Prometheus
 from vllm_headroom.vocabulary import Situation
 from vllm_headroom_tools.demo.world import TOTAL_BYTES
 
@@ -97,6 +98,37 @@ def test_engines_are_listed_by_their_situation_the_worst_first(prometheus: Prome
     assert len(rows) == len(TARGETS)
     assert all(order.index(row["metric"]["situation"]) == float(row["values"][-1][1]) for row in rows)
     assert [float(row["values"][-1][1]) for row in rows] == sorted(float(row["values"][-1][1]) for row in rows)
+
+
+def test_of_engines_those_of_a_chosen_situation_are_listed(prometheus: Prometheus) -> None:
+    fleet = load("headroom-fleet")
+    put_in = {**values(prometheus, fleet, {}), "situation": "(leaking|sidecar_gone)"}
+    rows = answer(prometheus, query(fleet, "Engines, worst first", "A"), put_in)
+
+    assert {row["metric"]["situation"] for row in rows} == {"leaking", "sidecar_gone"}
+    assert len(rows) == len(LEAKS) + 1
+
+
+def test_a_firing_alert_is_listed_with_what_it_means_and_since_when(prometheus: Prometheus) -> None:
+    firing = {row["metric"]["alertname"]: row["metric"] for row in ask_panel(prometheus, "leak", "Firing alerts", "A")}
+    since = {
+        row["metric"]["alertname"]: float(row["values"][-1][1])
+        for row in ask_panel(prometheus, "leak", "Firing alerts", "B")
+    }
+
+    assert firing["HeadroomGpuMemoryLeak"]["summary"] in summaries()
+    assert 1000 * BEGIN < since["HeadroomGpuMemoryGrowing"] < since["HeadroomGpuMemoryLeak"] < 1000 * END
+
+
+def test_the_summary_of_an_alert_has_no_templates() -> None:
+    assert [summary for summary in summaries().values() if "{{" in summary or "  " in summary] == []
+    assert summaries()["HeadroomOutOfMemorySoon"] == "A vLLM engine runs out of GPU memory soon: it leaks."
+
+
+def test_a_panel_names_its_metrics() -> None:
+    description = next(each for each in panels(ENGINE) if each["title"] == "Free now")["description"]
+
+    assert description.endswith("\n\nMetrics: `headroom_gpu_memory_free_bytes`.")
 
 
 def test_a_long_name_keeps_its_end(prometheus: Prometheus) -> None:
