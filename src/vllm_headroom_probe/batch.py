@@ -41,6 +41,9 @@ class Step(NamedTuple):
     """The adapters that the step loads."""
     drafts: int
     """The drafted tokens that it verifies."""
+    is_repeated: bool
+    """Whether it computes the same as the step before: another token of the same requests, or
+    nothing again."""
 
 
 class Prompt:
@@ -65,6 +68,8 @@ class Batch:
         step. What these compute is unknown."""
         self._pixels: dict[str, list[int]] = {}
         """The pixels of each image of the requests with images."""
+        self._earlier_shape = (0, 0)
+        """The requests and tokens of the step before."""
         self._adapters: set[int] = set()
         """The adapters that were loaded."""
 
@@ -108,6 +113,10 @@ class Batch:
         else:
             kind = PREFILL if prompt_tokens else DECODE
         drafts = order.scheduled_spec_decode_tokens
+        is_changed = bool(new_ids or prompt_tokens or images or order.finished_req_ids)
+        shape = (len(scheduled_tokens), order.total_num_scheduled_tokens)
+        is_repeated = not is_changed and shape == self._earlier_shape
+        self._earlier_shape = shape
         return Step(
             at_seconds=at_seconds,
             kind=kind,
@@ -120,6 +129,7 @@ class Batch:
             pixels=pixels,
             adapters=adapters,
             drafts=sum(map(len, drafts.values())) if drafts else 0,
+            is_repeated=is_repeated,
         )
 
     def _admit(self, request: Any) -> int:  # noqa: ANN401 - vLLM's NewRequestData

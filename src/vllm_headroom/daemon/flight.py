@@ -389,7 +389,7 @@ def build_context(
         "verdicts": [asdict(verdict) for verdict in verdicts],
         "leaks": [_describe_leak(gpu, values) for gpu in snapshot.owned_gpus],
         "holders": _list_holders(snapshot)[:MOST_RECORDED_HOLDERS],
-        "probe": [drop_unknown(process) for process in probed_processes],
+        "probe": [drop_unknown(_drop_sizes(process)) for process in probed_processes],
         "problems": [source.message for source in sources if isinstance(source, Failure)],
     }
 
@@ -431,6 +431,7 @@ def list_ooms(snapshot: Snapshot) -> list[dict[str, Any]]:
             "free": process.oom.free_bytes,
             "allocated": process.oom.allocated_bytes,
             "reserved": process.oom.reserved_bytes,
+            **({} if process.oom.step is None else {"step": drop_unknown(process.oom.step)}),
         }
         for process in _list_probed(snapshot)
         if process.oom is not None
@@ -470,6 +471,14 @@ def _describe_snapshot(pid: int, snapshot: AllocatorSnapshot) -> dict[str, Any]:
         "problem": snapshot.problem,
         "largest": largest,
     }
+
+
+def _drop_sizes(process: ProbedProcess) -> ProbedProcess:
+    """Return a process without the peaks by size, of which an incident needs the highest only."""
+    if process.peaks is None:
+        return process
+    works = tuple([replace(work, sizes=()) for work in process.peaks.works])
+    return replace(process, peaks=replace(process.peaks, works=works))
 
 
 def _list_probed(snapshot: Snapshot) -> tuple[ProbedProcess, ...]:

@@ -30,6 +30,28 @@ class StepFacts(Struct, frozen=True, kw_only=True):
     drafts: int = 0
     """The drafted tokens that it verified."""
 
+    def describe(self, work: Work) -> str:
+        """Return in words what a step of this kind of work computed."""
+        requests = _count(self.requests, "request")
+        if work is Work.PROMPT_LOGPROBS:
+            tokens = f"{self.logprobs_tokens:,} prompt tokens"
+            return f"{tokens} with prompt logprobs of {_count(self.logprobs_requests, 'request')}"
+        if work is Work.ENCODER:
+            images = _count(self.images, "image")
+            return f"{images} of {self.pixels:,} pixels" if self.pixels else images
+        if work is Work.ADAPTER:
+            return f"{_count(self.adapters, 'adapter')} to load for {requests}"
+        if work is Work.SAMPLING:
+            return f"the sampling for {requests}"
+        if work is Work.PREFILL:
+            return f"{self.prompt_tokens:,} prompt tokens in {requests}"
+        return f"{self.tokens:,} tokens of {requests}"
+
+
+def _count(number: int, thing: str) -> str:
+    """Return a number of things in words: "one request", "3 requests"."""
+    return f"one {thing}" if number == 1 else f"{number:,} {thing}s"
+
 
 class WorkPeak(Struct, frozen=True, kw_only=True):
     """The highest memory of a step above the level at rest, and that step."""

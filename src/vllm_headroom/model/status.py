@@ -218,6 +218,11 @@ class Ending(Struct, frozen=True, kw_only=True):
     """The driver's XID errors of the last 15 minutes; only the flight record has them."""
     ooms: tuple[str, ...] = ()
     """torch's OutOfMemoryErrors of the last 15 minutes, only the flight record has them."""
+    failed_step: str | None = None
+    """The step in which torch raised such an error right before the end, in words; None where
+    unknown."""
+    highest_peak: str | None = None
+    """The highest peak of a step in the last minute in service, in words; None where unknown."""
     is_probed: bool = False
     """Whether a probe ran in the engine, which would have recorded such an error; only the flight
     record has it."""

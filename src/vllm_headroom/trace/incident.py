@@ -10,10 +10,17 @@ from msgspec.structs import asdict, replace
 from vllm_headroom.derive.life.causes import judge_ending
 from vllm_headroom.derive.life.record import MEMORY_REASONS, SAME_END_SECONDS
 from vllm_headroom.derive.verdicts import GPU_LOST
-from vllm_headroom.model import Ending, EnginePod, GpuAtEnd, LogEnding
+from vllm_headroom.model import (
+    Ending,
+    EnginePod,
+    GpuAtEnd,
+    LogEnding,
+    PeakReadings,
+    StepAtError,
+)
 from vllm_headroom.parse.fields import LARGEST
 from vllm_headroom.trace.entries import YEAR_10000
-from vllm_headroom.units import format_instant, format_size
+from vllm_headroom.units import format_instant, format_size, to_datetime
 from vllm_headroom.vocabulary import EndCause, ExitReason, IncidentKind, LeakState, Sureness
 
 Seconds = Annotated[float, Meta(ge=0, lt=YEAR_10000)]
@@ -28,6 +35,10 @@ MOST_SHOWN: Final = 100
 LEAK_RANKS: Final = {LeakState.GROWING: 1, LeakState.LEAKING: 2}
 """The rank of a verdict on a leak, 0 for any other state: of two verdicts the one with the higher
 rank counts."""
+
+FATAL_ERROR_SECONDS: Final = 60.0
+"""An OutOfMemoryError within this time of the end is the one that ended the engine: a core that has
+raised it exits at once, and its server within seconds."""
 
 PEAK_BEFORE_SECONDS: Final = 60.0
 """The highest use since this time before the newest sample counts as that sample's peak."""
@@ -81,6 +92,7 @@ class ProbedMemory(Struct, frozen=True, kw_only=True):
     pid: int | None = None
     role: str | None = None
     devices: tuple[TorchMemory, ...] = ()
+    peaks: PeakReadings = PeakReadings()
 
 
 class MappingGrowth(Struct, frozen=True, kw_only=True):
@@ -117,11 +129,14 @@ class Xid(Struct, frozen=True, kw_only=True):
 class Oom(Struct, frozen=True, kw_only=True):
     """An OutOfMemoryError of torch, recorded by the probe; sizes are None where unknown."""
 
+    t: Seconds | None = None
     uuid: str | None = None
     asked: Size | None = None
     free: Size | None = None
     allocated: Size | None = None
     reserved: Size | None = None
+    step: StepAtError | None = None
+    """The step that raised it; None where unknown."""
 
     def describe(self) -> str:
         """Return the error in a sentence."""
@@ -133,6 +148,8 @@ class Oom(Struct, frozen=True, kw_only=True):
             sentence += f", {format_size(self.reserved)} its own"
         if self.allocated is not None:
             sentence += f", {format_size(self.allocated)} in use"
+        if self.step is not None:
+            sentence += f", in a step of {self.step.step.describe(self.step.work)}"
         return sentence
 
 
@@ -343,12 +360,40 @@ def add_evidence(end: Ending, incident: Incident) -> Ending:
         hung_seconds=hung_seconds,
         xids=tuple(error.xid for error in incident.xids[-MOST_SHOWN:]),
         ooms=tuple(oom.describe() for oom in incident.ooms[-MOST_SHOWN:]),
+        failed_step=_describe_failed_step(incident.ooms, end.seconds),
+        highest_peak=_describe_highest_peak(incident.before),
         log=incident.engine_log or end.log,
         is_probed=any(process.devices for process in incident.before.probe),
         unreadable=tuple(
             verdict.sentence for verdict in incident.before.verdicts if verdict.alert == GPU_LOST
         ),
     )
+
+
+def _describe_failed_step(ooms: Sequence[Oom], end_seconds: float) -> str | None:
+    """Return the step whose OutOfMemoryError came right before the end; None where unknown."""
+    for oom in reversed(ooms):
+        if oom.t is not None and oom.step is not None:
+            seconds_before = end_seconds - oom.t
+            if abs(seconds_before) <= FATAL_ERROR_SECONDS:
+                return oom.step.step.describe(oom.step.work)
+    return None
+
+
+def _describe_highest_peak(context: LastInService) -> str | None:
+    """Return the highest peak of the last minute in service; None where none was measured."""
+    peaks = [
+        (work.recent, work.work)
+        for process in context.probe
+        for work in process.peaks.works
+        if work.recent is not None
+    ]
+    if not peaks:
+        return None
+    peak, work = max(peaks, key=lambda entry: entry[0].transient_bytes)
+    time = f"{to_datetime(peak.step.at_seconds):%H:%M:%S}"
+    size = format_size(peak.transient_bytes)
+    return f"the highest peak, {size} at {time}, was a step of {peak.step.describe(work)}"
 
 
 def _add_gpu_evidence(gpu: GpuAtEnd, context: LastInService) -> GpuAtEnd:

@@ -85,6 +85,7 @@ cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *properties, int devic
   properties->sharedMemPerBlockOptin = 232448;
   properties->sharedMemPerMultiprocessor = 233472;
   properties->regsPerBlock = properties->regsPerMultiprocessor = 65536;
+  properties->maxBlocksPerMultiProcessor = 32;  // torch.topk divides by it
   properties->l2CacheSize = 50 << 20;
   properties->memoryBusWidth = 5120;
   properties->totalConstMem = 65536;

@@ -194,9 +194,35 @@ def test_requests_that_ran_before_are_of_no_known_kind(peaks: Peaks, runner: Run
     assert set(sizes(peaks)) == {"other", "sampling", "decode"}
 
 
+def test_of_repeated_steps_every_sixteenth_is_measured(peaks: Peaks, runner: Runner, allocator: Allocator) -> None:
+    step(runner, order({"a": 3}, ask("a", 3)))
+    reads = []
+    read = allocator.memory_stats_as_nested_dict
+    allocator.memory_stats_as_nested_dict = lambda index: reads.append(1) or read(index)  # type: ignore[method-assign]
+    for _ in range(17):
+        step(runner, order({"a": 1}))
+
+    assert sizes(peaks)["decode"] == [[1, MIB, 2]]
+    assert len(reads) == 6
+    document = peaks.describe()
+    assert document is not None
+    assert document["steps"] == 18
+
+    step(runner, order({"a": 1, "b": 1}, ask("b", 1)))
+    step(runner, order({"b": 1}, finished_req_ids={"a"}))
+    assert sizes(peaks)["decode"] == [[1, MIB, 3]]
+
+
+def test_an_empty_order_is_no_step(peaks: Peaks, runner: Runner) -> None:
+    step(runner, order({}, finished_req_ids={"a"}))
+
+    assert peaks.describe() is None
+
+
 def test_vllms_own_profile_reads_its_own_peak(peaks: Peaks, runner: Runner, allocator: Allocator) -> None:
     allocator.take(500 * MIB)
     runner.execute_model(order({"a": 8}, ask("a", 8)), dummy_run=True)
+    runner.sample_tokens(None)
 
     assert allocator.peak == LEVEL + 500 * MIB
     assert peaks.describe() is None

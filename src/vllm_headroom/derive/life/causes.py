@@ -445,7 +445,7 @@ def _fit_burst(end: Ending) -> Fit | None:
         return None
     sentence = f"Out of GPU memory in a burst: {gpu.display_name} was filled within minutes."
     if end.ooms:
-        sentence = FAILED_ALLOCATION
+        sentence = _describe_failed_allocation(end)
     if _is_surely_burst(end, gpu):
         return Fit(Sureness.SURE, sentence)
     share = gpu.share_of_lost_room(gpu.recent_growth_bytes)
@@ -456,11 +456,18 @@ def _fit_burst(end: Ending) -> Fit | None:
 
 
 def _is_surely_burst(end: Ending, gpu: GpuAtEnd) -> bool:
-    """Return whether the engine alone filled the GPU within minutes, and was level before."""
+    """Return whether the engine alone filled the GPU within minutes, and was level before.
+
+    Also where the probe saw the step that raised the error, right before the end.
+    """
+    if gpu.leak in GROWING_STATES:
+        return False
+    if end.failed_step is not None:
+        return True
     # A peak between two samples may have been anybody's.
     is_attributed = gpu.other_growth_bytes is not None and not gpu.is_peak_unattributed
     is_before_known = end.observed_seconds >= KNOWN_BEFORE_SECONDS
-    if not is_attributed or not is_before_known or gpu.leak in GROWING_STATES:
+    if not is_attributed or not is_before_known:
         return False
     share = gpu.share_of_lost_room(gpu.recent_growth_bytes)
     return is_gpu_full(gpu) and share >= SURE_SHARE
@@ -469,13 +476,17 @@ def _is_surely_burst(end: Ending, gpu: GpuAtEnd) -> bool:
 def _fit_failed_allocation(end: Ending) -> Fit | None:
     """Return the cause that an allocation failed although no GPU was full.
 
-    Likely where torch counted an OutOfMemoryError. Possible where requests ran with so little room
+    Sure where the probe saw the step that raised an OutOfMemoryError right before the end. Likely
+    where torch counted such an error. Possible where requests ran with so little room
     that one may have failed unseen. None otherwise.
     """
     if not end.is_over or not end.has_served:
         return None
     if end.ooms:
-        return Fit(Sureness.LIKELY, FAILED_ALLOCATION)
+        has_grown_before = any(gpu.leak in GROWING_STATES for gpu in end.gpus)
+        is_sure = end.failed_step is not None and not has_grown_before
+        sureness = Sureness.SURE if is_sure else Sureness.LIKELY
+        return Fit(sureness, _describe_failed_allocation(end))
     gpu = end.fullest_gpu
     if gpu is None:
         return None
@@ -490,6 +501,13 @@ def _fit_failed_allocation(end: Ending) -> Fit | None:
         " allocation may have needed more.",
         (_describe_search(room_bytes), *_list_excess(end, gpu)),
     )
+
+
+def _describe_failed_allocation(end: Ending) -> str:
+    """Return that an allocation failed, with the step that needed it where that is known."""
+    if end.failed_step is None:
+        return FAILED_ALLOCATION
+    return f"{FAILED_ALLOCATION.removesuffix('.')} in a step of {end.failed_step}."
 
 
 def _may_allocation_have_failed(end: Ending, room_bytes: int) -> bool:
@@ -674,6 +692,8 @@ def _list_evidence(end: Ending) -> Iterator[str]:
     for xid in end.xids:
         yield f"the driver reported XID {xid}"
     yield from end.ooms
+    if end.highest_peak is not None and (end.ooms or find_full_gpu(end) is not None):
+        yield end.highest_peak
     if end.reason is ExitReason.OOM_KILLED:
         yield "the kernel counted an out-of-memory kill in the engine's container then"
     for lost in end.lost_processes:
