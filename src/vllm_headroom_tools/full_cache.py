@@ -99,6 +99,7 @@ class CollapseHistory:
         previous_reading = self._previous_reading
         self._previous_reading = reading
         self._finished += counts.finished
+        # What ran before a restart is not what returned to the queue.
         if previous_reading is None or has_restarted:
             self._current = None
             return
@@ -114,6 +115,7 @@ class CollapseHistory:
         running = previous_reading.running or 0.0
         passed_seconds = now_seconds - self._newest_seconds
         thrash = self._current
+        # Collapses close to each other are one row of thrashing.
         if thrash is None or passed_seconds > COLLAPSE_GAP_SECONDS:
             thrash = ThrashFacts(
                 times=1,

@@ -57,20 +57,23 @@ def read_memory(rate: float, room: float, interval: float, seed: int) -> Iterato
 
 def follow(rate: float, room: float, interval: float, seed: int) -> dict[str, float]:
     """Return the seconds of each first verdict and alert, and of the end."""
-    track, found = start_track(0.0), dict[str, float]()
-    for seen in read_memory(rate, room, interval, seed):
-        track = observe(track, seen)
-        left = track.estimate.oom_seconds if track.estimate is not None else None
+    track = start_track(0.0)
+    first_seconds: dict[str, float] = {}
+    for observation in read_memory(rate, room, interval, seed):
+        track = observe(track, observation)
+        left_seconds = None if track.estimate is None else track.estimate.oom_seconds
         is_leaking = track.verdict is Certainty.LEAKING
         events = {
             "growing": track.verdict is not Certainty.NONE,
             "leaking": is_leaking,
-            "critical": is_leaking and left is not None and left < DAY_SECONDS,
-            "page": is_leaking and left is not None and left < HOUR_SECONDS,
+            "critical": is_leaking and left_seconds is not None and left_seconds < DAY_SECONDS,
+            "page": is_leaking and left_seconds is not None and left_seconds < HOUR_SECONDS,
         }
-        found = {event: seen.seconds for event, now in events.items() if now} | found
-        found["end"] = seen.seconds
-    return found
+        for event, is_now in events.items():
+            if is_now:
+                first_seconds.setdefault(event, observation.seconds)
+        first_seconds["end"] = observation.seconds
+    return first_seconds
 
 
 def show(values: list[float | None], unit: float, name: str) -> str:
@@ -85,9 +88,6 @@ def show(values: list[float | None], unit: float, name: str) -> str:
 def make_row(rate: float, room: int, interval: float, seeds: int) -> str:
     runs = [follow(rate, room * 1e9, interval, seed) for seed in range(seeds)]
     is_over = all(run["end"] < MOST_SECONDS - interval for run in runs)
-    leads = {
-        event: [run["end"] - run[event] if event in run else None for run in runs] for event in ("critical", "page")
-    }
     cells = [
         f"{rate / 1e3:,.0f} kB/s",
         f"{room} GB",
@@ -97,9 +97,12 @@ def make_row(rate: float, room: int, interval: float, seeds: int) -> str:
         show([rate * run["leaking"] if "leaking" in run else None for run in runs], 1e6, "MB"),
     ]
     for event in ("critical", "page"):
-        known = [lead for lead in leads[event] if lead is not None]
-        least = f"{median(known) / 60:,.0f} min ({min(known) / 60:,.0f})" if known else "never"
-        cells.append(least if is_over else "")
+        leads_seconds = [run["end"] - run[event] for run in runs if event in run]
+        text = "never"
+        if leads_seconds:
+            text = f"{median(leads_seconds) / 60:,.0f} min ({min(leads_seconds) / 60:,.0f})"
+        # Without an end of memory there is nothing to be ahead of.
+        cells.append(text if is_over else "")
     return "| " + " | ".join(cells) + " |"
 
 

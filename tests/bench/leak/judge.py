@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
+from math import inf
 from typing import Any
 
 import plain
-from oncall import APART_SECONDS, END_SECONDS, find_begins, leaked_at
+from oncall import APART_SECONDS, DAY_SECONDS, END_SECONDS, find_begins, leaked_at
 from traces import Labelled
 
 from vllm_headroom.model import Snapshot
@@ -19,40 +20,48 @@ MIB = 2**20
 
 def judge(trace: Labelled) -> dict[str, Any]:
     """Return the trace's row: what was found when, what was false, how good the figures were."""
-    watch, before_end = LeakReplay(), None
-    ends = trace.truth["oom_at"]
+    replay = LeakReplay()
+    alarm_before_end: Moment | None = None
+    out_of_memory = trace.truth["oom_at"]
     for sample in trace.samples:
         snapshot = parse_snapshot(sample)
         assert isinstance(snapshot, Snapshot), snapshot
-        watch.step(snapshot)
-        if ends is not None and sample["t"] <= ends - END_SECONDS:
-            course = _course(watch, trace.truth["series"])
-            before_end = course.last_alarm if course is not None else None
-    course = _course(watch, trace.truth["series"]) or LeakCourse()
-    return score(course, before_end, trace.truth, read_series(trace))
+        replay.step(snapshot)
+        if out_of_memory is not None and sample["t"] <= out_of_memory - END_SECONDS:
+            course = _find_course(replay, trace.truth["series"])
+            alarm_before_end = None if course is None else course.last_alarm
+    course = _find_course(replay, trace.truth["series"]) or LeakCourse()
+    return score(course, alarm_before_end, trace.truth, read_series(trace))
 
 
 def score(
-    course: LeakCourse, before_end: Moment | None, truth: dict[str, Any], readings: list[plain.Reading]
+    course: LeakCourse, alarm_before_end: Moment | None, truth: dict[str, Any], readings: list[plain.Reading]
 ) -> dict[str, Any]:
-    """Return the row of a trace with this course; `before_end` is the last moment long enough before out-of-memory."""
+    """Return the row of a trace with this course.
+
+    `alarm_before_end` has the figures of the alarm long enough before out-of-memory; None without one.
+    """
     row = {key: truth[key] for key in ("scenario", "seed", "group", "leak", "ambiguous")}
-    row |= _alarms(course, truth, readings)
-    if truth["leak"]:
-        row |= _figures("first", course.first_alarm, truth) | _figures("last", before_end or course.last_alarm, truth)
-        where, ends = truth.get("location"), truth["oom_at"]
-        if where is not None and course.first_alarm is not None:
-            row["placed"] = course.first_alarm.location == where
-        row["held"] = None
-        if ends is not None and row["found"] and course.last_alarm is not None:
-            row["held"] = course.last_alarm.seconds >= ends - END_SECONDS
+    row |= _score_alarms(course, truth, readings)
+    if not truth["leak"]:
+        return row
+    row |= _score_figures("first", course.first_alarm, truth)
+    row |= _score_figures("last", alarm_before_end or course.last_alarm, truth)
+    location = truth.get("location")
+    if location is not None and course.first_alarm is not None:
+        row["placed"] = course.first_alarm.location == location
+    row["held"] = None
+    out_of_memory = truth["oom_at"]
+    if out_of_memory is not None and row["found"] and course.last_alarm is not None:
+        row["held"] = course.last_alarm.seconds >= out_of_memory - END_SECONDS
     return row
 
 
-def _course(watch: LeakReplay, series: str) -> LeakCourse | None:
+def _find_course(replay: LeakReplay, series: str) -> LeakCourse | None:
+    """Return the course of the first GPU (`gpu`), or of a host process by its role; None before any reading."""
     if series == "gpu":
-        return next((course for _, _, course in watch.gpus), None)
-    return next((course for role, course in watch.host if role == series), None)
+        return next((course for _, _, course in replay.gpus), None)
+    return next((course for role, course in replay.host if role == series), None)
 
 
 def read_series(trace: Labelled) -> list[plain.Reading]:
@@ -60,71 +69,89 @@ def read_series(trace: Labelled) -> list[plain.Reading]:
     return plain.read_series(trace.samples, trace.truth["series"])
 
 
-def _alarms(course: LeakCourse, truth: dict[str, Any], readings: list[plain.Reading]) -> dict[str, Any]:
-    leak, onset = truth["leak"], truth["onset"]
-    rises, early = find_begins(course.leaking, APART_SECONDS), find_begins(course.growing, APART_SECONDS)
-    false = [edge for edge in rises if not leak or edge < onset]
+def _score_alarms(course: LeakCourse, truth: dict[str, Any], readings: list[plain.Reading]) -> dict[str, Any]:
+    """Return how many alarms and early warnings were false and, of a leak, when and how early it was found."""
+    # Without a leak every alarm is false.
+    onset = truth["onset"] if truth["leak"] else inf
+    watched_until = truth["onset"] if truth["leak"] else truth["ends"]
+    alarm_begins = find_begins(course.leaking, APART_SECONDS)
+    warning_begins = find_begins(course.growing, APART_SECONDS)
+    false_begins = [begin for begin in alarm_begins if begin < onset]
+    false_minutes = [
+        _measure_false_minutes(interval, truth, readings) for interval in course.leaking if interval[0] in false_begins
+    ]
     row: dict[str, Any] = {
-        "days": ((onset if leak else truth["ends"]) - truth["started"]) / 86_400,
-        "false": len(false),
-        "early_false": sum(not leak or edge < onset for edge in early),
-        "lasts_minutes": max(
-            (_lasts(each, truth, readings) for each in course.leaking if each[0] in false), default=0.0
-        ),
+        "days": (watched_until - truth["started"]) / DAY_SECONDS,
+        "false": len(false_begins),
+        "early_false": sum(begin < onset for begin in warning_begins),
+        "lasts_minutes": max(false_minutes, default=0.0),
     }
-    if leak:
-        hits = [edge for edge in rises if edge >= onset]
-        soon = [edge for edge in (*find_begins(course.growing, 0), *find_begins(course.leaking, 0)) if edge >= onset]
-        row["found"] = bool(hits)
-        row["onsets"] = sum(begin >= onset for begin, _ in course.leaking)
-        if soon:
-            row["early_mb"] = leaked_at(truth, min(soon)) / 1e6
-        if hits:
-            row |= {"mb": leaked_at(truth, hits[0]) / 1e6, "minutes": (hits[0] - onset) / 60}
+    if not truth["leak"]:
+        return row
+    true_begins = [begin for begin in alarm_begins if begin >= onset]
+    row["found"] = bool(true_begins)
+    row["onsets"] = sum(begin >= onset for begin, _ in course.leaking)
+    # A warning or an alarm may begin again within an hour of a false one: each begin counts here.
+    all_begins = find_begins(course.growing, 0) + find_begins(course.leaking, 0)
+    first_true = min((begin for begin in all_begins if begin >= onset), default=None)
+    if first_true is not None:
+        row["early_mb"] = leaked_at(truth, first_true) / 1e6
+    if true_begins:
+        row["mb"] = leaked_at(truth, true_begins[0]) / 1e6
+        row["minutes"] = (true_begins[0] - onset) / 60
     return row
 
 
-def _lasts(interval: tuple[float, float | None], truth: dict[str, Any], readings: list[plain.Reading]) -> float:
+def _measure_false_minutes(
+    interval: tuple[float, float | None], truth: dict[str, Any], readings: list[plain.Reading]
+) -> float:
     """Return the minutes a false alarm lasted after the last growth that stayed."""
-    end = truth["ends"] if interval[1] is None else interval[1]
-    within = [(seconds, held) for seconds, held, _ in readings if seconds <= end]
-    least, grew = float("inf"), interval[0]
-    floors = []
-    for seconds, held in reversed(within):
-        least = min(least, held)
-        floors.append((seconds, least))
-    for (seconds, floor), (_, before) in pairwise(floors):
-        if floor - before >= MIB:
-            grew = max(grew, seconds)
+    begin, end = interval
+    if end is None:
+        end = truth["ends"]
+    # The lowest memory from each reading on: what was held then and not given back.
+    retained: list[tuple[float, float]] = []
+    lowest = inf
+    for seconds, held, _ in reversed(readings):
+        if seconds <= end:
+            lowest = min(lowest, held)
+            retained.append((seconds, lowest))
+    newest_growth = begin
+    for (seconds, retained_bytes), (_, earlier_bytes) in pairwise(retained):
+        if retained_bytes - earlier_bytes >= MIB:
+            newest_growth = max(begin, seconds)
             break
-    return (end - grew) / 60
+    return (end - newest_growth) / 60
 
 
-def _figures(which: str, said: Moment | None, truth: dict[str, Any]) -> dict[str, Any]:
+def _score_figures(prefix: str, moment: Moment | None, truth: dict[str, Any]) -> dict[str, Any]:
+    """Return how good the figures of an alarm were; nothing for a false alarm, or one without a rate."""
     row: dict[str, Any] = {}
-    if said is None or said.seconds < truth["onset"] or said.bytes_per_second is None:
+    if moment is None or moment.seconds < truth["onset"] or moment.bytes_per_second is None:
         return row
-    real = leaked_at(truth, said.seconds) / max(said.seconds - truth["onset"], 1.0)
-    if truth["steady"] and real > 0:
-        row[f"{which}_error"] = abs(said.bytes_per_second - real) / real
-        if said.bytes_per_second_lower is not None:
-            row[f"{which}_covered"] = said.bytes_per_second_lower <= real <= said.bytes_per_second_upper
-    if truth["oom_at"] and said.time_to_oom_seconds_lower is not None:
-        row[f"{which}_in_time"] = said.time_to_oom_seconds_lower <= truth["oom_at"] - said.seconds
+    lasted_seconds = max(moment.seconds - truth["onset"], 1.0)
+    real_rate = leaked_at(truth, moment.seconds) / lasted_seconds
+    if truth["steady"] and real_rate > 0:
+        row[f"{prefix}_error"] = abs(moment.bytes_per_second - real_rate) / real_rate
+        if moment.bytes_per_second_lower is not None:
+            row[f"{prefix}_covered"] = moment.bytes_per_second_lower <= real_rate <= moment.bytes_per_second_upper
+    if truth["oom_at"] and moment.time_to_oom_seconds_lower is not None:
+        row[f"{prefix}_in_time"] = moment.time_to_oom_seconds_lower <= truth["oom_at"] - moment.seconds
     return row
 
 
 def judge_plain_rules(truth: dict[str, Any], readings: list[plain.Reading]) -> dict[str, Any]:
-    """Return what the plain rules would have said."""
-    row: dict[str, Any] = {}
+    """Return what the plain rules would have reported."""
     rules: dict[str, Callable[[list[plain.Reading]], float | None]] = {
         "linear": plain.extrapolated,
         "trend": plain.trending,
         "squares": plain.significant,
         "challenger": plain.challenge,
     }
-    for name, rule in rules.items():
-        told = rule(readings)
-        false = told is not None and (not truth["leak"] or told < truth["onset"])
-        row |= {f"{name}_found": told is not None and not false, f"{name}_false": false}
+    row: dict[str, Any] = {}
+    for name, find_alarm in rules.items():
+        alarm_seconds = find_alarm(readings)
+        is_true = alarm_seconds is not None and truth["leak"] and alarm_seconds >= truth["onset"]
+        row[f"{name}_found"] = is_true
+        row[f"{name}_false"] = alarm_seconds is not None and not is_true
     return row

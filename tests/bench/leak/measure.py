@@ -28,92 +28,126 @@ HEAD = (
 Row = dict[str, Any]
 
 
-def one(job: tuple[str, str, int], given: argparse.Namespace) -> Row:
+def judge_one(job: tuple[str, str, int], options: argparse.Namespace) -> Row:
+    """Return the row of one trace, with what the plain rules report on it."""
     generator, name, seed = job
     trace = MAKERS[generator](
-        name, seed, given.hours, given.interval, attributed=not given.unattributed, probe=given.probe
+        name, seed, options.hours, options.interval, attributed=not options.unattributed, probe=options.probe
     )
-    return judge(trace) | judge_plain_rules(trace.truth, read_series(trace)) | {"generator": generator}
+    plain_row = judge_plain_rules(trace.truth, read_series(trace))
+    return judge(trace) | plain_row | {"generator": generator}
 
 
-def middle(rows: list[Row], key: str) -> str:
+def format_middle(rows: list[Row], key: str) -> str:
+    """Return the median of a figure in MB, of those rows that have it; empty without any."""
     values = [row[key] for row in rows if key in row]
     return f"{median(values):,.0f} MB" if values else ""
 
 
-def share(rows: list[Row], key: str) -> str:
+def format_share(rows: list[Row], key: str) -> str:
+    """Return in how many rows this is true, of those that know it; empty without any."""
     values = [row[key] for row in rows if row.get(key) is not None]
     return f"{sum(values)} of {len(values)}" if values else ""
 
 
-def line(title: str, rows: list[Row]) -> str:
-    benign_days = sum(row["days"] for row in rows)
-
-    def false(key: str) -> str:
-        if benign_days < 1 and all(row["leak"] for row in rows):
-            return ""
-        return f"{sum(row[key] for row in rows)} in {benign_days:.{0 if benign_days >= 1 else 1}f} days"
-
+def format_line(title: str, rows: list[Row]) -> str:
+    """Return the table's line for these rows."""
     leaks = [row for row in rows if row["leak"]]
-    cells = (
+    cells = [
         title,
-        share(leaks, "found"),
-        middle(leaks, "mb"),
-        middle(leaks, "early_mb"),
-        share(leaks, "held"),
-        false("false"),
-        false("early_false"),
-        *(
-            ", ".join(filter(None, (share(leaks, f"{rule}_found"), str(sum(row[f"{rule}_false"] for row in rows)))))
-            for rule in ("linear", "trend")
-        ),
-    )
+        format_share(leaks, "found"),
+        format_middle(leaks, "mb"),
+        format_middle(leaks, "early_mb"),
+        format_share(leaks, "held"),
+        _format_false(rows, "false"),
+        _format_false(rows, "early_false"),
+    ]
+    for rule in ("linear", "trend"):
+        false_traces = sum(row[f"{rule}_false"] for row in rows)
+        parts = (format_share(leaks, f"{rule}_found"), str(false_traces))
+        cells.append(", ".join(part for part in parts if part))
     return "| " + " | ".join(cells) + " |"
 
 
-def table(results: list[Row]) -> list[str]:
+def _format_false(rows: list[Row], key: str) -> str:
+    """Return the false alarms and the days in which they came; empty where leaks alone have hardly a day."""
+    days = sum(row["days"] for row in rows)
+    if days < 1 and all(row["leak"] for row in rows):
+        return ""
+    decimals = 0 if days >= 1 else 1
+    return f"{sum(row[key] for row in rows)} in {days:.{decimals}f} days"
+
+
+def list_table(results: list[Row]) -> list[str]:
+    """Return the lines of the table: each generator's groups, then its totals."""
     lines = [HEAD]
     for generator in MAKERS:
-        rows = [row for row in results if row["generator"] == generator]
-        ordinary = [row for row in rows if not row["ambiguous"]]
-        kept = [row for row in ordinary if is_held_out(row["scenario"])]
-        shown = [row for row in ordinary if row not in kept] if generator == RECORDED else ordinary
-        lines += [
-            line(f"{generator}: {group}", [row for row in shown if row["group"] == group])
-            for group in dict.fromkeys(row["group"] for row in shown)
-        ]
-        ambiguous = [row for row in rows if row["ambiguous"]]
-        parts = [("all", ordinary), ("ambiguous", ambiguous)]
-        if kept:
-            others = "not held out" if generator == RECORDED else "tuned on"
-            open_rows = [row for row in ordinary if row not in kept]
-            parts = [(others, open_rows), ("held out", kept), ("ambiguous", ambiguous)]
-        lines += [line(f"**{generator}: {title}**", chosen) for title, chosen in parts if chosen]
+        lines += _list_generator(generator, [row for row in results if row["generator"] == generator])
     return lines
 
 
-def totals(results: list[Row]) -> list[str]:
+def _list_generator(generator: str, rows: list[Row]) -> list[str]:
+    ordinary = [row for row in rows if not row["ambiguous"]]
+    held_out = [row for row in ordinary if is_held_out(row["scenario"])]
+    tuned_on = [row for row in ordinary if row not in held_out]
+    # Nobody looks at single recorded days that are held out: their groups are not shown.
+    lines = _list_groups(generator, tuned_on if generator == RECORDED else ordinary)
+    if not held_out:
+        lines += _list_total(f"{generator}: all", ordinary)
+    else:
+        other_title = "not held out" if generator == RECORDED else "tuned on"
+        lines += _list_total(f"{generator}: {other_title}", tuned_on)
+        lines += _list_total(f"{generator}: held out", held_out)
+    return lines + _list_total(f"{generator}: ambiguous", [row for row in rows if row["ambiguous"]])
+
+
+def _list_groups(generator: str, rows: list[Row]) -> list[str]:
+    """Return a line for each group of scenarios."""
+    lines = []
+    for group in dict.fromkeys(row["group"] for row in rows):
+        group_rows = [row for row in rows if row["group"] == group]
+        lines.append(format_line(f"{generator}: {group}", group_rows))
+    return lines
+
+
+def _list_total(title: str, rows: list[Row]) -> list[str]:
+    """Return a line in bold for these rows; none without rows."""
+    return [format_line(f"**{title}**", rows)] if rows else []
+
+
+def list_totals(results: list[Row]) -> list[str]:
+    """Return sentences on the estimates, the locations and the longest false alarm."""
     lines = []
     for generator in MAKERS:
         leaks = [row for row in results if row["generator"] == generator and row["leak"]]
-        for which in ("first", "last"):
-            errors = [row[f"{which}_error"] for row in leaks if f"{which}_error" in row]
-            if errors:
-                lines.append(
-                    f"{generator}, {which} estimate: rate off by {100 * median(errors):.0f} % (median),"
-                    f" its interval covers {share(leaks, f'{which}_covered')};"
-                    f" OOM not before the lower bound in {share(leaks, f'{which}_in_time')}"
-                )
+        for prefix in ("first", "last"):
+            lines += _describe_estimates(generator, leaks, prefix)
     if any("placed" in row for row in results):
-        lines.append(f"where it leaks was named right in {share(results, 'placed')} leaks")
-    longest = max((row["lasts_minutes"] for row in results if not row["ambiguous"]), default=0.0)
-    return [*lines, f"the longest ordinary false alarm lasted {longest:.0f} minutes after growth had ended"]
+        lines.append(f"where it leaks was named right in {format_share(results, 'placed')} leaks")
+    ordinary_minutes = [row["lasts_minutes"] for row in results if not row["ambiguous"]]
+    longest_minutes = max(ordinary_minutes, default=0.0)
+    lines.append(f"the longest ordinary false alarm lasted {longest_minutes:.0f} minutes after growth had ended")
+    return lines
+
+
+def _describe_estimates(generator: str, leaks: list[Row], prefix: str) -> list[str]:
+    """Return a sentence on how good the first or the last estimates were; none without any."""
+    errors = [row[f"{prefix}_error"] for row in leaks if f"{prefix}_error" in row]
+    if not errors:
+        return []
+    sentence = (
+        f"{generator}, {prefix} estimate: rate off by {100 * median(errors):.0f} % (median),"
+        f" its interval covers {format_share(leaks, f'{prefix}_covered')};"
+        f" OOM not before the lower bound in {format_share(leaks, f'{prefix}_in_time')}"
+    )
+    return [sentence]
 
 
 def write(path: Path, text: str) -> None:
-    before, rest = path.read_text().split(MARKS[0])
-    after = rest.split(MARKS[1])[1]
-    path.write_text(f"{before}{MARKS[0]}\n{text}\n{MARKS[1]}{after}")
+    """Put the text between the marks of a file."""
+    head, _, following = path.read_text().partition(MARKS[0])
+    _, _, tail = following.partition(MARKS[1])
+    path.write_text(f"{head}{MARKS[0]}\n{text}\n{MARKS[1]}{tail}")
 
 
 def main() -> None:
@@ -129,24 +163,36 @@ def main() -> None:
     parser.add_argument("--probe", action="store_true", help="with what a probe inside the engine reads")
     parser.add_argument("--each", action="store_true", help="a row for each trace too")
     parser.add_argument("--write", type=Path)
-    given = parser.parse_args()
-    first, _, last = given.seeds.partition("-")
-    jobs = [
-        (generator, name, seed)
-        for generator in given.generator
-        for name in NAMES[generator]
-        if (not given.scenario or name in given.scenario) and (not given.held_out or is_held_out(name))
-        for seed in ((0,) if generator == RECORDED else range(int(first), int(last or first) + 1))
-    ]
-    with ProcessPoolExecutor(given.jobs) as pool:
-        results = list(pool.map(partial(one, given=given), jobs))
-    if given.each:
+    options = parser.parse_args()
+    with ProcessPoolExecutor(options.jobs) as pool:
+        results = list(pool.map(partial(judge_one, options=options), list_jobs(options)))
+    if options.each:
         print(*results, sep="\n")
-    lines, closing = table(results), totals(results)
-    print(*lines, *closing, sep="\n")
-    if given.write is not None:
-        said = "\n".join(f"- {sentence}." for sentence in closing)
-        write(given.write, "\n".join(lines) + "\n\n" + said)
+    lines = list_table(results)
+    sentences = list_totals(results)
+    print(*lines, *sentences, sep="\n")
+    if options.write is not None:
+        listed = "\n".join(f"- {sentence}." for sentence in sentences)
+        write(options.write, "\n".join(lines) + "\n\n" + listed)
+
+
+def list_jobs(options: argparse.Namespace) -> list[tuple[str, str, int]]:
+    """Return generator, scenario and seed of each trace that the options choose."""
+    jobs = []
+    for generator in options.generator:
+        # A recorded day has no seed, and is read once.
+        seeds = range(1) if generator == RECORDED else parse_seeds(options.seeds)
+        for name in NAMES[generator]:
+            is_wanted = not options.scenario or name in options.scenario
+            if is_wanted and (is_held_out(name) or not options.held_out):
+                jobs += [(generator, name, seed) for seed in seeds]
+    return jobs
+
+
+def parse_seeds(text: str) -> range:
+    """Return the seeds of a text like 3 or 0-2."""
+    lowest, _, highest = text.partition("-")
+    return range(int(lowest), int(highest or lowest) + 1)
 
 
 if __name__ == "__main__":

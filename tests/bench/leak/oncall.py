@@ -22,6 +22,8 @@ APART_SECONDS = 3600.0
 PAGE_SECONDS = 3600.0
 """A leak pages while less than this is left until out-of-memory."""
 
+DAY_SECONDS = 86_400.0
+
 YEAR_DAYS = 365.25
 
 Interval = tuple[float, float]
@@ -50,18 +52,7 @@ def read_report(printed: Any, series: str) -> Report:
 
     `printed` is the object of `vllm-headroom replay --json`, or what this has in its field `data`.
     """
-    if isinstance(printed, dict) and isinstance(printed.get("data"), dict):
-        printed = printed["data"]
-    if not isinstance(printed, dict) or not isinstance(printed.get("gpus"), list):
-        message = "it printed no object with a list `gpus`"
-        raise ReportError(message)
-    entries = printed["gpus"] if series == "gpu" else printed.get("host") or []
-    if not all(isinstance(entry, dict) for entry in entries):
-        message = "an entry of `gpus` or `host` is no object"
-        raise ReportError(message)
-    if series != "gpu":
-        entries = [entry for entry in entries if entry.get("process") == series]
-    entry = entries[0] if entries else {}
+    entry = _find_entry(printed, series)
     pages = entry.get("page_intervals")
     return Report(
         growing=_read_intervals(entry.get("growing_intervals")),
@@ -70,6 +61,24 @@ def read_report(printed: Any, series: str) -> Report:
         first_leaking=_read_moment(entry.get("first_leaking")),
         last_leaking=_read_moment(entry.get("last_leaking")),
     )
+
+
+def _find_entry(printed: Any, series: str) -> dict[str, Any]:
+    """Return what the program printed about the series: an empty object where that is nothing."""
+    if isinstance(printed, dict) and isinstance(printed.get("data"), dict):
+        printed = printed["data"]
+    if not isinstance(printed, dict) or not isinstance(printed.get("gpus"), list):
+        message = "it printed no object with a list `gpus`"
+        raise ReportError(message)
+    entries = printed["gpus"] if series == "gpu" else printed.get("host") or []
+    for entry in entries:
+        if not isinstance(entry, dict):
+            message = "an entry of `gpus` or `host` is no object"
+            raise ReportError(message)
+    for entry in entries:
+        if series == "gpu" or entry.get("process") == series:
+            return dict(entry)
+    return {}
 
 
 def _read_intervals(printed: Any) -> list[Interval]:
@@ -94,8 +103,8 @@ def is_paging(report: Report, now: float) -> bool:
     figures = report.last_leaking
     if figures is None or figures["t"] < now:
         return False
-    left = figures.get("time_to_oom_seconds")
-    return left is not None and left < PAGE_SECONDS
+    left_seconds = figures.get("time_to_oom_seconds")
+    return left_seconds is not None and left_seconds < PAGE_SECONDS
 
 
 def find_pages(report: Report, times: list[float], report_until: Callable[[int], Report]) -> list[Interval]:
@@ -107,17 +116,18 @@ def find_pages(report: Report, times: list[float], report_until: Callable[[int],
         return report.pages
     pages = []
     for begin, end in report.leaking:
-        first = bisect_left(times, begin)
-        paging = min(bisect_left(times, end), len(times)) - 1
-        if paging < first or not is_paging(report_until(paging), times[paging]):
+        low = bisect_left(times, begin)
+        high = min(bisect_left(times, end), len(times)) - 1
+        if high < low or not is_paging(report_until(high), times[high]):
             continue
-        while first < paging:
-            middle = (first + paging) // 2
+        # The sample at `high` pages; the first that does is there or before it.
+        while low < high:
+            middle = (low + high) // 2
             if is_paging(report_until(middle), times[middle]):
-                paging = middle
+                high = middle
             else:
-                first = middle + 1
-        pages.append((times[paging], end))
+                low = middle + 1
+        pages.append((times[high], end))
     return pages
 
 
@@ -131,33 +141,49 @@ def score_report(
         "page": pages,
     }
     begins = {level: find_begins(intervals[level], APART_SECONDS) for level in LEVELS}
-    onset = truth["onset"] if truth["leak"] else inf
+    is_leak = truth["leak"]
+    # Without a leak every alarm is false.
+    onset = truth["onset"] if is_leak else inf
+    watched_until = onset if is_leak else truth["ends"]
     row: dict[str, Any] = {key: truth[key] for key in ("scenario", "seed", "group", "leak", "ambiguous")}
-    row["days"] = ((onset if truth["leak"] else truth["ends"]) - truth["started"]) / 86_400
+    row["days"] = (watched_until - truth["started"]) / DAY_SECONDS
     row["false"] = {level: sum(begin < onset for begin in begins[level]) for level in LEVELS}
-    if not truth["leak"]:
+    if not is_leak:
         return row
     out_of_memory = truth["oom_at"]
     row["fills"] = out_of_memory is not None
     # The object of `replay` gives no last time left of host memory, so nothing says whether that pages.
     row["page_known"] = truth["series"] == "gpu" or report.pages is not None or report.last_leaking is not None
     row["levels"] = {}
+    figures = {"critical": report.first_leaking, "page": at_page}
     for level in LEVELS:
-        at = next((begin for begin in begins[level] if begin >= onset), None)
-        if at is None:
+        true_begins = [begin for begin in begins[level] if begin >= onset]
+        if not true_begins:
             continue
-        row["levels"][level] = {
-            "minutes": (at - onset) / 60,
-            "leaked_mb": leaked_at(truth, at) / 1e6,
-            "lead_minutes": None if out_of_memory is None else (out_of_memory - at) / 60,
-            "lasts": out_of_memory is None or intervals[level][-1][1] > out_of_memory - END_SECONDS,
-        }
-    incidents = join_intervals([interval for level in LEVELS for interval in intervals[level]], APART_SECONDS)
+        entry = _describe_alarm(true_begins[0], intervals[level], truth)
+        if out_of_memory is not None:
+            entry |= _judge_time_left(figures.get(level), onset, out_of_memory)
+        row["levels"][level] = entry
+    all_intervals = [*intervals["warning"], *intervals["critical"], *intervals["page"]]
+    incidents = join_intervals(all_intervals, APART_SECONDS)
     row["notifications"] = sum(begin >= onset for begin, _ in incidents)
-    for level, figures in (("critical", report.first_leaking), ("page", at_page)):
-        if level in row["levels"] and out_of_memory is not None:
-            row["levels"][level] |= _judge_time_left(figures, onset, out_of_memory)
     return row
+
+
+def _describe_alarm(begin: float, intervals: list[Interval], truth: dict[str, Any]) -> dict[str, Any]:
+    """Return when a leak's first alarm came, and whether an alarm still lasted just before the end."""
+    out_of_memory = truth["oom_at"]
+    entry = {
+        "minutes": (begin - truth["onset"]) / 60,
+        "leaked_mb": leaked_at(truth, begin) / 1e6,
+        "lead_minutes": None,
+        "lasts": True,
+    }
+    if out_of_memory is not None:
+        _, newest_end = intervals[-1]
+        entry["lead_minutes"] = (out_of_memory - begin) / 60
+        entry["lasts"] = newest_end > out_of_memory - END_SECONDS
+    return entry
 
 
 def _judge_time_left(figures: dict[str, Any] | None, onset: float, out_of_memory: float) -> dict[str, Any]:
@@ -165,13 +191,13 @@ def _judge_time_left(figures: dict[str, Any] | None, onset: float, out_of_memory
     judged: dict[str, Any] = {}
     if figures is None or figures["t"] < onset:
         return judged
-    left = out_of_memory - figures["t"]
-    likely = figures.get("time_to_oom_seconds")
-    earliest = figures.get("time_to_oom_seconds_lower")
-    if likely is not None and left > 0:
-        judged["time_left_ratio"] = likely / left
-    if earliest is not None:
-        judged["earliest_holds"] = earliest <= left
+    left_seconds = out_of_memory - figures["t"]
+    likely_seconds = figures.get("time_to_oom_seconds")
+    earliest_seconds = figures.get("time_to_oom_seconds_lower")
+    if likely_seconds is not None and left_seconds > 0:
+        judged["time_left_ratio"] = likely_seconds / left_seconds
+    if earliest_seconds is not None:
+        judged["earliest_holds"] = earliest_seconds <= left_seconds
     return judged
 
 
@@ -188,12 +214,13 @@ def join_intervals(intervals: Iterable[Interval], apart: float) -> list[Interval
 
 def find_begins(intervals: Iterable[tuple[float, float | None]], apart: float) -> list[float]:
     """Return the begins of the alarms, where one within `apart` of the end of the one before is the same."""
-    edges, last = [], None
+    begins: list[float] = []
+    previous_end = -inf
     for begin, end in intervals:
-        if last is None or begin - last > apart:
-            edges.append(begin)
-        last = begin if end is None else end
-    return edges
+        if begin - previous_end > apart:
+            begins.append(begin)
+        previous_end = begin if end is None else end
+    return begins
 
 
 def leaked_at(truth: dict[str, Any], t: float) -> float:

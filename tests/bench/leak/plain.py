@@ -19,13 +19,12 @@ def read_series(samples: list[dict[str, Any]], series: str) -> list[Reading]:
     readings = []
     for sample in samples:
         if series == "gpu":
-            gpus = (sample["gpus"] or [])[:1]
-            readings += [
-                (sample["t"], gpu.get("engine", gpu["used"]), gpu["total"] - gpu.get("other", 0)) for gpu in gpus
-            ]
-        else:
-            processes = [process for process in sample["processes"] if process["role"] == series]
-            readings += [(sample["t"], process["rss"], sample["host"]["limit"]) for process in processes]
+            for gpu in (sample["gpus"] or [])[:1]:
+                held_bytes = gpu.get("engine", gpu["used"])
+                readings.append((sample["t"], held_bytes, gpu["total"] - gpu.get("other", 0)))
+            continue
+        processes = [process for process in sample["processes"] if process["role"] == series]
+        readings += [(sample["t"], process["rss"], sample["host"]["limit"]) for process in processes]
     return readings
 
 
@@ -42,24 +41,33 @@ def significant(readings: Iterable[Reading], sure: float = 5.0, lasting: float =
 def _regress(readings: Iterable[Reading]) -> Iterator[tuple[float, float, float, float, float]]:
     """Yield time, fitted value, slope, its standard error and the full size, each minute after half an hour."""
     window: deque[tuple[float, float]] = deque()
-    sums, origin = [0.0] * 6, None
+    sums = [0.0] * 6
+    origin: tuple[float, float] | None = None
     for seconds, held, full in _thinned(readings, 60.0):
-        origin = (seconds, held) if origin is None else origin
-        _add(sums, window, (seconds - origin[0], (held - origin[1]) / 2**20))
+        if origin is None:
+            origin = (seconds, held)
+        begin_seconds, begin_bytes = origin
+        # From the first reading on and in MiB, so that the sums of squares stay exact.
+        _add(sums, window, (seconds - begin_seconds, (held - begin_bytes) / MIB))
+        if seconds - begin_seconds < 1800.0:
+            continue
         count, x, y, xx, xy, yy = sums
-        if seconds - origin[0] >= 1800.0:
-            spread = max(count * xx - x * x, 1e-9)
-            slope = (count * xy - x * y) / spread
-            rest = max(yy - y * y / count - slope * (xy - x * y / count), 1e-9)
-            error = sqrt(rest / max(count - 2, 1) * count / spread)
-            now = (y - slope * x) / count + slope * (seconds - origin[0])
-            yield seconds, origin[1] + now * 2**20, slope * 2**20, error * 2**20, full
+        x_spread = max(count * xx - x * x, 1e-9)
+        slope = (count * xy - x * y) / x_spread
+        residual = max(yy - y * y / count - slope * (xy - x * y / count), 1e-9)
+        error = sqrt(residual / max(count - 2, 1) * count / x_spread)
+        fitted = (y - slope * x) / count + slope * (seconds - begin_seconds)
+        yield seconds, begin_bytes + fitted * MIB, slope * MIB, error * MIB, full
 
 
 def _find_lasting(judged: Iterable[tuple[float, bool]], lasting: float) -> float | None:
+    """Return when the answer has been true without a break for so many seconds; None if it never was."""
     since = None
     for seconds, is_true in judged:
-        since = None if not is_true else seconds if since is None else since
+        if not is_true:
+            since = None
+        elif since is None:
+            since = seconds
         if since is not None and seconds - since >= lasting:
             return seconds
     return None
@@ -70,7 +78,11 @@ def exceeding(readings: Iterable[Reading], share: float = 0.97, lasting: float =
     return _find_lasting(((at, held > share * full) for at, held, full in readings), lasting)
 
 
-FLOOR_SECONDS, FLOORS = 480.0, 120
+FLOOR_SECONDS = 480.0
+"""A floor is the lowest memory of eight minutes."""
+
+FLOORS = 120
+"""How many floors the challenger keeps: 16 hours."""
 
 
 def challenge(readings: Iterable[Reading]) -> float | None:
@@ -80,29 +92,48 @@ def challenge(readings: Iterable[Reading]) -> float | None:
     has lasted an hour or a twentieth of the time left. Steps are four rises of 96 MiB that took a quarter of the room.
     """
     floors: deque[float] = deque(maxlen=FLOORS)
-    began, floor = None, float("inf")
+    begin: float | None = None
+    floor = float("inf")
     for seconds, held, full in _thinned(readings, 0.0):
-        began = seconds if began is None else began
+        if begin is None:
+            begin = seconds
         floor = min(floor, held)
-        if seconds - began < FLOOR_SECONDS:
+        if seconds - begin < FLOOR_SECONDS:
             continue
         floors.append(floor)
-        began, floor = seconds, float("inf")
-        kept = list(reversed(list(accumulate(reversed(floors), min))))
-        rises = [after - before for before, after in pairwise(kept)]
-        for count in (9, 15, 30):
-            newest = rises[-count:]
-            grown, lasted = sum(newest), count * FLOOR_SECONDS
-            if len(newest) < count or grown < 64 * MIB or sum(newest[count // 2 :]) < 0.35 * grown:
-                continue
-            left = max(0.0, full - held) * lasted / grown
-            if sum(rise >= MIB for rise in newest) >= 2 * count / 3 and lasted >= min(max(3600.0, left / 20), 43_200.0):
-                return seconds
-        large = [rise for rise in rises if rise >= 96 * MIB]
-        late = sum(rise for rise in rises[len(rises) // 2 :] if rise >= 96 * MIB)
-        if len(large) >= 4 and len(rises) >= 30 and late >= 0.4 * sum(large) >= 0.1 * (full - held + sum(large)):
+        begin = seconds
+        floor = float("inf")
+        # What a floor held and no later one gave back.
+        retained = list(accumulate(reversed(floors), min))[::-1]
+        rises = [later - earlier for earlier, later in pairwise(retained)]
+        room = full - held
+        if any(_is_even(rises, count, room) for count in (9, 15, 30)) or _has_large_steps(rises, room):
             return seconds
     return None
+
+
+def _is_even(rises: list[float], count: int, room: float) -> bool:
+    """Return whether the newest rises are an even leak that has lasted long enough for the room."""
+    newest = rises[-count:]
+    grown = sum(newest)
+    later_half = sum(newest[count // 2 :])
+    if len(newest) < count or grown < 64 * MIB or later_half < 0.35 * grown:
+        return False
+    lasted_seconds = count * FLOOR_SECONDS
+    left_seconds = max(0.0, room) * lasted_seconds / grown
+    patience_seconds = min(max(3600.0, left_seconds / 20), 43_200.0)
+    rise_count = sum(rise >= MIB for rise in newest)
+    return rise_count >= 2 * count / 3 and lasted_seconds >= patience_seconds
+
+
+def _has_large_steps(rises: list[float], room: float) -> bool:
+    """Return whether four large steps took a quarter of the room, enough of it in the later half."""
+    large = sum(rise for rise in rises if rise >= 96 * MIB)
+    step_count = sum(rise >= 96 * MIB for rise in rises)
+    late = sum(rise for rise in rises[len(rises) // 2 :] if rise >= 96 * MIB)
+    if step_count < 4 or len(rises) < 30:
+        return False
+    return late >= 0.4 * large >= 0.1 * (room + large)
 
 
 def _add(sums: list[float], window: deque[tuple[float, float]], point: tuple[float, float]) -> None:
@@ -124,8 +155,8 @@ def trending(readings: Iterable[Reading], least: int = 24, most: int = 72, sure:
     score = 0
     for seconds, held, _ in _thinned(readings, 300.0):
         if len(window) == most:
-            first = window.popleft()
-            score -= sum((value > first) - (value < first) for value in window)
+            oldest = window.popleft()
+            score -= sum((value > oldest) - (value < oldest) for value in window)
         score += sum((held > value) - (held < value) for value in window)
         window.append(held)
         if len(window) >= least and (score - 1) / sqrt(max(_variance(window), 1.0)) > sure:
@@ -145,8 +176,9 @@ def _spread(count: int) -> int:
 
 
 def _thinned(readings: Iterable[Reading], apart: float) -> Iterable[Reading]:
-    last = None
+    """Yield readings that are at least so many seconds apart."""
+    newest_seconds = float("-inf")
     for reading in readings:
-        if last is None or reading[0] - last >= apart:
-            last = reading[0]
+        if reading[0] - newest_seconds >= apart:
+            newest_seconds = reading[0]
             yield reading

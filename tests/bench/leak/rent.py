@@ -17,7 +17,7 @@ from typing import Any, Final
 from unittest.mock import patch
 
 from judge import judge_plain_rules
-from measure import middle, share
+from measure import format_middle, format_share, parse_seeds
 from traces import MAKERS, NAMES, RECORDED, Labelled, is_held_out, thin
 from watch import Watched, follow, watch
 
@@ -66,59 +66,85 @@ def read_watched(generator: str, name: str, seed: int, interval: float) -> Watch
     """Return what was observed of a trace: from the cache, or as is put there."""
     path = CACHE / f"{generator}+{name}+{seed}+{interval:g}.pickle".replace(" ", "_")
     if path.exists():
-        found: Watched = pickle.loads(path.read_bytes())
-        return found
+        cached: Watched = pickle.loads(path.read_bytes())
+        return cached
     trace = MAKERS[generator](name, seed, 24.0, interval)
     if trace.truth["group"] != "fast":
         trace = Labelled(thin(trace.samples, interval), trace.truth)
-    found = watch(trace)
+    watched = watch(trace)
     CACHE.mkdir(parents=True, exist_ok=True)
-    new = path.with_suffix(".new")
-    new.write_bytes(pickle.dumps(found))
-    new.replace(path)
-    return found
+    # Under another name first: a run that is stopped must leave no half of a file.
+    unfinished = path.with_suffix(".new")
+    unfinished.write_bytes(pickle.dumps(watched))
+    unfinished.replace(path)
+    return watched
 
 
 def judge_each(job: tuple[str, str, int], interval: float) -> dict[str, Row]:
-    watched, found = read_watched(*job, interval), {}
-    for off, (where, what, instead) in OFF.items():
-        with patch.object(where, what, instead):
-            found[off] = follow(watched)
-    found["nothing"] |= judge_plain_rules(watched[1], watched[2])
-    return found
+    """Return the row of a trace with each witness off, by the witness; "nothing" has the plain rules too."""
+    watched = read_watched(*job, interval)
+    rows: dict[str, Row] = {}
+    for witness, (module, name, replacement) in OFF.items():
+        with patch.object(module, name, replacement):
+            rows[witness] = follow(watched)
+    _, truth, readings = watched
+    rows["nothing"] |= judge_plain_rules(truth, readings)
+    return rows
 
 
-def line(title: str, rows: list[Row]) -> str:
-    ordinary, ambiguous = ([row for row in rows if row["ambiguous"] is which] for which in (False, True))
+def format_line(title: str, rows: list[Row]) -> str:
+    """Return the table's line for the rows with one witness off."""
+    ordinary, ambiguous = _split_rows(rows)
     leaks = [row for row in ordinary if row["leak"]]
     cells = (
         title,
-        share(leaks, "found"),
-        share([row for row in leaks if row["group"] == "large steps"], "found"),
-        middle(leaks, "mb"),
-        share(leaks, "held"),
+        format_share(leaks, "found"),
+        format_share(_list_large_steps(leaks), "found"),
+        format_middle(leaks, "mb"),
+        format_share(leaks, "held"),
         str(sum(row["onsets"] > 2 for row in leaks)),
-        f"{sum(row['false'] for row in ordinary)} in {sum(row['days'] for row in ordinary):.0f} days",
-        f"{sum(row['false'] for row in ambiguous)} in {sum(row['days'] for row in ambiguous):.0f} days",
+        _format_false(ordinary),
+        _format_false(ambiguous),
     )
     return "| " + " | ".join(cells) + " |"
 
 
-def plain_line(title: str, key: str, rows: list[Row]) -> str:
-    ordinary, ambiguous = ([row for row in rows if row["ambiguous"] is which] for which in (False, True))
+def format_plain_line(title: str, rule: str, rows: list[Row]) -> str:
+    """Return the table's line for a plain rule in place of the detector."""
+    ordinary, ambiguous = _split_rows(rows)
     leaks = [row for row in ordinary if row["leak"]]
-    found, large = (
-        share(each, f"{key}_found") for each in (leaks, [row for row in leaks if row["group"] == "large steps"])
-    )
-    false, unclear = (sum(row[f"{key}_false"] for row in each) for each in (ordinary, ambiguous))
-    return f"| instead: {title} | {found} | {large} | | | | on {false} traces | on {unclear} |"
+    found = format_share(leaks, f"{rule}_found")
+    found_large = format_share(_list_large_steps(leaks), f"{rule}_found")
+    false_traces = sum(row[f"{rule}_false"] for row in ordinary)
+    false_ambiguous = sum(row[f"{rule}_false"] for row in ambiguous)
+    return f"| instead: {title} | {found} | {found_large} | | | | on {false_traces} traces | on {false_ambiguous} |"
+
+
+def _split_rows(rows: list[Row]) -> tuple[list[Row], list[Row]]:
+    """Return the ordinary rows, and the ambiguous ones."""
+    ordinary = [row for row in rows if not row["ambiguous"]]
+    ambiguous = [row for row in rows if row["ambiguous"]]
+    return ordinary, ambiguous
+
+
+def _list_large_steps(leaks: list[Row]) -> list[Row]:
+    return [row for row in leaks if row["group"] == "large steps"]
+
+
+def _format_false(rows: list[Row]) -> str:
+    events = sum(row["false"] for row in rows)
+    days = sum(row["days"] for row in rows)
+    return f"{events} in {days:.0f} days"
 
 
 def write_table(path: Path | None, marks: tuple[str, str], lines: list[str]) -> None:
     """Put a table between its marks in a file, if one is given."""
-    if path is not None:
-        before, rest = path.read_text().split(marks[0])
-        path.write_text(f"{before}{marks[0]}\n" + "\n".join(lines) + f"\n{marks[1]}{rest.split(marks[1])[1]}")
+    if path is None:
+        return
+    head, _, following = path.read_text().partition(marks[0])
+    _, _, tail = following.partition(marks[1])
+    table = "\n".join(lines)
+    path.write_text(f"{head}{marks[0]}\n{table}\n{marks[1]}{tail}")
 
 
 def main() -> None:
@@ -129,22 +155,22 @@ def main() -> None:
     parser.add_argument("--interval", type=float, default=15.0)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--write", type=Path)
-    given = parser.parse_args()
-    first, _, last = given.seeds.partition("-")
-    jobs = [
-        (generator, name, seed)
-        for generator in given.generator
-        for name in NAMES[generator]
-        if not (given.open and is_held_out(name))
-        for seed in ((0,) if generator == RECORDED else range(int(first), int(last or first) + 1))
-    ]
-    with ProcessPoolExecutor(given.jobs) as pool:
-        results = list(pool.map(partial(judge_each, interval=given.interval), jobs))
-    whole = [result["nothing"] for result in results]
-    lines = [HEAD, *(line(off, [each[off] for each in results]) for off in OFF)]
-    lines += [plain_line(title, key, whole) for key, title in PLAIN.items()]
+    options = parser.parse_args()
+    jobs = []
+    for generator in options.generator:
+        # A recorded day has no seed, and is read once.
+        seeds = range(1) if generator == RECORDED else parse_seeds(options.seeds)
+        for name in NAMES[generator]:
+            if not (options.open and is_held_out(name)):
+                jobs += [(generator, name, seed) for seed in seeds]
+    with ProcessPoolExecutor(options.jobs) as pool:
+        results = list(pool.map(partial(judge_each, interval=options.interval), jobs))
+    rows_with_all = [rows["nothing"] for rows in results]
+    lines = [HEAD]
+    lines += [format_line(witness, [rows[witness] for rows in results]) for witness in OFF]
+    lines += [format_plain_line(title, rule, rows_with_all) for rule, title in PLAIN.items()]
     print(*lines, sep="\n")
-    write_table(given.write, MARKS, lines)
+    write_table(options.write, MARKS, lines)
 
 
 if __name__ == "__main__":

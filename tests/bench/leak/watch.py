@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from oncall import END_SECONDS
 from traces import Labelled
 
-from vllm_headroom.derive.leak.facts import start_track
+from vllm_headroom.derive.leak.facts import Track, start_track
 from vllm_headroom.derive.leak.leak import find_leak_state
 from vllm_headroom.derive.leak.observation import Observation, observe_gpus, observe_host
 from vllm_headroom.derive.leak.track import observe
@@ -21,7 +21,7 @@ from vllm_headroom.derive.life.service import keep_service
 from vllm_headroom.derive.stability import LoadState, derive_load
 from vllm_headroom.model import EngineStatus, Snapshot
 from vllm_headroom.vocabulary import EngineState, LeakState
-from vllm_headroom_tools.history import LeakCourse, build_moment
+from vllm_headroom_tools.history import LeakCourse, Moment, build_moment
 from vllm_headroom_tools.trace import parse_snapshot
 
 SERVING: Final = EngineStatus(state=EngineState.SERVING)
@@ -42,42 +42,57 @@ Watched = tuple[list[Seen], Row, list[tuple[float, float, float]]]
 
 
 def watch(trace: Labelled) -> Watched:
-    state, load = EngineMemory(), LoadState()
-    found: list[Seen] = []
-    is_up = all(sample["engines"] and sample["gpus"] for sample in trace.samples)
-    is_up = is_up and len({sample["engines"][0].get("started_at") for sample in trace.samples}) == 1
+    """Return what the detector observes of a trace, without any verdict on it."""
+    engine = EngineMemory()
+    load = LoadState()
+    watched: list[Seen] = []
+    is_up = _is_always_up(trace.samples)
     for sample in trace.samples:
         snapshot = parse_snapshot(sample)
         assert isinstance(snapshot, Snapshot), snapshot
-        if is_up and found and found[-1].is_in_service:  # it will stay so: saves half of the time
+        # An engine that is up all the time stays in service: this saves half of the time.
+        if is_up and watched and watched[-1].is_in_service:
             snapshot = replace(snapshot, engine_status=SERVING)
         else:
-            state, snapshot = update_engine(state, snapshot)
+            engine, snapshot = update_engine(engine, snapshot)
         served = keep_service(snapshot)
         load, _ = derive_load(load, served)
         if trace.truth["series"] != "gpu":
             observation = dict(observe_host(served)).get(trace.truth["series"])
         else:
             _, observation = next(observe_gpus(served, served.owned_gpus[:1]), (None, None))
-        found.append(Seen(sample["t"], observation, load.is_stable is not False, bool(snapshot.is_in_service)))
-    return found, trace.truth, read_series(trace)
+        watched.append(Seen(sample["t"], observation, load.is_stable is not False, bool(snapshot.is_in_service)))
+    return watched, trace.truth, read_series(trace)
+
+
+def _is_always_up(samples: list[dict[str, Any]]) -> bool:
+    """Return whether page and GPUs could be read in each sample, and one run gave all of them."""
+    for sample in samples:
+        if not sample["engines"] or not sample["gpus"]:
+            return False
+    return len({sample["engines"][0].get("started_at") for sample in samples}) == 1
 
 
 def follow(watched: Watched) -> Row:
     """Return the trace's row, as `judge` does."""
     samples, truth, readings = watched
-    course, track, before_end = LeakCourse(), None, None
+    course = LeakCourse()
+    track: Track | None = None
+    alarm_before_end: Moment | None = None
     for sample in samples:
-        state, known, again = LeakState.UNKNOWN, None, False
+        state = LeakState.UNKNOWN
+        estimate = None
+        has_restarted = False
         if sample.observation is not None:
-            old = track or start_track(sample.observation.seconds)
-            track = observe(old, sample.observation)
-            again, known = track.clock.now_seconds < old.clock.now_seconds, track.estimate
+            previous = track or start_track(sample.observation.seconds)
+            track = observe(previous, sample.observation)
+            estimate = track.estimate
+            # A track's own time goes back only where it starts over for another run.
+            has_restarted = track.clock.now_seconds < previous.clock.now_seconds
             if sample.is_in_service:
-                state = find_leak_state(
-                    track, is_known=sample.observation.held_bytes is not None, is_settled=sample.settled
-                )
-        course.step(state, build_moment(sample.seconds, known, None), restarted=again)
+                is_known = sample.observation.held_bytes is not None
+                state = find_leak_state(track, is_known=is_known, is_settled=sample.settled)
+        course.step(state, build_moment(sample.seconds, estimate, None), restarted=has_restarted)
         if truth["oom_at"] is not None and sample.seconds <= truth["oom_at"] - END_SECONDS:
-            before_end = course.last_alarm
-    return score(course, before_end, truth, readings)
+            alarm_before_end = course.last_alarm
+    return score(course, alarm_before_end, truth, readings)
