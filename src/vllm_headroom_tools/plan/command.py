@@ -173,6 +173,7 @@ def build_question(options: Namespace) -> Question:
         "draft": draft,
         "enable_prefix_caching": _read_prefix_caching(options),
         "assumed_draft": assumed_draft,
+        "has_speculation": speculation.tokens > 0,
         "has_unknown_draft": unknown_draft is not None,
         "has_whole_encoder": options.mm_encoder_tp_mode == "data",
     }

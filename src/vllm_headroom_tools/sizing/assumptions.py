@@ -158,6 +158,20 @@ def _assume_unmeasured(question: Question) -> StartAssumptions:
     )
 
 
+CARDS_RESERVED: Final = {
+    "L20": Range(low=0.44 * GIB, high=0.7 * GIB),
+    "L40S": Range(low=0.44 * GIB, high=0.7 * GIB),
+    "A100-80GB": Range(low=0.55 * GIB, high=0.87 * GIB),
+    "RTX PRO 6000": Range(low=0.55 * GIB, high=0.7 * GIB),
+}
+"""What CUDA does not see of these cards: it sees 44.32 to 44.53 of 44.99 GiB, 79.15 to 79.35 of
+80.00, and 94.97 of 95.59 (torch's messages in public issues)."""
+
+LARGEST_SMALL_CARD_BYTES: Final = 33 * GIB
+SMALL_CARD_RESERVED_HIGH: Final = 0.5 * GIB
+"""The most of nvidia-smi's total that CUDA does not see on cards up to this size: 0.31 to 0.44 GiB
+of an RTX 3090, 0.44 of an L4 and of an RTX 5080, 0.48 of an RTX 5090 (torch's messages)."""
+
 FORWARD_RATIO: Final = Assumption(
     range=Range(low=1.0, high=1.3),
     origin=Origin.STAND_IN,
@@ -183,9 +197,19 @@ def _assume_driver_reserved(question: Question) -> Assumption:
         # 79.11 GiB with older drivers.
         h100_range = Range(low=0.45 * GIB, high=0.55 * GIB)
         return Assumption(range=h100_range, origin=Origin.REAL_CARDS, evidence=H100_STARTS)
-    if any(_is_size(memory_bytes, total_mib * MIB) for total_mib in TOTALS_MIB.values()):
+    reserved_range = CARDS_RESERVED.get(question.card_name or "")
+    if reserved_range is not None:
         return Assumption(
-            range=Range(low=0.3 * GIB, high=0.85 * GIB),
+            range=reserved_range,
+            origin=Origin.REPORTS,
+            evidence=f"torch's messages on {question.card_name}",
+        )
+    if any(_is_size(memory_bytes, total_mib * MIB) for total_mib in TOTALS_MIB.values()):
+        high = SMALL_CARD_RESERVED_HIGH
+        if memory_bytes is None or memory_bytes > LARGEST_SMALL_CARD_BYTES:
+            high = 0.85 * GIB
+        return Assumption(
+            range=Range(low=0.3 * GIB, high=high),
             origin=Origin.REPORTS,
             evidence="torch's messages of missing memory beside nvidia-smi's total",
         )
@@ -302,11 +326,27 @@ family 100")."""
 
 
 def count_graph_sizes(question: Question) -> int:
-    """Return for how many sizes of a batch vLLM captures graphs."""
+    """Return for how many sizes of a batch vLLM captures graphs of the model's parts."""
     limit = LARGEST_GRAPH
     if question.release.has_largest_defaults and question.card_name in BLACKWELL_CARDS:
         limit = LARGEST_BLACKWELL_GRAPH
-    largest = min(2 * question.max_num_seqs, limit, question.max_num_batched_tokens)
+    return _count_sizes_up_to(
+        min(2 * question.max_num_seqs, limit, question.max_num_batched_tokens)
+    )
+
+
+def count_whole_graph_sizes(question: Question) -> int:
+    """Return for how many of these sizes it also captures a graph of the whole model.
+
+    A step of decoding has at most `max_num_seqs` tokens, and with speculation more for each
+    (v1/cudagraph_dispatcher.py, `initialize_cudagraph_keys`).
+    """
+    if question.has_speculation:
+        return count_graph_sizes(question)
+    return min(count_graph_sizes(question), _count_sizes_up_to(question.max_num_seqs))
+
+
+def _count_sizes_up_to(largest: int) -> int:
     small = sum(size <= largest for size in SMALL_GRAPHS)
     fine = len(range(FINE_STEP, min(largest + 1, COARSE_FROM), FINE_STEP))
     coarse = len(range(COARSE_FROM, largest + 1, COARSE_STEP))
@@ -316,20 +356,32 @@ def count_graph_sizes(question: Question) -> int:
 FIRST_GRAPH: Final = Range(low=0.06 * GIB, high=0.33 * GIB)
 """The first graph that is captured: 70 to 328 MiB (H100_STARTS)."""
 
-LAYER_GRAPHS: Final = Range(low=0.12 * MIB, high=0.45 * MIB)
-"""Both graphs of a further size, of the part and of the whole, per layer: 0.25 to 0.42 MiB on one
-GPU (H100_STARTS); 0.15 on a card of 24 GB (Qwen3 8B, 0.21)."""
+FIRST_PARTS_GRAPH_HIGH: Final = 0.23 * GIB
+"""The most of it without FlashAttention 3, whose buffer for splits takes 256 MiB of a whole graph
+(v1/attention/backends/flash_attn.py, `max_num_splits`); the parts' first graph takes up to 224 MiB
+(H100_STARTS)."""
 
-SHARED_LAYER_GRAPHS: Final = Range(low=0.25 * MIB, high=1.05 * MIB)
-"""The same with tensor parallelism: 0.31 to 1.0 MiB (H100_STARTS)."""
+HOPPER_CARDS: Final = frozenset({"H20", "H100", "H800", "H100 NVL", "GH200", "H200", "H200 NVL"})
+"""Cards on which vLLM uses FlashAttention 3."""
 
-SHARED_GRAPHS_HIGH: Final = 40 * MIB
-"""The most of both graphs of a size with tensor parallelism: 34 MiB for 80 layers (H100_STARTS);
-2.2 GiB for 51 sizes of a dense model of 70 billion parameters (public reports)."""
+LAYER_GRAPHS: Final = Range(low=0.06 * MIB, high=0.225 * MIB)
+"""The graph of a further size, of the parts or of the whole model, per layer: 0.10 to 0.22 MiB on
+one GPU (H100_STARTS); 0.07 on a card of 24 GB (Qwen3 8B, 0.21)."""
+
+SHARED_LAYER_GRAPHS: Final = Range(low=0.11 * MIB, high=0.83 * MIB)
+"""The same of the parts with tensor parallelism: 0.12 to 0.81 MiB; of the whole model it is as on
+one GPU (H100_STARTS)."""
+
+SHARED_PARTS_HIGH: Final = 27 * MIB
+SHARED_WHOLE_HIGH: Final = 14 * MIB
+"""The most of both graphs of a size with tensor parallelism: of the parts 26 MiB for 32 layers and
+20 for 80, of the whole model 14 for 80 (H100_STARTS); together 38 MiB for a dense model of 70
+billion parameters (public reports: 2.2 GiB for 51 sizes)."""
 
 LARGEST_MIXTURE_GPUS: Final = 8
-LARGEST_MIXTURE_GRAPHS_HIGH: Final = 96 * MIB
-"""The same of mixtures of experts that need as many GPUs: 5 GiB for 51 sizes (public reports)."""
+LARGEST_MIXTURE_PARTS_HIGH: Final = 82 * MIB
+"""The same of mixtures of experts that need as many GPUs: 5 GiB for 51 sizes of both graphs (public
+reports)."""
 
 HYBRID_GRAPHS_HIGH: Final = 84 * MIB
 """The most of both graphs of a size of a model with states: 4.2 GiB for 51 sizes (public reports,
@@ -356,26 +408,37 @@ def _assume_graphs(question: Question) -> Assumption:
         )
     # Graphs grow with the layers of a stage: a stage captures its own layers only.
     stage_layers = ceil(question.shape.layers / question.pipeline_parallel_size)
-    size_range = LAYER_GRAPHS.scale(stage_layers)
+    whole_range = LAYER_GRAPHS.scale(stage_layers)
+    parts_range = whole_range
+    both_most = 0.0
     if question.tensor_parallel_size > 1:
         shared = SHARED_LAYER_GRAPHS.scale(stage_layers)
-        most = max(SHARED_GRAPHS_HIGH, size_range.high)
+        parts_high = SHARED_PARTS_HIGH
         is_mixture = question.shape.experts_per_token > 1
         if is_mixture and question.tensor_parallel_size >= LARGEST_MIXTURE_GPUS:
-            most = LARGEST_MIXTURE_GRAPHS_HIGH
-        size_range = Range(low=min(shared.low, most), high=min(shared.high, most))
+            parts_high = LARGEST_MIXTURE_PARTS_HIGH
+        parts_range = Range(low=shared.low, high=min(shared.high, parts_high))
+        whole_range = Range(low=whole_range.low, high=min(whole_range.high, SHARED_WHOLE_HIGH))
     evidence = f"{H100_STARTS}: 0.49 to 1.92 GiB"
     origin = Origin.REAL_CARDS if _is_measured_start(question) else Origin.REPORTS
     if question.shape.stateful_layers:
-        size_range = Range(low=size_range.low, high=max(size_range.high, HYBRID_GRAPHS_HIGH))
+        both_most = max(both_most, HYBRID_GRAPHS_HIGH)
         origin = Origin.REPORTS
         evidence += "; hybrid models since 0.26: 0.56 to 4.2"
     # Shared memory of the machine makes the estimate unreliable: only the upper bound is raised.
     if question.unified_memory and question.gpus > 1:
-        size_range = Range(low=size_range.low, high=max(size_range.high, UNIFIED_GRAPHS_HIGH))
+        both_most = max(both_most, UNIFIED_GRAPHS_HIGH)
         evidence += "; 2 x DGX Spark, vLLM 0.29: 5.1"
-    graphs_range = FIRST_GRAPH + size_range.scale(count_graph_sizes(question) - 1)
-    if question.release.has_second_runner:
+    parts_sizes = count_graph_sizes(question) - 1
+    whole_sizes = count_whole_graph_sizes(question) - 1
+    further = parts_range.scale(parts_sizes) + whole_range.scale(whole_sizes)
+    # Reports have the sum of both graphs of a size: all of it may be that of the parts.
+    further = Range(low=further.low, high=max(further.high, both_most * parts_sizes))
+    first = FIRST_GRAPH
+    if question.card_name is not None and question.card_name not in HOPPER_CARDS:
+        first = Range(low=FIRST_GRAPH.low, high=FIRST_PARTS_GRAPH_HIGH)
+    graphs_range = first + further
+    if question.may_have_second_runner:
         low = min(graphs_range.low, MEASURED_GRAPHS_LOW)
         graphs_range = Range(low=low, high=graphs_range.high)
         evidence += "; vLLM 0.26 and 0.31, Llama 3.1 8B: 0.16 and 0.23"
@@ -407,7 +470,7 @@ def _assume_sampling_ratio(question: Question) -> Assumption:
     all_low = narrow_ratio + WIDE_LOGITS
     all_high = narrow_ratio + WIDE_LOGITS_HIGH
     release = question.release
-    if not release.has_second_runner:
+    if not question.may_have_second_runner:
         return Assumption(
             range=Range(low=all_low, high=all_high),
             origin=Origin.REAL_CARDS,
@@ -441,7 +504,7 @@ def _assume_warmup_ratio(question: Question) -> Assumption:
     narrow_ratio = question.shape.dtype_bytes / LOGIT_BYTES
     low = narrow_ratio + WIDE_LOGITS
     evidence = f"as the profile ({H100_STARTS})"
-    if question.release.has_second_runner:
+    if question.may_have_second_runner:
         low = narrow_ratio + 1
         evidence = (
             "SamplingParams.for_sampler_warmup: the logits in two dtypes, and up to two copies"

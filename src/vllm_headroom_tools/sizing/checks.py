@@ -334,7 +334,7 @@ def _check_sampler_warmup(estimate: MemoryEstimate) -> Iterator[StartCheck]:
     if needed is None or room is None or room.high <= 0 or not estimate.layout.block_bytes:
         return
     release = question.release
-    is_profiled = not release.has_second_runner or release.has_wide_profile
+    is_profiled = not question.may_have_second_runner or release.has_wide_profile
     passes = compare(needed, room)
     if passes is None and is_profiled and question.kv_cache_memory_bytes is None:
         passes = True

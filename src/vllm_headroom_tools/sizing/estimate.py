@@ -195,7 +195,7 @@ def estimate_other_overhead(question: Question, assumptions: StartAssumptions) -
     # Some kernels give it back after the pass.
     experts = Range(low=0.0, high=assumptions.forward_ratio.range.high * experts_bytes)
     sampler = NO_BYTES
-    if question.release.has_second_runner:
+    if question.may_have_second_runner:
         sampler_bytes = question.max_num_seqs * (question.shape.vocabulary or 0) * PENALTY_BYTES
         # Neither the first runner nor a model that pools has this table.
         sampler = Range(low=0.0, high=sampler_bytes)

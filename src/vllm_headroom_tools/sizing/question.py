@@ -94,6 +94,8 @@ class Question(Struct, frozen=True, kw_only=True):
     decode_context_parallel_size: int = 1
     # Whether every GPU has the whole encoder (`--mm-encoder-tp-mode data`).
     has_whole_encoder: bool = False
+    # Whether tokens are speculated, by any method.
+    has_speculation: bool = False
     # Whether a draft model is used whose configuration is not given.
     has_unknown_draft: bool = False
     # What the log of a start reports; None without one.
@@ -109,6 +111,18 @@ class Question(Struct, frozen=True, kw_only=True):
         if self.enable_prefix_caching is not None:
             return self.enable_prefix_caching
         return self.release.has_prefix_states
+
+    @property
+    def may_have_second_runner(self) -> bool:
+        """Whether vLLM's second model runner may serve the model (config/vllm.py)."""
+        release = self.release
+        has_states = self.shape.stateful_layers > 0
+        if release.has_stateless_second_runner and has_states:
+            return False
+        is_plain = self.shape.experts_per_token <= 1 and self.shape.quantisation is None
+        if release.has_plain_second_runner and not is_plain:
+            return False
+        return release.has_second_runner
 
     @property
     def sequence_states(self) -> int:

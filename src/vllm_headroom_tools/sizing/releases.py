@@ -30,6 +30,10 @@ class Release(Struct, frozen=True, kw_only=True):
     # Whether some models are served by the second model runner, and whether all of them are.
     has_second_runner: bool
     has_only_second_runner: bool
+    # Whether the second runner serves only models that are neither quantised nor have experts, and
+    # whether none with states.
+    has_plain_second_runner: bool
+    has_stateless_second_runner: bool
     # Whether the second runner's profile has the logits in 32 bits.
     has_wide_profile: bool
 
@@ -71,6 +75,13 @@ SECOND_RUNNER_SINCE: Final = 22
 ONLY_SECOND_RUNNER_SINCE: Final = 29
 """config/vllm.py, `use_v2_model_runner`: from 0.29.0 on every model whose features it supports."""
 
+PLAIN_SECOND_RUNNER_UNTIL: Final = 23
+"""config/vllm.py, `_is_default_v2_model_runner_model`: "not model_config.is_moe and not
+model_config.is_quantized" in 0.23.0, not in 0.24.0."""
+
+STATELESS_SECOND_RUNNER_UNTIL: Final = 26
+"""The same: models with "is_hybrid" are left out in 0.26.0; 0.27.0 has exceptions."""
+
 WIDE_PROFILE_SINCE: Final = 33
 """v1/worker/gpu/model_runner.py, `_dummy_sampler_run`: its second pass in 0.33.0, not in 0.32.0."""
 
@@ -90,6 +101,8 @@ def _build_release(minor: int) -> Release:
         has_largest_defaults=minor >= LARGEST_DEFAULTS_SINCE,
         has_second_runner=minor >= SECOND_RUNNER_SINCE,
         has_only_second_runner=minor >= ONLY_SECOND_RUNNER_SINCE,
+        has_plain_second_runner=minor <= PLAIN_SECOND_RUNNER_UNTIL,
+        has_stateless_second_runner=minor <= STATELESS_SECOND_RUNNER_UNTIL,
         has_wide_profile=minor >= WIDE_PROFILE_SINCE,
     )
 

@@ -157,6 +157,51 @@ def test_the_second_runners_warm_up_takes_more_than_its_profile_before_0_33() ->
     assert check_sampler("0.33", 0.98) is True
 
 
+def read_graphs_gib(**settings: Any) -> tuple[float, float]:
+    graphs = estimated("llama-3.1-8b", release=parse_release("0.21"), **settings).graphs
+    return graphs.low / 2**30, graphs.high / 2**30
+
+
+def test_whole_graphs_are_captured_up_to_max_num_seqs_and_those_of_parts_up_to_twice() -> None:
+    few = read_graphs_gib(max_num_seqs=256)
+    many = read_graphs_gib(max_num_seqs=512)
+    speculating = read_graphs_gib(max_num_seqs=256, has_speculation=True)
+
+    # Both have 51 graphs of parts; 16 of the whole model are for 272 to 512 sequences.
+    assert many[1] - few[1] == pytest.approx(16 * 32 * 0.225 / 1024)
+    assert speculating == many
+
+
+def test_only_hopper_has_the_buffer_of_flash_attention_3() -> None:
+    hopper, ada = read_graphs_gib(card_name="H100"), read_graphs_gib(card_name="RTX 4090")
+
+    assert hopper[1] - ada[1] == pytest.approx(0.1)
+    assert read_graphs_gib() == hopper
+
+
+def test_a_cards_own_reserve_makes_the_budget_less_uncertain() -> None:
+    def read_uncertain_gib(card_name: str | None) -> float:
+        reserved = estimated("llama-3.1-8b", card_gib=95.59, card_name=card_name).assumptions.driver_reserved
+        return (reserved.range.high - reserved.range.low) / 2**30
+
+    assert read_uncertain_gib("RTX PRO 6000") == pytest.approx(0.15)
+    assert read_uncertain_gib(None) >= 0.5
+
+
+@pytest.mark.parametrize(
+    ("name", "releases"),
+    [("llama-3.1-8b", {"0.22", "0.26", "0.28"}), ("mixtral-8x7b", {"0.26", "0.28"}), (HYBRID, {"0.28"})],
+)
+def test_which_model_runner_serves_depends_on_model_and_release(name: str, releases: set[str]) -> None:
+    second = {
+        release
+        for release in ("0.21", "0.22", "0.26", "0.28")
+        if estimated(name, release=parse_release(release)).question.may_have_second_runner
+    }
+
+    assert second == releases
+
+
 def test_engines_without_shared_experts_do_not_communicate() -> None:
     """A recorded start of two engines had 0.51 GiB missing on each GPU, as one engine has."""
     alone = estimated(card_gib=80).assumptions.missing_at_start.range
