@@ -1,4 +1,4 @@
-"""The command `probe`: puts the probe where vLLM finds it, or has it record who allocates."""
+"""The command `probe`: puts the probe where vLLM finds it, and asks it who allocates."""
 
 from argparse import Namespace
 from pathlib import Path
@@ -11,9 +11,12 @@ from vllm_headroom_tools.options import DURATION, FILE, BadOptions, Parser, Valu
 from vllm_headroom_tools.probe.install import install
 from vllm_headroom_tools.probe.record import KINDS, record
 from vllm_headroom_tools.probe.report import report_recorded
+from vllm_headroom_tools.probe.snapshot import report_read, report_taken, take_snapshots
+from vllm_headroom_tools.probe.snapshot_file import read_snapshot_file
 
 INSTALL: Final = "install"
 RECORD: Final = "record"
+SNAPSHOT: Final = "snapshot"
 
 MAX_RECORD_SECONDS: Final = 3600
 """The longest recording: the probe itself stops after this time."""
@@ -28,7 +31,7 @@ class ProbeSettings(Settings):
     no_options: ClassVar = frozenset(Settings.model_fields) - {"probe_dir"}
 
 
-PROBE_FOLDER: Final = Value(read=FILE.read, accepts="the path of a folder")
+PLACE: Final = Value(read=FILE.read, accepts="the path of a folder, or of a snapshot")
 RECORD_DURATION: Final = Value(
     read=bounded(DURATION.read, 0, MAX_RECORD_SECONDS),
     accepts="a duration above 0, at most an hour, such as 90s or 10m",
@@ -40,15 +43,15 @@ def _add_options(parser: Parser) -> None:
         "action",
         metavar="ACTION",
         nargs="?",
-        type=choice([INSTALL, RECORD]),
-        help="install or record",
+        type=choice([INSTALL, RECORD, SNAPSHOT]),
+        help="install, record or snapshot",
     )
     parser.add_argument(
-        "folder",
-        metavar="FOLDER",
+        "place",
+        metavar="PLACE",
         nargs="?",
-        type=PROBE_FOLDER,
-        help="where install puts the probe",
+        type=PLACE,
+        help="the folder where install puts the probe, or the snapshot to read",
     )
     parser.add_argument(
         "--for",
@@ -67,22 +70,34 @@ def _add_options(parser: Parser) -> None:
 
 
 async def _run(arguments: Namespace) -> Report:
-    """Install or record and return the report; raise BadOptions for options that do not fit."""
-    folder = arguments.folder
+    """Do what the action says and return the report; raise BadOptions for options that do not fit.
+
+    Raise BadInput where it cannot be done.
+    """
+    place = arguments.place
     seconds = arguments.seconds
-    if arguments.action == INSTALL and folder is not None:
-        has_record_options = seconds is not None or arguments.only is not None
-        if not has_record_options:
-            return _report_installed(folder, install(folder))
-    if arguments.action == RECORD and folder is None and seconds is not None:
-        probe_dir = arguments.settings.probe_dir
-        if probe_dir is None:
-            raise BadOptions(
-                "HEADROOM_PROBE_DIR: needed to record, accepts the path of a directory"
-            )
+    has_record_options = seconds is not None or arguments.only is not None
+    if arguments.action == INSTALL and place is not None and not has_record_options:
+        return _report_installed(place, install(place))
+    if arguments.action == RECORD and place is None and seconds is not None:
+        probe_dir = _require_probe_dir(arguments, "to record")
         kinds = KINDS if arguments.only is None else (arguments.only,)
         return report_recorded(await record(probe_dir, seconds, write_note, kinds))
-    raise BadOptions("needs one of: install FOLDER, record --for DURATION")
+    if arguments.action == SNAPSHOT and not has_record_options:
+        if place is not None:
+            return report_read(place, read_snapshot_file(place))
+        probe_dir = _require_probe_dir(arguments, "for a snapshot")
+        return report_taken(await take_snapshots(probe_dir, write_note))
+    raise BadOptions("needs one of: install FOLDER, record --for DURATION, snapshot [FILE]")
+
+
+def _require_probe_dir(arguments: Namespace, purpose: str) -> Path:
+    """Return the probe's folder; raise BadOptions where it is not set."""
+    probe_dir: Path | None = arguments.settings.probe_dir
+    if probe_dir is None:
+        accepts = "accepts the path of a directory"
+        raise BadOptions(f"HEADROOM_PROBE_DIR: needed {purpose}, {accepts}")
+    return probe_dir
 
 
 def _report_installed(folder: Path, names: tuple[str, ...]) -> Report:
@@ -105,7 +120,8 @@ def _report_installed(folder: Path, names: tuple[str, ...]) -> Report:
 
 COMMAND: Final[Command] = Command(
     usage="%(prog)s install [--json] FOLDER\n"
-    "       %(prog)s record --for DURATION [--only KIND] [OPTION VALUE]...",
+    "       %(prog)s record --for DURATION [--only KIND] [OPTION VALUE]...\n"
+    "       %(prog)s snapshot [FILE]",
     description="""\
 install puts the probe into a folder where any vLLM from 0.9 on finds it, its
 image unchanged. It reports to the sidecar what only vLLM's processes know about
@@ -116,14 +132,20 @@ kept: host memory by tracemalloc, native code too by perf where it is installed,
 GPU memory by torch's memory history. It slows vLLM meanwhile, host memory up to
 tenfold, and is never done unasked. For a leak of GPU memory use --only gpu. See
 docs/probe.md.
+
+snapshot has the probes write a snapshot of torch's GPU memory for memory_viz,
+and says which lines of code hold most. vLLM needs HEADROOM_PROBE_SNAPSHOT, with
+which torch keeps the history. With a FILE, which may be one that the probe left
+at an OutOfMemoryError, it reads that one, without torch.
 """,
     epilog="""\
-It ends with status 0, and with 2 when the folder cannot be written or no probe
-is there to record.
+It ends with status 0, and with 2 when the folder cannot be written, no probe is
+there to ask, or the file is no snapshot.
 
 Example:
   vllm-headroom probe install /opt/headroom-probe
   kubectl exec POD -c headroom -- vllm-headroom probe record --for 10m
+  vllm-headroom probe snapshot oom-rank0-1860-1790000000.pickle
 """,
     options=_add_options,
     run=_run,

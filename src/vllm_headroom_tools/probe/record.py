@@ -136,7 +136,7 @@ async def record(
     without any process, while another recording runs, or where the folder cannot be written. If
     this is cancelled or killed, the probes stop recording within a minute.
     """
-    processes = await _find_processes(folder)
+    processes = await find_processes(folder)
     # The stacks have what Python and torch allocate. How the kernel's mappings grow meanwhile, and
     # what perf records, show native code too.
     mappings = {process: await _read_mappings(process) for process in processes}
@@ -171,7 +171,7 @@ async def record(
     }
 
 
-async def _find_processes(folder: Path) -> tuple[ProbedProcess, ...]:
+async def find_processes(folder: Path) -> tuple[ProbedProcess, ...]:
     """Return the processes whose probes write into the folder now; raise BadInput without any."""
     files = await ProbeReader(folder, parse=parse_probe).read(PROBE_FILES_SECONDS)
     if isinstance(files, Failure):

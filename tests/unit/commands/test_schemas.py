@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -26,6 +27,7 @@ from vllm_headroom_tools.cli import COMMANDS, find_command
 from vllm_headroom_tools.load.stream import Outcome
 from vllm_headroom_tools.preflight.report import build_report as report_clearance
 from vllm_headroom_tools.probe.report import report_recorded
+from vllm_headroom_tools.probe.snapshot import report_taken
 
 __all__ = ["nvml", "preflight"]
 
@@ -43,6 +45,15 @@ RECORDED: Final = {
     "gpu": [],
     "mappings": {"heap": 5},
     "native": [{"faults": 256, "stack": ["f (g.so)"]}],
+}
+SNAPSHOT: Final[dict[str, Any]] = {
+    "pid": 7,
+    "role": "worker",
+    "problem": None,
+    "file": "/snapshots/requested-7-1.pickle",
+    "bytes": 9,
+    "pause_seconds": 0.1,
+    "largest": [{"file": "/site/a.py", "line": 3, "bytes": 8, "count": 2, "since": 1.0}],
 }
 UNRECORDED: Final = dict.fromkeys(("note", "cost", "host", "gpu"))
 
@@ -99,6 +110,10 @@ def list_objects(name: str, folder: Path, looking: Preflight) -> Iterator[dict[s
                 "no_native": "perf is not installed here",
             }
             yield json.loads(json.dumps(report_recorded(recorded).build_envelope(name)))
+            taken = {"folder": "f", "snapshots": [SNAPSHOT, SNAPSHOT | {"file": None, "problem": "no answer"}]}
+            yield json.loads(json.dumps(report_taken(taken).build_envelope(name)))
+            (folder / "oom.pickle").write_bytes(pickle.dumps({"segments": [], "device_traces": []}))
+            yield printed(name, "snapshot", str(folder / "oom.pickle"))
         case "doctor":
             yield printed(name, "--engine-url", NOBODY)
         case "smoke":

@@ -128,7 +128,7 @@ def _is_dead(pid: int) -> bool:
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (("record",), "needs one of: install FOLDER, record --for DURATION"),
+        (("record",), "needs one of: install FOLDER, record --for DURATION, snapshot [FILE]"),
         (("record", "--for", "2h"), "--for: got '2h', accepts a duration above 0, at most an hour, such as 90s or 10m"),
         (("record", "--for", "1m"), "HEADROOM_PROBE_DIR: needed to record, accepts the path of a directory"),
     ],

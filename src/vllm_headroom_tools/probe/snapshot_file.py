@@ -1,0 +1,205 @@
+"""Read a snapshot of torch's allocator, a pickle of plain data, without torch.
+
+The file may be forged: everything about it is checked and bounded.
+"""
+
+import io
+import pickle
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from msgspec import Struct
+
+from vllm_headroom.model import LineHolding
+from vllm_headroom.parse.fields import LARGEST
+from vllm_headroom.trace.entries import YEAR_10000
+from vllm_headroom_tools.bad_input import BadInput
+
+MAX_FILE_BYTES: Final = 64 << 20
+"""The largest file: the probe writes no larger one (vllm_headroom_probe.snapshot)."""
+
+MAX_BLOCKS: Final = 500_000
+"""The most blocks, and the most events, that are counted: a forged file may repeat one list for
+ever. A process of vLLM has thousands."""
+
+MAX_LARGEST: Final = 10
+"""How many lines of code are reported, those that hold most memory."""
+
+TORCH_CODE: Final = re.compile(r"(site|dist)-packages/torch/|/torchinductor_|/torch_compile_cache/")
+"""Matches the paths of torch itself and of the code that it generates. The line that calls it says
+more about who holds the memory."""
+
+MAX_OPERATIONS: Final = 10_000_000
+"""The most operations of a pickle; a snapshot of vLLM with a full history has a million. Each takes
+up to 100 bytes of memory, and 10 million take 10 s."""
+
+PLAIN_OPERATIONS: Final = (
+    "PROTO FRAME STOP MARK POP NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 LONG4 BINFLOAT"
+    " SHORT_BINUNICODE BINUNICODE BINUNICODE8 SHORT_BINBYTES BINBYTES EMPTY_LIST APPEND APPENDS"
+    " EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_DICT SETITEM SETITEMS BINPUT LONG_BINPUT MEMOIZE"
+    " BINGET LONG_BINGET"
+)
+"""The operations that build numbers, texts, lists, tuples and dictionaries. All others, such as
+those that import a name or call it, are refused."""
+
+
+class PlainUnpickler(pickle._Unpickler):  # noqa: SLF001
+    """Reads plain data only.
+
+    In Python, because the unpickler in C allocates whatever a forged file asks for.
+    """
+
+    n_operations = 0
+
+
+def _build_counted(load: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Return an operation that raises ValueError where it is one too many."""
+
+    def count_and_load(unpickler: Any) -> None:  # noqa: ANN401 - a PlainUnpickler
+        unpickler.n_operations += 1
+        if unpickler.n_operations > MAX_OPERATIONS:
+            raise ValueError("too many operations")
+        load(unpickler)
+
+    return count_and_load
+
+
+def _list_plain_operations() -> Iterator[tuple[int, Callable[[Any], None]]]:
+    """Yield the code and the function of each operation that is not refused."""
+    for name in PLAIN_OPERATIONS.split():
+        (code,) = getattr(pickle, name)
+        yield code, _build_counted(pickle._Unpickler.dispatch[code])  # noqa: SLF001
+
+
+PlainUnpickler.dispatch = dict(_list_plain_operations())
+
+
+class ReadSnapshot(Struct, frozen=True, kw_only=True):
+    """What a snapshot says about torch's memory in a process."""
+
+    active_bytes: int
+    """The memory of tensors."""
+    reserved_bytes: int
+    """The memory that torch took from the driver."""
+    n_blocks: int
+    """How many blocks have the active memory."""
+    history_from_seconds: float | None
+    """The time of the oldest event of its history, since the epoch; None without events."""
+    largest: tuple[LineHolding, ...]
+    """The lines of code that hold most memory, the largest first."""
+
+
+Place = tuple[str | None, int | None]
+"""The path and the number of a line of code; None for a block without a stack."""
+
+
+def read_snapshot_file(path: Path) -> ReadSnapshot:
+    """Read a snapshot; raise BadInput for a file that cannot be read or is none."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise BadInput(f"{path}: {error.strerror or error}") from error
+    if len(content) > MAX_FILE_BYTES:
+        raise BadInput(f"{path}: has more than {MAX_FILE_BYTES >> 20} MiB, which no snapshot has")
+    return parse_snapshot(content, str(path))
+
+
+def parse_snapshot(content: bytes, name: str) -> ReadSnapshot:
+    """Parse the pickle of a snapshot; raise BadInput, with the file's name, for anything else."""
+    try:
+        snapshot = PlainUnpickler(io.BytesIO(content)).load()
+        return _summarise(snapshot)
+    # A forged pickle may end in any error of Python, such as KeyError for an operation.
+    except Exception as error:
+        problem = f"no snapshot of torch's memory ({type(error).__name__})"
+        raise BadInput(f"{name}: {problem}") from error
+
+
+def _summarise(snapshot: Any) -> ReadSnapshot:  # noqa: ANN401 - anything that a pickle holds
+    """Return what a snapshot says; raise an error of Python for another structure."""
+    times_seconds = _list_allocation_times(snapshot["device_traces"])
+    # By identity: a forged file may repeat one long stack in every block.
+    places: dict[int, Place] = {}
+    sizes_bytes: defaultdict[Place, int] = defaultdict(int)
+    counts: defaultdict[Place, int] = defaultdict(int)
+    since_seconds: defaultdict[Place, list[float | None]] = defaultdict(list)
+    reserved_bytes = 0
+    n_read = 0
+    for segment in snapshot["segments"]:
+        reserved_bytes += _check_size(segment["total_size"])
+        for block in segment["blocks"]:
+            n_read += 1
+            if n_read > MAX_BLOCKS:
+                raise ValueError("too many blocks")
+            if block["state"].startswith("active"):
+                frames = block.get("frames") or ()
+                if id(frames) not in places:
+                    places[id(frames)] = _find_place(frames)
+                place = places[id(frames)]
+                sizes_bytes[place] += _check_size(block["size"])
+                counts[place] += 1
+                since_seconds[place].append(times_seconds.get(block.get("address")))
+    largest_places = sorted(sizes_bytes, key=lambda place: -sizes_bytes[place])[:MAX_LARGEST]
+    return ReadSnapshot(
+        active_bytes=sum(sizes_bytes.values()),
+        reserved_bytes=reserved_bytes,
+        n_blocks=sum(counts.values()),
+        history_from_seconds=min(times_seconds.values(), default=None),
+        largest=tuple(
+            LineHolding(
+                file=place[0],
+                line=place[1],
+                size_bytes=sizes_bytes[place],
+                n_blocks=counts[place],
+                since_seconds=_find_oldest(since_seconds[place]),
+            )
+            for place in largest_places
+        ),
+    )
+
+
+def _list_allocation_times(traces: Iterable[Any]) -> dict[int | None, float]:
+    """Return when each address was last allocated, in seconds since the epoch."""
+    times_seconds: dict[int | None, float] = {}
+    n_read = 0
+    for trace in traces:
+        for event in trace:
+            n_read += 1
+            if n_read > MAX_BLOCKS:
+                raise ValueError("too many events")
+            if event["action"] == "alloc" and "time_us" in event:
+                seconds = event["time_us"] / 1e6
+                if not 0 <= seconds < YEAR_10000:
+                    raise ValueError("a time that no clock has")
+                times_seconds[event["addr"]] = seconds
+    return times_seconds
+
+
+def _find_oldest(times_seconds: list[float | None]) -> float | None:
+    """Return the earliest time; None where one of them is unknown."""
+    known_seconds = [seconds for seconds in times_seconds if seconds is not None]
+    if len(known_seconds) < len(times_seconds):
+        return None
+    return min(known_seconds)
+
+
+def _check_size(n_bytes: Any) -> int:  # noqa: ANN401 - anything that a pickle holds
+    """Return a size; raise ValueError for one that no memory has."""
+    if type(n_bytes) is not int or not 0 <= n_bytes <= LARGEST:
+        raise ValueError("a size that no memory has")
+    return n_bytes
+
+
+def _find_place(frames: Any) -> Place:  # noqa: ANN401 - anything that a pickle holds
+    """Return the innermost line outside torch, else the innermost."""
+    if not frames:
+        return None, None
+    own_frames = (frame for frame in frames if not TORCH_CODE.search(frame["filename"]))
+    frame = next(own_frames, frames[0])
+    # A path of the file is printed: no control character may reach the terminal.
+    path = "".join(letter if letter.isprintable() else "?" for letter in frame["filename"])
+    return path[-200:], _check_size(frame["line"])
