@@ -120,7 +120,7 @@ class Probe:
             self._thread.join(MAX_FORK_WAIT_SECONDS)
 
     def begin_history(self, frame: FrameType | None) -> None:
-        """Have torch keep its memory history, if snapshots are asked for.
+        """Have torch keep its memory history, if snapshots are requested.
 
         torch calls this when it initialises CUDA. `frame` is that of the caller: vLLM's worker or
         core, which have the configuration, are on the stack.

@@ -96,7 +96,7 @@ class Snapshots:
         self._taken_oom: TakenSnapshot | None = None
         """The snapshot of an OutOfMemoryError that `tick` has to write."""
         self._reports: dict[str, dict[str, Any]] = {}
-        """What the probe's file says of each kind of snapshot."""
+        """The facts on each kind of snapshot for the probe's file."""
 
     def describe(self) -> dict[str, Any] | None:
         """Return the facts for the probe's file; None without a history."""
@@ -169,7 +169,7 @@ class Snapshots:
         return snapshot
 
     def _save(self, snapshot: TakenSnapshot, place: str) -> None:
-        """Write the file, and store what the probe's file says of it."""
+        """Write the file, and store the facts on it for the probe's file."""
         path = os.path.join(self._folder, f"{snapshot.kind}-{place}.pickle")  # noqa: PTH118
         report: dict[str, Any] = {
             "t": snapshot.taken_at,

@@ -1,4 +1,4 @@
-"""torch's memory history in a real vLLM on the stand-in card: what it leaves on request and at its end, and its cost."""
+"""torch's memory history in a real vLLM on the stand-in card: what it leaves, and what it costs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.card
 
 
 def read_with_torch(file: Path) -> str:
-    """Return what torch's own memory_viz says of a snapshot."""
+    """Return the statistics that torch's own memory_viz prints of a snapshot."""
     (script,) = FOLDER.glob("venv/lib/python3*/site-packages/torch/cuda/_memory_viz.py")
     plot = file.with_suffix(".html")
     subprocess.run([sys.executable, script, "trace_plot", file, "-o", plot], check=True)

@@ -53,7 +53,8 @@ async def take_snapshots(folder: Path, say: Callable[[str], None]) -> dict[str, 
         unfinished.write_text(json.dumps(document))
         unfinished.chmod(0o644)
         unfinished.replace(folder / REQUEST)
-        say(f"{len(processes)} processes write a snapshot")
+        plural = "process writes" if len(processes) == 1 else "processes write"
+        say(f"{len(processes)} {plural} a snapshot")
         try:
             answers = await _collect_answers(folder, processes, request_id, deadline_seconds)
         finally:

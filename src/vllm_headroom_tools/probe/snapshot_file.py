@@ -22,8 +22,8 @@ MAX_FILE_BYTES: Final = 64 << 20
 """The largest file: the probe writes no larger one (vllm_headroom_probe.snapshot)."""
 
 MAX_BLOCKS: Final = 500_000
-"""The most blocks, and the most events, that are counted: a forged file may repeat one list for
-ever. A process of vLLM has thousands."""
+"""The most blocks, and the most events, that are counted: a forged file may repeat one list
+endlessly. A process of vLLM has thousands."""
 
 MAX_LARGEST: Final = 10
 """How many lines of code are reported, those that hold most memory."""

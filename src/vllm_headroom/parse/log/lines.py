@@ -143,10 +143,10 @@ class LineReader:
                 if part:
                     yield from self._unwrap(part, seconds, process, layers)
             return
-        # Colours of a terminal stand in the middle of words.
+        # Colours of a terminal are in the middle of words.
         if "\x1b" in text:
             text = ANSI.sub("", text)
-        # The number of wrappings is bounded: a text could be wrapped in itself for ever.
+        # The number of wrappings is bounded: a text could be wrapped in itself forever.
         if layers and text:
             unwrapped = self._remove_wrapping(text, seconds, process)
             if unwrapped is not None:
