@@ -234,10 +234,6 @@ class HostPart(StrEnum):
     MULTIMODAL_CACHE = "multimodal_cache"
 
 
-HOST_KINDS: Final = ("anonymous", "file", "shared")
-"""The kinds of a process's resident memory; the values of the label `kind`."""
-
-
 class MemoryPart(StrEnum):
     """The uses of the engine's GPU memory; the values of the label `part`."""
 

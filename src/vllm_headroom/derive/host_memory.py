@@ -25,7 +25,10 @@ from vllm_headroom.model import (
     Shm,
     Snapshot,
 )
-from vllm_headroom.vocabulary import HOST_KINDS, HostBasis, HostPart, Role
+from vllm_headroom.vocabulary import HostBasis, HostPart, Role
+
+HOST_KINDS: Final = ("anonymous", "file", "shared")
+"""The kinds of a process's resident memory; the values of the label `kind`."""
 
 FULL_SHARE: Final = 0.5
 """A container that used less than this share of its limit at its last sample was not killed for

@@ -19,8 +19,6 @@ from vllm_headroom.derive.verdicts import (
     SERVING,
     VERDICTS,
     derive_verdicts,
-    list_excused,
-    measure_watches,
 )
 from vllm_headroom.model import (
     NO_VERDICT,
@@ -269,5 +267,4 @@ class Evaluation:
     ) -> tuple[tuple[Verdict, ...], tuple[Sample, ...]]:
         """Return the verdicts and their samples; `values` has the gate's samples too."""
         leak: LeakMemory = self.states.get(LEAK.name, LEAK.initial)
-        watches = measure_watches(leak)
-        return derive_verdicts(snapshot, values, watches, self._rules.role, list_excused(leak))
+        return derive_verdicts(snapshot, values, leak, self._rules.role)

@@ -252,15 +252,16 @@ SHARING_ROLES: Final = ("swapped", "shared-gpu")
 def derive_verdicts(
     snapshot: Snapshot,
     values: Values,
-    watches: Mapping[str, float],
+    leak: LeakMemory,
     role: str = SERVING,
-    excused: Collection[str] = (),
 ) -> tuple[tuple[Verdict, ...], tuple[Sample, ...]]:
     """Return the verdicts on a tick, and the samples of the worst situation and of the role.
 
-    The arguments are those of `judge_snapshot`. The role has a sample unless it is SERVING.
+    `leak` is the detector's state after the tick. The role has a sample unless it is SERVING.
     """
-    verdicts = judge_snapshot(snapshot, values, watches, role, excused)
+    verdicts = judge_snapshot(
+        snapshot, values, measure_watches(leak), role=role, excused=list_excused(leak)
+    )
     # The page has one situation for the engine and all its GPUs: the worst.
     samples = make_states(catalog.SITUATION, (), verdicts[0].situation)
     if role != SERVING:

@@ -22,13 +22,6 @@ from vllm_headroom.vocabulary import (
 ROUNDING_TOLERANCE: Final = 1e-9
 """Tolerance for binary fractions such as 0.92 * 100."""
 
-OVER_BUDGET_RATIO: Final = 0.03
-"""An engine is over its budget from this share of it on, as in HeadroomMemoryDiscrepancy."""
-
-OVER_BUDGET_BYTES: Final = 2**30
-"""And from this many bytes on: a CUDA context and the graphs of a small model are outside of every
-budget, and are a fifth of a MIG slice."""
-
 TIGHT_SHARE: Final = 0.02
 """What is left of a GPU is little below this share of it."""
 

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from tests.samples import A_GPU, engine, failure, gpu, page, snapshot
 from tests.unit.derive.life.watch import NO_GPU, REFUSED, SERVER, UNSEEN, WORKER, Watch, serving, working
 from vllm_headroom import catalog
+from vllm_headroom.derive.leak.leak import LeakMemory
 from vllm_headroom.derive.verdicts import derive_verdicts, judge_snapshot
 from vllm_headroom.model import (
     BudgetExcess,
@@ -652,7 +653,7 @@ UNREAD: Final = replace(make_snapshot(), gpus=failure(Source.NVML))
 def test_the_worst_situation_is_the_first_sentence(
     at: Snapshot, samples: tuple[Sample, ...], situation: Situation
 ) -> None:
-    said, made = derive_verdicts(at, Values(samples), {})
+    said, made = derive_verdicts(at, Values(samples), LeakMemory())
 
     assert said[0].situation is situation
     assert {sample.labels[0]: sample.value for sample in made} == {each: float(each is situation) for each in Situation}
@@ -715,7 +716,7 @@ def test_unified_memory_in_the_page_cache_is_not_free() -> None:
 @pytest.mark.parametrize(("role", "level"), [("serving", Level.WARNING), ("shared-gpu", Level.GOOD)])
 def test_a_neighbour_on_a_gpu_that_is_shared_by_plan_is_no_warning(role: str, level: Level) -> None:
     samples = [state(LeakState.STABLE), Sample(catalog.GPU_MEMORY_HELD, (*A_GPU, "other"), 2.0 * 2**30)]
-    said, made = derive_verdicts(make_snapshot(), Values(samples), {}, role)
+    said, made = derive_verdicts(make_snapshot(), Values(samples), LeakMemory(), role)
 
     assert {
         each.level for each in said if each.alert == "HeadroomNeighbourGrowing" or "other proc" in each.sentence

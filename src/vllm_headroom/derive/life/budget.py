@@ -10,8 +10,14 @@ from vllm_headroom.derive.life.run_evidence import EngineRun
 from vllm_headroom.derive.pages import is_page_awake, list_engines
 from vllm_headroom.derive.series import limit_remembered
 from vllm_headroom.model import BudgetExcess, Failure, Gpu, ProbeReadings, Snapshot
-from vllm_headroom.model.status import OVER_BUDGET_BYTES, OVER_BUDGET_RATIO
 from vllm_headroom.vocabulary import MemoryPart
+
+OVER_BUDGET_RATIO: Final = 0.03
+"""An engine is over its budget from this share of it on, as in HeadroomMemoryDiscrepancy."""
+
+OVER_BUDGET_BYTES: Final = 2**30
+"""And from this many bytes on: a CUDA context and the graphs of a small model are outside of every
+budget, and are a fifth of a MIG slice."""
 
 RESUMED_SHARE: Final = 2 / 3
 """Our choice: an excess is over once it falls below this share of its limits, so that one which

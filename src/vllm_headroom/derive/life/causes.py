@@ -19,6 +19,7 @@ from vllm_headroom.vocabulary import (
     ExitReason,
     IncidentKind,
     LeakState,
+    LogFailureKind,
     Sureness,
 )
 
@@ -242,6 +243,16 @@ def _fit_neighbour(end: Ending) -> Fit | None:
         _grade(is_sure=is_sure),
         f"{cause}: other processes took {size} of {gpu.display_name}.",
     )
+
+
+def find_logged_reason(end: Ending) -> ExitReason | None:
+    """Return the reason of an exit that the log gives where no other witness does; else None."""
+    if end.reason is not ExitReason.GONE or end.log is None:
+        return None
+    failure = end.log.failure
+    if failure is not None and failure.kind is LogFailureKind.GPU_OUT_OF_MEMORY:
+        return ExitReason.OUT_OF_MEMORY
+    return ExitReason.STOPPED if failure is None and end.log.is_stopped else None
 
 
 def refine_reason(end: Ending) -> ExitReason | None:

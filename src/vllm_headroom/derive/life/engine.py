@@ -9,8 +9,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from vllm_headroom.derive.life.budget import describe_excess
-from vllm_headroom.derive.life.causes import is_gpu_full, refine_reason
-from vllm_headroom.derive.life.log_witness import find_logged_reason
+from vllm_headroom.derive.life.causes import find_logged_reason, is_gpu_full, refine_reason
 from vllm_headroom.derive.life.progress import (
     Labels,
     Progress,
@@ -26,8 +25,6 @@ from vllm_headroom.derive.life.run_evidence import (
     Evidence,
     PageAnswer,
     Presence,
-    find_oom_seconds,
-    find_room_bytes,
     read_evidence,
 )
 from vllm_headroom.derive.life.states import (
@@ -49,6 +46,7 @@ from vllm_headroom.model import (
     HangSign,
     LogEnding,
     LogReading,
+    ProbeReadings,
     ProcessName,
     Snapshot,
     find_log_ending,
@@ -67,6 +65,11 @@ took up to 9 s after its core (vLLM 0.32)."""
 
 ENGINE_RUN: Final = "engine_life"
 """The name of this state among those of the derivations, which depend on it."""
+
+
+OUTLIVED_SECONDS: Final = 60.0
+"""vLLM's engine exits within seconds of an OutOfMemoryError. One that still writes after this long
+has recovered."""
 
 
 class EngineMemory(Struct, frozen=True, kw_only=True):
@@ -280,8 +283,24 @@ def _was_out_of_memory(run: EngineRun, snapshot: Snapshot, gpus: tuple[GpuAtEnd,
     """Return whether a GPU was full, or torch raised a fatal OutOfMemoryError in this run."""
     if any(is_gpu_full(gpu) for gpu in gpus):
         return True
-    oom_seconds = find_oom_seconds(snapshot)
+    oom_seconds = _find_oom_seconds(snapshot)
     return oom_seconds is not None and oom_seconds >= (run.began_seconds or 0.0)
+
+
+def _find_oom_seconds(snapshot: Snapshot) -> float | None:
+    """Return when a process last had an OutOfMemoryError that ended it, by the probe.
+
+    In seconds since the epoch; None without one.
+    """
+    if not isinstance(snapshot.probe, ProbeReadings):
+        return None
+    fatal_seconds = []
+    for process in snapshot.probe.processes:
+        oom = process.oom
+        # A process that went on writing its file has outlived the error.
+        if oom is not None and process.written_at_seconds - oom.at_seconds <= OUTLIVED_SECONDS:
+            fatal_seconds.append(oom.at_seconds)
+    return max(fatal_seconds, default=None)
 
 
 def _update_run(run: EngineRun, evidence: Evidence) -> EngineRun:
@@ -327,11 +346,23 @@ def _update_run(run: EngineRun, evidence: Evidence) -> EngineRun:
         },
         most_held_bytes=max(run.most_held_bytes, sum(evidence.held_bytes.values())),
         # Measured once, at the first page of the run.
-        first_room_bytes=run.first_room_bytes or find_room_bytes(evidence.snapshot),
+        first_room_bytes=run.first_room_bytes or _find_room_bytes(evidence.snapshot),
         first_host_room_bytes=first_host_room_bytes,
         was_asleep=is_page_awake(evidence.page) is False,
         oom_kills=oom_kills,
     )
+
+
+def _find_room_bytes(snapshot: Snapshot) -> dict[str, int]:
+    """Return the least free memory of each of the engine's GPUs in the last minute, by UUID."""
+    rooms = {}
+    for gpu in snapshot.owned_gpus:
+        memory = gpu.reading.memory
+        if memory is not None:
+            # The engine needs its peak again: what is free at this sample may be more.
+            peak_bytes = gpu.reading.used_peak_bytes or 0
+            rooms[gpu.reading.uuid] = min(memory.left_bytes, memory.usable_bytes - peak_bytes)
+    return rooms
 
 
 def _build_stall(

@@ -69,16 +69,6 @@ def add_log(end: Ending, diagnoses: tuple[Diagnosis, ...]) -> tuple[Diagnosis, .
     return _add_silence(end, diagnoses)
 
 
-def find_logged_reason(end: Ending) -> ExitReason | None:
-    """Return the reason of an exit that the log gives where no other witness does; else None."""
-    if end.reason is not ExitReason.GONE or end.log is None:
-        return None
-    failure = end.log.failure
-    if failure is not None and failure.kind is LogFailureKind.GPU_OUT_OF_MEMORY:
-        return ExitReason.OUT_OF_MEMORY
-    return ExitReason.STOPPED if failure is None and end.log.is_stopped else None
-
-
 def _add_failure(
     end: Ending, failure: LogFailure, diagnoses: tuple[Diagnosis, ...]
 ) -> tuple[Diagnosis, ...]:

@@ -12,7 +12,6 @@ from vllm_headroom.model import (
     EngineProcess,
     Failure,
     HostMemory,
-    ProbeReadings,
     ProcessName,
     Snapshot,
 )
@@ -23,10 +22,6 @@ OCCUPIED_RATIO: Final = 0.05
 
 LOADED_RATIO: Final = 0.5
 """An engine that holds less than this share of its most while serving has released its weights."""
-
-OUTLIVED_SECONDS: Final = 60.0
-"""vLLM's engine exits within seconds of an OutOfMemoryError. One that still writes after this long
-has recovered."""
 
 STARVED_RATIO: Final = 0.8
 """CPU pressure at which a server may be late for every page: two cores had 0.05 at a load of 2, and
@@ -278,34 +273,6 @@ def _judge_held_memory(
     if not are_all_gpus_read and (run.most_held_bytes > 0 or is_loading):
         return Presence.OUT_OF_SIGHT
     return Presence.NEVER_SHOWN
-
-
-def find_oom_seconds(snapshot: Snapshot) -> float | None:
-    """Return when a process last had an OutOfMemoryError that ended it, by the probe.
-
-    In seconds since the epoch; None without one.
-    """
-    if not isinstance(snapshot.probe, ProbeReadings):
-        return None
-    fatal_seconds = []
-    for process in snapshot.probe.processes:
-        oom = process.oom
-        # A process that went on writing its file has outlived the error.
-        if oom is not None and process.written_at_seconds - oom.at_seconds <= OUTLIVED_SECONDS:
-            fatal_seconds.append(oom.at_seconds)
-    return max(fatal_seconds, default=None)
-
-
-def find_room_bytes(snapshot: Snapshot) -> dict[str, int]:
-    """Return the least free memory of each of the engine's GPUs in the last minute, by UUID."""
-    rooms = {}
-    for gpu in snapshot.owned_gpus:
-        memory = gpu.reading.memory
-        if memory is not None:
-            # The engine needs its peak again: what is free at this sample may be more.
-            peak_bytes = gpu.reading.used_peak_bytes or 0
-            rooms[gpu.reading.uuid] = min(memory.left_bytes, memory.usable_bytes - peak_bytes)
-    return rooms
 
 
 def is_error_answer(failure: Failure) -> bool:

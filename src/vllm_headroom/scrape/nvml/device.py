@@ -17,7 +17,6 @@ from vllm_headroom.scrape.nvml.errors import (
     BLOCKED_CODES,
     DRIVER_WIDE_CODES,
     LOST_CODES,
-    REFUSAL_CODES,
     explain_source,
 )
 from vllm_headroom.scrape.nvml.xids import Handle, Xids
@@ -30,6 +29,15 @@ T = TypeVar("T")
 
 DeviceFact = tuple[str, str]
 """The UUID of a GPU or MIG instance, and the name of a fact about it."""
+
+REFUSAL_CODES: Final = frozenset(
+    {
+        pynvml.NVML_ERROR_NOT_SUPPORTED,
+        pynvml.NVML_ERROR_NO_PERMISSION,
+        pynvml.NVML_ERROR_FUNCTION_NOT_FOUND,
+    }
+)
+"""Error codes after which the device will never answer this call."""
 
 PAGE_BYTES: Final = 2 * MIB
 """Memory on a device is allocated in pieces of this size: a smaller difference is no change."""

@@ -33,15 +33,6 @@ BLOCKED_CODES: Final = frozenset({pynvml.NVML_ERROR_UNKNOWN, pynvml.NVML_ERROR_O
 """Error codes of a device whose device node is not accessible
 (NVIDIA/nvidia-container-toolkit#48). Healthy devices return them at times too."""
 
-REFUSAL_CODES: Final = frozenset(
-    {
-        pynvml.NVML_ERROR_NOT_SUPPORTED,
-        pynvml.NVML_ERROR_NO_PERMISSION,
-        pynvml.NVML_ERROR_FUNCTION_NOT_FOUND,
-    }
-)
-"""Error codes after which the device will never answer this call."""
-
 _SOURCE_REASONS: Final = {
     pynvml.NVML_ERROR_LIBRARY_NOT_FOUND: Reason.LIBRARY_MISSING,
     pynvml.NVML_ERROR_DRIVER_NOT_LOADED: Reason.DRIVER_MISSING,
