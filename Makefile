@@ -9,6 +9,7 @@ ENGINE_FOLDER ?= .engine
 CARD_FOLDER ?= .card
 IMAGE_FOLDER ?= .image
 CLUSTER_FOLDER ?= .cluster
+CLUSTER_OPTIONS ?=
 BROWSER_FOLDER ?= .browser
 # Further options for the scorer, such as SCORE="--scenario flat --seeds 0-0"; the last of each counts.
 SCORE ?=
@@ -97,7 +98,7 @@ image-test: $(VENV)/.test
 
 # A cluster of its own needs root, what tests/cluster/node/start.sh lists, and half an hour; with KUBECONFIG it takes that one.
 cluster-test: $(VENV)/.test
-	tests/cluster/run.sh $(CLUSTER_FOLDER) $(BIN)/pytest -m cluster -s tests/cluster
+	tests/cluster/run.sh $(CLUSTER_FOLDER) tests/cluster/play.sh $(BIN)/pytest $(CLUSTER_OPTIONS)
 
 browser-test: $(VENV)/.test
 	tests/browser/setup.sh $(BROWSER_FOLDER)

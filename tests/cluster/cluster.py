@@ -4,17 +4,30 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from tests.e2e.paging import free_addresses
+
 ROOT: Final = Path(__file__).parents[2]
 FOLDER: Final = Path(os.environ.get("CLUSTER_FOLDER", ".cluster")).resolve()
+AWAY_SECONDS: Final = 20.0
+"""How long the API server is away: longer than one try of the sidecar, 15 s."""
+
+PATIENCE_SECONDS: Final = 90.0
+"""How long a command waits for the API server: it is away on purpose, and then starts."""
+
 SIDECAR_IMAGE: Final = os.environ.get("SIDECAR_IMAGE", "localhost/vllm-headroom:image-test")
 ENGINE_IMAGE: Final = os.environ.get("ENGINE_IMAGE", "localhost/vllm-stand-in:1")
+NODE: Final = FOLDER / "node"
+IS_OWN_CLUSTER: Final = NODE.exists()
+"""Whether node/start.sh started it: then its parts may be stopped."""
 
 OVERLAY: Final = """\
 apiVersion: kustomize.config.k8s.io/v1beta1
@@ -44,13 +57,11 @@ patches:
     spec:
       template:
         spec:
-          initContainers:
-          - name: headroom
-            volumeMounts: [{{name: nvml, mountPath: /run/nvml, readOnly: true}}]
           containers:
           - name: vllm
-            args: [{namespace}-model, --host=0.0.0.0, --port=8000, --gpu-memory-utilization=0.90]
-            startupProbe: {{periodSeconds: 1}}
+            env: [{{name: POD_NAME, valueFrom: {{fieldRef: {{fieldPath: metadata.name}}}}}}]
+            args: [{model}, --host=0.0.0.0, --port=8000, --gpu-memory-utilization=0.90]
+            startupProbe: {{periodSeconds: 1, failureThreshold: 600}}
             resources:
               requests: {{cpu: 1m, memory: 32Mi}}
               limits: {{memory: 256Mi, nvidia.com/gpu: 1}}
@@ -60,6 +71,38 @@ patches:
           - {{name: models, emptyDir: {{}}, persistentVolumeClaim: null}}
 """
 """What this machine has no room for is taken out of the example, and its volume, which needs a disk of 100 GiB."""
+
+SIDECAR: Final = """\
+- target: {kind: Deployment, name: vllm}
+  patch: |-
+    apiVersion: apps/v1
+    kind: Deployment
+    metadata: {name: vllm}
+    spec:
+      template:
+        spec:
+          initContainers:
+          - name: headroom
+            volumeMounts: [{name: nvml, mountPath: /run/nvml, readOnly: true}]
+"""
+WEB_CONFIG: Final = """\
+- target: {kind: Deployment, name: vllm}
+  patch: |-
+    apiVersion: apps/v1
+    kind: Deployment
+    metadata: {name: vllm}
+    spec:
+      template:
+        spec:
+          initContainers:
+          - name: headroom
+            env: [{name: HEADROOM_WEB_CONFIG_FILE, value: /etc/vllm-headroom/web.config.yml}]
+            volumeMounts: [{name: web-config, mountPath: /etc/vllm-headroom, readOnly: true}]
+          volumes:
+          - {name: web-config, secret: {secretName: web-config}}
+"""
+GOOD_WEB_CONFIG: Final = "http_server_config: {headers: {X-Frame-Options: deny}}"
+SPOILED_WEB_CONFIG: Final = "tls_server_config: {cert_file: none.crt"
 
 SIGNAL_SIDECAR: Final = """\
 import os, pathlib, sys
@@ -71,10 +114,16 @@ for folder in pathlib.Path("/proc").glob("[0-9]*"):
 
 
 def kubectl(*words: str, given: str = "", check: bool = True) -> str:
-    """Return what kubectl prints; fail where it does, unless `check` is False."""
-    done = subprocess.run(
-        [FOLDER / "kubectl", *words], input=given, capture_output=True, text=True, check=False, timeout=300
-    )
+    """Return what kubectl prints; fail where it does, unless `check` is False; wait for an API server that is away."""
+    deadline_seconds = time.monotonic() + PATIENCE_SECONDS
+    while True:
+        done = subprocess.run(
+            [FOLDER / "kubectl", *words], input=given, capture_output=True, text=True, check=False, timeout=300
+        )
+        is_away = done.returncode != 0 and "refused" in done.stderr
+        if not is_away or time.monotonic() > deadline_seconds:
+            break
+        time.sleep(1.0)
     assert not check or done.returncode == 0, f"kubectl {' '.join(words)}\n{done.stdout}{done.stderr}"
     return done.stdout + done.stderr
 
@@ -90,6 +139,14 @@ class Workload:
     """The Deployment `vllm` of the shipped example in a namespace; the methods are the steps of a situation."""
 
     namespace: str
+    has_sidecar: bool = True
+    has_web_config: bool = False
+    """Whether the sidecar has a web.config.yml, from a Secret."""
+
+    @property
+    def model(self) -> str:
+        """The name of the model: that of the pods' own where none has a sidecar, to know them apart."""
+        return f"{self.namespace}-model" if self.has_sidecar else "$(POD_NAME)"
 
     def kubectl(self, *words: str, given: str = "", check: bool = True) -> str:
         return kubectl("--namespace", self.namespace, *words, given=given, check=check)
@@ -98,19 +155,28 @@ class Workload:
         """Write a folder for Kustomize with the example and the stand-in; return the folder."""
         place = folder / self.namespace
         place.mkdir()
+        example = ROOT / "deploy" / "kubernetes" / "example"
         text = OVERLAY.format(
             namespace=self.namespace,
             replicas=replicas,
-            example=os.path.relpath(ROOT / "deploy" / "kubernetes" / "example", place),
+            model=self.model,
+            example=os.path.relpath(example if self.has_sidecar else example / "vllm", place),
             engine=ENGINE_IMAGE.rsplit(":", 1),
             sidecar=SIDECAR_IMAGE.rsplit(":", 1),
         )
+        if self.has_sidecar:
+            text += SIDECAR
+        if self.has_web_config:
+            text += WEB_CONFIG
         (place / "kustomization.yaml").write_text(text)
         return place
 
     def apply(self, folder: Path, replicas: int) -> str:
         """Apply the example with the stand-in; return what kubectl reports."""
-        return kubectl("apply", "--server-side", "--kustomize", str(self.write_overlay(folder, replicas)))
+        report = kubectl("apply", "--server-side", "--kustomize", str(self.write_overlay(folder, replicas)))
+        if self.has_web_config:
+            self._write_web_config(GOOD_WEB_CONFIG)
+        return report
 
     def pods(self) -> list[dict[str, Any]]:
         """Return the pods that are not being deleted, in the order of their names."""
@@ -162,12 +228,81 @@ class Workload:
         path = f"/api/v1/namespaces/{self.namespace}/pods/{name}/eviction"
         kubectl("create", "--raw", path, "--filename=-", given=json.dumps(body))
 
+    def drain(self) -> None:
+        """Drain the node of the first pod, of these pods alone; then let pods onto it again."""
+        node = self.pods()[0]["spec"]["nodeName"]
+        self.kubectl("label", "pods", "--all", f"drained-by={self.namespace}")
+        chosen = f"--pod-selector=drained-by={self.namespace}"
+        try:
+            kubectl("drain", node, chosen, "--delete-emptydir-data", "--timeout=240s")
+        finally:
+            kubectl("uncordon", node)
+
+    def take_label_away(self) -> None:
+        """Roll out pods without the label by which the PodMonitor selects them."""
+        change = [{"op": "remove", "path": "/spec/template/metadata/labels/vllm-headroom"}]
+        self.kubectl("patch", "deployment/vllm", "--type=json", f"--patch={json.dumps(change)}")
+
+    def spoil_web_config(self) -> None:
+        """Write a web.config.yml that cannot be read; the kubelet has it in the pods within two minutes."""
+        self._write_web_config(SPOILED_WEB_CONFIG)
+
+    def _write_web_config(self, text: str) -> None:
+        secret = {
+            "apiVersion": "v1",
+            "kind": "Secret",
+            "metadata": {"name": "web-config", "namespace": self.namespace},
+            "stringData": {"web.config.yml": text},
+        }
+        kubectl("apply", "--filename=-", given=json.dumps(secret))
+
+    def restart_api_server(self) -> None:
+        """Kill the API server, and start it again later."""
+        end_part("kube-apiserver")
+        time.sleep(AWAY_SECONDS)
+        subprocess.Popen([NODE / "run-kube-apiserver"])
+
+    def lose_node(self) -> None:
+        """End the kubelet, then these pods' containers at once, as when a machine is switched off."""
+        end_part("kubelet")
+        kill_containers(find_containers(self.namespace))
+
     def delete(self) -> None:
         kubectl("delete", "namespace", self.namespace, "--wait=false", check=False)
 
 
-def list_targets(namespaces: set[str]) -> list[dict[str, Any]]:
-    """Return what the PodMonitor's discovery finds, for Prometheus's discovery by files, through the API server."""
+def end_part(name: str) -> None:
+    """Kill a part of the cluster that node/start.sh started."""
+    os.kill(int((NODE / f"{name}.pid").read_text()), signal.SIGKILL)
+
+
+def find_containers(namespace: str, pod: str = "", name: str = "") -> list[str]:
+    """Return the containers of a namespace, or of a pod, or with that name there, of the cluster of its own."""
+    wanted = {
+        "io.kubernetes.pod.namespace": namespace,
+        "io.kubernetes.pod.name": pod,
+        "io.kubernetes.container.name": name,
+    }
+    labels = ",".join(f'labels."{label}"=={value}' for label, value in wanted.items() if value)
+    return run_ctr("containers", "list", "--quiet", labels).split()
+
+
+def kill_containers(containers: list[str]) -> None:
+    """Kill them at once; one of an earlier start has no task any more."""
+    for container in containers:
+        run_ctr("tasks", "kill", "--signal", "SIGKILL", container)
+
+
+def run_ctr(*words: str) -> str:
+    command = ("ctr", "--address", str(NODE / "containerd.sock"), "--namespace", "k8s.io", *words)
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout
+
+
+def list_targets(namespaces: set[str], proxy_address: str) -> list[dict[str, Any]]:
+    """Return what the PodMonitor's discovery finds, for Prometheus's discovery by files.
+
+    Pods of another cluster are reached through its API server, by the proxy at this address.
+    """
     targets = []
     for pod in read("pods", "--all-namespaces", "--selector=vllm-headroom=enabled")["items"]:
         namespace = pod["metadata"]["namespace"]
@@ -182,9 +317,12 @@ def list_targets(namespaces: set[str]) -> list[dict[str, Any]]:
             "container": "headroom",
             "job": f"{namespace}/vllm-headroom",
             "instance": f"{address}:9839",
-            "__metrics_path__": f"/api/v1/namespaces/{namespace}/pods/{name}:9839/proxy/metrics",
         }
-        targets.append({"targets": ["PROXY"], "labels": labels})
+        if IS_OWN_CLUSTER:
+            targets.append({"targets": [f"{address}:9839"], "labels": labels})
+            continue
+        labels["__metrics_path__"] = f"/api/v1/namespaces/{namespace}/pods/{name}:9839/proxy/metrics"
+        targets.append({"targets": [proxy_address], "labels": labels})
     return targets
 
 
@@ -194,6 +332,27 @@ def proxy(port: int) -> Iterator[str]:
     process = subprocess.Popen([FOLDER / "kubectl", "proxy", f"--port={port}"], stdout=subprocess.DEVNULL)
     try:
         yield f"127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+@contextmanager
+def run_state_metrics() -> Iterator[str]:
+    """Run kube-state-metrics, as kube-prometheus does; yield its address."""
+    address, telemetry_address = free_addresses()
+    config = os.environ.get("KUBECONFIG", str(NODE / "admin.conf"))
+    command = [
+        str(FOLDER / "kube-state-metrics"),
+        f"--kubeconfig={config}",
+        "--resources=deployments,statefulsets,pods",
+        f"--port={address.partition(':')[2]}",
+        f"--telemetry-port={telemetry_address.partition(':')[2]}",
+    ]
+    with (FOLDER / "kube-state-metrics.log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+    try:
+        yield address
     finally:
         process.terminate()
         process.wait(30)

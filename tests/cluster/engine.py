@@ -7,7 +7,7 @@ It writes what the GPU holds where the fake NVML of the pod's containers reads i
 container, with what this one and those after it do:
 
   load_seconds   how long a start takes
-  orders         one word a line, done as it is written: work, idle, die, hang, oom, exit
+  orders         one a line, done as it is written: work, idle, die, hang, oom, exit, leak BYTES_A_SECOND
   next           the orders of every later start, done once it serves
 """
 
@@ -60,6 +60,8 @@ class Engine:
         self.is_working = True
         self.is_hung = False
         self.finished = 0
+        self.leak_bytes_per_second = 0
+        self.leaks_since_seconds = 0.0
         self.core = subprocess.Popen(["VLLM::EngineCore", __file__, "core"], executable=sys.executable)
 
     def write_card(self, core_bytes: int) -> None:
@@ -106,8 +108,17 @@ class Engine:
             self.core.send_signal(signal.SIGUSR1)
         elif order == "exit":
             self.stop(0)
+        elif order.startswith("leak "):
+            self.leak_bytes_per_second = int(order.split()[1])
+            self.leaks_since_seconds = time.time()
         elif order.startswith("after "):
             time.sleep(float(order.split()[1]))
+
+    def leak(self) -> None:
+        """Write what the core holds by now, if it leaks."""
+        if self.leak_bytes_per_second:
+            leaked_bytes = self.leak_bytes_per_second * (time.time() - self.leaks_since_seconds)
+            self.write_card(WEIGHTS_BYTES + int(leaked_bytes))
 
     def stop(self, status: int) -> None:
         """End both processes, and give the memory of the card back first."""
@@ -140,6 +151,7 @@ def follow_orders(engine: Engine) -> None:
             engine.obey(order)
     while True:
         time.sleep(LOOK_SECONDS)
+        engine.leak()
         if not orders.exists():
             continue
         text = orders.read_text()

@@ -9,6 +9,16 @@ cd "$(dirname "$0")"
 mkdir -p "$1"
 folder=$(realpath "$1")
 cache=${CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/vllm-headroom-cluster}
+find_module() { # MODULE@VERSION: its folder
+  go mod download -json "$1" | sed -n 's/.*"Dir": "\(.*\)".*/\1/p'
+}
+states=$cache/kube-state-metrics-v2.15.0
+if [[ ! -x $states ]]; then # three minutes on two cores
+  mkdir -p "$cache"
+  (cd "$(find_module k8s.io/kube-state-metrics/v2@v2.15.0)" && CGO_ENABLED=0 nice go build -mod=readonly -trimpath -o "$states.new" .)
+  mv "$states.new" "$states"
+fi
+ln -sf "$states" "$folder/kube-state-metrics"
 if [[ -n ${KUBECONFIG:-} ]]; then
   printf '#!/bin/sh\nexec kubectl "$@"\n' >"$folder/kubectl"
   chmod +x "$folder/kubectl"
@@ -53,13 +63,14 @@ for image in localhost/pause:1 localhost/vllm-stand-in:1 localhost/vllm-headroom
   "$containers" save --quiet "$image" | ctr --address "$folder/node/containerd.sock" --namespace k8s.io images import - >/dev/null
 done
 "$kubectl" patch node node --subresource=status --type=json --patch '[{"op": "add", "path": "/status/capacity/nvidia.com~1gpu", "value": "64"}]'
+"$kubectl" label node node nvidia.com/gpu.present=true
 "$kubectl" create --filename - <<END
 apiVersion: node.k8s.io/v1
 kind: RuntimeClass
 metadata: {name: nvidia}
 handler: nvidia
 END
-operator=$(go mod download -json github.com/prometheus-operator/prometheus-operator@v0.85.0 | sed -n 's/.*"Dir": "\(.*\)".*/\1/p')
+operator=$(find_module github.com/prometheus-operator/prometheus-operator@v0.85.0)
 for kind in podmonitors prometheusrules; do
   "$kubectl" create --filename "$operator/example/prometheus-operator-crd/monitoring.coreos.com_$kind.yaml"
 done

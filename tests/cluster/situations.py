@@ -19,17 +19,37 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
-    """A situation; `alerts` are those that open an incident, none where nobody is to be called."""
+    """A situation; exactly one of `alerts` has to open an incident, none where nobody is to be called.
+
+    They are several where it depends on when the rules are evaluated.
+    """
 
     name: str
     text: str
     replicas: int = 1
     steps: tuple[Step, ...] = ()
     alerts: frozenset[str] = frozenset()
+    needs_own_cluster: bool = False
+    """Whether it stops parts of the cluster itself."""
+    is_played_last: bool = False
+    """Whether it begins when all others have ended, since it leaves the cluster without its node."""
+    has_web_config: bool = False
+    """Whether the sidecar has a web.config.yml, from a Secret."""
+    has_own_prometheus: bool = False
+    """Whether a Prometheus and an Alertmanager watch it alone."""
 
 
 def step(do: str, *arguments: object, after_seconds: float = 0.0) -> Step:
     return Step(do=do, arguments=arguments, after_seconds=after_seconds)
+
+
+def _build_crash(name: str, load_seconds: float, words: str, *alerts: str) -> Situation:
+    return Situation(
+        name=name,
+        text=f"a lone engine dies once under load, and loads for {words}",
+        steps=(step("load_for", load_seconds), step("order", "die")),
+        alerts=frozenset(alerts),
+    )
 
 
 SITUATIONS: Final = (
@@ -40,21 +60,26 @@ SITUATIONS: Final = (
         text="scaled to zero, and back after three minutes",
         steps=(step("scale", 0), step("scale", 1, after_seconds=180)),
     ),
-    Situation(name="evicted", text="a pod of three is evicted, as by a drain", replicas=3, steps=(step("evict"),)),
+    Situation(name="drain", text="the node of three replicas is drained", replicas=3, steps=(step("drain"),)),
     Situation(
         name="crash-loop",
-        text="one engine of three dies 10 s after each start",
-        replicas=3,
+        text="one engine of two dies 10 s after each start",
+        replicas=2,
         steps=(step("order_each_start", "after 10", "die"), step("order", "die")),
         alerts=frozenset({"HeadroomEngineCrashLoop"}),
     ),
     Situation(
         name="crash",
-        text="one engine of three dies once under load, and loads for a minute",
-        replicas=3,
+        text="one engine of two dies once under load, and loads for a minute",
+        replicas=2,
         steps=(step("load_for", 60), step("order", "die")),
         alerts=frozenset({"HeadroomEngineDied"}),
     ),
+    # A page is due where nothing serves at two evaluations, which are 30 s apart.
+    _build_crash("crash-half-minute", 30, "half a minute", "HeadroomModelDown", "HeadroomEngineDied"),
+    _build_crash("crash-one-minute", 60, "a minute", "HeadroomModelDown", "HeadroomEngineDied"),
+    _build_crash("crash-two-minutes", 120, "two minutes", "HeadroomModelDown"),
+    _build_crash("crash-five-minutes", 300, "five minutes", "HeadroomModelDown"),
     Situation(
         name="oom-kill",
         text="the kernel kills the core of a lone engine at its memory limit, and the next start takes two minutes",
@@ -63,8 +88,8 @@ SITUATIONS: Final = (
     ),
     Situation(
         name="hang",
-        text="one engine of three has requests and makes no progress; /health answers",
-        replicas=3,
+        text="one engine of two has requests and makes no progress; /health answers",
+        replicas=2,
         steps=(step("order", "hang"),),
         alerts=frozenset({"HeadroomEngineStalled"}),
     ),
@@ -85,8 +110,49 @@ SITUATIONS: Final = (
     ),
     Situation(
         name="no-image",
-        text="a rollout of three replicas to an image that cannot be pulled",
-        replicas=3,
+        text="a rollout of two replicas to an image that cannot be pulled",
+        replicas=2,
         steps=(step("set_image", "localhost/none:1"),),
+    ),
+    Situation(
+        name="wrong-label",
+        text="a rollout takes the label away by which the PodMonitor selects the pods",
+        steps=(step("take_label_away"),),
+        alerts=frozenset({"HeadroomAbsent"}),
+    ),
+    Situation(
+        name="web-config",
+        text="the Secret with the sidecar's web.config.yml is spoiled, and one pod of two is evicted after that",
+        replicas=2,
+        steps=(step("spoil_web_config"), step("evict", after_seconds=100)),
+        alerts=frozenset({"HeadroomDown"}),
+        has_web_config=True,
+    ),
+    Situation(
+        name="api-server",
+        text="the API server is away for 20 s",
+        steps=(step("restart_api_server", after_seconds=300),),
+        needs_own_cluster=True,
+    ),
+    Situation(
+        name="prometheus-away",
+        text="Prometheus is away for three minutes; meanwhile one engine of two dies and loads for a minute",
+        replicas=2,
+        steps=(
+            step("load_for", 60),
+            step("stop_prometheus"),
+            step("order", "die"),
+            step("start_prometheus", after_seconds=180),
+        ),
+        alerts=frozenset({"HeadroomEngineDied"}),
+        has_own_prometheus=True,
+    ),
+    Situation(
+        name="node-lost",
+        text="the node of a lone engine is lost: its kubelet ends, then the containers",
+        steps=(step("lose_node"),),
+        alerts=frozenset({"HeadroomModelDown"}),
+        needs_own_cluster=True,
+        is_played_last=True,
     ),
 )

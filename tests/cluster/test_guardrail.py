@@ -7,7 +7,8 @@ import json
 import os
 import time
 import uuid
-from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,6 +24,12 @@ REPLICAS: Final = 3
 EVICTIONS: Final = 3
 START_SECONDS: Final = 300.0
 LOOK_SECONDS: Final = 1.0
+TURNS_SECONDS: Final = 60.0
+"""Enough for more refusals of the same request."""
+
+TOKEN_SECONDS: Final = 600
+"""The shortest life of a token that Kubernetes allows."""
+
 LEASE: Final = "vllm-headroom-deployment-vllm"
 
 OVERLAY: Final = """\
@@ -59,6 +66,12 @@ patches:
             env: [{{name: ENGINE_LOAD_SECONDS, value: "40"}}]
           volumes:
           - {{name: evicting, configMap: {{name: evicting}}}}
+          - name: headroom-api
+            projected:
+              sources:
+              - serviceAccountToken: {{path: token, expirationSeconds: {token_seconds}}}
+              - configMap: {{name: kube-root-ca.crt, items: [{{key: ca.crt, path: ca.crt}}]}}
+              - downwardAPI: {{items: [{{path: namespace, fieldRef: {{fieldPath: metadata.namespace}}}}]}}
 """
 """The demo's leak at 1,000 times real time, with the guardrail, RBAC, account and token as they are shipped.
 
@@ -75,20 +88,34 @@ spec:
 """
 
 
-@pytest.fixture
-def workload(tmp_path: Path) -> Iterator[Workload]:
-    workload = Workload(f"headroom-{uuid.uuid4().hex[:4]}-guardrail")
-    workload.write_overlay(tmp_path, REPLICAS)
-    place = tmp_path / "guarded"
+VERBS: Final = (
+    "pods get",
+    "pods/eviction create",
+    "poddisruptionbudgets list",
+    "leases get",
+    "leases create",
+    "leases update",
+)
+"""Each verb of the shipped Role."""
+
+
+def build_workload(
+    folder: Path, name: str, replicas: int, *, token_seconds: int = 3600, has_budget: bool = True
+) -> Workload:
+    """Apply replicas that leak, with the guardrail on; return their workload."""
+    workload = Workload(f"headroom-{uuid.uuid4().hex[:4]}-{name}")
+    workload.write_overlay(folder, replicas)
+    place = folder / f"{name}-guarded"
     place.mkdir()
     component = os.path.relpath(ROOT / "deploy" / "kubernetes" / "components" / "evict", place)
-    text = OVERLAY.format(namespace=workload.namespace, base=workload.namespace, component=component)
-    (place / "kustomization.yaml").write_text(text)
+    text = OVERLAY.format(
+        namespace=workload.namespace, base=workload.namespace, component=component, token_seconds=token_seconds
+    )
+    (place / "kustomization.yaml").write_text(text if has_budget else text.replace("- budget.yaml\n", ""))
     (place / "budget.yaml").write_text(BUDGET)
     (place / "evicting.py").write_text((ROOT / "tests" / "e2e" / "evicting.py").read_text())
     kubectl("apply", "--server-side", "--kustomize", str(place))
-    yield workload
-    workload.delete()
+    return workload
 
 
 def list_ready(workload: Workload) -> set[str]:
@@ -107,7 +134,11 @@ def read_lease(workload: Workload) -> dict[str, Any]:
     return spec
 
 
-def test_one_pod_at_a_time_is_evicted_and_the_next_waits_for_its_replacement_alone(workload: Workload) -> None:
+def test_one_pod_at_a_time_is_evicted_and_the_next_waits_for_its_replacement_alone(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    workload = build_workload(tmp_path, "guardrail", REPLICAS)
+    request.addfinalizer(workload.delete)
     eventually(lambda: len(list_ready(workload)) == REPLICAS, "all serve", START_SECONDS)
     first_pods = {pod["metadata"]["name"] for pod in workload.pods()}
     fewest_ready = REPLICAS
@@ -130,3 +161,74 @@ def test_one_pod_at_a_time_is_evicted_and_the_next_waits_for_its_replacement_alo
     assert fewest_ready == REPLICAS - 1
     assert len(first_pods - {pod["metadata"]["name"] for pod in workload.pods()}) >= EVICTIONS - 1
     assert max(pauses) < LEASE_SECONDS, "the Lease was given back, and did not have to expire"
+
+
+def read_log(workload: Workload) -> list[str]:
+    """Return the lines of the first pod's sidecar."""
+    pods = workload.pods()
+    if not pods:
+        return []
+    return workload.kubectl("logs", pods[0]["metadata"]["name"], "--container=headroom", check=False).splitlines()
+
+
+def take_verb_away(workload: Workload, missing: str) -> None:
+    """Change the shipped Role so that one verb of one resource is missing."""
+    resource, verb = missing.split()
+    role = read("role/vllm-headroom", "--namespace", workload.namespace)
+    for rule in role["rules"]:
+        if rule["resources"] == [resource]:
+            rule["verbs"].remove(verb)
+    role["rules"] = [rule for rule in role["rules"] if rule["verbs"]]
+    workload.kubectl("replace", "--filename=-", given=json.dumps(role))
+
+
+def find_refusals(workload: Workload) -> set[str]:
+    """Return the refusals of the API server in the log, each without the reason to evict, which changes."""
+    lines = (line.partition(" why=")[0].partition("problem=")[2] for line in read_log(workload))
+    return {line for line in lines if "forbidden" in line}
+
+
+def test_a_verb_that_is_missing_gives_one_clear_line(tmp_path: Path) -> None:
+    workloads = {}
+    with ExitStack() as stack:
+        for number, missing in enumerate(VERBS):
+            workload = build_workload(tmp_path, f"verb-{number}", 1)
+            stack.callback(workload.delete)
+            workloads[missing] = workload
+            take_verb_away(workload, missing)
+            if missing == "leases update":  # a Lease is changed where there is one
+                lease = {
+                    "apiVersion": "coordination.k8s.io/v1",
+                    "kind": "Lease",
+                    "metadata": {"name": LEASE, "namespace": workload.namespace},
+                }
+                kubectl("create", "--filename=-", given=json.dumps(lease))
+
+        for missing, workload in workloads.items():
+            has_refusal = partial(find_refusals, workload)
+            eventually(has_refusal, f"a line of the log without {missing}", START_SECONDS, 2.0)
+        time.sleep(TURNS_SECONDS)
+        refusals = {missing: find_refusals(workload) for missing, workload in workloads.items()}
+
+    for missing, problems in refusals.items():
+        resource, verb = missing.split()
+        print(f"without {missing}: {problems}")  # noqa: T201 - the result
+        (problem,) = problems
+        assert f'cannot {verb} resource \\"{resource}\\"' in problem
+
+
+def test_the_guardrail_goes_on_with_the_token_that_the_kubelet_renews(tmp_path: Path) -> None:
+    """It asks for a budget at each turn; one is there when the first token has expired."""
+    with ExitStack() as stack:
+        workload = build_workload(tmp_path, "token", 1, token_seconds=TOKEN_SECONDS, has_budget=False)
+        stack.callback(workload.delete)
+        eventually(
+            lambda: any("no PodDisruptionBudgets select this pod" in line for line in read_log(workload)),
+            "the sidecar looks for a budget",
+            START_SECONDS,
+            2.0,
+        )
+        (pod,) = workload.pods()
+        time.sleep(TOKEN_SECONDS + 60)
+        kubectl("apply", "--namespace", workload.namespace, "--filename=-", given=BUDGET)
+        eventually(lambda: pod["metadata"]["name"] not in list_ready(workload), "it is evicted", START_SECONDS, 2.0)

@@ -76,6 +76,7 @@ authentication: {x509: {clientCAFile: $PWD/ca.crt}, webhook: {enabled: true}, an
 authorization: {mode: Webhook}
 tlsCertFile: $PWD/kubelet.crt
 tlsPrivateKeyFile: $PWD/kubelet.key
+podLogsDir: $folder/logs/pods
 containerRuntimeEndpoint: unix://$folder/containerd.sock
 cgroupDriver: cgroupfs
 enforceNodeAllocatable: [pods]
@@ -86,11 +87,14 @@ imageGCHighThresholdPercent: 100
 evictionHard: {memory.available: 100Mi, nodefs.available: 1%, nodefs.inodesFree: 1%, imagefs.available: 1%}
 END
 
-run() { # NAME COMMAND...: in the namespace, with its log and its process id in the folder
+run() { # NAME COMMAND...: in the namespace, with its log and its process id in the folder; FOLDER/run-NAME starts it again
   local name=$1
   shift
-  setsid "$folder/inside" "$@" >"$folder/logs/$name.log" 2>&1 &
-  echo $! >"$folder/$name.pid"
+  printf '#!/bin/sh\ncd %q\necho $$ >%q\nexec setsid %q' "$PWD" "$folder/$name.pid" "$folder/inside" >"$folder/run-$name"
+  printf ' %q' "$@" >>"$folder/run-$name"
+  printf ' >>%q 2>&1\n' "$folder/logs/$name.log" >>"$folder/run-$name"
+  chmod +x "$folder/run-$name"
+  "$folder/run-$name" &
 }
 within() { # SECONDS COMMAND...
   local left=$1

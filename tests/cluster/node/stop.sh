@@ -19,6 +19,9 @@ for task in $(containers tasks list --quiet); do containers tasks delete --force
 for name in kube-scheduler kube-controller-manager kube-apiserver etcd containerd; do end $name; done
 awk -v below="$folder/" 'index($2, below) == 1 { print $2 }' /proc/mounts | sort --reverse | xargs --no-run-if-empty umount --lazy
 ls /run/netns | grep -E '^cni-|^headroom-test$' | grep -vxFf "$folder/networks-before" | xargs --no-run-if-empty -n 1 ip netns delete
+# The kubelet links the logs of all containers in this one folder.
+find /var/log/containers -lname "$folder/*" -delete 2>/dev/null
+rmdir /var/log/containers 2>/dev/null
 rm -rf "$folder"
 find /sys/fs/cgroup -depth -type d -path '*kubepods*' -exec rmdir {} + 2>/dev/null
 exit 0

@@ -1,0 +1,7 @@
+#!/usr/bin/env bash
+# Plays all tests on the cluster in CLUSTER_FOLDER, side by side, and then the one that ends its node.   usage: play.sh PYTEST [OPTION]...
+set -euo pipefail
+pytest=$1
+shift
+"$pytest" -m cluster -n 3 --dist loadfile -rP "$@" tests/cluster --ignore=tests/cluster/test_lost_node.py
+"$pytest" -m cluster -n 0 -rP "$@" tests/cluster/test_lost_node.py

@@ -1,0 +1,30 @@
+"""The situation after which the cluster has no node: it is played when all other tests have ended."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from tests.cluster.cluster import IS_OWN_CLUSTER
+from tests.cluster.situations import SITUATIONS
+from tests.cluster.watching import observe, render_row, write_rows
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.skipif(not IS_OWN_CLUSTER, reason="it ends the kubelet of a node"),
+]
+
+WATCH_SECONDS: Final = 420.0
+"""How long is looked for what arrives: a node counts as lost after 50 s, and the page waits two minutes more."""
+
+
+def test_who_lost_the_node_of_the_last_engine_is_called(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    situations = [situation for situation in SITUATIONS if situation.is_played_last]
+    (observation,) = observe(situations, tmp_path, WATCH_SECONDS)
+
+    print(render_row(observation))  # noqa: T201 - the run's result
+    if request.config.getoption("--update-golden"):
+        write_rows([observation])
+    assert observation.is_as_expected()

@@ -1,0 +1,336 @@
+"""One sidecar a node on a real cluster: it finds each engine, and mistakes none for another while pods come and go."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+import uuid
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.cluster.cluster import (
+    FOLDER,
+    IS_OWN_CLUSTER,
+    NODE,
+    ROOT,
+    SIDECAR_IMAGE,
+    Workload,
+    find_containers,
+    kill_containers,
+    kubectl,
+    read,
+)
+from tests.process import NO_TLS, eventually
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.skipif(not IS_OWN_CLUSTER, reason="the node's card is made of its pods' volumes"),
+]
+
+START_SECONDS: Final = 600.0
+CHAOS_SECONDS: Final = float(os.environ.get("CHAOS_SECONDS", "600"))
+KILL_SECONDS: Final = 20.0
+"""The time from one killed pod to the next."""
+
+SCRAPE_SECONDS: Final = 5.0
+GRACE_SECONDS: Final = 45.0
+"""How long a page may show what was: a driver's processes and /proc are read each 5 s, and the machine may be busy."""
+
+LEAK_SECONDS: Final = 780.0
+"""How long the leak may take to be found: less than what it needs to fill the GPU."""
+
+GPUS: Final = 12
+IDLE_BYTES: Final = 600 * 2**20
+LEAK_BYTES_PER_SECOND: Final = 12 * 2**20
+"""The 9 GiB beside the weights last for 13 minutes."""
+
+OVERLAY: Final = """\
+apiVersion: kustomize.config.k8s.io/v1beta1
+kind: Kustomization
+namespace: {namespace}
+resources:
+- {recipe}
+images:
+- {{name: ghcr.io/vllm-headroom/vllm-headroom, newName: {image[0]}, newTag: "{image[1]}"}}
+patches:
+- target: {{kind: Namespace}}
+  patch: '[{{"op": "replace", "path": "/metadata/name", "value": "{namespace}"}}]'
+- target: {{kind: DaemonSet}}
+  patch: |-
+    apiVersion: apps/v1
+    kind: DaemonSet
+    metadata: {{name: any}}
+    spec:
+      template:
+        spec:
+          containers:
+          - name: headroom
+            volumeMounts: [{{name: card, mountPath: /run/nvml, readOnly: true}}]
+          volumes:
+          - {{name: headroom-state, hostPath: {{path: {state}, type: DirectoryOrCreate}}}}
+          - {{name: card, hostPath: {{path: {card}, type: DirectoryOrCreate}}}}
+"""
+
+
+class NodeCard:
+    """What the driver of the node reports: its GPUs, each pod's engine on one of them, by the pids of the node."""
+
+    def __init__(self, folder: Path, namespaces: tuple[str, ...]) -> None:
+        self._folder = folder
+        self.namespaces = namespaces
+        self._pods: list[str] = [""] * GPUS
+        """The UID of the pod on each GPU."""
+        self.names: dict[str, str] = {}
+        """The names of the pods by UID."""
+        self.seen_seconds: dict[tuple[str, str], float] = {}
+        """When an engine's memory was last on a GPU, by the GPU's UUID and the pod's name."""
+
+    def update(self) -> None:
+        """Write the file of the fake NVML once."""
+        texts = {
+            file.parents[3].name: file.read_text()
+            for file in NODE.glob("kubelet/pods/*/volumes/kubernetes.io~empty-dir/nvml/nvml.txt")
+        }
+        if texts.keys() - self.names.keys():
+            for namespace in self.namespaces:
+                for pod in read("pods", "--namespace", namespace)["items"]:
+                    self.names[pod["metadata"]["uid"]] = pod["metadata"]["name"]
+        texts = {uid: text for uid, text in texts.items() if uid in self.names}
+        for index, uid in enumerate(self._pods):
+            if uid not in texts:
+                self._pods[index] = ""
+        for uid in sorted(texts.keys() - set(self._pods)):
+            self._pods[self._pods.index("")] = uid
+        cores = find_cores(texts.keys())
+        lines = ["driver 580.95.05"]
+        for index, uid in enumerate(self._pods):
+            gpu = f"GPU-{index}"
+            pid, used_bytes = cores.get(uid), 0
+            for line in texts.get(uid, "").splitlines():
+                if line.startswith("process ") and pid is not None:
+                    used_bytes = int(line.split()[2])
+            lines += [f"gpu {gpu}", "name NVIDIA H100 80GB HBM3"]
+            lines += [f"memory {80 * 2**30} {IDLE_BYTES + used_bytes} {IDLE_BYTES}", "utilization 60"]
+            if used_bytes:
+                lines.append(f"process {pid} {used_bytes}")
+                self.seen_seconds[gpu, self.names[uid]] = time.monotonic()
+        (self._folder / "nvml.new").write_text("\n".join(lines) + "\n")
+        (self._folder / "nvml.new").replace(self._folder / "nvml.txt")
+
+    @contextmanager
+    def run(self) -> Iterator[None]:
+        """Keep the file up to date until the end."""
+        ended = threading.Event()
+
+        def follow() -> None:
+            while not ended.wait(1.0):
+                try:
+                    self.update()
+                except (OSError, AssertionError):  # a pod went meanwhile
+                    continue
+
+        follower = threading.Thread(target=follow, daemon=True)
+        follower.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            follower.join()
+
+
+def find_cores(uids: Any) -> dict[str, int]:
+    """Return the pid of each pod's core on the node."""
+    cores = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if not (folder / "cmdline").read_bytes().startswith(b"VLLM::EngineCore"):
+                continue
+            cgroup = (folder / "cgroup").read_text()
+        except OSError:  # it ended meanwhile
+            continue
+        for uid in uids:
+            if uid in cgroup:
+                cores[uid] = int(folder.name)
+    return cores
+
+
+class Sidecar:
+    """The DaemonSet, and what its page has shown."""
+
+    def __init__(self, namespace: str, card: NodeCard) -> None:
+        self.namespace = namespace
+        self._card = card
+        self.mistakes: list[str] = []
+        self.pages = 0
+
+    def apply(self, folder: Path, card_folder: Path) -> None:
+        place = folder / self.namespace
+        place.mkdir()
+        text = OVERLAY.format(
+            namespace=self.namespace,
+            recipe=os.path.relpath(ROOT / "deploy" / "kubernetes" / "recipes" / "daemonset", place),
+            image=SIDECAR_IMAGE.rsplit(":", 1),
+            state=FOLDER / "node-state",
+            card=card_folder,
+        )
+        (place / "kustomization.yaml").write_text(text)
+        kubectl("apply", "--server-side", "--kustomize", str(place))
+
+    def fetch(self, path: str) -> str:
+        """Return a page of the sidecar; empty while there is none."""
+        pods = read("pods", "--namespace", self.namespace)["items"]
+        addresses = [pod["status"].get("podIP") for pod in pods if "deletionTimestamp" not in pod["metadata"]]
+        try:
+            answer = httpx.get(f"http://{addresses[0]}:9839{path}", timeout=10, verify=NO_TLS)
+        except (httpx.TransportError, IndexError):
+            return ""
+        return answer.text if answer.is_success else ""
+
+    def read_states(self) -> dict[str, str]:
+        """Return the state of each engine of these namespaces by pod."""
+        states = {}
+        for name, labels, value in self._list_samples(self.fetch("/metrics")):
+            if name == "headroom_engine_state" and value == 1 and labels.get("namespace") in self._card.namespaces:
+                states[labels["pod"]] = labels["state"]
+        return states
+
+    def read_values(self, metric: str, **wanted: str) -> dict[str, float]:
+        """Return the values of a metric by pod."""
+        return {
+            labels["pod"]: value
+            for name, labels, value in self._list_samples(self.fetch("/metrics"))
+            if name == metric and "pod" in labels and wanted.items() <= labels.items()
+        }
+
+    def list_growing(self) -> set[str]:
+        """Return the pods of the engines whose memory grows by the detector."""
+        return {
+            pod
+            for state in ("growing", "leaking")
+            for pod, value in self.read_values("headroom_leak_state", state=state).items()
+            if value
+        }
+
+    def check_page(self) -> None:
+        """Note every series that has the names of another engine than its own."""
+        text = self.fetch("/metrics")
+        now = time.monotonic()
+        self.pages += bool(text)
+        engines_by_gpu: defaultdict[str, set[str]] = defaultdict(set)
+        for name, labels, _ in self._list_samples(text):
+            pod = labels.get("pod", "")
+            if labels.get("namespace") not in self._card.namespaces:
+                pod = ""
+            model = labels.get("model_name", pod)
+            if pod and model != pod:
+                self.mistakes.append(f"{name} of model {model} has pod {pod}")
+            gpu = labels.get("uuid", "")
+            if pod and gpu:
+                engines_by_gpu[gpu].add(pod)
+                if now - self._card.seen_seconds.get((gpu, pod), 0.0) > GRACE_SECONDS:
+                    self.mistakes.append(f"{name} of {gpu} has pod {pod}, which has not held it lately")
+
+    @staticmethod
+    def _list_samples(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                yield sample.name, sample.labels, sample.value
+
+
+def cause_chaos(workloads: list[Workload], sidecar: Sidecar, ends_seconds: float) -> list[str]:
+    """End pods at random in each of three ways; return what was done."""
+    chance = random.Random(7)  # noqa: S311 - no secret
+    report = []
+    next_kill_seconds = time.monotonic()
+    while time.monotonic() < ends_seconds:
+        if time.monotonic() >= next_kill_seconds:
+            next_kill_seconds += KILL_SECONDS
+            workload = chance.choice(workloads)
+            pods = workload.pods()
+            if pods:
+                name = chance.choice(pods)["metadata"]["name"]
+                how = chance.choice(("delete", "delete at once", "kill"))
+                report.append(f"{how} {name}")
+                if how == "kill":
+                    kill_containers(find_containers(workload.namespace, name, "vllm"))
+                elif how == "delete":
+                    workload.kubectl("delete", "pod", name, "--wait=false", check=False)
+                else:
+                    workload.kubectl("delete", "pod", name, "--wait=false", "--grace-period=0", "--force", check=False)
+        sidecar.check_page()
+        time.sleep(SCRAPE_SECONDS)
+    return report
+
+
+def test_each_engine_of_the_node_is_followed_under_its_own_name(tmp_path: Path) -> None:
+    run = uuid.uuid4().hex[:4]
+    plain = [Workload(f"headroom-{run}-plain-{name}", has_sidecar=False) for name in ("one", "two")]
+    own = Workload(f"headroom-{run}-own")
+    card_folder = FOLDER / "card"
+    card_folder.mkdir(exist_ok=True)
+    card = NodeCard(card_folder, tuple(workload.namespace for workload in plain))
+    sidecar = Sidecar(f"headroom-{run}-node", card)
+    with ExitStack() as stack:
+        for workload in (*plain, own):
+            stack.callback(workload.delete)
+            workload.apply(tmp_path, 2)
+        stack.callback(kubectl, "delete", "namespace", sidecar.namespace, "--wait=false")
+        stack.enter_context(card.run())
+        sidecar.apply(tmp_path, card_folder)
+        eventually(lambda: all(workload.is_ready(2) for workload in (*plain, own)), "all serve", START_SECONDS, 2.0)
+
+        def list_names() -> set[str]:
+            return {pod["metadata"]["name"] for workload in plain for pod in workload.pods()}
+
+        def all_serve() -> bool:
+            names = list_names()
+            states = sidecar.read_states()
+            return len(names) == 4 and states == dict.fromkeys(names, "serving")
+
+        eventually(all_serve, "the sidecar finds exactly the four without a sidecar", START_SECONDS, 2.0)
+        own_names = {pod["metadata"]["name"] for pod in own.pods()}
+
+        def names_own() -> bool:
+            page = sidecar.fetch("/")
+            return all(name in page for name in own_names)
+
+        eventually(names_own, "those with their own sidecar are named", START_SECONDS, 2.0)
+
+        crashed = plain[0].pods()[0]["metadata"]["name"]
+        leaking = plain[1].pods()[0]["metadata"]["name"]
+        plain[1].order(f"leak {LEAK_BYTES_PER_SECOND}")
+        plain[0].order("die")
+        eventually(
+            lambda: sidecar.read_values("headroom_engine_exits_total", reason="gone").get(crashed) == 1,
+            "exit",
+            120,
+            2.0,
+        )
+        eventually(all_serve, "the crashed one serves again", START_SECONDS, 2.0)
+
+        # State by the pod's UID: the DaemonSet's new pod knows the exit that it did not see.
+        kubectl("--namespace", sidecar.namespace, "rollout", "restart", "daemonset")
+        kubectl("--namespace", sidecar.namespace, "rollout", "status", "daemonset", "--timeout=300s")
+        eventually(all_serve, "all are found again", START_SECONDS, 2.0)
+        assert sidecar.read_values("headroom_engine_exits_total", reason="gone")[crashed] == 1
+
+        eventually(lambda: leaking in sidecar.list_growing(), "the leak is found", LEAK_SECONDS, 5.0)
+        assert sidecar.list_growing() == {leaking}
+
+        plain[0].restart()
+        plain[1].kubectl("delete", "pod", leaking, "--wait=false")
+        eventually(lambda: leaking not in list_names() and all_serve(), "all that came serve", START_SECONDS, 2.0)
+        report = cause_chaos(plain, sidecar, time.monotonic() + CHAOS_SECONDS)
+        eventually(all_serve, "all serve after the chaos", START_SECONDS, 2.0)
+
+    print(f"{len(report)} pods killed, {sidecar.pages} pages: {'; '.join(report)}")  # noqa: T201 - the result
+    assert sidecar.mistakes == []
