@@ -277,7 +277,7 @@ def end_part(name: str) -> None:
 
 
 def find_containers(namespace: str, pod: str = "", name: str = "") -> list[str]:
-    """Return the containers of a namespace, or of a pod, or with that name there, of the cluster of its own."""
+    """Return the containers of a namespace, or of a pod, or with that name there, of our cluster."""
     wanted = {
         "io.kubernetes.pod.namespace": namespace,
         "io.kubernetes.pod.name": pod,

@@ -28,7 +28,7 @@ TURNS_SECONDS: Final = 60.0
 """Enough for more refusals of the same request."""
 
 TOKEN_SECONDS: Final = 600
-"""The shortest life of a token that Kubernetes allows."""
+"""The shortest time for which Kubernetes issues a token."""
 
 LEASE: Final = "vllm-headroom-deployment-vllm"
 
