@@ -19,6 +19,7 @@ from typing import Any, Final
 import pytest
 
 import vllm_headroom
+from tests.engine_logs import DEATH, VLLM_0_19
 from tests.fakes.amd_tree import AmdTree
 from tests.fakes.engine_server import EngineServer, page
 from tests.fakes.nvml.library import FakeGpu
@@ -27,16 +28,18 @@ from tests.fakes.proc_tree import ProcTree
 from tests.samples import values
 from vllm_headroom import catalog
 from vllm_headroom.clock import SystemClock
+from vllm_headroom.daemon.engine_log import EngineLogFollower
 from vllm_headroom.daemon.sampler import Sampler
 from vllm_headroom.daemon.sources import Sources, close_all
 from vllm_headroom.derive import build_derivations
 from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.derive.tick import TickRules
-from vllm_headroom.model import TokenBytes
+from vllm_headroom.model import Failure, LogReading, TokenBytes
 from vllm_headroom.parse.engines import parse_engines
 from vllm_headroom.parse.probe import parse_probe
 from vllm_headroom.scrape.gpus import Gpus
 from vllm_headroom.scrape.http.reader import PageReader
+from vllm_headroom.scrape.log.files import LogFiles
 from vllm_headroom.scrape.probe import ProbeReader
 from vllm_headroom.scrape.proc.reader import Processes
 from vllm_headroom.scrape.proc.served_model import ServedModel
@@ -63,6 +66,8 @@ ERRORS: Final = (
     ZeroDivisionError("zero"),
 )
 SOURCES_BY_PLACE: Final = {
+    "scrape/log": {Source.LOG},
+    "parse/log": {Source.LOG},
     "scrape/http": {Source.ENGINE},
     "scrape/probe": {Source.PROBE},
     "parse/probe": {Source.PROBE},
@@ -87,7 +92,7 @@ def read_token_bytes(file: Path) -> TokenBytes | None:
 
 
 class Machine:
-    """The outside of a daemon: a page, GPUs of two vendors, processes, files of the probe and of the model."""
+    """The outside of a daemon: a page, a log, GPUs of two vendors, processes, files of the probe and of the model."""
 
     def __init__(self, folder: Path, url: str) -> None:
         self.url = url
@@ -111,17 +116,28 @@ class Machine:
         (self.probe / "20-1700000050.json").write_text(json.dumps(content))
         (folder / "boot_id").write_text("boot\n")
         self.boot = folder / "boot_id"
+        self.log = folder / "engine.log"
 
     @asynccontextmanager
     async def open_sampler(self) -> AsyncIterator[Sampler]:
         """Yield a sampler over new readers, which are closed afterwards."""
         clock = SystemClock()
+        self.log.write_text("")
+        follower = EngineLogFollower(LogFiles(str(self.log)), clock)
+
+        async def read_log(timeout_seconds: float) -> LogReading | Failure:
+            """Read what the engine has written since the last tick: each has a start and its end."""
+            with self.log.open("a") as file:
+                file.write(VLLM_0_19 + DEATH)
+            return await follower.read(timeout_seconds)
+
         processes = Processes(engine_port=PORT, engine_is_here=True, monotonic=clock.monotonic, proc=self.proc)
         sources = Sources(
             engine=PageReader(url=self.url, timeout_seconds=30),
             gpus=Gpus(monotonic=clock.monotonic, proc=self.proc, sys=self.sys),
             processes=processes.read,
             probe=ProbeReader(self.probe, parse=parse_probe, boot=self.boot).read,
+            log=read_log,
             model=ServedModel(read_token_bytes, self.proc).find,
         )
         sampler = Sampler(
@@ -204,7 +220,7 @@ def end_workers() -> None:
         error.__context__ = None
     gc.collect()
     for thread in threading.enumerate():
-        if thread.name in {"engine", "processes", "probe", "model", "nvml", "amd", "parse"}:
+        if thread.name in {"engine", "processes", "probe", "model", "nvml", "amd", "parse", "log files", "engine log"}:
             thread.join(1)
     gc.collect()
 
