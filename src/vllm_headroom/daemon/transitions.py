@@ -4,6 +4,7 @@ from typing import Final
 
 from vllm_headroom import catalog
 from vllm_headroom.derive.attribution import Selection, describe_orphans
+from vllm_headroom.derive.log_agreement import find_disagreements
 from vllm_headroom.log import Log
 from vllm_headroom.model import (
     EnginePage,
@@ -44,6 +45,10 @@ container writes must not fill the log."""
 FORGET_PROBES_SECONDS: Final = HOUR_SECONDS
 """How often the logged probes whose files are gone are forgotten."""
 
+DISAGREEING_SECONDS: Final = 60.0
+"""How long the log has to disagree with the probe or the page: after a restart each is read at
+another moment."""
+
 NOTHING_YET: Final = "nothing yet"
 """The state of everything before the first sample."""
 
@@ -60,6 +65,8 @@ class Transitions:
         self._logged_probes: set[tuple[int, float]] = set()
         """Stopped probes by pid and start."""
         self._forget_probes_at_seconds = 0.0
+        self._disagreeing_since_seconds: float | None = None
+        """When the engine's log began to disagree, on the monotonic clock; None while it agrees."""
 
     def report(self, snapshot: Snapshot) -> None:
         """Log what changed since the last snapshot."""
@@ -72,6 +79,7 @@ class Transitions:
             self._report_left_out_gpus(snapshot.gpus)
             self._report_owned_gpus(snapshot.gpus)
         self._report_processes(snapshot)
+        self._report_disagreements(snapshot)
         if snapshot.engine_status is not None:
             self._report_engine(snapshot.engine_status)
 
@@ -196,6 +204,25 @@ class Transitions:
         orphans = describe_orphans(snapshot.left_behind, ())
         if self._note_change("left behind", orphans, usual_state=None) and orphans is not None:
             log.warning("an engine that exited left processes behind", problem=orphans)
+
+    def _report_disagreements(self, snapshot: Snapshot) -> None:
+        """Log that the engine's log says something else than the probe and the page, once."""
+        disagreements = find_disagreements(snapshot)
+        if not disagreements:
+            self._disagreeing_since_seconds = None
+            return
+        now_seconds = snapshot.monotonic_seconds
+        if self._disagreeing_since_seconds is None:
+            self._disagreeing_since_seconds = now_seconds
+        if now_seconds - self._disagreeing_since_seconds < DISAGREEING_SECONDS:
+            return
+        # By name: the sizes themselves may change a little from reading to reading.
+        names = [text.partition(":")[0] for text in disagreements]
+        if self._note_change("log agreement", names):
+            log.warning(
+                "the engine's log disagrees: it may be another engine's (HEADROOM_ENGINE_LOG)",
+                problem="; ".join(disagreements),
+            )
 
     def _report_inputs(self, page: EnginePage) -> None:
         """Log when the page begins or ceases to offer at least one of the profile's inputs."""
