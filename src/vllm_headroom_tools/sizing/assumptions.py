@@ -282,10 +282,13 @@ def _assume_non_torch(question: Question) -> Assumption:
             low = 0.05 if question.pipeline_parallel_size > 1 else 0.22
             h100_range = Range(low=low * GIB, high=0.48 * GIB)
             return Assumption(range=h100_range, origin=Origin.REAL_CARDS, evidence=H100_STARTS)
+        high = 0.5
+        evidence = f"{H100_STARTS}: 0.07 to 0.46 GiB; the stand-in card: 0.05"
+        if question.release.has_only_second_runner:
+            high = 0.9
+            evidence += "; A100 80 GB, vLLM 0.31: at least 0.86 beside the other parts"
         return Assumption(
-            range=Range(low=0.05 * GIB, high=0.5 * GIB),
-            origin=Origin.REPORTS,
-            evidence=f"{H100_STARTS}: 0.07 to 0.46 GiB; the stand-in card: 0.05",
+            range=Range(low=0.05 * GIB, high=high * GIB), origin=Origin.REPORTS, evidence=evidence
         )
     if _is_measured_start(question):
         h100_range = Range(low=2.0 * GIB, high=2.25 * GIB)
