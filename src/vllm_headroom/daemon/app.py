@@ -218,6 +218,7 @@ def build_engine_watch(
                 model=model.configured,
                 baseline_bytes_per_request=settings.baseline_bytes_per_request,
             ),
+            model=model.configured,
             host_limit_bytes=settings.host_memory_limit_bytes,
             reported_bytes=settings.reported_bytes,
             role=settings.role,

@@ -9,6 +9,7 @@ from msgspec.structs import asdict, replace
 from vllm_headroom.derive.pages import list_named
 from vllm_headroom.derive.series import label_engine
 from vllm_headroom.model import (
+    NO_TOKEN_BYTES,
     EngineOptions,
     EnginePage,
     EngineProcess,
@@ -18,7 +19,9 @@ from vllm_headroom.model import (
     ProbedProcess,
     ProbeReadings,
     SchedulerReading,
+    TokenBytes,
 )
+from vllm_headroom.model.families import GROUPED_MODELS
 from vllm_headroom.units import GIB, LARGEST_EXACT_BYTES
 from vllm_headroom.vocabulary import HostPart, Role
 
@@ -65,13 +68,17 @@ def find_schedulers(
 
 
 def complete_page(
-    page: EnginePage | Failure, probe: ProbeReadings | Failure | None, options: EngineOptions | None
+    page: EnginePage | Failure,
+    probe: ProbeReadings | Failure | None,
+    options: EngineOptions | None,
+    model: TokenBytes | None = None,
 ) -> EnginePage | Failure:
     """Return the page with facts of the probe and of the command line added to each engine.
 
     The probe's facts replace those of the page. An option adds a fact only if the page and the
-    probe do not have it. A core whose probe is silent keeps its last facts. A failure is returned
-    unchanged.
+    probe do not have it. A core whose probe is silent keeps its last facts. A capacity that blocks
+    gave is dropped where the model's own name or `model` shows that layers share them in groups. A
+    failure is returned unchanged.
     """
     if isinstance(page, Failure):
         return page
@@ -79,12 +86,26 @@ def complete_page(
     if isinstance(probe, ProbeReadings):
         schedulers = find_schedulers(page, probe.present + probe.silent)
     engines = []
+    has_groups = _has_groups(options, model)
     for engine in page.engines:
         scheduler = schedulers.get(label_engine(engine))
         # Of a fact that both have, the probe's counts.
         facts = _list_option_facts(engine, options) | _list_scheduler_facts(scheduler)
+        if has_groups and page.has_capacity_of_blocks:
+            facts["kv_capacity_tokens"] = None
         engines.append(replace(engine, **facts) if facts else engine)
     return replace(page, engines=tuple(engines))
+
+
+def _has_groups(options: EngineOptions | None, model: TokenBytes | None) -> bool:
+    """Return whether layers of the model are known to form groups, whatever name it is served by.
+
+    The page has only the served name, which may be an alias.
+    """
+    if model is not None and model("auto", 1) == NO_TOKEN_BYTES:
+        return True
+    name = None if options is None else options.model
+    return name is not None and GROUPED_MODELS.search(name) is not None
 
 
 def _list_scheduler_facts(scheduler: SchedulerReading | None) -> dict[str, Any]:

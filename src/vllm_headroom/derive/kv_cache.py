@@ -33,7 +33,7 @@ def derive_kv_cache(
     for engine in engines:
         token_bytes = bytes_per_token
         if token_bytes is None and model is not None and engine.kv_cache_dtype is not None:
-            token_bytes = model(engine.kv_cache_dtype, gpus)
+            token_bytes = model(engine.kv_cache_dtype, gpus) or None
         samples += _derive_engine_cache(engine, token_bytes)
     return tuple(samples)
 

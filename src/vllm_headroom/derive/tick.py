@@ -77,6 +77,8 @@ class TickRules(Struct, frozen=True, kw_only=True):
 
     selection: Selection
     derivations: tuple[Derivation[Any], ...]
+    model: TokenBytes | None = None
+    """The bytes per token of the model that the operator named; None where none is named."""
     host_limit_bytes: int | None = None
     """The limit of the engine's container; None where /proc and cgroups have to show it."""
     reported_bytes: float | None = None
@@ -165,11 +167,12 @@ class Evaluation:
         )
         gpus = self._attribute_gpus(readings.gpus, readings.processes)
         options = process_facts.options
+        model = self._rules.model or readings.token_bytes
         return Snapshot(
             time_seconds=readings.time_seconds,
             monotonic_seconds=readings.monotonic_seconds,
             engines=self._border(
-                "page's facts", partial(complete_page, page, probe, options), page
+                "page's facts", partial(complete_page, page, probe, options, model), page
             ),
             gpus=self._border("inside", partial(add_inside, gpus, probe), gpus),
             processes=processes,

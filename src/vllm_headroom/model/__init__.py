@@ -54,6 +54,7 @@ from vllm_headroom.model.peaks import (
 )
 from vllm_headroom.model.pod import ANY_LOG_COMMAND, USUAL_CONTAINER, EnginePod
 from vllm_headroom.model.snapshot import (
+    NO_TOKEN_BYTES,
     NO_VERDICT,
     Metric,
     Published,

@@ -190,6 +190,8 @@ class EnginePage(Struct, frozen=True, kw_only=True):
     engines: tuple[EngineReading, ...]
     inputs: tuple[tuple[str, bool], ...]
     """The name of every input of the profile, and whether the page offers it."""
+    has_capacity_of_blocks: bool = False
+    """Whether capacities of KV caches were computed from blocks: the page has none in tokens."""
 
 
 ProcessName = tuple[int, float]

@@ -30,7 +30,13 @@ MUTE_PROBE: Final = Failure(
 
 TokenBytes = Callable[[str, int | None], int | None]
 """Takes the KV cache's dtype and the number of the engine's GPUs, None where unknown; returns the
-bytes that a token takes on all of them together, None where unknown."""
+bytes that a token takes on all of them together, None where unknown.
+
+It returns NO_TOKEN_BYTES whatever the dtype where layers of several kinds share the blocks of the
+cache, so that neither bytes nor blocks are a measure of tokens.
+"""
+
+NO_TOKEN_BYTES: Final = 0
 
 
 class Snapshot(Struct, frozen=True, kw_only=True):

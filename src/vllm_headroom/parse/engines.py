@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterable, Mapping
 from math import isfinite
 from typing import Any, Final
 
+from msgspec.structs import replace
 from prometheus_client.samples import Sample
 
 from vllm_headroom.model import EnginePage, EngineReading, Failure
@@ -76,7 +77,21 @@ def build_page(profile: Profile, samples: Iterable[Sample]) -> EnginePage | Fail
         _build_reading(profile, key, engine_families, len(engine_names))
         for key, engine_families in families.items()
     )
-    return _assemble_page(profile, engines)
+    page = _assemble_page(profile, engines)
+    return replace(page, has_capacity_of_blocks=_counts_in_blocks(profile, families))
+
+
+def _counts_in_blocks(profile: Profile, families: Mapping[_EngineKey, _Families]) -> bool:
+    """Return whether the page of a kind of engine whose layers may form groups has only blocks."""
+    if profile.grouped_models is None:
+        return False
+    for fact in profile.facts:
+        if fact.field != "kv_capacity_tokens":
+            continue
+        for engine_families in families.values():
+            if _find_value(profile, fact, engine_families, len(families)) is not None:
+                return False
+    return True
 
 
 def _find_prefix(profile: Profile, samples: Collection[Sample]) -> str | None:
@@ -149,7 +164,7 @@ def _build_reading(
 def _complete_kv_cache(values: dict[str, Any]) -> None:
     """Compute the capacity and the usage of the KV cache where they are unknown, changing `values`.
 
-    Remove the four facts that are no fields of EngineReading, see Fact.
+    Remove the facts that are no fields of EngineReading, see Fact.
     """
     # A model with state blocks (Mamba) has blocks of two kinds: their number gives no capacity.
     blocks = values.pop("kv_blocks", None)

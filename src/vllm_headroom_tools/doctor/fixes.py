@@ -246,7 +246,7 @@ async def look(settings: ModelSettings, proc: Path, sys: Path) -> Survey:
     return Survey(
         **asdict(machine),
         url=hide_secrets(url),
-        page=complete_page(await page, None, options),
+        page=complete_page(await page, None, options, token_bytes),
         version=parse_server_version(version_page) if isinstance(version_page, str) else None,
         daemon_waits_seconds=daemon_waits,
         host_limit_bytes=settings.host_memory_limit_bytes,

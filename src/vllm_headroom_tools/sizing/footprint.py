@@ -6,6 +6,7 @@ from typing import Final, Self
 from msgspec import Struct
 from msgspec.structs import replace
 
+from vllm_headroom.model import NO_TOKEN_BYTES
 from vllm_headroom_tools.sizing.compressed import (
     COMPRESSED_BLOCK_TOKENS,
     CompressedCache,
@@ -88,6 +89,12 @@ class ModelShape(Struct, frozen=True, kw_only=True):
         Only then do bytes per token describe the KV cache.
         """
         return self.full_layers > 0 and self.windowed_layers == 0 and self.stateful_layers == 0
+
+    @property
+    def has_groups(self) -> bool:
+        """Whether layers of several kinds share the blocks of the KV cache."""
+        kinds = (self.full_layers, self.windowed_layers, self.stateful_layers)
+        return sum(layers > 0 for layers in kinds) > 1
 
     @property
     def embeddings(self) -> int | None:
@@ -281,14 +288,16 @@ def _count_heads_bytes(heads: KvHeads, cache: KvDtype, tensor_parallel: int) -> 
 def count_engine_bytes_per_token(shape: ModelShape, kv_dtype: str, gpus: int | None) -> int | None:
     """Return the bytes of KV cache that a token takes on all GPUs of an engine together.
 
-    They do not depend on how the engine is spread over its GPUs; `gpus` is None where their number
-    is unknown. None where the bytes cannot be known:
+    NO_TOKEN_BYTES where layers form groups. The bytes do not depend on how the engine is spread
+    over its GPUs; `gpus` is None where their number is unknown. None where they cannot be known:
     - The engine may keep copies: of latent vectors on two or more GPUs, of KV heads on more GPUs
       than there are heads.
     - The dtype or the type of model is unknown here, or the dtype's layout depends on the card.
     - Layers keep a window or a state, so that bytes per token do not describe the cache.
     - There is an index of sparse attention, which is whole on every GPU.
     """
+    if shape.has_groups:
+        return NO_TOKEN_BYTES
     if shape.unknown_type is not None or not shape.has_every_token or shape.index is not None:
         return None
     if kv_dtype == SPARSE_FP8_DTYPE or kv_dtype not in {"auto", *KV_DTYPES}:

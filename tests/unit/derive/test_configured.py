@@ -13,7 +13,16 @@ from vllm_headroom.derive.configured import complete_page, list_pools
 from vllm_headroom.derive.discrepancy import derive_discrepancy
 from vllm_headroom.derive.host_memory import derive_host_memory
 from vllm_headroom.derive.kv_cache import derive_kv_cache
-from vllm_headroom.model import EngineOptions, EnginePage, EngineProcess, EngineReading, Failure, Pool
+from vllm_headroom.model import (
+    NO_TOKEN_BYTES,
+    EngineOptions,
+    EnginePage,
+    EngineProcess,
+    EngineReading,
+    Failure,
+    Pool,
+    TokenBytes,
+)
 from vllm_headroom.units import GIB
 from vllm_headroom.vocabulary import HostPart, Role, Source
 
@@ -46,6 +55,37 @@ def test_a_budget_of_the_command_line_is_compared_with_what_is_held() -> None:
 
     assert list(values(samples, catalog.MEMORY_REPORTED).values()) == [800.0]
     assert not derive_discrepancy(snapshot(engines=given, gpus=held), configured_bytes=None)
+
+
+@pytest.mark.parametrize(
+    ("model", "configuration", "capacity"),
+    [
+        ("google/gemma-3-27b-it", None, None),
+        ("/models/gemma-3-27b-it", None, None),
+        ("/models/chat", lambda _dtype, _gpus: NO_TOKEN_BYTES, None),
+        ("/models/chat", lambda _dtype, _gpus: 131_072, 255_952.0),
+        ("/models/chat", None, 255_952.0),
+        (None, lambda _dtype, _gpus: NO_TOKEN_BYTES, None),
+        (None, None, 255_952.0),
+    ],
+)
+def test_blocks_give_no_capacity_of_a_model_with_groups_under_an_alias(
+    model: str | None, configuration: TokenBytes | None, capacity: float | None
+) -> None:
+    reported = page(engine(model_name="chat", kv_capacity_tokens=255_952.0))
+    counted = replace(reported, has_capacity_of_blocks=True)
+    seen = complete_page(counted, None, EngineOptions(model=model), configuration)
+
+    assert isinstance(seen, EnginePage)
+    assert seen.engines[0].kv_capacity_tokens == capacity
+    assert complete_page(reported, None, EngineOptions(model=model), configuration) == reported
+
+
+def test_a_model_with_groups_has_no_bytes_either() -> None:
+    seen = snapshot(engines=page(engine(kv_capacity_tokens=10.0, kv_cache_dtype="auto")), gpus=(gpu(),))
+    served = replace(seen, token_bytes=lambda _dtype, _gpus: NO_TOKEN_BYTES)
+
+    assert not values(derive_kv_cache(served, bytes_per_token=None), catalog.ENGINE_KV_CAPACITY_BYTES)
 
 
 def test_the_served_model_gives_bytes_unless_the_operator_did() -> None:

@@ -3,6 +3,8 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.parse.pages import RUNNING, info, one, read
+from vllm_headroom.model import EnginePage
+from vllm_headroom.parse.engines import parse_engines
 
 
 def test_settings_reach_every_model_of_their_engine() -> None:
@@ -83,6 +85,16 @@ def test_blocks_are_no_capacity_where_layers_form_groups(model: str, capacity: i
 
     assert engine.kv_capacity_tokens == capacity
     assert newer.kv_capacity_tokens == 36560
+
+
+def test_a_page_tells_whether_its_capacity_is_of_blocks() -> None:
+    blocks = info(num_gpu_blocks="15997", block_size="16")
+    counted = parse_engines(f"{RUNNING}\n{blocks}\n")
+    reported = parse_engines(f"{RUNNING}\n{info(kv_cache_size_tokens='36560', num_gpu_blocks='15997')}\n")
+
+    assert isinstance(counted, EnginePage)
+    assert isinstance(reported, EnginePage)
+    assert (counted.has_capacity_of_blocks, reported.has_capacity_of_blocks) == (True, False)
 
 
 @pytest.mark.parametrize(("text", "capacity"), [("528", None), ("None", 160)])

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from tests.unit.sizing.models import model
+from vllm_headroom.model import NO_TOKEN_BYTES
 from vllm_headroom_tools.sizing.footprint import (
     KV_DTYPES,
     ModelShape,
@@ -123,8 +124,9 @@ def test_bytes_per_token_grow_with_every_layer_and_head(shape: ModelShape, ranks
         ("deepseek-v3", 1, "auto", 70_272),
         ("deepseek-v3", 8, "auto", None),
         ("deepseek-v3", None, "auto", None),
-        ("gemma-3-27b-it", 1, "auto", None),
-        ("qwen3-next-80b-a3b", 1, "auto", None),
+        ("gemma-3-27b-it", 1, "auto", NO_TOKEN_BYTES),
+        ("qwen3-next-80b-a3b", 1, "auto", NO_TOKEN_BYTES),
+        ("mistral-7b-v0.1", 1, "auto", None),
     ],
 )
 def test_an_engines_bytes_per_token_are_told_only_where_they_are_certain(
