@@ -46,6 +46,20 @@ def find_cuda() -> Any:  # noqa: ANN401 - torch's
     return module if module is not None and module.is_initialized() else None
 
 
+def read_pinned() -> int | None:
+    """Return the host memory that torch has pinned, in use or cached; None before torch 2.7.
+
+    Its allocator has locks of its own, and never waits for Python.
+    """
+    torch_cuda = find_cuda()
+    if torch_cuda is None:
+        return None
+    stats = torch_cuda.host_memory_stats_as_nested_dict()
+    # torch 2.7 to 2.9 name the memory in use `allocated_bytes`, and all of it `reserved_bytes`.
+    owned = stats.get("reserved_bytes") or stats.get("allocated_bytes") or {}
+    return to_integer(owned.get("current"))
+
+
 class MeasuredModel(NamedTuple):
     """A model, by its identity in this process, and the bytes of its tensors."""
 

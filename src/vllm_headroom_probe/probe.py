@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm_headroom_probe import engine as vllm
 from vllm_headroom_probe.folder import prune, read_start, write_document
-from vllm_headroom_probe.gpu import WorkerGpu
+from vllm_headroom_probe.gpu import WorkerGpu, read_pinned
 from vllm_headroom_probe.host import read_host
 from vllm_headroom_probe.peaks import Peaks
 from vllm_headroom_probe.record import Recording
@@ -257,6 +257,7 @@ class Probe:
             "parts": read_or_none(lambda: self.gpu.read_parts(worker)),
             "scheduler": read_or_none(lambda: vllm.read_scheduler(core)),
             "host": read_or_none(read_host),
+            "pinned": read_or_none(read_pinned),
             "oom": self._oom,
             **({"peaks": read_or_none(self.peaks.describe)} if self._has_peaks else {}),
             **self._describe_snapshots(),

@@ -1,13 +1,13 @@
 """List the rows of the page's tables and render them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 from msgspec import Struct
 
 from vllm_headroom import catalog
 from vllm_headroom.expose.drawing import escape_text
-from vllm_headroom.model import Metric, Snapshot, Values, find_part
+from vllm_headroom.model import Metric, ProbeReadings, Snapshot, Values, find_part
 from vllm_headroom.units import HOUR_SECONDS, format_duration, format_gib, format_size
 from vllm_headroom.vocabulary import Level
 
@@ -44,11 +44,7 @@ def list_tables(values: Values, snapshot: Snapshot) -> tuple[Table, ...]:
             columns=("GPU", "used by", *HOLDERS, "free", "total"),
             rows=tuple(_list_gpus(values)),
         ),
-        Table(
-            title="Host memory by process",
-            columns=("processes", "resident", "swapped out", "leak", "growth an hour"),
-            rows=tuple(_list_roles(values)),
-        ),
+        _build_roles(values, snapshot),
         Table(
             title="Engines",
             columns=("engine", *(title for title, _, _ in ENGINE_COLUMNS)),
@@ -86,8 +82,33 @@ def _list_gpus(values: Values) -> Iterator[tuple[Cell, ...]]:
         )
 
 
-def _list_roles(values: Values) -> Iterator[tuple[Cell, ...]]:
-    """Yield a row for each role of the engine's processes: host memory, leak and growth."""
+def _build_roles(values: Values, snapshot: Snapshot) -> Table:
+    """Return the table of host memory, with what torch has pinned of it where the probe says so."""
+    pinned_bytes = _sum_pinned(snapshot)
+    pinned_columns = ("pinned by torch",) if pinned_bytes else ()
+    return Table(
+        title="Host memory by process",
+        columns=("processes", "resident", *pinned_columns, "swapped out", "leak", "growth an hour"),
+        rows=tuple(_list_roles(values, pinned_bytes)),
+    )
+
+
+def _sum_pinned(snapshot: Snapshot) -> dict[str, int]:
+    """Return the host memory that torch has pinned, by the role of the processes."""
+    sizes_bytes: dict[str, int] = {}
+    if isinstance(snapshot.probe, ProbeReadings):
+        for process in snapshot.probe.present:
+            if process.pinned_bytes is not None:
+                role_bytes = sizes_bytes.get(process.role, 0)
+                sizes_bytes[process.role] = role_bytes + process.pinned_bytes
+    return sizes_bytes
+
+
+def _list_roles(values: Values, pinned_bytes: Mapping[str, int]) -> Iterator[tuple[Cell, ...]]:
+    """Yield a row for each role of the engine's processes: host memory, leak and growth.
+
+    `pinned_bytes` is by role; without any, the rows have no cell for it.
+    """
     for (role,), resident_bytes in values.find_all(catalog.HOST_MEMORY).items():
         swapped_bytes = values.value(catalog.HOST_SWAP, role)
         leak_state = values.state(catalog.HOST_LEAK_STATE, role)
@@ -95,9 +116,13 @@ def _list_roles(values: Values) -> Iterator[tuple[Cell, ...]]:
         growth = ""
         if bytes_per_second is not None:
             growth = format_size(HOUR_SECONDS * bytes_per_second)
+        pinned_cells = []
+        if pinned_bytes:
+            pinned_cells.append(Cell(_format_known_gib(pinned_bytes.get(role))))
         yield (
             Cell(role),
             Cell(_format_known_gib(resident_bytes)),
+            *pinned_cells,
             Cell(_format_known_gib(swapped_bytes)),
             Cell((leak_state or NOT_KNOWN).replace("_", " ")),
             Cell(growth),

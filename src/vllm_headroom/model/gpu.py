@@ -167,6 +167,9 @@ class ProbedProcess(Struct, frozen=True, kw_only=True):
     parts: EngineParts | None = None
     scheduler: SchedulerReading | None = None
     host: HostReading | None = None
+    pinned_bytes: int | None = None
+    """The host memory that torch has pinned for CUDA."""
+
     oom: OomRecord | None = None
     peaks: PeakReadings | None = None
     """None without HEADROOM_PROBE_PEAKS."""

@@ -85,6 +85,7 @@ def _read_process(document: Mapping[str, Any]) -> ProbedProcess:
         parts=fields.read_within(document, "parts", _read_parts),
         scheduler=fields.read_within(document, "scheduler", _read_scheduler),
         host=fields.read_within(document, "host", _read_host),
+        pinned_bytes=fields.read_size(document, "pinned"),
         oom=oom,
         peaks=fields.read_within(document, "peaks", read_peaks),
         history=fields.read_within(document, "snapshot", _read_history),

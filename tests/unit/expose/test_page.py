@@ -16,9 +16,9 @@ from vllm_headroom import catalog
 from vllm_headroom.expose.assets import SCRIPT
 from vllm_headroom.expose.page import render_page, respond_html
 from vllm_headroom.expose.view import History, HistoryEvent, LastIncident, View
-from vllm_headroom.model import EnginePod, EngineStatus, Sample, Verdict
+from vllm_headroom.model import EnginePod, EngineStatus, ProbedProcess, ProbeReadings, Sample, Verdict
 from vllm_headroom.units import GIB
-from vllm_headroom.vocabulary import EngineState, Level, Situation, Source
+from vllm_headroom.vocabulary import EngineState, Level, Role, Situation, Source
 
 GPU = ("0", "GPU-a")
 EMPTY = View(version="1.2.3", interval_seconds=5.0, history=History())
@@ -66,6 +66,26 @@ def test_host_memory_has_a_figure_with_its_way_to_zero_and_a_table_of_its_proces
         ("api_server", ["1.00 GiB", "not known", "not known", ""]),
     ]
     assert "Host memory by process" not in render_page(day())
+
+
+def test_host_memory_that_torch_has_pinned_is_a_column_where_the_probe_says_so() -> None:
+    worker = ProbedProcess(
+        pid=7,
+        started_at_seconds=1.0,
+        written_at_seconds=2.0,
+        interval_seconds=5.0,
+        role=Role.WORKER,
+        pinned_bytes=3 * 2**30,
+    )
+    unknown = replace(worker, pid=9, role=Role.API_SERVER, pinned_bytes=None)
+    shown_day = host_day()
+    assert shown_day.snapshot is not None
+    seen = replace(shown_day.snapshot, probe=ProbeReadings(present=(worker, replace(worker, pid=8), unknown)))
+
+    shown = render_page(replace(shown_day, snapshot=seen))
+
+    assert re.findall(r'<td data-t="pinned by torch">(.*?)</td>', shown) == ["6.00 GiB", "not known"]
+    assert "pinned by torch" not in render_page(shown_day)
 
 
 def test_a_failed_source_says_its_cause() -> None:

@@ -74,6 +74,7 @@ WHOLE: Final[dict[str, Any]] = {
         "max_model_len": 4096,
         "bytes_per_kv_token": 131072,
     },
+    "pinned": 77,
     "host": {"cgroup": {"used": 1, "file": 2, "limit": 3, "oom_kills": 0}, "shm": {"used": 1, "limit": 2}},
     "oom": {"t": 1.5, "uuid": "GPU-a", "asked": 1, "free": 2, "total": 3, "allocated": 4, "reserved": 5, "running": 6},
     "snapshot": {
@@ -136,6 +137,7 @@ def test_a_whole_file_is_understood() -> None:
                 cgroup=Cgroup(identity="probe", used_bytes=1, cache_bytes=2, limit_bytes=3, oom_kills=0),
                 shm=Shm(total_bytes=2, free_bytes=1),
             ),
+            pinned_bytes=77,
             oom=OomRecord(
                 at_seconds=1.5,
                 uuid="GPU-a",

@@ -16,7 +16,7 @@ from tests.fakes.inside.vllm.device_allocator import cumem
 from tests.fakes.inside.vllm.device_allocator.cumem import AllocationData, CuMemAllocator
 from tests.fakes.inside.vllm.engine import config
 from tests.fakes.inside.vllm.worker import WorkerBase
-from vllm_headroom_probe.gpu import WorkerGpu, can_read_torch
+from vllm_headroom_probe.gpu import WorkerGpu, can_read_torch, read_pinned
 
 GIB: Final = 1 << 30
 
@@ -178,3 +178,21 @@ def test_figures_that_a_torch_does_not_have_are_absent(worker: Any, monkeypatch:
     parts = gpu.read_parts(worker)
     assert parts is not None
     assert parts["cuda_graphs"] is None
+
+
+@pytest.mark.parametrize(
+    ("stats", "pinned_bytes"),
+    [
+        ({"allocated_bytes": {"current": 5}, "active_bytes": {"current": 3}}, 5),
+        ({"allocated_bytes": {"current": 3}, "reserved_bytes": {"current": 5}}, 5),
+        ({}, None),
+    ],
+)
+def test_what_torch_has_pinned_counts_with_its_cache(
+    stats: dict[str, Any], pinned_bytes: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda, "host_stats", stats)
+    assert read_pinned() == pinned_bytes
+
+    monkeypatch.setattr(cuda, "_initialized", False)
+    assert read_pinned() is None

@@ -12,13 +12,15 @@ _MAPPING: Final = re.compile(rb"[0-9a-f]+-[0-9a-f]+ \S{4} \S+ \S+ \d+ *(.*)\n")
 
 _KINDS: Final = {
     "/memfd:": "memfd",
+    "/dev/shm/nccl-": "shm of NCCL",  # noqa: S108 - only a name
     "/dev/shm/": "shm",  # noqa: S108 - only a name
     "/SYSV": "shm",
     "/dev/zero": "shm",
     "[stack": "stack",
     "[heap]": "heap",
 }
-"""The kinds of mappings by the start of their path; see `_find_kind` for all other paths."""
+"""The kinds of mappings by the start of their path, of which the first that fits counts; see
+`_find_kind` for all other paths."""
 
 _MAX_KINDS: Final = 1000
 """The most kinds that are distinguished: a vLLM maps some 400 files."""
@@ -36,9 +38,9 @@ _MAX_SECONDS: Final = 5.0
 def read_mappings(proc: Path, pid: int) -> KindSizes | None:
     """Return the resident bytes of each kind of mapping, and under `swapped out` all swapped bytes.
 
-    The kinds are `heap`, `anonymous mmap`, `memfd`, `shm`, `stack` and the name of each mapped
-    file; a library's private memory counts under the library's name. None where the process's
-    smaps cannot be read, is empty, or takes longer than _MAX_SECONDS. The kernel locks the
+    The kinds are `heap`, `anonymous mmap`, `memfd`, `shm`, `shm of NCCL`, `stack` and the name of
+    each mapped file; a library's private memory counts under the library's name. None where smaps
+    cannot be read, is empty, or takes longer than _MAX_SECONDS. The kernel locks the
     process's mappings only while it writes a page of text.
     """
     sizes_bytes: KindSizes = {}

@@ -13,6 +13,7 @@ asked: list[int] = []
 _initialized = False
 _tls = SimpleNamespace(is_initializing=False)
 _queued: list[Any] = []
+host_stats: dict[str, Any] = {"allocated_bytes": {"current": 5 << 20, "peak": 9 << 20}, "active_bytes": {"current": 3}}
 histories: list[Any] = []
 """The arguments of each call that begins or ends torch's memory history."""
 memory = SimpleNamespace(
@@ -61,6 +62,10 @@ def memory_stats_as_nested_dict(device: int) -> dict[str, Any]:
     assert _initialized
     asked.append(device)
     return STATS
+
+
+def host_memory_stats_as_nested_dict() -> dict[str, Any]:
+    return host_stats if _initialized else {}
 
 
 def get_device_properties(device: int) -> Any:

@@ -67,15 +67,19 @@ def test_libraries_have_their_names_and_what_is_swapped_out_is_apart(tmp_path: P
             (b"", 5),
             (b"   [stack]", 6),
             (b"   /x/\xff\xfe", 7),
+            (b"   /dev/shm/nccl-9IW2Zf", 8),
+            (b"   /dev/shm/psm_12", 9),
         )
     )
 
     assert read_mappings(write(tmp_path, text), 7) == {
         "libucs.so.0": 7 * 1024,
         "anonymous mmap": 5 * 1024,
+        "shm of NCCL": 8 * 1024,
+        "shm": 9 * 1024,
         "stack": 6 * 1024,
         "\ufffd\ufffd": 7 * 1024,
-        "swapped out": 5 * 1024,
+        "swapped out": 7 * 1024,
     }
 
 
