@@ -92,7 +92,7 @@ def kept_labels(expr: str) -> Labels:
 
 def template_queries(text: str) -> list[str]:
     """Return the queries of an annotation's template, with "" for what is put in when it is rendered."""
-    found = [re.sub(r"\\(.)", r"\1", each).replace("%q", '""').replace("%f", "0") for each in _QUERY.findall(text)]
+    found = [re.sub(r"\\(.)", r"\1", match).replace("%q", '""').replace("%f", "0") for match in _QUERY.findall(text)]
     if len(found) != len(re.findall(r"\bquery\b *(?:\}|\")", text)):
         msg = f"a query that cannot be read: {text}"
         raise ValueError(msg)

@@ -58,7 +58,7 @@ def unknown_metrics(page: str) -> set[str]:
     """
     words = {name for name in _METRIC.findall(page) if name.removesuffix("*") == name}
     begun = {name.removesuffix("*") for name in _METRIC.findall(page)} - words
-    begun |= {found[0] for each in _PATTERN.findall(page) for way in _ways(each) if (found := re.match(r"\w+", way))}
+    begun |= {found[0] for match in _PATTERN.findall(page) for way in _ways(match) if (found := re.match(r"\w+", way))}
     return words - KNOWN.keys() | {start for start in begun if not any(name.startswith(start) for name in KNOWN)}
 
 
@@ -68,7 +68,7 @@ def _ways(pattern: str) -> list[str]:
     if group is None:
         return [pattern]
     before, after = pattern[: group.start()], pattern[group.end() :]
-    return [way for each in group[1].split("|") for way in _ways(before + each + after)]
+    return [way for word in group[1].split("|") for way in _ways(before + word + after)]
 
 
 def flag_faults(page: str) -> list[str]:

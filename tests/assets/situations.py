@@ -65,7 +65,7 @@ def play(
     test = {
         "interval": f"{interval}m",
         "input_series": series,
-        "promql_expr_test": [{"expr": each, "eval_time": f"{minutes - interval}m"} for each in SEEN.values()],
+        "promql_expr_test": [{"expr": value, "eval_time": f"{minutes - interval}m"} for value in SEEN.values()],
     }
     files = [rules, str(folder / "results.yaml")]
     file = folder / "situations.yaml"
@@ -113,7 +113,7 @@ def _read_report(output: str) -> list[Fired]:
 
 def count_incidents(fired: Sequence[Fired]) -> int:
     """Return how many incidents Alertmanager opens: groups of which something was not muted for five minutes."""
-    return len({_group(each) for each in fired if _is_sent(each, fired)})
+    return len({_group(alert) for alert in fired if _is_sent(alert, fired)})
 
 
 def _is_sent(alert: Fired, fired: Sequence[Fired]) -> bool:
@@ -144,7 +144,7 @@ def _route(labels: Mapping[str, str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     routes = [CONFIG["route"]]
     while routes:
-        here = next((each for each in routes if matches(each.get("matchers", []), labels)), None)
+        here = next((route for route in routes if matches(route.get("matchers", []), labels)), None)
         if here is None:
             break
         found |= {key: here[key] for key in ("receiver", "group_by") if key in here}

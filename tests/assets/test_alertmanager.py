@@ -79,7 +79,7 @@ def test_alertmanager_takes_the_file_with_other_receivers(other: Path, tmp_path:
 
     checked = amtool("check-config", str(file))
 
-    assert {each["name"] for each in receivers} == {"nobody", *TEAMS.values()}
+    assert {receiver["name"] for receiver in receivers} == {"nobody", *TEAMS.values()}
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 

@@ -131,9 +131,9 @@ def test_a_test_names_only_alerts_that_there_are(subtests: pytest.Subtests) -> N
 
 def test_what_is_read_at_night_reads_well() -> None:
     rendered = {
-        each["exp_annotations"][part]
+        alert["exp_annotations"][part]
         for _, firing in alerts.expectations()
-        for each in firing
+        for alert in firing
         for part in ("summary", "description")
     }
 

@@ -24,9 +24,9 @@ def composing() -> tuple[list[str], bool]:
     """Return the command, and whether it is the first Compose, which knows no name of a project; else skip the test."""
     for command in (["docker", "compose"], ["docker-compose"]):
         if shutil.which(command[0]):
-            told = run(*command, "version", "--short")
-            if told.returncode == 0:
-                return command, told.stdout.startswith("1.")
+            result = run(*command, "version", "--short")
+            if result.returncode == 0:
+                return command, result.stdout.startswith("1.")
     pytest.skip("neither docker compose nor docker-compose: install Docker's compose plugin")
 
 

@@ -111,7 +111,7 @@ def test_for_grafana_com_the_data_source_is_asked_for_and_all_else_is_the_same(
                 "prometheus",
                 f"${{{asked['name']}}}",
             )
-            assert {each["id"] for each in needed if each["type"] == "panel"} == {
+            assert {name["id"] for name in needed if name["type"] == "panel"} == {
                 panel["type"] for panel in panels(made)
             }
             assert made.pop("__elements") == {}

@@ -106,15 +106,17 @@ def rules(found: list[Document]) -> dict[str, Any]:
 
 
 def test_the_rules_and_the_dashboards_arrive_whole() -> None:
-    found = documents(helm.render(helm.CLUSTER, {}))
-    maps = {each["metadata"]["name"]: each["data"] for each in found if each["kind"] == "ConfigMap"}
+    manifests = documents(helm.render(helm.CLUSTER, {}))
+    maps = {manifest["metadata"]["name"]: manifest["data"] for manifest in manifests if manifest["kind"] == "ConfigMap"}
 
-    assert find(found, "PrometheusRule") == read_yaml((REPOSITORY / "alerts" / "prometheusrule.yaml").read_text())
+    assert find(manifests, "PrometheusRule") == read_yaml((REPOSITORY / "alerts" / "prometheusrule.yaml").read_text())
     assert maps == {
         f"{path.stem}-dashboard": {path.name: path.read_text().rstrip("\n")}
         for path in (REPOSITORY / "dashboards").glob("*.json")
     }
-    assert [fault for each in found for version in schemas.versions() for fault in schemas.faults(each, version)] == []
+    assert [
+        fault for manifest in manifests for version in schemas.versions() for fault in schemas.faults(manifest, version)
+    ] == []
 
 
 @pytest.mark.parametrize("runbooks", ["https://git.your.org/runbooks/{alert}.md", "https://docs.your.org"])
@@ -199,10 +201,10 @@ def test_a_setting_of_the_environment_replaces_the_charts(parent: Path, gpus: st
 def test_the_readmes_files_are_mounted_and_a_web_configuration_changes_the_probe_and_the_scrape(parent: Path) -> None:
     (text,) = re.findall(r"```yaml\n( +vllm-headroom:\n.*?\n) +```", (helm.FOLDER / "README.md").read_text(), re.DOTALL)
     values = yaml.safe_load(text)["vllm-headroom"]
-    found = documents(helm.render(parent, {"vllm-headroom": values}))
-    pod = find(found, "Deployment")["spec"]["template"]["spec"]
+    manifests = documents(helm.render(parent, {"vllm-headroom": values}))
+    pod = find(manifests, "Deployment")["spec"]["template"]["spec"]
     (sidecar,) = pod["initContainers"]
-    (endpoint,) = find(found, "PodMonitor")["spec"]["podMetricsEndpoints"]
+    (endpoint,) = find(manifests, "PodMonitor")["spec"]["podMetricsEndpoints"]
     env = [{"name": name, "value": value} for name, value in values["sidecar"]["env"].items()]
 
     assert [variable for variable in sidecar["env"] if variable in env] == env
@@ -211,7 +213,9 @@ def test_the_readmes_files_are_mounted_and_a_web_configuration_changes_the_probe
     assert sidecar["livenessProbe"]["tcpSocket"] == {"port": "headroom"}
     assert "httpGet" not in sidecar["livenessProbe"]
     assert values["podMonitor"]["endpoint"].items() <= endpoint.items()
-    assert [fault for each in found for version in schemas.versions() for fault in schemas.faults(each, version)] == []
+    assert [
+        fault for manifest in manifests for version in schemas.versions() for fault in schemas.faults(manifest, version)
+    ] == []
 
 
 @pytest.mark.parametrize("resources", [None, {"requests": None, "limits": None}], ids=["null", "empty"])
@@ -291,9 +295,12 @@ def test_what_may_evict_is_what_the_component_grants() -> None:
 
 @pytest.mark.parametrize("evict", ["off", "on"])
 def test_the_log_is_granted_beside_evictions_or_alone(evict: str) -> None:
-    made = documents(helm.render(helm.CHART, {"sidecar": {"engineLog": True, "evict": evict}}))
+    manifests = documents(helm.render(helm.CHART, {"sidecar": {"engineLog": True, "evict": evict}}))
     granted = {
-        f"{verb} {kind}" for rule in find(made, "Role")["rules"] for verb in rule["verbs"] for kind in rule["resources"]
+        f"{verb} {kind}"
+        for rule in find(manifests, "Role")["rules"]
+        for verb in rule["verbs"]
+        for kind in rule["resources"]
     }
 
     assert {"get pods", "get pods/log"} <= granted
@@ -301,9 +308,11 @@ def test_the_log_is_granted_beside_evictions_or_alone(evict: str) -> None:
 
 
 def test_no_value_for_evict_grants_nothing() -> None:
-    made = documents(helm.render(helm.CHART, {"sidecar": {"evict": None}}))
+    manifests = documents(helm.render(helm.CHART, {"sidecar": {"evict": None}}))
 
-    assert not [each["kind"] for each in made if each["kind"] in ("ServiceAccount", "Role", "RoleBinding")]
+    assert not [
+        manifest["kind"] for manifest in manifests if manifest["kind"] in ("ServiceAccount", "Role", "RoleBinding")
+    ]
 
 
 def test_what_watches_is_what_the_components_install_for_the_pods_of_the_release() -> None:
@@ -318,24 +327,26 @@ def test_what_watches_is_what_the_components_install_for_the_pods_of_the_release
     monitor["spec"]["selector"] = policy["spec"]["podSelector"] = pods
     assert find(documents(read_rendered("runtime-class")), "PodMonitor") == monitor
 
-    asked = documents(read_rendered("nri"))
+    manifests = documents(read_rendered("nri"))
     endpoint["interval"] = "1m30s"
     monitor["metadata"]["labels"] = {"prometheus": "gpu"}
     monitor["spec"]["podTargetLabels"] = ["team"]
     (namespace,) = policy["spec"]["ingress"][0]["from"]
     namespace["namespaceSelector"]["matchLabels"] = {"kubernetes.io/metadata.name": "observability"}
-    assert find(asked, "PodMonitor") == monitor
-    assert find(asked, "NetworkPolicy") == policy
+    assert find(manifests, "PodMonitor") == monitor
+    assert find(manifests, "NetworkPolicy") == policy
     assert not any(document["kind"] == "NetworkPolicy" for document in documents(read_rendered("runtime-class")))
 
 
 def test_what_helm_made_is_valid(subtests: pytest.Subtests) -> None:
     for case in CASES:
         with subtests.test(case=case):
-            found = documents(read_rendered(case))
-            versions = [each for each in schemas.versions() if case != "dra" or each != "1.29"]
+            manifests = documents(read_rendered(case))
+            versions = [version for version in schemas.versions() if case != "dra" or version != "1.29"]
 
-            assert [fault for each in found for version in versions for fault in schemas.faults(each, version)] == []
+            assert [
+                fault for manifest in manifests for version in versions for fault in schemas.faults(manifest, version)
+            ] == []
 
 
 def test_the_values_are_what_their_schema_says_and_every_one_is_in_it(subtests: pytest.Subtests) -> None:
@@ -386,11 +397,11 @@ def test_what_the_charts_link_to_is_there() -> None:
 
 
 def test_the_mode_node_is_the_component_node() -> None:
-    found = documents(helm.render(helm.CHART, {"mode": "node"}))
+    manifests = documents(helm.render(helm.CHART, {"mode": "node"}))
     component = documents(read_node())
-    pods = [find(each, "DaemonSet")["spec"]["template"]["spec"] for each in (found, component)]
-    (endpoint,) = find(found, "PodMonitor")["spec"]["podMetricsEndpoints"]
-    daemon = find(found, "DaemonSet")
+    pods = [find(each, "DaemonSet")["spec"]["template"]["spec"] for each in (manifests, component)]
+    (endpoint,) = find(manifests, "PodMonitor")["spec"]["podMetricsEndpoints"]
+    daemon = find(manifests, "DaemonSet")
 
     assert leaves({**pods[0], "initContainers": [], "containers": []}) == leaves(
         {**pods[1], "initContainers": [], "containers": []}
@@ -403,9 +414,11 @@ def test_the_mode_node_is_the_component_node() -> None:
         }
         assert sorted(map(str, chart_container.get("env", ()))) == sorted(map(str, component_container.get("env", ())))
     assert endpoint["honorLabels"] is True
-    selector = find(found, "PodMonitor")["spec"]["selector"]["matchLabels"]
+    selector = find(manifests, "PodMonitor")["spec"]["selector"]["matchLabels"]
     assert selector.items() <= daemon["spec"]["template"]["metadata"]["labels"].items()
-    assert [fault for each in found for version in schemas.versions() for fault in schemas.faults(each, version)] == []
+    assert [
+        fault for manifest in manifests for version in schemas.versions() for fault in schemas.faults(manifest, version)
+    ] == []
 
 
 def read_node() -> str:

@@ -37,7 +37,7 @@ def owner(document: Document) -> str:
 
 def selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
     absent = [each["key"] for each in selector.get("matchExpressions", []) if each["operator"] == "DoesNotExist"]
-    return selector["matchLabels"].items() <= labels.items() and not any(each in labels for each in absent)
+    return selector["matchLabels"].items() <= labels.items() and not any(name in labels for name in absent)
 
 
 def installed(engine: Path) -> list[dict[str, Any]]:
@@ -49,7 +49,7 @@ def test_no_object_of_a_release_is_called_as_one_of_another_and_each_is_its_own(
     counted = Counter(owner(entry) for entry in ours(done["objects"]))
 
     assert [answer.get("error") for answer in done["answers"]] == [None] * len(RELEASES)
-    assert len({key(each) for each in ours(done["objects"])}) == sum(counted.values())
+    assert len({key(rule) for rule in ours(done["objects"])}) == sum(counted.values())
     assert counted == dict.fromkeys(RELEASES, 5)
     assert [
         fault
@@ -63,7 +63,7 @@ def test_a_monitor_selects_the_pods_of_its_release_alone(engine: Path) -> None:
     done = helm.run(*installed(engine), helm.step("install", "alone"))
     pods = {}
     for release, answer in zip(RELEASES, done["answers"], strict=False):
-        (deployment,) = (each for each in documents(answer["manifest"]) if each["kind"] == "Deployment")
+        (deployment,) = (document for document in documents(answer["manifest"]) if document["kind"] == "Deployment")
         pods[release] = deployment["spec"]["template"]["metadata"]["labels"]
     pods["alone"] = {"vllm-headroom": "enabled"}
     selectors = {
@@ -87,7 +87,7 @@ def test_an_upgrade_and_the_end_of_a_release_leave_the_others(engine: Path) -> N
     ended = helm.run(*installed(engine), helm.step("uninstall", "a"))
 
     def of_others(done: dict[str, Any]) -> list[Document]:
-        return [each for each in ours(done["objects"]) if owner(each) != "a"]
+        return [rule for rule in ours(done["objects"]) if owner(rule) != "a"]
 
     assert not any("error" in answer for answer in (*upgraded["answers"], *ended["answers"]))
     assert of_others(upgraded) == of_others(ended) == of_others(first)

@@ -60,13 +60,13 @@ def is_shown_elsewhere(document: Document) -> bool:
 def test_a_case_is_valid_in_every_version_that_it_is_for(subtests: pytest.Subtests) -> None:
     for case in CASES:
         with subtests.test(case.name):
-            found = documents(rendered(case))
-            versions = [(each, tuple(map(int, each.split(".")))) for each in schemas.versions()]
+            manifests = documents(rendered(case))
+            versions = [(version, tuple(map(int, version.split(".")))) for version in schemas.versions()]
 
             assert [
                 fault
                 for name, version in versions
-                for document in found
+                for document in manifests
                 if version >= schemas.DRA_SINCE or not schemas.uses_dra(document)
                 for fault in schemas.faults(document, name)
             ] == []
@@ -116,7 +116,7 @@ def test_dra_is_of_1_34() -> None:
 
 
 @needs_kustomize
-def test_the_sidecar_is_told_the_memory_limit_of_a_container_that_there_is(subtests: pytest.Subtests) -> None:
+def test_the_sidecar_is_given_the_memory_limit_of_a_container_that_there_is(subtests: pytest.Subtests) -> None:
     for case, containers in [("example", "initContainers"), ("example-plain", "containers")]:
         with subtests.test(case=case, containers=containers):
             (path,) = (each for each in CASES if each.name == case)
@@ -199,7 +199,7 @@ def test_the_examples_vllm_has_its_volumes_and_no_token() -> None:
 
 @needs_kustomize
 def test_the_policy_closes_the_sidecars_port_and_no_other() -> None:
-    (case,) = (each for each in CASES if each.name == "example-keda")
+    (case,) = (case for case in CASES if case.name == "example-keda")
     policy = find(documents(rendered(case)), "NetworkPolicy")["spec"]
     prometheus, everyone = policy["ingress"]
     ranges = [(each["port"], each.get("endPort", each["port"])) for each in everyone["ports"] if "port" in each]

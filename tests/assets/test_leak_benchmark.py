@@ -83,17 +83,17 @@ def test_a_neighbour_that_attribution_tells_apart_is_no_leak(seed: int) -> None:
 def test_the_alarm_comes_before_much_has_leaked() -> None:
     judged = [verdict("leak_req_12.8", seed, hours=STEADY_HOURS) for seed in MORE_SEEDS]
 
-    assert median(each["mb"] for each in judged) <= 650
-    assert max(each["mb"] for each in judged) <= 1100
-    assert median(each["early_mb"] for each in judged) <= 150
+    assert median(judgement["mb"] for judgement in judged) <= 650
+    assert max(judgement["mb"] for judgement in judged) <= 1100
+    assert median(judgement["early_mb"] for judgement in judged) <= 150
 
 
 def test_the_rate_is_right_and_its_interval_covers_the_truth() -> None:
     judged = [verdict(name, seed, hours=STEADY_HOURS) for name in STEADY for seed in MORE_SEEDS]
-    covered = [each[f"{which}_covered"] for each in judged for which in ("first", "last")]
+    covered = [judgement[f"{which}_covered"] for judgement in judged for which in ("first", "last")]
 
-    assert median(each["first_error"] for each in judged) <= 0.07
-    assert median(each["last_error"] for each in judged) <= 0.07
+    assert median(judgement["first_error"] for judgement in judged) <= 0.07
+    assert median(judgement["last_error"] for judgement in judged) <= 0.07
     assert sum(covered) / len(covered) >= 0.95
 
 

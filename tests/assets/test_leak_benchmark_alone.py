@@ -108,9 +108,11 @@ TRUTH: Final = {
 
 
 def test_what_begins_before_the_leak_is_false_and_what_comes_back_notifies_again() -> None:
-    told = report([[5000.0, 6000.0], [30_000.0, 31_000.0], [32_000.0, 33_000.0], [40_000.0, None]])
+    printed_report = report([[5000.0, 6000.0], [30_000.0, 31_000.0], [32_000.0, 33_000.0], [40_000.0, None]])
 
-    row = oncall.score_report(told, [(48_000.0, float("inf"))], {"t": 48_000.0, "time_to_oom_seconds": 1000.0}, TRUTH)
+    row = oncall.score_report(
+        printed_report, [(48_000.0, float("inf"))], {"t": 48_000.0, "time_to_oom_seconds": 1000.0}, TRUTH
+    )
 
     assert row["false"] == {"warning": 1, "critical": 1, "page": 0}
     assert row["levels"]["critical"] == {

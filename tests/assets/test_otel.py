@@ -41,9 +41,9 @@ CATALOGUE: Final = {metric.name: metric for metric in METRICS}
 
 
 def read(statement: str) -> re.Match[str]:
-    found = FORM.fullmatch(statement)
-    assert found, statement
-    return found
+    match = FORM.fullmatch(statement)
+    assert match, statement
+    return match
 
 
 def meant(found: re.Match[str]) -> set[str]:

@@ -86,7 +86,7 @@ def texts(job: str) -> str:
 def before(job: str) -> set[str]:
     """Return every job that has to end well before this one begins."""
     needed = set(JOBS[job].get("needs", []))
-    return needed.union(*(before(each) for each in needed))
+    return needed.union(*(before(name) for name in needed))
 
 
 def test_nothing_is_published_before_tests_image_and_scan_nor_outside_of_a_tag() -> None:

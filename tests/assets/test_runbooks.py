@@ -25,7 +25,7 @@ OF_AMD: Final = re.compile(r"amd-smi|/dev/kfd|amdgpu|AMD")
 
 
 def test_the_record_is_put_together_in_its_order_and_without_what_was_set_aside(tmp_path: Path) -> None:
-    told = {each for page in RUNBOOKS.values() for each in re.findall(r"&& (cat [^']+)'", page) if FLIGHT in each}
+    told = {match for page in RUNBOOKS.values() for match in re.findall(r"&& (cat [^']+)'", page) if FLIGHT in match}
     for name in (FLIGHT, f"{FLIGHT}.1", SPOILED):
         (tmp_path / name).write_text(f"{name}\n")
     said = [subprocess.run(["sh", "-c", each], cwd=tmp_path, capture_output=True, check=True).stdout for each in told]
@@ -119,7 +119,7 @@ def test_a_drain_is_over_when_nothing_runs_or_waits_whatever_the_model_is_called
     counts: tuple[int, ...],
     drained: bool,  # noqa: FBT001
 ) -> None:
-    waits = {each for text in RUNBOOKS.values() for each in re.findall(r"until page \| (awk '.*?');", text)}
+    waits = {match for text in RUNBOOKS.values() for match in re.findall(r"until page \| (awk '.*?');", text)}
     names = ("running", "waiting")
     labels = '{engine="0",model_name="My model 7B"}'
     page = "".join(f"headroom_engine_requests_{name}{labels} {n}.0\n" for name, n in zip(names, counts, strict=False))

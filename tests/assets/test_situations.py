@@ -35,7 +35,8 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Played:
     fired = [each for done in plays for each in done.result()]
     namespaces = {engine.namespace: each.name for each in (*ILL, *WELL, *WEEK) for engine in each.located()}
     return {
-        name: [each for each in fired if namespaces[each.labels["namespace"]] == name] for name in namespaces.values()
+        name: [alert for alert in fired if namespaces[alert.labels["namespace"]] == name]
+        for name in namespaces.values()
     }
 
 
@@ -63,9 +64,9 @@ def test_of_the_healthy_nobody_hears(situation: Situation, played: Played) -> No
 def test_an_ill_one_fires_what_it_should_in_time_and_as_often(situation: Situation, played: Played) -> None:
     fired = played[situation.name]
 
-    assert {each.name for each in fired} == set(situation.fires)
+    assert {alert.name for alert in fired} == set(situation.fires)
     for name, (latest, times) in situation.fires.items():
-        found = [each for each in fired if each.name == name]
+        found = [alert for alert in fired if alert.name == name]
         assert min(each.first for each in found) <= latest + GRACE, name
         assert max(each.times for each in found) <= times, name
 

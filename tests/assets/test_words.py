@@ -81,8 +81,8 @@ def read_text(path: Path) -> str:
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".py":
         tokens = tokenize.generate_tokens(io.StringIO(text).readline)
-        texts = [each.string for each in tokens if each.type in _TEXTS and not _KEY.fullmatch(each.string)]
-        return "\n".join(_FIELD.sub("...", each) for each in texts)
+        texts = [token.string for token in tokens if token.type in _TEXTS and not _KEY.fullmatch(token.string)]
+        return "\n".join(_FIELD.sub("...", text) for text in texts)
     return text
 
 

@@ -88,7 +88,7 @@ def _families(pages: Mapping[str, list[Metric]]) -> Iterator[Mapping[str, list[S
     names: dict[str, dict[str, list[Sample]]] = {}
     for page, families in pages.items():
         for sample in (sample for family in families for sample in family.samples):
-            names.setdefault(sample.name, {each: [] for each in pages})[page].append(sample)
+            names.setdefault(sample.name, {page: [] for page in pages})[page].append(sample)
     yield from names.values()
 
 

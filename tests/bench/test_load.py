@@ -75,19 +75,19 @@ def test_ten_thousand_streams(results: Results, tmp_path: Path) -> None:
                 break
             time.sleep(0.2)
         output, _ = process.communicate()
-        found = read_data(output)
+        data = read_data(output)
         server.end()
 
-    counts, asked = server.counts, found["requests"]
+    counts, asked = server.counts, data["requests"]
     assert asked["began"] == asked["succeeded"] == counts["requests"] == counts["finished"]
-    assert sum(step["generation_tokens"] for step in found["steps"]) == counts["generation_tokens"]
-    assert max(step["streams_most"] for step in found["steps"]) == counts["most_open"]
+    assert sum(step["generation_tokens"] for step in data["steps"]) == counts["generation_tokens"]
+    assert max(step["streams_most"] for step in data["steps"]) == counts["most_open"]
     results.at_least(
         STREAMS / 1000, "`load`: streams open at once, by the server's count", counts["most_open"] / 1000, " thousand"
     )
     results.at_most(300, "`load` with those: resident memory, sampler included", most_bytes / MIB, " MiB")
     results.note("`load`: CPU per event received, all included", f"{1e6 * cpu / counts['generation_tokens']:.3g} us")
-    late = max(step["own_delay_seconds"]["p99"] for step in found["steps"])
+    late = max(step["own_delay_seconds"]["p99"] for step in data["steps"])
     results.note("`load`: how late it was to 10,000 events that came at once, p99", f"{late:.2g} s")
 
 

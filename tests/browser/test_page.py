@@ -93,9 +93,9 @@ def judged(page: str, folder: Path, *, width: int, scheme: str) -> dict[str, Any
     dumped = subprocess.run(
         [*command, *sized, "--dump-dom", file.as_uri()], capture_output=True, text=True, check=True, timeout=300
     )
-    found = re.search(r'data-found="([^"]*)"', dumped.stdout)
-    assert found, dumped.stderr[-2000:]
-    result: dict[str, Any] = json.loads(unescape(found[1]))
+    match = re.search(r'data-found="([^"]*)"', dumped.stdout)
+    assert match, dumped.stderr[-2000:]
+    result: dict[str, Any] = json.loads(unescape(match[1]))
     return result
 
 
@@ -103,20 +103,20 @@ def judged(page: str, folder: Path, *, width: int, scheme: str) -> dict[str, Any
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("scene", SCENES)
 def test_everyone_can_read_it(tmp_path: Path, scene: str, width: int, scheme: str) -> None:
-    found = judged(render_page(SCENES[scene]()), tmp_path, width=width, scheme=scheme)
+    judgements = judged(render_page(SCENES[scene]()), tmp_path, width=width, scheme=scheme)
 
-    assert found["problems"] == []
-    assert found["checked"] > 5
-    assert found["overhang"] <= 0
-    assert (found["ground"] == "rgb(255, 255, 255)") == (scheme == "light")
+    assert judgements["problems"] == []
+    assert judgements["checked"] > 5
+    assert judgements["overhang"] <= 0
+    assert (judgements["ground"] == "rgb(255, 255, 255)") == (scheme == "light")
 
 
 def test_the_judge_finds_what_is_wrong(tmp_path: Path) -> None:
     pale = render_page(day()).replace("--dim:#57606a", "--dim:#cccccc")
 
-    found = judged(pale, tmp_path, width=768, scheme="light")
+    judgements = judged(pale, tmp_path, width=768, scheme="light")
 
-    assert any(problem.startswith("color-contrast") for problem in found["problems"])
+    assert any(problem.startswith("color-contrast") for problem in judgements["problems"])
 
 
 def test_the_page_follows_its_sidecar_without_being_loaded_again(tmp_path: Path) -> None:

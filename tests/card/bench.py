@@ -39,9 +39,9 @@ class Bench:
         return self.engine.log.read_text(errors="replace")
 
     def find_in_log(self, pattern: str) -> str:
-        found = re.findall(pattern, self.read_log())
-        assert found, pattern
-        return str(found[-1])
+        matches = re.findall(pattern, self.read_log())
+        assert matches, pattern
+        return str(matches[-1])
 
     def post(self, path: str, **body: Any) -> httpx.Response:
         return httpx.post(self.engine.url + path, json=body or None, timeout=120, verify=NO_TLS)

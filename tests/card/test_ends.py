@@ -102,19 +102,19 @@ def test_an_engine_that_runs_out_of_memory(tmp_path: Path, end: Callable[[Bench]
         )
         end(bench)
         wait_until_ended(bench)
-        found = read_postmortem(bench)
+        postmortem = read_postmortem(bench)
         exits = bench.daemon.page()
 
     assert "OutOfMemoryError" in bench.read_log()
-    assert found["cause"] in causes
-    assert found["sure"] in ("sure", "likely")
+    assert postmortem["cause"] in causes
+    assert postmortem["sure"] in ("sure", "likely")
     assert exits.value("engine_exits_total", reason="out_of_memory") == 1
 
 
 def test_a_model_that_does_not_fit(tmp_path: Path) -> None:
     with serve_on_small_card(tmp_path, hidden_size=8192, intermediate_size=28672, num_hidden_layers=8) as bench:
         wait_until_ended(bench)
-        found = read_postmortem(bench)
+        postmortem = read_postmortem(bench)
 
     assert "OutOfMemoryError" in bench.read_log()
-    assert found["cause"] == "start_never_fitted"
+    assert postmortem["cause"] == "start_never_fitted"

@@ -78,7 +78,7 @@ def test_aborts_and_a_reset_cache_leave_nothing(bench: Bench) -> None:
     bench.daemon.sees(lambda page: page.value("engine_requests_running") == 0, "nothing runs", LOOK_SECONDS, 1)
 
 
-def test_a_wake_that_does_not_fit_is_told(bench: Bench) -> None:
+def test_a_wake_that_does_not_fit_is_reported(bench: Bench) -> None:
     bench.post("/sleep?level=1")
     with take(bench.cards, OTHER):
         assert bench.post("/wake_up").status_code >= 500

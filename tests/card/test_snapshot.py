@@ -52,7 +52,7 @@ def test_an_engine_that_runs_out_leaves_a_snapshot(tmp_path: Path, monkeypatch: 
         bench.order("free")
         request_prompt_logprobs(bench)
         wait_until_ended(bench)
-        found = read_postmortem(bench)
+        postmortem = read_postmortem(bench)
 
     lines = (INSIDE / "card_orders.py").read_text().splitlines()
     number = next(number for number, text in enumerate(lines, 1) if text.strip().startswith(LEAKING_LINE))
@@ -63,7 +63,7 @@ def test_an_engine_that_runs_out_leaves_a_snapshot(tmp_path: Path, monkeypatch: 
     (requested,) = snapshots.glob("requested-rank0-*.pickle")
     (oom,) = snapshots.glob("oom-rank0-*.pickle")
     assert asked["file"] == str(requested)
-    (named,) = found["known"]["snapshots"]
+    (named,) = postmortem["known"]["snapshots"]
     assert named["file"] == str(oom)
     again = call_probe(bench, "snapshot", str(oom))
     assert [(line["bytes"], line["line"]) for line in again["largest"]] == [

@@ -36,8 +36,8 @@ class Capture:
         return page
 
     def option(self, name: str) -> str | None:
-        found = re.search(rf"--{name} (\S+)", self.command)
-        return found[1] if found else None
+        match = re.search(rf"--{name} (\S+)", self.command)
+        return match[1] if match else None
 
 
 def _of_folder(folder: Path) -> list[Capture]:

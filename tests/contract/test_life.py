@@ -62,7 +62,7 @@ def test_the_last_page_of_a_dead_engine_is_stalled_by_its_processes_and_then_dow
     assert (down.state, dict(down.exits)[ExitReason.GONE]) == (EngineState.DOWN, 1)
 
 
-def test_a_restart_on_the_same_port_is_a_second_life() -> None:
+def test_a_restart_on_the_same_port_is_a_second_run() -> None:
     watch = Watch(processes=Failure(source=REFUSED.source, reason=REFUSED.reason, message="not seen"))
     lives = []
     for name in SERIES:

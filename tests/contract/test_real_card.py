@@ -18,7 +18,7 @@ BEGAN, FULL, ENDED = 1795744538.0, 1795745010.0, 1795745011.0
 BYTES_PER_SECOND: Final = 14 * MIB
 
 
-def test_the_leak_is_foretold_and_located() -> None:
+def test_the_leak_is_forecast_and_located() -> None:
     course = watch_recording(LEAK).course(UUID)
     first = course.first_alarm
 

@@ -104,7 +104,7 @@ def test_the_rate_is_what_was_leaked(subtests: pytest.Subtests) -> None:
                 assert said.bytes_per_request == pytest.approx(BYTES_PER_REQUEST, rel=0.1)
 
 
-def test_the_kernel_kills_when_it_was_foretold() -> None:
+def test_the_kernel_kills_when_it_was_forecast() -> None:
     """Files that are mapped are taken back first: resident memory fell while the leak went on."""
     course, (_, killed) = replay_leaks("leak-to-death").course(Role.ENGINE_CORE), replay_leaks("leak-to-death").span
     said = course.first_alarm

@@ -81,7 +81,7 @@ def answers(expr: Any, lost: frozenset[str]) -> bool:
             sides = answers(expr.lhs, lost), answers(expr.rhs, lost)
             return {"or": any(sides), "unless": sides[0]}.get(str(expr.op), all(sides))
         case promql.Call():
-            return expr.func.name == "absent" or all(answers(each, lost) for each in expr.args)
+            return expr.func.name == "absent" or all(answers(argument, lost) for argument in expr.args)
     inner = getattr(expr, "vector_selector", None) or getattr(expr, "expr", None)
     return inner is None or answers(inner, lost)  # what has nothing inside is a number or a text
 

@@ -87,9 +87,9 @@ def label_values(variable: Json) -> tuple[str, str]:
     if ranked := re.fullmatch(r"query_result\((.+)\)", variable["query"]["query"], re.DOTALL):
         assert re.search(rf'\b{variable["name"]}="\((\?<value>)?\[', variable["regex"])
         return ranked[1], variable["name"]
-    found = re.fullmatch(r"label_values\((.+), *(\w+)\)", variable["query"]["query"], re.DOTALL)
-    assert found, f"{variable['name']} is not label_values(series, label)"
-    return found[1], found[2]
+    match = re.fullmatch(r"label_values\((.+), *(\w+)\)", variable["query"]["query"], re.DOTALL)
+    assert match, f"{variable['name']} is not label_values(series, label)"
+    return match[1], match[2]
 
 
 def is_ranked(variable: Json) -> bool:

@@ -68,7 +68,7 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
         yield there
 
 
-def test_the_leak_is_told_of_every_engine_whose_load_is_known(
+def test_the_leak_is_reported_of_every_engine_whose_load_is_known(
     prometheus: Prometheus, subtests: pytest.Subtests
 ) -> None:
     for engine in ENGINES:

@@ -63,7 +63,7 @@ def test_what_is_of_now_stays_of_now_where_the_time_shown_ends_in_the_future() -
 
 
 @pytest.mark.parametrize("target", ["restart", "crash"])
-def test_growth_begins_anew_with_each_life(prometheus: Prometheus, target: str) -> None:
+def test_growth_starts_over_with_each_run(prometheus: Prometheus, target: str) -> None:
     (grown,) = ask_panel(prometheus, target, "Growth of the engine's memory, with load")
 
     assert max(float(value) for _, value in grown["values"]) < GIB
@@ -81,7 +81,7 @@ def test_a_card_that_is_empty_for_want_of_an_engine_is_no_headroom(prometheus: P
     ["Time to out of memory", "At the earliest", "Free now", "Held by others", "Unreported"],
 )
 def test_where_no_sidecar_looks_nothing_is_known(prometheus: Prometheus, title: str) -> None:
-    (panel,) = (each for each in panels(ENGINE) if each["title"] == title)
+    (panel,) = (panel for panel in panels(ENGINE) if panel["title"] == title)
 
     assert [ask_panel(prometheus, "sidecar down", title, each.name) for each in queries(panel)] == [[]] * len(
         queries(panel)

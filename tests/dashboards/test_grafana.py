@@ -55,7 +55,7 @@ def test_an_alert_is_pending_then_fires_and_is_kept() -> None:
     assert when["firing"] == list(range(360, 570 + 15 * 60, 30))
 
 
-def test_an_alert_that_is_gone_for_a_moment_waits_anew() -> None:
+def test_an_alert_that_is_gone_for_a_moment_waits_again() -> None:
     when = alert_at([*range(60, 330, 30), *range(390, 600, 30)])
 
     assert when["firing"] == []

@@ -23,7 +23,7 @@ ANY: Final = dict.fromkeys(("cluster", "namespace", "job", "pod", "instance", "u
     ids=["once", "again after a restart", "longer than is shown", "no more"],
 )
 def test_leaking_since_is_of_the_alarm_that_is_on(tmp_path: Path, values: str, since_minutes: int | None) -> None:
-    (panel,) = (each for each in panels(load("headroom")) if each["title"] == "Leaked")
+    (panel,) = (panel for panel in panels(load("headroom")) if panel["title"] == "Leaked")
     (expr,) = (query.expr for query in queries(panel) if query.name == "leaking since")
     found = [] if since_minutes is None else [{"labels": "{}", "value": 60_000 * since_minutes}]
     series = {"series": 'headroom_leak_state{instance="a",gpu="0",uuid="u",state="leaking"}', "values": values}

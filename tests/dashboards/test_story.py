@@ -51,7 +51,7 @@ def read_tile(prometheus: Prometheus, target: str, where: str) -> str:
     """Return what a panel with one number shows: the text that represents the number, or the number."""
     (series,) = ask_panel(prometheus, target, where)
     value = f"{float(series['values'][-1][1]):g}"
-    panel = next(each for each in panels(ENGINE) if each["title"] == where)
+    panel = next(panel for panel in panels(ENGINE) if panel["title"] == where)
     texts = (
         mapping["options"] for mapping in panel["fieldConfig"]["defaults"]["mappings"] if mapping["type"] == "value"
     )
@@ -126,7 +126,7 @@ def test_the_summary_of_an_alert_has_no_templates() -> None:
 
 
 def test_a_panel_names_its_metrics() -> None:
-    description = next(each for each in panels(ENGINE) if each["title"] == "Free now")["description"]
+    description = next(panel for panel in panels(ENGINE) if panel["title"] == "Free now")["description"]
 
     assert description.endswith("\n\nMetrics: `headroom_gpu_memory_free_bytes`.")
 
@@ -174,7 +174,7 @@ def test_the_ledger_is_as_high_as_the_card(prometheus: Prometheus, subtests: pyt
             assert set(heights.values()) == {int(SMALL * TOTAL_BYTES) if target == "small card" else TOTAL_BYTES}
 
 
-def test_of_an_incident_the_empty_card_between_two_lives_is_not_drawn(
+def test_of_an_incident_the_empty_card_between_two_runs_is_not_drawn(
     prometheus: Prometheus, subtests: pytest.Subtests
 ) -> None:
     for target in ["restart", "crash", "asleep"]:

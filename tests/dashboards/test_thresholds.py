@@ -51,7 +51,7 @@ def test_no_other_panel_of_numbers_or_lines_warns_at_a_figure_of_its_own() -> No
 
 
 def panel(name: str, title: str) -> dict[str, Any]:
-    return next(each for each in panels(load(name)) if each["title"] == title)
+    return next(panel for panel in panels(load(name)) if panel["title"] == title)
 
 
 def steps(panel: dict[str, Any]) -> set[float]:

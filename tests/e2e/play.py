@@ -415,7 +415,8 @@ def describe(event: Event, situations: Sequence[Situation], minute: float) -> No
     payload = event.payload
     namespace = payload["group"].rpartition("/")[2]
     situation = max(
-        (each for each in situations if namespace.startswith(each.namespace)), key=lambda each: len(each.namespace)
+        (situation for situation in situations if namespace.startswith(situation.namespace)),
+        key=lambda each: len(each.namespace),
     )
     return Notification(
         situation=situation,
@@ -482,7 +483,7 @@ def main() -> None:
     for batch in batch_situations(situations):
         with tempfile.TemporaryDirectory() as folder:
             plays.append(play(batch, Path(folder), factor=options.factor))
-    table = write_table(situations, [each for played in plays for each in played.notifications])
+    table = write_table(situations, [notification for played in plays for notification in played.notifications])
     sys.stdout.write(f"{options.factor:g} times as fast as the clock.\n\n{table}")
     failed_scrapes = sum(played.failed_scrapes for played in plays)
     missed_evaluations = sum(played.missed_evaluations for played in plays)

@@ -26,9 +26,9 @@ def advise(*words: str) -> tuple[int, dict[str, Any]]:
         timeout=120,
     )
     assert process.stderr == ""
-    found = read_data(process.stdout)
-    assert isinstance(found, dict)
-    return process.returncode, found
+    data = read_data(process.stdout)
+    assert isinstance(data, dict)
+    return process.returncode, data
 
 
 def causes(found: dict[str, Any]) -> list[str]:
@@ -46,7 +46,7 @@ def recorded_hours(file: Path) -> float:
 
 
 @pytest.mark.parametrize("scenario", ["healthy", "burst"])
-def test_a_healthy_demo_is_told_nothing_on_its_page_and_on_its_trace(scenario: str, tmp_path: Path) -> None:
+def test_a_healthy_demo_is_advised_nothing_on_its_page_and_on_its_trace(scenario: str, tmp_path: Path) -> None:
     file = tmp_path / "trace.jsonl"
     with daemon("demo", "--scenario", scenario, "--speed", SPEED, TRACE_FILE=str(file)) as running:
         eventually(lambda: recorded_hours(file) > 1.5, "an hour and a half is recorded", 300)
@@ -58,7 +58,7 @@ def test_a_healthy_demo_is_told_nothing_on_its_page_and_on_its_trace(scenario: s
     assert (of_trace[0], causes(of_trace[1])) == (0, [])
 
 
-def test_a_leaking_demo_is_told_a_restart_and_no_option(tmp_path: Path) -> None:
+def test_a_leaking_demo_is_advised_a_restart_and_no_option(tmp_path: Path) -> None:
     file = tmp_path / "trace.jsonl"
     with daemon("demo", "--scenario", "leak", "--speed", SPEED, TRACE_FILE=str(file)) as running:
         running.sees(lambda page: is_in(page, "leaking"), "the leak is found", 300)

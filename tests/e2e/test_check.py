@@ -23,9 +23,9 @@ def test_what_the_daemon_recorded_is_judged_and_a_leak_that_it_could_not_show_is
     unclear = check("--trace", str(file), "--max-leak-per-thousand-requests", "1MB", "--junit", str(report))
 
     assert (kept.returncode, kept.stderr) == (0, "")
-    found = read_data(kept.stdout)
-    assert found["outcome"] == "passed"
-    assert [limit["limit"] for limit in found["limits"]] == ["engine restarts", "discrepancy"]
+    data = read_data(kept.stdout)
+    assert data["outcome"] == "passed"
+    assert [limit["limit"] for limit in data["limits"]] == ["engine restarts", "discrepancy"]
     assert (unclear.returncode, unclear.stderr) == (2, "")
     assert b'errors="1"' in report.read_bytes()
 

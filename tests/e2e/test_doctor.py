@@ -86,10 +86,10 @@ def test_without_vllm_and_library_it_says_what_needs_them() -> None:
     assert (words.returncode, answer.returncode) == (1, 1)
     assert words.stdout.startswith("MISSING  engine           no connection to http://127.0.0.1:1/metrics ")
     assert "\n                    runtimeClassName: nvidia\n" in words.stdout
-    found = states(answer)
+    leak_states = states(answer)
     hidden = {"processes"}  # where this test runs alone, no process but its own is in the tests' namespace
-    assert {name for name in found if found[name] == "missing"} - hidden == {"engine", "nvml"}
-    assert found["process_memory"] == "unknown"
+    assert {name for name in leak_states if leak_states[name] == "missing"} - hidden == {"engine", "nvml"}
+    assert leak_states["process_memory"] == "unknown"
 
 
 def test_a_driver_and_an_engine_that_hang_do_not_hold_it(nvml: FakeNvml) -> None:

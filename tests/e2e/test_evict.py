@@ -67,8 +67,8 @@ def test_of_two_daemons_one_evicts_its_pod_and_the_other_waits(tmp_path: Path) -
         leaking(api, tmp_path, place=1) as other,
     ):
         sidecars = (one, other)
-        eventually(lambda: sum(requests(each, "accepted") for each in sidecars) == 1, "one evicts its pod")
-        eventually(lambda: any("holds Lease" in each.log() for each in sidecars), "the other waits")
+        eventually(lambda: sum(requests(sidecar, "accepted") for sidecar in sidecars) == 1, "one evicts its pod")
+        eventually(lambda: any("holds Lease" in sidecar.log() for sidecar in sidecars), "the other waits")
         open_gates = sum(sidecar.page().value("gate_open", gate="ready") for sidecar in sidecars)
 
     assert cluster.voluntary == 1

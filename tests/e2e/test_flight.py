@@ -40,11 +40,11 @@ def test_a_killed_core_leaves_an_incident_and_postmortem_says_what_it_was(
             text=True,
             check=True,
         )
-        found = read_data(process.stdout)
-        assert found["cause"] == "crash"
-        assert found["sure"] != "sure"
-        assert found["file"] == last["file"]
-        assert any("engine is serving" in each for each in found["known"]["log"])
+        data = read_data(process.stdout)
+        assert data["cause"] == "crash"
+        assert data["sure"] != "sure"
+        assert data["file"] == last["file"]
+        assert any("engine is serving" in each for each in data["known"]["log"])
         assert "an incident was set aside" in running.log()
 
 

@@ -90,12 +90,12 @@ def test_a_clock_that_is_set_before_the_end_leaves_the_incident_right(
         vllm.kill(vllm.core)
         running.sees(lambda page: page.has("last_incident_timestamp_seconds"), "it is set aside")
     (incident,) = list_incidents(state / "incidents")
-    found = read_postmortem(incident)
+    postmortem = read_postmortem(incident)
 
-    assert found.answer.cause is EndCause.CRASH
-    assert found.ending is not None
-    assert found.ending.observed_seconds >= (60 if step_seconds < 0 else 7200)
-    assert abs(found.ending.seconds - before - step_seconds) < 1800
+    assert postmortem.answer.cause is EndCause.CRASH
+    assert postmortem.ending is not None
+    assert postmortem.ending.observed_seconds >= (60 if step_seconds < 0 else 7200)
+    assert abs(postmortem.ending.seconds - before - step_seconds) < 1800
 
 
 def recorded_seconds(record: Path) -> float:

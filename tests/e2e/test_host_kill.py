@@ -100,7 +100,7 @@ def tick(daemon: Sampler) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("mib", [8, 3], ids=["within the quarter of an hour", "within the hour"])
-def test_a_leak_is_foretold_before_the_kernel_kills_for_it(tmp_path: Path, mib: int) -> None:
+def test_a_leak_is_forecast_before_the_kernel_kills_for_it(tmp_path: Path, mib: int) -> None:
     world = World()
     with limited(LIMIT) as folder, taking(folder, tmp_path / "vllm", port=PORT) as taker:
         daemon = sampler(world)

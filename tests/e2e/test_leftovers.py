@@ -82,7 +82,7 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
             pass
 
 
-def test_the_core_of_a_killed_server_is_told_until_it_is_killed(engine: Engine) -> None:
+def test_the_core_of_a_killed_server_is_reported_until_it_is_killed(engine: Engine) -> None:
     assert engine.fates() == []
 
     engine.server.kill()

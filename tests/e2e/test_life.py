@@ -143,7 +143,7 @@ def test_a_proc_that_does_not_answer_is_no_end_of_an_engine(
         assert ends(seen(running, "down")) == 1
 
 
-def test_lives_are_counted_over_restarts_of_the_daemon(start: Start, nvml: FakeNvml, port: int, tmp_path: Path) -> None:
+def test_runs_are_counted_over_restarts_of_the_daemon(start: Start, nvml: FakeNvml, port: int, tmp_path: Path) -> None:
     kept = settings(port, nvml, STATE_DIR=str(tmp_path / "state"))
     vllm = start()
     with daemon(**kept) as running:

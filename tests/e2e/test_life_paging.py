@@ -122,7 +122,7 @@ def test_one_bad_release_on_twenty_replicas_is_one_incident_of_the_model(tmp_pat
         scraped(engine, ENOUGH_SCRAPES * REPLICAS)
         engine.answer = living("down", exits=1)
         eventually(
-            lambda: [each for each in pagerduty.events if each.payload["summary"].startswith("Replicas of llama")],
+            lambda: [event for event in pagerduty.events if event.payload["summary"].startswith("Replicas of llama")],
             "an event of all replicas",
             DEADLINE_SECONDS,
         )

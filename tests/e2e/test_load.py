@@ -156,7 +156,9 @@ def test_every_failure_is_counted_as_the_server_did_it(nvml: FakeNvml, trace: Pa
     assert {said["outcome"] for said in found["said"]} == {"failed", "out_of_memory", "rejected"}
 
 
-def test_memory_and_its_cost_are_told_of_what_ran(nvml: FakeNvml, trace: Path, stopped_at_the_end: list[Load]) -> None:
+def test_memory_and_its_cost_are_reported_of_what_ran(
+    nvml: FakeNvml, trace: Path, stopped_at_the_end: list[Load]
+) -> None:
     with StreamingServer(lambda _: Way.STALL_IN_STREAM) as server:
         load = Load(server.url, trace, "--json", *ENDLESS, environment=nvml.environment())
         stopped_at_the_end.append(load)
@@ -196,7 +198,7 @@ def test_an_engine_that_dies_is_not_good(trace: Path, stopped_at_the_end: list[L
     assert "engine in " in " ".join(found["unread"])
 
 
-def test_a_token_is_sent_and_its_lack_is_told(trace: Path, tmp_path: Path) -> None:
+def test_a_token_is_sent_and_its_lack_is_reported(trace: Path, tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text("secret\n")
     with StreamingServer(token="secret") as server:

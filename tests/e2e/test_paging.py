@@ -145,7 +145,7 @@ def test_each_kind_of_problem_reaches_its_team(bench: Bench) -> None:
     assert len({event.dedup_key for event in told.values()}) == 4
 
 
-def test_an_alert_with_few_labels_and_no_annotations_is_told_too(bench: Bench) -> None:
+def test_an_alert_with_few_labels_and_no_annotations_is_reported_too(bench: Bench) -> None:
     bench.alertmanager.post({"alertname": "HeadroomDown", "severity": "warning", "area": "sidecar"})
 
     told = first(bench.pagerduty, source="vllm-headroom", severity="warning")

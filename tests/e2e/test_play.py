@@ -31,7 +31,7 @@ def test_each_loss_is_one_notification_in_time_and_nobody_hears_of_a_deploy(tmp_
 
     played = play(situations, tmp_path, minutes=PLAY_MINUTES)
 
-    arrived = [(each.situation.name, *each.alerts) for each in played.notifications]
+    arrived = [(notification.situation.name, *notification.alerts) for notification in played.notifications]
     assert sorted(arrived) == sorted((name, alert) for name, (alert, _) in LATEST_MINUTES.items()), played
     for notification in played.notifications:
         _, latest = LATEST_MINUTES[notification.situation.name]

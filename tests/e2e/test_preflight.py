@@ -90,7 +90,7 @@ def test_vllms_options_and_cudas_variable_choose_what_is_judged(nvml: FakeNvml) 
     assert preflight("--gpus=0", CUDA_VISIBLE_DEVICES="1", **environ).returncode == 0
 
 
-def test_a_hung_driver_cannot_be_told_and_does_not_keep_the_command(nvml: FakeNvml) -> None:
+def test_a_hung_driver_is_unknown_and_does_not_keep_the_command(nvml: FakeNvml) -> None:
     nvml.hangs = {"nvmlInitWithFlags": 600}
     nvml.write()
 

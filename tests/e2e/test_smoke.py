@@ -53,17 +53,17 @@ def test_one_that_runs_out_of_memory_ends_with_status_1(nvml: FakeNvml) -> None:
     with Vllm({"/v1/completions": oom}) as server:
         process = smoke("--json", HEADROOM_ENGINE_URL=server.url, **nvml.environment())
 
-    found = read_data(process.stdout)
+    data = read_data(process.stdout)
     assert (process.returncode, process.stderr) == (1, "")
-    assert found["serves"] is False
-    assert found["engine_url"] == server.url
-    assert {step["name"]: step["state"] for step in found["steps"]} == {
+    assert data["serves"] is False
+    assert data["engine_url"] == server.url
+    assert {step["name"]: step["state"] for step in data["steps"]} == {
         "health": "ok",
         "completion": "failed",
         "metrics": "skipped",
         "discrepancy": "ok",
     }
-    assert "CUDA out of memory" in found["steps"][1]["text"]
+    assert "CUDA out of memory" in data["steps"][1]["text"]
 
 
 def test_one_that_never_gets_healthy_ends_with_status_1_and_says_what_was_waited_for() -> None:

@@ -35,10 +35,10 @@ def test_what_the_daemon_recorded_can_be_replayed(tmp_path: Path) -> None:
 
     assert status == 0
     assert (process.returncode, process.stderr) == (0, "")
-    found = read_data(process.stdout)
-    assert found["samples"] >= 10
-    assert [gpu["uuid"] for gpu in found["gpus"]] == ["GPU-00000000-0000-4000-8000-000000000000"]
-    assert [role["process"] for role in found["host"]] == ["api_server", "engine_core", "worker"]
+    data = read_data(process.stdout)
+    assert data["samples"] >= 10
+    assert [gpu["uuid"] for gpu in data["gpus"]] == ["GPU-00000000-0000-4000-8000-000000000000"]
+    assert [role["process"] for role in data["host"]] == ["api_server", "engine_core", "worker"]
 
 
 def test_a_daemon_that_cannot_record_says_so_once_and_runs_on(tmp_path: Path) -> None:

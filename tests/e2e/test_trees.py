@@ -121,8 +121,8 @@ def test_of_the_ranks_below_a_supervisor_each_daemon_tells_its_own(nvml: FakeNvm
         env={**environ, "FOLDERS": ":".join(map(str, folders))},
         stdin=subprocess.PIPE,
     ) as supervisor:
-        eventually(lambda: all((each / "pids").exists() for each in folders), "the ranks run")
-        ranks = [tuple(map(int, (each / "pids").read_text().split())) for each in folders]
+        eventually(lambda: all((folder / "pids").exists() for folder in folders), "the ranks run")
+        ranks = [tuple(map(int, (folder / "pids").read_text().split())) for folder in folders]
         nvml.gpus[0].processes = {ranks[0][-1]: 20 * GIB, ranks[1][-1]: 30 * GIB}
         nvml.gpus[0].used_bytes = 50 * GIB
         nvml.write()

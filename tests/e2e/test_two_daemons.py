@@ -45,7 +45,7 @@ def test_the_second_keeps_nothing_until_the_first_has_ended(number: int, tmp_pat
     assert STATE.read(state) is not None
 
 
-def test_the_first_no_longer_has_a_folder_that_was_deleted_and_made_anew(tmp_path: Path) -> None:
+def test_the_first_no_longer_has_a_folder_that_was_deleted_and_made_again(tmp_path: Path) -> None:
     state = tmp_path / "state"
     settings = {"STATE_DIR": str(state), "SAMPLE_INTERVAL_SECONDS": "0.2"}
     with EngineServer(page(RECORDED)) as engine, daemon(ENGINE_URL=engine.url, **settings) as first:

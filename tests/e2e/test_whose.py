@@ -134,7 +134,7 @@ def test_behind_a_mapping_the_start_on_the_page_tells_which_it_is(
         assert (ends(down), down.value("engine_restarts_total")) == (1, 0)
 
 
-def test_a_neighbour_is_not_the_next_life_of_a_dead_engine_nor_for_the_next_daemon(
+def test_a_neighbour_is_not_the_next_run_of_a_dead_engine_nor_for_the_next_daemon(
     start: Start, nvml: FakeNvml, port: int, another_port: int, tmp_path: Path
 ) -> None:
     kept = settings(port, nvml, STATE_DIR=str(tmp_path / "state"))

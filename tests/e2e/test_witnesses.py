@@ -11,13 +11,13 @@ from vllm_headroom.vocabulary import Situation
 
 
 def situation(page: Page) -> str:
-    (found,) = (each for each in Situation if page.value("situation", situation=each) == 1)
+    (found,) = (situation for situation in Situation if page.value("situation", situation=situation) == 1)
     return found
 
 
 def headline(running: Daemon) -> str:
     verdicts = json.loads(running.get("/snapshot.json").text)["verdicts"]
-    return str(next(each["sentence"] for each in verdicts if each["subject"] == "engine"))
+    return str(next(verdict["sentence"] for verdict in verdicts if verdict["subject"] == "engine"))
 
 
 def minutes_later(running: Daemon, minutes: int) -> Page:

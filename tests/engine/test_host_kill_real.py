@@ -71,7 +71,7 @@ def postmortem(state: Path) -> Any:
     return read_data(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
-def test_a_real_leak_is_foretold_and_told_before_the_kernel_kills_and_named_after(tmp_path: Path) -> None:
+def test_a_real_leak_is_forecast_and_reported_before_the_kernel_kills_and_named_after(tmp_path: Path) -> None:
     state, port = tmp_path / "state", free_port()
     leak = {
         "PYTHONPATH": str(HERE / "leaking_plugin"),

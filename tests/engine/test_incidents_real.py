@@ -88,7 +88,7 @@ def test_a_core_that_is_killed_at_work_is_a_crash_and_that_is_not_sure(engine: E
     assert found["sure"] != "sure"
 
 
-def test_an_engine_that_is_told_to_end_while_idle_ended_so(tmp_path: Path) -> None:
+def test_an_engine_that_is_asked_to_end_while_idle_ended_so(tmp_path: Path) -> None:
     with serving(free_port(), FOLDER / "serve.log") as engine:
         started(engine)
         engine.complete(words(1, 20), 5)

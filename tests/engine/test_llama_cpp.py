@@ -59,7 +59,7 @@ def test_the_page_has_the_names_that_were_recorded(url: str) -> None:
     assert names(httpx.get(f"{url}/metrics").text) == names((OTHERS / "llama-cpp-idle.prom").read_text())
 
 
-def test_the_daemon_counts_what_the_client_was_told(url: str, beside: Daemon) -> None:
+def test_the_daemon_counts_what_the_client_was_reported(url: str, beside: Daemon) -> None:
     timings = [complete(url, "the same prompt twice over", 20) for _ in range(2)]
     prompts = sum(timing["prompt_n"] + timing["cache_n"] for timing in timings)
 
@@ -73,7 +73,7 @@ def test_the_daemon_counts_what_the_client_was_told(url: str, beside: Daemon) ->
     assert page.value("engine_info", profile="llama_cpp", **one) == 1
     assert page.value("engine_prompt_tokens_total", **one) == prompts
     assert page.value("engine_prefix_cache_queries_total", **one) == prompts
-    assert page.value("engine_prefix_cache_hits_total", **one) == sum(each["cache_n"] for each in timings)
+    assert page.value("engine_prefix_cache_hits_total", **one) == sum(timing["cache_n"] for timing in timings)
     assert not page.has("engine_requests_finished_total")
     assert not page.has("engine_kv_cache_used_ratio")
 

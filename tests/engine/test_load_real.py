@@ -91,7 +91,7 @@ def test_words_stand_in_for_tokens(engine: Engine, tmp_path: Path) -> None:
     assert step["generation_tokens"] == 21
 
 
-def test_what_the_engine_refuses_is_told_in_its_words(engine: Engine, tmp_path: Path) -> None:
+def test_what_the_engine_refuses_is_reported_in_its_words(engine: Engine, tmp_path: Path) -> None:
     told = found(start(engine, tmp_path / "trace", "--concurrency", "2", "--max-requests", "2", "--api", "chat"), 1)
 
     assert told["requests"]["failed"] == told["requests"]["began"] == 2

@@ -54,7 +54,7 @@ def test_every_process_has_loaded_it(engine: Probed) -> None:
         "EngineCore": "engine_core",
         "VllmWorker-0": "worker",
     }
-    assert {(each["vllm"], each["torch"]) for each in found.values()} == {("0.32.0", "2.13.0+cpu")}
+    assert {(value["vllm"], value["torch"]) for value in found.values()} == {("0.32.0", "2.13.0+cpu")}
     assert engine.said() == []
 
 
@@ -201,7 +201,7 @@ def test_in_an_older_vllm(tmp_path: Path) -> None:
     """Of 0.27 all is known that is of 0.32."""
     with probed(tmp_path, path=(FOLDER / "older",)) as engine:
         found = eventually(lambda: all_ if len(all_ := engine.reports()) >= 3 else None, "three processes report")
-        assert {each["vllm"] for each in found.values()} == {"0.27.1"}
+        assert {value["vllm"] for value in found.values()} == {"0.27.1"}
 
         core = eventually(lambda: engine.reports()["EngineCore"]["scheduler"], "the core has a scheduler")
         worker = parts(engine, "VllmWorker-0")

@@ -86,7 +86,7 @@ def built(path: Path) -> dict[str, Any]:
         "block_tokens": told.cache_config.block_size,
         "in_flight_tokens": told.max_in_flight_tokens,
         "parameters": sum(weight.numel() for weight in weights.values()),
-        "weights_bytes": sum(each.numel() * each.element_size() for each in weights.values()),
+        "weights_bytes": sum(value.numel() * value.element_size() for value in weights.values()),
         "layers": dict(Counter(described(spec) for spec in kept.values())),
         "sequence_bytes": {tokens: needed(told, groups, tokens) for tokens in LENGTHS},
     }

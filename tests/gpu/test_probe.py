@@ -40,15 +40,15 @@ def worker() -> Any:
 
 def test_the_figures_are_torchs_own_and_the_uuid_is_nvmls(worker: Any) -> None:
     kept = torch.empty(100 * MIB, dtype=torch.uint8, device="cuda:0")
-    found = WorkerGpu().read_device(worker)
+    device_facts = WorkerGpu().read_device(worker)
     pynvml.nvmlInit()
     uuids = [pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(n)) for n in range(pynvml.nvmlDeviceGetCount())]
 
-    assert found is not None
-    assert found["uuid"] in uuids
-    assert found["allocated"] == torch.cuda.memory_allocated(0) >= kept.nbytes
-    assert found["reserved"] == torch.cuda.memory_reserved(0)
-    assert found["retries"] is not None
+    assert device_facts is not None
+    assert device_facts["uuid"] in uuids
+    assert device_facts["allocated"] == torch.cuda.memory_allocated(0) >= kept.nbytes
+    assert device_facts["reserved"] == torch.cuda.memory_reserved(0)
+    assert device_facts["retries"] is not None
 
 
 def test_a_call_under_load_is_short(worker: Any) -> None:

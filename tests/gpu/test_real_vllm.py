@@ -167,7 +167,7 @@ def leak_until_full(bench: Bench, card: RealCard) -> list[tuple[float, Page]]:
     return found
 
 
-def test_a_leak_is_foretold_until_the_card_is_full(card: RealCard, bench: Bench) -> None:
+def test_a_leak_is_forecast_until_the_card_is_full(card: RealCard, bench: Bench) -> None:
     with load(bench):
         found = leak_until_full(bench, card)
         full = time.monotonic()

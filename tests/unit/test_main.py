@@ -145,7 +145,7 @@ def test_without_files_to_open_it_ends_with_a_line(argv: tuple[str, ...]) -> Non
         ("x", "see --help"),
     ],
 )
-def test_an_unknown_command_is_told_the_one_that_is_meant(word: str, meant: str) -> None:
+def test_an_unknown_command_is_shown_the_one_that_is_meant(word: str, meant: str) -> None:
     process = run_process(word)
 
     assert (process.returncode, process.stdout) == (2, "")

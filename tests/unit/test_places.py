@@ -87,12 +87,12 @@ def test_a_raw_fact_takes_three_places(source: Path) -> None:
         'ENGINE_SWAPPED: Final = _declare_gauge("engine_requests_swapped", ENGINE_LABELS, "Requests swapped out.")\n',
     )
 
-    found = look(source, PAGE + 'vllm:num_requests_swapped{model_name="m",engine="0"} 7\n')
+    survey = look(source, PAGE + 'vllm:num_requests_swapped{model_name="m",engine="0"} 7\n')
 
-    assert found["page"]["headroom_engine_requests_swapped"] == 7.0
-    assert found["inputs"]["requests_swapped"]
-    assert (found["record"]["swapped"], found["kept"]) == (7.0, True)
-    assert found["doctor"]["requests_swapped"] == ["headroom_engine_requests_swapped"]
+    assert survey["page"]["headroom_engine_requests_swapped"] == 7.0
+    assert survey["inputs"]["requests_swapped"]
+    assert (survey["record"]["swapped"], survey["kept"]) == (7.0, True)
+    assert survey["doctor"]["requests_swapped"] == ["headroom_engine_requests_swapped"]
 
 
 def test_a_derived_metric_takes_three_places_and_its_test(source: Path) -> None:
@@ -114,10 +114,10 @@ def test_a_derived_metric_takes_three_places_and_its_test(source: Path) -> None:
     )
     add(source / "derive/__init__.py", r'        make_stateless\("readings"', '        make_stateless("half", half),\n')
 
-    found = look(source, PAGE)
+    survey = look(source, PAGE)
 
-    assert found["page"]["headroom_engine_half"] == 2.0
-    assert "headroom_engine_half" in found["doctor"]["requests_running"]
+    assert survey["page"]["headroom_engine_half"] == 2.0
+    assert "headroom_engine_half" in survey["doctor"]["requests_running"]
 
 
 def test_an_engine_takes_one_file_and_its_name_in_the_table(source: Path) -> None:
@@ -132,7 +132,7 @@ def test_an_engine_takes_one_file_and_its_name_in_the_table(source: Path) -> Non
     add(profiles, "from vllm_headroom.parse.profiles.vllm", "from vllm_headroom.parse.profiles.other import OTHER\n")
     add(profiles, "    VLLM,", "    OTHER,\n")
 
-    found = look(source, 'other:busy{model_name="m",engine="0"} 3\n')
+    survey = look(source, 'other:busy{model_name="m",engine="0"} 3\n')
 
-    assert (found["profile"], found["page"]["headroom_engine_requests_running"]) == ("other", 3.0)
-    assert [name for name, is_there in found["inputs"].items() if is_there] == ["requests_running"]
+    assert (survey["profile"], survey["page"]["headroom_engine_requests_running"]) == ("other", 3.0)
+    assert [name for name, is_there in survey["inputs"].items() if is_there] == ["requests_running"]

@@ -139,7 +139,7 @@ def test_it_serves_a_new_loop_after_the_one_it_answered_to_has_closed(worker: Wo
     assert asyncio.run(answer(worker, "answer")) == "answer"
 
 
-def test_a_stopped_worker_lives_until_its_call_returns() -> None:
+def test_a_stopped_worker_runs_until_its_call_returns() -> None:
     worker: Worker[object] = Worker("test")
     released = threading.Event()
     asyncio.run(give_up(worker, released))

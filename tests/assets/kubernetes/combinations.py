@@ -80,16 +80,16 @@ def combined(workload: Workload, sidecar: str, gpu: str, folder: Path) -> Combin
     components = [COMPONENTS / sidecar, COMPONENTS / gpu]
     if workload.label:
         components.insert(0, workload.label)
-    before = documents(rendered(workload.folder))
+    manifests = documents(rendered(workload.folder))
     after = documents(rendered(kustomization(folder, resource=workload.folder, components=components)))
-    mine, theirs = (find(each, workload.kind, workload.name) for each in (before, after))
+    mine, theirs = (find(each, workload.kind, workload.name) for each in (manifests, after))
     return Combination(
         workload=workload,
         sidecar=sidecar,
         gpu=gpu,
         before=mine,
         after=theirs,
-        others_before=[each for each in before if each is not mine],
+        others_before=[manifest for manifest in manifests if manifest is not mine],
         others_after=[each for each in after if each is not theirs],
     )
 

@@ -80,7 +80,7 @@ class Kept(BaseHTTPRequestHandler):
         url = urlsplit(self.path)
         if url.path.endswith("/secrets"):
             asked = parse_qs(url.query).get("labelSelector", [""])[0]
-            labels = dict(each.split("=") for each in asked.split(",") if each)
+            labels = dict(word.split("=") for word in asked.split(",") if word)
             items = [
                 each
                 for path, each in self.objects.items()

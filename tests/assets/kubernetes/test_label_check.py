@@ -12,7 +12,7 @@ FOUND: Final = documents((COMPONENTS / "label-check" / "policy.yaml").read_text(
 
 
 def test_it_is_valid_where_there_are_such_policies() -> None:
-    newer = [each for each in schemas.versions() if each != "1.29"]
+    newer = [version for version in schemas.versions() if version != "1.29"]
 
     assert newer
     assert [fault for each in FOUND for version in newer for fault in schemas.faults(each, version)] == []

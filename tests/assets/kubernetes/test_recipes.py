@@ -86,15 +86,15 @@ def built(name: str) -> list[Document]:
 def test_it_is_valid_in_every_version_that_it_is_for(subtests: pytest.Subtests) -> None:
     for recipe in RECIPES:
         with subtests.test(recipe.name):
-            found = documents(rendered(recipe))
-            native = [each for each in found if each["kind"] not in CUSTOM | {"PodMonitoring"}]
+            manifests = documents(rendered(recipe))
+            native = [manifest for manifest in manifests if manifest["kind"] not in CUSTOM | {"PodMonitoring"}]
             inner = [
                 {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "inner"}, "spec": pod}
-                for each in found
-                if each["kind"] in CUSTOM
-                for _, pod in pods(each["spec"])
+                for manifest in manifests
+                if manifest["kind"] in CUSTOM
+                for _, pod in pods(manifest["spec"])
             ]
-            versions = [each for each in schemas.versions() if each != "1.29" or recipe.name != "gke"]
+            versions = [version for version in schemas.versions() if version != "1.29" or recipe.name != "gke"]
 
             assert [
                 fault for each in [*native, *inner] for version in versions for fault in schemas.faults(each, version)
@@ -105,11 +105,11 @@ def test_every_pod_with_the_label_has_the_sidecar_of_the_components(subtests: py
     for recipe in RECIPES:
         with subtests.test(recipe.name):
             usual = headroom(find(documents(rendered(DEPLOY / "example")), "Deployment")["spec"]["template"]["spec"])
-            found = documents(rendered(recipe))
+            manifests = documents(rendered(recipe))
             allowed = {"restartPolicy", "env", "volumeMounts", "resources", "securityContext"}
 
-            assert labelled(found)
-            for _, _, pod in labelled(found):
+            assert labelled(manifests)
+            for _, _, pod in labelled(manifests):
                 container = headroom(pod)
                 assert {way[0] for way in differences(usual, container)} <= allowed
                 assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
@@ -122,11 +122,11 @@ def test_every_pod_with_the_label_has_the_sidecar_of_the_components(subtests: py
 def test_its_monitor_is_where_it_selects_its_pods(subtests: pytest.Subtests) -> None:
     for recipe in RECIPES:
         with subtests.test(recipe.name):
-            found = documents(rendered(recipe))
-            (monitor,) = (each for each in found if each["kind"] in MONITORS)
+            manifests = documents(rendered(recipe))
+            (monitor,) = (manifest for manifest in manifests if manifest["kind"] in MONITORS)
             (endpoint,) = monitor["spec"].get("podMetricsEndpoints") or monitor["spec"]["endpoints"]
 
-            for document, labels, pod in labelled(found):
+            for document, labels, pod in labelled(manifests):
                 assert document["metadata"]["namespace"] == monitor["metadata"]["namespace"]
                 assert monitor["spec"]["selector"]["matchLabels"].items() <= labels.items()
                 assert endpoint["port"] in {port["name"] for port in headroom(pod)["ports"]}
@@ -165,9 +165,9 @@ def test_where_the_runtime_is_the_default_there_is_no_runtime_class(subtests: py
 
 
 def test_the_router_of_the_production_stack_stays_as_it_is() -> None:
-    before = documents((FOLDER / "production-stack" / "rendered.yaml").read_text())
+    manifests = documents((FOLDER / "production-stack" / "rendered.yaml").read_text())
     name = "vllm-deployment-router"
-    changes = differences(find(before, "Deployment", name), find(built("production-stack"), "Deployment", name))
+    changes = differences(find(manifests, "Deployment", name), find(built("production-stack"), "Deployment", name))
 
     assert changes == {("metadata", "namespace"): (None, "vllm")}
 

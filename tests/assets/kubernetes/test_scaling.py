@@ -61,7 +61,7 @@ def test_a_query_asks_for_load_or_for_time_and_never_for_memory(subtests: pytest
             assert any(metrics <= asked for asked in ASKED)
 
 
-def test_the_hpa_asks_for_what_the_adapter_is_told_to_offer() -> None:
+def test_the_hpa_asks_for_what_the_adapter_is_asked_to_offer() -> None:
     asked = [metric["pods"]["metric"]["name"] for metric in HPA["spec"]["metrics"]]
 
     assert asked == [rule["name"]["as"] for rule in RULES]

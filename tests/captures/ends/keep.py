@@ -32,9 +32,9 @@ def read_samples(folder: Path, since: float) -> list[dict[str, Any]]:
 
 def keep(folder: Path, name: str) -> None:
     """Write the capture."""
-    found = find_newest(folder)
-    assert found is not None, f"{folder} has no incident"
-    known = found[1]
+    newest = find_newest(folder)
+    assert newest is not None, f"{folder} has no incident"
+    known = newest[1]
     samples = read_samples(folder, known["t"] - BEFORE_SECONDS)
     lines = b"".join(map(encode_line, ({**HEADER, INCIDENT_KEY: known}, *samples)))
     for pattern, instead in PLACES:

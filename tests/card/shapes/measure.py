@@ -48,14 +48,14 @@ def parse_log(text: str) -> dict[str, Any]:
     """Return what vLLM said: its figures, or why it did not start."""
     found: dict[str, Any] = {}
     for name, pattern in SAID.items():
-        numbers = [float(each.replace(",", "")) for each in re.findall(pattern, text)]
+        numbers = [float(match.replace(",", "")) for match in re.findall(pattern, text)]
         if numbers:
             found[name] = min(numbers) if name in LEAST else max(numbers)
     if "kv_tokens" in found:
         found["kv_tokens"] = int(found["kv_tokens"])
     if "activations_gib" not in found and STARTED not in text:
-        said = re.findall(REFUSALS, text, re.MULTILINE)
-        found["refused"] = re.sub(r"\s+", " ", said[-1])[:160] if said else "it ended without a reason"
+        matches = re.findall(REFUSALS, text, re.MULTILINE)
+        found["refused"] = re.sub(r"\s+", " ", matches[-1])[:160] if matches else "it ended without a reason"
     return found
 
 

@@ -21,7 +21,7 @@ os.execv(sys.executable, [sys.executable, "-m", "vllm_headroom"])
 """
 
 
-def test_a_daemon_that_can_start_no_thread_says_of_each_source_why_and_ends_when_told_to(tmp_path: Path) -> None:
+def test_a_daemon_that_can_start_no_thread_says_of_each_source_why_and_ends_when_asked_to(tmp_path: Path) -> None:
     port, gone = free_port(), free_port()
     settings = {
         "HEADROOM_ENGINE_URL": f"http://localhost:{gone}",  # a name: whoever resolves it may want a thread as well

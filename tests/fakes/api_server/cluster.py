@@ -163,16 +163,16 @@ class Cluster:
 
     def request(self, method: str, path: str, body: Object | None) -> Answer:
         """Return what the API server answers."""
-        found = PATH.fullmatch(path)
-        if found is None or found["namespace"] != NAMESPACE:
+        match = PATH.fullmatch(path)
+        if match is None or match["namespace"] != NAMESPACE:
             return failure(404, "the server could not find the requested resource")
-        resource = "/".join(filter(None, (found["resource"], found["sub"])))
-        verb = VERBS.get(method, "get" if found["name"] else "list")
+        resource = "/".join(filter(None, (match["resource"], match["sub"])))
+        verb = VERBS.get(method, "get" if match["name"] else "list")
         self.asked.append(f"{verb} {resource}")
         if self.asked[-1] not in self.verbs:
             user = f"system:serviceaccount:{NAMESPACE}:vllm-headroom"
             return failure(403, f'{resource} is forbidden: User "{user}" cannot {verb} resource "{resource}"')
-        name, given = found["name"] or "", json.loads(json.dumps(body or {}))
+        name, given = match["name"] or "", json.loads(json.dumps(body or {}))
         answers: dict[str, Callable[[], Answer]] = {
             "get pods": lambda: self._show_pod(name),
             "create pods/eviction": lambda: self._evict(name, given),

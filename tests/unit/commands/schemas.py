@@ -64,8 +64,10 @@ def _infer(seen: Sequence[object], name: str = "") -> dict[str, Any]:
     found: dict[str, Any] = {"type": sorted(types | {"null"}) if name else "object"}
     if objects and name not in KEYED:
         keys = dict.fromkeys(key for document in objects for key in document)
-        found["properties"] = {key: _infer([each[key] for each in objects if key in each], key) for key in keys}
-        found["required"] = [key for key in keys if all(key in each for each in objects)]
-    if items := [item for each in lists for item in each]:
+        found["properties"] = {
+            key: _infer([document[key] for document in objects if key in document], key) for key in keys
+        }
+        found["required"] = [key for key in keys if all(key in document for document in objects)]
+    if items := [item for items in lists for item in items]:
         found["items"] = _infer(items, f"{name}[]")
     return found

@@ -94,7 +94,7 @@ def test_who_wants_no_colour_gets_a_bar_without() -> None:
     assert not re.search(r"\x1b\[[\d;]+m", read(NO_COLOR="1"))
 
 
-def test_an_error_is_told_above_the_bar_which_is_gone_then(tmp_path: Path) -> None:
+def test_an_error_is_reported_above_the_bar_which_is_gone_then(tmp_path: Path) -> None:
     file = tmp_path / "trace.jsonl"
     file.write_text(text(leaking(0.1)) + "{bad\n{bad\n")
     shown, status = on_a_terminal([sys.executable, "-c", REPLAY, str(file)])

@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.command import OWN
 
 
-def test_the_daemon_stops_when_told_while_its_settings_are_read(tmp_path: Path) -> None:
+def test_the_daemon_stops_when_asked_while_its_settings_are_read(tmp_path: Path) -> None:
     file = tmp_path / "headroom.yaml"
     os.mkfifo(file)
     words = (sys.executable, "-m", "vllm_headroom", "run", "--config", str(file))

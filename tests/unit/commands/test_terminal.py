@@ -116,7 +116,7 @@ def test_a_terminal_that_knows_only_lines_gets_what_a_file_gets(trace: str) -> N
     assert written.replace("\r\n", "\n") == file
 
 
-def test_a_mistake_is_told_within_the_width_too() -> None:
+def test_a_mistake_is_reported_within_the_width_too() -> None:
     written, status = on_a_terminal([*HEADROOM, "plan"], columns=60)
 
     assert status == 2

@@ -184,7 +184,7 @@ def test_a_file_named_by_the_environment_is_missed_under_its_name() -> None:
     ]
 
 
-def test_every_mistake_of_every_source_is_told_at_once_and_an_overridden_one_too() -> None:
+def test_every_mistake_of_every_source_is_reported_at_once_and_an_overridden_one_too() -> None:
     file = TESTDATA / "invalid-truth.yaml"
 
     lines = mistakes(

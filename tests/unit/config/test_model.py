@@ -67,7 +67,7 @@ def test_a_file_that_says_no_model_is_refused_in_a_line_with_the_reason(
     assert line.endswith(f" ({reason}), accepts the path of a model's config.json, or of the folder that has one")
 
 
-def test_an_empty_or_a_misspelt_option_is_told() -> None:
+def test_an_empty_or_a_misspelt_option_is_reported() -> None:
     assert refused(["--model-config="], {}).startswith("--model-config: got '', accepts the path")
     assert refused(["--model-confg", "x"], {}) == "--model-confg: not an option, did you mean --model-config?"
 

@@ -409,11 +409,11 @@ def test_outside_of_a_pod_it_stays_off_and_says_so(
         evictor = build_real_evictor(load([], {"HEADROOM_EVICT": "on"}), Clock())
 
     assert (evictor is None) is (lacks is not None)
-    assert [each["event"] for each in events] == ([] if lacks is None else ["HEADROOM_EVICT stays off"])
+    assert [event["event"] for event in events] == ([] if lacks is None else ["HEADROOM_EVICT stays off"])
     assert build_real_evictor(load([], {}), Clock()) is None
 
 
-def test_it_connects_where_the_pod_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_connects_where_the_pod_is_configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evict, "ACCOUNT", tmp_path)
     (tmp_path / "namespace").write_text("llm\n")
     for name, value in {**IN_A_POD, "KUBERNETES_SERVICE_HOST": "127.0.0.1", "KUBERNETES_SERVICE_PORT": "1"}.items():

@@ -98,7 +98,7 @@ def the_incident(folder: Path) -> Path:
 
 
 def times(file: Path) -> list[float]:
-    return [each.time_seconds - BEGAN for each in read_trace(str(file))]
+    return [snapshot.time_seconds - BEGAN for snapshot in read_trace(str(file))]
 
 
 def test_every_tick_is_kept_but_no_more_than_one_a_second(tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_an_end_is_set_aside_with_what_was_known_before_it(tmp_path: Path) -> No
     assert later.last == last
 
 
-def test_the_last_ten_minutes_of_memory_are_told_second_by_second(tmp_path: Path) -> None:
+def test_the_last_ten_minutes_of_memory_are_reported_second_by_second(tmp_path: Path) -> None:
     subject, watch = flight(tmp_path), serving()
     step(subject, take_snapshot(watch))
     for tenth in range(7000):
@@ -247,7 +247,7 @@ def test_an_end_in_the_time_of_another_daemon_is_left_to_that(tmp_path: Path) ->
     assert [path.name for path in tmp_path.iterdir()] == ["flight.jsonl"]
 
 
-def test_xids_shortly_before_the_end_are_told(tmp_path: Path) -> None:
+def test_xids_shortly_before_the_end_are_reported(tmp_path: Path) -> None:
     subject, watch = flight(tmp_path), serving()
     step(subject, take_snapshot(watch))
     watch.look(working(30), gpus=(gpu(xid_errors=((79, 1),)),))
@@ -270,7 +270,7 @@ def test_an_xid_belongs_to_an_incident_of_the_next_15_minutes(tmp_path: Path, mi
     assert [xid["xid"] for xid in header(the_incident(tmp_path))["xids"]] == known
 
 
-def test_what_torch_was_refused_shortly_before_is_told(tmp_path: Path) -> None:
+def test_what_torch_was_refused_shortly_before_is_reported(tmp_path: Path) -> None:
     subject, watch = flight(tmp_path), serving()
     raised = [
         OomRecord(

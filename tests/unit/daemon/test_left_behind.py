@@ -25,7 +25,7 @@ class Later(SystemClock):
         return super().monotonic() + self.ahead
 
 
-def test_what_an_engine_left_behind_and_stays_is_told_once_and_on_the_page_where_no_gpu_can_be_read() -> None:
+def test_what_an_engine_left_behind_and_stays_is_reported_once_and_on_the_page_where_no_gpu_can_be_read() -> None:
     failed = Failure(source=Source.NVML, reason=Reason.LIBRARY_MISSING, message="no NVML")
     said, clock = Said(processes=readings(), gpus=failed), Later()
     subject = sampler(said, clock=clock)
@@ -45,7 +45,7 @@ def test_what_an_engine_left_behind_and_stays_is_told_once_and_on_the_page_where
             clock.ahead, said.processes = ahead, readings(engine=() if left else WHOLE, orphans=left)
             ticked(subject)
             assert subject.latest is not None
-            sentences = [each.sentence for each in judge_snapshot(subject.latest.snapshot, subject.latest.values)]
+            sentences = [verdict.sentence for verdict in judge_snapshot(subject.latest.snapshot, subject.latest.values)]
             assert (LEFT_BEHIND in sentences) is (ahead in (70, 75)), "half a minute after it was first seen so"
 
     told = [line["problem"] for line in lines if line["event"] == "an engine that exited left processes behind"]

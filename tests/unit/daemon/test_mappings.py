@@ -72,7 +72,7 @@ def test_each_process_is_read_once_and_a_growing_one_again_in_ten_minutes() -> N
     assert sorted(kernel.read) == [10, 11, 12]
     assert subject.describe() == []
 
-    said = run(
+    result = run(
         subject, *((make_snapshot(2000 + 5.0 * tick), GROWING) for tick in range(1 + 2 * int(REREAD_SECONDS / 5)))
     )
 
@@ -86,7 +86,7 @@ def test_each_process_is_read_once_and_a_growing_one_again_in_ten_minutes() -> N
         "kinds": {"heap": 2 * 64 * MIB},
     }
     assert BEGAN <= grown["since"] <= BEGAN + 20
-    (line,) = said
+    (line,) = result
     assert (line["process"], line["pid"], line["grown"]) == ("worker", WORKER.pid, "64 MiB heap")
 
 

@@ -174,7 +174,7 @@ def test_a_derivation_that_raises_costs_its_own_series_and_says_so_once() -> Non
     ]
 
 
-def test_a_derivation_that_raised_begins_anew() -> None:
+def test_a_derivation_that_raised_starts_over() -> None:
     faulty: list[bool] = []
 
     def count(state: int, _snapshot: Snapshot) -> tuple[int, tuple[Sample, ...]]:

@@ -77,9 +77,9 @@ documents = st.fixed_dictionaries(
 
 
 def understood(document: dict[str, Any]) -> ProbedProcess:
-    found = parse_probe(json.dumps(document).encode())
-    assert not isinstance(found, str), found
-    return found[0]
+    parsed_file = parse_probe(json.dumps(document).encode())
+    assert not isinstance(parsed_file, str), parsed_file
+    return parsed_file[0]
 
 
 @settings(max_examples=60)

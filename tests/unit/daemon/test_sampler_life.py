@@ -56,7 +56,7 @@ def list_events(lines: list[Any]) -> list[tuple[str, str]]:
     return [(line["event"].split(":")[0], line["log_level"]) for line in lines if line["event"].startswith(ours)]
 
 
-def test_every_change_of_state_is_told_once() -> None:
+def test_every_change_of_state_is_reported_once() -> None:
     said = Said(processes=readings())
     subject = sampler(said)
     with capture_logs() as lines:
@@ -86,7 +86,7 @@ def leak(state: LeakState, *labels: str) -> Values:
     return Values(Sample(metric, (*labels, str(each)), float(each is state)) for each in LeakState)
 
 
-def test_every_change_of_a_verdict_is_told_once() -> None:
+def test_every_change_of_a_verdict_is_reported_once() -> None:
     subject = Transitions(Selection())
     with capture_logs() as lines:
         for found in (LeakState.STABLE, LeakState.GROWING, LeakState.GROWING, LeakState.LEAKING, LeakState.UNSETTLED):
@@ -101,7 +101,7 @@ def test_every_change_of_a_verdict_is_told_once() -> None:
     ]
 
 
-def test_instances_of_one_gpu_are_told_apart() -> None:
+def test_instances_of_one_gpu_are_distinguished() -> None:
     subject = Transitions(Selection())
     with capture_logs() as lines:
         for uuid in ("MIG-11111111-2222", "MIG-33333333-4444"):
@@ -111,7 +111,7 @@ def test_instances_of_one_gpu_are_told_apart() -> None:
 
 
 @pytest.mark.parametrize("blind", [LeakState.UNKNOWN, LeakState.ASLEEP, None])
-def test_a_verdict_that_cannot_be_told_for_a_while_is_not_said_to_be_over(blind: LeakState | None) -> None:
+def test_a_verdict_that_is_unknown_for_a_while_is_not_said_to_be_over(blind: LeakState | None) -> None:
     subject = Transitions(Selection())
     with capture_logs() as lines:
         for found in (LeakState.LEAKING, blind, LeakState.LEAKING, LeakState.STABLE):
@@ -123,7 +123,7 @@ def test_a_verdict_that_cannot_be_told_for_a_while_is_not_said_to_be_over(blind:
     ]
 
 
-def test_a_list_of_gpus_that_leaves_out_one_of_the_engines_processes_is_told_once() -> None:
+def test_a_list_of_gpus_that_leaves_out_one_of_the_engines_processes_is_reported_once() -> None:
     subject = Transitions(Selection(listed=("0",)))
     named, other = gpu(engine=0, attribution=Attribution.UUID), gpu(index=1, uuid="GPU-b", engine=0, attribution=None)
     with capture_logs() as lines:
@@ -148,7 +148,7 @@ def stepping(text: str) -> EnginePage:
     return page(engine(running=1.0, finished_total=1.0, steps_total=Unfit() if text == "unfit" else float(text)))
 
 
-def test_a_life_that_cannot_be_followed_costs_its_own_series_and_every_verdict() -> None:
+def test_a_run_that_cannot_be_followed_costs_its_own_series_and_every_verdict() -> None:
     said = Said(engine="1", processes=readings(), gpus=ONE_GPU)
     subject = sampler(said, parse=stepping)
     ticked(subject)
@@ -164,7 +164,7 @@ def test_a_life_that_cannot_be_followed_costs_its_own_series_and_every_verdict()
     assert state(ticked(subject)) == "serving"
 
 
-def test_what_was_counted_of_lives_outlives_a_fault_in_following_them() -> None:
+def test_what_was_counted_of_runs_outlives_a_fault_in_following_them() -> None:
     said = Said(processes=readings())
     subject = sampler(said, parse=stepping)
     for engines, processes in (("3", WHOLE), (REFUSED, ()), ("3", WHOLE)):

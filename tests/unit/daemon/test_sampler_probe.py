@@ -107,7 +107,7 @@ def test_files_that_are_of_other_processes_each_time_do_not_fill_the_log() -> No
     assert len([line for line in lines if line["event"] == "a probe gave up"]) == MOST_LOGGED_PROBES
 
 
-def test_probes_that_are_gone_are_forgotten_within_the_hour_and_later_ones_are_told() -> None:
+def test_probes_that_are_gone_are_forgotten_within_the_hour_and_later_ones_are_reported() -> None:
     subject = Transitions(Selection())
     lives = [tuple(now(pid=100 * run + each, stopped="slow") for each in range(MOST_LOGGED_PROBES)) for run in range(2)]
 

@@ -86,6 +86,6 @@ def test_memory_that_loading_puts_into_the_page_cache_is_seen_each_second(nvml: 
     assert free == pytest.approx([gib * GIB for gib in available], abs=1024)
     assert blocks[0] == 14_000 * 2 * 2**20
     assert blocks[-1] == 40 * 2 * 2**20
-    assert [(each.situation, each.alert) for each in said if "page cache" in each.sentence] == [
+    assert [(text.situation, text.alert) for text in said if "page cache" in text.sentence] == [
         (Situation.LOW_MEMORY, "HeadroomUnifiedMemoryCached")
     ]

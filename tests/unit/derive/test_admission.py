@@ -68,7 +68,7 @@ def test_a_limit_that_was_read_is_not_known_while_it_is_missing() -> None:
 
 
 @pytest.mark.parametrize(("restarts", "expected"), [((0, 0, 0, 0), 6), ((0, 0, 0, 1), 90)])
-def test_another_life_may_have_another_limit(restarts: tuple[int, ...], expected: float) -> None:
+def test_another_run_may_have_another_limit(restarts: tuple[int, ...], expected: float) -> None:
     assert more(*[QUEUED] * FULL_BATCH_SAMPLES, QUIET, restarts=restarts) == expected
 
 
@@ -76,10 +76,10 @@ def test_another_life_may_have_another_limit(restarts: tuple[int, ...], expected
 def test_what_is_frozen_in_an_engine_tells_no_limit_and_nothing_more_fits(doing: EngineState) -> None:
     state, frozen = Batches(), page(engine(running=3.0, waiting=5.0, kv_used_ratio=0.1))
     for place in range(2 * FULL_BATCH_SAMPLES):
-        seen = snapshot(at=5.0 * place, engines=frozen)
-        state, samples = derive_admission(state, replace(seen, engine_status=EngineStatus(state=doing)))
+        sample = snapshot(at=5.0 * place, engines=frozen)
+        state, samples = derive_admission(state, replace(sample, engine_status=EngineStatus(state=doing)))
         assert not samples
-    _, samples = derive_admission(state, replace(seen, engine_status=EngineStatus(state=EngineState.SERVING)))
+    _, samples = derive_admission(state, replace(sample, engine_status=EngineStatus(state=EngineState.SERVING)))
 
     assert values(samples, catalog.ENGINE_ADDITIONAL_REQUESTS)[AN_ENGINE] == 27
 
@@ -94,7 +94,7 @@ def test_nothing_is_said_when_nothing_runs_or_is_held(running: float | None, rat
     assert derive_admission(Batches(), snapshot(engines=page(engine(running=running, kv_used_ratio=ratio))))[1] == ()
 
 
-def test_engines_are_told_apart() -> None:
+def test_engines_are_distinguished() -> None:
     seen = page(engine(name="0", running=1.0, kv_used_ratio=0.5), engine(name="1", running=1.0, kv_used_ratio=0.25))
 
     _, samples = derive_admission(Batches(), snapshot(engines=seen))

@@ -144,7 +144,7 @@ def test_a_device_that_is_not_the_engines_is_not_held() -> None:
 
 
 @pytest.mark.parametrize("selection", [AUTO, Selection(listed=("0",)), Selection(everything=True)])
-def test_while_the_engine_cannot_be_told_from_another_one_nothing_is_known(selection: Selection) -> None:
+def test_while_the_engine_cannot_be_distinguished_from_another_one_nothing_is_known(selection: Selection) -> None:
     tick = (gpus(device(0, (7, 3), (8, 4))), engine(visible=(7, 8), ambiguous=2))
     (gpu,) = last(tick, selection=selection)
 
@@ -214,7 +214,7 @@ def test_the_ledger_is_never_negative_nor_above_what_is_used(
         assert gpu.held_bytes is None or engine_bytes <= gpu.held_bytes <= gpu.reading.memory.used_bytes - other_bytes
 
 
-def test_what_a_life_left_behind_is_the_engines_until_it_has_gone() -> None:
+def test_what_a_run_left_behind_is_the_engines_until_it_has_gone() -> None:
     before = (gpus(device(0, (11, 60 * GIB), used=60 * GIB)), engine(10, 11, host=True))
     left = (gpus(device(0, (11, 60 * GIB), used=60 * GIB)), engine(10, left=(11,), host=True))
     again = (gpus(device(0, (11, 60 * GIB), (21, 9 * GIB), used=69 * GIB)), engine(20, 21, left=(11,), host=True))

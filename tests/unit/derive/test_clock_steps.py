@@ -15,5 +15,5 @@ def test_no_derivation_raises_when_the_clock_steps_by_years() -> None:
         state = derivation.initial
         for step, years in enumerate((0, 60, -60, 9000, 0, -1, 1e6)):
             reading = engine(running=20.0, finished_total=float(step), started_at_seconds=1_760_000_000.0)
-            seen = snapshot(at=5.0 * step, engines=page(reading), gpus=(gpu(used=step),), processes=())
-            state, _ = answer(derivation, state, replace(seen, time_seconds=seen.time_seconds + years * YEAR))
+            sample = snapshot(at=5.0 * step, engines=page(reading), gpus=(gpu(used=step),), processes=())
+            state, _ = answer(derivation, state, replace(sample, time_seconds=sample.time_seconds + years * YEAR))

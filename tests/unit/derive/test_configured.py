@@ -30,11 +30,11 @@ OPTIONS = EngineOptions(max_num_seqs=64, gpu_memory_utilization=0.8, kv_cache_dt
 
 
 def complete(known: EngineReading, options: EngineOptions | None = OPTIONS) -> EnginePage:
-    seen = complete_page(page(known), None, options)
+    completed_page = complete_page(page(known), None, options)
 
-    assert isinstance(seen, EnginePage)
+    assert isinstance(completed_page, EnginePage)
 
-    return seen
+    return completed_page
 
 
 def test_the_command_line_gives_what_the_page_lacks() -> None:
@@ -89,10 +89,10 @@ def test_a_model_with_groups_has_no_bytes_either() -> None:
 
 
 def test_the_served_model_gives_bytes_unless_the_operator_did() -> None:
-    seen = snapshot(engines=complete(engine(kv_capacity_tokens=10.0)), gpus=(gpu(),))
-    served = replace(seen, token_bytes=lambda dtype, gpus: 7 if (dtype, gpus) == ("fp8", 1) else None)
+    sample = snapshot(engines=complete(engine(kv_capacity_tokens=10.0)), gpus=(gpu(),))
+    served = replace(sample, token_bytes=lambda dtype, gpus: 7 if (dtype, gpus) == ("fp8", 1) else None)
 
-    assert not values(derive_kv_cache(seen, bytes_per_token=None), catalog.ENGINE_KV_CAPACITY_BYTES)
+    assert not values(derive_kv_cache(sample, bytes_per_token=None), catalog.ENGINE_KV_CAPACITY_BYTES)
     assert list(values(derive_kv_cache(served, bytes_per_token=None), catalog.ENGINE_KV_CAPACITY_BYTES).values()) == [
         70
     ]

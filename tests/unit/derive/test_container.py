@@ -64,10 +64,10 @@ def test_a_cgroup_tells_what_counts_against_its_limit() -> None:
 
 
 def test_a_page_cache_that_fills_95_percent_is_no_pressure() -> None:
-    seen = host(readings(SERVER, cgroup=replace(CGROUP, used_bytes=64 * GIB, cache_bytes=61 * GIB)))
+    host_memory = host(readings(SERVER, cgroup=replace(CGROUP, used_bytes=64 * GIB, cache_bytes=61 * GIB)))
 
-    assert seen is not None
-    assert seen.room_bytes == 61 * GIB
+    assert host_memory is not None
+    assert host_memory.room_bytes == 61 * GIB
 
 
 def test_a_cgroup_without_a_limit_takes_the_machines() -> None:
@@ -77,36 +77,36 @@ def test_a_cgroup_without_a_limit_takes_the_machines() -> None:
 
 
 def test_a_cgroup_without_a_limit_has_the_one_that_the_operator_tells() -> None:
-    seen = host(readings(SERVER, cgroup=replace(CGROUP, limit_bytes=None)), limit_bytes=32 * GIB)
+    host_memory = host(readings(SERVER, cgroup=replace(CGROUP, limit_bytes=None)), limit_bytes=32 * GIB)
 
-    assert seen is not None
-    assert (seen.basis, seen.used_bytes, seen.limit_bytes) == (HostBasis.CGROUP, 3 * GIB, 32 * GIB)
+    assert host_memory is not None
+    assert (host_memory.basis, host_memory.used_bytes, host_memory.limit_bytes) == (HostBasis.CGROUP, 3 * GIB, 32 * GIB)
 
 
-def test_the_kernels_limit_comes_before_what_was_told() -> None:
-    seen = host(readings(SERVER, cgroup=CGROUP), limit_bytes=32 * GIB)
+def test_the_kernels_limit_comes_before_what_was_reported() -> None:
+    host_memory = host(readings(SERVER, cgroup=CGROUP), limit_bytes=32 * GIB)
 
-    assert seen is not None
-    assert seen.limit_bytes == 64 * GIB
+    assert host_memory is not None
+    assert host_memory.limit_bytes == 64 * GIB
 
 
 def test_without_the_tree_the_probe_tells() -> None:
     cgroup = Cgroup(identity="probe", used_bytes=40 * GIB, cache_bytes=30 * GIB, limit_bytes=None, oom_kills=None)
     block = HostReading(cgroup=cgroup, shm=Shm(total_bytes=2 * GIB, free_bytes=GIB))
 
-    seen = host(readings(SERVER), probe=probed(block), limit_bytes=48 * GIB)
+    host_memory = host(readings(SERVER), probe=probed(block), limit_bytes=48 * GIB)
 
-    assert seen is not None
-    assert (seen.basis, seen.used_bytes, seen.limit_bytes) == (HostBasis.PROBE, 10 * GIB, 48 * GIB)
-    assert (seen.shm_used_bytes, seen.shm_limit_bytes) == (GIB, 2 * GIB)
+    assert host_memory is not None
+    assert (host_memory.basis, host_memory.used_bytes, host_memory.limit_bytes) == (HostBasis.PROBE, 10 * GIB, 48 * GIB)
+    assert (host_memory.shm_used_bytes, host_memory.shm_limit_bytes) == (GIB, 2 * GIB)
 
 
 def test_the_probe_is_enough_where_no_process_can_be_seen() -> None:
     cgroup = Cgroup(identity="probe", used_bytes=5, cache_bytes=0, limit_bytes=9, oom_kills=2)
 
-    seen = host(failure(Source.PROCESS), probe=probed(HostReading(cgroup=cgroup)))
+    host_memory = host(failure(Source.PROCESS), probe=probed(HostReading(cgroup=cgroup)))
 
-    assert seen == HostMemory(basis=HostBasis.PROBE, used_bytes=5, limit_bytes=9, oom_kills=2)
+    assert host_memory == HostMemory(basis=HostBasis.PROBE, used_bytes=5, limit_bytes=9, oom_kills=2)
 
 
 def test_a_probe_that_says_nothing_of_the_host_is_none() -> None:
@@ -115,9 +115,9 @@ def test_a_probe_that_says_nothing_of_the_host_is_none() -> None:
 
 
 def test_without_both_the_processes_own_memory_and_their_shared_memory_are_summed() -> None:
-    seen = host(readings(SERVER, CORE, shm=Shm(total_bytes=8 * GIB, free_bytes=7 * GIB)), limit_bytes=48 * GIB)
+    host_memory = host(readings(SERVER, CORE, shm=Shm(total_bytes=8 * GIB, free_bytes=7 * GIB)), limit_bytes=48 * GIB)
 
-    assert seen == HostMemory(
+    assert host_memory == HostMemory(
         basis=HostBasis.PROCESSES,
         used_bytes=6 * GIB,
         limit_bytes=48 * GIB,
@@ -127,10 +127,10 @@ def test_without_both_the_processes_own_memory_and_their_shared_memory_are_summe
 
 
 def test_a_limit_that_nobody_tells_is_unknown_and_not_the_machines() -> None:
-    seen = host(readings(SERVER, CORE))
+    host_memory = host(readings(SERVER, CORE))
 
-    assert seen is not None
-    assert (seen.used_bytes, seen.limit_bytes, seen.room_bytes) == (5 * GIB, None, None)
+    assert host_memory is not None
+    assert (host_memory.used_bytes, host_memory.limit_bytes, host_memory.room_bytes) == (5 * GIB, None, None)
 
 
 @pytest.mark.parametrize(
@@ -145,10 +145,10 @@ def test_what_the_processes_pin_counts_and_what_they_share_counts_once(
     shm: Shm | None, shared: tuple[int, int], counted: int
 ) -> None:
     processes = (replace(each, shared_bytes=n * GIB) for each, n in zip((SERVER, CORE), shared, strict=True))
-    found = host(readings(*processes, shm=shm))
+    host_memory = host(readings(*processes, shm=shm))
 
-    assert found is not None
-    assert found.used_bytes == (5 + counted) * GIB
+    assert host_memory is not None
+    assert host_memory.used_bytes == (5 + counted) * GIB
 
 
 @pytest.mark.parametrize(
@@ -321,14 +321,14 @@ def test_what_is_swapped_out_is_that_of_the_scope() -> None:
 
 
 def test_resident_and_swapped_out_memory_are_summed_by_role() -> None:
-    seen = snapshot(processes=(SERVER, replace(CORE, swap_bytes=5), replace(CORE, pid=22, swap_bytes=2)))
+    sample = snapshot(processes=(SERVER, replace(CORE, swap_bytes=5), replace(CORE, pid=22, swap_bytes=2)))
 
-    assert values(derive_host_memory(seen), catalog.HOST_MEMORY) == {
+    assert values(derive_host_memory(sample), catalog.HOST_MEMORY) == {
         ("api_server",): 9.0 * GIB,
         ("engine_core",): 18.0 * GIB,
     }
-    assert values(derive_host_memory(seen), catalog.HOST_SWAP) == {("engine_core",): 7.0}
-    assert values(derive_host_memory(seen), catalog.HOST_MEMORY_KIND) == {
+    assert values(derive_host_memory(sample), catalog.HOST_SWAP) == {("engine_core",): 7.0}
+    assert values(derive_host_memory(sample), catalog.HOST_MEMORY_KIND) == {
         ("api_server", "anonymous"): 2.0 * GIB,
         ("api_server", "file"): 6.0 * GIB,
         ("engine_core", "anonymous"): 6.0 * GIB,

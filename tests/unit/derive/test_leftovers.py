@@ -28,14 +28,14 @@ def after(processes: ProcessReadings) -> Gpu:
         (engine(visible=(1, 99)), Fate.VANISHED),
     ],
 )
-def test_what_ended_with_memory_is_told_and_stays_the_engines(processes: ProcessReadings, fate: Fate) -> None:
+def test_what_ended_with_memory_is_reported_and_stays_the_engines(processes: ProcessReadings, fate: Fate) -> None:
     gpu = after(processes)
 
     assert gpu.leftovers == (Leftover(pid=7, fate=fate, used_bytes=5 * GIB),)
     assert (gpu.engine_bytes, gpu.other_bytes) == (5 * GIB, GIB)
 
 
-def test_an_engine_that_lives_and_its_neighbour_leave_nothing() -> None:
+def test_an_engine_that_runs_and_its_neighbour_leave_nothing() -> None:
     assert last(BEFORE)[0].leftovers == ()
     assert last(BEFORE, BEFORE)[0].leftovers == ()
 
@@ -81,7 +81,7 @@ def test_a_zombie_is_nobodys_neighbour() -> None:
     assert (gpu.engine_bytes, gpu.other_bytes) == (5 * GIB, 0)
 
 
-def test_where_pids_or_their_memory_are_not_told_truly_neither_is_this() -> None:
+def test_where_pids_or_their_memory_are_not_reported_truly_neither_is_this() -> None:
     left = engine(visible=(1,), left=(7,))
 
     assert last((gpus(device(0, (7, GIB)), driver=OLD_DRIVER), left))[0].leftovers == ()
@@ -103,7 +103,7 @@ def test_it_is_said_with_what_to_do() -> None:
     assert "until the GPU is reset" in describe_leftover(replace(orphan, fate=Fate.VANISHED))
 
 
-def test_what_is_on_no_gpu_that_is_told_of_is_said_by_its_pids() -> None:
+def test_what_is_on_no_gpu_that_is_reported_is_named_by_its_pids() -> None:
     (gpu,) = last(BEFORE, (BEFORE[0], engine(visible=(1, 99), left=(7,))))
 
     assert describe_orphans(frozenset({7}), (gpu,)) is None

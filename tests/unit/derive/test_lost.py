@@ -33,7 +33,7 @@ def test_the_one_that_does_not_open_is_the_one_that_is_missing() -> None:
     assert owned(make_snapshot(IDLE, unopened(1), had=("GPU-b",))) == [(1, "GPU-b")]
 
 
-def test_of_several_that_are_missing_none_is_told_by_name() -> None:
+def test_of_several_that_are_missing_none_is_reported_by_name() -> None:
     assert owned(make_snapshot(unopened(0), unopened(1), had=("GPU-a", "GPU-b"))) == [(0, ""), (1, "")]
 
 

@@ -24,7 +24,7 @@ def looked(reading: int, *, awake: bool) -> Snapshot:
         for index, uuid in enumerate(("MIG-stays", f"MIG-{reading}"))
     )
     told = engine(running=4.0, finished_total=2000.0 + reading, awake=awake, started_at_seconds=1.0)
-    writes = probed(devices=tuple(AllocatorReading(uuid=each.reading.uuid, retries=1, ooms=0) for each in gpus))
+    writes = probed(devices=tuple(AllocatorReading(uuid=gpu.reading.uuid, retries=1, ooms=0) for gpu in gpus))
     probe = ProbeReadings(present=(writes,))
     return snapshot(at=5.0 * reading, engines=page(told), gpus=gpus, processes=failure(Source.PROCESS), probe=probe)
 

@@ -25,7 +25,7 @@ def test_engines_without_a_name_do_not_count() -> None:
     assert (count_running(page()), count_finished(page())) == (None, None)
 
 
-def test_a_life_is_named_by_its_start() -> None:
+def test_a_run_is_named_by_its_start() -> None:
     assert identify_run(page(engine())) is None
     assert identify_run(page(engine("0", started_at_seconds=2.0), engine("1", started_at_seconds=1.5))) == "1.500,2.000"
 
@@ -46,7 +46,7 @@ def test_a_life_is_named_by_its_start() -> None:
         (("7:999.00,8:999.00", 5.0), ("7:999.00", 6.0), True),
     ],
 )
-def test_what_is_unknown_or_began_earlier_tells_of_no_other_life(
+def test_what_is_unknown_or_began_earlier_tells_of_no_other_run(
     before: tuple[str | None, float | None], now: tuple[str | None, float | None], *, anew: bool
 ) -> None:
     assert is_new_run(before[0], now[0], before[1], now[1]) is anew

@@ -55,7 +55,7 @@ def test_a_counter_that_fell_began_again_from_zero() -> None:
     assert ratio_after((0, counters(1000, 900)), (5, counters(40, 10))) == 0.25
 
 
-def test_what_a_life_counted_ends_with_it() -> None:
+def test_what_a_run_counted_ends_with_it() -> None:
     before = ((0.0, counters(0, 0)), (5.0, counters(1000, 900)))
 
     assert ratio_after(*before, (10.0, counters(0, 0))) is None

@@ -23,7 +23,7 @@ def test_the_ledger_sums_to_used() -> None:
     }
 
 
-def test_holders_that_cannot_be_told_apart_are_absent_and_all_is_unattributed() -> None:
+def test_holders_that_cannot_be_distinguished_are_absent_and_all_is_unattributed() -> None:
     assert derive_held_bytes() == {(*A_GPU, "unattributed"): 900.0}
 
 
@@ -45,7 +45,7 @@ def test_a_lost_gpu_keeps_its_name_and_nothing_else() -> None:
     }
 
 
-def test_what_no_engine_holds_any_more_is_summed_as_far_as_it_is_told() -> None:
+def test_what_no_engine_holds_any_more_is_summed_as_far_as_it_is_reported() -> None:
     left = tuple(Leftover(pid=pid, fate=Fate.ZOMBIE, used_bytes=used) for pid, used in ((7, 40), (8, 2), (9, None)))
 
     def told(*leftovers: Leftover) -> dict[tuple[str, ...], float]:

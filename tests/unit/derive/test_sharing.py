@@ -71,11 +71,11 @@ def test_an_engine_runs_out_of_its_share_before_the_card_is_full(seen: Gpu, left
     assert observed.room_bytes == left
 
 
-def test_what_is_granted_is_the_least_that_a_process_was_told() -> None:
+def test_what_is_granted_is_the_least_that_a_process_was_reported() -> None:
     devices = [AllocatorReading(uuid="GPU-a", total_bytes=total) for total in (SLICE, None, CARD)]
     present = tuple(probed(devices=(each,)) for each in devices)
 
-    found = add_inside((gpu(total=CARD, used=GIB),), ProbeReadings(present=present))
+    gpus_with_inside = add_inside((gpu(total=CARD, used=GIB),), ProbeReadings(present=present))
 
-    assert isinstance(found, tuple)
-    assert found[0].inside == Inside(granted_bytes=SLICE)
+    assert isinstance(gpus_with_inside, tuple)
+    assert gpus_with_inside[0].inside == Inside(granted_bytes=SLICE)

@@ -84,7 +84,7 @@ def test_a_scheduler_that_is_paused_keeps_all_and_has_no_residue() -> None:
     assert [night.look(500, to_wake=300) for _ in range(2)][-1] == 500, "one that gives back too little has one"
 
 
-def test_another_life_has_not_slept_yet() -> None:
+def test_another_run_has_not_slept_yet() -> None:
     night = Night()
     night.slept(40)
 

@@ -58,7 +58,9 @@ def make_snapshot(engine_state: EngineState = EngineState.SERVING) -> Snapshot:
 
 
 def of(subject: str, *samples: Sample, at: Snapshot | None = None) -> Verdict:
-    found = [each for each in judge_snapshot(at or make_snapshot(), Values(samples)) if each.subject == subject]
+    found = [
+        verdict for verdict in judge_snapshot(at or make_snapshot(), Values(samples)) if verdict.subject == subject
+    ]
     assert found, subject
     return found[0]
 
@@ -167,8 +169,8 @@ def test_a_gpu_that_a_list_leaves_out_is_not_passed_over_in_silence() -> None:
     assert verdict.level is Level.WARNING
     dead = Leftover(pid=7, fate=Fate.ORPHANED, used_bytes=70 * GIB)
     for other in (replace(left_out, engine_bytes=0), replace(left_out, leftovers=(dead,))):
-        found = judge_snapshot(replace(at, gpus=(gpu(), other)), Values(()))
-        assert not [each for each in found if each.subject == "GPU 1"]
+        verdicts = judge_snapshot(replace(at, gpus=(gpu(), other)), Values(()))
+        assert not [verdict for verdict in verdicts if verdict.subject == "GPU 1"]
 
 
 def test_what_is_not_known_of_a_leak_is_not_said() -> None:
@@ -244,7 +246,7 @@ def test_a_lost_gpu_is_an_alarm_whatever_was_said_before() -> None:
     assert verdict.sentence == "GPU 0 cannot be read: it failed."
 
 
-def test_gpus_that_cannot_be_read_or_told_are_not_known() -> None:
+def test_gpus_that_cannot_be_read_or_reported_are_not_known() -> None:
     unread = replace(make_snapshot(), gpus=failure(Source.NVML))
     unowned = replace(make_snapshot(), gpus=(gpu(attribution=None),))
 
@@ -297,15 +299,15 @@ def test_little_free_memory_is_news_where_there_was_more_at_first() -> None:
     assert [said(520, 5000), said(200, 300)] == 2 * [(Level.GOOD, None)]
 
 
-def test_a_closed_gate_is_told_and_an_open_one_is_not() -> None:
-    found = judge_snapshot(make_snapshot(), Values([Sample(catalog.GATE_OPEN, ("ready",), 0.0)]))
+def test_a_closed_gate_is_reported_and_an_open_one_is_not() -> None:
+    verdicts = judge_snapshot(make_snapshot(), Values([Sample(catalog.GATE_OPEN, ("ready",), 0.0)]))
 
-    assert [each.sentence for each in found if each.subject == "gates"] == [
+    assert [verdict.sentence for verdict in verdicts if verdict.subject == "gates"] == [
         "The gate /gate/ready is closed; its answer has the reason."
     ]
 
 
-def test_a_silent_page_is_told_with_its_cause() -> None:
+def test_a_silent_page_is_reported_with_its_cause() -> None:
     silent = replace(make_snapshot(EngineState.DOWN), engines=failure(Source.ENGINE))
 
     assert of("engine", at=silent).sentence == (
@@ -389,14 +391,14 @@ def test_a_silent_server_on_a_machine_that_is_short_of_cpu_is_starved(
     assert said.sentence == f"The engine {says}."
 
 
-def test_a_life_that_nobody_follows_is_not_known() -> None:
+def test_a_run_that_nobody_follows_is_not_known() -> None:
     assert of("engine", at=replace(make_snapshot(), engine_status=None)).level is Level.UNKNOWN
 
 
 def test_stranded_blocks_are_a_warning() -> None:
-    found = judge_snapshot(make_snapshot(), Values([Sample(catalog.ENGINE_KV_STRANDED, ("m", "0"), 0.2)]))
+    verdicts = judge_snapshot(make_snapshot(), Values([Sample(catalog.ENGINE_KV_STRANDED, ("m", "0"), 0.2)]))
 
-    assert [each.alert for each in found if each.level is Level.WARNING] == ["HeadroomKvCacheStranded"]
+    assert [verdict.alert for verdict in verdicts if verdict.level is Level.WARNING] == ["HeadroomKvCacheStranded"]
 
 
 def test_host_memory_is_said_by_role_where_it_grows_and_once_where_not() -> None:
@@ -458,7 +460,7 @@ def test_what_was_watched_for_minutes_is_not_said_to_have_no_leak(watched: float
     core = state(LeakState.WARMING_UP, catalog.HOST_LEAK_STATE, ("engine_core",))
     watches = {} if watched is None else {"GPU-a": watched, "worker": watched, "engine_core": 9 * HOUR, "gone": 1.0}
 
-    found = {each.subject: each for each in judge_snapshot(make_snapshot(), Values((*stable, core)), watches)}
+    found = {verdict.subject: verdict for verdict in judge_snapshot(make_snapshot(), Values((*stable, core)), watches)}
 
     assert found["GPU 0"].sentence.startswith(f"GPU 0{said}")
     assert found["host memory"].sentence.startswith(f"Host memory{said};")
@@ -468,7 +470,9 @@ def test_what_was_watched_for_minutes_is_not_said_to_have_no_leak(watched: float
 def test_an_engine_that_ends_again_and_again_is_not_well_while_it_serves() -> None:
     def said(ends: int) -> list[tuple[Level, str | None]]:
         at = replace(make_snapshot(), engine_status=EngineStatus(state=EngineState.SERVING, recent_exits=ends))
-        return [(each.level, each.alert) for each in judge_snapshot(at, Values(())) if each.subject == "engine"]
+        return [
+            (verdict.level, verdict.alert) for verdict in judge_snapshot(at, Values(())) if verdict.subject == "engine"
+        ]
 
     assert said(2) == [(Level.GOOD, None)]
     assert said(3) == [(Level.ALARM, "HeadroomEngineCrashLoop"), (Level.GOOD, None)]
@@ -554,10 +558,10 @@ def test_little_host_memory_that_was_more_is_a_warning(used: float, first: float
 
 
 def test_the_worst_comes_first() -> None:
-    found = judge_snapshot(make_snapshot(EngineState.DOWN), Values([state(LeakState.GROWING)]))
+    verdicts = judge_snapshot(make_snapshot(EngineState.DOWN), Values([state(LeakState.GROWING)]))
 
-    assert [each.level for each in found] == [Level.ALARM, Level.WARNING]
-    assert find_worst(found) is Level.ALARM
+    assert [verdict.level for verdict in verdicts] == [Level.ALARM, Level.WARNING]
+    assert find_worst(verdicts) is Level.ALARM
     assert find_worst(()) is Level.UNKNOWN
 
 
@@ -565,7 +569,9 @@ def test_what_is_left_of_an_engine_that_ended_is_a_warning_beside_what_else_is_s
     left = Leftover(pid=4711, fate=Fate.ORPHANED, used_bytes=38 * GIB)
     at = replace(make_snapshot(), gpus=(replace(gpu(), leftovers=(left,)),))
 
-    first, *_ = [each for each in judge_snapshot(at, Values([state(LeakState.STABLE)])) if each.subject == "GPU 0"]
+    first, *_ = [
+        verdict for verdict in judge_snapshot(at, Values([state(LeakState.STABLE)])) if verdict.subject == "GPU 0"
+    ]
 
     assert first.sentence.startswith("GPU 0: 38 GiB held by pid 4711, left behind by an engine that has ended: end it")
     assert (first.level, first.alert) == (Level.WARNING, "HeadroomMemoryLeftBehind")
@@ -719,6 +725,6 @@ def test_a_neighbour_on_a_gpu_that_is_shared_by_plan_is_no_warning(role: str, le
     said, made = derive_verdicts(make_snapshot(), Values(samples), LeakMemory(), role)
 
     assert {
-        each.level for each in said if each.alert == "HeadroomNeighbourGrowing" or "other proc" in each.sentence
+        text.level for text in said if text.alert == "HeadroomNeighbourGrowing" or "other proc" in text.sentence
     } == {level}
     assert [each.labels for each in made if each.metric is catalog.ROLE] == ([] if role == "serving" else [(role,)])

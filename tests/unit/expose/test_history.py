@@ -77,7 +77,7 @@ def test_a_day_without_samples_leaves_nothing_of_the_day_before() -> None:
     assert points(history(at(0), at(3 * DAY)).read_curve("free GPU-a")) == [(BEGIN + 3 * DAY, 100.0)]
 
 
-def test_a_clock_that_is_set_back_begins_anew() -> None:
+def test_a_clock_that_is_set_back_starts_over() -> None:
     assert points(history(at(600), at(0)).read_curve("free GPU-a")) == [(BEGIN, 100.0)]
 
 

@@ -63,7 +63,7 @@ def test_the_age_is_that_at_the_scrape(world: World, accept: str) -> None:
 
 def test_the_daemons_own_series_are_of_the_moment_of_the_sample(world: World) -> None:
     def cpu() -> bytes:
-        (line,) = (each for each in world.asked().body.splitlines() if each.startswith(b"process_cpu_seconds_total"))
+        (line,) = (line for line in world.asked().body.splitlines() if line.startswith(b"process_cpu_seconds_total"))
         return line
 
     first = cpu()

@@ -287,12 +287,12 @@ def test_an_alarm_marks_the_figure_of_its_gpu_and_no_other() -> None:
     ],
 )
 def test_a_runbook_is_linked_where_it_is_known(runbooks: str | None, link: str | None) -> None:
-    found = re.findall(r'<a href="(https[^"]*)"', render_page(day(leaking=frozenset({0}), runbooks=runbooks)))
+    matches = re.findall(r'<a href="(https[^"]*)"', render_page(day(leaking=frozenset({0}), runbooks=runbooks)))
 
-    assert found == ([] if link is None else [link])
+    assert matches == ([] if link is None else [link])
 
 
-def test_the_parts_of_a_gpu_are_told_apart_wherever_they_are_named() -> None:
+def test_the_parts_of_a_gpu_are_distinguished_wherever_they_are_named() -> None:
     parts = [gpu(index=1, uuid=f"MIG-{part}", used_peak_bytes=900) for part in "xy"]
     at, history = replace(snapshot(gpus=tuple(parts)), time_seconds=NOW), History()
     history.step(at, (), None)

@@ -109,7 +109,7 @@ def test_without_the_awake_series_sleep_is_unknown() -> None:
     assert one(f'vllm:engine_sleep_state{{{ENGINE},sleep_state="discard_all"}} 1.0').awake is None
 
 
-def test_engines_are_told_apart_by_model_and_rank() -> None:
+def test_engines_are_distinguished_by_model_and_rank() -> None:
     lines = [
         f'vllm:num_requests_running{{engine="{rank}",model_name="{model}"}} {rank}' for model in "ba" for rank in "10"
     ]

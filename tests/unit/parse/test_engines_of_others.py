@@ -110,7 +110,7 @@ def test_a_profile_can_be_forced() -> None:
     assert (absent.profile, absent.engines) == ("tgi", ())
 
 
-def test_what_was_looked_for_is_told_with_what_makes_the_engine_tell_it() -> None:
+def test_what_was_looked_for_is_reported_with_what_makes_the_engine_tell_it() -> None:
     unknown, forced = parse_engines("node_load1 0.5\n"), parse_engines("node_load1 0.5\n", "tensorrt_llm")
 
     assert isinstance(unknown, EnginePage)

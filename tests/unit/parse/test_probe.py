@@ -201,13 +201,13 @@ PEAKS: Final[dict[str, Any]] = {
 
 
 def test_peaks_are_understood() -> None:
-    found = parsed(peaks=PEAKS, oom=WHOLE["oom"] | {"step": {"work": "sampling", **STEP}})
+    parsed_text = parsed(peaks=PEAKS, oom=WHOLE["oom"] | {"step": {"work": "sampling", **STEP}})
 
-    assert not isinstance(found, str)
+    assert not isinstance(parsed_text, str)
     step = StepFacts(at_seconds=1760000000.0, requests=2, tokens=70, prompt_tokens=69, logprobs_tokens=60)
-    assert found[0].oom is not None
-    assert found[0].oom.step == StepAtError(work=Work.SAMPLING, step=step)
-    assert found[0].peaks == PeakReadings(
+    assert parsed_text[0].oom is not None
+    assert parsed_text[0].oom.step == StepAtError(work=Work.SAMPLING, step=step)
+    assert parsed_text[0].peaks == PeakReadings(
         works=(
             WorkPeaks(
                 work=Work.PROMPT_LOGPROBS,
@@ -236,10 +236,10 @@ def test_peaks_are_understood() -> None:
     ],
 )
 def test_wrong_peaks_and_nothing_is_believed(table: object, says: str) -> None:
-    found = parsed(peaks=PEAKS | {"kinds": {"decode": table}})
+    parsed_text = parsed(peaks=PEAKS | {"kinds": {"decode": table}})
 
-    assert isinstance(found, str)
-    assert found.removeprefix("peaks.kinds.decode").removeprefix(".").removeprefix(": ").startswith(says)
+    assert isinstance(parsed_text, str)
+    assert parsed_text.removeprefix("peaks.kinds.decode").removeprefix(".").removeprefix(": ").startswith(says)
 
 
 def test_what_a_later_probe_adds_is_passed_over() -> None:
@@ -271,10 +271,10 @@ def test_what_a_later_probe_adds_is_passed_over() -> None:
     ],
 )
 def test_one_wrong_field_and_nothing_is_believed(changed: dict[str, Any], says: str) -> None:
-    found = parsed(**changed)
+    parsed_text = parsed(**changed)
 
-    assert isinstance(found, str)
-    assert found.startswith(says)
+    assert isinstance(parsed_text, str)
+    assert parsed_text.startswith(says)
 
 
 @pytest.mark.parametrize(
@@ -291,11 +291,11 @@ def test_one_wrong_field_and_nothing_is_believed(changed: dict[str, Any], says: 
         (b"[" * 16_000, "not JSON of a probe: nested too deep"),
     ],
 )
-def test_content_that_is_no_probes_is_told_from_it(content: bytes, says: str) -> None:
-    found = parse_probe(content)
+def test_content_that_is_no_probes_is_distinguished_from_it(content: bytes, says: str) -> None:
+    parsed_file = parse_probe(content)
 
-    assert isinstance(found, str)
-    assert found.startswith(says)
+    assert isinstance(parsed_file, str)
+    assert parsed_file.startswith(says)
 
 
 def test_an_error_that_is_later_than_its_file_is_not_believed() -> None:
@@ -307,10 +307,10 @@ def test_an_error_that_is_later_than_its_file_is_not_believed() -> None:
 
 
 def test_long_text_is_cut() -> None:
-    found = parsed(stopped="x" * 10_000)
+    parsed_text = parsed(stopped="x" * 10_000)
 
-    assert not isinstance(found, str)
-    assert found[0].stopped == "x" * 200
+    assert not isinstance(parsed_text, str)
+    assert parsed_text[0].stopped == "x" * 200
 
 
 @given(

@@ -39,7 +39,7 @@ class Vllm:
 
         def complete() -> dict[str, Document] | None:
             found = {report["process_name"]: report for report in self.reports() if report["role"] != "api_server"}
-            whole = all(each["scheduler"] or each["parts"] for each in found.values())
+            whole = all(value["scheduler"] or value["parts"] for value in found.values())
             return found if whole and set(names) <= set(found) else None
 
         return eventually(complete, f"{', '.join(names)} report; the log says {self.log.read_text()}")

@@ -112,7 +112,7 @@ def test_torch_is_never_asked_where_its_allocator_may_wait_for_python(worker: An
     assert cuda.asked == []
 
 
-def test_a_pool_that_sleeps_is_told_by_tag_from_vllms_own_books(worker: Any) -> None:
+def test_a_pool_that_sleeps_is_reported_by_tag_from_vllms_own_books(worker: Any) -> None:
     pool = CuMemAllocator()
     CuMemAllocator.instance = pool
     for pointer, (size, tag) in enumerate([(10, "weights"), (4, "weights"), (30, "kv_cache"), (5, "runtime")]):
@@ -148,28 +148,28 @@ def test_the_uuid_is_written_as_nvml_has_it(
 ) -> None:
     monkeypatch.setenv("NVIDIA_VISIBLE_DEVICES", visible)
 
-    found = WorkerGpu().read_device(worker)
-    assert found is not None
-    assert found["uuid"] == uuid
+    device_facts = WorkerGpu().read_device(worker)
+    assert device_facts is not None
+    assert device_facts["uuid"] == uuid
 
 
 def test_the_uuid_of_an_amd_card_is_its_id(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """HIP writes the id's digits as the bytes of a UUID, which torch prints as hexadecimal."""
     monkeypatch.setattr(cuda, "UUID", UUID(bytes=b"fc1d2a3b4c5d6e7f"))
 
-    found = WorkerGpu().read_device(worker)
-    assert found is not None
-    assert found["uuid"] == "GPU-fc1d2a3b4c5d6e7f"
+    device_facts = WorkerGpu().read_device(worker)
+    assert device_facts is not None
+    assert device_facts["uuid"] == "GPU-fc1d2a3b4c5d6e7f"
 
 
 def test_figures_that_a_torch_does_not_have_are_absent(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "STATS", {"allocated_bytes": cuda.STATS["allocated_bytes"]})
     gpu = WorkerGpu()
 
-    found = gpu.read_device(worker)
-    assert found is not None
-    assert found["allocated"] == 60 * GIB
-    assert {name: found[name] for name in ("reserved", "inactive_split", "retries", "ooms")} == {
+    device_facts = gpu.read_device(worker)
+    assert device_facts is not None
+    assert device_facts["allocated"] == 60 * GIB
+    assert {name: device_facts[name] for name in ("reserved", "inactive_split", "retries", "ooms")} == {
         "reserved": None,
         "inactive_split": None,
         "retries": None,

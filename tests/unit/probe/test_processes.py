@@ -67,7 +67,7 @@ def test_with_data_parallel_engines_and_workers_inside_them(site: Path, folder: 
         found = running.reports_of("EngineCore_DP0", "EngineCore_DP1")
 
         assert [found[name]["data_parallel_rank"] for name in sorted(found)] == [0, 1]
-        assert all(each["role"] == "engine_core" and each["parts"]["kv_cache"] == 1 << 30 for each in found.values())
+        assert all(value["role"] == "engine_core" and value["parts"]["kv_cache"] == 1 << 30 for value in found.values())
 
 
 def test_a_report_names_its_process_as_the_sidecar_finds_it(site: Path, folder: Path) -> None:
@@ -157,7 +157,7 @@ def test_without_the_variable_nothing_of_it_is_loaded(site: Path) -> None:
 def test_of_two_installations_one_runs(site: Path, folder: Path, tmp_path: Path) -> None:
     install(tmp_path / "again")
     with vllm(site, folder, PYTHONPATH=f"{site}:{tmp_path / 'again'}:{INSIDE}") as running:
-        names = [each["process_name"] for each in running.reports_of("EngineCore", "VllmWorker-0").values()]
+        names = [value["process_name"] for value in running.reports_of("EngineCore", "VllmWorker-0").values()]
 
         assert sorted(names) == ["EngineCore", "VllmWorker-0"]
         assert _threads(running.process.pid) == 2, "its main thread and the probe's"

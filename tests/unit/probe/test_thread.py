@@ -194,7 +194,7 @@ def test_a_report_that_would_be_too_long_ends_it(running: Probe, folder: Path) -
     assert read_report(folder) is None
 
 
-def test_files_of_many_lives_do_not_fill_the_folder(folder: Path) -> None:
+def test_files_of_many_runs_do_not_fill_the_folder(folder: Path) -> None:
     for number in range(9):
         (folder / f"{number}-1.json").write_text("{}")
     (folder / "notes").mkdir()

@@ -67,9 +67,9 @@ async def devices(gpus: Gpus) -> tuple[GpuReading, ...]:
 def test_amds_cards_are_counted_on_after_nvidias(sys: AmdTree, proc: ProcTree) -> None:
     add(sys)
 
-    found = run(sys, proc, devices)
+    result = run(sys, proc, devices)
 
-    assert [(gpu.index, gpu.vendor) for gpu in found] == [
+    assert [(gpu.index, gpu.vendor) for gpu in result] == [
         (0, Vendor.NVIDIA),
         (1, Vendor.NVIDIA),
         (2, Vendor.AMD),
@@ -81,9 +81,9 @@ def test_amds_cards_are_counted_on_after_nvidias(sys: AmdTree, proc: ProcTree) -
 def test_where_nvidia_has_none_amds_are_counted_from_the_first(sys: AmdTree, proc: ProcTree) -> None:
     add(sys)
 
-    found = run(sys, proc, devices)
+    result = run(sys, proc, devices)
 
-    assert [(gpu.index, gpu.vendor, gpu.failure) for gpu in found] == [(0, Vendor.AMD, None), (1, Vendor.AMD, None)]
+    assert [(gpu.index, gpu.vendor, gpu.failure) for gpu in result] == [(0, Vendor.AMD, None), (1, Vendor.AMD, None)]
 
 
 @pytest.mark.usefixtures("no_nvidia")
@@ -98,7 +98,7 @@ def test_where_there_is_neither_both_ways_are_named(sys: AmdTree, proc: ProcTree
     )
 
 
-def test_an_ill_driver_of_nvidias_alone_is_told_as_it_is(nvml: FakeNvml, sys: AmdTree, proc: ProcTree) -> None:
+def test_an_ill_driver_of_nvidias_alone_is_reported_as_it_is(nvml: FakeNvml, sys: AmdTree, proc: ProcTree) -> None:
     nvml.errors = {"nvmlInitWithFlags": pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH}
     nvml.write()
 
@@ -134,10 +134,10 @@ def test_a_driver_of_nvidias_that_is_ill_from_the_start_is_not_passed_over(
     nvml.errors = {"nvmlInitWithFlags": pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH}
     nvml.write()
 
-    found = run(sys, proc, devices)
+    result = run(sys, proc, devices)
 
-    assert [(gpu.index, gpu.uuid) for gpu in found][:2] == [(0, ""), (1, "GPU-0000000000000000")]
-    assert reasons(found) == [Reason.VERSION_MISMATCH, None, None]
+    assert [(gpu.index, gpu.uuid) for gpu in result][:2] == [(0, ""), (1, "GPU-0000000000000000")]
+    assert reasons(result) == [Reason.VERSION_MISMATCH, None, None]
 
 
 @pytest.mark.usefixtures("nvml")

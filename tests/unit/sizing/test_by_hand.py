@@ -49,21 +49,21 @@ def test_granite_4_h_by_hand() -> None:
     attention = 2 * 1536 * 1536 + 2 * 1536 * 512
     sparse = 1536 * 64 + 64 * 3 * 1536 * 512 + 3 * 1536 * 1024
 
-    found = shape(GRANITE)
+    model_shape = shape(GRANITE)
 
-    assert (found.full_layers, found.stateful_layers, found.state_checkpoints) == (4, 36, 1)
-    assert found.state_bytes == 2 * (48 * 64 * 128) + 2 * 3 * (3072 + 2 * 128)
-    assert found.parameters is not None
-    assert found.parameters.total == 36 * mixer + 4 * attention + 40 * sparse
-    assert 6.7e9 < found.parameters.total + (found.embeddings or 0) < 7.1e9
+    assert (model_shape.full_layers, model_shape.stateful_layers, model_shape.state_checkpoints) == (4, 36, 1)
+    assert model_shape.state_bytes == 2 * (48 * 64 * 128) + 2 * 3 * (3072 + 2 * 128)
+    assert model_shape.parameters is not None
+    assert model_shape.parameters.total == 36 * mixer + 4 * attention + 40 * sparse
+    assert 6.7e9 < model_shape.parameters.total + (model_shape.embeddings or 0) < 7.1e9
 
 
 def test_a_dense_granite_4_h_has_only_the_shared_mlp() -> None:
-    found = shape({**GRANITE, "num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 8192})
+    model_shape = shape({**GRANITE, "num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 8192})
 
-    assert found.parameters is not None
-    assert found.parameters.experts == 0
-    assert found.mlp_width == 8192
+    assert model_shape.parameters is not None
+    assert model_shape.parameters.experts == 0
+    assert model_shape.mlp_width == 8192
 
 
 def test_gemma_3n_by_hand() -> None:
@@ -72,23 +72,28 @@ def test_gemma_3n_by_hand() -> None:
     per_layer = 262144 * 35 * 256 + 35 * 3 * 2048 * 256
     updates = 35 * 2 * 2048 * 64 + 6 * 2048 * 2048
 
-    found = shape(json.loads(config_text("gemma3n-text-default")))
+    model_shape = shape(json.loads(config_text("gemma3n-text-default")))
 
-    assert (found.full_layers, found.windowed_layers, found.window_tokens, found.unknown_type) == (4, 16, 512, None)
-    assert found.parameters is not None
-    assert found.parameters.total == 35 * (attention + mlp) + 20 * 2 * 2048 * 512 + per_layer + updates
-    assert found.embeddings == 262400 * 2048
-    assert found.parameters.unquantised >= 262144 * 35 * 256, "no method quantises an embedding"
-    assert found.side_values == 35 * 256 + 6 * 2048
+    assert (
+        model_shape.full_layers,
+        model_shape.windowed_layers,
+        model_shape.window_tokens,
+        model_shape.unknown_type,
+    ) == (4, 16, 512, None)
+    assert model_shape.parameters is not None
+    assert model_shape.parameters.total == 35 * (attention + mlp) + 20 * 2 * 2048 * 512 + per_layer + updates
+    assert model_shape.embeddings == 262400 * 2048
+    assert model_shape.parameters.unquantised >= 262144 * 35 * 256, "no method quantises an embedding"
+    assert model_shape.side_values == 35 * 256 + 6 * 2048
 
 
 def test_of_a_model_with_an_encoder_the_layers_of_the_decoder_count() -> None:
     """Whisper large v3 turbo names the encoder's 32 as `num_hidden_layers`; its type stays unknown."""
     sizes = {"d_model": 1280, "num_hidden_layers": 32, "encoder_layers": 32, "decoder_layers": 4}
 
-    found = shape({"model_type": "whisper", **sizes, "decoder_attention_heads": 20, "vocab_size": 51866})
+    model_shape = shape({"model_type": "whisper", **sizes, "decoder_attention_heads": 20, "vocab_size": 51866})
 
-    assert (found.layers, found.full_layers, found.unknown_type) == (4, 4, "whisper")
+    assert (model_shape.layers, model_shape.full_layers, model_shape.unknown_type) == (4, 4, "whisper")
 
 
 def test_a_model_beside_which_its_pooling_lies_has_no_output_matrix(tmp_path: Path) -> None:
@@ -116,7 +121,7 @@ def test_the_mergers_of_qwen3_vl_by_hand() -> None:
         "deepstack_visual_indexes": [8, 16, 24],
     }
 
-    found = parse_encoder({"model_type": "qwen3_vl", "vision_config": vision})
+    encoder = parse_encoder({"model_type": "qwen3_vl", "vision_config": vision})
 
-    assert found is not None
-    assert found.parameters == 27 * (4 * 1152**2 + 2 * 1152 * 4304) + 4 * (4608**2 + 4608 * 4096)
+    assert encoder is not None
+    assert encoder.parameters == 27 * (4 * 1152**2 + 2 * 1152 * 4304) + 4 * (4608**2 + 4608 * 4096)

@@ -34,8 +34,8 @@ def test_as_many_items_are_profiled_of_the_size_that_vllm_says(subtests: pytest.
     for case in range(len(TOLD)):
         for name in CONFIGS:
             with subtests.test(case=case, name=name):
-                found = parse_encoder(CONFIGS[name])
-                asked = Question(shape=replace(model("tiny"), encoder=found), **TOLD[case])
+                encoder = parse_encoder(CONFIGS[name])
+                asked = Question(shape=replace(model("tiny"), encoder=encoder), **TOLD[case])
                 _, tokens, items = RECORDED[name][case]
 
                 assert asked.largest_input is not None

@@ -129,7 +129,7 @@ def test_bytes_per_token_grow_with_every_layer_and_head(shape: ModelShape, ranks
         ("mistral-7b-v0.1", 1, "auto", None),
     ],
 )
-def test_an_engines_bytes_per_token_are_told_only_where_they_are_certain(
+def test_an_engines_bytes_per_token_are_reported_only_where_they_are_certain(
     name: str, gpus: int | None, dtype: str, expected: int | None
 ) -> None:
     assert count_engine_bytes_per_token(model(name), dtype, gpus) == expected

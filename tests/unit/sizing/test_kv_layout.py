@@ -38,23 +38,23 @@ def layout(name: str, ranks: int = 1) -> KvLayout:
 )
 def test_a_sequence_takes_what_vllm_reckons(name: str, ranks: int, tokens: int, expected: int) -> None:
     """Expected is `_max_memory_usage_bytes_from_groups` of vLLM 0.32, given the same layers and tokens in flight."""
-    found = layout(name, ranks)
+    kv_layout = layout(name, ranks)
 
-    assert found.count_blocks(tokens) * found.block_bytes == expected
+    assert kv_layout.count_blocks(tokens) * kv_layout.block_bytes == expected
 
 
 def test_reference_blocks_of_llama_70b() -> None:
-    found = layout("llama-3.1-70b")
+    kv_layout = layout("llama-3.1-70b")
 
-    assert found.block_bytes == 5_242_880
-    assert 64 * found.count_blocks(4_096) == 16_384
-    assert 64 * found.count_blocks(4_096) * found.block_bytes == 80 * 2**30
+    assert kv_layout.block_bytes == 5_242_880
+    assert 64 * kv_layout.count_blocks(4_096) == 16_384
+    assert 64 * kv_layout.count_blocks(4_096) * kv_layout.block_bytes == 80 * 2**30
 
 
 def test_a_gibibyte_of_the_tiny_model_holds_the_tokens_that_vllm_reports() -> None:
-    found = layout("tiny")
+    kv_layout = layout("tiny")
 
-    assert 2**30 // found.block_bytes * found.block_tokens == 2_097_152
+    assert 2**30 // kv_layout.block_bytes * kv_layout.block_tokens == 2_097_152
 
 
 def test_a_block_is_as_large_as_a_state() -> None:
@@ -64,22 +64,22 @@ def test_a_block_is_as_large_as_a_state() -> None:
 @settings(deadline=None)
 @given(name=st.sampled_from(NAMES), tokens=st.integers(1, 300_000))
 def test_longer_sequences_take_no_less(name: str, tokens: int) -> None:
-    found = layout(name)
+    kv_layout = layout(name)
 
     assert (
-        found.count_blocks(tokens)
-        <= found.count_blocks(tokens + 1)
-        <= found.count_blocks(tokens) + found.full_groups * 2 + 16
+        kv_layout.count_blocks(tokens)
+        <= kv_layout.count_blocks(tokens + 1)
+        <= kv_layout.count_blocks(tokens) + kv_layout.full_groups * 2 + 16
     )
 
 
 @settings(deadline=None)
 @given(name=st.sampled_from(NAMES), blocks=st.integers(0, 100_000), ceiling=st.integers(1, 2**20))
 def test_the_longest_sequence_fits_and_a_longer_one_does_not(name: str, blocks: int, ceiling: int) -> None:
-    found = layout(name)
+    kv_layout = layout(name)
 
-    longest = found.find_longest(blocks, ceiling)
+    longest = kv_layout.find_longest(blocks, ceiling)
 
     assert 0 <= longest <= ceiling
-    assert longest == 0 or found.count_blocks(longest) <= blocks
-    assert longest == ceiling or found.count_blocks(longest + found.block_tokens) > blocks
+    assert longest == 0 or kv_layout.count_blocks(longest) <= blocks
+    assert longest == ceiling or kv_layout.count_blocks(longest + kv_layout.block_tokens) > blocks

@@ -68,7 +68,7 @@ def test_every_configuration_has_its_parameters() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_layers_are_told_apart_by_what_they_keep(name: str) -> None:
+def test_layers_are_distinguished_by_what_they_keep(name: str) -> None:
     shape = model(name)
 
     expected = KEPT.get(name, (shape.layers, 0, None, 0))
@@ -115,7 +115,7 @@ def test_a_newer_falcon_groups_its_heads() -> None:
         ("falcon-7b", None),
     ],
 )
-def test_the_longest_sequence_is_what_vllm_takes_unless_it_is_told(name: str, length: int | None) -> None:
+def test_the_longest_sequence_is_what_vllm_takes_unless_it_is_set(name: str, length: int | None) -> None:
     assert model(name).max_model_len == length
 
 
@@ -131,7 +131,7 @@ def test_a_window_that_is_switched_off_is_none() -> None:
     assert model("qwen2.5-7b").windowed_layers == 0
 
 
-def test_an_image_encoder_is_counted_where_its_sizes_are_told() -> None:
+def test_an_image_encoder_is_counted_where_its_sizes_are_reported() -> None:
     told = {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27}
     siglip, untold = changed("gemma-3-27b-it", vision_config=told), changed("gemma-3-27b-it", vision_config={"x": 1})
 
@@ -207,11 +207,11 @@ def test_sizes_from_elsewhere_count_in_place_of_the_files() -> None:
     ],
 )
 def test_what_is_no_configuration_is_refused_in_a_sentence(text: str, problem: str) -> None:
-    found = parse_model_config(text)
+    shape = parse_model_config(text)
 
-    assert isinstance(found, str)
-    assert found.startswith(problem)
-    assert "\n" not in found
+    assert isinstance(shape, str)
+    assert shape.startswith(problem)
+    assert "\n" not in shape
 
 
 @pytest.mark.parametrize(
@@ -245,15 +245,15 @@ def test_any_value_in_a_field_gives_a_shape_or_a_sentence(name: str, data: st.Da
     field = data.draw(st.sampled_from(sorted({*part, *config, "sliding_window", "num_local_experts"})))
     (part if field in part else config)[field] = data.draw(values)
 
-    found = parse_model_config(json.dumps(config))
+    shape = parse_model_config(json.dumps(config))
 
-    assert isinstance(found, ModelShape) or "\n" not in found
+    assert isinstance(shape, ModelShape) or "\n" not in shape
 
 
 def test_more_layers_than_any_model_has_are_refused_before_each_gets_a_name() -> None:
     config = {"hidden_size": 64, "num_attention_heads": 4, "vocab_size": 100, "intermediate_size": 64}
 
-    found = parse_model_config(json.dumps(config | {"num_hidden_layers": 900_000_000}))
+    shape = parse_model_config(json.dumps(config | {"num_hidden_layers": 900_000_000}))
 
-    assert isinstance(found, str)
-    assert found.endswith("900000000 layers are more than any model has")
+    assert isinstance(shape, str)
+    assert shape.endswith("900000000 layers are more than any model has")

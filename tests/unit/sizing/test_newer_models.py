@@ -38,9 +38,9 @@ BILLIONS = {
 def read(name: str, **fields: Any) -> ModelShape:
     config = find_public_model(name)
     assert not isinstance(config, str), config
-    found = parse_model_config(json.dumps({**config, **fields}))
-    assert isinstance(found, ModelShape), found
-    return found
+    shape = parse_model_config(json.dumps({**config, **fields}))
+    assert isinstance(shape, ModelShape), shape
+    return shape
 
 
 @pytest.mark.parametrize("name", BILLIONS)
@@ -114,9 +114,9 @@ def test_another_compression_is_refused() -> None:
 def test_an_index_of_another_attention_is_refused() -> None:
     config = find_public_model("Qwen/Qwen3-8B")
     assert not isinstance(config, str)
-    found = parse_model_config(json.dumps({**config, "index_head_dim": 128}))
+    shape = parse_model_config(json.dumps({**config, "index_head_dim": 128}))
 
-    assert found == "what its attention keeps in the cache is not known here: it has index_head_dim"
+    assert shape == "what its attention keeps in the cache is not known here: it has index_head_dim"
 
 
 @pytest.mark.parametrize(
@@ -160,12 +160,12 @@ GEMMA_3_12B = {
 
 def test_weights_are_as_real_starts_logged_them() -> None:
     """Gemma 3 12B on an H100, vLLM 0.19: 23.31 GiB, of which 0.56 are two tables of positions."""
-    found = parse_model_config(json.dumps(GEMMA_3_12B))
+    shape = parse_model_config(json.dumps(GEMMA_3_12B))
 
-    assert isinstance(found, ModelShape)
-    weights_bytes = count_model_bytes(found)
+    assert isinstance(shape, ModelShape)
+    weights_bytes = count_model_bytes(shape)
     assert weights_bytes is not None
-    assert (weights_bytes + found.position_bytes) / 2**30 == pytest.approx(23.31, rel=0.005)
+    assert (weights_bytes + shape.position_bytes) / 2**30 == pytest.approx(23.31, rel=0.005)
 
 
 def test_experts_in_mxfp4_are_padded() -> None:

@@ -89,7 +89,7 @@ def test_a_stored_parameter_has_the_files_dtype_or_32_bits(config: dict[str, Any
         (None, 2.0),
     ],
 )
-def test_an_untold_cache_has_the_models_dtype_or_what_the_checkpoint_brings_scales_for(
+def test_an_unset_cache_has_the_models_dtype_or_what_the_checkpoint_brings_scales_for(
     found: Any, expected: float
 ) -> None:
     assert read_kv_dtype_bytes({"quantization_config": found}, 2.0) == expected
@@ -112,7 +112,9 @@ def test_an_untold_cache_has_the_models_dtype_or_what_the_checkpoint_brings_scal
         ({}, "layers.2.mlp.experts.up_proj", False),
     ],
 )
-def test_modules_that_the_quantisation_leaves_out_are_told_by_name(found: Any, module: str, *, expected: bool) -> None:
+def test_modules_that_the_quantisation_leaves_out_are_reported_by_name(
+    found: Any, module: str, *, expected: bool
+) -> None:
     assert match_unquantised({"quantization_config": found})(module) is expected
 
 

@@ -50,7 +50,7 @@ def test_a_trace_is_read_as_tools_leave_it(tmp_path: Path, monkeypatch: pytest.M
     assert times("-") == [1.0, 2.0, 3.0]
 
 
-def test_how_far_it_has_come_is_not_told_of_what_is_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_how_far_it_has_come_is_not_shown_of_what_is_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[int | None] = []
 
     def watched(lines: Iterator[bytes], whole_bytes: int | None) -> Iterator[bytes]:
@@ -90,7 +90,7 @@ def test_what_gzip_packed_is_said_to_be_spoiled_where_it_is(tmp_path: Path, cont
         (b"", "is empty"),
     ],
 )
-def test_what_is_no_trace_is_told_by_what_it_is(tmp_path: Path, content: bytes, said: str) -> None:
+def test_what_is_no_trace_is_reported_by_what_it_is(tmp_path: Path, content: bytes, said: str) -> None:
     trace = write_file(tmp_path, content)
 
     with pytest.raises(BadInput, match=f"^{re.escape(f'{trace}: {NO_TRACE}{said}')}$"):

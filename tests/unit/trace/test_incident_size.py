@@ -32,14 +32,14 @@ def kept(folder: Path, log: str = "", **before: object) -> int:
         folder, ENDED, {"what": "ended", "t": ENDED, "log": log, "before": {"verdicts": [SENTENCE], **before}}
     )
     (file,) = list_incidents(folder / "incidents")
-    assert [each.time_seconds for each in read_trace(str(file))][-1] == ENDED - 1
+    assert [snapshot.time_seconds for snapshot in read_trace(str(file))][-1] == ENDED - 1
     return file.stat().st_size
 
 
 def before_the_end(folder: Path) -> dict[str, object]:
-    found = find_newest(folder)
-    assert found is not None
-    before: dict[str, object] = found[1]["before"]
+    newest = find_newest(folder)
+    assert newest is not None
+    before: dict[str, object] = newest[1]["before"]
     return before
 
 

@@ -48,7 +48,7 @@ def times(file: Path) -> list[float]:
 
 
 def test_what_is_recorded_reads_back_as_it_was(tmp_path: Path) -> None:
-    seen = snapshot(
+    sample = snapshot(
         engines=page(
             engine("1", running=3.0, waiting=0.0, finished_total=7.0, awake=True, started_at_seconds=1_759_990_000.25)
         ),
@@ -59,18 +59,15 @@ def test_what_is_recorded_reads_back_as_it_was(tmp_path: Path) -> None:
         processes=(EngineProcess(pid=9, role=Role.WORKER, rss_bytes=5, started_at_seconds=1.25),),
     )
 
-    record(recorder(tmp_path / "trace"), seen)
+    record(recorder(tmp_path / "trace"), sample)
     (back,) = read(tmp_path / "trace")
 
-    assert back.engines == seen.engines
+    assert back.engines == sample.engines
     assert not isinstance(back.gpus, Failure)
-    assert not isinstance(seen.gpus, Failure)
+    assert not isinstance(sample.gpus, Failure)
     facts = [
-        [
-            (each.reading.uuid, each.reading.memory, each.engine_bytes, each.other_bytes, each.held_bytes)
-            for each in gpus
-        ]
-        for gpus in (back.gpus, seen.gpus)
+        [(gpu.reading.uuid, gpu.reading.memory, gpu.engine_bytes, gpu.other_bytes, gpu.held_bytes) for gpu in gpus]
+        for gpus in (back.gpus, sample.gpus)
     ]
     assert facts[0] == facts[1]
     assert facts[0][0][1] == GpuMemory(total_bytes=1000, used_bytes=900, free_bytes=100, reserved_bytes=None)
@@ -97,7 +94,7 @@ def test_a_gpu_whose_holders_are_unknown_for_now_stays_unknown(tmp_path: Path) -
 
     gpus = read(tmp_path / "trace")[0].gpus
     assert not isinstance(gpus, Failure)
-    assert [each.held_bytes for each in gpus] == [None, None]
+    assert [gpu.held_bytes for gpu in gpus] == [None, None]
 
 
 def test_gpus_of_others_are_not_recorded(tmp_path: Path) -> None:
@@ -156,12 +153,12 @@ def test_at_its_size_the_trace_becomes_the_previous_one_and_there_are_no_more(tm
     record(recorder(file, max_bytes=2 * size), *(snapshot(at=at) for at in range(1, 8)))
 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["trace", "trace.1"]
-    assert max(each.stat().st_size for each in tmp_path.iterdir()) <= 2 * size
+    assert max(path.stat().st_size for path in tmp_path.iterdir()) <= 2 * size
     joined = times(tmp_path / "trace.1") + times(file)
     assert joined == [float(at) for at in range(8 - len(joined), 8)]
 
 
-def test_a_trace_that_was_moved_away_begins_anew(tmp_path: Path) -> None:
+def test_a_trace_that_was_moved_away_starts_over(tmp_path: Path) -> None:
     file, subject = tmp_path / "trace", recorder(tmp_path / "trace")
     record(subject, snapshot(at=1))
     file.rename(tmp_path / "mine")

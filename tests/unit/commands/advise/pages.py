@@ -65,12 +65,12 @@ def healthy(*, engine_mib: int = 75_000, other_mib: int = 0, peak_mib: int | Non
 
 def state(name: str) -> Lines:
     states = ("unknown", "warming_up", "unsettled", "stable", "growing", "leaking", "asleep")
-    return {of_gpu(catalog.LEAK_STATE, state=each): float(each == name) for each in states}
+    return {of_gpu(catalog.LEAK_STATE, state=state): float(state == name) for state in states}
 
 
 def host_state(name: str) -> Lines:
     states = ("stable", "growing", "leaking")
-    labels = ({"process": "worker", "state": each} for each in states)
+    labels = ({"process": "worker", "state": state} for state in states)
     return {line(catalog.HOST_LEAK_STATE, label): float(label["state"] == name) for label in labels}
 
 

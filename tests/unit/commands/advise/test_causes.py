@@ -75,21 +75,21 @@ CAUSES: tuple[tuple[traces.Trace, Cause], ...] = (
 
 @pytest.mark.parametrize("trace", HEALTHY)
 @pytest.mark.parametrize("settings", [AS_SET, EngineArgs()])
-def test_a_healthy_engine_is_told_nothing(trace: traces.Trace, settings: EngineArgs) -> None:
-    told = answer(trace, settings)
+def test_a_healthy_engine_is_advised_nothing(trace: traces.Trace, settings: EngineArgs) -> None:
+    reply = answer(trace, settings)
 
-    assert (told.verdict, told.advice, told.missing) == (Conclusion.GOOD, (), ())
+    assert (reply.verdict, reply.advice, reply.missing) == (Conclusion.GOOD, (), ())
 
 
 @pytest.mark.parametrize(("trace", "cause"), CAUSES)
 @pytest.mark.parametrize("settings", [AS_SET, EngineArgs()])
 def test_each_cause_is_found_and_no_other(trace: traces.Trace, cause: Cause, settings: EngineArgs) -> None:
-    told = answer(trace, settings)
+    reply = answer(trace, settings)
 
-    assert told.verdict is Conclusion.NOT_GOOD
-    assert [advice.cause for advice in told.advice] == [cause]
-    assert told.advice[0].changes
-    assert told.advice[0].evidence
+    assert reply.verdict is Conclusion.NOT_GOOD
+    assert [advice.cause for advice in reply.advice] == [cause]
+    assert reply.advice[0].changes
+    assert reply.advice[0].evidence
 
 
 def test_every_cause_has_a_trace() -> None:
@@ -132,7 +132,7 @@ def test_where_a_leak_is_tells_what_mends_it(place: str, cure: str) -> None:
     assert flags(advice) == []
 
 
-def test_blocks_that_are_lost_are_told_with_how_often_more_were() -> None:
+def test_blocks_that_are_lost_are_reported_with_how_often_more_were() -> None:
     advice = only(traces.kv_blocks_lost)
 
     assert evidence(advice) == {"stranded_ratio": pytest.approx(0.028), "rises": 7}
@@ -160,7 +160,7 @@ def test_host_memory_that_is_short_names_the_option_that_there_is() -> None:
     assert flags(only(traces.host_memory_short, EngineArgs(version=(0, 10, 0)))) == []
 
 
-def test_a_container_with_room_is_told_nothing() -> None:
+def test_a_container_with_room_is_advised_nothing() -> None:
     def roomy() -> Iterator[traces.Record]:
         for record in traces.healthy():
             yield {**record, "host": {"used": 60 * 1024 * traces.MIB, "limit": 64 * 1024 * traces.MIB, "oom_kills": 0}}
@@ -168,7 +168,7 @@ def test_a_container_with_room_is_told_nothing() -> None:
     assert answer(roomy).advice == ()
 
 
-def test_a_leak_is_told_with_its_rate_and_the_least_time_that_is_left() -> None:
+def test_a_leak_is_reported_with_its_rate_and_the_least_time_that_is_left() -> None:
     advice = only(traces.gpu_leak)
 
     assert evidence(advice)["bytes_per_request"] == pytest.approx(12_800, rel=0.1)
@@ -194,7 +194,7 @@ def test_a_host_leak_that_is_known_names_the_version_that_mends_it(
     assert advice.changes[-1].text.startswith(text)
 
 
-def test_a_leak_that_a_restart_ended_is_still_told_and_asks_for_no_other_restart() -> None:
+def test_a_leak_that_a_restart_ended_is_still_reported_and_asks_for_no_other_restart() -> None:
     began_seconds = traces.BEGAN + 3 * 3600
 
     def restarted() -> Iterator[traces.Record]:
@@ -214,23 +214,23 @@ def test_a_burst_in_a_leaking_engine_is_the_leak() -> None:
                 gpu["used"] = gpu["engine"] = (traces.USABLE_MIB - 100) * traces.MIB
             yield record
 
-    told = answer(both)
+    reply = answer(both)
 
-    assert [advice.cause for advice in told.advice] == [Cause.GPU_LEAK]
-    assert any(note.startswith("No option is advised while the engine leaks") for note in told.notes)
+    assert [advice.cause for advice in reply.advice] == [Cause.GPU_LEAK]
+    assert any(note.startswith("No option is advised while the engine leaks") for note in reply.notes)
 
 
-def test_beside_a_leak_another_tenant_is_told_without_an_option() -> None:
+def test_beside_a_leak_another_tenant_is_reported_without_an_option() -> None:
     def both() -> Iterator[traces.Record]:
         for step, record in enumerate(traces.gpu_leak()):
             (gpu,) = record["gpus"]
             other = 4_500 * traces.MIB if step > 300 else 0
             yield {**record, "gpus": [{**gpu, "other": other, "used": gpu["used"] + other}]}
 
-    told = answer(both)
+    reply = answer(both)
 
-    assert [advice.cause for advice in told.advice] == [Cause.GPU_LEAK, Cause.ANOTHER_TENANT]
-    assert [flags(advice) for advice in told.advice] == [[], []]
+    assert [advice.cause for advice in reply.advice] == [Cause.GPU_LEAK, Cause.ANOTHER_TENANT]
+    assert [flags(advice) for advice in reply.advice] == [[], []]
 
 
 def test_what_a_crashed_engine_left_behind_is_no_tenant() -> None:
@@ -249,18 +249,18 @@ def test_ends_that_may_be_restarts_are_not_called_crashes() -> None:
     assert is_one.summary == "The engine crashed, and no figure shows that GPU memory ran out."
 
 
-def test_one_end_while_requests_ran_is_told_and_called_nothing() -> None:
+def test_one_end_while_requests_ran_is_reported_and_called_nothing() -> None:
     (note,) = [note for note in answer(traces.healthy_after_a_restart).notes if "exited at" in note]
 
     assert re.search(r"while requests ran, with \S+ GiB left: a planned restart, a crash, or an allocation", note)
 
 
 def test_ends_of_an_engine_whose_gpus_nobody_read_are_not_said_to_have_had_memory_left() -> None:
-    told = answer(lambda: ({**record, "gpus": None} for record in traces.crashes()))
-    (note,) = [note for note in told.notes if "exited at" in note]
+    reply = answer(lambda: ({**record, "gpus": None} for record in traces.crashes()))
+    (note,) = [note for note in reply.notes if "exited at" in note]
 
     assert "while requests ran: a planned restart, a crash, or an allocation that failed" in note
-    assert told.advice == ()
+    assert reply.advice == ()
 
 
 def test_another_tenant_moves_first_and_else_vllm_takes_so_much_less_that_both_have_room() -> None:
@@ -301,7 +301,7 @@ def test_180_mib_left_is_092_to_090() -> None:
     assert flags(advice) == [(Flag.GPU_MEMORY_UTILIZATION, 0.9)]
 
 
-def test_where_what_is_set_is_not_known_the_difference_is_told() -> None:
+def test_where_what_is_set_is_not_known_the_difference_is_reported() -> None:
     (change,) = only(traces.configuration_overshoot, EngineArgs()).changes
 
     assert (change.flag, change.value, change.difference) == (Flag.GPU_MEMORY_UTILIZATION, None, -0.02)
@@ -335,7 +335,7 @@ def test_a_burst_is_bounded_before_vllm_takes_less() -> None:
     ]
 
 
-def test_an_engine_that_ends_in_a_burst_is_told_so() -> None:
+def test_an_engine_that_ends_in_a_burst_is_reported_as_such() -> None:
     assert evidence(only(traces.burst_that_ends_the_engine))["engine_ended"] == 1
 
 
@@ -356,7 +356,7 @@ def test_6300_tokens_are_8192() -> None:
     assert (Flag.MAX_MODEL_LEN, 8192) in flags(only(longer))
 
 
-def test_a_limit_on_length_that_is_set_lower_already_is_not_told_again() -> None:
+def test_a_limit_on_length_that_is_set_lower_already_is_not_reported_again() -> None:
     advice = only(traces.kv_cache_blow_out, EngineArgs(max_model_len=4096))
 
     assert Flag.MAX_MODEL_LEN not in dict(flags(advice))
@@ -518,13 +518,13 @@ def test_memory_that_is_never_used_enlarges_the_cache_that_requests_wait_for() -
 
 
 def test_ranks_apart_and_a_cache_that_was_never_needed_are_remarks() -> None:
-    told = answer(traces.idle_cache)
+    reply = answer(traces.idle_cache)
 
-    assert told.advice == ()
-    (apart,) = [note for note in told.notes if "less room than another" in note]
+    assert reply.advice == ()
+    (apart,) = [note for note in reply.notes if "less room than another" in note]
     assert apart.startswith("GPU 1 had 8 GiB less room than another of the engine's GPUs: vLLM sizes")
     idle = "At most 10 % of the KV cache was in use in 1 d 5 h: a smaller card"
-    assert any(note.startswith(idle) for note in told.notes)
+    assert any(note.startswith(idle) for note in reply.notes)
 
 
 def test_starts_with_a_full_shared_memory_name_it() -> None:

@@ -45,7 +45,7 @@ TOLD = """\
 """
 
 
-def test_advice_is_told_with_figures_and_the_value_and_ends_with_status_1(overshoot: str) -> None:
+def test_advice_is_reported_with_figures_and_the_value_and_ends_with_status_1(overshoot: str) -> None:
     process = run_process(
         "advise", "-", "--gpu-memory-utilization", "0.92", "--vllm-version", "0.11.2", stdin=overshoot
     )
@@ -58,10 +58,10 @@ def test_json_has_the_same_for_scripts(overshoot: str, tmp_path: Path) -> None:
     file.write_text(overshoot)
 
     process = advise("--trace", str(file), "--json")
-    found = read_data(process.stdout)
+    data = read_data(process.stdout)
 
     assert (process.returncode, process.stderr) == (1, "")
-    assert list(found) == [
+    assert list(data) == [
         "origin",
         "samples",
         "span_seconds",
@@ -72,10 +72,10 @@ def test_json_has_the_same_for_scripts(overshoot: str, tmp_path: Path) -> None:
         "missing",
         "notes",
     ]
-    assert (process.returncode, found["origin"], found["samples"]) == (1, "trace", 960)
-    assert (found["vllm_version"], found["vllm_version_at_least"]) == (None, "0.11.1")
-    assert found["leaks"][0] == {"series": "GPU 0", "state": "stable", "verdict": "no_leak"}
-    (advice,) = found["advice"]
+    assert (process.returncode, data["origin"], data["samples"]) == (1, "trace", 960)
+    assert (data["vllm_version"], data["vllm_version_at_least"]) == (None, "0.11.1")
+    assert data["leaks"][0] == {"series": "GPU 0", "state": "stable", "verdict": "no_leak"}
+    (advice,) = data["advice"]
     assert advice["cause"] == "configuration_overshoot"
     assert advice["evidence"]["least_room_bytes"] == 180 * 2**20
     assert advice["changes"][0]["flag"] == "--gpu-memory-utilization"
@@ -92,7 +92,7 @@ def test_nothing_to_change_ends_with_status_0(tmp_path: Path) -> None:
     assert process.stdout.splitlines()[1] == "Nothing to change."
 
 
-def test_what_cannot_be_told_ends_with_status_2_and_says_what_is_missing() -> None:
+def test_what_is_unknown_ends_with_status_2_and_says_what_is_missing() -> None:
     process = advise("-", trace=traces.text(traces.healthy(0.2)))
 
     assert (process.returncode, process.stderr) == (2, "")
@@ -149,7 +149,7 @@ def test_the_engine_itself_tells_its_share_and_its_version(overshoot: str) -> No
     assert (process.returncode, process.stdout, process.stderr) == (1, TOLD, "")
 
 
-def test_an_engine_that_sizes_its_cache_in_bytes_is_told_bytes(overshoot: str) -> None:
+def test_an_engine_that_sizes_its_cache_in_bytes_is_advised_bytes(overshoot: str) -> None:
     sized = VLLM.replace('kv_cache_memory_bytes="None"', f'kv_cache_memory_bytes="{2**36}"')
     with EngineServer(page(sized)) as server:
         process = advise("-", "--engine-url", server.url, trace=overshoot)

@@ -63,7 +63,7 @@ def test_the_options_are_those_of_vllm() -> None:
         (None, [Flag.NO_ENABLE_PREFIX_CACHING], None),
     ],
 )
-def test_an_option_that_a_version_does_not_have_is_left_out_and_told(
+def test_an_option_that_a_version_does_not_have_is_left_out_and_reported(
     version: Version | None, flags: list[Flag], note: str | None
 ) -> None:
     told = judge(traces.seen(traces.prefix_cache).build_facts(EngineArgs(version=version)))
@@ -91,7 +91,7 @@ def test_where_nothing_tells_the_version_only_options_that_all_have_are_advised(
     assert any(note.startswith("Left out: kv-cache-memory-bytes") for note in told.notes)
 
 
-def test_a_version_newer_than_those_looked_at_is_told() -> None:
+def test_a_version_newer_than_those_looked_at_is_reported() -> None:
     told = judge(traces.facts(traces.burst(), EngineArgs(version=(0, 40, 0))))
 
     assert any(note.startswith("vLLM 0.40.0 is newer than 0.33.0") for note in told.notes)

@@ -167,7 +167,7 @@ def test_a_prefix_cache_is_not_judged_by_four_hours() -> None:
     assert any(note.startswith("Too little was looked up in the prefix cache") for note in told.notes)
 
 
-def test_a_trace_of_nothing_is_told_what_it_lacks() -> None:
+def test_a_trace_of_nothing_is_shown_what_it_lacks() -> None:
     told = judge(traces.facts([{"t": 1.0}, {"t": 4000.0}]))
 
     assert told.verdict is Conclusion.CANNOT_TELL

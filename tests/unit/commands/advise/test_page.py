@@ -45,11 +45,11 @@ def causes(lines: Lines) -> list[Cause | LogFailureKind]:
     return [advice.cause for advice in answer(lines).advice]
 
 
-def test_a_healthy_page_is_told_nothing_now() -> None:
-    told = answer(healthy())
+def test_a_healthy_page_is_advised_nothing_now() -> None:
+    reply = answer(healthy())
 
-    assert (told.verdict, told.missing) == (Conclusion.GOOD, ())
-    assert any(note.startswith("One page shows a moment") for note in told.notes)
+    assert (reply.verdict, reply.missing) == (Conclusion.GOOD, ())
+    assert any(note.startswith("One page shows a moment") for note in reply.notes)
 
 
 def test_the_share_that_vllm_may_take_comes_from_its_budget() -> None:
@@ -99,7 +99,7 @@ def test_a_peak_of_the_last_minute_is_a_burst() -> None:
     assert causes(healthy(peak_mib=80_900)) == [Cause.BURST]
 
 
-def test_a_leaking_page_is_told_no_option() -> None:
+def test_a_leaking_page_is_reported_no_option() -> None:
     leaking = {
         of_gpu(catalog.LEAK_RATE): 1e6,
         of_gpu(catalog.TIME_TO_OOM): 1000,
@@ -131,7 +131,7 @@ def test_a_host_leak_is_found() -> None:
     assert causes(healthy() | host_state("leaking") | rate) == [Cause.HOST_LEAK]
 
 
-def test_another_tenant_is_told_as_of_now() -> None:
+def test_another_tenant_is_reported_as_of_now() -> None:
     (advice,) = answer(healthy(other_mib=3_000)).advice
 
     assert advice.summary == "Another process takes memory of GPU 0 now."
@@ -147,7 +147,7 @@ def test_a_full_cache_that_hardly_preempts_is_no_trouble() -> None:
     assert answer(healthy() | FULL | {of_engine(catalog.ENGINE_PREEMPTIONS): 500}).verdict is Conclusion.GOOD
 
 
-def test_a_full_cache_that_preempts_is_told_as_of_now() -> None:
+def test_a_full_cache_that_preempts_is_reported_as_of_now() -> None:
     (advice,) = answer(healthy() | FULL | {of_engine(catalog.ENGINE_PREEMPTIONS): 25_000}).advice
 
     assert advice.cause is Cause.CONCURRENCY_MISJUDGED
@@ -174,11 +174,11 @@ def hits(ratio: float, *, recent: float, queries: float = 3e6) -> Lines:
         (hits(0.1, recent=0.1) | {of_engine(catalog.ENGINE_WAITING): 1}, []),
     ],
 )
-def test_a_prefix_cache_is_judged_by_the_life_and_the_last_minutes_together(lines: Lines, found: list[Cause]) -> None:
+def test_a_prefix_cache_is_judged_by_the_run_and_the_last_minutes_together(lines: Lines, found: list[Cause]) -> None:
     assert causes(healthy() | lines) == found
 
 
-def test_a_cache_sized_in_bytes_is_told_by_how_much_to_change_it() -> None:
+def test_a_cache_sized_in_bytes_is_advised_by_how_much_to_change_it() -> None:
     sized = {line(catalog.INPUT_AVAILABLE, {"input": "kv_cache_memory_bytes"}): 1}
     page = {key: value for key, value in healthy(engine_mib=80_800).items() if key[0] is not catalog.MEMORY_REPORTED}
 
@@ -206,9 +206,9 @@ def test_a_cache_sized_in_bytes_is_told_by_how_much_to_change_it() -> None:
     ],
 )
 def test_what_is_not_known_is_named_and_not_called_healthy(lines: Lines, missing: str) -> None:
-    told = answer(healthy() | lines)
+    reply = answer(healthy() | lines)
 
-    assert (told.verdict, told.missing) == (Conclusion.CANNOT_TELL, (missing,))
+    assert (reply.verdict, reply.missing) == (Conclusion.CANNOT_TELL, (missing,))
 
 
 @pytest.mark.parametrize(
@@ -222,9 +222,9 @@ def test_what_is_not_known_is_named_and_not_called_healthy(lines: Lines, missing
     ],
 )
 def test_what_is_not_on_the_page_is_missing(gone: object, missing: str) -> None:
-    told = answer({key: value for key, value in healthy().items() if key[0] is not gone})
+    reply = answer({key: value for key, value in healthy().items() if key[0] is not gone})
 
-    assert (told.verdict, told.missing) == (Conclusion.CANNOT_TELL, (missing,))
+    assert (reply.verdict, reply.missing) == (Conclusion.CANNOT_TELL, (missing,))
 
 
 def test_a_gpu_that_is_not_the_engines_is_left_out() -> None:

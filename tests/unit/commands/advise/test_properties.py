@@ -222,7 +222,7 @@ def test_every_value_is_one_that_vllm_takes(found: Facts) -> None:
 
 @given(facts())
 @settings(max_examples=300, deadline=None)
-def test_a_leaking_or_growing_engine_is_told_no_option(found: Facts) -> None:
+def test_a_leaking_or_growing_engine_is_reported_no_option(found: Facts) -> None:
     grows = {LeakState.GROWING, LeakState.LEAKING}
     leaks = [*(each.leak for each in found.gpus), *(host.leak for host in found.hosts)]
     if any(leak.alarm or leak.state in grows for leak in leaks):

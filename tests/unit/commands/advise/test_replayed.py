@@ -39,10 +39,10 @@ def test_an_advised_share_of_the_gpu_leaves_a_gib_at_the_highest_peak(trace: tra
             held = ({**gpu, "used": gpu["used"] + more, "engine": gpu["engine"] + more} for gpu in gpus)
             yield {**record, "gpus": [new if gpu["engine"] else gpu for gpu, new in zip(gpus, held, strict=True)]}
 
-    told = answer(under, EngineArgs(gpu_memory_utilization=change.value))
+    reply = answer(under, EngineArgs(gpu_memory_utilization=change.value))
 
-    assert only(trace).cause not in {advice.cause for advice in told.advice}
-    assert (told.facts.least_room_bytes or 0) >= AIM_BYTES
+    assert only(trace).cause not in {advice.cause for advice in reply.advice}
+    assert (reply.facts.least_room_bytes or 0) >= AIM_BYTES
 
 
 def test_an_advised_limit_on_requests_ends_the_preemptions() -> None:
@@ -56,6 +56,6 @@ def test_an_advised_limit_on_requests_ends_the_preemptions() -> None:
             now = {"running": engine["running"] * share, "kv_used_ratio": engine["kv_used_ratio"] * share}
             yield {**record, "engines": [{**engine, **now, "preemptions_total": 0}]}
 
-    told = answer(under, AS_SET)
+    reply = answer(under, AS_SET)
 
-    assert told.advice == ()
+    assert reply.advice == ()

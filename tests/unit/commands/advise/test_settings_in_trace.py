@@ -34,7 +34,7 @@ def test_a_cache_that_is_sized_in_bytes_is_seen() -> None:
     assert settings.earliest_version == FIELD_VERSIONS["kv_cache_memory_bytes"]
 
 
-def test_the_newest_life_of_the_engine_counts() -> None:
+def test_the_newest_run_of_the_engine_counts() -> None:
     lives = [traces.sample(0, gpu_memory_utilization=0.95), traces.sample(1, gpu_memory_utilization=0.9)]
 
     assert traces.facts([*lives, traces.down(2)]).settings.gpu_memory_utilization == 0.9

@@ -16,9 +16,9 @@ def document(*words: str) -> tuple[int, dict[str, Any]]:
     """Return the exit status and what --json printed."""
     process = check(*words, "--json")
     assert process.stderr == ""
-    found = read_data(process.stdout)
-    assert isinstance(found, dict)
-    return process.returncode, found
+    data = read_data(process.stdout)
+    assert isinstance(data, dict)
+    return process.returncode, data
 
 
 def run_check(*words: str) -> tuple[int, dict[str, dict[str, Any]]]:

@@ -74,9 +74,7 @@ def test_host_memory_that_grew_fails(tmp_path: Path) -> None:
         ({"hours": 0.1}, {}, "the trace is too short: 5 min 55 s, and a limit needs 10 min"),
     ],
 )
-def test_what_cannot_be_compared_cannot_be_told(
-    tmp_path: Path, new: dict[str, Any], old: dict[str, Any], why: str
-) -> None:
+def test_what_cannot_be_compared_is_unknown(tmp_path: Path, new: dict[str, Any], old: dict[str, Any], why: str) -> None:
     status, found = compared(tmp_path, {"held": HELD + 9000 * MIB, **new}, old)
 
     assert (status, found[GPU]["outcome"], found[GPU]["why"]) == (2, "cannot_tell", why)
@@ -86,9 +84,7 @@ def test_what_cannot_be_compared_cannot_be_told(
     ("new", "old", "why"),
     [(None, 10**6, "only the baseline has it"), (10**6, None, "the baseline does not have it")],
 )
-def test_a_figure_that_one_trace_lacks_cannot_be_told(
-    tmp_path: Path, new: int | None, old: int | None, why: str
-) -> None:
+def test_a_figure_that_one_trace_lacks_is_unknown(tmp_path: Path, new: int | None, old: int | None, why: str) -> None:
     status, found = compared(tmp_path, {"capacity": new}, {"capacity": old})
 
     assert (status, found[KV]["outcome"], found[KV]["why"]) == (2, "cannot_tell", why)

@@ -41,7 +41,7 @@ def test_a_trace_can_come_from_standard_input(steady: str) -> None:
     assert (process.returncode, process.stderr) == (0, "")
 
 
-def test_a_trace_without_samples_cannot_be_told() -> None:
+def test_a_trace_without_samples_is_unknown() -> None:
     process = run_process("check", "--trace", "-", *LIMIT, stdin=f"{HEADER}\n")
 
     assert (process.returncode, process.stderr) == (2, "")

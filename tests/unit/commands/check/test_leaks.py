@@ -17,7 +17,7 @@ LEAK, HOST_LEAK = "leak per thousand requests", "host leak per thousand requests
 AT_1_MB = ("--max-leak-per-thousand-requests", "1MB")
 
 
-def test_a_steady_engine_passes_and_it_is_told_which_leak_would_have_been_seen(steady: str) -> None:
+def test_a_steady_engine_passes_and_it_is_reported_which_leak_would_have_been_seen(steady: str) -> None:
     status, found = run_check("--trace", steady, *AT_1_MB)
 
     assert status == 0
@@ -46,7 +46,7 @@ def test_a_leak_fails_with_the_detectors_figures(leaking: str) -> None:
     assert found[HOST_LEAK]["of"] == "engine_core"
 
 
-def test_a_leak_whose_whole_interval_is_below_the_limit_passes_and_is_told(leaking: str) -> None:
+def test_a_leak_whose_whole_interval_is_below_the_limit_passes_and_is_reported(leaking: str) -> None:
     status, found = run_check("--trace", leaking, "--max-leak-per-thousand-requests", "50MB")
 
     assert status == 0
@@ -54,7 +54,7 @@ def test_a_leak_whose_whole_interval_is_below_the_limit_passes_and_is_told(leaki
     assert found[LEAK]["why"].startswith("the detector's alarm; 95 %: ")
 
 
-def test_a_leak_whose_interval_reaches_over_the_limit_cannot_be_told(leaking: str) -> None:
+def test_a_leak_whose_interval_reaches_over_the_limit_is_unknown(leaking: str) -> None:
     _, found = run_check("--trace", leaking, *AT_1_MB)
     just_above = str(int(found[LEAK]["value"] * 1.0001))
 
@@ -79,7 +79,7 @@ def test_a_leak_that_no_requests_drive_fails(tmp_path: Path) -> None:
     assert found[LEAK]["why"] == "the detector's alarm: it grows while no requests finish"
 
 
-def test_an_early_warning_at_the_end_cannot_be_told(tmp_path: Path) -> None:
+def test_an_early_warning_at_the_end_is_unknown(tmp_path: Path) -> None:
     status, found = run_check("--trace", write_trace(tmp_path / "t", engine(0.9, leak=12.8e6)), *AT_1_MB)
 
     assert (status, found[LEAK]["outcome"]) == (2, "cannot_tell")
@@ -87,7 +87,7 @@ def test_an_early_warning_at_the_end_cannot_be_told(tmp_path: Path) -> None:
     assert found[LEAK]["why"].startswith("an early warning; steady growth takes an hour or more")
 
 
-def test_an_early_warning_that_a_restart_cut_off_cannot_be_told(tmp_path: Path) -> None:
+def test_an_early_warning_that_a_restart_cut_off_is_unknown(tmp_path: Path) -> None:
     growing, calm = engine(leak=12.8e6), engine(4, restarts_at=0.9 * 3600)
     samples = (next(growing) if sample["t"] < BEGAN + 0.9 * 3600 else sample for sample in calm)
     status, found = run_check("--trace", write_trace(tmp_path / "t", samples), *AT_1_MB, "--max-restarts", "1")
@@ -108,7 +108,7 @@ def test_an_early_warning_that_a_restart_cut_off_cannot_be_told(tmp_path: Path) 
         ),
     ],
 )
-def test_a_trace_too_short_for_the_limit_cannot_be_told(tmp_path: Path, hours: float, why: str) -> None:
+def test_a_trace_too_short_for_the_limit_is_unknown(tmp_path: Path, hours: float, why: str) -> None:
     status, found = run_check("--trace", write_trace(tmp_path / "t", engine(hours)), *AT_1_MB)
 
     assert (status, found[LEAK]["outcome"], found[LEAK]["why"]) == (2, "cannot_tell", why)
@@ -121,7 +121,7 @@ def test_a_trace_too_short_for_the_limit_cannot_be_told(tmp_path: Path, hours: f
         (lambda at: {**at, "used": None, "engine": None}, "GPU 0 could be read for 0 s of 2 h 29 min"),
     ],
 )
-def test_a_gpu_that_could_not_be_read_cannot_be_told(
+def test_a_gpu_that_could_not_be_read_is_unknown(
     tmp_path: Path, spoil: Callable[[dict[str, object]], dict[str, object] | None], why: str
 ) -> None:
     samples = ({**process, "gpus": [gpu] if (gpu := spoil(process["gpus"][0])) else None} for process in engine())

@@ -29,7 +29,7 @@ def spoilt(samples: Samples, change: Change, share: float = 1.0) -> Samples:
         yield change(sample) if number < share * len(all_of_them) else sample
 
 
-def test_the_discrepancy_is_the_highest_against_what_the_engine_was_told_to_use(tmp_path: Path) -> None:
+def test_the_discrepancy_is_the_highest_against_what_the_engine_was_configured_to_use(tmp_path: Path) -> None:
     def peaking() -> Samples:
         for number, sample in enumerate(engine(1)):
             held = int(1.05 * BUDGET) if number == 300 else HELD
@@ -51,7 +51,7 @@ def test_what_was_reported_can_be_given_in_bytes(steady: str) -> None:
     assert found["discrepancy"]["value"] == pytest.approx(1 / 9)
 
 
-def test_a_discrepancy_without_what_was_reported_cannot_be_told(steady: str) -> None:
+def test_a_discrepancy_without_a_budget_is_unknown(steady: str) -> None:
     status, found = run_check("--trace", steady, "--max-discrepancy", "3%")
 
     assert (status, found["discrepancy"]["outcome"], found["discrepancy"]["value"]) == (2, "cannot_tell", None)
@@ -60,7 +60,7 @@ def test_a_discrepancy_without_what_was_reported_cannot_be_told(steady: str) -> 
     )
 
 
-def test_a_discrepancy_that_was_unknown_for_too_long_cannot_be_told_but_a_high_one_fails(tmp_path: Path) -> None:
+def test_a_discrepancy_that_was_unknown_for_too_long_is_unknown_and_a_high_one_fails(tmp_path: Path) -> None:
     trace = write_trace(tmp_path / "t", spoilt(engine(1), lambda sample: {**sample, "gpus": None}, 0.2))
     limit = ("--trace", trace, "--max-discrepancy", "3%", "--reported-bytes")
 
@@ -135,7 +135,7 @@ def test_what_cannot_be_judged_is_not_said_to_be_kept(tmp_path: Path) -> None:
     assert told.endswith("Cannot tell: 2 of 2 limits cannot be judged, 0 kept.\n")
 
 
-def test_unknown_preemptions_cannot_be_told(tmp_path: Path) -> None:
+def test_unknown_preemptions_is_unknown(tmp_path: Path) -> None:
     trace = write_trace(tmp_path / "t", spoilt(engine(1), with_engine(preemptions_total=None)))
     status, found = run_check("--trace", trace, "--max-preemptions-per-thousand-requests", "1")
 
@@ -164,9 +164,9 @@ def test_what_was_counted_since_a_restart_that_nobody_saw_counts(tmp_path: Path)
     samples = engine(1, per_second=1, preempted_per_thousand=1000, restarts_at=600)
     watched = (sample for sample in samples if not 500 < sample["t"] - BEGAN < 1800)
     limit = ("--trace", write_trace(tmp_path / "t", watched), "--max-preemptions-per-thousand-requests", "1", "--json")
-    found = read_data(check(*limit).stdout)
+    data = read_data(check(*limit).stdout)
 
-    assert (found["trace"]["engine_restarts"], found["trace"]["requests_finished"]) == (1, 500 + 2995)
+    assert (data["trace"]["engine_restarts"], data["trace"]["requests_finished"]) == (1, 500 + 2995)
 
 
 def test_an_engine_that_died_between_two_readings_held_no_less_per_request(tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_an_engine_that_died_between_two_readings_held_no_less_per_request(tmp_p
     assert found["bytes per running request"]["value"] == HELD / RUNNING
 
 
-def test_a_price_above_the_limit_before_the_load_was_full_cannot_be_told(tmp_path: Path) -> None:
+def test_a_price_above_the_limit_before_the_load_was_full_is_unknown(tmp_path: Path) -> None:
     status, found = run_check("--trace", write_trace(tmp_path / "t", engine(0.15)), "--max-bytes-per-request", "1GB")
 
     assert (status, found["bytes per running request"]["outcome"]) == (2, "cannot_tell")
@@ -201,8 +201,8 @@ def test_too_little_of_the_engine_passes_nothing(tmp_path: Path, change: Change,
     status, found = run_check("--trace", trace, *limits, *UTILIZATION, "--max-preemptions-per-thousand-requests", "9")
 
     assert status == 2
-    assert {each["outcome"] for each in found.values()} == {"cannot_tell"}
-    assert {each["why"] for each in found.values()} == {why}
+    assert {value["outcome"] for value in found.values()} == {"cannot_tell"}
+    assert {value["why"] for value in found.values()} == {why}
 
 
 def test_a_hole_in_a_trace_is_not_watched(tmp_path: Path) -> None:
@@ -222,7 +222,7 @@ def test_a_trace_too_short_passes_nothing(tmp_path: Path, hours: float) -> None:
     )
 
     assert status == 2
-    assert {each["outcome"] for each in found.values()} == {"cannot_tell"}
+    assert {value["outcome"] for value in found.values()} == {"cannot_tell"}
 
 
 def test_each_gpu_has_its_own_judgement_at_a_cost_below_the_servers(tmp_path: Path) -> None:

@@ -176,18 +176,18 @@ def test_the_table(steady: str) -> None:
 
 def test_json_has_the_figures(steady: str, short: str) -> None:
     words = ("--trace", steady, "--baseline", short, "--max-bytes-per-request", "2GB", "--json")
-    found = read_data(check(*words).stdout)
+    data = read_data(check(*words).stdout)
 
-    assert found["outcome"] == "passed"
-    assert found["trace"] == {
+    assert data["outcome"] == "passed"
+    assert data["trace"] == {
         "file": steady,
         "samples": 1800,
         "span_seconds": 8995.0,
         "requests_finished": 179_900.0,
         "engine_restarts": 0,
     }
-    assert found["baseline"]["samples"] == 60
-    assert found["limits"][1] == {
+    assert data["baseline"]["samples"] == 60
+    assert data["limits"][1] == {
         "limit": "bytes per running request",
         "of": "GPU 0",
         "outcome": "passed",

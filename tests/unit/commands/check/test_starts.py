@@ -48,7 +48,7 @@ def test_a_part_may_grow_by_the_share(folder: Path, newer: str, status: int, par
     parts: list[dict[str, Any]] = read_data(process.stdout)["parts"]
 
     assert (process.returncode, process.stderr) == (status, "")
-    assert [each["part"] for each in parts if each["verdict"] == "not_good"] == ([] if part is None else [part])
+    assert [part["part"] for part in parts if part["verdict"] == "not_good"] == ([] if part is None else [part])
 
 
 def test_without_a_limit_the_figures_are_shown(folder: Path) -> None:

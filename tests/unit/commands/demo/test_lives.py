@@ -66,7 +66,7 @@ def test_an_engine_that_sleeps_is_asleep_and_no_stall() -> None:
 
 
 @pytest.mark.parametrize("scenario", ["crash", "hang", "slow-start", "sleep"])
-def test_no_life_of_any_kind_is_called_a_leak(scenario: str) -> None:
+def test_no_run_of_any_kind_is_called_a_leak(scenario: str) -> None:
     seen = set().union(*map(states, hours(scenario)))
 
     assert not seen & {"growing", "leaking"}

@@ -85,5 +85,5 @@ def test_the_parts_of_the_page_are_those_of_vllm() -> None:
 
     for line in render_page(World(TABLE["healthy"]).engine, EPOCH_SECONDS).splitlines():
         name, _, labels = line.partition(" ")[0].partition("{")
-        found = next(each for each in recorded.splitlines() if each.startswith((f"{name}{{", f"{name} ")))
+        found = next(line for line in recorded.splitlines() if line.startswith((f"{name}{{", f"{name} ")))
         assert all(f"{label}=" in found for label in re.findall(r"(\w+)=", labels))

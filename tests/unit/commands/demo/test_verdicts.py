@@ -15,7 +15,7 @@ EPOCH = 1_760_000_000.0
 
 
 def played(scenario: str, hours: float) -> list[tuple[Sample, ...]]:
-    return [found.samples for each in play(TABLE[scenario], hours, began=EPOCH) if (found := each.published)]
+    return [found.samples for sample in play(TABLE[scenario], hours, began=EPOCH) if (found := sample.published)]
 
 
 def states(samples: tuple[Sample, ...]) -> set[str]:
@@ -57,7 +57,7 @@ def test_the_leak_is_found_with_its_rate_and_the_time_left() -> None:
     ],
 )
 def test_a_scenario_shows_the_situation_that_it_is_named_after(scenario: str, situation: Situation) -> None:
-    evaluations = [each.latest for each in play(TABLE[scenario], 1.0, began=EPOCH) if each.latest is not None]
+    evaluations = [sample.latest for sample in play(TABLE[scenario], 1.0, began=EPOCH) if sample.latest is not None]
 
     assert situation in {each.verdicts[0].situation for each in evaluations}
 

@@ -131,7 +131,7 @@ def test_a_neighbour_comes_and_goes_and_leaves_the_engine_alone() -> None:
     assert any(450 <= size < 1_000 for size in sizes)
 
 
-def test_a_restart_frees_the_memory_loads_again_and_begins_to_count_anew() -> None:
+def test_a_restart_frees_the_memory_loads_again_and_begins_to_count_again() -> None:
     now = world("restart")
     first = now.engine
     while now.engine is first:

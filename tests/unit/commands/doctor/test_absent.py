@@ -184,11 +184,11 @@ def test_nothing_but_the_report_is_absent_without_another_input(name: str) -> No
     ],
     ids=["page", "nvml", "owner", "processes"],
 )
-def test_what_is_absent_without_a_source_is_told(
+def test_what_is_absent_without_a_source_is_reported(
     patterns: tuple[str, ...], change: Callable[[Snapshot], Snapshot]
 ) -> None:
     assert everything() - names(change) == covered(patterns)
 
 
-def test_what_is_absent_without_bytes_per_token_is_told() -> None:
+def test_what_is_absent_without_bytes_per_token_is_reported() -> None:
     assert everything() - names(kv_bytes_per_token=None) == set(offers.WITHOUT_BYTES)

@@ -67,7 +67,7 @@ def test_a_container_that_may_trace_the_engine_needs_no_newer_driver(sys: AmdTre
     assert findings["process_memory"].state is Status.OK
 
 
-def test_a_container_that_may_not_trace_the_engine_is_told_how(sys: AmdTree, vllm: Vllm, folder: Path) -> None:
+def test_a_container_that_may_not_trace_the_engine_is_shown_how(sys: AmdTree, vllm: Vllm, folder: Path) -> None:
     tree = proc(folder, vllm, namespace=CONTAINER)
     (tree / str(CORE) / "fd").mkdir(mode=0)
 
@@ -89,31 +89,31 @@ def test_a_card_whose_memory_kfd_does_not_tell_is_missing_it(sys: AmdTree, vllm:
     for address in CARDS:
         (sys.path / "devices" / "pci0000:00" / address / "mem_info_vram_total").unlink()
 
-    found = examined(proc(folder, vllm), sys.path, ENGINE_URL=vllm.url)["gpus"]
+    check = examined(proc(folder, vllm), sys.path, ENGINE_URL=vllm.url)["gpus"]
 
-    assert found.state is Status.MISSING
-    assert "KFD does not report what its processes may use of its memory" in found.details[0]
-    assert "or not to this container" in found.details[0]
-    assert "devices: [/dev/kfd, /dev/dri]" in lines(found)
+    assert check.state is Status.MISSING
+    assert "KFD does not report what its processes may use of its memory" in check.details[0]
+    assert "or not to this container" in check.details[0]
+    assert "devices: [/dev/kfd, /dev/dri]" in lines(check)
 
 
-def test_without_any_gpu_both_ways_are_told(sys: AmdTree) -> None:
+def test_without_any_gpu_both_ways_are_reported(sys: AmdTree) -> None:
     for address in CARDS:
         sys.remove(address)
 
-    found = examined(None, sys.path)["nvml"]
+    check = examined(None, sys.path)["nvml"]
 
-    assert found.state is Status.MISSING
-    assert "nor is there a card of AMD's driver amdgpu" in found.text
-    assert {"modprobe nvidia", "cat /sys/class/drm/card*/device/mem_info_vram_total"} <= set(lines(found))
+    assert check.state is Status.MISSING
+    assert "nor is there a card of AMD's driver amdgpu" in check.text
+    assert {"modprobe nvidia", "cat /sys/class/drm/card*/device/mem_info_vram_total"} <= set(lines(check))
 
 
 def test_partitions_are_named_by_their_uuids(sys: AmdTree, vllm: Vllm, folder: Path) -> None:
     sys.add_node(CARDS[0], 200, 90 * GIB, part=1)
 
-    found = examined(proc(folder), sys.path, ENGINE_URL=vllm.url)["gpu_attribution"]
+    check = examined(proc(folder), sys.path, ENGINE_URL=vllm.url)["gpu_attribution"]
 
-    assert lines(found)[-1].startswith("HEADROOM_GPUS=GPU-0000000000000000-0,GPU-0000000000000000-1,1  #")
+    assert lines(check)[-1].startswith("HEADROOM_GPUS=GPU-0000000000000000-0,GPU-0000000000000000-1,1  #")
 
 
 def test_an_apu_says_whose_memory_it_works_on(nvml: FakeNvml, folder: Path) -> None:

@@ -16,12 +16,12 @@ from vllm_headroom_tools.doctor.engine import check_engine
 from vllm_headroom_tools.doctor.fixes import Status, Survey, find_engine_fixes, fix_setting
 
 
-def test_a_vllm_is_told_with_its_version_and_model() -> None:
+def test_a_vllm_is_reported_with_its_version_and_model() -> None:
     with Vllm(version="0.32.0") as server:
-        found = examined(ENGINE_URL=server.url)["engine"]
+        check = examined(ENGINE_URL=server.url)["engine"]
 
-    assert (found.state, found.fixes, found.absent) == (Status.OK, (), ())
-    assert found.text == f"{server.url} answers: vllm, version 0.32.0, model tiny"
+    assert (check.state, check.fixes, check.absent) == (Status.OK, (), ())
+    assert check.text == f"{server.url} answers: vllm, version 0.32.0, model tiny"
 
 
 def test_every_engine_of_a_page_is_counted() -> None:
@@ -32,13 +32,13 @@ def test_every_engine_of_a_page_is_counted() -> None:
 @pytest.mark.parametrize(
     "version", [page(RECORDED), page("[]"), page('{"version": 1}'), page("x", status="404 No"), hang]
 )
-def test_a_version_that_is_not_told_is_not_made_up(version: Answer) -> None:
+def test_a_version_that_is_not_reported_is_not_made_up(version: Answer) -> None:
     with Vllm() as server:
         server.version = version
-        found = examined(ENGINE_URL=server.url)["engine"]
+        check = examined(ENGINE_URL=server.url)["engine"]
 
-    assert found.state is Status.OK
-    assert found.text == f"{server.url} answers: vllm, version not reported, model tiny"
+    assert check.state is Status.OK
+    assert check.text == f"{server.url} answers: vllm, version not reported, model tiny"
 
 
 def test_the_engine_is_asked_with_the_settings_that_the_daemon_has(tmp_path: Path) -> None:
@@ -52,12 +52,12 @@ def test_the_engine_is_asked_with_the_settings_that_the_daemon_has(tmp_path: Pat
 
 
 def test_a_dead_port_is_missing_with_the_failures_words_and_the_setting() -> None:
-    found = examined(ENGINE_URL=f"http://127.0.0.1:{free_port()}")["engine"]
+    check = examined(ENGINE_URL=f"http://127.0.0.1:{free_port()}")["engine"]
 
-    assert found.state is Status.MISSING
-    assert "Connection refused" in found.text
-    assert "HEADROOM_ENGINE_URL=http://HOST:PORT/metrics" in lines(found)
-    assert "headroom_engine_requests_*" in found.absent
+    assert check.state is Status.MISSING
+    assert "Connection refused" in check.text
+    assert "HEADROOM_ENGINE_URL=http://HOST:PORT/metrics" in lines(check)
+    assert "headroom_engine_requests_*" in check.absent
 
 
 @pytest.mark.parametrize(
@@ -82,32 +82,32 @@ def test_a_page_that_is_not_the_engines_is_missing(answer: Answer, words: str, l
     assert {findings[name].state for name in ("engine_inputs", "reported_memory")} == {Status.UNKNOWN}
 
 
-def test_a_vllm_without_its_statistics_is_told_the_option() -> None:
+def test_a_vllm_without_its_statistics_is_shown_the_option() -> None:
     with Vllm((FOLDER / "vllm-0.32.0-disable-log-stats" / "idle.prom").read_text()) as server:
-        found = examined(ENGINE_URL=server.url)["engine"]
+        check = examined(ENGINE_URL=server.url)["engine"]
 
-    assert found.state is Status.MISSING
-    assert lines(found)[0] == "--disable-log-stats"
+    assert check.state is Status.MISSING
+    assert lines(check)[0] == "--disable-log-stats"
 
 
 def test_a_vllm_that_runs_here_with_another_port_is_named(tmp_path: Path) -> None:
     ProcTree(tmp_path).add(10, 1, "python3", "/venv/bin/vllm", "serve", "m", "--port", "8123")
 
-    found = examined(tmp_path, ENGINE_URL=f"http://127.0.0.1:{free_port()}")["engine"]
+    check = examined(tmp_path, ENGINE_URL=f"http://127.0.0.1:{free_port()}")["engine"]
 
-    assert found.details == ("an engine that runs here serves port 8123",)
-    assert lines(found) == ["HEADROOM_ENGINE_URL=http://127.0.0.1:8123/metrics"]
+    assert check.details == ("an engine that runs here serves port 8123",)
+    assert lines(check) == ["HEADROOM_ENGINE_URL=http://127.0.0.1:8123/metrics"]
 
 
 def test_a_vllm_that_runs_here_and_does_not_listen_may_be_loading(tmp_path: Path) -> None:
     port = free_port()
     ProcTree(tmp_path).add(10, 1, "python3", "/venv/bin/vllm", "serve", "m", "--port", str(port))
 
-    found = examined(tmp_path, ENGINE_URL=f"http://127.0.0.1:{port}")["engine"]
+    check = examined(tmp_path, ENGINE_URL=f"http://127.0.0.1:{port}")["engine"]
 
-    assert found.state is Status.MISSING
-    assert "while an engine loads its model" in found.details[0]
-    assert lines(found)[0] == "Application startup complete."
+    assert check.state is Status.MISSING
+    assert "while an engine loads its model" in check.details[0]
+    assert lines(check)[0] == "Application startup complete."
 
 
 def test_a_password_is_not_shown() -> None:

@@ -31,9 +31,9 @@ def test_what_is_not_configured_does_not_apply() -> None:
 
 @pytest.mark.parametrize("below", [".", "made/by/the/daemon"])
 def test_a_state_directory_that_can_be_written_is_left_as_it_was(tmp_path: Path, below: str) -> None:
-    found = state_dir(tmp_path / below)
+    check = state_dir(tmp_path / below)
 
-    assert (found.state, found.text) == (Status.OK, f"{tmp_path / below} can be written by {USER}")
+    assert (check.state, check.text) == (Status.OK, f"{tmp_path / below} can be written by {USER}")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -42,11 +42,11 @@ def test_a_state_directory_on_a_file_is_missing(tmp_path: Path, below: str) -> N
     file = tmp_path / "file"
     file.touch()
 
-    found = state_dir(file / below)
+    check = state_dir(file / below)
 
-    assert found.state is Status.MISSING
-    assert found.text == f"{file / below} cannot be written by {USER}: Not a directory"
-    assert "  env: [{name: HEADROOM_STATE_DIR, value: /var/lib/vllm-headroom}]" in lines(found)
+    assert check.state is Status.MISSING
+    assert check.text == f"{file / below} cannot be written by {USER}: Not a directory"
+    assert "  env: [{name: HEADROOM_STATE_DIR, value: /var/lib/vllm-headroom}]" in lines(check)
 
 
 @pytest.mark.parametrize("folder", ["/proc/self", "/proc/vllm-headroom"])
@@ -59,10 +59,10 @@ def test_a_file_system_that_takes_no_files_is_missing(folder: str) -> None:
 def test_a_directory_of_another_user_is_missing(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
 
-    found = state_dir(tmp_path)
+    check = state_dir(tmp_path)
 
-    assert found.state is Status.MISSING
-    assert "Permission denied" in found.text
+    assert check.state is Status.MISSING
+    assert "Permission denied" in check.text
 
 
 @pytest.mark.parametrize(
@@ -81,11 +81,11 @@ def test_a_file_that_is_no_trace_is_missing_another_name(tmp_path: Path) -> None
     file = tmp_path / "passwords"
     file.write_text("root:x:0:0\n")
 
-    found = trace_file(file)
+    check = trace_file(file)
 
-    assert found.state is Status.MISSING
-    assert "the file is there and is no trace" in found.text
-    assert lines(found) == [f"HEADROOM_TRACE_FILE={file}.jsonl"]
+    assert check.state is Status.MISSING
+    assert "the file is there and is no trace" in check.text
+    assert lines(check) == [f"HEADROOM_TRACE_FILE={file}.jsonl"]
     assert file.read_text() == "root:x:0:0\n"
 
 
@@ -96,17 +96,17 @@ def test_an_incident_is_no_trace_to_record_into_for_the_daemon_would_not_either(
     (incident,) = list_incidents(tmp_path / INCIDENTS)
     content = incident.read_bytes()
 
-    found = trace_file(incident)
+    check = trace_file(incident)
 
-    assert (found.state, incident.read_bytes()) == (Status.MISSING, content)
-    assert found.text.endswith(f": {NOT_A_TRACE}")
+    assert (check.state, incident.read_bytes()) == (Status.MISSING, content)
+    assert check.text.endswith(f": {NOT_A_TRACE}")
 
 
 def test_a_trace_in_a_folder_that_is_not_there_is_missing(tmp_path: Path) -> None:
-    found = trace_file(tmp_path / "nowhere" / "trace.jsonl")
+    check = trace_file(tmp_path / "nowhere" / "trace.jsonl")
 
-    assert found.state is Status.MISSING
-    assert found.text.endswith("No such file or directory")
+    assert check.state is Status.MISSING
+    assert check.text.endswith("No such file or directory")
 
 
 def test_a_trace_that_is_a_folder_is_missing(tmp_path: Path) -> None:

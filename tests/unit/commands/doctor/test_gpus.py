@@ -20,11 +20,11 @@ def test_a_lost_gpu_is_missing_and_named(nvml: FakeNvml) -> None:
     nvml.gpus[1].errors["all"] = 15
     nvml.write()
 
-    found = examined()["gpus"]
+    check = examined()["gpus"]
 
-    assert (found.state, found.text) == (Status.MISSING, "2 visible, of which 1 cannot be read")
-    assert found.details[1].startswith("GPU 1 (UUID not known): the GPU is lost")
-    assert lines(found) == ["dmesg --ctime | grep -e NVRM -e Xid -e amdgpu"]
+    assert (check.state, check.text) == (Status.MISSING, "2 visible, of which 1 cannot be read")
+    assert check.details[1].startswith("GPU 1 (UUID not known): the GPU is lost")
+    assert lines(check) == ["dmesg --ctime | grep -e NVRM -e Xid -e amdgpu"]
 
 
 def test_a_hung_gpu_is_missing_and_the_other_is_read(nvml: FakeNvml) -> None:
@@ -42,11 +42,11 @@ def test_a_gpu_that_tells_no_memory_is_missing_it(nvml: FakeNvml) -> None:
     nvml.gpus[0].total_bytes = None
     nvml.write()
 
-    found = examined()["gpus"]
+    check = examined()["gpus"]
 
-    assert found.state is Status.MISSING
-    assert "NVML reports no memory for it" in found.details[0]
-    assert found.absent == ("headroom_gpu_memory_* of GPU 0 (GPU-a)",)
+    assert check.state is Status.MISSING
+    assert "NVML reports no memory for it" in check.details[0]
+    assert check.absent == ("headroom_gpu_memory_* of GPU 0 (GPU-a)",)
 
 
 def test_memory_of_a_process_that_no_longer_exists_is_named_with_what_to_do(nvml: FakeNvml, tmp_path: Path) -> None:

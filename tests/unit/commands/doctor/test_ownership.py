@@ -12,7 +12,7 @@ from vllm_headroom_tools.doctor.fixes import Status
 pytestmark = pytest.mark.usefixtures("nvml")
 
 
-def test_the_gpus_of_the_engines_processes_are_told_as_such(nvml: FakeNvml, vllm: Vllm, tmp_path: Path) -> None:
+def test_the_gpus_of_the_engines_processes_are_reported_as_such(nvml: FakeNvml, vllm: Vllm, tmp_path: Path) -> None:
     nvml.gpus[1].processes = {CORE: GIB}
     nvml.write()
 
@@ -59,19 +59,19 @@ def test_an_old_driver_in_a_container_leaves_the_gpus_to_be_named(nvml: FakeNvml
     nvml.gpus[0].processes = {CORE: GIB}
     nvml.write()
 
-    found = examined(proc(tmp_path, vllm), ENGINE_URL=vllm.url)["gpu_attribution"]
+    check = examined(proc(tmp_path, vllm), ENGINE_URL=vllm.url)["gpu_attribution"]
 
-    assert found.state is Status.MISSING
-    assert "cannot be matched with them in a container" in found.text
-    assert lines(found)[-1].startswith("HEADROOM_GPUS=0,1 ")
+    assert check.state is Status.MISSING
+    assert "cannot be matched with them in a container" in check.text
+    assert lines(check)[-1].startswith("HEADROOM_GPUS=0,1 ")
 
 
 def test_an_engine_on_gpus_that_are_not_visible_is_missing_them(vllm: Vllm, tmp_path: Path) -> None:
-    found = examined(proc(tmp_path, vllm, namespace=HOST), ENGINE_URL=vllm.url)["gpu_attribution"]
+    check = examined(proc(tmp_path, vllm, namespace=HOST), ENGINE_URL=vllm.url)["gpu_attribution"]
 
-    assert found.state is Status.MISSING
-    assert "none of the engine's processes is on a visible GPU" in found.text
-    assert "runtimeClassName: nvidia" in lines(found)
+    assert check.state is Status.MISSING
+    assert "none of the engine's processes is on a visible GPU" in check.text
+    assert "runtimeClassName: nvidia" in lines(check)
 
 
 def test_an_engine_whose_gpu_may_be_the_one_that_cannot_be_read_is_no_matter_of_the_driver(
@@ -80,10 +80,10 @@ def test_an_engine_whose_gpu_may_be_the_one_that_cannot_be_read_is_no_matter_of_
     nvml.gpus[1].errors = {"all": 15}
     nvml.write()
 
-    found = examined(proc(tmp_path, vllm, namespace=HOST), ENGINE_URL=vllm.url)["gpu_attribution"]
+    check = examined(proc(tmp_path, vllm, namespace=HOST), ENGINE_URL=vllm.url)["gpu_attribution"]
 
-    assert found.state is Status.MISSING
-    assert "they may be on one that cannot, see gpus" in found.text
+    assert check.state is Status.MISSING
+    assert "they may be on one that cannot, see gpus" in check.text
 
 
 def test_the_only_gpu_is_doubted_where_the_engine_is_seen_and_is_not_on_it(
@@ -106,28 +106,28 @@ def test_the_only_gpu_is_taken_where_processes_cannot_be_seen(nvml: FakeNvml, vl
     del nvml.gpus[1]
     nvml.write()
 
-    found = examined(proc(tmp_path), ENGINE_URL=vllm.url)["gpu_attribution"]
+    check = examined(proc(tmp_path), ENGINE_URL=vllm.url)["gpu_attribution"]
 
-    assert found.state is Status.OK
-    assert found.details == ("GPU 0 (GPU-a) attributed to the engine (single: no other is visible)",)
+    assert check.state is Status.OK
+    assert check.details == ("GPU 0 (GPU-a) attributed to the engine (single: no other is visible)",)
 
 
 @pytest.mark.parametrize(("gpus", "how"), [("GPU-A,1", "(uuid: HEADROOM_GPUS names it)"), ("all", "(assumed: ")])
-def test_named_gpus_are_told_as_named(gpus: str, how: str) -> None:
-    found = examined(GPUS=gpus)["gpu_attribution"]
+def test_named_gpus_are_reported_as_named(gpus: str, how: str) -> None:
+    check = examined(GPUS=gpus)["gpu_attribution"]
 
-    assert (found.state, found.text) == (Status.OK, "2 of 2 attributed to the engine")
-    assert all(how in detail for detail in found.details)
+    assert (check.state, check.text) == (Status.OK, "2 of 2 attributed to the engine")
+    assert all(how in detail for detail in check.details)
 
 
 def test_a_named_gpu_that_is_not_visible_is_missing() -> None:
-    found = examined(GPUS="0,GPU-z")["gpu_attribution"]
+    check = examined(GPUS="0,GPU-z")["gpu_attribution"]
 
-    assert (found.state, found.text) == (Status.MISSING, "HEADROOM_GPUS names GPUs that are not visible: GPU-z")
-    assert found.absent == (), "the other one is there"
+    assert (check.state, check.text) == (Status.MISSING, "HEADROOM_GPUS names GPUs that are not visible: GPU-z")
+    assert check.absent == (), "the other one is there"
 
 
-def test_a_list_that_leaves_out_the_gpu_of_the_engines_processes_is_told(
+def test_a_list_that_leaves_out_the_gpu_of_the_engines_processes_is_reported(
     nvml: FakeNvml, vllm: Vllm, tmp_path: Path
 ) -> None:
     nvml.gpus[1].used_bytes = 2 * GIB
@@ -146,6 +146,6 @@ def test_a_mig_instance_is_named_by_its_uuid(nvml: FakeNvml, vllm: Vllm, tmp_pat
     nvml.gpus[0].instances = [FakeInstance(uuid=f"MIG-{letter}", gpu_instance=n) for n, letter in enumerate("xy")]
     nvml.write()
 
-    found = examined(proc(tmp_path), ENGINE_URL=vllm.url)["gpu_attribution"]
+    check = examined(proc(tmp_path), ENGINE_URL=vllm.url)["gpu_attribution"]
 
-    assert lines(found)[-1].startswith("HEADROOM_GPUS=MIG-x,MIG-y,1 ")
+    assert lines(check)[-1].startswith("HEADROOM_GPUS=MIG-x,MIG-y,1 ")

@@ -21,32 +21,32 @@ def listen_port(port: int, host: str = "127.0.0.1", **settings: str) -> Check:
     return examined(LISTEN_PORT=str(port), LISTEN_HOST=host, **settings)["listen_port"]
 
 
-def test_a_free_port_is_told_as_free_and_stays_so() -> None:
+def test_a_free_port_is_reported_as_free_and_stays_so() -> None:
     port = free_port()
 
-    found = listen_port(port)
+    check = listen_port(port)
 
-    assert (found.state, found.text) == (Status.OK, f"port {port} is free: no daemon is running here")
+    assert (check.state, check.text) == (Status.OK, f"port {port} is free: no daemon is running here")
     socket.create_server(("127.0.0.1", port)).close()
 
 
 @pytest.mark.parametrize("host", ["", "127.0.0.1", "0.0.0.0"])
-def test_a_running_daemon_is_told_with_its_version(host: str) -> None:
+def test_a_running_daemon_is_reported_with_its_version(host: str) -> None:
     with EngineServer(page(SERVED)) as server:
-        found = listen_port(server.port, host)
+        check = listen_port(server.port, host)
 
-    assert found.state is Status.OK
-    assert found.text == f"a daemon is running here and serves port {server.port}: vllm-headroom 0.1.0"
+    assert check.state is Status.OK
+    assert check.text == f"a daemon is running here and serves port {server.port}: vllm-headroom 0.1.0"
 
 
 @pytest.mark.parametrize("answer", [page("node_load1 0.5\n"), page("x", status="404 Not Found"), hang])
 def test_a_port_that_another_program_has_is_missing(answer: Answer) -> None:
     with EngineServer(answer) as server:
-        found = listen_port(server.port)
+        check = listen_port(server.port)
 
-    assert found.state is Status.MISSING
-    assert found.text == f"port {server.port} is taken by something that does not answer as vllm-headroom"
-    assert lines(found) == ["HEADROOM_LISTEN_PORT=9839"]
+    assert check.state is Status.MISSING
+    assert check.text == f"port {server.port} is taken by something that does not answer as vllm-headroom"
+    assert lines(check) == ["HEADROOM_LISTEN_PORT=9839"]
 
 
 @pytest.fixture
@@ -80,23 +80,23 @@ def test_another_certificate_is_another_server(web_config: Path) -> None:
         assert listen_port(port, WEB_CONFIG_FILE=str(web_config)).state is Status.UNKNOWN
 
 
-def test_a_daemon_with_users_is_told_to_ask_for_a_password(tmp_path: Path) -> None:
+def test_a_daemon_with_users_is_asked_to_ask_for_a_password(tmp_path: Path) -> None:
     file = tmp_path / "web.config.yml"
     file.write_text(f"basic_auth_users: {{prometheus: {bcrypt.hashpw(b'any', bcrypt.gensalt(4)).decode()}}}\n")
     with daemon(WEB_CONFIG_FILE=str(file)) as running:
         port = int(running.url.rpartition(":")[2])
-        found = listen_port(port, WEB_CONFIG_FILE=str(file))
+        check = listen_port(port, WEB_CONFIG_FILE=str(file))
 
-    assert found.state is Status.UNKNOWN
-    assert found.text.startswith(f"port {port} asks for a user and a password, as a daemon")
+    assert check.state is Status.UNKNOWN
+    assert check.text.startswith(f"port {port} asks for a user and a password, as a daemon")
 
 
 def test_an_address_of_another_machine_is_missing() -> None:
-    found = listen_port(9839, "192.0.2.1")
+    check = listen_port(9839, "192.0.2.1")
 
-    assert found.state is Status.MISSING
-    assert "Cannot assign requested address" in found.text
-    assert lines(found) == ["HEADROOM_LISTEN_HOST=  # nothing: all interfaces"]
+    assert check.state is Status.MISSING
+    assert "Cannot assign requested address" in check.text
+    assert lines(check) == ["HEADROOM_LISTEN_HOST=  # nothing: all interfaces"]
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="root may listen everywhere")

@@ -99,7 +99,7 @@ def test_a_probe_that_has_stopped_says_why(tmp_path: Path, *, others: bool) -> N
     assert finding.text.startswith("it answers in 1 engine_core" if others else "none of vLLM's processes writes")
 
 
-def test_a_process_that_lives_and_writes_no_longer_is_told(tmp_path: Path, vllm: Vllm) -> None:
+def test_a_process_that_runs_and_writes_no_longer_is_reported(tmp_path: Path, vllm: Vllm) -> None:
     (tmp_path / "files").mkdir()
     tree = proc(tmp_path, vllm)
     entry = proc_files.read_entry(tree, 4426)

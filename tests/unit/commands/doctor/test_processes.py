@@ -36,13 +36,13 @@ def test_the_memory_of_a_process_is_trusted_where_driver_and_namespace_allow_it(
     nvml.gpus[0].processes = {CORE: GIB}
     nvml.write()
 
-    found = examined(proc(tmp_path, vllm, namespace=namespace), ENGINE_URL=vllm.url)["process_memory"]
+    check = examined(proc(tmp_path, vllm, namespace=namespace), ENGINE_URL=vllm.url)["process_memory"]
 
-    assert found.state is state
-    assert words in found.text
+    assert check.state is state
+    assert words in check.text
     if state is Status.MISSING:
-        assert lines(found) == ["# NVIDIA driver 565.57.01 or newer", "hostPID: true"]
-        assert found.absent == ('headroom_gpu_memory_held_bytes{holder="engine"|"other"}',)
+        assert lines(check) == ["# NVIDIA driver 565.57.01 or newer", "hostPID: true"]
+        assert check.absent == ('headroom_gpu_memory_held_bytes{holder="engine"|"other"}',)
 
 
 def test_on_the_host_no_namespace_needs_sharing(vllm: Vllm, tmp_path: Path) -> None:
@@ -62,10 +62,10 @@ def test_memory_that_the_driver_does_not_tell_of_a_process_is_missing(
     nvml.gpus[0].errors[function] = 3
     nvml.write()
 
-    found = examined(proc(tmp_path, vllm, namespace=HOST), ENGINE_URL=vllm.url)["process_memory"]
+    check = examined(proc(tmp_path, vllm, namespace=HOST), ENGINE_URL=vllm.url)["process_memory"]
 
-    assert found.state is Status.MISSING
-    assert found.text == "the driver does not report the memory of each process on GPU 0 (GPU-a)"
+    assert check.state is Status.MISSING
+    assert check.text == "the driver does not report the memory of each process on GPU 0 (GPU-a)"
 
 
 def test_a_proc_that_is_not_there_is_missing(tmp_path: Path) -> None:
@@ -96,10 +96,10 @@ def test_a_proc_that_hides_the_engine_is_missing_whether_its_page_answers_or_not
 def test_an_engine_elsewhere_is_not_hidden_by_a_proc_without_it(tmp_path: Path) -> None:
     ProcTree(tmp_path)
 
-    found = examined(tmp_path, ENGINE_URL="http://192.0.2.1:1")["processes"]
+    check = examined(tmp_path, ENGINE_URL="http://192.0.2.1:1")["processes"]
 
-    assert found.state is Status.UNKNOWN
-    assert found.text.startswith("vLLM's are not among the ")
+    assert check.state is Status.UNKNOWN
+    assert check.text.startswith("vLLM's are not among the ")
 
 
 @pytest.mark.parametrize("ports", [(8123,), (8123, 8124)])
@@ -110,13 +110,13 @@ def test_engines_that_serve_other_ports_are_not_taken_for_the_one_that_is_asked(
     for port in ports:
         tree.add(port, 1, "python3", "/venv/bin/vllm", "serve", "m", "--port", str(port))
 
-    found = examined(tmp_path, ENGINE_URL="http://127.0.0.1:9")["processes"]
+    check = examined(tmp_path, ENGINE_URL="http://127.0.0.1:9")["processes"]
 
-    assert found.state is Status.UNKNOWN
-    assert found.text.startswith("vLLM's are not among the ")
+    assert check.state is Status.UNKNOWN
+    assert check.text.startswith("vLLM's are not among the ")
 
 
-def test_several_engines_that_cannot_be_told_apart_are_told_as_such(vllm: Vllm, tmp_path: Path) -> None:
+def test_several_engines_that_cannot_be_distinguished_are_reported_as_such(vllm: Vllm, tmp_path: Path) -> None:
     findings = examined(proc(tmp_path, vllm, servers=2), ENGINE_URL=vllm.url)
 
     assert {findings[name].state for name in ("processes", "gpu_attribution")} == {Status.MISSING}

@@ -170,7 +170,7 @@ def test_a_limit_of_this_machine_is_not_the_servers() -> None:
     assert counted.texts == {(Outcome.NOT_SENT, "Too many open files"): 1}
 
 
-def test_a_request_that_is_given_up_is_unfinished_and_the_server_is_told() -> None:
+def test_a_request_that_is_given_up_is_unfinished_and_the_server_is_reported() -> None:
     counted = tally()
 
     async def steps() -> None:

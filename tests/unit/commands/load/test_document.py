@@ -54,7 +54,7 @@ def tally(outcomes: Mapping[Outcome, int], said: str = "") -> Tally:
 
 
 def observed(running: float) -> LoadObservation:
-    made = LoadObservation()
+    observation = LoadObservation()
     samples = [
         Sample(catalog.ENGINE_RUNNING, AN_ENGINE, running),
         Sample(catalog.ENGINE_WAITING, AN_ENGINE, 0.0),
@@ -62,8 +62,8 @@ def observed(running: float) -> LoadObservation:
         Sample(catalog.ENGINE_PREEMPTIONS, AN_ENGINE, 0.0),
         Sample(catalog.MEMORY_PER_RUNNING_REQUEST, A_GPU, 72 * GB / running),
     ]
-    made.add(snapshot(gpus=(gpu(total=80 * GB, used=73 * GB, engine=72 * GB),)), samples)
-    return made
+    observation.add(snapshot(gpus=(gpu(total=80 * GB, used=73 * GB, engine=72 * GB),)), samples)
+    return observation
 
 
 def step(outcomes: Mapping[Outcome, int], *, share: float = 1.0, said: str = "") -> Stage:
@@ -78,13 +78,13 @@ def step(outcomes: Mapping[Outcome, int], *, share: float = 1.0, said: str = "")
 
 def whole(*, finished: int | None = 4000, host: bool = False, gone: bool = False, unread: int = 0) -> LoadObservation:
     """Return what was seen in 240 samples of an hour or more: 70 GB held, 73 at most, 72 at the end."""
-    made = LoadObservation()
+    observation = LoadObservation()
     for number in range(240):
         held = {0: 70, 239: 72}.get(number, 73) * GB
         counts = [Sample(catalog.ENGINE_PREEMPTIONS, AN_ENGINE, 0.0)]
         counts += [] if finished is None else [Sample(catalog.ENGINE_FINISHED, AN_ENGINE, finished * number // 239)]
         counts += [Sample(catalog.HOST_MEMORY, ("worker",), held)] if host else []
-        made.add(
+        observation.add(
             snapshot(
                 at=number * AN_HOUR / 239,
                 engines=failure(Source.ENGINE) if gone and number == 239 else None,
@@ -92,7 +92,7 @@ def whole(*, finished: int | None = 4000, host: bool = False, gone: bool = False
             ),
             counts,
         )
-    return made
+    return observation
 
 
 def make_replay(state: LeakState, *series: str) -> LeakReplay:
@@ -117,21 +117,21 @@ def report(
 GOOD_STEP = step({Outcome.SUCCEEDED: 20})
 
 
-def test_a_good_load_is_told(golden: Golden) -> None:
-    found = report(*(step({Outcome.SUCCEEDED: 10}, share=share) for share in SHARES))
+def test_a_good_load_is_reported(golden: Golden) -> None:
+    printed_report = report(*(step({Outcome.SUCCEEDED: 10}, share=share) for share in SHARES))
 
-    golden(HERE / "good.json", json.dumps(found.build_envelope("load"), indent=2) + "\n")
-    golden(HERE / "good.txt", shown(found))
+    golden(HERE / "good.json", json.dumps(printed_report.build_envelope("load"), indent=2) + "\n")
+    golden(HERE / "good.txt", shown(printed_report))
 
 
-def test_a_bad_load_is_told(golden: Golden) -> None:
+def test_a_bad_load_is_reported(golden: Golden) -> None:
     bad = step(dict.fromkeys(Outcome, 2), share=1.2, said="500: CUDA out of memory.\x1b[2J")
     bad.tally.own_delay_seconds.add(0.321)
-    found = report(GOOD_STEP, bad, seen=whole(host=True, gone=True, unread=3), watch=LEAK, stopped=True)
+    printed_report = report(GOOD_STEP, bad, seen=whole(host=True, gone=True, unread=3), watch=LEAK, stopped=True)
 
-    golden(HERE / "bad.txt", shown(found))
-    assert found.verdict is Conclusion.NOT_GOOD
-    assert found.data["requests"] == {"began": 38} | dict.fromkeys(Outcome, 2) | {"succeeded": 22}
+    golden(HERE / "bad.txt", shown(printed_report))
+    assert printed_report.verdict is Conclusion.NOT_GOOD
+    assert printed_report.data["requests"] == {"began": 38} | dict.fromkeys(Outcome, 2) | {"succeeded": 22}
 
 
 @pytest.mark.parametrize(
@@ -158,10 +158,10 @@ def test_a_bad_load_is_told(golden: Golden) -> None:
 def test_the_verdict_says_whether_it_is_good(
     outcomes: Mapping[Outcome, int], how: dict[str, object], verdict: Conclusion
 ) -> None:
-    made = report(step(outcomes), **how)  # type: ignore[arg-type]
+    printed_report = report(step(outcomes), **how)  # type: ignore[arg-type]
 
-    assert made.verdict is verdict
-    assert shown(made).splitlines()[-1].startswith(("GOOD: ", "NOT GOOD: ", "CANNOT TELL: ")[verdict.status])
+    assert printed_report.verdict is verdict
+    assert shown(printed_report).splitlines()[-1].startswith(("GOOD: ", "NOT GOOD: ", "CANNOT TELL: ")[verdict.status])
 
 
 def test_a_server_that_says_its_engine_died_is_not_good() -> None:
@@ -194,9 +194,9 @@ def test_growth_is_per_thousand_requests_that_the_engine_finished() -> None:
     assert untold["delta_bytes_per_thousand_requests"] is None
 
 
-def test_gpus_of_which_none_is_the_engines_are_told() -> None:
-    seen = LoadObservation()
-    seen.add(snapshot(gpus=(gpu(attribution=None),)), ())
+def test_gpus_of_which_none_is_the_engines_are_reported() -> None:
+    observation = LoadObservation()
+    observation.add(snapshot(gpus=(gpu(attribution=None),)), ())
 
-    unread = report(seen=seen).data["unread"]
+    unread = report(seen=observation).data["unread"]
     assert unread == ["nvml: which of them are the engine's is not known: name them with --gpus"]

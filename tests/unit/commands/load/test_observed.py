@@ -59,7 +59,7 @@ def test_engines_count_together_and_the_fullest_cache_counts() -> None:
 
 
 @pytest.mark.parametrize(("counts", "grown"), [((5, 5, 9), 4), ((5,), 0), ((5, 2, 9), None)])
-def test_a_counter_grows_unless_it_began_anew(counts: tuple[float, ...], grown: float | None) -> None:
+def test_a_counter_grows_unless_it_began_again(counts: tuple[float, ...], grown: float | None) -> None:
     observed = LoadObservation()
     for count in counts:
         observed.add(snapshot(), samples((catalog.ENGINE_PREEMPTIONS, AN_ENGINE, count)))

@@ -37,7 +37,7 @@ def sampling(server: StreamingServer, trace: Path, folder: Path) -> Sampling:
     return Sampling(parts=parts, selection=Selection(listed=("0",)), interval_seconds=0.01, trace=trace)
 
 
-def test_what_the_probe_writes_is_recorded_and_that_it_says_nothing_is_told(
+def test_what_the_probe_writes_is_recorded_and_that_it_says_nothing_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trace, folder = tmp_path / "trace", tmp_path / "probe"
@@ -47,12 +47,12 @@ def test_what_the_probe_writes_is_recorded_and_that_it_says_nothing_is_told(
     report = {"headroom_probe": 1, "pid": 7, "started_at": 1.0, "t": time.time(), "role": "worker", "devices": [device]}
 
     async def steps(server: StreamingServer) -> Sampling:
-        made = sampling(server, trace, folder)
-        await made.sample()
+        load_sampling = sampling(server, trace, folder)
+        await load_sampling.sample()
         (folder / "7-1.json").write_text(json.dumps(report))
-        await made.sample()
-        await made.close()
-        return made
+        await load_sampling.sample()
+        await load_sampling.close()
+        return load_sampling
 
     with in_process(tmp_path, monkeypatch, [FakeGpu(uuid="GPU-a", used_bytes=GIB)]), StreamingServer() as server:
         made = run(lambda: steps(server))

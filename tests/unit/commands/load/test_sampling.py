@@ -63,14 +63,14 @@ def test_every_sample_is_recorded_and_seen_by_the_step_it_falls_into(nvml: FakeN
     create_trace(trace)
 
     async def steps(server: StreamingServer) -> Sampling:
-        made = sampling(server, trace, here=True)
-        await made.start_step(first)
+        load_sampling = sampling(server, trace, here=True)
+        await load_sampling.start_step(first)
         nvml.gpus[0].used_bytes = 2 * GIB
         nvml.write()
-        await made.start_step(second)
-        await made.sample()
-        await made.close()
-        return made
+        await load_sampling.start_step(second)
+        await load_sampling.sample()
+        await load_sampling.close()
+        return load_sampling
 
     with StreamingServer() as server:
         made = run(lambda: steps(server))

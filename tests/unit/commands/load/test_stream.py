@@ -91,7 +91,7 @@ def test_an_error_in_a_stream_is_no_success(event: object, outcome: Outcome, tex
 
 
 @pytest.mark.parametrize("event", [b"{", b"[]", b"1", b"[" * 100_000, b"\xff"])
-def test_an_event_that_is_no_object_is_told(event: bytes) -> None:
+def test_an_event_that_is_no_object_is_reported(event: bytes) -> None:
     with pytest.raises(StreamError, match="an event of its stream is no JSON"):
         fed(b"data: " + event + b"\n\n")
 

@@ -66,8 +66,8 @@ def test_what_is_no_address_is_refused(text: str) -> None:
 def test_the_server_is_found_with_its_model() -> None:
     async def steps() -> tuple[Target, ListedModel]:
         url = parse_base_url(f"{server.url}/some/v1")
-        found = await find_target(url, CompletionApi.CHAT, None, "secret")
-        return found, await fetch_model(parse_base_url(server.url), found)
+        target = await find_target(url, CompletionApi.CHAT, None, "secret")
+        return target, await fetch_model(parse_base_url(server.url), target)
 
     with StreamingServer(token="secret") as server:
         found, model = run(steps)
@@ -81,16 +81,16 @@ def test_the_server_is_found_with_its_model() -> None:
 
 def test_a_host_with_several_addresses_is_found_at_the_one_that_answers() -> None:
     with StreamingServer() as server:
-        found = run(
+        result = run(
             lambda: find_target(
                 parse_base_url(f"http://localhost:{server.port}"), CompletionApi.COMPLETIONS, None, None
             )
         )
 
-    assert found.address == (LOOPBACK, server.port)
+    assert result.address == (LOOPBACK, server.port)
 
 
-def test_a_server_that_wants_a_token_is_told() -> None:
+def test_a_server_that_wants_a_token_is_reported() -> None:
     with StreamingServer(token="secret") as server:
         told = problem(server.url)
 

@@ -96,7 +96,7 @@ def test_a_length_of_auto_is_the_most_that_fit(longest: str, capsys: Capsys) -> 
     assert found.document["fits"] is True
 
 
-def test_every_mistake_is_told_at_once(capsys: Capsys) -> None:
+def test_every_mistake_is_reported_at_once(capsys: Capsys) -> None:
     answer = plan(capsys, "--gpu-memory", "80", "--layers", "x", "--colour", "--max-model-len", "--dtyp=half")
 
     assert (answer.status, answer.out) == (2, "")

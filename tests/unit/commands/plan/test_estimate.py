@@ -49,55 +49,55 @@ questions = st.builds(
 
 
 def test_what_is_left_of_the_budget_is_the_kv_cache() -> None:
-    found = estimated(card_gib=80, max_num_seqs=256, max_num_batched_tokens=2048)
+    estimate = estimated(card_gib=80, max_num_seqs=256, max_num_batched_tokens=2048)
 
-    assert found.visible is not None
-    assert found.budget_bytes == 0.92 * found.visible.high
-    assert found.weights_bytes == 2 * (8_029_995_008 + 131_072 * 128)
-    assert found.overhead is not None
-    assert found.kv_cache is not None
-    assert found.kv_cache.low == found.budget_bytes - found.weights_bytes - found.overhead.high
-    assert found.kv_cache.high == found.budget_bytes - found.weights_bytes - found.overhead.low
+    assert estimate.visible is not None
+    assert estimate.budget_bytes == 0.92 * estimate.visible.high
+    assert estimate.weights_bytes == 2 * (8_029_995_008 + 131_072 * 128)
+    assert estimate.overhead is not None
+    assert estimate.kv_cache is not None
+    assert estimate.kv_cache.low == estimate.budget_bytes - estimate.weights_bytes - estimate.overhead.high
+    assert estimate.kv_cache.high == estimate.budget_bytes - estimate.weights_bytes - estimate.overhead.low
 
 
 def test_a_start_up_log_lies_within_the_estimate() -> None:
     """Llama 3.1 8B, vLLM 0.31, an A100 of 79.25 GiB: 1.44 GiB for activations and graphs, 56.21 for 460,496 tokens."""
-    found = estimated(card_gib=79.25, max_num_seqs=256, max_num_batched_tokens=2048, release=parse_release("0.31"))
+    estimate = estimated(card_gib=79.25, max_num_seqs=256, max_num_batched_tokens=2048, release=parse_release("0.31"))
 
-    assert found.kv_cache is not None
-    assert found.overhead is not None
-    assert found.kv_cache.low <= 56.21 * GIB <= found.kv_cache.high
-    assert found.overhead.low <= 1.70 * GIB <= found.overhead.high
-    assert found.capacity_tokens is not None
-    assert 0.96 * 460_496 <= found.capacity_tokens <= 460_496
+    assert estimate.kv_cache is not None
+    assert estimate.overhead is not None
+    assert estimate.kv_cache.low <= 56.21 * GIB <= estimate.kv_cache.high
+    assert estimate.overhead.low <= 1.70 * GIB <= estimate.overhead.high
+    assert estimate.capacity_tokens is not None
+    assert 0.96 * 460_496 <= estimate.capacity_tokens <= 460_496
 
 
-def test_a_server_with_told_memory_has_exactly_these_blocks() -> None:
-    found = estimated("tiny", card_gib=24, kv_cache_memory_bytes=GIB)
+def test_a_server_with_reported_memory_has_exactly_these_blocks() -> None:
+    estimate = estimated("tiny", card_gib=24, kv_cache_memory_bytes=GIB)
 
-    assert (found.capacity_tokens, found.blocks, found.budget_bytes) == (2_097_152, 131_072, None)
-    assert found.count_sequences(4096) == 512
-    assert can_start(found) is True
+    assert (estimate.capacity_tokens, estimate.blocks, estimate.budget_bytes) == (2_097_152, 131_072, None)
+    assert estimate.count_sequences(4096) == 512
+    assert can_start(estimate) is True
 
 
 @pytest.mark.parametrize(
     ("card_gib", "ratio", "expected"), [(80, 0.92, True), (80, 1.0, False), (8, 0.95, True), (8, 0.995, False)]
 )
 def test_what_lies_beside_the_budget_has_to_fit_as_well(card_gib: int, ratio: float, expected: bool) -> None:  # noqa: FBT001 - a case
-    found = estimated("tiny", card_gib=card_gib, gpu_memory_utilization=ratio, max_num_seqs=16)
+    estimate = estimated("tiny", card_gib=card_gib, gpu_memory_utilization=ratio, max_num_seqs=16)
 
-    assert can_start(found) is expected
+    assert can_start(estimate) is expected
 
 
 @pytest.mark.parametrize(
     ("card_gib", "expected"), [(17.6, True), (16.8, None), (15.4, None), (15.2, False), (None, None)]
 )
-def test_told_memory_has_to_fit_on_the_card_with_everything_else(
+def test_reported_memory_has_to_fit_on_the_card_with_everything_else(
     card_gib: float | None,
     expected: bool | None,  # noqa: FBT001 - a case
 ) -> None:
     """14.96 GiB of weights, 0.1 of cache, 0.26 to 2.4 of everything else."""
-    found = estimated(
+    estimate = estimated(
         "llama-3.1-8b",
         card_gib=card_gib,
         kv_cache_memory_bytes=GIB // 10,
@@ -106,27 +106,27 @@ def test_told_memory_has_to_fit_on_the_card_with_everything_else(
         max_num_batched_tokens=512,
     )
 
-    assert can_start(found) is expected
+    assert can_start(estimate) is expected
 
 
-def test_told_memory_that_is_too_little_does_not_fit_on_any_card() -> None:
+def test_reported_memory_that_is_too_little_does_not_fit_on_any_card() -> None:
     assert can_start(estimated(card_gib=None, kv_cache_memory_bytes=GIB)) is False
 
 
 def test_llama_70b_has_the_reference_figures() -> None:
-    found = estimated("llama-3.1-70b", max_model_len=4096, max_num_seqs=64)
+    estimate = estimated("llama-3.1-70b", max_model_len=4096, max_num_seqs=64)
 
-    assert found.bytes_per_token == 327_680
-    assert 64 * found.count_sequence_bytes(4096) == 80 * GIB
-    assert can_start(found) is False
+    assert estimate.bytes_per_token == 327_680
+    assert 64 * estimate.count_sequence_bytes(4096) == 80 * GIB
+    assert can_start(estimate) is False
 
 
 def test_windows_let_more_tokens_in_than_bytes_per_token_say() -> None:
-    found = estimated("gemma-3-27b-it", card_gib=141, max_num_batched_tokens=2048)
+    estimate = estimated("gemma-3-27b-it", card_gib=141, max_num_batched_tokens=2048)
 
-    assert found.capacity_tokens is not None
-    assert found.kv_cache is not None
-    assert found.capacity_tokens * found.bytes_per_token > found.kv_cache.high
+    assert estimate.capacity_tokens is not None
+    assert estimate.kv_cache is not None
+    assert estimate.capacity_tokens * estimate.bytes_per_token > estimate.kv_cache.high
 
 
 def test_eager_mode_needs_no_graphs() -> None:
@@ -146,10 +146,15 @@ def test_activations_follow_the_batch_and_the_logits_whichever_is_larger() -> No
 
 def test_without_a_size_what_depends_on_it_is_not_known() -> None:
     untold = replace(model("llama-3.1-8b"), hidden_size=None)
-    found = estimate_memory(Question(shape=untold, gpu_memory_bytes=80 * GIB, max_model_len=8))
+    estimate = estimate_memory(Question(shape=untold, gpu_memory_bytes=80 * GIB, max_model_len=8))
 
-    assert (found.activations, found.weights_bytes, found.kv_cache, can_start(found)) == (None, None, None, None)
-    assert (list_longest(found), list_most_sequences(found)) == ([], [])
+    assert (estimate.activations, estimate.weights_bytes, estimate.kv_cache, can_start(estimate)) == (
+        None,
+        None,
+        None,
+        None,
+    )
+    assert (list_longest(estimate), list_most_sequences(estimate)) == ([], [])
 
 
 @pytest.mark.parametrize(
@@ -191,40 +196,40 @@ def test_what_vllm_refuses_is_refused(name: str, told: dict[str, Any], problem: 
 @settings(deadline=None)
 @given(question=questions)
 def test_what_is_planned_is_within_the_budget(question: Question) -> None:
-    found = estimate_memory(question)
+    estimate = estimate_memory(question)
 
-    assert found.blocks is not None
-    assert found.budget_bytes is not None
-    assert found.weights_bytes is not None
-    assert found.overhead is not None
-    cache = found.blocks * found.layout.block_bytes
-    assert cache == 0 or cache + found.weights_bytes + found.overhead.high <= found.budget_bytes
+    assert estimate.blocks is not None
+    assert estimate.budget_bytes is not None
+    assert estimate.weights_bytes is not None
+    assert estimate.overhead is not None
+    cache = estimate.blocks * estimate.layout.block_bytes
+    assert cache == 0 or cache + estimate.weights_bytes + estimate.overhead.high <= estimate.budget_bytes
     if question.shape.has_every_token:
-        assert (found.capacity_tokens or 0) * found.bytes_per_token <= max(cache, 0)
-    for sequences, length in list_longest(found):
-        assert length == 0 or sequences * found.count_sequence_bytes(length) <= cache
-    for length, sequences in list_most_sequences(found):
-        assert sequences * found.count_sequence_bytes(length) <= cache
+        assert (estimate.capacity_tokens or 0) * estimate.bytes_per_token <= max(cache, 0)
+    for sequences, length in list_longest(estimate):
+        assert length == 0 or sequences * estimate.count_sequence_bytes(length) <= cache
+    for length, sequences in list_most_sequences(estimate):
+        assert sequences * estimate.count_sequence_bytes(length) <= cache
 
 
 @settings(deadline=None)
 @given(question=questions)
 def test_it_fits_exactly_when_every_check_of_a_start_passes(question: Question) -> None:
-    found = estimate_memory(question)
-    assert found.kv_cache is not None
+    estimate = estimate_memory(question)
+    assert estimate.kv_cache is not None
     assert question.max_model_len is not None
 
-    needed = found.count_sequence_bytes(question.max_model_len)
-    answers = {check.name: check.passes for check in check_start(found)}
-    if can_start(found) is True:
-        assert found.kv_cache.low >= needed
-        assert found.blocks
+    needed = estimate.count_sequence_bytes(question.max_model_len)
+    answers = {check.name: check.passes for check in check_start(estimate)}
+    if can_start(estimate) is True:
+        assert estimate.kv_cache.low >= needed
+        assert estimate.blocks
         assert set(answers.values()) == {True}
-    elif can_start(found) is False:
+    elif can_start(estimate) is False:
         assert False in answers.values()
     else:
         assert None in answers.values()
-    assert (answers[CheckName.LONGEST_SEQUENCE] is False) is (found.kv_cache.high < needed)
+    assert (answers[CheckName.LONGEST_SEQUENCE] is False) is (estimate.kv_cache.high < needed)
 
 
 @settings(deadline=None)

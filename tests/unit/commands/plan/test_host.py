@@ -30,9 +30,9 @@ def test_four_gpus_of_one_engine_have_a_worker_each_and_two_engines_a_tier_each(
 
 @pytest.mark.parametrize(("host_gib", "expected"), [(200, True), (100, None), (64, False)])
 def test_a_host_that_is_too_small_keeps_vllm_from_starting(host_gib: int, expected: bool | None) -> None:  # noqa: FBT001 - a case
-    found = estimated(**ASKED, kv_offloading_bytes=64 * GIB, host_memory_bytes=host_gib * GIB)
+    estimate = estimated(**ASKED, kv_offloading_bytes=64 * GIB, host_memory_bytes=host_gib * GIB)
 
-    assert can_start(found) is expected
+    assert can_start(estimate) is expected
 
 
 def test_the_verdict_names_the_host_and_a_tier_that_fits(capsys: pytest.CaptureFixture[str]) -> None:

@@ -32,8 +32,8 @@ def test_an_idle_end_is_less_sure_where_nobody_looked_for_longer_than_15_seconds
 ) -> None:
     scene = scenes.scene(scenes.idle, 1)
     last = max(sample["t"] for sample in scene.samples if sample["engines"])
-    gone = next(each for each in scene.samples if each["t"] > last and not each["engines"])
-    scene.samples[:] = [*(each for each in scene.samples if each["t"] <= last), {**gone, "t": last + seconds}]
+    gone = next(sample for sample in scene.samples if sample["t"] > last and not sample["engines"])
+    scene.samples[:] = [*(sample for sample in scene.samples if sample["t"] <= last), {**gone, "t": last + seconds}]
     scene.header = {"t": last + seconds, "what": "ended", "reason": "gone"}
 
     _, out, _ = run(write(tmp_path, scene))

@@ -115,15 +115,15 @@ def test_one_page_says_what_it_was_how_sure_and_what_to_do(run: Run, leaked: Pat
 
 def test_the_object_has_the_same(run: Run, leaked: Path) -> None:
     status, out, _ = run(leaked, "--json")
-    found = read_data(out)
+    data = read_data(out)
 
     assert status == 0
-    assert (found["cause"], found["sure"], found["what"]) == ("out_of_memory_leak", "sure", "ended")
-    assert found["situation"] == "leaking"
-    assert found["known"]["version"] == "1.2.3"
-    assert found["also"] == []
-    assert [each["t"] for each in found["timeline"]] == sorted(each["t"] for each in found["timeline"])
-    assert found["numbers"]["GPU 0"].endswith("leak detector: leaking")
+    assert (data["cause"], data["sure"], data["what"]) == ("out_of_memory_leak", "sure", "ended")
+    assert data["situation"] == "leaking"
+    assert data["known"]["version"] == "1.2.3"
+    assert data["also"] == []
+    assert [each["t"] for each in data["timeline"]] == sorted(each["t"] for each in data["timeline"])
+    assert data["numbers"]["GPU 0"].endswith("leak detector: leaking")
 
 
 def test_the_page_is_one_file_that_loads_nothing_and_draws_the_curves(run: Run, leaked: Path, tmp_path: Path) -> None:
@@ -236,10 +236,10 @@ def test_what_torch_was_refused_is_no_crash_with_memory_at_ease(run: Run, tmp_pa
     first = {"t": scene.header["t"] - 1, "uuid": "GPU-a", "asked": 5, "free": 3}
     scene.header["ooms"] = [first, first | {"allocated": 60, "reserved": 64}]
 
-    found = read_data(run(write(tmp_path, scene), "--json")[1])
+    data = read_data(run(write(tmp_path, scene), "--json")[1])
 
-    assert (found["cause"], found["sure"]) == ("out_of_memory_burst", "likely")
-    assert found["evidence"][:2] == [
+    assert (data["cause"], data["sure"]) == ("out_of_memory_burst", "likely")
+    assert data["evidence"][:2] == [
         "torch raised OutOfMemoryError on GPU-a: 5 B asked, 3 B free",
         "torch raised OutOfMemoryError on GPU-a: 5 B asked, 3 B free, 64 B its own, 60 B in use",
     ]
@@ -250,10 +250,10 @@ def test_a_full_card_names_the_allocation_that_failed(run: Run, tmp_path: Path) 
     assert scene.header is not None
     scene.header["ooms"] = [{"t": scene.header["t"] - 1, "uuid": "GPU-a", "asked": 5, "free": 3}]
 
-    found = read_data(run(write(tmp_path, scene), "--json")[1])
+    data = read_data(run(write(tmp_path, scene), "--json")[1])
 
-    assert found["sentence"] == "Out of GPU memory in a burst: an allocation of torch failed."
-    assert found["evidence"][0] == "torch raised OutOfMemoryError on GPU-a: 5 B asked, 3 B free"
+    assert data["sentence"] == "Out of GPU memory in a burst: an allocation of torch failed."
+    assert data["evidence"][0] == "torch raised OutOfMemoryError on GPU-a: 5 B asked, 3 B free"
 
 
 def test_torchs_snapshot_and_what_held_most_are_named(run: Run, tmp_path: Path) -> None:

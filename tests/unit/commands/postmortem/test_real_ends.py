@@ -120,7 +120,7 @@ def test_its_samples_alone_have_one_exit_at_its_time_and_its_cause(tmp_path: Pat
     assert [event.reason for event in watch.events if event.kind is IncidentKind.ENDED] == [reason]
     assert watch.engine.runs.exits == {reason: 1}
     assert watch.engine.runs.restarts == 0
-    assert all(each.seconds >= truth.at for each in watch.events)
+    assert all(event.seconds >= truth.at for event in watch.events)
     assert read_postmortem(file).findings[0].cause == truth.cause
 
 

@@ -37,7 +37,7 @@ def test_the_named_cause_is_right_and_never_surely_wrong() -> None:
     tally = Counter((str(cause), str(finding.cause), str(finding.sureness)) for cause, finding in said)
 
     assert len(said) >= 200
-    assert not [each for each in wrong if each[1].sureness is Sureness.SURE], tally
+    assert not [mistake for mistake in wrong if mistake[1].sureness is Sureness.SURE], tally
     assert 1 - len(wrong) / len(said) >= LEAST_RIGHT, tally
     sure = sum(finding.sureness is Sureness.SURE for _, finding in said)
     assert sure / len(said) >= 0.4, tally
@@ -61,16 +61,16 @@ def diagnose_ends(spoil: Spoil) -> list[tuple[EndCause, Diagnosis]]:
 
 @pytest.mark.parametrize("spoil", spoiled.SPOILS, ids=lambda spoil: spoil.__name__)
 def test_a_sidecar_that_saw_less_is_never_surely_wrong_and_seldom_likely(spoil: Spoil) -> None:
-    said = diagnose_ends(spoil)
-    wrong = [(str(cause), str(found.cause), str(found.sureness)) for cause, found in said if found.cause != cause]
-    misled = [each for each in wrong if each[2] != Sureness.POSSIBLE]
+    diagnoses = diagnose_ends(spoil)
+    wrong = [(str(cause), str(found.cause), str(found.sureness)) for cause, found in diagnoses if found.cause != cause]
+    misled = [mistake for mistake in wrong if mistake[2] != Sureness.POSSIBLE]
 
-    assert not [each for each in wrong if each[2] == Sureness.SURE], wrong
-    assert len(misled) <= 0.05 * len(said), misled
+    assert not [mistake for mistake in wrong if mistake[2] == Sureness.SURE], wrong
+    assert len(misled) <= 0.05 * len(diagnoses), misled
 
 
 @pytest.mark.parametrize("spoil", spoiled.KEEP_ENOUGH, ids=lambda spoil: spoil.__name__)
 def test_what_does_not_bear_on_the_cause_costs_nothing(spoil: Spoil) -> None:
-    said = diagnose_ends(spoil)
+    diagnoses = diagnose_ends(spoil)
 
-    assert sum(found.cause == cause for cause, found in said) >= LEAST_RIGHT * len(said)
+    assert sum(found.cause == cause for cause, found in diagnoses) >= LEAST_RIGHT * len(diagnoses)

@@ -20,7 +20,7 @@ def diagnose_looks(looks: list[Look]) -> Diagnosis:
     return judge(follower.ending)[0]
 
 
-def test_a_server_that_waits_without_its_core_behind_a_closed_port_was_told_to_end() -> None:
+def test_a_server_that_waits_without_its_core_behind_a_closed_port_was_asked_to_end() -> None:
     """So vLLM 0.32 does on SIGTERM, for as long as its clients hold their connections."""
     waits: list[Look] = [*AT_WORK, *[(REFUSED, (SERVER,))] * 14]
 
@@ -30,13 +30,13 @@ def test_a_server_that_waits_without_its_core_behind_a_closed_port_was_told_to_e
 
 
 def test_a_server_that_follows_its_core_within_seconds_crashed() -> None:
-    found = diagnose_looks([*AT_WORK, (working(32.0), (SERVER,)), (REFUSED, (SERVER,)), (REFUSED, ())])
+    diagnoses = diagnose_looks([*AT_WORK, (working(32.0), (SERVER,)), (REFUSED, (SERVER,)), (REFUSED, ())])
 
-    assert (found.cause, found.sureness) == (EndCause.CRASH, Sureness.LIKELY)
+    assert (diagnoses.cause, diagnoses.sureness) == (EndCause.CRASH, Sureness.LIKELY)
 
 
 def test_a_whole_server_without_a_page_hangs_since_its_page_was_last_seen() -> None:
-    found = diagnose_looks([*AT_WORK, *[(SILENT, WHOLE)] * 13])
+    diagnoses = diagnose_looks([*AT_WORK, *[(SILENT, WHOLE)] * 13])
 
-    assert found.cause is EndCause.HANG
-    assert found.sentence.startswith("A hang: the engine had work and made no progress for 1 min ")
+    assert diagnoses.cause is EndCause.HANG
+    assert diagnoses.sentence.startswith("A hang: the engine had work and made no progress for 1 min ")

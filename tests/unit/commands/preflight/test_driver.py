@@ -18,7 +18,7 @@ LIBRARY_MISSING, DRIVER_MISSING, MISMATCH, UNKNOWN, LOST = 12, 9, 18, 999, 15
         (UNKNOWN, Conclusion.CANNOT_TELL, "NVML fails on every GPU"),
     ],
 )
-def test_a_driver_that_fails_is_told_with_what_to_do(
+def test_a_driver_that_fails_is_reported_with_what_to_do(
     preflight: Preflight, nvml: FakeNvml, code: int, verdict: Conclusion, words: str
 ) -> None:
     nvml.errors = {"nvmlInitWithFlags": code}
@@ -31,7 +31,7 @@ def test_a_driver_that_fails_is_told_with_what_to_do(
     assert words in report.findings[0].text
 
 
-def test_a_driver_that_hangs_cannot_be_told(preflight: Preflight, nvml: FakeNvml) -> None:
+def test_a_driver_that_hangs_is_unknown(preflight: Preflight, nvml: FakeNvml) -> None:
     nvml.hangs = {"nvmlInitWithFlags": 600}
     nvml.write()
 
@@ -41,7 +41,7 @@ def test_a_driver_that_hangs_cannot_be_told(preflight: Preflight, nvml: FakeNvml
     assert "NVML does not answer" in report.findings[0].text
 
 
-def test_what_cannot_be_told_is_said_once(preflight: Preflight, nvml: FakeNvml) -> None:
+def test_what_is_unknown_is_said_once(preflight: Preflight, nvml: FakeNvml) -> None:
     nvml.gpus[0].hangs = {"nvmlDeviceGetMemoryInfo_v2": 600}
     nvml.gpus.append(FakeGpu(uuid="GPU-b", used_bytes=70 * GIB))
     nvml.write()
@@ -55,7 +55,7 @@ def test_what_cannot_be_told_is_said_once(preflight: Preflight, nvml: FakeNvml) 
     assert [line.partition(" answer: ")[0] for line in both] == ["  cannot tell: GPU 0: the GPU does not"]
 
 
-def test_a_gpu_that_hangs_cannot_be_told_and_the_other_is_still_judged(preflight: Preflight, nvml: FakeNvml) -> None:
+def test_a_gpu_that_hangs_is_unknown_and_the_other_is_still_judged(preflight: Preflight, nvml: FakeNvml) -> None:
     nvml.gpus[0].hangs = {"nvmlDeviceGetMemoryInfo_v2": 600}
     nvml.gpus.append(FakeGpu(uuid="GPU-b", used_bytes=70 * GIB))
     nvml.write()

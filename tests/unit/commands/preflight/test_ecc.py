@@ -44,7 +44,7 @@ def test_a_failed_remapping_asks_for_another_gpu(preflight: Preflight, nvml: Fak
     assert finding.fix == "have it replaced: NVIDIA takes it back for this; or --ignore ecc"
 
 
-def test_what_is_ignored_is_still_told(preflight: Preflight, nvml: FakeNvml) -> None:
+def test_what_is_ignored_is_still_reported(preflight: Preflight, nvml: FakeNvml) -> None:
     nvml.gpus[0].rows = (True, False)
     nvml.write()
 
@@ -62,7 +62,7 @@ def test_a_gpu_without_ecc_has_nothing_pending(preflight: Preflight, nvml: FakeN
     assert preflight.report().findings == ()
 
 
-def test_the_instances_of_a_gpu_share_its_faults_which_are_told_once(preflight: Preflight, nvml: FakeNvml) -> None:
+def test_the_instances_of_a_gpu_share_its_faults_which_are_reported_once(preflight: Preflight, nvml: FakeNvml) -> None:
     nvml.gpus[0].mig, nvml.gpus[0].ecc = True, (True, False)
     nvml.gpus[0].instances = [FakeInstance(uuid=f"MIG-{letter}", gpu_instance=ord(letter)) for letter in "xy"]
     nvml.write()
@@ -74,7 +74,7 @@ def test_the_instances_of_a_gpu_share_its_faults_which_are_told_once(preflight: 
     assert report.gpus[0].requested_bytes == -(-10 * GIB * 92 // 100)
 
 
-def test_a_gpu_that_hangs_when_it_is_asked_for_faults_cannot_be_told(preflight: Preflight, nvml: FakeNvml) -> None:
+def test_a_gpu_that_hangs_when_it_is_asked_for_faults_is_unknown(preflight: Preflight, nvml: FakeNvml) -> None:
     nvml.gpus[0].hangs = {"nvmlDeviceGetRemappedRows": 600}
     nvml.write()
 

@@ -70,7 +70,7 @@ def test_mixed_gpus_are_no_go_in_parallel(preflight: Preflight, nvml: FakeNvml, 
     assert preflight.report(MemoryRequest(utilization_ratio=0.92)).verdict is Conclusion.GOOD
 
 
-def test_which_of_mixed_gpus_vllm_takes_cannot_be_told_unless_cuda_counts_as_nvml(
+def test_which_of_mixed_gpus_vllm_takes_is_unknown_unless_cuda_counts_as_nvml(
     preflight: Preflight, nvml: FakeNvml
 ) -> None:
     nvml.gpus = [FakeGpu(uuid="GPU-a"), FakeGpu(uuid="GPU-b", name=A100)]

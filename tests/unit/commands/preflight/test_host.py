@@ -67,7 +67,7 @@ def unified(preflight: Preflight) -> Preflight:
     return preflight
 
 
-def test_what_vllm_would_leave_to_a_machine_of_one_memory_is_told(unified: Preflight) -> None:
+def test_what_vllm_would_leave_to_a_machine_of_one_memory_is_reported(unified: Preflight) -> None:
     meminfo(unified, total_gib=120, available_gib=116)
 
     found = only(unified.report(DEFAULT))
@@ -81,7 +81,7 @@ def test_what_vllm_would_leave_to_a_machine_of_one_memory_is_told(unified: Prefl
     assert unified.report(MemoryRequest(utilization_ratio=0.89)).verdict is Conclusion.GOOD
 
 
-def test_swap_of_a_machine_of_one_memory_is_told_and_counts_as_no_room(unified: Preflight) -> None:
+def test_swap_of_a_machine_of_one_memory_is_reported_and_counts_as_no_room(unified: Preflight) -> None:
     meminfo(unified, total_gib=120, available_gib=118)
     without = unified.report(MemoryRequest(utilization_ratio=0.89))
     with (unified.tree.path / "meminfo").open("a") as stream:

@@ -98,7 +98,7 @@ def test_more_than_the_gpu_has_does_not_pass_by_waiting(preflight: Preflight) ->
     assert not finding.may_pass
 
 
-def test_each_gpu_is_told_of_and_the_fullest_says_what_would_work(preflight: Preflight, nvml: FakeNvml) -> None:
+def test_each_gpu_is_reported_and_the_fullest_says_what_would_work(preflight: Preflight, nvml: FakeNvml) -> None:
     nvml.gpus += [FakeGpu(uuid="GPU-b", used_bytes=30 * GIB), FakeGpu(uuid="GPU-c", used_bytes=2 * GIB)]
     nvml.write()
 

@@ -72,7 +72,7 @@ def test_what_the_operator_says_of_its_share_is_believed(sleeping: Preflight) ->
     assert "to wake takes about 10.00 GiB" in text
 
 
-def test_an_engine_that_is_awake_has_nothing_to_wake_and_is_told_what_its_weights_would_need(
+def test_an_engine_that_is_awake_has_nothing_to_wake_and_is_shown_what_its_weights_would_need(
     sleeping: Preflight,
 ) -> None:
     tree = V2Tree(sleeping.folder / "cgroup", sleeping.tree.path)
@@ -101,7 +101,7 @@ def test_what_is_not_known_is_no_go_and_no_go_ahead(sleeping: Preflight, told: E
     assert text in report.findings[0].text
 
 
-def test_an_engine_that_is_not_seen_on_a_gpu_cannot_be_told(sleeping: Preflight) -> None:
+def test_an_engine_that_is_not_seen_on_a_gpu_is_unknown(sleeping: Preflight) -> None:
     _held(sleeping, {STRANGER: GIB})
     assert judged(sleeping).findings[0].text == "none of its processes is seen on a visible GPU"
 

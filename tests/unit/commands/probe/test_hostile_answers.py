@@ -51,7 +51,7 @@ def a_large_one(place: Path, _: Path) -> None:
 
 
 @pytest.mark.parametrize("put", [a_folder, a_pipe, a_link, a_large_one])
-def test_an_answer_that_is_no_file_is_none_and_the_others_are_told(
+def test_an_answer_that_is_no_file_is_none_and_the_others_are_reported(
     folder: Path, tmp_path: Path, put: Callable[[Path, Path], None]
 ) -> None:
     put(folder / HOSTILE, tmp_path / "elsewhere")
@@ -102,7 +102,7 @@ def test_a_request_that_becomes_a_link_touches_nothing_elsewhere(folder: Path, t
     assert not (folder / "record.json").is_symlink()
 
 
-def test_a_folder_in_the_requests_place_is_told(folder: Path) -> None:
+def test_a_folder_in_the_requests_place_is_reported(folder: Path) -> None:
     (folder / "record.json").mkdir()
     os.utime(folder / "record.json", (1.0, 1.0))
 

@@ -96,7 +96,7 @@ def test_the_command_says_what_to_set(tmp_path: Path) -> None:
         (("remove", "x"), "vllm-headroom probe: ACTION: got 'remove', accepts install or record"),
     ],
 )
-def test_what_cannot_be_done_is_told(words: tuple[str, ...], why: str) -> None:
+def test_what_cannot_be_done_is_reported(words: tuple[str, ...], why: str) -> None:
     done = run_command("probe", *words)
 
     assert (done.returncode, done.stdout) == (2, "")

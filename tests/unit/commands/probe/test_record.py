@@ -54,8 +54,8 @@ def test_the_file_and_the_line_that_leak_are_named(leaking: Vllm) -> None:
 
     assert (done.returncode, said) == (0, "3 processes record for 2 s\n")
     processes = read_data(out)["processes"]
-    assert sorted(each["role"] for each in processes) == ["api_server", "engine_core", "worker"]
-    assert [each["problem"] for each in processes] == [None] * 3
+    assert sorted(process["role"] for process in processes) == ["api_server", "engine_core", "worker"]
+    assert [process["problem"] for process in processes] == [None] * 3
     (core,) = (process for process in processes if process["role"] == "engine_core")
     worst = core["host"][0]
     assert worst["stack"][0] == f"{ENGINE}:{LINE}"
@@ -133,7 +133,7 @@ def _is_dead(pid: int) -> bool:
         (("record", "--for", "1m"), "HEADROOM_PROBE_DIR: needed to record, accepts the path of a directory"),
     ],
 )
-def test_what_cannot_be_recorded_is_told(words: tuple[str, ...], why: str) -> None:
+def test_what_cannot_be_recorded_is_reported(words: tuple[str, ...], why: str) -> None:
     done = run_command("probe", *words)
 
     assert (done.returncode, done.stderr) == (2, f"vllm-headroom probe: {why}\n")
@@ -160,13 +160,13 @@ GOOD: Final[dict[str, Any]] = {
     ],
 )
 def test_an_answer_that_is_none_or_hostile_is_not_shown(content: bytes, answer: str | None) -> None:
-    found = parse_answer(content, "a")
+    parsed_answer = parse_answer(content, "a")
 
-    assert found is None if answer is None else str(found).startswith(answer)
+    assert parsed_answer is None if answer is None else str(parsed_answer).startswith(answer)
 
 
 def test_more_stacks_than_any_probe_gives_are_left_out() -> None:
-    found = parse_answer(json.dumps(GOOD | {"host": GOOD["host"] * 500}).encode(), "a")
+    parsed_answer = parse_answer(json.dumps(GOOD | {"host": GOOD["host"] * 500}).encode(), "a")
 
-    assert isinstance(found, dict)
-    assert len(found["host"]) == 20
+    assert isinstance(parsed_answer, dict)
+    assert len(parsed_answer["host"]) == 20

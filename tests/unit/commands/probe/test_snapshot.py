@@ -43,7 +43,7 @@ def test_a_file_is_read_without_torch(tmp_path: Path) -> None:
     file = tmp_path / "oom.pickle"
     file.write_bytes(pickle.dumps(CONTENT, 4))
     done = run_command("probe", "snapshot", str(file))
-    found = read_data(run_command("probe", "snapshot", "--json", str(file)).stdout)
+    data = read_data(run_command("probe", "snapshot", "--json", str(file)).stdout)
 
     assert done.stdout.splitlines() == [
         "torch held 3.01 KiB in 4 blocks, of 9.77 KiB reserved. Its history begins 2025-10-09 08:53:20Z.",
@@ -51,8 +51,8 @@ def test_a_file_is_read_without_torch(tmp_path: Path) -> None:
         "  1 KiB in 2 blocks, from before the history's oldest event: /v/site-packages/vllm/mo?del.py:12",
         "  8 B in 1 block, from before the history's oldest event: allocated before the history began",
     ]
-    assert (found["active_bytes"], found["reserved_bytes"], found["blocks"]) == (3080, 10_000, 4)
-    assert found["largest"][0] == {
+    assert (data["active_bytes"], data["reserved_bytes"], data["blocks"]) == (3080, 10_000, 4)
+    assert data["largest"][0] == {
         "file": "/v/site-packages/torch/nn/linear.py",
         "line": 134,
         "bytes": 2048,
@@ -189,7 +189,7 @@ def test_every_process_that_keeps_a_history_is_asked(folder: Path) -> None:
     assert not (folder / "snapshot.json").exists()
 
 
-def test_a_process_that_does_not_answer_in_time_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_does_not_answer_in_time_is_reported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(asking, "ANSWER_SECONDS", 1.0)
 
     def answer_another_request(_: str) -> None:
@@ -220,7 +220,7 @@ def test_without_a_history_there_is_nothing_to_ask(folder: Path) -> None:
         (("snapshot", "/nowhere"), "/nowhere: No such file or directory"),
     ],
 )
-def test_what_cannot_be_done_is_told(words: tuple[str, ...], why: str) -> None:
+def test_what_cannot_be_done_is_reported(words: tuple[str, ...], why: str) -> None:
     done = run_command("probe", *words)
 
     assert (done.returncode, done.stderr) == (2, f"vllm-headroom probe: {why}\n")

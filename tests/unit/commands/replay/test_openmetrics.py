@@ -191,13 +191,13 @@ def test_promtool_makes_blocks_of_a_recorded_leak(tmp_path: Path) -> None:
     assert done.returncode == 0
     points = sum(map(len, parse(file).values()))
 
-    made = subprocess.run(
+    result = subprocess.run(
         ["promtool", "tsdb", "create-blocks-from", "openmetrics", str(file), str(tmp_path / "data")],
         capture_output=True,
         text=True,
         check=False,
     )
 
-    assert (made.returncode, made.stderr) == (0, "")
+    assert (result.returncode, result.stderr) == (0, "")
     blocks = [json.loads(meta.read_text()) for meta in (tmp_path / "data").glob("*/meta.json")]
     assert sum(block["stats"]["numSamples"] for block in blocks) == points

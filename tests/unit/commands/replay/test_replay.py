@@ -29,9 +29,9 @@ def replay(*words: str, trace: str = "", **environ: str) -> subprocess.Completed
 def answer(records: Iterable[dict[str, Any]]) -> dict[str, Any]:
     process = replay("-", "--json", trace=text(records))
     assert (process.returncode, process.stderr) == (0, "")
-    found = read_data(process.stdout)
-    assert isinstance(found, dict)
-    return found
+    data = read_data(process.stdout)
+    assert isinstance(data, dict)
+    return data
 
 
 @pytest.fixture(scope="module")
@@ -40,9 +40,9 @@ def leak() -> str:
 
 
 def test_a_flat_trace_has_no_intervals() -> None:
-    found = answer(flat(HOURS))
+    reply = answer(flat(HOURS))
 
-    assert found == {
+    assert reply == {
         "samples": 2160,
         "span_seconds": 2159 * STEP,
         "gpus": [
@@ -119,10 +119,10 @@ def test_host_memory_has_its_own_verdict() -> None:
             ]
             yield {**sample(record["t"], 70_000 * MIB, finished=number * 50), "processes": processes}
 
-    found = answer(host())
+    reply = answer(host())
 
-    assert found["gpus"][0]["leaking_intervals"] == []
-    core, worker = found["host"]
+    assert reply["gpus"][0]["leaking_intervals"] == []
+    core, worker = reply["host"]
     assert (core["process"], core["state"]) == ("engine_core", "leaking")
     assert core["leaking_intervals"] == [[core["first_leaking"]["t"], None]]
     assert core["first_leaking"]["bytes_per_second"] == pytest.approx(128_000, rel=0.3)
@@ -149,14 +149,14 @@ def test_host_memory_against_a_limit_has_a_time_and_what_the_kernel_did() -> Non
                 "host": memory,
             }
 
-    found = answer(host())
+    reply = answer(host())
 
-    (core,) = found["host"]
+    (core,) = reply["host"]
     assert core["first_leaking"]["time_to_oom_seconds"] == pytest.approx(
         (20_000 * MIB - 10**9 - 1_000 * MIB) / 128_000 - (core["first_leaking"]["t"] - BEGAN), rel=0.3
     )
-    assert found["host_memory"]["limit"] == 20_000 * MIB
-    assert found["host_memory"]["oom_kills"] == 1
+    assert reply["host_memory"]["limit"] == 20_000 * MIB
+    assert reply["host_memory"]["oom_kills"] == 1
     report = replay("-", trace=text(host())).stdout
     assert "of 19.5 GiB in use." in report
     assert "Out-of-memory kills by the kernel: 1." in report
@@ -189,9 +189,9 @@ def test_a_host_leak_alone_fails_as_well() -> None:
 
 
 def test_a_gpu_without_a_name_has_none_in_the_answer() -> None:
-    found = answer({"t": 10 * second, "gpus": [{"used": 5}, {"used": 6}]} for second in range(3))
+    reply = answer({"t": 10 * second, "gpus": [{"used": 5}, {"used": 6}]} for second in range(3))
 
-    assert [(gpu["gpu"], gpu["uuid"]) for gpu in found["gpus"]] == [(0, None), (1, None)]
+    assert [(gpu["gpu"], gpu["uuid"]) for gpu in reply["gpus"]] == [(0, None), (1, None)]
 
 
 def test_a_trace_without_samples_is_an_answer() -> None:

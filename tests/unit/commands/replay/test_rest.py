@@ -34,7 +34,7 @@ def nights(*kept_mib: int) -> Iterable[dict[str, Any]]:
             yield at(24 * night + step, kept, running=0.0, awake=False, kv_used_ratio=0.0)
 
 
-def test_what_each_sleep_kept_is_told_with_the_first_and_the_last() -> None:
+def test_what_each_sleep_kept_is_reported_with_the_first_and_the_last() -> None:
     watch = replay_records(nights(2_048, 2_560, 4_096))
 
     assert "GPU 0, asleep: kept 2 GiB in the first sleep, 4 GiB in the last of 3." in list(format_verdict(watch))
@@ -54,7 +54,7 @@ def test_each_instance_of_a_gpu_keeps_its_own() -> None:
     assert said == ["GPU 0 MIG-11111111, asleep: kept 2 GiB.", "GPU 0 MIG-33333333, asleep: kept 1 GiB."]
 
 
-def test_one_sleep_is_told_alone_and_none_is_not_told() -> None:
+def test_one_sleep_is_reported_alone_and_none_is_not_reported() -> None:
     assert "GPU 0, asleep: kept 2 GiB." in list(format_verdict(replay_records(nights(2_048))))
     assert not [line for line in format_verdict(replay_records([at(0, 70_000)])) if "asleep" in line]
 
@@ -67,7 +67,7 @@ def test_a_nap_that_was_over_before_it_had_settled_is_no_sleep() -> None:
     assert [len(sleep["residue_bytes"]) for sleep in build_report(watch, Curves()).data["sleeps"]] == [1]
 
 
-def test_blocks_that_no_request_holds_are_told_from_a_hundredth_on() -> None:
+def test_blocks_that_no_request_holds_are_distinguished_from_a_hundredth_on() -> None:
     def idle(ratio: float) -> LeakReplay:
         return replay_records(
             [at(0, 70_000), *(at(step, 70_000, running=0.0, kv_used_ratio=ratio) for step in range(1, 30))]

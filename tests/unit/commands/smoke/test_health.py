@@ -44,7 +44,7 @@ def test_a_healthy_vllm_is_not_waited_for(vllm: Vllm) -> None:
     assert said == []
 
 
-def test_one_that_loads_is_waited_for_and_it_is_told_for_what(vllm: Vllm) -> None:
+def test_one_that_loads_is_waited_for_and_it_is_reported_for_what(vllm: Vllm) -> None:
     vllm.answers["/health"] = page("", status="503 Service Unavailable")
     said: list[str] = []
 

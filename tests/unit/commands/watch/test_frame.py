@@ -33,7 +33,7 @@ def test_the_verdict_and_the_time_left_are_written() -> None:
     assert "full in 4 h 0 min; the last 23 h 59 min, on a scale from 0" in shown
 
 
-def test_instances_of_one_gpu_are_told_apart() -> None:
+def test_instances_of_one_gpu_are_distinguished() -> None:
     seen = json.loads(json.dumps(build_document(day(gpus=2))))
     for gpu, curve, uuid in zip(
         seen["gpus"], seen["history"]["gpus"], ("MIG-1234567890", "MIG-abcdefghij"), strict=True

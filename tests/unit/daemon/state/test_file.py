@@ -114,7 +114,9 @@ BAD: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("damage", BAD.values(), ids=BAD)
-def test_a_bad_file_is_told_from_a_state(damage: Callable[[bytes], bytes], alarmed: Memory, tmp_path: Path) -> None:
+def test_a_bad_file_is_distinguished_from_a_state(
+    damage: Callable[[bytes], bytes], alarmed: Memory, tmp_path: Path
+) -> None:
     content = damage(STATE.encode(make_state(alarmed, make_snapshot(ALARM_STEPS))))
     (tmp_path / STATE.name).write_bytes(content)
 

@@ -41,18 +41,18 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
 
 def test_the_keeper_hands_it_to_the_next_process(tmp_path: Path) -> None:
     async def live() -> dict[str, Any]:
-        seen = snapshot()
+        sample = snapshot()
         before = keeper(tmp_path)
-        await before.recall(seen)
+        await before.recall(sample)
         await before.save({HISTORY.name: past().save(), "leak": LeakMemory(), "baseline": Baselines()})
-        return dict(await keeper(tmp_path).recall(seen))
+        return dict(await keeper(tmp_path).recall(sample))
 
     kept = asyncio.run(live())[HISTORY.name]
 
     assert isinstance(kept, SavedHistory)
-    after = History()
-    after.restore(kept)
-    assert after.read_curve("free GPU-a") == past().read_curve("free GPU-a")
+    history = History()
+    history.restore(kept)
+    assert history.read_curve("free GPU-a") == past().read_curve("free GPU-a")
 
 
 def test_a_curve_that_is_none_sets_the_file_aside(tmp_path: Path) -> None:

@@ -38,8 +38,8 @@ def saved(folder: Path, **states: Any) -> None:
 
 def taken_up(folder: Path, step: int = 2) -> tuple[dict[str, Any], list[str]]:
     with capture_logs() as lines:
-        found = asyncio.run(keeper(folder, make_snapshot(step)).recall(make_snapshot(step, engines=REFUSED)))
-    return dict(found), [line["event"] for line in lines]
+        result = asyncio.run(keeper(folder, make_snapshot(step)).recall(make_snapshot(step, engines=REFUSED)))
+    return dict(result), [line["event"] for line in lines]
 
 
 def test_they_come_back_exactly_and_at_once_while_the_engine_is_down(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_nothing_by_the_clock_of_the_last_process_comes_back(tmp_path: Path) -> 
     assert watch.look(REFUSED).progress_age_seconds is None
 
 
-def test_they_go_on_when_what_the_detector_learned_is_of_another_life(alarmed: Memory, tmp_path: Path) -> None:
+def test_they_go_on_when_what_the_detector_learned_is_of_another_run(alarmed: Memory, tmp_path: Path) -> None:
     saved(tmp_path, **{ENGINE_RUN: crashed()})
     old = make_state(alarmed, make_snapshot(ALARM_STEPS))
     STATE.write(tmp_path, replace(old, identity=replace(old.identity, models=("another",))))

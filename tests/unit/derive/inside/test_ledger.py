@@ -25,9 +25,9 @@ WHOLE = {"allocated": 700, "reserved": 850, "split": 30, "weights": 300, "kv_cac
 
 
 def test_every_byte_that_is_held_counts_once() -> None:
-    found = parts_of(**WHOLE)
+    parts = parts_of(**WHOLE)
 
-    assert found == {
+    assert parts == {
         "weights": 300,
         "kv_cache": 350,
         "other_tensors": 50,
@@ -35,7 +35,7 @@ def test_every_byte_that_is_held_counts_once() -> None:
         "cached": 120,
         "outside_torch": 150,
     }
-    assert sum(found.values()) == 1000
+    assert sum(parts.values()) == 1000
 
 
 @pytest.mark.parametrize(
@@ -45,11 +45,11 @@ def test_every_byte_that_is_held_counts_once() -> None:
 def test_graphs_are_taken_out_of_what_they_are_counted_in_otherwise(
     graphs: int, cached: int, fragmented: int, outside: int
 ) -> None:
-    found = parts_of(**WHOLE, graphs=graphs)
+    parts = parts_of(**WHOLE, graphs=graphs)
 
-    assert (found["cuda_graphs"], found["cached"]) == (graphs, cached)
-    assert (found["fragmented"], found["outside_torch"]) == (fragmented, outside)
-    assert sum(found.values()) == 1000
+    assert (parts["cuda_graphs"], parts["cached"]) == (graphs, cached)
+    assert (parts["fragmented"], parts["outside_torch"]) == (fragmented, outside)
+    assert sum(parts.values()) == 1000
 
 
 def test_graphs_larger_than_all_they_could_be_in_are_not_believed() -> None:
@@ -78,10 +78,10 @@ def test_a_probe_that_has_not_looked_since_the_engine_fell_asleep_is_not_believe
 
 
 def test_without_nvml_nothing_is_outside_and_no_graphs_are_placed() -> None:
-    found = parts_of(None, **WHOLE, graphs=100)
+    parts = parts_of(None, **WHOLE, graphs=100)
 
-    assert "outside_torch" not in found
-    assert "cuda_graphs" not in found
+    assert "outside_torch" not in parts
+    assert "cuda_graphs" not in parts
 
 
 def test_what_was_freed_between_two_looks_is_no_negative_remainder() -> None:
@@ -121,18 +121,20 @@ PARTS = EngineParts(weights_bytes=300, kv_cache_bytes=350)
 
 def inside(*present: Any, card: Gpu | None = None) -> Inside | None:
     seen = gpu(used=1000) if card is None else card
-    found = add_inside((seen,), ProbeReadings(present=present))
-    assert not isinstance(found, Failure)
-    return found[0].inside
+    gpus_with_inside = add_inside((seen,), ProbeReadings(present=present))
+    assert not isinstance(gpus_with_inside, Failure)
+    return gpus_with_inside[0].inside
 
 
 def test_a_worker_fills_the_ledger_of_its_gpu() -> None:
-    found = inside(probed(devices=(device(uuid="gpu-A"),), parts=PARTS), probed(pid=8))
+    ledger_inside = inside(probed(devices=(device(uuid="gpu-A"),), parts=PARTS), probed(pid=8))
 
-    assert found is not None
-    assert (found.allocated_bytes, found.reserved_bytes) == (700, 850)
-    assert dict(found.parts)[MemoryPart.OUTSIDE_TORCH] == 150
-    assert [part for part, _ in found.parts] == [part for part in MemoryPart if part is not MemoryPart.CUDA_GRAPHS]
+    assert ledger_inside is not None
+    assert (ledger_inside.allocated_bytes, ledger_inside.reserved_bytes) == (700, 850)
+    assert dict(ledger_inside.parts)[MemoryPart.OUTSIDE_TORCH] == 150
+    assert [part for part, _ in ledger_inside.parts] == [
+        part for part in MemoryPart if part is not MemoryPart.CUDA_GRAPHS
+    ]
 
 
 def test_two_processes_on_one_gpu_count_together_and_one_that_does_not_say_leaves_it_open() -> None:
@@ -155,28 +157,28 @@ def test_figures_that_no_such_device_can_have_are_not_believed() -> None:
 
 
 def test_parts_of_a_process_on_several_devices_are_nobodys() -> None:
-    found = inside(probed(devices=(device(), device(uuid="GPU-b")), parts=PARTS))
+    ledger_inside = inside(probed(devices=(device(), device(uuid="GPU-b")), parts=PARTS))
 
-    assert found is not None
-    assert MemoryPart.WEIGHTS not in dict(found.parts)
+    assert ledger_inside is not None
+    assert MemoryPart.WEIGHTS not in dict(ledger_inside.parts)
 
 
 def test_a_pool_tells_what_torch_does_not() -> None:
     pool = EngineParts(weights_bytes=310, kv_cache_bytes=0)
     parts = EngineParts(weights_bytes=300, kv_cache_bytes=350, asleep=True, pool=pool)
 
-    found = inside(probed(devices=(AllocatorReading(uuid="GPU-a"),), parts=parts))
+    ledger_inside = inside(probed(devices=(AllocatorReading(uuid="GPU-a"),), parts=parts))
 
-    assert found == Inside(parts=((MemoryPart.WEIGHTS, 310), (MemoryPart.KV_CACHE, 0)))
+    assert ledger_inside == Inside(parts=((MemoryPart.WEIGHTS, 310), (MemoryPart.KV_CACHE, 0)))
 
 
 def test_what_was_measured_awake_is_not_held_asleep() -> None:
     parts = EngineParts(weights_bytes=300, kv_cache_bytes=350, asleep=True)
 
-    found = inside(probed(devices=(device(),), parts=parts))
+    ledger_inside = inside(probed(devices=(device(),), parts=parts))
 
-    assert found is not None
-    assert {str(part) for part, _ in found.parts} == {"fragmented", "cached", "outside_torch"}
+    assert ledger_inside is not None
+    assert {str(part) for part, _ in ledger_inside.parts} == {"fragmented", "cached", "outside_torch"}
 
 
 def test_without_a_word_from_inside_gpus_stay_as_they_are() -> None:

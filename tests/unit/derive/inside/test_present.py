@@ -22,10 +22,16 @@ def process(pid: int = 7, began: float = BEGAN) -> EngineProcess:
 
 def standing(*files: ProbedProcess, processes: tuple[EngineProcess, ...] | Failure = (), now: float = NOW) -> str:
     """Return how each file stands, in a letter."""
-    found = classify_probe(files, processes, now)
-    assert isinstance(found, ProbeReadings)
+    classified = classify_probe(files, processes, now)
+    assert isinstance(classified, ProbeReadings)
     return "".join(
-        "p" if file in found.present else "s" if file in found.silent else "o" if file in found.others else "-"
+        "p"
+        if file in classified.present
+        else "s"
+        if file in classified.silent
+        else "o"
+        if file in classified.others
+        else "-"
         for file in files
     )
 
@@ -66,14 +72,14 @@ def test_a_file_of_a_process_that_shows_counts_though_the_clock_was_set_between_
     assert standing(aged(1), processes=(began,)) == "o"
 
 
-def test_a_fresh_file_of_another_life_does_not_count() -> None:
+def test_a_fresh_file_of_another_run_does_not_count() -> None:
     last_life, this_life = aged(4, started_at_seconds=BEGAN - 60), aged(1)
 
     assert standing(last_life, this_life, processes=(process(7),)) == "op"
     assert standing(last_life, processes=(process(7),)) == "o"
 
 
-def test_a_process_that_lives_and_does_not_write_is_silent() -> None:
+def test_a_process_that_runs_and_does_not_write_is_silent() -> None:
     assert standing(aged(16), processes=(process(),)) == "s"
     assert standing(aged(16), processes=failure(Source.PROCESS)) == "o"
 
@@ -85,11 +91,11 @@ def test_a_probe_that_gave_up_is_not_taken_for_a_process_that_hangs() -> None:
 
 
 def test_of_two_files_of_one_process_the_newest_counts() -> None:
-    found = classify_probe((aged(1), aged(5)), (), NOW)
+    classified = classify_probe((aged(1), aged(5)), (), NOW)
 
-    assert isinstance(found, ProbeReadings)
-    assert found.present == (aged(1),)
-    assert found.others == ()
+    assert isinstance(classified, ProbeReadings)
+    assert classified.present == (aged(1),)
+    assert classified.others == ()
 
 
 def test_a_file_dated_ahead_says_nothing_and_hides_nothing() -> None:

@@ -49,9 +49,9 @@ BUDGET: Final[dict[str, Any]] = {"gpu_memory_utilization_ratio": 0.9}
 def test_reported_is_the_first_there_is(
     told: EngineReading, within: Inside | None, configured: float | None, expected: dict[tuple[str, ...], float]
 ) -> None:
-    seen = snapshot(engines=page(told), gpus=(gpu(used=950, inside=within),))
+    sample = snapshot(engines=page(told), gpus=(gpu(used=950, inside=within),))
 
-    samples = derive_discrepancy(seen, configured_bytes=configured)
+    samples = derive_discrepancy(sample, configured_bytes=configured)
 
     assert values(samples, catalog.MEMORY_REPORTED) == expected
 

@@ -20,26 +20,26 @@ def core(rank: int | None = 0, **known: Any) -> ProbedProcess:
 
 
 def test_one_engine_and_one_core_belong_together() -> None:
-    found = find_schedulers(page(engine("0")), (probed(), core(None, steps_total=5)))
+    schedulers = find_schedulers(page(engine("0")), (probed(), core(None, steps_total=5)))
 
-    assert {labels: each.steps_total for labels, each in found.items()} == {AN_ENGINE: 5}
+    assert {labels: each.steps_total for labels, each in schedulers.items()} == {AN_ENGINE: 5}
 
 
-def test_several_engines_are_told_by_their_ranks() -> None:
-    found = find_schedulers(page(engine("0"), engine("1")), (core(1, steps_total=7), core(None, steps_total=9)))
+def test_several_engines_are_reported_by_their_ranks() -> None:
+    schedulers = find_schedulers(page(engine("0"), engine("1")), (core(1, steps_total=7), core(None, steps_total=9)))
 
-    assert {labels: each.steps_total for labels, each in found.items()} == {("m", "1"): 7}
+    assert {labels: each.steps_total for labels, each in schedulers.items()} == {("m", "1"): 7}
 
 
 def test_steps_come_to_the_page_the_last_word_of_a_silent_core_too() -> None:
-    seen = complete_page(
+    completed_page = complete_page(
         page(engine("0", steps_total=3.0), engine("1"), engine("2")),
         ProbeReadings(present=(core(0),), silent=(core(1, steps_total=7),), others=(core(2, steps_total=9),)),
         None,
     )
 
-    assert isinstance(seen, EnginePage)
-    assert [each.steps_total for each in seen.engines] == [3.0, 7.0, None]
+    assert isinstance(completed_page, EnginePage)
+    assert [each.steps_total for each in completed_page.engines] == [3.0, 7.0, None]
 
 
 def test_without_a_probe_or_a_page_nothing_changes() -> None:
@@ -53,10 +53,10 @@ def test_without_a_probe_or_a_page_nothing_changes() -> None:
 
 
 def more(probe: ProbeReadings | None, running: float = 10.0) -> float | None:
-    seen = complete_page(page(engine(running=running, kv_used_ratio=0.1)), probe, None)
-    return values(derive_admission(Batches(), snapshot(engines=seen))[1], catalog.ENGINE_ADDITIONAL_REQUESTS).get(
-        AN_ENGINE
-    )
+    completed_page = complete_page(page(engine(running=running, kv_used_ratio=0.1)), probe, None)
+    return values(
+        derive_admission(Batches(), snapshot(engines=completed_page))[1], catalog.ENGINE_ADDITIONAL_REQUESTS
+    ).get(AN_ENGINE)
 
 
 @pytest.mark.parametrize(("most", "expected"), [(64, 54), (1000, 90), (10, 0), (8, 0), (None, 90)])
@@ -77,14 +77,14 @@ def capacity(
     *gpus: Gpu, configured: float | None = None, tokens: float | None = 1000.0
 ) -> dict[tuple[str, ...], float]:
     engines = page(engine("0", kv_capacity_tokens=tokens, **KV), engine("1", kv_capacity_tokens=3000.0, **KV))
-    seen = snapshot(engines=engines, gpus=gpus)
+    sample = snapshot(engines=engines, gpus=gpus)
     return values(
-        derive_kv_cache(seen, bytes_per_token=configured, model=lambda _dtype, _gpus: 7),
+        derive_kv_cache(sample, bytes_per_token=configured, model=lambda _dtype, _gpus: 7),
         catalog.ENGINE_KV_CAPACITY_BYTES,
     )
 
 
-def test_a_tokens_bytes_are_configured_measured_or_told_by_the_model_in_this_order() -> None:
+def test_a_tokens_bytes_are_configured_measured_or_reported_by_the_model_in_this_order() -> None:
     both = (make_gpu(1_000_000), make_gpu(3_000_000, "GPU-b"))
 
     assert capacity(*both, configured=5.0) == {("m", "0"): 5_000.0, ("m", "1"): 15_000.0}

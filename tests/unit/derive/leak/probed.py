@@ -37,12 +37,12 @@ def look(
     allocated, reserved = BASE + tensors, BASE + 10**9 + tensors + fragments + int(cached)
     held, parts = reserved + 10**9 + outside, ((MemoryPart.FRAGMENTED, fragments),)
     inside = Inside(allocated_bytes=allocated, reserved_bytes=reserved, parts=parts) if known else None
-    seen = snapshot(
+    sample = snapshot(
         at=at * seconds,
         engines=page(engine(running=30.0, finished_total=at * 50.0, awake=awake)),
         gpus=(gpu(total=TOTAL, used=held, inside=inside),),
     )
-    return replace(seen, engine_status=EngineStatus(state=EngineState.SERVING, restarts=restarts))
+    return replace(sample, engine_status=EngineStatus(state=EngineState.SERVING, restarts=restarts))
 
 
 def followed(looks: int, grown: Callable[[int], Grown], tracks: InsideTracks | None = None) -> InsideTracks:

@@ -64,11 +64,11 @@ def states(seen: Iterator[Snapshot], state: LeakMemory | None = None) -> list[Le
 
 
 def test_a_leak_beneath_a_cache_that_each_sleep_empties_is_found_and_stays_one() -> None:
-    found = states(looks(7, leak, cache, in_rollouts))
+    leak_states = states(looks(7, leak, cache, in_rollouts))
 
-    first = found.index(LeakState.LEAKING)
-    assert first < 0.8 * len(found)
-    assert found[-1] is LeakState.LEAKING
+    first = leak_states.index(LeakState.LEAKING)
+    assert first < 0.8 * len(leak_states)
+    assert leak_states[-1] is LeakState.LEAKING
 
 
 def test_its_figures_are_those_of_what_is_kept() -> None:
@@ -94,13 +94,13 @@ def test_where_another_process_may_hold_a_part_what_is_kept_says_nothing() -> No
             yield replace(each, gpus=tuple(replace(gpu, engine_bytes=None, process_count=2) for gpu in each.owned_gpus))
 
     *_, (state, _) = derive_over_time(crowded(looks(1, leak, cache, in_rollouts)))
-    found = states(crowded(looks(3.2, leak, flat, twice)))
+    leak_states = states(crowded(looks(3.2, leak, flat, twice)))
 
     assert state.asleep["GPU-a"].history.anchor is None
-    assert LeakState.LEAKING in found, "the card fills, whoever holds it"
+    assert LeakState.LEAKING in leak_states, "the card fills, whoever holds it"
 
 
-def test_another_life_has_kept_nothing_yet() -> None:
+def test_another_run_has_kept_nothing_yet() -> None:
     *_, (state, _) = derive_over_time(looks(1, leak, cache, in_rollouts))
     assert set(state.asleep) == {"GPU-a"}
 
@@ -120,20 +120,20 @@ def warm(seconds: float) -> float:
 
 def test_what_grew_awake_counts_on_after_a_sleep_before_an_alarm_and_under_one() -> None:
     """Begun again, the alarm would come half an hour later, and be gone when it is held no longer."""
-    found = states(looks(4, leak, flat, lambda seconds: seconds % HOUR >= 0.95 * HOUR))
+    leak_states = states(looks(4, leak, flat, lambda seconds: seconds % HOUR >= 0.95 * HOUR))
 
-    first = found.index(LeakState.LEAKING)
+    first = leak_states.index(LeakState.LEAKING)
     assert first <= 1.7 * HOUR / STEP
-    assert set(found[first:]) == {LeakState.LEAKING}
+    assert set(leak_states[first:]) == {LeakState.LEAKING}
 
 
 def over_a_sleep(change: Callable[[Snapshot], Snapshot]) -> tuple[list[LeakState], list[LeakState]]:
     """Return what is said before the second sleep and after it, from which on the readings are changed."""
     seen = list(looks(3.2, leak, warm, twice))
     falls = int(2.5 * HOUR / STEP)
-    found = states(iter([*seen[:falls], *map(change, seen[falls:])]))
+    leak_states = states(iter([*seen[:falls], *map(change, seen[falls:])]))
     after = len(seen) - int(2.6 * HOUR / STEP)
-    return found[:-after], found[-after:]
+    return leak_states[:-after], leak_states[-after:]
 
 
 def test_an_alarm_ends_with_a_sleep_that_gave_back_what_had_grown() -> None:
@@ -149,7 +149,7 @@ def test_an_alarm_ends_with_a_sleep_that_gave_back_what_had_grown() -> None:
     assert LeakState.LEAKING not in after[int(600 / STEP) :]
 
 
-def test_what_is_kept_before_the_engine_has_worked_is_told_and_measures_nothing() -> None:
+def test_what_is_kept_before_the_engine_has_worked_is_reported_and_measures_nothing() -> None:
     """Its first use of kernels takes what the sleeps after it keep as well."""
     *asleep, awake = looks(0.1, flat, flat, lambda seconds: seconds < 0.1 * HOUR - STEP)
     begun = (

@@ -36,7 +36,7 @@ def judge_worker(size_bytes: float) -> Verdict:
     *_, last = run(2, leak, change)
     worker = EngineProcess(pid=7, role=Role.WORKER, rss_bytes=BASE, started_at_seconds=1.0)
     seen = replace(change(seen_last(), 0.0), processes=(worker,))
-    (verdict,) = (each for each in judge_snapshot(seen, Values(last)) if each.subject == "host memory")
+    (verdict,) = (verdict for verdict in judge_snapshot(seen, Values(last)) if verdict.subject == "host memory")
     return verdict
 
 
@@ -114,7 +114,7 @@ def test_a_card_whose_holders_are_unknown_fills_as_surely_and_the_sentence_blame
     told = list(run(3, leak, unknown_holders))
     seen = unknown_holders(seen_last(), 0.0)
 
-    (verdict,) = (each for each in judge_snapshot(seen, Values(told[-1])) if each.subject == "GPU 0")
+    (verdict,) = (verdict for verdict in judge_snapshot(seen, Values(told[-1])) if verdict.subject == "GPU 0")
 
     assert states(told[-1]) == {"leaking"}
     assert (verdict.level, verdict.alert) == (Level.ALARM, "HeadroomGpuMemoryLeak")
@@ -128,9 +128,9 @@ def test_what_fills_such_a_card_by_no_known_rate_is_a_sentence_too() -> None:
     states_alone = tuple(sample for sample in last if sample.metric is catalog.LEAK_STATE)
 
     (verdict,) = (
-        each
-        for each in judge_snapshot(unknown_holders(seen_last(), 0.0), Values(states_alone))
-        if each.subject == "GPU 0"
+        verdict
+        for verdict in judge_snapshot(unknown_holders(seen_last(), 0.0), Values(states_alone))
+        if verdict.subject == "GPU 0"
     )
 
     assert verdict.sentence == "GPU 0 fills (by whom is not known; every process on it is affected)."
@@ -140,7 +140,9 @@ def test_growth_that_the_probe_sees_inside_the_engine_is_the_engines_on_any_card
     told = [*list(run(3, leak, unknown_holders))[-1], Sample(catalog.LEAK_LOCATION, ("0", "GPU-a", "tensors"), 1.0)]
 
     (verdict,) = (
-        each for each in judge_snapshot(unknown_holders(seen_last(), 0.0), Values(told)) if each.subject == "GPU 0"
+        verdict
+        for verdict in judge_snapshot(unknown_holders(seen_last(), 0.0), Values(told))
+        if verdict.subject == "GPU 0"
     )
 
     assert verdict.sentence.startswith("GPU 0 leaks")

@@ -41,14 +41,14 @@ def run(hours: float, shape: Callable[[float], float], change: Change = unchange
     for turn in range(int(hours * 3600 / STEP)):
         seconds = turn * STEP
         size = int(BASE + shape(seconds))
-        seen = snapshot(
+        sample = snapshot(
             at=seconds,
             engines=page(engine(running=80.0, waiting=0.0, finished_total=seconds * RATE, started_at_seconds=1.0)),
             gpus=(gpu(total=TOTAL, used=size, engine=size, other=0),),
             processes=(EngineProcess(pid=7, role=Role.WORKER, rss_bytes=size, started_at_seconds=1.0),),
             engine_status=SERVING,
         )
-        state, samples = derive_leaks(state, change(seen, seconds))
+        state, samples = derive_leaks(state, change(sample, seconds))
         yield samples
 
 
@@ -86,7 +86,7 @@ def on_host(limit_bytes: int | None, *, file_bytes: int = 0) -> Change:
     return change
 
 
-def test_the_time_until_the_kernel_kills_is_told_where_the_limit_is_known() -> None:
+def test_the_time_until_the_kernel_kills_is_reported_where_the_limit_is_known() -> None:
     *_, known = run(2, leak, on_host(TOTAL))
     *_, unknown = run(2, leak, on_host(None))
 
@@ -153,14 +153,14 @@ def test_a_core_that_fills_its_cgroup_in_17_minutes_is_leaking_while_a_third_of_
     rate, chance, state, seconds, leaks = 8_000_000, random.Random(1), LeakMemory(), 0.0, list[float]()  # noqa: S311 - it plays a scheduler
     while seconds < 1020:
         size = int(6e9 + rate * seconds + chance.gauss(0, 2 * MIB))
-        seen = snapshot(
+        sample = snapshot(
             at=seconds,
             engines=page(engine(running=1.0, waiting=0.0, finished_total=float(int(seconds)), started_at_seconds=1.0)),
             processes=(EngineProcess(pid=7, role=Role.ENGINE_CORE, rss_bytes=size, started_at_seconds=1.0),),
             host=HostMemory(used_bytes=size, limit_bytes=int(6e9) + 1020 * rate),
             engine_status=SERVING,
         )
-        state, samples = derive_leaks(state, seen)
+        state, samples = derive_leaks(state, sample)
         if "leaking" in states(samples, catalog.HOST_LEAK_STATE):
             leaks.append(seconds)
             assert values(samples, catalog.HOST_TIME_TO_OOM)[()] == pytest.approx(1020 - seconds, rel=0.15, abs=60)
@@ -173,12 +173,12 @@ def test_a_series_is_watched_from_its_first_reading_on() -> None:
     assert measure_watches(LeakMemory()) == {}
     state = LeakMemory()
     for seconds in (1000.0, 1600.0):
-        seen = snapshot(
+        sample = snapshot(
             at=seconds,
             processes=(EngineProcess(pid=7, role=Role.WORKER, rss_bytes=10**9, started_at_seconds=1.0),),
             engine_status=SERVING,
         )
-        state, _ = derive_leaks(state, seen)
+        state, _ = derive_leaks(state, sample)
 
     assert measure_watches(state) == {"GPU-a": 600.0, "worker": 600.0}
 
@@ -306,13 +306,13 @@ def ratios(held: Callable[[int], int], turns: int, configured: float | None = No
     state, found = Baselines(), []
     for turn in range(turns):
         running = 10.0 if turn % 2 else 20.0
-        seen = snapshot(
+        sample = snapshot(
             at=turn * 5.0,
             engines=page(engine(running=running, finished_total=2000.0 + turn, started_at_seconds=1.0)),
             gpus=(gpu(total=10**12, used=held(turn), engine=held(turn)),),
             engine_status=SERVING,
         )
-        state, samples = derive_baseline(state, seen, configured_bytes=configured)
+        state, samples = derive_baseline(state, sample, configured_bytes=configured)
         found.append(values(samples, catalog.MEMORY_PER_REQUEST_RATIO).get(A_GPU))
     return found
 
@@ -346,24 +346,24 @@ def test_a_configured_baseline_is_compared_only_at_full_load() -> None:
     assert [len(by_day), len(by_night), len(a_quieter_week)] == [1, 0, 1]
 
 
-def test_a_baseline_of_another_life_is_forgotten() -> None:
+def test_a_baseline_of_another_run_is_forgotten() -> None:
     state = Baselines(run_id="1.000", finished_total=5000.0, bands={"GPU-a": {24: Baseline(BASELINE_READINGS, 1.0)}})
-    seen = snapshot(
+    sample = snapshot(
         engines=page(engine(running=10.0, finished_total=6000.0, started_at_seconds=2.0)), engine_status=SERVING
     )
 
-    state, samples = derive_baseline(state, seen, configured_bytes=None)
+    state, samples = derive_baseline(state, sample, configured_bytes=None)
 
     assert samples == ()
     assert all(count < BASELINE_READINGS for bands in state.bands.values() for count, _ in bands.values())
 
 
 def test_what_is_not_in_service_has_no_ratio() -> None:
-    seen = snapshot(engines=page(engine(running=10.0)), gpus=(gpu(total=10**12, used=9_500, engine=9_500),))
+    sample = snapshot(engines=page(engine(running=10.0)), gpus=(gpu(total=10**12, used=9_500, engine=9_500),))
     lost = EngineStatus(state=EngineState.STALLED, is_in_service=False)
 
     said = [
-        derive_baseline(Baselines(), replace(seen, engine_status=life), configured_bytes=500.0)
+        derive_baseline(Baselines(), replace(sample, engine_status=life), configured_bytes=500.0)
         for life in (SERVING, lost, None)
     ]
 
@@ -372,5 +372,5 @@ def test_what_is_not_in_service_has_no_ratio() -> None:
 
 def test_there_is_no_ratio_while_nothing_runs_or_one_engine_does_not_say() -> None:
     for running in (0.0, None):
-        seen = snapshot(engines=page(engine(running=running, finished_total=5000.0)), engine_status=SERVING)
-        assert derive_baseline(Baselines(), seen, configured_bytes=1.0)[1] == ()
+        sample = snapshot(engines=page(engine(running=running, finished_total=5000.0)), engine_status=SERVING)
+        assert derive_baseline(Baselines(), sample, configured_bytes=1.0)[1] == ()

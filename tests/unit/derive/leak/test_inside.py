@@ -25,9 +25,9 @@ def verdict(tracks: InsideTracks) -> Certainty:
 
 def test_the_page_shows_the_early_warning_with_its_figures_and_its_place() -> None:
     tracks = followed(300, tensors)
-    seen = look(299, tensors(299))
-    state, _ = derive_gpu_leaks({}, list_inside_observations(seen), is_settled=True, inside=tracks, asleep={})
-    later = replace(seen, monotonic_seconds=seen.monotonic_seconds + 1)
+    survey = look(299, tensors(299))
+    state, _ = derive_gpu_leaks({}, list_inside_observations(survey), is_settled=True, inside=tracks, asleep={})
+    later = replace(survey, monotonic_seconds=survey.monotonic_seconds + 1)
     _, samples = derive_gpu_leaks(state, list_inside_observations(later), is_settled=True, inside=tracks, asleep={})
 
     assert values(samples, catalog.LEAK_STATE)[(*A_GPU, "growing")] == 1.0
@@ -49,7 +49,7 @@ def test_the_surer_verdict_stands() -> None:
     assert sharpen_track(start_track(0.0), None, growing).verdict is Certainty.GROWING
 
 
-def test_sleep_and_a_new_life_begin_the_comparison_anew() -> None:
+def test_sleep_and_a_new_run_begin_the_comparison_again() -> None:
     tracks = followed(60, tensors)
 
     assert update_insides(tracks, look(60, tensors(60), awake=False)) == {}
@@ -91,10 +91,10 @@ def test_large_steps_that_the_cache_takes_in_are_a_leak_of_what_is_in_use() -> N
     held: Tracks = {}
     for at in range(int(6.5 * 3600 / SECONDS)):
         grown = lost_from_the_cache(at)
-        seen = look(at, grown, cached=6e9 - grown[0])
-        tracks = update_insides(tracks, seen)
+        survey = look(at, grown, cached=6e9 - grown[0])
+        tracks = update_insides(tracks, survey)
         held, samples = derive_gpu_leaks(
-            held, list_inside_observations(seen), is_settled=True, inside=tracks, asleep={}
+            held, list_inside_observations(survey), is_settled=True, inside=tracks, asleep={}
         )
 
     assert held["GPU-a"].verdict is Certainty.NONE

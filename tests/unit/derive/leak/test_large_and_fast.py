@@ -130,7 +130,7 @@ def test_memory_that_was_given_back_and_is_taken_again_in_large_steps_is_no_grow
     assert follow(readings(taken_again, 14)).worst is Certainty.NONE
 
 
-def test_large_steps_that_end_within_the_first_hours_of_a_life_are_not_a_leak() -> None:
+def test_large_steps_that_end_within_the_first_hours_of_a_run_are_not_a_leak() -> None:
     def slots(seconds: float) -> float:
         return min(2560 * MIB, steps(512 * MIB, 30)(seconds))
 
@@ -236,7 +236,7 @@ def test_growth_is_found_although_the_requests_of_two_servers_answer_in_turn() -
     assert course.verdicts[-1] is Certainty.LEAKING
 
 
-def test_a_counter_that_was_reset_within_one_life_does_not_begin_it_anew() -> None:
+def test_a_counter_that_was_reset_within_one_run_does_not_begin_it_again() -> None:
     seen = list(readings(leak, 3))
     at = seen[len(seen) // 2].finished_total or 0.0
     reset = changed(seen[len(seen) // 2 :], lambda _: True)

@@ -140,7 +140,7 @@ def course(report: Report) -> Course:
     return follow(observations(report))
 
 
-@pytest.mark.parametrize("report", [each for each in REPORTS if not each.bounded], ids=lambda each: each.source)
+@pytest.mark.parametrize("report", [report for report in REPORTS if not report.bounded], ids=lambda each: each.source)
 def test_a_reported_leak_is_found_within_two_hours_and_held(report: Report) -> None:
     verdicts = course(report).verdicts
 
@@ -150,7 +150,7 @@ def test_a_reported_leak_is_found_within_two_hours_and_held(report: Report) -> N
     assert set(verdicts[first:]) == {Certainty.LEAKING}
 
 
-@pytest.mark.parametrize("report", [each for each in REPORTS if each.bounded], ids=lambda each: each.source)
+@pytest.mark.parametrize("report", [report for report in REPORTS if report.bounded], ids=lambda each: each.source)
 def test_a_reported_growth_that_ended_is_no_leak_an_hour_later(report: Report) -> None:
     after = int((report.hours + 1) * HOUR / STEP)
 

@@ -69,7 +69,7 @@ def test_sizes_that_come_again_speak_for_a_leak_the_larger_the_more_and_records_
 
 
 @pytest.mark.parametrize("minutes", [40.0, 75.0])
-def test_steps_of_one_size_are_told_before_steps_of_sizes_between(minutes: float) -> None:
+def test_steps_of_one_size_are_reported_before_steps_of_sizes_between(minutes: float) -> None:
     def stairs(sizes: list[int]) -> Shape:
         return lambda seconds: MIB * sum(sizes[: int(seconds / (minutes * 60))])
 
@@ -80,7 +80,7 @@ def test_steps_of_one_size_are_told_before_steps_of_sizes_between(minutes: float
     assert unequal is None or equal < unequal
 
 
-def test_steps_of_any_size_are_told_once_no_further_one_finds_room() -> None:
+def test_steps_of_any_size_are_reported_once_no_further_one_finds_room() -> None:
     sizes = (1300, 1200, 1250, 1150, 1100)
 
     def stairs(seconds: float) -> float:

@@ -71,7 +71,7 @@ def test_the_alarm_says_how_fast_by_what_how_much_and_how_long_is_left() -> None
     assert found.oom_seconds_lower < left
 
 
-def test_a_leak_by_time_goes_on_while_nothing_is_served_and_is_told_apart() -> None:
+def test_a_leak_by_time_goes_on_while_nothing_is_served_and_is_distinguished() -> None:
     quiet = (replace(observation, finished_total=1000.0) for observation in readings(leak, 3))
 
     course = follow(quiet)
@@ -132,7 +132,7 @@ def test_a_collectors_teeth_alone_are_not_a_leak() -> None:
 
 
 @pytest.mark.parametrize("life", ["2", None])
-def test_a_restart_begins_anew(life: str | None) -> None:
+def test_a_restart_starts_over(life: str | None) -> None:
     first = follow(readings(leak, 2))
     assert first.verdicts[-1] is Certainty.LEAKING
     again = changed(readings(flat, 1, start=2 * HOUR), lambda _: True, run_id=life)
@@ -261,7 +261,7 @@ def test_an_engine_that_lost_half_its_memory_for_good_is_watched_again() -> None
     assert follow(smaller, first.track).verdicts[-1] is Certainty.LEAKING
 
 
-def test_a_job_that_comes_and_goes_where_it_cannot_be_told_apart_changes_nothing() -> None:
+def test_a_job_that_comes_and_goes_where_it_cannot_be_distinguished_changes_nothing() -> None:
     def runs(each: Observation) -> bool:
         return each.seconds % 2400 < 600
 
@@ -274,7 +274,7 @@ def test_a_job_that_comes_and_goes_where_it_cannot_be_told_apart_changes_nothing
     assert follow(beside).verdicts[-1] is Certainty.LEAKING
 
 
-def test_a_neighbour_that_stays_begins_anew_where_it_cannot_be_told_apart() -> None:
+def test_a_neighbour_that_stays_starts_over_where_it_cannot_be_distinguished() -> None:
     course = follow(changed(readings(leak, 2), lambda _: True, neighbours=1))
     assert course.verdicts[-1] is Certainty.LEAKING
     joined = (

@@ -81,7 +81,7 @@ def test_of_two_servers_one_that_ends_does_not_speak_for_the_other(a_step: float
     assert states[-1] is state
 
 
-def test_cpu_time_that_is_not_told_leaves_the_silence() -> None:
+def test_cpu_time_that_is_not_reported_leaves_the_silence() -> None:
     watch = serving()
     assert all(process.cpu_seconds is None for process in WHOLE)
 

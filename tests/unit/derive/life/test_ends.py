@@ -18,5 +18,5 @@ def test_of_480_ends_the_cause_is_right_and_never_surely_wrong() -> None:
     )
 
     assert len(said) >= 400
-    assert not [each for each in wrong if each[2] == Sureness.SURE], wrong
+    assert not [mistake for mistake in wrong if mistake[2] == Sureness.SURE], wrong
     assert wrong.total() <= (1 - LEAST_RIGHT) * len(said), wrong

@@ -217,7 +217,7 @@ def test_a_server_that_finishes_its_last_requests_or_refuses_us_does_not_spin(re
 
 def replay(snapshots: list[Snapshot]) -> list[EngineState]:
     """Return the states that a trace of these snapshots shows."""
-    lines = [encode_line(HEADER), *(encode_line(build_record(each)) for each in snapshots)]
+    lines = [encode_line(HEADER), *(encode_line(build_record(snapshot)) for snapshot in snapshots)]
     state, states = EngineMemory(), list[EngineState]()
     for snapshot in parse_trace(lines):
         state, judged = update_engine(state, snapshot)

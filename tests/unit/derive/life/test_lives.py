@@ -44,7 +44,7 @@ def test_the_reasons_that_can_be_known_are_counted_from_zero() -> None:
     assert life.restarts == 0
 
 
-def test_a_first_life_is_no_restart() -> None:
+def test_a_first_run_is_no_restart() -> None:
     watch = Watch(processes=(), gpus=(card(0.5),))
     watch.look(REFUSED)
     watch.look(REFUSED, processes=WHOLE)
@@ -74,7 +74,7 @@ def test_a_loop_of_crashes_while_loading_is_counted_though_no_page_was_ever_seen
     assert (exits(life), life.recent_exits) == ({ExitReason.GONE: 3}, 0)
 
 
-def test_a_life_that_came_within_one_gap_replaced_the_last_one() -> None:
+def test_a_run_that_came_within_one_gap_replaced_the_last_one() -> None:
     watch = serving()
 
     life = watch.look(working(0, running=0.0, started=BEGAN + 50), processes=NEXT)
@@ -125,7 +125,7 @@ def test_two_servers_without_a_start_that_answer_in_turn_do_not_restart(
     assert (life.restarts, exits(life)) == (0, {})
 
 
-def test_a_start_whose_core_comes_later_is_one_life_where_a_trace_tells_no_pids() -> None:
+def test_a_start_whose_core_comes_later_is_one_run_where_a_trace_tells_no_pids() -> None:
     server, core, worker = (
         replace(each, pid=NO_PID, started_at_seconds=BEGAN + 9.0 * place) for place, each in enumerate(WHOLE)
     )
@@ -139,7 +139,7 @@ def test_a_start_whose_core_comes_later_is_one_life_where_a_trace_tells_no_pids(
     assert watch.look(REFUSED, processes=(replace(server, started_at_seconds=BEGAN + 199.0),)).restarts == 1
 
 
-def test_two_servers_that_answer_in_turn_are_one_life_and_a_later_one_is_another() -> None:
+def test_two_servers_that_answer_in_turn_are_one_run_and_a_later_one_is_another() -> None:
     watch = Watch()
     for done in range(100, 110):
         watch.look(working(done, started=BEGAN))
@@ -149,7 +149,7 @@ def test_two_servers_that_answer_in_turn_are_one_life_and_a_later_one_is_another
     assert watch.look(working(121, started=BEGAN + 9)).restarts == 1
 
 
-def test_a_page_that_was_away_and_tells_the_same_start_is_the_same_life() -> None:
+def test_a_page_that_was_away_and_tells_the_same_start_is_the_same_run() -> None:
     watch = serving()
     watch.look(SILENT, after=600)
 
@@ -219,7 +219,7 @@ def killed(kills: int) -> HostMemory:
     return HostMemory(oom_kills=kills)
 
 
-def test_the_hosts_room_is_that_of_when_the_engine_became_ready_and_goes_with_its_life() -> None:
+def test_the_hosts_room_is_that_of_when_the_engine_became_ready_and_goes_with_its_run() -> None:
     full, free = (HostMemory(used_bytes=used, limit_bytes=100) for used in (99, 60))
     watch = serving(host=free)
     goes_on = watch.look(working(30), host=full)
@@ -228,7 +228,7 @@ def test_the_hosts_room_is_that_of_when_the_engine_became_ready_and_goes_with_it
     assert (goes_on.first_host_room_bytes, ended.first_host_room_bytes) == (40, None)
 
 
-def test_what_the_kernel_killed_is_told_before_all_else() -> None:
+def test_what_the_kernel_killed_is_reported_before_all_else() -> None:
     watch = serving(host=killed(3))
     watch.look(working(30), gpus=(card(79.9),), host=killed(3))
 
@@ -252,7 +252,7 @@ def test_a_helper_that_was_killed_long_before_is_not_why_it_ended() -> None:
     assert exits(watch.look(REFUSED, processes=(), gpus=(card(0.5),), host=killed(1))) == {ExitReason.GONE: 1}
 
 
-def test_kills_of_an_earlier_life_are_not_held_against_the_next() -> None:
+def test_kills_of_an_earlier_run_are_not_held_against_the_next() -> None:
     watch = serving(host=killed(0))
     watch.look(REFUSED, processes=(), gpus=(card(0.5),), host=killed(1))
     watch.look(working(0, started=BEGAN + 9000), processes=NEXT, gpus=(card(70),), host=killed(1))
@@ -268,7 +268,7 @@ def test_where_kills_are_not_known_nothing_is_said_of_them() -> None:
     assert exits(watch.look(REFUSED, processes=(), gpus=(card(0.5),), host=HostMemory())) == {ExitReason.GONE: 1}
 
 
-def test_a_life_began_with_its_oldest_process_or_as_its_page_says() -> None:
+def test_a_run_began_with_its_oldest_process_or_as_its_page_says() -> None:
     older = replace(SERVER, started_at_seconds=BEGAN - 3)
 
     assert Watch(processes=(older, CORE)).look(REFUSED).began_seconds == BEGAN - 3
@@ -276,11 +276,11 @@ def test_a_life_began_with_its_oldest_process_or_as_its_page_says() -> None:
     assert Watch(processes=UNSEEN).look(page(engine(running=1.0))).began_seconds is None
 
 
-def test_a_life_that_ended_has_no_beginning() -> None:
+def test_a_run_that_ended_has_no_beginning() -> None:
     assert serving().look(REFUSED, processes=(), gpus=(card(0.5),)).began_seconds is None
 
 
-def test_a_daemon_that_takes_up_the_lives_knows_its_engine_again() -> None:
+def test_a_daemon_that_takes_up_the_runs_knows_its_engine_again() -> None:
     before, after = serving(), Watch()
     after.state = EngineMemory(runs=before.state.runs)
     nudged = tuple(replace(process, started_at_seconds=process.started_at_seconds + 1) for process in WHOLE)
@@ -289,7 +289,7 @@ def test_a_daemon_that_takes_up_the_lives_knows_its_engine_again() -> None:
     assert after.look(working(30)).restarts == 0
 
 
-def test_a_daemon_that_takes_up_the_lives_counts_what_happened_meanwhile() -> None:
+def test_a_daemon_that_takes_up_the_runs_counts_what_happened_meanwhile() -> None:
     before, after = serving(), Watch()
     after.state = EngineMemory(runs=before.state.runs)
 

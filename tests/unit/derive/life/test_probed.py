@@ -16,9 +16,9 @@ def core(steps: int) -> ProbedProcess:
 
 
 def stepped(page: EnginePage, probe: ProbeReadings) -> EnginePage:
-    found = complete_page(page, probe, None)
-    assert isinstance(found, EnginePage)
-    return found
+    completed_page = complete_page(page, probe, None)
+    assert isinstance(completed_page, EnginePage)
+    return completed_page
 
 
 def test_an_engine_that_steps_moves_though_its_page_stands_still() -> None:
@@ -75,5 +75,5 @@ def test_an_error_that_was_survived_is_not() -> None:
     assert died(OomRecord(at_seconds=BEGAN + 8), written=69) == {ExitReason.GONE: 1}
 
 
-def test_an_error_of_the_life_before_is_not() -> None:
+def test_an_error_of_the_run_before_is_not() -> None:
     assert died(OomRecord(at_seconds=BEGAN - 100), written=-100) == {ExitReason.GONE: 1}

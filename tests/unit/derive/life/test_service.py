@@ -47,12 +47,12 @@ def test_v0_has_not_worked_before_its_first_request() -> None:
 
 
 @pytest.mark.parametrize("page_failure", [SILENT, REFUSED, LOGIN])
-def test_a_page_that_fails_while_the_engine_lives_stops_nothing(page_failure: Failure) -> None:
+def test_a_page_that_fails_while_the_engine_runs_stops_nothing(page_failure: Failure) -> None:
     assert serving().look(page_failure, after=HOUR).is_in_service
     assert serving(processes=UNSEEN).look(page_failure, after=HOUR).is_in_service
 
 
-def test_a_life_that_ended_or_serves_nobody_is_out_of_service() -> None:
+def test_a_run_that_ended_or_serves_nobody_is_out_of_service() -> None:
     assert not serving().look(REFUSED, processes=()).is_in_service
     assert not serving().look(REFUSED, processes=NEXT).is_in_service
     assert not serving().look(working(20), processes=(SERVER,)).is_in_service, "its core is dead, the page is its last"
@@ -93,7 +93,7 @@ def test_a_load_is_no_leak_however_long_and_an_engine_that_never_worked_is_not_s
 
 
 def test_of_an_engine_that_is_not_known_to_have_worked_no_leak_state_is_made_up() -> None:
-    leak = next(each for each in build_derivations() if each.name == "leak")
+    leak = next(derivation for derivation in build_derivations() if derivation.name == "leak")
 
     def said(snapshot: Snapshot | None) -> set[str]:
         assert snapshot is not None
@@ -111,7 +111,7 @@ def test_of_an_engine_that_is_not_known_to_have_worked_no_leak_state_is_made_up(
 
 def test_of_a_page_that_tells_nothing_of_work_it_is_unknown_whether_anything_leaks() -> None:
     """Dynamo's own series: the KV cache in use, and no request, token or step."""
-    leak, watch = next(each for each in build_derivations() if each.name == "leak"), Watch()
+    leak, watch = next(derivation for derivation in build_derivations() if derivation.name == "leak"), Watch()
     state = leak.initial
     watch.look(REFUSED)
 
@@ -129,7 +129,7 @@ def test_of_a_page_that_tells_nothing_of_work_it_is_unknown_whether_anything_lea
     assert counted.is_in_service, "it tells of work after all"
 
 
-def test_the_hit_ratio_ends_with_its_life() -> None:
+def test_the_hit_ratio_ends_with_its_run() -> None:
     state, ratios = PrefixCacheState(), []
     watch = serving()
     for queries, processes in ((0.0, WHOLE), (100.0, WHOLE), (100.0, (SERVER,))):
@@ -142,7 +142,7 @@ def test_the_hit_ratio_ends_with_its_life() -> None:
     assert state == PrefixCacheState()
 
 
-def test_what_is_known_of_a_life_is_exported() -> None:
+def test_what_is_known_of_a_run_is_exported() -> None:
     watch = serving()
     watch.look(working(20), after=12)
     assert watch.seen is not None
@@ -180,7 +180,7 @@ def test_the_requests_that_an_exit_cut_off_stay_on_the_page_until_the_next_exit(
     assert watch.look(REFUSED, processes=(), gpus=(card(0.5),)).exit_requests is None
 
 
-def test_nothing_is_exported_of_a_life_that_is_not_known() -> None:
+def test_nothing_is_exported_of_a_run_that_is_not_known() -> None:
     none: tuple[Sample, ...] = ()
 
     assert derive_engine_state(snapshot()) == none

@@ -226,7 +226,7 @@ def test_a_page_that_answers_where_no_process_shows_means_that_they_cannot_be_se
     assert watch.state_of(SILENT) is EngineState.SERVING, "its memory is still held"
 
 
-def test_a_new_life_is_starting_though_the_last_one_had_served() -> None:
+def test_a_new_run_is_starting_though_the_last_one_had_served() -> None:
     watch = serving()
 
     assert watch.state_of(REFUSED, processes=NEXT) is EngineState.STARTING

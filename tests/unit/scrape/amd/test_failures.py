@@ -72,7 +72,7 @@ def test_a_device_that_is_no_more_is_lost(machine: Machine) -> None:
     assert reasons((only(machine),)) == [Reason.DEVICE_LOST]
 
 
-def test_memory_that_may_not_be_read_is_told_as_that(machine: Machine) -> None:
+def test_memory_that_may_not_be_read_is_reported_as_that(machine: Machine) -> None:
     machine.sys.add(CARD, card=1).folder.joinpath(USED).chmod(0)
 
     with nobody():
@@ -90,7 +90,7 @@ def test_a_driver_that_does_not_tell_memory_has_a_card_without(machine: Machine,
     assert (gpu.failure, gpu.memory, gpu.used_peak_bytes) == (None, None, None)
 
 
-def test_sensors_and_load_that_are_not_told_are_absent(machine: Machine) -> None:
+def test_sensors_and_load_that_are_not_reported_are_absent(machine: Machine) -> None:
     card = machine.sys.add(CARD, card=1)
     in_place(card.folder / "gpu_busy_percent", "/proc/self/mem")
     card.sense(power1_input="", temp2_input="hot")

@@ -61,7 +61,7 @@ def test_what_one_user_shows_is_listed_though_another_hides(machine: Machine) ->
         assert listed(machine) == (GpuProcess(pid=77, used_bytes=2**20),)
 
 
-def test_a_machine_without_kfds_list_is_told_by_files(machine: Machine) -> None:
+def test_a_machine_without_kfds_list_is_reported_by_files(machine: Machine) -> None:
     card(machine)
     shutil.rmtree(machine.sys.kfd / "proc")
     machine.proc.add(77, 1, "python3", "serve.py")

@@ -45,7 +45,7 @@ def test_cards_are_counted_by_pci_address_whatever_drm_calls_them(machine: Machi
     assert [gpu.uuid[-2:] for gpu in machine.read()] == ["05", "9f", "e5"]
 
 
-def test_a_card_that_is_numbered_anew_in_drm_stays_the_same(machine: Machine) -> None:
+def test_a_card_that_is_numbered_again_in_drm_stays_the_same(machine: Machine) -> None:
     machine.sys.add(CARD, card=1)
 
     async def steps(amd: Amd) -> None:
@@ -93,7 +93,7 @@ def test_a_card_that_comes_back_at_another_address_is_the_same(machine: Machine)
     machine.run(steps)
 
 
-def test_cards_that_share_an_id_are_told_apart_by_their_addresses(machine: Machine) -> None:
+def test_cards_that_share_an_id_are_distinguished_by_their_addresses(machine: Machine) -> None:
     for number, address in enumerate((CARD, "0000:e5:00.0")):
         machine.sys.add(address, card=number + 1)
 

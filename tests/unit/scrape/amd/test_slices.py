@@ -65,7 +65,7 @@ def test_a_part_of_which_one_memory_bank_cannot_be_read_has_no_memory(machine: M
     assert (whole.memory.total_bytes, half.memory) == (3 * GIB, None)
 
 
-def test_a_part_whose_size_or_use_is_not_told_has_no_memory(machine: Machine) -> None:
+def test_a_part_whose_size_or_use_is_not_reported_has_no_memory(machine: Machine) -> None:
     machine.sys.add(CARD, card=1)
     machine.sys.add_node(CARD, 1, None)
     machine.sys.add_node(CARD, 2, GIB, part=1)
@@ -78,7 +78,7 @@ def test_a_part_whose_size_or_use_is_not_told_has_no_memory(machine: Machine) ->
     assert (useless.memory, useless.processes) == (None, (GpuProcess(pid=4242, used_bytes=None),))
 
 
-def test_a_card_that_is_cut_anew_is_read_anew(machine: Machine) -> None:
+def test_a_card_that_is_cut_again_is_read_again(machine: Machine) -> None:
     card = cut(machine)
 
     async def steps(amd: Amd) -> None:

@@ -106,7 +106,7 @@ def test_a_server_that_resets_what_it_accepted_listens(fail: Fail) -> None:
 
 
 @pytest.mark.parametrize("host", [NO_SUCH_HOST, "a..b", "a" * 64])
-def test_a_host_without_an_address_is_told_from_one_that_does_not_answer(fail: Fail, host: str) -> None:
+def test_a_host_without_an_address_is_distinguished_from_one_that_does_not_answer(fail: Fail, host: str) -> None:
     problem = fail(f"http://{host}:8000/metrics")
 
     assert problem.reason is Reason.NAME_RESOLUTION
@@ -148,11 +148,11 @@ def test_a_resolver_that_hangs_is_a_timeout_and_keeps_one_thread(
 
     monkeypatch.setattr(socket, "getaddrinfo", hang)
     try:
-        told = asyncio.run(run())
+        result = asyncio.run(run())
     finally:
         answers.set()
 
-    assert [isinstance(each, Failure) and each.reason for each in told] == [Reason.TIMEOUT, Reason.TIMEOUT]
+    assert [isinstance(each, Failure) and each.reason for each in result] == [Reason.TIMEOUT, Reason.TIMEOUT]
     assert len(asked) == 1
 
 

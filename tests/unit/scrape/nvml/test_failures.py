@@ -82,7 +82,7 @@ def test_a_failed_driver_is_tried_again_after_growing_pauses_of_a_minute_at_most
     run(steps, monotonic=clock)
 
 
-def test_the_pauses_begin_anew_after_a_success(fake: FakeNvml) -> None:
+def test_the_pauses_start_over_after_a_success(fake: FakeNvml) -> None:
     clock = Clock()
 
     async def steps(nvml: Nvml) -> None:
@@ -101,7 +101,7 @@ def test_the_pauses_begin_anew_after_a_success(fake: FakeNvml) -> None:
 @pytest.mark.parametrize(
     ("code", "reason"), [(1, Reason.DRIVER_ERROR), (9, Reason.DRIVER_MISSING), (18, Reason.VERSION_MISMATCH)]
 )
-def test_a_driver_that_fails_later_fails_everything_and_is_initialised_anew(
+def test_a_driver_that_fails_later_fails_everything_and_is_initialised_again(
     fake: FakeNvml, code: int, reason: Reason
 ) -> None:
     clock = Clock()
@@ -222,7 +222,7 @@ def test_one_error_on_memory_is_over_with_the_next_reading(code: int, answered_b
     run(steps)
 
 
-def test_a_device_that_has_told_a_fact_is_asked_for_it_again(fake: FakeNvml) -> None:
+def test_a_device_that_has_reported_a_fact_is_asked_for_it_again(fake: FakeNvml) -> None:
     async def steps(nvml: Nvml) -> None:
         for gpu in fake.gpus:
             gpu.utilization_percent = 40

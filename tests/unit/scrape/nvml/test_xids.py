@@ -61,7 +61,7 @@ def test_the_xid_that_tells_why_a_gpu_was_lost_stays_on_its_reading(fake: FakeNv
     run(steps, monotonic=clock)
 
 
-def test_counts_go_on_after_nvml_was_initialised_anew(fake: FakeNvml) -> None:
+def test_counts_go_on_after_nvml_was_initialised_again(fake: FakeNvml) -> None:
     clock = Clock()
 
     async def steps(nvml: Nvml) -> None:

@@ -96,19 +96,19 @@ def _without_inside(entry: dict[str, Any]) -> dict[str, Any]:
 def test_a_leak_of_tensors_is_found_through_the_probes_files(tmp_path: Path) -> None:
     course = simulated("leak_small_tensors", 0, 0.25)
 
-    seen = asyncio.run(through_files(tmp_path, course))
+    result = asyncio.run(through_files(tmp_path, course))
 
-    last = seen[-1].gpus
+    last = result[-1].gpus
     assert not isinstance(last, Failure)
     assert last[0].inside is not None
     assert last[0].held_bytes == sum(part_bytes for _, part_bytes in last[0].inside.parts)
     assert {part for part, _ in last[0].inside.parts} == set(MemoryPart) - {MemoryPart.CUDA_GRAPHS}
-    found = states(iter(seen))
-    ((began, ends),) = found.growing
+    leak_states = states(iter(result))
+    ((began, ends),) = leak_states.growing
     assert ends is None
     assert _leaked(course, began) <= 125e6
-    assert found.warning is not None
-    assert found.warning.location is LeakLocation.TENSORS
+    assert leak_states.warning is not None
+    assert leak_states.warning.location is LeakLocation.TENSORS
 
 
 def test_the_post_mortems_leak_is_growing_at_125_megabytes() -> None:
@@ -130,9 +130,9 @@ def test_the_post_mortems_leak_is_growing_at_125_megabytes() -> None:
 )
 def test_a_leak_is_found_where_it_is(name: str, where: LeakLocation, seed: int) -> None:
     course = simulated(name, seed, HOURS)
-    found = states(understood(sample) for sample in course.samples)
+    leak_states = states(understood(sample) for sample in course.samples)
 
-    told = found.first_alarm or found.warning
+    told = leak_states.first_alarm or leak_states.warning
     assert told is not None
     assert told.location is where
 

@@ -76,7 +76,7 @@ def test_a_process_that_stays_what_it_is_is_not_read_twice(tree: ProcTree) -> No
         pytest.param(("ray::IDLE",), ("ray::RayWorkerWrapper.execute_method",), id="an actor"),
     ],
 )
-def test_what_may_have_changed_is_read_anew(tree: ProcTree, before: tuple[str, ...], after: tuple[str, ...]) -> None:
+def test_what_may_have_changed_is_read_again(tree: ProcTree, before: tuple[str, ...], after: tuple[str, ...]) -> None:
     tree.add(7, 1, *before)
     known = read_entry(tree.path, 7)
     tree.add(7, 1, *after)
@@ -87,7 +87,7 @@ def test_what_may_have_changed_is_read_anew(tree: ProcTree, before: tuple[str, .
     assert found == read_entry(tree.path, 7)
 
 
-def test_another_process_with_the_same_pid_is_read_anew(tree: ProcTree) -> None:
+def test_another_process_with_the_same_pid_is_read_again(tree: ProcTree) -> None:
     tree.add(7, 1, "sleep", "600", started_ticks=5000)
     known = read_entry(tree.path, 7)
     tree.add(7, 1, "sleep", "30", started_ticks=9000)
@@ -111,7 +111,7 @@ def test_a_process_that_has_become_a_zombie_has_gone(tree: ProcTree) -> None:
     assert read_entry(tree.path, 7, known) is None
 
 
-def test_a_process_that_was_seen_between_its_name_and_its_command_line_is_read_anew(tree: ProcTree) -> None:
+def test_a_process_that_was_seen_between_its_name_and_its_command_line_is_read_again(tree: ProcTree) -> None:
     tree.add(7, 1, "sleep", "600")
     whole = (tree.path / "7" / "cmdline").read_bytes()
     (tree.path / "7" / "cmdline").write_bytes(b"")

@@ -71,6 +71,6 @@ def test_an_engine_on_another_machine_is_not_hidden(tree: ProcTree) -> None:
     assert isinstance(read(reader(tree, engine_is_here=False)), ProcessReadings)
 
 
-def test_what_to_do_is_told() -> None:
+def test_what_to_do_is_reported() -> None:
     assert "shareProcessNamespace: true" in HIDDEN.message
     assert "hidepid" in HIDDEN.message

@@ -202,12 +202,12 @@ def test_a_real_process_that_maps_a_file_holds_nothing_of_it(tmp_path: Path) -> 
     with subprocess.Popen([sys.executable, "-c", program, str(weights)], stdin=pipe, stdout=pipe) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        found = read_parts(PROC, process.pid)
+        parts = read_parts(PROC, process.pid)
         process.kill()
 
-    assert found["file_bytes"] >= 32 * MIB
-    assert 16 * MIB <= found["anonymous_bytes"] < 40 * MIB
-    assert 8 * MIB <= found["shared_bytes"] < 9 * MIB
+    assert parts["file_bytes"] >= 32 * MIB
+    assert 16 * MIB <= parts["anonymous_bytes"] < 40 * MIB
+    assert 8 * MIB <= parts["shared_bytes"] < 9 * MIB
 
 
 def test_a_kernel_that_does_not_tell_the_parts_leaves_them_unknown(tree: ProcTree) -> None:
@@ -216,5 +216,5 @@ def test_a_kernel_that_does_not_tell_the_parts_leaves_them_unknown(tree: ProcTre
     assert read_parts(tree.path, 20) == {}
     status = "Name:\tvllm\nRssAnon:\t 40 kB\nRssFile:\t 8 kB\nRssShmem:\t 3 kB\nVmSwap:\t 7 kB\n"
     (tree.path / "20" / "status").write_text(status)
-    found = read_parts(tree.path, 20)
-    assert found == {"anonymous_bytes": 40960, "file_bytes": 8192, "shared_bytes": 3072, "swap_bytes": 7168}
+    parts = read_parts(tree.path, 20)
+    assert parts == {"anonymous_bytes": 40960, "file_bytes": 8192, "shared_bytes": 3072, "swap_bytes": 7168}

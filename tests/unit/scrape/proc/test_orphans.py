@@ -162,7 +162,9 @@ def test_what_its_own_parent_began_is_no_stray(tree: ProcTree, parent: str, core
     assert read(Processes(engine_port=8000, proc=tree.path, monotonic=Clock())).strays == frozenset()
 
 
-def test_a_zombie_is_told_from_what_lives_and_from_what_cannot_be_read(tree: ProcTree, processes: Processes) -> None:
+def test_a_zombie_is_distinguished_from_what_runs_and_from_what_cannot_be_read(
+    tree: ProcTree, processes: Processes
+) -> None:
     assert read(processes).zombies == frozenset()
 
     tree.add(9, 8, WORKER, state="Z")

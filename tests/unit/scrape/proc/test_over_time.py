@@ -123,7 +123,7 @@ def test_a_neighbour_is_not_taken_while_the_engine_is_down(tree: ProcTree, proce
     assert (before, down, roles(processes)) == ({7: Role.API_SERVER}, {}, {9: Role.API_SERVER})
 
 
-def test_engines_are_told_apart_as_soon_as_they_can_be(tree: ProcTree, processes: Processes) -> None:
+def test_engines_are_distinguished_as_soon_as_they_can_be(tree: ProcTree, processes: Processes) -> None:
     tree.add(7, 1, *SERVER)
     tree.add(8, 1, *SERVER)
     before = read(processes)

@@ -103,7 +103,7 @@ def test_the_first_pid_namespace_is_known_by_its_inode(tmp_path: Path, namespace
     assert read(processes).sees_host_pids is expected
 
 
-def test_a_namespace_that_cannot_be_told_is_not_the_first(tree: ProcTree, processes: Processes) -> None:
+def test_a_namespace_that_is_unknown_is_not_the_first(tree: ProcTree, processes: Processes) -> None:
     (tree.path / "self" / "ns" / "pid").unlink()
 
     assert read(processes).sees_host_pids is False

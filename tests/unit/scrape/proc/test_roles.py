@@ -97,7 +97,7 @@ def test_a_title_tells_the_role(title: str, expected: Role | None) -> None:
 
 
 def test_descendants_are_the_engines_too() -> None:
-    seen = entries(
+    entry_list = entries(
         (1, 0, ("bash", "entrypoint.sh")),
         (4380, 1, ("python3.11", "/venv/bin/vllm", "serve", "tiny")),
         (4425, 4380, ("python3.11", "-B", "-c", "from multiprocessing.resource_tracker import main;main(32)")),
@@ -108,7 +108,7 @@ def test_descendants_are_the_engines_too() -> None:
         (5000, 1, ("nginx",)),
     )
 
-    assert assign_roles(seen, OWN_PID, [4380]) == {
+    assert assign_roles(entry_list, OWN_PID, [4380]) == {
         4380: Role.API_SERVER,
         4425: Role.OTHER,
         4426: Role.ENGINE_CORE,
@@ -130,39 +130,41 @@ def test_a_forked_copy_is_no_second_one(command: tuple[str, ...], expected: Role
 
 
 def test_a_frontend_is_a_server_below_its_launcher() -> None:
-    seen = entries((7, 1, ("vllm", "serve", "m")), (8, 7, ("/x/vllm-rs", "frontend")))
+    entry_list = entries((7, 1, ("vllm", "serve", "m")), (8, 7, ("/x/vllm-rs", "frontend")))
 
-    assert assign_roles(seen, OWN_PID, [7]) == {7: Role.API_SERVER, 8: Role.API_SERVER}
+    assert assign_roles(entry_list, OWN_PID, [7]) == {7: Role.API_SERVER, 8: Role.API_SERVER}
 
 
 def test_the_daemon_is_not_the_engines_even_as_its_child() -> None:
-    seen = entries(
+    entry_list = entries(
         (1, 0, ("vllm", "serve", "m")),
         (OWN_PID, 1, ("python", "/usr/bin/vllm-headroom")),
         (10000, OWN_PID, ("sh",)),
     )
 
-    assert assign_roles(seen, OWN_PID, [1]) == {1: Role.API_SERVER}
+    assert assign_roles(entry_list, OWN_PID, [1]) == {1: Role.API_SERVER}
 
 
 def test_what_is_not_below_a_root_is_not_the_engines() -> None:
-    seen = entries((7, 1, ("vllm", "serve")), (8, 1, ("vllm", "serve")), (9, 8, ("VLLM::EngineCore",)))
+    entry_list = entries((7, 1, ("vllm", "serve")), (8, 1, ("vllm", "serve")), (9, 8, ("VLLM::EngineCore",)))
 
-    assert assign_roles(seen, OWN_PID, [8]) == {8: Role.API_SERVER, 9: Role.ENGINE_CORE}
-    assert assign_roles(seen, OWN_PID, []) == {}
+    assert assign_roles(entry_list, OWN_PID, [8]) == {8: Role.API_SERVER, 9: Role.ENGINE_CORE}
+    assert assign_roles(entry_list, OWN_PID, []) == {}
 
 
 def test_a_circle_of_parents_is_walked_once() -> None:
-    seen = entries((7, 8, ("vllm", "serve")), (8, 7, ("sh",)))
+    entry_list = entries((7, 8, ("vllm", "serve")), (8, 7, ("sh",)))
 
-    assert assign_roles(seen, OWN_PID, [7]) == {7: Role.API_SERVER, 8: Role.OTHER}
+    assert assign_roles(entry_list, OWN_PID, [7]) == {7: Role.API_SERVER, 8: Role.OTHER}
 
 
 def test_titles_below_a_server_may_have_another_prefix() -> None:
     """VLLM_PROCESS_NAME_PREFIX."""
-    seen = entries((7, 1, SERVERS[0]), (8, 7, ("prod::EngineCore",)), (9, 8, ("prod::Worker_TP0",)), (10, 8, ("gcc",)))
+    entry_list = entries(
+        (7, 1, SERVERS[0]), (8, 7, ("prod::EngineCore",)), (9, 8, ("prod::Worker_TP0",)), (10, 8, ("gcc",))
+    )
 
-    assert assign_roles(seen, OWN_PID, [7]) == {
+    assert assign_roles(entry_list, OWN_PID, [7]) == {
         7: Role.API_SERVER,
         8: Role.ENGINE_CORE,
         9: Role.WORKER,

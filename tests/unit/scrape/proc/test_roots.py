@@ -74,7 +74,7 @@ def test_each_rank_below_a_supervisor_is_an_engine_with_a_port_of_its_own() -> N
 
 
 @pytest.mark.parametrize("local", ["0", "$N", "9" * 5000])
-def test_ranks_whose_ports_do_not_tell_are_told_by_their_start_on_the_page(local: str) -> None:
+def test_ranks_whose_ports_do_not_tell_are_reported_by_their_start_on_the_page(local: str) -> None:
     seen = tree((10, 1, f"{SUPERVISOR} {local}"), *RANKS)
     seen[23] = replace(seen[23], started_seconds=1.5)
 

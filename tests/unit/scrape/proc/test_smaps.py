@@ -91,17 +91,21 @@ def test_a_file_that_lies_says_nothing(tmp_path: Path, text: bytes) -> None:
 
 def test_of_many_files_those_beyond_a_thousand_are_one_kind(tmp_path: Path) -> None:
     text = b"".join(b"7f00-7f10 rw-p 00000000 08:01 5 /tmp/%d\nRss: 4 kB\n" % number for number in range(40_000))
-    found = read_mappings(write(tmp_path, text), 7)
+    sizes_by_kind = read_mappings(write(tmp_path, text), 7)
 
-    assert found is not None
-    assert (len(found), found["other files"], sum(found.values())) == (1001, 39_000 * 4096, 40_000 * 4096)
+    assert sizes_by_kind is not None
+    assert (len(sizes_by_kind), sizes_by_kind["other files"], sum(sizes_by_kind.values())) == (
+        1001,
+        39_000 * 4096,
+        40_000 * 4096,
+    )
 
 
 def test_forty_thousand_mappings_are_read_and_not_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = b"7f00-7f10 rw-p 00000000 00:00 0\nRss: 4 kB\n" + b"Shared_Clean: 0 kB\n" * 22
     proc = write(tmp_path, one * 40_000)
-    found = read_mappings(proc, 7)
-    assert found is None or found == {"anonymous mmap": 40_000 * 4096}
+    sizes_by_kind = read_mappings(proc, 7)
+    assert sizes_by_kind is None or sizes_by_kind == {"anonymous mmap": 40_000 * 4096}
 
     ticks = iter(range(100_000))
     monkeypatch.setattr(time, "monotonic", lambda: float(next(ticks)))

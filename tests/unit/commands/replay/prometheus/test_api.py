@@ -81,20 +81,20 @@ def test_a_query_is_posted_below_the_path_of_the_url() -> None:
     ],
     ids=str,
 )
-def test_an_answer_that_is_no_history_is_told_in_one_line(answer: Answer, message: str) -> None:
+def test_an_answer_that_is_no_history_is_reported_in_one_line(answer: Answer, message: str) -> None:
     with PrometheusServer(answer=answer) as server:
-        told = refusal(server.url)
+        refusal_text = refusal(server.url)
 
-        assert told.startswith(f"{server.url}{message}")
+        assert refusal_text.startswith(f"{server.url}{message}")
 
 
 def test_the_phrase_of_a_refusal_which_may_quote_a_token_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(BaseHTTPRequestHandler.responses, HTTPStatus.FORBIDDEN, ("no right for s3cret", ""))
     with PrometheusServer(answer=(403, {}, b"")) as server:
-        told = refusal(server.url)
+        refusal_text = refusal(server.url)
 
-    assert "s3cret" not in told
-    assert " answers 403 Forbidden: give a token" in told
+    assert "s3cret" not in refusal_text
+    assert " answers 403 Forbidden: give a token" in refusal_text
 
 
 GZIP = {"Content-Encoding": "gzip"}
@@ -116,11 +116,11 @@ def test_what_unpacks_to_more_than_memory_holds_is_not_unpacked() -> None:
     bomb = gzip.compress(MATRIX + b" " * 2**28)
     tracemalloc.start()
     with PrometheusServer(answer=(200, GZIP, bomb)) as server:
-        told = refusal(server.url)
+        refusal_text = refusal(server.url)
         _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
 
-    assert told.removeprefix(server.url) == (
+    assert refusal_text.removeprefix(server.url) == (
         " answers a query with more than 128 MiB: ask for less, by a larger --step or a narrower --match"
     )
     assert peak_bytes < 2**29
@@ -134,11 +134,13 @@ def test_what_unpacks_to_more_than_memory_holds_is_not_unpacked() -> None:
         ("deflate", zlib.compress(MATRIX), "it is not gzip"),
     ],
 )
-def test_what_cannot_be_unpacked_or_might_have_no_end_is_told(encoding: str, body: bytes, problem: str) -> None:
+def test_what_cannot_be_unpacked_or_might_have_no_end_is_reported(encoding: str, body: bytes, problem: str) -> None:
     with PrometheusServer(answer=(200, {"Content-Encoding": encoding}, body)) as server:
-        told = refusal(server.url)
+        refusal_text = refusal(server.url)
 
-        assert told == f"the answer of {server.url} cannot be unpacked ({problem}): check the proxy in front of it"
+        assert (
+            refusal_text == f"the answer of {server.url} cannot be unpacked ({problem}): check the proxy in front of it"
+        )
 
 
 def test_a_port_where_nobody_listens() -> None:
@@ -151,16 +153,18 @@ def test_a_server_that_hangs_up() -> None:
     with EngineServer(cut(b"")) as server:
         url = server.url.removesuffix("/metrics")
 
-        told = refusal(url)
+        refusal_text = refusal(url)
 
-    assert told == f"{url} hung up or broke HTTP before it answered: check the port, and https if it serves that"
+    assert (
+        refusal_text == f"{url} hung up or broke HTTP before it answered: check the port, and https if it serves that"
+    )
 
 
 def test_user_and_password_are_sent_and_never_shown() -> None:
     with PrometheusServer(answer=(404, {}, b"")) as server:
-        told = refusal(server.url.replace("//", "//user:secret@"))
+        refusal_text = refusal(server.url.replace("//", "//user:secret@"))
 
-        assert told.startswith(server.url)
+        assert refusal_text.startswith(server.url)
         assert server.heads[0]["Authorization"] == "Basic dXNlcjpzZWNyZXQ="
 
 
@@ -213,10 +217,10 @@ def test_an_authority_of_ones_own_is_needed_and_taken(tmp_path: Path) -> None:
         with closing(PrometheusApi(httpx.URL(url), ca_file=certificate)) as api:
             assert api.query_range("up", SPAN) == []
 
-        told = refusal(url)
+        refusal_text = refusal(url)
 
-    assert told.startswith(f"TLS with {url} failed (")
-    assert told.endswith("): give its CA with --ca-file, or use http")
+    assert refusal_text.startswith(f"TLS with {url} failed (")
+    assert refusal_text.endswith("): give its CA with --ca-file, or use http")
 
 
 def test_an_authority_without_extensions_is_good_on_every_python(

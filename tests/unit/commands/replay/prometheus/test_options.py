@@ -77,7 +77,7 @@ def test_what_cannot_be_understood_is_refused_with_what_is_accepted(option: str,
     assert line == f"{option}: got {show_value(text)}, accepts {kinds.get(option, MATCHER).accepts}"
 
 
-def test_every_mistake_is_told_at_once() -> None:
+def test_every_mistake_is_reported_at_once() -> None:
     words = ["--from-prometheus", "http://p:9090", "--start", "yesterday", "--step", "soon", "--match", "vllm-0"]
 
     with pytest.raises(BadOptions) as caught:

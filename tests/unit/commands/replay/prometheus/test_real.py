@@ -73,10 +73,10 @@ def records(history: History, *words: str, start: int = 0, end: int = SECONDS) -
 
 
 def test_the_series_of_this_exporter_come_back_as_they_went(history: History) -> None:
-    found = records(history)
+    record_list = records(history)
 
-    assert [record["t"] for record in found] == [history.begin + place for place in range(0, SECONDS + 1, STEP)]
-    assert found[101] == {
+    assert [record["t"] for record in record_list] == [history.begin + place for place in range(0, SECONDS + 1, STEP)]
+    assert record_list[101] == {
         "t": history.begin + 1515,
         "gpus": [
             {"gpu": 0, "uuid": UUID, "total": 1000 * MIB, "used": 200 * MIB, "reserved": None, "engine": 190 * MIB}
@@ -107,10 +107,10 @@ def test_two_pods_alike_are_refused(history: History) -> None:
 
 
 def test_a_span_of_two_pages_is_read_at_the_steps_of_the_scrapes(history: History) -> None:
-    found = records(history, "--step", "1s", start=-8 * 3600)
+    record_list = records(history, "--step", "1s", start=-8 * 3600)
 
-    assert [record["t"] - history.begin for record in found] == list(range(-8 * 3600, SECONDS + 1, STEP))
-    assert sum(record["gpus"] is not None for record in found) == (SECONDS - 600) // STEP
+    assert [record["t"] - history.begin for record in record_list] == list(range(-8 * 3600, SECONDS + 1, STEP))
+    assert sum(record["gpus"] is not None for record in record_list) == (SECONDS - 600) // STEP
 
 
 def test_a_matcher_prometheus_does_not_understand_is_answered_in_its_words(history: History) -> None:

@@ -24,10 +24,10 @@ def test_dcgm_and_vllm_make_a_record(server: PrometheusServer) -> None:
     add_dcgm(server, 20)
     add_vllm(server, 20)
 
-    found = records(server, 20)
+    record_list = records(server, 20)
 
-    assert [record["t"] for record in found] == [BEGIN + 15 * place for place in range(81)]
-    assert found[40] == {
+    assert [record["t"] for record in record_list] == [BEGIN + 15 * place for place in range(81)]
+    assert record_list[40] == {
         "t": BEGIN + 600,
         "gpus": [
             {
@@ -113,11 +113,11 @@ def test_a_side_that_was_not_scraped_is_null_and_not_filled_from_before(server: 
     add_vllm(server, 15)
     add_vllm(server, 45, after=1800)
 
-    found = records(server, 45)
-    known = [record["engines"] is not None for record in found]
+    record_list = records(server, 45)
+    known = [record["engines"] is not None for record in record_list]
 
-    assert known == [record["t"] <= BEGIN + 915 or record["t"] >= BEGIN + 1800 for record in found]
-    assert all(record["gpus"] for record in found)
+    assert known == [record["t"] <= BEGIN + 915 or record["t"] >= BEGIN + 1800 for record in record_list]
+    assert all(record["gpus"] for record in record_list)
 
 
 def test_a_value_that_is_no_number_is_unknown(server: PrometheusServer) -> None:
