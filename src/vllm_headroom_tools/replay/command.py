@@ -210,8 +210,10 @@ def _build_data(replay: LeakReplay) -> dict[str, Any]:
                 "process": role,
                 "state": course.state,
                 "verdict": judge_course(course, end - begin)[0],
+                "growing_intervals": course.growing,
                 "leaking_intervals": course.leaking,
                 "first_leaking": _build_figures(course.first_alarm),
+                "last_leaking": _build_figures(course.last_alarm),
             }
             for role, course in replay.host
         ],

@@ -152,7 +152,7 @@ def score_report(
         return row
     out_of_memory = truth["oom_at"]
     row["fills"] = out_of_memory is not None
-    # The object of `replay` gives no last time left of host memory, so nothing says whether that pages.
+    # Without a last time left of host memory, nothing says whether that pages.
     row["page_known"] = truth["series"] == "gpu" or report.pages is not None or report.last_leaking is not None
     row["levels"] = {}
     figures = {"critical": report.first_leaking, "page": at_page}

@@ -128,12 +128,16 @@ def test_host_memory_has_its_own_verdict() -> None:
     assert core["first_leaking"]["bytes_per_second"] == pytest.approx(128_000, rel=0.3)
     assert core["first_leaking"]["bytes_per_second_lower"] < core["first_leaking"]["bytes_per_second"]
     assert core["first_leaking"]["time_to_oom_seconds"] is None
+    assert core["growing_intervals"] == [[core["growing_intervals"][0][0], core["first_leaking"]["t"]]]
+    assert core["last_leaking"]["t"] == BEGAN + HOURS * 3600 - STEP
     assert worker == {
         "process": "worker",
         "state": "stable",
         "verdict": "no_leak",
+        "growing_intervals": [],
         "leaking_intervals": [],
         "first_leaking": None,
+        "last_leaking": None,
     }
 
 
