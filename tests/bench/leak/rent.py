@@ -39,6 +39,7 @@ OFF: Final[dict[str, tuple[Any, str, Any]]] = {
     "lows that rise": (verdicts, "LOW_SHARE", float("inf")),
     "no concern": (verdicts, "NO_CONCERN_SECONDS", float("inf")),
     "next step": (growth_evidence, "LEAST_REPEATS", float("inf")),
+    "room that is gone": (verdicts, "is_room_gone", lambda _: False),
     "a straight line": (verdicts, "is_straight", lambda _: False),
     "a record of load": (verdicts, "is_busiest", lambda *_: False),
     "full and breathing": (verdicts, "is_breathing", lambda *_: False),

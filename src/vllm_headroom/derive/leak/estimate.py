@@ -18,9 +18,10 @@ from vllm_headroom.derive.leak.facts import (
     list_falls,
 )
 from vllm_headroom.derive.leak.growth_evidence import (
+    CLIP_MEDIANS,
     QUIET_SECONDS,
     RISE_CHANCE_IN_A_LEAK,
-    find_repeated_steps,
+    find_next_step,
 )
 from vllm_headroom.units import DAY_SECONDS, HOUR_SECONDS
 
@@ -88,8 +89,9 @@ def estimate_growth(
     requests = [block.requests for block in growth.blocks]
     median_rise_bytes = median(rise for rise in growth.rises_bytes if rise > 0)
     step_bytes = min(LARGE_BYTES, median_rise_bytes)
-    by_time = measure_slope(seconds, growth.retained_bytes, step_bytes)
-    by_request = measure_slope(requests, growth.retained_bytes, step_bytes)
+    retained_bytes = clip_largest_rise(growth, median_rise_bytes)
+    by_time = measure_slope(seconds, retained_bytes, step_bytes)
+    by_request = measure_slope(requests, retained_bytes, step_bytes)
     # Growth in nearly every block varies as chance makes it vary: batches of two or three blocks
     # would exaggerate that.
     if growth.rise_count >= RISE_CHANCE_IN_A_LEAK * len(growth.rises_bytes):
@@ -134,6 +136,23 @@ def estimate_growth(
     )
 
 
+def clip_largest_rise(growth: Growth, median_rise_bytes: float) -> tuple[float, ...]:
+    """Return the retained memory of the growth with its largest rise clipped.
+
+    One large demand does not bring the end nearer. It counts as the second largest rise, and not
+    less than three median rises or LARGE_BYTES: so steps that come again are not clipped.
+    """
+    *_, second_bytes, largest_bytes = sorted(growth.rises_bytes)
+    limit_bytes = max(second_bytes, CLIP_MEDIANS * median_rise_bytes, LARGE_BYTES)
+    if largest_bytes <= limit_bytes:
+        return growth.retained_bytes
+    rise_number = growth.rises_bytes.index(largest_bytes)
+    earlier_bytes = growth.retained_bytes[: rise_number + 1]
+    later_bytes = growth.retained_bytes[rise_number + 1 :]
+    excess_bytes = largest_bytes - limit_bytes
+    return (*earlier_bytes, *(retained - excess_bytes for retained in later_bytes))
+
+
 def apply_stretch(estimate: Estimate, track: Track, room_bytes: float | None) -> Estimate:
     """Return the estimate with the rate of the newest stretch of growth, where it is faster.
 
@@ -150,6 +169,8 @@ def apply_stretch(estimate: Estimate, track: Track, room_bytes: float | None) ->
     estimate = replace(estimate, fastest=fastest)
     grown_bytes = (track.history.held_bytes or began.floor_bytes) - began.floor_bytes
     pace = grown_bytes / max(1.0, track.clock.now_seconds - began.seconds)
+    # With its pauses, growth is no faster than its newest stretch.
+    pace = min(pace, stretch.bytes_per_second)
     if room_bytes is not None and _will_stretch_fill(stretch, track, room_bytes):
         pace = stretch.bytes_per_second
     # The rate of the whole growth is measured best: only a clearly faster stretch replaces it.
@@ -238,15 +259,15 @@ def set_time_left(estimate: Estimate, track: Track, room_bytes: float) -> Estima
         margin_seconds = min(MARGIN_SECONDS, MOST_MARGIN_SHARE * seconds_until_peak)
         oom_seconds_lower = max(0.0, seconds_until_peak - margin_seconds)
 
-    steps = find_repeated_steps(track.history.steps)
-    if steps and steps[-1].size_bytes > room_bytes - OUT_OF_MEMORY_BYTES:
+    next_step = find_next_step(track.history.steps)
+    if next_step is not None and next_step.size_bytes > room_bytes - OUT_OF_MEMORY_BYTES:
         # The next step does not fit: there is no more time than until it comes.
-        intervals = [later.seconds - step.seconds for step, later in pairwise(steps)]
-        elapsed_seconds = track.clock.now_seconds - steps[-1].seconds
-        left_seconds = max(0.0, min(intervals) - elapsed_seconds)
-        times_seconds = (left_seconds, oom_seconds, oom_seconds_lower)
+        now_seconds = track.clock.now_seconds
+        earliest_seconds = max(0.0, next_step.earliest_seconds - now_seconds)
+        likely_seconds = max(0.0, next_step.likely_seconds - now_seconds)
+        times_seconds = (earliest_seconds, oom_seconds, oom_seconds_lower)
         oom_seconds_lower = min([seconds for seconds in times_seconds if seconds is not None])
-        oom_seconds = min([seconds for seconds in times_seconds[:2] if seconds is not None])
+        oom_seconds = likely_seconds if oom_seconds is None else min(likely_seconds, oom_seconds)
     return replace(estimate, oom_seconds=oom_seconds, oom_seconds_lower=oom_seconds_lower)
 
 

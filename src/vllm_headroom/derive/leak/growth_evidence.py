@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from itertools import accumulate, pairwise
 from math import inf, log
 from statistics import median
-from typing import Final
+from typing import Final, NamedTuple
 
 from msgspec import Struct
 
@@ -552,33 +552,95 @@ that counts."""
 JOINED_SECONDS: Final = QUIET_SECONDS
 """Rises closer than this are one step: a large buffer is taken in several segments."""
 
+REALLOCATED_SECONDS: Final = 120.0
+"""Rises closer than this are one step of a buffer that doubles: it is copied at once, and a small
+one doubles again within minutes."""
 
-def find_repeated_steps(steps: tuple[Step, ...]) -> tuple[Step, ...]:
-    """Return the steps of the newest large step's size, the oldest first.
 
-    Nothing where fewer than LEAST_REPEATS are of that size, or it is below LEAST_STEPS_BYTES.
+class NextStep(NamedTuple):
+    """A further large step that is expected; times are in the track's time."""
+
+    size_bytes: float
+    first_seconds: float
+    """When the first of the steps came from which it is expected."""
+    earliest_seconds: float
+    likely_seconds: float
+
+
+def find_next_step(steps: tuple[Step, ...]) -> NextStep | None:
+    """Return the next step of those that repeat or double in size; None where none is expected."""
+    return _find_repeated_step(steps) or _find_doubled_step(steps)
+
+
+def _find_repeated_step(steps: tuple[Step, ...]) -> NextStep | None:
+    """Return a further step of the newest large step's size, after the shortest interval so far.
+
+    None where fewer than LEAST_REPEATS are of that size, or it is below LEAST_STEPS_BYTES.
     """
+    large_steps = [
+        step for step in _join_steps(steps, JOINED_SECONDS) if step.size_bytes >= LEAST_STEPS_BYTES
+    ]
+    if not large_steps:
+        return None
+    # The next step is expected to be like the newest.
+    newest = large_steps[-1]
+    repeated = [step for step in large_steps if _is_alike(step.size_bytes, newest.size_bytes)]
+    if len(repeated) < LEAST_REPEATS:
+        return None
+    interval_seconds = min(later.seconds - step.seconds for step, later in pairwise(repeated))
+    next_seconds = newest.seconds + interval_seconds
+    return NextStep(newest.size_bytes, repeated[0].seconds, next_seconds, next_seconds)
+
+
+def _find_doubled_step(steps: tuple[Step, ...]) -> NextStep | None:
+    """Return the next step of a buffer that doubles, in twice the time that the last one took.
+
+    A list, a table of hashes or a buffer that is enlarged by concatenation takes twice as much each
+    time. Each size then lasts for about twice as long. None where the newest three steps do not
+    double, or the newest is below LEAST_STEPS_BYTES.
+    """
+    joined_steps = _join_steps(steps, REALLOCATED_SECONDS)
+    if not joined_steps or joined_steps[-1].size_bytes < LEAST_STEPS_BYTES:
+        return None
+    newest = joined_steps[-1]
+    least_bytes = newest.size_bytes / 4 / REPEATED_RATIO
+    large_steps = [step for step in joined_steps if step.size_bytes >= least_bytes]
+    if len(large_steps) < LEAST_REPEATS:
+        return None
+    first, second, _ = large_steps[-LEAST_REPEATS:]
+    has_doubled = _is_alike(2 * first.size_bytes, second.size_bytes)
+    if not has_doubled or not _is_alike(2 * second.size_bytes, newest.size_bytes):
+        return None
+    earlier_seconds = second.seconds - first.seconds
+    interval_seconds = newest.seconds - second.seconds
+    # About twice as long, within a factor of two: load may change.
+    if not earlier_seconds < interval_seconds < 4 * earlier_seconds:
+        return None
+    return NextStep(
+        2 * newest.size_bytes,
+        first.seconds,
+        newest.seconds + interval_seconds,  # if twice as many requests come as before
+        newest.seconds + 2 * interval_seconds,
+    )
+
+
+def _is_alike(size_bytes: float, other_bytes: float) -> bool:
+    return other_bytes / REPEATED_RATIO <= size_bytes <= other_bytes * REPEATED_RATIO
+
+
+def _join_steps(steps: tuple[Step, ...], apart_seconds: float) -> list[Step]:
+    """Return the steps with those joined that are no further apart than this."""
     joined_steps: list[Step] = []
     newest_seconds = -inf
     for step in steps:
-        if step.seconds - newest_seconds <= JOINED_SECONDS:
+        if step.seconds - newest_seconds <= apart_seconds:
             # Segments of one demand: the time of the first, the height after the last.
             size_bytes = joined_steps[-1].size_bytes + step.size_bytes
             joined_steps[-1] = Step(joined_steps[-1].seconds, size_bytes, step.top_bytes)
         else:
             joined_steps.append(step)
         newest_seconds = step.seconds
-    large_steps = [step for step in joined_steps if step.size_bytes >= LEAST_STEPS_BYTES]
-    if not large_steps:
-        return ()
-    # The next step is expected to be like the newest.
-    newest_bytes = large_steps[-1].size_bytes
-    repeated = tuple(
-        step
-        for step in large_steps
-        if newest_bytes / REPEATED_RATIO <= step.size_bytes <= newest_bytes * REPEATED_RATIO
-    )
-    return repeated if len(repeated) >= LEAST_REPEATS else ()
+    return joined_steps
 
 
 COMPARED_SHARE: Final = 0.05
@@ -623,7 +685,9 @@ def judge_steps(
 
     # Caches fill in steps too, but few take so much, and most early in a run.
     enough_bytes = min(ENOUGH_BYTES, ROOM_SHARE * (assumed_room_bytes + grown_bytes))
+    # In the first hour large buffers are taken for a while, and none was released yet.
     is_late = room_bytes is not None and lasted_seconds >= LATE_SHARE * left_seconds
+    is_late = is_late and age_seconds >= LEAKING_SECONDS
     # A step as large as the largest no longer fits: less evidence is enough, because bounded growth
     # rarely gets so far.
     is_full = room_bytes is not None and assumed_room_bytes <= max(growth.rises_bytes)

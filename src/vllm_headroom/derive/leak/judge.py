@@ -4,6 +4,7 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from itertools import pairwise
 from math import inf
+from statistics import median
 from typing import Final, NamedTuple
 
 from msgspec.structs import replace
@@ -24,6 +25,7 @@ from vllm_headroom.derive.leak.facts import (
     list_falls,
 )
 from vllm_headroom.derive.leak.growth_evidence import (
+    CLIP_MEDIANS,
     GROWING_SECONDS,
     LATE_SHARE,
     LEAKING_SECONDS,
@@ -35,7 +37,7 @@ from vllm_headroom.derive.leak.growth_evidence import (
     clip_rises,
     compute_patience,
     cut_window,
-    find_repeated_steps,
+    find_next_step,
     find_step_windows,
     has_ended,
     is_even,
@@ -432,16 +434,17 @@ def _measure_stretch(track: Track, alarm: LeakAlarm) -> LeakAlarm:
     all_rises_bytes = sum([max(0.0, later - earlier) for earlier, later in pairwise(floors_bytes)])
     least_rise_bytes = max(RISE_BYTES, LEAST_RISE_SHARE * all_rises_bytes / len(blocks))
     newest_rise = blocks[-1]
-    rise_count = 0
+    rises_bytes: list[float] = []
     # Backwards from the newest block, until a large release or a long pause.
     for number in range(len(blocks) - 1, 0, -1):
         rise_bytes = blocks[number].floor_bytes - blocks[number - 1].floor_bytes
-        if rise_bytes < -LARGE_BYTES:
+        # A warm-up before the alarm's growth is faster than the growth.
+        if rise_bytes < -LARGE_BYTES or blocks[number - 1].seconds < alarm.began.seconds:
             break
         if rise_bytes >= least_rise_bytes:
-            if rise_count == 0:
+            if not rises_bytes:
                 newest_rise = blocks[number]
-            rise_count += 1
+            rises_bytes.append(rise_bytes)
             begin = number - 1
         elif blocks[begin].seconds - blocks[number - 1].seconds > QUIET_SECONDS:
             break
@@ -450,14 +453,17 @@ def _measure_stretch(track: Track, alarm: LeakAlarm) -> LeakAlarm:
     grown_bytes = newest_rise.floor_bytes - blocks[begin].floor_bytes
     alarm_bytes = alarm.newest_rise.floor_bytes - alarm.began.floor_bytes
     is_small = grown_bytes < max(LEAST_GROWTH_BYTES, LEAST_STRETCH_SHARE * alarm_bytes)
-    if rise_count < LEAST_RISES or measured_seconds < LEAST_STRETCH_SECONDS or is_small:
+    if len(rises_bytes) < LEAST_RISES or measured_seconds < LEAST_STRETCH_SECONDS or is_small:
         return alarm
     longest_seconds = 0.0
     if alarm.stretch is not None:
         longest_seconds = alarm.stretch.longest_seconds
         if began_seconds <= alarm.stretch.ended_seconds:  # it goes on, and is longer than the ring
             began_seconds = min(began_seconds, alarm.stretch.began_seconds)
-    bytes_per_second = grown_bytes / measured_seconds
+    # One large demand is no pace, so the rises are clipped.
+    limit_bytes = max(LARGE_BYTES, CLIP_MEDIANS * median(rises_bytes))
+    excess_bytes = sum([max(0.0, rise_bytes - limit_bytes) for rise_bytes in rises_bytes])
+    bytes_per_second = (grown_bytes - excess_bytes) / measured_seconds
     if newest_rise.floor_bytes < alarm.peak.floor_bytes - LARGE_BYTES:
         # What was released fills again faster than the leak grows.
         peak_seconds = max(1.0, alarm.peak.seconds - alarm.began.seconds)
@@ -541,6 +547,8 @@ def _judge_rings(
             surest = judgement
 
     verdict = max(ring.verdict for ring in rings)
+    if is_room_gone(room_bytes):
+        verdict = min(verdict, Certainty.GROWING)
     # Growth up to a height with which the engine was well is at most a warning.
     is_excused = verdict > Certainty.NONE and rings[0].blocks[-1].floor_bytes < excused_bytes
     if is_excused:
@@ -568,16 +576,24 @@ def _judge_rings(
     return track, surest.growth if is_of_now or track.estimate is None else None
 
 
+def is_room_gone(room_bytes: float | None) -> bool:
+    """Return whether an alarm that begins now would warn of nothing.
+
+    An engine that serves without any room has all that it needs.
+    """
+    return room_bytes is not None and room_bytes <= OUT_OF_MEMORY_BYTES
+
+
 def _find_growth_without_next_step(track: Track, room_bytes: float) -> Growth | None:
-    """Return the growth since the first of the repeated large steps, if a further one does not fit.
+    """Return the growth since the first large step of a series, if its next step does not fit.
 
     None where it fits, or where memory did not grow.
     """
-    repeated = find_repeated_steps(track.history.steps)
-    if not repeated or repeated[-1].size_bytes <= room_bytes - OUT_OF_MEMORY_BYTES:
+    next_step = find_next_step(track.history.steps)
+    if next_step is None or next_step.size_bytes <= room_bytes - OUT_OF_MEMORY_BYTES:
         return None
-    ring = _find_reaching_ring(track.history.rings, repeated[0].seconds)
-    begin = bisect_left(ring.blocks, repeated[0].seconds, key=lambda block: block.seconds) - 1
+    ring = _find_reaching_ring(track.history.rings, next_step.first_seconds)
+    begin = bisect_left(ring.blocks, next_step.first_seconds, key=lambda block: block.seconds) - 1
     survey = survey_ring(ring, ring.blocks[max(0, begin)])
     return None if survey is None else cut_window(survey, 0)
 

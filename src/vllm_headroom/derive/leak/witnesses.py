@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from msgspec import Struct
 
-from vllm_headroom.derive.leak import facts, growth_evidence, judge, precedent, track
+from vllm_headroom.derive.leak import estimate, facts, growth_evidence, judge, precedent, track
 
 
 class Witness(Struct, frozen=True, kw_only=True):
@@ -76,7 +76,7 @@ WITNESSES: Final = (
         name="clipped rises",
         measures="each rise as at most three median rises",
         adds="nothing; one large demand moves neither the shape nor the time left",
-        functions=(growth_evidence.clip_rises,),
+        functions=(growth_evidence.clip_rises, estimate.clip_largest_rise),
         constants={"CLIP_MEDIANS": growth_evidence.CLIP_MEDIANS, "LARGE_BYTES": facts.LARGE_BYTES},
         source="our choice; recorded days of torch's allocator are found later without",
         fails_without="tests/unit/derive/leak/test_large_and_fast.py"
@@ -196,17 +196,29 @@ WITNESSES: Final = (
     ),
     Witness(
         name="next step",
-        measures="whether a further step of a size that came three times fits into the room",
-        adds="an alarm without odds where it does not, with the time left by the shortest interval",
-        functions=(growth_evidence.find_repeated_steps,),
+        measures="whether the next of three steps of one size, or each twice the last, fits",
+        adds="an alarm without odds where it does not, with the time left until it comes",
+        functions=(growth_evidence.find_next_step,),
         constants={
             "LEAST_REPEATS": growth_evidence.LEAST_REPEATS,
             "REPEATED_RATIO": growth_evidence.REPEATED_RATIO,
             "JOINED_SECONDS": growth_evidence.JOINED_SECONDS,
+            "REALLOCATED_SECONDS": growth_evidence.REALLOCATED_SECONDS,
         },
         source="our choice; a simulated engine took 2.47 GB four times, with 2.04 GB left",
         fails_without="tests/unit/derive/leak/test_releases.py"
         "::test_a_step_that_does_not_fit_is_an_alarm_with_the_time_until_it_comes",
+    ),
+    Witness(
+        name="room that is gone",
+        measures="whether less is free than an allocation needs when an alarm would begin",
+        adds="nothing; such growth is at most a warning",
+        functions=(judge.is_room_gone,),
+        constants={"OUT_OF_MEMORY_BYTES": facts.OUT_OF_MEMORY_BYTES},
+        source="our choice; a simulated engine filled its card with demands of new kinds and served"
+        " for 15 hours more",
+        fails_without="tests/unit/derive/leak/test_pages.py"
+        "::test_no_alarm_begins_when_the_room_is_gone",
     ),
     Witness(
         name="a straight line",
