@@ -1,6 +1,8 @@
 """Logs of vLLM, as its releases write them."""
 # ruff: noqa: E501 - lines of logs are long
 
+from pathlib import Path
+
 VLLM_0_19 = """\
 (APIServer pid=1) INFO 04-22 01:46:02 [entrypoints/utils.py:299]  ▄▄ ▄█ █     █     █ ▀▄▀ █  version 0.19.0
 (APIServer pid=1) INFO 04-22 01:46:02 [entrypoints/utils.py:233] non-default args: {'model': 'org/m', 'api_key': ['sk-very-secret'], 'hf_token': 'hf_secretsecret', 'max_model_len': 8192, 'gpu_memory_utilization': 0.95, 'speculative_config': {'model': 'org/draft'}}
@@ -31,6 +33,12 @@ DEATH = f"""\
 (EngineCore pid=243) ERROR 04-22 02:00:00 [v1/engine/core.py:900] {OOM}
 (APIServer pid=1) ERROR 04-22 02:00:01 [v1/engine/async_llm.py:600] vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue.
 """
+
+
+def append(file: Path, text: str) -> None:
+    """Write on into a log."""
+    with file.open("a") as stream:
+        stream.write(text)
 
 
 def begin(version: str, arguments: str = "") -> str:

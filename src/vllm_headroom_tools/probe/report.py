@@ -1,6 +1,6 @@
 """Report a recording: what each process kept, by the stacks that kept most."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 from vllm_headroom.units import MIB, format_duration, format_size
@@ -22,11 +22,7 @@ def report_recorded(recorded: Mapping[str, Any]) -> Report:
     usable answer.
     """
     processes = recorded["processes"]
-    findings = [
-        Finding(_name_process(process), Conclusion.CANNOT_TELL, process["problem"])
-        for process in processes
-        if process["problem"] is not None
-    ]
+    findings = list_problems(processes)
     answered = len(processes) - len(findings)
     return Report(
         verdict=find_worst(finding.verdict for finding in findings),
@@ -37,6 +33,15 @@ def report_recorded(recorded: Mapping[str, Any]) -> Report:
         lines=render_recording(recorded),
         exit_status=0,
     )
+
+
+def list_problems(processes: Iterable[Mapping[str, Any]]) -> list[Finding]:
+    """Return a finding for each process that has no usable answer."""
+    return [
+        Finding(name_process(process), Conclusion.CANNOT_TELL, process["problem"])
+        for process in processes
+        if process["problem"] is not None
+    ]
 
 
 def render_recording(recorded: Mapping[str, Any]) -> Iterator[str]:
@@ -58,12 +63,13 @@ def _measure_largest_stack(process: Mapping[str, Any]) -> int:
     return max((stack["bytes"] for stack in stacks), default=0)
 
 
-def _name_process(process: Mapping[str, Any]) -> str:
+def name_process(process: Mapping[str, Any]) -> str:
+    """Return a process's role and pid."""
     return f"{process['role']} (pid {process['pid']})"
 
 
 def _format_process(process: Mapping[str, Any]) -> Iterator[str]:
-    name = _name_process(process)
+    name = name_process(process)
     problem = process["problem"]
     if problem == NO_ANSWER:
         yield f"{name}: {problem}"

@@ -13,8 +13,9 @@ from vllm_headroom.model import AllocatorSnapshot, LineHolding, ProbedProcess
 from vllm_headroom.trace.incident import HeldLine
 from vllm_headroom.units import format_instant, format_size
 from vllm_headroom_tools.bad_input import BadInput
-from vllm_headroom_tools.conclusion import Conclusion, Finding, Report, find_worst
+from vllm_headroom_tools.conclusion import Conclusion, Report, find_worst
 from vllm_headroom_tools.probe.record import NO_ANSWER, find_processes
+from vllm_headroom_tools.probe.report import list_problems, name_process
 from vllm_headroom_tools.probe.snapshot_file import ReadSnapshot
 
 REQUEST: Final = "snapshot.json"
@@ -114,11 +115,7 @@ def _describe_line(holding: LineHolding) -> dict[str, Any]:
 def report_taken(data: Mapping[str, Any]) -> Report:
     """Return the report on snapshots that were asked for; its exit status is 0."""
     snapshots = data["snapshots"]
-    findings = [
-        Finding(_name_process(snapshot), Conclusion.CANNOT_TELL, snapshot["problem"])
-        for snapshot in snapshots
-        if snapshot["problem"] is not None
-    ]
+    findings = list_problems(snapshots)
     n_written = len(snapshots) - len(findings)
     return Report(
         verdict=find_worst(finding.verdict for finding in findings),
@@ -157,13 +154,9 @@ def report_read(path: Path, snapshot: ReadSnapshot) -> Report:
     )
 
 
-def _name_process(snapshot: Mapping[str, Any]) -> str:
-    return f"{snapshot['role']} (pid {snapshot['pid']})"
-
-
 def _render_taken(snapshots: Iterable[Mapping[str, Any]]) -> Iterator[str]:
     for snapshot in snapshots:
-        name = _name_process(snapshot)
+        name = name_process(snapshot)
         if snapshot["problem"] is not None:
             yield f"{name}: {snapshot['problem']}"
         else:

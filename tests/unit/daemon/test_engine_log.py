@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine_logs import DEATH, VLLM_0_19
+from tests.engine_logs import DEATH, VLLM_0_19, append
 from tests.process import eventually
 from tests.samples import snapshot, values
 from vllm_headroom import catalog
@@ -39,11 +39,6 @@ def read(follower: EngineLogFollower) -> LogReading:
     reading = asyncio.run(follower.read(5.0))
     assert isinstance(reading, LogReading)
     return reading
-
-
-def append(file: Path, text: str) -> None:
-    with file.open("a") as stream:
-        stream.write(text)
 
 
 @pytest.fixture

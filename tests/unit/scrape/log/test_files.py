@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.engine_logs import append
 from vllm_headroom.model import Failure
 from vllm_headroom.scrape.log import files
 from vllm_headroom.scrape.log.batch import LogBatch
@@ -25,11 +26,6 @@ def fail(source: LogFiles) -> Failure:
     failure = asyncio.run(source.fetch(5.0))
     assert isinstance(failure, Failure)
     return failure
-
-
-def append(file: Path, text: str) -> None:
-    with file.open("a") as stream:
-        stream.write(text)
 
 
 @pytest.fixture
