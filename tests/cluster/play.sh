@@ -3,5 +3,5 @@
 set -euo pipefail
 pytest=$1
 shift
-"$pytest" -m cluster -n 3 --dist loadfile -rP "$@" tests/cluster --ignore=tests/cluster/test_lost_node.py
+"$pytest" -m cluster -n 5 --dist loadfile -rP "$@" tests/cluster --ignore=tests/cluster/test_lost_node.py
 "$pytest" -m cluster -n 0 -rP "$@" tests/cluster/test_lost_node.py

@@ -20,6 +20,7 @@ if [[ ! -x $states ]]; then # three minutes on two cores
 fi
 ln -sf "$states" "$folder/kube-state-metrics"
 if [[ -n ${KUBECONFIG:-} ]]; then
+  command -v helm >/dev/null && ln -sf "$(command -v helm)" "$folder/helm"
   printf '#!/bin/sh\nexec kubectl "$@"\n' >"$folder/kubectl"
   chmod +x "$folder/kubectl"
   exec "$folder/kubectl" version
@@ -31,6 +32,18 @@ done
 ((${#missing[@]} == 0)) || { echo "a cluster of its own needs ${missing[*]}: see node/start.sh, or set KUBECONFIG" >&2; exit 1; }
 
 program=$(nice node/build.sh "$cache")
+helm=$cache/helm-v3.18.6
+if [[ ! -x $helm ]]; then # three minutes on two cores
+  (
+    cd "$(mktemp -d)"
+    go mod init helm
+    go get -tool helm.sh/helm/v3/cmd/helm@v3.18.6
+    CGO_ENABLED=0 nice go build -trimpath -o "$helm.new" helm.sh/helm/v3/cmd/helm
+    rm -r "$PWD"
+  )
+  mv "$helm.new" "$helm"
+fi
+ln -sf "$helm" "$folder/helm"
 image=${IMAGE_FOLDER:-$cache/image}
 ../image/setup.sh "$image"
 containers=$image/containers

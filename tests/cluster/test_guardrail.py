@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import time
-import uuid
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -14,7 +12,8 @@ from typing import Any, Final
 
 import pytest
 
-from tests.cluster.cluster import ROOT, Workload, kubectl, read
+from tests.cluster.cluster import Workload, kubectl, read
+from tests.cluster.guardrail import build_workload, list_ready, read_log
 from tests.process import eventually
 from vllm_headroom.daemon.evict import LEASE_SECONDS
 
@@ -27,66 +26,7 @@ LOOK_SECONDS: Final = 1.0
 TURNS_SECONDS: Final = 60.0
 """Enough for more refusals of the same request."""
 
-TOKEN_SECONDS: Final = 600
-"""The shortest time for which Kubernetes issues a token."""
-
 LEASE: Final = "vllm-headroom-deployment-vllm"
-
-OVERLAY: Final = """\
-apiVersion: kustomize.config.k8s.io/v1beta1
-kind: Kustomization
-namespace: {namespace}
-resources:
-- ../{base}
-- budget.yaml
-components:
-- {component}
-configMapGenerator:
-- {{name: evicting, files: [evicting.py]}}
-patches:
-- target: {{kind: Deployment, name: vllm}}
-  patch: |-
-    apiVersion: apps/v1
-    kind: Deployment
-    metadata: {{name: vllm}}
-    spec:
-      template:
-        spec:
-          initContainers:
-          - name: headroom
-            command: [/opt/vllm-headroom/bin/python3, /opt/evicting/evicting.py]
-            args: [demo, --speed, "1000", --sample-interval-seconds, "60", --scenario, leak]
-            env:
-            - {{name: ACCOUNT, value: /var/run/secrets/kubernetes.io/serviceaccount}}
-            - {{name: HEADROOM_EVICT, value: "on"}}
-            - {{name: HEADROOM_EVICT_SECONDS, value: "86400"}}
-            volumeMounts: [{{name: evicting, mountPath: /opt/evicting}}]
-          containers:
-          - name: vllm
-            env: [{{name: ENGINE_LOAD_SECONDS, value: "40"}}]
-          volumes:
-          - {{name: evicting, configMap: {{name: evicting}}}}
-          - name: headroom-api
-            projected:
-              sources:
-              - serviceAccountToken: {{path: token, expirationSeconds: {token_seconds}}}
-              - configMap: {{name: kube-root-ca.crt, items: [{{key: ca.crt, path: ca.crt}}]}}
-              - downwardAPI: {{items: [{{path: namespace, fieldRef: {{fieldPath: metadata.namespace}}}}]}}
-"""
-"""The demo's leak at 1,000 times real time, with the guardrail, RBAC, account and token as they are shipped.
-
-A replacement loads for longer than the pod before it takes to end, as with a real model.
-"""
-
-BUDGET: Final = """\
-apiVersion: policy/v1
-kind: PodDisruptionBudget
-metadata: {name: vllm}
-spec:
-  maxUnavailable: 1
-  selector: {matchLabels: {app.kubernetes.io/name: vllm}}
-"""
-
 
 VERBS: Final = (
     "pods get",
@@ -97,35 +37,6 @@ VERBS: Final = (
     "leases update",
 )
 """Each verb of the shipped Role."""
-
-
-def build_workload(
-    folder: Path, name: str, replicas: int, *, token_seconds: int = 3600, has_budget: bool = True
-) -> Workload:
-    """Apply replicas that leak, with the guardrail on; return their workload."""
-    workload = Workload(f"headroom-{uuid.uuid4().hex[:4]}-{name}")
-    workload.write_overlay(folder, replicas)
-    place = folder / f"{name}-guarded"
-    place.mkdir()
-    component = os.path.relpath(ROOT / "deploy" / "kubernetes" / "components" / "evict", place)
-    text = OVERLAY.format(
-        namespace=workload.namespace, base=workload.namespace, component=component, token_seconds=token_seconds
-    )
-    (place / "kustomization.yaml").write_text(text if has_budget else text.replace("- budget.yaml\n", ""))
-    (place / "budget.yaml").write_text(BUDGET)
-    (place / "evicting.py").write_text((ROOT / "tests" / "e2e" / "evicting.py").read_text())
-    kubectl("apply", "--server-side", "--kustomize", str(place))
-    return workload
-
-
-def list_ready(workload: Workload) -> set[str]:
-    """Return the names of the pods that serve."""
-    names = set()
-    for pod in workload.pods():
-        conditions = {each["type"]: each["status"] for each in pod["status"].get("conditions", ())}
-        if conditions.get("Ready") == "True":
-            names.add(pod["metadata"]["name"])
-    return names
 
 
 def read_lease(workload: Workload) -> dict[str, Any]:
@@ -161,14 +72,6 @@ def test_one_pod_at_a_time_is_evicted_and_the_next_waits_for_its_replacement_alo
     assert fewest_ready == REPLICAS - 1
     assert len(first_pods - {pod["metadata"]["name"] for pod in workload.pods()}) >= EVICTIONS - 1
     assert max(pauses) < LEASE_SECONDS, "the Lease was given back, and did not have to expire"
-
-
-def read_log(workload: Workload) -> list[str]:
-    """Return the lines of the first pod's sidecar."""
-    pods = workload.pods()
-    if not pods:
-        return []
-    return workload.kubectl("logs", pods[0]["metadata"]["name"], "--container=headroom", check=False).splitlines()
 
 
 def take_verb_away(workload: Workload, missing: str) -> None:
@@ -215,20 +118,3 @@ def test_a_verb_that_is_missing_gives_one_clear_line(tmp_path: Path) -> None:
         print(f"without {missing}: {problems}")  # noqa: T201 - the result
         (problem,) = problems
         assert f'cannot {verb} resource \\"{resource}\\"' in problem
-
-
-def test_the_guardrail_goes_on_with_the_token_that_the_kubelet_renews(tmp_path: Path) -> None:
-    """It asks for a budget at each turn; one is there when the first token has expired."""
-    with ExitStack() as stack:
-        workload = build_workload(tmp_path, "token", 1, token_seconds=TOKEN_SECONDS, has_budget=False)
-        stack.callback(workload.delete)
-        eventually(
-            lambda: any("no PodDisruptionBudgets select this pod" in line for line in read_log(workload)),
-            "the sidecar looks for a budget",
-            START_SECONDS,
-            2.0,
-        )
-        (pod,) = workload.pods()
-        time.sleep(TOKEN_SECONDS + 60)
-        kubectl("apply", "--namespace", workload.namespace, "--filename=-", given=BUDGET)
-        eventually(lambda: pod["metadata"]["name"] not in list_ready(workload), "it is evicted", START_SECONDS, 2.0)

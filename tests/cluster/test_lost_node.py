@@ -16,8 +16,8 @@ pytestmark = [
     pytest.mark.skipif(not IS_OWN_CLUSTER, reason="it ends the kubelet of a node"),
 ]
 
-WATCH_SECONDS: Final = 420.0
-"""How long is looked for what arrives: a node counts as lost after 50 s, and the page waits two minutes more."""
+WATCH_SECONDS: Final = 270.0
+"""How long is looked for what arrives: a node counts as lost after 50 s, and the page waits 90 s more."""
 
 
 def test_who_lost_the_node_of_the_last_engine_is_called(tmp_path: Path, request: pytest.FixtureRequest) -> None:

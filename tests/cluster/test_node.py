@@ -7,7 +7,6 @@ import random
 import threading
 import time
 import uuid
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -37,7 +36,7 @@ pytestmark = [
 ]
 
 START_SECONDS: Final = 600.0
-CHAOS_SECONDS: Final = float(os.environ.get("CHAOS_SECONDS", "600"))
+CHAOS_SECONDS: Final = float(os.environ.get("CHAOS_SECONDS", "300"))
 KILL_SECONDS: Final = 20.0
 """The time from one killed pod to the next."""
 
@@ -92,7 +91,7 @@ class NodeCard:
         self.names: dict[str, str] = {}
         """The names of the pods by UID."""
         self.seen_seconds: dict[tuple[str, str], float] = {}
-        """When an engine's memory was last on a GPU, by the GPU's UUID and the pod's name."""
+        """When a GPU was last a pod's, by the GPU's UUID and the pod's name; an engine that is down keeps it."""
 
     def update(self) -> None:
         """Write the file of the fake NVML once."""
@@ -122,6 +121,7 @@ class NodeCard:
             lines += [f"memory {80 * 2**30} {IDLE_BYTES + used_bytes} {IDLE_BYTES}", "utilization 60"]
             if used_bytes:
                 lines.append(f"process {pid} {used_bytes}")
+            if uid:
                 self.seen_seconds[gpu, self.names[uid]] = time.monotonic()
         (self._folder / "nvml.new").write_text("\n".join(lines) + "\n")
         (self._folder / "nvml.new").replace(self._folder / "nvml.txt")
@@ -225,7 +225,6 @@ class Sidecar:
         text = self.fetch("/metrics")
         now = time.monotonic()
         self.pages += bool(text)
-        engines_by_gpu: defaultdict[str, set[str]] = defaultdict(set)
         for name, labels, _ in self._list_samples(text):
             pod = labels.get("pod", "")
             if labels.get("namespace") not in self._card.namespaces:
@@ -234,10 +233,8 @@ class Sidecar:
             if pod and model != pod:
                 self.mistakes.append(f"{name} of model {model} has pod {pod}")
             gpu = labels.get("uuid", "")
-            if pod and gpu:
-                engines_by_gpu[gpu].add(pod)
-                if now - self._card.seen_seconds.get((gpu, pod), 0.0) > GRACE_SECONDS:
-                    self.mistakes.append(f"{name} of {gpu} has pod {pod}, which has not held it lately")
+            if pod and gpu and now - self._card.seen_seconds.get((gpu, pod), 0.0) > GRACE_SECONDS:
+                self.mistakes.append(f"{name} of {gpu} has pod {pod}, whose it was not lately")
 
     @staticmethod
     def _list_samples(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
@@ -333,4 +330,4 @@ def test_each_engine_of_the_node_is_followed_under_its_own_name(tmp_path: Path) 
         eventually(all_serve, "all serve after the chaos", START_SECONDS, 2.0)
 
     print(f"{len(report)} pods killed, {sidecar.pages} pages: {'; '.join(report)}")  # noqa: T201 - the result
-    assert sidecar.mistakes == []
+    assert sorted(set(sidecar.mistakes)) == []
