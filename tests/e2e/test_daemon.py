@@ -281,7 +281,10 @@ def test_the_demos_fleet_has_the_series_of_every_engine_on_one_page() -> None:
             "all are sampled but the one whose page fails",
         )
         families = list(text_string_to_metric_families(seen.text))
-        assert "scenario leak at" in running.get("/").text, "all else is of the first"
+        listed = running.get("/").text
+        assert f"{len(FLEET_SCENARIOS)} engines on the simulated fleet" in listed
+        (way,) = re.findall(r'<a href="(/\?engine=[^"]*vllm-leak-0)"', listed)
+        assert "scenario leak at" in running.get(way).text
 
     names = [family.name for family in families]
     samples = [sample for family in families for sample in family.samples]

@@ -17,7 +17,7 @@ from vllm_headroom_tools.options import name_option
 
 SCENARIOS = (
     "healthy, leak, burst, neighbour, restart, crash, hang, slow-start, sleep, mig, over-budget, low-memory, "
-    "host-leak, stranded, blind or fleet"
+    "host-leak, filling, stranded, blind or fleet"
 )
 
 

@@ -299,8 +299,8 @@ class Daemon:
             if door is not None:
                 yield Sample(catalog.WEB_CONFIG_RELOAD, (), float(door.problem is None))
 
-        def show_page(_: Request) -> Response:
-            return respond_html(render_page(self._build_view()))
+        def show_page(request: Request) -> Response:
+            return respond_html(render_page(self._build_view(), request.query))
 
         def show_snapshot(_: Request) -> Response:
             return respond_snapshot(self._build_view())

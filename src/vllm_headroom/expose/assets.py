@@ -34,6 +34,7 @@ summary{cursor:pointer}
 """)
 _BODY_RULES: Final = pack_style("""
 figure{margin:1rem 0;position:relative}
+nav [aria-current]{font-weight:700;text-decoration:none;color:var(--ink)}
 figure>i{position:absolute;right:0;font:.85rem system-ui,sans-serif;color:var(--dim)}
 svg{display:block;width:100%;height:11rem;border-top:1px solid var(--line)}
 .strip svg{height:2.5rem}

@@ -52,8 +52,11 @@ PAST_FACTOR: Final = 3
 that the forecast takes at least a quarter of the width."""
 
 FUTURE_FACTOR: Final = 2
-"""Our choice: the picture shows at most this many times the length of the past as forecast. A
-longer forecast leaves the picture at the right."""
+"""Our choice: the picture shows at most this many times the length of the past as forecast."""
+
+
+RANGES: Final = {"1h": HOUR_SECONDS, "6h": 6 * HOUR_SECONDS, "24h": DAY_SECONDS}
+"""How much of the past a reader can choose to see, by name. The history has a day."""
 
 
 class _Room(Struct, frozen=True, kw_only=True):
@@ -86,22 +89,26 @@ class _Figure(Struct, frozen=True, kw_only=True):
     html: str
 
 
-def draw_figures(view: View, snapshot: Snapshot) -> Iterator[str]:
+def draw_figures(
+    view: View, snapshot: Snapshot, past_seconds: float | None = None
+) -> Iterator[str]:
     """Yield at most three pieces of HTML: the worst figure, the load, and all other figures.
 
     There is a figure of each GPU of the engine and of the host that has a curve. The figure with
     the worst verdict is large and has the legend. The load has the same axis of time; it is left
-    out with fewer than two points. Nothing is yielded without a curve.
+    out with fewer than two points. Nothing is yielded without a curve. `past_seconds` is how much
+    of the past is shown; with None as much as fits the curve and its forecast.
     """
     now = snapshot.time_seconds
     columns = _count_columns(view, snapshot)
     rooms = sorted(_list_rooms(view, snapshot), key=lambda room: room.rank)
-    figures = [_draw_room(view, room, now, columns) for room in rooms]
+    figures = [_draw_room(view, room, now, past_seconds, columns) for room in rooms]
     if figures:
         yield f"{figures[0].html}{_render_legend(figures[0].html)}"
     running_curve = view.history.read_curve("running")
     if len(running_curve[0]) > 1:
-        yield _draw_load(running_curve, columns, now, figures[0].frame if figures else None)
+        above = figures[0].frame if figures else None
+        yield _draw_load(running_curve, columns, now, above)
     if len(figures) > 1:
         small_figures = "".join(figure.html for figure in figures[1:])
         yield f"<div class=rooms>{small_figures}</div>"
@@ -181,9 +188,11 @@ def _build_host_room(view: View, host: HostMemory | None, rank: int, free_curve:
     )
 
 
-def _draw_room(view: View, room: _Room, now: float, columns: int) -> _Figure:
+def _draw_room(
+    view: View, room: _Room, now: float, past_seconds: float | None, columns: int
+) -> _Figure:
     """Return the figure of free memory and its peaks, with the forecast where known."""
-    begin = room.free_curve[0][0]
+    begin = room.free_curve[0][0] if past_seconds is None else now - past_seconds
     end = now
     forecast = None
     if room.left_seconds is not None and room.free_bytes is not None:
@@ -193,7 +202,11 @@ def _draw_room(view: View, room: _Room, now: float, columns: int) -> _Figure:
             seconds=room.left_seconds,
             earliest_seconds=room.earliest_seconds,
         )
-        begin, end = _choose_span(begin, now, forecast.seconds)
+        if past_seconds is None:
+            past_seconds = _choose_past(now - begin, forecast.seconds)
+        begin = now - past_seconds
+        # A longer forecast leaves the picture at the right.
+        end = now + min(MARGIN * max(forecast.seconds, 1.0), FUTURE_FACTOR * past_seconds)
     past = svg.thin_curve(room.free_curve, columns, begin=begin)
     peaks = svg.thin_curve(room.peak_curve, columns, begin=begin)
     if past and room.free_bytes is not None:
@@ -241,18 +254,15 @@ def _draw_room(view: View, room: _Room, now: float, columns: int) -> _Figure:
     return _Figure(frame=frame, html=html)
 
 
-def _choose_span(begin: float, now: float, left_seconds: float) -> tuple[float, float]:
-    """Return the begin and the end of a picture with a forecast of `left_seconds`.
+def _choose_past(known_seconds: float, left_seconds: float) -> float:
+    """Return how much of the past fits a forecast of `left_seconds`; `known_seconds` are known.
 
-    The time has one scale. So a long past is cut where the forecast is short, and a forecast that
-    is much longer than the past leaves the picture at the right.
+    The time has one scale, so a long past is cut where the forecast is short.
     """
     forecast_seconds = MARGIN * max(left_seconds, 1.0)
     # At least an hour: the curve has a point a minute.
     most_past_seconds = max(HOUR_SECONDS, PAST_FACTOR * forecast_seconds)
-    past_seconds = min(max(now - begin, HOUR_SECONDS), most_past_seconds)
-    future_seconds = min(forecast_seconds, FUTURE_FACTOR * past_seconds)
-    return now - past_seconds, now + future_seconds
+    return min(max(known_seconds, HOUR_SECONDS), most_past_seconds)
 
 
 def _list_alarm_times(view: View, room: _Room) -> Iterator[float]:

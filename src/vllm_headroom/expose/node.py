@@ -85,7 +85,9 @@ def respond_node_page(view: NodeView, request: Request) -> Response:
     if wanted is None:
         return respond_html(render_node(view))
     engine = _find_one(view, wanted)
-    return engine if isinstance(engine, Response) else respond_html(render_page(engine.view))
+    if isinstance(engine, Response):
+        return engine
+    return respond_html(render_page(engine.view, request.query))
 
 
 def respond_node_snapshot(view: NodeView, request: Request) -> Response:
@@ -201,7 +203,7 @@ def render_node(view: NodeView) -> str:
         f"<body data-seconds={refresh_seconds}>"
         f"<header><p>vllm-headroom{DOT}{host}</p><p class=dim id=age>version {version}</p>"
         f"{stall}</header>"
-        f"<main><h1>{engine_count} on this machine</h1>"
+        f"<main><h1>{engine_count} on {host}</h1>"
         f"<ul class=verdicts>{rows}</ul>{others}</main>"
         f"<footer><p>{links}</p></footer>"
         f"<script>{SCRIPT}</script></body></html>\n"

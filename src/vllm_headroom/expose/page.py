@@ -3,16 +3,17 @@
 from collections import Counter
 from collections.abc import Iterator
 from typing import Final
+from urllib.parse import parse_qsl, urlencode
 
 from vllm_headroom import catalog
 from vllm_headroom.expose.answers import NO_SNIFF, NO_STORE, Header, Response
 from vllm_headroom.expose.assets import PAGE_STYLE, POLICY, SCRIPT, build_icon
 from vllm_headroom.expose.drawing import escape_text
-from vllm_headroom.expose.figures import draw_figures
+from vllm_headroom.expose.figures import RANGES, draw_figures
 from vllm_headroom.expose.tables import list_tables, render_table
 from vllm_headroom.expose.times import render_time
 from vllm_headroom.expose.view import LastIncident, View
-from vllm_headroom.model import EnginePod, Values, Verdict
+from vllm_headroom.model import EnginePod, Snapshot, Values, Verdict
 from vllm_headroom.units import format_duration, format_instant, format_size
 from vllm_headroom.vocabulary import LEVEL_NAMES, Level, Situation
 
@@ -37,6 +38,10 @@ LINKED_PATHS: Final = ("/metrics", "/snapshot.json", "/healthz", "/readyz")
 """The links at the bottom of the page."""
 
 
+RANGE_QUERY: Final = "range"
+"""The name of the query that chooses how much of the past the figures show."""
+
+
 def respond_html(page: str) -> Response:
     """Return the page as an answer that loads nothing else and may not be framed."""
     return Response(
@@ -47,14 +52,17 @@ def respond_html(page: str) -> Response:
     )
 
 
-def render_page(view: View) -> str:
-    """Return the HTML page, which one script keeps up to date."""
+def render_page(view: View, query: str = "") -> str:
+    """Return the HTML page, which one script keeps up to date.
+
+    `query` is that of the request: with `range` it chooses how much of the past the figures show.
+    """
     worst = view.shown_verdicts[0]
     title = f"{_render_headline(worst)}{DOT}vllm-headroom"
     header = _render_header(view)
     hero = _render_hero(view, worst)
     verdicts = _render_verdicts(view)
-    sections = "".join(_render_sections(view))
+    sections = "".join(_render_sections(view, query))
     links = _render_links()
     # The script reads from the body how often to load the page.
     refresh_seconds = max(MIN_REFRESH_SECONDS, round(view.interval_seconds))
@@ -338,10 +346,10 @@ def _render_runbook(view: View, verdict: Verdict) -> str:
     return f' <a href="{escape_text(url)}">Runbook</a>'
 
 
-def _render_sections(view: View) -> Iterator[str]:
+def _render_sections(view: View, query: str) -> Iterator[str]:
     """Yield the sections below the verdicts: figures, tables, last incident and newest events."""
     if view.snapshot is not None:
-        yield from draw_figures(view, view.snapshot)
+        yield from _render_figures(view, view.snapshot, query)
         for table in list_tables(view.values, view.snapshot):
             yield render_table(table)
     if view.last_incident is not None:
@@ -354,6 +362,25 @@ def _render_sections(view: View) -> Iterator[str]:
             text = escape_text(event.text)
             yield f"<li>{level_name} {time} {text}</li>"
         yield "</ul>"
+
+
+def _render_figures(view: View, snapshot: Snapshot, query: str) -> Iterator[str]:
+    """Yield the choice of how much of the past is shown, and the figures; nothing without any."""
+    options = dict(parse_qsl(query))
+    chosen = options.get(RANGE_QUERY, "")
+    figures = list(draw_figures(view, snapshot, RANGES.get(chosen)))
+    if not figures:
+        return
+    links = []
+    for name in ("", *RANGES):
+        # Links, not buttons, so that they work without scripts; other options stay, as `engine`.
+        others = {key: value for key, value in options.items() if key != RANGE_QUERY}
+        address = urlencode({**others, RANGE_QUERY: name} if name else others)
+        current = " aria-current=true" if name == chosen else ""
+        text = name or "auto"
+        links.append(f'<a href="/?{escape_text(address)}"{current}>{text}</a>')
+    yield f"<nav class=dim aria-label=Past>Past shown: {DOT.join(links)}</nav>"
+    yield from figures
 
 
 def _render_incident(incident: LastIncident, pod: EnginePod | None) -> str:

@@ -7,12 +7,21 @@ from functools import partial
 from itertools import chain
 from typing import Any, Final
 
+from msgspec.structs import replace
+
 from vllm_headroom.config import Settings
 from vllm_headroom.daemon import app
 from vllm_headroom.daemon.model_reader import ModelReader
 from vllm_headroom.daemon.parts import Parts
 from vllm_headroom.expose.answers import Handler, Request, Response
+from vllm_headroom.expose.node import (
+    EngineView,
+    NodeView,
+    respond_node_page,
+    respond_node_snapshot,
+)
 from vllm_headroom.expose.web.door import Door
+from vllm_headroom.model import EngineName
 from vllm_headroom_tools.demo.run import SIMULATED, ScaledClock, build_parts, log
 from vllm_headroom_tools.demo.world import TABLE
 from vllm_headroom_tools.settings import ModelSettings
@@ -63,19 +72,55 @@ class Fleet(app.Daemon):
     def build_handler(self, door: Door | None) -> Handler:
         """Return the handler of all requests.
 
-        /metrics answers with the series of all engines, every other path for the first engine.
+        /metrics answers with the series of all engines, / and /snapshot.json as a sidecar does
+        that watches several engines, and every other path for the first engine.
         """
         first_handler = super().build_handler(door)
         handlers = (first_handler, *(other.build_handler(None) for other in self._others))
         page_request = Request(method="GET", path="/metrics", headers={})
 
         def answer(request: Request) -> Response:
+            if request.method not in {"GET", "HEAD"}:
+                return first_handler(request)
+            if request.path == "/":
+                return respond_node_page(self._build_fleet_view(), request)
+            if request.path == "/snapshot.json":
+                return respond_node_snapshot(self._build_fleet_view(), request)
             if request.path != "/metrics":
                 return first_handler(request)
             pages = [handler(page_request).body.decode() for handler in handlers]
             return Response(status=200, body=join_pages(pages).encode())
 
         return answer
+
+    def _build_fleet_view(self) -> NodeView:
+        """Return what the page and the document show now, each engine under its pod's name."""
+        engines = []
+        for place, daemon in enumerate((self, *self._others)):
+            name = name_engine(place)
+            view = replace(daemon._build_view(), host=name.text)  # noqa: SLF001 - of our own class
+            engines.append(EngineView(name=name, view=view))
+        latest = self._watch.latest
+        return NodeView(
+            version=app.read_version(),
+            host=HOST,
+            interval_seconds=self._interval_seconds,
+            engines=tuple(engines),
+            own_sidecar=(),
+            unreadable=(),
+            seconds=None if latest is None else latest.snapshot.time_seconds,
+            stall_reason=self._heartbeat.find_stall(),
+        )
+
+
+HOST: Final = "the simulated fleet"
+"""The name of what the engines are on, as the page shows it."""
+
+
+def name_engine(place: int) -> EngineName:
+    """Return the name of the engine at a place in FLEET_SCENARIOS."""
+    namespace = f"team-{place % TEAM_COUNT}"
+    return EngineName(namespace=namespace, pod=f"vllm-{FLEET_SCENARIOS[place]}-{place}")
 
 
 UP_SERIES: Final = "# HELP up Whether it answers.\n# TYPE up gauge\nup 1.0\n"
@@ -88,9 +133,9 @@ def join_pages(pages: list[str]) -> str:
     Each series gets the labels of its engine's pod, and each engine a series `up`.
     """
     families: dict[str, list[str]] = {}
-    for place, (scenario, page) in enumerate(zip(FLEET_SCENARIOS, pages, strict=True)):
-        pod = f"vllm-{scenario}-{place}"
-        labels = f'namespace="team-{place % TEAM_COUNT}",pod="{pod}",instance="{pod}:9839"'
+    for place, page in enumerate(pages):
+        name = name_engine(place)
+        labels = f'namespace="{name.namespace}",pod="{name.pod}",instance="{name.pod}:9839"'
         # All simulations have the same UUIDs, which Prometheus would take for shared GPUs.
         unique_page = _UUID_PART.sub(rf"-{place:04}\1", page + UP_SERIES)
         for family in unique_page.split("# HELP ")[1:]:

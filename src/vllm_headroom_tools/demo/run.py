@@ -13,6 +13,7 @@ from vllm_headroom.daemon.parts import Parts
 from vllm_headroom.log import Log
 from vllm_headroom.model import (
     Cgroup,
+    EngineOptions,
     EngineProcess,
     Failure,
     GpuMemory,
@@ -31,6 +32,7 @@ from vllm_headroom_tools.demo.world import (
     HOST_LIMIT_BYTES,
     KV_BLOCKS,
     MAX_RUNNING,
+    OFFLOAD_GIB,
     RESERVED_BYTES,
     TOTAL_BYTES,
     Scenario,
@@ -227,8 +229,13 @@ class SimulatedProcesses(Simulated):
         if world.has_host_limit:
             used_bytes = sum(process.rss_bytes or 0 for process in processes)
             host = HostReading(cgroup=_build_cgroup(world, used_bytes))
+        options = EngineOptions(kv_offloading_size=OFFLOAD_GIB) if world.has_offload else None
         return ProcessReadings(
-            engine=processes, visible_pids=frozenset(pids), sees_host_pids=True, host=host
+            engine=processes,
+            visible_pids=frozenset(pids),
+            sees_host_pids=True,
+            host=host,
+            options=options,
         )
 
 
@@ -244,10 +251,15 @@ def _build_cgroup(world: World, used_bytes: int) -> Cgroup:
 
 
 def _count_resident_bytes(world: World, role: Role, healthy_mib: float) -> int:
-    """Return a process's resident memory in whole pages; the engine core has what is leaked."""
+    """Return a process's resident memory in whole pages.
+
+    The engine core has what is leaked, and the worker the offload.
+    """
     resident_bytes = healthy_mib * MIB
     if role is Role.ENGINE_CORE:
         resident_bytes += world.engine.leaked_host_bytes
+    if role is Role.WORKER:
+        resident_bytes += world.engine.offloaded_bytes
     return int(resident_bytes) // MEMORY_PAGE_BYTES * MEMORY_PAGE_BYTES
 
 

@@ -59,6 +59,9 @@ class Scenario(Struct, frozen=True, kw_only=True):
 
     host_leak_bytes_per_request: float = 0.0
 
+    offloaded_bytes_per_request: float = 0.0
+    """Host memory that each request fills of the offload that vLLM was configured to keep."""
+
     strands_after_seconds: float = inf
     """The time since the demo began at which requests are aborted whose cache stays held."""
 
@@ -93,6 +96,8 @@ TABLE: Final[dict[str, Scenario]] = {
         Scenario(name="low-memory", excess_mib=5_450, excess_after_seconds=600.0),
         # 10 requests a second: 16 MB a second.
         Scenario(name="host-leak", host_leak_bytes_per_request=1_600_000.0),
+        # 4 MB a second: the offload is full in less than two hours.
+        Scenario(name="filling", offloaded_bytes_per_request=400_000.0),
         Scenario(name="stranded", strands_after_seconds=600.0),
         Scenario(name="blind", page_fails_after_seconds=600.0),
     )
@@ -220,6 +225,9 @@ MAX_USED_BYTES: Final = TOTAL_BYTES - RESERVED_BYTES - 50 * MIB
 HOST_LIMIT_BYTES: Final = 64 * GIB
 """The memory limit of the engine's container, where a scenario has one."""
 
+OFFLOAD_GIB: Final = 24
+"""vLLM's kv_offloading_size, in the scenario that fills it."""
+
 MAX_LEAKED_HOST_BYTES: Final = HOST_LIMIT_BYTES - 10 * GIB
 """With more than this leaked, the kernel kills the engine core: its processes take the rest."""
 
@@ -255,6 +263,7 @@ class SimulatedRun:
         self.is_asleep = False
         self.leaked_bytes = 0.0
         self.leaked_host_bytes = 0.0
+        self.offloaded_bytes = 0.0
         self.kv_used_ratio = 0.0
         self.running = 0
         self.waiting = 0
@@ -294,6 +303,7 @@ class SimulatedRun:
         arrived: int,
         leak_bytes_per_request: float = 0.0,
         host_leak_bytes_per_request: float = 0.0,
+        offloaded_bytes_per_request: float = 0.0,
     ) -> None:
         """Serve for one second, in which `arrived` requests arrive; asleep, refuse them."""
         if self.is_asleep:
@@ -307,6 +317,8 @@ class SimulatedRun:
         self.finished_total += finished
         self.leaked_bytes += finished * leak_bytes_per_request
         self.leaked_host_bytes += finished * host_leak_bytes_per_request
+        offloaded_bytes = self.offloaded_bytes + finished * offloaded_bytes_per_request
+        self.offloaded_bytes = min(offloaded_bytes, OFFLOAD_GIB * GIB)
         self.running -= finished
         self.waiting += arrived
         # The scheduler admits requests into 98 % of the cache, by the size that they have now.
@@ -378,7 +390,8 @@ class World:
         self.seconds = -WARM_SECONDS
         self.active_requests = 0
         self.has_mig = scenario.has_mig
-        self.has_host_limit = scenario.host_leak_bytes_per_request > 0
+        self.has_offload = scenario.offloaded_bytes_per_request > 0
+        self.has_host_limit = self.has_offload or scenario.host_leak_bytes_per_request > 0
         self.oom_kills = 0
         self.neighbours = Recurring(make_random(seed, "neighbours"), scenario.neighbours)
         self._scenario = scenario
@@ -463,6 +476,7 @@ class World:
                     arrived,
                     self._scenario.leak_bytes_per_request,
                     self._scenario.host_leak_bytes_per_request,
+                    self._scenario.offloaded_bytes_per_request,
                 )
             else:
                 self.engine.step(arrived)

@@ -151,6 +151,23 @@ def test_a_forecast_beyond_the_picture_is_said_to_be_there() -> None:
     assert "; beyond this picture." not in render_page(day(leaking=frozenset({0})))
 
 
+@pytest.mark.parametrize(("query", "hours"), [("range=1h", 1), ("range=6h", 6), ("range=24h", 24)])
+def test_a_reader_chooses_how_much_of_the_past_is_shown(query: str, hours: int) -> None:
+    shown = render_page(day(), query)
+
+    frames = re.findall(r'data-begin="(\d+)" data-end="(\d+)"', shown)
+    assert {int(end) - int(begin) for begin, end in frames} == {hours * 3600}
+    assert f'<a href="/?{query}" aria-current=true>{hours}h</a>' in shown
+
+
+def test_the_choice_of_the_past_keeps_what_else_was_chosen_and_writes_no_html() -> None:
+    shown = render_page(day(), "engine=ml%2Fa%22%3E%3Cb%3E&range=7d")
+
+    assert '<a href="/?engine=ml%2Fa%22%3E%3Cb%3E&amp;range=6h">6h</a>' in shown
+    assert "><b>&" not in shown
+    assert "aria-current" not in shown.partition("<body")[2].partition("<script>")[0]
+
+
 def test_the_legend_names_only_what_is_drawn() -> None:
     healthy, leaking = render_page(day()), render_page(day(leaking=frozenset({0})))
 

@@ -52,6 +52,7 @@ def test_the_leak_is_found_with_its_rate_and_the_time_left() -> None:
         ("over-budget", Situation.OVER_BUDGET),
         ("low-memory", Situation.LOW_MEMORY),
         ("host-leak", Situation.HOST_LEAK),
+        ("filling", Situation.FILLING),
         ("stranded", Situation.STRANDED),
         ("blind", Situation.BLIND),
     ],
