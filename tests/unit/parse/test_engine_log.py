@@ -137,6 +137,26 @@ def test_the_lines_of_early_versions_are_read(version: str) -> None:
     assert start.find_smallest("kv_cache_blocks") == blocks
 
 
+USAGE_0_31 = (
+    "Free memory on device (78.66/79.19 GiB) on startup. Desired GPU memory utilization is (0.9, 71.27 GiB). Actual"
+    " usage is 15.61 GiB for consumed memory (weights + non-torch), 1.22 GiB for peak activation, and 0.62 GiB for"
+    " CUDAGraph memory. Replace gpu_memory_utilization config with `--kv-cache-memory=57654321152` (53.69 GiB) to fit into"
+    " requested memory, or `--kv-cache-memory=65587765248` (61.08 GiB) to fully utilize gpu memory. Current kv cache"
+    " memory in use is 54.44 GiB."
+)
+
+
+def test_what_a_start_has_used_is_read_in_the_wording_of_0_27_and_later() -> None:
+    start = read_start(f"(EngineCore pid=243) INFO 04-22 01:46:42 [gpu_worker.py:952] {USAGE_0_31}\n")
+
+    expected = {"activation_bytes": 1.22, "graphs_bytes": 0.62, "requested_bytes": 71.27, "free_at_start_bytes": 78.66}
+    assert {name: start.find_largest(name) for name in expected} == {
+        name: round(gib * GIB) for name, gib in expected.items()
+    }
+    assert start.find_largest("kv_cache_within_budget_bytes") == 57_654_321_152
+    assert start.find_largest("kv_cache_whole_gpu_bytes") == 65_587_765_248
+
+
 FAILURES = {
     "ValueError: No available memory for the cache blocks. Try increasing": "no_kv_cache_memory",
     "ValueError: To serve at least one request with the models's max seq len (131072), (9.00 GiB KV cache is"
@@ -149,6 +169,14 @@ FAILURES = {
     " (0.9, 7.2 GiB).": "little_free_memory",
     "ValueError: Free memory on device cuda:1 (60.87/79.19 GiB) on startup is less than desired GPU memory"
     " utilization (0.95, 75.23 GiB).": "little_free_memory",
+    "RuntimeError: CUDA out of memory occurred when warming up pooler (task=embed) with 256 dummy requests."
+    " Please try lowering": "gpu_out_of_memory",
+    "ValueError: frontend multimodal GPU decoding reserves 9.0 GiB (5.0 GiB raw-frame budget, 4.0 GiB decoder cache"
+    " budget), but only 3.0 GiB is available for the KV cache.": "no_kv_cache_memory",
+    "ValueError: Available memory on node 0 (3.1/15.6 GiB) on startup is less than desired CPU memory utilization"
+    " (0.9, 14.0 GiB).": "host_out_of_memory",
+    "ValueError: The worker already uses 9.1 GiB (model weights and runtime), more than the 8.0 GiB of CPU memory"
+    " reserved": "host_out_of_memory",
     "AssertionError: block_size (2096) must be <= max_num_batched_tokens (2048)": "block_beyond_batch",
     "AssertionError: DP adjusted local rank 1 is out of bounds. ": "too_few_gpus",
     "requests.exceptions.HTTPError: 403 Client Error: Forbidden for url: https://h/x": "model_unavailable",

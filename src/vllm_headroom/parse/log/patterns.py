@@ -60,6 +60,12 @@ _CACHE: Final = StartPhase.CACHE
 _READY: Final = StartPhase.READY
 _SERVING: Final = StartPhase.SERVING
 
+_KV_CACHE_ADVICE: Final = (
+    r"(?: Replace gpu_memory_utilization config with `--kv-cache-memory=<N>` \(\S{1,20} GiB\) to"
+    r" fit into requested memory, or `--kv-cache-memory=<N>`)?"
+)
+"""What follows the sizes of a start that fits."""
+
 VLLM_LINES: Final = (
     # Loading.
     _line("loading_begins", r"Starting to load model ", "0.6", phase=_LOADING),
@@ -175,7 +181,8 @@ VLLM_LINES: Final = (
         r"Free memory on device (?:\S+ )?\(<N>/<N> GiB\) on startup\. Desired GPU memory"
         r" utilization"
         r" is \(<N>, <N> GiB\)\. Actual usage is <N> GiB for weight, <N> GiB for peak activation,"
-        r" <N> GiB for non-torch memory, and <N> GiB for CUDAGraph memory\.",
+        r" <N> GiB for non-torch memory, and <N> GiB for CUDAGraph memory\."
+        rf"{_KV_CACHE_ADVICE}",
         "0.10.2",
         ("free_at_start_bytes", GIB),
         ("total_bytes", GIB),
@@ -185,6 +192,26 @@ VLLM_LINES: Final = (
         ("activation_bytes", GIB),
         ("non_torch_bytes", GIB),
         ("graphs_bytes", GIB),
+        ("kv_cache_within_budget_bytes", COUNT),
+        ("kv_cache_whole_gpu_bytes", COUNT),
+        until="0.26",
+    ),
+    _line(
+        "usage_0.27",
+        r"Free memory on device (?:\S+ )?\(<N>/<N> GiB\) on startup\. Desired GPU memory"
+        r" utilization"
+        r" is \(<N>, <N> GiB\)\. Actual usage is [\d.]+ GiB for consumed memory"
+        r" \(weights \+ non-torch\), <N> GiB for peak activation, and <N> GiB for CUDAGraph"
+        rf" memory\.{_KV_CACHE_ADVICE}",
+        "0.27",
+        ("free_at_start_bytes", GIB),
+        ("total_bytes", GIB),
+        ("utilization_ratio", COUNT),
+        ("requested_bytes", GIB),
+        ("activation_bytes", GIB),
+        ("graphs_bytes", GIB),
+        ("kv_cache_within_budget_bytes", COUNT),
+        ("kv_cache_whole_gpu_bytes", COUNT),
     ),
     # CUDA graphs.
     _line(
@@ -536,7 +563,8 @@ FAILURES: Final = (
     _failure(_KIND.GPU_OUT_OF_MEMORY, r"(?:CUDA|HIP|XPU|NPU) out of memory\b(?! occurred)"),
     _failure(
         _KIND.GPU_OUT_OF_MEMORY,
-        r"(?:CUDA|HIP) out of memory occurred when warming up sampler with <N> dummy requests",
+        r"(?:CUDA|HIP) out of memory occurred when warming up (?:sampler|pooler)"
+        r"(?: \(task=\w{1,40}\))? with <N> dummy requests",
         "0.8",
         ("dummy_requests", COUNT),
     ),
@@ -545,6 +573,11 @@ FAILURES: Final = (
     ),
     _failure(_KIND.GPU_OUT_OF_MEMORY, r"\[TensorRT-LLM\]\[ERROR\].{0,200}out of memory", "0.5"),
     _failure(_KIND.NO_KV_CACHE_MEMORY, r"No available memory for the cache blocks"),
+    _failure(
+        _KIND.NO_KV_CACHE_MEMORY,
+        r"frontend multimodal GPU decoding reserves [\d.]+ GiB .{0,120} available for the KV cache",
+        "0.25",
+    ),
     _failure(
         _KIND.NO_KV_CACHE_MEMORY,
         r"Not enough memory\. Please try (?:to increase|increasing) --mem-fraction-static",
@@ -695,6 +728,14 @@ FAILURES: Final = (
         r"(?:\[Errno 12\] |.{0,120}DefaultCPUAllocator: (?:can't|not enough)|Unable to"
         r" allocate <N> [KMG]iB"
         r"|Cannot allocate memory)",
+    ),
+    # The CPU backend, whose memory is the host's.
+    _failure(
+        _KIND.HOST_OUT_OF_MEMORY,
+        r"(?:Available memory on node \d+ \([\d.]+/[\d.]+ GiB\) on (?:startup|kv cache"
+        r" allocation) is less than|The worker already uses [\d.]+ GiB \(model weights and"
+        r" runtime\), more than)",
+        "0.20",
     ),
     _failure(_KIND.HOST_OUT_OF_MEMORY, r"", exceptions=("MemoryError",)),
     _failure(
