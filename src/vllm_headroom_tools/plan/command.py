@@ -62,7 +62,7 @@ from vllm_headroom_tools.plan.vllm_options import (
 )
 from vllm_headroom_tools.sizing.cards import parse_gpus_by_name
 from vllm_headroom_tools.sizing.estimate import estimate_memory
-from vllm_headroom_tools.sizing.footprint import KV_DTYPES, ModelShape
+from vllm_headroom_tools.sizing.footprint import KV_DTYPES, PACKED_KV_DTYPES, ModelShape
 from vllm_headroom_tools.sizing.model_config import (
     CONFIG_FILE,
     count_checkpoint_bytes,
@@ -578,7 +578,7 @@ def _add_engine_options(group: argparse._ArgumentGroup) -> None:
     _add_choice(
         group,
         ("--kv-cache-dtype",),
-        ("auto", *KV_DTYPES),
+        ("auto", *KV_DTYPES, *PACKED_KV_DTYPES),
         "auto is the model's own",
         default="auto",
     )

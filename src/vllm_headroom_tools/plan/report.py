@@ -172,7 +172,12 @@ def _format_heading(estimate: MemoryEstimate) -> Iterator[str]:
     if question.gpu_memory_bytes is not None:
         card = format_gib(question.gpu_memory_bytes)
     spread = _format_spread(question)
-    yield f"On {gpus}, {card} each, {spread}." if spread else f"On {gpus}, {card}."
+    version = f"vLLM {question.release.version}"
+    yield (
+        f"On {gpus}, {card} each, {spread}, {version}."
+        if spread
+        else f"On {gpus}, {card}, {version}."
+    )
 
 
 def _format_spread(question: Question) -> str:

@@ -25,7 +25,7 @@ from vllm_headroom_tools.history import LONGEST_STEP_SECONDS, RESIZED_RATIO, His
 from vllm_headroom_tools.plan.engine_log import CARD_NAMES, MODEL_NAMES
 from vllm_headroom_tools.sidecar import NO_DOCUMENT, Document
 from vllm_headroom_tools.sizing.cards import GpuChoice, find_card_by_size, parse_gpus_by_name
-from vllm_headroom_tools.sizing.footprint import KV_DTYPES
+from vllm_headroom_tools.sizing.footprint import KV_DTYPES, PACKED_KV_DTYPES
 from vllm_headroom_tools.trace import STDIN, read_trace
 
 
@@ -359,7 +359,7 @@ def apply_traffic_options(options: Namespace, traffic: Traffic) -> Namespace:
         "kv_cache_memory_bytes": int(traffic.kv_cache_memory_bytes or 0),
         "max_num_seqs": int(traffic.max_num_seqs or 0),
     }
-    if traffic.kv_cache_dtype in KV_DTYPES:
+    if traffic.kv_cache_dtype in (*KV_DTYPES, *PACKED_KV_DTYPES):
         settings["kv_cache_dtype"] = traffic.kv_cache_dtype
     for name, value in settings.items():
         if name not in typed_names and value:

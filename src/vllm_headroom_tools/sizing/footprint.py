@@ -196,6 +196,7 @@ HEAD_SCALES_BYTES: Final = 8
 (v1/attention/backends/triton_attn.py)."""
 
 SPARSE_FP8_DTYPE: Final = "fp8_ds_mla"
+SPARSE_NVFP4_DTYPE: Final = "nvfp4_ds_mla"
 
 KV_DTYPES: Final = {
     "float16": FLOAT16_CACHE,
@@ -210,13 +211,51 @@ KV_DTYPES: Final = {
     "int4_per_token_head": KvDtype(0.5, HEAD_SCALES_BYTES),
     "nvfp4": KvDtype(9 / 16),
     "nvfp4_4over6": KvDtype(9 / 16),
+    SPARSE_NVFP4_DTYPE: KvDtype(9 / 16),
 }
-"""The dtypes of the KV cache, by vLLM's names (0.32, config/cache.py)."""
+"""The dtypes of the KV cache, by vLLM's names (0.33, config/cache.py), but for PACKED_KV_DTYPES."""
+
+
+class PackedKvDtype(Struct, frozen=True):
+    """A dtype of the KV cache that packs each head's keys and values, with their scales."""
+
+    key_bits: int
+    value_bits: int
+
+    def count_head_bytes(self, heads: KvHeads) -> int:
+        """Return the bytes of a token in one head.
+
+        Keys of fewer than 8 bits have a norm in 16 bits, values a scale and an offset in 16 bits;
+        the sum is even (layers/quantization/turboquant/config.py, `slot_size_aligned`).
+        """
+        key_bytes = heads.key_size
+        if self.key_bits < FP8_BITS:
+            key_bytes = ceil(heads.key_size * self.key_bits / 8) + 2
+        value_bytes = ceil(heads.value_size * self.value_bits / 8) + 4
+        return 2 * ceil((key_bytes + value_bytes) / 2)
+
+
+FP8_BITS: Final = 8
+
+PACKED_KV_DTYPES: Final = {
+    "turboquant_k8v4": PackedKvDtype(key_bits=8, value_bits=4),
+    "turboquant_4bit_nc": PackedKvDtype(key_bits=4, value_bits=4),
+    "turboquant_k3v4_nc": PackedKvDtype(key_bits=3, value_bits=4),
+    "turboquant_3bit_nc": PackedKvDtype(key_bits=3, value_bits=3),
+}
+"""TurboQuant's presets (vLLM 0.24 to 0.33)."""
+
+BOUNDARY_LAYERS: Final = 2
+"""How many of the first and of the last layers keep the model's own dtype with these, unless other
+layers keep a state (`get_boundary_skip_layers`)."""
 
 
 SPARSE_FP8_BYTES: Final = 656
 """Bytes of a token in FP8 with sparse attention on Hopper: 512 values, their scales, and a rotary
 key of 64 values in 16 bits (vLLM 0.33, "fp8_ds_mla"). Blackwell's 576 are less."""
+
+SPARSE_NVFP4_BYTES: Final = 352
+"""The same in NVFP4 on Blackwell (vLLM 0.33, layers/attention/mla_attention.py, "nvfp4_ds_mla")."""
 
 SPARSE_BLOCK_TOKENS: Final = 64
 """Tokens in a block of latent attention with an index (FlashMLA)."""
@@ -242,6 +281,7 @@ def count_bytes_per_token(
         shape, kv_dtype=kv_dtype, tensor_parallel=tensor_parallel
     )
     index_bytes = count_index_bytes(shape, pipeline_parallel)
+    index_bytes += _count_boundary_bytes(shape, kv_dtype, tensor_parallel, pipeline_parallel)
     if full_bytes == windowed_bytes:
         layers = shape.full_layers + shape.windowed_layers
         return ceil(layers / pipeline_parallel) * full_bytes + index_bytes
@@ -249,6 +289,19 @@ def count_bytes_per_token(
     full_layers = ceil(shape.full_layers / pipeline_parallel)
     windowed_layers = ceil(shape.windowed_layers / pipeline_parallel)
     return full_layers * full_bytes + windowed_layers * windowed_bytes + index_bytes
+
+
+def _count_boundary_bytes(
+    shape: ModelShape, kv_dtype: str, tensor_parallel: int, pipeline_parallel: int
+) -> int:
+    """Return by how much a token is larger, since some layers of a stage are not packed."""
+    if kv_dtype not in PACKED_KV_DTYPES or shape.stateful_layers:
+        return 0
+    packed_bytes, _ = count_layer_bytes(shape, kv_dtype=kv_dtype, tensor_parallel=tensor_parallel)
+    own_bytes, _ = count_layer_bytes(shape, kv_dtype="auto", tensor_parallel=tensor_parallel)
+    # A single stage has both ends; of several, each has at most one.
+    layers = BOUNDARY_LAYERS if pipeline_parallel > 1 else 2 * BOUNDARY_LAYERS
+    return min(layers, shape.full_layers) * (own_bytes - packed_bytes)
 
 
 def count_index_bytes(shape: ModelShape, pipeline_parallel: int) -> int:
@@ -266,7 +319,14 @@ def count_layer_bytes(shape: ModelShape, *, kv_dtype: str, tensor_parallel: int)
 
     The first result is for a layer that keeps every token, the second for a layer with a window.
     """
+    packed = PACKED_KV_DTYPES.get(kv_dtype)
+    if packed is not None:
+        heads_on_rank = max(1, shape.heads.count // tensor_parallel)
+        packed_bytes = heads_on_rank * packed.count_head_bytes(shape.heads)
+        return packed_bytes, packed_bytes
     cache = KvDtype(shape.kv_dtype_bytes) if kv_dtype == "auto" else KV_DTYPES[kv_dtype]
+    if shape.latent_width is not None and kv_dtype == SPARSE_NVFP4_DTYPE:
+        return SPARSE_NVFP4_BYTES, SPARSE_NVFP4_BYTES
     if shape.latent_width is not None:
         # DeepSeek's sparse attention has its own layout of fp8, with scales between the values.
         latent_bytes = ceil(shape.latent_width * cache.value_bytes)
@@ -537,7 +597,8 @@ def build_kv_layout(
         block_tokens=tokens * _count_pages(page_bytes, full_page_bytes),
         block_layers=group_layers,
         block_bytes=group_layers * page_bytes
-        + count_index_bytes(shape, pipeline_parallel) * tokens,
+        + count_index_bytes(shape, pipeline_parallel) * tokens
+        + _count_boundary_bytes(shape, kv_dtype, tensor_parallel, pipeline_parallel) * tokens,
         full_groups=_count_groups(full_layers, group_layers),
         windowed_groups=_count_groups(windowed_layers, group_layers),
         windowed_block_tokens=tokens * _count_pages(page_bytes, windowed_page_bytes),

@@ -7,7 +7,13 @@ from msgspec import Struct
 
 from vllm_headroom.units import GIB
 from vllm_headroom_tools.sizing.encoder import EncoderInput
-from vllm_headroom_tools.sizing.footprint import ModelShape, count_model_bytes, count_weights_bytes
+from vllm_headroom_tools.sizing.footprint import (
+    PACKED_KV_DTYPES,
+    SPARSE_NVFP4_DTYPE,
+    ModelShape,
+    count_model_bytes,
+    count_weights_bytes,
+)
 from vllm_headroom_tools.sizing.measured import MeasuredStart
 from vllm_headroom_tools.sizing.releases import NEWEST_RELEASE, Release
 
@@ -293,6 +299,16 @@ def find_problem(question: Question) -> str | None:
         return (
             f"--decode-context-parallel-size {context_ranks}: how layers with a window or a state"
             " share tokens is not known here"
+        )
+    kv_dtype = question.kv_cache_dtype
+    if kv_dtype in PACKED_KV_DTYPES and (shape.latent_width is not None or shape.windowed_layers):
+        return (
+            f"--kv-cache-dtype {kv_dtype}: how it packs latent attention, or layers with a window,"
+            " is not known here"
+        )
+    if kv_dtype == SPARSE_NVFP4_DTYPE and shape.index is None:
+        return (
+            f"--kv-cache-dtype {kv_dtype} is for sparse attention, which this model does not have"
         )
     if engines > 1 and shape.parameters is None:
         return f"--data-parallel-size {engines}: which weights are experts is not known here"

@@ -14,6 +14,7 @@ from vllm_headroom.model import NO_TOKEN_BYTES
 from vllm_headroom_tools.sizing.footprint import (
     KV_DTYPES,
     ModelShape,
+    build_kv_layout,
     count_bytes_per_token,
     count_engine_bytes_per_token,
     count_model_bytes,
@@ -69,6 +70,29 @@ def test_bytes_per_token_of_public_models(name: str, expected: int) -> None:
 )
 def test_the_caches_dtype_counts_and_one_that_is_not_known_is_not_guessed(dtype: str, expected: int | None) -> None:
     assert count_engine_bytes_per_token(model("llama-3.1-70b"), dtype, 1) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "stages", "expected"),
+    [
+        # 128 + 64 + 4 bytes of a head, and four of 80 layers in 16 bits.
+        ("llama-3.1-70b", "turboquant_k8v4", 1, 8 * (76 * 196 + 4 * 512)),
+        ("llama-3.1-70b", "turboquant_k8v4", 2, 8 * (38 * 196 + 2 * 512)),
+        # 64 + 2 + 64 + 4, and 48 + 2 + 48 + 4.
+        ("llama-3.1-70b", "turboquant_4bit_nc", 1, 8 * (76 * 134 + 4 * 512)),
+        ("llama-3.1-70b", "turboquant_3bit_nc", 1, 8 * (76 * 102 + 4 * 512)),
+        # Beside layers with a state, all that keep tokens are packed.
+        ("qwen3-next-80b-a3b", "turboquant_k8v4", 1, 12 * 2 * (256 + 128 + 4)),
+    ],
+)
+def test_packed_heads_have_their_scales_and_the_first_and_last_layers_stay(
+    name: str, dtype: str, stages: int, expected: int
+) -> None:
+    shape = model(name)
+    layout = build_kv_layout(shape, block_tokens=16, in_flight_tokens=2048, kv_dtype=dtype, pipeline_parallel=stages)
+
+    assert count_bytes_per_token(shape, kv_dtype=dtype, pipeline_parallel=stages) == expected
+    assert layout.block_bytes == expected * layout.block_tokens or shape.stateful_layers
 
 
 @pytest.mark.parametrize(
