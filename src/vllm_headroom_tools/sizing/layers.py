@@ -311,6 +311,12 @@ def read_kv_heads(config: Config) -> tuple[KvHeads, KvHeads | None]:
     head_count = _count_kv_heads(config)
     # Gemma 4: the layers that keep all tokens have wider heads.
     wide_head_size = read_integer(config, "global_head_dim")
+    override = find_full_layer_override(config)
+    if override is not None:
+        wide_size = read_integer(override, "head_dim") or head_size
+        wide_count = read_integer(override, "num_key_value_heads") or head_count
+        wide = KvHeads(count=wide_count, key_size=wide_size, value_size=wide_size)
+        return wide, KvHeads(count=head_count, key_size=head_size, value_size=head_size)
     if wide_head_size is not None:
         return _read_gemma_4_heads(config, head_count, head_size, wide_head_size)
     full = KvHeads(
@@ -319,6 +325,30 @@ def read_kv_heads(config: Config) -> tuple[KvHeads, KvHeads | None]:
         value_size=read_integer(config, "v_head_dim") or head_size,
     )
     return full, _read_mimo_windowed_heads(config, head_size)
+
+
+OVERRIDES: Final = "per_layer_config"
+"""The field in which transformers 5.24 keeps what differs from layer to layer, by their numbers
+(integrations/heterogeneity/configuration_utils.py)."""
+
+HEAD_FIELDS: Final = frozenset({"head_dim", "num_key_value_heads"})
+
+
+def find_full_layer_override(config: Config) -> Config | None:
+    """Return the heads of the layers that keep all tokens, where the configuration overrides them.
+
+    None where it overrides nothing, or anything but the heads of exactly these layers.
+    """
+    overrides = read_mapping(config, OVERRIDES)
+    kinds = config.get("layer_types")
+    if not overrides or not isinstance(kinds, list):
+        return None
+    full_layers = {str(layer) for layer, kind in enumerate(kinds) if kind == "full_attention"}
+    first_override = next(iter(overrides.values()))
+    if not isinstance(first_override, dict) or not first_override.keys() <= HEAD_FIELDS:
+        return None
+    is_same = all(override == first_override for override in overrides.values())
+    return first_override if is_same and overrides.keys() == full_layers else None
 
 
 def _read_head_size(config: Config) -> int:

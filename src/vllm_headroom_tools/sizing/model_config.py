@@ -25,9 +25,11 @@ from vllm_headroom_tools.sizing.encoder import Encoder, parse_encoder
 from vllm_headroom_tools.sizing.footprint import ModelShape
 from vllm_headroom_tools.sizing.layers import (
     FULL_KINDS,
+    OVERRIDES,
     STATEFUL_KINDS,
     WINDOWED_KINDS,
     count_state_bytes,
+    find_full_layer_override,
     list_layer_kinds,
     read_kv_heads,
     read_window_tokens,
@@ -192,9 +194,6 @@ SPECULATIVE_LAYERS: Final = ("num_nextn_predict_layers", "mtp_num_hidden_layers"
 
 LAYER_COUNT: Final = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
-UNKNOWN_ATTENTION_FIELDS: Final = ("per_layer_config",)
-"""Fields of models whose cache is not understood here: their layers differ."""
-
 UNKNOWN_CACHE: Final = "what its attention keeps in the cache is not known here"
 
 SOURCE_MODEL_TYPES: Final = frozenset(
@@ -245,11 +244,10 @@ def parse_model_config(
         return "it is not a model's configuration, which is a JSON object"
     try:
         config = _merge_parts(root, overrides or {}, defaults or {})
-        for name in UNKNOWN_ATTENTION_FIELDS:
-            # Refused: a figure without such a cache would be too low, and plan would promise what
-            # does not fit.
-            if config.get(name):
-                return f"{UNKNOWN_CACHE}: it has {name}"
+        # Refused: a figure without such a cache would be too low, and plan would promise what does
+        # not fit.
+        if config.get(OVERRIDES) and find_full_layer_override(config) is None:
+            return f"{UNKNOWN_CACHE}: it has {OVERRIDES}"
         is_compressed = has_compressed_cache(config)
         if config.get("compress_ratios") and not is_compressed:
             return f"{UNKNOWN_CACHE}: it has compress_ratios"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -216,3 +217,42 @@ def test_a_vision_chunk_of_kimi_is_the_largest_item() -> None:
     assert encoder is not None
     assert encoder.largest_input is not None
     assert encoder.largest_input.tokens == 4096
+
+
+SHARED_LAYERS = Path(__file__).with_name("configurations") / "gemma4-shared-layers.json"
+
+
+def read_gemma_4(override: dict[str, Any], **fields: Any) -> ModelShape | str:
+    """Read Gemma 4 as transformers 5.24 saves it, with an override for each layer that keeps all tokens."""
+    config = json.loads(SHARED_LAYERS.read_text(encoding="utf-8"))
+    del config["global_head_dim"]
+    full_layers = [layer for layer, kind in enumerate(config["layer_types"]) if kind == "full_attention"]
+    overrides = {str(layer): override for layer in full_layers}
+    return parse_model_config(json.dumps({**config, "per_layer_config": overrides, **fields}))
+
+
+def test_heads_that_are_overridden_for_whole_layers_are_those_of_the_older_fields() -> None:
+    older = json.loads(SHARED_LAYERS.read_text(encoding="utf-8"))
+    fewer = {**older, "attention_k_eq_v": True, "num_global_key_value_heads": 2}
+
+    assert read_gemma_4({"head_dim": 512}) == parse_model_config(json.dumps(older))
+    assert read_gemma_4({"head_dim": 512, "num_key_value_heads": 2}, attention_k_eq_v=True) == parse_model_config(
+        json.dumps(fewer)
+    )
+
+
+@pytest.mark.parametrize(
+    ("override", "fields"),
+    [
+        ({"head_dim": 512, "intermediate_size": 100}, {}),
+        ({"head_dim": 512}, {"per_layer_config": {"0": {"head_dim": 512}}}),
+        ({"head_dim": 512}, {"per_layer_config": {"0": 512}}),
+        ({"head_dim": 512}, {"per_layer_config": [1]}),
+        ({"head_dim": 512}, {"layer_types": None}),
+    ],
+)
+def test_other_overrides_of_layers_are_refused(override: dict[str, Any], fields: dict[str, Any]) -> None:
+    refused = read_gemma_4(override, **fields)
+
+    assert isinstance(refused, str)
+    assert "per_layer_config" in refused or "not a model's configuration" in refused

@@ -90,13 +90,13 @@ def test_what_lies_beside_the_budget_has_to_fit_as_well(card_gib: int, ratio: fl
 
 
 @pytest.mark.parametrize(
-    ("card_gib", "expected"), [(17.6, True), (16.8, None), (15.4, None), (15.2, False), (None, None)]
+    ("card_gib", "expected"), [(18.0, True), (16.8, None), (15.4, None), (15.2, False), (None, None)]
 )
 def test_reported_memory_has_to_fit_on_the_card_with_everything_else(
     card_gib: float | None,
     expected: bool | None,  # noqa: FBT001 - a case
 ) -> None:
-    """14.96 GiB of weights, 0.1 of cache, 0.26 to 2.4 of everything else."""
+    """14.96 GiB of weights, 0.1 of cache, 0.26 to 2.8 of everything else."""
     estimate = estimated(
         "llama-3.1-8b",
         card_gib=card_gib,

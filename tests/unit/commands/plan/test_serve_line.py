@@ -188,7 +188,7 @@ def test_an_option_before_the_line_replaces_it_and_in_it_the_last_counts(capsys:
 def test_a_line_on_named_cards_uses_the_number_in_the_line(capsys: Capsys) -> None:
     answer = plan(capsys, "--gpu", "8xH100", "--", "vllm", "serve", "Qwen/Qwen3-8B")
 
-    assert "On 1 GPU, 79.65 GiB." in answer.out
+    assert "On 1 GPU, 79.65 GiB, vLLM 0.33." in answer.out
 
 
 RECIPES = """\
