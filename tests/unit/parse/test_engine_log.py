@@ -140,9 +140,9 @@ def test_the_lines_of_early_versions_are_read(version: str) -> None:
 USAGE_0_31 = (
     "Free memory on device (78.66/79.19 GiB) on startup. Desired GPU memory utilization is (0.9, 71.27 GiB). Actual"
     " usage is 15.61 GiB for consumed memory (weights + non-torch), 1.22 GiB for peak activation, and 0.62 GiB for"
-    " CUDAGraph memory. Replace gpu_memory_utilization config with `--kv-cache-memory=57654321152` (53.69 GiB) to fit into"
-    " requested memory, or `--kv-cache-memory=65587765248` (61.08 GiB) to fully utilize gpu memory. Current kv cache"
-    " memory in use is 54.44 GiB."
+    " CUDAGraph memory. Replace gpu_memory_utilization config with `--kv-cache-memory=57654321152` (53.69 GiB) to fit"
+    " into requested memory, or `--kv-cache-memory=65587765248` (61.08 GiB) to fully utilize gpu memory. Current kv"
+    " cache memory in use is 54.44 GiB."
 )
 
 
