@@ -147,9 +147,11 @@ def test_the_first_out_of_memory_error_leaves_one_snapshot_before_it_is_raised(
     start()
     assert cuda.histories == [HISTORY]
     hooks._on_oom(1, 2 << 30, 80 << 30, 1 << 20)
+    (file,) = snapshots.iterdir()
+    written = file.stat()
     hooks._on_oom(1, 2 << 30, 80 << 30, 1 << 20)
 
-    (file,) = snapshots.iterdir()
+    assert file.stat() == written, "once per run"
     assert pickle.loads(file.read_bytes()) == CONTENT  # noqa: S301 - our own
     assert file.stat().st_mode & 0o777 == 0o600
     assert file.name.startswith(f"oom-rank1-{os.getpid()}-")

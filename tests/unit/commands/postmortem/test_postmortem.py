@@ -265,7 +265,7 @@ def test_torchs_snapshot_and_what_held_most_are_named(run: Run, tmp_path: Path) 
         {"file": "/no/size.py", "since": 1e300},
     ]
     written = {"t": 1760000100.0, "file": "/snap/oom-rank0-7-1.pickle", "pid": 7, "size": 2 << 20, "largest": largest}
-    failed = written | {"file": "/snap/oom-rank1-8-1.pickle", "problem": "OSError: full", "largest": []}
+    failed = written | {"file": "/snap/oom-\x1b[1mrank1.pickle", "problem": "OSError: full", "largest": []}
     scene.header["snapshots"] = [written, failed, {"file": "no time"}]
 
     _, out, _ = run(write(tmp_path, scene))
@@ -275,7 +275,7 @@ def test_torchs_snapshot_and_what_held_most_are_named(run: Run, tmp_path: Path) 
         "snapshot /snap/oom-rank0-7-1.pickle of pid 7, for memory_viz, 2 MiB"
         " held 3 GiB in 1 block, since 2025-10-09 08:53:20Z: /site/vllm/worker.py:12"
         " held 1 MiB in 4 blocks, from before the history's oldest event: allocated before the history began"
-        " snapshot /snap/oom-rank1-8-1.pickle was not written: OSError: full"
+        " snapshot /snap/oom-\\x1b[1mrank1.pickle was not written: OSError: full"
     )
 
 
