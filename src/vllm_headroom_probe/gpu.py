@@ -49,7 +49,7 @@ def find_cuda() -> Any:  # noqa: ANN401 - torch's
 def read_pinned() -> int | None:
     """Return the host memory that torch has pinned, in use or cached; None before torch 2.7.
 
-    Its allocator has locks of its own, and never waits for Python.
+    Its allocator has its own locks, and never waits for Python.
     """
     torch_cuda = find_cuda()
     if torch_cuda is None:

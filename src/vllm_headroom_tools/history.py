@@ -338,8 +338,8 @@ class LeakReplay:
         """What is added to the trace's time, so that it never goes back."""
 
         self._shared_uuids: frozenset[str] = frozenset()
-        """The GPUs of the newest sample on which other processes than the engine's may hold memory
-        that is not told from the engine's."""
+        """The GPUs of the newest sample on which other processes may hold memory that cannot be
+        distinguished from the engine's."""
 
         self._gpu_indices: dict[str, int] = {}
         self._courses: dict[str, LeakCourse] = {}

@@ -41,7 +41,7 @@ def track(
     can_draw = is_terminal(sys.stderr)
     try:
         for item in items:
-            # The item is done when the next is asked for.
+            # The item is done when the caller wants the next one.
             yield item
             done += size(item)
             if can_draw and time.monotonic() >= draw_at_seconds:

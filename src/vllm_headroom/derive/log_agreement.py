@@ -22,7 +22,7 @@ def find_disagreements(snapshot: Snapshot) -> tuple[str, ...]:
 
     Empty until that start has served, and where there is no log. The weights and the KV cache are
     compared with the probe's of the same name, and the budget with the page's. The log's KV cache
-    is an upper bound, because vLLM may be told to use fewer blocks.
+    is an upper bound, because an option can make vLLM use fewer blocks.
     """
     if not isinstance(snapshot.log, LogReading) or not snapshot.is_in_service:
         return ()

@@ -459,7 +459,7 @@ async def wait_until_healthy(
         if not isinstance(answer, Failure):
             return _pass(f"healthy after {format_duration(now() - started_at_seconds)}")
         if answer.reason is Reason.CREDENTIALS:
-            # Waiting does not mend what an operator set wrong.
+            # Waiting does not help against a wrong setting.
             raise BadInput(answer.message)
         if answer.reason in PERMANENT_REASONS:
             return _fail(answer.message)
