@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import oncall
 import pytest
+import tune
 
 FOLDER: Final = Path(__file__).parents[1] / "bench" / "leak"
 TINY: Final = ("--generator", "curves", "--hours", "6", "--interval", "60", "--jobs", "1", "--seeds", "1")
@@ -43,7 +44,7 @@ def score(copy: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_a_copy_scores_a_program(copy: Path) -> None:
     leaks = ("--scenario", "leak_time_500000", "flat", "--json")
 
-    done = score(copy, *leaks, "--", sys.executable, "simple.py", "trend", "{}")
+    done = score(copy, *leaks, "--", sys.executable, "simple.py", "challenger", "{}")
 
     assert (done.returncode, done.stderr) == (0, "")
     scored = json.loads(done.stdout)
@@ -145,3 +146,17 @@ def test_an_alarm_that_ends_long_before_the_end_does_not_last() -> None:
 )
 def test_the_interval_of_a_rate_is_exact(events: int, lower: float, upper: float) -> None:
     assert oncall.bound_rate(events, oncall.YEAR_DAYS) == pytest.approx((events, lower, upper), abs=1e-6)
+
+
+def test_a_simple_rule_is_tuned_to_find_leaks_without_false_alarms() -> None:
+    """A cache of a third of the card fills and stays; the leak takes all of it."""
+    full = 80e9
+    times = range(0, 6 * 3600, 60)
+    cache = [(float(at), 50e9 + min(at * 2e6, 25e9), full) for at in times]
+    leak = [(float(at), min(50e9 + at * 2e6, full), full) for at in times]
+    cases = [tune.Case(cache, is_leak=False, onset=0.0), tune.Case(leak, is_leak=True, onset=0.0)]
+
+    settings, (score, found, false) = tune.choose("threshold", cases)
+
+    assert settings == {"share": 0.97, "lasting": 600.0}
+    assert (score, found, false) == (1.0, 1, 0)

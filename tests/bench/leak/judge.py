@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import pairwise
 from math import inf
 from typing import Any
@@ -142,14 +141,8 @@ def _score_figures(prefix: str, moment: Moment | None, truth: dict[str, Any]) ->
 
 def judge_plain_rules(truth: dict[str, Any], readings: list[plain.Reading]) -> dict[str, Any]:
     """Return what the plain rules would have reported."""
-    rules: dict[str, Callable[[list[plain.Reading]], float | None]] = {
-        "linear": plain.extrapolated,
-        "trend": plain.trending,
-        "squares": plain.significant,
-        "challenger": plain.challenge,
-    }
     row: dict[str, Any] = {}
-    for name, find_alarm in rules.items():
+    for name, find_alarm in plain.RULES.items():
         alarm_seconds = find_alarm(readings)
         is_true = alarm_seconds is not None and truth["leak"] and alarm_seconds >= truth["onset"]
         row[f"{name}_found"] = is_true

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate, pairwise
 from math import sqrt
 from typing import Any
@@ -28,13 +28,13 @@ def read_series(samples: list[dict[str, Any]], series: str) -> list[Reading]:
     return readings
 
 
-def extrapolated(readings: Iterable[Reading], ahead: float = 86_400.0, lasting: float = 1800.0) -> float | None:
-    """Return when `predict_linear(held[6h], 86400) > total` has held for half an hour."""
+def extrapolated(readings: Iterable[Reading], ahead: float = 10_800.0, lasting: float = 1800.0) -> float | None:
+    """Return when `predict_linear(held[6h], ahead) > total` has held for half an hour."""
     return _find_lasting(((at, now + slope * ahead > full) for at, now, slope, _, full in _regress(readings)), lasting)
 
 
-def significant(readings: Iterable[Reading], sure: float = 5.0, lasting: float = 1800.0) -> float | None:
-    """Return when the slope of least squares over six hours has been above five standard errors for half an hour."""
+def significant(readings: Iterable[Reading], sure: float = 80.0, lasting: float = 1800.0) -> float | None:
+    """Return when the slope of least squares over six hours has been above so many standard errors for half an hour."""
     return _find_lasting(((at, slope > sure * error) for at, _, slope, error, _ in _regress(readings)), lasting)
 
 
@@ -73,7 +73,7 @@ def _find_lasting(judged: Iterable[tuple[float, bool]], lasting: float) -> float
     return None
 
 
-def exceeding(readings: Iterable[Reading], share: float = 0.97, lasting: float = 600.0) -> float | None:
+def exceeding(readings: Iterable[Reading], share: float = 0.98, lasting: float = 600.0) -> float | None:
     """Return when more than this share of the memory has been held for ten minutes."""
     return _find_lasting(((at, held > share * full) for at, held, full in readings), lasting)
 
@@ -85,11 +85,12 @@ FLOORS = 120
 """How many floors the challenger keeps: 16 hours."""
 
 
-def challenge(readings: Iterable[Reading]) -> float | None:
+def challenge(readings: Iterable[Reading], least_mib: float = 512.0, patience: float = 1.0) -> float | None:
     """Return when fifty lines would call it a leak: rises of floors of 8 minutes, evenly, for long enough.
 
-    Even growth rises in two blocks of three of the newest 9 to 30, by 64 MiB, with 35 % of it in the later half, and
-    has lasted an hour or a twentieth of the time left. Steps are four rises of 96 MiB that took a quarter of the room.
+    Even growth rises in two blocks of three of the newest 9 to 30, by `least_mib`, with 35 % of it in the later half,
+    and has lasted an hour or a twentieth of the time left, times `patience`. Steps are four rises of one and a half
+    times `least_mib` that took a quarter of the room.
     """
     floors: deque[float] = deque(maxlen=FLOORS)
     begin: float | None = None
@@ -107,30 +108,31 @@ def challenge(readings: Iterable[Reading]) -> float | None:
         retained = list(accumulate(reversed(floors), min))[::-1]
         rises = [later - earlier for earlier, later in pairwise(retained)]
         room = full - held
-        if any(_is_even(rises, count, room) for count in (9, 15, 30)) or _has_large_steps(rises, room):
+        is_even = any(_is_even(rises, count, room, least_mib * MIB, patience) for count in (9, 15, 30, 60))
+        if is_even or _has_large_steps(rises, room, 1.5 * least_mib * MIB):
             return seconds
     return None
 
 
-def _is_even(rises: list[float], count: int, room: float) -> bool:
+def _is_even(rises: list[float], count: int, room: float, least: float, patience: float) -> bool:
     """Return whether the newest rises are an even leak that has lasted long enough for the room."""
     newest = rises[-count:]
     grown = sum(newest)
     later_half = sum(newest[count // 2 :])
-    if len(newest) < count or grown < 64 * MIB or later_half < 0.35 * grown:
+    if len(newest) < count or grown < least or later_half < 0.35 * grown:
         return False
     lasted_seconds = count * FLOOR_SECONDS
     left_seconds = max(0.0, room) * lasted_seconds / grown
-    patience_seconds = min(max(3600.0, left_seconds / 20), 43_200.0)
+    patience_seconds = min(patience * max(3600.0, left_seconds / 20), 43_200.0)
     rise_count = sum(rise >= MIB for rise in newest)
     return rise_count >= 2 * count / 3 and lasted_seconds >= patience_seconds
 
 
-def _has_large_steps(rises: list[float], room: float) -> bool:
+def _has_large_steps(rises: list[float], room: float, least: float) -> bool:
     """Return whether four large steps took a quarter of the room, enough of it in the later half."""
-    large = sum(rise for rise in rises if rise >= 96 * MIB)
-    step_count = sum(rise >= 96 * MIB for rise in rises)
-    late = sum(rise for rise in rises[len(rises) // 2 :] if rise >= 96 * MIB)
+    large = sum(rise for rise in rises if rise >= least)
+    step_count = sum(rise >= least for rise in rises)
+    late = sum(rise for rise in rises[len(rises) // 2 :] if rise >= least)
     if step_count < 4 or len(rises) < 30:
         return False
     return late >= 0.4 * large >= 0.1 * (room + large)
@@ -149,8 +151,8 @@ def _count(sums: list[float], point: tuple[float, float], times: float) -> None:
         sums[place] += times * value
 
 
-def trending(readings: Iterable[Reading], least: int = 24, most: int = 72, sure: float = 3.89) -> float | None:
-    """Return when Mann-Kendall first says "rising" with p < 0.0001, by readings five minutes apart."""
+def trending(readings: Iterable[Reading], least: int = 24, most: int = 72, sure: float = 12.0) -> float | None:
+    """Return when Mann-Kendall first says "rising" by so many standard deviations, by readings five minutes apart."""
     window: deque[float] = deque()
     score = 0
     for seconds, held, _ in _thinned(readings, 300.0):
@@ -182,3 +184,21 @@ def _thinned(readings: Iterable[Reading], apart: float) -> Iterable[Reading]:
         if reading[0] - newest_seconds >= apart:
             newest_seconds = reading[0]
             yield reading
+
+
+RULES: dict[str, Callable[..., float | None]] = {
+    "linear": extrapolated,
+    "squares": significant,
+    "trend": trending,
+    "challenger": challenge,
+    "threshold": exceeding,
+}
+
+SETTINGS: dict[str, dict[str, tuple[float, ...]]] = {
+    "linear": {"ahead": (3600.0, 10_800.0, 21_600.0, 86_400.0), "lasting": (1800.0, 3600.0, 7200.0, 14_400.0)},
+    "squares": {"sure": (5.0, 20.0, 40.0, 80.0, 160.0, 320.0), "lasting": (1800.0, 7200.0, 21_600.0)},
+    "trend": {"sure": (3.89, 6.0, 8.0, 10.0, 12.0), "least": (24, 48, 72)},
+    "challenger": {"least_mib": (64.0, 256.0, 512.0, 1024.0), "patience": (1.0, 2.0, 4.0, 8.0)},
+    "threshold": {"share": (0.97, 0.98, 0.99, 0.995), "lasting": (600.0, 3600.0)},
+}
+"""The settings from which tune.py chooses; what it chose are the defaults."""

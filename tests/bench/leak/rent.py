@@ -53,6 +53,7 @@ PLAIN = {
     "linear": "`predict_linear`",
     "squares": "least squares",
     "trend": "Mann-Kendall",
+    "threshold": "a threshold",
 }
 MARKS = ("<!-- rent: begin -->", "<!-- rent: end -->")
 HEAD = (

@@ -10,24 +10,15 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import plain
 
-RULES: dict[str, Callable[[list[plain.Reading]], float | None]] = {
-    "linear": plain.extrapolated,
-    "squares": plain.significant,
-    "trend": plain.trending,
-    "challenger": plain.challenge,
-    "threshold": plain.exceeding,
-}
-
 
 def describe(readings: list[plain.Reading], rule: str) -> dict[str, Any]:
     """Return the entry of one series."""
-    began = RULES[rule](readings)
+    began = plain.RULES[rule](readings)
     alarms = [] if began is None else [[began, None]]
     return {
         "state": "leaking" if alarms else "stable",
@@ -40,7 +31,7 @@ def describe(readings: list[plain.Reading], rule: str) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("rule", choices=RULES)
+    parser.add_argument("rule", choices=plain.RULES)
     parser.add_argument("file", type=Path, nargs="?")
     given = parser.parse_args()
     try:
