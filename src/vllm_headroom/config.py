@@ -72,6 +72,7 @@ HeaderValue = Annotated[
 Headers = Annotated[dict[HeaderName, HeaderValue], from_text(parse_mapping)]
 Host = Annotated[str, from_text(inputs.parse_host)]
 Number = Annotated[float, from_text(inputs.parse_number)]
+Seconds = Annotated[float, from_text(inputs.parse_seconds)]
 WholeNumber = Annotated[int, from_text(inputs.parse_whole_number)]
 
 
@@ -211,7 +212,7 @@ class Settings(BaseSettings):
             accepts=", ".join(PROFILE_NAMES),
         )
     )
-    engine_timeout_seconds: Number = duration(
+    engine_timeout_seconds: Seconds = duration(
         4,
         "How long to wait for the engine's page; never longer than the sample interval.",
         low=0.05,
@@ -242,7 +243,7 @@ class Settings(BaseSettings):
         metavar="MODE",
         accepts="off, dry-run or on",
     )
-    evict_seconds: Number = duration(
+    evict_seconds: Seconds = duration(
         1800,
         "Evict this pod when its engine leaks and may be out of memory within this time.",
         low=60,
@@ -257,7 +258,7 @@ class Settings(BaseSettings):
         ge=0,
         le=23,
     )
-    gate_ready_seconds: Number | None = duration(
+    gate_ready_seconds: Seconds | None = duration(
         None,
         "Close /gate/ready while the engine may be out of memory within this time and this pod"
         " is the one of its workload to restart (HEADROOM_EVICT=on).",
@@ -265,20 +266,20 @@ class Settings(BaseSettings):
         high=86400,
         shown_default="always open",
     )
-    canary_interval_seconds: Number | None = duration(
+    canary_interval_seconds: Seconds | None = duration(
         None,
         "How often to have an idle engine complete one token, to see that it does; without it,"
         " never.",
         low=10,
         high=3600,
     )
-    sample_interval_seconds: Number = duration(
+    sample_interval_seconds: Seconds = duration(
         5,
         "Time from one sample of the engine and the GPUs to the next.",
         low=0.1,
         high=300,
     )
-    gpu_sample_interval_seconds: Number = duration(
+    gpu_sample_interval_seconds: Seconds = duration(
         1,
         "Time from one look at the GPUs' memory to the next, between samples, for its peak.",
         low=0.05,
@@ -291,7 +292,7 @@ class Settings(BaseSettings):
         metavar="GPUS",
         accepts="auto, all, or GPU indices or UUIDs separated by commas",
     )
-    gpu_fatal_grace_seconds: Number = duration(
+    gpu_fatal_grace_seconds: Seconds = duration(
         60,
         "How long the driver may fail in a way that only a new container fixes (NVML errors 17,"
         " 18 and 999) before the daemon ends with status 3.",

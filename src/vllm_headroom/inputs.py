@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from vllm_headroom.units import RefusedError
+from vllm_headroom.units import RefusedError, parse_duration, parse_share
 
 if TYPE_CHECKING:
     import httpx
@@ -49,6 +49,7 @@ HOST: Final = re.compile(r"[\w.-]*|[\dA-Fa-f]*:[\dA-Fa-f]*:[\dA-Fa-f:.]*(?:%[\w.
 HOST_AND_PORT: Final = re.compile(r"(?:[^:]*|\[.*\]):\d+", re.ASCII)
 WHOLE_NUMBER: Final = re.compile(r"\d{1,16}", re.ASCII)
 HIGHEST_PORT: Final = 65535
+HIGHEST_PERCENTAGE: Final = 100
 
 MAX_SHOWN_CHARACTERS: Final = 80
 """Our choice: how many characters of a refused value are shown."""
@@ -119,6 +120,28 @@ def parse_number(text: str) -> float:
     if "_" in text:
         raise ValueError
     return float(text)
+
+
+def parse_seconds(text: str) -> float:
+    """Parse a number of seconds, or a duration such as 5s or 5m; raise ValueError."""
+    try:
+        return parse_duration(text)
+    except ValueError:
+        return parse_number(text)
+
+
+def parse_ratio(text: str) -> float:
+    """Parse a ratio such as 0.92 or 92%; raise ValueError.
+
+    Raises RefusedError for a number that can only be meant as a percentage.
+    """
+    try:
+        ratio = parse_share(text)
+    except ValueError:
+        ratio = parse_number(text)
+    if 1 < ratio <= HIGHEST_PERCENTAGE and not text.rstrip().endswith("%"):
+        raise RefusedError(f"did you mean {text.strip()}%?")
+    return ratio
 
 
 def parse_whole_number(text: str) -> int:

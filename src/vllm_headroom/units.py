@@ -59,7 +59,7 @@ NUMBER: Final = r"\d{1,12}(?:\.\d{1,12})?"
 
 DURATION_PART: Final = re.compile(rf"({NUMBER}) ?(ms|min|[smhdw])", re.ASCII)
 DURATION: Final = re.compile(rf"(?:{DURATION_PART.pattern})+|{NUMBER}", re.ASCII)
-SHARE: Final = re.compile(r"(\d+(?:\.\d+)?) ?(%?)", re.ASCII)
+SHARE: Final = re.compile(r"(\d+(?:\.\d+)?|\.\d+) ?(%?)", re.ASCII)
 VLLM_NUMBER: Final = re.compile(r"(\d+(?:\.\d+)?)([kKmMgGtT])", re.ASCII)
 
 

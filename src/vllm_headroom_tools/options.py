@@ -20,6 +20,7 @@ from vllm_headroom.inputs import (
     parse_metrics_url,
     parse_number,
     parse_path,
+    parse_ratio,
     parse_whole_number,
     show_url,
     show_value,
@@ -90,7 +91,7 @@ LOG: Final = Value(
     read=lambda text: str(parse_path(text)),
     accepts="the path of an engine's log, or - for standard input",
 )
-RATIO: Final = Value(read=above_zero(parse_number, 1), accepts="a ratio above 0, at most 1")
+RATIO: Final = Value(read=above_zero(parse_ratio, 1), accepts="a ratio above 0, at most 1")
 SHARE: Final = Value(
     read=bounded(parse_share, 0, 1), accepts="a share such as 5% or 0.05, at most 100%"
 )

@@ -1,5 +1,6 @@
 import pytest
 
+from vllm_headroom.inputs import parse_ratio
 from vllm_headroom.units import (
     RefusedError,
     format_gib,
@@ -115,3 +116,13 @@ def test_what_vllm_takes_for_no_number_is_refused(text: str) -> None:
 )
 def test_a_time_that_no_date_can_express_is_the_nearest_date(seconds: float, text: str) -> None:
     assert format_instant(seconds) == text
+
+
+@pytest.mark.parametrize(("text", "ratio"), [("0.92", 0.92), ("92%", 0.92), (".5", 0.5), ("1", 1.0), ("1e-1", 0.1)])
+def test_a_ratio_may_be_a_percentage(text: str, ratio: float) -> None:
+    assert parse_ratio(text) == pytest.approx(ratio)
+
+
+def test_a_ratio_that_is_meant_as_a_percentage_has_a_hint() -> None:
+    with pytest.raises(RefusedError, match=r"did you mean 92%\?"):
+        parse_ratio("92")

@@ -39,6 +39,7 @@ def add_options(parser: Parser) -> None:
     _add_server_options(parser)
     _add_request_options(parser)
     _add_pace_options(parser)
+    _add_gate_options(parser)
     _add_sampling_options(parser)
 
 
@@ -167,6 +168,21 @@ def _add_pace_options(parser: Parser) -> None:
     )
 
 
+def _add_gate_options(parser: Parser) -> None:
+    """Add the limits of latency, beyond which the load is not good."""
+    for name, field, meaning in (
+        ("--max-ttft-p99", "most_first_token_seconds", "the time to the first token"),
+        ("--max-latency-p99", "most_request_seconds", "the time of a whole request"),
+    ):
+        parser.add_argument(
+            name,
+            dest=field,
+            metavar="TIME",
+            type=DURATION,
+            help=f"{meaning} that 99 %% of the requests may take, in the steps up to 100 %%",
+        )
+
+
 def _add_sampling_options(parser: Parser) -> None:
     """Add the options for the sampling of the engine during the load, and for its trace."""
     parser.add_argument(
@@ -231,7 +247,8 @@ words are counted as tokens, and the report has the server's own counts.
 
 It ends with status 0 when requests were served, next to none failed and no
 answer was out of memory; with 1 when one was, when more failed, when the engine
-died or leaks; with 2 when it cannot tell, was interrupted or cannot use its
+died or leaks, or when a step up to 100 % took longer than a --max- option
+allows; with 2 when it cannot tell, was interrupted or cannot use its
 options. Ctrl-C ends the step and reports what there is.
 
 Example:

@@ -98,6 +98,8 @@ class LoadOrder(Struct, frozen=True, kw_only=True):
     gpus: str | tuple[str, ...]
     probe_dir: Path | None
     trace: Path
+    most_first_token_seconds: float | None = None  # of 99 % of the requests, up to 100 % load
+    most_request_seconds: float | None = None  # the same of the whole request
 
     @property
     def page_url(self) -> httpx.URL:

@@ -17,6 +17,9 @@ from vllm_headroom_tools.load.sampling import LoadObservation, SeriesSummary
 from vllm_headroom_tools.load.stream import Outcome
 from vllm_headroom_tools.load.tally import QUANTILES
 
+GATED_QUANTILE: Final = 0.99
+"""The quantile that --max-ttft-p99 and --max-latency-p99 limit."""
+
 TOLERATED_RATIO: Final = 0.01
 """Our choice: the share of requests that may fail. One broken connection among hundreds does not
 count against the server."""
@@ -42,6 +45,7 @@ def build_report(
     host = _describe_host(overall, detector)
     engine_end = _explain_engine_end(stages, overall, detector)
     faults = list(list_faults(outcomes, engine_end, (*gpus, *host), is_interrupted=is_interrupted))
+    faults += list_slow_steps(order, stages)
     unread = list(_list_unread(overall, str(order.page_url)))
     verdict = _judge_load(outcomes, faults, is_interrupted=is_interrupted)
     document = {
@@ -127,6 +131,28 @@ def list_faults(
     for series in memory:
         if series["verdict"] is LeakVerdict.LEAKING:
             yield f"{_name_series(series)} leaks"
+
+
+def list_slow_steps(order: LoadOrder, stages: Iterable[Stage]) -> Iterator[str]:
+    """Yield a text for each step up to 100 % in which requests took longer than the order allows.
+
+    A step in which none succeeded is a fault already, or not over.
+    """
+    for stage in stages:
+        # The step of 120 % is there to find what happens under more load than planned.
+        if stage.share > 1:
+            continue
+        for name, times, most_seconds in (
+            ("first token", stage.tally.first_token_seconds, order.most_first_token_seconds),
+            ("whole request", stage.tally.end_to_end_seconds, order.most_request_seconds),
+        ):
+            p99_seconds = times.quantile(GATED_QUANTILE)
+            if most_seconds is None or p99_seconds is None or p99_seconds <= most_seconds:
+                continue
+            yield (
+                f"at {stage.share:.0%} the p99 of the {name} was {p99_seconds:.3g} s,"
+                f" more than {most_seconds:g} s"
+            )
 
 
 def _name_series(series: Mapping[str, Any]) -> str:

@@ -27,7 +27,8 @@ def mistakes(argv: list[str], environ: dict[str, str]) -> list[str]:
 ENVIRONMENT = [
     ("SAMPLE_INTERVAL_SECONDS", "0", f"got '0', {SECONDS}"),
     ("SAMPLE_INTERVAL_SECONDS", "301", f"got '301', {SECONDS}"),
-    ("SAMPLE_INTERVAL_SECONDS", "5s", f"got '5s', {SECONDS}"),
+    ("SAMPLE_INTERVAL_SECONDS", "6m", f"got '6m', {SECONDS}"),
+    ("SAMPLE_INTERVAL_SECONDS", "5 seconds", f"got '5 seconds', {SECONDS}"),
     ("SAMPLE_INTERVAL_SECONDS", "1_0", f"got '1_0', {SECONDS}"),
     ("SAMPLE_INTERVAL_SECONDS", "nan", f"got 'nan', {SECONDS}"),
     ("SAMPLE_INTERVAL_SECONDS", "inf", f"got 'inf', {SECONDS}"),

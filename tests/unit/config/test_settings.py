@@ -158,3 +158,10 @@ def test_an_error_raised_by_the_class_itself_hides_its_input() -> None:
         Settings(engine_url=["ftp://user:hunter2@engine"])  # type: ignore[arg-type]
 
     assert "hunter2" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("5s", 5.0), ("2m", 120.0), ("1m30s", 90.0), ("500ms", 0.5), ("7.5", 7.5)]
+)
+def test_a_duration_may_have_a_unit(text: str, seconds: float) -> None:
+    assert load([], {"HEADROOM_SAMPLE_INTERVAL_SECONDS": text}).sample_interval_seconds == seconds

@@ -108,9 +108,13 @@ LEAK = make_replay(LeakState.LEAKING, "GPU-a", "worker")
 
 
 def report(
-    *steps: Stage, seen: LoadObservation | None = None, watch: LeakReplay = STABLE, stopped: bool = False
+    *steps: Stage,
+    seen: LoadObservation | None = None,
+    watch: LeakReplay = STABLE,
+    stopped: bool = False,
+    limits: tuple[str, ...] = (),
 ) -> Report:
-    given = read_order(build_parser(COMMAND, "load").read(WORDS))
+    given = read_order(build_parser(COMMAND, "load").read((*WORDS, *limits)))
     return build_report(given, "m", steps, seen or whole(), watch, is_interrupted=stopped)
 
 
@@ -122,6 +126,23 @@ def test_a_good_load_is_reported(golden: Golden) -> None:
 
     golden(HERE / "good.json", json.dumps(printed_report.build_envelope("load"), indent=2) + "\n")
     golden(HERE / "good.txt", shown(printed_report))
+
+
+@pytest.mark.parametrize(
+    ("limits", "share", "faults"),
+    [
+        (("--max-ttft-p99", "40ms"), 1.0, ["at 100% the p99 of the first token was 0.0432 s, more than 0.04 s"]),
+        (("--max-latency-p99", "3s"), 1.0, ["at 100% the p99 of the whole request was 3.21 s, more than 3 s"]),
+        (("--max-ttft-p99", "50ms", "--max-latency-p99", "4s"), 1.0, []),
+        (("--max-ttft-p99", "40ms"), 1.2, []),
+    ],
+    ids=["first token", "whole request", "within both", "beyond the load asked for"],
+)
+def test_a_load_slower_than_its_limits_is_not_good(limits: tuple[str, ...], share: float, faults: list[str]) -> None:
+    judged = report(step({Outcome.SUCCEEDED: 20}, share=share), limits=limits)
+
+    assert [finding.text for finding in judged.findings] == faults
+    assert judged.verdict is (Conclusion.NOT_GOOD if faults else Conclusion.GOOD)
 
 
 def test_a_bad_load_is_reported(golden: Golden) -> None:
