@@ -284,7 +284,7 @@ def _assume_non_torch(question: Question) -> Assumption:
             return Assumption(range=h100_range, origin=Origin.REAL_CARDS, evidence=H100_STARTS)
         high = 0.5
         evidence = f"{H100_STARTS}: 0.07 to 0.46 GiB; the stand-in card: 0.05"
-        if question.release.has_only_second_runner:
+        if question.release.counts_consumed_memory:
             high = 0.9
             evidence += "; A100 80 GB, vLLM 0.31: at least 0.86 beside the other parts"
         return Assumption(

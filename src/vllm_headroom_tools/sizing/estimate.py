@@ -188,8 +188,8 @@ def estimate_other_overhead(question: Question, assumptions: StartAssumptions) -
 
     That is what libraries and communication take during the profile run, the experts' workspace for
     the tokens of a batch (vLLM, v1/worker/workspace.py), with the second model runner the sampler's
-    PENALTY_BYTES for each sequence and token of the vocabulary, and by how much the budget may be
-    smaller, since it is a share of what CUDA sees.
+    PENALTY_BYTES for each sequence and token of the vocabulary, what repacked weights leave unused,
+    and by how much the budget may be smaller, since it is a share of what CUDA sees.
     """
     experts_bytes = _estimate_forward(question, question.shape.hidden_size or 0).workspace_bytes
     # Some kernels give it back after the pass.
@@ -202,7 +202,34 @@ def estimate_other_overhead(question: Question, assumptions: StartAssumptions) -
     reserved = assumptions.driver_reserved.range
     uncertain_bytes = question.gpu_memory_utilization * (reserved.high - reserved.low)
     uncertain_budget = Range(low=0.0, high=uncertain_bytes)
-    return assumptions.non_torch.range + experts + sampler + uncertain_budget
+    gaps = _estimate_gaps(question)
+    return assumptions.non_torch.range + experts + sampler + gaps + uncertain_budget
+
+
+REPACKED_METHODS: Final = ("awq", "auto_awq", "gptq", "auto_gptq", "compressed-tensors")
+"""Beginnings of the methods whose weights of four bits are repacked for their kernels, a matrix at a
+time (layers/quantization, `process_weights_after_loading`)."""
+
+UNUSED_LAYERS: Final = 2
+"""The most layers whose old weights leave gaps in torch's memory: 1.6 (the stand-in card, 0.32,
+Qwen2.5 7B in AWQ). The gap of a matrix serves the next one of its shape."""
+
+
+def _estimate_gaps(question: Question) -> Range:
+    """Return the memory that torch keeps without using it after weights were repacked.
+
+    It counts only in releases that size the KV cache by what was consumed.
+    """
+    shape = question.shape
+    weights_bytes = question.weights_bytes
+    bytes_per_parameter = shape.weight_bytes_per_parameter
+    method = shape.quantisation or ""
+    is_repacked = method.startswith(REPACKED_METHODS) and (bytes_per_parameter or 1) < 1
+    if not is_repacked or weights_bytes is None or not question.release.counts_consumed_memory:
+        return NO_BYTES
+    stage_layers = ceil(shape.layers / question.pipeline_parallel_size)
+    matrices_bytes = weights_bytes - shape.embeddings_bytes / question.tensor_parallel_size
+    return Range(low=0.0, high=max(0.0, UNUSED_LAYERS * matrices_bytes / stage_layers))
 
 
 def estimate_host(question: Question) -> Range:

@@ -34,6 +34,9 @@ class Release(Struct, frozen=True, kw_only=True):
     # whether none with states.
     has_plain_second_runner: bool
     has_stateless_second_runner: bool
+    # Whether the KV cache gets what the start has not consumed of the free memory, so that what
+    # torch keeps without using it counts too.
+    counts_consumed_memory: bool
     # Whether the second runner's profile has the logits in 32 bits.
     has_wide_profile: bool
 
@@ -82,6 +85,9 @@ model_config.is_quantized" in 0.23.0, not in 0.24.0."""
 STATELESS_SECOND_RUNNER_UNTIL: Final = 26
 """The same: models with "is_hybrid" are left out in 0.26.0; 0.27.0 has exceptions."""
 
+CONSUMED_MEMORY_SINCE: Final = 27
+"""utils/mem_utils.py, `memory_profiling`: "total_consumed" in 0.27.0, not in 0.26.0."""
+
 WIDE_PROFILE_SINCE: Final = 33
 """v1/worker/gpu/model_runner.py, `_dummy_sampler_run`: its second pass in 0.33.0, not in 0.32.0."""
 
@@ -103,6 +109,7 @@ def _build_release(minor: int) -> Release:
         has_only_second_runner=minor >= ONLY_SECOND_RUNNER_SINCE,
         has_plain_second_runner=minor <= PLAIN_SECOND_RUNNER_UNTIL,
         has_stateless_second_runner=minor <= STATELESS_SECOND_RUNNER_UNTIL,
+        counts_consumed_memory=minor >= CONSUMED_MEMORY_SINCE,
         has_wide_profile=minor >= WIDE_PROFILE_SINCE,
     )
 

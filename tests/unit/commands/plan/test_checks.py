@@ -188,6 +188,17 @@ def test_a_cards_own_reserve_makes_the_budget_less_uncertain() -> None:
     assert read_uncertain_gib(None) >= 0.5
 
 
+def test_repacked_weights_leave_gaps_where_consumed_memory_counts() -> None:
+    def read_gap_gib(name: str, release: str) -> float:
+        estimate = estimated(name, release=parse_release(release))
+        plain = estimated("qwen2.5-7b", release=parse_release(release))
+        return (estimate.other_overhead.high - plain.other_overhead.high) / 2**30
+
+    layer_gib = (5.2 - 2.03) / 28
+    assert read_gap_gib("qwen2.5-7b-awq", "0.27") == pytest.approx(2 * layer_gib, rel=0.05)
+    assert read_gap_gib("qwen2.5-7b-awq", "0.21") == pytest.approx(0, abs=0.01)
+
+
 @pytest.mark.parametrize(
     ("name", "releases"),
     [("llama-3.1-8b", {"0.22", "0.26", "0.28"}), ("mixtral-8x7b", {"0.26", "0.28"}), (HYBRID, {"0.28"})],
