@@ -312,6 +312,7 @@ class Parser(argparse.ArgumentParser):
         self._settings_class: type[Settings] | None = None
         self._settings_actions: list[argparse.Action] = []
         self._option_kind = "an option"
+        self._line_hint = ""
         self._foreign_names: set[str] = set()
         self._read_line: Callable[[Sequence[str]], Sequence[str]] | None = None
         self.add_argument("-h", "--help", action="store_true", help="show this and exit")
@@ -374,6 +375,7 @@ class Parser(argparse.ArgumentParser):
         the `--` replaces the line's. `option_kind` is what an unknown option is not, in messages.
         """
         self._option_kind = option_kind
+        self._line_hint = f"; a whole line comes after {END_OF_OPTIONS}"
         self._foreign_names = set(foreign_names) - set(self._option_string_actions)
         self._read_line = read_line
 
@@ -413,7 +415,7 @@ class Parser(argparse.ArgumentParser):
                 action = positionals[place]
                 arguments.append(Argument(str(action.metavar), action, word))
             else:
-                mistakes.append(f"{word!r}: not an option, see --help")
+                mistakes.append(f"{word!r}: not an option, see --help{self._line_hint}")
 
         namespace = self._build_defaults()
         namespace.typed_names = frozenset(argument.action.dest for argument in arguments)
@@ -539,6 +541,8 @@ class Parser(argparse.ArgumentParser):
                 continue
             problem = _describe_misuse(option.name, action, option.values, counts[action.dest])
             if problem is not None:
+                if len(option.values) > 1:
+                    problem += self._line_hint
                 mistakes.append(problem)
                 continue
             if action.dest == "help" and not mistakes:

@@ -40,6 +40,7 @@ from vllm_headroom.parse.fields import (
     read_within,
     refuse_number,
 )
+from vllm_headroom.parse.log.reader import read_log
 from vllm_headroom.trace.entries import (
     ENGINE_FIELDS,
     HEADER,
@@ -207,6 +208,8 @@ def _describe_content(line: bytes) -> str:
     description = find_other_format(line)
     if description is not None:
         return f"is {description}"
+    if read_log((line,)).starts:
+        return "is a log of an engine, which vllm-headroom advise reads"
     quoted = line[:MAX_QUOTED_BYTES].decode(errors="replace").strip()
     return f"begins with {quoted!r}"
 

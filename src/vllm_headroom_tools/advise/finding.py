@@ -81,8 +81,11 @@ FORMATS: Final = {
     "seconds": format_duration,
     "ratio": format_percent,
 }
-"""The function that formats a figure, by the last word of its name: "second" is that of bytes per
+"""The function that formats a figure, by the unit that ends its name: "second" is that of bytes per
 second. Other figures are plain numbers."""
+
+LOWER_BOUND: Final = "_lower"
+"""What follows the unit in the name of a lower bound."""
 
 
 def list_evidence(*figures: tuple[str, float | str | None, str]) -> tuple[Figure, ...]:
@@ -96,7 +99,7 @@ def list_evidence(*figures: tuple[str, float | str | None, str]) -> tuple[Figure
         if value is None:
             continue
         if not isinstance(value, str):
-            unit = name.rpartition("_")[2]
+            unit = name.removesuffix(LOWER_BOUND).rpartition("_")[2]
             format_value = FORMATS.get(unit, "{:,.0f}".format)
             text = text.replace("{}", format_value(value))  # noqa: PLW2901 - the text as it is shown
         evidence.append(Figure(name, value, text))

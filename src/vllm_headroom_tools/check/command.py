@@ -218,7 +218,7 @@ def _compare_logs(options: Namespace) -> Report:
         names.append(options.newer_log)
     problems = []
     if len(names) != LOGS:
-        problems.append(f"--log: got {len(names)} files, needs two: --log OLDER NEWER")
+        problems.append(f"--log: needs two files, got {len(names)}: --log OLDER NEWER")
     if names.count("-") > 1:
         problems.append("--log: both logs cannot be standard input")
     # What only a trace can answer must not be ignored in silence.
@@ -256,8 +256,13 @@ GROWTH_LIMIT: Final = "max_growth_over_baseline"
 
 def _run(options: Namespace) -> Report:
     """Judge the trace, write the JUnit file if one is wanted, and return the report."""
-    if options.logs or options.newer_log is not None:
+    if options.logs:
         return _compare_logs(options)
+    # A word without an option is a log's only after --log.
+    if options.newer_log is not None:
+        raise BadOptions(
+            f"{options.newer_log!r}: needs --trace before it, or --log before two logs"
+        )
     if options.trace is None:
         raise BadOptions(f"--trace: needed, accepts {TRACE.accepts}")
     bounds = read_limits(options)

@@ -123,12 +123,12 @@ def _describe_memory(device: GpuReading) -> str:
 
 
 WITHOUT_HOLDERS: Final = ('headroom_gpu_memory_held_bytes{holder="engine"|"other"}',)
-WITHOUT_PROCESSES: Final = (
-    "headroom_host_*",
-    "headroom_leak_bound_bytes",
-    "headroom_memory_pressure_ratio",
-    *WITHOUT_HOLDERS,
-)
+WITHOUT_PROCESSES: Final = ("headroom_host_*", "headroom_leak_bound_bytes", *WITHOUT_HOLDERS)
+"""What is absent where /proc shows no process of vLLM's."""
+
+WITHOUT_PROC: Final = ("headroom_memory_pressure_ratio", *WITHOUT_PROCESSES)
+"""What is absent where /proc cannot be read: not even the machine's pressure is known then."""
+
 BASES: Final[Mapping[HostBasis | None, str]] = {
     HostBasis.CGROUP: "by the cgroup of vLLM's processes",
     HostBasis.MACHINE: "by the machine, since their cgroup has no limit",
@@ -155,7 +155,7 @@ def check_processes(survey: Survey) -> Check:
             ways = (*fixes.SEE_THE_PROCESSES, SHOW_PROC)
         elif processes.reason is Reason.TIMEOUT:
             ways = (STUCK,)
-        return Check(Status.MISSING, processes.message, absent=WITHOUT_PROCESSES, fixes=ways)
+        return Check(Status.MISSING, processes.message, absent=WITHOUT_PROC, fixes=ways)
     orphans = describe_orphans(processes.left_behind, survey.gpus)
     orphan_details = (orphans,) if orphans else ()
     if processes.engine:

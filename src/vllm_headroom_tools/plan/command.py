@@ -251,8 +251,11 @@ def _read_shape(options: Namespace) -> ModelShape | str:
         return shape if missing_sizes else replace(shape, unknown_type=None)
     if missing_sizes:
         needed = ", ".join(map(name_option, NEEDED_SIZES))
+        problem = f"needs --model or --model-config, or without them {needed}"
+        if len(missing_sizes) == len(NEEDED_SIZES):
+            return problem
         missing = ", ".join(map(name_option, missing_sizes))
-        return f"needs --model or --model-config, or without them {needed}; missing: {missing}"
+        return f"{problem}; missing: {missing}"
     # The options alone describe a usual decoder, all of whose layers keep every token.
     return parse_model_config("{}", overrides)
 

@@ -43,6 +43,9 @@ SHELLS: Final = frozenset({"sh", "bash", "ash", "dash", "zsh"})
 NAME_BYTES: Final = 255
 """The longest name of a file on Linux (NAME_MAX)."""
 
+FILE_SUFFIXES: Final = frozenset({".yaml", ".yml", ".json", ".sh"})
+"""How the names of manifests and scripts end."""
+
 CONFIG_OPTION: Final = "--config"
 API_SERVERS: Final = ("vllm.entrypoints.openai.api_server", "api_server.py")
 
@@ -78,6 +81,10 @@ def _read_words(words: Sequence[str]) -> list[str]:
         if not _is_serving(command):
             raise BadOptions(f"process {word}: it runs no `vllm serve`")
         return _find_options(command, {}, f"process {word}")
+    is_option = word.startswith("-")
+    # The name of a model has a slash, and no ending of a script or manifest.
+    if not is_option and ("/" not in word or Path(word).suffix in FILE_SUFFIXES):
+        raise BadOptions(f"-- {word}: there is no such file, and it is no `vllm serve` line")
     return _find_options(words, {}, "the line")
 
 

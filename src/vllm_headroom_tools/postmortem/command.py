@@ -300,7 +300,8 @@ def read_postmortem(
 def _run(options: Namespace) -> Report:
     place = options.place or os.environ.get(STATE_DIR)
     if not place:
-        raise BadOptions(f"needs a FILE or a FOLDER, or {STATE_DIR} in the environment")
+        hint = "" if options.log is None else "; vllm-headroom advise reads a log without a record"
+        raise BadOptions(f"needs a FILE or a FOLDER, or {STATE_DIR} in the environment{hint}")
     # A file that is named may be of another pod.
     pod = read_engine_pod() if options.place is None else None
     log = None if options.log is None else read_engine_log(options.log)

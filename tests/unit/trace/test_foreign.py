@@ -87,6 +87,7 @@ def test_what_gzip_packed_is_said_to_be_spoiled_where_it_is(tmp_path: Path, cont
         (CSV, "begins with 'timestamp, index, uuid, memory.used [MiB]'"),
         (b"\x1b[2J" * 1000, "begins with '" + 15 * r"\x1b[2J" + "'"),
         (b'{"headroom_trace": 2}', """begins with '{"headroom_trace": 2}'"""),
+        (b"INFO 04-22 15:13:32 [api_server.py:10] hi\n", "is a log of an engine, which vllm-headroom advise reads"),
         (b"", "is empty"),
     ],
 )

@@ -621,6 +621,10 @@ def _list_crash_remarks(end: Ending, room_bytes: int | None) -> Iterator[str]:
     """Yield what else speaks for or against a crash; `room_bytes` is the room at the exit."""
     if end.running and not end.xids and not end.lost_processes:
         yield "a planned restart during requests looks the same"
+    unobserved_seconds = end.unobserved_seconds or 0.0
+    if unobserved_seconds > UNOBSERVED_SECONDS:
+        gap = format_duration(unobserved_seconds)
+        yield f"no sample in the {gap} before the exit: what was free at the exit is not known"
     if room_bytes is None:
         return
     if _is_memory_excluded(end):

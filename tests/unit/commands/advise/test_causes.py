@@ -175,6 +175,7 @@ def test_a_leak_is_reported_with_its_rate_and_the_least_time_that_is_left() -> N
     assert evidence(advice)["bytes_per_second"] == pytest.approx(128_000, rel=0.1)
     assert "within 4 h 58 min" in advice.changes[0].text
     assert 10 * 3600 < float(evidence(advice)["time_to_oom_seconds"]) < 12 * 3600
+    assert "out of memory in 4 h 58 min at the earliest" in [figure.text for figure in advice.evidence]
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,8 @@ def test_other_options_are_named_and_the_junit_file_is_written(folder: Path) -> 
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (("--log", "a"), "--log: got 1 files, needs two: --log OLDER NEWER"),
+        (("--log", "a"), "--log: needs two files, got 1: --log OLDER NEWER"),
+        (("a.jsonl",), "'a.jsonl': needs --trace before it, or --log before two logs"),
         (("--log", "-", "-"), "--log: both logs cannot be standard input"),
         (
             ("--log", "a", "b", "--max-restarts", "0"),

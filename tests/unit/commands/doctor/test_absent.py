@@ -180,9 +180,13 @@ def test_nothing_but_the_report_is_absent_without_another_input(name: str) -> No
             gpus.OWNED_GPU_SERIES,
             lambda seen: replace(seen, gpus=(replace(seen.gpus[0], attribution=None, held_bytes=None),)),
         ),
-        (processes.WITHOUT_PROCESSES[:3], lambda seen: replace(seen, processes=(), host=None, pools=())),
+        (processes.WITHOUT_PROC[:3], lambda seen: replace(seen, processes=(), host=None, pools=())),
+        (
+            processes.WITHOUT_PROCESSES[:2],
+            lambda seen: replace(seen, processes=(), host=HostMemory(pressure_ratio=0.0), pools=()),
+        ),
     ],
-    ids=["page", "nvml", "owner", "processes"],
+    ids=["page", "nvml", "owner", "proc", "processes"],
 )
 def test_what_is_absent_without_a_source_is_reported(
     patterns: tuple[str, ...], change: Callable[[Snapshot], Snapshot]

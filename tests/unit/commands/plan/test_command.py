@@ -153,7 +153,11 @@ def test_kv_heads_are_repeated_when_there_are_more_gpus(capsys: Capsys) -> None:
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        ((), "needs --model or --model-config, or without them --layers, --kv-heads, --head-size; missing: --layers,"),
+        ((), "needs --model or --model-config, or without them --layers, --kv-heads, --head-size\n"),
+        (
+            ("--gpu", "H100", "vllm", "serve", "org/m"),
+            "--gpu: got 4 words, accepts one: put a value with spaces in quotes; a whole line comes after --",
+        ),
         (("--layers", "2"), "missing: --kv-heads, --head-size"),
         ((*of("llama-3.1-70b"), "--tensor-parallel-size", "3"), "does not divide the model's 64 attention heads"),
         (("--model-config", "/nonexistent/config.json"), "it cannot be read: No such file or directory"),

@@ -123,6 +123,8 @@ def test_a_line_may_begin_before_vllm(words: list[str]) -> None:
     ("words", "problem"),
     [
         (["python3", "train.py"], "the line: there is no `vllm serve` in it"),
+        (["llm.yaml"], "-- llm.yaml: there is no such file"),
+        (["deploy/llm.yaml"], "-- deploy/llm.yaml: there is no such file"),
         (["vllm serve 'Qwen/Qwen3-8B"], "the line: No closing quotation in"),
         (["999999999"], "-- 999999999: no command line of such a process can be read"),
         (

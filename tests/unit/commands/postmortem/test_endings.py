@@ -41,6 +41,20 @@ def test_an_idle_end_is_less_sure_where_nobody_looked_for_longer_than_15_seconds
     assert f"look the same from outside. ({sureness})" in " ".join(out.split())
 
 
+def test_a_crash_that_no_sample_preceded_names_the_gap(run: Run, tmp_path: Path) -> None:
+    scene = scenes.scene(scenes.crash, 1)
+    last = max(sample["t"] for sample in scene.samples if sample["engines"])
+    gone = next(each for each in scene.samples if each["t"] > last and not each["engines"])
+    scene.samples[:] = [*(each for each in scene.samples if each["t"] <= last), {**gone, "t": last + 40.0}]
+    scene.header = {"t": last + 40.0, "what": "ended", "reason": "gone"}
+
+    _, out, _ = run(write(tmp_path, scene))
+
+    text = " ".join(out.split())
+    assert "whether GPU memory ran out is not known. (possible)" in text
+    assert "no sample in the 40 s before the exit: what was free at the exit is not known" in text
+
+
 @pytest.mark.parametrize(
     ("since", "said"),
     [(0.0, "the engine crashed with"), (-3600.0, "Exited while idle: a stop, a kill and a crash look the same")],

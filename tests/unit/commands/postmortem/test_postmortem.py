@@ -216,6 +216,12 @@ def test_places_without_an_incident_are_refused(run: Run, tmp_path: Path, monkey
     assert "No such file" in found[2][2]
 
 
+def test_a_log_without_a_record_is_left_to_advise(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HEADROOM_STATE_DIR", raising=False)
+
+    assert "; vllm-headroom advise reads a log without a record" in run("--log", tmp_path / "vllm.log")[2]
+
+
 def test_a_gpu_that_could_not_be_read_any_more_is_what_a_crash_was_of(run: Run, tmp_path: Path) -> None:
     scene = scenes.scene(scenes.crash, 1)
     assert scene.header is not None
