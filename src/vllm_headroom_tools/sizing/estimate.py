@@ -207,8 +207,8 @@ def estimate_other_overhead(question: Question, assumptions: StartAssumptions) -
 
 
 REPACKED_METHODS: Final = ("awq", "auto_awq", "gptq", "auto_gptq", "compressed-tensors")
-"""Beginnings of the methods whose weights of four bits are repacked for their kernels, a matrix at a
-time (layers/quantization, `process_weights_after_loading`)."""
+"""Beginnings of the methods whose weights of four bits are repacked for their kernels, matrix by
+matrix (layers/quantization, `process_weights_after_loading`)."""
 
 UNUSED_LAYERS: Final = 2
 """The most layers whose old weights leave gaps in torch's memory: 1.6 (the stand-in card, 0.32,
