@@ -70,7 +70,7 @@ class KindTable:
         bucket = int(peak.step.at_seconds // BUCKET_SECONDS)
         bucket_peak = self.recent.get(bucket)
         if bucket_peak is None:
-            # Built anew, because the probe's thread may read it at the same time.
+            # A new dictionary, because the probe's thread may read it at the same time.
             self.recent = {
                 number: highest
                 for number, highest in self.recent.items()

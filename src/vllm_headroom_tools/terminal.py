@@ -144,7 +144,7 @@ def wrap_text(head: str, body: str, *, indent: int | None = None) -> list[str]:
 
 def wrap_headed(head: str, body: str) -> list[str]:
     """Return the lines of a text behind a word in the left column of a report."""
-    return wrap_text(f"   {head:<{HEAD_WIDTH - 3}}", body)
+    return wrap_text(f"   {head:<{HEAD_WIDTH - 4}} ", body)
 
 
 def join_paragraphs(paragraphs: Iterable[Iterable[str]]) -> Iterator[str]:

@@ -255,3 +255,9 @@ def test_a_share_beside_others_that_is_enough_is_said_to_be() -> None:
 
     assert "--gpu-memory-utilization 0.76 (now 0.95)" in process.stdout
     assert "by plan it starts with that" in " ".join(process.stdout.split())
+
+
+def test_what_is_missing_is_set_apart_from_its_heading(tmp_path: Path) -> None:
+    (tmp_path / "engine.log").write_text(begin("0.32.0") + LOADING + PROFILING)
+
+    assert "   missing the end: the engine still starts" in run_command("advise", str(tmp_path / "engine.log")).stdout
