@@ -41,6 +41,7 @@ def read_start() -> tuple[float, float]:
 
 
 def _read_boot_time() -> int:
+    """Return when the machine started, in seconds since the epoch; raise OSError or ValueError."""
     with open("/proc/stat", "rb") as file:  # noqa: PTH123
         for line in file:
             if line.startswith(b"btime "):

@@ -116,6 +116,7 @@ def _read_text(folder: str, name: str) -> str:
 
 
 def _parse_number(text: str) -> int | None:
+    """Return a whole number, 0 or more; None for any other text."""
     return int(text) if text.strip().isdecimal() else None
 
 

@@ -159,7 +159,8 @@ class Snapshots:
     ) -> TakenSnapshot | None:
         """Write the snapshot that was taken, or one that a command requests; return which.
 
-        `name` and `rank` are of this process, for the name of the file.
+        `name` and `rank` are of this process, for the name of the file. None where there is none to
+        write.
         """
         self.begin(owner)
         snapshot = self._taken_oom or self._take_requested(probe_folder, owner)

@@ -38,6 +38,7 @@ def exit_on_signals(status: int | None) -> None:
     """
 
     def exit_now(number: int, _frame: object) -> None:
+        """End the process at once, with `status` or as the signal would have."""
         if status is not None:
             os._exit(status)
         signal.signal(number, signal.SIG_DFL)

@@ -60,6 +60,7 @@ def _add_options(parser: Parser) -> None:
 
 
 def _run(arguments: Namespace) -> int:
+    """Print a command's help or man page; return 0."""
     name = arguments.name or DEFAULT_COMMAND
     if arguments.man:
         text = "\n".join(render_man(name))

@@ -401,6 +401,7 @@ class LeakReplay:
         return snapshot
 
     def _note_status(self, snapshot: Snapshot) -> None:
+        """Note an exit or a hang, and the highest share of the cache that idle engines held."""
         status = snapshot.engine_status
         if status is None:
             return
@@ -520,6 +521,7 @@ def build_moment(
 
 
 def _drop_infinite(value: float | None) -> float | None:
+    """Return the value; None where it is not known or infinite."""
     return value if value is not None and isfinite(value) else None
 
 

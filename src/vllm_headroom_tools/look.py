@@ -79,7 +79,7 @@ async def locate_engines(
 
 
 async def fetch_once(reader: PageReader) -> str | Failure:
-    """Return the text of one page, or why it could not be fetched; close the reader."""
+    """Return the text of one page, or a Failure that says why not; close the reader."""
     try:
         return await reader.fetch()
     finally:
@@ -87,7 +87,7 @@ async def fetch_once(reader: PageReader) -> str | Failure:
 
 
 async def fetch_engines(reader: PageReader, profile: str | None = None) -> EnginePage | Failure:
-    """Return the engines on one page, or why it could not be fetched; close the reader.
+    """Return the engines on one page, or a Failure that says why not; close the reader.
 
     Without a `profile` the page itself shows which kind of engine wrote it.
     """
@@ -115,6 +115,7 @@ async def read_machine(
     )
 
     async def read_processes() -> ProcessReadings | Failure:
+        """Return the engine's processes, which its page helps to find; else a Failure."""
         return await process_reader.read(PROC_SECONDS, await page)
 
     try:

@@ -68,6 +68,7 @@ def bounded(read: Callable[[str], Number], low: float, high: float) -> Callable[
     """Return a function that reads a number, and raises ValueError outside `low` to `high`."""
 
     def read_bounded(text: str) -> Number:
+        """Return the number; raise ValueError outside of the bounds."""
         number = read(text)
         if not low <= number <= high:
             raise ValueError
@@ -155,9 +156,10 @@ def tokens(high: int = MAX_WHOLE_NUMBER) -> Value[int]:
 
 
 def choice(names: Sequence[str]) -> Value[str]:
-    """Return the kind of a name out of several."""
+    """Return the kind of a value that has to be one of these names."""
 
     def read(text: str) -> str:
+        """Return the name; raise ValueError where it is none of them."""
         if text not in names:
             raise ValueError
         return text

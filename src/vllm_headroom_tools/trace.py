@@ -107,7 +107,10 @@ def read_trace(trace: str) -> Iterator[Snapshot]:
 
 
 def read_snapshots(lines: Iterable[bytes], trace: str) -> Iterator[Snapshot]:
-    """Yield the snapshots of the lines of a trace; note a large step back of its clock."""
+    """Yield the snapshots of the lines of a trace; note a large step back of its clock.
+
+    Raises BadInput where the lines are no trace.
+    """
     name = STDIN if trace == "-" else trace
     yield from _note_clock_steps(parse_trace(lines, name), name)
 
@@ -459,6 +462,7 @@ def _parse_inside(entry: Mapping[str, Any]) -> Inside | None:
 
 
 def _parse_parts(entry: Mapping[str, Any]) -> tuple[tuple[MemoryPart, int], ...]:
+    """Return the parts of the engine's memory that an entry has, in bytes."""
     parts = []
     for part in MemoryPart:
         size_bytes = read_size(entry, part)

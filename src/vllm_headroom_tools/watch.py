@@ -67,6 +67,7 @@ def describe_verdict(verdict: dict[str, Any]) -> str:
 
 
 def _add_options(parser: Parser) -> None:
+    """Declare the options of `watch`."""
     parser.add_argument(
         "url",
         metavar="URL",
@@ -90,7 +91,10 @@ def _add_options(parser: Parser) -> None:
 
 
 async def _run(arguments: Namespace) -> Report | int:
-    """Return a report with --json or --exit-code; else show verdicts until a signal, then 0."""
+    """Return a report with --json or --exit-code; else show verdicts until a signal, then 0.
+
+    Raises BadOptions for two addresses, BadInput where the sidecar does not answer.
+    """
     if arguments.url and arguments.headroom_url:
         raise BadOptions("URL and --headroom-url cannot both be given")
     sidecar = arguments.url or arguments.headroom_url or httpx.URL(find_local_sidecar())

@@ -306,6 +306,7 @@ class Daemon:
             return respond_snapshot(self._build_view())
 
         def explain_closed_gate() -> str | None:
+            """Return why the gate is closed; None where it is open."""
             if watch.latest is None or self._heartbeat.find_stall():
                 return None  # without a recent sample the gate stays open
             return watch.latest.gate.reason

@@ -55,7 +55,7 @@ class EngineLogFollower:
         self._worker = Worker[LogReading]("engine log")
 
     async def read(self, timeout_seconds: float) -> LogReading | Failure:
-        """Return what the log says so far, or why it cannot be read."""
+        """Return what the log says so far, or why it cannot be read, as a Failure."""
         # While a batch is still being read, no other is fetched: it would be lost.
         if self._worker.is_busy:
             return SLOW

@@ -123,6 +123,7 @@ class EngineWatch:
         return loops
 
     def _read_snapshot(self) -> Snapshot | None:
+        """Return the newest sample's snapshot; None before the first sample."""
         return None if self.latest is None else self.latest.snapshot
 
     async def _save_states(self, keeper: StateKeeper) -> None:

@@ -453,6 +453,7 @@ def list_snapshots(snapshot: Snapshot) -> list[dict[str, Any]]:
 
 
 def _describe_snapshot(pid: int, snapshot: AllocatorSnapshot) -> dict[str, Any]:
+    """Return what an incident's header has of one allocator snapshot of the probe."""
     largest = [
         {
             "file": holding.file,

@@ -84,7 +84,7 @@ class SharedGpus:
         self._reading = asyncio.create_task(self._read_guarded(timeout_seconds))
 
     async def read(self, timeout_seconds: float) -> GpuReadings | Failure:
-        """Return this tick's reading."""
+        """Return this tick's reading; a Failure where no GPU could be read."""
         reading = self._reading
         if reading is None:
             return await self._read_guarded(timeout_seconds)
@@ -295,7 +295,10 @@ class NodeWatch:
         self._published: Published | None = None
 
     async def tick(self) -> GpuReadings | Failure:
-        """Follow the engines, begin a sample of each, and read the GPUs; return these."""
+        """Follow the engines, begin a sample of each, and read the GPUs; return these.
+
+        The reading is a Failure where no GPU could be read; the engines are sampled all the same.
+        """
         await self._following_guard.run(self._follow_engines)
         began_seconds = self._clock.monotonic()
         self._gpus.begin(self._gpu_timeout_seconds)

@@ -160,6 +160,7 @@ class NodeDaemon:
             return respond_node_snapshot(self._build_view(), request)
 
         def build_metrics(read_published: Callable[[], Published | None]) -> MetricsPage:
+            """Return the page of metrics, of what `read_published` returns at each scrape."""
             return MetricsPage(
                 HeadroomCollector(
                     read_published,

@@ -171,6 +171,7 @@ class Sampler:
 
     async def _parse_page(self, text: str) -> EnginePage | Failure:
         # Handing it to the thread costs more than parsing it here.
+        """Return the engines on a page; a Failure where it takes too long or cannot be parsed."""
         if len(text) <= SMALL_PAGE:
             return self._parse(text)
         try:

@@ -32,14 +32,14 @@ class EngineSource(Closable, Protocol):
     """The source of the engine's page."""
 
     async def fetch(self) -> str | Failure:
-        """Return the page's text, or why it could not be read; never raise."""
+        """Return the page's text, or why it could not be read, as a Failure; never raise."""
 
 
 class GpuSource(Closable, Protocol):
     """The source of GPU readings."""
 
     async def read(self, timeout_seconds: float) -> GpuReadings | Failure:
-        """Return one reading of every device, or why none could be read; never raise."""
+        """Return one reading of every device, or a Failure that says why not; never raise."""
 
     async def sample_used(self, timeout_seconds: float) -> Mapping[str, int]:
         """Return the used bytes of each readable GPU by UUID, and add them to its peak."""

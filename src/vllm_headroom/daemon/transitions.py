@@ -160,6 +160,7 @@ class Transitions:
                 self._report_source(source, failures.get(source))
 
     def _report_source(self, source: Source, failure: Failure | None) -> None:
+        """Log that a source fails or answers again, once for each change of its state."""
         reason = None if failure is None else failure.reason
         if not self._note_change(str(source), reason):
             return

@@ -93,7 +93,10 @@ def describe_place(failure: LogFailure) -> str:
 
 
 def describe_time(time: LogTime) -> str | None:
-    """Return the time of a line: in UTC where the runtime wrote it, else by the engine's clock."""
+    """Return the time of a line: in UTC where the runtime wrote it, else by the engine's clock.
+
+    None where the line has no time.
+    """
     if time.seconds is not None:
         return format_instant(time.seconds)
     return time.clock

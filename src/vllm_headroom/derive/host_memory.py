@@ -211,6 +211,7 @@ def _choose_memory(
 
 
 def _measure_cgroup(cgroup: Cgroup, basis: HostBasis, limit_bytes: int | None) -> HostMemory:
+    """Return the memory of a cgroup that the kernel cannot reclaim, and its limit."""
     return HostMemory(
         basis=basis,
         used_bytes=max(0, cgroup.used_bytes - cgroup.cache_bytes),
@@ -220,6 +221,7 @@ def _measure_cgroup(cgroup: Cgroup, basis: HostBasis, limit_bytes: int | None) -
 
 
 def _measure_machine(machine: MachineMemory) -> HostMemory:
+    """Return the memory of the machine that is not available to a new process."""
     return HostMemory(
         basis=HostBasis.MACHINE,
         used_bytes=max(0, machine.total_bytes - machine.available_bytes),

@@ -44,7 +44,8 @@ def add_inside(
 ) -> tuple[Gpu, ...] | Failure:
     """Return the GPUs with the reports of the engine's running processes by the probe.
 
-    Unchanged where the GPUs or the probe's files could not be read.
+    Unchanged where the GPUs or the probe's files could not be read. A Failure of the GPUs is
+    returned as it is.
     """
     if isinstance(gpus, Failure) or not isinstance(probe, ProbeReadings):
         return gpus

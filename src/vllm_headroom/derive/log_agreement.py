@@ -33,6 +33,7 @@ def find_disagreements(snapshot: Snapshot) -> tuple[str, ...]:
 
 
 def _compare_with_probe(start: EngineStart, snapshot: Snapshot) -> Iterator[str]:
+    """Yield a sentence for each size in which the log and the probe's files differ."""
     if not isinstance(snapshot.probe, ProbeReadings):
         return
     parts = [process.parts for process in snapshot.probe.present if process.parts is not None]

@@ -202,6 +202,7 @@ def find_worker(gpu: Gpu, snapshot: Snapshot) -> ProbedProcess | None:
 def _derive_gpu(
     gpu: Gpu, process: ProbedProcess, peaks: PeakReadings, snapshot: Snapshot
 ) -> list[Sample]:
+    """Return the samples of one GPU: its peaks, its room for them, and the sizes that fit."""
     labels = label_gpu(gpu)
     room_bytes = find_peak_room(gpu, peaks)
     samples = []

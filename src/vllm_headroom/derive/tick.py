@@ -250,7 +250,7 @@ class Evaluation:
     def _attribute_gpus(
         self, gpus: GpuReadings | Failure, processes: ProcessReadings | Failure
     ) -> tuple[Gpu, ...] | Failure:
-        """Return the GPUs with what the engine holds of each."""
+        """Return the GPUs with what the engine holds of each; a Failure if none could be read."""
         if isinstance(gpus, Failure):
             return gpus
         self._attribution, attributed = self._border(

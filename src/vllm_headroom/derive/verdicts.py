@@ -592,7 +592,8 @@ def _find_excess(
 ) -> Trouble | None:
     """Return the trouble of an engine over its budget that leaves little for a burst.
 
-    The share alone is no trouble: contexts, NCCL and graphs are outside of the budget.
+    The share alone is no trouble: contexts, NCCL and graphs are outside of the budget. None where
+    the engine does not serve, keeps its budget, or leaves enough.
     """
     if status is None or status.state is not EngineState.SERVING:
         return None
@@ -715,6 +716,7 @@ def _measure_gpu_growth(
 def _measure_host_growth(
     role: str, snapshot: Snapshot, values: Values, *, is_leaking: bool
 ) -> GrowingMemory:
+    """Return the growth of the host memory of the engine's processes of one role."""
     return GrowingMemory(
         subject="host memory",
         name=f"Host memory of {role}",

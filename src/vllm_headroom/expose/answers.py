@@ -58,6 +58,7 @@ def build_application(
     """
 
     def find_start_reason() -> str | None:
+        """Return why the daemon is not ready yet; None where it is."""
         return None if has_sample() else "no sample published yet"
 
     handlers: dict[str, Handler] = {
@@ -70,6 +71,7 @@ def build_application(
     }
 
     def answer(request: Request) -> Response:
+        """Return the answer to a request: 405 to a wrong method, 404 to an unknown path."""
         if request.method not in {"GET", "HEAD"}:
             return respond_text(405, "only GET and HEAD", ("Allow", "GET, HEAD"))
         if request.path not in handlers:

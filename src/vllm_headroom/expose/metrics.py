@@ -70,6 +70,7 @@ class HeadroomCollector(Collector):
 
 
 def _build_family(metric: Metric, samples: list[Sample]) -> Family:
+    """Return the samples of one metric as a family of Prometheus's client library."""
     kind = CounterMetricFamily if metric.kind is MetricType.COUNTER else GaugeMetricFamily
     family = kind(metric.name, metric.help, labels=metric.labels)
     # By the labels of each sample: of several engines a family has series with more labels.

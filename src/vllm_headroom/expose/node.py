@@ -141,6 +141,7 @@ def build_node_document(view: NodeView) -> dict[str, Any]:
 
 
 def _describe_name(name: EngineName) -> dict[str, str | None]:
+    """Return an engine's name as the snapshot's JSON has it; null where a part is not known."""
     return {
         "namespace": name.namespace,
         "pod": name.pod,

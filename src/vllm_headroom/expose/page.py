@@ -384,6 +384,7 @@ def _render_figures(view: View, snapshot: Snapshot, query: str) -> Iterator[str]
 
 
 def _render_incident(incident: LastIncident, pod: EnginePod | None) -> str:
+    """Return the section on the last incident, with the command that explains it."""
     time = render_time(incident.seconds)
     kind = escape_text(incident.kind)
     command = _render_command(incident.command)

@@ -86,6 +86,7 @@ def _build_problems(snapshot: Snapshot) -> list[dict[str, Any]]:
 
 
 def _build_incident(incident: LastIncident | None) -> dict[str, Any] | None:
+    """Return the last incident for the JSON; None without one."""
     if incident is None:
         return None
     return {

@@ -205,6 +205,7 @@ def render_table(table: Table) -> str:
 
 
 def _render_row(row: tuple[Cell, ...], column_titles: list[str]) -> str:
+    """Return a row of a table, whose first cell is its heading."""
     heading, *cells = row
     # On narrow screens the style hides the table's head and writes `data-t` before each cell.
     rendered_cells = "".join(

@@ -200,7 +200,10 @@ class EngineStart(Struct, frozen=True, kw_only=True):
 
     @property
     def root_failure(self) -> LogFailure | None:
-        """The failure that ended the start: the earliest that is no consequence of another."""
+        """The failure that ended the start: the earliest that is no consequence of another.
+
+        None where the log has no failure.
+        """
         if not self.failures:
             return None
         return min(self.failures, key=_rank_failure)

@@ -64,7 +64,10 @@ def read_within(
 
 
 def _read_object(name: str, entry: object, accepts: str, read: Callable[..., T], *index: int) -> T:
-    """Return what `read` returns for an object; prefix the field of its error with `name`."""
+    """Return what `read` returns for an object; raise WrongFieldError where it is none.
+
+    An error of `read` names its field with `name` before it.
+    """
     if type(entry) is not dict:
         raise WrongFieldError(name, entry, accepts)
     try:
@@ -79,7 +82,7 @@ def refuse_number(name: str) -> NoReturn:
 
 
 def read_number(entry: Mapping[str, Any], field: str) -> float | None:
-    """Return a count or a ratio: a number from 0 to LARGEST."""
+    """Return a number from 0 to LARGEST; None if absent; else raise WrongFieldError."""
     value = entry.get(field)
     if value is None:
         return None
@@ -90,13 +93,13 @@ def read_number(entry: Mapping[str, Any], field: str) -> float | None:
 
 
 def read_size(entry: Mapping[str, Any], field: str) -> int | None:
-    """Return bytes or another whole number, rounded down."""
+    """Return bytes or another whole number, rounded down; None if absent; raise as read_number."""
     value = read_number(entry, field)
     return None if value is None else int(value)
 
 
 def read_text(entry: Mapping[str, Any], field: str) -> str | None:
-    """Return a text without control characters."""
+    """Return a text without control characters; None if absent; else raise WrongFieldError."""
     value = entry.get(field)
     if value is None:
         return None
@@ -106,7 +109,7 @@ def read_text(entry: Mapping[str, Any], field: str) -> str | None:
 
 
 def read_truth(entry: Mapping[str, Any], field: str) -> bool | None:
-    """Return true or false."""
+    """Return true or false; None if absent; else raise WrongFieldError."""
     value = entry.get(field)
     if value is None or type(value) is bool:
         return value

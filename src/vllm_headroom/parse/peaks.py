@@ -48,7 +48,10 @@ def read_step_at_error(entry: dict[str, Any]) -> StepAtError | None:
 
 
 def _read_works(entry: dict[str, Any]) -> tuple[WorkPeaks, ...]:
-    """Return the kinds of work that the process has done."""
+    """Return the kinds of work that the process has done.
+
+    Raises WrongFieldError for a wrong field.
+    """
     works = []
     for work in Work:
         peaks = fields.read_within(entry, work, lambda table, work=work: _read_work(table, work))
@@ -58,6 +61,7 @@ def _read_works(entry: dict[str, Any]) -> tuple[WorkPeaks, ...]:
 
 
 def _read_work(entry: dict[str, Any], work: Work) -> WorkPeaks:
+    """Return the peaks of one kind of work; raise WrongFieldError for a wrong field."""
     sizes = entry.get("sizes")
     if sizes is None:
         sizes = []
@@ -72,6 +76,7 @@ def _read_work(entry: dict[str, Any], work: Work) -> WorkPeaks:
 
 
 def _read_size_peak(index: int, figures: object) -> SizePeak:
+    """Return one size's peak; raise WrongFieldError where the entry has not its three figures."""
     name = f"sizes[{index}]"
     if type(figures) is not list or len(figures) != SIZE_FIGURES:
         raise fields.WrongFieldError(name, figures, "a size, its bytes and its steps")
@@ -89,7 +94,7 @@ def _read_peak(entry: dict[str, Any]) -> WorkPeak:
 
 
 def _read_step(entry: dict[str, Any]) -> StepFacts:
-    """Return the facts of a step; the probe leaves out what is 0."""
+    """Return the facts of a step; 0 where the probe leaves one out. Raise WrongFieldError."""
     at_seconds = fields.read_number(entry, "t")
     if at_seconds is None:
         raise fields.WrongFieldError("t", None, "a number, 0 or more")

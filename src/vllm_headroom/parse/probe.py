@@ -113,6 +113,7 @@ def _read_label(entry: Mapping[str, Any], field: str) -> str | None:
 
 
 def _read_device(entry: dict[str, Any], _index: int) -> AllocatorReading:
+    """Return one device of the allocator; raise WrongFieldError where it has no UUID."""
     uuid = _read_label(entry, "uuid")
     if uuid is None:
         raise fields.WrongFieldError("uuid", None, "the UUID of a device")
@@ -194,6 +195,7 @@ def _read_shm(entry: dict[str, Any]) -> Shm | None:
 
 
 def _read_oom(entry: dict[str, Any]) -> OomRecord:
+    """Return one OutOfMemoryError; raise WrongFieldError for a wrong field."""
     return OomRecord(
         at_seconds=_read_needed(entry, "t"),
         seen=fields.read_size(entry, "seen"),
@@ -212,6 +214,7 @@ def _read_history(entry: dict[str, Any]) -> AllocatorHistory:
 
 
 def _read_snapshot(entry: dict[str, Any]) -> AllocatorSnapshot:
+    """Return the probe's report on a snapshot that it wrote; raise WrongFieldError."""
     return AllocatorSnapshot(
         at_seconds=_read_needed(entry, "t"),
         file=_read_label(entry, "file") or "",
@@ -224,6 +227,7 @@ def _read_snapshot(entry: dict[str, Any]) -> AllocatorSnapshot:
 
 
 def _read_line(entry: dict[str, Any], _index: int) -> LineHolding:
+    """Return what one line of code holds; raise WrongFieldError for a wrong field."""
     return LineHolding(
         file=_read_label(entry, "file"),
         line=fields.read_size(entry, "line"),

@@ -94,6 +94,7 @@ def _list_findings(
 
 
 def _render_text(assessment: Assessment) -> list[str]:
+    """Return the report's lines: the source, each advice by its number, and the notes."""
     lines = [_format_source(assessment.facts)]
     for number, advice in enumerate(assessment.advice, start=1):
         lines.append("")
@@ -107,6 +108,7 @@ def _render_text(assessment: Assessment) -> list[str]:
 
 
 def _render_log_text(assessment: LogAssessment) -> list[str]:
+    """Return the lines of a report on a log: advice, else what its parts were."""
     lines = [format_source(assessment)]
     for number, advice in enumerate(assessment.advice, start=1):
         lines.append("")
@@ -245,6 +247,7 @@ def _build_change_data(change: Change) -> dict[str, Any]:
 
 
 def _add_options(parser: Parser) -> None:
+    """Declare the options of `advise`."""
     parser.add_argument(
         "trace",
         metavar="FILE",
@@ -283,6 +286,7 @@ def _add_options(parser: Parser) -> None:
 
 
 def _read_version(text: str) -> Version:
+    """Return the release that a text names; raise ValueError for any other text."""
     version = parse_version(text)
     if version is None:
         raise ValueError
@@ -290,7 +294,10 @@ def _read_version(text: str) -> Version:
 
 
 def _run(options: Namespace) -> Report | Coroutine[Any, Any, Report]:
-    """Return the report, or where a page has to be fetched a coroutine that returns the report."""
+    """Return the report, or where a page has to be fetched a coroutine that returns the report.
+
+    Raises BadOptions where two sources are named.
+    """
     sources = (options.trace, options.trace_option, options.headroom_url)
     # A positional FILE and --trace are the same.
     given_sources = [source for source in sources if source is not None]

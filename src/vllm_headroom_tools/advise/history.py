@@ -383,7 +383,10 @@ class GpuHistory:
 
 
 def _widen_extent(extent: Extent | None, others_bytes: float | None) -> Extent | None:
-    """Return the extent with a further value; unchanged where that value is unknown."""
+    """Return the extent with a further value; unchanged where that value is unknown.
+
+    None where no value was known yet.
+    """
     if others_bytes is None:
         return extent
     if extent is None:

@@ -206,7 +206,7 @@ def _read_gpu(page: Values, gpu: tuple[str, str], running: float | None) -> GpuF
 
 
 def _read_excess(page: Values, gpu: tuple[str, str], total_bytes: float) -> BudgetExcess | None:
-    """Return by how much the engine is over its budget, where that is the page's situation."""
+    """Return the engine's excess over its budget; None unless that is the page's situation."""
     if not page.value(catalog.SITUATION, Situation.OVER_BUDGET):
         return None
     # The bases that the operator can change by an option.
@@ -264,6 +264,7 @@ def _read_engine(page: Values, model_name: str, engine: str) -> EngineFacts:
     """Return the facts of an engine; a full cache counts only if it is full now."""
 
     def read(metric: Metric) -> float | None:
+        """Return a figure of this engine on the page; None where the page has none."""
         return page.value(metric, model_name, engine)
 
     kv_used_ratio = read(catalog.ENGINE_KV_USED)

@@ -172,6 +172,7 @@ def _find_conflicts(options: Namespace, bounds: Mapping[str, float]) -> Iterator
 
 
 def _add_options(parser: Parser) -> None:
+    """Declare the options of `check`: traces, limits, and the files of its report."""
     traces = parser.add_argument_group("traces")
     traces.add_argument("--trace", metavar="FILE", type=TRACE, help="what is judged; - for stdin")
     traces.add_argument(

@@ -115,6 +115,7 @@ def judge_costs(
 
 
 def _format_cost(cost: Cost | None) -> str | None:
+    """Return what a running request cost, for the report; None where it was not measured."""
     if cost is None:
         return None
     return f"{format_size(cost.bytes_per_request)} at {cost.running:.3g} running"

@@ -111,6 +111,7 @@ def _format_row(row: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def _describe_trace(name: str, record: TraceRecord) -> str:
+    """Return the line on one trace: how long it is, and the requests it has."""
     finished = record.finished_requests.total
     requests = "requests unknown"
     if finished is not None:

@@ -77,7 +77,10 @@ def judge_starts(
 
 
 def find_figure(start: EngineStart, fields: Sequence[str]) -> float | None:
-    """Return the largest of the ranks' figures; of several fields the first that is known."""
+    """Return the largest of the ranks' figures; of several fields the first that is known.
+
+    None where none is.
+    """
     for field in fields:
         figure = start.find_largest(field)
         if figure is not None:

@@ -80,6 +80,7 @@ class Fleet(app.Daemon):
         page_request = Request(method="GET", path="/metrics", headers={})
 
         def answer(request: Request) -> Response:
+            """Return a page of the whole fleet; other pages are those of the first engine."""
             if request.method not in {"GET", "HEAD"}:
                 return first_handler(request)
             if request.path == "/":

@@ -425,6 +425,7 @@ def check_probe(files: tuple[ProbedProcess, ...] | Failure | None, survey: Surve
 
 
 def _describe_present(processes: Collection[ProbedProcess]) -> str:
+    """Return in which processes the probe answers, and of which vLLM."""
     roles = fixes.count_roles(process.role for process in processes)
     versions = sorted({process.vllm_version for process in processes if process.vllm_version})
     text = f"it answers in {roles}"

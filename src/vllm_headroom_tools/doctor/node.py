@@ -77,6 +77,7 @@ def _sees_all(settings: ModelSettings, proc: Path) -> bool:
 
 
 async def _fetch(settings: ModelSettings, engine: LocatedEngine) -> EnginePage | Failure:
+    """Return the engines on one page; a Failure where it does not answer in time."""
     timeout_seconds = min(
         settings.engine_timeout_seconds, settings.sample_interval_seconds, LOOK_SECONDS
     )

@@ -225,6 +225,7 @@ def read_order(options: Namespace) -> LoadOrder:
 
 async def _run(options: Namespace) -> Report:
     # imported here, since --help need not wait for the sampler
+    """Put the load on the server, and return the report."""
     from vllm_headroom.daemon import logs  # noqa: PLC0415
     from vllm_headroom_tools.load.compose import run_load  # noqa: PLC0415
 

@@ -168,6 +168,7 @@ def _build_body_maker(order: LoadOrder, model: str, prompts: Sequence[str]) -> C
     make_prompt = build_prompt_maker(order.shared_ratio, random)
 
     def make_body() -> bytes:
+        """Return the body of the next request, drawn from the order's distributions."""
         if prompts:
             prompt = random.choice(prompts)
         else:

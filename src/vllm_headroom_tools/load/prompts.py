@@ -103,6 +103,7 @@ def build_prompt_maker(shared_ratio: float, random: Random) -> Callable[[int], s
 
     def make_prompt(word_count: int) -> str:
         # In words: one is about a token.
+        """Return a prompt of so many words, of which a share is the same in every prompt."""
         shared_count = round(shared_ratio * word_count)
         rings = word_count // RING_WORDS + 1
         shared_words = (shared_ring * rings)[:shared_count]

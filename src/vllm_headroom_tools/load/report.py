@@ -263,6 +263,7 @@ def _divide(count: float | None, divisor: float | None) -> float | None:
 
 
 def _describe_engine(observation: LoadObservation) -> dict[str, float | None]:
+    """Return the engine's highest figures under load, for the JSON."""
     return {
         "running_most": _find_highest(observation, catalog.ENGINE_RUNNING),
         "waiting_most": _find_highest(observation, catalog.ENGINE_WAITING),
@@ -272,11 +273,13 @@ def _describe_engine(observation: LoadObservation) -> dict[str, float | None]:
 
 
 def _find_highest(observation: LoadObservation, metric: Metric) -> float | None:
+    """Return the highest value of a metric; None where it was never sampled."""
     summary = observation.find_engine_figure(metric)
     return None if summary is None else summary.highest
 
 
 def _describe_gpus(overall: LoadObservation, detector: LeakReplay) -> list[dict[str, Any]]:
+    """Return the memory of each GPU under load, for the JSON."""
     return [
         {
             "gpu": int(index),

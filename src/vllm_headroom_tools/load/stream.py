@@ -162,6 +162,7 @@ class Stream:
         )
 
     def _read_count(self, name: str) -> int | None:
+        """Return a count of the server's usage; None where it sent none."""
         count = self._usage.get(name)
         return count if isinstance(count, int) else None
 

@@ -100,6 +100,7 @@ async def fetch_model(url: httpx.URL, target: Target) -> ListedModel:
     headers = [*target.headers, ("Accept-Encoding", "identity")]
 
     def fetch() -> tuple[int, bytearray | Reason]:
+        """Return the status and the body of the list of models; a Reason if it is too large."""
         with (
             httpx.Client(
                 verify=target.tls or False, trust_env=False, timeout=FIRST_ANSWER_SECONDS

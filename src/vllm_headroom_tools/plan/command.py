@@ -408,7 +408,10 @@ JSON_VALUE: Final = Value(
 
 
 def _parse_limits(text: str) -> dict[str, Any]:
-    """Return vLLM's limits: JSON, or in its old way image=1,video=0."""
+    """Return vLLM's limits: JSON, or in its old way image=1,video=0.
+
+    Raises ValueError for other text.
+    """
     if text.lstrip().startswith("{"):
         return _parse_json(text)
     return {name: int(count) for name, count in (part.split("=") for part in text.split(","))}
@@ -420,7 +423,10 @@ LIMITS_VALUE: Final = Value(
 
 
 def _parse_utilization(text: str) -> float:
-    """Return a ratio; a percentage counts too, but a number above 1 needs its sign."""
+    """Return a ratio; a percentage counts too, but a number above 1 needs its sign.
+
+    Raises RefusedError for one without, and ValueError for other text.
+    """
     if text.strip().endswith("%"):
         return bounded(parse_share, SMALLEST_FLOAT, 1)(text)
     ratio = parse_number(text)
@@ -521,6 +527,7 @@ def add_options(parser: Parser) -> None:
 
 
 def _add_model_options(group: argparse._ArgumentGroup) -> None:
+    """Declare the options that describe the model."""
     group.add_argument(
         "--model",
         metavar="NAME",
@@ -564,6 +571,7 @@ def _add_model_options(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_engine_options(group: argparse._ArgumentGroup) -> None:
+    """Declare the options that vLLM has under the same name."""
     add = group.add_argument
     add(
         "--gpu-memory-utilization",
@@ -727,7 +735,10 @@ def _add_choice(
 
 
 def _run(options: Namespace) -> Report | Coroutine[Any, Any, Report]:
-    """Return the report, or where a sidecar has to be asked a coroutine that returns it."""
+    """Return the report, or where a sidecar has to be asked a coroutine that returns it.
+
+    Raises BadOptions where a trace and a sidecar are named.
+    """
     if options.trace is not None and options.headroom_url is not None:
         raise BadOptions("takes --trace or --headroom-url, and not both")
     if options.headroom_url is not None:
@@ -759,7 +770,10 @@ def _build_logged_question(options: Namespace, traffic: Traffic | None = None) -
 
 
 async def _size_live(options: Namespace) -> Report:
-    """Return the report on the sizes for the traffic that a sidecar has seen in a day."""
+    """Return the report on the sizes for the traffic that a sidecar has seen in a day.
+
+    Raises BadInput where the sidecar does not answer.
+    """
     # Only this needs an HTTP client.
     from vllm_headroom.daemon.sources import close_all  # noqa: PLC0415
     from vllm_headroom.scrape.http.reader import PageReader  # noqa: PLC0415

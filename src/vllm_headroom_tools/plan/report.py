@@ -135,6 +135,7 @@ def _join_settings(change: Saving) -> str:
 def _render_text(
     estimate: MemoryEstimate, changes: Sequence[Saving], parts: Sequence[PlannedPart]
 ) -> Iterator[str]:
+    """Yield the report's lines: model, memory, KV cache, tables, the answer and the parts."""
     yield from join_paragraphs(
         (
             _format_heading(estimate),
@@ -148,6 +149,7 @@ def _render_text(
 
 
 def _format_heading(estimate: MemoryEstimate) -> Iterator[str]:
+    """Yield the lines on the model, the card and the engine's options."""
     question = estimate.question
     shape = question.shape
     model = [f"{shape.layers} layers"]

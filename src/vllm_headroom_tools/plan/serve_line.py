@@ -61,7 +61,10 @@ def read_serve_line(words: Sequence[str]) -> list[str]:
 
 
 def _read_words(words: Sequence[str]) -> list[str]:
-    """Return the options in a line, or in what a single word names."""
+    """Return the options in a line, or in what a single word names.
+
+    Raises BadOptions where that has no command line of vLLM.
+    """
     if len(words) != 1:
         return _find_options(words, {}, "the line")
     word = words[0]
@@ -92,7 +95,7 @@ def _insert_config_file(options: list[str]) -> list[str]:
     """Return the options after those of the YAML file that --config names, which they replace.
 
     Its keys are names of options; `true` is an option without a value (vLLM 0.33,
-    utils/argparse_utils.py, `load_config_file`).
+    utils/argparse_utils.py, `load_config_file`). Raises BadOptions where the file cannot be read.
     """
     for index, word in enumerate(options):
         name, equals_sign, value = word.partition("=")
@@ -132,7 +135,10 @@ def _spell_option(key: str, setting: object) -> list[str]:
 
 
 def _read_source(word: str) -> str | None:
-    """Return the text of standard input or of a file; None where the word names neither."""
+    """Return the text of standard input or of a file; None where the word names neither.
+
+    Raises BadOptions where it cannot be read, or is no text.
+    """
     try:
         if word == STANDARD_INPUT:
             return sys.stdin.buffer.read(FILE_LIMIT_BYTES).decode()
@@ -146,7 +152,10 @@ def _read_source(word: str) -> str | None:
 
 
 def _read_text(text: str, name: str) -> list[str]:
-    """Return the options in a manifest or a script."""
+    """Return the options in a manifest or a script.
+
+    Raises BadOptions where it does not run vLLM.
+    """
     containers = list(_list_containers(text))
     for container in containers:
         if _is_serving(container.words):
@@ -210,7 +219,10 @@ def _find_containers(content: object) -> Iterator[Container]:
 
 
 def _read_container(container: Mapping[str, Any]) -> Container:
-    """Return what a container runs, and its variables."""
+    """Return what a container runs, and its variables.
+
+    Raises BadOptions where a command has an open quote.
+    """
     words: list[str] = []
     # In this order they are what the container runs.
     for field in ("image", "entrypoint", "command", "args"):
@@ -261,7 +273,10 @@ def _is_serving(words: Sequence[str]) -> bool:
 
 
 def _find_options(words: Sequence[str], variables: Mapping[str, str], name: str) -> list[str]:
-    """Return the words after the server's name, with the model as the option --model."""
+    """Return the words after the server's name, with the model as the option --model.
+
+    Raises BadOptions where there is no server.
+    """
     script = _find_script(words)
     if script is not None:
         assignments = "".join(f"{key}={shlex.quote(value)}\n" for key, value in variables.items())

@@ -200,6 +200,7 @@ class Trials(Struct, frozen=True, kw_only=True):
 
 
 def _describe_size(estimate: MemoryEstimate, used_tokens: float) -> Size:
+    """Return one size of the table: what it holds, and how much of it the traffic uses."""
     question = estimate.question
     used_ratio = None
     if estimate.blocks:

@@ -278,6 +278,7 @@ def read_document_traffic(document: Document, source: str) -> Traffic:
 
 
 def _read_document(document: Document, source: str) -> Traffic:
+    """Return the traffic in a sidecar's snapshot; raise BadInput where it has none."""
     history = document["history"]
     if "kv_cache_used_ratio" not in history:
         raise BadInput(

@@ -161,6 +161,7 @@ POD_NAMES: Final = 3
 
 
 def _add_options(parser: Parser) -> None:
+    """Declare the options of `postmortem`."""
     parser.add_argument(
         "place",
         metavar="FILE",
@@ -298,6 +299,7 @@ def read_postmortem(
 
 
 def _run(options: Namespace) -> Report:
+    """Return the report; raise BadOptions where neither an argument nor a variable names a file."""
     place = options.place or os.environ.get(STATE_DIR)
     if not place:
         hint = "" if options.log is None else "; vllm-headroom advise reads a log without a record"

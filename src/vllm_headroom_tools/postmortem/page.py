@@ -46,6 +46,7 @@ def build_page(postmortem: Postmortem) -> str:
 
 
 def _build_body(postmortem: Postmortem) -> Iterator[str]:
+    """Yield the page's HTML: the findings, the curves and the sections of the text."""
     yield "<ul class=verdicts>"
     for diagnosis in postmortem.findings:
         yield _render_finding(diagnosis)
@@ -149,6 +150,7 @@ def _draw_shapes(frame: Frame, points: list[Point], end_seconds: float | None) -
 
 
 def _render_figure(title: str, frame: Frame, top: str, shapes: tuple[str, ...]) -> str:
+    """Return one drawing with its title, its highest value and its times."""
     begin = format_instant(frame.begin)
     end = format_instant(frame.end)
     return (

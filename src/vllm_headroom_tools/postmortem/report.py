@@ -310,6 +310,7 @@ def _build_data(postmortem: Postmortem) -> dict[str, Any]:
 
 
 def _build_finding(diagnosis: Diagnosis) -> dict[str, Any]:
+    """Return one finding for the JSON."""
     return {
         "cause": diagnosis.cause,
         "sure": diagnosis.sureness,

@@ -470,6 +470,7 @@ def choose_gpus(
 def _report_missing(
     devices: Sequence[GpuReading], choice: GpuChoice, missing_names: Sequence[str]
 ) -> Obstacle:
+    """Return the obstacle that named GPUs are not visible."""
     source = "CUDA_VISIBLE_DEVICES" if choice.named is None else "--gpus"
     visible = ", ".join(f"{device.index} ({device.uuid})" for device in devices)
     return Obstacle(

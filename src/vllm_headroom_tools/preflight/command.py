@@ -188,6 +188,7 @@ def _find_port(url: str | None) -> int:
 
 
 async def _run(arguments: Namespace) -> Report:
+    """Look at the GPUs, with --wait until vLLM would start, and return the report."""
     logs.configure("logfmt", "error")  # the readers log what the report has in full
     gpu_choice = _read_choice(arguments, os.environ)
     request = _read_request(arguments)
@@ -201,6 +202,7 @@ async def _run(arguments: Namespace) -> Report:
     processes = Processes(engine_port=_find_port(url), proc=PROC, monotonic=time.monotonic)
 
     async def look_and_judge() -> Clearance:
+        """Return the verdict on one look: on a start, or on a wake-up of the engine at `url`."""
         conditions = await look(gpus, processes, proc=PROC, shm=SHM, timeout_seconds=GPU_SECONDS)
         if url is None:
             return judge(conditions, request, gpu_choice, ignored_kinds)

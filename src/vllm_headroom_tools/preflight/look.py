@@ -180,6 +180,7 @@ async def _name_processes(
 
 
 def _read_names(proc: Path, pids: Iterable[int]) -> dict[int, str]:
+    """Return the name of each process that still runs."""
     names = {}
     for pid in pids:
         entry = read_entry(proc, pid)

@@ -212,6 +212,7 @@ def build_report(clearance: Clearance) -> Report:
 
 
 def _render_text(clearance: Clearance, headline: str) -> Iterator[str]:
+    """Yield the report's lines: each GPU, the verdict, and each finding with its fix."""
     for gpu in clearance.gpus:
         yield from _format_gpu(gpu)
     yield headline
@@ -234,6 +235,7 @@ def _render_text(clearance: Clearance, headline: str) -> Iterator[str]:
 
 
 def _format_gpu(gpu: GpuReport) -> Iterator[str]:
+    """Yield the lines on a GPU: its free memory, vLLM's request, and the holders."""
     reading = gpu.reading
     memory = reading.memory
     name = f"GPU {reading.index} ({reading.uuid or 'UUID not known'}) {reading.name}".rstrip()
@@ -248,6 +250,7 @@ def _format_gpu(gpu: GpuReport) -> Iterator[str]:
 
 
 def _build_data(clearance: Clearance) -> dict[str, Any]:
+    """Return the report for the JSON."""
     readings = clearance.conditions.readings
     shm = clearance.conditions.shm
     host = clearance.conditions.host
@@ -269,6 +272,7 @@ def _build_data(clearance: Clearance) -> dict[str, Any]:
 
 
 def _build_gpu_data(gpu: GpuReport) -> dict[str, Any]:
+    """Return one GPU for the JSON; null where its memory is not known."""
     memory = gpu.reading.memory
     holders = None
     if gpu.holders is not None:

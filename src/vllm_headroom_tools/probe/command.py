@@ -39,6 +39,7 @@ RECORD_DURATION: Final = Value(
 
 
 def _add_options(parser: Parser) -> None:
+    """Declare the options of `probe`."""
     parser.add_argument(
         "action",
         metavar="ACTION",
@@ -101,6 +102,7 @@ def _require_probe_dir(arguments: Namespace, purpose: str) -> Path:
 
 
 def _report_installed(folder: Path, names: tuple[str, ...]) -> Report:
+    """Return the report on an installation, with what vLLM's environment needs."""
     environment = (
         "HEADROOM_PROBE_DIR=FOLDER  # in memory, writable by vLLM and by the sidecar, which has the"
         " same setting"

@@ -234,6 +234,7 @@ async def _read_mappings(process: ProbedProcess) -> dict[str, int] | None:
     """
 
     def read() -> dict[str, int] | None:
+        """Return the process's memory by its mapping; None once another process has the PID."""
         entry = read_entry(PROC, process.pid)
         if entry is None:
             return None

@@ -69,6 +69,7 @@ def name_process(process: Mapping[str, Any]) -> str:
 
 
 def _format_process(process: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the lines on one process: the stacks that hold most, or why it has none."""
     name = name_process(process)
     problem = process["problem"]
     if problem == NO_ANSWER:

@@ -103,6 +103,7 @@ def _describe_answer(process: ProbedProcess, snapshot: AllocatorSnapshot | None)
 
 
 def _describe_line(holding: LineHolding) -> dict[str, Any]:
+    """Return what one line of code holds, for the JSON."""
     return {
         "file": holding.file,
         "line": holding.line,
@@ -155,6 +156,7 @@ def report_read(path: Path, snapshot: ReadSnapshot) -> Report:
 
 
 def _render_taken(snapshots: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield the lines on each snapshot that was written, or why it was not."""
     for snapshot in snapshots:
         name = name_process(snapshot)
         if snapshot["problem"] is not None:

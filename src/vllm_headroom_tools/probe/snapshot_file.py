@@ -59,6 +59,7 @@ def _build_counted(load: Callable[[Any], None]) -> Callable[[Any], None]:
     """Return an operation that raises ValueError where it is one too many."""
 
     def count_and_load(unpickler: Any) -> None:  # noqa: ANN401 - a PlainUnpickler
+        """Do one operation of the pickle; raise ValueError after MAX_OPERATIONS."""
         unpickler.n_operations += 1
         if unpickler.n_operations > MAX_OPERATIONS:
             raise ValueError("too many operations")
@@ -163,7 +164,10 @@ def _summarise(snapshot: Any) -> ReadSnapshot:  # noqa: ANN401 - anything that a
 
 
 def _list_allocation_times(traces: Iterable[Any]) -> dict[int | None, float]:
-    """Return when each address was last allocated, in seconds since the epoch."""
+    """Return when each address was last allocated, in seconds since the epoch.
+
+    Raises ValueError for too many events, or an impossible time.
+    """
     times_seconds: dict[int | None, float] = {}
     n_read = 0
     for trace in traces:
@@ -195,7 +199,10 @@ def _check_size(n_bytes: Any) -> int:  # noqa: ANN401 - anything that a pickle h
 
 
 def _find_place(frames: Any) -> Place:  # noqa: ANN401 - anything that a pickle holds
-    """Return the innermost line outside torch, else the innermost."""
+    """Return the innermost line outside torch, else the innermost.
+
+    (None, None) without a frame. Raises ValueError for a line that is no number.
+    """
     if not frames:
         return None, None
     own_frames = (frame for frame in frames if not TORCH_CODE.search(frame["filename"]))

@@ -288,6 +288,7 @@ MATCHER: Final = Value(read=_parse_matcher, accepts='label="value", with =, !=, 
 
 
 def _add_options(parser: Parser) -> None:
+    """Declare the options of `replay`."""
     parser.add_argument(
         "trace", metavar="TRACE", nargs="?", type=TRACE, help="the trace, - for standard input"
     )
@@ -368,6 +369,7 @@ def build_report(replay: LeakReplay, curves: Curves, *, fails: bool = False) -> 
 
 
 def _run(options: Namespace) -> Report:
+    """Run the detector over the past and return the report; raise BadOptions without one source."""
     if (options.trace is None) == (options.from_prometheus is None):
         raise BadOptions("needs a TRACE or --from-prometheus, and not both")
     if options.openmetrics is None:

@@ -149,7 +149,10 @@ class SeriesSpool:
         self._file: IO[bytes] | None = None
 
     def add(self, seconds: float, samples: Iterable[Sample]) -> None:
-        """Add a point to the series of each sample."""
+        """Add a point to the series of each sample.
+
+        Raises BadInput where the temporary file cannot be written.
+        """
         for metric, labels, value in samples:
             family = self._families[metric.name]
             series = family.get(labels)
@@ -164,7 +167,10 @@ class SeriesSpool:
             self._flush()
 
     def _flush(self) -> None:
-        """Move the points in memory to the file."""
+        """Move the points in memory to the file.
+
+        Raises BadInput where the file cannot be written.
+        """
         try:
             if self._file is None:
                 self._file = TemporaryFile()  # noqa: SIM115 - it is open for as long as the spool
@@ -186,7 +192,10 @@ class SeriesSpool:
         self._buffered_points = 0
 
     def write_lines(self) -> Iterator[str]:
-        """Yield the lines of the text: family by family, each series in one piece."""
+        """Yield the lines of the text: family by family, each series in one piece.
+
+        Raises BadInput where the temporary file cannot be read.
+        """
         for metric in (UP, *catalog.METRICS):
             family = self._families[metric.name]
             if not family:
@@ -208,7 +217,10 @@ class SeriesSpool:
             self._file.close()
 
     def _list_points(self, series: _Series) -> Iterator[array[float]]:
-        """Yield the points of a series, piece by piece and the oldest first."""
+        """Yield the points of a series, piece by piece and the oldest first.
+
+        Raises BadInput where the file cannot be read.
+        """
         for offset_bytes, size_bytes in series.chunks:
             assert self._file is not None, "only a flush adds chunks"  # noqa: S101
             try:

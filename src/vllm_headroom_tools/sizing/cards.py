@@ -76,6 +76,7 @@ GB10_MIB: Final = 122_572
 
 
 def _list_cards() -> tuple[Card, ...]:
+    """Return the cards that `plan` knows by name."""
     cards = [
         Card(
             name=name,

@@ -185,6 +185,7 @@ LLAMA_4_TILES: Final = 16 + 1
 
 
 def _read_llama_4_item(_config: Config, encoder: Config) -> LargestItem:
+    """Return the largest image of Llama 4: as many tiles as it takes at most."""
     ratio = encoder.get("pixel_shuffle_ratio")
     patches_per_token = 4
     if isinstance(ratio, float) and 0 < ratio <= 1:

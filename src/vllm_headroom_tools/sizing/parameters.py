@@ -390,7 +390,10 @@ def _has_mlp(config: Config, kind: str) -> bool:
 
 
 def _list_dense_mlp(config: Config, name: str, hidden_size: int, layer: int) -> Iterator[Matrix]:
-    """Return the matrices of the MLP of a layer without experts."""
+    """Return the matrices of the MLP of a layer without experts.
+
+    Raises ValueError for a layer of Nemotron-NAS with another MLP than usual.
+    """
     # Llama 4 and MiniMax M3 have a separate width for layers without experts.
     width = read_integer(config, "intermediate_size_mlp", "dense_intermediate_size")
     blocks = config.get("block_configs")
@@ -407,7 +410,10 @@ NAS_WIDTH_STEP: Final = 256
 
 
 def _read_nas_width(block: Config, hidden_size: int) -> int:
-    """Return the MLP width of a layer of Nemotron-NAS; 0 without an MLP."""
+    """Return the MLP width of a layer of Nemotron-NAS; 0 without an MLP.
+
+    Raises ValueError for a layer that is not counted.
+    """
     mlp = read_mapping(block, "ffn")
     factor = mlp.get("ffn_mult")
     if mlp.get("no_op"):
@@ -518,7 +524,7 @@ def read_widest_mlp(config: Config) -> WidestMlp | None:
 
 
 def _read_dense_layers(config: Config, index: int, _kind: str) -> bool | None:
-    """Return False for a layer in the list of layers without experts (Qwen)."""
+    """Return False for a layer in the list of those without experts (Qwen), else None."""
     dense_layers = config.get("mlp_only_layers")
     if isinstance(dense_layers, list) and index in dense_layers:
         return False
@@ -526,7 +532,10 @@ def _read_dense_layers(config: Config, index: int, _kind: str) -> bool | None:
 
 
 def _read_layer_kind(config: Config, _index: int, kind: str) -> bool | None:
-    """Return whether a layer's kind is experts (Nemotron-H: its experts are layers themselves)."""
+    """Return whether a layer's kind is experts (Nemotron-H: its experts are layers themselves).
+
+    None in other models.
+    """
     if config.get("model_type") == "nemotron_h":
         return kind == "moe"
     return None
@@ -535,7 +544,7 @@ def _read_layer_kind(config: Config, _index: int, kind: str) -> bool | None:
 def _read_listed_mlp(config: Config, index: int, _kind: str) -> bool | None:
     """Return whether a layer has experts by the list of all layers' MLPs (Laguna, MiMo-V2).
 
-    The list has names, or 0 and 1.
+    The list has names, or 0 and 1. None without a list.
     """
     mlp_kinds = config.get("mlp_layer_types") or config.get("moe_layer_freq")
     if isinstance(mlp_kinds, list) and index < len(mlp_kinds):
@@ -544,7 +553,10 @@ def _read_listed_mlp(config: Config, index: int, _kind: str) -> bool | None:
 
 
 def _read_expert_period(config: Config, index: int, _kind: str) -> bool | None:
-    """Return whether a layer is that one of every `period` layers that has experts (Jamba)."""
+    """Return whether a layer is that one of every `period` layers that has experts (Jamba).
+
+    None without a period.
+    """
     period = read_integer(config, "expert_layer_period")
     if period is None:
         return None

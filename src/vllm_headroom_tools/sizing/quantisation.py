@@ -275,6 +275,7 @@ def match_matrix_bytes(config: Config) -> Callable[[str], float | None] | None:
         return None
 
     def read_matrix_bytes(name: str) -> float | None:
+        """Return the bytes per weight of a matrix; None where the format is not known."""
         part = _find_part(name)
         if part is not None and part in bytes_by_part:
             return bytes_by_part[part]

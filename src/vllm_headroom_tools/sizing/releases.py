@@ -95,6 +95,7 @@ VERSION_PATTERN: Final = re.compile(r"v?0\.(\d{1,3})(?:\.\S*)?", re.ASCII)
 
 
 def _build_release(minor: int) -> Release:
+    """Return what sets a release of vLLM apart, by the releases that changed it."""
     return Release(
         version=f"0.{minor}",
         utilization=0.92 if minor >= UTILIZATION_SINCE else 0.9,

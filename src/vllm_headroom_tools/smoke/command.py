@@ -54,22 +54,22 @@ class EngineServer:
         return str(hide_secrets(self._page.join(path)))
 
     async def text(self, path: str, seconds: float) -> str | Failure:
-        """Return the text that is served at `path` within this time."""
+        """Return the text that is served at `path` within this time; else a Failure."""
         return await self._read(path, seconds, PageReader.fetch)
 
     async def page(self) -> EnginePage | Failure:
-        """Return the engines on the page of metrics."""
+        """Return the engines on the page of metrics; a Failure where it does not answer."""
         text = await self.text("", self._settings.engine_timeout_seconds)
         return text if isinstance(text, Failure) else parse_engines(text)
 
     async def post(self, path: str, body: Mapping[str, object], seconds: float) -> Reply | Failure:
-        """Return the answer to a POST of `body` as JSON, whatever its status."""
+        """Return the answer to a POST of JSON, whatever its status; a Failure without an answer."""
         return await self._read(path, seconds, lambda reader: reader.send("POST", "", body))
 
     async def _read(
         self, path: str, seconds: float, read: Callable[[PageReader], Awaitable[T | Failure]]
     ) -> T | Failure:
-        """Return what `read` reads of a path within this time.
+        """Return what `read` reads of a path within this time; a Failure where it cannot.
 
         The message of a timeout is replaced: the daemon's has advice on another time limit.
         """
@@ -490,6 +490,7 @@ STEP_STATES: Final = {
 
 
 async def _run(arguments: Namespace) -> Report:
+    """Take the steps on the engine, and return the report."""
     settings: SmokeSettings = arguments.settings
     logs.configure(settings.log_format, "error")  # the readers log what the steps report
     if settings.engines is not None:
@@ -547,7 +548,8 @@ async def take_steps(
 ) -> dict[str, SmokeStep]:
     """Take the steps one after another and return them by name.
 
-    If vLLM does not become healthy, the others are skipped.
+    If vLLM does not become healthy, the others are skipped. Raises BadInput where the settings are
+    wrong, as with a refused token.
     """
     health = await wait_until_healthy(server, settings.deadline, say)
     if health.verdict is Conclusion.NOT_GOOD:

@@ -259,7 +259,7 @@ def refine_reason(end: Ending) -> ExitReason | None:
     """Return the reason of an exit, refined by what preceded it.
 
     A shutdown and an engine that never kept its budget show in the whole ending only. Any other end
-    keeps its reason.
+    keeps its reason. None where the ending has none: a hang, which is no exit.
     """
     if end.reason is ExitReason.GONE and is_shutdown(end):
         return ExitReason.STOPPED
@@ -429,6 +429,7 @@ def find_straight_growth(end: Ending) -> GpuAtEnd | None:
 
 
 def _describe_straight_growth(gpu: GpuAtEnd, growth: StraightGrowth) -> str:
+    """Return the sentence on a leak too fast for the detector."""
     rate = f"{format_size(growth.bytes_per_second)} a second"
     duration = format_duration(growth.seconds)
     return (
@@ -650,6 +651,7 @@ def _grade_crash(end: Ending, room_bytes: int | None) -> Sureness:
 
 
 def _describe_crash(end: Ending, room_bytes: int | None) -> str:
+    """Return the sentence on an exit that no cause explains, by the room on its fullest GPU."""
     crash = "A crash"
     crashed = "crashed"
     if not end.has_served:
@@ -723,6 +725,7 @@ def _list_evidence(end: Ending) -> Iterator[str]:
 
 
 def _describe_load(end: Ending) -> str:
+    """Return how many requests ran at the end, as a part of the evidence."""
     if end.running is None:
         return "its load is not known" if end.has_served else "its page had not answered yet"
     if not end.running:
@@ -734,6 +737,7 @@ def _describe_load(end: Ending) -> str:
 
 
 def _describe_full_gpu(gpu: GpuAtEnd, observed_seconds: float) -> Iterator[str]:
+    """Yield the evidence on a GPU: its room, who grew on it, and the leak detector's state."""
     yield _describe_room(gpu)
     if gpu.growth_bytes is not None:
         duration = format_duration(observed_seconds)
@@ -752,6 +756,7 @@ def _describe_full_gpu(gpu: GpuAtEnd, observed_seconds: float) -> Iterator[str]:
 
 
 def _describe_room(gpu: GpuAtEnd) -> str:
+    """Return how much memory was left on a GPU at the end and at first, as evidence."""
     if gpu.last_room_bytes is None:
         return f"the memory left on {gpu.display_name} is not known"
     sentence = f"{format_size(max(0, gpu.last_room_bytes))} were left on {gpu.display_name}"

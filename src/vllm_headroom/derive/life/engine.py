@@ -368,6 +368,7 @@ def _find_room_bytes(snapshot: Snapshot) -> dict[str, int]:
 def _build_stall(
     record: RunRecord, run: EngineRun, snapshot: Snapshot, age_seconds: float | None
 ) -> Ending:
+    """Return the ending of an engine that hangs: its run goes on, so it has no reason."""
     return build_ending(
         record,
         run,
@@ -416,6 +417,7 @@ def _update_served_bytes(
 def _describe_engine(
     memory: EngineMemory, evidence: Evidence, event: Ending | None, symptom: Symptom
 ) -> EngineStatus:
+    """Return what the snapshot shows of the engine's state and its runs."""
     runs = memory.runs
     age_seconds = memory.progress.age_seconds
     run = runs.present

@@ -178,6 +178,7 @@ def _update_engine(
 
 
 def _read_counters(engine: EngineReading) -> WorkCounters:
+    """Return the figures that change from sample to sample while the engine works."""
     return WorkCounters(
         finished_total=engine.finished_total,
         prompt_tokens_total=engine.prompt_tokens_total,

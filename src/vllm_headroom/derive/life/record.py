@@ -276,6 +276,7 @@ def _add_extremes(
 
 
 def _merge_extremes(slot: MemoryExtremes, sample: MemoryExtremes) -> MemoryExtremes:
+    """Return the extremes over an older slot of time and a newer sample."""
     pair = (slot, sample)
     return MemoryExtremes(
         begin_seconds=slot.begin_seconds,
@@ -290,10 +291,12 @@ def _merge_extremes(slot: MemoryExtremes, sample: MemoryExtremes) -> MemoryExtre
 
 
 def _find_least(values: Iterable[int | None]) -> int | None:
+    """Return the least known value; None where none is known."""
     return min((value for value in values if value is not None), default=None)
 
 
 def _find_most(values: Iterable[int | None]) -> int | None:
+    """Return the highest known value; None where none is known."""
     return max((value for value in values if value is not None), default=None)
 
 

@@ -167,7 +167,7 @@ class Evidence(Struct, frozen=True, kw_only=True):
 
     @property
     def started_at_seconds(self) -> float | None:
-        """When the server started, by its page, else by its oldest process."""
+        """When the server started, by its page, else its oldest process; None if neither shows."""
         page_starts = [
             engine.started_at_seconds
             for engine in list_engines(self.page)
@@ -223,7 +223,10 @@ def _read_failure(failure: Failure) -> PageAnswer:
 def _judge_visibility(
     snapshot: Snapshot, runs: EngineRuns, processes: tuple[EngineProcess, ...] | None
 ) -> bool | None:
-    """Return whether the engine's processes are visible: not if its page answers and none shows."""
+    """Return whether the engine's processes are visible: not if its page answers and none shows.
+
+    None while it is not known; what was found earlier in the run stays.
+    """
     if processes:
         return True
     # A page that answers has processes behind it: if none shows, none ever will from here.

@@ -310,7 +310,10 @@ def update_absence(previous: Absence, evidence: Evidence) -> Absence:
 
 
 def find_next_state(state: EngineState, symptom: Symptom) -> EngineState:
-    """Return the state after a sample, by the table."""
+    """Return the state after a sample, by the table, which has a row for every symptom.
+
+    Raises AssertionError where it has none, which a test of the table rules out.
+    """
     for row in TRANSITIONS:
         if row.symptom is symptom and row.state in {None, state}:
             return row.next_state or state

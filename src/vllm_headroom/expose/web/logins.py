@@ -244,6 +244,7 @@ def _check_evenly(password: bytes, password_hash: str, costliest: str) -> bool:
 
 
 def _is_right(password: bytes, password_hash: bytes) -> bool:
+    """Return whether the password fits the hash; False for a hash that is none of bcrypt's."""
     import bcrypt  # noqa: PLC0415 - most daemons have no users
 
     try:

@@ -547,6 +547,7 @@ def _failure(
     *figures: tuple[str, float],
     exceptions: tuple[str, ...] = (),
 ) -> FailurePattern:
+    """Return a pattern of a failure; `<N>` is a number, `since` the first release with it."""
     text = pattern.replace("<N>", NUMBER)
     return FailurePattern(
         kind=kind,
@@ -829,7 +830,10 @@ def list_heads(pattern: str) -> set[str]:
 
 
 def _find_group_end(pattern: str) -> int:
-    """Return the position of the bracket that ends the group at the beginning."""
+    """Return the position of the bracket that ends the group at the beginning.
+
+    Raises ValueError where the group does not end, which is a mistake in the table.
+    """
     depth = 0
     for position, character in enumerate(pattern):
         if pattern[position - 1 : position] == "\\":

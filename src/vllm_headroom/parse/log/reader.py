@@ -123,6 +123,7 @@ class LogReader:
         return tuple(events)
 
     def _read_message(self, message: Message) -> list[LogEvent]:
+        """Return the events of a message; empty before a start and for lines about requests."""
         text = message.text
         if not text or REQUEST.match(text):
             return []
@@ -340,6 +341,7 @@ class _StartBuilder:
         return key
 
     def _add_frame(self, key: str, text: str) -> None:
+        """Add a line of a traceback to its process's frames, if it is of the engine's code."""
         match = FRAME.match(text)
         file = None if match is None else ENGINE_FILE.search(match[1])
         frames = self._frames.get(key)
@@ -356,6 +358,7 @@ class _StartBuilder:
         key: str,
         line_number: int,
     ) -> list[LogEvent]:
+        """Keep the figures, phase and remark of a line that fits a pattern; return its event."""
         figures = _read_figures(pattern.figures, match)
         kind = pattern.kind
         if kind is LogEventKind.LOAD:
@@ -377,6 +380,7 @@ class _StartBuilder:
     def _keep_figures(
         self, pattern: LinePattern, figures: dict[str, float], key: str, line_number: int
     ) -> None:
+        """Keep a line's figures for its process; the newest counts, or the least by `pattern`."""
         process_figures = self._figures.setdefault(key, {})
         lines = self._figure_lines.setdefault(key, {})
         for field, value in figures.items():
@@ -397,6 +401,7 @@ class _StartBuilder:
             self._loads_since_failure = 0
 
     def _add_remark(self, kind: LogRemarkKind, line_number: int) -> None:
+        """Count a remark under the line that had it first."""
         remark = self._remarks.get(kind)
         if remark is None:
             self._remarks[kind] = LogRemark(kind=kind, line_number=line_number, count=1)
@@ -431,6 +436,7 @@ class _StartBuilder:
         *,
         exception: str | None,
     ) -> list[LogEvent]:
+        """Keep a failure with its figures and its place in the engine's code; return its event."""
         kind = LogFailureKind.EXCEPTION
         figures: dict[str, float] = {}
         refusal = None
@@ -494,6 +500,7 @@ class _StartBuilder:
         )
 
     def _build_process(self, key: str) -> ProcessFigures:
+        """Return the figures of one process, each with the number of its line."""
         figures: dict[str, Any] = {}
         for field, value in self._figures[key].items():
             if field in ProcessFigures.__struct_fields__:
@@ -553,7 +560,7 @@ def _read_size(match: re.Match[str] | None) -> int | None:
 def _find_failure(
     text: str, exception: str | None
 ) -> tuple[FailurePattern, re.Match[str]] | tuple[None, None]:
-    """Return the pattern that a message fits, with its match; Nones where none does."""
+    """Return the pattern that a message fits, with its match; (None, None) where none fits."""
     patterns = FAILURES_BY_HEAD.get(text[:HEAD_CHARACTERS], ())
     # The hint is cheap: most lines fail it and are not compared with each pattern.
     if exception is not None or FAILURE_HINT.search(text):

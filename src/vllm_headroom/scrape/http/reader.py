@@ -140,6 +140,7 @@ class RequestConnection:
         head_bytes = 0
 
         def read_bounded(max_bytes: int, timeout: float | None = None) -> bytes:
+            """Read as httpcore does; raise RemoteProtocolError where the head does not end."""
             nonlocal head_bytes
             # Without a bound, a server that never ends its head would fill the memory.
             if not self._has_head and head_bytes >= _MOST_HEAD_BYTES:
@@ -209,7 +210,7 @@ class PageReader:
         self._transport: httpx.HTTPTransport | None = None
 
     async def fetch(self) -> str | Failure:
-        """Return the page, or why it could not be read in `timeout_seconds`; never raise.
+        """Return the page, or a Failure that says why not, in `timeout_seconds`; never raise.
 
         The time includes connecting. Bytes that are not UTF-8 become U+FFFD. When cancelled or
         timed out, the connection is dropped.
@@ -220,7 +221,7 @@ class PageReader:
     async def send(
         self, method: str, path: str, body: Mapping[str, object] | None
     ) -> Reply | Failure:
-        """Send a request and return the answer, whatever its status; otherwise as `fetch`.
+        """Return the answer to a request, whatever its status; a Failure as in `fetch`.
 
         `path` is relative to the URL; "" is the URL itself. `body` is sent as JSON, None sends no
         body.
@@ -251,7 +252,7 @@ class PageReader:
         """Send a request with the current token, and wait for its reply without a time limit.
 
         Raises UnusableCredentials, TimeoutError while an earlier request is stuck, and the errors
-        of httpx.
+        of httpx. The reply is a Failure where the answer breaks a bound.
         """
         transport = await self._open_transport()
         if self._token_file is not None:

@@ -22,4 +22,4 @@ class LogSource(Protocol):
     """A place where the engine's log can be read."""
 
     async def fetch(self, timeout_seconds: float) -> LogBatch | Failure:
-        """Return what was added, or why it cannot be read within a time limit; never raise."""
+        """Return what was added in a time limit, or a Failure that says why not; never raise."""

@@ -69,7 +69,10 @@ class LogFiles:
         self._worker = Worker[LogBatch | Failure]("log files")
 
     async def fetch(self, timeout_seconds: float) -> LogBatch | Failure:
-        """Return what was added, at most MOST_BYTES; empty where nothing was; never raise."""
+        """Return what was added, at most MOST_BYTES, empty where nothing was; else a Failure.
+
+        Never raises.
+        """
         try:
             return await self._worker.call(self._read, timeout_seconds)
         except TimeoutError:

@@ -56,7 +56,7 @@ class Journal:
         return LogBatch(content=answer, is_old=is_first, is_broken=is_first)
 
     async def _call(self, timeout_seconds: float) -> bytes | Failure:
-        """Return journalctl's answer, without the line that a bound cuts off."""
+        """Return journalctl's answer, without the line that a bound cuts off, or a Failure."""
         arguments = [f"--unit={self._unit}", "--output=json", "--all", "--no-pager"]
         if self._cursor is None:
             arguments.append(f"--lines={MOST_LINES}")

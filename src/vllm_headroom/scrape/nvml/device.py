@@ -472,7 +472,10 @@ class NvmlDevice:
         *arguments: object,
         is_essential: bool = False,
     ) -> T | None:
-        """Return a fact about a part, which `call` reads by its handle; see `Session.query`."""
+        """Return a fact about a part, which `call` reads by its handle; see `Session.query`.
+
+        None where the driver does not have the fact.
+        """
         return self._session.query(
             part.uuid, fact, call, part.handle, *arguments, is_essential=is_essential
         )

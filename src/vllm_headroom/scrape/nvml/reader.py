@@ -149,7 +149,7 @@ class Nvml:
     async def _open(self, deadline: float) -> Failure | None:
         """Initialise NVML where that is due; return None where GPUs can be read now.
 
-        Otherwise return why not: the last init failed, too many calls are stuck, or NVML did not
+        Otherwise return a Failure: the last init failed, too many calls are stuck, or NVML did not
         answer before `deadline`, a time of the event loop. Raises an unexpected error of the init.
         """
         now_seconds = self._monotonic()
@@ -180,7 +180,10 @@ class Nvml:
         return failure
 
     async def _read(self, deadline: float) -> GpuReadings | Failure:
-        """Read every GPU of an initialised driver; schedule an init where one is needed."""
+        """Read every GPU of an initialised driver; schedule an init where one is needed.
+
+        A Failure where the driver as a whole fails or hangs.
+        """
         try:
             outcomes = await self._query_devices(
                 NvmlDevice.read, deadline, {_XIDS: self._session.xids.poll}

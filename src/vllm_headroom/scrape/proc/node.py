@@ -138,6 +138,7 @@ class NodeProcesses:
         return (self._monotonic() - last_seconds) / self._rescan_seconds
 
     def _find_engines(self) -> tuple[LocatedEngine, ...]:
+        """Return the engines that /proc shows now, at most MOST_ENGINES; raise OSError."""
         self._read_entries()
         own_pid = proc_files.read_own_pid(self._proc)
         engines: list[LocatedEngine] = []

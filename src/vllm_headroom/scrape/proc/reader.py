@@ -170,7 +170,10 @@ class Processes:
             return build_unavailable(Source.PROCESS, f"{self._proc} cannot be read", error, advice)
 
     def _read(self, page: EnginePage | Failure | None) -> ProcessReadings | Failure:
-        """Return what `read` does, on the thread; raise OSError where /proc cannot be read."""
+        """Return what `read` does, on the thread; raise OSError where /proc cannot be read.
+
+        A Failure where /proc may hide the engine.
+        """
         if self._read_scope is None:
             pids = proc_files.list_pids(self._proc)
             visible_pids = pids

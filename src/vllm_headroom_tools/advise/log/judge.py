@@ -335,6 +335,7 @@ def build_log_data(assessment: LogAssessment) -> dict[str, Any]:
 
 
 def _build_failure(failure: LogFailure) -> dict[str, Any]:
+    """Return a failure of the log as the JSON has it."""
     return {
         "kind": failure.kind,
         "text": describe_failure(failure),

@@ -254,6 +254,7 @@ def find_full_cache(facts: Facts) -> Advice | None:
     Proposes: first to give unused memory to the cache, which costs least. Then, by the cause: more
     GPUs where the cache is too small for any load, shorter requests where they are longer than
     usual, else fewer requests at once.
+    Returns None where it does not apply.
     """
     pressed = find_pressed(facts)
     if pressed is None:
@@ -525,6 +526,7 @@ def find_unused_memory(facts: Facts) -> Advice | None:
     Applies: after LASTING_SECONDS, where UNUSED_RATIO of each GPU was left all the time. Not where
     the cache preempts too, which `find_full_cache` judges.
     Proposes: to give the unused memory to the cache, or to add a replica.
+    Returns None where it does not apply.
     """
     larger_share = take_more(facts)
     room_bytes = facts.least_room_bytes or 0.0
@@ -573,6 +575,7 @@ def find_too_few_requests(facts: Facts) -> Advice | None:
     also take more memory outside of the cache, nor where the cache of another rank preempts.
     Proposes: the limit at which CACHE_FILL_RATIO of the cache is in use, by the tokens that running
     requests held.
+    Returns None where it does not apply.
     """
     room_bytes = facts.least_room_bytes
     if room_bytes is None or room_bytes < AIM_BYTES:
@@ -627,6 +630,7 @@ def _run_more(facts: Facts, engine: EngineFacts, capped: CappedFacts) -> Change 
 
 
 def _list_capped_evidence(capped: CappedFacts) -> tuple[Figure, ...]:
+    """Return the figures that show a limit on running requests."""
     return list_evidence(
         ("waiting_seconds", capped.seconds, "requests waited for {} with room in the KV cache"),
         (
@@ -666,6 +670,7 @@ def find_poor_prefix_cache(facts: Facts) -> Advice | None:
     Applies: below PAYING_RATIO, after PREFIX_SECONDS of PREFIX_TOKENS_PER_SECOND.
     Proposes: prompts with a common beginning, else to turn the prefix cache off, which saves the
     lookups.
+    Returns None where it does not apply.
     """
     for engine in facts.engines:
         judgement = judge_prefix_cache(facts, engine)

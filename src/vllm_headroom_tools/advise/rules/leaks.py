@@ -99,6 +99,7 @@ def find_gpu_leak(facts: Facts) -> Advice | None:
     Applies: where the detector raised an alarm.
     Proposes: a restart before memory runs out, then a fix by the location of the growth. No option
     of vLLM stops a leak. Where it is not known whose memory grows, to find that out comes first.
+    Returns None where it does not apply.
     """
     worst = _pick_worst_leak((gpu.display_name, gpu.leak) for gpu in facts.gpus)
     if worst is None:
@@ -136,6 +137,7 @@ def find_straight_growth(facts: Facts) -> Advice | None:
     Looks at: the exits before which memory grew in a straight line under a level load.
     Applies: where there is one, and the detector raised no alarm.
     Proposes: a fix of the growth. No option of vLLM stops a leak.
+    Returns None where it does not apply.
     """
     gpus = [causes.find_straight_growth(end) for end in facts.ends]
     # The newest exit first: it is the one that the operator asks about.
@@ -169,6 +171,7 @@ def find_host_leak(facts: Facts) -> Advice | None:
     Applies: where the detector raised an alarm.
     Proposes: a restart before the kernel kills the engine, then an upgrade. If a fault of this role
     is known, it is the upgrade to the version that fixes the fault.
+    Returns None where it does not apply.
     """
     worst = _pick_worst_leak((host.process, host.leak) for host in facts.hosts)
     if worst is None:
@@ -295,6 +298,7 @@ def find_kv_block_leak(facts: Facts) -> Advice | None:
     the next.
     Proposes: a restart, then an upgrade, or to run without a KV connector, which may lose blocks in
     failed transfers.
+    Returns None where it does not apply.
     """
     leaking_engines = []
     evidence: list[Figure] = []
@@ -382,6 +386,7 @@ def find_over_budget(facts: Facts) -> Advice | None:
     explains.
     Applies: after OVER_BUDGET_SECONDS with little left, as the sidecar's verdict, or after an exit.
     Proposes: a share for vLLM that is smaller by the excess.
+    Returns None where it does not apply.
     """
     gpus = _list_over_budget(facts)
     if not gpus:
@@ -450,6 +455,7 @@ def find_shortage(facts: Facts, kind: Shortage) -> Advice | None:
     Proposes: a smaller share for vLLM, with which AIM_BYTES would be left at the worst of these
     times. For bursts, changes that make them smaller come before that, in the order of the runbook
     HeadroomGpuMemoryPeak.
+    Returns None where it does not apply.
     """
     explained_uuids = _list_explained(facts, kind)
     spells = [

@@ -50,6 +50,7 @@ def find_failing_starts(facts: Facts) -> Advice | None:
     Applies: from FAILED_STARTS on.
     Proposes: what helps against the first cause that fits: others on the GPU, a full /dev/shm, a
     full GPU, a model that leaves no room for the KV cache, or a cause outside of memory.
+    Returns None where it does not apply.
     """
     starts = facts.failed_starts
     if len(starts) < FAILED_STARTS:
@@ -309,6 +310,7 @@ def find_crash(facts: Facts) -> Advice | None:
     Applies: from FAILED_STARTS on, or where processes of the engine outlived an exit.
     Proposes: to read the logs, which show whether an allocation failed. If none did, no option that
     sizes memory affects it.
+    Returns None where it does not apply.
     """
     crashes = [end for end in find_crashes(facts) if end.fullest_gpu is not None]
     orphan_bytes = max((end.orphan_bytes for end in crashes), default=0)
@@ -398,6 +400,7 @@ def find_host_shortage(facts: Facts) -> Advice | None:
     Applies: after a kill, or with less than HOST_LOW_RATIO of the limit left.
     Proposes: a smaller cache of processed images, then to keep less on the host, then a higher
     limit.
+    Returns None where it does not apply.
     """
     host = facts.host
     if host is None:
@@ -462,6 +465,7 @@ def find_other_tenant(facts: Facts) -> Advice | None:
     HeadroomNeighbourGrowing, "Do nothing when"). A page has no history, so the memory that others
     hold now counts.
     Proposes: to move the others, else a smaller share for vLLM.
+    Returns None where it does not apply.
     """
     gpu = None
     others_memory = None
@@ -550,6 +554,7 @@ def find_leftovers(facts: Facts) -> Advice | None:
     Looks at: such processes on the engine's GPUs at the end of a trace; a page names none.
     Applies: where there is such a process.
     Proposes: to end the process.
+    Returns None where it does not apply.
     """
     figures: list[tuple[str, float | str, str]] = []
     for gpu in facts.gpus:
