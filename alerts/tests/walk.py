@@ -180,6 +180,16 @@ EVENTS: Final[dict[str, Event]] = {
         phases=lambda box: _then(box, _work(box, AFTER, others=max(box.free - 0.2, box.free / 2))),
         boxes=BOXES,
     ),
+    "peaks": Event(
+        text="with the probe: what a step may take falls below the largest peak",
+        phases=lambda box: _then(box, _work(box, AFTER)),
+        boxes=BOXES,
+        more=lambda box: [
+            _since("headroom_engine_peak_bytes", f'{GPU},work="prompt_logprobs"', GIB, GIB),
+            _since("headroom_engine_peak_spread_bytes", f'{GPU},work="prompt_logprobs"', 0.1 * GIB, 0.1 * GIB),
+            _since("headroom_engine_peak_room_bytes", GPU, 2 * GIB, 0.5 * GIB),
+        ],
+    ),
     "outside torch": Event(
         text="with the probe: three quarters of what is free go to others than torch",
         phases=lambda box: _then(box, _work(box, AFTER, outside=box.outside + 0.75 * box.free)),
@@ -446,6 +456,11 @@ STEPS: Final[Sequence[Step]] = (
     Step(alert="HeadroomUnifiedMemoryCached", event="unified", silent="no process waits for memory"),
     Step(alert="HeadroomHostMemoryLow", event="host step", silent="a twentieth of the limit, or 4 GiB, is left"),
     Step(alert="HeadroomGpuMemoryLow", event="step", silent="512 MiB, or half of what was free at first, are left"),
+    Step(
+        alert="HeadroomPeakDoesNotFit",
+        event="peaks",
+        silent="no probe with its option; the peak fits; a kind that was seen too seldom",
+    ),
     Step(alert="HeadroomGpuMemoryPeak", event="peak", silent="256 MiB, or half of what was free at first, are left"),
     Step(alert="HeadroomGpuMemoryTight", event="rise", silent="two thirds of what is free hold the largest rise"),
     Step(

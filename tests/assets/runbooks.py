@@ -15,6 +15,8 @@ VLLM_FLAGS: Final = frozenset(
         "--enforce-eager",
         "--gpu-memory-utilization",
         "--kv-cache-memory-bytes",
+        "--limit-mm-per-prompt",
+        "--max-logprobs",
         "--max-loras",
         "--max-model-len",
         "--max-num-batched-tokens",

@@ -30,11 +30,16 @@ FEWEST_SIZES: Final = 4
 """A line through fewer sizes has no useful interval."""
 
 FEWEST_STEPS: Final = 8
-"""A kind of work with fewer steps of those sizes was seen too seldom."""
+"""A kind of work with fewer steps was seen too seldom."""
 
 SMALLEST_DEVIATION_BYTES: Final = MIB
 """The smallest standard deviation of a peak: torch hands out blocks that are up to 1 MiB larger
 than requested (c10/cuda/CUDACachingAllocator.cpp, should_split)."""
+
+UNUSABLE_CACHED_SHARE: Final = 0.3
+"""The share of torch's unused segments that a larger step cannot use: a tensor takes a part of a
+segment, and the next tensor is larger than the rest. With prompt logprobs it is at most a fifth:
+18 % was measured at an OutOfMemoryError."""
 
 FURTHEST_SIZE_FACTOR: Final = 4
 """A size is predicted up to so many times the largest that was seen, where no setting of vLLM
@@ -96,7 +101,7 @@ def fit_sizes(peaks: tuple[SizePeak, ...]) -> Fit | None:
     lowest_size = max(1.0, LOWEST_SIZE_SHARE * largest_size)
     fitted = [peak for peak in peaks if peak.size >= lowest_size]
     count = len({peak.size for peak in fitted})
-    if count < FEWEST_SIZES or sum(peak.steps for peak in fitted) < FEWEST_STEPS:
+    if count < FEWEST_SIZES or sum(peak.steps for peak in peaks) < FEWEST_STEPS:
         return None
     points = [_weigh(peak) for peak in fitted]
     weight_sum = sum(point.weight for point in points)
@@ -158,12 +163,28 @@ def find_largest_size(fit: Fit, room_bytes: float, limit: int) -> int:
     return fitting_size
 
 
-def find_peak_room(gpu: Gpu, peaks: PeakReadings) -> int | None:
-    """Return the memory that a step may take: free on the GPU, or held unused by torch.
+class PeakRoom(NamedTuple):
+    """The memory that a step may take."""
 
-    Unused memory that shares a segment with memory in use is not counted. None where one of the
-    figures is unknown.
-    """
+    free_bytes: int
+    """Free on the GPU, as far as the engine may take it."""
+
+    cached_bytes: int
+    """Held unused by torch, in segments of which nothing is in use."""
+
+    @property
+    def repeated_bytes(self) -> int:
+        """The room for a step like an earlier one, which finds the segments that it needs."""
+        return self.free_bytes + self.cached_bytes
+
+    @property
+    def larger_bytes(self) -> float:
+        """The room for a step larger than any before, which leaves rests of segments unused."""
+        return self.free_bytes + (1 - UNUSABLE_CACHED_SHARE) * self.cached_bytes
+
+
+def find_peak_room(gpu: Gpu, peaks: PeakReadings) -> PeakRoom | None:
+    """Return the memory that a step may take on a GPU; None where one of the figures is unknown."""
     free_bytes = find_gpu_room(gpu)
     reserved_bytes = peaks.resting_reserved_bytes
     allocated_bytes = peaks.resting_allocated_bytes
@@ -174,7 +195,10 @@ def find_peak_room(gpu: Gpu, peaks: PeakReadings) -> int | None:
     newest_reserved_bytes = None if gpu.inside is None else gpu.inside.reserved_bytes
     if newest_reserved_bytes is not None:
         reserved_bytes = min(reserved_bytes, newest_reserved_bytes)
-    return max(0, free_bytes) + max(0, reserved_bytes - allocated_bytes - (split_bytes or 0))
+    return PeakRoom(
+        free_bytes=max(0, free_bytes),
+        cached_bytes=max(0, reserved_bytes - allocated_bytes - (split_bytes or 0)),
+    )
 
 
 def derive_peaks(snapshot: Snapshot) -> tuple[Sample, ...]:
@@ -204,15 +228,16 @@ def _derive_gpu(
 ) -> list[Sample]:
     """Return the samples of one GPU: its peaks, its room for them, and the sizes that fit."""
     labels = label_gpu(gpu)
-    room_bytes = find_peak_room(gpu, peaks)
+    room = find_peak_room(gpu, peaks)
+    room_bytes = None if room is None else room.repeated_bytes
     samples = []
     if room_bytes is not None:
         samples.append(Sample(catalog.ENGINE_PEAK_ROOM, labels, float(room_bytes)))
     for work in peaks.works:
         samples += _derive_work(work, (*labels, str(work.work)), room_bytes)
-    if room_bytes is not None:
+    if room is not None:
         cache_tokens = _find_free_cache_tokens(snapshot, process.data_parallel_rank)
-        safe_sizes = find_safe_sizes(peaks, room_bytes, cache_tokens)
+        safe_sizes = find_safe_sizes(peaks, room.larger_bytes, cache_tokens)
         for metric, work in SAFE_METRICS:
             if work in safe_sizes:
                 samples.append(Sample(metric, labels, float(safe_sizes[work])))

@@ -77,6 +77,14 @@ def test_what_torch_gave_back_since_is_not_counted_twice() -> None:
     assert values(samples, catalog.ENGINE_PEAK_ROOM) == {A_GPU: 3.0 * GIB}
 
 
+def test_a_larger_request_cannot_use_all_that_torch_holds() -> None:
+    def tokens(**room: int) -> float:
+        samples = derived(work(Work.PROMPT_LOGPROBS), **room)
+        return values(samples, catalog.ENGINE_SAFE_PROMPT_LOGPROBS_TOKENS)[A_GPU]
+
+    assert tokens(free=0, unused=GIB) == pytest.approx(tokens(free=int(0.7 * GIB)), abs=1)
+
+
 def test_a_kind_without_a_recent_step_has_no_peak() -> None:
     assert values(derived(work(Work.PREFILL)), catalog.ENGINE_PEAK) == {}
 
