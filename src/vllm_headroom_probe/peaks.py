@@ -152,9 +152,10 @@ class Peaks:
         self._unmeasured_steps = 0
         """The steps since the last measured one, which they repeat."""
         self._hook_seconds = 0.0
-        """The time of the hook itself, over all steps."""
+        """The CPU time of the hook itself, over all steps. The clock's time would be that of the
+        machine's other work."""
         self._step_seconds = 0.0
-        """The time of the steps in the runner's methods."""
+        """The CPU time of the runner's methods in the same thread."""
 
     def attach(self, worker: object) -> None:
         """Measure the worker's steps from now on.
@@ -199,17 +200,17 @@ class Peaks:
         """
 
         def measure(*arguments: Any, **options: Any) -> Any:  # noqa: ANN401
-            start_seconds = time.perf_counter()
+            start_seconds = time.thread_time()
             with contextlib.suppress(Exception):
                 self._guard(lambda: begin(*arguments, **options))
-            begun_seconds = time.perf_counter()
+            begun_seconds = time.thread_time()
             result = call(*arguments, **options)
-            end_seconds = time.perf_counter()
+            end_seconds = time.thread_time()
             with contextlib.suppress(Exception):
                 self._guard(end)
                 self._step_seconds += end_seconds - begun_seconds
                 self._hook_seconds += begun_seconds - start_seconds
-                self._hook_seconds += time.perf_counter() - end_seconds
+                self._hook_seconds += time.thread_time() - end_seconds
             return result
 
         return measure

@@ -7,7 +7,7 @@ from msgspec import Struct
 
 from vllm_headroom.model import ANY_LOG_COMMAND, BudgetExcess, Device, Ending, HostMemory, Leftover
 from vllm_headroom.units import GIB, MIB
-from vllm_headroom.vocabulary import LeakState
+from vllm_headroom.vocabulary import LeakState, Work
 from vllm_headroom_tools.advise.settings import EngineArgs
 from vllm_headroom_tools.full_cache import ThrashFacts
 from vllm_headroom_tools.history import LeakVerdict, Moment
@@ -158,6 +158,21 @@ def measure_others(used_bytes: float, engine_bytes: float | None) -> float | Non
     return float(others_bytes) if others_bytes > UNATTRIBUTED_BYTES else 0.0
 
 
+class PeakFacts(Struct, frozen=True, kw_only=True):
+    """The highest peak of a kind of work in the last minute."""
+
+    work: Work
+    transient_bytes: float
+    # By how much a repeated peak may be higher.
+    spread_bytes: float
+
+    def missing_bytes(self, room_bytes: float | None) -> float:
+        """Return what the peak needs beyond the room; 0 where it fits or the room is unknown."""
+        if room_bytes is None:
+            return 0.0
+        return max(0.0, self.transient_bytes + self.spread_bytes - room_bytes)
+
+
 class GpuFacts(Device, frozen=True, kw_only=True):
     """The facts of one of the engine's GPUs; None where they are unknown."""
 
@@ -177,6 +192,12 @@ class GpuFacts(Device, frozen=True, kw_only=True):
     leftovers: tuple[Leftover, ...] = ()
     # The most requests that ran while LOW_BYTES or more were left.
     roomy_running: float | None = None
+    # What the probe measures of steps, and the largest requests that fit.
+    peaks: tuple[PeakFacts, ...] = ()
+    peak_room_bytes: float | None = None
+    safe_prompt_tokens: float | None = None
+    safe_logprobs_tokens: float | None = None
+    safe_image_pixels: float | None = None
 
 
 class HostFacts(Struct, frozen=True, kw_only=True):

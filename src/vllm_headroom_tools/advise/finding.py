@@ -26,6 +26,7 @@ class Cause(StrEnum):
     CHRONIC = "chronic"
     UNUSED_MEMORY = "unused_memory"
     BURST = "burst"
+    PEAK = "peak"
     KV_CACHE_THRASHING = "kv_cache_thrashing"
     KV_CACHE_BLOW_OUT = "kv_cache_blow_out"
     CONCURRENCY_MISJUDGED = "concurrency_misjudged"

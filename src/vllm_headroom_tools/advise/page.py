@@ -19,7 +19,7 @@ from vllm_headroom.inputs import redact_url
 from vllm_headroom.model import INPUTS, BudgetExcess, Failure, HostMemory, Metric, Sample, Values
 from vllm_headroom.scrape.http.failures import strip_advice
 from vllm_headroom.scrape.http.reader import PageReader
-from vllm_headroom.vocabulary import LeakLocation, LeakState, Situation
+from vllm_headroom.vocabulary import LeakLocation, LeakState, Situation, Work
 from vllm_headroom_tools.advise.facts import (
     PEAK_BYTES,
     EngineFacts,
@@ -30,6 +30,7 @@ from vllm_headroom_tools.advise.facts import (
     HostFacts,
     Leak,
     Origin,
+    PeakFacts,
     PrefixFacts,
     Shortage,
     Spell,
@@ -202,7 +203,25 @@ def _read_gpu(page: Values, gpu: tuple[str, str], running: float | None) -> GpuF
         is_holder_known=engine_bytes is not None or page.value(catalog.GPU_PROCESSES, *gpu) == 1,
         spells=_judge_room(room_bytes, room_at_peak_bytes, running),
         excess=_read_excess(page, gpu, total_bytes),
+        peaks=_read_peaks(page, gpu),
+        peak_room_bytes=page.value(catalog.ENGINE_PEAK_ROOM, *gpu),
+        safe_prompt_tokens=page.value(catalog.ENGINE_SAFE_PROMPT_TOKENS, *gpu),
+        safe_logprobs_tokens=page.value(catalog.ENGINE_SAFE_PROMPT_LOGPROBS_TOKENS, *gpu),
+        safe_image_pixels=page.value(catalog.ENGINE_SAFE_IMAGE_PIXELS, *gpu),
     )
+
+
+def _read_peaks(page: Values, gpu: tuple[str, str]) -> tuple[PeakFacts, ...]:
+    """Return the peaks of the last minute; a kind without a spread was seen too seldom."""
+    peaks = []
+    for work in Work:
+        transient_bytes = page.value(catalog.ENGINE_PEAK, *gpu, work)
+        spread_bytes = page.value(catalog.ENGINE_PEAK_SPREAD, *gpu, work)
+        if transient_bytes is not None and spread_bytes is not None:
+            peaks.append(
+                PeakFacts(work=work, transient_bytes=transient_bytes, spread_bytes=spread_bytes)
+            )
+    return tuple(peaks)
 
 
 def _read_excess(page: Values, gpu: tuple[str, str], total_bytes: float) -> BudgetExcess | None:

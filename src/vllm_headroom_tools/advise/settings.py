@@ -24,6 +24,8 @@ class Flag(StrEnum):
     NO_ENABLE_PREFIX_CACHING = "--no-enable-prefix-caching"
     KV_CACHE_MEMORY_BYTES = "--kv-cache-memory-bytes"
     MM_PROCESSOR_CACHE_GB = "--mm-processor-cache-gb"
+    MAX_LOGPROBS = "--max-logprobs"
+    LIMIT_MM_PER_PROMPT = "--limit-mm-per-prompt"
 
 
 NEWEST_CHECKED: Final[Version] = (0, 33, 0)
@@ -37,6 +39,8 @@ FIRST_VERSIONS: Final[dict[Flag, Version]] = dict.fromkeys(Flag, OLDEST) | {
     Flag.KV_CACHE_MEMORY_BYTES: (0, 10, 2),
     # The option may be older than this.
     Flag.MM_PROCESSOR_CACHE_GB: (0, 11, 0),
+    # The option may be older than this.
+    Flag.LIMIT_MM_PER_PROMPT: (0, 5, 5),
 }
 """The first version that has each option (vllm/engine/arg_utils.py of its wheel)."""
 

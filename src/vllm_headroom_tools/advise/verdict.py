@@ -18,7 +18,7 @@ from vllm_headroom.units import (
 from vllm_headroom.vocabulary import GROWING_STATES, LeakState
 from vllm_headroom_tools.advise.facts import Facts, Leak, Origin, Shortage, list_leaks
 from vllm_headroom_tools.advise.finding import Advice, Change, format_percent, name_engine
-from vllm_headroom_tools.advise.rules import capacity, leaks, starts
+from vllm_headroom_tools.advise.rules import capacity, leaks, peaks, starts
 from vllm_headroom_tools.advise.settings import FIRST_VERSIONS, NEWEST_CHECKED, Flag
 from vllm_headroom_tools.conclusion import Conclusion
 from vllm_headroom_tools.history import LeakVerdict
@@ -42,6 +42,7 @@ WITHOUT_A_LEAK: Final[tuple[Rule, ...]] = (
     starts.find_host_shortage,
     leaks.find_straight_growth,
     leaks.find_over_budget,
+    peaks.find_unsafe_peaks,
     *(partial(leaks.find_shortage, kind=kind) for kind in Shortage),
     capacity.find_full_cache,
     capacity.find_unused_memory,

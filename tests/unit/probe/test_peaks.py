@@ -294,7 +294,7 @@ def test_only_the_last_minute_is_recent_and_the_file_is_bounded(
     peaks: Peaks, runner: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 1_760_000_000.0
-    monkeypatch.setattr(module, "time", SimpleNamespace(time=lambda: now, perf_counter=lambda: 0.0))
+    monkeypatch.setattr(module, "time", SimpleNamespace(time=lambda: now, thread_time=lambda: 0.0))
     for number in range(40):
         name = str(number)
         tokens = int(1.4**number)

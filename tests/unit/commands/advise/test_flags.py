@@ -48,6 +48,8 @@ def test_the_options_are_those_of_vllm() -> None:
         "--no-enable-prefix-caching": (0, 6, 5),
         "--kv-cache-memory-bytes": (0, 10, 2),
         "--mm-processor-cache-gb": (0, 11, 0),
+        "--max-logprobs": (0, 4, 0),
+        "--limit-mm-per-prompt": (0, 5, 5),
     }
 
 

@@ -1,0 +1,129 @@
+"""Advice from the peaks that the probe measures by the kind of work."""
+
+from math import floor
+
+from vllm_headroom.units import format_size
+from vllm_headroom.vocabulary import Work
+from vllm_headroom_tools.advise.facts import Facts, GpuFacts, PeakFacts
+from vllm_headroom_tools.advise.finding import (
+    Advice,
+    Cause,
+    Change,
+    drop_none,
+    list_evidence,
+    lower_option,
+)
+from vllm_headroom_tools.advise.rules.capacity import take_less
+from vllm_headroom_tools.advise.settings import Flag
+
+REMARK = (
+    "The peaks are of single steps, by the probe. Where a leak or a"
+    " neighbour took the room, the advice on that comes first."
+)
+
+
+def find_unsafe_peaks(facts: Facts) -> Advice | None:
+    """Judge the peaks of the last minute and the largest safe requests, where the probe has them.
+
+    Looks at: the peak of each kind of work with its spread, what a step may take, the safe sizes.
+    Applies: where a peak would not fit again, or where prompt logprobs are safe for fewer tokens
+    than a prompt is.
+    Proposes: the limit of that kind of work with the value from the fit, then a smaller share.
+    """
+    for gpu in facts.gpus:
+        unfitting = [peak for peak in gpu.peaks if peak.missing_bytes(gpu.peak_room_bytes) > 0]
+        if unfitting:
+            worst = max(unfitting, key=lambda peak: peak.missing_bytes(gpu.peak_room_bytes))
+            return _build_advice(facts, gpu, worst)
+    for gpu in facts.gpus:
+        if _are_logprobs_limited(gpu):
+            return _build_advice(facts, gpu, None)
+    return None
+
+
+def _are_logprobs_limited(gpu: GpuFacts) -> bool:
+    """Return whether memory, and not the KV cache or the model, limits prompts with logprobs."""
+    if gpu.safe_prompt_tokens is None or gpu.safe_logprobs_tokens is None:
+        return False
+    return gpu.safe_logprobs_tokens < gpu.safe_prompt_tokens
+
+
+def _build_advice(facts: Facts, gpu: GpuFacts, peak: PeakFacts | None) -> Advice:
+    """Return the advice on a peak that does not fit, or on prompt logprobs where `peak` is None."""
+    if peak is None:
+        work = Work.PROMPT_LOGPROBS
+        missing_bytes = None
+        summary = f"A long prompt with prompt logprobs would fill {gpu.display_name}."
+    else:
+        work = peak.work
+        missing_bytes = peak.missing_bytes(gpu.peak_room_bytes)
+        summary = f"A step like the largest of the kind {work} does not fit on {gpu.display_name}."
+    changes = list(_limit_work(facts, gpu, work, peak))
+    if missing_bytes is not None:
+        changes += drop_none(take_less(facts, gpu, missing_bytes))
+    return Advice(
+        cause=Cause.PEAK,
+        summary=summary,
+        evidence=list_evidence(
+            ("peak_bytes", None if peak is None else peak.transient_bytes, f"{work}: up to {{}}"),
+            ("peak_room_bytes", gpu.peak_room_bytes, "{} are free for a step"),
+            ("safe_prompt_tokens", gpu.safe_prompt_tokens, "prompts are safe up to {} tokens"),
+            (
+                "safe_prompt_logprobs_tokens",
+                gpu.safe_logprobs_tokens,
+                "with prompt logprobs up to {} tokens",
+            ),
+        ),
+        changes=tuple(changes),
+        remark=REMARK,
+    )
+
+
+def _limit_work(
+    facts: Facts, gpu: GpuFacts, work: Work, peak: PeakFacts | None
+) -> tuple[Change, ...]:
+    """Return the options that limit a kind of work, with the values from the fit."""
+    if work is Work.PROMPT_LOGPROBS and gpu.safe_logprobs_tokens:
+        return drop_none(
+            lower_option(
+                facts,
+                Flag.MAX_NUM_BATCHED_TOKENS,
+                gpu.safe_logprobs_tokens,
+                "a step computes the logprobs of no more prompt tokens than fit",
+                "long prompts take more steps; a restart",
+            ),
+            Change(
+                flag=Flag.MAX_LOGPROBS,
+                value=0,
+                text="refuses logprobs of alternative tokens",
+                cost="refuses them to everyone; a restart",
+            ),
+        )
+    if work in {Work.PREFILL, Work.ADAPTER} and gpu.safe_prompt_tokens:
+        text = "a step computes no more prompt tokens than fit"
+        cost = "long prompts take more steps; a restart"
+        return drop_none(
+            lower_option(facts, Flag.MAX_NUM_BATCHED_TOKENS, gpu.safe_prompt_tokens, text, cost)
+        )
+    if work is Work.ENCODER:
+        return (_limit_images(gpu),)
+    if work in {Work.DECODE, Work.SAMPLING} and peak is not None and gpu.peak_room_bytes:
+        share = gpu.peak_room_bytes / (peak.transient_bytes + peak.spread_bytes)
+        requests = floor(share * (facts.settings.max_num_seqs or 0))
+        text = f"leaves {format_size(gpu.peak_room_bytes)} enough for a step of all requests"
+        cost = "requests wait in the queue; a restart"
+        return drop_none(lower_option(facts, Flag.MAX_NUM_SEQS, requests, text, cost))
+    return ()
+
+
+def _limit_images(gpu: GpuFacts) -> Change:
+    """Return the limit of the images of a request, with their pixels where those are known."""
+    pixels = "the largest that fits"
+    if gpu.safe_image_pixels:
+        pixels = f"{gpu.safe_image_pixels:,.0f} pixels"
+    return Change(
+        flag=Flag.LIMIT_MM_PER_PROMPT,
+        value=1,
+        text=f"images per request; limit their size to {pixels} by --mm-processor-kwargs",
+        cost="refuses requests with more images; a restart",
+    )
