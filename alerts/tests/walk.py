@@ -184,7 +184,7 @@ EVENTS: Final[dict[str, Event]] = {
         text="with the probe: what a step may take falls below the largest peak",
         phases=lambda box: _then(box, _work(box, AFTER)),
         boxes=BOXES,
-        more=lambda box: [
+        more=lambda _: [
             _since("headroom_engine_peak_bytes", f'{GPU},work="prompt_logprobs"', GIB, GIB),
             _since("headroom_engine_peak_spread_bytes", f'{GPU},work="prompt_logprobs"', 0.1 * GIB, 0.1 * GIB),
             _since("headroom_engine_peak_room_bytes", GPU, 2 * GIB, 0.5 * GIB),
