@@ -99,6 +99,37 @@ def write_down(path: Path, parent: Path, values: dict[str, Any], golden: Golden)
     golden(path, head + "---\n".join(sorted(text.rstrip("\n") + "\n" for text in texts)))
 
 
+def test_the_state_may_outlive_the_pod_and_the_cluster_may_choose_the_user(parent: Path) -> None:
+    values = {"sidecar": {"stateClaim": "vllm-state", "anyUser": True}}
+    manifests = documents(helm.render(parent, {"vllm-headroom": values}))
+    pod = find(manifests, "Deployment")["spec"]["template"]["spec"]
+    (sidecar,) = pod["initContainers"]
+
+    assert {"name": "headroom-state", "persistentVolumeClaim": {"claimName": "vllm-state"}} in pod["volumes"]
+    assert sidecar["securityContext"]["runAsNonRoot"] is True
+    assert not sidecar["securityContext"].keys() & {"runAsUser", "runAsGroup"}
+
+
+def test_helm_test_runs_the_image_of_the_sidecar_as_the_sidecar_runs(parent: Path) -> None:
+    manifests = documents(helm.render(parent, {}))
+    (test,) = documents(helm.render_hooks(parent, {}))
+    assert [fault for version in schemas.versions() for fault in schemas.faults(test, version)] == []
+    (container,) = test["spec"]["containers"]
+    (sidecar,) = find(manifests, "Deployment")["spec"]["template"]["spec"]["initContainers"]
+
+    assert test["metadata"]["annotations"]["helm.sh/hook"] == "test"
+    assert container["image"] == sidecar["image"]
+    assert container["securityContext"] == sidecar["securityContext"]
+
+
+def test_the_charts_have_an_icon_that_is_here() -> None:
+    for chart in CHARTS:
+        icon = yaml.safe_load((chart / "Chart.yaml").read_text())["icon"]
+
+        assert icon.startswith("https://raw.githubusercontent.com/vllm-headroom/vllm-headroom/main/")
+        assert (REPOSITORY / icon.partition("/main/")[2]).is_file()
+
+
 def rules(found: list[Document]) -> dict[str, Any]:
     """Return the alerts by their names."""
     groups = find(found, "PrometheusRule")["spec"]["groups"]

@@ -116,6 +116,12 @@ def render(chart: Path, values: dict[str, Any]) -> str:
     return str(answer["manifest"])
 
 
+def render_hooks(chart: Path, values: dict[str, Any]) -> str:
+    """Return what Helm would create for the hooks of the same release, such as `helm test`."""
+    (answer,) = run(step("install", "headroom", chart, **values))["answers"]
+    return "---\n".join(answer["hooks"])
+
+
 def refusal(chart: Path, values: dict[str, Any]) -> str:
     """Return why Helm does not install a chart with these values."""
     (answer,) = run(step("install", "headroom", chart, **values))["answers"]

@@ -158,7 +158,8 @@ def take(helm: Any, kubeconfig: Path, step: dict[str, Any]) -> dict[str, Any]:
     name = f"sh.helm.release.v1.{step['release']}.v"
     held = [document for document in Kept.objects.values() if document["metadata"]["name"].startswith(name)]
     newest = max(held, key=lambda each: int(each["metadata"]["labels"]["version"]))
-    return {"manifest": release(base64.b64decode(newest["data"]["release"]).decode())["manifest"]}
+    made = release(base64.b64decode(newest["data"]["release"]).decode())
+    return {"manifest": made["manifest"], "hooks": [hook["manifest"] for hook in made.get("hooks", ())]}
 
 
 def main() -> None:

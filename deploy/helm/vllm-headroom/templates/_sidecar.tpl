@@ -12,7 +12,7 @@ Its context is this chart's: (index .Subcharts "vllm-headroom") in the chart tha
   command: [sh, -c, "vllm-headroom probe install /opt/headroom-probe || true"]
   resources:
     {{- toYaml .resources | nindent 4 }}
-  {{- include "vllm-headroom.security" false | nindent 2 }}
+  {{- include "vllm-headroom.security" (dict "anyUser" .anyUser) | nindent 2 }}
   volumeMounts:
   - {name: headroom-probe, mountPath: /opt/headroom-probe}
   - {name: headroom-no-token, mountPath: /var/run/secrets/kubernetes.io/serviceaccount, readOnly: true}
@@ -68,7 +68,7 @@ Its context is this chart's: (index .Subcharts "vllm-headroom") in the chart tha
   {{- $claims := eq .gpu "dra" | ternary (dict "claims" (list (dict "name" "gpu"))) dict }}
   resources:
     {{- toYaml (merge $claims (.resources | default dict)) | nindent 4 }}
-  {{- include "vllm-headroom.security" (eq .gpu "amd") | nindent 2 }}
+  {{- include "vllm-headroom.security" (dict "root" (eq .gpu "amd") "anyUser" .anyUser) | nindent 2 }}
   terminationMessagePolicy: FallbackToLogsOnError
   volumeMounts:
   - {name: headroom-state, mountPath: /var/lib/vllm-headroom}
@@ -84,7 +84,11 @@ Its context is this chart's: (index .Subcharts "vllm-headroom") in the chart tha
 
 {{/* Entries for your pod's volumes. */}}
 {{- define "vllm-headroom.volumes" -}}
+{{- with .Values.sidecar.stateClaim -}}
+- {name: headroom-state, persistentVolumeClaim: {claimName: {{ . | quote }}}}
+{{- else -}}
 - {name: headroom-state, emptyDir: {medium: Memory, sizeLimit: 16Mi}}
+{{- end }}
 - {name: headroom-no-token, emptyDir: {medium: Memory, sizeLimit: 1Mi}}
 {{- if include "vllm-headroom.calls-api" . }}
 - name: headroom-api
@@ -166,14 +170,19 @@ imagePullPolicy: {{ .pullPolicy }}
 {{- end -}}
 {{- end -}}
 
-{{/* Its context is whether the container has to see what other users' processes have open: AMD's driver lists no processes. */}}
+{{/*
+Its context has `root`, whether the container has to see what other users' processes have open (AMD's driver lists no processes),
+and `anyUser`, whether the cluster chooses the user.
+*/}}
 {{- define "vllm-headroom.security" -}}
 securityContext:
-  runAsNonRoot: {{ not . }}
-  runAsUser: {{ ternary 0 65532 . }}
-  runAsGroup: {{ ternary 0 65532 . }}
+  runAsNonRoot: {{ not .root }}
+  {{- if or .root (not .anyUser) }}
+  runAsUser: {{ if .root }}0{{ else }}65532{{ end }}
+  runAsGroup: {{ if .root }}0{{ else }}65532{{ end }}
+  {{- end }}
   allowPrivilegeEscalation: false
   readOnlyRootFilesystem: true
-  capabilities: {drop: [ALL]{{ if . }}, add: [SYS_PTRACE]{{ end }}}
+  capabilities: {drop: [ALL]{{ if .root }}, add: [SYS_PTRACE]{{ end }}}
   seccompProfile: {type: RuntimeDefault}
 {{- end -}}
