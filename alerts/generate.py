@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -62,6 +63,12 @@ PLAIN: Final = re.compile(r"[A-Za-z][A-Za-z0-9_./-]{3,}")
 
 VALUE: Final = re.compile(r"(?m)(?<=[<>=] )([^#<>\n]+?) # ([a-z_]+)$")
 """A threshold with its name, at the end of a line of an expression."""
+
+NUMBER: Final = re.compile(r"[0-9.]+([eE][+-]?[0-9]+)?( *[*/^+-] *[0-9.]+)*")
+"""A number as PromQL takes it, or a product such as 4 * 2^30."""
+
+DURATION: Final = re.compile(r"0|([0-9]+(ms|[smhdwy]))+")
+DURATIONS: Final = ("for", "keep_firing_for")
 
 
 class Parser(argparse.ArgumentParser):
@@ -234,26 +241,53 @@ def with_values(rules: dict[str, Any], values: object) -> str:
     if not isinstance(values, dict) or not all(isinstance(each, dict) for each in values.values()):
         raise ValueError("it is no mapping of alerts to their values")
     alerts = {rule["alert"]: rule for group in rules["groups"] for rule in group["rules"] if "alert" in rule}
-    for name, given in values.items():
-        for key, value in given.items():
-            if name not in alerts or not set_value(alerts[name], key, value):
-                raise ValueError(f"{name} has no {key} that can be {value}")
+    problems = []
+    for name, alert_values in values.items():
+        if name not in alerts:
+            problems.append(f"there is no alert {name}{suggest(str(name), alerts)}")
+            continue
+        for key, value in alert_values.items():
+            problem = set_value(alerts[name], key, value)
+            if problem:
+                problems.append(f"{name}: {problem}")
+    if problems:
+        raise ValueError("; ".join(problems))
     for group in rules["groups"]:
         group["rules"] = [rule for rule in group["rules"] if rule.pop("enabled", True)]
     return yaml.safe_dump(rules, sort_keys=False, width=1_000_000, allow_unicode=True)
 
 
-def set_value(rule: dict[str, Any], key: str, value: object) -> bool:
-    """Set one value of an alert, and return whether it has such a one."""
-    if key == "severity" and value in SEVERITIES:
+def suggest(name: str, names: Iterable[str]) -> str:
+    """Return the end of a sentence with the name that is spelt most like a wrong one; empty where none is."""
+    similar_names = difflib.get_close_matches(name, list(names), n=1)
+    return f", did you mean {similar_names[0]}?" if similar_names else ""
+
+
+def set_value(rule: dict[str, Any], key: str, value: object) -> str | None:
+    """Set one value of an alert; return what is wrong where it has no such value."""
+    thresholds = [threshold[2] for threshold in VALUE.finditer(rule["expr"])]
+    if key == "severity":
+        if value not in SEVERITIES:
+            return f"severity: got {value}, accepts {', '.join(SEVERITIES)}; --severity renames them"
         rule["labels"] = rule["labels"] | {"severity": value}
-    elif key in {"for", "keep_firing_for"} or (key == "enabled" and isinstance(value, bool)):
+    elif key in DURATIONS:
+        if not DURATION.fullmatch(str(value)):
+            return f"{key}: got {value}, accepts a duration such as 20m"
         rule[key] = value
-    elif any(found[2] == key for found in VALUE.finditer(rule["expr"])):
-        rule["expr"] = VALUE.sub(lambda found: f"{value} # {key}" if found[2] == key else found[0], rule["expr"])
+    elif key == "enabled":
+        if not isinstance(value, bool):
+            return f"enabled: got {value}, accepts true or false"
+        rule[key] = value
+    elif key in thresholds:
+        if isinstance(value, bool) or not NUMBER.fullmatch(str(value)):
+            return f"{key}: got {value}, accepts a number such as 90 or 4 * 2^30, without a unit"
+        rule["expr"] = VALUE.sub(
+            lambda threshold: f"{value} # {key}" if threshold[2] == key else threshold[0], rule["expr"]
+        )
     else:
-        return False
-    return True
+        own_keys = ", ".join((*dict.fromkeys(thresholds), *DURATIONS, "severity", "enabled"))
+        return f"has no value {key}: its values are {own_keys}"
+    return None
 
 
 def map_severities(text: str, names: dict[str, str]) -> str:

@@ -213,11 +213,24 @@ def test_values_replace_thresholds_severities_and_durations(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "wrong", ["HeadroomGpuHot: {kelvin: 300}", "HeadroomGpuCold: {celsius: 1}", "HeadroomGpuHot: {severity: red}", "1"]
+    ("wrong", "said"),
+    [
+        (
+            "HeadroomGpuHot: {kelvin: 300}",
+            "HeadroomGpuHot: has no value kelvin: its values are celsius, for, keep_firing_for, severity, enabled",
+        ),
+        ("HeadroomGpuHott: {celsius: 1}", "there is no alert HeadroomGpuHott, did you mean HeadroomGpuHot?"),
+        ("HeadroomGpuHot: {severity: red}", "severity: got red, accepts page, critical, warning, info"),
+        ("HeadroomGpuHot: {for: 5}", "for: got 5, accepts a duration such as 20m"),
+        ("HeadroomGpuHot: {celsius: 90C, enabled: 1}", "celsius: got 90C, accepts a number"),
+        ("HeadroomGpuHot: {celsius: 90C, enabled: 1}", "enabled: got 1, accepts true or false"),
+        ("1", "no mapping of alerts"),
+    ],
 )
-def test_a_value_that_there_is_not_is_refused(wrong: str, tmp_path: Path) -> None:
+def test_a_value_that_there_is_not_is_refused(wrong: str, said: str, tmp_path: Path) -> None:
     values = tmp_path / "values.yaml"
     values.write_text(wrong)
     process = generate("--values", str(values))
 
     assert (process.returncode, process.stdout, process.stderr.count("\n")) == (2, "", 1)
+    assert said in process.stderr
