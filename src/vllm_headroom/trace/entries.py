@@ -74,6 +74,7 @@ def build_gpu_entry(gpu: Gpu) -> dict[str, Any]:
     return drop_unreadable(
         {
             **entry,
+            # Kept in every record: a replay has no readings between two samples.
             "used_peak": gpu.reading.used_peak_bytes,
             "utilization": gpu.reading.utilization_ratio,
             "engine": gpu.engine_bytes,
@@ -153,6 +154,7 @@ def build_record(snapshot: Snapshot) -> dict[str, Any]:
     }
     gpus = snapshot.gpus
     if not isinstance(gpus, Failure):
+        # On a large machine the GPUs of others would fill the record.
         record["gpus"] = [build_gpu_entry(gpu) for gpu in gpus if gpu.attribution is not None]
     page = snapshot.engines
     if isinstance(page, Failure):
@@ -162,6 +164,7 @@ def build_record(snapshot: Snapshot) -> dict[str, Any]:
             record["engines_status"] = page.http_status
     else:
         record["engines"] = [build_engine_entry(engine) for engine in page.engines]
+    # Most samples have none of what follows: a field that is absent costs no byte.
     if snapshot.has_silent_core:
         record["silent_core"] = True
     if snapshot.server is not None:

@@ -126,6 +126,7 @@ def append_to_record(folder: Path, line: bytes) -> None:
     file = folder / FLIGHT
     if file.is_symlink():  # a link in the daemon's folder is an attack
         raise ValueError(NOT_A_TRACE)
+    # Read each time: a volume can be resized while the daemon runs.
     max_bytes = int(find_size_share(folder) * FLIGHT_BYTES)
     try:
         append(file, line, max_bytes)
@@ -145,6 +146,7 @@ def write_incident(folder: Path, seconds: float, facts: dict[str, Any]) -> None:
     # Half of the size for the facts at most, so that they never displace all samples.
     header = _build_header(facts, max_bytes // 2)
     samples_bytes = max(max_bytes // 2, max_bytes - len(header))
+    # A short header leaves its part to the samples.
     samples = _select_samples(_read_lines(folder), seconds, samples_bytes)
     incidents = folder / INCIDENTS
     make_folder(folder)
@@ -192,6 +194,7 @@ def _make_room(incidents: Path, newest: Path) -> None:
             for previous_file, file in pairwise(starts_seconds)
             if file != newest
         ]
+        # In a crash loop this thins out the later exits.
         _, closest_file = min(gaps)
         closest_file.unlink(missing_ok=True)
         del starts_seconds[closest_file]

@@ -65,6 +65,7 @@ class FileWriter:
         It fails by an OSError, a ValueError or a timeout; any other error is raised.
         """
         previous_problem = self._problem
+        # On a thread: a write to a volume that hangs never returns.
         _, self._problem = await self._worker.attempt(operation, self._seconds)
         if self._problem is not None and previous_problem is None:
             log.warning(self._failure_text, file=str(self._file), problem=self._problem)

@@ -275,6 +275,7 @@ def read_postmortem(
         curves.step(snapshot)
     if incident is None and not follower.replay.samples:
         raise BadInput(f"{file}: has no samples")
+    # The samples decide the cause; a log makes it sure or contradicts it.
     ending = follower.ending
     start = None
     if log is not None:
@@ -284,6 +285,7 @@ def read_postmortem(
             ending = replace(ending, log=build_log_ending(start, ending.seconds))
     # The daemon saves an incident only for an end or a stall.
     has_ended = incident is not None or follower.is_page_lost
+    # A plain trace has samples and no facts: its sections stay empty.
     facts = incident or NO_INCIDENT
     return Postmortem(
         file=str(file),
@@ -307,6 +309,7 @@ def _run(options: Namespace) -> Report:
     # A file that is named may be of another pod.
     pod = read_engine_pod() if options.place is None else None
     log = None if options.log is None else read_engine_log(options.log)
+    # The variable is of this pod's engine, so it does not count for a named file.
     reported_bytes = options.reported_bytes
     if reported_bytes is None and options.place is None:
         reported_bytes = read_reported_bytes(os.environ)

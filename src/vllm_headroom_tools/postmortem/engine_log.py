@@ -136,6 +136,7 @@ def list_log_lines(start: EngineStart) -> Iterator[tuple[str, str]]:
         text = describe_event(event)
         if not is_old and text is not None:
             shown_events.append((describe_time(event.time) or f"line {event.line_number:,}", text))
+    # A crash logs hundreds of lines in a second; the last ones are nearest to the end.
     yield from shown_events[-MOST_EVENTS:]
 
 

@@ -126,6 +126,7 @@ def _render_section(title: str, lines: list[Line]) -> list[str]:
     """Return a section as text: its title and its lines; empty where it has no lines."""
     if not lines:
         return []
+    # The texts of a section begin in one column.
     columns = max(len(name) for name, _ in lines)
     section = [title]
     for name, text in lines:
@@ -215,6 +216,7 @@ def list_numbers(end: Ending | None, incident: Incident) -> Iterator[Line]:
         yield gpu.display_name, ", ".join(_list_gpu_figures(gpu))
     for holder in incident.before.holders[-MOST_LISTED_HOLDERS:]:
         yield "held by", f"{holder.uuid} pid {holder.pid} {format_amount(holder.used)}"
+    # An engine of many ranks would fill the page.
     yield from islice(_list_torch_memory(incident), MOST_LISTED_HOLDERS)
     for growth in incident.before.mappings[-MOST_LISTED_HOLDERS:]:
         yield "host growth", _describe_growth(growth)
@@ -299,6 +301,7 @@ def _build_data(postmortem: Postmortem) -> dict[str, Any]:
         "situation": postmortem.situation,
         "also": other_findings,
         "timeline": [{"t": seconds, "text": change} for seconds, change in postmortem.timeline],
+        # Of several figures with one name the last is here; `known` has all of them.
         "numbers": dict(list_numbers(end, incident)),
         "todo": [
             {"text": step, "link": link}

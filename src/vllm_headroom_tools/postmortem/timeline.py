@@ -46,6 +46,7 @@ class Timeline:
             if course.state in LEAK_VERBS and self._leak_states.get(uuid) is not course.state:
                 device = name_device(index, uuid)
                 self._add(now, f"by this record {device} {LEAK_VERBS[course.state]}")
+            # A leak that ends is no entry; one that begins again is another one.
             self._leak_states[uuid] = course.state
         for gpu in snapshot.owned_gpus:
             if gpu.other_bytes is not None:

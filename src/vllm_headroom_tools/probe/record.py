@@ -209,6 +209,7 @@ def _join_record(
 
     Where `answer` is a text, that is the problem, and the figures of the answer are None.
     """
+    # The same keys with and without an answer, so that programs can rely on them.
     recording: Recording = dict.fromkeys(("note", "cost", "host", "gpu"))
     problem = None
     if isinstance(answer, str):
@@ -259,6 +260,7 @@ def _write_request(
     path = folder / REQUEST
     with contextlib.suppress(FileNotFoundError):
         age_seconds = time.time() - path.lstat().st_mtime
+        # An older file is of a command that was killed. abs: the clock may have been set back.
         if abs(age_seconds) < 2 * TOUCH_SECONDS:
             raise BadInput(f"{path} is another recording's, which is running")
     document: dict[str, Any] = {
@@ -292,6 +294,7 @@ async def _collect_answers(
     touched_at_seconds = 0.0
     while len(answers) < len(file_names) and time.time() < deadline_seconds:
         if time.time() - touched_at_seconds >= TOUCH_SECONDS:
+            # vLLM's container can write here too: a link must not lead to another file.
             os.utime(folder / REQUEST, follow_symlinks=False)
             touched_at_seconds = time.time()
         for process, file_name in file_names.items():

@@ -80,6 +80,7 @@ class EngineServer:
             answer = await read(reader)
         finally:
             await close_all(reader)
+        # A hang is what a smoke test looks for, so its message names where to look.
         if not isinstance(answer, Failure) or answer.reason is not Reason.TIMEOUT:
             return answer
         message = (
@@ -122,6 +123,7 @@ async def check_version(server: EngineServer, expected: str) -> SmokeStep:
     version = parse_server_version(text)
     if version is None:
         return _fail(f"{server.address(VERSION)} names no version: check HEADROOM_ENGINE_URL")
+    # Another server's answer may be of any length.
     shown = version[:MAX_QUOTED_CHARACTERS]
     if version != expected:
         return _fail(f"it is {shown}, and {expected} is expected: check the image's tag")
@@ -199,6 +201,7 @@ def _read_completion(answer: Reply | Failure, address: str) -> int | str:
     document = parse_object(answer.text)
     usage = document.get("usage")
     tokens = usage.get("completion_tokens") if isinstance(usage, dict) else None
+    # Another server, or a proxy's error page, may answer 200 too.
     has_tokens = isinstance(tokens, int) and tokens != 0
     choices = document.get("choices")
     has_choices = isinstance(choices, list) and len(choices) > 0
@@ -216,6 +219,7 @@ def _describe_refusal(answer: Reply, address: str) -> str:
     error = find_error(parse_object(answer.text)) or answer.text
     quoted = error.strip()[:MAX_QUOTED_CHARACTERS]
     advice = "look for the cause in the engine's log"
+    # vLLM passes torch's message on to the client.
     if "out of memory" in quoted.lower():
         advice = (
             "lower --gpu-memory-utilization: the memory that ran out lies outside that budget, and"
@@ -250,6 +254,7 @@ async def check_counters(
 
     Fail where the page cannot be read, lacks inputs, or shows no finished request in time.
     """
+    # 0 without a page: then any finished request counts as this one.
     old_finished = _count_finished(old_page)
     now = asyncio.get_running_loop().time
     deadline_seconds = now() + patience_seconds
@@ -322,6 +327,7 @@ async def check_discrepancy(
     """
     if isinstance(page, Failure):
         return _skip(f"the engine's page, which has its budget, cannot be read: {page.message}")
+    # It waits for a coroutine with the page: this one has the page already.
     machine = await read_machine(settings, asyncio.sleep(0, page))
     if isinstance(machine.readings, Failure):
         return _skip(f"the GPUs cannot be read: {machine.readings.message}")
@@ -452,6 +458,7 @@ async def wait_until_healthy(
     now = asyncio.get_running_loop().time
     started_at_seconds = now()
     ends_at_seconds = started_at_seconds + limit_seconds
+    # The first message is due at once.
     repeat_at_seconds = started_at_seconds
     reported_message = ""
     while True:
@@ -558,6 +565,7 @@ async def take_steps(
     steps = {"health": health}
     if settings.expect_version:
         steps["version"] = await check_version(server, settings.expect_version)
+    # Before the completion: its counters are compared with those after it.
     page = await server.page()
     completion = await request_completion(server, settings.completion_deadline)
     # Only a completed request can be looked for in the counters.
