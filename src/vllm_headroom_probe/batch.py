@@ -42,8 +42,7 @@ class Step(NamedTuple):
     drafts: int
     """The drafted tokens that it verifies."""
     is_repeated: bool
-    """Whether it computes the same as the step before: another token of the same requests, or
-    nothing again."""
+    """Whether it computes the same as the step before: another token of the same requests."""
 
 
 class Prompt:
@@ -68,13 +67,36 @@ class Batch:
         step. What these compute is unknown."""
         self._pixels: dict[str, list[int]] = {}
         """The pixels of each image of the requests with images."""
-        self._earlier_shape = (0, 0)
-        """The requests and tokens of the step before."""
+        self._earlier_step: Step | None = None
+        """The newest step that was no repetition."""
         self._adapters: set[int] = set()
         """The adapters that were loaded."""
 
     def follow(self, order: Any, at_seconds: float) -> Step:  # noqa: ANN401 - vLLM's SchedulerOutput
         """Return what the ordered step computes."""
+        earlier = self._earlier_step
+        if earlier is not None and self._is_repeated(order, earlier):
+            return earlier._replace(at_seconds=at_seconds, is_repeated=True)
+        self._earlier_step = self._follow_change(order, at_seconds)
+        return self._earlier_step
+
+    def _is_repeated(self, order: Any, earlier: Step) -> bool:  # noqa: ANN401
+        """Return whether an order is for another token of the same requests as the step before."""
+        is_changed = (
+            order.scheduled_new_reqs
+            or order.finished_req_ids
+            or order.scheduled_encoder_inputs
+            or self._prompts
+            or getattr(order.scheduled_cached_reqs, "resumed_req_ids", ())
+        )
+        if is_changed or earlier.prompt_tokens or earlier.images or earlier.adapters:
+            return False
+        if len(order.num_scheduled_tokens) != earlier.requests:
+            return False
+        return bool(order.total_num_scheduled_tokens == earlier.total_tokens)
+
+    def _follow_change(self, order: Any, at_seconds: float) -> Step:  # noqa: ANN401
+        """Return what a step computes that is not a repetition."""
         scheduled_tokens: dict[str, int] = order.num_scheduled_tokens
         for request_id in order.finished_req_ids:
             self._prompts.pop(request_id, None)
@@ -113,10 +135,6 @@ class Batch:
         else:
             kind = PREFILL if prompt_tokens else DECODE
         drafts = order.scheduled_spec_decode_tokens
-        is_changed = bool(new_ids or prompt_tokens or images or order.finished_req_ids)
-        shape = (len(scheduled_tokens), order.total_num_scheduled_tokens)
-        is_repeated = not is_changed and shape == self._earlier_shape
-        self._earlier_shape = shape
         return Step(
             at_seconds=at_seconds,
             kind=kind,
@@ -129,7 +147,7 @@ class Batch:
             pixels=pixels,
             adapters=adapters,
             drafts=sum(map(len, drafts.values())) if drafts else 0,
-            is_repeated=is_repeated,
+            is_repeated=False,
         )
 
     def _admit(self, request: Any) -> int:  # noqa: ANN401 - vLLM's NewRequestData

@@ -7,9 +7,9 @@ from msgspec import Struct
 
 from vllm_headroom import catalog
 from vllm_headroom.expose.drawing import escape_text
-from vllm_headroom.model import Metric, ProbeReadings, Snapshot, Values, find_part
+from vllm_headroom.model import Metric, ProbeReadings, Snapshot, Values, find_part, name_device
 from vllm_headroom.units import HOUR_SECONDS, format_duration, format_gib, format_size
-from vllm_headroom.vocabulary import Level
+from vllm_headroom.vocabulary import Level, Work
 
 NOT_KNOWN: Final = "not known"
 """The text of a cell whose value is unknown."""
@@ -50,6 +50,7 @@ def list_tables(values: Values, snapshot: Snapshot) -> tuple[Table, ...]:
             columns=("engine", *(title for title, _, _ in ENGINE_COLUMNS)),
             rows=tuple(_list_engines(values)),
         ),
+        *_list_peak_tables(values),
         Table(
             title="Sources",
             columns=("source", "last reading", "took", "last worked", "cause and cure"),
@@ -57,6 +58,46 @@ def list_tables(values: Values, snapshot: Snapshot) -> tuple[Table, ...]:
             kind="words",
         ),
     )
+
+
+PEAK_SAFE_SIZES: Final = {
+    Work.PREFILL: (catalog.ENGINE_SAFE_PROMPT_TOKENS, "{:,.0f} tokens"),
+    Work.PROMPT_LOGPROBS: (catalog.ENGINE_SAFE_PROMPT_LOGPROBS_TOKENS, "{:,.0f} tokens"),
+    Work.ENCODER: (catalog.ENGINE_SAFE_IMAGE_PIXELS, "{:,.0f} pixels"),
+}
+"""The largest safe request of a kind of work, and its format."""
+
+
+def _list_peak_tables(values: Values) -> tuple[Table, ...]:
+    """Return the table of peaks by the kind of work; no table where the probe measures none."""
+    rows = tuple(_list_peaks(values))
+    if not rows:
+        return ()
+    columns = ("work", "highest peak of the last minute", "of the room", "largest that fits")
+    return (Table(title="Peaks of steps", columns=columns, rows=rows),)
+
+
+def _list_peaks(values: Values) -> Iterator[tuple[Cell, ...]]:
+    """Yield a row for each kind of work with a peak or a safe size, by GPU."""
+    for gpu, uuid in values.find_all(catalog.ENGINE_PEAK_ROOM):
+        for work in Work:
+            peak_bytes = values.value(catalog.ENGINE_PEAK, gpu, uuid, work)
+            safe_size = None
+            safe_text = ""
+            if work in PEAK_SAFE_SIZES:
+                metric, safe_format = PEAK_SAFE_SIZES[work]
+                safe_size = values.value(metric, gpu, uuid)
+                safe_text = _format_known(safe_size, safe_format)
+            if peak_bytes is None and safe_size is None:
+                continue
+            ratio = values.value(catalog.ENGINE_PEAK_RATIO, gpu, uuid, work)
+            name = f"{work.replace('_', ' ')}, {name_device(gpu, uuid)}"
+            yield (
+                Cell(name),
+                Cell("none" if peak_bytes is None else format_size(peak_bytes)),
+                Cell("" if ratio is None else f"{ratio:.1%}"),
+                Cell(safe_text),
+            )
 
 
 HOLDERS: Final = ("engine", "other", "unattributed")

@@ -55,6 +55,24 @@ def test_what_is_known_is_shown_and_what_is_not_is_called_so() -> None:
     assert '<td data-t="total">not known</td>' in shown
 
 
+def test_peaks_of_steps_are_a_table_where_the_probe_measures_them() -> None:
+    shown = render_page(
+        view(
+            [
+                Sample(catalog.ENGINE_PEAK_ROOM, GPU, 4.0 * GIB),
+                Sample(catalog.ENGINE_PEAK, (*GPU, "prompt_logprobs"), 1.0 * GIB),
+                Sample(catalog.ENGINE_PEAK_RATIO, (*GPU, "prompt_logprobs"), 0.25),
+                Sample(catalog.ENGINE_SAFE_PROMPT_LOGPROBS_TOKENS, GPU, 12345.0),
+            ]
+        )
+    )
+
+    assert ">prompt logprobs, GPU 0<" in shown
+    assert '<td data-t="of the room">25.0%</td>' in shown
+    assert '<td data-t="largest that fits">12,345 tokens</td>' in shown
+    assert "Peaks of steps" not in render_page(view([]))
+
+
 def test_host_memory_has_a_figure_with_its_way_to_zero_and_a_table_of_its_processes() -> None:
     shown = render_page(host_day())
 
