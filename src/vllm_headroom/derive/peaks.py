@@ -233,8 +233,8 @@ def _derive_gpu(
     samples = []
     if room_bytes is not None:
         samples.append(Sample(catalog.ENGINE_PEAK_ROOM, labels, float(room_bytes)))
-    for work in peaks.works:
-        samples += _derive_work(work, (*labels, str(work.work)), room_bytes)
+    for of_work in peaks.works:
+        samples += _derive_work(of_work, (*labels, str(of_work.work)), room_bytes)
     if room is not None:
         cache_tokens = _find_free_cache_tokens(snapshot, process.data_parallel_rank)
         safe_sizes = find_safe_sizes(peaks, room.larger_bytes, cache_tokens)
@@ -292,8 +292,8 @@ def find_safe_sizes(
     `batch_tokens`. So where such a step fits, the KV cache and the model limit the prompt, and
     without their figures the prompt's limit is unknown.
     """
-    fits = {work.work: fit_sizes(work.sizes) for work in peaks.works}
-    sizes = {}
+    fits = {of_work.work: fit_sizes(of_work.sizes) for of_work in peaks.works}
+    sizes: dict[Work, int] = {}
     for work in (Work.PREFILL, Work.PROMPT_LOGPROBS):
         fit = fits.get(work)
         if fit is not None:

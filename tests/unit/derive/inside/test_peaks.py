@@ -35,11 +35,14 @@ def sized(*sizes: int, token_bytes: int = TOKEN_BYTES, steps: int = 3) -> tuple[
 
 def work(kind: Work, sizes: tuple[SizePeak, ...] = sized(*DOUBLINGS), recent: int | None = None) -> WorkPeaks:
     step = StepFacts(at_seconds=1.0, requests=1)
-    highest = max(sizes, key=lambda peak: peak.transient_bytes, default=None)
+    largest = max(sizes, key=lambda peak: peak.transient_bytes, default=None)
+    highest = None
+    if largest is not None:
+        highest = WorkPeak(transient_bytes=largest.transient_bytes, size=largest.size, step=step)
     return WorkPeaks(
         work=kind,
         sizes=sizes,
-        highest=highest and WorkPeak(transient_bytes=highest.transient_bytes, size=highest.size, step=step),
+        highest=highest,
         recent=None if recent is None else WorkPeak(transient_bytes=recent, size=1, step=step),
     )
 
