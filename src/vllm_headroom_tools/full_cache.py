@@ -20,6 +20,9 @@ HURTING_PREEMPTIONS: Final = 0.1
 """From this many preemptions for each finished request on, they do harm; 0.01 does none (runbook
 HeadroomKvCacheThrashing)."""
 
+WAITING_REQUESTS: Final = 10
+"""Fewer waiting requests than this do not count as a queue (alert HeadroomQueueBacklog)."""
+
 ROOMY_RATIO: Final = 0.7
 """Our choice: with less than this share of the KV cache in use, requests wait for another
 reason."""

@@ -22,10 +22,10 @@ from vllm_headroom.derive.verdicts import (
 )
 from vllm_headroom.units import DAY_SECONDS, HOUR_SECONDS
 from vllm_headroom_tools.advise.facts import PEAK_BYTES
-from vllm_headroom_tools.advise.history import WAITING_REQUESTS
 from vllm_headroom_tools.advise.rules.capacity import PAYING_RATIO, PREFIX_TOKENS_PER_SECOND
 from vllm_headroom_tools.advise.rules.leaks import LOST_RATIO, LOST_RISES
 from vllm_headroom_tools.advise.verdict import STALE_PAGE_SECONDS
+from vllm_headroom_tools.full_cache import WAITING_REQUESTS
 from vllm_headroom_tools.replay.command import MIN_STRANDED_RATIO
 
 RULES: Final = {rule.name: rule.expr for rule in alerts.rules() if rule.is_alert}

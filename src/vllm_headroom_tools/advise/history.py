@@ -34,6 +34,7 @@ from vllm_headroom_tools.full_cache import (
     FULL_RATIO,
     LASTING_SECONDS,
     ROOMY_RATIO,
+    WAITING_REQUESTS,
     CollapseHistory,
     StepCounts,
     find_higher,
@@ -48,9 +49,6 @@ from vllm_headroom_tools.history import (
     judge_course,
 )
 from vllm_headroom_tools.versions import OLDEST, Version
-
-WAITING_REQUESTS: Final = 10
-"""Fewer waiting requests than this do not count as a queue (alert HeadroomQueueBacklog)."""
 
 CAP_RUNNING_RATIO: Final = 0.97
 """Our choice: a load within 3 % of the highest is at the cap."""

@@ -120,7 +120,7 @@ def judge_sizes(question: Question, traffic: Traffic, typed_batch_tokens: int | 
     if used_tokens is None:
         used_tokens = _estimate_used_tokens(estimate, traffic)
     needed_tokens = SPARE_FACTOR * used_tokens
-    needed_requests = ceil(SPARE_FACTOR * traffic.highest_running)
+    needed_requests = ceil(SPARE_FACTOR * traffic.needed_requests)
     settled = replace(
         question,
         max_num_seqs=min(needed_requests, question.max_num_batched_tokens),

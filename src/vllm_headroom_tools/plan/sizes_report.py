@@ -66,12 +66,15 @@ def _conclude(sizing: Sizing) -> str:
     if traffic.has_hurt:
         duration = format_duration(traffic.full_seconds)
         return f"It is too small: its KV cache was full for {duration} and preempted; {larger}."
-    if traffic.full_waiting:
-        duration = format_duration(traffic.full_seconds)
-        return (
-            f"It queues: its KV cache was full for {duration}, while {traffic.full_waiting:,.0f}"
-            f" requests waited; {larger}."
-        )
+    if traffic.queued_waiting is not None:
+        duration = format_duration(traffic.queued_seconds)
+        queue = f"It queues: {traffic.queued_waiting:,.0f} requests waited for {duration}"
+        if traffic.has_capped_queue and sizing.has_room:
+            return (
+                f"{queue} although its KV cache has room:"
+                f" --max-num-seqs {sizing.needed_requests} lets them run."
+            )
+        return f"{queue}; {larger}."
     if not sizing.has_room:
         return f"It holds this traffic with less than a quarter to spare; {larger}."
     smaller = []
@@ -95,8 +98,8 @@ def _list_notes(sizing: Sizing) -> Iterator[str]:
         f" {question.max_model_len or 0}; give the engine's own options where they differ."
     )
     yield (
-        "Sizes are judged by memory alone: a smaller card is often slower, and a GPU that is shared"
-        " serves the others slower too."
+        "Sizes are judged by the KV cache alone: a smaller card is often slower, and whether memory"
+        " leaks or runs short says vllm-headroom advise."
     )
     if traffic.seconds < SHORT_DAY_SECONDS:
         yield f"The history has only {traffic.span}: a day or more has the usual peaks."
@@ -133,10 +136,10 @@ def _format_traffic(sizing: Sizing) -> Iterator[str]:
         used = f"{used_tokens:,.0f} of {traffic.capacity_tokens:,.0f} tokens, {used}"
     yield f"  KV cache in use       at most {used}"
     if traffic.full_seconds:
-        waiting = ""
-        if traffic.full_waiting:
-            waiting = f", while {traffic.full_waiting:,.0f} requests waited"
-        yield f"  KV cache full         for {format_duration(traffic.full_seconds)}{waiting}"
+        yield f"  KV cache full         for {format_duration(traffic.full_seconds)}"
+    if traffic.queued_waiting is not None:
+        duration = format_duration(traffic.queued_seconds)
+        yield f"  requests waiting      {traffic.queued_waiting:,.0f}, usually, for {duration}"
     yield f"  with a quarter more   {sizing.needed_tokens:,.0f} tokens"
 
 
@@ -218,7 +221,8 @@ def _build_traffic_data(sizing: Sizing) -> dict[str, Any]:
         "highest_kv_cache_used_ratio": traffic.highest_used_ratio,
         "kv_capacity_tokens": traffic.capacity_tokens,
         "kv_cache_full_seconds": traffic.full_seconds,
-        "waiting_while_full": traffic.full_waiting,
+        "queued_seconds": traffic.queued_seconds,
+        "queued_waiting": traffic.queued_waiting,
         "needed_max_num_seqs": sizing.needed_requests,
         "needed_tokens": sizing.needed_tokens,
         "unused_kv_cache_bytes": sizing.waste.kv_cache_bytes,

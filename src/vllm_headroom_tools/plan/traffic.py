@@ -18,6 +18,7 @@ from vllm_headroom_tools.full_cache import (
     FULL_RATIO,
     HURTING_PREEMPTIONS,
     LASTING_SECONDS,
+    WAITING_REQUESTS,
     CollapseHistory,
     StepCounts,
 )
@@ -42,11 +43,14 @@ class Traffic(Struct, frozen=True, kw_only=True):
     # The share of the KV cache in use, at most, and the cache's size.
     highest_used_ratio: float
     capacity_tokens: float | None = None
-    # While the cache was full: for how long, and the median of the requests that waited and of the
-    # tokens that they and the running ones would take together.
+    # How long the cache was full.
     full_seconds: float = 0.0
-    full_waiting: float | None = None
-    full_demand_tokens: float | None = None
+    # Where requests queued for long: the median of those that waited, and of all requests and their
+    # tokens, if all of them ran.
+    queued_seconds: float = 0.0
+    queued_waiting: float | None = None
+    queued_requests: float | None = None
+    queued_tokens: float | None = None
     # Whether the full cache preempted so often, for so long, that it did harm.
     has_hurt: bool = False
     # The memory of a GPU that nobody used at the highest peak.
@@ -74,7 +78,17 @@ class Traffic(Struct, frozen=True, kw_only=True):
         if self.capacity_tokens is None:
             return None
         used_tokens = self.highest_used_ratio * self.capacity_tokens
-        return max(used_tokens, self.full_demand_tokens or 0.0)
+        return max(used_tokens, self.queued_tokens or 0.0)
+
+    @property
+    def needed_requests(self) -> float:
+        """The requests that ran at once, or would have without a queue."""
+        return max(self.highest_running, self.queued_requests or 0.0)
+
+    @property
+    def has_capped_queue(self) -> bool:
+        """Whether requests queued although the cache was seldom full."""
+        return self.queued_waiting is not None and self.full_seconds < self.queued_seconds / 2
 
     @property
     def span(self) -> str:
@@ -91,8 +105,10 @@ class RankHistory:
         self.highest_used_ratio = 0.0
         self.prefix_hits = Rise()
         self.full_seconds = 0.0
-        self.full_waiting = Histogram()
-        self.full_demand_tokens = Histogram()
+        self.queued_seconds = 0.0
+        self.queued_waiting = Histogram()
+        self.queued_requests = Histogram()
+        self.queued_tokens = Histogram()
         self._preemptions = Rise()
         self._finished = Rise()
         # While the cache was full.
@@ -144,16 +160,19 @@ class RankHistory:
             self._full_finished += counts.finished
         self._was_full = is_full
         if is_full:
-            self._step_full(reading, seconds)
+            self.full_seconds += seconds
+        if (reading.waiting or 0.0) >= WAITING_REQUESTS:
+            self._step_queue(reading, seconds)
 
-    def _step_full(self, reading: EngineReading, seconds: float) -> None:
-        """Add a sample in which the cache is full."""
-        self.full_seconds += seconds
-        self.full_waiting.add(reading.waiting)
+    def _step_queue(self, reading: EngineReading, seconds: float) -> None:
+        """Add a sample in which many requests wait."""
+        self.queued_seconds += seconds
+        self.queued_waiting.add(reading.waiting)
+        requests = (reading.running or 0.0) + (reading.waiting or 0.0)
+        self.queued_requests.add(requests)
         request_tokens = count_tokens_per_request(reading)
         if request_tokens is not None:
-            requests = (reading.running or 0.0) + (reading.waiting or 0.0)
-            self.full_demand_tokens.add(requests * request_tokens)
+            self.queued_tokens.add(requests * request_tokens)
 
 
 class TraceTraffic:
@@ -215,7 +234,7 @@ class TraceTraffic:
         if not ranks or self._begin_seconds is None:
             raise BadInput(f"{source}: the engine's own page was not read in it")
         busiest = max(ranks, key=lambda rank: (rank.highest_used_ratio, rank.highest_running))
-        fullest = max(ranks, key=lambda rank: rank.full_seconds)
+        longest_queue = max(ranks, key=lambda rank: rank.queued_seconds)
         reading = self._readings[0]
         totals_bytes = [
             gpu.reading.memory.total_bytes for gpu in self._gpus if gpu.reading.memory is not None
@@ -226,7 +245,8 @@ class TraceTraffic:
             highest_running=max(rank.highest_running for rank in ranks),
             highest_used_ratio=busiest.highest_used_ratio,
             capacity_tokens=busiest.capacity_tokens,
-            full_seconds=fullest.full_seconds,
+            full_seconds=max(rank.full_seconds for rank in ranks),
+            queued_seconds=longest_queue.queued_seconds,
             has_hurt=any(rank.has_hurt for rank in ranks),
             least_free_bytes=self._least_free_bytes,
             has_prefix_hits=any(rank.prefix_hits.total for rank in ranks),
@@ -240,13 +260,14 @@ class TraceTraffic:
             max_num_seqs=reading.max_num_seqs,
         )
         _check_traffic(traffic)
-        if traffic.full_seconds < LASTING_SECONDS:
-            # A cache that is full for moments queues a few requests: that is no larger traffic.
+        if traffic.queued_seconds < LASTING_SECONDS:
+            # A queue of moments is a burst, which the median of a longer time does not describe.
             return traffic
         return replace(
             traffic,
-            full_waiting=fullest.full_waiting.quantile(0.5),
-            full_demand_tokens=fullest.full_demand_tokens.quantile(0.5),
+            queued_waiting=longest_queue.queued_waiting.quantile(0.5),
+            queued_requests=longest_queue.queued_requests.quantile(0.5),
+            queued_tokens=longest_queue.queued_tokens.quantile(0.5),
         )
 
 

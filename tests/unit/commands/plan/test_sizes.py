@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from math import ceil
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any, Final
@@ -93,12 +94,24 @@ def test_a_full_cache_needs_room_for_those_that_wait() -> None:
 
     assert judged["status"] == 1
     assert judged["fits"] is False
-    assert traffic["waiting_while_full"] == 90
+    assert traffic["queued_waiting"] == 90
     assert traffic["needed_tokens"] == pytest.approx(1.25 * 290 * request_tokens, rel=0.02)
     assert judged["headline"].startswith("It is too small: its KV cache was full for 1 h 0 min and preempted; ")
     assert all(each["capacity_tokens"] >= traffic["needed_tokens"] for each in traffic["larger"])
     assert traffic["smaller_share"] is None
     assert not traffic["smaller"]
+
+
+def test_a_queue_in_front_of_a_cache_with_room_asks_for_more_requests() -> None:
+    judged = judge(traces.too_few_requests(), *LLAMA)
+    traffic = judged["traffic"]
+
+    assert judged["status"] == 0
+    assert judged["headline"].endswith(
+        f" although its KV cache has room: --max-num-seqs {judged['traffic']['needed_max_num_seqs']} lets them run."
+    )
+    assert traffic["needed_max_num_seqs"] == ceil(1.25 * (32 + traffic["queued_waiting"]))
+    assert traffic["needed_tokens"] == pytest.approx(1.25 * (32 + traffic["queued_waiting"]) * 2500, rel=0.02)
 
 
 @pytest.mark.parametrize("trace", [*HEALTHY[:4], *PRESSED])
