@@ -6,6 +6,7 @@ The file is a pickle for memory_viz. Nothing here is imported without HEADROOM_P
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import pickle
@@ -51,6 +52,10 @@ MAX_LARGEST = 10
 
 MAX_PATH_CHARACTERS = 120
 """How many characters of such a line's path are kept, from its end."""
+
+MAX_REPORT_BYTES = 3000
+"""How much of the probe's file the facts on one snapshot may take: the file has 16 KiB in all, and
+what is too large ends the probe. Ten lines take 2,000 bytes."""
 
 MAX_PROBLEM_CHARACTERS = 200
 """How many characters of an error's text are kept."""
@@ -189,6 +194,9 @@ class Snapshots:
         except Exception as error:  # noqa: BLE001 - without the snapshot the probe goes on
             report["problem"] = f"{type(error).__name__}: {error}"[:MAX_PROBLEM_CHARACTERS]
             _warn("no snapshot: %s", report["problem"])
+        # Paths with other letters than ASCII take up to six times as many bytes.
+        while report["largest"] and len(json.dumps(report)) > MAX_REPORT_BYTES:
+            report["largest"].pop()
 
     def _take_requested(self, probe_folder: str, owner: object) -> TakenSnapshot | None:
         """Take the snapshot that the request in the probe's folder asks for; None without one."""

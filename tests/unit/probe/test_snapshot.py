@@ -197,6 +197,23 @@ def test_the_largest_lines_are_those_that_called_torch() -> None:
     assert list_largest(CONTENT) == LARGEST
 
 
+def test_long_paths_take_a_bounded_part_of_the_probes_file(
+    start: Callable[[], Probe], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks = [block(number, 512, frame("/\u4e2d" * 300, number)) for number in range(20)]
+    content = {"segments": [{"blocks": blocks}], "device_traces": []}
+    monkeypatch.setattr(cuda.memory, "_snapshot", lambda: content)
+    running = start()
+    request(folder)
+    look(running)
+    hooks._on_oom(1, 2, 3, 4)
+
+    facts = read_document(folder)["snapshot"]
+    assert len(json.dumps(facts)) < 16 * 1024 * 3 / 8
+    assert 0 < len(facts["oom"]["largest"]) == len(facts["requested"]["largest"]) < 10
+    assert running._stop_reason is None
+
+
 def test_unasked_nothing_is_imported_called_or_written(
     start: Callable[[], Probe], folder: Path, snapshots: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
