@@ -158,6 +158,7 @@ def parse_gpus(value: object) -> object:
         if value.lower() in {"auto", "all"}:
             return value.lower()
         value = value.split(",")
+    # A list in YAML, or of one name, means the same.
     if value == ["auto"]:
         return "auto"
     if value == ["all"]:

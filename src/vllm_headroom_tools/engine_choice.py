@@ -32,6 +32,7 @@ def choose_engine(names: Collection[str], wanted: str | None) -> str:
         return matches[0]
     if not names:
         raise BadInput("no engine is watched here")
+    # With some matches, only these are in question.
     shown_names = sorted(matches or names)
     listed = ", ".join(shown_names[:MOST_SHOWN])
     if len(shown_names) > MOST_SHOWN:

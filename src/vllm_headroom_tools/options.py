@@ -537,6 +537,7 @@ class Parser(argparse.ArgumentParser):
             if option.is_foreign:
                 continue
             if action is None:
+                # A similar name is suggested, of vLLM's options too.
                 names = {*self._option_string_actions, *self._foreign_names}
                 line = describe_unknown(option.name, names, self._option_kind)
                 mistakes.append(line)
@@ -547,6 +548,7 @@ class Parser(argparse.ArgumentParser):
                     problem += self._line_hint
                 mistakes.append(problem)
                 continue
+            # Help would hide the mistakes that stand before it.
             if action.dest == "help" and not mistakes:
                 raise Printed(self.format_help().rstrip())
             if action.dest == "version" and not mistakes:

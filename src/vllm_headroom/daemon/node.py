@@ -436,6 +436,7 @@ class NodeWatch:
         if self._finding is None:
             find = partial(self._find, self._processes)
             self._finding = asyncio.create_task(self._finding_guard.run(find))
+        # wait, unlike wait_for, does not cancel: the search goes on in the next tick.
         await asyncio.wait((self._finding,), timeout=FIND_SECONDS)
         if not self._finding.done():
             self._report("engines", "a command line in /proc does not answer: no new engine")

@@ -51,6 +51,7 @@ def derive_counters(state: Counts, snapshot: Snapshot) -> tuple[Counts, tuple[Sa
     present_keys = {(uuid, metric.name) for uuid in uuids for metric in _COUNTERS}
     counts = dict(state.last)
     sums = limit_remembered(state.sums, present_keys)
+    # The present ones last: of too many counts the last ones are kept.
     for process in (*probe.others, *probe.silent, *probe.present):
         for device in process.devices:
             if device.uuid.casefold() in uuids:
@@ -62,6 +63,7 @@ def derive_counters(state: Counts, snapshot: Snapshot) -> tuple[Counts, tuple[Sa
             key = (gpu.reading.uuid.casefold(), metric.name)
             if key in sums:
                 samples.append(Sample(metric, label_gpu(gpu), float(sums[key])))
+    # Bounded: a crash loop adds processes all day.
     newest_counts = dict(tuple(counts.items())[-MOST_COUNTS:])
     return Counts(last=newest_counts, sums=sums), tuple(samples)
 

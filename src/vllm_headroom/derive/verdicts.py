@@ -1014,6 +1014,7 @@ def _judge_host(
             sentence=f"{orphans[0].upper()}{orphans[1:]}.",
             situation=Situation.NEIGHBOUR,
         )
+    # Each role has a series for every state, of which one is 1.
     leak_states = {}
     for (role, leak_state), is_current in values.find_all(catalog.HOST_LEAK_STATE).items():
         if is_current:

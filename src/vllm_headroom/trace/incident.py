@@ -351,6 +351,7 @@ def add_evidence(end: Ending, incident: Incident) -> Ending:
     They are peaks between samples, verdicts on leaks, XIDs, failed allocations, and GPUs that could
     not be read.
     """
+    # The daemon saw the stall from its beginning; the samples may begin later.
     hung_seconds = end.hung_seconds
     if hung_seconds is not None:
         hung_seconds = incident.progress_age_seconds or hung_seconds

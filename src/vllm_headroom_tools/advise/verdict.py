@@ -271,6 +271,7 @@ def list_notes(facts: Facts, advice: Iterable[Advice]) -> Iterator[str]:
         yield HOST_NOT_JUDGED
     yield from _note_unjudged_prefix_caches(facts)
     version = facts.settings.version
+    # The last note is on releases whose options may have changed since.
     if version is None or version <= NEWEST_CHECKED:
         return
     if any(change.flag for change in changes):

@@ -96,6 +96,7 @@ def check_engines(located: Iterable[LocatedEngine], *, has_hosts: bool) -> Check
     if any(engine.name.pod and not engine.name.namespace for engine in engines):
         details.append(f"{CONTAINER_LOGS} shows no names of pods: each is named by its UID")
         fixes.append(SEE_CONTAINER_LOGS)
+    # An engine that was found can still lack what names it.
     is_complete = bool(engines) and not details
     return Check(
         Status.OK if is_complete else Status.MISSING,

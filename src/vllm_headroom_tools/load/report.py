@@ -39,6 +39,7 @@ def build_report(
     `overall` and the detector have been given all samples. The verdict is "not good" with any
     fault.
     """
+    # Over all steps: a step's own figures are in its column.
     outcomes = sum((stage.tally.outcomes for stage in stages), Counter[Outcome]())
     texts = sum((stage.tally.texts for stage in stages), Counter[tuple[Outcome, str]]())
     gpus = _describe_gpus(overall, detector)

@@ -256,6 +256,7 @@ def _read_variables(entries: object) -> dict[str, str]:
     if not isinstance(entries, list):
         return variables
     for entry in entries:
+        # A pair with `valueFrom` has its value elsewhere.
         if isinstance(entry, dict) and isinstance(entry.get("value"), str):
             variables[str(entry.get("name"))] = entry["value"]
         elif isinstance(entry, str) and "=" in entry:

@@ -195,6 +195,7 @@ class TraceTraffic:
         self._newest_seconds = snapshot.time_seconds
         if not readings:
             return
+        # Shares of a cache of another size cannot be compared with these.
         if self._begin_seconds is None or self._have_other_sizes(readings):
             self._begin_seconds = snapshot.time_seconds
             self._ranks = {}
@@ -204,6 +205,7 @@ class TraceTraffic:
         self._readings = readings
         for reading in readings:
             self._ranks.setdefault(label_engine(reading), RankHistory()).step(reading, seconds)
+        # A sample may miss a GPU that does not answer.
         if len(snapshot.owned_gpus) >= len(self._gpus):
             self._gpus = snapshot.owned_gpus
         for gpu in snapshot.owned_gpus:
@@ -367,6 +369,7 @@ def apply_traffic_options(options: Namespace, traffic: Traffic) -> Namespace:
     A whole line after `--` has vLLM's defaults for what it does not set.
     """
     applied = Namespace(**vars(options))
+    # What is typed wins: the question may be about another card or model.
     typed_names = options.typed_names
     if not typed_names & MODEL_NAMES:
         applied.model = traffic.model_name
@@ -374,6 +377,7 @@ def apply_traffic_options(options: Namespace, traffic: Traffic) -> Namespace:
         applied.gpu_memory_bytes = traffic.gpu_total_bytes
         applied.gpu = _choose_card(traffic)
     if not typed_names & SPREAD_NAMES and not options.has_line and traffic.gpus:
+        # The engine's GPUs are spread evenly over its data-parallel ranks.
         applied.data_parallel_size = traffic.ranks
         applied.tensor_parallel_size = max(1, traffic.gpus // traffic.ranks)
     settings: dict[str, Any] = {
@@ -384,6 +388,7 @@ def apply_traffic_options(options: Namespace, traffic: Traffic) -> Namespace:
     if traffic.kv_cache_dtype in (*KV_DTYPES, *PACKED_KV_DTYPES):
         settings["kv_cache_dtype"] = traffic.kv_cache_dtype
     for name, value in settings.items():
+        # 0 is a setting that the engine does not show.
         if name not in typed_names and value:
             setattr(applied, name, value)
     return applied

@@ -31,6 +31,7 @@ def list_unknown(estimate: MemoryEstimate) -> list[str]:
     """Return a text for each thing that is unknown but needed, with the options that set it."""
     question = estimate.question
     model_type = question.shape.unknown_type
+    # All at once: each run with one more option would show the next.
     unknown = []
     if model_type is not None:
         unknown.append(

@@ -31,6 +31,7 @@ def install(folder: Path) -> tuple[str, ...]:
     version = metadata.version("vllm-headroom")
     package = folder / PACKAGE
     info = folder / f"{PACKAGE}-{version}.dist-info"
+    # A folder that is there keeps its mode: it may be another package's.
     new_folders = [package, info] if folder.exists() else [folder, package, info]
     try:
         for old in (package, *folder.glob(f"{PACKAGE}-*.dist-info")):
@@ -41,10 +42,12 @@ def install(folder: Path) -> tuple[str, ...]:
             path.chmod(FOLDER_MODE)
         for file in sorted(source.glob("*.py")):
             shutil.copyfile(file, package / file.name)
+        # vLLM finds its plugins by the metadata of installed packages.
         (info / "METADATA").write_text(
             f"Metadata-Version: 2.1\nName: vllm-headroom-probe\nVersion: {version}\n"
         )
         (info / "entry_points.txt").write_text(ENTRY_POINTS)
+        # vLLM often runs as another user than this command.
         for file in (*package.iterdir(), *info.iterdir()):
             file.chmod(FILE_MODE)
     except OSError as error:

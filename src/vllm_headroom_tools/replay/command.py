@@ -168,6 +168,7 @@ def _format_moment(moment: Moment) -> Iterator[str]:
         yield f"    how much     {format_size(moment.leaked_bytes)} since it began"
     if moment.time_to_oom_seconds is not None:
         time_left = f"about {format_duration(moment.time_to_oom_seconds)}"
+        # The lower end first: an operator has to plan by it.
         if moment.time_to_oom_seconds_lower is not None:
             earliest = format_duration(moment.time_to_oom_seconds_lower)
             time_left = f"{earliest} at the earliest, likely {time_left}"

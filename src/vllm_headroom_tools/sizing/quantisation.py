@@ -268,6 +268,7 @@ def match_matrix_bytes(config: Config) -> Callable[[str], float | None] | None:
         for name, scheme in listed.items():
             algorithm = str(scheme.get("quant_algo") if isinstance(scheme, dict) else scheme)
             method = MODELOPT_METHODS.get(algorithm.upper())
+            # A method that is not known here leaves the part at the usual width.
             part = _find_part(str(name))
             if method is not None and part is not None:
                 bytes_by_part[part] = QUANTISED_BYTES[method]
@@ -279,6 +280,7 @@ def match_matrix_bytes(config: Config) -> Callable[[str], float | None] | None:
         part = _find_part(name)
         if part is not None and part in bytes_by_part:
             return bytes_by_part[part]
+        # Without a list, it is a model whose experts alone have 4 bits.
         if part is not None and part[1] == "experts" and not bytes_by_part:
             return MXFP4_BYTES
         return other_bytes

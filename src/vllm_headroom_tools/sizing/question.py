@@ -275,6 +275,7 @@ def find_problem(question: Question) -> str | None:
             f"--tensor-parallel-size {ranks} does not divide"
             f" the model's {attention_heads} attention heads"
         )
+    # With fewer KV heads than ranks, vLLM keeps a head on several ranks.
     kv_heads = shape.heads.count
     is_uneven = max(ranks, kv_heads) % min(ranks, kv_heads) != 0
     if shape.latent_width is None and is_uneven:
@@ -288,6 +289,7 @@ def find_problem(question: Question) -> str | None:
             f"--tensor-parallel-size {ranks} is not divisible by"
             f" --decode-context-parallel-size {context_ranks}"
         )
+    # A rank of the decode context takes a part of the tokens of such a copy.
     copies = 1 if shape.latent_width is not None else max(1, ranks // kv_heads)
     if context_ranks > 1 and shape.latent_width is None and copies % context_ranks:
         return (

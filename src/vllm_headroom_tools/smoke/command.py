@@ -521,6 +521,7 @@ def build_report(address: str, steps: Mapping[str, SmokeStep]) -> Report:
     serves = not SERVING_STEPS.intersection(failed)
     headline = _summarize(failed, serves=serves)
     states = {name: STEP_STATES[step.verdict] for name, step in steps.items()}
+    # In the text a failure has to be seen among the other steps.
     marks = {name: state.upper() if name in failed else state for name, state in states.items()}
     return Report(
         verdict=Conclusion.NOT_GOOD if failed else Conclusion.GOOD,

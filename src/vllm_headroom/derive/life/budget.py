@@ -88,6 +88,7 @@ def update_budgets(
         return budgets
     if is_page_awake(page) is False:
         return budgets
+    # A GPU without a figure in this sample keeps its budget, by the union below.
     sampled = {}
     for gpu in snapshot.owned_gpus:
         memory = gpu.reading.memory

@@ -334,6 +334,7 @@ def read_symptom(
         if _measure_absence(absence.presence_since_seconds, evidence) < STALLED_SECONDS:
             return Symptom.AWAY_BRIEFLY
         return Symptom.PROCESSES_OUT_OF_SIGHT
+    # From here on there are processes, and no page.
     if run is None or run.has_ended:
         return Symptom.NO_RUN
     away_seconds = _measure_absence(absence.page_since_seconds, evidence)

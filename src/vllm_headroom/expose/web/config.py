@@ -255,6 +255,7 @@ def _check_http(http: dict[str, Any]) -> Iterator[str]:
         if name not in HEADERS:
             accepted = ", ".join(HEADERS)
             yield f"http_server_config.headers.{name}: not a header, accepts {accepted}"
+        # A line break in it would begin another header.
         if not (value.isascii() and value.isprintable()):
             yield f"http_server_config.headers.{name}: HTTP cannot carry its value"
 

@@ -162,6 +162,7 @@ class LineReader:
 
         An incomplete line is kept until its end comes, and the list is empty.
         """
+        # Its first character rules out most formats: a day of logs has millions of lines.
         beginning = text[0]
         if beginning == "{":
             return self._read_json(text, seconds, process)
@@ -169,6 +170,7 @@ class LineReader:
             match = CRI.match(text)
             if match is not None:
                 moment, stream, tag = match.groups()
+                # The runtime cuts long lines: a part has the tag P, the last part has F.
                 inner = self._join(stream, text[match.end() :], is_complete=tag == "F")
                 return [] if inner is None else [(inner, read_time(moment), process)]
             match = JOURNAL.match(text)

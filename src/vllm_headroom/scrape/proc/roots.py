@@ -455,6 +455,7 @@ def find_strays(entries: ProcEntries, engine: Collection[int]) -> set[int]:
             continue
         if _is_ray_actor(process) or process.family in serving_families:
             continue
+        # A process whose parent has exited gets another one: its engine is gone.
         if _is_adopted(process, entries.get(process.parent_pid)):
             strays.add(pid)
     return strays

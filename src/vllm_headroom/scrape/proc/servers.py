@@ -149,6 +149,7 @@ def find_server(command: Command) -> ServerKind | None:
     subcommand = command[1] if len(command) > 1 else ""
     program_and_subcommand = f"{program} {subcommand} "
     for server in SERVERS:
+        # A script is known by its path; its own options follow at once.
         if server.scripts and command[0].endswith(server.scripts):
             return server
         if any(program_and_subcommand.startswith(f"{start} ") for start in server.commands):
@@ -226,9 +227,11 @@ def find_port(
     if server is None:
         return None
     options = list(list_options(command))
+    # As in argparse, the last of several counts.
     ports = [value for name, value in options if name in server.port_options]
     if ports:
         return _parse_port(ports[-1])
+    # Such as a file of settings, or a socket in place of a port.
     if any(name in server.options_hiding_port for name, _ in options):
         return None
     if server.port_variable and wanted_port not in {None, server.default_port}:

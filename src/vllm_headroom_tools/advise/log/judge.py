@@ -121,6 +121,7 @@ def _note_other_starts(log: EngineLog, start: EngineStart) -> Iterator[str]:
         count = kinds.count(failure.kind)
         if count > 1:
             yield f"The same in {count} of the log's {log.start_count} starts."
+        # Only its own failure has this kind: another cause came first.
         elif len(kinds) > 1:
             others = sorted({str(kind) for kind in kinds if kind is not failure.kind})
             yield f"Earlier starts of the log failed otherwise: {', '.join(others)}."

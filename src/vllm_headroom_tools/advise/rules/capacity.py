@@ -585,6 +585,7 @@ def find_too_few_requests(facts: Facts) -> Advice | None:
     for engine in facts.engines:
         if engine.capped is None:
             continue
+        # One limit is for all engines of a server: the first advice is enough.
         change = _run_more(facts, engine, engine.capped)
         if change is not None:
             name = name_engine(facts, engine)
