@@ -21,6 +21,10 @@ def register() -> None:
 
             # The callers' frames hold what vLLM is building.
             begin(folder, sys._getframe(1))  # noqa: SLF001
+        elif os.environ.get("HEADROOM_PROBE_SNAPSHOT"):
+            logging.getLogger("vllm.headroom_probe").warning(
+                "headroom probe: idle, HEADROOM_PROBE_SNAPSHOT needs HEADROOM_PROBE_DIR too"
+            )
     except Exception:
         logging.getLogger("vllm.headroom_probe").exception(
             "headroom probe: it did not start, vLLM does"

@@ -102,6 +102,14 @@ def test_a_vllm_that_is_too_old_is_left_alone(site: Path, folder: Path) -> None:
     assert done.stderr == "headroom probe: idle, vLLM 0.8.5.post2 is older than 0.9\n"
 
 
+def test_a_folder_for_snapshots_alone_is_too_little(site: Path, folder: Path) -> None:
+    code = "from vllm.plugins import load_general_plugins as load; load()"
+    environ = environment(site, None, HEADROOM_PROBE_SNAPSHOT=str(folder))
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
+
+    assert done.stderr == "headroom probe: idle, HEADROOM_PROBE_SNAPSHOT needs HEADROOM_PROBE_DIR too\n"
+
+
 def test_a_command_that_soon_ends_leaves_nothing(site: Path, folder: Path) -> None:
     code = "from vllm.plugins import load_general_plugins as load; load()"
     environ = environment(site, folder, FAKE_INTERVAL_SECONDS="5")
