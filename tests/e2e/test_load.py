@@ -115,7 +115,7 @@ def test_a_healthy_server_is_loaded_in_four_steps(nvml: FakeNvml, trace: Path, a
     assert found["samples"] == len(samples(trace)) >= 8
     assert samples(trace)[-1]["engines"][0]["finished_total"] == server.finished
     assert (found["gpus"][0]["delta_bytes"], found["gpus"][0]["requests_finished"]) == (0, server.finished)
-    assert "12 streams at most; this process can hold" in load.error
+    assert "up to 12 streams at once; " in load.error
     assert "step 4/4: 120%, 12 clients, 0.5 s" in load.error
 
 
@@ -221,7 +221,7 @@ def test_what_cannot_be_loaded_is_one_line_and_nothing_is_asked(trace: Path, tmp
     with StreamingServer() as server:
         for words, problem in (
             (("--prompt-tokens", "4000", "--output-tokens", "97"), "tiny takes 4096 (max_model_len)"),
-            (("--concurrency", "1000000"), "ends first"),
+            (("--concurrency", "1000000"), " in this process"),
             (("--trace", str(there)), "is there already: name another file"),
             (("--trace", str(tmp_path / "missing" / "file")), "cannot be written: No such file or directory"),
         ):

@@ -87,8 +87,8 @@ def check_capacity(concurrency: int, streams: int, *, uses_tls: bool) -> None:
     if streams > held_streams:
         raise BadInput(
             f"--concurrency {concurrency} needs {streams} streams at once, "
-            f"and this process can hold {held_streams}: {limit_name} ends first"
+            f"and {limit_name} allows {held_streams} in this process"
         )
     write_note(
-        f"{streams} streams at most; this process can hold {held_streams}, {limit_name} ends first"
+        f"up to {streams} streams at once; {limit_name} allows {held_streams} in this process"
     )
