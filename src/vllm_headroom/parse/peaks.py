@@ -1,6 +1,7 @@
 """Parse the peaks in the probe's file of one process."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Final
 
 from vllm_headroom.model import (
@@ -54,7 +55,7 @@ def _read_works(entry: dict[str, Any]) -> tuple[WorkPeaks, ...]:
     """
     works = []
     for work in Work:
-        peaks = fields.read_within(entry, work, lambda table, work=work: _read_work(table, work))
+        peaks = fields.read_within(entry, work, partial(_read_work, work=work))
         if peaks is not None:
             works.append(peaks)
     return tuple(works)
