@@ -6,9 +6,10 @@ from itertools import pairwise
 
 import pytest
 
-from tests.unit.derive.leak.stretches import HOUR, MIB, Shape, segments
+from tests.unit.derive.leak.stretches import HOUR, Shape, segments
 from tests.unit.derive.leak.test_releases import followed
 from vllm_headroom.derive.leak.facts import OUT_OF_MEMORY_BYTES, Certainty
+from vllm_headroom.units import MIB
 
 LEAK = 140e3
 """Bytes per second."""
@@ -97,7 +98,18 @@ def test_no_alarm_begins_when_the_room_is_gone() -> None:
 
 def test_large_buffers_of_the_first_hour_that_are_released_then_are_no_alarm() -> None:
     """A chore takes a few buffers of nearly one size each twenty minutes, and ever fewer are released in between."""
-    taken_mib = {0.5: 584, 1.5: 32, 2.5: 580, 3.5: 1518, 4.5: 32, 11.5: 12, 15: -2548, 15.5: 480, 16: 602, 16.5: 918}
+    taken_mib: dict[float, float] = {
+        0.5: 584,
+        1.5: 32,
+        2.5: 580,
+        3.5: 1518,
+        4.5: 32,
+        11.5: 12,
+        15: -2548,
+        15.5: 480,
+        16: 602,
+        16.5: 918,
+    }
     taken_mib |= {35: 12, 38.5: -1900, 39: 1040, 40: 768, 44: 786, 45: 828, 49.5: 842, 52.5: 912, 59.5: -5204}
 
     verdicts = [track.verdict for _, track in followed(take(taken_mib), 1.2, 7278 * MIB)]
