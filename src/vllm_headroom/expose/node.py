@@ -218,7 +218,9 @@ def _render_engine(engine: EngineView) -> str:
     # The longest name is distinct where two containers of a pod have an engine each.
     link = f"/?{QUERY}={quote(list_names(engine.name)[-1], safe='')}"
     number, caption = find_number(engine.view, worst)
-    figure = f" {escape_text(number)} {escape_text(caption)}." if number else ""
+    # Most sentences have the number already, of a range both ends.
+    is_in_sentence = all(part in worst.sentence for part in number.split(" to "))
+    figure = "" if is_in_sentence else f" {escape_text(number)} {escape_text(caption)}."
     sentence = escape_text(worst.sentence)
     return (
         f"<li class={worst.level}><b>{LEVEL_NAMES[worst.level]}</b> "

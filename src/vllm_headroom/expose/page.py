@@ -215,15 +215,23 @@ TIME_LEFT_METRICS: Final = {
 }
 """The metrics of the time left and of its lower bound, by the situation in which memory grows."""
 
-WITHOUT_ROOM: Final = {Situation.DOWN, Situation.BLIND}
-"""Situations in which free memory does not matter: the page shows no number."""
+WITHOUT_ROOM: Final = frozenset(
+    {
+        Situation.DOWN,
+        Situation.BLIND,
+        Situation.STARTING,
+        Situation.STRANDED,
+        Situation.FILLING,
+    }
+)
+"""Situations in which free memory of the GPU does not matter: the page does not show it large."""
 
 
 def find_number(view: View, worst: Verdict) -> tuple[str, str]:
     """Return the number that matters most in a situation, and its caption; both may be empty.
 
-    That is the number of exits, the time left, the time without progress or, in any other
-    situation and where that number is unknown, the free memory of the fullest GPU.
+    That is the number of exits, the time left, the time without progress, the time since a start
+    or, in any other situation and where that number is unknown, the free memory of the fullest GPU.
     """
     status = None if view.snapshot is None else view.snapshot.engine_status
     if worst.situation is Situation.CRASH_LOOP and status is not None:
@@ -237,6 +245,13 @@ def find_number(view: View, worst: Verdict) -> tuple[str, str]:
     age_seconds = view.values.value(catalog.ENGINE_PROGRESS_AGE)
     if worst.situation is Situation.STALLED and age_seconds is not None:
         return format_duration(age_seconds), "without progress"
+    started_at = view.values.value(catalog.ENGINE_START)
+    if (
+        worst.situation is Situation.STARTING
+        and started_at is not None
+        and view.snapshot is not None
+    ):
+        return format_duration(view.snapshot.time_seconds - started_at), "since it was started"
     if worst.situation in WITHOUT_ROOM:
         # In these situations free memory would distract from the trouble.
         return "", ""

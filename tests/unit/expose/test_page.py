@@ -237,6 +237,20 @@ def test_a_healthy_engine_shows_the_least_free_memory_and_nothing_to_do() -> Non
     assert Situation.HEALTHY.action not in hero
 
 
+def test_a_start_shows_how_long_it_takes_so_far_and_not_the_empty_card() -> None:
+    starting = replace(
+        snapshot(engines=failure(Source.ENGINE), gpus=(gpu(),)),
+        time_seconds=NOW,
+        engine_status=EngineStatus(state=EngineState.STARTING),
+    )
+    free = Sample(catalog.GPU_MEMORY_FREE, GPU, 70.0 * GIB)
+
+    assert "<b>10 min 0 s <small>since it was started</small></b>" in render_page(
+        view([free, Sample(catalog.ENGINE_START, (), NOW - 600)], at=starting)
+    )
+    assert "<small>free" not in render_page(view([free], at=starting))
+
+
 def test_a_crash_loop_shows_how_often_the_engine_exited() -> None:
     looping = replace(snapshot(), engine_status=EngineStatus(state=EngineState.STARTING, recent_exits=4))
 
