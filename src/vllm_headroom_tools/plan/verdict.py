@@ -64,8 +64,7 @@ def explain_verdict(estimate: MemoryEstimate) -> str:
         return f"It does not fit: {_explain_obstacle(estimate)}"
     unknown = list_unknown(estimate)
     if unknown:
-        verb = "is" if len(unknown) == 1 else "are"
-        return f"Cannot tell whether it fits: not known {verb} {', '.join(unknown)}."
+        return f"Cannot tell whether it fits; missing: {', '.join(unknown)}."
     return f"Too close to call: {_explain_margin(estimate)}."
 
 

@@ -277,7 +277,7 @@ def test_a_speculative_head_and_a_draft_take_memory(capsys: Capsys) -> None:
     assert head["weights_bytes"] - plain["weights_bytes"] > 128_256 * 8_192 * 2 / 4
     assert any("acme/head is not known here" in note for note in head["notes"])
     assert foreign.status == 2
-    assert "not known is the draft model" in foreign.headline
+    assert "missing: the draft model" in foreign.headline
 
 
 def test_the_own_heads_of_a_model_count_as_further_layers(capsys: Capsys) -> None:
@@ -347,7 +347,7 @@ def test_options_without_memory_are_listed_as_not_counted(capsys: Capsys) -> Non
             0,
             "Beside its budget vLLM takes 0.10 to 0.60 GiB of the card, and 0.47 GiB are left for that.",
         ),
-        (("--max-model-len", "256"), 2, "Cannot tell whether it fits: not known is the card (--gpu or --gpu-memory)."),
+        (("--max-model-len", "256"), 2, "Cannot tell whether it fits; missing: the card (--gpu or --gpu-memory)."),
     ],
 )
 def test_the_verdict_says_why(words: tuple[str, ...], status: int, sentence: str, capsys: Capsys) -> None:
