@@ -129,7 +129,7 @@ A_SIZE = "accepts a size such as 72GiB, or a number of bytes from 1 MiB on"
     [
         (
             ("--gpu-memory-utilization", "92"),
-            "--gpu-memory-utilization: got '92', accepts a ratio above 0, at most 1",
+            "--gpu-memory-utilization: got '92' (did you mean 92%?), accepts a ratio above 0, at most 1",
         ),
         (("--bytes", "much"), f"--bytes: got 'much', {A_SIZE}"),
         (

@@ -177,7 +177,7 @@ VERSIONS = "accepts a version of vLLM from 0.4 on, such as 0.11.2"
         (("-", "--headroom-url", "http://h"), BOTH),
         (("-", "--trace", "x"), BOTH),
         (("-", "--vllm-version", "0.1.dev1"), f"--vllm-version: got '0.1.dev1', {VERSIONS}"),
-        (("-", "--gpu-memory-utilization", "92"), f"--gpu-memory-utilization: got '92', {RATIO}"),
+        (("-", "--gpu-memory-utilization", "92"), f"--gpu-memory-utilization: got '92' (did you mean 92%?), {RATIO}"),
         (("-", "--max-num-seqs", "0"), "--max-num-seqs: got '0', accepts a whole number from 1 on"),
         (
             ("--headroom-url", "gpu-7:9839"),

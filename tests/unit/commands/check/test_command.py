@@ -80,7 +80,7 @@ def test_a_report_that_cannot_be_written_ends_with_status_2(steady: str, tmp_pat
         ),
         (
             ("--trace", "x", *LIMIT, "--gpu-memory-utilization", "90"),
-            "--gpu-memory-utilization: got '90', accepts a ratio above 0, at most 1",
+            "--gpu-memory-utilization: got '90' (did you mean 90%?), accepts a ratio above 0, at most 1",
         ),
         (
             ("--trace", "x", *LIMIT, "--gpu-memory-utilization", "0.9", "--reported-bytes", "1GB"),
