@@ -44,6 +44,9 @@ MOST_FIND_SECONDS: Final = 60.0
 FIND_SECONDS: Final = 1.0
 """How long a tick waits for new engines. A command line may hang in a driver: then they wait."""
 
+LATE_SECONDS: Final = 15.0
+"""A search for engines that takes longer is reported: where CPU is short, one takes seconds."""
+
 LAST_SAMPLE_SECONDS: Final = 300.0
 """How long the last series of an engine whose pod is gone wait for a scrape."""
 
@@ -282,6 +285,8 @@ class NodeWatch:
         self._interval_seconds = interval_seconds
         self._gpu_timeout_seconds = gpu_timeout_seconds
         self._finding: asyncio.Task[None] | None = None
+        self._finding_since_seconds = 0.0
+        """When the search for engines began, on the monotonic clock."""
         self._following_guard = loop.StepGuard()
         self._finding_guard = loop.StepGuard()
         self._health = INITIAL
@@ -434,12 +439,14 @@ class NodeWatch:
             return
         self._report("processes", "")
         if self._finding is None:
+            self._finding_since_seconds = self._clock.monotonic()
             find = partial(self._find, self._processes)
             self._finding = asyncio.create_task(self._finding_guard.run(find))
         # wait, unlike wait_for, does not cancel: the search goes on in the next tick.
         await asyncio.wait((self._finding,), timeout=FIND_SECONDS)
         if not self._finding.done():
-            self._report("engines", "a command line in /proc does not answer: no new engine")
+            if self._clock.monotonic() - self._finding_since_seconds > LATE_SECONDS:
+                self._report("engines", "a command line in /proc does not answer: no new engine")
             return
         self._finding = None
         self._report("engines", "")

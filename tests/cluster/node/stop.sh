@@ -2,7 +2,7 @@
 # Ends what start.sh started in FOLDER, and removes the folder; other processes, mounts and control groups stay.   usage: stop.sh FOLDER
 set -uo pipefail
 folder=$(realpath "$1")
-[[ -f $folder/containerd.toml ]] || exit 0
+[[ -f $folder/networks-before ]] || exit 0
 end() { # NAME: asks, and after five seconds ends it
   local pid
   pid=$(cat "$folder/$1.pid" 2>/dev/null) || return

@@ -301,6 +301,23 @@ def test_an_engine_that_hangs_costs_the_others_no_sample_and_has_no_old_series()
     run(hang)
 
 
+def test_a_search_for_engines_is_reported_once_where_it_hangs_and_not_where_cpu_is_short(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("vllm_headroom.daemon.node.FIND_SECONDS", 0.0)
+
+    async def search() -> None:
+        world = World(locate(1))
+        monkeypatch.setattr(world.found, "find_engines", lambda _timeout_seconds: asyncio.Event().wait())
+        with capture_logs() as lines:
+            await world.tick(3)
+            assert not [line for line in lines if line["event"] == "engines are not followed"]
+            await world.tick(3)
+        assert len([line for line in lines if line["event"] == "engines are not followed"]) == 1
+
+    run(search)
+
+
 def test_an_engine_whose_record_raises_is_sampled_on_like_the_others() -> None:
     async def spoil() -> None:
         world = World(locate(1), locate(2))
