@@ -260,7 +260,8 @@ class Workload:
         """Kill the API server, and start it again later."""
         end_part("kube-apiserver")
         time.sleep(AWAY_SECONDS)
-        subprocess.Popen([NODE / "run-kube-apiserver"])
+        # It outlives the test: node/stop.sh ends it.
+        subprocess.run(["sh", "-c", '"$0" &', str(NODE / "run-kube-apiserver")], check=True)
 
     def lose_node(self) -> None:
         """End the kubelet, then these pods' containers at once, as when a machine is switched off."""

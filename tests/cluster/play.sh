@@ -3,5 +3,7 @@
 set -euo pipefail
 pytest=$1
 shift
-"$pytest" -m cluster -n 5 --dist loadfile -rP "$@" tests/cluster --ignore=tests/cluster/test_lost_node.py
-"$pytest" -m cluster -n 0 -rP "$@" tests/cluster/test_lost_node.py
+status=0
+"$pytest" -m cluster -n 5 --dist loadfile -rP "$@" tests/cluster --ignore=tests/cluster/test_lost_node.py || status=$?
+"$pytest" -m cluster -n 0 -rP "$@" tests/cluster/test_lost_node.py || status=$?
+exit $status
