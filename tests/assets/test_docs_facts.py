@@ -69,9 +69,9 @@ def test_the_figures_of_the_readme_are_rows_of_the_benchmark() -> None:
 
     assert (
         f"found {found} of {leaks_count} leaks of GPU memory ({filled} of {filling} that filled the card, {paged} of"
-        f" them with a page before) and {host_sums[0]} of {host_sums[1]} of host memory. It raised {gpu_false} false alarms"
-        f" in {gpu_days} days of GPU memory without a leak, {rates[0]} a year with a 95 % interval of {rates[1]} to"
-        f" {rates[2]}, and {host_false_sums[0]} in {host_false_sums[1]} days of host memory"
+        f" them with a page before) and {host_sums[0]} of {host_sums[1]} of host memory. It raised {gpu_false} false"
+        f" alarms in {gpu_days} days of GPU memory without a leak, {rates[0]} a year with a 95 % interval of"
+        f" {rates[1]} to {rates[2]}, and {host_false_sums[0]} in {host_false_sums[1]} days of host memory"
     ) in readme
     (own,) = re.findall(r"it found (\d+) of (\d+) leaks, and raised (\d+) false alarms in (\d+) days", readme)
     assert own in re.findall(
