@@ -40,7 +40,6 @@ from vllm_headroom.parse.fields import (
     read_within,
     refuse_number,
 )
-from vllm_headroom.parse.log.reader import read_log
 from vllm_headroom.trace.entries import (
     ENGINE_FIELDS,
     HEADER,
@@ -211,6 +210,9 @@ def _describe_content(line: bytes) -> str:
     description = find_other_format(line)
     if description is not None:
         return f"is {description}"
+    # Imported here: only an error needs it, and --help of plan imports this file.
+    from vllm_headroom.parse.log.reader import read_log  # noqa: PLC0415
+
     if read_log((line,)).starts:
         return "is a log of an engine, which vllm-headroom advise reads"
     quoted = line[:MAX_QUOTED_BYTES].decode(errors="replace").strip()

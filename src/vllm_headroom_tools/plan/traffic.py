@@ -24,7 +24,6 @@ from vllm_headroom_tools.full_cache import (
 )
 from vllm_headroom_tools.history import LONGEST_STEP_SECONDS, RESIZED_RATIO, Histogram, Rise
 from vllm_headroom_tools.plan.engine_log import CARD_NAMES, MODEL_NAMES
-from vllm_headroom_tools.sidecar import NO_DOCUMENT, Document
 from vllm_headroom_tools.sizing.cards import GpuChoice, find_card_by_size, parse_gpus_by_name
 from vllm_headroom_tools.sizing.footprint import KV_DTYPES, PACKED_KV_DTYPES
 from vllm_headroom_tools.trace import STDIN, read_trace
@@ -289,7 +288,7 @@ def read_trace_traffic(trace: str) -> Traffic:
     return history.build(STDIN if trace == "-" else trace)
 
 
-def read_document_traffic(document: Document, source: str) -> Traffic:
+def read_document_traffic(document: dict[str, Any], source: str) -> Traffic:
     """Return the traffic of the last day in a sidecar's document.
 
     Raise BadInput where it has none, or another shape.
@@ -297,10 +296,13 @@ def read_document_traffic(document: Document, source: str) -> Traffic:
     try:
         return _read_document(document, source)
     except (AttributeError, LookupError, TypeError, ValueError):
+        # Imported here: --help needs no client of HTTP, which takes a while to import.
+        from vllm_headroom_tools.sidecar import NO_DOCUMENT  # noqa: PLC0415
+
         raise BadInput(NO_DOCUMENT) from None
 
 
-def _read_document(document: Document, source: str) -> Traffic:
+def _read_document(document: dict[str, Any], source: str) -> Traffic:
     """Return the traffic in a sidecar's snapshot; raise BadInput where it has none."""
     history = document["history"]
     if "kv_cache_used_ratio" not in history:
