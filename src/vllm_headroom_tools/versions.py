@@ -40,7 +40,7 @@ def parse_version(text: str) -> Version | None:
 
 
 def format_version(version: Version) -> str:
-    """Return a version as vLLM writes it, as 0.11.2."""
+    """Return a version in vLLM's notation, such as 0.11.2."""
     return ".".join(map(str, version))
 
 

@@ -119,7 +119,7 @@ class RecentLines(logging.Handler):
 def configure(log_format: str, log_level: str) -> None:
     """Write the daemon's lines of `log_level` and above to stderr.
 
-    Of libraries, only lines of level warning and above are written.
+    Of the libraries' log lines, only those of level warning and above are written.
 
     In logfmt a traceback follows its line as an indented block, in JSON it is the field
     `exception`.

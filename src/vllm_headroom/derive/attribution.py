@@ -104,8 +104,9 @@ in use by more than this, the driver lists memory of another device."""
 
 
 NEIGHBOUR_BYTES: Final = GIB
-"""Memory of other processes below this is not mentioned, as in HeadroomNeighbourGrowing: CUDA
-contexts are smaller. It is the limit for files in /dev/shm too, as in HeadroomHostMemoryLow."""
+"""Less memory of other processes than this is not mentioned, as in the alert
+HeadroomNeighbourGrowing: a CUDA context takes less. It is the limit for files in /dev/shm too, as
+in HeadroomHostMemoryLow."""
 
 
 class Selection(Struct, frozen=True, kw_only=True):

@@ -273,9 +273,10 @@ def _count_kills(
 ) -> ContainerState:
     """Add the kernel's kills since the last reading, each once, whichever source reads them.
 
-    When the run has ended, its container and the container's counter may be gone. If the container
-    was near its limit, the machine's counter is used then. If the container is visible again later,
-    these kills are not counted again.
+    `root` is the container that is read now; another one before means that the run has ended. Its
+    container and the container's counter may then be gone. If that container was at least half
+    full, the machine's counter is used. If the container is visible again later, these kills are
+    not counted again.
     """
     has_ended = state.root is not None and root != state.root
     # The machine counts the kills of all containers: only a container that was full enough explains

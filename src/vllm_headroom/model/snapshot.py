@@ -180,8 +180,8 @@ class Values:
     def state(self, metric: Metric, *labels: str) -> str | None:
         """Return the current state of a metric that has a series for each state.
 
-        The last label is the state, `labels` are those before; the current state's series is 1.
-        None where no series is 1.
+        The last label is the state, `labels` are those before. The current state's series is 1, the
+        others are 0. None where no series has another value than 0.
         """
         for series, value in self.find_all(metric).items():
             *series_labels, state = series

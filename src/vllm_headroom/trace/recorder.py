@@ -27,9 +27,10 @@ def make_folder(folder: Path) -> None:
 
 
 def replace_file(file: Path, unfinished: Path, content: Iterable[bytes]) -> None:
-    """Replace a file atomically and durably; raises OSError.
+    """Replace a file atomically; raises OSError.
 
-    The content is written to `unfinished`, which is then renamed.
+    The content is written to `unfinished`, which is flushed to the disk and then renamed. A crash
+    of the machine leaves the whole old content or the whole new one.
     """
     # A killed process may have left the file. It may also be a link, which must not be followed.
     unfinished.unlink(missing_ok=True)

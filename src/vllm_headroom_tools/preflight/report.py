@@ -151,7 +151,11 @@ def list_shares(gpu: GpuReport) -> Iterator[tuple[str, str]]:
 def build_gpu_report(
     device: GpuReading, conditions: Conditions, request: MemoryRequest
 ) -> GpuReport:
-    """Return the figures of a GPU for this request; they are None where its memory is unknown."""
+    """Return the figures of a GPU for this request.
+
+    Both are None where the GPU's memory is unknown; the highest utilization is None too where no
+    share fits.
+    """
     holders = conditions.holders.get(device.uuid)
     memory = device.memory
     requested_bytes = None

@@ -102,7 +102,7 @@ def _draw_gpu(
     span: tuple[float, float],
     forecast: Forecast | None,
 ) -> str:
-    """Return a GPU's box: of its free memory, or else of the memory that the engine holds."""
+    """Return a GPU's box: its free memory, or the engine's memory where that is unknown."""
     index, uuid, course = gpu
     points = curves.of("free", uuid)
     has_free_memory = bool(points)

@@ -1,4 +1,4 @@
-"""Reading sizes from a model's configuration, whichever of their names it uses."""
+"""Read sizes from a model's configuration, under whichever of its names each size has there."""
 
 from collections.abc import Mapping
 from typing import Any, Final

@@ -225,7 +225,7 @@ UNSCALED_ROTARIES: Final = frozenset(
 `_get_and_verify_max_len`)."""
 
 NAME_LIMIT: Final = 40
-"""Our choice: how many characters of an unknown type of model are shown."""
+"""Our choice: how many characters of the name of an unknown model type are shown."""
 
 
 def parse_model_config(

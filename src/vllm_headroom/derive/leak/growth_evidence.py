@@ -230,8 +230,9 @@ STEADY_BLOCKS: Final = WINDOW_BLOCKS[2]
 """The least number of blocks, eleven, of steady growth: fewer may rise by the same by chance."""
 
 STEADY_SPREAD: Final = 1.3
-"""The highest mean square of steady rises, as a multiple of their squared mean: a variance of 0.3
-squared means. At a warm-up the variance is 0.8 squared means and more."""
+"""Rises are steady while their mean square is at most this multiple of their squared mean: that
+allows a variance of 0.3 times the squared mean. At a warm-up the variance is 0.8 times the squared
+mean and more."""
 
 
 def is_steady(growth: Growth) -> bool:

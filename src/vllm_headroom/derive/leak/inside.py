@@ -91,7 +91,10 @@ def update_insides(tracks: InsideTracks, snapshot: Snapshot) -> InsideTracks:
 
 
 def _make_mark(gpu: Gpu, now_seconds: float) -> Mark | None:
-    """Return the memory in each place of a GPU; None where a part is unknown."""
+    """Return the memory in each place of a GPU.
+
+    None where the engine's memory, or what torch has allocated or reserved of it, is unknown.
+    """
     inside = gpu.inside
     if inside is None or gpu.held_bytes is None:
         return None

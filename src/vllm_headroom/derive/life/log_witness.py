@@ -126,12 +126,13 @@ def _add_silence(end: Ending, diagnoses: tuple[Diagnosis, ...]) -> tuple[Diagnos
     """Return the causes with a log that goes on until the exit and reports no failure.
 
     An engine that runs out of GPU memory or crashes says so. One that is killed, or whose machine
-    ends, does not.
+    ends, does not. So once the run is over, causes of memory are left out. Where that leaves no
+    likely cause, the cause is a crash.
     """
     evidence = "its log goes on until then, and has no error and no shutdown"
-    if not end.is_over:
-        return tuple(replace(item, evidence=(*item.evidence, evidence)) for item in diagnoses)
     cited = tuple(replace(item, evidence=(*item.evidence, evidence)) for item in diagnoses)
+    if not end.is_over:
+        return cited
     # Such a cause would have been logged: the silence refutes it.
     kept = tuple(item for item in cited if item.cause not in MEMORY_CAUSES)
     if len(kept) == len(cited):

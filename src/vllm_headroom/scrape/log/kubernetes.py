@@ -92,7 +92,14 @@ class PodLog:
             for status in pod["status"].get("containerStatuses", ()):
                 if status["name"] == self._container:
                     return int(status["restartCount"])
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        except (
+            ValueError,
+            OverflowError,
+            KeyError,
+            TypeError,
+            AttributeError,
+            RecursionError,
+        ):
             problem = "the API server's answer is not understood"
             raise RefusedError(_build_failure(Reason.MALFORMED, problem)) from None
         problem = f"this pod has no container {self._container}: set HEADROOM_ENGINE_CONTAINER"

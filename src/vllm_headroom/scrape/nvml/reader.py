@@ -90,7 +90,7 @@ class Nvml:
         self._backoff_seconds = FIRST_BACKOFF_SECONDS
         """The pause before the next init of a failed driver."""
         self._open_at_seconds = -inf
-        """When a failed driver is initialised again, on the monotonic clock."""
+        """The time on the monotonic clock at which a failed driver is initialised again."""
         self._reopen_at_seconds = inf
         """When a working driver is initialised again to find a lost GPU, on the same clock."""
 

@@ -269,9 +269,10 @@ class Processes:
     def _read_engine(
         self, pids: frozenset[int], page: proc_roots.PageState
     ) -> tuple[EngineProcess, ...]:
-        """Return the engine's processes by pid, without those that exited meanwhile.
+        """Return the engine's processes in the order of their pids, without those that have exited.
 
-        The engine is chosen again where a process or the page's state has changed.
+        The engine is chosen again where a process or the page's state has changed. Raises OSError
+        where /proc cannot be read, or it is unknown whether a process has exited.
         """
         has_changed = self._scan(pids)
         # Choosing costs a walk over all processes: it is done only when something has changed.

@@ -450,7 +450,7 @@ def _list_over_budget(facts: Facts) -> list[tuple[GpuFacts, BudgetExcess]]:
 def find_shortage(facts: Facts, kind: Shortage) -> Advice | None:
     """Judge times with less than LOW_BYTES of a GPU left, without a leak.
 
-    Looks at: the times with a shortage of this kind, of each GPU.
+    Looks at: for each GPU, the times with a shortage of this kind.
     Applies: where there was such a time.
     Proposes: a smaller share for vLLM, with which AIM_BYTES would be left at the worst of these
     times. For bursts, changes that make them smaller come before that, in the order of the runbook

@@ -25,7 +25,8 @@ REMARK = (
 def find_unsafe_peaks(facts: Facts) -> Advice | None:
     """Judge the peaks of the last minute and the largest safe requests, where the probe has them.
 
-    Looks at: the peak of each kind of work with its spread, what a step may take, the safe sizes.
+    Looks at: the peak of each kind of work and its spread, the memory that a step may take, and
+    the safe sizes.
     Applies: where a peak would not fit again, or where prompt logprobs are safe for fewer tokens
     than a prompt is.
     Proposes: the limit of that kind of work with the value from the fit, then a smaller share.
