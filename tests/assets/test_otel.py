@@ -46,11 +46,11 @@ def read(statement: str) -> re.Match[str]:
     return match
 
 
-def meant(found: re.Match[str]) -> set[str]:
+def meant(match: re.Match[str]) -> set[str]:
     """Return the catalogue's metrics that a statement is about."""
-    if found["name"]:
-        return {found["name"]}
-    return {name for name in CATALOGUE if re.search(found["pattern"] or "", name)}
+    if match["name"]:
+        return {match["name"]}
+    return {name for name in CATALOGUE if re.search(match["pattern"] or "", name)}
 
 
 def carried() -> dict[str, str]:

@@ -87,13 +87,13 @@ def stepped(past: Sequence[Snapshot]) -> Day:
     return Day(seconds_per_sample=best / len(past), memory=state, last=past[-1])
 
 
-def make_state(memory: LeakMemory, last: Snapshot) -> SavedState:
-    whose = identify_engine(last.engines)
+def make_state(memory: LeakMemory, snapshot: Snapshot) -> SavedState:
+    whose = identify_engine(snapshot.engines)
     assert isinstance(whose, Identity)
     return SavedState(
         version="0",
-        saved_at_seconds=last.time_seconds,
-        monotonic_seconds=last.monotonic_seconds,
+        saved_at_seconds=snapshot.time_seconds,
+        monotonic_seconds=snapshot.monotonic_seconds,
         identity=whose,
         memory=Memory(leak=memory),
     )

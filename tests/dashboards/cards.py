@@ -36,17 +36,17 @@ class SeveralGpus(SimulatedGpus):
 class EightGpus(SeveralGpus):
     """The GPUs of an engine with a process on each; the world's leak is GPU 5's, the others stay as they began."""
 
-    def devices(self, first: GpuReading, now: GpuReading) -> tuple[GpuReading, ...]:
+    def devices(self, reading: GpuReading, now: GpuReading) -> tuple[GpuReading, ...]:
         """Return the GPUs."""
-        return tuple(_numbered(now if gpu == LEAKING else first, gpu) for gpu in range(8))
+        return tuple(_numbered(now if gpu == LEAKING else reading, gpu) for gpu in range(8))
 
 
 class MigInstances(SeveralGpus):
     """Three instances of card 1: the first is the world's, the second stays as it began, the third is another's."""
 
-    def devices(self, first: GpuReading, now: GpuReading) -> tuple[GpuReading, ...]:
+    def devices(self, reading: GpuReading, now: GpuReading) -> tuple[GpuReading, ...]:
         """Return the instances."""
-        each = (now, first, replace(first, processes=()))
+        each = (now, reading, replace(reading, processes=()))
         return tuple(replace(device, index=1, uuid=uuid) for device, uuid in zip(each, INSTANCES, strict=True))
 
 

@@ -37,11 +37,11 @@ def inlined() -> Iterator[tuple[str, str]]:
 _NAME: Final = re.compile(r"([\w:]+)(?:\[(\w+)\])?( offset \w+)?")
 
 
-def _meant(found: re.Match[str], earlier: Mapping[str, str]) -> str:
+def _meant(match: re.Match[str], earlier: Mapping[str, str]) -> str:
     """Return what a name means; an offset can only be of a range of an expression, here of its one value then."""
-    name, length, offset = found.groups()
+    name, length, offset = match.groups()
     if name not in earlier:
-        return found[0]
+        return match[0]
     if length:
         return f"{earlier[name]}[{length}:1m]{offset or ''}"
     return f"last_over_time({earlier[name]}[1m:1m]{offset})" if offset else earlier[name]

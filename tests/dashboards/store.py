@@ -98,13 +98,13 @@ class Prometheus:
 
     def instant(self, expr: str) -> list[dict[str, Any]]:
         """Return the series that the expression has now, each with its one value."""
-        found = self.ask("query", query=expr, time=str(NOW))["result"]
-        return [{"metric": each["metric"], "values": [each["value"]]} for each in found]
+        answer = self.ask("query", query=expr, time=str(NOW))["result"]
+        return [{"metric": each["metric"], "values": [each["value"]]} for each in answer]
 
     def over_time(self, expr: str, step_seconds: float) -> list[dict[str, Any]]:
         """Return the series that the expression has at any time."""
-        found = self.ask("query_range", query=expr, start=str(BEGIN), end=str(NOW), step=str(step_seconds))["result"]
-        return list(found)
+        answer = self.ask("query_range", query=expr, start=str(BEGIN), end=str(NOW), step=str(step_seconds))["result"]
+        return list(answer)
 
     def label_values(self, series: str, label: str) -> list[str]:
         """Return the values that a label of these series has had."""

@@ -26,8 +26,8 @@ def ahead(prometheus: Prometheus, target: str, name: str, states: str = GROWS) -
     put_in = values(prometheus, ENGINE, TARGETS[target].labels) | {"__range": f"{NOW - BEGIN + AHEAD_SECONDS}s"}
     form = {"start": str(BEGIN), "end": str(NOW + AHEAD_SECONDS), "step": "60"}
     expr = filled(query(ENGINE, HERO, name).expr, put_in).replace(GROWS, states)
-    found = prometheus.ask("query_range", query=expr, **form)["result"]
-    return [(float(at), float(value)) for each in found for at, value in each["values"]]
+    answer = prometheus.ask("query_range", query=expr, **form)["result"]
+    return [(float(at), float(value)) for each in answer for at, value in each["values"]]
 
 
 def test_what_a_leak_will_leave_is_drawn_from_now_to_zero(prometheus: Prometheus) -> None:

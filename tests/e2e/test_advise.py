@@ -31,8 +31,8 @@ def advise(*words: str) -> tuple[int, dict[str, Any]]:
     return process.returncode, data
 
 
-def causes(found: dict[str, Any]) -> list[str]:
-    return [advice["cause"] for advice in found["advice"]]
+def causes(document: dict[str, Any]) -> list[str]:
+    return [advice["cause"] for advice in document["advice"]]
 
 
 def is_in(page: Page, state: str) -> bool:

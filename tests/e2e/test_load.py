@@ -85,8 +85,8 @@ def running(trace: Path) -> set[float]:
     return {sample["engines"][0]["running"] for sample in samples(trace) if sample["engines"]}
 
 
-def total(found: dict[str, Any], field: str) -> int:
-    return sum(int(step[field]) for step in found["steps"])
+def total(document: dict[str, Any], field: str) -> int:
+    return sum(int(step[field]) for step in document["steps"])
 
 
 @pytest.fixture

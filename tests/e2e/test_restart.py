@@ -78,14 +78,14 @@ def first_state(engine: EngineServer, nvml: FakeNvml, folder: Path, **more: str)
 
 def test_the_verdict_survives_restarts_of_the_sidecar(engine: EngineServer, nvml: FakeNvml, folder: Path) -> None:
     for _ in range(2):
-        before = (folder / STATE.name).read_bytes()
+        old_content = (folder / STATE.name).read_bytes()
 
         state, log, status = first_state(engine, nvml, folder)
 
         assert (state, status) == ("leaking", 0)
         assert log.count("saved state taken up") == 1
         assert SET_ASIDE not in log
-        assert (folder / STATE.name).read_bytes() != before, "it was saved at the end"
+        assert (folder / STATE.name).read_bytes() != old_content, "it was saved at the end"
 
 
 def test_the_history_survives_a_restart_of_the_sidecar(engine: EngineServer, nvml: FakeNvml, folder: Path) -> None:
@@ -120,13 +120,13 @@ def test_another_engine_on_the_same_gpu_starts_afresh(engine: EngineServer, nvml
 
 
 def test_the_state_waits_for_an_engine_that_is_down(nvml: FakeNvml, folder: Path) -> None:
-    before = (folder / STATE.name).read_bytes()
+    old_content = (folder / STATE.name).read_bytes()
     with EngineServer(page("gone", status="503 Service Unavailable")) as engine:
         settings = {"ENGINE_URL": engine.url, "STATE_DIR": str(folder), **FAST, **nvml.environment()}
         with daemon(**settings) as running:
             running.sees(lambda page: page.value("source_up", source="engine") == 0, "the engine is down")
             running.stop()
-        assert (folder / STATE.name).read_bytes() == before
+        assert (folder / STATE.name).read_bytes() == old_content
 
         with daemon(**settings) as running:
             running.sees(lambda page: page.value("source_up", source="engine") == 0, "the engine is down")

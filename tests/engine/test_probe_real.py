@@ -142,9 +142,9 @@ def test_a_stopped_worker_falls_silent_and_the_others_go_on(engine: Probed) -> N
 
 def test_without_its_folder_it_stops_and_vllm_serves(engine: Probed) -> None:
     shutil.rmtree(engine.folder)
-    said = eventually(lambda: lines if len(lines := engine.said()) >= 3 else None, "each process says so once")
+    message = eventually(lambda: lines if len(lines := engine.said()) >= 3 else None, "each process says so once")
 
-    assert all("stopped for good" in line and "No such file or directory" in line for line in said)
+    assert all("stopped for good" in line and "No such file or directory" in line for line in message)
     assert engine.serves()
 
 
@@ -161,8 +161,8 @@ def test_a_probe_that_raises_everywhere(tmp_path: Path) -> None:
 def test_a_folder_that_takes_no_more(tmp_path: Path, options: str, why: str) -> None:
     mount = f'mount -t tmpfs -o {options} probe {tmp_path / "files"} && exec "$@"'
     with probed(tmp_path, within=("unshare", "-rm", "sh", "-c", mount, "sh")) as engine:
-        said = eventually(lambda: lines if len(lines := engine.said()) >= 2 else None, "they say so")
-        assert all(why in line for line in said)
+        message = eventually(lambda: lines if len(lines := engine.said()) >= 2 else None, "they say so")
+        assert all(why in line for line in message)
         assert engine.serves()
 
 

@@ -35,17 +35,19 @@ def test_the_capacity_is_what_the_engine_was_given(beside: Daemon) -> None:
 
 
 def test_counters_are_the_clients_counts(engine: Engine, beside: Daemon) -> None:
-    before = beside.page()
+    old_page = beside.page()
     usages = [engine.complete(words(17 * turn, 40), 5) for turn in range(4)]
 
     page = beside.sees(
-        lambda page: page.value("engine_requests_finished_total") == before.value("engine_requests_finished_total") + 4,
+        lambda page: (
+            page.value("engine_requests_finished_total") == old_page.value("engine_requests_finished_total") + 4
+        ),
         "four more requests have finished",
     )
 
     for name, key in (("prompt", "prompt_tokens"), ("generation", "completion_tokens")):
         total = f"engine_{name}_tokens_total"
-        assert page.value(total) - before.value(total) == sum(usage[key] for usage in usages)
+        assert page.value(total) - old_page.value(total) == sum(usage[key] for usage in usages)
 
 
 def test_running_waiting_and_kv_under_load(engine: Engine, beside: Daemon) -> None:
@@ -84,18 +86,20 @@ def test_running_waiting_and_kv_under_load(engine: Engine, beside: Daemon) -> No
 
 
 def test_repeated_prompts_are_prefix_hits(engine: Engine, beside: Daemon) -> None:
-    before = beside.page()
+    old_page = beside.page()
     prompt = words(500, 512)
     for _ in range(5):
         engine.complete(prompt, 2)
 
     page = beside.sees(
-        lambda page: page.value("engine_requests_finished_total") == before.value("engine_requests_finished_total") + 5,
+        lambda page: (
+            page.value("engine_requests_finished_total") == old_page.value("engine_requests_finished_total") + 5
+        ),
         "five more requests have finished",
     )
 
-    queries = page.value("engine_prefix_cache_queries_total") - before.value("engine_prefix_cache_queries_total")
-    hits = page.value("engine_prefix_cache_hits_total") - before.value("engine_prefix_cache_hits_total")
+    queries = page.value("engine_prefix_cache_queries_total") - old_page.value("engine_prefix_cache_queries_total")
+    hits = page.value("engine_prefix_cache_hits_total") - old_page.value("engine_prefix_cache_hits_total")
     assert queries == 5 * 512
     assert hits == 4 * (512 - 128)  # the last block of 128 tokens is always computed, and the first request has no hit
     assert page.value("engine_prefix_cache_hit_ratio") > 0

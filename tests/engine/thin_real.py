@@ -34,9 +34,9 @@ def samples(trace: Path, most_seconds: float) -> list[dict[str, Any]]:
     return lines[::EVERY]
 
 
-def kept(told: Path, ends: float) -> list[dict[str, float]]:
+def kept(path: Path, ends: float) -> list[dict[str, float]]:
     """Return the last that the plugin reported in each five minutes: what it had kept by then."""
-    lines = [each for each in map(json.loads, told.read_text().splitlines()) if each["t"] <= ends]
+    lines = [each for each in map(json.loads, path.read_text().splitlines()) if each["t"] <= ends]
     slots = [int((line["t"] - lines[0]["t"]) / TRUTH_EVERY_SECONDS) for line in lines]
     last = [place for place, (slot, following) in enumerate(pairwise(slots)) if slot != following]
     return [{**lines[place], "t": round(lines[place]["t"], 3)} for place in (0, *last, len(lines) - 1)]

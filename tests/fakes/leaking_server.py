@@ -78,10 +78,10 @@ class Server(BaseHTTPRequestHandler):
         """Say nothing."""
 
 
-def main(port: str, held: str, loads_seconds: str, request_seconds: str, *n_bytes: str) -> None:
+def main(port: str, text: str, loads_seconds: str, request_seconds: str, *n_bytes: str) -> None:
     """Serve until killed."""
     time.sleep(float(loads_seconds))
-    Server.held, Server.request_seconds = Path(held), float(request_seconds)
+    Server.held, Server.request_seconds = Path(text), float(request_seconds)
     Server.held_bytes, Server.leak_bytes, Server.limit_bytes = map(int, n_bytes)
     Server.tell()
     ThreadingHTTPServer.request_queue_size = 128

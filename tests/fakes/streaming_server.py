@@ -229,11 +229,11 @@ class StreamingServer:
         self._open.discard(connection)
         self._stalled.discard(connection)
 
-    def _complete(self, connection: Connection, token: bytes, asked: dict[str, Any]) -> None:
+    def _complete(self, connection: Connection, token: bytes, document: dict[str, Any]) -> None:
         way = self.way(self.ways.total())
         self.ways[way] += 1
-        self.requests.append(asked)
-        connection.way, connection.token, connection.asked, connection.sent = way, token, asked, 0
+        self.requests.append(document)
+        connection.way, connection.token, connection.asked, connection.sent = way, token, document, 0
         if way in STATUSES:
             status, message = STATUSES[way]
             connection.reply(status, json.dumps({"error": {"message": message, "code": status}}))
@@ -251,7 +251,7 @@ class StreamingServer:
             self._open.add(connection)
             self.most_open = max(self.most_open, self.open)
             if not self._interval_seconds and not self.least_open:
-                self._step(connection, asked["max_tokens"])
+                self._step(connection, document["max_tokens"])
 
     def _step(self, connection: Connection, tokens: int) -> None:
         """Go on with a stream by so many tokens, and end it after the last."""

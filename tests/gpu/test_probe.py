@@ -89,10 +89,10 @@ def test_no_context_is_made_on_another_card(worker: Any) -> None:
         pytest.skip("this machine has one GPU")
     pynvml.nvmlInit()
     other = pynvml.nvmlDeviceGetHandleByIndex(1)
-    before = len(pynvml.nvmlDeviceGetComputeRunningProcesses(other))
+    old_count = len(pynvml.nvmlDeviceGetComputeRunningProcesses(other))
     WorkerGpu().read_device(worker)
 
-    assert len(pynvml.nvmlDeviceGetComputeRunningProcesses(other)) == before
+    assert len(pynvml.nvmlDeviceGetComputeRunningProcesses(other)) == old_count
 
 
 COLLIDE: Final = """

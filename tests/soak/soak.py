@@ -162,20 +162,20 @@ class Soak:
         self.figures.slowest_seconds = max(self.figures.slowest_seconds, time.monotonic() - began)
         self.judge(Page(text), settled)
 
-    def judge(self, seen: Page, settled: dict[str, bool]) -> None:
+    def judge(self, page: Page, settled: dict[str, bool]) -> None:
         """Complain of a page that does not say what is."""
         bad = {"engine": bool({"engine", "restart"} & self.active.keys()), "nvml": "nvml" in self.active}
         if "reader raises" in self.active and self.world.raising in bad:
             bad[self.world.raising] = True
         for source in ("engine", "nvml"):
-            is_up = seen.value("source_up", source=source) == 1
+            is_up = page.value("source_up", source=source) == 1
             slow = source == "nvml" and bad["nvml"] and self.is_slow()
             if settled[source] and is_up == bad[source] and not slow and not self.is_one_gpu_lost(source):
                 self.complain(f"{source} is {'up' if is_up else 'down'} on the page, faults: {[*self.active]}")
         for state in LEAK_STATES:
-            if seen.has("leak_state", state=state) and seen.value("leak_state", state=state) == 1:
+            if page.has("leak_state", state=state) and page.value("leak_state", state=state) == 1:
                 self.complain(f"an alarm without a leak: {state}")
-        if "NaN" in seen.text:
+        if "NaN" in page.text:
             self.complain("NaN on the page")
 
     def is_slow(self) -> bool:

@@ -321,10 +321,10 @@ READ_AND_WRITTEN: Final = [
 def test_an_output_never_replaces_what_was_read(words: tuple[str, ...], tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl.gz"
     shutil.copy(Path(__file__).parents[1] / "contract" / "card" / "h100-sleep.jsonl.gz", trace)
-    before = trace.read_bytes()
+    old_content = trace.read_bytes()
 
     process = run_command(*(word.format(trace) for word in words), str(trace))
 
     assert process.returncode == 2
     assert process.stderr.endswith(f"{trace}: is what was read, and would be lost: name another file\n")
-    assert trace.read_bytes() == before
+    assert trace.read_bytes() == old_content

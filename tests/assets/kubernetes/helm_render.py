@@ -114,9 +114,9 @@ class Kept(BaseHTTPRequestHandler):
         found = RELEASE.search(body) if "/secrets" in self.path else None
         return secret(found[0].decode()) if found else dict(json.loads(body))
 
-    def _keep(self, path: str, made: dict[str, Any], status: int) -> None:
-        self.objects[path] = made
-        self._answer(made, status)
+    def _keep(self, path: str, document: dict[str, Any], status: int) -> None:
+        self.objects[path] = document
+        self._answer(document, status)
 
     def _answer(self, content: dict[str, Any] | None, status: int = 200) -> None:
         missing = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": "NotFound", "code": 404}

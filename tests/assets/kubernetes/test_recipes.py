@@ -48,13 +48,13 @@ def pods(found: Any) -> Iterator[Pod]:
             yield from pods(each)
 
 
-def described(found: dict[str, Any]) -> Iterator[Pod]:
+def described(document: dict[str, Any]) -> Iterator[Pod]:
     """Yield the pods that this object itself describes."""
     for key in ("template", "leaderTemplate", "workerTemplate"):
-        if "containers" in found.get(key, {}).get("spec", {}):  # a StormService's template describes roles
-            yield found[key].get("metadata", {}).get("labels", {}), found[key]["spec"]
-    if "predictor" in found:  # KServe puts the container of the model into the pod
-        predictor = dict(found["predictor"])
+        if "containers" in document.get(key, {}).get("spec", {}):  # a StormService's template describes roles
+            yield document[key].get("metadata", {}).get("labels", {}), document[key]["spec"]
+    if "predictor" in document:  # KServe puts the container of the model into the pod
+        predictor = dict(document["predictor"])
         model = {"name": "model", "image": "any", "resources": predictor.pop("model")["resources"]}
         yield predictor.pop("labels"), predictor | {"containers": [model]}
 

@@ -127,7 +127,7 @@ class Recorder:
         self._retries = said.get("retries", self._retries)
         return said
 
-    def _sample(self, seconds: float, said: dict[str, Any]) -> dict[str, Any]:
+    def _sample(self, seconds: float, document: dict[str, Any]) -> dict[str, Any]:
         held = {each.pid: each.usedGpuMemory for each in pynvml.nvmlDeviceGetComputeRunningProcesses(self._card)}
         card = pynvml.nvmlDeviceGetMemoryInfo(self._card, version=pynvml.nvmlMemory_v2)
         engine = 0 if self._engine is None else held.get(self._engine.pid, 0)
@@ -141,11 +141,11 @@ class Recorder:
             "other": sum(held.values()) - engine,
             "processes": len(held),
         }
-        page = said.get("page")
+        page = document.get("page")
         known = {"model_name": self._day.model, "engine": "0", "started_at": STARTED + int(self._began)}
         return {
             "t": STARTED + int(seconds) if seconds == int(seconds) else STARTED + seconds,
-            "gpus": [gpu if self._day.sleep else gpu | said.get("inside", {})],
+            "gpus": [gpu if self._day.sleep else gpu | document.get("inside", {})],
             "engines": None if page is None else [known | page],
         }
 

@@ -62,7 +62,7 @@ def compare_all() -> tuple[Comparison, ...]:
     return tuple(compare(shape, record[shape.name]) for shape in SHAPES if shape.name in record)
 
 
-def compare(shape: Shape, said: dict[str, Any]) -> Comparison:
+def compare(shape: Shape, data: dict[str, Any]) -> Comparison:
     """Plan one model as it was measured: its configuration, its card, its options, no CUDA graphs."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(shape.config), encoding="utf-8")
@@ -71,7 +71,7 @@ def compare(shape: Shape, said: dict[str, Any]) -> Comparison:
         asked = ("--json", "--model-config", folder, *card, *release, *shape.options, *shape.only_plan)
         done = run_command("plan", *asked)
     document = read_data(done.stdout) if done.stdout else {}
-    return Comparison(shape=shape, plan=document, refusal=done.stderr.rpartition(": ")[2].strip(), said=said)
+    return Comparison(shape=shape, plan=document, refusal=done.stderr.rpartition(": ")[2].strip(), said=data)
 
 
 def render_table() -> str:

@@ -42,8 +42,8 @@ def test_clients_that_only_stay_do_not_use_up_the_descriptors(sends: bytes, desc
             stack.enter_context(contextlib.closing(connected(running, sends)))
 
         eventually(lambda: healthy(running), "/healthz answers")
-        before = len(engine.requests)
-        eventually(lambda: len(engine.requests) >= before + 2, "the engine is read over new connections")
+        old_count = len(engine.requests)
+        eventually(lambda: len(engine.requests) >= old_count + 2, "the engine is read over new connections")
 
 
 def test_a_daemon_that_can_open_nothing_says_nothing_of_the_engine() -> None:
@@ -54,7 +54,7 @@ def test_a_daemon_that_can_open_nothing_says_nothing_of_the_engine() -> None:
     ):
         running.sees(lambda page: page.value("engine_state", state="serving") == 1, "the engine answers")
         scraper.get("/metrics")
-        before = len(running.log())  # on a busy machine its first answer may have been too late
+        old_count = len(running.log())  # on a busy machine its first answer may have been too late
         resource.prlimit(running.process.pid, resource.RLIMIT_NOFILE, (0, 0))
 
         def blind() -> bool:
@@ -65,7 +65,7 @@ def test_a_daemon_that_can_open_nothing_says_nothing_of_the_engine() -> None:
 
         eventually(blind, "it could not ask, time and again")
         assert f"{engine.url} cannot be asked (Too many open files): raise that limit" in running.log()
-        assert "engine is down" not in running.log()[before:]
+        assert "engine is down" not in running.log()[old_count:]
 
 
 def test_half_a_request_is_not_waited_for() -> None:
@@ -100,8 +100,8 @@ def test_clients_that_ask_and_never_read_hold_up_nobody_and_are_let_go() -> None
             stack.enter_context(contextlib.closing(deaf(running)))
 
         eventually(lambda: healthy(running), "/healthz answers")
-        before = len(engine.requests)
-        eventually(lambda: len(engine.requests) >= before + 3, "samples go on")
+        old_count = len(engine.requests)
+        eventually(lambda: len(engine.requests) >= old_count + 3, "samples go on")
         eventually(lambda: len(list(descriptors.iterdir())) < 50, "those who take nothing are let go")
 
         assert peak_bytes(running.process.pid) < 128 * MIB

@@ -146,8 +146,8 @@ def test_no_page_that_is_read_takes_the_daemon_over_its_memory_limit(text: str) 
         daemon(ENGINE_URL=engine.url, SAMPLE_INTERVAL_SECONDS="2") as running,
     ):
         running.sees(lambda page: page.has("source_up", source="engine"), "the first sample")
-        before = len(engine.requests)
-        running.sees(lambda _: len(engine.requests) >= before + 3, "it was read again and again")
+        old_count = len(engine.requests)
+        running.sees(lambda _: len(engine.requests) >= old_count + 3, "it was read again and again")
 
         assert peak_bytes(running.process.pid) < 112 * MIB
 
@@ -169,9 +169,9 @@ def test_a_page_for_which_there_is_no_memory_costs_samples_and_not_the_daemon() 
         _, most = resource.prlimit(pid, resource.RLIMIT_AS)
         resource.prlimit(pid, resource.RLIMIT_AS, (virtual_bytes(pid) + 3 * MIB, most))
         engine.answer = page("# " + "x" * (4 * MIB - 1000) + f"\n{RECORDED}"[-900:])
-        before = len(engine.requests)
+        old_count = len(engine.requests)
         eventually(lambda: "MemoryError" in running.log(), "it is told")
-        eventually(lambda: len(engine.requests) >= before + 3, "it asks on")
+        eventually(lambda: len(engine.requests) >= old_count + 3, "it asks on")
 
         resource.prlimit(pid, resource.RLIMIT_AS, (most, most))
         engine.answer = page(RECORDED)

@@ -36,11 +36,11 @@ async def client(port: int, enough: asyncio.Event) -> int:
 
 def samples_and_gates(running: Daemon, engine: EngineServer) -> None:
     """Wait for samples while the gates are queried."""
-    before = len(engine.requests)
+    old_count = len(engine.requests)
 
     def more() -> bool:
         assert running.get("/gate/ready").text == "open\n"
-        return len(engine.requests) >= before + 5
+        return len(engine.requests) >= old_count + 5
 
     eventually(more, "samples go on")
 

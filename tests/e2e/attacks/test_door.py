@@ -63,14 +63,14 @@ def test_a_file_that_cannot_be_used_later_leaves_the_door_as_it_was(folder: Path
 def test_a_file_that_is_emptied_leaves_tls_and_login_on(folder: Path, content: str) -> None:
     file = folder / "web.config.yml"
     with guarded(folder) as running, client(folder, running) as known:
-        before = file.read_text()
+        old_text = file.read_text()
         file.write_text(content)
         eventually(lambda: "takes a restart" in running.log(), "it is refused")
 
         page = known.get("/metrics", auth=("prometheus", PASSWORD))
         assert "headroom_web_config_reload_success 0.0" in page.text
         assert known.get("/metrics").status_code == 401
-        file.write_text(before)
+        file.write_text(old_text)
         eventually(lambda: "web configuration read again" in running.log(), "the restored file is taken")
         with client(folder, running) as again:
             page = again.get("/metrics", auth=("prometheus", PASSWORD))

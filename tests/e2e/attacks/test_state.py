@@ -41,12 +41,12 @@ def test_a_state_that_could_not_be_read_at_first_is_not_written_over_and_taken_u
         with daemon(ENGINE_URL=engine.url, **settings) as running:
             running.sees(engine_answers, "the engine answers")
             assert running.stop()[0] == 0
-        before = (state / STATE.name).read_bytes()
+        old_content = (state / STATE.name).read_bytes()
         stuck.touch()
         with daemon(ENGINE_URL=engine.url, **settings, **volume) as running:
             running.sees(engine_answers, "the engine answers")
             eventually(lambda: "the file system does not answer" in running.log(), "it is told")
-            assert (state / STATE.name).read_bytes() == before
+            assert (state / STATE.name).read_bytes() == old_content
 
             stuck.unlink()
             eventually(lambda: "saved state taken up" in running.log(), "it is read again")
@@ -69,8 +69,8 @@ def test_a_state_that_cannot_be_set_aside_costs_nothing_but_itself(tmp_path: Pat
             eventually(lambda: "state is not kept" in running.log(), "it is told")
             engine.answer = page(re.sub(r"(\nprocess_start_time_seconds) .*", r"\1 4e9", RECORDED))
             running.sees(lambda page: page.value("engine_restarts_total") == 1, "another life")
-            before = len(engine.requests)
-            running.sees(lambda _: len(engine.requests) >= before + 3, "three more looks")
+            old_count = len(engine.requests)
+            running.sees(lambda _: len(engine.requests) >= old_count + 3, "three more looks")
             assert running.page().value("engine_restarts_total") == 1
             assert (running.log().count("state is not kept"), running.log().count("kept again")) == (1, 0)
 

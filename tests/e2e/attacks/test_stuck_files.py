@@ -57,8 +57,8 @@ def test_stderr_that_nobody_reads_holds_up_neither_the_samples_nor_the_end() -> 
         )
         try:
             eventually(lambda: is_answering(f"{url}/readyz"), "the first sample is published")
-            before = len(engine.requests)
-            eventually(lambda: len(engine.requests) > before + 2, "the engine is read on and on")
+            old_count = len(engine.requests)
+            eventually(lambda: len(engine.requests) > old_count + 2, "the engine is read on and on")
             process.send_signal(signal.SIGTERM)
 
             assert process.wait(10) == 0

@@ -93,8 +93,8 @@ def step(clock: Path, seconds: int) -> None:
 
 
 def goes_on(running: Daemon, engine: EngineServer) -> None:
-    before = len(engine.requests)
-    eventually(lambda: len(engine.requests) >= before + 3, "samples go on")
+    old_count = len(engine.requests)
+    eventually(lambda: len(engine.requests) >= old_count + 3, "samples go on")
     seen = running.sees(engine_answers, "the engine answers")
     assert running.get("/healthz").status_code == 200
     assert 0 <= seen.value("sample_age_seconds") < 30

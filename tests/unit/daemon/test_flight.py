@@ -147,10 +147,10 @@ def test_an_end_is_set_aside_with_what_was_known_before_it(tmp_path: Path) -> No
     died(subject)
 
     file = the_incident(tmp_path)
-    known = header(file)
-    assert (known["what"], known["reason"], known["version"], known["log"]) == ("ended", "gone", "1.2.3", ["a line"])
-    assert [verdict["sentence"] for verdict in known["before"]["verdicts"]] == ["GPU 0 leaks."]
-    assert known["before"]["t"] < known["t"]
+    facts = header(file)
+    assert (facts["what"], facts["reason"], facts["version"], facts["log"]) == ("ended", "gone", "1.2.3", ["a line"])
+    assert [verdict["sentence"] for verdict in facts["before"]["verdicts"]] == ["GPU 0 leaks."]
+    assert facts["before"]["t"] < facts["t"]
     assert times(file) == [10.0, 15.0]
     assert file == locate_incident(tmp_path, BEGAN + 15)
     last = subject.last
@@ -190,8 +190,8 @@ def test_a_stall_is_an_incident_and_its_end_soon_after_is_the_same(tmp_path: Pat
     step(subject, take_snapshot(watch))
     watch.look(working(20), after=70.0)
     step(subject, take_snapshot(watch))
-    known = header(the_incident(tmp_path))
-    assert (known["what"], known["progress_age_seconds"]) == ("stalled", 70.0)
+    facts = header(the_incident(tmp_path))
+    assert (facts["what"], facts["progress_age_seconds"]) == ("stalled", 70.0)
 
     watch.look(working(20))
     died(subject, watch)
@@ -288,12 +288,12 @@ def test_what_torch_was_refused_shortly_before_is_reported(tmp_path: Path) -> No
     watch.look(REFUSED, processes=(), gpus=(gpu(used=0, total=80 * 2**30),))
     step(subject, take_snapshot(watch))
 
-    known = header(the_incident(tmp_path))
-    assert known["ooms"] == [{"t": BEGAN + 9, "uuid": "GPU-a", "asked": 5, "free": 3, "allocated": 60, "reserved": 64}]
-    newest, _ = known["before"]["probe"]
+    facts = header(the_incident(tmp_path))
+    assert facts["ooms"] == [{"t": BEGAN + 9, "uuid": "GPU-a", "asked": 5, "free": 3, "allocated": 60, "reserved": 64}]
+    newest, _ = facts["before"]["probe"]
     assert (newest["pid"], newest["role"], newest["oom"]["asked_bytes"]) == (0, "worker", 5)
     assert "parts" not in newest, "what it does not say is left out"
-    assert "snapshots" not in known
+    assert "snapshots" not in facts
 
 
 def test_an_incident_names_torchs_snapshots_and_what_held_most(tmp_path: Path) -> None:

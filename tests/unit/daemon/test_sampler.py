@@ -134,11 +134,11 @@ def test_a_tick_publishes_what_the_sources_say() -> None:
 @pytest.mark.parametrize("side", ["engine", "gpus", "processes"])
 def test_a_failed_source_costs_its_own_series_and_is_logged_once(side: str) -> None:
     source = {"engine": Source.ENGINE, "gpus": Source.NVML, "processes": Source.PROCESS}[side]
-    said = Said()
+    log_lines = Said()
 
     down = ["engine is down"] if side == "engine" else []
-    assert events(said, lambda: setattr(said, side, failure(source))) == ["source failed", *down]
-    samples = ticked(sampler(said))
+    assert events(log_lines, lambda: setattr(log_lines, side, failure(source))) == ["source failed", *down]
+    samples = ticked(sampler(log_lines))
 
     assert values(samples, catalog.SOURCE_UP)[(str(source),)] == 0.0
     assert bool(values(samples, catalog.ENGINE_RUNNING)) == (side != "engine")

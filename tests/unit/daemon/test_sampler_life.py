@@ -57,8 +57,8 @@ def list_events(lines: list[Any]) -> list[tuple[str, str]]:
 
 
 def test_every_change_of_state_is_reported_once() -> None:
-    said = Said(processes=readings())
-    subject = sampler(said)
+    log_lines = Said(processes=readings())
+    subject = sampler(log_lines)
     with capture_logs() as lines:
         for change in (
             {"engine": REFUSED},
@@ -67,7 +67,7 @@ def test_every_change_of_state_is_reported_once() -> None:
             {"engine": REFUSED, "processes": readings(engine=())},
         ):
             for side, value in change.items():
-                setattr(said, side, value)
+                setattr(log_lines, side, value)
             ticked(subject)
             ticked(subject)
 
@@ -149,10 +149,10 @@ def stepping(text: str) -> EnginePage:
 
 
 def test_a_run_that_cannot_be_followed_costs_its_own_series_and_every_verdict() -> None:
-    said = Said(engine="1", processes=readings(), gpus=ONE_GPU)
-    subject = sampler(said, parse=stepping)
+    log_lines = Said(engine="1", processes=readings(), gpus=ONE_GPU)
+    subject = sampler(log_lines, parse=stepping)
     ticked(subject)
-    said.engine = "unfit"
+    log_lines.engine = "unfit"
     with capture_logs() as lines:
         samples = ticked(subject)
 
@@ -160,20 +160,20 @@ def test_a_run_that_cannot_be_followed_costs_its_own_series_and_every_verdict() 
     assert values(samples, catalog.ENGINE_RUNNING)
     assert {labels[-1] for labels, value in values(samples, catalog.LEAK_STATE).items() if value} == {"unknown"}
     assert [line["event"] for line in lines if "derivation" in line] == ["derivation failed, its series are absent"]
-    said.engine = "2"
+    log_lines.engine = "2"
     assert state(ticked(subject)) == "serving"
 
 
 def test_what_was_counted_of_runs_outlives_a_fault_in_following_them() -> None:
-    said = Said(processes=readings())
-    subject = sampler(said, parse=stepping)
+    log_lines = Said(processes=readings())
+    subject = sampler(log_lines, parse=stepping)
     for engines, processes in (("3", WHOLE), (REFUSED, ()), ("3", WHOLE)):
-        said.engine, said.processes = engines, readings(engine=processes)
+        log_lines.engine, log_lines.processes = engines, readings(engine=processes)
         ticked(subject)
-    said.engine = "unfit"
+    log_lines.engine = "unfit"
     assert not values(ticked(subject), catalog.ENGINE_STATE)
 
-    said.engine = "4"
+    log_lines.engine = "4"
     samples = ticked(subject)
 
     assert values(samples, catalog.ENGINE_RESTARTS) == {(): 1.0}

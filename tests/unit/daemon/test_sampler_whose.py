@@ -6,9 +6,9 @@ from tests.unit.daemon.test_sampler import Said, parsed, sampler, ticked
 
 
 def test_processes_are_looked_for_by_the_first_page_and_then_by_the_last_one() -> None:
-    said = Said()
-    subject = sampler(said)
-    for said.engine in ("1", "2", "3"):
+    log_lines = Said()
+    subject = sampler(log_lines)
+    for log_lines.engine in ("1", "2", "3"):
         ticked(subject)
 
-    assert said.asked == [parsed("1"), parsed("1"), parsed("2")]
+    assert log_lines.asked == [parsed("1"), parsed("1"), parsed("2")]

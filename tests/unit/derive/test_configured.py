@@ -29,8 +29,8 @@ from vllm_headroom.vocabulary import HostPart, Role, Source
 OPTIONS = EngineOptions(max_num_seqs=64, gpu_memory_utilization=0.8, kv_cache_dtype="fp8")
 
 
-def complete(known: EngineReading, options: EngineOptions | None = OPTIONS) -> EnginePage:
-    completed_page = complete_page(page(known), None, options)
+def complete(reading: EngineReading, options: EngineOptions | None = OPTIONS) -> EnginePage:
+    completed_page = complete_page(page(reading), None, options)
 
     assert isinstance(completed_page, EnginePage)
 
@@ -82,8 +82,8 @@ def test_blocks_give_no_capacity_of_a_model_with_groups_under_an_alias(
 
 
 def test_a_model_with_groups_has_no_bytes_either() -> None:
-    seen = snapshot(engines=page(engine(kv_capacity_tokens=10.0, kv_cache_dtype="auto")), gpus=(gpu(),))
-    served = replace(seen, token_bytes=lambda _dtype, _gpus: NO_TOKEN_BYTES)
+    sample = snapshot(engines=page(engine(kv_capacity_tokens=10.0, kv_cache_dtype="auto")), gpus=(gpu(),))
+    served = replace(sample, token_bytes=lambda _dtype, _gpus: NO_TOKEN_BYTES)
 
     assert not values(derive_kv_cache(served, bytes_per_token=None), catalog.ENGINE_KV_CAPACITY_BYTES)
 

@@ -32,9 +32,9 @@ def see(ratio: float | None = 0.95, **parts: Any) -> Snapshot:
         role=Role.WORKER,
         parts=EngineParts(**parts),
     )
-    seen = snapshot(engines=page(engine(gpu_memory_utilization_ratio=ratio)))
+    sample = snapshot(engines=page(engine(gpu_memory_utilization_ratio=ratio)))
     status = EngineStatus(state=EngineState.SERVING, is_in_service=True)
-    return replace(seen, log=LogReading(start=START), probe=ProbeReadings(present=(worker,)), engine_status=status)
+    return replace(sample, log=LogReading(start=START), probe=ProbeReadings(present=(worker,)), engine_status=status)
 
 
 @pytest.mark.parametrize(

@@ -375,14 +375,14 @@ def test_a_verdict_cannot_write_html() -> None:
 
 
 def test_the_last_incident_is_shown_with_what_tells_more() -> None:
-    last = LastIncident(
+    last_incident = LastIncident(
         seconds=1_760_000_000.0,
         kind="ended",
         reason="gone",
         sentence="A crash. (likely)",
         file="/state/<incidents>/a.jsonl",
     )
-    page = render_page(replace(EMPTY, last_incident=last))
+    page = render_page(replace(EMPTY, last_incident=last_incident))
 
     assert "2025-10-09 08:53:20Z</time>: the engine ended. <b>A crash. (likely)</b>" in page
     assert "<code>vllm-headroom postmortem /state/&lt;incidents&gt;/a.jsonl</code>" in page
@@ -390,9 +390,9 @@ def test_the_last_incident_is_shown_with_what_tells_more() -> None:
 
 
 def test_in_a_pod_it_names_the_engines_container_and_its_log() -> None:
-    last = LastIncident(seconds=1_760_000_000.0, kind="ended", reason="gone", sentence=None, file="a.jsonl")
+    last_incident = LastIncident(seconds=1_760_000_000.0, kind="ended", reason="gone", sentence=None, file="a.jsonl")
     pod = EnginePod(namespace="llm", pod="vllm-0", container="server")
-    page = render_page(replace(EMPTY, last_incident=last, pod=pod, host="vllm-0"))
+    page = render_page(replace(EMPTY, last_incident=last_incident, pod=pod, host="vllm-0"))
 
     assert "<code>kubectl logs --previous -n llm vllm-0 -c server</code> <button class=copy hidden>" in page
     assert "vllm-headroom \N{MIDDLE DOT} llm/vllm-0 \N{MIDDLE DOT} container server" in page

@@ -55,9 +55,9 @@ def test_a_failure_is_among_the_problems() -> None:
 
 
 def test_the_last_incident_is_reported_with_its_command() -> None:
-    last = LastIncident(seconds=5.0, kind="stalled", reason=None, sentence=None, file="/state/a.jsonl")
+    last_incident = LastIncident(seconds=5.0, kind="stalled", reason=None, sentence=None, file="/state/a.jsonl")
     schema: dict[str, Any] = json.loads((ROOT / "docs" / "snapshot.schema.json").read_text())
-    shown = build_document(replace(view(), last_incident=last))
+    shown = build_document(replace(view(), last_incident=last_incident))
 
     assert shown["last_incident"] == {
         "t": 5.0,

@@ -105,9 +105,9 @@ def test_without_attribution_the_engine_holds_what_is_used_and_not_known_to_be_o
 
 
 def test_what_is_unknown_is_null_or_absent_and_a_name_comes_from_the_place() -> None:
-    seen = gpu(gpu=None, uuid=None, total=None, used=900, engine=None)
+    gpu_sample = gpu(gpu=None, uuid=None, total=None, used=900, engine=None)
 
-    assert (seen.reading.index, seen.reading.uuid, seen.reading.memory) == (0, "index 0", None)
+    assert (gpu_sample.reading.index, gpu_sample.reading.uuid, gpu_sample.reading.memory) == (0, "index 0", None)
     engines = understood({"engines": [{}, {"model_name": None}]}).engines
     assert isinstance(engines, EnginePage)
     assert [(engine.model_name, engine.engine, engine.running) for engine in engines.engines] == [

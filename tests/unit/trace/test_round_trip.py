@@ -161,8 +161,8 @@ def test_what_was_seen_comes_back(
     assert back(seen) == seen
 
 
-def back(seen: Snapshot) -> Snapshot:
-    (found,) = parse_trace((encode_line(HEADER), encode_line(build_record(seen))))
+def back(sample: Snapshot) -> Snapshot:
+    (found,) = parse_trace((encode_line(HEADER), encode_line(build_record(sample))))
     return found
 
 

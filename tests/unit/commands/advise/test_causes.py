@@ -395,8 +395,8 @@ def test_a_load_that_never_exceeded_110_is_no_limit_where_225_fit() -> None:
 def test_thrashing_is_recognised_at_its_second_round() -> None:
     records = list(islice(traces.thrashing(), traces.THRASHING_STEP + 17))
 
-    told = judge(traces.facts(records))
-    (advice,) = told.advice
+    assessment = judge(traces.facts(records))
+    (advice,) = assessment.advice
 
     assert advice.cause is Cause.KV_CACHE_THRASHING
     assert (evidence(advice)["times"], evidence(advice)["preemptions"]) == (2, 36)
@@ -407,14 +407,14 @@ def test_thrashing_of_a_short_trace_needs_no_hour() -> None:
     """As in the field (discuss.vllm.ai, 2608): 18 requests of 80,800 tokens, four times back to the queue."""
     records = list(islice(traces.thrashing(), traces.THRASHING_STEP - 30, traces.THRASHING_STEP + 60))
 
-    told = judge(traces.facts(records))
+    assessment = judge(traces.facts(records))
 
-    assert told.verdict is Conclusion.NOT_GOOD
-    assert [advice.cause for advice in told.advice] == [Cause.KV_CACHE_THRASHING]
-    assert told.advice[0].summary == (
+    assert assessment.verdict is Conclusion.NOT_GOOD
+    assert [advice.cause for advice in assessment.advice] == [Cause.KV_CACHE_THRASHING]
+    assert assessment.advice[0].summary == (
         "The KV cache of m thrashes: 4 times in 12 min 0 s it was full and running requests went back to the queue."
     )
-    assert evidence(told.advice[0])["times"] == 4
+    assert evidence(assessment.advice[0])["times"] == 4
 
 
 @pytest.mark.parametrize("counts", [True, False])

@@ -68,11 +68,11 @@ def test_the_options_are_those_of_vllm() -> None:
 def test_an_option_that_a_version_does_not_have_is_left_out_and_reported(
     version: Version | None, flags: list[Flag], note: str | None
 ) -> None:
-    told = judge(traces.seen(traces.prefix_cache).build_facts(EngineArgs(version=version)))
+    assessment = judge(traces.seen(traces.prefix_cache).build_facts(EngineArgs(version=version)))
 
-    (advice,) = told.advice
+    (advice,) = assessment.advice
     assert [change.flag for change in advice.changes if change.flag] == flags
-    left_out = [text.removeprefix("Left out: ") for text in told.notes if text.startswith("Left out: ")]
+    left_out = [text.removeprefix("Left out: ") for text in assessment.notes if text.startswith("Left out: ")]
     assert left_out == ([] if note is None else [note])
 
 
@@ -86,14 +86,14 @@ def test_where_nothing_tells_the_version_only_options_that_all_have_are_advised(
             records.append(record)
         return records
 
-    told = judge(traces.facts(bare(), EngineArgs(sizes_cache_in_bytes=True, kv_cache_memory_bytes=2**36)))
+    assessment = judge(traces.facts(bare(), EngineArgs(sizes_cache_in_bytes=True, kv_cache_memory_bytes=2**36)))
 
-    assert told.facts.settings.earliest_version == OLDEST
-    assert [change.flag for advice in told.advice for change in advice.changes] == []
-    assert any(note.startswith("Left out: kv-cache-memory-bytes") for note in told.notes)
+    assert assessment.facts.settings.earliest_version == OLDEST
+    assert [change.flag for advice in assessment.advice for change in advice.changes] == []
+    assert any(note.startswith("Left out: kv-cache-memory-bytes") for note in assessment.notes)
 
 
 def test_a_version_newer_than_those_looked_at_is_reported() -> None:
-    told = judge(traces.facts(traces.burst(), EngineArgs(version=(0, 40, 0))))
+    assessment = judge(traces.facts(traces.burst(), EngineArgs(version=(0, 40, 0))))
 
-    assert any(note.startswith("vLLM 0.40.0 is newer than 0.33.0") for note in told.notes)
+    assert any(note.startswith("vLLM 0.40.0 is newer than 0.33.0") for note in assessment.notes)

@@ -73,11 +73,11 @@ def test_what_was_seen_under_other_settings_says_nothing_of_these() -> None:
             else:
                 yield traces.sample(step, began_seconds=traces.BEGAN + 8 * 3600, kv_capacity_tokens=380_000)
 
-    told = judge(traces.facts(changed()))
+    assessment = judge(traces.facts(changed()))
 
-    assert told.verdict is Conclusion.GOOD
-    assert told.facts.span_seconds == pytest.approx(8 * 3600, abs=60)
-    assert told.notes[0].startswith("Judged since 2025-10-09 16:53:20Z")
+    assert assessment.verdict is Conclusion.GOOD
+    assert assessment.facts.span_seconds == pytest.approx(8 * 3600, abs=60)
+    assert assessment.notes[0].startswith("Judged since 2025-10-09 16:53:20Z")
 
 
 def test_an_equal_start_is_no_change_of_settings() -> None:
@@ -111,10 +111,10 @@ def test_a_spell_that_comes_and_goes_for_hours_is_made_of_peaks() -> None:
 def test_one_start_that_failed_may_be_a_person_who_changed_their_mind() -> None:
     records = [record for step, record in enumerate(traces.start_up_runs_out()) if step < 20]
 
-    told = judge(traces.facts(records))
+    assessment = judge(traces.facts(records))
 
-    assert told.verdict is Conclusion.CANNOT_TELL
-    assert len(told.facts.failed_starts) == 1
+    assert assessment.verdict is Conclusion.CANNOT_TELL
+    assert len(assessment.facts.failed_starts) == 1
 
 
 def test_starts_are_seen_by_the_memory_where_processes_are_not() -> None:
@@ -141,10 +141,10 @@ def test_samples_without_gpus_or_engines_are_passed_over() -> None:
 
 
 def test_a_short_trace_is_not_called_healthy() -> None:
-    told = judge(traces.facts(traces.healthy(0.5)))
+    assessment = judge(traces.facts(traces.healthy(0.5)))
 
-    assert told.verdict is Conclusion.CANNOT_TELL
-    assert "a longer history: it covers 29 min 30 s, and an hour is needed" in told.missing
+    assert assessment.verdict is Conclusion.CANNOT_TELL
+    assert "a longer history: it covers 29 min 30 s, and an hour is needed" in assessment.missing
 
 
 def test_a_prefix_cache_is_not_judged_while_requests_wait_in_an_old_version() -> None:
@@ -161,17 +161,17 @@ def test_a_prefix_cache_is_not_judged_while_requests_wait_in_an_old_version() ->
 def test_a_prefix_cache_is_not_judged_by_four_hours() -> None:
     records = [record for step, record in enumerate(traces.prefix_cache()) if step < 480]
 
-    told = judge(traces.facts(records))
+    assessment = judge(traces.facts(records))
 
-    assert told.verdict is Conclusion.GOOD
-    assert any(note.startswith("Too little was looked up in the prefix cache") for note in told.notes)
+    assert assessment.verdict is Conclusion.GOOD
+    assert any(note.startswith("Too little was looked up in the prefix cache") for note in assessment.notes)
 
 
 def test_a_trace_of_nothing_is_shown_what_it_lacks() -> None:
-    told = judge(traces.facts([{"t": 1.0}, {"t": 4000.0}]))
+    assessment = judge(traces.facts([{"t": 1.0}, {"t": 4000.0}]))
 
-    assert told.verdict is Conclusion.CANNOT_TELL
-    assert told.missing == (
+    assert assessment.verdict is Conclusion.CANNOT_TELL
+    assert assessment.missing == (
         "memory of the engine's GPUs: no GPU is known to be the engine's",
         "the engine's own page: it was not read",
     )

@@ -200,10 +200,13 @@ def changes(found: Facts) -> list[tuple[str, Change]]:
 @given(facts(HEALTHY) | facts())
 @settings(max_examples=300, deadline=None)
 def test_no_option_is_named_that_this_version_does_not_have(found: Facts) -> None:
-    told = judge(found)
+    assessment = judge(found)
     there = {str(flag) for flag in Flag if FIRST_VERSIONS[flag] <= found.settings.earliest_version}
 
-    for words in ("\n".join(build_report(told).lines), json.dumps(build_report(told).data, allow_nan=False)):
+    for words in (
+        "\n".join(build_report(assessment).lines),
+        json.dumps(build_report(assessment).data, allow_nan=False),
+    ):
         assert set(re.findall(r"--[a-z][a-z-]*", words)) <= there | OWN_OPTIONS
 
 
@@ -260,8 +263,8 @@ def test_no_two_changes_pull_one_option_apart(found: Facts) -> None:
 @given(facts(HEALTHY) | facts())
 @settings(max_examples=300, deadline=None)
 def test_nothing_to_change_is_said_only_where_nothing_is_missing(found: Facts) -> None:
-    told = judge(found)
+    assessment = judge(found)
 
-    assert (told.verdict is Conclusion.NOT_GOOD) == bool(told.advice)
-    if told.verdict is Conclusion.GOOD:
-        assert not told.missing
+    assert (assessment.verdict is Conclusion.NOT_GOOD) == bool(assessment.advice)
+    if assessment.verdict is Conclusion.GOOD:
+        assert not assessment.missing

@@ -136,10 +136,10 @@ def everything() -> frozenset[str]:
 
 
 def without_inputs(*inputs: str) -> Callable[[Snapshot], Snapshot]:
-    def change(seen: Snapshot) -> Snapshot:
-        assert isinstance(seen.engines, EnginePage)
-        poorer = replace(seen.engines.engines[0], **dict.fromkeys(FIELDS[name] for name in inputs))
-        return replace(seen, engines=replace(seen.engines, engines=(poorer,)))
+    def change(sample: Snapshot) -> Snapshot:
+        assert isinstance(sample.engines, EnginePage)
+        poorer = replace(sample.engines.engines[0], **dict.fromkeys(FIELDS[name] for name in inputs))
+        return replace(sample, engines=replace(sample.engines, engines=(poorer,)))
 
     return change
 

@@ -35,12 +35,12 @@ def shown(found: Report) -> str:
     return "".join(f"{line.translate(CONTROLS)}\n" for line in found.lines)
 
 
-def tally(outcomes: Mapping[Outcome, int], said: str = "") -> Tally:
+def tally(outcomes: Mapping[Outcome, int], text: str = "") -> Tally:
     made = Tally(100.0)
     for outcome, count in outcomes.items():
         for number in range(count):
             made.started_requests += 1
-            answer = Completion(outcome=outcome, text=said, prompt_tokens=512, generation_tokens=128)
+            answer = Completion(outcome=outcome, text=text, prompt_tokens=512, generation_tokens=128)
             if outcome is Outcome.SUCCEEDED:
                 answer = replace(answer, text="")
                 began = 100.0 + number

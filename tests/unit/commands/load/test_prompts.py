@@ -35,24 +35,24 @@ def test_a_prompt_has_so_many_words(words: int, shared_ratio: float) -> None:
 
 
 def test_the_share_is_the_beginning_of_every_prompt_and_the_rest_of_none() -> None:
-    made = prompts(0.25)
-    all_words = [made(400).split() for _ in range(1000)]
+    prompt_list = prompts(0.25)
+    all_words = [prompt_list(400).split() for _ in range(1000)]
 
     assert len({tuple(words[:100]) for words in all_words}) == 1
     assert len({tuple(words[100:105]) for words in all_words}) == 1000
-    assert made(200).split()[:50] == all_words[0][:50]
+    assert prompt_list(200).split()[:50] == all_words[0][:50]
 
 
 def test_without_a_share_no_prompt_begins_as_another() -> None:
-    made = prompts()
+    prompt_list = prompts()
 
-    assert len({made(16)[:20] for _ in range(1000)}) > 990
+    assert len({prompt_list(16)[:20] for _ in range(1000)}) > 990
 
 
 def test_what_is_shared_whole_is_the_same_prompt() -> None:
-    made = prompts(1.0)
+    prompt_list = prompts(1.0)
 
-    assert made(64) == made(64)
+    assert prompt_list(64) == prompt_list(64)
 
 
 @pytest.mark.parametrize(

@@ -49,11 +49,11 @@ def test_a_kill_of_the_core_is_the_cause_though_the_page_answered_for_seconds(
     engine.look(working(44), processes=left, gpus=(FREE,), host=killed(1))
     engine.look(REFUSED, processes=(), after=seconds)
 
-    found = engine.judge(run)
+    diagnoses = engine.judge(run)
     assert [event["what"] for event in header(the_incident(tmp_path))["events"]] == ["stalled", "ended"]
-    assert (found["cause"], found["sure"], found["reason"]) == ("killed_by_kernel", "sure", "oom_killed")
+    assert (diagnoses["cause"], diagnoses["sure"], diagnoses["reason"]) == ("killed_by_kernel", "sure", "oom_killed")
     for role, is_left in (("engine core", False), ("worker", WORKER in left), ("api server", True)):
-        assert (f"{role} exited before the others" in str(found["evidence"])) is not is_left
+        assert (f"{role} exited before the others" in str(diagnoses["evidence"])) is not is_left
 
 
 @pytest.mark.parametrize("knows_processes", [True, False])
@@ -66,8 +66,8 @@ def test_a_gpu_that_was_full_is_the_cause_though_the_page_answered_for_seconds(
     engine.look(REFUSED, processes=() if knows_processes else UNSEEN, after=3.0)
     engine.look(REFUSED, processes=())
 
-    found = engine.judge(run)
-    assert (found["cause"], found["reason"]) == ("out_of_memory_burst", "out_of_memory")
+    diagnoses = engine.judge(run)
+    assert (diagnoses["cause"], diagnoses["reason"]) == ("out_of_memory_burst", "out_of_memory")
 
 
 def test_a_step_that_stood_still_for_a_minute_before_the_gpu_was_full_is_no_hang(run: Run, tmp_path: Path) -> None:
@@ -75,10 +75,10 @@ def test_a_step_that_stood_still_for_a_minute_before_the_gpu_was_full_is_no_hang
     engine.look(working(43), gpus=(FULL,), after=61.0)
     engine.look(REFUSED, processes=(), gpus=(FREE,))
 
-    found = engine.judge(run)
+    diagnoses = engine.judge(run)
     assert [each["what"] for each in header(the_incident(tmp_path))["events"]] == ["stalled", "ended"]
-    assert found["cause"] == "out_of_memory_burst"
-    assert "hang" not in {each["cause"] for each in found["also"]}  # type: ignore[attr-defined]
+    assert diagnoses["cause"] == "out_of_memory_burst"
+    assert "hang" not in {each["cause"] for each in diagnoses["also"]}  # type: ignore[attr-defined]
 
 
 def test_the_page_of_the_sidecar_names_the_end_and_not_the_stall(tmp_path: Path) -> None:

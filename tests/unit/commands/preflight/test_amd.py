@@ -40,10 +40,10 @@ def test_who_holds_a_card_is_named(preflight: Preflight, sys: AmdTree) -> None:
     sys.hold(4242, {7: 149 * GIB})
     preflight.tree.add(4242, 1, "python3", "train.py")
 
-    found = only(preflight.report())
+    finding = only(preflight.report())
 
-    assert found.kind is Kind.MEMORY
-    assert "held: 149.00 GiB by python3 train.py (pid 4242)" in found.text
+    assert finding.kind is Kind.MEMORY
+    assert "held: 149.00 GiB by python3 train.py (pid 4242)" in finding.text
 
 
 def test_an_apu_is_asked_what_it_leaves_to_its_machine(preflight: Preflight, sys: AmdTree) -> None:

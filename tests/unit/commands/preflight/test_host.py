@@ -38,10 +38,10 @@ def test_a_container_that_is_full_of_page_cache_has_room(preflight: Preflight) -
 def test_a_container_without_room_for_vllms_processes_is_no_go(preflight: Preflight) -> None:
     contained(preflight, used_gib=31, file_gib=0, limit_gib=32)
 
-    found = only(preflight.report())
+    finding = only(preflight.report())
 
-    assert found.kind is Kind.HOST
-    assert found.text == (
+    assert finding.kind is Kind.HOST
+    assert finding.text == (
         "1.00 GiB of 32.00 GiB of host memory are left, and vLLM's server, core and workers hold 1.80 GiB or more: the"
         " kernel would kill it while it starts"
     )
@@ -70,14 +70,14 @@ def unified(preflight: Preflight) -> Preflight:
 def test_what_vllm_would_leave_to_a_machine_of_one_memory_is_reported(unified: Preflight) -> None:
     meminfo(unified, total_gib=120, available_gib=116)
 
-    found = only(unified.report(DEFAULT))
+    finding = only(unified.report(DEFAULT))
 
-    assert found.kind is Kind.HOST
-    assert found.text == (
+    assert finding.kind is Kind.HOST
+    assert finding.text == (
         "this GPU works on the machine's memory, and vLLM would leave 5.00 GiB of it to the system and to its own"
         " processes: 8.00 GiB are the least, or it swaps and hangs"
     )
-    assert found.fix == "start with --gpu-memory-utilization 0.89; or --ignore host"
+    assert finding.fix == "start with --gpu-memory-utilization 0.89; or --ignore host"
     assert unified.report(MemoryRequest(utilization_ratio=0.89)).verdict is Conclusion.GOOD
 
 
@@ -99,10 +99,10 @@ def test_swap_of_a_machine_of_one_memory_is_reported_and_counts_as_no_room(unifi
 def test_a_machine_of_one_memory_with_too_little_available_is_no_go_like_a_card(unified: Preflight) -> None:
     meminfo(unified, total_gib=120, available_gib=60)
 
-    found = only(unified.report(DEFAULT))
+    finding = only(unified.report(DEFAULT))
 
-    assert found.kind is Kind.MEMORY
-    assert found.may_pass
+    assert finding.kind is Kind.MEMORY
+    assert finding.may_pass
 
 
 def buddies(preflight: Preflight, *, blocks_gib: float) -> None:

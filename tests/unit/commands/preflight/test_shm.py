@@ -83,11 +83,11 @@ def test_a_tier_of_the_kv_cache_that_an_earlier_run_left_stops_the_next_start(pr
 
     left = preflight.shm / "vllm_offload_1.mmap"
     left.write_bytes(b"0" * MIB)
-    found = only(preflight.report())
+    finding = only(preflight.report())
 
-    assert (found.kind, found.verdict) == (Kind.SHM, Conclusion.NOT_GOOD)
-    assert found.text.endswith(f"(vllm-project/vllm#51317): {left} (0.00 GiB)")
-    assert found.fix == f"remove them: rm {left}; or --ignore shm"
+    assert (finding.kind, finding.verdict) == (Kind.SHM, Conclusion.NOT_GOOD)
+    assert finding.text.endswith(f"(vllm-project/vllm#51317): {left} (0.00 GiB)")
+    assert finding.fix == f"remove them: rm {left}; or --ignore shm"
     assert preflight.report(ignored={Kind.SHM}).verdict is Conclusion.GOOD
 
     preflight.tree.add(20, 1, "vllm", "serve", "m")

@@ -46,10 +46,10 @@ def test_a_counter_that_is_not_there_before_the_first_request_begins_at_0(vllm: 
     reach = EngineServer(load_as(SmokeSettings, ["--engine-url", vllm.url], {}))
 
     async def steps() -> SmokeStep:
-        before = await reach.page()
+        old_page = await reach.page()
         del vllm.answers["/metrics"]
         vllm.finished = 1
-        step, _ = await check_counters(reach, before, 0.0)
+        step, _ = await check_counters(reach, old_page, 0.0)
         return step
 
     assert asyncio.run(steps()).verdict is Conclusion.GOOD

@@ -18,10 +18,10 @@ def drawn(view: View, width: int = 60) -> str:
     return looked_at(json.loads(json.dumps(build_document(view))), width)
 
 
-def looked_at(seen: dict[str, Any], width: int = 60) -> str:
+def looked_at(document: dict[str, Any], width: int = 60) -> str:
     console = Console(file=io.StringIO(), width=width)
     with console.capture() as captured:
-        console.print(Group(*draw_frame(seen, "gpu-7", width)))
+        console.print(Group(*draw_frame(document, "gpu-7", width)))
     return captured.get()
 
 

@@ -82,10 +82,10 @@ def after(snapshots: Iterable[Snapshot], memory: Memory | None = None) -> Memory
     return last
 
 
-def make_state(memory: Memory, last: Snapshot, **changes: Any) -> SavedState:
-    whose = identify_engine(last.engines)
+def make_state(memory: Memory, sample: Snapshot, **changes: Any) -> SavedState:
+    whose = identify_engine(sample.engines)
     assert isinstance(whose, Identity)
-    facts = {"version": "0", "saved_at_seconds": last.time_seconds, "monotonic_seconds": last.monotonic_seconds}
+    facts = {"version": "0", "saved_at_seconds": sample.time_seconds, "monotonic_seconds": sample.monotonic_seconds}
     return SavedState(**{**facts, "identity": whose, "memory": memory, **changes})
 
 

@@ -74,7 +74,7 @@ def test_the_state_waits_until_the_engine_and_its_gpus_are_seen(alarmed: Memory,
 )
 def test_a_state_that_waits_is_not_written_over(now: Snapshot, alarmed: Memory, tmp_path: Path) -> None:
     STATE.write(tmp_path, make_state(alarmed, LAST))
-    before = (tmp_path / STATE.name).read_bytes()
+    old_content = (tmp_path / STATE.name).read_bytes()
 
     async def down() -> None:
         subject = keeper(tmp_path, now)
@@ -84,7 +84,7 @@ def test_a_state_that_waits_is_not_written_over(now: Snapshot, alarmed: Memory, 
 
     asyncio.run(down())
 
-    assert (tmp_path / STATE.name).read_bytes() == before
+    assert (tmp_path / STATE.name).read_bytes() == old_content
 
 
 def test_nothing_is_saved_of_an_engine_that_was_never_seen(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ def test_a_state_whose_first_read_failed_is_not_written_over_and_taken_up_later(
     alarmed: Memory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     STATE.write(tmp_path, make_state(alarmed, make_snapshot(ALARM_STEPS)))
-    before = (tmp_path / STATE.name).read_bytes()
+    old_content = (tmp_path / STATE.name).read_bytes()
 
     def broken(_file: StateFile[object], _folder: Path) -> None:
         raise OSError(5, "Input/output error")
@@ -34,7 +34,7 @@ def test_a_state_whose_first_read_failed_is_not_written_over_and_taken_up_later(
                 assert await subject.recall(NEXT) == {}
                 await subject.save(states(Memory()))
         assert [line["problem"] for line in lines] == ["Input/output error"]
-        assert (tmp_path / STATE.name).read_bytes() == before
+        assert (tmp_path / STATE.name).read_bytes() == old_content
 
         assert "leak" in await subject.recall(NEXT)
 

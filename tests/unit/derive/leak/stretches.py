@@ -81,9 +81,9 @@ class Course:
         return max(self.verdicts)
 
 
-def follow(seen: Iterable[Observation], track: Track | None = None) -> Course:
+def follow(observations: Iterable[Observation], track: Track | None = None) -> Course:
     verdicts, alarm = [], None
-    for each in seen:
+    for each in observations:
         track = observe(track or start_track(each.seconds), each)
         verdicts.append(track.verdict)
         if track.verdict is Certainty.LEAKING and alarm is None:
@@ -93,8 +93,8 @@ def follow(seen: Iterable[Observation], track: Track | None = None) -> Course:
 
 
 def changed(
-    seen: Iterable[Observation], when: Callable[[Observation], bool], **change: object
+    observations: Iterable[Observation], when: Callable[[Observation], bool], **change: object
 ) -> Iterator[Observation]:
     """Yield the readings, with other values in those for which `when` holds."""
-    for each in seen:
+    for each in observations:
         yield replace(each, **change) if when(each) else each

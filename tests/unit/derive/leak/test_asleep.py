@@ -40,25 +40,25 @@ def looks(hours: float, lost: Shape, cached: Shape, sleeps: Sleeps, *, started: 
         awake_seconds += 0.0 if asleep else STEP
         size = int(lost(awake_seconds) + (KEPT if asleep else BASE + cached(seconds)))
         told = engine(running=0.0 if asleep else 80.0, finished_total=awake_seconds * RATE, awake=not asleep)
-        seen = gpu(total=TOTAL, used=size, engine=size, other=0)
+        gpu_sample = gpu(total=TOTAL, used=size, engine=size, other=0)
         told = replace(told, started_at_seconds=1.0 + started)
         yield snapshot(
-            at=seconds, engines=page(told), gpus=(seen,), engine_status=EngineStatus(state=EngineState.SERVING)
+            at=seconds, engines=page(told), gpus=(gpu_sample,), engine_status=EngineStatus(state=EngineState.SERVING)
         )
 
 
 def derive_over_time(
-    seen: Iterator[Snapshot], state: LeakMemory | None = None
+    snapshots: Iterator[Snapshot], state: LeakMemory | None = None
 ) -> Iterator[tuple[LeakMemory, tuple[Sample, ...]]]:
     state = state or LeakMemory()
-    for each in seen:
+    for each in snapshots:
         state, samples = derive_leaks(state, each)
         yield state, samples
 
 
-def states(seen: Iterator[Snapshot], state: LeakMemory | None = None) -> list[LeakState]:
+def states(snapshots: Iterator[Snapshot], state: LeakMemory | None = None) -> list[LeakState]:
     """Return the state after each reading, but for those asleep."""
-    shown = (values(samples, catalog.LEAK_STATE) for _, samples in derive_over_time(seen, state))
+    shown = (values(samples, catalog.LEAK_STATE) for _, samples in derive_over_time(snapshots, state))
     found = [next(LeakState(labels[-1]) for labels, value in each.items() if value) for each in shown]
     return [each for each in found if each is not LeakState.ASLEEP]
 
@@ -66,8 +66,8 @@ def states(seen: Iterator[Snapshot], state: LeakMemory | None = None) -> list[Le
 def test_a_leak_beneath_a_cache_that_each_sleep_empties_is_found_and_stays_one() -> None:
     leak_states = states(looks(7, leak, cache, in_rollouts))
 
-    first = leak_states.index(LeakState.LEAKING)
-    assert first < 0.8 * len(leak_states)
+    first_index = leak_states.index(LeakState.LEAKING)
+    assert first_index < 0.8 * len(leak_states)
     assert leak_states[-1] is LeakState.LEAKING
 
 
@@ -89,8 +89,8 @@ def test_the_room_is_what_is_left_awake() -> None:
 
 
 def test_where_another_process_may_hold_a_part_what_is_kept_says_nothing() -> None:
-    def crowded(seen: Iterator[Snapshot]) -> Iterator[Snapshot]:
-        for each in seen:
+    def crowded(snapshots: Iterator[Snapshot]) -> Iterator[Snapshot]:
+        for each in snapshots:
             yield replace(each, gpus=tuple(replace(gpu, engine_bytes=None, process_count=2) for gpu in each.owned_gpus))
 
     *_, (state, _) = derive_over_time(crowded(looks(1, leak, cache, in_rollouts)))
@@ -122,9 +122,9 @@ def test_what_grew_awake_counts_on_after_a_sleep_before_an_alarm_and_under_one()
     """Begun again, the alarm would come half an hour later, and be gone when it is held no longer."""
     leak_states = states(looks(4, leak, flat, lambda seconds: seconds % HOUR >= 0.95 * HOUR))
 
-    first = leak_states.index(LeakState.LEAKING)
-    assert first <= 1.7 * HOUR / STEP
-    assert set(leak_states[first:]) == {LeakState.LEAKING}
+    first_index = leak_states.index(LeakState.LEAKING)
+    assert first_index <= 1.7 * HOUR / STEP
+    assert set(leak_states[first_index:]) == {LeakState.LEAKING}
 
 
 def over_a_sleep(change: Callable[[Snapshot], Snapshot]) -> tuple[list[LeakState], list[LeakState]]:
@@ -137,11 +137,11 @@ def over_a_sleep(change: Callable[[Snapshot], Snapshot]) -> tuple[list[LeakState
 
 
 def test_an_alarm_ends_with_a_sleep_that_gave_back_what_had_grown() -> None:
-    def given_back(seen: Snapshot) -> Snapshot:
-        (held,) = seen.owned_gpus
+    def given_back(sample: Snapshot) -> Snapshot:
+        (held,) = sample.owned_gpus
         assert held.engine_bytes is not None
         size = KEPT if held.engine_bytes < BASE / 2 else BASE
-        return replace(seen, gpus=(gpu(total=TOTAL, used=size, engine=size, other=0),))
+        return replace(sample, gpus=(gpu(total=TOTAL, used=size, engine=size, other=0),))
 
     before, after = over_a_sleep(given_back)
 

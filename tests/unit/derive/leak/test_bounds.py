@@ -23,9 +23,9 @@ Change = Callable[[Snapshot, float], Snapshot]
 def with_pool(size_bytes: float, role: Role | None = Role.WORKER) -> Change:
     pool = Pool(part=HostPart.KV_OFFLOAD, role=role, size_bytes=int(size_bytes))
 
-    def change(seen: Snapshot, _seconds: float) -> Snapshot:
-        (process,) = () if isinstance(seen.processes, Failure) else seen.processes
-        return replace(seen, pools=(pool,), host=HostMemory(used_bytes=process.rss_bytes, limit_bytes=TOTAL))
+    def change(snapshot: Snapshot, _seconds: float) -> Snapshot:
+        (process,) = () if isinstance(snapshot.processes, Failure) else snapshot.processes
+        return replace(snapshot, pools=(pool,), host=HostMemory(used_bytes=process.rss_bytes, limit_bytes=TOTAL))
 
     return change
 
@@ -74,18 +74,18 @@ def test_beyond_the_pools_the_sentence_says_that_offloads_can_take_more() -> Non
     assert verdict.sentence.endswith(" are full: offloads can take 1.92 times that.")
 
 
-def unknown_holders(seen: Snapshot, _seconds: float) -> Snapshot:
-    return replace(seen, gpus=tuple(unattribute(gpu, None) for gpu in seen.devices))
+def unknown_holders(snapshot: Snapshot, _seconds: float) -> Snapshot:
+    return replace(snapshot, gpus=tuple(unattribute(gpu, None) for gpu in snapshot.devices))
 
 
-def only_process(seen: Snapshot, _seconds: float) -> Snapshot:
-    return replace(seen, gpus=tuple(unattribute(gpu, 1) for gpu in seen.devices))
+def only_process(snapshot: Snapshot, _seconds: float) -> Snapshot:
+    return replace(snapshot, gpus=tuple(unattribute(gpu, 1) for gpu in snapshot.devices))
 
 
-def with_a_job(seen: Snapshot, seconds: float) -> Snapshot:
+def with_a_job(snapshot: Snapshot, seconds: float) -> Snapshot:
     """Let another process be on the card for six minutes of every forty."""
     count = 2 if seconds % 2400 >= 2040 else 1
-    return replace(seen, gpus=tuple(unattribute(gpu, count) for gpu in seen.devices))
+    return replace(snapshot, gpus=tuple(unattribute(gpu, count) for gpu in snapshot.devices))
 
 
 def test_an_alarm_is_held_while_another_process_comes_and_goes() -> None:
@@ -102,9 +102,9 @@ def unattribute(gpu: Gpu, count: int | None) -> Gpu:
 def seen_last() -> Snapshot:
     found: list[Snapshot] = []
 
-    def keep(seen: Snapshot, _seconds: float) -> Snapshot:
-        found.append(seen)
-        return seen
+    def keep(snapshot: Snapshot, _seconds: float) -> Snapshot:
+        found.append(snapshot)
+        return snapshot
 
     list(run(0.01, leak, keep))
     return found[-1]

@@ -31,8 +31,8 @@ SERVING = EngineStatus(state=EngineState.SERVING)
 Change = Callable[[Snapshot, float], Snapshot]
 
 
-def unchanged(seen: Snapshot, _seconds: float) -> Snapshot:
-    return seen
+def unchanged(sample: Snapshot, _seconds: float) -> Snapshot:
+    return sample
 
 
 def run(hours: float, shape: Callable[[float], float], change: Change = unchanged) -> Iterator[tuple[Sample, ...]]:
@@ -76,12 +76,12 @@ def test_a_leak_goes_from_warming_up_through_growing_to_leaking_on_gpu_and_host(
 def on_host(limit_bytes: int | None, *, file_bytes: int = 0) -> Change:
     """Let the host memory in use be what only the one process has."""
 
-    def change(seen: Snapshot, _seconds: float) -> Snapshot:
-        assert not isinstance(seen.processes, Failure)
-        (process,) = seen.processes
+    def change(sample: Snapshot, _seconds: float) -> Snapshot:
+        assert not isinstance(sample.processes, Failure)
+        (process,) = sample.processes
         host = HostMemory(used_bytes=process.rss_bytes, limit_bytes=limit_bytes)
         mapped = replace(process, rss_bytes=process.rss_bytes + file_bytes, file_bytes=file_bytes)
-        return replace(seen, processes=(mapped,), host=host)
+        return replace(sample, processes=(mapped,), host=host)
 
     return change
 
@@ -111,9 +111,9 @@ def test_the_time_left_counts_down_between_two_estimates() -> None:
 def test_the_time_left_is_there_soon_after_the_room_is_known() -> None:
     """A reading of the host that failed when the estimate was made does not cost the time until the next one."""
 
-    def fails(seen: Snapshot, seconds: float) -> Snapshot:
+    def fails(sample: Snapshot, seconds: float) -> Snapshot:
         is_lost = seconds % 120 < 30  # every estimate is made within these
-        return replace(on_host(TOTAL)(seen, seconds), **({"host": None} if is_lost else {}))
+        return replace(on_host(TOTAL)(sample, seconds), **({"host": None} if is_lost else {}))
 
     told = [bool(values(samples, catalog.HOST_TIME_TO_OOM)) for samples in run(2, leak, fails)][-16:]
 
@@ -129,10 +129,12 @@ def test_the_kernel_kills_at_the_last_page() -> None:
 
 
 def test_two_roles_that_leak_fill_the_limit_twice_as_fast() -> None:
-    def both(seen: Snapshot, seconds: float) -> Snapshot:
-        (worker,) = on_host(TOTAL)(seen, seconds).processes  # type: ignore[misc]
+    def both(sample: Snapshot, seconds: float) -> Snapshot:
+        (worker,) = on_host(TOTAL)(sample, seconds).processes  # type: ignore[misc]
         core = replace(worker, pid=8, role=Role.ENGINE_CORE)
-        return replace(seen, processes=(worker, core), host=HostMemory(used_bytes=worker.rss_bytes, limit_bytes=TOTAL))
+        return replace(
+            sample, processes=(worker, core), host=HostMemory(used_bytes=worker.rss_bytes, limit_bytes=TOTAL)
+        )
 
     *_, alone = run(2, leak, on_host(TOTAL))
     *_, two = run(2, leak, both)
@@ -184,9 +186,9 @@ def test_a_series_is_watched_from_its_first_reading_on() -> None:
 
 
 def test_weights_that_are_mapped_from_disk_are_no_growth() -> None:
-    def maps_more(seen: Snapshot, seconds: float) -> Snapshot:
-        (worker,) = on_host(TOTAL, file_bytes=int(seconds * 10**8))(seen, seconds).processes  # type: ignore[misc]
-        return replace(seen, processes=(worker,), host=HostMemory(used_bytes=int(BASE), limit_bytes=TOTAL))
+    def maps_more(sample: Snapshot, seconds: float) -> Snapshot:
+        (worker,) = on_host(TOTAL, file_bytes=int(seconds * 10**8))(sample, seconds).processes  # type: ignore[misc]
+        return replace(sample, processes=(worker,), host=HostMemory(used_bytes=int(BASE), limit_bytes=TOTAL))
 
     said = list(run(2, lambda _: 0.0, maps_more))
 
@@ -197,11 +199,11 @@ def test_weights_that_are_mapped_from_disk_are_no_growth() -> None:
 def test_a_leak_that_is_swapped_out_is_one() -> None:
     """As in ollama/ollama#18106: 9.3 GiB in swap and 60 MiB resident."""
 
-    def swaps(seen: Snapshot, seconds: float) -> Snapshot:
-        (worker,) = on_host(None)(seen, seconds).processes  # type: ignore[misc]
+    def swaps(sample: Snapshot, seconds: float) -> Snapshot:
+        (worker,) = on_host(None)(sample, seconds).processes  # type: ignore[misc]
         kept = 60 * MIB
         swapped = replace(worker, rss_bytes=kept, swap_bytes=int(leak(seconds)))
-        return replace(seen, processes=(swapped,), host=HostMemory(used_bytes=kept))
+        return replace(sample, processes=(swapped,), host=HostMemory(used_bytes=kept))
 
     *_, last = run(2, leak, swaps)
 
@@ -221,21 +223,21 @@ def test_they_are_all_there_while_it_leaks() -> None:
 
 
 def test_a_gpu_that_is_not_the_engines_or_cannot_be_read_has_no_series() -> None:
-    def lose(seen: Snapshot, _seconds: float) -> Snapshot:
-        return replace(seen, gpus=failure(Source.NVML))
+    def lose(sample: Snapshot, _seconds: float) -> Snapshot:
+        return replace(sample, gpus=failure(Source.NVML))
 
-    def give_away(seen: Snapshot, _seconds: float) -> Snapshot:
-        return replace(seen, gpus=(gpu(attribution=None),))
+    def give_away(sample: Snapshot, _seconds: float) -> Snapshot:
+        return replace(sample, gpus=(gpu(attribution=None),))
 
     for change in (lose, give_away):
         assert not any(values(samples, catalog.LEAK_STATE) for samples in run(0.1, leak, change))
 
 
 def test_memory_that_is_unknown_for_now_is_unknown_and_keeps_the_verdict() -> None:
-    def forget(seen: Snapshot, seconds: float) -> Snapshot:
+    def forget(sample: Snapshot, seconds: float) -> Snapshot:
         if seconds != 2 * 3600 - 2 * STEP:
-            return seen
-        return replace(seen, gpus=(gpu(total=TOTAL, used=TOTAL // 2, held=None),))
+            return sample
+        return replace(sample, gpus=(gpu(total=TOTAL, used=TOTAL // 2, held=None),))
 
     *_, before, unknown, after = run(2, leak, forget)
 
@@ -244,8 +246,8 @@ def test_memory_that_is_unknown_for_now_is_unknown_and_keeps_the_verdict() -> No
 
 
 def test_a_sleeping_engine_is_asleep() -> None:
-    def sleep(seen: Snapshot, seconds: float) -> Snapshot:
-        return replace(seen, engines=page(engine(running=0.0, awake=False))) if seconds > 1800 else seen
+    def sleep(sample: Snapshot, seconds: float) -> Snapshot:
+        return replace(sample, engines=page(engine(running=0.0, awake=False))) if seconds > 1800 else sample
 
     *_, last = run(0.6, lambda _: 0.0, sleep)
 
@@ -253,9 +255,9 @@ def test_a_sleeping_engine_is_asleep() -> None:
 
 
 def test_changing_load_is_unsettled_and_level_load_is_stable() -> None:
-    def change(seen: Snapshot, seconds: float) -> Snapshot:
+    def change(sample: Snapshot, seconds: float) -> Snapshot:
         running = 80.0 if seconds < 3600 else 20.0
-        return replace(seen, engines=page(engine(running=running, finished_total=seconds * RATE)))
+        return replace(sample, engines=page(engine(running=running, finished_total=seconds * RATE)))
 
     said = list(run(1.3, lambda _: 0.0, change))
 
@@ -276,8 +278,8 @@ def test_the_delta_counts_from_when_load_became_stable() -> None:
 
 
 def test_load_is_unknown_without_the_page_and_before_ten_minutes() -> None:
-    def deafen(seen: Snapshot, seconds: float) -> Snapshot:
-        return replace(seen, engines=failure(Source.ENGINE)) if seconds > 1200 else seen
+    def deafen(sample: Snapshot, seconds: float) -> Snapshot:
+        return replace(sample, engines=failure(Source.ENGINE)) if seconds > 1200 else sample
 
     said = list(run(0.4, lambda _: 0.0, deafen))
 
@@ -288,10 +290,10 @@ def test_load_is_unknown_without_the_page_and_before_ten_minutes() -> None:
 
 def test_gpus_in_another_order_are_judged_alike() -> None:
     def twice(reverse: bool) -> Change:  # noqa: FBT001 - two orders
-        def change(seen: Snapshot, _seconds: float) -> Snapshot:
-            assert not isinstance(seen.gpus, Failure)
-            pair = (seen.gpus[0], gpu(index=1, uuid="GPU-b", total=TOTAL, used=BASE, engine=BASE))
-            return replace(seen, gpus=pair[::-1] if reverse else pair)
+        def change(sample: Snapshot, _seconds: float) -> Snapshot:
+            assert not isinstance(sample.gpus, Failure)
+            pair = (sample.gpus[0], gpu(index=1, uuid="GPU-b", total=TOTAL, used=BASE, engine=BASE))
+            return replace(sample, gpus=pair[::-1] if reverse else pair)
 
         return change
 

@@ -15,8 +15,8 @@ from vllm_headroom.derive.leak.observation import Observation, observe_gpus
 from vllm_headroom.model import Gpu, Snapshot
 
 
-def list_inside_observations(seen: Snapshot) -> tuple[tuple[Gpu, Observation], ...]:
-    return tuple(observe_gpus(seen, seen.owned_gpus))
+def list_inside_observations(snapshot: Snapshot) -> tuple[tuple[Gpu, Observation], ...]:
+    return tuple(observe_gpus(snapshot, snapshot.owned_gpus))
 
 
 def verdict(tracks: InsideTracks) -> Certainty:

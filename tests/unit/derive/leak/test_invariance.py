@@ -34,46 +34,46 @@ SHAPES: dict[str, tuple[Shape, Certainty]] = {
 }
 
 
-def shifted(seen: Iterable[Observation]) -> Iterator[Observation]:
-    return (replace(each, seconds=each.seconds + 1.7e9) for each in seen)
+def shifted(observations: Iterable[Observation]) -> Iterator[Observation]:
+    return (replace(each, seconds=each.seconds + 1.7e9) for each in observations)
 
 
-def scaled(seen: Iterable[Observation]) -> Iterator[Observation]:
+def scaled(observations: Iterable[Observation]) -> Iterator[Observation]:
     """Tell MiB as if they were MB."""
-    for each in seen:
+    for each in observations:
         held, room = (round((amount or 0) * MIB / 1e6) for amount in (each.held_bytes, each.room_bytes))
         yield replace(each, held_bytes=held, room_bytes=room)
 
 
-def doubled(seen: Iterable[Observation]) -> Iterator[Observation]:
-    return (each for one in seen for each in (one, one))
+def doubled(observations: Iterable[Observation]) -> Iterator[Observation]:
+    return (each for one in observations for each in (one, one))
 
 
-def thinned(seen: Iterable[Observation]) -> Iterator[Observation]:
+def thinned(observations: Iterable[Observation]) -> Iterator[Observation]:
     chance = random.Random(7)  # noqa: S311 - it plays a bad network
-    return (each for each in seen if chance.random() > 0.3)
+    return (each for each in observations if chance.random() > 0.3)
 
 
-def jittered(seen: Iterable[Observation], seed: int = 8) -> Iterator[Observation]:
+def jittered(observations: Iterable[Observation], seed: int = 8) -> Iterator[Observation]:
     chance = random.Random(seed)  # noqa: S311 - it plays a driver that rounds
-    return (replace(each, held_bytes=(each.held_bytes or 0) + chance.choice((-2, 0, 2)) * MIB) for each in seen)
+    return (replace(each, held_bytes=(each.held_bytes or 0) + chance.choice((-2, 0, 2)) * MIB) for each in observations)
 
 
-def silent(seen: Iterable[Observation]) -> Iterator[Observation]:
-    return (replace(each, finished_total=None, run_id=None) for each in seen)
+def silent(observations: Iterable[Observation]) -> Iterator[Observation]:
+    return (replace(each, finished_total=None, run_id=None) for each in observations)
 
 
-def in_turn(seen: Iterable[Observation]) -> Iterator[Observation]:
+def in_turn(observations: Iterable[Observation]) -> Iterator[Observation]:
     """Let two servers answer in turn, one that began later and has done a little less."""
     chance = random.Random(9)  # noqa: S311 - it plays a load balancer
-    for each in seen:
+    for each in observations:
         later = replace(each, run_id="2", finished_total=0.9 * (each.finished_total or 0.0))
         yield chance.choice((each, later))
 
 
-def misdated(seen: Iterable[Observation]) -> Iterator[Observation]:
+def misdated(observations: Iterable[Observation]) -> Iterator[Observation]:
     """Give one reading in a hundred the date of another century."""
-    for number, each in enumerate(seen):
+    for number, each in enumerate(observations):
         wild = 4e9 if number % 200 else 0.0
         yield replace(each, seconds=wild) if number % 100 == 99 else each
 

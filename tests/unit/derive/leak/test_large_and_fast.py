@@ -249,8 +249,8 @@ def test_a_counter_that_was_reset_within_one_run_does_not_begin_it_again() -> No
     assert course.track.work.requests_per_second == pytest.approx(10.0, rel=0.1)
 
 
-def changed_total(seen: Iterator[Observation], share: object) -> Iterator[Observation]:
-    for each in seen:
+def changed_total(observations: Iterator[Observation], share: object) -> Iterator[Observation]:
+    for each in observations:
         yield replace(each, finished_total=round((each.finished_total or 0.0) * share(each)))  # type: ignore[operator]
 
 

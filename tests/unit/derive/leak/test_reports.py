@@ -144,10 +144,10 @@ def course(report: Report) -> Course:
 def test_a_reported_leak_is_found_within_two_hours_and_held(report: Report) -> None:
     verdicts = course(report).verdicts
 
-    first = verdicts.index(Certainty.LEAKING)
+    first_index = verdicts.index(Certainty.LEAKING)
 
-    assert first * STEP <= 2 * HOUR
-    assert set(verdicts[first:]) == {Certainty.LEAKING}
+    assert first_index * STEP <= 2 * HOUR
+    assert set(verdicts[first_index:]) == {Certainty.LEAKING}
 
 
 @pytest.mark.parametrize("report", [report for report in REPORTS if report.bounded], ids=lambda each: each.source)

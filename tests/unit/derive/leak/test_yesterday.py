@@ -59,9 +59,11 @@ def play_days(growth: Growth, days: int, *, room: float, hours: float = 22.0) ->
         yield from play_run(growth, hours, begin=24.0 * day, room=room, seed=day)
 
 
-def judge(seen: Iterator[Observation], track: Track | None = None) -> tuple[list[tuple[float, Certainty]], Track]:
+def judge(
+    observations: Iterator[Observation], track: Track | None = None
+) -> tuple[list[tuple[float, Certainty]], Track]:
     verdicts: list[tuple[float, Certainty]] = []
-    for observation in seen:
+    for observation in observations:
         track = observe(track or start_track(observation.seconds), observation)
         verdicts.append((observation.seconds / HOUR, track.verdict))
     assert track is not None

@@ -96,10 +96,10 @@ class Timeline:
         orphans = tuple(
             Leftover(pid=holder.pid, fate=Fate.ORPHANED, used_bytes=held) for holder in holders if SERVER not in left
         )
-        seen = gpu(total=TOTAL_BYTES, used=held + other, engine=held, other=other)
+        gpu_sample = gpu(total=TOTAL_BYTES, used=held + other, engine=held, other=other)
         return Gpu(
-            reading=seen.reading,
-            attribution=seen.attribution,
+            reading=gpu_sample.reading,
+            attribution=gpu_sample.attribution,
             engine_bytes=held,
             other_bytes=other,
             held_bytes=held,

@@ -49,10 +49,10 @@ def test_a_card_that_is_numbered_again_in_drm_stays_the_same(machine: Machine) -
     machine.sys.add(CARD, card=1)
 
     async def steps(amd: Amd) -> None:
-        before = await amd.read(PATIENCE_SECONDS)
+        old_reading = await amd.read(PATIENCE_SECONDS)
         (machine.sys.drm / "card1").rename(machine.sys.drm / "card7")
 
-        assert await amd.read(PATIENCE_SECONDS) == before
+        assert await amd.read(PATIENCE_SECONDS) == old_reading
 
     machine.run(steps)
 

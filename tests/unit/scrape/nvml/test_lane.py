@@ -35,11 +35,11 @@ def test_all_calls_are_made_on_one_thread_and_their_errors_are_outcomes() -> Non
     def broken() -> object:
         raise error
 
-    found = call_all(lane, FOR_EVER, first=threading.get_ident, second=broken, third=threading.get_ident)
+    answers = call_all(lane, FOR_EVER, first=threading.get_ident, second=broken, third=threading.get_ident)
     lane.stop()
 
-    assert found["second"] is error
-    assert found["first"] == found["third"] != threading.get_ident()
+    assert answers["second"] is error
+    assert answers["first"] == answers["third"] != threading.get_ident()
 
 
 def test_after_one_that_hangs_the_others_are_made_once_and_elsewhere(released: threading.Event) -> None:
@@ -48,9 +48,9 @@ def test_after_one_that_hangs_the_others_are_made_once_and_elsewhere(released: t
     def note(name: str) -> Callable[[], None]:
         return lambda: made.append((name, threading.get_ident()))
 
-    found = call_all(lane, SHORT_SECONDS, first=note("first"), hung=released.wait, last=note("last"))
+    answers = call_all(lane, SHORT_SECONDS, first=note("first"), hung=released.wait, last=note("last"))
 
-    assert found.keys() == {"first", "last"}
+    assert answers.keys() == {"first", "last"}
     assert lane.stuck_subjects == {"hung"}
 
     released.set()
@@ -79,10 +79,10 @@ def test_calls_that_each_return_in_time_may_take_longer_together(monkeypatch: py
         return leave[place].wait(PROMPTLY_SECONDS)
 
     monkeypatch.setattr(asyncio, "wait", over)
-    found = call_all(lane, FOR_EVER, first=lambda: slow(0), second=lambda: slow(1), third=lambda: slow(2))
+    answers = call_all(lane, FOR_EVER, first=lambda: slow(0), second=lambda: slow(1), third=lambda: slow(2))
     lane.stop()
 
-    assert found == {"first": True, "second": True, "third": True}
+    assert answers == {"first": True, "second": True, "third": True}
 
 
 def test_without_time_nothing_is_asked() -> None:

@@ -59,16 +59,16 @@ def named(began_seconds: float | None = None) -> PageState:
 
 
 def choice(
-    seen: Tree, *, asked: PageState = REFUSED, before: Choice | None = None, away: Collection[int] = ()
+    process_tree: Tree, *, asked: PageState = REFUSED, before: Choice | None = None, away: Collection[int] = ()
 ) -> Choice:
     """Return the choice after `before`; those `away` are on another network than the daemon."""
     nobody = ProcEntry(pid=0, parent_pid=0, started_seconds=0.0, command=())
-    above = {pid: seen.get(process.parent_pid, nobody).command for pid, process in seen.items()}
+    above = {pid: process_tree.get(process.parent_pid, nobody).command for pid, process in process_tree.items()}
     told = {
         pid: ServedPort(find_port(each.command, parent_command=above[pid]), pid not in away)
-        for pid, each in seen.items()
+        for pid, each in process_tree.items()
     }
-    return choose_roots(seen, told.__getitem__, asked, before or Choice())
+    return choose_roots(process_tree, told.__getitem__, asked, before or Choice())
 
 
 OURS = (10, 1, "python /bin/vllm serve m --port 8000")

@@ -73,10 +73,12 @@ def test_a_page_that_names_its_server_speaks_for_no_other() -> None:
 
 
 def test_a_program_that_embeds_vllm_is_known_by_its_own_start() -> None:
-    seen = tree((7, 1, "python serve.py"), (8, 7, "VLLM::EngineCore"), (17, 1, "python b.py"), (18, 17, "VLLM::Worker"))
-    seen[7] = replace(seen[7], started_seconds=70.0)
+    process_tree = tree(
+        (7, 1, "python serve.py"), (8, 7, "VLLM::EngineCore"), (17, 1, "python b.py"), (18, 17, "VLLM::Worker")
+    )
+    process_tree[7] = replace(process_tree[7], started_seconds=70.0)
 
-    assert choice(seen, asked=named(70.0)).roots == (8,)
+    assert choice(process_tree, asked=named(70.0)).roots == (8,)
 
 
 def test_one_behind_a_mapping_is_known_again_and_those_beside_it_stay_strangers() -> None:
@@ -94,26 +96,26 @@ def test_one_behind_a_mapping_is_known_again_and_those_beside_it_stay_strangers(
 
 def test_the_one_that_was_chosen_stays_it_unless_its_pid_is_anothers() -> None:
     first = choice(tree((10, 1, "vllm serve --config c.yaml")))
-    seen = tree((10, 1, "vllm serve --config c.yaml"), (20, 1, "vllm serve --config d.yaml"))
+    process_tree = tree((10, 1, "vllm serve --config c.yaml"), (20, 1, "vllm serve --config d.yaml"))
 
-    assert choice(seen, before=first).roots == (10,)
-    recycled = {**seen, 10: replace(seen[10], started_seconds=50.0)}
+    assert choice(process_tree, before=first).roots == (10,)
+    recycled = {**process_tree, 10: replace(process_tree[10], started_seconds=50.0)}
     assert choice(recycled, before=first).ambiguous_engines == 2
 
 
 def test_of_two_that_began_within_a_second_the_nearer_is_meant() -> None:
-    seen = tree(OURS, NEIGHBOUR)
-    seen[20] = replace(seen[20], started_seconds=1.9)
+    process_tree = tree(OURS, NEIGHBOUR)
+    process_tree[20] = replace(process_tree[20], started_seconds=1.9)
 
-    assert choice(seen, asked=named(1.9)).roots == (20,)
+    assert choice(process_tree, asked=named(1.9)).roots == (20,)
 
 
 def test_of_two_of_which_neither_began_exactly_then_the_one_with_the_port_is_meant() -> None:
     """The clock was set by a second since: all starts moved alike."""
-    seen = tree(OURS, NEIGHBOUR)
-    seen[20] = replace(seen[20], started_seconds=2.0)
+    process_tree = tree(OURS, NEIGHBOUR)
+    process_tree[20] = replace(process_tree[20], started_seconds=2.0)
 
-    assert choice(seen, asked=named(2.3)).roots == (10,)
+    assert choice(process_tree, asked=named(2.3)).roots == (10,)
 
 
 def test_what_was_seen_beside_a_named_server_is_none_until_the_page_names_it() -> None:
@@ -132,25 +134,27 @@ def test_what_was_seen_beside_a_named_server_is_none_until_the_page_names_it() -
 
 
 def test_a_server_of_several_ports_is_known_by_the_one_that_answers() -> None:
-    seen = tree((20, 1, "vllm serve m --port 9000"), (21, 20, "VLLM::APIServer_DP0"), (22, 20, "VLLM::APIServer_DP1"))
-    seen[22] = replace(seen[22], started_seconds=70.0)
+    process_tree = tree(
+        (20, 1, "vllm serve m --port 9000"), (21, 20, "VLLM::APIServer_DP0"), (22, 20, "VLLM::APIServer_DP1")
+    )
+    process_tree[22] = replace(process_tree[22], started_seconds=70.0)
 
-    assert choice(seen, asked=named(70.0)).roots == (20,)
+    assert choice(process_tree, asked=named(70.0)).roots == (20,)
 
 
 @pytest.mark.parametrize("command", ["vllm serve m --port 9000", "vllm serve --config c.yaml"])
 def test_on_a_host_one_that_only_may_be_it_is_not_known_to_be_before_the_page_answers(command: str) -> None:
     """In its own pod there is no other."""
-    seen = tree((10, 1, command))
+    process_tree = tree((10, 1, command))
 
-    before = choice(seen, asked=ON_HOST)
+    before = choice(process_tree, asked=ON_HOST)
     assert (before.roots, before.ambiguous_engines) == ((), 1)
-    assert choice(seen).roots == (() if "9000" in command else (10,))
-    assert choice(seen, asked=ANYTHING).roots == (10,)
+    assert choice(process_tree).roots == (() if "9000" in command else (10,))
+    assert choice(process_tree, asked=ANYTHING).roots == (10,)
 
-    served = choice(seen, asked=replace(named(), is_maybe_other_pods=True), before=before)
+    served = choice(process_tree, asked=replace(named(), is_maybe_other_pods=True), before=before)
     assert served.roots == (10,)
-    assert choice(seen, asked=replace(REFUSED, is_maybe_other_pods=True), before=served).roots == (10,)
+    assert choice(process_tree, asked=replace(REFUSED, is_maybe_other_pods=True), before=served).roots == (10,)
 
 
 def test_on_a_host_one_with_the_port_is_known_before_it_answers() -> None:

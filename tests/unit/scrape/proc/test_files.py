@@ -27,13 +27,13 @@ def no_descriptor() -> Iterator[None]:
 
 def test_a_process_that_cannot_be_read_for_want_of_descriptors_has_not_gone() -> None:
     proc = Path("/proc")
-    known = read_entry(proc, os.getpid())
-    assert known is not None
+    entry = read_entry(proc, os.getpid())
+    assert entry is not None
 
     with pytest.raises(OSError, match="Too many open files"), no_descriptor():
         read_entry(proc, os.getpid())
     with pytest.raises(OSError, match="Too many open files"), no_descriptor():
-        read_usage(proc, known)
+        read_usage(proc, entry)
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EIO])
@@ -41,27 +41,27 @@ def test_a_process_of_the_engine_that_may_no_longer_be_read_has_not_gone(
     tree: ProcTree, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     tree.add(7, 1, *SERVER)
-    known = read_entry(tree.path, 7)
-    assert known is not None
+    entry = read_entry(tree.path, 7)
+    assert entry is not None
 
     def refuse(*_: object) -> int:
         raise OSError(number, "refused")
 
     monkeypatch.setattr(os, "open", refuse)
     with pytest.raises(OSError, match="refused"):
-        read_entry(tree.path, 7, known, is_engine=True)
+        read_entry(tree.path, 7, entry, is_engine=True)
     with pytest.raises(OSError, match="refused"):
-        read_usage(tree.path, known)
-    assert read_entry(tree.path, 7, known) is None, "a stranger costs no reading"
+        read_usage(tree.path, entry)
+    assert read_entry(tree.path, 7, entry) is None, "a stranger costs no reading"
 
 
 def test_a_process_that_stays_what_it_is_is_not_read_twice(tree: ProcTree) -> None:
     tree.add(7, 1, "sleep", "600")
-    known = read_entry(tree.path, 7)
+    entry = read_entry(tree.path, 7)
     (tree.path / "7" / "cmdline").unlink()
 
-    assert known is not None
-    assert read_entry(tree.path, 7, known) is known
+    assert entry is not None
+    assert read_entry(tree.path, 7, entry) is entry
 
 
 @pytest.mark.parametrize(
@@ -78,9 +78,9 @@ def test_a_process_that_stays_what_it_is_is_not_read_twice(tree: ProcTree) -> No
 )
 def test_what_may_have_changed_is_read_again(tree: ProcTree, before: tuple[str, ...], after: tuple[str, ...]) -> None:
     tree.add(7, 1, *before)
-    known = read_entry(tree.path, 7)
+    entry = read_entry(tree.path, 7)
     tree.add(7, 1, *after)
-    found = read_entry(tree.path, 7, known)
+    found = read_entry(tree.path, 7, entry)
 
     assert found is not None
     assert found.command == after
@@ -89,35 +89,35 @@ def test_what_may_have_changed_is_read_again(tree: ProcTree, before: tuple[str, 
 
 def test_another_process_with_the_same_pid_is_read_again(tree: ProcTree) -> None:
     tree.add(7, 1, "sleep", "600", started_ticks=5000)
-    known = read_entry(tree.path, 7)
+    entry = read_entry(tree.path, 7)
     tree.add(7, 1, "sleep", "30", started_ticks=9000)
 
-    assert read_entry(tree.path, 7, known) == read_entry(tree.path, 7) != known
+    assert read_entry(tree.path, 7, entry) == read_entry(tree.path, 7) != entry
 
 
 def test_a_parent_that_has_gone_is_seen(tree: ProcTree) -> None:
     tree.add(7, 6, "sleep", "600")
-    known = read_entry(tree.path, 7)
+    entry = read_entry(tree.path, 7)
     tree.add(7, 1, "sleep", "600")
 
-    assert read_entry(tree.path, 7, known) == read_entry(tree.path, 7) != known
+    assert read_entry(tree.path, 7, entry) == read_entry(tree.path, 7) != entry
 
 
 def test_a_process_that_has_become_a_zombie_has_gone(tree: ProcTree) -> None:
     tree.add(7, 1, "sleep", "600")
-    known = read_entry(tree.path, 7)
+    entry = read_entry(tree.path, 7)
     tree.add(7, 1, "sleep", "600", state="Z")
 
-    assert read_entry(tree.path, 7, known) is None
+    assert read_entry(tree.path, 7, entry) is None
 
 
 def test_a_process_that_was_seen_between_its_name_and_its_command_line_is_read_again(tree: ProcTree) -> None:
     tree.add(7, 1, "sleep", "600")
     whole = (tree.path / "7" / "cmdline").read_bytes()
     (tree.path / "7" / "cmdline").write_bytes(b"")
-    known = read_entry(tree.path, 7)
+    entry = read_entry(tree.path, 7)
     (tree.path / "7" / "cmdline").write_bytes(whole)
 
-    assert known is not None
-    assert known.command == ("sleep",)
-    assert read_entry(tree.path, 7, known) == read_entry(tree.path, 7) != known
+    assert entry is not None
+    assert entry.command == ("sleep",)
+    assert read_entry(tree.path, 7, entry) == read_entry(tree.path, 7) != entry

@@ -66,9 +66,9 @@ def test_a_reading_looks_again_at_a_share_of_the_processes_only(
     read(processes)
     looked.clear()
     for clock.seconds in (5.0, 10.0, 15.0):
-        before = len(looked)
+        old_count = len(looked)
         read(processes)
-        assert 20 <= len(looked) - before <= 22
+        assert 20 <= len(looked) - old_count <= 22
 
     assert set(range(100, 160)) <= set(looked)
 
@@ -126,12 +126,12 @@ def test_a_neighbour_is_not_taken_while_the_engine_is_down(tree: ProcTree, proce
 def test_engines_are_distinguished_as_soon_as_they_can_be(tree: ProcTree, processes: Processes) -> None:
     tree.add(7, 1, *SERVER)
     tree.add(8, 1, *SERVER)
-    before = read(processes)
+    old_reading = read(processes)
     tree.remove(8)
-    after = read(processes)
+    new_reading = read(processes)
 
-    assert (before.ambiguous_engines, after.ambiguous_engines) == (2, 0)
-    assert [process.pid for process in after.engine] == [7]
+    assert (old_reading.ambiguous_engines, new_reading.ambiguous_engines) == (2, 0)
+    assert [process.pid for process in new_reading.engine] == [7]
 
 
 def test_a_zombie_makes_no_scan(tree: ProcTree, processes: Processes) -> None:
@@ -159,7 +159,7 @@ def test_a_pid_that_is_used_again_is_another_process(
 
 def test_a_step_of_the_clock_moves_no_start_time(tree: ProcTree, processes: Processes) -> None:
     tree.add(7, 1, *SERVER)
-    before = read(processes)
+    old_reading = read(processes)
     (tree.path / "stat").write_text(f"btime {BOOT_SECONDS + 3600}\n")
 
-    assert read(processes) == before
+    assert read(processes) == old_reading

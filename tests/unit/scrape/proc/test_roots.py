@@ -75,11 +75,11 @@ def test_each_rank_below_a_supervisor_is_an_engine_with_a_port_of_its_own() -> N
 
 @pytest.mark.parametrize("local", ["0", "$N", "9" * 5000])
 def test_ranks_whose_ports_do_not_tell_are_reported_by_their_start_on_the_page(local: str) -> None:
-    seen = tree((10, 1, f"{SUPERVISOR} {local}"), *RANKS)
-    seen[23] = replace(seen[23], started_seconds=1.5)
+    process_tree = tree((10, 1, f"{SUPERVISOR} {local}"), *RANKS)
+    process_tree[23] = replace(process_tree[23], started_seconds=1.5)
 
-    assert choice(seen, asked=ANYTHING).ambiguous_engines == 4
-    assert choice(seen, asked=named(1.5)).roots == (23,)
+    assert choice(process_tree, asked=ANYTHING).ambiguous_engines == 4
+    assert choice(process_tree, asked=named(1.5)).roots == (23,)
 
 
 @pytest.mark.parametrize("server", ["text-generation-launcher", "llama-server", "python3 -m dynamo.frontend"])
@@ -102,10 +102,10 @@ def test_a_default_port_tells_nothing_where_the_environment_may_have_set_another
     ],
 )
 def test_another_engines_processes_are_found_by_its_server(server: str, child: str, roles: tuple[Role, Role]) -> None:
-    seen = tree((10, 1, server), (11, 10, child), (12, 1, "nginx"))
+    process_tree = tree((10, 1, server), (11, 10, child), (12, 1, "nginx"))
 
-    assert choice(seen, asked=ANYTHING).roots == (10,)
-    assert tuple(assign_roles(seen, 99, (10,)).values()) == roles
+    assert choice(process_tree, asked=ANYTHING).roots == (10,)
+    assert tuple(assign_roles(process_tree, 99, (10,)).values()) == roles
 
 
 def test_nothing_of_vllms_is_no_engine() -> None:
@@ -113,7 +113,7 @@ def test_nothing_of_vllms_is_no_engine() -> None:
 
 
 def test_what_is_below_a_server_belongs_to_it() -> None:
-    seen = tree(
+    process_tree = tree(
         (1, 0, "bash entrypoint.sh"),
         (10, 1, "vllm serve m --data-parallel-size 2"),
         (11, 10, "VLLM::APIServer_0"),
@@ -125,7 +125,7 @@ def test_what_is_below_a_server_belongs_to_it() -> None:
         (17, 10, "vllm-rs frontend"),
     )
 
-    assert choice(seen).roots == (10,)
+    assert choice(process_tree).roots == (10,)
 
 
 def test_a_core_without_a_server_is_nothing_beside_one_that_serves() -> None:
