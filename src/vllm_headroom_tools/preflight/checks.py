@@ -1,5 +1,6 @@
 """The checks of one GPU, of host memory and of /dev/shm before vLLM starts."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
 from math import ceil
@@ -84,6 +85,7 @@ class Kind(StrEnum):
     GPUS = "gpus"
     MEMORY = "memory"
     ECC = "ecc"
+    HEAT = "heat"
     IDENTICAL = "identical"
     SHM = "shm"
     HOST = "host"
@@ -330,6 +332,50 @@ def check_faults(device: GpuReading, faults: GpuFaults | None) -> Iterator[Obsta
             "a faulty row of its memory could not be remapped",
             "have it replaced: NVIDIA takes it back for this",
         )
+
+
+HOT_CELSIUS: Final = 87.0
+"""From here on a GPU slows itself down; HeadroomGpuHot has the same border."""
+
+
+def check_heat(device: GpuReading) -> Iterator[Obstacle]:
+    """Remark that a GPU is hot before it has anything to do: vLLM starts on it, and is slow."""
+    if device.temperature_celsius is not None and device.temperature_celsius >= HOT_CELSIUS:
+        yield Obstacle(
+            Kind.HEAT,
+            Conclusion.GOOD,
+            f"it is at {device.temperature_celsius:.0f} \N{DEGREE SIGN}C, and slows down from"
+            f" {HOT_CELSIUS:.0f} on",
+            "look at its cooling before it takes load",
+            gpu=device.index,
+        )
+
+
+CUDA_DRIVERS: Final = {12: (525, 60), 13: (580, 65)}
+"""The oldest driver for each major version of CUDA (NVIDIA's CUDA release notes, minimum required
+driver version for minor version compatibility)."""
+
+
+def check_driver(driver_version: str | None, cuda_major: int | None) -> Iterator[Obstacle]:
+    """Check that the driver is new enough for the CUDA of the vLLM in this environment.
+
+    Each is None where unknown; then there is nothing to report.
+    """
+    required = CUDA_DRIVERS.get(cuda_major or 0)
+    parts = re.match(r"(\d+)\.(\d+)", driver_version or "")
+    if required is None or parts is None:
+        return
+    if (int(parts[1]), int(parts[2])) >= required:
+        return
+    needed = ".".join(str(number) for number in required)
+    yield Obstacle(
+        Kind.DRIVER,
+        # NVIDIA's compatibility package runs a newer CUDA on an older driver of a data-centre card.
+        Conclusion.CANNOT_TELL,
+        f"the driver is {driver_version}, and the CUDA {cuda_major} of the vLLM here needs"
+        f" {needed}: it starts only with NVIDIA's compatibility package (cuda-compat)",
+        "update the driver, or use a vLLM that is built for an older CUDA",
+    )
 
 
 def _report_fault(faults: GpuFaults, text: str, fix: str) -> Obstacle:

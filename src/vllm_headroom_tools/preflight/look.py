@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from importlib import metadata
 from pathlib import Path
 from typing import Final
 
@@ -66,6 +67,9 @@ class Conditions(Struct, frozen=True, kw_only=True):
     swap_bytes: int | None = None
     """The machine's swap, with zram; None where it is unknown."""
 
+    cuda_major: int | None = None
+    """The major version of CUDA that a vLLM in this environment brings; None without one."""
+
     engine_pids: frozenset[int] = frozenset()
     """The processes of the engine at the configured port; empty where they are not visible."""
 
@@ -90,6 +94,7 @@ async def look(
         holders=holders,
         shm=read_shm(shm),
         host=_read_container(proc),
+        cuda_major=find_cuda_major(),
     )
     if isinstance(listed, Failure):
         return conditions
@@ -102,6 +107,22 @@ async def look(
         swap_bytes=None if machine is None else machine.swap_bytes,
         engine_pids=frozenset(process.pid for process in listed.engine),
     )
+
+
+CUDA_PACKAGES: Final = ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12")
+"""The packages with which torch brings CUDA, from CUDA 13 on and before."""
+
+
+def find_cuda_major() -> int | None:
+    """Return the major version of the CUDA that is installed beside this program; None without."""
+    for package in CUDA_PACKAGES:
+        try:
+            version = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+        major = version.partition(".")[0]
+        return int(major) if major.isdecimal() else None
+    return None
 
 
 def _read_container(proc: Path) -> HostMemory | None:

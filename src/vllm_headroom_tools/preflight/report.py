@@ -91,6 +91,7 @@ def judge(
     devices, problems = checks.choose_gpus(conditions.readings.devices, choice)
     gpus = tuple(build_gpu_report(device, conditions, request) for device in devices)
     findings = list(problems)
+    findings += checks.check_driver(conditions.readings.driver_version, conditions.cuda_major)
     for gpu in gpus:
         findings += _check_gpu(gpu, conditions, request)
     findings += checks.check_host_memory(conditions.host, request)
@@ -117,6 +118,7 @@ def _check_gpu(
     if device.failure is None:
         faults_by_index = {faults.index: faults for faults in reversed(conditions.faults)}
         yield from checks.check_faults(device, faults_by_index.get(device.index))
+        yield from checks.check_heat(device)
 
 
 def _ignore(finding: Obstacle, ignored_kinds: Collection[Kind]) -> Obstacle:

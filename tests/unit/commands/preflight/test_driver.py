@@ -3,7 +3,7 @@ import pytest
 from tests.fakes.nvml.library import GIB, FakeGpu, FakeNvml
 from tests.unit.commands.preflight.looking import Preflight, only
 from vllm_headroom_tools.conclusion import Conclusion
-from vllm_headroom_tools.preflight.checks import GpuChoice, Kind, MemoryRequest
+from vllm_headroom_tools.preflight.checks import GpuChoice, Kind, MemoryRequest, check_driver
 from vllm_headroom_tools.preflight.report import build_report
 
 LIBRARY_MISSING, DRIVER_MISSING, MISMATCH, UNKNOWN, LOST = 12, 9, 18, 999, 15
@@ -87,3 +87,38 @@ def test_a_machine_without_gpus_is_no_go(preflight: Preflight, nvml: FakeNvml) -
     nvml.write()
 
     assert only(preflight.report(MemoryRequest(utilization_ratio=0.92))).text.startswith("NVML shows no GPU here: ")
+
+
+@pytest.mark.parametrize(
+    ("driver", "cuda_major", "is_too_old"),
+    [
+        ("535.183.01", 13, True),
+        ("580.65.06", 13, False),
+        ("580.50", 13, True),
+        ("535.183.01", 12, False),
+        ("515.48", 12, True),
+        ("535.183.01", None, False),
+        (None, 13, False),
+        ("535.183.01", 99, False),
+    ],
+)
+def test_a_driver_older_than_the_cuda_of_vllm_is_reported(
+    driver: str | None, cuda_major: int | None, *, is_too_old: bool
+) -> None:
+    findings = list(check_driver(driver, cuda_major))
+
+    assert [finding.verdict for finding in findings] == ([Conclusion.CANNOT_TELL] if is_too_old else [])
+    assert all(f"the driver is {driver}, and the CUDA {cuda_major} " in finding.text for finding in findings)
+
+
+@pytest.mark.parametrize(("celsius", "is_hot"), [(86, False), (87, True), (95, True)])
+def test_a_gpu_that_is_hot_before_it_works_is_remarked(
+    preflight: Preflight, nvml: FakeNvml, celsius: int, *, is_hot: bool
+) -> None:
+    nvml.gpus[0].temperature_celsius = celsius
+    nvml.write()
+
+    report = preflight.report()
+
+    assert report.verdict is Conclusion.GOOD
+    assert [finding.kind for finding in report.findings] == ([Kind.HEAT] if is_hot else [])
