@@ -299,7 +299,8 @@ class Evictor:
     async def _take_lease(self, lease: Object, began_seconds: float) -> None:
         """Take the Lease or renew it; `lease` was read later than `began_seconds`.
 
-        Raises NotNowError where another pod changed the Lease since it was read.
+        Raises NotNowError where another pod changed the Lease since it was read, or the API server
+        refuses the request.
         """
         former_spec = lease.get("spec", {})
         now = to_datetime(self._clock.time()).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
@@ -326,9 +327,10 @@ class Evictor:
     async def _write_lease(self, lease: Object, spec: Object) -> Object:
         """Write the Lease with this spec and return it as stored; create it if `lease` is empty.
 
-        Raises NotNowError where another pod changed it since `lease` was read.
-        # With the version that was read: the API server refuses a write in between.
+        Raises NotNowError where another pod changed it since `lease` was read, or the API server
+        refuses the request.
         """
+        # The Lease has the version that was read: the API server refuses a write in between.
         if lease:
             method = "PUT"
             path = f"{self._leases_path}/{self._lease_name}"

@@ -186,7 +186,10 @@ def _read_cgroup(entry: dict[str, Any]) -> Cgroup | None:
 
 
 def _read_shm(entry: dict[str, Any]) -> Shm | None:
-    """Return the size of /dev/shm; None where one of the two figures is missing."""
+    """Return the size of /dev/shm; None where one of its two figures is missing.
+
+    Raises WrongFieldError for a figure that is no size.
+    """
     used_bytes = fields.read_size(entry, "used")
     limit_bytes = fields.read_size(entry, "limit")
     if used_bytes is None or limit_bytes is None:

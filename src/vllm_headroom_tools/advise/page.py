@@ -385,7 +385,8 @@ async def add_engine_settings(settings: EngineArgs, url: str) -> EngineArgs:
     """Return the settings with those of the engine whose page is at `url`.
 
     The operator's have precedence. The version is that of /version beside the page, which vLLM
-    answers without an API key. Raises BadInput where the page cannot be fetched or has no engine.
+    answers without an API key; None where that does not answer, or is no release. Raises BadInput
+    where the page cannot be fetched or has no engine.
     """
     # Both at once: the operator waits.
     page, about = await asyncio.gather(

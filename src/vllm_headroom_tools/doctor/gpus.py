@@ -368,7 +368,8 @@ def _has_reliable_pids(survey: Survey) -> bool:
 def _explain_none(survey: Survey) -> tuple[Status, str, tuple[Fix, ...]]:
     """Return the state of the check, why no GPU is attributed to the engine, and the fixes.
 
-    The state is UNKNOWN where the engine does not answer and may not be running, else MISSING.
+    The state is UNKNOWN where the engine does not answer, unless its processes are the problem:
+    they cannot be read, or it is ambiguous which are its own. Else it is MISSING.
     """
     status = Status.MISSING
     if isinstance(survey.page, Failure) and not _is_process_problem(survey):

@@ -264,7 +264,7 @@ def read_postmortem(
     """Return the post-mortem of a trace, with the engine's log beside it where that is given.
 
     `pod` counts where the file does not name the engine's. Raises BadInput where the trace cannot
-    be read or is empty.
+    be read, or has no samples and is no incident: an incident may have none.
     """
     incident = read_facts(file)
     follower = EndFollower(incident, reported_bytes=reported_bytes)

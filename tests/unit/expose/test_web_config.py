@@ -46,6 +46,13 @@ def test_paths_are_relative_to_the_file(file: Path) -> None:
     assert tls.client_allowed_sans == ("prometheus",)
 
 
+def test_a_key_without_a_value_counts_as_missing(file: Path) -> None:
+    tls = read(file, "tls_server_config:\n  cert_file: a\n  key_file: b\n  min_version:\n").tls
+
+    assert tls is not None
+    assert tls.min_version == ssl.TLSVersion.TLSv1_2
+
+
 def test_users_are_no_part_of_what_is_shown(file: Path) -> None:
     config = read(file, f"basic_auth_users:\n  alice: {HASH}\n")
 

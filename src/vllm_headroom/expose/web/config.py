@@ -158,12 +158,15 @@ def _build_tls(tls: Mapping[str, Any], folder: Path) -> Tls:
 
 
 def _choose(tls: Mapping[str, Any], name: str) -> Any:  # noqa: ANN401 - a value of the table
-    """Return what the value of this key means, or the meaning of its default without the key.
+    """Return what the value of this key means, or the meaning of its default without a value.
 
     None where the value is not one of the accepted ones.
     """
     choice = _CHOICES[name]
-    value = tls.get(name, choice.default)
+    value = tls.get(name)
+    # As in the exporter-toolkit, a key without a value (null) is as good as no key.
+    if value is None:
+        value = choice.default
     if not isinstance(value, str):
         return None
     return choice.meanings.get(value)
@@ -212,7 +215,7 @@ def _check_tls(tls: dict[str, Any]) -> Iterator[str]:
         if path and not is_path:
             yield f"tls_server_config.{name}: not the path of a file"
     for name, choice in _CHOICES.items():
-        # None means a value that is not one of the choices; a missing key has a default.
+        # None means a value that is not one of the choices; without a value there is a default.
         if _choose(tls, name) is None:
             value = show_value(tls[name])
             accepted = ", ".join(filter(None, choice.meanings))

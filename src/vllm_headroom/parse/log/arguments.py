@@ -56,8 +56,8 @@ NUMBER: Final = re.compile(r"-?\d{1,18}(?:\.\d{1,18})?(?:e-?\d{1,3})?")
 def read_arguments(text: str) -> dict[str, Scalar]:
     """Return the arguments of `{'name': value, …}`, `name=value, …` or a call with them.
 
-    Only numbers, truth values and the texts of known arguments are kept; a nested value is left
-    out. A list counts as its length under the name with "_count".
+    Only numbers, truth values, None and the texts of known arguments are kept. Of a list, only a
+    single text of a known argument is kept; any other nested value is left out.
     """
     arguments: dict[str, Scalar] = {}
     for item in split_items(text):

@@ -69,7 +69,10 @@ class LogAssessment(Struct, frozen=True, kw_only=True):
 
 
 def judge_log(log: EngineLog, option_args: EngineArgs) -> LogAssessment:
-    """Judge the newest start that failed, else the newest; the operator gave `option_args`."""
+    """Judge the newest start that failed, else the newest one; `log` has at least one start.
+
+    `option_args` are the options that the operator gave beside the log.
+    """
     start_facts = read_start_facts(find_decisive_start(log.starts), option_args)
     start = start_facts.start
     failure = start.root_failure

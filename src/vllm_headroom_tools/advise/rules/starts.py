@@ -50,7 +50,8 @@ def find_failing_starts(facts: Facts) -> Advice | None:
     Applies: from FAILED_STARTS on.
     Proposes: what helps against the first cause that fits: others on the GPU, a full /dev/shm, a
     full GPU, a model that leaves no room for the KV cache, or a cause outside of memory.
-    Returns None where it does not apply.
+    Returns None with fewer failed starts, and where no cause can be told: no start's room on a GPU
+    is known, and fewer than FAILED_STARTS had loaded the model.
     """
     starts = facts.failed_starts
     if len(starts) < FAILED_STARTS:
@@ -180,6 +181,7 @@ def _find_held_bytes(start: Ending) -> float:
 
 def _list_rooms_bytes(starts: Sequence[Ending]) -> list[int]:
     """Return the least room on any GPU at the end of each start, without unknown ones."""
+    # The room of a fullest GPU is always known: a GPU without it is never the fullest.
     gpus = [start.fullest_gpu for start in starts]
     return [gpu.last_room_bytes or 0 for gpu in gpus if gpu is not None]
 
