@@ -8,6 +8,7 @@ SCENARIO ?= healthy
 ENGINE_FOLDER ?= .engine
 CARD_FOLDER ?= .card
 IMAGE_FOLDER ?= .image
+DOCKER ?= docker
 CLUSTER_FOLDER ?= .cluster
 CLUSTER_OPTIONS ?=
 BROWSER_FOLDER ?= .browser
@@ -34,7 +35,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # What `make mutants` breaks: the files of src that differ from SINCE, or these files and folders.
 SINCE ?= main
 ROOMS ?=
-.PHONY: run test check coverage ruff mypy imports mutants bench bench-leak engine-test card-test gpu-test image-test cluster-test browser-test helm soak fuzz docs clean
+.PHONY: run test check coverage ruff mypy imports mutants bench bench-leak engine-test card-test gpu-test image image-test cluster-test browser-test helm soak fuzz docs clean
 
 # At 120 times the clock's speed the verdict on the leak, which takes an hour and a quarter, is there in 40 seconds.
 run: $(VENV)/.run
@@ -91,6 +92,11 @@ card-test: $(VENV)/.test
 
 gpu-test: $(VENV)/.test
 	$(BIN)/pytest -m gpu -s tests/gpu
+
+# Builds the image that deploy/kubernetes/example-local runs, and prints its size.
+image:
+	$(DOCKER) build --tag vllm-headroom:local .
+	$(DOCKER) image inspect vllm-headroom:local --format '{{.Size}}' | awk '{printf "%.0f MB\n", $$1 / 1e6}'
 
 image-test: $(VENV)/.test
 	tests/image/setup.sh $(IMAGE_FOLDER)

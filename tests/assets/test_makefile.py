@@ -47,3 +47,7 @@ def test_run_shows_the_leak_in_less_than_a_minute() -> None:
 
 def test_what_runs_before_a_merge_tries_the_same_examples_every_time() -> None:
     assert "--hypothesis-profile=ci" in last_command("check")
+
+
+def test_the_image_that_is_built_is_the_one_whose_size_is_printed() -> None:
+    assert last_command("image", "DOCKER=podman")[:4] == ["podman", "image", "inspect", "vllm-headroom:local"]
