@@ -52,7 +52,7 @@ done
 
 cat >"$folder/network/pods.conflist" <<END
 {"cniVersion": "0.4.0", "name": "pods", "plugins": [{"type": "bridge", "bridge": "pods", "isGateway": true, "hairpinMode": true,
- "ipam": {"type": "host-local", "ranges": [[{"subnet": "$pod_range"}]], "routes": [{"dst": "0.0.0.0/0"}]}}]}
+ "ipam": {"type": "host-local", "dataDir": "$folder/network-leases", "ranges": [[{"subnet": "$pod_range"}]], "routes": [{"dst": "0.0.0.0/0"}]}}]}
 END
 cat >"$folder/containerd.toml" <<END
 version = 2

@@ -19,6 +19,12 @@ for task in $(containers tasks list --quiet); do containers tasks delete --force
 for name in kube-scheduler kube-controller-manager kube-apiserver etcd containerd; do end $name; done
 awk -v below="$folder/" 'index($2, below) == 1 { print $2 }' /proc/mounts | sort --reverse | xargs --no-run-if-empty umount --lazy
 ls /run/netns | grep -E '^cni-|^headroom-test$' | grep -vxFf "$folder/networks-before" | xargs --no-run-if-empty -n 1 ip netns delete
+# What the plugins keep of pods whose network is gone, ours or not, is of no use.
+for result in /var/lib/cni/results/*; do
+  network=$(sed -n 's/.*"sandbox":"\([^"]*\)".*/\1/p' "$result" 2>/dev/null)
+  [[ -n $network && ! -e $network ]] && rm -f "$result"
+done
+rmdir /var/lib/cni/results /var/lib/cni 2>/dev/null
 # The kubelet links the logs of all containers in this one folder.
 find /var/log/containers -lname "$folder/*" -delete 2>/dev/null
 rmdir /var/log/containers 2>/dev/null
