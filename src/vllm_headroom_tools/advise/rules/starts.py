@@ -50,8 +50,8 @@ def find_failing_starts(facts: Facts) -> Advice | None:
     Applies: from FAILED_STARTS on.
     Proposes: what helps against the first cause that fits: others on the GPU, a full /dev/shm, a
     full GPU, a model that leaves no room for the KV cache, or a cause outside of memory.
-    Returns None with fewer failed starts, and where no cause can be told: no start's room on a GPU
-    is known, and fewer than FAILED_STARTS had loaded the model.
+    Returns None with fewer failed starts. Returns None also if the cause is unknown: no start's
+    room on a GPU is known, and fewer than FAILED_STARTS had loaded the model.
     """
     starts = facts.failed_starts
     if len(starts) < FAILED_STARTS:
