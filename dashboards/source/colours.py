@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from vllm_headroom.vocabulary import Situation
+from vllm_headroom.vocabulary import Situation, Work
 
 ENGINE_COLOUR: Final = "#56b4e9"
 OTHER_COLOUR: Final = "#e69f00"
@@ -91,3 +91,14 @@ PARTS: Final = (
     ("outside_torch", "#cc79a7"),
 )
 """The parts of the engine's own ledger, and their colours."""
+
+WORKS: Final = (
+    (Work.PREFILL, "#0072b2"),
+    (Work.DECODE, "#56b4e9"),
+    (Work.PROMPT_LOGPROBS, "#e69f00"),
+    (Work.ENCODER, "#cc79a7"),
+    (Work.SAMPLING, "#009e73"),
+    (Work.ADAPTER, "#f0e442"),
+    (Work.OTHER, "#b0b0b0"),
+)
+"""The kinds of work of the engine's steps, and their colours."""

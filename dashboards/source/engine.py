@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dashboards.source import around, dying, health, leaking, requests, truth, users
+from dashboards.source import around, dying, health, leaking, peaks, requests, truth, users
 from dashboards.source.dashboard import dashboard
 from dashboards.source.grafana import Json
 
@@ -24,6 +24,7 @@ def engine() -> Json:
             leaking.is_it_leaking(),
             truth.who_holds_the_memory(),
             truth.inside_the_engine(),
+            peaks.peaks_of_steps(),
             requests.what_a_request_costs(),
             requests.prefix_cache(),
             requests.kv_cache(),

@@ -12,7 +12,7 @@ import promql_parser as promql
 import yaml
 
 from vllm_headroom.catalog import METRICS
-from vllm_headroom.vocabulary import REASONS, Attribution, ExitReason, LeakState, Role, Source
+from vllm_headroom.vocabulary import REASONS, Attribution, ExitReason, LeakState, Role, Source, Work
 
 RULES: Final = Path(__file__).parents[2] / "alerts" / "rules"
 TARGET: Final = frozenset({"cluster", "namespace", "job", "pod", "instance"})
@@ -30,6 +30,7 @@ CLOSED: Final[Mapping[str, frozenset[str]]] = {
     "reason": frozenset(reason for reasons in REASONS.values() for reason in reasons),
     "source": frozenset(Source),
     "state": frozenset(LeakState),
+    "work": frozenset(Work),
 }
 """The values of labels whose values are a closed set."""
 

@@ -59,8 +59,13 @@ class SmallCard(SimulatedGpus):
         return replace(found, devices=tuple(_shrunk(device) for device in found.devices))
 
 
+def numbered_uuid(gpu: int) -> str:
+    """Return the UUID of one of the eight GPUs."""
+    return f"GPU-{gpu:08}-0000-4000-8000-000000000000"
+
+
 def _numbered(device: GpuReading, gpu: int) -> GpuReading:
-    return replace(device, index=gpu, uuid=f"GPU-{gpu:08}-0000-4000-8000-000000000000")
+    return replace(device, index=gpu, uuid=numbered_uuid(gpu))
 
 
 def _shrunk(device: GpuReading) -> GpuReading:

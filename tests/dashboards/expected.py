@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from tests.dashboards.grafana import Json, every_query
-from tests.dashboards.store import BARE, TARGETS
+from tests.dashboards.store import BARE, PEAKS, TARGETS
 
 EVERYWHERE: Final = frozenset(TARGETS)
 TIME, LEAKING = "Least time to out of memory, by model", "Leaking GPUs, by model"
@@ -199,6 +199,17 @@ EMPTY: Final = (
                 "KV cache in use, with load": ("{{model_name}} engine {{engine}}, held by no request",),
             },
             "headroom-incident": {"XID errors and restarts": ("GPU {{gpu}} XID {{xid}}",)},
+        },
+    ),
+    Empty(
+        why="the probe measures the peaks of one engine alone",
+        over=EVERYWHERE - {PEAKS},
+        queries={
+            "headroom": {
+                "Peak of a step, by the kind of work": (),
+                "Peak of a step over its room": (),
+                "Largest request that fits": (),
+            }
         },
     ),
     Empty(

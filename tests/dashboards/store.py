@@ -15,9 +15,13 @@ from typing import Any, Final
 import httpx
 from msgspec.structs import replace
 
-from tests.dashboards.cards import EightGpus, MigInstances, SmallCard
+from tests.dashboards.cards import EightGpus, MigInstances, SmallCard, numbered_uuid
 from tests.dashboards.history import BARE_METAL, Target, open_metrics
 from tests.dashboards.rules import evaluated
+from vllm_headroom import catalog
+from vllm_headroom.model import Metric
+from vllm_headroom.units import GIB
+from vllm_headroom.vocabulary import Work
 from vllm_headroom_tools.demo.run import SimulatedGpus
 from vllm_headroom_tools.demo.world import TABLE, Scenario, Visits
 
@@ -36,6 +40,18 @@ LOOKBACK: Final = "100s"
 
 STARTS_SECONDS: Final = 60
 BARE: Final = "leak on bare metal"
+PEAKS: Final = "eight GPUs"
+"""The target whose probe measures the peaks of steps."""
+
+ROOM_BYTES: Final = (6 * GIB, 3 * GIB)
+"""What a step may take on its GPUs 0 and 1."""
+
+SAFE_PROMPT_TOKENS: Final = (8192, 4096)
+"""The tokens of the largest prompt that fits on its GPUs 0 and 1."""
+
+PEAK_BYTES: Final = {Work.PREFILL: (1 * GIB, 1 * GIB), Work.PROMPT_LOGPROBS: (5 * GIB, 2 * GIB)}
+"""The peaks on its GPUs 0 and 1, by the kind of work."""
+
 RESTART: Final = replace(TABLE["restart"], loading_seconds=2 * (2.0 * SCRAPE_SECONDS,))
 """As in the demo, but so long that two scrapes see a start."""
 
@@ -135,6 +151,7 @@ def store(folder: Path) -> None:
     scraped = open_metrics(list(TARGETS.values()), HOURS, ends_seconds=END, scrape_seconds=SCRAPE_SECONDS)
     add(folder, "scraped", [scraped])
     add(folder, "engine", _own_page(TARGETS["leak"]))
+    add(folder, "peaks", _peaks(TARGETS[PEAKS]))
     with running(folder) as prometheus:
         text = evaluated(lambda expr: prometheus.over_time(expr, SCRAPE_SECONDS), range(BEGIN, END, SCRAPE_SECONDS))
     add(folder, "rules", [text])  # blocks that are added to a running Prometheus are seen only after a minute
@@ -161,6 +178,26 @@ def _own_page(target: Target) -> Iterator[str]:
     for series, each_scrape in counted.items():
         for number, at in enumerate(range(BEGIN, END, SCRAPE_SECONDS)):
             yield f"{series} {number * each_scrape} {at}\n"
+    yield "# EOF\n"
+
+
+def _peaks(target: Target) -> Iterator[str]:
+    """Yield what Prometheus has of the peaks of steps on two GPUs of a target."""
+    values: list[tuple[Metric, tuple[str, ...], float]] = []
+    for number, room_bytes in enumerate(ROOM_BYTES):
+        gpu = (str(number), numbered_uuid(number))
+        values.append((catalog.ENGINE_PEAK_ROOM, gpu, room_bytes))
+        values.append((catalog.ENGINE_SAFE_PROMPT_TOKENS, gpu, SAFE_PROMPT_TOKENS[number]))
+        values.append((catalog.ENGINE_SAFE_PROMPT_LOGPROBS_TOKENS, gpu, 1024))
+        values.append((catalog.ENGINE_SAFE_IMAGE_PIXELS, gpu, 1_000_000))
+        for work, peaks_bytes in PEAK_BYTES.items():
+            values.append((catalog.ENGINE_PEAK, (*gpu, work), peaks_bytes[number]))
+            values.append((catalog.ENGINE_PEAK_RATIO, (*gpu, work), peaks_bytes[number] / room_bytes))
+    for metric, label_values, value in values:
+        labels = {**target.labels, **dict(zip(metric.labels, label_values, strict=True))}
+        series = ",".join(f'{name}="{text}"' for name, text in labels.items())
+        for at in range(BEGIN, END, SCRAPE_SECONDS):
+            yield f"{metric.name}{{{series}}} {value} {at}\n"
     yield "# EOF\n"
 
 

@@ -15,8 +15,18 @@ from dashboards.source.ranking import shortened
 from tests.dashboards.asking import answer, values
 from tests.dashboards.cards import SMALL
 from tests.dashboards.grafana import Json, Query, every_query, load, panels
-from tests.dashboards.store import BARE, BEGIN, END, TARGETS, Prometheus
-from vllm_headroom.vocabulary import Situation
+from tests.dashboards.store import (
+    BARE,
+    BEGIN,
+    END,
+    PEAK_BYTES,
+    PEAKS,
+    ROOM_BYTES,
+    SAFE_PROMPT_TOKENS,
+    TARGETS,
+    Prometheus,
+)
+from vllm_headroom.vocabulary import Situation, Work
 from vllm_headroom_tools.demo.world import TOTAL_BYTES
 
 ENGINE: Final = load("headroom")
@@ -129,6 +139,31 @@ def test_a_panel_names_its_metrics() -> None:
     description = next(panel for panel in panels(ENGINE) if panel["title"] == "Free now")["description"]
 
     assert description.endswith("\n\nMetrics: `headroom_gpu_memory_free_bytes`.")
+
+
+def test_the_peaks_are_those_of_the_gpu_with_the_least_room(prometheus: Prometheus) -> None:
+    peaks = ask_panel(prometheus, PEAKS, "Peak of a step, by the kind of work", "{{work}}")
+    room = ask_panel(prometheus, PEAKS, "Peak of a step, by the kind of work", "room")
+
+    assert {series["metric"]["work"]: float(series["values"][-1][1]) for series in peaks} == {
+        work: peak_bytes[1] for work, peak_bytes in PEAK_BYTES.items()
+    }
+    assert float(room[0]["values"][-1][1]) == ROOM_BYTES[1]
+
+
+def test_the_ratio_of_a_peak_is_that_of_the_worst_gpu(prometheus: Prometheus) -> None:
+    ratios = ask_panel(prometheus, PEAKS, "Peak of a step over its room")
+
+    assert {series["metric"]["work"]: float(series["values"][-1][1]) for series in ratios} == {
+        Work.PREFILL: pytest.approx(1 / 3),
+        Work.PROMPT_LOGPROBS: pytest.approx(5 / 6),
+    }
+
+
+def test_a_request_fits_where_it_fits_on_every_gpu(prometheus: Prometheus) -> None:
+    (safe_tokens,) = ask_panel(prometheus, PEAKS, "Largest request that fits", "prompt tokens")
+
+    assert float(safe_tokens["values"][-1][1]) == SAFE_PROMPT_TOKENS[1]
 
 
 def test_a_long_name_keeps_its_end(prometheus: Prometheus) -> None:
