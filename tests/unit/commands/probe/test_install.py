@@ -91,9 +91,9 @@ def test_the_command_says_what_to_set(tmp_path: Path) -> None:
     ("words", "why"),
     [
         (("install", "/proc/here"), "vllm-headroom probe: /proc/here: No such file or directory"),
-        (("install",), "vllm-headroom probe: needs one of: install FOLDER, record --for DURATION"),
-        ((), "vllm-headroom probe: needs one of: install FOLDER, record --for DURATION"),
-        (("remove", "x"), "vllm-headroom probe: ACTION: got 'remove', accepts install or record"),
+        (("install",), "vllm-headroom probe: needs one of: install FOLDER, record --for DURATION, snapshot [FILE]"),
+        ((), "vllm-headroom probe: needs one of: install FOLDER, record --for DURATION, snapshot [FILE]"),
+        (("remove", "x"), "vllm-headroom probe: ACTION: got 'remove', accepts install, record or snapshot"),
     ],
 )
 def test_what_cannot_be_done_is_reported(words: tuple[str, ...], why: str) -> None:
