@@ -102,6 +102,9 @@ class PeakReadings(Struct, frozen=True, kw_only=True):
     max_requests: int | None = None
     """The most requests that run at once: max_num_seqs."""
 
+    stopped: str | None = None
+    """The error that ended the measurement; None while it goes on."""
+
 
 class StepAtError(Struct, frozen=True, kw_only=True):
     """The step in which an OutOfMemoryError was raised."""

@@ -38,6 +38,7 @@ def read_peaks(entry: dict[str, Any]) -> PeakReadings:
         batch_tokens=fields.read_size(limits, "batch_tokens"),
         model_tokens=fields.read_size(limits, "model_tokens"),
         max_requests=fields.read_size(limits, "requests"),
+        stopped=fields.read_text(entry, "stopped"),
     )
 
 

@@ -359,6 +359,15 @@ NO_GPU: Final = (
     "torch's allocator reports nothing: vLLM has no GPU, has not used it yet, or may sleep"
 )
 
+NO_PEAKS: Final = (
+    "peaks of its steps: none measured so far; HEADROOM_PROBE_PEAKS=on in vLLM's environment turns"
+    " it on"
+)
+NO_HISTORY: Final = (
+    "history of torch's allocations: not kept; HEADROOM_PROBE_SNAPSHOT=FOLDER in vLLM's environment"
+    " turns it on"
+)
+
 INSTALL_PROBE: Final = (
     put(
         f"{fixes.POD}, after the container that runs vllm-headroom probe install (all in the"
@@ -409,8 +418,7 @@ def check_probe(files: tuple[ProbedProcess, ...] | Failure | None, survey: Surve
         # Some processes write: any that has stopped or is silent makes the check fail.
         details += [f"{_name_process(process)} writes no longer" for process in probe.silent]
         if not details:
-            has_device = any(process.devices for process in probe.present)
-            return Check(Status.OK, text, details=() if has_device else (NO_GPU,))
+            return Check(Status.OK, text, details=_describe_measurements(probe.present))
         text += ", but not all"
     elif probe.silent:
         text = (
@@ -432,6 +440,25 @@ def _describe_present(processes: Collection[ProbedProcess]) -> str:
     if versions:
         text += f" of vLLM {', '.join(versions)}"
     return text
+
+
+def _describe_measurements(processes: Collection[ProbedProcess]) -> tuple[str, ...]:
+    """Return what the processes with a GPU measure on request, and how to turn on the others."""
+    workers = [process for process in processes if process.devices]
+    if not workers:
+        return (NO_GPU,)
+    stopped_peaks = [
+        f"{_name_process(worker)} no longer measures the peaks of its steps: {worker.peaks.stopped}"
+        for worker in workers
+        if worker.peaks is not None and worker.peaks.stopped is not None
+    ]
+    peaks_text = NO_PEAKS
+    if any(worker.peaks is not None for worker in workers):
+        peaks_text = "peaks of its steps: measured"
+    history_text = NO_HISTORY
+    if any(worker.history is not None for worker in workers):
+        history_text = "history of torch's allocations: kept, for snapshots"
+    return (*(stopped_peaks or (peaks_text,)), history_text)
 
 
 def _name_process(process: ProbedProcess) -> str:

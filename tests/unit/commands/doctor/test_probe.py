@@ -12,7 +12,7 @@ import pytest
 from tests.unit.commands.doctor.looking import Vllm, examined, lines, proc
 from vllm_headroom.scrape.proc import files as proc_files
 from vllm_headroom.scrape.proc.host import read_boot_time
-from vllm_headroom_tools.doctor.engine import FROM_PROBE, NO_GPU, NO_PROBE_DIR
+from vllm_headroom_tools.doctor.engine import FROM_PROBE, NO_GPU, NO_HISTORY, NO_PEAKS, NO_PROBE_DIR
 from vllm_headroom_tools.doctor.fixes import Check, Status
 
 NOW = time.time()
@@ -50,7 +50,27 @@ def test_it_is_there_and_answers(tmp_path: Path) -> None:
     finding = check_probe_folder(tmp_path)
 
     assert (finding.state, finding.text) == (Status.OK, "it answers in 1 engine_core, 2 worker of vLLM 0.32.0")
-    assert (finding.details, finding.absent, finding.fixes) == ((), (), ())
+    assert (finding.details, finding.absent, finding.fixes) == ((NO_PEAKS, NO_HISTORY), (), ())
+
+
+def test_it_says_what_the_probe_measures_on_request(tmp_path: Path) -> None:
+    peaks: dict[str, Any] = {"kinds": {}, "stopped": None}
+    snapshot = {"history_from": NOW - 90}
+    write(tmp_path, 8, "worker", devices=[{"uuid": "GPU-a", "allocated": 1}], peaks=peaks, snapshot=snapshot)
+
+    assert check_probe_folder(tmp_path).details == (
+        "peaks of its steps: measured",
+        "history of torch's allocations: kept, for snapshots",
+    )
+
+
+def test_it_says_why_peaks_are_no_longer_measured(tmp_path: Path) -> None:
+    peaks: dict[str, Any] = {"kinds": {}, "stopped": "AttributeError: no num_tokens"}
+    write(tmp_path, 8, "worker", devices=[{"uuid": "GPU-a", "allocated": 1}], peaks=peaks)
+
+    assert check_probe_folder(tmp_path).details[0] == (
+        "worker (pid 8 of its container) no longer measures the peaks of its steps: AttributeError: no num_tokens"
+    )
 
 
 def test_without_figures_of_torch_it_says_so(tmp_path: Path) -> None:
