@@ -21,7 +21,7 @@ from vllm_headroom.units import (
     format_size,
     to_datetime,
 )
-from vllm_headroom.vocabulary import Level
+from vllm_headroom.vocabulary import Level, Situation
 
 MOST_COLUMNS: Final = 480
 """The columns of all curves together. A column has two points of 10 characters each: together they
@@ -169,12 +169,21 @@ def _build_gpu_room(view: View, gpu: GpuReading, rank: int, free_curve: Curve) -
 
 
 def _build_host_room(view: View, host: HostMemory | None, rank: int, free_curve: Curve) -> _Room:
-    """Return the free memory of the host, with its forecast where memory grows."""
+    """Return the free memory of the host, with its forecast where memory grows without a bound."""
     free_bytes = None
     total_bytes = 0
     if host is not None:
         free_bytes = host.room_bytes
         total_bytes = host.limit_bytes or 0
+    situations = {
+        verdict.situation for verdict in view.verdicts if verdict.subject == "host memory"
+    }
+    left_seconds = None
+    earliest_seconds = None
+    # Growth that a configured pool explains ends at the pool's size: a line to zero would deny it.
+    if situations != {Situation.FILLING}:
+        left_seconds = view.values.value(catalog.HOST_TIME_TO_OOM)
+        earliest_seconds = view.values.value(catalog.HOST_TIME_TO_OOM_LOWER)
     return _Room(
         subject="Host memory",
         name="",
@@ -183,8 +192,8 @@ def _build_host_room(view: View, host: HostMemory | None, rank: int, free_curve:
         peak_curve=((), ()),
         free_bytes=free_bytes,
         total_bytes=total_bytes,
-        left_seconds=view.values.value(catalog.HOST_TIME_TO_OOM),
-        earliest_seconds=view.values.value(catalog.HOST_TIME_TO_OOM_LOWER),
+        left_seconds=left_seconds,
+        earliest_seconds=earliest_seconds,
     )
 
 

@@ -86,6 +86,17 @@ def test_host_memory_has_a_figure_with_its_way_to_zero_and_a_table_of_its_proces
     assert "Host memory by process" not in render_page(day())
 
 
+def test_growth_that_a_pool_explains_has_no_line_to_zero() -> None:
+    filling = Verdict(
+        subject="host memory",
+        level=Level.GOOD,
+        sentence="Host memory of worker grows as its configured pools do: filling, 5 GiB of 24 GiB.",
+        situation=Situation.FILLING,
+    )
+
+    assert 'class="ahead"' not in render_page(replace(host_day(), verdicts=(filling,)))
+
+
 def test_host_memory_that_torch_has_pinned_is_a_column_where_the_probe_says_so() -> None:
     worker = ProbedProcess(
         pid=7,
