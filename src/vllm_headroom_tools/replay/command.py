@@ -264,7 +264,7 @@ def _parse_time(text: str) -> tuple[bool, float]:
 
 
 def _parse_matcher(text: str) -> str:
-    """Return a label matcher of PromQL, with the quotes that a shell removes.
+    """Return a label matcher of PromQL; add the quotes around its value if a shell removed them.
 
     Raise ValueError for a text that is no matcher.
     """

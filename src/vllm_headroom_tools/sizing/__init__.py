@@ -1,1 +1,1 @@
-"""Pure but for one file: what a model takes of a GPU."""
+"""How much GPU memory a model needs. Only `public_models` reads a file, its own table."""

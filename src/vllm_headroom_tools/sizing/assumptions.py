@@ -224,7 +224,7 @@ def _assume_missing_at_start(question: Question) -> Assumption:
     """Return what CUDA's context and, with several GPUs, communication take at the start."""
     is_measured = _is_measured_card(question)
     group_gpus = _count_group_gpus(question)
-    # A single GPU has CUDA's context alone; a group also opens its communication.
+    # A single GPU has only CUDA's context; a group also sets up its communicators (NCCL).
     if group_gpus == 1:
         if is_measured:
             h100_range = Range(low=0.45 * GIB, high=0.6 * GIB)

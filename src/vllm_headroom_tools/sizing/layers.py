@@ -100,7 +100,7 @@ def _read_listed_kinds(config: Config) -> list[str]:
 def _read_block_kinds(config: Config) -> list[str] | None:
     """Return the kinds by the blocks of Nemotron-NAS; None without them.
 
-    Raises ValueError for a layer with another attention than usual.
+    Raises ValueError for a layer with an unusual kind of attention.
     """
     blocks = config.get("block_configs")
     if not isinstance(blocks, list):

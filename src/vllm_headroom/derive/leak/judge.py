@@ -1,4 +1,4 @@
-"""The judge: the verdict on one series by its evidence, and its alarm."""
+"""Judge one series: reach a verdict from its evidence, and raise or clear its alarm."""
 
 from bisect import bisect_left
 from collections.abc import Iterator

@@ -216,7 +216,9 @@ def anchor_track(track: Track) -> Track:
 
 
 def _update_neighbours(track: Track, neighbours: int | None) -> Track:
-    """Return the track for this number of processes on the device; None where they do not matter.
+    """Return the track, updated with the number of processes on the device.
+
+    `neighbours` is that number, or None where it does not matter.
 
     While there is a further process, `crowded_since_seconds` is set: the track is paused, without
     its open block. Where the process stays, or a usual process is gone, a new stretch begins.

@@ -33,7 +33,8 @@ class LinePattern(Struct, frozen=True, kw_only=True):
     """The last version that writes it; None if the newest does."""
 
     figures: tuple[tuple[str, float], ...] = ()
-    """For each group its field and its unit in bytes, or 1; two groups of one field add up."""
+    """For each group of the pattern, the field that it fills and the factor to bytes; the factor is
+    1 if the figure is no size. Where two groups fill one field, their values are added."""
 
     text: str | None = None
     """The field of the last group where that is a text."""

@@ -27,7 +27,7 @@ UNPARTITIONED_MODE: Final = "SPX"
 """The compute partition mode of a card without partitions."""
 
 KFD_FOLDER: Final = "class/kfd/kfd/proc"
-"""The folder of /sys with a folder for each process that computes."""
+"""The folder under /sys with one folder for each compute process (KFD)."""
 
 KFD_FILE_PREFIX: Final = "vram_"
 """The file `vram_ID` of such a process has the bytes that it holds on the node ID."""
