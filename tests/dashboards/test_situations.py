@@ -22,7 +22,7 @@ ALERTS: Final[Mapping[Situation, str]] = {
     Situation.LEAKING: "OutOfMemorySoon GpuMemoryLeak GpuMemoryGrowing",
     Situation.HOST_LEAK: "HostOutOfMemorySoon HostMemoryRunsOut HostMemoryLeak SharedMemoryGrowing",
     Situation.LOW_MEMORY: "GpuMemoryLow GpuMemoryPeak GpuMemoryTight HostMemoryLow UnifiedMemoryCached AllocatorRetries"
-    " AllocatorOutOfMemory",
+    " AllocatorOutOfMemory PeakDoesNotFit",
     Situation.OVER_BUDGET: "MemoryDiscrepancy MemoryDiscrepancyHigh OutsideTorchGrowing",
     Situation.NEIGHBOUR: "NeighbourGrowing NeighbourFillsGpu MemoryLeftBehind",
     Situation.GROWING: "GpuMemoryGrowing",

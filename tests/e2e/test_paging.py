@@ -81,7 +81,7 @@ def test_a_leak_opens_an_incident_and_its_end_closes_it(tmp_path: Path) -> None:
     assert opened.routing_key == KEYS["ml-platform"]
     assert opened.payload["source"] == address
     assert re.fullmatch(
-        r"\S+ runs out of GPU memory in about \S.+s: it grows without load to explain it\. "
+        r"\S+ runs out of GPU memory in about \d+[dhms]( \d+[hms])?: it grows without load to explain it\. "
         rf"{re.escape(address)}, GPU 0",
         opened.payload["summary"],
     )

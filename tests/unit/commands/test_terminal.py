@@ -120,7 +120,7 @@ def test_a_mistake_is_reported_within_the_width_too() -> None:
     written, status = on_a_terminal([*HEADROOM, "plan"], columns=60)
 
     assert status == 2
-    assert "missing:" in written
+    assert "needs --model" in written
     assert max(map(len, plain(written).splitlines())) <= 60
 
 
