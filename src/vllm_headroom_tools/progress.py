@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from vllm_headroom_tools.terminal import build_console, is_terminal
@@ -29,7 +29,7 @@ def track(
     size: Callable[[Item], float],
     *,
     patience_seconds: float = BAR_DELAY_SECONDS,
-) -> Iterator[Item]:
+) -> Generator[Item, None, None]:
     """Yield the items; on a terminal, show how much of the `total` is done.
 
     `size` returns the part of the total that one item makes. `total` is None where it is unknown.
@@ -53,7 +53,7 @@ def track(
             bar.stop()
 
 
-def track_lines(lines: Iterator[bytes], total_bytes: int | None) -> Iterator[bytes]:
+def track_lines(lines: Iterator[bytes], total_bytes: int | None) -> Generator[bytes, None, None]:
     """Yield the lines of a trace; on a terminal, show how much of the trace was read.
 
     `total_bytes` is None where the size is unknown, as for a pipe.

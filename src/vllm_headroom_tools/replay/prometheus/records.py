@@ -170,10 +170,12 @@ def read_records(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             span = replace(span, step_ms=gpu_interval_ms)
         pages = span.pages(min(MOST_STEPS, _LONGEST_PAGE_MS // span.step_ms))
         shown = track(pages, "Reading history", len(pages), lambda _: 1, patience_seconds=0.0)
-        for page in shown:
-            sides = [(source.kind, read_series(api, source, page)) for source in sources]
-            for time_ms in page.times():
-                yield _build_record(sides, time_ms)
+        # Closed here, so that the bar is erased before an error is reported.
+        with closing(shown):
+            for page in shown:
+                sides = [(source.kind, read_series(api, source, page)) for source in sources]
+                for time_ms in page.times():
+                    yield _build_record(sides, time_ms)
 
 
 def _build_record(sides: list[tuple[Exporter, list[Series]]], time_ms: int) -> dict[str, Any]:
