@@ -72,7 +72,7 @@ patches:
 """
 """What this machine has no room for is taken out of the example, and its volume, which needs a disk of 100 GiB."""
 
-SIDECAR: Final = """\
+SIDECAR_PATCH: Final = """\
 - target: {kind: Deployment, name: vllm}
   patch: |-
     apiVersion: apps/v1
@@ -83,24 +83,24 @@ SIDECAR: Final = """\
         spec:
           initContainers:
           - name: headroom
+"""
+"""How a patch of the sidecar begins; what follows are fields of its container, then of its pod."""
+
+SIDECAR: Final = (
+    SIDECAR_PATCH
+    + """\
             volumeMounts: [{name: nvml, mountPath: /run/nvml, readOnly: true}]
 """
-WEB_CONFIG: Final = """\
-- target: {kind: Deployment, name: vllm}
-  patch: |-
-    apiVersion: apps/v1
-    kind: Deployment
-    metadata: {name: vllm}
-    spec:
-      template:
-        spec:
-          initContainers:
-          - name: headroom
+)
+WEB_CONFIG: Final = (
+    SIDECAR_PATCH
+    + """\
             env: [{name: HEADROOM_WEB_CONFIG_FILE, value: /etc/vllm-headroom/web.config.yml}]
             volumeMounts: [{name: web-config, mountPath: /etc/vllm-headroom, readOnly: true}]
           volumes:
           - {name: web-config, secret: {secretName: web-config}}
 """
+)
 GOOD_WEB_CONFIG: Final = "http_server_config: {headers: {X-Frame-Options: deny}}"
 SPOILED_WEB_CONFIG: Final = "tls_server_config: {cert_file: none.crt"
 

@@ -7,7 +7,7 @@ import uuid
 from pathlib import Path
 from typing import Final
 
-from tests.cluster.cluster import ROOT, Workload, kubectl
+from tests.cluster.cluster import ROOT, SIDECAR_PATCH, Workload, kubectl
 
 OVERLAY: Final = """\
 apiVersion: kustomize.config.k8s.io/v1beta1
@@ -21,17 +21,7 @@ components:
 configMapGenerator:
 - {{name: evicting, files: [evicting.py]}}
 patches:
-- target: {{kind: Deployment, name: vllm}}
-  patch: |-
-    apiVersion: apps/v1
-    kind: Deployment
-    metadata: {{name: vllm}}
-    spec:
-      template:
-        spec:
-          initContainers:
-          - name: headroom
-            command: [/opt/vllm-headroom/bin/python3, /opt/evicting/evicting.py]
+{sidecar_patch}            command: [/opt/vllm-headroom/bin/python3, /opt/evicting/evicting.py]
             args: [demo, --speed, "1000", --sample-interval-seconds, "60", --scenario, leak]
             env:
             - {{name: ACCOUNT, value: /var/run/secrets/kubernetes.io/serviceaccount}}
@@ -75,7 +65,11 @@ def build_workload(
     place.mkdir()
     component = os.path.relpath(ROOT / "deploy" / "kubernetes" / "components" / "evict", place)
     text = OVERLAY.format(
-        namespace=workload.namespace, base=workload.namespace, component=component, token_seconds=token_seconds
+        namespace=workload.namespace,
+        base=workload.namespace,
+        component=component,
+        sidecar_patch=SIDECAR_PATCH,
+        token_seconds=token_seconds,
     )
     (place / "kustomization.yaml").write_text(text if has_budget else text.replace("- budget.yaml\n", ""))
     (place / "budget.yaml").write_text(BUDGET)

@@ -1,5 +1,6 @@
 """How high the engine's steps rise by the kind of work, and which requests still fit."""
 
+from collections.abc import Mapping
 from math import sqrt
 from typing import Final, NamedTuple
 
@@ -233,26 +234,30 @@ def _derive_gpu(
     samples = []
     if room_bytes is not None:
         samples.append(Sample(catalog.ENGINE_PEAK_ROOM, labels, float(room_bytes)))
+    fits = {}
     for of_work in peaks.works:
-        samples += _derive_work(of_work, (*labels, str(of_work.work)), room_bytes)
+        fit = fit_sizes(of_work.sizes)
+        fits[of_work.work] = fit
+        samples += _derive_work(of_work, fit, (*labels, str(of_work.work)), room_bytes)
     if room is not None:
         cache_tokens = _find_free_cache_tokens(snapshot, process.data_parallel_rank)
-        safe_sizes = find_safe_sizes(peaks, room.larger_bytes, cache_tokens)
+        safe_sizes = _find_safe_sizes(peaks, fits, room.larger_bytes, cache_tokens)
         for metric, work in SAFE_METRICS:
             if work in safe_sizes:
                 samples.append(Sample(metric, labels, float(safe_sizes[work])))
     return samples
 
 
-def _derive_work(work: WorkPeaks, labels: tuple[str, ...], room_bytes: int | None) -> list[Sample]:
-    """Return the samples of one kind of work."""
+def _derive_work(
+    work: WorkPeaks, fit: Fit | None, labels: tuple[str, ...], room_bytes: int | None
+) -> list[Sample]:
+    """Return the samples of one kind of work; `fit` is None where it was seen too seldom."""
     samples = []
     if work.recent is not None:
         recent_bytes = float(work.recent.transient_bytes)
         samples.append(Sample(catalog.ENGINE_PEAK, labels, recent_bytes))
         if room_bytes:
             samples.append(Sample(catalog.ENGINE_PEAK_RATIO, labels, recent_bytes / room_bytes))
-    fit = fit_sizes(work.sizes)
     if fit is not None and work.highest is not None:
         spread_bytes = fit.measure_spread(work.highest.size)
         samples.append(Sample(catalog.ENGINE_PEAK_SPREAD, labels, spread_bytes))
@@ -283,16 +288,18 @@ def _find_free_cache_tokens(snapshot: Snapshot, rank: int | None) -> int | None:
     return max(0, int(min(free_tokens))) if free_tokens else None
 
 
-def find_safe_sizes(
-    peaks: PeakReadings, room_bytes: float, cache_tokens: int | None
+def _find_safe_sizes(
+    peaks: PeakReadings,
+    fits: Mapping[Work, Fit | None],
+    room_bytes: float,
+    cache_tokens: int | None,
 ) -> dict[Work, int]:
     """Return the size of the largest single request of each kind that fits into the room.
 
-    A kind that was seen too seldom is left out. vLLM computes a long prompt in steps of at most
-    `batch_tokens`. So where such a step fits, the KV cache and the model limit the prompt, and
-    without their figures the prompt's limit is unknown.
+    A kind that was seen too seldom has no fit, and is left out. vLLM computes a long prompt in
+    steps of at most `batch_tokens`. So where such a step fits, the KV cache and the model limit the
+    prompt, and without their figures the prompt's limit is unknown.
     """
-    fits = {of_work.work: fit_sizes(of_work.sizes) for of_work in peaks.works}
     sizes: dict[Work, int] = {}
     for work in (Work.PREFILL, Work.PROMPT_LOGPROBS):
         fit = fits.get(work)

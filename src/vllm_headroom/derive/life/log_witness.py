@@ -1,6 +1,6 @@
 """What the engine's own log adds to the causes of an end: it makes one sure, or contradicts it."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 from msgspec.structs import replace
@@ -94,7 +94,7 @@ def _add_failure(
         sentence = f"{describe_failure(failure)}."
         return _state(cause, Sureness.SURE, sentence, evidence, diagnoses)
     # A bare exception may be that of one request, and the end of the core has any cause.
-    return tuple(replace(item, evidence=(*item.evidence, evidence)) for item in diagnoses)
+    return _add_evidence(evidence, diagnoses)
 
 
 def _add_refusal(failure: LogFailure, diagnoses: tuple[Diagnosis, ...]) -> tuple[Diagnosis, ...]:
@@ -119,7 +119,7 @@ def _add_refusal(failure: LogFailure, diagnoses: tuple[Diagnosis, ...]) -> tuple
     rivals = [item for item in likely[1:] if item.sureness is best.sureness]
     sureness = best.sureness if rivals else Sureness.SURE
     stated = _state(best.cause, sureness, best.sentence, evidence, diagnoses)
-    return stated + tuple(replace(item, evidence=(*item.evidence, evidence)) for item in rivals)
+    return stated + _add_evidence(evidence, rivals)
 
 
 def _add_silence(end: Ending, diagnoses: tuple[Diagnosis, ...]) -> tuple[Diagnosis, ...]:
@@ -130,7 +130,7 @@ def _add_silence(end: Ending, diagnoses: tuple[Diagnosis, ...]) -> tuple[Diagnos
     likely cause, the cause is a crash.
     """
     evidence = "its log goes on until then, and has no error and no shutdown"
-    cited = tuple(replace(item, evidence=(*item.evidence, evidence)) for item in diagnoses)
+    cited = _add_evidence(evidence, diagnoses)
     if not end.is_over:
         return cited
     # Such a cause would have been logged: the silence refutes it.
@@ -170,6 +170,11 @@ def _state(
     return (
         Diagnosis(cause=cause, sureness=sureness, sentence=sentence, evidence=tuple(all_evidence)),
     )
+
+
+def _add_evidence(evidence: str, diagnoses: Iterable[Diagnosis]) -> tuple[Diagnosis, ...]:
+    """Return the diagnoses, each with one more piece of evidence."""
+    return tuple(replace(item, evidence=(*item.evidence, evidence)) for item in diagnoses)
 
 
 def _cite(failure: LogFailure) -> str:
