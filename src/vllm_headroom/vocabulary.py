@@ -128,6 +128,11 @@ class Role(StrEnum):
     OTHER = "other"
 
 
+NECESSARY_ROLES: Final = (Role.ENGINE_CORE, Role.WORKER)
+"""A server without one of these processes serves nobody. Its page may answer for half a minute, or
+forever."""
+
+
 class EngineKind(StrEnum):
     """What a daemon does with an engine of its machine; the values of the label `kind`."""
 

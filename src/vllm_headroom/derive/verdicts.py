@@ -15,7 +15,7 @@ from vllm_headroom.derive.engine_log import describe_failure
 from vllm_headroom.derive.host_memory import SCOPES, count_shared
 from vllm_headroom.derive.leak.inside import PLACES
 from vllm_headroom.derive.leak.leak import LeakMemory, is_alone
-from vllm_headroom.derive.life.run_evidence import is_error_answer, is_starved
+from vllm_headroom.derive.life.states import is_error_answer, is_starved
 from vllm_headroom.derive.series import label_gpu, make_states
 from vllm_headroom.model import (
     BudgetExcess,

@@ -11,7 +11,7 @@ from typing import Any, Final, Generic, TypeVar
 import msgspec
 
 from vllm_headroom.daemon.state.saved import SavedState
-from vllm_headroom.derive.life.run_evidence import EngineRuns
+from vllm_headroom.derive.life.states import EngineRuns
 from vllm_headroom.expose.view import SavedHistory
 from vllm_headroom.trace.recorder import make_folder, replace_file
 

@@ -1,13 +1,14 @@
 """Whether the core, the workers and the GPUs of an engine do anything."""
 
+from collections.abc import Collection
 from enum import Enum, auto
 from typing import Final
 
 from msgspec import Struct
 
 from vllm_headroom.derive.attribution import NEIGHBOUR_BYTES
-from vllm_headroom.derive.life.run_evidence import NECESSARY_ROLES, Evidence
-from vllm_headroom.model import Gpu
+from vllm_headroom.model import EngineProcess, Gpu, Snapshot
+from vllm_headroom.vocabulary import NECESSARY_ROLES
 
 SPAN_SECONDS: Final = 20.0
 """How long CPU time and GPU utilisation are observed for one judgement. A minute without progress
@@ -68,12 +69,16 @@ class ActivityTrack(Struct, frozen=True, kw_only=True):
 
 
 def update_activity(
-    previous: ActivityTrack, evidence: Evidence, *, is_without_work: bool
+    previous: ActivityTrack,
+    snapshot: Snapshot,
+    processes: Collection[EngineProcess] | None,
+    *,
+    is_without_work: bool,
 ) -> ActivityTrack:
     """Return the track with one more sample; `is_without_work` is what the page shows."""
-    now = evidence.snapshot.monotonic_seconds
-    cpu_seconds = _sum_cpu_seconds(evidence)
-    gpu_ratio = _find_gpu_ratio(evidence)
+    now = snapshot.monotonic_seconds
+    cpu_seconds = _sum_cpu_seconds(processes)
+    gpu_ratio = _find_gpu_ratio(snapshot)
     if previous.begin_seconds is None:
         return _begin_span(previous, now, cpu_seconds, gpu_ratio, is_without_work=is_without_work)
     # The peak of a span with an unknown sample is unknown.
@@ -130,10 +135,10 @@ def _begin_span(
     )
 
 
-def _sum_cpu_seconds(evidence: Evidence) -> float | None:
+def _sum_cpu_seconds(processes: Collection[EngineProcess] | None) -> float | None:
     """Return the CPU time of core and workers; None where there is none, or one is unknown."""
     total_seconds = None
-    for process in evidence.processes or ():
+    for process in processes or ():
         if process.role not in NECESSARY_ROLES:
             continue
         if process.cpu_seconds is None:
@@ -142,12 +147,12 @@ def _sum_cpu_seconds(evidence: Evidence) -> float | None:
     return total_seconds
 
 
-def _find_gpu_ratio(evidence: Evidence) -> float | None:
+def _find_gpu_ratio(snapshot: Snapshot) -> float | None:
     """Return the highest utilisation of the engine's GPUs by the engine.
 
     None where no known one is busy and that of a GPU is unknown: that GPU may be the busy one.
     """
-    ratios = [_find_own_ratio(gpu) for gpu in evidence.snapshot.owned_gpus]
+    ratios = [_find_own_ratio(gpu) for gpu in snapshot.owned_gpus]
     known_ratios = [ratio for ratio in ratios if ratio is not None]
     highest_ratio = max(known_ratios, default=None)
     if highest_ratio is not None and highest_ratio >= BUSY_GPU_RATIO:

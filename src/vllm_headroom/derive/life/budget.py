@@ -6,7 +6,7 @@ from typing import Final
 from msgspec import Struct
 
 from vllm_headroom.derive.discrepancy import find_budget
-from vllm_headroom.derive.life.run_evidence import EngineRun
+from vllm_headroom.derive.life.states import EngineRun
 from vllm_headroom.derive.pages import is_page_awake, list_engines
 from vllm_headroom.derive.series import limit_remembered
 from vllm_headroom.model import BudgetExcess, Failure, Gpu, ProbeReadings, Snapshot

@@ -18,19 +18,16 @@ from vllm_headroom.derive.life.progress import (
     update_progress,
 )
 from vllm_headroom.derive.life.record import RunRecord, build_ending, describe_gpus, update_record
-from vllm_headroom.derive.life.run_evidence import (
-    NECESSARY_ROLES,
+from vllm_headroom.derive.life.states import (
+    Absence,
     EngineRun,
     EngineRuns,
     Evidence,
     PageAnswer,
     Presence,
-    read_evidence,
-)
-from vllm_headroom.derive.life.states import (
-    Absence,
     Symptom,
     find_next_state,
+    read_evidence,
     read_symptom,
     update_absence,
 )
@@ -51,7 +48,7 @@ from vllm_headroom.model import (
     Snapshot,
     find_log_ending,
 )
-from vllm_headroom.vocabulary import EngineState, ExitReason, IncidentKind
+from vllm_headroom.vocabulary import NECESSARY_ROLES, EngineState, ExitReason, IncidentKind
 
 CRASH_LOOP_SECONDS: Final = 90 * 60.0
 """How far back exits are counted, as in HeadroomEngineCrashLoop."""
@@ -113,7 +110,7 @@ def update_engine(
     # What was remembered of the run before must not be compared with this one.
     if runs.restarts != memory.runs.restarts:
         memory = _start_over(memory)
-    progress = update_progress(memory.progress, evidence)
+    progress = update_progress(memory.progress, snapshot, evidence.processes)
     absence = update_absence(memory.absence, evidence)
     symptom = read_symptom(evidence, runs, progress, absence)
     state = find_next_state(memory.state, symptom)

@@ -5,10 +5,9 @@ from typing import Final
 
 from msgspec import Struct
 
-from vllm_headroom.derive.life.run_evidence import NECESSARY_ROLES, Evidence
 from vllm_headroom.derive.sums import sum_known
 from vllm_headroom.model import EngineProcess, HangSign, ProcessName
-from vllm_headroom.vocabulary import Role
+from vllm_headroom.vocabulary import NECESSARY_ROLES, Role
 
 STALLED_SECONDS: Final = 60.0
 """Longest time without progress while there is work, and without a page while processes are alive.
@@ -55,21 +54,21 @@ def update_cpu_use(
     return CpuUse(min(previous.cpu_seconds, cpu_seconds), previous.monotonic_seconds)
 
 
-def count_waiting(evidence: Evidence) -> int | None:
+def count_waiting(processes: Collection[EngineProcess] | None) -> int | None:
     """Return how many requests the engine's connections show to wait; None where not visible."""
     counts = [
         process.waiting_requests
-        for process in evidence.processes or ()
+        for process in processes or ()
         if process.waiting_requests is not None
     ]
     return sum(counts) if counts else None
 
 
 def update_waits_since(
-    previous_seconds: float | None, evidence: Evidence, now: float
+    previous_seconds: float | None, processes: Collection[EngineProcess] | None, now: float
 ) -> float | None:
     """Return since when a request has waited at every sample; None where none does."""
-    if not count_waiting(evidence):
+    if not count_waiting(processes):
         return None
     return now if previous_seconds is None else previous_seconds
 
@@ -86,28 +85,33 @@ class HintSpan(Struct, frozen=True):
 
 
 def update_hints(
-    previous: Mapping[Hint, HintSpan], evidence: Evidence, rest_seconds: float, now: float
+    previous: Mapping[Hint, HintSpan],
+    processes: Collection[EngineProcess] | None,
+    now: float,
+    *,
+    rest_seconds: float,
+    has_silent_core: bool,
 ) -> dict[Hint, HintSpan]:
     """Return the signs that suggest a hang although the page shows no work, with their times.
 
     While /proc cannot be read, the hints of the last sample are returned. `rest_seconds` is the
-    time since the last token. The signs are:
+    time since the last token; `has_silent_core` is as in the snapshot. The signs are:
 
     - The main thread of a core or worker is stopped or blocked.
     - The probe in the core is silent, while that of another process writes.
     - A request has got no answer, and came after the engine last worked. A request from before
       proves nothing: its client may never have sent the whole request.
     """
-    if evidence.processes is None:
+    if processes is None:
         return dict(previous)
     # By process: it is a hang only if the same process stays blocked, not one after another.
     begins: dict[Hint, float] = {}
-    for process in evidence.processes:
+    for process in processes:
         if process.role in NECESSARY_ROLES and process.state in STOPPED_OR_BLOCKED:
             begins[HangSign.STUCK, (process.pid, process.started_at_seconds)] = now
-    if evidence.snapshot.has_silent_core:
+    if has_silent_core:
         begins[HangSign.MUTE, None] = now
-    for process in evidence.processes:
+    for process in processes:
         wait_seconds = process.wait_seconds
         if wait_seconds is None:
             continue

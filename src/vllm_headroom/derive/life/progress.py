@@ -15,10 +15,9 @@ from vllm_headroom.derive.life.hangs import (
     update_hints,
     update_waits_since,
 )
-from vllm_headroom.derive.life.run_evidence import Evidence
 from vllm_headroom.derive.pages import list_named
 from vllm_headroom.derive.series import label_engine
-from vllm_headroom.model import EnginePage, EngineReading, HangSign
+from vllm_headroom.model import EnginePage, EngineProcess, EngineReading, HangSign, Snapshot
 
 IDLE_SECONDS: Final = 60.0
 """Idle time after which KV cache still held counts as stranded."""
@@ -91,9 +90,13 @@ class Progress(Struct, frozen=True, kw_only=True):
         return list_hang_signs(self.hints)
 
 
-def update_progress(previous: Progress, evidence: Evidence) -> Progress:
-    """Return the progress with one more sample; without a page no work is visible."""
-    snapshot = evidence.snapshot
+def update_progress(
+    previous: Progress, snapshot: Snapshot, processes: tuple[EngineProcess, ...] | None
+) -> Progress:
+    """Return the progress with one more sample; without a page no work is visible.
+
+    `processes` are None where it is unknown which are the engine's.
+    """
     now = snapshot.monotonic_seconds
     engines = previous.engines
     age_seconds = None
@@ -106,20 +109,29 @@ def update_progress(previous: Progress, evidence: Evidence) -> Progress:
     return Progress(
         engines=engines,
         age_seconds=age_seconds,
-        hints=update_hints(previous.hints, evidence, rest_seconds, now),
-        cpu_use=update_cpu_use(previous.cpu_use, evidence.processes, now),
-        activity=update_activity(
-            previous.activity, evidence, is_without_work=_is_without_work(evidence, engines)
+        hints=update_hints(
+            previous.hints,
+            processes,
+            now,
+            rest_seconds=rest_seconds,
+            has_silent_core=snapshot.has_silent_core,
         ),
-        waits_since_seconds=update_waits_since(previous.waits_since_seconds, evidence, now),
+        cpu_use=update_cpu_use(previous.cpu_use, processes, now),
+        activity=update_activity(
+            previous.activity,
+            snapshot,
+            processes,
+            is_without_work=_is_without_work(snapshot, engines),
+        ),
+        waits_since_seconds=update_waits_since(previous.waits_since_seconds, processes, now),
     )
 
 
-def _is_without_work(evidence: Evidence, engines: Mapping[Labels, EngineProgress]) -> bool:
+def _is_without_work(snapshot: Snapshot, engines: Mapping[Labels, EngineProgress]) -> bool:
     """Return whether a page shows that no engine has anything to do, nor did since the last."""
-    if evidence.page is None or not engines:
+    if snapshot.page is None or not engines:
         return False
-    now = evidence.snapshot.monotonic_seconds
+    now = snapshot.monotonic_seconds
     return all(
         engine.idle_since_seconds is not None and engine.done_seconds < now
         for engine in engines.values()

@@ -9,7 +9,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from vllm_headroom.derive.life.budget import GpuBudget, describe_excess, update_budgets
-from vllm_headroom.derive.life.run_evidence import EngineRun
+from vllm_headroom.derive.life.states import EngineRun
 from vllm_headroom.derive.pages import list_named
 from vllm_headroom.derive.series import limit_remembered
 from vllm_headroom.derive.sums import sum_known

@@ -22,7 +22,7 @@ from tests.unit.derive.life.watch import (
     working,
 )
 from vllm_headroom.derive.life.engine import EngineMemory
-from vllm_headroom.derive.life.run_evidence import EngineRuns
+from vllm_headroom.derive.life.states import EngineRuns
 from vllm_headroom.model import EngineProcess, Failure, HostMemory
 from vllm_headroom.vocabulary import EngineState, ExitReason
 from vllm_headroom_tools.trace import NO_PID

@@ -11,12 +11,12 @@ from msgspec.structs import replace
 from tests.unit.derive.life.watch import CORE, LOGIN, REFUSED, SERVER, SILENT, UNSEEN, WORKER, Watch, card, working
 from vllm_headroom.derive.life.activity import Activity
 from vllm_headroom.derive.life.hangs import STALLED_SECONDS
-from vllm_headroom.derive.life.run_evidence import PageAnswer
 from vllm_headroom.derive.life.states import (
     ABSENCE,
     STANDSTILL,
     TRANSITIONS,
     AbsenceRow,
+    PageAnswer,
     Requests,
     StandstillRow,
     Symptom,
