@@ -14,10 +14,11 @@ from vllm_headroom.derive.health import INITIAL, derive_health
 from vllm_headroom.derive.host_memory import derive_host_memory
 from vllm_headroom.derive.kv_cache import derive_kv_cache
 from vllm_headroom.derive.leak.leak import LeakMemory, derive_leaks
+from vllm_headroom.derive.life.engine import derive_engine_state
 from vllm_headroom.derive.peaks import derive_peaks
 from vllm_headroom.derive.per_request import Baselines, derive_baseline, derive_per_request
 from vllm_headroom.derive.prefix_cache import PrefixCacheState, derive_prefix_cache
-from vllm_headroom.derive.readings import derive_engine_state, derive_readings
+from vllm_headroom.derive.readings import derive_readings
 from vllm_headroom.derive.startup import derive_refusal, derive_startup
 from vllm_headroom.model import Sample, Snapshot, TokenBytes
 

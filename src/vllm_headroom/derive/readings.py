@@ -5,7 +5,7 @@ from typing import Final
 
 from vllm_headroom import catalog
 from vllm_headroom.derive.pages import list_named
-from vllm_headroom.derive.series import label_engine, label_gpu, make_facts, make_states
+from vllm_headroom.derive.series import label_engine, label_gpu, make_facts
 from vllm_headroom.model import INPUTS, Gpu, Metric, Sample, Snapshot
 
 _GPU_FACTS: Final[tuple[tuple[Metric, str], ...]] = (
@@ -86,27 +86,3 @@ def _derive_holders(gpu: Gpu, used_bytes: int) -> Iterator[Sample]:
             unattributed_bytes -= held_bytes
             yield Sample(catalog.GPU_MEMORY_HELD, (*labels, holder), float(held_bytes))
     yield Sample(catalog.GPU_MEMORY_HELD, (*labels, "unattributed"), float(unattributed_bytes))
-
-
-def derive_engine_state(snapshot: Snapshot) -> tuple[Sample, ...]:
-    """Return the samples of the engine's status; none while the status is unknown.
-
-    They are its state, the start of its run, its restarts and exits, its progress, and the part of
-    the KV cache that no request holds.
-    """
-    status = snapshot.engine_status
-    if status is None:
-        return ()
-    samples = [*make_states(catalog.ENGINE_STATE, (), status.state)]
-    if status.began_seconds is not None:
-        samples.append(Sample(catalog.ENGINE_START, (), status.began_seconds))
-    samples.append(Sample(catalog.ENGINE_RESTARTS, (), float(status.restarts)))
-    for reason, count in status.exits:
-        samples.append(Sample(catalog.ENGINE_EXITS, (str(reason),), float(count)))
-    if status.exit_requests is not None:
-        samples.append(Sample(catalog.ENGINE_EXIT_REQUESTS, (), status.exit_requests))
-    if status.progress_age_seconds is not None:
-        samples.append(Sample(catalog.ENGINE_PROGRESS_AGE, (), status.progress_age_seconds))
-    for labels, ratio in status.stranded_ratios:
-        samples.append(Sample(catalog.ENGINE_KV_STRANDED, labels, ratio))
-    return tuple(samples)

@@ -1,4 +1,4 @@
-"""Sums of values of which some may be unknown."""
+"""Sum and extremes of values of which some may be unknown."""
 
 from collections.abc import Iterable
 from typing import TypeVar
@@ -14,3 +14,13 @@ def sum_known(values: Iterable[N | None]) -> N | None:
             return None
         numbers.append(value)
     return sum(numbers) if numbers else None
+
+
+def find_least_known(values: Iterable[int | None]) -> int | None:
+    """Return the least known value; None where none is known."""
+    return min((value for value in values if value is not None), default=None)
+
+
+def find_most_known(values: Iterable[int | None]) -> int | None:
+    """Return the highest known value; None where none is known."""
+    return max((value for value in values if value is not None), default=None)

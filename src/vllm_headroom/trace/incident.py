@@ -8,7 +8,7 @@ from msgspec import Meta, Struct, field
 from msgspec.structs import asdict, replace
 
 from vllm_headroom.derive.life.causes import judge_ending
-from vllm_headroom.derive.life.record import MEMORY_REASONS, SAME_END_SECONDS
+from vllm_headroom.derive.life.engine import MEMORY_REASONS, SAME_END_SECONDS
 from vllm_headroom.derive.verdicts import GPU_LOST
 from vllm_headroom.model import (
     Ending,

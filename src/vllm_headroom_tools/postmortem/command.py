@@ -10,8 +10,7 @@ from msgspec.structs import asdict, replace
 from vllm_headroom.daemon.pod import read_engine_pod
 from vllm_headroom.daemon.state.folders import PREFIX, name_folder
 from vllm_headroom.derive.life.causes import UNKNOWN_CAUSE, judge_ending
-from vllm_headroom.derive.life.engine import EngineMemory
-from vllm_headroom.derive.life.record import build_ending, describe_gpus
+from vllm_headroom.derive.life.engine import EngineMemory, build_ending, describe_gpus
 from vllm_headroom.model import Diagnosis, Ending, EnginePod, GpuAtEnd, Snapshot
 from vllm_headroom.model.start import EngineLog
 from vllm_headroom.trace.flight import FLIGHT, INCIDENTS, list_incidents, parse_incident_facts

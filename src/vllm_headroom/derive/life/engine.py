@@ -3,11 +3,13 @@
 from collections import Counter
 from collections.abc import Collection
 from itertools import product
+from statistics import median
 from typing import Final
 
 from msgspec import Struct, field
 from msgspec.structs import replace
 
+from vllm_headroom import catalog
 from vllm_headroom.derive.life.budget import describe_excess
 from vllm_headroom.derive.life.causes import find_logged_reason, is_gpu_full, refine_reason
 from vllm_headroom.derive.life.progress import (
@@ -17,7 +19,15 @@ from vllm_headroom.derive.life.progress import (
     has_worked,
     update_progress,
 )
-from vllm_headroom.derive.life.record import RunRecord, build_ending, describe_gpus, update_record
+from vllm_headroom.derive.life.record import (
+    BURST_SECONDS,
+    END_SECONDS,
+    GpuRecord,
+    PageRecord,
+    RunRecord,
+    list_lost_at_end,
+    update_record,
+)
 from vllm_headroom.derive.life.states import (
     Absence,
     EngineRun,
@@ -33,7 +43,8 @@ from vllm_headroom.derive.life.states import (
 )
 from vllm_headroom.derive.pages import is_page_awake
 from vllm_headroom.derive.run_identity import RESTART_SHARE, is_new_run
-from vllm_headroom.derive.series import limit_remembered
+from vllm_headroom.derive.series import limit_remembered, make_states
+from vllm_headroom.derive.sums import find_least_known, find_most_known
 from vllm_headroom.model import (
     SAME_START_SECONDS,
     BudgetExcess,
@@ -45,9 +56,12 @@ from vllm_headroom.model import (
     LogReading,
     ProbeReadings,
     ProcessName,
+    Sample,
     Snapshot,
+    StraightGrowth,
     find_log_ending,
 )
+from vllm_headroom.units import GIB
 from vllm_headroom.vocabulary import NECESSARY_ROLES, EngineState, ExitReason, IncidentKind
 
 CRASH_LOOP_SECONDS: Final = 90 * 60.0
@@ -63,10 +77,50 @@ took up to 9 s after its core (vLLM 0.32)."""
 ENGINE_RUN: Final = "engine_life"
 """The name of this state among those of the derivations, which depend on it."""
 
-
 OUTLIVED_SECONDS: Final = 60.0
 """vLLM's engine exits within seconds of an OutOfMemoryError. One that still writes after this long
 has recovered."""
+
+LOADED_SHARE: Final = 0.5
+"""An engine whose first sample had this share of its newest memory had loaded before."""
+
+CONTEXT_BYTES: Final = GIB
+"""CUDA contexts take less: an engine that holds less has loaded nothing."""
+
+YOUNG_SECONDS: Final = 15.0
+"""An engine that is younger at its first sample may have loaded since, so LOADED_SHARE proves
+nothing."""
+
+LONGEST_LOAD_SECONDS: Final = 2400.0
+"""Our choice: an engine that is younger at its first sample, and grew since by more than contexts
+take, was still loading: a large model loads for 33 minutes."""
+
+SAME_END_SECONDS: Final = 15.0
+"""A stall and an exit so close are one end: a server answers for 2 to 3 s without its core, and a
+tick is 5 s."""
+
+STRAIGHT_SECONDS: Final = 90.0
+"""Our choice: growth in a straight line for so long is no burst, which comes with one batch."""
+
+STRAIGHT_POINTS: Final = 4
+"""Our choice: fewer points make no line."""
+
+STRAIGHT_TOLERANCE: Final = 0.1
+"""Our choice: how far a point may be from the line, as a share of the growth: torch allocates in
+segments."""
+
+LEVEL_LOAD_RATIO: Final = 0.25
+"""Our choice: a load is level while it stays within this share of the usual one."""
+
+LEVEL_LOAD_REQUESTS: Final = 2.0
+"""Our choice: or within so many running requests of it."""
+
+MEMORY_REASONS: Final = (
+    ExitReason.OUT_OF_MEMORY,
+    ExitReason.OVER_BUDGET,
+    ExitReason.OOM_KILLED,
+)
+"""The reasons of an exit that also explain a stall just before it."""
 
 
 class EngineMemory(Struct, frozen=True, kw_only=True):
@@ -300,6 +354,224 @@ def _find_oom_seconds(snapshot: Snapshot) -> float | None:
     return max(fatal_seconds, default=None)
 
 
+def build_ending(
+    record: RunRecord,
+    run: EngineRun,
+    snapshot: Snapshot,
+    kind: IncidentKind,
+    *,
+    reason: ExitReason | None,
+    gpus: tuple[GpuAtEnd, ...],
+    progress_age_seconds: float | None = None,
+) -> Ending:
+    """Return the event with what preceded it.
+
+    `run` is the one that ended or stalled, `record` is its record without this sample.
+    """
+    now = snapshot.monotonic_seconds
+    is_exit = kind is IncidentKind.ENDED
+    lost_processes = list_lost_at_end(record.processes, run, snapshot, kind)
+    # Without a necessary process there is no progress either: that is a crash, and no hang.
+    hung_seconds = None
+    if not lost_processes and (not is_exit or _has_hung(record, reason, now)):
+        # An exit has no age of its progress: the time since the last sign of work counts.
+        hung_seconds = progress_age_seconds or now - _find_silence(record)
+    observed_seconds = 0.0
+    unobserved_seconds = None
+    if record.began_seconds is not None:
+        observed_seconds = now - record.began_seconds
+        unobserved_seconds = now - record.newest_seconds
+    refused_seconds = None
+    if record.processes.refused_since_seconds is not None:
+        refused_seconds = now - record.processes.refused_since_seconds
+    return Ending(
+        kind=kind,
+        seconds=snapshot.time_seconds,
+        reason=reason,
+        began_seconds=run.began_seconds,
+        observed_seconds=observed_seconds,
+        unobserved_seconds=unobserved_seconds,
+        has_served=record.page.has_answered or run.is_ready or _has_loaded_unseen(record),
+        hung_seconds=hung_seconds,
+        is_page_answering=record.page.is_answering if is_exit else snapshot.page is not None,
+        lost_processes=lost_processes,
+        refused_seconds=refused_seconds,
+        engines=record.page.engines,
+        idle_seconds=record.page.idle_seconds,
+        usual_running=_find_usual_running(record.page, now),
+        gpus=gpus,
+        orphan_bytes=sum(
+            leftover.used_bytes or 0 for gpu in snapshot.devices for leftover in gpu.leftovers
+        ),
+    )
+
+
+def _find_usual_running(page: PageRecord, now: float) -> float | None:
+    """Return the median of the running requests in the minutes before the end; None without any."""
+    loads = [running for at_seconds, running in page.loads if at_seconds < now - END_SECONDS]
+    return median(loads) if loads else None
+
+
+def _has_hung(record: RunRecord, reason: ExitReason | None, now: float) -> bool:
+    """Return whether the engine was stalled before its exit, and not by the exit itself."""
+    if record.stalled_since_seconds is None:
+        return False
+    # A stall of seconds before an exit for lack of memory is part of that exit.
+    return reason not in MEMORY_REASONS or now - record.stalled_since_seconds > SAME_END_SECONDS
+
+
+def _find_silence(record: RunRecord) -> float:
+    """Return when the engine last showed that it works, on the monotonic clock."""
+    if record.stalled_since_seconds is None:
+        return record.page.newest_seconds
+    return min(record.page.newest_seconds, record.stalled_since_seconds)
+
+
+def _has_loaded_unseen(record: RunRecord) -> bool:
+    """Return whether an engine whose page was never read held its model from the beginning."""
+    if record.was_page_ever_read or record.follows_absence:
+        return False
+    age_seconds = record.first_age_seconds
+    # An engine so young cannot have loaded before the first sample.
+    if age_seconds is not None and age_seconds < YOUNG_SECONDS:
+        return False
+    # Of an engine this young, memory that still grows is a load in progress.
+    may_have_loaded = age_seconds is not None and age_seconds < LONGEST_LOAD_SECONDS
+    for gpu in record.gpus.values():
+        first_held_bytes = gpu.first.most_held_bytes or 0
+        newest_held_bytes = gpu.newest.held_bytes or 0
+        if may_have_loaded and newest_held_bytes - first_held_bytes > CONTEXT_BYTES:
+            return False
+        if first_held_bytes >= max(CONTEXT_BYTES, LOADED_SHARE * newest_held_bytes):
+            return True
+    return False
+
+
+def describe_gpus(record: RunRecord, run: EngineRun, snapshot: Snapshot) -> tuple[GpuAtEnd, ...]:
+    """Return each GPU of a run that has ended with this snapshot.
+
+    The peaks of the snapshot may still be of the run, though its samples are not.
+    """
+    peak_bytes = {gpu.reading.uuid: gpu.reading.used_peak_bytes or 0 for gpu in snapshot.owned_gpus}
+    gpus = []
+    for uuid, gpu in record.gpus.items():
+        first_room_bytes = run.first_room_bytes.get(uuid, gpu.first.least_room_at_peak_bytes)
+        at_end = _describe_gpu(gpu, first_room_bytes, snapshot.monotonic_seconds)
+        budget = record.budgets.get(uuid)
+        if budget is not None:
+            excess = describe_excess(budget, gpu.newest, record.newest_seconds)
+            at_end = replace(at_end, excess=excess)
+        at_end = replace(at_end, straight_growth=_find_straight_growth(gpu, record.page))
+        gpus.append(at_end.raise_peak(peak_bytes.get(uuid, 0)))
+    return tuple(gpus)
+
+
+def _describe_gpu(gpu: GpuRecord, first_room_bytes: int | None, now: float) -> GpuAtEnd:
+    """Return the memory of a GPU at the end, in the minutes before it, and at first."""
+    reading = gpu.newest.reading
+    total_bytes = None
+    usable_bytes = None
+    used_bytes = None
+    if reading.memory is not None:
+        total_bytes = reading.memory.total_bytes
+        usable_bytes = reading.memory.usable_bytes
+        used_bytes = reading.memory.used_bytes
+    # The end is that of the samples: before an exit they may have been missing for some time.
+    end_begin_seconds = gpu.slots[-1].newest_seconds - END_SECONDS
+    end_slots = [slot for slot in gpu.slots if slot.newest_seconds >= end_begin_seconds]
+    room_bytes = find_least_known(slot.least_room_at_peak_bytes for slot in end_slots)
+    sampled_room_bytes = find_least_known(slot.least_room_bytes for slot in end_slots)
+    # Without a first count it cannot be known which process is new.
+    first_processes = gpu.first.most_processes or 0
+    end_processes = find_most_known(slot.most_processes for slot in end_slots) or 0
+    return GpuAtEnd(
+        index=reading.index,
+        uuid=reading.uuid,
+        total_bytes=total_bytes,
+        usable_bytes=usable_bytes,
+        first_room_bytes=first_room_bytes,
+        last_room_bytes=room_bytes,
+        first_held_bytes=gpu.first.most_held_bytes,
+        earlier_held_bytes=_find_earlier_held(gpu, now),
+        last_engine_bytes=find_most_known(slot.most_held_at_peak_bytes for slot in end_slots),
+        first_other_bytes=gpu.first.most_other_bytes,
+        last_other_bytes=find_most_known(slot.most_other_bytes for slot in end_slots),
+        has_new_process=0 < first_processes < end_processes,
+        is_peak_unattributed=room_bytes != sampled_room_bytes,
+        newest_seconds=gpu.newest_seconds,
+        newest_used_bytes=used_bytes,
+        newest_held_bytes=gpu.newest.held_bytes,
+    )
+
+
+def _find_earlier_held(gpu: GpuRecord, now: float) -> int | None:
+    """Return the most that the engine held in the minutes before the end, None where unknown."""
+    end_begin_seconds = now - END_SECONDS
+    oldest_seconds = end_begin_seconds - BURST_SECONDS
+    earlier_slots = [
+        slot
+        for slot in (gpu.first, *gpu.slots)
+        if oldest_seconds <= slot.newest_seconds < end_begin_seconds
+    ]
+    # A record that began in the last minute and a half has its first sample only.
+    if not earlier_slots and gpu.first.newest_seconds >= oldest_seconds:
+        earlier_slots = [gpu.first]
+    return find_most_known(slot.most_held_bytes for slot in earlier_slots)
+
+
+def _find_straight_growth(gpu: GpuRecord, page: PageRecord) -> StraightGrowth | None:
+    """Return the longest growth in a straight line that ends with the newest sample.
+
+    None without one, and where the load was not level or is not known: more requests take more
+    memory.
+    """
+    points = [
+        (slot.newest_seconds, slot.most_held_bytes)
+        for slot in gpu.slots
+        if slot.most_held_bytes is not None
+    ]
+    for begin in range(len(points) - STRAIGHT_POINTS + 1):
+        begin_seconds, begin_bytes = points[begin]
+        end_seconds, end_bytes = points[-1]
+        seconds = end_seconds - begin_seconds
+        if seconds < STRAIGHT_SECONDS or end_bytes <= begin_bytes:
+            continue
+        # From the oldest point on, so that the first line that fits is the longest.
+        if _is_straight(points[begin:]) and _is_load_level(page, begin_seconds):
+            return StraightGrowth(grown_bytes=end_bytes - begin_bytes, seconds=seconds)
+    return None
+
+
+def _is_straight(points: list[tuple[float, int]]) -> bool:
+    """Return whether all points are close to the line from the first to the last."""
+    begin_seconds, begin_bytes = points[0]
+    end_seconds, end_bytes = points[-1]
+    grown_bytes = end_bytes - begin_bytes
+    bytes_per_second = grown_bytes / (end_seconds - begin_seconds)
+    for at_seconds, held_bytes in points:
+        line_bytes = begin_bytes + bytes_per_second * (at_seconds - begin_seconds)
+        if abs(held_bytes - line_bytes) > STRAIGHT_TOLERANCE * grown_bytes:
+            return False
+    return True
+
+
+def _is_load_level(page: PageRecord, begin_seconds: float) -> bool:
+    """Return whether load was level from `begin_seconds` on: as before, and in both halves.
+
+    False where no load was recorded in that time.
+    """
+    earlier_loads = [running for at_seconds, running in page.loads if at_seconds < begin_seconds]
+    loads = [running for at_seconds, running in page.loads if at_seconds >= begin_seconds]
+    if not loads:
+        return False
+    # In both halves, because load that only rises has the usual median in the middle.
+    half = len(loads) // 2
+    usual_running = median(earlier_loads or loads)
+    tolerance = max(LEVEL_LOAD_REQUESTS, LEVEL_LOAD_RATIO * usual_running)
+    parts = [part for part in (loads[:half], loads[half:]) if part]
+    return all(abs(median(part) - usual_running) <= tolerance for part in parts)
+
+
 def _update_run(run: EngineRun, evidence: Evidence) -> EngineRun:
     """Return the run with what the newest sample shows of it."""
     counts = Counter(process.role for process in evidence.processes or ())
@@ -485,3 +757,27 @@ def _list_bytes_to_wake(memory: EngineMemory, evidence: Evidence) -> tuple[tuple
         if uuid in memory.served_bytes:
             needs.append((uuid, max(0, memory.served_bytes[uuid] - held_bytes)))
     return tuple(needs)
+
+
+def derive_engine_state(snapshot: Snapshot) -> tuple[Sample, ...]:
+    """Return the samples of the engine's status; none while the status is unknown.
+
+    They are its state, the start of its run, its restarts and exits, its progress, and the part of
+    the KV cache that no request holds.
+    """
+    status = snapshot.engine_status
+    if status is None:
+        return ()
+    samples = [*make_states(catalog.ENGINE_STATE, (), status.state)]
+    if status.began_seconds is not None:
+        samples.append(Sample(catalog.ENGINE_START, (), status.began_seconds))
+    samples.append(Sample(catalog.ENGINE_RESTARTS, (), float(status.restarts)))
+    for reason, count in status.exits:
+        samples.append(Sample(catalog.ENGINE_EXITS, (str(reason),), float(count)))
+    if status.exit_requests is not None:
+        samples.append(Sample(catalog.ENGINE_EXIT_REQUESTS, (), status.exit_requests))
+    if status.progress_age_seconds is not None:
+        samples.append(Sample(catalog.ENGINE_PROGRESS_AGE, (), status.progress_age_seconds))
+    for labels, ratio in status.stranded_ratios:
+        samples.append(Sample(catalog.ENGINE_KV_STRANDED, labels, ratio))
+    return tuple(samples)

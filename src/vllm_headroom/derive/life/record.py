@@ -2,31 +2,26 @@
 
 from collections import Counter
 from collections.abc import Iterable
-from statistics import median
 from typing import Final
 
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from vllm_headroom.derive.life.budget import GpuBudget, describe_excess, update_budgets
+from vllm_headroom.derive.life.budget import GpuBudget, update_budgets
 from vllm_headroom.derive.life.states import EngineRun
 from vllm_headroom.derive.pages import list_named
 from vllm_headroom.derive.series import limit_remembered
-from vllm_headroom.derive.sums import sum_known
+from vllm_headroom.derive.sums import find_least_known, find_most_known, sum_known
 from vllm_headroom.model import (
-    Ending,
     EngineProcess,
     EngineReading,
     Failure,
     Fate,
     Gpu,
-    GpuAtEnd,
     Lost,
     Snapshot,
-    StraightGrowth,
 )
-from vllm_headroom.units import GIB
-from vllm_headroom.vocabulary import ExitReason, IncidentKind, Reason, Role
+from vllm_headroom.vocabulary import IncidentKind, Reason, Role
 
 SLOT_SECONDS: Final = 30.0
 """Samples so close to each other are recorded as one, by their extremes."""
@@ -42,47 +37,6 @@ BURST_SECONDS: Final = 300.0
 
 USUAL_LOAD_SECONDS: Final = 900.0
 """The usual load of an engine is that of this time."""
-
-LOADED_SHARE: Final = 0.5
-"""An engine whose first sample had this share of its newest memory had loaded before."""
-
-CONTEXT_BYTES: Final = GIB
-"""CUDA contexts take less: an engine that holds less has loaded nothing."""
-
-YOUNG_SECONDS: Final = 15.0
-"""An engine that is younger at its first sample may have loaded since, so LOADED_SHARE proves
-nothing."""
-
-LONGEST_LOAD_SECONDS: Final = 2400.0
-"""Our choice: an engine that is younger at its first sample, and grew since by more than contexts
-take, was still loading: a large model loads for 33 minutes."""
-
-SAME_END_SECONDS: Final = 15.0
-"""A stall and an exit so close are one end: a server answers for 2 to 3 s without its core, and a
-tick is 5 s."""
-
-STRAIGHT_SECONDS: Final = 90.0
-"""Our choice: growth in a straight line for so long is no burst, which comes with one batch."""
-
-STRAIGHT_POINTS: Final = 4
-"""Our choice: fewer points make no line."""
-
-STRAIGHT_TOLERANCE: Final = 0.1
-"""Our choice: how far a point may be from the line, as a share of the growth: torch allocates in
-segments."""
-
-LEVEL_LOAD_RATIO: Final = 0.25
-"""Our choice: a load is level while it stays within this share of the usual one."""
-
-LEVEL_LOAD_REQUESTS: Final = 2.0
-"""Our choice: or within so many running requests of it."""
-
-MEMORY_REASONS: Final = (
-    ExitReason.OUT_OF_MEMORY,
-    ExitReason.OVER_BUDGET,
-    ExitReason.OOM_KILLED,
-)
-"""The reasons of an exit that also explain a stall just before it."""
 
 
 class MemoryExtremes(Struct, frozen=True, gc=False):
@@ -281,23 +235,13 @@ def _merge_extremes(slot: MemoryExtremes, sample: MemoryExtremes) -> MemoryExtre
     return MemoryExtremes(
         begin_seconds=slot.begin_seconds,
         newest_seconds=sample.newest_seconds,
-        least_room_bytes=_find_least(part.least_room_bytes for part in pair),
-        least_room_at_peak_bytes=_find_least(part.least_room_at_peak_bytes for part in pair),
-        most_held_bytes=_find_most(part.most_held_bytes for part in pair),
-        most_held_at_peak_bytes=_find_most(part.most_held_at_peak_bytes for part in pair),
-        most_other_bytes=_find_most(part.most_other_bytes for part in pair),
-        most_processes=_find_most(part.most_processes for part in pair),
+        least_room_bytes=find_least_known(part.least_room_bytes for part in pair),
+        least_room_at_peak_bytes=find_least_known(part.least_room_at_peak_bytes for part in pair),
+        most_held_bytes=find_most_known(part.most_held_bytes for part in pair),
+        most_held_at_peak_bytes=find_most_known(part.most_held_at_peak_bytes for part in pair),
+        most_other_bytes=find_most_known(part.most_other_bytes for part in pair),
+        most_processes=find_most_known(part.most_processes for part in pair),
     )
-
-
-def _find_least(values: Iterable[int | None]) -> int | None:
-    """Return the least known value; None where none is known."""
-    return min((value for value in values if value is not None), default=None)
-
-
-def _find_most(values: Iterable[int | None]) -> int | None:
-    """Return the highest known value; None where none is known."""
-    return max((value for value in values if value is not None), default=None)
 
 
 def _record_processes(previous: ProcessRecord, snapshot: Snapshot, run: EngineRun) -> ProcessRecord:
@@ -412,194 +356,10 @@ def _count_orphans(snapshot: Snapshot) -> int:
     return fates.count(Fate.ORPHANED)
 
 
-def describe_gpus(record: RunRecord, run: EngineRun, snapshot: Snapshot) -> tuple[GpuAtEnd, ...]:
-    """Return each GPU of a run that has ended with this snapshot.
-
-    The peaks of the snapshot may still be of the run, though its samples are not.
-    """
-    peak_bytes = {gpu.reading.uuid: gpu.reading.used_peak_bytes or 0 for gpu in snapshot.owned_gpus}
-    gpus = []
-    for uuid, gpu in record.gpus.items():
-        first_room_bytes = run.first_room_bytes.get(uuid, gpu.first.least_room_at_peak_bytes)
-        at_end = _describe_gpu(gpu, first_room_bytes, snapshot.monotonic_seconds)
-        budget = record.budgets.get(uuid)
-        if budget is not None:
-            excess = describe_excess(budget, gpu.newest, record.newest_seconds)
-            at_end = replace(at_end, excess=excess)
-        at_end = replace(at_end, straight_growth=_find_straight_growth(gpu, record.page))
-        gpus.append(at_end.raise_peak(peak_bytes.get(uuid, 0)))
-    return tuple(gpus)
-
-
-def _describe_gpu(gpu: GpuRecord, first_room_bytes: int | None, now: float) -> GpuAtEnd:
-    """Return the memory of a GPU at the end, in the minutes before it, and at first."""
-    reading = gpu.newest.reading
-    total_bytes = None
-    usable_bytes = None
-    used_bytes = None
-    if reading.memory is not None:
-        total_bytes = reading.memory.total_bytes
-        usable_bytes = reading.memory.usable_bytes
-        used_bytes = reading.memory.used_bytes
-    # The end is that of the samples: before an exit they may have been missing for some time.
-    end_begin_seconds = gpu.slots[-1].newest_seconds - END_SECONDS
-    end_slots = [slot for slot in gpu.slots if slot.newest_seconds >= end_begin_seconds]
-    room_bytes = _find_least(slot.least_room_at_peak_bytes for slot in end_slots)
-    sampled_room_bytes = _find_least(slot.least_room_bytes for slot in end_slots)
-    # Without a first count it cannot be known which process is new.
-    first_processes = gpu.first.most_processes or 0
-    end_processes = _find_most(slot.most_processes for slot in end_slots) or 0
-    return GpuAtEnd(
-        index=reading.index,
-        uuid=reading.uuid,
-        total_bytes=total_bytes,
-        usable_bytes=usable_bytes,
-        first_room_bytes=first_room_bytes,
-        last_room_bytes=room_bytes,
-        first_held_bytes=gpu.first.most_held_bytes,
-        earlier_held_bytes=_find_earlier_held(gpu, now),
-        last_engine_bytes=_find_most(slot.most_held_at_peak_bytes for slot in end_slots),
-        first_other_bytes=gpu.first.most_other_bytes,
-        last_other_bytes=_find_most(slot.most_other_bytes for slot in end_slots),
-        has_new_process=0 < first_processes < end_processes,
-        is_peak_unattributed=room_bytes != sampled_room_bytes,
-        newest_seconds=gpu.newest_seconds,
-        newest_used_bytes=used_bytes,
-        newest_held_bytes=gpu.newest.held_bytes,
-    )
-
-
-def _find_earlier_held(gpu: GpuRecord, now: float) -> int | None:
-    """Return the most that the engine held in the minutes before the end, None where unknown."""
-    end_begin_seconds = now - END_SECONDS
-    oldest_seconds = end_begin_seconds - BURST_SECONDS
-    earlier_slots = [
-        slot
-        for slot in (gpu.first, *gpu.slots)
-        if oldest_seconds <= slot.newest_seconds < end_begin_seconds
-    ]
-    # A record that began in the last minute and a half has its first sample only.
-    if not earlier_slots and gpu.first.newest_seconds >= oldest_seconds:
-        earlier_slots = [gpu.first]
-    return _find_most(slot.most_held_bytes for slot in earlier_slots)
-
-
-def _find_straight_growth(gpu: GpuRecord, page: PageRecord) -> StraightGrowth | None:
-    """Return the longest growth in a straight line that ends with the newest sample.
-
-    None without one, and where the load was not level or is not known: more requests take more
-    memory.
-    """
-    points = [
-        (slot.newest_seconds, slot.most_held_bytes)
-        for slot in gpu.slots
-        if slot.most_held_bytes is not None
-    ]
-    for begin in range(len(points) - STRAIGHT_POINTS + 1):
-        begin_seconds, begin_bytes = points[begin]
-        end_seconds, end_bytes = points[-1]
-        seconds = end_seconds - begin_seconds
-        if seconds < STRAIGHT_SECONDS or end_bytes <= begin_bytes:
-            continue
-        # From the oldest point on, so that the first line that fits is the longest.
-        if _is_straight(points[begin:]) and _is_load_level(page, begin_seconds):
-            return StraightGrowth(grown_bytes=end_bytes - begin_bytes, seconds=seconds)
-    return None
-
-
-def _is_straight(points: list[tuple[float, int]]) -> bool:
-    """Return whether all points are close to the line from the first to the last."""
-    begin_seconds, begin_bytes = points[0]
-    end_seconds, end_bytes = points[-1]
-    grown_bytes = end_bytes - begin_bytes
-    bytes_per_second = grown_bytes / (end_seconds - begin_seconds)
-    for at_seconds, held_bytes in points:
-        line_bytes = begin_bytes + bytes_per_second * (at_seconds - begin_seconds)
-        if abs(held_bytes - line_bytes) > STRAIGHT_TOLERANCE * grown_bytes:
-            return False
-    return True
-
-
-def _is_load_level(page: PageRecord, begin_seconds: float) -> bool:
-    """Return whether load was level from `begin_seconds` on: as before, and in both halves.
-
-    False where no load was recorded in that time.
-    """
-    earlier_loads = [running for at_seconds, running in page.loads if at_seconds < begin_seconds]
-    loads = [running for at_seconds, running in page.loads if at_seconds >= begin_seconds]
-    if not loads:
-        return False
-    # In both halves, because load that only rises has the usual median in the middle.
-    half = len(loads) // 2
-    usual_running = median(earlier_loads or loads)
-    tolerance = max(LEVEL_LOAD_REQUESTS, LEVEL_LOAD_RATIO * usual_running)
-    parts = [part for part in (loads[:half], loads[half:]) if part]
-    return all(abs(median(part) - usual_running) <= tolerance for part in parts)
-
-
-def build_ending(
-    record: RunRecord,
-    run: EngineRun,
-    snapshot: Snapshot,
-    kind: IncidentKind,
-    *,
-    reason: ExitReason | None,
-    gpus: tuple[GpuAtEnd, ...],
-    progress_age_seconds: float | None = None,
-) -> Ending:
-    """Return the event with what preceded it.
-
-    `run` is the one that ended or stalled, `record` is its record without this sample.
-    """
-    now = snapshot.monotonic_seconds
-    is_exit = kind is IncidentKind.ENDED
-    lost_processes = _list_lost_at_end(record, run, snapshot, kind)
-    # Without a necessary process there is no progress either: that is a crash, and no hang.
-    hung_seconds = None
-    if not lost_processes and (not is_exit or _has_hung(record, reason, now)):
-        # An exit has no age of its progress: the time since the last sign of work counts.
-        hung_seconds = progress_age_seconds or now - _find_silence(record)
-    observed_seconds = 0.0
-    unobserved_seconds = None
-    if record.began_seconds is not None:
-        observed_seconds = now - record.began_seconds
-        unobserved_seconds = now - record.newest_seconds
-    refused_seconds = None
-    if record.processes.refused_since_seconds is not None:
-        refused_seconds = now - record.processes.refused_since_seconds
-    return Ending(
-        kind=kind,
-        seconds=snapshot.time_seconds,
-        reason=reason,
-        began_seconds=run.began_seconds,
-        observed_seconds=observed_seconds,
-        unobserved_seconds=unobserved_seconds,
-        has_served=record.page.has_answered or run.is_ready or _has_loaded_unseen(record),
-        hung_seconds=hung_seconds,
-        is_page_answering=record.page.is_answering if is_exit else snapshot.page is not None,
-        lost_processes=lost_processes,
-        refused_seconds=refused_seconds,
-        engines=record.page.engines,
-        idle_seconds=record.page.idle_seconds,
-        usual_running=_find_usual_running(record.page, now),
-        gpus=gpus,
-        orphan_bytes=sum(
-            leftover.used_bytes or 0 for gpu in snapshot.devices for leftover in gpu.leftovers
-        ),
-    )
-
-
-def _find_usual_running(page: PageRecord, now: float) -> float | None:
-    """Return the median of the running requests in the minutes before the end; None without any."""
-    loads = [running for at_seconds, running in page.loads if at_seconds < now - END_SECONDS]
-    return median(loads) if loads else None
-
-
-def _list_lost_at_end(
-    record: RunRecord, run: EngineRun, snapshot: Snapshot, kind: IncidentKind
+def list_lost_at_end(
+    processes: ProcessRecord, run: EngineRun, snapshot: Snapshot, kind: IncidentKind
 ) -> tuple[Lost, ...]:
     """Return the necessary processes that exited before the rest, also at this sample."""
-    processes = record.processes
     if processes.lost:
         return processes.lost
     if kind is IncidentKind.STALLED:
@@ -618,38 +378,3 @@ def _list_lost_at_end(
     ]
     # Orphans whose parent was never seen: it was the server.
     return tuple(sorted(_name_processes(exited_processes))) or (Lost(Role.API_SERVER),)
-
-
-def _has_hung(record: RunRecord, reason: ExitReason | None, now: float) -> bool:
-    """Return whether the engine was stalled before its exit, and not by the exit itself."""
-    if record.stalled_since_seconds is None:
-        return False
-    # A stall of seconds before an exit for lack of memory is part of that exit.
-    return reason not in MEMORY_REASONS or now - record.stalled_since_seconds > SAME_END_SECONDS
-
-
-def _find_silence(record: RunRecord) -> float:
-    """Return when the engine last showed that it works, on the monotonic clock."""
-    if record.stalled_since_seconds is None:
-        return record.page.newest_seconds
-    return min(record.page.newest_seconds, record.stalled_since_seconds)
-
-
-def _has_loaded_unseen(record: RunRecord) -> bool:
-    """Return whether an engine whose page was never read held its model from the beginning."""
-    if record.was_page_ever_read or record.follows_absence:
-        return False
-    age_seconds = record.first_age_seconds
-    # An engine so young cannot have loaded before the first sample.
-    if age_seconds is not None and age_seconds < YOUNG_SECONDS:
-        return False
-    # Of an engine this young, memory that still grows is a load in progress.
-    may_have_loaded = age_seconds is not None and age_seconds < LONGEST_LOAD_SECONDS
-    for gpu in record.gpus.values():
-        first_held_bytes = gpu.first.most_held_bytes or 0
-        newest_held_bytes = gpu.newest.held_bytes or 0
-        if may_have_loaded and newest_held_bytes - first_held_bytes > CONTEXT_BYTES:
-            return False
-        if first_held_bytes >= max(CONTEXT_BYTES, LOADED_SHARE * newest_held_bytes):
-            return True
-    return False

@@ -21,9 +21,9 @@ from tests.unit.derive.life.watch import (
 )
 from vllm_headroom import catalog
 from vllm_headroom.derive import answer, build_derivations
+from vllm_headroom.derive.life.engine import derive_engine_state
 from vllm_headroom.derive.life.service import keep_service
 from vllm_headroom.derive.prefix_cache import PrefixCacheState, derive_prefix_cache
-from vllm_headroom.derive.readings import derive_engine_state
 from vllm_headroom.model import EnginePage, EngineProcess, Failure, Sample, Snapshot
 
 HOUR = 3600
