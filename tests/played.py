@@ -9,9 +9,8 @@ from typing import Final
 from tests.dashboards.recorded import RecordedEngine
 from vllm_headroom.daemon.sampler import Sampler
 from vllm_headroom.daemon.sources import Sources
-from vllm_headroom.derive import build_derivations
 from vllm_headroom.derive.attribution import Selection
-from vllm_headroom.derive.tick import TickRules
+from vllm_headroom.derive.tick import TickRules, build_derivations
 from vllm_headroom.parse.engines import parse_engines
 from vllm_headroom_tools.demo.run import SimulatedEngine, SimulatedGpus, SimulatedProcesses, bind_world
 from vllm_headroom_tools.demo.world import Scenario, World

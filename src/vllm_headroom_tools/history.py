@@ -12,13 +12,13 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from vllm_headroom import catalog
-from vllm_headroom.derive import LEAK, answer
 from vllm_headroom.derive.leak.facts import Estimate
 from vllm_headroom.derive.leak.growth_evidence import GROWING_SECONDS, LEAKING_SECONDS
 from vllm_headroom.derive.leak.inside import find_location, sharpen_track
 from vllm_headroom.derive.leak.leak import LeakMemory, is_alone
 from vllm_headroom.derive.life.engine import EngineMemory, update_engine
 from vllm_headroom.derive.pages import count_running
+from vllm_headroom.derive.tick import LEAK, answer
 from vllm_headroom.expose.drawing import Point
 from vllm_headroom.model import Ending, HostMemory, Sample, Snapshot
 from vllm_headroom.units import format_duration, format_instant

@@ -19,9 +19,8 @@ from tests.bench.processes import resident_bytes
 from vllm_headroom.daemon import logs
 from vllm_headroom.daemon.sampler import Sampler
 from vllm_headroom.daemon.sources import Sources
-from vllm_headroom.derive import build_derivations
 from vllm_headroom.derive.attribution import Selection
-from vllm_headroom.derive.tick import TickRules
+from vllm_headroom.derive.tick import TickRules, build_derivations
 from vllm_headroom.expose.answers import Request
 from vllm_headroom.expose.metrics import HeadroomCollector, MetricsPage
 from vllm_headroom.model import EngineProcess, Failure, GpuMemory, GpuProcess, GpuReading, GpuReadings, ProcessReadings

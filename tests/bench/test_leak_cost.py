@@ -18,8 +18,8 @@ from msgspec.structs import fields, replace
 from tests.bench.results import Results
 from vllm_headroom.daemon.state.file import STATE
 from vllm_headroom.daemon.state.saved import Identity, Memory, SavedState, identify_engine
-from vllm_headroom.derive import answer, build_derivations
 from vllm_headroom.derive.leak.leak import LeakMemory
+from vllm_headroom.derive.tick import answer, build_derivations
 from vllm_headroom.model import EngineStatus, Snapshot
 from vllm_headroom.vocabulary import EngineState
 from vllm_headroom_tools.trace import parse_trace

@@ -21,9 +21,8 @@ from vllm_headroom.daemon import logs
 from vllm_headroom.daemon.parts import GPU_TIMEOUT_SECONDS
 from vllm_headroom.daemon.sampler import Sampler
 from vllm_headroom.daemon.sources import Sources
-from vllm_headroom.derive import build_derivations
 from vllm_headroom.derive.attribution import Selection
-from vllm_headroom.derive.tick import TickRules
+from vllm_headroom.derive.tick import TickRules, build_derivations
 from vllm_headroom.parse.engines import parse_engines
 from vllm_headroom.scrape.http.reader import PageReader
 from vllm_headroom.scrape.nvml.reader import Nvml

@@ -15,8 +15,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from tests.conftest import Golden
 from tests.contract.recorded import CAPTURES, FOLDER, OTHERS
 from tests.samples import gpu
-from vllm_headroom.derive import answer, build_derivations
 from vllm_headroom.derive.life.engine import EngineMemory, update_engine
+from vllm_headroom.derive.tick import answer, build_derivations
 from vllm_headroom.expose.metrics import HeadroomCollector
 from vllm_headroom.model import EngineProcess, Gpu, Published, ReadingTime, Sample, Snapshot
 from vllm_headroom.parse.engines import parse_engines

@@ -16,9 +16,8 @@ from tests.samples import engine, failure, page, values
 from vllm_headroom import catalog
 from vllm_headroom.daemon.sampler import Sampler
 from vllm_headroom.daemon.sources import Sources
-from vllm_headroom.derive import build_derivations
 from vllm_headroom.derive.attribution import Selection
-from vllm_headroom.derive.tick import TickRules
+from vllm_headroom.derive.tick import TickRules, build_derivations
 from vllm_headroom.model import EnginePage, Failure, GpuReadings
 from vllm_headroom.scrape.proc.reader import Processes
 from vllm_headroom.vocabulary import Source

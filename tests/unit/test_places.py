@@ -18,8 +18,8 @@ SOURCE: Final = Path(vllm_headroom.__file__).parent
 LOOK: Final = """
 import json, sys
 from vllm_headroom_tools.doctor.engine import SERIES
-from vllm_headroom.derive import build_derivations
-from vllm_headroom.derive import answer
+from vllm_headroom.derive.tick import build_derivations
+from vllm_headroom.derive.tick import answer
 from vllm_headroom.model import Snapshot
 from vllm_headroom.parse.engines import parse_engines
 from vllm_headroom_tools.trace import parse_trace
@@ -108,11 +108,11 @@ def test_a_derived_metric_takes_three_places_and_its_test(source: Path) -> None:
         '    return (Sample(catalog.ENGINE_HALF, ("m", "0"), snapshot.engines.engines[0].running / 2),)\n'
     )
     add(
-        source / "derive/__init__.py",
+        source / "derive/tick.py",
         "from vllm_headroom.derive.health",
         "from vllm_headroom.derive.half import half\n",
     )
-    add(source / "derive/__init__.py", r'        make_stateless\("readings"', '        make_stateless("half", half),\n')
+    add(source / "derive/tick.py", r'        make_stateless\("readings"', '        make_stateless("half", half),\n')
 
     survey = look(source, PAGE)
 

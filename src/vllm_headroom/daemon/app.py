@@ -31,9 +31,8 @@ from vllm_headroom.daemon.server_pages import ServerPages
 from vllm_headroom.daemon.sources import AnyParts, close_all
 from vllm_headroom.daemon.state.lock import FolderLock
 from vllm_headroom.daemon.state.store import StateKeeper
-from vllm_headroom.derive import build_derivations
 from vllm_headroom.derive.attribution import Selection
-from vllm_headroom.derive.tick import TickRules
+from vllm_headroom.derive.tick import TickRules, build_derivations
 from vllm_headroom.expose.answers import Handler, Request, Response, build_application
 from vllm_headroom.expose.metrics import HeadroomCollector, MetricsPage
 from vllm_headroom.expose.page import render_page, respond_html

@@ -14,10 +14,9 @@ from vllm_headroom.daemon.loop import run_every
 from vllm_headroom.daemon.parts import GPU_TIMEOUT_SECONDS, Parts
 from vllm_headroom.daemon.sampler import Sampler
 from vllm_headroom.daemon.sources import close_all
-from vllm_headroom.derive import LEAK, build_derivations
 from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.derive.series import label_gpu
-from vllm_headroom.derive.tick import TickRules
+from vllm_headroom.derive.tick import LEAK, TickRules, build_derivations
 from vllm_headroom.model import EnginePage, Failure, Metric, Sample, Snapshot
 from vllm_headroom.parse.engines import parse_engines
 from vllm_headroom.trace.entries import HEADER, encode_line

@@ -13,10 +13,16 @@ from msgspec.structs import replace
 
 from vllm_headroom import catalog
 from vllm_headroom.daemon.app import read_build
-from vllm_headroom.derive import LEAK, Derivation, build_derivations
 from vllm_headroom.derive.attribution import Selection, add_lost_gpus
 from vllm_headroom.derive.leak.leak import LeakMemory
-from vllm_headroom.derive.tick import Evaluation, TickRules, run_unguarded
+from vllm_headroom.derive.tick import (
+    LEAK,
+    Derivation,
+    Evaluation,
+    TickRules,
+    build_derivations,
+    run_unguarded,
+)
 from vllm_headroom.model import Metric, ReadingTime, Sample, Snapshot
 from vllm_headroom.vocabulary import MetricType, Source
 from vllm_headroom_tools.bad_input import BadInput

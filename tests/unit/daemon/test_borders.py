@@ -31,9 +31,8 @@ from vllm_headroom.clock import SystemClock
 from vllm_headroom.daemon.engine_log import EngineLogFollower
 from vllm_headroom.daemon.sampler import Sampler
 from vllm_headroom.daemon.sources import Sources, close_all
-from vllm_headroom.derive import build_derivations
 from vllm_headroom.derive.attribution import Selection
-from vllm_headroom.derive.tick import TickRules
+from vllm_headroom.derive.tick import TickRules, build_derivations
 from vllm_headroom.model import Failure, LogReading, TokenBytes
 from vllm_headroom.parse.engines import parse_engines
 from vllm_headroom.parse.probe import parse_probe

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from tests.unit.daemon.test_sampler import Processes, Said
 from vllm_headroom.daemon.sampler import Sampler
 from vllm_headroom.daemon.sources import Sources
-from vllm_headroom.derive import build_derivations
 from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.derive.series import MOST_REMEMBERED
-from vllm_headroom.derive.tick import TickRules
+from vllm_headroom.derive.tick import TickRules, build_derivations
 from vllm_headroom.parse.engines import parse_engines
 
 TICKS = 100

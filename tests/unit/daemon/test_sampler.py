@@ -15,10 +15,9 @@ from vllm_headroom import catalog
 from vllm_headroom.clock import SystemClock
 from vllm_headroom.daemon.sampler import Sampler
 from vllm_headroom.daemon.sources import Sources
-from vllm_headroom.derive import Derivation, build_derivations, make_stateless
 from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.derive.gates import Gate, Guardrail
-from vllm_headroom.derive.tick import TickRules
+from vllm_headroom.derive.tick import Derivation, TickRules, build_derivations, make_stateless
 from vllm_headroom.model import (
     EnginePage,
     Failure,

@@ -19,9 +19,8 @@ from vllm_headroom import catalog
 from vllm_headroom.clock import SystemClock
 from vllm_headroom.daemon.sampler import Sampler
 from vllm_headroom.daemon.sources import Sources
-from vllm_headroom.derive import build_derivations
 from vllm_headroom.derive.attribution import Selection
-from vllm_headroom.derive.tick import TickRules
+from vllm_headroom.derive.tick import TickRules, build_derivations
 from vllm_headroom.model import Sample
 from vllm_headroom.parse.engines import parse_engines
 from vllm_headroom.scrape.gpus import Gpus

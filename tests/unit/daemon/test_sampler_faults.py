@@ -18,10 +18,9 @@ from vllm_headroom.clock import SystemClock
 from vllm_headroom.daemon.canary import Canary
 from vllm_headroom.daemon.sampler import SMALL_PAGE, Sampler
 from vllm_headroom.daemon.sources import Sources
-from vllm_headroom.derive import build_derivations
 from vllm_headroom.derive import tick as evaluation
 from vllm_headroom.derive.attribution import Selection
-from vllm_headroom.derive.tick import TickRules
+from vllm_headroom.derive.tick import TickRules, build_derivations
 from vllm_headroom.model import EnginePage, Failure, LogReading, ProbedProcess, Sample
 from vllm_headroom.vocabulary import Reason, Source
 

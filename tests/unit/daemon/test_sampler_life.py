@@ -17,9 +17,8 @@ from vllm_headroom.clock import Clock, SystemClock
 from vllm_headroom.daemon.sampler import Sampler
 from vllm_headroom.daemon.sources import Sources
 from vllm_headroom.daemon.transitions import Transitions
-from vllm_headroom.derive import build_derivations
 from vllm_headroom.derive.attribution import Selection
-from vllm_headroom.derive.tick import TickRules
+from vllm_headroom.derive.tick import TickRules, build_derivations
 from vllm_headroom.model import EnginePage, Failure, GpuReading, GpuReadings, ProcessReadings, Sample, Values
 from vllm_headroom.vocabulary import Attribution, LeakState
 

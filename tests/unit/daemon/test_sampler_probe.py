@@ -16,9 +16,8 @@ from vllm_headroom.clock import SystemClock
 from vllm_headroom.daemon.sampler import Sampler
 from vllm_headroom.daemon.sources import Sources
 from vllm_headroom.daemon.transitions import FORGET_PROBES_SECONDS, MOST_LOGGED_PROBES, Transitions
-from vllm_headroom.derive import build_derivations
 from vllm_headroom.derive.attribution import Selection
-from vllm_headroom.derive.tick import TickRules
+from vllm_headroom.derive.tick import TickRules, build_derivations
 from vllm_headroom.model import AllocatorReading, Failure, ProbedProcess, ProbeReadings, Sample
 from vllm_headroom.vocabulary import Source
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from tests.samples import engine, gpu, page, snapshot
-from vllm_headroom.derive import answer, build_derivations
+from vllm_headroom.derive.tick import answer, build_derivations
 
 YEAR = 365.25 * 86400
 

@@ -6,9 +6,9 @@ import re
 from typing import Final
 
 from tests.samples import engine, failure, gpu, page, probed, snapshot
-from vllm_headroom.derive import build_derivations
 from vllm_headroom.derive.life.engine import EngineMemory, update_engine
 from vllm_headroom.derive.series import MOST_REMEMBERED
+from vllm_headroom.derive.tick import build_derivations
 from vllm_headroom.model import AllocatorReading, Inside, ProbeReadings, Snapshot
 from vllm_headroom.vocabulary import Source
 

@@ -11,7 +11,7 @@ from msgspec.structs import fields
 
 from tests.samples import failure, gpu, snapshot
 from vllm_headroom.catalog import METRICS
-from vllm_headroom.derive import answer, build_derivations
+from vllm_headroom.derive.tick import answer, build_derivations
 from vllm_headroom.model import EnginePage, EngineProcess, EngineReading, Failure, Gpu, Snapshot
 from vllm_headroom.vocabulary import Attribution, Role, Source
 

@@ -12,8 +12,8 @@ from msgspec.structs import replace
 
 from tests.samples import engine, failure, gpu, page, snapshot
 from vllm_headroom.catalog import METRICS
-from vllm_headroom.derive import answer, build_derivations
 from vllm_headroom.derive.life.engine import EngineMemory, update_engine
+from vllm_headroom.derive.tick import answer, build_derivations
 from vllm_headroom.model import (
     INPUTS,
     EnginePage,

@@ -14,9 +14,9 @@ from tests.samples import engine, gpu, page, snapshot
 from vllm_headroom.daemon.state.lock import FolderLock
 from vllm_headroom.daemon.state.saved import Identity, Memory, SavedState, identify_engine
 from vllm_headroom.daemon.state.store import StateKeeper
-from vllm_headroom.derive import answer, build_derivations
 from vllm_headroom.derive.leak.leak import LeakMemory
 from vllm_headroom.derive.per_request import Baselines
+from vllm_headroom.derive.tick import answer, build_derivations
 from vllm_headroom.model import EngineProcess, EngineReading, EngineStatus, Failure, Gpu, Sample, Snapshot
 from vllm_headroom.vocabulary import EngineState, Role
 
