@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from tests.dashboards.recorded import RecordedEngine
-from vllm_headroom.daemon.sampler import Sampler
+from vllm_headroom.daemon.engine_watch import Sampler
 from vllm_headroom.daemon.sources import Sources
 from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.derive.tick import TickRules, build_derivations

@@ -17,7 +17,7 @@ import uvloop
 from tests.bench.busy_engine import ONE_ENGINE, pages
 from tests.bench.processes import resident_bytes
 from vllm_headroom.daemon import logs
-from vllm_headroom.daemon.sampler import Sampler
+from vllm_headroom.daemon.engine_watch import Sampler
 from vllm_headroom.daemon.sources import Sources
 from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.derive.tick import TickRules, build_derivations

@@ -18,8 +18,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from vllm_headroom.clock import SystemClock
 from vllm_headroom.daemon import logs
+from vllm_headroom.daemon.engine_watch import Sampler
 from vllm_headroom.daemon.parts import GPU_TIMEOUT_SECONDS
-from vllm_headroom.daemon.sampler import Sampler
 from vllm_headroom.daemon.sources import Sources
 from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.derive.tick import TickRules, build_derivations

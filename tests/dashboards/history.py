@@ -13,7 +13,7 @@ from prometheus_client import Metric, ProcessCollector
 
 from tests.played import SAMPLE_SECONDS, play
 from vllm_headroom.daemon.app import read_build
-from vllm_headroom.daemon.sampler import Sampler
+from vllm_headroom.daemon.engine_watch import Sampler
 from vllm_headroom.expose.metrics import HeadroomCollector
 from vllm_headroom_tools.demo.run import SimulatedGpus
 from vllm_headroom_tools.demo.world import TABLE, Scenario

@@ -14,7 +14,7 @@ from tests.fakes.cgroups import limited
 from tests.fakes.taker import Taker, taking
 from tests.samples import engine, failure, page, values
 from vllm_headroom import catalog
-from vllm_headroom.daemon.sampler import Sampler
+from vllm_headroom.daemon.engine_watch import Sampler
 from vllm_headroom.daemon.sources import Sources
 from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.derive.tick import TickRules, build_derivations

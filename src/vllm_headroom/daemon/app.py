@@ -19,14 +19,13 @@ from vllm_headroom import catalog
 from vllm_headroom.config import AUTO, Settings
 from vllm_headroom.daemon import logs, loop
 from vllm_headroom.daemon.canary import Canary
-from vllm_headroom.daemon.engine_watch import EngineWatch, recall_states
+from vllm_headroom.daemon.engine_watch import EngineWatch, Sampler, recall_states
 from vllm_headroom.daemon.evict import TURN_SECONDS, Evictor
 from vllm_headroom.daemon.flight import Flight
 from vllm_headroom.daemon.mappings import Mappings
 from vllm_headroom.daemon.model_reader import NO_MODEL, ModelReader
 from vllm_headroom.daemon.parts import GPU_TIMEOUT_SECONDS, Parts, build_real_parts
 from vllm_headroom.daemon.pod import read_engine_pod
-from vllm_headroom.daemon.sampler import Sampler
 from vllm_headroom.daemon.server_pages import ServerPages
 from vllm_headroom.daemon.sources import AnyParts, close_all
 from vllm_headroom.daemon.state.lock import FolderLock
@@ -338,7 +337,7 @@ class Daemon:
                 "the GPUs stay unreadable until this container is restarted: exiting with status 3"
             )
             loop.request_end(self._ending, loop.NEEDS_NEW_CONTAINER)
-        await self._watch.record(result)
+        await self._watch.record()
 
     async def _take_eviction_turn(self, evictor: Evictor) -> None:
         """Have the evictor take its next step, by the gate of the newest sample."""

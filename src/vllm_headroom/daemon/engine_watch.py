@@ -1,31 +1,283 @@
-"""All that watches one engine: a daemon may hold several, which share nothing."""
+"""All that watches one engine: a daemon may hold several, which share nothing.
 
-from collections.abc import Coroutine, Mapping
+A tick reads all sources in parallel, evaluates what was read and publishes the result; then the
+result is shown, saved and recorded.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from vllm_headroom.clock import Clock
 from vllm_headroom.daemon import loop
 from vllm_headroom.daemon.canary import Canary
 from vllm_headroom.daemon.flight import Flight
 from vllm_headroom.daemon.logs import RecentLines
-from vllm_headroom.daemon.sampler import Sampler
 from vllm_headroom.daemon.server_pages import ServerPages
-from vllm_headroom.daemon.sources import GpuSource
+from vllm_headroom.daemon.sources import GpuSource, Sources
 from vllm_headroom.daemon.state.file import HISTORY
 from vllm_headroom.daemon.state.lock import FolderLock
 from vllm_headroom.daemon.state.store import StateKeeper
+from vllm_headroom.daemon.transitions import Transitions
 from vllm_headroom.derive.pages import count_running, find_highest_kv_use
-from vllm_headroom.derive.tick import TickResult
+from vllm_headroom.derive.tick import (
+    UNEXPECTED,
+    Evaluation,
+    TickReadings,
+    TickResult,
+    TickRules,
+)
 from vllm_headroom.expose.view import History, LastIncident
-from vllm_headroom.model import Published, Snapshot
+from vllm_headroom.model import (
+    EnginePage,
+    Failure,
+    ProcessReadings,
+    Published,
+    ReadingTime,
+    Snapshot,
+)
+from vllm_headroom.scrape.shortage import build_unavailable
 from vllm_headroom.trace.recorder import Recorder
+from vllm_headroom.vocabulary import Reason, Source
+from vllm_headroom.worker import Worker
+
+SMALL_PAGE: Final = 128 * 2**10
+"""A page of at most this many characters is parsed on the event loop. vLLM's has 67,000, for which
+a thread costs more than the parsing. The costliest page of this size takes 50 ms."""
+
+PARSE_SECONDS: Final = 2.0
+"""How long parsing a page may take. A page of eight engines takes 1 ms, the costliest page of the
+allowed size half a second."""
 
 SAVE_SECONDS: Final = 60.0
 """The pause between two savings of the state."""
 
 LAST_SAVE_SECONDS: Final = 0.5
 """How long the saving at the shutdown may take. Scrapes in progress get as long, in parallel."""
+
+T = TypeVar("T")
+F = TypeVar("F")
+Timed = tuple[T, ReadingTime]
+"""What was read, and how long that took."""
+
+Parse = Callable[[str], EnginePage | Failure]
+Recall = Callable[[Snapshot], Awaitable[Mapping[str, Any]]]
+"""Returns the states of an earlier process to continue from, by derivation; mostly empty."""
+
+
+class Sampler:
+    """Samples one engine."""
+
+    def __init__(
+        self,
+        *,
+        sources: Sources,
+        parse: Parse,
+        rules: TickRules,
+        clock: Clock,
+        gpu_timeout_seconds: float,
+        recall: Recall | None = None,
+        canary: Canary | None = None,
+        server_pages: ServerPages | None = None,
+    ) -> None:
+        """Build a sampler that has read nothing yet."""
+        self._sources = sources
+        self._parse = parse
+        self._clock = clock
+        self._gpu_timeout_seconds = gpu_timeout_seconds
+        self._recall = recall
+        self._canary = canary
+        self._server_pages = server_pages
+        self._parser = Worker[EnginePage | Failure]("parse")
+        self._transitions = Transitions(rules.selection)
+        self._evaluation = Evaluation(rules, self._run_guarded)
+        self.latest: TickResult | None = None
+        """The newest tick's result, None before the first. It is replaced as a whole."""
+
+    @property
+    def states(self) -> Mapping[str, Any]:
+        """The state of the engine's run and of each derivation, by name, as they are saved."""
+        return self._evaluation.states
+
+    @property
+    def published(self) -> Published | None:
+        """The newest tick's samples, None before the first."""
+        return None if self.latest is None else self.latest.published
+
+    async def tick(self) -> TickResult:
+        """Read all sources at once, evaluate what was read, and publish the result.
+
+        An error in one source or in one step of the evaluation is logged, and leaves out only the
+        samples of that part.
+        """
+        snapshot = self._evaluation.build_snapshot(await self._read_sources())
+        # Before the run is followed: the sample then continues the saved run.
+        if self._recall is not None:
+            self._evaluation.states.update(await self._recall_guarded(self._recall, snapshot))
+        snapshot = self._evaluation.follow_run(snapshot)
+        # The log comes before the verdicts, so that an error in them hides no transition.
+        self._run_guarded("log of changes", partial(self._transitions.report, snapshot), None)
+        result = self._evaluation.judge(snapshot)
+        report_leaks = partial(self._transitions.report_leaks, result.values)
+        self._run_guarded("log of leaks", report_leaks, None)
+        self.latest = result
+        return result
+
+    async def _recall_guarded(self, recall: Recall, snapshot: Snapshot) -> Mapping[str, Any]:
+        """Return the states to continue from; none where recalling them raises, which is logged."""
+        try:
+            states = await recall(snapshot)
+        except Exception as error:  # noqa: BLE001 - any error: the states start over
+            self._transitions.log_fault("saved state", error)
+            return {}
+        self._transitions.log_fault("saved state", None)
+        return states
+
+    async def _read_sources(self) -> TickReadings:
+        """Read all sources."""
+        # In parallel, so that all readings are of nearly the same moment.
+        async with asyncio.TaskGroup() as group:
+            engine_task = group.create_task(self._read_engine())
+            gpu_task = group.create_task(
+                self._time_reading(
+                    Source.NVML, partial(self._sources.gpus.read, self._gpu_timeout_seconds)
+                )
+            )
+            process_task = group.create_task(self._read_processes(engine_task))
+            probe_task = group.create_task(self._read_optional(Source.PROBE, self._sources.probe))
+            log_task = group.create_task(self._read_optional(Source.LOG, self._sources.log))
+        page, engine_time = engine_task.result()
+        gpus, gpu_time = gpu_task.result()
+        processes, process_time = process_task.result()
+        probe_files, probe_times = probe_task.result()
+        engine_log, log_times = log_task.result()
+
+        now_seconds = self._clock.time()
+        unanswered_since_seconds = None
+        if self._canary is not None:
+            self._run_guarded("canary", self._canary.note_tick, None)
+            unanswered_since_seconds = self._canary.unanswered_since_seconds
+        token_bytes = None
+        if self._sources.model is not None:
+            find_model = partial(self._sources.model, processes)
+            token_bytes = self._run_guarded("served model", find_model, None)
+        return TickReadings(
+            time_seconds=now_seconds,
+            monotonic_seconds=self._clock.monotonic(),
+            page=page,
+            gpus=gpus,
+            processes=processes,
+            probe_files=probe_files,
+            log=engine_log,
+            reading_times=(engine_time, gpu_time, process_time, *probe_times, *log_times),
+            token_bytes=token_bytes,
+            unanswered_since_seconds=unanswered_since_seconds,
+            server=None if self._server_pages is None else self._server_pages.latest,
+        )
+
+    async def _read_engine(self) -> Timed[EnginePage | Failure]:
+        """Return the parsed page, or why there is none, and how long fetching it took.
+
+        A large page is parsed on a thread: a page crafted to parse slowly must not delay scrapes or
+        GPU samples.
+        """
+        text, time = await self._time_reading(Source.ENGINE, self._sources.engine.fetch)
+        if isinstance(text, Failure):
+            return text, time
+        page = await self._read_guarded(Source.ENGINE, "parsing", partial(self._parse_page, text))
+        return page, time
+
+    async def _parse_page(self, text: str) -> EnginePage | Failure:
+        # Handing it to the thread costs more than parsing it here.
+        """Return the engines on a page; a Failure where it takes too long or cannot be parsed."""
+        if len(text) <= SMALL_PAGE:
+            return self._parse(text)
+        try:
+            return await self._parser.call(partial(self._parse, text), PARSE_SECONDS)
+        except TimeoutError:
+            return Failure(
+                source=Source.ENGINE,
+                reason=Reason.OUT_OF_BOUNDS,
+                message=f"the engine's page was not understood within {PARSE_SECONDS:g} s: check"
+                " that it is vLLM's",
+            )
+        except OSError as error:
+            return build_unavailable(Source.ENGINE, "the engine's page cannot be parsed", error)
+
+    async def _read_processes(
+        self, engine_task: asyncio.Task[Timed[EnginePage | Failure]]
+    ) -> Timed[ProcessReadings | Failure]:
+        """Read the engine's processes, which its page helps to identify.
+
+        The first tick waits for the page. Later ticks use the last tick's page, so that both are
+        read in parallel.
+        """
+        if self.latest is None:
+            page, _ = await engine_task
+        else:
+            page = self.latest.snapshot.engines
+        return await self._time_reading(
+            Source.PROCESS, partial(self._sources.processes, self._gpu_timeout_seconds, page)
+        )
+
+    async def _read_optional(
+        self, source: Source, read: Callable[[float], Awaitable[T | Failure]] | None
+    ) -> tuple[T | Failure | None, tuple[ReadingTime, ...]]:
+        """Return what a source returns that may not be configured, and how long reading it took.
+
+        None and an empty tuple where it is not configured.
+        """
+        if read is None:
+            return None, ()
+        value, time = await self._time_reading(source, partial(read, self._gpu_timeout_seconds))
+        return value, (time,)
+
+    async def _time_reading(
+        self, source: Source, read: Callable[[], Awaitable[T | Failure]]
+    ) -> Timed[T | Failure]:
+        """Return what a reader returns, or why it raised, and how long it took."""
+        # By the machine's clock: the clock of the demo's daemon runs faster.
+        read_machine_seconds = asyncio.get_running_loop().time
+        began_seconds = read_machine_seconds()
+        value = await self._read_guarded(source, "reading", read)
+        ended_seconds = read_machine_seconds()
+        return value, ReadingTime(
+            source=source,
+            seconds=ended_seconds - began_seconds,
+            ended_monotonic_seconds=ended_seconds,
+        )
+
+    async def _read_guarded(
+        self, source: Source, step: str, read: Callable[[], Awaitable[T | Failure]]
+    ) -> T | Failure:
+        """Return what a reader returns; where it raises, log the error and return a failure.
+
+        Every call of a reader goes through here: what one source contains must not end the daemon.
+        A MemoryError too costs this source alone: one source that is too large must not end ticks.
+        """
+        try:
+            value = await read()
+        except Exception as error:  # noqa: BLE001 - any error: it is counted and logged
+            self._transitions.log_reader_fault(source, step, error)
+            return UNEXPECTED[source]
+        if not isinstance(value, Failure):
+            self._transitions.log_reader_fault(source, step, None)
+        return value
+
+    def _run_guarded(self, name: str, step: Callable[[], T], fallback: F) -> T | F:
+        """Return what a step of the evaluation returns; where it raises, log the error.
+
+        Then the result is `fallback`: an error in one step must not keep the page from being
+        published.
+        """
+        try:
+            outcome = step()
+        except Exception as error:  # noqa: BLE001 - any error: it costs only what the step adds
+            self._transitions.log_fault(name, error)
+            return fallback
+        self._transitions.log_fault(name, None)
+        return outcome
 
 
 class EngineWatch:
@@ -97,8 +349,11 @@ class EngineWatch:
         page = snapshot.page
         self.history.step(snapshot, result.verdicts, count_running(page), find_highest_kv_use(page))
 
-    async def record(self, result: TickResult) -> None:
-        """Write a tick to the trace and to the flight record, where they are configured."""
+    async def record(self) -> None:
+        """Write the newest tick to the trace and to the flight record, where configured."""
+        result = self.latest
+        if result is None:
+            return
         if self._recorder is not None:
             await self._recorder_guard.run(partial(self._recorder.record, result.snapshot))
         if self._flight is not None:

@@ -200,8 +200,8 @@ class WatchedEngine:
                 group.create_task(running_loop)
 
     async def _sample(self) -> None:
-        result = await self.watch.sample()
-        await self.watch.record(result)
+        await self.watch.sample()
+        await self.watch.record()
 
     async def _guard(self, step: Callable[[], Awaitable[None]]) -> None:
         """Run a step; where it raises, log the error once: the other engines are watched on."""

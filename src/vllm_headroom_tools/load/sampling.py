@@ -10,9 +10,9 @@ from typing import Final
 from msgspec import Struct
 
 from vllm_headroom import catalog
+from vllm_headroom.daemon.engine_watch import Sampler
 from vllm_headroom.daemon.loop import run_every
 from vllm_headroom.daemon.parts import GPU_TIMEOUT_SECONDS, Parts
-from vllm_headroom.daemon.sampler import Sampler
 from vllm_headroom.daemon.sources import close_all
 from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.derive.series import label_gpu

@@ -14,7 +14,7 @@ import pytest
 from tests.contract.recorded import FOLDER
 from tests.fakes.engine_server import EngineServer, Hangup, page
 from tests.process import daemon, eventually, peak_bytes
-from vllm_headroom.daemon.sampler import SMALL_PAGE
+from vllm_headroom.daemon.engine_watch import SMALL_PAGE
 
 RECORDED = (FOLDER / "vllm-0.32.0" / "load-waiting.prom").read_text()
 RUNNING = "vllm:num_requests_running"

@@ -29,7 +29,7 @@ from tests.samples import values
 from vllm_headroom import catalog
 from vllm_headroom.clock import SystemClock
 from vllm_headroom.daemon.engine_log import EngineLogFollower
-from vllm_headroom.daemon.sampler import Sampler
+from vllm_headroom.daemon.engine_watch import Sampler
 from vllm_headroom.daemon.sources import Sources, close_all
 from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.derive.tick import TickRules, build_derivations

@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass
 
 from tests.unit.daemon.test_sampler import Processes, Said
-from vllm_headroom.daemon.sampler import Sampler
+from vllm_headroom.daemon.engine_watch import Sampler
 from vllm_headroom.daemon.sources import Sources
 from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.derive.series import MOST_REMEMBERED

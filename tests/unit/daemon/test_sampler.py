@@ -13,7 +13,7 @@ from tests.logs import capture_logs
 from tests.samples import engine, failure, page, values
 from vllm_headroom import catalog
 from vllm_headroom.clock import SystemClock
-from vllm_headroom.daemon.sampler import Sampler
+from vllm_headroom.daemon.engine_watch import Sampler
 from vllm_headroom.daemon.sources import Sources
 from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.derive.gates import Gate, Guardrail

@@ -17,7 +17,7 @@ from tests.samples import values
 from tests.unit.commands.doctor.looking import RECORDED
 from vllm_headroom import catalog
 from vllm_headroom.clock import SystemClock
-from vllm_headroom.daemon.sampler import Sampler
+from vllm_headroom.daemon.engine_watch import Sampler
 from vllm_headroom.daemon.sources import Sources
 from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.derive.tick import TickRules, build_derivations

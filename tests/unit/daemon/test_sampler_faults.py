@@ -16,7 +16,7 @@ from tests.unit.daemon.test_sampler import Processes, Said, parsed
 from vllm_headroom import catalog
 from vllm_headroom.clock import SystemClock
 from vllm_headroom.daemon.canary import Canary
-from vllm_headroom.daemon.sampler import SMALL_PAGE, Sampler
+from vllm_headroom.daemon.engine_watch import SMALL_PAGE, Sampler
 from vllm_headroom.daemon.sources import Sources
 from vllm_headroom.derive import tick as evaluation
 from vllm_headroom.derive.attribution import Selection

@@ -14,7 +14,7 @@ from tests.unit.daemon.test_sampler import MEMORY, Processes, Said, parsed, tick
 from tests.unit.derive.life.watch import REFUSED, WHOLE
 from vllm_headroom import catalog
 from vllm_headroom.clock import Clock, SystemClock
-from vllm_headroom.daemon.sampler import Sampler
+from vllm_headroom.daemon.engine_watch import Sampler
 from vllm_headroom.daemon.sources import Sources
 from vllm_headroom.daemon.transitions import Transitions
 from vllm_headroom.derive.attribution import Selection

@@ -13,7 +13,7 @@ from tests.samples import failure, probed, snapshot, values
 from tests.unit.daemon.test_sampler import Processes, Said, parsed
 from vllm_headroom import catalog
 from vllm_headroom.clock import SystemClock
-from vllm_headroom.daemon.sampler import Sampler
+from vllm_headroom.daemon.engine_watch import Sampler
 from vllm_headroom.daemon.sources import Sources
 from vllm_headroom.daemon.transitions import FORGET_PROBES_SECONDS, MOST_LOGGED_PROBES, Transitions
 from vllm_headroom.derive.attribution import Selection
