@@ -452,6 +452,23 @@ def test_the_mode_node_is_the_component_node() -> None:
     ] == []
 
 
+@needs_kustomize
+def test_the_cgroups_of_the_node_are_mounted_read_only_after_the_component_node(tmp_path: Path) -> None:
+    kustomization(tmp_path, components=[COMPONENTS / "node", COMPONENTS / "node-cgroups"])
+
+    pod = find(documents(rendered(tmp_path)), "DaemonSet")["spec"]["template"]["spec"]
+
+    assert {"name": "cgroups", "hostPath": {"path": "/sys/fs/cgroup"}} in pod["volumes"]
+    mount = {"name": "cgroups", "mountPath": "/host/sys/fs/cgroup", "readOnly": True}
+    assert mount in pod["containers"][0]["volumeMounts"]
+    assert mount not in pod["initContainers"][0]["volumeMounts"]
+    # The chart has the same.
+    chart_pod = find(documents(helm.render(helm.CHART, {"mode": "node", "node": {"cgroups": True}})), "DaemonSet")
+    chart_pod = chart_pod["spec"]["template"]["spec"]
+    assert chart_pod["volumes"] == pod["volumes"]
+    assert chart_pod["containers"][0]["volumeMounts"] == pod["containers"][0]["volumeMounts"]
+
+
 def read_node() -> str:
     folder = COMPONENTS / "node"
     return "---\n".join((folder / name).read_text() for name in ("daemonset.yaml", "podmonitor.yaml"))

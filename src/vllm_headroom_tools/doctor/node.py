@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -10,8 +10,10 @@ from vllm_headroom.daemon.parts import build_page_reader
 from vllm_headroom.model import EnginePage, Failure
 from vllm_headroom.parse.engines import explain_empty_page
 from vllm_headroom.scrape.pods import CONTAINER_LOGS
-from vllm_headroom.scrape.proc.files import has_host_pids
+from vllm_headroom.scrape.proc.files import has_host_pids, list_pids
+from vllm_headroom.scrape.proc.host import UNLIMITED_BYTES, read_cgroup
 from vllm_headroom.scrape.proc.node import LocatedEngine
+from vllm_headroom.scrape.proc.owners import read_owner
 from vllm_headroom.vocabulary import EngineKind
 from vllm_headroom_tools.doctor import gpus, port
 from vllm_headroom_tools.doctor.fixes import (
@@ -40,6 +42,13 @@ SEE_CONTAINER_LOGS: Final = put(
     "- name: headroom",
     "  volumeMounts: [{name: container-logs, mountPath: /var/log/containers, readOnly: true}]",
 )
+SEE_CGROUPS: Final = put(
+    POD,
+    "volumes: [{name: cgroups, hostPath: {path: /sys/fs/cgroup}}]",
+    "containers:",
+    "- name: headroom",
+    "  volumeMounts: [{name: cgroups, mountPath: /host/sys/fs/cgroup, readOnly: true}]",
+)
 REACH_IT: Final = put(
     "in the NetworkPolicies of vLLM's namespace", "# let the daemon's pod connect to vLLM's port"
 )
@@ -62,6 +71,8 @@ async def examine_node(settings: ModelSettings, proc: Path, sys: Path) -> dict[s
     checks = {"engines": check_engines(located, has_hosts=_sees_all(settings, proc))}
     for engine, page in zip(watched, pages, strict=True):
         checks[f"engine {engine.name.text}"] = check_page(engine, page)
+    if settings.engines == "node":
+        checks["memory_limits"] = check_cgroups(watched, proc)
     return {
         **checks,
         "nvml": gpus.check_nvml(survey),
@@ -111,6 +122,35 @@ def _count_kinds(engines: Iterable[LocatedEngine]) -> str:
     counts = Counter(engine.kind for engine in engines)
     texts = [f"{counts[kind]} {text}" for kind, text in KIND_TEXTS.items() if counts[kind]]
     return ", ".join(texts) or "no engine is found"
+
+
+def check_cgroups(engines: Sequence[LocatedEngine], proc: Path) -> Check:
+    """Check whether the memory cgroups of the watched engines are visible.
+
+    NOT_APPLICABLE, with the fix, where some are not: the daemon also works without them.
+    """
+    if not engines:
+        return Check(Status.NOT_APPLICABLE, "no engine is watched")
+    pids_by_owner: dict[str, list[int]] = {}
+    for pid in list_pids(proc):
+        owner = read_owner(proc, pid)
+        if owner is not None:
+            pids_by_owner.setdefault(owner.key, []).append(pid)
+    hidden_names = []
+    for engine in engines:
+        # Any process shows it: all of a pod or unit are in the same tree.
+        pids = pids_by_owner.get(engine.owner_key, [])
+        if not any(read_cgroup(proc, pid, machine_bytes=UNLIMITED_BYTES) for pid in pids):
+            hidden_names.append(engine.name.text)
+    if not hidden_names:
+        return Check(Status.OK, "the memory cgroup of each engine can be read")
+    return Check(
+        Status.NOT_APPLICABLE,
+        f"the memory limits of {len(hidden_names)} of {len(engines)} engines are not visible here;"
+        " their memory is compared with the machine's",
+        details=tuple(hidden_names),
+        fixes=(SEE_CGROUPS,),
+    )
 
 
 def check_page(engine: LocatedEngine, page: EnginePage | Failure) -> Check:

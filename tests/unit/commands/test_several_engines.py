@@ -16,11 +16,15 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from tests.command import read_data, run_command
+from tests.fakes.cgroups import V2Tree
 from tests.fakes.engine_server import EngineServer, page
 from tests.fakes.node_tree import NodeTree
 from tests.unit.expose.views import day
 from vllm_headroom.expose.snapshot import build_document
-from vllm_headroom_tools.doctor.node import examine_node
+from vllm_headroom.model import EngineName
+from vllm_headroom.scrape.proc.node import LocatedEngine
+from vllm_headroom.vocabulary import EngineKind
+from vllm_headroom_tools.doctor.node import check_cgroups, examine_node
 from vllm_headroom_tools.settings import ModelSettings
 
 LEAKING = build_document(day(leaking=frozenset({0})))
@@ -189,3 +193,22 @@ def test_doctor_lists_the_engines_and_what_each_lacks(tmp_path: Path) -> None:
     assert "start it with --host 0.0.0.0" in checks["engines"].details[0]
     (page_check,) = (check for name, check in checks.items() if name.startswith("engine "))
     assert page_check.state == "missing"
+    assert checks["memory_limits"].state == "not_applicable"
+    assert "1 of 1 engines" in checks["memory_limits"].text
+    assert checks["memory_limits"].fixes
+
+
+def test_doctor_sees_whether_the_cgroups_of_the_engines_are_mounted(tmp_path: Path) -> None:
+    tree = NodeTree(tmp_path)
+    tree.add(100, 1, "python3", "/usr/bin/vllm", "serve", "m")
+    engine = LocatedEngine(
+        kind=EngineKind.WATCHED,
+        key="/system.slice/vllm.service:8000",
+        owner_key="/system.slice/vllm.service",
+        name=EngineName(unit="vllm.service"),
+    )
+
+    V2Tree(tmp_path / "cgroup", tree.path).add("system.slice/vllm.service", pids=(100,))
+    check = check_cgroups([engine], tree.path)
+
+    assert (check.state, check.fixes) == ("ok", ())

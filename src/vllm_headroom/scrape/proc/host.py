@@ -3,13 +3,20 @@
 import contextlib
 import os
 from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
+from functools import lru_cache
+from pathlib import Path
 from typing import Final
 
 from msgspec import Struct
 
 from vllm_headroom.model import Cgroup, HostReading, MachineMemory, Shm
-from vllm_headroom.scrape.proc.files import KIB, find_number, read_content, split_lines
+from vllm_headroom.scrape.proc.files import (
+    KIB,
+    find_number,
+    read_content,
+    read_own_pid,
+    split_lines,
+)
 from vllm_headroom.units import MIB
 
 
@@ -44,7 +51,8 @@ class CgroupMount(Struct, frozen=True, kw_only=True):
 
     version: CgroupVersion
     root: str
-    """The cgroup that is mounted: in a container not always the root of the tree."""
+    """The cgroup that is mounted, as the reader's cgroup namespace shows it: `/` is the namespace's
+    own cgroup, `/..` the one above it. In a container it is not always the root of the tree."""
     path: Path
     """The folder at which it is mounted."""
 
@@ -108,9 +116,57 @@ def _list_folders(proc: Path, pid: int) -> Iterator[CgroupFolder]:
         else:
             continue
         for mount in mounts:
-            cgroup = PurePosixPath(path)
-            if mount.version is version and cgroup.is_relative_to(mount.root):
-                yield CgroupFolder(mount=mount, path=mount.path / cgroup.relative_to(mount.root))
+            if mount.version is not version:
+                continue
+            folder = _find_folder(proc, mount, path)
+            if folder is not None:
+                yield CgroupFolder(mount=mount, path=folder)
+
+
+def _find_folder(proc: Path, mount: CgroupMount, cgroup: str) -> Path | None:
+    """Return a cgroup's folder in a mounted tree; None where the cgroup is not below its root.
+
+    The names of the cgroups above the reader's namespace are hidden: `/../b` may be `/a/b`. Where
+    the tree is mounted from above the namespace, they are found by the daemon's own cgroup.
+    """
+    names_above, names = _split_cgroup(cgroup)
+    root_names_above, root_names = _split_cgroup(mount.root)
+    if names_above == root_names_above:
+        # Both are below the same cgroup: only the names below it count.
+        if names[: len(root_names)] != root_names:
+            return None
+        return mount.path.joinpath(*names[len(root_names) :])
+    if names_above > root_names_above:
+        return None
+    own_folder = _find_own_folder(proc, mount.path, root_names_above)
+    if own_folder is None:
+        return None
+    # One parent for each cgroup that the path goes up: `parents[0]` is one above the folder.
+    shared_folder = own_folder if names_above == 0 else own_folder.parents[names_above - 1]
+    return shared_folder.joinpath(*names)
+
+
+def _split_cgroup(path: str) -> tuple[int, tuple[str, ...]]:
+    """Return how many cgroups above the reader's namespace a path begins, and the names below."""
+    parts = [part for part in path.split("/") if part]
+    names_above = 0
+    while names_above < len(parts) and parts[names_above] == "..":
+        names_above += 1
+    return names_above, tuple(parts[names_above:])
+
+
+@lru_cache(maxsize=4)
+def _find_own_folder(proc: Path, mount_path: Path, levels: int) -> Path | None:
+    """Return the folder of the reader's cgroup namespace, `levels` below a mounted tree's root.
+
+    It is searched once, for a namespace never moves: a node has hundreds of cgroups. None where no
+    folder lists the daemon's process, whose pid then is of another PID namespace.
+    """
+    own_pid = str(read_own_pid(proc)).encode()
+    for folder in mount_path.glob("/".join(["*"] * levels)):
+        if own_pid in _read(folder / "cgroup.procs").split():
+            return folder
+    return None
 
 
 def _parse_mount(line: str) -> CgroupMount | None:
@@ -179,7 +235,7 @@ def _find_lowest_limit(cgroup: CgroupFolder) -> tuple[int, Path] | None:
 
 SHM_FOLDER: Final = "dev/shm"
 
-_UNLIMITED_BYTES: Final = 2**63
+UNLIMITED_BYTES: Final = 2**63
 """Used in place of the machine's memory where that is unknown: more than any limit."""
 
 
@@ -191,7 +247,7 @@ def read_host(proc: Path, pid: int | None) -> HostReading:
     machine = read_machine(proc)
     if pid is None:
         return HostReading(machine=machine)
-    machine_bytes = _UNLIMITED_BYTES if machine is None else machine.total_bytes
+    machine_bytes = UNLIMITED_BYTES if machine is None else machine.total_bytes
     cgroup = read_cgroup(proc, pid, machine_bytes=machine_bytes)
     return HostReading(cgroup=cgroup, machine=machine, shm=_read_process_shm(proc, pid))
 

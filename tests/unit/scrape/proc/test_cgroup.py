@@ -190,6 +190,45 @@ def test_a_cgroup_that_another_container_has_is_not_taken_for_a_folder_of_ones_o
     assert read_cgroup_of_engine(proc) is None
 
 
+@pytest.mark.parametrize(
+    ("namespaced", "folder"),
+    [
+        ("/../../../kubepods-burstable.slice/pod7.slice/vllm.scope", "kubepods.slice/kubepods-burstable.slice"),
+        ("/../../pod7.slice/vllm.scope", "kubepods.slice/kubepods-besteffort.slice"),
+        ("/../../../../other.slice/pod7.slice/vllm.scope", "other.slice"),
+        ("/pod7.slice/vllm.scope", "kubepods.slice/kubepods-besteffort.slice/own-pod.slice/own.scope"),
+    ],
+)
+def test_the_cgroup_of_another_pod_is_read_in_the_tree_of_the_node(
+    proc: ProcTree, tmp_path: Path, namespaced: str, folder: str
+) -> None:
+    # The daemon has hostPID, a separate cgroup namespace, and the /sys/fs/cgroup of the node.
+    tree = V2Tree(tmp_path / "node", proc.path, root="/../../../..")
+    own_folder = "kubepods.slice/kubepods-besteffort.slice/own-pod.slice/own.scope"
+    tree.add("system.slice/containerd.service")
+    tree.add(own_folder, pids=(9999,))
+    engine_folder = tree.add(f"{folder}/pod7.slice/vllm.scope", pids=(20,), used=30 * GIB, kills=1)
+    tree.add(f"{folder}/pod7.slice", limit=40 * GIB, used=31 * GIB)
+    (proc.path / "20" / "cgroup").write_text(f"0::{namespaced}\n")
+
+    cgroup = read_cgroup_of_engine(proc)
+
+    assert cgroup is not None
+    assert cgroup.identity.startswith(str(engine_folder))
+    assert (cgroup.used_bytes, cgroup.limit_bytes, cgroup.oom_kills) == (31 * GIB, 40 * GIB, 1)
+
+
+def test_a_tree_that_does_not_show_the_daemon_names_no_other_pod(proc: ProcTree, tmp_path: Path) -> None:
+    tree = V2Tree(tmp_path / "node", proc.path, root="/../..")
+    tree.add("pods/pod7/vllm", pids=(20,), used=30 * GIB)
+    (proc.path / "20" / "cgroup").write_text("0::/../pod7/vllm\n")
+    assert read_cgroup_of_engine(proc) is None
+
+    # Above the mounted tree.
+    (proc.path / "20" / "cgroup").write_text("0::/../../../pods/pod7/vllm\n")
+    assert read_cgroup_of_engine(proc) is None
+
+
 def test_nothing_is_said_without_the_tree(proc: ProcTree) -> None:
     assert read_cgroup_of_engine(proc) is None
     (proc.path / "20" / "cgroup").write_text("0::/vllm\n")
