@@ -29,7 +29,7 @@ class Steps:
             return result
 
         parts: dict[str, Any] = {
-            "sampler": SimpleNamespace(tick=tick),
+            "sampler": SimpleNamespace(tick=tick, latest=result),
             "history": SimpleNamespace(step=lambda *_: self.call("history")),
             "recorder": SimpleNamespace(record=lambda *_: self.wait("recorder")),
             "flight": SimpleNamespace(step=lambda *_: self.wait("flight")),
