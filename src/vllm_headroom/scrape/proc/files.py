@@ -211,10 +211,9 @@ def read_command(proc: Path, pid: int) -> Command:
 
 
 def read_usage(proc: Path, process: ProcEntry) -> ProcUsage | None:
-    """Return what a process of the engine uses; None where it has exited or its pid was reused.
+    """Return what a process of the engine uses; None where it is gone or its pid was reused.
 
-    A process without resident memory is exiting, and counts as exited. Raises OSError where it is
-    unknown whether the process has exited.
+    Raises OSError where it is unknown whether the process still exists.
     """
     try:
         memory_pages = read_start(f"{proc}/{process.pid}/statm").split()
@@ -224,8 +223,7 @@ def read_usage(proc: Path, process: ProcEntry) -> ProcUsage | None:
     except (OSError, ValueError, IndexError) as error:
         _raise_if_unknown(error, is_engine=True)
         return None
-    is_reused = stat.process.identity != process.identity
-    if is_reused or stat.state == ZOMBIE_STATE or resident_pages == 0:
+    if stat.process.identity != process.identity:
         return None
     return ProcUsage(
         rss_bytes=resident_pages * _PAGE_BYTES, cpu_seconds=stat.cpu_seconds, state=stat.state

@@ -15,8 +15,7 @@ from vllm_headroom.scrape.proc import files as proc_files
 from vllm_headroom.scrape.proc.files import ProcEntry
 from vllm_headroom.scrape.proc.network import Network, format_authority, read_network
 from vllm_headroom.scrape.proc.owners import Owner, read_owner
-from vllm_headroom.scrape.proc.reader import Scope
-from vllm_headroom.scrape.proc.roots import list_servers
+from vllm_headroom.scrape.proc.reader import Scope, list_servers
 from vllm_headroom.scrape.proc.servers import Command, find_default_port, find_port, find_server
 from vllm_headroom.vocabulary import EngineKind
 from vllm_headroom.worker import Worker

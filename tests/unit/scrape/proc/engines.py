@@ -7,8 +7,7 @@ from collections.abc import Collection
 
 from vllm_headroom.model import ProcessReadings
 from vllm_headroom.scrape.proc.files import ProcEntry
-from vllm_headroom.scrape.proc.reader import Processes
-from vllm_headroom.scrape.proc.roots import Choice, PageState, ServedPort, choose_roots
+from vllm_headroom.scrape.proc.reader import Choice, PageState, Processes, ServedPort, choose_roots
 from vllm_headroom.scrape.proc.servers import find_port
 from vllm_headroom.vocabulary import Role
 

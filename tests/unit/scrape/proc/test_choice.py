@@ -4,8 +4,7 @@ import pytest
 from msgspec.structs import replace
 
 from tests.unit.scrape.proc.engines import ANYTHING, NEIGHBOUR, OURS, choice, named, tree
-from vllm_headroom.scrape.proc.reader import assign_roles
-from vllm_headroom.scrape.proc.roots import Choice
+from vllm_headroom.scrape.proc.reader import Choice, assign_roles
 from vllm_headroom.scrape.proc.servers import find_port
 from vllm_headroom.vocabulary import Role
 
