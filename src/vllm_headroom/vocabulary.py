@@ -129,8 +129,9 @@ class Role(StrEnum):
 
 
 NECESSARY_ROLES: Final = (Role.ENGINE_CORE, Role.WORKER)
-"""A server without one of these processes serves nobody. Its page may answer for half a minute, or
-forever."""
+"""A server that lacks one of these processes serves nobody, although its page may answer for half a
+minute or forever.
+"""
 
 
 class EngineKind(StrEnum):

@@ -97,7 +97,7 @@ class Sampler:
 
     @property
     def states(self) -> Mapping[str, Any]:
-        """The state of the engine's run and of each derivation, by name, as they are saved."""
+        """Return the state of the engine's run and of each derivation, by name, as it is saved."""
         return self._evaluation.states
 
     @property

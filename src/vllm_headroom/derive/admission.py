@@ -13,8 +13,9 @@ from vllm_headroom.model import EngineReading, Sample, Snapshot
 from vllm_headroom.vocabulary import EngineState
 
 FULL_BATCH_SAMPLES: Final = 3
-"""In how many samples requests must wait at the highest load before that load counts as the
-engine's limit: one queue proves nothing."""
+"""The number of samples in which requests must wait at the highest load before that load counts as
+the engine's limit: one queue proves nothing.
+"""
 
 
 class Batch(Struct, frozen=True, kw_only=True):
@@ -28,8 +29,9 @@ class Batch(Struct, frozen=True, kw_only=True):
     more."""
 
     is_reported: bool = False
-    """Whether the limit was ever reported: then it is unknown while it is not reported, and not
-    estimated."""
+    """Whether the engine ever reported its limit. If so, the limit is unknown while it is not
+    reported, and is never estimated.
+    """
 
 
 class Batches(Struct, frozen=True, kw_only=True):
@@ -42,12 +44,12 @@ class Batches(Struct, frozen=True, kw_only=True):
 
 
 def derive_admission(state: Batches, snapshot: Snapshot) -> tuple[Batches, tuple[Sample, ...]]:
-    """Return how many more requests each engine can run, by its free KV cache and `max_num_seqs`.
+    """Return how many more requests each engine can run, by its KV cache and `max_num_seqs`.
 
     vLLM's page does not show that setting. Where it is unknown, the limit is the highest number of
-    running requests so far, if other requests waited at that load although the KV cache had room.
-    No sample while nothing runs, and while the engine does not serve: the gauges of a sleeping or
-    stalled engine are frozen.
+    running requests so far, provided that other requests waited at that load although the KV cache
+    had room. There is no sample while nothing runs or while the engine does not serve, because the
+    gauges of a sleeping or stalled engine are frozen.
     """
     status = snapshot.engine_status
     if snapshot.page is None:
@@ -73,7 +75,7 @@ def _update_batch(batch: Batch, engine: EngineReading) -> Batch:
     """Return the evidence of an engine's limit with this reading added."""
     running = engine.running or 0.0
     is_reported = batch.is_reported or engine.max_num_seqs is not None
-    # The limit is at least the new highest load: queues at lower loads are no evidence any more.
+    # The limit is at least the new highest load: queues at lower loads are no longer evidence.
     if running > batch.most_running or is_reported != batch.is_reported:
         batch = Batch(most_running=running, is_reported=is_reported)
     has_queue_at_limit = running == batch.most_running and bool(engine.waiting)
@@ -98,12 +100,14 @@ def _count_additional(engine: EngineReading, batch: Batch) -> float | None:
     limit = None
     if batch.is_reported:
         limit = engine.max_num_seqs
-        # The limit was reported before and is not now: it is unknown, not the highest load.
+        # The limit was reported before and is not reported now. The highest load must not replace
+        # it.
         if limit is None:
             return None
     elif batch.waited_samples >= FULL_BATCH_SAMPLES:
         limit = batch.most_running
-    # The free share of the cache holds as many more as the used share holds now.
+    # The used share of the cache holds the running requests, so the free share holds proportionally
+    # many more.
     fitting = engine.running * (1.0 - engine.kv_used_ratio) / engine.kv_used_ratio
     # A tiny used share makes the quotient infinite.
     if isfinite(fitting):

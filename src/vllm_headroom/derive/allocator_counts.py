@@ -31,17 +31,17 @@ class Counts(Struct, frozen=True, kw_only=True):
     """The counts of all processes so far."""
 
     last: dict[CounterKey, int] = field(default_factory=dict)
-    """The newest count of each process, the one read longest ago first."""
+    """The newest count of each process. The one that was read longest ago comes first."""
 
     sums: dict[SumKey, int] = field(default_factory=dict)
-    """The sums over all processes, also over exited ones."""
+    """The sums over all processes, including exited ones."""
 
 
 def derive_counters(state: Counts, snapshot: Snapshot) -> tuple[Counts, tuple[Sample, ...]]:
     """Return the allocator's counters for each GPU of the engine, over all its processes.
 
-    An exited process counts with its last file. No samples without the probe or a GPU, nor for a
-    counter that no process has reported.
+    An exited process contributes the counts of its last file. No samples without the probe or a
+    GPU, nor for a counter that no process has reported.
     """
     probe = snapshot.probe
     gpus = snapshot.owned_gpus
@@ -51,7 +51,7 @@ def derive_counters(state: Counts, snapshot: Snapshot) -> tuple[Counts, tuple[Sa
     present_keys = {(uuid, metric.name) for uuid in uuids for metric in _COUNTERS}
     counts = dict(state.last)
     sums = limit_remembered(state.sums, present_keys)
-    # The present ones last: of too many counts the last ones are kept.
+    # Present processes come last, because the last ones are kept when there are too many.
     for process in (*probe.others, *probe.silent, *probe.present):
         for device in process.devices:
             if device.uuid.casefold() in uuids:
@@ -79,7 +79,7 @@ def _count_device(
     _add_count(counts, sums, process, (uuid, catalog.ALLOCATOR_RETRIES.name), device.retries)
     ooms = device.ooms
     oom = process.oom
-    # The probe may have recorded an error that the allocator's figures, read earlier, lack.
+    # The probe may have recorded an error after it read the allocator's figures.
     if oom is not None and oom.uuid is not None and oom.uuid.casefold() == uuid:
         ooms = max(ooms or 0, oom.seen or 1)
     _add_count(counts, sums, process, (uuid, catalog.ALLOCATOR_OOMS.name), ooms)
@@ -96,7 +96,7 @@ def _add_count(
     if count is None:
         return
     key = (*sum_key, process.pid, process.started_at_seconds)
-    # Taken out and put back at the end: the oldest counters are dropped first.
+    # Removed and added again at the end, so that the oldest counters are dropped first.
     earlier_count = counts.pop(key, 0)
     counts[key] = max(earlier_count, count)
     sums[sum_key] = sums.get(sum_key, 0) + counts[key] - earlier_count

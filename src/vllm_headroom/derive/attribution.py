@@ -1,4 +1,4 @@
-"""Attribution of GPUs and their memory to the engine."""
+"""Decide which GPUs, and how much of their memory, the engine uses."""
 
 from collections.abc import Iterable
 from typing import Final
@@ -45,7 +45,7 @@ def is_alive(pid: int, processes: ProcessReadings) -> bool:
 
 
 def describe_leftover(leftover: Leftover) -> str:
-    """Return how much memory which process holds, and how to get it back, as a clause."""
+    """Return a clause: which process holds how much memory, and how to get it back."""
     size = "an unknown share"
     if leftover.used_bytes is not None:
         size = format_size(leftover.used_bytes)
@@ -69,7 +69,7 @@ def describe_orphans(orphans: frozenset[int], gpus: Iterable[Gpu]) -> str | None
 
 
 def find_fate(pid: int, processes: ProcessReadings, engine_pids: frozenset[int]) -> Fate | None:
-    """Return what became of a process that the driver lists; None where it is or may be alive.
+    """Return what became of a process that the driver lists; None if it is or may be alive.
 
     Its pid must mean the same process in NVML and /proc. `engine_pids` are the pids of the engine's
     former processes. A pid that /proc does not show counts as vanished if it was the engine's, or
@@ -133,11 +133,12 @@ class AttributionState(Struct, frozen=True, kw_only=True):
     """The UUIDs of the engine's last devices; empty before any was seen."""
 
     holders: frozenset[tuple[int, float]] = frozenset()
-    """The engine's processes, by pid and start time, that were last seen on these devices."""
+    """The pids and start times of the engine's processes that were last seen on these devices."""
 
     has_ledger: bool = False
-    """Whether the driver has ever reported the memory of an engine process: if so, a reading
-    without it is a temporary gap."""
+    """Whether the driver has ever reported the memory of an engine process. If it has, a reading
+    without that memory is a temporary gap.
+    """
 
     engine_pids: frozenset[int] = frozenset()
     """The engine's pids last seen on any device. The pid of an exited process stays here while NVML
@@ -217,9 +218,9 @@ def attribute(
 
 
 def _assume_held_bytes(device: GpuReading, other_bytes: int | None) -> int | None:
-    """Return all used memory that is not known to be others'.
+    """Return the used memory that is not known to belong to others.
 
-    None where the memory is unknown, or is the machine's, which everything on the machine uses.
+    None where the memory is unknown, and on unified memory, which everything on the machine uses.
     """
     memory = device.memory
     if memory is None or memory.is_unified:
@@ -265,8 +266,8 @@ def _follow_engine(
 ) -> AttributionState:
     """Return the state with the devices on which the engine's processes are now.
 
-    While a process of the last reading is still on a device, it is the same engine: it keeps the
-    devices that it has freed, as an engine that exits frees them one by one.
+    While a process of the last reading is still on a device, it is the same engine. It keeps the
+    devices that it has freed, because an exiting engine frees its devices one by one.
     """
     if isinstance(processes, Failure):
         return state
@@ -293,7 +294,7 @@ def _follow_engine(
     state = replace(state, engine_pids=engine_pids & pids_on_devices)
     if not devices:
         return state
-    # By pid and start: a pid alone may be in use again.
+    # By pid and start time, because a pid may be in use again.
     is_same_engine = bool(holders & state.holders)
     if is_same_engine:
         devices |= state.device_uuids
@@ -329,8 +330,8 @@ def _has_same_pids(
 def _attribute_device(
     device: GpuReading, state: AttributionState, selection: Selection, *, device_count: int
 ) -> Attribution | None:
-    """Return by what a device is known to be the engine's; None where it is not the engine's."""
-    # The operator's word comes first, even where the processes are seen on other devices.
+    """Return why a device counts as the engine's; None where it does not."""
+    # The operator's setting comes first, even where the processes are seen on other devices.
     if selection.everything:
         return Attribution.ASSUMED
     if selection.listed:
@@ -339,7 +340,7 @@ def _attribute_device(
         names = {name.casefold() for name in selection.listed}
         is_listed = device.uuid.casefold() in names or str(index) in names
         return Attribution.UUID if is_listed else None
-    # Automatic: never a guess among several devices.
+    # Attribution is automatic: it never guesses among several devices.
     if state.device_uuids:
         return Attribution.PROCESS if device.uuid in state.device_uuids else None
     return Attribution.SINGLE if device_count == 1 else None
@@ -350,7 +351,7 @@ def _split_memory(
 ) -> tuple[int | None, int | None]:
     """Return the bytes that the engine's processes hold, and those that other live ones hold.
 
-    Both are None where the processes are not known, or hold more together than is in use. One is
+    Both are None where the processes are not known, or together hold more than is in use. One is
     None where the driver does not report the memory of one of its processes. The two need not sum
     to the memory in use.
     """
@@ -373,8 +374,8 @@ def _split_memory(
     # A sum that is too large contains memory of another device: neither sum is reliable.
     if (engine_bytes or 0) + (other_bytes or 0) > used_bytes + _NVML_RACE_BYTES:
         return None, None
-    # NVML reads the two figures one after the other: within that race, the memory in use is the
-    # limit.
+    # NVML reads the two figures one after the other. Within that race, the sum is capped at the
+    # memory in use.
     if engine_bytes is not None:
         engine_bytes = min(engine_bytes, used_bytes)
     if other_bytes is not None:
@@ -383,12 +384,12 @@ def _split_memory(
 
 
 def add_lost_gpus(snapshot: Snapshot) -> Snapshot:
-    """Return the snapshot with unopened GPUs attributed to the engine, if they must be its own.
+    """Attribute GPUs that cannot be opened to the engine, if they must be its GPUs.
 
     A GPU that cannot be opened has no UUID and no process list. Where GPUs of the engine are
-    missing, the unopened GPUs are the engine's if there are no more of them than missing ones.
-    While GPUs of the engine are missing, another readable GPU is not assumed to be the engine's,
-    even if it is the only one. The snapshot is returned unchanged where no GPU is missing.
+    missing, the unopened GPUs are attributed to it if there are no more of them than missing ones.
+    Meanwhile no other readable GPU is assumed to be the engine's, even if it is the only one. The
+    snapshot is returned unchanged where no GPU is missing.
     """
     if snapshot.engine_status is None or not snapshot.devices:
         return snapshot
@@ -396,7 +397,8 @@ def add_lost_gpus(snapshot: Snapshot) -> Snapshot:
     missing_uuids = sorted(engine_uuids - {gpu.reading.uuid for gpu in snapshot.devices})
     if not missing_uuids:
         return snapshot
-    # More unopened GPUs than missing ones: some of them are not the engine's, and which is unknown.
+    # More unopened GPUs than missing ones: some of them are not the engine's, and it is unknown
+    # which.
     unopened_count = sum(1 for gpu in snapshot.devices if not gpu.reading.uuid)
     is_engines = unopened_count <= len(missing_uuids)
     # Where several GPUs are missing, it is unknown which of them an unopened GPU is.
@@ -413,7 +415,7 @@ def add_lost_gpus(snapshot: Snapshot) -> Snapshot:
 
 
 def _attribute_lost(gpu: Gpu, uuid: str) -> Gpu:
-    """Return an unreadable GPU as one of the engine's; the UUID is empty where not known."""
+    """Return an unreadable GPU as one of the engine's; the UUID is empty where it is unknown."""
     return replace(
         gpu,
         reading=replace(gpu.reading, uuid=uuid),

@@ -1,4 +1,4 @@
-"""Complete the facts of an engine by its probe and its options; list the pools it may fill."""
+"""Complete an engine's facts from its probe and options, and list the pools it may fill."""
 
 from collections import Counter
 from collections.abc import Collection, Iterator
@@ -31,7 +31,9 @@ _OPTIONS: Final = {
     "kv_cache_dtype": "kv_cache_dtype",
     "kv_cache_memory_bytes": "kv_cache_memory_bytes",
 }
-"""The option that gives a field of EngineReading where the page does not have it, by the field."""
+"""The option that sets a field of EngineReading, by the field. It is used where the page does not
+have the field.
+"""
 
 OFFLOAD_FACTOR: Final = 1.92
 """How many times its configured size a KV cache tier in host memory took (vllm#53042); offloaded
@@ -76,9 +78,9 @@ def complete_page(
     """Return the page with facts of the probe and of the command line added to each engine.
 
     The probe's facts replace those of the page. An option adds a fact only if the page and the
-    probe do not have it. A core whose probe is silent keeps its last facts. A capacity that blocks
-    gave is dropped where the model's own name or `model` shows that layers share them in groups. A
-    failure is returned unchanged.
+    probe do not have it. A core whose probe is silent keeps its last facts. A capacity that was
+    computed from blocks is dropped where the model's name or `model` shows that groups of layers
+    share the blocks. A failure is returned unchanged.
     """
     if isinstance(page, Failure):
         return page
@@ -89,7 +91,7 @@ def complete_page(
     has_groups = _has_groups(options, model)
     for engine in page.engines:
         scheduler = schedulers.get(label_engine(engine))
-        # Of a fact that both have, the probe's counts.
+        # Where both have a fact, the probe's replaces the option's.
         facts = _list_option_facts(engine, options) | _list_scheduler_facts(scheduler)
         if has_groups and page.has_capacity_of_blocks:
             facts["kv_capacity_tokens"] = None
@@ -98,9 +100,9 @@ def complete_page(
 
 
 def _has_groups(options: EngineOptions | None, model: TokenBytes | None) -> bool:
-    """Return whether layers of the model are known to form groups, whatever name it is served by.
+    """Return whether the model's layers are known to form groups.
 
-    The page has only the served name, which may be an alias.
+    The page has only the served name, which may be an alias of the model's name.
     """
     if model is not None and model("auto", 1) == NO_TOKEN_BYTES:
         return True
@@ -145,7 +147,7 @@ def list_pools(
     # Without separate processes, the core runs in the server and the worker in the core.
     core = Role.ENGINE_CORE if counts[Role.ENGINE_CORE] else Role.API_SERVER
     worker = Role.WORKER if counts[Role.WORKER] else core
-    # In a container that hides its processes there is at least the one that serves.
+    # In a container that hides its processes there is at least the process that serves.
     workers = counts[worker] or 1
 
     pools = [
@@ -161,7 +163,8 @@ def _size_kv_offload(
 ) -> Pool:
     """Return the pool of KV cache in host memory: each engine's tier, each worker's LMCache."""
     tiers_bytes = sum(engine.kv_offload_bytes or 0 for engine in engines)
-    # Where the page does not show a tier, each engine has one of the size that the options set.
+    # Where the page does not show a tier, each engine is assumed to have one of the configured
+    # size.
     if not tiers_bytes:
         option_bytes = (options.kv_offloading_size or 0) * GIB
         tier_bytes = option_bytes or options.kv_connector_bytes or 0
@@ -192,7 +195,7 @@ def _size_multimodal_caches(
 def _find_multimodal_cache_gb(
     engines: Collection[EngineReading], options: EngineOptions
 ) -> float | None:
-    """Return the size of one cache in GiB; None where none is used, or where a file may set it."""
+    """Return the size of one cache in GiB; None if there is none, or a file may set the size."""
     if options.mm_processor_cache_gb is not None:
         return options.mm_processor_cache_gb
     is_used = any(engine.multimodal_cache_queries_total for engine in engines)

@@ -44,9 +44,9 @@ def _find_reported(
 ) -> tuple[str, float] | None:
     """Return the basis of the reported memory and its bytes on one GPU; None where there is none.
 
-    A basis on which the page's engines disagree, or of 0 bytes, is passed over.
+    A basis on which the page's engines disagree, or which gives 0 bytes, is skipped.
     """
-    # Where engines disagree, it is not known which of them is on this GPU.
+    # Where engines disagree, it is unknown which of their figures belongs to this GPU.
     measured_sizes = {engine.memory_bytes for engine in page.engines}
     if len(measured_sizes) == 1:
         measured_bytes = measured_sizes.pop()
@@ -63,22 +63,22 @@ def _find_reported(
 
 
 def _compute_budget(page: EnginePage, total_bytes: int) -> float | None:
-    """Return what vLLM was configured to use of a GPU.
+    """Return how much of a GPU's memory vLLM was configured to use.
 
     None where unknown, or when engines disagree.
     """
     budget_ratios = set[float]()
     for engine in page.engines:
         ratio = engine.gpu_memory_utilization_ratio
-        # With the cache's size in bytes, the budget is not computed from the ratio.
+        # Where the size of the cache is configured in bytes, the ratio does not set the budget.
         if ratio is not None and engine.kv_cache_memory_bytes is None:
             budget_ratios.add(ratio)
     return budget_ratios.pop() * total_bytes if len(budget_ratios) == 1 else None
 
 
 def find_budget(page: EnginePage, total_bytes: int, configured_bytes: float | None) -> float | None:
-    """Return the bytes that the engine was configured to use of a GPU, else the operator's figure.
+    """Return the engine's configured bytes on a GPU, or else the operator's figure.
 
-    None where neither is known. What torch reports that it reserved is no budget.
+    None where neither is known. What torch has reserved is not a budget.
     """
     return _compute_budget(page, total_bytes) or configured_bytes or None

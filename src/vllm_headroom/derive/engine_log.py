@@ -15,7 +15,7 @@ PHASE_WORDS: Final[Mapping[StartPhase, str]] = {
     StartPhase.READY: "just before it served",
     StartPhase.SERVING: "while it served",
 }
-"""When something happened, by how far the start had come."""
+"""When something happened, by the phase of the start."""
 
 SENTENCES: Final[Mapping[LogFailureKind, str]] = {
     LogFailureKind.NO_KV_CACHE_MEMORY: "No GPU memory was left for the KV cache",
@@ -74,7 +74,7 @@ def describe_refusal(refusal: Refusal) -> str:
 
 
 def describe_place(failure: LogFailure) -> str:
-    """Return where the log says so: the line, its time, the process, the line of the code."""
+    """Return where the log says so: the line, its time, the process, and the line of code."""
     parts = [f"line {failure.line_number:,}"]
     time = describe_time(failure.time)
     if time is not None:
@@ -103,7 +103,7 @@ def describe_time(time: LogTime) -> str | None:
 
 
 def _describe_figures(failure: LogFailure) -> str | None:
-    """Return the figures of a message as words; None where they say nothing."""
+    """Return the figures of a message in words; None where the message has too few figures."""
     figures = failure.figures
     for needed_names, text in DETAILS.get(failure.kind, ()):
         if all(name in figures for name in needed_names):
@@ -170,4 +170,6 @@ DETAILS: Final[Mapping[LogFailureKind, tuple[tuple[tuple[str, ...], str], ...]]]
         ),
     ),
 }
-"""The figures that a message needs, and the text that they give; the first that has all counts."""
+"""The figures that a message needs, and the text built from them. The first row whose figures are
+all known is used.
+"""

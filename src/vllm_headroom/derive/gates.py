@@ -12,10 +12,10 @@ from vllm_headroom.units import DAY_SECONDS, HOUR_SECONDS, format_duration
 from vllm_headroom.vocabulary import EngineState, EvictionResult, LeakState
 
 GATE: Final = "gate"
-"""The name in the log where judging the gate fails."""
+"""The name under which a failure to judge the gate is logged."""
 
 HOST_NAME: Final = "the host"
-"""The name of the host's memory in a sentence."""
+"""How sentences call the host's memory."""
 
 
 class Gate(Struct, frozen=True):
@@ -32,17 +32,18 @@ class Guardrail(Struct, frozen=True, kw_only=True):
     """The guardrail's settings and state."""
 
     near_seconds: float
-    """The pod is evicted where a leak may end its engine within this time."""
+    """The pod is evicted if a leak may run the engine out of memory within this time."""
 
     quiet_hour: int | None
-    """The hour of the day, in UTC, in which the pod is evicted even if a day is left; None without
-    one."""
+    """The hour of the day, in UTC, in which the pod is evicted even if a whole day is left; None if
+    no hour is set.
+    """
 
     is_holder: bool
-    """Whether this pod holds the Lease of its workload: one pod at a time is evicted."""
+    """Whether this pod holds the Lease of its workload. Only one pod at a time is evicted."""
 
     requests: tuple[tuple[EvictionResult, int], ...] = ()
-    """How many evictions were requested so far, by their result."""
+    """How many evictions were requested so far, by result."""
 
 
 class TimeToOom(Struct, frozen=True, order=True):
@@ -53,7 +54,7 @@ class TimeToOom(Struct, frozen=True, order=True):
     """The name, for a sentence, of the GPU or the host whose memory it is."""
 
     def __str__(self) -> str:
-        """Return the time as the end of a sentence that begins with the owner."""
+        """Return the end of a sentence whose subject is the owner."""
         return f"may be out of memory in {format_duration(self.earliest_seconds)}"
 
 
@@ -65,9 +66,9 @@ def derive_gate(
 ) -> tuple[Gate, tuple[Sample, ...]]:
     """Return the gate and its samples, from the `values` of all derivations of this tick.
 
-    The gate is closed while the engine is stalled. If this pod holds the Lease of its workload, the
-    gate is closed too while a memory may be full within `gate_seconds`, by the lower bound. Unknown
-    values never close it. Where `gate_seconds` is None, it is always open and has no series.
+    The gate is closed while the engine is stalled. It is also closed while a memory may be full
+    within `gate_seconds`, by the lower bound, if this pod holds the Lease of its workload. Unknown
+    values never close it. Where `gate_seconds` is None, the gate is always open and has no series.
     """
     reason = None
     due = None
@@ -102,7 +103,7 @@ def _find_gate_reason(
 def _find_eviction_reason(snapshot: Snapshot, values: Values, guardrail: Guardrail) -> str | None:
     """Return why the pod is to be evicted; None where it is not.
 
-    It is evicted while the engine serves, leaks for certain, and may be out of memory soon.
+    It is evicted while the engine serves, is known to leak, and may soon be out of memory.
     """
     status = snapshot.engine_status
     if status is None or status.state is not EngineState.SERVING:
@@ -110,7 +111,7 @@ def _find_eviction_reason(snapshot: Snapshot, values: Values, guardrail: Guardra
     within_seconds = guardrail.near_seconds
     hour = snapshot.time_seconds % DAY_SECONDS // HOUR_SECONDS
     if hour == guardrail.quiet_hour:
-        # A leak must not fill the memory before the next quiet hour, which is a day away.
+        # A leak must not fill the memory before the next quiet hour, which is at most a day away.
         within_seconds = DAY_SECONDS
     leaking = _list_leaking(snapshot, values)
     near = [
@@ -125,9 +126,10 @@ def _find_eviction_reason(snapshot: Snapshot, values: Values, guardrail: Guardra
 
 
 def _list_leaking(snapshot: Snapshot, values: Values) -> set[str]:
-    """Return the names, for a sentence, of the GPUs and the host that leak for certain.
+    """Return how a sentence names the GPUs, and the host, that are known to leak.
 
-    Without a GPU whose growth may be another process's: an eviction would not end it.
+    A GPU is left out if its growth may be another process's, because an eviction would not end that
+    growth.
     """
     shared_uuids = {gpu.reading.uuid for gpu in snapshot.devices if not is_alone(gpu)}
     names = set()

@@ -1,4 +1,4 @@
-"""Whether and when each source could be read, and how long it took."""
+"""Whether and when each source was read successfully, and how long reading took."""
 
 from typing import Final
 
@@ -33,7 +33,8 @@ INITIAL: Final = HealthState(
     last_success_seconds={},
 )
 """The counts of all sources but the probe and the log start at 0. Theirs are added when they are
-first read: without a configured folder or log they must not be exported."""
+first read: without a configured folder or log they are not exported.
+"""
 
 PROBE_ZEROS: Final = _list_zeros(Source.PROBE)
 """The probe's counts when its folder is first read."""
@@ -63,9 +64,9 @@ def derive_health(state: HealthState, snapshot: Snapshot) -> tuple[HealthState, 
 
 
 def _measure_skew(snapshot: Snapshot, failed_sources: set[Source]) -> float | None:
-    """Return the time between the readings of engine and GPUs; None where one of them failed."""
+    """Return the time between the engine's and the GPUs' reading; None where one failed."""
     ends_seconds = {}
-    # A failed reading may have waited for its timeout: when it ended shows nothing.
+    # A failed reading may have waited for its timeout, so the time at which it ended says nothing.
     for reading in snapshot.reading_times:
         if reading.source not in failed_sources:
             ends_seconds[reading.source] = reading.ended_monotonic_seconds
@@ -79,7 +80,7 @@ def _measure_skew(snapshot: Snapshot, failed_sources: set[Source]) -> float | No
 def _count_readings(state: HealthState, snapshot: Snapshot) -> HealthState:
     """Return the state with this snapshot's failures and successes."""
     failures = dict(state.failures)
-    # From the first reading of the probe's folder on, its counts are exported too.
+    # The probe's counts are exported from the first reading of its folder on.
     if snapshot.probe is not None:
         failures = PROBE_ZEROS | failures
     if snapshot.log is not None:

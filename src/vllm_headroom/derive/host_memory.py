@@ -32,8 +32,9 @@ HOST_KINDS: Final = ("anonymous", "file", "shared")
 
 FULL_SHARE: Final = 0.5
 """A container that used less than this share of its limit at its last sample was not killed for
-memory. Between two samples, 5 s apart, the fastest reported leak takes 2 GB
-(vllm-project/vllm#35191), and an engine that is killed holds more than that."""
+lack of memory. Samples are 5 s apart. In that time the fastest reported leak takes 2 GB
+(vllm-project/vllm#35191), and an engine that gets killed holds more than that.
+"""
 
 
 SCOPES: Final[Mapping[HostBasis | None, str]] = {
@@ -42,8 +43,9 @@ SCOPES: Final[Mapping[HostBasis | None, str]] = {
     HostBasis.PROBE: " in the engine's container, as the probe reads it",
     HostBasis.PROCESSES: " by the engine's processes and its /dev/shm",
 }
-"""Where the memory in use is counted, for the end of a sentence; the basis is None in an older
-trace."""
+"""Where the memory in use is counted, as the end of a sentence. An older trace has no basis: its
+key is None.
+"""
 
 
 PROBE_PREFIX: Final = "probe:"
@@ -57,14 +59,19 @@ class ContainerState(Struct, frozen=True, kw_only=True):
     """The last reading; its figures are None where unknown."""
 
     root: str | None = None
-    """Identifies the run: the engine's root process, or a container that only the probe reads."""
+    """Identifies the run: by the engine's root process, or by a container that only the probe
+    reads.
+    """
 
     scope: HostMemory = field(default_factory=HostMemory)
-    """The reading of this run with the most reliable basis: figures of a lesser one would count
-    another scope, such as the machine's memory instead of the container's."""
+    """The reading of this run that had the most reliable basis. Figures with a less reliable basis
+    would count another scope, such as the machine's memory instead of the container's.
+    """
 
     kills: int | None = None
-    """The kernel's kills so far over all containers; None where no counter was read."""
+    """The number of OOM kills by the kernel so far, in all containers; None where no counter was
+    read.
+    """
 
     newest_container: str = ""
     """The container whose counter of kills was read last."""
@@ -88,8 +95,8 @@ def update_container(
     The sources are, in this order: the cgroup of the engine's processes, or the machine where that
     cgroup has no limit; the cgroup that the probe reads; the sum of the processes' memory and
     /dev/shm. `limit_bytes`, from the settings, is the limit where the kernel reports none. The host
-    memory is None where nothing is known. Within a run, figures of a less reliable source than
-    before are unknown: they would count another scope.
+    memory is None where nothing is known. Within a run, figures from a less reliable source than
+    before are dropped, because they would count another scope.
     """
     probed_cgroup, probed_shm = _find_probed_host(probe)
     reading = HostReading()
@@ -105,9 +112,10 @@ def update_container(
 
     root = _identify_root(state, processes, probed_cgroup)
     memory = _choose_memory(reading, probed_cgroup, engine, limit_bytes)
-    # Another run may be in another container, so the scope starts over.
+    # The next run may be in another container, so its scope starts empty.
     scope = state.scope if root == state.root else HostMemory()
-    # A jump from the container's to the machine's figures would look like a leak, or like its end.
+    # A jump between the container's and the machine's figures would look like a leak, or like the
+    # end of one.
     if _has_lost_scope(memory, scope):
         memory = HostMemory()
     # The most reliable basis of this run so far.
@@ -136,7 +144,7 @@ def _identify_root(
 ) -> str | None:
     """Return what identifies this run, as `ContainerState.root`; None where nothing does."""
     if isinstance(processes, Failure):
-        # While /proc cannot be read, the process that it showed last identifies the run.
+        # While /proc cannot be read, the last visible root process identifies the run.
         was_seen = state.root is not None and not state.root.startswith(PROBE_PREFIX)
         if was_seen:
             return state.root
@@ -150,7 +158,8 @@ def _has_lost_scope(memory: HostMemory, scope: HostMemory) -> bool:
     """Return whether a reading has a less reliable basis than `scope`, the best of this run."""
     if _rank_basis(memory) >= _rank_basis(scope):
         return False
-    # The probe reads the same container as /proc did, so its figures fit if the limit is equal.
+    # If the limit is the same, the probe reads the container that /proc showed, so its figures are
+    # comparable.
     is_same_container = scope.basis is HostBasis.CGROUP and memory.basis is HostBasis.PROBE
     return not (is_same_container and scope.limit_bytes == memory.limit_bytes)
 
@@ -182,8 +191,8 @@ def _find_probed_host(
     host = hosts[0]
     if host.cgroup is None:
         return None, host.shm
-    # The probe does not report which cgroup it is in: the start of the oldest process identifies
-    # it.
+    # The probe does not report its cgroup, so the start of its oldest process identifies the
+    # cgroup.
     started_at_seconds = min(process.started_at_seconds for process in probe.present)
     return replace(host.cgroup, identity=f"{PROBE_PREFIX}{started_at_seconds:.0f}"), host.shm
 
@@ -233,7 +242,7 @@ def _measure_machine(machine: MachineMemory) -> HostMemory:
 def _measure_processes(
     engine: tuple[EngineProcess, ...], shm: Shm | None, limit_bytes: int | None
 ) -> HostMemory:
-    """Return the private and shared memory of the processes, without the files that they map.
+    """Return the private and shared memory of the processes, without mapped files.
 
     All its figures are None where a process's private memory is unknown, or there is no process.
     """
@@ -242,7 +251,7 @@ def _measure_processes(
     if private_bytes is None:
         return HostMemory()
     shm_bytes = None if shm is None else shm.used_bytes
-    # /dev/shm may be out of sight, or hold files that no process has mapped: the larger figure
+    # /dev/shm may be invisible, or hold files that no process has mapped, so the larger figure
     # counts.
     shared_bytes = max(shm_bytes or 0, count_shared(engine, shm_bytes))
     return HostMemory(
@@ -258,7 +267,7 @@ def count_shared(processes: Iterable[EngineProcess], shm_bytes: int | None) -> i
 
     `shm_bytes` is how much of /dev/shm is in use, None where unknown. Memory in /dev/shm counts
     once, however many processes map it. Memory that CUDA pins is counted for each process, because
-    processes never share it (vllm-project/vllm#53042: four workers had 192 GiB each, the machine
+    processes cannot share it (vllm-project/vllm#53042: four workers had 192 GiB each, the machine
     769 GiB).
     """
     shared_sizes = [process.shared_bytes or 0 for process in processes]
@@ -271,12 +280,12 @@ def count_shared(processes: Iterable[EngineProcess], shm_bytes: int | None) -> i
 def _count_kills(
     state: ContainerState, cgroup: Cgroup | None, machine: MachineMemory | None, root: str | None
 ) -> ContainerState:
-    """Add the kernel's kills since the last reading, each once, whichever source reads them.
+    """Add the kernel's kills since the last reading, each once, whichever source shows it.
 
-    `root` is the container that is read now; another one before means that the run has ended. Its
-    container and the container's counter may then be gone. If that container was at least half
-    full, the machine's counter is used. If the container is visible again later, these kills are
-    not counted again.
+    `root` identifies the container that is read now. If the previous reading had another root, that
+    run has ended, and its container and the container's counter of kills may be gone. If that
+    container was at least half full, the machine's counter is used instead. If the container is
+    visible again later, these kills are not counted twice.
     """
     has_ended = state.root is not None and root != state.root
     # The machine counts the kills of all containers: only a container that was full enough explains
@@ -291,7 +300,7 @@ def _count_kills(
 
 
 def _was_full(memory: HostMemory) -> bool:
-    """Return whether so much memory was in use that the end may be a kill; False where unknown."""
+    """Return whether the container was so full that its end may be a kill; False where unknown."""
     full_bytes = FULL_SHARE * (memory.limit_bytes or inf)
     return (memory.used_bytes or 0) >= full_bytes
 
@@ -317,7 +326,7 @@ def _count_machine_kills(state: ContainerState, machine: MachineMemory | None) -
 def _count_container_kills(
     state: ContainerState, cgroup: Cgroup, oom_kills: int, root: str | None
 ) -> ContainerState:
-    """Count the new kills of a container; `oom_kills` is its counter."""
+    """Count the new kills of a container; `oom_kills` is the value of its counter."""
     container = PROBE_PREFIX if cgroup.identity.startswith(PROBE_PREFIX) else cgroup.identity
     names = {container}
     # The probe and /proc read one container under two names: both names have the same counter.
@@ -362,7 +371,7 @@ EngineProcess that are summed."""
 def derive_host_memory(snapshot: Snapshot) -> tuple[Sample, ...]:
     """Return the samples of each role's processes, of the pools and of the container.
 
-    A figure that is unknown has no sample.
+    An unknown figure has no sample.
     """
     return (
         *_sum_processes(snapshot.engine_processes),
@@ -372,7 +381,7 @@ def derive_host_memory(snapshot: Snapshot) -> tuple[Sample, ...]:
 
 
 def _sum_processes(processes: tuple[EngineProcess, ...]) -> Iterator[Sample]:
-    """Yield the sums over the processes of each role; no sum where one process's is unknown."""
+    """Yield each role's sums over its processes; none where one process's figure is unknown."""
     for metric, labels, fact in PROCESS_FACTS:
         for role in Role:
             n_bytes = sum_known(

@@ -18,9 +18,10 @@ from vllm_headroom.units import MIB
 from vllm_headroom.vocabulary import MemoryPart
 
 PROBE_RACE_BYTES: Final = 64 * MIB
-"""How much may be freed between the probe's reading and NVML's. An engine that seems to hold less
-than torch has reserved, by at most this much, holds nothing outside torch. A larger difference is
-unexplained, and the part is unknown."""
+"""How much memory may be freed between the probe's reading and NVML's. An engine that seems to hold
+less than torch has reserved, but by no more than this, holds nothing outside torch. A larger
+difference has no explanation, so the part outside torch is unknown.
+"""
 
 _GRAPH_HOMES: Final = (MemoryPart.CACHED, MemoryPart.FRAGMENTED, MemoryPart.OUTSIDE_TORCH)
 """The parts in which captured graphs are counted, in the order in which graphs are subtracted:
@@ -33,7 +34,7 @@ class Sums(Struct, frozen=True, kw_only=True):
     allocated: int | None
     reserved: int | None
     split: int | None
-    """Unused, but not to be freed: the rest of its segment is in use."""
+    """Unused memory that torch cannot release, because the rest of its segment is in use."""
     weights: int | None
     kv_cache: int | None
     graphs: int | None
@@ -42,10 +43,9 @@ class Sums(Struct, frozen=True, kw_only=True):
 def add_inside(
     gpus: tuple[Gpu, ...] | Failure, probe: ProbeReadings | Failure | None
 ) -> tuple[Gpu, ...] | Failure:
-    """Return the GPUs with the reports of the engine's running processes by the probe.
+    """Return the GPUs with what the probe reports for the engine's running processes.
 
-    Unchanged where the GPUs or the probe's files could not be read. A Failure of the GPUs is
-    returned as it is.
+    The GPUs are returned unchanged where they, or the probe's files, could not be read.
     """
     if isinstance(gpus, Failure) or not isinstance(probe, ProbeReadings):
         return gpus
@@ -103,7 +103,7 @@ def _list_reports(gpu: Gpu, probe: ProbeReadings) -> list[ProbedDevice]:
     uuid = gpu.reading.uuid.casefold()
     reports = []
     for process in probe.present:
-        # A process on several devices does not report which of them its measurements belong to.
+        # A process on several devices does not report to which of them its measurements belong.
         parts = process.parts if len(process.devices) == 1 else None
         reports += [
             ProbedDevice(device, parts)
@@ -157,8 +157,8 @@ def build_ledger(sums: Sums, held_bytes: int | None) -> dict[MemoryPart, int]:
     Captured graphs are free blocks of private pools, and memory of the driver: vLLM's figure for
     graphs is subtracted from those parts, so that every byte counts once.
 
-    Empty where weights and KV cache exceed what the engine holds: the probe, which reads every five
-    seconds, then read them before the engine fell asleep.
+    Empty where weights and KV cache exceed what the engine holds. The probe writes only every five
+    seconds, so it may have measured them before the engine fell asleep.
     """
     parts = {}
     if sums.weights is not None:
@@ -168,7 +168,7 @@ def build_ledger(sums: Sums, held_bytes: int | None) -> dict[MemoryPart, int]:
     known_bytes = sum(parts.values())
     if held_bytes is not None and known_bytes > held_bytes + PROBE_RACE_BYTES:
         return {}
-    # With less allocated than weights and cache, the readings are of different moments.
+    # If less is allocated than weights and cache take, the readings are from different moments.
     are_both_known = sums.weights is not None and sums.kv_cache is not None
     if are_both_known and sums.allocated is not None and sums.allocated >= known_bytes:
         parts[MemoryPart.OTHER_TENSORS] = sums.allocated - known_bytes

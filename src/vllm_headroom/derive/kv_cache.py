@@ -16,11 +16,12 @@ def derive_kv_cache(
 ) -> tuple[Sample, ...]:
     """Return the KV-cache samples of each engine.
 
-    `bytes_per_token` is the configured size of a token on all GPUs of one engine, None where it is
-    not configured. vLLM does not export that size. The second source is the cache's size by the
-    probe, divided by its capacity in tokens. The third is `model`, or else the model that the
-    engine's processes load, which computes it from the dtype. Without a source there are samples in
-    tokens and none in bytes. Samples per running request are absent while nothing runs.
+    `bytes_per_token` is the configured size of a token on all GPUs of one engine; None where it is
+    not configured, because vLLM does not export that size. The second source is the size of the
+    cache by the probe, divided by its capacity in tokens. The third is the model: `model`, or else
+    the one that the engine's processes load; it computes the size from the dtype. Without a source
+    there are samples in tokens and none in bytes. Samples per running request are absent while
+    nothing runs.
     """
     engines = list_named(snapshot.page)
     # The operator's figure comes first, then what the probe sees, then the model's.
@@ -45,7 +46,7 @@ def _measure_bytes_per_token(
     sizes = []
     for gpu in snapshot.owned_gpus:
         parts = () if gpu.inside is None else gpu.inside.parts
-        # In sleep the size of the cache is unknown: then so is the sum.
+        # In sleep the size of the cache is unknown, and therefore the sum.
         sizes.append(dict(parts).get(MemoryPart.KV_CACHE))
     cache_bytes = sum_known(sizes)
     capacity_tokens = sum_known(engine.kv_capacity_tokens for engine in engines)
@@ -83,5 +84,5 @@ def count_tokens_per_request(engine: EngineReading) -> float | None:
     if not engine.running or not engine.kv_used_ratio or engine.kv_capacity_tokens is None:
         return None
     tokens = engine.kv_used_ratio * engine.kv_capacity_tokens / engine.running
-    # Absurd values on a page overflow.
+    # Absurd values on a page may overflow.
     return tokens if isfinite(tokens) else None

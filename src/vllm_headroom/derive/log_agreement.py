@@ -8,21 +8,22 @@ from vllm_headroom.model.start import EngineStart
 from vllm_headroom.units import MIB, format_size
 
 TOLERANCE_BYTES: Final = 64 * MIB
-"""Our choice: a smaller difference is none. vLLM rounds to 0.01 GiB."""
+"""Our choice: a smaller difference is ignored. vLLM rounds to 0.01 GiB."""
 
 TOLERANCE_SHARE: Final = 0.02
-"""Our choice: nor is a difference of less than this share of the size."""
+"""Our choice: a difference below this share of the size is ignored too."""
 
 TOLERANCE_RATIO: Final = 0.005
-"""Half of the last digit to which vLLM's options are commonly given."""
+"""Half of the last digit that values of vLLM's options usually have."""
 
 
 def find_disagreements(snapshot: Snapshot) -> tuple[str, ...]:
-    """Return a sentence for each figure that the log of the newest start has and others deny.
+    """Return a sentence for each figure of the log that another source contradicts.
 
-    Empty until that start has served, and where there is no log. The weights and the KV cache are
-    compared with the probe's of the same name, and the budget with the page's. The log's KV cache
-    is an upper bound, because an option can make vLLM use fewer blocks.
+    The figures are those of the newest start. Empty until that start has served, and where there is
+    no log. The weights and the KV cache are compared with the probe's figures, and the budget with
+    the page's. The log's KV cache is an upper bound, because an option can make vLLM use fewer
+    blocks.
     """
     if not isinstance(snapshot.log, LogReading) or not snapshot.is_in_service:
         return ()
@@ -52,7 +53,7 @@ def _compare_with_probe(start: EngineStart, snapshot: Snapshot) -> Iterator[str]
 
 
 def _list_sizes(parts: list[EngineParts], name: str) -> Iterator[int]:
-    """Yield the sizes of a part that are known; none of an engine that may sleep."""
+    """Yield the known sizes of a part; nothing for an engine that may be asleep."""
     for process_parts in parts:
         n_bytes = getattr(process_parts, name)
         if n_bytes is not None and process_parts.pool is None and not process_parts.asleep:
@@ -68,7 +69,7 @@ def _describe(part: str, log_bytes: float, probe_bytes: float) -> str:
 
 
 def _compare_budget(start: EngineStart, snapshot: Snapshot) -> Iterator[str]:
-    """Yield a sentence where no engine of the page has the share of the GPU that the log names."""
+    """Yield a sentence if no engine of the page has the memory share that the log reports."""
     if snapshot.page is None:
         return
     log_ratio = start.find_option("gpu_memory_utilization")

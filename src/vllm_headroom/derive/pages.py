@@ -30,7 +30,7 @@ def count_running(page: EnginePage | None) -> float | None:
 
 
 def count_finished(page: EnginePage | None) -> float | None:
-    """Return the finished requests of all engines; None where one is unknown, or without any."""
+    """Return the finished requests of all engines; None without engines, or if one is unknown."""
     return sum_known(engine.finished_total for engine in list_named(page))
 
 

@@ -1,4 +1,4 @@
-"""How high the engine's steps rise by the kind of work, and which requests still fit."""
+"""How high memory rises in a step of each kind of work, and which requests still fit."""
 
 from collections.abc import Mapping
 from math import sqrt
@@ -24,37 +24,40 @@ from vllm_headroom.units import MIB
 from vllm_headroom.vocabulary import Work
 
 LOWEST_SIZE_SHARE: Final = 1 / 16
-"""Only sizes from this share of the largest one on are fitted. Small steps run in CUDA graphs, and
-their peak is that of something else, such as the logits."""
+"""Only sizes of at least this share of the largest size are fitted. Small steps run in CUDA graphs,
+and something else sets their peak, such as the logits.
+"""
 
 FEWEST_SIZES: Final = 4
 """A line through fewer sizes has no useful interval."""
 
 FEWEST_STEPS: Final = 8
-"""A kind of work with fewer steps was seen too seldom."""
+"""A kind of work with fewer steps was observed too seldom."""
 
 SMALLEST_DEVIATION_BYTES: Final = MIB
 """The smallest standard deviation of a peak: torch hands out blocks that are up to 1 MiB larger
 than requested (c10/cuda/CUDACachingAllocator.cpp, should_split)."""
 
 UNUSABLE_CACHED_SHARE: Final = 0.3
-"""The share of torch's unused segments that a larger step cannot use: a tensor takes a part of a
-segment, and the next tensor is larger than the rest. With prompt logprobs it is at most a fifth:
-18 % was measured at an OutOfMemoryError."""
+"""The share of torch's unused segments that a larger step cannot use, because a tensor takes a part
+of a segment and the next tensor does not fit into the remaining part. With prompt logprobs the
+share is at most a fifth: 18 % was measured at an OutOfMemoryError.
+"""
 
 FURTHEST_SIZE_FACTOR: Final = 4
-"""A size is predicted up to so many times the largest that was seen, where no setting of vLLM
-bounds a step."""
+"""Where no setting of vLLM bounds a step, sizes are predicted up to this many times the largest
+observed size.
+"""
 
 T_QUANTILES: Final = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
 """The 97.5 % quantiles of Student's distribution with 1, 2, … degrees of freedom."""
 
 LARGEST_T: Final = 2.2
-"""The same with more degrees of freedom: that of 11."""
+"""The same for more degrees of freedom: the value for 11."""
 
 
 class Fit(Struct, frozen=True, kw_only=True):
-    """A line of bytes over size by weighted least squares, with what its interval needs.
+    """A line of bytes over size by weighted least squares, with the figures for its interval.
 
     Large peaks scatter more than small ones, so each is weighted by its own size.
     """
@@ -65,7 +68,7 @@ class Fit(Struct, frozen=True, kw_only=True):
     """The standard deviation of the peaks from the line, as a share of the peak."""
 
     freedom: int
-    """The degrees of freedom: the sizes less 2."""
+    """The degrees of freedom: the number of sizes minus 2."""
 
     weight_sum: float
     mean_size: float
@@ -97,7 +100,7 @@ class Fit(Struct, frozen=True, kw_only=True):
 
 
 def fit_sizes(peaks: tuple[SizePeak, ...]) -> Fit | None:
-    """Return the line of bytes over size; None where the kind of work was seen too seldom."""
+    """Return the line of bytes over size; None where the kind of work was observed too seldom."""
     largest_size = max((peak.size for peak in peaks), default=0)
     lowest_size = max(1.0, LOWEST_SIZE_SHARE * largest_size)
     fitted = [peak for peak in peaks if peak.size >= lowest_size]
@@ -148,11 +151,11 @@ def _weigh(peak: SizePeak) -> Point:
 
 
 def find_largest_size(fit: Fit, room_bytes: float, limit: int) -> int:
-    """Return the largest size up to `limit` whose whole interval fits into the room; 0 if none."""
+    """Return the largest size up to `limit` whose upper bound fits into the room; 0 if none."""
     if fit.predict_upper_bytes(limit) <= room_bytes:
         return limit
-    # The interval is narrowest near the mean, so the upper end may fall before it rises: the
-    # largest size that fits is beyond its lowest point.
+    # The interval is narrowest near the mean, so the upper bound may fall before it rises. The
+    # largest size that fits is above the size with the lowest upper bound.
     fitting_size = 0
     too_large_size = limit
     while too_large_size - fitting_size > 1:
@@ -165,7 +168,7 @@ def find_largest_size(fit: Fit, room_bytes: float, limit: int) -> int:
 
 
 class PeakRoom(NamedTuple):
-    """The memory that a step may take."""
+    """The memory that a step may take on a GPU."""
 
     free_bytes: int
     """Free on the GPU, as far as the engine may take it."""
@@ -175,12 +178,12 @@ class PeakRoom(NamedTuple):
 
     @property
     def repeated_bytes(self) -> int:
-        """The room for a step like an earlier one, which finds the segments that it needs."""
+        """Return the room for a step like an earlier one, which finds its segments cached."""
         return self.free_bytes + self.cached_bytes
 
     @property
     def larger_bytes(self) -> float:
-        """The room for a step larger than any before, which leaves rests of segments unused."""
+        """Return the room for a step larger than any before, which cannot use parts of segments."""
         return self.free_bytes + (1 - UNUSABLE_CACHED_SHARE) * self.cached_bytes
 
 
@@ -192,7 +195,7 @@ def find_peak_room(gpu: Gpu, peaks: PeakReadings) -> PeakRoom | None:
     split_bytes = peaks.resting_split_bytes
     if free_bytes is None or reserved_bytes is None or allocated_bytes is None:
         return None
-    # Since the newest step torch may have given memory back, which is now free on the GPU.
+    # Since the newest step, torch may have returned memory to the GPU, where it is free now.
     newest_reserved_bytes = None if gpu.inside is None else gpu.inside.reserved_bytes
     if newest_reserved_bytes is not None:
         reserved_bytes = min(reserved_bytes, newest_reserved_bytes)
@@ -213,7 +216,7 @@ def derive_peaks(snapshot: Snapshot) -> tuple[Sample, ...]:
 
 
 def find_worker(gpu: Gpu, snapshot: Snapshot) -> ProbedProcess | None:
-    """Return the process that reports its peaks on a GPU, the newest one; None without any."""
+    """Return the newest process that reports its peaks on a GPU; None without any."""
     if not isinstance(snapshot.probe, ProbeReadings):
         return None
     uuid = gpu.reading.uuid.casefold()
@@ -251,7 +254,7 @@ def _derive_gpu(
 def _derive_work(
     work: WorkPeaks, fit: Fit | None, labels: tuple[str, ...], room_bytes: int | None
 ) -> list[Sample]:
-    """Return the samples of one kind of work; `fit` is None where it was seen too seldom."""
+    """Return the samples of one kind of work; `fit` is None where it was observed too seldom."""
     samples = []
     if work.recent is not None:
         recent_bytes = float(work.recent.transient_bytes)
@@ -275,7 +278,7 @@ SAFE_METRICS: Final = (
 def _find_free_cache_tokens(snapshot: Snapshot, rank: int | None) -> int | None:
     """Return the free tokens of the KV cache of the engine with this data-parallel rank.
 
-    Without a rank, or where the page does not name it, that of the fullest engine. None where
+    Without a rank, or where the page does not name the rank, the fullest engine counts. None where
     unknown.
     """
     engines = list_engines(snapshot.page)
@@ -294,11 +297,11 @@ def _find_safe_sizes(
     room_bytes: float,
     cache_tokens: int | None,
 ) -> dict[Work, int]:
-    """Return the size of the largest single request of each kind that fits into the room.
+    """Return the size of the largest single request of each kind of work that fits into the room.
 
-    A kind that was seen too seldom has no fit, and is left out. vLLM computes a long prompt in
-    steps of at most `batch_tokens`. So where such a step fits, the KV cache and the model limit the
-    prompt, and without their figures the prompt's limit is unknown.
+    A kind that was observed too seldom has no fit and is left out. vLLM computes a long prompt in
+    steps of at most `batch_tokens`. If such a step fits, only the KV cache and the model limit the
+    prompt, and without their figures the limit is unknown.
     """
     sizes: dict[Work, int] = {}
     for work in (Work.PREFILL, Work.PROMPT_LOGPROBS):

@@ -14,16 +14,19 @@ from vllm_headroom.model import EnginePage, Failure, Sample, Snapshot
 from vllm_headroom.units import DAY_SECONDS
 
 COMPARABLE_FACTOR: Final = 1.1
-"""Two loads are comparable if they differ by at most this factor. The alert's threshold is 1.1 too:
-in the post-mortem, memory rose from 9.5 to 10.5 MB per request."""
+"""Two loads are comparable if they differ by at most this factor. The alert has the same threshold,
+1.1: in the post-mortem, memory rose from 9.5 to 10.5 MB per request.
+"""
 
 BASELINE_READINGS: Final = 60
-"""How many readings make a baseline: five minutes at the default interval. A shorter baseline could
-be the peak of a burst."""
+"""The number of readings in a baseline: five minutes at the default interval. A baseline over less
+time could be the peak of a burst.
+"""
 
 WARM_REQUESTS: Final = 1000.0
-"""How many requests must have finished in this run before a baseline is learned: by then kernels
-have been used for the first time."""
+"""The number of requests that must have finished in this run before a baseline is learned. By then
+every kernel has been used once.
+"""
 
 HALF_LIFE_SECONDS: Final = DAY_SECONDS
 """The remembered highest load decays with this half-life, because load has a daily cycle."""
@@ -37,7 +40,7 @@ class Baseline(NamedTuple):
 
 
 class BusiestLoad(NamedTuple):
-    """The most requests that ran at once, and when, in seconds since the epoch."""
+    """The highest number of running requests, and its time in seconds since the epoch."""
 
     running: float = 0.0
     seconds: float = 0.0
@@ -52,7 +55,7 @@ class Baselines(Struct, frozen=True, kw_only=True):
     """The baselines by the GPU's UUID and the number of the load band."""
 
     busiest: BusiestLoad = BusiestLoad()
-    """The highest load of any run, as it was when measured."""
+    """The highest load of any run, without decay."""
 
 
 def derive_baseline(
@@ -60,10 +63,10 @@ def derive_baseline(
 ) -> tuple[Baselines, tuple[Sample, ...]]:
     """Return each GPU's memory per running request as a ratio of its baseline.
 
-    `configured_bytes` is the baseline, per running request and GPU at full load. Then there is a
-    sample only near the highest load: at night the same memory is spread over fewer requests.
-    Where it is None, the baseline is the mean of the first readings at comparable load, and there
-    is no sample until it is learned. No sample while nothing runs.
+    `configured_bytes` is the baseline, per running request and GPU at full load. If it is set,
+    there is a sample only near the highest load, because at night the same memory is spread over
+    fewer requests. If it is None, the baseline is the mean of the first readings at comparable
+    load, and there is no sample until it is learned. There is no sample while nothing runs.
     """
     page = snapshot.page
     if page is None or not snapshot.is_in_service or isinstance(snapshot.gpus, Failure):
@@ -78,9 +81,9 @@ def derive_baseline(
 
     samples = []
     bands = limit_remembered(state.bands, {gpu.reading.uuid for gpu in snapshot.gpus})
-    # First uses still take memory that no request needs.
+    # First uses of kernels take memory that belongs to no request.
     is_warm = (state.finished_total or 0.0) >= WARM_REQUESTS
-    # At less load, configured memory is spread over fewer requests than at full load.
+    # At lower load, the same memory is spread over fewer requests.
     is_near_busiest = running * COMPARABLE_FACTOR >= busiest_running
     band = find_load_band(running)
     for gpu in snapshot.gpus:
@@ -103,7 +106,7 @@ def derive_baseline(
 
 
 def _follow_run(state: Baselines, page: EnginePage) -> Baselines:
-    """Return the state with the page's run and count; without baselines where the run is new."""
+    """Return the state with the page's run and count; a new run starts without baselines."""
     run_id = identify_run(page)
     finished_total = count_finished(page)
     if is_new_run(state.run_id, run_id, state.finished_total, finished_total):
@@ -115,7 +118,7 @@ def _follow_run(state: Baselines, page: EnginePage) -> Baselines:
 
 def _decay_busiest(busiest: BusiestLoad, now: float) -> float:
     """Return the remembered highest load, halved for each half-life that has passed at `now`."""
-    # The clock may have been set back: no time has passed then.
+    # If the clock was set back, no time counts as passed.
     passed_seconds = max(0.0, now - busiest.seconds)
     return float(busiest.running * 0.5 ** (passed_seconds / HALF_LIFE_SECONDS))
 
@@ -143,8 +146,9 @@ def derive_per_request(snapshot: Snapshot) -> tuple[Sample, ...]:
     """Return each GPU's memory held by the engine, divided by all running requests of the page.
 
     Summed over the GPUs this is the memory per request of the whole server, for tensor and data
-    parallelism alike. No samples while nothing runs or an engine does not report its requests. No
-    sample of a GPU of which the engine holds nothing, as when it exits between the two readings.
+    parallelism alike. There are no samples while nothing runs, or while an engine does not report
+    its requests. A GPU on which the engine holds nothing has no sample, as when the engine exits
+    between the two readings.
     """
     running = count_running(snapshot.page)
     if not running:

@@ -13,7 +13,7 @@ RATIO_WINDOW_SECONDS: Final = 300.0
 """The time over which the hit ratio is measured."""
 
 RATIO_WINDOW_STEPS: Final = 60
-"""How many counts of the window are kept at most, which bounds memory at any sampling interval."""
+"""The most counts that are kept of the window. This bounds memory at any sampling interval."""
 
 
 class Count(Struct, frozen=True, kw_only=True):
@@ -25,9 +25,10 @@ class Count(Struct, frozen=True, kw_only=True):
 
 
 class PrefixCacheState(Struct, frozen=True, kw_only=True):
-    """The counts of each engine within the window, and the last count before the window.
+    """The counts of each engine within the window, and the last one before it.
 
-    The oldest is first. An engine that is not on the page is dropped after a window.
+    The oldest count is first. An engine that is missing from the page is dropped after the length
+    of a window.
     """
 
     engines: dict[tuple[str, str], tuple[Count, ...]] = field(default_factory=dict)
@@ -42,7 +43,7 @@ def derive_prefix_cache(
     An engine without queries in that time has no sample. vLLM V0 has no counters: its sample is the
     average since the engine's start.
     """
-    # The counts of a run that is over are not compared with those of the next one.
+    # The counts of an ended run are not compared with those of the next run.
     if snapshot.engine_status is not None and not snapshot.engine_status.is_in_service:
         return PrefixCacheState(), ()
     now = snapshot.monotonic_seconds
@@ -71,11 +72,11 @@ def _update_counts(
 ) -> tuple[Count, ...]:
     """Return the counts of the window that ends at `now`, in seconds, with the engine's counters.
 
-    Where the page has no counters, none are added. Where a counter fell, it has restarted at 0, and
+    Where the page has no counters, none are added. A counter that fell has restarted at 0, and then
     the counts start over.
     """
     old_counts = [count for count in counts if now - count.seconds >= RATIO_WINDOW_SECONDS]
-    # The last one before the window is where the window begins.
+    # The last count before the window marks the start of the window.
     counts = counts[max(0, len(old_counts) - 1) :]
     queries = engine.prefix_queries_total
     hits = engine.prefix_hits_total

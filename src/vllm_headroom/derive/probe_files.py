@@ -1,4 +1,4 @@
-"""Which of the probe's files belong to this run of the engine."""
+"""Decide which of the probe's files belong to this run of the engine."""
 
 from typing import Final
 
@@ -28,8 +28,8 @@ def classify_probe(
     """Sort the probe's files into present, silent and others, at `now` in seconds since the epoch.
 
     Where /proc shows engine processes, a file belongs to this run if its process started when one
-    of them did. Pids are not compared, since they may be of another namespace. Where /proc shows
-    none, a fresh file belongs to this run. A failure, or None, is returned unchanged.
+    of them did. Pids are not compared, because they may belong to another PID namespace. Where
+    /proc shows none, a fresh file belongs to this run. A failure, or None, is returned unchanged.
     """
     if files is None or isinstance(files, Failure):
         return files
@@ -39,7 +39,7 @@ def classify_probe(
     others = []
     for file in _list_newest(files, now):
         is_running = any(_is_same_process(file, process) for process in shown)
-        # Without visible processes, a fresh file is proof enough.
+        # Where no process is visible, a fresh file is enough proof.
         may_run = is_running or not shown
         if file.stopped is not None:
             others.append(file)
@@ -55,7 +55,7 @@ def classify_probe(
 def _list_newest(files: tuple[ProbedProcess, ...], now: float) -> list[ProbedProcess]:
     """Return the newest file of each process, oldest first."""
     newest = {}
-    # A file's name is not trusted: its content says which process it is of.
+    # A file's name is not trusted: its content identifies the process.
     for file in sorted(files, key=lambda file: file.written_at_seconds):
         if file.written_at_seconds <= now + AHEAD_SECONDS:
             newest[file.pid, file.started_at_seconds] = file
@@ -63,7 +63,7 @@ def _list_newest(files: tuple[ProbedProcess, ...], now: float) -> list[ProbedPro
 
 
 def _is_same_process(file: ProbedProcess, process: EngineProcess) -> bool:
-    """Return whether the two have the same start, on the boot clock or nearly on the wall clock."""
+    """Return whether both have one start time: on the boot clock, or nearly on the wall clock."""
     boot_seconds = file.since_boot_seconds
     if boot_seconds is not None and boot_seconds == process.since_boot_seconds:
         return True
@@ -72,6 +72,6 @@ def _is_same_process(file: ProbedProcess, process: EngineProcess) -> bool:
 
 
 def _measure_fresh_seconds(file: ProbedProcess) -> float:
-    """Return for how many seconds after its writing a file is fresh."""
+    """Return for how many seconds a file is fresh after it was written."""
     fresh_seconds = max(SHORTEST_FRESH_SECONDS, FRESH_INTERVALS * file.interval_seconds)
     return min(fresh_seconds, LONGEST_FRESH_SECONDS)

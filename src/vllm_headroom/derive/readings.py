@@ -1,4 +1,4 @@
-"""The readings as samples, under stable names."""
+"""The readings as samples, under names that do not change between engine versions."""
 
 from collections.abc import Iterator
 from typing import Final
@@ -52,7 +52,7 @@ def _derive_gpu(gpu: Gpu) -> Iterator[Sample]:
     labels = label_gpu(gpu)
     reading = gpu.reading
     name = reading.name
-    # The figures of such a GPU are those of the machine's memory: the name says so.
+    # The figures of such a GPU describe the machine's memory, so the metrics have another name.
     if reading.memory is not None and reading.memory.is_unified:
         name += " (unified memory)"
     yield Sample(catalog.GPU_INFO, (*labels, name, gpu.attribution or ""), 1.0)
@@ -78,7 +78,7 @@ def _derive_gpu(gpu: Gpu) -> Iterator[Sample]:
 
 
 def _derive_holders(gpu: Gpu, used_bytes: int) -> Iterator[Sample]:
-    """Yield who holds the memory in use; the holders sum to it."""
+    """Yield how much of the memory in use each holder has; the holders sum to it."""
     labels = label_gpu(gpu)
     unattributed_bytes = used_bytes
     for holder, held_bytes in (("engine", gpu.engine_bytes), ("other", gpu.other_bytes)):

@@ -12,34 +12,40 @@ from vllm_headroom.derive.series import label_gpu, limit_remembered
 from vllm_headroom.model import Sample, Snapshot
 
 SETTLED_SECONDS: Final = 30.0
-"""The time after the page reports sleep in which memory is still being freed; on some devices it
-takes seconds (vllm-project/vllm#37533)."""
+"""For how long after the page reports sleep memory may still be freed; on some devices that takes
+seconds (vllm-project/vllm#37533).
+"""
 
 LEAST_RELEASED_SHARE: Final = 0.1
-"""A sleep that gives back less than this share of the memory has no residue: sleep level 0 pauses
-the scheduler and keeps all memory."""
+"""A sleep that releases less than this share of the memory has no residue: sleep level 0 only
+pauses the scheduler.
+"""
 
 
 class SleepState(Struct, frozen=True, kw_only=True):
-    """The newest sleep of a run, and the memory that the engine kept of each GPU in it."""
+    """The newest sleep of a run, and the memory that the engine kept on each GPU during it."""
 
     run_id: str | None = None
     since_seconds: float | None = None
-    """Begin of the current sleep on the monotonic clock; None while awake."""
+    """Start of the current sleep on the monotonic clock; None while awake."""
 
     settled: bool = False
-    """Whether `least_bytes` is of the current sleep; False while it is of the previous one."""
+    """Whether `least_bytes` belongs to the current sleep; False while it still belongs to the
+    previous one.
+    """
 
     least_bytes: dict[str, int] = field(default_factory=dict)
-    """The least memory that was held during one sleep, by UUID. The least, because memory is freed
-    late after the beginning and taken again before the page reports the wake."""
+    """The least memory that was held during one sleep, by UUID. The minimum counts, because memory
+    is freed some time after the start of the sleep, and taken again before the page reports the
+    wake.
+    """
 
 
 def derive_sleep(state: SleepState, snapshot: Snapshot) -> tuple[SleepState, tuple[Sample, ...]]:
     """Return the residue of each of the engine's GPUs: the memory that it keeps in sleep.
 
-    It is that of the current sleep once memory has been freed, else of the previous sleep. No
-    sample before the run's first sleep.
+    It is the residue of the current sleep once memory has been freed, and of the previous sleep
+    until then. There is no sample before the run's first sleep.
     """
     state = _update_sleep(state, snapshot)
     samples: list[Sample] = []
@@ -60,19 +66,20 @@ def _update_sleep(state: SleepState, snapshot: Snapshot) -> SleepState:
         state = SleepState(run_id=run_id)
     else:
         state = replace(state, run_id=state.run_id or run_id)
-    # Awake: what the last sleep kept stays known until the next sleep has settled.
+    # The engine is awake. The residue of the last sleep stays known until the next sleep has
+    # settled.
     if is_page_awake(page) is not False:
         return SleepState(run_id=state.run_id, least_bytes=state.least_bytes)
 
     now_seconds = snapshot.monotonic_seconds
     since_seconds = now_seconds if state.since_seconds is None else state.since_seconds
-    # For some seconds vLLM still gives memory back.
+    # vLLM still releases memory for some seconds.
     if now_seconds - since_seconds < SETTLED_SECONDS:
         return replace(state, since_seconds=since_seconds)
     residues_bytes = _list_residues(snapshot)
     if not residues_bytes:
         return state
-    # The first settled sample replaces what the sleep before had kept.
+    # The first settled sample replaces the residue of the previous sleep.
     least_bytes: dict[str, int] = {}
     if state.settled:
         least_bytes = limit_remembered(state.least_bytes, residues_bytes)
@@ -82,9 +89,9 @@ def _update_sleep(state: SleepState, snapshot: Snapshot) -> SleepState:
 
 
 def _list_residues(snapshot: Snapshot) -> dict[str, int]:
-    """Return the memory held now of each GPU of which the sleep has released a part, by UUID.
+    """Return the memory held now, by UUID, on each GPU where the sleep has released a part.
 
-    Where it is unknown how much was released, the GPU counts too.
+    A GPU where the released part is unknown counts too.
     """
     status = snapshot.engine_status
     bytes_to_wake = {} if status is None else dict(status.wake_bytes)

@@ -13,7 +13,7 @@ another run."""
 def identify_run(page: EnginePage | None) -> str | None:
     """Return the start times of the page's servers as a text that identifies the run.
 
-    None where the page could not be read or reports no start time.
+    None where the page could not be read, or has no start time.
     """
     starts = {
         engine.started_at_seconds
@@ -26,12 +26,13 @@ def identify_run(page: EnginePage | None) -> str | None:
 def is_new_run(
     run_id: str | None, new_run_id: str | None, finished: float | None, new_finished: float | None
 ) -> bool:
-    """Return whether the new id and count of finished requests belong to another run.
+    """Return whether a new id, or a new count of finished requests, belongs to another run.
 
-    False where the values that could show that are unknown. With equal ids it is the same run, and
-    a count that fell was reset. Several servers that share a port may answer in turn, with several
-    starts: a later start is a new run. An earlier start is one only if the count has more than
-    halved too, since servers that share the load have similar counts; then the clock was set.
+    False where the values that could show it are unknown. With equal ids it is the same run, even
+    if its count was reset. Several servers that share a port have several start times and may
+    answer in turn, so a later start is a new run. An earlier start is a new run only if the count
+    has more than halved too, because servers that share the load have similar counts; the clock was
+    set back in that case.
     """
     has_restarted_count = False
     if finished is not None and new_finished is not None:

@@ -7,16 +7,20 @@ from typing import Final, TypeVar
 from vllm_headroom.model import EngineReading, Gpu, Metric, Sample
 
 MOST_REMEMBERED: Final = 256
-"""The most entries that are kept of engines or GPUs that are not visible now. A page may have as
-many engines, and no machine has so many GPU parts. Names may be new at each tick, so that without
-a limit memory would grow."""
+"""The highest number of entries that are kept for engines or GPUs that are not visible now. A page
+may have this many engines, and no machine has this many GPU parts. Names may change at every tick,
+so without a limit memory would grow.
+"""
 
 K = TypeVar("K")
 V = TypeVar("V")
 
 
 def limit_remembered(entries: Mapping[K, V], present: Collection[K]) -> dict[K, V]:
-    """Return the entries; only those of `present` names if there are more than MOST_REMEMBERED."""
+    """Return the entries.
+
+    If there are more than MOST_REMEMBERED, only those of `present` names remain.
+    """
     if len(entries) <= MOST_REMEMBERED:
         return dict(entries)
     return {name: entry for name, entry in entries.items() if name in present}
@@ -33,8 +37,8 @@ def label_engine(engine: EngineReading) -> tuple[str, str]:
 
 
 def make_states(metric: Metric, labels: tuple[str, ...], current: StrEnum) -> tuple[Sample, ...]:
-    """Return a sample per state of a series: 1 for the current one, 0 for the others."""
-    members = type(current).__members__.values()  # three times as fast as the class itself
+    """Return one sample per state of a series: 1 for the current state, 0 for the others."""
+    members = type(current).__members__.values()  # three times as fast as iterating over the class
     return tuple(
         [
             Sample(metric, (*labels, str(member)), 1.0 if member is current else 0.0)
@@ -46,7 +50,7 @@ def make_states(metric: Metric, labels: tuple[str, ...], current: StrEnum) -> tu
 def make_facts(
     table: tuple[tuple[Metric, str], ...], labels: tuple[str, ...], reading: object
 ) -> list[Sample]:
-    """Return a reading's samples by a table of metrics and attributes.
+    """Return a reading's samples, by a table of metrics and their attributes.
 
     Attributes that are None have no sample; without a reading there are no samples.
     """

@@ -1,4 +1,4 @@
-"""Whether load is level, and each GPU's change of memory since then."""
+"""Whether load is level, and how each GPU's memory has changed since it became level."""
 
 from statistics import fmean
 from typing import Final
@@ -14,8 +14,9 @@ from vllm_headroom.model import Sample, Snapshot
 
 MINUTE_SECONDS: Final = 60.0
 WINDOW_MINUTES: Final = 10
-"""The window in minutes: that of a simple rule from a post-mortem, an alert on growth over ten
-minutes."""
+"""The window in minutes, as in a simple rule from a post-mortem: an alert on growth over ten
+minutes.
+"""
 
 BAND_SHARE: Final = 0.15
 """Load is level if no minute's mean differs from the window's mean by more than this share: random
@@ -32,7 +33,7 @@ class LoadState(Struct, frozen=True, kw_only=True):
     """Mean requests of each full minute, the newest last."""
 
     minute_began_seconds: float | None = None
-    """Begin of the current minute on the monotonic clock."""
+    """Start of the current minute on the monotonic clock."""
 
     requests_sum: float = 0.0
     """Sum over the samples of the current minute."""
@@ -50,8 +51,8 @@ class LoadState(Struct, frozen=True, kw_only=True):
 def derive_load(state: LoadState, snapshot: Snapshot) -> tuple[LoadState, tuple[Sample, ...]]:
     """Return whether load is level, and each GPU's change of memory since it became level.
 
-    No samples until ten minutes were measured. Where the number of running requests is unknown, the
-    measurement starts over.
+    There are no samples until ten minutes were measured. Where the number of running requests is
+    unknown, the measurement starts over.
     """
     engines = () if snapshot.page is None else list_named(snapshot.page)
     running_requests = sum_known(engine.running for engine in engines)
@@ -61,7 +62,7 @@ def derive_load(state: LoadState, snapshot: Snapshot) -> tuple[LoadState, tuple[
     state = _add_sample(state, requests, snapshot.monotonic_seconds)
     if state.is_stable is None:
         return state, ()
-    # Under a load that changes, a difference would show the load.
+    # Under a changing load, a difference in memory would only show the load.
     if not state.is_stable:
         return replace(state, held_bytes={}), (Sample(catalog.LOAD_STABLE, (), 0.0),)
 
@@ -81,7 +82,7 @@ def derive_load(state: LoadState, snapshot: Snapshot) -> tuple[LoadState, tuple[
 def _add_sample(state: LoadState, requests: float, now_seconds: float) -> LoadState:
     """Return the state with a sample; after a full minute, decide again whether load is level."""
     began_seconds = state.minute_began_seconds
-    # A clock that went back begins the minute again.
+    # If the clock went back, the minute starts over.
     if began_seconds is None or now_seconds < began_seconds:
         began_seconds = now_seconds
     requests_sum = state.requests_sum + requests

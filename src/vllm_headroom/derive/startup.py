@@ -1,4 +1,4 @@
-"""What the engine's log reports about its last start, and about the end before."""
+"""What the engine's log reports about its last start, and about the exit before that start."""
 
 from typing import Final
 
@@ -13,13 +13,13 @@ FIELDS: Final = {
     StartPart.CUDA_GRAPHS: ("graphs_bytes",),
     StartPart.KV_CACHE: ("kv_cache_bytes",),
 }
-"""The fields of ProcessFigures that have a part; the first that the log has counts."""
+"""The fields of ProcessFigures that can give a part; the first one that the log has counts."""
 
 
 def derive_startup(snapshot: Snapshot) -> tuple[Sample, ...]:
-    """Return the sizes of the newest start, of the rank where each is largest.
+    """Return the sizes of the newest start; each is that of the rank where it is largest.
 
-    A part that the log has not, or that a failed start left negative, is absent.
+    A part is absent if the log does not have it, or if a failed start left it negative.
     """
     if not isinstance(snapshot.log, LogReading) or snapshot.log.start is None:
         return ()
@@ -33,7 +33,7 @@ def derive_startup(snapshot: Snapshot) -> tuple[Sample, ...]:
 
 
 def derive_refusal(snapshot: Snapshot) -> tuple[Sample, ...]:
-    """Return the allocation that was refused before the last exit, until the engine serves."""
+    """Return the allocation refused before the last exit; empty once the engine serves again."""
     status = snapshot.engine_status
     if status is None or status.log is None or status.log.failure is None:
         return ()

@@ -59,7 +59,7 @@ from vllm_headroom.model import (
 from vllm_headroom.vocabulary import Reason, Source
 
 NO_PROCESSES: Final = ProcessReadings(engine=(), visible_pids=frozenset(), sees_host_pids=False)
-"""The facts of /proc where it could not be read."""
+"""The process readings where /proc could not be read."""
 
 UNEXPECTED: Final = {
     source: Failure(
@@ -70,7 +70,7 @@ UNEXPECTED: Final = {
     )
     for source in Source
 }
-"""The failure of each source whose reading, or whose evaluation, raised an error."""
+"""The failure of a source when its reading or evaluation raised an error, by source."""
 
 State = TypeVar("State")
 T = TypeVar("T")
@@ -150,37 +150,41 @@ def build_derivations(
 
 
 class Border(Protocol):
-    """Contains what a step of a tick raises."""
+    """Catches any error that a step of a tick raises."""
 
     def __call__(self, name: str, step: Callable[[], T], fallback: F) -> T | F:
-        """Return what the step returns; where it raises, report the error, return `fallback`."""
+        """Return the step's result; if the step raises, report the error and return `fallback`."""
 
 
 def run_unguarded(name: str, step: Callable[[], T], fallback: F) -> T | F:
-    """Return what a step returns: the border of a caller that wants each error raised."""
+    """Return a step's result; the border of a caller that wants every error to be raised."""
     return step()
 
 
 class TickRules(Struct, frozen=True, kw_only=True):
-    """What the operator configured of how a tick is evaluated."""
+    """The operator's settings for the evaluation of a tick."""
 
     selection: Selection
     derivations: tuple[Derivation[Any], ...]
     model: TokenBytes | None = None
-    """The bytes per token of the model that the operator named; None where none is named."""
+    """Gives the bytes per token of the model that the operator named; None where no model is named.
+    """
     host_limit_bytes: int | None = None
-    """The limit of the engine's container; None where /proc and cgroups have to show it."""
+    """The limit of the engine's container; if None, /proc and cgroups have to show it."""
     reported_bytes: float | None = None
-    """What the engine uses of each GPU; None where its page or the probe has to show it."""
+    """The bytes that the engine uses on each GPU; if None, its page or the probe has to show them.
+    """
     role: str = SERVING
     gate_ready_seconds: float | None = None
-    """The gate closes with less time to out-of-memory; None where it is not configured."""
+    """The gate closes if less than this time is left until out-of-memory; None where it is not
+    configured.
+    """
     read_guardrail: Callable[[], Guardrail] | None = None
     """None where this pod is never evicted."""
 
 
 class TickReadings(Struct, frozen=True, kw_only=True):
-    """What was read for one tick, of all sources at nearly the same moment."""
+    """What was read for one tick from all sources, at nearly the same moment."""
 
     time_seconds: float
     monotonic_seconds: float
@@ -198,11 +202,12 @@ class TickReadings(Struct, frozen=True, kw_only=True):
 
 
 class TickResult(Struct, frozen=True, kw_only=True):
-    """What one tick read, derived and judged: all that is shown, published and recorded of it."""
+    """What one tick read, derived and judged: all that is shown, published and recorded."""
 
     snapshot: Snapshot
-    """What was read. `snapshot.engine_status.event` is the engine's exit or stall, where this tick
-    saw one."""
+    """What was read. `snapshot.engine_status.event` is the engine's exit or stall, if this tick saw
+    one.
+    """
     published: Published
     """The samples of the metrics page."""
     values: Values
@@ -212,7 +217,7 @@ class TickResult(Struct, frozen=True, kw_only=True):
 
 
 class Evaluation:
-    """Evaluates the ticks of one engine, and owns what the derivations remember of it.
+    """Evaluates the ticks of one engine, and owns the state of its derivations.
 
     Each step runs within a border: an error in one costs only the samples of that step.
     """
@@ -223,7 +228,9 @@ class Evaluation:
         self._attribution = AttributionState()
         self._container = ContainerState()
         self.states: dict[str, Any] = {ENGINE_RUN: EngineMemory()}
-        """The state of the engine's run and of each derivation, by name, as they are saved."""
+        """The state of the engine's run and of each derivation, by name, in the form in which it is
+        saved.
+        """
         for derivation in rules.derivations:
             self.states[derivation.name] = derivation.initial
 
@@ -280,9 +287,9 @@ class Evaluation:
         )
 
     def follow_run(self, snapshot: Snapshot) -> Snapshot:
-        """Return the snapshot with the status of the engine's run, and with its lost GPUs.
+        """Return the snapshot with the status of the engine's run and with its lost GPUs.
 
-        Where following the run fails, return the snapshot as it is and forget the run.
+        If following the run fails, the snapshot is returned unchanged, and the run is forgotten.
         """
         memory: EngineMemory = self.states[ENGINE_RUN]
 
@@ -294,7 +301,7 @@ class Evaluation:
 
         outcome = self._border(ENGINE_RUN, follow, None)
         if outcome is None:
-            # Its data may have caused the error, which would then come at every tick.
+            # The run's data may have caused the error, which would then recur at every tick.
             self.states[ENGINE_RUN] = forget_run(memory)
             return snapshot
         self.states[ENGINE_RUN], snapshot = outcome
@@ -303,7 +310,8 @@ class Evaluation:
     def judge(self, snapshot: Snapshot) -> TickResult:
         """Derive the samples of a snapshot that has the engine's status; judge gate and verdicts.
 
-        Where the gate or the verdicts fail, the gate is open and there is NO_VERDICT.
+        If judging the gate fails, the gate is open. If judging the verdicts fails, the result is
+        NO_VERDICT.
         """
         samples: list[Sample] = []
         for derivation in self._rules.derivations:
@@ -315,7 +323,7 @@ class Evaluation:
             samples += derived
         values = Values(samples)
 
-        # The verdicts read the gate, and both read the samples of all derivations.
+        # The verdicts need the gate, and both need the samples of all derivations.
         gate, gate_samples = self._border(
             GATE, partial(self._judge_gate, snapshot, values), (Gate(), ())
         )
@@ -339,7 +347,7 @@ class Evaluation:
     def _attribute_gpus(
         self, gpus: GpuReadings | Failure, processes: ProcessReadings | Failure
     ) -> tuple[Gpu, ...] | Failure:
-        """Return the GPUs with what the engine holds of each; a Failure if none could be read."""
+        """Return the GPUs, with what the engine holds on each; a Failure if none could be read."""
         if isinstance(gpus, Failure):
             return gpus
         self._attribution, attributed = self._border(

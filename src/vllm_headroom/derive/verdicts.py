@@ -1,4 +1,4 @@
-"""The verdict on each GPU, the engine and its host memory, one sentence each."""
+"""The verdicts on each GPU, the engine and its host memory, in one sentence each."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from math import inf
@@ -71,13 +71,15 @@ LOW_HOST_SHARE: Final = 0.05
 """The share of the host's limit below which its free memory may be low."""
 
 OVER_BUDGET_SECONDS: Final = 300.0
-"""An engine that has been over its budget for so long is judged: the levels at rest are those of
-five minutes."""
+"""An excess over the budget is judged once it has lasted for this time, because levels at rest are
+taken over five minutes.
+"""
 
 SCARCE_BLOCKS_BYTES: Final = GIB
-"""With less unified memory free in blocks of 2 MiB, allocations may fail: they failed with 22.5 GiB
-available (vllm-project/vllm#54200). While nothing is loaded and no task waits for memory, few such
-blocks are usual, because the page cache takes free memory."""
+"""With less unified memory than this free in blocks of 2 MiB, allocations may fail; some failed
+with 22.5 GiB available (vllm-project/vllm#54200). While nothing is loaded and no task waits for
+memory, it is normal to have few such blocks, because the page cache takes free memory.
+"""
 
 WAITING_RATIO: Final = 0.05
 """Tasks count as waiting for memory above this share of the last ten seconds (PSI)."""
@@ -87,14 +89,16 @@ OVERSHOOT_FACTOR: Final = 1.15
 queues of vLLM are shared memory too."""
 
 STRANDED_RATIO: Final = 0.05
-"""A larger share of the KV cache without a request is reported, as in HeadroomKvCacheStranded."""
+"""A larger share of the KV cache that no request holds is reported, as in HeadroomKvCacheStranded.
+"""
 
 CRASH_LOOP_EXITS: Final = 3
 """This many exits in 90 minutes are a crash loop, as in HeadroomEngineCrashLoop."""
 
 SURE_SECONDS: Final = 4 * HOUR_SECONDS
-"""Until memory was watched for this time, its verdict says for how long it was watched: a leak in
-large steps is an alarm after four hours, an even leak mostly sooner."""
+"""Until memory was watched for this long, its verdict states for how long it was watched. A leak in
+large steps is an alarm after four hours, an even leak usually sooner.
+"""
 
 # Alerts named in more than one place.
 
@@ -107,10 +111,12 @@ class GrowthAlerts(Struct, frozen=True, kw_only=True):
     """The alerts of growing memory, by the time left until it is full."""
 
     hour: str
-    """A leak that leaves less than an hour."""
+    """The alert for a leak that leaves less than an hour."""
 
     day: str
-    """A leak that leaves less than a day, or a possible one that leaves less than an hour."""
+    """The alert for a leak that leaves less than a day, or for a possible leak that leaves less
+    than an hour.
+    """
 
     later: str
     """Any other growth."""
@@ -129,7 +135,7 @@ HOST_ALERTS: Final = GrowthAlerts(
 
 
 class EngineSentence(Struct, frozen=True, kw_only=True):
-    """The verdict on an engine in one state; the sentence is what follows "The engine"."""
+    """The verdict on an engine in one state; the sentence follows "The engine"."""
 
     situation: Situation
     level: Level
@@ -179,8 +185,9 @@ NEVER_SEEN: Final = EngineSentence(
     sentence="has not been seen yet: its metrics page does not answer and no engine process is"
     " running",
 )
-"""In place of the sentence for DOWN before the first run: HeadroomEngineDown, too, does not fire
-before an engine was seen."""
+"""Replaces the sentence for DOWN before the first run; HeadroomEngineDown does not fire then
+either.
+"""
 
 UNREAD_SENTENCES: Final[Mapping[EngineState, EngineSentence]] = {
     EngineState.SERVING: EngineSentence(
@@ -194,29 +201,31 @@ UNREAD_SENTENCES: Final[Mapping[EngineState, EngineSentence]] = {
         sentence="was asleep when last seen",
     ),
 }
-"""The sentences for states that are assumed from the last page while the page cannot be read."""
+"""The sentences for states that are assumed, from the last page, while the page cannot be read."""
 
 PAGE_ALONE_FAILS: Final = (
     "has a server that answers other requests, and only its metrics page fails: whether it makes"
     " progress is not known"
 )
-"""Used without a page where the server's other pages answer."""
+"""Used where the page fails and the server's other pages answer."""
 
 SERVER_RUNS: Final = (
     "has a server that runs, and reports an error: whether it makes progress is not known"
 )
-"""Used where the page is an error of the server's, and nothing is known beside it."""
+"""Used where the server answers with an error instead of its page, and nothing else is known."""
 
 SLOW_PAGE_CAUSE: Final = (
     "; a PROMETHEUS_MULTIPROC_DIR that is full or on a network volume does this: check it with df"
 )
-"""Added where the page comes late and the server does not; an error's message has the cause."""
+"""Added where only the page is late and the server answers; the message of an error already has the
+cause.
+"""
 
 STALE_GAUGES: Final = (
     "; these gauges are stale, as after an abort of all requests: no CPU time, GPU or client"
     " supports them"
 )
-"""Added to the load of an engine whose gauges nothing supports."""
+"""Added to the load of an engine whose gauges are stale by all other evidence."""
 
 DOUBTED_GAUGES: Final = (
     "may be idle or hang: its page shows work without progress, nothing that is visible supports"
@@ -228,7 +237,7 @@ SERVER_TROUBLES: Final = {
     ServerAnswer.UNHEALTHY: "; its health check reports an error",
     ServerAnswer.SILENT: "; its health check does not answer",
 }
-"""Added to the sentence of a stalled engine: what else than the page shows it."""
+"""Added to the sentence on a stalled engine: the evidence for the stall beside the page."""
 
 NO_GROWTH_SENTENCES: Final[Mapping[str | None, tuple[Level, str]]] = {
     LeakState.STABLE: (Level.GOOD, "no leak seen"),
@@ -240,13 +249,13 @@ NO_GROWTH_SENTENCES: Final[Mapping[str | None, tuple[Level, str]]] = {
 first in this order counts."""
 
 VERDICTS: Final = "verdicts"
-"""The name of the verdicts in the log where judging them fails."""
+"""The name under which a failure to judge the verdicts is logged."""
 
 SERVING: Final = "serving"
-"""The declared role of an engine where no other is set; it has no series."""
+"""The role of an engine where no other role is set; this role has no series."""
 
 SHARING_ROLES: Final = ("swapped", "shared-gpu")
-"""The declared roles of engines whose GPUs others use by plan."""
+"""The declared roles of engines whose GPUs are meant to be shared."""
 
 
 def derive_verdicts(
@@ -257,7 +266,7 @@ def derive_verdicts(
 ) -> tuple[tuple[Verdict, ...], tuple[Sample, ...]]:
     """Return the verdicts on a tick, and the samples of the worst situation and of the role.
 
-    `leak` is the detector's state after the tick. The role has a sample unless it is SERVING.
+    `leak` is the detector's state after the tick. Every role but SERVING has a sample.
     """
     verdicts = judge_snapshot(
         snapshot, values, measure_watches(leak), role=role, excused=list_excused(leak)
@@ -283,7 +292,7 @@ def measure_watches(state: LeakMemory) -> dict[str, float]:
 
 
 def list_excused(state: LeakMemory) -> frozenset[str]:
-    """Return the series that grow as they did when the engine was well, by UUID or role."""
+    """Return the UUIDs and roles whose memory grows as it did when the engine was well."""
     tracks = {**state.gpus, **state.host}.items()
     return frozenset(name for name, track in tracks if track.is_excused)
 
@@ -297,11 +306,11 @@ def judge_snapshot(
 ) -> tuple[Verdict, ...]:
     """Return the verdicts on a tick: alarms first, then warnings, then all others.
 
-    Within these groups, the worst situation is first. There is at least one verdict. `values` has
-    the samples of all derivations. `watches` is for how many seconds the detector has compared each
-    GPU, by UUID, and each role's host memory. `excused` has those that grow as they did when the
-    engine was well. For a declared `role` that shares its GPUs, other processes on them are no
-    reason to warn.
+    Within each group, the worst situation is first. There is at least one verdict. `values` has the
+    samples of all derivations. `watches` says for how many seconds the detector has compared each
+    GPU, by UUID, and the host memory of each role. `excused` has the UUIDs and roles whose memory
+    grows as it did when the engine was well. If the declared `role` shares its GPUs, other
+    processes on them are no reason to warn.
     """
     verdicts = [
         *_judge_gpus(snapshot, values, watches, role, excused),
@@ -313,10 +322,10 @@ def judge_snapshot(
 
 
 def _rank_verdict(verdict: Verdict) -> tuple[int, int, int]:
-    """Return a sort key: the first of the verdicts is the worst, and gives the situation."""
+    """Return a sort key that puts the worst verdict, which decides the situation, first."""
     severity = tuple(Level).index(verdict.level)
     situation_rank = tuple(Situation).index(verdict.situation)
-    # GOOD and UNKNOWN are one group: the situation decides which of them is first.
+    # GOOD and UNKNOWN are one group: within it the situation decides the order.
     if verdict.level in (Level.WARNING, Level.ALARM):
         return (-severity, situation_rank, -severity)
     return (0, situation_rank, -severity)
@@ -337,9 +346,10 @@ def _judge_gates(values: Values) -> Iterator[Verdict]:
 def _describe_no_growth(
     states: Collection[str | None], watched_seconds: float
 ) -> tuple[Level, str]:
-    """Return the level and the text for memory without growth, which has these leak states.
+    """Return the level and the text for memory without growth, by its leak states.
 
-    The most informative of the states counts. `watched_seconds` is for how long it was compared.
+    The most informative of the states counts. `watched_seconds` is for how long the memory was
+    compared.
     """
     state = next((state for state in NO_GROWTH_SENTENCES if state in states), None)
     # A leak in large steps may not have shown yet.
@@ -356,7 +366,7 @@ def _judge_gpus(
     role: str,
     excused: Collection[str],
 ) -> Iterator[Verdict]:
-    """Yield the verdicts on the engine's GPUs, also on those that the configured list omits."""
+    """Yield the verdicts on the engine's GPUs, including those that HEADROOM_GPUS omits."""
     if isinstance(snapshot.gpus, Failure):
         yield Verdict(
             subject="GPUs",
@@ -379,8 +389,8 @@ def _judge_gpus(
             yield _judge_left_out_gpu(gpu)
     for gpu in sorted(snapshot.owned_gpus, key=lambda gpu: gpu.reading.index):
         yield _judge_gpu(gpu, snapshot, values, watches=watches, role=role, excused=excused)
-        # Beside the verdict on the GPU: an exited engine's memory is a separate trouble with a
-        # separate remedy.
+        # Comes in addition to the verdict on the GPU, because an exited engine's memory is another
+        # trouble with another remedy.
         for leftover in gpu.leftovers:
             yield Verdict(
                 subject=gpu.reading.display_name,
@@ -415,8 +425,8 @@ def _judge_gpu(
 ) -> Verdict:
     """Return the verdict on one GPU of the engine.
 
-    It is about the first of these that holds: the GPU cannot be read, its memory is unknown, memory
-    grows on it, or something else about it.
+    It states the first of these that is true: the GPU cannot be read; its memory is unknown; its
+    memory grows; it has another trouble or none.
     """
     reading = gpu.reading
     name = reading.display_name
@@ -439,7 +449,7 @@ def _judge_gpu(
         )
     leak_state = values.state(catalog.LEAK_STATE, *label_gpu(gpu))
     if leak_state in GROWING_STATES:
-        # Growth comes before any other trouble of the GPU: it is what fills the card.
+        # Growth comes before any other trouble of the GPU, because it fills the card.
         growth = _measure_gpu_growth(
             gpu, snapshot, values, is_leaking=leak_state == LeakState.LEAKING
         )
@@ -458,7 +468,7 @@ def _judge_quiet_gpu(
     watches: Mapping[str, float],
     role: str,
 ) -> Verdict:
-    """Return the verdict on a GPU on which nothing grows: its trouble, or that there is none."""
+    """Return the verdict on a GPU without growth: its trouble, or that it has none."""
     labels = label_gpu(gpu)
     uuid = gpu.reading.uuid
     name = gpu.reading.display_name
@@ -466,7 +476,7 @@ def _judge_quiet_gpu(
     watched_seconds = watches.get(uuid, SURE_SECONDS)
     level, no_growth = _describe_no_growth({leak_state}, watched_seconds)
     held_bytes = values.value(catalog.GPU_MEMORY_HELD, *labels, "engine")
-    # vLLM gives back nearly all of it for a sleep: what stays is what another engine cannot use.
+    # vLLM releases nearly all of it in a sleep; another engine cannot use the rest.
     if leak_state == LeakState.ASLEEP and held_bytes is not None:
         no_growth = f"{no_growth} and holds {format_size(held_bytes)}"
     free_bytes = values.value(catalog.GPU_MEMORY_FREE, *labels)
@@ -481,7 +491,7 @@ def _judge_quiet_gpu(
         labels,
         status,
         values,
-        # Where the free memory is unknown, a lack of memory must not be reported.
+        # Where the free memory is unknown, a shortage must not be reported.
         free_bytes=inf if free_bytes is None else free_bytes,
         wake_bytes=wake_bytes,
         role=role,
@@ -511,7 +521,7 @@ class Trouble(Struct, frozen=True, kw_only=True):
     situation: Situation
     text: str
     alert: str | None = None
-    """The alert that fires; None where none fires."""
+    """The alert that fires; None where no alert fires."""
 
     level: Level = Level.WARNING
     needs_free_bytes: bool = False
@@ -529,7 +539,8 @@ def _find_trouble(
 ) -> Trouble | None:
     """Return the worst trouble of a GPU; None where it has none.
 
-    `wake_bytes` is the memory that a sleeping engine needs to wake; 0 where it does not sleep.
+    `wake_bytes` is the memory that a sleeping engine needs to wake; 0 where the engine is not
+    asleep.
     """
     return (
         _find_excess(labels, status, values, free_bytes)
@@ -542,7 +553,7 @@ def _find_trouble(
 def _find_low_memory(
     labels: tuple[str, str], status: EngineStatus | None, free_bytes: float, wake_bytes: int
 ) -> Trouble | None:
-    """Return the trouble of low free memory, or of less than a sleeping engine needs to wake.
+    """Return the trouble that free memory is low, or too low for a sleeping engine to wake.
 
     None where neither holds. The alert fires for low memory only.
     """
@@ -550,7 +561,8 @@ def _find_low_memory(
     first_free_bytes = 0
     if status is not None:
         first_free_bytes = dict(status.first_room_bytes).get(uuid, 0)
-    # Before an engine has served nothing is low: a start takes the memory that it was granted.
+    # Before an engine has served, memory is never low: a start takes the memory that it was
+    # granted.
     is_low = free_bytes < min(LOW_BYTES, LOW_SHARE * first_free_bytes)
     if not is_low and free_bytes >= wake_bytes:
         return None
@@ -565,12 +577,12 @@ def _find_low_memory(
 def _find_scarce_blocks(
     labels: tuple[str, str], status: EngineStatus | None, values: Values, free_bytes: float
 ) -> Trouble | None:
-    """Return the trouble of unified memory that is free in small blocks only.
+    """Return the trouble that unified memory is free only in small blocks.
 
     None while no task waits for memory and no model is loaded.
     """
-    # An allocation of the driver needs blocks of 2 MiB: pages of the page cache in between do not
-    # serve.
+    # The driver allocates in blocks of 2 MiB, so memory between pages of the page cache is of no
+    # use.
     blocks_bytes = values.value(catalog.UNIFIED_FREE_BLOCKS, *labels)
     if blocks_bytes is None or blocks_bytes >= min(SCARCE_BLOCKS_BYTES, free_bytes):
         return None
@@ -590,9 +602,9 @@ def _find_scarce_blocks(
 def _find_excess(
     labels: tuple[str, str], status: EngineStatus | None, values: Values, free_bytes: float
 ) -> Trouble | None:
-    """Return the trouble of an engine over its budget that leaves little for a burst.
+    """Return the trouble that the engine exceeds its budget and leaves too little for a burst.
 
-    The share alone is no trouble: contexts, NCCL and graphs are outside of the budget. None where
+    An excess alone is no trouble: contexts, NCCL and graphs are outside of the budget. None where
     the engine does not serve, keeps its budget, or leaves enough.
     """
     if status is None or status.state is not EngineState.SERVING:
@@ -606,7 +618,8 @@ def _find_excess(
         return None
     size = format_size(excess.excess_bytes)
     text = f"the engine holds {size} ({100 * excess.ratio:.1f} %) more than its budget"
-    # The last burst still fits: this is a warning. Otherwise the next one may end the engine.
+    # The last burst still fits, so this is a warning. If it did not fit, the next burst might end
+    # the engine.
     if room_bytes >= excess.needed_bytes:
         is_share_small = room_bytes < TIGHT_SHARE * excess.total_bytes
         return Trouble(
@@ -627,16 +640,21 @@ def _find_excess(
 def _find_room_at_rest(
     labels: tuple[str, str], values: Values, excess: BudgetExcess, free_bytes: float
 ) -> float:
-    """Return what is free between bursts; what others hold counts as free, as they may leave."""
+    """Return what is free between bursts.
+
+    Memory of other processes counts as free, because they may leave.
+    """
     other_bytes = values.value(catalog.GPU_MEMORY_HELD, *labels, "other") or 0.0
-    # At a burst the engine holds more than at rest; what it will give back counts as free.
+    # During a burst the engine holds more than at rest; memory that it will release counts as free.
     rest_bytes = excess.budget_bytes + excess.excess_bytes
     held_bytes = values.value(catalog.GPU_MEMORY_HELD, *labels, "engine") or rest_bytes
     return free_bytes + other_bytes + max(0.0, held_bytes - rest_bytes)
 
 
 def _find_neighbour(labels: tuple[str, str], values: Values, role: str) -> Trouble | None:
-    """Return the trouble of other processes on the GPU; for a sharing role it is no warning.
+    """Return the trouble of other processes on the GPU.
+
+    It is no warning for a role that shares its GPUs.
 
     None where they hold less than NEIGHBOUR_BYTES.
     """
@@ -657,7 +675,7 @@ def _find_neighbour(labels: tuple[str, str], values: Values, role: str) -> Troub
 
 
 class GrowingMemory(Struct, frozen=True, kw_only=True):
-    """Growing memory: that of a GPU, or of the processes of one role; None where unknown."""
+    """Growing memory of a GPU, or of the processes of one role; a field is None where unknown."""
 
     subject: str
     name: str
@@ -694,7 +712,7 @@ def _measure_gpu_growth(
 ) -> GrowingMemory:
     """Return the growth on a GPU by the leak detector's figures."""
     labels = label_gpu(gpu)
-    # The probe measures the engine's memory alone: where it shows growth, that is the engine's.
+    # The probe measures only the engine's memory, so growth that it shows is the engine's.
     location = values.state(catalog.LEAK_LOCATION, *labels)
     return GrowingMemory(
         subject=gpu.reading.display_name,
@@ -733,9 +751,9 @@ def _measure_host_growth(
 
 
 def _judge_growth(growth: GrowingMemory, *, is_excused: bool) -> Verdict:
-    """Return the verdict on growing memory: it leaks, may leak, or a configured pool fills.
+    """Return the verdict on growing memory: a leak, a possible leak, or a pool that fills.
 
-    Growth that is excused is up to a height at which the engine was well before.
+    Growth is excused up to a height at which the engine was well before.
     """
     # An early warning is explained by a pool that still has room; an alarm is reported anyway.
     if growth.bound_bytes and not growth.is_leaking:
@@ -770,10 +788,10 @@ def _judge_filling_pools(growth: GrowingMemory, bound_bytes: float) -> Verdict:
 
 
 def _describe_engine_growth(growth: GrowingMemory) -> str:
-    """Return that the engine leaks or may leak, how fast and where."""
+    """Return the sentence that the engine leaks or may leak, with its rate and place."""
     words = ["leaks" if growth.is_leaking else "may leak"]
     rate = _describe_rate(growth)
-    # By request where that is known: unlike the rate by time, it does not depend on load.
+    # Per request where that rate is known, because it does not depend on load.
     if growth.bytes_per_request is not None:
         rate = f"{format_size(1000 * growth.bytes_per_request)} per 1,000 requests"
     if rate:
@@ -785,14 +803,14 @@ def _describe_engine_growth(growth: GrowingMemory) -> str:
 
 
 def _describe_usual_growth(growth: GrowingMemory) -> str:
-    """Return that memory grows as it did when the engine was well, and how fast."""
+    """Return the sentence that memory grows as it did when the engine was well, with its rate."""
     rate = _describe_rate(growth)
     text = f"grows by {rate}" if rate else "grows"
     return f"{text}, up to now as in an earlier run or on an earlier day without a leak"
 
 
 def _describe_foreign_growth(growth: GrowingMemory) -> str:
-    """Return that memory fills, and how fast, where the growth may be another process's."""
+    """Return the sentence that memory fills, where the growth may be another process's."""
     verb = "fills" if growth.is_leaking else "may fill"
     rate = _describe_rate(growth)
     if rate:
@@ -821,8 +839,8 @@ def _describe_time_to_oom(growth: GrowingMemory) -> str:
 
 
 def _describe_full_pools(growth: GrowingMemory) -> str:
-    """Return that offload pools are full and may take more; empty where they are not full."""
-    # Only offloads were seen to take more than their configured size (OFFLOAD_FACTOR).
+    """Return the clause that full offload pools may take more; empty where they are not full."""
+    # Only offload pools are known to take more than their configured size (OFFLOAD_FACTOR).
     has_offloads = any(pool.part is not HostPart.MULTIMODAL_CACHE for pool in growth.pools)
     if growth.bound_bytes != 0 or not has_offloads:
         return ""
@@ -837,7 +855,7 @@ def _choose_level(growth: GrowingMemory) -> Level:
 
 
 def _choose_alert(growth: GrowingMemory) -> str:
-    """Return the alert that fires for this growth, by its time left."""
+    """Return the alert that fires for this growth, by the time left."""
     if growth.is_leaking and _is_oom_within(growth, HOUR_SECONDS):
         return growth.alerts.hour
     # An early warning may still be withdrawn, so it is urgent only within the hour.
@@ -852,10 +870,10 @@ def _is_oom_within(growth: GrowingMemory, seconds: float) -> bool:
 
 
 def _judge_engine(snapshot: Snapshot, values: Values) -> Iterator[Verdict]:
-    """Yield the verdict on the engine's state, then those on a crash loop and a stranded cache."""
+    """Yield the verdicts on the engine's state, on a crash loop and on a stranded KV cache."""
     yield _judge_engine_state(snapshot, values)
     status = snapshot.engine_status
-    # Also while the engine serves: in a crash loop it serves between two exits.
+    # Judged even while the engine serves, because in a crash loop it serves between two exits.
     if status is not None and status.recent_exits >= CRASH_LOOP_EXITS:
         yield Verdict(
             subject="engine",
@@ -864,7 +882,7 @@ def _judge_engine(snapshot: Snapshot, values: Values) -> Iterator[Verdict]:
             alert="HeadroomEngineCrashLoop",
             situation=Situation.CRASH_LOOP,
         )
-    # The fullest engine counts: each data-parallel rank has a cache that no other rank can use.
+    # The engine with the highest share counts: no data-parallel rank can use another rank's cache.
     stranded_ratio = max(values.find_all(catalog.ENGINE_KV_STRANDED).values(), default=0.0)
     if stranded_ratio > STRANDED_RATIO:
         yield Verdict(
@@ -884,7 +902,7 @@ def _describe_crash_loop(status: EngineStatus) -> str:
 
 
 def _judge_engine_state(snapshot: Snapshot, values: Values) -> Verdict:
-    """Return the verdict on the engine's state, with its load or why its page cannot be read."""
+    """Return the verdict on the engine's state, with its load or the page's failure."""
     status = snapshot.engine_status
     state = EngineState.UNKNOWN if status is None else status.state
     row = _choose_engine_sentence(snapshot, state)
@@ -924,7 +942,7 @@ def _choose_engine_sentence(snapshot: Snapshot, state: EngineState) -> EngineSen
 
 
 def _describe_engine(snapshot: Snapshot, values: Values, state: EngineState) -> str:
-    """Return what follows the sentence on a state: load, signs of a hang, or why there is no page.
+    """Return what follows the sentence on a state: load, signs of a hang, or the page's failure.
 
     Empty where there is nothing to add.
     """
@@ -957,12 +975,12 @@ def _describe_unknown(snapshot: Snapshot, failure: Failure) -> str:
 
 
 def _describe_server(snapshot: Snapshot, state: EngineState) -> str:
-    """Return what else than the page is known of the server, as a part of a sentence."""
+    """Return what is known of the server beside its page, as a part of a sentence."""
     server = snapshot.server
     if state is EngineState.STALLED:
         return "" if server is None else SERVER_TROUBLES.get(server.answer, "")
     text = ""
-    # A machine without CPU answers late, as a hung server does.
+    # A server that is short of CPU answers late, like a hung server.
     if state is EngineState.UNKNOWN and is_starved(snapshot.processes):
         text = "; the machine is short of CPU"
     is_late = isinstance(snapshot.engines, Failure) and snapshot.engines.reason is Reason.TIMEOUT
@@ -1035,8 +1053,7 @@ def _judge_quiet_host(
     watches: Mapping[str, float],
 ) -> Verdict:
     """Return the verdict on host memory that grows in no role; `leak_states` is by role."""
-    # One sentence is about all roles, so it may claim no more than the one watched for the shortest
-    # time.
+    # The sentence covers all roles, so the role that was watched for the shortest time counts.
     watched_seconds = min(watches.get(role, SURE_SECONDS) for role in leak_states)
     level, no_growth = _describe_no_growth(leak_states.values(), watched_seconds)
     use = _describe_host_use(snapshot, values) + _describe_offloads(snapshot, values)
@@ -1060,7 +1077,8 @@ def _is_host_memory_low(snapshot: Snapshot) -> bool:
     )
     if host is None or host.room_bytes is None or first_room_bytes is None:
         return False
-    # The lowest of three, because on a small machine a fixed size would always be low.
+    # The lowest of three, because free memory of a small machine would always be below a fixed
+    # size.
     low_bytes = min(
         LOW_HOST_BYTES,
         LOW_HOST_SHARE * (host.limit_bytes or 0),
@@ -1070,9 +1088,9 @@ def _is_host_memory_low(snapshot: Snapshot) -> bool:
 
 
 def _describe_host_use(snapshot: Snapshot, values: Values) -> str:
-    """Return how much host memory is in use of which limit, and how much in /dev/shm and swap.
+    """Return the host memory in use, its limit, and what /dev/shm and swap take, as text.
 
-    Where one of the two is unknown, return how much the engine's processes hold.
+    Where use or limit is unknown, the text states how much the engine's processes hold.
     """
     host = snapshot.host or HostMemory()
     used_bytes = values.value(catalog.HOST_MEMORY_USED)
@@ -1092,10 +1110,10 @@ def _describe_host_use(snapshot: Snapshot, values: Values) -> str:
 
 
 def _describe_offloads(snapshot: Snapshot, values: Values) -> str:
-    """Return the planned size of offloads, and how much they take; empty without offloads.
+    """Return the planned size of offloads and what they take, as text; empty without offloads.
 
-    Offloads are in shared memory, which is what they take. Where that is less than planned, they
-    may still grow: then the text is how much they may take.
+    Offloads are in shared memory, so its size is what they take. Where that is less than planned,
+    they may still grow, and the text states how much they may take.
     """
     planned_bytes = values.find_all(catalog.HOST_MEMORY_PLANNED)
     offload_bytes = 0.0
@@ -1104,7 +1122,8 @@ def _describe_offloads(snapshot: Snapshot, values: Values) -> str:
     if not offload_bytes:
         return ""
     shm_bytes = None
-    # Beside another engine, /dev/shm may be partly that engine's: its size is not used then.
+    # If another engine runs here, part of /dev/shm may be its own, so the size of /dev/shm is not
+    # used.
     if snapshot.host is not None and not snapshot.neighbours:
         shm_bytes = snapshot.host.shm_used_bytes
     shared_bytes = count_shared(snapshot.engine_processes, shm_bytes)
@@ -1112,8 +1131,8 @@ def _describe_offloads(snapshot: Snapshot, values: Values) -> str:
     if shared_bytes < offload_bytes:
         return f"{planned} may take up to {OFFLOAD_FACTOR} times that"
     text = f"{planned} take {format_size(shared_bytes)}"
-    # A small offload exceeds its plan by a large factor without harm: it must be far over in bytes
-    # too.
+    # A small offload may exceed its plan by a large factor without harm, so the excess must be
+    # large in bytes too.
     is_far_over = shared_bytes > OVERSHOOT_FACTOR * offload_bytes
     if is_far_over and shared_bytes > offload_bytes + NEIGHBOUR_BYTES:
         factor = shared_bytes / offload_bytes

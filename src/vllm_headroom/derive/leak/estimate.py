@@ -39,31 +39,37 @@ SLOPE_POINTS: Final = 16
 better rates."""
 
 UNLIKE: Final = 1.4
-"""Requests count as the cause of the growth, unless the batches by requests vary more than this
-many times as much as those by time."""
+"""Requests are taken as the cause of the growth unless the batches by requests vary more than this
+many times as much as the batches by time.
+"""
 
 UNSEEN_SHARE: Final = 0.6
-"""Load has a daily cycle. Before a whole day was observed, load may rise so much that only this
-share of the time is left."""
+"""Load has a daily cycle. Before a whole day was observed, load may still rise so much that memory
+is full after this share of the estimated time.
+"""
 
 PEAK_MARGIN: Final = 1.1
 """Our choice: the request rate may become this many times as high as the highest forecast."""
 
 SHORTEST_MEAN_SECONDS: Final = 900.0
-"""A mean rate is taken over at least this past: over a shorter one it is no better than the average
-of the newest minutes."""
+"""A mean rate is taken over at least this time: a mean over less is no better than the average of
+the newest minutes.
+"""
 
 DILUTED_RATIO: Final = 1.5
 """Our choice: a stretch of growth counts where it is this many times as fast as the whole growth,
 because the rates of two parts of an even leak differ by less."""
 
 MARGIN_SECONDS: Final = 300.0
-"""Subtracted from the lower bound of the time left: an estimate is made every two minutes only, and
-a peak of some minutes shows in no block's floor."""
+"""Subtracted from the lower bound of the time left: an estimate is made only every two minutes, and
+the floor of a block does not show a peak of some minutes.
+"""
 
 
 MOST_MARGIN_SHARE: Final = 0.25
-"""Our choice: the most of the lower bound that is subtracted: fast growth is judged each 30 s."""
+"""Our choice: at most this share of the lower bound is subtracted, because fast growth is judged
+every 30 s.
+"""
 
 
 class Slope(NamedTuple):
@@ -74,13 +80,15 @@ class Slope(NamedTuple):
     """Half of the 95 % interval."""
 
     spread: float
-    """Standard deviation of the batches by their mean; inf where there are too few."""
+    """Standard deviation of the batches as a multiple of their mean; inf where there are too few
+    batches.
+    """
 
 
 def estimate_growth(
     growth: Growth, *, began_bytes: float, track: Track, room_bytes: float | None
 ) -> Estimate:
-    """Return the rates of the growth, and the paces at the expected load; without the time left.
+    """Return the rates of the growth and its paces at the expected load, without the time left.
 
     `began_bytes` is the memory when the growth began. Where `room_bytes` is None, the paces are the
     rates by time.
@@ -92,19 +100,19 @@ def estimate_growth(
     retained_bytes = clip_largest_rise(growth, median_rise_bytes)
     by_time = measure_slope(seconds, retained_bytes, step_bytes)
     by_request = measure_slope(requests, retained_bytes, step_bytes)
-    # Growth in nearly every block varies as chance makes it vary: batches of two or three blocks
-    # would exaggerate that.
+    # A leak that grows in nearly every block varies only by chance: batches of two or three blocks
+    # would exaggerate the variation.
     if growth.rise_count >= RISE_CHANCE_IN_A_LEAK * len(growth.rises_bytes):
         by_time = _limit_half_width(by_time, growth)
         by_request = _limit_half_width(by_request, growth)
     has_rates = by_request.rate > 0 and track.work.requests_per_second > 0
-    # The cause of the growth has the more even batches: a leak by requests, seen by time, varies
+    # The batches of the true cause are more even: a leak by requests, measured over time, varies
     # with load.
     by_requests = has_rates and by_request.spread <= UNLIKE * by_time.spread
 
     pace = by_time.rate
     fastest = by_time.rate + by_time.half_width if by_time.rate > 0 else 0.0
-    # A leak by requests follows the load to come, not the load so far.
+    # A leak by requests follows future load, not past load.
     if room_bytes is not None and by_requests:
         usable_bytes = max(0.0, room_bytes - OUT_OF_MEMORY_BYTES)
         horizon_seconds = usable_bytes / (by_request.rate * track.work.requests_per_second)
@@ -117,15 +125,15 @@ def estimate_growth(
         )
         fastest = PEAK_MARGIN * highest_rate * (by_request.rate + by_request.half_width)
     if room_bytes is not None and not _is_load_known(track, by_requests=by_requests):
-        # Only where the room lasts for longer than half of the observed time: in a shorter time,
-        # load will hardly change.
+        # Only where the room lasts for longer than half of the observed time, because load hardly
+        # changes in a shorter time.
         now_seconds = track.clock.now_seconds
         if fastest * now_seconds / 2 < room_bytes:
             fastest /= UNSEEN_SHARE
 
     return Estimate(
         bytes_per_second=by_time.rate,
-        # A leak gives nothing back: its interval does not reach below zero.
+        # A leak never gives memory back, so its interval does not reach below zero.
         lower=max(min(0.0, by_time.rate), by_time.rate - by_time.half_width),
         upper=by_time.rate + by_time.half_width,
         bytes_per_request=by_request.rate if requests[-1] > requests[0] else None,
@@ -139,8 +147,8 @@ def estimate_growth(
 def clip_largest_rise(growth: Growth, median_rise_bytes: float) -> tuple[float, ...]:
     """Return the retained memory of the growth with its largest rise clipped.
 
-    One large demand does not bring the end nearer. It counts as the second largest rise, and not
-    less than three median rises or LARGE_BYTES: so steps that come again are not clipped.
+    One large demand does not bring the end nearer. It counts as the second largest rise, but as no
+    less than three median rises or LARGE_BYTES. Steps that repeat are therefore not clipped.
     """
     *_, second_bytes, largest_bytes = sorted(growth.rises_bytes)
     limit_bytes = max(second_bytes, CLIP_MEDIANS * median_rise_bytes, LARGE_BYTES)
@@ -169,16 +177,17 @@ def apply_stretch(estimate: Estimate, track: Track, room_bytes: float | None) ->
     estimate = replace(estimate, fastest=fastest)
     grown_bytes = (track.history.held_bytes or began.floor_bytes) - began.floor_bytes
     pace = grown_bytes / max(1.0, track.clock.now_seconds - began.seconds)
-    # With its pauses, growth is no faster than its newest stretch.
+    # Over its pauses, growth is no faster than in its newest stretch.
     pace = min(pace, stretch.bytes_per_second)
     if room_bytes is not None and _will_stretch_fill(stretch, track, room_bytes):
         pace = stretch.bytes_per_second
-    # The rate of the whole growth is measured best: only a clearly faster stretch replaces it.
+    # The rate of the whole growth is measured best, so only a clearly faster stretch replaces it.
     if pace < DILUTED_RATIO * max(estimate.bytes_per_second, estimate.pace or 0.0):
         return estimate
     bytes_per_request = estimate.bytes_per_request
     if bytes_per_request is not None and track.work.requests_per_second > 0:
-        # The two rates are of the same growth: where that by time was too low, so was this one.
+        # Both rates are of the same growth: where the rate by time was too low, so was the rate by
+        # requests.
         bytes_per_request = max(bytes_per_request, pace / track.work.requests_per_second)
     return replace(
         estimate,
@@ -202,10 +211,10 @@ def _will_stretch_fill(stretch: Stretch, track: Track, room_bytes: float) -> boo
 
 
 def _limit_half_width(slope: Slope, growth: Growth) -> Slope:
-    """Return the slope of growth without pauses, with at most the half width by Poisson's law.
+    """Return the slope of growth without pauses. Its half width is limited by Poisson's law.
 
-    The law is of steps of the growth's typical size, as in `weigh_pace`. Five batches of two or
-    three blocks can differ by chance so much that their interval has no meaning.
+    The law is applied to steps of the growth's typical size, as in `weigh_pace`. Five batches of
+    two or three blocks can differ so much by chance that their interval has no meaning.
     """
     step_count = growth.grown_bytes / growth.typical_step_bytes
     limit = slope.rate * STANDARD_ERRORS_95 / sqrt(step_count)
@@ -213,10 +222,10 @@ def _limit_half_width(slope: Slope, growth: Growth) -> Slope:
 
 
 def _is_load_known(track: Track, *, by_requests: bool) -> bool:
-    """Return whether load will not rise above what was observed, or does not matter.
+    """Return whether load can be expected to stay below the observed peak, or does not matter.
 
-    The first is assumed after a day. Load does not matter for a leak by time, which is certain only
-    where requests are counted.
+    Load is expected to stay below its peak once a day was observed. It does not matter for a leak
+    by time, which is certain only where requests are counted.
     """
     if track.clock.now_seconds >= DAY_SECONDS:
         return True
@@ -228,8 +237,8 @@ def set_time_left(estimate: Estimate, track: Track, room_bytes: float) -> Estima
 
     The lower bound is the time until the next peak fills the room: out-of-memory happens at a peak,
     not in the present valley. Memory that follows load, and the sawtooth of a garbage collector,
-    return to their old height plus what has leaked since. In addition, a demand as large as the
-    largest recent one may come. Both times are None where the estimate has no pace.
+    return to their old height plus what has leaked since. Besides, a demand as large as the largest
+    recent one may still come. Both times are None where the estimate has no pace.
     """
     floors_bytes = [block.floor_bytes for block in track.history.rings[0].blocks]
     swing_bytes = 0.0
@@ -247,7 +256,8 @@ def set_time_left(estimate: Estimate, track: Track, room_bytes: float) -> Estima
     stretch = None if track.alarm is None else track.alarm.stretch
     if stretch is not None and _will_stretch_fill(stretch, track, room_bytes):
         fastest = max(fastest, stretch.bytes_per_second)
-        # The estimate of an old alarm may be from before this stretch: it is made each 16 minutes.
+        # The estimate of an old alarm may be older than this stretch, because it is made only every
+        # 16 minutes.
         if stretch.bytes_per_second >= DILUTED_RATIO * pace:
             pace = stretch.bytes_per_second
     oom_seconds = None
@@ -261,7 +271,7 @@ def set_time_left(estimate: Estimate, track: Track, room_bytes: float) -> Estima
 
     next_step = find_next_step(track.history.steps)
     if next_step is not None and next_step.size_bytes > room_bytes - OUT_OF_MEMORY_BYTES:
-        # The next step does not fit: there is no more time than until it comes.
+        # The next step does not fit, so no more time is left than until that step.
         now_seconds = track.clock.now_seconds
         earliest_seconds = max(0.0, next_step.earliest_seconds - now_seconds)
         likely_seconds = max(0.0, next_step.likely_seconds - now_seconds)
@@ -278,8 +288,8 @@ def measure_slope(axis: list[float], values: tuple[float, ...], step_bytes: floa
     pairs of blocks, which single benign steps do not change. Where that is zero, growth came in a
     few large steps, and the slope is that between the first and the last block. The interval comes
     from the method of batch means over the later three quarters, because rises are not independent.
-    It is widened by one step, because the memory is known only to the allocator's step. On an axis
-    of no length, the rate is 0 and the spread is infinite.
+    The interval is widened by one step, because memory is known only to the allocator's step. If
+    the axis has no length, the rate is 0 and the spread is infinite.
     """
     length = axis[-1] - axis[0]
     if length <= 0:
@@ -293,7 +303,7 @@ def measure_slope(axis: list[float], values: tuple[float, ...], step_bytes: floa
         if later > at
     ]
     rate = median(slopes) if slopes else 0.0
-    if rate == 0.0:  # most pairs lie between two steps
+    if rate == 0.0:  # most pairs of blocks lie between two steps
         rate = (values[-1] - values[0]) / length
 
     batch_rates = _measure_batches(axis, values)
@@ -302,16 +312,16 @@ def measure_slope(axis: list[float], values: tuple[float, ...], step_bytes: floa
     deviation = stdev(batch_rates)
     step_rate = step_bytes / (axis[-1] - axis[middle])
     half_width = T_95 * deviation / sqrt(BATCHES) + step_rate
-    # Batches whose rates cancel out have a mean of 0: the spread is huge then, not an error.
+    # Batches whose rates cancel out have a mean of 0. The spread is then huge instead of an error.
     return Slope(rate, half_width, deviation / max(abs(fmean(batch_rates)), 1e-9))
 
 
 def _measure_batches(axis: list[float], values: tuple[float, ...]) -> list[float]:
     """Return the slope of each batch; the batches divide the later three quarters evenly.
 
-    A batch of no length on the axis is left out.
+    A batch without length on the axis is left out.
     """
-    # From the newest block backwards: what does not divide evenly is left out on the old side.
+    # From the newest block backwards: blocks that do not divide evenly are left out at the old end.
     batch_size = (len(axis) - 1 - len(axis) // 4) // BATCHES
     cuts = [len(axis) - 1 - batch_size * number for number in range(BATCHES, -1, -1)]
     return [
@@ -325,8 +335,8 @@ def forecast_rate(track: Track, horizon_seconds: float) -> float:
     """Return the expected requests per second over a horizon.
 
     That is the mean of a past as long as the horizon, or of the whole known past where that is
-    shorter. Where either is shorter than SHORTEST_MEAN_SECONDS, it is the average of the newest
-    minutes.
+    shorter. Where the horizon or the known past is shorter than SHORTEST_MEAN_SECONDS, it is the
+    average of the newest minutes.
     """
     recent_rate = track.work.requests_per_second
     longest_blocks = track.history.rings[-1].blocks

@@ -10,15 +10,18 @@ from msgspec import Struct, field
 from vllm_headroom.units import MIB
 
 RISE_BYTES: Final = MIB
-"""A smaller rise is none. This is below the smallest step of every allocator, 2 MiB (cudaMalloc,
-torch's small pool)."""
+"""A smaller rise does not count. This is below the smallest step of every allocator, 2 MiB
+(cudaMalloc, torch's small pool).
+"""
 
 OUT_OF_MEMORY_BYTES: Final = 100 * MIB
-"""With less free memory than this, allocations begin to fail: segments are 20 MiB and larger."""
+"""With less free memory than this, allocations begin to fail, because segments are 20 MiB and
+larger.
+"""
 
 
 LARGE_BYTES: Final = 64 * MIB
-"""A larger fall or rise is not the allocator's usual give and take."""
+"""A larger fall or rise is more than the usual fluctuation of the allocator."""
 
 
 class Certainty(IntEnum):
@@ -30,10 +33,10 @@ class Certainty(IntEnum):
 
 
 class Block(Struct, frozen=True, gc=False):
-    """A block of readings: an instant, the work done until then, and the least memory held in it.
+    """A block of readings: its instant, the work done until then, and the least memory held in it.
 
-    The instant is the end of a closed block, and the begin of the open one. There are hundreds of
-    blocks: gc=False saves the garbage collector's overhead.
+    The instant is the end of a closed block, and the start of the open block. There are hundreds of
+    blocks, so gc=False saves the overhead of the garbage collector.
     """
 
     seconds: float
@@ -43,10 +46,10 @@ class Block(Struct, frozen=True, gc=False):
     """Requests finished since the track began."""
 
     busy_seconds: float = 0.0
-    """The time since the stretch began, without blocks that had neither work nor growth."""
+    """The time since the stretch began, excluding blocks that had neither work nor growth."""
 
     floor_bytes: float = 0.0
-    """The least memory that was held in the block: its floor."""
+    """The block's floor: the least memory that was held in it."""
 
     peak_running: float = 0.0
     """The highest number of running requests until then."""
@@ -80,7 +83,7 @@ def find_retained(blocks: tuple[Block, ...]) -> tuple[float, ...]:
 
 
 def list_falls(rings: tuple[Ring, ...]) -> Iterator[tuple[Block, float]]:
-    """Yield each block whose memory was given back in part since, and how many bytes were."""
+    """Yield each block of which a part was given back later, with the bytes given back."""
     now_bytes = rings[0].blocks[-1].floor_bytes
     for ring in rings:
         # A longer ring lacks the newest minutes: `now_bytes` has them.
@@ -142,44 +145,48 @@ class Work(Struct, frozen=True, kw_only=True):
 
 
 class Occupancy(Struct, frozen=True, kw_only=True):
-    """Whether the engine's memory is there, and whether others are on the device."""
+    """Whether the engine's memory is present, and whether other processes are on the device."""
 
     is_asleep: bool = False
     rested_seconds: float | None = None
-    """How long the engine has been awake and at work while most of its memory is gone: it rests.
-    None while the memory is there."""
+    """How long the engine has rested: it is awake and at work while most of its memory is gone.
+    None while the memory is present.
+    """
 
     neighbours: int | None = None
-    """The number of processes on the device that counts as usual; None where the engine's memory is
-    known without counting them."""
+    """The usual number of processes on the device; None where the engine's memory is known without
+    counting them.
+    """
     crowded_since_seconds: float | None = None
-    """When a further process came, in the track's time; None without one."""
+    """When an additional process appeared, in the track's time; None without one."""
 
 
 class Step(Struct, frozen=True, gc=False):
-    """A large rise, reduced by what was given back since."""
+    """A large rise of memory, without the part that was given back since."""
 
     seconds: float
-    """In the track's time."""
+    """When it came, in the track's time."""
     size_bytes: float
     """The part of the rise that is still held."""
     top_bytes: float
-    """The memory that was held after the step, reduced likewise."""
+    """The memory that was held after the step, without the part that was given back since."""
 
 
 class TrackHistory(Struct, frozen=True, kw_only=True):
-    """The readings of one stretch in which they are comparable."""
+    """The readings of one stretch, within which they are comparable."""
 
     anchor: Block | None = None
-    """The begin of the stretch, with the floor of its first block; None before the first
-    reading."""
+    """The start of the stretch, with the floor of its first block; None before the first reading.
+    """
 
     origin: Block | None = None
-    """The block from which work is counted: the first of the stretch or, where load has doubled
-    since the origin before it, the block in which that happened. None before the first block."""
+    """The block from which work is counted; None before the first block. It is the first block of
+    the stretch. Once load has doubled since the origin, the block in which that happened becomes
+    the origin.
+    """
 
     busy_seconds: float = 0.0
-    """The time since the stretch began, without blocks that had neither work nor growth."""
+    """The time since the stretch began, excluding blocks that had neither work nor growth."""
     held_bytes: float | None = None
     """The newest reading; None after a pause."""
 
@@ -187,8 +194,9 @@ class TrackHistory(Struct, frozen=True, kw_only=True):
     """The highest reading."""
 
     capacity_bytes: float = 0.0
-    """The most that the engine could ever hold, if other processes held as much as then; 0 where
-    the room is unknown."""
+    """The most memory that was ever available to the engine: what it held and what was free at one
+    time; 0 where the room is unknown.
+    """
 
     open_block: Block | None = None
     """The shortest block that is not complete; None after a pause."""
@@ -203,9 +211,9 @@ class Stretch(Struct, frozen=True, kw_only=True):
     """Growth without a pause or a release in it."""
 
     bytes_per_second: float
-    """In its newest two hours."""
+    """The rate in its newest two hours."""
     began_seconds: float
-    """In the track's time."""
+    """When it began, in the track's time."""
     ended_seconds: float
     """When memory last rose in it, in the track's time."""
 
@@ -214,7 +222,7 @@ class Stretch(Struct, frozen=True, kw_only=True):
 
 
 GROWTH_HOURS: Final = 24
-"""The hours of which the growth is remembered: a day, because load has a daily cycle."""
+"""For how many hours growth is remembered: a day, because load has a daily cycle."""
 
 
 class Reached(Struct, frozen=True, kw_only=True):
@@ -223,25 +231,28 @@ class Reached(Struct, frozen=True, kw_only=True):
     base: Block
     """The first block of the run."""
     peak: Block
-    """The highest block; later, the highest since memory last followed load down."""
+    """The highest block. Once memory has followed load down, the highest block since then."""
 
     growth_bytes: tuple[float, ...] = (0.0,) * GROWTH_HOURS
-    """The highest growth above the base in each of the newest 24 hours; the hours of the track's
-    time modulo 24 are the indexes."""
+    """The highest growth above the base in each of the newest 24 hours; the index is the hour of
+    the track's time modulo 24.
+    """
 
     hour: int
     """The present hour of the track's time."""
     hour_begin: Block
-    """The block with which it began."""
+    """The block with which the present hour began."""
 
     highest_rate: float = 0.0
-    """The requests per second of the busiest hour until the peak."""
+    """The request rate, in requests per second, of the busiest hour up to the peak."""
     lowest_rate: float | None = None
-    """The requests per second of the quietest hour since the peak; None before one has ended."""
+    """The request rate, in requests per second, of the quietest hour since the peak; None until
+    such an hour has ended.
+    """
 
 
 class Precedent(Struct, frozen=True, kw_only=True):
-    """Growth with which an engine was well, in an earlier run or on a day before."""
+    """Growth during which the engine was well, in an earlier run or on an earlier day."""
 
     run_id: str | None
     """Identifies the run; None where unknown."""
@@ -252,7 +263,7 @@ class Precedent(Struct, frozen=True, kw_only=True):
     """The highest growth in each hour, as in `Reached`."""
 
     follows_load: bool
-    """Whether memory was given back when load fell; otherwise it levelled off."""
+    """Whether memory was given back when load fell. If not, it levelled off."""
     room_bytes: float | None
     """The room that the highest growth left; None where it was unknown."""
 
@@ -267,13 +278,14 @@ class LeakAlarm(Struct, frozen=True, kw_only=True):
     """The block of the newest rise."""
 
     peak: Block
-    """The highest block. Growth that has slowed down a lot does not make a new one."""
+    """The highest block. A new height does not count once growth has slowed down a lot."""
     sum_of_squares: float
     """The sum of the squared rises, in square bytes: it gives the typical size of a rise."""
 
     low: Block | None = None
-    """The block in which most of the growth was released for the first time; later lows must be
-    higher. None without such a release."""
+    """The block in which most of the growth was released for the first time; None without such a
+    release. Later low points must be higher.
+    """
     stretch: Stretch | None = None
     """The newest stretch of growth; None while none is long enough."""
 
@@ -294,18 +306,19 @@ class Estimate(Struct, frozen=True, kw_only=True):
     """Whether requests, rather than time, drive the growth."""
 
     leaked_bytes: float
-    """How much has grown so far."""
+    """By how much memory has grown so far."""
     pace: float | None
-    """The expected bytes per second until the device is full, at the expected load; None where the
-    estimate shows no growth."""
+    """The expected growth, in bytes per second at the expected load, until the device is full; None
+    where the estimate shows no growth.
+    """
 
     fastest: float | None
-    """The highest plausible bytes per second until the device is full."""
+    """The highest plausible growth, in bytes per second, until the device is full."""
 
     oom_seconds: float | None = None
     """The expected time until out-of-memory."""
     oom_seconds_lower: float | None = None
-    """The lower bound of that time."""
+    """The lower bound of the time until out-of-memory."""
 
 
 class TrackClock(Struct, frozen=True, kw_only=True):
@@ -318,8 +331,9 @@ class TrackClock(Struct, frozen=True, kw_only=True):
     """The track's own time since it began, which never goes back."""
 
     doubted_seconds: float | None = None
-    """The snapshot's time where it was far from the last one: it is not trusted until a second
-    reading confirms it. None without such a time."""
+    """The snapshot's time where it was far from the last one; None without such a time. It is not
+    trusted until a second reading confirms it.
+    """
 
 
 class Track(Struct, frozen=True, kw_only=True):
@@ -340,7 +354,7 @@ class Track(Struct, frozen=True, kw_only=True):
     reached: Reached | None = None
     """What this run has held; None before its first block."""
     precedent: Precedent | None = None
-    """None before the engine was well with any growth."""
+    """None before any growth during which the engine was well."""
 
     is_excused: bool = False
     """Whether the verdict is at most GROWING only because of the precedent."""

@@ -36,7 +36,9 @@ COUNTED_REQUESTS: Final = 50.0
 """This many requests count as finished before the origin, for the same reason."""
 
 LEAST_FOLDS: Final = 1e-9
-"""A block without work counts as this many e-folds, because callers divide by the number."""
+"""A block without work counts as this many e-folds, because callers divide by the number of
+e-folds.
+"""
 
 
 def count_folds(origin: Block, begin: Block, end: Block) -> float:
@@ -59,29 +61,31 @@ def count_folds(origin: Block, begin: Block, end: Block) -> float:
 
 RISE_SOURCES: Final = 6.0
 """How many independent sources of benign rises are assumed: records and first uses. The n-th of
-exchangeable demands is a record with chance 1/n (Rényi), and an event of log-uniform rarity is
-first seen at rate 1/n. So this many sources give at most RISE_SOURCES times ln(n1/n0) rises while
-the work done grows from n0 to n1."""
+several exchangeable demands is a record with probability 1/n (Rényi), and an event of log-uniform
+rarity is first seen at rate 1/n. Therefore this many sources give at most RISE_SOURCES times
+ln(n1/n0) rises while the work done grows from n0 to n1.
+"""
 
 RISE_CHANCE_IN_A_LEAK: Final = 0.8
 """Our choice: a leak rises in four blocks of five."""
 
 LEAST_RISE_CHANCE: Final = 0.10
-"""Real benign steps come in clusters, so a benign rise in a block is never assumed to be less
-likely than this."""
+"""Real benign steps come in clusters, so the chance of a benign rise in a block is never assumed to
+be lower than this.
+"""
 
 USELESS_CHANCE: Final = 0.75
-"""A block in which a benign rise is at least this likely is no evidence: this covers the
-warm-up."""
+"""A block is no evidence if a benign rise in it is at least this likely. This covers the warm-up.
+"""
 
 
 def weigh_blocks(origin: Block, blocks: tuple[Block, ...]) -> tuple[list[float], list[float]]:
-    """Return what a rise, and what no rise, in each block but the first adds to the odds of a leak.
+    """Return what a rise in each block, or its absence, adds to the odds of a leak.
 
-    Both lists have one entry less than `blocks`: entry i is for the rise from block i to block
-    i + 1. The entries are log likelihood ratios of a leak against records and first uses. A block
-    is no evidence if more requests than ever before ran at once in it or in the block before:
-    higher load explains a rise, and the rise may show in the floor of the next block only.
+    The first block has no entry: entry i is for the rise from block i to block i + 1. The entries
+    are log likelihood ratios of a leak against records and first uses. A block is no evidence if
+    more requests than ever before ran at once in that block or in the one before. Higher load
+    explains a rise, and the rise may show only in the floor of the next block.
     """
     odds_of_rise: list[float] = []
     odds_of_none: list[float] = []
@@ -94,7 +98,8 @@ def weigh_blocks(origin: Block, blocks: tuple[Block, ...]) -> tuple[list[float],
         else:  # the block is no evidence, whether it rises or not
             odds_of_rise.append(0.0)
             odds_of_none.append(0.0)
-        # One block late: the rise after a new peak of load shows in the floor of the next block.
+        # One block late, because a rise after a new peak of load shows in the floor of the next
+        # block.
         peak_running = previous.peak_running
     return odds_of_rise, odds_of_none
 
@@ -104,25 +109,26 @@ class RingSurvey(Struct, frozen=True):
 
     blocks: tuple[Block, ...]
     retained_bytes: tuple[float, ...]
-    """The lowest floor from each block on: what the block held and was not given back later."""
+    """The lowest floor from each block on: the memory of the block that was not given back later.
+    """
 
     highest_bytes: tuple[float, ...]
-    """The highest floor until each block, blocks before the origin included."""
+    """The highest floor up to each block, including blocks before the origin."""
 
     odds_of_rise: tuple[float, ...]
     """What a rise from block i to block i + 1 adds to the odds, see `weigh_blocks`."""
 
     odds_of_none: tuple[float, ...]
-    """What it adds to the odds that there is no rise there."""
+    """What the absence of a rise there adds to the odds."""
 
 
 def survey_ring(ring: Ring, origin: Block) -> RingSurvey | None:
     """Return a ring's blocks since the origin.
 
-    None where there are too few blocks, or they grew too little, for a verdict.
+    None where the blocks are too few, or grew too little, for a verdict.
     """
     oldest = bisect_left(ring.blocks, origin.seconds, key=lambda block: block.seconds)
-    # One more than a window has: it is compared with the block before it.
+    # One block more than a window has, because the window is compared with the block before it.
     if len(ring.blocks) - oldest < WINDOW_BLOCKS[0] + 1:
         return None
     retained_bytes = find_retained(ring.blocks)
@@ -143,7 +149,8 @@ def survey_ring(ring: Ring, origin: Block) -> RingSurvey | None:
 
 def cut_window(survey: RingSurvey, begin: int) -> Growth:
     """Return the growth from the block at `begin` to the newest; memory must have grown in it."""
-    # Memory that only returns to an earlier height is no growth: it counts from the highest floor.
+    # Memory that only returns to an earlier height has not grown, so growth counts from the highest
+    # floor.
     held_before_bytes = survey.highest_bytes[begin]
     retained_bytes = tuple(
         max(held_before_bytes, floor_bytes) for floor_bytes in survey.retained_bytes[begin:]
@@ -173,22 +180,24 @@ def cut_window(survey: RingSurvey, begin: int) -> Growth:
 
 
 LAST_SHARE: Final = 0.05
-"""The share of a window's growth that is its last part: how long that took shows whether growth has
-ended."""
+"""The last part of a window's growth, as a share. The time that it took shows whether growth has
+ended.
+"""
 
 QUIET_SECONDS: Final = 1800.0
 """Growth has not ended before this time without a rise."""
 
 QUIET_GAPS: Final = 1.5
-"""Growth has not ended before this many of its usual gaps between rises have passed without a rise,
-in seconds and in requests."""
+"""Growth has not ended before this many of the usual gaps between its rises have passed without a
+rise, both in seconds and in requests.
+"""
 
 
 def has_ended(growth: Growth) -> bool:
     """Return whether growth has ended: nothing has risen for long, see `is_over`.
 
-    Only the time since 95 % of the growth were reached counts as quiet, so that a last small rise
-    does not extend it. It must be at least twice as long as 5 % take at an even pace.
+    The quiet time begins once 95 % of the growth is reached, so that a last small rise does not
+    delay it. It must be at least twice as long as 5 % of the growth take at an even pace.
     """
     last_part_bytes = growth.retained_bytes[-1] - LAST_SHARE * growth.grown_bytes
     newest_rise = growth.blocks[bisect_left(growth.retained_bytes, last_part_bytes)]
@@ -214,10 +223,10 @@ def is_over(
     """Return whether nothing has risen since `newest_rise` for long enough to call growth over.
 
     That is longer than `quiet_seconds`, and longer than `quiet_gaps` times the usual gap between
-    the `step_count` steps since `began`. The gaps must have passed in requests too, so that idle
-    time does not end it.
+    the `step_count` steps since `began`. Enough gaps must have passed in requests too, so that idle
+    time does not end growth.
     """
-    # Between n steps lie n - 1 gaps.
+    # n steps have n - 1 gaps between them.
     gap_count = max(1.0, step_count - 1)
     gap_seconds = (newest_rise.seconds - began.seconds) / gap_count
     gap_requests = (newest_rise.requests - began.requests) / gap_count
@@ -227,7 +236,7 @@ def is_over(
 
 
 STEADY_BLOCKS: Final = WINDOW_BLOCKS[2]
-"""The least number of blocks, eleven, of steady growth: fewer may rise by the same by chance."""
+"""The least number of blocks, eleven, of steady growth: fewer blocks may rise equally by chance."""
 
 STEADY_SPREAD: Final = 1.3
 """Rises are steady while their mean square is at most this multiple of their squared mean: that
@@ -248,15 +257,16 @@ STRAIGHT_SPREAD: Final = 1.1
 is lower than STEADY_SPREAD, because fewer than eleven blocks may be alike by chance."""
 
 STRAIGHT_BYTES: Final = 512 * MIB
-"""The least growth of a straight line: in so few blocks, first uses of kernels and batch sizes may
-take one segment each."""
+"""The least growth of a straight line. In so few blocks, the first uses of kernels and batch sizes
+may take a segment in each.
+"""
 
 
 def is_straight(growth: Growth) -> bool:
-    """Return whether every block of the window rose by nearly the same, and not ever less.
+    """Return whether all blocks of the window rose nearly equally, without slowing down.
 
-    A window has at least six blocks, so this is known after three minutes. Memory that follows load
-    rises ever more slowly.
+    A window has at least six blocks, so a straight line is recognised after three minutes. Memory
+    that follows load rises ever more slowly.
     """
     if growth.rise_count < len(growth.rises_bytes):
         return False
@@ -277,15 +287,15 @@ def weigh_pace(growth: Growth, origin: Block) -> float:
 
     Records and first uses come at a constant or falling rate per e-fold of work since `origin`; a
     leak comes at a constant rate by time or by requests. Both are Poisson processes of steps of one
-    size. So each byte of growth adds the logarithm of the ratio of the two intensities at its
-    block, and the sum over all bytes is divided by the size of a step. Under the hypothesis of a
+    size. Each byte of growth therefore adds the logarithm of the ratio of the two intensities at
+    its block. The sum over all bytes is divided by the size of a step. Under the hypothesis of a
     leak, the growth before the window may have had another pace by e-folds.
     """
     opened = growth.blocks[0]
     now = growth.blocks[-1]
     grown_bytes = growth.grown_bytes
-    # The window was chosen so that it begins with a step. To make up for that choice, one step,
-    # the largest, counts as growth before the window.
+    # The window was chosen to begin with a step. To make up for that choice, its largest step
+    # counts as growth before the window.
     before_bytes = max(0.0, growth.retained_bytes[0] - origin.floor_bytes)
     before_bytes += max(growth.rises_bytes)
     # Under the hypothesis of no leak, all growth before and within the window has one pace.
@@ -301,8 +311,8 @@ def weigh_pace(growth: Growth, origin: Block) -> float:
         bytes_per_fold = grown_bytes / count_folds(origin, opened, now)
 
     # The logarithm of the ratio of the two intensities has a part that is the same in all blocks,
-    # and a part that depends on the block. Of the second part, the mean is taken, weighted by the
-    # bytes of each block.
+    # and a part that depends on the block. The second part is averaged, weighted by the bytes of
+    # each block.
     seconds_by_folds = 0.0
     requests_by_folds = 0.0
     for (previous, block), rise_bytes in zip(
@@ -334,7 +344,7 @@ def weigh_pace(growth: Growth, origin: Block) -> float:
 
 
 CLIP_MEDIANS: Final = 3.0
-"""A rise counts as at most this many median rises: one large step must not make a trend."""
+"""A rise counts as at most this many median rises, so that one large step does not make a trend."""
 
 
 def clip_rises(growth: Growth, least_limit_bytes: float = 0.0) -> list[float]:
@@ -348,22 +358,27 @@ def clip_rises(growth: Growth, least_limit_bytes: float = 0.0) -> list[float]:
 
 
 LATER_HALF_SHARE: Final = 0.45
-"""Our choice: the least share of the growth that the later half of a window must have, by time or
-by requests."""
+"""Our choice: the least share of the growth that must lie in the later half of a window, by time or
+by requests.
+"""
 
 FIRST_QUARTER_SHARE: Final = 0.05
-"""The least share of the first quarter: growth that began within the window is not even."""
+"""The least share of the growth in the first quarter. With less, growth began within the window and
+is not even.
+"""
 
 LAST_QUARTER_SHARE: Final = 0.10
-"""The least share of the last quarter: growth that ended within the window is not even."""
+"""The least share of the growth in the last quarter. With less, growth ended within the window and
+is not even.
+"""
 
 
 def is_even(growth: Growth) -> bool:
     """Return whether growth is spread over the window, by requests or by busy time.
 
-    The later half and the first and last quarter must have their least shares, and the two other
-    quarters must have some growth. The condition on the half and that on the quarters may hold by
-    different axes.
+    The later half and the first and last quarter must have their least shares, and each of the two
+    other quarters must have some growth. The condition on the half may hold on one axis, and that
+    on the quarters on the other.
     """
     clipped_bytes = clip_rises(growth)
     later_half_share = 0.0
@@ -403,17 +418,18 @@ LEAKING_SECONDS: Final = HOUR_SECONDS
 linear until they end: only time distinguishes them from a leak."""
 
 HASTE_SHARE: Final = 0.25
-"""Where out-of-memory is near, growth must have lasted for this share of the time left only."""
+"""If out-of-memory is near, growth need only have lasted for this share of the time left."""
 
 HASTE_SECONDS: Final = 180.0
-"""But growth must have lasted for at least this time."""
+"""The least time for which growth must have lasted if out-of-memory is near."""
 
 PATIENCE_SHARE: Final = 0.05
-"""Where out-of-memory is far, growth must have lasted for this share of the time left:
-out-of-memory in days is no reason to wake somebody, and slow ramps mostly end."""
+"""If out-of-memory is far away, growth must have lasted for this share of the time left: nobody
+needs to be paged for an out-of-memory in days, and slow ramps mostly end.
+"""
 
 LONGEST_PATIENCE_SECONDS: Final = DAY_SECONDS / 2
-"""Growth need not have lasted longer than this."""
+"""The longest time for which growth must have lasted."""
 
 
 def compute_patience(left_seconds: float | None) -> float:
@@ -442,8 +458,8 @@ pace."""
 def find_step_windows(survey: RingSurvey) -> Iterator[Growth]:
     """Yield each window that begins with a rise and has the growth of about two large steps.
 
-    The shortest window comes first. Of the growth, rises in blocks with a new peak of load do not
-    count: load explains them. Nothing is yielded where no window is large enough.
+    The shortest window comes first. Rises in blocks with a new peak of load do not count as growth,
+    because load explains them. Nothing is yielded where no window is large enough.
     """
     # Backwards from the newest block, so that the shortest window comes first.
     for begin in range(len(survey.blocks) - 2, -1, -1):
@@ -478,25 +494,27 @@ REPEATED_BYTES: Final = 96 * MIB
 smaller."""
 
 REPEATED_ODDS: Final = 2.0
-"""What a step of a repeated size adds to the log odds, for each e-fold above `REPEATED_BYTES`.
-Fitted to simulated days, as are the next three constants."""
+"""What a step of a repeated size adds to the log odds, for each e-fold above `REPEATED_BYTES`. Like
+the next three constants, it is fitted to simulated days.
+"""
 
 MOST_REPEATED_ODDS: Final = 6.0
 """The most that a step of a repeated size adds to the log odds."""
 
 SMALLER_ODDS: Final = 0.5
-"""What a step adds to the log odds that is smaller than the largest before it."""
+"""What a step that is smaller than the largest step before it adds to the log odds."""
 
 RECORD_ODDS: Final = -1.0
-"""What a step adds to the log odds that is larger than all before it."""
+"""What a step that is larger than all steps before it adds to the log odds."""
 
 
 def score_likeness(steps: tuple[Step, ...], since_seconds: float, least_bytes: float) -> float:
-    """Return what the sizes of the steps add to the odds of a leak, as a log likelihood ratio.
+    """Return the log likelihood ratio of a leak that follows from the sizes of the steps.
 
-    Benign steps are records, larger than all before them: the allocator takes a new segment for a
-    demand that fits into no cached one. The steps of a leak are of one kind and size. Only steps of
-    at least `least_bytes` are compared, and only those after `since_seconds` add to the result.
+    Benign steps are records, larger than all before them, because the allocator takes a new segment
+    only for a demand that fits into no cached segment. The steps of a leak are of one kind and
+    size. Only steps of at least `least_bytes` are compared, and only those after `since_seconds`
+    add to the result.
     """
     odds = 0.0
     earlier_bytes: list[float] = []
@@ -512,7 +530,7 @@ def score_likeness(steps: tuple[Step, ...], since_seconds: float, least_bytes: f
 def _weigh_size(size_bytes: float, earlier_bytes: list[float]) -> float:
     """Return what one step adds: as a repeated size, as a smaller one, as a record, or nothing."""
     largest_bytes = max(earlier_bytes, default=0.0)
-    if size_bytes <= largest_bytes:  # a new largest size is no repetition
+    if size_bytes <= largest_bytes:  # a new record repeats no earlier size
         for other_bytes in earlier_bytes:
             if abs(size_bytes - other_bytes) <= SAME_SIZE_BYTES:
                 folds = log(size_bytes / REPEATED_BYTES)
@@ -525,8 +543,9 @@ def _weigh_size(size_bytes: float, earlier_bytes: list[float]) -> float:
 
 
 GROWING_ODDS: Final = log(12)
-"""The least log odds of the pace for a warning: twelve to one that growth comes by time or
-requests, and not by e-folds of work."""
+"""The least log odds of the pace for a warning: twelve to one that growth follows time or requests,
+and not e-folds of work.
+"""
 
 LEAKING_ODDS: Final = log(8)
 """The least log odds of the pace for an alarm: eight to one is enough if the sizes of the steps are
@@ -536,14 +555,15 @@ SURE_OF_STEPS: Final = 9.0
 """The least sum, for an alarm, of the log odds of the pace and of the sizes of the steps."""
 
 LEAKING_ODDS_WHERE_FULL: Final = log(3)
-"""In place of LEAKING_ODDS where a step as large as the largest no longer fits: few engines with
-bounded growth fill the memory so far."""
+"""Used instead of LEAKING_ODDS where another step as large as the largest would not fit: few
+engines with bounded growth fill the memory this far.
+"""
 
 SURE_OF_STEPS_WHERE_FULL: Final = 6.0
-"""In place of SURE_OF_STEPS in the same case."""
+"""Used instead of SURE_OF_STEPS in the same case."""
 
 LEAST_REPEATS: Final = 3
-"""Our choice: this many steps of one size are expected to come again."""
+"""Our choice: after this many steps of one size, another one is expected."""
 
 REPEATED_RATIO: Final = 1.05
 """Steps of one kind differ by less than this ratio; a segment of 20 MiB is 4 % of the least step
@@ -554,8 +574,9 @@ JOINED_SECONDS: Final = QUIET_SECONDS
 """Rises closer than this are one step: a large buffer is taken in several segments."""
 
 REALLOCATED_SECONDS: Final = 120.0
-"""Rises closer than this are one step of a buffer that doubles: it is copied at once, and a small
-one doubles again within minutes."""
+"""Rises closer than this are one step of a buffer that doubles. Its contents are copied at once,
+and a small buffer doubles again within minutes.
+"""
 
 
 class NextStep(NamedTuple):
@@ -563,18 +584,18 @@ class NextStep(NamedTuple):
 
     size_bytes: float
     first_seconds: float
-    """When the first of the steps came from which it is expected."""
+    """When the first of the steps that announce this one came."""
     earliest_seconds: float
     likely_seconds: float
 
 
 def find_next_step(steps: tuple[Step, ...]) -> NextStep | None:
-    """Return the next step of those that repeat or double in size; None where none is expected."""
+    """Return the next of steps that repeat or double in size; None where none is expected."""
     return _find_repeated_step(steps) or _find_doubled_step(steps)
 
 
 def _find_repeated_step(steps: tuple[Step, ...]) -> NextStep | None:
-    """Return a further step of the newest large step's size, after the shortest interval so far.
+    """Return the repetition of the newest large step, expected after the shortest interval so far.
 
     None where fewer than LEAST_REPEATS are of that size, or it is below LEAST_STEPS_BYTES.
     """
@@ -583,7 +604,7 @@ def _find_repeated_step(steps: tuple[Step, ...]) -> NextStep | None:
     ]
     if not large_steps:
         return None
-    # The next step is expected to be like the newest.
+    # The next step is expected to have the size of the newest.
     newest = large_steps[-1]
     repeated = [step for step in large_steps if _is_alike(step.size_bytes, newest.size_bytes)]
     if len(repeated) < LEAST_REPEATS:
@@ -594,10 +615,10 @@ def _find_repeated_step(steps: tuple[Step, ...]) -> NextStep | None:
 
 
 def _find_doubled_step(steps: tuple[Step, ...]) -> NextStep | None:
-    """Return the next step of a buffer that doubles, in twice the time that the last one took.
+    """Return the next step of a buffer that doubles, expected after twice the last interval.
 
-    A list, a table of hashes or a buffer that is enlarged by concatenation takes twice as much each
-    time. Each size then lasts for about twice as long. None where the newest three steps do not
+    A list, a hash table, or a buffer that grows by concatenation doubles each time, and each size
+    lasts for about twice as long as the size before. None where the newest three steps do not
     double, or the newest is below LEAST_STEPS_BYTES.
     """
     joined_steps = _join_steps(steps, REALLOCATED_SECONDS)
@@ -620,7 +641,7 @@ def _find_doubled_step(steps: tuple[Step, ...]) -> NextStep | None:
     return NextStep(
         2 * newest.size_bytes,
         first.seconds,
-        newest.seconds + interval_seconds,  # if twice as many requests come as before
+        newest.seconds + interval_seconds,  # in case twice as many requests come as before
         newest.seconds + 2 * interval_seconds,
     )
 
@@ -630,12 +651,13 @@ def _is_alike(size_bytes: float, other_bytes: float) -> bool:
 
 
 def _join_steps(steps: tuple[Step, ...], apart_seconds: float) -> list[Step]:
-    """Return the steps with those joined that are no further apart than this."""
+    """Return the steps. Those that are no further apart than `joined_seconds` become one."""
     joined_steps: list[Step] = []
     newest_seconds = -inf
     for step in steps:
         if step.seconds - newest_seconds <= apart_seconds:
-            # Segments of one demand: the time of the first, the height after the last.
+            # Segments of one demand: the joined step has the time of the first and the height after
+            # the last.
             size_bytes = joined_steps[-1].size_bytes + step.size_bytes
             joined_steps[-1] = Step(joined_steps[-1].seconds, size_bytes, step.top_bytes)
         else:
@@ -648,12 +670,14 @@ COMPARED_SHARE: Final = 0.05
 """The sizes of steps below this share of the growth are not compared."""
 
 YOUNG_SECONDS: Final = 4 * HOUR_SECONDS
-"""There is no alarm before this time since the origin, and no warning before half of it: caches
-fill evenly too."""
+"""There is no alarm until this time has passed since the origin, and no warning until half of it
+has: caches fill evenly too.
+"""
 
 LATE_SHARE: Final = 2.0
-"""Growth that lasted for this multiple of the time left is an alarm even earlier, and whatever load
-does: two thirds of the room are gone."""
+"""Growth that lasted for this multiple of the time left is an alarm even earlier, at any load: two
+thirds of the room are gone by then.
+"""
 
 ROOM_SHARE: Final = 0.25
 """For an alarm, the growth must have taken this share of the room, or ENOUGH_BYTES if that is
@@ -672,9 +696,9 @@ def judge_steps(
     """Return the verdict on a window that begins with a step, and its evidence as log odds.
 
     GROWING means that the pace does not slow down, and that growth has lasted for a quarter of the
-    time left, which is at most a day. LEAKING means that besides, the sizes of the steps repeat,
-    and enough of the room is gone. Where the room is unknown, it is assumed to be as large as the
-    memory that was held at first.
+    time left, which is at most a day. LEAKING additionally means that the sizes of the steps
+    repeat, and that enough of the room is gone. Where the room is unknown, it is assumed to be as
+    large as the memory that was held at first.
     """
     odds = weigh_pace(growth, origin)
     grown_bytes = growth.grown_bytes
@@ -684,13 +708,13 @@ def judge_steps(
     assumed_room_bytes = origin.floor_bytes if room_bytes is None else max(1.0, room_bytes)
     left_seconds = assumed_room_bytes / grown_bytes * lasted_seconds
 
-    # Caches fill in steps too, but few take so much, and most early in a run.
+    # Caches fill in steps too, but few take so much, and most of them fill early in a run.
     enough_bytes = min(ENOUGH_BYTES, ROOM_SHARE * (assumed_room_bytes + grown_bytes))
-    # In the first hour large buffers are taken for a while, and none was released yet.
+    # In the first hour, large buffers are taken temporarily, and none was released yet.
     is_late = room_bytes is not None and lasted_seconds >= LATE_SHARE * left_seconds
     is_late = is_late and age_seconds >= LEAKING_SECONDS
-    # A step as large as the largest no longer fits: less evidence is enough, because bounded growth
-    # rarely gets so far.
+    # Another step as large as the largest would not fit. Less evidence is enough then, because
+    # bounded growth rarely gets so far.
     is_full = room_bytes is not None and assumed_room_bytes <= max(growth.rises_bytes)
     leaking_odds = LEAKING_ODDS
     sure_odds = SURE_OF_STEPS
@@ -706,7 +730,7 @@ def judge_steps(
         if odds + likeness >= sure_odds:
             return Certainty.LEAKING, odds + likeness
 
-    # A warning needs the pace alone, and that the device would be full within a day.
+    # A warning needs only the pace, and that the device would be full within a day.
     is_soon = left_seconds <= DAY_SECONDS and lasted_seconds >= WARNING_SHARE * left_seconds
     if odds >= GROWING_ODDS and age_seconds >= YOUNG_SECONDS / 2 and is_soon:
         return Certainty.GROWING, odds

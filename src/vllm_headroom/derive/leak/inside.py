@@ -1,4 +1,4 @@
-"""Growth inside the engine, from the probe: all memory in use without torch's cache, by place."""
+"""Growth inside the engine by place, from the probe: all memory in use, without torch's cache."""
 
 from bisect import bisect_left
 from itertools import pairwise
@@ -28,7 +28,7 @@ MIG instances change."""
 
 
 class Mark(Struct, frozen=True, gc=False):
-    """The least memory in each place in the MARK_SECONDS that follow a time."""
+    """The least memory in each place during the MARK_SECONDS after `seconds`."""
 
     seconds: float
     """On the monotonic clock."""
@@ -38,13 +38,14 @@ class Mark(Struct, frozen=True, gc=False):
 
 
 class InsideTrack(Struct, frozen=True, kw_only=True):
-    """The detector's memory of one GPU's inside in one run of the engine."""
+    """What the detector remembers of the memory inside one engine run on one GPU."""
 
     restarts: int
     """Identifies the run."""
     in_use: Track
-    """The track of the held memory without torch's cache. Growth that the cache absorbs shows here
-    and not in the held memory."""
+    """The track of the memory in use: held memory without torch's cache. Growth into free memory of
+    the cache shows here, and not in the held memory.
+    """
 
     open_mark: Mark
     """The newest mark, which still takes readings."""
@@ -72,7 +73,7 @@ def update_insides(tracks: InsideTracks, snapshot: Snapshot) -> InsideTracks:
     restarts = 0 if snapshot.engine_status is None else snapshot.engine_status.restarts
     for gpu, observation in observe_gpus(snapshot, snapshot.devices):
         uuid = gpu.reading.uuid
-        # A sleep releases most of the memory: the comparison starts over after it.
+        # A sleep releases most of the memory, so the comparison starts over after it.
         if gpu.inside is not None and observation.awake is False:
             updated.pop(uuid, None)
             continue
@@ -83,7 +84,7 @@ def update_insides(tracks: InsideTracks, snapshot: Snapshot) -> InsideTracks:
         if track is None or track.restarts != restarts:
             in_use = start_track(now_seconds)
             if track is not None:
-                # The run before may excuse what this one will reach.
+                # The run that has ended may excuse growth of this one.
                 in_use = replace(in_use, precedent=end_run(track.in_use))
             track = InsideTrack(restarts=restarts, open_mark=mark, in_use=in_use)
         updated[uuid] = _add_mark(track, mark, observation)
@@ -112,8 +113,8 @@ def _make_mark(gpu: Gpu, now_seconds: float) -> Mark | None:
 def _add_mark(track: InsideTrack, mark: Mark, observation: Observation) -> InsideTrack:
     """Return the track with one more reading.
 
-    The reading joins the open mark. Where that is old enough, the open mark is complete, and the
-    reading begins the next one.
+    The reading joins the open mark. If the open mark is old enough, it is complete, and the reading
+    begins the next one.
     """
     # Within MARK_SECONDS the lowest reading counts: a request's temporary memory is no growth.
     open_mark = track.open_mark
@@ -133,7 +134,7 @@ def _observe_in_use(in_use: Track, mark: Mark, observation: Observation) -> Trac
     used_bytes = int(allocated_bytes + outside_bytes)
     room_bytes = None
     if observation.room_bytes is not None:
-        # torch gives back its cache when memory is short: so the cache counts as room.
+        # torch gives its cache back when memory is short, so the cache counts as room.
         room_bytes = observation.room_bytes + (observation.held_bytes or 0) - used_bytes
     return observe(
         in_use,
@@ -144,9 +145,9 @@ def _observe_in_use(in_use: Track, mark: Mark, observation: Observation) -> Trac
 def sharpen_track(track: Track, asleep: Track | None, inside: InsideTrack | None) -> Track:
     """Return the track of held memory with the most certain of three verdicts.
 
-    These are its own verdict, that on the memory kept in sleep, and that on the memory in use. Of
-    equal verdicts its own is taken: only its time to out-of-memory includes the next peak. Its own
-    figures are left out while the engine rests.
+    These are its own verdict, the one on the memory kept in sleep, and the one on the memory in
+    use. If verdicts are equal, its own is taken, because only its time to out-of-memory includes
+    the next peak. Its own figures are left out while the engine rests.
     """
     if track.presence.rested_seconds is not None:
         track = replace(track, estimate=None)
@@ -183,8 +184,9 @@ def _move_mark(mark: Mark, shift_seconds: float) -> Mark:
 
 
 LEAK_PARTS: Final = 6
-"""Into how many parts a leak's time is divided: a place must have grown in each of them. With three
-parts, one simulated leak in ten was misplaced."""
+"""Into how many parts the time of a leak is divided. A place that leaks grew in each of them. With
+three parts, one simulated leak in ten was attributed to a wrong place.
+"""
 
 STEADY_SHARE: Final = 0.01
 """Steady growth below this share of the largest growth is not the leak."""
@@ -194,15 +196,15 @@ PLACES: Final = {
     LeakLocation.FRAGMENTATION: "what torch has reserved and cannot use",
     LeakLocation.OUTSIDE_TORCH: "what torch knows nothing of",
 }
-"""The places where memory is held, in the order of a mark's bytes, as texts that follow "in"."""
+"""The places where memory is held, in the order of a mark's bytes, as texts to put after "in"."""
 
 
 def find_location(estimate: Estimate | None, inside: InsideTrack | None) -> LeakLocation | None:
     """Return the place where memory grows; None where nothing grows or no mark is known.
 
-    The leak's time is divided into sixths. The place with the largest growth in its slowest sixth
-    is returned: first uses come in steps, so that they add nothing in some sixth. If that growth is
-    almost nothing, the place that grew most over the whole time is returned. torch's cache is no
+    The time of the leak is divided into sixths. The place with the largest growth in its slowest
+    sixth is returned: first uses come in steps, so in some sixth they add nothing. If that growth
+    is almost nothing, the place that grew most over the whole time is returned. torch's cache is no
     place: torch gives it back.
     """
     if estimate is None or inside is None or estimate.bytes_per_second <= 0:
@@ -213,7 +215,7 @@ def find_location(estimate: Estimate | None, inside: InsideTrack | None) -> Leak
     begin = bisect_left(inside.marks, began_seconds, key=lambda mark: mark.seconds)
     marks = inside.marks[begin:]
     if len(marks) <= LEAK_PARTS:
-        # Too young for six parts: the newest marks have to do.
+        # The leak is too young for six parts, so the newest marks have to do.
         marks = inside.marks[-LEAK_PARTS - 1 :]
     if not marks:
         return None

@@ -55,11 +55,12 @@ LEAST_RISES: Final = 6
 """The least number of rises for a verdict: fewer look like first uses of kernels."""
 
 LEAST_RISE_ODDS: Final = 10.0
-"""The least log odds by how often memory rose."""
+"""The least log odds that follow from how often memory rose."""
 
 WITNESS_ODDS_LIMIT: Final = 12.0
-"""The log odds of the rises, and those of the pace, count as at most this, so that neither is
-enough alone."""
+"""The log odds of the rises and those of the pace each count as at most this, so that neither is
+enough alone.
+"""
 
 GROWING_ODDS_SUM: Final = 12.0
 """The least sum of the log odds of rises and pace for a warning."""
@@ -74,28 +75,33 @@ FAR_SECONDS: Final = 30 * DAY_SECONDS
 """Out-of-memory is far away beyond this time."""
 
 SOON_SHARE: Final = 0.75
-"""Steady growth of less than an hour is an alarm, whatever the odds, once it has lasted for this
-share of the time left. After an hour, `LATE_SHARE` takes its place."""
+"""Steady growth of less than an hour is an alarm at any odds once it has lasted for this share of
+the time left. After an hour, `LATE_SHARE` takes its place.
+"""
 
 STRAIGHT_LEFT_SECONDS: Final = 600.0
 """A straight line of six blocks is an alarm where less time than this is left: a card that is full
-in minutes does not leave the time for eleven blocks."""
+in minutes leaves no time for eleven blocks.
+"""
 
 STRAIGHT_HELD_SHARE: Final = 0.25
-"""A straight line that adds more than this share of the memory that was held at first is a start or
-a wake."""
+"""A straight line that adds more than this share of the memory held at first is a start or a
+wake-up.
+"""
 
 POOL_OVERHEAD: Final = 1.15
 """How many times its configured size a pool may take."""
 
 BUSIEST_RATIO: Final = 1.25
-"""Our choice: the load is higher than ever where it is this many times that of each quarter of an
-hour before."""
+"""Our choice: load is higher than ever if it is this many times as high as in every earlier quarter
+of an hour.
+"""
 
 MISSED_SECONDS: Final = 960.0
-"""Large steps are judged in one ring of blocks of two minutes and longer: the one with the shortest
-blocks that reaches back to the origin, or misses at most this time after it, the length of one of
-the longest blocks."""
+"""Large steps are judged in only one ring: the one with the shortest blocks, of two minutes or
+longer, that reaches back to the origin. It may miss at most this time after the origin, the length
+of one of the longest blocks.
+"""
 
 
 def judge_track(track: Track, room_bytes: int | None) -> Track:
@@ -103,17 +109,17 @@ def judge_track(track: Track, room_bytes: int | None) -> Track:
 
     The verdict is judged every two minutes, when a block of the second ring ends, because judging
     costs more than everything else. At other times only the time left is updated. The verdict uses
-    the room that would be left if other processes held as little as ever; the time left uses the
-    actual room. Where `room_bytes` is None, the room is unknown.
+    the room that was left when other processes held least; the time left uses the actual room.
+    Where `room_bytes` is None, the room is unknown.
     """
     origin = track.history.origin
     newest = track.history.rings[0].blocks[-1] if track.history.rings[0].blocks else None
     if origin is None or newest is None or newest.seconds != track.clock.now_seconds:
-        return track  # the block that ended was idle and was left out
+        return track  # the block that ended was idle, so it was left out
     own_room_bytes = None
     if room_bytes is not None:
-        # The highest capacity so far: a neighbour that takes room must not turn a little growth
-        # into a leak.
+        # The highest capacity so far, so that a neighbour that takes room does not turn a little
+        # growth into a leak.
         capacity_bytes = (track.history.held_bytes or 0.0) + room_bytes
         capacity_bytes = max(track.history.capacity_bytes, capacity_bytes)
         track = replace(track, history=replace(track.history, capacity_bytes=capacity_bytes))
@@ -124,7 +130,7 @@ def judge_track(track: Track, room_bytes: int | None) -> Track:
 
     shortest_ring, second_ring, *_ = track.history.rings
     recent_bytes = newest.floor_bytes - shortest_ring.blocks[0].floor_bytes
-    # Fast growth is judged every 30 s: that is three quarters of the room in half an hour.
+    # Growth that fills three quarters of the room in half an hour is fast, and judged every 30 s.
     is_slow = own_room_bytes is None or recent_bytes < SOON_SHARE * own_room_bytes
     is_between = second_ring.parts > 0
     if is_between and is_slow:
@@ -143,57 +149,63 @@ HOLD_SECONDS: Final = 2700.0
 """Our choice: an alarm ends only after this time without a rise."""
 
 HOLD_GAPS: Final = 3.0
-"""An alarm ends only after this many of the usual gaps between its rises without a rise."""
+"""An alarm ends only when this many of the usual gaps between its rises have passed without a rise.
+"""
 
 PAUSE_FACTOR: Final = 1.5
-"""If an alarm began within a day after the last rise of another one, the leak pauses: the alarm is
-held for at least this many times that pause."""
+"""If an alarm began within a day after the last rise of the previous alarm, the leak pauses. Then
+the alarm is held for at least this many times that pause.
+"""
 
 NEARLY_FULL_BYTES: Final = GIB
-"""With less room than this, torch's cache hides growth: the alarm is held for as many times longer
-as the room is smaller, and does not end when all its growth is given back."""
+"""With less room than this, torch's cache hides growth. The smaller the room, the longer the alarm
+is held, in proportion, and it does not end even when all its growth is given back.
+"""
 
 RETAINED_SHARE: Final = 0.5
 """An alarm ends when less than this share of its growth is still held."""
 
 LOW_SHARE: Final = 0.05
-"""Our choice: the share of its growth that a release must leave for the lows to have risen. A
-sawtooth without a leak falls to where it began; under torch's garbage_collection_threshold a leak
-of 57 kB/s kept a tenth."""
+"""Our choice: after a release, the low points have risen if at least this share of the growth is
+still held. A sawtooth without a leak falls to where it began. A leak of 57 kB/s under torch's
+garbage_collection_threshold kept a tenth.
+"""
 
 FADED_SECONDS: Final = DAY_SECONDS / 2
-"""Growth is compared with the time left over this time, which is longer than a night's pause."""
+"""The time over which growth is compared with the time left; it is longer than a night's pause."""
 
 LEAST_OLDER_BLOCKS: Final = 4
-"""Our choice: the load before that time is compared over at least an hour."""
+"""Our choice: the load before that time is taken from at least this many blocks, an hour."""
 
 NO_CONCERN_SECONDS: Final = 365 * DAY_SECONDS
-"""What takes a year to fill is no alarm: an engine is restarted more often."""
+"""Growth that takes a year to fill the memory is no alarm: an engine is restarted more often."""
 
 RETAINED_BLOCKS: Final = 10
-"""Of this many of the shortest blocks, five minutes, the highest counts: after a sleep a cache
-fills again."""
+"""The highest of this many of the shortest blocks counts, five minutes: after a sleep a cache fills
+again.
+"""
 
 
 SLOWED_SHARE: Final = 0.25
-"""Our choice: growth at less than this share of its pace until the alarm's peak is not the growth
-that raised the alarm."""
+"""Our choice: growth below this share of its pace up to the alarm's peak is not the growth that
+raised the alarm.
+"""
 
 LEAST_BREATH_BLOCKS: Final = 6
-"""Our choice: the least number of blocks in which lows are compared."""
+"""Our choice: the least number of blocks between two low points that are compared."""
 
 
 def update_alarm(track: Track, alarm: LeakAlarm, newest: Block) -> Track:
     """Return the track with its alarm updated by the newest block, or without the alarm.
 
     The alarm ends when nothing has risen for long, when most of its growth was given back, or when
-    what is full only breathes. Then the evidence starts over too.
+    a full cache only falls and refills. The evidence then starts over too.
     """
     alarm = _update_peak(alarm, newest)
     track = replace(track, alarm=alarm)
     if is_breathing(track, alarm, newest):
         return _end_alarm(track, alarm.peak)
-    # Of a card that was nearly full, torch's cache may have been released while the leak goes on.
+    # While a card was nearly full, torch may have released its cache although the leak goes on.
     was_nearly_full = _compute_hold_factor(track, alarm.peak) > 1.0
     if not was_nearly_full and _has_faded(track):
         return _end_alarm(track, alarm.newest_rise)
@@ -201,15 +213,15 @@ def update_alarm(track: Track, alarm: LeakAlarm, newest: Block) -> Track:
     if newest.floor_bytes >= alarm.newest_rise.floor_bytes + RISE_BYTES:
         return replace(track, alarm=_add_rise(alarm, newest))
 
-    # After a release, growth counts from the low that the release left.
+    # After a release, growth counts from the low point that the release left.
     began = alarm.low or alarm.began
     newest_rise = alarm.newest_rise
     hold_factor = _compute_hold_factor(track, newest_rise)
     fall_bytes = newest_rise.floor_bytes - newest.floor_bytes
     retained_share = RETAINED_SHARE
     if hold_factor > 1.0:
-        # Nearly full: torch's allocator gives back its cache, which does not mean that the growth
-        # was given back.
+        # The card was nearly full: torch's allocator gave back its cache, which does not mean that
+        # the growth was given back.
         began = replace(began, floor_bytes=began.floor_bytes - max(0.0, fall_bytes))
         retained_share = 0.0
     grown_bytes = newest_rise.floor_bytes - began.floor_bytes
@@ -220,7 +232,7 @@ def update_alarm(track: Track, alarm: LeakAlarm, newest: Block) -> Track:
             return replace(track, alarm=replace(alarm, began=began, newest_rise=newest))
         return replace(track, alarm=replace(alarm, low=began, newest_rise=newest))
 
-    # The highest of five minutes: after a sleep, memory is taken again within minutes.
+    # The highest of five minutes, because after a sleep memory is taken again within minutes.
     recent_blocks = track.history.rings[0].blocks[-RETAINED_BLOCKS:]
     is_retained = max(block.floor_bytes for block in recent_blocks) >= retained_bytes
     has_stopped = is_over(
@@ -235,8 +247,8 @@ def update_alarm(track: Track, alarm: LeakAlarm, newest: Block) -> Track:
         return _end_alarm(track, newest_rise)
     if is_retained:
         return track
-    # Most of the growth was released. The lows rise where some is still held, and then the alarm
-    # ends only if nothing rises from here.
+    # Most of the growth was released. If some of it is still held, the low points rise, and the
+    # alarm ends only if nothing rises from here.
     base = alarm.low or track.history.anchor or began
     least_bytes = base.floor_bytes + LOW_SHARE * (newest_rise.floor_bytes - base.floor_bytes)
     if newest.floor_bytes >= least_bytes:
@@ -247,8 +259,8 @@ def update_alarm(track: Track, alarm: LeakAlarm, newest: Block) -> Track:
 def _has_faded(track: Track) -> bool:
     """Return whether memory has not been as high for half a day, or would take a year to fill.
 
-    False while less than half a day was observed. A half day with less load does not count as
-    lower, because memory may follow load.
+    False until half a day was observed. Half a day with less load proves nothing, because memory
+    may follow load.
     """
     longest_ring = track.history.rings[-1]
     if not _has_just_ended(longest_ring, track):
@@ -292,7 +304,7 @@ def _update_peak(alarm: LeakAlarm, newest: Block) -> LeakAlarm:
 def _expect_rise(alarm: LeakAlarm, begin: Block, end: Block) -> float:
     """Return the growth between two blocks at the alarm's pace until its peak.
 
-    That is the lower one of the paces by time and by requests: a leak may follow either.
+    The lower of the paces by time and by requests is used, because a leak may follow either.
     """
     grown_bytes = alarm.peak.floor_bytes - alarm.began.floor_bytes
     share = (end.seconds - begin.seconds) / max(1.0, alarm.peak.seconds - alarm.began.seconds)
@@ -303,15 +315,16 @@ def _expect_rise(alarm: LeakAlarm, begin: Block, end: Block) -> float:
 
 
 def is_breathing(track: Track, alarm: LeakAlarm, newest: Block) -> bool:
-    """Return whether what grew is full, and only released in part and taken again.
+    """Return whether the memory that grew is full and only released in part and taken again.
 
-    A leak would have reached its peak again by now, and its lows rise: torch may release its cache
-    while the leak goes on.
+    A leak would have reached its peak again by now, and its low points would rise: torch may
+    release its cache while the leak goes on.
     """
     peak = alarm.peak
     grown_bytes = peak.floor_bytes - alarm.began.floor_bytes
     hold_factor = _compute_hold_factor(track, peak)
-    # On a nearly full card torch's cache hides growth, and is released while the leak goes on.
+    # On a nearly full card torch's cache hides growth, and torch releases it while the leak goes
+    # on.
     if hold_factor > 1.0 or newest.floor_bytes > peak.floor_bytes:
         return False
     is_quiet = is_over(
@@ -324,7 +337,7 @@ def is_breathing(track: Track, alarm: LeakAlarm, newest: Block) -> bool:
     )
     if not is_quiet:
         return False
-    # The finest blocks that reach back to the peak.
+    # The ring with the finest blocks that reach back to the peak.
     ring = _find_reaching_ring(track.history.rings, peak.seconds)
     blocks = [block for block in ring.blocks if block.seconds > peak.seconds]
     if len(blocks) < LEAST_BREATH_BLOCKS:
@@ -335,7 +348,7 @@ def is_breathing(track: Track, alarm: LeakAlarm, newest: Block) -> bool:
     released_bytes = peak.floor_bytes - min(earlier_low_bytes, later_low_bytes)
     if not LARGE_BYTES < released_bytes < _expect_rise(alarm, peak, newest):
         return False
-    # Half of the time lies between the two lows.
+    # The two low points are half of the time apart.
     rise_bytes = SLOWED_SHARE * _expect_rise(alarm, peak, newest) / 2
     return later_low_bytes < earlier_low_bytes + rise_bytes
 
@@ -355,7 +368,7 @@ def _compute_hold_factor(track: Track, newest_rise: Block) -> float:
 
 
 def _compute_quiet_seconds(track: Track, began: Block, hold_factor: float) -> float:
-    """Return for how many seconds nothing must have risen before the alarm ends."""
+    """Return how many seconds must pass without a rise before the alarm ends."""
     pause_seconds = inf
     if track.previous_alarm_seconds is not None:
         pause_seconds = began.seconds - track.previous_alarm_seconds
@@ -368,7 +381,7 @@ def _compute_quiet_seconds(track: Track, began: Block, hold_factor: float) -> fl
 def _end_alarm(track: Track, newest_rise: Block) -> Track:
     """Return the track without its alarm; the evidence starts over at each ring's newest block."""
     rings = [
-        # Growth that follows must exceed the height that this alarm had reached.
+        # Growth counts again only above the height that this alarm had reached.
         Ring(blocks=ring.blocks[-1:], highest_bytes=newest_rise.floor_bytes)
         for ring in track.history.rings
     ]
@@ -378,13 +391,14 @@ def _end_alarm(track: Track, newest_rise: Block) -> Track:
         alarm=None,
         verdict=Certainty.NONE,
         is_excused=False,
-        # From its last rise, not from now: a leak that pauses is recognised by its pause.
+        # From its last rise, not from now, because a leak that pauses is recognised by the length
+        # of its pause.
         previous_alarm_seconds=newest_rise.seconds,
     )
 
 
 def _find_reaching_ring(rings: tuple[Ring, ...], seconds: float) -> Ring:
-    """Return the ring with the shortest blocks that reaches back to a time; else the last ring."""
+    """Return the ring with the shortest blocks that reaches back to a time, or the last ring."""
     for ring in rings:
         if ring.blocks and ring.blocks[0].seconds <= seconds:
             return ring
@@ -399,7 +413,8 @@ def _has_just_ended(ring: Ring, track: Track) -> bool:
 def _measure_alarm(track: Track, alarm: LeakAlarm) -> Growth | None:
     """Return the growth since an alarm's growth began.
 
-    None where no block of the ring that reaches back to it has ended now, or it grew too little.
+    None where that growth is too small, or where no block of the ring that reaches back to its
+    start has ended now.
     """
     ring = _find_reaching_ring(track.history.rings, alarm.began.seconds)
     if not _has_just_ended(ring, track):
@@ -412,21 +427,23 @@ LEAST_STRETCH_SECONDS: Final = 600.0
 """Our choice: a shorter stretch gives no rate."""
 
 LEAST_STRETCH_SHARE: Final = 0.05
-"""Our choice: with a smaller share of the alarm's growth, the newest blocks are a pause in it."""
+"""Our choice: a stretch with a smaller share of the alarm's growth is a pause in it."""
 
 REFILL_FACTOR: Final = 1.5
-"""Our choice: beneath the alarm's peak a stretch counts as at most this many times as fast as the
-growth until the peak, as in DILUTED_RATIO."""
+"""Our choice: below the alarm's peak, a stretch counts as at most this many times as fast as the
+growth up to the peak, as in DILUTED_RATIO.
+"""
 
 LEAST_RISE_SHARE: Final = 0.1
-"""Our choice: a rise below this share of the mean rise of two hours is none: host memory varies by
-a few MiB in a pause."""
+"""Our choice: a rise below this share of the mean rise of two hours does not count: host memory
+varies by a few MiB in a pause.
+"""
 
 
 def _measure_stretch(track: Track, alarm: LeakAlarm) -> LeakAlarm:
     """Return the alarm with the newest stretch of growth: without a pause or a large release.
 
-    The stretch before is kept where the newest blocks have fewer than LEAST_RISES rises.
+    The previous stretch is kept if the newest blocks have fewer than LEAST_RISES rises.
     """
     blocks = track.history.rings[1].blocks
     begin = len(blocks) - 1
@@ -438,7 +455,7 @@ def _measure_stretch(track: Track, alarm: LeakAlarm) -> LeakAlarm:
     # Backwards from the newest block, until a large release or a long pause.
     for number in range(len(blocks) - 1, 0, -1):
         rise_bytes = blocks[number].floor_bytes - blocks[number - 1].floor_bytes
-        # A warm-up before the alarm's growth is faster than the growth.
+        # A warm-up before the alarm's growth is faster than that growth.
         if rise_bytes < -LARGE_BYTES or blocks[number - 1].seconds < alarm.began.seconds:
             break
         if rise_bytes >= least_rise_bytes:
@@ -458,14 +475,15 @@ def _measure_stretch(track: Track, alarm: LeakAlarm) -> LeakAlarm:
     longest_seconds = 0.0
     if alarm.stretch is not None:
         longest_seconds = alarm.stretch.longest_seconds
-        if began_seconds <= alarm.stretch.ended_seconds:  # it goes on, and is longer than the ring
+        # the same stretch goes on, and is longer than the ring
+        if began_seconds <= alarm.stretch.ended_seconds:
             began_seconds = min(began_seconds, alarm.stretch.began_seconds)
     # One large demand is no pace, so the rises are clipped.
     limit_bytes = max(LARGE_BYTES, CLIP_MEDIANS * median(rises_bytes))
     excess_bytes = sum([max(0.0, rise_bytes - limit_bytes) for rise_bytes in rises_bytes])
     bytes_per_second = (grown_bytes - excess_bytes) / measured_seconds
     if newest_rise.floor_bytes < alarm.peak.floor_bytes - LARGE_BYTES:
-        # What was released fills again faster than the leak grows.
+        # Memory that was released fills again faster than the leak grows.
         peak_seconds = max(1.0, alarm.peak.seconds - alarm.began.seconds)
         peak_rate = (alarm.peak.floor_bytes - alarm.began.floor_bytes) / peak_seconds
         bytes_per_second = min(bytes_per_second, REFILL_FACTOR * peak_rate)
@@ -489,7 +507,7 @@ def _update_estimate(track: Track, growth: Growth | None, room_bytes: int | None
     estimate = track.estimate
     if growth is not None:
         began_bytes = growth.retained_bytes[0]
-        # The alarm's growth may have begun before the window that is measured now.
+        # The alarm's growth may have begun before the measured window.
         if track.alarm is not None:
             began_bytes = track.alarm.began.floor_bytes
         new_estimate = estimate_growth(
@@ -515,11 +533,11 @@ class WindowJudgement(NamedTuple):
 def _judge_rings(
     track: Track, origin: Block, room_bytes: float | None
 ) -> tuple[Track, Growth | None]:
-    """Judge the rings of which a block has ended now; return the track and the surest growth.
+    """Judge the rings in which a block has ended now; return the track and the surest growth.
 
     The track's verdict is the highest of all rings, and raises an alarm where it is LEAKING. The
-    growth is that of the surest window that was judged now. It is None where no window has a
-    verdict, or an older verdict of another ring is surer and has its estimate already.
+    surest growth is that of the window with the most certain verdict now. It is None where no
+    window has a verdict, or an older verdict of another ring is surer and has its estimate already.
     """
     ring_of_steps = _find_reaching_ring(track.history.rings[1:], origin.seconds + MISSED_SECONDS)
     excused_bytes = find_excused_bytes(track)
@@ -542,21 +560,21 @@ def _judge_rings(
         rings.append(replace(ring, verdict=verdict))
         if judgement is None or verdict is Certainty.NONE:
             continue
-        # Of equal verdicts, that on the longest blocks counts.
+        # Of equal verdicts, the one on the longest blocks counts.
         if surest is None or verdict >= surest.verdict:
             surest = judgement
 
     verdict = max(ring.verdict for ring in rings)
     if is_room_gone(room_bytes):
         verdict = min(verdict, Certainty.GROWING)
-    # Growth up to a height with which the engine was well is at most a warning.
+    # Growth up to a height at which the engine was well before is at most a warning.
     is_excused = verdict > Certainty.NONE and rings[0].blocks[-1].floor_bytes < excused_bytes
     if is_excused:
         verdict = Certainty.GROWING
     history = replace(track.history, rings=tuple(rings))
     track = replace(track, history=history, verdict=verdict, is_excused=is_excused)
     growth_of_steps = None
-    # Whatever the windows show: one more step of the size that repeats would not fit.
+    # Regardless of the windows: another step of the size that repeats would not fit.
     if verdict is not Certainty.LEAKING and room_bytes is not None:
         growth_of_steps = _find_growth_without_next_step(track, room_bytes)
     if growth_of_steps is not None:
@@ -579,15 +597,15 @@ def _judge_rings(
 def is_room_gone(room_bytes: float | None) -> bool:
     """Return whether an alarm that begins now would warn of nothing.
 
-    An engine that serves without any room has all that it needs.
+    An engine that serves without any room left has taken all that it needs.
     """
     return room_bytes is not None and room_bytes <= OUT_OF_MEMORY_BYTES
 
 
 def _find_growth_without_next_step(track: Track, room_bytes: float) -> Growth | None:
-    """Return the growth since the first large step of a series, if its next step does not fit.
+    """Return the growth since the first large step of a series whose next step does not fit.
 
-    None where it fits, or where memory did not grow.
+    None where the next step fits, or where memory did not grow.
     """
     next_step = find_next_step(track.history.steps)
     if next_step is None or next_step.size_bytes <= room_bytes - OUT_OF_MEMORY_BYTES:
@@ -603,8 +621,8 @@ def _judge_straight_line(
 ) -> WindowJudgement | None:
     """Return the alarm on a straight line that fills the room within minutes; None without one.
 
-    It counts from the begin of the stretch, whatever load does: a burst of requests may double the
-    load in each block.
+    Growth counts from the start of the stretch at any load, because a burst of requests may double
+    the load in each block.
     """
     blocks = ring.blocks[-WINDOW_BLOCKS[0] - 1 :]
     anchor = track.history.anchor
@@ -614,7 +632,7 @@ def _judge_straight_line(
     rise_bytes = blocks[-1].floor_bytes - blocks[0].floor_bytes
     usable_bytes = max(0.0, room_bytes - OUT_OF_MEMORY_BYTES)
     longest_left_seconds = min(STRAIGHT_LEFT_SECONDS, lasted_seconds / SOON_SHARE)
-    # Surveyed only where growth is so fast, because that costs much.
+    # Only such fast growth is surveyed, because a survey costs much.
     if rise_bytes > STRAIGHT_HELD_SHARE * anchor.floor_bytes:
         return None
     if usable_bytes * lasted_seconds > longest_left_seconds * max(0.0, rise_bytes):
@@ -657,8 +675,8 @@ def _judge_windows(
 ) -> Iterator[WindowJudgement]:
     """Yield the judgement of each window that grew enough.
 
-    `has_steps` is whether this is the ring in which windows of large steps are judged too. Growth
-    that may be a configured pool being filled is at most a warning.
+    `has_steps` is whether windows of large steps are judged in this ring too. Growth that may be
+    the filling of a configured pool is at most a warning.
     """
     anchor = track.history.anchor
     assert anchor is not None  # noqa: S101 - it is set before the first block
@@ -676,8 +694,8 @@ def _judge_windows(
         if growth.rise_count < LEAST_RISES or has_ended(growth):
             continue
         if growth.rise_odds >= LEAST_RISE_ODDS or is_steady(growth):
-            # E-folds are counted from the begin of the stretch, also after load has doubled: so a
-            # warm-up before that still counts against an alarm.
+            # E-folds are counted from the start of the stretch, even after load has doubled, so
+            # that an earlier warm-up still counts against an alarm.
             odds = min(WITNESS_ODDS_LIMIT, growth.rise_odds)
             odds += min(WITNESS_ODDS_LIMIT, weigh_pace(growth, anchor))
             verdict = _judge_even(growth, odds, room_bytes)
@@ -693,16 +711,16 @@ def _judge_windows(
     falls_bytes = (fall_bytes for _, fall_bytes in list_falls(track.history.rings))
     largest_fall_bytes = max(falls_bytes, default=0.0)
     for growth in find_step_windows(survey):
-        # The rising part of a slow sawtooth looks like steps, but later it is given back.
+        # The rising part of a slow sawtooth looks like steps, but is given back later.
         if growth.grown_bytes >= largest_fall_bytes and not has_ended(growth):
             verdict, odds = judge_steps(growth, track, origin, room_bytes)
             yield WindowJudgement(min(worst, verdict), odds, growth)
 
 
 def is_busiest(growth: Growth, track: Track) -> bool:
-    """Return whether growth of less than an hour has more load than ever, which explains it.
+    """Return whether load is higher than ever and so explains growth of less than an hour.
 
-    Steady growth is excepted: memory that follows load rises ever more slowly. False where the
+    Always False for steady growth, because memory that follows load slows down. False where the
     engine has not served for longer than the growth lasted.
     """
     if growth.lasted_seconds >= LEAKING_SECONDS or is_steady(growth):
@@ -719,11 +737,11 @@ def is_busiest(growth: Growth, track: Track) -> bool:
 
 
 def _judge_even(growth: Growth, odds: float, room_bytes: float | None) -> Certainty:
-    """Return the verdict on even growth; `odds` are the log odds of rises and pace together.
+    """Return the verdict on even growth; `odds` is the sum of the log odds of rises and pace.
 
     Growth that has lasted longer than the time left until the device is full is an alarm whatever
     its cause. A single large rise is no evidence of that time. In the first minutes of a run, when
-    anything new is likely, growth must be steady for that.
+    new demands are likely, only steady growth is such an alarm.
     """
     # One large demand must not shorten the time left, so the rises are clipped.
     trend_bytes = sum(clip_rises(growth, LARGE_BYTES))
@@ -768,7 +786,7 @@ def _judge_likely(growth: Growth, odds: float, left_seconds: float | None) -> Ce
         return Certainty.LEAKING
     if lasted_seconds < GROWING_SECONDS:
         return Certainty.NONE
-    # More than half of the room is gone: an alarm with the evidence of a warning.
+    # More than half of the room is gone, so the evidence for a warning is enough for an alarm.
     if left_seconds is not None and lasted_seconds >= left_seconds:
         return Certainty.LEAKING
     return Certainty.GROWING

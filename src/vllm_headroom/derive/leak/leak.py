@@ -37,7 +37,7 @@ GPU_FIGURES: Final = (
     (catalog.TIME_TO_OOM_LOWER, "oom_seconds_lower"),
 )
 Tracks = dict[str, Track]
-"""The track of each series, by the UUID of the GPU or by the role of the processes."""
+"""The track of each series, by the GPU's UUID or by the role of the processes."""
 
 
 def derive_gpu_leaks(
@@ -51,14 +51,14 @@ def derive_gpu_leaks(
     """Return the new tracks, and the leak samples of each GPU of `observations`.
 
     `is_settled` is whether load is level, `inside` has the tracks of the probe's figures, and
-    `asleep` those of the memory kept in sleep: the surest verdict of the three is exported. While
-    another process comes and goes on a GPU, the GPU's verdict does not change. A verdict says that
-    the memory fills, whoever holds it; `is_alone` says whether the engine does.
+    `asleep` has the tracks of the memory kept in sleep. The most certain of the three verdicts is
+    exported. While another process comes and goes on a GPU, the GPU's verdict does not change. A
+    verdict says only that memory fills; `is_alone` says whether it is the engine that fills it.
     """
     tracks = keep_recent(tracks, {gpu.reading.uuid for gpu, _ in observations})
     samples: list[Sample] = []
     for gpu, observation in observations:
-        # The saved track keeps its own verdict; the shown one may be sharpened.
+        # The saved track keeps its own verdict; only the exported verdict is sharpened.
         uuid = gpu.reading.uuid
         labels = label_gpu(gpu)
         track = observe(tracks.get(uuid) or start_track(observation.seconds), observation)
@@ -78,7 +78,7 @@ def derive_gpu_leaks(
 def is_alone(gpu: Gpu) -> bool:
     """Return whether growth on a GPU is known to be the engine's.
 
-    That is so where the engine's memory is known, or no other process is on the GPU.
+    That is so where the engine's memory is known, or where no other process is on the GPU.
     """
     return gpu.engine_bytes is not None or gpu.process_count == 1
 
@@ -86,7 +86,7 @@ def is_alone(gpu: Gpu) -> bool:
 def keep_recent(tracks: Tracks, present: Collection[str]) -> Tracks:
     """Return the tracks that were updated within a day of the newest track.
 
-    They are compared with each other, not with the clock: a wrong time drops none.
+    Tracks are compared with each other, not with the clock, so that a wrong clock drops none.
     """
     newest_seconds = max((track.clock.snapshot_seconds for track in tracks.values()), default=0.0)
     return {
@@ -99,14 +99,14 @@ def keep_recent(tracks: Tracks, present: Collection[str]) -> Tracks:
 def find_leak_state(track: Track, *, is_known: bool, is_settled: bool) -> LeakState:
     """Return the leak state that is exported for a track.
 
-    `is_known` is whether its memory is known now, `is_settled` whether load is level.
+    `is_known` is whether the memory is known now, `is_settled` is whether load is level.
     """
     if not is_known or track.history.anchor is None:
         return LeakState.UNKNOWN
-    # Before the verdicts: memory during a sleep says nothing about growth.
+    # Checked before the verdicts, because memory during a sleep says nothing about growth.
     if track.presence.is_asleep:
         return LeakState.ASLEEP
-    # While most of the memory is gone, an alarm stays; anything else is unsettled.
+    # While most of the memory is released, an alarm stays; any other state becomes unsettled.
     if track.presence.rested_seconds is not None and track.alarm is None:
         return LeakState.UNSETTLED
     if track.verdict is Certainty.LEAKING:
@@ -121,7 +121,7 @@ def find_leak_state(track: Track, *, is_known: bool, is_settled: bool) -> LeakSt
 def _make_bound(labels: tuple[str, str, str], track: Track) -> Iterator[Sample]:
     """Yield the memory that configured pools may still take: their size less the growth so far.
 
-    Nothing without a pool, and before the first block of a stretch.
+    Nothing is yielded without a pool, or before the first block of a stretch.
     """
     history = track.history
     if not track.bound_bytes or history.origin is None or history.anchor is None:
@@ -139,8 +139,9 @@ def update_residues(
     """Return the tracks of the memory kept in sleep, by UUID, after one more sample.
 
     `residues_bytes` is the memory kept in the newest sleep. A track begins during a sleep. While
-    the engine is awake, each sample adds the residue of the sleep before. During sleep no reading
-    is added, because the room is different; nor where another process may hold a part of it.
+    the engine is awake, each sample adds the residue of the sleep before. No reading is added
+    during sleep, because the room is different then, or where another process may hold a part of
+    the memory.
     """
     tracks = {uuid: track for uuid, track in asleep.items() if uuid in residues_bytes}
     for gpu, observation in observations:
@@ -149,12 +150,12 @@ def update_residues(
             continue
         track = tracks.get(uuid)
         if track is None:
-            # What is kept is only visible in a sleep: a track that begins awake would compare with
-            # working memory.
+            # Residue is visible only in a sleep. A track that begins while awake would compare it
+            # with working memory.
             if observation.awake is not False:
                 continue
             track = start_track(observation.seconds)
-        # 1 is the engine itself.
+        # The 1 is the engine itself.
         is_engines_own = observation.neighbours is None or observation.neighbours <= 1
         held_bytes = residues_bytes[uuid] if observation.awake and is_engines_own else None
         tracks[uuid] = observe(track, replace(observation, held_bytes=held_bytes, awake=None))
@@ -166,9 +167,10 @@ def derive_host_leaks(
 ) -> tuple[Tracks, tuple[Sample, ...]]:
     """Return the new tracks and the samples of host memory.
 
-    They are the leak state of each role's processes, and the time until all growing roles together
-    fill the room. A role without a process has no samples. When a process of a role comes, goes or
-    changes, the role's comparison starts over. No samples where the processes could not be read.
+    The samples are the leak state of each role's processes, and the time until all growing roles
+    together fill the room. A role without a process has no samples. When a process of a role
+    starts, exits or is replaced, the comparison for that role starts over. There are no samples
+    where the processes could not be read.
     """
     if isinstance(snapshot.processes, Failure):
         return tracks, ()
@@ -186,7 +188,7 @@ def derive_host_leaks(
         if estimate is None or state not in SHOWN or is_resting:
             continue
         samples.append(Sample(catalog.HOST_LEAK_RATE, (str(role),), estimate.bytes_per_second))
-        # Without a limit a leak has a pace, and no time left.
+        # Without a limit, a leak has a pace but no time left.
         if observation.room_bytes is not None:
             filling.append(estimate)
     oom_seconds = _join_times(estimate.oom_seconds for estimate in filling)
@@ -201,13 +203,13 @@ def derive_host_leaks(
 def _join_times(times: Iterable[float | None]) -> float | None:
     """Return the time in which all roles together fill the room.
 
-    `times` are the seconds in which each role alone would fill it. Their paces add up. None without
-    a known time; a role of unknown time is left out.
+    `times` are the seconds in which each role alone would fill it. Their paces add up. A role of
+    unknown time is left out. None without any known time.
     """
     known_seconds = [seconds for seconds in times if seconds is not None]
     if not known_seconds:
         return None
-    if min(known_seconds) <= 0:  # the room is full, and no pace can be computed from 0
+    if min(known_seconds) <= 0:  # the room is full: a time of 0 has no pace
         return 0.0
     return 1 / sum(1 / seconds for seconds in known_seconds)
 
@@ -224,16 +226,17 @@ class LeakMemory(Struct, frozen=True, kw_only=True):
     """The memory in use by the probe's figures, by UUID."""
     sleep: SleepState = field(default_factory=SleepState)
     asleep: Tracks = field(default_factory=dict)
-    """The memory that is kept in sleep, by UUID."""
+    """The memory that the engine keeps in sleep, by UUID."""
 
 
 def derive_leaks(state: LeakMemory, snapshot: Snapshot) -> tuple[LeakMemory, tuple[Sample, ...]]:
     """Return the detector's new state and all its samples.
 
-    They are the memory kept in sleep, whether load is level, and the leaks of every GPU and role.
-    Only a run in service is examined for leaks; sleep is tracked for every run.
+    The samples cover the memory kept in sleep, whether load is level, and the leaks of every GPU
+    and role. Leaks are searched only in a run in service; sleep is tracked in every run.
     """
-    # On the whole snapshot: a run that goes to sleep before any request is not in service.
+    # From the unfiltered snapshot, because a run that goes to sleep before any request is not in
+    # service.
     sleep, sleep_samples = derive_sleep(state.sleep, snapshot)
     served = keep_service(snapshot)
     load, load_samples = derive_load(state.load, served)

@@ -39,7 +39,7 @@ class Observation(Struct, frozen=True, kw_only=True):
     """The memory that is left for this series; None where unknown."""
 
     bound_bytes: int = 0
-    """The memory that configured pools may fill in all."""
+    """The memory that all configured pools together may fill."""
 
 
 def observe_page(snapshot: Snapshot) -> Observation:
@@ -60,7 +60,7 @@ def observe_gpus(snapshot: Snapshot, gpus: tuple[Gpu, ...]) -> Iterator[tuple[Gp
     of_page = observe_page(snapshot)
     bound_bytes = sum(pool.size_bytes for pool in snapshot.pools if pool.role is None)
     for gpu in gpus:
-        # Other processes matter only where the engine's memory is not known by itself.
+        # Other processes matter only where the engine's own memory is unknown.
         neighbours = gpu.process_count if gpu.engine_bytes is None else None
         yield (
             gpu,
@@ -77,7 +77,8 @@ def observe_gpus(snapshot: Snapshot, gpus: tuple[Gpu, ...]) -> Iterator[tuple[Gp
 def find_gpu_room(gpu: Gpu) -> int | None:
     """Return the memory that is left for the engine on a GPU; None where unknown.
 
-    That is the free memory or, where a layer limits the engine, what it may still take if less.
+    That is the free memory. Where a layer between the engine and the driver limits the engine, it
+    is no more than what the limit still allows.
     """
     if gpu.reading.memory is None:
         return None
@@ -91,13 +92,14 @@ def find_gpu_room(gpu: Gpu) -> int | None:
 def observe_host(snapshot: Snapshot) -> Iterator[tuple[Role, Observation]]:
     """Yield the observation of the host memory of each role that has a process.
 
-    Nothing where the processes could not be read.
+    Nothing is yielded where the processes could not be read.
     """
     if isinstance(snapshot.processes, Failure):
         return
     room_bytes = None if snapshot.host is None else snapshot.host.room_bytes
     if room_bytes is not None:
-        # The detector keeps this much of the room in reserve; host memory can be used to the end.
+        # The detector keeps this much of the room in reserve, but host memory can be used to the
+        # end.
         room_bytes += OUT_OF_MEMORY_BYTES
     of_page = observe_page(snapshot)
     for role in Role:
@@ -119,8 +121,8 @@ def observe_host(snapshot: Snapshot) -> Iterator[tuple[Role, Observation]]:
 def _count_held(process: EngineProcess) -> int:
     """Return the host memory that a process holds.
 
-    Mapped files do not count: the kernel reclaims them before it kills. Swapped-out memory counts,
-    or a leak would end where swapping begins.
+    Mapped files do not count, because the kernel reclaims them before it kills a process.
+    Swapped-out memory counts, because otherwise a leak would seem to end when swapping begins.
     """
     return process.rss_bytes - (process.file_bytes or 0) + (process.swap_bytes or 0)
 

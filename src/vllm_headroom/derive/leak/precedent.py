@@ -17,33 +17,39 @@ from vllm_headroom.derive.leak.facts import (
 from vllm_headroom.units import GIB, HOUR_SECONDS, MIB
 
 NEW_PEAK_SHARE: Final = 0.02
-"""Our choice: a rise of less than this share of the growth is no new peak, so that a cache that is
-full but creeps has levelled off."""
+"""Our choice: a rise of less than this share of the growth is no new peak, so that a full cache
+that still creeps upwards counts as levelled off.
+"""
 
 LEVEL_SECONDS: Final = 2 * HOUR_SECONDS
 """Our choice: growth has levelled off when no new peak came for this time, and for half of the time
 that the growth took."""
 
 LEVEL_SHARE: Final = 0.5
-"""That half. It must have passed in requests too: an idle engine does not grow."""
+"""The same half. That share of the requests must have passed too, because an idle engine does not
+grow.
+"""
 
 FALLEN_SHARE: Final = 0.5
 """Memory has followed load when half of the growth was given back."""
 
 LOWER_LOAD: Final = 2 / 3
-"""And when an hour since the peak had this share of the requests of the busiest hour before it, or
-less. torch releases its cache at any load, while a leak goes on."""
+"""Load has fallen if, in some hour since the peak, the request rate was at most this share of the
+busiest hour's before it. torch releases its cache at any load, while a leak goes on.
+"""
 
 LEAST_ROOM_SHARE: Final = 0.1
-"""A peak is no precedent where less room was left than this share of the growth, or than
-LEAST_ROOM_BYTES: near the limit torch releases its cache, and a leak seems to have levelled off."""
+"""A peak is no precedent if it left less room than this share of the growth, or than
+LEAST_ROOM_BYTES. Near the limit torch releases its cache, and a leak seems to have levelled off.
+"""
 
 LEAST_ROOM_BYTES: Final = GIB
 """The least room that a peak must have left."""
 
 LEVEL_MARGIN_SHARE: Final = 0.10
-"""Our choice: a cache that levels off is of the same size each time, up to a tenth. Half of the
-room that was left is never exceeded."""
+"""Our choice: a cache that levels off has the same size each time, up to a tenth more. The margin
+is at most half of the room that was left.
+"""
 
 LOAD_MARGIN_SHARE: Final = 0.25
 """Our choice: the peaks of similar days differ by up to a quarter."""
@@ -60,13 +66,13 @@ SLOWER_FACTOR: Final = 1.5
 another growth."""
 
 NEAR_HOURS: Final = 2
-"""Load follows the clock by this many hours."""
+"""Our choice: the daily cycle of load may shift by this many hours."""
 
 
 def note_reached(track: Track, newest: Block) -> Track:
     """Return the track with the newest block in what this run has reached.
 
-    At the end of an hour, what was reached becomes a precedent if the engine was well with it.
+    At the end of an hour, the growth so far becomes a precedent if the engine was well with it.
     """
     reached = track.reached
     hour = int(newest.seconds / HOUR_SECONDS)
@@ -76,7 +82,7 @@ def note_reached(track: Track, newest: Block) -> Track:
     slot = hour % GROWTH_HOURS
     if hour != reached.hour:
         reached = _end_hour(reached, newest)
-        # Its slot still holds this hour of the day before.
+        # The slot of this hour still holds the value of a day ago.
         reached = replace(reached, growth_bytes=_put(reached.growth_bytes, slot, growth_bytes))
         track = settle_precedent(replace(track, reached=reached), newest)
         assert track.reached is not None  # noqa: S101 - it was just set
@@ -101,7 +107,7 @@ def _end_hour(reached: Reached, newest: Block) -> Reached:
     """Return what was reached with the request rate of the hour that has ended."""
     seconds = newest.seconds - reached.hour_begin.seconds
     rate = (newest.requests - reached.hour_begin.requests) / max(1.0, seconds)
-    # The hour with the peak belongs to the load that led to it.
+    # The hour of the peak belongs to the load that led to the peak.
     if reached.peak.seconds >= reached.hour_begin.seconds:
         return replace(reached, hour_begin=newest, highest_rate=max(reached.highest_rate, rate))
     lowest_rate = rate
@@ -113,7 +119,7 @@ def _end_hour(reached: Reached, newest: Block) -> Reached:
 def settle_precedent(track: Track, newest: Block) -> Track:
     """Return the track with what was reached as its precedent, if the engine was well with it.
 
-    That is so where memory has levelled off, or has followed load down, with room left and without
+    The engine was well if memory has levelled off or followed load down, with room left and without
     an alarm.
     """
     reached = track.reached
@@ -137,7 +143,7 @@ def settle_precedent(track: Track, newest: Block) -> Track:
     precedent = track.precedent
     follows_load = not has_levelled
     if precedent is not None and _is_similar(precedent, reached):
-        # Both heights were harmless: in each hour, the higher one counts.
+        # Both were harmless, so in each hour the higher one counts.
         by_hour = tuple(map(max, by_hour, precedent.growth_bytes))
         follows_load = follows_load or precedent.follows_load
     precedent = Precedent(
@@ -171,7 +177,7 @@ def _has_levelled(reached: Reached, newest: Block, *, is_counted: bool) -> bool:
     growth_seconds = peak.seconds - reached.base.seconds
     if quiet_seconds < max(LEVEL_SECONDS, LEVEL_SHARE * growth_seconds):
         return False
-    # Without a counter, time alone has to show it.
+    # Without a counter of requests, time alone has to show it.
     if not is_counted:
         return True
     growth_requests = peak.requests - reached.base.requests
@@ -196,14 +202,14 @@ def _is_similar(precedent: Precedent, reached: Reached) -> bool:
 def end_run(track: Track) -> Precedent | None:
     """Return the precedent for the next run; None where this one ended in an alarm or nearly full.
 
-    A run that may have died of out-of-memory excuses nothing, and neither do the runs before it.
+    A run that may have ended out of memory excuses nothing, and neither do the runs before it.
     """
     reached = track.reached
     if track.alarm is not None:
         return None
     blocks = track.history.rings[0].blocks if track.history.rings else ()
     if reached is None or not blocks:
-        # The run was too short to show anything: what is known from before stays.
+        # The run was too short to show anything, so the older precedent stays.
         return track.precedent
     newest = blocks[-1]
     room_bytes = _find_room(track, newest)
@@ -216,8 +222,8 @@ def end_run(track: Track) -> Precedent | None:
 def find_excused_bytes(track: Track) -> float:
     """Return up to which memory growth is excused by the precedent; 0 without one.
 
-    Within one run the same hours of the days before count, and in another run what the run before
-    had reached after a similar time.
+    Within one run, the growth in the same hours of earlier days counts. In another run, what the
+    previous run had reached after a similar time counts.
     """
     precedent = track.precedent
     reached = track.reached
@@ -225,7 +231,7 @@ def find_excused_bytes(track: Track) -> float:
         return 0.0
     hours = track.clock.now_seconds / HOUR_SECONDS
     if precedent.run_id == track.work.run_id:
-        # Growth beyond the level of this very run is new, unless it follows load.
+        # Growth beyond the level of this same run is new, unless memory follows load.
         if not precedent.follows_load:
             return 0.0
         near = range(int(hours) - NEAR_HOURS, int(hours) + NEAR_HOURS + 1)
@@ -238,6 +244,6 @@ def find_excused_bytes(track: Track) -> float:
     margin_bytes = margin_share * growth_bytes
     if precedent.room_bytes is not None:
         margin_bytes = min(margin_bytes, max(0.0, precedent.room_bytes - OUT_OF_MEMORY_BYTES) / 2)
-    # The lower of the two bases: a higher one may already hold a part of the growth.
+    # The lower of the two bases: a higher one may already include a part of the growth.
     base_bytes = min(precedent.base_bytes, reached.base.floor_bytes)
     return base_bytes + growth_bytes + margin_bytes

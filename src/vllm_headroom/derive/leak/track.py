@@ -28,8 +28,9 @@ BLOCK_SECONDS: Final = 30.0
 """Our choice: the length of the shortest blocks."""
 
 RING_PARTS: Final = (1, 4, 8)
-"""How many blocks of the ring before it make one block of each ring: blocks of 30 s, 2 minutes and
-16 minutes."""
+"""For each ring, how many blocks of the previous ring make one of its blocks. The blocks last 30 s,
+2 minutes and 16 minutes.
+"""
 
 RING_BLOCKS: Final = 62
 """How many blocks a ring keeps: half an hour, two hours and 16 hours."""
@@ -39,19 +40,22 @@ DOUBTED_SECONDS: Final = DAY_SECONDS
 before a second reading confirms it."""
 
 REST_SHARE: Final = 0.5
-"""The engine rests when less than this share of its memory is left, as in sleep. While it
-rests, an engine that holds more than twice its earlier peak holds a backup of its weights."""
+"""The engine rests when less than this share of its memory is left, as in sleep. An engine that
+holds more than twice its earlier peak while it rests holds a backup of its weights.
+"""
 
 WAKE_SHARE: Final = 0.8
 """A rest ends when this share of the memory is back."""
 
 LONGEST_REST_SECONDS: Final = 1800.0
-"""After this time awake and at work, a rest is none: the engine needs no more memory than it holds
-now, or will not give back its backup. A new stretch begins."""
+"""After this time awake and at work, the rest is over in any case: the engine needs no more memory
+than it holds now, or will not give back its backup. A new stretch begins.
+"""
 
 LONGEST_CROWDED_SECONDS: Final = HOUR_SECONDS
-"""A further process that stays longer than this belongs to the device: a new stretch begins. One
-that leaves earlier changes nothing."""
+"""An additional process that stays longer than this is usual on the device, and a new stretch
+begins. A process that leaves earlier changes nothing.
+"""
 
 LOAD_LEAP: Final = 2.0
 """Load that is this many times as high as ever before creates new demands. Steady load exceeds its
@@ -73,27 +77,27 @@ RESET_SECONDS: Final = 600.0
 def observe(track: Track, observation: Observation) -> Track:
     """Return the track with one more reading, judged where a block has ended.
 
-    It starts over for another run of the engine and after a gap of a day. A reading of unknown
-    memory changes only clock and work. It takes microseconds, and a millisecond when growth is
-    judged.
+    The track starts over for another run of the engine and after a gap of a day. A reading of
+    unknown memory changes only clock and work. A call takes microseconds, or a millisecond when
+    growth is judged.
     """
     clock = track.clock
     elapsed_seconds = observation.seconds - clock.snapshot_seconds
     is_near = 0 <= elapsed_seconds < DOUBTED_SECONDS
     if not is_near and not _confirms_doubted_time(clock, observation.seconds):
-        # One wrong clock reading, such as after a suspended VM, must not cost the history.
+        # One wrong clock reading, such as after the suspension of a VM, must not erase the history.
         return replace(track, clock=replace(clock, doubted_seconds=observation.seconds))
     elapsed_seconds = max(0.0, elapsed_seconds)
 
     work = track.work
-    # A gap of a day, or another run of the engine, leaves nothing to compare with.
+    # After a gap of a day, or in another run of the engine, nothing is left to compare with.
     is_another_run = is_new_run(
         work.run_id, observation.run_id, work.counter_total, observation.finished_total
     )
     if is_another_run or elapsed_seconds >= DOUBTED_SECONDS:
         run_id = observation.run_id or work.run_id
         next_track = replace(start_track(observation.seconds), precedent=end_run(track))
-        # Only one level deep: an empty track has no run to differ from.
+        # Recurses only once, because an empty track has no earlier run to differ from.
         return observe(next_track, replace(observation, run_id=run_id))
 
     now_seconds = clock.now_seconds + elapsed_seconds
@@ -109,7 +113,7 @@ def observe(track: Track, observation: Observation) -> Track:
         bound_bytes=observation.bound_bytes,
     )
     if observation.held_bytes is None:
-        return track  # an unknown memory does not change the verdict
+        return track  # unknown memory does not change the verdict
     track = _update_neighbours(track, observation.neighbours)
     if track.presence.crowded_since_seconds is not None:
         return track
@@ -121,7 +125,7 @@ def observe(track: Track, observation: Observation) -> Track:
 
 
 def _confirms_doubted_time(clock: TrackClock, snapshot_seconds: float) -> bool:
-    """Return whether this time follows a doubted one within a day; False without a doubted one."""
+    """Return whether this time follows a doubted time within a day; False without one."""
     if clock.doubted_seconds is None:
         return False
     return 0 <= snapshot_seconds - clock.doubted_seconds < DOUBTED_SECONDS
@@ -133,8 +137,8 @@ def add_work(
     """Return the work, with the requests that have finished since the last reading.
 
     While the counter cannot be read, or may belong to another server, requests are assumed to
-    continue at the last known rate. If the gap counted as idle, growth in it would seem to have
-    come without work.
+    continue at the last known rate. If the gap counted as idle, growth in it would seem to need no
+    work.
     """
     run_id = work.run_id or observation.run_id
     peak_running = max(work.peak_running, observation.running or 0.0)
@@ -144,7 +148,8 @@ def add_work(
         and work.counter_total is not None
         and counter_total < work.counter_total
     )
-    # Behind a load balancer another server may answer for a while: a lower counter must last.
+    # Behind a load balancer another server may answer for a while, so a lower counter must last
+    # before it counts.
     lower_since_seconds = None
     if is_lower:
         lower_since_seconds = work.lower_since_seconds
@@ -164,7 +169,7 @@ def add_work(
 
     requests = work.requests
     if work.counter_total is not None and not is_lower:
-        # What was estimated is not taken back: the track's count never falls.
+        # Estimated requests are not taken back, so that the track's count never falls.
         requests = max(requests, work.requests_at_counter + counter_total - work.counter_total)
     requests_per_second = work.requests_per_second
     if elapsed_seconds > 0:
@@ -183,7 +188,7 @@ def add_work(
 
 
 def is_warming_up(track: Track) -> bool:
-    """Return whether so little work was done so far that the next block cannot be evidence."""
+    """Return whether so little work was done that the next block cannot be evidence."""
     anchor = track.history.anchor
     if anchor is None:
         return True
@@ -194,7 +199,7 @@ def is_warming_up(track: Track) -> bool:
 
 
 def anchor_track(track: Track) -> Track:
-    """Return the track at the begin of a new stretch: without history, verdict and alarm.
+    """Return the track at the start of a new stretch: without history, verdict or alarm.
 
     Clock and work continue.
     """
@@ -220,11 +225,12 @@ def _update_neighbours(track: Track, neighbours: int | None) -> Track:
 
     `neighbours` is that number, or None where it does not matter.
 
-    While there is a further process, `crowded_since_seconds` is set: the track is paused, without
-    its open block. Where the process stays, or a usual process is gone, a new stretch begins.
+    While there is an additional process, `crowded_since_seconds` is set, and the track is paused
+    and has no open block. If the process stays, or a usual process has exited, a new stretch
+    begins.
     """
     presence = track.presence
-    # The usual number of processes, or the engine's memory is known without counting them.
+    # There are as many processes as usual, or the engine's memory is known without counting them.
     if not neighbours or neighbours == presence.neighbours:
         if presence.crowded_since_seconds is None:
             return track
@@ -239,7 +245,7 @@ def _update_neighbours(track: Track, neighbours: int | None) -> Track:
     has_come = neighbours > presence.neighbours
     if has_come and now_seconds - since_seconds < LONGEST_CROWDED_SECONDS:
         presence = replace(presence, crowded_since_seconds=since_seconds)
-        # What is held during the visit is not comparable with what was held before.
+        # Memory held while the additional process is present is not comparable with earlier memory.
         history = replace(track.history, open_block=None, held_bytes=None)
         return replace(track, presence=presence, history=history)
     return anchor_track(replace(track, presence=replace(presence, neighbours=neighbours)))
@@ -248,16 +254,16 @@ def _update_neighbours(track: Track, neighbours: int | None) -> Track:
 def _update_rest(track: Track, held_bytes: int, elapsed_seconds: float, *, is_idle: bool) -> Track:
     """Return the track, with `rested_seconds` set while the engine rests.
 
-    The engine rests while it sleeps or has released most of its memory, and while it may still
-    release a backup of its weights. The evidence is kept: the same process continues with the
-    memory that it did not give back. After LONGEST_REST_SECONDS at work a new stretch begins.
+    The engine rests while it sleeps, has released most of its memory, or may still release a backup
+    of its weights. The evidence is kept, because the same process continues with the memory that it
+    did not release. After LONGEST_REST_SECONDS at work a new stretch begins.
     """
     if track.history.anchor is None:
         track = anchor_track(track)
     presence = track.presence
     rested_seconds = presence.rested_seconds
     peak_bytes = track.history.peak_bytes
-    # Two shares, so that a rest does not begin and end with each reading near one limit.
+    # The two shares differ so that a rest does not begin and end with every reading near one limit.
     present_share = REST_SHARE if rested_seconds is None else WAKE_SHARE
     is_present = held_bytes >= present_share * peak_bytes
     has_doubled = 0 < peak_bytes < REST_SHARE * held_bytes
@@ -279,7 +285,8 @@ def _update_rest(track: Track, held_bytes: int, elapsed_seconds: float, *, is_id
         track,
         presence=replace(presence, rested_seconds=rested_seconds, is_asleep=is_asleep),
         history=replace(track.history, open_block=None, held_bytes=None),
-        # An alarm's growth goes on after the wake, and may not exceed its old height for an hour.
+        # The growth behind an alarm goes on after the wake, and may stay below its old height for
+        # an hour.
         estimate=None if track.alarm is None else track.estimate,
     )
 
@@ -287,7 +294,8 @@ def _update_rest(track: Track, held_bytes: int, elapsed_seconds: float, *, is_id
 def _add_reading(track: Track, held_bytes: float, room_bytes: int | None) -> Track:
     """Return the track with a reading added to its open block.
 
-    Where the open block is complete, it is closed and judged first, and the reading opens another.
+    If the open block is complete, it is first closed and judged, and the reading opens the next
+    block.
     """
     # Fast path: most readings repeat the one before.
     if held_bytes != track.history.held_bytes:
@@ -322,9 +330,9 @@ def _note_change(track: Track, held_bytes: float) -> TrackHistory:
 
 
 def _cut_steps(steps: tuple[Step, ...], held_bytes: float) -> tuple[Step, ...]:
-    """Return the steps after a fall to `held_bytes`, without those that have become too small.
+    """Return the steps after a fall to `held_bytes`; steps that have become too small are dropped.
 
-    Of each step the part above `held_bytes` was given back.
+    The part of a step above `held_bytes` was given back.
     """
     remaining: list[Step] = []
     for step in steps:
@@ -339,8 +347,8 @@ def _close_block(track: Track, open_block: Block) -> Track:
     """Return the track with its open block closed and added to the rings.
 
     An idle block without a rise is left out, because it is no evidence against a leak by requests.
-    Demands are comparable only at similar load: when load has doubled since the origin, this block
-    becomes the origin, except during an alarm.
+    Demands are comparable only at similar load. When load has doubled since the origin, this block
+    therefore becomes the origin, except during an alarm.
     """
     history = track.history
     work = track.work
@@ -369,7 +377,8 @@ def _close_block(track: Track, open_block: Block) -> Track:
 def _add_to_rings(rings: tuple[Ring, ...], closed: Block) -> tuple[Ring, ...]:
     """Return the rings with a closed shortest block added.
 
-    It is a part of the incomplete block of the next ring, which it may complete, and so on.
+    It becomes a part of the next ring's incomplete block. If that completes the block, the block in
+    turn is added to the ring after it.
     """
     updated = list(rings)
     floor_bytes = closed.floor_bytes
@@ -378,7 +387,7 @@ def _add_to_rings(rings: tuple[Ring, ...], closed: Block) -> tuple[Ring, ...]:
             floor_bytes = min(floor_bytes, ring.floor_bytes)
         if ring.parts + 1 < RING_PARTS[number]:
             updated[number] = replace(ring, parts=ring.parts + 1, floor_bytes=floor_bytes)
-            # If this block is not complete, no longer block is.
+            # Where this block is not complete, no longer block is.
             break
         blocks = (*ring.blocks, replace(closed, floor_bytes=floor_bytes))
         highest_bytes = ring.highest_bytes

@@ -1,7 +1,7 @@
-"""The witnesses of the detector as a table: what each measures, adds, and is needed for.
+"""The witnesses of the detector as a table: what each measures, adds to the odds, and is tested by.
 
 The functions are called by the judge, not through this table. The benchmark turns the witnesses off
-one at a time, and a test holds that the test a row names fails without its witness.
+one at a time. A test checks that, without the witness of a row, the test which the row names fails.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from vllm_headroom.derive.leak import estimate, facts, growth_evidence, judge, p
 
 
 class Witness(Struct, frozen=True, kw_only=True):
-    """One row: a rule that speaks for or against a leak."""
+    """A rule that is evidence for or against a leak: one row of the table."""
 
     name: str
     measures: str
@@ -22,13 +22,13 @@ class Witness(Struct, frozen=True, kw_only=True):
 
     functions: tuple[Callable[..., Any], ...]
     constants: dict[str, object]
-    """By name; each has its reason where it is defined."""
+    """The constants by name; each has its reason where it is defined."""
 
     source: str
     """Where the constants and the formula are from."""
 
     fails_without: str
-    """A test, with the day it plays, that fails without the witness."""
+    """A test that fails without the witness, with the recorded day that the test replays."""
 
 
 WITNESSES: Final = (

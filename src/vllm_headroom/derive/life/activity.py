@@ -12,40 +12,44 @@ from vllm_headroom.vocabulary import NECESSARY_ROLES
 
 SPAN_SECONDS: Final = 20.0
 """How long CPU time and GPU utilisation are observed for one judgement. A minute without progress
-holds one whole span at least, whatever the sampling interval."""
+contains at least one whole span at any sampling interval.
+"""
 
 BUSY_CPU_RATIO: Final = 0.1
-"""CPU seconds of core and workers in a second above which they are busy. Our choice: one that waits
-for requests uses almost none, one that spins uses a whole core."""
+"""Core and workers are busy above this many CPU seconds per second. Our choice: a process that
+waits for requests uses almost none, and one that spins uses a whole core.
+"""
 
 BUSY_GPU_RATIO: Final = 0.1
-"""GPU utilisation above which the GPU is busy. Our choice: a kernel that never ends shows 1, and a
-GPU without work shows 0."""
+"""A GPU is busy above this utilisation. Our choice: a kernel that never ends shows 1, and a GPU
+without work shows 0.
+"""
 
 
 class Activity(Enum):
-    """What core, workers and GPUs do."""
+    """Whether core, workers and GPUs are busy."""
 
     BUSY = auto()
     """Core and workers use CPU time, or a GPU computes."""
     IDLE = auto()
-    """Both are visible, and neither does."""
+    """Both sides are visible, and neither is busy."""
     PARTLY_IDLE = auto()
-    """One of the two is visible, and does nothing."""
+    """Only one of the two sides is visible, and it is not busy."""
     UNKNOWN = auto()
-    """Nothing of it is visible."""
+    """Neither side is visible."""
 
 
 class ActivityTrack(Struct, frozen=True, kw_only=True):
-    """The last whole span of observation, and the present one; None is unknown."""
+    """The newest complete span of observation, and the present span; None is unknown."""
 
     cpu_ratio: float | None = None
-    """CPU seconds of core and workers in a second, in the last whole span."""
+    """CPU seconds per second of core and workers in the newest complete span."""
     gpu_ratio: float | None = None
-    """The highest utilisation of a GPU in the last whole span."""
+    """The highest utilisation of a GPU in the newest complete span."""
     has_spun_idle: bool = False
-    """Whether core and workers use CPU time without any work: then CPU time proves nothing. The
-    workers of tensor parallelism spin while they wait for the core, in some versions of vLLM."""
+    """Whether core and workers use CPU time even without work. If so, CPU time proves nothing. The
+    workers of tensor parallelism spin while they wait for the core, in some versions of vLLM.
+    """
     begin_seconds: float | None = None
     """When the present span began, on the monotonic clock."""
     begin_cpu_seconds: float | None = None
@@ -54,11 +58,11 @@ class ActivityTrack(Struct, frozen=True, kw_only=True):
     """Whether the page has shown no work in the whole of the present span."""
 
     def judge(self) -> Activity:
-        """Return what core, workers and GPUs did in the last whole span."""
+        """Return whether core, workers and GPUs were busy in the newest complete span."""
         cpu_ratio = None if self.has_spun_idle else self.cpu_ratio
         is_cpu_busy = None if cpu_ratio is None else cpu_ratio >= BUSY_CPU_RATIO
         is_gpu_busy = None if self.gpu_ratio is None else self.gpu_ratio >= BUSY_GPU_RATIO
-        # One busy side proves work; to be idle, both must be.
+        # One busy side proves work; the engine is idle only if both sides are idle.
         if is_cpu_busy or is_gpu_busy:
             return Activity.BUSY
         if is_cpu_busy is None and is_gpu_busy is None:
@@ -98,7 +102,7 @@ def update_activity(
     if span_seconds < SPAN_SECONDS:
         return track
     cpu_ratio = None
-    # The sum falls when a process exits: such a span shows nothing.
+    # The sum falls when a process exits, and then the span shows nothing.
     if (
         cpu_seconds is not None
         and track.begin_cpu_seconds is not None
@@ -123,7 +127,7 @@ def _begin_span(
     *,
     is_without_work: bool,
 ) -> ActivityTrack:
-    """Return the track at the begin of another span; the results are those of `whole_span`."""
+    """Return the track at the start of the next span, with the results of `whole_span`."""
     return ActivityTrack(
         cpu_ratio=whole_span.cpu_ratio,
         gpu_ratio=whole_span.gpu_ratio,
@@ -148,9 +152,9 @@ def _sum_cpu_seconds(processes: Collection[EngineProcess] | None) -> float | Non
 
 
 def _find_gpu_ratio(snapshot: Snapshot) -> float | None:
-    """Return the highest utilisation of the engine's GPUs by the engine.
+    """Return the highest utilisation of the engine's GPUs that is the engine's own.
 
-    None where no known one is busy and that of a GPU is unknown: that GPU may be the busy one.
+    None where one GPU's is unknown and no other GPU is busy, because that one may be busy.
     """
     ratios = [_find_own_ratio(gpu) for gpu in snapshot.owned_gpus]
     known_ratios = [ratio for ratio in ratios if ratio is not None]

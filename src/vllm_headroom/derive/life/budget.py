@@ -1,4 +1,4 @@
-"""How much more than its budget the engine holds of a GPU, in the present run."""
+"""By how much the engine exceeds its memory budget on a GPU, in the present run."""
 
 from statistics import median
 from typing import Final
@@ -13,64 +13,79 @@ from vllm_headroom.model import BudgetExcess, Failure, Gpu, ProbeReadings, Snaps
 from vllm_headroom.vocabulary import MemoryPart
 
 OVER_BUDGET_RATIO: Final = 0.03
-"""An engine is over its budget from this share of it on, as in HeadroomMemoryDiscrepancy."""
+"""An engine is over its budget if it exceeds the budget by this share of it, as in
+HeadroomMemoryDiscrepancy.
+"""
 
 OVER_BUDGET_BYTES: Final = 2**30
-"""And from this many bytes on: a CUDA context and the graphs of a small model are outside of every
-budget, and are a fifth of a MIG slice."""
+"""The excess must also reach this many bytes: a CUDA context and the graphs of a small model are
+outside of every budget, and are a fifth of a MIG slice.
+"""
 
 RESUMED_SHARE: Final = 2 / 3
-"""Our choice: an excess is over once it falls below this share of its limits, so that one which
-wavers about them is one."""
+"""Our choice: an excess has ended once it falls below this share of its limits, so that an excess
+that wavers around them counts once.
+"""
 
 FIRST_TRAFFIC_SECONDS: Final = 300.0
-"""Our choice: what an engine holds within the first five minutes in which requests ran, it held
-from the start: activations, NCCL and late kernels come with the first large batches."""
+"""Our choice: memory that an engine holds within the first five minutes with requests counts as
+held from the start, because activations, NCCL and late kernels come with the first large batches.
+"""
 
 LONGEST_STEP_SECONDS: Final = 60.0
-"""Our choice: of a longer time between two samples, no more counts as one with requests."""
+"""Our choice: at most this much of the time between two samples counts as time with requests."""
 
 REST_SECONDS: Final = 300.0
-"""Our choice: the level at rest is the median of this time, which no burst at the end moves."""
+"""Our choice: the level at rest is the median over this time, which a burst at its end does not
+change.
+"""
 
 REST_SLOT_SECONDS: Final = 15.0
-"""Our choice: one level is kept in so much time."""
+"""Our choice: one level is kept for each slot of this length."""
 
 USUAL_PEAK_RATIO: Final = 0.01
-"""The peak of any engine, as a share of the GPU, as in HeadroomMemoryDiscrepancyHigh: 0.8 GiB of
-80, where the logits of 2,048 tokens are one. Smaller cards serve smaller models."""
+"""The usual peak of an engine as a share of the GPU, as in HeadroomMemoryDiscrepancyHigh. Of a GPU
+with 80 GiB it is 0.8 GiB, such as the logits of 2,048 tokens. Smaller cards serve smaller models.
+"""
 
 LARGEST_PEAK_RATIO: Final = 0.08
-"""vLLM leaves this share of a GPU by default: a larger fall is memory that was given back, by a
-sleep or another process, and no peak."""
+"""vLLM leaves this share of a GPU free by default. A larger fall is not the end of a peak: a sleep
+or another process gave memory back.
+"""
 
 LARGEST_EXCESS_RATIO: Final = 0.25
-"""Our choice: an engine that holds this share more has its KV cache by another option, such as
---num-gpu-blocks-override, and its budget is not known. A fifth of a MIG slice is usual."""
+"""Our choice: an engine that exceeds its budget by this share sets its KV cache by another option,
+such as --num-gpu-blocks-override, so its budget is unknown. On a MIG slice, an excess of a fifth is
+usual.
+"""
 
 WORKING_PARTS: Final = (MemoryPart.OTHER_TENSORS, MemoryPart.FRAGMENTED, MemoryPart.CACHED)
-"""What torch holds for activations."""
+"""The parts in which torch holds activations."""
 
 
 class GpuBudget(Struct, frozen=True, kw_only=True):
-    """One GPU against the engine's budget since the run's first work, on the monotonic clock."""
+    """The memory of one GPU against the engine's budget since the run's first work.
+
+    Times are on the monotonic clock.
+    """
 
     budget_bytes: float
     newest_seconds: float
     busy_seconds: float = 0.0
     """For how long requests have run."""
     over_since_seconds: float | None = None
-    """Since when it has held more; None while it does not."""
+    """Since when the engine has exceeded its budget; None while it does not."""
     over_since_busy_seconds: float = 0.0
-    """For how long requests had run then."""
+    """For how long requests had run when the excess began."""
     levels: tuple[tuple[float, int], ...] = ()
-    """The time and the bytes held, of the last minutes."""
+    """Pairs of a time and the bytes held then, for the last minutes."""
     first_excess_bytes: float = 0.0
-    """The excess at rest in the first minutes in which it has held more."""
+    """The excess at rest in the first minutes of the excess."""
     peak_bytes: int = 0
-    """The highest use above the level after it."""
+    """The highest rise of use above the level to which it fell back."""
     profile_peak_bytes: int = 0
-    """What vLLM's profile run needed and torch has not reserved yet; 0 where unknown."""
+    """Memory that vLLM's profile run needed and that torch has not reserved yet; 0 where unknown.
+    """
 
 
 def update_budgets(
@@ -79,16 +94,16 @@ def update_budgets(
     run: EngineRun,
     configured_bytes: float | None,
 ) -> dict[str, GpuBudget]:
-    """Return the budgets of the GPUs, by UUID, with one more sample.
+    """Add one sample to the budgets of the GPUs; return them by UUID.
 
-    They stay as they are while the engine sleeps, has not worked yet, or gives no page.
+    The budgets do not change while the engine sleeps, has not worked yet, or returns no page.
     """
     page = snapshot.page
     if page is None or run.has_worked is False or run.lost_roles:
         return budgets
     if is_page_awake(page) is False:
         return budgets
-    # A GPU without a figure in this sample keeps its budget, by the union below.
+    # A GPU without a figure in this sample keeps its old entry: see the union below.
     sampled = {}
     for gpu in snapshot.owned_gpus:
         memory = gpu.reading.memory
@@ -110,7 +125,8 @@ def _update_budget(
         previous = GpuBudget(budget_bytes=budget_bytes, newest_seconds=now)
     busy_seconds = previous.busy_seconds
     if _are_requests_running(snapshot):
-        # A gap between two samples may have been idle: it counts as one long step at most.
+        # Between two samples that are far apart, the engine may have been idle: only a limited time
+        # counts.
         busy_seconds += min(max(0.0, now - previous.newest_seconds), LONGEST_STEP_SECONDS)
     held_bytes = gpu.held_bytes or 0
     over_since_seconds = None
@@ -122,7 +138,7 @@ def _update_budget(
             over_since_busy_seconds = previous.over_since_busy_seconds
     levels = _add_level(previous.levels, now, held_bytes)
     first_excess_bytes = previous.first_excess_bytes
-    # In its first minutes the excess is not settled: a burst may still be part of it.
+    # In its first minutes the excess is not settled, because a burst may still be part of it.
     if over_since_seconds is not None and now - over_since_seconds <= REST_SECONDS:
         first_excess_bytes = _find_level(levels, over_since_seconds) - budget_bytes
     return GpuBudget(
@@ -141,7 +157,7 @@ def _update_budget(
 def _add_level(
     levels: tuple[tuple[float, int], ...], now: float, held_bytes: int
 ) -> tuple[tuple[float, int], ...]:
-    """Return the levels of the last minutes with a new one, if a slot has passed since the last."""
+    """Return the levels of the last minutes; a new one is added once a slot has passed."""
     if levels and 0 <= now - levels[-1][0] < REST_SLOT_SECONDS:
         return levels
     recent_levels = [level for level in levels if 0 <= now - level[0] <= REST_SECONDS]
@@ -149,13 +165,13 @@ def _add_level(
 
 
 def _find_level(levels: tuple[tuple[float, int], ...], since_seconds: float) -> float:
-    """Return the level at rest since a time; the newest where none is so new."""
+    """Return the level at rest since a time; the newest level where none is that recent."""
     sizes = [held_bytes for at_seconds, held_bytes in levels if at_seconds >= since_seconds]
     return median(sizes or [levels[-1][1]])
 
 
 def _is_over(previous: GpuBudget, held_bytes: int) -> bool:
-    """Return whether the engine holds too much, or still does."""
+    """Return whether the engine exceeds its budget, or has not fallen well below the limits yet."""
     least_excess_bytes = max(OVER_BUDGET_BYTES, OVER_BUDGET_RATIO * previous.budget_bytes)
     if previous.over_since_seconds is not None:
         least_excess_bytes *= RESUMED_SHARE
@@ -163,16 +179,16 @@ def _is_over(previous: GpuBudget, held_bytes: int) -> bool:
 
 
 def _are_requests_running(snapshot: Snapshot) -> bool:
-    """Return whether a request runs, or may run as no page shows it."""
+    """Return whether a request runs; also True where no page shows whether one does."""
     return any(engine.running != 0 for engine in list_engines(snapshot.page))
 
 
 def _find_peak(gpu: Gpu) -> int:
-    """Return by how much the use in the last minute was above the present one; 0 where unknown."""
+    """Return how far the peak of the last minute was above the present use; 0 where unknown."""
     memory = gpu.reading.memory
     if memory is None or gpu.reading.used_peak_bytes is None:
         return 0
-    # A peak may have been anybody's: others are on this GPU.
+    # Other processes are on this GPU, so the peak may have been theirs.
     if gpu.other_bytes:
         return 0
     peak_bytes = gpu.reading.used_peak_bytes - memory.used_bytes
@@ -203,10 +219,10 @@ def _find_largest_profile(probe: ProbeReadings) -> int:
 
 
 def describe_excess(budget: GpuBudget, gpu: Gpu, now: float) -> BudgetExcess | None:
-    """Return by how much a GPU is over the budget, and for how long.
+    """Return how far and for how long the engine has exceeded its budget on a GPU.
 
-    None where the GPU is not over the budget, where its memory is unknown, and above
-    LARGEST_EXCESS_RATIO, where the budget cannot be the engine's.
+    None where it does not exceed the budget or its memory is unknown. Also None above
+    LARGEST_EXCESS_RATIO, where the configured budget cannot be the real one.
     """
     memory = gpu.reading.memory
     if budget.over_since_seconds is None or memory is None:
@@ -215,7 +231,7 @@ def describe_excess(budget: GpuBudget, gpu: Gpu, now: float) -> BudgetExcess | N
     excess_bytes = _find_level(budget.levels, over_since_seconds) - budget.budget_bytes
     if excess_bytes > LARGEST_EXCESS_RATIO * budget.budget_bytes:
         return None
-    # The most of what a burst took here, what vLLM profiled, and what is usual.
+    # The largest of three: the peak of a burst here, what vLLM profiled, and what is usual.
     needed_bytes = max(
         budget.peak_bytes,
         budget.profile_peak_bytes,

@@ -1,7 +1,7 @@
-"""The causes of an end: which of them fit an exit or a stall, and how sure each is.
+"""The causes of an end: which of them fit an exit or a stall, and how certain each is.
 
-The counter of exits, the page and every command ask this module. docs/commands/postmortem.md has
-the table of causes.
+The counter of exits, the page and all commands get the cause from this module.
+docs/commands/postmortem.md has the table of causes.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -25,20 +25,24 @@ from vllm_headroom.vocabulary import (
 )
 
 FULL_ROOM_BYTES: Final = 256 * MIB
-"""A GPU was full if its least free memory was at most this, a dozen of torch's segments of 20 MiB,
-and at most the share FULL_ROOM_RATIO."""
+"""A GPU was full if its least free memory was at most this (a dozen of torch's 20 MiB segments),
+and at most FULL_ROOM_RATIO of what was free when the engine began to serve.
+"""
 
 FULL_ROOM_RATIO: Final = 0.5
-"""The largest share of the memory that was free when the engine began to serve. A GPU that is
-configured to keep little memory free is not out of memory."""
+"""The largest share of the initially free memory that a full GPU may have left. A GPU that is
+configured to keep little memory free is not out of memory.
+"""
 
 FILL_SECONDS: Final = 30.0
-"""Growth in a straight line that would have taken the rest within this time has filled the GPU: the
-newest sample may be that old."""
+"""Growth in a straight line has filled the GPU if it would have taken the rest within this time,
+because the newest sample may be that old.
+"""
 
 REFUSING_SECONDS: Final = 15.0
-"""A server that has refused its page for this time and runs on is shutting down on request. One
-whose core has died exits within seconds, and refuses its page only until then."""
+"""A server that has refused connections for this long and still runs is shutting down on request. A
+server whose core has died exits within seconds, and refuses connections only until then.
+"""
 
 LIKELY_SHARE: Final = 0.5
 """Growth that took at least this share of the lost room is a likely cause."""
@@ -47,32 +51,37 @@ SURE_SHARE: Final = 0.8
 """Growth that took at least this share of the lost room leaves no other cause."""
 
 LARGE_ALLOCATION_BYTES: Final = 4 * GIB
-"""A failed allocation takes no memory, so with less room than this one may well have failed. The
-activations of a step are 1.9 to 4 GiB by plan; 3.74 GiB were refused with 3.68 GiB free
-(vllm-project/vllm#49182), and the sampler's 786 MiB with 552 MiB free. With more room one is
-unlikely, and nothing but a witness excludes it."""
+"""A failed allocation takes no memory, so with less room than this an allocation may well have
+failed. The activations of a step take 1.9 to 4 GiB by plan; 3.74 GiB were refused with 3.68 GiB
+free (vllm-project/vllm#49182), and 786 MiB for the sampler with 552 MiB free. With more room a
+failed allocation is unlikely, but only a witness can exclude it.
+"""
 
 KNOWN_BEFORE_SECONDS: Final = 600.0
-"""A record that is shorter than this does not show the memory before a burst."""
+"""A shorter record does not show the memory before a burst."""
 
 LITTLE_ROOM_RATIO: Final = 0.08
-"""vLLM leaves this share of a GPU free by default: where less was free, the start had taken all the
-memory that it could."""
+"""vLLM leaves this share of a GPU free by default. If less was free, the start had taken all the
+memory that it could get.
+"""
 
 FATAL_XIDS: Final = frozenset({13, 31, 48, 62, 74, 79, 94, 95, 119, 120})
-"""Errors that end the program, by NVIDIA's table. 43 and 45 can follow its exit, 63 and 64 may
-leave it running."""
+"""XID errors that end the program, by NVIDIA's table. XIDs 43 and 45 can follow the program's exit;
+63 and 64 may leave it running.
+"""
 
 FULL_REASONS: Final = frozenset({ExitReason.OUT_OF_MEMORY, ExitReason.OVER_BUDGET})
 """The reasons of an exit that is known to be out of GPU memory."""
 
 UNOBSERVED_SECONDS: Final = 15.0
-"""After a longer gap without a sample the engine may have run out of memory: it fills within
-seconds."""
+"""After a longer gap without a sample, the engine may have run out of memory unseen, because that
+takes seconds.
+"""
 
 VISIBLE_STALL_SECONDS: Final = 60.0
-"""A stall that the page or a canary shows has lasted for at least this time. A shorter one was
-shown by other signs, and began while the engine was idle."""
+"""A stall that the page or a canary shows has lasted for at least this time. A shorter stall was
+found by other signs, and began while the engine was idle.
+"""
 
 
 MEMORY_CAUSES: Final = (
@@ -81,8 +90,9 @@ MEMORY_CAUSES: Final = (
     EndCause.LEAK,
     EndCause.BURST,
 )
-"""Causes of an engine at work that ran out of GPU memory. The log shows that it did; the samples
-show which of these it was."""
+"""Causes of an engine at work that ran out of GPU memory. The log shows that memory ran out; the
+samples show which of these was the cause.
+"""
 
 SURE_CAUSES: Final[Mapping[LogFailureKind, EndCause]] = {
     LogFailureKind.NO_KV_CACHE_MEMORY: EndCause.NEVER_FITTED,
@@ -110,8 +120,9 @@ SURE_CAUSES: Final[Mapping[LogFailureKind, EndCause]] = {
         EndCause.CRASH,
     ),
 }
-"""The causes that the log itself states. A lack of GPU memory, a kill and a bare exception need the
-samples too."""
+"""The causes that the log itself states. A lack of GPU memory, a kill, and an exception without a
+known cause need the samples too.
+"""
 
 
 class Fit(NamedTuple):
@@ -129,20 +140,20 @@ UNKNOWN_CAUSE: Final = Diagnosis(
     sentence="The cause of the exit is not known.",
     evidence=("look in vLLM's log, and in the kernel's (dmesg -T)",),
 )
-"""Where no cause fits."""
+"""Used where no cause fits."""
 
 
 def judge_ending(end: Ending) -> tuple[Diagnosis, ...]:
-    """Return the causes that fit, the surest first; UNKNOWN_CAUSE where none fits.
+    """Return the causes that fit, the most certain first; UNKNOWN_CAUSE where none fits.
 
-    Causes that are only possible are left out where one is sure. What the engine's own log reports
-    about the end is compared with what all other evidence shows.
+    If one cause is sure, causes that are only possible are left out. What the engine's own log
+    reports about the end is compared with all other evidence.
     """
     return _add_log(end, _judge_samples(_take_logged_reason(end)))
 
 
 def _take_logged_reason(end: Ending) -> Ending:
-    """Return the end without a reason that only the log has given."""
+    """Return the end without its reason if only the log has given that reason."""
     has_other_witness = bool(end.ooms) or any(is_gpu_full(gpu) for gpu in end.gpus)
     if end.log is None or end.reason is not ExitReason.OUT_OF_MEMORY or has_other_witness:
         return end
@@ -150,7 +161,7 @@ def _take_logged_reason(end: Ending) -> Ending:
 
 
 def _judge_samples(end: Ending) -> tuple[Diagnosis, ...]:
-    """Return the causes that fit by everything but the engine's log, the surest first."""
+    """Return the causes that fit by all evidence but the log, the most certain first."""
     evidence = tuple(_list_evidence(end))
     diagnoses = []
     for cause, find_fit in CAUSES:
@@ -158,7 +169,7 @@ def _judge_samples(end: Ending) -> tuple[Diagnosis, ...]:
         if fit is not None:
             diagnosis = Diagnosis(cause, fit.sureness, fit.sentence, (*evidence, *fit.remarks))
             diagnoses.append(diagnosis)
-    # Beside a sure cause, what is only possible would distract.
+    # Beside a sure cause, one that is only possible would distract.
     if any(diagnosis.sureness is Sureness.SURE for diagnosis in diagnoses):
         diagnoses = [
             diagnosis for diagnosis in diagnoses if diagnosis.sureness is not Sureness.POSSIBLE
@@ -172,8 +183,8 @@ def _judge_samples(end: Ending) -> tuple[Diagnosis, ...]:
 def is_gpu_full(gpu: GpuAtEnd) -> bool:
     """Return whether almost no room was left; False where the room is unknown.
 
-    With growth in a straight line, "almost no room" is what that growth takes in FILL_SECONDS, if
-    that is more.
+    If memory grew in a straight line, "almost no room" also covers what that growth takes in
+    FILL_SECONDS.
     """
     if gpu.last_room_bytes is None:
         return False
@@ -185,7 +196,7 @@ def is_gpu_full(gpu: GpuAtEnd) -> bool:
         return False
     if gpu.first_room_bytes is None:
         return True
-    # A GPU that is configured to keep little free is not full because of that.
+    # A GPU that is configured to keep little memory free is not full because of that.
     return gpu.last_room_bytes <= FULL_ROOM_RATIO * gpu.first_room_bytes
 
 
@@ -193,8 +204,8 @@ def find_full_gpu(end: Ending) -> GpuAtEnd | None:
     """Return the GPU whose lack of memory can explain the end.
 
     Where the engine is known to have run out of memory, that is the GPU with the least room, even
-    if it does not count as full. Otherwise it is the first GPU that is full. None where no GPU is,
-    and where the run is not over or has never served.
+    if it does not count as full. Otherwise it is the first GPU that is full. None where no GPU is
+    full, or the run is not over or has never served.
     """
     if not end.is_over or not end.has_served:
         return None
@@ -204,7 +215,7 @@ def find_full_gpu(end: Ending) -> GpuAtEnd | None:
 
 
 def is_shutdown(end: Ending) -> bool:
-    """Return whether the server had served, then closed its port and ran on: it was asked to."""
+    """Return whether the server had served, then closed its port and kept running."""
     if not end.has_served or end.refused_seconds is None:
         return False
     return end.refused_seconds >= REFUSING_SECONDS
@@ -223,7 +234,8 @@ def _fit_kill(end: Ending) -> Fit | None:
 def _fit_failed_start(end: Ending) -> Fit | None:
     """Return the cause that the engine never fitted: it exited before it served.
 
-    None where it has served, or had much room and its GPU for itself. Sure where the GPU was full.
+    None where it has served, or where it had much room and a GPU of its own. Sure where the GPU was
+    full.
     """
     gpu = end.fullest_gpu
     if end.kind is not IncidentKind.ENDED or end.has_served:
@@ -233,7 +245,7 @@ def _fit_failed_start(end: Ending) -> Fit | None:
     other_bytes = gpu.last_other_bytes or 0
     has_neighbour = other_bytes >= NEIGHBOUR_BYTES
     total_bytes = gpu.total_bytes
-    # Room may be missing because the start itself had taken it.
+    # Room may be missing because the start itself had already taken it.
     is_filled = total_bytes is not None and gpu.last_room_bytes < LITTLE_ROOM_RATIO * total_bytes
     if not has_neighbour and not is_filled:
         return None
@@ -249,15 +261,15 @@ def _fit_failed_start(end: Ending) -> Fit | None:
 
 
 def _grade(*, is_sure: bool) -> Sureness:
-    """Return how sure a cause is that is at least likely."""
+    """Return the certainty of a cause that is at least likely."""
     return Sureness.SURE if is_sure else Sureness.LIKELY
 
 
 def _fit_neighbour(end: Ending) -> Fit | None:
-    """Return the cause that other processes took most of the lost room of a full GPU.
+    """Return the cause that other processes took most of a full GPU's lost room.
 
-    Where their memory is unknown, a new process on the GPU suffices. None where no GPU was full, or
-    others took little.
+    Where the memory of others is unknown, a new process on the GPU suffices. None where no GPU was
+    full, or others took little.
     """
     gpu = find_full_gpu(end)
     if gpu is None:
@@ -265,7 +277,7 @@ def _fit_neighbour(end: Ending) -> Fit | None:
     cause = "Out of GPU memory by a neighbour"
     other_growth_bytes = gpu.other_growth_bytes
     if other_growth_bytes is None:
-        # Without a ledger, that a process has come is all that speaks for a neighbour.
+        # Without a ledger, a new process is the only evidence for a neighbour.
         if not gpu.has_new_process:
             return None
         return Fit(
@@ -286,7 +298,7 @@ def _fit_neighbour(end: Ending) -> Fit | None:
 
 
 def find_logged_reason(end: Ending) -> ExitReason | None:
-    """Return the reason of an exit that the log gives where no other witness does; else None."""
+    """Return the reason of an exit if only the log gives one; else None."""
     if end.reason is not ExitReason.GONE or end.log is None:
         return None
     failure = end.log.failure
@@ -296,10 +308,10 @@ def find_logged_reason(end: Ending) -> ExitReason | None:
 
 
 def refine_reason(end: Ending) -> ExitReason | None:
-    """Return the reason of an exit, refined by what preceded it.
+    """Return the reason of an exit, refined by what happened before it.
 
-    A shutdown and an engine that never kept its budget show in the whole ending only. Any other end
-    keeps its reason. None where the ending has none: a hang, which is no exit.
+    A requested shutdown, and an engine that never kept its budget, show only in the whole ending.
+    Any other end keeps its reason. None for a hang, which is no exit and has no reason.
     """
     if end.reason is ExitReason.GONE and is_shutdown(end):
         return ExitReason.STOPPED
@@ -319,9 +331,9 @@ def is_over_budget(end: Ending) -> bool:
 def _fit_over_budget(end: Ending) -> Fit | None:
     """Return the cause that the engine held more than its budget from its first work on.
 
-    None where it kept its budget, or enough memory was left. Sure where the GPU was full, and
-    nothing since has taken nearly as much. Possible where one allocation may have needed more than
-    what the excess left.
+    None where it kept its budget, or enough memory was left. Sure where the GPU was full and later
+    growth took much less than the excess. Possible where one allocation may have needed more than
+    the excess had left.
     """
     gpu = find_over_budget(end)
     if gpu is None or gpu.excess is None:
@@ -342,7 +354,7 @@ def _fit_over_budget(end: Ending) -> Fit | None:
         )
     is_attributed = gpu.other_growth_bytes is not None and not gpu.is_peak_unattributed
     is_settled = excess.seconds >= KNOWN_BEFORE_SECONDS
-    # What was added since may be the real cause, unless it is small against the excess.
+    # Later growth may be the real cause, unless it is small compared with the excess.
     later_growth_bytes = _measure_later_growth(gpu, excess)
     is_alone = later_growth_bytes <= LIKELY_SHARE * excess.first_excess_bytes
     is_sure = is_gpu_full(gpu) and is_attributed and is_settled and is_alone
@@ -356,13 +368,13 @@ def _fit_over_budget(end: Ending) -> Fit | None:
 
 
 def _is_memory_short(end: Ending, gpu: GpuAtEnd, excess: BudgetExcess) -> bool:
-    """Return whether a GPU was full, or an engine at work exited with little left."""
+    """Return whether a GPU was full, or an engine at work exited with little memory left."""
     if is_gpu_full(gpu) or end.ooms or end.reason in FULL_REASONS:
         return True
     # A run that was replaced between two samples may have been restarted on purpose.
     if end.reason is ExitReason.REPLACED:
         return False
-    # The engine's own need is compared: without other processes it could have had their memory.
+    # The engine's own need is compared: without other processes, it could have used their memory.
     room_bytes = (gpu.last_room_bytes or 0) + (gpu.last_other_bytes or 0)
     return bool(end.running) and room_bytes < excess.tight_bytes
 
@@ -370,7 +382,8 @@ def _is_memory_short(end: Ending, gpu: GpuAtEnd, excess: BudgetExcess) -> bool:
 def find_over_budget(end: Ending) -> GpuAtEnd | None:
     """Return the GPU with the least room on which the engine never kept its budget.
 
-    None where something else explains the end: growth, others, a fault, a kill, a hang, a stop.
+    None where something else explains the end: growth, other processes, a GPU fault, a kill, a hang
+    or a stop.
     """
     if not end.is_over or not end.has_served:
         return None
@@ -378,7 +391,7 @@ def find_over_budget(end: Ending) -> GpuAtEnd | None:
         return None
     if end.unreadable or FATAL_XIDS & set(end.xids):
         return None
-    # A hang explains the end, unless torch could not allocate.
+    # A hang explains the end, unless an allocation by torch failed.
     if end.hung_seconds is not None and not end.ooms:
         return None
     gpus = [gpu for gpu in end.gpus if _is_excess_decisive(gpu)]
@@ -386,7 +399,7 @@ def find_over_budget(end: Ending) -> GpuAtEnd | None:
 
 
 def _is_excess_decisive(gpu: GpuAtEnd) -> bool:
-    """Return whether the excess of the first minutes took more than anything since."""
+    """Return whether the excess of the first minutes took more memory than any later growth."""
     excess = gpu.excess
     if excess is None or not excess.is_from_start or gpu.last_room_bytes is None:
         return False
@@ -398,13 +411,13 @@ def _is_excess_decisive(gpu: GpuAtEnd) -> bool:
 
 
 def _measure_later_growth(gpu: GpuAtEnd, excess: BudgetExcess) -> int:
-    """Return by how much the engine's most at the end is above its level in the first minutes."""
+    """Return how far the engine's highest use at the end exceeds its level in the first minutes."""
     first_bytes = excess.budget_bytes + excess.first_excess_bytes
     return (gpu.last_engine_bytes or 0) - first_bytes
 
 
 def _has_grown_straight(gpu: GpuAtEnd) -> bool:
-    """Return whether growth in a straight line under a level load took most of the lost room."""
+    """Return whether growth in a straight line, at level load, took most of the lost room."""
     growth = gpu.straight_growth
     if growth is None or gpu.share_of_lost_room(gpu.other_growth_bytes) >= LIKELY_SHARE:
         return False
@@ -416,10 +429,10 @@ def _describe_lower_budget(end: Ending, excess: BudgetExcess) -> str:
 
 
 def describe_lower_budget(end: Ending, excess: BudgetExcess) -> str:
-    """Return the option that gives an excess back, with its value where that can be computed."""
+    """Return the option that makes up for an excess, with its value where that can be computed."""
     option = "--gpu-memory-utilization"
     ratios = {engine.gpu_memory_utilization_ratio for engine in end.engines}
-    # Engines of one server may have been given different shares: then no single value is right.
+    # The engines of one server may have different shares, and then no single value is right.
     ratio = ratios.pop() if len(ratios) == 1 else None
     if ratio is None:
         return f"{format_size(excess.excess_bytes)} less for vLLM (a lower {option})"
@@ -429,8 +442,8 @@ def describe_lower_budget(end: Ending, excess: BudgetExcess) -> str:
 def _fit_leak(end: Ending) -> Fit | None:
     """Return the cause that the engine leaked: it grew over the whole run, or in a straight line.
 
-    None where no GPU was full, or a burst, others or an excess over the budget took the room. Sure
-    with the leak detector's alarm, where nothing else took memory.
+    None where no GPU was full, or where a burst, other processes or an excess over the budget took
+    the room. Sure with the leak detector's alarm, if nothing else took memory.
     """
     gpu = find_full_gpu(end)
     if gpu is None or is_over_budget(end):
@@ -442,15 +455,15 @@ def _fit_leak(end: Ending) -> Fit | None:
             and gpu.other_growth_bytes is not None
         )
         return Fit(_grade(is_sure=is_sure), _describe_straight_growth(gpu, gpu.straight_growth))
-    # What grew in the last minutes was a burst, what others took was a neighbour: neither is a
-    # leak.
+    # Growth of the last minutes is a burst, and memory that others took is a neighbour's: neither
+    # is a leak.
     recent_share = gpu.share_of_lost_room(gpu.recent_growth_bytes)
     other_share = gpu.share_of_lost_room(gpu.other_growth_bytes)
     if max(recent_share, other_share) >= LIKELY_SHARE:
         return None
     sentence = f"Out of GPU memory by a leak: the engine grew until {gpu.display_name} was full."
     if gpu.leak in GROWING_STATES:
-        # Unknown growth counts as no share above, so it may still have taken the room.
+        # Unknown growth counts as no share above, but may still have taken the room.
         is_attributed = gpu.other_growth_bytes is not None and gpu.recent_growth_bytes is not None
         is_sure = gpu.leak is LeakState.LEAKING and is_gpu_full(gpu) and is_attributed
         return Fit(_grade(is_sure=is_sure), sentence)
@@ -461,7 +474,7 @@ def _fit_leak(end: Ending) -> Fit | None:
 
 
 def find_straight_growth(end: Ending) -> GpuAtEnd | None:
-    """Return the GPU that growth in a straight line filled; None where nothing did so."""
+    """Return the GPU that growth in a straight line filled; None without one."""
     gpu = find_full_gpu(end)
     if gpu is None or is_over_budget(end) or not _has_grown_straight(gpu):
         return None
@@ -469,7 +482,7 @@ def find_straight_growth(end: Ending) -> GpuAtEnd | None:
 
 
 def _describe_straight_growth(gpu: GpuAtEnd, growth: StraightGrowth) -> str:
-    """Return the sentence on a leak too fast for the detector."""
+    """Return the sentence on a leak that was too fast for the detector."""
     rate = f"{format_size(growth.bytes_per_second)} a second"
     duration = format_duration(growth.seconds)
     return (
@@ -484,7 +497,8 @@ FAILED_ALLOCATION: Final = "Out of GPU memory in a burst: an allocation of torch
 def _fit_burst(end: Ending) -> Fit | None:
     """Return the cause that memory ran out in a burst: within minutes, or by one allocation.
 
-    None where a straight growth, others or an excess over the budget took the room.
+    None where growth in a straight line, other processes or an excess over the budget took the
+    room.
     """
     if is_over_budget(end):
         return None
@@ -501,22 +515,22 @@ def _fit_burst(end: Ending) -> Fit | None:
     if _is_surely_burst(end, gpu):
         return Fit(Sureness.SURE, sentence)
     share = gpu.share_of_lost_room(gpu.recent_growth_bytes)
-    # torch recorded the failed allocation, so the burst is no guess even without its growth.
+    # torch recorded the failed allocation, so a burst is certain even without its growth.
     if share >= LIKELY_SHARE or end.ooms:
         return Fit(Sureness.LIKELY, sentence)
     return Fit(Sureness.POSSIBLE, sentence)
 
 
 def _is_surely_burst(end: Ending, gpu: GpuAtEnd) -> bool:
-    """Return whether the engine alone filled the GPU within minutes, and was level before.
+    """Return whether the engine alone filled the GPU within minutes after a level time.
 
-    Also where the probe saw the step that raised the error, right before the end.
+    True, too, where the probe saw the step that raised the error right before the end.
     """
     if gpu.leak in GROWING_STATES:
         return False
     if end.failed_step is not None:
         return True
-    # A peak between two samples may have been anybody's.
+    # A peak between two samples may have been that of another process.
     is_attributed = gpu.other_growth_bytes is not None and not gpu.is_peak_unattributed
     is_before_known = end.observed_seconds >= KNOWN_BEFORE_SECONDS
     if not is_attributed or not is_before_known:
@@ -529,8 +543,8 @@ def _fit_failed_allocation(end: Ending) -> Fit | None:
     """Return the cause that an allocation failed although no GPU was full.
 
     Sure where the probe saw the step that raised an OutOfMemoryError right before the end. Likely
-    where torch counted such an error. Possible where requests ran with so little room
-    that one may have failed unseen. None otherwise.
+    where torch counted such an error. Possible where requests ran with so little room that an
+    allocation may have failed unseen. None otherwise.
     """
     if not end.is_over or not end.has_served:
         return None
@@ -543,7 +557,7 @@ def _fit_failed_allocation(end: Ending) -> Fit | None:
     if gpu is None:
         return None
     room_bytes = gpu.last_room_bytes or 0  # never None: the fullest GPU has a known room
-    # An excess over the budget explains the same failure, and is the better known part.
+    # An excess over the budget explains the same failure, and is better known.
     if not _may_allocation_have_failed(end, room_bytes) or _fit_over_budget(end) is not None:
         return None
     room = format_size(room_bytes)
@@ -556,14 +570,14 @@ def _fit_failed_allocation(end: Ending) -> Fit | None:
 
 
 def _describe_failed_allocation(end: Ending) -> str:
-    """Return that an allocation failed, with the step that needed it where that is known."""
+    """Return that an allocation failed and, where it is known, the step that needed it."""
     if end.failed_step is None:
         return FAILED_ALLOCATION
     return f"{FAILED_ALLOCATION.removesuffix('.')} in a step of {end.failed_step}."
 
 
 def _may_allocation_have_failed(end: Ending, room_bytes: int) -> bool:
-    """Return whether requests ran, and an allocation may have needed more than this room unseen."""
+    """Return whether requests ran and an unseen allocation may have needed more than this room."""
     # A probe would have recorded the error.
     return bool(end.running) and not end.is_probed and room_bytes < LARGE_ALLOCATION_BYTES
 
@@ -588,10 +602,10 @@ def _describe_search(room_bytes: int) -> str:
 def _fit_hang(end: Ending) -> Fit | None:
     """Return the cause that the engine hung: it had work and made no progress.
 
-    None where it did not hang, has never served, or was shutting down. Sure where its page answered
-    and showed running requests.
+    None where it did not hang, never served, or was shutting down. Sure where its page answered and
+    showed running requests.
     """
-    # A server that shuts down and waits for its clients makes no progress either.
+    # A server that shuts down makes no progress either while it waits for its clients.
     if end.hung_seconds is None or not end.has_served or is_shutdown(end):
         return None
     duration = format_duration(end.hung_seconds)
@@ -607,7 +621,7 @@ def _fit_hang(end: Ending) -> Fit | None:
 
 
 def _fit_shutdown(end: Ending) -> Fit | None:
-    """Return the cause of a requested shutdown: the server closed its port and ran on.
+    """Return the cause of a requested shutdown: the server closed its port and kept running.
 
     None for any other end.
     """
@@ -621,18 +635,18 @@ def _fit_shutdown(end: Ending) -> Fit | None:
 
 
 def _fit_idle_exit(end: Ending) -> Fit | None:
-    """Return that an idle engine exited as a whole with memory left; the reason is not visible.
+    """Return the cause that an idle engine exited as a whole, for no visible reason.
 
-    None where it was at work, exited in parts, had a full GPU, had hung, or had a fault of a GPU.
+    None where it was at work, exited in parts, had a full GPU, had hung, or had a GPU fault.
     """
     if end.kind is not IncidentKind.ENDED or not end.has_served or end.idle_seconds is None:
         return None
     if end.lost_processes or find_full_gpu(end) is not None or end.hung_seconds is not None:
         return None
-    # With a fault of the GPU it is a crash.
+    # With a GPU fault it is a crash.
     if end.unreadable or FATAL_XIDS & set(end.xids):
         return None
-    # After a longer gap it may have had work again.
+    # After a longer gap the engine may have been at work again.
     is_observed = (end.unobserved_seconds or 0.0) <= UNOBSERVED_SECONDS
     duration = format_duration(end.idle_seconds)
     return Fit(
@@ -643,10 +657,9 @@ def _fit_idle_exit(end: Ending) -> Fit | None:
 
 
 def _fit_crash(end: Ending) -> Fit | None:
-    """Return the cause of a crash: the engine exited for another reason than memory.
+    """Return the cause of a crash: the engine exited for a reason other than memory.
 
-    None where a GPU was full, an allocation failed, or the engine hung. Sure only with an XID that
-    ends programs.
+    None where a GPU was full, an allocation failed, or the engine hung. Sure only with a fatal XID.
     """
     if not end.is_over or find_full_gpu(end) is not None or end.ooms:
         return None
@@ -659,7 +672,7 @@ def _fit_crash(end: Ending) -> Fit | None:
 
 
 def _list_crash_remarks(end: Ending, room_bytes: int | None) -> Iterator[str]:
-    """Yield what else speaks for or against a crash; `room_bytes` is the room at the exit."""
+    """Yield further evidence for or against a crash; `room_bytes` is the room at the exit."""
     if end.running and not end.xids and not end.lost_processes:
         yield "a planned restart during requests looks the same"
     unobserved_seconds = end.unobserved_seconds or 0.0
@@ -672,13 +685,13 @@ def _list_crash_remarks(end: Ending, room_bytes: int | None) -> Iterator[str]:
         if end.is_probed:
             yield "torch raised no OutOfMemoryError, by the probe"
         return
-    # A GPU that cannot be read explains the crash: nobody has to search for an allocation.
+    # A GPU that cannot be read explains the crash, so nobody has to search for a failed allocation.
     if end.running and not end.unreadable:
         yield _describe_search(room_bytes)
 
 
 def _grade_crash(end: Ending, room_bytes: int | None) -> Sureness:
-    """Return how sure a crash is, by the GPU memory that was left."""
+    """Return how certain a crash is, by the GPU memory that was left."""
     if FATAL_XIDS & set(end.xids):
         return Sureness.SURE
     if end.unreadable:
@@ -710,9 +723,9 @@ def _describe_crash(end: Ending, room_bytes: int | None) -> str:
 
 
 def _is_memory_excluded(end: Ending) -> bool:
-    """Return whether a witness excludes a failed allocation: an error of the driver, or the probe.
+    """Return whether a GPU error or the probe excludes a failed allocation.
 
-    An engine without requests allocates nothing.
+    True, too, for an engine without requests, which allocates nothing.
     """
     is_idle = end.has_served and end.running == 0
     return bool(FATAL_XIDS & set(end.xids)) or end.is_probed or is_idle
@@ -739,12 +752,13 @@ CAUSES: Final[tuple[tuple[EndCause, Callable[[Ending], Fit | None]], ...]] = (
     (EndCause.IDLE, _fit_idle_exit),
     (EndCause.CRASH, _fit_crash),
 )
-"""The causes, each with the function that returns how well it fits an end, None where it does not.
-Of equally sure causes, the first counts."""
+"""The causes, each with the function that returns how well it fits an end, or None. Of equally
+certain causes, the first counts.
+"""
 
 
 def _list_evidence(end: Ending) -> Iterator[str]:
-    """Yield what driver, allocator, kernel, processes, memory and page report about the end."""
+    """Yield what the driver, allocator, kernel, processes, memory and page show about the end."""
     yield from end.unreadable
     for xid in end.xids:
         yield f"the driver reported XID {xid}"
@@ -777,14 +791,14 @@ def _describe_load(end: Ending) -> str:
 
 
 def _describe_full_gpu(gpu: GpuAtEnd, observed_seconds: float) -> Iterator[str]:
-    """Yield the evidence on a GPU: its room, who grew on it, and the leak detector's state."""
+    """Yield the evidence on a GPU: its room, whose memory grew, and the leak detector's state."""
     yield _describe_room(gpu)
     if gpu.growth_bytes is not None:
         duration = format_duration(observed_seconds)
         yield f"the engine grew by {format_size(gpu.growth_bytes)} in {duration}"
     if gpu.recent_growth_bytes is not None:
         yield f"the engine held {format_size(gpu.recent_growth_bytes)} more than minutes before"
-    # Most engines have a card to themselves: nothing to say then.
+    # Most engines have a card to themselves, and there is nothing to say.
     if gpu.last_other_bytes or gpu.first_other_bytes:
         last_size = format_size(gpu.last_other_bytes or 0)
         first_size = format_size(gpu.first_other_bytes or 0)
@@ -807,9 +821,9 @@ def _describe_room(gpu: GpuAtEnd) -> str:
 
 
 def _add_log(end: Ending, diagnoses: tuple[Diagnosis, ...]) -> tuple[Diagnosis, ...]:
-    """Return the causes with the log's evidence, the surest first.
+    """Return the causes with the log's evidence, the most certain first.
 
-    `diagnoses` are the causes by all other evidence, at least one, the surest first.
+    `diagnoses` has the causes by all other evidence: at least one, the most certain first.
     """
     if end.log is None:
         return diagnoses
@@ -845,22 +859,22 @@ def _add_failure(
             "Killed from outside (SIGKILL): by the kernel, if host memory ran out, or by a person."
         )
         if is_by_kernel:
-            # The samples have the kernel's count, which says more than the log.
+            # The samples have the kernel's count of kills, which is better evidence than the log.
             sentence = diagnoses[0].sentence
         return _conclude_by_log(EndCause.KILLED, sureness, sentence, evidence, diagnoses)
     cause = SURE_CAUSES.get(failure.kind)
     if cause is not None:
         sentence = f"{describe_failure(failure)}."
         return _conclude_by_log(cause, Sureness.SURE, sentence, evidence, diagnoses)
-    # A bare exception may be that of one request, and the end of the core has any cause.
+    # A bare exception may concern only one request, and the end of the core may have any cause.
     return _append_evidence(evidence, diagnoses)
 
 
 def _add_refusal(failure: LogFailure, diagnoses: tuple[Diagnosis, ...]) -> tuple[Diagnosis, ...]:
-    """Return the causes of an engine at work of which the log shows that GPU memory ran out.
+    """Return the causes of the end of an engine at work whose log shows that GPU memory ran out.
 
-    Where one of them fits best by the samples, it is sure; where two fit alike, both stay as sure
-    as they were. Where none is likely, one allocation was larger than what was left.
+    If one cause fits the samples best, it is sure. If two fit equally well, they keep their
+    certainty. If none is likely, the cause is one allocation that was larger than what was left.
     """
     evidence = _cite(failure)
     likely = [
@@ -874,7 +888,7 @@ def _add_refusal(failure: LogFailure, diagnoses: tuple[Diagnosis, ...]) -> tuple
         sentence = f"Out of GPU memory in a burst: {details}."
         return _conclude_by_log(EndCause.BURST, Sureness.SURE, sentence, evidence, diagnoses)
     best = likely[0]
-    # Between causes that fit alike the log does not decide.
+    # The log cannot decide between causes that fit equally well.
     rivals = [item for item in likely[1:] if item.sureness is best.sureness]
     sureness = best.sureness if rivals else Sureness.SURE
     stated = _conclude_by_log(best.cause, sureness, best.sentence, evidence, diagnoses)
@@ -882,17 +896,17 @@ def _add_refusal(failure: LogFailure, diagnoses: tuple[Diagnosis, ...]) -> tuple
 
 
 def _add_silence(end: Ending, diagnoses: tuple[Diagnosis, ...]) -> tuple[Diagnosis, ...]:
-    """Return the causes with a log that goes on until the exit and reports no failure.
+    """Return the causes, given a log that goes on until the exit and reports no failure.
 
-    An engine that runs out of GPU memory or crashes says so. One that is killed, or whose machine
-    ends, does not. So once the run is over, causes of memory are left out. Where that leaves no
-    likely cause, the cause is a crash.
+    An engine that runs out of GPU memory or crashes logs it. An engine that is killed, or whose
+    machine goes down, does not. So once the run is over, causes that concern memory are left out.
+    If no likely cause remains, the cause is a crash.
     """
     evidence = "its log goes on until then, and has no error and no shutdown"
     cited = _append_evidence(evidence, diagnoses)
     if not end.is_over:
         return cited
-    # Such a cause would have been logged: the silence refutes it.
+    # The log would report such a cause, so its silence refutes the cause.
     kept = tuple(item for item in cited if item.cause not in MEMORY_CAUSES)
     if len(kept) == len(cited):
         return cited
@@ -914,7 +928,7 @@ def _conclude_by_log(
     evidence: str,
     diagnoses: tuple[Diagnosis, ...],
 ) -> tuple[Diagnosis, ...]:
-    """Return the cause that the log supports, with what the samples alone would have said."""
+    """Return the cause that the log supports, with the conclusion that the samples alone allow."""
     best = diagnoses[0]
     all_evidence = [evidence]
     if best.cause is cause:
@@ -923,7 +937,7 @@ def _conclude_by_log(
     elif best.cause is not EndCause.UNKNOWN:
         alone = _begin_lower(best.sentence.rstrip("."))
         all_evidence.append(f"the log contradicts the samples, which alone fit: {alone}")
-    # The evidence for the same cause, if the samples had it; else for their best one.
+    # The samples' evidence for the same cause, if they have any, or else for their best cause.
     own = [item for item in diagnoses if item.cause is cause]
     all_evidence += (own[0] if own else best).evidence
     return (
@@ -937,12 +951,15 @@ def _append_evidence(evidence: str, diagnoses: Iterable[Diagnosis]) -> tuple[Dia
 
 
 def _cite(failure: LogFailure) -> str:
-    """Return what the log reports and where, as a sentence without a full stop."""
+    """Return what the log reports, and in which line, as a sentence without a full stop."""
     return f"its log: {_begin_lower(describe_failure(failure))} ({describe_place(failure)})"
 
 
 def _begin_lower(sentence: str) -> str:
-    """Return a sentence as a part of another; names in capitals and options stay as they are."""
+    """Return a sentence with a small first letter, to be part of another one.
+
+    Names in capitals and options are not changed.
+    """
     first_word = sentence.split(" ", 1)[0]
     if first_word.isupper() and first_word not in {"A", "I"}:
         return sentence

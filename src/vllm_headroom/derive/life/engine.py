@@ -68,39 +68,46 @@ CRASH_LOOP_SECONDS: Final = 90 * 60.0
 """How far back exits are counted, as in HeadroomEngineCrashLoop."""
 
 MOST_ENDS: Final = 64
-"""The newest exit times that are kept: more of them change no verdict."""
+"""How many exit times are kept, the newest ones: more of them change no verdict."""
 
 LEFTOVER_SECONDS: Final = 30.0
-"""Processes that an engine left are reported only after this time: they may still exit. A worker
-took up to 9 s after its core (vLLM 0.32)."""
+"""Processes that an exited engine left behind are reported only after this time, because they may
+still exit. A worker took up to 9 s after its core (vLLM 0.32).
+"""
 
 ENGINE_RUN: Final = "engine_life"
-"""The name of this state among those of the derivations, which depend on it."""
+"""The name of this state among the states of the derivations."""
 
 OUTLIVED_SECONDS: Final = 60.0
-"""vLLM's engine exits within seconds of an OutOfMemoryError. One that still writes after this long
-has recovered."""
+"""vLLM's engine exits within seconds of an OutOfMemoryError. An engine whose probe still writes
+after this time has recovered.
+"""
 
 LOADED_SHARE: Final = 0.5
-"""An engine whose first sample had this share of its newest memory had loaded before."""
+"""If the first sample had this share of the newest memory, the engine had loaded before."""
 
 CONTEXT_BYTES: Final = GIB
-"""CUDA contexts take less: an engine that holds less has loaded nothing."""
+"""CUDA contexts take less than this, and an engine that holds less than this has loaded nothing."""
 
 YOUNG_SECONDS: Final = 15.0
-"""An engine that is younger at its first sample may have loaded since, so LOADED_SHARE proves
-nothing."""
+"""An engine younger than this at its first sample may have loaded since then, so LOADED_SHARE
+proves nothing.
+"""
 
 LONGEST_LOAD_SECONDS: Final = 2400.0
-"""Our choice: an engine that is younger at its first sample, and grew since by more than contexts
-take, was still loading: a large model loads for 33 minutes."""
+"""Our choice: an engine younger than this at its first sample, which has grown since by more than
+contexts take, was still loading. A large model takes 33 minutes to load.
+"""
 
 SAME_END_SECONDS: Final = 15.0
-"""A stall and an exit so close are one end: a server answers for 2 to 3 s without its core, and a
-tick is 5 s."""
+"""A stall and an exit this close together are one end: a server answers for 2 to 3 s without its
+core, and a tick is 5 s.
+"""
 
 STRAIGHT_SECONDS: Final = 90.0
-"""Our choice: growth in a straight line for so long is no burst, which comes with one batch."""
+"""Our choice: growth in a straight line for this long is no burst, because a burst comes with one
+batch.
+"""
 
 STRAIGHT_POINTS: Final = 4
 """Our choice: fewer points make no line."""
@@ -113,7 +120,7 @@ LEVEL_LOAD_RATIO: Final = 0.25
 """Our choice: a load is level while it stays within this share of the usual one."""
 
 LEVEL_LOAD_REQUESTS: Final = 2.0
-"""Our choice: or within so many running requests of it."""
+"""Our choice: or while it stays within this many running requests of the usual one."""
 
 MEMORY_REASONS: Final = (
     ExitReason.OUT_OF_MEMORY,
@@ -130,19 +137,23 @@ class EngineMemory(Struct, frozen=True, kw_only=True):
     """What the state file keeps."""
     state: EngineState = EngineState.UNKNOWN
     known_state: EngineState = EngineState.UNKNOWN
-    """The last state that was not unknown: a stall that is out of sight for a time is one stall."""
+    """The last state that was not unknown, so that a stall which is invisible for a while counts
+    once.
+    """
     progress: Progress = field(default_factory=Progress)
     record: RunRecord = field(default_factory=RunRecord)
-    """What was seen of the present run."""
+    """What was observed of the present run."""
     absence: Absence = field(default_factory=Absence)
     served_bytes: dict[str, int] = field(default_factory=dict)
-    """The most GPU memory held while serving, by UUID, since the start or the last wake."""
+    """The most GPU memory that the engine held while serving, by UUID, since its start or its last
+    wake.
+    """
     leftover_since_seconds: dict[int, float] = field(default_factory=dict)
-    """Since when each pid has been left over."""
+    """Since when each leftover process has been known, by pid."""
 
 
 def forget_run(memory: EngineMemory) -> EngineMemory:
-    """Return the memory without the current run, whose data may have caused an error.
+    """Return what is remembered, without the current run, whose data may have caused an error.
 
     The counts of all runs stay.
     """
@@ -152,23 +163,25 @@ def forget_run(memory: EngineMemory) -> EngineMemory:
 def update_engine(
     memory: EngineMemory, snapshot: Snapshot, *, configured_bytes: float | None = None
 ) -> tuple[EngineMemory, Snapshot]:
-    """Return the memory after one more snapshot, and the snapshot with the engine's status.
+    """Return what is remembered after one more snapshot, and the snapshot with the engine's status.
 
-    In that snapshot, `left_behind` has only processes that were left for at least LEFTOVER_SECONDS.
-    `configured_bytes` is the operator's figure of the memory that the engine uses on each GPU.
+    In the returned snapshot, `left_behind` has only processes that were left behind at least
+    LEFTOVER_SECONDS ago. `configured_bytes` is the operator's figure for the memory that the engine
+    uses on each GPU.
     """
     now = snapshot.monotonic_seconds
     evidence = read_evidence(snapshot, memory.runs)
-    # An exit is described by the record before this sample, which may be of the next run.
+    # An exit is described by the record before this sample, because the sample may be of the next
+    # run.
     runs, event = update_runs(memory.runs, evidence, memory.record)
-    # What was remembered of the run before must not be compared with this one.
+    # Values of the previous run must not be compared with this run.
     if runs.restarts != memory.runs.restarts:
         memory = _start_over(memory)
     progress = update_progress(memory.progress, snapshot, evidence.processes)
     absence = update_absence(memory.absence, evidence)
     symptom = read_symptom(evidence, runs, progress, absence)
     state = find_next_state(memory.state, symptom)
-    # An exit explains the stall that it ends, and a stall that goes on is one event.
+    # An exit explains the stall that it ends, and a continuing stall is one event.
     is_stalled = state is EngineState.STALLED
     if event is None and is_stalled and memory.known_state is not EngineState.STALLED:
         event = _build_stall(memory.record, runs.present, snapshot, progress.age_seconds)
@@ -201,7 +214,7 @@ def update_engine(
 
 
 def _start_over(memory: EngineMemory) -> EngineMemory:
-    """Return the memory without what belonged to the run before a restart."""
+    """Return what is remembered, without what belonged to the run before a restart."""
     return replace(
         memory,
         progress=Progress(cpu_use=memory.progress.cpu_use),
@@ -220,7 +233,7 @@ def update_runs(
     now = evidence.snapshot.time_seconds
     run = runs.newest
     if run is not None and _was_mistaken(run, evidence):
-        run = None  # it is forgotten, and counts no exit
+        run = None  # the run is forgotten without counting an exit
     ends_seconds = tuple(
         seconds for seconds in runs.ends_seconds if 0 <= now - seconds < CRASH_LOOP_SECONDS
     )
@@ -247,7 +260,7 @@ def update_runs(
 
 
 def _was_mistaken(run: EngineRun, evidence: Evidence) -> bool:
-    """Return whether another engine was mistaken for this one, and still runs."""
+    """Return whether another engine was taken for this one, and still runs."""
     if run.is_ready or run.has_ended:
         return False
     return _is_any_among(run.process_names, evidence.snapshot.neighbours)
@@ -263,12 +276,12 @@ def _find_exit(run: EngineRun, evidence: Evidence, record: RunRecord) -> Ending 
         return None
     snapshot = evidence.snapshot
     gpus = describe_gpus(record, run, snapshot)
-    # Without a page the next run still loads: clients lost this one, though a kubelet that restarts
-    # a container within a second leaves no sample without a process.
+    # Without a page, the next run is still loading, and clients have lost this run. A kubelet that
+    # restarts a container within a second leaves no sample without a process.
     is_replaced = was_answering and evidence.answer is PageAnswer.GIVEN
     reason = _find_exit_reason(run, evidence, gpus, is_replaced=is_replaced)
     ending = build_ending(record, run, snapshot, IncidentKind.ENDED, reason=reason, gpus=gpus)
-    # The engine's own words, where it has any, are better evidence of the reason than its memory.
+    # If the engine's log states a reason, it is better evidence than the memory.
     if isinstance(snapshot.log, LogReading):
         now = snapshot.time_seconds
         ending = replace(ending, log=find_log_ending(snapshot.log, now, now))
@@ -279,7 +292,8 @@ def _find_exit(run: EngineRun, evidence: Evidence, record: RunRecord) -> Ending 
     is_out_of_memory = logged_reason is ExitReason.OUT_OF_MEMORY
     if refined_reason is not ExitReason.OVER_BUDGET and not is_out_of_memory:
         return replace(ending, reason=refined_reason)
-    # An ending for lack of memory is built again: its reason decides whether it was a hang.
+    # Once the reason is lack of memory, the ending is built again, because the reason decides
+    # whether it was a hang.
     rebuilt = build_ending(
         record, run, snapshot, IncidentKind.ENDED, reason=refined_reason, gpus=gpus
     )
@@ -289,9 +303,9 @@ def _find_exit(run: EngineRun, evidence: Evidence, record: RunRecord) -> Ending 
 def _find_exit_reason(
     run: EngineRun, evidence: Evidence, gpus: tuple[GpuAtEnd, ...], *, is_replaced: bool
 ) -> ExitReason:
-    """Return the reason of an exit by everything but the engine's log.
+    """Return the reason of an exit by all evidence but the engine's log.
 
-    `is_replaced` is whether the page answered before and answers now, for another run.
+    `is_replaced` is whether the page answered before and now answers for another run.
     """
     oom_kills = evidence.host.oom_kills
     if oom_kills is not None and oom_kills > run.oom_kills:
@@ -302,10 +316,10 @@ def _find_exit_reason(
 
 
 def _is_replaced(run: EngineRun, evidence: Evidence, *, was_answering: bool) -> bool:
-    """Return whether the sample is of another run: by start, processes or counter.
+    """Return whether the sample is of another run, by its start time, processes or counter.
 
     Start times decide where both are known, else the processes, else the counter of requests. A
-    lower counter may come from another of several servers that answer in turn: it counts only if it
+    lower counter may come from another server where several answer in turn. So it counts only if it
     fell far, or if the page did not answer before.
     """
     finished_total = evidence.finished_total
@@ -320,7 +334,7 @@ def _is_replaced(run: EngineRun, evidence: Evidence, *, was_answering: bool) -> 
 
 
 def _is_any_among(names: Collection[ProcessName], processes: Collection[ProcessName]) -> bool:
-    """Return whether one of the named processes is among these, by pid and nearly equal start.
+    """Return whether one of these processes has the pid and nearly the start time of a named one.
 
     In a trace without pids, all processes have the same pid.
     """
@@ -339,7 +353,7 @@ def _was_out_of_memory(run: EngineRun, snapshot: Snapshot, gpus: tuple[GpuAtEnd,
 
 
 def _find_oom_seconds(snapshot: Snapshot) -> float | None:
-    """Return when a process last had an OutOfMemoryError that ended it, by the probe.
+    """Return when an OutOfMemoryError last ended a process, by the probe.
 
     In seconds since the epoch; None without one.
     """
@@ -348,7 +362,7 @@ def _find_oom_seconds(snapshot: Snapshot) -> float | None:
     fatal_seconds = []
     for process in snapshot.probe.processes:
         oom = process.oom
-        # A process that went on writing its file has outlived the error.
+        # A process that kept writing its file has survived the error.
         if oom is not None and process.written_at_seconds - oom.at_seconds <= OUTLIVED_SECONDS:
             fatal_seconds.append(oom.at_seconds)
     return max(fatal_seconds, default=None)
@@ -364,17 +378,17 @@ def build_ending(
     gpus: tuple[GpuAtEnd, ...],
     progress_age_seconds: float | None = None,
 ) -> Ending:
-    """Return the event with what preceded it.
+    """Return the event, with what happened before it.
 
-    `run` is the one that ended or stalled, `record` is its record without this sample.
+    `run` is the run that ended or stalled; `record` is its record without this sample.
     """
     now = snapshot.monotonic_seconds
     is_exit = kind is IncidentKind.ENDED
     lost_processes = list_lost_at_end(record.processes, run, snapshot, kind)
-    # Without a necessary process there is no progress either: that is a crash, and no hang.
+    # Without a necessary process there is no progress either, but that is a crash and no hang.
     hung_seconds = None
     if not lost_processes and (not is_exit or _has_hung(record, reason, now)):
-        # An exit has no age of its progress: the time since the last sign of work counts.
+        # An exit has no age of progress, so the time since the last sign of work counts.
         hung_seconds = progress_age_seconds or now - _find_silence(record)
     observed_seconds = 0.0
     unobserved_seconds = None
@@ -413,7 +427,7 @@ def _find_usual_running(page: PageRecord, now: float) -> float | None:
 
 
 def _has_hung(record: RunRecord, reason: ExitReason | None, now: float) -> bool:
-    """Return whether the engine was stalled before its exit, and not by the exit itself."""
+    """Return whether the engine was stalled before its exit, and not because of it."""
     if record.stalled_since_seconds is None:
         return False
     # A stall of seconds before an exit for lack of memory is part of that exit.
@@ -421,7 +435,7 @@ def _has_hung(record: RunRecord, reason: ExitReason | None, now: float) -> bool:
 
 
 def _find_silence(record: RunRecord) -> float:
-    """Return when the engine last showed that it works, on the monotonic clock."""
+    """Return when the engine last showed any work, on the monotonic clock."""
     if record.stalled_since_seconds is None:
         return record.page.newest_seconds
     return min(record.page.newest_seconds, record.stalled_since_seconds)
@@ -435,7 +449,7 @@ def _has_loaded_unseen(record: RunRecord) -> bool:
     # An engine so young cannot have loaded before the first sample.
     if age_seconds is not None and age_seconds < YOUNG_SECONDS:
         return False
-    # Of an engine this young, memory that still grows is a load in progress.
+    # While an engine is this young, growing memory means that it is still loading.
     may_have_loaded = age_seconds is not None and age_seconds < LONGEST_LOAD_SECONDS
     for gpu in record.gpus.values():
         first_held_bytes = gpu.first.most_held_bytes or 0
@@ -448,9 +462,9 @@ def _has_loaded_unseen(record: RunRecord) -> bool:
 
 
 def describe_gpus(record: RunRecord, run: EngineRun, snapshot: Snapshot) -> tuple[GpuAtEnd, ...]:
-    """Return each GPU of a run that has ended with this snapshot.
+    """Describe each GPU of a run that has ended with this snapshot.
 
-    The peaks of the snapshot may still be of the run, though its samples are not.
+    The peaks in the snapshot may still belong to the run, although its samples do not.
     """
     peak_bytes = {gpu.reading.uuid: gpu.reading.used_peak_bytes or 0 for gpu in snapshot.owned_gpus}
     gpus = []
@@ -467,7 +481,7 @@ def describe_gpus(record: RunRecord, run: EngineRun, snapshot: Snapshot) -> tupl
 
 
 def _describe_gpu(gpu: GpuRecord, first_room_bytes: int | None, now: float) -> GpuAtEnd:
-    """Return the memory of a GPU at the end, in the minutes before it, and at first."""
+    """Describe the memory of a GPU at the end, in the minutes before the end, and at first."""
     reading = gpu.newest.reading
     total_bytes = None
     usable_bytes = None
@@ -476,12 +490,13 @@ def _describe_gpu(gpu: GpuRecord, first_room_bytes: int | None, now: float) -> G
         total_bytes = reading.memory.total_bytes
         usable_bytes = reading.memory.usable_bytes
         used_bytes = reading.memory.used_bytes
-    # The end is that of the samples: before an exit they may have been missing for some time.
+    # The end is the time of the newest sample, because samples may be missing for some time before
+    # an exit.
     end_begin_seconds = gpu.slots[-1].newest_seconds - END_SECONDS
     end_slots = [slot for slot in gpu.slots if slot.newest_seconds >= end_begin_seconds]
     room_bytes = find_least_known(slot.least_room_at_peak_bytes for slot in end_slots)
     sampled_room_bytes = find_least_known(slot.least_room_bytes for slot in end_slots)
-    # Without a first count it cannot be known which process is new.
+    # Without the first count it is unknown whether a process is new.
     first_processes = gpu.first.most_processes or 0
     end_processes = find_most_known(slot.most_processes for slot in end_slots) or 0
     return GpuAtEnd(
@@ -513,7 +528,7 @@ def _find_earlier_held(gpu: GpuRecord, now: float) -> int | None:
         for slot in (gpu.first, *gpu.slots)
         if oldest_seconds <= slot.newest_seconds < end_begin_seconds
     ]
-    # A record that began in the last minute and a half has its first sample only.
+    # A record that began in the last minute and a half has only its first sample.
     if not earlier_slots and gpu.first.newest_seconds >= oldest_seconds:
         earlier_slots = [gpu.first]
     return find_most_known(slot.most_held_bytes for slot in earlier_slots)
@@ -522,7 +537,7 @@ def _find_earlier_held(gpu: GpuRecord, now: float) -> int | None:
 def _find_straight_growth(gpu: GpuRecord, page: PageRecord) -> StraightGrowth | None:
     """Return the longest growth in a straight line that ends with the newest sample.
 
-    None without one, and where the load was not level or is not known: more requests take more
+    None without one, or where the load was not level or is unknown, because more requests take more
     memory.
     """
     points = [
@@ -536,7 +551,7 @@ def _find_straight_growth(gpu: GpuRecord, page: PageRecord) -> StraightGrowth | 
         seconds = end_seconds - begin_seconds
         if seconds < STRAIGHT_SECONDS or end_bytes <= begin_bytes:
             continue
-        # From the oldest point on, so that the first line that fits is the longest.
+        # Beginning with the oldest point, so that the first line that fits is the longest.
         if _is_straight(points[begin:]) and _is_load_level(page, begin_seconds):
             return StraightGrowth(grown_bytes=end_bytes - begin_bytes, seconds=seconds)
     return None
@@ -556,7 +571,7 @@ def _is_straight(points: list[tuple[float, int]]) -> bool:
 
 
 def _is_load_level(page: PageRecord, begin_seconds: float) -> bool:
-    """Return whether load was level from `begin_seconds` on: as before, and in both halves.
+    """Return whether load stayed close to the usual load from `begin_seconds` on.
 
     False where no load was recorded in that time.
     """
@@ -564,7 +579,7 @@ def _is_load_level(page: PageRecord, begin_seconds: float) -> bool:
     loads = [running for at_seconds, running in page.loads if at_seconds >= begin_seconds]
     if not loads:
         return False
-    # In both halves, because load that only rises has the usual median in the middle.
+    # Each half is compared, because a load that only rises has the usual median.
     half = len(loads) // 2
     usual_running = median(earlier_loads or loads)
     tolerance = max(LEVEL_LOAD_REQUESTS, LEVEL_LOAD_RATIO * usual_running)
@@ -573,7 +588,7 @@ def _is_load_level(page: PageRecord, begin_seconds: float) -> bool:
 
 
 def _update_run(run: EngineRun, evidence: Evidence) -> EngineRun:
-    """Return the run with what the newest sample shows of it."""
+    """Return the run, updated by the newest sample."""
     counts = Counter(process.role for process in evidence.processes or ())
     # A process that was lost stays lost until /proc shows it again.
     lost_roles = run.lost_roles
@@ -598,18 +613,19 @@ def _update_run(run: EngineRun, evidence: Evidence) -> EngineRun:
     first_host_room_bytes = run.first_host_room_bytes
     if first_host_room_bytes is None:
         first_host_room_bytes = evidence.host.room_bytes
-    # A kill counts as the reason of an exit, which may be some samples after the lost process.
+    # A kill counts as the reason of an exit, which may follow some samples after the process was
+    # lost.
     oom_kills = evidence.host.oom_kills
     if oom_kills is None or lost_roles:
         oom_kills = run.oom_kills
     return replace(
         run,
-        # That of the first page stays: several servers may answer in turn.
+        # The id from the first page is kept, because several servers may answer in turn.
         page_run_id=run.page_run_id or evidence.page_run_id,
         finished_total=finished_total,
         is_ready=True,
         has_worked=run.has_worked or has_worked(evidence.page),
-        # How many there have to be is learned: the most that ever ran.
+        # How many there have to be is learned: the highest number that ever ran.
         necessary_counts={
             role: max(counts[role], run.necessary_counts.get(role, 0)) for role in NECESSARY_ROLES
         },
@@ -628,7 +644,7 @@ def _find_room_bytes(snapshot: Snapshot) -> dict[str, int]:
     for gpu in snapshot.owned_gpus:
         memory = gpu.reading.memory
         if memory is not None:
-            # The engine needs its peak again: what is free at this sample may be more.
+            # The engine will need its peak again, and more may be free at this sample.
             peak_bytes = gpu.reading.used_peak_bytes or 0
             rooms[gpu.reading.uuid] = min(memory.left_bytes, memory.usable_bytes - peak_bytes)
     return rooms
@@ -637,7 +653,7 @@ def _find_room_bytes(snapshot: Snapshot) -> dict[str, int]:
 def _build_stall(
     record: RunRecord, run: EngineRun, snapshot: Snapshot, age_seconds: float | None
 ) -> Ending:
-    """Return the ending of an engine that hangs: its run goes on, so it has no reason."""
+    """Return the ending of an engine that hangs; it has no reason, because the run goes on."""
     return build_ending(
         record,
         run,
@@ -657,7 +673,7 @@ def _update_run_record(
     is_stalled: bool,
     configured_bytes: float | None,
 ) -> RunRecord:
-    """Return the record of the present run; an empty one where none is running."""
+    """Return the record of the present run; an empty record where no run is going on."""
     run = runs.newest
     if run is None or run.has_ended:
         return RunRecord(
@@ -672,7 +688,7 @@ def _update_run_record(
 def _update_served_bytes(
     memory: EngineMemory, evidence: Evidence, state: EngineState
 ) -> dict[str, int]:
-    """Return the most memory held while serving, since the start or the last wake."""
+    """Return the engine's most memory on each GPU while serving, since its start or last wake."""
     if state is not EngineState.SERVING:
         return memory.served_bytes
     previous_bytes = {} if memory.runs.present.was_asleep else memory.served_bytes
@@ -691,10 +707,10 @@ def _describe_engine(
     age_seconds = memory.progress.age_seconds
     run = runs.present
     state = memory.state
-    # After the end of a run its memory is freed, which a leak detector must not see.
+    # Memory is freed after the end of a run, and the leak detector must not see that.
     is_over = state is EngineState.DOWN or bool(run.lost_roles)
     is_asleep = state is EngineState.ASLEEP
-    # With stale gauges nothing is due.
+    # Where the gauges are stale, no progress is due.
     is_nothing_due = is_asleep or symptom is Symptom.STALE_GAUGES
     hang_signs: tuple[HangSign, ...] = ()
     stranded: tuple[tuple[Labels, float], ...] = ()
@@ -725,7 +741,7 @@ def _describe_engine(
 
 
 def _find_log(runs: EngineRuns, snapshot: Snapshot, state: EngineState) -> LogEnding | None:
-    """Return what the log reports about the last exit, until the engine serves again, or None."""
+    """Return what the log reports about the last exit; None once the engine serves again."""
     if state is EngineState.SERVING or not runs.ends_seconds:
         return None
     if not isinstance(snapshot.log, LogReading):
@@ -734,7 +750,7 @@ def _find_log(runs: EngineRuns, snapshot: Snapshot, state: EngineState) -> LogEn
 
 
 def _list_excesses(record: RunRecord, snapshot: Snapshot) -> tuple[tuple[str, BudgetExcess], ...]:
-    """Return the excess over the budget of each GPU on which there is one, by UUID."""
+    """Return the excess of each GPU on which the engine is over its budget, by UUID."""
     excesses = []
     for gpu in snapshot.owned_gpus:
         budget = record.budgets.get(gpu.reading.uuid)
@@ -749,8 +765,8 @@ def _list_excesses(record: RunRecord, snapshot: Snapshot) -> tuple[tuple[str, Bu
 def _list_bytes_to_wake(memory: EngineMemory, evidence: Evidence) -> tuple[tuple[str, int], ...]:
     """Return the bytes that a sleeping engine needs to wake, by the UUID of the GPU.
 
-    They are the most that it held while it served, less what it holds now. GPUs for which one of
-    the two is unknown are left out.
+    That is the most that it held while it served, minus what it holds now. A GPU is left out if one
+    of the two is unknown.
     """
     needs = []
     for uuid, held_bytes in evidence.held_bytes.items():

@@ -1,4 +1,4 @@
-"""Whether each engine of the page makes progress, or since when it has nothing to do."""
+"""Since when each engine of the page has made no progress, or has had nothing to do."""
 
 from collections.abc import Mapping
 from typing import Final, NamedTuple
@@ -20,21 +20,22 @@ from vllm_headroom.derive.series import label_engine
 from vllm_headroom.model import EnginePage, EngineProcess, EngineReading, HangSign, Snapshot
 
 IDLE_SECONDS: Final = 60.0
-"""Idle time after which KV cache still held counts as stranded."""
+"""After this idle time, KV cache that is still in use counts as stranded."""
 
 STRANDED_READINGS: Final = 4
-"""Readings of stranded blocks of which the lowest counts; the probe writes one in 5 seconds."""
+"""The lowest of this many readings of stranded blocks counts; the probe writes one every 5 seconds.
+"""
 
 Labels = tuple[str, str]
-"""The model and the number of an engine on the page."""
+"""The labels `model_name` and `engine` of an engine on the page."""
 
 
 class WorkCounters(NamedTuple):
-    """What changes while an engine works; None where its page does not show it.
+    """The values that change while an engine works; None where its page does not show one.
 
     A step that only prefills changes no counter (vllm/v1/engine/async_llm.py: no IterationStats
-    without outputs), but the KV cache grows with each chunk. Waiting requests are left out: they
-    come from outside.
+    without outputs), but the KV cache grows with each chunk. Waiting requests are left out, because
+    clients change their number.
     """
 
     finished_total: float | None
@@ -45,12 +46,15 @@ class WorkCounters(NamedTuple):
 
     @property
     def totals(self) -> tuple[float | None, ...]:
-        """The counters, without the KV cache."""
+        """Return the counters, without the KV cache."""
         return self[:-1]
 
     @property
     def done(self) -> tuple[float | None, ...]:
-        """Tokens and steps: an aborted request counts as finished and frees its cache."""
+        """Return the counters of tokens and steps only.
+
+        An aborted request also counts as finished and frees its cache.
+        """
         return self[1:4]
 
 
@@ -60,33 +64,33 @@ class EngineProgress(Struct, frozen=True, kw_only=True):
     counters: WorkCounters
     has_work: bool
     moved_seconds: float
-    """When its work last progressed; now while it has none."""
+    """When its work last progressed; the present time while it has no work."""
     done_seconds: float
     """When its tokens or steps last changed."""
     idle_since_seconds: float | None
-    """None while it works or sleeps, or where its load is unknown."""
+    """Since when it has been idle; None while it works or sleeps, or where its load is unknown."""
     kv_stranded_ratios: tuple[float, ...] = ()
-    """The newest readings by the probe."""
+    """The probe's newest readings of stranded KV cache."""
 
 
 class Progress(Struct, frozen=True, kw_only=True):
-    """What shows whether the engines of one page work, or hang."""
+    """Everything that shows whether the engines of one page work or hang."""
 
     engines: dict[Labels, EngineProgress] = field(default_factory=dict)
     """As the newest page shows them."""
     age_seconds: float | None = None
     """The longest time an engine with work has made no progress; None without a page or work."""
     hints: dict[Hint, HintSpan] = field(default_factory=dict)
-    """Of a hang that the page does not show."""
+    """The signs of a hang that the page does not show."""
     cpu_use: CpuUse | None = None
     activity: ActivityTrack = field(default_factory=ActivityTrack)
-    """Of core, workers and GPUs."""
+    """The activity of core, workers and GPUs."""
     waits_since_seconds: float | None = None
-    """Since when a request has waited at every sample; None where none waits."""
+    """Since when a request has been waiting at every sample; None where none is waiting."""
 
     @property
     def hang_signs(self) -> tuple[HangSign, ...]:
-        """The signs of a hang that have shown for long enough."""
+        """Return the signs of a hang that have been present for long enough."""
         return list_hang_signs(self.hints)
 
 
@@ -102,9 +106,9 @@ def update_progress(
     age_seconds = None
     if snapshot.page is not None:
         engines = _update_engines(engines, snapshot.page, now)
-        # The longest age: one hung rank holds all requests that were sent to it.
+        # The longest age counts, because one hung rank blocks all requests that were sent to it.
         age_seconds = _find_age(engines, now, snapshot.unanswered_since_seconds)
-    # How long the engine that worked last has rested.
+    # The time since any engine last produced tokens or steps.
     rest_seconds = min((now - engine.done_seconds for engine in engines.values()), default=0.0)
     return Progress(
         engines=engines,
@@ -128,7 +132,7 @@ def update_progress(
 
 
 def _is_without_work(snapshot: Snapshot, engines: Mapping[Labels, EngineProgress]) -> bool:
-    """Return whether a page shows that no engine has anything to do, nor did since the last."""
+    """Return whether a page shows that no engine has work, or had any since the last page."""
     if snapshot.page is None or not engines:
         return False
     now = snapshot.monotonic_seconds
@@ -141,7 +145,7 @@ def _is_without_work(snapshot: Snapshot, engines: Mapping[Labels, EngineProgress
 def _update_engines(
     previous: Mapping[Labels, EngineProgress], page: EnginePage, now: float
 ) -> dict[Labels, EngineProgress]:
-    """Return the progress of each engine on the page, with that at the page before."""
+    """Return the progress of each engine on the page, updated from the previous page."""
     return {
         label_engine(engine): _update_engine(previous.get(label_engine(engine)), engine, now)
         for engine in list_named(page)
@@ -153,20 +157,20 @@ def _update_engine(
 ) -> EngineProgress:
     """Return the progress of an engine.
 
-    An idle or sleeping one starts to move when it gets work.
+    For an idle or sleeping engine, the time without progress starts when it gets work.
     """
     counters = _read_counters(engine)
     is_asleep = engine.awake is False
-    # Sleep with mode=keep leaves requests on the page: they are no work until the engine wakes.
+    # Sleep with mode=keep leaves requests on the page. They are no work until the engine wakes.
     has_work = bool(engine.running or engine.waiting) and not is_asleep
     is_idle = not has_work and not is_asleep and engine.running is not None
-    # Without work nothing is due: the age of progress counts from when there is work.
+    # Without work no progress is due: its age counts from when there is work.
     moved_seconds = now
     done_seconds = now
     idle_since_seconds = now
     stranded_ratios: tuple[float, ...] = ()
     if previous is not None:
-        # Any difference counts, also a fall: the KV cache shrinks when a request ends.
+        # Any difference counts, even a fall: the KV cache shrinks when a request ends.
         if previous.has_work and previous.counters == counters:
             moved_seconds = previous.moved_seconds
         if previous.counters.done == counters.done:
@@ -203,10 +207,13 @@ def _read_counters(engine: EngineReading) -> WorkCounters:
 def _find_age(
     engines: Mapping[Labels, EngineProgress], now: float, unanswered_since_seconds: float | None
 ) -> float | None:
-    """Return the longest time an engine with work has made no progress; None without visible work.
+    """Return the longest time that an engine with work has made no progress.
 
-    A request of the daemon that has been pending since `unanswered_since_seconds` is work too: the
-    gauges of a hung core are frozen. Its age counts from the last progress of any request.
+    None without visible work.
+
+    A request of the daemon that has been pending since `unanswered_since_seconds` counts as work
+    too, because the gauges of a hung core are frozen. The time counts from the last progress of any
+    request.
     """
     ages = [
         now - engine.moved_seconds
@@ -214,7 +221,7 @@ def _find_age(
         if engine.has_work and set(engine.counters) != {None}
     ]
     if unanswered_since_seconds is not None and engines:
-        # A busy rank proves that the server answers: the request may only wait for its turn.
+        # A busy rank proves that the server answers: the request may only be waiting for its turn.
         newest_done_seconds = max(engine.done_seconds for engine in engines.values())
         ages.append(now - max(unanswered_since_seconds, newest_done_seconds))
     return max(ages, default=None)
@@ -223,10 +230,10 @@ def _find_age(
 def find_stranded(
     engines: Mapping[Labels, EngineProgress], now: float
 ) -> tuple[tuple[Labels, float], ...]:
-    """Return the share of each engine's KV cache that no request holds, where that is known.
+    """Return the stranded share of each engine's KV cache, which no request holds, where known.
 
-    After an idle minute that is all of what is used. Else it is the lowest of the probe's last
-    readings, since the probe counts while the scheduler works.
+    After an idle minute, that is everything that is in use. Otherwise it is the lowest of the
+    probe's last readings, because the probe counts while the scheduler works.
     """
     stranded = []
     for labels, engine in engines.items():
@@ -247,8 +254,8 @@ def find_stranded(
 def has_worked(page: EnginePage) -> bool | None:
     """Return whether any engine of the page has ever processed a request.
 
-    True for a page without engines. None where engines have a name but no counters, as in Dynamo's
-    own series.
+    True for a page without engines. None for engines that have a name but no counters, as in
+    Dynamo's own series.
     """
     if not page.engines:
         return True

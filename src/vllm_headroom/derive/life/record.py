@@ -1,4 +1,4 @@
-"""The record of the present run: what explains its end, collected sample by sample."""
+"""The record of the present run, collected sample by sample, which explains the run's end."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -24,25 +24,30 @@ from vllm_headroom.model import (
 from vllm_headroom.vocabulary import IncidentKind, Reason, Role
 
 SLOT_SECONDS: Final = 30.0
-"""Samples so close to each other are recorded as one, by their extremes."""
+"""Samples within this time are recorded as one slot, by their extremes."""
 
 PEAK_KEPT_SECONDS: Final = 60.0
-"""The highest use is reported for this long."""
+"""NVML's highest use is reported for this long."""
 
 END_SECONDS: Final = SLOT_SECONDS + PEAK_KEPT_SECONDS
-"""Memory at the end is that of this time: a slot, and the minute for which the peak is kept."""
+"""Memory in this time before the exit is memory at the end: one slot, and the minute for which the
+peak is reported.
+"""
 
 BURST_SECONDS: Final = 300.0
 """Growth within this time before the end is a burst."""
 
 USUAL_LOAD_SECONDS: Final = 900.0
-"""The usual load of an engine is that of this time."""
+"""An engine's usual load is the load of this time."""
 
 
 class MemoryExtremes(Struct, frozen=True, gc=False):
-    """The extremes of one GPU's memory in a slot of time, at samples and at peaks; None is unknown.
+    """The lowest and highest values of one GPU's memory in a slot of time, at samples and at peaks.
 
-    There are many, and they refer to nothing: gc=False saves the collector's work.
+    None is unknown.
+
+    There are many of these objects, and they refer to no other objects, so gc=False saves the
+    garbage collector's work.
     """
 
     begin_seconds: float
@@ -59,9 +64,9 @@ class GpuRecord(Struct, frozen=True, kw_only=True):
     """The memory of one of the engine's GPUs."""
 
     first: MemoryExtremes
-    """When the engine began to serve, or else at the first sample."""
+    """The memory when the engine began to serve, or else at the first sample."""
     slots: tuple[MemoryExtremes, ...]
-    """Those of the last minutes."""
+    """The slots of the last minutes."""
     newest: Gpu
     newest_seconds: float
     """When `newest` was read, since the epoch."""
@@ -73,7 +78,7 @@ class PageRecord(Struct, frozen=True, kw_only=True):
     newest_seconds: float = 0.0
     """When it last answered; before the first answer, when the record began."""
     has_answered: bool = False
-    """Whether it ever answered while this sidecar looked."""
+    """Whether it ever answered while this sidecar was running."""
     is_answering: bool = False
     """Whether it answered at the newest sample."""
     engines: tuple[EngineReading, ...] = ()
@@ -82,24 +87,24 @@ class PageRecord(Struct, frozen=True, kw_only=True):
     idle_seconds: float | None = None
     """The idle time at that page; None where it had work, or where that is unknown."""
     loads: tuple[tuple[float, float], ...] = ()
-    """The time and the running requests, one pair a slot."""
+    """Pairs of a time and the number of running requests, one pair per slot."""
 
 
 class ProcessRecord(Struct, frozen=True, kw_only=True):
     """What the processes of the run have shown, on the monotonic clock."""
 
     complete: tuple[EngineProcess, ...] = ()
-    """The processes while none was missing."""
+    """All processes, as they were while none was missing."""
     lost: tuple[Lost, ...] = ()
-    """The necessary ones that exited before the rest."""
+    """The necessary processes that exited before the others."""
     orphans: int = 0
     """The number of processes on its GPUs that have lost their server."""
     refused_since_seconds: float | None = None
-    """Since when the server refuses its page without its core."""
+    """Since when the server has refused connections for its page, without its core."""
 
 
 class RunRecord(Struct, frozen=True, kw_only=True):
-    """What was seen of the present run, on the monotonic clock."""
+    """What was observed of the present run; times are on the monotonic clock."""
 
     began_seconds: float | None = None
     """When the run was first seen; None before its first sample."""
@@ -107,16 +112,16 @@ class RunRecord(Struct, frozen=True, kw_only=True):
     first_age_seconds: float | None = None
     """How old the run was when it was first seen; None where unknown."""
     follows_absence: bool = False
-    """Whether the sidecar looked before the run began: then it saw all of its start."""
+    """Whether the sidecar was running before this run began, and so saw its whole start."""
     was_page_ever_read: bool = False
-    """Whether any page was ever read, also of another run."""
+    """Whether any page was ever read, even of another run."""
     stalled_since_seconds: float | None = None
     page: PageRecord = field(default_factory=PageRecord)
     processes: ProcessRecord = field(default_factory=ProcessRecord)
     gpus: dict[str, GpuRecord] = field(default_factory=dict)
     """By UUID."""
     budgets: dict[str, GpuBudget] = field(default_factory=dict)
-    """The same GPUs against the engine's budget, by UUID."""
+    """The memory of the same GPUs against the engine's budget, by UUID."""
 
 
 def update_record(
@@ -129,7 +134,7 @@ def update_record(
 ) -> RunRecord:
     """Return the record with one more sample of its run.
 
-    `configured_bytes` is the operator's figure of what the engine uses of each GPU.
+    `configured_bytes` is the operator's figure for the memory that the engine uses on each GPU.
     """
     now = snapshot.monotonic_seconds
     # The first sample of the run.
@@ -167,7 +172,8 @@ def _record_gpus(record: RunRecord, snapshot: Snapshot, run: EngineRun) -> dict[
     """
     if run.lost_roles:
         return record.gpus
-    # The first page of this record: a sidecar that restarts begins with the next one.
+    # This is the first page of this record; after a restart of the sidecar, the record begins with
+    # the next page.
     begins_to_serve = snapshot.page is not None and not record.page.has_answered
     sampled = {}
     for gpu in snapshot.owned_gpus:
@@ -177,7 +183,7 @@ def _record_gpus(record: RunRecord, snapshot: Snapshot, run: EngineRun) -> dict[
         previous = record.gpus.get(gpu.reading.uuid)
         if previous is not None:
             slots = previous.slots
-            # While weights load, memory grows: only that of an engine that serves is comparable.
+            # While weights load, memory grows, so only memory of a serving engine is comparable.
             if not begins_to_serve:
                 first_extremes = previous.first
         sampled[gpu.reading.uuid] = GpuRecord(
@@ -196,11 +202,12 @@ def _read_extremes(gpu: Gpu, now: float) -> MemoryExtremes:
     room_at_peak_bytes = None
     held_at_peak_bytes = gpu.held_bytes
     if memory is not None:
-        # NVML's peak since the sample before may lie above what is in use now.
+        # NVML's peak since the previous sample may lie above the present use.
         peak_rise_bytes = max(0, (gpu.reading.used_peak_bytes or 0) - memory.used_bytes)
         room_bytes = memory.left_bytes
         room_at_peak_bytes = room_bytes - peak_rise_bytes
-        # The driver names nobody for a peak: the engine may have held all of its rise.
+        # The driver does not show whose memory a peak was: the engine may have held all of the
+        # rise.
         if gpu.held_bytes is not None:
             held_at_peak_bytes = gpu.held_bytes + peak_rise_bytes
     return MemoryExtremes(
@@ -218,12 +225,12 @@ def _read_extremes(gpu: Gpu, now: float) -> MemoryExtremes:
 def _add_extremes(
     slots: tuple[MemoryExtremes, ...], sample: MemoryExtremes
 ) -> tuple[MemoryExtremes, ...]:
-    """Return the slots of the last minutes with a sample, which may belong to the last slot."""
+    """Add a sample to the slots of the last minutes; it may belong to the newest slot."""
     now = sample.newest_seconds
-    # Time may step back in a trace: a slot begins then too.
+    # Time may step back in a trace, and then a new slot begins.
     if slots and 0 <= now - slots[-1].begin_seconds < SLOT_SECONDS:
         return (*slots[:-1], _merge_extremes(slots[-1], sample))
-    # Both spans are compared at an exit: the minutes of bursts, then the end.
+    # An exit compares two spans of time: the minutes of a burst, then the end.
     oldest_seconds = now - BURST_SECONDS - END_SECONDS
     recent_slots = [slot for slot in slots if slot.newest_seconds >= oldest_seconds]
     return (*recent_slots, sample)
@@ -247,7 +254,7 @@ def _merge_extremes(slot: MemoryExtremes, sample: MemoryExtremes) -> MemoryExtre
 def _record_processes(previous: ProcessRecord, snapshot: Snapshot, run: EngineRun) -> ProcessRecord:
     """Return the record of the processes with this sample.
 
-    Which necessary processes were lost is recorded only while the page answers.
+    Lost processes are recorded only while the page answers.
     """
     complete = previous.complete
     if snapshot.engine_processes and not run.lost_roles:
@@ -256,13 +263,14 @@ def _record_processes(previous: ProcessRecord, snapshot: Snapshot, run: EngineRu
     if run.lost_roles and _is_page_refused(snapshot):
         refused_since_seconds = previous.refused_since_seconds or snapshot.monotonic_seconds
     processes = replace(previous, complete=complete, refused_since_seconds=refused_since_seconds)
-    # Once the page does not answer, the server exits too: which process was first is then unknown.
+    # Once the page does not answer, the server exits too, and it is unknown which process was
+    # first.
     if snapshot.page is None:
         return processes
     return replace(
         processes,
         orphans=_count_orphans(snapshot),
-        # The first loss stays: what exits after it is a consequence.
+        # The first loss is kept: what exits after it is a consequence.
         lost=previous.lost or _list_lost(processes, run, snapshot),
     )
 
@@ -281,7 +289,7 @@ def _record_page(previous: PageRecord, snapshot: Snapshot) -> PageRecord:
     engines = list_named(snapshot.page)
     if not engines:
         return page
-    # Unknown requests prove no idleness.
+    # An unknown number of requests does not prove that the engine is idle.
     requests = sum_known(count for engine in engines for count in (engine.running, engine.waiting))
     idle_since_seconds = None
     idle_seconds = None
@@ -302,7 +310,7 @@ def _record_page(previous: PageRecord, snapshot: Snapshot) -> PageRecord:
 def _add_load(
     loads: tuple[tuple[float, float], ...], running: float | None, now: float
 ) -> tuple[tuple[float, float], ...]:
-    """Return the loads with the running requests, where a slot has passed since the last ones."""
+    """Return the loads; the running requests are added once a slot has passed."""
     if running is None or (loads and now - loads[-1][0] < SLOT_SECONDS):
         return loads
     recent_loads = [load for load in loads if load[0] >= now - USUAL_LOAD_SECONDS]
@@ -310,12 +318,12 @@ def _add_load(
 
 
 def _list_lost(processes: ProcessRecord, run: EngineRun, snapshot: Snapshot) -> tuple[Lost, ...]:
-    """Return the necessary processes that have exited, without those that outlived their server."""
+    """Return the necessary processes that have exited, without those that survived their server."""
     if not run.lost_roles:
         return ()
     if not processes.complete:
         return tuple(Lost(role) for role in run.lost_roles)
-    # A trace has no pids, so that processes of one role can only be counted.
+    # A trace has no pids, so processes of one role can only be counted.
     orphaned_processes = _list_orphaned(processes, snapshot)
     running = Counter(_name_processes((*snapshot.engine_processes, *orphaned_processes)))
     necessary = Counter(
@@ -331,8 +339,8 @@ def _name_processes(processes: Iterable[EngineProcess]) -> list[Lost]:
 def _list_orphaned(processes: ProcessRecord, snapshot: Snapshot) -> list[EngineProcess]:
     """Return the engine's processes that still hold GPU memory although their server has exited.
 
-    A trace has no pids: there, as many workers are returned as processes were left on the GPUs, or
-    cores of an engine without workers.
+    A trace has no pids. From a trace, the function returns as many workers as there are processes
+    left on the GPUs, or as many cores if the engine has no workers.
     """
     pids = [
         leftover.pid
@@ -351,7 +359,7 @@ def _list_orphaned(processes: ProcessRecord, snapshot: Snapshot) -> list[EngineP
 
 
 def _count_orphans(snapshot: Snapshot) -> int:
-    """Count the orphaned processes on the engine's GPUs: a stopped engine leaves none."""
+    """Count the orphaned processes on the engine's GPUs; an engine that was stopped leaves none."""
     fates = [leftover.fate for gpu in snapshot.owned_gpus for leftover in gpu.leftovers]
     return fates.count(Fate.ORPHANED)
 
@@ -359,17 +367,17 @@ def _count_orphans(snapshot: Snapshot) -> int:
 def list_lost_at_end(
     processes: ProcessRecord, run: EngineRun, snapshot: Snapshot, kind: IncidentKind
 ) -> tuple[Lost, ...]:
-    """Return the necessary processes that exited before the rest, also at this sample."""
+    """Return the necessary processes that exited before the others, this sample included."""
     if processes.lost:
         return processes.lost
     if kind is IncidentKind.STALLED:
         return _list_lost(processes, run, snapshot)
-    # Without new orphans, all processes have exited together.
+    # No new orphans: all processes have exited together.
     if _count_orphans(snapshot) <= processes.orphans:
         return ()
     if run.lost_roles:
         return _list_lost(processes, run, snapshot)
-    # New orphans: all the other processes have exited, the server among them.
+    # There are new orphans: all other processes, including the server, have exited.
     orphaned_processes = _list_orphaned(processes, snapshot)
     exited_processes = [
         process

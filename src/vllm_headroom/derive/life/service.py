@@ -1,4 +1,4 @@
-"""Which samples may count as evidence of a leak: those of a run that has worked and goes on."""
+"""Selects the samples that count as evidence of a leak: those of a run that has done work."""
 
 from typing import Final
 
@@ -20,14 +20,17 @@ _STATES_BEFORE_WORK: Final = {
     EngineState.SERVING: LeakState.WARMING_UP,
     EngineState.ASLEEP: LeakState.ASLEEP,
 }
-"""The leak state before an engine has worked, by the engine's state; unknown in any other."""
+"""The leak state before an engine has worked, by the engine's state. In any other state it is
+unknown.
+"""
 
 
 def keep_service(snapshot: Snapshot) -> Snapshot:
     """Return the snapshot if the engine is in service, else one without evidence of a leak.
 
-    That has no page, no processes and no held memory: while weights load, memory grows without
-    work, like a leak. Where it is unknown whether the engine is in service, it counts as not.
+    A snapshot without evidence has no page, processes or held memory, because memory that grows
+    while weights load looks like a leak. An engine of which it is unknown whether it is in service
+    counts as out of service.
     """
     if snapshot.is_in_service:
         return snapshot
@@ -50,7 +53,7 @@ def derive_out_of_service(snapshot: Snapshot, samples: tuple[Sample, ...]) -> tu
     # The detector does not judge an engine out of service: its states are replaced.
     derived = [sample for sample in samples if sample.metric is not catalog.LEAK_STATE]
     for gpu in snapshot.owned_gpus:
-        # Without its memory the detector could not judge the engine in service either.
+        # Where memory is unknown, the detector could not judge an engine in service either.
         gpu_state = LeakState.UNKNOWN if gpu.held_bytes is None else state
         derived += make_states(catalog.LEAK_STATE, label_gpu(gpu), gpu_state)
     roles = {process.role for process in snapshot.engine_processes}

@@ -25,18 +25,22 @@ from vllm_headroom.model import (
 from vllm_headroom.vocabulary import EngineState, ExitReason, Reason, Role, ServerAnswer
 
 OCCUPIED_RATIO: Final = 0.05
-"""A GPU with a smaller share held runs no model: CUDA contexts take half a gigabyte."""
+"""A GPU of which a smaller share is held runs no model: CUDA contexts take half a gigabyte."""
 
 LOADED_RATIO: Final = 0.5
-"""An engine that holds less than this share of its most while serving has released its weights."""
+"""An engine that holds less than this share of its most memory while serving has released its
+weights.
+"""
 
 STARVED_RATIO: Final = 0.8
-"""CPU pressure at which a server may be late for every page: two cores had 0.05 at a load of 2, and
-0.95 at 5."""
+"""The CPU pressure above which a server may deliver every page late. Two cores had a pressure of
+0.05 at a load of 2, and of 0.95 at a load of 5.
+"""
 
 SPINNING_SECONDS: Final = 180.0
-"""Longest silence of a server that computes, unless CPU is short, or its port closed to finish the
-last requests."""
+"""The longest time for which a server may compute without answering. There is no limit while CPU is
+short, or while its port is closed and it finishes the last requests.
+"""
 
 _STATE_FILE_NAMES: Final = {
     "page_run_id": "page_life",
@@ -51,11 +55,11 @@ _STATE_FILE_NAMES: Final = {
     "was_asleep": "asleep",
     "lost_roles": "lost",
 }
-"""The names of the fields in lives.json, which a file of an older version has too."""
+"""The names of the fields in lives.json; a file of an older version has the same names."""
 
 
 class EngineRun(Struct, frozen=True, kw_only=True, rename=_STATE_FILE_NAMES):
-    """One run of the engine: what identifies it, and what it was like when last seen."""
+    """One run of the engine: what identifies it, and its state when it was last observed."""
 
     began_seconds: float | None = None
     """Since the epoch."""
@@ -71,9 +75,9 @@ class EngineRun(Struct, frozen=True, kw_only=True, rename=_STATE_FILE_NAMES):
     necessary_counts: dict[Role, int] = field(default_factory=dict)
     """The most processes of each necessary role that ran while the page answered."""
     most_held_bytes: int = 0
-    """The most GPU memory that it held while the page answered."""
+    """The most GPU memory that the run held while the page answered."""
     first_room_bytes: dict[str, int] = field(default_factory=dict)
-    """The free memory of its GPUs, by UUID, when it became ready."""
+    """The free memory of its GPUs when it became ready, by UUID."""
     first_host_room_bytes: int | None = None
     """The free memory of the host when it became ready."""
     was_asleep: bool = False
@@ -81,11 +85,14 @@ class EngineRun(Struct, frozen=True, kw_only=True, rename=_STATE_FILE_NAMES):
     lost_roles: tuple[Role, ...] = ()
     """The necessary roles of which a process has exited."""
     oom_kills: int = 0
-    """The kernel's count in its container while it was last complete."""
+    """The kernel's count of OOM kills in its container when its processes were last complete."""
 
 
 class EngineRuns(Struct, frozen=True, kw_only=True, rename={"are_processes_visible": "sighted"}):
-    """The newest run, and the counts of all runs; the state file keeps them over a restart."""
+    """The newest run, and the counts of all runs.
+
+    The state file preserves them over a restart of the sidecar.
+    """
 
     newest: EngineRun | None = None
     restarts: int = 0
@@ -99,7 +106,7 @@ class EngineRuns(Struct, frozen=True, kw_only=True, rename={"are_processes_visib
 
     @property
     def present(self) -> EngineRun:
-        """The current run; an empty one where none is running."""
+        """Return the current run; an empty one where no run is going on."""
         if self.newest is None or self.newest.has_ended:
             return EngineRun()
         return self.newest
@@ -110,11 +117,11 @@ class PageAnswer(Enum):
 
     GIVEN = auto()
     REFUSED = auto()
-    """Nothing listens: so until vLLM is ready, and once its server exits."""
+    """Nothing listens on the port, as before vLLM is ready and after its server has exited."""
     SILENT = auto()
     """Something accepts the request and returns no page: vLLM, or a proxy in front of it."""
     ERROR = auto()
-    """A server that runs answers with an error: that says nothing of the engine behind it."""
+    """A running server answers with an error, which says nothing about the engine behind it."""
     UNREADABLE = auto()
     """The answer is not the engine's: a login, a wrong address, another server."""
 
@@ -125,10 +132,10 @@ _FAILED_ANSWERS: Final = {
     Reason.INCOMPLETE: PageAnswer.SILENT,
     Reason.HTTP_STATUS: PageAnswer.ERROR,
 }
-"""The answer by the reason of its failure; any other reason makes it unreadable."""
+"""The answer by the reason of the failure; any other reason means UNREADABLE."""
 
 _GATEWAY_STATUSES: Final = frozenset({502, 503, 504})
-"""With these a proxy reports that nothing answers behind it."""
+"""With these statuses a proxy reports that nothing answers behind it."""
 
 
 class Presence(Enum):
@@ -137,7 +144,7 @@ class Presence(Enum):
     THERE = auto()
     GONE = auto()
     OUT_OF_SIGHT = auto()
-    """A source that showed them before has failed: nothing ends on that."""
+    """A source that showed them before has failed, which does not end a run."""
     NEVER_SHOWN = auto()
     """No source has ever shown them in this run: only the page is left."""
 
@@ -153,44 +160,44 @@ class Evidence(Struct, frozen=True, kw_only=True):
     """As in EngineRuns."""
     presence: Presence
     held_bytes: dict[str, int]
-    """The engine's GPU memory by UUID, of the GPUs on which it is known."""
+    """The engine's memory on each GPU where it is known, by UUID."""
     page_run_id: str | None
     finished_total: float | None
 
     @property
     def page(self) -> EnginePage | None:
-        """The engine's page, None where it could not be read."""
+        """Return the engine's page; None where it could not be read."""
         return self.snapshot.page
 
     @property
     def host(self) -> HostMemory:
-        """The host's memory, without figures where it is unknown."""
+        """Return the host's memory; its figures are None where unknown."""
         return self.snapshot.host or HostMemory()
 
     @property
     def process_names(self) -> tuple[ProcessName, ...]:
-        """The engine's processes by pid and start."""
+        """Return the pids and start times of the engine's processes."""
         return tuple((process.pid, process.started_at_seconds) for process in self.processes or ())
 
     @property
     def started_at_seconds(self) -> float | None:
-        """When the server started, by its page, else its oldest process; None if neither shows."""
+        """Return when the server started, by its page or its oldest process; None if unknown."""
         page_starts = [
             engine.started_at_seconds
             for engine in list_engines(self.page)
             if engine.started_at_seconds is not None
         ]
-        # 0 is a start that could not be read.
+        # 0 means that the start could not be read.
         process_starts = [started for _, started in self.process_names if started > 0]
         return min(page_starts, default=None) or min(process_starts, default=None)
 
 
 def read_evidence(snapshot: Snapshot, runs: EngineRuns) -> Evidence:
-    """Return what a snapshot shows, given the runs so far."""
+    """Return what a snapshot shows of the engine, given the runs so far."""
     answer = PageAnswer.GIVEN
     if isinstance(snapshot.engines, Failure):
         answer = _read_failure(snapshot.engines)
-    # While several servers may be the engine, the processes of none of them count.
+    # While several servers may be the engine, no server's processes count as the engine's.
     processes = None
     if not snapshot.ambiguous_engines and not isinstance(snapshot.processes, Failure):
         processes = snapshot.processes
@@ -230,13 +237,14 @@ def _read_failure(failure: Failure) -> PageAnswer:
 def _judge_visibility(
     snapshot: Snapshot, runs: EngineRuns, processes: tuple[EngineProcess, ...] | None
 ) -> bool | None:
-    """Return whether the engine's processes are visible: not if its page answers and none shows.
+    """Return whether the engine's processes are visible: False if its page answers without any.
 
-    None while it is not known; what was found earlier in the run stays.
+    None while it is unknown; an earlier result of the same run is kept.
     """
     if processes:
         return True
-    # A page that answers has processes behind it: if none shows, none ever will from here.
+    # A page that answers has processes behind it. If none is visible, none will ever be visible
+    # from here.
     has_shown_none = snapshot.page is not None and not runs.present.process_names
     if has_shown_none and not _may_show_processes_later(snapshot):
         return False
@@ -244,7 +252,7 @@ def _judge_visibility(
 
 
 def _may_show_processes_later(snapshot: Snapshot) -> bool:
-    """Return whether /proc was only late, or showed several servers that may be the engine."""
+    """Return whether /proc was only late, or several servers may be the engine."""
     readings = snapshot.processes
     is_late = isinstance(readings, Failure) and readings.reason is Reason.TIMEOUT
     return is_late or snapshot.ambiguous_engines > 0
@@ -259,10 +267,10 @@ def _is_sight_lost(snapshot: Snapshot, are_visible: bool | None) -> bool:  # noq
 def _judge_held_memory(
     snapshot: Snapshot, runs: EngineRuns, held_bytes: dict[str, int]
 ) -> Presence:
-    """Return whether processes exist by the GPU memory that they hold.
+    """Return whether GPU memory shows that processes of the engine exist.
 
-    Little held memory does not prove the exit of an engine that was asleep, or of one with an
-    unreadable GPU.
+    Little held memory does not prove an exit if the engine was asleep, or if one of its GPUs is
+    unreadable.
     """
     gpus = snapshot.owned_gpus
     run = runs.present
@@ -270,7 +278,8 @@ def _judge_held_memory(
     for gpu in gpus:
         if gpu.held_bytes is not None and gpu.reading.memory is not None:
             total_bytes += gpu.reading.memory.total_bytes
-    # Nobody's name is on GPU memory: what a context or the rest of a model takes proves nothing.
+    # GPU memory does not show whose it is, so as much as a context or the remains of a model take
+    # proves nothing.
     empty_bytes = max(OCCUPIED_RATIO * total_bytes, LOADED_RATIO * run.most_held_bytes)
     if sum(held_bytes.values()) > empty_bytes:
         return Presence.THERE
@@ -278,7 +287,7 @@ def _judge_held_memory(
     are_all_gpus_read = 0 < len(held_bytes) == len(gpus)
     if are_all_gpus_read and not run.was_asleep:
         return Presence.GONE
-    # A run that loads has shown its memory too, though not while its page answered.
+    # A run that is loading has shown its memory too, although not while its page answered.
     is_loading = run is runs.newest and not run.is_ready
     if not are_all_gpus_read and (run.most_held_bytes > 0 or is_loading):
         return Presence.OUT_OF_SIGHT
@@ -286,7 +295,7 @@ def _judge_held_memory(
 
 
 def is_error_answer(failure: Failure) -> bool:
-    """Return whether a server that runs answers with an error in place of its page."""
+    """Return whether a running server answers with an error in place of its page."""
     return _read_failure(failure) is PageAnswer.ERROR
 
 
@@ -298,7 +307,7 @@ def is_starved(processes: tuple[EngineProcess, ...] | Failure) -> bool:
 
 
 class Symptom(Enum):
-    """What a sample shows of the engine, in a word."""
+    """What a sample shows of the engine."""
 
     PAGE_ANSWERS = auto()
     OTHER_PAGE = auto()
@@ -309,35 +318,38 @@ class Symptom(Enum):
     NO_PROGRESS = auto()
     """The page answers, and shows work without progress."""
     HANG_SIGN = auto()
-    """The page answers and shows no work, and one sign of a hang has lasted."""
+    """The page answers and shows no work, and one sign of a hang has been present for long enough.
+    """
     HANG_SIGNS = auto()
     """The same, with several signs."""
     NO_PROCESSES = auto()
-    """Without a page: no process exists, or a closed port is all that is known."""
+    """No page, and no process exists, or a closed port is all that is known."""
     NO_RUN = auto()
-    """Without a page: processes exist, and nothing shows that they are of a run of this engine."""
+    """No page; processes exist, but nothing shows that they belong to a run of this engine."""
     NEVER_READY = auto()
-    """Without a page: the processes of a run whose page has never answered."""
+    """No page; there are processes of a run whose page has never answered."""
     AWAY_BRIEFLY = auto()
-    """Without a page or processes for less than STALLED_SECONDS."""
+    """No page and no processes, but for less than STALLED_SECONDS."""
     PROCESSES_OUT_OF_SIGHT = auto()
-    """Without a page, and the source that showed the processes fails."""
+    """No page, and the source that showed the processes fails."""
     PAGE_UNREADABLE = auto()
-    """The page answered before, and is now a login or another server's."""
+    """The page answered before; now the answer is a login page or another server's."""
     STALE_GAUGES = auto()
-    """The page answers and shows work without progress, and all else shows that there is none."""
+    """The page answers and shows work without progress, but all other evidence shows that there is
+    no work.
+    """
     GAUGES_DOUBTED = auto()
-    """The same, as far as the rest is visible."""
+    """The same, but not all other evidence is visible."""
     SERVER_ANSWERS = auto()
-    """Without a page: the server answers otherwise, so it runs."""
+    """No page, but the server answers other requests, so it runs."""
     SERVER_COMPUTES = auto()
-    """The page answered before and is away, and its server uses CPU time."""
+    """The page answered before and is missing now, and its server uses CPU time."""
     PAGE_AWAY = auto()
-    """The page answered before and is away, and its server does nothing or spins."""
+    """The page answered before and is missing now, and its server does nothing or spins."""
 
 
 class Transition(NamedTuple):
-    """One row: from a state, by what a sample shows, to the next state, and why."""
+    """One row of the table: a state, what a sample shows, the next state, and the reason."""
 
     state: EngineState | None
     """None means any state."""
@@ -427,21 +439,21 @@ TRANSITIONS: Final = (
     ),
     Transition(None, Symptom.PAGE_AWAY, EngineState.STALLED, "its processes run and serve nobody"),
 )
-"""Of the rows that fit, the first counts. Every symptom has a row for any state."""
+"""The first row that fits counts. Every symptom has a row that fits any state."""
 
 
 class Requests(Enum):
-    """What connections, and `/load`, show of requests."""
+    """What connections and `/load` show about requests."""
 
     WAITING = auto()
-    """Some have waited for a while, or are in the server by its count."""
+    """Some requests have been waiting for a while, or the server counts some in `/load`."""
     NONE = auto()
     """The connections are visible, and no request waits."""
     UNKNOWN = auto()
 
 
 class StandstillRow(NamedTuple):
-    """What it means that the page shows work without progress; None means any evidence."""
+    """What work without progress on the page means. A field that is None fits any evidence."""
 
     symptom: Symptom
     why: str
@@ -450,7 +462,7 @@ class StandstillRow(NamedTuple):
     requests: Requests | None = None
     activity: Activity | None = None
     servers: tuple[ServerAnswer | None, ...] | None = None
-    """The answers that fit; of them None is a server that got no request."""
+    """The server's answers that fit; None among them means that the server got no request."""
 
 
 STANDSTILL: Final = (
@@ -488,22 +500,23 @@ STANDSTILL: Final = (
         "nothing visible supports the gauges, and not everything is visible",
     ),
 )
-"""Of the rows that fit, the first counts."""
+"""The first row that fits counts."""
 
 
 class AbsenceRow(NamedTuple):
-    """What it means that there is no page though processes may run; None means any evidence."""
+    """What a missing page means while processes may run. A field that is None fits any evidence."""
 
     symptom: Symptom
     why: str
     was_ready: bool | None = None
-    """Whether this run has given its page before."""
+    """Whether this run has delivered its page before."""
     answer: PageAnswer | None = None
     servers: tuple[ServerAnswer | None, ...] | None = None
     """As in StandstillRow."""
     is_computing: bool | None = None
-    """Whether the API server uses CPU time and does not spin, or core, workers or GPUs are busy
-    behind a server that answers."""
+    """Whether the API server uses CPU time without spinning, or core, workers or GPUs are busy
+    behind a server that answers.
+    """
 
 
 ABSENCE: Final = (
@@ -551,11 +564,14 @@ ABSENCE: Final = (
     ),
     AbsenceRow(Symptom.PAGE_AWAY, "the server does not answer, and does nothing or spins"),
 )
-"""Of the rows that fit, the first counts."""
+"""The first row that fits counts."""
 
 
 class Absence(Struct, frozen=True, kw_only=True):
-    """Since when something has not shown, on the monotonic clock; None while it does."""
+    """Since when page or processes have been missing, on the monotonic clock.
+
+    None while they are not.
+    """
 
     page_since_seconds: float | None = None
     """When the page first failed. A sample that was not taken is no failure."""
@@ -564,7 +580,7 @@ class Absence(Struct, frozen=True, kw_only=True):
 
 
 def update_absence(previous: Absence, evidence: Evidence) -> Absence:
-    """Return since when something has not shown, with one more sample."""
+    """Return since when page or processes have been missing, with one more sample."""
     now = evidence.snapshot.monotonic_seconds
     page_since_seconds = None
     if evidence.answer is not PageAnswer.GIVEN:
@@ -582,9 +598,9 @@ def update_absence(previous: Absence, evidence: Evidence) -> Absence:
 
 
 def find_next_state(state: EngineState, symptom: Symptom) -> EngineState:
-    """Return the state after a sample, by the table, which has a row for every symptom.
+    """Return the state after a sample, by the table.
 
-    Raises AssertionError where it has none, which a test of the table rules out.
+    Raises AssertionError where no row fits; a test of the table rules that out.
     """
     for row in TRANSITIONS:
         if row.symptom is symptom and row.state in {None, state}:
@@ -595,8 +611,8 @@ def find_next_state(state: EngineState, symptom: Symptom) -> EngineState:
 def read_symptom(
     evidence: Evidence, runs: EngineRuns, progress: Progress, absence: Absence
 ) -> Symptom:
-    """Return what a sample shows of the engine, given what was updated with it."""
-    # A page shows the most. The rest is for an engine without one.
+    """Return what a sample shows of the engine; the other arguments already include the sample."""
+    # A page is the best evidence. The rest is for an engine without a page.
     if evidence.page is not None:
         return _read_page(evidence.page, evidence, runs.present, progress)
     run = runs.newest
@@ -617,7 +633,7 @@ def read_symptom(
 
 
 def _measure_absence(since_seconds: float | None, evidence: Evidence) -> float:
-    """Return for how long something has not shown; 0 while it shows."""
+    """Return for how many seconds something has been missing; 0 while it is present."""
     if since_seconds is None:
         return 0.0
     return evidence.snapshot.monotonic_seconds - since_seconds
@@ -626,8 +642,8 @@ def _measure_absence(since_seconds: float | None, evidence: Evidence) -> float:
 def _is_closed_port_all(evidence: Evidence, run: EngineRun | None) -> bool:
     """Return whether a refused page is all that is known of the engine.
 
-    While processes are out of sight a run may go on. Once it has ended, nothing shows that another
-    began.
+    While processes are invisible, a run may go on. Once it has ended, nothing shows that another
+    run has begun.
     """
     if evidence.answer is not PageAnswer.REFUSED:
         return False
@@ -637,20 +653,20 @@ def _is_closed_port_all(evidence: Evidence, run: EngineRun | None) -> bool:
 
 
 def _read_page(page: EnginePage, evidence: Evidence, run: EngineRun, progress: Progress) -> Symptom:
-    """Return what a page that answers shows, with the processes behind it."""
+    """Return what an answering page and the processes behind it show."""
     if not page.engines:
-        # A page that has shown an engine in this run does not forget it.
+        # A page that has shown an engine keeps showing it for the rest of the run.
         has_shown_engine = run.page_run_id is not None or run.finished_total is not None
         if has_shown_engine or not evidence.processes:
             return Symptom.OTHER_PAGE
-    # One dead rank is enough: the page stays, and shows the load that it had.
+    # One dead rank is enough: the page still answers, and shows the old load.
     if run.lost_roles:
         return Symptom.PROCESS_LOST
     if is_page_awake(page) is False:
         return Symptom.ASLEEP
     if progress.age_seconds is None:
         return _read_hang_signs(progress.hang_signs)
-    # A hung process writes no probe file either, so that less time proves a stall.
+    # A hung process does not write its probe file either, so a shorter time proves a stall.
     longest_seconds = SIGN_SECONDS if evidence.snapshot.has_silent_core else STALLED_SECONDS
     if progress.age_seconds < longest_seconds:
         return Symptom.PAGE_ANSWERS
@@ -665,7 +681,7 @@ def _read_hang_signs(signs: tuple[HangSign, ...]) -> Symptom:
 
 
 def find_standstill_symptom(evidence: Evidence, progress: Progress) -> Symptom:
-    """Return what it means that the page shows work without progress, by the table."""
+    """Return what work without progress on the page means, by the table."""
     has_hang_sign = bool(progress.hang_signs) or _is_canary_unanswered(evidence)
     requests = _find_requests(evidence, progress)
     activity = progress.activity.judge()
@@ -683,7 +699,7 @@ def find_standstill_symptom(evidence: Evidence, progress: Progress) -> Symptom:
 
 
 def find_absence_symptom(evidence: Evidence, *, was_ready: bool, is_computing: bool) -> Symptom:
-    """Return what it means that there is no page, by the table."""
+    """Return what a missing page means, by the table."""
     server = _find_server_answer(evidence)
     # The first row that fits decides; None in a row fits anything.
     for row in ABSENCE:
@@ -704,7 +720,7 @@ def _find_server_answer(evidence: Evidence) -> ServerAnswer | None:
 
 
 def _is_canary_unanswered(evidence: Evidence) -> bool:
-    """Return whether a request of the daemon has waited for as long as a stall takes."""
+    """Return whether a request of the daemon has been waiting for as long as a stall takes."""
     since_seconds = evidence.snapshot.unanswered_since_seconds
     if since_seconds is None:
         return False
@@ -719,16 +735,16 @@ def _find_requests(evidence: Evidence, progress: Progress) -> Requests:
     since_seconds = progress.waits_since_seconds
     if since_seconds is not None:
         waited_seconds = evidence.snapshot.monotonic_seconds - since_seconds
-        # One that has just come may be answered at once.
+        # A request that has just arrived may be answered at once.
         return Requests.WAITING if waited_seconds >= SIGN_SECONDS else Requests.UNKNOWN
     return Requests.UNKNOWN if count_waiting(evidence.processes) is None else Requests.NONE
 
 
 def _is_computing(evidence: Evidence, away_seconds: float, progress: Progress) -> bool:
-    """Return whether the API server uses CPU time and may still come to answer.
+    """Return whether the API server uses CPU time and may still answer.
 
-    Behind a server that answers, what core, workers and GPUs do counts too. Behind a silent one
-    they may hang: NCCL spins while it does.
+    If the server answers, the activity of core, workers and GPUs counts too. Behind a silent server
+    they may hang while they spin, as NCCL does.
     """
     if evidence.answer is PageAnswer.ERROR and progress.activity.judge() is Activity.BUSY:
         return True
@@ -736,8 +752,9 @@ def _is_computing(evidence: Evidence, away_seconds: float, progress: Progress) -
     cpu_use = progress.cpu_use
     if cpu_use is None or now - cpu_use.monotonic_seconds >= STALLED_SECONDS:
         return False
-    # A server that is short of CPU may be late for every page, and one that closed its port may be
-    # finishing the last requests. So a server spins only if it could answer and does not.
+    # A server that is short of CPU may deliver every page late, and a server that closed its port
+    # may be finishing its last requests. So a server is spinning only if it could answer and does
+    # not.
     is_spinning = (
         evidence.answer is PageAnswer.SILENT
         and away_seconds >= SPINNING_SECONDS
