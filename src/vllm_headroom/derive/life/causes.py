@@ -234,8 +234,8 @@ def _fit_kill(end: Ending) -> Fit | None:
 def _fit_failed_start(end: Ending) -> Fit | None:
     """Return the cause that the engine never fitted: it exited before it served.
 
-    None where it has served, or where it had much room and a GPU of its own. Sure where the GPU was
-    full.
+    None where it has served, or where it had much room and no neighbour on its GPU. Sure where the
+    GPU was full.
     """
     gpu = end.fullest_gpu
     if end.kind is not IncidentKind.ENDED or end.has_served:
