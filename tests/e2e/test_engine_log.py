@@ -10,7 +10,7 @@ from tests.fakes.nvml.library import FakeNvml
 from tests.process import daemon
 from vllm_headroom.trace.flight import list_incidents
 from vllm_headroom.vocabulary import EndCause, Sureness
-from vllm_headroom_tools.postmortem.command import read_postmortem
+from vllm_headroom_tools.postmortem.report import read_postmortem
 
 
 def test_the_incident_of_a_death_has_the_refused_allocation(

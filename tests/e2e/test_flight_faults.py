@@ -13,7 +13,7 @@ from tests.fakes.preload import preloadable
 from tests.process import daemon, eventually
 from vllm_headroom.trace.flight import list_incidents
 from vllm_headroom.vocabulary import EndCause
-from vllm_headroom_tools.postmortem.command import read_postmortem
+from vllm_headroom_tools.postmortem.report import read_postmortem
 from vllm_headroom_tools.trace import read_trace
 
 ENOUGH_BYTES = 16_384

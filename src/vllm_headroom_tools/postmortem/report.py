@@ -1,30 +1,62 @@
-"""A post-mortem as text and JSON."""
+"""The post-mortem of a trace: its end, the causes that fit, and the report on them."""
 
 from collections.abc import Iterator
 from itertools import chain, islice
+from pathlib import Path
 from typing import Any, Final
 
 from msgspec import Struct, to_builtins
+from msgspec.structs import asdict, replace
 
-from vllm_headroom.model import Diagnosis, Ending, EnginePod, EngineReading, GpuAtEnd
+from vllm_headroom.derive.life.causes import UNKNOWN_CAUSE, judge_ending
+from vllm_headroom.derive.life.engine import EngineMemory, build_ending, describe_gpus
+from vllm_headroom.model import (
+    Diagnosis,
+    Ending,
+    EnginePod,
+    EngineReading,
+    GpuAtEnd,
+    Snapshot,
+)
 from vllm_headroom.model.start import EngineLog, EngineStart
+from vllm_headroom.trace.flight import parse_incident_facts
 from vllm_headroom.trace.incident import (
     MOST_SHOWN,
     Incident,
     MappingGrowth,
     TorchMemory,
+    add_evidence,
+    find_decisive,
     format_amount,
+    read_incident,
 )
 from vllm_headroom.units import format_duration, format_instant, format_size
-from vllm_headroom.vocabulary import EndCause, IncidentKind, Situation
+from vllm_headroom.vocabulary import EndCause, IncidentKind, LeakState, Situation, Sureness
+from vllm_headroom_tools.bad_input import BadInput
 from vllm_headroom_tools.conclusion import Conclusion, Finding, Report
-from vllm_headroom_tools.history import Curves
+from vllm_headroom_tools.history import Curves, LeakReplay, Moment
 from vllm_headroom_tools.postmortem.advice import SITUATIONS, list_steps
-from vllm_headroom_tools.postmortem.engine_log import list_log_lines
+from vllm_headroom_tools.postmortem.engine_log import (
+    build_log_ending,
+    find_start,
+    list_log_lines,
+)
+from vllm_headroom_tools.postmortem.timeline import Timeline
 from vllm_headroom_tools.terminal import join_paragraphs, wrap_headed, wrap_text
+from vllm_headroom_tools.trace import read_lines, read_trace
 
 NO_INCIDENT: Final = Incident(t=0.0, what=IncidentKind.ENDED)
 """Replaces the facts of an incident where the trace is none."""
+
+NO_END: Final = Diagnosis(
+    cause=EndCause.NOTHING,
+    sureness=Sureness.LIKELY,
+    sentence="There is no exit of an engine here, and no stall.",
+)
+
+SAME_EVENT_SECONDS: Final = 0.5
+"""A sample this close to an incident's time is the sample of its event: an incident has its time to
+the millisecond."""
 
 MOST_LISTED_HOLDERS: Final = 16
 """Our choice: how many processes that held memory are listed, of each kind."""
@@ -68,6 +100,179 @@ class Postmortem(Struct, frozen=True, kw_only=True):
     def situation(self) -> Situation | None:
         """The situation that the surest finding belongs to; None where nothing ended."""
         return SITUATIONS.get(self.answer.cause, Situation.DOWN)
+
+
+def read_postmortem(
+    file: Path,
+    pod: EnginePod | None = None,
+    log: EngineLog | None = None,
+    *,
+    reported_bytes: int | None = None,
+) -> Postmortem:
+    """Return the post-mortem of a trace, with the engine's log beside it where that is given.
+
+    `pod` counts where the file does not name the engine's. Raises BadInput where the trace cannot
+    be read, or has no samples and is no incident: an incident may have none.
+    """
+    incident = read_facts(file)
+    follower = EndFollower(incident, reported_bytes=reported_bytes)
+    timeline = Timeline()
+    curves = Curves()
+    for snapshot in read_trace(str(file)):
+        timeline.step(follower.step(snapshot), follower.replay)
+        curves.step(snapshot)
+    if incident is None and not follower.replay.samples:
+        raise BadInput(f"{file}: has no samples")
+    # The samples decide the cause; a log makes it sure or contradicts it.
+    ending = follower.ending
+    start = None
+    if log is not None:
+        start = find_start(log, None if ending is None else ending.seconds)
+        if ending is not None and start is not None:
+            # The log that is given replaces what the incident has of it.
+            ending = replace(ending, log=build_log_ending(start, ending.seconds))
+    # The daemon saves an incident only for an end or a stall.
+    has_ended = incident is not None or follower.is_page_lost
+    # A plain trace has samples and no facts: its sections stay empty.
+    facts = incident or NO_INCIDENT
+    return Postmortem(
+        file=str(file),
+        findings=judge(ending, has_ended=has_ended),
+        ending=ending,
+        incident=facts,
+        pod=facts.engine_pod or pod,
+        timeline=timeline.list_entries(facts),
+        curves=curves,
+        log=log,
+        log_start=start,
+    )
+
+
+def read_facts(file: Path) -> Incident | None:
+    """Return the facts of an incident; None for a trace that is no incident.
+
+    Where the file has several events, the facts are those of the decisive event. Raises BadInput
+    where the file cannot be read, or its header lacks the time or the kind of event.
+    """
+    try:
+        with file.open("rb") as stream:
+            header = parse_incident_facts(next(read_lines(stream), b""))
+    except OSError as error:
+        raise BadInput(f"{file}: cannot be read: {error.strerror}") from error
+    if header is None:
+        return None
+    incident = read_incident(header)
+    if incident is None:
+        needed = f"a time `t`, and `what`: {' or '.join(IncidentKind)}"
+        raise BadInput(f"{file}: line 1: the header of an incident has {needed}")
+    # The first line has the facts of one event; a later one may be decisive.
+    decisive = find_decisive((incident, *incident.events))
+    return incident if decisive is incident else replace(incident, **asdict(decisive))
+
+
+class EndFollower:
+    """Finds the end of a run, sample by sample.
+
+    `incident` has the time of the event to look for. Without an incident, the last exit counts, or
+    a stall that goes on to the end. `reported_bytes` is the operator's figure of the memory that
+    the engine uses on each GPU.
+    """
+
+    def __init__(
+        self, incident: Incident | None = None, *, reported_bytes: int | None = None
+    ) -> None:
+        self.ending: Ending | None = None
+        """The end with its evidence; None as long as no sample shows one."""
+        self.replay = LeakReplay(reported_bytes=reported_bytes)
+        """The leak detector and the engine's runs."""
+        self.is_page_lost = False
+        """Whether a page that once answered does not answer in the newest sample."""
+        self._incident = incident
+        self._has_answered = False
+        self._leaks: dict[str, tuple[LeakState, Moment | None]] = {}
+
+    def step(self, snapshot: Snapshot) -> Snapshot:
+        """Add a sample; return the sample with the engine's state."""
+        previous = self.replay.engine
+        # As the daemon: the engine's run is followed, then the leak detector judges the sample.
+        snapshot = self.replay.step(snapshot)
+        status = snapshot.engine_status
+        event = None if status is None else status.event
+        if self._incident is not None:
+            event = self._build_due(self._incident, snapshot, previous)
+        if event is not None:
+            event = replace(event, gpus=tuple(self._add_leak(gpu) for gpu in event.gpus))
+            if self._incident is not None:
+                event = add_evidence(event, self._incident)
+            self.ending = event
+        self._note_leaks(snapshot)
+        self._has_answered = self._has_answered or snapshot.page is not None
+        # An answer that stops is an end also where no sample shows it.
+        self.is_page_lost = self._has_answered and snapshot.page is None
+        return snapshot
+
+    def _build_due(
+        self, incident: Incident, snapshot: Snapshot, previous: EngineMemory
+    ) -> Ending | None:
+        """Return the incident's event, if this sample is the one at its time; else None.
+
+        If no sample is at that time, the first one after it counts.
+        """
+        late_seconds = snapshot.time_seconds - incident.t
+        is_due = abs(late_seconds) <= SAME_EVENT_SECONDS
+        # The record may lack the sample of the event itself.
+        is_overdue = self.ending is None and late_seconds > 0
+        if not is_due and not is_overdue:
+            return None
+        status = snapshot.engine_status
+        # The run that exited is the one before this sample, which may already show the next run.
+        run = previous.runs.newest or previous.runs.present
+        reason = incident.reason
+        age_seconds = None
+        if incident.what is IncidentKind.STALLED:
+            run = self.replay.engine.runs.present
+            reason = None
+            age_seconds = None if status is None else status.progress_age_seconds
+        elif reason is None and status is not None:
+            reason = status.exit_reason
+        return build_ending(
+            previous.record,
+            run,
+            snapshot,
+            incident.what,
+            reason=reason,
+            gpus=describe_gpus(previous.record, run, snapshot),
+            progress_age_seconds=age_seconds,
+        )
+
+    def _note_leaks(self, snapshot: Snapshot) -> None:
+        """Store the detector's newest verdict on each GPU of the run, for the event at its end."""
+        status = snapshot.engine_status
+        # Verdicts of an earlier run say nothing about the next.
+        if status is not None and (status.exit_reason or not self.replay.engine.record.gpus):
+            self._leaks = {}
+        if not snapshot.is_in_service:
+            return
+        for _, uuid, course in self.replay.gpus:
+            if course.state is not LeakState.UNKNOWN:
+                self._leaks[uuid] = (course.state, course.newest)
+
+    def _add_leak(self, gpu: GpuAtEnd) -> GpuAtEnd:
+        """Return the GPU with the detector's verdict on it during the run; unknown without any."""
+        state, moment = self._leaks.get(gpu.uuid, (LeakState.UNKNOWN, None))
+        bytes_per_request = None if moment is None else moment.bytes_per_request
+        return replace(gpu, leak=state, leak_bytes_per_request=bytes_per_request)
+
+
+def judge(end: Ending | None, *, has_ended: bool = False) -> tuple[Diagnosis, ...]:
+    """Return the causes that fit an end, the surest first; always at least one.
+
+    Without an end, the cause is "unknown" where the engine is known to have exited (`has_ended`),
+    else "nothing".
+    """
+    if end is not None:
+        return judge_ending(end)
+    return (UNKNOWN_CAUSE,) if has_ended else (NO_END,)
 
 
 def build_report(postmortem: Postmortem) -> Report:

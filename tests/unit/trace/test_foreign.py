@@ -14,7 +14,7 @@ import pytest
 from vllm_headroom.trace.incident import Incident
 from vllm_headroom.vocabulary import IncidentKind
 from vllm_headroom_tools.bad_input import BadInput
-from vllm_headroom_tools.postmortem.command import read_facts
+from vllm_headroom_tools.postmortem.report import read_facts
 from vllm_headroom_tools.trace import read_trace
 
 HEADER = b'{"headroom_trace": 1}\n'

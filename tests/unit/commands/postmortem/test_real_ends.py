@@ -19,8 +19,7 @@ from vllm_headroom.trace.entries import HEADER, encode_line
 from vllm_headroom.trace.flight import INCIDENT_KEY
 from vllm_headroom.vocabulary import EndCause, ExitReason, IncidentKind, Role
 from vllm_headroom_tools.history import LeakReplay
-from vllm_headroom_tools.postmortem.command import read_postmortem
-from vllm_headroom_tools.postmortem.report import NO_INCIDENT
+from vllm_headroom_tools.postmortem.report import NO_INCIDENT, read_postmortem
 from vllm_headroom_tools.trace import read_trace
 
 CORE, WORKER, SERVER = Role.ENGINE_CORE, Role.WORKER, Role.API_SERVER

@@ -14,7 +14,7 @@ from tests.unit.commands.postmortem.spoiled import Spoil
 from vllm_headroom.model import Diagnosis
 from vllm_headroom.trace.incident import read_incident
 from vllm_headroom.vocabulary import EndCause, Sureness
-from vllm_headroom_tools.postmortem.command import EndFollower, judge
+from vllm_headroom_tools.postmortem.report import EndFollower, judge
 from vllm_headroom_tools.trace import parse_snapshot
 
 EACH = 20

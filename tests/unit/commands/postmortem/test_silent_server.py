@@ -6,7 +6,7 @@ from tests.samples import snapshot
 from tests.unit.derive.life.watch import BEGAN, CORE, REFUSED, SERVER, SILENT, STEP_SECONDS, WHOLE, card, working
 from vllm_headroom.model import Diagnosis, EnginePage, EngineProcess, Failure
 from vllm_headroom.vocabulary import EndCause, Sureness
-from vllm_headroom_tools.postmortem.command import EndFollower, judge
+from vllm_headroom_tools.postmortem.report import EndFollower, judge
 
 Look = tuple[EnginePage | Failure, tuple[EngineProcess, ...]]
 AT_WORK: list[Look] = [(working(20.0 + done), WHOLE) for done in range(12)]
