@@ -48,7 +48,7 @@ _LONGEST_CACHED_SERIES: Final = 2048
 """The most characters of a cached series: vLLM's lines have up to 1.1 kB. So the cache cannot
 exceed 16 MiB."""
 
-_LABELLED_SERIES: Final = re.compile(r'[a-zA-Z_:][a-zA-Z0-9_:]*\{(?:[^"{}]|"(?:[^"\\]|\\.)*")*\}')
+_SERIES: Final = re.compile(r'[a-zA-Z_:][a-zA-Z0-9_:]*(?:\{(?:[^"{}]|"(?:[^"\\]|\\.)*")*\})?')
 _PLAIN_VALUE: Final = re.compile(r"-?[0-9]+(?:\.[0-9]+)?(?:e[-+]?[0-9]+)?", re.ASCII)
 """The form of nearly all values; the library's parser reads any other form."""
 
@@ -160,11 +160,11 @@ def _parse_line(line: str) -> tuple[Sample, ...]:
 
 @lru_cache(maxsize=_MOST_CACHED_SERIES)
 def _parse_series(series: str) -> tuple[Sample, ...]:
-    """Return the samples of a series, a name with labels, each with the value 0.
+    """Return the samples of a series, a name with or without labels, each with the value 0.
 
     Empty for a text that is no such series, as where the line has a timestamp.
     """
-    return _parse_whole(f"{series} 0") if _LABELLED_SERIES.fullmatch(series) else ()
+    return _parse_whole(f"{series} 0") if _SERIES.fullmatch(series) else ()
 
 
 def _parse_whole(line: str) -> tuple[Sample, ...]:

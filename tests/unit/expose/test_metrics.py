@@ -101,7 +101,9 @@ def test_compressed_it_is_the_same_page_in_one_stream(world: World, accept: str)
 def test_a_family_is_as_it_is_now_whatever_it_was_on_the_last_page(world: World, accept: str) -> None:
     world.asked(accept=accept)
     idle = Sample(catalog.ENGINE_WAITING, (HOSTILE, "0"), 0.0)
-    for samples in ((idle, Sample(catalog.ENGINE_RUNNING, (HOSTILE, "0"), 4.0)), (idle,), ()):
+    other_engine = Sample(catalog.ENGINE_WAITING, (HOSTILE, "1"), 7.0)
+    running = Sample(catalog.ENGINE_RUNNING, (HOSTILE, "0"), 4.0)
+    for samples in ((idle, running), (idle,), (idle, other_engine), (other_engine, idle), (other_engine,), ()):
         world.published = Published(samples=samples, monotonic_seconds=100.0)
 
         page, fresh = world.asked(accept=accept), World()
