@@ -2,9 +2,10 @@
 
 import sys
 
-# The program only: whoever imports this package keeps their signal handlers.
+# Only in the program: a library that imports this package keeps its signal handlers.
 if "".join(sys.argv[:1]).endswith(("vllm-headroom", "-m")):
-    # Built in: importing `signal` takes milliseconds in which Ctrl-C would still be a traceback.
+    # A built-in module: importing `signal` takes milliseconds, in which Ctrl-C would print a
+    # traceback.
     import _signal  # type: ignore[import-not-found]
 
     _signal.signal(_signal.SIGINT, _signal.SIG_DFL)  # until `main` decides how its command ends

@@ -11,7 +11,7 @@ from vllm_headroom_tools.early import (
 
 
 def main() -> None:
-    """Run the command that the process was started with, the daemon without one."""
+    """Run the command named on the command line; without one, run the daemon."""
     name = DEFAULT_COMMAND
     arguments = sys.argv[1:]
     if arguments and _is_command_name(arguments[0]):
@@ -19,7 +19,8 @@ def main() -> None:
         arguments = arguments[1:]
     open_closed_streams()
     require_open_files()
-    # Before the imports: they take time too. The end of a daemon by a signal is no failure.
+    # Before the imports, because they take time too. When a signal ends a daemon, that is no
+    # failure.
     exit_on_signals(0 if name in {"run", "demo"} else None)
     from vllm_headroom_tools.cli import start  # noqa: PLC0415 - see above
 

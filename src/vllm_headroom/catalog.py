@@ -12,10 +12,10 @@ ENGINE_LABELS: Final = ("model_name", "engine")
 """The labels of a series of one engine, which is one data-parallel rank."""
 
 LIVE_SHARE: Final = ("running", "kv_used_ratio")
-"""The facts that a share of the KV cache per request needs."""
+"""The facts that are needed for the share of the KV cache per request."""
 
 LIVE_TOKENS: Final = (*LIVE_SHARE, "kv_capacity_tokens")
-"""The facts that a size in tokens or bytes per request needs."""
+"""The facts that are needed for a size in tokens or bytes per request."""
 
 
 _declared: Final[list[Metric]] = []

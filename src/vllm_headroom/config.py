@@ -25,13 +25,13 @@ PREFIX: Final = "HEADROOM_"
 """The beginning of the names of all environment variables of the sidecar."""
 
 AUTO: Final = "auto"
-"""The value of a setting with which the daemon finds the engine's profile, or its GPUs, itself."""
+"""The value of a setting that makes the daemon find the engine's profile, or its GPUs, itself."""
 
 PROFILE_NAMES: Final = (AUTO, *(profile.name for profile in PROFILES))
 
 
 def from_text(parse: Callable[[str], object]) -> BeforeValidator:
-    """Return a validator that parses a text; any other value, such as a default, is unchanged."""
+    """Return a validator that parses a text, and leaves any other value, such as a default."""
 
     def validate(value: object) -> object:
         if isinstance(value, str):
@@ -156,13 +156,13 @@ def directory_path(description: str) -> Any:  # noqa: ANN401 - as pydantic's Fie
 
 
 LINK: Final = r"^https?://[A-Za-z0-9._~:{}\[\]-]+(/[A-Za-z0-9._~:/@%+,={}\[\]-]*)?$"
-"""A URL without user and password, which the page would show."""
+"""A URL without user or password, because the page would show them."""
 
 
 RUNBOOKS_URL: Final = (
     "https://github.com/vllm-headroom/vllm-headroom/blob/main/alerts/runbooks/{alert}.md"
 )
-"""The runbooks in the public repository; alerts/generate.py and the charts have the same."""
+"""The runbooks in the public repository; alerts/generate.py and the charts use the same URL."""
 
 
 class Settings(BaseSettings):
@@ -421,10 +421,10 @@ class Settings(BaseSettings):
         *_: Any,  # noqa: ANN401 - not ours to type
         **sources: Any,  # noqa: ANN401 - the same
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Have pydantic take only the values that are passed to the constructor.
+        """Make pydantic use only the values that are passed to the constructor.
 
-        `read_settings` reads the sources, because it validates each source separately, also values
-        that another source overrides.
+        `read_settings` reads the sources itself, because it validates each source separately, even
+        values that another source overrides.
         """
         return (sources["init_settings"],)
 
@@ -438,11 +438,12 @@ ONE_ENGINE_SETTINGS: Final[Mapping[str, str]] = {
     "trace_file": "a trace has one engine",
     "engine_log": "a log has one engine",
 }
-"""Settings that cannot be used with several engines, by their key, and why."""
+"""The settings that cannot be used with several engines, and the reason for each."""
 
 SECRET_SETTINGS: Final = ("engine_bearer_token_file", "engine_headers")
-"""Settings that cannot be used with engines that are found: whoever starts a process that looks
-like an engine would get them."""
+"""Settings that cannot be used with engines that are found: anyone who starts a process that looks
+like an engine would receive the secret.
+"""
 
 
 def list_conflicts(settings: Settings) -> tuple[str, ...]:

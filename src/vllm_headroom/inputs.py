@@ -18,7 +18,7 @@ HOST_PORT_AND_PATH: Final = re.compile(r"[\w.-]+:\d+(?:/[\w./-]*)?", re.ASCII)
 """A text that would be a URL with http:// before it."""
 
 CLOSED_SET: Final = re.compile(r"[\w-]+(?:, [\w-]+)* or [\w-]+")
-"""The text on accepted values where these are a few names, such as "off, dry-run or on"."""
+"""The text on accepted values if these are a few names, such as "off, dry-run or on"."""
 
 GPU: Final = re.compile(r"0|[1-9]\d*|(?:GPU|MIG)-[0-9A-Za-z/-]+", re.ASCII)
 """The index or the UUID of a GPU."""
@@ -69,7 +69,7 @@ def parse_http_url(text: str) -> httpx.URL:
         url = httpx.URL(text)
     except httpx.InvalidURL as error:
         raise ValueError from error
-    # httpx accepts spaces and encodes them: they are typing mistakes.
+    # httpx accepts spaces and encodes them, but they are typing mistakes.
     if url.scheme not in {"http", "https"} or not url.host or re.search(r"\s", text):
         raise ValueError
     if url.port is not None and not 1 <= url.port <= HIGHEST_PORT:
@@ -116,7 +116,7 @@ def parse_host(text: str) -> str:
 
 
 def parse_number(text: str) -> float:
-    """Parse a number; raise ValueError, also for 1_0, which Python takes for 10."""
+    """Parse a number; raise ValueError, even for 1_0, which Python accepts as 10."""
     if "_" in text:
         raise ValueError
     return float(text)
@@ -133,7 +133,8 @@ def parse_seconds(text: str) -> float:
 def parse_ratio(text: str) -> float:
     """Parse a ratio such as 0.92 or 92%; raise ValueError.
 
-    Raises RefusedError for a number that can only be meant as a percentage.
+    Raises RefusedError, which is a ValueError with advice, for a number that can only be meant as a
+    percentage.
     """
     try:
         ratio = parse_share(text)
@@ -158,7 +159,7 @@ def parse_gpus(value: object) -> object:
         if value.lower() in {"auto", "all"}:
             return value.lower()
         value = value.split(",")
-    # A list in YAML, or of one name, means the same.
+    # In YAML, a list with this single name means the same as the name.
     if value == ["auto"]:
         return "auto"
     if value == ["all"]:
@@ -211,10 +212,10 @@ def require_match(pattern: re.Pattern[str], text: str) -> str:
 def redact_url(url: str) -> str:
     """Return a URL with stars in place of user and password, and in place of its query.
 
-    It accepts any text, also one that was meant as a URL and is none. The stars replace everything
-    before the last @, so that a password that was not percent-encoded is hidden as well. Where an @
-    follows a question mark, the question mark may be part of the password: then the stars replace
-    everything after the scheme.
+    It accepts any text, even one that is not a valid URL. The stars replace everything before the
+    last @, so that a password that was not percent-encoded is hidden as well. If an @ follows a
+    question mark, the question mark may be part of the password, so the stars replace everything
+    after the scheme.
     """
     address, question_mark, query = url.partition("?")
     if "@" in query:
@@ -254,8 +255,9 @@ def describe_refused(
 ) -> str:
     """Return the line that refuses a value.
 
-    It has the reason of `error` if that is a RefusedError, else the accepted name that is spelt
-    most like the value, if any. `show` returns the value as it may be shown.
+    The line has the reason of `error` if that is a RefusedError, or else the accepted name that is
+    spelled most like the value, if any. `show` returns the value in the form in which it may be
+    shown.
     """
     similar_names = difflib.get_close_matches(str(value), split_closed_set(accepts), n=1)
     reason = ""
@@ -280,9 +282,9 @@ def describe_unknown(name: str, names: Iterable[str], kind: str = "a setting") -
 def _find_similar(name: str, names: Iterable[str]) -> list[str]:
     """Return the shortest of `names` that have every word of `name`.
 
-    Where none has, return the one that is spelt most like it; empty where none is similar.
+    If no name has, return the one that is spelled most like it; empty if none is similar.
     """
-    # Sorted, so that of names that are written alike the same one is suggested each time.
+    # Sorted, so that the suggestion is always the same if several names are equally similar.
     names_by_form = {_normalise(known_name): known_name for known_name in sorted(names)}
     form = _normalise(name.split(maxsplit=1)[0])
     words = set(form.split("_"))
@@ -296,5 +298,5 @@ def _find_similar(name: str, names: Iterable[str]) -> list[str]:
 
 
 def _normalise(name: str) -> str:
-    """Return a name as a setting's key, whichever way it is spelt: --gpus and HEADROOM_GPUS."""
+    """Return a name in the form of a setting's key: `gpus` for --gpus and HEADROOM_GPUS."""
     return name.lower().lstrip("-").removeprefix("headroom_").replace("-", "_")

@@ -49,14 +49,15 @@ from vllm_headroom.trace.recorder import Recorder
 log = Log(__name__)
 
 CANNOT_LISTEN: Final = 2
-"""Exit status where the daemon cannot start before an operator changes a setting."""
+"""Exit status if the daemon cannot start until an operator changes a setting."""
 
 LONGEST_TICK_SECONDS: Final = 30.0
-"""The longest time between two ticks when sources hang: each has a timeout of seconds. After a
-longer time, the daemon itself was stopped or got no CPU."""
+"""The longest time between two ticks even if sources hang, because each has a timeout of seconds.
+If more time has passed, the daemon itself was stopped or got no CPU.
+"""
 
 OTHERS_WRITE_BITS: Final = 0o022
-"""The permissions that no file of the daemon gives: others could change its state."""
+"""Permissions that the daemon gives to none of its files, because others could change its state."""
 
 
 @cache  # read from the distribution's files, and shown on every page
@@ -75,19 +76,19 @@ def read_build() -> tuple[str, str, str]:
 def serve(settings: Settings, model: ModelReader = NO_MODEL) -> NoReturn:
     """Run the real daemon until it is stopped, and exit with its status.
 
-    Raises an error of the daemon itself.
+    Any error of the daemon itself is raised.
     """
     logs.configure(settings.log_format, settings.log_level)
     forbid_writing_by_others()
     runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
     status = runner.run(run(build_real_parts(settings, model), settings, model))
     logging.shutdown()
-    # Do not wait for threads: a resolver that does not answer holds one for 10 s (measured).
+    # Do not wait for threads: a resolver that does not answer blocks one for 10 s (measured).
     os._exit(status)
 
 
 def forbid_writing_by_others() -> None:
-    """Create files that only this user may write, whatever mask the process was started with."""
+    """Allow only this user to write to new files, whatever umask the process inherited."""
     inherited_mask = os.umask(0o777)
     os.umask(inherited_mask | OTHERS_WRITE_BITS)
 
@@ -113,14 +114,15 @@ async def run(
     The status is CANNOT_LISTEN where the port or the web configuration file cannot be used.
     `build_daemon` replaces the class Daemon, as in the demo. Raises the error of a loop.
     """
-    # Before anything is started: an operator's mistake ends here with one line.
+    # Before anything is started, so that an operator's mistake costs only one line and an exit.
     door = None
     try:
         listener = listen(settings.listen_host, settings.listen_port)
         if settings.web_config_file is not None:
             door = Door(settings.web_config_file)
     except OSError as error:
-        # The module socket appends the address to the text, which the log line has in fields.
+        # The module `socket` appends the address to this text; the log line already has the address
+        # in fields.
         problem, _, _ = str(error.strerror).partition(" (while")
         log.error(  # noqa: TRY400 - the operator needs the address, not a traceback
             "cannot listen; set HEADROOM_LISTEN_HOST and HEADROOM_LISTEN_PORT to a free address of"
@@ -164,7 +166,7 @@ def build_engine_watch(
 ) -> EngineWatch:
     """Build what samples, saves and records the engine of `parts`, as far as it is configured.
 
-    `pod` is the engine's, None where it is unknown.
+    `pod` is the engine's pod; None where it is unknown.
     """
     clock = parts.clock
     history = History()
@@ -174,7 +176,7 @@ def build_engine_watch(
     lock = None
     recent_lines = None
     if settings.state_dir is not None:
-        # One lock for both: the state and the flight record share the folder.
+        # One lock for both, because the state and the flight record share the folder.
         lock = FolderLock()
         keeper = StateKeeper(
             folder=settings.state_dir, clock=clock, version=read_version(), lock=lock
@@ -198,7 +200,7 @@ def build_engine_watch(
             parts.canary_request.ask,
             settings.canary_interval_seconds,
             clock,
-            # A pause longer than a slow tick: then it was the daemon that stood still.
+            # If a pause is longer than a slow tick, the daemon itself was stopped.
             pause_seconds=max(LONGEST_TICK_SECONDS, 3 * settings.sample_interval_seconds),
         )
     server_pages = None
@@ -245,7 +247,7 @@ def build_engine_watch(
 
 
 class Daemon:
-    """Watches one engine, shows what it finds and, where it is configured, evicts its own pod."""
+    """Watches one engine, shows the results and, if so configured, evicts its own pod."""
 
     def __init__(
         self,
@@ -256,7 +258,7 @@ class Daemon:
         home: str,
         ending: asyncio.Future[int],
     ) -> None:
-        """`home` is the URL of the daemon's own page, `ending` takes the exit status."""
+        """`home` is the URL of the daemon's own page; `ending` receives the exit status."""
         self._clock = parts.clock
         self._evictor = parts.evictor
         self._notice = parts.notice
@@ -276,7 +278,7 @@ class Daemon:
     def list_loops(self) -> list[Coroutine[Any, Any, None]]:
         """Return the loops that run until shutdown."""
         loops = [loop.run_every(self._interval_seconds, self._tick, self._clock)]
-        # More often than all sources are read, so that a short peak of GPU memory is seen.
+        # More often than all other sources are read, so that a short peak of GPU memory is noticed.
         if self._gpu_interval_seconds < self._interval_seconds:
             timeout_seconds = min(GPU_TIMEOUT_SECONDS, self._gpu_interval_seconds)
             sample_gpu_memory = partial(self._watch.sample_gpu_memory, timeout_seconds)
@@ -328,7 +330,7 @@ class Daemon:
         """Sample once; end the daemon where the GPUs stay unreadable; write the tick to files."""
         is_first = self._watch.latest is None
         result = await self._watch.sample()
-        # Before the files are written: a hanging volume must not make the daemon unhealthy.
+        # Before the files are written, so that a hanging volume does not make the daemon unhealthy.
         self._heartbeat.beat()
         if is_first:
             log.info("first sample published", look_at=self._home, scrape=f"{self._home}metrics")
@@ -340,7 +342,7 @@ class Daemon:
         await self._watch.record()
 
     async def _take_eviction_turn(self, evictor: Evictor) -> None:
-        """Have the evictor take its next step, by the gate of the newest sample."""
+        """Let the evictor take its next step, by the gate in the newest sample."""
         latest = self._watch.latest
         if latest is None or self._heartbeat.find_stall():
             await evictor.turn(None)  # an old sample is no reason to evict

@@ -1,4 +1,4 @@
-"""Have an idle engine complete one token at intervals, to see whether it answers."""
+"""Request one token from an idle engine at intervals, to find out whether it answers."""
 
 from collections.abc import Awaitable, Callable
 from typing import Final
@@ -14,7 +14,8 @@ log = Log(__name__)
 
 CANARY_RETRY_SECONDS: Final = 10.0
 """The pause before the next request to an engine that did not answer. It is short, so that a
-passing error does not last as long as a hang."""
+temporary error does not last long enough to look like a hang.
+"""
 
 
 CANARY_EVENTS: Final = {
@@ -38,9 +39,9 @@ class Canary:
     ) -> None:
         """Build a canary that sends nothing yet.
 
-        `ask` returns whether the engine of a model answered; None where it cannot be asked. After
-        more than `pause_seconds` between two ticks, the daemon itself was stopped and could receive
-        no answer.
+        `ask` sends the request and returns whether the engine answered; None where no request can
+        be sent. If more than `pause_seconds` lie between two ticks, the daemon itself was stopped
+        and could receive no answer.
         """
         self._ask = ask
         self._clock = clock
@@ -49,8 +50,9 @@ class Canary:
         self._last_tick_seconds = clock.monotonic()
         self._last_answer: bool | None = True
         self.unanswered_since_seconds: float | None = None
-        """When the first request without an answer was sent, on the monotonic clock; None while
-        the engine answers or is not asked."""
+        """When the first request without an answer was sent, on the monotonic clock; None while the
+        engine answers or no request is due.
+        """
 
     async def run(self, read_snapshot: Callable[[], Snapshot | None]) -> None:
         """Send requests forever; `read_snapshot` returns the newest snapshot."""
@@ -65,7 +67,7 @@ class Canary:
     def note_tick(self) -> None:
         """Note that the daemon runs.
 
-        After a pause of the daemon, the silence of the engine counts as that much shorter.
+        A pause of the daemon is subtracted from the silence of the engine.
         """
         now_seconds = self._clock.monotonic()
         pause_seconds = now_seconds - self._last_tick_seconds
@@ -77,22 +79,22 @@ class Canary:
     async def send(self, snapshot: Snapshot | None) -> None:
         """Send one request and wait for its outcome, if the engine is known to be idle.
 
-        Without an idle engine, the silence is forgotten: a busy engine is not asked.
+        Without an idle engine, the silence is forgotten, because a busy engine gets no request.
         """
         model_name = None if snapshot is None else _find_idle_model(snapshot)
         if model_name is None:
             self.unanswered_since_seconds = None
             return
-        # A request that waits for its answer counts as silence from its beginning.
+        # A request that waits for its answer counts as silence from the time it was sent.
         if self.unanswered_since_seconds is None:
             self.unanswered_since_seconds = self._clock.monotonic()
         try:
             answer = await self._ask(model_name)
         except Exception:
-            # An error of the daemon is no silence of the engine.
+            # An error in the daemon is not a silence of the engine.
             self.unanswered_since_seconds = None
             raise
-        # None means that the engine cannot be asked, which is no silence.
+        # None means that no request could be sent, which is no silence.
         if answer is not False:
             self.unanswered_since_seconds = None
         if answer is not self._last_answer:
@@ -104,14 +106,14 @@ class Canary:
 def _find_idle_model(snapshot: Snapshot) -> str | None:
     """Return the name of a model of the server while all its engines are awake and idle.
 
-    None while one has a request, sleeps or is missing, and where the page or the engine's state is
-    unknown.
+    None while an engine has a request, sleeps or is missing, and where the page or the engine's
+    state is unknown.
     """
     if isinstance(snapshot.engines, Failure) or snapshot.engine_status is None:
         return None
     if is_page_awake(snapshot.engines) is False:
         return None
-    # A sign of a hang may change the state: the requests must go on, to show when it ends.
+    # A sign of a hang may change the state, but the requests must go on to show when the hang ends.
     is_up = snapshot.engine_status.state in (EngineState.SERVING, EngineState.STALLED)
     is_doubted = snapshot.engine_status.are_gauges_doubted
     if not is_up and not is_doubted and not snapshot.engine_status.hang_signs:
@@ -120,5 +122,5 @@ def _find_idle_model(snapshot: Snapshot) -> str | None:
     if not engines:
         return None
     is_idle = all(engine.running == 0 and engine.waiting == 0 for engine in engines)
-    # Gauges that nothing supports are set right by the next request, or belong to a hang.
+    # If the gauges are stale, the next request corrects them, or a hang is behind them.
     return engines[0].model_name if is_idle or is_doubted else None

@@ -1,4 +1,4 @@
-"""Follow the engine's log: fetch what was added, read it, remember how each run ended."""
+"""Follow the engine's log: fetch and read what was added, and remember how each run ended."""
 
 from functools import partial
 from typing import Final
@@ -17,19 +17,21 @@ from vllm_headroom.vocabulary import LogEventKind, Reason, Source
 from vllm_headroom.worker import Worker
 
 KUBERNETES: Final = "kubernetes"
-"""The value of HEADROOM_ENGINE_LOG for the container's log by the API server."""
+"""The value of HEADROOM_ENGINE_LOG that selects the container's log from the API server."""
 
 JOURNAL: Final = "journal:"
-"""What the value of HEADROOM_ENGINE_LOG begins with for a unit of systemd."""
+"""The prefix of a value of HEADROOM_ENGINE_LOG that names a unit of systemd."""
 
 MOST_ENDINGS: Final = 4
-"""Of how many starts the end is kept: an exit is matched with it within two minutes."""
+"""For how many starts the end is kept. An exit is matched with an end within two minutes."""
 
 ENDING_KINDS: Final = (LogEventKind.FAILURE, LogEventKind.STOP, LogEventKind.LOAD)
 """The events that decide how a start ended."""
 
 READ_SECONDS: Final = 2.0
-"""How long reading a batch of lines may take; 2 MiB take 0.07 s, of nothing but failures 1 s."""
+"""How long reading a batch of lines may take. 2 MiB take 0.07 s, or 1 s if they contain only
+failures.
+"""
 
 SLOW: Final = Failure(
     source=Source.LOG,
@@ -56,7 +58,7 @@ class EngineLogFollower:
 
     async def read(self, timeout_seconds: float) -> LogReading | Failure:
         """Return what the log says so far, or why it cannot be read, as a Failure."""
-        # While a batch is still being read, no other is fetched: it would be lost.
+        # While a batch is being read, no other batch is fetched, because it would be lost.
         if self._worker.is_busy:
             return SLOW
         batch = await self._source.fetch(timeout_seconds)
@@ -80,9 +82,11 @@ class EngineLogFollower:
             for event in self._reader.feed(line):
                 if event.kind not in ENDING_KINDS:
                     continue
-                # A line without a time is dated when it was read; of an old file that is not known.
+                # A line without a time gets the time at which it was read; for an old file that
+                # time says nothing.
                 seconds = read_seconds if event.time.seconds is None else event.time.seconds
-                # A load is no end, and may show that the engine has survived one.
+                # The load of the engine is no end, and may show that the engine has survived a
+                # failure.
                 number = self._reader.start_count
                 if event.kind is not LogEventKind.LOAD:
                     touched_seconds[number] = seconds
@@ -107,7 +111,7 @@ class EngineLogFollower:
             del self._endings[next(iter(self._endings))]
 
     def _find_start(self, number: int) -> EngineStart | None:
-        """Return a start by its number; None for one that the reader keeps no longer."""
+        """Return a start by its number; None where the reader no longer keeps it."""
         later_starts = self._reader.start_count - number
         if later_starts == 0:
             return self._reader.start
@@ -117,7 +121,7 @@ class EngineLogFollower:
 
 
 def _describe_ending(start: EngineStart, seconds: float | None) -> LogEnding | None:
-    """Return how a start ended; None where it goes on, or has survived its failures."""
+    """Return how a start ended; None while it goes on, or where it survived its failures."""
     failure = start.root_failure
     if failure is None and not start.is_stopped:
         return None

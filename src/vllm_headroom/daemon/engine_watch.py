@@ -1,7 +1,7 @@
 """All that watches one engine: a daemon may hold several, which share nothing.
 
-A tick reads all sources in parallel, evaluates what was read and publishes the result; then the
-result is shown, saved and recorded.
+A tick reads all sources in parallel, evaluates the readings and publishes the result. The result is
+then shown, saved and recorded.
 """
 
 import asyncio
@@ -43,18 +43,19 @@ from vllm_headroom.vocabulary import Reason, Source
 from vllm_headroom.worker import Worker
 
 SMALL_PAGE: Final = 128 * 2**10
-"""A page of at most this many characters is parsed on the event loop. vLLM's has 67,000, for which
-a thread costs more than the parsing. The costliest page of this size takes 50 ms."""
+"""A page of at most this many characters is parsed on the event loop. vLLM's page has 67,000, for
+which a thread would cost more than the parsing. The costliest page of this size takes 50 ms.
+"""
 
 PARSE_SECONDS: Final = 2.0
 """How long parsing a page may take. A page of eight engines takes 1 ms, the costliest page of the
 allowed size half a second."""
 
 SAVE_SECONDS: Final = 60.0
-"""The pause between two savings of the state."""
+"""The pause between saving the state twice."""
 
 LAST_SAVE_SECONDS: Final = 0.5
-"""How long the saving at the shutdown may take. Scrapes in progress get as long, in parallel."""
+"""How long saving at shutdown may take. Scrapes in progress get the same time, in parallel."""
 
 T = TypeVar("T")
 F = TypeVar("F")
@@ -63,7 +64,7 @@ Timed = tuple[T, ReadingTime]
 
 Parse = Callable[[str], EnginePage | Failure]
 Recall = Callable[[Snapshot], Awaitable[Mapping[str, Any]]]
-"""Returns the states of an earlier process to continue from, by derivation; mostly empty."""
+"""Returns the states of an earlier process to continue from, by derivation; usually empty."""
 
 
 class Sampler:
@@ -102,7 +103,7 @@ class Sampler:
 
     @property
     def published(self) -> Published | None:
-        """The newest tick's samples, None before the first."""
+        """Return the newest tick's samples; None before the first tick."""
         return None if self.latest is None else self.latest.published
 
     async def tick(self) -> TickResult:
@@ -112,11 +113,12 @@ class Sampler:
         samples of that part.
         """
         snapshot = self._evaluation.build_snapshot(await self._read_sources())
-        # Before the run is followed: the sample then continues the saved run.
+        # Before the run is followed, so that this sample continues the saved run.
         if self._recall is not None:
             self._evaluation.states.update(await self._recall_guarded(self._recall, snapshot))
         snapshot = self._evaluation.follow_run(snapshot)
-        # The log comes before the verdicts, so that an error in them hides no transition.
+        # The log lines come before the verdicts, so that an error in the verdicts hides no
+        # transition.
         self._run_guarded("log of changes", partial(self._transitions.report, snapshot), None)
         result = self._evaluation.judge(snapshot)
         report_leaks = partial(self._transitions.report_leaks, result.values)
@@ -189,7 +191,7 @@ class Sampler:
         return page, time
 
     async def _parse_page(self, text: str) -> EnginePage | Failure:
-        # Handing it to the thread costs more than parsing it here.
+        # Handing it to a thread costs more than parsing it here.
         """Return the engines on a page; a Failure where it takes too long or cannot be parsed."""
         if len(text) <= SMALL_PAGE:
             return self._parse(text)
@@ -208,7 +210,7 @@ class Sampler:
     async def _read_processes(
         self, engine_task: asyncio.Task[Timed[EnginePage | Failure]]
     ) -> Timed[ProcessReadings | Failure]:
-        """Read the engine's processes, which its page helps to identify.
+        """Read the engine's processes; its page helps to identify them.
 
         The first tick waits for the page. Later ticks use the last tick's page, so that both are
         read in parallel.
@@ -224,9 +226,9 @@ class Sampler:
     async def _read_optional(
         self, source: Source, read: Callable[[float], Awaitable[T | Failure]] | None
     ) -> tuple[T | Failure | None, tuple[ReadingTime, ...]]:
-        """Return what a source returns that may not be configured, and how long reading it took.
+        """Return what an optional source returns, and how long reading it took.
 
-        None and an empty tuple where it is not configured.
+        None and an empty tuple where the source is not configured.
         """
         if read is None:
             return None, ()
@@ -237,7 +239,7 @@ class Sampler:
         self, source: Source, read: Callable[[], Awaitable[T | Failure]]
     ) -> Timed[T | Failure]:
         """Return what a reader returns, or why it raised, and how long it took."""
-        # By the machine's clock: the clock of the demo's daemon runs faster.
+        # Measured by the machine's clock, because the clock of the demo's daemon runs faster.
         read_machine_seconds = asyncio.get_running_loop().time
         began_seconds = read_machine_seconds()
         value = await self._read_guarded(source, "reading", read)
@@ -253,8 +255,9 @@ class Sampler:
     ) -> T | Failure:
         """Return what a reader returns; where it raises, log the error and return a failure.
 
-        Every call of a reader goes through here: what one source contains must not end the daemon.
-        A MemoryError too costs this source alone: one source that is too large must not end ticks.
+        Every call of a reader goes through here, so that the content of one source cannot end the
+        daemon. Even a MemoryError affects only this source, so that a source that is too large
+        cannot stop the ticks.
         """
         try:
             value = await read()
@@ -268,8 +271,8 @@ class Sampler:
     def _run_guarded(self, name: str, step: Callable[[], T], fallback: F) -> T | F:
         """Return what a step of the evaluation returns; where it raises, log the error.
 
-        Then the result is `fallback`: an error in one step must not keep the page from being
-        published.
+        In that case the result is `fallback`, so that an error in one step does not keep the page
+        from being published.
         """
         try:
             outcome = step()
@@ -298,7 +301,7 @@ class EngineWatch:
         lock: FolderLock | None = None,
         recent_lines: RecentLines | None = None,
     ) -> None:
-        """`lock` is that of the folder with the state and the flight record."""
+        """`lock` is the lock of the folder with the state and the flight record."""
         self.history = history
         """The curves of the last day, which the page draws."""
         self._sampler = sampler
@@ -311,13 +314,13 @@ class EngineWatch:
         self._clock = clock
         self._lock = lock
         self._recent_lines = recent_lines
-        # What follows the sampling: an error in one of them must not keep the others from running.
+        # The steps that follow the sampling; an error in one must not keep the others from running.
         self._history_guard = loop.StepGuard()
         self._recorder_guard = loop.StepGuard()
         self._flight_guard = loop.StepGuard()
 
     def close(self) -> None:
-        """Give up the folder, so that it can be watched again; no sample may follow."""
+        """Release the folder, so that the engine can be watched again; no sample may follow."""
         if self._lock is not None:
             self._lock.release()
         if self._recent_lines is not None:
@@ -361,7 +364,7 @@ class EngineWatch:
             await self._flight_guard.run(step)
 
     async def sample_gpu_memory(self, timeout_seconds: float) -> None:
-        """Read the used memory of the GPUs alone, for their peaks and the flight record."""
+        """Read only the used memory of the GPUs, for their peaks and the flight record."""
         used_bytes = await self._gpus.sample_used(timeout_seconds)
         if self._flight is not None:
             self._flight.recent.add(self._clock.time(), used_bytes)
@@ -382,7 +385,7 @@ class EngineWatch:
         return None if self.latest is None else self.latest.snapshot
 
     async def _save_states(self, keeper: StateKeeper) -> None:
-        """Save the states at every interval until the shutdown, and once more then."""
+        """Save the states at every interval until the shutdown, and once more at the shutdown."""
 
         def collect_states() -> Mapping[str, Any]:
             return {**self._sampler.states, HISTORY.name: self.history.save()}
@@ -390,7 +393,7 @@ class EngineWatch:
         try:
             await loop.run_every(SAVE_SECONDS, lambda: keeper.save(collect_states()), self._clock)
         finally:
-            # The shutdown cancels this task: what came since the last saving is written here.
+            # The shutdown cancels this task, so changes since the last saving are written here.
             await loop.StepGuard().run(lambda: keeper.save(collect_states(), LAST_SAVE_SECONDS))
 
 
@@ -399,7 +402,8 @@ async def recall_states(
 ) -> Mapping[str, Any]:
     """Return the states to continue from, by derivation; restore the page's history.
 
-    Both are those that an earlier daemon saved. Empty at most ticks: each state is returned once.
+    An earlier daemon saved both. The result is empty at most ticks, because each state is returned
+    only once.
     """
     states = dict(await keeper.recall(snapshot))
     saved_history = states.pop(HISTORY.name, None)

@@ -1,6 +1,6 @@
-"""Have the API server evict this pod before a leak ends its engine.
+"""Evict this pod through the API server before a leak ends its engine.
 
-One pod of a workload at a time is evicted.
+Only one pod of a workload is evicted at a time.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from vllm_headroom.vocabulary import EvictionResult
 log = Log(__name__)
 
 TURN_SECONDS: Final = 10.0
-"""The time from one turn of the evictor to the next, which is also that of renewing the Lease."""
+"""The time from one turn of the evictor to the next, and between renewals of the Lease."""
 
 LEASE_SECONDS: Final = 120
 """A Lease that was not renewed for this time is free. That is longer than an evicted pod takes to
@@ -35,42 +35,45 @@ REQUEST_SECONDS: Final = 15.0
 the PodDisruptionBudget."""
 
 LONGEST_PAUSE_SECONDS: Final = 320.0
-"""The longest pause after refusals: the pause starts at TURN_SECONDS and doubles with each."""
+"""The longest pause after refusals: the pause starts at TURN_SECONDS and doubles with each refusal.
+"""
 
 SHOWN_CHARACTERS: Final = 300
 """Characters of the API server's message that are logged."""
 
 GIVE_BACK_SECONDS: Final = 2.0
-"""The limit for giving the Lease back at the end, two requests. An evicted pod's sidecar ends after
-its engine, within the grace period of the pod."""
+"""The time limit for giving the Lease back at shutdown, which takes two requests. An evicted pod's
+sidecar ends after its engine, within the grace period of the pod.
+"""
 
 Object = dict[str, Any]
 """An object of Kubernetes, as JSON."""
 
 
 class NotNowError(Exception):
-    """Why nothing is evicted now, in one line."""
+    """Why nothing can be evicted now, in one line."""
 
     def __init__(self, problem: str, status: int | None = None) -> None:
         super().__init__(problem)
         self.status = status
         """The HTTP status of a refusal. 0 where no clear answer came, so that the API server may
-        still do what was asked; None where this pod only has to wait."""
+        still carry out the request; None where this pod only has to wait.
+        """
 
 
 class EvictionPolicy(Struct, frozen=True, kw_only=True):
-    """When the operator wants this pod evicted."""
+    """When this pod is evicted, by the operator's settings."""
 
     is_dry_run: bool
-    """Only read from the API server, and log what would be done."""
+    """Whether the evictor only reads from the API server, and logs what it would do."""
     near_seconds: float
-    """Evict with less time than this to out-of-memory."""
+    """Evict the pod if less than this time is left until out-of-memory."""
     quiet_hour: int | None
-    """The hour of the day, in UTC, in which a leak is reason enough; None without one."""
+    """The hour of the day, in UTC, in which any leak is reason enough; None without one."""
 
 
 class Evictor:
-    """Evicts the pod `name`, at most one of its workload at a time; as a dry run it only reads."""
+    """Evicts the pod `name`; of its workload, one pod at a time. In a dry run it only reads."""
 
     def __init__(
         self, api: PageReader, policy: EvictionPolicy, *, namespace: str, name: str, clock: Clock
@@ -94,14 +97,16 @@ class Evictor:
         self._lease_changed_at = 0.0
         """When another version of the Lease was first read, on the monotonic clock."""
         self._lease_held_until = 0.0
-        """When this pod's hold of the Lease ends, on the monotonic clock; 0 without it."""
+        """Until when this pod holds the Lease, on the monotonic clock; 0 while it does not."""
         self._paused_until = 0.0
         self._has_evicted = False
-        """Whether this pod was evicted, or would have been as a dry run, while it is due."""
+        """Whether this pod was evicted, or in a dry run would have been; reset once it is no longer
+        due.
+        """
         self._refusals = 0
-        """The refusals in a row."""
+        """The number of refusals in a row."""
         self._problem = ""
-        """Why the last turn evicted nothing, "" without a problem."""
+        """Why the last turn could not evict the pod; "" without a problem."""
 
     def read_guardrail(self) -> Guardrail:
         """Return the settings and the state, for what is derived and shown."""
@@ -117,10 +122,12 @@ class Evictor:
         await self._api.close()
 
     async def give_lease_back(self) -> None:
-        """Give the Lease to the next pod as the last act, where that is safe, else it expires.
+        """At shutdown, give the Lease to the next pod where that is safe.
 
-        It is safe once the budget's status counts this pod as missing: the next pod then waits for
-        the replacement, not for the Lease. Takes at most GIVE_BACK_SECONDS.
+        Otherwise the Lease expires.
+
+        That is safe once the status of the PodDisruptionBudget counts this pod as missing, because
+        the next pod then waits for the replacement. Takes at most GIVE_BACK_SECONDS.
         """
         if not (self._has_evicted and self._is_holder):
             return
@@ -151,10 +158,11 @@ class Evictor:
         except Exception as error:  # noqa: BLE001 - objects of another shape must not end the daemon
             problem = f"the API server's answer is not understood ({error!r})"
             is_refusal = True
-        # Waiting for another pod or for the budget is no refusal: the next turn may succeed.
+        # Waiting for another pod or for the budget is no refusal, because the next turn may
+        # succeed.
         if is_refusal:
             self._refusals += 1
-            # Growing pauses, since the API server is shared with the whole cluster.
+            # The pauses grow, because the whole cluster shares the API server.
             pause_seconds = min(TURN_SECONDS * 2**self._refusals, LONGEST_PAUSE_SECONDS)
             self._paused_until = self._clock.monotonic() + pause_seconds
         else:
@@ -169,7 +177,7 @@ class Evictor:
         Raises NotNowError where the eviction is not allowed now, or a request fails.
         """
         if self._has_evicted and not self._is_holder:
-            return  # the Lease has expired: another pod may have it
+            return  # the Lease has expired, so another pod may hold it
         if not self._pod:
             self._pod = await self._read_pod()
         began_seconds = self._clock.monotonic()
@@ -182,26 +190,27 @@ class Evictor:
         if self._policy.is_dry_run:
             self._finish(EvictionResult.DRY_RUN, "would ask for the eviction of this pod", due)
             return
-        # The Lease is taken only if nobody else took it since it was read: so no pod of the
-        # workload was evicted since the budget was checked.
+        # The Lease is taken only if nobody else took it since it was read. So no pod of the
+        # workload was evicted after the budget was checked.
         await self._take_lease(lease, began_seconds)
         try:
             await self._evict()
         except NotNowError as error:
-            # Without an answer the eviction may be under way: the Lease then keeps others waiting.
+            # Without an answer the eviction may be under way: the Lease then keeps other pods
+            # waiting.
             if error.status != 0:
                 await self._release()
             raise
         self._finish(EvictionResult.ACCEPTED, "asked for the eviction of this pod", due)
 
     def _finish(self, result: EvictionResult, event: str, due: str) -> None:
-        """Count and log the eviction, or that of a dry run."""
+        """Count and log the eviction, or the dry run of one."""
         self._requests[result] += 1
         self._has_evicted = True
         log.warning(event, pod=self._name, why=due)
 
     async def _give_up(self) -> None:
-        """Release the Lease: the eviction is not due, or not any more."""
+        """Release the Lease, because the eviction is not or no longer due."""
         self._has_evicted = False
         if self._problem:
             log.info("eviction of this pod is not due any more")
@@ -211,8 +220,8 @@ class Evictor:
     async def _read_pod(self) -> Object:
         """Return this pod's object, and set the names of its workload's Lease and of its holder.
 
-        Raises NotNowError where no controller would replace the pod, and where no readinessProbe
-        shows when its replacement serves.
+        Raises NotNowError if no controller would replace the pod, or if no readinessProbe shows
+        when a replacement serves.
         """
         pod = await self._ask("GET", f"/api/v1/namespaces/{self._namespace}/pods/{self._name}")
         metadata = pod["metadata"]
@@ -224,7 +233,7 @@ class Evictor:
         kind = controller["kind"]
         workload_name = controller["name"]
         template_hash = metadata.get("labels", {}).get("pod-template-hash")
-        # A ReplicaSet of a Deployment is replaced at each rollout; the Deployment's name lasts.
+        # A ReplicaSet of a Deployment is replaced at each rollout; the Deployment's name stays.
         is_of_template = template_hash and workload_name.endswith(f"-{template_hash}")
         if kind == "ReplicaSet" and is_of_template:
             kind = "Deployment"
@@ -240,8 +249,8 @@ class Evictor:
     async def _find_budget(self) -> Object:
         """Return the pod's PodDisruptionBudget.
 
-        Raises NotNowError where not exactly one selects the pod, or where that one does not count
-        missing pods.
+        Raises NotNowError unless exactly one PodDisruptionBudget selects the pod and that one
+        counts missing pods.
         """
         path = f"/apis/policy/v1/namespaces/{self._namespace}/poddisruptionbudgets"
         budgets = (await self._ask("GET", path))["items"]
@@ -254,7 +263,7 @@ class Evictor:
             )
         (budget,) = matching_budgets
         name = budget["metadata"]["name"]
-        # With a number in minAvailable the controller expects only pods that exist.
+        # With a number in minAvailable, the controller counts only pods that exist.
         if isinstance(budget["spec"].get("minAvailable"), int):
             raise NotNowError(
                 f"PodDisruptionBudget {name} does not count missing pods: it needs maxUnavailable"
@@ -275,7 +284,7 @@ class Evictor:
         """Return the Lease if it is free or this pod's; an empty object where none exists.
 
         Raises NotNowError while another pod holds it. A Lease has expired once this pod has read it
-        unchanged for its whole duration: the clocks of two machines are never compared.
+        unchanged for its whole duration, so the clocks of two machines are never compared.
         """
         try:
             lease = await self._ask("GET", f"{self._leases_path}/{self._lease_name}")
@@ -297,7 +306,7 @@ class Evictor:
         return lease
 
     async def _take_lease(self, lease: Object, began_seconds: float) -> None:
-        """Take the Lease or renew it; `lease` was read later than `began_seconds`.
+        """Take or renew the Lease; `lease` was read after `began_seconds`.
 
         Raises NotNowError where another pod changed the Lease since it was read, or the API server
         refuses the request.
@@ -314,8 +323,8 @@ class Evictor:
             transitions = former_spec.get("leaseTransitions", 0)
             spec["leaseTransitions"] = transitions + 1 if lease else transitions
         self._lease = await self._write_lease(lease, spec)
-        # Counted from before the reading: another pod counts from its own reading of the renewed
-        # Lease, which is later, so the two never hold the Lease at once.
+        # Counted from before the reading. Another pod counts from its own, later reading of the
+        # renewed Lease, so the two never hold the Lease at the same time.
         self._lease_held_until = began_seconds + LEASE_SECONDS
 
     async def _release(self) -> None:
@@ -330,7 +339,8 @@ class Evictor:
         Raises NotNowError where another pod changed it since `lease` was read, or the API server
         refuses the request.
         """
-        # The Lease has the version that was read: the API server refuses a write in between.
+        # The Lease carries the version that was read, so the API server refuses to overwrite a
+        # newer one.
         if lease:
             method = "PUT"
             path = f"{self._leases_path}/{self._lease_name}"
@@ -354,7 +364,7 @@ class Evictor:
 
     async def _evict(self) -> None:
         """Ask the API server to evict the pod; raise NotNowError where it refuses or fails."""
-        # Half of the Lease's time has to be left, for the request itself.
+        # Half of the Lease's duration must be left for the request itself.
         if self._clock.monotonic() > self._lease_held_until - LEASE_SECONDS / 2:
             raise NotNowError(
                 "the API server took too long: the Lease could expire before the eviction"
@@ -364,14 +374,14 @@ class Evictor:
             "apiVersion": "policy/v1",
             "kind": "Eviction",
             "metadata": {"name": self._name, "namespace": self._namespace},
-            # A StatefulSet gives the replacement the same name: the UID keeps it from being
-            # evicted.
+            # A StatefulSet gives the replacement the same name, so the UID protects the
+            # replacement.
             "deleteOptions": {"preconditions": {"uid": self._pod["metadata"]["uid"]}},
         }
         try:
             await self._ask("POST", path, body)
         except NotNowError as error:
-            # The API server answers so where the PodDisruptionBudget forbids the eviction.
+            # This status means that the PodDisruptionBudget forbids the eviction.
             if error.status == HTTPStatus.TOO_MANY_REQUESTS:
                 self._requests[EvictionResult.REFUSED] += 1
             else:
@@ -381,8 +391,8 @@ class Evictor:
     async def _ask(self, method: str, path: str, body: Object | None = None) -> Object:
         """Return the object that the API server answers with.
 
-        Raises NotNowError without an answer, for any status but one of success, and for an answer
-        that is a failure or no object.
+        Raises NotNowError without an answer, for a status that is not a success, and for an answer
+        that reports a failure or is not an object.
         """
         reply = await self._api.send(method, path, body)
         if isinstance(reply, Failure):
@@ -392,7 +402,7 @@ class Evictor:
             answer = json.loads(reply.text)
         message = "no object of Kubernetes"
         if isinstance(answer, dict):
-            # A redirection is not followed, and an answer of status 201 may report a failure too.
+            # Redirects are not followed, and even an answer with status 201 may report a failure.
             is_success = HTTPStatus.OK <= reply.status < HTTPStatus.MULTIPLE_CHOICES
             if is_success and answer.get("status") != "Failure":
                 return answer
@@ -414,9 +424,9 @@ def _count_pods(budget: Object) -> tuple[int, int]:
 
 
 def _counts_missing_pods(budget: Object) -> bool:
-    """Return whether a budget's status has a pod that is missing, or that is being evicted.
+    """Return whether a budget's status shows a pod as missing or as being evicted.
 
-    The API server itself notes an eviction there before it deletes the pod.
+    The API server itself records an eviction in that status before it deletes the pod.
     """
     healthy, expected = _count_pods(budget)
     return healthy < expected or bool(budget.get("status", {}).get("disruptedPods"))
@@ -425,7 +435,7 @@ def _counts_missing_pods(budget: Object) -> bool:
 def _selects(budget: Object, labels: Object) -> bool:
     """Return whether a PodDisruptionBudget selects these labels.
 
-    False where its selector has anything besides matchLabels.
+    False where its selector contains anything besides matchLabels.
     """
     selector = budget["spec"].get("selector", {})
     if selector.keys() != {"matchLabels"}:

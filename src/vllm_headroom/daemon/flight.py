@@ -1,4 +1,4 @@
-"""Write the flight record, and save a part of it as an incident when the engine exits or stalls."""
+"""Write the flight record, and save an incident from it when the engine exits or stalls."""
 
 import os
 from collections import deque
@@ -53,25 +53,29 @@ from vllm_headroom.vocabulary import EngineState, IncidentKind, Sureness
 log = Log(__name__)
 
 RECORD_STEP_SECONDS: Final = 0.9
-"""The shortest time between two lines of the record: about a second, and less by a tenth, so that a
-tick that comes early is recorded too. With a line for each tick of the shortest interval, 0.1 s,
-the record would reach back minutes only."""
+"""The shortest time between two lines of the record: a second minus a tenth, so that a tick that
+comes early is recorded too. With a line for each tick of the shortest interval, 0.1 s, the record
+would reach back only minutes.
+"""
 
 INCIDENT_SECONDS: Final = 300.0
-"""How long an incident takes further events, such as the end of a hang by a probe of Kubernetes, or
-starts that fail. It ends earlier when an event follows after the engine has served again."""
+"""How long an incident accepts further events, such as the end of a hang by a Kubernetes probe, or
+failing starts. It closes earlier if an event follows after the engine has served again.
+"""
 
 RETRY_SECONDS: Final = 60.0
-"""An incident that could not be written is tried again after this time."""
+"""Writing a failed incident is tried again after this time."""
 
 MOST_INCIDENT_EVENTS: Final = 32
 """Our choice: how many of the newest events of an incident are kept."""
 
 ERROR_SECONDS: Final = 900.0
-"""XIDs and OutOfMemoryErrors from up to this time before an incident may explain it."""
+"""XIDs and OutOfMemoryErrors that occurred at most this long before an incident may explain it."""
 
 MOST_RECORDED_HOLDERS: Final = 64
-"""Our choice: how many processes on GPUs, and how many with a probe, an incident's header lists."""
+"""Our choice: an incident's header lists at most this many processes on GPUs, and as many with a
+probe.
+"""
 
 LEAK_FIGURES: Final = (
     catalog.LEAK_RATE,
@@ -79,21 +83,23 @@ LEAK_FIGURES: Final = (
     catalog.LEAKED,
     catalog.TIME_TO_OOM,
 )
-"""The leak detector's results for a GPU besides its state."""
+"""The leak detector's results for a GPU, other than its state."""
 
 MOST_USE_SAMPLES: Final = 600
 """How many samples of the memory in use between ticks are kept: ten minutes. With eight GPUs they
 take 0.5 MB."""
 
 USE_STEP_SECONDS: Final = 0.9
-"""The shortest time between two of these samples: a second, less the tolerance for an early one."""
+"""The shortest time between two of these samples: a second minus a tolerance for an early sample.
+"""
 
 MOST_XIDS: Final = 32
 """Our choice: how many of the driver's newest errors are kept."""
 
 MOST_INCIDENT_GPUS: Final = 16
-"""The GPUs whose samples an incident has. One engine has no more on one machine; their samples take
-260 kB in the header."""
+"""Samples of at most this many GPUs are in an incident: one engine has no more on one machine. They
+take 260 kB in the header.
+"""
 
 
 class RecentReadings:
@@ -113,7 +119,8 @@ class RecentReadings:
         """
         if not used_bytes:
             return
-        # By the distance: a clock that was set back must not stop the samples for an hour.
+        # The absolute distance counts, so that a clock that was set back does not stop the samples
+        # for an hour.
         if not self._samples or abs(seconds - self._samples[-1][0]) >= USE_STEP_SECONDS:
             self._samples.append((round(seconds, 1), used_bytes))
 
@@ -129,14 +136,17 @@ class RecentReadings:
         previous_counts = self._xid_counts
         # A GPU that is missing for a tick keeps its counts, so that they are not reported again.
         self._xid_counts = {**(previous_counts or {}), **counts}
-        if previous_counts is None:  # when the errors counted so far occurred is unknown
+        if previous_counts is None:  # it is unknown when the errors counted so far occurred
             return
         for (uuid, xid), count in counts.items():
             if count > previous_counts.get((uuid, xid), 0):
                 self.xids.append({"t": round(snapshot.time_seconds, 3), "uuid": uuid, "xid": xid})
 
     def list_used(self, uuids: Iterable[str]) -> dict[str, list[tuple[float, int]]]:
-        """Return the samples of these GPUs by UUID: seconds since the epoch and bytes in use."""
+        """Return the samples of these GPUs by UUID.
+
+        Each has seconds since the epoch and used bytes.
+        """
         return {uuid: self._list_samples(uuid) for uuid in sorted(uuids)[:MOST_INCIDENT_GPUS]}
 
     def _list_samples(self, uuid: str) -> list[tuple[float, int]]:
@@ -154,7 +164,7 @@ class OpenIncident(Struct, frozen=True, kw_only=True):
     """When it is complete, on the monotonic clock."""
     events: tuple[EngineEvent, ...]
     ending: Ending
-    """The decisive event with what preceded it: the incident's cause is derived from it."""
+    """The decisive event, with what preceded it. The cause of the incident is derived from it."""
     before: Mapping[str, Any]
     """The context of the last sample in service, as `build_context` returns it."""
 
@@ -163,7 +173,7 @@ class Flight:
     """Owns the flight record in `folder` once `lock` is this daemon's.
 
     `lines` returns the daemon's last log lines. Errors of the volume are logged when they begin and
-    end, and affect the record only.
+    end, and affect only the record.
     """
 
     def __init__(
@@ -177,7 +187,7 @@ class Flight:
         pod: EnginePod | None = None,
     ) -> None:
         self.last: LastIncident | None = None
-        """The newest incident on disk."""
+        """The newest incident on disk; None without one."""
         self.recent = RecentReadings()
         """The readings between ticks, which the caller adds."""
         self._folder = folder
@@ -194,7 +204,7 @@ class Flight:
         self._has_served = False
         """Whether the engine was in service since the last event."""
         self._last_context: Mapping[str, Any] = {}
-        """The context of the last sample in service; of the last sample before any service."""
+        """The context of the last sample in service or, before any service, of the last sample."""
         self._ooms: list[dict[str, Any]] = []
         """The newest OutOfMemoryErrors, as records for JSON."""
         self._snapshots: list[dict[str, Any]] = []
@@ -213,7 +223,8 @@ class Flight:
         now = snapshot.monotonic_seconds
         self.recent.add_xids(snapshot)
         self._mappings.step(snapshot, values)
-        # Where this snapshot shows none, as without the probe's files, the last known errors stay.
+        # Where this snapshot has no errors, for instance without the probe's files, the last known
+        # errors stay.
         self._ooms = list_ooms(snapshot) or self._ooms
         self._snapshots = list_snapshots(snapshot) or self._snapshots
         self._now_seconds = snapshot.time_seconds
@@ -222,14 +233,14 @@ class Flight:
         event = self._take_event(snapshot.engine_status)
         if not self._lock.is_ours:
             return  # the other daemon records the tick
-        # Once, and not earlier: reading the folder takes the lock.
+        # Read once, and not before the lock is held.
         if self._recorded_seconds is None:
             await self._writer.do(self._find_last_incident)
         if event is None:
             self._update_context(snapshot, verdicts, values)
         else:
             self._add_event(event, snapshot)
-        # The tick of an event is always recorded: it shows what had changed.
+        # The tick of an event is always recorded, because it shows what changed.
         if event is not None or self._is_record_due(now):
             self._recorded_seconds = now
             await self._writer.do(partial(self._append, snapshot))
@@ -241,8 +252,8 @@ class Flight:
     ) -> None:
         """Store this tick's context.
 
-        Not so while the engine, having served, is out of service: the last context before is the
-        one that explains an end.
+        It is not stored while the engine has served and is out of service: then the last context in
+        service explains the end.
         """
         is_known = snapshot.engine_status is not None
         if is_known and self._has_served and not snapshot.is_in_service:
@@ -262,13 +273,14 @@ class Flight:
     def _take_event(self, status: EngineStatus | None) -> Ending | None:
         """Return the tick's event; None without one.
 
-        An event after the engine has served again begins another incident: the open one is closed.
+        If the engine has served again, the event begins another incident, and the open incident is
+        closed.
         """
         if status is None:
             return None
         if status.event is not None and self._last_known_state is EngineState.SERVING:
             self._incident = None
-        # The state may be unknown during a stall: before and after, it is the same stall.
+        # The state may be unknown for a while during a stall, which is one stall all the same.
         if status.state is not EngineState.UNKNOWN:
             self._last_known_state = status.state
         return status.event
@@ -289,7 +301,8 @@ class Flight:
         self._has_served = False
         incident = self._incident
         if incident is None:
-            # Memory may fill between two lines of the record: the header has the samples between.
+            # Memory may fill between two lines of the record, so the header has the samples in
+            # between.
             leaks = self._last_context.get("leaks", ())
             used = self.recent.list_used(leak["uuid"] for leak in leaks)
             self._incident = OpenIncident(
@@ -314,8 +327,8 @@ class Flight:
     async def _write(self, incident: OpenIncident, now: float) -> OpenIncident | None:
         """Write the incident so far; return it with the time of its next writing.
 
-        Return None when it is complete, and when it could not be written for INCIDENT_SECONDS after
-        that. It is written at once, and again with later events when it is complete.
+        Return None once it is complete, or could not be written for INCIDENT_SECONDS after its end.
+        An incident is written at once, and again with later events when it is complete.
         """
         # XIDs and failed allocations of minutes before may be the cause.
         oldest_seconds = incident.seconds - ERROR_SECONDS
@@ -334,7 +347,7 @@ class Flight:
         is_written = await self._writer.do(
             partial(write_incident, self._folder, incident.seconds, header)
         )
-        # Tried again until long after the end: a full volume may be cleared.
+        # Tried again until long after the end, because somebody may clear a full volume.
         closes_at_seconds = incident.closes_at_seconds
         if not is_written:
             is_abandoned = now >= closes_at_seconds + INCIDENT_SECONDS
@@ -358,7 +371,7 @@ class Flight:
     def _find_engine_log(self, incident: OpenIncident) -> LogEnding | None:
         """Return what the engine's log reports about an incident; None where it says nothing.
 
-        An exit may follow a stall: then the log says it of the exit.
+        If an exit has followed a stall, the log reports on the exit.
         """
         if self._engine_log is None:
             return None
@@ -367,7 +380,7 @@ class Flight:
     def _find_last_incident(self) -> None:
         """Find the newest incident that an earlier process wrote; `last` is None without one.
 
-        Where the folder is a link, only the folder that it leads to now is used from here on.
+        If the folder is a link, its present target is used from here on.
         """
         self._folder = Path(os.path.realpath(self._folder))
         newest = find_newest(self._folder)
@@ -439,7 +452,7 @@ def list_ooms(snapshot: Snapshot) -> list[dict[str, Any]]:
 
 
 def list_snapshots(snapshot: Snapshot) -> list[dict[str, Any]]:
-    """Return torch's snapshot at the first OutOfMemoryError of each process, also of exited ones.
+    """Return torch's snapshot at the first OutOfMemoryError of each process, even of exited ones.
 
     The newest comes last. With many ranks only the newest are listed.
     """
@@ -453,7 +466,7 @@ def list_snapshots(snapshot: Snapshot) -> list[dict[str, Any]]:
 
 
 def _describe_snapshot(pid: int, snapshot: AllocatorSnapshot) -> dict[str, Any]:
-    """Return what an incident's header has of one allocator snapshot of the probe."""
+    """Return what an incident's header contains of an allocator snapshot."""
     largest = [
         {
             "file": holding.file,
@@ -475,7 +488,7 @@ def _describe_snapshot(pid: int, snapshot: AllocatorSnapshot) -> dict[str, Any]:
 
 
 def _drop_sizes(process: ProbedProcess) -> ProbedProcess:
-    """Return a process without the peaks by size, of which an incident needs the highest only."""
+    """Return a process without the peaks by size; an incident needs only the highest peak."""
     if process.peaks is None:
         return process
     works = tuple([replace(work, sizes=()) for work in process.peaks.works])
@@ -489,7 +502,7 @@ def _list_probed(snapshot: Snapshot) -> tuple[ProbedProcess, ...]:
 
 
 def _summarise_incident(file: Path, header: Mapping[str, Any]) -> LastIncident | None:
-    """Return what the page shows of an incident; None where its header lacks the event."""
+    """Return what the page shows of an incident; None if its header has no event."""
     incident = read_incident(header)
     if incident is None:
         return None

@@ -1,4 +1,4 @@
-"""Write log lines to stderr, as logfmt or JSON, the daemon's and those of libraries."""
+"""Write the log lines of the daemon and of libraries to stderr, as logfmt or JSON."""
 
 import contextlib
 import json
@@ -15,23 +15,23 @@ from vllm_headroom.vocabulary import CONTROLS
 from vllm_headroom.worker import start_thread
 
 OURS: Final = "vllm_headroom"
-"""The logger of all lines that are not a library's."""
+"""The logger of all lines that are not from a library."""
 
 MOST_WAITING_LINES: Final = 1000
-"""Lines that wait for a slow reader of stderr: half a megabyte."""
+"""How many lines may wait for a slow reader of stderr: half a megabyte."""
 
 MOST_RECENT_LINES: Final = 40
 """How many of the newest lines are kept for an incident's file: with MOST_RECENT_CHARACTERS they
 take at most 20 kB."""
 
 MOST_RECENT_CHARACTERS: Final = 500
-"""The characters of each of these lines that are kept."""
+"""How many characters of each of these lines are kept."""
 
 STDERR: Final = 2
 """The file descriptor."""
 
 LOG_SHUTDOWN_SECONDS: Final = 0.2
-"""How long the exit, which may take a second in all, waits for the last lines to be read."""
+"""How long the exit waits for the last lines to be read. The whole exit may take one second."""
 
 
 class Background(logging.Handler):
@@ -72,7 +72,7 @@ class Background(logging.Handler):
             dropped_lines = self._dropped
             if dropped_lines > reported_lines:
                 message = "log lines were dropped, stderr was not read: dropped=%d"
-                # Built by hand: a logger would put it into the queue that is full.
+                # Built by hand, because a logger would put the line into the full queue.
                 arguments = (dropped_lines - reported_lines,)
                 self._write(
                     logging.LogRecord(OURS, logging.WARNING, "", 0, message, arguments, None)
@@ -94,7 +94,7 @@ class Background(logging.Handler):
 class RecentLines(logging.Handler):
     """Keeps the daemon's newest lines since its creation, each cut to a length.
 
-    With an `engine_name`, only the lines about that engine, and those about none.
+    With an `engine_name`, it keeps only the lines about that engine, and those about no engine.
     """
 
     def __init__(self, engine_name: str = "") -> None:
@@ -121,7 +121,7 @@ def configure(log_format: str, log_level: str) -> None:
 
     Of the libraries' log lines, only those of level warning and above are written.
 
-    In logfmt a traceback follows its line as an indented block, in JSON it is the field
+    In logfmt, a traceback follows its line as an indented block; in JSON, it is the field
     `exception`.
     """
     level = logging.getLevelNamesMapping()[log_level.upper()]
@@ -132,7 +132,7 @@ def configure(log_format: str, log_level: str) -> None:
 
 
 def _read_fields(record: logging.LogRecord) -> dict[str, object]:
-    """Return the fields of a line in their order: time, level, event, then those of the call."""
+    """Return the fields of a line in order: time, level, event, then the fields of the call."""
     instant = to_datetime(record.created).isoformat(timespec="microseconds")
     fields: dict[str, object] = {
         "ts": instant.replace("+00:00", "Z"),
@@ -168,7 +168,7 @@ class Logfmt(logging.Formatter):
 
 
 def _render_word(value: object) -> str:
-    """Return a value as logfmt writes it: "" for None, in quotes where it has spaces or signs."""
+    """Return a value as logfmt writes it: "" for None, quoted if it has special characters."""
     if value is None:
         return ""
     if isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""The loops of the daemon, and how they end."""
+"""Run the loops of the daemon, and end them."""
 
 import asyncio
 import contextlib
@@ -22,23 +22,25 @@ NEEDS_NEW_CONTAINER: Final = 3
 one process."""
 
 FATAL: Final = frozenset({Reason.VERSION_MISMATCH, Reason.UNKNOWN})
-"""NVML error 18, and 17 or 999 on every GPU: they last as long as the container
-(nvidia-container-toolkit#48)."""
+"""NVML errors that last as long as the container: 18, and 17 or 999 on every GPU
+(nvidia-container-toolkit#48).
+"""
 
 LEAST_SILENCE_SECONDS: Final = 3.0
-"""A shorter silence is never unhealthy: at the shortest interval, a busy machine alone can delay
-the loop by three intervals."""
+"""A shorter silence is never unhealthy, because at the shortest interval a busy machine can delay
+the loop by three intervals.
+"""
 
 
 class StepGuard:
-    """Runs one step of the daemon again and again, and outlives the errors that it raises."""
+    """Runs one step of the daemon repeatedly, and survives the errors that the step raises."""
 
     def __init__(self) -> None:
         self._fault: type[Exception] | None = None
         """The type of the error that the newest run raised; None where it raised none."""
 
     async def run(self, step: Callable[[], Awaitable[None]]) -> None:
-        """Run the step; log the first error of each type in a row, and when it is over."""
+        """Run the step. Log the first of several equal errors in a row, and the end of an error."""
         fault: type[Exception] | None = None
         try:
             await step()
@@ -57,9 +59,9 @@ async def run_every(
 ) -> None:
     """Run `step` now and then once per interval, until it is cancelled.
 
-    The times form a grid: where a step takes longer than the interval, the points of the grid that
-    it missed are left out. A step that raises is skipped and logged. The health check reports a
-    sampling loop that only raises.
+    The times form a grid. If a step takes longer than the interval, the missed points of the grid
+    are skipped. An error of a step is logged, and the loop goes on. The health check reports a
+    sampling loop in which every step raises.
     """
     began_seconds = clock.monotonic()
     guard = StepGuard()
@@ -70,7 +72,7 @@ async def run_every(
 
 
 def _find_fault(error: Exception) -> type[Exception]:
-    """Return the type of an error; MemoryError for a group that has one."""
+    """Return the type of an error; MemoryError for a group that contains one."""
     if isinstance(error, ExceptionGroup) and error.subgroup(MemoryError) is not None:
         return MemoryError
     return type(error)
@@ -89,7 +91,7 @@ class Heartbeat:
     def __init__(
         self, interval_seconds: float, clock: Clock, read_machine_seconds: Callable[[], float]
     ) -> None:
-        """`read_machine_seconds` is the machine's monotonic clock, `clock` may run faster."""
+        """`read_machine_seconds` reads the machine's monotonic clock; `clock` may run faster."""
         self._interval_seconds = interval_seconds
         self._clock = clock
         self._read_machine_seconds = read_machine_seconds
@@ -110,7 +112,7 @@ class Heartbeat:
         silent_machine_seconds = self._read_machine_seconds() - self._beat_machine_seconds
         if silent_seconds <= 3 * self._interval_seconds:
             return None
-        # On the machine's clock: the clock of the demo runs faster.
+        # Measured on the machine's clock, because the clock of the demo runs faster.
         if silent_machine_seconds <= LEAST_SILENCE_SECONDS:
             return None
         return (
@@ -129,7 +131,7 @@ class GraceTime:
     def update(self, gpus: tuple[Gpu, ...] | GpuReadings | Failure, now_seconds: float) -> bool:
         """Take the GPUs of a tick; return whether they have failed for the whole grace time.
 
-        Only failures that last as long as the container count. `now_seconds` is of the monotonic
+        Only failures that last as long as the container count. `now_seconds` is on the monotonic
         clock.
         """
         if not isinstance(gpus, Failure) or gpus.reason not in FATAL:

@@ -1,4 +1,4 @@
-"""Read which kinds of mappings of the engine's processes grow, while their host memory grows."""
+"""Find out which kinds of mappings grow while the host memory of the engine's processes grows."""
 
 import asyncio
 import contextlib
@@ -26,10 +26,10 @@ pages of 4 KiB, and 1 ms per GiB of huge pages (measured). During a reading, a t
 that maps memory may have to wait; a thread that only uses memory does not wait."""
 
 MOST_PROCESSES: Final = 32
-"""How many processes are read: the largest of the engine."""
+"""How many processes are read: the largest processes of the engine."""
 
 MOST_KINDS: Final = 8
-"""How many kinds of mappings are shown of a process: those that grew most."""
+"""How many kinds of mappings are shown for a process: those that grew most."""
 
 Sizes = dict[str, int]
 """Resident bytes by kind of mapping."""
@@ -40,9 +40,9 @@ class _Growth(Struct, frozen=True, kw_only=True):
 
     role: Role
     next_reading_seconds: float = 0.0
-    """When it may be read again, on the monotonic clock."""
+    """When the process may be read again, on the monotonic clock."""
     first_seconds: float
-    """When it was first read, since the epoch; `newest_seconds` is of the same clock."""
+    """When the process was first read, since the epoch; `newest_seconds` is on the same clock."""
     first_sizes: Sizes
     """Empty where the first reading failed."""
     newest_seconds: float
@@ -50,12 +50,15 @@ class _Growth(Struct, frozen=True, kw_only=True):
 
     @property
     def has_one_reading(self) -> bool:
-        """Whether it was read once so far."""
+        """Return whether the process was read only once so far."""
         return self.newest_sizes is self.first_sizes
 
     @property
     def grown_bytes(self) -> Sizes:
-        """By how much each kind has grown, the largest growth first, without growth below 1 MiB."""
+        """Return by how much each kind has grown, the largest growth first.
+
+        Less than 1 MiB is left out.
+        """
         growth = find_growth(self.first_sizes, self.newest_sizes)
         largest_kinds = list(growth.items())[:MOST_KINDS]
         return {kind: size_bytes for kind, size_bytes in largest_kinds if size_bytes >= MIB}
@@ -66,7 +69,7 @@ class Mappings:
 
     The first reading is taken once the engine serves, later ones while the leak detector finds
     growth in the host memory of the process's role. `read` runs on a thread, for one process per
-    step. Where a call of `read` hangs, no further process is read.
+    step. If a call of `read` hangs, no further process is read.
     """
 
     def __init__(self, read: Callable[[int], Sizes | None]) -> None:
@@ -94,9 +97,9 @@ class Mappings:
             if not reading.done():
                 return  # one process at a time
             self._running = None
-            # A process that is still there had this pid during the whole reading.
+            # A process that still exists had this pid during the whole reading.
             if name in processes:
-                # An error, as of permissions, counts as a process that cannot be read.
+                # After an error, such as missing permissions, the process counts as unreadable.
                 sizes = None if reading.exception() else reading.result()
                 self._add_reading(name, processes[name].role, snapshot, sizes or {})
         due_name = self._find_due(processes, snapshot.monotonic_seconds, values)
@@ -131,7 +134,7 @@ class Mappings:
         That is the largest process that was never read, or else one of a growing role whose pause
         is over.
         """
-        # The largest process is the likeliest to hold the leak.
+        # The largest process is the most likely to leak.
         by_size = sorted(processes, key=lambda name: -processes[name].rss_bytes)
         for name in by_size[:MOST_PROCESSES]:
             if name not in self._growths:

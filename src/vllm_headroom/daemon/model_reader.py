@@ -1,4 +1,4 @@
-"""How the sidecar is given the bytes per token of a model, which the tools compute."""
+"""How the sidecar gets the bytes per token of a model, which the tools compute."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +10,7 @@ from vllm_headroom.model import TokenBytes
 
 
 class ModelReader(Struct, frozen=True, kw_only=True):
-    """Two ways to the bytes per token: of a model that the operator named, or the engine's own."""
+    """Gives the bytes per token of the model that the operator named, or of the engine's model."""
 
     configured: TokenBytes | None = None
     """The bytes per token of the named model; None where the operator names none."""

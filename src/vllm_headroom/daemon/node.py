@@ -36,23 +36,28 @@ from vllm_headroom.vocabulary import EngineKind, Reason, Source
 log = Log(__name__)
 
 SCAN_SECONDS: Final = 2.0
-"""How long reading what all processes belong to may take. 10,000 processes take 0.1 s."""
+"""How long it may take to find the pods and units of all processes. 10,000 processes take 0.1 s."""
 
 MOST_FIND_SECONDS: Final = 60.0
-"""How long finding engines may take in the background, while a command line hangs."""
+"""How long a search for engines may go on in the background, while a command line hangs."""
 
 FIND_SECONDS: Final = 1.0
-"""How long a tick waits for new engines. A command line may hang in a driver: then they wait."""
+"""How long a tick waits for the search for engines. A command line may hang in a driver, and then
+new engines are watched later.
+"""
 
 LATE_SECONDS: Final = 15.0
-"""A search for engines that takes longer is reported: where CPU is short, one takes seconds."""
+"""A search for engines that takes longer than this is reported. Where CPU is short, a search takes
+seconds.
+"""
 
 LAST_SAMPLE_SECONDS: Final = 300.0
-"""How long the last series of an engine whose pod is gone wait for a scrape."""
+"""How long the last series of an engine whose pod is gone are kept for a last scrape."""
 
 UNIT_SECONDS: Final = 3600.0
-"""How long an engine without a pod is watched after its last process: whether systemd starts it
-again is unknown, and a crash must be seen for longer than any alert waits."""
+"""How long an engine without a pod is watched after its last process has exited. It is unknown
+whether systemd starts it again, and a crash must be visible for longer than any alert waits.
+"""
 
 STALE_INTERVALS: Final = 3
 """After this many intervals without a new sample, an engine has no series: as in Heartbeat."""
@@ -69,7 +74,7 @@ _SOURCE_METRICS: Final = frozenset(
         catalog.SOURCE_LAST_SUCCESS,
     )
 )
-"""The series of sources: those of the driver are the machine's."""
+"""The series of sources. Those of the driver belong to the machine."""
 
 
 class SharedGpus:
@@ -91,7 +96,7 @@ class SharedGpus:
         reading = self._reading
         if reading is None:
             return await self._read_guarded(timeout_seconds)
-        # Shielded: an engine that is given up must not take the reading from the others.
+        # Shielded, so that giving up one engine does not cancel the reading of the others.
         return await asyncio.shield(reading)
 
     async def _read_guarded(self, timeout_seconds: float) -> GpuReadings | Failure:
@@ -99,7 +104,7 @@ class SharedGpus:
         try:
             readings = await self._gpus.read(timeout_seconds)
         except Exception:
-            # Once: the same error would come at each tick.
+            # Logged once, because the same error would come at each tick.
             if not self._is_faulty:
                 log.exception("source raised, its series are absent", source=str(Source.NVML))
             self._is_faulty = True
@@ -127,7 +132,7 @@ class EngineParts(Struct, frozen=True, kw_only=True):
 
     watch: EngineWatch
     resources: tuple[Closable | None, ...]
-    """What has to be closed with it."""
+    """What has to be closed when the engine is given up."""
 
 
 class WatchedEngine:
@@ -149,11 +154,11 @@ class WatchedEngine:
 
     @property
     def name(self) -> EngineName:
-        """Its names, which are the labels of its series."""
+        """Return its names, which are the labels of its series."""
         return self.located.name
 
     def begin_sample(self) -> None:
-        """Begin a sample, unless the last one has not ended: an engine has one at a time."""
+        """Begin a sample, unless the last sample is still running."""
         if self._sampling is None or self._sampling.done():
             self._sampling = self._start(self._guard(self._sample))
 
@@ -189,7 +194,7 @@ class WatchedEngine:
         return asyncio.create_task(coroutine, context=self._context)
 
     async def _run_loops(self) -> None:
-        """Run the loops beside the sampling until cancelled; one that raises begins again."""
+        """Run the loops beside the sampling until cancelled; a loop that raises starts over."""
         while True:
             await self._guard(self._run_loops_once)
             await asyncio.sleep(UNIT_SECONDS)
@@ -204,11 +209,11 @@ class WatchedEngine:
         await self.watch.record()
 
     async def _guard(self, step: Callable[[], Awaitable[None]]) -> None:
-        """Run a step; where it raises, log the error once: the other engines are watched on."""
+        """Run a step; if it raises, log the error once and go on watching the other engines."""
         try:
             await step()
         except Exception:
-            # Any error of one engine: the others are watched on.
+            # An error of one engine must not affect the others.
             if not self._is_faulty:
                 log.exception("engine cannot be sampled")
             self._is_faulty = True
@@ -216,10 +221,10 @@ class WatchedEngine:
             self._is_faulty = False
 
     def _label_samples(self, published: Published) -> Iterator[Sample]:
-        """Yield the samples that are this engine's, with its labels before their own.
+        """Yield the samples of this engine, with its labels before their own.
 
-        Those of GPUs that it does not hold are left out, and those of the driver: they are the
-        machine's.
+        Samples of GPUs that the engine does not hold are left out, and so are those of the driver,
+        which belong to the machine.
         """
         label_names = tuple(name for name, _ in self.name.labels)
         label_values = tuple(value for _, value in self.name.labels)
@@ -227,7 +232,7 @@ class WatchedEngine:
         samples = list(published.samples)
         if self.watch.last_incident is not None:
             samples.append(Sample(catalog.LAST_INCIDENT, (), self.watch.last_incident.seconds))
-        # The driver's samples are the machine's, not one engine's.
+        # The driver's samples belong to the machine, not to one engine.
         for metric, labels, value in samples:
             if metric.name in _SOURCE_METRICS and labels[0] == Source.NVML:
                 continue
@@ -249,15 +254,15 @@ class NodeReadings(Struct, frozen=True, kw_only=True):
 
     gpus: GpuReadings | Failure
     samples: tuple[Sample, ...]
-    """Those of the driver, and of every GPU, as of one that no engine holds."""
+    """The samples of the driver and of every GPU, as if no engine held the GPU."""
     monotonic_seconds: float
 
 
 class NodeWatch:
-    """Follows the engines of a machine as they come and go, and samples all of them.
+    """Follows the engines of a machine as they start and exit, and samples all of them.
 
-    A tick begins a sample of each engine and does not wait for it: an engine that answers slowly
-    costs the others no sample.
+    A tick begins a sample of each engine and does not wait for it, so that an engine that answers
+    slowly costs the others no sample.
     """
 
     def __init__(
@@ -271,13 +276,13 @@ class NodeWatch:
         interval_seconds: float,
         gpu_timeout_seconds: float,
     ) -> None:
-        """Build it; without `processes`, which finds engines, they are `engines` until the end."""
+        """Build it. `processes` finds the engines; without it they are always `engines`."""
         self.located: tuple[LocatedEngine, ...] = engines
         """Every engine that was found, watched or not."""
         self.engines: dict[str, WatchedEngine] = {}
         """The watched engines by their key."""
         self.readings: NodeReadings | None = None
-        """The newest tick's, None before the first."""
+        """The readings of the newest tick; None before the first."""
         self._gpus = SharedGpus(gpus)
         self._processes = processes
         self._build_engine = build_engine
@@ -291,18 +296,18 @@ class NodeWatch:
         self._finding_guard = loop.StepGuard()
         self._health = INITIAL
         self._problems: dict[str, str] = {}
-        """What was logged last, by what it is about."""
+        """The last logged problem of each subject, by subject."""
         self._other_problems: dict[str, str] = {}
-        """Why each engine that is not watched is not, by its key, as it was logged."""
+        """The logged reason why an engine is not watched, by its key."""
         self._scraped_seconds = -inf
         self._published_parts: tuple[object, ...] = ()
         """What `_published` was built from."""
         self._published: Published | None = None
 
     async def tick(self) -> GpuReadings | Failure:
-        """Follow the engines, begin a sample of each, and read the GPUs; return these.
+        """Follow the engines, begin a sample of each, and return a reading of the GPUs.
 
-        The reading is a Failure where no GPU could be read; the engines are sampled all the same.
+        The reading is a Failure where no GPU could be read; the engines are sampled nevertheless.
         """
         await self._following_guard.run(self._follow_engines)
         began_seconds = self._clock.monotonic()
@@ -314,7 +319,7 @@ class NodeWatch:
         return gpus
 
     async def sample_gpu_memory(self, timeout_seconds: float) -> None:
-        """Read the used memory of the GPUs alone, for the flight record of each engine."""
+        """Read only the used memory of the GPUs, for the flight record of each engine."""
         await self._gpus.begin_used(timeout_seconds)
         for engine in self.engines.values():
             await engine.watch.sample_gpu_memory(timeout_seconds)
@@ -334,7 +339,7 @@ class NodeWatch:
             return None
         engines = [engine for engine in self.engines.values() if not self._is_stale(engine)]
         engine_samples = [engine.list_samples() for engine in engines]
-        # Compared by identity: a scrape between two ticks must not build the page again.
+        # Compared by identity, so that a scrape between two ticks does not build the page again.
         parts = (readings, *engine_samples)
         is_same = len(parts) == len(self._published_parts) and all(
             part is built_part
@@ -346,7 +351,7 @@ class NodeWatch:
         return self._published
 
     def list_others(self, kind: EngineKind) -> list[LocatedEngine]:
-        """Return the engines of this kind, none of which is watched.
+        """Return the engines of this kind that are not watched.
 
         A watched engine whose server starts again may have no port for a moment.
         """
@@ -363,7 +368,10 @@ class NodeWatch:
         engines: list[WatchedEngine],
         engine_samples: list[tuple[Sample, ...]],
     ) -> Published:
-        """Return all samples; those of a GPU that an engine holds are that engine's alone."""
+        """Return all samples.
+
+        The samples of a GPU that an engine holds appear only with that engine.
+        """
         owned_uuids = set[str]()
         for engine in engines:
             owned_uuids |= engine.list_owned()
@@ -385,7 +393,7 @@ class NodeWatch:
         return Published(samples=tuple(samples), monotonic_seconds=readings.monotonic_seconds)
 
     def _is_stale(self, engine: WatchedEngine) -> bool:
-        """Return whether an engine's newest sample is too old to be shown as the present."""
+        """Return whether an engine's newest sample is too old to be shown."""
         published = engine.watch.published
         if published is None:
             return True
@@ -428,7 +436,7 @@ class NodeWatch:
         )
 
     async def _follow_engines(self) -> None:
-        """Watch the engines that were found, and give up those that are gone."""
+        """Watch the engines that were found, and stop watching those that are gone."""
         if self._processes is None:
             await self._apply({engine.key: engine for engine in self.located})
             return
@@ -442,7 +450,7 @@ class NodeWatch:
             self._finding_since_seconds = self._clock.monotonic()
             find = partial(self._find, self._processes)
             self._finding = asyncio.create_task(self._finding_guard.run(find))
-        # wait, unlike wait_for, does not cancel: the search goes on in the next tick.
+        # Unlike `wait_for`, `wait` does not cancel, so the search goes on in the next tick.
         await asyncio.wait((self._finding,), timeout=FIND_SECONDS)
         if not self._finding.done():
             if self._clock.monotonic() - self._finding_since_seconds > LATE_SECONDS:
@@ -453,7 +461,7 @@ class NodeWatch:
         await self._apply({engine.key: engine for engine in self.located})
 
     async def _find(self, processes: NodeProcesses) -> None:
-        """Find the engines; where /proc cannot be read, those of the last time stay."""
+        """Find the engines; if /proc cannot be read, the engines of the last search stay."""
         try:
             self.located = await processes.find_engines(MOST_FIND_SECONDS)
         except (TimeoutError, OSError) as error:
@@ -462,11 +470,12 @@ class NodeWatch:
             self._report("search", "")
 
     async def _apply(self, located: Mapping[str, LocatedEngine]) -> None:
-        """Begin and end the watches of engines, by what was found now."""
+        """Start and stop watching engines, by what was found now."""
         for key, watched in tuple(self.engines.items()):
             present = located.get(key)
             if present is None or present.kind is EngineKind.UNREADABLE:
-                # Its server has exited, or is about to: its run is over, and is watched on.
+                # Its server has exited or is about to. The engine is still watched after the end of
+                # its run.
                 await self._drop_if_gone(watched, is_present=present is not None)
             elif present != watched.located:
                 # It has a sidecar now, or another address or name.
@@ -479,9 +488,9 @@ class NodeWatch:
         self._report_others()
 
     async def _drop_if_gone(self, engine: WatchedEngine, *, is_present: bool) -> None:
-        """Give up an engine whose pod or unit is gone, once its last samples were scraped."""
+        """Stop watching an engine whose pod or unit is gone, once its last samples were scraped."""
         now_seconds = self._clock.monotonic()
-        # A unit of systemd has no process while it restarts: it is given more time.
+        # A unit of systemd has no process while it restarts, so it gets more time.
         is_in_pod = engine.name.pod is not None
         has_pod = is_in_pod and self._has_processes(engine)
         if is_present or has_pod:
@@ -490,7 +499,7 @@ class NodeWatch:
         if engine.absent_since_seconds is None:
             engine.absent_since_seconds = now_seconds
         absent_seconds = now_seconds - engine.absent_since_seconds
-        # A sample that began after its end was scraped.
+        # A sample that began after the engine's end was scraped.
         last_sample_seconds = engine.absent_since_seconds + 2 * self._interval_seconds
         is_scraped = self._scraped_seconds > last_sample_seconds
         if is_in_pod and (is_scraped or absent_seconds > LAST_SAMPLE_SECONDS):
@@ -504,7 +513,7 @@ class NodeWatch:
         )
 
     async def _add(self, located: LocatedEngine) -> None:
-        """Begin to watch an engine; one that is gone and had the same name is given up at once."""
+        """Start watching an engine; stop watching a gone engine that had the same name at once."""
         for watched in tuple(self.engines.values()):
             if watched.name == located.name:
                 await self._drop(watched)
@@ -515,7 +524,7 @@ class NodeWatch:
         log.info("engine is watched", of_engine=located.name.text, url=located.page_url)
 
     async def _drop(self, engine: WatchedEngine) -> None:
-        """Give up an engine: its series end, its state is saved."""
+        """Stop watching an engine: save its state and end its series."""
         del self.engines[engine.located.key]
         await engine.close()
         log.info("engine is no longer watched", of_engine=engine.name.text)
@@ -536,7 +545,7 @@ class NodeWatch:
         self._other_problems = problems
 
     def _report(self, subject: str, problem: str) -> None:
-        """Log a problem when it begins or changes, and note when it is over."""
+        """Log a problem when it begins or changes, and its end."""
         if self._problems.get(subject, "") == problem:
             return
         if problem:

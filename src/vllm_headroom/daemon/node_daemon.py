@@ -62,7 +62,7 @@ def serve(settings: Settings, model: ModelReader = NO_MODEL) -> NoReturn:
         log.warning("engines of other pods cannot be found", problem=NO_HOST_PIDS)
     status = runner.run(app.run(parts, settings, model, NodeDaemon))
     logging.shutdown()
-    # As in app.serve: a thread that waits for a resolver must not delay the exit.
+    # As in app.serve, so that a thread that waits for a resolver does not delay the exit.
     os._exit(status)
 
 
@@ -86,7 +86,7 @@ def locate_urls(settings: Settings) -> tuple[LocatedEngine, ...]:
 
 
 def list_folder_parts(located: LocatedEngine) -> tuple[str, ...]:
-    """Return what names the state folder of an engine: its pod's names and UID, and its port."""
+    """Return the parts of the name of an engine's state folder: pod names, UID and port."""
     name = located.name
     if name.pod is not None:
         uid = located.owner_key.removeprefix("pod:")
@@ -160,7 +160,7 @@ class NodeDaemon:
             return respond_node_snapshot(self._build_view(), request)
 
         def build_metrics(read_published: Callable[[], Published | None]) -> MetricsPage:
-            """Return the page of metrics, of what `read_published` returns at each scrape."""
+            """Return a metrics page; `read_published` returns its samples at each scrape."""
             return MetricsPage(
                 HeadroomCollector(
                     read_published,
@@ -171,7 +171,7 @@ class NodeDaemon:
             )
 
         def find_metrics(name: EngineName) -> MetricsPage:
-            # The name is one of those on the page, so exactly one engine has it.
+            # The name is taken from the page, so exactly one engine has it.
             (engine,) = (engine for engine in self._node.engines.values() if engine.name == name)
             return build_metrics(lambda: engine.watch.published)
 
@@ -202,8 +202,8 @@ class NodeDaemon:
             loop.request_end(self._ending, loop.NEEDS_NEW_CONTAINER)
 
     def _build_engine(self, located: LocatedEngine, gpus: SharedGpus) -> EngineParts:
-        """Return what watches an engine: as of a daemon that watches it alone."""
-        # As if this engine's URL alone had been configured.
+        """Return what watches an engine, as in a daemon that watches only this engine."""
+        # As if this URL had been configured as the only engine.
         changes: dict[str, Any] = {"engine_url": located.page_url, "engines": None}
         if self._settings.state_dir is not None:
             changes["state_dir"] = self._prepare_folder(self._settings.state_dir, located)
@@ -221,7 +221,7 @@ class NodeDaemon:
         )
 
     def _build_processes(self, located: LocatedEngine) -> Processes:
-        """Return the reader of an engine's processes, among those of its pod or unit."""
+        """Return the reader that finds an engine's processes among those of its pod or unit."""
         if self._processes is None:
             is_local = is_here(httpx.URL(located.page_url).host)
             return Processes(
@@ -237,7 +237,7 @@ class NodeDaemon:
         )
 
     def _prepare_folder(self, state_dir: Path, located: LocatedEngine) -> Path:
-        """Return the engine's folder; remove folders of engines that are long gone."""
+        """Return the engine's folder; remove folders of engines that have been gone for long."""
         folder = state_dir / name_folder(*list_folder_parts(located))
         used_names = {
             name_folder(*list_folder_parts(engine.located))
@@ -248,7 +248,7 @@ class NodeDaemon:
         return folder
 
     def _find_probe_dir(self, probe_dir: Path, located: LocatedEngine) -> Path | None:
-        """Return the folder of the probe in an engine, named by its pod's UID; None without one."""
+        """Return the folder of an engine's probe, named by the pod's UID; None without one."""
         folder = probe_dir / located.owner_key.removeprefix("pod:")
         is_in_pod = located.name.pod is not None
         return folder if is_in_pod and folder.is_dir() else None

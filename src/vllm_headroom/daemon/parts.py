@@ -1,4 +1,4 @@
-"""The daemon's parts that read the outside: the real engine, GPUs and processes."""
+"""The daemon's parts that read the real engine, GPUs and processes."""
 
 from collections.abc import Callable
 from functools import partial
@@ -35,13 +35,15 @@ CANARY_HEALTH_SECONDS: Final = 10.0
 """How long the server's /health may take to answer."""
 
 CANARY_TOKEN_SECONDS: Final = 60.0
-"""How long an idle engine may take for one token; after this the request is abandoned and sent
-again."""
+"""How long an idle engine may take for one token. After this the request is abandoned and another
+one is sent.
+"""
 
 
 SERVER_PAGE_SECONDS: Final = 3.0
-"""For the answer of each of the server's other pages: a round requests three of them, and ends
-before the next begins."""
+"""The time limit for each of the server's other pages. A round requests three of them, and ends
+before the next round begins.
+"""
 
 
 class Parts(Sources, frozen=True, kw_only=True):
@@ -92,7 +94,7 @@ def build_real_parts(settings: Settings, model: ModelReader = NO_MODEL) -> Parts
         engine=build_page_reader(
             settings,
             settings.engine_url,
-            # Not longer than the interval: a tick must end before the next one is due.
+            # No longer than the interval, because a tick must end before the next one is due.
             timeout_seconds=min(settings.engine_timeout_seconds, settings.sample_interval_seconds),
         ),
         gpus=Gpus(monotonic=clock.monotonic, call_timeout_seconds=GPU_TIMEOUT_SECONDS),
@@ -138,7 +140,7 @@ def build_node_parts(settings: Settings) -> NodeParts:
 
 
 def build_real_evictor(settings: Settings, clock: Clock) -> Evictor | None:
-    """Return what evicts this pod; None where eviction is not configured, or this is no pod."""
+    """Return the evictor of this pod; None outside of a pod, or where it is not configured."""
     if settings.evict == "off":
         return None
     policy = EvictionPolicy(
@@ -177,7 +179,7 @@ def build_server_request(settings: Settings) -> ServerRequest:
 
 
 def build_canary_request(settings: Settings) -> CanaryRequest:
-    """Return the canary's requests, to paths of the server beside its page."""
+    """Return the canary's requests, to paths of the engine's server."""
     build_reader = partial(build_sibling_reader, settings)
     return CanaryRequest(
         health=build_reader("health", CANARY_HEALTH_SECONDS),

@@ -8,13 +8,13 @@ import msgspec
 from vllm_headroom.model import USUAL_CONTAINER, EnginePod
 
 CONTAINER_VARIABLE: Final = "HEADROOM_ENGINE_CONTAINER"
-"""The setting that names the engine's container, which the downward API cannot."""
+"""The setting that names the engine's container, which the downward API cannot name."""
 
 
 def read_engine_pod(container: str | None = None) -> EnginePod | None:
     """Return the pod that the downward API names, None outside of one.
 
-    Without a `container` it is that of the environment. None too where a name is no name of
+    Without a `container`, the environment names it. None, too, where a name is not a valid name of
     Kubernetes.
     """
     names = {

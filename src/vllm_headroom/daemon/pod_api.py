@@ -14,7 +14,7 @@ ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 
 class PodApi(Struct, frozen=True, kw_only=True):
-    """This pod, and the API server that has its objects."""
+    """This pod, and the API server of its cluster."""
 
     reader: PageReader
     namespace: str
@@ -33,7 +33,7 @@ def open_pod_api(account: Path, timeout_seconds: float) -> PodApi | None:
         namespace = (account / "namespace").read_text().strip()
     except OSError:
         namespace = ""
-    # One missing name is enough: half a pod's environment cannot be used.
+    # If one name is missing, the environment of the pod cannot be used.
     if not (host and port.isdigit() and name and namespace):
         return None
     reader = PageReader(

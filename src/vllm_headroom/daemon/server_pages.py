@@ -15,11 +15,12 @@ from vllm_headroom.vocabulary import Reason, ServerAnswer
 log = Log(__name__)
 
 ROUND_SECONDS: Final = 10.0
-"""The pause between two rounds: six of them before anything is called stalled."""
+"""The pause between two rounds: six rounds fit before the engine counts as stalled."""
 
 OPEN_REASONS: Final = frozenset({Reason.HTTP_STATUS, Reason.TIMEOUT, Reason.INCOMPLETE})
 """Failures of the metrics page behind which a server may run. A closed port refuses all pages, and
-a login says that the address or the token is wrong."""
+a login page means that the address or the token is wrong.
+"""
 
 
 class ServerPages:
@@ -52,7 +53,7 @@ class ServerPages:
             raise
         is_silent = reply.answer is ServerAnswer.SILENT
         if is_silent and not self._was_silent:
-            # One late answer is no silence: a restart must not rest on it.
+            # One late answer is no silence, and must not cause a restart.
             reply = replace(reply, answer=ServerAnswer.UNCLEAR)
         self._was_silent = is_silent
         if self.latest is None or reply.answer is not self.latest.answer:
@@ -61,13 +62,13 @@ class ServerPages:
 
 
 def _is_page_insufficient(snapshot: Snapshot) -> bool:
-    """Return whether the page fails though a server may run, or shows work without progress."""
+    """Return whether the page fails while a server may run, or shows work without progress."""
     if isinstance(snapshot.engines, Failure):
         return snapshot.engines.reason in OPEN_REASONS
     status = snapshot.engine_status
     if status is None:
         return False
-    # Work without progress for a while: other pages may show whether the server still answers.
+    # After a while of work without progress, other pages may show whether the server still answers.
     is_still = status.progress_age_seconds is not None and (
         status.progress_age_seconds >= SIGN_SECONDS
     )

@@ -1,4 +1,4 @@
-"""What the sampler needs of the outside: the sources that one tick reads."""
+"""The sources outside the daemon that one tick reads."""
 
 import asyncio
 import contextlib
@@ -46,14 +46,16 @@ class GpuSource(Closable, Protocol):
 
 
 ReadProcesses = Callable[[float, EnginePage | Failure], Awaitable[ProcessReadings | Failure]]
-"""Finds the engine's processes with the help of its page; the number is the limit in seconds."""
+"""Finds the engine's processes with the help of its page. The number is the time limit in seconds.
+"""
 
 ReadProbe = Callable[[float], Awaitable[tuple[ProbedProcess, ...] | Failure]]
-"""Returns the last record of each process that the probe runs in; the number is the limit in
-seconds."""
+"""Returns the last record of each process that the probe runs in. The number is the time limit in
+seconds.
+"""
 
 ReadLog = Callable[[float], Awaitable[LogReading | Failure]]
-"""Returns what the engine's log says so far; the number is the limit in seconds."""
+"""Returns what the engine's log says so far. The number is the time limit in seconds."""
 
 FindServedModel = Callable[[ProcessReadings | Failure], TokenBytes | None]
 """Returns the bytes per token of the model that the engine's processes load; None where they are
@@ -82,7 +84,7 @@ class AnyParts(Protocol):
 
 
 async def close_all(*resources: Closable | None) -> None:
-    """Close the resources one after another; give up those not closed within CLOSE_SECONDS."""
+    """Close the resources one after another; give up after CLOSE_SECONDS."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(CLOSE_SECONDS):
             for resource in resources:

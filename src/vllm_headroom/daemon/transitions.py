@@ -36,21 +36,22 @@ ENGINE_EVENTS: Final = {
     EngineState.UNKNOWN: "engine's state unknown",
     EngineState.STALLED: "engine is stalled: it should make progress and makes none",
 }
-"""The events of two states; the event of any other state is `engine is` and its name."""
+"""The events of two states. The event of any other state is "engine is" and the state's name."""
 
 MOST_LOGGED_PROBES: Final = 64
 """How many stopped probes are logged within FORGET_PROBES_SECONDS: files that the engine's
 container writes must not fill the log."""
 
 FORGET_PROBES_SECONDS: Final = HOUR_SECONDS
-"""How often the logged probes whose files are gone are forgotten."""
+"""How often logged probes whose files are gone are forgotten."""
 
 DISAGREEING_SECONDS: Final = 60.0
-"""How long the log has to disagree with the probe or the page: after a restart each is read at
-another moment."""
+"""How long the log must disagree with the probe or the page before that is reported. After a
+restart, each source is read at a different moment.
+"""
 
 NOTHING_YET: Final = "nothing yet"
-"""The state of everything before the first sample."""
+"""The logged state of every source before the first sample."""
 
 
 class Transitions:
@@ -92,7 +93,8 @@ class Transitions:
         host_states = values.find_all(catalog.HOST_LEAK_STATE)
         for labels, is_current in (gpu_states | host_states).items():
             *device, state = labels
-            # The alarm goes on after a time in which it cannot be judged: it is not logged twice.
+            # An alarm may go on after a time in which it could not be judged, and is not logged
+            # twice.
             if not is_current or state in (LeakState.UNKNOWN, LeakState.ASLEEP):
                 continue
             # A GPU has two labels, index and UUID; a host memory has one, the role.
@@ -181,7 +183,8 @@ class Transitions:
             for process in probe.others
             if process.stopped
         }
-        # Files of exited probes stay for a while: what is forgotten too early is logged twice.
+        # Files of exited probes stay for a while, so a probe that is forgotten too early would be
+        # logged twice.
         if now_seconds >= self._forget_probes_at_seconds:
             self._logged_probes &= stopped_probes.keys()
             self._forget_probes_at_seconds = now_seconds + FORGET_PROBES_SECONDS
@@ -194,20 +197,20 @@ class Transitions:
             )
 
     def _report_processes(self, snapshot: Snapshot) -> None:
-        """Log that the engine cannot be distinguished, and that an exited one left processes."""
+        """Log that the engine cannot be identified, and that an exited engine left processes."""
         if self._note_change("engines", snapshot.ambiguous_engines) and snapshot.ambiguous_engines:
             log.warning(
                 "engine's processes not chosen",
                 problem=AMBIGUOUS,
                 visible=snapshot.ambiguous_engines,
             )
-        # Without GPUs, all orphans are named, also those that hold memory.
+        # Without GPUs, all orphans are named, even those that hold memory.
         orphans = describe_orphans(snapshot.left_behind, ())
         if self._note_change("left behind", orphans, usual_state=None) and orphans is not None:
             log.warning("an engine that exited left processes behind", problem=orphans)
 
     def _report_disagreements(self, snapshot: Snapshot) -> None:
-        """Log that the engine's log says something else than the probe and the page, once."""
+        """Log once that the engine's log disagrees with the probe or the page."""
         disagreements = find_disagreements(snapshot)
         if not disagreements:
             self._disagreeing_since_seconds = None
@@ -217,7 +220,7 @@ class Transitions:
             self._disagreeing_since_seconds = now_seconds
         if now_seconds - self._disagreeing_since_seconds < DISAGREEING_SECONDS:
             return
-        # By name: the sizes themselves may change a little from reading to reading.
+        # Compared by name, because the sizes may change a little between readings.
         names = [text.partition(":")[0] for text in disagreements]
         if self._note_change("log agreement", names):
             log.warning(
@@ -251,11 +254,11 @@ class Transitions:
             )
 
     def _report_owned_gpus(self, gpus: tuple[Gpu, ...]) -> None:
-        """Log which GPUs are the engine's and how that is known, or why none is."""
+        """Log which GPUs are the engine's and how that is known, or why no GPU is."""
         attributions = [
             (gpu.reading.uuid, str(gpu.attribution)) for gpu in gpus if gpu.attribution is not None
         ]
-        # A set: after a loss NVML may number the GPUs in another order.
+        # Compared as a set, because after a loss NVML may number the GPUs in another order.
         if not self._note_change("owners", frozenset(attributions)):
             return
         for uuid, attribution in attributions:
@@ -280,7 +283,7 @@ class Transitions:
             )
 
     def _note_change(self, name: str, state: object, usual_state: object = NOTHING_YET) -> bool:
-        """Remember the state that has this name; return whether it is another than before.
+        """Remember the state of this name; return whether it has changed.
 
         The first state is compared with `usual_state`.
         """

@@ -18,7 +18,7 @@ class Request(Struct, frozen=True, kw_only=True):
     method: str
     path: str
     query: str = ""
-    """What follows the question mark, "" without one."""
+    """The text after the question mark; "" without one."""
     headers: Mapping[str, str]
     """Names are in lower case; the values of a repeated header are joined by commas."""
 
@@ -36,7 +36,7 @@ Handler = Callable[[Request], Response]
 
 
 def respond_text(status: int, line: str, *headers: Header) -> Response:
-    """Return an answer of one line of text, with `headers` besides the usual ones."""
+    """Return an answer of one line of text, with `headers` in addition to the usual ones."""
     return Response(
         status=status, body=f"{line}\n".encode(), headers=(NO_SNIFF, NO_STORE, *headers)
     )
@@ -53,8 +53,8 @@ def build_application(
 ) -> Handler:
     """Return the handler of all requests, which answers by method and path.
 
-    `find_problem` returns why the daemon is unhealthy, None while it is healthy; `find_gate_reason`
-    why the gate is closed, None while it is open; `has_sample` whether the first tick is over.
+    `find_problem` returns why the daemon is unhealthy, or None. `find_gate_reason` returns why the
+    gate is closed, or None. `has_sample` returns whether the first tick is over.
     """
 
     def find_start_reason() -> str | None:

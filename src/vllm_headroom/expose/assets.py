@@ -1,4 +1,4 @@
-"""The style, the script and the icons that the page carries."""
+"""The style, the script and the icons of the page."""
 
 import base64
 import hashlib
@@ -13,7 +13,7 @@ _LEVEL_RULES: Final = "".join(
     f".{level} b,.{level} h1,b.{level}{{color:var(--{level})}}"
     for level in Level
 )
-"""The rules that give everything of a level the level's colour."""
+"""The rules that give elements of a level the colour of the level."""
 
 _HEAD_RULES: Final = pack_style("""
 body{font:16px/1.5 system-ui,sans-serif;max-width:62rem;margin:0 auto;padding:1rem;color:var(--ink);
@@ -89,7 +89,7 @@ th,td{text-align:left;padding:.3rem .6rem .3rem 0;border-bottom:1px solid var(--
 }
 """)
 PAGE_STYLE: Final = f"{STYLE}{THEME_RULES}{_HEAD_RULES}{_LEVEL_RULES}{_BODY_RULES}"
-"""The whole style of the page; of two rules of the same weight the later one counts."""
+"""The whole style of the page; the later of two rules of the same specificity counts."""
 
 SCRIPT: Final = """\
 (() => {
@@ -240,8 +240,9 @@ SCRIPT: Final = """\
 })();
 """
 """Shows times in the reader's zone and values under the pointer or by arrow keys, copies commands,
-switches the theme, and loads the page again and again to replace the elements that have changed.
-The scroll position, the focus, a selection, opened lines and a value that is being read stay."""
+switches the theme, and reloads the page regularly to replace changed elements. The scroll position,
+the focus, a selection, opened lines and a value under the pointer stay.
+"""
 
 
 def _hash(text: str) -> str:
@@ -254,8 +255,9 @@ POLICY: Final = (
     f"script-src 'sha256-{_hash(SCRIPT)}'; connect-src 'self'; img-src data:; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'"
 )
-"""The page's Content-Security-Policy: it permits this style and this script and nothing else, and
-forbids showing the page in a frame."""
+"""The page's Content-Security-Policy. It permits only this style and this script, and forbids
+showing the page in a frame.
+"""
 
 _ICONS: Final = {
     Level.GOOD: ("#1a7f37", "<path d='M4 9l3 3 6-7' fill='none' stroke='#fff' stroke-width='2'/>"),

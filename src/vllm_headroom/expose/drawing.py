@@ -36,7 +36,7 @@ THEME_RULES: Final = pack_style(
     f":root[data-theme=light]{{color-scheme:light;{_LIGHT}}}"
     f":root[data-theme=dark]{{color-scheme:dark;{_DARK}}}"
 )
-"""The colours of a theme that a reader has chosen, whatever the system's is."""
+"""The colours of a theme that a reader has chosen, whatever theme the system has."""
 
 STYLE: Final = pack_style(f"""
 :root{{{_LIGHT}}}
@@ -64,8 +64,9 @@ def escape_text(text: str) -> str:
 
 
 MARGIN: Final = 1.15
-"""Our choice: how far a picture reaches beyond the highest value, or beyond the forecast's end, as
-a multiple of these."""
+"""Our choice: a picture extends to this multiple of the highest value, or of the time to the
+forecast's end.
+"""
 
 SCALE_QUANTILE: Final = 0.9
 """The quantile of the values that sets the scale. It is not the highest value, because the card is
@@ -73,7 +74,7 @@ empty for minutes while an engine starts."""
 
 
 GRID_PARTS: Final = 4
-"""Our choice: the parts into which lines divide the height of a figure."""
+"""Our choice: grid lines divide the height of a figure into this many parts."""
 
 ROUND_DIGITS: Final = (1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 7.5, 8.0, 10.0)
 """The first digits of round numbers: their quarters, halves and multiples are easy to read."""
@@ -83,16 +84,16 @@ TICK_SECONDS: Final = (
     *(HOUR_SECONDS * hours for hours in (1, 2, 3, 4, 6, 12)),
     *(DAY_SECONDS * days for days in (1, 2, 5, 10, 30)),
 )
-"""The distances of ticks that people read on a clock or a calendar."""
+"""Distances of ticks that are familiar from a clock or a calendar."""
 
 MOST_TICKS: Final = 6
 """Our choice: with more, their texts would touch on a phone of 390 pixels."""
 
 
 def find_top(values: Iterable[float | None], *, limit: float | None = None) -> float:
-    """Return the value at the top of a picture of free memory, at most `limit`; 1 without values.
+    """Return the top value of a picture of free memory, at most `limit`; 1 without values.
 
-    Values of short times in which a card is empty may lie above it.
+    Values from short times in which a card is empty may lie above it.
     """
     ordered = sorted(value for value in values if value is not None)
     if not ordered:
@@ -104,7 +105,7 @@ def find_top(values: Iterable[float | None], *, limit: float | None = None) -> f
 class Frame(Struct, frozen=True, kw_only=True):
     """Maps times from `begin` to `end` and values from 0 to `top` to a box of `width` by `height`.
 
-    The time has one scale, so that a forecast has the slope of the curve that it continues.
+    Past and future have the same scale, so that a forecast continues the slope of its curve.
     """
 
     begin: float
@@ -115,7 +116,7 @@ class Frame(Struct, frozen=True, kw_only=True):
 
     def x(self, seconds: float) -> float:
         """Return the distance of a time from the left."""
-        # A span of no length is divided by 1: then its only time lies at the left edge.
+        # A span without length is divided by 1, so that its only time lies at the left edge.
         span_seconds = self.end - self.begin or 1.0
         return self.width * (seconds - self.begin) / span_seconds
 
@@ -136,7 +137,7 @@ class Forecast(Struct, frozen=True, kw_only=True):
 
 
 def build_curve(points: Iterable[Point]) -> Curve:
-    """Return the curve through these points, sorted: in a trace the clock may go back."""
+    """Return the curve through these points, sorted by time: in a trace the clock may go back."""
     ordered = sorted(points, key=itemgetter(0))
     times = [seconds for seconds, _ in ordered]
     values = [value for _, value in ordered]
@@ -146,11 +147,11 @@ def build_curve(points: Iterable[Point]) -> Curve:
 def thin_curve(curve: Curve, columns: int, *, begin: float = -inf) -> list[Stretch]:
     """Return the curve from the time `begin` on, thinned to two points for each of `columns`.
 
-    The two are the column's lowest and highest point, in the order of their times. A column without
-    a known value ends the stretch; empty where no value is known.
+    The two are the lowest and the highest point of the column, in the order of their times. A
+    column without a known value ends a stretch. Empty where no value is known.
     """
     times, values = curve
-    # `times` and `values` are a day of minutes: sampled columns keep the page small.
+    # `times` and `values` have a point for each minute of a day, so thinning keeps the page small.
     start = bisect_left(times, begin)
     column_size = max(1, ceil((len(values) - start) / columns))
     has_gaps = None in values
@@ -161,7 +162,7 @@ def thin_curve(curve: Curve, columns: int, *, begin: float = -inf) -> list[Stret
         if has_gaps:  # copying the columns of a day without gaps would cost time
             known_values = [value for value in column if value is not None]
         if known_values:
-            # Both extremes of a column: an average would hide short peaks.
+            # Both extremes of a column, because an average would hide short peaks.
             lowest_place = column.index(min(known_values))
             highest_place = column.index(max(known_values))
             for place in sorted({lowest_place, highest_place}):
@@ -182,7 +183,7 @@ def draw_line(frame: Frame, stretches: Iterable[Stretch], *, kind: str) -> str:
 
 
 def draw_curve(frame: Frame, stretches: Iterable[Stretch]) -> str:
-    """Return a line through each stretch, with the area below it shaded; empty without any."""
+    """Return a line through each stretch, with a shaded area below it; empty without one."""
     paths = [_draw_path(frame, stretch) for stretch in stretches]
     if not paths:
         return ""
@@ -192,7 +193,7 @@ def draw_curve(frame: Frame, stretches: Iterable[Stretch]) -> str:
 
 
 def _close_path(frame: Frame, path: str) -> str:
-    """Return the path of the area below a path: down to zero at its end, and back to its begin."""
+    """Return the path of the area below a path: down to zero at its end, and back to its start."""
     first_x = path[1 : path.index(" ")]
     return f"{path}V{frame.height:.0f}H{first_x}Z"
 
@@ -227,7 +228,7 @@ def draw_grid(frame: Frame, times: Iterable[float]) -> str:
 
 
 def round_top(top: float, unit: float) -> float:
-    """Return the lowest top, at least `top`, whose quarters are round multiples of a unit.
+    """Return the lowest value, at least `top`, whose quarters are round multiples of a unit.
 
     `unit` is the size of one unit, such as a GiB.
     """
@@ -259,7 +260,7 @@ def draw_forecast(frame: Frame, forecast: Forecast) -> str:
         return line
     earliest_end = _find_end(frame, forecast, forecast.earliest_seconds)
     earliest_value = earliest_end[1]
-    # Where the earliest line is cut off too, the area ends at the frame's edge.
+    # If the earliest line is cut off too, the area ends at the frame's edge.
     edge_seconds = earliest_end[0] if earliest_value == 0 else likely_end[0]
     corners = [
         begin,
@@ -272,7 +273,7 @@ def draw_forecast(frame: Frame, forecast: Forecast) -> str:
 
 
 def _find_end(frame: Frame, forecast: Forecast, seconds: float) -> tuple[float, float]:
-    """Return where a line from the forecast's begin to zero, reached in `seconds`, ends.
+    """Return where a line ends that goes from the forecast's start to zero within `seconds`.
 
     That is at zero, or where the line leaves the frame.
     """
@@ -290,7 +291,7 @@ def _draw_path(frame: Frame, stretch: Sequence[tuple[float, float]]) -> str:
     path = f"M{'L'.join(points)}"
     if len(stretch) > 1:
         return path
-    return f"{path}h.1"  # browsers do not draw a line of no length
+    return f"{path}h.1"  # browsers do not draw a line without length
 
 
 def draw_picture(frame: Frame, shapes: Iterable[str], *, title: str, stretch: bool = True) -> str:

@@ -24,14 +24,17 @@ from vllm_headroom.units import (
 from vllm_headroom.vocabulary import Level, Situation
 
 MOST_COLUMNS: Final = 480
-"""The columns of all curves together. A column has two points of 10 characters each: together they
-take 10 kB, and the page stays below 90 kB."""
+"""The columns of all curves together. A column has two points of 10 characters each, so all columns
+take 10 kB, and the page stays below 90 kB.
+"""
 
 EDGE_PERCENT: Final = 4
-"""Our choice: a tick so near to an edge has its text inside the plot."""
+"""Our choice: the text of a tick this close to an edge is moved into the plot."""
 
 LEAST_COLUMNS: Final = 32
-"""Our choice: the fewest columns of one curve. With fewer, the course of a day is not visible."""
+"""Our choice: the fewest columns of one curve. With fewer, the course of a day would not be
+visible.
+"""
 
 MOST_DRAWN_GPUS: Final = 16
 """Our choice: how many GPUs have a figure; further GPUs have only verdicts and rows in tables."""
@@ -44,15 +47,17 @@ LEGEND: Final = (
     ("mark", "at", "an alarm"),
     ("now", "now", "now"),
 )
-"""For each kind of shape: its class in a picture, the class of its sample in the legend, and its
-meaning."""
+"""Each kind of shape: its class in a picture, the class of its sample in the legend, and its
+meaning.
+"""
 
 PAST_FACTOR: Final = 3
-"""Our choice: with a forecast, the picture shows at most this many times its length of the past, so
-that the forecast takes at least a quarter of the width."""
+"""Our choice: next to a forecast, the picture shows at most this many times the forecast's length
+of the past, so that the forecast takes at least a quarter of the width.
+"""
 
 FUTURE_FACTOR: Final = 2
-"""Our choice: the picture shows at most this many times the length of the past as forecast."""
+"""Our choice: the picture shows a forecast of at most this many times the length of the past."""
 
 
 RANGES: Final = {"1h": HOUR_SECONDS, "6h": 6 * HOUR_SECONDS, "24h": DAY_SECONDS}
@@ -63,11 +68,11 @@ class _Room(Struct, frozen=True, kw_only=True):
     """The free memory of a GPU or of the host over the last day, and its forecast."""
 
     subject: str
-    """The name that verdicts have for it."""
+    """Its name in verdicts."""
     name: str
     """The model of a GPU; empty for the host."""
     rank: int
-    """The place of its verdict among all verdicts: 0 is the worst."""
+    """The place of its verdict among all verdicts; 0 is the worst."""
     free_curve: Curve
     """Never empty."""
     peak_curve: Curve
@@ -94,10 +99,10 @@ def draw_figures(
 ) -> Iterator[str]:
     """Yield at most three pieces of HTML: the worst figure, the load, and all other figures.
 
-    There is a figure of each GPU of the engine and of the host that has a curve. The figure with
-    the worst verdict is large and has the legend. The load has the same axis of time; it is left
-    out with fewer than two points. Nothing is yielded without a curve. `past_seconds` is how much
-    of the past is shown; with None as much as fits the curve and its forecast.
+    Each GPU of the engine, and the host, has a figure if it has a curve. The figure with the worst
+    verdict is large and has the legend. The load has the same time axis, and is left out if it has
+    fewer than two points. Nothing is yielded without a curve. `past_seconds` is how much of the
+    past is shown; if None, as much as fits the curve and its forecast.
     """
     now = snapshot.time_seconds
     columns = _count_columns(view, snapshot)
@@ -133,7 +138,7 @@ def _count_columns(view: View, snapshot: Snapshot) -> int:
 
 
 def _list_rooms(view: View, snapshot: Snapshot) -> Iterator[_Room]:
-    """Yield the free memory of each GPU of the engine and of the host, if it has a curve."""
+    """Yield the free memory of each GPU of the engine, and of the host, where it has a curve."""
     ranks = {verdict.subject: rank for rank, verdict in enumerate(view.verdicts)}
     for gpu in snapshot.owned_gpus[:MOST_DRAWN_GPUS]:
         free_curve = view.history.read_curve(f"free {gpu.reading.uuid}")
@@ -169,7 +174,7 @@ def _build_gpu_room(view: View, gpu: GpuReading, rank: int, free_curve: Curve) -
 
 
 def _build_host_room(view: View, host: HostMemory | None, rank: int, free_curve: Curve) -> _Room:
-    """Return the free memory of the host, with its forecast where memory grows without a bound."""
+    """Return the free memory of the host, with a forecast if memory grows without a bound."""
     free_bytes = None
     total_bytes = 0
     if host is not None:
@@ -180,7 +185,8 @@ def _build_host_room(view: View, host: HostMemory | None, rank: int, free_curve:
     }
     left_seconds = None
     earliest_seconds = None
-    # Growth that a configured pool explains ends at the pool's size: a line to zero would deny it.
+    # Growth that a configured pool explains ends at the pool's size, so a line to zero would be
+    # wrong.
     if situations != {Situation.FILLING}:
         left_seconds = view.values.value(catalog.HOST_TIME_TO_OOM)
         earliest_seconds = view.values.value(catalog.HOST_TIME_TO_OOM_LOWER)
@@ -219,20 +225,20 @@ def _draw_room(
     past = svg.thin_curve(room.free_curve, columns, begin=begin)
     peaks = svg.thin_curve(room.peak_curve, columns, begin=begin)
     if past and room.free_bytes is not None:
-        # The curve has one point a minute: this joins it to what the page says now.
+        # The curve has one point a minute; this point joins it to the present value.
         past[-1].append((now, room.free_bytes))
     usual_top = svg.find_top(
         (value for stretch in past for _, value in stretch),
         limit=None if room.free_bytes is None else room.total_bytes,
     )
-    # What is free now is never cut off, as of an engine that has just fallen asleep.
+    # The present free memory is never cut off, even of an engine that has just fallen asleep.
     top = max(usual_top, room.free_bytes or 0, 1)
-    # In MiB, a small memory has readable steps too.
+    # In MiB, the scale of a small memory is readable too.
     unit = GIB if top >= GIB else MIB
     frame = Frame(begin=begin, end=end, top=svg.round_top(top, unit))
     ticks = svg.list_ticks(begin, end)
     shapes = [
-        # In this order: what is drawn later lies above.
+        # In this order, because later shapes cover earlier ones.
         svg.draw_grid(frame, ticks),
         svg.draw_curve(frame, past),
         svg.draw_line(frame, peaks, kind="peak"),
@@ -249,7 +255,7 @@ def _draw_room(
         total = format_size(room.total_bytes)
         caption = f"{format_size(room.free_bytes)} of {total} free"
     highest = max((value for stretch in past for _, value in stretch), default=0)
-    # The reader would look for memory that the picture does not show.
+    # Otherwise the reader would look for memory that the picture does not show.
     if highest > frame.top:
         caption += f"; up to {format_size(highest)} earlier, above the picture"
     subject = escape_text(room.subject)
@@ -264,18 +270,19 @@ def _draw_room(
 
 
 def _choose_past(known_seconds: float, left_seconds: float) -> float:
-    """Return how much of the past fits a forecast of `left_seconds`; `known_seconds` are known.
+    """Return how much of the past to show beside a forecast of `left_seconds`.
 
-    The time has one scale, so a long past is cut where the forecast is short.
+    `known_seconds` of the past are known. Past and future have the same scale, so a long past is
+    cut where the forecast is short.
     """
     forecast_seconds = MARGIN * max(left_seconds, 1.0)
-    # At least an hour: the curve has a point a minute.
+    # At least an hour, because the curve has one point a minute.
     most_past_seconds = max(HOUR_SECONDS, PAST_FACTOR * forecast_seconds)
     return min(max(known_seconds, HOUR_SECONDS), most_past_seconds)
 
 
 def _list_alarm_times(view: View, room: _Room) -> Iterator[float]:
-    """Yield the times of all alarms but those of other GPUs; an event begins with its subject."""
+    """Yield the times of all alarms, without those of other GPUs."""
     for event in view.history.events:
         is_of_this_gpu = event.text.startswith(f"{room.subject} ")
         is_of_no_gpu = not event.text.startswith("GPU ")
@@ -288,7 +295,8 @@ def _render_plot(
 ) -> str:
     """Return a picture with the texts of its axes; `ticks` are times.
 
-    The script reads the values of the curve from the picture's path, by the numbers in `data-`.
+    The page's script reads the values of the curve from the picture's path, with the help of the
+    `data-` attributes.
     """
     if is_in_bytes:
         unit = "B"
@@ -310,7 +318,7 @@ def _render_plot(
 
 def _render_tick(frame: Frame, seconds: float) -> str:
     """Return the text of a time below a plot; at an edge it does not reach beyond the plot."""
-    # In percent of the width, because the texts lie outside of the picture that is stretched.
+    # In percent of the width, because the texts lie outside of the stretched picture.
     percent = 100 * frame.x(seconds) / frame.width
     anchor = "middle"
     if percent < EDGE_PERCENT:
@@ -346,7 +354,7 @@ def _render_end(now: float, forecast: Forecast | None, end: float) -> str:
 
 
 def _draw_load(running_curve: Curve, columns: int, now: float, above: Frame | None) -> str:
-    """Return the figure of running requests, on the same axis of time as `above`, if any."""
+    """Return the figure of running requests, on the time axis of `above` if that is given."""
     begin = running_curve[0][0]
     end = now
     if above is not None:
@@ -354,7 +362,7 @@ def _draw_load(running_curve: Curve, columns: int, now: float, above: Frame | No
         end = above.end
     stretches = svg.thin_curve(running_curve, columns, begin=begin)
     most_running = max((value for stretch in stretches for _, value in stretch), default=1.0)
-    # Not 0, which an idle engine would give: the frame needs a height.
+    # Never 0, not even for an idle engine, because the frame needs a height.
     top = svg.round_top(MARGIN * most_running or 1.0, 1.0)
     frame = Frame(begin=begin, end=end, top=top, height=40.0)
     span = f"from {format_instant(begin)} to {format_instant(now)}"

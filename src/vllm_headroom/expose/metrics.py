@@ -26,7 +26,8 @@ class HeadroomCollector(Collector):
     """Turns the published samples into families, without I/O; never raises.
 
     `published` returns the samples of the newest tick, None before the first. `list_others` returns
-    samples of other origin. `build` has the labels of the build: version, revision and Python.
+    samples from elsewhere. `build` has the labels of the build: version, revision and Python
+    version.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class HeadroomCollector(Collector):
     def group_samples(self) -> Iterator[tuple[Metric, list[Sample]]]:
         """Yield each metric that has samples, with its samples, in the catalogue's order.
 
-        Before the first tick there is only the build.
+        Before the first tick, the build is the only metric.
         """
         samples = [self._build]
         published = self.published()
@@ -58,7 +59,7 @@ class HeadroomCollector(Collector):
             samples += self._list_others()
             samples += published.samples
         groups: defaultdict[str, list[Sample]] = defaultdict(list)
-        # The catalogue's order is the page's, whatever the order of the samples.
+        # The page has the catalogue's order, whatever the order of the samples.
         for sample in samples:
             groups[sample.metric.name].append(sample)
         for metric in catalog.METRICS:
@@ -74,7 +75,8 @@ def _build_family(metric: Metric, samples: list[Sample]) -> Family:
     """Return the samples of one metric as a family of Prometheus's client library."""
     kind = CounterMetricFamily if metric.kind is MetricType.COUNTER else GaugeMetricFamily
     family = kind(metric.name, metric.help, labels=metric.labels)
-    # By the labels of each sample: of several engines a family has series with more labels.
+    # The labels may differ by sample: with several engines, some series of a family have more
+    # labels.
     for sample in samples:
         labels = dict(zip(sample.metric.labels, sample.labels, strict=True))
         family.add_sample(metric.name, labels, sample.value)
@@ -91,17 +93,19 @@ _END_LINE: Final = b"# EOF\n"
 """The last line of a page in OpenMetrics."""
 
 _FASTEST_LEVEL: Final = 1
-"""gzip's fastest level: a page of eight GPUs takes 60 us, and shrinks to a sixth."""
+"""gzip's fastest level: compressing a page of eight GPUs takes 60 us, and shrinks it to a sixth."""
 
 _MOST_FORMATS: Final = 3
-"""How many formats of the newest page are kept. There are two formats, and a scraper also chooses a
-version and an escaping scheme. A page takes 8 MiB for the longest names that an engine can have."""
+"""How many formats of the newest page are cached. There are two formats, and a scraper also chooses
+a version and an escaping scheme. With the longest names that an engine can have, a page takes 8
+MiB.
+"""
 
 _HEADERS: Final[tuple[Header, ...]] = (NO_SNIFF, NO_STORE, ("Vary", "Accept, Accept-Encoding"))
 
 
 class _EncodedFamily(Struct, frozen=True):
-    """A metric's samples and what they are encoded as."""
+    """A metric's samples and their encoded text."""
 
     samples: list[Sample]
     text: bytes
@@ -130,7 +134,7 @@ class MetricsPage:
         self._collector = collector
         self._process = ProcessCollector(registry=None)
         self._encoded_samples: Published | None = None
-        """The samples that `_pages` were encoded from."""
+        """The samples from which `_pages` were encoded."""
         self._pages: dict[str, bytes] = {}
         """The page in each content type that was requested."""
         self._families: dict[str, dict[str, _EncodedFamily]] = {}
@@ -139,7 +143,7 @@ class MetricsPage:
     def __call__(self, request: Request) -> Response:
         """Return the page, or the families that the query names.
 
-        Format and encoding are those that the request accepts.
+        The request's headers choose the format and the encoding.
         """
         encode, content_type = _choose_encoder(request.headers.get("accept", ""))
         names = parse_qs(request.query).get("name[]")
@@ -149,7 +153,7 @@ class MetricsPage:
             body = self._build_page(encode, content_type)
         headers = _HEADERS
         if _is_gzip_accepted(request.headers.get("accept-encoding", "")):
-            # mtime=0: the same page gives the same bytes.
+            # mtime=0, so that the same page gives the same bytes.
             body = gzip.compress(body, _FASTEST_LEVEL, mtime=0)
             headers = (*_HEADERS, ("Content-Encoding", "gzip"))
         return Response(status=200, body=body, content_type=content_type, headers=headers)
@@ -163,7 +167,7 @@ class MetricsPage:
     def _build_page(self, encode: Encode, content_type: str) -> bytes:
         """Return the page with the sample's age at this moment."""
         published = self._collector.published()
-        # Formats are named by clients: without a bound they could fill the memory.
+        # Clients name the formats, so without a bound they could fill the memory.
         if len(self._pages) > _MOST_FORMATS:
             self._pages = {}
             self._families = {}
@@ -211,19 +215,19 @@ class _Families(Struct):
 def _choose_encoder(accept: str) -> tuple[Encode, str]:
     """Return the encoder and the content type that an Accept header requests.
 
-    These are the default ones for an empty header, and for one that is not ASCII or not valid.
+    The defaults apply to an empty header, and to one that is not ASCII or not valid.
     """
     if not accept.isascii():
         return choose_encoder("")
     choices = [choice for choice in accept.split(",") if not _is_refused(choice)]
     try:
         return choose_encoder(",".join(choices))
-    except TypeError:  # the library fails to compare a version such as 1.0.0-beta
+    except TypeError:  # the library cannot compare a version such as 1.0.0-beta
         return choose_encoder("")
 
 
 def _is_gzip_accepted(accept_encoding: str) -> bool:
-    """Return whether the header names gzip, and not with the weight 0."""
+    """Return whether the header names gzip with a weight other than 0."""
     for choice in accept_encoding.lower().split(","):
         encoding, _, _ = choice.partition(";")
         if encoding.strip() in ("gzip", "x-gzip"):
@@ -232,6 +236,6 @@ def _is_gzip_accepted(accept_encoding: str) -> bool:
 
 
 def _is_refused(choice: str) -> bool:
-    """Return whether a choice of a weighted header has the weight 0 (RFC 9110, 12.4.2)."""
+    """Return whether an entry of a weighted header has the weight 0 (RFC 9110, 12.4.2)."""
     _, *parameters = choice.lower().split(";")
     return any(_ZERO_WEIGHT.fullmatch(parameter.strip()) for parameter in parameters)

@@ -1,4 +1,4 @@
-"""Show several engines: a page that lists them, worst first, and a document of all."""
+"""Show several engines: a page that lists them, worst first, and a JSON document of all."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -24,7 +24,7 @@ from vllm_headroom.model import EngineName, find_worst
 from vllm_headroom.vocabulary import LEVEL_NAMES, Level
 
 QUERY: Final = "engine"
-"""The name of the query that chooses an engine: its name as in --engine."""
+"""The query parameter that chooses an engine, by its name as in --engine."""
 
 
 class EngineView(Struct, frozen=True, kw_only=True):
@@ -68,7 +68,7 @@ class NodeView(Struct, frozen=True, kw_only=True):
         )
 
     def find_engines(self, text: str) -> list[EngineView]:
-        """Return the engines with a name: NAMESPACE/POD, that and /CONTAINER, the unit, the URL."""
+        """Return the engines of this name: NAMESPACE/POD, NAMESPACE/POD/CONTAINER, unit or URL."""
         return [engine for engine in self.engines if text in list_names(engine.name)]
 
 
@@ -80,7 +80,7 @@ def list_names(name: EngineName) -> tuple[str, ...]:
 
 
 def respond_node_page(view: NodeView, request: Request) -> Response:
-    """Return the page of all engines or, with a query, that of one of them."""
+    """Return the page of all engines or, with a query, the page of one of them."""
     wanted = _read_wanted(request)
     if wanted is None:
         return respond_html(render_node(view))
@@ -91,7 +91,7 @@ def respond_node_page(view: NodeView, request: Request) -> Response:
 
 
 def respond_node_snapshot(view: NodeView, request: Request) -> Response:
-    """Return the document of all engines or, with a query, that of one of them."""
+    """Return the document of all engines or, with a query, the document of one of them."""
     wanted = _read_wanted(request)
     if wanted is None:
         body = json.dumps(build_node_document(view)).encode()
@@ -106,9 +106,9 @@ def respond_node_metrics(
     metrics: Handler,
     find_metrics: Callable[[EngineName], Handler],
 ) -> Response:
-    """Return the metrics of all engines or, with a query, those that one's own sidecar would have.
+    """Return the metrics of all engines or, with a query, of one, as from its own sidecar.
 
-    `metrics` answers for all engines, `find_metrics` returns the handler of one.
+    `metrics` answers for all engines; `find_metrics` returns the handler for one engine.
     """
     wanted = _read_wanted(request)
     if wanted is None:
@@ -120,7 +120,7 @@ def respond_node_metrics(
 
 
 def build_node_document(view: NodeView) -> dict[str, Any]:
-    """Return the documents of all engines in one, the worst first, and the engines not watched."""
+    """Return one document of all engines, worst first, and of those that are not watched."""
     return {
         "headroom_node": 1,
         "version": view.version,
@@ -165,7 +165,7 @@ def _read_wanted(request: Request) -> str | None:
 
 
 def _find_one(view: NodeView, wanted: str) -> EngineView | Response:
-    """Return the engine with this name, or the answer that there is not exactly one."""
+    """Return the engine with this name, or an error answer if there is not exactly one."""
     engines = view.find_engines(wanted)
     if len(engines) == 1:
         return engines[0]
@@ -191,7 +191,7 @@ def render_node(view: NodeView) -> str:
         reason = escape_text(view.stall_reason)
         stall = f"<p class=notice>The daemon does not sample: {reason}; all below is old.</p>"
     links = DOT.join(f'<a href="{path}">{path}</a>' for path in LINKED_PATHS)
-    # Not more often than the page can be read, and than there are new samples.
+    # No more often than a person can read the page, and than there are new samples.
     refresh_seconds = max(MIN_REFRESH_SECONDS, round(view.interval_seconds))
     engine_count = "1 engine" if len(engines) == 1 else f"{len(engines)} engines"
     return (
@@ -215,10 +215,10 @@ def _render_engine(engine: EngineView) -> str:
     """Return a line with an engine's worst verdict, its number, and the link to its page."""
     worst = engine.view.shown_verdicts[0]
     name = escape_text(engine.name.text)
-    # The longest name is distinct where two containers of a pod have an engine each.
+    # The longest name, which is distinct even if two containers of a pod run an engine each.
     link = f"/?{QUERY}={quote(list_names(engine.name)[-1], safe='')}"
     number, caption = find_number(engine.view, worst)
-    # Most sentences have the number already, of a range both ends.
+    # Most sentences already contain the number; for a range, both ends.
     is_in_sentence = all(part in worst.sentence for part in number.split(" to "))
     figure = "" if is_in_sentence else f" {escape_text(number)} {escape_text(caption)}."
     sentence = escape_text(worst.sentence)

@@ -28,10 +28,10 @@ MIN_REFRESH_SECONDS: Final = 5
 """The shortest time between two loads of the page: a person needs time to read it."""
 
 FOLDED_GPUS: Final = 3
-"""This many GPUs in the same situation, or more, are folded into one line."""
+"""At least this many GPUs in the same situation are folded into one line."""
 
 SHOWN_EVENTS: Final = 10
-"""Our choice: the newest events that the page lists; the snapshot has all."""
+"""Our choice: how many of the newest events the page lists. The snapshot has all."""
 
 DOT: Final = " \N{MIDDLE DOT} "
 LINKED_PATHS: Final = ("/metrics", "/snapshot.json", "/healthz", "/readyz")
@@ -55,7 +55,8 @@ def respond_html(page: str) -> Response:
 def render_page(view: View, query: str = "") -> str:
     """Return the HTML page, which one script keeps up to date.
 
-    `query` is that of the request: with `range` it chooses how much of the past the figures show.
+    `query` is the query of the request; its parameter `range` chooses how much of the past the
+    figures show.
     """
     worst = view.shown_verdicts[0]
     title = f"{_render_headline(worst)}{DOT}vllm-headroom"
@@ -64,7 +65,7 @@ def render_page(view: View, query: str = "") -> str:
     verdicts = _render_verdicts(view)
     sections = "".join(_render_sections(view, query))
     links = _render_links()
-    # The script reads from the body how often to load the page.
+    # The script reads from this attribute of the body how often to reload the page.
     refresh_seconds = max(MIN_REFRESH_SECONDS, round(view.interval_seconds))
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
@@ -95,7 +96,7 @@ def _render_header(view: View) -> str:
     notice = ""
     if view.notice:
         notice = f'<p class="notice">{escape_text(view.notice)}</p>'
-    # Where the sidecar does not answer, the script shows `data-seen` in place of the age.
+    # If the sidecar does not answer, the script shows `data-seen` instead of the age.
     return (
         f"<p>{names}</p>"
         f'<p class=dim id=age data-seen="{sample_time}">{age}version {version}</p>'
@@ -118,7 +119,7 @@ def _list_names(view: View) -> Iterator[str]:
     yield from dict.fromkeys(model_names)
     if view.snapshot is None:
         return
-    # Alike GPUs are counted: eight names of one card would fill the header.
+    # Equal names are counted, because eight names of one kind of card would fill the header.
     gpu_names = [gpu.reading.name for gpu in view.snapshot.owned_gpus if gpu.reading.name]
     for gpu_name, count in Counter(gpu_names).items():
         yield gpu_name if count == 1 else f"{count} \N{MULTIPLICATION SIGN} {gpu_name}"
@@ -130,7 +131,7 @@ def _render_links() -> str:
 
 def _render_headline(verdict: Verdict) -> str:
     """Return the level and the situation of a verdict, such as "ALARM: GPU 0 leaking"."""
-    # HEALTHY with an unknown level means that only the leak is not judged yet.
+    # HEALTHY with an unknown level means that nothing is wrong, but a leak was not judged yet.
     if verdict.level is Level.UNKNOWN and verdict.situation is Situation.HEALTHY:
         situation = f"whether {verdict.subject} leaks"
     elif verdict.situation is Situation.HOST_LEAK:
@@ -163,13 +164,13 @@ def _render_hero(view: View, worst: Verdict) -> str:
 NO_INCIDENT_ADVICE: Final = (
     "Read the engine's log. To keep an incident of each exit, set HEADROOM_STATE_DIR."
 )
-"""What to do after an exit of which nothing is on disk."""
+"""What to do after an exit without an incident on disk."""
 
 UNJUDGED_ADVICE: Final = "Nothing yet: a leak shows only after some minutes of load."
 """What to do where nothing is wrong, but a leak is not judged yet."""
 
 EXIT_SITUATIONS: Final = frozenset({Situation.CRASH_LOOP, Situation.DOWN})
-"""Situations that an exit began: the newest incident explains them."""
+"""Situations that begin with an exit, which the newest incident explains."""
 
 COMMANDS: Final = {
     Situation.LEAKING: "vllm-headroom advise",
@@ -179,11 +180,11 @@ COMMANDS: Final = {
     Situation.OVER_BUDGET: "vllm-headroom advise",
     Situation.BLIND: "vllm-headroom doctor",
 }
-"""The command that says more about a situation, to run in the sidecar's container."""
+"""The command that explains a situation further, to run in the sidecar's container."""
 
 
 def _find_advice(view: View, worst: Verdict) -> str:
-    """Return the first thing to do in a situation, by what this page can lead to."""
+    """Return the first thing to do in a situation, among what this page can point to."""
     if worst.situation in EXIT_SITUATIONS and view.last_incident is None:
         return NO_INCIDENT_ADVICE
     if worst.situation is Situation.HEALTHY:
@@ -192,7 +193,7 @@ def _find_advice(view: View, worst: Verdict) -> str:
 
 
 def _find_command(view: View, worst: Verdict) -> str | None:
-    """Return the command that says more about a situation; None where no command does."""
+    """Return the command that explains a situation further; None where there is none."""
     if worst.situation in EXIT_SITUATIONS and view.last_incident is not None:
         return view.last_incident.command
     return COMMANDS.get(worst.situation)
@@ -201,7 +202,7 @@ def _find_command(view: View, worst: Verdict) -> str | None:
 def _render_command(command: str | None) -> str:
     """Return a command with a button that copies it; empty without one.
 
-    The script shows the button only where the browser lets it copy.
+    The script shows the button only if the browser allows copying.
     """
     if command is None:
         return ""
@@ -224,14 +225,15 @@ WITHOUT_ROOM: Final = frozenset(
         Situation.FILLING,
     }
 )
-"""Situations in which free memory of the GPU does not matter: the page does not show it large."""
+"""Situations in which the GPU's free memory does not matter, so the page does not emphasise it."""
 
 
 def find_number(view: View, worst: Verdict) -> tuple[str, str]:
     """Return the number that matters most in a situation, and its caption; both may be empty.
 
-    That is the number of exits, the time left, the time without progress, the time since a start
-    or, in any other situation and where that number is unknown, the free memory of the fullest GPU.
+    That is, by situation, the number of exits, the time left, the time without progress or the time
+    since a start. In any other situation, or where that number is unknown, it is the free memory of
+    the fullest GPU.
     """
     status = None if view.snapshot is None else view.snapshot.engine_status
     if worst.situation is Situation.CRASH_LOOP and status is not None:
@@ -253,7 +255,7 @@ def find_number(view: View, worst: Verdict) -> tuple[str, str]:
     ):
         return format_duration(view.snapshot.time_seconds - started_at), "since it was started"
     if worst.situation in WITHOUT_ROOM:
-        # In these situations free memory would distract from the trouble.
+        # In these situations, free memory would distract from the trouble.
         return "", ""
     return _find_free_memory(view.values)
 
@@ -284,8 +286,8 @@ def _find_free_memory(values: Values) -> tuple[str, str]:
 def _render_verdicts(view: View) -> str:
     """Return the verdicts after the worst one, which the hero shows.
 
-    The GPUs in the situation of the worst verdict are folded into one line that can be opened, if
-    there are many; so are the healthy GPUs.
+    If many GPUs share the situation of the worst verdict, they are folded into one line that can be
+    opened. So are the healthy GPUs.
     """
     worst, *verdicts = view.shown_verdicts
     verdicts, healthy_line = _fold_gpus(view, verdicts, Situation.HEALTHY)
@@ -308,7 +310,7 @@ def _fold_gpus(
     ]
     if len(folded) < FOLDED_GPUS:
         return verdicts, ""
-    # Few lines are read faster than they are unfolded.
+    # A few lines are read faster than unfolded.
     unfolded = [verdict for verdict in verdicts if verdict not in folded]
     summary = _summarize_gpus(view, folded)
     line = f"<details><summary>{summary}</summary>{_render_list(view, folded)}</details>"
@@ -354,7 +356,7 @@ def _render_sentence(view: View, verdict: Verdict) -> str:
 
 
 def _render_runbook(view: View, verdict: Verdict) -> str:
-    """Return a link to the runbook of a verdict's alert; empty without one."""
+    """Return a link to the runbook of a verdict's alert; empty without an alert or runbooks."""
     url = view.find_runbook(verdict.alert)
     if url is None:
         return ""
@@ -380,7 +382,10 @@ def _render_sections(view: View, query: str) -> Iterator[str]:
 
 
 def _render_figures(view: View, snapshot: Snapshot, query: str) -> Iterator[str]:
-    """Yield the choice of how much of the past is shown, and the figures; nothing without any."""
+    """Yield the links that choose how much of the past is shown, and the figures.
+
+    Nothing without figures.
+    """
     options = dict(parse_qsl(query))
     chosen = options.get(RANGE_QUERY, "")
     figures = list(draw_figures(view, snapshot, RANGES.get(chosen)))
@@ -388,7 +393,8 @@ def _render_figures(view: View, snapshot: Snapshot, query: str) -> Iterator[str]
         return
     links = []
     for name in ("", *RANGES):
-        # Links, not buttons, so that they work without scripts; other options stay, as `engine`.
+        # Links, not buttons, so that they work without scripts. Other query parameters stay, such
+        # as `engine`.
         others = {key: value for key, value in options.items() if key != RANGE_QUERY}
         address = urlencode({**others, RANGE_QUERY: name} if name else others)
         current = " aria-current=true" if name == chosen else ""

@@ -23,21 +23,25 @@ from vllm_headroom.units import to_datetime
 log = Log(__name__)
 
 MOST_HEAD_BYTES: Final = 16 * 2**10
-"""The longest head of a request that is read. Prometheus sends 300 bytes, a browser with the
-cookies of its host a few thousand."""
+"""The longest head of a request that is read. Prometheus sends 300 bytes, and a browser that sends
+the cookies of its host a few thousand.
+"""
 
 MOST_CONNECTIONS: Final = 256
-"""The most connections at once; a sidecar has few scrapers. For one more, the connection that has
-waited longest for its client is closed, or the oldest handshake or password check is cancelled."""
+"""The most connections at once; a sidecar has few scrapers. To make room for another one, the
+connection that has waited longest for its client is closed, or the oldest handshake or password
+check is cancelled.
+"""
 
 SLOW_CLIENT_SECONDS: Final = 1.0
 """A client that has not read its whole answer after this time counts as idle, like a client that
 sends nothing."""
 
 SOCKET_BUFFER_BYTES: Final = 64 * 2**10
-"""The size of the kernel's two buffers of a connection, which the kernel doubles. With the default,
-2.5 MB of unread answers would count against the container's limit, and a slow client would look
-idle."""
+"""The size that is set for each of a connection's two kernel buffers; the kernel doubles it. With
+the default size, 2.5 MB of unread answers would count against the container's limit, and a slow
+client would look idle.
+"""
 
 ACCEPT_RETRY_SECONDS: Final = 0.1
 """Our choice: the pause after a connection that could not be accepted."""
@@ -46,8 +50,9 @@ SWEEP_SECONDS: Final = 2.0
 """Our choice: how often connections are searched for clients that take too long."""
 
 SHORT_PREFIXES: Final = ("/healthz", "/readyz", "/gate/")
-"""The beginnings of the paths of short requests, which do not wait for scrapes: a kubelet waits a
-second for its answer and then restarts the container."""
+"""The prefixes of paths whose requests are short and do not wait for scrapes: a kubelet waits a
+second for an answer, and restarts the container after some failures.
+"""
 
 DRAIN_SECONDS: Final = 0.5
 """How long scrapes in progress may take after the stop. The whole exit may take one second."""
@@ -56,14 +61,16 @@ DRAIN_CHECK_SECONDS: Final = 0.01
 """Our choice: how often the stopping server checks whether all clients have their answer."""
 
 AUTHORITY: Final = re.compile(r"^https?://[^/?]*", re.IGNORECASE)
-"""The part before the path in the request of a client that uses the daemon as a proxy. Servers must
-accept it (RFC 9112, 3.2.2)."""
+"""The scheme and host that a client sends before the path if it takes the daemon for a proxy.
+Servers must accept them (RFC 9112, 3.2.2).
+"""
 
 
 class Phase(Enum):
-    """What a connection waits for.
+    """What a connection is waiting for.
 
-    A connection goes through these in order. From IDLE, the next request leads back to HEAD.
+    A connection goes through the phases in this order. From IDLE, the next request leads back to
+    HEAD.
     """
 
     HEAD = auto()  # the client's request
@@ -78,8 +85,10 @@ CLIENT_PATIENCE_SECONDS: Final = {
     Phase.SENDING: 10.0,
     Phase.IDLE: 90.0,
 }
-"""How long a connection may stay in each phase. The time in TURN includes the password check. IDLE
-is long, so that Prometheus, which usually scrapes at least every minute, keeps its connection."""
+"""How long a connection may stay in each phase. The time in TURN includes the password check. The
+limit for IDLE is long, so that Prometheus, which usually scrapes at least once a minute, keeps its
+connection.
+"""
 
 
 class Connection(asyncio.Protocol):
@@ -98,7 +107,7 @@ class Connection(asyncio.Protocol):
         self._is_abandoned = False
         """Whether opening it was cancelled."""
         self._is_blocked = False
-        """Whether the client has not yet taken all that was written."""
+        """Whether the client has not received everything that was written yet."""
         self._method = b""
         """The method of the current request; empty for a request that is refused."""
         self._enter(Phase.HEAD)
@@ -112,8 +121,9 @@ class Connection(asyncio.Protocol):
         if self._is_abandoned:
             transport.abort()
             return
-        # With these limits, `pause_writing` is called for any byte that the client does not take.
-        # Not high=0: with it, uvloop's TLS also pauses a connection that has nothing to send.
+        # With these limits, `pause_writing` is called for any byte that the client does not
+        # receive. high=0 would not do, because uvloop's TLS then also pauses a connection that has
+        # nothing to send.
         transport.set_write_buffer_limits(high=1, low=0)
         self._transport = transport
         self.certificate = transport.get_extra_info("peercert")
@@ -125,7 +135,7 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Process received bytes."""
         self._http.receive_data(data)
-        # The patience for a request counts from its first byte, not from the last answer.
+        # The time limit for a request counts from its first byte, not from the last answer.
         if self.phase is Phase.IDLE:
             self._enter(Phase.HEAD)
         if self.phase is Phase.HEAD:
@@ -134,8 +144,8 @@ class Connection(asyncio.Protocol):
     def _read_request(self) -> None:
         """Take the next request from the received bytes, and queue it with the server.
 
-        Do nothing while the request is incomplete. Bytes that are not HTTP are refused. Close the
-        connection where the client has closed its side.
+        Do nothing while the request is incomplete. Refuse bytes that are not HTTP. Close the
+        connection if the client has closed its side.
         """
         if self._transport is None:
             return
@@ -154,7 +164,7 @@ class Connection(asyncio.Protocol):
             self._transport.close()
 
     def _refuse(self, status: int) -> None:
-        """Answer with a status of refusal; drop the client where no answer can be sent any more."""
+        """Answer with an error status; drop the client if no answer can be sent any more."""
         self._method = b""
         if self._http.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             self.answer(respond_text(status, "not an HTTP request that is understood here"))
@@ -183,7 +193,8 @@ class Connection(asyncio.Protocol):
         events.append(h11.EndOfMessage())
         parts = [self._http.send(event) or b"" for event in events]
         self._transport.write(b"".join(parts))
-        # A blocked client is finished with once it has taken the answer, or its time is over.
+        # The exchange with a blocked client ends once it has received the answer, or its time is
+        # over.
         if not self._is_blocked:
             self._finish_exchange()
 
@@ -200,14 +211,14 @@ class Connection(asyncio.Protocol):
     def _finish_exchange(self) -> None:
         """Wait for the next request on this connection, or close it where it cannot be reused.
 
-        The next request may have been received already: then it is read.
+        If the next request has been received already, it is read.
         """
         transport = self._transport
         if transport is None or transport.is_closing():
             return
         # h11 starts the next cycle only after the whole request was read.
         self._skip_body()
-        # Also after an error: a connection whose state is not known is closed.
+        # A connection whose state is unknown, as after an error, is closed.
         is_reusable = self._http.our_state is h11.DONE and self._http.their_state is h11.DONE
         if not is_reusable:
             transport.close()
@@ -236,32 +247,33 @@ class Connection(asyncio.Protocol):
 
     @property
     def is_answering(self) -> bool:
-        """Whether its client has sent a request and waits for the answer."""
+        """Return whether its client has sent a request and is waiting for the answer."""
         return self.phase in (Phase.TURN, Phase.SENDING)
 
     def is_idle(self, now_seconds: float) -> bool:
-        """Return whether it waits for its client, which sends no request or takes no answer."""
+        """Return whether it waits for its client, which sends no request or receives no answer."""
         if self.phase is Phase.SENDING:
             return self.since_seconds < now_seconds - SLOW_CLIENT_SECONDS
         return self.phase in (Phase.HEAD, Phase.IDLE)
 
     def abandon(self) -> None:
-        """Forget the transport of a connection whose opening was cancelled: uvloop closes it.
+        """Forget the transport of a connection whose opening was cancelled; uvloop closes it.
 
-        The connection may have been made in the same turn of the event loop, and a request read.
+        The connection may have been made, and a request read, in the same iteration of the event
+        loop.
         """
         self._is_abandoned = True
         self.connection_lost(None)
 
     def drop(self) -> None:
-        """Close the connection at once, also during an answer."""
+        """Close the connection at once, even during an answer."""
         if self._transport is not None:
             self._transport.abort()
 
 
 def _build_request(event: h11.Request) -> Request:
     """Return the request without its body; the values of a repeated header are joined by commas."""
-    # As latin-1, which decodes any byte: a request must not fail here.
+    # As latin-1, which decodes any byte, so that a request cannot fail here.
     target = AUTHORITY.sub("", event.target.decode("latin-1"))
     path, _, query = target.partition("?")
     headers: dict[str, str] = {}
@@ -279,8 +291,8 @@ def _build_request(event: h11.Request) -> Request:
 def find_connection_limit() -> int:
     """Return how many connections there may be: at most MOST_CONNECTIONS, at least 1.
 
-    Where the process may open few files, it is a quarter of that number, since the sources and the
-    state need some too.
+    If the process may open few files, it is a quarter of their number, because the sources and the
+    state need files too.
     """
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if descriptors == resource.RLIM_INFINITY:
@@ -312,7 +324,7 @@ class Server:
     async def serve(self, listener: socket.socket) -> None:
         """Serve on the socket until cancelled, then answer received requests for DRAIN_SECONDS.
 
-        Raises the error of one of its tasks.
+        If a task of the server fails, its error is raised.
         """
         accepting = asyncio.create_task(self._accept(listener))
         tasks = [
@@ -323,7 +335,7 @@ class Server:
         if self._door is not None:
             tasks.append(asyncio.create_task(self._door.watch(self._drop_all)))
         try:
-            # None of them ends by itself: the first to end has failed.
+            # No task ends by itself, so the first one to end has failed.
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
             for task in done:
                 task.result()
@@ -358,10 +370,10 @@ class Server:
         while True:
             try:
                 client, _ = await loop.sock_accept(listener)
-            except OSError:  # no descriptor is left, or the client has gone
+            except OSError:  # no file descriptor is left, or the client has left
                 await asyncio.sleep(ACCEPT_RETRY_SECONDS)
                 continue
-            # Without a door there is no handshake, which could take long.
+            # Without a door there is no handshake that could take long.
             if self._door is None:
                 await self._open(client)
                 continue
@@ -385,11 +397,11 @@ class Server:
         except OSError:  # TLS failed or took too long: any client can cause it, so it is not logged
             client.close()
         except Exception:
-            log.exception("a connection could not be opened")  # its client alone is affected
+            log.exception("a connection could not be opened")  # only its client is affected
             client.close()
 
     def _start_admission(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run a handshake or a password check, which `_admissions` has until it is over."""
+        """Start a handshake or a password check, and keep it in `_admissions` until it is over."""
         task = asyncio.create_task(work)
         self._admissions[task] = None
         task.add_done_callback(lambda done: self._admissions.pop(done, None))
@@ -404,7 +416,7 @@ class Server:
             connection.drop()
             return
         if len(self.connections) >= find_connection_limit():
-            # Not refused: a scrape that comes must not suffer from connections that do nothing.
+            # The new connection is not refused, so that idle connections cannot block a scrape.
             now_seconds = connection.since_seconds
             idle = [peer for peer in self.connections if peer.is_idle(now_seconds)]
             longest_idle = min(idle or self.connections, key=lambda peer: peer.since_seconds)
@@ -420,7 +432,7 @@ class Server:
             self._start_admission(self._check_login(self._door, connection, request))
 
     async def _check_login(self, door: Door, connection: Connection, request: Request) -> None:
-        """Queue the request of a valid login; answer any other one with its refusal."""
+        """Queue a request with a valid login; answer any other request with a refusal."""
         refusal = await door.find_refusal(request, connection.address)
         if refusal is None:
             self._enqueue(connection, request)
@@ -456,7 +468,7 @@ class Server:
             self._report_fault(connection)
 
     def _report_fault(self, connection: Connection) -> None:
-        """Answer with status 500; drop the client where an answer was begun or cannot be sent."""
+        """Answer with status 500; drop the client if an answer was begun or cannot be sent."""
         try:
             connection.answer(respond_text(500, "this is a fault of the daemon, see its log"))
         except Exception:  # noqa: BLE001 - the fault is logged, and only this client is affected

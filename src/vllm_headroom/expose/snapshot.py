@@ -33,8 +33,9 @@ AT_THE_SCRAPE: Final = (
     catalog.WEB_CONFIG_RELOAD,
     catalog.ENGINES,
 )
-"""Metrics that only the metrics page has. The document has the facts of the first three as
-`version`, `age_seconds` and `last_incident`."""
+"""Metrics that are only on the metrics page. The document has the facts of the first three under
+`version`, `age_seconds` and `last_incident`.
+"""
 
 _UNLISTED_METRICS: Final = (
     metric for metric in catalog.METRICS if metric.labels[:2] not in LIST_LABELS.values()
@@ -86,7 +87,7 @@ def _build_problems(snapshot: Snapshot) -> list[dict[str, Any]]:
 
 
 def _build_incident(incident: LastIncident | None) -> dict[str, Any] | None:
-    """Return the last incident for the JSON; None without one."""
+    """Return the last incident for JSON; None without one."""
     if incident is None:
         return None
     return {
@@ -170,7 +171,7 @@ def _read_fact(values: Values, metric: Metric, labels: tuple[str, ...]) -> Any: 
     more_label_names = metric.labels[len(labels) :]
     if not more_label_names:
         return values.value(metric, *labels)
-    # The labels that are not part of the entry's name.
+    # The labels that do not name the entry.
     series = {
         series_labels[len(labels) :]: value
         for series_labels, value in values.find_all(metric).items()
@@ -193,7 +194,7 @@ def _read_fact(values: Values, metric: Metric, labels: tuple[str, ...]) -> Any: 
 def _read_info(
     label_names: tuple[str, ...], series: Iterable[tuple[str, ...]]
 ) -> dict[str, str] | None:
-    """Return the label values of the first series by the labels' names; None without a series."""
+    """Return the label values of the first series, by label name; None without a series."""
     for labels in series:
         return dict(zip(label_names, labels, strict=True))
     return None

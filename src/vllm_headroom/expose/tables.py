@@ -37,7 +37,7 @@ class Table(Struct, frozen=True, kw_only=True):
 
 
 def list_tables(values: Values, snapshot: Snapshot) -> tuple[Table, ...]:
-    """Return the tables of the page, also tables without rows."""
+    """Return the tables of the page, including those without rows."""
     return (
         Table(
             title="Who holds the memory",
@@ -124,7 +124,7 @@ def _list_gpus(values: Values) -> Iterator[tuple[Cell, ...]]:
 
 
 def _build_roles(values: Values, snapshot: Snapshot) -> Table:
-    """Return the table of host memory, with what torch has pinned of it where the probe says so."""
+    """Return the table of host memory, with torch's pinned memory where the probe reports it."""
     pinned_bytes = _sum_pinned(snapshot)
     pinned_columns = ("pinned by torch",) if pinned_bytes else ()
     return Table(
@@ -191,7 +191,7 @@ def _list_engines(values: Values) -> Iterator[tuple[Cell, ...]]:
 
 
 def _list_sources(values: Values, snapshot: Snapshot) -> Iterator[tuple[Cell, ...]]:
-    """Yield a row for each configured source: whether and when it was read, and why not."""
+    """Yield a row for each configured source: when it was read, or why it could not be."""
     failures = {str(failure.source): failure for failure in snapshot.failures}
     for (source,), up in values.find_all(catalog.SOURCE_UP).items():
         read_seconds = values.value(catalog.SOURCE_READ_SECONDS, source)
@@ -219,14 +219,14 @@ def _list_sources(values: Values, snapshot: Snapshot) -> Iterator[tuple[Cell, ..
 
 
 def render_table(table: Table) -> str:
-    """Return a table that opens by its title; open where it has an alarm; empty without rows.
+    """Return a collapsible table, which is open if it has an alarm; empty without rows.
 
     A column in which every cell is empty is left out.
     """
     if not table.rows:
         return ""
     title = escape_text(table.title)
-    # Columns that no row needs, such as swap on most machines, would only take width.
+    # Columns that no row needs, such as swap on most machines, would only waste width.
     columns = [
         place for place in range(len(table.columns)) if any(row[place].text for row in table.rows)
     ]

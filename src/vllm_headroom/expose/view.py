@@ -1,4 +1,4 @@
-"""The state that the page and the snapshot show, and the history of the last day."""
+"""The data that the page and the snapshot show, and the history of the last day."""
 
 from array import array
 from collections.abc import Callable, Iterable, Sequence
@@ -19,8 +19,9 @@ CURVE_POINTS: Final = 1440
 """The points of a day. The curves of eight GPUs take 98 kB, and 131 kB on disk."""
 
 MOST_MINUTES_BACK: Final = 5
-"""How far the clock may be set back without losing the history: the newest minute then continues
-until the clock catches up."""
+"""How far the clock may be set back without losing the history: until the clock has caught up,
+samples are added to the newest minute.
+"""
 
 MOST_CURVE_GPUS: Final = 64
 """Our choice: how many GPUs, or parts of GPUs, have curves."""
@@ -46,8 +47,9 @@ class HistoryEvent(Struct, frozen=True, kw_only=True):
 
 
 VerdictKey = tuple[str, Level, str | None]
-"""The subject of a verdict, its level, and its alert; without an alert, the state of the engine for
-verdicts on the engine, and None for all others."""
+"""The subject of a verdict, its level, and its alert. Without an alert, the third is the state of
+the engine for a verdict on the engine, and None for any other verdict.
+"""
 
 
 class SavedHistory(Struct, frozen=True, kw_only=True):
@@ -65,9 +67,9 @@ class SavedHistory(Struct, frozen=True, kw_only=True):
 class History:
     """The curves of the last day, with a point for each minute, and the newest events.
 
-    The curves are the lowest free memory of each GPU, the same at the peaks between two samples,
-    the lowest free memory of the host, the highest number of running requests, and the highest use
-    of a KV cache.
+    Each point of a curve is an extreme of its minute: the lowest free memory of a GPU, at samples
+    and at the peaks between them; the lowest free memory of the host; the highest number of running
+    requests; and the highest use of a KV cache.
     """
 
     def __init__(self) -> None:
@@ -76,8 +78,9 @@ class History:
         self._minute: int | None = None
         """The newest minute, counted since the epoch; None before the first sample."""
         self._curves: dict[str, array[float]] = {}
-        """The curves by their names, see `read_curve`. Each is a ring: a minute is at the place of
-        its number modulo CURVE_POINTS. NaN is a minute without a value."""
+        """The curves by their names, see `read_curve`. Each is a ring buffer, in which a minute has
+        the index of its number modulo CURVE_POINTS. NaN is a minute without a value.
+        """
         self._verdict_keys: frozenset[VerdictKey] | None = None
         """The verdicts of the last sample; None before the first."""
 
@@ -90,8 +93,8 @@ class History:
     ) -> None:
         """Add one tick, with the running requests and the use of the fullest KV cache.
 
-        These two are None where unknown. Where the clock was set back by more than
-        MOST_MINUTES_BACK, all curves start over.
+        Either is None where unknown. Where the clock was set back by more than MOST_MINUTES_BACK,
+        all curves start over.
         """
         self._move_to(int(snapshot.time_seconds // CURVE_STEP_SECONDS))
         gpus = snapshot.owned_gpus[:MOST_CURVE_GPUS]
@@ -119,8 +122,8 @@ class History:
         start = oldest_minute % CURVE_POINTS
         floats = (ring[start:] + ring[:start]).tolist()
         values: Sequence[float | None] = floats
-        # Fast path: mostly no value is missing. A value is infinite where a page claims 1e39
-        # requests; it counts as missing.
+        # Fast path: usually no value is missing. An infinite value, such as for a page with 1e39
+        # requests, counts as missing.
         if not isfinite(sum(floats)):
             values = [value if isfinite(value) else None for value in floats]
         unknown_points = next(
@@ -156,10 +159,10 @@ class History:
         }
 
     def _move_to(self, minute: int) -> None:
-        """Make this the newest minute; minutes that were left out have no value.
+        """Make this the newest minute; skipped minutes have no value.
 
-        Where it is a few minutes back, the newest minute stays; where it is far back, all curves
-        are dropped.
+        If it is a few minutes back, the newest minute stays. If it is far back, all curves are
+        dropped.
         """
         if self._minute is None or minute < self._minute - MOST_MINUTES_BACK:
             self._curves = {}
@@ -176,7 +179,7 @@ class History:
         self._minute = minute
 
     def _drop_curves_of_others(self, uuids: set[str]) -> None:
-        """Drop the curves of GPUs, or parts of GPUs, other than these, where there are too many."""
+        """If there are too many curves, drop those of all other GPUs, or parts of GPUs."""
         if len(self._curves) <= MOST_CURVES:
             return
         # A curve's name is "free UUID" or "peak UUID", or one word without a UUID.
@@ -188,7 +191,7 @@ class History:
         }
 
     def _add_gpu(self, gpu: GpuReading) -> None:
-        """Add the free memory of a GPU, and that at its peak, as far as known."""
+        """Add the free memory of a GPU, now and at its peak, as far as known."""
         if gpu.memory is None:
             return
         self._add(f"free {gpu.uuid}", gpu.memory.free_bytes, min)
@@ -201,7 +204,7 @@ class History:
     def _add(self, name: str, value: float | None, choose: Callable[[float, float], float]) -> None:
         """Add a value to a curve's newest minute; None adds nothing.
 
-        `choose` returns which of two values of one minute stays.
+        `choose` returns which of two values of one minute is kept.
         """
         if value is None:
             return
@@ -217,8 +220,7 @@ class History:
     def _add_events(self, snapshot: Snapshot, verdicts: Iterable[Verdict]) -> None:
         """Add an event for each verdict that the last sample did not have, by its key.
 
-        A verdict of which only the figures have changed has the same key. The first sample adds no
-        events.
+        A verdict keeps its key if only its figures have changed. The first sample adds no events.
         """
         state = None if snapshot.engine_status is None else snapshot.engine_status.state
         verdicts_by_key = {_build_verdict_key(verdict, state): verdict for verdict in verdicts}
@@ -234,7 +236,7 @@ class History:
             self.events = (*self.events, *events)[-MOST_HISTORY_EVENTS:]
         self._verdict_keys = frozenset(verdicts_by_key)
         if state is EngineState.ASLEEP:
-            # These alerts pause while the engine sleeps: they are not new when it wakes up.
+            # These alerts pause while the engine sleeps, so they are not new when it wakes up.
             self._verdict_keys |= {key for key in previous_keys if _is_paused_by_sleep(key)}
 
 
@@ -260,7 +262,7 @@ class LastIncident(Struct, frozen=True, kw_only=True):
     reason: str | None
     """The reason of an exit; None for a stall."""
     sentence: str | None
-    """Its cause, and how sure the cause is; None where unknown."""
+    """Its cause, and how certain the cause is; None where unknown."""
     file: str
     """The path of its file."""
 
@@ -292,16 +294,17 @@ class View(Struct, frozen=True, kw_only=True):
     notice: str = ""
     """A line for people at the top of the page; empty without one."""
     runbooks: str | None = None
-    """The URL of the runbooks. The alert's name replaces `{alert}` in it or, without that, is
-    appended. None where no URL is configured."""
+    """The URL of the runbooks. The alert's name replaces `{alert}` in the URL, or is appended to a
+    URL without it. None where no URL is configured.
+    """
     last_incident: LastIncident | None = None
 
     @property
     def shown_verdicts(self) -> tuple[Verdict, ...]:
         """The verdicts to show now.
 
-        While the sampling loop is unhealthy, the first is an alarm that says so, and all others
-        have the level UNKNOWN.
+        While the sampling loop is unhealthy, the first verdict is an alarm about that, and all
+        others have the level UNKNOWN.
         """
         if self.stall_reason is None:
             return self.verdicts
@@ -312,7 +315,7 @@ class View(Struct, frozen=True, kw_only=True):
             alert="HeadroomSampleStale",
             situation=Situation.BLIND,
         )
-        # What was judged before the stall may no longer hold.
+        # Verdicts from before the stall may no longer be true.
         outdated = [replace(verdict, level=Level.UNKNOWN) for verdict in self.verdicts]
         return (stall, *outdated)
 

@@ -13,24 +13,29 @@ class Cgroup(Struct, frozen=True, kw_only=True):
     """A container's memory counters."""
 
     identity: str
-    """What distinguishes a container from its successor of the same name."""
+    """Distinguishes a container from a later one of the same name."""
 
     used_bytes: int
     cache_bytes: int
-    """The part of `used_bytes` that the kernel reclaims before it kills a process: page cache,
-    mapped weights."""
+    """The part of `used_bytes` that the kernel reclaims before it kills a process, such as the page
+    cache and mapped weights.
+    """
 
     limit_bytes: int | None
     """None without a limit."""
 
     oom_kills: int | None
-    """How many processes in the container the kernel has killed for memory; None where unknown."""
+    """How many processes in the container the kernel has killed for lack of memory; None where
+    unknown.
+    """
 
     swap_bytes: int | None = None
-    """Swapped-out memory, which is no part of `used_bytes`; None where unknown."""
+    """Swapped-out memory, which is not part of `used_bytes`; None where unknown."""
 
     pressure_ratio: float | None = None
-    """The share of the last ten seconds in which a task waited for memory; None where unknown."""
+    """The share of the last ten seconds in which at least one task waited for memory; None where
+    unknown.
+    """
 
 
 class MachineMemory(Struct, frozen=True, kw_only=True):
@@ -38,14 +43,15 @@ class MachineMemory(Struct, frozen=True, kw_only=True):
 
     total_bytes: int
     available_bytes: int
-    """Free memory, and memory that the kernel can reclaim."""
+    """Free memory plus memory that the kernel can reclaim."""
 
     swap_bytes: int = 0
     """The size of all swap, zram and zswap included."""
 
     swap_free_bytes: int = 0
     oom_kills: int | None = None
-    """How many processes the kernel has killed for memory since boot; None where unknown."""
+    """How many processes the kernel has killed for lack of memory since boot; None where unknown.
+    """
 
     pressure_ratio: float | None = None
     """The share of the last ten seconds in which a task waited for memory; None where unknown."""
@@ -59,7 +65,7 @@ class Shm(Struct, frozen=True, kw_only=True):
 
     @property
     def used_bytes(self) -> int:
-        """The space in use."""
+        """Return the space in use."""
         return self.total_bytes - self.free_bytes
 
 
@@ -87,14 +93,16 @@ class HostMemory(Struct, frozen=True, kw_only=True):
     shm_used_bytes: int | None = None
     shm_limit_bytes: int | None = None
     oom_kills: int | None = None
-    """How many processes the kernel has killed for memory since the container was first seen."""
+    """How many processes the kernel has killed for lack of memory since the container was first
+    seen.
+    """
 
     pressure_ratio: float | None = None
     """The share of the last ten seconds in which a task waited for memory (PSI, some)."""
 
     @property
     def room_bytes(self) -> int | None:
-        """The memory that is left before the kernel kills a process; None where unknown."""
+        """Return the memory that is left before the kernel kills a process; None where unknown."""
         if self.used_bytes is None or self.limit_bytes is None:
             return None
         return max(0, self.limit_bytes - self.used_bytes)
@@ -157,7 +165,7 @@ class EngineReading(Struct, frozen=True, kw_only=True):
     memory_bytes: Annotated[float | None, _input("memory_bytes")] = None
     started_at_seconds: Annotated[float | None, _input("process_start_time")] = None
 
-    # The fields below are no inputs: the probe, the command line or another series has them.
+    # The fields below are not inputs: they come from the probe, the command line or another series.
     max_num_seqs: float | None = None
     """How many requests may run at once."""
 
@@ -165,10 +173,10 @@ class EngineReading(Struct, frozen=True, kw_only=True):
     """The share of the KV cache that is in use by no request."""
 
     kv_token_ratio: float | None = None
-    """The share of the KV cache that holds a request's token."""
+    """The share of the KV cache that holds tokens of requests."""
 
     kv_offload_bytes: float | None = None
-    """The size of the KV cache's tier in host memory."""
+    """The size of the KV cache tier in host memory."""
 
     multimodal_cache_queries_total: float | None = None
 
@@ -191,15 +199,18 @@ class EnginePage(Struct, frozen=True, kw_only=True):
     inputs: tuple[tuple[str, bool], ...]
     """The name of every input of the profile, and whether the page offers it."""
     has_capacity_of_blocks: bool = False
-    """Whether capacities of KV caches were computed from blocks: the page has none in tokens."""
+    """Whether capacities of KV caches were computed from blocks, because the page has none in
+    tokens.
+    """
 
 
 ProcessName = tuple[int, float]
 """A process by its pid and its start in seconds since the epoch: a pid alone is reused."""
 
 SAME_START_SECONDS: Final = 2.0
-"""Two starts that differ by at most this may be of one process: two programs compute it from the
-kernel's boot time, which moves when the clock is set."""
+"""Two start times that differ by at most this may belong to one process: two programs compute them
+from the kernel's boot time, which changes when the clock is set.
+"""
 
 
 class EngineProcess(Struct, frozen=True, kw_only=True):
@@ -226,25 +237,27 @@ class EngineProcess(Struct, frozen=True, kw_only=True):
     """Its mapped files, which the kernel can reclaim."""
 
     state: str | None = None
-    """The kernel's letter for the state of its main thread, such as R, S or D."""
+    """The kernel's letter for the state of the main thread, such as R, S or D."""
 
     cpu_pressure_ratio: float | None = None
-    """The share of the last minute in which a task of the machine waited for a CPU. Only the
-    engine's root server has it; None for all other processes."""
+    """The share of the last minute in which some task on the machine waited for a CPU; None for all
+    processes but the engine's root server.
+    """
 
     wait_seconds: float | None = None
     """For how long the newest slow request to the engine has waited; None without a slow request,
     and for all processes but the engine's root server."""
 
     waiting_requests: int | None = None
-    """The connections on which a request has waited for longer than a passing one; None where the
-    connections are not visible; of the first server only."""
+    """The number of connections on which a request has been waiting for longer than usual. None
+    where the connections are not visible, and for all processes but the first server.
+    """
 
     swap_bytes: int | None = None
-    """Its swapped-out private memory, which is no part of `rss_bytes`."""
+    """Its swapped-out private memory, which is not part of `rss_bytes`."""
 
     shared_bytes: int | None = None
-    """Its memory in tmpfs or in a memfd, or pinned by CUDA."""
+    """Its memory that is in tmpfs, in a memfd, or pinned by CUDA."""
 
 
 class EngineOptions(Struct, frozen=True, kw_only=True):
@@ -287,46 +300,52 @@ class Pool(Struct, frozen=True, kw_only=True):
 
     part: HostPart
     role: Role | None
-    """The role of the processes in whose host memory it lies; None for a GPU."""
+    """The role of the processes that hold it in host memory; None for a pool on a GPU."""
 
     size_bytes: int
     """Growth up to this size is no leak."""
 
 
 class ProcessReadings(Struct, frozen=True, kw_only=True):
-    """The facts that /proc shows of the engine and of all other processes."""
+    """The facts that /proc shows about the engine and all other processes."""
 
     engine: tuple[EngineProcess, ...]
-    """The engine's processes, its first server first."""
+    """The engine's processes; its first server comes first."""
 
     visible_pids: frozenset[int]
     sees_host_pids: bool
     """True in the machine's first PID namespace, where NVML and /proc always mean the same pid."""
 
     ambiguous_engines: int = 0
-    """How many engines are visible while it is unknown which of them is the watched one: then
-    `engine` is empty. Else 0."""
+    """How many engines are visible while it is unknown which of them is the watched one; `engine`
+    is empty then. 0 otherwise.
+    """
 
     neighbours: frozenset[ProcessName] = frozenset()
     """The root processes of all other engines."""
 
     ports: frozenset[int] = frozenset()
-    """The port of the engine by its command line; where no engine is chosen, the ports of all
-    visible engines."""
+    """The port on the engine's command line. If no engine is chosen, the ports of all visible
+    engines.
+    """
 
     orphans: frozenset[int] = frozenset()
-    """The pids of processes that an exited run of the engine left."""
+    """The pids of processes that an exited run of the engine left behind."""
 
     strays: frozenset[int] = frozenset()
-    """The pids of cores and workers that an unseen engine left, and of all processes below them."""
+    """The pids of cores and workers that an engine left behind before it was observed, and of all
+    their descendants.
+    """
 
     exiting: frozenset[int] = frozenset()
-    """The pids of the engine's processes that are exiting: they have no resident memory, and the
-    driver still releases their GPU memory, which takes seconds for a large core."""
+    """The pids of the engine's processes that are exiting: they have no resident memory any more,
+    but the driver is still releasing their GPU memory, which takes seconds for a large core.
+    """
 
     zombies: frozenset[int] = frozenset()
-    """The pids of processes that have exited and are not reaped: the driver may still hold their
-    memory."""
+    """The pids of processes that have exited but are not reaped yet: the driver may still hold
+    their memory.
+    """
 
     options: EngineOptions | None = None
     """The options of vLLM's server; None where its command line is not visible."""
@@ -335,16 +354,16 @@ class ProcessReadings(Struct, frozen=True, kw_only=True):
 
     @property
     def left_behind(self) -> frozenset[int]:
-        """The pids of processes whose engine has exited: orphans and strays."""
+        """Return the pids of processes whose engine has exited: orphans and strays."""
         return self.orphans | self.strays
 
 
 class ServerReply(Struct, frozen=True, kw_only=True):
-    """What the engine's server answers at `/health`, `/v1/models` and `/load`."""
+    """The answers of the engine's server at `/health`, `/v1/models` and `/load`."""
 
     answer: ServerAnswer
     requests: float | None = None
-    """The requests in the server, by `/load`; vLLM counts them only if it is configured to."""
+    """The number of requests in the server, by `/load`; vLLM counts them only if configured to."""
 
 
 class HangSign(Enum):
@@ -356,21 +375,23 @@ class HangSign(Enum):
 
 
 class EngineName(Struct, frozen=True, kw_only=True):
-    """The names of one of several engines that a daemon watches."""
+    """The names of an engine that a daemon watches among others."""
 
     namespace: str | None = None
-    """With `pod`, of an engine in Kubernetes."""
+    """Set, like `pod`, for an engine in Kubernetes."""
     pod: str | None = None
     container: str | None = None
-    """None where it cannot be known."""
+    """None where it is unknown."""
     unit: str | None = None
-    """The unit of systemd, of an engine outside Kubernetes."""
+    """The systemd unit of an engine outside Kubernetes."""
     engine_url: str = ""
-    """Its page, without secrets: it names an engine outside Kubernetes that no unit starts."""
+    """The URL of its page, without secrets. It names an engine outside Kubernetes that no unit
+    starts.
+    """
 
     @property
     def labels(self) -> tuple[tuple[str, str], ...]:
-        """The labels of its series besides their own, with their values."""
+        """Return the labels that are added to its series, with their values."""
         if self.pod is not None:
             return (
                 ("namespace", self.namespace or ""),
@@ -383,7 +404,7 @@ class EngineName(Struct, frozen=True, kw_only=True):
 
     @property
     def text(self) -> str:
-        """Its name for people, and for --engine: NAMESPACE/POD, the unit, or the URL."""
+        """Return its name for people and for --engine: NAMESPACE/POD, the unit or the URL."""
         if self.pod is not None:
             return f"{self.namespace}/{self.pod}" if self.namespace else self.pod
         return self.unit or self.engine_url

@@ -10,7 +10,8 @@ GROUPED_MODELS: Final = re.compile(
     r"|kimi-(?:linear|k3)|deepseek-v4|step-3\.\d|phi-?4-mini-flash|ministral-8b|phi-?3-small",
     re.IGNORECASE,
 )
-"""Families of models with layers of several kinds: a window, a state, or every token. vLLM gives
-each kind its own group, and the groups share the blocks, so blocks x tokens of a block is 2 to 7
-times the capacity (vLLM 0.19, v1/core/kv_cache_utils.py, `_report_kv_cache_config`). Since 0.24 its
-page has the capacity itself."""
+"""Families of models with several kinds of layers: some keep a window, some a state, and some every
+token. vLLM gives each kind its own group, and the groups share the blocks, so the number of blocks
+times the tokens of a block is 2 to 7 times the capacity (vLLM 0.19, v1/core/kv_cache_utils.py,
+`_report_kv_cache_config`). Since 0.24 its page has the capacity itself.
+"""

@@ -18,7 +18,7 @@ class Failure(Struct, frozen=True, kw_only=True):
     reason: Reason
     message: str
     http_status: int | None = None
-    """The status of the answer, where that is what failed."""
+    """The HTTP status of the answer, if the status was the failure."""
 
 
 class ReadingTime(Struct, frozen=True, kw_only=True):
@@ -34,8 +34,9 @@ class AllocatorReading(Struct, frozen=True, kw_only=True):
 
     uuid: str
     total_bytes: int | None = None
-    """The device's memory as the process sees it: less than the device has where a layer between
-    the two limits it."""
+    """The device's memory as the process sees it. It is less than the device has if a layer in
+    between limits it.
+    """
 
     allocated_bytes: int | None = None
     reserved_bytes: int | None = None
@@ -43,7 +44,7 @@ class AllocatorReading(Struct, frozen=True, kw_only=True):
     """Unused memory that cannot be freed, because another part of its segment is in use."""
 
     retries: int | None = None
-    """How many allocations were tried again since the process started."""
+    """How many allocations were retried since the process started."""
 
     ooms: int | None = None
     """How many OutOfMemoryErrors were raised since the process started."""
@@ -69,8 +70,9 @@ class EngineParts(Struct, frozen=True, kw_only=True):
 
     asleep: bool | None = None
     pool: "EngineParts | None" = None
-    """The weights and the KV cache in vLLM's own memory pool, which replaces torch's allocator
-    where the engine can sleep; None without such a pool."""
+    """The weights and the KV cache in vLLM's own memory pool, which replaces torch's allocator in
+    an engine that can sleep; None without such a pool.
+    """
 
 
 class SchedulerReading(Struct, frozen=True, kw_only=True):
@@ -89,7 +91,7 @@ class OomRecord(Struct, frozen=True, kw_only=True):
     """The newest OutOfMemoryError of a process, with torch's figures at that time."""
 
     at_seconds: float
-    """In seconds since the epoch."""
+    """When it was taken, in seconds since the epoch."""
 
     uuid: str | None = None
     asked_bytes: int | None = None
@@ -97,7 +99,7 @@ class OomRecord(Struct, frozen=True, kw_only=True):
     allocated_bytes: int | None = None
     reserved_bytes: int | None = None
     seen: int | None = None
-    """How many errors the process has raised; the name is that in the probe's file."""
+    """How many errors the process has raised; the name is the one in the probe's file."""
 
     step: StepAtError | None = None
     """The step that raised it; None without HEADROOM_PROBE_PEAKS, and outside of a step."""
@@ -112,8 +114,9 @@ class LineHolding(Struct, frozen=True, kw_only=True):
     size_bytes: int
     n_blocks: int | None = None
     since_seconds: float | None = None
-    """When its oldest block was allocated, since the epoch; None where the history no longer has
-    that."""
+    """When its oldest block was allocated, since the epoch; None where the history no longer shows
+    it.
+    """
 
 
 class AllocatorSnapshot(Struct, frozen=True, kw_only=True):
@@ -125,7 +128,7 @@ class AllocatorSnapshot(Struct, frozen=True, kw_only=True):
     """Its path, as vLLM's container has it."""
     size_bytes: int | None = None
     pause_seconds: float | None = None
-    """How long the process stood still."""
+    """How long the process paused to write it."""
     request_id: str | None = None
     problem: str | None = None
     """Why the file was not written; None where it was."""
@@ -137,11 +140,11 @@ class AllocatorHistory(Struct, frozen=True, kw_only=True):
     """The memory history that torch keeps in a process, and the snapshots of it."""
 
     from_seconds: float
-    """When it began, since the epoch."""
+    """When torch began to keep it, since the epoch."""
     oom: AllocatorSnapshot | None = None
     """The snapshot of the process's first OutOfMemoryError."""
     requested: AllocatorSnapshot | None = None
-    """The newest one that a command asked for."""
+    """The newest snapshot that a command requested."""
 
 
 class ProbedProcess(Struct, frozen=True, kw_only=True):
@@ -184,19 +187,19 @@ class ProbeReadings(Struct, frozen=True, kw_only=True):
     """The processes of this run whose probe writes."""
 
     silent: tuple[ProbedProcess, ...] = ()
-    """The processes of this run that are alive and whose probe no longer writes."""
+    """The processes of this run that are alive but whose probe no longer writes."""
 
     others: tuple[ProbedProcess, ...] = ()
-    """All other processes, most of them exited, as their last files describe them."""
+    """All other processes, as their last files describe them; most have exited."""
 
     @property
     def processes(self) -> tuple[ProbedProcess, ...]:
-        """All processes with a file, including exited ones."""
+        """Return all processes with a file, including exited ones."""
         return self.present + self.silent + self.others
 
     @property
     def has_silent_core(self) -> bool:
-        """Whether the probe in a live core is silent while that in another process writes.
+        """Return whether the probe in a live core is silent while another process's probe writes.
 
         If no probe writes, the folder may be the cause.
         """
@@ -204,7 +207,7 @@ class ProbeReadings(Struct, frozen=True, kw_only=True):
 
 
 class Inside(Struct, frozen=True, kw_only=True):
-    """The engine's report on one GPU: torch's allocator, and the ledger of its memory."""
+    """What the engine reports about one GPU: torch's allocator, and the ledger of its memory."""
 
     granted_bytes: int | None = None
     """The device's memory as the engine's processes see it."""
@@ -249,22 +252,22 @@ class GpuMemory(Struct, frozen=True, kw_only=True):
 
     @property
     def usable_bytes(self) -> int:
-        """The GPU's total memory in CUDA, of which vLLM takes its share.
+        """Return the GPU's total memory as CUDA reports it, of which vLLM takes its share.
 
-        That is NVML's total less the driver's reserve. Observed: 95.59 GiB in NVML, 94.97 GiB in
-        CUDA (ollama/ollama#18201). Where the reserve is unknown, this is NVML's total, which errs
-        on the safe side.
+        That is NVML's total less the driver's reserve. For example, one GPU had 95.59 GiB in NVML
+        and 94.97 GiB in CUDA (ollama/ollama#18201). Where the reserve is unknown, this is NVML's
+        total.
         """
         return self.total_bytes - (self.reserved_bytes or 0)
 
     @property
     def left_bytes(self) -> int:
-        """The part of `usable_bytes` that is not in use."""
+        """Return the part of `usable_bytes` that is not in use."""
         return self.usable_bytes - self.used_bytes
 
     @property
     def is_unified(self) -> bool:
-        """Whether this is the machine's memory, which everything on the machine uses."""
+        """Return whether this is the machine's memory, which everything on the machine uses."""
         return self.machine_available_bytes is not None
 
 
@@ -278,8 +281,8 @@ class GpuProcess(Struct, frozen=True, kw_only=True):
 def find_part(uuid: str) -> str:
     """Return a short name of a part of a GPU by its UUID; "" for a whole GPU.
 
-    That is the beginning of a MIG instance's UUID, or "partition" and the number of an AMD
-    partition: it distinguishes the parts of one GPU, which have the same index.
+    The short name is the beginning of a MIG instance's UUID, or "partition" and the number of an
+    AMD partition. It distinguishes the parts of one GPU, which have the same index.
     """
     part = _PART.fullmatch(uuid)
     if part is None:
@@ -296,15 +299,15 @@ class Fate(StrEnum):
     """What became of a process that holds GPU memory and whose engine has exited."""
 
     ORPHANED = "orphaned"
-    """It runs on although its engine has exited."""
+    """It still runs although its engine has exited."""
     ZOMBIE = "zombie"
-    """It has exited and is not reaped."""
+    """It has exited but is not reaped yet."""
     VANISHED = "vanished"
     """It has exited, and only the driver still lists it."""
 
 
 class Leftover(Struct, frozen=True, kw_only=True):
-    """GPU memory of a process that outlived its engine, or of one that is dead."""
+    """GPU memory of a dead process, or of a process that outlived its engine."""
 
     pid: int
     fate: Fate
@@ -344,8 +347,9 @@ class GpuReading(Device, frozen=True, kw_only=True):
     """The XID codes with their counts since the daemon started."""
 
     failure: Failure | None = None
-    """Why the device cannot be read: then only its names and `xid_errors` are known. None where it
-    was read."""
+    """Why the device cannot be read; then only its names and `xid_errors` are known. None if it was
+    read.
+    """
 
     vendor: Vendor = Vendor.NVIDIA
 
@@ -375,14 +379,15 @@ class Gpu(Struct, frozen=True, kw_only=True):
 
     reading: GpuReading
     attribution: Attribution | None
-    """How it was assigned to the engine; None if it is not the engine's."""
+    """Why it counts as the engine's; None if it does not."""
 
     engine_bytes: int | None = None
-    """The memory that the engine's processes hold; None where the device's processes cannot be
-    distinguished."""
+    """The memory that the engine's processes hold; None where the engine's processes cannot be
+    identified.
+    """
 
     other_bytes: int | None = None
-    """The memory that other processes hold; None where they cannot be distinguished."""
+    """The memory that other processes hold; None where these cannot be identified."""
 
     held_bytes: int | None = None
     """The engine's memory. That is `engine_bytes` or, on a device where that can never be known,
@@ -400,5 +405,5 @@ class Gpu(Struct, frozen=True, kw_only=True):
 
     @property
     def is_left_out(self) -> bool:
-        """Whether HEADROOM_GPUS excludes it although the engine's processes hold memory on it."""
+        """Return whether HEADROOM_GPUS excludes it although the engine holds memory on it."""
         return bool(self.engine_bytes) and self.attribution is None and not self.leftovers

@@ -9,7 +9,7 @@ class StepFacts(Struct, frozen=True, kw_only=True):
     """What a step of the engine computed."""
 
     at_seconds: float
-    """When it began, in seconds since the epoch."""
+    """When the step began, in seconds since the epoch."""
 
     requests: int = 0
     tokens: int = 0
@@ -20,7 +20,7 @@ class StepFacts(Struct, frozen=True, kw_only=True):
     """The requests with prompt logprobs."""
 
     logprobs_tokens: int = 0
-    """The prompt tokens of the largest of them."""
+    """The prompt tokens of the largest of these requests."""
 
     images: int = 0
     pixels: int = 0
@@ -58,7 +58,7 @@ class WorkPeak(Struct, frozen=True, kw_only=True):
 
     transient_bytes: int
     size: int
-    """What the memory depends on: tokens, rows or pixels, by the kind of work."""
+    """The size on which the memory depends: tokens, rows or pixels, by the kind of work."""
 
     step: StepFacts
 
@@ -79,7 +79,7 @@ class WorkPeaks(Struct, frozen=True, kw_only=True):
     sizes: tuple[SizePeak, ...] = ()
     highest: WorkPeak | None = None
     recent: WorkPeak | None = None
-    """The highest of the last minute; None without a step in it."""
+    """The highest peak of the last minute; None if no step ran in it."""
 
 
 class PeakReadings(Struct, frozen=True, kw_only=True):

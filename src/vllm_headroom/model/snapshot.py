@@ -25,15 +25,15 @@ MUTE_PROBE: Final = Failure(
     message="no running process of vLLM writes a probe's file: those that did have exited, or their"
     " probe has stopped",
 )
-"""The failure of a probe's folder without a file of a running process."""
+"""The failure of a probe folder that has no file of a running process."""
 
 
 TokenBytes = Callable[[str, int | None], int | None]
-"""Takes the KV cache's dtype and the number of the engine's GPUs, None where unknown; returns the
-bytes that a token takes on all of them together, None where unknown.
+"""Takes the KV cache's dtype and the number of the engine's GPUs (None where unknown). Returns the
+bytes that a token takes on all these GPUs together; None where unknown.
 
-It returns NO_TOKEN_BYTES whatever the dtype where layers of several kinds share the blocks of the
-cache, so that neither bytes nor blocks are a measure of tokens.
+Where layers of several kinds share the blocks of the cache, it returns NO_TOKEN_BYTES for any
+dtype, because neither bytes nor blocks are then a measure of tokens.
 """
 
 NO_TOKEN_BYTES: Final = 0
@@ -60,13 +60,14 @@ class Snapshot(Struct, frozen=True, kw_only=True):
     reading_times: tuple[ReadingTime, ...] = ()
     unanswered_since_seconds: float | None = None
     """When the daemon sent the first request that the engine has not answered, on the monotonic
-    clock; None while the engine answers or is not asked."""
+    clock; None while the engine answers or no request is due.
+    """
 
     server: ServerReply | None = None
-    """What the engine's other pages answer; None while they are not requested."""
+    """The answers of the engine's other pages; None while they are not requested."""
 
     engine_status: EngineStatus | None = None
-    """None where it is unknown, as after an error: then no evidence is collected."""
+    """None where it is unknown, as after an error; no evidence is collected then."""
 
     neighbours: frozenset[ProcessName] = frozenset()
     """The root processes of other engines."""
@@ -81,7 +82,7 @@ class Snapshot(Struct, frozen=True, kw_only=True):
     """None where the host's memory is unknown."""
 
     has_silent_core: bool = False
-    """As in ProbeReadings; a separate field, because a trace has no probe readings."""
+    """As in ProbeReadings. It is a separate field, because a trace has no probe readings."""
 
     pools: tuple[Pool, ...] = ()
     """The parts of memory that vLLM was configured to fill."""
@@ -91,32 +92,32 @@ class Snapshot(Struct, frozen=True, kw_only=True):
 
     @property
     def page(self) -> EnginePage | None:
-        """The engine's page; None where it could not be read."""
+        """Return the engine's page; None where it could not be read."""
         return None if isinstance(self.engines, Failure) else self.engines
 
     @property
     def is_in_service(self) -> bool:
-        """Whether the engine is known to be in a run that has worked and still runs."""
+        """Return whether the engine is known to be in a run that has worked and still runs."""
         return self.engine_status is not None and bool(self.engine_status.is_in_service)
 
     @property
     def devices(self) -> tuple[Gpu, ...]:
-        """All visible GPUs; empty where they could not be read."""
+        """Return all visible GPUs; empty where they could not be read."""
         return () if isinstance(self.gpus, Failure) else self.gpus
 
     @property
     def engine_processes(self) -> tuple[EngineProcess, ...]:
-        """The engine's processes; empty where they could not be read."""
+        """Return the engine's processes; empty where they could not be read."""
         return () if isinstance(self.processes, Failure) else self.processes
 
     @property
     def owned_gpus(self) -> tuple[Gpu, ...]:
-        """The GPUs that are the engine's; empty where they could not be read."""
+        """Return the engine's GPUs; empty where they could not be read."""
         return tuple(gpu for gpu in self.devices if gpu.attribution is not None)
 
     @property
     def failures(self) -> tuple[Failure, ...]:
-        """The failure of each source that could not be read, or whose probe writes nothing."""
+        """Return the failure of each source that could not be read, or has a silent probe."""
         probe = self.probe
         if isinstance(probe, ProbeReadings) and not probe.present:
             probe = MUTE_PROBE
@@ -138,7 +139,7 @@ class Metric(Struct, frozen=True, kw_only=True):
 
 
 class Sample(NamedTuple):
-    """One value of a metric; a tuple, since a tick makes and unpacks hundreds."""
+    """One value of a metric. It is a tuple, because a tick makes and unpacks hundreds."""
 
     metric: Metric
     labels: tuple[str, ...]
@@ -180,8 +181,8 @@ class Values:
     def state(self, metric: Metric, *labels: str) -> str | None:
         """Return the current state of a metric that has a series for each state.
 
-        The last label is the state, `labels` are those before. The current state's series is 1, the
-        others are 0. None where no series has another value than 0.
+        The last label is the state; `labels` are the ones before it. The current state's series is
+        1, the others are 0. None where no series differs from 0.
         """
         for series, value in self.find_all(metric).items():
             *series_labels, state = series
@@ -198,7 +199,7 @@ class Verdict(Struct, frozen=True, kw_only=True):
     level: Level
     sentence: str
     alert: str | None = None
-    """The alert that fires, which has a runbook of the same name; None where none fires."""
+    """The alert that fires, which has a runbook of the same name; None where no alert fires."""
 
     situation: Situation = Situation.HEALTHY
 

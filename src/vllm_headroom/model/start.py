@@ -11,14 +11,18 @@ Scalar = str | int | float | bool | None
 """The value of an argument."""
 
 CONSEQUENCES: Final = (LogFailureKind.EXCEPTION, LogFailureKind.ENGINE_DIED)
-"""Failures that follow from others, the more telling first: any other kind names its cause."""
+"""Failures that are consequences of others, the more informative first. A failure of any other kind
+states a cause.
+"""
 
 
 class LogTime(Struct, frozen=True, kw_only=True):
     """When a line was written."""
 
     seconds: float | None = None
-    """Seconds since the epoch, by the container's runtime or journald; None without them."""
+    """Seconds since the epoch, by the container's runtime or journald; None where neither wrote a
+    time.
+    """
 
     clock: str | None = None
     """The engine's own "MM-DD HH:MM:SS", in the time zone of its machine; None where missing."""
@@ -28,14 +32,17 @@ class LogFrame(Struct, frozen=True):
     """A frame of a traceback inside the engine's code."""
 
     file: str
-    """The path from the package on: vllm/v1/worker/gpu_worker.py."""
+    """The path, beginning with the package: vllm/v1/worker/gpu_worker.py."""
 
     line: int
     function: str
 
 
 class Refusal(Struct, frozen=True, kw_only=True):
-    """An allocation that torch refused, in bytes; None where the message does not have a figure."""
+    """An allocation that torch refused, in bytes.
+
+    A field is None where the message lacks the figure.
+    """
 
     asked_bytes: int | None = None
     gpu: int | None = None
@@ -55,11 +62,11 @@ class Refusal(Struct, frozen=True, kw_only=True):
     """The part of `allocated_bytes` in private pools, which CUDA graphs use."""
 
     cached_bytes: int | None = None
-    """What torch had reserved and not given to a tensor."""
+    """What torch had reserved but not given to a tensor."""
 
 
 class LogFailure(Struct, frozen=True, kw_only=True):
-    """Something that failed, and the line that says so."""
+    """Something that failed, and the line that reports it."""
 
     kind: LogFailureKind
     line_number: int
@@ -91,7 +98,7 @@ class LogRemark(Struct, frozen=True, kw_only=True):
 
 
 class LogEvent(Struct, frozen=True, kw_only=True):
-    """Something that a line says."""
+    """An event that a line reports."""
 
     kind: LogEventKind
     line_number: int
@@ -105,7 +112,7 @@ class LogEvent(Struct, frozen=True, kw_only=True):
 
 
 class ProcessFigures(Struct, frozen=True, kw_only=True):
-    """What one process of the engine says about its GPU; None where it says nothing.
+    """What one process of the engine logs about its GPU; None where it logs nothing.
 
     Sizes are in bytes, as exact as the log: vLLM rounds to 0.01 GiB.
     """
@@ -126,11 +133,13 @@ class ProcessFigures(Struct, frozen=True, kw_only=True):
     requested_bytes: int | None = None
     weights_bytes: int | None = None
     profiled_weights_bytes: int | None = None
-    """The weights as the profile counts them: with a draft model or an encoder, they may differ."""
+    """The weights as the profile run counts them. With a draft model or an encoder, they may
+    differ.
+    """
 
     loading_peak_bytes: int | None = None
     torch_peak_bytes: int | None = None
-    """The peak of torch in the profile, weights included (vLLM 0.6)."""
+    """Torch's peak in the profile run, including the weights (vLLM 0.6)."""
 
     activation_bytes: int | None = None
     non_torch_bytes: int | None = None
@@ -154,10 +163,10 @@ class ProcessFigures(Struct, frozen=True, kw_only=True):
     batched_tokens: int | None = None
     max_num_seqs: int | None = None
     kv_cache_within_budget_bytes: int | None = None
-    """The value of --kv-cache-memory that vLLM advises for its budget."""
+    """The value of --kv-cache-memory that vLLM recommends for its budget."""
 
     kv_cache_whole_gpu_bytes: int | None = None
-    """The value of --kv-cache-memory that vLLM advises for the whole GPU."""
+    """The value of --kv-cache-memory that vLLM recommends for the whole GPU."""
 
 
 class EngineStart(Struct, frozen=True, kw_only=True):
@@ -173,10 +182,10 @@ class EngineStart(Struct, frozen=True, kw_only=True):
     begin: LogTime
     end: LogTime
     arguments: Mapping[str, Scalar]
-    """The options on the command line, without secrets and without texts that may hide one."""
+    """The options on the command line, without secrets and without texts that may contain one."""
 
     config: Mapping[str, Scalar]
-    """The configuration that the engine made of them, in the same way."""
+    """The resulting configuration of the engine, with the same omissions."""
 
     processes: tuple[ProcessFigures, ...]
     failures: tuple[LogFailure, ...]
@@ -188,19 +197,19 @@ class EngineStart(Struct, frozen=True, kw_only=True):
     """Whether the log has a later start."""
 
     is_stopped: bool
-    """Whether the engine says that it shut down on request."""
+    """Whether the engine logged that it shut down on request."""
 
     recent_events: tuple[LogEvent, ...]
     """The newest events, the last of them the newest."""
 
     @property
     def has_served(self) -> bool:
-        """Whether the engine has been ready for requests."""
+        """Return whether the engine has been ready for requests."""
         return self.phase is StartPhase.SERVING
 
     @property
     def root_failure(self) -> LogFailure | None:
-        """The failure that ended the start: the earliest that is no consequence of another.
+        """Return the failure that ended the start: the earliest that is no consequence of another.
 
         None where the log has no failure.
         """
@@ -209,15 +218,15 @@ class EngineStart(Struct, frozen=True, kw_only=True):
         return min(self.failures, key=_rank_failure)
 
     def find_largest(self, field: str) -> int | float | None:
-        """Return the largest figure of a name among the processes; None where none has it."""
+        """Return the largest figure of a name among the processes; None where no process has it."""
         return max(self._list_figures(field), default=None)
 
     def find_smallest(self, field: str) -> int | float | None:
-        """Return the smallest figure of a name among the processes; None where none has it."""
+        """Return the smallest figure of a name among the processes; None if no process has it."""
         return min(self._list_figures(field), default=None)
 
     def find_option(self, *names: str) -> Scalar:
-        """Return an option by any of its names: as it was given, else as the engine chose it.
+        """Return an option by any of its names: its given value, or else the engine's choice.
 
         None where neither is known.
         """
@@ -244,7 +253,7 @@ class EngineLog(Struct, frozen=True, kw_only=True):
     """The newest starts, in the order of the log."""
 
     start_count: int
-    """How many starts the log has; `starts` may have fewer."""
+    """How many starts the log has; `starts` has only the newest."""
 
     line_count: int
 
@@ -256,10 +265,10 @@ class LogEnding(Struct, frozen=True, kw_only=True):
     """None where it reports no failure."""
 
     is_stopped: bool = False
-    """Whether it says that the engine shut down on request."""
+    """Whether the log says that the engine shut down on request."""
 
     seconds: float | None = None
-    """When it says so, since the epoch; None where that is unknown."""
+    """When the log says so, since the epoch; None where that is unknown."""
 
 
 class LogReading(Struct, frozen=True, kw_only=True):
@@ -269,33 +278,36 @@ class LogReading(Struct, frozen=True, kw_only=True):
     """The newest start; None before the first line of an engine."""
 
     endings: tuple[LogEnding, ...] = ()
-    """How the newest starts ended, as far as the log says so; the newest last."""
+    """How the newest starts ended, as far as the log reports it; the newest is last."""
 
     newest_seconds: float | None = None
-    """When the newest line came, since the epoch; None before the first that was not old."""
+    """When the newest line came, since the epoch; None before the first new line."""
 
 
 LOGGED_END_SECONDS: Final = 120.0
-"""The log reports an exit within this time before or after it is seen: a core that has failed may
-hold its server up for a minute."""
+"""The log reports an exit at most this long before or after the exit is observed: the server of a
+failed core may run for another minute.
+"""
 
 SETTLED_SECONDS: Final = 10.0
-"""A log without an error counts as complete so long after an exit: containerd and journald write
-within a second, and the API server gets a request every ten."""
+"""This long after an exit, a log without an error counts as complete: containerd and journald write
+within a second, and the API server is polled every ten seconds.
+"""
 
 QUIET_SECONDS: Final = 60.0
-"""A log whose newest line is older than this at an exit may not be the engine's, or not the whole
-one: vLLM logs its load every 10 s while it works."""
+"""If the newest line of a log is older than this at an exit, the log may be incomplete or not the
+engine's: vLLM logs its load every 10 s while it works.
+"""
 
 
 def find_log_ending(
     reading: LogReading, end_seconds: float, now_seconds: float
 ) -> LogEnding | None:
-    """Return what the log reports about an exit that was seen at `end_seconds`; None where nothing.
+    """Return what the log reports about an exit observed at `end_seconds`; None if nothing.
 
-    A log that goes on until the exit and then has no failure says that there was none.
+    A log that goes on until the exit and has no failure shows that there was no failure.
     """
-    # The newest exit of the log is likelier to be this one.
+    # The newest exit in the log is the most likely to be this one.
     for ending in reversed(reading.endings):
         if ending.seconds is None:
             continue

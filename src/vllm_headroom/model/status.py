@@ -20,13 +20,15 @@ from vllm_headroom.vocabulary import (
 )
 
 ROUNDING_TOLERANCE: Final = 1e-9
-"""Tolerance for binary fractions such as 0.92 * 100."""
+"""Tolerance for products that are not exact in binary, such as 0.92 * 100."""
 
 TIGHT_SHARE: Final = 0.02
-"""What is left of a GPU is little below this share of it."""
+"""The memory left on a GPU is tight below this share of the GPU."""
 
 BURST_MARGIN: Final = 1.5
-"""What is left is little below so many times the largest peak, as in HeadroomGpuMemoryTight."""
+"""The memory left is also tight below this many times the largest peak, as in
+HeadroomGpuMemoryTight.
+"""
 
 
 class BudgetExcess(Struct, frozen=True, kw_only=True):
@@ -36,35 +38,36 @@ class BudgetExcess(Struct, frozen=True, kw_only=True):
     excess_bytes: int
     """What it holds at rest beyond the budget."""
     first_excess_bytes: int
-    """The same, at rest in its first minutes at work."""
+    """The same excess in its first minutes at work."""
     total_bytes: int
     """The size of the GPU."""
     seconds: float
-    """For how long it has held more."""
+    """For how long it has exceeded the budget."""
     is_from_start: bool
-    """Whether it has since it was first seen at work."""
+    """Whether it has exceeded the budget ever since it was first observed at work."""
     needed_bytes: int
-    """The largest peak above the level at rest: that which this engine has shown, that which its
-    profile run needed, or the usual one."""
+    """The largest of three peaks above the level at rest: the observed one, the one of the profile
+    run, and the usual one.
+    """
 
     @property
     def ratio(self) -> float:
-        """The excess over the budget."""
+        """Return the excess as a share of the budget."""
         return self.excess_bytes / self.budget_bytes
 
     @property
     def tight_bytes(self) -> float:
-        """The room below which little is left beside such an engine."""
+        """Return the room below which memory is tight beside such an engine."""
         return max(TIGHT_SHARE * self.total_bytes, BURST_MARGIN * self.needed_bytes)
 
     def lower_utilization(self, utilization_ratio: float) -> float:
-        """Return the gpu_memory_utilization that gives the excess back, rounded down."""
+        """Return the gpu_memory_utilization that makes up for the excess, rounded down."""
         hundredths = 100 * (utilization_ratio - self.excess_bytes / self.total_bytes)
         return floor(hundredths + ROUNDING_TOLERANCE) / 100
 
 
 class StraightGrowth(Struct, frozen=True, kw_only=True):
-    """Growth of the engine in a straight line up to the end, under a level load."""
+    """Growth of the engine in a straight line up to the end, at level load."""
 
     grown_bytes: int
     seconds: float
@@ -78,9 +81,9 @@ class StraightGrowth(Struct, frozen=True, kw_only=True):
 class GpuAtEnd(Device, frozen=True, kw_only=True):
     """One of the engine's GPUs before the end of a run; a field is None where unknown.
 
-    `room` is free memory. `first_…` is of the time when the engine began to serve, or else when the
-    record began. `last_…` is the highest use, or the least room, of the last minute and a half,
-    peaks between samples included.
+    `room` is free memory. `first_…` fields are from the time when the engine began to serve, or
+    else when the record began. `last_…` fields are the highest use, or the least room, of the last
+    minute and a half, including peaks between samples.
     """
 
     total_bytes: int | None = None
@@ -96,7 +99,9 @@ class GpuAtEnd(Device, frozen=True, kw_only=True):
     has_new_process: bool = False
     """Whether there were more processes at the end than at first."""
     is_peak_unattributed: bool = False
-    """Whether the least room was measured between two samples: who held the memory is unknown."""
+    """Whether the least room was measured between two samples, so that the holder of the memory is
+    unknown.
+    """
     newest_seconds: float = 0.0
     """When the newest sample was taken, since the epoch."""
     newest_used_bytes: int | None = None
@@ -105,25 +110,25 @@ class GpuAtEnd(Device, frozen=True, kw_only=True):
     leak_bytes_per_request: float | None = None
     straight_growth: StraightGrowth | None = None
     excess: BudgetExcess | None = None
-    """By how much it held more than its budget; None where it did not, or where that is unknown."""
+    """The excess of the engine over its budget; None where there is none or it is unknown."""
 
     @property
     def growth_bytes(self) -> int | None:
-        """How much the engine's memory has grown since it began to serve; None where unknown."""
+        """Return how far the engine's memory has grown since it began to serve, or None."""
         return _subtract(self.first_held_bytes, self.last_engine_bytes)
 
     @property
     def recent_growth_bytes(self) -> int | None:
-        """How much the engine's memory has grown in the last minutes; None where unknown."""
+        """Return how far the engine's memory has grown in the last minutes; None where unknown."""
         return _subtract(self.earlier_held_bytes, self.last_engine_bytes)
 
     @property
     def other_growth_bytes(self) -> int | None:
-        """How much the memory of other processes has grown; None where unknown."""
+        """Return how far the memory of other processes has grown; None where unknown."""
         return _subtract(self.first_other_bytes, self.last_other_bytes)
 
     def share_of_lost_room(self, growth_bytes: int | None) -> float:
-        """Return the share of the room lost since `first_…` that a growth explains.
+        """Return the share of the lost room that a growth explains; room is lost since `first_…`.
 
         0 where the growth or the loss is unknown, or nothing was lost; above 1 where the growth is
         larger than the loss.
@@ -134,16 +139,16 @@ class GpuAtEnd(Device, frozen=True, kw_only=True):
         return max(0.0, growth_bytes / lost_bytes)
 
     def raise_peak(self, used_bytes: int) -> "GpuAtEnd":
-        """Return the GPU with a higher use that was measured between samples.
+        """Return the GPU with the use raised to a peak that was measured between samples.
 
-        Who held the memory is unknown. Return the GPU unchanged where the use is not higher than at
-        the newest sample, or where a peak with less room is known already.
+        The holder of the peak is unknown. The GPU is returned unchanged if the use is not higher
+        than at the newest sample, or if a peak with less room is known already.
         """
         if self.usable_bytes is None or self.newest_used_bytes is None:
             return self
         if used_bytes <= self.newest_used_bytes:
             return self
-        # The samples have peaks too: only a higher one counts.
+        # The samples have peaks too, so only a higher peak counts.
         room_bytes = self.usable_bytes - used_bytes
         if self.last_room_bytes is not None and room_bytes >= self.last_room_bytes:
             return self
@@ -175,15 +180,15 @@ class Lost(Struct, frozen=True, order=True):
 
 
 class Ending(Struct, frozen=True, kw_only=True):
-    """An exit or a stall, and what preceded it in that run of the engine."""
+    """An exit or a stall, and what happened before it in that run of the engine."""
 
     kind: IncidentKind
     seconds: float
-    """When it was seen, since the epoch."""
+    """When it was observed, since the epoch."""
     reason: ExitReason | None = None
     """The reason that an exit is counted under; None for a stall."""
     began_seconds: float | None = None
-    """When the run began, since the epoch, possibly before the record; None where unknown."""
+    """When the run began, since the epoch, which may be before the record; None where unknown."""
     observed_seconds: float = 0.0
     """For how long the run was observed."""
     unobserved_seconds: float | None = None
@@ -197,7 +202,7 @@ class Ending(Struct, frozen=True, kw_only=True):
     lost_processes: tuple[Lost, ...] = ()
     """The necessary processes that exited before the others."""
     refused_seconds: float | None = None
-    """How long the server refused its page after its core had exited."""
+    """How long the server refused connections after its core had exited."""
     engines: tuple[EngineReading, ...] = ()
     """The engines of the last page."""
     idle_seconds: float | None = None
@@ -217,27 +222,30 @@ class Ending(Struct, frozen=True, kw_only=True):
     highest_peak: str | None = None
     """The highest peak of a step in the last minute in service, in words; None where unknown."""
     is_probed: bool = False
-    """Whether a probe ran in the engine, which would have recorded such an error; only the flight
-    record has it."""
+    """Whether a probe ran in the engine and would have recorded such an error; only the flight
+    record has it.
+    """
     log: LogEnding | None = None
-    """What the engine's log reports about it; None where it is not read, or says nothing yet."""
+    """What the engine's log reports about the end; None where the log is not read, or reports
+    nothing yet.
+    """
     unreadable: tuple[str, ...] = ()
     """The verdicts on GPUs that could not be read; only the flight record has them."""
 
     @property
     def is_over(self) -> bool:
-        """Whether this run serves no more: it has ended, or a necessary process has exited."""
+        """Return whether this run no longer serves, because it or a necessary process has ended."""
         return self.kind is IncidentKind.ENDED or bool(self.lost_processes)
 
     @property
     def running(self) -> float | None:
-        """The number of running requests on the last page; None where unknown."""
+        """Return the number of running requests on the last page; None where unknown."""
         running = [engine.running for engine in self.engines if engine.running is not None]
         return sum(running) if running else None
 
     @property
     def requests(self) -> float | None:
-        """The running and waiting requests on the last page; None where a count is unknown."""
+        """Return the running and waiting requests on the last page; None if a count is unknown."""
         requests = 0.0
         for engine in self.engines:
             if engine.running is None or engine.waiting is None:
@@ -247,7 +255,7 @@ class Ending(Struct, frozen=True, kw_only=True):
 
     @property
     def fullest_gpu(self) -> GpuAtEnd | None:
-        """The GPU with the least room; None where the room of every GPU is unknown."""
+        """Return the GPU with the least room; None where the room of every GPU is unknown."""
         gpus = [gpu for gpu in self.gpus if gpu.last_room_bytes is not None]
         return min(gpus, key=lambda gpu: gpu.last_room_bytes or 0, default=None)
 
@@ -269,7 +277,7 @@ class EngineStatus(Struct, frozen=True, kw_only=True):
     """Whether this run has done work and still runs. Outside of service no evidence of a leak is
     collected. None where the page does not show whether the engine works."""
     was_seen: bool = True
-    """Whether a run was ever seen."""
+    """Whether a run was ever observed."""
     began_seconds: float | None = None
     """When the run began, since the epoch."""
     restarts: int = 0
@@ -281,13 +289,16 @@ class EngineStatus(Struct, frozen=True, kw_only=True):
     event: Ending | None = None
     """The exit or the stall that happened since the last tick; None without one."""
     log: LogEnding | None = None
-    """What the engine's log reports about the last exit; None while it serves, or where unknown."""
+    """What the engine's log reports about the last exit; None while the engine serves, or where
+    unknown.
+    """
     recent_exits: int = 0
     """How many runs have exited in the last 90 minutes."""
     progress_age_seconds: float | None = None
     """The time since the last progress; None while the engine has no work."""
     stranded_ratios: tuple[tuple[tuple[str, str], float], ...] = ()
-    """The share of the KV cache in use although no request holds it, by model and engine."""
+    """The share of the KV cache that is in use although no request holds it, by model and engine.
+    """
     wake_bytes: tuple[tuple[str, int], ...] = ()
     """The bytes that a sleeping engine needs to wake, by the UUID of the GPU."""
     first_room_bytes: tuple[tuple[str, int], ...] = ()
@@ -298,9 +309,9 @@ class EngineStatus(Struct, frozen=True, kw_only=True):
     """By how much the engine is over its budget, by the UUID of each GPU where it is."""
     hang_signs: tuple[HangSign, ...] = ()
     are_gauges_doubted: bool = False
-    """Whether the page shows work without progress, and nothing else supports that there is any."""
+    """Whether the page shows work without progress, but no other evidence shows any work."""
 
     @property
     def exit_reason(self) -> ExitReason | None:
-        """Why a run exited since the last tick; None if none exited."""
+        """Return why a run exited since the last tick; None if no run exited."""
         return None if self.event is None else self.event.reason

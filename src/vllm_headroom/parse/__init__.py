@@ -1,1 +1,1 @@
-"""Pure: text to readings."""
+"""Pure functions from text to readings."""

@@ -15,10 +15,11 @@ from vllm_headroom.parse.profile import Combine, Fact, Profile
 from vllm_headroom.parse.profiles import PROFILES
 
 MOST_ENGINES: Final = 256
-"""The most pairs of engine and model on one page: each adds dozens of series to the sidecar's."""
+"""The most pairs of engine and model on one page: each adds dozens of series to the sidecar's page.
+"""
 
 MOST_SHARED_READINGS: Final = 5000
-"""The most readings of series that several engines or models share: each costs 10 us."""
+"""The most readings of shared series, counted once for each engine or model; each costs 10 us."""
 
 _ONLY_ENGINE: Final = "0"
 """The name of the engine for series that name none."""
@@ -82,7 +83,7 @@ def build_page(profile: Profile, samples: Iterable[Sample]) -> EnginePage | Fail
 
 
 def _counts_in_blocks(profile: Profile, families: Mapping[_EngineKey, _Families]) -> bool:
-    """Return whether the page of a kind of engine whose layers may form groups has only blocks."""
+    """Return whether the page has only blocks, which groups of layers may share."""
     if profile.grouped_models is None:
         return False
     for fact in profile.facts:
@@ -114,18 +115,18 @@ def _assemble_page(profile: Profile, engines: tuple[EngineReading, ...]) -> Engi
 def _group_by_engine(
     keys: list[_EngineKey], samples: list[Sample], sample_keys: list[_EngineKey], prefix: str
 ) -> dict[_EngineKey, dict[str, list[Sample]]] | None:
-    """Return the samples of each engine by family; None when too many readings are shared.
+    """Return the samples of each engine by family; None if too many readings are shared.
 
-    `sample_keys` has, for each sample, the model and the engine that its labels name, "" for none.
-    A sample without a model is shared by all engines to which it belongs, see `build_page`.
+    `sample_keys` has, for each sample, the model and the engine in its labels, or "". A sample
+    without a model is shared by all engines to which it belongs, see `build_page`.
     """
-    # An engine has an entry also where all its samples are shared.
+    # An engine has an entry even if all its samples are shared.
     families: dict[_EngineKey, dict[str, list[Sample]]] = {key: {} for key in keys}
     keys_by_engine: dict[str, list[_EngineKey]] = {"": keys}
     for key in keys:
         keys_by_engine.setdefault(key[1], []).append(key)
     shared_readings = 0
-    # A shared sample is counted once for each engine: that is what costs.
+    # A shared sample is counted once for each engine, because that is what costs time.
     for sample, (model, engine) in zip(samples, sample_keys, strict=True):
         if model:
             owners = [(model, engine or _ONLY_ENGINE)]
@@ -145,10 +146,10 @@ def _build_reading(
     """Return the reading of one engine; `engine_count` is the number of engines on the page."""
     values: dict[str, Any] = {}
     for fact in profile.facts:
-        # Of several facts of one field, the first with a value counts.
+        # If several facts give one field, the first one with a value counts.
         if values.get(fact.field) is None:
             values[fact.field] = _find_value(profile, fact, families, engine_count)
-    # For these models a block has another size in each group: no capacity follows from it.
+    # For these models the size of a block differs by group, so it gives no capacity.
     if profile.grouped_models is not None and profile.grouped_models.search(key[0]):
         values.pop("kv_blocks", None)
     _complete_kv_cache(values)
@@ -164,9 +165,9 @@ def _build_reading(
 def _complete_kv_cache(values: dict[str, Any]) -> None:
     """Compute the capacity and the usage of the KV cache where they are unknown, changing `values`.
 
-    Remove the facts that are no fields of EngineReading, see Fact.
+    Facts that are not fields of EngineReading are removed, see Fact.
     """
-    # A model with state blocks (Mamba) has blocks of two kinds: their number gives no capacity.
+    # A model with state blocks (Mamba) has two kinds of blocks, so their number gives no capacity.
     blocks = values.pop("kv_blocks", None)
     if values.pop("kv_state_block_tokens", None) is not None:
         blocks = None
@@ -178,7 +179,7 @@ def _complete_kv_cache(values: dict[str, Any]) -> None:
         values["kv_capacity_tokens"] = capacity_tokens
     if used_tokens is None:
         return
-    # Of capacity, use and ratio, two give the third.
+    # Any two of capacity, use and ratio give the third.
     used_ratio = values.get("kv_used_ratio")
     if used_ratio is None and capacity_tokens:
         values["kv_used_ratio"] = _check_value("kv_used_ratio", used_tokens / capacity_tokens)
@@ -192,8 +193,8 @@ def _find_value(
 ) -> float | str | None:
     """Return the value of a fact for one engine; None where unknown.
 
-    The first of the fact's families with a value counts. Of families that are joined by "+", all
-    must have one.
+    The first of the fact's families with a value counts. If families are joined by "+", all of them
+    must have a value.
     """
     if fact.combine is Combine.TEXT:
         return _find_text(fact, families)
@@ -213,16 +214,17 @@ def _find_value(
 
 
 def _find_text(fact: Fact, families: _Families) -> str | None:
-    """Return the text on which all series agree.
+    """Return the text that all series have.
 
-    None where they differ, the text is empty, or a part of the engine is named as an exception.
+    None if their texts differ or are empty, or if a part of the engine is named as an exception.
     """
     texts = set()
     for name in fact.names:
         for sample in families.get(name, ()):
             if sample.labels.get(fact.exceptions, "") not in _NO_EXCEPTIONS:
                 return None
-            # Texts that differ belong to different parts, and no one of them is the engine's.
+            # Different texts belong to different parts, and none of them applies to the whole
+            # engine.
             texts.add(sample.labels.get(fact.label or "", ""))
     if len(texts) != 1:
         return None
@@ -234,10 +236,10 @@ def _combine_samples(
 ) -> float | None:
     """Return one value for the samples of a family, combined as the fact says; None where unknown.
 
-    The samples are of several parts, such as workers or ranks, and each part may be reported
-    several times. The value is unknown where that of a part is, and where one series has two
-    values, as on a page joined from several servers: the format leaves that undefined, and
-    Prometheus keeps the first.
+    The samples come from several parts, such as workers or ranks, and each part may be reported
+    several times. The value is unknown if a part's value is unknown, or if one series has two
+    values, as on a page joined from several servers. The format leaves that case undefined, and
+    Prometheus keeps the first value.
     """
     # Two values of one series: the page is joined from several servers.
     if len(samples) > 1 and _has_contradiction(samples):
@@ -251,7 +253,7 @@ def _combine_samples(
                 amounts.append(amount)
     if not amounts_by_part or not all(amounts_by_part.values()):
         return None
-    # Several API servers may report one part, all but one of them with the value 0.
+    # Several API servers may report one part, and all but one of them report 0.
     part_values = [max(amounts) for amounts in amounts_by_part.values()]
     if fact.combine is Combine.SAME:
         return part_values[0] if len(set(part_values)) == 1 else None
@@ -270,12 +272,12 @@ def _has_contradiction(samples: Collection[Sample]) -> bool:
 
 
 def _identify_part(profile: Profile, fact: Fact, sample: Sample) -> object:
-    """Return a key of the part of the engine, such as a worker or a rank, that a sample is of.
+    """Return a key of the part of the engine, such as a worker or a rank, behind a sample.
 
-    Samples of one part that differ only in who reports it, such as the API server, have one key.
+    Samples of one part have the same key, even if different API servers report them.
     """
-    # Where the value is in a label, the other labels are settings too: only the labels that tell
-    # replicas apart identify the part.
+    # If the value is in a label, the other labels are settings too. Only the labels that
+    # distinguish replicas identify the part.
     if fact.label is not None:
         return tuple(sample.labels.get(name, "") for name in profile.replica_labels)
     return frozenset(
@@ -284,14 +286,14 @@ def _identify_part(profile: Profile, fact: Fact, sample: Sample) -> object:
 
 
 def _read_amount(fact: Fact, sample: Sample) -> float | None:
-    """Return the number that a sample has as its value or in the fact's label, times the factor.
+    """Return a sample's value, or the number in the fact's label, times the factor.
 
-    None where that is no number, where the field cannot have it, and for 0 in a label, which means
-    that the setting is not set.
+    None if that is not a number, if the field cannot have it, or for 0 in a label, which means that
+    the setting is not set.
     """
     try:
         value = float(sample.value if fact.label is None else sample.labels.get(fact.label, ""))
-    except (ValueError, OverflowError):  # a label that says "None"; an integer beyond any float
+    except (ValueError, OverflowError):  # the label "None", or an integer beyond any float
         return None
     if fact.label is not None and value == 0:
         return None
@@ -315,10 +317,10 @@ def parse_engines(page: str, profile_name: str | None = None) -> EnginePage | Fa
     """Parse a page of Prometheus text into engine readings.
 
     The profile is that of the name or, without a name, the first with matching series. A page
-    without series of the profile, or of any profile, has no engines; without a name its profile is
-    then the first one. The reason of a failure is NOT_METRICS for an empty page and for one without
-    metrics, INCOMPLETE for a truncated page, MALFORMED for a needed line that cannot be parsed, and
-    OUT_OF_BOUNDS for a page that is too large.
+    without series of the named profile, or of any profile, has no engines; if no profile was named,
+    its profile is the first one. The reason of a failure is NOT_METRICS for an empty page and for
+    one without metrics, INCOMPLETE for a truncated page, MALFORMED for a needed line that cannot be
+    parsed, and OUT_OF_BOUNDS for a page that is too large.
     """
     failure = check_page(page)
     if failure is not None:
@@ -326,7 +328,7 @@ def parse_engines(page: str, profile_name: str | None = None) -> EnginePage | Fa
     profiles = PROFILES if profile_name is None else (find_profile(profile_name),)
     empty_pages: list[EnginePage] = []
     for profile in profiles:
-        # A page of one engine may match a later profile too: the first with engines counts.
+        # A page may match several profiles; the first profile with engines counts.
         samples = parse_samples(page, profile.names_pattern)
         if isinstance(samples, Failure):
             return samples
@@ -345,7 +347,8 @@ def find_profile(name: str) -> Profile:
 def explain_empty_page(page: EnginePage) -> str:
     """Return why a page may have no engine, which series are expected, and what enables them.
 
-    The expected series are those of the page's profile, or of all profiles for the first one.
+    The expected series are those of the page's profile; if that is the first profile, those of all
+    profiles.
     """
     profiles = PROFILES if page.profile == DEFAULT.name else (find_profile(page.profile),)
     expected = "; ".join(

@@ -17,7 +17,7 @@ _EXPOSITION: Final = re.compile(
     r"[-+]?(?:\.?[0-9][0-9.eE+-]*|Inf|NaN)(?:[ \t]+-?[0-9]+)?[ \t\r]*$)",  # a value and a timestamp
     re.MULTILINE,
 )
-"""A comment or a sample of the text format: a page without such a line is not metrics."""
+"""A comment or a sample of the text format. A page without such a line is not a metrics page."""
 
 MOST_SAMPLES: Final = 5000
 """The most samples that are read from a page: those of about 150 engines."""
@@ -45,19 +45,22 @@ _MOST_CACHED_SERIES: Final = 512
 """How many series are cached: those of 28 engines."""
 
 _LONGEST_CACHED_SERIES: Final = 2048
-"""The most characters of a cached series: vLLM's lines have up to 1.1 kB. So the cache cannot
-exceed 16 MiB."""
+"""The most characters of a cached series: vLLM's lines have up to 1.1 kB. The cache can therefore
+not exceed 16 MiB.
+"""
 
 _SERIES: Final = re.compile(r'[a-zA-Z_:][a-zA-Z0-9_:]*(?:\{(?:[^"{}]|"(?:[^"\\]|\\.)*")*\})?')
 _PLAIN_VALUE: Final = re.compile(r"-?[0-9]+(?:\.[0-9]+)?(?:e[-+]?[0-9]+)?", re.ASCII)
-"""The form of nearly all values; the library's parser reads any other form."""
+"""The form that nearly all values have; the library's parser reads any other form."""
 
 
 def check_page(page: str) -> Failure | None:
-    """Return the failure of a page that is empty, not metrics, or truncated; None for any other.
+    """Return the failure of a page that is empty, not metrics, or truncated.
 
-    A page is metrics if at least one line looks like it. It is truncated if its last line has no
-    line break.
+    None for any other page.
+
+    A page counts as metrics if at least one line has the text format. It is truncated if its last
+    line has no line break.
     """
     if not page.strip():
         return refuse_page(
@@ -83,10 +86,10 @@ def check_page(page: str) -> Failure | None:
 def parse_samples(page: str, names_pattern: str) -> list[Sample] | Failure:
     """Return the samples whose name matches the regular expression `names_pattern`, in page order.
 
-    A failure where a matching line cannot be parsed (MALFORMED), or the lines exceed a limit
-    (OUT_OF_BOUNDS). Only matching lines are given to prometheus-client's parser, which is slow and
-    reads every label correctly. Selecting the lines of one engine's page (51 kB) takes 0.04 ms and
-    parsing them 0.1 ms; parsing the whole page takes 5.5 ms.
+    Returns a failure where a matching line cannot be parsed (MALFORMED), or the lines exceed a
+    limit (OUT_OF_BOUNDS). Only matching lines are passed to prometheus-client's parser, which is
+    slow but reads every label correctly. Selecting the lines of one engine's page (51 kB) takes
+    0.04 ms and parsing them 0.1 ms; parsing the whole page takes 5.5 ms.
     """
     lines = _select_lines(page, names_pattern)
     if isinstance(lines, Failure):
@@ -96,7 +99,7 @@ def parse_samples(page: str, names_pattern: str) -> list[Sample] | Failure:
         try:
             samples += _parse_line(line)
         except (ValueError, IndexError):
-            # The error of the parser names neither the line nor the column: quote the line.
+            # The parser's error names neither line nor column, so the line is quoted.
             return refuse_page(
                 f"has a line that is not Prometheus text, {_cut_excerpt(line)!r}: look for a proxy"
                 " that rewrites the page, and report the line if there is none.",
@@ -108,9 +111,10 @@ def parse_samples(page: str, names_pattern: str) -> list[Sample] | Failure:
 def _select_lines(page: str, names_pattern: str) -> list[str] | Failure:
     """Return the lines to parse; a failure where they exceed a limit.
 
-    So the cost of a page is limited before it is parsed.
+    This limits the cost of a page before it is parsed.
     """
-    # The limits are checked line by line: a page that is too large costs no more than its limit.
+    # The limits are checked line by line, so that a page that is too large costs no more than a
+    # page at the limit.
     lines: list[str] = []
     characters = 0
     line_pattern = rf"((?:{names_pattern})[{{ \t].*)"
@@ -150,7 +154,8 @@ def _parse_line(line: str) -> tuple[Sample, ...]:
     The labels of a series that was parsed before come from a cache.
     """
     series, _, value = line.rpartition(" ")
-    # Only values change from page to page: parsing the labels again would cost most of the time.
+    # Only values change from page to page, and parsing the labels again would take most of the
+    # time.
     if len(series) <= _LONGEST_CACHED_SERIES and _PLAIN_VALUE.fullmatch(value):
         samples = _parse_series(series)
         if samples:
@@ -162,7 +167,7 @@ def _parse_line(line: str) -> tuple[Sample, ...]:
 def _parse_series(series: str) -> tuple[Sample, ...]:
     """Return the samples of a series, a name with or without labels, each with the value 0.
 
-    Empty for a text that is no such series, as where the line has a timestamp.
+    Empty if the text is not such a series, for example because the line has a timestamp.
     """
     return _parse_whole(f"{series} 0") if _SERIES.fullmatch(series) else ()
 

@@ -10,10 +10,10 @@ from typing import Any, Final, NoReturn, TypeVar
 T = TypeVar("T")
 
 LARGEST: Final = 2**53
-"""The largest integer a float represents exactly; no memory size and no counter comes near it."""
+"""The largest integer a float represents exactly; no memory size or counter comes near it."""
 
 LONGEST_SHOWN: Final = 60
-"""Characters of a wrong value in a message."""
+"""How many characters of a wrong value a message shows."""
 
 
 class WrongFieldError(Exception):
@@ -37,8 +37,8 @@ def read_each(
 ) -> tuple[T, ...] | None:
     """Return each entry of the list in a field, read with `read(entry, index)`.
 
-    None where the field is absent or null. An error of `read` is raised with the path from the list
-    on.
+    None where the field is absent or null. An error of `read` is raised with the path that begins
+    with the list.
     """
     entries = record.get(field)
     if entries is None:
@@ -57,16 +57,16 @@ def read_within(
 ) -> T | None:
     """Return the object in a field, read with `read`; None where the field is absent or null.
 
-    An error of `read` is raised with the path from this field on.
+    An error of `read` is raised with the path that begins with this field.
     """
     entry = record.get(field)
     return None if entry is None else _read_object(field, entry, "an object or null", read)
 
 
 def _read_object(name: str, entry: object, accepts: str, read: Callable[..., T], *index: int) -> T:
-    """Return what `read` returns for an object; raise WrongFieldError where it is none.
+    """Return what `read` returns for an object; raise WrongFieldError if it is not an object.
 
-    An error of `read` names its field with `name` before it.
+    An error of `read` is raised with `name` before its field.
     """
     if type(entry) is not dict:
         raise WrongFieldError(name, entry, accepts)
@@ -86,7 +86,7 @@ def read_number(entry: Mapping[str, Any], field: str) -> float | None:
     value = entry.get(field)
     if value is None:
         return None
-    is_number = type(value) is int or type(value) is float  # True is an int for isinstance
+    is_number = type(value) is int or type(value) is float  # for isinstance, True would be an int
     if is_number and 0 <= value <= LARGEST:
         return float(value)
     raise WrongFieldError(field, value, "a number, 0 or more")

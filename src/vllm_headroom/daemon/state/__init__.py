@@ -1,1 +1,1 @@
-"""The state that outlasts a restart of the daemon."""
+"""The state that survives a restart of the daemon."""

@@ -36,14 +36,14 @@ class UnusableState(Exception):  # noqa: N818 - the name describes the file
 
 
 class StateFile(Generic[T]):
-    """The name, the format and the value's type of one state file; its folder is an argument."""
+    """The name, format and value type of one state file; its folder is an argument."""
 
     def __init__(self, name: str, value_type: type[T], format_number: int, loss: str) -> None:
         self.name = name
         self.rejected_name = f"{name}.bad"
         """The name that an unusable file gets."""
         self.loss = loss
-        """What the operator loses when the file is unusable, as a clause for the log."""
+        """What the operator loses if the file is unusable, as a clause for the log."""
         self._value_type = value_type
         self._format_number = format_number
 
@@ -53,7 +53,7 @@ class StateFile(Generic[T]):
         Raises ValueError where the value contains a number that is not finite.
         """
         document = msgspec.to_builtins(value, str_keys=True)
-        # Before the checksum: a changed format number must be noticed too.
+        # Set before the checksum is computed, so that a changed format number is noticed too.
         document["format"] = self._format_number
         document["checksum"] = _compute_checksum(document)
         return _encode_canonical(document)
@@ -72,7 +72,7 @@ class StateFile(Generic[T]):
                     f"it is of format {format_number!r:.20}, this version reads"
                     f" {self._format_number}"
                 )
-            # Over the document as it was written, without the checksum itself.
+            # The checksum covers the document as it was written, without the checksum itself.
             if checksum != _compute_checksum(document | {"format": self._format_number}):
                 raise UnusableState("it is damaged: its checksum is another")
             return msgspec.convert(document, self._value_type, str_keys=True)
@@ -86,7 +86,7 @@ class StateFile(Generic[T]):
         content that `decode` refuses. Raises OSError where it cannot be read.
         """
         try:
-            # O_NONBLOCK: opening a pipe must not wait for a writer.
+            # O_NONBLOCK, so that opening a pipe does not wait for a writer.
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
             with os.fdopen(os.open(folder / self.name, flags), "rb") as stream:
                 status = os.fstat(stream.fileno())
@@ -111,7 +111,7 @@ class StateFile(Generic[T]):
         content = self.encode(value)
         make_folder(folder)
         replace_file(folder / self.name, folder / f"{self.name}.new", (content,))
-        # Without this a crash of the machine could undo the renaming.
+        # Without this, a crash of the machine could undo the rename.
         directory = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(directory)
@@ -142,5 +142,6 @@ detector's state, which belongs to one run, is set aside."""
 HISTORY: Final = StateFile(
     "history.json", SavedHistory, HISTORY_FORMAT, "the page draws its curves from now on"
 )
-"""The curves of the page's last day. They have a separate file, because they are only shown and
-stay whichever engine runs."""
+"""The curves of the page's last day. They have a separate file, because they are only shown, and
+remain when another engine runs.
+"""

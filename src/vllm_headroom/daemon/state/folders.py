@@ -1,4 +1,4 @@
-"""Name the state folder of each of several engines, and remove those of engines long gone."""
+"""Name the state folders of several engines, and remove old ones."""
 
 import re
 import shutil
@@ -13,23 +13,24 @@ PREFIX: Final = "engine-"
 """How the name of an engine's folder begins: no other folder is ever removed."""
 
 MOST_UNUSED: Final = 16
-"""Our choice: how many folders of engines that are gone are kept, for their incidents. Each takes
-at most 38 MiB, by the limits of the flight record."""
+"""Our choice: how many folders of engines that are gone are kept, for their incidents. By the
+limits of the flight record, each takes at most 38 MiB.
+"""
 
 UNUSED_SECONDS: Final = 7 * DAY_SECONDS
-"""A folder that changed within this time is kept, whoever uses it."""
+"""A folder that changed within this time is kept, even if no watched engine uses it."""
 
 _UNSAFE: Final = re.compile(r"[^A-Za-z0-9._-]+")
 
 
 def name_folder(*parts: str) -> str:
-    """Return the name of an engine's folder, from its names and what identifies it."""
+    """Return the name of an engine's folder, made of its names and its identity."""
     texts = [_UNSAFE.sub("-", part) for part in parts if part]
     return PREFIX + "_".join(texts)[:200]
 
 
 def remove_unused(state_dir: Path, used_names: Collection[str]) -> None:
-    """Remove the oldest folders of engines that are not watched, beyond MOST_UNUSED.
+    """Remove the folders of engines that are not watched, except the newest MOST_UNUSED.
 
     Raises OSError where the folder cannot be read.
     """

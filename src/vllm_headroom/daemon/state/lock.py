@@ -9,11 +9,11 @@ from vllm_headroom.trace.recorder import make_folder
 
 
 class FolderLock:
-    """Locks a folder, once no other process holds its lock, until this process exits.
+    """Locks a folder for this process, once no other process holds the lock.
 
     The folder itself is locked, not a file in it: a lock file could be replaced, and needs space on
-    the volume. Where the folder cannot be opened, or its file system has no locks, this process
-    counts as its owner: keeping the state matters more.
+    the volume. If the folder cannot be opened, or its file system has no locks, this process counts
+    as its owner, because keeping the state matters more.
     """
 
     def __init__(self) -> None:
@@ -25,8 +25,8 @@ class FolderLock:
     def take(self, folder: Path) -> bool:
         """Lock the folder, creating it where it is missing; return whether it is this process's.
 
-        False only while another process holds the lock. Calling it again costs little, and locks a
-        folder that was deleted and created again since.
+        False only while another process holds the lock. Another call costs little, and locks the
+        folder again if it was deleted and recreated since.
         """
         if self._descriptor is not None and not _is_same_folder(folder, self._descriptor):
             os.close(self._descriptor)
@@ -53,7 +53,8 @@ class FolderLock:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
                 os.close(descriptor)
-                # BlockingIOError: another process holds it. Any other error: no locks here.
+                # BlockingIOError means that another process holds the lock; any other error, that
+                # there are no locks here.
                 self.is_ours = not isinstance(error, BlockingIOError)
             else:
                 self._descriptor = descriptor  # stays open: closing it would unlock

@@ -1,4 +1,4 @@
-"""What is saved of an engine, and whether a saved state is of the engine that runs now."""
+"""What is saved of an engine, and whether a saved state belongs to the engine that runs now."""
 
 from typing import Final
 
@@ -18,19 +18,22 @@ from vllm_headroom.units import DAY_SECONDS, HOUR_SECONDS
 
 LONGEST_COUNTED_GAP_SECONDS: Final = 300.0
 """The longest gap after which the count of requests alone can identify the run. Growth is judged
-after ten minutes of work, and a new engine needs longer than this to start and to reach the count
-of ten minutes of work."""
+after ten minutes of work. A new engine needs longer than this gap to start and to finish as many
+requests as in ten minutes of work.
+"""
 
 LONGEST_LOAD_GAP_SECONDS: Final = 60.0
-"""The load is averaged by the minute: after a gap longer than one minute, it is not known to have
-been level."""
+"""The load is averaged by the minute: after a gap longer than a minute, it is unknown whether load
+was level.
+"""
 
 STALE_STATE_SECONDS: Final = DAY_SECONDS
-"""An older state is refused. The detector remembers a device that it does not see for as long."""
+"""An older state is refused. The detector remembers an invisible device for the same time."""
 
 FUTURE_SECONDS: Final = 300.0
-"""The clocks of two machines differ by less. Where a file is from further in the future, its age is
-unknown, and it is refused."""
+"""The clocks of two machines differ by less than this. A file that is dated further in the future
+is refused, because its age is unknown.
+"""
 
 UNUSABLE_COUNT: Final = (
     "the engine reports no start time, and its count of requests is unknown or lower than before"
@@ -86,13 +89,13 @@ def explain_mismatch(saved: Identity, current: Identity, gap_seconds: float) -> 
     """Return why the engine that runs now is not the saved run; None when it is.
 
     Where the engine reports no start time, its count of requests decides: it must not be lower than
-    the saved one, and `gap_seconds`, the time since the saving, must be short.
+    the saved count, and `gap_seconds`, the time since it was saved, must be short.
     """
     if current.models != saved.models:
         return f"it is of another model ({', '.join(saved.models)})"
     if current.run_id != saved.run_id:
         return "it is of another engine, or from before the engine's restart"
-    # A start time that is the same proves more than any count.
+    # An equal start time proves more than any count.
     if current.run_id is not None:
         return None
     if saved.finished_total is None or current.finished_total is None:
@@ -108,7 +111,7 @@ def explain_mismatch(saved: Identity, current: Identity, gap_seconds: float) -> 
 
 
 def explain_refusal(saved: SavedState, snapshot: Snapshot) -> str | None:
-    """Return why the saved state must not be restored; None when it belongs to this engine or may.
+    """Return why the saved state must not be restored; None if it is or may be this engine's.
 
     It may belong to the engine while the page names no engine, and while a GPU has not opened yet.
     """
@@ -122,7 +125,7 @@ def explain_refusal(saved: SavedState, snapshot: Snapshot) -> str | None:
         mismatch = explain_mismatch(saved.identity, identity, age_seconds)
         if mismatch is not None:
             return mismatch
-    # One of the saved GPUs is enough: another may not have opened yet.
+    # One of the saved GPUs is enough, because the others may not have opened yet.
     saved_uuids = saved.memory.leak.gpus.keys()
     is_any_visible = not saved_uuids.isdisjoint(list_visible(snapshot))
     if saved_uuids and not is_any_visible and is_gpu_list_known(saved, snapshot):
@@ -131,7 +134,7 @@ def explain_refusal(saved: SavedState, snapshot: Snapshot) -> str | None:
 
 
 def is_gpu_list_known(saved: SavedState, snapshot: Snapshot) -> bool:
-    """Return whether it is known of each saved GPU that it is present, or that it is missing."""
+    """Return whether each saved GPU is known to be present or known to be missing."""
     visible_uuids = list_visible(snapshot)
     if saved.memory.leak.gpus.keys() <= visible_uuids:
         return True
@@ -151,12 +154,12 @@ def restore_memory(saved: SavedState, snapshot: Snapshot) -> Memory:
     samples.
     """
     gap_seconds = max(0.0, snapshot.time_seconds - saved.saved_at_seconds)
-    # The monotonic clock may have started again, or be another machine's.
+    # The monotonic clock may have restarted, or be that of another machine.
     shift_seconds = snapshot.monotonic_seconds - gap_seconds - saved.monotonic_seconds
     visible_uuids = list_visible(snapshot)
     leak = saved.memory.leak
     baseline = saved.memory.baseline
-    # The mean of a minute in which nothing was seen would be wrong.
+    # The mean of a minute without samples would be wrong.
     load = leak.load
     if gap_seconds > LONGEST_LOAD_GAP_SECONDS:
         load = LoadState()
@@ -186,8 +189,8 @@ def restore_memory(saved: SavedState, snapshot: Snapshot) -> Memory:
 def restore_precedents(saved: SavedState, snapshot: Snapshot) -> LeakMemory:
     """Return a leak state with what an earlier run of the same models held while it was well.
 
-    It is empty where the state is too old or from the future, or is of other models. A GPU of
-    another machine has another UUID, so nothing of it is used.
+    It is empty if the state is too old, is from the future, or is of other models. GPUs of another
+    machine have other UUIDs, so nothing of them is used.
     """
     identity = identify_engine(snapshot.engines)
     age_seconds = snapshot.time_seconds - saved.saved_at_seconds

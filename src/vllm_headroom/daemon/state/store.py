@@ -37,8 +37,8 @@ hung."""
 class StateKeeper:
     """Reads the state files in a folder, and writes them once `lock` is this daemon's.
 
-    A file is not overwritten while it cannot be read or set aside, or while its state waits for its
-    engine.
+    A file is not overwritten while it cannot be read or set aside, or while its state still waits
+    for its engine.
     """
 
     def __init__(self, *, folder: Path, clock: Clock, version: str, lock: FolderLock) -> None:
@@ -47,14 +47,16 @@ class StateKeeper:
         self._version = version
         self._lock = lock
         self._owns_folder: bool | None = None
-        """Whether the folder is this daemon's; False while another daemon has it, None until an
-        answer of the volume shows which."""
+        """Whether the folder is this daemon's; False while another daemon has it, and None until
+        the volume has answered.
+        """
         self._worker = Worker[Any]("state")
         self._unread_names = {RUNS.name, HISTORY.name, STATE.name}
-        """Files that are not read yet, or not set aside yet: they must not be overwritten."""
+        """Files that must not be overwritten, because they are not read or not set aside yet."""
         self._waiting_state: SavedState | None = None
-        """The leak detector's state from the file, until the running engine is recognised as its
-        engine or as another; None otherwise."""
+        """The leak detector's state from the file, until it is known whether it belongs to the
+        running engine; None otherwise.
+        """
         self._identity: Identity | None = None
         """The engine on the last page that named one; None before such a page."""
         self._failing_names: set[str] = set()
@@ -70,7 +72,7 @@ class StateKeeper:
         if not self._owns_folder:
             await self._lock_folder()
         states: dict[str, Any] = {}
-        # Also where it is False: the lock of another daemon forbids writing, not reading.
+        # Even where it is False, because the lock of another daemon forbids writing, not reading.
         if self._owns_folder is not None:
             states |= await self._read_files()
         states |= await self._restore_waiting(snapshot)
@@ -79,8 +81,8 @@ class StateKeeper:
     async def _read_files(self) -> dict[str, Any]:
         """Read each file that was not read yet.
 
-        Return the runs and the history where their file was read now and is usable; the leak
-        detector's state becomes the waiting one.
+        Return the runs and the history if their file was read now and is usable. The leak
+        detector's state is stored as the waiting state.
         """
         # A file that cannot be read is tried again at the next tick.
         runs = await self._read(RUNS)
@@ -98,8 +100,8 @@ class StateKeeper:
     async def _restore_waiting(self, snapshot: Snapshot) -> dict[str, Any]:
         """Return the waiting states of the leak detector and of the baseline, if they are due.
 
-        Empty while none waits, and while it is unknown whether the engine and its GPUs are the
-        saved ones. Where they are others, the file is set aside, and the result has at most what an
+        Empty while no state waits, and while it is unknown whether the engine and its GPUs are the
+        saved ones. If they are not, the file is set aside, and the result has at most what an
         earlier run of the same models held while it was well.
         """
         identity = identify_engine(snapshot.engines)
@@ -108,7 +110,7 @@ class StateKeeper:
         saved = self._waiting_state
         if saved is None:
             return {}
-        # Without this a leak of another engine would be continued: in doubt the detector starts
+        # Otherwise the leak of another engine could be continued; in doubt the detector starts
         # over.
         refusal = explain_refusal(saved, snapshot)
         if refusal is not None:
@@ -138,7 +140,7 @@ class StateKeeper:
         no older state waits.
         """
         if self._owns_folder:
-            # Another daemon may have created the deleted folder again.
+            # Another daemon may have deleted and recreated the folder.
             await self._lock_folder(timeout_seconds)
         if not self._owns_folder:
             return
@@ -189,7 +191,7 @@ class StateKeeper:
     async def _read(self, file: StateFile[T]) -> T | None:
         """Return a file's value, at the first call that can read the file.
 
-        None at every later call, and where the file does not exist, cannot be read now, or is
+        None at every later call. None, too, if the file does not exist, cannot be read now, or is
         unusable; an unusable file is set aside.
         """
         if file.name not in self._unread_names:
@@ -202,7 +204,7 @@ class StateKeeper:
             return None
         if file.name not in self._failing_names:
             self._unread_names.discard(file.name)
-            # Without the file there is nothing that could not be set aside.
+            # If there is no file, nothing has to be set aside.
             if value is None:
                 self._report(file.rejected_name, None)
         return value
@@ -233,15 +235,16 @@ class StateKeeper:
     ) -> Any:  # noqa: ANN401 - what the operation returns
         """Return what an operation on the file of this name returns; None when it fails.
 
-        Raises the errors of `function` that are no OSError or ValueError.
+        Errors of `function` other than OSError and ValueError are raised.
         """
-        # Shielded: a call that the shutdown cancels would keep the thread from the last saving.
+        # Shielded, because a call that the shutdown cancels would block the thread that the last
+        # saving needs.
         value, problem = await asyncio.shield(self._worker.attempt(function, timeout_seconds))
         self._report(name, problem)
         return value
 
     def _report(self, name: str, problem: str | None) -> None:
-        """Note the problem of a file's last operation, None where it succeeded.
+        """Note the problem of a file's last operation; None if it succeeded.
 
         Log when the first file begins to fail, and when no file fails any more.
         """

@@ -78,8 +78,9 @@ _REFUSED_KEYS: Final = {
     "prefer_server_cipher_suites": "those of OpenSSL's default are offered",
     "rate_limit": "the number of connections is bounded in any case",
 }
-"""Keys of the toolkit that are not supported here, and why. They are refused, not ignored, since
-protection must not be weaker than requested."""
+"""Keys of the toolkit that are not supported here, and why. They are refused, not ignored, because
+protection must not be weaker than requested.
+"""
 
 
 class Tls(Struct, frozen=True, kw_only=True):
@@ -104,7 +105,7 @@ class WebConfig:
     tls: Tls | None = None
     """None for plain HTTP."""
     headers: Mapping[str, str] = field(default_factory=dict)
-    """Headers for every answer."""
+    """Headers that are added to every answer."""
     users: Mapping[str, str] = field(default_factory=dict, repr=False)
     """bcrypt hashes by user; empty where no login is required."""
 
@@ -112,8 +113,8 @@ class WebConfig:
 def read_web_config(path: Path) -> WebConfig:
     """Return the file's settings; relative paths in the file are relative to its folder.
 
-    Raises WebConfigError with all mistakes, or with the repeated keys alone, or where the file
-    cannot be read or is no YAML.
+    Raises WebConfigError with all mistakes, or only with the repeated keys if there are any. Also
+    raises it where the file cannot be read or is not YAML.
     """
     # imported here, since YAML takes 15 ms and 1 MiB
     from vllm_headroom.yaml_file import NotYamlError, read_yaml  # noqa: PLC0415
@@ -126,7 +127,8 @@ def read_web_config(path: Path) -> WebConfig:
         raise WebConfigError([f"it is not YAML{error.place} ({error.problem})"]) from None
     top: Any = {} if document is None else document
     mistakes = [f"{name}: given twice" for name in repeated_keys]
-    # Of a key given twice only one value was read: checking that one could mislead.
+    # If a key is given twice, only one of its values was read, and checking that value could
+    # mislead.
     if not mistakes:
         mistakes = list(_find_mistakes(top))
     if mistakes:
@@ -158,13 +160,13 @@ def _build_tls(tls: Mapping[str, Any], folder: Path) -> Tls:
 
 
 def _choose(tls: Mapping[str, Any], name: str) -> Any:  # noqa: ANN401 - a value of the table
-    """Return what the value of this key means, or the meaning of its default without a value.
+    """Return what the value of this key means; without a value, what its default means.
 
     None where the value is not one of the accepted ones.
     """
     choice = _CHOICES[name]
     value = tls.get(name)
-    # As in the exporter-toolkit, a key without a value (null) is as good as no key.
+    # As in the exporter-toolkit, a key without a value (null) counts as missing.
     if value is None:
         value = choice.default
     if not isinstance(value, str):
@@ -176,7 +178,7 @@ def _find_mistakes(top: object) -> Iterator[str]:
     """Yield a line for each mistake.
 
     A key without a value counts as missing. Any other empty value, such as an empty list, is a
-    mistake where a mapping belongs.
+    mistake where a mapping is expected.
     """
     yield from _check_keys(_WHOLE_FILE, top)
     sections = top if isinstance(top, dict) else {}
@@ -208,14 +210,14 @@ def _check_keys(section_name: str, section: object) -> Iterator[str]:
 
 
 def _check_tls(tls: dict[str, Any]) -> Iterator[str]:
-    """Yield a line for each wrong value, then one for each pair of keys that do not agree."""
+    """Yield a line for each wrong value, then one for each pair of contradicting keys."""
     for name in _FILE_KEYS:
         path = tls.get(name)
         is_path = isinstance(path, str) and path.isprintable()
         if path and not is_path:
             yield f"tls_server_config.{name}: not the path of a file"
     for name, choice in _CHOICES.items():
-        # None means a value that is not one of the choices; without a value there is a default.
+        # None means that the value is not one of the choices; without a value the default counts.
         if _choose(tls, name) is None:
             value = show_value(tls[name])
             accepted = ", ".join(filter(None, choice.meanings))
@@ -236,7 +238,7 @@ def _check_tls_agreement(tls: dict[str, Any]) -> Iterator[str]:
         yield f"tls_server_config.client_auth_type: {problem}"
     lowest_version = _choose(tls, "min_version")
     highest_version = _choose(tls, "max_version")
-    # A version is None where its value was refused: that mistake has its own line.
+    # A version is None if its value was refused, which has a line already.
     if lowest_version and highest_version and lowest_version > highest_version:
         yield "tls_server_config.max_version: below min_version, which lets nobody in"
     if not (tls.get("cert_file") and tls.get("key_file")):
@@ -278,7 +280,8 @@ def _check_users(users: object) -> Iterator[str]:
         return
     for name, password_hash in users.items():
         if not isinstance(name, str):
-            # YAML reads `yes` as true, 007 as 7 and `~` as nothing: another name than is meant.
+            # YAML reads `yes` as true, 007 as 7 and `~` as nothing, so the name would not be the
+            # intended one.
             yield f"basic_auth_users.{name}: not a text, write the name in quotes"
         elif not _BCRYPT.fullmatch(str(password_hash)):
             advice = "make one with htpasswd -nBC 10 ''"

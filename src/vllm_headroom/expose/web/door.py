@@ -38,8 +38,8 @@ class _LoadedConfig(Struct, frozen=True, kw_only=True):
 class Door:
     """Admits clients by the web configuration in `file`, and reloads the file when it changes.
 
-    A later version of the file with a mistake is not applied: the last valid version stays. File
-    access may hang, and password checks are slow on purpose: each of the two has its thread.
+    A later version of the file that has a mistake is not applied, and the last valid version stays.
+    File access may hang, and password checks are slow on purpose, so each has its own thread.
     """
 
     def __init__(self, file: Path) -> None:
@@ -54,7 +54,8 @@ class Door:
     def is_admitted(self, certificate: dict[str, Any] | None) -> bool:
         """Return whether the client's verified certificate has one of the allowed names.
 
-        True where the configuration names none. `certificate` is None where the client sent none.
+        True if the configuration has no allowed names. `certificate` is None if the client sent no
+        certificate.
         """
         tls = self.loaded.config.tls
         if tls is None or not tls.client_allowed_sans:
@@ -67,8 +68,8 @@ class Door:
     async def find_refusal(self, request: Request, client: str) -> Response | None:
         """Return the refusal of a request: status 401 without a valid login, 429 without time.
 
-        None where the login is valid, and where the configuration has no users. 429 means that too
-        many other logins wait. `client` is the client's address.
+        None if the login is valid or the configuration has no users. 429 means that too many other
+        logins are waiting. `client` is the client's address.
         """
         users = self.loaded.config.users
         if not users:
@@ -91,8 +92,8 @@ class Door:
     async def watch(self, drop_clients: Callable[[], None]) -> None:
         """Reload the configuration, forever, whenever its file or a file that it names has changed.
 
-        After each reload call `drop_clients`: open connections were admitted by the certificates of
-        the version before.
+        `drop_clients` is called after each reload, because open connections were admitted under the
+        previous version.
         """
         while True:
             await asyncio.sleep(RELOAD_SECONDS)
@@ -130,8 +131,8 @@ def _load(file: Path) -> _LoadedConfig:
 def _reload(file: Path, current: _LoadedConfig) -> _LoadedConfig:
     """Return the new version of the file; `current` where no file has changed.
 
-    Raises WebConfigError for a mistake, and where the new version would protect less: a file that
-    was emptied by mistake must not remove TLS or the login of a running daemon.
+    Raises WebConfigError for a mistake, or if the new version would protect less: a file that was
+    emptied by mistake must not remove TLS or the login of a running daemon.
     """
     if _stat_files(file, current.config) == current.file_states:
         return current
@@ -154,8 +155,8 @@ def _is_tls_weaker(tls: Tls | None, current: Tls | None) -> bool:
 def _stat_files(file: Path, config: WebConfig) -> tuple[object, ...]:
     """Return a state of each file that changes when the file is written or replaced.
 
-    It is an error number where the file cannot be examined. A link is followed: Kubernetes replaces
-    the files of a Secret by changing a link.
+    The state is an error number if the file cannot be examined. A link is followed: Kubernetes
+    replaces the files of a Secret by changing a link.
     """
     files = [file]
     if config.tls is not None:
@@ -179,11 +180,11 @@ def _build_context(tls: Tls) -> ssl.SSLContext:
     context.minimum_version = tls.min_version
     context.maximum_version = tls.max_version
     context.verify_mode = tls.client_auth
-    # The server speaks HTTP/1.1 only: a client must not offer more.
+    # The server speaks only HTTP/1.1, so no other protocol may be negotiated.
     context.set_alpn_protocols(["http/1.1"])
     problem = "cert_file, key_file: no pair that can be used"
     try:
-        # Without a password, OpenSSL would ask for one on the terminal.
+        # Without this argument, OpenSSL would ask for a password on the terminal.
         context.load_cert_chain(
             _refuse_pipe(tls.cert_file), _refuse_pipe(tls.key_file), password=""
         )

@@ -14,35 +14,43 @@ from msgspec import Struct
 from vllm_headroom.worker import Worker
 
 CHECK_SECONDS: Final = 5.0
-"""How long a login may wait for its check; then the client gets status 429. A check of the usual
-cost takes 60 ms, so only many guesses of others can delay a login for so long."""
+"""How long a login may wait for its check before the client gets status 429. A check of the usual
+cost takes 60 ms, so only many guesses of other clients can delay a login for so long.
+"""
 
 REST_FACTOR: Final = 4
-"""After a wrong password, no password is checked for this many times as long as that check took: so
-guesses take at most a fifth of a core."""
+"""After a wrong password, checks pause for this many times as long as the check took, so guesses
+use at most a fifth of a core.
+"""
 
 MOST_WAITING_LOGINS: Final = 256
-"""With more logins waiting, the one with the most mistakes is given up. It is the most connections
-at once: one that is given up early could guess again at once."""
+"""If more logins than this are waiting, the one with the most mistakes is given up. The number
+equals the most connections, because a client whose login is given up early could guess again at
+once.
+"""
 
 MOST_REMEMBERED_REQUESTS: Final = 4096
-"""For how many logins without an outcome the time of their first request is remembered: at most
-MOST_WAITING_LOGINS in CHECK_SECONDS come, so for 80 s, longer than the usual scrape interval."""
+"""For how many logins without an outcome the time of the first request is remembered. At most
+MOST_WAITING_LOGINS come in CHECK_SECONDS, so times are remembered for 80 s, longer than the usual
+scrape interval.
+"""
 
 MOST_CACHED_OUTCOMES: Final = 1000
-"""How many outcomes are cached, by a keyed hash as in exporter-toolkit: neither each scrape nor a
-repeated mistake may cost 60 ms."""
+"""How many outcomes are cached, by a keyed hash as in exporter-toolkit, so that a scrape or a
+repeated mistake does not cost 60 ms each time.
+"""
 
 MOST_COUNTED_CLIENTS: Final = 1000
-"""Our choice: with mistakes counted for more clients, and names that they tried, all counts start
-over from zero."""
+"""Our choice: once mistakes are counted for more clients, and names that they tried, than this, all
+counts restart at zero.
+"""
 
 BCRYPT_BYTES: Final = 72
 """bcrypt reads only this many bytes of a password; newer libraries refuse longer ones."""
 
 
 COST_DIGITS: Final = slice(4, 6)
-"""Where a bcrypt hash has its cost: after `$2b$`."""
+"""The position of the cost in a bcrypt hash: after `$2b$`."""
 
 
 class _Login(Struct, frozen=True, kw_only=True):
@@ -54,28 +62,29 @@ class _Login(Struct, frozen=True, kw_only=True):
     first_seconds: float
     """When the same login was first requested, on the loop's clock."""
     check: Callable[[], bool]
-    """Slow: it computes a bcrypt hash."""
+    """Checks the password; slow, because it computes a bcrypt hash."""
     outcome: asyncio.Future[bool | None]
     """Whether the password is right; None where the check was given up."""
 
 
 class Users:
-    """Checks logins on a thread: first those of clients and names with the fewest mistakes."""
+    """Checks logins on a thread; those of clients and names with the fewest mistakes come first."""
 
     def __init__(self) -> None:
         self._worker = Worker[bool]("passwords")
         self._key = secrets.token_bytes(32)
-        """The key of the hash, another one in each process."""
+        """The key of the hash, different in each process."""
         self._outcomes: dict[bytes, bool] = {}
-        """False for each wrong password, by the hash of name, password hash and password."""
+        """False for each wrong password, by a keyed hash of name, password hash and password."""
         self._right_logins: dict[str, bytes] = {}
-        """The same hash of each user's right password, by name: guesses do not displace it."""
+        """The same keyed hash of each user's right password, by name. Guesses do not displace it.
+        """
         self._first_requests: dict[bytes, float] = {}
-        """When each login without an outcome was first requested, by the same hash."""
+        """When each login without an outcome was first requested, by the same keyed hash."""
         self._is_turn_of_oldest = False
-        """Whether the next check is that of the login that was first requested earliest."""
+        """Whether the next check is for the login that was first requested earliest."""
         self._mistakes: Counter[tuple[str, ...]] = Counter()
-        """By client, and by client and name."""
+        """The wrong logins, by client, and by client and name."""
         self._waiting: list[_Login] = []
         self._checking: asyncio.Task[None] | None = None
         """The task of `_check_all`; None before the first login."""
@@ -99,7 +108,7 @@ class Users:
             b"\0".join((name.encode(), password_hash.encode(), password[:BCRYPT_BYTES])),
             key=self._key,
         ).digest()
-        # Fast path: bcrypt takes a tenth of a second, and Prometheus logs in at each scrape.
+        # Fast path, because bcrypt takes a tenth of a second and Prometheus logs in at each scrape.
         if name in users and self._right_logins.get(name) == cache_key:
             return True
         if cache_key in self._outcomes:
@@ -129,7 +138,7 @@ class Users:
     def _note_request(self, cache_key: bytes, now_seconds: float) -> float:
         """Return when this login was first requested.
 
-        Who knows the password repeats it; a guesser has a new one each time.
+        A client that knows the password repeats it; a guesser sends a new one each time.
         """
         if len(self._first_requests) >= MOST_REMEMBERED_REQUESTS:
             oldest = next(iter(self._first_requests))
@@ -139,11 +148,11 @@ class Users:
     async def _wait(self, login: _Login) -> bool | None:
         """Queue a login and return whether its password is right.
 
-        None where it was given up: after CHECK_SECONDS, or for logins with fewer mistakes.
+        None where it was given up: after CHECK_SECONDS, or in favour of logins with fewer mistakes.
         """
         self._waiting.append(login)
         if len(self._waiting) > MOST_WAITING_LOGINS:
-            # Of several logins with the most mistakes, the newest.
+            # Of several logins with equally many mistakes, the newest.
             worst = max(reversed(self._waiting), key=self._rank)
             self._waiting.remove(worst)
             if not worst.outcome.done():
@@ -157,7 +166,7 @@ class Users:
             return None
 
     def _rank(self, login: _Login) -> tuple[int, int, float]:
-        """Return how many mistakes this client made, how many of them with this name, and the time.
+        """Return how many mistakes this client made, with any name and with this one, and the time.
 
         Logins of a low rank are checked first.
         """
@@ -168,9 +177,9 @@ class Users:
         )
 
     def _choose_next(self) -> _Login:
-        """Return the waiting login to check: by rank and by the first request in turns.
+        """Return the next login to check: alternately the one of lowest rank and the oldest one.
 
-        By rank alone, the address that a right login shares with guessers could keep it out.
+        By rank alone, a valid login that shares its address with guessers could be locked out.
         """
         is_turn_of_oldest = self._is_turn_of_oldest
         self._is_turn_of_oldest = not is_turn_of_oldest
@@ -232,8 +241,9 @@ def _find_costliest(users: Mapping[str, str]) -> str:
 def _check_evenly(password: bytes, password_hash: str, costliest: str) -> bool:
     """Return whether a password is right; a wrong one takes as long as with the costliest hash.
 
-    Else the time would show which names exist. Each cost takes twice the time of the one below, so
-    that another check for each cost from this one to the highest adds up to the highest.
+    Otherwise the time would show which names exist. Each cost takes twice the time of the cost
+    below it. So one more check for each cost from this one up takes as long as a check at the
+    highest cost.
     """
     if _is_right(password, password_hash.encode()):
         return True
@@ -249,5 +259,5 @@ def _is_right(password: bytes, password_hash: bytes) -> bool:
 
     try:
         return bcrypt.checkpw(password[:BCRYPT_BYTES], password_hash)
-    except ValueError:  # the hash, or the password for it, is none that bcrypt can use
+    except ValueError:  # bcrypt cannot use the hash or the password
         return False

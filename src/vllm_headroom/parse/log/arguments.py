@@ -16,7 +16,9 @@ SECRET_NAME: Final = re.compile(
     r"(?:^|_)(?:key|keys|token|secret|secrets|password|passwd|auth|authorization|credential"
     r"|credentials|header|headers|cookie|cert|ca_certs)(?:_|$)"
 )
-"""Names of arguments whose value is never kept. The plural "tokens" is a count."""
+"""Names of arguments whose value is never kept. The plural "tokens" is allowed, because it is a
+count.
+"""
 
 TEXT_NAMES: Final = frozenset(
     {
@@ -46,7 +48,7 @@ TEXT_NAMES: Final = frozenset(
 """The arguments whose text is kept. Other texts may be prompts, templates or paths with secrets."""
 
 PLAIN_TEXT: Final = re.compile(r"[\w./:+-]{1,200}")
-"""A text without what URLs with passwords or JSON have."""
+"""A text without the characters of JSON and of URLs with passwords."""
 
 LIKE_A_SECRET: Final = re.compile(r"(?:sk-|hf_|ghp_|AKIA|eyJ)[\w-]{8,}|://[^/]*@")
 
@@ -56,8 +58,8 @@ NUMBER: Final = re.compile(r"-?\d{1,18}(?:\.\d{1,18})?(?:e-?\d{1,3})?")
 def read_arguments(text: str) -> dict[str, Scalar]:
     """Return the arguments of `{'name': value, …}`, `name=value, …` or a call with them.
 
-    Only numbers, truth values, None and the texts of known arguments are kept. Of a list, only a
-    single text of a known argument is kept; any other nested value is left out.
+    Only numbers, truth values, None and the texts of known arguments are kept. A list is kept only
+    if it is the single text of a known argument; any other nested value is left out.
     """
     arguments: dict[str, Scalar] = {}
     for item in split_items(text):
@@ -74,7 +76,7 @@ def read_arguments(text: str) -> dict[str, Scalar]:
 def split_items(text: str) -> Iterator[str]:
     """Yield the items between the commas of the outermost level."""
     text = text.strip()
-    # A call or a mapping: what is before its bracket is not part of the items.
+    # For a call or a mapping, the text before the bracket is not part of the items.
     opening = re.match(r"(?:[A-Za-z_]\w*)?[({]", text)
     begin = opening.end() if opening is not None else 0
     depth = 0
@@ -83,7 +85,7 @@ def split_items(text: str) -> Iterator[str]:
     item_begin = begin
     for position in range(begin, len(text)):
         character = text[position]
-        # Quotes and brackets hide the commas inside them.
+        # Commas inside quotes or brackets do not separate items.
         if is_escaped:
             is_escaped = False
         elif quote:
@@ -117,7 +119,7 @@ def _split_item(item: str) -> tuple[str, str, str]:
 
 
 def _keep(arguments: dict[str, Scalar], name: str, value: str) -> None:
-    """Add a value where it is one that is kept."""
+    """Add a value if it may be kept."""
     if value in {"True", "False"}:
         arguments[name] = value == "True"
         return
@@ -128,7 +130,7 @@ def _keep(arguments: dict[str, Scalar], name: str, value: str) -> None:
         arguments[name] = float(value) if "." in value or "e" in value else int(value)
         return
     if value.startswith("[") and value.endswith("]"):
-        # vLLM's options of one value can be lists of one.
+        # vLLM may log an option with one value as a list of one.
         value = value[1:-1].strip()
     if name not in TEXT_NAMES:
         return

@@ -1,4 +1,4 @@
-"""Unwrap the lines of a log: from what a container's runtime or journald wrote to the message."""
+"""Unwrap the lines of a log: remove what a container runtime or journald put around the message."""
 
 import json
 import re
@@ -9,24 +9,26 @@ from typing import Any, Final
 from msgspec import Struct
 
 LONGEST_LINE_BYTES: Final = 64 * 1024
-"""Of a longer line only the beginning is read: vLLM's configuration takes 5 to 10 kB."""
+"""Only this much of a line is read: vLLM's configuration takes 5 to 10 kB."""
 
 MOST_LAYERS: Final = 5
-"""How many wrappings of a line are removed: docker's JSON in a CRI line in journald is three."""
+"""How many wrappings of a line are removed. Docker's JSON inside a CRI line inside journald has
+three.
+"""
 
 MOST_TIME_DIGITS: Final = 18
 """The most digits of journald's time in microseconds; today's has 16."""
 
 MOST_STREAMS: Final = 4
-"""Of how many streams an incomplete line is kept: a container has two."""
+"""For how many streams an incomplete line is kept; a container has two."""
 
 
 class Message(Struct, frozen=True, kw_only=True):
-    """One line of a process without what others put before it."""
+    """One line of a process, without the prefixes that others added."""
 
     text: str
     seconds: float | None
-    """When the runtime took the line; None where it does not say so."""
+    """When the runtime received the line; None where it wrote no time."""
 
     clock: str | None
     """The engine's own "MM-DD HH:MM:SS"; None where missing."""
@@ -41,7 +43,7 @@ class Message(Struct, frozen=True, kw_only=True):
 
 
 class LineSplitter:
-    """Cuts a stream into lines without their ends; of a long line it keeps only the beginning."""
+    """Cuts a stream into lines without their ends; it keeps only the beginning of a long line."""
 
     def __init__(self) -> None:
         self.remainder = b""
@@ -56,9 +58,9 @@ class LineSplitter:
 
 
 def split_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield the lines of a stream, the last also without its end.
+    """Yield the lines of a stream, the last one even if it has no line end.
 
-    The memory that this takes is bounded by a chunk and a line.
+    This takes at most the memory of a chunk and a line.
     """
     splitter = LineSplitter()
     for chunk in chunks:
@@ -67,13 +69,13 @@ def split_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
         yield splitter.remainder
 
 
-# What runtimes put before a line.
+# Prefixes that runtimes add to a line.
 
 TIME: Final = r"(\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?:Z|[+-]\d\d:?\d\d))"
 """A time with its zone: docker's, kubelet's, and journald's short-iso."""
 
 CRI: Final = re.compile(rf"{TIME} (stdout|stderr) ([FP])(?::\S*)?(?: |$)")
-"""A line of /var/log/containers; P marks a line that continues in the next of its stream."""
+"""A line of /var/log/containers; P marks a line that continues in the next line of its stream."""
 
 TIMESTAMP: Final = re.compile(rf"{TIME} ")
 """kubectl logs --timestamps, docker logs --timestamps."""
@@ -95,9 +97,9 @@ TIME_FIELDS: Final = ("time", "timestamp", "@timestamp", "asctime", "ts")
 PROCESS_FIELDS: Final = ("processName", "process_name", "process")
 
 PROCESS_NAME: Final = re.compile(r"[A-Za-z][\w.:-]{0,60}", re.ASCII)
-"""The name of a process; any other text of these fields may be anything."""
+"""The name of a process; any other text in these fields may be anything."""
 
-# What engines put before a message.
+# Prefixes that engines add to a message.
 
 LABEL: Final = r"\(([A-Za-z][\w.:-]{0,60})(?: rank=\d+)?(?: pid=(\d+))(?:, ip=[\w.:]+)?\) ?"
 """The name of a process and its PID; Ray adds an address."""
@@ -110,8 +112,9 @@ LEVEL: Final = (
 
 VLLM: Final = re.compile(rf"(?:{LABEL})*(?:{LEVEL})?")
 LEVEL_LATER: Final = re.compile(rf"[^'\"{{}}]{{1,300}}?(?:{LABEL})?{LEVEL}")
-"""A prefix that follows something else without quotes: a progress bar, or an operator's prefix. A
-prompt is always quoted, so that it cannot forge one."""
+"""A prefix after other text without quotes, such as a progress bar or an operator's own prefix. A
+prompt is always quoted, so it cannot forge a prefix.
+"""
 
 SGLANG: Final = re.compile(
     r"\[(?:\d{4}-)(\d\d-\d\d \d\d:\d\d:\d\d)(?:[.,]\d+)?((?: [A-Z_]{2,8}\d+)*)\] ?"
@@ -123,7 +126,7 @@ TENSORRT: Final = re.compile(
 
 
 class LineReader:
-    """Unwraps lines one by one, and joins those that a runtime cut."""
+    """Unwraps lines one by one, and joins lines that a runtime had split."""
 
     def __init__(self) -> None:
         self._incomplete: dict[str, str] = {}
