@@ -7,7 +7,6 @@ from typing import Final, NamedTuple
 from msgspec import Struct
 
 from vllm_headroom import catalog
-from vllm_headroom.derive.leak.observation import find_gpu_room
 from vllm_headroom.derive.pages import list_engines
 from vllm_headroom.derive.series import label_gpu
 from vllm_headroom.model import (
@@ -189,7 +188,7 @@ class PeakRoom(NamedTuple):
 
 def find_peak_room(gpu: Gpu, peaks: PeakReadings) -> PeakRoom | None:
     """Return the memory that a step may take on a GPU; None where one of the figures is unknown."""
-    free_bytes = find_gpu_room(gpu)
+    free_bytes = gpu.room_bytes
     reserved_bytes = peaks.resting_reserved_bytes
     allocated_bytes = peaks.resting_allocated_bytes
     split_bytes = peaks.resting_split_bytes

@@ -404,6 +404,20 @@ class Gpu(Struct, frozen=True, kw_only=True):
     """What the engine's processes report by the probe; None without a report."""
 
     @property
+    def room_bytes(self) -> int | None:
+        """The memory that is left for the engine; None where unknown.
+
+        That is the free memory or, where a layer limits the engine, what it may still take if less.
+        """
+        if self.reading.memory is None:
+            return None
+        free_bytes = self.reading.memory.left_bytes
+        granted_bytes = None if self.inside is None else self.inside.granted_bytes
+        if granted_bytes is None or self.engine_bytes is None:
+            return free_bytes
+        return min(free_bytes, max(0, granted_bytes - self.engine_bytes))
+
+    @property
     def is_left_out(self) -> bool:
         """Return whether HEADROOM_GPUS excludes it although the engine holds memory on it."""
         return bool(self.engine_bytes) and self.attribution is None and not self.leftovers

@@ -7,8 +7,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from vllm_headroom.derive.leak.facts import Certainty, start_track
-from vllm_headroom.derive.leak.observation import Observation
+from vllm_headroom.derive.leak.facts import Certainty, Observation, start_track
 from vllm_headroom.derive.leak.track import observe
 from vllm_headroom.units import MIB, format_duration, format_size
 from vllm_headroom_tools.check.judgement import HOST_LEAK, LEAK, Judgement

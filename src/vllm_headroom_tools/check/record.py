@@ -11,9 +11,9 @@ from msgspec.structs import replace
 
 from vllm_headroom import catalog
 from vllm_headroom.derive.discrepancy import derive_discrepancy
+from vllm_headroom.derive.leak.facts import Observation
 from vllm_headroom.derive.leak.growth_evidence import GROWING_SECONDS
-from vllm_headroom.derive.leak.observation import Observation, observe_gpus, observe_host
-from vllm_headroom.derive.life.service import keep_service
+from vllm_headroom.derive.leak.leak import keep_service, observe_gpus, observe_host
 from vllm_headroom.derive.pages import count_finished, count_running, list_named
 from vllm_headroom.derive.per_request import BASELINE_READINGS, WARM_REQUESTS, find_load_band
 from vllm_headroom.derive.sums import sum_known

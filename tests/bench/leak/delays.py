@@ -16,8 +16,7 @@ from statistics import median
 import numpy as np
 from rent import write_table
 
-from vllm_headroom.derive.leak.facts import Certainty, start_track
-from vllm_headroom.derive.leak.observation import Observation
+from vllm_headroom.derive.leak.facts import Certainty, Observation, start_track
 from vllm_headroom.derive.leak.track import observe
 from vllm_headroom.units import DAY_SECONDS, HOUR_SECONDS, MIB
 

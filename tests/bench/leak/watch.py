@@ -12,12 +12,10 @@ from msgspec.structs import replace
 from oncall import END_SECONDS
 from traces import Labelled
 
-from vllm_headroom.derive.leak.facts import Track, start_track
-from vllm_headroom.derive.leak.leak import find_leak_state
-from vllm_headroom.derive.leak.observation import Observation, observe_gpus, observe_host
+from vllm_headroom.derive.leak.facts import Observation, Track, start_track
+from vllm_headroom.derive.leak.leak import find_leak_state, keep_service, observe_gpus, observe_host
 from vllm_headroom.derive.leak.track import observe
 from vllm_headroom.derive.life.engine import EngineMemory, update_engine
-from vllm_headroom.derive.life.service import keep_service
 from vllm_headroom.derive.stability import LoadState, derive_load
 from vllm_headroom.model import EngineStatus, Snapshot
 from vllm_headroom.vocabulary import EngineState, LeakState

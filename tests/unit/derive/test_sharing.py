@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from tests.samples import gpu, probed, snapshot
 from tests.unit.derive.attribution_ticks import GIB, MIB, OLD_DRIVER, device, engine, gpus, last, ledger
 from vllm_headroom.derive.inside import add_inside
-from vllm_headroom.derive.leak.observation import observe_gpus
+from vllm_headroom.derive.leak.leak import observe_gpus
 from vllm_headroom.model import AllocatorReading, Gpu, Inside, ProbeReadings, Vendor
 from vllm_headroom.vocabulary import Attribution
 

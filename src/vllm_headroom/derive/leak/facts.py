@@ -1,4 +1,4 @@
-"""The state of the detector for one series: blocks of readings, work, verdict and alarm."""
+"""The readings of one series, and what the detector remembers: blocks, work, verdict and alarm."""
 
 from collections.abc import Iterator
 from enum import IntEnum
@@ -22,6 +22,36 @@ larger.
 
 LARGE_BYTES: Final = 64 * MIB
 """A larger fall or rise is more than the usual fluctuation of the allocator."""
+
+
+class Observation(Struct, frozen=True, kw_only=True):
+    """One reading of a series, with the load and the run of the engine that it belongs to."""
+
+    seconds: float
+    """Monotonic time."""
+
+    held_bytes: int | None
+    """None where it is unknown now."""
+
+    finished_total: float | None = None
+    """The engine's count of finished requests; None where unknown."""
+    running: float | None = None
+    """The number of running requests; None where unknown."""
+
+    run_id: str | None = None
+    """Identifies the run of the engine; None where unknown."""
+
+    neighbours: int | None = None
+    """The number of processes on the device, the engine's included, where the memory of each is
+    unknown; None where the engine's memory is known."""
+
+    awake: bool | None = None
+    """None where the page does not report it."""
+    room_bytes: int | None = None
+    """The memory that is left for this series; None where unknown."""
+
+    bound_bytes: int = 0
+    """The memory that all configured pools together may fill."""
 
 
 class Certainty(IntEnum):

@@ -1,14 +1,14 @@
 """Growth inside the engine by place, from the probe: all memory in use, without torch's cache."""
 
 from bisect import bisect_left
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import Final
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from vllm_headroom.derive.leak.facts import Estimate, Track, start_track
-from vllm_headroom.derive.leak.observation import Observation, observe_gpus
+from vllm_headroom.derive.leak.facts import Estimate, Observation, Track, start_track
 from vllm_headroom.derive.leak.precedent import end_run
 from vllm_headroom.derive.leak.track import observe
 from vllm_headroom.derive.series import limit_remembered
@@ -57,8 +57,10 @@ InsideTracks = dict[str, InsideTrack]
 """The track of each GPU, by UUID."""
 
 
-def update_insides(tracks: InsideTracks, snapshot: Snapshot) -> InsideTracks:
-    """Return the tracks after one more sample.
+def update_insides(
+    tracks: InsideTracks, snapshot: Snapshot, observations: Iterable[tuple[Gpu, Observation]]
+) -> InsideTracks:
+    """Return the tracks after one more sample; `observations` are of all its devices.
 
     The track of a GPU starts over when the engine restarts, and after a sleep. A GPU without the
     probe's figures at this sample keeps its track.
@@ -71,7 +73,7 @@ def update_insides(tracks: InsideTracks, snapshot: Snapshot) -> InsideTracks:
         if 0 <= now_seconds - track.in_use.clock.snapshot_seconds < FORGET_SECONDS
     }
     restarts = 0 if snapshot.engine_status is None else snapshot.engine_status.restarts
-    for gpu, observation in observe_gpus(snapshot, snapshot.devices):
+    for gpu, observation in observations:
         uuid = gpu.reading.uuid
         # A sleep releases most of the memory, so the comparison starts over after it.
         if gpu.inside is not None and observation.awake is False:

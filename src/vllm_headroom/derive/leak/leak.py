@@ -1,4 +1,4 @@
-"""The leak derivation: GPUs and host memory together."""
+"""The leak derivation: a snapshot becomes readings of series, and their judged tracks become samples."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Final
@@ -7,7 +7,14 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from vllm_headroom import catalog
-from vllm_headroom.derive.leak.facts import Certainty, Estimate, Track, start_track
+from vllm_headroom.derive.leak.facts import (
+    OUT_OF_MEMORY_BYTES,
+    Certainty,
+    Estimate,
+    Observation,
+    Track,
+    start_track,
+)
 from vllm_headroom.derive.leak.inside import (
     FORGET_SECONDS,
     InsideTracks,
@@ -15,14 +22,14 @@ from vllm_headroom.derive.leak.inside import (
     sharpen_track,
     update_insides,
 )
-from vllm_headroom.derive.leak.observation import Observation, observe_gpus, observe_host
 from vllm_headroom.derive.leak.track import is_warming_up, observe
-from vllm_headroom.derive.life.service import derive_out_of_service, keep_service
+from vllm_headroom.derive.pages import count_finished, count_running, is_page_awake
 from vllm_headroom.derive.residue import SleepState, derive_sleep
+from vllm_headroom.derive.run_identity import identify_run
 from vllm_headroom.derive.series import label_gpu, limit_remembered, make_facts, make_states
 from vllm_headroom.derive.stability import LoadState, derive_load
-from vllm_headroom.model import Failure, Gpu, Sample, Snapshot
-from vllm_headroom.vocabulary import LeakState
+from vllm_headroom.model import EngineProcess, Failure, Gpu, Sample, Snapshot
+from vllm_headroom.vocabulary import EngineState, LeakState, Reason, Role, Source
 
 SHOWN: Final = frozenset({LeakState.GROWING, LeakState.LEAKING})
 """The states in which the rate of growth and the time left are exported."""
@@ -36,8 +43,158 @@ GPU_FIGURES: Final = (
     (catalog.TIME_TO_OOM, "oom_seconds"),
     (catalog.TIME_TO_OOM_LOWER, "oom_seconds_lower"),
 )
+
+_OUT_OF_SERVICE: Final = Failure(
+    source=Source.ENGINE,
+    reason=Reason.UNREACHABLE,
+    message="the engine has not worked in this run, or its run ended",
+)
+
+_STATES_BEFORE_WORK: Final = {
+    EngineState.STARTING: LeakState.WARMING_UP,
+    EngineState.SERVING: LeakState.WARMING_UP,
+    EngineState.ASLEEP: LeakState.ASLEEP,
+}
+"""The leak state before an engine has worked, by the engine's state. In any other state it is
+unknown.
+"""
+
 Tracks = dict[str, Track]
 """The track of each series, by the GPU's UUID or by the role of the processes."""
+
+
+class LeakMemory(Struct, frozen=True, kw_only=True):
+    """The detector's whole state."""
+
+    load: LoadState = field(default_factory=LoadState)
+    gpus: Tracks = field(default_factory=dict)
+    """The engine's memory on each GPU, by UUID."""
+    host: Tracks = field(default_factory=dict)
+    """The host memory of each role's processes."""
+    inside: InsideTracks = field(default_factory=dict)
+    """The memory in use by the probe's figures, by UUID."""
+    sleep: SleepState = field(default_factory=SleepState)
+    asleep: Tracks = field(default_factory=dict)
+    """The memory that the engine keeps in sleep, by UUID."""
+
+
+def derive_leaks(state: LeakMemory, snapshot: Snapshot) -> tuple[LeakMemory, tuple[Sample, ...]]:
+    """Return the detector's new state and all its samples.
+
+    The samples cover the memory kept in sleep, whether load is level, and the leaks of every GPU
+    and role. Leaks are searched only in a run in service; sleep is tracked in every run.
+    """
+    # From the unfiltered snapshot, because a run that goes to sleep before any request is not in
+    # service.
+    sleep, sleep_samples = derive_sleep(state.sleep, snapshot)
+    served = keep_service(snapshot)
+    load, load_samples = derive_load(state.load, served)
+    is_settled = load.is_stable is not False  # where it is unknown, load counts as level
+    inside = update_insides(state.inside, served, observe_gpus(served, served.devices))
+    observations = tuple(observe_gpus(served, served.owned_gpus))
+    asleep = update_residues(state.asleep, sleep.least_bytes, observations)
+    gpus, gpu_samples = derive_gpu_leaks(
+        state.gpus, observations, is_settled=is_settled, inside=inside, asleep=asleep
+    )
+    host, host_samples = derive_host_leaks(state.host, served, is_settled=is_settled)
+    memory = LeakMemory(load=load, gpus=gpus, host=host, inside=inside, sleep=sleep, asleep=asleep)
+    samples = (*load_samples, *gpu_samples, *host_samples)
+    if not snapshot.is_in_service:
+        samples = tuple(derive_out_of_service(snapshot, samples))
+    return memory, (*sleep_samples, *samples)
+
+
+def keep_service(snapshot: Snapshot) -> Snapshot:
+    """Return the snapshot if the engine is in service, else one without evidence of a leak.
+
+    A snapshot without evidence has no page, processes or held memory, because memory that grows
+    while weights load looks like a leak. An engine of which it is unknown whether it is in service
+    counts as out of service.
+    """
+    if snapshot.is_in_service:
+        return snapshot
+    gpus = snapshot.gpus
+    if not isinstance(gpus, Failure):
+        gpus = tuple(replace(gpu, held_bytes=None, engine_bytes=None, inside=None) for gpu in gpus)
+    return replace(snapshot, engines=_OUT_OF_SERVICE, gpus=gpus, processes=())
+
+
+def observe_page(snapshot: Snapshot) -> Observation:
+    """Return the observation of a snapshot's engine, without any memory."""
+    page = snapshot.page
+    return Observation(
+        seconds=snapshot.monotonic_seconds,
+        held_bytes=None,
+        finished_total=count_finished(page),
+        running=count_running(page),
+        run_id=identify_run(page),
+        awake=is_page_awake(page),
+    )
+
+
+def observe_gpus(snapshot: Snapshot, gpus: tuple[Gpu, ...]) -> Iterator[tuple[Gpu, Observation]]:
+    """Yield each GPU with its observation."""
+    of_page = observe_page(snapshot)
+    bound_bytes = sum(pool.size_bytes for pool in snapshot.pools if pool.role is None)
+    for gpu in gpus:
+        # Other processes matter only where the engine's own memory is unknown.
+        neighbours = gpu.process_count if gpu.engine_bytes is None else None
+        yield (
+            gpu,
+            replace(
+                of_page,
+                held_bytes=gpu.held_bytes,
+                neighbours=neighbours,
+                room_bytes=gpu.room_bytes,
+                bound_bytes=bound_bytes,
+            ),
+        )
+
+
+def observe_host(snapshot: Snapshot) -> Iterator[tuple[Role, Observation]]:
+    """Yield the observation of the host memory of each role that has a process.
+
+    Nothing is yielded where the processes could not be read.
+    """
+    if isinstance(snapshot.processes, Failure):
+        return
+    room_bytes = None if snapshot.host is None else snapshot.host.room_bytes
+    if room_bytes is not None:
+        # The detector keeps this much of the room in reserve, but host memory can be used to the
+        # end.
+        room_bytes += OUT_OF_MEMORY_BYTES
+    of_page = observe_page(snapshot)
+    for role in Role:
+        processes = [process for process in snapshot.processes if process.role is role]
+        if not processes:
+            continue
+        yield (
+            role,
+            replace(
+                of_page,
+                run_id=_identify_processes(processes),
+                held_bytes=sum(_count_held(process) for process in processes),
+                room_bytes=room_bytes,
+                bound_bytes=sum(pool.size_bytes for pool in snapshot.pools if pool.role is role),
+            ),
+        )
+
+
+def _count_held(process: EngineProcess) -> int:
+    """Return the host memory that a process holds.
+
+    Mapped files do not count, because the kernel reclaims them before it kills a process.
+    Swapped-out memory counts, because otherwise a leak would seem to end when swapping begins.
+    """
+    return process.rss_bytes - (process.file_bytes or 0) + (process.swap_bytes or 0)
+
+
+def _identify_processes(processes: list[EngineProcess]) -> str:
+    """Return the pids and start times of a role's processes, which identify its run."""
+    # Sorted, because /proc has no order. Start times are multiples of a clock tick, 0.01 s.
+    return ",".join(
+        sorted(f"{process.pid}:{process.started_at_seconds:.2f}" for process in processes)
+    )
 
 
 def derive_gpu_leaks(
@@ -214,42 +371,23 @@ def _join_times(times: Iterable[float | None]) -> float | None:
     return 1 / sum(1 / seconds for seconds in known_seconds)
 
 
-class LeakMemory(Struct, frozen=True, kw_only=True):
-    """The detector's whole state."""
+def derive_out_of_service(snapshot: Snapshot, samples: tuple[Sample, ...]) -> tuple[Sample, ...]:
+    """Return the leak samples of an engine out of service.
 
-    load: LoadState = field(default_factory=LoadState)
-    gpus: Tracks = field(default_factory=dict)
-    """The engine's memory on each GPU, by UUID."""
-    host: Tracks = field(default_factory=dict)
-    """The host memory of each role's processes."""
-    inside: InsideTracks = field(default_factory=dict)
-    """The memory in use by the probe's figures, by UUID."""
-    sleep: SleepState = field(default_factory=SleepState)
-    asleep: Tracks = field(default_factory=dict)
-    """The memory that the engine keeps in sleep, by UUID."""
-
-
-def derive_leaks(state: LeakMemory, snapshot: Snapshot) -> tuple[LeakMemory, tuple[Sample, ...]]:
-    """Return the detector's new state and all its samples.
-
-    The samples cover the memory kept in sleep, whether load is level, and the leaks of every GPU
-    and role. Leaks are searched only in a run in service; sleep is tracked in every run.
+    Its GPUs and roles have the leak state that belongs to the state of the engine, such as
+    WARMING_UP while it starts.
     """
-    # From the unfiltered snapshot, because a run that goes to sleep before any request is not in
-    # service.
-    sleep, sleep_samples = derive_sleep(state.sleep, snapshot)
-    served = keep_service(snapshot)
-    load, load_samples = derive_load(state.load, served)
-    is_settled = load.is_stable is not False  # where it is unknown, load counts as level
-    inside = update_insides(state.inside, served)
-    observations = tuple(observe_gpus(served, served.owned_gpus))
-    asleep = update_residues(state.asleep, sleep.least_bytes, observations)
-    gpus, gpu_samples = derive_gpu_leaks(
-        state.gpus, observations, is_settled=is_settled, inside=inside, asleep=asleep
-    )
-    host, host_samples = derive_host_leaks(state.host, served, is_settled=is_settled)
-    memory = LeakMemory(load=load, gpus=gpus, host=host, inside=inside, sleep=sleep, asleep=asleep)
-    samples = (*load_samples, *gpu_samples, *host_samples)
-    if not snapshot.is_in_service:
-        samples = tuple(derive_out_of_service(snapshot, samples))
-    return memory, (*sleep_samples, *samples)
+    status = snapshot.engine_status
+    state = LeakState.UNKNOWN
+    if status is not None and status.is_in_service is not None:
+        state = _STATES_BEFORE_WORK.get(status.state, LeakState.UNKNOWN)
+    # The detector does not judge an engine out of service: its states are replaced.
+    derived = [sample for sample in samples if sample.metric is not catalog.LEAK_STATE]
+    for gpu in snapshot.owned_gpus:
+        # Where memory is unknown, the detector could not judge an engine in service either.
+        gpu_state = LeakState.UNKNOWN if gpu.held_bytes is None else state
+        derived += make_states(catalog.LEAK_STATE, label_gpu(gpu), gpu_state)
+    roles = {process.role for process in snapshot.engine_processes}
+    for role in sorted(roles, key=list(Role).index):
+        derived += make_states(catalog.HOST_LEAK_STATE, (str(role),), state)
+    return tuple(derived)

@@ -8,6 +8,7 @@ from msgspec.structs import replace
 from vllm_headroom.derive.leak.facts import (
     RISE_BYTES,
     Block,
+    Observation,
     Occupancy,
     Ring,
     Step,
@@ -19,7 +20,6 @@ from vllm_headroom.derive.leak.facts import (
 )
 from vllm_headroom.derive.leak.growth_evidence import RISE_SOURCES, USELESS_CHANCE, count_folds
 from vllm_headroom.derive.leak.judge import judge_track
-from vllm_headroom.derive.leak.observation import Observation
 from vllm_headroom.derive.leak.precedent import end_run
 from vllm_headroom.derive.run_identity import is_new_run
 from vllm_headroom.units import DAY_SECONDS, HOUR_SECONDS, MIB

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from tests.samples import engine, gpu, page, snapshot
 from vllm_headroom.derive.leak.inside import InsideTracks, update_insides
+from vllm_headroom.derive.leak.leak import observe_gpus
 from vllm_headroom.model import EngineStatus, Inside, Snapshot
 from vllm_headroom.vocabulary import EngineState, MemoryPart
 
@@ -45,10 +46,14 @@ def look(
     return replace(sample, engine_status=EngineStatus(state=EngineState.SERVING, restarts=restarts))
 
 
+def follow(tracks: InsideTracks, sample: Snapshot) -> InsideTracks:
+    return update_insides(tracks, sample, observe_gpus(sample, sample.devices))
+
+
 def followed(looks: int, grown: Callable[[int], Grown], tracks: InsideTracks | None = None) -> InsideTracks:
     tracks = {} if tracks is None else tracks
     for at in range(looks):
-        tracks = update_insides(tracks, look(at, grown(at)))
+        tracks = follow(tracks, look(at, grown(at)))
     return tracks
 
 

@@ -10,8 +10,7 @@ from statistics import NormalDist
 
 from msgspec.structs import replace
 
-from vllm_headroom.derive.leak.facts import Certainty, Estimate, Track, start_track
-from vllm_headroom.derive.leak.observation import Observation
+from vllm_headroom.derive.leak.facts import Certainty, Estimate, Observation, Track, start_track
 from vllm_headroom.derive.leak.track import observe
 from vllm_headroom.units import MIB
 

@@ -8,8 +8,7 @@ from itertools import groupby
 from msgspec.structs import replace
 
 from tests.unit.derive.leak.stretches import HOUR, LEAK, RATE, follow, leak, readings, segments
-from vllm_headroom.derive.leak.facts import Certainty
-from vllm_headroom.derive.leak.observation import Observation
+from vllm_headroom.derive.leak.facts import Certainty, Observation
 from vllm_headroom.units import MIB
 
 NIGHT = (3 * HOUR, 9 * HOUR)

@@ -6,12 +6,11 @@ import pytest
 from msgspec.structs import replace
 
 from tests.samples import A_GPU, values
-from tests.unit.derive.leak.probed import LEAK, SECONDS, Grown, followed, look, tensors
+from tests.unit.derive.leak.probed import LEAK, SECONDS, Grown, follow, followed, look, tensors
 from vllm_headroom import catalog
-from vllm_headroom.derive.leak.facts import Certainty, start_track
-from vllm_headroom.derive.leak.inside import MOST_MARKS, InsideTracks, move_inside_track, sharpen_track, update_insides
-from vllm_headroom.derive.leak.leak import Tracks, derive_gpu_leaks
-from vllm_headroom.derive.leak.observation import Observation, observe_gpus
+from vllm_headroom.derive.leak.facts import Certainty, Observation, start_track
+from vllm_headroom.derive.leak.inside import MOST_MARKS, InsideTracks, move_inside_track, sharpen_track
+from vllm_headroom.derive.leak.leak import Tracks, derive_gpu_leaks, observe_gpus
 from vllm_headroom.model import Gpu, Snapshot
 
 
@@ -52,8 +51,8 @@ def test_the_surer_verdict_stands() -> None:
 def test_sleep_and_a_new_run_begin_the_comparison_again() -> None:
     tracks = followed(60, tensors)
 
-    assert update_insides(tracks, look(60, tensors(60), awake=False)) == {}
-    anew = update_insides(tracks, look(60, tensors(60), restarts=1))
+    assert follow(tracks, look(60, tensors(60), awake=False)) == {}
+    anew = follow(tracks, look(60, tensors(60), restarts=1))
     assert verdict(anew) is Certainty.NONE
     assert anew["GPU-a"].marks == ()
 
@@ -70,7 +69,7 @@ def test_what_is_not_seen_for_a_day_is_forgotten_and_what_is_remembered_is_bound
     later = look(40_000, (0, 0, 0), known=False)
 
     assert len(tracks["GPU-a"].marks) <= MOST_MARKS
-    assert update_insides(tracks, later) == {}
+    assert follow(tracks, later) == {}
 
 
 def test_a_track_taken_up_by_another_process_keeps_its_marks_on_its_clock() -> None:
@@ -92,7 +91,7 @@ def test_large_steps_that_the_cache_takes_in_are_a_leak_of_what_is_in_use() -> N
     for at in range(int(6.5 * 3600 / SECONDS)):
         grown = lost_from_the_cache(at)
         survey = look(at, grown, cached=6e9 - grown[0])
-        tracks = update_insides(tracks, survey)
+        tracks = follow(tracks, survey)
         held, samples = derive_gpu_leaks(
             held, list_inside_observations(survey), is_settled=True, inside=tracks, asleep={}
         )

@@ -9,9 +9,8 @@ import pytest
 from msgspec.structs import replace
 
 from tests.unit.derive.leak.stretches import HOUR, Shape, flat, follow, leak, readings, records, segments
-from vllm_headroom.derive.leak.facts import Certainty
+from vllm_headroom.derive.leak.facts import Certainty, Observation
 from vllm_headroom.derive.leak.leak import Tracks, keep_recent
-from vllm_headroom.derive.leak.observation import Observation
 from vllm_headroom.units import MIB
 
 Change = Callable[[Iterable[Observation]], Iterator[Observation]]

@@ -8,8 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from tests.unit.derive.leak.stretches import BASE, HOUR, TOTAL, Shape, changed, follow, leak, readings, segments
-from vllm_headroom.derive.leak.facts import Certainty
-from vllm_headroom.derive.leak.observation import Observation
+from vllm_headroom.derive.leak.facts import Certainty, Observation
 from vllm_headroom.units import MIB
 
 MINUTE = 60.0

@@ -10,8 +10,7 @@ from msgspec.structs import replace
 
 from tests.unit.derive.leak.stretches import BASE, HOUR, RATE, Course, Shape, follow, readings, segments
 from vllm_headroom.derive.leak import judge
-from vllm_headroom.derive.leak.facts import Certainty
-from vllm_headroom.derive.leak.observation import Observation
+from vllm_headroom.derive.leak.facts import Certainty, Observation
 from vllm_headroom.units import MIB
 
 QUIET = 3 * HOUR

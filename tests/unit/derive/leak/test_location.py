@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from tests.unit.derive.leak.probed import LEAK, SECONDS, Grown, followed, look, tensors
+from tests.unit.derive.leak.probed import LEAK, SECONDS, Grown, follow, followed, look, tensors
 from vllm_headroom.derive.leak.facts import Estimate
-from vllm_headroom.derive.leak.inside import InsideTracks, find_location, update_insides
+from vllm_headroom.derive.leak.inside import InsideTracks, find_location
 from vllm_headroom.vocabulary import LeakLocation
 
 
@@ -41,7 +41,7 @@ def test_what_demand_leaves_cached_is_no_place() -> None:
     """The allocator's cache grows by more than what leaks, and as steadily."""
     tracks: InsideTracks = {}
     for at in range(200):
-        tracks = update_insides(tracks, look(at, (0, 0, at * 100_000.0), cached=at * 1e6))
+        tracks = follow(tracks, look(at, (0, 0, at * 100_000.0), cached=at * 1e6))
 
     assert find_location(estimate(20_000, 12e6), tracks["GPU-a"]) is LeakLocation.OUTSIDE_TORCH
 
@@ -79,7 +79,7 @@ def test_what_has_just_begun_is_located_by_the_whole_of_it() -> None:
 def test_it_is_located_however_seldom_one_looks() -> None:
     tracks: InsideTracks = {}
     for at in range(40):
-        tracks = update_insides(tracks, look(at, tensors(at), seconds=300.0))
+        tracks = follow(tracks, look(at, tensors(at), seconds=300.0))
 
     assert find_location(estimate(LEAK / 300, 30.0 * LEAK), tracks["GPU-a"]) is LeakLocation.TENSORS
 

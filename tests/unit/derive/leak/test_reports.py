@@ -17,8 +17,7 @@ from tests.assets.console import ROOT
 from tests.assets.test_docs_tables import between
 from tests.conftest import Golden
 from tests.unit.derive.leak.stretches import HOUR, RATE, STEP, Course, follow, segments
-from vllm_headroom.derive.leak.facts import Certainty
-from vllm_headroom.derive.leak.observation import Observation
+from vllm_headroom.derive.leak.facts import Certainty, Observation
 
 GB: Final = 1e9
 GIB: Final = 2**30

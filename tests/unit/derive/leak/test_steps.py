@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.derive.leak.stretches import BASE, HOUR, STEP, TOTAL, Shape, follow, readings
-from vllm_headroom.derive.leak.facts import Block, Certainty, Ring, Step
+from vllm_headroom.derive.leak.facts import Block, Certainty, Observation, Ring, Step
 from vllm_headroom.derive.leak.growth_evidence import find_step_windows, score_likeness, survey_ring
-from vllm_headroom.derive.leak.observation import Observation
 from vllm_headroom.derive.leak.track import NEWEST_STEPS
 from vllm_headroom.units import MIB
 

@@ -26,10 +26,9 @@ from tests.unit.derive.leak.stretches import (
     records,
     segments,
 )
-from vllm_headroom.derive.leak.facts import OUT_OF_MEMORY_BYTES, Certainty, Track, start_track
+from vllm_headroom.derive.leak.facts import OUT_OF_MEMORY_BYTES, Certainty, Observation, Track, start_track
 from vllm_headroom.derive.leak.inside import sharpen_track
 from vllm_headroom.derive.leak.leak import find_leak_state
-from vllm_headroom.derive.leak.observation import Observation
 from vllm_headroom.derive.leak.track import RING_BLOCKS, is_warming_up, observe
 from vllm_headroom.units import MIB
 from vllm_headroom.vocabulary import LeakState

@@ -13,9 +13,8 @@ from msgspec.structs import replace
 from tests.samples import gpu, snapshot
 from tests.unit.derive.leak.stretches import HOUR
 from vllm_headroom import catalog
-from vllm_headroom.derive.leak.facts import Certainty, Track, start_track
+from vllm_headroom.derive.leak.facts import Certainty, Observation, Track, start_track
 from vllm_headroom.derive.leak.leak import LeakMemory
-from vllm_headroom.derive.leak.observation import Observation
 from vllm_headroom.derive.leak.track import observe
 from vllm_headroom.derive.verdicts import judge_snapshot, list_excused
 from vllm_headroom.model import Sample, Values

@@ -20,8 +20,8 @@ from tests.unit.derive.life.watch import (
     working,
 )
 from vllm_headroom import catalog
+from vllm_headroom.derive.leak.leak import keep_service
 from vllm_headroom.derive.life.engine import derive_engine_state
-from vllm_headroom.derive.life.service import keep_service
 from vllm_headroom.derive.prefix_cache import PrefixCacheState, derive_prefix_cache
 from vllm_headroom.derive.tick import answer, build_derivations
 from vllm_headroom.model import EnginePage, EngineProcess, Failure, Sample, Snapshot
