@@ -1,4 +1,4 @@
-"""The leak derivation: a snapshot becomes readings of series, and their judged tracks become samples."""
+"""The leak derivation: read each series from a snapshot, and export what its track shows."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Final
