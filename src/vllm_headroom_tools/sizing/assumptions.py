@@ -1,7 +1,8 @@
 """What is assumed of a start that no formula gives, and the evidence for each of these figures."""
 
+from collections.abc import Sequence
 from enum import StrEnum
-from math import ceil
+from math import ceil, sqrt
 from typing import Final
 
 from msgspec import Struct
@@ -34,6 +35,28 @@ class Range(Struct, frozen=True, kw_only=True):
 
 
 NO_BYTES: Final = Range(low=0.0, high=0.0)
+
+KEPT_DEVIATIONS: Final = 2.05
+"""How many standard deviations above its mean a sum of many parts is in 2 of 100 cases (the normal
+distribution): our choice of how seldom the upper bound of a sum may be exceeded."""
+
+UNIFORM_VARIANCE: Final = 1 / 12
+"""The variance of an amount that has any value of its range with equal chance, as a multiple of the
+range's width squared."""
+
+
+def add_independent(parts: Sequence[Range]) -> Range:
+    """Return the bounds of the sum of parts that do not depend on each other.
+
+    The lower bound is the sum of theirs. All of them are hardly ever at their upper bounds at once:
+    the sum's upper bound is exceeded in 2 of 100 cases, if each has any value of its range with
+    equal chance. With a single uncertain part it is that part's bound.
+    """
+    low = sum(part.low for part in parts)
+    high = sum(part.high for part in parts)
+    variance = sum((part.high - part.low) ** 2 for part in parts) * UNIFORM_VARIANCE
+    likely_high = (low + high) / 2 + KEPT_DEVIATIONS * sqrt(variance)
+    return Range(low=low, high=min(high, likely_high))
 
 
 class Origin(StrEnum):
@@ -442,7 +465,9 @@ def _assume_graphs(question: Question) -> Assumption:
         first = Range(low=FIRST_GRAPH.low, high=FIRST_PARTS_GRAPH_HIGH)
     graphs_range = first + further
     if question.may_have_second_runner:
-        low = min(graphs_range.low, MEASURED_GRAPHS_LOW)
+        low = 0.0
+        if question.release.has_second_runner_graphs:
+            low = min(graphs_range.low, MEASURED_GRAPHS_LOW)
         graphs_range = Range(low=low, high=graphs_range.high)
         evidence += "; vLLM 0.26 and 0.31, Llama 3.1 8B: 0.16 and 0.23"
     return Assumption(range=graphs_range, origin=origin, evidence=evidence)
@@ -485,7 +510,7 @@ def _assume_sampling_ratio(question: Question) -> Assumption:
             origin=Origin.CONSTRUCTION,
             evidence="_dummy_sampler_run: the logits in two dtypes, and up to two copies",
         )
-    if release.has_only_second_runner:
+    if question.has_only_second_runner:
         return Assumption(
             range=Range(low=narrow_ratio, high=NARROW_PROFILE_HIGH),
             origin=Origin.STAND_IN,

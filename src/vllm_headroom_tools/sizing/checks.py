@@ -343,7 +343,7 @@ def _check_sampler_warmup(estimate: MemoryEstimate) -> Iterator[StartCheck]:
         " requests. Please try lowering `max_num_seqs` or `gpu_memory_utilization` when"
         " initializing the engine."
     )
-    if release.has_only_second_runner:
+    if question.has_only_second_runner:
         refusal = CUDA_OUT_OF_MEMORY
     yield StartCheck(
         name=CheckName.SAMPLER_WARMUP,

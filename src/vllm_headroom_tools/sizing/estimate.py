@@ -14,6 +14,7 @@ from vllm_headroom_tools.sizing.assumptions import (
     Origin,
     Range,
     StartAssumptions,
+    add_independent,
     assume_start,
 )
 from vllm_headroom_tools.sizing.encoder import UNGIVEN_MLP_WIDTH_RATIO
@@ -91,10 +92,10 @@ def estimate_activations(question: Question, assumptions: StartAssumptions) -> R
     text_high = max(forward.high, sampling.high + hidden_copies * hidden_bytes) + UNEXPLAINED_BYTES
     encoding = _estimate_encoding(question, assumptions)
     kept_bytes = _count_encoder_output_bytes(question, hidden_size)
-    return Range(
-        low=max(encoding.low, kept_bytes + text_low),
-        high=max(encoding.high, kept_bytes + text_high),
-    )
+    low = max(encoding.low, kept_bytes + text_low)
+    if question.may_have_second_runner and not question.release.has_second_runner_encoder:
+        low = text_low
+    return Range(low=low, high=max(encoding.high, kept_bytes + text_high))
 
 
 def estimate_sampler_warmup(question: Question, assumptions: StartAssumptions) -> Range | None:
@@ -106,7 +107,7 @@ def estimate_sampler_warmup(question: Question, assumptions: StartAssumptions) -
     if vocabulary is None:
         return None
     requests = question.max_num_seqs
-    if question.release.has_only_second_runner:
+    if question.has_only_second_runner:
         # Each of its requests has two tokens of a batch (v1/worker/gpu/warmup.py, 0.29).
         requests = min(requests, question.max_num_batched_tokens // 2)
     return assumptions.warmup_ratio.range.scale(requests * vocabulary * LOGIT_BYTES)
@@ -183,13 +184,14 @@ def _estimate_forward(question: Question, hidden_size: int) -> ForwardPass:
     )
 
 
-def estimate_other_overhead(question: Question, assumptions: StartAssumptions) -> Range:
-    """Return the memory that the budget has to hold besides weights, KV cache, activations, graphs.
+def estimate_other_parts(question: Question, assumptions: StartAssumptions) -> tuple[Range, ...]:
+    """Return what the budget has to hold besides weights, KV cache, activations and graphs.
 
-    That is what libraries and communication take during the profile run, the experts' workspace for
-    the tokens of a batch (vLLM, v1/worker/workspace.py), with the second model runner the sampler's
-    PENALTY_BYTES for each sequence and token of the vocabulary, what repacked weights leave unused,
-    and by how much the budget may be smaller, since it is a share of what CUDA sees.
+    These are what libraries and communication take during the profile run, the experts'
+    workspace for the tokens of a batch (vLLM, v1/worker/workspace.py), with the second model
+    runner the sampler's PENALTY_BYTES for each sequence and token of the vocabulary, what
+    repacked weights leave unused, and by how much the budget may be smaller, since it is a
+    share of what CUDA sees.
     """
     experts_bytes = _estimate_forward(question, question.shape.hidden_size or 0).workspace_bytes
     # Some kernels give it back after the pass.
@@ -203,7 +205,7 @@ def estimate_other_overhead(question: Question, assumptions: StartAssumptions) -
     uncertain_bytes = question.gpu_memory_utilization * (reserved.high - reserved.low)
     uncertain_budget = Range(low=0.0, high=uncertain_bytes)
     gaps = _estimate_gaps(question)
-    return assumptions.non_torch.range + experts + sampler + gaps + uncertain_budget
+    return (assumptions.non_torch.range, experts, sampler, gaps, uncertain_budget)
 
 
 REPACKED_METHODS: Final = ("awq", "auto_awq", "gptq", "auto_gptq", "compressed-tensors")
@@ -299,7 +301,7 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
     activations: Range | None
     sampler_warmup: Range | None
     # Libraries, communication, the experts' workspace, the sampler and the driver's part.
-    other_overhead: Range
+    other_parts: tuple[Range, ...]
     graphs: Range
     # On the card, outside the budget.
     outside: Range
@@ -316,6 +318,14 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
         return Range(low=card_bytes - reserved.high, high=card_bytes - reserved.low)
 
     @property
+    def other_overhead(self) -> Range:
+        """The other parts together, at most with all of them at their highest."""
+        return Range(
+            low=sum(part.low for part in self.other_parts),
+            high=sum(part.high for part in self.other_parts),
+        )
+
+    @property
     def overhead(self) -> Range | None:
         """What the budget has to hold besides weights and KV cache.
 
@@ -323,10 +333,10 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
         """
         if self.activations is None:
             return None
-        overhead = self.activations + self.other_overhead
+        parts = [self.activations, *self.other_parts]
         if self.question.release.has_graphs_in_budget:
-            overhead += self.graphs
-        return overhead
+            parts.append(self.graphs)
+        return add_independent(parts)
 
     @property
     def kv_cache(self) -> Range | None:
@@ -442,7 +452,7 @@ def estimate_memory(question: Question) -> MemoryEstimate:
         budget_bytes=budget_bytes,
         activations=estimate_activations(question, assumptions),
         sampler_warmup=estimate_sampler_warmup(question, assumptions),
-        other_overhead=estimate_other_overhead(question, assumptions),
+        other_parts=estimate_other_parts(question, assumptions),
         graphs=assumptions.graphs.range,
         outside=estimate_outside(question, assumptions),
         host=estimate_host(question),
@@ -459,10 +469,10 @@ def _apply_log(estimate: MemoryEstimate, measured: MeasuredStart) -> MemoryEstim
     weights_bytes = estimate.weights_bytes
     if measured.weights_bytes is not None and measured.has_same(question, WEIGHT_SETTINGS):
         weights_bytes = round(measured.weights_bytes)
-    other_overhead = estimate.other_overhead
+    other_parts = estimate.other_parts
     if estimate.assumptions.non_torch.origin is Origin.LOG:
         # The log's figure is all that is neither weights nor activations nor graphs.
-        other_overhead = estimate.assumptions.non_torch.range
+        other_parts = (estimate.assumptions.non_torch.range,)
     activations = estimate.activations
     logged_bytes = measured.activation_bytes
     if logged_bytes is not None and measured.has_same(question, MODEL_SETTINGS):
@@ -477,7 +487,7 @@ def _apply_log(estimate: MemoryEstimate, measured: MeasuredStart) -> MemoryEstim
     return replace(
         estimate,
         weights_bytes=weights_bytes,
-        other_overhead=other_overhead,
+        other_parts=other_parts,
         activations=activations,
     )
 

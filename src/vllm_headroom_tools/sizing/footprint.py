@@ -50,6 +50,10 @@ class ModelShape(Struct, frozen=True, kw_only=True):
     # Values of a token in the widest MLP, in all its experts together.
     mlp_width: int | None = None
     experts_per_token: int = 1
+    # The class that serves the model; None where the configuration does not name it.
+    class_name: str | None = None
+    # Whether it embeds, classifies or rewards, and generates no tokens.
+    is_pooling: bool = False
     # Whether the output has no separate matrix: it is the embedding, or there is no output.
     has_tied_embeddings: bool = False
     parameters: LayerParameters | None = None

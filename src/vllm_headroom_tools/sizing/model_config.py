@@ -254,7 +254,8 @@ def parse_model_config(
         if config.get("index_head_dim") and not (config.get("kv_lora_rank") or is_compressed):
             return f"{UNKNOWN_CACHE}: it has index_head_dim"
         encoder = parse_encoder({**(defaults or {}), **root})
-        return _build_shape(config, encoder)
+        # Of a model in parts, the class of the whole counts.
+        return _build_shape({**config, "architectures": root.get("architectures")}, encoder)
     except RecursionError:
         # json of Python 3.12 and newer parses what is nested deeper than Python functions may call.
         return "it is not a model's configuration: it is nested too deeply"
@@ -362,6 +363,8 @@ def _build_shape(config: Config, encoder: Encoder | None) -> ModelShape:
         side_values=count_side_values(config, layer_count),
         mlp_width=mlp_width,
         experts_per_token=experts_per_token,
+        class_name=_read_class_name(config),
+        is_pooling=_is_pooling(config),
         has_tied_embeddings=_has_no_output_matrix(config),
         parameters=parameters,
         expert_inputs=read_integer(config, *EXPERT_INPUTS, *HIDDEN_SIZE),
@@ -436,20 +439,28 @@ def _reads_text_at_once(config: Config) -> bool:
     return str(config.get("model_type")) in ENCODER_ONLY_MODEL_TYPES
 
 
+def _read_class_name(config: Config) -> str | None:
+    """Return the class that vLLM loads, the first of the list; None where none is named."""
+    classes = config.get("architectures")
+    return str(classes[0]) if isinstance(classes, list) and classes else None
+
+
+def _is_pooling(config: Config) -> bool:
+    """Return whether the model embeds, classifies or rewards, and generates no tokens."""
+    if _reads_text_at_once(config) or config.get(POOLING_FILE):
+        return True
+    class_name = _read_class_name(config) or ""
+    return class_name.endswith(HEADLESS_CLASSES) and class_name not in GENERATING_CLASSES
+
+
 def _has_no_output_matrix(config: Config) -> bool:
     """Return whether the output needs no separate matrix.
 
     That is so where the output is the embedding, and for a model that embeds or classifies, which
     has no output of tokens.
     """
-    if _reads_text_at_once(config) or config.get(POOLING_FILE):
+    if _is_pooling(config):
         return True
-    classes = config.get("architectures")
-    # Only the first class is what vLLM loads.
-    if isinstance(classes, list) and classes:
-        class_name = str(classes[0])
-        if class_name.endswith(HEADLESS_CLASSES) and class_name not in GENERATING_CLASSES:
-            return True
     model_type = str(config.get("model_type"))
     is_usually_tied = model_type in TIED_MODEL_TYPES or model_type.startswith(TIED_PREFIXES)
     return bool(config.get("tie_word_embeddings", is_usually_tied))

@@ -100,8 +100,9 @@ class Question(Struct, frozen=True, kw_only=True):
     decode_context_parallel_size: int = 1
     # Whether every GPU has the whole encoder (`--mm-encoder-tp-mode data`).
     has_whole_encoder: bool = False
-    # Whether tokens are speculated, by any method.
+    # Whether tokens are speculated, by any method, and vLLM's name of the method.
     has_speculation: bool = False
+    speculation_method: str | None = None
     # Whether a draft model is used whose configuration is not given.
     has_unknown_draft: bool = False
     # What the log of a start reports; None without one.
@@ -119,16 +120,31 @@ class Question(Struct, frozen=True, kw_only=True):
         return self.release.has_prefix_states
 
     @property
+    def has_only_second_runner(self) -> bool:
+        """Whether vLLM's second model runner surely serves the model."""
+        return self.release.has_only_second_runner and self.may_have_second_runner
+
+    @property
     def may_have_second_runner(self) -> bool:
         """Whether vLLM's second model runner may serve the model (config/vllm.py)."""
         release = self.release
-        has_states = self.shape.stateful_layers > 0
-        if release.has_stateless_second_runner and has_states:
+        shape = self.shape
+        if self.speculation_method in release.first_runner_methods:
             return False
-        is_plain = self.shape.experts_per_token <= 1 and self.shape.quantisation is None
-        if release.has_plain_second_runner and not is_plain:
+        if release.has_only_second_runner:
+            return True
+        has_experts = shape.experts_per_token > 1
+        is_plain = not has_experts and shape.quantisation is None
+        if shape.is_pooling or (release.has_plain_second_runner and not is_plain):
             return False
-        return release.has_second_runner
+        if shape.class_name in release.second_runner_classes:
+            return True
+        if shape.stateful_layers:
+            return False
+        # Without the name of its class, the model may be one of these.
+        if shape.class_name is None and release.second_runner_classes:
+            return True
+        return release.has_dense_second_runner and not has_experts
 
     @property
     def sequence_states(self) -> int:

@@ -27,13 +27,19 @@ class Release(Struct, frozen=True, kw_only=True):
     has_misspelt_refusal: bool
     # Whether cards from 160 GiB on have their own defaults.
     has_largest_defaults: bool
-    # Whether some models are served by the second model runner, and whether all of them are.
-    has_second_runner: bool
-    has_only_second_runner: bool
-    # Whether the second runner serves only models that are neither quantised nor have experts, and
-    # whether none with states.
+    # Classes of models that the second model runner serves by default.
+    second_runner_classes: frozenset[str]
+    # Whether it serves these only where they are neither quantised nor have experts.
     has_plain_second_runner: bool
-    has_stateless_second_runner: bool
+    # Whether it also serves all other models without experts and states, and whether all others.
+    has_dense_second_runner: bool
+    has_only_second_runner: bool
+    # Methods of speculation with which the first model runner serves.
+    first_runner_methods: frozenset[str]
+    # Whether the second runner estimates its CUDA graphs; before, it has none in the budget.
+    has_second_runner_graphs: bool
+    # Whether the second runner profiles the encoder of images.
+    has_second_runner_encoder: bool
     # Whether the KV cache gets what the start has not consumed of the free memory, so that what
     # torch keeps without using it counts too.
     counts_consumed_memory: bool
@@ -72,18 +78,65 @@ LARGEST_DEFAULTS_SINCE: Final = 28
 """engine/arg_utils.py, `get_batch_defaults`: "device_memory >= 160 * GiB_bytes" in 0.28.0, not in
 0.27.0."""
 
-SECOND_RUNNER_SINCE: Final = 22
-"""config/vllm.py: `DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES` in 0.22.0, not in 0.21.0."""
+SECOND_RUNNER_CLASSES: Final = {
+    22: frozenset({"Qwen3ForCausalLM"}),
+    23: frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen3ForCausalLM"}),
+    24: frozenset(
+        {
+            "DeepseekV2ForCausalLM",
+            "GraniteMoeForCausalLM",
+            "LlamaForCausalLM",
+            "MistralForCausalLM",
+            "Qwen2MoeForCausalLM",
+            "Qwen3ForCausalLM",
+        }
+    ),
+    25: frozenset({"DeepseekV2ForCausalLM", "GraniteMoeForCausalLM", "Qwen2MoeForCausalLM"}),
+    26: frozenset(
+        {
+            "DeepseekV2ForCausalLM",
+            "GraniteMoeForCausalLM",
+            "InklingForCausalLM",
+            "InklingForConditionalGeneration",
+            "LongcatFlashNgramForCausalLM",
+            "Qwen2MoeForCausalLM",
+        }
+    ),
+    27: frozenset({"KimiK3ForConditionalGeneration"}),
+    28: frozenset({"DeepseekV4ForCausalLM"}),
+}
+"""config/vllm.py, `DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES`; 0.27 and 0.28 add to those of the
+release before. From 0.29 on there is no such list."""
 
-ONLY_SECOND_RUNNER_SINCE: Final = 29
-"""config/vllm.py, `use_v2_model_runner`: from 0.29.0 on every model whose features it supports."""
+ADDING_CLASSES_SINCE: Final = 27
 
 PLAIN_SECOND_RUNNER_UNTIL: Final = 23
 """config/vllm.py, `_is_default_v2_model_runner_model`: "not model_config.is_moe and not
 model_config.is_quantized" in 0.23.0, not in 0.24.0."""
 
-STATELESS_SECOND_RUNNER_UNTIL: Final = 26
-"""The same: models with "is_hybrid" are left out in 0.26.0; 0.27.0 has exceptions."""
+DENSE_SECOND_RUNNER_SINCE: Final = 25
+"""The same: "or not model_config.is_moe" in 0.25.0, without "is_hybrid"."""
+
+ONLY_SECOND_RUNNER_SINCE: Final = 29
+"""config/vllm.py, `use_v2_model_runner`: from 0.29.0 on every model whose features it supports."""
+
+LOOKED_UP: Final = frozenset({"ngram", "ngram_gpu"})
+SEPARATE_HEADS: Final = frozenset({"medusa", "mlp_speculator"})
+OWN_CODE: Final = frozenset({"suffix", "custom_class"})
+OLD_FIRST_RUNNER_METHODS: Final = LOOKED_UP | SEPARATE_HEADS | OWN_CODE | {"draft_model"}
+FIRST_RUNNER_METHODS: Final = {
+    31: OLD_FIRST_RUNNER_METHODS - {"draft_model"},
+    32: SEPARATE_HEADS | OWN_CODE,
+    33: OWN_CODE,
+}
+"""config/vllm.py, `_get_v2_model_runner_unsupported_features`: "speculative method"; up to 0.30
+OLD_FIRST_RUNNER_METHODS."""
+
+SECOND_RUNNER_GRAPHS_SINCE: Final = 29
+"""v1/worker/gpu/model_runner.py, `profile_cudagraph_memory`: "return 0" up to 0.28.0."""
+
+SECOND_RUNNER_ENCODER_SINCE: Final = 27
+"""v1/worker/gpu/model_runner.py, `profile_run`: "profile_encoder_cache" since 0.27.0."""
 
 CONSUMED_MEMORY_SINCE: Final = 27
 """utils/mem_utils.py, `memory_profiling`: "total_consumed" in 0.27.0, not in 0.26.0."""
@@ -92,6 +145,14 @@ WIDE_PROFILE_SINCE: Final = 33
 """v1/worker/gpu/model_runner.py, `_dummy_sampler_run`: its second pass in 0.33.0, not in 0.32.0."""
 
 VERSION_PATTERN: Final = re.compile(r"v?0\.(\d{1,3})(?:\.\S*)?", re.ASCII)
+
+
+def _list_second_runner_classes(minor: int) -> frozenset[str]:
+    """Return the classes of models that a release serves by the second model runner by default."""
+    classes = SECOND_RUNNER_CLASSES.get(minor, frozenset())
+    if minor in SECOND_RUNNER_CLASSES and minor >= ADDING_CLASSES_SINCE:
+        classes |= _list_second_runner_classes(minor - 1)
+    return classes
 
 
 def _build_release(minor: int) -> Release:
@@ -106,10 +167,13 @@ def _build_release(minor: int) -> Release:
         has_state_checkpoints=minor >= STATE_CHECKPOINTS_SINCE,
         has_misspelt_refusal=minor <= MISSPELT_UNTIL,
         has_largest_defaults=minor >= LARGEST_DEFAULTS_SINCE,
-        has_second_runner=minor >= SECOND_RUNNER_SINCE,
-        has_only_second_runner=minor >= ONLY_SECOND_RUNNER_SINCE,
+        second_runner_classes=_list_second_runner_classes(minor),
         has_plain_second_runner=minor <= PLAIN_SECOND_RUNNER_UNTIL,
-        has_stateless_second_runner=minor <= STATELESS_SECOND_RUNNER_UNTIL,
+        has_dense_second_runner=minor >= DENSE_SECOND_RUNNER_SINCE,
+        has_only_second_runner=minor >= ONLY_SECOND_RUNNER_SINCE,
+        first_runner_methods=FIRST_RUNNER_METHODS.get(minor, OLD_FIRST_RUNNER_METHODS),
+        has_second_runner_graphs=minor >= SECOND_RUNNER_GRAPHS_SINCE,
+        has_second_runner_encoder=minor >= SECOND_RUNNER_ENCODER_SINCE,
         counts_consumed_memory=minor >= CONSUMED_MEMORY_SINCE,
         has_wide_profile=minor >= WIDE_PROFILE_SINCE,
     )

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 
 from tests.unit.commands.plan.asked import Answer, estimated, of, plan
+from vllm_headroom_tools.sizing.assumptions import Range, add_independent
 from vllm_headroom_tools.sizing.checks import CheckName, check_start, find_failed_check
 from vllm_headroom_tools.sizing.releases import NEWEST, OLDEST, parse_release
 
 Capsys = pytest.CaptureFixture[str]
 HYBRID = "qwen3-next-80b-a3b"
+ALL = {"0.29", "0.31", "0.32", "0.33"}
 
 
 def ask(capsys: Capsys, *words: str) -> Answer:
@@ -201,16 +203,40 @@ def test_repacked_weights_leave_gaps_where_consumed_memory_counts() -> None:
 
 @pytest.mark.parametrize(
     ("name", "releases"),
-    [("llama-3.1-8b", {"0.22", "0.26", "0.28"}), ("mixtral-8x7b", {"0.26", "0.28"}), (HYBRID, {"0.28"})],
+    [
+        ("llama-3.1-8b", {"0.23", "0.26", "0.28", "0.30"}),
+        ("qwen3-8b", {"0.22", "0.23", "0.26", "0.28", "0.30"}),
+        ("mixtral-8x7b", {"0.30"}),
+        (HYBRID, {"0.30"}),
+    ],
 )
 def test_which_model_runner_serves_depends_on_model_and_release(name: str, releases: set[str]) -> None:
     second = {
         release
-        for release in ("0.21", "0.22", "0.26", "0.28")
+        for release in ("0.21", "0.22", "0.23", "0.26", "0.28", "0.30")
         if estimated(name, release=parse_release(release)).question.may_have_second_runner
     }
 
     assert second == releases
+
+
+@pytest.mark.parametrize(("method", "releases"), [("ngram", {"0.32", "0.33"}), ("medusa", {"0.33"}), ("mtp", ALL)])
+def test_some_ways_to_speculate_need_the_first_model_runner(method: str, releases: set[str]) -> None:
+    second = {
+        release
+        for release in ALL
+        if estimated(release=parse_release(release), speculation_method=method).question.has_only_second_runner
+    }
+
+    assert second == releases
+
+
+def test_a_sum_of_uncertain_parts_hardly_ever_has_all_their_upper_bounds() -> None:
+    part = Range(low=1.0, high=2.0)
+
+    assert add_independent([part]) == part
+    assert add_independent([part, Range(low=3.0, high=3.0)]) == Range(low=4.0, high=5.0)
+    assert add_independent([part] * 12) == Range(low=12.0, high=18 + 2.05)
 
 
 def test_engines_without_shared_experts_do_not_communicate() -> None:

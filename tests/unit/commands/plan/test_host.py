@@ -99,4 +99,4 @@ def test_the_answer_shows_the_offload_with_its_price(capsys: pytest.CaptureFixtu
     answer = plan(capsys, *of("llama-3.1-70b"), *words)
 
     shown = " ".join(answer.out.split())
-    assert "--cpu-offload-gb 67 slow: every step copies them over PCIe, about 2.9 s at 25 GB/s" in shown
+    assert "--cpu-offload-gb 66 slow: every step copies them over PCIe, about 2.8 s at 25 GB/s" in shown
