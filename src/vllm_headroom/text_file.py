@@ -1,4 +1,4 @@
-"""Bounded reading of a file that people write, or of a pipe in its place."""
+"""Read a file that people write, or a pipe in its place, within bounds."""
 
 import errno
 import os
@@ -20,9 +20,9 @@ CHUNK_BYTES: Final = 2**20
 def read_file(path: Path, most_bytes: int) -> bytes:
     """Return the content of a file or pipe, at most its first `most_bytes`.
 
-    Raises OSError, also where a pipe does not end within WAIT_SECONDS.
+    Raises OSError, even for a pipe that does not end within WAIT_SECONDS.
     """
-    # A pipe must neither be waited for, nor become the controlling terminal.
+    # Opening must neither wait for a pipe nor acquire a controlling terminal.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     deadline_seconds = time.monotonic() + WAIT_SECONDS
     content = bytearray()

@@ -1,7 +1,7 @@
 """Parsing and formatting of sizes, durations, shares and times.
 
-A size is a number with a unit of bytes. A number without a unit is bytes, and accepted from 1 MiB
-on: a smaller one is hardly meant for the memory of a GPU or a page, and `80` may mean 80 GiB.
+A size is a number with a unit of bytes. A number without a unit is a number of bytes, and accepted
+from 1 MiB on. A smaller number is hardly meant as bytes of memory: `80` may mean 80 GiB.
 """
 
 import re
@@ -52,10 +52,10 @@ SIZE: Final = re.compile(r"(\d+|\d*\.\d+) ?([A-Za-z]*)", re.ASCII)
 """A number and its unit, which may be missing."""
 
 AMBIGUOUS_UNIT: Final = re.compile(r"[kmgtpKMGTP]|[KMGTP]b", re.ASCII)
-"""A prefix alone may be binary or decimal, and Gb are bits to others."""
+"""A bare prefix may be binary or decimal, and Gb may mean bits."""
 
 NUMBER: Final = r"\d{1,12}(?:\.\d{1,12})?"
-"""A number of a duration; a number with more digits is refused as a mistake."""
+"""A number in a duration; a number with more digits is refused as a mistake."""
 
 DURATION_PART: Final = re.compile(rf"({NUMBER}) ?(ms|min|[smhdw])", re.ASCII)
 DURATION: Final = re.compile(rf"(?:{DURATION_PART.pattern})+|{NUMBER}", re.ASCII)
@@ -86,7 +86,7 @@ def parse_size(text: str) -> int:
         raise ValueError
     # Decimal, because 0.1 GiB as a float would not be exact.
     n_bytes = int(Decimal(number) * UNITS_BYTES[unit])
-    # Who writes "80" means GiB, not 80 bytes.
+    # Somebody who writes "80" means GiB, not 80 bytes.
     if not unit and 0 < n_bytes < MIB:
         raise RefusedError(f"without a unit it is bytes: {text}GiB?")
     if not 1 <= n_bytes <= LARGEST_EXACT_BYTES:
@@ -97,15 +97,15 @@ def parse_size(text: str) -> int:
 def parse_vllm_number(text: str) -> int:
     """Parse a whole number as vLLM does: 32k is 32,000 and 32K is 32,768.
 
-    This is human_readable_int of vLLM's options. Raises ValueError, or InvalidOperation, for a text
-    that vLLM does not accept.
+    It equals human_readable_int in vLLM's options. Raises ValueError, or InvalidOperation, for a
+    text that vLLM does not accept.
     """
     number = VLLM_NUMBER.fullmatch(text)
     if number is None:
         return int(text)
     power = "kmgt".index(number[2].lower()) + 1
     if number[2].isupper():
-        return int(number[1]) * int(1024**power)  # vLLM takes no fraction here
+        return int(number[1]) * int(1024**power)  # vLLM accepts no fraction here
     return int(Decimal(number[1]) * 1000**power)
 
 
@@ -150,7 +150,7 @@ def format_gib(n_bytes: float) -> str:
 
 def format_duration(seconds: float) -> str:
     """Format a duration in its two largest units, such as "2 d 3 h", rounded to seconds."""
-    # Rounded once, before it is divided: "59.7 s" would become "60 s" otherwise.
+    # Rounded before it is divided, because "59.7 s" would otherwise become "60 s".
     days, seconds_of_day = divmod(round(abs(seconds)), round(DAY_SECONDS))
     hours, seconds_of_hour = divmod(seconds_of_day, round(HOUR_SECONDS))
     minutes, seconds_of_minute = divmod(seconds_of_hour, 60)
@@ -175,7 +175,7 @@ def format_instant(seconds: float) -> str:
 def to_datetime(seconds: float) -> datetime:
     """Return the date of seconds since the epoch, in UTC.
 
-    A time that no date can express, as of a machine with a wrong clock, is the nearest date.
+    A time that no date can express, such as from a wrong clock, becomes the nearest date.
     """
     try:
         return datetime.fromtimestamp(seconds, UTC)

@@ -107,7 +107,7 @@ REASONS: Final[dict[Source, tuple[Reason, ...]]] = {
         Reason.UNEXPECTED,
     ),
 }
-"""The reasons of each source: `headroom_source_failures_total` starts with them, at 0."""
+"""The reasons of each source, with which `headroom_source_failures_total` starts at 0."""
 
 
 class Attribution(StrEnum):
@@ -139,7 +139,7 @@ class EngineKind(StrEnum):
 
     WATCHED = "watched"
     OWN_SIDECAR = "own_sidecar"
-    """It has its own sidecar, and is left to that."""
+    """Its own sidecar watches it."""
     UNREADABLE = "unreadable"
     """Its page cannot be found or reached."""
 
@@ -176,7 +176,7 @@ class ExitReason(StrEnum):
 
 
 class EvictionResult(StrEnum):
-    """What became of an eviction that the sidecar asked for; the values of the label `result`."""
+    """The result of an eviction that the sidecar requested; the values of the label `result`."""
 
     DRY_RUN = "dry_run"
     ACCEPTED = "accepted"
@@ -188,10 +188,10 @@ class ServerAnswer(StrEnum):
     """What the engine's server answers beside its metrics page."""
 
     HEALTHY = "healthy"
-    """`/health` answers 200; or, where it has no such path, `/v1/models` or `/load` does."""
+    """`/health` answers 200; or `/v1/models` or `/load` does, where there is no `/health`."""
 
     UNHEALTHY = "unhealthy"
-    """`/health` reports an error of the server: vLLM's does once its engine has died."""
+    """`/health` reports an error of the server: vLLM's does so once its engine has died."""
 
     SILENT = "silent"
     """Nothing answers."""
@@ -225,7 +225,10 @@ class EndCause(StrEnum):
 
 
 class Sureness(StrEnum):
-    """How sure a cause is, surest first: nothing else fits; it fits best; it cannot be excluded."""
+    """How certain a cause is, most certain first: nothing else fits; it fits best.
+
+    It cannot be excluded.
+    """
 
     SURE = "sure"
     LIKELY = "likely"
@@ -308,7 +311,7 @@ class Level(StrEnum):
 
 
 class Situation(StrEnum):
-    """What holds for the engine and its GPUs, worst first; `action` is the first thing to do."""
+    """The situation of the engine and its GPUs, worst first; `action` is the first thing to do."""
 
     action: str
 
@@ -374,8 +377,9 @@ _DIRECTION_CODES: Final = (*range(0x202A, 0x202F), *range(0x2066, 0x206A))
 CONTROLS: Final = {
     code: f"\\x{code:02x}" for code in (*_CONTROL_CODES, *_LINE_BREAK_CODES, *_DIRECTION_CODES)
 }
-"""Characters that could control a terminal, break a line or reorder the text in it, and what is
-shown instead."""
+"""Characters that could control a terminal, break a line or reorder its text, and their
+replacements.
+"""
 
 
 class StartPhase(StrEnum):

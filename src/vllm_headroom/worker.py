@@ -16,7 +16,7 @@ _Job = tuple[Callable[[], T], "asyncio.Future[T]"]
 
 
 class _Running(Generic[T]):
-    """What the thread of a worker does now, without the worker itself."""
+    """The present call of a worker's thread; it does not refer to the worker."""
 
     def __init__(self) -> None:
         self.future: asyncio.Future[T] | None = None
@@ -24,11 +24,11 @@ class _Running(Generic[T]):
 
 
 class Worker(Generic[T]):
-    """Runs blocking calls one after another on its own daemon thread.
+    """Runs blocking calls, one after another, on its own daemon thread.
 
     asyncio's executor is not used, because it keeps the process from exiting until a call returns,
-    and a call into a hung driver never returns. Measured with a call that hangs 6 s: with
-    asyncio.to_thread the loop's exit took 6.1 s, with a daemon thread 0.6 s.
+    and a call into a hung driver never returns. With a call that hangs for 6 s, the loop's exit
+    took 6.1 s with asyncio.to_thread, and 0.6 s with a daemon thread (measured).
     """
 
     def __init__(self, name: str) -> None:
@@ -37,19 +37,19 @@ class Worker(Generic[T]):
         """The calls that wait; None ends the thread."""
         self._running: _Running[T] = _Running()
         self._thread: threading.Thread | None = None
-        # A worker that nobody can call any more ends its thread.
+        # When a worker is garbage-collected, its thread ends.
         weakref.finalize(self, self._jobs.put, None).atexit = False
 
     def begin(self, function: Callable[[], T]) -> asyncio.Future[T]:
         """Call `function` on the thread and return the future of its result.
 
-        Cancelling the future drops the call if it has not started. A started call runs on, its
-        result is dropped, and until it returns this method raises TimeoutError, so that calls do
-        not pile up. Raises OSError (EAGAIN) where no thread can be started; the next call tries
+        Cancelling the future drops the call if it has not started. A call that has started runs on,
+        and its result is dropped. Until it returns, this method raises TimeoutError, so that calls
+        do not pile up. Raises OSError (EAGAIN) where no thread can be started; the next call tries
         again.
         """
-        # Read once: the thread may change it meanwhile. A running call's future that is done was
-        # cancelled: the call hangs.
+        # Read once, because the thread may change it meanwhile. If the future of a running call is
+        # done, it was cancelled, and the call hangs.
         running = self._running.future
         if running is not None and running.done():
             raise TimeoutError
@@ -62,8 +62,8 @@ class Worker(Generic[T]):
     async def call(self, function: Callable[[], T], timeout_seconds: float) -> T:
         """Return what `function` returns on the thread, or raise what it or `begin` raises.
 
-        Raises TimeoutError after `timeout_seconds`, which include waiting for earlier calls. After
-        that, and when cancelled, the call is dropped as in `begin`.
+        Raises TimeoutError after `timeout_seconds`, which includes the wait for earlier calls.
+        After that, and when cancelled, the call is dropped as in `begin`.
         """
         future = self.begin(function)
         async with asyncio.timeout(timeout_seconds):
@@ -72,7 +72,7 @@ class Worker(Generic[T]):
     async def attempt(
         self, function: Callable[[], T], timeout_seconds: float
     ) -> tuple[T | None, str | None]:
-        """Return what a file operation returns on the thread, and None; or None and why it failed.
+        """Run a file operation on the thread; return its result and its problem, one of them None.
 
         It fails by a timeout, an OSError or a ValueError; any other error is raised.
         """
@@ -92,12 +92,12 @@ class Worker(Generic[T]):
 
     @property
     def is_busy(self) -> bool:
-        """Whether a call runs; its caller may have given up."""
+        """Return whether a call is running; its caller may have given up."""
         return self._running.future is not None
 
     @property
     def is_alive(self) -> bool:
-        """Whether the thread runs; after `stop`, whether a call is still running."""
+        """Return whether the thread runs; after `stop`, whether a call is still running."""
         return self._thread is not None and self._thread.is_alive()
 
 
@@ -140,7 +140,7 @@ def _settle(future: "asyncio.Future[T]", outcome: T | Exception) -> None:
 
 
 def start_thread(run: Callable[[], None], name: str) -> threading.Thread:
-    """Start a daemon thread; raises OSError where a limit on threads or memory forbids it."""
+    """Start a daemon thread; raises OSError if a limit on threads or memory forbids it."""
     thread = threading.Thread(target=run, name=name, daemon=True)
     try:
         thread.start()

@@ -1,4 +1,4 @@
-"""Read YAML that people write: report repeated keys, and keep values as text where wanted."""
+"""Read YAML that people write: report repeated keys, and keep values as text if requested."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -43,7 +43,8 @@ class TextLoader(AliasRefuser, yaml.BaseLoader):
     """Keeps every value but null as its text: `yes` does not become true, nor 1:30 become 90."""
 
 
-# PyYAML lists its patterns by the first character of a value; `~` is null in every YAML.
+# The pattern for null. PyYAML lists its patterns by the first character of a value, and `~` is
+# always null.
 NULL_PATTERN: Final = next(
     pattern for tag, pattern in yaml.SafeLoader.yaml_implicit_resolvers["~"] if tag == NULL_TAG
 )
@@ -89,7 +90,7 @@ def parse_yaml(content: bytes, *, as_text: bool = False) -> YamlDocument:
     """
     loader_class = TextLoader if as_text else PlainLoader
     try:
-        # The nodes, not the document: they still have keys that are given twice.
+        # The nodes are needed, because unlike the document they still have repeated keys.
         loader = loader_class(content.decode())
         root = loader.get_single_node()
         document = None if root is None else loader.construct_document(root)

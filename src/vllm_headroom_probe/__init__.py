@@ -16,10 +16,11 @@ def register() -> None:
     try:
         folder = os.environ.get("HEADROOM_PROBE_DIR")
         if folder:
-            # Imported here: without a folder the plugin costs nothing, and errors are caught.
+            # Imported here, so that the plugin costs nothing without a folder, and errors are
+            # caught.
             from vllm_headroom_probe.hooks import begin  # noqa: PLC0415
 
-            # The callers' frames hold what vLLM is building.
+            # The callers' frames hold the objects that vLLM is building.
             begin(folder, sys._getframe(1))  # noqa: SLF001
         elif os.environ.get("HEADROOM_PROBE_SNAPSHOT"):
             logging.getLogger("vllm.headroom_probe").warning(

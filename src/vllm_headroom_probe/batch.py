@@ -1,4 +1,4 @@
-"""Tell what a step of vLLM's runner computes, from the scheduler's order."""
+"""Find out what a step of vLLM's runner computes, from the scheduler's output."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ ADAPTER = "adapter"
 OTHER = "other"
 
 MAX_ADAPTERS = 1024
-"""How many adapters are remembered as loaded. After that many, all are forgotten: then the next
-step with each of them counts as loading it again."""
+"""How many adapters are remembered as loaded. Beyond that, all are forgotten, and the next step
+with an adapter counts as loading it.
+"""
 
 COLOURS = 3
-"""The values of a pixel in an image's tensor."""
+"""The values per pixel in an image's tensor."""
 
 PATCH_FRAMES = (1, 2)
-"""How many frames a flattened patch has: models with video repeat an image in two."""
+"""How many frames a flattened patch may have: models for video repeat an image in two frames."""
 
 
 class Step(NamedTuple):
@@ -34,7 +35,7 @@ class Step(NamedTuple):
     logprobs_requests: int
     """The requests with prompt logprobs."""
     logprobs_tokens: int
-    """The tokens of the largest of them: vLLM computes them one after the other."""
+    """The tokens of the largest of these requests: vLLM computes them one after the other."""
     images: int
     pixels: int
     adapters: int
@@ -63,17 +64,18 @@ class Batch:
         self._prompts: dict[str, Prompt] = {}
         """The requests whose prompt is being computed, by request id."""
         self._earlier_ids: set[str] | None = None
-        """The requests that ran before the first step that was seen and still do; None before that
-        step. What these compute is unknown."""
+        """The requests that already ran at the first observed step and still run; None before that
+        step. It is unknown what they compute.
+        """
         self._pixels: dict[str, list[int]] = {}
         """The pixels of each image of the requests with images."""
         self._earlier_step: Step | None = None
-        """The newest step that was no repetition."""
+        """The newest step that was not a repetition."""
         self._adapters: set[int] = set()
         """The adapters that were loaded."""
 
     def follow(self, order: Any, at_seconds: float) -> Step:  # noqa: ANN401 - vLLM's SchedulerOutput
-        """Return what the ordered step computes."""
+        """Return what the scheduled step computes."""
         earlier = self._earlier_step
         if earlier is not None and self._is_repeated(order, earlier):
             return earlier._replace(at_seconds=at_seconds, is_repeated=True)
@@ -81,7 +83,7 @@ class Batch:
         return self._earlier_step
 
     def _is_repeated(self, order: Any, earlier: Step) -> bool:  # noqa: ANN401
-        """Return whether an order is for another token of the same requests as the step before."""
+        """Return whether a step computes another token of the same requests as the step before."""
         is_changed = (
             order.scheduled_new_reqs
             or order.finished_req_ids
@@ -151,7 +153,7 @@ class Batch:
         )
 
     def _admit(self, request: Any) -> int:  # noqa: ANN401 - vLLM's NewRequestData
-        """Start to follow a request; return how many adapters it has loaded: 0 or 1."""
+        """Start following a request; return how many adapters it loads: 0 or 1."""
         prompt = request.prompt_token_ids
         if prompt is None:
             prompt = getattr(request, "prompt_embeds", None)
@@ -173,7 +175,7 @@ class Batch:
         return 1
 
     def _admit_resumed(self, order: Any) -> None:  # noqa: ANN401
-        """Follow again the requests that continue after a preemption, which starts them over."""
+        """Start following requests again that continue after a preemption, which restarts them."""
         resumed_ids = getattr(order.scheduled_cached_reqs, "resumed_req_ids", ())
         for request_id in resumed_ids:
             self._prompts[request_id] = Prompt(None, has_logprobs=False)
@@ -181,7 +183,7 @@ class Batch:
     def _follow_earlier(
         self, scheduled_tokens: dict[str, int], new_ids: list[str], finished_ids: set[str]
     ) -> bool:
-        """Return whether the step has a request that began before the first step that was seen."""
+        """Return whether the step has a request that began before the first observed step."""
         if self._earlier_ids is None:
             self._earlier_ids = set(scheduled_tokens).difference(new_ids)
         if self._earlier_ids:
@@ -191,7 +193,8 @@ class Batch:
     def _advance(self, request_id: str, prompt: Prompt, tokens: int, order: Any) -> bool:  # noqa: ANN401
         """Count a request's tokens of this step; return whether they are of its prompt."""
         if prompt.tokens is None:
-            # A decode has one token, and its drafts: with more the request is recomputed.
+            # A decode has one token and its drafts; with more tokens the request is being
+            # recomputed.
             is_prompt = tokens > 1 and request_id not in order.scheduled_spec_decode_tokens
             if tokens and not is_prompt:
                 del self._prompts[request_id]
@@ -212,7 +215,7 @@ def count_pixels(feature: Any) -> int:  # noqa: ANN401 - vLLM's MultiModalFeatur
     for length in shape:
         values *= length
     if "image_grid_thw" in data and len(shape) > 1:
-        # A row is a flattened patch: the patch is a square of pixels in three colours.
+        # A row is a flattened patch, a square of pixels in three colours.
         for frames in PATCH_FRAMES:
             patch_pixels, remainder = divmod(shape[-1], COLOURS * frames)
             side = round(patch_pixels**0.5)

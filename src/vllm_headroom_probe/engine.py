@@ -15,8 +15,9 @@ HOLDERS = {
     "worker_main": "worker",
     "run_engine_core": "engine_core",
 }
-"""Functions of vLLM that have the worker or the core of a process in a variable, and the variable's
-name."""
+"""Functions of vLLM with a variable that holds the worker or the core of a process, and the
+variable's name.
+"""
 
 LOOPS = {"worker_main", "run_engine_core"}
 """The functions of HOLDERS that run as long as the process. Reading their few variables from
@@ -49,7 +50,7 @@ AMOUNT_LIMIT = 1 << 63
 def read_own(owner: object, path: str) -> Any:  # noqa: ANN401 - any object of vLLM
     """Return an instance attribute by its dotted path; None where a part of the path is missing.
 
-    No property is called and no `__getattr__`: those could run vLLM's code.
+    No property and no `__getattr__` is called, because they could run vLLM's code.
     """
     value = owner
     for name in path.split("."):
@@ -101,12 +102,12 @@ class EngineObjects:
 
     @property
     def core(self) -> Any:  # noqa: ANN401 - vLLM's
-        """The engine core; None where this process has none, or it was not found yet."""
+        """Return the engine core; None where this process has none, or it was not found yet."""
         return self._core()
 
     @property
     def worker(self) -> Any:  # noqa: ANN401 - vLLM's
-        """The worker without vLLM's wrappers; None where this process has none.
+        """Return the worker without vLLM's wrappers; None where this process has none.
 
         With one GPU, the worker is in the core's process, and the core refers to it.
         """
@@ -119,7 +120,7 @@ class EngineObjects:
 
     @property
     def is_complete(self) -> bool:
-        """Whether worker or core was found: then nothing more has to be searched."""
+        """Return whether worker or core was found, so that the search is over."""
         return self.core is not None or self._worker() is not None
 
 
@@ -139,9 +140,9 @@ def find_role(engine: EngineObjects, process_name: str) -> str:
 
 
 def read_ranks(engine: EngineObjects) -> dict[str, int | None]:
-    """Return the ranks of this process; None for each that is unknown."""
+    """Return the ranks of this process; a rank is None where unknown."""
     parallel = read_own(engine.worker or engine.core, "vllm_config.parallel_config")
-    # Without experts every data-parallel engine has data_parallel_rank 0: the index is better.
+    # Without experts, every data-parallel engine has data_parallel_rank 0, so the index is better.
     data_parallel_rank = read_own(parallel, "data_parallel_index")
     if data_parallel_rank is None:
         data_parallel_rank = read_own(parallel, "data_parallel_rank")
@@ -153,7 +154,7 @@ def read_ranks(engine: EngineObjects) -> dict[str, int | None]:
 
 
 def count_requests(core: object) -> dict[str, int | None]:
-    """Return how many requests run and wait; None for each that is unknown."""
+    """Return how many requests run and wait; None where unknown."""
     scheduler = read_own(core, "scheduler")
     running = read_own(scheduler, "running")
     queues = [read_own(scheduler, name) for name in WAITING_QUEUES]
@@ -167,14 +168,14 @@ def count_requests(core: object) -> dict[str, int | None]:
 
 
 def read_scheduler(core: object) -> dict[str, int | None] | None:
-    """Return the state and the limits of the scheduler; None where there is none yet."""
+    """Return the state and the limits of the scheduler; None before there is a scheduler."""
     scheduler = read_own(core, "scheduler")
     if scheduler is None:
         return None
     pool = read_own(scheduler, "kv_cache_manager.block_pool")
     config = read_own(core, "vllm_config")
-    # The scheduler continues during these readings. A block that it moves meanwhile is counted as
-    # free, or is live in one of the two readings before and after.
+    # The scheduler continues during these readings. A block that it moves meanwhile counts as free,
+    # or is live in one of the two readings before and after.
     live_earlier = _find_live_blocks(scheduler)
     free_blocks = to_integer(read_own(pool, "free_block_queue.num_free_blocks"))
     live_later = _find_live_blocks(scheduler)
@@ -184,7 +185,7 @@ def read_scheduler(core: object) -> dict[str, int | None] | None:
     bytes_per_token = _compute_bytes_per_kv_token(
         read_own(scheduler, "kv_cache_config"), read_own(config, "parallel_config")
     )
-    # Where a token's bytes depend on the layer, a block may lack its first tokens: then the tokens
+    # If a token's bytes depend on the layer, a block may lack its first tokens, and then tokens
     # cannot be counted.
     live_tokens = None
     if live_later is not None and bytes_per_token is not None:
@@ -214,7 +215,7 @@ class LiveBlocks(NamedTuple):
 def _find_live_blocks(scheduler: object) -> LiveBlocks | None:
     """Return the blocks that requests hold.
 
-    None where there are too many blocks, and before vLLM 0.9.1.
+    None if there are too many blocks, and before vLLM 0.9.1.
     """
     requests = read_own(scheduler, "requests")
     managers = read_own(scheduler, "kv_cache_manager.coordinator.single_type_managers")
@@ -237,7 +238,7 @@ def _find_live_blocks(scheduler: object) -> LiveBlocks | None:
         block_ids.update(request_block_ids)
         computed_tokens = to_integer(read_own(request, "num_computed_tokens"))
         if block_size and computed_tokens is not None:
-            # Only the end of a request's blocks holds no tokens.
+            # Only the end of a request's blocks can be without tokens.
             empty_tokens.append(len(request_block_ids) * block_size - computed_tokens)
     if not block_size or len(empty_tokens) < len(holdings):
         return LiveBlocks(block_ids, tokens=None)
@@ -260,7 +261,8 @@ def _compute_bytes_per_kv_token(cache_config: object, parallel: object) -> int |
             return None
     spec = groups[0].kv_cache_spec
     specs = [spec] * len(groups[0].layer_names)
-    specs_by_layer = read_own(spec, "kv_cache_specs")  # of layers that differ, all in one group
+    # for layers that differ but are all in one group
+    specs_by_layer = read_own(spec, "kv_cache_specs")
     if specs_by_layer:
         specs = list(specs_by_layer.values())
     if not all(FULL_ATTENTION_CLASS in _list_class_names(layer_spec) for layer_spec in specs):

@@ -31,7 +31,7 @@ START_TICKS_FIELD = 19
 def read_start() -> tuple[float, float]:
     """Return when this process started: in seconds since the boot, and since the epoch.
 
-    The second figure moves when the clock is set. Raises OSError or ValueError where /proc cannot
+    The second figure changes when the clock is set. Raises OSError or ValueError where /proc cannot
     be read.
     """
     with open("/proc/self/stat", "rb") as file:  # noqa: PTH123 - pathlib is a millisecond of imports
@@ -61,7 +61,7 @@ def write_document(
         raise ValueError(f"{len(content)} bytes for a file of at most {max_bytes}")
     unfinished = os.path.join(folder, f".{name}.tmp")  # noqa: PTH118
     try:
-        # Removed first: a pipe in its place would block, a link would be followed.
+        # Removed first, because a pipe in its place would block, and a link would be followed.
         with contextlib.suppress(FileNotFoundError):
             os.unlink(unfinished)  # noqa: PTH108
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC

@@ -13,11 +13,12 @@ from vllm_headroom_probe.engine import read_own, to_integer
 
 CALLBACK_OPTIONS = ("enable_sleep_mode", "enable_cumem_allocator")
 """Options with which vLLM's allocator calls Python while torch's allocator is locked. Reading
-torch's figures from another thread waits for that lock with the GIL held: that would stop the
-engine for good (vllm/csrc/cumem_allocator.cpp)."""
+torch's figures from another thread would wait for that lock while holding the GIL, which would
+deadlock the engine (vllm/csrc/cumem_allocator.cpp).
+"""
 
 ALLOCATOR_FIGURES = ("allocated", "reserved", "inactive_split")
-"""The figures that are read from torch's statistics, by the names that they have there."""
+"""The figures that are read from torch's statistics, by their names there."""
 
 MAX_TAG_CHARACTERS = 32
 """How many characters of a tag of the sleep pool are kept."""
@@ -30,7 +31,7 @@ def find_sleep_pool() -> Any:  # noqa: ANN401 - vLLM's
 
 
 def can_read_torch(worker: object) -> bool:
-    """Return whether reading torch's allocator is safe: only where it never waits for Python.
+    """Return whether reading torch's allocator is safe, because it never waits for Python.
 
     False where the worker's configuration is unknown.
     """
@@ -47,7 +48,9 @@ def find_cuda() -> Any:  # noqa: ANN401 - torch's
 
 
 def read_pinned() -> int | None:
-    """Return the host memory that torch has pinned, in use or cached; None before torch 2.7.
+    """Return the host memory that torch has pinned, whether in use or cached.
+
+    None before torch 2.7.
 
     Its allocator has its own locks, and never waits for Python.
     """
@@ -84,8 +87,8 @@ class WorkerGpu:
     def read_device(self, worker: object) -> dict[str, Any] | None:
         """Return torch's facts about the device.
 
-        None without a GPU or a known worker, and where the device's UUID is unknown. Only UUID and
-        total memory where reading torch's allocator is not safe.
+        None without a GPU, without a known worker, or without the device's UUID. The facts are only
+        UUID and total memory where reading torch's allocator is not safe.
         """
         index = to_integer(getattr(read_own(worker, "device"), "index", None))
         torch_cuda = find_cuda()
@@ -97,7 +100,7 @@ class WorkerGpu:
                 "uuid": _format_uuid(properties),
                 "total": to_integer(properties.total_memory),
             }
-        # Without the UUID, the sidecar could not tell which GPU the figures are of.
+        # Without the UUID, the sidecar could not know to which GPU the figures belong.
         if self._constant_facts["uuid"] is None:
             return None
         if not can_read_torch(worker):
@@ -105,8 +108,8 @@ class WorkerGpu:
         return self._constant_facts | self._read_allocator(torch_cuda, index, worker)
 
     def _read_allocator(self, torch_cuda: Any, index: int, worker: object) -> dict[str, int | None]:  # noqa: ANN401
-        """Return torch's figures for a device; None for each that torch does not report."""
-        # By index, because the current device of this thread is another one.
+        """Return torch's figures for a device; a figure is None where torch does not report it."""
+        # By index, because the current device of this thread may be another one.
         start_seconds = time.perf_counter()
         stats = torch_cuda.memory_stats_as_nested_dict(index)
         self.call_seconds = time.perf_counter() - start_seconds
@@ -144,8 +147,8 @@ class WorkerGpu:
     def _measure_weights(self, worker: object) -> int | None:
         """Return the model's memory as vLLM measured it, or else the bytes of its tensors.
 
-        vLLM measures none on a CPU, for example. None without a model, and where its tensors must
-        not be read.
+        On a CPU, for example, vLLM measures nothing. None without a model, or where its tensors
+        must not be read.
         """
         measured_bytes = to_integer(read_own(worker, "model_runner.model_memory_usage"))
         if measured_bytes:
@@ -163,7 +166,7 @@ class WorkerGpu:
 def _format_uuid(properties: Any) -> str | None:  # noqa: ANN401 - torch's
     """Return a device's UUID as the driver's tools write it; None before torch 2.5.
 
-    With the environment of a MIG instance it is that of the instance.
+    In the environment of a MIG instance, it is the instance's UUID.
     """
     uuid = getattr(properties, "uuid", None)
     digits = bytes.fromhex(str(uuid or "").replace("-", ""))
@@ -178,10 +181,10 @@ def _format_uuid(properties: Any) -> str | None:  # noqa: ANN401 - torch's
 
 
 def _read_sleep_pool() -> dict[str, Any]:
-    """Return the sleep pool's bytes by tag, and whether a part of it sleeps.
+    """Return the sleep pool's bytes by tag, and whether a part of the pool is asleep.
 
-    Memory that sleeps counts as 0 bytes. Empty without a pool, and where vLLM does not mark what
-    sleeps.
+    Memory that is asleep counts as 0 bytes. Empty without a pool, or where vLLM does not mark which
+    memory is asleep.
     """
     pool = find_sleep_pool()
     if pool is None:

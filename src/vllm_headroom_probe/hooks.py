@@ -21,10 +21,10 @@ _probe: Probe | None = None
 
 
 def begin(folder: str, frame: FrameType | None) -> None:
-    """Start the probe of this process at the first call; search vLLM's worker or core at each.
+    """Start this process's probe at the first call; search for vLLM's worker or core at each.
 
-    `frame` is that of the caller: vLLM calls while it builds them. Nothing starts with a version of
-    vLLM that is not supported.
+    `frame` is the caller's frame, because vLLM calls while it builds the worker or core. Nothing
+    starts in an unsupported version of vLLM.
     """
     global _probe  # noqa: PLW0603 - see above
     vllm = sys.modules.get("vllm")
@@ -50,7 +50,7 @@ def _warn_too_old(version: str) -> None:
 
 
 def _before_fork() -> None:
-    """End the probe's thread: a child process inherits the locks that it holds."""
+    """End the probe's thread, because a child process inherits the locks that it holds."""
     with contextlib.suppress(Exception):
         if _probe is not None:
             _probe.pause()
@@ -63,7 +63,7 @@ def _after_in_parent() -> None:
 
 
 def _after_in_child() -> None:
-    """Start another probe in a forked process, in which vLLM does not load its plugins again."""
+    """Start a new probe in a forked process, because vLLM does not load its plugins there again."""
     global _probe  # noqa: PLW0603 - see above
     with contextlib.suppress(Exception):
         if _probe is not None:
@@ -73,9 +73,9 @@ def _after_in_child() -> None:
 
 
 def _watch_for_ooms() -> None:
-    """Have torch call `_on_oom` before it raises an OutOfMemoryError."""
+    """Make torch call `_on_oom` before it raises an OutOfMemoryError."""
     with contextlib.suppress(Exception):
-        # Once vLLM has initialised CUDA: attaching now would initialise it.
+        # Done only once vLLM has initialised CUDA, because attaching now would initialise it.
         sys.modules["torch"].cuda._lazy_call(_attach_observer)  # noqa: SLF001
 
 

@@ -32,13 +32,13 @@ V2 = CgroupFiles(
 )
 
 NO_LIMIT_BYTES = 1 << 60
-"""A limit from here on is none: without a limit, cgroup v1 shows 2^63 less a page."""
+"""A limit of this size or more is no limit: without a limit, cgroup v1 shows 2^63 minus a page."""
 
 
 def read_host(root: str = "/") -> dict[str, Any]:
-    """Return the memory of this process's cgroup and of /dev/shm; None for each that is unreadable.
+    """Return the memory of this process's cgroup and of /dev/shm; None for what is unreadable.
 
-    `root` is the root of the file system, another folder in tests.
+    `root` is the root of the file system; tests use another folder.
     """
     return {"cgroup": _read_cgroup(root), "shm": _read_shm(os.path.join(root, "dev/shm"))}  # noqa: PTH118
 
@@ -54,7 +54,7 @@ def _read_shm(path: str) -> dict[str, int] | None:
 
 
 def _read_cgroup(root: str) -> dict[str, int | None] | None:
-    """Return the memory that counts against the limit; `file` is the page cache in it.
+    """Return the memory that counts against the limit; `file` is the page cache's part of it.
 
     None where the cgroup is not visible; each figure is None where it cannot be read.
     """
@@ -108,7 +108,7 @@ def _read_text(folder: str, name: str) -> str:
     """Return a file's text; empty where it cannot be read."""
     try:
         path = os.path.join(folder, name)  # noqa: PTH118
-        # A cgroup's name may be no UTF-8, and may contain a carriage return.
+        # A cgroup's name may be invalid UTF-8, and may contain a carriage return.
         with open(path, errors="replace", newline="\n") as file:  # noqa: PTH123
             return file.read()
     except OSError:
@@ -121,7 +121,7 @@ def _parse_number(text: str) -> int | None:
 
 
 def _parse_fields(text: str) -> dict[str, int]:
-    """Return the numbers of lines such as `oom_kill 1` by their names."""
+    """Return the numbers in lines such as `oom_kill 1`, by name."""
     fields: dict[str, int] = {}
     for line in text.split("\n"):
         name, _, number = line.partition(" ")

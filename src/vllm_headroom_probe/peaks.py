@@ -1,4 +1,4 @@
-"""Measure the highest memory of each step of vLLM's runner, by the kind of its work."""
+"""Measure the highest memory of each step of vLLM's runner, by kind of work."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ SAMPLING = "sampling"
 
 BUCKET_SECONDS = 5
 RECENT_BUCKETS = 12
-"""The highest peak of each of the newest twelve buckets is kept: of the last minute."""
+"""The highest peak of each of the newest twelve buckets is kept: that is the last minute."""
 
 MAX_SIZE_CLASSES = 20
-"""How many size classes of a kind the file has, the largest ones: two per doubling."""
+"""How many of the largest size classes of a kind the file has; there are two per doubling."""
 
 MAX_REASON_CHARACTERS = 200
 """How many characters of an error the file has."""
 
 REPEATED_STEPS = 16
-"""Of steps that repeat the one before, every sixteenth is measured: reading torch's figures three
-times takes 30 to 100 microseconds."""
+"""Of steps that repeat the previous one, every sixteenth is measured, because reading torch's
+figures three times takes 30 to 100 microseconds.
+"""
 
 Call = Callable[..., Any]
 
@@ -37,7 +38,7 @@ class Peak(NamedTuple):
 
     transient_bytes: int
     size: int
-    """What its memory depends on: tokens, rows or pixels."""
+    """The size on which its memory depends: tokens, rows or pixels."""
     step: Step
 
 
@@ -79,7 +80,7 @@ class KindTable:
             self.recent[bucket] = peak
         elif peak.transient_bytes > bucket_peak.transient_bytes:
             self.recent[bucket] = peak
-        # The square has twice as many binary digits: two classes per doubling.
+        # The square has twice as many binary digits, which gives two classes per doubling.
         size_class = (peak.size * peak.size).bit_length()
         highest, count = self.by_class.get(size_class, (peak, 0))
         if peak.transient_bytes > highest.transient_bytes:
@@ -108,7 +109,7 @@ def describe_peak(peak: Peak) -> dict[str, Any]:
 
 
 def describe_step(step: Step) -> dict[str, Any]:
-    """Return a step for the file, without what it has none of."""
+    """Return a step for the file, without figures that are 0."""
     facts = {
         "t": round(step.at_seconds, 3),
         "requests": step.requests,
@@ -125,7 +126,7 @@ def describe_step(step: Step) -> dict[str, Any]:
 
 
 class Peaks:
-    """The peaks of this process's worker, measured around the runner's two methods of a step."""
+    """The peaks of this process's worker, measured around the runner's two methods per step."""
 
     def __init__(self) -> None:
         self.step: Step | None = None
@@ -136,7 +137,7 @@ class Peaks:
         self._tables: dict[str, KindTable] = {}
         self._runner: Any = None
         self._index = 0
-        """The number of the device in torch."""
+        """The index of the device in torch."""
         self._torch_cuda: Any = None
         self._resting: Memory | None = None
         """torch's figures when the newest measured step began."""
@@ -150,18 +151,20 @@ class Peaks:
         # The cost of the hook.
         self._steps = 0
         self._unmeasured_steps = 0
-        """The steps since the last measured one, which they repeat."""
+        """How many steps have passed since the last measured step; they repeat it."""
         self._hook_seconds = 0.0
-        """The CPU time of the hook itself, over all steps. The clock's time would be that of the
-        machine's other work."""
+        """The CPU time of the hook itself, over all steps. Wall-clock time would include other work
+        of the machine.
+        """
         self._step_seconds = 0.0
         """The CPU time of the runner's methods in the same thread."""
 
     def attach(self, worker: object) -> None:
         """Measure the worker's steps from now on.
 
-        Nothing is done before vLLM has its KV cache: until then it measures the same peaks for its
-        own profile. Nor where torch's figures must not be read, or the hook has failed.
+        Nothing is done before vLLM has its KV cache, because until then vLLM measures the same
+        peaks for its own profile. Nothing is done either where torch's figures must not be read, or
+        the hook has failed.
         """
         runner = read_own(worker, "model_runner")
         if runner is None or runner is self._runner or self._stop_reason is not None:
@@ -189,7 +192,7 @@ class Peaks:
         )
 
     def detach(self) -> None:
-        """Leave the runner as vLLM made it."""
+        """Restore the runner's own methods."""
         for name in ("execute_model", "sample_tokens"):
             vars(self._runner).pop(name, None)
 
@@ -227,13 +230,13 @@ class Peaks:
             logger.warning("headroom probe: peaks are not measured: %s", self._stop_reason)
 
     def _begin_forward(self, order: Any, *_arguments: Any, **options: Any) -> None:  # noqa: ANN401
-        """Follow an order of the scheduler, and start to measure the forward pass if that is due.
+        """Follow the scheduler's output, and start to measure the forward pass if that is due.
 
         Without tokens or images nothing is computed.
         """
         self.kind = None
         self._is_sampling_due = False
-        # vLLM's second runner profiles itself with this method, and reads the same peak then.
+        # vLLM's second runner profiles itself with this method, and then reads the same peak.
         if options.get("dummy_run"):
             return
         step = self._batch.follow(order, time.time())
@@ -248,7 +251,7 @@ class Peaks:
             self._torch_cuda.reset_peak_memory_stats(self._index)
 
     def _is_measurement_due(self, step: Step) -> bool:
-        """Return whether a step is measured; count those that are not."""
+        """Return whether a step is to be measured; count steps that are not."""
         if step.is_repeated and self._unmeasured_steps < REPEATED_STEPS - 1:
             self._unmeasured_steps += 1
             return False
@@ -288,7 +291,7 @@ class Peaks:
         self._tables.setdefault(kind, KindTable()).add(Peak(transient_bytes, size, step))
 
     def _read_memory(self) -> Memory:
-        """Return torch's figures; this asks the allocator, never the card."""
+        """Return torch's figures, which come from the allocator and never from the card."""
         figures = self._torch_cuda.memory_stats_as_nested_dict(self._index)
         allocated = figures["allocated_bytes"]["all"]
         return Memory(

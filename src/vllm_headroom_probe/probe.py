@@ -29,25 +29,28 @@ INTERVAL_SECONDS = 5.0
 """The time between two readings."""
 
 SLOW_SECONDS = 0.05
-"""A reading is slow above this CPU time, or above this time of the allocator's call: both hold the
-GIL."""
+"""A reading is slow if it takes more CPU time than this, or if the allocator's call takes longer:
+both hold the GIL.
+"""
 
 MAX_SLOW_READINGS = 2.5
-"""With more slow readings the probe stops: the third one stops it."""
+"""Above this number of slow readings the probe stops, so the third one stops it."""
 
 FORGIVEN_PER_READING = 0.01
 """How much a fast reading lowers the count of slow ones: a hundred fast readings cancel a slow one,
 so that slow readings in weeks of service do not add up."""
 
 MAX_FORK_WAIT_SECONDS = 0.2
-"""How long a fork of vLLM waits at most for the thread to end."""
+"""The longest time that a fork of vLLM waits for the thread to end."""
 
 MAX_OOM_WAIT_SECONDS = 0.05
-"""How long an OutOfMemoryError waits at most for the file to be written, which takes 0.1 ms."""
+"""The longest time that an OutOfMemoryError waits for the file to be written, which takes 0.1 ms.
+"""
 
 MAX_SNAPSHOT_WAIT_SECONDS = 12.0
-"""How long an OutOfMemoryError waits at most for the snapshot to be written; the writing itself
-ends after 10 s."""
+"""The longest time that an OutOfMemoryError waits for the snapshot to be written; writing itself
+ends after 10 s.
+"""
 
 MAX_NAME_CHARACTERS = 64
 """How many characters of a process's name, or of a package's version, the file has."""
@@ -93,16 +96,17 @@ class Probe:
         """The newest OutOfMemoryError; None without one."""
         # The cost of the probe.
         self._slow_readings = 0.0
-        """The number of slow readings, less what fast readings have cancelled."""
+        """The number of slow readings, minus what fast readings have cancelled."""
         self._longest_seconds = 0.0
         """The time of the slowest reading."""
         self._cpu_seconds = 0.0
         """The CPU time of all readings."""
 
     def start(self) -> None:
-        """Start the thread, also again after `pause`.
+        """Start the thread, or restart it after `pause`.
 
-        A thread that did not end in `pause` hangs: then no other is started, and the probe stops.
+        A thread that did not end in `pause` hangs. In that case no other thread is started, and the
+        probe stops.
         """
         if self._thread is not None and self._thread.is_alive():
             self._mark_stopped("a write hung while vLLM forked")
@@ -120,10 +124,10 @@ class Probe:
             self._thread.join(MAX_FORK_WAIT_SECONDS)
 
     def begin_history(self, frame: FrameType | None) -> None:
-        """Have torch keep its memory history, if snapshots are requested.
+        """Make torch keep its memory history, if snapshots are requested.
 
-        torch calls this when it initialises CUDA. `frame` is that of the caller: vLLM's worker or
-        core, which have the configuration, are on the stack.
+        torch calls this when it initialises CUDA. `frame` is the caller's frame: the worker or the
+        core, which have the configuration, are on its stack.
         """
         if self.snapshots is not None:
             self.engine.search(frame)
@@ -132,7 +136,7 @@ class Probe:
     def report_oom(
         self, device: int, requested_bytes: int, total_bytes: int, free_bytes: int
     ) -> None:
-        """Write the file with the memory's figures before torch raises an OutOfMemoryError.
+        """Write the file with torch's figures before torch raises an OutOfMemoryError.
 
         torch calls this in the thread that needs the memory; the thread waits for the write, for at
         most MAX_OOM_WAIT_SECONDS. Without a running probe nothing is written.
@@ -226,7 +230,7 @@ class Probe:
             snapshot.is_settled.set()
 
     def _rate_reading(self, reading_seconds: float) -> None:
-        """Count a slow reading; let a fast one cancel a part of an earlier slow one."""
+        """Count a slow reading; a fast one cancels a part of an earlier slow one."""
         self._longest_seconds = max(self._longest_seconds, reading_seconds)
         if reading_seconds > SLOW_SECONDS:
             self._slow_readings += 1
@@ -234,7 +238,7 @@ class Probe:
             self._slow_readings = max(0.0, self._slow_readings - FORGIVEN_PER_READING)
 
     def _read_document(self) -> dict[str, Any]:
-        """Return the file's content with the current facts; None for each that is unknown."""
+        """Return the file's content with the current facts; unknown facts are None."""
         if not self._identity:
             self._identity = self._read_identity()
         if not self.engine.is_complete:
@@ -298,7 +302,7 @@ class Probe:
                 write_document(self.folder, f"{self._name}.json", document)
 
     def _mark_stopped(self, reason: str) -> None:
-        """Set the reason, with which the thread ends; log it and end a recording."""
+        """Set the reason, which ends the thread; log it and end any recording."""
         self._stop_reason = " ".join(reason.split())[:MAX_REASON_CHARACTERS]
         with contextlib.suppress(Exception):
             logger = logging.getLogger("vllm.headroom_probe")
@@ -313,11 +317,11 @@ class Probe:
 
 
 def _build_snapshots() -> Snapshots | None:
-    """Return what keeps torch's memory history; None where nobody asks for it."""
+    """Return the keeper of torch's memory history; None where it is not configured."""
     folder = os.environ.get("HEADROOM_PROBE_SNAPSHOT")
     if not folder:
         return None
-    # Imported here: unasked, the probe loads nothing of it.
+    # Imported here, so that the probe loads it only if it is configured.
     from vllm_headroom_probe.snapshot import Snapshots  # noqa: PLC0415
 
     return Snapshots(folder)

@@ -24,13 +24,14 @@ MAX_RECORDING_SECONDS = 3600
 
 UNATTENDED_SECONDS = 60
 """The command touches its request every few seconds. A request that was not touched for this time
-is none, and its recording ends."""
+has lapsed, and its recording ends.
+"""
 
 MAX_FRAMES = 8
 """How many frames of a stack are recorded."""
 
 MAX_STACKS = 20
-"""How many stacks an answer has, those with most memory."""
+"""How many stacks an answer has: those with most memory."""
 
 MAX_LINE_CHARACTERS = 200
 """How many characters of a frame are kept: the end of its path, and its line number."""
@@ -45,8 +46,9 @@ MAX_ID_CHARACTERS = 64
 """How many characters of a request's id are kept."""
 
 MAX_TRACER_BYTES = 128 << 20
-"""The most memory that tracemalloc itself may take: that of about a million allocations. Copying
-them at the end holds the GIL for about a second."""
+"""The most memory that tracemalloc itself may take, enough for about a million allocations. Copying
+them at the end holds the GIL for about a second.
+"""
 
 
 class RequestFile(NamedTuple):
@@ -69,14 +71,14 @@ class Recording:
         self._started_at = 0.0
         """When the recording started, in seconds since the epoch."""
         self._notes: list[str] = []
-        """What the reader of the answer must know about the recording."""
+        """Remarks on the recording for the reader of the answer."""
         self._is_host_traced = False
         self._is_gpu_traced = False
 
     def tick(self, name: str, role: str, worker: object) -> None:
-        """Start, continue or end the recording that the request in the folder asks for.
+        """Start, continue or end the recording that the folder's request describes.
 
-        `name` and `role` are of this process; the answer's file has the name.
+        `name` and `role` are this process's; the answer's file has the name.
         """
         request = read_request(self._folder, REQUEST_NAME, FORMAT_FIELD)
         if self._request and request.get("id") != self._request["id"]:
@@ -96,7 +98,7 @@ class Recording:
 
     @property
     def _end_at(self) -> float:
-        """When the recording ends, in seconds since the epoch."""
+        """Return when the recording ends, in seconds since the epoch."""
         return float(min(self._request["until"], self._started_at + MAX_RECORDING_SECONDS))
 
     def discard(self) -> None:
@@ -105,7 +107,7 @@ class Recording:
         self._stop_tracing()
 
     def _stop_tracing(self) -> None:
-        """End the tracing that this recording has started."""
+        """Stop the tracing that this recording has started."""
         if self._is_host_traced:
             tracemalloc.stop()
         if self._is_gpu_traced:
@@ -132,7 +134,7 @@ class Recording:
             self._is_host_traced = True
 
     def _trace_gpu(self, worker: object) -> None:
-        """Have torch record its allocations; do nothing in a process without a GPU."""
+        """Make torch record its allocations; do nothing in a process without a GPU."""
         torch_cuda = find_cuda()
         if torch_cuda is None:
             return
@@ -161,10 +163,10 @@ class Recording:
     def _end(self) -> dict[str, Any]:
         """End the tracing; return the stacks whose allocations since the start hold most memory.
 
-        Memory that was freed since does not count.
+        Memory that was freed again does not count.
         """
         start_cpu_seconds = time.thread_time()
-        # Copying the traced allocations holds the GIL: its duration is reported as the pause.
+        # Copying the traced allocations holds the GIL, so its duration is reported as the pause.
         start_seconds = time.perf_counter()
         tracer_bytes = tracemalloc.get_tracemalloc_memory() if self._is_host_traced else 0
         host_snapshot = tracemalloc.take_snapshot() if self._is_host_traced else None
@@ -195,7 +197,10 @@ def is_history_on() -> bool:
 
 
 def read_request(folder: str, name: str, format_field: str) -> dict[str, Any]:
-    """Return the request in a file of the folder; empty without a valid one that is attended."""
+    """Return the request in a file of the folder.
+
+    Empty without a valid one that is still kept alive.
+    """
     try:
         file = _read_start(os.path.join(folder, name))  # noqa: PTH118 - see folder
         request = json.loads(file.content)

@@ -1,4 +1,4 @@
-"""Have torch keep its memory history, and write its snapshot when it runs out of memory.
+"""Make torch keep its memory history, and write its snapshot when it runs out of memory.
 
 The file is a pickle for memory_viz. Nothing here is imported without HEADROOM_PROBE_SNAPSHOT.
 """
@@ -29,8 +29,9 @@ FORMAT_FIELD = "headroom_snapshot"
 """The field that identifies such a request; its value is the version of the format."""
 
 MAX_HISTORY_EVENTS = 10_000
-"""Our choice: how many allocations and releases torch keeps for each GPU, the newest. It bounds the
-memory of the history, and the time that a snapshot takes."""
+"""Our choice: torch keeps this many of the newest allocations and releases for each GPU. The number
+bounds the memory of the history, and the time that a snapshot takes.
+"""
 
 MAX_SNAPSHOT_BYTES = 64 << 20
 """The largest snapshot; one with a full history and 3,000 blocks has 1.5 MiB."""
@@ -39,7 +40,7 @@ MAX_WRITE_SECONDS = 10.0
 """The longest time for which a snapshot is written, and an OutOfMemoryError waits for it."""
 
 MAX_KEPT_SNAPSHOTS = 16
-"""How many snapshots are kept, the newest: a crash loop must not fill the volume."""
+"""How many of the newest snapshots are kept, so that a crash loop does not fill the volume."""
 
 FILE_NAME = re.compile(r"(oom|requested)-(rank[0-9]+-)?[0-9]+-[0-9]+\.pickle(\.tmp)?")
 """The names of snapshots. No other file is ever removed."""
@@ -51,18 +52,20 @@ MAX_LARGEST = 10
 """How many lines of code the probe's file names, those that hold most memory."""
 
 MAX_PATH_CHARACTERS = 120
-"""How many characters of such a line's path are kept, from its end."""
+"""How many characters at the end of such a line's path are kept."""
 
 MAX_REPORT_BYTES = 3000
-"""How much of the probe's file the facts on one snapshot may take: the file has 16 KiB in all, and
-what is too large ends the probe. Ten lines take 2,000 bytes."""
+"""How much of the probe's file the facts on one snapshot may take. The whole file has 16 KiB, and
+exceeding that stops the probe. Ten lines take 2,000 bytes.
+"""
 
 MAX_PROBLEM_CHARACTERS = 200
 """How many characters of an error's text are kept."""
 
 TORCH_CODE = re.compile(r"(site|dist)-packages/torch/|/torchinductor_|/torch_compile_cache/")
-"""Matches the paths of torch itself and of the code that it generates. The line that calls it says
-more about who holds the memory."""
+"""Matches the paths of torch itself and of the code that it generates. The calling line says more
+about who holds the memory.
+"""
 
 PICKLE_PROTOCOL = 4
 """The newest protocol that memory_viz reads."""
@@ -76,7 +79,7 @@ class TakenSnapshot(NamedTuple):
     taken_at: float
     """In seconds since the epoch."""
     pause_seconds: float
-    """How long torch took, in which no Python code ran."""
+    """How long torch took; no Python code ran meanwhile."""
     content: dict[str, Any]
     request_id: str | None
     is_settled: threading.Event
@@ -93,7 +96,7 @@ class Snapshots:
         self._is_ours = False
         """Whether the history was begun here, and not by vLLM's user."""
         self._has_failed = False
-        """Whether no history can be kept."""
+        """Whether keeping a history has failed."""
         self._has_taken_oom = False
         """Whether the one snapshot of an OutOfMemoryError was taken."""
         self._answered_id = ""
@@ -114,9 +117,9 @@ class Snapshots:
         }
 
     def begin(self, owner: object) -> None:
-        """Have torch keep its history, once CUDA is initialised and the configuration allows it.
+        """Make torch keep its history, once CUDA is initialised and the configuration allows it.
 
-        `owner` is the worker or the core, which have the configuration.
+        `owner` is the worker or the core, which has the configuration.
         """
         if self._began_at is not None or self._has_failed or not can_read_torch(owner):
             return
@@ -128,7 +131,7 @@ class Snapshots:
             _warn("no history is kept: %s is no folder that vLLM can write", self._folder)
             return
         try:
-            # A history that vLLM's user keeps is left alone, and serves as well.
+            # A history that vLLM's user keeps is left alone, and serves the purpose too.
             if not is_history_on():
                 self._is_ours = True
                 torch_cuda.memory._record_memory_history(  # noqa: SLF001 - torch's documented name
@@ -141,7 +144,7 @@ class Snapshots:
         self._began_at = time.time()
 
     def end(self) -> None:
-        """Have torch keep no history any more, unless its user began it."""
+        """Stop torch's history, unless vLLM's user began it."""
         if self._is_ours:
             find_cuda().memory._record_memory_history(None)  # noqa: SLF001 - torch's documented name
         self._has_failed = True
@@ -164,7 +167,7 @@ class Snapshots:
     ) -> TakenSnapshot | None:
         """Write the snapshot that was taken, or one that a command requests; return which.
 
-        `name` and `rank` are of this process, for the name of the file. None where there is none to
+        `name` and `rank` of this process are for the file's name. None where there is nothing to
         write.
         """
         self.begin(owner)
@@ -194,12 +197,12 @@ class Snapshots:
         except Exception as error:  # noqa: BLE001 - without the snapshot the probe goes on
             report["problem"] = f"{type(error).__name__}: {error}"[:MAX_PROBLEM_CHARACTERS]
             _warn("no snapshot: %s", report["problem"])
-        # Paths with other letters than ASCII take up to six times as many bytes.
+        # Paths with letters outside ASCII take up to six times as many bytes.
         while report["largest"] and len(json.dumps(report)) > MAX_REPORT_BYTES:
             report["largest"].pop()
 
     def _take_requested(self, probe_folder: str, owner: object) -> TakenSnapshot | None:
-        """Take the snapshot that the request in the probe's folder asks for; None without one."""
+        """Take the snapshot that the probe folder's request describes; None without a request."""
         if self._began_at is None or not can_read_torch(owner):
             return None
         request = read_request(probe_folder, REQUEST_NAME, FORMAT_FIELD)
@@ -213,7 +216,7 @@ class Snapshots:
 def find_torch_cuda() -> Any:  # noqa: ANN401 - torch's
     """Return torch.cuda; None where CUDA is not initialised, not even by the calling thread."""
     module = read_own(sys.modules.get("torch"), "cuda")
-    # While torch initialises CUDA it runs the calls that wait for that, such as ours.
+    # While torch initialises CUDA, it runs the calls that were queued for that, such as ours.
     is_initialising = getattr(getattr(module, "_tls", None), "is_initializing", False)
     return module if is_initialising else find_cuda()
 
@@ -234,7 +237,8 @@ class Holding:
         self.n_blocks = 0
         self.since_seconds: float | None = float("inf")
         """When its oldest block was allocated, since the epoch; None where the history no longer
-        has that."""
+        shows it.
+        """
 
     def add(self, block: dict[str, Any], allocated_seconds: float | None) -> None:
         """Add a block; None for a block whose allocation is older than the history's events."""
@@ -249,7 +253,7 @@ class Holding:
 def list_largest(snapshot: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the lines of code that hold most of torch's memory, the largest first.
 
-    `file` and `line` are None for what was allocated before the history.
+    `file` and `line` are None for memory allocated before the history.
     """
     allocated_seconds = _list_allocation_times(snapshot)
     holdings: dict[tuple[str | None, int | None], Holding] = {}
@@ -283,7 +287,7 @@ def _list_allocation_times(snapshot: dict[str, Any]) -> dict[int | None, float]:
 
 
 def _find_place(frames: Any) -> tuple[str | None, int | None]:  # noqa: ANN401 - torch's
-    """Return the path and the number of the innermost line outside torch; None without frames."""
+    """Return the path and number of the innermost line outside torch; None without frames."""
     own_frames = (frame for frame in frames if not TORCH_CODE.search(frame["filename"]))
     frame = next(own_frames, frames[0] if frames else None)
     if frame is None:
@@ -313,7 +317,7 @@ def _write(path: str, snapshot: dict[str, Any]) -> int:
     """Write the snapshot as a file, atomically and for this user only; return its bytes."""
     unfinished = f"{path}.tmp"
     try:
-        # Removed first: a pipe in its place would block, a link would be followed.
+        # Removed first, because a pipe in its place would block, and a link would be followed.
         with contextlib.suppress(FileNotFoundError):
             os.unlink(unfinished)  # noqa: PTH108
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC

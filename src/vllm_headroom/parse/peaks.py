@@ -78,7 +78,7 @@ def _read_work(entry: dict[str, Any], work: Work) -> WorkPeaks:
 
 
 def _read_size_peak(index: int, figures: object) -> SizePeak:
-    """Return one size's peak; raise WrongFieldError where the entry has not its three figures."""
+    """Return one size's peak; raise WrongFieldError unless the entry has its three figures."""
     name = f"sizes[{index}]"
     if type(figures) is not list or len(figures) != SIZE_FIGURES:
         raise fields.WrongFieldError(name, figures, "a size, its bytes and its steps")
@@ -109,7 +109,7 @@ def _read_step(entry: dict[str, Any]) -> StepFacts:
 
 
 def _read_needed(entry: Mapping[str, Any], field: str) -> int:
-    """Return a whole number; raise WrongFieldError where it is missing too."""
+    """Return a whole number; raise WrongFieldError, even where it is missing."""
     value = fields.read_size(entry, field)
     if value is None:
         raise fields.WrongFieldError(field, None, "a number, 0 or more")

@@ -40,9 +40,9 @@ DEFAULT_INTERVAL_SECONDS: Final = 5.0
 
 
 def parse_probe(content: bytes) -> tuple[ProbedProcess, str | None] | str:
-    """Return the process in a file and the boot ID, None where it is missing.
+    """Return the process in a file, and its boot ID or None.
 
-    Return a text on what is wrong where the file cannot be used. The engine's container can write
+    Return a description of the mistake if the file cannot be used. The engine's container can write
     the file, so one wrong field makes it unusable. Unknown fields are ignored.
     """
     try:
@@ -63,14 +63,14 @@ def _read_process(document: Mapping[str, Any]) -> ProbedProcess:
     devices = fields.read_each(document, "devices", _read_device) or ()
     if len(devices) > MOST_DEVICES:
         raise fields.WrongFieldError("devices", len(devices), f"at most {MOST_DEVICES} entries")
-    # The first wrong field is reported, in the order in which the fields are read.
+    # Fields are read in this order, and the first wrong one is reported.
     pid = int(_read_needed(document, "pid"))
     written_at_seconds = _read_needed(document, "t")
     role = _read_role(document)
     interval_seconds = fields.read_number(document, "interval_seconds")
     oom = fields.read_within(document, "oom", _read_oom)
     if oom is not None and oom.at_seconds > written_at_seconds:
-        oom = None  # an error from the future would be blamed for the end of every later run
+        oom = None  # an error dated in the future would explain the end of every later run
     return ProbedProcess(
         pid=pid,
         started_at_seconds=_read_needed(document, "started_at"),
@@ -99,7 +99,7 @@ def _read_role(document: Mapping[str, Any]) -> Role:
 
 
 def _read_needed(entry: Mapping[str, Any], field: str) -> float:
-    """Return a number; raise WrongFieldError where it is missing too."""
+    """Return a number; raise WrongFieldError, even where it is missing."""
     value = fields.read_number(entry, field)
     if value is None:
         raise fields.WrongFieldError(field, None, "a number, 0 or more")
@@ -188,7 +188,7 @@ def _read_cgroup(entry: dict[str, Any]) -> Cgroup | None:
 def _read_shm(entry: dict[str, Any]) -> Shm | None:
     """Return the size of /dev/shm; None where one of its two figures is missing.
 
-    Raises WrongFieldError for a figure that is no size.
+    Raises WrongFieldError for a figure that is not a size.
     """
     used_bytes = fields.read_size(entry, "used")
     limit_bytes = fields.read_size(entry, "limit")

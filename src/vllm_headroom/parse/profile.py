@@ -16,25 +16,25 @@ class Combine(Enum):
     SUM = auto()
     """Add them: amounts."""
     MEAN = auto()
-    """Take their mean: ratios."""
+    """Take the mean: ratios."""
     SAME = auto()
-    """Take the value that all have; unknown where they differ: a setting."""
+    """Take the common value: settings. Unknown where the values differ."""
     SHARE = auto()
-    """Add them, and divide by the number of engines on the page: each engine reports the total."""
+    """Divide the sum by the number of engines on the page: each engine reports the total."""
     TEXT = auto()
-    """Take the text of a label that all have: a setting.
+    """Take the common text of a label: settings.
 
-    Unknown where they differ, and where the label `exceptions` names parts with another text.
+    Unknown where the texts differ, and where the label `exceptions` names parts with another text.
     """
 
 
 class Fact(Struct, frozen=True):
     """The source of one field of EngineReading.
 
-    Where a field has several facts, the first with a value counts. Values must be at least 0, and
-    those of a `_ratio` field at most 1. Four names are no field of EngineReading, and help to
-    compute one that is unknown: `kv_blocks` times `kv_block_tokens` is `kv_capacity_tokens`, unless
-    there are `kv_state_block_tokens`: then layers form groups, which share the blocks;
+    If a field has several facts, the first one with a value counts. Values must be at least 0, and
+    those of a `_ratio` field at most 1. Four names are not fields of EngineReading, but help to
+    compute an unknown field. `kv_blocks` times `kv_block_tokens` is `kv_capacity_tokens`; with
+    `kv_state_block_tokens` it is not, because groups of layers then share the blocks.
     `kv_used_tokens` divided by the capacity is `kv_used_ratio`, and divided by that ratio is the
     capacity.
     """
@@ -43,25 +43,28 @@ class Fact(Struct, frozen=True):
     families: tuple[str, ...]
     """Sample names without the profile's prefix.
 
-    The first with a value counts, so an old and a new name are never added up. Names joined by "+"
-    are summed, and unknown unless all are present.
+    The first name with a value counts, so an old and a new name are never added up. Names joined by
+    "+" are summed; the sum is unknown unless all are present.
     """
     combine: Combine = Combine.SUM
     label: str | None = None
-    """The label that has the value, where 0 means not set; None where the sample's value is it."""
+    """The label that has the value, in which 0 means that it is not set; None if the sample itself
+    has the value.
+    """
     where: tuple[str, tuple[str, ...]] | None = None
-    """A label and the values of it that select series; the value "" selects series without the
-    label, such as a total beside its parts."""
+    """A label, and its values that select series. The value "" selects series without the label,
+    such as a total beside its parts.
+    """
     prefixed: bool = True
     """Whether `families` are names without the prefix; False where they are full names."""
     factor: float = 1.0
-    """The value is multiplied by it to convert the unit."""
+    """The factor that converts the value to the field's unit."""
     exceptions: str = ""
     """For TEXT, the label that names parts of the engine with another text."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All families, one by one."""
+        """Return all families, one by one."""
         return tuple(name for families in self.families for name in families.split("+"))
 
 
@@ -76,17 +79,19 @@ class Profile(Struct, frozen=True, kw_only=True, dict=True):
     """Empty where no series names a model."""
     engine_label: str = "engine"
     repeat_labels: tuple[str, ...] = ()
-    """The labels that name who reports a value, such as the API server: of series that differ only
-    in them, the highest value counts."""
+    """The labels that name the reporter of a value, such as the API server. If series differ only
+    in these labels, the highest value counts.
+    """
     replica_labels: tuple[str, ...] = ()
-    """The labels that tell replicas apart where a value is in a label: all other labels are
-    settings."""
+    """The labels that distinguish replicas where a value is in a label; all other labels are
+    settings.
+    """
     product: str
     """The engine's common name."""
     path: str = "/metrics"
     """The path of its page."""
     switch: str
-    """The option that enables the page."""
+    """The engine's option that enables the page."""
     reasons: Mapping[str, str] = {}
     """Reasons why the page lacks inputs; each has the names of the inputs, separated by spaces."""
 
@@ -95,7 +100,7 @@ class Profile(Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def absent(self) -> tuple[tuple[str, str], ...]:
-        """The inputs that such a page never has, each with the reason."""
+        """Return the inputs that such a page never has, each with the reason."""
         absent_inputs = []
         for engine_input in INPUTS.values():
             for reason, names in self.reasons.items():
@@ -105,13 +110,13 @@ class Profile(Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def plain_families(self) -> frozenset[str]:
-        """The full names of the samples that have no prefix."""
+        """Return the full names of the samples that have no prefix."""
         plain_facts = [fact for fact in self.facts if not fact.prefixed]
         return frozenset(name for fact in plain_facts for name in fact.names)
 
     @cached_property
     def names_pattern(self) -> str:
-        """A regular expression that matches the names of all samples that the profile reads."""
+        """Return a regular expression for the names of all samples that the profile reads."""
         prefixed_facts = [fact for fact in self.facts if fact.prefixed]
         families = sorted({name for fact in prefixed_facts for name in fact.names})
         prefixes_pattern = _match_any(self.prefixes)
@@ -122,8 +127,9 @@ class Profile(Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def inputs(self) -> tuple[tuple[str, str], ...]:
-        """The names of the inputs, each with its field of EngineReading."""
-        # Memory in bytes counts only where the profile has it: the budget and the probe replace it.
+        """Return the names of the inputs, each with its field of EngineReading."""
+        # Memory in bytes is an input only if the profile has it, because the budget and the probe
+        # can replace it.
         has_bytes = any(fact.field == "memory_bytes" for fact in self.facts)
         return tuple(
             (engine_input.name, field)

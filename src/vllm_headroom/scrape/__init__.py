@@ -1,1 +1,1 @@
-"""I/O in: the only package that waits on the outside."""
+"""Input: the only package that waits for anything outside the process."""

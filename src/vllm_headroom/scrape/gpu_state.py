@@ -9,7 +9,7 @@ from vllm_headroom.model import GpuReading
 log = Log(__name__)
 
 WINDOW_SECONDS: Final = 60.0
-"""How long a peak stays on the page: four scrapes at Prometheus' usual interval of 15 s."""
+"""How long a peak stays on the page: four scrapes at the usual interval of 15 s."""
 
 _PeakSample = tuple[float, int]
 """A time in seconds of the monotonic clock, and the bytes in use."""
@@ -19,8 +19,8 @@ class Peak:
     """The highest memory in use within the last minute."""
 
     def __init__(self) -> None:
-        # Only samples that are or can become the highest of the window: each is higher than all
-        # later ones. So the first is the highest, and adding and reading cost little.
+        # Only samples that are, or can become, the highest of the window. Each is higher than all
+        # later ones, so the first is the highest, and adding and reading cost little.
         self._samples: deque[_PeakSample] = deque()
 
     def add(self, now: float, used_bytes: int) -> None:
@@ -30,7 +30,7 @@ class Peak:
         self._samples.append((now, used_bytes))
 
     def highest_bytes(self, now: float) -> int | None:
-        """Return the highest sample of the last minute; None where there was none.
+        """Return the highest sample of the last minute; None without samples.
 
         Older samples are dropped.
         """

@@ -16,7 +16,7 @@ from vllm_headroom.vocabulary import Reason
 NO_NVIDIA_REASONS: Final = frozenset(
     {Reason.LIBRARY_MISSING, Reason.DRIVER_MISSING, Reason.NO_DEVICES}
 )
-"""NVML's failures on a machine without a GPU of NVIDIA's."""
+"""NVML's failures on a machine without an NVIDIA GPU."""
 
 NO_AMD_NOTE: Final = "; nor is there a card of AMD's driver amdgpu in /sys/class/drm"
 
@@ -46,13 +46,14 @@ class Gpus:
     async def read(self, timeout_seconds: float) -> GpuReadings | Failure:
         """Return one reading of every GPU; never raise.
 
-        Where NVML fails and there is no card of AMD's, return NVML's failure.
+        If NVML fails and there is no AMD card, NVML's failure is returned.
         """
         nvml, amd = await asyncio.gather(
             self._nvml.read(timeout_seconds), self._amd.read(timeout_seconds)
         )
         if isinstance(nvml, Failure) and not amd:
-            # Without NVIDIA's GPUs the operator may expect AMD's: say that there is none either.
+            # Without NVIDIA GPUs the operator may expect AMD's, so the message says that there is
+            # none either.
             if nvml.reason in NO_NVIDIA_REASONS:
                 return replace(nvml, message=nvml.message + NO_AMD_NOTE)
             return nvml
@@ -66,19 +67,20 @@ class Gpus:
     def _complete_nvidia(self, nvml: GpuReadings | Failure) -> tuple[GpuReading, ...]:
         """Return the readings of NVIDIA's GPUs on a machine that may have AMD's cards too.
 
-        Where NVML fails, each GPU of its last readings has a failed reading.
+        If NVML fails, each GPU of its last reading has a failed reading.
         """
         if not isinstance(nvml, Failure):
             return nvml.devices
         if not self._nvidia_readings and nvml.reason not in NO_NVIDIA_REASONS:
-            # The reason means that there is a GPU, but none was read before: its names are unknown.
+            # This reason means that there is a GPU, but none was read before, so its names are
+            # unknown.
             return (GpuReading(index=0, uuid="", name="", failure=nvml),)
         return tuple(reading.mark_failed(nvml) for reading in self._nvidia_readings)
 
     def _number_amd(self, amd: tuple[GpuReading, ...]) -> tuple[GpuReading, ...]:
         """Return the readings of AMD's cards, numbered after NVIDIA's GPUs.
 
-        Integrated GPUs are left out where the machine has another GPU: they drive the screen.
+        Integrated GPUs are left out if the machine has another GPU, because they drive the screen.
         """
         discrete = tuple(
             reading for reading in amd if reading.uuid not in self._amd.integrated_uuids

@@ -27,7 +27,7 @@ class ContainerName(Struct, frozen=True, kw_only=True):
     namespace: str
     pod: str
     container: str | None
-    """None where it cannot be known."""
+    """None where it is unknown."""
 
 
 class PodFolder(Struct, frozen=True, kw_only=True):
@@ -39,7 +39,7 @@ class PodFolder(Struct, frozen=True, kw_only=True):
 
 
 class ContainerNames:
-    """Finds the names of a container; what lists them is read again for an ID that is new.
+    """Finds the names of a container; a new ID makes it list all names again.
 
     `usual_container` is the usual name of an engine's container.
     """
@@ -57,7 +57,7 @@ class ContainerNames:
         self._folders: dict[str, PodFolder] = {}
 
     def find(self, pod_uid: str, container_id: str | None) -> ContainerName | None:
-        """Return the names of a container of a pod; None where neither links nor folders do."""
+        """Return the names of a container of a pod; None if neither links nor folders show them."""
         if container_id is not None:
             if container_id not in self._containers:
                 self._containers = _list_containers(self._container_logs)
@@ -104,10 +104,11 @@ def _list_entries(folder: Path) -> list[str]:
 
 
 def _find_container(folder: Path, container_id: str | None, usual_name: str) -> str | None:
-    """Return the name of a container in a pod's folder; None where it cannot be known.
+    """Return the name of a container in a pod's folder; None where it is unknown.
 
-    It is the pod's only container, else the one whose log is a link to a file with the container's
-    ID, as Docker has it, else the one with the usual name of the engine's container.
+    It is the first of these that exists: the pod's only container; the container whose log is a
+    link to a file with the container's ID, as with Docker; the one with the usual name of the
+    engine's container.
     """
     containers = _list_entries(folder)
     if len(containers) == 1:

@@ -17,12 +17,14 @@ from vllm_headroom.vocabulary import Reason, Source
 from vllm_headroom.worker import Worker
 
 FILE_NAME: Final = re.compile(r"[0-9]{1,10}-[0-9]{1,12}\.json", re.ASCII)
-"""The name of a process's file: its pid and its start. Other files of the probe are not for the
-daemon."""
+"""The name of a process's file: its pid and its start. The daemon does not read the probe's other
+files.
+"""
 
 MAX_ENTRIES: Final = 4096
-"""The most entries of the folder. An engine leaves a file for each process of each run: those of
-hundreds of runs are fewer."""
+"""The most entries of the folder. An engine leaves a file for each process of each run, and even
+hundreds of runs leave fewer.
+"""
 
 MAX_FILES: Final = 128
 """How many of the newest files are read: four times the processes of an engine on eight GPUs."""
@@ -38,7 +40,7 @@ ParsedFile = tuple[ProbedProcess, str | None] | str
 
 
 class FileVersion(NamedTuple):
-    """What identifies a file's content: each write replaces the file."""
+    """Identifies a file's content, because each write replaces the file."""
 
     changed_nanoseconds: int
     inode: int
@@ -81,7 +83,8 @@ def read_content(folder: Path, name: str, max_bytes: int = MAX_FILE_BYTES) -> by
 
     None where the file is gone, unreadable or too large, or was replaced by a link, pipe or device.
     """
-    # The engine's container may replace the file at any time: open no link, wait for no pipe.
+    # The engine's container may replace the file at any time: so no link is opened, and no pipe is
+    # waited for.
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         descriptor = os.open(folder / name, flags)
@@ -100,10 +103,10 @@ def read_content(folder: Path, name: str, max_bytes: int = MAX_FILE_BYTES) -> by
 
 
 class ProbeReader:
-    """Reads HEADROOM_PROBE_DIR on a daemon thread, so that a hung volume affects this source only.
+    """Reads HEADROOM_PROBE_DIR on a daemon thread, so that a hung volume affects only this source.
 
-    The engine's container can write to the folder. So its content is limited in size, checked, and
-    trusted only about the engine's own memory. Files of an earlier boot are ignored.
+    The engine's container can write to the folder. Its content is therefore limited in size,
+    checked, and trusted only for the engine's own memory. Files of an earlier boot are ignored.
     """
 
     def __init__(
@@ -113,15 +116,15 @@ class ProbeReader:
         self._parse = parse
         self._boot_id_file = boot
         self._boot_id: str | None = None
-        """Identifies the machine's boot; None until it was read, and where it cannot be."""
+        """Identifies the machine's boot; None until it was read."""
         self._files: dict[str, ReadFile] = {}
         self._worker = Worker[tuple[ProbedProcess, ...] | Failure]("probe")
 
     async def read(self, timeout_seconds: float) -> tuple[ProbedProcess, ...] | Failure:
         """Return the newest record of each process, running or exited; never raise.
 
-        Return a failure where the folder cannot be read, also in time, or has no usable file. So
-        there is at least one record.
+        A result has at least one record. It is a failure if the folder cannot be read in time or
+        has no usable file.
         """
         try:
             return await self._worker.call(self._read, timeout_seconds)
@@ -144,7 +147,7 @@ class ProbeReader:
 
     def _read(self) -> tuple[ProbedProcess, ...] | Failure:
         """Return the records, or the failure of a folder without any; runs on the thread."""
-        # Read once: it is the same until the machine boots again.
+        # Read once, because it stays the same until the machine reboots.
         if self._boot_id is None:
             with contextlib.suppress(OSError, UnicodeDecodeError):
                 self._boot_id = self._boot_id_file.read_text().strip() or None
@@ -154,7 +157,7 @@ class ProbeReader:
         return processes or self._explain_no_process()
 
     def _read_file(self, name: str, version: FileVersion) -> ReadFile:
-        """Return a file as it was last read, or read it where this version was not read yet."""
+        """Return a file as it was last read; read it if this version was not read yet."""
         previous = self._files.get(name)
         if previous is not None and previous.version == version:
             return previous
@@ -165,7 +168,7 @@ class ProbeReader:
     def _list_processes(self) -> tuple[ProbedProcess, ...]:
         """Return the processes of the usable files, without those of an earlier boot.
 
-        A file is kept where its boot ID, or that of the machine, is unknown.
+        A file counts if its boot ID, or that of the machine, is unknown.
         """
         processes = []
         for file in self._files.values():

@@ -1,4 +1,4 @@
-"""Shortages on this side that keep the daemon from reading any source."""
+"""Shortages of the daemon's own resources, which keep it from reading any source."""
 
 import errno
 from typing import Final
@@ -9,8 +9,9 @@ from vllm_headroom.vocabulary import Reason, Source
 SHORTAGES: Final = frozenset(
     {errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM}
 )
-"""Error numbers where no thread, descriptor, port or memory is left on this side: the source itself
-may work."""
+"""Error numbers that mean that the daemon has no thread, descriptor, port or memory left, although
+the source itself may work.
+"""
 
 
 def build_unavailable(source: Source, trouble: str, error: OSError, advice: str = "") -> Failure:

@@ -1,1 +1,1 @@
-"""The recorded past as it is written: the trace, the flight record and incidents."""
+"""The formats of the recorded past: the trace, the flight record and incidents."""

@@ -49,8 +49,8 @@ def build_engine_entry(engine: EngineReading) -> dict[str, Any]:
 def build_gpu_entry(gpu: Gpu) -> dict[str, Any]:
     """Return the record of one of the engine's GPUs, without unknown values.
 
-    `used` is left out while it is unknown how much of it the engine holds, since readers of a trace
-    take `used` for the engine's memory.
+    `used` is left out while the engine's share of it is unknown, because readers of a trace take
+    `used` for the engine's memory.
     """
     entry = {
         "gpu": gpu.reading.index,
@@ -74,7 +74,7 @@ def build_gpu_entry(gpu: Gpu) -> dict[str, Any]:
     return drop_unreadable(
         {
             **entry,
-            # Kept in every record: a replay has no readings between two samples.
+            # Kept in every record, because a replay has no readings between two samples.
             "used_peak": gpu.reading.used_peak_bytes,
             "utilization": gpu.reading.utilization_ratio,
             "engine": gpu.engine_bytes,
@@ -128,8 +128,9 @@ HEADER: Final = {"headroom_trace": 1}
 """The first line of a trace, with the version of the format."""
 
 LONGEST_LINE_BYTES: Final = 2**20
-"""The most bytes of a line that are read: a file without line breaks must not be read into
-memory."""
+"""The most bytes of a line that are read, so that a file without line breaks is not read into
+memory.
+"""
 
 YEAR_10000: Final = 253_402_300_800
 """The first second of that year, since the epoch: later times cannot be shown as dates."""
@@ -154,17 +155,17 @@ def build_record(snapshot: Snapshot) -> dict[str, Any]:
     }
     gpus = snapshot.gpus
     if not isinstance(gpus, Failure):
-        # On a large machine the GPUs of others would fill the record.
+        # On a large machine, the GPUs of other engines would fill the record.
         record["gpus"] = [build_gpu_entry(gpu) for gpu in gpus if gpu.attribution is not None]
     page = snapshot.engines
     if isinstance(page, Failure):
-        # Why it failed decides in a replay whether the engine was down.
+        # In a replay, the reason of the failure decides whether the engine was down.
         record["engines_failure"] = page.reason
         if page.http_status is not None:
             record["engines_status"] = page.http_status
     else:
         record["engines"] = [build_engine_entry(engine) for engine in page.engines]
-    # Most samples have none of what follows: a field that is absent costs no byte.
+    # Most samples have none of the following fields, and an absent field costs no bytes.
     if snapshot.has_silent_core:
         record["silent_core"] = True
     if snapshot.server is not None:

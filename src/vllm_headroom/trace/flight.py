@@ -22,8 +22,9 @@ FLIGHT: Final = "flight.jsonl"
 """The newer file of the record; the name of the older file has `.1` at its end."""
 
 SPOILED: Final = f"spoiled-{FLIGHT}"
-"""The name of a file of the record that is no trace. The pattern flight.jsonl*, by which people
-join the record's two files, does not match it."""
+"""The name for a file of the record that is not a trace. The pattern flight.jsonl*, by which people
+join the record's two files, does not match it.
+"""
 
 INCIDENTS: Final = "incidents"
 """The folder of the incidents, beside the record."""
@@ -35,8 +36,9 @@ INCIDENT_NAME: Final = "%Y-%m-%dT%H-%M-%SZ.jsonl"
 """The file name of an incident, by the time when it began: the names sort by time."""
 
 FLIGHT_BYTES: Final = 22 * MIB
-"""The largest size of each of the record's two files. They hold a day of one GPU at 5 s, or hours
-of eight GPUs at 1 s."""
+"""The largest size of each of the record's two files. They hold a day of one GPU with a sample
+every 5 s, or hours of eight GPUs with a sample every second.
+"""
 
 INCIDENT_BYTES: Final = 2 * MIB
 """The largest size of an incident's file, so that MOST_INCIDENTS fit beside the record."""
@@ -46,19 +48,23 @@ MOST_INCIDENTS: Final = 8
 holds an incident that is being written."""
 
 ROOMY_BYTES: Final = 128 * MIB
-"""On a smaller volume all these sizes shrink in proportion, so that record and incidents take half
-of it. The volume of the components has 16 MiB: hours of one GPU at 5 s."""
+"""On a volume smaller than this, all these sizes shrink in proportion, so that record and incidents
+take half of it. The volume of the Kustomize components has 16 MiB: hours of one GPU with a sample
+every 5 s.
+"""
 
 INCIDENT_LEAD_SECONDS: Final = 6 * HOUR_SECONDS
 """How much of the record before an incident is in its file: the leak detector needs an hour or two,
-and a leak that it found earlier is in the header."""
+and the header has a leak that was found earlier.
+"""
 
 DENSE_SECONDS: Final = 600.0
-"""Of this time before an incident, its file has every sample."""
+"""An incident's file has every sample of this time before the incident."""
 
 SPARSE_SECONDS: Final = 15.0
-"""Of the time before that, an incident's file has a sample in this time. That shows the course of
-memory and takes 1.5 MiB for six hours."""
+"""Before that time, an incident's file has one sample per interval of this length. That shows the
+course of memory and takes 1.5 MiB for six hours.
+"""
 
 _SAMPLE_TIME: Final = re.compile(rb'\{"t":([0-9]+(?:[.][0-9]+)?)[,}]')
 """The start of each sample, with its time: so the rest need not be parsed."""
@@ -109,7 +115,8 @@ def parse_incident_facts(first_line: bytes) -> dict[str, Any] | None:
     try:
         header = json.loads(first_line)
         facts = header.get(INCIDENT_KEY) if isinstance(header, dict) else None
-        # Python also reads NaN and infinity, which JSON does not have: the encoder refuses them.
+        # Python also reads NaN and infinity, which JSON does not have, so the encoder is used to
+        # refuse them.
         encode_line({INCIDENT_KEY: facts})
     except (ValueError, RecursionError):
         return None
@@ -119,8 +126,8 @@ def parse_incident_facts(first_line: bytes) -> dict[str, Any] | None:
 def append_to_record(folder: Path, line: bytes) -> None:
     """Append a line to the record in a folder, which is created where it is missing.
 
-    A file that is no trace is set aside: after a crash of the machine it may contain zeros, and on
-    a bad disk anything. Raises OSError, and ValueError where a link is in the place of the file.
+    A file that is not a trace is set aside: after a crash of the machine it may contain zeros, and
+    on a bad disk anything. Raises OSError, and ValueError if the file is a link.
     """
     make_folder(folder)
     file = folder / FLIGHT
@@ -139,14 +146,14 @@ def append_to_record(folder: Path, line: bytes) -> None:
 def write_incident(folder: Path, seconds: float, facts: dict[str, Any]) -> None:
     """Create or replace the incident of that time from the current record, atomically.
 
-    At least half of its size is for samples; the oldest of too many samples are left out. Where
+    At least half of its size is for samples; if there are too many, the oldest are left out. If
     there are too many incidents, one is deleted. Raises OSError.
     """
     max_bytes = int(find_size_share(folder) * INCIDENT_BYTES)
-    # Half of the size for the facts at most, so that they never displace all samples.
+    # The facts get at most half of the size, so that they never displace all samples.
     header = _build_header(facts, max_bytes // 2)
     samples_bytes = max(max_bytes // 2, max_bytes - len(header))
-    # A short header leaves its part to the samples.
+    # The samples get the space that a short header leaves.
     samples = _select_samples(_read_lines(folder), seconds, samples_bytes)
     incidents = folder / INCIDENTS
     make_folder(folder)
@@ -159,8 +166,8 @@ def write_incident(folder: Path, seconds: float, facts: dict[str, Any]) -> None:
 def _build_header(facts: dict[str, Any], max_bytes: int) -> bytes:
     """Return the first line of an incident's file, which has the facts.
 
-    Where it is longer than `max_bytes`, the longest fields of `before` are left out until it is
-    not. It may still be longer without any of them. Readers take at most LONGEST_LINE_BYTES of it.
+    While it is longer than `max_bytes`, the longest field of `before` is left out. It may still be
+    longer without any of them. Readers read at most LONGEST_LINE_BYTES of it.
     """
     before_fields = dict(facts.get("before", {}))
     while True:
@@ -184,8 +191,8 @@ def find_size_share(folder: Path) -> float:
 def _make_room(incidents: Path, newest: Path) -> None:
     """Delete incidents until there are at most MOST_INCIDENTS; `newest` is never deleted.
 
-    The one that came soonest after another is deleted first, so that the first exits of a crash
-    loop stay.
+    The incident with the shortest time since the one before it is deleted first, so that the first
+    exits of a crash loop stay.
     """
     starts_seconds = {file: parse_start(file) or 0.0 for file in list_incidents(incidents)}
     while len(starts_seconds) > MOST_INCIDENTS:
@@ -203,7 +210,7 @@ def _make_room(incidents: Path, newest: Path) -> None:
 def _read_lines(folder: Path) -> Iterator[bytes]:
     """Yield the lines of the record, those of the older file first; raises OSError.
 
-    A line that is too long is yielded in parts. A pipe or device in the place of a file is skipped.
+    A line that is too long is yielded in parts. A pipe or device in place of a file is skipped.
     """
     for file in (folder / f"{FLIGHT}.1", folder / FLIGHT):
         if file.is_file():
@@ -214,8 +221,8 @@ def _read_lines(folder: Path) -> Iterator[bytes]:
 def _select_samples(lines: Iterable[bytes], seconds: float, max_bytes: int) -> Iterable[bytes]:
     """Return the lines of the samples from INCIDENT_LEAD_SECONDS before a time on.
 
-    Of the samples before the last DENSE_SECONDS, one is taken for each SPARSE_SECONDS. Where all
-    take more than `max_bytes`, the oldest are left out.
+    Before the last DENSE_SECONDS, one sample is taken for each SPARSE_SECONDS. If the samples
+    exceed `max_bytes`, the oldest are left out.
     """
     samples: deque[bytes] = deque()
     samples_bytes = 0

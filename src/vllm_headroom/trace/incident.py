@@ -33,15 +33,16 @@ MOST_SHOWN: Final = 100
 """Our choice: how many of the newest entries of a list in a header are shown."""
 
 LEAK_RANKS: Final = {LeakState.GROWING: 1, LeakState.LEAKING: 2}
-"""The rank of a verdict on a leak, 0 for any other state: of two verdicts the one with the higher
-rank counts."""
+"""The rank of a verdict on a leak, 0 for any other state. The verdict with the higher rank counts.
+"""
 
 FATAL_ERROR_SECONDS: Final = 60.0
-"""An OutOfMemoryError within this time of the end is the one that ended the engine: a core that has
-raised it exits at once, and its server within seconds."""
+"""An OutOfMemoryError within this time of the end is the one that ended the engine: a core that
+raises it exits at once, and its server within seconds.
+"""
 
 PEAK_BEFORE_SECONDS: Final = 60.0
-"""The highest use since this time before the newest sample counts as that sample's peak."""
+"""The highest use in this time before the newest sample counts as that sample's peak."""
 
 
 class EngineEvent(Struct, frozen=True, kw_only=True):
@@ -158,12 +159,12 @@ class HeldLine(Struct, frozen=True, kw_only=True):
 
     bytes: Size
     file: str | None = None
-    """The end of the file's path; None for what was allocated before torch kept its history."""
+    """The end of the file's path; None for memory allocated before torch kept its history."""
     line: Size | None = None
     count: Size | None = None
     """The number of its blocks."""
     since: Seconds | None = None
-    """When the oldest of them was allocated; None where the history no longer had that."""
+    """When the oldest of them was allocated; None where the history no longer showed it."""
 
     def describe(self) -> str:
         """Return the line, its memory and since when it held it, in a sentence."""
@@ -194,17 +195,17 @@ class SnapshotFile(Struct, frozen=True, kw_only=True):
 
 
 def find_decisive(events: Sequence[EngineEvent]) -> EngineEvent:
-    """Return the event by which the cause of an incident is judged; there must be one event.
+    """Return the event that decides the cause of an incident; `events` must not be empty.
 
-    That is the first event. If an exit for lack of memory follows within SAME_END_SECONDS, it is
-    that exit.
+    That is the first event. If an exit for lack of memory follows within SAME_END_SECONDS, that
+    exit decides.
     """
     earliest = events[0]
     exits = [event for event in events if event.what is IncidentKind.ENDED]
     if not exits:
         return earliest
     seconds_between = exits[0].t - earliest.t
-    # A server answers for seconds after its core has exited, which a tick may take for a stall.
+    # A server answers for some seconds after its core has exited, which may look like a stall.
     is_same_end = 0 <= seconds_between <= SAME_END_SECONDS
     if is_same_end and exits[0].reason in MEMORY_REASONS:
         return exits[0]
@@ -215,7 +216,7 @@ class Incident(EngineEvent, frozen=True, kw_only=True):
     """The facts of an incident: its decisive event, the cause, and the facts before it.
 
     The fields are the schema of the header. A field that is missing in the header, or has another
-    type there, has its default: other versions may write more fields, or fewer.
+    type there, gets its default, because other versions may write more or fewer fields.
     """
 
     version: str | None = None
@@ -254,11 +255,11 @@ def build_header(
     engine_log: LogEnding | None,
     log_lines: Sequence[str],
 ) -> dict[str, Any]:
-    """Return an incident's facts, and the most likely cause by these facts, for JSON.
+    """Return an incident's facts and the most likely cause, for JSON.
 
-    `ending` is the decisive one of `events`, with what preceded it. `before` has the facts at the
-    last sample in service; `xids` and `ooms` are the errors that may explain the incident, and
-    `snapshots` what the allocator held at these errors.
+    `ending` is the decisive event of `events`, with what happened before it. `before` has the facts
+    at the last sample in service; `xids` and `ooms` are the errors that may explain the incident,
+    and `snapshots` what the allocator held at these errors.
     """
     header = {
         **drop_unknown(find_decisive(events)),
@@ -272,7 +273,7 @@ def build_header(
         **({} if engine_log is None else {"engine_log": drop_unknown(engine_log)}),
         "log": list(log_lines),
     }
-    # Judged from the header itself, so that a command that reads it comes to the same cause.
+    # Judged from the header itself, so that a command that reads the header finds the same cause.
     facts = read_incident(header)
     if facts is not None:
         ending = add_evidence(ending, facts)
@@ -281,7 +282,7 @@ def build_header(
 
 
 def drop_unknown(value: object) -> Any:  # noqa: ANN401 - a value of JSON
-    """Return a struct as a dictionary without the fields that are None, also inside of it.
+    """Return a struct as a dictionary without fields that are None, at any depth.
 
     A tuple becomes a list; any other value is returned as it is.
     """
@@ -304,13 +305,14 @@ def _fit(value: object, kind: Any) -> Any:  # noqa: ANN401 - a type of the schem
         return _fit_values(value, inner_kinds[1])
     try:
         return msgspec.convert(value, kind)
-    except (msgspec.ValidationError, UnicodeEncodeError):  # the second for a lone surrogate
+    # the second is raised for a lone surrogate
+    except (msgspec.ValidationError, UnicodeEncodeError):
         return None
 
 
 def _fit_struct(value: object, kind: type[Struct]) -> Any:  # noqa: ANN401 - a value of the kind
     """Return a struct with the fields that fit; None where a field without a default does not."""
-    # A value that is no object counts as an empty one: all fields have their defaults then.
+    # A value that is not an object counts as an empty one, so that all fields get their defaults.
     document = value if isinstance(value, Mapping) else {}
     fields = {}
     for column in msgspec.structs.fields(kind):
@@ -351,7 +353,7 @@ def add_evidence(end: Ending, incident: Incident) -> Ending:
     They are peaks between samples, verdicts on leaks, XIDs, failed allocations, and GPUs that could
     not be read.
     """
-    # The daemon saw the stall from its beginning; the samples may begin later.
+    # The daemon observed the stall from its beginning, but the samples may begin later.
     hung_seconds = end.hung_seconds
     if hung_seconds is not None:
         hung_seconds = incident.progress_age_seconds or hung_seconds
@@ -372,7 +374,7 @@ def add_evidence(end: Ending, incident: Incident) -> Ending:
 
 
 def _describe_failed_step(ooms: Sequence[Oom], end_seconds: float) -> str | None:
-    """Return the step whose OutOfMemoryError came right before the end; None where unknown."""
+    """Return the step that raised an OutOfMemoryError right before the end; None where unknown."""
     for oom in reversed(ooms):
         if oom.t is not None and oom.step is not None:
             seconds_before = end_seconds - oom.t
@@ -398,7 +400,7 @@ def _describe_highest_peak(context: LastInService) -> str | None:
 
 
 def _add_gpu_evidence(gpu: GpuAtEnd, context: LastInService) -> GpuAtEnd:
-    """Return the GPU with the peak after its last samples, and the surer of two leak verdicts."""
+    """Add to the GPU the peak after its last samples, and the more certain of two leak verdicts."""
     peak_begin_seconds = gpu.newest_seconds - PEAK_BEFORE_SECONDS
     late_bytes = [
         used_bytes
@@ -407,7 +409,7 @@ def _add_gpu_evidence(gpu: GpuAtEnd, context: LastInService) -> GpuAtEnd:
     ]
     # Memory may have filled after the last sample of the record.
     gpu = gpu.raise_peak(max(late_bytes, default=0))
-    # The samples may be too few for the detector: the daemon's verdict had a longer record.
+    # The samples may be too few for the detector, but the daemon's verdict had a longer record.
     leaks = {leak.uuid: leak for leak in context.leaks}
     leak = leaks.get(gpu.uuid)
     if leak is None or LEAK_RANKS.get(leak.state, 0) <= LEAK_RANKS.get(gpu.leak, 0):

@@ -1,4 +1,4 @@
-"""Write the trace file: one line a tick, at most two files."""
+"""Write the trace: one line per tick, in at most two files."""
 
 import errno
 import json
@@ -15,12 +15,13 @@ from vllm_headroom.worker import Worker
 log = Log(__name__)
 
 WRITE_SECONDS: Final = 1.0
-"""How long a writing may take. A line takes microseconds. A volume that hangs delays one tick by
-this, and no later tick."""
+"""How long a write may take. A line takes microseconds. A hung volume delays one tick by this time,
+and no later tick.
+"""
 
 
 def make_folder(folder: Path) -> None:
-    """Create a folder where it is missing; raises OSError, also where a link is in its place."""
+    """Create a folder where it is missing; raises OSError, even where a link is in its place."""
     if folder.is_symlink():
         raise OSError(errno.ELOOP, "a link is in the place of the folder")
     folder.mkdir(parents=True, exist_ok=True)
@@ -37,7 +38,7 @@ def replace_file(file: Path, unfinished: Path, content: Iterable[bytes]) -> None
     try:
         with unfinished.open("xb") as stream:
             stream.writelines(content)
-            # Before the renaming: otherwise a crash of the machine could leave an empty file.
+            # Before the rename, because otherwise a crash of the machine could leave an empty file.
             stream.flush()
             os.fsync(stream.fileno())
         unfinished.replace(file)
@@ -66,7 +67,7 @@ class FileWriter:
         It fails by an OSError, a ValueError or a timeout; any other error is raised.
         """
         previous_problem = self._problem
-        # On a thread: a write to a volume that hangs never returns.
+        # On a thread, because a write to a hung volume never returns.
         _, self._problem = await self._worker.attempt(operation, self._seconds)
         if self._problem is not None and previous_problem is None:
             log.warning(self._failure_text, file=str(self._file), problem=self._problem)
@@ -97,9 +98,9 @@ class Recorder:
 def append(file: Path, line: bytes, max_bytes: int) -> None:
     """Append a line to a trace; write the header first where the file is new.
 
-    Where the file would exceed `max_bytes`, it becomes `file`.1 and the line begins another file.
-    The file is opened for each line, because it may be moved or deleted at any time. Raises
-    OSError, and ValueError where the file is not a trace.
+    If the file would exceed `max_bytes`, it becomes `file`.1, and the line begins a new file. The
+    file is opened for each line, because it may be moved or deleted at any time. Raises OSError,
+    and ValueError where the file is not a trace.
     """
     with file.open("a+b") as stream:
         size_bytes = _cut_incomplete_line(stream)
@@ -130,7 +131,7 @@ def _cut_incomplete_line(stream: BinaryIO) -> int:
     stream.seek(size_bytes - 1)
     if stream.read() == b"\n":
         return size_bytes
-    # The end of the last line is missing. No line is longer than the part that is read here.
+    # The end of the last line is missing. No line is longer than the part that is read.
     tail_start = stream.seek(max(0, size_bytes - LONGEST_LINE_BYTES))
     end = tail_start + stream.read().rfind(b"\n") + 1
     return stream.truncate(end)
@@ -139,8 +140,8 @@ def _cut_incomplete_line(stream: BinaryIO) -> int:
 def is_trace_start(first_line: bytes) -> bool:
     """Return whether a file with this first line is a trace that may be continued.
 
-    True also for the beginning of the header alone, whose writing was interrupted. False for an
-    incident, whose header has more.
+    True, too, for an incomplete header, whose write was interrupted. False for an incident, whose
+    header has more fields.
     """
     if encode_line(HEADER).startswith(first_line):
         return True

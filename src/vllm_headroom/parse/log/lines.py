@@ -141,15 +141,15 @@ class LineReader:
     ) -> Iterator[Message]:
         """Remove one wrapping of a text, then the next; yield the messages at the end."""
         if "\n" in text or "\r" in text:
-            # A progress bar ends its states with carriage returns.
+            # A progress bar ends each update with a carriage return.
             for part in re.split(r"[\r\n]+", text):
                 if part:
                     yield from self._unwrap(part, seconds, process, layers)
             return
-        # Colours of a terminal are in the middle of words.
+        # Colour codes of a terminal may be in the middle of words.
         if "\x1b" in text:
             text = ANSI.sub("", text)
-        # The number of wrappings is bounded: a text could be wrapped in itself forever.
+        # The number of wrappings is bounded, because a text could be wrapped many times.
         if layers and text:
             unwrapped = self._remove_wrapping(text, seconds, process)
             if unwrapped is not None:
@@ -163,7 +163,7 @@ class LineReader:
     ) -> list[tuple[str, float | None, str | None]] | None:
         """Return the texts inside a wrapping with their time; None where there is no wrapping.
 
-        An incomplete line is kept until its end comes, and the list is empty.
+        The list is empty for an incomplete line, which is kept until its end comes.
         """
         # Its first character rules out most formats: a day of logs has millions of lines.
         beginning = text[0]
@@ -173,7 +173,7 @@ class LineReader:
             match = CRI.match(text)
             if match is not None:
                 moment, stream, tag = match.groups()
-                # The runtime cuts long lines: a part has the tag P, the last part has F.
+                # The runtime splits long lines: a part has the tag P, the last part has F.
                 inner = self._join(stream, text[match.end() :], is_complete=tag == "F")
                 return [] if inner is None else [(inner, read_time(moment), process)]
             match = JOURNAL.match(text)
@@ -192,7 +192,7 @@ class LineReader:
     def _read_json(
         self, text: str, seconds: float | None, process: str | None
     ) -> list[tuple[str, float | None, str | None]] | None:
-        """Return the texts of a JSON line; None where it is none."""
+        """Return the texts of a JSON line; None if it is not JSON."""
         try:
             document = json.loads(text)
         except (ValueError, RecursionError):
@@ -204,13 +204,13 @@ class LineReader:
             return None
         moment = _find_text(document, TIME_FIELDS)
         seconds = (None if moment is None else read_time(moment)) or seconds
-        # journalctl --output=json: its own time is better than that of the message.
+        # journalctl --output=json: its time is better than the one in the message.
         if "__REALTIME_TIMESTAMP" in document:
             seconds = _read_microseconds(document["__REALTIME_TIMESTAMP"]) or seconds
         name = _find_text(document, PROCESS_FIELDS)
         if name is not None and PROCESS_NAME.fullmatch(name):
             process = name
-        # docker's JSON: a line that it cut has no end.
+        # Docker's JSON: a line that Docker split has no line end.
         if "stream" in document and "log" in document:
             joined = self._join(
                 str(document["stream"]), message, is_complete=message.endswith("\n")
@@ -223,7 +223,7 @@ class LineReader:
         return [(inner, seconds, process) for inner in texts]
 
     def _join(self, stream: str, text: str, *, is_complete: bool) -> str | None:
-        """Return a line of a stream with the parts before; None while it is not complete."""
+        """Return a line of a stream, joined with its earlier parts; None while it is incomplete."""
         text = (self._incomplete.pop(stream, "") + text)[:LONGEST_LINE_BYTES]
         if is_complete:
             return text
@@ -289,7 +289,7 @@ def read_time(text: str | None) -> float | None:
 
 
 def _find_text(document: dict[str, Any], names: Iterable[str]) -> str | None:
-    """Return the first of the fields that holds a text; None where none does."""
+    """Return the first of the fields that holds a text; None where no field does."""
     for name in names:
         value = document.get(name)
         if isinstance(value, str):

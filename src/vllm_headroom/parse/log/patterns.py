@@ -1,4 +1,4 @@
-"""The lines of engines' logs that carry facts: one table of figures, one of failures.
+"""The lines of engines' logs that carry facts: a table of figures and a table of failures.
 
 Wording and versions are those of the releases of vLLM (vllm/worker/worker.py, vllm/v1/worker,
 vllm/v1/core/kv_cache_utils.py, vllm/v1/executor), SGLang and TensorRT-LLM.
@@ -24,7 +24,7 @@ class LinePattern(Struct, frozen=True, kw_only=True):
 
     name: str
     pattern: re.Pattern[str]
-    """Matched at the beginning of the message, so that no text inside another line fits."""
+    """Matched at the beginning of the message, so that text inside another line cannot match."""
 
     since: str
     """The first version of the engine that writes this line."""
@@ -45,7 +45,8 @@ class LinePattern(Struct, frozen=True, kw_only=True):
 
     remark: LogRemarkKind | None = None
     is_least: bool = False
-    """Whether of several such lines of a process the smallest figure counts, not the newest."""
+    """Whether the smallest figure of several such lines of a process counts, instead of the newest.
+    """
 
 
 def _line(
@@ -65,7 +66,7 @@ _KV_CACHE_ADVICE: Final = (
     r"(?: Replace gpu_memory_utilization config with `--kv-cache-memory=<N>` \(\S{1,20} GiB\) to"
     r" fit into requested memory, or `--kv-cache-memory=<N>`)?"
 )
-"""What follows the sizes of a start that fits."""
+"""The lines that follow the sizes of a successful start."""
 
 VLLM_LINES: Final = (
     # Loading.
@@ -291,7 +292,7 @@ VLLM_LINES: Final = (
         "0.10",
         ("block_tokens", COUNT),
     ),
-    # What the engine was configured to.
+    # The configuration of the engine.
     _line("context", r"Using max model len <N>", "0.9", ("context_tokens", COUNT)),
     _line(
         "batched_tokens",
@@ -481,7 +482,7 @@ SGLANG_LINES: Final = (
         remark=LogRemarkKind.PREEMPTION,
     ),
 )
-"""SGLang's lines; its GB are GiB."""
+"""SGLang's lines; SGLang writes GB for GiB."""
 
 TENSORRT_LINES: Final = (
     _line(
@@ -798,14 +799,14 @@ FAILURES: Final = (
 Pattern = TypeVar("Pattern", LinePattern, FailurePattern)
 
 HEAD_CHARACTERS: Final = 2
-"""By how many of its first characters a line is compared with few patterns instead of all."""
+"""A line's first characters, this many, choose the few patterns that it is compared with."""
 
 
 def list_heads(pattern: str) -> set[str]:
     """Return the first characters of the lines that a pattern can match; "" where any can."""
     if pattern.startswith("(?:"):
         end = _find_group_end(pattern)
-        # The heads of all alternatives, each with what follows the group.
+        # The heads of all alternatives, each followed by the text after the group.
         heads = set()
         for alternative in _split_alternatives(pattern[3:end]):
             heads |= list_heads(alternative + pattern[end + 1 :].removeprefix("?"))
@@ -825,7 +826,7 @@ def list_heads(pattern: str) -> set[str]:
             head += character
             position += 1
         else:
-            # Any other character, such as a class, may match anything.
+            # Any other construct, such as a character class, may match anything.
             return {""}
     return {head}
 
@@ -883,4 +884,4 @@ FAILURE_HINT: Final = re.compile(
     r"|DefaultCPU"
     r"|No space|CUDA driver|out of memory"
 )
-"""What a line has that a failure's pattern of any beginning can match."""
+"""Text that a line must contain to match a failure pattern that has no fixed beginning."""

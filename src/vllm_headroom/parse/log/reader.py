@@ -32,26 +32,27 @@ from vllm_headroom.units import GIB
 from vllm_headroom.vocabulary import LogEventKind, LogFailureKind, LogRemarkKind, StartPhase
 
 MOST_STARTS: Final = 64
-"""How many starts are kept, the newest: a crash loop repeats itself."""
+"""How many of the newest starts are kept: a crash loop repeats itself."""
 
 MOST_PROCESSES: Final = 256
 """How many processes of a start are kept; the largest engines have 128 GPUs."""
 
 MOST_FAILURES: Final = 32
-"""How many failures of a start are kept, the earliest: what follows is consequence."""
+"""How many of the earliest failures of a start are kept: later ones are consequences."""
 
 MOST_EVENTS: Final = 64
-"""How many events of a start are kept, the newest: a minute has 6 lines of load."""
+"""How many of the newest events of a start are kept: a minute has 6 lines of load."""
 
 MOST_FRAMES: Final = 3
-"""How many frames of a traceback are kept, the innermost."""
+"""How many of the innermost frames of a traceback are kept."""
 
 LARGEST_FIGURE: Final = 2.0**60
-"""A larger figure, an exbibyte, is none of an engine's."""
+"""A larger figure than this, an exbibyte, cannot be an engine's."""
 
 SURVIVING_LOADS: Final = 2
-"""An engine that has generated in this many reports of its load after a failure has survived it.
-The report after a death still counts the seconds before it."""
+"""An engine has survived a failure if this many load reports after it show generation. The first
+report after a crash still covers seconds before the crash.
+"""
 
 PHASES: Final = list(StartPhase)
 
@@ -74,7 +75,7 @@ REQUEST: Final = re.compile(
     r"(?:Received request|Generated response|Added request|Aborted request|Request \S+ "
     r"|INFO: +\S+ - \")"
 )
-"""Lines about requests: they may carry prompts, and are not read."""
+"""Lines about requests are not read, because they may contain prompts."""
 
 TORCH_SIZE: Final = r"([\d.]{1,12}) (bytes|KiB|MiB|GiB|TiB)"
 SIZE_BYTES: Final = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB, "TiB": 2**40}
@@ -99,7 +100,7 @@ REFUSAL_GPU: Final = re.compile(r"\bGPU (\d{1,3})\b")
 
 
 class LogReader:
-    """Reads a log line by line: each line returns its events, and `start` is the record so far."""
+    """Reads a log line by line; feeding a line returns its events. `start` is the record so far."""
 
     def __init__(self) -> None:
         self._lines = LineReader()
@@ -111,7 +112,7 @@ class LogReader:
 
     @property
     def start(self) -> EngineStart | None:
-        """The record of the newest start; None before the first line of an engine."""
+        """Return the record of the newest start; None before the first line of an engine."""
         return None if self._builder is None else self._builder.build(is_followed=False)
 
     def feed(self, line: bytes) -> tuple[LogEvent, ...]:
@@ -181,7 +182,10 @@ class LogReader:
         return None
 
     def _begin_server(self, engine: str, version: str, message: Message) -> list[LogEvent]:
-        """Begin a start with the server's first line; each of several API servers writes one."""
+        """Begin a start with the server's first line.
+
+        Each of several API servers writes such a line.
+        """
         builder = self._builder
         is_another = re.match(r"ApiServer_\d", message.process) is not None
         if builder is None or (not is_another and (builder.version or builder.has_progressed())):
@@ -226,7 +230,7 @@ def read_log(chunks: Iterable[bytes]) -> EngineLog:
 
 
 class _StartBuilder:
-    """Collects what the lines of one start say."""
+    """Collects the facts in the lines of one start."""
 
     def __init__(self, engine: str, line_number: int, time: LogTime) -> None:
         self.engine = engine
@@ -283,7 +287,7 @@ class _StartBuilder:
         failure: LogFailure | None = None,
         remark: LogRemarkKind | None = None,
     ) -> LogEvent:
-        """Keep an event and return it."""
+        """Store an event and return it."""
         self._touch(message, line_number)
         event = LogEvent(
             kind=kind,
@@ -303,7 +307,7 @@ class _StartBuilder:
             self._end = _read_time(message)
 
     def read(self, message: Message, line_number: int) -> list[LogEvent]:
-        """Read a line that begins no start."""
+        """Read a line that does not begin a start."""
         self._touch(message, line_number)
         text = message.text.lstrip()
         # Tracebacks of several processes are mixed in one log: frames are kept by process.
@@ -332,7 +336,7 @@ class _StartBuilder:
         return self._add_failure(failure_pattern, match, message, key, line_number, exception=None)
 
     def _find_process(self, message: Message) -> str:
-        """Return the key of the process that wrote a line; its name becomes known with time."""
+        """Return the key of the process that wrote a line; its name may become known later."""
         key = message.process if message.pid is None else str(message.pid)
         if key not in self._names and len(self._names) >= MOST_PROCESSES:
             return ""
@@ -364,7 +368,7 @@ class _StartBuilder:
         if kind is LogEventKind.LOAD:
             self._count_load(figures)
         elif kind is LogEventKind.STOP:
-            # A stop after a failure is its consequence.
+            # A stop after a failure is a consequence of the failure.
             self._is_stopped = not self._failures
         else:
             self._keep_figures(pattern, figures, key, line_number)
@@ -380,19 +384,22 @@ class _StartBuilder:
     def _keep_figures(
         self, pattern: LinePattern, figures: dict[str, float], key: str, line_number: int
     ) -> None:
-        """Keep a line's figures for its process; the newest counts, or the least by `pattern`."""
+        """Keep a line's figures for its process.
+
+        The newest figure counts, or the smallest if `pattern` says so.
+        """
         process_figures = self._figures.setdefault(key, {})
         lines = self._figure_lines.setdefault(key, {})
         for field, value in figures.items():
             if pattern.is_least and process_figures.get(field, value) < value:
                 continue
             if process_figures.get(field) == value:
-                continue  # the line that says it first is the one to name
+                continue  # the line that reports it first is kept
             process_figures[field] = value
             lines[field] = line_number
 
     def _count_load(self, figures: dict[str, float]) -> None:
-        """Forget failures that the engine has survived: it generates after them."""
+        """Forget failures that the engine has survived, because it generates tokens after them."""
         if not self._failures or not figures.get("generation_tokens_per_second"):
             return
         self._loads_since_failure += 1
@@ -413,14 +420,14 @@ class _StartBuilder:
     def _add_exception(
         self, exception: re.Match[str], message: Message, key: str, line_number: int
     ) -> list[LogEvent]:
-        """Add the failure that an exception names; one without a traceback must be a known one."""
+        """Add the failure that an exception names; without a traceback, only a known failure."""
         name = exception[2]
         text = exception[3] or ""
         pattern, match = _find_failure(text, name)
-        # An exception without a traceback may be quoted: only known messages count.
+        # An exception without a traceback may be a quotation, so only known messages count.
         if pattern is None and key not in self._frames:
             return []
-        # How a process ends on request.
+        # These exceptions end a process on request.
         if name in {"SystemExit", "KeyboardInterrupt", "CancelledError"}:
             self._frames.pop(key, None)
             return []
@@ -445,7 +452,7 @@ class _StartBuilder:
             figures = _read_figures(pattern.figures, match)
             if kind is LogFailureKind.GPU_OUT_OF_MEMORY:
                 refusal = read_refusal(match.string[match.start() :])
-        # These name the consequence in the server, not the cause in the core.
+        # These name the consequence in the server, not the cause in the engine core.
         if exception in {"EngineDeadError", "AsyncEngineDeadError", "BrokenPipeError"}:
             kind = LogFailureKind.ENGINE_DIED
         failure = LogFailure(
@@ -476,7 +483,7 @@ class _StartBuilder:
         """Return the record."""
         model = self._model
         for arguments in (self._arguments, self._config):
-            # The first of these names that is set: each engine has another.
+            # The first of these names that is set; each engine uses another one.
             for name in ("model", "model_tag", "model_path"):
                 if model is None and isinstance(arguments.get(name), str):
                     model = str(arguments[name])
@@ -534,7 +541,7 @@ def read_refusal(text: str) -> Refusal:
         size_bytes = _read_size(pattern.search(text))
         if size_bytes is not None:
             sizes[field] = size_bytes
-    # torch reports what it has reserved and what is in use: the difference is its cache.
+    # torch reports reserved and used memory; the difference is its cache.
     reserved_bytes = _read_size(RESERVED.search(text))
     if reserved_bytes is not None and "allocated_bytes" in sizes:
         sizes["cached_bytes"] = max(0, reserved_bytes - sizes["allocated_bytes"])
@@ -546,7 +553,7 @@ def read_refusal(text: str) -> Refusal:
 
 
 def _read_size(match: re.Match[str] | None) -> int | None:
-    """Return the bytes of a size of torch's; None where there is none."""
+    """Return the bytes of a size in torch's format; None without one."""
     if match is None:
         return None
     number, unit = [group for group in match.groups() if group is not None]
@@ -562,7 +569,7 @@ def _find_failure(
 ) -> tuple[FailurePattern, re.Match[str]] | tuple[None, None]:
     """Return the pattern that a message fits, with its match; (None, None) where none fits."""
     patterns = FAILURES_BY_HEAD.get(text[:HEAD_CHARACTERS], ())
-    # The hint is cheap: most lines fail it and are not compared with each pattern.
+    # The hint is a cheap check: most lines lack it and are not compared with every pattern.
     if exception is not None or FAILURE_HINT.search(text):
         patterns += FAILURES_BY_HEAD[ANY_HEAD]
     for pattern in patterns:
@@ -587,6 +594,6 @@ def _read_time(message: Message) -> LogTime:
 
 
 def _clean(version: str) -> str:
-    """Return a version as far as it is one."""
+    """Return the part of a text that is a version."""
     match = re.match(r"[\w.+-]+", version)
     return "" if match is None else match[0]

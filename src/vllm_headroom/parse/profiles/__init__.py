@@ -25,6 +25,6 @@ PROFILES: Final[tuple[Profile, ...]] = (
 )
 """Every supported engine; a new one is added here.
 
-The first with matching series reads the page. Dynamo is last, because the engine inside it may
-export its series on the same page.
+The first profile with matching series reads the page. Dynamo is last, because the engine inside it
+may export its series on the same page.
 """

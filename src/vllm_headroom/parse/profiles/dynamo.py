@@ -1,4 +1,4 @@
-"""Dynamo's own series, used where those of the engine inside it are not on the page."""
+"""Dynamo's own series, used where the page lacks the series of the engine inside it."""
 
 from typing import Final
 

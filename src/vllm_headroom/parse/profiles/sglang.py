@@ -37,7 +37,7 @@ SGLANG: Final = Profile(
         Fact("preemptions_total", ("num_retracted_requests_total",)),  # 0.5.12 and newer
         Fact("prompt_tokens_total", ("prompt_tokens_total",)),
         Fact("generation_tokens_total", ("generation_tokens_total",)),
-        # 0.5.12 and newer; before, the highest of all pools
+        # 0.5.12 and newer; earlier versions report the highest of all pools
         Fact("kv_used_ratio", ("full_token_usage", "token_usage"), combine=Combine.MEAN),
         Fact(
             "kv_capacity_tokens",

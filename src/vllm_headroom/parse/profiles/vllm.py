@@ -12,7 +12,7 @@ _INFO: Final = ("cache_config_info",)
 
 
 def _counter(field: str, *names: str) -> Fact:
-    """Accept each name without `_total` too, as Ray exports counters."""
+    """Accept each name also without `_total`, because Ray exports counters so."""
     families: list[str] = []
     for name in names:
         families += [f"{name}_total", name]
@@ -37,7 +37,7 @@ VLLM: Final = Profile(
         _counter("preemptions_total", "num_preemptions"),
         _counter("prompt_tokens_total", "prompt_tokens"),
         _counter("generation_tokens_total", "generation_tokens"),
-        # Steps that gave a token or finished.
+        # Steps that produced a token or finished a request.
         Fact("steps_total", ("iteration_tokens_total_count",)),
         # The first name since 0.9.2, the second up to 0.11.2.
         Fact(
@@ -83,4 +83,4 @@ VLLM: Final = Profile(
 )
 
 APHRODITE: Final = replace(VLLM, name="aphrodite", product="Aphrodite", prefixes=("aphrodite:",))
-"""Aphrodite has vLLM's page under another prefix."""
+"""Aphrodite has vLLM's page with another prefix."""

@@ -33,7 +33,7 @@ def read_number(path: str) -> int | None:
 
 
 def list_names(folder: str) -> list[str]:
-    """Return the sorted names in a folder, none where it cannot be listed."""
+    """Return the sorted names in a folder, empty where it cannot be listed."""
     try:
         return sorted(os.listdir(folder))  # noqa: PTH208 - no Path per file
     except OSError:
@@ -45,10 +45,12 @@ DRM_FOLDER: Final = "class/drm"
 TOPOLOGY_FOLDER: Final = "class/kfd/kfd/topology"
 
 TEMPERATURE_FILES: Final = ("temp1_input", "temp2_input")
-"""The sensors of the edge, else of the junction: from MI200 on there is no edge sensor."""
+"""The temperature sensor of the edge, or else of the junction: from MI200 on there is no edge
+sensor.
+"""
 
 POWER_FILES: Final = ("power1_average", "power1_input")
-"""The sensors of the average power, else of the current power: a card has one of the two."""
+"""The sensor of the average power, or else of the current power: a card has one of the two."""
 
 _CARD_NAME: Final = re.compile(r"card\d+")
 _PCI_ADDRESS: Final = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
@@ -57,12 +59,13 @@ _PCI_ADDRESS: Final = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]"
 
 
 class KfdNode(Struct, frozen=True, kw_only=True):
-    """A card or a partition as KFD, the driver's part for computing, lists it."""
+    """A card or a partition as listed by KFD, the compute part of the driver."""
 
     gpu_id: int
     memory_bytes: int | None
-    """The memory that its processes can get (amdgpu_amdkfd_reserve_mem_limit); None where
-    unknown."""
+    """The memory that its processes can allocate (amdgpu_amdkfd_reserve_mem_limit); None where
+    unknown.
+    """
 
 
 class KfdNodes(Struct, frozen=True, kw_only=True):
@@ -90,9 +93,10 @@ class Card(Struct, frozen=True, kw_only=True):
     uuid: str
     name: str
     nodes: tuple[KfdNode, ...] | None
-    """Its nodes of KFD: several where the card is partitioned, empty where ROCm cannot use it. None
-    where KFD denies access: a container may see the nodes of those cards whose device in /dev it
-    has (kfd_topology.c)."""
+    """Its KFD nodes: several if the card is partitioned, none if ROCm cannot use it. None where KFD
+    denies access: a container may see only the nodes of cards whose device it has in /dev
+    (kfd_topology.c).
+    """
 
 
 def find_cards(sys: str) -> dict[str, Card]:
@@ -119,7 +123,7 @@ def find_cards(sys: str) -> dict[str, Card]:
         monitor = f"{folder}/hwmon/{monitor_names[0] if monitor_names else ''}"
         sensors = list_names(monitor)
         nodes: tuple[KfdNode, ...] | None = tuple(kfd.by_address.get(address, ()))
-        # Which card a hidden node belongs to is unknown: it may be any card without a visible one.
+        # A hidden node may belong to any card without a visible node.
         if not nodes and kfd.is_any_hidden:
             nodes = None
         cards[uuid] = Card(
@@ -169,7 +173,7 @@ def _find_name(path: str) -> str:
 def _read_nodes(sys: str, addresses: Collection[str]) -> KfdNodes:
     """Return KFD's nodes of the cards at these PCI addresses.
 
-    Nodes of CPUs, and nodes with facts that cannot be read or understood, are left out.
+    Nodes of CPUs are left out, and nodes whose facts cannot be read or understood.
     """
     nodes: defaultdict[str, list[KfdNode]] = defaultdict(list)
     is_any_hidden = False
@@ -201,14 +205,14 @@ def _format_address(domain: int, location: int, addresses: Collection[str]) -> s
     function = location & 7
     device = f"{domain:04x}:{bus:02x}:{slot:02x}"
     address = f"{device}.{function}"
-    # Where the card is partitioned, the function bits hold the partition's number.
+    # If the card is partitioned, the function bits are the partition's number.
     return address if address in addresses else f"{device}.0"
 
 
 def _read_node_memory(folder: str) -> int | None:
     """Return the bytes of all memory banks of a node.
 
-    None where it lists no bank, or where the size of one is unknown.
+    None where the node lists no bank, or the size of one is unknown.
     """
     memory_bytes = 0
     banks = list_names(f"{folder}/mem_banks")

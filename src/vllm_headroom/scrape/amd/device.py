@@ -38,7 +38,7 @@ DRI_FOLDER: Final = "/dev/dri/"
 GpuProcesses = tuple[GpuProcess, ...]
 
 ProcessTable = Mapping[str, GpuProcesses]
-"""Processes by the id of their KFD node, or by the PCI address of their card."""
+"""Processes, by the id of a KFD node or the PCI address of a card."""
 
 
 def read_card(card: Card, index: int, context: "ReadContext") -> tuple[GpuReading, ...]:
@@ -76,16 +76,16 @@ def read_card(card: Card, index: int, context: "ReadContext") -> tuple[GpuReadin
 def read_memory(card: Card, proc: Path) -> GpuMemory | None:
     """Return the memory of a card without partitions.
 
-    None where the driver does not report it, and where it is unknown how much of it processes can
-    get: on an integrated GPU or a partitioned card whose KFD nodes are hidden. Raises OSError where
-    the card is gone or its files cannot be read.
+    None where the driver does not report it. None, too, where it is unknown how much processes can
+    allocate, as on an integrated GPU or a partitioned card whose KFD nodes are hidden. Raises
+    OSError where the card is gone or its files cannot be read.
     """
     total_bytes = _read_vram(card, "total")
     used_bytes = _read_vram(card, "used")
     if total_bytes is None or used_bytes is None:
         return None
     limit_bytes = card.nodes[0].memory_bytes if card.nodes else None
-    # Only an integrated GPU may get more than its VRAM: it uses the machine's memory.
+    # Only an integrated GPU can have more than its VRAM, because it uses the machine's memory.
     if limit_bytes is not None and limit_bytes > total_bytes:
         return _read_unified_memory(card, limit_bytes, proc)
     if card.nodes is None:
@@ -129,8 +129,8 @@ def _read_partition(
 ) -> GpuReading:
     """Return a reading of the partition with this node of KFD.
 
-    Its memory in use is the sum of what KFD counts for its processes, without the driver's own use.
-    The memory is None where the partition's size, or the use of one process, is unknown.
+    Its memory in use is the sum of what KFD counts for its processes; the driver's own use is
+    missing. The memory is None where the partition's size, or the use of one process, is unknown.
     """
     processes = context.list_on_node(node)
     uuid = f"{card.uuid}-{position}"
@@ -166,13 +166,13 @@ def _build_memory(
 
 
 class ReadContext:
-    """What the readings of one moment share: the peaks, and the processes that hold GPU memory.
+    """The data that all readings of one moment share: peaks, and processes that hold GPU memory.
 
     There are two sources of the processes. KFD has a folder for each process that computes, with
     its bytes on each node; all users can read it. The folder's name is the pid in the machine's
-    first PID namespace, so only a daemon in that namespace can use it. The other source, where
-    KFD's pids are unusable or nodes are hidden, is the list of open files of each process in /proc.
-    Only users that may trace the process can read that list, and it shows cards, not partitions.
+    first PID namespace, so only a daemon in that namespace can use it. Where KFD's pids are
+    unusable or nodes are hidden, the source is the list of each process's open files in /proc. Only
+    users that may trace the process can read that list, and it shows cards, not partitions.
     """
 
     def __init__(self, *, sys: str, proc: Path, now: float, peaks: defaultdict[str, Peak]) -> None:
@@ -180,10 +180,10 @@ class ReadContext:
         self._sys = sys
         self._now = now
         self._peaks = peaks
-        """By the UUID of a card or partition."""
+        """The peaks, by the UUID of a card or partition."""
 
     def update_peak(self, uuid: str, memory: GpuMemory | None) -> int | None:
-        """Add the memory in use, where known, and return the peak; None where none is known."""
+        """Add the memory in use, where known, and return the peak; None where no use is known."""
         if memory is not None:
             self._peaks[uuid].add(self._now, memory.used_bytes)
         return self._peaks[uuid].highest_bytes(self._now)
@@ -204,7 +204,7 @@ class ReadContext:
 
     @cached_property
     def _kfd_pids(self) -> list[str] | None:
-        """The pids that KFD lists, sorted; None where this process cannot read or use them."""
+        """Return the sorted pids that KFD lists; None if this process cannot read or use them."""
         if not has_host_pids(self.proc):
             return None
         try:
@@ -215,7 +215,9 @@ class ReadContext:
 
     @cached_property
     def _by_node(self) -> ProcessTable | None:
-        """The processes by the id of their KFD node; None where KFD's processes cannot be read.
+        """Return the processes by the id of their KFD node.
+
+        None where KFD's processes cannot be read.
 
         The bytes of a process are None where its file cannot be read.
         """
@@ -240,12 +242,12 @@ class ReadContext:
 
     @cached_property
     def _by_address(self) -> ProcessTable | None:
-        """The processes by the PCI address of their card, from their open files.
+        """Return the processes by the PCI address of their card, from their open files.
 
         None where access to a process was denied and no process was found.
         """
-        # A machine has thousands of processes with hundreds of files: where KFD lists those that
-        # compute, only these are read.
+        # A machine has thousands of processes with hundreds of files, so only the processes that
+        # KFD lists are read where it lists them.
         pids = self._kfd_pids
         if pids is None:
             pids = [name for name in list_names(str(self.proc)) if name.isdecimal()]
@@ -265,11 +267,11 @@ class ReadContext:
 
 
 def _read_open_cards(process: str) -> dict[str, int]:
-    """Return the bytes that a process holds of each card, by PCI address; without cards of 0 bytes.
+    """Return the bytes that a process holds on each card, by PCI address; without cards of 0 bytes.
 
     Raises OSError where the process has exited or may not be read.
     """
-    # Several open files can belong to one DRM client: by client, so that each counts once.
+    # Kept by client, because several open files can belong to one DRM client.
     clients_bytes: dict[tuple[str, str], int] = {}
     for descriptor in os.listdir(f"{process}/fd"):  # noqa: PTH208 - a process has hundreds of them
         facts = _read_descriptor(process, descriptor)

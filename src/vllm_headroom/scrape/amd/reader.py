@@ -1,4 +1,4 @@
-"""Read AMD's cards from /sys, including cards that fail or disappear."""
+"""Read AMD's cards from /sys, even if cards fail or disappear."""
 
 import contextlib
 import errno
@@ -28,7 +28,7 @@ _REASONS: Final = {
     errno.EACCES: Reason.NO_PERMISSION,
     errno.EPERM: Reason.NO_PERMISSION,
 }
-"""The reason of a failure by the number of its OSError; any other number is DRIVER_ERROR."""
+"""The reason of a failure, by the number of its OSError; any other number means DRIVER_ERROR."""
 
 _LOOK: Final = "look for amdgpu lines in the node's kernel log"
 _MESSAGES: Final = {
@@ -54,7 +54,7 @@ def explain_error(error: OSError) -> Failure:
 
 
 class Amd:
-    """Reads all cards that amdgpu drives, on a separate thread: a faulty driver may block it.
+    """Reads all cards that amdgpu drives, on a separate thread, which a faulty driver may block.
 
     Indices are in the order of PCI addresses. A card keeps its index, and stays listed as failed
     when it is gone.
@@ -67,7 +67,7 @@ class Amd:
         self._sys = str(sys)
         self._proc = proc
         self._cards: dict[str, Card] = {}
-        """By UUID; a card's place in this order is its index."""
+        """The cards by UUID; the position of a card is its index."""
         self._last_readings: dict[str, tuple[GpuReading, ...]] = {}
         """The last readings of each card or its partitions, by the UUID of the card."""
         self._topology: object = None
@@ -82,7 +82,7 @@ class Amd:
     async def read(self, timeout_seconds: float) -> tuple[GpuReading, ...]:
         """Return a reading of every card or partition; empty where there is no card.
 
-        Never raises: a card that cannot be read, also in time, has a failed reading.
+        Never raises: a card that cannot be read in time has a failed reading.
         """
         now_seconds = self._monotonic()
         if not self._cards and now_seconds < self._search_at_seconds:
@@ -143,13 +143,13 @@ class Amd:
         )
         if topology != self._topology:
             self._topology = topology
-            # Known cards keep their place, which is their index, also those that are gone.
+            # Known cards keep their position, which is their index, even if they are gone.
             self._cards = self._cards | find_cards(self._sys)
 
     def _build_failed(self, card: Card, index: int, failure: Failure) -> tuple[GpuReading, ...]:
         """Return a failed reading of each partition of the card's last reading.
 
-        One of the whole card where it was not partitioned, or was never read.
+        For a card that was not partitioned, or never read, return one of the whole card.
         """
         whole_card = GpuReading(vendor=Vendor.AMD, index=index, uuid=card.uuid, name=card.name)
         last_readings = self._last_readings.get(card.uuid, (whole_card,))

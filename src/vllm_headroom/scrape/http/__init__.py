@@ -1,1 +1,1 @@
-"""What the engine serves over HTTP."""
+"""Fetch what the engine serves over HTTP."""

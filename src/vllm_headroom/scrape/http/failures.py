@@ -1,4 +1,4 @@
-"""Explain to the operator why an engine's page did not come."""
+"""Explain to the operator why an engine's page could not be fetched."""
 
 import os
 import re
@@ -29,7 +29,7 @@ _BROKEN_PAGE_ADVICE: Final = (
     "check with df whether its PROMETHEUS_MULTIPROC_DIR is full, gone or on a network volume, and"
     " look at the engine's log; requests are served without it, so this is no reason for a restart"
 )
-"""For a 500 of a server that is well otherwise (vllm-project/vllm#49983)."""
+"""The advice for a status 500 from an otherwise healthy server (vllm-project/vllm#49983)."""
 
 _ADVICE: Final = {
     Reason.UNAUTHORIZED: "set HEADROOM_ENGINE_BEARER_TOKEN_FILE to a token that may read the page",
@@ -78,9 +78,9 @@ def hide_secrets(url: httpx.URL) -> httpx.URL:
 
 
 def describe_answer(response: httpx.Response, url: str) -> str:
-    """Return the clause that a URL answers with a status, such as "URL answers 404 Not Found".
+    """Return a clause such as "URL answers 404 Not Found".
 
-    The phrase is the standard's: the received one may quote a secret.
+    The phrase is the standard one, because the received one may quote a secret.
     """
     phrase = httpx.codes.get_reason_phrase(response.status_code)
     return f"{url} answers {response.status_code} {phrase}".strip()
@@ -89,11 +89,11 @@ def describe_answer(response: httpx.Response, url: str) -> str:
 def explain_status(response: httpx.Response, url: str) -> Failure:
     """Return the failure of an answer with a status other than 200.
 
-    Raises httpx.InvalidURL for a redirect whose target is no URL.
+    Raises httpx.InvalidURL for a redirect whose target is not a URL.
     """
     answer = describe_answer(response, url)
     reason = _STATUS_REASONS.get(response.status_code, Reason.HTTP_STATUS)
-    # A redirect to a login page is the usual trouble, and its target the answer to it.
+    # The usual trouble is a redirect to a login page, which its target shows.
     if reason is Reason.HTTP_STATUS and response.has_redirect_location:
         target = hide_secrets(httpx.URL(response.headers["Location"]))
         location = str(target)[:_MAX_LOCATION_CHARACTERS]
@@ -119,7 +119,7 @@ def explain_broken_body(reason: Reason, url: str, max_bytes: int) -> Failure:
 
 
 def explain_no_answer(error: Exception, url: str, timeout_seconds: float) -> Failure:
-    """Return the failure of a request that raised `error`, of httpx or the operating system."""
+    """Return the failure of a request that raised `error`, from httpx or the operating system."""
     match error:
         case TimeoutError() | httpx.TimeoutException():
             return build_failure(
@@ -137,7 +137,7 @@ def explain_no_answer(error: Exception, url: str, timeout_seconds: float) -> Fai
 def _explain_no_connection(error: Exception, url: str) -> Failure:
     """Return the failure of a connection that was refused or broke.
 
-    Its reason is that of the innermost cause that is understood, else UNREACHABLE.
+    The innermost known cause gives the reason; without one it is UNREACHABLE.
     """
     is_connecting = isinstance(error, httpx.ConnectError)
     cause: BaseException | None = error
@@ -150,8 +150,8 @@ def _explain_no_connection(error: Exception, url: str) -> Failure:
                 )
             case ssl.SSLError():
                 return build_failure(Reason.TLS, f"TLS with {url} failed ({cause})")
-            # While connecting, a reset means that nobody listens there; later, that the server hung
-            # up.
+            # While connecting, a reset means that nothing listens there; later, that the server
+            # hung up.
             case ConnectionResetError() | BrokenPipeError() if not is_connecting:
                 return build_failure(Reason.INCOMPLETE, f"{url} {_HUNG_UP}")
             case OSError(errno=int(number)) if number in SHORTAGES:
@@ -168,8 +168,9 @@ TOKEN: Final = re.compile(r"[\x21-\x7e]+")
 """Visible ASCII characters, without spaces."""
 
 MAX_TOKEN_FILE_BYTES: Final = 64 * 2**10
-"""The limit for reading a token's file: far more than a token. A file such as /dev/zero never
-ends."""
+"""The most bytes of a token file that are read: far more than a token, because a file such as
+/dev/zero never ends.
+"""
 
 
 class UnusableCredentials(Exception):  # noqa: N818 - the name describes the file
@@ -177,9 +178,9 @@ class UnusableCredentials(Exception):  # noqa: N818 - the name describes the fil
 
 
 def name_token_file(file: Path) -> str:
-    """Return the words for a token file in a message.
+    """Return how a message names a token file.
 
-    A name that is no absolute path is not shown: the token itself may have been given in its place.
+    A name that is not an absolute path is not shown, because it may be the token itself.
     """
     if file.is_absolute():
         return f"the token file {file}"
@@ -189,7 +190,7 @@ def name_token_file(file: Path) -> str:
 def read_token(file: Path) -> str:
     """Return the token in a file.
 
-    Raises UnusableCredentials where the file cannot be read or has anything but one token.
+    Raises UnusableCredentials where the file cannot be read, or has anything but a single token.
     """
     try:
         # A byte that is not ASCII becomes a character that no token has.
@@ -204,11 +205,11 @@ def read_token(file: Path) -> str:
 
 
 def load_trust(ca_file: Path | None) -> ssl.SSLContext:
-    """Return the TLS context of every client, which trusts the authorities of the file.
+    """Return a TLS context for clients, which trusts the authorities in the file.
 
-    For None it trusts those of the machine and of certifi. Chain, name and time are verified as Go
-    and curl do, alike on every Python. Raises UnusableCredentials where the file cannot be read or
-    has no certificate.
+    For None it trusts the authorities of the machine and of certifi. Chain, name and time are
+    verified as in Go and curl, equally in every version of Python. Raises UnusableCredentials where
+    the file cannot be read or has no certificate.
     """
     try:
         if ca_file is None:
@@ -221,9 +222,9 @@ def load_trust(ca_file: Path | None) -> ssl.SSLContext:
         raise UnusableCredentials(
             f"{problem}: make it a readable file of PEM certificates"
         ) from None
-    # Python sets this from 3.13 on. It refuses an authority without key usage or key identifiers,
-    # as that of an EKS cluster is, and those of many companies.
+    # Python sets this from 3.13 on. It refuses authorities without key usage or key identifiers,
+    # such as those of EKS clusters and of many companies.
     context.verify_flags &= ~ssl.VERIFY_X509_STRICT
-    # Python sets this from 3.13 on: the file may hold an intermediate authority alone.
+    # Python sets this from 3.13 on: the file may contain only an intermediate authority.
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     return context

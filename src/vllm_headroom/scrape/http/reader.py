@@ -26,8 +26,9 @@ from vllm_headroom.worker import Worker
 T = TypeVar("T")
 
 _MAX_CPU_SECONDS: Final = 0.5
-"""The limit of the thread's CPU time for receiving one page. A page of 5,000 lines, each in a
-separate part, takes 0.2 s."""
+"""The limit of the thread's CPU time for receiving one page. A page of 5,000 lines, each sent in a
+separate part, takes 0.2 s.
+"""
 
 _MOST_HEAD_BYTES: Final = 64 * 2**10
 """The most bytes that are read before the head of an answer is complete. More are not a head but,
@@ -37,11 +38,12 @@ _HEAD_EVENT: Final = "http11.receive_response_headers.complete"
 """httpcore's name of the trace event after the head of the answer."""
 
 _PARTS_PER_CHECK: Final = 64
-"""How many parts of a page are read between two measurements of that CPU time."""
+"""How many parts of a page are read between two measurements of the CPU time."""
 
 _FILE_SECONDS: Final = 1.0
 """The limit for reading a token or a CA file, which takes microseconds. A pipe without a writer
-takes 5 s, a hung network volume forever."""
+would take 5 s, and a hung network volume forever.
+"""
 
 _CONNECTED_EVENTS: Final = frozenset(
     {"connection.connect_tcp.complete", "connection.start_tls.complete"}
@@ -53,14 +55,14 @@ def read_body(response: httpx.Response, max_bytes: int) -> bytearray | Reason:
     """Read the body of a response that is being streamed; return it, or why it cannot be read.
 
     The reason is MALFORMED for a compressed body, TOO_LARGE for one larger than `max_bytes`,
-    OUT_OF_BOUNDS where its parts cost too much CPU, and INCOMPLETE where the connection ends before
-    the announced length. Raises httpx.TimeoutException where the server stops sending.
+    OUT_OF_BOUNDS if its parts cost too much CPU, and INCOMPLETE if the connection ends before the
+    announced length. Raises httpx.TimeoutException where the server stops sending.
     """
     encoding = response.headers.get("Content-Encoding", "").strip().lower()
     if encoding not in {"", "identity"}:
         return Reason.MALFORMED
     body = bytearray()
-    # By the thread's CPU time: a slow network costs none.
+    # Measured by the thread's CPU time, because a slow network uses none.
     start_seconds = thread_time()
     try:
         for count, part in enumerate(response.iter_raw(), start=1):
@@ -80,7 +82,7 @@ HTTPS_PORT: Final = 443
 
 
 def find_port(url: httpx.URL) -> int:
-    """Return the port of an http or https URL, by default that of its scheme."""
+    """Return the port of an http or https URL, by default the scheme's port."""
     if url.port:
         return url.port
     return HTTPS_PORT if url.scheme == "https" else HTTP_PORT
@@ -95,8 +97,8 @@ def is_here(host: str) -> bool:
         address = ipaddress.ip_address(host)
         is_ipv6 = isinstance(address, ipaddress.IPv6Address)
         family = socket.AF_INET6 if is_ipv6 else socket.AF_INET
-        # Only an address of this machine can be bound.
-        # A datagram socket: binding it neither needs a free port nor listens.
+        # Only an address of this machine can be bound. Binding a datagram socket neither needs a
+        # free port nor listens.
         with socket.socket(family, socket.SOCK_DGRAM) as datagram_socket:
             datagram_socket.bind((host, 0))
     except (OSError, ValueError):
@@ -136,7 +138,7 @@ class RequestConnection:
             self._has_head = True
 
     def _bound_head(self, read: Callable[..., bytes]) -> Callable[..., bytes]:
-        """Return `read` of a stream, which raises httpcore.RemoteProtocolError without a head."""
+        """Return a stream's `read`, bounded: it raises RemoteProtocolError for an endless head."""
         head_bytes = 0
 
         def read_bounded(max_bytes: int, timeout: float | None = None) -> bytes:
@@ -164,12 +166,12 @@ class RequestConnection:
 
 
 class PageReader:
-    """Fetches the page at `url`, an http or https URL, repeatedly, on a thread.
+    """Fetches the page at `url`, an http or https URL, repeatedly, on its own thread.
 
-    On the event loop httpx would take a third more CPU, and would resolve names on a thread anyway.
-    The token in `bearer_token_file` is read for each page, since it may be rotated; it replaces
-    user and password of the URL. `ca_file` replaces the default authorities. `max_bytes` limits the
-    page, `timeout_seconds` the whole request.
+    On the event loop, httpx would take a third more CPU, and it would still resolve names on a
+    thread. The token in `bearer_token_file` is read for each page, because it may be rotated; it
+    replaces the URL's user and password. `ca_file` replaces the default authorities. `max_bytes`
+    limits the page, `timeout_seconds` the whole request.
     """
 
     def __init__(
@@ -183,7 +185,8 @@ class PageReader:
         headers: Mapping[str, str] = {},
     ) -> None:
         url_with_login = httpx.URL(url)
-        # Sent as a header and removed here, so that no message and no log line can show it.
+        # The login is sent as a header and removed here, so that no message or log line can show
+        # it.
         self._url = url_with_login.copy_with(userinfo=b"")
         self._shown_url = str(failures.hide_secrets(url_with_login))
         self._timeout_seconds = timeout_seconds
@@ -203,17 +206,18 @@ class PageReader:
             "read": timeout_seconds,
             "write": timeout_seconds,
             "pool": timeout_seconds,
-            # For each address of the host: half, so that there is time for a second address.
+            # Half of the time for each address of the host, so that there is time for a second
+            # address.
             "connect": timeout_seconds / 2,
         }
         self._worker = Worker[Any]("http")
         self._transport: httpx.HTTPTransport | None = None
 
     async def fetch(self) -> str | Failure:
-        """Return the page, or a Failure that says why not, in `timeout_seconds`; never raise.
+        """Return the page, or a Failure, within `timeout_seconds`; never raise.
 
-        The time includes connecting. Bytes that are not UTF-8 become U+FFFD. When cancelled or
-        timed out, the connection is dropped.
+        The time includes connecting. Bytes that are not UTF-8 become U+FFFD. After a cancellation
+        or timeout, the connection is dropped.
         """
         reply = await self._exchange(self._page_request, is_page=True)
         return reply if isinstance(reply, Failure) else reply.text
@@ -239,7 +243,7 @@ class PageReader:
         except (TimeoutError, httpx.HTTPError, httpx.InvalidURL, OSError, UnicodeError) as error:
             failure = failures.explain_no_answer(error, self._shown_url, self._timeout_seconds)
         if failure.reason is Reason.TLS:
-            # The next fetch reads the CA file again: it may have been renewed.
+            # The next fetch reads the CA file again, because it may have been renewed.
             self._transport = None
         return failure
 
@@ -252,7 +256,7 @@ class PageReader:
         """Send a request with the current token, and wait for its reply without a time limit.
 
         Raises UnusableCredentials, TimeoutError while an earlier request is stuck, and the errors
-        of httpx. The reply is a Failure where the answer breaks a bound.
+        of httpx. The reply is a Failure if the answer exceeds a bound.
         """
         transport = await self._open_transport()
         if self._token_file is not None:
@@ -260,7 +264,8 @@ class PageReader:
             token = await self._read_file(partial(failures.read_token, self._token_file), trouble)
             request.headers["Authorization"] = f"Bearer {token}"
         connection = RequestConnection()
-        # httpx limits each read, not the whole request: a slow trickle of bytes has no end for it.
+        # httpx limits each read, not the whole request, so a slow trickle of bytes could go on
+        # forever.
         request.extensions = {"timeout": self._timeouts_seconds, "trace": connection}
         reply: asyncio.Future[Reply | Failure] = self._worker.begin(
             partial(self._make_request, transport, request, is_page=is_page)
@@ -268,7 +273,7 @@ class PageReader:
         try:
             return await reply
         finally:
-            # The thread still waits for the server: without this it would be stuck.
+            # The thread is still waiting for the server, and would be stuck without this.
             if reply.cancelled():
                 connection.abandon()
 
@@ -290,8 +295,8 @@ class PageReader:
     async def _read_file(self, read: Callable[[], T], trouble: str) -> T:
         """Return what `read` returns on the thread; raise what it raises.
 
-        Raises UnusableCredentials, which begins with `trouble`, where reading takes longer than
-        _FILE_SECONDS, and TimeoutError while an earlier call is stuck.
+        Raises UnusableCredentials, whose message begins with `trouble`, if reading takes longer
+        than _FILE_SECONDS. Raises TimeoutError while an earlier call is stuck.
         """
         reading: asyncio.Future[T] = self._worker.begin(read)
         try:
@@ -316,7 +321,8 @@ class PageReader:
                 trouble = f"the CA file {self._ca_file} cannot be used"
                 load = partial(failures.load_trust, self._ca_file)
                 verify = await self._read_file(load, trouble)
-            # A connection for each page: vLLM closes one that idles 5 s, the usual interval.
+            # A new connection for each page, because vLLM closes a connection that is idle for 5 s,
+            # the usual interval.
             limits = httpx.Limits(max_keepalive_connections=0)
             self._transport = httpx.HTTPTransport(verify=verify, trust_env=False, limits=limits)
         return self._transport
@@ -329,7 +335,7 @@ SILENCES: Final = NO_ANSWER_REASONS | {Reason.UNREACHABLE}
 """Reasons of a failure where nothing answers at all."""
 
 MOST_REQUESTS: Final = 10**6
-"""A larger number of requests in the server is no count: no server has so many."""
+"""A larger number of requests is not plausible: no server has so many."""
 
 NO_PATH_REASONS: Final = frozenset({Reason.NOT_FOUND, Reason.HTTP_STATUS})
 """Reasons of a failure where the server has no such path; vLLM has `is_sleeping` in its development
@@ -337,7 +343,7 @@ mode only."""
 
 
 class _Load(Struct):
-    """What vLLM's `/load` answers; it counts only with --enable-server-load-tracking."""
+    """vLLM's answer at `/load`; it counts requests only with --enable-server-load-tracking."""
 
     server_load: float
 
@@ -346,14 +352,16 @@ class ServerRequest(Struct, frozen=True, kw_only=True):
     """The daemon's requests for other pages, which show whether the server runs."""
 
     health: PageReader
-    """Reads the server's `health`; each page has a reader, since a late one keeps its thread."""
+    """Reads the server's `health`; each page has a reader, because a late answer blocks the
+    reader's thread.
+    """
     models: PageReader
     """Reads the server's `v1/models`."""
     load: PageReader
     """Reads the server's `load`."""
 
     async def send(self) -> ServerReply:
-        """Return what the pages answer, requested one after the other; never raise."""
+        """Request the pages one after the other, and return their answers; never raise."""
         health = await self.health.send("GET", "", None)
         models = await self.models.send("GET", "", None)
         load = await self.load.send("GET", "", None)
@@ -366,7 +374,7 @@ class ServerRequest(Struct, frozen=True, kw_only=True):
 
 
 def _judge_answers(health: Reply | Failure, *others: Reply | Failure) -> ServerAnswer:
-    """Return what the server's answers show: to its health check, and to two other pages."""
+    """Return what the answers to the health check and two other requests show."""
     if _is_ok(health):
         return ServerAnswer.HEALTHY
     if _reports_death(health, others):
@@ -384,7 +392,7 @@ def _is_ok(answer: Reply | Failure) -> bool:
 
 
 def _is_silence(answer: Reply | Failure) -> bool:
-    """Return whether nothing answers, or a proxy reports that."""
+    """Return whether nothing answers, or a proxy reports that nothing does."""
     if isinstance(answer, Failure):
         return answer.reason in SILENCES
     return answer.status in {HTTPStatus.BAD_GATEWAY, HTTPStatus.GATEWAY_TIMEOUT}
@@ -393,14 +401,14 @@ def _is_silence(answer: Reply | Failure) -> bool:
 def _reports_death(health: Reply | Failure, others: tuple[Reply | Failure, ...]) -> bool:
     """Return whether a health check reports that the engine has died.
 
-    vLLM then answers 503, in older versions 500. A status of 500 proves nothing where all other
-    pages of the server are errors too.
+    vLLM then answers 503, in older versions 500. A status of 500 proves nothing if all other pages
+    of the server are errors too.
     """
     if isinstance(health, Failure) or _is_silence(health):
         return False
     if health.status == HTTPStatus.SERVICE_UNAVAILABLE:
         return True
-    # That every page fails is a proxy's error, not the engine's.
+    # If every page fails, the error is a proxy's, not the engine's.
     has_other_answer = any(
         not isinstance(other, Failure) and other.status < HTTPStatus.INTERNAL_SERVER_ERROR
         for other in others
@@ -432,12 +440,12 @@ class CanaryRequest(Struct, frozen=True, kw_only=True):
     async def ask(self, model_name: str) -> bool | None:
         """Return whether the engine completes one token; never raise.
 
-        False where it accepts a connection and does not answer, or answers with a status of 500 or
-        more. None where that proves nothing: the engine sleeps, or the server refuses the request
-        or the connection.
+        False if the server accepts the connection but does not answer, or answers with a status of
+        500 or more. None if the outcome proves nothing: the engine sleeps, or the server refuses
+        the request or the connection.
         """
-        # A sleeping engine must get no request. Its page does not suffice to know: it may be older
-        # than the sleep and, before vLLM 0.11.1, does not report it.
+        # A sleeping engine must get no request. The metrics page does not suffice to know that: it
+        # may be older than the sleep and, before vLLM 0.11.1, does not report sleep.
         for reader in (self.health, self.sleep):
             page = await reader.fetch()
             if isinstance(page, Failure):
@@ -451,7 +459,8 @@ class CanaryRequest(Struct, frozen=True, kw_only=True):
             return _judge_failure(answer)
         if answer.status == HTTPStatus.OK:
             return True
-        # With a status below 500 the server itself refuses the request: the engine never saw it.
+        # With a status below 500, the server itself refuses the request, and the engine never gets
+        # it.
         return False if answer.status >= HTTPStatus.INTERNAL_SERVER_ERROR else None
 
     async def close(self) -> None:

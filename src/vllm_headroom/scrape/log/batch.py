@@ -12,14 +12,15 @@ class LogBatch(Struct, frozen=True, kw_only=True):
 
     content: bytes
     is_old: bool = False
-    """Whether it was written before the sidecar began to follow the log, at an unknown time."""
+    """Whether it was written, at an unknown time, before the sidecar began to follow the log."""
 
     is_broken: bool = False
-    """Whether bytes before it are missing: an incomplete line must not be joined with it."""
+    """Whether bytes before it are missing, so that an incomplete line must not be joined with it.
+    """
 
 
 class LogSource(Protocol):
     """A place where the engine's log can be read."""
 
     async def fetch(self, timeout_seconds: float) -> LogBatch | Failure:
-        """Return what was added in a time limit, or a Failure that says why not; never raise."""
+        """Return what was added, or a Failure, within a time limit; never raise."""

@@ -15,21 +15,23 @@ from vllm_headroom.vocabulary import Reason, Source
 from vllm_headroom.worker import Worker
 
 MOST_BYTES: Final = 2 * 2**20
-"""How much is read at a time: it takes 0.07 s of CPU, and no engine writes so much in a tick."""
+"""How much is read at a time. That takes 0.07 s of CPU, and no engine writes so much in a tick."""
 
 MOST_BACKLOG_BYTES: Final = 16 * 2**20
-"""With more than this to read, the middle is left out: the first MOST_BYTES have the start, the
-last have the present."""
+"""If more than this is unread, the middle is left out: the first MOST_BYTES show the start, and the
+last show the present.
+"""
 
 MOST_FILES: Final = 4096
 """How many files a pattern may match: a node has one for each of some hundred containers."""
 
 FINGERPRINT_BYTES: Final = 64
-"""How many bytes before the place that was read last are compared: a file that was truncated and
-has grown again has others there."""
+"""How many bytes before the last read position are compared. They differ if the file was truncated
+and has grown again.
+"""
 
 PACKED_SUFFIXES: Final = (".gz", ".xz", ".zst", ".bz2")
-"""Rotated files that were packed are not followed."""
+"""The endings of compressed rotated files, which are not followed."""
 
 
 class TooManyFilesError(Exception):
@@ -40,7 +42,7 @@ FileId = tuple[int, int]
 """The device and the inode of a file."""
 
 MOST_PLACES: Final = 16
-"""Of how many files the place that was read last is kept: a pattern may match several that grow."""
+"""For how many files the last read position is kept: a pattern may match several growing files."""
 
 
 class Place(NamedTuple):
@@ -51,13 +53,13 @@ class Place(NamedTuple):
     """The bytes before `offset`."""
 
     old_end: int = 0
-    """Up to here it was written before it was followed."""
+    """The size of the file when following began."""
 
 
 class LogFiles:
-    """Reads what is added to the newest file that a path or a pattern names, on a daemon thread.
+    """Reads additions to the newest file that a path or a pattern names, on a daemon thread.
 
-    The pattern is the operator's. The content may be anybody's: it is returned as bytes.
+    The pattern is the operator's. The content may be anybody's, so it is returned as bytes.
     """
 
     def __init__(self, pattern: str) -> None:
@@ -65,11 +67,11 @@ class LogFiles:
         self._descriptor: int | None = None
         """The file that is followed; None before the first."""
         self._places: dict[FileId, Place] = {}
-        """How far each of the newest files was read, the newest last."""
+        """How far each file was read; the file that was read last comes last."""
         self._worker = Worker[LogBatch | Failure]("log files")
 
     async def fetch(self, timeout_seconds: float) -> LogBatch | Failure:
-        """Return what was added, at most MOST_BYTES, empty where nothing was; else a Failure.
+        """Return what was added, at most MOST_BYTES, possibly nothing; or a Failure.
 
         Never raises.
         """
@@ -94,10 +96,10 @@ class LogFiles:
         return Failure(source=Source.LOG, reason=reason, message=message)
 
     def _read(self) -> LogBatch:
-        """Read on; runs on the thread. Raises OSError and TooManyFilesError."""
+        """Continue reading; runs on the thread. Raises OSError and TooManyFilesError."""
         if self._descriptor is None:
             self._descriptor = _open_regular(self._find_newest())
-        # What was written into a file before it was rotated is read first.
+        # The rest of a rotated file is read first.
         batch = self._read_open(self._descriptor)
         if batch.content:
             return batch
@@ -106,7 +108,7 @@ class LogFiles:
             path = self._find_newest()
             newest_status = path.stat()
         except FileNotFoundError:
-            # Between the two steps of a rotation the file has another name only.
+            # Between the two steps of a rotation, the file has only another name.
             if status.st_nlink:
                 return batch
             raise
@@ -141,19 +143,19 @@ class LogFiles:
         return newest_path
 
     def _read_open(self, descriptor: int) -> LogBatch:
-        """Return the next bytes of the open file; begin again where it was truncated."""
+        """Return the next bytes of the open file; start over if it was truncated."""
         status = os.fstat(descriptor)
         file = _identify(status)
-        # Taken out and added again, so that the file read last is last.
+        # Removed and added again, so that the file read last comes last.
         place = self._places.pop(file, None)
         if place is None:
-            # Only the first file has a past that was not followed.
+            # Only the first file has content from before it was followed.
             place = Place(old_end=0 if self._places else status.st_size)
         elif _is_truncated(descriptor, place, status.st_size):
             place = Place()
         offset = place.offset
         is_broken = offset == 0
-        # Too far behind: old lines are skipped, and what is read begins within a line.
+        # Too far behind, so old lines are skipped, and reading begins within a line.
         if status.st_size - offset > MOST_BACKLOG_BYTES and offset > 0:
             offset = status.st_size - MOST_BYTES
             place = place._replace(fingerprint=b"")
@@ -175,7 +177,7 @@ def _identify(status: os.stat_result) -> FileId:
 
 
 def _open_regular(path: Path) -> int:
-    """Open a file and return its descriptor; raises OSError where it is no regular file."""
+    """Open a file and return its descriptor; raises OSError if it is not a regular file."""
     # A pipe without a writer must not block the thread.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -185,7 +187,7 @@ def _open_regular(path: Path) -> int:
 
 
 def _is_truncated(descriptor: int, place: Place, size_bytes: int) -> bool:
-    """Return whether a file no longer has what was read of it."""
+    """Return whether a file no longer has the content that was read."""
     if size_bytes < place.offset:
         return True
     begin = place.offset - len(place.fingerprint)

@@ -17,13 +17,13 @@ MOST_LINES: Final = 20_000
 """How many of the newest lines are read first: those of a start and of a day of load."""
 
 MOST_BYTES: Final = 4 * 2**20
-"""How much of the answer is read: a line takes half a KiB as JSON. The next call reads on."""
+"""How much of the answer is read: a line takes half a KiB as JSON. The next call reads the rest."""
 
 CLOSE_SECONDS: Final = 0.2
-"""How long the end of a killed process is waited for."""
+"""How long to wait for the end of a killed process."""
 
 SHOWN_CHARACTERS: Final = 200
-"""Characters of journalctl's message that are shown."""
+"""How many characters of journalctl's message are shown."""
 
 
 class Journal:
@@ -40,7 +40,7 @@ class Journal:
         """Why the newest call failed; None where it did not."""
 
     async def fetch(self, timeout_seconds: float) -> LogBatch | Failure:
-        """Return what was added; between two calls nothing, or the last failure; never raise."""
+        """Return what was added; nothing, or the last failure, between two calls; never raise."""
         now_seconds = asyncio.get_running_loop().time()
         if now_seconds < self._next_seconds:
             return self._failure or LogBatch(content=b"")
@@ -50,13 +50,13 @@ class Journal:
         if isinstance(answer, Failure):
             self._failure = answer
             return answer
-        # The first answer is the past: its lines may be of an earlier run.
+        # The first answer shows the past, so its lines may be from an earlier run.
         is_first = self._cursor is None
         self._cursor = _find_cursor(answer) or self._cursor
         return LogBatch(content=answer, is_old=is_first, is_broken=is_first)
 
     async def _call(self, timeout_seconds: float) -> bytes | Failure:
-        """Return journalctl's answer, without the line that a bound cuts off, or a Failure."""
+        """Return journalctl's answer, without a line that the bound cuts off, or a Failure."""
         arguments = [f"--unit={self._unit}", "--output=json", "--all", "--no-pager"]
         if self._cursor is None:
             arguments.append(f"--lines={MOST_LINES}")
@@ -84,7 +84,7 @@ class Journal:
             problem = f"journalctl did not answer within {timeout_seconds:g} s"
             return _fail(Reason.TIMEOUT, f"{problem}: look at the journal's size")
         finally:
-            # Also when the tick is cancelled: no process is left behind.
+            # Even if the tick is cancelled, no process is left behind.
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             with contextlib.suppress(TimeoutError):

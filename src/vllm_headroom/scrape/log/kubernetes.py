@@ -12,19 +12,19 @@ from vllm_headroom.scrape.log.batch import LogBatch
 from vllm_headroom.vocabulary import REASONS, Reason, Source
 
 PAUSE_SECONDS: Final = 10.0
-"""The time between two rounds of requests: the API server is shared with the whole cluster."""
+"""The time between two rounds of requests: the whole cluster shares the API server."""
 
 MOST_BYTES: Final = 2 * 2**20
-"""How much of the log one request returns; more is read by the next rounds."""
+"""How much of the log one request returns; the next rounds read the rest."""
 
 FIRST_LINES: Final = 50_000
 """How many of the newest lines are read first: those of a start and of a day of load."""
 
 LONGEST_TIME: Final = 40
-"""Characters of the time before a line: RFC 3339 with nanoseconds has 35."""
+"""The most characters of the time before a line; RFC 3339 with nanoseconds has 35."""
 
 SHOWN_CHARACTERS: Final = 200
-"""Characters of the API server's message that are shown."""
+"""How many characters of the API server's message are shown."""
 
 
 class RefusedError(Exception):
@@ -36,7 +36,7 @@ class RefusedError(Exception):
 
 
 class PodLog:
-    """Reads what is added to a container's log, and what the container before it wrote last.
+    """Reads additions to a container's log, and the last lines of the container before it.
 
     The Role needs `get` on pods and on pods/log.
     """
@@ -55,11 +55,11 @@ class PodLog:
         """Why the last round failed; None where it did not."""
 
     async def fetch(self, timeout_seconds: float) -> LogBatch | Failure:
-        """Return what was added; between two rounds nothing, or the last failure; never raise."""
+        """Return what was added; nothing, or the last failure, between two rounds; never raise."""
         now_seconds = asyncio.get_running_loop().time()
         if now_seconds < self._next_seconds:
             return self._failure or LogBatch(content=b"")
-        # Before the request, so that a failing server is not asked at each tick.
+        # Set before the request, so that a failing server does not get a request at each tick.
         self._next_seconds = now_seconds + PAUSE_SECONDS
         self._failure = None
         try:
@@ -78,7 +78,7 @@ class PodLog:
         is_first = self._restarts is None
         content = b""
         if self._restarts is not None and restarts != self._restarts:
-            # The container before this one wrote its last lines after the last round.
+            # The previous container wrote its last lines after the last round.
             content = await self._read_log(is_previous=True)
         content += await self._read_log(is_previous=False)
         self._restarts = restarts
@@ -120,14 +120,14 @@ class PodLog:
         try:
             reply = await self._ask(f"{self._path}/log?{urlencode(query)}")
         except RefusedError as error:
-            # A container that waits to start, or whose log was removed, has none.
+            # A container that is waiting to start, or whose log was removed, has no log.
             if error.failure.reason is Reason.HTTP_STATUS:
                 return b""
             raise
         lines = reply.text.split("\n")
-        # The last is empty, or was cut off by the bound: the next round has all of it.
+        # The last line is empty, or was cut off by the bound, and the next round gets all of it.
         lines.pop()
-        # The API server counts in whole seconds, so lines that were read come again.
+        # The API server counts in whole seconds, so it returns some lines again.
         newest_key = _build_time_key(self._newest_time)
         new_lines = [line for line in lines if _build_time_key(line) > newest_key]
         if new_lines:
@@ -153,14 +153,14 @@ class PodLog:
 
 
 def _build_time_key(line: str) -> str:
-    """Return what the time before a line is compared by; Go leaves out zeros at the end of it."""
+    """Return a sortable key of the time before a line; Go leaves out its trailing zeros."""
     time, _, _ = line[:LONGEST_TIME].partition(" ")
     # Without the Z, a shorter fraction is the beginning of a longer one, and comes before it.
     return time.rstrip("Z")
 
 
 def _choose_reason(reason: Reason) -> Reason:
-    """Return the reason, or UNAVAILABLE for one that this source does not have."""
+    """Return the reason, or UNAVAILABLE for a reason that this source does not have."""
     return reason if reason in REASONS[Source.LOG] else Reason.UNAVAILABLE
 
 

@@ -1,4 +1,4 @@
-"""Open NVML, and read one physical GPU from it."""
+"""Open NVML, and read one physical GPU."""
 
 import contextlib
 from collections import defaultdict
@@ -40,16 +40,16 @@ REFUSAL_CODES: Final = frozenset(
 """Error codes after which the device will never answer this call."""
 
 PAGE_BYTES: Final = 2 * MIB
-"""Memory on a device is allocated in pieces of this size: a smaller difference is no change."""
+"""Memory on a device is allocated in blocks of this size, so a smaller difference is no change."""
 
 MAX_DEVICE_BYTES: Final = 2**41
-"""Two TiB, several times the largest GPU: a driver that fails has answered 2^64 - 1."""
+"""Two TiB, several times the largest GPU. A failing driver once answered 2^64 - 1."""
 
 MAX_CELSIUS: Final = 200
-"""Above every temperature: GPUs switch off above 110 C, and 2^32 - 1 is no reading."""
+"""Above every temperature: GPUs switch off above 110 C, and 2^32 - 1 is not a reading."""
 
 MAX_MILLIWATTS: Final = 10_000_000
-"""Above every power: a GPU of 2026 takes 1,400 W, and 2^32 - 1 is no reading."""
+"""Above every power: a GPU of 2026 takes 1,400 W, and 2^32 - 1 is not a reading."""
 
 MAX_PERCENT: Final = 100
 
@@ -83,7 +83,7 @@ class GpuFaults(Struct, frozen=True, kw_only=True):
     row_remap_pending: bool | None = None
     """Whether rows are remapped at the next reset."""
     row_remap_failed: bool | None = None
-    """Whether a remapping has ever failed: once True, it remains so."""
+    """Whether a remapping has ever failed; once True, it stays True."""
     page_retirement_pending: bool | None = None
     """Whether pages are retired at the next reset."""
 
@@ -92,14 +92,14 @@ class ProcessList(Struct, frozen=True, kw_only=True):
     """The processes on a whole GPU or a MIG instance, and its memory in use when listed."""
 
     listed_at_seconds: float
-    """On the monotonic clock."""
+    """When it was listed, on the monotonic clock."""
     used_bytes: int | None
     """None where unknown."""
     processes: tuple[GpuProcess, ...] | None
 
 
 class Session:
-    """Initialises NVML, repeatedly if needed; its methods run on NVML's thread."""
+    """Initialises NVML, again if needed; its methods run on NVML's thread."""
 
     def __init__(
         self, *, monotonic: Callable[[], float], process_interval_seconds: float, proc: Path
@@ -111,22 +111,24 @@ class Session:
         """Empty while NVML is closed."""
         self.driver_version: str | None = None
         self.memory_version: int | None = None
-        """NVML's number of version 2 of memory info; None for version 1."""
+        """NVML's number for version 2 of memory info; None for version 1."""
         self.has_single_gpu = False
-        """True on machines whose GPU uses the machine's memory, and on others with one GPU."""
+        """True on machines with one GPU, among them those whose GPU uses the machine's memory."""
         self.xids = Xids()
         self.peaks: defaultdict[str, Peak] = defaultdict(Peak)
-        """By the UUID of a GPU or MIG instance; kept when NVML is initialised again."""
+        """The peaks by the UUID of a GPU or MIG instance; they stay when NVML is initialised again.
+        """
         self._refusals: dict[DeviceFact, int | None] = {}
-        """NVML's error code when the device first refused a fact; None where the device has
-        provided the fact at least once, also before a refusal."""
+        """NVML's error code when the device first refused a fact; None if the device has ever
+        provided the fact.
+        """
         self._is_initialised = False
         self._has_logged_v1 = False
 
     def open(self) -> Failure | None:
-        """Shut NVML down if it is initialised, and initialise it; list its devices.
+        """Initialise NVML, after a shutdown if it was initialised, and list its devices.
 
-        Return None on success, else why that failed; a machine without a GPU is a failure too.
+        Return None on success, or else the failure; a machine without a GPU is a failure too.
         """
         self.close()
         try:
@@ -189,8 +191,8 @@ class Session:
         None where the device does not provide the fact now, or has refused it before. An essential
         fact is queried again after a refusal; any other fact is not.
 
-        Raises NVMLError where the GPU is lost or the driver fails. For an essential fact, raises it
-        for NVML's "unknown error" too, which healthy devices return at times.
+        Raises NVMLError where the GPU is lost or the driver fails. For an essential fact it is also
+        raised for NVML's "unknown error", which healthy devices return at times.
         """
         if not is_essential and self._refusals.get((uuid, fact)) is not None:
             return None
@@ -203,7 +205,8 @@ class Session:
             if is_blocked or error.value in LOST_CODES | DRIVER_WIDE_CODES:
                 raise
             if error.value in REFUSAL_CODES:
-                # A fact that was provided before keeps None: a later refusal may pass.
+                # A fact that was provided before keeps None, because a later refusal may be
+                # temporary.
                 self._refusals.setdefault((uuid, fact), error.value)
             return None
         self._refusals[uuid, fact] = None
@@ -236,7 +239,7 @@ class NvmlDevice:
         self.parts: tuple[GpuPart, ...] = ()
         """The MIG instances at the last reading, or the whole GPU alone; empty before a reading."""
         self.lost_code: int | None = None
-        """NVML's error code with which the GPU was lost; None while it is not."""
+        """NVML's error code when the GPU was lost; None while it is not lost."""
         self._session = session
         self._lists_by_uuid: dict[str, ProcessList] = {}
         """The last list of processes of each of `parts`."""
@@ -244,7 +247,7 @@ class NvmlDevice:
     def call(self, method: "Callable[[NvmlDevice], T]") -> T:
         """Return what a method of this device returns, or raise what it raises.
 
-        Where the error means that the GPU is lost, set `lost_code`.
+        If the error means that the GPU is lost, `lost_code` is set.
         """
         try:
             return method(self)
@@ -257,7 +260,7 @@ class NvmlDevice:
         """Return a reading of each MIG instance, or else one of the whole GPU."""
         gpu = self.gpu or self._open()
         previous_uuids = {part.uuid for part in self.parts}
-        # Never both: the memory of a GPU in MIG mode is that of its instances.
+        # Never both, because a GPU in MIG mode consists of its instances.
         self.parts = tuple(self._list_instances(gpu)) or (gpu,)
         removed_uuids = previous_uuids - {part.uuid for part in self.parts}
         for uuid in removed_uuids:
@@ -266,7 +269,9 @@ class NvmlDevice:
         return tuple(self._read_part(part) for part in self.parts)
 
     def sample_used(self) -> dict[str, int]:
-        """Return the memory in use by UUID, and add it to the peaks; unknown ones are left out.
+        """Return the memory in use by UUID, and add it to the peaks.
+
+        GPUs without a known use are left out.
 
         Empty before the first reading.
         """
@@ -278,7 +283,7 @@ class NvmlDevice:
         return used_bytes
 
     def read_faults(self) -> GpuFaults:
-        """Return the faults in the memory of the whole GPU; None for each that is not reported."""
+        """Return the faults in the memory of the whole GPU; a field is None where not reported."""
         gpu = self.gpu or self._open()
         ecc = self._query(gpu, "ECC mode", pynvml.nvmlDeviceGetEccMode)
         rows = self._query(gpu, "row remapping", pynvml.nvmlDeviceGetRemappedRows)
@@ -294,7 +299,7 @@ class NvmlDevice:
         )
 
     def _open(self) -> GpuPart:
-        """Open the GPU, count its XID errors from now on, and set `gpu`; return that."""
+        """Open the GPU, start counting its XID errors, and set and return `gpu`."""
         query = self._session.query
         # Both calls raise NVMLError where the device cannot be opened.
         handle = pynvml.nvmlDeviceGetHandleByIndex(self.index)
@@ -307,7 +312,7 @@ class NvmlDevice:
     def _list_instances(self, gpu: GpuPart) -> Iterator[GpuPart]:
         """Yield the MIG instances that are visible now; none where the GPU is not in MIG mode."""
         mode = self._query(gpu, "MIG mode", pynvml.nvmlDeviceGetMigMode)
-        # No MIG mode, or none that is on: the whole GPU is the only part.
+        # MIG mode is off or not supported, so the whole GPU is the only part.
         if mode is None or mode[0] != pynvml.NVML_DEVICE_MIG_ENABLE:
             return
         max_count = self._query(gpu, "MIG devices", pynvml.nvmlDeviceGetMaxMigDeviceCount)
@@ -317,7 +322,7 @@ class NvmlDevice:
             )
             if handle is None:
                 continue
-            # Its UUID is queried below; until then, refusals count as those of the whole GPU.
+            # Its UUID is queried below. Until then, refusals are stored under the whole GPU.
             instance = replace(gpu, handle=handle)
             uuid = self._query(instance, "MIG UUID", pynvml.nvmlDeviceGetUUID)
             if uuid is None:
@@ -328,10 +333,13 @@ class NvmlDevice:
             yield replace(instance, name=name, gpu_instance=number)
 
     def _read_part(self, part: GpuPart) -> GpuReading:
-        """Return a reading of the whole GPU or a MIG instance; what it does not provide is None."""
+        """Return a reading of the whole GPU or a MIG instance.
+
+        Facts that it does not provide are None.
+        """
         session = self._session
         memory = self._read_memory(part)
-        # Each query is separate: one that the driver refuses leaves only its figure out.
+        # Each query is separate, so that a refused one leaves out only its own figure.
         utilization = self._query(part, "utilization", pynvml.nvmlDeviceGetUtilizationRates)
         utilization_percent = None if utilization is None else utilization.gpu
         celsius = self._query(
@@ -371,8 +379,8 @@ class NvmlDevice:
             if session.has_single_gpu and is_unsupported:
                 return self._read_unified_memory(part)
             return None
-        # A library that shares GPUs can report less than zero (Project-HAMi/HAMi-core#200): then
-        # no value is reliable.
+        # A library that shares GPUs can report less than zero (Project-HAMi/HAMi-core#200), and
+        # then no value is reliable.
         is_overflown = max(info.used, info.free) > info.total
         if is_overflown or info.total > MAX_DEVICE_BYTES:
             return None
@@ -417,7 +425,7 @@ class NvmlDevice:
         previous = self._lists_by_uuid.get(part.uuid)
         if previous is not None and not self._is_outdated(previous, now_seconds, used_bytes):
             return previous.processes
-        # Where NVML reports no memory, only this call shows whether the GPU still works.
+        # If NVML reports no memory, only this call shows whether the GPU still works.
         is_essential = memory is None or memory.is_unified
         processes = self._list_processes(part, is_essential=is_essential)
         self._lists_by_uuid[part.uuid] = ProcessList(
@@ -428,14 +436,16 @@ class NvmlDevice:
     def _is_outdated(
         self, previous: ProcessList, now_seconds: float, used_bytes: int | None
     ) -> bool:
-        """Return whether a list failed, is old, or does not match the memory in use any more.
+        """Return whether a list failed, is old, or no longer matches the memory in use.
 
-        A list is never outdated by memory within MIN_LIST_AGE_SECONDS: lists are costly.
+        Within MIN_LIST_AGE_SECONDS a change of memory does not outdate a list, because lists are
+        costly.
         """
         age_seconds = now_seconds - previous.listed_at_seconds
         if previous.processes is None or age_seconds >= self._session.process_interval_seconds:
             return True
-        # A change of the memory in use means that a process has come, grown or gone.
+        # A change of the memory in use means that a process has started, exited, or changed its
+        # memory.
         if used_bytes is None or previous.used_bytes is None or age_seconds < MIN_LIST_AGE_SECONDS:
             return False
         return abs(used_bytes - previous.used_bytes) >= PAGE_BYTES
@@ -454,7 +464,7 @@ class NvmlDevice:
             "nvmlDeviceGetComputeRunningProcesses_v3",
             is_essential=is_essential,
         )
-        # MPS is queried only where something computes: each list is costly.
+        # MPS is queried only if something computes, because each list is costly.
         if not processes:
             return processes
         clients = self._query(
@@ -474,7 +484,7 @@ class NvmlDevice:
     ) -> T | None:
         """Return a fact about a part, which `call` reads by its handle; see `Session.query`.
 
-        None where the driver does not have the fact.
+        None where the driver does not provide the fact.
         """
         return self._session.query(
             part.uuid, fact, call, part.handle, *arguments, is_essential=is_essential
@@ -484,8 +494,8 @@ class NvmlDevice:
 def _call_process_list(handle: Handle, function: str) -> tuple[GpuProcess, ...]:
     """Return the processes that a function of pynvml lists; raise NVMLError.
 
-    `function` is its name with a version: where the driver lacks a function that was named without
-    a version, pynvml raises an error of another class.
+    `function` is the function's name with a version. For a name without a version, pynvml raises an
+    error of another class where the driver lacks the function.
     """
     processes = []
     for process in getattr(pynvml, function)(handle):
@@ -499,6 +509,6 @@ def _call_process_list(handle: Handle, function: str) -> tuple[GpuProcess, ...]:
 def _convert(value: int | None, *, maximum: int, divisor: int) -> float | None:
     """Return a value divided by `divisor`; None where unknown or above `maximum`.
 
-    No GPU reaches `maximum`: a value above it is an error of the driver.
+    No GPU reaches `maximum`, so a value above it is an error of the driver.
     """
     return None if value is None or value > maximum else value / divisor

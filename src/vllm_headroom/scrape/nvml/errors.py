@@ -26,8 +26,9 @@ LOST_CODES: Final = frozenset(
         pynvml.NVML_ERROR_GPU_NOT_FOUND,
     }
 )
-"""Error codes after which the device's handle must not be used again: that has crashed processes
-(XuehaiPan/nvitop#139, #145)."""
+"""Error codes after which the device's handle must not be used again, because that has crashed
+processes (XuehaiPan/nvitop#139, #145).
+"""
 
 BLOCKED_CODES: Final = frozenset({pynvml.NVML_ERROR_UNKNOWN, pynvml.NVML_ERROR_OPERATING_SYSTEM})
 """Error codes of a device whose device node is not accessible

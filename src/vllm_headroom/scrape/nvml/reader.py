@@ -26,21 +26,23 @@ from vllm_headroom.worker import Worker, capture_outcome
 T = TypeVar("T")
 
 GpuOutcome = tuple[GpuReading, ...] | Failure
-"""The reading of a whole GPU or those of its MIG instances, or why the GPU cannot be read."""
+"""The reading of a whole GPU, the readings of its MIG instances, or why the GPU cannot be read."""
 
 FIRST_BACKOFF_SECONDS: Final = 1.0
 """The pause between the first two inits of a failed driver; each further pause is twice as long."""
 
 RETRY_SECONDS: Final = 60.0
-"""The longest pause between two inits of a failed driver, and between two that look for a lost
-GPU."""
+"""The longest pause between two inits of a failed driver, and between two inits that search for a
+lost GPU.
+"""
 
 SHUTDOWN_SECONDS: Final = 0.2
-"""How long shutting NVML down may take: the whole exit may take one second."""
+"""How long shutting NVML down may take. The whole exit may take one second."""
 
 MAX_GPUS: Final = 64
-"""The most GPUs that are remembered, more than a machine has. Of more GPUs, those that were read
-longest ago are forgotten."""
+"""The most GPUs that are remembered, more than a machine has. Beyond that, the GPUs that were read
+longest ago are forgotten.
+"""
 
 MAX_STUCK_CALLS: Final = 8
 """With this number of stuck calls, one for each GPU of a common node, no other call is made."""
@@ -59,8 +61,8 @@ class Nvml:
 
     A failed driver is initialised again, after growing pauses. While a call is stuck, NVML is not
     shut down: that could crash. A GPU that is gone stays listed as failed, with the MIG instances
-    that it had. An instance that is gone from a present GPU is not listed: it was removed on
-    purpose.
+    that it had. An instance that is gone from a present GPU is not listed, because it was removed
+    on purpose.
 
     `call_timeout_seconds` is how long one GPU may take before its thread is abandoned. `proc` shows
     the machine's memory, for GPUs that use it.
@@ -83,14 +85,15 @@ class Nvml:
         self._lock = asyncio.Lock()
         self._parts: dict[str, tuple[GpuPart, ...]] = {}
         """Each GPU's MIG instances, or the whole GPU alone, at its last reading, by the GPU's UUID.
-        The GPU that was read last is last."""
+        The GPU that was read last comes last.
+        """
         self._transitions = GpuTransitions()
         self._failure = _SILENT
         """Why the driver failed at the last init."""
         self._backoff_seconds = FIRST_BACKOFF_SECONDS
         """The pause before the next init of a failed driver."""
         self._open_at_seconds = -inf
-        """The time on the monotonic clock at which a failed driver is initialised again."""
+        """When a failed driver is initialised again, on the monotonic clock."""
         self._reopen_at_seconds = inf
         """When a working driver is initialised again to find a lost GPU, on the same clock."""
 
@@ -98,11 +101,12 @@ class Nvml:
         """Return one reading of every GPU within `timeout_seconds`; never raise.
 
         A GPU that cannot be read has a failed reading; a failure of the whole driver is returned.
-        When cancelled, a call in progress continues, and its GPU is not read until that returns.
+        On cancellation, a call in progress continues, and its GPU is not read until that call
+        returns.
         """
         deadline = read_loop_seconds() + timeout_seconds
         try:
-            # One reading at a time: the last one may still wait for a stuck call.
+            # Only one reading at a time: the previous one may still be waiting for a stuck call.
             async with asyncio.timeout_at(deadline):
                 await self._lock.acquire()
         except TimeoutError:
@@ -147,7 +151,7 @@ class Nvml:
         self._lane.stop()
 
     async def _open(self, deadline: float) -> Failure | None:
-        """Initialise NVML where that is due; return None where GPUs can be read now.
+        """Initialise NVML if that is due; return None if GPUs can be read now.
 
         Otherwise return a Failure: the last init failed, too many calls are stuck, or NVML did not
         answer before `deadline`, a time of the event loop. Raises an unexpected error of the init.
@@ -156,7 +160,7 @@ class Nvml:
         is_stuck = bool(self._lane.stuck_subjects)
         if self._lane.is_blocked:
             return _SILENT
-        # Before an init, NVML is shut down: that must not happen while a call is stuck.
+        # An init shuts NVML down first, which must not happen while a call is stuck.
         if self._session.devices and (is_stuck or now_seconds < self._reopen_at_seconds):
             return None
         if is_stuck or now_seconds < self._open_at_seconds:
@@ -180,7 +184,7 @@ class Nvml:
         return failure
 
     async def _read(self, deadline: float) -> GpuReadings | Failure:
-        """Read every GPU of an initialised driver; schedule an init where one is needed.
+        """Read every GPU of an initialised driver; schedule an init if one is needed.
 
         A Failure where the driver as a whole fails or hangs.
         """
@@ -190,16 +194,17 @@ class Nvml:
             )
         except pynvml.NVMLError as error:
             return self._mark_down(explain_source(error.value))
-        # So many calls are stuck that the driver as a whole hangs.
+        # So many calls are stuck that the whole driver hangs.
         if self._lane.is_blocked:
             return _SILENT
-        # A single GPU with this error may be healthy; with all GPUs the driver has failed.
+        # A single GPU with this error may be healthy. If all GPUs have it, the driver has failed.
         if all(_is_failed(outcome, Reason.UNKNOWN) for _, outcome in outcomes):
             return self._mark_down(explain_source(Reason.UNKNOWN))
         self._backoff_seconds = FIRST_BACKOFF_SECONDS
         readings = self._complete(outcomes)
         self._transitions.report(readings)
-        # A lost GPU gets a new handle only by another init, which ends the handles of all GPUs.
+        # A lost GPU gets a new handle only by another init, which invalidates the handles of all
+        # GPUs.
         if any(_is_failed(reading.failure, Reason.DEVICE_LOST) for reading in readings):
             retry_at_seconds = self._monotonic() + RETRY_SECONDS
             self._reopen_at_seconds = min(self._reopen_at_seconds, retry_at_seconds)
@@ -210,11 +215,11 @@ class Nvml:
     ) -> tuple[GpuReading, ...]:
         """Return the readings of the GPUs that were read, and failed readings of all others.
 
-        A GPU that failed, or that NVML does not list any more, has a failed reading for each of
-        its MIG instances, or one for the whole GPU.
+        A GPU that failed, or that NVML no longer lists, gets a failed reading for each of its MIG
+        instances, or one for the whole GPU.
         """
-        # A GPU that falls off the bus is not listed at the next init: without this its series would
-        # just end.
+        # A GPU that falls off the bus is not listed at the next init. Without this, its series
+        # would just end.
         missing_uuids = self._remember_parts(device for device, _ in outcomes)
         readings: list[GpuReading] = []
         for device, outcome in outcomes:
@@ -224,8 +229,8 @@ class Nvml:
             if device.gpu is not None:
                 readings += self._build_failed(device.gpu.uuid, outcome)
                 continue
-            # The UUID of a GPU that does not open is unknown: it counts as the missing one that
-            # had its index.
+            # The UUID of a GPU that cannot be opened is unknown, so it is taken for the missing GPU
+            # with its index.
             uuid = self._find_uuid(missing_uuids, device.index)
             if uuid is None:
                 readings.append(GpuReading(index=device.index, uuid="", name="", failure=outcome))
@@ -237,7 +242,7 @@ class Nvml:
         return tuple(readings)
 
     def _remember_parts(self, devices: Iterable[NvmlDevice]) -> list[str]:
-        """Remember the MIG instances of these GPUs, or the whole GPU where it has none.
+        """Remember the MIG instances of these GPUs, or the whole GPU if it has none.
 
         GPUs without a UUID yet are left out. Return the sorted UUIDs of remembered GPUs that are
         not among these. At most MAX_GPUS GPUs are remembered.
@@ -266,7 +271,7 @@ class Nvml:
     def _build_failed(self, uuid: str, failure: Failure) -> list[GpuReading]:
         """Return a failed reading of each MIG instance of a remembered GPU, or of the whole GPU.
 
-        They contain the XID errors that were counted so far.
+        The readings contain the XID errors counted so far.
         """
         return [
             GpuReading(
@@ -298,16 +303,17 @@ class Nvml:
     ) -> list[tuple[NvmlDevice, T | Failure]]:
         """Return each GPU's answer to `method`, or its failure.
 
-        A GPU that does not answer before `deadline` has a failure. The `driver_calls`, which
-        concern the driver and not one GPU, are made first; their results are dropped. Raises
-        NVMLError where the error of a call means that the whole driver fails.
+        A GPU that does not answer before `deadline` has a failure. The `driver_calls` concern the
+        whole driver; they are made first, and their results are dropped. Raises NVMLError if the
+        error of a call means that the whole driver fails.
         """
         calls: dict[str, Callable[[], Any]] = dict(driver_calls)
-        # A lost GPU is not called again: it would answer with the same error, or hang.
+        # A lost GPU is not called again, because it would return the same error or hang.
         for device in self._session.devices:
             if device.lost_code is None:
                 calls[_name_subject(device)] = partial(device.call, method)
-        # In one job: waking the thread for each GPU would cost more than the calls (40 µs).
+        # All in one job, because waking the thread for each GPU (40 µs) would cost more than the
+        # calls.
         outcomes = await self._lane.make_calls(calls, self._call_timeout_seconds, deadline)
         for outcome in outcomes.values():
             if isinstance(outcome, pynvml.NVMLError) and outcome.value in DRIVER_WIDE_CODES:
@@ -354,29 +360,29 @@ class Lane:
     def __init__(self) -> None:
         self._worker = Worker[Any]("nvml")
         self._stuck_workers: dict[str, Worker[Any]] = {}
-        """The thread of the last stuck call of each subject; it ends when that call returns."""
+        """The thread of each subject's last stuck call, which ends when that call returns."""
 
     @property
     def stuck_subjects(self) -> frozenset[str]:
-        """The subjects of the abandoned calls that have not returned."""
+        """Return the subjects of the abandoned calls that have not returned."""
         return frozenset(
             subject for subject, worker in self._stuck_workers.items() if worker.is_alive
         )
 
     @property
     def is_blocked(self) -> bool:
-        """Whether too many calls are stuck to make another."""
+        """Return whether too many calls are stuck to make another call."""
         return len(self.stuck_subjects) >= MAX_STUCK_CALLS
 
     async def make_calls(
         self, calls: Mapping[str, Callable[[], T]], limit_seconds: float, deadline: float
     ) -> dict[str, T | Exception]:
-        """Make the calls in their order; return by subject what each call returned or raised.
+        """Make the calls in order; return, by subject, what each call returned or raised.
 
         Calls that were not made, or did not return in time, are left out. A call may take
         `limit_seconds`, and at most half of the time until `deadline`, a time of the event loop;
-        the last call may take all of it. A call that takes longer, or runs when this is cancelled,
-        is stuck. Raises OSError where no thread can be started.
+        the last call may take all of it. A call that takes longer, or is running when this method
+        is cancelled, counts as stuck. Raises OSError where no thread can be started.
         """
         outcomes: dict[str, T | Exception] = {}
         stuck_subjects = self.stuck_subjects
@@ -384,7 +390,7 @@ class Lane:
             subject: call for subject, call in calls.items() if subject not in stuck_subjects
         }
         while pending and not self.is_blocked:
-            # Too little time for a call: it would only be counted as stuck.
+            # There is too little time for a call, which would only count as stuck.
             if deadline - read_loop_seconds() < MIN_CALL_SECONDS:
                 break
             returned = await self._call_until_stuck(pending, limit_seconds, deadline)
@@ -400,7 +406,7 @@ class Lane:
         """Make calls until one is stuck; return the outcomes of all calls before that call.
 
         The outcome of the stuck call is dropped, and its thread makes no further call. The thread
-        is woken once for all calls: waking it costs more than a call.
+        is woken once for all calls, because waking it costs more than a call.
         """
         outcomes: list[T | Exception] = []
         is_over = threading.Event()
@@ -414,7 +420,7 @@ class Lane:
         finished = self._worker.begin(run)
         previous_count = -1
         try:
-            # Wait as long as at least one further call returns within its time.
+            # Continue to wait while at least one further call returns within its time.
             while previous_count < len(outcomes) and not finished.done():
                 previous_count = len(outcomes)
                 share_seconds = deadline - read_loop_seconds()
@@ -423,8 +429,8 @@ class Lane:
                 await asyncio.wait((finished,), timeout=min(limit_seconds, share_seconds))
         finally:
             is_over.set()
-            # Copied after `is_over` is set: the first call without an outcome here is the last one
-            # that the thread makes, so that call is the stuck one.
+            # Copied after `is_over` is set. The thread makes no call after the first one without an
+            # outcome here, so that call is the stuck one.
             returned = tuple(outcomes)
             if len(returned) < len(calls):
                 finished.cancel()

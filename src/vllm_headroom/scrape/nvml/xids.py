@@ -11,18 +11,22 @@ Handle = Any
 """NVML's pointer to a device; valid until NVML is shut down or the device is lost."""
 
 XidKind = tuple[int, int]
-"""An XID and the number of the MIG instance that it concerns, NVML_GPU_INSTANCE_ID_ANY where NVML
-does not report one."""
+"""An XID and the number of the MIG instance that it concerns, or NVML_GPU_INSTANCE_ID_ANY where
+NVML does not report one.
+"""
 
 XidCounts = tuple[tuple[int, int], ...]
 """Pairs of XID and count."""
 
 MAX_EVENTS: Final = 64
-"""The most events that one poll takes: many events must not keep the thread from reading memory."""
+"""The most events that one poll reads, so that many events do not keep the thread from reading
+memory.
+"""
 
 MAX_KINDS: Final = 128
 """The most kinds that are counted for a GPU, several times NVIDIA's catalogue. Only a faulty driver
-reports more: further kinds count as OTHER_KIND."""
+reports more, and further kinds count as OTHER_KIND.
+"""
 
 OTHER_KIND: Final[XidKind] = (0, pynvml.NVML_GPU_INSTANCE_ID_ANY)
 
@@ -30,20 +34,20 @@ OTHER_KIND: Final[XidKind] = (0, pynvml.NVML_GPU_INSTANCE_ID_ANY)
 class Xids:
     """Counts XID errors since its creation; listens from one init of NVML to the next.
 
-    NVML reports the GPU of an event, in MIG mode also the GPU instance if known. It does not replay
+    NVML reports the GPU of an event and, in MIG mode, the GPU instance if known. It does not replay
     earlier events.
     """
 
     def __init__(self) -> None:
         self._counts: defaultdict[str, Counter[XidKind]] = defaultdict(Counter)
-        """By the UUID of the whole GPU."""
+        """The counts by the UUID of the whole GPU."""
         self._uuids_by_address: dict[int, str] = {}
-        """The UUIDs of the GPUs that are listened to, by the address of NVML's device."""
+        """The UUIDs of the GPUs whose events are counted, by the address of NVML's device."""
         self._event_set: Any = None
         """NVML's set of events; None where NVML could not create one, and between two inits."""
 
     def begin(self) -> None:
-        """Create NVML's set of events, after an init; where that fails nothing is counted."""
+        """Create NVML's set of events, after an init; if that fails, nothing is counted."""
         self._uuids_by_address = {}
         self._event_set = None
         with contextlib.suppress(pynvml.NVMLError):
@@ -82,7 +86,7 @@ class Xids:
                 self._count(uuid, (event.eventData, event.gpuInstanceId))
 
     def _count(self, uuid: str, kind: XidKind) -> None:
-        """Count one error; as OTHER_KIND where the GPU has too many kinds."""
+        """Count one error, as OTHER_KIND if the GPU has too many kinds."""
         counts = self._counts[uuid]
         if kind not in counts and len(counts) >= MAX_KINDS:
             kind = OTHER_KIND
@@ -91,11 +95,11 @@ class Xids:
     def list_counts(self, gpu_uuid: str, gpu_instance: int | None) -> XidCounts:
         """Return pairs of XID and count, sorted by XID; empty without an error.
 
-        They are those of the whole GPU where `gpu_instance` is None, else of that MIG instance. An
-        event without an instance counts for each instance.
+        The errors are those of the MIG instance `gpu_instance`, or of the whole GPU if it is None.
+        An event without an instance counts for each instance.
         """
         counts: Counter[int] = Counter()
-        # Copied: NVML's thread may count meanwhile.
+        # Copied, because NVML's thread may count at the same time.
         kinds = tuple(self._counts.get(gpu_uuid, {}).items())
         for (xid, instance), count in kinds:
             if gpu_instance is None or instance in (gpu_instance, pynvml.NVML_GPU_INSTANCE_ID_ANY):
@@ -104,5 +108,5 @@ class Xids:
 
 
 def _find_address(handle: Handle) -> int:
-    # A lost GPU's handle must not be used to read its UUID; NVML uses one address per GPU.
+    # The UUID cannot be read with the handle of a lost GPU, but NVML uses one address per GPU.
     return ctypes.addressof(handle.contents)

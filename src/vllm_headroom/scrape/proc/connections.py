@@ -1,4 +1,4 @@
-"""Find how long clients of a server have waited, by the kernel's record of its connections."""
+"""Find out how long clients of a server have been waiting, from the kernel's connection data."""
 
 import socket
 from collections.abc import Collection, Iterator
@@ -10,7 +10,7 @@ SLOW_SECONDS: Final = 40.0
 it takes 30 s to load a video (VLLM_VIDEO_FETCH_TIMEOUT)."""
 
 PASSING_SECONDS: Final = 1.0
-"""A server that is well answers a health check, a scrape or a refusal within this."""
+"""A healthy server answers a health check or a scrape, or refuses a request, within this time."""
 
 # The kernel's sock_diag protocol: linux/netlink.h, sock_diag.h, inet_diag.h and tcp.h.
 _NETLINK_SOCK_DIAG: Final = 4
@@ -34,8 +34,9 @@ _ATTRIBUTE_HEADER: Final = Struct("=HH")
 _FIXED_BYTES: Final = 88
 """The size of a message before its attributes."""
 _TCP_INFO: Final = Struct("=48xI4xI64xQQ")
-"""Of the tcp_info attribute: the milliseconds since data was last sent, and since it was last
-received; the bytes acknowledged, and the bytes received."""
+"""Four fields of tcp_info: the milliseconds since data was last sent, and since it was last
+received; the bytes acknowledged, and the bytes received.
+"""
 
 _RECEIVE_BYTES: Final = 2**16
 
@@ -43,9 +44,9 @@ _RECEIVE_BYTES: Final = 2**16
 def list_waits(ports: Collection[int]) -> tuple[float, ...] | None:
     """Return for how many seconds each request to these ports has waited; None where unknown.
 
-    None also where the kernel does not list connections. A request waits on a connection whose last
-    data was received, not sent: on an idle connection that is kept alive, the last data was sent.
-    Only connections in this process's network namespace are listed.
+    None, too, where the kernel does not list connections. A request is waiting if the last data of
+    its connection was received: on an idle keep-alive connection, the last data was sent. Only
+    connections in this process's network namespace are listed.
     """
     waits_seconds: list[float] = []
     try:
@@ -64,14 +65,14 @@ def find_slow_wait(waits_seconds: Collection[float]) -> float | None:
 
 
 def count_waiting(waits_seconds: Collection[float]) -> int:
-    """Return how many requests have waited for longer than a passing one."""
+    """Return how many requests have waited for longer than PASSING_SECONDS."""
     return sum(wait >= PASSING_SECONDS for wait in waits_seconds)
 
 
 def _list_waits(kernel: socket.socket, family: int, port: int) -> Iterator[float]:
     """Yield for how many seconds each waiting request to a port has waited; raise OSError.
 
-    `family` is that of IPv4 or IPv6.
+    `family` is the address family of IPv4 or IPv6.
     """
     # A dump of all established TCP sockets to the port, with their TCP_INFO (sock_diag(7)).
     size = _REQUEST.size + _SOCKET_ID.size
@@ -96,8 +97,8 @@ def _list_waits(kernel: socket.socket, family: int, port: int) -> Iterator[float
                 if attribute != _INET_DIAG_INFO:
                     continue
                 sent_ago, received_ago, acked_bytes, received_bytes = _TCP_INFO.unpack_from(content)
-                # Equal times, as at a connection's start, show no order: then a request waits if
-                # the connection has received data and sent none.
+                # Equal times, as at a connection's start, show no order. In that case a request
+                # waits if the connection has received data and sent none.
                 has_only_received = received_bytes > 0 and acked_bytes == 0
                 is_waiting = received_ago < sent_ago
                 if is_waiting or (received_ago == sent_ago and has_only_received):

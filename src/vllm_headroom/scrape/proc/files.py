@@ -14,8 +14,9 @@ from vllm_headroom.scrape.shortage import SHORTAGES
 from vllm_headroom.vocabulary import Role
 
 _START_BYTES: Final = 4096
-"""How much of a file is read by `read_start`: enough for a program and its first arguments, and for
-any stat or /sys file. A command line may be megabytes long."""
+"""How much of a file `read_start` reads: enough for a program and its first arguments, and for any
+stat or /sys file. A command line may be megabytes long.
+"""
 
 KIB: Final = 1024
 """The unit of sizes in /proc."""
@@ -54,7 +55,7 @@ class ProcEntry(Struct, frozen=True, kw_only=True, dict=True):
     started_seconds: float
     """When it started, in seconds since boot."""
     command: Command = ()
-    """Its command line, which a process title replaces; where it has none, its name."""
+    """Its command line, which a process title replaces; its name if it has none."""
     name: str = ""
     """Its name, which the kernel cuts to 15 characters."""
     group: int = 0
@@ -62,19 +63,19 @@ class ProcEntry(Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def identity(self) -> ProcIdentity:
-        """What identifies it among all processes since boot."""
+        """Return what identifies it among all processes since boot."""
         return self.pid, self.started_seconds
 
     @property
     def family(self) -> tuple[int, int]:
-        """What the roots of one engine share: their parent (init for orphans) and process group."""
+        """Return the parent (init for orphans) and process group, which an engine's roots share."""
         return self.parent_pid, self.group
 
     @cached_property
     def role(self) -> Role | None:
-        """Its role in an engine, by its command line alone; None for any other process.
+        """Return its role in an engine, by its command line alone; None for any other process.
 
-        Cached, since every process is checked at each change.
+        Cached, because every process is checked at each change.
         """
         return find_role(self.command)
 
@@ -95,7 +96,7 @@ class ProcStat(Struct, frozen=True, kw_only=True):
 
 
 class ProcUsage(Struct, frozen=True, kw_only=True):
-    """What a process uses."""
+    """The CPU time and memory that a process uses."""
 
     rss_bytes: int
     cpu_seconds: float
@@ -105,7 +106,7 @@ class ProcUsage(Struct, frozen=True, kw_only=True):
 def read_content(file: Path | str, max_bytes: int | None = None) -> bytes:
     """Return a file's content, or its first `max_bytes`; raise OSError.
 
-    It is read without Python's buffers, which cost time: a host may have 10,000 processes.
+    It is read without Python's buffers, which cost time, because a host may have 10,000 processes.
     """
     descriptor = os.open(file, os.O_RDONLY)
     try:
@@ -119,8 +120,8 @@ def read_content(file: Path | str, max_bytes: int | None = None) -> bytes:
 def split_lines(text: str) -> list[str]:
     """Return the lines of a file of the kernel, without the line feed that ends each.
 
-    Not `str.splitlines`: a name in a line, as of a mount point, may contain the other characters
-    that it splits at, such as U+2028 or a vertical tab.
+    `str.splitlines` would not do, because it also splits at characters such as U+2028 or a vertical
+    tab, which the name of a mount point may contain.
     """
     lines = text.split("\n")
     if not lines[-1]:
@@ -150,7 +151,7 @@ def list_pids(proc: Path) -> frozenset[int]:
 
 
 def read_own_pid(proc: Path) -> int:
-    """Return the pid under which `proc` shows this process; raise OSError where it does not."""
+    """Return this process's pid in `proc`; raise OSError where `proc` does not show it."""
     return int((proc / "self").readlink().name)
 
 
@@ -159,16 +160,16 @@ def read_entry(
 ) -> ProcEntry | None:
     """Return the process; None where it has exited or is a zombie.
 
-    A process that cannot be read for another reason is None too, with two exceptions that raise
-    OSError: a shortage on this side, and a process of the engine (`is_engine`), for which it would
-    be unknown whether it has exited. `previous` is the last result for this pid; it is returned
-    again where the process and its command line cannot have changed.
+    None, too, for a process that cannot be read for another reason. OSError is raised in two cases:
+    a shortage on this side, and a process of the engine (`is_engine`), because it would be unknown
+    whether it has exited. `previous` is the last result for this pid; it is returned again if the
+    process and its command line cannot have changed.
     """
     try:
         stat = _read_stat(proc, pid)
         if stat.state == ZOMBIE_STATE:
             return None
-        # Fast path: the command line is read only where the process may be another.
+        # Fast path: the command line is read only if the process may be another one.
         if previous is not None and _is_unchanged(stat.process, previous):
             return previous
         arguments = _split_arguments(read_start(f"{proc}/{pid}/cmdline"))
@@ -184,7 +185,7 @@ def _is_unchanged(process: ProcEntry, previous: ProcEntry) -> bool:
         return False
     if process.family != previous.family:
         return False
-    # A process without a command line, other than a kernel thread, was in exec when it was read.
+    # Except for kernel threads, a process without a command line was in exec when it was read.
     was_in_exec = previous.command == (previous.name,) and previous.parent_pid != KTHREADD_PID
     return not was_in_exec and not previous.name.startswith(_TITLED_PREFIXES)
 
@@ -211,7 +212,7 @@ def read_command(proc: Path, pid: int) -> Command:
 
 
 def read_usage(proc: Path, process: ProcEntry) -> ProcUsage | None:
-    """Return what a process of the engine uses; None where it is gone or its pid was reused.
+    """Return what a process of the engine uses; None where it has exited or its pid was reused.
 
     Raises OSError where it is unknown whether the process still exists.
     """
@@ -236,7 +237,7 @@ def _read_stat(proc: Path, pid: int) -> ProcStat:
     Raises OSError where it cannot be read, and ValueError where it is incomplete.
     """
     text = read_start(f"{proc}/{pid}/stat").decode(errors="replace")
-    # The name is in parentheses and may contain any byte, parentheses too.
+    # The name is in parentheses and may contain any byte, even parentheses.
     _, _, name_and_fields = text.partition("(")
     name, _, following = name_and_fields.rpartition(") ")
     # proc(5) numbers the fields from 1. The first field after the name is the state, field 3.
@@ -260,10 +261,10 @@ def _read_stat(proc: Path, pid: int) -> ProcStat:
 
 
 def _raise_if_unknown(error: Exception, *, is_engine: bool) -> None:
-    """Raise `error` where it leaves unknown whether the process has exited; else do nothing.
+    """Raise `error` if it leaves unknown whether the process has exited; else do nothing.
 
-    That is an OSError from a shortage on this side and, for a process of the engine, any OSError
-    other than that the process is absent.
+    Such errors come from a shortage on this side or, for a process of the engine, from anything but
+    the absence of the process.
     """
     if not isinstance(error, OSError):
         return
@@ -290,8 +291,8 @@ def has_host_pids(proc: Path) -> bool:
 def has_same_network(proc: Path, pid: int, *, default: bool = True) -> bool:
     """Return whether a process is in this process's network namespace.
 
-    `default` where that cannot be found out. The inodes of net/stat are compared, which all users
-    can read, unlike ns/net.
+    `default` is returned where that is unknown. The inodes of net/stat are compared, because all
+    users can read them, unlike ns/net.
     """
     own_file = proc / "self" / "net" / "stat"
     other_file = proc / str(pid) / "net" / "stat"

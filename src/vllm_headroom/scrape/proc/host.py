@@ -28,8 +28,9 @@ class CgroupVersion(Struct, frozen=True, kw_only=True):
     events: str
     """The file that counts the kernel's kills."""
     cache: tuple[str, ...]
-    """Entries of memory.stat that the kernel reclaims before it kills. Active files count too:
-    mapped weights are among them. Shared memory does not."""
+    """Entries of memory.stat that the kernel reclaims before it kills. Active files are included,
+    because mapped weights are among them. Shared memory is not.
+    """
 
 
 _V2: Final = CgroupVersion(
@@ -81,14 +82,14 @@ def read_cgroup(proc: Path, pid: int, *, machine_bytes: int) -> Cgroup | None:
     """Return the memory of a process's cgroup.
 
     The figures are those of the cgroup with the lowest limit among the process's cgroup and all
-    cgroups above that. A limit that is not below the machine's memory counts as none. None where
-    the cgroup is not visible or cannot be read: a visible folder must list the process.
+    cgroups above that. A limit that is not below the machine's memory counts as no limit. None
+    where the cgroup is not visible or cannot be read; its folder must list the process.
     """
     try:
         for cgroup in _list_folders(proc, pid):
             pids = _read(cgroup.path / "cgroup.procs").split()
             has_memory = (cgroup.path / cgroup.mount.version.used).exists()
-            # The same path may be another cgroup in a sidecar: the folder must list the process.
+            # In a sidecar the same path may be another cgroup, so the folder must list the process.
             if str(pid).encode() in pids and has_memory:
                 return _read_memory(cgroup, machine_bytes)
     except (OSError, ValueError):
@@ -126,13 +127,13 @@ def _list_folders(proc: Path, pid: int) -> Iterator[CgroupFolder]:
 def _find_folder(proc: Path, mount: CgroupMount, cgroup: str) -> Path | None:
     """Return a cgroup's folder in a mounted tree; None where the cgroup is not below its root.
 
-    The names of the cgroups above the reader's namespace are hidden: `/../b` may be `/a/b`. Where
-    the tree is mounted from above the namespace, they are found by the daemon's own cgroup.
+    The names of the cgroups above the reader's namespace are hidden: `/../b` may be `/a/b`. If the
+    tree is mounted from above the namespace, the daemon's own cgroup shows them.
     """
     names_above, names = _split_cgroup(cgroup)
     root_names_above, root_names = _split_cgroup(mount.root)
     if names_above == root_names_above:
-        # Both are below the same cgroup: only the names below it count.
+        # Both are below the same cgroup, so only the names below that count.
         if names[: len(root_names)] != root_names:
             return None
         return mount.path.joinpath(*names[len(root_names) :])
@@ -141,7 +142,7 @@ def _find_folder(proc: Path, mount: CgroupMount, cgroup: str) -> Path | None:
     own_folder = _find_own_folder(proc, mount.path, root_names_above)
     if own_folder is None:
         return None
-    # One parent for each cgroup that the path goes up: `parents[0]` is one above the folder.
+    # The path goes up one parent for each `..`; `parents[0]` is one above the folder.
     shared_folder = own_folder if names_above == 0 else own_folder.parents[names_above - 1]
     return shared_folder.joinpath(*names)
 
@@ -159,8 +160,8 @@ def _split_cgroup(path: str) -> tuple[int, tuple[str, ...]]:
 def _find_own_folder(proc: Path, mount_path: Path, levels: int) -> Path | None:
     """Return the folder of the reader's cgroup namespace, `levels` below a mounted tree's root.
 
-    It is searched once, for a namespace never moves: a node has hundreds of cgroups. None where no
-    folder lists the daemon's process, whose pid then is of another PID namespace.
+    It is searched only once, because a namespace never moves and a node has hundreds of cgroups.
+    None where no folder lists the daemon's process, because its pid is of another PID namespace.
     """
     own_pid = str(read_own_pid(proc)).encode()
     for folder in mount_path.glob("/".join(["*"] * levels)):
@@ -192,7 +193,7 @@ def _read_memory(cgroup: CgroupFolder, machine_bytes: int) -> Cgroup | None:
     """Return the memory of a cgroup, see `read_cgroup`; None where it cannot be read."""
     version = cgroup.mount.version
     try:
-        # The lowest limit may be that of a cgroup above, such as the pod's.
+        # A cgroup above, such as the pod's, may have the lowest limit.
         limit_bytes, level = _find_lowest_limit(cgroup) or (machine_bytes, cgroup.path)
         stat = read_content(level / "memory.stat")
         cache_bytes = 0
@@ -217,15 +218,15 @@ def _read_memory(cgroup: CgroupFolder, machine_bytes: int) -> Cgroup | None:
 def _find_lowest_limit(cgroup: CgroupFolder) -> tuple[int, Path] | None:
     """Return the lowest limit in bytes of the cgroup and all above it, with the folder that has it.
 
-    None where none of them has a limit. Raises OSError where reading a limit fails for another
-    reason than that the file is missing or not permitted.
+    None where no cgroup has a limit. Raises OSError if reading a limit fails, unless the file is
+    missing or not permitted.
     """
     mount = cgroup.mount
     limits: list[tuple[int, Path]] = []
     for level in (cgroup.path, *cgroup.path.parents):
         if not level.is_relative_to(mount.path):
             continue
-        # After any other error a limit may exist: the error is raised, not taken for no limit.
+        # After any other error a limit may exist, so the error is raised.
         with contextlib.suppress(FileNotFoundError, PermissionError):
             limit_bytes = find_number(read_content(level / mount.version.limit), b"")
             if limit_bytes is not None:
@@ -236,11 +237,11 @@ def _find_lowest_limit(cgroup: CgroupFolder) -> tuple[int, Path] | None:
 SHM_FOLDER: Final = "dev/shm"
 
 UNLIMITED_BYTES: Final = 2**63
-"""Used in place of the machine's memory where that is unknown: more than any limit."""
+"""Used if the machine's memory is unknown: more than any limit."""
 
 
 def read_host(proc: Path, pid: int | None) -> HostReading:
-    """Return the host memory, with None for each part that is not visible.
+    """Return the host memory; a part that is not visible is None.
 
     The cgroup and /dev/shm are those of the process `pid`; both are None where `pid` is None.
     """
@@ -276,7 +277,7 @@ machine's memory."""
 
 
 def read_free_blocks(proc: Path) -> int | None:
-    """Return how many bytes of the machine's memory are free in blocks of 2 MiB or more.
+    """Return how much of the machine's memory is free in blocks of 2 MiB or more, in bytes.
 
     None where /proc/buddyinfo cannot be read or understood.
     """
@@ -299,7 +300,7 @@ def read_free_blocks(proc: Path) -> int | None:
 
 
 def read_cpu_pressure(proc: Path) -> float | None:
-    """Return the share of the last minute in which a task of the machine waited for a CPU.
+    """Return the share of the last minute in which some task on the machine waited for a CPU.
 
     None where the kernel does not measure that (boot option `psi=0`).
     """
@@ -311,7 +312,8 @@ def _read_pressure(path: Path, window: bytes) -> float | None:
 
     `window` is the field of the file: `avg10=` for the last ten seconds, `avg60=` for a minute.
     """
-    # The first line is of "some" tasks, the second of all: the first match is in the first line.
+    # The first line is for "some" tasks, the second for all tasks; the first match is in the first
+    # line.
     _, _, following = _read(path).partition(window)
     try:
         percent = float(following.split()[0])
@@ -345,8 +347,8 @@ def read_parts(proc: Path, pid: int) -> dict[str, int]:
 
     A part that the kernel does not count is left out.
     """
-    # Not from smaps_rollup: it walks the page tables under the lock that the engine's own mappings
-    # need, for seconds where weights are mapped.
+    # Not read from smaps_rollup, which walks the page tables under the lock that the engine's own
+    # mappings need, for seconds if weights are mapped.
     status = _read(proc / str(pid) / "status")
     parts_bytes = {}
     for name, field in _STATUS_FIELDS.items():
@@ -359,7 +361,7 @@ def read_parts(proc: Path, pid: int) -> dict[str, int]:
 def read_shm(path: Path) -> Shm | None:
     """Return the size and the free space of the file system at `path`.
 
-    None where it cannot be read, as where nothing is at `path`.
+    None where it cannot be read, or where nothing is at `path`.
     """
     try:
         volume = os.statvfs(path)

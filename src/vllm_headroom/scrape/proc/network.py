@@ -26,30 +26,30 @@ _DEFAULT_DESTINATION: Final = "00000000"
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 LOOPBACK: Final = ipaddress.IPv4Address("127.0.0.1")
-"""This machine, in its own network namespace."""
+"""The address of this machine in its own network namespace."""
 
 _ANY_ADDRESS: Final = frozenset({ipaddress.IPv4Address("0.0.0.0"), ipaddress.IPv6Address("::")})
-"""What a socket that listens on every interface is bound to."""
+"""The addresses to which a socket that listens on every interface is bound."""
 
 
 class Network(Struct, frozen=True, kw_only=True):
     """A network namespace."""
 
     addresses: tuple[Address, ...]
-    """Its own addresses without loopback ones, the one to reach it by first."""
+    """Its own addresses without loopback ones; the best one to reach it comes first."""
     listening: frozenset[tuple[Address, int]]
     """The addresses and ports at which something listens; an address may be unspecified (any)."""
 
     @property
     def ports(self) -> frozenset[int]:
-        """The ports at which something listens for others than this namespace."""
+        """Return the ports at which something listens for clients outside this namespace."""
         return frozenset(port for address, port in self.listening if not address.is_loopback)
 
     def find_address(self, port: int, *, is_own: bool) -> Address | None:
         """Return an address at which this process reaches a port; None where there is none.
 
-        `is_own` is whether this is the network namespace of this process; another one cannot be
-        reached at a loopback address. A port at which nothing listens yet is expected to be open.
+        `is_own` is whether this is the network namespace of this process; another namespace cannot
+        be reached at a loopback address. A port at which nothing listens yet is expected to open.
         """
         bound = {address for address, bound_port in self.listening if bound_port == port}
         is_open = not bound or not bound.isdisjoint(_ANY_ADDRESS)
@@ -58,7 +58,7 @@ class Network(Struct, frozen=True, kw_only=True):
         if is_open:
             return self.addresses[0] if self.addresses else None
         reachable = [address for address in bound if not address.is_loopback]
-        # Sockets have no order: the least address, so that each call gives the same one.
+        # Sockets have no order, so the lowest address is chosen, which is the same in each call.
         return min(reachable, key=str, default=None)
 
 
@@ -71,7 +71,7 @@ def read_network(proc: Path, pid: int) -> Network | None:
     except OSError:
         return None
     routed_network = _find_routed_network(_read_optional(folder / "route"))
-    # A pod may have more interfaces, as for RDMA: others are not reached from this pod.
+    # A pod may have further interfaces, such as for RDMA, which this pod cannot reach.
     if routed_network is not None:
         addresses.sort(key=lambda address: address not in routed_network)
     # Without IPv6 there are no such files.
@@ -96,7 +96,7 @@ def _read_optional(path: Path) -> list[str]:
 
 
 def _list_ipv4_addresses(lines: list[str]) -> list[Address]:
-    """Return the local addresses in fib_trie, which has a prefix and, below it, what it is."""
+    """Return the local addresses in fib_trie, which lists each prefix above its kind."""
     addresses: dict[Address, None] = {}
     # A leaf of the trie is followed by a line with its kind.
     for line, next_line in pairwise(lines):
@@ -113,7 +113,7 @@ def _list_ipv4_addresses(lines: list[str]) -> list[Address]:
 
 
 def _list_ipv6_addresses(lines: list[str]) -> Iterator[Address]:
-    """Yield the addresses in if_inet6 that others can reach."""
+    """Yield the addresses in if_inet6 that other machines can reach."""
     for line in lines:
         fields = line.split()
         if len(fields) < 4 or fields[3] != _GLOBAL_SCOPE:  # noqa: PLR2004 - its scope is field 4
@@ -152,7 +152,7 @@ def _find_routed_network(lines: list[str]) -> ipaddress.IPv4Network | None:
     """Return the network of the interface with the default route; None where there is none."""
     routes = [line.split() for line in lines[1:]]
     routes = [fields for fields in routes if len(fields) > 7]  # noqa: PLR2004 - its mask is field 8
-    # The interface with the default route is the one by which others reach this machine.
+    # The interface with the default route is the one through which others reach this machine.
     default_interfaces = {fields[0] for fields in routes if fields[1] == _DEFAULT_DESTINATION}
     for fields in routes:
         if fields[0] not in default_interfaces or fields[1] == _DEFAULT_DESTINATION:

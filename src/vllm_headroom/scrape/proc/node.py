@@ -1,4 +1,4 @@
-"""Find every engine of a machine, and the processes of each, by /proc alone."""
+"""Find every engine of a machine, and each engine's processes, by /proc alone."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,15 +21,18 @@ from vllm_headroom.vocabulary import EngineKind
 from vllm_headroom.worker import Worker
 
 SIDECAR_PORT: Final = 9839
-"""The port of a sidecar, by default: an engine in whose network it listens has its own."""
+"""A sidecar's default port. If it listens in an engine's network, the engine has its own sidecar.
+"""
 
 RESCAN_SECONDS: Final = 15.0
-"""Within this time every process is read again, as in Processes: a process moves into the cgroup of
-its container, and gets its title, after its start."""
+"""Within this time every process is read again, as in Processes, because a process moves into the
+cgroup of its container, and sets its title, only after its start.
+"""
 
 MOST_ENGINES: Final = 64
-"""Our choice: how many engines a daemon watches, eight for each GPU of a common node. A page of an
-engine has some 300 series."""
+"""Our choice: a daemon watches at most this many engines, eight for each GPU of a common node. An
+engine's page has some 300 series.
+"""
 
 _TLS_OPTIONS: Final = ("--ssl-certfile", "--ssl-keyfile")
 """With one of these, vLLM and SGLang serve https."""
@@ -40,7 +43,7 @@ class LocatedEngine(Struct, frozen=True, kw_only=True):
 
     kind: EngineKind
     key: str
-    """Identifies it as long as its pod or unit exists, also when it restarts."""
+    """Identifies it as long as its pod or unit exists, even over restarts."""
     owner_key: str
     """The key of the pod or unit with its processes."""
     name: EngineName
@@ -49,11 +52,13 @@ class LocatedEngine(Struct, frozen=True, kw_only=True):
     page_url: str = ""
     """Empty where it cannot be watched."""
     problem: str = ""
-    """Why it cannot be watched, as a clause; empty where it can, or is left to its sidecar."""
+    """Why it cannot be watched, as a clause; empty where it can be watched, or is left to its own
+    sidecar.
+    """
 
 
 class NodeProcesses:
-    """Knows what each process of a machine belongs to, and finds the engines among them.
+    """Remembers the owner of each process of a machine, and finds the engines among them.
 
     `usual_container` is the usual name of an engine's container.
     """
@@ -72,23 +77,24 @@ class NodeProcesses:
         self._names = ContainerNames(usual_container, container_logs, pod_logs)
         self._monotonic = monotonic
         self._rescan_seconds = rescan_seconds
-        # Two threads: reading a command line may hang in a stuck driver, reading a cgroup does not.
+        # There are two threads, because reading a command line may hang in a stuck driver, but
+        # reading a cgroup does not.
         self._scanner = Worker[None]("node")
         self._finder = Worker[tuple[LocatedEngine, ...]]("engines")
         self._pids: frozenset[int] = frozenset()
         self._owners: dict[int, Owner | None] = {}
-        """What each process belongs to; the one that was read longest ago is first."""
+        """The owner of each process; the one that was read longest ago comes first."""
         self._scanned_at_seconds = monotonic()
         self._pids_by_owner: Mapping[str, frozenset[int]] = {}
         self._entries: dict[int, ProcEntry] = {}
-        """Each process by pid; the one that was read longest ago is first."""
+        """Each process by pid; the one that was read longest ago comes first."""
         self._found_at_seconds = monotonic()
         self._shared_units: set[str] = set()
-        """The keys of units with several servers, which do not name an engine."""
+        """The keys of units with several servers, so that the unit does not name an engine."""
 
     @property
     def sees_host(self) -> bool:
-        """Whether the processes of the whole machine are visible."""
+        """Return whether the processes of the whole machine are visible."""
         return proc_files.has_host_pids(self._proc)
 
     def has_processes(self, owner_key: str) -> bool:
@@ -101,13 +107,13 @@ class NodeProcesses:
         return Scope(visible_pids=self._pids, own_pids=own_pids)
 
     async def scan(self, timeout_seconds: float) -> None:
-        """Read what the processes belong to; raise TimeoutError, or OSError without /proc."""
+        """Read the owners of all processes; raise TimeoutError, or OSError without /proc."""
         await self._scanner.call(self._scan, timeout_seconds)
 
     async def find_engines(self, timeout_seconds: float) -> tuple[LocatedEngine, ...]:
         """Return the engines among the processes of the last scan.
 
-        Raises TimeoutError, also while an earlier call is stuck, and OSError without /proc.
+        Raises TimeoutError, even while only an earlier call is stuck, and OSError without /proc.
         """
         return await self._finder.call(self._find_engines, timeout_seconds)
 
@@ -115,7 +121,7 @@ class NodeProcesses:
         """Read the cgroup of new processes and of a share of the others."""
         now_seconds = self._monotonic()
         pids = proc_files.list_pids(self._proc)
-        # The longest unread first, so that each gets its turn within the rescan time.
+        # The longest unread processes come first, so that each is read within the rescan time.
         due_pids = _choose_due(self._owners, pids, self._measure_share(self._scanned_at_seconds))
         self._scanned_at_seconds = now_seconds
         for pid in due_pids:
@@ -131,7 +137,7 @@ class NodeProcesses:
         self._pids = pids
 
     def _measure_share(self, last_seconds: float) -> float:
-        """Return which share of the processes is due since the time of the last reading."""
+        """Return the share of the processes that is due, by the time since the last reading."""
         if not self._rescan_seconds:
             return 1.0
         return (self._monotonic() - last_seconds) / self._rescan_seconds
@@ -163,8 +169,9 @@ class NodeProcesses:
                 self._entries[pid] = entry
 
     def _locate_group(self, owner_key: str, servers: Sequence[int]) -> Iterator[LocatedEngine]:
-        """Yield the engines of one pod or unit; each name is watched once."""
-        # Also later, while only one of them runs: its name must not change.
+        """Yield the engines of one pod or unit; of several with one name, only one is watched."""
+        # The unit stays shared even while only one of them runs, because an engine's name must not
+        # change.
         if len(servers) > 1:
             self._shared_units.add(owner_key)
         names: set[EngineName] = set()
@@ -173,7 +180,7 @@ class NodeProcesses:
             if owner is None:
                 continue
             engine = self._locate(owner_key, owner, pid)
-            # Two servers in one container have the same labels: their series would collide.
+            # Two servers in one container have the same labels, so their series would collide.
             if engine.name in names and engine.kind is EngineKind.WATCHED:
                 engine = _refuse(engine, "another server in the same container is watched already")
             names.add(engine.name)
@@ -226,7 +233,7 @@ class NodeProcesses:
                 "its port is neither on its command line nor the only one that listens: start it"
                 " with --port",
             )
-        # It listens, and not on an address that can be reached from here.
+        # It listens, but on no address that can be reached from here.
         if address is None and port in {bound_port for _, bound_port in network.listening}:
             return _refuse(
                 engine, f"its port {port} listens on 127.0.0.1 only: start it with --host 0.0.0.0"
@@ -236,10 +243,10 @@ class NodeProcesses:
         return engine
 
     def _find_port(self, pid: int, command: Command, network: Network | None) -> int | None:
-        """Return the port of a server by its command line, else the only one that listens.
+        """Return the port on a server's command line, or else the only port that listens.
 
-        Of several that listen it is the default one; None where none of these is known. The title
-        of a rank hides its command line: then that of the program above it counts.
+        If several ports listen, it is the default one. None where none of these is known. The title
+        of a rank hides its command line, so the command line of the program above it counts.
         """
         entry = self._entries.get(pid)
         parent_command: Command = ()
@@ -249,7 +256,7 @@ class NodeProcesses:
         listening_ports = frozenset[int]()
         if network is not None:
             listening_ports = network.ports - {SIDECAR_PORT}
-        # The default of a kind with a variable for its port may not be the port.
+        # If a variable can set the port, the default may not be the port.
         is_confirmed = port in listening_ports or not listening_ports
         if port is not None and (is_confirmed or not _may_be_elsewhere(command)):
             return port

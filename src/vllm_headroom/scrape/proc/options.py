@@ -1,4 +1,4 @@
-"""Read what vLLM's command line sets, as vLLM's own parser does."""
+"""Read the options on vLLM's command line, as vLLM's own parser does."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -43,8 +43,9 @@ _MAX_OPTION_NAMES: Final = 1000
 """The most options of one command line: vLLM has about 300."""
 
 _MAX_SEARCHED_CHARACTERS: Final = 2**16
-"""How many characters of an argument are searched for secrets. More than are shown: a pattern
-cannot match a secret whose end is cut off."""
+"""How many characters of an argument are searched for secrets. More characters than are shown,
+because a pattern cannot match a secret whose end is cut off.
+"""
 
 _SECRET_OPTION: Final = re.compile(
     r"--[\w-]{0,60}(key|token|password|secret|credentials?)$", re.IGNORECASE
@@ -64,9 +65,8 @@ _STARRED: Final = rf"\g<before>\g<name>\g<start>{_STARS}"
 def read_options(command: Command) -> EngineOptions | None:
     """Return what the command line of a vLLM server sets; None for any other command line.
 
-    As in vLLM, an option may have underscores or dashes, and its value follows a space or `=`. Of
-    an option that is given several times, the last value counts. A value of another type than the
-    option's is ignored.
+    As in vLLM, an option may have underscores or dashes, and its value follows a space or `=`. If
+    an option is given several times, its last value counts. A value of a wrong type is ignored.
     """
     server = find_server(command) if command else None
     if server is None or server.product != "vLLM":
@@ -77,7 +77,7 @@ def read_options(command: Command) -> EngineOptions | None:
         name = _find_option_name(argument)
         if name is None:
             continue
-        # The last one of an option counts, as in vLLM's argparse.
+        # The last value of an option counts, as in vLLM's argparse.
         texts[name] = text
         if name in _PARSERS:
             value = _parse_value(name, text)
@@ -87,7 +87,7 @@ def read_options(command: Command) -> EngineOptions | None:
         model = _find_positional_model(command)
         if model is not None:
             values["model"] = model
-    # The connector's settings are JSON within an option: a pattern finds the sizes in it.
+    # The connector's settings are JSON within an option, in which patterns find the sizes.
     connector = texts.get("kv_transfer_config", "")
     for name, pattern in _CONNECTOR_SIZES.items():
         sizes = pattern.findall(connector)
@@ -125,7 +125,7 @@ def _parse_value(name: str, text: str) -> Any:  # noqa: ANN401 - of the type in 
     """
     try:
         value = _PARSERS[name](text)
-    except (ValueError, InvalidOperation):  # "auto", or another option where none has a value
+    except (ValueError, InvalidOperation):  # "auto", or another option in place of the value
         return None
     if isinstance(value, str):
         if len(value) > _MAX_SHOWN_CHARACTERS:
@@ -138,7 +138,7 @@ def _parse_value(name: str, text: str) -> Any:  # noqa: ANN401 - of the type in 
 def star_secrets(command: Command) -> str:
     """Return a command line to show, with its secrets replaced by stars.
 
-    Secrets are all values of an option whose name says so, and texts anywhere that look like one.
+    Secrets are all values of an option with a secret's name, and any text that looks like a secret.
     A line that is too long is cut and ends with "...".
     """
     shown_arguments: list[str] = []
@@ -150,7 +150,7 @@ def star_secrets(command: Command) -> str:
             is_secret_value = bool(_SECRET_OPTION.match(argument))
             shown = _star_argument(argument)[:room_characters]
         elif is_secret_value:
-            # The option may take several values: all up to the next option are secret.
+            # The option may take several values, and all values up to the next option are secret.
             shown = _STARS
         else:
             shown = _star_argument(argument)[:room_characters]

@@ -1,4 +1,4 @@
-"""Find what a process belongs to by its cgroup: a pod's container, or a unit of systemd."""
+"""Find the owner of a process, by its cgroup: a pod's container or a systemd unit."""
 
 import re
 from pathlib import Path
@@ -18,24 +18,24 @@ _CONTAINER: Final = re.compile(r"(?<![0-9a-f])[0-9a-f]{64}(?![0-9a-f])")
 """A container's ID, of containerd, CRI-O and Docker."""
 
 _NOT_A_SERVICE: Final = re.compile(r"init\.scope|session-.*|user@.*")
-"""Units that start by a login, and have whatever a user starts in them."""
+"""Units that a login starts, and that contain whatever the user runs."""
 
 
 class Owner(Struct, frozen=True, kw_only=True):
     """The pod's container, or the unit of systemd, that a process belongs to."""
 
     key: str
-    """Identifies the group whose processes see each other: `pod:UID`, else the cgroup's path."""
+    """Identifies the group of processes that see each other: `pod:UID`, or the cgroup's path."""
     pod_uid: str | None = None
     """With dashes, as the API has it; None for a process that is in no pod."""
     container_id: str | None = None
-    """None in no pod, and in a pod's cgroup where it cannot be found."""
+    """None outside of a pod, and where the pod's cgroup does not show it."""
     unit: str | None = None
-    """A service or scope of systemd; None in a pod, and where there is none."""
+    """A service or scope of systemd; None in a pod, and without a unit."""
 
 
 def read_owner(proc: Path, pid: int) -> Owner | None:
-    """Return what a process belongs to; None where its cgroup cannot be read, as after an exit."""
+    """Return the owner of a process; None where its cgroup cannot be read, as after an exit."""
     try:
         text = read_start(f"{proc}/{pid}/cgroup").decode(errors="replace")
     except OSError:
@@ -44,7 +44,7 @@ def read_owner(proc: Path, pid: int) -> Owner | None:
 
 
 def parse_owner(text: str) -> Owner | None:
-    """Return what a process with this content of its cgroup file belongs to.
+    """Return the owner of a process whose cgroup file has this content.
 
     Each line has the number, the controllers and the path of a hierarchy; version 2 has number 0.
     None for a text without any such line.

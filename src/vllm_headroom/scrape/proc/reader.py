@@ -38,25 +38,29 @@ HIDDEN: Final = Failure(
     ),
 )
 """The result where the engine's processes cannot be visible. An empty list of processes would mean
-that the engine is down: that is the result once the engine was visible, while pid 1 still is."""
+that the engine is down. That is the result only if the engine was visible before, and pid 1 still
+is.
+"""
 
 INIT_PID: Final = 1
 
 EXACT_START_SECONDS: Final = 0.2
-"""Two starts that differ by at most this are equal: the kernel counts starts in hundredths of a
-second. A larger difference means that the clock was set: then an equal port is stronger evidence
-than the start."""
+"""Two start times that differ by at most this are equal, because the kernel counts them in
+hundredths of a second. A larger difference may mean that the clock was set, and then an equal port
+is stronger evidence than the start time.
+"""
 
 RAY_TITLE: Final = "ray::"
 """Prefix of the process titles of Ray's actors."""
 
 _SHELLS: Final = frozenset({"sh", "bash", "dash", "ash", "zsh"})
-"""Shells that run a container's entrypoint. A shell becomes the parent of the processes that a
-server in its own process group leaves; it is never an engine."""
+"""Shells that run a container's entrypoint. A shell adopts the processes that a server in its
+process group leaves behind; it is never an engine.
+"""
 
 
 class Scope(Struct, frozen=True, kw_only=True):
-    """The processes among which one of several engines is looked for."""
+    """The processes among which one of several engines is searched."""
 
     visible_pids: frozenset[int]
     """The processes of the whole machine."""
@@ -65,7 +69,7 @@ class Scope(Struct, frozen=True, kw_only=True):
 
 
 Roots = tuple[int, ...]
-"""The pids of one engine's processes that have no other process of the engine above them."""
+"""The pids of an engine's topmost processes: no other process of the engine is above them."""
 
 
 class ServedPort(NamedTuple):
@@ -80,7 +84,7 @@ class ServedPort(NamedTuple):
 class PageState(Struct, frozen=True, kw_only=True):
     """The result of the last request for the engine's page.
 
-    The defaults are those before any request: then everything is possible.
+    The defaults describe the state before any request, when everything is possible.
     """
 
     port: int
@@ -97,10 +101,10 @@ class PageState(Struct, frozen=True, kw_only=True):
 
 
 class Choice(Struct, frozen=True, kw_only=True):
-    """The chosen engine, and what the next choice needs to know about this one."""
+    """The chosen engine, and what the next choice needs to know about this choice."""
 
     roots: Roots = ()
-    """The engine's root processes; none where it is down, or could be any of several."""
+    """The engine's root processes; empty where it is down, or where several engines could be it."""
     ambiguous_engines: int = 0
     """How many engines are visible when it is unknown which of them is the engine; else 0."""
     certain_port: ServedPort | None = None
@@ -110,9 +114,9 @@ class Choice(Struct, frozen=True, kw_only=True):
     neighbours: frozenset[ProcIdentity] = frozenset()
     """The roots of all other engines."""
     strangers: frozenset[ProcIdentity] = frozenset()
-    """Those neighbours that were visible when a page identified the engine by its start."""
+    """The neighbours that were visible when a page identified the engine by its start time."""
     identified_start_seconds: float | None = None
-    """The start, since boot, by which a page last identified the engine."""
+    """The start time, since boot, by which a page last identified the engine."""
     ports: frozenset[int] = frozenset()
     """The engine's port, or those of all engines where none is chosen."""
 
@@ -123,15 +127,16 @@ class Candidate(Struct, frozen=True, kw_only=True):
     roots: Roots
     root_processes: frozenset[ProcIdentity]
     servers: frozenset[ProcIdentity]
-    """The roots and the API servers directly below them: any of these may answer for the page."""
+    """The roots and the API servers directly below them: any of these may serve the page."""
     starts_seconds: tuple[float, ...]
-    """When its servers, and the program above its first root, started, since boot. A page may name
-    any of these."""
+    """The start times, since boot, of its servers and of the program above its first root. A page
+    may have any of these.
+    """
     served_port: ServedPort
 
 
 class StartMatch(IntEnum):
-    """How well a start agrees with the start that the page names."""
+    """How well a start time matches the start time on the page."""
 
     NONE = 0
     NEAR = 1
@@ -145,11 +150,12 @@ class Rank(NamedTuple):
 
     start_match: StartMatch = StartMatch.NONE
     has_port: bool = False
-    """It has the page's port and can listen there, or has the port that the engine had when it was
-    certain."""
+    """It has the page's port and can listen there, or it has the port of the last certain choice.
+    """
     closeness: float = -inf
-    """Minus the seconds between its start and the start that the page names; -inf where they do not
-    match."""
+    """The negative difference, in seconds, between its start time and the page's; -inf if they do
+    not match.
+    """
     may_have_port: bool = False
     """Its port is unknown, or differs while something listens that may forward: a proxy or a port
     mapping."""
@@ -157,20 +163,20 @@ class Rank(NamedTuple):
 
 
 NO_EVIDENCE: Final = Rank()
-"""The rank of an engine that is not the page's: it is never chosen."""
+"""The rank of an engine that does not serve the page, and is never chosen."""
 
 
 class Processes:
     """Finds the processes of the engine that serves `engine_port`, and measures them.
 
     A new process is read at once. Every process is read again within `rescan_seconds`, because a
-    process gets its title only after its start. Each reading takes a share of the processes, so
-    that no reading takes long on a host with many. When a process of the engine has exited, all
-    processes are read again.
+    process gets its title only after its start. Each reading covers a share of the processes, so
+    that no reading takes long on a host with many processes. When a process of the engine has
+    exited, all processes are read again.
 
     `engine_is_here` means that the engine's page is served on this machine, so that the engine's
-    processes must be visible. `read_scope` returns the processes among which to look for the
-    engine; without it these are all that are visible.
+    processes must be visible. `read_scope` returns the processes among which to search for the
+    engine; without it, all visible processes are searched.
     """
 
     def __init__(
@@ -192,7 +198,7 @@ class Processes:
 
         # The scan.
         self._entries: dict[int, ProcEntry] = {}
-        """Every visible process by pid; the one that was read longest ago is first."""
+        """Every visible process by pid; the one that was read longest ago comes first."""
         self._scanned_at_seconds = monotonic()
 
         # The engine among the scanned processes.
@@ -207,13 +213,15 @@ class Processes:
         """The engine's processes by pid, as they were when it was last chosen."""
         self._options: EngineOptions | None = None
 
-        # What exited runs have left.
+        # Processes that exited runs have left behind.
         self._orphans: dict[int, ProcEntry] = {}
         """Processes of exited runs of the engine, by pid."""
         self._orphan_pids: frozenset[int] = frozenset()
-        """The pids of these and of all processes below them."""
+        """The pids of these processes and of all their descendants."""
         self._stray_pids: frozenset[int] = frozenset()
-        """The pids of processes that an unseen engine left, and of all processes below them."""
+        """The pids of processes that an unobserved engine left behind, and of all their
+        descendants.
+        """
 
         self._sees_others = True
         """Whether processes are visible that are neither above nor below the daemon."""
@@ -222,19 +230,21 @@ class Processes:
     async def read(
         self, timeout_seconds: float, page: EnginePage | Failure | None = None
     ) -> ProcessReadings | Failure:
-        """Return the engine's running processes, and what /proc shows of all others; never raise.
+        """Return the engine's running processes, and what /proc shows about all others.
 
-        `page` is the result of the last request for the engine's page, None before any request: it
-        helps to choose the engine. The result is a failure with the reason TIMEOUT while the
-        reading thread is blocked, as on the command line of a process that is stuck in a driver;
-        UNAVAILABLE where /proc cannot be read; and HIDDEN where the engine cannot be visible.
+        Never raise.
+
+        `page` is the result of the last request for the engine's page, or None; it helps to choose
+        the engine. The result is a failure with the reason TIMEOUT while the reading thread is
+        blocked, as on the command line of a process that is stuck in a driver; UNAVAILABLE where
+        /proc cannot be read; and HIDDEN where the engine cannot be visible.
         """
         try:
             return await self._worker.call(lambda: self._read(page), timeout_seconds)
         except TimeoutError:
             late = f"{self._proc} did not answer within {timeout_seconds:g} s"
-            # Reading a command line takes the lock of that process's memory map, which a hung
-            # driver may hold.
+            # Reading a command line takes the lock of that process's memory map, and a hung driver
+            # may hold that lock.
             message = f"{late}: look for processes in state D, which a hung driver holds"
             return Failure(source=Source.PROCESS, reason=Reason.TIMEOUT, message=message)
         except OSError as error:
@@ -242,7 +252,7 @@ class Processes:
             return build_unavailable(Source.PROCESS, f"{self._proc} cannot be read", error, advice)
 
     def _read(self, page: EnginePage | Failure | None) -> ProcessReadings | Failure:
-        """Return what `read` does, on the thread; raise OSError where /proc cannot be read.
+        """Do the work of `read`, on the thread; raise OSError where /proc cannot be read.
 
         A Failure where /proc may hide the engine.
         """
@@ -256,11 +266,11 @@ class Processes:
         page_state = self._describe_page(page)
         if not visible_pids:
             raise OSError("no process shows, not even the daemon's own")
-        # A process of the engine has exited: others may change with it, so all are read again.
+        # A process of the engine has exited. Others may change with it, so all are read again.
         if not pids >= self._roles.keys():
             self._forget_entries()
         engine = self._read_engine(pids, page_state)
-        # The same, where the process exited after its pid was listed.
+        # The same if the process exited after its pid was listed.
         if len(engine) < len(self._roles):
             self._forget_entries()
             engine = self._read_engine(pids, page_state)
@@ -270,11 +280,11 @@ class Processes:
         # it.
         if self._is_engine_hidden(pids, engine):
             return HIDDEN
-        # A zombie has no command line, so it is no entry: its state alone is read.
+        # A zombie has no command line and therefore no entry, so only its state is read.
         states = {
             pid: proc_files.read_state(self._proc, pid) for pid in pids - self._entries.keys()
         }
-        # A pid that was reaped since it was listed is no running process.
+        # A pid that was reaped after it was listed is not a running process.
         reaped_pids = frozenset(pid for pid, state in states.items() if state is None)
         measured_pids = {process.pid for process in engine}
         return ProcessReadings(
@@ -308,11 +318,12 @@ class Processes:
             return False
         if engine or self._sees_others:
             return False
-        # An engine that was visible has exited; but if pid 1 is gone too, all became invisible.
+        # An engine that was visible has exited, unless pid 1 is gone too: then all processes became
+        # invisible.
         return not (self._has_seen_engine and INIT_PID in pids)
 
     def _describe_page(self, page: EnginePage | Failure | None) -> PageState:
-        """Return what the last request for the page shows about the engine's server."""
+        """Return what the last request for the page shows about the server."""
         if page is None:
             return self._no_page
         if isinstance(page, Failure):
@@ -330,7 +341,7 @@ class Processes:
         ]
         server_start_seconds = None
         if start_times_seconds:
-            # Relative to boot, as /proc gives the starts of processes.
+            # Relative to boot, like the start times in /proc.
             server_start_seconds = min(start_times_seconds) - self._boot_time_seconds
         return replace(
             self._no_page,
@@ -359,11 +370,12 @@ class Processes:
     def _scan(self, pids: frozenset[int]) -> bool:
         """Read new processes and a share of the others; return whether any process has changed.
 
-        A process that is read moves to the end of `_entries`, so that all get their turn.
+        A process that was read moves to the end of `_entries`, so that all processes get their
+        turn.
         """
         now_seconds = self._monotonic()
         share = 1.0
-        # On a host with thousands of processes a full scan at each tick would be costly.
+        # On a host with thousands of processes, a full scan at each tick would be costly.
         if self._rescan_seconds:
             share = (now_seconds - self._scanned_at_seconds) / self._rescan_seconds
         self._scanned_at_seconds = now_seconds
@@ -378,13 +390,13 @@ class Processes:
         known_pids = [
             pid for pid, entry in self._entries.items() if entry.parent_pid != kernel_parent
         ]
-        # The oldest entries first: those that are read move to the end.
+        # The oldest entries come first, because entries that were read move to the end.
         due_pids = known_pids[: ceil(share * len(known_pids))]
         has_changed = bool(exited_pids)
         for pid in (*due_pids, *new_pids):
             previous = self._entries.pop(pid, None)
             entry = proc_files.read_entry(self._proc, pid, previous, is_engine=pid in self._roles)
-            # A process that has exited since it was listed, and a zombie, is no entry.
+            # Zombies, and processes that exited after they were listed, have no entry.
             if entry is not None:
                 self._entries[pid] = entry
             if entry != previous:
@@ -412,7 +424,7 @@ class Processes:
 
         strays = find_strays(entries, self._engine_entries)
         self._stray_pids = add_descendants(entries, strays)
-        # By the choice before this scan: a run's orphans are recognised by the engine that left
+        # By the previous choice, because a run's orphans are recognised by the engine that left
         # them.
         self._orphans = find_orphans(
             entries,
@@ -424,7 +436,7 @@ class Processes:
         self._orphan_pids = add_descendants(entries, self._orphans)
 
         leftover_pids = self._orphan_pids | self._stray_pids
-        # What exited runs left must not be chosen as the engine.
+        # Processes that exited runs left behind must not be chosen as the engine.
         candidates = {pid: entry for pid, entry in entries.items() if pid not in leftover_pids}
         self._choice = choose_roots(candidates, self._find_served_port, self._page, self._choice)
         self._roles = assign_roles(candidates, own_pid, self._choice.roots)
@@ -435,19 +447,20 @@ class Processes:
     def _find_served_port(self, pid: int) -> ServedPort:
         """Return the port of a server, and whether the server can listen at the page's address."""
         can_listen = True
-        # An address of this machine is one of the daemon's network namespace.
+        # An address of this machine belongs to the daemon's network namespace.
         if self._engine_is_here and self._read_scope is None:
             can_listen = proc_files.has_same_network(self._proc, pid)
         command = proc_files.read_command(self._proc, pid)
-        # The title of a rank hides its command line: then its supervisor's names the first port.
+        # The title of a rank hides its command line, but its supervisor's command line has the
+        # first port.
         parent_command = proc_files.read_command(self._proc, self._entries[pid].parent_pid)
         port = find_port(command, self._page.port, parent_command)
         return ServedPort(port, can_listen)
 
     def _read_options(self) -> EngineOptions | None:
-        """Return the options of the engine's server; None where it has none that can be read.
+        """Return the options of the engine's server; None where they cannot be read.
 
-        The title of a rank hides its options: then they are those of the program above it.
+        The title of a rank hides its options, so the options of the program above it are used.
         """
         if not self._choice.roots:
             return None
@@ -463,13 +476,14 @@ class Processes:
         usage = proc_files.read_usage(self._proc, entry)
         if usage is None:
             return None
-        # A process that has released its memory exits, though it is still listed.
+        # A process that has released its memory is exiting, although it is still listed.
         if usage.state == proc_files.ZOMBIE_STATE or usage.rss_bytes == 0:
             return None
         cpu_pressure_ratio = None
         wait_seconds = None
         waiting_requests = None
-        # Once for the engine: pressure and connections are the container's, not a process's.
+        # Only once per engine, because pressure and connections belong to the container, not to a
+        # process.
         if role is Role.API_SERVER and entry.pid in self._choice.roots:
             cpu_pressure_ratio = read_cpu_pressure(self._proc)
             if proc_files.has_same_network(self._proc, entry.pid, default=False):
@@ -493,15 +507,18 @@ class Processes:
 
     @cached_property
     def _sees_host_pids(self) -> bool:
-        """Whether pids are those of the host; read once, since no process changes its namespace."""
+        """Return whether pids are the host's.
+
+        Read once, because a process never changes its namespace.
+        """
         return proc_files.has_host_pids(self._proc)
 
     @cached_property
     def _boot_time_seconds(self) -> float:
-        """When the machine booted, since the epoch.
+        """Return when the machine booted, in seconds since the epoch.
 
-        It is read once: setting the clock moves it, and would move the starts of all processes,
-        which identify them.
+        It is read once, because setting the clock changes it, which would change the start times
+        that identify processes.
         """
         return read_boot_time(self._proc)
 
@@ -509,13 +526,13 @@ class Processes:
 def sees_other_processes(entries: ProcEntries, own_pid: int) -> bool:
     """Return whether a process is visible that is neither above nor below the daemon.
 
-    False where pid 1 is not visible. That is so with hidepid, where only processes of the daemon's
-    user are visible, so that a visible process does not show that the engine's would be.
+    False where pid 1 is not visible, as with hidepid: then only processes of the daemon's user are
+    visible, and a visible process does not prove that the engine's would be.
     """
     if INIT_PID not in entries:
         return False
     own_line = {own_pid}
-    # A process above or below the daemon is in its own container: it proves nothing.
+    # A process above or below the daemon is in its own container, and proves nothing.
     if own_pid in entries:
         own_line |= list_ancestors(entries, own_pid)
     for pid in entries:
@@ -525,7 +542,7 @@ def sees_other_processes(entries: ProcEntries, own_pid: int) -> bool:
 
 
 def find_strays(entries: ProcEntries, engine: Collection[int]) -> set[int]:
-    """Return the pids of cores and workers that an engine left which was never seen.
+    """Return the pids of cores and workers left behind by an engine that was never observed.
 
     Processes of the watched engine are left out. So are Ray's actors, whose parent is always Ray's
     daemon, and processes of a family whose API server still runs.
@@ -542,14 +559,14 @@ def find_strays(entries: ProcEntries, engine: Collection[int]) -> set[int]:
             continue
         if _is_ray_actor(process) or process.family in serving_families:
             continue
-        # A process whose parent has exited gets another one: its engine is gone.
+        # A process whose parent has exited gets another parent, so its engine is gone.
         if _is_adopted(process, entries.get(process.parent_pid)):
             strays.add(pid)
     return strays
 
 
 def _is_adopted(process: ProcEntry, parent: ProcEntry | None) -> bool:
-    """Return whether a process has lost its parent: its parent now is one that adopts orphans."""
+    """Return whether a process lost its parent and was adopted, by a parent that adopts orphans."""
     if parent is None or parent.role:
         return False
     # An engine's processes share the process group of their parent.
@@ -566,17 +583,17 @@ def find_orphans(
 ) -> dict[int, ProcEntry]:
     """Return the processes of an exited run that still exist, by pid.
 
-    They were processes of the engine, or orphans already, and descend from no running root of the
-    engine. Empty while the engine runs, also without the process that started it. `engine` has the
-    engine's processes, roots included, as last read; `roots` are its last roots.
+    They were processes of the engine, or orphans already, and do not descend from a running root of
+    the engine. Empty while the engine runs, even without the process that started it. `engine` has
+    the engine's processes, roots included, as last read; `roots` are its last roots.
     """
     survivors: dict[int, ProcEntry] = {}
     for pid, process in {**previous_orphans, **engine}.items():
         current = entries.get(pid)
         if current is not None and current.identity == process.identity:
             survivors[pid] = current
-    # A root that is no API server has a program above it, which started it. Without that program
-    # the root is an orphan: its parent is then init, or another process that adopts orphans.
+    # A root that is not an API server was started by a program above it. Without that program the
+    # root is an orphan, whose parent is init or another process that adopts orphans.
     running_roots: set[int] = set()
     for pid in roots:
         root = survivors.get(pid)
@@ -591,7 +608,7 @@ def find_orphans(
         # The engine continues without the process that started it (seen: vLLM 0.32 with two API
         # servers).
         return {}
-    # The engine had an API server and has none now: whatever still runs serves nobody.
+    # The engine had an API server and has none now, so whatever still runs serves nobody.
     if not has_server and _has_api_server(engine, engine):
         running_roots = set()
     orphans: dict[int, ProcEntry] = {}
@@ -610,8 +627,8 @@ def choose_roots(
 ) -> Choice:
     """Return which process trees are the engine's, given the previous choice.
 
-    The visible engine with the highest rank is chosen. The choice has no roots where no visible
-    engine has evidence, two share the highest rank, or the only evidence is a guess. `find_served`
+    The visible engine with the highest rank is chosen. The choice has no roots if no visible engine
+    has evidence, if two share the highest rank, or if the only evidence is a guess. `find_served`
     returns the port of the server with a pid.
     """
     tops = _find_tops(entries)
@@ -639,12 +656,13 @@ def choose_roots(
         or best_rank.has_port
         or (page.is_answered and is_first_choice)
     )
-    # The only visible engine may be another pod's: wait until the page answers.
+    # The only visible engine may be another pod's, so wait until the page answers.
     is_guess = page.is_maybe_other_pods and is_first_choice and not is_certain
-    # Beside one engine Ray's actors belong to it; beside several their owner is unknown.
+    # If there is one engine, Ray's actors belong to it; if there are several, their owner is
+    # unknown.
     has_unowned_actors = bool(ray_actors) and len(candidates) > 1
     if len(best_candidates) != 1 or is_guess or has_unowned_actors:
-        # Without any engine, the actors are the engine while something listens.
+        # Without any other engine, the actors are the engine while something listens.
         is_ray_only = page.can_listen and not candidates
         return _choose_none(
             candidates,
@@ -663,7 +681,7 @@ def choose_roots(
         neighbours=neighbours,
         ports=frozenset() if port is None else frozenset({port}),
     )
-    # Only a page that names its server's start distinguishes the engine from other servers.
+    # Only a page with its server's start time distinguishes the engine from other servers.
     if best_rank.start_match is StartMatch.NONE:
         return replace(
             choice,
@@ -674,7 +692,7 @@ def choose_roots(
 
 
 def list_servers(entries: ProcEntries) -> list[int]:
-    """Return the pid of each engine that serves: the first of its roots, the lowest pid first.
+    """Return the pid of the first root of each engine that serves, sorted by pid.
 
     An engine without an API server, such as a program that embeds vLLM, is left out.
     """
@@ -692,8 +710,8 @@ def _choose_none(
 ) -> Choice:
     """Return a choice without an engine.
 
-    `roots` are Ray's actors where they alone are the engine, else empty. What identified the engine
-    before stays, so that it is recognised when it is visible again.
+    `roots` are Ray's actors if only they are the engine; otherwise it is empty. The identity of the
+    previous engine is kept, so that it is recognised when it is visible again.
     """
     root_processes = _list_root_processes(candidates)
     ports = {candidate.served_port.port for candidate in candidates}
@@ -753,11 +771,12 @@ def _group_engines(entries: ProcEntries, tops: Iterable[int]) -> list[Roots]:
         else:
             families[process.family] += (pid,)
     if not engines:
-        # Without any server, cores and workers below one parent are a program that embeds vLLM.
+        # Without any server, cores and workers below one parent belong to a program that embeds
+        # vLLM.
         return list(families.values())
-    # Beside a server, an engine core without one is a leftover: counting its memory as the
-    # engine's would hide the leak. A family with an API server still serves: it has outlived the
-    # process that started it.
+    # If there is a server, an engine core without one is a leftover, and counting its memory as the
+    # engine's would hide the leak. A family with an API server still serves, even after the process
+    # that started it has exited.
     engines.extend(roots for roots in families.values() if _has_api_server(entries, roots))
     return engines
 
@@ -767,19 +786,19 @@ def _has_api_server(entries: ProcEntries, pids: Iterable[int]) -> bool:
 
 
 def _is_api_server(process: ProcEntry) -> bool:
-    """Return whether a process answers for the page: a supervisor of ranks has the role too."""
+    """Return whether a process serves the page; a supervisor of ranks has the role but does not."""
     return process.role is Role.API_SERVER and not is_supervisor(process.command)
 
 
 def _describe_candidate(entries: ProcEntries, roots: Roots, served_port: ServedPort) -> Candidate:
-    """Return an engine with its servers and their starts, by which a page may name it."""
+    """Return an engine with its servers and their start times, which a page may show."""
     root_processes = [entries[pid] for pid in roots]
     servers = list(root_processes)
     for process in entries.values():
         if process.parent_pid in roots and _is_api_server(process):
             servers.append(process)  # noqa: PERF401 - a list for two conditions reads worse
     starts_seconds = [process.started_seconds for process in servers]
-    # `vllm serve` may be the parent of several servers: a page may report its start.
+    # `vllm serve` may be the parent of several servers, and a page may report its start time.
     program = entries.get(root_processes[0].parent_pid)
     if program is not None:
         starts_seconds.append(program.started_seconds)
@@ -793,26 +812,26 @@ def _describe_candidate(entries: ProcEntries, roots: Roots, served_port: ServedP
 
 
 def _rank_candidate(candidate: Candidate, page: PageState, previous: Choice) -> Rank:
-    """Return how certain it is that this engine serves the page; NO_EVIDENCE where it does not."""
+    """Return how certain it is that this engine serves the page; NO_EVIDENCE if it does not."""
     is_first_choice = previous.certain_port is None
     was_chosen = not candidate.root_processes.isdisjoint(previous.servers)
     page_port = ServedPort(page.port, can_listen=True)
     has_port = candidate.served_port in {page_port, previous.certain_port}
 
     closeness = _measure_closeness(candidate, page)
-    # A start identifies one engine. Where it identified the previous choice, it does not identify
-    # another engine: the last page of an exited engine may still be the newest page.
+    # A start time identifies one engine. If it identified the previous choice, it does not identify
+    # another engine, because the last page of an exited engine may still be the newest page.
     is_start_taken = page.server_start_seconds == previous.identified_start_seconds
     if is_start_taken and not was_chosen:
         closeness = -inf
     start_rank = Rank(start_match=_match_start(closeness), closeness=closeness)
 
-    # This engine was visible when a page named the start of another engine. So only a page that
-    # names this engine's start is evidence for it.
+    # This engine was visible when a page had the start time of another engine. So only a page with
+    # this engine's start time is evidence for it.
     if not candidate.root_processes.isdisjoint(previous.strangers):
         return start_rank
-    # A page that names its server's start is no evidence for an engine with another start, unless
-    # that engine has the page's port: setting the clock moves the start on the page.
+    # A page with a start time is no evidence for an engine with another one, unless that engine has
+    # the page's port: setting the clock changes the start time on the page.
     if page.server_start_seconds is not None and is_first_choice and not has_port:
         return start_rank
     is_port_unknown = candidate.served_port == ServedPort(None, can_listen=True)
@@ -824,9 +843,10 @@ def _rank_candidate(candidate: Candidate, page: PageState, previous: Choice) -> 
 
 
 def _measure_closeness(candidate: Candidate, page: PageState) -> float:
-    """Return minus the seconds between the page's start and the candidate's nearest one.
+    """Return the negative distance, in seconds, of the page's start time to the nearest one.
 
-    -inf where they are too far apart to match, or the page names no start.
+    The nearest one is the candidate's. -inf where they are too far apart to match, or the page has
+    no start time.
     """
     page_start_seconds = page.server_start_seconds
     if page_start_seconds is None:
@@ -862,7 +882,7 @@ def assign_roles(entries: ProcEntries, own_pid: int, roots: Iterable[int]) -> di
         if parent is not None and process.command == parent.command:
             roles[pid] = Role.OTHER  # a fork that has not set its own title
         else:
-            # vLLM's titles may have any prefix (VLLM_PROCESS_NAME_PREFIX).
+            # vLLM's titles may have a configured prefix (VLLM_PROCESS_NAME_PREFIX).
             title = f"VLLM::{process.command[0].partition('::')[2]}"
             roles[pid] = process.role or find_role((title,)) or Role.OTHER
         pending_pids.extend(children[pid])
@@ -873,7 +893,7 @@ def list_ancestors(entries: ProcEntries, pid: int) -> set[int]:
     """Return the pids of all processes above this one; "above" means its parent and so on."""
     ancestors: set[int] = set()
     parent = entries[pid].parent_pid
-    # A pid that is reused between two reads can close a circle.
+    # A pid that is reused between two reads can close a cycle.
     while parent in entries and parent not in ancestors | {pid}:
         ancestors.add(parent)
         parent = entries[parent].parent_pid

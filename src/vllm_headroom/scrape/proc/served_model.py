@@ -1,4 +1,4 @@
-"""Find the configuration of the model that vLLM serves, in the file system of its server."""
+"""Find the configuration of the model that vLLM serves, in the server's file system."""
 
 import asyncio
 import contextlib
@@ -23,7 +23,7 @@ _CACHE_OPTIONS: Final = frozenset(
         "speculative_model",
     }
 )
-"""Options with which a token may take other bytes than the model's own configuration gives."""
+"""Options that may change the bytes of a token from those in the model's own configuration."""
 
 _HUB_FOLDER: Final = ".cache/huggingface/hub"
 _HUB_PLACES: Final = (
@@ -32,8 +32,9 @@ _HUB_PLACES: Final = (
     ("HOME", _HUB_FOLDER),
     ("", f"root/{_HUB_FOLDER}"),
 )
-"""Where Hugging Face's cache may be: a variable of the server's environment, "" for the root of its
-file system, and the folder below that. The first place that has the model counts."""
+"""Where Hugging Face's cache may be: below the folder that a variable of the server's environment
+names, or below the root of its file system for "". The first place that has the model counts.
+"""
 
 
 class ServedRun(Struct, frozen=True, kw_only=True):
@@ -54,7 +55,7 @@ class ModelConfiguration(Struct, frozen=True, kw_only=True):
 class ServedModel:
     """Reads the configuration of the model that the engine serves, once for each run.
 
-    It reads on a separate thread, since the model's folder may be on a network volume. `parse`
+    It reads on a separate thread, because the model's folder may be on a network volume. `parse`
     returns the bytes per token that a configuration file gives.
     """
 
@@ -73,8 +74,8 @@ class ServedModel:
     def find(self, processes: ProcessReadings | Failure) -> TokenBytes | None:
         """Return the bytes per token of the engine's model; never wait.
 
-        None until its configuration was read, and where that determines none. For a new run, and
-        after each search that found no configuration, begin a search.
+        None until its configuration was read, and where that does not determine them. A search
+        begins for a new run, and after each search that found no configuration.
         """
         if not isinstance(processes, Failure):
             # After a failed reading of /proc, the last run still counts.
@@ -129,16 +130,16 @@ def _describe_run(processes: ProcessReadings) -> ServedRun | None:
 
 
 def _list_places(process: Path, model: str) -> Iterator[Path]:
-    """Yield the paths at which the model's config.json may be, the likeliest first.
+    """Yield the paths at which the model's config.json may be, the most likely first.
 
     `model` is a folder, or a name in Hugging Face's cache. Paths go through `process`, the server's
     folder in /proc, into its file system. Raises OSError where its environment cannot be read.
     """
-    # An absolute path is a folder; anything else may be one or a name on the hub.
+    # An absolute path is a folder; anything else may be a folder or a name on the hub.
     if model.startswith("/"):
         yield process / "root" / model.lstrip("/") / "config.json"
         return
-    # Like vLLM: a folder of this name comes before a model of the hub.
+    # As in vLLM, a folder of this name comes before a model on the hub.
     yield process / "cwd" / model / "config.json"
     entries = read_content(process / "environ").decode(errors="replace").split("\0")
     environment = dict(entry.split("=", 1) for entry in entries if "=" in entry)

@@ -23,8 +23,9 @@ class ServerKind(Struct, frozen=True, kw_only=True):
 
     product: str
     commands: tuple[str, ...]
-    """The beginnings of its command line, without an interpreter: a program or module and, where
-    the program has several subcommands, the subcommand."""
+    """The beginnings of its command line, without an interpreter: a program or module, with the
+    subcommand if the program has several.
+    """
     scripts: tuple[str, ...] = ()
     """The ends of the paths of scripts that start the server."""
     default_port: int
@@ -35,10 +36,11 @@ class ServerKind(Struct, frozen=True, kw_only=True):
     page_path: str = "/metrics"
     """The path of its metrics page."""
     options_hiding_port: frozenset[str] = frozenset()
-    """Options with which the port is unknown unless a port option is given too."""
+    """Options that make the port unknown unless a port option is given too."""
     titles: tuple[tuple[str, Role], ...] = ()
-    """The beginnings of the titles that its processes set, of at most 15 characters as in process
-    names, with their roles. The first that matches counts."""
+    """The beginnings of its processes' titles, at most 15 characters as in process names, with
+    their roles. The first that matches counts.
+    """
 
 
 SERVERS: Final = (
@@ -50,7 +52,8 @@ SERVERS: Final = (
         ),
         scripts=("/vllm/entrypoints/openai/api_server.py",),
         default_port=8000,
-        # A port in a file, or none (vllm/entrypoints/openai/cli_args.py, cli/serve.py).
+        # The port is in a file, or there is none (vllm/entrypoints/openai/cli_args.py,
+        # cli/serve.py).
         options_hiding_port=frozenset({"--config", "--uds", "--headless"}),
         # From 0.10.1 on (`set_process_title`; Ray names its own by the actor's class).
         titles=(
@@ -90,7 +93,7 @@ SERVERS: Final = (
         commands=("text-generation-launcher", "text-generation-router"),
         default_port=3000,
         port_options=("--port", "-p"),
-        port_variable="PORT",  # 80 in its image
+        port_variable="PORT",  # its image sets 80
         titles=(("text-generation-server", Role.WORKER),),
     ),
     ServerKind(
@@ -125,7 +128,7 @@ _TITLES: Final = tuple(title for title, _ in _TITLE_ROLES)
 
 
 def find_role(command: Command) -> Role | None:
-    """Return the role of a process by its title or command line; None where it is no server's.
+    """Return the role of a process by its title or command line; None if it belongs to no server.
 
     A process without a title that runs a server has the role API_SERVER.
     """
@@ -149,7 +152,7 @@ def find_server(command: Command) -> ServerKind | None:
     subcommand = command[1] if len(command) > 1 else ""
     program_and_subcommand = f"{program} {subcommand} "
     for server in SERVERS:
-        # A script is known by its path; its own options follow at once.
+        # A script is recognised by its path, which its own options follow directly.
         if server.scripts and command[0].endswith(server.scripts):
             return server
         if any(program_and_subcommand.startswith(f"{start} ") for start in server.commands):
@@ -171,7 +174,7 @@ def find_default_port(command: Command) -> int | None:
 def _strip_interpreter(command: Command) -> Command:
     """Return the script or module that an interpreter's command line runs, with its arguments.
 
-    Where the interpreter runs none, return one empty argument.
+    If the interpreter runs neither, the result is one empty argument.
     """
     position = 1
     while position < len(command):
@@ -194,7 +197,7 @@ _MAX_DIGITS: Final = 5
 
 
 def is_supervisor(command: Command) -> bool:
-    """Return whether this vLLM only starts a server for each data-parallel rank."""
+    """Return whether this vLLM process only starts a server for each data-parallel rank."""
     return not _SUPERVISOR_OPTIONS.isdisjoint(command)
 
 
@@ -216,10 +219,10 @@ def find_port(
 ) -> int | None:
     """Return the port of a server by its command line; None where unknown.
 
-    That is the port of the last port option, or else the default port of this kind of server. The
-    default may have been changed by an environment variable of the server: for kinds with such a
-    variable it counts only if it is the `wanted_port`, or if no port is wanted. The ranks below a
-    supervisor, which has `parent_command`, get their ports from the supervisor.
+    That is the port of the last port option, or else the default port of this kind of server. An
+    environment variable of the server may have changed the default, so for kinds with such a
+    variable the default counts only if it is the `wanted_port`, or if no port is wanted. The ranks
+    below a supervisor, whose command is `parent_command`, get their ports from the supervisor.
     """
     if is_supervisor(parent_command):
         return _find_rank_port(command, parent_command)
@@ -227,11 +230,11 @@ def find_port(
     if server is None:
         return None
     options = list(list_options(command))
-    # As in argparse, the last of several counts.
+    # As in argparse, the last of several values counts.
     ports = [value for name, value in options if name in server.port_options]
     if ports:
         return _parse_port(ports[-1])
-    # Such as a file of settings, or a socket in place of a port.
+    # For example a file of settings, or a socket instead of a port.
     if any(name in server.options_hiding_port for name, _ in options):
         return None
     if server.port_variable and wanted_port not in {None, server.default_port}:
@@ -242,7 +245,7 @@ def find_port(
 def _find_rank_port(command: Command, supervisor_command: Command) -> int | None:
     """Return the port of a rank below a supervisor; None where unknown.
 
-    Ranks have consecutive ports from the supervisor's on
+    The ports of ranks are consecutive, starting at the supervisor's port
     (vllm/entrypoints/openai/dp_supervisor.py).
     """
     sizes = [
@@ -251,7 +254,7 @@ def _find_rank_port(command: Command, supervisor_command: Command) -> int | None
     first_port = find_port(supervisor_command)
     local_ranks = _parse_count(sizes[-1]) if sizes else None
     if not command:
-        return None  # the rank exits: the kernel has released the memory of its command line
+        return None  # the rank is exiting: the kernel has released the memory of its command line
     # A rank's title ends with its rank among all nodes: VLLM::ExternalLBRank_5.
     global_rank = _parse_count(command[0].rpartition("_")[2])
     if first_port is None or not local_ranks or global_rank is None:

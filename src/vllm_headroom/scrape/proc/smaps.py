@@ -1,4 +1,4 @@
-"""Read a process's memory by the kind of its mappings."""
+"""Read a process's memory by kind of mapping."""
 
 import re
 import time
@@ -19,8 +19,9 @@ _KINDS: Final = {
     "[stack": "stack",
     "[heap]": "heap",
 }
-"""The kinds of mappings by the start of their path, of which the first that fits counts; see
-`_find_kind` for all other paths."""
+"""The kinds of mappings by the start of their path, the first that fits counts; see `_find_kind`
+for all other paths.
+"""
 
 _MAX_KINDS: Final = 1000
 """The most kinds that are distinguished: a vLLM maps some 400 files."""
@@ -58,7 +59,7 @@ def read_mappings(proc: Path, pid: int) -> KindSizes | None:
                 if mapping is None:
                     continue
                 kind = _find_kind(mapping[1].decode(errors="replace"))
-                # A process may map thousands of files: the rest is summed up.
+                # A process may map thousands of files, so the rest is summed up.
                 if kind not in sizes_bytes and len(sizes_bytes) >= _MAX_KINDS:
                     kind = _OTHER_FILES
                 if time.monotonic() > deadline:
