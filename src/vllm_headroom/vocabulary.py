@@ -346,8 +346,15 @@ class Situation(StrEnum):
         "growing",
         "Look at it in working hours: caches that fill look the same until they are full.",
     )
-    STRANDED = "stranded", "Drain the engine and restart it at the next quiet hour."
-    BLIND = "blind", "Make the failed source readable: vllm-headroom doctor names the line to add."
+    STRANDED = (
+        "stranded",
+        "Restart the engine while no request runs, as now; drain it first if some come.",
+    )
+    BLIND = (
+        "blind",
+        "Check that the engine answers. vllm-headroom doctor names what cannot be read, and the line"
+        " to add.",
+    )
     FILLING = "filling", "Nothing: a pool that was configured fills up to its bound."
     STARTING = "starting", "Wait until it serves."
     ASLEEP = "asleep", "Nothing."

@@ -262,6 +262,7 @@ class Daemon:
         self._clock = parts.clock
         self._evictor = parts.evictor
         self._notice = parts.notice
+        self._find_process_name = parts.find_process_name
         self._home = home
         self._ending = ending
         self._interval_seconds = settings.sample_interval_seconds
@@ -362,6 +363,7 @@ class Daemon:
             notice=self._notice,
             runbooks=self._runbooks_url,
             last_incident=self._watch.last_incident,
+            find_process_name=self._find_process_name,
         )
         latest = self._watch.latest
         # Before the first sample the page shows that there is none yet.

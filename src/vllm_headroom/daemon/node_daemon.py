@@ -36,7 +36,7 @@ from vllm_headroom.expose.node import (
     respond_node_page,
     respond_node_snapshot,
 )
-from vllm_headroom.expose.view import View
+from vllm_headroom.expose.view import View, find_no_name
 from vllm_headroom.expose.web.door import Door
 from vllm_headroom.log import Log
 from vllm_headroom.model import EngineName, EnginePod, Published, Sample
@@ -296,6 +296,9 @@ class NodeDaemon:
             runbooks=self._settings.runbooks_url,
             last_incident=engine.watch.last_incident,
             pod=find_pod(engine.name),
+            find_process_name=find_no_name
+            if self._processes is None
+            else self._processes.names.find,
         )
         latest = engine.watch.latest
         if latest is None:

@@ -22,7 +22,9 @@ from vllm_headroom.scrape.http.reader import (
     find_port,
     is_here,
 )
+from vllm_headroom.scrape.pods import ContainerNames
 from vllm_headroom.scrape.probe import ProbeReader
+from vllm_headroom.scrape.proc.names import ProcessNames
 from vllm_headroom.scrape.proc.node import NodeProcesses
 from vllm_headroom.scrape.proc.reader import Processes
 from vllm_headroom.scrape.proc.served_model import ServedModel
@@ -59,6 +61,9 @@ class Parts(Sources, frozen=True, kw_only=True):
     evictor: Evictor | None = None
     mappings: Callable[[int], dict[str, int] | None] = lambda _: None
     """Returns a process's resident bytes by kind of mapping, None where they are not visible."""
+
+    find_process_name: Callable[[int], str | None] = lambda _: None
+    """Returns the name of a process for people; None where it is not visible."""
 
     def list_resources(self) -> tuple[Closable | None, ...]:
         """Return what has to be closed at the end."""
@@ -107,6 +112,9 @@ def build_real_parts(settings: Settings, model: ModelReader = NO_MODEL) -> Parts
         server_request=build_server_request(settings),
         evictor=build_real_evictor(settings, clock),
         mappings=partial(read_mappings, Path("/proc")),
+        find_process_name=ProcessNames(
+            processes.find_command, ContainerNames(settings.engine_container)
+        ).find,
     )
 
 

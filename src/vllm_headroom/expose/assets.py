@@ -9,7 +9,7 @@ from vllm_headroom.expose.drawing import STYLE, THEME_RULES, pack_style
 from vllm_headroom.vocabulary import Level
 
 _LEVEL_RULES: Final = "".join(
-    f".hero.{level},li.{level}{{border-color:var(--{level})}}"
+    f".hero.{level},li.{level},.alike.{level}{{border-color:var(--{level})}}"
     f".{level} b,.{level} h1,b.{level}{{color:var(--{level})}}"
     for level in Level
 )
@@ -24,13 +24,17 @@ p{margin:.3rem 0}
 a{color:inherit}
 .dim,figcaption{color:var(--dim)}
 .hero{border-left:.5rem solid;padding:.2rem 1rem;margin:1rem 0}
-.hero>b{display:block;font-size:2.6rem;line-height:1.2}
+.hero>b{display:block;font-size:clamp(1.7rem,7vw,2.6rem);line-height:1.2}
 .hero>b small{display:inline-block;font-size:1rem;line-height:1.4;font-weight:400;color:var(--dim)}
 .hero p{font-size:1.1rem}
+h1 small{font-weight:400;font-size:.95rem;color:var(--dim)}
+.run small{display:block}
+small{color:var(--dim)}
 .verdicts{list-style:none;margin:1rem 0;padding:0}
 li[class]{border-left:.35rem solid;padding:.2rem .8rem;margin:.4rem 0}
 .verdicts li>b{font-size:.8rem;letter-spacing:.05em}
 summary{cursor:pointer}
+.alike{border-left:.35rem solid;padding:.2rem .8rem;margin:.4rem 0}
 """)
 _BODY_RULES: Final = pack_style("""
 figure{margin:1rem 0;position:relative}
@@ -54,6 +58,7 @@ svg{display:block;width:100%;height:11rem;border-top:1px solid var(--line)}
 .key i{display:inline-block;width:1.2rem;margin-right:.3rem;border-top:.2rem solid var(--room);
   vertical-align:middle}
 .key .low{border-top:1px solid var(--peak)}
+.key .end{border-top:3px solid var(--alarm)}
 .key .to{border-top:.15rem dashed var(--alarm)}
 .key .area{height:.7rem;border:0;background:var(--alarm);opacity:.25}
 .key .at{width:0;height:.9rem;border:0;border-left:2px dashed var(--alarm)}
@@ -106,7 +111,9 @@ SCRIPT: Final = """\
     for (const tick of page.querySelectorAll("[data-time]")) {
       const date = new Date(1000 * tick.dataset.time);
       const shown = clock(date);
-      tick.textContent = shown === "00:00" ? day(date).slice(5) : shown;
+      const isDay = shown === "00:00" || "day" in tick.dataset;
+      const name = {day: "numeric", month: "short"};
+      tick.textContent = isDay ? date.toLocaleDateString([], name) : shown;
     }
     const zone = Intl.DateTimeFormat().resolvedOptions().timeZone;
     for (const note of page.querySelectorAll(".zone")) {

@@ -1,5 +1,6 @@
 """Draw curves over time as SVG, for the page, files and reports."""
 
+import re
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from html import escape
@@ -61,6 +62,17 @@ svg text{fill:var(--dim);font:13px system-ui,sans-serif}
 def escape_text(text: str) -> str:
     """Return text escaped for HTML and SVG; control characters show as codes."""
     return escape(text if text.isprintable() else text.translate(CONTROLS))
+
+
+_INNER_SPACE: Final = re.compile(
+    r"(?<=\d) (?=(?:d|h|min|s|[KMGTP]?i?B)\b|%)|(?<=\d [dh]) (?=\d)|(?<=\d min) (?=\d+ s\b)"
+)
+"""A space within a size, a share or a duration, such as those of "5 h 34 min"."""
+
+
+def render_text(text: str) -> str:
+    """Return text escaped for HTML, whose sizes, shares and durations no line break cuts."""
+    return _INNER_SPACE.sub("\N{NO-BREAK SPACE}", escape_text(text))
 
 
 MARGIN: Final = 1.15

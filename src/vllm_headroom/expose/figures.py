@@ -1,4 +1,4 @@
-"""Draw the free memory of GPUs and host, and the load, over the last day."""
+"""Draw the free memory of GPUs and host, and the load, over the last day or week."""
 
 from collections.abc import Iterator
 from typing import Final
@@ -41,8 +41,9 @@ MOST_DRAWN_GPUS: Final = 16
 
 LEGEND: Final = (
     ("line", "free", "free memory"),
-    ("peak", "low", "its lowest value per minute"),
-    ("ahead", "to", "forecast until memory is full"),
+    ("peak", "low", "at the peaks of use"),
+    ("zero", "end", "nothing free"),
+    ("ahead", "to", "forecast until nothing is free"),
     ("edge", "area", "from the earliest time on"),
     ("mark", "at", "an alarm"),
     ("now", "now", "now"),
@@ -50,6 +51,9 @@ LEGEND: Final = (
 """Each kind of shape: its class in a picture, the class of its sample in the legend, and its
 meaning.
 """
+
+MOST_CLOCK_SECONDS: Final = 4 * DAY_SECONDS
+"""A figure of more than this has ticks of whole days (see TICK_SECONDS): the clock says nothing."""
 
 PAST_FACTOR: Final = 3
 """Our choice: next to a forecast, the picture shows at most this many times the forecast's length
@@ -60,12 +64,17 @@ FUTURE_FACTOR: Final = 2
 """Our choice: the picture shows a forecast of at most this many times the length of the past."""
 
 
-RANGES: Final = {"1h": HOUR_SECONDS, "6h": 6 * HOUR_SECONDS, "24h": DAY_SECONDS}
-"""How much of the past a reader can choose to see, by name. The history has a day."""
+RANGES: Final = {
+    "1h": HOUR_SECONDS,
+    "6h": 6 * HOUR_SECONDS,
+    "24h": DAY_SECONDS,
+    "7d": 7 * DAY_SECONDS,
+}
+"""How much of the past a reader can choose to see, by name. The history has a week."""
 
 
 class _Room(Struct, frozen=True, kw_only=True):
-    """The free memory of a GPU or of the host over the last day, and its forecast."""
+    """The free memory of a GPU or of the host over time, and its forecast."""
 
     subject: str
     """Its name in verdicts."""
@@ -106,14 +115,15 @@ def draw_figures(
     """
     now = snapshot.time_seconds
     columns = _count_columns(view, snapshot)
-    rooms = sorted(_list_rooms(view, snapshot), key=lambda room: room.rank)
+    rooms = sorted(_list_rooms(view, snapshot, past_seconds), key=lambda room: room.rank)
     figures = [_draw_room(view, room, now, past_seconds, columns) for room in rooms]
     if figures:
         yield f"{figures[0].html}{_render_legend(figures[0].html)}"
-    running_curve = view.history.read_curve("running")
+    running_curve = view.history.read_curve("running", past_seconds)
     if len(running_curve[0]) > 1:
         above = figures[0].frame if figures else None
-        yield _draw_load(running_curve, columns, now, above)
+        running_now = sum_running(view)
+        yield _draw_load(running_curve, columns, now, running_now, above)
     if len(figures) > 1:
         small_figures = "".join(figure.html for figure in figures[1:])
         yield f"<div class=rooms>{small_figures}</div>"
@@ -137,22 +147,25 @@ def _count_columns(view: View, snapshot: Snapshot) -> int:
     return max(LEAST_COLUMNS, MOST_COLUMNS // max(1, curves))
 
 
-def _list_rooms(view: View, snapshot: Snapshot) -> Iterator[_Room]:
-    """Yield the free memory of each GPU of the engine, and of the host, where it has a curve."""
+def _list_rooms(view: View, snapshot: Snapshot, past_seconds: float | None) -> Iterator[_Room]:
+    """Yield the free memory of each GPU of the engine and of the host, if it has a curve."""
     ranks = {verdict.subject: rank for rank, verdict in enumerate(view.verdicts)}
     for gpu in snapshot.owned_gpus[:MOST_DRAWN_GPUS]:
-        free_curve = view.history.read_curve(f"free {gpu.reading.uuid}")
+        free_curve = view.history.read_curve(f"free {gpu.reading.uuid}", past_seconds)
         if free_curve[0]:
+            peak_curve = view.history.read_curve(f"peak {gpu.reading.uuid}", past_seconds)
             rank = ranks.get(gpu.reading.display_name, len(ranks))
-            yield _build_gpu_room(view, gpu.reading, rank, free_curve)
-    host_curve = view.history.read_curve("host")
+            yield _build_gpu_room(view, gpu.reading, rank, free_curve, peak_curve)
+    host_curve = view.history.read_curve("host", past_seconds)
     if host_curve[0]:
         # The host's figure is first where its verdict is the worst, and last otherwise.
         rank = 0 if ranks.get("host memory") == 0 else len(ranks)
         yield _build_host_room(view, snapshot.host, rank, host_curve)
 
 
-def _build_gpu_room(view: View, gpu: GpuReading, rank: int, free_curve: Curve) -> _Room:
+def _build_gpu_room(
+    view: View, gpu: GpuReading, rank: int, free_curve: Curve, peak_curve: Curve
+) -> _Room:
     """Return the free memory of a GPU, with its forecast where memory grows."""
     free_bytes = None
     total_bytes = 0
@@ -165,7 +178,7 @@ def _build_gpu_room(view: View, gpu: GpuReading, rank: int, free_curve: Curve) -
         name=gpu.name.removesuffix(find_part(gpu.uuid)).rstrip(),
         rank=rank,
         free_curve=free_curve,
-        peak_curve=view.history.read_curve(f"peak {gpu.uuid}"),
+        peak_curve=peak_curve,
         free_bytes=free_bytes,
         total_bytes=total_bytes,
         left_seconds=view.values.value(catalog.TIME_TO_OOM, *labels),
@@ -258,12 +271,14 @@ def _draw_room(
     # Otherwise the reader would look for memory that the picture does not show.
     if highest > frame.top:
         caption += f"; up to {format_size(highest)} earlier, above the picture"
+    if len(past) > 1:
+        caption += "; gaps: not read"
     subject = escape_text(room.subject)
     name = escape_text(f" {room.name}" if room.name else "")
     picture = svg.draw_picture(frame, shapes, title=title)
     plot = _render_plot(frame, picture, title, ticks, is_in_bytes=True)
     html = (
-        f"<figure><figcaption><b>{subject}</b>{name}: {caption}</figcaption>{plot}"
+        f"<figure><figcaption><b>{subject}</b>{name}: {svg.render_text(caption)}</figcaption>{plot}"
         f"{_render_end(now, forecast, end)}</figure>"
     )
     return _Figure(frame=frame, html=html)
@@ -301,7 +316,7 @@ def _render_plot(
     if is_in_bytes:
         unit = "B"
         quarters = range(svg.GRID_PARTS, -1, -1)
-        value_texts = [format_size(frame.top * quarter / svg.GRID_PARTS) for quarter in quarters]
+        value_texts = [_format_level(frame.top, quarter) for quarter in quarters]
     else:
         unit = ""
         value_texts = [f"{frame.top:.0f}", "0"]
@@ -316,6 +331,13 @@ def _render_plot(
     )
 
 
+def _format_level(top_bytes: float, quarter: int) -> str:
+    """Return the memory at a quarter of the height of a figure, in the unit of its top."""
+    unit_bytes = GIB if top_bytes >= GIB else MIB
+    unit_name = "GiB" if top_bytes >= GIB else "MiB"
+    return f"{top_bytes * quarter / svg.GRID_PARTS / unit_bytes:.3g} {unit_name}"
+
+
 def _render_tick(frame: Frame, seconds: float) -> str:
     """Return the text of a time below a plot; at an edge it does not reach beyond the plot."""
     # In percent of the width, because the texts lie outside of the stretched picture.
@@ -326,9 +348,12 @@ def _render_tick(frame: Frame, seconds: float) -> str:
     elif percent > 100 - EDGE_PERCENT:
         anchor = "end"
     text = _format_tick(seconds)
+    # In the reader's zone, no midnight of UTC is one: the script then shows the day all the same.
+    is_of_days = frame.end - frame.begin > MOST_CLOCK_SECONDS
+    day = " data-day" if is_of_days else ""
     return (
         f'<text x="{percent:.1f}%" y="14" text-anchor="{anchor}" '
-        f'data-time="{seconds:.0f}">{text}</text>'
+        f'data-time="{seconds:.0f}"{day}>{text}</text>'
     )
 
 
@@ -343,24 +368,40 @@ def _render_end(now: float, forecast: Forecast | None, end: float) -> str:
     if forecast is None:
         return ""
     likely_seconds = now + forecast.seconds
-    likely = f"{render_time(likely_seconds)} (in {format_duration(forecast.seconds)})"
+    left = svg.render_text(format_duration(forecast.seconds))
+    likely = f"{render_time(likely_seconds)} (in {left})"
     if forecast.earliest_seconds is None:
         when = f"about {likely}"
     else:
         earliest = render_time(now + forecast.earliest_seconds)
         when = f"between {earliest}, at the earliest, and {likely}, likely"
     beyond = "; beyond this picture" if likely_seconds > end else ""
-    return f"<p class=dim>Full {when}{beyond}.</p>"
+    return f"<p class=dim>Nothing free {when}{beyond}.</p>"
 
 
-def _draw_load(running_curve: Curve, columns: int, now: float, above: Frame | None) -> str:
-    """Return the figure of running requests, on the time axis of `above` if that is given."""
+def sum_running(view: View) -> float | None:
+    """Return the running requests of all engines now; None where they are unknown."""
+    running = view.values.find_all(catalog.ENGINE_RUNNING).values()
+    return sum(running) if running else None
+
+
+def _draw_load(
+    running_curve: Curve,
+    columns: int,
+    now: float,
+    running_now: float | None,
+    above: Frame | None,
+) -> str:
+    """Return the figure of running requests, on the same axis of time as `above`, if any."""
     begin = running_curve[0][0]
     end = now
     if above is not None:
         begin = above.begin
         end = above.end
     stretches = svg.thin_curve(running_curve, columns, begin=begin)
+    if stretches and running_now is not None:
+        # As in the figures of memory, the curve reaches to what the page says now.
+        stretches[-1].append((now, running_now))
     most_running = max((value for stretch in stretches for _, value in stretch), default=1.0)
     # Never 0, not even for an idle engine, because the frame needs a height.
     top = svg.round_top(MARGIN * most_running or 1.0, 1.0)
@@ -369,5 +410,6 @@ def _draw_load(running_curve: Curve, columns: int, now: float, above: Frame | No
     title = f"Running requests, {span}, at most {most_running:.0f}"
     picture = svg.draw_picture(frame, [svg.draw_curve(frame, stretches)], title=title)
     plot = _render_plot(frame, picture, title, svg.list_ticks(begin, end), is_in_bytes=False)
-    caption = f"<b>Load</b>: running requests, at most {most_running:.0f}"
+    now_text = "" if running_now is None else f", {running_now:.0f} now"
+    caption = f"<b>Load</b>: running requests{now_text}, {most_running:.0f} at the highest"
     return f"<figure class=strip><figcaption>{caption}</figcaption>{plot}</figure>"

@@ -1,6 +1,7 @@
 """Show several engines: a page that lists them, worst first, and a JSON document of all."""
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 from urllib.parse import parse_qs, quote
@@ -9,19 +10,22 @@ from msgspec import Struct
 
 from vllm_headroom.expose.answers import Handler, Request, Response, respond_text
 from vllm_headroom.expose.assets import PAGE_STYLE, SCRIPT, build_icon
-from vllm_headroom.expose.drawing import escape_text
+from vllm_headroom.expose.drawing import escape_text, render_text
 from vllm_headroom.expose.page import (
     DOT,
     LINKED_PATHS,
     MIN_REFRESH_SECONDS,
+    find_advice,
     find_number,
+    render_age,
     render_page,
+    render_since,
     respond_html,
 )
 from vllm_headroom.expose.snapshot import build_document, respond_snapshot
 from vllm_headroom.expose.view import View
 from vllm_headroom.model import EngineName, find_worst
-from vllm_headroom.vocabulary import LEVEL_NAMES, Level
+from vllm_headroom.vocabulary import LEVEL_NAMES, Level, Situation
 
 QUERY: Final = "engine"
 """The query parameter that chooses an engine, by its name as in --engine."""
@@ -57,12 +61,14 @@ class NodeView(Struct, frozen=True, kw_only=True):
     """Why the sampling loop is unhealthy; None while it is healthy."""
 
     def sort_engines(self) -> list[EngineView]:
-        """Return the engines, the worst level first, then by name."""
+        """Return the engines, the worst level first, then the worst situation, then by name."""
         levels = tuple(Level)
+        situations = tuple(Situation)
         return sorted(
             self.engines,
             key=lambda engine: (
                 -levels.index(find_worst(engine.view.shown_verdicts)),
+                situations.index(engine.view.shown_verdicts[0].situation),
                 engine.name.text,
             ),
         )
@@ -182,7 +188,6 @@ def render_node(view: NodeView) -> str:
     # The first verdict of an engine is its worst.
     level = find_worst(verdict for engine in engines for verdict in engine.view.shown_verdicts[:1])
     host = escape_text(view.host)
-    version = escape_text(view.version)
     rows = "".join(_render_engine(engine) for engine in engines)
     others = "".join(_render_others(view))
     stall = ""
@@ -202,29 +207,55 @@ def render_node(view: NodeView) -> str:
         f'<link rel="icon" href="{build_icon(level)}">'
         f"<style>{PAGE_STYLE}</style></head>"
         f"<body data-seconds={refresh_seconds}>"
-        f"<header><p>vllm-headroom{DOT}{host}</p><p class=dim id=age>version {version}</p>"
-        f"{stall}</header>"
-        f"<main><h1>{engine_count} on {host}</h1>"
+        f"<header><p>vllm-headroom{DOT}{host}</p>"
+        f"{render_age(view.seconds, view.age_seconds, view.version)}{stall}</header>"
+        f"<main><h1>{engine_count} on {host}: {_count_levels(engines)}</h1>"
         f"<ul class=verdicts>{rows}</ul>{others}</main>"
         f"<footer><p>{links}</p></footer>"
         f"<script>{SCRIPT}</script></body></html>\n"
     )
 
 
+COUNT_NAMES: Final = {
+    Level.ALARM: ("alarm", "alarms"),
+    Level.WARNING: ("warning", "warnings"),
+    Level.UNKNOWN: ("not known", "not known"),
+    Level.GOOD: ("OK", "OK"),
+}
+"""The words for one and for several engines of a level, the worst level first."""
+
+
+def _count_levels(engines: list[EngineView]) -> str:
+    """Return how many engines have each level; a level without engines is left out."""
+    counts = Counter(engine.view.shown_verdicts[0].level for engine in engines)
+    return ", ".join(
+        f"{counts[level]} {names[counts[level] > 1]}"
+        for level, names in COUNT_NAMES.items()
+        if counts[level]
+    )
+
+
 def _render_engine(engine: EngineView) -> str:
-    """Return a line with an engine's worst verdict, its number, and the link to its page."""
+    """Return a line with an engine's worst verdict, its number, and the link to its page.
+
+    An alarm or a warning has also since when it holds, and what to do.
+    """
     worst = engine.view.shown_verdicts[0]
     name = escape_text(engine.name.text)
     # The longest name, which is distinct even if two containers of a pod run an engine each.
     link = f"/?{QUERY}={quote(list_names(engine.name)[-1], safe='')}"
+    sentence = render_text(worst.sentence)
     number, caption = find_number(engine.view, worst)
-    # Most sentences already contain the number; for a range, both ends.
+    # Most sentences have the number already, of a range both ends, and one of exits their count.
     is_in_sentence = all(part in worst.sentence for part in number.split(" to "))
-    figure = "" if is_in_sentence else f" {escape_text(number)} {escape_text(caption)}."
-    sentence = escape_text(worst.sentence)
+    if not is_in_sentence and worst.situation is not Situation.CRASH_LOOP:
+        sentence += f" {render_text(number)} {render_text(caption)}."
+    if worst.level in (Level.ALARM, Level.WARNING):
+        advice = escape_text(find_advice(engine.view, worst))
+        sentence += f"{render_since(engine.view, worst)}<br><small>{advice}</small>"
     return (
         f"<li class={worst.level}><b>{LEVEL_NAMES[worst.level]}</b> "
-        f'<a href="{link}">{name}</a> {sentence}{figure}</li>'
+        f'<a href="{link}">{name}</a> {sentence}</li>'
     )
 
 

@@ -1,20 +1,20 @@
 """Render the page: the worst situation first, then curves, then tables."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 from urllib.parse import parse_qsl, urlencode
 
 from vllm_headroom import catalog
 from vllm_headroom.expose.answers import NO_SNIFF, NO_STORE, Header, Response
 from vllm_headroom.expose.assets import PAGE_STYLE, POLICY, SCRIPT, build_icon
-from vllm_headroom.expose.drawing import escape_text
+from vllm_headroom.expose.drawing import escape_text, render_text
 from vllm_headroom.expose.figures import RANGES, draw_figures
 from vllm_headroom.expose.tables import list_tables, render_table
 from vllm_headroom.expose.times import render_time
 from vllm_headroom.expose.view import LastIncident, View
 from vllm_headroom.model import EnginePod, Snapshot, Values, Verdict
-from vllm_headroom.units import format_duration, format_instant, format_size
+from vllm_headroom.units import HOUR_SECONDS, format_duration, format_instant, format_size
 from vllm_headroom.vocabulary import LEVEL_NAMES, Level, Situation
 
 _HEADERS: Final[tuple[Header, ...]] = (
@@ -59,7 +59,7 @@ def render_page(view: View, query: str = "") -> str:
     figures show.
     """
     worst = view.shown_verdicts[0]
-    title = f"{_render_headline(worst)}{DOT}vllm-headroom"
+    title = f"{_render_headline(view, worst)}{DOT}vllm-headroom"
     header = _render_header(view)
     hero = _render_hero(view, worst)
     verdicts = _render_verdicts(view)
@@ -84,25 +84,27 @@ def render_page(view: View, query: str = "") -> str:
 
 def _render_header(view: View) -> str:
     """Return the names of host, engine and GPUs, the sample's age, the version and the notice."""
-    if view.snapshot is None:
-        sample_time = "the start"
-        age = ""
-    else:
-        sample_time = format_instant(view.snapshot.time_seconds)
-        seen = render_time(view.snapshot.time_seconds)
-        age = f"seen {seen}, {format_duration(view.age_seconds)} ago; "
+    seconds = None if view.snapshot is None else view.snapshot.time_seconds
     names = escape_text(DOT.join(_list_names(view)))
-    version = escape_text(view.version)
     notice = ""
     if view.notice:
         notice = f'<p class="notice">{escape_text(view.notice)}</p>'
-    # If the sidecar does not answer, the script shows `data-seen` instead of the age.
     return (
-        f"<p>{names}</p>"
-        f'<p class=dim id=age data-seen="{sample_time}">{age}version {version}</p>'
+        f"<p>{names}</p>{render_age(seconds, view.age_seconds, view.version)}"
         "<noscript><p>Without scripts this page does not change: load it again for newer figures."
         f"</p></noscript>{notice}"
     )
+
+
+def render_age(seconds: float | None, age_seconds: float, version: str) -> str:
+    """Return when the newest sample was read, None before the first, and the version."""
+    sample_time = "the start"
+    age = ""
+    if seconds is not None:
+        sample_time = format_instant(seconds)
+        age = f"seen {render_time(seconds)}, {render_text(format_duration(age_seconds))} ago; "
+    # Where the sidecar does not answer, the script shows `data-seen` in place of the age.
+    return f'<p class=dim id=age data-seen="{sample_time}">{age}version {escape_text(version)}</p>'
 
 
 def _list_names(view: View) -> Iterator[str]:
@@ -129,16 +131,54 @@ def _render_links() -> str:
     return DOT.join(f'<a href="{path}">{path}</a>' for path in LINKED_PATHS)
 
 
-def _render_headline(verdict: Verdict) -> str:
-    """Return the level and the situation of a verdict, such as "ALARM: GPU 0 leaking"."""
-    # HEALTHY with an unknown level means that nothing is wrong, but a leak was not judged yet.
-    if verdict.level is Level.UNKNOWN and verdict.situation is Situation.HEALTHY:
-        situation = f"whether {verdict.subject} leaks"
-    elif verdict.situation is Situation.HOST_LEAK:
-        situation = f"{verdict.subject} leaking"
-    else:
-        situation = f"{verdict.subject} {verdict.situation.replace('_', ' ')}"
-    return escape_text(f"{LEVEL_NAMES[verdict.level]}: {situation}")
+HEADLINES: Final = {
+    Situation.BLIND: "{subject} cannot be read",
+    Situation.DOWN: "{subject} down",
+    Situation.STALLED: "{subject} stalled",
+    Situation.HOST_LEAK: "{subject} leaking",
+    Situation.LOW_MEMORY: "{subject} low on memory",
+    Situation.OVER_BUDGET: "{subject} over the engine's budget",
+    Situation.NEIGHBOUR: "{subject} used by other processes",
+    Situation.STRANDED: "KV cache held by no request",
+    Situation.FILLING: "{subject} filling as configured",
+}
+"""What is shown large, where it is not the subject and the name of the situation."""
+
+
+SUBJECT_HEADLINES: Final = {"sidecar": "sidecar blind", "gates": "gate closed"}
+"""The same for verdicts that are not on the engine, its GPUs or its host memory."""
+
+
+def _render_headline(view: View, worst: Verdict) -> str:
+    """Return the level and the situation of the worst verdict, such as "ALARM: GPU 0 leaking"."""
+    subject = worst.subject
+    alike_gpus = _list_alike_gpus(view, worst)
+    if len(alike_gpus) > 1:
+        subject = f"{len(alike_gpus)} GPUs"
+    text = HEADLINES.get(worst.situation, f"{{subject}} {worst.situation.replace('_', ' ')}")
+    # HEALTHY with an unknown level means that only the leak is not judged yet.
+    if worst.situation is Situation.HEALTHY and worst.level is Level.GOOD:
+        text = "all healthy"
+    elif worst.situation is Situation.HEALTHY and worst.level is Level.UNKNOWN:
+        text = "whether {subject} leaks"
+    text = SUBJECT_HEADLINES.get(subject, text)
+    headline = text.replace("{subject}", subject)
+    is_down = any(verdict.situation is Situation.DOWN for verdict in view.shown_verdicts)
+    if worst.situation is Situation.CRASH_LOOP and is_down:
+        headline += ", and down now"
+    return escape_text(f"{LEVEL_NAMES[worst.level]}: {headline}")
+
+
+def _list_alike_gpus(view: View, worst: Verdict) -> list[str]:
+    """Return the GPUs in the situation of the worst verdict; empty where that is not on a GPU."""
+    if not worst.subject.startswith("GPU "):
+        return []
+    subjects = [
+        verdict.subject
+        for verdict in view.shown_verdicts
+        if verdict.situation is worst.situation and verdict.level is worst.level
+    ]
+    return [subject for subject in dict.fromkeys(subjects) if subject.startswith("GPU ")]
 
 
 def _render_hero(view: View, worst: Verdict) -> str:
@@ -146,19 +186,81 @@ def _render_hero(view: View, worst: Verdict) -> str:
     number, caption = find_number(view, worst)
     figure = ""
     if number:
-        figure = f"<b>{escape_text(number)} <small>{escape_text(caption)}</small></b>"
+        figure = f"<b>{render_text(number)} <small>{render_text(caption)}</small></b>"
     action = ""
     # A healthy engine needs no advice.
     if worst.level is not Level.GOOD:
-        advice = escape_text(_find_advice(view, worst))
-        command = _render_command(_find_command(view, worst))
-        action = f"<p>{advice}{command}{_render_runbook(view, worst)}</p>"
-    headline = _render_headline(worst)
-    sentence = escape_text(worst.sentence)
+        advice = escape_text(find_advice(view, worst))
+        action = f"<p>{advice}{_render_runbook(view, worst)}</p>{_render_explained(view, worst)}"
+    headline = _render_headline(view, worst)
+    since = render_since(view, worst)
+    sentence = render_text(worst.sentence)
+    details = "".join(f"<p>{render_text(detail)}</p>" for detail in _list_details(view, worst))
     return (
-        f"<section class='hero {worst.level}'><h1>{headline}</h1>"
-        f"{figure}<p>{sentence}</p>{action}</section>"
+        f"<section class='hero {worst.level}'><h1>{headline}{since}</h1>"
+        f"{figure}<p>{sentence}</p>{details}{action}</section>"
     )
+
+
+WITHOUT_SINCE: Final = frozenset(
+    {
+        Situation.HEALTHY,
+        Situation.DOWN,
+        Situation.BLIND,
+        Situation.STALLED,
+        Situation.STARTING,
+    }
+)
+"""Situations whose number is a duration already, and that in which nothing has happened."""
+
+
+def render_since(view: View, worst: Verdict) -> str:
+    """Return since when a situation holds; empty where that is unknown, or not worth a line."""
+    verdict = worst
+    if worst.situation is Situation.CRASH_LOOP:
+        # That the engine is down now matters more than since when it is a crash loop.
+        for other in view.shown_verdicts:
+            if other.situation is Situation.DOWN:
+                verdict = other
+    start = view.find_start(verdict)
+    if start is None or view.snapshot is None or worst.situation in WITHOUT_SINCE:
+        return ""
+    duration = format_duration(max(0.0, view.snapshot.time_seconds - start.seconds))
+    at_least = "" if start.is_exact else "at least "
+    time = render_time(start.seconds)
+    return f" <small>for {at_least}{render_text(duration)}, since {time}</small>"
+
+
+def _list_details(view: View, worst: Verdict) -> Iterator[str]:
+    """Yield what else there is to know of a situation, as sentences."""
+    if worst.situation is Situation.NEIGHBOUR:
+        yield from _name_neighbours(view, worst)
+    durations_seconds = view.history.start_durations_seconds
+    if worst.situation is Situation.STARTING and durations_seconds:
+        durations = ", ".join(format_duration(seconds) for seconds in durations_seconds)
+        yield f"The starts before took {durations}."
+
+
+def _name_neighbours(view: View, worst: Verdict) -> Iterator[str]:
+    """Yield a sentence with the other processes on the GPU of a verdict; nothing without any."""
+    if view.snapshot is None:
+        return
+    engine_pids = {process.pid for process in view.snapshot.engine_processes}
+    names = []
+    for gpu in view.snapshot.owned_gpus:
+        if gpu.reading.display_name != worst.subject:
+            continue
+        leftover_pids = {leftover.pid for leftover in gpu.leftovers}
+        for process in gpu.reading.processes or ():
+            if process.pid not in engine_pids | leftover_pids:
+                name = view.find_process_name(process.pid)
+                names.append(name or f"pid {process.pid}, whose name is not visible from here")
+    if names:
+        yield f"On it beside the engine: {'; '.join(names[:MOST_NEIGHBOURS])}."
+
+
+MOST_NEIGHBOURS: Final = 5
+"""Our choice: how many other processes on a GPU the page names."""
 
 
 NO_INCIDENT_ADVICE: Final = (
@@ -169,6 +271,12 @@ NO_INCIDENT_ADVICE: Final = (
 UNJUDGED_ADVICE: Final = "Nothing yet: a leak shows only after some minutes of load."
 """What to do where nothing is wrong, but a leak is not judged yet."""
 
+URGENT_ADVICE: Final = (
+    "Restart it now: move its traffic away first if there is time. Keep the figures for a bug"
+    " report."
+)
+"""What to do about a leak that may fill the memory within the hour."""
+
 EXIT_SITUATIONS: Final = frozenset({Situation.CRASH_LOOP, Situation.DOWN})
 """Situations that begin with an exit, which the newest incident explains."""
 
@@ -178,17 +286,31 @@ COMMANDS: Final = {
     Situation.HOST_LEAK: "vllm-headroom advise",
     Situation.LOW_MEMORY: "vllm-headroom advise",
     Situation.OVER_BUDGET: "vllm-headroom advise",
+    Situation.STALLED: "vllm-headroom smoke",
     Situation.BLIND: "vllm-headroom doctor",
 }
 """The command that explains a situation further, to run in the sidecar's container."""
 
+PURPOSES: Final = {
+    "advise": "prints the cause and which option of vLLM to change; it changes nothing",
+    "doctor": "prints what cannot be read, and the line to add",
+    "postmortem": "prints the cause and its evidence",
+    "smoke": "sends one short request, and prints whether it is answered",
+}
+"""What each of these commands does, to read before it is run."""
 
-def _find_advice(view: View, worst: Verdict) -> str:
-    """Return the first thing to do in a situation, among what this page can point to."""
+
+def find_advice(view: View, worst: Verdict) -> str:
+    """Return the first thing to do in a situation, by what this page can lead to."""
     if worst.situation in EXIT_SITUATIONS and view.last_incident is None:
         return NO_INCIDENT_ADVICE
     if worst.situation is Situation.HEALTHY:
         return UNJUDGED_ADVICE
+    if worst.situation in TIME_LEFT_METRICS and worst.level is Level.ALARM:
+        earliest_seconds, likely_seconds = _find_time_left(view, worst.situation)
+        first_seconds = likely_seconds if earliest_seconds is None else earliest_seconds
+        if first_seconds is not None and first_seconds < HOUR_SECONDS:
+            return URGENT_ADVICE
     return worst.situation.action
 
 
@@ -197,6 +319,18 @@ def _find_command(view: View, worst: Verdict) -> str | None:
     if worst.situation in EXIT_SITUATIONS and view.last_incident is not None:
         return view.last_incident.command
     return COMMANDS.get(worst.situation)
+
+
+def _render_explained(view: View, worst: Verdict) -> str:
+    """Return the command that says more about a situation, and what it does; empty without one."""
+    command = _find_command(view, worst)
+    if command is None:
+        return ""
+    purpose = PURPOSES[command.split()[1]]
+    return (
+        f"<p class=run>{_render_command(command)}"
+        f"<small>Run in the sidecar's container, it {purpose}.</small></p>"
+    )
 
 
 def _render_command(command: str | None) -> str:
@@ -231,42 +365,132 @@ WITHOUT_ROOM: Final = frozenset(
 def find_number(view: View, worst: Verdict) -> tuple[str, str]:
     """Return the number that matters most in a situation, and its caption; both may be empty.
 
-    That is, by situation, the number of exits, the time left, the time without progress or the time
-    since a start. In any other situation, or where that number is unknown, it is the free memory of
-    the fullest GPU.
+    Where that number is unknown, and in a situation without one, it is the free memory of the
+    fullest GPU, if that matters.
     """
-    status = None if view.snapshot is None else view.snapshot.engine_status
-    if worst.situation is Situation.CRASH_LOOP and status is not None:
-        return f"{status.recent_exits} exits", "in the last 90 minutes"
-    if worst.situation in TIME_LEFT_METRICS:
-        time_left, earliest_time_left = TIME_LEFT_METRICS[worst.situation]
-        left_seconds = min(view.values.find_all(time_left).values(), default=None)
-        earliest_seconds = min(view.values.find_all(earliest_time_left).values(), default=None)
-        if left_seconds is not None:
-            return _format_range(earliest_seconds, left_seconds), "until out of memory"
-    age_seconds = view.values.value(catalog.ENGINE_PROGRESS_AGE)
-    if worst.situation is Situation.STALLED and age_seconds is not None:
-        return format_duration(age_seconds), "without progress"
-    started_at = view.values.value(catalog.ENGINE_START)
-    if (
-        worst.situation is Situation.STARTING
-        and started_at is not None
-        and view.snapshot is not None
-    ):
-        return format_duration(view.snapshot.time_seconds - started_at), "since it was started"
+    number = NUMBERS.get(worst.situation, find_no_number)(view, worst)
+    if number is not None:
+        return number
     if worst.situation in WITHOUT_ROOM:
         # In these situations, free memory would distract from the trouble.
         return "", ""
     return _find_free_memory(view.values)
 
 
-def _format_range(earliest_seconds: float | None, likely_seconds: float) -> str:
-    """Return the time left as a range, the earliest end first."""
+Number = tuple[str, str]
+"""A number with its unit, and its caption."""
+
+
+def find_no_number(_view: View, _worst: Verdict) -> Number | None:
+    """Return None: a situation without a number of its own."""
+    return None
+
+
+def _count_exits(view: View, _worst: Verdict) -> Number | None:
+    status = view.engine_status
+    if status is None:
+        return None
+    return f"{status.recent_exits} exits", "in the last 90 minutes"
+
+
+def _measure_time_left(view: View, worst: Verdict) -> Number | None:
+    earliest_seconds, likely_seconds = _find_time_left(view, worst.situation)
+    if likely_seconds is None:
+        return None
+    gpu_count = len(_list_alike_gpus(view, worst))
+    of_gpus = f" on the first of {gpu_count} GPUs" if gpu_count > 1 else ""
     likely = format_duration(likely_seconds)
     if earliest_seconds is None:
-        return f"about {likely}"
+        return f"about {likely}", f"until out of memory{of_gpus}"
     earliest = format_duration(earliest_seconds)
-    return likely if earliest == likely else f"{earliest} to {likely}"
+    if earliest == likely:
+        return likely, f"until out of memory{of_gpus}"
+    return f"{earliest} to {likely}", f"until out of memory{of_gpus}: earliest to likely"
+
+
+def _find_time_left(view: View, situation: Situation) -> tuple[float | None, float | None]:
+    """Return the earliest and the likely time left, the shortest of all GPUs; None if unknown."""
+    likely_time_left, earliest_time_left = TIME_LEFT_METRICS[situation]
+    earliest_seconds = min(view.values.find_all(earliest_time_left).values(), default=None)
+    likely_seconds = min(view.values.find_all(likely_time_left).values(), default=None)
+    return earliest_seconds, likely_seconds
+
+
+def _measure_stall(view: View, _worst: Verdict) -> Number | None:
+    age_seconds = view.values.value(catalog.ENGINE_PROGRESS_AGE)
+    if age_seconds is None:
+        return None
+    return format_duration(age_seconds), "without progress"
+
+
+def _measure_start(view: View, _worst: Verdict) -> Number | None:
+    started_at_seconds = view.values.value(catalog.ENGINE_START)
+    if started_at_seconds is None or view.snapshot is None:
+        return None
+    age_seconds = view.snapshot.time_seconds - started_at_seconds
+    return format_duration(age_seconds), "since it was started"
+
+
+def _measure_excess(view: View, _worst: Verdict) -> Number | None:
+    status = view.engine_status
+    if status is None or not status.excesses:
+        return None
+    excess = max((excess for _, excess in status.excesses), key=lambda excess: excess.excess_bytes)
+    budget = format_size(excess.budget_bytes)
+    return format_size(excess.excess_bytes), f"more than its budget of {budget}"
+
+
+def _measure_neighbours(view: View, worst: Verdict) -> Number | None:
+    # Memory that an exited engine left is not held by others.
+    if worst.alert != "HeadroomNeighbourGrowing":
+        return None
+    holdings = view.values.find_all(catalog.GPU_MEMORY_HELD).items()
+    sizes_bytes = [size_bytes for (*_, holder), size_bytes in holdings if holder == "other"]
+    if not sizes_bytes:
+        return None
+    free, of_total = _find_free_memory(view.values)
+    return format_size(max(sizes_bytes)), f"held by others; {free} {of_total}"
+
+
+def _measure_stranded(view: View, _worst: Verdict) -> Number | None:
+    stranded_ratios = view.values.find_all(catalog.ENGINE_KV_STRANDED).values()
+    if not stranded_ratios:
+        return None
+    return f"{100 * max(stranded_ratios):.0f} %", "of the KV cache"
+
+
+def _measure_bound(view: View, _worst: Verdict) -> Number | None:
+    bounds_bytes = view.values.find_all(catalog.LEAK_BOUND).values()
+    if not bounds_bytes:
+        return None
+    return format_size(max(bounds_bytes)), "more at most, then it ends by itself"
+
+
+def _measure_since(view: View, worst: Verdict) -> Number | None:
+    """Return for how long a verdict holds; None where that is unknown."""
+    start = view.find_start(worst)
+    if start is None or view.snapshot is None:
+        return None
+    duration = format_duration(max(0.0, view.snapshot.time_seconds - start.seconds))
+    caption = "down" if worst.situation is Situation.DOWN else "without a reading"
+    return duration if start.is_exact else f"at least {duration}", caption
+
+
+NUMBERS: Final[Mapping[Situation, Callable[[View, Verdict], Number | None]]] = {
+    Situation.CRASH_LOOP: _count_exits,
+    Situation.DOWN: _measure_since,
+    Situation.STALLED: _measure_stall,
+    Situation.LEAKING: _measure_time_left,
+    Situation.HOST_LEAK: _measure_time_left,
+    Situation.GROWING: _measure_time_left,
+    Situation.OVER_BUDGET: _measure_excess,
+    Situation.NEIGHBOUR: _measure_neighbours,
+    Situation.STRANDED: _measure_stranded,
+    Situation.BLIND: _measure_since,
+    Situation.FILLING: _measure_bound,
+    Situation.STARTING: _measure_start,
+}
+"""What finds the number of a situation; it returns None where the number is unknown."""
 
 
 def _find_free_memory(values: Values) -> tuple[str, str]:
@@ -313,7 +537,9 @@ def _fold_gpus(
     # A few lines are read faster than unfolded.
     unfolded = [verdict for verdict in verdicts if verdict not in folded]
     summary = _summarize_gpus(view, folded)
-    line = f"<details><summary>{summary}</summary>{_render_list(view, folded)}</details>"
+    level = folded[0].level
+    line = f"<details class='alike {level}'><summary>{summary}</summary>"
+    line += f"{_render_list(view, folded)}</details>"
     return unfolded, line
 
 
@@ -337,7 +563,7 @@ def _summarize_gpus(view: View, verdicts: list[Verdict]) -> str:
     free_bytes = _find_lowest_free(view, {verdict.subject for verdict in verdicts})
     if free_bytes is not None:
         summary += f", at least {format_size(free_bytes)} free on each GPU"
-    return summary
+    return render_text(summary)
 
 
 def _find_lowest_free(view: View, subjects: set[str]) -> int | None:
@@ -351,7 +577,7 @@ def _find_lowest_free(view: View, subjects: set[str]) -> int | None:
 
 def _render_sentence(view: View, verdict: Verdict) -> str:
     level_name = f"<b>{LEVEL_NAMES[verdict.level]}</b>"
-    sentence = f"{escape_text(verdict.sentence)}{_render_runbook(view, verdict)}"
+    sentence = f"{render_text(verdict.sentence)}{_render_runbook(view, verdict)}"
     return f"<li class={verdict.level}>{level_name} {sentence}</li>"
 
 
@@ -376,7 +602,7 @@ def _render_sections(view: View, query: str) -> Iterator[str]:
         for event in reversed(view.history.events[-SHOWN_EVENTS:]):
             level_name = f"<b class={event.level}>{LEVEL_NAMES[event.level]}</b>"
             time = render_time(event.seconds)
-            text = escape_text(event.text)
+            text = render_text(event.text)
             yield f"<li>{level_name} {time} {text}</li>"
         yield "</ul>"
 

@@ -1,4 +1,4 @@
-"""The data that the page and the snapshot show, and the history of the last day."""
+"""The state that the page and the snapshot show, and the history of the last week."""
 
 from array import array
 from collections.abc import Callable, Iterable, Sequence
@@ -9,14 +9,30 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from vllm_headroom.expose.drawing import Curve
-from vllm_headroom.model import NO_VERDICT, EnginePod, GpuReading, Snapshot, Values, Verdict
+from vllm_headroom.model import (
+    NO_VERDICT,
+    EnginePod,
+    EngineStatus,
+    GpuReading,
+    Snapshot,
+    Values,
+    Verdict,
+)
+from vllm_headroom.units import DAY_SECONDS
 from vllm_headroom.vocabulary import EngineState, Level, Situation
 
 CURVE_STEP_SECONDS: Final = 60
 """The time between two points of a curve."""
 
 CURVE_POINTS: Final = 1440
-"""The points of a day. The curves of eight GPUs take 98 kB, and 131 kB on disk."""
+"""The points of a day. The day's curves of eight GPUs take 109 kB, and 146 kB on disk."""
+
+WEEK_STEP_MINUTES: Final = 10
+"""The minutes between two points of a week's curve: a week of minutes would take ten times the
+memory, and a picture has fewer columns than a thousand."""
+
+WEEK_POINTS: Final = 7 * 24 * 60 // WEEK_STEP_MINUTES
+"""The points of a week. The week's curves of eight GPUs take 77 kB, and 102 kB on disk."""
 
 MOST_MINUTES_BACK: Final = 5
 """How far the clock may be set back without losing the history: until the clock has caught up,
@@ -31,6 +47,9 @@ MOST_CURVES: Final = 2 * MOST_CURVE_GPUS + 3
 
 MOST_HISTORY_EVENTS: Final = 50
 """Our choice: how many events are kept. The page shows the newest ten, the snapshot all."""
+
+MOST_STARTS: Final = 5
+"""Our choice: of how many starts of the engine the durations are kept."""
 
 FLOAT_TYPECODE: Final = "f"
 """The type of a curve's values: four bytes, exact to 8 KiB at 80 GiB."""
@@ -52,6 +71,16 @@ the engine for a verdict on the engine, and None for any other verdict.
 """
 
 
+class VerdictStart(Struct, frozen=True, kw_only=True):
+    """Since when a verdict holds."""
+
+    key: VerdictKey
+    seconds: float
+    """The time of the first sample that had it, since the epoch."""
+    is_exact: bool
+    """False where that was the first sample of all: it may have held before."""
+
+
 class SavedHistory(Struct, frozen=True, kw_only=True):
     """The history as it is saved in a state file."""
 
@@ -59,30 +88,115 @@ class SavedHistory(Struct, frozen=True, kw_only=True):
     """The newest minute, counted since the epoch; None before the first sample."""
     curves: dict[str, bytes] = field(default_factory=dict)
     """A day's values of each curve, as floats of 32 bits, by the curve's name."""
+    week_curves: dict[str, bytes] = field(default_factory=dict)
+    """The same of a week."""
     events: tuple[HistoryEvent, ...] = ()
-    verdict_keys: frozenset[VerdictKey] | None = field(default=None, name="said")
-    """The verdicts of the last sample; None before the first. In state files its name is `said`."""
+    verdict_starts: tuple[VerdictStart, ...] | None = None
+    """The verdicts of the last sample; None before the first."""
+    start_durations_seconds: tuple[float, ...] = ()
+    """How long the engine's last starts took, the oldest first."""
+
+
+class _Rings:
+    """The curves of the newest `points` steps. A curve is a ring of floats; NaN is no value."""
+
+    def __init__(self, step_minutes: int, points: int) -> None:
+        self._step_minutes = step_minutes
+        self._points = points
+        self._newest_step: int | None = None
+        """The step of the newest minute, counted since the epoch; None before the first."""
+        self.curves: dict[str, array[float]] = {}
+        """By name. The value of a step is at the place of its number modulo the points."""
+
+    def move_to(self, minute: int) -> None:
+        """Make this the newest minute; steps that were left out have no value."""
+        step = minute // self._step_minutes
+        newest_step = step if self._newest_step is None else self._newest_step
+        # After a pause longer than the ring, each point of it is cleared once.
+        first_step = max(newest_step, step - self._points) + 1
+        skipped_steps = range(first_step, step + 1)
+        for curve in self.curves.values():
+            for skipped_step in skipped_steps:
+                curve[skipped_step % self._points] = nan
+        self._newest_step = step
+
+    def add(self, name: str, value: float, choose: Callable[[float, float], float]) -> None:
+        """Add a value to a curve's newest step; `choose` returns which of two values stays."""
+        if name not in self.curves:
+            self.curves[name] = array(FLOAT_TYPECODE, [nan]) * self._points
+        curve = self.curves[name]
+        slot = (self._newest_step or 0) % self._points
+        if isnan(curve[slot]):
+            curve[slot] = value
+        else:
+            curve[slot] = choose(curve[slot], value)
+
+    def read(self, name: str) -> Curve:
+        """Return one curve from its first known value on; empty where nothing is known."""
+        ring = self.curves.get(name)
+        newest_step = self._newest_step
+        if ring is None or newest_step is None:
+            return (), ()
+        oldest_step = newest_step - self._points + 1
+        start = oldest_step % self._points
+        floats = (ring[start:] + ring[:start]).tolist()
+        values: Sequence[float | None] = floats
+        # Fast path: mostly no value is missing. A value is infinite where a page claims 1e39
+        # requests; it counts as missing.
+        if not isfinite(sum(floats)):
+            values = [value if isfinite(value) else None for value in floats]
+        unknown_points = next(
+            (place for place, value in enumerate(values) if value is not None), self._points
+        )
+        step_seconds = CURVE_STEP_SECONDS * self._step_minutes
+        times = range(
+            (oldest_step + unknown_points) * step_seconds,
+            (newest_step + 1) * step_seconds,
+            step_seconds,
+        )
+        return times, values[unknown_points:]
+
+    def save(self) -> dict[str, bytes]:
+        """Return the curves' values by name."""
+        return {name: curve.tobytes() for name, curve in self.curves.items()}
+
+    def restore(self, saved: dict[str, bytes], minute: int | None) -> None:
+        """Continue saved curves at their newest minute; those of another length are left out."""
+        self._newest_step = None if minute is None else minute // self._step_minutes
+        curve_bytes = self._points * array(FLOAT_TYPECODE).itemsize
+        self.curves = {
+            name: array(FLOAT_TYPECODE, values)
+            for name, values in saved.items()
+            if len(values) == curve_bytes
+        }
+
+    def clear(self) -> None:
+        """Drop all curves."""
+        self._newest_step = None
+        self.curves = {}
 
 
 class History:
-    """The curves of the last day, with a point for each minute, and the newest events.
+    """The curves of the last day and week, the newest events, and how long starts took.
 
-    Each point of a curve is an extreme of its minute: the lowest free memory of a GPU, at samples
-    and at the peaks between them; the lowest free memory of the host; the highest number of running
-    requests; and the highest use of a KV cache.
+    A day's curve has a point for each minute, a week's for each ten minutes. The curves are the
+    lowest free memory of each GPU, the same at the peaks between two samples, the lowest free
+    memory of the host, the highest number of running requests, and the highest use of a KV cache.
     """
 
     def __init__(self) -> None:
         self.events: tuple[HistoryEvent, ...] = ()
         """The oldest event first."""
+        self.start_durations_seconds: tuple[float, ...] = ()
+        """How long the engine's last starts took, the oldest first."""
         self._minute: int | None = None
         """The newest minute, counted since the epoch; None before the first sample."""
-        self._curves: dict[str, array[float]] = {}
-        """The curves by their names, see `read_curve`. Each is a ring buffer, in which a minute has
-        the index of its number modulo CURVE_POINTS. NaN is a minute without a value.
-        """
-        self._verdict_keys: frozenset[VerdictKey] | None = None
+        self._day = _Rings(1, CURVE_POINTS)
+        self._week = _Rings(WEEK_STEP_MINUTES, WEEK_POINTS)
+        self._verdict_starts: dict[VerdictKey, VerdictStart] | None = None
         """The verdicts of the last sample; None before the first."""
+        self._state: EngineState | None = None
+        """The state of the engine at the last sample; None where unknown."""
 
     def step(
         self,
@@ -105,58 +219,53 @@ class History:
             self._add("host", snapshot.host.room_bytes, min)
         self._add("running", running, max)
         self._add("kv_cache", kv_used_ratio, max)
+        self._add_start_duration(snapshot)
         self._add_events(snapshot, verdicts)
 
-    def read_curve(self, name: str) -> Curve:
+    def read_curve(self, name: str, past_seconds: float | None = None) -> Curve:
         """Return one curve from its first known value on; empty where nothing is known.
 
         `free UUID` and `peak UUID` are the free memory of a GPU in bytes, `host` that of the host,
         `running` is the number of running requests, and `kv_cache` the use of the fullest KV cache
-        as a ratio.
+        as a ratio. It is the day's curve, and the week's where more than a day of the past is
+        wanted.
         """
-        ring = self._curves.get(name)
-        newest_minute = self._minute
-        if ring is None or newest_minute is None:
-            return (), ()
-        oldest_minute = newest_minute - CURVE_POINTS + 1
-        start = oldest_minute % CURVE_POINTS
-        floats = (ring[start:] + ring[:start]).tolist()
-        values: Sequence[float | None] = floats
-        # Fast path: usually no value is missing. An infinite value, such as for a page with 1e39
-        # requests, counts as missing.
-        if not isfinite(sum(floats)):
-            values = [value if isfinite(value) else None for value in floats]
-        unknown_points = next(
-            (place for place, value in enumerate(values) if value is not None), CURVE_POINTS
-        )
-        first_minute = oldest_minute + unknown_points
-        times = range(
-            first_minute * CURVE_STEP_SECONDS,
-            (newest_minute + 1) * CURVE_STEP_SECONDS,
-            CURVE_STEP_SECONDS,
-        )
-        return times, values[unknown_points:]
+        if past_seconds is not None and past_seconds > DAY_SECONDS:
+            return self._week.read(name)
+        return self._day.read(name)
+
+    def find_start(self, verdict: Verdict, state: EngineState | None) -> VerdictStart | None:
+        """Return since when a verdict of the last sample holds; None where that is unknown.
+
+        `state` is that of the engine.
+        """
+        return (self._verdict_starts or {}).get(_build_verdict_key(verdict, state))
 
     def save(self) -> SavedHistory:
         """Return the history for a later process."""
+        verdict_starts = None
+        if self._verdict_starts is not None:
+            verdict_starts = tuple(self._verdict_starts.values())
         return SavedHistory(
             minute=self._minute,
-            curves={name: curve.tobytes() for name, curve in self._curves.items()},
+            curves=self._day.save(),
+            week_curves=self._week.save(),
             events=self.events,
-            verdict_keys=self._verdict_keys,
+            verdict_starts=verdict_starts,
+            start_durations_seconds=self.start_durations_seconds,
         )
 
     def restore(self, saved: SavedHistory) -> None:
         """Continue the history of an earlier daemon; curves of another length are left out."""
         self._minute = saved.minute
+        self._day.restore(saved.curves, saved.minute)
+        self._week.restore(saved.week_curves, saved.minute)
         self.events = saved.events[-MOST_HISTORY_EVENTS:]
-        self._verdict_keys = saved.verdict_keys
-        curve_bytes = CURVE_POINTS * array(FLOAT_TYPECODE).itemsize
-        self._curves = {
-            name: array(FLOAT_TYPECODE, values)
-            for name, values in saved.curves.items()
-            if len(values) == curve_bytes
-        }
+        self.start_durations_seconds = saved.start_durations_seconds[-MOST_STARTS:]
+        if saved.verdict_starts is None:
+            self._verdict_starts = None
+        else:
+            self._verdict_starts = {start.key: start for start in saved.verdict_starts}
 
     def _move_to(self, minute: int) -> None:
         """Make this the newest minute; skipped minutes have no value.
@@ -164,31 +273,26 @@ class History:
         If it is a few minutes back, the newest minute stays. If it is far back, all curves are
         dropped.
         """
-        if self._minute is None or minute < self._minute - MOST_MINUTES_BACK:
-            self._curves = {}
-            self._minute = minute
-            return
-        if minute <= self._minute:
-            return
-        # After a pause of more than a day, each point of the ring is cleared once.
-        first_minute = max(self._minute, minute - CURVE_POINTS) + 1
-        skipped_minutes = range(first_minute, minute + 1)
-        for curve in self._curves.values():
-            for skipped_minute in skipped_minutes:
-                curve[skipped_minute % CURVE_POINTS] = nan
+        if self._minute is not None and minute < self._minute - MOST_MINUTES_BACK:
+            self._day.clear()
+            self._week.clear()
+        elif self._minute is not None:
+            minute = max(minute, self._minute)
         self._minute = minute
+        self._day.move_to(minute)
+        self._week.move_to(minute)
 
     def _drop_curves_of_others(self, uuids: set[str]) -> None:
-        """If there are too many curves, drop those of all other GPUs, or parts of GPUs."""
-        if len(self._curves) <= MOST_CURVES:
-            return
+        """Drop the curves of GPUs, or parts of GPUs, other than these, where there are too many."""
         # A curve's name is "free UUID" or "peak UUID", or one word without a UUID.
         kept_uuids = {"", *uuids}
-        self._curves = {
-            name: curve
-            for name, curve in self._curves.items()
-            if name.partition(" ")[2] in kept_uuids
-        }
+        for rings in (self._day, self._week):
+            if len(rings.curves) > MOST_CURVES:
+                rings.curves = {
+                    name: curve
+                    for name, curve in rings.curves.items()
+                    if name.partition(" ")[2] in kept_uuids
+                }
 
     def _add_gpu(self, gpu: GpuReading) -> None:
         """Add the free memory of a GPU, now and at its peak, as far as known."""
@@ -202,20 +306,25 @@ class History:
         self._add(f"peak {gpu.uuid}", free_at_peak_bytes, min)
 
     def _add(self, name: str, value: float | None, choose: Callable[[float, float], float]) -> None:
-        """Add a value to a curve's newest minute; None adds nothing.
+        """Add a value to the newest point of a curve's day and week; None adds nothing.
 
-        `choose` returns which of two values of one minute is kept.
+        `choose` returns which of two values of one point stays.
         """
         if value is None:
             return
-        if name not in self._curves:
-            self._curves[name] = array(FLOAT_TYPECODE, [nan]) * CURVE_POINTS
-        curve = self._curves[name]
-        slot = (self._minute or 0) % CURVE_POINTS
-        if isnan(curve[slot]):
-            curve[slot] = value
-        else:
-            curve[slot] = choose(curve[slot], value)
+        self._day.add(name, value, choose)
+        self._week.add(name, value, choose)
+
+    def _add_start_duration(self, snapshot: Snapshot) -> None:
+        """Add how long a start took, at the first sample in which the engine serves."""
+        status = snapshot.engine_status
+        state = None if status is None else status.state
+        has_started = self._state is EngineState.STARTING and state is EngineState.SERVING
+        if has_started and status is not None and status.began_seconds is not None:
+            duration_seconds = snapshot.time_seconds - status.began_seconds
+            durations_seconds = (*self.start_durations_seconds, duration_seconds)
+            self.start_durations_seconds = durations_seconds[-MOST_STARTS:]
+        self._state = state
 
     def _add_events(self, snapshot: Snapshot, verdicts: Iterable[Verdict]) -> None:
         """Add an event for each verdict that the last sample did not have, by its key.
@@ -224,20 +333,28 @@ class History:
         """
         state = None if snapshot.engine_status is None else snapshot.engine_status.state
         verdicts_by_key = {_build_verdict_key(verdict, state): verdict for verdict in verdicts}
-        previous_keys = self._verdict_keys or frozenset()
-        if self._verdict_keys is not None:
+        is_first = self._verdict_starts is None
+        previous_starts = self._verdict_starts or {}
+        if not is_first:
             events = [
                 HistoryEvent(
                     seconds=snapshot.time_seconds, level=verdict.level, text=verdict.sentence
                 )
                 for key, verdict in verdicts_by_key.items()
-                if key not in previous_keys
+                if key not in previous_starts
             ]
             self.events = (*self.events, *events)[-MOST_HISTORY_EVENTS:]
-        self._verdict_keys = frozenset(verdicts_by_key)
+        starts = {}
+        for key in verdicts_by_key:
+            starts[key] = previous_starts.get(key) or VerdictStart(
+                key=key, seconds=snapshot.time_seconds, is_exact=not is_first
+            )
         if state is EngineState.ASLEEP:
-            # These alerts pause while the engine sleeps, so they are not new when it wakes up.
-            self._verdict_keys |= {key for key in previous_keys if _is_paused_by_sleep(key)}
+            # These alerts pause while the engine sleeps: they are not new when it wakes up.
+            starts |= {
+                key: start for key, start in previous_starts.items() if _is_paused_by_sleep(key)
+            }
+        self._verdict_starts = starts
 
 
 def _build_verdict_key(verdict: Verdict, state: EngineState | None) -> VerdictKey:
@@ -272,6 +389,10 @@ class LastIncident(Struct, frozen=True, kw_only=True):
         return f"vllm-headroom postmortem {self.file}"
 
 
+def find_no_name(_pid: int) -> None:
+    """Return None: no process has a name here."""
+
+
 class View(Struct, frozen=True, kw_only=True):
     """The newest sample, and everything else that the page and the snapshot show with it."""
 
@@ -298,6 +419,18 @@ class View(Struct, frozen=True, kw_only=True):
     URL without it. None where no URL is configured.
     """
     last_incident: LastIncident | None = None
+    find_process_name: Callable[[int], str | None] = find_no_name
+    """Returns the name of a process, with its pod where known; None where it is not visible."""
+
+    @property
+    def engine_status(self) -> EngineStatus | None:
+        """The status of the engine at the newest sample; None where unknown."""
+        return None if self.snapshot is None else self.snapshot.engine_status
+
+    def find_start(self, verdict: Verdict) -> VerdictStart | None:
+        """Return since when a verdict holds; None where that is unknown."""
+        status = self.engine_status
+        return self.history.find_start(verdict, None if status is None else status.state)
 
     @property
     def shown_verdicts(self) -> tuple[Verdict, ...]:

@@ -48,7 +48,7 @@ CACHE_CONFIG: Final = (
     f'num_gpu_blocks="{KV_BLOCKS}"'
 )
 ENGINE_DOWN: Final = Failure(
-    source=Source.ENGINE, reason=Reason.UNREACHABLE, message="the simulated engine is down"
+    source=Source.ENGINE, reason=Reason.UNREACHABLE, message="the simulated page does not answer"
 )
 
 
@@ -121,6 +121,9 @@ RESIDENT_MIB: Final[tuple[tuple[Role, int], ...]] = (
     (Role.WORKER, 5_560),
 )
 """The engine's processes, by rising pid, with their resident memory when serving begins."""
+
+FIRST_NEIGHBOUR_PID: Final = 90_000
+"""Neighbours have higher pids than any process of the engine."""
 
 IDLE_WATTS: Final = 70.0
 
@@ -273,9 +276,19 @@ def _list_gpu_processes(world: World) -> list[GpuProcess]:
         )
     if world.neighbour_bytes:
         processes.append(
-            GpuProcess(pid=90_000 + world.neighbours.number, used_bytes=world.neighbour_bytes)
+            GpuProcess(
+                pid=FIRST_NEIGHBOUR_PID + world.neighbours.number,
+                used_bytes=world.neighbour_bytes,
+            )
         )
     return processes
+
+
+def find_process_name(pid: int) -> str | None:
+    """Return the name of a simulated neighbour; None for any other process."""
+    if pid < FIRST_NEIGHBOUR_PID:
+        return None
+    return f"python3 train.py (pid {pid}, pod research/train-0)"
 
 
 class ScaledClock(SystemClock):
@@ -324,6 +337,7 @@ def build_parts(
         gpus=SimulatedGpus(now, gpus),
         processes=SimulatedProcesses(now, epoch_seconds).read,
         clock=clock,
+        find_process_name=find_process_name,
         notice=f"simulated: scenario {scenario.name} at {speed:g}\N{MULTIPLICATION SIGN}",
     )
 

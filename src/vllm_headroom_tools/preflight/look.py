@@ -21,6 +21,7 @@ from vllm_headroom.scrape.gpus import Gpus
 from vllm_headroom.scrape.nvml.device import GpuFaults
 from vllm_headroom.scrape.proc.files import read_entry, read_own_pid
 from vllm_headroom.scrape.proc.host import read_host, read_shm
+from vllm_headroom.scrape.proc.names import name_program
 from vllm_headroom.scrape.proc.reader import Processes
 from vllm_headroom.worker import Worker
 
@@ -206,24 +207,5 @@ def _read_names(proc: Path, pids: Iterable[int]) -> dict[int, str]:
     for pid in pids:
         entry = read_entry(proc, pid)
         if entry is not None:
-            names[pid] = name_process(entry.command)
+            names[pid] = name_program(entry.command)
     return names
-
-
-def name_process(command: tuple[str, ...]) -> str:
-    """Return the program of a command line; for Python also the script or module.
-
-    Other arguments are never returned, since they may be secret.
-    """
-    program = command[0].rpartition("/")[2] or command[0]
-    arguments = command[1:]
-    if not program.startswith("python") or not arguments:
-        return program
-    script = arguments[0]
-    if script in ("-c", "-"):  # the text of a program is no name, and may hold a secret
-        return program
-    if script == "-m" and len(arguments) > 1:
-        script = arguments[1]
-    if script.startswith("-"):
-        return program
-    return f"{program} {script.rpartition('/')[2]}"

@@ -14,7 +14,10 @@ from vllm_headroom.expose.view import (
     MOST_CURVE_GPUS,
     MOST_CURVES,
     MOST_HISTORY_EVENTS,
+    WEEK_POINTS,
+    WEEK_STEP_MINUTES,
     History,
+    VerdictStart,
 )
 from vllm_headroom.model import EngineStatus, Snapshot, Verdict
 from vllm_headroom.vocabulary import EngineState, Level, Source
@@ -186,3 +189,70 @@ def test_a_number_beyond_any_is_no_point() -> None:
         made.step(at(seconds), (), running)
 
     assert points(made.read_curve("running")) == [(BEGIN, 4.0), (BEGIN + 60, None), (BEGIN + 120, 5.0)]
+
+
+def test_a_week_has_the_lowest_of_each_ten_minutes_and_takes_less_than_the_day() -> None:
+    step = 60 * WEEK_STEP_MINUTES
+    begin = BEGIN - BEGIN % step
+    made = history(*(at(begin - BEGIN + 60 * minute, used=900 + minute % 10) for minute in range(30)))
+
+    week = points(made.read_curve("free GPU-a", 7 * 86400.0))
+
+    assert week == [(begin, 91.0), (begin + step, 91.0), (begin + 2 * step, 91.0)]
+    assert len(made.read_curve("free GPU-a", 86400.0)[0]) == 30
+    assert WEEK_POINTS < CURVE_POINTS
+
+
+def test_a_week_outlives_the_day_and_the_process() -> None:
+    before = history(at(0), at(3 * DAY))
+    after = History()
+    after.restore(before.save())
+    after.step(at(3 * DAY + 60), (), None)
+
+    week = [value for _, value in points(after.read_curve("free GPU-a", 7 * 86400.0)) if value is not None]
+
+    assert week == [100.0, 100.0]
+    assert len(points(after.read_curve("free GPU-a"))) == 2
+
+
+def test_after_a_week_the_oldest_is_forgotten() -> None:
+    made = history(at(0), at(8 * 86400), at(8 * 86400 + 600))
+
+    assert len(points(made.read_curve("free GPU-a", 7 * 86400.0))) == 2
+
+
+def test_since_when_a_verdict_holds_is_known_and_kept() -> None:
+    made = History()
+    made.step(at(0), (GOOD,), None)
+    made.step(at(5), (BAD,), None)
+    after = History()
+    after.restore(made.save())
+    after.step(at(65), (BAD,), None)
+
+    start = after.find_start(BAD, None)
+
+    assert start is not None
+    assert (start.seconds, start.is_exact) == (BEGIN + 5, True)
+    assert after.find_start(GOOD, None) is None
+
+
+def test_a_verdict_of_the_first_sample_may_have_held_before() -> None:
+    made = History()
+    made.step(at(0), (BAD,), None)
+    start = made.find_start(BAD, None)
+
+    assert isinstance(start, VerdictStart)
+    assert not start.is_exact
+
+
+def test_how_long_starts_took_is_kept_for_the_last_five() -> None:
+    made = History()
+    for start in range(7):
+        began = 10_000.0 * start
+        for seconds, state in ((0.0, EngineState.STARTING), (60.0 + start, EngineState.SERVING)):
+            status = EngineStatus(state=state, began_seconds=BEGIN + began)
+            made.step(replace(at(began + seconds), engine_status=status), (), None)
+    after = History()
+    after.restore(made.save())
+
+    assert after.start_durations_seconds == (62.0, 63.0, 64.0, 65.0, 66.0)

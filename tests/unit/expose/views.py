@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from tests.samples import engine, gpu, page, snapshot
 from vllm_headroom import catalog
 from vllm_headroom.derive.verdicts import judge_snapshot
+from vllm_headroom.expose.page import render_page
 from vllm_headroom.expose.view import History, View
 from vllm_headroom.model import EngineStatus, Gpu, HostMemory, Sample, Snapshot, Values
 from vllm_headroom.units import GIB
@@ -18,6 +19,11 @@ from vllm_headroom.vocabulary import EngineState, LeakState
 NOW: Final = 1_760_000_040.0
 TOTAL: Final = 80 * GIB
 LEFT_SECONDS: Final = 4 * 3600.0
+
+
+def show(shown: View, query: str = "") -> str:
+    """Return the page with plain spaces, so that tests can search for its texts."""
+    return render_page(shown, query).replace("\N{NO-BREAK SPACE}", " ")
 
 
 def view(

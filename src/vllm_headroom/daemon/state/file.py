@@ -22,7 +22,7 @@ meaning, change."""
 RUNS_FORMAT: Final = 2
 """The format number of the engine's runs, raised as STATE_FORMAT is."""
 
-HISTORY_FORMAT: Final = 3
+HISTORY_FORMAT: Final = 4
 """The format number of the page's last day, raised as STATE_FORMAT is."""
 
 MOST_STATE_BYTES: Final = 64 * 2**20

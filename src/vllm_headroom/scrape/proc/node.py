@@ -13,6 +13,7 @@ from vllm_headroom.model import EngineName
 from vllm_headroom.scrape.pods import CONTAINER_LOGS, POD_LOGS, ContainerNames
 from vllm_headroom.scrape.proc import files as proc_files
 from vllm_headroom.scrape.proc.files import ProcEntry
+from vllm_headroom.scrape.proc.names import ProcessNames
 from vllm_headroom.scrape.proc.network import Network, format_authority, read_network
 from vllm_headroom.scrape.proc.owners import Owner, read_owner
 from vllm_headroom.scrape.proc.reader import Scope, list_servers
@@ -97,6 +98,11 @@ class NodeProcesses:
         """Return whether the processes of the whole machine are visible."""
         return proc_files.has_host_pids(self._proc)
 
+    @property
+    def names(self) -> ProcessNames:
+        """The names of all processes of the machine, for people."""
+        return ProcessNames(self._find_command, self._names, self._proc)
+
     def has_processes(self, owner_key: str) -> bool:
         """Return whether any process of a pod or unit existed at the last scan."""
         return owner_key in self._pids_by_owner
@@ -116,6 +122,11 @@ class NodeProcesses:
         Raises TimeoutError, even while only an earlier call is stuck, and OSError without /proc.
         """
         return await self._finder.call(self._find_engines, timeout_seconds)
+
+    def _find_command(self, pid: int) -> Command | None:
+        """Return the command line of a process as it was last read; None where it is not known."""
+        entry = self._entries.get(pid)
+        return None if entry is None else entry.command
 
     def _scan(self) -> None:
         """Read the cgroup of new processes and of a share of the others."""

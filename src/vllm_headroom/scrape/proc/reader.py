@@ -24,7 +24,13 @@ from vllm_headroom.scrape.proc.connections import count_waiting, find_slow_wait,
 from vllm_headroom.scrape.proc.files import ProcEntries, ProcEntry, ProcIdentity
 from vllm_headroom.scrape.proc.host import read_boot_time, read_cpu_pressure, read_host, read_parts
 from vllm_headroom.scrape.proc.options import read_options
-from vllm_headroom.scrape.proc.servers import find_port, find_role, find_server, is_supervisor
+from vllm_headroom.scrape.proc.servers import (
+    Command,
+    find_port,
+    find_role,
+    find_server,
+    is_supervisor,
+)
 from vllm_headroom.scrape.shortage import build_unavailable
 from vllm_headroom.vocabulary import Reason, Role, Source
 from vllm_headroom.worker import Worker
@@ -250,6 +256,14 @@ class Processes:
         except OSError as error:
             advice = "mount it, readable for this user"
             return build_unavailable(Source.PROCESS, f"{self._proc} cannot be read", error, advice)
+
+    def find_command(self, pid: int) -> Command | None:
+        """Return the command line of a process as it was last read; None where it is not visible.
+
+        It may be called from any thread.
+        """
+        entry = self._entries.get(pid)
+        return None if entry is None else entry.command
 
     def _read(self, page: EnginePage | Failure | None) -> ProcessReadings | Failure:
         """Do the work of `read`, on the thread; raise OSError where /proc cannot be read.

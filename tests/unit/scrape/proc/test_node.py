@@ -58,6 +58,18 @@ def test_an_engine_in_a_pod_has_the_pods_names_and_its_page(node: NodeTree) -> N
     assert subject.read_scope(f"pod:{uid}").visible_pids == {1, 100, 101, 9999}
 
 
+def test_any_process_of_the_machine_can_be_named_with_its_pod(node: NodeTree) -> None:
+    node.add_pod(1, 100, *SERVER, name="llama-0")
+    node.add_pod(2, 200, "python3", "/work/train.py", "--token=secret", name="train-0")
+    node.add(300, 1, "/usr/bin/tritonserver", "--model-repository=/m")
+    subject = processes(node)
+    find(node, subject)
+
+    assert subject.names.find(200) == "python3 train.py (pid 200, pod default/train-0)"
+    assert subject.names.find(300) == "tritonserver (pid 300)"
+    assert subject.names.find(9_876) is None
+
+
 def test_engines_of_several_pods_are_several_though_all_serve_the_same_port(node: NodeTree) -> None:
     for number in range(1, 7):
         node.add_pod(number, 100 * number, *SERVER, name=f"llama-{number}")
