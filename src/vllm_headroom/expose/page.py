@@ -382,7 +382,7 @@ Number = tuple[str, str]
 
 
 def find_no_number(_view: View, _worst: Verdict) -> Number | None:
-    """Return None: a situation without a number of its own."""
+    """Return None: the situation has no number."""
     return None
 
 
