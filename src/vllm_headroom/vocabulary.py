@@ -352,8 +352,7 @@ class Situation(StrEnum):
     )
     BLIND = (
         "blind",
-        "Check that the engine answers. vllm-headroom doctor names what cannot be read, and the line"
-        " to add.",
+        "Check that the engine answers. Then vllm-headroom doctor names what cannot be read.",
     )
     FILLING = "filling", "Nothing: a pool that was configured fills up to its bound."
     STARTING = "starting", "Wait until it serves."
