@@ -56,11 +56,18 @@ from vllm_headroom_tools.plan.traffic import (
 )
 from vllm_headroom_tools.plan.vllm_options import (
     VLLM_RELEASES,
+    Speculation,
     has_no_images,
     list_vllm_options,
     read_speculation,
 )
 from vllm_headroom_tools.sizing.cards import parse_gpus_by_name
+from vllm_headroom_tools.sizing.drafts import (
+    DRAFT_MODEL,
+    add_assumed_head,
+    build_head,
+    name_head_method,
+)
 from vllm_headroom_tools.sizing.estimate import estimate_memory
 from vllm_headroom_tools.sizing.footprint import KV_DTYPES, PACKED_KV_DTYPES, ModelShape
 from vllm_headroom_tools.sizing.model_config import (
@@ -86,7 +93,13 @@ from vllm_headroom_tools.sizing.question import (
     choose_defaults,
     find_problem,
 )
-from vllm_headroom_tools.sizing.releases import NEWEST, NEWEST_RELEASE, OLDEST, parse_release
+from vllm_headroom_tools.sizing.releases import (
+    NEWEST,
+    NEWEST_RELEASE,
+    OLDEST,
+    Release,
+    parse_release,
+)
 
 SIZE_OPTIONS: Final = (
     ("layers", "num_hidden_layers", "hidden layers"),
@@ -111,22 +124,20 @@ def build_question(options: Namespace) -> Question:
     if isinstance(shape, str):
         raise BadInput(shape)
     speculation = read_speculation(options)
-    draft = None
-    if options.draft_model_config is not None:
-        draft = read_model(options.draft_model_config)
-        if isinstance(draft, str):
-            raise BadInput(f"{options.draft_model_config}: {draft}")
-    elif speculation.draft_name is not None:
-        draft = _find_draft(speculation.draft_name)
+    _check_speculation(speculation, options.release)
+    draft = _read_draft(options, speculation.draft_name)
     checkpoint_bytes, parameters = _read_weights(options, shape)
     # After the weights were read: a checkpoint's size has the speculative layers already.
     if speculation.has_own_heads:
         shape = shape.add_speculation(speculation.tokens)
     unknown_draft = speculation.draft_name if draft is None else None
     assumed_draft = None
-    # Of an EAGLE head that is not known here, one layer is assumed; other drafts stay unknown.
-    if unknown_draft is not None and speculation.is_eagle:
-        shape_with_head = shape.add_draft_layer()
+    method = speculation.method or DRAFT_MODEL
+    if draft is not None:
+        draft = build_head(draft, name_head_method(draft, method), shape)
+    # Of a head that is not known here, an upper bound counts; other drafts stay unknown.
+    if unknown_draft is not None:
+        shape_with_head = add_assumed_head(shape, method, speculation.tokens)
         if shape_with_head is not None:
             shape = shape_with_head
             assumed_draft = unknown_draft
@@ -174,6 +185,7 @@ def build_question(options: Namespace) -> Question:
         "enable_prefix_caching": _read_prefix_caching(options),
         "assumed_draft": assumed_draft,
         "has_speculation": speculation.tokens > 0,
+        "speculation_method": speculation.method,
         "has_unknown_draft": unknown_draft is not None,
         "has_whole_encoder": options.mm_encoder_tp_mode == "data",
     }
@@ -219,16 +231,41 @@ def _compare_gpus(question: Question, options: Namespace) -> str | None:
     return f"it needs {question.gpus} GPUs, and --gpu names {options.gpu.count}"
 
 
-def _find_draft(name: str) -> ModelShape | None:
-    """Return the draft model of a public name or a folder; None where it is not known here."""
+def _check_speculation(speculation: Speculation, release: Release) -> None:
+    """Raise BadInput for a method of speculation that vLLM refuses."""
+    method = speculation.method
+    if method is None:
+        return
+    if method not in release.speculation_methods:
+        methods = ", ".join(sorted(release.speculation_methods))
+        raise BadInput(
+            f"--speculative-config: vLLM {release.version} has no method {method!r}, but {methods}"
+        )
+    if speculation.needs_draft:
+        raise BadInput(f"--speculative-config: the method {method} needs a model")
+
+
+def _read_draft(options: Namespace, name: str | None) -> ModelShape | None:
+    """Return the draft model by its configuration, its public name or its folder.
+
+    None where there is none, or it is not known here. Raises BadInput for a configuration that
+    cannot be read.
+    """
+    if options.draft_model_config is not None:
+        draft = read_model(options.draft_model_config)
+        if isinstance(draft, str):
+            raise BadInput(f"{options.draft_model_config}: {draft}")
+        return draft
+    if name is None:
+        return None
     if (Path(name) / CONFIG_FILE).is_file():
-        shape = read_model(Path(name))
+        found_draft = read_model(Path(name))
     else:
         config = find_public_model(name)
         if isinstance(config, str):
             return None
-        shape = parse_model_config(json.dumps(config))
-    return None if isinstance(shape, str) else shape
+        found_draft = parse_model_config(json.dumps(config))
+    return None if isinstance(found_draft, str) else found_draft
 
 
 def _read_shape(options: Namespace) -> ModelShape | str:

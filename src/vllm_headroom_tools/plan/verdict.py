@@ -44,7 +44,7 @@ def list_unknown(estimate: MemoryEstimate) -> list[str]:
     if question.has_uncounted_weights:
         unknown.append("the image or audio encoder's weights (--parameters)")
     if question.has_unknown_draft:
-        unknown.append("the draft model of --speculative-config (--draft-model-config)")
+        unknown.append("the size of the draft model, which may be any (--draft-model-config)")
     if question.has_uncounted_activations:
         unknown.append("its largest image or sound (else --language-model-only)")
     if estimate.activations is None:
@@ -161,8 +161,8 @@ def _note_ignored_options(question: Question) -> Iterator[str]:
     """Note an assumed draft model, and the options of vLLM's that are not counted."""
     if question.assumed_draft is not None:
         yield (
-            f"The draft model {question.assumed_draft} is not known here. It counts as a layer of"
-            " the model and an output matrix; --draft-model-config has its sizes."
+            f"The draft {question.assumed_draft} is not known here. It counts as the largest of its"
+            " kind for this model; --draft-model-config has its sizes."
         )
     if question.ignored_options:
         yield f"Not counted: {', '.join(question.ignored_options)}."
@@ -196,8 +196,8 @@ def _note_omissions(question: Question) -> Iterator[str]:
         yield "The weights are those of the language model: an image or audio encoder adds its own."
     if question.has_uncounted_activations:
         yield "vLLM's profiling of the encoder adds to the activations."
-    if question.draft is not None:
-        yield "The draft model is counted whole; one that shares its embeddings takes less."
+    if question.draft is not None and question.cache_shape is not question.shape:
+        yield "The draft's cache counts as further layers of the model, which is an upper bound."
 
 
 def _note_memory_outside(estimate: MemoryEstimate) -> Iterator[str]:

@@ -1,10 +1,13 @@
 """The options of vLLM's server: which change nothing here, and what the compound ones mean."""
 
+import re
 from argparse import Namespace
 from pathlib import Path
 from typing import Any, Final
 
 from msgspec import Struct
+
+from vllm_headroom_tools.sizing.drafts import DRAFT_MODEL
 
 VLLM_RELEASES: Final = "vLLM 0.19 to 0.33"
 """The releases whose options are in the table."""
@@ -29,24 +32,58 @@ def list_vllm_options() -> set[str]:
     return names
 
 
-DRAFTLESS_METHODS: Final = ("ngram", "suffix", "custom_class")
-"""Beginnings of the methods that look drafts up in the text (vLLM 0.33, config/speculative.py)."""
+LOOKED_UP: Final = ("ngram", "ngram_gpu", "suffix", "custom_class")
+"""Methods that look drafts up in the text or run a user's code: they take no memory that is known
+before (vLLM 0.33, config/speculative.py)."""
 
+OWN_HEADS: Final = "mtp"
+"""The method whose drafts the model's own further layers make (multi-token prediction)."""
 
-EAGLE: Final = "eagle"
-"""The beginning of a method, or a part of a model's name (vLLM 0.33, config/speculative.py)."""
+OWN_CHECKPOINT: Final = (OWN_HEADS, "dspark")
+"""Methods whose layers may be in the model's own checkpoint."""
+
+NAMED_METHODS: Final = (
+    ("eagle-", "eagle"),
+    ("eagle3", "eagle3"),
+    ("dflash", "dflash"),
+    ("dspark", "dspark"),
+    ("medusa", "medusa"),
+    ("accelerator", "mlp_speculator"),
+    ("eagle", "eagle"),
+)
+"""Parts of a draft's name, and the method that vLLM takes for it where none is given; the first
+that is found counts. vLLM 0.33 has the first four (config/speculative.py, `__post_init__`). It
+knows the last three by the draft's configuration."""
+
+HIDDEN_STATES: Final = "extract_hidden_states"
+"""The method that keeps hidden states in the cache; of which layers, its own configuration has."""
+
+ASSISTANT: Final = "-assistant"
+"""How the names of Gemma 4's drafts end: they read the model's cache, and keep none."""
+
+USER_CODE: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", re.ASCII)
+"""A class of a user's code (vLLM 0.33, `_is_custom_proposer_path`)."""
 
 
 class Speculation(Struct, frozen=True, kw_only=True):
     """How vLLM is to speculate."""
 
     tokens: int = 0
-    # Whether the model's own heads make the drafts (multi-token prediction).
-    has_own_heads: bool = False
-    # The name of another model that makes them; None where there is none.
+    # By vLLM's name; None where nothing is speculated.
+    method: str | None = None
+    # The name of another model that makes the drafts; None where there is none.
     draft_name: str | None = None
-    # Whether that is an EAGLE head, which is one layer.
-    is_eagle: bool = False
+
+    @property
+    def has_own_heads(self) -> bool:
+        """Whether the model's own checkpoint has the layers that make the drafts."""
+        return self.draft_name is None and self.method in OWN_CHECKPOINT
+
+    @property
+    def needs_draft(self) -> bool:
+        """Whether vLLM refuses the method, since no draft is named."""
+        has_no_draft = self.method is not None and self.draft_name is None
+        return has_no_draft and self.method not in {*LOOKED_UP, *OWN_CHECKPOINT}
 
 
 def read_speculation(options: Namespace) -> Speculation:
@@ -56,17 +93,41 @@ def read_speculation(options: Namespace) -> Speculation:
         return Speculation()
     tokens = config.get("num_speculative_tokens")
     count = tokens if isinstance(tokens, int) and tokens > 0 else 1
-    method = str(config.get("method") or "")
     model = config.get("model")
-    # Drafts that are looked up take no memory.
-    if method.startswith(DRAFTLESS_METHODS) or model in {"ngram", "[ngram]"}:
-        return Speculation(tokens=count)
+    name = None if model is None else str(model)
+    method = _name_method(str(config.get("method") or ""), name)
+    if method in LOOKED_UP:
+        name = None
+    elif method == HIDDEN_STATES:
+        name = HIDDEN_STATES
+    # A model's own heads may be named by the model itself, as by Ernie's recipes.
+    is_assistant = name is not None and name.endswith(ASSISTANT)
+    if method == OWN_HEADS and not is_assistant:
+        name = None
+    return Speculation(tokens=count, method=method, draft_name=name)
+
+
+def _name_method(given_method: str, draft_name: str | None) -> str:
+    """Return vLLM's name of the method that these options choose."""
+    method = given_method.strip("[]").lower()
+    if method.endswith("_mtp"):
+        return OWN_HEADS
+    if draft_name in {"ngram", "[ngram]"}:
+        return "ngram"
+    if method not in {"", DRAFT_MODEL}:
+        return method
     # Without a draft model, the model's own heads make the drafts.
-    if method == "mtp" or method.endswith("_mtp") or model is None:
-        return Speculation(tokens=count, has_own_heads=True)
-    name = str(model)
-    is_eagle = method.startswith(EAGLE) or EAGLE in name.lower()
-    return Speculation(tokens=count, draft_name=name, is_eagle=is_eagle)
+    if draft_name is None:
+        return OWN_HEADS
+    lower_name = draft_name.lower()
+    for part, named_method in NAMED_METHODS:
+        if part in lower_name:
+            return named_method
+    if lower_name.endswith(ASSISTANT):
+        return OWN_HEADS
+    if not method and USER_CODE.fullmatch(draft_name):
+        return "custom_class"
+    return DRAFT_MODEL
 
 
 def _join_speculative_options(options: Namespace) -> dict[str, Any]:

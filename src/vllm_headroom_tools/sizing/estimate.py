@@ -414,11 +414,12 @@ def estimate_memory(question: Question) -> MemoryEstimate:
     assumptions = assume_start(question)
     stages = question.pipeline_parallel_size
     draft_bytes = 0
-    if question.draft is not None:
+    cache_shape = question.cache_shape
+    if question.draft is not None and cache_shape is question.shape:
         draft_bytes = _count_token_bytes(question, question.draft)
-    engine_token_bytes = _count_token_bytes(question, question.shape) + draft_bytes
+    engine_token_bytes = _count_token_bytes(question, cache_shape) + draft_bytes
     layout = build_kv_layout(
-        question.shape,
+        cache_shape,
         block_tokens=question.block_size,
         # Each stage may have a batch in flight, and one more is scheduled.
         in_flight_tokens=(stages + 1) * question.max_num_batched_tokens,
@@ -445,7 +446,7 @@ def estimate_memory(question: Question) -> MemoryEstimate:
             block_tokens=layout.block_tokens * context_ranks,
         ),
         bytes_per_token=ceil(
-            (_count_token_bytes(question, question.shape, stages) + draft_bytes) / context_ranks
+            (_count_token_bytes(question, cache_shape, stages) + draft_bytes) / context_ranks
         ),
         engine_bytes_per_token=engine_token_bytes * question.tensor_parallel_size // context_ranks,
         weights_bytes=question.weights_bytes,

@@ -50,6 +50,8 @@ class ModelShape(Struct, frozen=True, kw_only=True):
     # Values of a token in the widest MLP, in all its experts together.
     mlp_width: int | None = None
     experts_per_token: int = 1
+    # Tokens of a draft head's own vocabulary; None where it has the model's.
+    draft_vocabulary: int | None = None
     # The class that serves the model; None where the configuration does not name it.
     class_name: str | None = None
     # Whether it embeds, classifies or rewards, and generates no tokens.
@@ -141,31 +143,6 @@ class ModelShape(Struct, frozen=True, kw_only=True):
             speculative_states=tokens,
             parameters=parameters,
             index=index,
-        )
-
-    def add_draft_layer(self) -> Self | None:
-        """Return the shape with an EAGLE head whose configuration is not known.
-
-        Such a head is one layer as large as the model's, a projection of three layers' outputs to
-        its input, and an output matrix. None for a model whose layers differ or have latents: its
-        head's layer may be another one.
-        """
-        parameters = self.parameters
-        if parameters is None or self.latent_width is not None or not self.has_every_token:
-            return None
-        if self.hidden_size is None or self.vocabulary is None:
-            return None
-        layer_parameters = parameters.total // self.layers
-        own_parameters = self.hidden_size * (self.vocabulary + 3 * self.hidden_size)
-        added_parameters = layer_parameters + own_parameters
-        return replace(
-            self,
-            full_layers=self.full_layers + 1,
-            parameters=replace(
-                parameters,
-                total=parameters.total + added_parameters,
-                unquantised=parameters.unquantised + added_parameters,
-            ),
         )
 
     def apply_quantisation(self, method: str, bytes_per_parameter: float | None) -> Self:

@@ -186,9 +186,15 @@ the next token's logits."""
 GENERATING_CLASSES: Final = frozenset({"GPT2LMHeadModel", "ChatGLMModel", "LlavaLlamaModel"})
 """Classes with such names that generate all the same."""
 
-TEXT_PARTS: Final = ("text_config", "llm_config", "language_config", "thinker_config")
-"""The parts of a multimodal model's configuration that describe its language model. A
-`thinker_config` has such a part itself."""
+TEXT_PARTS: Final = (
+    "text_config",
+    "llm_config",
+    "language_config",
+    "thinker_config",
+    "transformer_layer_config",
+)
+"""The parts of a configuration that describe the language model: of a multimodal model, and of a
+draft head in the format of the library speculators. A `thinker_config` has such a part itself."""
 
 SPECULATIVE_LAYERS: Final = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 
@@ -363,6 +369,7 @@ def _build_shape(config: Config, encoder: Encoder | None) -> ModelShape:
         side_values=count_side_values(config, layer_count),
         mlp_width=mlp_width,
         experts_per_token=experts_per_token,
+        draft_vocabulary=read_integer(config, "draft_vocab_size"),
         class_name=_read_class_name(config),
         is_pooling=_is_pooling(config),
         has_tied_embeddings=_has_no_output_matrix(config),

@@ -6,6 +6,7 @@ from typing import Final
 from msgspec import Struct
 
 from vllm_headroom.units import GIB
+from vllm_headroom_tools.sizing.drafts import add_draft_cache
 from vllm_headroom_tools.sizing.encoder import EncoderInput
 from vllm_headroom_tools.sizing.footprint import (
     PACKED_KV_DTYPES,
@@ -159,6 +160,17 @@ class Question(Struct, frozen=True, kw_only=True):
             if self.release.has_state_checkpoints:
                 states += self.shape.state_checkpoints
         return states
+
+    @property
+    def cache_shape(self) -> ModelShape:
+        """The shape whose layers share the blocks of the KV cache, with those of a draft.
+
+        Beside a model and a draft that keep every token, the draft's cache makes each block larger.
+        """
+        draft = self.draft
+        if draft is None or (self.shape.has_every_token and draft.has_every_token):
+            return self.shape
+        return add_draft_cache(self.shape, draft)
 
     @property
     def gpus(self) -> int:
@@ -330,11 +342,8 @@ def find_problem(question: Question) -> str | None:
         )
     if engines > 1 and shape.parameters is None:
         return f"--data-parallel-size {engines}: which weights are experts is not known here"
-    if draft is not None and not (shape.has_every_token and draft.has_every_token):
-        return (
-            "--draft-model-config: how a draft's cache lies beside layers with a window or a state"
-            " is not known here"
-        )
+    if draft is not None and (draft.stateful_layers or draft.compression is not None):
+        return "--draft-model-config: how the states of a draft are kept is not known here"
     if stages > shape.layers:
         return f"--pipeline-parallel-size {stages} is more than the model's {shape.layers} layers"
     tokens = question.max_num_batched_tokens

@@ -34,7 +34,8 @@ class Release(Struct, frozen=True, kw_only=True):
     # Whether it also serves all other models without experts and states, and whether all others.
     has_dense_second_runner: bool
     has_only_second_runner: bool
-    # Methods of speculation with which the first model runner serves.
+    # Its methods of speculation, and those with which the first model runner serves.
+    speculation_methods: frozenset[str]
     first_runner_methods: frozenset[str]
     # Whether the second runner estimates its CUDA graphs; before, it has none in the budget.
     has_second_runner_graphs: bool
@@ -132,6 +133,19 @@ FIRST_RUNNER_METHODS: Final = {
 """config/vllm.py, `_get_v2_model_runner_unsupported_features`: "speculative method"; up to 0.30
 OLD_FIRST_RUNNER_METHODS."""
 
+METHODS: Final = LOOKED_UP | {
+    "draft_model",
+    "eagle",
+    "eagle3",
+    "extract_hidden_states",
+    "mtp",
+    "suffix",
+}
+METHODS_SINCE: Final = {"dflash": 20, "custom_class": 22, "dspark": 25}
+SEPARATE_HEADS_UNTIL: Final = 32
+"""config/speculative.py, `SpeculativeMethod`: "medusa" and "mlp_speculator" in 0.32.0, not in
+0.33.0."""
+
 SECOND_RUNNER_GRAPHS_SINCE: Final = 29
 """v1/worker/gpu/model_runner.py, `profile_cudagraph_memory`: "return 0" up to 0.28.0."""
 
@@ -155,6 +169,12 @@ def _list_second_runner_classes(minor: int) -> frozenset[str]:
     return classes
 
 
+def _list_speculation_methods(minor: int) -> frozenset[str]:
+    """Return vLLM's names of the methods of speculation that a release has."""
+    methods = METHODS | {name for name, since in METHODS_SINCE.items() if minor >= since}
+    return methods | SEPARATE_HEADS if minor <= SEPARATE_HEADS_UNTIL else methods
+
+
 def _build_release(minor: int) -> Release:
     """Return what sets a release of vLLM apart, by the releases that changed it."""
     return Release(
@@ -171,6 +191,7 @@ def _build_release(minor: int) -> Release:
         has_plain_second_runner=minor <= PLAIN_SECOND_RUNNER_UNTIL,
         has_dense_second_runner=minor >= DENSE_SECOND_RUNNER_SINCE,
         has_only_second_runner=minor >= ONLY_SECOND_RUNNER_SINCE,
+        speculation_methods=_list_speculation_methods(minor),
         first_runner_methods=FIRST_RUNNER_METHODS.get(minor, OLD_FIRST_RUNNER_METHODS),
         has_second_runner_graphs=minor >= SECOND_RUNNER_GRAPHS_SINCE,
         has_second_runner_encoder=minor >= SECOND_RUNNER_ENCODER_SINCE,

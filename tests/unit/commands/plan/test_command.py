@@ -278,7 +278,64 @@ def test_a_speculative_head_and_a_draft_take_memory(capsys: Capsys) -> None:
     assert head["weights_bytes"] - plain["weights_bytes"] > 128_256 * 8_192 * 2 / 4
     assert any("acme/head is not known here" in note for note in head["notes"])
     assert foreign.status == 2
-    assert "missing: the draft model" in foreign.headline
+    assert "missing: the size of the draft model" in foreign.headline
+
+
+LARGE = ("--model", "moonshotai/Kimi-K2.5", "--gpu", "8xH200", "--vllm-version", "0.32", "--json")
+
+
+@pytest.mark.parametrize(
+    ("config", "layers", "gib"),
+    [
+        ('{"method": "ngram_gpu"}', 61, 0),
+        ('{"method": "suffix"}', 61, 0),
+        ('{"model": "mine.MyProposer"}', 61, 0),
+        # A dense layer, three projections, and an output matrix of 163,840 x 7,168.
+        ('{"method": "eagle3", "model": "acme/head"}', 62, 3.6 / 8),
+        ('{"method": "dflash", "model": "acme/head"}', 69, 11.7 / 8),
+        # For each token a matrix of 7,168 x 7,168 and an output matrix.
+        ('{"model": "acme/medusa", "num_speculative_tokens": 4}', 61, 9.13 / 8),
+    ],
+)
+def test_a_head_without_its_configuration_counts_by_its_kind(
+    capsys: Capsys, config: str, layers: int, gib: float
+) -> None:
+    plain = plan(capsys, *LARGE).document
+    answer = plan(capsys, *LARGE, "-sc", config)
+
+    assert answer.status == 0
+    assert answer.document["bytes_per_token"] * 61 == plain["bytes_per_token"] * layers
+    assert (answer.document["weights_bytes"] - plain["weights_bytes"]) / GIB == pytest.approx(gib, rel=0.02)
+
+
+def test_a_head_shares_the_models_embedding(tmp_path: Path, capsys: Capsys) -> None:
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
+    head = {"num_hidden_layers": 1, "vocab_size": 128256, "torch_dtype": "bfloat16", "model_type": "llama"}
+    config = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 32000, **sizes, **head}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    words = (*of("llama-3.1-8b"), "--gpu", "H100", "--json")
+    plain = plan(capsys, *words).document
+    drafted = plan(capsys, *words, "--draft-model-config", str(tmp_path)).document
+
+    # A layer, three outputs to its input, twice as wide queries, keys and values, and 32,000 x 4,096.
+    parameters = 218_112_000 + 3 * 4096**2 + 4096 * 48 * 128 + 32_000 * 4096
+    assert drafted["weights_bytes"] - plain["weights_bytes"] == pytest.approx(2 * parameters, rel=0.001)
+    assert drafted["bytes_per_token"] * 32 == plain["bytes_per_token"] * 33
+
+
+@pytest.mark.parametrize(
+    ("config", "release", "problem"),
+    [
+        ('{"method": "medusa", "model": "acme/medusa"}', "0.33", "vLLM 0.33 has no method 'medusa'"),
+        ('{"method": "dspark"}', "0.24", "vLLM 0.24 has no method 'dspark'"),
+        ('{"method": "eagle", "num_speculative_tokens": 2}', "0.33", "the method eagle needs a model"),
+    ],
+)
+def test_a_method_of_speculation_that_vllm_refuses(capsys: Capsys, config: str, release: str, problem: str) -> None:
+    answer = plan(capsys, *of("llama-3.1-8b"), "--vllm-version", release, "-sc", config)
+
+    assert answer.status == 2
+    assert problem in answer.err
 
 
 def test_the_own_heads_of_a_model_count_as_further_layers(capsys: Capsys) -> None:
@@ -461,8 +518,11 @@ def test_a_draft_model_takes_weights_and_cache(capsys: Capsys) -> None:
     assert both["bytes_per_token"] - alone["bytes_per_token"] == 512
     assert both["bytes_per_block"] - alone["bytes_per_block"] == 16 * 512
     assert both["weights_bytes"] > alone["weights_bytes"]
-    refused = plan(capsys, *of("gemma-2-9b"), *draft)
-    assert (refused.status, "beside layers with a window" in refused.err) == (2, True)
+    # Beside layers with a window the draft counts as further full layers, of which 21 are there.
+    words = (*of("gemma-2-9b"), "--gpu", "H100", "--json")
+    alone, both = (plan(capsys, *words, *more).document for more in ((), draft))
+    assert alone["bytes_per_token"] < both["bytes_per_token"] <= alone["bytes_per_token"] * 45 / 42
+    assert both["kv_capacity_tokens"] < alone["kv_capacity_tokens"]
 
 
 def test_an_encoder_of_images_is_weighed_or_asked_for(capsys: Capsys) -> None:

@@ -1,0 +1,128 @@
+"""What the drafts of speculative decoding take beside a model: separate models, and heads."""
+
+from math import ceil
+from typing import Final
+
+from msgspec.structs import replace
+
+from vllm_headroom_tools.sizing.encoder import UNGIVEN_MLP_WIDTH_RATIO
+from vllm_headroom_tools.sizing.footprint import ModelShape, count_layer_bytes
+
+DRAFT_MODEL: Final = "draft_model"
+"""vLLM's name of the method whose drafts an independent model makes."""
+
+HEAD_LAYERS: Final = {"eagle": 1, "eagle3": 1, "dflash": 8, "dspark": 8, "mtp": 1}
+"""Our choice: how many layers a draft head of an unknown configuration counts. EAGLE's have one
+(models/llama_eagle3.py), the published DFlash and DSpark heads five to eight. Gemma 4's assistant
+("mtp") has four of a quarter of the width."""
+
+CACHELESS_HEADS: Final = frozenset({"mtp"})
+"""Gemma 4's assistant reads the model's cache (config/speculative.py, `gemma4_assistant`)."""
+
+TOKEN_MATRICES: Final = {"medusa": 1, "mlp_speculator": 2}
+"""How many matrices as large as an output such heads have for each token (models/medusa.py,
+models/mlp_speculator.py, with an inner width of the model's)."""
+
+HEAD_INPUTS: Final = {"eagle": 2, "eagle3": 3, "dflash": 5, "dspark": 5, "mtp": 1}
+"""How many outputs of the model's layers a head projects to its input, each as wide as the model
+(EAGLE's and EAGLE3's by construction; the published DFlash heads have five)."""
+
+
+def name_head_method(draft: ModelShape, method: str) -> str:
+    """Return the method of a draft by the name of its class, where no method is given."""
+    class_name = (draft.class_name or "").lower()
+    if method != DRAFT_MODEL:
+        return method
+    # EAGLE3 before EAGLE, whose name it contains.
+    for head_method in sorted(HEAD_INPUTS, reverse=True):
+        if head_method in class_name:
+            return head_method
+    return method
+
+
+def add_assumed_head(shape: ModelShape, method: str, tokens: int) -> ModelShape | None:
+    """Return the model's shape with a draft head of this method whose configuration is not known.
+
+    The head counts as the largest of its kind: HEAD_LAYERS dense layers of the model's sizes, a
+    projection of the outputs of several layers to its input, and an output matrix. Medusa's heads
+    and those of an MLP speculator are matrices for each speculated token. None for other methods,
+    and where the sizes that this needs are unknown.
+    """
+    hidden_size = shape.hidden_size
+    if hidden_size is None or shape.vocabulary is None or shape.compression is not None:
+        return None
+    output_parameters = hidden_size * shape.vocabulary
+    if method in TOKEN_MATRICES:
+        token_parameters = hidden_size**2 + TOKEN_MATRICES[method] * output_parameters
+        return _add_unquantised(shape, tokens * token_parameters)
+    if method not in HEAD_LAYERS:
+        return None
+    layers = HEAD_LAYERS[method]
+    layers_parameters = layers * _count_dense_layer(shape, hidden_size)
+    input_parameters = HEAD_INPUTS[method] * hidden_size**2
+    shape_with_head = _add_unquantised(
+        shape, layers_parameters + input_parameters + output_parameters
+    )
+    if shape_with_head is None or method in CACHELESS_HEADS:
+        return shape_with_head
+    return replace(shape_with_head, full_layers=shape.full_layers + layers)
+
+
+def _count_dense_layer(shape: ModelShape, hidden_size: int) -> int:
+    """Return the parameters of a layer without experts, of the model's sizes."""
+    heads = (shape.attention_heads or 1) + shape.heads.count
+    attention_parameters = 2 * hidden_size * heads * shape.heads.key_size
+    if shape.latent_width is not None:
+        # An upper bound: projections through latents are smaller.
+        attention_parameters = 4 * hidden_size**2
+    mlp_width = shape.mlp_width or UNGIVEN_MLP_WIDTH_RATIO * hidden_size
+    return attention_parameters + 3 * hidden_size * mlp_width
+
+
+def _add_unquantised(shape: ModelShape, added_parameters: int) -> ModelShape | None:
+    """Return the shape with further parameters; None where its own cannot be counted."""
+    parameters = shape.parameters
+    if parameters is None:
+        return None
+    return replace(
+        shape,
+        parameters=replace(
+            parameters,
+            total=parameters.total + added_parameters,
+            unquantised=parameters.unquantised + added_parameters,
+        ),
+    )
+
+
+def build_head(draft: ModelShape, method: str, target: ModelShape) -> ModelShape:
+    """Return the shape of a draft as it is served beside its model.
+
+    A head reads the model's embedding. It has its own output matrix only with EAGLE3, of its own
+    smaller vocabulary, and it projects outputs of the model to its input (models/llama_eagle3.py,
+    models/qwen3_dflash.py). Any other draft is served whole.
+    """
+    hidden_size = draft.hidden_size
+    if method not in HEAD_INPUTS or hidden_size is None or target.hidden_size is None:
+        return draft
+    input_parameters = HEAD_INPUTS[method] * target.hidden_size * hidden_size
+    vocabulary = 0
+    if method == "eagle3":
+        # The queries, keys and values of its layer also read the token's embedding.
+        heads = (draft.attention_heads or 1) + 2 * draft.heads.count
+        input_parameters += hidden_size * heads * draft.heads.key_size
+        vocabulary = draft.draft_vocabulary or draft.vocabulary or 0
+    head = _add_unquantised(draft, input_parameters) or draft
+    # The embeddings of a shape with tied ones are one matrix.
+    return replace(head, vocabulary=vocabulary, has_tied_embeddings=True, position_values=0)
+
+
+def add_draft_cache(shape: ModelShape, draft: ModelShape) -> ModelShape:
+    """Return the model's shape with a draft's cache, where layers of several kinds form groups.
+
+    The draft counts as so many further layers that keep every token as hold its bytes.
+    """
+    own_bytes, _ = count_layer_bytes(shape, kv_dtype="auto", tensor_parallel=1)
+    draft_bytes, _ = count_layer_bytes(draft, kv_dtype="auto", tensor_parallel=1)
+    draft_layers = draft.full_layers + draft.windowed_layers
+    further_layers = draft_layers * max(1, ceil(draft_bytes / own_bytes))
+    return replace(shape, full_layers=shape.full_layers + further_layers)
