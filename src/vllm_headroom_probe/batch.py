@@ -26,7 +26,7 @@ class Step(NamedTuple):
     """What a step of the runner computes."""
 
     at_seconds: float
-    """When it began, in seconds since the epoch."""
+    """When the step began, in seconds since the epoch."""
     kind: str
     """The kind of work in its forward pass."""
     requests: int

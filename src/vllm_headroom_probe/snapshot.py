@@ -77,7 +77,7 @@ class TakenSnapshot(NamedTuple):
     kind: str
     """Its reason: "oom" or "requested"."""
     taken_at: float
-    """In seconds since the epoch."""
+    """When it was taken, in seconds since the epoch."""
     pause_seconds: float
     """How long torch took; no Python code ran meanwhile."""
     content: dict[str, Any]

@@ -1,1 +1,1 @@
-"""The commands: rooms built on the daemon."""
+"""The commands, which are built on the daemon's packages."""

@@ -2,7 +2,7 @@
 
 
 class BadInput(Exception):  # noqa: N818 - it describes the input
-    """A trace, or what a trace is read from, cannot be used.
+    """A trace, or the source of a trace, cannot be used.
 
     The message is one line for the operator.
     """

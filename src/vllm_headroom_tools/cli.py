@@ -1,4 +1,4 @@
-"""What a command is, and the one way in which all of them are run."""
+"""Defines what a command is, and runs all commands in one way."""
 
 import importlib
 import json
@@ -56,9 +56,9 @@ COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
     "help": ("help", "Shows the options of a command, or its man page."),
     "completion": ("completion", "Prints what bash, zsh or fish needs to complete words."),
 }
-"""The module of each command, and one line on what the command does.
+"""The module of each command, and a line on what the command does.
 
-A command's module is imported only when the command is called: most take long to import.
+A command's module is imported only when the command is called, because most take long to import.
 """
 
 
@@ -84,9 +84,9 @@ class Command(Struct, frozen=True, kw_only=True):
 def start(name: str, argv: Sequence[str]) -> NoReturn:
     """Run the command of this name and end the process with its exit status.
 
-    An exception leaves this function only through a fault of ours. The process ends without waiting
-    for its threads: a thread may hang for 10 s (measured) on a resolver that does not answer, and
-    SIGTERM must not wait for that.
+    Only a fault of ours raises an exception here. The process ends without waiting for its threads,
+    because a thread may hang for 10 s (measured) on a resolver that does not answer, and SIGTERM
+    must not wait for that.
     """
     status = _find_and_execute(name, argv)
     logging.shutdown()
@@ -141,7 +141,7 @@ def execute(command: Command, name: str, argv: Sequence[str]) -> int:
 
 
 def _write_lines(report: Report) -> None:
-    """Write the lines of a report one by one: the last ones, such as a chart, may take long.
+    """Write the lines of a report one by one, because the last ones may take long.
 
     The headline has the colour of the verdict.
     """
@@ -201,7 +201,8 @@ def _read_version() -> str:
 def _await(coroutine: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine on uvloop and return its result.
 
-    The loop is left open: closing it would wait for its threads, and the process ends anyway.
+    The loop is left open, because closing it would wait for its threads, and the process ends
+    anyway.
     """
     import asyncio  # noqa: PLC0415 - commands that wait for nothing need no loop
 
@@ -221,10 +222,10 @@ def save(
 def save_lines(
     file: Path, lines: Iterable[str], option: str = "", inputs: Iterable[str | Path | None] = ()
 ) -> None:
-    """Write a file line by line, since it may be larger than the memory.
+    """Write a file line by line, because it may be larger than memory.
 
-    Raise BadInput, with `option` before the file's name, where the file cannot be written or is one
-    of the inputs: the input would be lost.
+    Raise BadInput, with `option` before the file's name, if the file cannot be written or is one of
+    the inputs, which would be lost.
     """
     try:
         if _is_one_of(file, inputs):
@@ -262,14 +263,14 @@ def write_result(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not isinstance(error, BrokenPipeError):
             write_note(f"{PROGRAM}: the answer cannot be written: {error.strerror}")
-            # Not 1, with which `check` and others report a bad result.
+            # Not 1, because `check` and others report a bad result with 1.
             raise SystemExit(2) from None
 
 
 def write_note(line: str) -> None:
-    """Write a line that is no result to standard error.
+    """Write a line that is not part of the result to standard error.
 
-    Ignore a line that cannot be written: the exit status says enough.
+    A line that cannot be written is ignored, because the exit status says enough.
     """
     with suppress(OSError):
         sys.stderr.write(f"{render_line(line.translate(CONTROLS), sys.stderr)}\n")

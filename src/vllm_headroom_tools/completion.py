@@ -19,7 +19,7 @@ from vllm_headroom_tools.options import BadOptions, Parser, choice
 def _build_program_parser() -> ArgumentParser:
     """Build one parser of all commands, as shtab needs it.
 
-    The program itself has the daemon's options, which may be typed without a command.
+    The program itself has the daemon's options, which may be given without a command.
     """
     program = ArgumentParser(
         prog=PROGRAM, parents=[_build_completable(DEFAULT_COMMAND)], add_help=False
@@ -31,7 +31,7 @@ def _build_program_parser() -> ArgumentParser:
 
 
 def _build_completable(name: str) -> Parser:
-    """Build a command's parser in which each option has what shtab completes after it.
+    """Build a command's parser in which each option has the values that shtab completes.
 
     An option from a closed set completes its values, any other option with a value completes files.
     """
@@ -57,8 +57,8 @@ def write_bash() -> str:
 def write_zsh() -> str:
     """Return a script for zsh.
 
-    shtab's script registers the completion only where it is evaluated, so ours evaluates it: this
-    one may be sourced.
+    shtab's script registers the completion only if it is evaluated. Ours evaluates it, so that it
+    may be sourced.
     """
     import shtab  # noqa: PLC0415 - only this command needs it
 
@@ -69,7 +69,8 @@ def write_zsh() -> str:
 def write_fish() -> str:
     """Return a script for fish.
 
-    It is our own: shtab's script would read vLLM's option `-tp` as the two options `-t` and `-p`.
+    The script is our own, because shtab's would read vLLM's option `-tp` as the two options `-t`
+    and `-p`.
     """
     lines = []
     for name, (_, summary) in COMMANDS.items():
@@ -102,7 +103,7 @@ def _write_fish_flag(flag: str) -> str:
 
 
 def _write_fish_values(action: Action, values: list[str]) -> str:
-    """Return how fish completes what follows an option: its values, files, or nothing."""
+    """Return how fish completes the value of an option: from its values, from files, or not."""
     if values:
         return f" -xa {_quote(' '.join(values))}"
     return "" if action.nargs == 0 else " -r"

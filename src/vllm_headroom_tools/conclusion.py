@@ -1,4 +1,4 @@
-"""The verdict of a command with its findings, and the JSON object that has them."""
+"""The verdict of a command with its findings, and the JSON object for them."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
@@ -22,18 +22,18 @@ class Conclusion(StrEnum):
 
     @property
     def status(self) -> int:
-        """The exit status: 0, 1 or 2."""
+        """Return the exit status: 0, 1 or 2."""
         return list(Conclusion).index(self)
 
 
 def find_worst(verdicts: Iterable[Conclusion]) -> Conclusion:
-    """Return the worst verdict: not good, then cannot tell, then good; good without verdicts."""
+    """Return the worst verdict; good without verdicts. Not good is worse than cannot tell."""
     worst_first = [Conclusion.NOT_GOOD, Conclusion.CANNOT_TELL, Conclusion.GOOD]
     return min(verdicts, key=worst_first.index, default=Conclusion.GOOD)
 
 
 class Finding(Struct, frozen=True):
-    """One finding; `fix` has the lines that would fix it, empty where nothing has to be fixed."""
+    """One finding; `fix` has the lines that would fix it, or is empty."""
 
     subject: str
     verdict: Conclusion
@@ -55,7 +55,7 @@ class Report(Struct, frozen=True, kw_only=True):
     """The report as text."""
 
     exit_status: int | None = None
-    """Replaces the verdict's exit status, for a command that only reports; None leaves it."""
+    """Replaces the verdict's exit status, for a command that only reports; None keeps it."""
 
     @property
     def status(self) -> int:

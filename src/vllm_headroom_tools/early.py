@@ -1,4 +1,4 @@
-"""What a process does before it imports much: streams, limits, signals and garbage collection."""
+"""Set up streams, limits, signals and garbage collection before larger imports."""
 
 import gc
 import os
@@ -10,21 +10,23 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 DEFAULT_COMMAND = "run"
-"""The command without which the program runs: the daemon."""
+"""The command that runs if none is named: the daemon."""
 
 MIN_OPEN_FILES = 40
-"""The daemon keeps 17 open, and scrapers, the engine's page and /proc take some more."""
+"""The open files that the daemon needs: it keeps 17 open, and scrapers, the engine's page and /proc
+take some more.
+"""
 
 
 def require_open_files() -> None:
-    """Exit with status 2 where the process may not open as many files as it needs."""
+    """Exit with status 2 if the process may not open as many files as it needs."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit < MIN_OPEN_FILES:
         problem = (
             f"only {limit} files may be open at once, {MIN_OPEN_FILES} are needed:"
             " raise the limit (ulimit -n)"
         )
-        # By system calls alone: with no file left, a module could not be imported.
+        # Only by system calls, because without a free descriptor no module can be imported.
         with suppress(OSError):
             os.write(2, f"vllm-headroom: {problem}\n".encode())
         os._exit(2)
@@ -43,7 +45,7 @@ def exit_on_signals(status: int | None) -> None:
             os._exit(status)
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)  # so that a shell's loop ends as well
-        # The kernel ignores a signal's default action in a container's first process.
+        # In a container's first process, the kernel ignores a signal's default action.
         os._exit(128 + number)
 
     signal.signal(signal.SIGINT, exit_now)
@@ -53,8 +55,8 @@ def exit_on_signals(status: int | None) -> None:
 def open_closed_streams() -> None:
     """Connect to /dev/null each standard stream that was closed when the process started.
 
-    Otherwise the next file that is opened would take the stream's number, and output for the stream
-    would be written into that file.
+    Otherwise the next opened file would get the stream's number, and output for the stream would be
+    written into that file.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
@@ -65,7 +67,8 @@ def open_closed_streams() -> None:
 def pause_collection() -> Iterator[None]:
     """Turn garbage collection off within the context, which is meant for imports.
 
-    Imports leave next to no garbage, and collecting would take a tenth of the daemon's start.
+    Imports leave almost no garbage, and collecting it would take a tenth of the daemon's start-up
+    time.
     """
     gc.disable()
     try:

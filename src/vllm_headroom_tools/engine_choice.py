@@ -22,7 +22,7 @@ def choose_engine(names: Collection[str], wanted: str | None) -> str:
     """Return the one engine with the wanted name, or the only engine where no name is wanted.
 
     `names` are the longest names: NAMESPACE/POD/CONTAINER, a unit or a URL. A wanted name may lack
-    the container. Raises BadInput, which lists the names, where there is not exactly one.
+    the container. Raises BadInput, which lists the names, unless exactly one engine matches.
     """
     # A name without its container is enough where it is unique.
     matches = [
@@ -32,7 +32,7 @@ def choose_engine(names: Collection[str], wanted: str | None) -> str:
         return matches[0]
     if not names:
         raise BadInput("no engine is watched here")
-    # With some matches, only these are in question.
+    # If some names match, only these are shown.
     shown_names = sorted(matches or names)
     listed = ", ".join(shown_names[:MOST_SHOWN])
     if len(shown_names) > MOST_SHOWN:
@@ -51,7 +51,7 @@ def name_labels(labels: Mapping[str, Any]) -> str:
 
 
 def add_engine(url: httpx.URL, name: str | None) -> httpx.URL:
-    """Return the URL of a sidecar's page about one engine; unchanged without a name."""
+    """Return the URL of a sidecar's page for one engine; unchanged without a name."""
     if name is None:
         return url
     return url.copy_with(query=urlencode({"engine": name}).encode())

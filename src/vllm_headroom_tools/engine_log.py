@@ -21,8 +21,8 @@ def read_engine_log(name: str) -> EngineLog:
 def parse_engine_log(lines: Iterator[bytes], expected: str = "a log of an engine") -> EngineLog:
     """Return what the lines of a log say.
 
-    Raise BadInput, with `expected` in its text, where none is an engine's. The text quotes nothing
-    of the file, which may hold secrets.
+    Raise BadInput, with `expected` in its text, if no line is an engine's. The text quotes nothing
+    of the file, because it may contain secrets.
     """
     first_line = next(lines, b"")
     log = read_log(chain((first_line,), lines))

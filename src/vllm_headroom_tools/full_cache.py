@@ -9,39 +9,45 @@ from vllm_headroom.derive.kv_cache import count_tokens_per_request
 from vllm_headroom.model import EngineReading
 
 FULL_RATIO: Final = 0.95
-"""A KV cache that is used by more than this is full (alert HeadroomKvCacheThrashing). A full cache
-makes requests wait; that alone does no harm."""
+"""A KV cache with a use above this is full (alert HeadroomKvCacheThrashing). A full cache makes
+requests wait; that alone does no harm.
+"""
 
 LASTING_SECONDS: Final = 600.0
-"""A state that lasts for this long is no burst (`for: 10m` of HeadroomGpuMemoryLow and
-HeadroomKvCacheThrashing)."""
+"""A state that lasts this long is no burst (`for: 10m` of HeadroomGpuMemoryLow and
+HeadroomKvCacheThrashing).
+"""
 
 HURTING_PREEMPTIONS: Final = 0.1
-"""From this many preemptions for each finished request on, they do harm; 0.01 does none (runbook
-HeadroomKvCacheThrashing)."""
+"""Preemptions do harm from this many per finished request on; 0.01 does no harm (runbook
+HeadroomKvCacheThrashing).
+"""
 
 WAITING_REQUESTS: Final = 10
 """Fewer waiting requests than this do not count as a queue (alert HeadroomQueueBacklog)."""
 
 ROOMY_RATIO: Final = 0.7
-"""Our choice: with less than this share of the KV cache in use, requests wait for another
-reason."""
+"""Our choice: if less than this share of the KV cache is in use, requests wait for another reason.
+"""
 
 COLLAPSE_RATIO: Final = 0.5
-"""Our choice: a cache collapses where it sends at least this share of the running requests back to
-the queue at once. If it only preempts the newest now and then, the others go on."""
+"""Our choice: a cache collapses if it sends at least this share of the running requests back to the
+queue at once. If it only preempts the newest request now and then, the others go on.
+"""
 
 COLLAPSE_GAP_SECONDS: Final = 900.0
-"""Our choice: collapses further apart than this are no row. For comparison, 18 requests of 80,800
-tokens took 200 s from one collapse to the next (discuss.vllm.ai, 2608)."""
+"""Our choice: collapses further apart than this do not belong to one row. For comparison, 18
+requests of 80,800 tokens took 200 s from one collapse to the next (discuss.vllm.ai, 2608).
+"""
 
 SHORTEST_THRASH_SECONDS: Final = 120.0
-"""Our choice: one collapse is an accident, and so are several within moments. One that comes
-minutes later shows that the requests fill the cache again."""
+"""Our choice: one collapse is an accident, and so are several within moments. A collapse minutes
+later shows that the requests fill the cache again.
+"""
 
 
 FEWEST_RIVALS: Final = 2
-"""Requests that can take the cache from each other; one alone is never preempted."""
+"""The fewest requests that can take the cache from each other; a single one is never preempted."""
 
 
 class StepCounts(Struct, frozen=True, kw_only=True):
@@ -53,24 +59,24 @@ class StepCounts(Struct, frozen=True, kw_only=True):
 
 
 class ThrashFacts(Struct, frozen=True, kw_only=True):
-    """A row of collapses of a full KV cache: each sent most running requests back to the queue."""
+    """A row of collapses of a full KV cache; each sent most running requests back to the queue."""
 
     # How many collapses.
     times: int
     # From the first collapse to the last.
     seconds: float
-    # Requests that went back to the queue, and requests that finished meanwhile.
+    # How many requests went back to the queue, and how many finished meanwhile.
     returned: float
     finished: float
-    # The fewest requests that ran before a collapse, and the most tokens of the cache for each.
+    # The fewest requests that ran before a collapse, and the most cache tokens per request.
     running: float
     tokens: float | None
 
 
 class CollapseHistory:
-    """Finds collapses of an engine's KV cache: full, it sends most running requests to the queue.
+    """Finds collapses of a KV cache: it is full and sends most running requests to the queue.
 
-    vLLM computes these again from their first token, so that they fill the cache again.
+    vLLM recomputes these requests from their first token, so that they fill the cache again.
     """
 
     def __init__(self) -> None:
@@ -84,7 +90,7 @@ class CollapseHistory:
 
     @property
     def worst(self) -> ThrashFacts | None:
-        """The longest row of collapses; None where it lasted less than SHORTEST_THRASH_SECONDS."""
+        """Return the longest row of collapses; None if shorter than SHORTEST_THRASH_SECONDS."""
         worst = self._worst
         if worst is None or worst.seconds < SHORTEST_THRASH_SECONDS:
             return None
@@ -102,7 +108,7 @@ class CollapseHistory:
         previous_reading = self._previous_reading
         self._previous_reading = reading
         self._finished += counts.finished
-        # What ran before a restart is not what returned to the queue.
+        # Requests that ran before a restart did not return to the queue.
         if previous_reading is None or has_restarted:
             self._current = None
             return
@@ -150,12 +156,12 @@ def _count_returned(
 ) -> float | None:
     """Return how many requests a full cache sent back to the queue since the previous sample.
 
-    They are the preemptions, or, if more, the requests that left the running ones for the queue.
-    None where the cache had room, or they were fewer than COLLAPSE_RATIO of the running ones.
+    That is the number of preemptions or, if larger, of requests that went from running to waiting.
+    None if the cache had room, or they were fewer than COLLAPSE_RATIO of the running requests.
     """
     running = previous_reading.running
     used_ratio = max(previous_reading.kv_used_ratio or 0.0, reading.kv_used_ratio or 0.0)
-    # It may have been full only between the two samples, so less than full is enough here.
+    # The cache may have been full only between the two samples, so less than full is enough here.
     if running is None or running < FEWEST_RIVALS or used_ratio < ROOMY_RATIO:
         return None
     returned = counts.preemptions
@@ -168,5 +174,5 @@ def _count_returned(
 
 
 def find_higher(earlier: float | None, now: float | None) -> float | None:
-    """Return the higher of two values, of which either may be unknown; None where both are."""
+    """Return the higher of two values, either of which may be unknown; None if both are."""
     return earlier if now is None else max(earlier or 0.0, now)

@@ -17,7 +17,7 @@ from vllm_headroom_tools.options import Parser, choice
 
 
 def render_man(name: str) -> Iterator[str]:
-    """Yield the lines of a command's man page, in roff."""
+    """Yield the lines of a command's man page in roff."""
     parser = build_parser(find_command(name), name)
     _, summary = COMMANDS[name]
     yield f'.TH "{PROGRAM}-{name}" 1 "" "{PROGRAM}"'

@@ -25,12 +25,13 @@ from vllm_headroom.units import format_duration, format_instant
 from vllm_headroom.vocabulary import LeakLocation, LeakState, Role
 
 RESIZED_RATIO: Final = 0.01
-"""Our choice: if the size of the KV cache changes by more than this share, the engine has other
-settings. Starts with equal settings differ by less."""
+"""Our choice: if the size of the KV cache changes by more than this share, the engine's settings
+have changed. Starts with equal settings differ by less.
+"""
 
 
 class Rise(Struct):
-    """The total rise of a counter; where the counter fell, it has started again from 0."""
+    """The total rise of a counter; a counter that fell has restarted at 0."""
 
     total: float | None = None
     """None until the first reading."""
@@ -69,7 +70,7 @@ class Histogram(Struct):
             self.counts[float(f"{value:.3g}")] += 1
 
     def quantile(self, share: float) -> float | None:
-        """Return the lowest value V so that at least this share of all values is V or less.
+        """Return the lowest value V such that at least this share of all values is V or less.
 
         Return None without values. `share` is from 0 to 1.
         """
@@ -85,8 +86,8 @@ class Histogram(Struct):
 class Curves:
     """Free and held memory of each GPU, free memory of the host, and the running requests.
 
-    A sample takes eight bytes in each curve, since a trace may last weeks; NaN is an unknown value.
-    The curves of a GPU begin with the first sample that has the GPU.
+    A sample takes only eight bytes in each curve, because a trace may last weeks; NaN is an unknown
+    value. The curves of a GPU begin with the first sample that has the GPU.
     """
 
     def __init__(self) -> None:
@@ -95,7 +96,7 @@ class Curves:
 
     @property
     def uuids(self) -> tuple[str, ...]:
-        """The GPUs, in the order of their first samples."""
+        """Return the UUIDs of the GPUs, in the order of their first samples."""
         return tuple(uuid for name, uuid in self._curves if name == "free")
 
     def of(self, name: str, uuid: str = "") -> list[Point]:
@@ -106,7 +107,7 @@ class Curves:
         values = self._curves.get((name, uuid), array("d"))
         if all(map(isnan, values)):
             return []
-        # A curve may begin late, but every later sample has added a value to it.
+        # A curve may begin late, but after that every sample has added a value.
         times = self._times[len(self._times) - len(values) :]
         return [
             (seconds, None if isnan(value) else value)
@@ -123,7 +124,7 @@ class Curves:
             memory = gpu.reading.memory
             values["free", gpu.reading.uuid] = None if memory is None else memory.free_bytes
             values["held", gpu.reading.uuid] = gpu.held_bytes
-        # Also curves without a value now, so that all have the same length.
+        # Curves without a value now are included, so that all have the same length.
         for key in {**self._curves, **values}:
             value = values.get(key)
             self._curves.setdefault(key, array("d")).append(nan if value is None else value)
@@ -131,9 +132,9 @@ class Curves:
 
 
 Interval = tuple[float, float | None]
-"""Begin and end, in the trace's seconds.
+"""Start and end, in the trace's seconds.
 
-The end is None where the state lasts to the end of the trace.
+The end is None if the state lasts to the end of the trace.
 """
 
 
@@ -175,8 +176,9 @@ class LeakCourse(Struct):
     """The times of alarms."""
 
     is_holder_known: bool = True
-    """Whether the newest alarm was known to be of the engine's memory. Where it is not, the memory
-    fills, by whom is not known."""
+    """Whether the newest alarm is known to concern the engine's memory. If not, memory fills, and
+    it is unknown who fills it.
+    """
 
     _newest_warning: Moment | None = None
     _was_cut_off: bool = False
@@ -187,26 +189,26 @@ class LeakCourse(Struct):
 
     @property
     def warning(self) -> Moment | None:
-        """The newest sample of an early warning that is still open; None without such a warning."""
+        """Return the newest sample of an early warning that is still open; None without one."""
         return self._newest_warning if self._open_state is LeakState.GROWING else None
 
     @property
     def newest(self) -> Moment | None:
-        """The newest sample of an alarm, else of an open early warning, else None."""
+        """Return the newest sample of an alarm, else of an open early warning, else None."""
         return self.last_alarm or self.warning
 
     @property
     def withdrawn_seconds(self) -> float:
-        """How long all early warnings that have ended lasted together."""
+        """Return how long all early warnings that have ended lasted in total."""
         return sum(end - begin for begin, end in self.growing if end is not None)
 
     @property
     def is_undecided(self) -> bool:
-        """Whether an early warning may have been a leak.
+        """Return whether an early warning may have been a leak.
 
-        That is one that is still open, or was open at a restart of the engine. Early warnings that
-        the detector withdrew count too, if they lasted for as long as an alarm takes, or were not
-        followed by as much time without growth.
+        That is an early warning that is still open, or was open when the engine restarted. Warnings
+        that the detector withdrew count too, if they lasted as long as an alarm takes, or if less
+        time without growth followed.
         """
         if self._was_cut_off or self.warning is not None:
             return True
@@ -221,8 +223,8 @@ class LeakCourse(Struct):
     def step(self, state: LeakState, moment: Moment, *, restarted: bool = False) -> None:
         """Add a sample's state and figures.
 
-        Sleep or an unknown state ends no interval: the next state shows whether it goes on. A
-        restart of the engine leaves an early warning undecided.
+        Sleep or an unknown state ends no interval, because the next state shows whether the
+        interval goes on. A restart of the engine leaves an early warning undecided.
         """
         self.state = state
         if state in (LeakState.STABLE, LeakState.UNSETTLED):
@@ -234,7 +236,7 @@ class LeakCourse(Struct):
         if state is LeakState.LEAKING:
             self.first_alarm = self.first_alarm or moment
             self.last_alarm = moment
-        # The state goes on, or it is not known whether it does.
+        # The state goes on, or it is unknown whether it does.
         if state in (LeakState.UNKNOWN, LeakState.ASLEEP, self._open_state):
             return
 
@@ -250,7 +252,7 @@ class LeakCourse(Struct):
 
 
 class LeakVerdict(StrEnum):
-    """The detector's verdict on a whole span."""
+    """The detector's verdict on a whole trace."""
 
     LEAKING = "leaking"
     GROWING = "growing"
@@ -261,7 +263,7 @@ class LeakVerdict(StrEnum):
 def judge_course(course: LeakCourse, span_seconds: float) -> tuple[LeakVerdict, str]:
     """Return the verdict on a course of this length, and the reason.
 
-    A short course proves a leak, but not the absence of one. Every command that judges a trace
+    A short course can prove a leak, but not the absence of one. Every command that judges a trace
     calls this function, so that a trace has one verdict.
     """
     if course.leaking:
@@ -288,29 +290,30 @@ STATE_VERDICTS: Final = {
     LeakState.STABLE: LeakVerdict.NO_LEAK,
     LeakState.UNSETTLED: LeakVerdict.NO_LEAK,
 }
-"""The verdict on a state alone, where there is no course; CANNOT_TELL for any other."""
+"""The verdict on a single state, where there is no course; CANNOT_TELL for any other state."""
 
 
 SET_BACK_STEP_SECONDS: Final = 5.0
-"""The assumed step where the clock was set back between two samples."""
+"""The assumed interval if the clock was set back between two samples."""
 
 STATE_METRICS: Final = frozenset({catalog.LEAK_STATE.name, catalog.HOST_LEAK_STATE.name})
 
 LONGEST_STEP_SECONDS: Final = 300.0
-"""The longest sampling interval that can be set: a longer step is a gap in the trace."""
+"""The longest sampling interval that can be set; a longer interval is a gap in the trace."""
 
 
 class LeakReplay:
     """The detector's verdicts on every GPU and host role of a trace.
 
-    `reported_bytes` is the operator's figure of the memory that the engine uses on each GPU.
+    `reported_bytes` is the operator's figure for the memory that the engine uses on each GPU.
     """
 
     def __init__(self, *, reported_bytes: int | None = None) -> None:
         self._reported_bytes = reported_bytes
         self.samples = 0
         self.span = (0.0, 0.0)
-        """First and last time of the trace; the last may be lower after a clock step."""
+        """First and last time of the trace; the last one may be earlier if the clock was set back.
+        """
 
         self.engine = EngineMemory()
         """State of the engine's runs at the newest sample."""
@@ -335,7 +338,7 @@ class LeakReplay:
 
         self._now_seconds = 0.0
         self._shift_seconds = 0.0
-        """What is added to the trace's time, so that it never goes back."""
+        """The seconds that are added to the trace's time, so that it never goes back."""
 
         self._shared_uuids: frozenset[str] = frozenset()
         """The GPUs of the newest sample on which other processes may hold memory that cannot be
@@ -346,14 +349,14 @@ class LeakReplay:
 
     @property
     def gpus(self) -> tuple[tuple[int, str, LeakCourse], ...]:
-        """Index, UUID and course of each GPU, by index."""
+        """Return index, UUID and course of each GPU, ordered by index."""
         return tuple(
             sorted((index, uuid, self._courses[uuid]) for uuid, index in self._gpu_indices.items())
         )
 
     @property
     def host(self) -> tuple[tuple[Role, LeakCourse], ...]:
-        """The course of each role's resident memory."""
+        """Return the course of each role's resident memory."""
         return tuple((role, self._courses[role]) for role in Role if role in self._courses)
 
     def course(self, series: str) -> LeakCourse:
@@ -364,9 +367,9 @@ class LeakReplay:
         return self._courses.get(series) or LeakCourse()
 
     def requests(self, series: str) -> float:
-        """Return how many requests finished in this run since the detector began with a series.
+        """Return how many requests finished in this run since the detector began with the series.
 
-        That is 0 where the detector has not begun.
+        The number is 0 if the detector has not begun.
         """
         track = self.leak_memory.gpus.get(series) or self.leak_memory.host.get(series)
         return 0.0 if track is None else track.work.requests
@@ -401,7 +404,7 @@ class LeakReplay:
         return snapshot
 
     def _note_status(self, snapshot: Snapshot) -> None:
-        """Note an exit or a hang, and the highest share of the cache that idle engines held."""
+        """Note an exit or a hang, and the highest stranded share of each KV cache."""
         status = snapshot.engine_status
         if status is None:
             return
@@ -420,7 +423,7 @@ class LeakReplay:
     def _steady_clock(self, snapshot: Snapshot) -> Snapshot:
         """Return the snapshot with a monotonic clock that only moves forward.
 
-        The clock of a trace is the wall clock, which may be set back; the detector would fail then.
+        The clock of a trace is the wall clock, and if it was set back the detector would fail.
         """
         now_seconds = snapshot.monotonic_seconds + self._shift_seconds
         if now_seconds < self._now_seconds:
@@ -449,7 +452,7 @@ class LeakReplay:
         course = self._courses.setdefault(series, LeakCourse())
         estimate = None
         has_restarted = False
-        if track is not None:  # there is none before the engine has worked
+        if track is not None:  # there is no track before the engine has worked
             estimate = sharpen_track(track, asleep, inside).estimate
             # The time of a track starts over with each run of the engine.
             now_seconds = track.clock.now_seconds
@@ -459,7 +462,7 @@ class LeakReplay:
         moment = build_moment(self.span[1], estimate, find_location(estimate, inside))
         course.step(LeakState(state), moment, restarted=has_restarted)
         if course.state is LeakState.LEAKING:
-            # The probe measures the engine's memory alone, so that a location is the engine's.
+            # The probe measures only the engine's memory, so a location is the engine's.
             is_engines = series not in self._shared_uuids or moment.location is not None
             course.is_holder_known = is_engines
 
@@ -467,13 +470,13 @@ class LeakReplay:
 def _merge_host(earlier: HostMemory | None, newest: HostMemory | None) -> HostMemory | None:
     """Return the fullest of two readings of the host memory; None where both are None.
 
-    Use and limit are those of one sample. Where the basis of the limit changed, such as from the
-    machine to a cgroup, only the newest reading counts. Shared memory and the count of OOM kills
-    are the highest of both.
+    Use and limit come from one sample. If the basis of the limit changed, such as from the machine
+    to a cgroup, only the newest reading counts. Shared memory and the count of OOM kills are the
+    higher ones of both readings.
     """
     if newest is None or earlier is None:
         return newest or earlier
-    # Of another basis the figures cannot be compared.
+    # Figures with different bases cannot be compared.
     fullest = newest
     if newest.basis in (None, earlier.basis):
         fullest = max(earlier, newest, key=_rank_fullness)
@@ -492,7 +495,7 @@ def _merge_host(earlier: HostMemory | None, newest: HostMemory | None) -> HostMe
 
 
 def _rank_fullness(memory: HostMemory) -> tuple[float, int]:
-    """Return the share in use, then the bytes in use, which decide without a limit."""
+    """Return a sort key: the share in use, then the bytes in use, for memory without a limit."""
     used_bytes = memory.used_bytes or 0
     return used_bytes / (memory.limit_bytes or inf), used_bytes
 
@@ -521,7 +524,7 @@ def build_moment(
 
 
 def _drop_infinite(value: float | None) -> float | None:
-    """Return the value; None where it is not known or infinite."""
+    """Return the value; None if it is unknown or infinite."""
     return value if value is not None and isfinite(value) else None
 
 

@@ -1,4 +1,4 @@
-"""One reading of the engine's page, the GPUs and the processes, by the daemon's readers."""
+"""Read the engine's page, the GPUs and the processes once, with the daemon's readers."""
 
 import asyncio
 import time
@@ -28,7 +28,7 @@ SYS: Final = Path("/sys")
 LOOK_SECONDS: Final = 6.0
 """The limit for the GPUs and the page, read at the same time.
 
-With the processes after them, everything has to end within ten seconds.
+Together with the processes, which are read afterwards, this must end within ten seconds.
 """
 
 PROC_SECONDS: Final = 3.0
@@ -69,7 +69,7 @@ async def locate_engines(
         monotonic=time.monotonic,
     )
     try:
-        # The scan finds pods and units, and the search their servers.
+        # The scan finds pods and units; the search finds their servers.
         await processes.scan(FIND_SECONDS)
         return await processes.find_engines(FIND_SECONDS)
     except TimeoutError:
@@ -79,7 +79,7 @@ async def locate_engines(
 
 
 async def fetch_once(reader: PageReader) -> str | Failure:
-    """Return the text of one page, or a Failure that says why not; close the reader."""
+    """Return the text of one page, or a Failure; close the reader."""
     try:
         return await reader.fetch()
     finally:
@@ -87,7 +87,7 @@ async def fetch_once(reader: PageReader) -> str | Failure:
 
 
 async def fetch_engines(reader: PageReader, profile: str | None = None) -> EnginePage | Failure:
-    """Return the engines on one page, or a Failure that says why not; close the reader.
+    """Return the engines on one page, or a Failure; close the reader.
 
     Without a `profile` the page itself shows which kind of engine wrote it.
     """
@@ -100,8 +100,8 @@ async def read_machine(
 ) -> Machine:
     """Read the GPUs and processes once, and attribute the GPUs as the daemon would.
 
-    A part that cannot be read is a Failure in the result. The processes are read once `page` is
-    there: the page decides which of several engines is watched.
+    A part that cannot be read is a Failure in the result. The processes are read after `page`,
+    because the page decides which of several engines is watched.
     """
     gpu_reader = Gpus(
         monotonic=time.monotonic, call_timeout_seconds=GPU_TIMEOUT_SECONDS, proc=proc, sys=sys

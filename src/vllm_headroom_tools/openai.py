@@ -18,8 +18,8 @@ class ListedModel(Struct, frozen=True, kw_only=True):
 def parse_object(text: str | bytes | bytearray) -> dict[str, Any]:
     """Parse a JSON object.
 
-    Return an empty one for any text that is not a JSON object. NaN is no JSON either, although
-    Python's own parser would accept it.
+    Return an empty one for any text that is not a JSON object. NaN is not JSON either, although
+    Python's parser would accept it.
     """
     try:
         answer = json.decode(text)

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Number = TypeVar("Number", int, float)
 MAX_WHOLE_NUMBER: Final = 2**53
-"""A float represents each integer up to this one exactly."""
+"""A float represents every integer up to this one exactly."""
 
 
 SMALLEST_FLOAT: Final = 5e-324
@@ -45,7 +45,7 @@ LARGEST_FLOAT: Final = 1.7e308
 
 
 class Value(Struct, Generic[T], frozen=True, kw_only=True):
-    """A kind of value: how a text becomes one, and which texts are accepted."""
+    """A kind of value: how a text is parsed, and which texts are accepted."""
 
     read: Callable[[str], T]
     """Raises ValueError for a text that is not accepted."""
@@ -54,10 +54,10 @@ class Value(Struct, Generic[T], frozen=True, kw_only=True):
     """The values that are accepted, as the end of a sentence."""
 
     is_json: bool = False
-    """Whether the value is a JSON object, of which --name.key VALUE may set a part."""
+    """Whether the value is a JSON object, so that --name.key VALUE may set a part of it."""
 
     show: Callable[[object], str] = show_value
-    """Returns the refused value as the error message shows it, such as without a password."""
+    """Returns a refused value in the form for error messages, for example without a password."""
 
     def __call__(self, text: str) -> T:
         """Return the value of a text, since argparse expects a type to be callable."""
@@ -127,9 +127,9 @@ def add_reported_bytes(parser: argparse._ActionsContainer) -> None:
 
 
 def read_reported_bytes(environ: Mapping[str, str]) -> int | None:
-    """Return the same from the sidecar's environment; None where it is not set.
+    """Return the same value from the sidecar's environment; None if it is not set.
 
-    Raises BadOptions where it is no size.
+    Raises BadOptions if it is not a size.
     """
     text = environ.get(REPORTED_BYTES_VARIABLE)
     if not text:
@@ -168,11 +168,11 @@ def choice(names: Sequence[str]) -> Value[str]:
 
 
 LOCAL_SIDECAR: Final = "http://127.0.0.1:9839"
-"""Where the sidecar of the same pod or machine answers, by its usual port."""
+"""The URL of the sidecar in the same pod or machine, with the usual port."""
 
 
 def find_local_sidecar() -> str:
-    """Return the URL of the sidecar beside this command: its port is HEADROOM_LISTEN_PORT."""
+    """Return the URL of the sidecar on this machine, with the port HEADROOM_LISTEN_PORT."""
     port = os.environ.get("HEADROOM_LISTEN_PORT", "")
     return f"http://127.0.0.1:{port}" if port.isdecimal() else LOCAL_SIDECAR
 
@@ -238,11 +238,11 @@ class TypedOption(Struct):
     values: list[str] = field(default_factory=list)
 
     is_foreign: bool = False
-    """Whether another program has the option, and it changes nothing here."""
+    """Whether the option belongs to another program and changes nothing here."""
 
     @property
     def is_open(self) -> bool:
-        """Whether the next word is the option's value; an unknown option, too, may take one."""
+        """Return whether the next word is the value; an unknown option may take one too."""
         takes_value = self.action is None or self.action.nargs != 0
         return takes_value and not self.values
 
@@ -278,7 +278,7 @@ def join_parts(words: Sequence[str], json_names: Container[str]) -> list[str]:
 
 
 def _parse_part(text: str) -> object:
-    """Return the JSON value of a text, or the text itself where it is none."""
+    """Return the JSON value of a text, or the text itself if it is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -306,7 +306,8 @@ class Parser(argparse.ArgumentParser):
         super().__init__(
             prog=prog,
             formatter_class=argparse.RawDescriptionHelpFormatter,
-            # No abbreviations: a longer option of a later version would make them ambiguous.
+            # No abbreviations, because a longer option of a later version would make them
+            # ambiguous.
             allow_abbrev=False,
             add_help=False,
         )
@@ -321,7 +322,7 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--version", action="store_true", help="show the version and exit")
 
     def add_settings(self, settings_class: type[Settings]) -> None:
-        """Add an option for each setting, first for those that `settings_class` adds to Settings.
+        """Add an option for each setting; those that `settings_class` adds to Settings come first.
 
         Then `read` also takes the settings' values from the environment and a file.
         """
@@ -372,9 +373,9 @@ class Parser(argparse.ArgumentParser):
     ) -> None:
         """Accept the options of another program too, and after `--` its whole command line.
 
-        `foreign_names` are those of its options that change nothing here. `read_line` returns the
-        options in such a line; there the last of several equal options counts, and an option before
-        the `--` replaces the line's. `option_kind` is what an unknown option is not, in messages.
+        `foreign_names` are its options that change nothing here. `read_line` returns the options in
+        such a line. In the line, the last of several equal options counts, and an option before
+        `--` overrides the line. Messages say that an unknown option is no `option_kind`.
         """
         self._option_kind = option_kind
         self._line_hint = f"; a whole line comes after {END_OF_OPTIONS}"
@@ -382,7 +383,7 @@ class Parser(argparse.ArgumentParser):
         self._read_line = read_line
 
     def explain(self, action: argparse.Action) -> str:
-        """Return the help of an option, in which argparse has filled in the default."""
+        """Return the help of an option, with the default filled in by argparse."""
         formatter = self._get_formatter()
         return formatter._expand_help(action)  # noqa: SLF001 - argparse has no public way
 
@@ -393,7 +394,7 @@ class Parser(argparse.ArgumentParser):
     def read(self, argv: Sequence[str]) -> argparse.Namespace:
         """Return the values by name, and `settings` where the parser has settings.
 
-        Where the command has no positional arguments, a first word that is a URL is the engine's.
+        If the command has no positional arguments, a first word that is a URL is the engine's URL.
         Raise BadOptions with a line for every mistake, even in a value that another source
         overrides. Raise Printed for --help, --version and --print-config.
         """
@@ -410,7 +411,7 @@ class Parser(argparse.ArgumentParser):
             argv = join_parts(argv, json_names)
         typed_options, loose_words = self._split(argv, len(positionals))
         typed_options += self._choose_from_line(line, typed_options)
-        # From here on mistakes are collected: an operator who made three sees three lines.
+        # From here on mistakes are collected, so that an operator who made three sees three lines.
         arguments, mistakes = self._check(typed_options)
         for place, word in enumerate(loose_words):
             if place < len(positionals):
@@ -432,7 +433,7 @@ class Parser(argparse.ArgumentParser):
             mistakes += self._store_settings(self._settings_class, arguments, namespace)
         mistakes += self._list_missing(typed_options)
         if mistakes:
-            # An option that was given three times would have its line three times.
+            # Otherwise an option that was given three times would have three equal lines.
             raise BadOptions(*dict.fromkeys(mistakes))
         if self._settings_class is not None and namespace.print_config:
             from vllm_headroom_tools.sources import format_settings  # noqa: PLC0415 - see above
@@ -447,7 +448,7 @@ class Parser(argparse.ArgumentParser):
         return "://" in argv[0] and not OPTION.match(argv[0])
 
     def _build_defaults(self) -> argparse.Namespace:
-        """Return the default of each option; a default that is a text is read like a typed one."""
+        """Return the default of each option; a default that is a text is parsed."""
         namespace = argparse.Namespace()
         for action in self._actions:
             default = action.default
@@ -462,7 +463,7 @@ class Parser(argparse.ArgumentParser):
         """Return the options in order, and the words that belong to no option.
 
         `_` in a name counts as `-`. A word beyond the positional arguments counts as another value
-        of the option before it: most likely a value with a space was not quoted.
+        of the option before it, because most likely a value with a space was not quoted.
         """
         typed_options: list[TypedOption] = []
         loose_words: list[str] = []
@@ -470,7 +471,7 @@ class Parser(argparse.ArgumentParser):
             if OPTION.match(word):
                 typed_options.append(self._parse_option(word))
                 continue
-            # An option that waits for its value, or a word too many after one.
+            # The option before still needs a value, or this word is one too many.
             is_value = bool(typed_options) and (
                 typed_options[-1].is_open or len(loose_words) == positional_count
             )
@@ -493,7 +494,7 @@ class Parser(argparse.ArgumentParser):
         )
 
     def _is_foreign(self, spelling: str) -> bool:
-        """Return whether another program has the option, such as --name, -O3 or --name.key."""
+        """Return whether an option, such as --name, -O3 or --name.key, is another program's."""
         if LEVEL.fullmatch(spelling):
             spelling = spelling[:2]
         return spelling.partition(".")[0] in self._foreign_names
@@ -513,7 +514,7 @@ class Parser(argparse.ArgumentParser):
         line_options, _ = self._split(line, 0)
         set_names = {option.action.dest for option in typed_options if option.action is not None}
         effective_options = []
-        # The last of an option counts, so the line is read from its end.
+        # The last occurrence of an option counts, so the line is read from its end.
         for option in reversed(line_options):
             if option.action is None:
                 effective_options.append(option)
@@ -548,7 +549,7 @@ class Parser(argparse.ArgumentParser):
                     problem += self._line_hint
                 mistakes.append(problem)
                 continue
-            # Help would hide the mistakes that stand before it.
+            # Help would hide the mistakes that come before it.
             if action.dest == "help" and not mistakes:
                 raise Printed(self.format_help().rstrip())
             if action.dest == "version" and not mistakes:
@@ -595,7 +596,7 @@ def _describe_misuse(
 ) -> str | None:
     """Return a line on what is wrong with how an option was given; None where it is right.
 
-    `count` is how often the option was given, `values` are the words after it this time.
+    `count` is how often the option was given so far; `values` are the words after this occurrence.
     """
     # A list as default marks an option that may be repeated.
     if count > 1 and not isinstance(action.default, list):
@@ -622,7 +623,7 @@ def _store(argument: Argument, namespace: argparse.Namespace) -> Iterator[str]:
         yield describe_refused(argument.name, argument.text, kind.accepts, error, kind.show)
         return
     if isinstance(action.default, list):
-        # The option may be given more than once: a new list, since the default must not change.
+        # The option may be repeated. A new list is built, because the default must not change.
         value = [*getattr(namespace, action.dest), value]
     setattr(namespace, action.dest, value)
 

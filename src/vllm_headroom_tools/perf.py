@@ -1,4 +1,4 @@
-"""Where processes use new memory, in native code too, recorded by perf."""
+"""Record, with perf, where processes use new memory, in native code too."""
 
 import asyncio
 import contextlib
@@ -11,7 +11,8 @@ from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 FAULTS_PER_STACK: Final = 256
-"""perf takes a stack at every 256th first use of a page: 1 MiB of pages of 4 KiB."""
+"""perf records a stack at every 256th first use of a page, that is for each MiB of pages of 4 KiB.
+"""
 
 RECORD_COMMAND: Final = (
     f"record --quiet --event page-faults:u --count {FAULTS_PER_STACK}"
@@ -28,23 +29,24 @@ PERF_END_SECONDS: Final = 120.0
 """The limit for perf to exit after an interrupt: it unwinds the stacks only then."""
 
 MAX_STACKS: Final = 20
-"""Of a process, in the report: those with the most faults."""
+"""How many stacks of a process the report has: those with the most faults."""
 
 MAX_FRAMES: Final = 16
-"""Of a stack, in the report: those nearest to the use of the page."""
+"""How many frames of a stack the report has: those nearest to the use of the page."""
 
 Faults = dict[int, list[dict[str, Any]]]
 """By pid, the stacks that used most new pages.
 
-A stack is `{"faults": pages, "stack": frames}`. The frame that used the page is first.
+A stack is `{"faults": pages, "stack": frames}`. The frame that used the page comes first.
 """
 
 
 async def record_faults(pids: Collection[int] | None, seconds: float) -> tuple[Faults, str | None]:
     """Record for some seconds where the processes use new pages.
 
-    Return the faults, and None; or no faults, and the reason. Where `pids` is None nothing is to be
-    recorded: no faults, and no reason. On cancellation perf is killed and its file removed.
+    Return the faults and None, or no faults and the reason. If `pids` is None nothing is to be
+    recorded, and there are neither faults nor a reason. On cancellation perf is killed and its file
+    removed.
     """
     if pids is None:
         return {}, None
@@ -78,7 +80,7 @@ def _find_problem(output: str) -> str | None:
 async def _run(seconds: float, *words: str) -> tuple[int | None, str]:
     """Run a program and interrupt it after this time; return its exit status and its output.
 
-    The output is that on standard output, else that on standard error. A program that the
+    The output is the standard output or, if that is empty, the standard error. A program that the
     interrupt does not end is killed: raise TimeoutError.
     """
     process = await asyncio.create_subprocess_exec(*words, stdin=DEVNULL, stdout=PIPE, stderr=PIPE)

@@ -333,7 +333,7 @@ class EngineWatch:
 
     @property
     def published(self) -> Published | None:
-        """The newest tick's samples, None before the first."""
+        """Return the newest tick's samples; None before the first tick."""
         return self._sampler.published
 
     @property

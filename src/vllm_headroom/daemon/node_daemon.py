@@ -114,7 +114,7 @@ class NodeDaemon:
         home: str,
         ending: asyncio.Future[int],
     ) -> None:
-        """`home` is the URL of the daemon's own page, `ending` takes the exit status."""
+        """`home` is the URL of the daemon's own page; `ending` receives the exit status."""
         self._clock = parts.clock
         self._processes = parts.processes
         self._settings = settings

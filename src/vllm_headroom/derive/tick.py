@@ -228,8 +228,7 @@ class Evaluation:
         self._attribution = AttributionState()
         self._container = ContainerState()
         self.states: dict[str, Any] = {ENGINE_RUN: EngineMemory()}
-        """The state of the engine's run and of each derivation, by name, in the form in which it is
-        saved.
+        """Return the state of the engine's run and of each derivation, by name, as it is saved.
         """
         for derivation in rules.derivations:
             self.states[derivation.name] = derivation.initial

@@ -148,7 +148,7 @@ def _count_columns(view: View, snapshot: Snapshot) -> int:
 
 
 def _list_rooms(view: View, snapshot: Snapshot, past_seconds: float | None) -> Iterator[_Room]:
-    """Yield the free memory of each GPU of the engine and of the host, if it has a curve."""
+    """Yield the free memory of each GPU of the engine, and of the host, where it has a curve."""
     ranks = {verdict.subject: rank for rank, verdict in enumerate(view.verdicts)}
     for gpu in snapshot.owned_gpus[:MOST_DRAWN_GPUS]:
         free_curve = view.history.read_curve(f"free {gpu.reading.uuid}", past_seconds)
@@ -392,7 +392,7 @@ def _draw_load(
     running_now: float | None,
     above: Frame | None,
 ) -> str:
-    """Return the figure of running requests, on the same axis of time as `above`, if any."""
+    """Return the figure of running requests, on the time axis of `above` if that is given."""
     begin = running_curve[0][0]
     end = now
     if above is not None:

@@ -103,7 +103,7 @@ def render_age(seconds: float | None, age_seconds: float, version: str) -> str:
     if seconds is not None:
         sample_time = format_instant(seconds)
         age = f"seen {render_time(seconds)}, {render_text(format_duration(age_seconds))} ago; "
-    # Where the sidecar does not answer, the script shows `data-seen` in place of the age.
+    # If the sidecar does not answer, the script shows `data-seen` instead of the age.
     return f'<p class=dim id=age data-seen="{sample_time}">{age}version {escape_text(version)}</p>'
 
 
@@ -156,7 +156,7 @@ def _render_headline(view: View, worst: Verdict) -> str:
     if len(alike_gpus) > 1:
         subject = f"{len(alike_gpus)} GPUs"
     text = HEADLINES.get(worst.situation, f"{{subject}} {worst.situation.replace('_', ' ')}")
-    # HEALTHY with an unknown level means that only the leak is not judged yet.
+    # HEALTHY with an unknown level means that nothing is wrong, but a leak was not judged yet.
     if worst.situation is Situation.HEALTHY and worst.level is Level.GOOD:
         text = "all healthy"
     elif worst.situation is Situation.HEALTHY and worst.level is Level.UNKNOWN:
@@ -301,7 +301,7 @@ PURPOSES: Final = {
 
 
 def find_advice(view: View, worst: Verdict) -> str:
-    """Return the first thing to do in a situation, by what this page can lead to."""
+    """Return the first thing to do in a situation, among what this page can point to."""
     if worst.situation in EXIT_SITUATIONS and view.last_incident is None:
         return NO_INCIDENT_ADVICE
     if worst.situation is Situation.HEALTHY:

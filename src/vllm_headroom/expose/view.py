@@ -141,8 +141,8 @@ class _Rings:
         start = oldest_step % self._points
         floats = (ring[start:] + ring[:start]).tolist()
         values: Sequence[float | None] = floats
-        # Fast path: mostly no value is missing. A value is infinite where a page claims 1e39
-        # requests; it counts as missing.
+        # Fast path: usually no value is missing. An infinite value, such as for a page with 1e39
+        # requests, counts as missing.
         if not isfinite(sum(floats)):
             values = [value if isfinite(value) else None for value in floats]
         unknown_points = next(
@@ -283,7 +283,7 @@ class History:
         self._week.move_to(minute)
 
     def _drop_curves_of_others(self, uuids: set[str]) -> None:
-        """Drop the curves of GPUs, or parts of GPUs, other than these, where there are too many."""
+        """If there are too many curves, drop those of all other GPUs, or parts of GPUs."""
         # A curve's name is "free UUID" or "peak UUID", or one word without a UUID.
         kept_uuids = {"", *uuids}
         for rings in (self._day, self._week):
@@ -350,7 +350,7 @@ class History:
                 key=key, seconds=snapshot.time_seconds, is_exact=not is_first
             )
         if state is EngineState.ASLEEP:
-            # These alerts pause while the engine sleeps: they are not new when it wakes up.
+            # These alerts pause while the engine sleeps, so they are not new when it wakes up.
             starts |= {
                 key: start for key, start in previous_starts.items() if _is_paused_by_sleep(key)
             }
@@ -371,10 +371,10 @@ def _is_paused_by_sleep(key: VerdictKey) -> bool:
 
 
 class LastIncident(Struct, frozen=True, kw_only=True):
-    """The newest incident on disk."""
+    """The newest incident on disk; None without one."""
 
     seconds: float
-    """When it began, since the epoch."""
+    """When torch began to keep it, since the epoch."""
     kind: str
     reason: str | None
     """The reason of an exit; None for a stall."""

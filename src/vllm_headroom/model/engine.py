@@ -54,7 +54,9 @@ class MachineMemory(Struct, frozen=True, kw_only=True):
     """
 
     pressure_ratio: float | None = None
-    """The share of the last ten seconds in which a task waited for memory; None where unknown."""
+    """The share of the last ten seconds in which at least one task waited for memory; None where
+    unknown.
+    """
 
 
 class Shm(Struct, frozen=True, kw_only=True):

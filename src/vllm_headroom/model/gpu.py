@@ -109,7 +109,7 @@ class LineHolding(Struct, frozen=True, kw_only=True):
     """The memory that one line of code holds in torch's allocator."""
 
     file: str | None
-    """The end of the file's path; None for what was allocated before torch kept its history."""
+    """The end of the file's path; None for memory allocated before torch kept its history."""
     line: int | None
     size_bytes: int
     n_blocks: int | None = None
@@ -123,7 +123,7 @@ class AllocatorSnapshot(Struct, frozen=True, kw_only=True):
     """A snapshot of torch's allocator that a process wrote, or could not write."""
 
     at_seconds: float
-    """In seconds since the epoch."""
+    """When it was taken, in seconds since the epoch."""
     file: str
     """Its path, as vLLM's container has it."""
     size_bytes: int | None = None
@@ -407,7 +407,8 @@ class Gpu(Struct, frozen=True, kw_only=True):
     def room_bytes(self) -> int | None:
         """The memory that is left for the engine; None where unknown.
 
-        That is the free memory or, where a layer limits the engine, what it may still take if less.
+        That is the free memory. Where a layer between the engine and the driver limits the engine,
+        it is no more than what the limit still allows.
         """
         if self.reading.memory is None:
             return None

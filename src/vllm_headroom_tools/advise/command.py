@@ -45,7 +45,7 @@ from vllm_headroom_tools.versions import Version, format_version, parse_version
 
 
 def build_report(assessment: Assessment) -> Report:
-    """Return the report; its headline is the first cause, else that there is none.
+    """Return the report; its headline is the first cause, or that there is none.
 
     In the data, unknown figures are None.
     """
@@ -150,15 +150,15 @@ def _render_advice(number: int, advice: Advice) -> list[str]:
 
 
 def write_advice(change: Change) -> str:
-    """Return a change as text: the option with its new and its current value, and why.
+    """Return a change as text: the option, its new and current value, and the reason.
 
-    Where the current value is unknown, the text says by how much to change the option. A change of
-    no option is its own text.
+    If the current value is unknown, the text says by how much to change the option. A change
+    without an option already has its text.
     """
     flag = change.flag
     if flag is None:
         return change.text
-    # Without the current value only the change can be named.
+    # Without the current value, only the difference can be stated.
     if change.difference is not None:
         direction = "lower" if change.difference < 0 else "higher"
         amount = _format_number(abs(change.difference), flag)
@@ -173,10 +173,10 @@ def write_advice(change: Change) -> str:
 
 
 def _format_number(value: float, flag: Flag) -> str:
-    """Return an option's value as it is typed: a share with a fraction, others without."""
+    """Return an option's value as it is typed: a share with decimals, any other value without."""
     if flag is not Flag.GPU_MEMORY_UTILIZATION:
         return f"{value:.0f}"
-    # Two digits unless somebody chose a share with more.
+    # Two digits, unless somebody chose a share with more digits.
     return f"{value:.2f}" if round(value, 2) == value else f"{value:.4g}"
 
 
@@ -294,9 +294,9 @@ def _read_version(text: str) -> Version:
 
 
 def _run(options: Namespace) -> Report | Coroutine[Any, Any, Report]:
-    """Return the report, or where a page has to be fetched a coroutine that returns the report.
+    """Return the report, or a coroutine for it if a page has to be fetched.
 
-    Raises BadOptions where two sources are named.
+    Raises BadOptions if two sources are named.
     """
     sources = (options.trace, options.trace_option, options.headroom_url)
     # A positional FILE and --trace are the same.
@@ -310,7 +310,7 @@ def _run(options: Namespace) -> Report | Coroutine[Any, Any, Report]:
         max_model_len=options.max_model_len,
         max_num_batched_tokens=options.max_num_batched_tokens,
     )
-    # With an engine's page to read, a file is judged together with it.
+    # If an engine's page is named too, the file is judged together with it.
     if options.engine_url is None and given_sources and options.headroom_url is None:
         return _judge_file(options, settings)
     return _judge_live(options, settings)

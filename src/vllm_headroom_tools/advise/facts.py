@@ -16,15 +16,16 @@ from vllm_headroom_tools.history import LeakVerdict, Moment
 class FullFacts(Struct, frozen=True, kw_only=True):
     """The time in which an engine's KV cache was full."""
 
-    # Of a trace. None on a page, whose other figures are the present ones.
+    # The time, from a trace. None for a page, whose other figures are the present ones.
     seconds: float | None
-    # Requests that finished, and preemptions, in that time; on a page, since the engine's start.
+    # The requests that finished in that time, and the preemptions; for a page, since the engine's
+    # start.
     finished: float
     preemptions: float
-    # The median of running requests, and that of the cache's tokens for each of them.
+    # The median of running requests, and the median of the cache's tokens per running request.
     running: float
     tokens: float | None
-    # The part of the time in which many requests waited, and the median of their number.
+    # For how long many requests waited in that time, and the median of their number.
     queued_seconds: float = 0.0
     waiting: float | None = None
 
@@ -32,20 +33,20 @@ class FullFacts(Struct, frozen=True, kw_only=True):
 class CappedFacts(Struct, frozen=True, kw_only=True):
     """The time in which requests waited although the KV cache had room.
 
-    A limit on running requests explains that.
+    A limit on running requests explains such waiting.
     """
 
     seconds: float
-    # The limit: never more ran.
+    # The limit: more requests never ran.
     running: float
-    # The use of the cache meanwhile, of which nine tenths of the samples were not above.
+    # The 90th percentile of the cache's use meanwhile.
     kv_used_ratio: float
 
 
 class PrefixFacts(Struct, frozen=True, kw_only=True):
     """How often the prefix cache hit."""
 
-    # Tokens that were looked up, and those of them that were cached.
+    # The tokens that were looked up, and how many of them were cached.
     queries: float
     hits: float
     # The length of the history; None on a page, which counts since the engine's start.
@@ -59,7 +60,7 @@ class PrefixFacts(Struct, frozen=True, kw_only=True):
 class StrandedFacts(Struct, frozen=True, kw_only=True):
     """The share of the KV cache that stays in use while the engine is idle."""
 
-    # The newest share, and the share before it rose `rises` times without a fall.
+    # The newest share, and the share from before it rose `rises` times in a row.
     ratio: float
     first_ratio: float
     rises: int
@@ -99,7 +100,7 @@ class Origin(StrEnum):
 
 
 class Shortage(StrEnum):
-    """The kind of a memory shortage: from the start on, after a slow rise, or for a moment."""
+    """The kind of a memory shortage: permanent from the start, after a slow rise, or brief."""
 
     LEVEL = "level"
     RISEN = "risen"
@@ -111,7 +112,7 @@ class Leak(Struct, frozen=True, kw_only=True):
 
     # The present state, or that at the end of the trace.
     state: LeakState
-    # The verdict on the whole trace and its reason, which are those of `replay` and `check`.
+    # The verdict on the whole trace and its reason, the same as those of `replay` and `check`.
     verdict: LeakVerdict = LeakVerdict.CANNOT_TELL
     reason: str = ""
     # The newest figures of the alarm; None without an alarm.
@@ -121,14 +122,14 @@ class Leak(Struct, frozen=True, kw_only=True):
 
 
 class Spell(Struct, frozen=True, kw_only=True):
-    """A time with less than LOW_BYTES of a GPU left; memory of others counts as left."""
+    """A time with less than LOW_BYTES left on a GPU; memory of other processes counts as left."""
 
     kind: Shortage
     lowest_room_bytes: float
-    # When it began, and for how long it was short; None on a page.
+    # When it began, and for how long memory was short; None for a page.
     began_seconds: float | None = None
     seconds: float | None = None
-    # The requests that ran when the room was lowest.
+    # How many requests ran when the room was lowest.
     running: float | None = None
     # Whether the spell ended because the engine exited, which freed its memory.
     has_engine_exited: bool = False
@@ -148,9 +149,9 @@ HeadroomGpuMemoryLow)."""
 
 
 def measure_others(used_bytes: float, engine_bytes: float | None) -> float | None:
-    """Return the bytes that others hold on a GPU; None where the engine's bytes are unknown.
+    """Return the bytes that other processes hold on a GPU; None if the engine's are unknown.
 
-    Up to UNATTRIBUTED_BYTES belong to no process but to the driver: the result is 0 then.
+    Up to UNATTRIBUTED_BYTES are taken for the driver's, and the result is 0.
     """
     if engine_bytes is None:
         return None
@@ -163,7 +164,7 @@ class PeakFacts(Struct, frozen=True, kw_only=True):
 
     work: Work
     transient_bytes: float
-    # By how much a repeated peak may be higher.
+    # By how much the peak may be exceeded when it recurs.
     spread_bytes: float
 
     def missing_bytes(self, room_bytes: float | None) -> float:
@@ -179,7 +180,7 @@ class GpuFacts(Device, frozen=True, kw_only=True):
     leak: Leak
     # Whether growth on it is known to be the engine's; otherwise it may be another process's.
     is_holder_known: bool = True
-    # The total without what the driver reserves, which is what CUDA reports.
+    # The total without the driver's reserve, as CUDA reports it.
     usable_bytes: float | None = None
     # The least free memory, at the highest peak.
     least_room_bytes: float | None = None
@@ -216,7 +217,8 @@ class Facts(Struct, frozen=True, kw_only=True):
     samples: int = 1
     begin_seconds: float | None = None
     end_seconds: float | None = None
-    # When the engine's settings last changed, from which on samples count; None without a change.
+    # When the engine's settings last changed; only samples from then on count. None without a
+    # change.
     since_seconds: float | None = None
     # The age of a page's sample; None for a trace.
     age_seconds: float | None = None
@@ -227,17 +229,17 @@ class Facts(Struct, frozen=True, kw_only=True):
     host: HostMemory | None = None
     # The engine's exits.
     ends: tuple[Ending, ...] = ()
-    # What shows the engine's log up to its last exit.
+    # The command that shows the engine's log up to its last exit.
     log_command: str = ANY_LOG_COMMAND
 
     @property
     def failed_starts(self) -> tuple[Ending, ...]:
-        """The starts that exited before the engine served."""
+        """Return the starts that exited before the engine served."""
         return tuple(end for end in self.ends if not end.has_served)
 
     @property
     def span_seconds(self) -> float:
-        """The length of the history since the last change of settings; 0 for a page."""
+        """Return the length of the history since the last change of settings; 0 for a page."""
         begin_seconds = self.since_seconds
         if begin_seconds is None:
             begin_seconds = self.begin_seconds
@@ -247,7 +249,7 @@ class Facts(Struct, frozen=True, kw_only=True):
 
     @property
     def least_room_bytes(self) -> float | None:
-        """The least room on any of the engine's GPUs.
+        """Return the least room on any of the engine's GPUs.
 
         None without GPUs, or where the room on any of them is unknown.
         """
@@ -260,7 +262,7 @@ class Facts(Struct, frozen=True, kw_only=True):
 
     @property
     def usable_bytes(self) -> float | None:
-        """The usable memory of the largest GPU; None where none is known."""
+        """Return the usable memory of the largest GPU; None where none is known."""
         known_bytes = [gpu.usable_bytes for gpu in self.gpus if gpu.usable_bytes]
         return max(known_bytes, default=None)
 
@@ -273,7 +275,7 @@ def list_leaks(facts: Facts) -> list[tuple[str, Leak]]:
 
 
 PEAK_BYTES: Final = 256 * MIB
-"""At a peak, less room than this is a shortage (alert HeadroomGpuMemoryPeak)."""
+"""Less room than this at a peak is a shortage (alert HeadroomGpuMemoryPeak)."""
 
 AIM_BYTES: Final = GIB
 """The room to aim for at peaks after a change (runbook HeadroomGpuMemoryLow, "Afterwards")."""

@@ -61,11 +61,11 @@ class Change(Struct, frozen=True, kw_only=True):
 class Advice(Struct, frozen=True, kw_only=True):
     """A cause that fits the facts, and what to do about it."""
 
-    # By an engine's log, the failure that the log names.
+    # The cause; from an engine's log, the failure that the log names.
     cause: Cause | LogFailureKind
     summary: str
     evidence: tuple[Figure, ...]
-    # In the order of their cost.
+    # The changes, the cheapest first.
     changes: tuple[Change, ...]
     # A sentence against confusing it with another cause.
     remark: str | None = None
@@ -82,18 +82,19 @@ FORMATS: Final = {
     "seconds": format_duration,
     "ratio": format_percent,
 }
-"""The function that formats a figure, by the unit that ends its name: "second" is that of bytes per
-second. Other figures are plain numbers."""
+"""The function that formats a figure, by the unit at the end of its name; "second" means bytes per
+second. Other figures are plain numbers.
+"""
 
 LOWER_BOUND: Final = "_lower"
-"""What follows the unit in the name of a lower bound."""
+"""The suffix after the unit in the name of a lower bound."""
 
 
 def list_evidence(*figures: tuple[str, float | str | None, str]) -> tuple[Figure, ...]:
     """Return the figures that are known, as evidence.
 
-    A figure has a name, a value, and a text in which {} is replaced by the formatted value. Where
-    the value is None, unknown, the figure is left out.
+    A figure has a name, a value, and a text in which {} is replaced by the formatted value. A
+    figure with the value None, unknown, is left out.
     """
     evidence = []
     for name, value, text in figures:

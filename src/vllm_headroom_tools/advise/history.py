@@ -51,15 +51,16 @@ from vllm_headroom_tools.history import (
 from vllm_headroom_tools.versions import OLDEST, Version
 
 CAP_RUNNING_RATIO: Final = 0.97
-"""Our choice: a load within 3 % of the highest is at the cap."""
+"""Our choice: load within 3 % of the highest is at the cap."""
 
 CAP_TIME_RATIO: Final = 0.9
-"""Our choice: there is a cap where the load was at it in nine tenths of the time in which requests
-waited."""
+"""Our choice: the cap is real if load was at it for nine tenths of the time in which requests
+waited.
+"""
 
 
 class EngineHistory:
-    """Collects the facts of one engine as long as its settings are the same."""
+    """Collects the facts of one engine while its settings are the same."""
 
     def __init__(self, model_name: str, engine: str) -> None:
         self._facts = EngineFacts(model_name=model_name, engine=engine)
@@ -69,25 +70,25 @@ class EngineHistory:
         self._preemptions = Rise()
         self._queries = Rise()
         self._hits = Rise()
-        # While the cache was not full: its tokens per running request.
+        # The cache's tokens per running request while it was not full.
         self._usual_tokens = Histogram()
-        # While the cache was full.
+        # The facts while the cache was full.
         self._full = FullFacts(seconds=0.0, finished=0.0, preemptions=0.0, running=0.0, tokens=None)
         self._was_full = False
         self._full_running = Histogram()
         self._full_tokens = Histogram()
         self._full_waiting = Histogram()
         self._collapses = CollapseHistory()
-        # While requests waited, and while at least WAITING_REQUESTS did.
+        # How long requests waited, and how long at least WAITING_REQUESTS did.
         self._waited_seconds = 0.0
         self._queued_seconds = 0.0
-        # While at least WAITING_REQUESTS waited although the cache had room: the time by the number
-        # of running requests, and the use of the cache.
+        # For the time in which at least WAITING_REQUESTS waited although the cache had room: its
+        # length by the number of running requests, and the use of the cache.
         self._roomy_seconds: defaultdict[float, float] = defaultdict(float)
         self._roomy_used = Histogram()
 
     def has_other_settings(self, reading: EngineReading) -> bool:
-        """Return whether the KV cache has another size than before; False where one is unknown."""
+        """Return whether the KV cache has another size than before; False if one is unknown."""
         known_tokens = self._facts.capacity_tokens
         tokens = reading.kv_capacity_tokens
         if known_tokens is None or tokens is None:
@@ -109,7 +110,7 @@ class EngineHistory:
         self._queries.step(reading.prefix_queries_total)
         self._hits.step(reading.prefix_hits_total)
         facts = self._facts
-        # Once known, a capacity stays: pages may lack it for a while.
+        # A capacity that was known is kept, because pages may lack it for a while.
         capacity_tokens = reading.kv_capacity_tokens
         if capacity_tokens is None:
             capacity_tokens = facts.capacity_tokens
@@ -131,23 +132,23 @@ class EngineHistory:
             self._step_cache(reading, counts, is_full=reading.kv_used_ratio > FULL_RATIO)
 
     def _step_queue(self, reading: EngineReading, seconds: float) -> None:
-        """Add the time since the previous sample to the times in which requests waited, if any."""
+        """Add the time since the previous sample to the waiting times if requests waited."""
         waiting = reading.waiting or 0.0
         if waiting > 0:
             self._waited_seconds += seconds
-        # A single waiting request is no queue: it may be admitted in this very step.
+        # A single waiting request is no queue, because it may be admitted in this very step.
         if waiting < WAITING_REQUESTS or reading.kv_used_ratio is None or reading.running is None:
             return
         self._queued_seconds += seconds
-        # They wait with room in the cache: by the sample's load, to find the limit that stops them.
+        # They wait although the cache has room. Stored by load, to find the limit that stops them.
         if reading.kv_used_ratio < ROOMY_RATIO:
             self._roomy_seconds[reading.running] += seconds
             self._roomy_used.add(reading.kv_used_ratio)
 
     def _step_cache(self, reading: EngineReading, counts: StepCounts, *, is_full: bool) -> None:
         """Add the load of a sample to the time with a full cache, or to that with room."""
-        # Counts are since the previous sample, so those of the sample after a full cache belong to
-        # it as well.
+        # Counts are since the previous sample, so the first sample after a full cache belongs to
+        # that time as well.
         if is_full or self._was_full:
             self._full = replace(
                 self._full,
@@ -159,7 +160,7 @@ class EngineHistory:
             self._step_full_cache(reading, counts.seconds)
             return
         self._usual_tokens.add(count_tokens_per_request(reading))
-        # Load without preemption shows what the cache can bear.
+        # Load without a preemption shows what the cache can sustain.
         if reading.running and not counts.preemptions:
             calm_running = find_higher(self._facts.calm_running, reading.running)
             self._facts = replace(self._facts, calm_running=calm_running)
@@ -203,8 +204,8 @@ class EngineHistory:
     def _build_capped(self) -> CappedFacts | None:
         """Return the facts of a limit on running requests.
 
-        None where no requests waited with room in the cache, or not always with the highest number
-        of running requests: then another reason made them wait.
+        None if no requests waited with room in the cache. None, too, if they waited with fewer
+        running requests than the highest number, because another reason made them wait.
         """
         # Not the maximum: a single sample may be an outlier.
         kv_used_ratio = self._roomy_used.quantile(0.9)
@@ -238,8 +239,8 @@ def _step_stranded(
 ) -> StrandedFacts | None:
     """Return the facts with a new share of the cache in use a minute after the last request.
 
-    An unknown share, None, changes nothing. After a fall the facts begin again: what was in
-    use before was freed, so it was no leak.
+    An unknown share, None, changes nothing. After a fall the facts start over, because the cache in
+    use before was freed and so was no leak.
     """
     if stranded_ratio is None:
         return earlier
@@ -251,18 +252,19 @@ def _step_stranded(
 
 
 SPELL_GAP_SECONDS: Final = 300.0
-"""Shortages at least this far apart are two spells (HeadroomGpuMemoryLow looks back five
-minutes)."""
+"""Shortages that are at least this far apart are two spells (HeadroomGpuMemoryLow looks back five
+minutes).
+"""
 
 LOW_TIME_RATIO: Final = 0.5
-"""Our choice: a spell that was short of memory for less than this share of its time consists of
-peaks."""
+"""Our choice: a spell consists of peaks if memory was short for less than this share of its time.
+"""
 
 
 class GpuHistory:
     """Collects the facts of one GPU.
 
-    Memory of others counts as room, since it is no shortage that the engine caused.
+    Memory of other processes counts as room, because the engine did not cause that shortage.
     """
 
     def __init__(self, index: int, uuid: str, began_seconds: float) -> None:
@@ -276,7 +278,7 @@ class GpuHistory:
     def close_spell(self, now_seconds: float, *, has_engine_exited: bool) -> None:
         """Close the current spell, if any, at the engine's exit or sleep.
 
-        After that the engine takes its memory again.
+        After that, the engine takes its memory again.
         """
         self._facts = self._add_open_spell(has_engine_exited=has_engine_exited)
         self._open_spell = None
@@ -293,8 +295,8 @@ class GpuHistory:
     ) -> None:
         """Add a sample, `seconds` after the previous one.
 
-        `running` is the number of running requests of all ranks. Only room while the engine serves
-        can begin a spell: a peak during a start is no shortage.
+        `running` is the number of running requests of all ranks. Only a shortage while the engine
+        serves can begin a spell, because a peak during a start is no shortage.
         """
         memory = gpu.reading.memory
         if memory is None:
@@ -314,9 +316,9 @@ class GpuHistory:
             leftovers=gpu.leftovers,
             is_holder_known=is_alone(gpu),
         )
-        # Before it serves, room is not the engine's to use.
+        # Before the engine serves, the room says nothing about its load.
         if is_serving:
-            # As if the memory of others were free: the engine did not cause that shortage.
+            # As if the memory of others were free, because the engine did not cause that shortage.
             own_room_bytes = room_bytes + (others_bytes or 0.0)
             self._step_room(own_room_bytes, now_seconds, seconds, running)
 
@@ -333,8 +335,7 @@ class GpuHistory:
     ) -> None:
         """Begin, extend or close a spell, by the room in this sample."""
         if room_bytes < LOW_BYTES:
-            # A spell begins with its lowest room at the threshold, so that the first sample lowers
-            # it.
+            # A new spell's lowest room starts at the threshold, so that the first sample lowers it.
             spell = self._open_spell or Spell(
                 kind=Shortage.PEAK,
                 lowest_room_bytes=LOW_BYTES,
@@ -351,7 +352,7 @@ class GpuHistory:
         if self._open_spell is not None and roomy_seconds >= SPELL_GAP_SECONDS:
             self._facts = self._add_open_spell(has_engine_exited=False)
             self._open_spell = None
-        # Samples soon after a shortage are within its spell, and do not count as samples with room.
+        # Samples soon after a shortage belong to its spell, and do not count as samples with room.
         if running and self._open_spell is None:
             roomy_running = max(self._facts.roomy_running or 0.0, running)
             self._facts = replace(self._facts, roomy_running=roomy_running)
@@ -359,7 +360,7 @@ class GpuHistory:
     def _add_open_spell(self, *, has_engine_exited: bool) -> GpuFacts:
         """Return the facts with the current spell, if there is one.
 
-        A spell that was short, and left some room, does not count, unless the engine exited.
+        A brief spell that left some room does not count, unless the engine exited.
         """
         spell = self._open_spell
         if spell is None:
@@ -367,7 +368,7 @@ class GpuHistory:
         seconds = spell.seconds or 0.0
         began_seconds = spell.began_seconds or 0.0
         span_seconds = self._low_at_seconds - began_seconds
-        # Short with room in between is a peak; short nearly all the time is a level.
+        # A spell with room in between consists of peaks; one without room is a level.
         if seconds >= LASTING_SECONDS and seconds >= LOW_TIME_RATIO * span_seconds:
             roomy_start_seconds = began_seconds - self._held_since_seconds
             is_from_start = roomy_start_seconds <= LASTING_SECONDS
@@ -381,7 +382,7 @@ class GpuHistory:
 
 
 def _widen_extent(extent: Extent | None, others_bytes: float | None) -> Extent | None:
-    """Return the extent with a further value; unchanged where that value is unknown.
+    """Return the extent with another value added; unchanged if that value is unknown.
 
     None where no value was known yet.
     """
@@ -399,7 +400,7 @@ def _widen_extent(extent: Extent | None, others_bytes: float | None) -> Extent |
 class TraceHistory:
     """Collects the facts of a trace, sample by sample.
 
-    `reported_bytes` is the operator's figure of the memory that the engine uses on each GPU.
+    `reported_bytes` is the operator's figure for the memory that the engine uses on each GPU.
     """
 
     def __init__(self, *, reported_bytes: int | None = None) -> None:
@@ -429,8 +430,8 @@ class TraceHistory:
     def _measure_interval(self, snapshot: Snapshot) -> float:
         """Return the seconds since the previous sample, at most the longest sampling interval.
 
-        0 for the first sample, or where the clock went back. An interval that is longer, since the
-        clock went forward or the trace has a gap, is cut to that length.
+        0 for the first sample, or if the clock went back. A longer interval, because the clock went
+        forward or the trace has a gap, is cut to that length.
         """
         if not self._replay.samples:
             return 0.0
@@ -438,13 +439,13 @@ class TraceHistory:
         return min(max(0.0, seconds), LONGEST_STEP_SECONDS)
 
     def _step_engines(self, snapshot: Snapshot, seconds: float) -> None:
-        """Add a sample to each engine's history; begin again where the settings have changed."""
+        """Add a sample to each engine's history; start over if the settings have changed."""
         readings = {label_engine(reading): reading for reading in list_named(snapshot.page)}
         if readings:
             self._page = snapshot.page
         # A cache of another size behaves differently.
         if self._have_other_settings(readings):
-            # Facts of other settings say nothing about the present ones.
+            # Facts under other settings say nothing about the present settings.
             self._since_seconds = self._newest_seconds
             self._engines = {}
             self._gpus = {}
@@ -472,7 +473,7 @@ class TraceHistory:
         has_exited = status is not None and status.exit_reason is not None
         is_awake = is_page_awake(snapshot.page) is not False
         is_serving = self._replay.engine.runs.present.is_ready and is_awake
-        # While it does not serve, shortages are not those of its load.
+        # While it does not serve, its load does not cause the shortages.
         if has_exited or not is_serving:
             for history in self._gpus.values():
                 history.close_spell(self._newest_seconds, has_engine_exited=has_exited)
@@ -517,14 +518,14 @@ class TraceHistory:
             engines=tuple(history.build_facts() for history in self._engines.values()),
             hosts=tuple(hosts),
             host=self._replay.memory,
-            # Failed starts count whatever the settings were.
+            # Failed starts count under any settings.
             ends=tuple(end for end in exits if not end.has_served or end.seconds > since_seconds),
         )
 
 
 def _build_leak(course: LeakCourse, span_seconds: float) -> Leak:
     """Return the detector's state at the end, its verdict on the whole trace, and its alarm."""
-    # The end of the last alarm: an earlier one says nothing about now.
+    # The end of the last alarm, because an earlier one says nothing about the present.
     verdict, reason = judge_course(course, span_seconds)
     ended_seconds = None
     if course.leaking:

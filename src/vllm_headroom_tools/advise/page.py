@@ -1,4 +1,4 @@
-"""Facts from a sidecar's page: the present, and counters since the engine's start."""
+"""Collect the facts from a sidecar's page: the present, and counters since the engine's start."""
 
 import asyncio
 from collections.abc import Mapping
@@ -48,7 +48,7 @@ from vllm_headroom_tools.terminal import NO_SIDECAR
 from vllm_headroom_tools.versions import parse_version
 
 KNOWN_INDICES: Final = frozenset(map(str, range(1024)))
-"""The GPU indices that are accepted: a page with others is not the sidecar's."""
+"""The GPU indices that are accepted: a page with other indices is not a sidecar's."""
 
 GPU_LEAK_FIGURES: Final = {
     "bytes_per_second": catalog.LEAK_RATE,
@@ -70,8 +70,8 @@ HOST_LEAK_FIGURES: Final = {
 def parse_facts(text: str, settings: EngineArgs) -> Facts:
     """Return the facts on a sidecar's page.
 
-    `settings` are the operator's; the page fills in those that are unknown. Raises BadInput where
-    the page is not the sidecar's, or its engine is not vLLM.
+    `settings` are the operator's; the page fills in those that are unknown. Raises BadInput if the
+    page is not a sidecar's, or its engine is not vLLM.
     """
     page = _parse_page(text)
     _check_page(page)
@@ -100,7 +100,7 @@ def parse_facts(text: str, settings: EngineArgs) -> Facts:
 
 
 def _parse_page(text: str) -> Values:
-    """Return the samples on the page that the catalogue has, without values that are not finite.
+    """Return the page's samples of metrics in the catalogue; only finite values count.
 
     Raises BadInput for a page in another format.
     """
@@ -108,8 +108,7 @@ def _parse_page(text: str) -> Values:
     try:
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
-                # Samples that the catalogue does not have are of another version, or another
-                # exporter.
+                # Other samples come from another version or another exporter.
                 metric = catalog.BY_NAME.get(sample.name)
                 if metric is not None and isfinite(sample.value):
                     labels = tuple(sample.labels.get(label, "") for label in metric.labels)
@@ -125,7 +124,7 @@ def _parse_page(text: str) -> Values:
 def _check_page(page: Values) -> None:
     """Raise BadInput for a page that is not the sidecar's, or whose engine is not vLLM."""
     indices = {index for index, *_ in page.find_all(catalog.GPU_INFO)}
-    # One build, and GPU numbers that a GPU can have: otherwise it is another exporter's page.
+    # A sidecar's page has one build and plausible GPU indices; any other is another exporter's.
     if len(page.find_all(catalog.BUILD_INFO)) != 1 or not indices <= KNOWN_INDICES:
         raise BadInput(
             "the page is not vllm-headroom's:"
@@ -155,7 +154,7 @@ def _read_settings(page: Values, settings: EngineArgs) -> EngineArgs:
     sizes_cache_in_bytes = bool(page.value(catalog.INPUT_AVAILABLE, "kv_cache_memory_bytes"))
     return replace(
         settings,
-        # The oldest version that offers all these series.
+        # The oldest version that exports all these series.
         at_least=max((settings.at_least, *offered_versions)),
         sizes_cache_in_bytes=settings.sizes_cache_in_bytes or sizes_cache_in_bytes,
         gpu_memory_utilization=settings.gpu_memory_utilization or _read_utilization(page),
@@ -163,7 +162,7 @@ def _read_settings(page: Values, settings: EngineArgs) -> EngineArgs:
 
 
 def _read_utilization(page: Values) -> float | None:
-    """Return the budget as a share of a GPU's total; None where it is unknown or GPUs differ."""
+    """Return the budget as a share of a GPU's total; None if it is unknown or GPUs differ."""
     ratios = set()
     for (*gpu, basis), budget_bytes in page.find_all(catalog.MEMORY_REPORTED).items():
         total_bytes = page.value(catalog.GPU_MEMORY_TOTAL, *gpu)
@@ -184,7 +183,7 @@ def _read_gpu(page: Values, gpu: tuple[str, str], running: float | None) -> GpuF
     used_bytes = page.value(catalog.GPU_MEMORY_USED, *gpu)
     if total_bytes is None or used_bytes is None:
         return facts
-    # What the driver keeps is not usable.
+    # The driver's reserve is not usable.
     usable_bytes = total_bytes - (page.value(catalog.GPU_MEMORY_RESERVED, *gpu) or 0.0)
     peak_bytes = max(used_bytes, page.value(catalog.GPU_MEMORY_USED_PEAK, *gpu) or 0.0)
     engine_bytes = page.value(catalog.GPU_MEMORY_HELD, *gpu, "engine")
@@ -212,7 +211,7 @@ def _read_gpu(page: Values, gpu: tuple[str, str], running: float | None) -> GpuF
 
 
 def _read_peaks(page: Values, gpu: tuple[str, str]) -> tuple[PeakFacts, ...]:
-    """Return the peaks of the last minute; a kind without a spread was seen too seldom."""
+    """Return the peaks of the last minute; a kind without a spread was observed too seldom."""
     peaks = []
     for work in Work:
         transient_bytes = page.value(catalog.ENGINE_PEAK, *gpu, work)
@@ -228,7 +227,7 @@ def _read_excess(page: Values, gpu: tuple[str, str], total_bytes: float) -> Budg
     """Return the engine's excess over its budget; None unless that is the page's situation."""
     if not page.value(catalog.SITUATION, Situation.OVER_BUDGET):
         return None
-    # The bases that the operator can change by an option.
+    # The bases that the operator can change with an option.
     for basis in ("budget", "configured"):
         budget_bytes = page.value(catalog.MEMORY_REPORTED, *gpu, basis)
         excess_bytes = page.value(catalog.MEMORY_DISCREPANCY, *gpu, basis)
@@ -248,7 +247,7 @@ def _read_excess(page: Values, gpu: tuple[str, str], total_bytes: float) -> Budg
 def _judge_room(
     room_bytes: float, room_at_peak_bytes: float, running: float | None
 ) -> tuple[Spell, ...]:
-    """Return the present shortage, else that at the peak of the last minute, else nothing."""
+    """Return the present shortage, or else the one at the peak of the last minute, or nothing."""
     lowest_room_bytes = max(0.0, room_at_peak_bytes)
     if room_bytes < LOW_BYTES:
         level = Spell(kind=Shortage.LEVEL, lowest_room_bytes=lowest_room_bytes, running=running)
@@ -263,14 +262,14 @@ def _read_leak(
 ) -> Leak:
     """Return the detector's verdict on a series; the figures of an alarm only while it lasts."""
     state_name = page.state(state_metric, *labels)
-    # A state of a newer version is unknown here.
+    # A newer version may have a state that is unknown here.
     state = LeakState(state_name) if state_name in set(LeakState) else LeakState.UNKNOWN
     verdict = STATE_VERDICTS.get(state, LeakVerdict.CANNOT_TELL)
     if state is not LeakState.LEAKING:
         return Leak(state=state, verdict=verdict)
     location_name = page.state(catalog.LEAK_LOCATION, *labels)
     location = LeakLocation(location_name) if location_name in set(LeakLocation) else None
-    # A figure that exists once for all series has fewer labels, or none.
+    # A figure that all series share has fewer labels, or none.
     values: dict[str, Any] = {
         field: page.value(metric, *labels[: len(metric.labels)])
         for field, metric in figures.items()
@@ -303,8 +302,8 @@ def _read_engine(page: Values, model_name: str, engine: str) -> EngineFacts:
     hits = read(catalog.ENGINE_PREFIX_HITS)
     prefix = None
     if queries is not None and hits is not None:
-        # A page does not show for how long requests waited: any that wait now, or a preemption at
-        # any time, count as always.
+        # A page does not show for how long requests waited. If any wait now, or if there ever was a
+        # preemption, they count as waiting all the time.
         has_waited = bool(read(catalog.ENGINE_WAITING) or preemptions)
         prefix = PrefixFacts(
             queries=queries,
@@ -316,7 +315,7 @@ def _read_engine(page: Values, model_name: str, engine: str) -> EngineFacts:
     stranded_ratio = read(catalog.ENGINE_KV_STRANDED)
     stranded = None
     if stranded_ratio is not None:
-        # A page has no history: the ratio may be new.
+        # A page has no history, so the ratio may be new.
         stranded = StrandedFacts(ratio=stranded_ratio, first_ratio=stranded_ratio, rises=0)
     return EngineFacts(
         model_name=model_name,
@@ -334,7 +333,9 @@ def _read_engine(page: Values, model_name: str, engine: str) -> EngineFacts:
 
 
 LIVE_TIMEOUT_SECONDS: Final = 20.0
-"""Longer than the daemon's timeout: there is one attempt only, and a busy engine answers late."""
+"""Longer than the daemon's timeout, because there is only one attempt, and a busy engine answers
+late.
+"""
 
 
 async def fetch_facts(
@@ -342,8 +343,8 @@ async def fetch_facts(
 ) -> Facts:
     """Fetch a sidecar's page and return its facts.
 
-    Of a sidecar that watches several engines they are those of `engine_name`, else of its only one.
-    Raises BadInput where that is not possible, with `advice` where nothing answers.
+    If the sidecar watches several engines, they are the facts of `engine_name`. Raises BadInput if
+    that is not possible, with `advice` if nothing answers.
     """
     page = await _fetch_page(url, advice)
     names = list_engine_names(page)
@@ -364,7 +365,7 @@ async def _fetch_page(url: str, advice: str) -> str:
 def list_engine_names(text: str) -> list[str] | None:
     """Return the names of the engines on the page of a sidecar that watches several.
 
-    None for any other text: such a page alone counts engines.
+    None for any other text, because only such a page counts engines.
     """
     lines = text.splitlines()
     # Fast path: pages of one engine lack this metric.
@@ -384,11 +385,11 @@ def list_engine_names(text: str) -> list[str] | None:
 async def add_engine_settings(settings: EngineArgs, url: str) -> EngineArgs:
     """Return the settings with those of the engine whose page is at `url`.
 
-    The operator's have precedence. The version is that of /version beside the page, which vLLM
-    answers without an API key; None where that does not answer, or is no release. Raises BadInput
-    where the page cannot be fetched or has no engine.
+    The operator's settings have precedence. The version comes from /version beside the page, which
+    vLLM answers without an API key; it is None if that does not answer, or is not a release. Raises
+    BadInput if the page cannot be fetched or has no engine.
     """
-    # Both at once: the operator waits.
+    # Both at the same time, because the operator is waiting.
     page, about = await asyncio.gather(
         fetch_engines(_build_reader(url)), fetch_once(_build_reader(urljoin(url, "version")))
     )

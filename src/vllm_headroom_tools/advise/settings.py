@@ -35,7 +35,7 @@ FIRST_VERSIONS: Final[dict[Flag, Version]] = dict.fromkeys(Flag, OLDEST) | {
     # Before 0.6.5, prefix caching was off by default.
     Flag.NO_ENABLE_PREFIX_CACHING: (0, 6, 5),
     Flag.DATA_PARALLEL_SIZE: (0, 8, 3),
-    # vLLM's own guide names --kv-cache-memory, which no version has (vllm-project/vllm#55834).
+    # vLLM's own guide mentions --kv-cache-memory, which no version has (vllm-project/vllm#55834).
     Flag.KV_CACHE_MEMORY_BYTES: (0, 10, 2),
     # The option may be older than this.
     Flag.MM_PROCESSOR_CACHE_GB: (0, 11, 0),
@@ -53,8 +53,9 @@ FIELD_VERSIONS: Final[dict[str, Version]] = {
     "kv_cache_memory_bytes": (0, 10, 2),
     "awake": (0, 11, 1),
 }
-"""The first version that exports a field of EngineReading. An engine that exports the field has at
-least this version."""
+"""The first version that exports a field of EngineReading. An engine that exports the field is of
+this version or a newer one.
+"""
 
 
 class EngineArgs(Struct, frozen=True, kw_only=True):
@@ -74,13 +75,13 @@ class EngineArgs(Struct, frozen=True, kw_only=True):
 
     @property
     def earliest_version(self) -> Version:
-        """The version, or its lower bound where the version is unknown."""
+        """Return the version, or its lower bound where the version is unknown."""
         return self.at_least if self.version is None else self.version
 
     def read_value(self, flag: Flag) -> float | None:
         """Return the value of an option; None where it is unknown.
 
-        Raises AttributeError for an option that is no field here.
+        Raises AttributeError for an option that is not a field here.
         """
         field = flag.removeprefix("--").replace("-", "_")
         value: float | None = getattr(self, field)

@@ -34,8 +34,9 @@ EVEN_WITH_A_LEAK: Final[tuple[Rule, ...]] = (
     starts.find_failing_starts,
     leaks.find_kv_block_leak,
 )
-"""Rules that hold with and without a leak. With a leak their changes of options are left out, since
-the leak distorts the values."""
+"""Rules that apply with and without a leak. With a leak, their changes of options are left out,
+because the leak distorts the values.
+"""
 
 WITHOUT_A_LEAK: Final[tuple[Rule, ...]] = (
     starts.find_crash,
@@ -49,8 +50,9 @@ WITHOUT_A_LEAK: Final[tuple[Rule, ...]] = (
     capacity.find_too_few_requests,
     capacity.find_poor_prefix_cache,
 )
-"""Rules that hold only without a leak, in the order of the answer: what can end the engine comes
-before what slows it down."""
+"""Rules that apply only without a leak, in the order of the answer: what can end the engine comes
+before what slows it down.
+"""
 
 NO_OPTION_WHILE_GROWING: Final = (
     "No option is advised while the engine leaks or grows: the growth distorts its figures."
@@ -64,7 +66,7 @@ class Assessment(Struct, frozen=True, kw_only=True):
     verdict: Conclusion
     facts: Facts
     advice: tuple[Advice, ...]
-    # What has to be known to call the engine healthy.
+    # The unknown facts that would be needed to call the engine healthy.
     missing: tuple[str, ...]
     notes: tuple[str, ...]
 
@@ -78,8 +80,8 @@ def judge(facts: Facts) -> Assessment:
     is_growing = _is_growing(facts)
     notes = []
     advice = _apply_rules(EVEN_WITH_A_LEAK, facts)
-    # While memory grows, causes are still true, but computed values of options are not: the growth
-    # is in the figures that they are computed from.
+    # While memory grows, causes are still true, but computed values of options are not, because the
+    # growth distorts the figures behind them.
     if is_growing:
         advice = [_keep_changes(one_advice, _has_no_flag) for one_advice in advice]
         notes.append(NO_OPTION_WHILE_GROWING)
@@ -140,7 +142,7 @@ def _find_absent_flags(advice: Iterable[Advice], facts: Facts) -> list[Flag]:
 def _note_absent_flags(flags: Iterable[Flag], facts: Facts) -> Iterator[str]:
     """Yield a note on each option that is left out.
 
-    The name is without dashes, so that nobody copies the option into a command line.
+    The name has no dashes, so that nobody copies the option into a command line.
     """
     version = facts.settings.version
     for flag in flags:
@@ -165,7 +167,7 @@ def _list_changes(advice: Iterable[Advice]) -> list[Change]:
 # Facts that are needed for a good verdict, but unknown.
 
 SHORTEST_SECONDS: Final = HOUR_SECONDS
-"""The shortest trace that can show health: the leak detector takes an hour to be sure."""
+"""The shortest trace that can show health: the leak detector takes an hour to be certain."""
 
 STALE_PAGE_SECONDS: Final = 120.0
 """A page older than this does not show the present (alert HeadroomSampleStale)."""
@@ -178,8 +180,9 @@ UNDECIDED_STATES: Final = {
     LeakState.GROWING: "it grows, and within hours it shows whether that is a leak: look again",
     LeakState.ASLEEP: "the engine sleeps",
 }
-"""The states in which a series may leak. `unsettled` is none of them: the load varies, but there is
-no growth."""
+"""The states in which a series may leak. `unsettled` is not one of them: load varies, but there is
+no growth.
+"""
 
 
 def list_missing(facts: Facts) -> Iterator[str]:
@@ -219,9 +222,9 @@ def _list_missing_of_engines(facts: Facts) -> Iterator[str]:
 
 
 def _explain_leak(name: str, leak: Leak) -> Iterator[str]:
-    """Yield why a series may leak: by the verdict on the whole trace, or the state at the end.
+    """Yield why a series may leak: by the verdict on the whole trace, or by the state at the end.
 
-    Yield nothing where neither leaves a doubt.
+    Nothing is yielded if neither leaves a doubt.
     """
     if leak.verdict is LeakVerdict.GROWING and leak.state is not LeakState.GROWING:
         yield f"{name}: {leak.reason}, and a longer trace shows whether that is a leak: look again"
@@ -229,7 +232,7 @@ def _explain_leak(name: str, leak: Leak) -> Iterator[str]:
         yield f"{name}: {UNDECIDED_STATES[leak.state]}"
 
 
-# Notes: what else to know about the answer.
+# Notes: what else is worth knowing about the answer.
 
 PAGE_IS_A_MOMENT: Final = (
     "One page shows a moment: earlier exits and bursts, the size of requests and hit ratios over"
@@ -245,8 +248,9 @@ SETTINGS_UNKNOWN: Final = (
 HOST_NOT_JUDGED: Final = "The engine's processes were not seen, so that host memory is not judged."
 
 UNEVEN_RANKS_BYTES: Final = 2 * GIB
-"""Our choice: a larger difference between an engine's GPUs is noted. NCCL's buffers and kernels
-that are loaded late make a few hundred MiB."""
+"""Our choice: a larger difference between an engine's GPUs is noted. NCCL's buffers and late
+kernels make a difference of a few hundred MiB.
+"""
 
 UNUSED_CACHE_RATIO: Final = 0.2
 """Our choice: a cache is noted as too large if less than this was in use at the peak of a day."""
@@ -271,7 +275,7 @@ def list_notes(facts: Facts, advice: Iterable[Advice]) -> Iterator[str]:
         yield HOST_NOT_JUDGED
     yield from _note_unjudged_prefix_caches(facts)
     version = facts.settings.version
-    # The last note is on releases whose options may have changed since.
+    # The last note applies only to releases whose options may have changed.
     if version is None or version <= NEWEST_CHECKED:
         return
     if any(change.flag for change in changes):
@@ -308,7 +312,7 @@ def _note_unused_cache(facts: Facts) -> Iterator[str]:
         for engine in facts.engines
         if engine.highest_kv_used_ratio is not None
     ]
-    # With an engine whose use is unknown, the highest use is not known.
+    # If one engine's use is unknown, the highest use is unknown.
     if len(used_ratios) < len(facts.engines) or max(used_ratios) >= UNUSED_CACHE_RATIO:
         return
     span = format_duration(facts.span_seconds)

@@ -1,1 +1,1 @@
-"""The gate for CI: did this version of vLLM take or leak more memory than it may?"""
+"""The gate for CI: does this version of vLLM take or leak more memory than allowed?"""

@@ -1,4 +1,4 @@
-"""Judge a trace against a baseline: an older version's, under the same load."""
+"""Judge a trace against a baseline: an older version's trace, under the same load."""
 
 from collections.abc import Iterator
 from statistics import fmean
@@ -28,8 +28,10 @@ COMPARED_PARTS: Final = (
     MemoryPart.OTHER_TENSORS,
     MemoryPart.OUTSIDE_TORCH,
 )
-"""The parts of GPU memory that are compared. The KV cache is not among them: it takes what these
-leave, and has its own limit. Nor is cached and fragmented memory, which varies with load."""
+"""The parts of GPU memory that are compared. The KV cache is not among them, because it takes what
+these leave, and has its own limit. Cached and fragmented memory is not among them either, because
+it varies with load.
+"""
 
 
 def judge_growths(
@@ -38,11 +40,11 @@ def judge_growths(
     """Judge the growth over the baseline of each GPU, role and part of GPU memory at the same load.
 
     Judge also by how much each KV cache became smaller. A role or an engine that only one of the
-    traces has cannot be judged. Yield nothing without a baseline.
+    traces has cannot be judged. Nothing is yielded without a baseline.
     """
     if baseline is None:
         return
-    # Other models or another engine: then nothing of the two can be compared.
+    # If models or engine differ, nothing can be compared.
     mismatch = _find_mismatch(record, baseline)
     for gpu, baseline_gpu in pair_gpus(record, baseline):
         doubt = mismatch or _find_doubt(record, gpu, baseline, baseline_gpu)
@@ -92,7 +94,7 @@ def _find_doubt(
         return ONLY_BASELINE
     if baseline_series is None:
         return NOT_IN_BASELINE
-    # From the series to the whole trace: the first doubt is the most particular.
+    # In order from the series to the whole trace, so that the first doubt is the most specific.
     doubt = _find_size_mismatch(series, baseline_series)
     if doubt is not None:
         return doubt
@@ -129,7 +131,8 @@ def _judge_growth(
 ) -> Judgement:
     """Judge the largest growth of a series among the loads that both traces have.
 
-    It cannot be judged with a doubt, without one of the series or without a load in common.
+    It cannot be judged if there is a doubt, if one of the series is missing, or if they have no
+    load in common.
     """
     judgement = Judgement(
         limit=limit_name,
@@ -167,7 +170,7 @@ def _find_largest_growth(
     """
     costs = series.costs
     baseline_costs = baseline_series.costs
-    # Loads fall into bands: costs are compared within the same band only.
+    # Loads fall into bands, and costs are compared only within the same band.
     pairs = [(costs[band], baseline_costs[band]) for band in costs.keys() & baseline_costs.keys()]
 
     def rank(pair: tuple[Cost, Cost]) -> tuple[float, float]:
@@ -194,7 +197,7 @@ def _judge_capacity(
 ) -> Judgement:
     """Judge whether an engine's KV cache is smaller than the baseline's by more than the limit.
 
-    Within a fixed budget, a KV cache shrinks by as much as other memory grows.
+    Within a fixed budget, a KV cache shrinks by the growth of other memory.
     """
     doubt = mismatch
     if doubt is None and tokens is None:
@@ -204,7 +207,7 @@ def _judge_capacity(
     lowest_allowed = None
     if doubt is None and baseline_tokens is not None:
         lowest_allowed = baseline_tokens * (1 - limit_ratio)
-    # compare() knows upper bounds only: "not below" becomes "not above" of the negatives
+    # compare() knows only upper bounds, so both sides are negated
     loss = None if tokens is None else -tokens
     highest_loss = None if lowest_allowed is None else -lowest_allowed
     return Judgement(
@@ -233,8 +236,8 @@ def _judge_parts(
 ) -> Iterator[Judgement]:
     """Judge the growth of each part of a GPU's memory that both traces have.
 
-    A part may grow by the limit's share of all parts together: of a small part alone, the share
-    would be next to nothing.
+    A part may grow by the limit's share of all parts together, because the share of a small part
+    alone would be next to nothing.
     """
     parts_bytes = _average_parts(gpu)
     baseline_parts_bytes = _average_parts(baseline_gpu)

@@ -58,7 +58,7 @@ Judge = Callable[[TraceRecord, TraceRecord | None, float], Iterator[Judgement]]
 
 
 class Limit(Struct, frozen=True, kw_only=True):
-    """A limit that may be set, and how its option reads."""
+    """A limit that may be set, and its option."""
 
     name: str  # in the report
     judge: Judge
@@ -126,7 +126,7 @@ def judge(
 ) -> Iterator[Judgement]:
     """Yield the judgements on each limit; `bounds` are by the limits' options.
 
-    A limit for which the trace has no GPU or process yields one judgement, "cannot tell".
+    If the trace has no GPU or process for a limit, the limit yields one judgement, "cannot tell".
     """
     for option, bound in bounds.items():
         limit = LIMITS[option]
@@ -135,13 +135,13 @@ def judge(
             yield from judgements
             continue
         subject = "process" if limit.name == HOST_LEAK else "GPU"
-        # No GPU, or no process of the engine: silence would look like a pass.
+        # There is no GPU or no process of the engine, and silence would look like a pass.
         reason = f"the trace has no {subject} of the engine's"
         yield Judgement(limit=limit.name, verdict=Conclusion.CANNOT_TELL, reason=reason)
 
 
 def read_limits(options: Namespace) -> dict[str, float]:
-    """Return the bounds of the limits by option: those that were given, and that on restarts.
+    """Return the bounds of the limits by option: those that were given, and the one on restarts.
 
     Raises BadOptions without a limit, or where options conflict.
     """
@@ -210,9 +210,9 @@ def _add_options(parser: Parser) -> None:
 
 
 def _compare_logs(options: Namespace) -> Report:
-    """Compare the starts of two logs, write the JUnit file if one is wanted, return the report.
+    """Compare the starts of two logs, write a requested JUnit file, and return the report.
 
-    Raises BadOptions for options that are about traces, and BadInput for a file that is no log.
+    Raises BadOptions for options that concern traces, and BadInput for a file that is not a log.
     """
     names = [*options.logs]
     if options.newer_log is not None:
@@ -222,12 +222,12 @@ def _compare_logs(options: Namespace) -> Report:
         problems.append(f"--log: needs two files, got {len(names)}: --log OLDER NEWER")
     if names.count("-") > 1:
         problems.append("--log: both logs cannot be standard input")
-    # What only a trace can answer must not be ignored in silence.
+    # An option that only a trace can answer must not be ignored silently.
     trace_options = ("trace", "baseline", "gpu_memory_utilization", "reported_bytes", *LIMITS)
     problems += [
         f"{name_option(name)} is about traces and cannot be given with --log"
         for name in trace_options
-        # The one limit that both kinds of comparison have.
+        # This is the only limit that both kinds of comparison have.
         if name != GROWTH_LIMIT and getattr(options, name) is not None
     ]
     if options.json and options.format is not None:
@@ -243,7 +243,7 @@ def _compare_logs(options: Namespace) -> Report:
             suite = build_suite([("log", Conclusion.CANNOT_TELL, problem, "")])
             save(options.junit, suite, inputs=names)
             raise BadInput(problem) from error
-        # A log may have several starts: the newest is what is compared.
+        # A log may have several starts, of which the newest is compared.
         starts.append((name, log.starts[-1]))
     judgements = judge_starts(starts[0][1], starts[1][1], options.max_growth_over_baseline)
     save(options.junit, build_junit(judgements), inputs=names)
@@ -256,10 +256,10 @@ GROWTH_LIMIT: Final = "max_growth_over_baseline"
 
 
 def _run(options: Namespace) -> Report:
-    """Judge the trace, write the JUnit file if one is wanted, and return the report."""
+    """Judge the trace, write a requested JUnit file, and return the report."""
     if options.logs:
         return _compare_logs(options)
-    # A word without an option is a log's only after --log.
+    # A positional argument may be a log only together with --log.
     if options.newer_log is not None:
         raise BadOptions(
             f"{options.newer_log!r}: needs --trace before it, or --log before two logs"
@@ -270,7 +270,7 @@ def _run(options: Namespace) -> Report:
     budget = Budget(
         reported_bytes=options.reported_bytes, utilization_ratio=options.gpu_memory_utilization
     )
-    # only the limits on leaks run the detector again, on readings that take memory
+    # only the limits on leaks run the detector again, and need the readings, which take memory
     keeps_readings = any(LIMITS[option].name in (LEAK, HOST_LEAK) for option in bounds)
     inputs = (options.trace, options.baseline)
     traces = []
@@ -283,7 +283,7 @@ def _run(options: Namespace) -> Report:
                 record.step(snapshot)
         except BadInput as error:
             problem = f"{flag}: {error}"
-            # else the file of an earlier build would stay, and its result would be shown
+            # otherwise the file of an earlier build would stay, and its result would be shown
             suite = build_suite([("trace", Conclusion.CANNOT_TELL, problem, "")])
             save(options.junit, suite, inputs=inputs)
             raise BadInput(problem) from error

@@ -1,4 +1,4 @@
-"""What is judged on a trace, and how a judgement reads."""
+"""The judgements on a trace, and their texts."""
 
 from enum import StrEnum
 from typing import Final
@@ -44,24 +44,24 @@ class Judgement(Struct, frozen=True, kw_only=True):
     value_text: str | None = None
     bound_text: str | None = None
     baseline_text: str | None = None
-    reason: str = ""  # what the verdict is based on, or what is missing
-    # of a limit on leaks, the detector's result for the whole trace; None of any other limit
+    reason: str = ""  # the basis of the verdict, or what is missing
+    # for a limit on leaks, the detector's result for the whole trace; None for any other limit
     leak_verdict: LeakVerdict | None = None
 
     @property
     def name(self) -> str:
-        """The limit and its subject, if it has one."""
+        """Return the limit and its subject, if it has one."""
         return f"{self.limit}, {self.subject}" if self.subject else self.limit
 
     @property
     def has_no_bound(self) -> bool:
-        """Whether a figure is only shown, since no limit was given."""
+        """Return whether a figure is only shown, because no limit was given."""
         is_unlimited = self.highest_allowed is None and self.lowest_allowed is None
         return self.verdict is Conclusion.GOOD and is_unlimited
 
     @property
     def texts(self) -> tuple[str, str, str]:
-        """Value, bound and baseline as text; an unknown bound or baseline is empty."""
+        """Return value, bound and baseline as text; an unknown bound or baseline is empty."""
         return (
             self.value_text or format_figure(self.value, self.unit) or "unknown",
             self.bound_text or format_figure(self.highest_allowed, self.unit),
@@ -90,7 +90,7 @@ def compare(value: float | None, highest_allowed: float | None, doubt: str | Non
     """Compare a value with its limit; "cannot tell" where either is unknown.
 
     A value above the limit fails even with a doubt. A value up to the limit passes only without a
-    doubt: the part of the trace that is missing may hold a higher one.
+    doubt, because a missing part of the trace may have a higher value.
     """
     if value is None or highest_allowed is None:
         return Conclusion.CANNOT_TELL

@@ -1,4 +1,4 @@
-"""Limits on leaks, and whether the detector would have found a leak at the limit."""
+"""Judge the limits on leaks: would the detector have found a leak at the limit?"""
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -50,7 +50,7 @@ def _judge_leak(
     baseline_series: MemorySeries | None,
     limit_bytes: float,
 ) -> Judgement:
-    """Judge a series: by its alarm, or without an alarm by what would have been detected."""
+    """Judge a series by its alarm or, without an alarm, by what would have been detected."""
     begin_seconds, end_seconds = record.replay.span
     leak_verdict, leak_reason = judge_course(series.course, end_seconds - begin_seconds)
     draft = Judgement(
@@ -79,8 +79,8 @@ def _judge_leak(
 def _judge_alarm(draft: Judgement, alarm: Moment, limit_bytes: float) -> Judgement:
     """Judge an alarm by its estimated leak per request.
 
-    It fails if the estimate is above the limit or there is no estimate. It passes only if all of
-    the 95 % interval is within the limit; else it cannot be judged.
+    It fails if the estimate is above the limit or there is no estimate. It passes only if the whole
+    95 % interval is within the limit; otherwise it cannot be judged.
     """
     per_thousand_bytes = _compute_per_thousand(alarm)
     rate = alarm.bytes_per_second or 0.0
@@ -94,8 +94,8 @@ def _judge_alarm(draft: Judgement, alarm: Moment, limit_bytes: float) -> Judgeme
     if rate <= 0 or lower_rate is None or upper_rate is None:
         return replace(draft, verdict=Conclusion.NOT_GOOD, value_text="a leak", reason=reason)
 
-    # The detector gives an interval only for the rate by time. Relative to its rate, that by
-    # requests is as wide.
+    # The detector has an interval only for the rate by time. The interval by requests has the same
+    # relative width.
     lower_bytes = per_thousand_bytes * lower_rate / rate
     upper_bytes = per_thousand_bytes * upper_rate / rate
     bounds = f"{format_size(lower_bytes)} to {format_size(upper_bytes)}"
@@ -112,7 +112,7 @@ def _judge_alarm(draft: Judgement, alarm: Moment, limit_bytes: float) -> Judgeme
 
 
 def _judge_warning(draft: Judgement, course: LeakCourse, reason: str) -> Judgement:
-    """Judge early warnings, which neither pass nor fail whatever the limit is."""
+    """Judge early warnings, which neither pass nor fail at any limit."""
     if course.warning is not None:
         reason = "an early warning; steady growth takes an hour or more to become an alarm"
     return replace(
@@ -128,8 +128,8 @@ def _judge_quiet(
 ) -> Judgement:
     """Judge a series without an alarm and without an early warning that counts.
 
-    It passes if the detector would have found a leak at the limit. It cannot be judged with a
-    doubt, or if such a leak would not have been found.
+    It passes if the detector would have found a leak at the limit. It cannot be judged if there is
+    a doubt, or if such a leak would not have been found.
     """
     doubt = find_doubt(record, series.coverage, series.name)
     if doubt is not None:
@@ -178,7 +178,7 @@ ALLOCATION_BYTES: Final = 2 * MIB
 such steps."""
 
 DOUBLINGS: Final = 10
-"""Our choice: how often a leak is doubled at most, until the detector finds it."""
+"""Our choice: a leak is doubled at most this many times until the detector finds it."""
 
 
 def find_smallest_visible(
@@ -187,8 +187,8 @@ def find_smallest_visible(
     """Return the smallest leak per request that the detector would have found in these readings.
 
     It tries `bytes_per_request`, then its doubles, by running the detector on the readings with a
-    steady leak added. The drift of the later half is subtracted from the leak that is added: the
-    drift may be a missed leak, or hide one. None if the detector finds none of them, or the drift
+    steady leak added. The drift of the later half is subtracted from the added leak, because the
+    drift may be a missed leak, or hide one. None if the detector finds no such leak, or the drift
     is unknown.
     """
     drift = _measure_drift(readings)
@@ -209,7 +209,7 @@ def _measure_drift(readings: Sequence[DetectorInput]) -> float | None:
     """
     eighth = len(readings) // 8
     half = len(readings) // 2
-    # The later half alone: before it, warm-up moves the floor.
+    # Only the later half, because warm-up moves the floor before it.
     middle_floor_bytes = _find_floor(readings[half - eighth : half])
     last_floor_bytes = _find_floor(readings[len(readings) - eighth :])
     if middle_floor_bytes is None or last_floor_bytes is None:

@@ -95,8 +95,8 @@ def judge_costs(
                 "run each for longer"
             )
         value = None if cost is None else cost.bytes_per_request
-        # In a trace that is too short the load is hardly full yet. Its cost per request is high
-        # then, and must not fail.
+        # In a trace that is too short, load is hardly full yet. Its cost per request is high, and
+        # must not fail.
         comparable_value = None if find_shortfall(record) else value
         reason = doubt or ""
         if cost is not None and doubt is None:
@@ -127,7 +127,7 @@ def judge_preemptions(
     """Judge the preemptions per thousand requests.
 
     With fewer requests than a limit needs, it fails only if the rate would still be too high after
-    as many requests as needed without another preemption.
+    the missing requests without another preemption.
     """
     doubt = find_doubt(record, record.engine_coverage, "the engine")
     value = compute_preemption_rate(record)
@@ -137,7 +137,7 @@ def judge_preemptions(
     else:
         preemptions = record.preemptions.total or 0.0
         requests = record.finished_requests.total or 0.0
-        # As if no further preemption came until enough requests had finished.
+        # As if no further preemption occurred until enough requests had finished.
         value_after_enough = 1000 * preemptions / max(requests, LEAST_REQUESTS)
         verdict = compare(value_after_enough, limit, doubt)
         counts = f"{preemptions:,.0f} in all, of {requests:,.0f} requests"

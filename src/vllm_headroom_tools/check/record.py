@@ -1,4 +1,4 @@
-"""The figures of a trace that limits are set on."""
+"""The figures of a trace for which there are limits."""
 
 from array import array
 from collections import defaultdict
@@ -23,14 +23,14 @@ from vllm_headroom.vocabulary import MemoryPart, Role
 from vllm_headroom_tools.history import LONGEST_STEP_SECONDS, LeakCourse, LeakReplay, Rise
 
 DetectorInput = tuple[Observation, float]
-"""An observation that the detector was given, and the detector's own count of requests that had
-finished by then."""
+"""An observation that the detector received, and the detector's count of requests finished by then.
+"""
 
 
 class Budget(Struct, frozen=True, kw_only=True):
     """The operator's budget for the engine on each GPU, in bytes or as a share.
 
-    It replaces the budget that the engine reports. Both are None where the operator set none.
+    It replaces the budget that the engine reports. Both are None if the operator set none.
     """
 
     reported_bytes: int | None = None
@@ -53,7 +53,7 @@ def find_discrepancies(
     The daemon's derivation computes it. The operator's budget replaces the engine's own on the page
     that the derivation reads.
     """
-    # The derivation reads the engine's page: the operator's budget is put there.
+    # The derivation reads the engine's page, so the operator's budget is put there.
     page = snapshot.engines
     if budget != Budget() and not isinstance(page, Failure):
         engines = tuple(
@@ -67,7 +67,7 @@ def find_discrepancies(
         )
         snapshot = replace(snapshot, engines=replace(page, engines=engines))
     samples = derive_discrepancy(snapshot, configured_bytes=budget.reported_bytes)
-    # The ratio's sample has the same labels as that of the bytes.
+    # The samples of ratio and bytes have the same labels.
     n_bytes = {
         sample.labels: sample.value
         for sample in samples
@@ -108,12 +108,12 @@ class Cost(Struct, frozen=True, kw_only=True):
 
     @property
     def bytes_per_request(self) -> float:
-        """Memory divided by running requests."""
+        """Return memory divided by running requests."""
         return self.held_bytes / self.running
 
 
 class _LoadReadings:
-    """The readings of one load band: bytes held and running requests, at the same places."""
+    """The readings of one load band: held bytes and running requests, at the same indices."""
 
     def __init__(self) -> None:
         self.held_bytes: array[float] = array("d")
@@ -132,8 +132,8 @@ class MemorySeries:
         self.readings: list[DetectorInput] = []
         self._keeps_readings = keeps_readings
         self._loads: defaultdict[int, _LoadReadings] = defaultdict(_LoadReadings)
-        # of GPUs only: the size, the readings of its parts by the probe, the highest discrepancy,
-        # and for how long a discrepancy was known
+        # only for a GPU: its size, the probe's readings of its parts, the highest discrepancy, and
+        # for how long a discrepancy was known
         self.total_bytes: int | None = None
         self.parts: defaultdict[MemoryPart, array[float]] = defaultdict(lambda: array("d"))
         self.highest_discrepancy: SignedDiscrepancy | None = None
@@ -146,9 +146,9 @@ class MemorySeries:
         requests: float,
         running: float | None,
     ) -> None:
-        """Add a reading, and the observation that the detector was given of it.
+        """Add a reading, and the observation of it that the detector received.
 
-        That is None where the detector was given none. `requests` is the detector's count.
+        The observation is None if the detector received none. `requests` is the detector's count.
         `running` is the load; None leaves the reading out of the costs.
         """
         if self._keeps_readings and detector_observation is not None:
@@ -157,7 +157,7 @@ class MemorySeries:
         if held_bytes is None:
             return
         self.coverage.step(observation.seconds)
-        # nothing is held where the engine exited after its page was read
+        # nothing is held if the engine exited after its page was read
         if running and held_bytes:
             load = self._loads[find_load_band(running)]
             load.held_bytes.append(held_bytes)
@@ -172,7 +172,7 @@ class MemorySeries:
 
     @property
     def costs(self) -> dict[int, Cost]:
-        """The cost in each of the daemon's load bands with enough readings, by rising load."""
+        """Return the cost in each load band of the daemon with enough readings, by rising load."""
         return {
             band: Cost(held_bytes=fmean(load.held_bytes), running=fmean(load.running))
             for band, load in sorted(self._loads.items())
@@ -181,7 +181,7 @@ class MemorySeries:
 
     @property
     def busiest_cost(self) -> Cost | None:
-        """The cost at the highest load with enough readings; None where no load has enough."""
+        """Return the cost at the highest load with enough readings; None without one."""
         return next(reversed(self.costs.values()), None)
 
 
@@ -195,7 +195,7 @@ class TraceRecord:
     def __init__(self, budget: Budget, *, keeps_readings: bool) -> None:
         self.budget = budget
         self.replay = LeakReplay()
-        self.coverage = Coverage()  # of samples, whatever they contain
+        self.coverage = Coverage()  # of all samples, with any content
         self.engine_coverage = Coverage()  # of samples with the engine's page
         self.finished_requests = Rise()
         self.preemptions = Rise()
@@ -208,21 +208,21 @@ class TraceRecord:
 
     @property
     def span_seconds(self) -> float:
-        """The time from the first sample to the last; at least the time that was covered.
+        """Return the time from the first sample to the last; at least the time that was covered.
 
-        That is longer where the clock was set back.
+        The covered time is longer if the clock was set back.
         """
         begin, end = self.replay.span
         return max(end - begin, self.coverage.seconds)
 
     @property
     def gpus(self) -> tuple[MemorySeries, ...]:
-        """The GPUs, by index."""
+        """Return the GPUs, ordered by index."""
         return tuple(self._gpus[uuid] for _, uuid, _ in self.replay.gpus if uuid in self._gpus)
 
     @property
     def restarts(self) -> int:
-        """How often the engine restarted."""
+        """Return how often the engine restarted."""
         return self.replay.engine.runs.restarts
 
     def step(self, snapshot: Snapshot) -> None:
@@ -235,7 +235,7 @@ class TraceRecord:
         page = snapshot.page
         if page is not None and list_named(page):
             self._add_page(page, snapshot.time_seconds)
-        # the first requests use kernels for the first time: their memory is not the load's
+        # the first requests use kernels for the first time, and their memory is not due to load
         is_warm = (count_finished(page) or 0.0) >= WARM_REQUESTS
         running = count_running(page) if is_warm else None
         detector_gpus = {
@@ -294,14 +294,14 @@ class TraceRecord:
         self._restarts = self.restarts
         engines = list_named(page)
         self.finished_requests.step(count_finished(page), restarted=has_restarted)
-        # After a restart counters begin at 0, so all of their value is a rise.
+        # After a restart, counters begin at 0, so their whole value is a rise.
         preemptions = sum_known(engine.preemptions_total for engine in engines)
         self.preemptions.step(preemptions, restarted=has_restarted)
         for engine in engines:
             self.models.add(engine.model_name)
             if engine.kv_capacity_tokens is not None:
                 tokens = self.capacity_tokens.get(engine.engine, engine.kv_capacity_tokens)
-                # The smallest of all starts: another start may have had less room.
+                # The smallest of all starts, because another start may have had less room.
                 self.capacity_tokens[engine.engine] = min(tokens, engine.kv_capacity_tokens)
 
 
@@ -310,8 +310,8 @@ def pair_gpus(
 ) -> Iterator[tuple[MemorySeries, MemorySeries | None]]:
     """Yield each GPU of a trace with its counterpart in the baseline, or None without one.
 
-    The counterpart has the same UUID. If no GPU has, as on another machine, it is the GPU at the
-    same place in the order of indices.
+    The counterpart has the same UUID. If no GPU has the same UUID, as on another machine, it is the
+    GPU at the same position by index.
     """
     baseline_gpus = () if baseline is None else baseline.gpus
     baseline_by_uuid = {gpu.key: gpu for gpu in baseline_gpus}
@@ -327,15 +327,16 @@ LEAST_REQUESTS: Final = WARM_REQUESTS
 memory before that does not predict later memory."""
 
 LEAST_SHARE: Final = 0.9
-"""Our choice: the share of the trace for which a figure has to be known. The rest may hide a
-peak."""
+"""Our choice: a figure must be known for this share of the trace, because the other part may hide a
+peak.
+"""
 
 
 def find_doubt(record: TraceRecord, coverage: Coverage | None, subject: str) -> str | None:
     """Return why a subject cannot be judged; None where it can.
 
-    Reasons are a trace that is too short, and too little time for which the engine's page, or the
-    subject itself by its `coverage`, was read. A subject without `coverage` was never read.
+    The trace may be too short, or the engine's page, or the subject itself by its `coverage`, may
+    have been read for too little of the time. A subject without `coverage` was never read.
     """
     return (
         find_shortfall(record)
@@ -363,7 +364,7 @@ def find_shortfall(record: TraceRecord) -> str | None:
 
 
 def find_gap(record: TraceRecord, coverage: Coverage | None, subject: str) -> str | None:
-    """Return a text where a subject could not be read for too much of the trace; else None."""
+    """Return a text if a subject could not be read for too much of the trace; else None."""
     read_seconds = 0.0 if coverage is None else coverage.seconds
     if read_seconds >= LEAST_SHARE * record.span_seconds:
         return None

@@ -26,7 +26,7 @@ OUTCOMES: Final = {
 
 HEADINGS: Final = ("", "limit", "of", "found", "at most", "baseline")
 INDENT: Final = " " * 13
-"""As wide as the column of marks: a reason is below the limit's name."""
+"""As wide as the column of marks, so that a reason is below the limit's name."""
 
 COLUMN_GAP: Final = "  "
 
@@ -37,7 +37,7 @@ def build_report(
     *,
     for_github: bool = False,
 ) -> Report:
-    """Return the report on the traces, which are named: the one judged, then any baseline.
+    """Return the report on named traces: the judged one, then any baseline.
 
     With `for_github`, GitHub's annotations follow the table.
     """
@@ -63,7 +63,7 @@ def summarize(judgements: Sequence[Judgement]) -> str:
     unknown = verdicts.count(Conclusion.CANNOT_TELL)
     passed = verdicts.count(Conclusion.GOOD)
     total = len(judgements)
-    # What fails comes first, then what is open.
+    # Failures come first, then limits that cannot be judged.
     if failed:
         addition = f", {unknown} cannot be judged" if unknown else ""
         return f"FAILED: {failed} of {total} limits exceeded{addition}."
@@ -189,7 +189,7 @@ def build_junit(judgements: Iterable[Judgement]) -> str:
 def build_suite(cases: Iterable[tuple[str, Conclusion, str, str]]) -> str:
     """Return a JUnit file with a test for each case: its name, verdict, message and reason.
 
-    The body of a test is its message and reason where it passed, else its reason.
+    The body of a passed test is its message and reason, of any other test its reason.
     """
     root = ET.Element("testsuites")
     suite = ET.SubElement(root, "testsuite", {"name": SUITE, "skipped": "0"})
@@ -200,7 +200,7 @@ def build_suite(cases: Iterable[tuple[str, Conclusion, str, str]]) -> str:
         else:
             problem = ET.SubElement(case, JUNIT_ELEMENTS[verdict], {"message": message})
             problem.text = reason or message
-    # JUnit's viewers show these counts, and not the cases.
+    # JUnit viewers show these counts and not the number of cases.
     for element in (root, suite):
         element.set("tests", str(len(suite)))
         element.set("failures", str(len(suite.findall("testcase/failure"))))

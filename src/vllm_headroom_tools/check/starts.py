@@ -1,4 +1,4 @@
-"""Compare two starts of an engine by their logs: what each part takes, by version."""
+"""Compare two starts of an engine by their logs: what each part takes in each version."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
@@ -18,10 +18,10 @@ PARTS: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
     (StartPart.NON_TORCH, ("non_torch_bytes",)),
     (StartPart.CUDA_GRAPHS, ("graphs_bytes", "graphs_estimated_bytes")),
 )
-"""The parts that a newer version may enlarge, and the figures that a log has of each."""
+"""The parts that a newer version may enlarge, and the figures of each part in a log."""
 
 ROUNDING_BYTES: Final = GIB / 50
-"""vLLM logs sizes in hundredths of a GiB: two sizes may differ by as much without a change."""
+"""vLLM logs sizes in hundredths of a GiB, so two sizes may differ by this much without a change."""
 
 SETTINGS: Final = (
     "model",
@@ -39,16 +39,16 @@ SETTINGS: Final = (
     "enforce_eager",
     "cpu_offload_gb",
 )
-"""Options that change what a start takes: starts that differ in one are not compared by version."""
+"""Options that change what a start takes. Starts that differ in one are not compared by version."""
 
 EQUAL_CARDS_BYTES: Final = GIB // 8
-"""Cards whose sizes differ by less are alike: two H100 of 80 GB differ by 0.1 GiB."""
+"""Cards whose sizes differ by less are of the same kind: two H100 of 80 GB differ by 0.1 GiB."""
 
 
 def judge_starts(
     older: EngineStart, newer: EngineStart, limit_ratio: float | None
 ) -> tuple[Judgement, ...]:
-    """Return the judgements on what the newer start takes beside the older.
+    """Return the judgements on what the newer start takes, compared with the older one.
 
     A part may grow, and the KV cache shrink, by the share `limit_ratio`. Without one, each figure
     is only shown.
@@ -60,7 +60,7 @@ def judge_starts(
             limit="the start", verdict=Conclusion.NOT_GOOD, value_text="failed", reason=reason
         )
         return (judgement,)
-    # Other settings explain a difference: then it is shown and not judged.
+    # Other settings explain a difference, so it is shown and not judged.
     doubt = "; ".join(list_differences(older, newer)) if limit_ratio is not None else ""
     judgements = []
     for part, fields in PARTS:
@@ -77,9 +77,9 @@ def judge_starts(
 
 
 def find_figure(start: EngineStart, fields: Sequence[str]) -> float | None:
-    """Return the largest of the ranks' figures; of several fields the first that is known.
+    """Return the largest of the ranks' figures, from the first of these fields that is known.
 
-    None where none is.
+    None if no field is known.
     """
     for field in fields:
         figure = start.find_largest(field)
@@ -99,7 +99,7 @@ def _judge_part(
     highest_bytes = None
     bound_text = ""
     if limit_ratio is not None and older_bytes is not None:
-        # vLLM rounds sizes in its log: the last digit must not decide.
+        # vLLM rounds sizes in its log, so the last digit must not decide.
         highest_bytes = (1 + limit_ratio) * older_bytes + ROUNDING_BYTES
         bound_text = f"{100 * limit_ratio:.3g}% more"
     is_over = highest_bytes is not None and newer_bytes is not None and newer_bytes > highest_bytes
@@ -118,8 +118,8 @@ def _judge_part(
 def _judge_cache(
     older: EngineStart, newer: EngineStart, limit_ratio: float | None, doubt: str
 ) -> Iterator[Judgement]:
-    """Judge by how much the KV cache became smaller, of the rank where it is smallest."""
-    # In bytes and in tokens: either may be all that a log has.
+    """Judge by how much the smallest rank's KV cache became smaller."""
+    # In bytes and in tokens, because a log may have only one of them.
     for field, unit in (("kv_cache_bytes", Unit.BYTES), ("kv_cache_tokens", Unit.TOKENS)):
         older_size = older.find_smallest(field)
         newer_size = newer.find_smallest(field)
@@ -152,7 +152,7 @@ def _conclude(
     *,
     is_over: bool,
 ) -> Conclusion:
-    """Return the verdict on one figure: good where it is only shown."""
+    """Return the verdict on one figure; a figure that is only shown is good."""
     if limit_ratio is None:
         return Conclusion.GOOD
     if doubt or older_size is None or newer_size is None:
@@ -202,14 +202,14 @@ def build_start_report(
     *,
     for_github: bool,
 ) -> Report:
-    """Return the report on the starts, which are named: the older, then the newer."""
+    """Return the report on named starts: the older, then the newer."""
     lines = [_describe_start(name, start) for name, start in starts]
     (_, older), (_, newer) = starts
     differences = list(list_differences(older, newer))
     for difference in differences:
         lines += wrap_text("note: ", difference)
     headline = summarize(judgements)
-    # Without a limit nothing was judged: the headline counts differences.
+    # Without a limit nothing was judged, so the headline counts differences.
     if all(judgement.has_no_bound for judgement in judgements):
         changed = sum(judgement.value != judgement.baseline for judgement in judgements)
         headline = f"Compared {len(judgements)} figures without a limit: {changed} differ."

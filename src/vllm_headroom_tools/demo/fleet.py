@@ -31,7 +31,7 @@ FLEET_SCENARIOS: Final = (
     *(name for name in TABLE if name not in {"leak", "healthy"}),
     *["healthy"] * 11,
 )
-"""The scenario of each engine; half of the engines are healthy."""
+"""The scenario of each engine. Half of the engines are healthy."""
 
 TEAM_COUNT: Final = 3
 """Our choice: how many namespaces the engines are in."""
@@ -72,8 +72,8 @@ class Fleet(app.Daemon):
     def build_handler(self, door: Door | None) -> Handler:
         """Return the handler of all requests.
 
-        /metrics answers with the series of all engines, / and /snapshot.json as a sidecar does
-        that watches several engines, and every other path for the first engine.
+        /metrics answers with the series of all engines, / and /snapshot.json as for a sidecar that
+        watches several engines, and every other path for the first engine.
         """
         first_handler = super().build_handler(door)
         handlers = (first_handler, *(other.build_handler(None) for other in self._others))
@@ -115,11 +115,11 @@ class Fleet(app.Daemon):
 
 
 HOST: Final = "the simulated fleet"
-"""The name of what the engines are on, as the page shows it."""
+"""The name of the engines' machine, as the page shows it."""
 
 
 def name_engine(place: int) -> EngineName:
-    """Return the name of the engine at a place in FLEET_SCENARIOS."""
+    """Return the name of the engine with an index in FLEET_SCENARIOS."""
     namespace = f"team-{place % TEAM_COUNT}"
     return EngineName(namespace=namespace, pod=f"vllm-{FLEET_SCENARIOS[place]}-{place}")
 
@@ -140,7 +140,7 @@ def join_pages(pages: list[str]) -> str:
         # All simulations have the same UUIDs, which Prometheus would take for shared GPUs.
         unique_page = _UUID_PART.sub(rf"-{place:04}\1", page + UP_SERIES)
         for family in unique_page.split("# HELP ")[1:]:
-            # A family may appear once on a page, so the engines' series go below one head.
+            # A family may appear only once on a page, so all engines' series go below one header.
             help_line, type_line, series = family.split("\n", 2)
             series = _NAME_WITH_LABELS.sub(rf"\1{{{labels},", series)
             series = _NAME_WITHOUT_LABELS.sub(rf"\1{{{labels}}} ", series)

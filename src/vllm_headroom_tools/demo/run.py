@@ -62,8 +62,8 @@ PAGE_REFUSED: Final = Failure(
 class Simulated:
     """A source for the daemon that reads the simulated world.
 
-    `now` brings the world to the present and returns it. `epoch_seconds` is the time since the
-    epoch at which the demo began.
+    `now` advances the world to the present and returns it. `epoch_seconds` is when the demo began,
+    in seconds since the epoch.
     """
 
     def __init__(self, now: Callable[[], World], epoch_seconds: float = 0.0) -> None:
@@ -195,7 +195,7 @@ class SimulatedGpus(Simulated):
         return [f"{UUID[:-2]}{index:02}" for index in range(self._count)]
 
     def _look(self) -> World:
-        """Return the world at present, and note the memory in use for the peak."""
+        """Return the present world, and note the memory in use for the peak."""
         world = self._now()
         self._peak.add(world.seconds, world.used_bytes)
         return world
@@ -213,7 +213,7 @@ class SimulatedProcesses(Simulated):
         world = self._now()
         engine = world.engine
         served_seconds = max(0.0, world.seconds - engine.serving_seconds)
-        # Resident memory of a healthy engine, too, grows at first, ever more slowly.
+        # Resident memory of a healthy engine grows at first too, but more and more slowly.
         grown_mib = 45.0 * (1.0 - exp(-served_seconds / 900.0))
         processes = tuple(
             EngineProcess(
@@ -243,7 +243,7 @@ class SimulatedProcesses(Simulated):
 
 
 def _build_cgroup(world: World, used_bytes: int) -> Cgroup:
-    """Return the engine's container: a limit, and what its processes use of it."""
+    """Return the engine's container: its limit, and what its processes use."""
     return Cgroup(
         identity="simulated",
         used_bytes=used_bytes,
@@ -256,7 +256,7 @@ def _build_cgroup(world: World, used_bytes: int) -> Cgroup:
 def _count_resident_bytes(world: World, role: Role, healthy_mib: float) -> int:
     """Return a process's resident memory in whole pages.
 
-    The engine core has what is leaked, and the worker the offload.
+    The engine core holds the leaked memory, and the worker holds the offload.
     """
     resident_bytes = healthy_mib * MIB
     if role is Role.ENGINE_CORE:
@@ -313,7 +313,7 @@ SIMULATED: Final = "everything here is simulated, no GPU and no vLLM is read"
 
 
 def bind_world(world: World, clock: Clock) -> Callable[[], World]:
-    """Return a function that brings the world to the present and returns it.
+    """Return a function that advances the world to the present and returns it.
 
     The world's time begins with this call.
     """

@@ -1,4 +1,4 @@
-"""The simulated world: one GPU, the engine on it, and the scenarios of what happens to them."""
+"""The simulated world: one GPU, the engine on it, and the scenarios."""
 
 from math import ceil, cos, exp, inf, log1p, pi, sqrt
 from random import Random
@@ -13,7 +13,7 @@ Bounds = tuple[float, float]
 
 
 class Visits(Struct, frozen=True):
-    """How something comes, stays and goes again and again: a burst of load, a neighbour, a hang."""
+    """How something comes, stays and goes repeatedly: a burst of load, a neighbour or a hang."""
 
     pause_seconds: Bounds
     """From the end of one visit to the next."""
@@ -35,16 +35,17 @@ class Scenario(Struct, frozen=True, kw_only=True):
     restart_after_seconds: Bounds | None = None
     """The time from serving to the engine's exit.
 
-    None where the engine exits only when it is out of memory.
+    None if the engine exits only when it is out of memory.
     """
 
     loading_seconds: Bounds = (40.0, 70.0)
 
     is_cold: bool = False
-    """Whether the engine starts when the demo does; else it has served for an hour by then."""
+    """Whether the engine starts with the demo; otherwise it has already served for an hour."""
 
     hangs: Visits | None = None
-    """While the engine hangs it takes no step, and the values on its page stay."""
+    """When the engine hangs; meanwhile it takes no step, and the values on its page do not change.
+    """
 
     sleeps: Visits | None = None
 
@@ -55,18 +56,18 @@ class Scenario(Struct, frozen=True, kw_only=True):
     """GPU memory that the engine takes beyond its budget, once it has finished a request."""
 
     excess_after_seconds: float = -inf
-    """The time since the demo began before which nothing is taken beyond the budget."""
+    """How long after the beginning of the demo the engine stays within its budget."""
 
     host_leak_bytes_per_request: float = 0.0
 
     offloaded_bytes_per_request: float = 0.0
-    """Host memory that each request fills of the offload that vLLM was configured to keep."""
+    """How much host memory of the configured offload each request fills."""
 
     strands_after_seconds: float = inf
-    """The time since the demo began at which requests are aborted whose cache stays held."""
+    """How long after the beginning of the demo requests are aborted without freeing their cache."""
 
     page_fails_after_seconds: float = inf
-    """The time since the demo began from which the engine's page answers with an error."""
+    """How long after the beginning of the demo the engine's page starts to answer with an error."""
 
 
 TABLE: Final[dict[str, Scenario]] = {
@@ -91,12 +92,12 @@ TABLE: Final[dict[str, Scenario]] = {
         ),
         Scenario(name="sleep", sleeps=Visits((900.0, 1_500.0), (600.0, 1_200.0))),
         Scenario(name="mig", has_mig=True),
-        # 5.9 % of the budget; a public report has 4.4 to 5.4 % on 16 engines.
+        # 5.9 % of the budget; a public report found 4.4 to 5.4 % on 16 engines.
         Scenario(name="over-budget", excess_mib=4_400),
         Scenario(name="low-memory", excess_mib=5_450, excess_after_seconds=600.0),
-        # 10 requests a second: 16 MB a second.
+        # At 10 requests a second this is 16 MB a second.
         Scenario(name="host-leak", host_leak_bytes_per_request=1_600_000.0),
-        # 4 MB a second: the offload is full in less than two hours.
+        # That is 4 MB a second, so the offload is full in less than two hours.
         Scenario(name="filling", offloaded_bytes_per_request=400_000.0),
         Scenario(name="stranded", strands_after_seconds=600.0),
         Scenario(name="blind", page_fails_after_seconds=600.0),
@@ -107,15 +108,15 @@ TABLE: Final[dict[str, Scenario]] = {
 def make_random(seed: int, purpose: str) -> Random:
     """Return a generator for one purpose.
 
-    With a generator for each purpose, an additional draw for one leaves the others unchanged.
+    With one generator per purpose, an additional draw for one purpose does not change the others.
     """
     return Random(f"{seed}:{purpose}")  # noqa: S311 - a simulation that must repeat, not a secret
 
 
 def draw_poisson(random: Random, mean: float) -> int:
-    """Return a random count of events, of which `mean` are expected, by Knuth's product of draws.
+    """Return a random count of events with this mean, by Knuth's product of draws.
 
-    The mean has to be below 700: exp(-mean) would be 0 beyond.
+    The mean has to be below 700, because exp(-mean) would be 0 beyond that.
     """
     limit = exp(-mean)
     product = random.random()
@@ -139,16 +140,16 @@ class Drift:
         self._value = 0.0
 
     def step(self) -> float:
-        """Let a second pass and return the value."""
+        """Advance by a second and return the value."""
         self._value = self._persistence * self._value + self._random.gauss(0.0, self._shock)
         return self._value
 
 
 class Recurring:
-    """Something that comes, stays and goes again and again; never, where `visits` is None.
+    """Something that comes, stays and goes repeatedly; never, if `visits` is None.
 
-    `number` counts the visits from 1. `size`, `came_seconds` and `leaves_seconds` are those of the
-    newest visit, which may be still to come.
+    `number` counts the visits from 1. `size`, `came_seconds` and `leaves_seconds` describe the
+    newest visit, which may still be in the future.
     """
 
     def __init__(self, random: Random, visits: Visits | None) -> None:
@@ -175,7 +176,7 @@ class Recurring:
 
     @property
     def is_here(self) -> bool:
-        """Whether a visit is going on."""
+        """Return whether a visit is going on."""
         return self.came_seconds <= self._seconds < self.leaves_seconds
 
 
@@ -189,7 +190,7 @@ BLOCK_TOKENS: Final = 16
 KV_BLOCKS: Final = 28_849
 """The blocks of the KV cache, of 2 MiB each (an 8B model, 128 KiB per token).
 
-So many fit the budget beside weights, graphs and activations.
+This many fit into the budget beside weights, graphs and activations.
 """
 
 CAPACITY_TOKENS: Final = KV_BLOCKS * BLOCK_TOKENS
@@ -201,7 +202,8 @@ MEAN_REQUEST_TOKENS: Final = PROMPT_TOKENS + GENERATED_TOKENS // 2
 SMALL_SEGMENT_MIB: Final = 2
 LARGE_SEGMENT_MIB: Final = 20
 ACTIVATIONS_MIB: Final = 1_400
-"""Set aside for activations by vLLM's profile run; the allocator takes no more later."""
+"""The memory that vLLM's profile run reserves for activations; the allocator takes no more later.
+"""
 
 WEIGHTS_MIB: Final = 15_316
 """An 8B model in 16 bits."""
@@ -209,7 +211,7 @@ WEIGHTS_MIB: Final = 15_316
 KV_MIB: Final = 2 * KV_BLOCKS
 GRAPHS_MIB: Final = 620
 BUDGET_MIB: Final = WEIGHTS_MIB + KV_MIB + GRAPHS_MIB + ACTIVATIONS_MIB
-"""gpu_memory_utilization 0.92 of 81,559 MiB; the KV cache gets the rest beside the other parts."""
+"""gpu_memory_utilization 0.92 of 81,559 MiB. The KV cache gets what the other parts leave."""
 
 OUTSIDE_MIB: Final = 560 + 220
 """The memory of the CUDA context and NCCL, which vLLM's budget does not count.
@@ -220,7 +222,8 @@ Both take it before vLLM measures the free memory.
 TOTAL_BYTES: Final = 81_559 * MIB
 RESERVED_BYTES: Final = 600 * MIB
 MAX_USED_BYTES: Final = TOTAL_BYTES - RESERVED_BYTES - 50 * MIB
-"""With more than this in use, the next allocation fails: it is larger than the free memory."""
+"""With more than this in use, the next allocation fails, because it is larger than the free memory.
+"""
 
 HOST_LIMIT_BYTES: Final = 64 * GIB
 """The memory limit of the engine's container, where a scenario has one."""
@@ -229,7 +232,9 @@ OFFLOAD_GIB: Final = 24
 """vLLM's kv_offloading_size, in the scenario that fills it."""
 
 MAX_LEAKED_HOST_BYTES: Final = HOST_LIMIT_BYTES - 10 * GIB
-"""With more than this leaked, the kernel kills the engine core: its processes take the rest."""
+"""With more than this leaked, the kernel kills the engine core, because its processes take the
+other part.
+"""
 
 WARM_SECONDS: Final = 3_600
 """The engine has served this long when the demo begins."""
@@ -283,7 +288,7 @@ class SimulatedRun:
         self._tokens_per_request = float(MEAN_REQUEST_TOKENS)
 
     def sleep(self, *, asleep: bool) -> None:
-        """Go to sleep, wake up, or stay as it is; vLLM ends all requests before it sleeps."""
+        """Go to sleep, wake up, or change nothing; vLLM ends all requests before it sleeps."""
         if asleep and not self.is_asleep:
             self.running = 0
             self.waiting = 0
@@ -292,7 +297,7 @@ class SimulatedRun:
         self.is_asleep = asleep
 
     def strand(self) -> None:
-        """Abort all requests without giving back what they hold of the cache."""
+        """Abort all requests without freeing their part of the cache."""
         self._stranded_tokens += self.running * self._tokens_per_request
         self.running = 0
         self.waiting = 0
@@ -305,7 +310,7 @@ class SimulatedRun:
         host_leak_bytes_per_request: float = 0.0,
         offloaded_bytes_per_request: float = 0.0,
     ) -> None:
-        """Serve for one second, in which `arrived` requests arrive; asleep, refuse them."""
+        """Serve for one second, in which `arrived` requests arrive; refuse them while asleep."""
         if self.is_asleep:
             return
         # 8 s at the 80 running requests of ordinary load
@@ -321,8 +326,8 @@ class SimulatedRun:
         self.offloaded_bytes = min(offloaded_bytes, OFFLOAD_GIB * GIB)
         self.running -= finished
         self.waiting += arrived
-        # The scheduler admits requests into 98 % of the cache, by the size that they have now.
-        # Growth beyond that preempts some of them below.
+        # The scheduler admits requests into 98 % of the cache, by their present size. If they grow
+        # beyond that, some are preempted below.
         fitting = int(0.98 * CAPACITY_TOKENS / self._tokens_per_request)
         free_places = min(fitting, MAX_RUNNING) - self.running
         admitted = max(0, min(self.waiting, free_places))
@@ -347,7 +352,7 @@ class SimulatedRun:
     def count_gpu_bytes(self, seconds: float) -> int:
         """Return the bytes that the worker holds on the GPU at a time; 0 before its start.
 
-        A healthy engine, too, keeps taking memory that it never frees. The model is PyTorch's
+        Even a healthy engine keeps taking memory that it never frees. The model is PyTorch's
         caching allocator (c10/core/AllocatorConfig.h: segments of 2 MiB and 20 MiB) with lazily
         loaded kernels. The chance that the n-th request is the first to need something falls as
         1/n, so this growth fades; a leak's does not.
@@ -380,7 +385,7 @@ def round_to_segments(mib: float, segment_mib: int) -> int:
 
 
 class World:
-    """The simulated GPU with its engine, a function of scenario, seed and time alone.
+    """The simulated GPU with its engine; it depends only on scenario, seed and time.
 
     `seconds` is the time since the demo began, in whole seconds. `active_requests` is the number of
     requests that the GPU works on: 0 during a hang.
@@ -413,33 +418,33 @@ class World:
         self.advance(0.0)
 
     def advance(self, seconds: float) -> None:
-        """Move the world on to a time, second by second; a time that has passed changes nothing."""
+        """Advance the world to a time, second by second; a past time changes nothing."""
         while self.seconds + 1 <= seconds:
             self._step()
 
     @property
     def has_processes(self) -> bool:
-        """Whether the engine's processes have been started."""
+        """Return whether the engine's processes have been started."""
         return self.seconds >= self.engine.started_seconds
 
     @property
     def is_serving(self) -> bool:
-        """Whether the engine answers."""
+        """Return whether the engine answers."""
         return self.seconds >= self.engine.serving_seconds
 
     @property
     def has_page(self) -> bool:
-        """Whether the engine's page can be read."""
+        """Return whether the engine's page can be read."""
         return self.seconds < self._scenario.page_fails_after_seconds
 
     @property
     def engine_bytes(self) -> int:
-        """GPU memory of the engine's worker."""
+        """Return the GPU memory of the engine's worker."""
         return self.engine.count_gpu_bytes(self.seconds)
 
     @property
     def neighbour_bytes(self) -> int:
-        """GPU memory of a neighbour, which grows in the first fifth of its stay; 0 without one."""
+        """Return a neighbour's GPU memory, which grows in the first fifth of its stay; or 0."""
         visit = self.neighbours
         if not visit.is_here:
             return 0
@@ -451,14 +456,14 @@ class World:
 
     @property
     def used_bytes(self) -> int:
-        """GPU memory in use, without the memory that the driver reserves.
+        """Return the GPU memory in use, without the memory that the driver reserves.
 
         On a data-centre GPU, 20 MiB of it belong to no process.
         """
         return 20 * MIB + self.engine_bytes + self.neighbour_bytes
 
     def _step(self) -> None:
-        """Let one second pass; an engine that exits is followed by its next run."""
+        """Advance by one second; an engine that exits is followed by its next run."""
         self.seconds += 1
         for visits in (self.neighbours, self._bursts, self._hangs, self._sleeps):
             visits.advance(self.seconds)

@@ -33,7 +33,7 @@ MARKS: Final = {
 }
 VERDICTS: Final = {Status.MISSING: Conclusion.NOT_GOOD, Status.UNKNOWN: Conclusion.CANNOT_TELL}
 INDENT: Final = " " * 9
-"""As wide as the mark: lines below a check begin under its name."""
+"""As wide as the mark, so that lines below a check begin under its name."""
 
 LOG_SECONDS: Final = 4.0
 """The time for reading the engine's log; the API server may take seconds."""
@@ -43,9 +43,9 @@ PROBE_SECONDS: Final = 2.0
 
 
 def find_place(environ: Mapping[str, str], root: Path = Path("/")) -> tuple[str, ...]:
-    """Return the words that occur in a fix's `where` if it applies to where this runs.
+    """Return the words in a fix's `where` that match the place where this runs.
 
-    That is a pod, a container or a machine.
+    The place is a pod, a container or a machine.
     """
     if "KUBERNETES_SERVICE_HOST" in environ:
         return ("pod",)
@@ -54,10 +54,10 @@ def find_place(environ: Mapping[str, str], root: Path = Path("/")) -> tuple[str,
 
 
 def build_report(checks: Mapping[str, Check], version: str, place: tuple[str, ...] = ()) -> Report:
-    """Return the report on the checks, which are by name.
+    """Return the report on the checks, which are keyed by name.
 
-    `place` has words for where this runs: of each check's fixes, those whose `where` has one of
-    these words come first. The exit status is 1 where anything is missing or unknown.
+    `place` has words for the place where this runs; fixes whose `where` has one of these words come
+    first. The exit status is 1 if anything is missing or unknown.
     """
 
     def is_elsewhere(fix: Fix) -> bool:
@@ -68,7 +68,7 @@ def build_report(checks: Mapping[str, Check], version: str, place: tuple[str, ..
         name: replace(check, fixes=tuple(sorted(check.fixes, key=is_elsewhere)))
         for name, check in checks.items()
     }
-    # Missing comes first: what is unknown may be there.
+    # MISSING comes first, because what is UNKNOWN may exist.
     findings = [_build_finding(name, check) for name, check in sorted_checks.items()]
     states = [check.state for check in sorted_checks.values()]
     missing_count = states.count(Status.MISSING)
@@ -159,7 +159,7 @@ async def _run(arguments: Namespace) -> Report:
 async def examine(settings: ModelSettings, proc: Path = PROC, sys: Path = SYS) -> dict[str, Check]:
     """Return the result of each check by name; reads run at the same time.
 
-    Scripts rely on these names.
+    Scripts rely on the names.
     """
     # With several engines, most checks below have no single answer.
     if settings.engines is not None:
@@ -171,7 +171,7 @@ async def examine(settings: ModelSettings, proc: Path = PROC, sys: Path = SYS) -
     if settings.engine_log is not None:
         source = build_log_source(settings.engine_log, settings.engine_container)
         engine_log = EngineLogFollower(source, SystemClock())
-    # All at once: each may wait for its timeout.
+    # All at the same time, because each may wait for its timeout.
     survey, listening, state, trace, files, log_reading = await asyncio.gather(
         look(settings, proc, sys),
         port.check_listen_port(

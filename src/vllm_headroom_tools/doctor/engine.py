@@ -51,7 +51,7 @@ WITHOUT_THE_PAGE: Final = (
     "headroom_memory_per_*",
     "headroom_sample_skew_seconds",
 )
-"""The series that the daemon does not export without the engine's page; `*` means any text."""
+"""The series that the daemon does not export without the engine's page; `*` matches any text."""
 
 WITHOUT_AN_ANSWER: Final = (
     *WITHOUT_THE_PAGE,
@@ -60,7 +60,7 @@ WITHOUT_AN_ANSWER: Final = (
     "headroom_leaked_bytes",
     "headroom_time_to_oom_*",
 )
-"""Those and the series on leaks, which begin only once the engine has served."""
+"""These series, and the series on leaks, which begin only once the engine has served."""
 
 SET_ENGINE_URL: Final = fix_setting(
     "HEADROOM_ENGINE_URL=http://HOST:PORT/metrics",
@@ -76,10 +76,10 @@ def check_engine(survey: Survey) -> Check:
         return _check_unreadable(survey, page)
     if page.engines:
         return Check(Status.OK, f"{survey.url} answers: {_describe_engines(survey, page)}")
-    # The server answers and is none that is known: the address is the likeliest mistake.
+    # The server answers but is not a known one, so the address is the most likely mistake.
     details: tuple[str, ...] = ()
     ways: tuple[Fix, ...] = (_fix_address(survey),)
-    # It is vLLM, but its page has none of vLLM's series: they were switched off.
+    # It is vLLM, but its page has none of vLLM's series, so they were switched off.
     if survey.version is not None:
         details = (f"the server calls itself version {survey.version}",)
         ways = (put(f"{fixes.VLLM}, to take out", "--disable-log-stats"), *ways)
@@ -114,7 +114,7 @@ def _check_unreadable(survey: Survey, failure: Failure) -> Check:
     hints: list[str] = []
     status = Status.MISSING
     daemon_waits_seconds = survey.daemon_waits_seconds
-    # The command is impatient: the daemon may well get the page that is late here.
+    # The command is impatient: the daemon may well get a page that is late here.
     if failure.reason is Reason.TIMEOUT and daemon_waits_seconds > LOOK_SECONDS:
         status = Status.UNKNOWN
         hints.append(
@@ -142,7 +142,7 @@ def _check_unreadable(survey: Survey, failure: Failure) -> Check:
 def _fix_address(survey: Survey) -> Fix:
     """Return the fix that sets the page's address.
 
-    Where an engine runs here on another port, the fix names that port.
+    If an engine runs here on another port, the fix names that port.
     """
     if survey.served_port in {None, find_port(survey.url)}:
         return SET_ENGINE_URL
@@ -185,11 +185,11 @@ SET_KV_BYTES: Final = (
 
 
 def _list_series() -> dict[str, tuple[Metric, ...]]:
-    """Return the series that need each input of the page; without inputs that none needs."""
+    """Return the series that need each input of the page; without inputs that no series needs."""
     series: dict[str, tuple[Metric, ...]] = {}
     for field, engine_input in INPUTS.items():
         metrics = tuple(
-            # A series needs the facts that it is computed from, and the input that it is itself.
+            # A series needs the facts from which it is computed, and the input that it exports.
             metric
             for metric in catalog.METRICS
             if field in metric.needs or metric.name == engine_input.metric
@@ -217,7 +217,7 @@ def check_engine_inputs(survey: Survey) -> Check:
     missing = [name for name, is_offered in page.inputs if not is_offered]
     offered = f"{len(page.inputs) - len(missing)} of {len(page.inputs)} inputs offered"
     details = []
-    # What nothing depends on is no trouble.
+    # An input that nothing depends on is no trouble.
     unused = [name for name in missing if name not in SERIES]
     if unused:
         details.append(f"not exported, and no metric depends on it: {', '.join(unused)}")
@@ -225,7 +225,7 @@ def check_engine_inputs(survey: Survey) -> Check:
         if name in SERIES:
             details.append(f"{profile.product} does not export {name}: {reason}")
     never_exported = dict(profile.absent)
-    # What this product never exports cannot be had by a newer version.
+    # A newer version does not help with an input that this product never exports.
     wanted = [name for name in missing if name in SERIES and name not in never_exported]
     if not wanted:
         return Check(Status.OK, offered, details=tuple(details))
@@ -260,7 +260,7 @@ def _fix_by_request(survey: Survey, page: EnginePage) -> Fix:
 
 
 def check_reported_memory(survey: Survey, configured_bytes: int | None) -> Check:
-    """Check whether there is a budget with which the engine's memory can be compared, and whose.
+    """Check whether there is a budget to compare the engine's memory with, and from where.
 
     It runs the daemon's derivation on a made-up GPU. UNKNOWN without a page.
     """
@@ -274,7 +274,7 @@ def check_reported_memory(survey: Survey, configured_bytes: int | None) -> Check
         reported_gib = sample.value / GIB
         texts_by_source = {
             "metric": f"the engine reports {reported_gib:.1f} GiB on each GPU",
-            # The made-up GPU has 1 GiB: the budget in GiB is its share.
+            # The made-up GPU has 1 GiB, so the budget in GiB is the share.
             "budget": (
                 f"the engine's budget is {reported_gib:.0%} of each GPU (gpu_memory_utilization)"
             ),
@@ -301,7 +301,7 @@ def check_reported_memory(survey: Survey, configured_bytes: int | None) -> Check
 def list_lost_series(inputs: Collection[str], page: EnginePage) -> tuple[str, ...]:
     """Return the names of series that are absent without these inputs.
 
-    They are in the order of the daemon's page.
+    The names are in the order of the daemon's page.
     """
     lost: set[Metric] = set()
     for name in inputs:
@@ -317,9 +317,9 @@ def check_kv_bytes(
 ) -> Check:
     """Check whether the size of the KV cache in bytes is known.
 
-    It is by configured bytes per token, else by a model, on which the daemon's derivation is run.
-    If a model is not configured, failing is NOT_APPLICABLE and not MISSING: nobody asked for it.
-    UNKNOWN without a page.
+    The size comes from configured bytes per token, or else from a model, for which the daemon's
+    derivation is run. If no model is configured, a failure is NOT_APPLICABLE and not MISSING,
+    because nobody asked for it. UNKNOWN without a page.
     """
     if bytes_per_token is not None:
         return Check(Status.OK, f"{bytes_per_token:g} bytes per token are set")
@@ -333,7 +333,7 @@ def check_kv_bytes(
         return Check(status, text, absent=WITHOUT_BYTES, fixes=SET_KV_BYTES)
     if isinstance(survey.page, Failure) or not survey.page.engines:
         return Check(Status.UNKNOWN, NO_PAGE)
-    # The derivation needs only page and GPUs: the times do not matter.
+    # The derivation needs only page and GPUs, and the times do not matter.
     gpus = survey.readings if isinstance(survey.readings, Failure) else survey.gpus
     snapshot = Snapshot(
         time_seconds=0, monotonic_seconds=0, engines=survey.page, gpus=gpus, processes=()
@@ -393,7 +393,7 @@ RESTART: Final = (
 
 
 def check_probe(files: tuple[ProbedProcess, ...] | Failure | None, survey: Survey) -> Check:
-    """Check whether the running vLLM has loaded the probe, and all its processes write.
+    """Check whether the running vLLM has loaded the probe and all its processes write.
 
     NOT_APPLICABLE where no folder is configured.
     """
@@ -403,7 +403,7 @@ def check_probe(files: tuple[ProbedProcess, ...] | Failure | None, survey: Surve
         return Check(Status.NOT_APPLICABLE, NO_PROBE_DIR)
     if isinstance(probe, Failure):
         return Check(Status.MISSING, probe.message, absent=FROM_PROBE, fixes=INSTALL_PROBE)
-    # Files of processes that started before the present ones are of an earlier run.
+    # Files of processes that started before the present ones belong to an earlier run.
     run_start_seconds = min((process.started_at_seconds for process in probe.present), default=0.0)
     stopped = [
         process
@@ -415,7 +415,7 @@ def check_probe(files: tuple[ProbedProcess, ...] | Failure | None, survey: Surve
     ways = RESTART if probe.silent or stopped else INSTALL_PROBE
     if probe.present:
         text = _describe_present(probe.present)
-        # Some processes write: any that has stopped or is silent makes the check fail.
+        # Some processes write, but any that has stopped or is silent makes the check fail.
         details += [f"{_name_process(process)} writes no longer" for process in probe.silent]
         if not details:
             return Check(Status.OK, text, details=_describe_measurements(probe.present))
@@ -433,7 +433,7 @@ def check_probe(files: tuple[ProbedProcess, ...] | Failure | None, survey: Surve
 
 
 def _describe_present(processes: Collection[ProbedProcess]) -> str:
-    """Return in which processes the probe answers, and of which vLLM."""
+    """Return a text on the processes in which the probe answers, and on their vLLM version."""
     roles = fixes.count_roles(process.role for process in processes)
     versions = sorted({process.vllm_version for process in processes if process.vllm_version})
     text = f"it answers in {roles}"
@@ -443,7 +443,7 @@ def _describe_present(processes: Collection[ProbedProcess]) -> str:
 
 
 def _describe_measurements(processes: Collection[ProbedProcess]) -> tuple[str, ...]:
-    """Return what the processes with a GPU measure on request, and how to turn on the others."""
+    """Return a text on optional measurements of the probe, and on how to turn them on."""
     workers = [process for process in processes if process.devices]
     if not workers:
         return (NO_GPU,)
@@ -473,8 +473,9 @@ OPTIONS_NEVER_KNOWN: Final = {
     "chunked_prefill_max_len": "--max-num-batched-tokens",
     "kv_cache_memory": "--kv-cache-memory-bytes",
 }
-"""Options that no version of vLLM has, although guides and error texts name them; and for each the
-option that does the same."""
+"""Options that no version of vLLM has, although guides and error texts mention them, each with the
+option that does the same.
+"""
 
 
 def read_options(survey: Survey) -> EngineOptions | None:
@@ -524,7 +525,8 @@ def _list_contradictions(options: EngineOptions, survey: Survey) -> Iterator[str
         )
     if options.gpu_memory_utilization is None or isinstance(survey.page, Failure):
         return
-    # The page shows what is in force: another value there came from elsewhere, such as a file.
+    # The page shows the value in force; a different value there came from elsewhere, such as a
+    # file.
     page_ratios = {engine.gpu_memory_utilization_ratio for engine in survey.page.engines}
     if not page_ratios <= {None, options.gpu_memory_utilization}:
         ratio = max(filter(None, page_ratios))
@@ -534,7 +536,7 @@ def _list_contradictions(options: EngineOptions, survey: Survey) -> Iterator[str
 def check_faults(survey: Survey) -> Check:
     """List the known faults of the engine's version that can occur with its options.
 
-    Always OK: a known fault is nothing that the doctor can fix. NOT_APPLICABLE without a version.
+    Always OK, because the doctor cannot fix a known fault. NOT_APPLICABLE without a version.
     """
     version = None if survey.version is None else parse_version(survey.version)
     if version is None:

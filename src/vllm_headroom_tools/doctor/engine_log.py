@@ -25,7 +25,7 @@ READ_LOG: Final = (
 
 
 def check_log(reading: LogReading | Failure | None) -> Check:
-    """Check whether the engine's log can be read and is that of an engine.
+    """Check whether the engine's log can be read and is a log of an engine.
 
     NOT_APPLICABLE where none is configured.
     """

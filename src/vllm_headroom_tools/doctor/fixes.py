@@ -1,4 +1,4 @@
-"""What a check of the doctor is, and the lines that fix what is missing."""
+"""Defines a check of the doctor, and the lines that fix what is missing."""
 
 import asyncio
 from collections import Counter
@@ -39,7 +39,7 @@ class Status(StrEnum):
 
 
 class Fix(Struct, frozen=True, kw_only=True):
-    """One way to fix a thing: the lines to write, and where. Several fixes are alternatives."""
+    """One way to fix something: the lines to write, and where. Several fixes are alternatives."""
 
     where: str
     lines: tuple[str, ...]
@@ -53,8 +53,9 @@ class Check(Struct, frozen=True):
     """What there is, what is missing, or why the check is unknown or does not apply."""
     details: tuple[str, ...] = ()
     absent: tuple[str, ...] = ()
-    """The series that the daemon does not export as long as this is not fixed. A name that ends in
-    `*` means all series with this prefix."""
+    """The series that the daemon does not export until this is fixed. A name that ends in `*` means
+    all series with this prefix.
+    """
     fixes: tuple[Fix, ...] = ()
 
 
@@ -73,7 +74,7 @@ def count_roles(roles: Iterable[Role]) -> str:
 
 
 def put(where: str, *lines: str) -> Fix:
-    """Return the fix that puts these lines there."""
+    """Return the fix that puts these lines into a place."""
     return Fix(where=where, lines=lines)
 
 
@@ -185,7 +186,7 @@ def find_engine_fixes(reason: Reason, elsewhere: Fix) -> tuple[Fix, ...]:
 
 
 VERSION_SECONDS: Final = 1.0
-"""The limit for reading the engine's version, and for its model: the checks can do without them."""
+"""The time limit for the engine's version and model, without which the checks can do."""
 
 
 class Survey(Machine, frozen=True, kw_only=True):
@@ -201,12 +202,13 @@ class Survey(Machine, frozen=True, kw_only=True):
     host_limit_bytes: int | None = None
     """The configured limit of vLLM's host memory; None where none is set."""
     token_bytes: TokenBytes | None = None
-    """How to count the bytes per token of the model that the engine's processes load; None where it
-    is not visible."""
+    """The function for the bytes per token of the model that the engine's processes load; None
+    where the model is not visible.
+    """
 
     @property
     def served_port(self) -> int | None:
-        """The port in the command line of the engine that runs here.
+        """Return the port in the command line of the engine that runs here.
 
         None where no port is known, or several are.
         """
@@ -235,7 +237,7 @@ async def look(settings: ModelSettings, proc: Path, sys: Path) -> Survey:
     )
     options = None
     token_bytes = None
-    # The processes name the model that is served, where no configuration names it.
+    # If no configuration names the model, the processes show which model is served.
     if not isinstance(machine.processes, Failure):
         options = machine.processes.options
         parse_model = settings.model_reader.parse

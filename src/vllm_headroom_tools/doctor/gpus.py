@@ -31,7 +31,7 @@ OWNED_GPU_SERIES: Final = (
     "headroom_memory_per_*",
     "headroom_time_to_oom_*",
 )
-"""Series that exist for the engine's GPUs only."""
+"""The series that exist only for the engine's GPUs."""
 
 WITHOUT_NVML: Final = ("headroom_gpu_*", *OWNED_GPU_SERIES, "headroom_sample_skew_seconds")
 NO_NVML: Final = "needs NVML, see nvml"
@@ -68,7 +68,7 @@ def check_gpus(survey: Survey) -> Check:
     for gpu in survey.gpus:
         name = name_device(gpu.reading)
         details += [f"{name}: {describe_leftover(leftover)}" for leftover in gpu.leftovers]
-    # Also a GPU that answers and reports no memory: its series are absent.
+    # A GPU that answers but reports no memory is among them, because its series are absent.
     unreadable = [device for device in devices if device.failure or device.memory is None]
     if not unreadable:
         return Check(Status.OK, f"{len(devices)} visible", details=tuple(details))
@@ -82,7 +82,7 @@ def check_gpus(survey: Survey) -> Check:
 
 
 def _fix_unreadable(devices: list[GpuReading]) -> tuple[Fix, ...]:
-    """Return the fixes for GPUs that cannot be read; none where only NVIDIA's memory is unknown."""
+    """Return the fixes for GPUs that cannot be read; empty if only NVIDIA's memory is unknown."""
     failures = [device.failure for device in devices if device.failure]
     if failures:
         if failures[0].reason is Reason.NO_PERMISSION:
@@ -93,7 +93,7 @@ def _fix_unreadable(devices: list[GpuReading]) -> tuple[Fix, ...]:
 
 
 def name_device(device: GpuReading) -> str:
-    """Return a GPU's name: its index and its UUID, which is unknown for a GPU that never opened."""
+    """Return a GPU's name: its index, and its UUID if the GPU was ever opened."""
     return f"GPU {device.index} ({device.uuid or 'UUID not known'})"
 
 
@@ -115,7 +115,7 @@ def _describe_memory(device: GpuReading) -> str:
         return ""
     total = format_gib(device.memory.total_bytes)
     free = format_gib(device.memory.free_bytes)
-    # When such a GPU is full, so is the machine: it swaps and then hangs.
+    # When such a GPU is full, the machine is full too: it swaps and then hangs.
     return (
         f", unified memory: {free} left of the {total} that it may take of the machine's,"
         " by /proc/meminfo"
@@ -124,10 +124,12 @@ def _describe_memory(device: GpuReading) -> str:
 
 WITHOUT_HOLDERS: Final = ('headroom_gpu_memory_held_bytes{holder="engine"|"other"}',)
 WITHOUT_PROCESSES: Final = ("headroom_host_*", "headroom_leak_bound_bytes", *WITHOUT_HOLDERS)
-"""What is absent where /proc shows no process of vLLM's."""
+"""The series that are absent if /proc shows no vLLM process."""
 
 WITHOUT_PROC: Final = ("headroom_memory_pressure_ratio", *WITHOUT_PROCESSES)
-"""What is absent where /proc cannot be read: not even the machine's pressure is known then."""
+"""The series that are absent if /proc cannot be read, when not even the machine's pressure is
+known.
+"""
 
 BASES: Final[Mapping[HostBasis | None, str]] = {
     HostBasis.CGROUP: "by the cgroup of vLLM's processes",
@@ -146,7 +148,7 @@ ASK_THE_NODE: Final = put(
 
 
 def check_processes(survey: Survey) -> Check:
-    """Check whether the engine's processes are visible, which takes a shared PID namespace."""
+    """Check whether the engine's processes are visible, which needs a shared PID namespace."""
     processes = survey.processes
     if isinstance(processes, Failure):
         ways: tuple[Fix, ...] = (SHOW_PROC,)
@@ -197,7 +199,7 @@ def _share_processes(processes: ProcessReadings) -> tuple[Fix, ...]:
 
 
 def _describe_host(survey: Survey, processes: ProcessReadings) -> Iterator[str]:
-    """Yield a text on the host memory in use, and one on swap; none of an unknown one."""
+    """Yield a text on the host memory in use, and one on swap, where they are known."""
     # From an empty state: a single reading has no run before it.
     _, memory = update_container(ContainerState(), processes, limit_bytes=survey.host_limit_bytes)
     if memory is not None and memory.used_bytes is not None:
@@ -216,7 +218,7 @@ def _describe_host(survey: Survey, processes: ProcessReadings) -> Iterator[str]:
 
 
 def check_process_memory(survey: Survey) -> Check:
-    """Check whether the driver reports the memory of each process in a way that is valid here.
+    """Check whether the driver reports the memory of each process correctly here.
 
     UNKNOWN without NVML or the processes.
     """
@@ -248,7 +250,7 @@ def check_process_memory(survey: Survey) -> Check:
         if not _reports_memory(device, engine_pids)
     ]
     if unreported:
-        # For AMD's cards it is read from the processes' open files, which takes a permission.
+        # For AMD's cards it is read from the processes' open files, which needs a permission.
         ways: tuple[Fix, ...] = (ASK_THE_NODE,)
         if has_amd:
             ways = (*fixes.TRACE_THEM, fixes.SEE_HOST_PIDS)
@@ -270,7 +272,7 @@ def check_process_memory(survey: Survey) -> Check:
 def _reports_memory(device: GpuReading, engine_pids: Collection[int]) -> bool:
     """Return whether the driver reports the memory of the engine's processes on a device.
 
-    True for a device that cannot be read: another check covers it.
+    True for a device that cannot be read, because another check covers that.
     """
     if device.failure is not None:
         return True
@@ -368,8 +370,8 @@ def _has_reliable_pids(survey: Survey) -> bool:
 def _explain_none(survey: Survey) -> tuple[Status, str, tuple[Fix, ...]]:
     """Return the state of the check, why no GPU is attributed to the engine, and the fixes.
 
-    The state is UNKNOWN where the engine does not answer, unless its processes are the problem:
-    they cannot be read, or it is ambiguous which are its own. Else it is MISSING.
+    The state is UNKNOWN if the engine does not answer, unless its processes are the problem,
+    because they cannot be read or are ambiguous. Otherwise it is MISSING.
     """
     status = Status.MISSING
     if isinstance(survey.page, Failure) and not _is_process_problem(survey):
@@ -388,9 +390,10 @@ def _is_process_problem(survey: Survey) -> bool:
 
 
 def _explain_unattributed(survey: Survey) -> tuple[str, tuple[Fix, ...]]:
-    """Return why the engine's processes show none of its GPUs, and the fixes."""
+    """Return why no GPU can be found by the engine's processes, and the fixes."""
     processes = survey.processes
-    # From the most general obstacle to the most particular: the first that holds explains the rest.
+    # From the most general obstacle to the most specific one; the first that applies explains the
+    # others.
     if isinstance(processes, Failure):
         return NOT_ATTRIBUTED, fixes.SEE_THE_PROCESSES if processes == HIDDEN else ()
     if processes.ambiguous_engines:
@@ -427,7 +430,7 @@ def _is_unlisted_amd(device: GpuReading) -> bool:
 
 
 def _name_gpus(survey: Survey) -> Fix:
-    """Return the fix that names all visible GPUs, by index where that is unique, else by UUID."""
+    """Return the fix that names all visible GPUs, by index if that is unique, else by UUID."""
     devices = [gpu.reading for gpu in survey.gpus]
     # MIG instances, and AMD's partitions, share the index of their GPU: only their UUIDs are names.
     index_counts = Counter(device.index for device in devices if not device.uuid.startswith("MIG-"))

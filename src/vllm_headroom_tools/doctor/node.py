@@ -1,4 +1,4 @@
-"""Checks of a daemon that watches several engines: which there are, and each one's page."""
+"""Checks of a daemon that watches several engines: the engines, and the page of each."""
 
 import asyncio
 from collections import Counter
@@ -59,7 +59,7 @@ async def examine_node(settings: ModelSettings, proc: Path, sys: Path) -> dict[s
     located = await locate_engines(settings, proc)
     watched = [engine for engine in located if engine.kind is EngineKind.WATCHED]
     first_url = watched[0].page_url if watched else settings.engine_url
-    # One survey for all engines: the GPUs are the machine's.
+    # One survey for all engines, because the GPUs belong to the machine.
     survey, listening, state, pages = await asyncio.gather(
         look(settings.model_copy(update={"engine_url": first_url}), proc, sys),
         port.check_listen_port(
@@ -83,7 +83,7 @@ async def examine_node(settings: ModelSettings, proc: Path, sys: Path) -> dict[s
 
 
 def _sees_all(settings: ModelSettings, proc: Path) -> bool:
-    """Return whether every engine that is meant can be found."""
+    """Return whether every configured engine can be found."""
     return settings.engines != "node" or has_host_pids(proc)
 
 
@@ -97,7 +97,7 @@ async def _fetch(settings: ModelSettings, engine: LocatedEngine) -> EnginePage |
 
 
 def check_engines(located: Iterable[LocatedEngine], *, has_hosts: bool) -> Check:
-    """Check which engines there are; `has_hosts` is whether all of the machine can be found."""
+    """Check which engines exist; `has_hosts` is whether all engines of the machine can be found."""
     engines = tuple(located)
     details = [f"{engine.name.text}: {engine.problem}" for engine in engines if engine.problem]
     fixes: list[Fix] = []
@@ -107,7 +107,7 @@ def check_engines(located: Iterable[LocatedEngine], *, has_hosts: bool) -> Check
     if any(engine.name.pod and not engine.name.namespace for engine in engines):
         details.append(f"{CONTAINER_LOGS} shows no names of pods: each is named by its UID")
         fixes.append(SEE_CONTAINER_LOGS)
-    # An engine that was found can still lack what names it.
+    # An engine that was found may still lack its names.
     is_complete = bool(engines) and not details
     return Check(
         Status.OK if is_complete else Status.MISSING,
@@ -127,7 +127,7 @@ def _count_kinds(engines: Iterable[LocatedEngine]) -> str:
 def check_cgroups(engines: Sequence[LocatedEngine], proc: Path) -> Check:
     """Check whether the memory cgroups of the watched engines are visible.
 
-    NOT_APPLICABLE, with the fix, where some are not: the daemon also works without them.
+    NOT_APPLICABLE, with a fix, if some are not visible, because the daemon also works without them.
     """
     if not engines:
         return Check(Status.NOT_APPLICABLE, "no engine is watched")
@@ -138,7 +138,7 @@ def check_cgroups(engines: Sequence[LocatedEngine], proc: Path) -> Check:
             pids_by_owner.setdefault(owner.key, []).append(pid)
     hidden_names = []
     for engine in engines:
-        # Any process shows it: all of a pod or unit are in the same tree.
+        # Any process shows it, because all processes of a pod or unit are in the same tree.
         pids = pids_by_owner.get(engine.owner_key, [])
         if not any(read_cgroup(proc, pid, machine_bytes=UNLIMITED_BYTES) for pid in pids):
             hidden_names.append(engine.name.text)

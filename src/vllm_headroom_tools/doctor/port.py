@@ -33,8 +33,8 @@ ANOTHER_HOST: Final = fix_setting("HEADROOM_LISTEN_HOST=  # nothing: all interfa
 async def check_listen_port(host: str, port: int, web_config: Path | None = None) -> Check:
     """Check whether a daemon already serves at this address, or could listen there.
 
-    Behind TLS, a daemon is identified by the certificate that `web_config` names. A server that
-    asks for a password, or has another certificate, is UNKNOWN. NOT_APPLICABLE for port 0.
+    With TLS, the certificate that `web_config` names identifies a daemon. A server that requires a
+    password, or has another certificate, is UNKNOWN. NOT_APPLICABLE for port 0.
     """
     if port == 0:
         return Check(
@@ -58,7 +58,8 @@ async def check_listen_port(host: str, port: int, web_config: Path | None = None
         if error.errno == errno.EADDRINUSE:
             text = f"port {port} is taken by something that does not answer as vllm-headroom"
         fix = ANOTHER_HOST
-        # The port is taken, or is below 1024, which takes a privilege: another port helps.
+        # The port is in use, or is below 1024, which needs a privilege. Another port helps in both
+        # cases.
         if error.errno in {errno.EADDRINUSE, errno.EACCES}:
             fix = other_port
     else:
@@ -97,7 +98,7 @@ async def _check_locked(
     else:
         server = f"port {port} speaks TLS"
         try:
-            # The handshake alone shows the certificate: no request is made.
+            # The handshake alone shows the certificate, so no request is made.
             certificate = await Worker[str]("tls").call(
                 lambda: ssl.get_server_certificate((host, port), timeout=ANSWER_SECONDS),
                 2 * ANSWER_SECONDS,
@@ -131,7 +132,9 @@ def _strip_spaces(text: str) -> str:
 
 
 FILE_SECONDS: Final = 2.0
-"""The limit for writing a file, the same as the daemon's for its state: a slower volume is hung."""
+"""The time limit for writing a file, the same as the daemon's for its state. A slower volume counts
+as hung.
+"""
 
 WRITTEN_BYTES: Final = 4096
 """Our choice: one block of most file systems, so that writing to a full volume fails."""
@@ -184,7 +187,7 @@ async def _check_writable(
             "in the systemd unit", "StateDirectory=vllm-headroom", f"Environment={variable}={value}"
         ),
     )
-    # The variable names a file of something else: another file is needed, and no volume.
+    # The variable names a file with other content, so another file is needed, not a volume.
     if problem == NOT_A_TRACE:
         ways = (fix_setting(f"{variable}={path}.jsonl"),)
     return Check(Status.MISSING, f"{path} cannot be written by {user}: {problem}", fixes=ways)

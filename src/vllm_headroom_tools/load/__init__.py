@@ -1,1 +1,1 @@
-"""The command `load`: a bounded load on a server that the user names, whose memory is watched."""
+"""The command `load`: put a bounded load on a named server, and watch the server's memory."""

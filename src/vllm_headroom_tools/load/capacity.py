@@ -11,18 +11,19 @@ from vllm_headroom_tools.bad_input import BadInput
 from vllm_headroom_tools.cli import write_note
 
 OWN_DESCRIPTORS: Final = 64
-"""Descriptors kept for other files than streams: the sampler's, /proc, the trace."""
+"""Descriptors reserved for files other than streams: the sampler's, /proc, the trace."""
 
 STREAM_BYTES: Final = 16 * 2**10
-"""Memory of a stream over http: twice the sum of 6 KiB in this process (measured) and the kernel's
-memory for a socket."""
+"""The memory of a stream over http: twice the sum of 6 KiB in this process (measured) and the
+kernel's memory for a socket.
+"""
 
 TLS_STREAM_BYTES: Final = 128 * 2**10
 """The same over https, with 47 KiB in this process (measured): each connection has buffers for
 encryption."""
 
 UNLIMITED_DESCRIPTORS: Final = 2**31
-"""The limit where there is none."""
+"""Used as the limit if there is none."""
 
 
 def raise_descriptors() -> int:
@@ -38,11 +39,11 @@ def raise_descriptors() -> int:
 def list_limits(
     descriptors: int, *, uses_tls: bool, proc: Path = Path("/proc")
 ) -> list[tuple[int, str]]:
-    """Return for each limit how many streams to one address it allows, and its name; lowest first.
+    """Return how many streams to one address each limit allows, with its name; lowest first.
 
-    A limit that cannot be read is left out. The limit of open files is always there.
+    A limit that cannot be read is left out. The limit of open files is always included.
     """
-    # What is open already: standard streams, the trace and libraries.
+    # Descriptors that are open already: standard streams, the trace and libraries.
     open_descriptors = sum(1 for _ in Path("/proc/self/fd").iterdir())
     free_descriptors = max(0, descriptors - open_descriptors - OWN_DESCRIPTORS)
     limits = [(free_descriptors, f"ulimit -n {descriptors}")]
@@ -63,7 +64,7 @@ def _read_free_memory(proc: Path) -> int | None:
     """Return the bytes that this process may still use.
 
     That is the machine's available memory, or the free part of the container's limit if that is
-    less. None where neither is known; raises OSError.
+    less. None if neither is known. May raise OSError.
     """
     reading = read_host(proc, read_own_pid(proc))
     free_bytes = []
@@ -80,9 +81,9 @@ def _read_free_memory(proc: Path) -> int | None:
 def check_capacity(concurrency: int, streams: int, *, uses_tls: bool) -> None:
     """Note on standard error how many streams this process can hold.
 
-    Raises BadInput where `streams`, which `--concurrency` needs, are more.
+    Raises BadInput if `--concurrency` needs more `streams` than that.
     """
-    # Python's default of 1,024 is too low for most loads: it is raised first.
+    # The usual limit of 1,024 is too low for most loads, so it is raised first.
     held_streams, limit_name = list_limits(raise_descriptors(), uses_tls=uses_tls)[0]
     if streams > held_streams:
         raise BadInput(

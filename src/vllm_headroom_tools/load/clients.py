@@ -1,4 +1,4 @@
-"""Concurrent clients: each sends its next request after its answer, or when its turn comes."""
+"""Concurrent clients; each sends its next request after an answer, or when its turn comes."""
 
 import asyncio
 import contextlib
@@ -19,9 +19,9 @@ class Clients:
     """Runs the clients of each step.
 
     Requests that are still open `grace_seconds` after the step's end are cancelled; `stop` cancels
-    them at once. `most_requests` caps the requests of all steps together, None without a cap.
-    With `requests_per_second` the loop is open: requests begin as a Poisson process, without
-    waiting for the answers to others.
+    them at once. `most_requests` caps the requests of all steps together; None means no cap. With
+    `requests_per_second` the loop is open: requests begin as a Poisson process, without waiting for
+    the answers to others.
     """
 
     def __init__(
@@ -38,17 +38,17 @@ class Clients:
         self._remaining_requests = most_requests
         self._full_rate = requests_per_second
         self.rate = requests_per_second  # of the current step; None in a closed loop
-        self._next_seconds = 0.0  # when the last request that was given a turn begins
+        self._next_seconds = 0.0  # when the last scheduled request begins
         self._random = Random()  # noqa: S311 - not for secrets
         self._deadline: asyncio.Timeout | None = None
 
     @property
     def is_used_up(self) -> bool:
-        """Whether as many requests have begun as the cap allows."""
+        """Return whether as many requests have begun as the cap allows."""
         return self._remaining_requests == 0
 
     async def run(self, count: int, seconds: float, tally: Tally, share: float) -> None:
-        """Run one step of `count` clients for some seconds, with this share of the rate.
+        """Run a step of `count` clients for some seconds, at a share of the rate.
 
         Returns when all its requests have ended or were cancelled; `tally` counts them.
         """

@@ -44,7 +44,7 @@ def add_options(parser: Parser) -> None:
 
 
 def _add_server_options(parser: Parser) -> None:
-    """Add the options for the server: its address, API, model and credentials, and the clients."""
+    """Add the options for the server (address, API, model, credentials) and for the clients."""
     parser.add_argument(
         "--engine-url",
         dest="url",
@@ -93,7 +93,7 @@ def _add_server_options(parser: Parser) -> None:
 
 
 def _add_request_options(parser: Parser) -> None:
-    """Add the options for the content of a request: its prompt, its answer and its image."""
+    """Add the options for the content of a request: prompt, answer and image."""
     lengths = Value(read=parse_lengths, accepts="a number of tokens, or two such as 256..2048")
     parser.add_argument(
         "--prompts",
@@ -169,7 +169,7 @@ def _add_pace_options(parser: Parser) -> None:
 
 
 def _add_gate_options(parser: Parser) -> None:
-    """Add the limits of latency, beyond which the load is not good."""
+    """Add the latency limits above which the load is not good."""
     for name, field, meaning in (
         ("--max-ttft-p99", "most_first_token_seconds", "the time to the first token"),
         ("--max-latency-p99", "most_request_seconds", "the time of a whole request"),
@@ -184,7 +184,7 @@ def _add_gate_options(parser: Parser) -> None:
 
 
 def _add_sampling_options(parser: Parser) -> None:
-    """Add the options for the sampling of the engine during the load, and for its trace."""
+    """Add the options for sampling the engine during the load, and for the trace."""
     parser.add_argument(
         "--metrics-url",
         metavar="URL",
@@ -224,12 +224,12 @@ def read_order(options: Namespace) -> LoadOrder:
 
 
 async def _run(options: Namespace) -> Report:
-    # imported here, since --help need not wait for the sampler
+    # imported here, so that --help does not wait for the sampler
     """Put the load on the server, and return the report."""
     from vllm_headroom.daemon import logs  # noqa: PLC0415
     from vllm_headroom_tools.load.compose import run_load  # noqa: PLC0415
 
-    logs.configure("logfmt", "error")  # the readers log what the report has in full
+    logs.configure("logfmt", "error")  # the readers would log what the report has in full
     return await run_load(read_order(options))
 
 

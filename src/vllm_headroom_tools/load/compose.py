@@ -39,18 +39,18 @@ SAMPLE_SECONDS: Final = 1.0
 """Our choice: how often a load is sampled; a step takes a minute."""
 
 PAGE_TIMEOUT_SECONDS: Final = 10.0
-"""Longer than the daemon's timeout: an overloaded server answers late."""
+"""Longer than the daemon's timeout, because an overloaded server answers late."""
 
 
 async def run_load(order: LoadOrder) -> Report:
     """Put the load on the server and return the report.
 
-    Raises BadInput where the load cannot begin: without a server, with unusable credentials, with
-    too few streams or where the trace exists. SIGINT or SIGTERM ends the load early; a second
-    signal ends the process.
+    Raises BadInput if the load cannot begin: without a server, with unusable credentials, with too
+    few streams, or if the trace exists. SIGINT or SIGTERM ends the load early; a second signal ends
+    the process.
     """
     try:
-        # Read first: a mistake in a file must not begin a load.
+        # Read first, so that no load begins if a file has a mistake.
         tls = load_trust(order.ca_file) if order.url.scheme == "https" else None
         bearer = read_token(order.bearer_token_file) if order.bearer_token_file else None
     except UnusableCredentials as error:
@@ -59,7 +59,7 @@ async def run_load(order: LoadOrder) -> Report:
     target = await find_target(order.url, order.api, tls, bearer)
     check_capacity(order.concurrency, count_streams(order.concurrency), uses_tls=tls is not None)
     model = await _choose_model(order, target)
-    # Before the first request: the load must not run for an hour and then fail to be recorded.
+    # Before the first request, so that an hour's load is not lost because it cannot be recorded.
     create_trace(order.trace)
     sampling = Sampling(
         parts=_build_parts(order, target, SystemClock()),
@@ -83,7 +83,7 @@ async def run_load(order: LoadOrder) -> Report:
     )
 
     def stop() -> None:
-        # a second Ctrl-C: whoever types it does not want to wait for the report
+        # after a second Ctrl-C nobody wants to wait for the report
         if clients.is_stopped:
             os._exit(128 + signal.SIGINT)
         clients.stop()
@@ -95,7 +95,7 @@ async def run_load(order: LoadOrder) -> Report:
     finally:
         await sender.close()
         await sampling.close()
-    # clients are also stopped when the engine has ended, which is no interruption
+    # clients are also stopped if the engine has ended, which is no interruption
     is_interrupted = clients.is_stopped and not run.has_lost_engine
     return build_report(
         order,
@@ -108,9 +108,9 @@ async def run_load(order: LoadOrder) -> Report:
 
 
 async def _choose_model(order: LoadOrder, target: Target) -> str:
-    """Return the name of the model to ask: the configured one, else the server's first.
+    """Return the name of the model for the requests: the configured one, or the server's first.
 
-    Raises BadInput where the server lists none, or requests are too long for the first.
+    Raises BadInput if the server lists no model, or if requests are too long for the first one.
     """
     if order.model is not None:
         return order.model
@@ -131,8 +131,8 @@ async def _choose_model(order: LoadOrder, target: Target) -> str:
 def _build_parts(order: LoadOrder, target: Target, clock: SystemClock) -> Parts:
     """Return the sources to sample.
 
-    If the server is on another machine, its processes and probe are unavailable here, and its GPUs
-    unless the order names them.
+    If the server is on another machine, its processes and probe are unavailable here, and so are
+    its GPUs unless the order names them.
     """
     is_local = is_here(target.address[0])
     # On another machine, GPUs of this one are not the engine's.
@@ -161,7 +161,7 @@ def _build_parts(order: LoadOrder, target: Target, clock: SystemClock) -> Parts:
 def _build_body_maker(order: LoadOrder, model: str, prompts: Sequence[str]) -> Callable[[], bytes]:
     """Return a function that makes the body of a request.
 
-    Its prompt is one of `prompts` at random, or without prompts it is words drawn at random.
+    Its prompt is a random one of `prompts` or, without prompts, consists of random words.
     """
     # From the system's entropy, so that two loads never send the same prompts.
     random = Random(SystemRandom().random())  # noqa: S311 - not for secrets

@@ -1,4 +1,4 @@
-"""The order of a load, as its options give it."""
+"""The order of a load: the values of its options."""
 
 import re
 from pathlib import Path
@@ -19,14 +19,14 @@ LENGTHS_TEXT: Final = re.compile(r"(\d{1,7})(?:\.\.(\d{1,7}))?", re.ASCII)
 class Lengths(Struct, frozen=True, kw_only=True):
     """A log-uniform distribution of numbers of tokens: many short ones, few long ones.
 
-    A length between 256 and 512, for example, is as likely as one between 512 and 1024.
+    For example, lengths between 256 and 512 are as likely as lengths between 512 and 1024.
     """
 
     shortest: int
     longest: int
 
     def draw(self, chance: float) -> int:
-        """Return the length for `chance`, a random number from 0 to below 1."""
+        """Return the length for `chance`, a random number from 0 up to, but excluding, 1."""
         length = int(self.shortest * ((self.longest + 1) / self.shortest) ** chance)
         return min(self.longest, length)
 
@@ -60,7 +60,7 @@ def parse_image_size(text: str) -> tuple[int, int]:
 
 
 def parse_base_url(text: str) -> httpx.URL:
-    """Return an http or https URL without the /v1 that OpenAI's clients want at its end.
+    """Return an http or https URL without the final /v1 that OpenAI's clients need.
 
     Raises ValueError for other texts, and for a URL with a query, a user or a password.
     """
@@ -76,7 +76,7 @@ def join_path(url: httpx.URL, path: str) -> httpx.URL:
 
 
 class LoadOrder(Struct, frozen=True, kw_only=True):
-    """The options of a load; None for an option that was not given and has no default."""
+    """The options of a load; a field is None if its option was not given and has no default."""
 
     url: httpx.URL
     metrics_url: str | None
@@ -89,7 +89,7 @@ class LoadOrder(Struct, frozen=True, kw_only=True):
     prompts: Path | None
     prompt_tokens: Lengths
     output_tokens: Lengths
-    shared_ratio: float  # how much of each prompt is the same in all
+    shared_ratio: float  # the share of each prompt that is the same in all prompts
     image_size: tuple[int, int] | None  # width and height in pixels
     most_requests: int | None
     requests_per_second: float | None
@@ -99,11 +99,11 @@ class LoadOrder(Struct, frozen=True, kw_only=True):
     probe_dir: Path | None
     trace: Path
     most_first_token_seconds: float | None = None  # of 99 % of the requests, up to 100 % load
-    most_request_seconds: float | None = None  # the same of the whole request
+    most_request_seconds: float | None = None  # the same limit for the whole request
 
     @property
     def page_url(self) -> httpx.URL:
-        """The URL of the engine's page of metrics: the configured one, else the server's."""
+        """Return the URL of the engine's metrics page: the configured one, else the server's."""
         if self.metrics_url:
             return httpx.URL(self.metrics_url)
         return join_path(self.url, "/metrics")

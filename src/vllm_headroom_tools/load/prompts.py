@@ -26,7 +26,7 @@ def read_prompts(file: Path) -> tuple[str, ...]:
     except OSError as error:
         raise BadInput(f"--prompts {file}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError):
-        # the file as a whole is no JSON: each line is an entry
+        # the whole file is not JSON, so each line is an entry
         entries = [_parse_line(line) for line in content.decode(errors="replace").splitlines()]
     prompts: tuple[str, ...] = ()
     if isinstance(entries, list):
@@ -80,16 +80,19 @@ _TEXT: Final = (
     "over know water than call first people may down side been now find"
 )
 WORDS: Final = tuple(_TEXT.split())
-"""Words so common that a tokenizer has each of them, with the space before it, as one token: 1,000
-of them are 1,000 tokens in all of Mistral's tokenizers, SentencePiece and Tekken (measured)."""
+"""Words so common that tokenizers have one token for each word with the space before it: 1,000 of
+these words are 1,000 tokens in all of Mistral's tokenizers, SentencePiece and Tekken (measured).
+"""
 
 RING_WORDS: Final = 8192
-"""Our choice: so many words are drawn once, and each prompt is a part of this list. Drawing every
-word of a long prompt would take too long."""
+"""Our choice: this many words are drawn once, and each prompt is a part of their list. Drawing
+every word of a long prompt would take too long.
+"""
 
 FRESH_WORDS: Final = 5
-"""Words that are drawn for each prompt: they make 10**10 beginnings, so no prompt is in a prefix
-cache."""
+"""How many words are drawn for each prompt. They give 10**10 beginnings, so no prompt is in a
+prefix cache.
+"""
 
 
 def build_prompt_maker(shared_ratio: float, random: Random) -> Callable[[int], str]:
@@ -102,16 +105,16 @@ def build_prompt_maker(shared_ratio: float, random: Random) -> Callable[[int], s
     own_ring = random.choices(WORDS, k=RING_WORDS)
 
     def make_prompt(word_count: int) -> str:
-        # In words: one is about a token.
+        # Measured in words; a word is about a token.
         """Return a prompt of so many words, of which a share is the same in every prompt."""
         shared_count = round(shared_ratio * word_count)
         rings = word_count // RING_WORDS + 1
         shared_words = (shared_ring * rings)[:shared_count]
-        # The prefix cache would hit a prompt that begins like another.
+        # Without fresh words, the prefix cache would hit a prompt that begins like another one.
         fresh_words = random.choices(WORDS, k=min(word_count - shared_count, FRESH_WORDS))
         own_count = word_count - shared_count - len(fresh_words)
         start = random.randrange(RING_WORDS)
-        # the ring goes round: a start near its end needs one ring more
+        # the ring is repeated, and a start near its end needs one more repetition
         own_words = (own_ring * (rings + 1))[start : start + own_count]
         return " ".join((*shared_words, *fresh_words, *own_words))
 
@@ -119,7 +122,7 @@ def build_prompt_maker(shared_ratio: float, random: Random) -> Callable[[int], s
 
 
 BLOCK_PIXELS: Final = 32
-"""Our choice: the side of a square of one colour."""
+"""Our choice: the side length of a square of one colour."""
 
 
 def draw_image(size: tuple[int, int], random: Random) -> bytes:
@@ -169,9 +172,9 @@ def build_request_body(
 ) -> bytes:
     """Return the JSON body of a request for exactly `output_tokens`, streamed.
 
-    `ignore_eos` is vLLM's own field: without it the model itself would decide where to end its
-    answer. With `include_usage` the server reports its own count of tokens. An image, in PNG, needs
-    the chat API.
+    `ignore_eos` is vLLM's own field; without it, the model would decide where its answer ends. With
+    `include_usage` the server reports its own count of tokens. An image, in PNG, needs the chat
+    API.
     """
     body: dict[str, Any] = {
         "model": model,

@@ -21,8 +21,9 @@ GATED_QUANTILE: Final = 0.99
 """The quantile that --max-ttft-p99 and --max-latency-p99 limit."""
 
 TOLERATED_RATIO: Final = 0.01
-"""Our choice: the share of requests that may fail. One broken connection among hundreds does not
-count against the server."""
+"""Our choice: the share of requests that may fail. One broken connection among hundreds is not the
+server's fault.
+"""
 
 
 def build_report(
@@ -36,10 +37,9 @@ def build_report(
 ) -> Report:
     """Return the report; unknown figures are None in its data.
 
-    `overall` and the detector have been given all samples. The verdict is "not good" with any
-    fault.
+    `overall` and the detector have received all samples. The verdict is "not good" with any fault.
     """
-    # Over all steps: a step's own figures are in its column.
+    # Summed over all steps; a step's own figures are in its column.
     outcomes = sum((stage.tally.outcomes for stage in stages), Counter[Outcome]())
     texts = sum((stage.tally.texts for stage in stages), Counter[tuple[Outcome, str]]())
     gpus = _describe_gpus(overall, detector)
@@ -91,7 +91,7 @@ def _explain_engine_end(
 
     None where the engine did not end.
     """
-    # the web server may outlive its engine: its page still answers, so its words count too
+    # the web server may outlive its engine and still answer, so its error texts count too
     engine_end = overall.engine_end
     if engine_end is None and any(stage.tally.is_engine_dead for stage in stages):
         engine_end = "the engine died: its web server says so"
@@ -119,12 +119,12 @@ def list_faults(
         yield f"{out_of_memory} answers were out of memory"
     if engine_end is not None:
         yield engine_end
-    # requests that this machine could not send, or that were given up at the stop, are no fault
+    # requests that this machine could not send, or that were cancelled at the stop, are no fault
     served_or_failed = outcomes.total() - outcomes[Outcome.NOT_SENT]
     if is_interrupted:
         served_or_failed -= outcomes[Outcome.UNFINISHED]
     unserved = served_or_failed - succeeded - out_of_memory
-    # Not even one: no share is needed to call that a fault.
+    # If not a single request succeeded, that is a fault in any case.
     if served_or_failed and not succeeded:
         yield "no request succeeded"
     elif unserved > TOLERATED_RATIO * served_or_failed:
@@ -137,10 +137,10 @@ def list_faults(
 def list_slow_steps(order: LoadOrder, stages: Iterable[Stage]) -> Iterator[str]:
     """Yield a text for each step up to 100 % in which requests took longer than the order allows.
 
-    A step in which none succeeded is a fault already, or not over.
+    A step without a successful request is a fault already, or is not over.
     """
     for stage in stages:
-        # The step of 120 % is there to find what happens under more load than planned.
+        # The step of 120 % shows what happens under more load than planned.
         if stage.share > 1:
             continue
         for name, times, most_seconds in (
@@ -175,7 +175,7 @@ def _judge_load(
 
 
 def _explain_no_fault(outcomes: Counter[Outcome], *, is_interrupted: bool) -> str:
-    """Return the headline of a load without faults: what succeeded, or why that is not known."""
+    """Return the headline of a load without faults: what succeeded, or why that is unknown."""
     succeeded = outcomes[Outcome.SUCCEEDED]
     not_sent = outcomes[Outcome.NOT_SENT]
     if not_sent:
@@ -215,7 +215,7 @@ def _count_requests(outcomes: Counter[Outcome]) -> dict[str, int]:
 def _describe_stage(stage: Stage) -> dict[str, Any]:
     """Return a step's part of the report's data."""
     tally = stage.tally
-    # if the server gave no counts for even one answer, the sums would be too low
+    # if the server gave no counts for some answer, the sums would be too low
     tokens = None
     prompt_tokens = None
     if tally.uncounted_answers == 0:

@@ -33,7 +33,7 @@ LATENCY_LABELS: Final = {
     "inter_token_seconds": "between two tokens (ITL)",
     "end_to_end_seconds": "to the end",
 }
-"""The label of each latency, by its field. Names and meanings are those of vLLM's own benchmark."""
+"""The label of each latency, by its field. Names and meanings are as in vLLM's own benchmark."""
 
 GROWTH_LABELS: Final = {"leaking": "LEAKING", "growing": "growing", "no_leak": "no leak"}
 TIME_UNITS: Final = ((1.0, 1.0, "s"), (1e-3, 1e-3, "ms"), (0.0, 1e-6, "us"))
@@ -67,7 +67,7 @@ def render_document(document: Document) -> Iterator[str]:
 
 
 def _list_texts(texts: Sequence[Document]) -> list[str]:
-    """Return a line for each text with which requests failed, below a heading; else no lines."""
+    """Return a heading, and a line for each text with which requests failed; empty without any."""
     if not texts:
         return []
     return [
@@ -93,7 +93,8 @@ def _list_rows(document: Document) -> Iterator[Row]:
             yield f"{label}, {quantile}", [_format_latency(step[field][quantile]) for step in steps]
     yield "tokens of a request, in + out", [_format_tokens(step) for step in steps]
     yield _build_row("tokens generated per second", steps, "generation_tokens_per_second")
-    # Only a load by rate offers requests; one by concurrency sends the next after an answer.
+    # Only a load by rate offers requests; a load by concurrency sends the next request after an
+    # answer.
     if any(step["offered_requests_per_second"] for step in steps):
         yield _build_row("requests offered per second", steps, "offered_requests_per_second")
     yield _build_row("requests per second", steps, "requests_per_second")
@@ -122,10 +123,10 @@ def _list_request_rows(document: Document) -> Iterator[Row]:
 
 
 def _list_gpu_rows(steps: Sequence[Document]) -> Iterator[Row]:
-    """Yield two rows for each GPU of any step: the memory held, and that per running request."""
+    """Yield two rows for each GPU of any step: the memory held, in all and per running request."""
     indices: dict[str, int] = {}
     for step in steps:
-        # A GPU may be missing in some steps: rows are by UUID.
+        # A GPU may be missing in some steps, so rows are built by UUID.
         for gpu in step["gpus"]:
             indices[gpu["uuid"]] = gpu["gpu"]
     for uuid, index in indices.items():
@@ -164,7 +165,7 @@ def _build_row(
 
 
 def _format_number(value: float) -> str:
-    """Return a number with three digits; a whole number or one from 100 on has no fraction."""
+    """Return a number with three digits; whole numbers, and those from 100 on, have no fraction."""
     if value >= 100 or value == int(value):  # noqa: PLR2004 - three digits
         return f"{value:.0f}"
     return f"{value:.3g}"
@@ -215,7 +216,7 @@ def _name_series(series: Document) -> str:
 
 
 def _format_growth(series: Document) -> str:
-    """Return the detector's verdict on a GPU or role; one without a name if it cannot tell."""
+    """Return the detector's verdict on a GPU or role; if it cannot tell, without the name."""
     if series["verdict"] == "cannot_tell":
         return f"Cannot tell whether it leaks: {series['reason']}"
     growth = GROWTH_LABELS[series["verdict"]]

@@ -19,7 +19,7 @@ SHARES: Final = (0.5, 0.75, 1.0, 1.2)
 overload."""
 
 STOP_SECONDS: Final = 1.0
-"""Our choice: after a stop, how often it is checked whether to wait for a sample any longer."""
+"""Our choice: the pause between checks whether to keep waiting for a sample after a stop."""
 
 DELAY_SECONDS: Final = 0.1
 """Our choice: how often this process's own delay is measured."""
@@ -28,12 +28,13 @@ SHOW_SECONDS: Final = 1.0
 """Our choice: how often the screen is redrawn."""
 
 ENGINE_LOST_SECONDS: Final = 15.0
-"""Our choice: an engine that has been gone, or replaced by another, for so long does not come back
-as it was, so the rest of the load would measure nothing."""
+"""Our choice: an engine that has been gone or replaced for this long does not come back as it was,
+so the remaining load would measure nothing.
+"""
 
 
 class Stage(Struct, frozen=True, kw_only=True):
-    """A step that is over."""
+    """A completed step."""
 
     share: float
     clients: int
@@ -74,7 +75,7 @@ class LoadRun:
                 group.create_task(self._measure_delays()),
                 group.create_task(self._watch_engine()),
             ]
-            # A stop, or the last allowed request, ends the steps that are still to come.
+            # After a stop, or the last allowed request, no further step begins.
             for number, share in enumerate(SHARES, start=1):
                 if not self.clients.is_stopped and not self.clients.is_used_up:
                     stages.append(await self._run_step(number, share))
@@ -94,7 +95,7 @@ class LoadRun:
         self.screen.begin(title, self.seconds)
         await self.clients.run(client_count, self.seconds, tally, share)
         seconds = monotonic() - tally.start_seconds
-        # a sample at the end: memory after the last request belongs to the step
+        # a sample at the end, because memory after the last request belongs to the step
         await self._finish_sample(self.sampling.sample())
         self.screen.show(tally, seconds, is_over=True)
         return Stage(
@@ -109,8 +110,8 @@ class LoadRun:
     async def _finish_sample(self, sample: Coroutine[Any, Any, None]) -> None:
         """Wait for a sample; after a stop, cancel it within two seconds.
 
-        A server that hangs does not answer for its page, and an operator who stops the load does
-        not want to wait for the timeout.
+        A hung server does not deliver its page, and an operator who stops the load does not want to
+        wait for the timeout.
         """
         task = asyncio.create_task(sample)
         may_wait = True
@@ -122,7 +123,7 @@ class LoadRun:
         task.cancel()
 
     async def _measure_delays(self) -> None:
-        """Measure how late this process's loop is, since such a delay looks like the server's.
+        """Measure how late this process's loop is, because such a delay looks like the server's.
 
         This goes on until it is cancelled.
         """
@@ -133,7 +134,7 @@ class LoadRun:
 
     async def _watch_engine(self) -> None:
         """Redraw the screen until cancelled; stop the clients once the engine is lost."""
-        # Since when the engine has been alive: a single failed page is no end.
+        # When the engine was last alive; a single failed page does not mean that it ended.
         alive_seconds = monotonic()
         while True:
             await asyncio.sleep(SHOW_SECONDS)

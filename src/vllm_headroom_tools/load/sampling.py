@@ -35,7 +35,7 @@ COMBINED: Final[dict[Metric, Callable[[float, float], float]]] = {
     catalog.ENGINE_FINISHED: add,
     catalog.ENGINE_KV_USED: max,
 }
-"""How the figures of several engines become one: their sum, or that of the fullest KV cache."""
+"""How the figures of several engines are combined: by their sum, or by the highest."""
 
 
 class SeriesSummary(Struct):
@@ -45,7 +45,7 @@ class SeriesSummary(Struct):
     newest: float
     highest: float
     has_fallen: bool = False
-    """Whether any value was below the one before it: a counter was reset."""
+    """Whether any value was below the one before it, so that a counter was reset."""
 
 
 class SeriesSummaries(dict[Labels, SeriesSummary]):
@@ -85,7 +85,7 @@ class LoadObservation:
         self.first_snapshot = self.first_snapshot or snapshot
         self.newest_snapshot = snapshot
         for failure in snapshot.failures:
-            # The newest message of a source counts: the first may be of its start.
+            # The newest message of a source counts, because the first one may be from its start-up.
             count, _ = self.failures.get(failure.source, (0, failure))
             self.failures[failure.source] = (count + 1, failure)
         for gpu in snapshot.devices:
@@ -119,17 +119,17 @@ class LoadObservation:
 
     @property
     def seconds(self) -> float:
-        """The time from the first sample to the newest; 0 without samples."""
+        """Return the time from the first sample to the newest; 0 without samples."""
         if self.first_snapshot is None or self.newest_snapshot is None:
             return 0.0
         return self.newest_snapshot.monotonic_seconds - self.first_snapshot.monotonic_seconds
 
     @property
     def engine_end(self) -> str | None:
-        """How the engine ended during the load: it is gone, or it was restarted.
+        """Return how the engine ended during the load: it is gone, or it was restarted.
 
-        None where it still runs, or where that cannot be known: the first page was not read, or the
-        newest failed otherwise than by a refused connection.
+        None if it still runs, or if that is unknown: the first page was not read, or the newest
+        page failed for a reason other than a refused connection.
         """
         if self.first_snapshot is None or self.newest_snapshot is None:
             return None
@@ -141,7 +141,7 @@ class LoadObservation:
             if newest_page.reason is Reason.UNREACHABLE:
                 return "the engine is gone: its page refuses connections"
             return None
-        # Start times that changed prove a restart; a page without them proves nothing.
+        # Changed start times prove a restart; a page without start times proves nothing.
         first_starts = _list_starts(first_page)
         newest_starts = _list_starts(newest_page)
         if first_starts and newest_starts and first_starts != newest_starts:
@@ -170,7 +170,7 @@ RECORD_SECONDS: Final = 10.0
 CPU beside a busy engine (observed: 4 s late)."""
 
 UNBOUNDED_BYTES: Final = 2**63
-"""Means no limit: the trace of a load is never rotated."""
+"""Means no limit, because the trace of a load is never rotated."""
 
 OTHER_MACHINE: Final = (
     "the server's host is another machine: run this beside vLLM, or name its GPUs here with --gpus"
@@ -184,11 +184,11 @@ class UnavailableSource:
         self._failure = Failure(source=source, reason=reason, message=OTHER_MACHINE)
 
     async def read(self, _timeout_seconds: float, _page: object = None) -> Failure:
-        """Return the failure that says that the server is on another machine."""
+        """Return the failure for a server on another machine."""
         return self._failure
 
     async def sample_used(self, _timeout_seconds: float) -> Mapping[str, int]:
-        """Return the memory in use of no GPU."""
+        """Return no memory, because there is no GPU here."""
         return {}
 
     async def close(self) -> None:
@@ -198,7 +198,7 @@ class UnavailableSource:
 class Sampling:
     """Samples `parts` every `interval_seconds`, and records each sample in `trace`.
 
-    `overall` and `detector` are given all samples.
+    `overall` and `detector` receive all samples.
     """
 
     def __init__(
@@ -211,8 +211,8 @@ class Sampling:
         self._interval_seconds = interval_seconds
         # a step takes samples besides those of the interval: the lock keeps them apart
         self._turn = asyncio.Lock()
-        # all but the daemon's leak detector: `detector` judges the same, and keeps the course that
-        # the report needs
+        # all but the daemon's leak detector, because `detector` does the same and keeps the course
+        # that the report needs
         derivations = tuple(
             derivation for derivation in build_derivations() if derivation is not LEAK
         )
@@ -235,7 +235,7 @@ class Sampling:
         await self.sample()
 
     async def sample(self) -> None:
-        """Take one sample, after any that is being taken."""
+        """Take one sample, after any sample in progress."""
         async with self._turn:
             result = await self._sampler.tick()
             self.detector.step(result.snapshot)

@@ -35,7 +35,7 @@ class Screen:
     def show(self, tally: Tally, elapsed_seconds: float, *, is_over: bool = False) -> None:
         """Show how far the current step has come: update the bar, or write a line if one is due.
 
-        Show nothing between steps. Where the step is over, its bar stays on the screen.
+        Show nothing between steps. When the step is over, its bar stays on the screen.
         """
         text = _format_tally(tally)
         if self._bar is not None:

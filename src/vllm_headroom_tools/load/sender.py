@@ -1,4 +1,4 @@
-"""Send one request after another, each over its own connection or one that is idle."""
+"""Send requests one after another, each over a new connection or an idle one."""
 
 import asyncio
 import contextlib
@@ -32,7 +32,7 @@ KEEP_SECONDS: Final = 4.0
 
 OK: Final = 200
 MOST_BODY_BYTES: Final = 2**16
-"""How much of an answer that is no stream is kept; enough for a server's error message."""
+"""How much of an answer that is not a stream is kept; enough for a server's error message."""
 
 NO_TIME_WAIT: Final = struct.pack("ii", 1, 0)
 """The value of SO_LINGER that ends a connection with RST. After FIN its local port would be blocked
@@ -52,7 +52,7 @@ class RequestSender:
         self._make_body = make_body
         self._timeout_seconds = timeout_seconds
         self._connecting = asyncio.Semaphore(MOST_CONNECTING)
-        # connections that may be used again, with the time since which they are idle
+        # connections that may be reused, with the time since when they have been idle
         self._idle: list[tuple[float, ClientConnection]] = []
 
     async def send(self, tally: Tally) -> Outcome:
@@ -68,7 +68,7 @@ class RequestSender:
         except TimeoutError:
             completion = Completion(outcome=Outcome.TIMED_OUT)
         except OSError as error:
-            # a shortage, such as of ports, is this machine's fault; any other error the server's
+            # a shortage, such as of ports, is this machine's fault; any other error is the server's
             outcome = Outcome.NOT_SENT if error.errno in SHORTAGES else Outcome.REFUSED
             text = shorten_text(error.strerror or str(error))
             completion = Completion(outcome=outcome, text=text)
@@ -84,8 +84,8 @@ class RequestSender:
         connection, connecting_seconds = await self._find_connection()
         stream = Stream(tally.inter_token_seconds.add)
         answering = connection.send(self._target, self._make_body(), stream)
-        # the time to connect counts as the server's. The time to make the body and to wait for a
-        # turn to connect does not: it is this machine's
+        # the time to connect counts as the server's; the time to make the body, and to wait for a
+        # turn to connect, is this machine's
         start_seconds = monotonic() - connecting_seconds
         tally.open_stream()
         try:
@@ -99,7 +99,7 @@ class RequestSender:
             tally.add_success(
                 completion,
                 start_seconds=start_seconds,
-                # an answer without tokens has its first at its end
+                # for an answer without tokens, its end counts as its first token
                 first_token_seconds=stream.first_token_seconds or end_seconds,
                 end_seconds=end_seconds,
             )
@@ -110,7 +110,7 @@ class RequestSender:
 
         They are 0 for an idle connection, and do not contain the wait for a turn to connect.
         """
-        # The newest idle connection first: it is the least likely to be closed.
+        # The newest idle connection comes first, because it is the least likely to be closed.
         while self._idle:
             since_seconds, connection = self._idle.pop()
             if connection.is_reusable and monotonic() - since_seconds < KEEP_SECONDS:
@@ -151,7 +151,7 @@ class ClientConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Store the transport that the loop has connected, and set its socket's options."""
-        # uvloop's transport is no subclass of asyncio's
+        # uvloop's transport is not a subclass of asyncio's
         self._transport = cast("asyncio.Transport", transport)
         connection_socket = transport.get_extra_info("socket")
         connection_socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, NO_TIME_WAIT)
@@ -182,7 +182,7 @@ class ClientConnection(asyncio.Protocol):
                 self.close()
 
     def data_received(self, data: bytes) -> None:
-        """Process bytes from the server; what breaks HTTP or the stream ends the request."""
+        """Process bytes from the server; bytes that violate HTTP or the stream end the request."""
         try:
             self._http.receive_data(data)
             self._read_events()
@@ -222,8 +222,8 @@ class ClientConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """End the request with the connection.
 
-        In HTTP/1.0 the end of the connection is the regular end of the answer; else the request
-        was cut off.
+        In HTTP/1.0, the end of the connection is the regular end of the answer; otherwise the
+        request was cut off.
         """
         self.is_reusable = False
         if exc is None:

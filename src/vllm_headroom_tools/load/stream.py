@@ -13,14 +13,16 @@ from vllm_headroom.vocabulary import CONTROLS
 from vllm_headroom_tools.openai import find_error, parse_object
 
 OUT_OF_MEMORY: Final = re.compile(r"out of memory|OutOfMemory", re.IGNORECASE)
-"""Matches the errors for memory that ran out: torch's "CUDA out of memory", HIP's, the name of
-torch's exception, and CUDA's own "out of memory"."""
+"""Matches the errors that mean that memory ran out: torch's "CUDA out of memory", HIP's, the name
+of torch's exception, and CUDA's own "out of memory".
+"""
 
 ENGINE_DEAD: Final = re.compile(
     r"EngineCore encountered an issue|EngineDead|Background loop (?:has errored|is stopped)"
 )
-"""Matches the errors with which vLLM's web server answers when its engine is dead: V1's
-EngineDeadError, V0's AsyncEngineDeadError."""
+"""Matches the errors with which vLLM's web server answers once its engine is dead: V1's
+EngineDeadError, V0's AsyncEngineDeadError.
+"""
 
 BUSY_STATUSES: Final = frozenset({HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE})
 LONGEST_TEXT: Final = 160
@@ -47,7 +49,7 @@ class Completion(Struct, frozen=True, kw_only=True):
     outcome: Outcome
     text: str = ""  # why the request did not succeed; may be empty
     is_engine_dead: bool = False  # whether the server's answer says so
-    # the server's own counts; None where the server gave none
+    # the server's own counts; None if the server gave none
     prompt_tokens: int | None = None
     generation_tokens: int | None = None
 
@@ -70,7 +72,7 @@ def shorten_text(text: str) -> str:
 
 
 def _build_failure(error: str, shown_text: str, outcome: Outcome) -> Completion:
-    """Return the result for a server's error: out of memory if the error says so, else `outcome`.
+    """Return the result for a server's error: OUT_OF_MEMORY if the error says so, else `outcome`.
 
     `shown_text` is the text for the operator.
     """
@@ -89,7 +91,7 @@ LONGEST_EVENT_BYTES: Final = 2**20
 
 
 class StreamError(Exception):
-    """An answer is no stream of events as OpenAI's servers send it.
+    """An answer is not a stream of events as OpenAI's servers send it.
 
     The message is for the operator.
     """
@@ -98,9 +100,9 @@ class StreamError(Exception):
 class Stream:
     """The part of one answer that has arrived.
 
-    `add_gap` receives the seconds from each event with a choice to the next. vLLM's own benchmark
-    counts the same events (vllm/benchmarks/lib/endpoint_request_func.py). Between events that
-    arrive together that is 0.
+    `add_gap` receives the seconds from each event with a choice to the next; 0 if both arrive
+    together. vLLM's own benchmark counts the same events
+    (vllm/benchmarks/lib/endpoint_request_func.py).
     """
 
     # without a dictionary for each object: 10,000 streams may be open at once
@@ -125,11 +127,11 @@ class Stream:
         self._usage: dict[str, Any] = {}
 
     def feed(self, data: bytes, now_seconds: float) -> None:
-        """Process bytes that arrived at `now_seconds`; raises StreamError for what is no stream.
+        """Process bytes that arrived at `now_seconds`; raises StreamError if they are not a stream.
 
         OpenAI's servers send one line of data for each event.
         """
-        # What follows the last line break is continued by the next bytes.
+        # The next bytes continue the text after the last line break.
         *lines, self._unfinished_line = (self._unfinished_line + data).split(b"\n")
         for line in lines:
             if not line.startswith(DATA_PREFIX):
@@ -145,7 +147,7 @@ class Stream:
     def build_completion(self) -> Completion:
         """Return the result of an answer that is complete.
 
-        It failed where it holds an error, or has no [DONE] at its end.
+        It failed if it contains an error, or does not end with [DONE].
         """
         # An error within the stream comes with status 200.
         if self._error is not None:
@@ -167,7 +169,7 @@ class Stream:
         return count if isinstance(count, int) else None
 
     def _add_event(self, event: dict[str, Any], now_seconds: float) -> None:
-        """Store the time, the error and the counts of an event."""
+        """Store an event's time, error and counts."""
         choices = event.get("choices")
         if choices:
             self._add_token_time(now_seconds)
@@ -199,7 +201,7 @@ def _parse_event(text: bytes) -> dict[str, Any]:
 
 
 def _find_abort(choices: object) -> str | None:
-    """Return an error text where the engine ended an answer early; None where it did not."""
+    """Return an error text if the engine ended an answer early; otherwise None."""
     error = None
     for choice in choices if isinstance(choices, list) else ():
         reason = choice.get("finish_reason") if isinstance(choice, dict) else None

@@ -7,27 +7,28 @@ from vllm_headroom_tools.history import Histogram
 from vllm_headroom_tools.load.stream import Completion, Outcome
 
 MOST_TEXTS: Final = 20
-"""Our choice: how many different texts of the server are counted in each step. A broken server may
-send a new text each time."""
+"""Our choice: at most this many different texts of the server are counted in each step. A broken
+server may send a new text each time.
+"""
 
 OTHER_TEXTS: Final = "(other texts)"
 """Replaces all further texts."""
 
 
 QUANTILES: Final = {"p50": 0.50, "p95": 0.95, "p99": 0.99}
-"""The quantiles of a time that the report has, by their names."""
+"""The quantiles of a time in the report, by name."""
 
 
 class Tally:
     """Counts the requests of a step, and collects their times in seconds.
 
-    Times are those of requests that succeeded. Only the times between two tokens are of all
+    Times are from successful requests only, except the times between two tokens, which are from all
     requests.
     """
 
     def __init__(self, start_seconds: float) -> None:
         self.start_seconds = start_seconds
-        # from the start of the step to the end of the last request that succeeded; else 0
+        # from the start of the step to the end of the last successful request; 0 without one
         self.served_seconds = 0.0
         self.started_requests = 0
         self.outcomes: Counter[Outcome] = Counter()
@@ -48,11 +49,11 @@ class Tally:
 
     @property
     def open_requests(self) -> int:
-        """How many requests have begun and not ended."""
+        """Return how many requests have begun and not ended."""
         return self.started_requests - self.outcomes.total()
 
     def open_stream(self) -> None:
-        """Count a stream that begins, and the most that were open at once."""
+        """Count a stream that begins, and update the most that were open at once."""
         self.open_streams += 1
         self.most_streams = max(self.most_streams, self.open_streams)
 

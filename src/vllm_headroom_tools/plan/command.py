@@ -108,8 +108,8 @@ SIZE_OPTIONS: Final = (
     ("hidden_size", "hidden_size", "values of a token between two layers"),
     ("vocabulary", "vocab_size", "tokens of the vocabulary"),
 )
-"""Options for a model's sizes: for each its name, the field of the configuration that it replaces,
-and its meaning."""
+"""The options for a model's sizes: name, field of the configuration that it replaces, and meaning.
+"""
 
 NEEDED_SIZES: Final = ("layers", "kv_heads", "head_size")
 """The options that are needed to compute the KV cache without a configuration."""
@@ -127,7 +127,8 @@ def build_question(options: Namespace) -> Question:
     _check_speculation(speculation, options.release)
     draft = _read_draft(options, speculation.draft_name)
     checkpoint_bytes, parameters = _read_weights(options, shape)
-    # After the weights were read: a checkpoint's size has the speculative layers already.
+    # Only after the weights were read, because a checkpoint's size already includes the speculative
+    # layers.
     if speculation.has_own_heads:
         shape = shape.add_speculation(speculation.tokens)
     unknown_draft = speculation.draft_name if draft is None else None
@@ -149,20 +150,20 @@ def build_question(options: Namespace) -> Question:
     max_num_batched_tokens = options.max_num_batched_tokens
     max_num_seqs = options.max_num_seqs
     if max_num_seqs is None:
-        # As vLLM does (0.33, engine/arg_utils.py): the default is at most a given batch.
+        # As vLLM does (0.33, engine/arg_utils.py): a given batch limits the default.
         batch_limit = max_num_batched_tokens or defaults.max_num_seqs
         max_num_seqs = min(defaults.max_num_seqs, batch_limit)
     if max_num_batched_tokens is None:
-        # Our choice: where only max_num_seqs is given, a batch has at least a token for each.
+        # Our choice: if only max_num_seqs is given, a batch has at least a token for each request.
         max_num_batched_tokens = max(defaults.max_num_batched_tokens, max_num_seqs)
     max_model_len = options.max_model_len
     if max_model_len in (AUTO_LENGTH, None):
-        # The model's own limit is what vLLM takes without the option.
+        # Without the option, vLLM takes the model's own limit.
         max_model_len = shape.max_model_len
     utilization = options.gpu_memory_utilization
     if utilization is None:
         utilization = options.release.utilization
-    # Most options are fields of the question by the same name; the rest is worked out above.
+    # Most options are fields of the question by the same name; the others are computed above.
     values = {
         field.name: getattr(options, field.name)
         for field in fields(Question)
@@ -217,7 +218,7 @@ def _apply_gpu_choice(options: Namespace) -> None:
     is_spread = (
         options.tensor_parallel_size * options.pipeline_parallel_size * options.data_parallel_size
     ) > 1
-    # A whole line has vLLM's default of one GPU; without a line the named GPUs are all used.
+    # A whole command line has vLLM's default of one GPU; without one, all named GPUs are used.
     if options.gpu.count is not None and not is_spread and not options.has_line:
         options.tensor_parallel_size = options.gpu.count
 
@@ -277,14 +278,14 @@ def _read_shape(options: Namespace) -> ModelShape | str:
         elif any(getattr(options, name) is None for name in NEEDED_SIZES):
             return _read_public_model(options.model, overrides)
     if options.kv_heads is not None:
-        # The number of heads counts, even where the file switches multi-query on.
+        # The number of heads counts, even if the file switches multi-query on.
         overrides["multi_query"] = False
     missing_sizes = [name for name in NEEDED_SIZES if getattr(options, name) is None]
     if options.model_config is not None:
         shape = read_model(options.model_config, overrides)
         if isinstance(shape, str):
             return f"{options.model_config}: {shape}"
-        # With all sizes given, it does not matter that the type of model is unknown here.
+        # If all sizes are given, it does not matter that the type of model is unknown here.
         return shape if missing_sizes else replace(shape, unknown_type=None)
     if missing_sizes:
         needed = ", ".join(map(name_option, NEEDED_SIZES))
@@ -293,7 +294,7 @@ def _read_shape(options: Namespace) -> ModelShape | str:
             return problem
         missing = ", ".join(map(name_option, missing_sizes))
         return f"{problem}; missing: {missing}"
-    # The options alone describe a usual decoder, all of whose layers keep every token.
+    # The options alone describe a usual decoder, in which all layers keep every token.
     return parse_model_config("{}", overrides)
 
 

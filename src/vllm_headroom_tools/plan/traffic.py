@@ -110,7 +110,7 @@ class RankHistory:
         self.queued_tokens = Histogram()
         self._preemptions = Rise()
         self._finished = Rise()
-        # While the cache was full.
+        # The facts while the cache was full.
         self._full_preemptions = 0.0
         self._full_finished = 0.0
         self._was_full = False
@@ -129,7 +129,7 @@ class RankHistory:
         return self._full_preemptions >= HURTING_PREEMPTIONS * self._full_finished
 
     def has_other_size(self, reading: EngineReading) -> bool:
-        """Return whether the KV cache has another size than before; False where one is unknown."""
+        """Return whether the KV cache has another size than before; False if one is unknown."""
         if self.capacity_tokens is None or reading.kv_capacity_tokens is None:
             return False
         difference_tokens = abs(reading.kv_capacity_tokens - self.capacity_tokens)

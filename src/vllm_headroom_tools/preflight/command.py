@@ -189,7 +189,7 @@ def _find_port(url: str | None) -> int:
 
 async def _run(arguments: Namespace) -> Report:
     """Look at the GPUs, with --wait until vLLM would start, and return the report."""
-    logs.configure("logfmt", "error")  # the readers log what the report has in full
+    logs.configure("logfmt", "error")  # the readers would log what the report has in full
     gpu_choice = _read_choice(arguments, os.environ)
     request = _read_request(arguments)
     ignored_kinds = frozenset(Kind(name) for name in arguments.ignore)

@@ -29,8 +29,9 @@ MAX_LARGEST: Final = 10
 """How many lines of code are reported, those that hold most memory."""
 
 TORCH_CODE: Final = re.compile(r"(site|dist)-packages/torch/|/torchinductor_|/torch_compile_cache/")
-"""Matches the paths of torch itself and of the code that it generates. The line that calls it says
-more about who holds the memory."""
+"""Matches the paths of torch itself and of the code that it generates. The calling line says more
+about who holds the memory.
+"""
 
 MAX_OPERATIONS: Final = 10_000_000
 """The most operations of a pickle; a snapshot of vLLM with a full history has a million. Each takes

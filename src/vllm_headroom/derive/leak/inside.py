@@ -31,7 +31,7 @@ class Mark(Struct, frozen=True, gc=False):
     """The least memory in each place during the MARK_SECONDS after `seconds`."""
 
     seconds: float
-    """On the monotonic clock."""
+    """When it was listed, on the monotonic clock."""
     held_bytes: tuple[float, ...]
     """The bytes in each of PLACES, in that order: torch's tensors, torch's fragments, and memory
     outside torch."""

@@ -20,7 +20,7 @@ from vllm_headroom_tools.sizing.question import (
 from vllm_headroom_tools.versions import Version, parse_version
 
 OLD_DEFAULT_UTILIZATION: Final = 0.9
-"""vLLM's `gpu_memory_utilization` before NEW_DEFAULT_VERSION, which made it higher."""
+"""vLLM's `gpu_memory_utilization` before NEW_DEFAULT_VERSION, which raised it."""
 
 NEW_DEFAULT_VERSION: Final[Version] = (0, 20, 0)
 """The first version with DEFAULT_UTILIZATION (config/cache.py)."""
@@ -30,26 +30,26 @@ VLLM: Final = "vllm"
 
 
 class StartFacts(Struct, frozen=True, kw_only=True):
-    """What the log of one start shows, per GPU; None where it does not say so."""
+    """What the log of one start shows, per GPU; a field is None where the log lacks it."""
 
     start: EngineStart
     failure: LogFailure | None
     facts: Facts
-    """Its settings, in the form that the rules on traces take."""
+    """Its settings, in the form in which the rules on traces take them."""
 
     total_bytes: float | None
     requested_bytes: float | None
     """vLLM's share of the GPU."""
 
     free_bytes: float | None
-    """The least that was free on any of its GPUs before the start."""
+    """The least memory that was free on any of its GPUs before the start."""
 
     weights_bytes: float | None
     activation_bytes: float | None
     non_torch_bytes: float | None
     graphs_bytes: float | None
     kv_cache_bytes: float | None
-    """The least of all ranks; negative where other parts took more than the share."""
+    """The smallest KV cache of all ranks; negative if other parts took more than the share."""
 
     kv_cache_tokens: float | None
     context_tokens: float | None
@@ -57,12 +57,12 @@ class StartFacts(Struct, frozen=True, kw_only=True):
 
     @property
     def settings(self) -> EngineArgs:
-        """The version and the options of the start."""
+        """Return the version and the options of the start."""
         return self.facts.settings
 
     @property
     def bytes_per_token(self) -> float | None:
-        """What a token takes in the KV cache of one GPU; None where the cache is unknown."""
+        """Return what a token takes in the KV cache of one GPU; None if the cache is unknown."""
         if not self.kv_cache_bytes or not self.kv_cache_tokens or self.kv_cache_bytes < 0:
             return None
         return self.kv_cache_bytes / self.kv_cache_tokens
@@ -73,10 +73,10 @@ class StartFacts(Struct, frozen=True, kw_only=True):
 
 
 def read_start_facts(start: EngineStart, option_args: EngineArgs) -> StartFacts:
-    """Return the facts of a start; settings that the operator gave have precedence."""
+    """Return the facts of a start; the operator's settings have precedence."""
     failure = start.root_failure
     figures = {} if failure is None else failure.figures
-    # The log's own figure first, then that of the message.
+    # The log's own figure comes first, then the figure in the message.
     total_bytes = _choose(start.find_largest("total_bytes"), figures.get("total_bytes"))
     if total_bytes is None and failure is not None and failure.refusal is not None:
         total_bytes = failure.refusal.total_bytes
@@ -100,7 +100,7 @@ def read_start_facts(start: EngineStart, option_args: EngineArgs) -> StartFacts:
         facts=Facts(origin=Origin.LOG, settings=settings, samples=0),
         total_bytes=total_bytes,
         requested_bytes=requested_bytes,
-        # The least: one GPU that is fuller than the others decides.
+        # The least counts, because the fullest GPU decides.
         free_bytes=min((figure for figure in free_figures if figure is not None), default=None),
         weights_bytes=_choose(
             start.find_largest("weights_bytes"), start.find_largest("profiled_weights_bytes")
@@ -122,7 +122,7 @@ def read_start_facts(start: EngineStart, option_args: EngineArgs) -> StartFacts:
 def _read_settings(
     start: EngineStart, option_args: EngineArgs, failed_ratio: float | None
 ) -> EngineArgs:
-    """Return the options of a start: as they were given, else as the log has them."""
+    """Return the options of a start: the operator's, or else those in the log."""
     version = option_args.version or (
         None if start.version is None else parse_version(start.version)
     )
@@ -136,7 +136,7 @@ def _read_settings(
         failed_ratio,
     )
     has_options = bool(start.arguments or start.config)
-    # Options are known, and this one was not among them: vLLM used its default.
+    # The options are known and this one is not among them, so vLLM used its default.
     if utilization is None and has_options and version is not None:
         is_new = version >= NEW_DEFAULT_VERSION
         utilization = DEFAULT_UTILIZATION if is_new else OLD_DEFAULT_UTILIZATION
@@ -178,7 +178,7 @@ def _round(figure: float | None) -> int | None:
 
 
 def _find_number(start: EngineStart, *names: str) -> float | None:
-    """Return the value of an option by any of its names; None where it is no number."""
+    """Return the value of an option by any of its names; None if it is not a number."""
     value = start.find_option(*names)
     if isinstance(value, int | float) and not isinstance(value, bool):
         return value
@@ -188,8 +188,8 @@ def _find_number(start: EngineStart, *names: str) -> float | None:
 def raise_share(start_facts: StartFacts, missing_bytes: float, text: str) -> Change | None:
     """Return the change that gives vLLM `missing_bytes` more of each GPU, rounded up.
 
-    None where the share or the GPU's size is unknown, or where it would have to be above the
-    safe share, or above what was free before the start.
+    None if the share or the GPU's size is unknown, or if the share would exceed the safe share or
+    what was free before the start.
     """
     settings = start_facts.settings
     total_bytes = start_facts.total_bytes
@@ -200,7 +200,7 @@ def raise_share(start_facts: StartFacts, missing_bytes: float, text: str) -> Cha
     if now is None or not total_bytes:
         return None
     hundredths = 100 * (now + missing_bytes / total_bytes)
-    # Rounded up to hundredths: with less, the same failure would come again.
+    # Rounded up to hundredths, because with less the same failure would recur.
     value = ceil(hundredths - ROUNDING_TOLERANCE) / 100
     if value > SAFE_UTILIZATION or value <= now:
         return None
@@ -213,7 +213,7 @@ def raise_share(start_facts: StartFacts, missing_bytes: float, text: str) -> Cha
 def fit_context(start_facts: StartFacts, cache_bytes: float) -> int | None:
     """Return the longest request that a cache of this size holds, in whole blocks.
 
-    None where the tokens' size is unknown, or the length of today's requests fits.
+    None if the size of a token is unknown, or if the present limit fits.
     """
     context_tokens = start_facts.context_tokens
     bytes_per_token = start_facts.bytes_per_token

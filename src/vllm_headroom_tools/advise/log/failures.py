@@ -1,4 +1,4 @@
-"""Rules on a start or a death that the engine's own log explains."""
+"""Rules on a failed start or an exit that the engine's own log explains."""
 
 from collections.abc import Callable, Mapping
 from math import floor
@@ -54,7 +54,7 @@ def advise_on_failure(start_facts: StartFacts, failure: LogFailure) -> Advice:
     """Return the advice on the failure that ended a start or an engine at work."""
     changes: tuple[Change, ...] = ()
     rule = RULES.get(failure.kind)
-    # Options are vLLM's own; for other engines there are general steps.
+    # The options are vLLM's own; other engines get general steps.
     if rule is not None and start_facts.start.engine == VLLM:
         changes = rule(start_facts, failure)
     elif failure.kind in MEMORY_KINDS:
@@ -73,7 +73,8 @@ def advise_on_failure(start_facts: StartFacts, failure: LogFailure) -> Advice:
 def _find_remark(failure: LogFailure) -> str | None:
     """Return a sentence against confusing a failure with another; None without one."""
     if failure.kind is LogFailureKind.GPU_OUT_OF_MEMORY:
-        # Once the cache is there, more memory for vLLM is no help: it failed outside of the share.
+        # Once the cache is allocated, more memory for vLLM does not help, because the failure was
+        # outside of the share.
         is_after_profile = failure.phase in (
             StartPhase.CACHE,
             StartPhase.READY,
@@ -86,11 +87,11 @@ def _find_remark(failure: LogFailure) -> str | None:
 
 
 def _list_evidence(start_facts: StartFacts, failure: LogFailure) -> tuple[Figure, ...]:
-    """Return the line that says so, the figures of the message, and the parts of the GPU."""
+    """Return the log line, the figures of its message, and the parts of the GPU."""
     refusal = failure.refusal or Refusal()
     cache_bytes = start_facts.kv_cache_bytes
     missing_bytes = None
-    # A negative size means that the other parts take more than the share.
+    # A negative size means that other parts take more than the share.
     if cache_bytes is not None and cache_bytes < 0:
         missing_bytes = -cache_bytes
         cache_bytes = None
@@ -117,7 +118,7 @@ def _list_evidence(start_facts: StartFacts, failure: LogFailure) -> tuple[Figure
 
 
 def _change_for_refusal(start_facts: StartFacts, failure: LogFailure) -> tuple[Change, ...]:
-    """Return what helps against a refused allocation, by when it happened."""
+    """Return what helps against a refused allocation, by the phase in which it happened."""
     refusal = failure.refusal or Refusal()
     move = MOVE_OTHERS if (refusal.other_bytes or 0) >= NEIGHBOUR_BYTES else None
     defragment = None
@@ -137,7 +138,7 @@ def _change_for_refusal(start_facts: StartFacts, failure: LogFailure) -> tuple[C
 
 
 def _is_fragmented(refusal: Refusal) -> bool:
-    """Return whether what was refused would have fitted into torch's cache and the free memory."""
+    """Return whether the refused bytes would have fitted into torch's cache and the free memory."""
     if refusal.asked_bytes is None or not refusal.cached_bytes:
         return False
     return refusal.asked_bytes <= refusal.cached_bytes + (refusal.free_bytes or 0)
@@ -146,7 +147,7 @@ def _is_fragmented(refusal: Refusal) -> bool:
 def _shrink_share(start_facts: StartFacts, refusal: Refusal) -> tuple[Change, ...]:
     """Return a smaller share for vLLM, so that the refused bytes and AIM_BYTES are free.
 
-    Where the smaller cache holds no request of full length, a shorter one comes with it.
+    If the smaller cache cannot hold a request of full length, a shorter limit is added.
     """
     total_bytes = start_facts.total_bytes
     if not total_bytes:
@@ -161,7 +162,7 @@ def _shrink_share(start_facts: StartFacts, refusal: Refusal) -> tuple[Change, ..
     if smaller_share is None or start_facts.kv_cache_bytes is None:
         return drop_none(smaller_share)
     shorter_context = None
-    # Rounding the share takes up to a hundredth of the GPU more.
+    # Rounding the share down takes up to another hundredth of the GPU.
     cache_bytes = start_facts.kv_cache_bytes - freed_bytes - total_bytes / 100
     fitting_tokens = fit_context(start_facts, cache_bytes)
     if fitting_tokens is not None:
@@ -178,7 +179,7 @@ def _shrink_share(start_facts: StartFacts, refusal: Refusal) -> tuple[Change, ..
 
 
 SAMPLING_FILES: Final = ("/sample/", "/sampling/", "sampler", "logits", "logprob", "penalties")
-"""Parts of the names of files that work on one row of the vocabulary for each request."""
+"""Parts of the names of files whose code needs a row of the vocabulary for each request."""
 
 
 def _shrink_batch(start_facts: StartFacts, failure: LogFailure) -> tuple[Change, ...]:
@@ -195,7 +196,7 @@ def _shrink_batch(start_facts: StartFacts, failure: LogFailure) -> tuple[Change,
         "sampling takes memory for each request and each word of the vocabulary",
         "in a burst requests wait in the queue; a restart",
     )
-    # A batch has at least a token for each request.
+    # A batch has at least one token for each request.
     batch_tokens = (settings.max_num_batched_tokens or 0) // 2
     fewer_tokens = lower_option(
         start_facts.facts,
@@ -204,16 +205,16 @@ def _shrink_batch(start_facts: StartFacts, failure: LogFailure) -> tuple[Change,
         "the activations of a step shrink with its tokens",
         "long prompts take more steps; a restart",
     )
-    # Sampling depends on requests alone, the layers on tokens.
+    # Sampling depends only on requests, and the layers depend on tokens.
     if is_sampling:
         return drop_none(fewer_requests)
     return drop_none(fewer_tokens, fewer_requests)
 
 
 def split_weights(start_facts: StartFacts, text: str) -> Change:
-    """Return the change that spreads the model over as many GPUs as plan says are enough.
+    """Return the change that spreads the model over as many GPUs as `plan` computes.
 
-    Where plan does not know the model, that is twice as many.
+    If `plan` does not know the model, that is twice as many.
     """
     now = start_facts.tensor_parallel_size
     enough_gpus = find_enough_gpus(start_facts)
@@ -232,11 +233,11 @@ def split_weights(start_facts: StartFacts, text: str) -> Change:
 
 
 def _change_for_no_cache(start_facts: StartFacts, failure: LogFailure) -> tuple[Change, ...]:
-    """Return what leaves memory for the KV cache: a larger share, a smaller batch, more GPUs."""
+    """Return changes that leave memory for the KV cache: larger share, smaller batch, more GPUs."""
     missing_bytes = AIM_BYTES + max(0.0, -_find_cache_bytes(start_facts))
     text = f"{format_size(missing_bytes)} more: what is missing, and a cache of 1 GiB"
     no_graphs = None
-    # Turning graphs off helps only if they take what is missing.
+    # Turning graphs off helps only if they take as much as is missing.
     graphs_bytes = start_facts.start.find_largest("graphs_estimated_bytes")
     if graphs_bytes is not None and graphs_bytes >= missing_bytes:
         no_graphs = Change(
@@ -253,7 +254,7 @@ def _change_for_no_cache(start_facts: StartFacts, failure: LogFailure) -> tuple[
 
 
 def _find_cache_bytes(start_facts: StartFacts) -> float:
-    """Return what was left for the cache, computed from the parts where no line says it."""
+    """Return what was left for the cache, computed from the parts if no line reports it."""
     if start_facts.kv_cache_bytes is not None:
         return start_facts.kv_cache_bytes
     requested_bytes = start_facts.requested_bytes
@@ -265,7 +266,7 @@ def _find_cache_bytes(start_facts: StartFacts) -> float:
 
 
 def _change_for_context(start_facts: StartFacts, failure: LogFailure) -> tuple[Change, ...]:
-    """Return a larger cache where the GPU has room for it, and the longest request that fits."""
+    """Return a larger cache, if the GPU has room for it, and the longest request that fits."""
     needed_bytes = failure.figures.get("needed_bytes")
     cache_bytes = failure.figures.get("kv_cache_bytes")
     larger_share = None
@@ -302,7 +303,7 @@ def _find_fitting_tokens(failure: LogFailure) -> int:
     cache_bytes = figures.get("kv_cache_bytes")
     if not context_tokens or not needed_bytes or cache_bytes is None:
         return 0
-    # In proportion: the needed bytes are those of the whole context.
+    # In proportion, because the needed bytes are for the whole context.
     return floor(context_tokens * cache_bytes / needed_bytes)
 
 
@@ -321,11 +322,11 @@ def _change_for_state_blocks(start_facts: StartFacts, failure: LogFailure) -> tu
     return (fewer_requests,)
 
 
-# Starts that vLLM refuses before it profiles.
+# Starts that vLLM refuses before its profile run.
 
 
 def _change_for_used_gpu(start_facts: StartFacts, failure: LogFailure) -> tuple[Change, ...]:
-    """Return the share that was free before the start, after moving what held the rest."""
+    """Return the changes: move the others, or use the share that was free before the start."""
     total_bytes = failure.figures.get("total_bytes") or start_facts.total_bytes
     free_bytes = start_facts.free_bytes
     lower_share = None
@@ -348,7 +349,7 @@ def _change_for_used_gpu(start_facts: StartFacts, failure: LogFailure) -> tuple[
 
 
 def _change_for_block(start_facts: StartFacts, failure: LogFailure) -> tuple[Change, ...]:
-    """Return a batch that holds a block of the cache."""
+    """Return a batch size that holds a block of the cache."""
     block_tokens = failure.figures.get("block_tokens")
     if not block_tokens:
         return ()
@@ -386,7 +387,7 @@ def _change_for_gpus(start_facts: StartFacts, failure: LogFailure) -> tuple[Chan
     if available_gpus and available_gpus < start_facts.tensor_parallel_size:
         fewer_gpus = Change(
             flag=Flag.TENSOR_PARALLEL_SIZE,
-            # Tensor parallelism divides heads: only powers of two fit every model.
+            # Tensor parallelism divides heads, and only powers of two fit every model.
             value=float(2 ** (int(available_gpus).bit_length() - 1)),
             now=start_facts.tensor_parallel_size,
             text=f"the engine sees {available_gpus:.0f} GPUs",
@@ -419,8 +420,9 @@ OTHER_SHARES: Final[Mapping[str, str]] = {
     "sglang": "--mem-fraction-static",
     "tensorrt_llm": "kv_cache_config.free_gpu_memory_fraction",
 }
-"""The option that sizes the KV cache of other engines: lower against a refused allocation, higher
-against a cache without memory."""
+"""The option that sizes the KV cache of other engines: lower it against a refused allocation, raise
+it for a cache without memory.
+"""
 
 MEMORY_KINDS: Final = frozenset(
     {LogFailureKind.GPU_OUT_OF_MEMORY, LogFailureKind.NO_KV_CACHE_MEMORY}
@@ -509,7 +511,7 @@ STEPS: Final[Mapping[LogFailureKind, tuple[str, ...]]] = {
         "Look for an XID in the kernel's log: dmesg -T | grep -i xid",
     ),
 }
-"""What to do about failures beside options."""
+"""What to do about failures, other than changing options."""
 
 NO_OPTION_HELPS: Final = "No option that sizes GPU memory affects it."
 

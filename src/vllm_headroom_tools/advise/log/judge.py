@@ -1,4 +1,4 @@
-"""The advice on a log of the engine: why it ended, or how a start that serves uses its GPU."""
+"""The advice on a log of the engine: why it ended, or how a good start uses its GPU."""
 
 from collections.abc import Iterator
 from typing import Any, Final
@@ -32,14 +32,15 @@ from vllm_headroom_tools.sizing.question import SAFE_UTILIZATION
 from vllm_headroom_tools.versions import Version, format_version
 
 NOTED_BYTES: Final = GIB // 2
-"""Our choice: less memory than this is no waste that is worth a note."""
+"""Our choice: less wasted memory than this is not worth a note."""
 
 UNEVEN_RANKS_BYTES: Final = GIB
-"""Our choice: a larger difference between the caches of two ranks is noted: vLLM gives all the
-smaller one."""
+"""Our choice: a larger difference between the caches of two ranks is noted: vLLM gives all ranks
+the smaller cache.
+"""
 
 GRAPHS_IN_BUDGET: Final[Version] = (0, 21, 0)
-"""The first version that sets memory for CUDA graphs aside within vLLM's share."""
+"""The first version that reserves memory for CUDA graphs within vLLM's share."""
 
 PARTS: Final = (
     ("weights", "weights_bytes"),
@@ -48,7 +49,7 @@ PARTS: Final = (
     ("CUDA graphs", "graphs_bytes"),
     ("KV cache", "kv_cache_bytes"),
 )
-"""The parts of a GPU that a start logs: their names here, and their fields."""
+"""The parts of a GPU that a start logs: each part's name and field."""
 
 
 class LogAssessment(Struct, frozen=True, kw_only=True):
@@ -64,14 +65,14 @@ class LogAssessment(Struct, frozen=True, kw_only=True):
 
     @property
     def start(self) -> EngineStart:
-        """The start that is judged."""
+        """Return the start that is judged."""
         return self.start_facts.start
 
 
 def judge_log(log: EngineLog, option_args: EngineArgs) -> LogAssessment:
     """Judge the newest start that failed, else the newest one; `log` has at least one start.
 
-    `option_args` are the options that the operator gave beside the log.
+    `option_args` are the options that the operator gave with the log.
     """
     start_facts = read_start_facts(find_decisive_start(log.starts), option_args)
     start = start_facts.start
@@ -79,7 +80,7 @@ def judge_log(log: EngineLog, option_args: EngineArgs) -> LogAssessment:
     advice: tuple[Advice, ...] = ()
     missing: tuple[str, ...] = ()
     notes = list(_note_other_starts(log, start))
-    # A start that failed is what the reader asks about, also if a later one serves.
+    # The reader asks about the start that failed, even if a later one serves.
     if failure is not None:
         one_advice = advise_on_failure(start_facts, failure)
         notes += _note_absent_flags(one_advice, start_facts)
@@ -115,7 +116,7 @@ UNFINISHED: Final = (
 
 
 def _note_other_starts(log: EngineLog, start: EngineStart) -> Iterator[str]:
-    """Note the other starts of the log: those that failed in the same way, and a later one."""
+    """Note the log's other starts: those that failed in the same way, and a later one."""
     if log.start_count == 1:
         return
     failure = start.root_failure
@@ -124,7 +125,7 @@ def _note_other_starts(log: EngineLog, start: EngineStart) -> Iterator[str]:
         count = kinds.count(failure.kind)
         if count > 1:
             yield f"The same in {count} of the log's {log.start_count} starts."
-        # Only its own failure has this kind: another cause came first.
+        # Only this start failed in this way: earlier starts had another cause.
         elif len(kinds) > 1:
             others = sorted({str(kind) for kind in kinds if kind is not failure.kind})
             yield f"Earlier starts of the log failed otherwise: {', '.join(others)}."
@@ -150,7 +151,7 @@ def _drop_absent_flags(advice: Advice, start_facts: StartFacts) -> Advice:
 
 
 def _note_absent_flags(advice: Advice, start_facts: StartFacts) -> Iterator[str]:
-    """Note the options that this version lacks, without dashes, so that nobody copies them."""
+    """Note the options that this version lacks; they have no dashes, so that nobody copies them."""
     version = start_facts.settings.version
     for flag in _list_absent_flags(advice, start_facts):
         first_version = format_version(FIRST_VERSIONS[flag])
@@ -164,7 +165,7 @@ def _note_absent_flags(advice: Advice, start_facts: StartFacts) -> Iterator[str]
 
 
 def _list_start_notes(start_facts: StartFacts) -> Iterator[str]:
-    """Yield what a start that serves wastes, and what would fit."""
+    """Yield notes on what a serving start wastes, and on what would fit."""
     yield from _note_requests(start_facts)
     if start_facts.start.engine == VLLM:
         yield from _note_unused_share(start_facts)
@@ -206,7 +207,7 @@ def _note_requests(start_facts: StartFacts) -> Iterator[str]:
 
 
 def _note_unused_share(start_facts: StartFacts) -> Iterator[str]:
-    """Note the memory between vLLM's share and the safe share, and the tokens it would hold."""
+    """Note the memory between vLLM's share and the safe share, and the tokens it could hold."""
     utilization = start_facts.settings.gpu_memory_utilization
     total_bytes = start_facts.total_bytes
     if utilization is None or not total_bytes or start_facts.settings.sizes_cache_in_bytes:
@@ -214,7 +215,7 @@ def _note_unused_share(start_facts: StartFacts) -> Iterator[str]:
     unused_bytes = (SAFE_UTILIZATION - utilization) * total_bytes
     if unused_bytes < NOTED_BYTES:
         return
-    # Half a hundredth of a share is not worth a restart.
+    # Less than half a hundredth is not worth a restart.
     change = raise_share(start_facts, unused_bytes, "")
     bytes_per_token = start_facts.bytes_per_token
     if change is None or change.value is None or bytes_per_token is None:
@@ -227,7 +228,7 @@ def _note_unused_share(start_facts: StartFacts) -> Iterator[str]:
 
 
 def _note_graphs(start_facts: StartFacts) -> Iterator[str]:
-    """Note CUDA graphs that took less than was set aside, or that lie outside vLLM's share."""
+    """Note CUDA graphs that took less than was reserved, or that lie outside vLLM's share."""
     start = start_facts.start
     estimated_bytes = start.find_largest("graphs_estimated_bytes")
     graphs_bytes = start.find_largest("graphs_bytes")
@@ -243,7 +244,7 @@ def _note_graphs(start_facts: StartFacts) -> Iterator[str]:
         return
     if estimated_bytes is None or start_facts.kv_cache_bytes is None:
         return
-    # Only where vLLM had estimated them: the estimate was taken from the cache.
+    # Only if vLLM had estimated the graphs, because the cache is smaller by the estimate.
     unused_bytes = estimated_bytes - graphs_bytes
     if unused_bytes >= NOTED_BYTES:
         cache_bytes = start_facts.kv_cache_bytes + unused_bytes
@@ -269,7 +270,7 @@ def _note_uneven_ranks(start: EngineStart) -> Iterator[str]:
 def _note_load(start: EngineStart) -> Iterator[str]:
     """Note a full KV cache with waiting requests in the newest reports of load."""
     loads = list_loads(start)
-    # Only with a full cache: requests that wait otherwise have another limit.
+    # Only with a full cache, because other waiting requests have another limit.
     full_loads = [load for load in loads if load.get("kv_cache_used_ratio", 0.0) > FULL_RATIO]
     waiting_requests = max((load.get("waiting_requests", 0.0) for load in full_loads), default=0.0)
     if waiting_requests:
@@ -280,7 +281,7 @@ def _note_load(start: EngineStart) -> Iterator[str]:
         )
 
 
-# As text and data.
+# The advice as text and data.
 
 
 def format_source(assessment: LogAssessment) -> str:
@@ -302,7 +303,7 @@ ENGINE_NAMES: Final = {"vllm": "vLLM", "sglang": "SGLang", "tensorrt_llm": "Tens
 
 
 def list_part_lines(assessment: LogAssessment) -> list[str]:
-    """Return the lines of a table of what a GPU holds, and which line of the log says so."""
+    """Return a table of what a GPU holds, with the number of the log line for each part."""
     start = assessment.start
     rows = []
     for name, field in PARTS:

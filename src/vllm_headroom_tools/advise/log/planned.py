@@ -15,7 +15,8 @@ from vllm_headroom_tools.sizing.releases import NEWEST_RELEASE, Release, parse_r
 def would_start(start_facts: StartFacts, **changes: Any) -> bool | None:  # noqa: ANN401 - options
     """Return whether vLLM would start with these options in place of those of the log.
 
-    None where plan cannot tell: it does not know the model or the card, or it is too close.
+    None if plan cannot tell, because it does not know the model or the card, or the result is too
+    close.
     """
     model = start_facts.start.model
     total_bytes = start_facts.total_bytes
@@ -30,7 +31,7 @@ def would_start(start_facts: StartFacts, **changes: Any) -> bool | None:  # noqa
     settings = start_facts.settings
     release = _find_release(start_facts)
     gpu_memory_bytes = round(total_bytes)
-    # What the log does not report is vLLM's default for this card and version.
+    # A figure that the log lacks is vLLM's default for this card and version.
     defaults = choose_defaults(gpu_memory_bytes, release)
     options: dict[str, Any] = {
         "shape": shape,
@@ -51,7 +52,7 @@ def would_start(start_facts: StartFacts, **changes: Any) -> bool | None:  # noqa
 
 
 def _find_release(start_facts: StartFacts) -> Release:
-    """Return the release of the log; the newest one where it is not known here."""
+    """Return the release in the log; the newest one if that release is unknown here."""
     try:
         return parse_release(start_facts.start.version or "")
     except ValueError:
@@ -63,9 +64,9 @@ MOST_GPUS: Final = 8
 
 
 def find_enough_gpus(start_facts: StartFacts) -> int | None:
-    """Return the fewest GPUs, twice as many or more, on which vLLM would start by plan.
+    """Return the fewest GPUs, at least twice as many, on which vLLM would start by plan.
 
-    None where plan cannot tell of any number.
+    None if plan cannot tell for any number.
     """
     gpus = 2 * start_facts.tensor_parallel_size
     while gpus <= MOST_GPUS:

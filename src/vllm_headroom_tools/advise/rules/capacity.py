@@ -1,7 +1,7 @@
 """Rules on the KV cache.
 
-vLLM allocates the cache when it starts: a full cache makes requests wait, but memory does not run
-out.
+vLLM allocates the cache when it starts, so a full cache makes requests wait, but memory does not
+run out.
 """
 
 from math import ceil, floor
@@ -40,10 +40,10 @@ from vllm_headroom_tools.full_cache import (
 )
 from vllm_headroom_tools.sizing.question import LARGE_CARD, SAFE_UTILIZATION
 
-# Changes that several rules propose: of vLLM's share of the GPU, and of the number of GPUs.
+# Changes that several rules propose: vLLM's share of the GPU, and the number of GPUs.
 
 ROUNDING_TOLERANCE: Final = 1e-9
-"""Added before rounding down, since 0.29 * 100 as a binary fraction is slightly less than 29."""
+"""Added before rounding down, because 0.29 * 100 is slightly less than 29 in binary."""
 
 
 def change_share(
@@ -51,8 +51,8 @@ def change_share(
 ) -> Change | None:
     """Return the change of vLLM's memory on a GPU by `added_bytes`, which may be negative.
 
-    The option is the share of the GPU, or the size of the KV cache where that is set in bytes. The
-    value is rounded down. None where the value would not change, or leave vLLM nothing.
+    The option is the share of the GPU, or the size of the KV cache if that is set in bytes. The
+    value is rounded down. None if the value would not change, or would leave vLLM nothing.
     """
     if facts.settings.sizes_cache_in_bytes:
         return _change_cache_size(facts, added_bytes, text, cost)
@@ -74,7 +74,8 @@ def _change_utilization(facts: Facts, added_ratio: float, text: str, cost: str) 
         if added_ratio > 0:
             text = f"{text}; not above {SAFE_UTILIZATION:g}"
         return Change(flag=flag, difference=difference, text=text, cost=cost)
-    # A share above the safe one was somebody's choice: it is never raised, nor lowered for that.
+    # A share above the safe one was somebody's choice, so it is neither raised nor lowered to the
+    # safe one.
     highest = max(now, SAFE_UTILIZATION)
     value = floor(min(now + added_ratio, highest) * 100 + ROUNDING_TOLERANCE) / 100
     if not _is_useful(now, value, added_ratio):
@@ -103,7 +104,7 @@ def _change_cache_size(facts: Facts, added_bytes: float, text: str, cost: str) -
 def _is_useful(now: float, value: float, added_amount: float) -> bool:
     """Return whether a rounded value is above 0 and really changes `now` in the wanted direction.
 
-    `added_amount`, before rounding, is positive for an increase and negative for a decrease.
+    `added_amount` is the amount before rounding: positive for an increase, negative for a decrease.
     """
     if value <= 0:
         return False
@@ -126,9 +127,9 @@ def take_less(facts: Facts, gpu: GpuFacts, freed_bytes: float) -> Change | None:
 
 
 def _describe_lost_tokens(facts: Facts, freed_bytes: float) -> str:
-    """Return in words how many tokens the KV cache of the first engine of known capacity loses.
+    """Return a text on how many tokens the KV cache loses, by the first engine of known capacity.
 
-    Empty where no capacity is known, or all of it would be lost.
+    Empty if no capacity is known, or all of it would be lost.
     """
     for engine in facts.engines:
         if not engine.capacity_bytes or not engine.capacity_tokens:
@@ -141,16 +142,17 @@ def _describe_lost_tokens(facts: Facts, freed_bytes: float) -> str:
 
 
 PEAKS_SECONDS: Final = 6 * HOUR_SECONDS
-"""Our choice: how long a trace has to be for its highest peak to count as the highest of all.
-Before that, vLLM's share is not raised."""
+"""Our choice: a trace must be this long for its highest peak to count as the highest of all. In a
+shorter trace, vLLM's share is not raised.
+"""
 
 
 def take_more(facts: Facts) -> Change | None:
     """Return the change that gives unused memory to the KV cache.
 
-    Unused is the room at the highest peak above AIM_BYTES, after PEAKS_SECONDS of a trace. None for
-    a page, for a shorter trace, and where memory ran short at a start or later, or others took
-    some.
+    Unused memory is the room above AIM_BYTES at the highest peak, after PEAKS_SECONDS of a trace.
+    None for a page, for a shorter trace, if memory ran short at a start or later, or if other
+    processes took some.
     """
     room_bytes = facts.least_room_bytes
     usable_bytes = facts.usable_bytes
@@ -159,7 +161,7 @@ def take_more(facts: Facts) -> Change | None:
         return None
     if facts.failed_starts or has_run_short(facts):
         return None
-    # AIM_BYTES have to stay free for bursts.
+    # AIM_BYTES must stay free for bursts.
     if room_bytes is None or usable_bytes is None or room_bytes <= AIM_BYTES:
         return None
     text = (
@@ -171,7 +173,7 @@ def take_more(facts: Facts) -> Change | None:
 
 
 def has_run_short(facts: Facts) -> bool:
-    """Return whether memory ran short, or others took memory of the engine's GPUs."""
+    """Return whether memory ran short, or other processes took memory of the engine's GPUs."""
     return any(
         gpu.spells or (gpu.others_memory and gpu.others_memory.highest_bytes) for gpu in facts.gpus
     )
@@ -209,12 +211,14 @@ NOT_OUT_OF_MEMORY: Final = (
 # A KV cache that preempts.
 
 LARGER_REQUESTS_RATIO: Final = 2.0
-"""Our choice: requests from this multiple of the usual size on fill the cache by their size,
-smaller ones by their number."""
+"""Our choice: requests of at least this multiple of the usual size fill the cache by their size,
+and smaller ones by their number.
+"""
 
 FEWEST_REQUESTS: Final = 4
 """Our choice: if fewer requests of the usual size fit at once, the model is too large for the GPU,
-since next to nothing can be batched."""
+because next to nothing can be batched.
+"""
 
 CONCURRENCY_KEPT_RATIO: Final = 0.9
 """Our choice: the share of the cache that running requests may fill. The rest is room for them to
@@ -232,7 +236,7 @@ class PressedCache(Struct, frozen=True, kw_only=True):
 
     engine: EngineFacts
     full: FullFacts
-    # The row of collapses by which it is judged; None where it was full for long enough.
+    # The row of collapses by which it is judged; None if it was full for long enough.
     thrash: ThrashFacts | None = None
 
 
@@ -248,13 +252,12 @@ class CacheDiagnosis(Struct, frozen=True, kw_only=True):
 def find_full_cache(facts: Facts) -> Advice | None:
     """Judge a KV cache that preempts.
 
-    Looks at: preemptions for each finished request while the cache was full.
-    Applies: from HURTING_PREEMPTIONS on. In a trace that has to last for LASTING_SECONDS, or most
-    running requests have to go back to the queue again and again for some minutes.
-    Proposes: first to give unused memory to the cache, which costs least. Then, by the cause: more
-    GPUs where the cache is too small for any load, shorter requests where they are longer than
-    usual, else fewer requests at once.
-    Returns None where it does not apply.
+    Looks at: preemptions for each finished request while the cache was full. Applies: from
+    HURTING_PREEMPTIONS on. In a trace that must last for LASTING_SECONDS, or most running requests
+    must return to the queue repeatedly for some minutes. Proposes: first to give unused memory to
+    the cache, which costs least. Then, by the cause: more GPUs where the cache is too small for any
+    load, shorter requests where they are longer than usual, else fewer requests at once. Returns
+    None where it does not apply.
     """
     pressed = find_pressed(facts)
     if pressed is None:
@@ -262,7 +265,7 @@ def find_full_cache(facts: Facts) -> Advice | None:
     diagnosis = _diagnose_small_cache(facts, pressed)
     if diagnosis is None:
         diagnosis = _diagnose_long_requests(facts, pressed)
-    # The causes exclude each other: the first that fits is the most specific.
+    # The causes exclude each other, and the first that fits is the most specific.
     if diagnosis is None and pressed.thrash is not None:
         diagnosis = _diagnose_thrashing(facts, pressed, pressed.thrash)
     if diagnosis is None:
@@ -279,8 +282,8 @@ def find_full_cache(facts: Facts) -> Advice | None:
 def find_pressed(facts: Facts) -> PressedCache | None:
     """Return the engine with the most preemptions per finished request while its cache is full.
 
-    In a trace its cache has to be full for LASTING_SECONDS. If no engine's is, return the engine
-    that thrashes most. None where no engine's preemptions do harm.
+    In a trace, its cache has to be full for LASTING_SECONDS. If no engine's cache is, return the
+    engine that thrashes most. None if no engine's preemptions do harm.
     """
     worst = None
     worst_rate = 0.0
@@ -297,7 +300,7 @@ def find_pressed(facts: Facts) -> PressedCache | None:
 
 
 def _find_thrashing(facts: Facts) -> PressedCache | None:
-    """Return the engine with the longest row of collapses; None where none does harm."""
+    """Return the engine with the longest row of collapses; None if none does harm."""
     worst = None
     most_times = 0
     for engine in facts.engines:
@@ -368,7 +371,7 @@ def _diagnose_long_requests(facts: Facts, pressed: PressedCache) -> CacheDiagnos
 
 
 def _diagnose_thrashing(facts: Facts, pressed: PressedCache, thrash: ThrashFacts) -> CacheDiagnosis:
-    """Return the diagnosis that the requests that run at once fill the cache again and again."""
+    """Return the diagnosis that the requests that run at once fill the cache repeatedly."""
     name = name_engine(facts, pressed.engine)
     span = format_duration(thrash.seconds)
     shorten = Change(
@@ -391,7 +394,7 @@ def _diagnose_thrashing(facts: Facts, pressed: PressedCache, thrash: ThrashFacts
 def _diagnose_many_requests(facts: Facts, pressed: PressedCache) -> CacheDiagnosis:
     """Return the diagnosis that too many requests run at once.
 
-    It is for a cache for which neither the model nor the requests are too large.
+    It applies if neither the model nor the requests are too large for the cache.
     """
     name = name_engine(facts, pressed.engine)
     now = " now" if facts.origin is Origin.PAGE else ""
@@ -440,7 +443,7 @@ def _list_full_evidence(pressed: PressedCache) -> tuple[Figure, ...]:
 
 def _list_thrash_evidence(engine: EngineFacts, thrash: ThrashFacts) -> tuple[Figure, ...]:
     """Return the figures on a row of collapses, and the capacity of the cache."""
-    # `list_evidence` puts the formatted value in place of {}; doubled braces are in f-strings.
+    # `list_evidence` replaces {} with the formatted value; in f-strings the braces are doubled.
     returned = "{} requests went back to the queue, and none finished meanwhile"
     if thrash.finished:
         returned = f"{{}} requests went back to the queue, and {thrash.finished:,.0f} finished"
@@ -457,7 +460,7 @@ def _list_thrash_evidence(engine: EngineFacts, thrash: ThrashFacts) -> tuple[Fig
 def _shorten_requests(facts: Facts, engine: EngineFacts, tokens: float) -> Change | None:
     """Return a limit on the length of requests, above the 99th percentile of tokens per request.
 
-    None where the percentile is unknown, or the requests that filled the cache, of `tokens`, would
+    None where the percentile is unknown, or if requests of `tokens`, which filled the cache, would
     still be allowed.
     """
     if engine.high_tokens is None:
@@ -480,9 +483,9 @@ def _shorten_requests(facts: Facts, engine: EngineFacts, tokens: float) -> Chang
 def _run_fewer(facts: Facts, pressed: PressedCache) -> Change | None:
     """Return a limit on running requests: how many fit in CONCURRENCY_KEPT_RATIO of the cache.
 
-    A request counts with the tokens that it held while the cache was full. Where the tokens or the
+    A request counts with the tokens that it held while the cache was full. If the tokens or the
     capacity are unknown, the limit is the same share of the requests that filled the cache. The
-    load that ran without a preemption is no upper bound: perhaps no more requests came.
+    load that ran without a preemption is no upper bound, because perhaps no more requests came.
 
     None where the limit is not below the current one.
     """
@@ -497,7 +500,8 @@ def _run_fewer(facts: Facts, pressed: PressedCache) -> Change | None:
             f"as many as {percent} of its {capacity_tokens:,.0f} tokens hold, at {tokens:,.0f} for"
             " each"
         )
-        # In a row of collapses the samples may have missed the fullest moment, and so tokens.
+        # In a row of collapses, the samples may have missed the fullest moment, and therefore
+        # tokens.
         is_bounded = pressed.thrash is not None
         requests = min(requests, fitting_requests) if is_bounded else fitting_requests
     cost = "the rest waits in the queue, where no work is lost; a restart"
@@ -515,18 +519,18 @@ def _measure_capacity(engine: EngineFacts) -> tuple[str, float | None, str]:
 # A KV cache that is full and does not preempt, on a GPU with memory to spare.
 
 UNUSED_RATIO: Final = 0.15
-"""Our choice: the least share of each GPU that has to be left all the time. If vLLM has more of the
-GPU, a queue in front of a full cache is normal."""
+"""Our choice: this share of each GPU must have been free all the time. If vLLM uses more of the
+GPU, a queue before a full cache is normal.
+"""
 
 
 def find_unused_memory(facts: Facts) -> Advice | None:
     """Judge memory that was never used although requests waited for a full KV cache.
 
     Looks at: the time in which requests waited for a full cache, and the least room on the GPUs.
-    Applies: after LASTING_SECONDS, where UNUSED_RATIO of each GPU was left all the time. Not where
-    the cache preempts too, which `find_full_cache` judges.
-    Proposes: to give the unused memory to the cache, or to add a replica.
-    Returns None where it does not apply.
+    Applies: after LASTING_SECONDS, if UNUSED_RATIO of each GPU was left all the time, unless the
+    cache preempts too, which `find_full_cache` judges. Proposes: to give the unused memory to the
+    cache, or to add a replica. Returns None where it does not apply.
     """
     larger_share = take_more(facts)
     room_bytes = facts.least_room_bytes or 0.0
@@ -534,7 +538,7 @@ def find_unused_memory(facts: Facts) -> Advice | None:
         return None
     if room_bytes < UNUSED_RATIO * (facts.usable_bytes or 0.0):
         return None
-    # Engines share the GPUs: the first with waiting requests speaks for all.
+    # Engines share the GPUs, so the first one with waiting requests is enough.
     for engine in facts.engines:
         full = engine.full
         if full is None or full.queued_seconds < LASTING_SECONDS:
@@ -555,11 +559,12 @@ def find_unused_memory(facts: Facts) -> Advice | None:
     return None
 
 
-# A KV cache with room, in front of which requests wait.
+# A KV cache that has room although requests wait.
 
 CONCURRENCY_FACTOR_LIMIT: Final = 2.0
 """Our choice, not vLLM's: above vLLM's default for large cards, the limit on running requests is
-raised at most by this factor, since each sequence also takes memory of the sampler."""
+raised by at most this factor, because each sequence also takes memory of the sampler.
+"""
 
 CACHE_FILL_RATIO: Final = 0.8
 """Our choice, not vLLM's: the limit on running requests is raised until at most this share of the
@@ -570,12 +575,10 @@ def find_too_few_requests(facts: Facts) -> Advice | None:
     """Judge a limit on running requests that leaves the KV cache unused.
 
     Looks at: the time in which requests waited while the cache had room, always with the same
-    number running.
-    Applies: after LASTING_SECONDS. Not where a peak left less than AIM_BYTES, since more requests
-    also take more memory outside of the cache, nor where the cache of another rank preempts.
-    Proposes: the limit at which CACHE_FILL_RATIO of the cache is in use, by the tokens that running
-    requests held.
-    Returns None where it does not apply.
+    number running. Applies: after LASTING_SECONDS. It does not apply if a peak left less than
+    AIM_BYTES, because more requests also take more memory outside of the cache, or if the cache of
+    another rank preempts. Proposes: the limit at which CACHE_FILL_RATIO of the cache is in use, by
+    the tokens that running requests held. Returns None where it does not apply.
     """
     room_bytes = facts.least_room_bytes
     if room_bytes is None or room_bytes < AIM_BYTES:
@@ -585,7 +588,7 @@ def find_too_few_requests(facts: Facts) -> Advice | None:
     for engine in facts.engines:
         if engine.capped is None:
             continue
-        # One limit is for all engines of a server: the first advice is enough.
+        # All engines of a server have one limit, so the first advice is enough.
         change = _run_more(facts, engine, engine.capped)
         if change is not None:
             name = name_engine(facts, engine)
@@ -601,15 +604,15 @@ def find_too_few_requests(facts: Facts) -> Advice | None:
 def _run_more(facts: Facts, engine: EngineFacts, capped: CappedFacts) -> Change | None:
     """Return a higher limit on running requests, with which more of the cache would be used.
 
-    None where requests waited for too short a time or for another reason than the limit, or where a
+    None if requests waited for too short a time or for a reason other than the limit, or if a
     higher limit would fill the cache.
     """
     now = facts.settings.max_num_seqs
-    # With a limit above what ran, something else holds requests back.
+    # If the limit is above what ran, something else holds requests back.
     if capped.seconds < LASTING_SECONDS or (now is not None and now > capped.running):
         return None
     if not capped.kv_used_ratio:
-        # By requests that take none of the cache, no limit can be computed.
+        # If requests take no cache, no limit can be computed.
         return None
     fitting_requests = capped.running * CACHE_FILL_RATIO / capped.kv_used_ratio
     highest = max(LARGE_CARD.max_num_seqs, CONCURRENCY_FACTOR_LIMIT * capped.running)
@@ -654,11 +657,12 @@ PREFIX_SECONDS: Final = 6 * HOUR_SECONDS
 HeadroomPrefixCacheNotPaying)."""
 
 PREFIX_TOKENS_PER_SECOND: Final = 100.0
-"""The least traffic by which a prefix cache is judged: with less there is little to gain (alert
-HeadroomPrefixCacheNotPaying)."""
+"""The least traffic by which a prefix cache is judged: with less traffic there is little to gain
+(alert HeadroomPrefixCacheNotPaying).
+"""
 
 BLOCKED_RATIO: Final = 0.05
-"""Our choice: if requests wait for more than this share of the time, the hit ratio means nothing.
+"""Our choice: if requests wait for more than this share of the time, the hit ratio is meaningless.
 
 Before vLLM 0.27 a waiting request is looked up again in each step (vllm-project/vllm#43736).
 """
@@ -667,11 +671,9 @@ Before vLLM 0.27 a waiting request is looked up again in each step (vllm-project
 def find_poor_prefix_cache(facts: Facts) -> Advice | None:
     """Judge a prefix cache that rarely hits.
 
-    Looks at: the share of looked-up tokens that were there.
-    Applies: below PAYING_RATIO, after PREFIX_SECONDS of PREFIX_TOKENS_PER_SECOND.
-    Proposes: prompts with a common beginning, else to turn the prefix cache off, which saves the
-    lookups.
-    Returns None where it does not apply.
+    Looks at: the share of looked-up tokens that were there. Applies: below PAYING_RATIO, after
+    PREFIX_SECONDS of PREFIX_TOKENS_PER_SECOND. Proposes: prompts with a common beginning, or else
+    to turn off the prefix cache, which saves the lookups. Returns None where it does not apply.
     """
     for engine in facts.engines:
         judgement = judge_prefix_cache(facts, engine)
@@ -683,14 +685,14 @@ def find_poor_prefix_cache(facts: Facts) -> Advice | None:
 def judge_prefix_cache(facts: Facts, engine: EngineFacts) -> Advice | str | None:
     """Return the advice on a prefix cache that rarely hits, or a text on why it is not judged.
 
-    None where it hits often enough, is not known, or has too little traffic to gain anything. The
-    counts on a page are since the engine's start, so its last five minutes have to agree.
+    None if it hits often enough, is unknown, or has too little traffic to gain anything. The counts
+    on a page are since the engine's start, so the last five minutes have to agree.
     """
     prefix = engine.prefix
     if prefix is None or not _hits_rarely(prefix):
         return None
-    # A page does not show for how long it has counted. Its lookups are taken for the least traffic,
-    # which gives the longest time.
+    # A page does not show for how long it has counted. The least traffic is assumed for its
+    # lookups, which gives the longest time.
     judged_seconds = prefix.seconds
     if judged_seconds is None:
         judged_seconds = prefix.queries / PREFIX_TOKENS_PER_SECOND
@@ -729,7 +731,7 @@ def judge_prefix_cache(facts: Facts, engine: EngineFacts) -> Advice | str | None
 
 
 def _hits_rarely(prefix: PrefixFacts) -> bool:
-    """Return whether the hit ratio is low, on a page also in the last five minutes."""
+    """Return whether the hit ratio is low, and on a page also in the last five minutes."""
     if prefix.recent_ratio is not None and prefix.recent_ratio >= PAYING_RATIO:
         return False
     return prefix.hits < PAYING_RATIO * prefix.queries

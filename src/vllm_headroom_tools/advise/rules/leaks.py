@@ -68,7 +68,7 @@ CURES: Final[dict[LeakLocation | None, tuple[str, ...]]] = {
     LeakLocation.TENSORS: (REPORT_TENSORS,),
     None: (CHANGE_VERSION,),
 }
-"""What to try, in this order, by the location of the growth; None is an unknown location."""
+"""What to try, in this order, by the location of the growth. None means an unknown location."""
 
 
 FIND_HOLDER: Final = Change(
@@ -81,7 +81,7 @@ FIND_HOLDER: Final = Change(
 
 
 class WorstLeak(Struct, frozen=True, kw_only=True):
-    """The worst of several leaks: the fastest of those that go on, else the fastest that ended."""
+    """The worst of several leaks: the fastest that goes on, or else the fastest that has ended."""
 
     # All series that leaked, for the summary.
     names: str
@@ -95,11 +95,10 @@ class WorstLeak(Struct, frozen=True, kw_only=True):
 def find_gpu_leak(facts: Facts) -> Advice | None:
     """Judge the growth of the engine's GPU memory (docs/leaks.md).
 
-    Looks at: the leak detector's verdict on each GPU.
-    Applies: where the detector raised an alarm.
+    Looks at: the leak detector's verdict on each GPU. Applies: where the detector raised an alarm.
     Proposes: a restart before memory runs out, then a fix by the location of the growth. No option
-    of vLLM stops a leak. Where it is not known whose memory grows, to find that out comes first.
-    Returns None where it does not apply.
+    of vLLM stops a leak. If it is unknown whose memory grows, finding that out comes first. Returns
+    None where it does not apply.
     """
     worst = _pick_worst_leak((gpu.display_name, gpu.leak) for gpu in facts.gpus)
     if worst is None:
@@ -108,7 +107,7 @@ def find_gpu_leak(facts: Facts) -> Advice | None:
     summary = f"The engine leaks GPU memory on {worst.names}."
     first_changes: tuple[Change, ...] = ()
     unknown_names = {gpu.display_name for gpu in facts.gpus if not gpu.is_holder_known}
-    # The probe measures the engine's memory alone, so that a location is the engine's.
+    # The probe measures only the engine's memory, so a location is the engine's.
     if worst.name in unknown_names and location is None:
         summary = (
             f"{worst.names} fills, by whom is not known; every process on the card is affected."
@@ -140,7 +139,7 @@ def find_straight_growth(facts: Facts) -> Advice | None:
     Returns None where it does not apply.
     """
     gpus = [causes.find_straight_growth(end) for end in facts.ends]
-    # The newest exit first: it is the one that the operator asks about.
+    # The newest exit comes first, because the operator asks about it.
     for gpu in reversed(gpus):
         if gpu is not None and gpu.straight_growth is not None:
             growth = gpu.straight_growth
@@ -167,11 +166,10 @@ def find_straight_growth(facts: Facts) -> Advice | None:
 def find_host_leak(facts: Facts) -> Advice | None:
     """Judge the growth of host memory of the engine's processes.
 
-    Looks at: the leak detector's verdict on each role of processes.
-    Applies: where the detector raised an alarm.
-    Proposes: a restart before the kernel kills the engine, then an upgrade. If a fault of this role
-    is known, it is the upgrade to the version that fixes the fault.
-    Returns None where it does not apply.
+    Looks at: the leak detector's verdict on each role of processes. Applies: where the detector
+    raised an alarm. Proposes: a restart before the kernel kills the engine, then an upgrade. If a
+    fault of this role is known, the upgrade is to the version that fixes it. Returns None where it
+    does not apply.
     """
     worst = _pick_worst_leak((host.process, host.leak) for host in facts.hosts)
     if worst is None:
@@ -211,7 +209,7 @@ def _list_known_cures(facts: Facts, role: str) -> list[str]:
 
 
 def _pick_worst_leak(leaks: Iterable[tuple[str, Leak]]) -> WorstLeak | None:
-    """Return the worst leak of these series, which are named; None where none had an alarm."""
+    """Return the worst leak of these series, by name; None if no series had an alarm."""
     names = []
     worst = None
     worst_rank = (False, 0.0)
@@ -219,7 +217,7 @@ def _pick_worst_leak(leaks: Iterable[tuple[str, Leak]]) -> WorstLeak | None:
         if leak.alarm is None:
             continue
         names.append(name)
-        # A leak that goes on is worse than one that has ended; then the faster one.
+        # A leak that goes on is worse than one that has ended; after that, the faster one is worse.
         rank = (leak.ended_seconds is None, leak.alarm.bytes_per_second or 0.0)
         if worst is None or rank > worst_rank:
             worst = WorstLeak(names=name, name=name, leak=leak, alarm=leak.alarm)
@@ -236,15 +234,15 @@ def _pick_worst_leak(leaks: Iterable[tuple[str, Leak]]) -> WorstLeak | None:
 def _list_remedies(
     worst: WorstLeak, *, usual_time: str, end: str, cures: Iterable[str]
 ) -> tuple[Change, ...]:
-    """Return the changes against a leak: a restart, unless the leak has ended, and the cures.
+    """Return the changes against a leak: a restart, unless the leak has ended, and the `upgrades`.
 
-    `end` is what the leak leads to, and `usual_time` when to restart if the time left is unknown.
+    `end` is what the leak leads to; `usual_time` is when to restart if the time left is unknown.
     """
     upgrades = tuple(Change(text=cure, cost=UPGRADE_COST) for cure in cures)
     if worst.leak.ended_seconds is not None:
         # The leak has ended, probably by a restart.
         return upgrades
-    # The lower bound, where it is known, is on the safe side.
+    # The lower bound, if it is known, is on the safe side.
     seconds_left = worst.alarm.time_to_oom_seconds_lower
     if seconds_left is None:
         seconds_left = worst.alarm.time_to_oom_seconds
@@ -293,12 +291,10 @@ LOST_RISES: Final = 3
 def find_kv_block_leak(facts: Facts) -> Advice | None:
     """Judge KV cache that stays in use while no request runs.
 
-    Looks at: the share of the cache that is in use while the engine is idle.
-    Applies: above STRANDED_RATIO, or above LOST_RATIO after LOST_RISES rises from one idle time to
-    the next.
-    Proposes: a restart, then an upgrade, or to run without a KV connector, which may lose blocks in
-    failed transfers.
-    Returns None where it does not apply.
+    Looks at: the share of the cache that is in use while the engine is idle. Applies: above
+    STRANDED_RATIO, or above LOST_RATIO after LOST_RISES rises from one idle time to the next.
+    Proposes: a restart, then an upgrade, or to run without the KV connector, which may lose blocks
+    in failed transfers. Returns None where it does not apply.
     """
     leaking_engines = []
     evidence: list[Figure] = []
@@ -357,11 +353,11 @@ def _list_stranded_evidence(stranded: StrandedFacts) -> tuple[Figure, ...]:
     )
 
 
-# Shortages without a leak.
+# Shortages that no leak causes.
 
 SHORTAGE_CAUSES: Final = {
-    # vLLM's share leaves too little for what is outside of it: CUDA context, NCCL, late kernels
-    # (DESIGN.md, 7).
+    # vLLM's share leaves too little for what is outside of the share: CUDA context, NCCL, late
+    # kernels (DESIGN.md, 7).
     Shortage.LEVEL: (Cause.CONFIGURATION_OVERSHOOT, "vLLM takes more of {} than it can spare"),
     # High-water marks of the allocator, which keeps what a request once needed (DESIGN.md, 20).
     Shortage.RISEN: (Cause.CHRONIC, "Memory of {} filled up after the start"),
@@ -382,16 +378,15 @@ BURST_REMARK: Final = (
 def find_over_budget(facts: Facts) -> Advice | None:
     """Judge an engine that held more than its budget from its first traffic on.
 
-    Looks at: what it held at rest beyond its budget, what that left, and the exits that this
-    explains.
-    Applies: after OVER_BUDGET_SECONDS with little left, as the sidecar's verdict, or after an exit.
-    Proposes: a share for vLLM that is smaller by the excess.
-    Returns None where it does not apply.
+    Looks at: what it held at rest beyond its budget, how much that left, and the exits that this
+    explains. Applies: like the sidecar's verdict, after OVER_BUDGET_SECONDS with little memory
+    left, or after an exit. Proposes: a share for vLLM that is smaller by the excess. Returns None
+    where it does not apply.
     """
     gpus = _list_over_budget(facts)
     if not gpus:
         return None
-    # The GPU with the largest excess: the option is the same for all.
+    # The GPU with the largest excess counts, because the option is the same for all GPUs.
     gpu, excess = max(gpus, key=lambda pair: pair[1].excess_bytes)
     exits = sum(1 for end in facts.ends if is_over_budget(end))
     size = format_size(excess.excess_bytes)
@@ -404,7 +399,7 @@ def find_over_budget(facts: Facts) -> Advice | None:
     )
     duration = format_duration(excess.seconds)
     lasted = f", for {duration}" if facts.origin is Origin.TRACE else ""
-    # At rest: what bursts take comes on top.
+    # At rest; bursts need more in addition.
     room_bytes = max(0.0, (gpu.usable_bytes or 0.0) - excess.budget_bytes - excess.excess_bytes)
     return Advice(
         cause=Cause.OVER_BUDGET,
@@ -428,7 +423,7 @@ def find_over_budget(facts: Facts) -> Advice | None:
 
 
 def _list_over_budget(facts: Facts) -> list[tuple[GpuFacts, BudgetExcess]]:
-    """Return the GPUs on which the engine was over its budget, with little left or to an exit."""
+    """Return the GPUs on which the engine's excess left little memory or explains an exit."""
     fatal_uuids = set()
     for end in facts.ends:
         fatal_gpu = causes.find_over_budget(end) if is_over_budget(end) else None
@@ -441,7 +436,7 @@ def _list_over_budget(facts: Facts) -> list[tuple[GpuFacts, BudgetExcess]]:
             continue
         room_bytes = gpu.usable_bytes - excess.budget_bytes - excess.excess_bytes
         is_lasting = excess.seconds >= OVER_BUDGET_SECONDS
-        # Over the budget alone is no trouble: too little must be left, or an exit have come of it.
+        # An excess alone is no trouble: it must leave too little, or explain an exit.
         if gpu.uuid in fatal_uuids or (is_lasting and room_bytes < excess.tight_bytes):
             gpus.append((gpu, excess))
     return gpus
@@ -450,19 +445,17 @@ def _list_over_budget(facts: Facts) -> list[tuple[GpuFacts, BudgetExcess]]:
 def find_shortage(facts: Facts, kind: Shortage) -> Advice | None:
     """Judge times with less than LOW_BYTES of a GPU left, without a leak.
 
-    Looks at: for each GPU, the times with a shortage of this kind.
-    Applies: where there was such a time.
-    Proposes: a smaller share for vLLM, with which AIM_BYTES would be left at the worst of these
-    times. For bursts, changes that make them smaller come before that, in the order of the runbook
-    HeadroomGpuMemoryPeak.
-    Returns None where it does not apply.
+    Looks at: for each GPU, the times with a shortage of this kind. Applies: where there was such a
+    time. Proposes: a smaller share for vLLM that would leave AIM_BYTES at the worst of these times.
+    Before that, changes that make bursts smaller, in the order of the runbook
+    HeadroomGpuMemoryPeak. Returns None where it does not apply.
     """
     explained_uuids = _list_explained(facts, kind)
     spells = [
         (gpu, spell)
         for gpu in facts.gpus
         for spell in gpu.spells
-        # A shortage that a leak or others explain is not judged a second time.
+        # A shortage that a leak or other processes explain is not judged a second time.
         if spell.kind is kind and gpu.uuid not in explained_uuids
     ]
     if not spells:
@@ -545,11 +538,11 @@ def _list_shortage_evidence(
 
 
 FEWEST_STEP_TOKENS: Final = 1024
-"""Our choice: a step of fewer tokens is not halved, since prompts would take too many steps."""
+"""Our choice: a step of fewer tokens is not halved, because prompts would take too many steps."""
 
 
 def _halve_steps(facts: Facts) -> Change | None:
-    """Return the change that halves the tokens of a step, and so the memory of its activations.
+    """Return the change that halves the tokens of a step, and thereby its activations.
 
     None where the current value is unknown or below FEWEST_STEP_TOKENS.
     """
@@ -574,7 +567,7 @@ def _run_fewer(facts: Facts, gpu: GpuFacts, spell: Spell) -> Change | None:
         return None
     if gpu.roomy_running >= spell.running:
         return None
-    # The load is that of all engines on the GPUs together; the option is for each engine.
+    # The load is the total of all engines on the GPUs; the option applies to each engine.
     requests = floor(gpu.roomy_running / len(facts.engines))
     text = f"as many as ran with {format_size(LOW_BYTES)} and more left"
     cost = "in a burst requests wait in the queue; a restart"

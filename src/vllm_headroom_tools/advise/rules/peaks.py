@@ -25,11 +25,10 @@ REMARK = (
 def find_unsafe_peaks(facts: Facts) -> Advice | None:
     """Judge the peaks of the last minute and the largest safe requests, where the probe has them.
 
-    Looks at: the peak of each kind of work and its spread, the memory that a step may take, and
-    the safe sizes.
-    Applies: where a peak would not fit again, or where prompt logprobs are safe for fewer tokens
-    than a prompt is.
-    Proposes: the limit of that kind of work with the value from the fit, then a smaller share.
+    Looks at: the peak of each kind of work and its spread, the memory that a step may take, and the
+    safe sizes. Applies: where a peak would not fit again, or where prompt logprobs are safe for
+    fewer tokens than prompts are. Proposes: the limit of that kind of work, with the value from the
+    fit, then a smaller share.
     """
     for gpu in facts.gpus:
         unfitting = [peak for peak in gpu.peaks if peak.missing_bytes(gpu.peak_room_bytes) > 0]
@@ -118,7 +117,7 @@ def _limit_work(
 
 
 def _limit_images(gpu: GpuFacts) -> Change:
-    """Return the limit of the images of a request, with their pixels where those are known."""
+    """Return the limit of the images of a request, with their pixels if those are known."""
     pixels = "the largest that fits"
     if gpu.safe_image_pixels:
         pixels = f"{gpu.safe_image_pixels:,.0f} pixels"

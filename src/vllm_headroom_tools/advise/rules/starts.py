@@ -36,8 +36,9 @@ NO_COST: Final = "none to this engine"
 # Starts that exit before the engine serves.
 
 FAILED_STARTS: Final = 2
-"""Our choice: how many exits or failed starts are needed for advice. An operator may have stopped
-the engine once."""
+"""Our choice: advice needs this many exits or failed starts, because an operator may have stopped
+the engine once.
+"""
 
 MODEL_LOADED_RATIO: Final = 0.5
 """Our choice: an engine that held at least this share of the GPU had loaded its model."""
@@ -46,20 +47,19 @@ MODEL_LOADED_RATIO: Final = 0.5
 def find_failing_starts(facts: Facts) -> Advice | None:
     """Judge starts that exited before the engine served.
 
-    Looks at: the memory that the engine and others held on its GPUs, and the room, at its exit.
-    Applies: from FAILED_STARTS on.
-    Proposes: what helps against the first cause that fits: others on the GPU, a full /dev/shm, a
-    full GPU, a model that leaves no room for the KV cache, or a cause outside of memory.
-    Returns None with fewer failed starts. Returns None also if the cause is unknown: no start's
-    room on a GPU is known, and fewer than FAILED_STARTS had loaded the model.
+    Looks at: the memory that the engine and others held on its GPUs at its exit, and the room.
+    Applies: from FAILED_STARTS on. Proposes: what helps against the first cause that fits: others
+    on the GPU, a full /dev/shm, a full GPU, a model that leaves no room for the KV cache, or a
+    cause other than memory. Returns None with fewer failed starts, or if the cause is unknown: no
+    start's room on a GPU is known, and fewer than FAILED_STARTS starts had loaded the model.
     """
     starts = facts.failed_starts
     if len(starts) < FAILED_STARTS:
         return None
-    # The median: one start beside a neighbour is no rule.
+    # The median counts, because one start beside a neighbour is no rule.
     if median(_find_others_bytes(start) for start in starts) > NEIGHBOUR_BYTES:
         return _advise_on_used_gpu(facts, starts)
-    # A full /dev/shm stops a start whatever room the GPU has, so it is judged before that room.
+    # A full /dev/shm stops a start regardless of the GPU's room, so it is judged first.
     shared_memory = _advise_on_shared_memory(facts, starts)
     if shared_memory is not None:
         return shared_memory
@@ -100,8 +100,8 @@ def _advise_on_full_gpu(facts: Facts, starts: Sequence[Ending]) -> Advice:
 def _advise_on_too_large_model(facts: Facts, loaded_starts: Sequence[Ending]) -> Advice:
     """Return the advice to make room for the KV cache, where vLLM loaded the model and found none.
 
-    vLLM then logs "No available memory for the cache blocks", or that the cache is too small for
-    the longest request.
+    In this case vLLM logs "No available memory for the cache blocks", or that the cache is too
+    small for the longest request.
     """
     return Advice(
         cause=Cause.MODEL_DOES_NOT_FIT,
@@ -116,7 +116,7 @@ def _advise_on_too_large_model(facts: Facts, loaded_starts: Sequence[Ending]) ->
 
 
 def _advise_on_early_exit(starts: Sequence[Ending]) -> Advice:
-    """Return the advice to read the logs: before the model is loaded, memory is not the cause."""
+    """Return the advice to read the logs, because memory is no cause before the model is loaded."""
     return Advice(
         cause=Cause.START_UP,
         summary="The engine exits early in its start, with GPU memory left.",
@@ -140,7 +140,7 @@ LOOK_FOR_MEMORY: Final = 'vLLM\'s log shows the step: look for "memory" in it.'
 def _advise_on_shared_memory(facts: Facts, starts: Sequence[Ending]) -> Advice | None:
     """Return the advice to make /dev/shm larger.
 
-    None where vLLM's largest queue between processes fits, or /dev/shm is unknown.
+    None if vLLM's largest queue between processes fits, or /dev/shm is unknown.
     """
     host = facts.host
     if host is None or host.shm_limit_bytes is None or host.shm_used_bytes is None:
@@ -181,7 +181,8 @@ def _find_held_bytes(start: Ending) -> float:
 
 def _list_rooms_bytes(starts: Sequence[Ending]) -> list[int]:
     """Return the least room on any GPU at the end of each start, without unknown ones."""
-    # The room of a fullest GPU is always known: a GPU without it is never the fullest.
+    # The room of the fullest GPU is always known, because a GPU with unknown room never counts as
+    # the fullest.
     gpus = [start.fullest_gpu for start in starts]
     return [gpu.last_room_bytes or 0 for gpu in gpus if gpu is not None]
 
@@ -208,10 +209,10 @@ def _list_start_evidence(starts: Sequence[Ending]) -> tuple[Figure, ...]:
 
 
 def _avoid_others(facts: Facts) -> tuple[Change, ...]:
-    """Return the changes against others on the GPU: to move them, and a lower share for vLLM.
+    """Return the changes against others on the GPU: move them, and lower vLLM's share.
 
-    The share is what was free before the starts. It is left out where that is unknown, where the KV
-    cache is sized in bytes, or where the share would not be lower.
+    The share is what was free before the starts. It is left out if that is unknown, if the KV cache
+    is sized in bytes, or if the share would not be lower.
     """
     move = Change(
         text=(
@@ -223,9 +224,9 @@ def _avoid_others(facts: Facts) -> tuple[Change, ...]:
     free_bytes = _find_free_bytes(facts.failed_starts)
     if free_bytes is None or facts.usable_bytes is None or facts.settings.sizes_cache_in_bytes:
         return (move,)
-    # A share is most bytes on the largest GPU, so that GPU decides; rounded down to a hundredth.
+    # A share takes most bytes on the largest GPU, so that GPU decides. Rounded down to a hundredth.
     share = floor((free_bytes - AIM_BYTES) / facts.usable_bytes * 100) / 100
-    # Where the current share is unknown it is probably vLLM's default, which this would not lower.
+    # An unknown current share is probably vLLM's default, which this would not lower.
     if facts.settings.gpu_memory_utilization is None and share >= SAFE_UTILIZATION:
         return (move,)
     lower_share = lower_option(
@@ -260,7 +261,7 @@ def _shrink_engine(facts: Facts) -> tuple[Change, ...]:
     rooms_bytes = _list_rooms_bytes(facts.failed_starts)
     smaller_share = None
     if rooms_bytes and facts.gpus:
-        # Our choice: the option is the same for all GPUs, so it is computed for the first.
+        # Our choice: the option is the same for all GPUs, so it is computed for the first one.
         smaller_share = take_less(facts, facts.gpus[0], AIM_BYTES - min(rooms_bytes))
     fewer_requests = lower_option(
         facts,
@@ -281,7 +282,7 @@ def _shrink_engine(facts: Facts) -> tuple[Change, ...]:
 def _raise_share(facts: Facts, starts: Sequence[Ending]) -> Change | None:
     """Return a larger share of the GPU for vLLM, where all of these starts left enough room.
 
-    None where the share or the room is unknown, memory ran short later, or the room at any start
+    None if the share or the room is unknown, if memory ran short later, or if the room at any start
     was AIM_BYTES or less.
     """
     settings = facts.settings
@@ -357,8 +358,8 @@ def find_crash(facts: Facts) -> Advice | None:
 def find_crashes(facts: Facts) -> tuple[Ending, ...]:
     """Return the exits of an engine that served that were crashes with GPU memory left.
 
-    At such an exit requests ran, or processes of the engine outlived the exit. An exit where the
-    room on the GPUs is unknown counts too.
+    At such an exit, requests ran, or processes of the engine outlived the exit. An exit counts even
+    if the room on the GPUs is unknown.
     """
     crashes = []
     for end in facts.ends:
@@ -372,7 +373,7 @@ def find_crashes(facts: Facts) -> tuple[Ending, ...]:
 
 
 def _is_crash(end: Ending) -> bool:
-    """Return whether an exit was a crash; one allocation may have failed that shows nowhere."""
+    """Return whether an exit was a crash, possibly by a failed allocation that nothing shows."""
     answer = judge_ending(end)[0]
     if answer.cause is EndCause.CRASH:
         return True
@@ -399,10 +400,9 @@ def find_host_shortage(facts: Facts) -> Advice | None:
     """Judge host memory that ran short.
 
     Looks at: the kernel's out-of-memory kills, and the highest use of the container's limit.
-    Applies: after a kill, or with less than HOST_LOW_RATIO of the limit left.
-    Proposes: a smaller cache of processed images, then to keep less on the host, then a higher
-    limit.
-    Returns None where it does not apply.
+    Applies: after a kill, or with less than HOST_LOW_RATIO of the limit left. Proposes: a smaller
+    cache of processed images, then to keep less data in host memory, then a higher limit. Returns
+    None where it does not apply.
     """
     host = facts.host
     if host is None:
@@ -412,7 +412,7 @@ def find_host_shortage(facts: Facts) -> Advice | None:
     is_low = False
     if room_bytes is not None and limit_bytes is not None:
         is_low = room_bytes < HOST_LOW_RATIO * limit_bytes
-    # A kill counts although room was left: it came between two samples.
+    # A kill counts even if room was left, because it came between two samples.
     if not host.oom_kills and not is_low:
         return None
     used_bytes = None if limit_bytes is None else host.used_bytes
@@ -462,13 +462,11 @@ def find_host_shortage(facts: Facts) -> Advice | None:
 def find_other_tenant(facts: Facts) -> Advice | None:
     """Judge memory of processes that are not the engine's.
 
-    Looks at: the memory that others held on each GPU of the engine.
-    Applies: above NEIGHBOUR_BYTES, if they took that much during the trace, or less than AIM_BYTES
-    are left. Constant memory of others beside an engine with room is no problem (runbook
-    HeadroomNeighbourGrowing, "Do nothing when"). A page has no history, so the memory that others
-    hold now counts.
-    Proposes: to move the others, else a smaller share for vLLM.
-    Returns None where it does not apply.
+    Looks at: the memory that others held on each GPU of the engine. Applies: above NEIGHBOUR_BYTES,
+    if others took that much during the trace, or less than AIM_BYTES is left. Constant memory of
+    others beside an engine with room is no problem (runbook HeadroomNeighbourGrowing, "Do nothing
+    when"). A page has no history, so the memory that others hold now counts. Proposes: to move the
+    others, else a smaller share for vLLM. Returns None where it does not apply.
     """
     gpu = None
     others_memory = None
@@ -536,9 +534,9 @@ def _is_problem(facts: Facts, gpu: GpuFacts, others_memory: Extent) -> bool:
 
 
 def _make_room_for_others(facts: Facts, gpu: GpuFacts, others_memory: Extent) -> Change | None:
-    """Return a smaller share for vLLM; None where the current one leaves enough.
+    """Return a smaller share for vLLM; None if the current one leaves enough.
 
-    The share leaves AIM_BYTES at peaks. It is also at most what others leave free, since vLLM
+    The share leaves AIM_BYTES at peaks. It is also at most what others leave free, because vLLM
     otherwise refuses to start (worker/utils.py).
     """
     missing_bytes = 0.0
