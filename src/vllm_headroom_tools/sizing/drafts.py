@@ -97,8 +97,8 @@ def _add_unquantised(shape: ModelShape, added_parameters: int) -> ModelShape | N
 def build_head(draft: ModelShape, method: str, target: ModelShape) -> ModelShape:
     """Return the shape of a draft as it is served beside its model.
 
-    A head reads the model's embedding. It has its own output matrix only with EAGLE3, of its own
-    smaller vocabulary, and it projects outputs of the model to its input (models/llama_eagle3.py,
+    A head reads the model's embedding. Only with EAGLE3 it has an output matrix, which may be for
+    a smaller vocabulary. It projects outputs of the model to its input (models/llama_eagle3.py,
     models/qwen3_dflash.py). Any other draft is served whole.
     """
     hidden_size = draft.hidden_size
