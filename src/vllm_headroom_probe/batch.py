@@ -25,8 +25,6 @@ PATCH_FRAMES = (1, 2)
 class Step(NamedTuple):
     """What a step of the runner computes."""
 
-    at_seconds: float
-    """When the step began, in seconds since the epoch."""
     kind: str
     """The kind of work in its forward pass."""
     requests: int
@@ -42,8 +40,6 @@ class Step(NamedTuple):
     """The adapters that the step loads."""
     drafts: int
     """The drafted tokens that it verifies."""
-    is_repeated: bool
-    """Whether it computes the same as the step before: another token of the same requests."""
 
 
 class Prompt:
@@ -74,12 +70,15 @@ class Batch:
         self._adapters: set[int] = set()
         """The adapters that were loaded."""
 
-    def follow(self, order: Any, at_seconds: float) -> Step:  # noqa: ANN401 - vLLM's SchedulerOutput
-        """Return what the scheduled step computes."""
+    def follow(self, order: Any) -> Step:  # noqa: ANN401 - vLLM's SchedulerOutput
+        """Return what the ordered step computes: the same object where it repeats the step before.
+
+        Most steps do: another token of the same requests.
+        """
         earlier = self._earlier_step
         if earlier is not None and self._is_repeated(order, earlier):
-            return earlier._replace(at_seconds=at_seconds, is_repeated=True)
-        self._earlier_step = self._follow_change(order, at_seconds)
+            return earlier
+        self._earlier_step = self._follow_change(order)
         return self._earlier_step
 
     def _is_repeated(self, order: Any, earlier: Step) -> bool:  # noqa: ANN401
@@ -97,7 +96,7 @@ class Batch:
             return False
         return bool(order.total_num_scheduled_tokens == earlier.total_tokens)
 
-    def _follow_change(self, order: Any, at_seconds: float) -> Step:  # noqa: ANN401
+    def _follow_change(self, order: Any) -> Step:  # noqa: ANN401
         """Return what a step computes that is not a repetition."""
         scheduled_tokens: dict[str, int] = order.num_scheduled_tokens
         for request_id in order.finished_req_ids:
@@ -138,7 +137,6 @@ class Batch:
             kind = PREFILL if prompt_tokens else DECODE
         drafts = order.scheduled_spec_decode_tokens
         return Step(
-            at_seconds=at_seconds,
             kind=kind,
             requests=len(scheduled_tokens),
             total_tokens=order.total_num_scheduled_tokens,
@@ -149,7 +147,6 @@ class Batch:
             pixels=pixels,
             adapters=adapters,
             drafts=sum(map(len, drafts.values())) if drafts else 0,
-            is_repeated=False,
         )
 
     def _admit(self, request: Any) -> int:  # noqa: ANN401 - vLLM's NewRequestData

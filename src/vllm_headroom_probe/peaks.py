@@ -26,9 +26,8 @@ MAX_REASON_CHARACTERS = 200
 """How many characters of an error the file has."""
 
 REPEATED_STEPS = 16
-"""Of steps that repeat the previous one, every sixteenth is measured, because reading torch's
-figures three times takes 30 to 100 microseconds.
-"""
+"""Of steps that repeat the one before, every sixteenth is measured: reading torch's figures three
+times takes 32 microseconds."""
 
 Call = Callable[..., Any]
 
@@ -40,6 +39,8 @@ class Peak(NamedTuple):
     size: int
     """The size on which its memory depends: tokens, rows or pixels."""
     step: Step
+    at_seconds: float
+    """When the step began, in seconds since the epoch."""
 
 
 class Memory(NamedTuple):
@@ -68,7 +69,7 @@ class KindTable:
         self.steps += 1
         if self.highest is None or peak.transient_bytes > self.highest.transient_bytes:
             self.highest = peak
-        bucket = int(peak.step.at_seconds // BUCKET_SECONDS)
+        bucket = int(peak.at_seconds // BUCKET_SECONDS)
         bucket_peak = self.recent.get(bucket)
         if bucket_peak is None:
             # A new dictionary, because the probe's thread may read it at the same time.
@@ -105,13 +106,17 @@ class KindTable:
 
 def describe_peak(peak: Peak) -> dict[str, Any]:
     """Return a peak for the file."""
-    return {"bytes": peak.transient_bytes, "size": peak.size, **describe_step(peak.step)}
+    return {
+        "bytes": peak.transient_bytes,
+        "size": peak.size,
+        **describe_step(peak.step, peak.at_seconds),
+    }
 
 
-def describe_step(step: Step) -> dict[str, Any]:
-    """Return a step for the file, without figures that are 0."""
+def describe_step(step: Step, at_seconds: float) -> dict[str, Any]:
+    """Return a step for the file, without what it has none of."""
     facts = {
-        "t": round(step.at_seconds, 3),
+        "t": round(at_seconds, 3),
         "requests": step.requests,
         "tokens": step.total_tokens,
         "prompt_tokens": step.prompt_tokens,
@@ -131,6 +136,8 @@ class Peaks:
     def __init__(self) -> None:
         self.step: Step | None = None
         """The newest step that began; None before the first."""
+        self.began_at = 0.0
+        """When it began, in seconds since the epoch."""
         self.kind: str | None = None
         """The kind of work that runs now; None between two steps."""
         self._batch = Batch()
@@ -145,19 +152,21 @@ class Peaks:
         """Whether the newest step's second half follows."""
         self._is_measured = False
         """Whether the newest step is measured."""
+        self._wrappers: dict[str, Call] = {}
+        """The methods that replace the runner's, by name."""
+        self._is_over = False
+        """Whether the measurement has ended for good."""
         self._stop_reason: str | None = None
-        """The error that ended the measurement; None while it goes on."""
+        """The error that ended the measurement; None without one."""
         self._limits: dict[str, int | None] = {}
         # The cost of the hook.
         self._steps = 0
         self._unmeasured_steps = 0
-        """How many steps have passed since the last measured step; they repeat it."""
-        self._hook_seconds = 0.0
-        """The CPU time of the hook itself, over all steps. Wall-clock time would include other work
-        of the machine.
-        """
-        self._step_seconds = 0.0
-        """The CPU time of the runner's methods in the same thread."""
+        """The steps since the last measured one, which they repeat."""
+        self._hook_ns = 0
+        """The time of the hook itself, over all steps, in nanoseconds."""
+        self._runner_ns = 0
+        """The time of the runner's methods, in nanoseconds."""
 
     def attach(self, worker: object) -> None:
         """Measure the worker's steps from now on.
@@ -167,7 +176,7 @@ class Peaks:
         the hook has failed.
         """
         runner = read_own(worker, "model_runner")
-        if runner is None or runner is self._runner or self._stop_reason is not None:
+        if runner is None or runner is self._runner or self._is_over:
             return
         index = to_integer(getattr(read_own(worker, "device"), "index", None))
         self._torch_cuda = find_cuda()
@@ -184,50 +193,54 @@ class Peaks:
             "requests": to_integer(read_own(config, "scheduler_config.max_num_seqs")),
             "model_tokens": to_integer(read_own(config, "model_config.max_model_len")),
         }
-        sample = getattr(runner, "sample_tokens", None)
-        if sample is not None:
-            runner.sample_tokens = self._wrap(sample, self._begin_sampling, self._end_sampling)
-        runner.execute_model = self._wrap(
-            runner.execute_model, self._begin_forward, self._end_forward
-        )
+        if hasattr(runner, "sample_tokens"):
+            self._wrap("sample_tokens", self._begin_sampling, self._end_sampling)
+        self._wrap("execute_model", self._begin_forward, self._end_forward)
 
     def detach(self) -> None:
-        """Restore the runner's own methods."""
-        for name in ("execute_model", "sample_tokens"):
-            vars(self._runner).pop(name, None)
+        """Measure no step any more, and leave the runner as vLLM made it."""
+        self._is_over = True
+        for name, wrapper in self._wrappers.items():
+            # Another plugin may have wrapped the wrapper: then it stays, and only passes calls on.
+            if vars(self._runner).get(name) is wrapper:
+                delattr(self._runner, name)
 
-    def _wrap(self, call: Call, begin: Call, end: Call) -> Call:
-        """Return a method of the runner with a measurement before and after it.
+    def _wrap(self, name: str, begin: Call, end: Call) -> None:
+        """Replace a method of the runner by one with a measurement before and after it.
 
         Whatever the measurement raises, the method runs, and its result and errors are unchanged.
         """
+        call = getattr(self._runner, name)
+        # A system call would give the thread's CPU time, at the price of the measurement itself.
+        read_clock_ns = time.perf_counter_ns
 
         def measure(*arguments: Any, **options: Any) -> Any:  # noqa: ANN401
-            start_seconds = time.thread_time()
-            with contextlib.suppress(Exception):
-                self._guard(lambda: begin(*arguments, **options))
-            begun_seconds = time.thread_time()
+            if self._is_over:
+                return call(*arguments, **options)
+            start_ns = read_clock_ns()
+            self._try(begin, *arguments, **options)
+            call_ns = read_clock_ns()
             result = call(*arguments, **options)
-            end_seconds = time.thread_time()
-            with contextlib.suppress(Exception):
-                self._guard(end)
-                self._step_seconds += end_seconds - begun_seconds
-                self._hook_seconds += begun_seconds - start_seconds
-                self._hook_seconds += time.thread_time() - end_seconds
+            return_ns = read_clock_ns()
+            self._try(end)
+            self._runner_ns += return_ns - call_ns
+            self._hook_ns += call_ns - start_ns + read_clock_ns() - return_ns
             return result
 
-        return measure
+        self._wrappers[name] = measure
+        setattr(self._runner, name, measure)
 
-    def _guard(self, measure: Call) -> None:
+    def _try(self, measure: Call, *arguments: Any, **options: Any) -> None:  # noqa: ANN401
         """Call a part of the measurement; at any error, end it for good."""
         try:
-            measure()
+            measure(*arguments, **options)
         except Exception as error:  # noqa: BLE001 - vLLM's step goes on
-            self.kind = None
-            self._stop_reason = f"{type(error).__name__}: {error}"[:MAX_REASON_CHARACTERS]
-            self.detach()
-            logger = logging.getLogger("vllm.headroom_probe")
-            logger.warning("headroom probe: peaks are not measured: %s", self._stop_reason)
+            with contextlib.suppress(Exception):
+                self.kind = None
+                self._stop_reason = f"{type(error).__name__}: {error}"[:MAX_REASON_CHARACTERS]
+                self.detach()
+                logger = logging.getLogger("vllm.headroom_probe")
+                logger.warning("headroom probe: peaks are not measured: %s", self._stop_reason)
 
     def _begin_forward(self, order: Any, *_arguments: Any, **options: Any) -> None:  # noqa: ANN401
         """Follow the scheduler's output, and start to measure the forward pass if that is due.
@@ -239,31 +252,33 @@ class Peaks:
         # vLLM's second runner profiles itself with this method, and then reads the same peak.
         if options.get("dummy_run"):
             return
-        step = self._batch.follow(order, time.time())
+        step = self._batch.follow(order)
         if not step.total_tokens and not step.images:
             return
+        is_repeated = step is self.step
         self.step = step
+        self.began_at = time.time()
         self.kind = step.kind
         self._steps += 1
-        self._is_measured = self._is_measurement_due(step)
-        if self._is_measured:
-            self._resting = self._read_memory()
-            self._torch_cuda.reset_peak_memory_stats(self._index)
-
-    def _is_measurement_due(self, step: Step) -> bool:
-        """Return whether a step is to be measured; count steps that are not."""
-        if step.is_repeated and self._unmeasured_steps < REPEATED_STEPS - 1:
+        if is_repeated and self._unmeasured_steps < REPEATED_STEPS - 1:
             self._unmeasured_steps += 1
-            return False
+            self._is_measured = False
+            return
         self._unmeasured_steps = 0
-        return True
+        self._is_measured = True
+        self._resting = self._read_memory()
+        self._torch_cuda.reset_peak_memory_stats(self._index)
 
     def _end_forward(self) -> None:
-        if self.step is None or self.kind is None:
+        step = self.step
+        kind = self.kind
+        if step is None or kind is None:
             return
-        size = self.step.pixels if self.kind == ENCODER else self.step.total_tokens
         self._is_sampling_due = True
-        self._add_peak(self.step, self.kind, size)
+        self.kind = None
+        if self._is_measured:
+            size = step.pixels if kind == ENCODER else step.total_tokens
+            self._add_peak(step, kind, size)
 
     def _begin_sampling(self, *_arguments: Any, **_options: Any) -> None:  # noqa: ANN401
         """Start the second half of a step whose first half was followed."""
@@ -275,20 +290,26 @@ class Peaks:
             self._torch_cuda.reset_peak_memory_stats(self._index)
 
     def _end_sampling(self) -> None:
-        if self.step is None or self.kind is None:
+        step = self.step
+        kind = self.kind
+        if step is None or kind is None:
             return
-        size = self.step.logprobs_tokens
-        if self.kind == SAMPLING:
-            size = self.step.requests + self.step.drafts
-        self._add_peak(self.step, self.kind, size)
+        self.kind = None
+        if self._is_measured:
+            size = step.logprobs_tokens
+            if kind == SAMPLING:
+                size = step.requests + step.drafts
+            self._add_peak(step, kind, size)
 
     def _add_peak(self, step: Step, kind: str, size: int) -> None:
         """Add the peak since the last reset to the table of a kind, whose work has ended."""
-        self.kind = None
-        if not self._is_measured or self._resting is None:
+        if self._resting is None:
             return
         transient_bytes = max(0, self._read_memory().peak - self._resting.allocated)
-        self._tables.setdefault(kind, KindTable()).add(Peak(transient_bytes, size, step))
+        table = self._tables.get(kind)
+        if table is None:
+            table = self._tables[kind] = KindTable()
+        table.add(Peak(transient_bytes, size, step, self.began_at))
 
     def _read_memory(self) -> Memory:
         """Return torch's figures, which come from the allocator and never from the card."""
@@ -309,8 +330,8 @@ class Peaks:
         now_seconds = time.time()
         return {
             "steps": self._steps,
-            "hook_seconds": round(self._hook_seconds, 6),
-            "step_seconds": round(self._step_seconds, 6),
+            "hook_seconds": round(self._hook_ns / 1e9, 6),
+            "step_seconds": round(self._runner_ns / 1e9, 6),
             "stopped": self._stop_reason,
             "limits": self._limits,
             "resting": {
@@ -329,4 +350,4 @@ class Peaks:
         step = self.step
         if kind is None or step is None:
             return None
-        return {"work": kind, **describe_step(step)}
+        return {"work": kind, **describe_step(step, self.began_at)}

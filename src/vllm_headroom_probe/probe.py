@@ -17,10 +17,10 @@ from vllm_headroom_probe import engine as vllm
 from vllm_headroom_probe.folder import prune, read_start, write_document
 from vllm_headroom_probe.gpu import WorkerGpu, read_pinned
 from vllm_headroom_probe.host import read_host
-from vllm_headroom_probe.peaks import Peaks
 from vllm_headroom_probe.record import Recording
 
 if TYPE_CHECKING:
+    from vllm_headroom_probe.peaks import Peaks
     from vllm_headroom_probe.snapshot import Snapshots
 
 T = TypeVar("T")
@@ -75,8 +75,7 @@ class Probe:
         self.engine = vllm.EngineObjects()
         self.gpu = WorkerGpu()
         self.recording = Recording(folder)
-        self.peaks = Peaks()
-        self._has_peaks = os.environ.get("HEADROOM_PROBE_PEAKS") == "on"
+        self.peaks = _build_peaks()
         self.snapshots = _build_snapshots()
         # The thread.
         self._thread: threading.Thread | None = None
@@ -159,8 +158,9 @@ class Probe:
             "waiting": requests.get("waiting"),
             "seen": previous_oom.get("seen", 0) + 1,
         }
-        if self._has_peaks:
-            self._oom["step"] = read_or_none(self.peaks.describe_current)
+        peaks = self.peaks
+        if peaks is not None:
+            self._oom["step"] = read_or_none(peaks.describe_current)
         self._is_written.clear()
         is_running = (
             self._stop_reason is None and self._thread is not None and self._thread.is_alive()
@@ -246,8 +246,9 @@ class Probe:
         worker = read_or_none(lambda: self.engine.worker)
         core = read_or_none(lambda: self.engine.core)
         device = read_or_none(lambda: self.gpu.read_device(worker))
-        if self._has_peaks:
-            read_or_none(lambda: self.peaks.attach(worker))
+        peaks = self.peaks
+        if peaks is not None:
+            read_or_none(lambda: peaks.attach(worker))
         process_name = multiprocessing.current_process().name
         return {
             **self._identity,
@@ -263,7 +264,7 @@ class Probe:
             "host": read_or_none(read_host),
             "pinned": read_or_none(read_pinned),
             "oom": self._oom,
-            **({"peaks": read_or_none(self.peaks.describe)} if self._has_peaks else {}),
+            **({} if peaks is None else {"peaks": read_or_none(peaks.describe)}),
             **self._describe_snapshots(),
         }
 
@@ -310,10 +311,21 @@ class Probe:
         with contextlib.suppress(Exception):
             self.recording.discard()
         with contextlib.suppress(Exception):
-            self.peaks.detach()
+            if self.peaks is not None:
+                self.peaks.detach()
         with contextlib.suppress(Exception):
             if self.snapshots is not None:
                 self.snapshots.end()
+
+
+def _build_peaks() -> Peaks | None:
+    """Return what measures the peaks of steps; None where nobody asks for it."""
+    if os.environ.get("HEADROOM_PROBE_PEAKS") != "on":
+        return None
+    # Imported here: unasked, the probe loads nothing of it.
+    from vllm_headroom_probe.peaks import Peaks  # noqa: PLC0415
+
+    return Peaks()
 
 
 def _build_snapshots() -> Snapshots | None:

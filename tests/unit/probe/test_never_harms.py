@@ -28,7 +28,7 @@ def tells(running: Vllm, what: str, processes: int) -> list[str]:
     )
 
 
-BEGINS = "begin __init__ _build_snapshots start search _watch_for_ooms"
+BEGINS = "begin __init__ _build_peaks _build_snapshots start search _watch_for_ooms"
 """What it takes for the thread to begin; each further name lets the thread come a step further before it raises."""
 
 

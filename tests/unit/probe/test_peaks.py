@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any, Final
 
 import pytest
 
+from vllm_headroom_probe import batch
 from vllm_headroom_probe import peaks as module
+from vllm_headroom_probe.batch import Batch
 from vllm_headroom_probe.folder import MAX_DOCUMENT_BYTES
-from vllm_headroom_probe.peaks import Peaks
+from vllm_headroom_probe.peaks import KindTable, Peaks
 
 MIB: Final = 1 << 20
 LEVEL: Final = 10 * MIB
@@ -273,14 +277,70 @@ def test_an_error_of_the_measurement_ends_it_and_not_the_step(
     assert "Error" in document["stopped"]
 
 
-@pytest.mark.usefixtures("peaks")
-def test_whatever_raises_in_the_measurement_the_step_goes_on(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
-    def spoil(*_: object) -> None:
+def list_functions() -> list[tuple[Any, str]]:
+    """Every function of the measurement that runs within vLLM's step, and where it is."""
+    found: list[tuple[Any, str]] = []
+    for place in (Batch, KindTable, Peaks, batch, module):
+        for name, thing in vars(place).items():
+            if (
+                inspect.isfunction(thing)
+                and name not in OUTSIDE
+                and thing.__module__ in {module.__name__, batch.__name__}
+            ):
+                found.append((place, name))
+    return found
+
+
+OUTSIDE: Final = {"attach", "_wrap", "_try", "describe", "describe_current", "describe_peak", "describe_step"}
+"""Functions that the probe's thread calls, which catches everything, and the one that catches here."""
+
+
+@pytest.mark.parametrize(("place", "name"), list_functions(), ids=lambda value: getattr(value, "__name__", value))
+def test_whatever_raises_in_the_measurement_the_step_goes_on(
+    runner: Runner, allocator: Allocator, monkeypatch: pytest.MonkeyPatch, place: Any, name: str
+) -> None:
+    calls: list[str] = []
+
+    def spoil(*_: object, **__: object) -> None:
+        calls.append(name)
         raise ValueError
 
-    monkeypatch.setattr(Peaks, "_guard", spoil)
+    made = Peaks()
+    if name != "__init__":
+        monkeypatch.setattr(place, name, spoil)
+    with suppress(ValueError):  # the probe's thread catches it
+        made.attach(worker_of(runner))
+    monkeypatch.setattr(place, name, spoil)
+    first = ask("a", 8, mm_features=[image((3, 1, 1))])
+    step(runner, order({"a": 8}, first, scheduled_encoder_inputs={"a": [0]}))
+    for _ in range(3):
+        step(runner, order({"a": 1}))
+    step(runner, order({"a": 9}, scheduled_cached_reqs=SimpleNamespace(resumed_req_ids={"a"})))
 
-    step(runner, order({"a": 8}, ask("a", 12)))
+    if calls:
+        assert vars(runner).keys() == vars(Runner(allocator)).keys()
+        assert made.describe() is None or "ValueError" in made.describe()["stopped"]
+    else:
+        assert place in {Batch, Peaks}
+        assert name in {"__init__", "detach"}
+
+
+def test_a_plugin_that_wrapped_the_wrapper_keeps_its_own(peaks: Peaks, runner: Runner) -> None:
+    measured = runner.execute_model
+    calls: list[object] = []
+
+    def other(*arguments: Any) -> object:
+        calls.append(arguments)
+        return measured(*arguments)
+
+    vars(runner)["execute_model"] = other
+    step(runner, order({"a": 8}, ask("a", 8)))
+    peaks.detach()
+    step(runner, order({"a": 1}))
+
+    assert len(calls) == 2
+    assert "sample_tokens" not in vars(runner)
+    assert set(sizes(peaks)) == {"prefill", "sampling"}
 
 
 def test_an_error_of_vllm_reaches_vllm_and_names_its_step(peaks: Peaks, runner: Runner) -> None:
@@ -301,7 +361,7 @@ def test_only_the_last_minute_is_recent_and_the_file_is_bounded(
     peaks: Peaks, runner: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 1_760_000_000.0
-    monkeypatch.setattr(module, "time", SimpleNamespace(time=lambda: now, thread_time=lambda: 0.0))
+    monkeypatch.setattr(module, "time", SimpleNamespace(time=lambda: now, perf_counter_ns=lambda: 0))
     for number in range(40):
         name = str(number)
         tokens = int(1.4**number)

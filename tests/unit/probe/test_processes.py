@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -13,7 +14,7 @@ from typing import Final
 import pytest
 
 from tests.process import eventually
-from tests.unit.probe.running import INSIDE, vllm
+from tests.unit.probe.running import INSIDE, environment, vllm
 from vllm_headroom.parse.probe import parse_probe
 from vllm_headroom.scrape.proc import files as proc
 from vllm_headroom.scrape.proc.host import read_boot_time
@@ -169,3 +170,29 @@ def _threads(pid: int) -> int:
 
 def _states(pid: int) -> set[str]:
     return {stat.read_text().rpartition(") ")[2][0] for stat in Path(f"/proc/{pid}/task").glob("*/stat")}
+
+
+RUN_A_CORE: Final = """
+import glob, sys, time
+from vllm.engine import EngineCore, config
+core = EngineCore(config(0), 0, "spawn")
+runner = core.model_executor.driver_worker.worker.model_runner
+runner.execute_model = runner.sample_tokens = original = object()
+while not glob.glob(f"{sys.argv[1]}/[0-9]*.json"):
+    time.sleep(0.01)
+assert runner.execute_model is original and runner.sample_tokens is original
+print(*(name for name in sys.modules if name.startswith("vllm_headroom_probe.")))
+"""
+
+
+@pytest.mark.parametrize("setting", [{}, {"HEADROOM_PROBE_PEAKS": "off"}, {"HEADROOM_PROBE_PEAKS": "on"}])
+def test_without_peaks_nothing_of_them_is_loaded(site: Path, folder: Path, setting: dict[str, str]) -> None:
+    environ = environment(site, folder, **setting)
+    command = [sys.executable, "-c", RUN_A_CORE, str(folder)]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
+    (report,) = [json.loads(path.read_text()) for path in folder.glob("[0-9]*.json")]
+
+    modules = {"vllm_headroom_probe.peaks", "vllm_headroom_probe.batch"}
+    is_on = setting.get("HEADROOM_PROBE_PEAKS") == "on"
+    assert modules & set(done.stdout.split()) == (modules if is_on else set())
+    assert ("peaks" in report) == is_on
