@@ -1,14 +1,14 @@
 # ruff: noqa: INP001, S310 - a program of one file, and its URLs are the operator's
 """A proxy before one vLLM that turns away what would not fit, by the sidecar's series.
 
-Python's standard library only. Environment: VLLM_URL, HEADROOM_URL, LISTEN_PORT. A request that
-does not fit gets 413; one that fits alone, but not beside the prompts in flight, gets 503 with
-Retry-After. Where a series is absent, the proxy turns nothing away.
+Python's standard library only. Environment: VLLM_URL, HEADROOM_URL, LISTEN_PORT, and optionally
+MAX_NUM_BATCHED_TOKENS. A request that is too large gets 413; one that fits at another time, or
+without the prompts in flight, gets 503 with Retry-After. Where a series is absent, the proxy turns
+nothing away.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -16,95 +16,140 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections import deque
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, NamedTuple
 
 VLLM_URL = os.environ.get("VLLM_URL", "http://127.0.0.1:8000").rstrip("/")
 HEADROOM_URL = os.environ.get("HEADROOM_URL", "http://127.0.0.1:9839").rstrip("/")
 LISTEN_PORT = int(os.environ.get("LISTEN_PORT", "8080"))
 
+MAX_NUM_BATCHED_TOKENS = int(os.environ.get("MAX_NUM_BATCHED_TOKENS", "0"))
+"""vLLM's option: the most tokens of a step. Where a prompt of so many tokens fits, every step fits,
+however many prompts are in flight. 0 if unknown."""
+
 READ_SECONDS = 1.0
 """How often the sidecar's page is read: it has new values once in its sampling interval."""
 
-SERIES = re.compile(
-    r"^headroom_engine_(safe_prompt_tokens|safe_prompt_logprobs_tokens)\{[^}]*\} (\S+)$",
-    re.MULTILINE,
-)
+REMEMBERED_READINGS = 600
+"""The readings of ten minutes. A prompt that fitted at one of them may fit again: it gets 503."""
+
+SHORT_SHARE = 1 / 32
+"""A text with fewer bytes than this share of the limit counts as one token a byte. Longer texts are
+counted by vLLM."""
+
+COMPLETIONS = ("/v1/completions", "/v1/chat/completions")
 MAX_BODY_BYTES = 64 << 20
 HOP_HEADERS = {"connection", "transfer-encoding", "content-length", "host", "keep-alive"}
+SERIES = re.compile(
+    r"^headroom_engine_safe_(prompt|prompt_logprobs)_tokens\{[^}]*\} (\S+)$", re.MULTILINE
+)
 
-limits: dict[str, int] = {}
-"""The least of each series over the engine's GPUs; replaced as a whole."""
+
+class Prompts(NamedTuple):
+    """The size of a request."""
+
+    largest_tokens: int = 0
+    total_tokens: int = 0
+    """The tokens of all its prompts: a request may have several."""
+    has_logprobs: bool = False
+
+
+class Refusal(NamedTuple):
+    """Why a request is turned away."""
+
+    status: int
+    reason: str
+
+
+readings: deque[dict[str, int]] = deque([{}], REMEMBERED_READINGS)
+"""The limits at each reading, the newest at the end: the least of each series over the engine's
+GPUs."""
 
 in_flight_tokens = 0
+"""The tokens of the prompts that were passed on and have no answer yet."""
 in_flight_lock = threading.Lock()
 
 
 def read_limits() -> dict[str, int]:
     """Return the present limits; raises OSError where the sidecar does not answer."""
     with urllib.request.urlopen(f"{HEADROOM_URL}/metrics", timeout=READ_SECONDS) as page:
-        found: dict[str, int] = {}
-        for name, value in SERIES.findall(page.read().decode()):
-            found[name] = min(int(float(value)), found.get(name, 1 << 62))
-        return found
+        text = page.read().decode()
+    limits: dict[str, int] = {}
+    for name, value in SERIES.findall(text):
+        tokens = int(float(value))
+        limits[name] = min(tokens, limits.get(name, tokens))
+    return limits
 
 
 def watch_limits() -> None:
     """Read the limits for ever; without an answer there are none."""
-    global limits  # noqa: PLW0603 - one value of the process
     while True:
         try:
-            limits = read_limits()
+            readings.append(read_limits())
         except OSError:
-            limits = {}
+            readings.append({})
         time.sleep(READ_SECONDS)
 
 
-def count_tokens(body: dict[str, Any], least_limit: int) -> int:
-    """Return the tokens of the largest prompt; ask vLLM only where the text may be too long."""
+def has_prompt_logprobs(body: dict[str, Any]) -> bool:
+    """Return whether vLLM will compute the logprobs of the prompt: it also does to echo them."""
+    if body.get("prompt_logprobs") is not None:
+        return True
+    name = "top_logprobs" if "messages" in body else "logprobs"
+    return bool(body.get("echo")) and body.get(name) is not None
+
+
+def measure(body: dict[str, Any], limit: int) -> Prompts:
+    """Return the size of a request; raises OSError or ValueError where vLLM counts no tokens."""
     prompt = body.get("prompt")
-    prompts = (
-        prompt
-        if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
-        else [prompt]
-    )
-    tokens = [len(one) for one in prompts if isinstance(one, list)]
-    texts: list[dict[str, Any]] = [{"prompt": one} for one in prompts if isinstance(one, str)]
+    is_one = isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))
+    prompts = [prompt] if is_one else (prompt or [])
+    tokens = []
+    for content in prompts:
+        if isinstance(content, str):
+            tokens.append(count_tokens(body, "prompt", content, limit))
+        else:
+            tokens.append(len(content))
     if "messages" in body:
-        texts.append({"messages": body["messages"]})
-    for text in texts:
-        # A token has at least one byte.
-        most_tokens = len(json.dumps(text))
-        if most_tokens <= least_limit:
-            tokens.append(most_tokens // 4)
-            continue
-        content = json.dumps({"model": body.get("model"), **text}).encode()
-        request = urllib.request.Request(
-            f"{VLLM_URL}/tokenize", content, {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            tokens.append(int(json.load(answer)["count"]))
-    return max(tokens, default=0)
+        tokens.append(count_tokens(body, "messages", body["messages"], limit))
+    return Prompts(max(tokens, default=0), sum(tokens), has_prompt_logprobs(body))
 
 
-def refuse(body: dict[str, Any], tokens: int, other_tokens: int) -> tuple[int, str] | None:
-    """Return status and reason where the request does not fit; None where it does."""
-    prompt_limit = limits.get("safe_prompt_tokens")
-    logprobs_limit = limits.get("safe_prompt_logprobs_tokens")
-    if (
-        body.get("prompt_logprobs") is not None
-        and logprobs_limit is not None
-        and tokens > logprobs_limit
+def count_tokens(body: dict[str, Any], name: str, content: Any, limit: int) -> int:  # noqa: ANN401
+    """Return the tokens of a text or a chat, or its bytes if those are few beside the limit."""
+    content_bytes = len(json.dumps(content))
+    if content_bytes < SHORT_SHARE * limit:
+        return content_bytes
+    question = json.dumps({"model": body.get("model"), name: content}).encode()
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{VLLM_URL}/tokenize", question, headers)
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        return int(json.load(answer)["count"])
+
+
+def refuse(prompts: Prompts, other_tokens: int) -> Refusal | None:
+    """Return why a request does not fit beside the prompts in flight; None where it fits."""
+    limits = readings[-1]
+    for name, kind in (
+        ("prompt_logprobs", "tokens with prompt logprobs"),
+        ("prompt", "prompt tokens"),
     ):
-        return (
-            413,
-            f"{tokens} tokens with prompt logprobs do not fit: at most {logprobs_limit} do now",
-        )
-    if prompt_limit is not None and tokens > prompt_limit:
-        return 413, f"{tokens} prompt tokens do not fit: at most {prompt_limit} do now"
-    if prompt_limit is not None and tokens + other_tokens > prompt_limit:
-        return 503, f"{tokens} prompt tokens do not fit beside {other_tokens} in flight"
+        limit = limits.get(name)
+        is_concerned = name == "prompt" or prompts.has_logprobs
+        if limit is None or not is_concerned or prompts.largest_tokens <= limit:
+            continue
+        highest_limit = max(reading.get(name, 0) for reading in list(readings))
+        status = 413 if prompts.largest_tokens > highest_limit else 503
+        reason = f"{prompts.largest_tokens} {kind} do not fit: at most {limit} do now"
+        return Refusal(status, reason)
+    limit = limits.get("prompt")
+    if limit is None or 0 < MAX_NUM_BATCHED_TOKENS <= limit:
+        return None
+    if other_tokens and prompts.total_tokens + other_tokens > limit:
+        reason = f"{prompts.total_tokens} prompt tokens do not fit beside {other_tokens} in flight"
+        return Refusal(503, reason)
     return None
 
 
@@ -121,34 +166,33 @@ class Proxy(BaseHTTPRequestHandler):
         """Pass a request with a body on, if it fits."""
         length = int(self.headers.get("Content-Length") or 0)
         if length > MAX_BODY_BYTES:
-            self.answer(413, "the body is too large")
+            self.answer(Refusal(413, "the body is too large"))
             return
         content = self.rfile.read(length)
-        try:
-            body = json.loads(content)
-        except ValueError:
-            body = None
-        tokens = 0
-        if (
-            isinstance(body, dict)
-            and limits
-            and self.path.startswith(("/v1/completions", "/v1/chat/completions"))
-        ):
-            with contextlib.suppress(OSError, ValueError, KeyError):
-                tokens = count_tokens(body, min(limits.values()))
-        self.admit(content, body if isinstance(body, dict) else {}, tokens)
+        self.admit(content, self.measure(content))
 
-    def admit(self, content: bytes, body: dict[str, Any], tokens: int) -> None:
+    def measure(self, content: bytes) -> Prompts:
+        """Return the size of a request; 0 where there is no limit, or it has no prompt."""
+        limits = readings[-1]
+        if not limits or not self.path.startswith(COMPLETIONS):
+            return Prompts()
+        try:
+            return measure(json.loads(content), min(limits.values()))
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+            # vLLM answers what is wrong with it.
+            return Prompts()
+
+    def admit(self, content: bytes, prompts: Prompts) -> None:
         """Pass a request on where it fits beside the prompts in flight."""
         global in_flight_tokens  # noqa: PLW0603 - one value of the process
         with in_flight_lock:
-            refusal = refuse(body, tokens, in_flight_tokens)
+            refusal = refuse(prompts, in_flight_tokens)
             if refusal is None:
-                in_flight_tokens += tokens
-        if refusal is not None:
-            self.answer(*refusal)
-            return
-        self.forward(content, tokens)
+                in_flight_tokens += prompts.total_tokens
+        if refusal is None:
+            self.forward(content, prompts.total_tokens)
+        else:
+            self.answer(refusal)
 
     def forward(self, content: bytes | None, tokens: int) -> None:
         """Pass the request on; its prompt is in flight until the answer begins."""
@@ -156,19 +200,22 @@ class Proxy(BaseHTTPRequestHandler):
         headers = {
             name: value for name, value in self.headers.items() if name.lower() not in HOP_HEADERS
         }
-        request = urllib.request.Request(
-            VLLM_URL + self.path, content, headers, method=self.command
-        )
+        url = VLLM_URL + self.path
+        request = urllib.request.Request(url, content, headers, method=self.command)
+        answer: Any = None
+        reason = ""
         try:
             answer = urllib.request.urlopen(request, timeout=3600)
         except urllib.error.HTTPError as error:
             answer = error
         except OSError as error:
-            self.answer(502, str(error))
-            return
+            reason = str(error)
         finally:
             with in_flight_lock:
                 in_flight_tokens -= tokens
+        if answer is None:
+            self.answer(Refusal(502, reason))
+            return
         with answer:
             self.send_response(answer.status)
             for name, value in answer.headers.items():
@@ -179,15 +226,14 @@ class Proxy(BaseHTTPRequestHandler):
                 self.wfile.write(chunk)
                 self.wfile.flush()
 
-    def answer(self, status: int, reason: str) -> None:
+    def answer(self, refusal: Refusal) -> None:
         """Answer in the form of an error of vLLM."""
-        content = json.dumps(
-            {"error": {"message": reason, "type": "headroom", "code": status}}
-        ).encode()
-        self.send_response(status)
+        error = {"message": refusal.reason, "type": "headroom", "code": refusal.status}
+        content = json.dumps({"error": error}).encode()
+        self.send_response(refusal.status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(content)))
-        if status == HTTPStatus.SERVICE_UNAVAILABLE:
+        if refusal.status == HTTPStatus.SERVICE_UNAVAILABLE:
             self.send_header("Retry-After", "1")
         self.end_headers()
         self.wfile.write(content)
