@@ -96,7 +96,7 @@ def proxy(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         specification = importlib.util.spec_from_file_location("safe_requests_proxy", PROXY)
         assert specification is not None
         assert specification.loader is not None
-        module = importlib.util.module_from_spec(specification)
+        module: Any = importlib.util.module_from_spec(specification)
         specification.loader.exec_module(module)
         with serve(module.Proxy) as module.url:
             yield module

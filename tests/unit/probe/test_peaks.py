@@ -319,7 +319,8 @@ def test_whatever_raises_in_the_measurement_the_step_goes_on(
 
     if calls:
         assert vars(runner).keys() == vars(Runner(allocator)).keys()
-        assert made.describe() is None or "ValueError" in made.describe()["stopped"]
+        document = made.describe()
+        assert document is None or "ValueError" in document["stopped"]
     else:
         assert place in {Batch, Peaks}
         assert name in {"__init__", "detach"}
