@@ -42,6 +42,21 @@ class Step(NamedTuple):
     """The drafted tokens that it verifies."""
 
 
+NO_STEP = Step(
+    kind=OTHER,
+    requests=0,
+    total_tokens=0,
+    prompt_tokens=0,
+    logprobs_requests=0,
+    logprobs_tokens=0,
+    images=0,
+    pixels=0,
+    adapters=0,
+    drafts=0,
+)
+"""The step before the first."""
+
+
 class Prompt:
     """A request whose prompt is being computed."""
 
@@ -65,39 +80,37 @@ class Batch:
         """
         self._pixels: dict[str, list[int]] = {}
         """The pixels of each image of the requests with images."""
-        self._earlier_step: Step | None = None
-        """The newest step that was not a repetition."""
+        self._repeatable_step: Step | None = None
+        """The newest step, if it only computes the next tokens of its requests."""
         self._adapters: set[int] = set()
         """The adapters that were loaded."""
 
-    def follow(self, order: Any) -> Step:  # noqa: ANN401 - vLLM's SchedulerOutput
-        """Return what the ordered step computes: the same object where it repeats the step before.
+    def is_repeated(self, order: Any) -> bool:  # noqa: ANN401 - vLLM's SchedulerOutput
+        """Return whether an order is for the next tokens of the same requests as the step before.
 
-        Most steps do: another token of the same requests.
+        Most orders are.
         """
-        earlier = self._earlier_step
-        if earlier is not None and self._is_repeated(order, earlier):
-            return earlier
-        self._earlier_step = self._follow_change(order)
-        return self._earlier_step
-
-    def _is_repeated(self, order: Any, earlier: Step) -> bool:  # noqa: ANN401
-        """Return whether a step computes another token of the same requests as the step before."""
+        step = self._repeatable_step
+        if step is None or order.total_num_scheduled_tokens != step.total_tokens:
+            return False
         is_changed = (
             order.scheduled_new_reqs
             or order.finished_req_ids
             or order.scheduled_encoder_inputs
-            or self._prompts
+            or len(order.num_scheduled_tokens) != step.requests
             or getattr(order.scheduled_cached_reqs, "resumed_req_ids", ())
         )
-        if is_changed or earlier.prompt_tokens or earlier.images or earlier.adapters:
-            return False
-        if len(order.num_scheduled_tokens) != earlier.requests:
-            return False
-        return bool(order.total_num_scheduled_tokens == earlier.total_tokens)
+        return not is_changed
+
+    def follow(self, order: Any) -> Step:  # noqa: ANN401 - vLLM's SchedulerOutput
+        """Return what the ordered step computes that is not repeated."""
+        step = self._follow_change(order)
+        has_more = step.prompt_tokens or step.images or step.adapters or self._prompts
+        self._repeatable_step = step if step.total_tokens and not has_more else None
+        return step
 
     def _follow_change(self, order: Any) -> Step:  # noqa: ANN401
-        """Return what a step computes that is not a repetition."""
+        """Return what a step computes."""
         scheduled_tokens: dict[str, int] = order.num_scheduled_tokens
         for request_id in order.finished_req_ids:
             self._prompts.pop(request_id, None)

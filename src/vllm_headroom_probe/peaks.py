@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from vllm_headroom_probe.batch import ENCODER, Batch, Step
+from vllm_headroom_probe.batch import ENCODER, NO_STEP, Batch, Step
 from vllm_headroom_probe.engine import read_own, to_integer
 from vllm_headroom_probe.gpu import can_read_torch, find_cuda
 
@@ -51,6 +51,9 @@ class Memory(NamedTuple):
     """The highest of `allocated` since the last reset."""
     reserved: int
     inactive_split: int
+
+
+NO_MEMORY = Memory(allocated=0, peak=0, reserved=0, inactive_split=0)
 
 
 class KindTable:
@@ -134,10 +137,8 @@ class Peaks:
     """The peaks of this process's worker, measured around the runner's two methods per step."""
 
     def __init__(self) -> None:
-        self.step: Step | None = None
-        """The newest step that began; None before the first."""
-        self.began_at = 0.0
-        """When it began, in seconds since the epoch."""
+        self.step: Step = NO_STEP
+        """The newest step that began, or the one that it repeats."""
         self.kind: str | None = None
         """The kind of work that runs now; None between two steps."""
         self._batch = Batch()
@@ -146,8 +147,10 @@ class Peaks:
         self._index = 0
         """The index of the device in torch."""
         self._torch_cuda: Any = None
-        self._resting: Memory | None = None
-        """torch's figures when the newest measured step began."""
+        self._began_at = 0.0
+        """When the newest measured step began, in seconds since the epoch."""
+        self._resting = NO_MEMORY
+        """torch's figures when it began."""
         self._is_sampling_due = False
         """Whether the newest step's second half follows."""
         self._is_measured = False
@@ -161,12 +164,11 @@ class Peaks:
         self._limits: dict[str, int | None] = {}
         # The cost of the hook.
         self._steps = 0
+        self._measured_steps = 0
         self._unmeasured_steps = 0
         """The steps since the last measured one, which they repeat."""
         self._hook_ns = 0
-        """The time of the hook itself, over all steps, in nanoseconds."""
-        self._runner_ns = 0
-        """The time of the runner's methods, in nanoseconds."""
+        """The time of the hook in the steps that are measured, in nanoseconds."""
 
     def attach(self, worker: object) -> None:
         """Measure the worker's steps from now on.
@@ -211,78 +213,79 @@ class Peaks:
         Whatever the measurement raises, the method runs, and its result and errors are unchanged.
         """
         call = getattr(self._runner, name)
-        # A system call would give the thread's CPU time, at the price of the measurement itself.
         read_clock_ns = time.perf_counter_ns
 
+        # Most steps are not measured. For them this does little, because after vLLM's own work each
+        # line of code has to come from memory again.
         def measure(*arguments: Any, **options: Any) -> Any:  # noqa: ANN401
             if self._is_over:
                 return call(*arguments, **options)
-            start_ns = read_clock_ns()
-            self._try(begin, *arguments, **options)
-            call_ns = read_clock_ns()
+            try:
+                begin(*arguments, **options)
+            except Exception as error:  # noqa: BLE001 - vLLM's step goes on
+                self._fail(error)
             result = call(*arguments, **options)
-            return_ns = read_clock_ns()
-            self._try(end)
-            self._runner_ns += return_ns - call_ns
-            self._hook_ns += call_ns - start_ns + read_clock_ns() - return_ns
+            if self._is_measured:
+                start_ns = read_clock_ns()
+                try:
+                    end()
+                except Exception as error:  # noqa: BLE001 - vLLM's step goes on
+                    self._fail(error)
+                self._hook_ns += read_clock_ns() - start_ns
+            self.kind = None
             return result
 
         self._wrappers[name] = measure
         setattr(self._runner, name, measure)
 
-    def _try(self, measure: Call, *arguments: Any, **options: Any) -> None:  # noqa: ANN401
-        """Call a part of the measurement; at any error, end it for good."""
-        try:
-            measure(*arguments, **options)
-        except Exception as error:  # noqa: BLE001 - vLLM's step goes on
-            with contextlib.suppress(Exception):
-                self.kind = None
-                self._stop_reason = f"{type(error).__name__}: {error}"[:MAX_REASON_CHARACTERS]
-                self.detach()
-                logger = logging.getLogger("vllm.headroom_probe")
-                logger.warning("headroom probe: peaks are not measured: %s", self._stop_reason)
+    def _fail(self, error: Exception) -> None:
+        """End the measurement for good."""
+        with contextlib.suppress(Exception):
+            self._is_measured = False
+            self._stop_reason = f"{type(error).__name__}: {error}"[:MAX_REASON_CHARACTERS]
+            self.detach()
+            logger = logging.getLogger("vllm.headroom_probe")
+            logger.warning("headroom probe: peaks are not measured: %s", self._stop_reason)
 
     def _begin_forward(self, order: Any, *_arguments: Any, **options: Any) -> None:  # noqa: ANN401
         """Follow the scheduler's output, and start to measure the forward pass if that is due.
 
         Without tokens or images nothing is computed.
         """
-        self.kind = None
+        self._is_measured = False
         self._is_sampling_due = False
         # vLLM's second runner profiles itself with this method, and then reads the same peak.
         if options.get("dummy_run"):
             return
+        if self._unmeasured_steps < REPEATED_STEPS - 1 and self._batch.is_repeated(order):
+            self._unmeasured_steps += 1
+            self._is_sampling_due = True
+            self.kind = self.step.kind
+            return
+        start_ns = time.perf_counter_ns()
         step = self._batch.follow(order)
         if not step.total_tokens and not step.images:
             return
-        is_repeated = step is self.step
         self.step = step
-        self.began_at = time.time()
         self.kind = step.kind
-        self._steps += 1
-        if is_repeated and self._unmeasured_steps < REPEATED_STEPS - 1:
-            self._unmeasured_steps += 1
-            self._is_measured = False
-            return
+        self._began_at = time.time()
+        self._is_sampling_due = True
+        self._steps += 1 + self._unmeasured_steps
         self._unmeasured_steps = 0
         self._is_measured = True
+        self._measured_steps += 1
         self._resting = self._read_memory()
         self._torch_cuda.reset_peak_memory_stats(self._index)
+        self._hook_ns += time.perf_counter_ns() - start_ns
 
     def _end_forward(self) -> None:
-        step = self.step
-        kind = self.kind
-        if step is None or kind is None:
-            return
-        self._is_sampling_due = True
-        self.kind = None
-        if self._is_measured:
-            size = step.pixels if kind == ENCODER else step.total_tokens
-            self._add_peak(step, kind, size)
+        size = self.step.pixels if self.step.kind == ENCODER else self.step.total_tokens
+        self._add_peak(self.step.kind, size)
 
     def _begin_sampling(self, *_arguments: Any, **_options: Any) -> None:  # noqa: ANN401
         """Start the second half of a step whose first half was followed."""
-        if self.step is None or not self._is_sampling_due:
+        if not self._is_sampling_due:
+            self._is_measured = False
             return
         self._is_sampling_due = False
         self.kind = PROMPT_LOGPROBS if self.step.logprobs_requests else SAMPLING
@@ -290,26 +293,19 @@ class Peaks:
             self._torch_cuda.reset_peak_memory_stats(self._index)
 
     def _end_sampling(self) -> None:
-        step = self.step
-        kind = self.kind
-        if step is None or kind is None:
-            return
-        self.kind = None
-        if self._is_measured:
-            size = step.logprobs_tokens
-            if kind == SAMPLING:
-                size = step.requests + step.drafts
-            self._add_peak(step, kind, size)
+        self._is_measured = False
+        if self.step.logprobs_requests:
+            self._add_peak(PROMPT_LOGPROBS, self.step.logprobs_tokens)
+        else:
+            self._add_peak(SAMPLING, self.step.requests + self.step.drafts)
 
-    def _add_peak(self, step: Step, kind: str, size: int) -> None:
+    def _add_peak(self, kind: str, size: int) -> None:
         """Add the peak since the last reset to the table of a kind, whose work has ended."""
-        if self._resting is None:
-            return
         transient_bytes = max(0, self._read_memory().peak - self._resting.allocated)
         table = self._tables.get(kind)
         if table is None:
             table = self._tables[kind] = KindTable()
-        table.add(Peak(transient_bytes, size, step, self.began_at))
+        table.add(Peak(transient_bytes, size, self.step, self._began_at))
 
     def _read_memory(self) -> Memory:
         """Return torch's figures, which come from the allocator and never from the card."""
@@ -324,14 +320,14 @@ class Peaks:
 
     def describe(self) -> dict[str, Any] | None:
         """Return the peaks for the probe's file; None while no step was measured."""
-        resting = self._resting
-        if resting is None:
+        if not self._measured_steps:
             return None
+        resting = self._resting
         now_seconds = time.time()
         return {
-            "steps": self._steps,
+            "steps": self._steps + self._unmeasured_steps,
+            "measured_steps": self._measured_steps,
             "hook_seconds": round(self._hook_ns / 1e9, 6),
-            "step_seconds": round(self._runner_ns / 1e9, 6),
             "stopped": self._stop_reason,
             "limits": self._limits,
             "resting": {
@@ -347,7 +343,6 @@ class Peaks:
     def describe_current(self) -> dict[str, Any] | None:
         """Return the step that runs now and its kind; None between two steps."""
         kind = self.kind
-        step = self.step
-        if kind is None or step is None:
+        if kind is None:
             return None
-        return {"work": kind, **describe_step(step, self.began_at)}
+        return {"work": kind, **describe_step(self.step, time.time())}

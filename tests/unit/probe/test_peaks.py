@@ -291,7 +291,7 @@ def list_functions() -> list[tuple[Any, str]]:
     return found
 
 
-OUTSIDE: Final = {"attach", "_wrap", "_try", "describe", "describe_current", "describe_peak", "describe_step"}
+OUTSIDE: Final = {"attach", "_wrap", "_fail", "describe", "describe_current", "describe_peak", "describe_step"}
 """Functions that the probe's thread calls, which catches everything, and the one that catches here."""
 
 
