@@ -26,7 +26,7 @@ MAX_REASON_CHARACTERS = 200
 """How many characters of an error the file has."""
 
 REPEATED_STEPS = 16
-"""Of steps that repeat the one before, every sixteenth is measured: reading torch's figures three
+"""Of steps that repeat the previous one, every sixteenth is measured: reading torch's figures three
 times takes 32 microseconds."""
 
 Call = Callable[..., Any]
@@ -117,7 +117,7 @@ def describe_peak(peak: Peak) -> dict[str, Any]:
 
 
 def describe_step(step: Step, at_seconds: float) -> dict[str, Any]:
-    """Return a step for the file, without what it has none of."""
+    """Return a step for the file, without figures that are 0."""
     facts = {
         "t": round(at_seconds, 3),
         "requests": step.requests,
@@ -200,7 +200,7 @@ class Peaks:
         self._wrap("execute_model", self._begin_forward, self._end_forward)
 
     def detach(self) -> None:
-        """Measure no step any more, and leave the runner as vLLM made it."""
+        """Measure no further step, and restore the runner's own methods."""
         self._is_over = True
         for name, wrapper in self._wrappers.items():
             # Another plugin may have wrapped the wrapper: then it stays, and only passes calls on.
