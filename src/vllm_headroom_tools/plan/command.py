@@ -123,6 +123,8 @@ def build_question(options: Namespace) -> Question:
     shape = _read_shape(options)
     if isinstance(shape, str):
         raise BadInput(shape)
+    if options.release.has_multiplied_yarn and shape.yarn_length is not None:
+        shape = replace(shape, max_model_len=shape.yarn_length)
     speculation = read_speculation(options)
     _check_speculation(speculation, options.release)
     draft = _read_draft(options, speculation.draft_name)

@@ -15,6 +15,7 @@ from vllm_headroom.scrape.proc.files import read_command
 from vllm_headroom.text_file import read_file
 from vllm_headroom.yaml_file import NotYamlError, parse_yaml
 from vllm_headroom_tools.options import BadOptions
+from vllm_headroom_tools.sizing.releases import parse_release
 
 FILE_LIMIT_BYTES: Final = 2**20
 """Our choice: how much of a script or manifest is read."""
@@ -35,6 +36,9 @@ IMAGE: Final = re.compile(
     r"(?![-/~.])[^=\s]*/[^=\s]*vllm[^=\s]*|vllm[\w.-]*:[^/\s]+", re.IGNORECASE
 )
 """The name of a container image with vLLM, such as vllm/vllm-openai:v0.20.0."""
+
+IMAGE_TAG: Final = re.compile(r"vllm[^:]*:v?(0\.\d+(?:\.\d+)?)(?![\d.])", re.IGNORECASE | re.ASCII)
+"""The release in the tag of such an image, as that of v0.20.0-cu130."""
 
 LINE_END: Final = re.compile(r"[|;&]+|\d?>.*|<.*")
 """A word at which the shell ends a command or redirects it."""
@@ -278,10 +282,11 @@ def _find_options(words: Sequence[str], variables: Mapping[str, str], name: str)
 
     Raises BadOptions where there is no server.
     """
+    version_option = _read_version(words)
     script = _find_script(words)
     if script is not None:
         assignments = "".join(f"{key}={shlex.quote(value)}\n" for key, value in variables.items())
-        return _read_text(assignments + script, name)
+        return [*version_option, *_read_text(assignments + script, name)]
     start = _find_start(words)
     if start is None:
         start = _find_first_argument(words, name)
@@ -293,8 +298,26 @@ def _find_options(words: Sequence[str], variables: Mapping[str, str], name: str)
         options += _expand_word(word, variables)
     # vLLM takes the model as its first word too.
     if options and not options[0].startswith("-"):
-        return [f"--model={options[0]}", *options[1:]]
-    return options
+        options[0] = f"--model={options[0]}"
+    return [*version_option, *options]
+
+
+def _read_version(words: Sequence[str]) -> list[str]:
+    """Return the option for the release of vLLM in the tag of a container's image.
+
+    Empty without such a tag, and for a release that is not known here.
+    """
+    for word in words:
+        image = IMAGE.fullmatch(word)
+        tag = IMAGE_TAG.search(word) if image is not None else None
+        if tag is None:
+            continue
+        try:
+            parse_release(tag[1])
+        except ValueError:
+            return []
+        return [f"--vllm-version={tag[1]}"]
+    return []
 
 
 def _find_first_argument(words: Sequence[str], name: str) -> int:

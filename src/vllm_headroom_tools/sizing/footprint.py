@@ -62,6 +62,8 @@ class ModelShape(Struct, frozen=True, kw_only=True):
     # For images, video or sound.
     encoder: Encoder | None = None
     max_model_len: int | None = None
+    # The original length times YaRN's factor; None with other rotary embeddings.
+    yarn_length: int | None = None
     # The width of an expert, and how many values it takes and gives; for the padding of MXFP4.
     expert_width: int = 0
     expert_inputs: int | None = None

@@ -224,6 +224,8 @@ SERVED_BYTES: Final = 2.0
 """Bytes of a parameter that is not quantised: vLLM serves 32-bit models in 16 bits
 (config/model.py, `_resolve_auto_dtype`)."""
 
+YARN: Final = "yarn"
+
 UNSCALED_ROTARIES: Final = frozenset(
     {"su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling", "mrope"}
 )
@@ -384,6 +386,7 @@ def _build_shape(config: Config, encoder: Encoder | None) -> ModelShape:
         head_bytes=read_head_bytes(config),
         encoder=encoder,
         max_model_len=max_model_len,
+        yarn_length=_read_yarn_length(config),
         speculative_layers=read_integer(config, *SPECULATIVE_LAYERS) or 1,
         stored_bytes=read_stored_bytes(config),
         kv_dtype_bytes=read_kv_dtype_bytes(config, SERVED_BYTES),
@@ -489,6 +492,18 @@ def _read_max_model_len(config: Config) -> int | None:
     if rotary in UNSCALED_ROTARIES or "gemma3" in str(config.get("model_type")):
         return length
     return int(length * factor)
+
+
+def _read_yarn_length(config: Config) -> int | None:
+    """Return the original length times YaRN's factor; None with other rotary embeddings."""
+    scaling = read_mapping(config, "rope_scaling", "rope_parameters")
+    if YARN not in {scaling.get("rope_type"), scaling.get("type")}:
+        return None
+    original_length = read_integer(scaling, "original_max_position_embeddings")
+    factor = scaling.get("factor")
+    if original_length is None or not isinstance(factor, int | float):
+        return None
+    return int(original_length * factor) if 1 <= factor <= SIZE_LIMIT else None
 
 
 def _name_unknown_type(model_type: object) -> str | None:

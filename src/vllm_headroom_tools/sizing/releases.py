@@ -25,6 +25,8 @@ class Release(Struct, frozen=True, kw_only=True):
     has_state_checkpoints: bool
     # Whether vLLM writes "the models's max seq len".
     has_misspelt_refusal: bool
+    # Whether YaRN multiplies the original length, instead of leaving the model's as it is.
+    has_multiplied_yarn: bool
     # Whether cards from 160 GiB on have their own defaults.
     has_largest_defaults: bool
     # Classes of models that the second model runner serves by default.
@@ -74,6 +76,10 @@ STATE_CHECKPOINTS_SINCE: Final = 29
 
 MISSPELT_UNTIL: Final = 21
 """v1/core/kv_cache_utils.py: "model's" since 0.22.0."""
+
+MULTIPLIED_YARN_UNTIL: Final = 29
+"""config/model.py, `_get_and_verify_max_len`: "original_max_position_embeddings" of "yarn" in
+0.29.0, not in 0.30.0."""
 
 LARGEST_DEFAULTS_SINCE: Final = 28
 """engine/arg_utils.py, `get_batch_defaults`: "device_memory >= 160 * GiB_bytes" in 0.28.0, not in
@@ -186,6 +192,7 @@ def _build_release(minor: int) -> Release:
         has_prefix_states=minor >= PREFIX_STATES_SINCE,
         has_state_checkpoints=minor >= STATE_CHECKPOINTS_SINCE,
         has_misspelt_refusal=minor <= MISSPELT_UNTIL,
+        has_multiplied_yarn=minor <= MULTIPLIED_YARN_UNTIL,
         has_largest_defaults=minor >= LARGEST_DEFAULTS_SINCE,
         second_runner_classes=_list_second_runner_classes(minor),
         has_plain_second_runner=minor <= PLAIN_SECOND_RUNNER_UNTIL,

@@ -32,7 +32,7 @@ spec:
           image: nginx
           args: ["-g", "daemon off;"]
         - name: vllm
-          image: vllm/vllm-openai:v0.20.0
+          image: vllm/vllm-openai:latest
           args: ["--model", "Qwen/Qwen3-32B", "--max-model-len=$(LENGTH)", -tp, "2"]
           env:
             - {name: LENGTH, value: "8192"}
@@ -112,11 +112,37 @@ def test_a_script_or_a_manifest_has_the_line(text: str, tmp_path: Path, monkeypa
         ["--model=Qwen/Qwen3-32B", "-tp", "2"],
         [QUOTED],
         QUOTED.split(),
-        ["sudo", "docker", "run", "--ipc=host", "vllm/vllm-openai:v0.30.0", "Qwen/Qwen3-32B", "-tp", "2"],
+        ["sudo", "docker", "run", "--ipc=host", "vllm/vllm-openai:v0.11.0", "Qwen/Qwen3-32B", "-tp", "2"],
     ],
 )
 def test_a_line_may_begin_before_vllm(words: list[str]) -> None:
     assert " ".join(read_serve_line(words)).replace("=", " ") == "--model Qwen/Qwen3-32B -tp 2"
+
+
+@pytest.mark.parametrize(
+    ("image", "version"),
+    [
+        ("vllm/vllm-openai:v0.28.0", "0.28"),
+        ("registry.local:5000/mirror/vllm-openai:v0.20.0-cu130", "0.20"),
+        ("vllm/vllm-openai:latest", "0.33"),
+        ("vllm/vllm-openai:v0.11.0", "0.33"),
+        ("nvcr.io/nvidia/vllm:25.10-py3", "0.33"),
+    ],
+)
+def test_the_release_is_that_of_the_image(image: str, version: str, capsys: Capsys) -> None:
+    line = ("docker", "run", image, "vllm", "serve", "Qwen/Qwen3-8B")
+
+    assert plan(capsys, "--gpu", "H100", "--json", "--", *line).document["vllm_version"] == version
+    typed = plan(capsys, "--gpu", "H100", "--vllm-version", "0.24", "--json", "--", *line)
+    assert typed.document["vllm_version"] == "0.24"
+
+
+def test_yarn_multiplies_the_original_length_until_its_factor_was_left_out(capsys: Capsys) -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    words = ("--model", "Qwen/Qwen3-8B", "--gpu", "H200", "--hf-overrides", json.dumps({"rope_scaling": yarn}))
+
+    old, new = (plan(capsys, *words, "--json", "--vllm-version", version).document for version in ("0.29", "0.30"))
+    assert (old["max_model_len"], new["max_model_len"]) == (131_072, 40_960)
 
 
 @pytest.mark.parametrize(
