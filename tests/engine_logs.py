@@ -19,6 +19,27 @@ Capturing CUDA graphs (decode, FULL):  94%|█████████▍| 48/51
 (APIServer pid=1) INFO:     Application startup complete.
 """
 
+VLLM_0_26 = """\
+(APIServer pid=7957) INFO 11-29 14:36:05 [entrypoints/.../utils/api_utils.py:273] non-default args: {'model_tag': 'tiny', 'host': '127.0.0.1', 'port': 8026, 'model': 'tiny', 'max_model_len': 4096, 'load_format': 'dummy', 'gpu_memory_utilization': 0.9, 'max_num_seqs': 8}
+(EngineCore pid=8543) INFO 11-29 14:38:26 [v1/engine/core.py:124] Initializing a V1 LLM engine (v0.26.0) with config: model='tiny', dtype=torch.bfloat16, max_seq_len=4096, tensor_parallel_size=1
+(EngineCore pid=8543) DEBUG 11-29 14:38:26 [v1/worker/gpu_worker.py:390] worker init memory snapshot: torch_peak=0.0GiB, free_memory=14.93GiB, total_memory=15.41GiB, cuda_memory=0.49GiB, torch_memory=0.0GiB, non_torch_memory=0.49GiB, timestamp=1795963106.5258358, auto_measure=True
+(EngineCore pid=8543) DEBUG 11-29 14:38:26 [v1/worker/gpu_worker.py:391] worker requested memory: 13.87GiB
+(EngineCore pid=8543) INFO 11-29 14:39:08 [v1/worker/gpu_model_runner.py:5347] Model loading took 0.0 GiB memory and 18.119010 seconds
+(EngineCore pid=8543) INFO 11-29 14:42:33 [v1/worker/gpu_model_runner.py:6612] Profiling CUDA graph memory: PIECEWISE=5 (largest=16), FULL=4 (largest=8)
+(EngineCore pid=8543) INFO 11-29 14:42:48 [v1/worker/gpu_model_runner.py:6737] Estimated CUDA graph memory: 0.04 GiB total
+(EngineCore pid=8543) DEBUG 11-29 14:42:52 [v1/worker/gpu_worker.py:559] Memory profiling takes 214.00 seconds. Total non KV cache memory: 0.09GiB; torch peak memory increase: 0.08GiB; non-torch forward increase memory: 0.0GiB; weights memory: 0.0GiB.
+(EngineCore pid=8543) INFO 11-29 14:42:52 [v1/worker/gpu_worker.py:560] Available KV cache memory: 13.74 GiB
+(EngineCore pid=8543) INFO 11-29 14:42:52 [v1/core/kv_cache_utils.py:2177] GPU KV cache size: 28,825,136 tokens
+(EngineCore pid=8543) WARNING 11-29 14:42:57 [utils/import_utils.py:408] Module vllm.third_party.deep_gemm was found but failed to import
+(EngineCore pid=8543) WARNING 11-29 14:42:57 [utils/import_utils.py:408] Traceback (most recent call last):
+(EngineCore pid=8543) WARNING 11-29 14:42:57 [utils/import_utils.py:408]   File "/x/site-packages/vllm/third_party/deep_gemm/__init__.py", line 117, in _find_cuda_home
+(EngineCore pid=8543) WARNING 11-29 14:42:57 [utils/import_utils.py:408]     assert cuda_home is not None
+(EngineCore pid=8543) WARNING 11-29 14:42:57 [utils/import_utils.py:408] AssertionError
+(EngineCore pid=8543) INFO 11-29 14:44:43 [v1/worker/gpu_model_runner.py:6844] Graph capturing finished in 8 secs, took 0.04 GiB
+(APIServer pid=7957) DEBUG 11-29 14:45:02 [v1/metrics/loggers.py:324] Engine 000: vllm cache_config_info with initialization after num_gpu_blocks is: 1801571
+"""
+"""A start of vLLM 0.26.0 until just before it serves, with a module that it cannot import."""
+
 OOM = (
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 3.74 GiB. GPU 0 has a total capacity"
     " of 79.19 GiB of which 3.68 GiB is free. Including"

@@ -25,8 +25,13 @@ JOURNAL: Final = "journal:"
 MOST_ENDINGS: Final = 4
 """For how many starts the end is kept. An exit is matched with an end within two minutes."""
 
-ENDING_KINDS: Final = (LogEventKind.FAILURE, LogEventKind.STOP, LogEventKind.LOAD)
-"""The events that decide how a start ended."""
+ENDING_KINDS: Final = (
+    LogEventKind.FAILURE,
+    LogEventKind.STOP,
+    LogEventKind.LOAD,
+    LogEventKind.SERVING,
+)
+"""The events that decide how a start ended, or that it has survived a failure."""
 
 READ_SECONDS: Final = 2.0
 """How long reading a batch of lines may take. 2 MiB take 0.07 s, or 1 s if they contain only

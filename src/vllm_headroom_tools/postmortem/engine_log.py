@@ -16,7 +16,7 @@ from vllm_headroom.model.start import (
     LogTime,
 )
 from vllm_headroom.units import HOUR_SECONDS, to_datetime
-from vllm_headroom.vocabulary import LogEventKind, LogRemarkKind
+from vllm_headroom.vocabulary import LogEventKind, LogFailureKind, LogRemarkKind
 from vllm_headroom_tools.engine_log import find_decisive_start
 
 LAST_SECONDS: Final = 60.0
@@ -117,24 +117,28 @@ def place_time(time: LogTime, near_seconds: float) -> float | None:
 def list_log_lines(start: EngineStart) -> Iterator[tuple[str, str]]:
     """Yield the time and the meaning of each line of the last minute, the oldest first.
 
-    Lines of requests and of no event are left out.
+    Lines of requests and of no event are left out, and what each process repeats.
     """
     events = start.recent_events
-    if not events:
-        return
-    newest_seconds = _read_seconds(events[-1].time)
+    times = [_read_seconds(event.time) for event in events]
+    newest_seconds = max((time for time in times if time is not None), default=None)
     shown_events = []
+    shown_texts: set[str] = set()
     seconds = None
-    for event in events:
+    for event, event_seconds in zip(events, times, strict=True):
         # A line without a time is as old as the one before it.
-        seconds = _read_seconds(event.time) or seconds
+        seconds = event_seconds or seconds
         is_old = (
             seconds is not None
             and newest_seconds is not None
             and newest_seconds - seconds > LAST_SECONDS
         )
         text = describe_event(event)
-        if not is_old and text is not None:
+        if is_old or text is None:
+            continue
+        is_repeated = text in shown_texts and event.kind is not LogEventKind.LOAD
+        shown_texts.add(text)
+        if not is_repeated:
             shown_events.append((describe_time(event.time) or f"line {event.line_number:,}", text))
     # A crash logs hundreds of lines in a second; the last ones are nearest to the end.
     yield from shown_events[-MOST_EVENTS:]
@@ -154,6 +158,9 @@ def describe_event(event: LogEvent) -> str | None:
     """Return what a line means; None for a line that means nothing about an end."""
     figures = event.figures
     if event.kind is LogEventKind.FAILURE and event.failure is not None:
+        # The cause may be another line of the log.
+        if event.failure.kind is LogFailureKind.ENGINE_DIED:
+            return "the engine's core exited"
         return f"{describe_failure(event.failure)} ({describe_place(event.failure)})"
     if event.kind is LogEventKind.LOAD:
         running = figures.get("running_requests", 0.0)

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.engine_logs import DEATH, VLLM_0_19
+from tests.engine_logs import DEATH, VLLM_0_19, VLLM_0_26
 from vllm_headroom.model.start import EngineLog, EngineStart
 from vllm_headroom.parse.log.arguments import read_arguments
 from vllm_headroom.parse.log.lines import LONGEST_LINE_BYTES
 from vllm_headroom.parse.log.reader import LogReader, read_log
 from vllm_headroom.units import GIB
-from vllm_headroom.vocabulary import LogFailureKind, LogRemarkKind, StartPhase
+from vllm_headroom.vocabulary import LogEventKind, LogFailureKind, LogRemarkKind, StartPhase
 
 
 def read_text(text: str) -> EngineLog:
@@ -97,6 +97,46 @@ def test_the_refused_allocation_is_read_with_its_line_and_frame() -> None:
     assert failure.refusal.cached_bytes == round(1.90 * GIB)
     assert failure.refusal.graph_bytes == round(1.10 * GIB)
     assert failure.refusal.other_bytes == 2 * GIB
+
+
+def test_in_a_container_the_process_itself_is_listed_under_a_pid_of_the_host() -> None:
+    own = DEATH.replace("Including non-PyTorch memory, this process", "Process 2481523")
+    refusal = read_start(VLLM_0_19 + own).failures[-1].refusal
+    beside = own.replace("Process 2481523 has", "Process 77 has 2.00 GiB memory in use. Process 2481523 has")
+    with_neighbour = read_start(VLLM_0_19 + beside).failures[-1].refusal
+
+    assert refusal is not None
+    assert with_neighbour is not None
+    assert (refusal.process_bytes, refusal.other_bytes) == (round(75.51 * GIB), None)
+    assert (with_neighbour.process_bytes, with_neighbour.other_bytes) == (round(75.51 * GIB), 2 * GIB)
+
+
+def test_an_exception_that_is_logged_as_a_warning_is_no_failure() -> None:
+    start = read_start(VLLM_0_26)
+    as_error = read_start(VLLM_0_26.replace("WARNING 11-29", "ERROR 11-29"))
+    document = {"levelname": "WARNING", "message": "x", "exc_info": "Traceback (most recent call last):\nKeyError: 7"}
+    as_json = read_start(VLLM_0_26 + json.dumps(document) + "\n")
+
+    assert start.failures == as_json.failures == ()
+    assert start.find_largest("kv_cache_tokens") == 28_825_136
+    assert [failure.exception for failure in as_error.failures] == ["AssertionError"]
+
+
+def test_an_engine_that_comes_to_serve_has_survived_what_failed_before() -> None:
+    failed = VLLM_0_26.replace("WARNING 11-29", "ERROR 11-29")
+    start = read_start(failed + "(APIServer pid=7957) INFO:     Application startup complete.\n")
+
+    assert start.failures == ()
+    assert start.has_served
+
+
+def test_a_shutdown_after_a_failure_is_its_consequence() -> None:
+    stop = "INFO:     Shutting down\n"
+    start = read_start(VLLM_0_19 + DEATH + stop)
+
+    assert not start.is_stopped
+    assert start.recent_events[-1].kind is LogEventKind.FAILURE
+    assert read_start(VLLM_0_19 + stop).is_stopped
 
 
 OLD = {

@@ -94,6 +94,9 @@ MEMORY_CAUSES: Final = (
 samples show which of these was the cause.
 """
 
+LEAST_NEWCOMER_BYTES: Final = 256 * MIB
+"""Less memory than this is no new process on a GPU: a CUDA context alone takes 300 to 500 MiB."""
+
 SURE_CAUSES: Final[Mapping[LogFailureKind, EndCause]] = {
     LogFailureKind.NO_KV_CACHE_MEMORY: EndCause.NEVER_FITTED,
     LogFailureKind.CONTEXT_TOO_LONG: EndCause.NEVER_FITTED,
@@ -851,7 +854,7 @@ def _add_failure(
             return _conclude_by_log(
                 EndCause.NEVER_FITTED, Sureness.SURE, sentence, evidence, diagnoses
             )
-        return _add_refusal(failure, diagnoses)
+        return _add_refusal(end, failure, diagnoses)
     if failure.kind is LogFailureKind.KILLED:
         is_by_kernel = end.reason is ExitReason.OOM_KILLED
         sureness = Sureness.SURE if is_by_kernel else Sureness.LIKELY
@@ -870,13 +873,22 @@ def _add_failure(
     return _append_evidence(evidence, diagnoses)
 
 
-def _add_refusal(failure: LogFailure, diagnoses: tuple[Diagnosis, ...]) -> tuple[Diagnosis, ...]:
+def _add_refusal(
+    end: Ending, failure: LogFailure, diagnoses: tuple[Diagnosis, ...]
+) -> tuple[Diagnosis, ...]:
     """Return the causes of the end of an engine at work whose log shows that GPU memory ran out.
 
     If one cause fits the samples best, it is sure. If two fit equally well, they keep their
     certainty. If none is likely, the cause is one allocation that was larger than what was left.
     """
     evidence = _cite(failure)
+    newcomer_bytes = _measure_newcomer(end, failure.refusal or Refusal())
+    if newcomer_bytes is not None:
+        sentence = (
+            "Out of GPU memory by a neighbour: other processes had taken"
+            f" {format_size(newcomer_bytes)} since the engine began to serve."
+        )
+        return _conclude_by_log(EndCause.NEIGHBOUR, Sureness.SURE, sentence, evidence, diagnoses)
     likely = [
         item
         for item in diagnoses
@@ -893,6 +905,23 @@ def _add_refusal(failure: LogFailure, diagnoses: tuple[Diagnosis, ...]) -> tuple
     sureness = best.sureness if rivals else Sureness.SURE
     stated = _conclude_by_log(best.cause, sureness, best.sentence, evidence, diagnoses)
     return stated + _append_evidence(evidence, rivals)
+
+
+def _measure_newcomer(end: Ending, refusal: Refusal) -> int | None:
+    """Return what other processes took since the engine began to serve, by torch's own message.
+
+    The samples alone miss a process that came after the last of them. None if the refused
+    allocation would not have fitted without that process, if the memory is too small for a process,
+    or if the engine has several GPUs: torch's number of a GPU is not the driver's.
+    """
+    if refusal.asked_bytes is None or refusal.free_bytes is None or refusal.other_bytes is None:
+        return None
+    if len(end.gpus) != 1 or end.gpus[0].first_other_bytes is None:
+        return None
+    newcomer_bytes = refusal.other_bytes - end.gpus[0].first_other_bytes
+    missing_bytes = refusal.asked_bytes - refusal.free_bytes
+    is_decisive = newcomer_bytes >= max(missing_bytes, LEAST_NEWCOMER_BYTES)
+    return newcomer_bytes if is_decisive else None
 
 
 def _add_silence(end: Ending, diagnoses: tuple[Diagnosis, ...]) -> tuple[Diagnosis, ...]:

@@ -41,6 +41,9 @@ class Message(Struct, frozen=True, kw_only=True):
     has_prefix: bool
     """Whether the engine's logger wrote the line."""
 
+    is_below_error: bool = False
+    """Whether the engine logged it as a warning or less."""
+
 
 class LineSplitter:
     """Cuts a stream into lines without their ends; it keeps only the beginning of a long line."""
@@ -94,10 +97,14 @@ MESSAGE_FIELDS: Final = ("log", "MESSAGE", "message", "msg", "event")
 
 EXCEPTION_FIELDS: Final = ("exc_info", "exception", "stack_trace")
 TIME_FIELDS: Final = ("time", "timestamp", "@timestamp", "asctime", "ts")
+LEVEL_FIELDS: Final = ("levelname", "level", "severity")
 PROCESS_FIELDS: Final = ("processName", "process_name", "process")
 
 PROCESS_NAME: Final = re.compile(r"[A-Za-z][\w.:-]{0,60}", re.ASCII)
 """The name of a process; any other text in these fields may be anything."""
+
+LEVELS_BELOW_ERROR: Final = frozenset({"DEBUG", "INFO", "WARNING", "WARN"})
+"""The levels of what an engine logs and survives."""
 
 # Prefixes that engines add to a message.
 
@@ -105,7 +112,7 @@ LABEL: Final = r"\(([A-Za-z][\w.:-]{0,60})(?: rank=\d+)?(?: pid=(\d+))(?:, ip=[\
 """The name of a process and its PID; Ray adds an address."""
 
 LEVEL: Final = (
-    r"(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) +(?:\d{4}-)?(\d\d-\d\d \d\d:\d\d:\d\d)(?:[.,]\d+)?"
+    r"(DEBUG|INFO|WARNING|ERROR|CRITICAL) +(?:\d{4}-)?(\d\d-\d\d \d\d:\d\d:\d\d)(?:[.,]\d+)?"
     r" \[?([\w./<>-]{1,200}:\d{1,7})\] ?"
 )
 """vLLM's prefix: since 0.8 "[file:line]", before "file:line]"."""
@@ -218,7 +225,9 @@ class LineReader:
             return [] if joined is None else [(joined, seconds, process)]
         texts = [message]
         exception = _find_text(document, EXCEPTION_FIELDS)
-        if exception is not None:
+        level = _find_text(document, LEVEL_FIELDS) or ""
+        # An exception of a warning was caught.
+        if exception is not None and level.upper() not in LEVELS_BELOW_ERROR:
             texts.append(exception)
         return [(inner, seconds, process) for inner in texts]
 
@@ -239,6 +248,7 @@ def read_prefix(text: str, seconds: float | None, process: str | None) -> Messag
     name = process or ""
     pid = None
     has_prefix = False
+    is_below_error = False
     match = VLLM.match(text)
     # The prefix may come later: after a progress bar, or an operator's own prefix.
     if match is not None and match.lastindex is None and ".py:" in text:
@@ -246,8 +256,9 @@ def read_prefix(text: str, seconds: float | None, process: str | None) -> Messag
     if match is not None and match.lastindex is not None:
         name = match[1] or name
         pid = None if match[2] is None else int(match[2][:10])
-        clock = match[3]
-        code_line = match[4]
+        is_below_error = match[3] in LEVELS_BELOW_ERROR
+        clock = match[4]
+        code_line = match[5]
         has_prefix = clock is not None
     elif text.startswith("["):
         match = SGLANG.match(text)
@@ -272,6 +283,7 @@ def read_prefix(text: str, seconds: float | None, process: str | None) -> Messag
         process=name,
         pid=pid,
         has_prefix=has_prefix,
+        is_below_error=is_below_error,
     )
 
 

@@ -367,9 +367,14 @@ class _StartBuilder:
         kind = pattern.kind
         if kind is LogEventKind.LOAD:
             self._count_load(figures)
+        elif kind is LogEventKind.SERVING:
+            # An engine that comes to serve has survived whatever was logged before.
+            self._failures.clear()
         elif kind is LogEventKind.STOP:
             # A stop after a failure is a consequence of the failure.
-            self._is_stopped = not self._failures
+            if self._failures:
+                return []
+            self._is_stopped = True
         else:
             self._keep_figures(pattern, figures, key, line_number)
             if pattern.text is not None:
@@ -427,8 +432,9 @@ class _StartBuilder:
         # An exception without a traceback may be a quotation, so only known messages count.
         if pattern is None and key not in self._frames:
             return []
-        # These exceptions end a process on request.
-        if name in {"SystemExit", "KeyboardInterrupt", "CancelledError"}:
+        # How a process ends on request, or what it has caught: vLLM logs a missing module so.
+        is_end_on_request = name in {"SystemExit", "KeyboardInterrupt", "CancelledError"}
+        if is_end_on_request or message.is_below_error:
             self._frames.pop(key, None)
             return []
         return self._add_failure(pattern, match, message, key, line_number, exception=name)
@@ -545,9 +551,15 @@ def read_refusal(text: str) -> Refusal:
     reserved_bytes = _read_size(RESERVED.search(text))
     if reserved_bytes is not None and "allocated_bytes" in sizes:
         sizes["cached_bytes"] = max(0, reserved_bytes - sizes["allocated_bytes"])
-    others = [_read_size(match) or 0 for match in OTHER_PROCESS.finditer(text)]
-    if others:
-        sizes["other_bytes"] = sum(others)
+    other_bytes = [_read_size(match) or 0 for match in OTHER_PROCESS.finditer(text)]
+    # In a container the driver's PIDs are not torch's: the process itself is then one of "others".
+    if other_bytes and "process_bytes" not in sizes:
+        largest_bytes = max(other_bytes)
+        if largest_bytes >= sizes.get("allocated_bytes", 0):
+            sizes["process_bytes"] = largest_bytes
+            other_bytes.remove(largest_bytes)
+    if other_bytes:
+        sizes["other_bytes"] = sum(other_bytes)
     gpu = REFUSAL_GPU.search(text)
     return Refusal(gpu=None if gpu is None else int(gpu[1]), **sizes)
 

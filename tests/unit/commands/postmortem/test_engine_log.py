@@ -101,6 +101,19 @@ def test_a_log_of_another_time_changes_nothing_and_is_named(tmp_path: Path) -> N
     assert "no line within two minutes" in answer["log"][0]["text"]
 
 
+def test_the_last_minute_has_each_event_once_and_nothing_older(tmp_path: Path) -> None:
+    scene = scenes.scene(scenes.burst, 1)
+    assert scene.header is not None
+    eager = "(EngineCore pid=243) WARNING 04-22 01:59:59 [vllm.py:1] Enforce eager set, disabling\n"
+    stop = "INFO:     Shutting down\n"
+    log = stamp(VLLM_0_19, scene.header["t"], 900) + stamp(eager + eager + DEATH + stop, scene.header["t"])
+    texts = [line["text"] for line in dissect(tmp_path, scene, log)["log"]]
+
+    assert texts[:2] == ["CUDA graphs are off", "the engine's core exited"]
+    assert texts[2].startswith("GPU memory ran out while it served: 3.74 GiB were refused")
+    assert texts[3:] == []
+
+
 def test_the_log_that_the_daemon_read_is_in_the_incident(tmp_path: Path) -> None:
     scene = scenes.scene(scenes.crash, 1)
     assert scene.header is not None

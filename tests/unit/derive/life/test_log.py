@@ -99,6 +99,26 @@ def test_the_refused_allocation_is_in_the_answer() -> None:
     assert any("line 17" in evidence for evidence in answer.evidence)
 
 
+@pytest.mark.parametrize(
+    ("other", "first_other_bytes", "cause"),
+    [
+        ("2.00", 0, EndCause.NEIGHBOUR),
+        ("2.00", 2 * GIB, EndCause.BURST),  # it was there when the engine began to serve
+        ("0.10", 0, EndCause.BURST),  # without it the allocation would have fitted, but it is no process
+        ("2.00", None, EndCause.BURST),
+    ],
+)
+def test_a_process_that_came_after_the_last_sample_is_a_neighbour(
+    other: str, first_other_bytes: int | None, cause: EndCause
+) -> None:
+    death = DEATH.replace("Including non-", f"Process 77 has {other} GiB memory in use. Including non-")
+    _, ending = die(VLLM_0_19 + death)
+    gpu = replace(ending.gpus[0], first_other_bytes=first_other_bytes)
+    (answer,) = judge_ending(replace(ending, gpus=(gpu,)))
+
+    assert (answer.cause, answer.sureness) == (cause, Sureness.SURE)
+
+
 def test_a_cause_that_was_only_possible_is_stated_by_the_log() -> None:
     (answer,) = judge(VLLM_0_19 + DEATH, gpus=(card(78),))
 
