@@ -421,7 +421,6 @@ class LogRemarkKind(StrEnum):
     EAGER = "eager"
     PADDING = "padding"
     CONTEXT_REDUCED = "context_reduced"
-    BATCH_REDUCED = "batch_reduced"
     BLOCKED = "blocked"
 
 

@@ -141,8 +141,10 @@ class Oom(Struct, frozen=True, kw_only=True):
 
     def describe(self) -> str:
         """Return the error in a sentence."""
+        # A process that ran out at its start may not have had its GPU's UUID yet.
+        place = "" if self.uuid is None else f" on {self.uuid}"
         sentence = (
-            f"torch raised OutOfMemoryError on {self.uuid}: "
+            f"torch raised OutOfMemoryError{place}: "
             f"{format_amount(self.asked)} asked, {format_amount(self.free)} free"
         )
         if self.reserved is not None:

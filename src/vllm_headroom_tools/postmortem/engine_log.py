@@ -35,7 +35,6 @@ REMARK_WORDS: Final = {
     LogRemarkKind.EAGER: "CUDA graphs are off",
     LogRemarkKind.PADDING: "layers are padded",
     LogRemarkKind.CONTEXT_REDUCED: "the longest request was shortened to what fits",
-    LogRemarkKind.BATCH_REDUCED: "batches were made smaller",
     LogRemarkKind.BLOCKED: "a worker does not answer",
 }
 """What a warning of the log means, in a line of it."""

@@ -197,6 +197,58 @@ def test_what_a_start_has_used_is_read_in_the_wording_of_0_27_and_later() -> Non
     assert start.find_largest("kv_cache_whole_gpu_bytes") == 65_587_765_248
 
 
+LATER = {
+    # 0.28 and later have both figures in one line.
+    "GPU KV cache size: 472,208 tokens, Maximum concurrency for 8,192 tokens per request: 57.64x": {
+        "kv_cache_tokens": 472_208,
+        "concurrency_tokens": 8_192,
+        "concurrency_ratio": 57.64,
+    },
+    "GPU + host KV cache size: 9,000 tokens, Maximum concurrency for 4,096 tokens per request: 2.20x": {
+        "kv_cache_tokens": 9_000,
+        "concurrency_ratio": 2.2,
+    },
+    "# GPU blocks: 27000": {"kv_cache_blocks": 27_000},
+    "# CPU blocks: 512": {"kv_cache_blocks": 512},
+    "Setting kv cache block size to 128 for CUTLASS_MLA backend.": {"block_tokens": 128},
+    "Auto set (3.5/15.6) GiB for KV cache on node 0, with 9.0 GiB": {"kv_cache_bytes": 3.5 * GIB},
+    "Applying persisted startup plan (fingerprint 1a2b): kv_cache_memory_bytes=1073741824 (1.00 GiB), recorded"
+    " free-memory baseline 10.00 GiB, current 12.00 GiB. Memory": {
+        "kv_cache_bytes": GIB,
+        "free_at_start_bytes": 12 * GIB,
+    },
+    "After memory profiling run, peak memory usage is 2048.00 MB,torch mem is 1024.00 MB, non-torch mem is 512.00 MB"
+    ", free": {"total_non_kv_bytes": 2 * GIB, "torch_peak_bytes": GIB, "non_torch_bytes": GIB / 2},
+}
+
+
+@pytest.mark.parametrize("message", LATER)
+def test_a_line_of_other_releases_is_read(message: str) -> None:
+    start = read_start(f"(EngineCore pid=243) INFO 04-22 01:46:42 [a.py:1] {message}\n")
+
+    assert {name: start.find_largest(name) for name in LATER[message]} == LATER[message]
+
+
+def test_a_refused_option_of_a_request_is_no_failure_of_the_engine() -> None:
+    start = read_start(VLLM_0_19 + "  Value error, top_p must be in (0, 1] [type=value_error\n")
+
+    assert start.failures == ()
+
+
+@pytest.mark.parametrize(
+    ("message", "kind"),
+    [
+        ("Falling back to Moe WNA16 kernels.", LogRemarkKind.FALLBACK),
+        ("CUDA graph is not supported on CPU, fallback to the eager mode.", LogRemarkKind.EAGER),
+        ("Skipping CUDA graph capture. To turn on CUDA graph capture, ensure", LogRemarkKind.EAGER),
+    ],
+)
+def test_a_warning_that_matters_is_a_remark(message: str, kind: LogRemarkKind) -> None:
+    start = read_start(f"(EngineCore pid=243) WARNING 04-22 01:46:42 [a.py:1] {message}\n")
+
+    assert [remark.kind for remark in start.remarks] == [kind]
+
+
 FAILURES = {
     "ValueError: No available memory for the cache blocks. Try increasing": "no_kv_cache_memory",
     "ValueError: To serve at least one request with the models's max seq len (131072), (9.00 GiB KV cache is"
@@ -227,6 +279,22 @@ FAILURES = {
     "RuntimeError: Engine core initialization failed. Failed core proc(s): {'EngineCore_0': -9}": "killed",
     "Killed": "killed",
     "MemoryError": "host_out_of_memory",
+}
+
+
+FAILURES |= {
+    "ValueError: To serve at least one request with the models's max seq len (8192), (1.00 GB KV cache is needed,"
+    " which is larger than the available KV cache memory (0.50 GB). Try increasing": "context_too_long",
+    "ValueError: Cannot auto-fit max_model_len: not enough GPU memory available to serve even a single"
+    " token. Try": "no_kv_cache_memory",
+    "ValueError: Free memory on device cuda:0 (60.1/79.19 GiB) on startup is less than the engine's budget after"
+    " excluding external process's weights (0.9, 61.2 GiB). Decrease": "little_free_memory",
+    "ValueError: Externally held weights on device cuda:0 (75.0/79.19 GiB) exceed the desired GPU memory utilization"
+    " (0.9, 71.27 GiB). Increase": "little_free_memory",
+    "Failed to load model - not enough GPU memory. Try lowering --gpu-memory-utilization": "gpu_out_of_memory",
+    "ValueError: max_num_batched_tokens (2048) is smaller than max_model_len (4096). This": "bad_option",
+    "ValueError: GPU memory utilization must be less than 1.0. Got 1.2.": "bad_option",
+    "  Value error, cudagraph_capture_sizes and another are mutually exclusive [type=value_error, input": "bad_option",
 }
 
 

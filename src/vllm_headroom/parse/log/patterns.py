@@ -150,6 +150,16 @@ VLLM_LINES: Final = (
         ("profiled_weights_bytes", GIB),
     ),
     _line(
+        "profile_xpu",
+        r"After memory profiling run, peak memory usage is <N> MB,torch mem is <N> MB, non-torch"
+        r" mem is <N> MB",
+        "0.9",
+        ("total_non_kv_bytes", MIB),
+        ("torch_peak_bytes", MIB),
+        ("non_torch_bytes", MIB),
+        until="0.15",
+    ),
+    _line(
         "profile_initial",
         r"Initial free memory: <N> GiB; Requested memory: <N> \(util\), <N> GiB",
         "0.11",
@@ -168,6 +178,22 @@ VLLM_LINES: Final = (
         r"Initial free memory <N> ?GiB, reserved <N> ?GiB memory for KV Cache as specified",
         "0.10.2",
         ("free_at_start_bytes", GIB),
+        ("kv_cache_bytes", GIB),
+        phase=_CACHE,
+    ),
+    _line(
+        "startup_plan",
+        r"Applying persisted startup plan \(fingerprint \S{1,80}\): kv_cache_memory_bytes=<N>"
+        r" \([\d.]+ GiB\), recorded free-memory baseline [\d.]+ GiB, current <N> GiB",
+        "0.26",
+        ("kv_cache_bytes", COUNT),
+        ("free_at_start_bytes", GIB),
+        phase=_CACHE,
+    ),
+    _line(
+        "kv_cache_of_host",
+        r"Auto set \(<N>/[\d.]+\) GiB for KV cache on node",
+        "0.20",
         ("kv_cache_bytes", GIB),
         phase=_CACHE,
     ),
@@ -239,8 +265,8 @@ VLLM_LINES: Final = (
     ),
     _line(
         "graphs",
-        r"Graph capturing finished in <N> secs, took <N> GiB",
-        "0.6.3",
+        r"Graph capturing finished in <N> secs(?:, took <N> GiB)?",
+        "0.6",
         ("graph_capture_seconds", COUNT),
         ("graphs_bytes", GIB),
         phase=_READY,
@@ -255,7 +281,7 @@ VLLM_LINES: Final = (
     # The KV cache.
     _line(
         "blocks",
-        r"# [A-Za-z]+ blocks: <N>, # CPU blocks: <N>",
+        r"# [A-Za-z]+ blocks: <N>(?:, # CPU blocks: <N>)?",
         "0.6",
         ("kv_cache_blocks", COUNT),
         ("cpu_blocks", COUNT),
@@ -265,9 +291,12 @@ VLLM_LINES: Final = (
     ),
     _line(
         "tokens",
-        r"(?:GPU|CPU|XPU) KV cache size: <N> tokens",
+        r"(?:GPU|CPU|XPU|HPU|TPU)(?: \+ host)? KV cache size: <N> tokens"
+        r"(?:, Maximum concurrency for <N> tokens per request: <N>x)?",
         "0.8",
         ("kv_cache_tokens", COUNT),
+        ("concurrency_tokens", COUNT),
+        ("concurrency_ratio", COUNT),
         is_least=True,
         phase=_CACHE,
     ),
@@ -277,6 +306,7 @@ VLLM_LINES: Final = (
         "0.6",
         ("concurrency_tokens", COUNT),
         ("concurrency_ratio", COUNT),
+        until="0.27",
         is_least=True,
     ),
     _line(
@@ -288,7 +318,7 @@ VLLM_LINES: Final = (
     ),
     _line(
         "block_tokens",
-        r"Setting attention block size to <N> tokens",
+        r"Setting (?:attention|kv cache) block size to <N>\b",
         "0.10",
         ("block_tokens", COUNT),
     ),
@@ -385,10 +415,19 @@ VLLM_LINES: Final = (
     ),
     _line(
         "eager",
-        r"(?:Enforce eager set|Cudagraph is disabled under eager mode)",
-        "0.8",
+        r"(?:Enforce eager set|Cudagraph is disabled under eager mode|Forcing enforce_eager"
+        r"|Skipping (?:encoder and decoder )?CUDA graph capture"
+        r"|CUDA graph is not supported (?:on|for) .{1,80}fallback to (?:the )?eager mode)",
+        "0.6",
         kind=LogEventKind.REMARK,
         remark=LogRemarkKind.EAGER,
+    ),
+    _line(
+        "fallback",
+        r"(?:Falling back to |Cannot use FlashAttention|Capping cudagraph capture sizes from max)",
+        "0.6",
+        kind=LogEventKind.REMARK,
+        remark=LogRemarkKind.FALLBACK,
     ),
     _line(
         "blocked",
@@ -562,6 +601,9 @@ def _failure(
 
 _KIND: Final = LogFailureKind
 
+INVALID_OPTION: Final = "Value error, "
+"""What pydantic puts before the message of a configuration that vLLM refuses."""
+
 FAILURES: Final = (
     _failure(_KIND.GPU_OUT_OF_MEMORY, r"(?:CUDA|HIP|XPU|NPU) out of memory\b(?! occurred)"),
     _failure(
@@ -574,8 +616,18 @@ FAILURES: Final = (
     _failure(
         _KIND.GPU_OUT_OF_MEMORY, r"(?:CUDA|HIP)(?: runtime)? error:? (?:.{0,80}\): )?out of memory"
     ),
+    _failure(
+        _KIND.GPU_OUT_OF_MEMORY,
+        r"(?:Failed to load model - not enough GPU memory|Unable to load model, a likely reason is"
+        r" the model is too large for)",
+        "0.10",
+    ),
     _failure(_KIND.GPU_OUT_OF_MEMORY, r"\[TensorRT-LLM\]\[ERROR\].{0,200}out of memory", "0.5"),
-    _failure(_KIND.NO_KV_CACHE_MEMORY, r"No available memory for the cache blocks"),
+    _failure(
+        _KIND.NO_KV_CACHE_MEMORY,
+        r"(?:No available memory for the cache blocks"
+        r"|Cannot auto-fit max_model_len: not enough GPU memory)",
+    ),
     _failure(
         _KIND.NO_KV_CACHE_MEMORY,
         r"frontend multimodal GPU decoding reserves [\d.]+ GiB .{0,120} available for the KV cache",
@@ -595,11 +647,11 @@ FAILURES: Final = (
     ),
     _failure(
         _KIND.CONTEXT_TOO_LONG,
-        r"To serve at least one request with the models?'s max seq len \(<N>\),? \(?<N> GiB"
+        r"To serve at least one request with the models?'s max seq len \(<N>\),? \(?<N> Gi?B"
         r" KV cache"
-        r" is needed, which is larger than the available KV cache memory \(<N> GiB\)\.?"
+        r" is needed, which is larger than the available KV cache memory \(<N> Gi?B\)\.?"
         r"(?: Based on the available memory, the estimated maximum model length is <N>)?",
-        "0.8",
+        "0.7",
         ("context_tokens", COUNT),
         ("needed_bytes", GIB),
         ("kv_cache_bytes", GIB),
@@ -614,12 +666,22 @@ FAILURES: Final = (
     ),
     _failure(
         _KIND.LITTLE_FREE_MEMORY,
-        r"Free memory on device (?:[a-z]+:<N> |\S+ )?\(<N>/<N> GiB\) on startup is less"
-        r" than desired"
-        r" GPU memory utilization \(<N>, <N> GiB\)",
+        r"Free memory on device (?:[a-z]+:<N> |\S+ )?\(<N>/<N> GiB\) on startup is less than"
+        r" (?:desired GPU memory utilization"
+        r"|the engine's budget after excluding external process's weights) \(<N>, <N> GiB\)",
         "0.9",
         ("gpu", COUNT),
         ("free_bytes", GIB),
+        ("total_bytes", GIB),
+        ("utilization_ratio", COUNT),
+        ("requested_bytes", GIB),
+    ),
+    _failure(
+        _KIND.LITTLE_FREE_MEMORY,
+        r"Externally held weights on device (?:[a-z]+:<N> |\S+ )?\([\d.]+/<N> GiB\) exceed the"
+        r" desired GPU memory utilization \(<N>, <N> GiB\)",
+        "0.32",
+        ("gpu", COUNT),
         ("total_bytes", GIB),
         ("utilization_ratio", COUNT),
         ("requested_bytes", GIB),
@@ -778,10 +840,17 @@ FAILURES: Final = (
     ),
     _failure(
         _KIND.BAD_OPTION,
+        r"(?:GPU memory utilization must be less than 1\.0|max_num_batched_tokens \(\d+\) (?:is"
+        r" smaller than max_model_len|must be greater than or equal to max_num_seqs)"
+        r"|Invalid kv cache dtype|Unknown kv cache dtype)",
+    ),
+    _failure(
+        _KIND.BAD_OPTION,
         r"(?:(?:vllm|vllm serve|api_server\.py|launch_server\.py): )?error: (?:unrecognized"
         r" arguments"
         r"|argument |ambiguous option|the following arguments)",
     ),
+    _failure(_KIND.BAD_OPTION, INVALID_OPTION),
     _failure(
         _KIND.ENGINE_DIED,
         r"(?:Engine core initialization failed|EngineCore (?:encountered a fatal error"

@@ -24,6 +24,7 @@ from vllm_headroom.parse.log.patterns import (
     FAILURE_HINT,
     FAILURES_BY_HEAD,
     HEAD_CHARACTERS,
+    INVALID_OPTION,
     LINES_BY_HEAD,
     FailurePattern,
     LinePattern,
@@ -319,7 +320,8 @@ class _StartBuilder:
             if key in self._frames or len(self._frames) < MOST_PROCESSES:
                 self._frames[key] = []
             return []
-        text = text.removeprefix("Value error, ")
+        is_option_refused = text.startswith(INVALID_OPTION)
+        text = text.removeprefix(INVALID_OPTION)
         head = text[:HEAD_CHARACTERS]
         for pattern in LINES_BY_HEAD.get(head, ()):
             match = pattern.pattern.match(text)
@@ -331,6 +333,9 @@ class _StartBuilder:
             return self._add_exception(exception, message, key, line_number)
         # A failure without an exception, such as the driver's or the kernel's.
         failure_pattern, match = _find_failure(text, None)
+        # The messages of refused options are many; a request's may be refused too, but later.
+        if match is None and is_option_refused and self._phase is StartPhase.BEGINNING:
+            failure_pattern, match = _find_failure(INVALID_OPTION, None)
         if failure_pattern is None or match is None:
             return []
         return self._add_failure(failure_pattern, match, message, key, line_number, exception=None)

@@ -190,7 +190,6 @@ REMARKS: Final = {
     LogRemarkKind.EAGER: "CUDA graphs are off: tokens come slower",
     LogRemarkKind.PADDING: "Layers are padded, which wastes part of the KV cache",
     LogRemarkKind.CONTEXT_REDUCED: "vLLM shortened the longest request to what fits",
-    LogRemarkKind.BATCH_REDUCED: "vLLM made its batches smaller",
     LogRemarkKind.BLOCKED: "A worker did not answer for a minute or more",
 }
 """What each warning means."""
