@@ -197,7 +197,7 @@ def test_what_a_start_has_used_is_read_in_the_wording_of_0_27_and_later() -> Non
     assert start.find_largest("kv_cache_whole_gpu_bytes") == 65_587_765_248
 
 
-LATER = {
+LATER: dict[str, dict[str, float]] = {
     # 0.28 and later have both figures in one line.
     "GPU KV cache size: 472,208 tokens, Maximum concurrency for 8,192 tokens per request: 57.64x": {
         "kv_cache_tokens": 472_208,
@@ -375,6 +375,79 @@ def test_sglang_is_read() -> None:
     assert (start.engine, start.model, start.phase) == ("sglang", "a/b", StartPhase.SERVING)
     assert start.find_largest("kv_cache_bytes") == round(25.48 * GIB)
     assert "secret" not in repr(start)
+
+
+@pytest.mark.parametrize(
+    ("lines", "gib"),
+    [
+        (("Capture cuda graph end. Time elapsed: 7.23 s. avail mem=0.53 GB. mem usage=0.93 GB.",), 0.93),
+        (
+            (
+                "Capture target decode CUDA graph end. elapsed=16.40 s, mem usage=1.16 GB, avail mem=8.16 GB.",
+                "Capture prefill CUDA graph end. elapsed=6.00 s, mem usage=0.50 GB, avail mem=7.66 GB.",
+            ),
+            1.66,
+        ),
+    ],
+)
+def test_the_captures_of_sglang_add_up(lines: tuple[str, ...], gib: float) -> None:
+    start = read_start("".join(f"[2026-05-15 08:40:32 TP0] {line}\n" for line in lines))
+
+    assert start.engine == "sglang"
+    assert start.find_largest("graphs_bytes") == round(gib * GIB)
+
+
+def test_a_traceback_of_sglang_has_its_frames_and_what_follows_is_no_cause() -> None:
+    start = read_start(
+        "[2026-05-15 09:20:00 TP3] Scheduler hit an exception: Traceback (most recent call last):\n"
+        '  File "/x/sglang/srt/managers/scheduler.py", line 2026, in run_scheduler_process\n'
+        "    scheduler.event_loop_overlap()\n"
+        "IndexError: list index out of range\n"
+        "\n"
+        "[2026-05-15 09:20:00] Received sigquit from a child process. It usually means the child failed.\n"
+    )
+    failure = start.root_failure
+
+    assert failure is not None
+    assert (failure.kind, failure.exception) == (LogFailureKind.EXCEPTION, "IndexError")
+    assert [frame.line for frame in failure.frames] == [2026]
+    assert start.failures[-1].kind is LogFailureKind.ENGINE_DIED
+
+
+def test_a_load_of_sglang_is_read_with_its_iteration() -> None:
+    reader = LogReader()
+    (event,) = reader.feed(
+        b"[2026-05-15 09:20:00 TP0] Decode batch [40], #running-req: 14, #token: 785280, token usage: 0.27, accept"
+        b" len: 2.47, cuda graph: True, gen throughput (token/s): 167.86, #queue-req: 2,"
+    )
+
+    assert (event.kind, event.figures["running_requests"], event.figures["waiting_requests"]) == ("load", 14, 2)
+
+
+def test_what_tensorrt_llm_profiles_is_read() -> None:
+    profile = (
+        "Peak memory during memory usage profiling (torch + non-torch): 91.46 GiB, available KV cache memory when"
+        " calculating max tokens: 41.11 GiB, fraction is set 0.85, kv size per token is 35136. device total memory"
+        " 139.81 GiB, temporary kv cache memory during profiling 0.54 GiB"
+    )
+    lines = (
+        "Memory used after loading model weights (inside torch) in memory usage profiling: 80.25 GiB",
+        "Memory used outside torch (e.g., NCCL and CUDA graphs) in memory usage profiling: 2.50 GiB",
+        profile,
+    )
+    start = read_start("".join(f"[01/16/2026-06:20:17] [TRT-LLM] [RANK 0] [I] {line}\n" for line in lines))
+
+    expected = {
+        "weights_bytes": 80.25,
+        "non_torch_bytes": 2.5,
+        "total_non_kv_bytes": 91.46,
+        "kv_cache_bytes": 41.11,
+        "total_bytes": 139.81,
+    }
+    assert start.engine == "tensorrt_llm"
+    assert {name: start.find_largest(name) for name in expected} == {
+        name: round(gib * GIB) for name, gib in expected.items()
+    }
 
 
 def test_each_start_of_a_file_has_a_record_and_their_number_is_bounded() -> None:

@@ -41,6 +41,9 @@ class Message(Struct, frozen=True, kw_only=True):
     has_prefix: bool
     """Whether the engine's logger wrote the line."""
 
+    engine: str = "vllm"
+    """Whose logger that is, by its prefix; vLLM's where the line has none."""
+
     is_below_error: bool = False
     """Whether the engine logged it as a warning or less."""
 
@@ -249,6 +252,7 @@ def read_prefix(text: str, seconds: float | None, process: str | None) -> Messag
     pid = None
     has_prefix = False
     is_below_error = False
+    engine = "vllm"
     match = VLLM.match(text)
     # The prefix may come later: after a progress bar, or an operator's own prefix.
     if match is not None and match.lastindex is None and ".py:" in text:
@@ -263,12 +267,14 @@ def read_prefix(text: str, seconds: float | None, process: str | None) -> Messag
     elif text.startswith("["):
         match = SGLANG.match(text)
         if match is not None:
+            engine = "sglang"
             clock = match[1]
             name = match[2].strip()
             has_prefix = True
         else:
             match = TENSORRT.match(text)
             if match is not None:
+                engine = "tensorrt_llm"
                 month, day, hour, first_rank, second_rank = match.groups()
                 clock = None if hour is None else f"{month}-{day} {hour}"
                 name = first_rank or second_rank or ""
@@ -283,6 +289,7 @@ def read_prefix(text: str, seconds: float | None, process: str | None) -> Messag
         process=name,
         pid=pid,
         has_prefix=has_prefix,
+        engine=engine,
         is_below_error=is_below_error,
     )
 

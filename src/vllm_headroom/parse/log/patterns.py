@@ -48,6 +48,9 @@ class LinePattern(Struct, frozen=True, kw_only=True):
     """Whether the smallest figure of several such lines of a process counts, instead of the newest.
     """
 
+    is_part: bool = False
+    """Whether the figures of several such lines of a process add up."""
+
 
 def _line(
     name: str, pattern: str, since: str, *figures: tuple[str, float], **more: object
@@ -467,7 +470,8 @@ SGLANG_LINES: Final = (
     ),
     _line(
         "kv_cache_mla",
-        r"KV Cache is allocated\. (?:dtype: \S+, )?#tokens: <N>, KV size: <N> GB",
+        r"(?:KV Cache is allocated|Post-capture KV sizing: KV cache allocated)\."
+        r" (?:dtype: \S+, )?#tokens: <N>, KV size: <N> GB",
         "0.4",
         ("kv_cache_tokens", COUNT),
         ("kv_cache_bytes", GIB),
@@ -475,10 +479,12 @@ SGLANG_LINES: Final = (
     ),
     _line(
         "graphs",
-        r"Capture cuda graph end\. Time elapsed: [\d.]+ s\. mem usage=<N> GB",
+        r"Capture (?:[\w-]{1,20} ){0,3}(?:cuda|CUDA) graph end\."
+        r" (?:Time elapsed: |elapsed=)[\d.]+ s[.,](?: avail mem=[\d.]+ GB\.)? mem usage=<N> GB",
         "0.4",
         ("graphs_bytes", GIB),
         phase=_READY,
+        is_part=True,
     ),
     _line(
         "limits",
@@ -495,8 +501,9 @@ SGLANG_LINES: Final = (
     ),
     _line(
         "load",
-        r"Decode batch[.,].{0,40}? ?#running-req: <N>, #(?:full )?token: <N>,"
-        r" (?:full )?token usage: <N>.{0,300}?gen throughput \(token/s\): <N>, #queue-req: <N>",
+        r"Decode batch(?: \[\d+\])?[.,].{0,40}? ?#running-req: <N>, #(?:full )?token: <N>,"
+        r" (?:full )?token usage: <N>.{0,300}?gen throughput \(token/s\): <N>,"
+        r"(?: largest-len: \d+,)? #queue-req: <N>",
         "0.2",
         ("running_requests", COUNT),
         ("kv_cache_used_tokens", COUNT),
@@ -530,8 +537,9 @@ TENSORRT_LINES: Final = (
     _line(
         "profile",
         r"Peak memory during memory usage profiling \(torch \+ non-torch\): <N> GiB,"
-        r" available KV cache memory when calculating max tokens: <N> GiB, fraction is set"
-        r" <N>, kv size is <N>\. device total memory <N> GiB",
+        r" available KV cache memory when calculating max tokens: <N> GiB"
+        r"(?:, fraction is set <N>, kv size (?:per token )?is <N>"
+        r"(?:\. device total memory <N> GiB)?)?",
         "0.17",
         ("total_non_kv_bytes", GIB),
         ("kv_cache_bytes", GIB),
@@ -548,6 +556,28 @@ TENSORRT_LINES: Final = (
         ("kv_cache_bytes", GIB),
         ("kv_cache_tokens", COUNT),
         phase=_CACHE,
+    ),
+    _line(
+        "weights_of_torch",
+        r"Memory used after loading model weights \(inside torch\) in memory usage profiling:"
+        r" <N> GiB",
+        "0.18",
+        ("weights_bytes", GIB),
+        phase=_PROFILING,
+    ),
+    _line(
+        "activations_of_torch",
+        r"Memory dynamically allocated during inference \(inside torch\) in memory usage profiling:"
+        r" <N> GiB",
+        "0.18",
+        ("activation_bytes", GIB),
+    ),
+    _line(
+        "non_torch",
+        r"Memory used outside torch \(e\.g\., NCCL and CUDA graphs\) in memory usage profiling:"
+        r" <N> GiB",
+        "0.18",
+        ("non_torch_bytes", GIB),
     ),
     _line(
         "activations",
@@ -635,7 +665,10 @@ FAILURES: Final = (
     ),
     _failure(
         _KIND.NO_KV_CACHE_MEMORY,
-        r"Not enough memory\. Please try (?:to increase|increasing) --mem-fraction-static",
+        r"(?:Not enough memory\. Please try (?:to increase|increasing) --mem-fraction-static"
+        r"|Loaded weights leave no GPU memory for the KV cache"
+        r"|Not enough GPU memory for hybrid "
+        r"|(?:The DSV4 )?SWA pool cap .{1,80} leaves no room for the full KV pool)",
     ),
     _failure(
         _KIND.CONTEXT_TOO_LONG,
@@ -792,7 +825,7 @@ FAILURES: Final = (
         _KIND.HOST_OUT_OF_MEMORY,
         r"(?:\[Errno 12\] |.{0,120}DefaultCPUAllocator: (?:can't|not enough)|Unable to"
         r" allocate <N> [KMG]iB"
-        r"|Cannot allocate memory)",
+        r"|Cannot allocate memory|Not enough host memory )",
     ),
     # The CPU backend, whose memory is the host's.
     _failure(
@@ -853,7 +886,8 @@ FAILURES: Final = (
     _failure(_KIND.BAD_OPTION, INVALID_OPTION),
     _failure(
         _KIND.ENGINE_DIED,
-        r"(?:Engine core initialization failed|EngineCore (?:encountered a fatal error"
+        r"(?:Received sigquit from a child proc|Engine core initialization failed"
+        r"|EngineCore (?:encountered a fatal error"
         r"|failed to start)"
         r"|EngineCore encountered an issue|WorkerProc (?:initialization failed|failed to start)"
         r"|Engine core proc \S+ died unexpectedly|(?:Worker|Engine) (?:proc|process) .{0,80}(?:died"

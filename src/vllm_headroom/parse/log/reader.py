@@ -72,6 +72,9 @@ EXCEPTION: Final = re.compile(
     r"((?:[A-Za-z_]\w{0,60}\.){0,8})([A-Z]\w{0,60}(?:Error|Exception|Exit|Interrupt)|Exception)"
     r"(?:: ?(.*))?$"
 )
+TRACEBACK_AFTER: Final = "exception: Traceback (most recent call last):"
+"""How SGLang begins a traceback: behind a sentence, in the same line."""
+
 REQUEST: Final = re.compile(
     r"(?:Received request|Generated response|Added request|Aborted request|Request \S+ "
     r"|INFO: +\S+ - \")"
@@ -135,7 +138,7 @@ class LogReader:
         if self._builder is None:
             if not (message.has_prefix or message.pid is not None or _is_failure(text)):
                 return []
-            self._begin("vllm", message)
+            self._begin(message.engine, message)
         assert self._builder is not None  # noqa: S101 - begun above
         return self._builder.read(message, self.line_count)
 
@@ -251,6 +254,8 @@ class _StartBuilder:
         self._failures: list[LogFailure] = []
         self._remarks: dict[LogRemarkKind, LogRemark] = {}
         self._frames: dict[str, list[LogFrame]] = {}
+        self._traceback_key = ""
+        """The process whose traceback began last."""
         self._phase = StartPhase.BEGINNING
         self._loads_since_failure = 0
         self._is_stopped = False
@@ -313,12 +318,16 @@ class _StartBuilder:
         text = message.text.lstrip()
         # Tracebacks of several processes are mixed in one log: frames are kept by process.
         key = self._find_process(message)
+        # SGLang writes the process before the first line of a traceback only.
+        if not key and "" not in self._frames and not message.has_prefix:
+            key = self._traceback_key
         if text.startswith('File "'):
             self._add_frame(key, text)
             return []
-        if text.startswith("Traceback (most recent call last)"):
+        if text.startswith("Traceback (most recent call last)") or text.endswith(TRACEBACK_AFTER):
             if key in self._frames or len(self._frames) < MOST_PROCESSES:
                 self._frames[key] = []
+                self._traceback_key = key
             return []
         is_option_refused = text.startswith(INVALID_OPTION)
         text = text.removeprefix(INVALID_OPTION)
@@ -402,6 +411,10 @@ class _StartBuilder:
         lines = self._figure_lines.setdefault(key, {})
         for field, value in figures.items():
             if pattern.is_least and process_figures.get(field, value) < value:
+                continue
+            if pattern.is_part:
+                process_figures[field] = process_figures.get(field, 0.0) + value
+                lines.setdefault(field, line_number)
                 continue
             if process_figures.get(field) == value:
                 continue  # the line that reports it first is kept

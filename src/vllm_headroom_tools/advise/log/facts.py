@@ -138,8 +138,7 @@ def _read_settings(
     has_options = bool(start.arguments or start.config)
     # The options are known and this one is not among them, so vLLM used its default.
     if utilization is None and has_options and version is not None:
-        is_new = version >= NEW_DEFAULT_VERSION
-        utilization = DEFAULT_UTILIZATION if is_new else OLD_DEFAULT_UTILIZATION
+        utilization = _find_default_utilization(version)
     cache_bytes = _choose(
         option_args.kv_cache_memory_bytes, _find_number(start, "kv_cache_memory_bytes")
     )
@@ -167,6 +166,11 @@ def _read_settings(
     )
 
 
+def _find_default_utilization(version: Version) -> float:
+    """Return vLLM's share of the GPU where no option sets it."""
+    return DEFAULT_UTILIZATION if version >= NEW_DEFAULT_VERSION else OLD_DEFAULT_UTILIZATION
+
+
 def _choose(*figures: float | None) -> float | None:
     """Return the earliest figure that is known; None where none is."""
     return next((figure for figure in figures if figure is not None), None)
@@ -188,8 +192,9 @@ def _find_number(start: EngineStart, *names: str) -> float | None:
 def raise_share(start_facts: StartFacts, missing_bytes: float, text: str) -> Change | None:
     """Return the change that gives vLLM `missing_bytes` more of each GPU, rounded up.
 
-    None if the share or the GPU's size is unknown, or if the share would exceed the safe share or
-    what was free before the start.
+    Before the cache is there, vLLM logs the GPU's size at the level DEBUG only. Without the size,
+    the value is vLLM's default, if the share is below it. None if the share is unknown, or if it
+    would exceed the safe share or what was free before the start.
     """
     settings = start_facts.settings
     total_bytes = start_facts.total_bytes
@@ -197,8 +202,19 @@ def raise_share(start_facts: StartFacts, missing_bytes: float, text: str) -> Cha
     if settings.sizes_cache_in_bytes:
         return change_share(start_facts.facts, total_bytes or 0.0, missing_bytes + MIB, text, cost)
     now = settings.gpu_memory_utilization
-    if now is None or not total_bytes:
+    flag = Flag.GPU_MEMORY_UTILIZATION
+    if now is None:
         return None
+    if not total_bytes:
+        if settings.version is None or now >= _find_default_utilization(settings.version):
+            return None
+        return Change(
+            flag=flag,
+            value=_find_default_utilization(settings.version),
+            now=now,
+            text="vLLM's default: the log does not have the GPU's size, from which to compute it",
+            cost=cost,
+        )
     hundredths = 100 * (now + missing_bytes / total_bytes)
     # Rounded up to hundredths, because with less the same failure would recur.
     value = ceil(hundredths - ROUNDING_TOLERANCE) / 100
@@ -206,7 +222,6 @@ def raise_share(start_facts: StartFacts, missing_bytes: float, text: str) -> Cha
         return None
     if start_facts.free_bytes is not None and value * total_bytes > start_facts.free_bytes:
         return None
-    flag = Flag.GPU_MEMORY_UTILIZATION
     return Change(flag=flag, value=value, now=now, text=text, cost=cost)
 
 

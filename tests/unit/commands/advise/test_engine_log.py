@@ -75,6 +75,14 @@ CASES: dict[str, tuple[str, str, list[tuple[str, float]]]] = {
         "no_kv_cache_memory",
         [("--gpu-memory-utilization", 0.93), ("--enforce-eager", 0), ("--tensor-parallel-size", 2)],
     ),
+    # Real lines of vLLM 0.32 at its usual level, which does not log the size of the GPU before.
+    "no cache in a small share": (
+        begin("0.32.0", ", 'gpu_memory_utilization': 0.05").split("(EngineCore", 1)[0]
+        + "(EngineCore pid=2) INFO 11-29 14:51:28 [gpu_worker.py:700] Available KV cache memory: -0.13 GiB\n"
+        + "ValueError: No available memory for the cache blocks. Try\n",
+        "no_kv_cache_memory",
+        [("--gpu-memory-utilization", 0.92), ("--tensor-parallel-size", 2)],
+    ),
     "no cache on a full card": (
         begin("0.21.0", ", 'gpu_memory_utilization': 0.95")
         + NO_CACHE
