@@ -8,7 +8,7 @@ import pytest
 
 from tests.contract.recorded import CAPTURES
 from tests.unit.derive.life.watch import CORE, REFUSED, SERVER, Watch
-from vllm_headroom.derive.life.hangs import STALLED_SECONDS
+from vllm_headroom.derive.life.progress import STALLED_SECONDS
 from vllm_headroom.derive.pages import count_running
 from vllm_headroom.model import Failure
 from vllm_headroom.vocabulary import EngineState, ExitReason

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from vllm_headroom.clock import Clock
 from vllm_headroom.daemon.loop import StepGuard
-from vllm_headroom.derive.life.hangs import SIGN_SECONDS
+from vllm_headroom.derive.life.progress import SIGN_SECONDS
 from vllm_headroom.log import Log
 from vllm_headroom.model import Failure, ServerReply, Snapshot
 from vllm_headroom.vocabulary import Reason, ServerAnswer

@@ -1,29 +1,69 @@
-"""Since when each engine of the page has made no progress, or has had nothing to do."""
+"""Whether the engines of a page make progress, do nothing, or show signs of a hang."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from enum import Enum, auto
 from typing import Final, NamedTuple
 
 from msgspec import Struct, field
 
-from vllm_headroom.derive.life.activity import ActivityTrack, update_activity
-from vllm_headroom.derive.life.hangs import (
-    CpuUse,
-    Hint,
-    HintSpan,
-    list_hang_signs,
-    update_cpu_use,
-    update_hints,
-    update_waits_since,
-)
+from vllm_headroom.derive.attribution import NEIGHBOUR_BYTES
 from vllm_headroom.derive.pages import list_named
 from vllm_headroom.derive.series import label_engine
-from vllm_headroom.model import EnginePage, EngineProcess, EngineReading, HangSign, Snapshot
+from vllm_headroom.derive.sums import sum_known
+from vllm_headroom.model import (
+    EnginePage,
+    EngineProcess,
+    EngineReading,
+    Gpu,
+    HangSign,
+    ProcessName,
+    Snapshot,
+)
+from vllm_headroom.vocabulary import NECESSARY_ROLES, Role
 
 IDLE_SECONDS: Final = 60.0
 """After this idle time, KV cache that is still in use counts as stranded."""
 
 STRANDED_READINGS: Final = 4
 """The lowest of this many readings of stranded blocks counts; the probe writes one every 5 seconds.
+"""
+
+STALLED_SECONDS: Final = 60.0
+"""The longest time that may pass without progress while there is work, or without a page while
+processes are alive.
+
+A step takes less: a chunk of a prefill, 8192 tokens by default, takes seconds on the slowest cards.
+vLLM itself aborts a step after 300 s (VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS)."""
+
+SIGN_SECONDS: Final = 20.0
+"""How long a sign of a hang must show. It is also the longest time without progress while the
+core's probe is silent, because a process that hangs writes nothing. It covers five readings by
+default, and at least two.
+"""
+
+COMPUTING_CPU_SECONDS: Final = 1.0
+"""The CPU time that proves that a server runs. A server that is stopped, or waits forever, uses
+almost none. A server that competes for cores still gets its share: at a load of 42 on two cores, it
+got ten seconds a minute.
+"""
+
+STOPPED_OR_BLOCKED: Final = frozenset({"T", "t", "D"})
+"""Process states in /proc/PID/stat: stopped by a signal or by a debugger, or blocked in a driver.
+"""
+
+SPAN_SECONDS: Final = 20.0
+"""How long CPU time and GPU utilisation are observed for one judgement. A minute without progress
+contains at least one whole span at any sampling interval.
+"""
+
+BUSY_CPU_RATIO: Final = 0.1
+"""Core and workers are busy above this many CPU seconds per second. Our choice: a process that
+waits for requests uses almost none, and one that spins uses a whole core.
+"""
+
+BUSY_GPU_RATIO: Final = 0.1
+"""A GPU is busy above this utilisation. Our choice: a kernel that never ends shows 1, and a GPU
+without work shows 0.
 """
 
 Labels = tuple[str, str]
@@ -71,6 +111,70 @@ class EngineProgress(Struct, frozen=True, kw_only=True):
     """Since when it has been idle; None while it works or sleeps, or where its load is unknown."""
     kv_stranded_ratios: tuple[float, ...] = ()
     """The probe's newest readings of stranded KV cache."""
+
+
+class CpuUse(Struct, frozen=True):
+    """All API servers' CPU time when they last used enough of it, and the time of that."""
+
+    cpu_seconds: float
+    monotonic_seconds: float
+
+
+Hint = tuple[HangSign, ProcessName | None]
+"""A sign and its process; the process is None where the sign belongs to no single process."""
+
+
+class HintSpan(Struct, frozen=True):
+    """The time span in which a hint was present without a break, on the monotonic clock."""
+
+    begin_seconds: float
+    newest_seconds: float
+
+
+class Activity(Enum):
+    """Whether core, workers and GPUs are busy."""
+
+    BUSY = auto()
+    """Core and workers use CPU time, or a GPU computes."""
+    IDLE = auto()
+    """Both sides are visible, and neither is busy."""
+    PARTLY_IDLE = auto()
+    """Only one of the two sides is visible, and it is not busy."""
+    UNKNOWN = auto()
+    """Neither side is visible."""
+
+
+class ActivityTrack(Struct, frozen=True, kw_only=True):
+    """The newest complete span of observation, and the present span; None is unknown."""
+
+    cpu_ratio: float | None = None
+    """CPU seconds per second of core and workers in the newest complete span."""
+    gpu_ratio: float | None = None
+    """The highest utilisation of a GPU in the newest complete span."""
+    has_spun_idle: bool = False
+    """Whether core and workers use CPU time even without work. If so, CPU time proves nothing. The
+    workers of tensor parallelism spin while they wait for the core, in some versions of vLLM.
+    """
+    begin_seconds: float | None = None
+    """When the present span began, on the monotonic clock."""
+    begin_cpu_seconds: float | None = None
+    peak_gpu_ratio: float | None = None
+    is_without_work: bool = True
+    """Whether the page has shown no work in the whole of the present span."""
+
+    def judge(self) -> Activity:
+        """Return whether core, workers and GPUs were busy in the newest complete span."""
+        cpu_ratio = None if self.has_spun_idle else self.cpu_ratio
+        is_cpu_busy = None if cpu_ratio is None else cpu_ratio >= BUSY_CPU_RATIO
+        is_gpu_busy = None if self.gpu_ratio is None else self.gpu_ratio >= BUSY_GPU_RATIO
+        # One busy side proves work; the engine is idle only if both sides are idle.
+        if is_cpu_busy or is_gpu_busy:
+            return Activity.BUSY
+        if is_cpu_busy is None and is_gpu_busy is None:
+            return Activity.UNKNOWN
+        if is_cpu_busy is None or is_gpu_busy is None:
+            return Activity.PARTLY_IDLE
+        return Activity.IDLE
 
 
 class Progress(Struct, frozen=True, kw_only=True):
@@ -225,6 +329,199 @@ def _find_age(
         newest_done_seconds = max(engine.done_seconds for engine in engines.values())
         ages.append(now - max(unanswered_since_seconds, newest_done_seconds))
     return max(ages, default=None)
+
+
+def update_cpu_use(
+    previous: CpuUse | None, processes: Collection[EngineProcess] | None, now: float
+) -> CpuUse | None:
+    """Return when the API servers last used enough CPU time; None before the first known time.
+
+    Only the API servers can explain a page that does not answer. The core and its workers may spin
+    while they wait for a hung GPU, as NCCL does, but then the page answers and shows no progress.
+    """
+    servers = [process for process in processes or () if process.role is Role.API_SERVER]
+    # Summed, because any of several servers may get the request for the page.
+    cpu_seconds = sum_known(process.cpu_seconds for process in servers)
+    if cpu_seconds is None:
+        return previous
+    if previous is None or cpu_seconds >= previous.cpu_seconds + COMPUTING_CPU_SECONDS:
+        return CpuUse(cpu_seconds, now)
+    # The sum falls when one of several servers exits. Counting continues from the lower sum.
+    return CpuUse(min(previous.cpu_seconds, cpu_seconds), previous.monotonic_seconds)
+
+
+def count_waiting(processes: Collection[EngineProcess] | None) -> int | None:
+    """Return how many requests wait, by the engine's connections; None where not visible."""
+    counts = [
+        process.waiting_requests
+        for process in processes or ()
+        if process.waiting_requests is not None
+    ]
+    return sum(counts) if counts else None
+
+
+def update_waits_since(
+    previous_seconds: float | None, processes: Collection[EngineProcess] | None, now: float
+) -> float | None:
+    """Return since when a request has been waiting at every sample; None where none is waiting."""
+    if not count_waiting(processes):
+        return None
+    return now if previous_seconds is None else previous_seconds
+
+
+def update_hints(
+    previous: Mapping[Hint, HintSpan],
+    processes: Collection[EngineProcess] | None,
+    now: float,
+    *,
+    rest_seconds: float,
+    has_silent_core: bool,
+) -> dict[Hint, HintSpan]:
+    """Return the signs of a hang that are present while the page shows no work, with their times.
+
+    While /proc cannot be read, the hints of the last sample are returned. `rest_seconds` is the
+    time since the last token; `has_silent_core` is as in the snapshot. The signs are:
+
+    - The main thread of a core or worker is stopped or blocked.
+    - The probe in the core is silent, while that of another process writes.
+    - A request has got no answer, and came after the engine last worked. A request from before
+      proves nothing: its client may never have sent the whole request.
+    """
+    if processes is None:
+        return dict(previous)
+    # Kept by process, because it is a hang only if one process stays blocked, not several in turn.
+    begins: dict[Hint, float] = {}
+    for process in processes:
+        if process.role in NECESSARY_ROLES and process.state in STOPPED_OR_BLOCKED:
+            begins[HangSign.STUCK, (process.pid, process.started_at_seconds)] = now
+    if has_silent_core:
+        begins[HangSign.MUTE, None] = now
+    for process in processes:
+        wait_seconds = process.wait_seconds
+        if wait_seconds is None:
+            continue
+        # A request that came more than STALLED_SECONDS before the last token proves nothing.
+        if rest_seconds >= max(STALLED_SECONDS, wait_seconds - STALLED_SECONDS):
+            begins[HangSign.UNANSWERED, None] = now - wait_seconds
+    return {
+        # A hint that is missing in one sample starts over.
+        hint: HintSpan(previous[hint].begin_seconds if hint in previous else begin_seconds, now)
+        for hint, begin_seconds in begins.items()
+    }
+
+
+def list_hang_signs(hints: Mapping[Hint, HintSpan]) -> tuple[HangSign, ...]:
+    """Return the signs of a hang that have been present for long enough."""
+    lasting_signs = {
+        sign
+        for (sign, _), span in hints.items()
+        if span.newest_seconds - span.begin_seconds >= SIGN_SECONDS
+    }
+    return tuple(sign for sign in HangSign if sign in lasting_signs)
+
+
+def update_activity(
+    previous: ActivityTrack,
+    snapshot: Snapshot,
+    processes: Collection[EngineProcess] | None,
+    *,
+    is_without_work: bool,
+) -> ActivityTrack:
+    """Return the track with one more sample; `is_without_work` is what the page shows."""
+    now = snapshot.monotonic_seconds
+    cpu_seconds = _sum_cpu_seconds(processes)
+    gpu_ratio = _find_gpu_ratio(snapshot)
+    if previous.begin_seconds is None:
+        return _begin_span(previous, now, cpu_seconds, gpu_ratio, is_without_work=is_without_work)
+    # The peak of a span with an unknown sample is unknown.
+    peak_gpu_ratio = None
+    if previous.peak_gpu_ratio is not None and gpu_ratio is not None:
+        peak_gpu_ratio = max(previous.peak_gpu_ratio, gpu_ratio)
+    track = ActivityTrack(
+        cpu_ratio=previous.cpu_ratio,
+        gpu_ratio=previous.gpu_ratio,
+        has_spun_idle=previous.has_spun_idle,
+        begin_seconds=previous.begin_seconds,
+        begin_cpu_seconds=previous.begin_cpu_seconds,
+        peak_gpu_ratio=peak_gpu_ratio,
+        is_without_work=previous.is_without_work and is_without_work,
+    )
+    span_seconds = now - previous.begin_seconds
+    if span_seconds < SPAN_SECONDS:
+        return track
+    cpu_ratio = None
+    # The sum falls when a process exits, and then the span shows nothing.
+    if (
+        cpu_seconds is not None
+        and track.begin_cpu_seconds is not None
+        and cpu_seconds >= track.begin_cpu_seconds
+    ):
+        cpu_ratio = (cpu_seconds - track.begin_cpu_seconds) / span_seconds
+    has_spun_idle = track.has_spun_idle
+    # What the core uses without work shows whether it polls while idle.
+    if track.is_without_work and cpu_ratio is not None:
+        has_spun_idle = cpu_ratio >= BUSY_CPU_RATIO
+    whole_span = ActivityTrack(
+        cpu_ratio=cpu_ratio, gpu_ratio=peak_gpu_ratio, has_spun_idle=has_spun_idle
+    )
+    return _begin_span(whole_span, now, cpu_seconds, gpu_ratio, is_without_work=is_without_work)
+
+
+def _begin_span(
+    whole_span: ActivityTrack,
+    now: float,
+    cpu_seconds: float | None,
+    gpu_ratio: float | None,
+    *,
+    is_without_work: bool,
+) -> ActivityTrack:
+    """Return the track at the start of the next span, with the results of `whole_span`."""
+    return ActivityTrack(
+        cpu_ratio=whole_span.cpu_ratio,
+        gpu_ratio=whole_span.gpu_ratio,
+        has_spun_idle=whole_span.has_spun_idle,
+        begin_seconds=now,
+        begin_cpu_seconds=cpu_seconds,
+        peak_gpu_ratio=gpu_ratio,
+        is_without_work=is_without_work,
+    )
+
+
+def _sum_cpu_seconds(processes: Collection[EngineProcess] | None) -> float | None:
+    """Return the CPU time of core and workers; None where there is none, or one is unknown."""
+    total_seconds = None
+    for process in processes or ():
+        if process.role not in NECESSARY_ROLES:
+            continue
+        if process.cpu_seconds is None:
+            return None
+        total_seconds = (total_seconds or 0.0) + process.cpu_seconds
+    return total_seconds
+
+
+def _find_gpu_ratio(snapshot: Snapshot) -> float | None:
+    """Return the highest utilisation of the engine's GPUs that is the engine's own.
+
+    None where one GPU's is unknown and no other GPU is busy, because that one may be busy.
+    """
+    ratios = [_find_own_ratio(gpu) for gpu in snapshot.owned_gpus]
+    known_ratios = [ratio for ratio in ratios if ratio is not None]
+    highest_ratio = max(known_ratios, default=None)
+    if highest_ratio is not None and highest_ratio >= BUSY_GPU_RATIO:
+        return highest_ratio
+    return highest_ratio if len(known_ratios) == len(ratios) else None
+
+
+def _find_own_ratio(gpu: Gpu) -> float | None:
+    """Return the utilisation of a GPU by the engine.
+
+    None where it is unknown, or the GPU is busy and others may be the cause.
+    """
+    ratio = gpu.reading.utilization_ratio
+    if ratio is None or ratio < BUSY_GPU_RATIO:
+        return ratio
+    is_shared = gpu.other_bytes is not None and gpu.other_bytes >= NEIGHBOUR_BYTES
+    return None if is_shared else ratio
 
 
 def find_stranded(

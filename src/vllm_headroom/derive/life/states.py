@@ -8,9 +8,13 @@ from typing import Final, NamedTuple
 
 from msgspec import Struct, field
 
-from vllm_headroom.derive.life.activity import Activity
-from vllm_headroom.derive.life.hangs import SIGN_SECONDS, STALLED_SECONDS, count_waiting
-from vllm_headroom.derive.life.progress import Progress
+from vllm_headroom.derive.life.progress import (
+    SIGN_SECONDS,
+    STALLED_SECONDS,
+    Activity,
+    Progress,
+    count_waiting,
+)
 from vllm_headroom.derive.pages import count_finished, is_page_awake, list_engines
 from vllm_headroom.derive.run_identity import identify_run
 from vllm_headroom.model import (

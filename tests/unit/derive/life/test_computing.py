@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from tests.unit.derive.life.watch import CORE, REFUSED, SERVER, SILENT, WHOLE, WORKER, Watch, serving, working
-from vllm_headroom.derive.life.hangs import STALLED_SECONDS
+from vllm_headroom.derive.life.progress import STALLED_SECONDS
 from vllm_headroom.model import EngineProcess, Failure
 from vllm_headroom.vocabulary import EngineState
 

@@ -7,8 +7,7 @@ from msgspec.structs import replace
 
 from tests.samples import AN_ENGINE, engine, page
 from tests.unit.derive.life.watch import REFUSED, SILENT, Watch, serving, working
-from vllm_headroom.derive.life.hangs import STALLED_SECONDS
-from vllm_headroom.derive.life.progress import IDLE_SECONDS
+from vllm_headroom.derive.life.progress import IDLE_SECONDS, STALLED_SECONDS
 from vllm_headroom.model import EnginePage, Failure
 from vllm_headroom.vocabulary import EngineState
 

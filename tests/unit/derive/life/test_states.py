@@ -23,7 +23,7 @@ from tests.unit.derive.life.watch import (
     serving,
     working,
 )
-from vllm_headroom.derive.life.hangs import STALLED_SECONDS
+from vllm_headroom.derive.life.progress import STALLED_SECONDS
 from vllm_headroom.derive.life.states import TRANSITIONS, Symptom, find_next_state
 from vllm_headroom.model import EnginePage, Failure
 from vllm_headroom.vocabulary import EngineState, Role

@@ -9,8 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from tests.unit.derive.life.watch import CORE, LOGIN, REFUSED, SERVER, SILENT, UNSEEN, WORKER, Watch, card, working
-from vllm_headroom.derive.life.activity import Activity
-from vllm_headroom.derive.life.hangs import STALLED_SECONDS
+from vllm_headroom.derive.life.progress import STALLED_SECONDS, Activity
 from vllm_headroom.derive.life.states import (
     ABSENCE,
     STANDSTILL,
