@@ -45,6 +45,11 @@ UNIFORM_VARIANCE: Final = 1 / 12
 range's width squared."""
 
 
+def add_all(parts: Sequence[Range]) -> Range:
+    """Return the bounds of the sum of parts that may all be at their bounds at once."""
+    return Range(low=sum(part.low for part in parts), high=sum(part.high for part in parts))
+
+
 def add_independent(parts: Sequence[Range]) -> Range:
     """Return the bounds of the sum of parts that do not depend on each other.
 
@@ -52,11 +57,10 @@ def add_independent(parts: Sequence[Range]) -> Range:
     the sum's upper bound is exceeded in 2 of 100 cases, if each has any value of its range with
     equal chance. With a single uncertain part it is that part's bound.
     """
-    low = sum(part.low for part in parts)
-    high = sum(part.high for part in parts)
+    bounds = add_all(parts)
     variance = sum((part.high - part.low) ** 2 for part in parts) * UNIFORM_VARIANCE
-    likely_high = (low + high) / 2 + KEPT_DEVIATIONS * sqrt(variance)
-    return Range(low=low, high=min(high, likely_high))
+    likely_high = (bounds.low + bounds.high) / 2 + KEPT_DEVIATIONS * sqrt(variance)
+    return Range(low=bounds.low, high=min(bounds.high, likely_high))
 
 
 class Origin(StrEnum):

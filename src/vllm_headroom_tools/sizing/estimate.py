@@ -14,6 +14,7 @@ from vllm_headroom_tools.sizing.assumptions import (
     Origin,
     Range,
     StartAssumptions,
+    add_all,
     add_independent,
     assume_start,
 )
@@ -320,10 +321,7 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
     @property
     def other_overhead(self) -> Range:
         """The other parts together, at most with all of them at their highest."""
-        return Range(
-            low=sum(part.low for part in self.other_parts),
-            high=sum(part.high for part in self.other_parts),
-        )
+        return add_all(self.other_parts)
 
     @property
     def overhead(self) -> Range | None:
@@ -336,6 +334,9 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
         parts = [self.activations, *self.other_parts]
         if self.question.release.has_graphs_in_budget:
             parts.append(self.graphs)
+        # The known start on two such machines had communication and graphs at their highest.
+        if self.question.unified_memory and self.question.gpus > 1:
+            return add_all(parts)
         return add_independent(parts)
 
     @property

@@ -239,6 +239,15 @@ def test_a_sum_of_uncertain_parts_hardly_ever_has_all_their_upper_bounds() -> No
     assert add_independent([part] * 12) == Range(low=12.0, high=18 + 2.05)
 
 
+def test_machines_with_unified_memory_have_all_upper_bounds_at_once() -> None:
+    """Two of them had 7 to 9 GiB of communication and 5.1 of CUDA graphs: "at least" was too high by 12.6 GiB."""
+    pair = estimated(card_gib=119.7, unified_memory=True, tensor_parallel_size=2, release=parse_release("0.29"))
+
+    assert pair.overhead is not None
+    assert pair.activations is not None
+    assert pair.overhead.high == pair.activations.high + pair.other_overhead.high + pair.graphs.high
+
+
 def test_engines_without_shared_experts_do_not_communicate() -> None:
     """A recorded start of two engines had 0.51 GiB missing on each GPU, as one engine has."""
     alone = estimated(card_gib=80).assumptions.missing_at_start.range
