@@ -241,6 +241,11 @@ class TypedOption(Struct):
     """Whether the option belongs to another program and changes nothing here."""
 
     @property
+    def is_unknown(self) -> bool:
+        """Whether neither this command nor the other program has the option."""
+        return self.action is None and not self.is_foreign
+
+    @property
     def is_open(self) -> bool:
         """Return whether the next word is the value; an unknown option may take one too."""
         takes_value = self.action is None or self.action.nargs != 0
@@ -318,6 +323,7 @@ class Parser(argparse.ArgumentParser):
         self._line_hint = ""
         self._foreign_names: set[str] = set()
         self._read_line: Callable[[Sequence[str]], Sequence[str]] | None = None
+        self._is_lenient = False
         self.add_argument("-h", "--help", action="store_true", help="show this and exit")
         self.add_argument("--version", action="store_true", help="show the version and exit")
 
@@ -370,13 +376,19 @@ class Parser(argparse.ArgumentParser):
         foreign_names: Iterable[str],
         read_line: Callable[[Sequence[str]], Sequence[str]],
         option_kind: str,
+        *,
+        is_lenient: bool = False,
     ) -> None:
         """Accept the options of another program too, and after `--` its whole command line.
 
         `foreign_names` are its options that change nothing here. `read_line` returns the options in
         such a line. In the line, the last of several equal options counts, and an option before
         `--` overrides the line. Messages say that an unknown option is no `option_kind`.
+
+        With `is_lenient`, an unknown option in the line is no mistake, because a newer release of
+        the program may have it. `unknown_options` in the namespace then has a sentence about each.
         """
+        self._is_lenient = is_lenient
         self._option_kind = option_kind
         self._line_hint = f"; a whole line comes after {END_OF_OPTIONS}"
         self._foreign_names = set(foreign_names) - set(self._option_string_actions)
@@ -407,10 +419,17 @@ class Parser(argparse.ArgumentParser):
             if END_OF_OPTIONS in argv:
                 place = argv.index(END_OF_OPTIONS)
                 line = join_parts(self._read_line(argv[place + 1 :]), json_names)
+                if self._is_lenient:
+                    line = [self._complete(word) for word in line]
                 argv = argv[:place]
             argv = join_parts(argv, json_names)
         typed_options, loose_words = self._split(argv, len(positionals))
-        typed_options += self._choose_from_line(line, typed_options)
+        line_options = self._choose_from_line(line, typed_options)
+        unknown_names: list[str] = []
+        if self._is_lenient:
+            unknown_names = [option.name for option in line_options if option.is_unknown]
+            line_options = [option for option in line_options if not option.is_unknown]
+        typed_options += line_options
         # From here on mistakes are collected, so that an operator who made three sees three lines.
         arguments, mistakes = self._check(typed_options)
         for place, word in enumerate(loose_words):
@@ -426,6 +445,8 @@ class Parser(argparse.ArgumentParser):
             foreign_names = [option.name for option in typed_options if option.is_foreign]
             namespace.ignored_options = tuple(dict.fromkeys(foreign_names))
             namespace.has_line = bool(line)
+            unknown_options = map(self._describe_unknown, unknown_names)
+            namespace.unknown_options = tuple(dict.fromkeys(unknown_options))
         for argument in arguments:
             if argument.action not in self._settings_actions:
                 mistakes += _store(argument, namespace)
@@ -493,6 +514,23 @@ class Parser(argparse.ArgumentParser):
             is_foreign=action is None and self._is_foreign(spelling),
         )
 
+    def _describe_unknown(self, name: str) -> str:
+        """Return the line on an unknown option, with similar names, of vLLM's options too."""
+        names = {*self._option_string_actions, *self._foreign_names}
+        return describe_unknown(name, names, self._option_kind)
+
+    def _complete(self, word: str) -> str:
+        """Return a word with the whole name of an option of which it has the beginning.
+
+        argparse, which vLLM uses, accepts the beginning of a name where only one name has it.
+        """
+        name, equals_sign, value = word.partition("=")
+        names = {*self._option_string_actions, *self._foreign_names}
+        if not name.startswith("--") or name.replace("_", "-") in names:
+            return word
+        completions = [other for other in names if other.startswith(name.replace("_", "-"))]
+        return f"{completions[0]}{equals_sign}{value}" if len(completions) == 1 else word
+
     def _is_foreign(self, spelling: str) -> bool:
         """Return whether an option, such as --name, -O3 or --name.key, is another program's."""
         if LEVEL.fullmatch(spelling):
@@ -538,10 +576,7 @@ class Parser(argparse.ArgumentParser):
             if option.is_foreign:
                 continue
             if action is None:
-                # A similar name is suggested, of vLLM's options too.
-                names = {*self._option_string_actions, *self._foreign_names}
-                line = describe_unknown(option.name, names, self._option_kind)
-                mistakes.append(line)
+                mistakes.append(self._describe_unknown(option.name))
                 continue
             problem = _describe_misuse(option.name, action, option.values, counts[action.dest])
             if problem is not None:

@@ -29,7 +29,7 @@ from vllm_headroom.yaml_file import NotYamlError, parse_yaml
 from vllm_headroom_tools.bad_input import BadInput
 from vllm_headroom_tools.openai import parse_first_model
 from vllm_headroom_tools.options import BadOptions
-from vllm_headroom_tools.plan.serve_line import read_serve_line
+from vllm_headroom_tools.serve_line import read_serve_line
 from vllm_headroom_tools.sizing.model_config import count_checkpoint_bytes, read_model
 from vllm_headroom_tools.trace import read_trace
 

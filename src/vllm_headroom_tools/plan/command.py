@@ -45,7 +45,6 @@ from vllm_headroom_tools.options import (
 )
 from vllm_headroom_tools.plan.engine_log import apply_log_options, choose_start, measure_start
 from vllm_headroom_tools.plan.report import build_report, read_parts
-from vllm_headroom_tools.plan.serve_line import read_serve_line
 from vllm_headroom_tools.plan.sizes import judge_sizes
 from vllm_headroom_tools.plan.sizes_report import build_sizes_report
 from vllm_headroom_tools.plan.traffic import (
@@ -55,12 +54,11 @@ from vllm_headroom_tools.plan.traffic import (
     read_trace_traffic,
 )
 from vllm_headroom_tools.plan.vllm_options import (
-    VLLM_RELEASES,
     Speculation,
     has_no_images,
-    list_vllm_options,
     read_speculation,
 )
+from vllm_headroom_tools.serve_line import read_serve_line
 from vllm_headroom_tools.sizing.cards import parse_gpus_by_name
 from vllm_headroom_tools.sizing.drafts import (
     DRAFT_MODEL,
@@ -100,6 +98,7 @@ from vllm_headroom_tools.sizing.releases import (
     Release,
     parse_release,
 )
+from vllm_headroom_tools.vllm_options import VLLM_RELEASES, list_vllm_options
 
 SIZE_OPTIONS: Final = (
     ("layers", "num_hidden_layers", "hidden layers"),

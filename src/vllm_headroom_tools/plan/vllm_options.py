@@ -1,36 +1,12 @@
-"""The options of vLLM's server: which change nothing here, and what the compound ones mean."""
+"""What the compound options of vLLM's server mean."""
 
 import re
 from argparse import Namespace
-from pathlib import Path
 from typing import Any, Final
 
 from msgspec import Struct
 
 from vllm_headroom_tools.sizing.drafts import DRAFT_MODEL
-
-VLLM_RELEASES: Final = "vLLM 0.19 to 0.33"
-"""The releases whose options are in the table."""
-
-TABLE: Final = Path(__file__).with_name("vllm_options.tsv")
-"""All options of `vllm serve` in 0.19, 0.24, 0.28 and 0.33: their names, and what they take
-(engine/arg_utils.py, entrypoints/openai/cli_args.py, and entrypoints/common/cli_args.py)."""
-
-OPTIMISATION_LEVEL: Final = "-O"
-"""The level's short name, which vLLM's parser of command lines adds."""
-
-
-def list_vllm_options() -> set[str]:
-    """Return the names of all options, with --no- before those of switches."""
-    names = {OPTIMISATION_LEVEL}
-    for line in TABLE.read_text(encoding="utf-8").splitlines():
-        row_names, takes = line.split("\t")
-        for name in row_names.split(","):
-            names.add(name)
-            if takes == "flag" and name.startswith("--"):
-                names.add(f"--no-{name.removeprefix('--')}")
-    return names
-
 
 LOOKED_UP: Final = ("ngram", "ngram_gpu", "suffix", "custom_class")
 """Methods that look drafts up in the text or run a user's code: they take no memory that is known

@@ -1,7 +1,7 @@
 """The checks of one GPU, of host memory and of /dev/shm before vLLM starts."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from math import ceil
 from typing import Final
@@ -19,6 +19,7 @@ from vllm_headroom_tools.sizing.estimate import (
     LEFT_TO_THE_MACHINE_BYTES,
     SHM_QUEUE_BYTES,
 )
+from vllm_headroom_tools.vllm_options import LAST_RELEASE
 
 MIN_OWN_BYTES: Final = 3 * GIB // 10
 """The least memory that vLLM takes before its check of free memory.
@@ -87,6 +88,8 @@ class Kind(StrEnum):
     ECC = "ecc"
     HEAT = "heat"
     IDENTICAL = "identical"
+    NVLINK = "nvlink"
+    OPTIONS = "options"
     SHM = "shm"
     HOST = "host"
     ENGINE = "engine"
@@ -376,6 +379,59 @@ def check_driver(driver_version: str | None, cuda_major: int | None) -> Iterator
         f" {needed}: it starts only with NVIDIA's compatibility package (cuda-compat)",
         "update the driver, or use a vLLM that is built for an older CUDA",
     )
+
+
+def check_options(unknown_options: Iterable[str], vllm_version: str | None) -> Iterator[Obstacle]:
+    """Report the options that no release of vLLM in our table has.
+
+    `unknown_options` has a line on each. `vllm_version` is that of the vLLM in this environment:
+    where the table has its options, it would refuse to start; otherwise a newer one may know them.
+    """
+    release = re.match(r"(\d+)\.(\d+)", vllm_version or "")
+    is_refused = release is not None and (int(release[1]), int(release[2])) <= LAST_RELEASE
+    for line in unknown_options:
+        if is_refused:
+            yield Obstacle(
+                Kind.OPTIONS,
+                Conclusion.NOT_GOOD,
+                f"{line} The vLLM {vllm_version} here would refuse to start",
+                "correct it, or leave it out",
+            )
+        else:
+            yield Obstacle(Kind.OPTIONS, Conclusion.GOOD, f"{line} A newer vLLM may have it")
+
+
+def check_nvlink(devices: Sequence[GpuReading], faults: Iterable[GpuFaults]) -> Iterator[Obstacle]:
+    """Remark that NVLink does not connect GPUs among which a model is split.
+
+    vLLM starts all the same, and each step waits for PCI Express. Nothing is yielded where the
+    driver does not report it.
+    """
+    chosen_indices = {device.index for device in devices}
+    pairs = set()
+    for gpu_faults in faults:
+        unlinked_indices = chosen_indices.intersection(gpu_faults.unlinked_indices or ())
+        if gpu_faults.index in chosen_indices:
+            pairs |= {
+                (min(gpu_faults.index, index), max(gpu_faults.index, index))
+                for index in unlinked_indices
+            }
+    if not pairs:
+        return
+    names = ", ".join(f"{first} and {second}" for first, second in sorted(pairs)[:MOST_PAIRS])
+    more = f" and {len(pairs) - MOST_PAIRS} pairs more" if len(pairs) > MOST_PAIRS else ""
+    yield Obstacle(
+        Kind.NVLINK,
+        Conclusion.GOOD,
+        f"no NVLink connects GPUs {names}{more}: with tensor parallelism each step then waits for"
+        " PCI Express",
+        "choose GPUs that NVLink connects (nvidia-smi topo -p2p n), or use pipeline parallelism;"
+        " where there should be NVLink, look for the fabric manager",
+    )
+
+
+MOST_PAIRS: Final = 4
+"""Our choice: how many pairs of GPUs are named."""
 
 
 def _report_fault(faults: GpuFaults, text: str, fix: str) -> Obstacle:

@@ -29,10 +29,12 @@ from vllm_headroom_tools.options import (
     size,
     whole_number,
 )
-from vllm_headroom_tools.preflight.checks import GpuChoice, Kind, MemoryRequest
+from vllm_headroom_tools.preflight.checks import GpuChoice, Kind, MemoryRequest, check_options
 from vllm_headroom_tools.preflight.look import look
 from vllm_headroom_tools.preflight.report import Clearance, build_report, judge, judge_wake
+from vllm_headroom_tools.serve_line import read_serve_line
 from vllm_headroom_tools.sizing.question import DEFAULT_UTILIZATION
+from vllm_headroom_tools.vllm_options import VLLM_RELEASES, list_vllm_options
 
 GPU_SECONDS: Final = 15.0
 """The limit for all GPUs: without the persistence daemon, waking a GPU takes seconds."""
@@ -109,6 +111,12 @@ def add_options(parser: Parser) -> None:
         type=choice([str(kind) for kind in IGNORABLE]),
         help="go although: ecc (NVIDIA lets new work start while a remapping is due), identical,"
         " shm or host; repeatable",
+    )
+    parser.accept_line(
+        list_vllm_options(),
+        read_serve_line,
+        f"an option of {VLLM_RELEASES}",
+        is_lenient=True,
     )
 
 
@@ -205,7 +213,9 @@ async def _run(arguments: Namespace) -> Report:
         """Return the verdict on one look: on a start, or on a wake-up of the engine at `url`."""
         conditions = await look(gpus, processes, proc=PROC, shm=SHM, timeout_seconds=GPU_SECONDS)
         if url is None:
-            return judge(conditions, request, gpu_choice, ignored_kinds)
+            clearance = judge(conditions, request, gpu_choice, ignored_kinds)
+            findings = check_options(arguments.unknown_options, conditions.vllm_version)
+            return replace(clearance, findings=(*clearance.findings, *findings))
         from vllm_headroom.scrape.http.reader import PageReader  # noqa: PLC0415 - a start needs no HTTP
         from vllm_headroom_tools.look import fetch_engines  # noqa: PLC0415 - the same
 
@@ -220,11 +230,12 @@ async def _run(arguments: Namespace) -> Report:
 
 
 COMMAND: Final[Command] = Command(
-    usage="%(prog)s [OPTION]...",
+    usage="%(prog)s [OPTION]... [-- LINE]",
     description="""\
 Says whether vLLM would start on these GPUs now: memory that is free against
 what vLLM requests, who holds the rest, what the driver reports about the GPUs,
-and /dev/shm. Run it where vLLM will run, with vLLM's own options.
+and /dev/shm. Run it where vLLM will run, with vLLM's own options, or after --
+with its whole command line, a script or manifest that has it.
 """,
     epilog="""\
 It ends with status 0 for a go, 1 for no go, and 2 when it cannot tell or cannot
@@ -233,6 +244,7 @@ use its options.
 Example:
   vllm-headroom preflight --gpu-memory-utilization 0.92 --wait 120s
   vllm-headroom preflight --tensor-parallel-size 4 --json
+  vllm-headroom preflight -- vllm serve Qwen/Qwen3-32B -tp 2
 """,
     options=add_options,
     run=_run,

@@ -71,6 +71,9 @@ class Conditions(Struct, frozen=True, kw_only=True):
     cuda_major: int | None = None
     """The major version of CUDA that a vLLM in this environment brings; None without one."""
 
+    vllm_version: str | None = None
+    """The version of the vLLM in this environment; None without one."""
+
     engine_pids: frozenset[int] = frozenset()
     """The processes of the engine at the configured port; empty where they are not visible."""
 
@@ -96,6 +99,7 @@ async def look(
         shm=read_shm(shm),
         host=_read_container(proc),
         cuda_major=find_cuda_major(),
+        vllm_version=find_vllm_version(),
     )
     if isinstance(listed, Failure):
         return conditions
@@ -124,6 +128,14 @@ def find_cuda_major() -> int | None:
         major = version.partition(".")[0]
         return int(major) if major.isdecimal() else None
     return None
+
+
+def find_vllm_version() -> str | None:
+    """Return the version of the vLLM that is installed beside this program; None without."""
+    try:
+        return metadata.version("vllm")
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _read_container(proc: Path) -> HostMemory | None:

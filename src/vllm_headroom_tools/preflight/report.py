@@ -99,6 +99,7 @@ def judge(
     # One GPU needs neither equal partners nor shared memory.
     if request.tensor_parallel_size > 1:
         findings += checks.check_identical(devices)
+        findings += checks.check_nvlink(devices, conditions.faults)
         findings += checks.check_shared_memory(conditions.shm)
     # Each MIG instance reports the faults of its whole GPU: without this they would be repeated.
     unique_findings = dict.fromkeys(findings)

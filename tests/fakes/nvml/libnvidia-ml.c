@@ -59,7 +59,7 @@ typedef struct Device {
   char uuid[TEXT], name[TEXT];
   struct Device *parent;
   int live, has_memory, utilization, temperature, power, mig, xid_count;
-  int ecc, ecc_pending, rows_pending, rows_failed, pages_pending;
+  int ecc, ecc_pending, rows_pending, rows_failed, pages_pending, linked;
   unsigned gpu_instance, xids[MAX_XIDS], xid_instances[MAX_XIDS];
   u64 total, used, reserved;
   Processes processes, clients;
@@ -81,7 +81,7 @@ static Ledger *ledger;
 static void forget_facts(Device *device) {
   device->live = device->has_memory = device->processes.count = device->clients.count = device->xid_count = 0;
   device->utilization = device->temperature = device->power = device->mig = -1;
-  device->ecc = device->rows_pending = device->pages_pending = -1;
+  device->ecc = device->rows_pending = device->pages_pending = device->linked = -1;
   device->errors.count = device->hangs.count = 0;
   device->name[0] = 0;
 }
@@ -134,6 +134,7 @@ static void learn(Device *device, const char *fact, const char *text) {
   if (!strcmp(fact, "ecc")) sscanf(text, "%d %d", &device->ecc, &device->ecc_pending);
   if (!strcmp(fact, "rows")) sscanf(text, "%d %d", &device->rows_pending, &device->rows_failed);
   if (!strcmp(fact, "pages")) device->pages_pending = atoi(text);
+  if (!strcmp(fact, "linked")) device->linked = atoi(text);
   if (!strcmp(fact, "process")) add_process(&device->processes, text);
   if (!strcmp(fact, "client")) add_process(&device->clients, text);
   if (!strcmp(fact, "xid")) add_xid(device, text);
@@ -383,9 +384,9 @@ int nvmlDeviceGetComputeRunningProcesses(Device *device, unsigned *count, Proces
 }
 
 int nvmlDeviceGetP2PStatus(Device *device, Device *peer, int capability, int *status) {
-  (void)peer, (void)capability;
+  (void)capability;
   BEGIN(device);
-  *status = 1; /* not supported by the chipset */
+  *status = device->linked > 0 && peer->linked > 0 ? 0 : 1; /* not supported by the chipset */
   return end(SUCCESS);
 }
 

@@ -52,6 +52,7 @@ class FakeDevice:
     `memory_bytes` is total, used and reserved; `errors` and `hangs` map a C function, or "all", to a code or seconds.
     `processes` and `clients`, those of MPS, map pids to bytes, None where these are not reported.
     `ecc` is whether ECC is on now and after the next reset, `rows` whether a row remapping is pending and has failed.
+    `linked` is whether NVLink connects it with all others for which that is so too.
     """
 
     uuid: str
@@ -65,6 +66,7 @@ class FakeDevice:
     ecc: tuple[bool, bool] | None = None
     rows: tuple[bool, bool] | None = None
     pages_pending: bool | None = None
+    linked: bool = True
     processes: dict[int, int | None] = field(default_factory=dict)
     clients: dict[int, int | None] = field(default_factory=dict)
     errors: dict[str, int] = field(default_factory=dict)
@@ -81,6 +83,7 @@ class FakeDevice:
             "ecc": self.ecc and _flags(*self.ecc),
             "rows": self.rows and _flags(*self.rows),
             "pages": None if self.pages_pending is None else _flags(self.pages_pending),
+            "linked": _flags(self.linked),
         }
         return [
             *(f"{fact} {value}" for fact, value in facts.items() if value is not None),

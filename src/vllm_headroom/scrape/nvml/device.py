@@ -86,6 +86,8 @@ class GpuFaults(Struct, frozen=True, kw_only=True):
     """Whether a remapping has ever failed; once True, it stays True."""
     page_retirement_pending: bool | None = None
     """Whether pages are retired at the next reset."""
+    unlinked_indices: tuple[int, ...] | None = None
+    """The indices of the other GPUs that NVLink does not connect with it."""
 
 
 class ProcessList(Struct, frozen=True, kw_only=True):
@@ -296,7 +298,30 @@ class NvmlDevice:
             row_remap_pending=None if rows is None else bool(rows[2]),
             row_remap_failed=None if rows is None else bool(rows[3]),
             page_retirement_pending=None if pages is None else bool(pages),
+            unlinked_indices=self._list_unlinked(gpu),
         )
+
+    def _list_unlinked(self, gpu: GpuPart) -> tuple[int, ...] | None:
+        """Return the indices of the open GPUs that NVLink does not connect with this one.
+
+        None where the driver does not report it.
+        """
+        unlinked_indices = []
+        for other in self._session.devices:
+            if other is self or other.gpu is None or other.lost_code is not None:
+                continue
+            status = self._query(
+                gpu,
+                f"NVLink to GPU {other.index}",
+                pynvml.nvmlDeviceGetP2PStatus,
+                other.gpu.handle,
+                pynvml.NVML_P2P_CAPS_INDEX_NVLINK,
+            )
+            if status is None:
+                return None
+            if status != pynvml.NVML_P2P_STATUS_OK:
+                unlinked_indices.append(other.index)
+        return tuple(unlinked_indices)
 
     def _open(self) -> GpuPart:
         """Open the GPU, start counting its XID errors, and set and return `gpu`."""

@@ -13,7 +13,7 @@ import pytest
 
 from tests.unit.commands.plan.asked import plan
 from vllm_headroom_tools.options import BadOptions
-from vllm_headroom_tools.plan.serve_line import read_serve_line
+from vllm_headroom_tools.serve_line import read_serve_line
 
 Capsys = pytest.CaptureFixture[str]
 

@@ -94,5 +94,10 @@ def test_the_daemons_readings_do_not_ask_for_faults(nvml: FakeNvml) -> None:
     (faults,) = run(steps)
 
     assert faults == GpuFaults(
-        index=0, ecc=(True, True), row_remap_pending=False, row_remap_failed=False, page_retirement_pending=False
+        index=0,
+        ecc=(True, True),
+        row_remap_pending=False,
+        row_remap_failed=False,
+        page_retirement_pending=False,
+        unlinked_indices=(),
     )
