@@ -166,7 +166,7 @@ class Peaks:
         self._steps = 0
         self._measured_steps = 0
         self._unmeasured_steps = 0
-        """The steps since the last measured one, which they repeat."""
+        """How many steps have passed since the last measured step; they repeat it."""
         self._hook_ns = 0
         """The time of the hook in the steps that are measured, in nanoseconds."""
 

@@ -322,7 +322,7 @@ def _build_peaks() -> Peaks | None:
     """Return what measures the peaks of steps; None where nobody asks for it."""
     if os.environ.get("HEADROOM_PROBE_PEAKS") != "on":
         return None
-    # Imported here: unasked, the probe loads nothing of it.
+    # Imported here, so that the probe loads it only if it is configured.
     from vllm_headroom_probe.peaks import Peaks  # noqa: PLC0415
 
     return Peaks()
