@@ -98,7 +98,8 @@ def parse_samples(page: str, names_pattern: str) -> list[Sample] | Failure:
     for line in lines:
         try:
             samples += _parse_line(line)
-        except (ValueError, IndexError):
+        # OverflowError: no float can hold the line's timestamp.
+        except (ValueError, IndexError, OverflowError):
             # The parser's error names neither line nor column, so the line is quoted.
             return refuse_page(
                 f"has a line that is not Prometheus text, {_cut_excerpt(line)!r}: look for a proxy"
@@ -149,7 +150,7 @@ def refuse_page(problem: str, reason: Reason = Reason.OUT_OF_BOUNDS) -> Failure:
 
 
 def _parse_line(line: str) -> tuple[Sample, ...]:
-    """Return the samples of a line, in general one; raise ValueError or IndexError.
+    """Return the samples of a line, in general one; raise an error of the parser.
 
     The labels of a series that was parsed before come from a cache.
     """

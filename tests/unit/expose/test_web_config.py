@@ -133,7 +133,11 @@ TOO_MANY = f"it is not YAML (more than {MOST_ENTRIES} lines and commas are not r
         ),
         (
             "basic_auth_users: {alice: pa55word}",
-            "basic_auth_users.alice: not a bcrypt hash, make one with htpasswd -nBC 10 ''",
+            "basic_auth_users.alice: not a bcrypt hash of cost 4 to 16, make one with htpasswd -nBC 10 ''",
+        ),
+        (
+            f"basic_auth_users: {{alice: {HASH[:4]}31{HASH[6:]}}}",
+            "basic_auth_users.alice: not a bcrypt hash of cost 4 to 16, make one with htpasswd -nBC 10 ''",
         ),
         (f"basic_auth_users: {{~: {HASH}}}", "basic_auth_users.None: not a text, write the name in quotes"),
         (f"basic_auth_users: {{yes: {HASH}}}", "basic_auth_users.True: not a text, write the name in quotes"),

@@ -87,6 +87,7 @@ def test_a_page_without_series_of_an_engine_has_no_engines_and_no_inputs(page: s
         ("<html></html>\n", Reason.NOT_METRICS),
         ("up 1\nvllm:num_requests_running{", Reason.INCOMPLETE),
         ("up 1\nvllm:num_requests_running{\n", Reason.MALFORMED),
+        (f"up 1\nvllm:num_requests_running 1 {'9' * 400}\n", Reason.MALFORMED),
     ],
 )
 def test_a_page_that_cannot_be_read_is_a_failure(page: str, reason: Reason) -> None:

@@ -8,7 +8,7 @@ from typing import Final
 
 from msgspec import Struct
 
-from vllm_headroom.scrape.proc.files import read_start, split_lines
+from vllm_headroom.scrape.proc.files import parse_digits, read_start, split_lines
 
 
 def read_text(path: str) -> str:
@@ -218,11 +218,11 @@ def _read_node_memory(folder: str) -> int | None:
     banks = list_names(f"{folder}/mem_banks")
     for bank in banks:
         facts = _parse_facts(read_line(f"{folder}/mem_banks/{bank}/properties"))
-        size_bytes = facts.get("size_in_bytes", "")
+        size_bytes = parse_digits(facts.get("size_in_bytes", ""))
         # Without the size of one bank the sum would be too small.
-        if not size_bytes.isdecimal():
+        if size_bytes is None:
             return None
-        memory_bytes += int(size_bytes)
+        memory_bytes += size_bytes
     return memory_bytes if banks else None
 
 

@@ -20,7 +20,7 @@ from vllm_headroom.scrape.amd.cards import (
     read_text,
 )
 from vllm_headroom.scrape.gpu_state import Peak
-from vllm_headroom.scrape.proc.files import KIB, has_host_pids, split_lines
+from vllm_headroom.scrape.proc.files import KIB, has_host_pids, parse_digits, split_lines
 from vllm_headroom.scrape.proc.host import read_machine
 
 UNPARTITIONED_MODE: Final = "SPX"
@@ -291,9 +291,7 @@ def _read_open_cards(process: str) -> dict[str, int]:
 def _parse_kib(text: str) -> int | None:
     """Return the number of a size such as `1024 KiB`; None for any other text."""
     number, _, unit = text.partition(" ")
-    if unit.split()[:1] != ["KiB"] or not number.isdecimal():
-        return None
-    return int(number)
+    return parse_digits(number) if unit.split()[:1] == ["KiB"] else None
 
 
 def _read_descriptor(process: str, descriptor: str) -> dict[str, str]:

@@ -40,6 +40,9 @@ _TICKS_PER_SECOND: Final = os.sysconf("SC_CLK_TCK")
 
 ZOMBIE_STATE: Final = "Z"
 
+_MOST_DIGITS: Final = 20
+"""The digits of the largest number of 64 bits. Python refuses to convert more than 4,300 digits."""
+
 _STAT_FIELDS: Final = 20
 """The number of fields of stat after the name, up to the start time."""
 
@@ -141,7 +144,16 @@ def find_number(text: bytes, name: bytes) -> int | None:
     """
     _, _, following = (b"\n" + text).partition(b"\n" + name)
     words = following.split(maxsplit=1)
-    return int(words[0]) if words and words[0].isdigit() else None
+    return parse_digits(words[0]) if words else None
+
+
+def parse_digits(text: str | bytes) -> int | None:
+    """Return the number that a text of digits means; None for any other text.
+
+    None also where there are more digits than the kernel writes.
+    """
+    is_number = text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS
+    return int(text) if is_number else None
 
 
 def list_pids(proc: Path) -> frozenset[int]:
@@ -206,7 +218,7 @@ def read_state(proc: Path, pid: int) -> str | None:
 def read_command(proc: Path, pid: int) -> Command:
     """Return the process's whole command line; empty where it cannot be read, as after an exit."""
     try:
-        return _split_arguments(read_content(proc / str(pid) / "cmdline"))
+        return _split_arguments(read_content(f"{proc}/{pid}/cmdline"))
     except OSError:
         return ()
 
@@ -294,9 +306,7 @@ def has_same_network(proc: Path, pid: int, *, default: bool = True) -> bool:
     `default` is returned where that is unknown. The inodes of net/stat are compared, because all
     users can read them, unlike ns/net.
     """
-    own_file = proc / "self" / "net" / "stat"
-    other_file = proc / str(pid) / "net" / "stat"
     try:
-        return other_file.samefile(own_file)
+        return os.path.samefile(f"{proc}/{pid}/net/stat", f"{proc}/self/net/stat")  # noqa: PTH121
     except OSError:
         return default

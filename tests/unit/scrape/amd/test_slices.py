@@ -47,7 +47,7 @@ def test_each_part_of_a_cut_card_has_its_own_memory_and_processes(machine: Machi
     assert all((gpu.power_watts, gpu.utilization_ratio) == (None, None) for gpu in gpus), "they are the whole card's"
 
 
-@pytest.mark.parametrize("told", ["", "size_in_bytes much\n"])
+@pytest.mark.parametrize("told", ["", "size_in_bytes much\n", f"size_in_bytes {'9' * 5000}\n"])
 def test_a_part_of_which_one_memory_bank_cannot_be_read_has_no_memory(machine: Machine, told: str) -> None:
     """The sum of the others would be less than its processes may take."""
     machine.sys.add(CARD, card=1)
