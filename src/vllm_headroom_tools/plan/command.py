@@ -183,6 +183,7 @@ def build_question(options: Namespace) -> Question:
         "kv_offloading_bytes": options.kv_offloading_size * GIB,
         "mm_processor_cache_bytes": options.mm_processor_cache_gb * GIB,
         "card_name": None if options.gpu is None else options.gpu.card.name,
+        "card_count": None if options.gpu is None else options.gpu.count,
         "draft": draft,
         "enable_prefix_caching": _read_prefix_caching(options),
         "assumed_draft": assumed_draft,
@@ -192,7 +193,7 @@ def build_question(options: Namespace) -> Question:
         "has_whole_encoder": options.mm_encoder_tp_mode == "data",
     }
     question = Question(**values)
-    problem = find_problem(question) or _compare_gpus(question, options)
+    problem = find_problem(question)
     if problem is not None:
         raise BadInput(problem)
     if options.max_model_len == AUTO_LENGTH:
@@ -222,15 +223,6 @@ def _apply_gpu_choice(options: Namespace) -> None:
     # A whole command line has vLLM's default of one GPU; without one, all named GPUs are used.
     if options.gpu.count is not None and not is_spread and not options.has_line:
         options.tensor_parallel_size = options.gpu.count
-
-
-def _compare_gpus(question: Question, options: Namespace) -> str | None:
-    """Return a sentence where vLLM is to use more GPUs than there are; None otherwise."""
-    if options.gpu is None or options.gpu.count is None:
-        return None
-    if question.gpus <= options.gpu.count:
-        return None
-    return f"it needs {question.gpus} GPUs, and --gpu names {options.gpu.count}"
 
 
 def _check_speculation(speculation: Speculation, release: Release) -> None:

@@ -287,6 +287,7 @@ def _move_to_card(trials: Trials, card: Card, ranks: int) -> Question:
     return replace(
         question,
         card_name=card.name,
+        card_count=None,
         gpu_memory_bytes=card.memory_bytes,
         unified_memory=False,
         tensor_parallel_size=ranks,

@@ -316,6 +316,7 @@ def _shorten(question: Question) -> Trial | None:
 
 def _list_trials(question: Question) -> Iterator[Trial]:
     """Yield trials that change one option, beginning with the cheapest."""
+    yield from _use_present_gpus(question)
     yield from _run_fewer_sequences(question)
     yield from _enlarge_batch(question)
     yield from _change_share(question)
@@ -448,11 +449,28 @@ def _offload_less_cache(question: Question) -> Iterator[Trial]:
     )
 
 
+def _use_present_gpus(question: Question) -> Iterator[Trial]:
+    """Yield a trial for each kind of parallelism that can be as small as the cards are few."""
+    card_count = question.card_count
+    if card_count is None or question.gpus <= card_count:
+        return
+    for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+        size = getattr(question, name)
+        fewer = card_count // (question.gpus // size)
+        if 0 < fewer < size:
+            yield Trial(
+                ((f"--{name.replace('_', '-')}", str(fewer)),),
+                f"{card_count} GPUs are there",
+                replace(question, **{name: fewer}),
+            )
+
+
 def _use_more_gpus(question: Question) -> Iterator[Trial]:
     """Yield a trial for each larger `--tensor-parallel-size`."""
     for ranks in range(question.tensor_parallel_size + 1, TENSOR_PARALLEL_LIMIT + 1):
         # `find_problem` later leaves out a number that does not divide the model's heads.
-        wider = replace(question, tensor_parallel_size=ranks)
+        # As many cards as it takes: the price names them.
+        wider = replace(question, tensor_parallel_size=ranks, card_count=None)
         yield Trial(
             (("--tensor-parallel-size", str(ranks)),),
             f"{wider.gpus} GPUs instead of {question.gpus}",

@@ -14,6 +14,7 @@ from vllm_headroom_tools.sizing.estimate import MemoryEstimate
 class CheckName(StrEnum):
     """What is checked."""
 
+    GPUS = "gpus"
     MODEL_LENGTH = "model_length"
     ALIGNED_BLOCK = "aligned_block"
     HOST_MEMORY = "host_memory"
@@ -51,6 +52,7 @@ def check_start(estimate: MemoryEstimate) -> list[StartCheck]:
     are ours: there the kernel ends the processes, or the machine hangs.
     """
     return [
+        *_check_gpus(estimate),
         *_check_model_length(estimate),
         *_check_aligned_block(estimate),
         *_check_host(estimate),
@@ -106,6 +108,30 @@ def compare(needed: Range, available: Range) -> bool | None:
 def _write_gib(memory_bytes: float) -> str:
     """Return a size as vLLM writes it in its messages."""
     return f"{memory_bytes / GIB:.2f}"
+
+
+def _check_gpus(estimate: MemoryEstimate) -> Iterator[StartCheck]:
+    """Check that each rank has a GPU, where their number is given.
+
+    Sources: config/parallel.py, and v1/worker/gpu_worker.py, `init_device`.
+    """
+    question = estimate.question
+    card_count = question.card_count
+    if card_count is None:
+        return
+    ranks = question.tensor_parallel_size * question.pipeline_parallel_size
+    refusal = (
+        f"World size ({ranks}) is larger than the number of available GPUs ({card_count}) in this"
+        " node."
+    )
+    if ranks <= card_count:
+        refusal = f"DP adjusted local rank {card_count} is out of bounds"
+    yield StartCheck(
+        name=CheckName.GPUS,
+        passes=question.gpus <= card_count,
+        problem=f"it needs {question.gpus} GPUs, and --gpu names {card_count}",
+        refusal=refusal,
+    )
 
 
 def _check_model_length(estimate: MemoryEstimate) -> Iterator[StartCheck]:

@@ -85,6 +85,8 @@ class Question(Struct, frozen=True, kw_only=True):
     gpu_memory_bytes: int | None = None
     # The card's name in the table of cards; None where only its memory is given.
     card_name: str | None = None
+    # How many cards there are; None where that is not given.
+    card_count: int | None = None
     gpu_memory_utilization: float = DEFAULT_UTILIZATION
     max_model_len: int | None = None
     max_num_seqs: int = SMALL_CARD.max_num_seqs

@@ -239,6 +239,21 @@ def test_a_sum_of_uncertain_parts_hardly_ever_has_all_their_upper_bounds() -> No
     assert add_independent([part] * 12) == Range(low=12.0, high=18 + 2.05)
 
 
+@pytest.mark.parametrize(
+    ("options", "refusal", "change"),
+    [
+        (("-tp", "4"), "World size (4) is larger than the number of available GPUs (2)", "--tensor-parallel-size"),
+        (("-dp", "3"), "DP adjusted local rank 2 is out of bounds", "--data-parallel-size"),
+    ],
+)
+def test_more_ranks_than_cards_are_refused(capsys: Capsys, options: tuple[str, ...], refusal: str, change: str) -> None:
+    answer = ask(capsys, *of("llama-3.1-8b"), "--gpu", "2xH100", *options)
+
+    assert answer.status == 1
+    assert refusal in answer.headline
+    assert {change: "2"} in options_of(answer)
+
+
 def test_machines_with_unified_memory_have_all_upper_bounds_at_once() -> None:
     """Two of them had 7 to 9 GiB of communication and 5.1 of CUDA graphs: "at least" was too high by 12.6 GiB."""
     pair = estimated(card_gib=119.7, unified_memory=True, tensor_parallel_size=2, release=parse_release("0.29"))

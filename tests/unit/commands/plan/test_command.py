@@ -192,7 +192,6 @@ def test_kv_heads_are_repeated_when_there_are_more_gpus(capsys: Capsys) -> None:
             "--gpu: got '80GiB' (80GiB: not a card that is known here; else --gpu-memory",
         ),
         ((*of("tiny"), "--gpu", "A100"), "got 'A100' (there are A100-40GB and A100-80GB), accepts a card"),
-        ((*of("tiny"), "--gpu", "2xH100", "-tp", "4"), "it needs 4 GPUs, and --gpu names 2"),
         ((*of("tiny"), "--gpus", "H100"), "not an option of plan or of vLLM 0.19 to 0.33, did you mean --gpu?"),
         ((*of("tiny"), "--hf-overrides", "[1]"), "got '[1]', accepts a JSON object"),
         (
