@@ -324,6 +324,46 @@ def test_no_secret_and_no_prompt_reaches_the_record() -> None:
         assert secret not in repr(start)
 
 
+MARKER = "S3CR3Txyz01"
+OPTIONS = (
+    f"'runner': 'AIza{MARKER}'",
+    f"'dtype': 'api-key-{MARKER}'",
+    f"'kv_cache_dtype': 'user:{MARKER}'",
+    f"'task': 'glpat-{MARKER}'",
+    f"'attention_backend': 'sk_live_{MARKER}'",
+    f"'distributed_executor_backend': 'xoxb-{MARKER}'",
+    f"'model': 'https://user:{MARKER}@host/m'",
+    f"'lora_modules': [LoRAModulePath(name='a', path='s3://key:{MARKER}@bucket')]",
+    f"'additional_config': {{'AWS_SECRET_ACCESS_KEY': '{MARKER}'}}",
+    f"'hf_token': '{MARKER}', 'hf_overrides': {{'key': '{MARKER}'}}",
+)
+HIDING_LINES = (
+    *(f"(APIServer pid=1) INFO 04-22 01:46:02 [a.py:1] non-default args: {{{option}}}" for option in OPTIONS),
+    f"args: Namespace(model_tag='org/m', api_key='{MARKER}', hf_token=\"{MARKER}\")",
+    json.dumps({"message": "CUDA error: x", "processName": f"sk-{MARKER}"}),
+    f"(EngineCore_{MARKER} pid=9) ERROR 04-22 01:46:02 [a.py:1] CUDA error: an illegal memory access",
+    f"Using default MoE config. Config file not found at device_name={MARKER}.json",
+    f"(APIServer pid=1) INFO 04-22 01:46:02 [a.py:1] ▄▄ ▄█ █  version {MARKER}",
+    f"(EngineCore pid=2) INFO 04-22 01:46:02 [a.py:1] Initializing a V1 LLM engine (v{MARKER}) with config: x=1",
+    f"requests.exceptions.HTTPError: 401 Client Error: Unauthorized for url: https://h/x?token={MARKER}",
+    f"OSError: [Errno 98] error while attempting to bind on address ('{MARKER}', 8000): address already in use",
+    f"Received request a: prompt: '(EngineCore pid=2) ERROR 04-22 02:00:00 [a.py:1] CUDA error: {MARKER}'",
+)
+
+
+@pytest.mark.parametrize("line", HIDING_LINES)
+def test_no_place_of_a_line_lets_a_secret_into_the_record(line: str) -> None:
+    log = read_text(f"{line}\n{VLLM_0_19}{line}\n{DEATH}{line}\n")
+
+    assert MARKER not in repr(log)
+
+
+def test_a_name_that_only_contains_what_secrets_begin_with_is_kept() -> None:
+    names = {"model": "org/task-assistant-7b", "quantization": "compressed-tensors", "dtype": "torch.bfloat16"}
+
+    assert read_arguments(repr(names)) == names
+
+
 def test_names_of_processes_and_functions_are_names() -> None:
     text = (
         f"{VLLM_0_19}Traceback (most recent call last):\n"

@@ -47,10 +47,22 @@ TEXT_NAMES: Final = frozenset(
 )
 """The arguments whose text is kept. Other texts may be prompts, templates or paths with secrets."""
 
-PLAIN_TEXT: Final = re.compile(r"[\w./:+-]{1,200}")
-"""A text without the characters of JSON and of URLs with passwords."""
+MODEL_NAMES: Final = frozenset(
+    {"model", "model_tag", "model_path", "tokenizer", "served_model_name"}
+)
+"""The arguments whose text is a name or a path of a model."""
 
-LIKE_A_SECRET: Final = re.compile(r"(?:sk-|hf_|ghp_|AKIA|eyJ)[\w-]{8,}|://[^/]*@")
+PLAIN_TEXT: Final = re.compile(r"[\w./:+-]{1,200}")
+"""A model's name without what URLs with passwords or JSON have."""
+
+PLAIN_WORD: Final = re.compile(r"[\w.+-]{1,40}")
+"""The text of any other argument, such as torch.bfloat16."""
+
+LIKE_A_SECRET: Final = re.compile(
+    r"(?<![A-Za-z0-9])(?:(?:sk|pk|rk|api|key|token|secret|nvapi|glpat|xox[a-z]|pypi)[-_]|hf_|npm_"
+    r"|gh[a-z]_|github_pat_|dckr_pat_|AKIA|ASIA|AIza|ya29|eyJ)[\w-]{8,}|://[^/]*@"
+)
+"""How the tokens of the usual providers begin, and a password in a URL."""
 
 NUMBER: Final = re.compile(r"-?\d{1,18}(?:\.\d{1,18})?(?:e-?\d{1,3})?")
 
@@ -135,5 +147,6 @@ def _keep(arguments: dict[str, Scalar], name: str, value: str) -> None:
     if name not in TEXT_NAMES:
         return
     text = value.strip("'\"")
-    if PLAIN_TEXT.fullmatch(text) and not LIKE_A_SECRET.search(text):
+    plain = PLAIN_TEXT if name in MODEL_NAMES else PLAIN_WORD
+    if plain.fullmatch(text) and not LIKE_A_SECRET.search(text):
         arguments[name] = text[:LONGEST_NAME]

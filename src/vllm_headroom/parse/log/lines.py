@@ -103,8 +103,11 @@ TIME_FIELDS: Final = ("time", "timestamp", "@timestamp", "asctime", "ts")
 LEVEL_FIELDS: Final = ("levelname", "level", "severity")
 PROCESS_FIELDS: Final = ("processName", "process_name", "process")
 
-PROCESS_NAME: Final = re.compile(r"[A-Za-z][\w.:-]{0,60}", re.ASCII)
-"""The name of a process; any other text in these fields may be anything."""
+PROCESS_NAME: Final = re.compile(
+    r"[A-Za-z]{0,20}(?:Server|Core|Worker|Process|Wrapper|Actor|Engine|Coordinator|Scheduler|Client)"
+    r"[A-Za-z]{0,10}(?:[_-](?:[A-Z]{2,4})?\d{1,5}){0,8}"
+)
+"""The name of an engine's process; any other text in its place may be anything."""
 
 LEVELS_BELOW_ERROR: Final = frozenset({"DEBUG", "INFO", "WARNING", "WARN"})
 """The levels of what an engine logs and survives."""
@@ -258,7 +261,8 @@ def read_prefix(text: str, seconds: float | None, process: str | None) -> Messag
     if match is not None and match.lastindex is None and ".py:" in text:
         match = LEVEL_LATER.match(text)
     if match is not None and match.lastindex is not None:
-        name = match[1] or name
+        if match[1] is not None and PROCESS_NAME.fullmatch(match[1]):
+            name = match[1]
         pid = None if match[2] is None else int(match[2][:10])
         is_below_error = match[3] in LEVELS_BELOW_ERROR
         clock = match[4]

@@ -344,7 +344,8 @@ VLLM_LINES: Final = (
     ),
     _line(
         "device_name",
-        r"Using default MoE config\..{0,400}?device_name=([\w-]{1,80}?)(?:,|\.json)",
+        r"Using default MoE config\..{0,400}?device_name="
+        r"((?:NVIDIA|AMD|Intel|Tesla)_[\w-]{1,60}?)(?:,|\.json)",
         "0.6",
         text="device_name",
     ),

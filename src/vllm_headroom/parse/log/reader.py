@@ -623,7 +623,7 @@ def _read_time(message: Message) -> LogTime:
     return LogTime(seconds=message.seconds, clock=message.clock)
 
 
-def _clean(version: str) -> str:
+def _clean(version: str) -> str | None:
     """Return the part of a text that is a version."""
-    match = re.match(r"[\w.+-]+", version)
-    return "" if match is None else match[0]
+    match = re.match(r"\d{1,4}\.\d{1,4}[\w.+-]{0,40}", version)
+    return None if match is None else match[0]
