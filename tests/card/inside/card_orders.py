@@ -65,6 +65,25 @@ def fail(amount: int) -> dict[str, Any]:
     return {}
 
 
+def break_card(_: int) -> dict[str, Any]:
+    """Have the card fail from now on, as after a kernel that read outside its memory."""
+    ctypes.CDLL("libcudart.so.13").card_break()
+    return {}
+
+
+def raise_in_core(_: int) -> dict[str, Any]:
+    """Raise an exception between two lines of the core's own loop."""
+    main_thread = ctypes.c_ulong(threading.main_thread().ident or 0)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(main_thread, ctypes.py_object(AssertionError))
+    return {}
+
+
+def keep_on_host(amount: int) -> dict[str, Any]:
+    """Keep pages of host memory, as a cache of images does."""
+    kept.append(bytearray(os.urandom(MIB)) * (amount // MIB))
+    return {}
+
+
 def read_stats(_: int) -> dict[str, Any]:
     stats = torch.cuda.memory_stats()
     return {name: stats[name] for name in stats if name.endswith(("all.current", "num_alloc_retries", "num_ooms"))}
@@ -82,6 +101,9 @@ ORDERS: dict[str, Callable[[int], dict[str, Any]]] = {
     "fragments": keep_fragments,
     "free": free_all,
     "fail": fail,
+    "break": break_card,
+    "raise": raise_in_core,
+    "host": keep_on_host,
     "stats": read_stats,
     "peaks": read_peaks,
 }

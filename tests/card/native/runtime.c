@@ -15,6 +15,7 @@
 #include "card.h"
 
 static __thread cudaError_t last_error;
+static atomic_int is_broken;
 static _Atomic u64 next_handle = 0x1000;
 
 static cudaError_t fail(cudaError_t error) {
@@ -26,16 +27,20 @@ static void *new_handle(void) { return (void *)++next_handle; }
 
 /* Errors and versions */
 
+/* Fail from now on as a card does after a kernel has read outside its memory: each launch and copy reports it. */
+void card_break(void) { is_broken = 1; }
+
 cudaError_t cudaGetLastError(void) {
-  cudaError_t error = last_error;
+  cudaError_t error = is_broken ? cudaErrorIllegalAddress : last_error;
   last_error = cudaSuccess;
   return error;
 }
-cudaError_t cudaPeekAtLastError(void) { return last_error; }
+cudaError_t cudaPeekAtLastError(void) { return is_broken ? cudaErrorIllegalAddress : last_error; }
 const char *cudaGetErrorString(cudaError_t error) {
   if (error == cudaErrorMemoryAllocation) return "out of memory";
   if (error == cudaErrorNoDevice) return "no CUDA-capable device is detected";
   if (error == cudaErrorInvalidDevice) return "invalid device ordinal";
+  if (error == cudaErrorIllegalAddress) return "an illegal memory access was encountered";
   return error ? "an error of the stand-in card" : "no error";
 }
 const char *cudaGetErrorName(cudaError_t error) {
@@ -160,7 +165,10 @@ cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *attributes, c
 
 /* Copies are real; a large fill with zeros gives the pages back */
 
-static cudaError_t copy(void *to, const void *from, size_t size) { return memmove(to, from, size), cudaSuccess; }
+static cudaError_t copy(void *to, const void *from, size_t size) {
+  if (is_broken) return fail(cudaErrorIllegalAddress);
+  return memmove(to, from, size), cudaSuccess;
+}
 cudaError_t cudaMemcpy(void *to, const void *from, size_t size, enum cudaMemcpyKind kind) { return copy(to, from, size); }
 cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t size, enum cudaMemcpyKind kind, cudaStream_t stream) {
   return copy(to, from, size);

@@ -35,6 +35,18 @@ SCENES: dict[str, tuple[Callable[[Random], Iterator[Engine]], str]] = {
 }
 
 
+REAL_LOGS = Path(__file__).parent / "logs"
+REAL_ENDS: dict[str, tuple[Callable[[Random], Iterator[Engine]], str, str]] = {
+    "prompt-logprobs": (scenes.failed_allocation, "out_of_memory_burst", "gpu_out_of_memory"),
+    "neighbour": (scenes.neighbour, "out_of_memory_neighbour", "gpu_out_of_memory"),
+    "weights": (scenes.never_fitted, "start_never_fitted", "gpu_out_of_memory"),
+    "no-room-for-the-cache": (scenes.never_fitted, "start_never_fitted", "no_kv_cache_memory"),
+    "taken-before": (scenes.never_fitted, "start_never_fitted", "little_free_memory"),
+}
+"""Lines of a real vLLM 0.32 that ended in these ways on the stand-in card (tests/card), by file: a record that fits,
+the cause, and the failure of the log."""
+
+
 def stamp(log: str, end_seconds: float, before: float = 2.0) -> str:
     """Return a log as kubectl logs --timestamps has it, whose last line is shortly before the end."""
     moment = datetime.fromtimestamp(end_seconds - before, UTC).isoformat().replace("+00:00", "Z")
@@ -63,6 +75,24 @@ def test_with_the_log_the_cause_is_sure(name: str, tmp_path: Path) -> None:
         assert answer["cause"] in expected
         assert answer["sure"] == "sure"
         assert any("log" in evidence for evidence in answer["evidence"])
+
+
+@pytest.mark.parametrize("name", REAL_ENDS)
+def test_the_log_of_a_real_end_makes_the_cause_sure(name: str, tmp_path: Path) -> None:
+    make, cause, failure = REAL_ENDS[name]
+    scene = scenes.scene(make, 1)
+    assert scene.header is not None
+    log = (REAL_LOGS / f"{name}.log").read_text()
+    answer = dissect(tmp_path, scene, stamp(log, scene.header["t"]))
+    advice = read_data(run_command("advise", "-", "--json", stdin=log).stdout)
+
+    assert (answer["cause"], answer["sure"]) == (cause, "sure")
+    assert advice["log"]["failure"]["kind"] == failure
+    assert advice["vllm_version"] == "0.32.0"
+
+
+def test_every_real_log_is_tested() -> None:
+    assert {path.stem for path in REAL_LOGS.iterdir()} == set(REAL_ENDS)
 
 
 def test_what_the_samples_alone_fit_is_said_beside_it(tmp_path: Path) -> None:
