@@ -172,8 +172,17 @@ def write_advice(change: Change) -> str:
     return f"{flag}{value}{now}: {change.text}"
 
 
+JSON_KEYS: Final = {
+    Flag.LIMIT_MM_PER_PROMPT: "image",
+    Flag.MM_PROCESSOR_KWARGS: "max_pixels",
+}
+"""The key of the value in the JSON object that an option takes."""
+
+
 def _format_number(value: float, flag: Flag) -> str:
     """Return an option's value as it is typed: a share with decimals, any other value without."""
+    if flag in JSON_KEYS:
+        return f"'{{\"{JSON_KEYS[flag]}\": {value:.0f}}}'"
     if flag is not Flag.GPU_MEMORY_UTILIZATION:
         return f"{value:.0f}"
     # Two digits, unless somebody chose a share with more digits.

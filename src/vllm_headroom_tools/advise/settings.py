@@ -26,6 +26,7 @@ class Flag(StrEnum):
     MM_PROCESSOR_CACHE_GB = "--mm-processor-cache-gb"
     MAX_LOGPROBS = "--max-logprobs"
     LIMIT_MM_PER_PROMPT = "--limit-mm-per-prompt"
+    MM_PROCESSOR_KWARGS = "--mm-processor-kwargs"
 
 
 NEWEST_CHECKED: Final[Version] = (0, 33, 0)
@@ -41,6 +42,8 @@ FIRST_VERSIONS: Final[dict[Flag, Version]] = dict.fromkeys(Flag, OLDEST) | {
     Flag.MM_PROCESSOR_CACHE_GB: (0, 11, 0),
     # The option may be older than this.
     Flag.LIMIT_MM_PER_PROMPT: (0, 5, 5),
+    # The option may be older than this.
+    Flag.MM_PROCESSOR_KWARGS: (0, 6, 3),
 }
 """The first version that has each option (vllm/engine/arg_utils.py of its wheel)."""
 

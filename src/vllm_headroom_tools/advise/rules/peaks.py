@@ -95,7 +95,7 @@ def _limit_work(
             Change(
                 flag=Flag.MAX_LOGPROBS,
                 value=0,
-                text="refuses logprobs of alternative tokens",
+                text="refuses logprobs of alternative tokens, but not prompt_logprobs of 0",
                 cost="refuses them to everyone; a restart",
             ),
         )
@@ -106,7 +106,7 @@ def _limit_work(
             lower_option(facts, Flag.MAX_NUM_BATCHED_TOKENS, gpu.safe_prompt_tokens, text, cost)
         )
     if work is Work.ENCODER:
-        return (_limit_images(gpu),)
+        return _limit_images(gpu)
     if work in {Work.DECODE, Work.SAMPLING} and peak is not None and gpu.peak_room_bytes:
         share = gpu.peak_room_bytes / (peak.transient_bytes + peak.spread_bytes)
         requests = floor(share * (facts.settings.max_num_seqs or 0))
@@ -116,14 +116,20 @@ def _limit_work(
     return ()
 
 
-def _limit_images(gpu: GpuFacts) -> Change:
-    """Return the limit of the images of a request, with their pixels if those are known."""
-    pixels = "the largest that fits"
-    if gpu.safe_image_pixels:
-        pixels = f"{gpu.safe_image_pixels:,.0f} pixels"
-    return Change(
+def _limit_images(gpu: GpuFacts) -> tuple[Change, ...]:
+    """Return the limits of an image's pixels, where a safe number is known, and of the images."""
+    one_image = Change(
         flag=Flag.LIMIT_MM_PER_PROMPT,
         value=1,
-        text=f"images per request; limit their size to {pixels} by --mm-processor-kwargs",
+        text="a request brings one image",
         cost="refuses requests with more images; a restart",
     )
+    if not gpu.safe_image_pixels:
+        return (one_image,)
+    smaller_images = Change(
+        flag=Flag.MM_PROCESSOR_KWARGS,
+        value=floor(gpu.safe_image_pixels),
+        text="images have no more pixels than fit; that is the name for Qwen-VL models",
+        cost="larger images lose detail; a restart",
+    )
+    return (smaller_images, one_image)

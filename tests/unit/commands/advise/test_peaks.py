@@ -6,6 +6,7 @@ import pytest
 
 from tests.unit.commands.advise.pages import MIB, Lines, healthy, of_gpu, text
 from vllm_headroom import catalog
+from vllm_headroom_tools.advise.command import write_advice
 from vllm_headroom_tools.advise.finding import Advice, Cause
 from vllm_headroom_tools.advise.page import parse_facts
 from vllm_headroom_tools.advise.settings import EngineArgs, Flag
@@ -50,7 +51,8 @@ def test_peaks_that_fit_need_no_advice() -> None:
     [
         ("prefill", (Flag.MAX_NUM_BATCHED_TOKENS, 6000)),
         ("prompt_logprobs", (Flag.MAX_NUM_BATCHED_TOKENS, 2000)),
-        ("encoder", (Flag.LIMIT_MM_PER_PROMPT, 1)),
+        ("adapter", (Flag.MAX_NUM_BATCHED_TOKENS, 6000)),
+        ("encoder", (Flag.MM_PROCESSOR_KWARGS, 1_000_000)),
         ("decode", (Flag.MAX_NUM_SEQS, 227)),
         ("sampling", (Flag.MAX_NUM_SEQS, 227)),
     ],
@@ -71,3 +73,13 @@ def test_prompt_logprobs_are_limited_before_they_end_the_engine() -> None:
         (Flag.MAX_NUM_BATCHED_TOKENS, 3165),
         (Flag.MAX_LOGPROBS, 0),
     ]
+
+
+def test_images_are_limited_as_vllm_takes_it() -> None:
+    (known,) = advise(probed("encoder", peak_mib=4400, image_pixels=1_000_000))
+    (unknown,) = advise(probed("encoder", peak_mib=4400))
+
+    pixels, images = map(write_advice, known.changes[:2])
+    assert pixels.startswith("--mm-processor-kwargs '{\"max_pixels\": 1000000}': images have no more pixels")
+    assert images == "--limit-mm-per-prompt '{\"image\": 1}': a request brings one image"
+    assert unknown.changes[0].flag is Flag.LIMIT_MM_PER_PROMPT
