@@ -40,7 +40,8 @@ class StepFacts(Struct, frozen=True, kw_only=True):
             images = _count(self.images, "image")
             return f"{images} of {self.pixels:,} pixels" if self.pixels else images
         if work is Work.ADAPTER:
-            return f"{_count(self.adapters, 'adapter')} to load for {requests}"
+            adapters = _count(self.adapters, "adapter")
+            return f"{adapters} to load and {self.tokens:,} tokens of {requests}"
         if work is Work.SAMPLING:
             return f"the sampling for {requests}"
         if work is Work.PREFILL:

@@ -40,7 +40,7 @@ STEP = StepFacts(
         (Work.PROMPT_LOGPROBS, "8,192 prompt tokens with prompt logprobs of one request"),
         (Work.ENCODER, "3 images of 1,048,576 pixels"),
         (Work.SAMPLING, "the sampling for 2 requests"),
-        (Work.ADAPTER, "one adapter to load for 2 requests"),
+        (Work.ADAPTER, "one adapter to load and 8,193 tokens of 2 requests"),
     ],
 )
 def test_a_step_in_words(work: Work, words: str) -> None:
