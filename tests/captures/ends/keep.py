@@ -19,7 +19,7 @@ HERE: Final = Path(__file__).parent
 BEFORE_SECONDS: Final = 600.0
 PLACES: Final = (
     (re.compile(rb"127\.0\.0\.1:\d+"), b"127.0.0.1:8000"),
-    (re.compile(rb"/tmp/[^\"\s:;\\]*?/(probe|state)\w*"), rb"/var/lib/headroom/\1"),
+    (re.compile(rb"(?:/[\w.-]+)+/(probe|state)\b"), rb"/var/lib/headroom/\1"),
 )
 """Ports and folders in the daemon's log, which differ from machine to machine."""
 
