@@ -15,6 +15,11 @@ MAX_ADAPTERS = 1024
 with an adapter counts as loading it.
 """
 
+NEXT_LOGPROBS_SHARE = 0.6
+"""The share of the memory of a request's prompt logprobs that vLLM still holds while it computes
+those of the next request: the logits with two bytes and the logprobs with four, of ten bytes in all
+(vllm/v1/worker/gpu_model_runner.py, _get_prompt_logprobs_dict)."""
+
 COLOURS = 3
 """The values per pixel in an image's tensor."""
 
@@ -33,7 +38,9 @@ class Step(NamedTuple):
     logprobs_requests: int
     """The requests with prompt logprobs."""
     logprobs_tokens: int
-    """The tokens of the largest of these requests: vLLM computes them one after the other."""
+    """The tokens of the largest of them: vLLM computes one after the other."""
+    logprobs_size: int
+    """The same with the share of the second largest that vLLM may hold at the same time."""
     images: int
     pixels: int
     adapters: int
@@ -49,6 +56,7 @@ NO_STEP = Step(
     prompt_tokens=0,
     logprobs_requests=0,
     logprobs_tokens=0,
+    logprobs_size=0,
     images=0,
     pixels=0,
     adapters=0,
@@ -126,12 +134,14 @@ class Batch:
         prompt_tokens = 0
         logprobs_requests = 0
         logprobs_tokens = 0
+        second_tokens = 0
         for request_id, prompt in list(self._prompts.items()):
             tokens = scheduled_tokens.get(request_id, 0)
             if self._advance(request_id, prompt, tokens, order):
                 prompt_tokens += tokens
                 if prompt.has_logprobs and tokens:
                     logprobs_requests += 1
+                    second_tokens = max(second_tokens, min(logprobs_tokens, tokens))
                     logprobs_tokens = max(logprobs_tokens, tokens)
 
         images = 0
@@ -156,6 +166,7 @@ class Batch:
             prompt_tokens=prompt_tokens,
             logprobs_requests=logprobs_requests,
             logprobs_tokens=logprobs_tokens,
+            logprobs_size=logprobs_tokens + round(NEXT_LOGPROBS_SHARE * second_tokens),
             images=images,
             pixels=pixels,
             adapters=adapters,

@@ -295,7 +295,7 @@ class Peaks:
     def _end_sampling(self) -> None:
         self._is_measured = False
         if self.step.logprobs_requests:
-            self._add_peak(PROMPT_LOGPROBS, self.step.logprobs_tokens)
+            self._add_peak(PROMPT_LOGPROBS, self.step.logprobs_size)
         else:
             self._add_peak(SAMPLING, self.step.requests + self.step.drafts)
 

@@ -116,8 +116,9 @@ def read(proxy: Any, backend: Backend, prompt: int | None, prompt_logprobs: int 
     [
         ({"prompt": [1] * 100}, 200),
         ({"prompt": [1] * 101}, 413),
-        ({"prompt": [[1] * 60, [1] * 60]}, 200),
-        ({"prompt": [[1] * 60, [1] * 101]}, 413),
+        ({"prompt": [[1] * 60, [1] * 40]}, 200),
+        ({"prompt": [[1] * 60, [1] * 41]}, 413),
+        ({"prompt": [[1] * 20, [1] * 21], "prompt_logprobs": 1}, 413),
         ({"prompt": "w " * 100}, 200),
         ({"prompt": "w " * 101}, 413),
         ({"prompt": ["w", "w " * 101]}, 413),
@@ -172,9 +173,9 @@ def test_what_fitted_lately_may_come_again(proxy: Any, backend: Backend) -> None
     assert post(proxy, prompt=[1] * 502).status_code == 413
 
 
-def send_in_flight(proxy: Any, backend: Backend, tokens: int) -> threading.Thread:
+def send_in_flight(proxy: Any, backend: Backend, tokens: int, **body: Any) -> threading.Thread:
     """Send a prompt that vLLM does not answer yet."""
-    sender = threading.Thread(target=post, args=(proxy,), kwargs={"prompt": [1] * tokens})
+    sender = threading.Thread(target=post, args=(proxy,), kwargs={"prompt": [1] * tokens, **body})
     count = len(backend.bodies)
     sender.start()
     eventually(lambda: len(backend.bodies) > count, "vLLM has the prompt")
@@ -194,21 +195,27 @@ def test_a_prompt_is_admitted_beside_the_prompts_in_flight(proxy: Any, backend: 
     assert [answer.status_code for answer in refused] == [503, 503]
     assert "31 prompt tokens do not fit beside 70 in flight" in refused[0].text
     assert post(proxy, prompt=[1] * 100).status_code == 200
-    assert proxy.in_flight_tokens == 0
+    assert proxy.in_flight == []
 
 
-def test_where_a_full_step_fits_prompts_in_flight_are_not_added(
+def test_where_a_full_step_fits_only_prompt_logprobs_in_flight_are_added(
     proxy: Any, backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(proxy, "MAX_NUM_BATCHED_TOKENS", 100)
-    read(proxy, backend, 100)
+    read(proxy, backend, 100, 40)
     backend.may_answer.clear()
     senders = [send_in_flight(proxy, backend, 90) for _ in range(3)]
+    senders.append(send_in_flight(proxy, backend, 30, prompt_logprobs=1))
+    # The logits of one request are still held while those of the next are computed.
+    refused = post(proxy, prompt=[1] * 11, prompt_logprobs=1)
+    senders.append(send_in_flight(proxy, backend, 10, prompt_logprobs=1))
     backend.may_answer.set()
     for sender in senders:
         sender.join()
 
-    assert len(backend.bodies) == 3
+    assert refused.status_code == 503
+    assert "11 tokens with prompt logprobs do not fit beside 30 in flight" in refused.text
+    assert len(backend.bodies) == 5
 
 
 def test_a_vllm_that_is_gone_is_a_bad_gateway(proxy: Any, backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,4 +223,4 @@ def test_a_vllm_that_is_gone_is_a_bad_gateway(proxy: Any, backend: Backend, monk
     monkeypatch.setattr(proxy, "VLLM_URL", f"http://{LOCAL}:1")
 
     assert post(proxy, prompt=[1]).status_code == 502
-    assert proxy.in_flight_tokens == 0
+    assert proxy.in_flight == []

@@ -137,14 +137,17 @@ def test_each_half_of_a_step_has_its_own_kind_and_peak(peaks: Peaks, runner: Run
     }
 
 
-def test_prompt_logprobs_are_of_the_largest_request(peaks: Peaks, runner: Runner) -> None:
+def test_prompt_logprobs_are_of_the_largest_request_and_what_the_next_one_finds_held(
+    peaks: Peaks, runner: Runner
+) -> None:
     new = ask("a", 6, prompt_logprobs=0), ask("b", 9, prompt_logprobs=5), ask("c", 50)
     step(runner, order({"a": 6, "b": 9, "c": 50}, *new))
 
     document = peaks.describe()
     assert document is not None
     highest = document["kinds"]["prompt_logprobs"]["highest"]
-    assert (highest["size"], highest["bytes"]) == (9, 2 * 65 * MIB)
+    assert (highest["size"], highest["bytes"]) == (9 + round(0.6 * 6), 2 * 65 * MIB)
+    assert highest["logprobs_tokens"] == 9
     assert (highest["logprobs_requests"], highest["prompt_tokens"], highest["requests"]) == (2, 65, 3)
 
 

@@ -47,6 +47,10 @@ SERIES = re.compile(
 )
 
 
+KINDS = {"prompt": "prompt tokens", "prompt_logprobs": "tokens with prompt logprobs"}
+"""The words for the series' names."""
+
+
 class Prompts(NamedTuple):
     """The size of a request."""
 
@@ -67,8 +71,8 @@ readings: deque[dict[str, int]] = deque([{}], REMEMBERED_READINGS)
 """The limits at each reading, the newest at the end: the least of each series over the engine's
 GPUs."""
 
-in_flight_tokens = 0
-"""The tokens of the prompts that were passed on and have no answer yet."""
+in_flight: list[Prompts] = []
+"""The requests that were passed on and have no answer yet."""
 in_flight_lock = threading.Lock()
 
 
@@ -129,27 +133,37 @@ def count_tokens(body: dict[str, Any], name: str, content: Any, limit: int) -> i
         return int(json.load(answer)["count"])
 
 
-def refuse(prompts: Prompts, other_tokens: int) -> Refusal | None:
-    """Return why a request does not fit beside the prompts in flight; None where it fits."""
+def refuse(prompts: Prompts, others: list[Prompts]) -> Refusal | None:
+    """Return why a request does not fit beside the others in flight; None where it fits."""
     limits = readings[-1]
-    for name, kind in (
-        ("prompt_logprobs", "tokens with prompt logprobs"),
-        ("prompt", "prompt tokens"),
-    ):
-        limit = limits.get(name)
-        is_concerned = name == "prompt" or prompts.has_logprobs
-        if limit is None or not is_concerned or prompts.largest_tokens <= limit:
-            continue
-        highest_limit = max(reading.get(name, 0) for reading in list(readings))
-        status = 413 if prompts.largest_tokens > highest_limit else 503
-        reason = f"{prompts.largest_tokens} {kind} do not fit: at most {limit} do now"
-        return Refusal(status, reason)
+    limit = limits.get("prompt_logprobs")
+    if limit is not None and prompts.has_logprobs:
+        # vLLM still holds the logits of one prompt while it computes those of the next.
+        refusal = refuse_sum(prompts.total_tokens, others, "prompt_logprobs", limit)
+        if refusal is not None:
+            return refusal
     limit = limits.get("prompt")
-    if limit is None or 0 < MAX_NUM_BATCHED_TOKENS <= limit:
+    if limit is None:
         return None
-    if other_tokens and prompts.total_tokens + other_tokens > limit:
-        reason = f"{prompts.total_tokens} prompt tokens do not fit beside {other_tokens} in flight"
-        return Refusal(503, reason)
+    if 0 < MAX_NUM_BATCHED_TOKENS <= limit:
+        return refuse_sum(prompts.largest_tokens, [], "prompt", limit)
+    return refuse_sum(prompts.total_tokens, others, "prompt", limit)
+
+
+def refuse_sum(tokens: int, others: list[Prompts], name: str, limit: int) -> Refusal | None:
+    """Return why so many tokens are above a limit, alone or with the others in flight.
+
+    Alone it is final, unless they fitted at a recent reading.
+    """
+    kind = KINDS[name]
+    if tokens > limit:
+        highest_limit = max(reading.get(name, 0) for reading in list(readings))
+        status = 413 if tokens > highest_limit else 503
+        return Refusal(status, f"{tokens} {kind} do not fit: at most {limit} do now")
+    is_plain = name == "prompt"
+    other_tokens = sum(other.total_tokens for other in others if is_plain or other.has_logprobs)
+    if other_tokens + tokens > limit:
+        return Refusal(503, f"{tokens} {kind} do not fit beside {other_tokens} in flight")
     return None
 
 
@@ -160,7 +174,7 @@ class Proxy(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Pass a request without a body on."""
-        self.forward(None, 0)
+        self.forward(None, Prompts())
 
     def do_POST(self) -> None:
         """Pass a request with a body on, if it fits."""
@@ -184,19 +198,17 @@ class Proxy(BaseHTTPRequestHandler):
 
     def admit(self, content: bytes, prompts: Prompts) -> None:
         """Pass a request on where it fits beside the prompts in flight."""
-        global in_flight_tokens  # noqa: PLW0603 - one value of the process
         with in_flight_lock:
-            refusal = refuse(prompts, in_flight_tokens)
+            refusal = refuse(prompts, in_flight)
             if refusal is None:
-                in_flight_tokens += prompts.total_tokens
+                in_flight.append(prompts)
         if refusal is None:
-            self.forward(content, prompts.total_tokens)
+            self.forward(content, prompts)
         else:
             self.answer(refusal)
 
-    def forward(self, content: bytes | None, tokens: int) -> None:
-        """Pass the request on; its prompt is in flight until the answer begins."""
-        global in_flight_tokens  # noqa: PLW0603 - one value of the process
+    def forward(self, content: bytes | None, prompts: Prompts) -> None:
+        """Pass the request on; its prompts are in flight until the answer begins."""
         headers = {
             name: value for name, value in self.headers.items() if name.lower() not in HOP_HEADERS
         }
@@ -211,8 +223,9 @@ class Proxy(BaseHTTPRequestHandler):
         except OSError as error:
             reason = str(error)
         finally:
-            with in_flight_lock:
-                in_flight_tokens -= tokens
+            if content is not None:
+                with in_flight_lock:
+                    in_flight.remove(prompts)
         if answer is None:
             self.answer(Refusal(502, reason))
             return
