@@ -17,7 +17,7 @@ from tests.captures.ends.keep import HERE
 from vllm_headroom.model import Ending
 from vllm_headroom.trace.entries import HEADER, encode_line
 from vllm_headroom.trace.flight import INCIDENT_KEY
-from vllm_headroom.vocabulary import EndCause, ExitReason, IncidentKind, Role
+from vllm_headroom.vocabulary import EndCause, ExitReason, IncidentKind, Role, Sureness
 from vllm_headroom_tools.history import LeakReplay
 from vllm_headroom_tools.postmortem.report import NO_INCIDENT, read_postmortem
 from vllm_headroom_tools.trace import read_trace
@@ -72,6 +72,13 @@ REAL: Final = {
 }
 OLD: Final = {"old-card-prompt-logprobs": (EndCause.BURST, ExitReason.OUT_OF_MEMORY)}
 """Incidents that the version before this one wrote, whose header has no cause: they stay readable."""
+
+OF_A_STEP: Final = {
+    "card-peak-adapter": "one adapter to load and 7,000 tokens of one request",
+    "card-peak-encoder": "one image of 960,400 pixels",
+    "card-peak-prompt_logprobs": "2,220 prompt tokens with prompt logprobs of 2 requests",
+}
+"""Engines that one step ended on a nearly full card, with the probe's peaks on, and that step in words."""
 
 PARTS: Final = {"all": slice(None), "even": slice(None, None, 2), "odd": slice(1, None, 2)}
 
@@ -146,5 +153,13 @@ def test_an_incident_of_the_version_before_is_read(name: str) -> None:
     assert report.incident.before.leaks
 
 
+@pytest.mark.parametrize("name", OF_A_STEP)
+def test_a_step_that_ran_out_of_memory_is_named_and_sure(name: str) -> None:
+    (finding, *_) = read_postmortem(HERE / f"{name}.jsonl.gz").findings
+
+    assert (finding.cause, finding.sureness) == (EndCause.BURST, Sureness.SURE)
+    assert finding.sentence.endswith(f"an allocation of torch failed in a step of {OF_A_STEP[name]}.")
+
+
 def test_every_capture_is_judged() -> None:
-    assert {file.name for file in HERE.glob("*.gz")} == {f"{name}.jsonl.gz" for name in (*REAL, *OLD)}
+    assert {file.name for file in HERE.glob("*.gz")} == {f"{name}.jsonl.gz" for name in (*REAL, *OLD, *OF_A_STEP)}
