@@ -9,6 +9,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, Final
 
+from msgspec import Struct
 from msgspec.structs import fields, replace
 
 from vllm_headroom.inputs import parse_number, redact_url
@@ -126,24 +127,10 @@ def build_question(options: Namespace) -> Question:
         shape = replace(shape, max_model_len=shape.yarn_length)
     speculation = read_speculation(options)
     _check_speculation(speculation, options.release)
-    draft = _read_draft(options, speculation.draft_name)
     checkpoint_bytes, parameters = _read_weights(options, shape)
     # Only after the weights were read, because a checkpoint's size already includes the speculative
     # layers.
-    if speculation.has_own_heads:
-        shape = shape.add_speculation(speculation.tokens)
-    unknown_draft = speculation.draft_name if draft is None else None
-    assumed_draft = None
-    method = speculation.method or DRAFT_MODEL
-    if draft is not None:
-        draft = build_head(draft, name_head_method(draft, method), shape)
-    # Of a head that is not known here, an upper bound counts; other drafts stay unknown.
-    if unknown_draft is not None:
-        shape_with_head = add_assumed_head(shape, method, speculation.tokens)
-        if shape_with_head is not None:
-            shape = shape_with_head
-            assumed_draft = unknown_draft
-            unknown_draft = None
+    drafting = _add_drafts(shape, speculation, options)
     _apply_gpu_choice(options)
     defaults = choose_defaults(options.gpu_memory_bytes, options.release)
     if options.gpu is not None and options.gpu.card.has_small_defaults:
@@ -171,7 +158,7 @@ def build_question(options: Namespace) -> Question:
         if hasattr(options, field.name)
     }
     values |= {
-        "shape": _apply_options(shape, options),
+        "shape": _apply_options(drafting.shape, options),
         "checkpoint_bytes": checkpoint_bytes,
         "parameters": parameters,
         "gpu_memory_utilization": utilization,
@@ -184,12 +171,12 @@ def build_question(options: Namespace) -> Question:
         "mm_processor_cache_bytes": options.mm_processor_cache_gb * GIB,
         "card_name": None if options.gpu is None else options.gpu.card.name,
         "card_count": None if options.gpu is None else options.gpu.count,
-        "draft": draft,
+        "draft": drafting.draft,
         "enable_prefix_caching": _read_prefix_caching(options),
-        "assumed_draft": assumed_draft,
+        "assumed_draft": drafting.assumed_name,
         "has_speculation": speculation.tokens > 0,
         "speculation_method": speculation.method,
-        "has_unknown_draft": unknown_draft is not None,
+        "has_unknown_draft": drafting.is_unknown,
         "has_whole_encoder": options.mm_encoder_tp_mode == "data",
     }
     question = Question(**values)
@@ -237,6 +224,38 @@ def _check_speculation(speculation: Speculation, release: Release) -> None:
         )
     if speculation.needs_draft:
         raise BadInput(f"--speculative-config: the method {method} needs a model")
+
+
+class Drafting(Struct, frozen=True, kw_only=True):
+    """A model with what makes its drafts."""
+
+    # With its own heads, and a head that is assumed.
+    shape: ModelShape
+    # The draft model whose sizes are known.
+    draft: ModelShape | None = None
+    # The name of a head that is counted without its configuration.
+    assumed_name: str | None = None
+    # Whether there is a draft model that cannot be counted.
+    is_unknown: bool = False
+
+
+def _add_drafts(shape: ModelShape, speculation: Speculation, options: Namespace) -> Drafting:
+    """Return the model with what makes its drafts, where tokens are speculated."""
+    if speculation.has_own_heads:
+        shape = shape.add_speculation(speculation.tokens)
+    name = speculation.draft_name
+    method = speculation.method or DRAFT_MODEL
+    draft = _read_draft(options, name)
+    if draft is not None:
+        draft = build_head(draft, name_head_method(draft, method), shape)
+        return Drafting(shape=shape, draft=draft)
+    if name is None:
+        return Drafting(shape=shape)
+    # Of a head that is not known here, an upper bound counts; other drafts stay unknown.
+    shape_with_head = add_assumed_head(shape, method, speculation.tokens)
+    if shape_with_head is None:
+        return Drafting(shape=shape, is_unknown=True)
+    return Drafting(shape=shape_with_head, assumed_name=name)
 
 
 def _read_draft(options: Namespace, name: str | None) -> ModelShape | None:
