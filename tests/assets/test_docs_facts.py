@@ -115,6 +115,16 @@ def test_the_code_map_has_each_part_of_the_sidecar() -> None:
     assert parts - {"__init__.py"} <= named
 
 
+def test_the_files_in_which_a_value_is_followed_exist() -> None:
+    code_map = DESIGN.partition("## Code map")[2].partition("## Data flow")[0]
+    steps = re.findall(r"^\| `(vllm_headroom\w*/[\w/]+\.py)` \|", code_map, re.MULTILINE)
+    reading = re.findall(r"`((?:scrape|derive)/[\w/]+\.py)`", code_map)
+
+    assert len(steps) > 9
+    assert [step for step in steps if not (SIDECAR.parent / step).is_file()] == []
+    assert [name for name in reading if not (SIDECAR / name).is_file()] == []
+
+
 def test_an_incident_is_what_alertmanager_groups_by() -> None:
     (headroom,) = ROUTES["routes"]
 
