@@ -63,8 +63,8 @@ MAX_PROBLEM_CHARACTERS = 200
 """How many characters of an error's text are kept."""
 
 TORCH_CODE = re.compile(r"(site|dist)-packages/torch/|/torchinductor_|/torch_compile_cache/")
-"""Matches the paths of torch itself and of the code that it generates. The calling line says more
-about who holds the memory.
+"""Matches the paths of torch itself and of the code that it generates. The line that calls them is
+more informative about who holds the memory.
 """
 
 PICKLE_PROTOCOL = 4

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 Item = TypeVar("Item")
 
 BAR_DELAY_SECONDS: Final = 2.0
-"""Our choice: a bar appears only where the work takes longer than this."""
+"""Our choice: a bar appears only if the work takes longer than this."""
 
 REDRAW_SECONDS: Final = 0.2
 """Our choice: the shortest time between two drawings of a bar."""
@@ -32,8 +32,8 @@ def track(
 ) -> Generator[Item, None, None]:
     """Yield the items; on a terminal, show how much of the `total` is done.
 
-    `size` returns the part of the total that one item makes. `total` is None where it is unknown.
-    The bar appears after `patience_seconds`.
+    `size` returns how much of the total one item is. `total` is None if it is unknown. The bar
+    appears after `patience_seconds`.
     """
     done = 0.0
     draw_at_seconds = time.monotonic() + patience_seconds
@@ -41,7 +41,7 @@ def track(
     can_draw = is_terminal(sys.stderr)
     try:
         for item in items:
-            # The item is done when the caller wants the next one.
+            # The item is done when the caller requests the next one.
             yield item
             done += size(item)
             if can_draw and time.monotonic() >= draw_at_seconds:
@@ -56,7 +56,7 @@ def track(
 def track_lines(lines: Iterator[bytes], total_bytes: int | None) -> Generator[bytes, None, None]:
     """Yield the lines of a trace; on a terminal, show how much of the trace was read.
 
-    `total_bytes` is None where the size is unknown, as for a pipe.
+    `total_bytes` is None if the size is unknown, as for a pipe.
     """
     return track(lines, "Reading the trace", total_bytes, len)
 
@@ -78,7 +78,7 @@ def start_bar(description: str, total: float | None, *, transient: bool = True) 
         TextColumn("{task.description}", markup=False),
         TaskProgressColumn(),
         TextColumn("{task.fields[note]}", markup=False),
-        BarColumn(),  # the last, so that a narrow terminal cuts this column off first
+        BarColumn(),  # last, so that a narrow terminal cuts off this column first
         console=build_console(sys.stderr),
         auto_refresh=False,
         transient=transient,

@@ -72,7 +72,7 @@ class EngineHistory:
         self._hits = Rise()
         # The cache's tokens per running request while it was not full.
         self._usual_tokens = Histogram()
-        # The facts while the cache was full.
+        # What happened while the cache was full.
         self._full = FullFacts(seconds=0.0, finished=0.0, preemptions=0.0, running=0.0, tokens=None)
         self._was_full = False
         self._full_running = Histogram()
@@ -88,7 +88,7 @@ class EngineHistory:
         self._roomy_used = Histogram()
 
     def has_other_settings(self, reading: EngineReading) -> bool:
-        """Return whether the KV cache has another size than before; False if one is unknown."""
+        """Return whether the size of the KV cache has changed; False if either size is unknown."""
         known_tokens = self._facts.capacity_tokens
         tokens = reading.kv_capacity_tokens
         if known_tokens is None or tokens is None:
@@ -96,7 +96,7 @@ class EngineHistory:
         return abs(tokens - known_tokens) > RESIZED_RATIO * known_tokens
 
     def step(self, reading: EngineReading, seconds: float, stranded_ratio: float | None) -> None:
-        """Add a sample, `seconds` after the previous one.
+        """Add a sample that was taken `seconds` after the previous one.
 
         `stranded_ratio` is the share of the cache that is in use although the engine is idle; None
         while it is not idle.
@@ -293,7 +293,7 @@ class GpuHistory:
         *,
         is_serving: bool,
     ) -> None:
-        """Add a sample, `seconds` after the previous one.
+        """Add a sample that was taken `seconds` after the previous one.
 
         `running` is the number of running requests of all ranks. Only a shortage while the engine
         serves can begin a spell, because a peak during a start is no shortage.

@@ -229,7 +229,8 @@ async def _run(options: Namespace) -> Report:
     from vllm_headroom.daemon import logs  # noqa: PLC0415
     from vllm_headroom_tools.load.compose import run_load  # noqa: PLC0415
 
-    logs.configure("logfmt", "error")  # the readers would log what the report has in full
+    # otherwise the readers would log what the report already contains
+    logs.configure("logfmt", "error")
     return await run_load(read_order(options))
 
 

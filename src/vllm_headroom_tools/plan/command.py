@@ -112,7 +112,7 @@ SIZE_OPTIONS: Final = (
 """
 
 NEEDED_SIZES: Final = ("layers", "kv_heads", "head_size")
-"""The options that are needed to compute the KV cache without a configuration."""
+"""The options that give what the KV cache needs where there is no configuration."""
 
 
 def build_question(options: Namespace) -> Question:
@@ -128,7 +128,7 @@ def build_question(options: Namespace) -> Question:
     speculation = read_speculation(options)
     _check_speculation(speculation, options.release)
     checkpoint_bytes, parameters = _read_weights(options, shape)
-    # Only after the weights were read, because a checkpoint's size already includes the speculative
+    # Only after the weights are read, because a checkpoint's size already includes the speculative
     # layers.
     drafting = _add_drafts(shape, speculation, options)
     _apply_gpu_choice(options)
@@ -151,7 +151,7 @@ def build_question(options: Namespace) -> Question:
     utilization = options.gpu_memory_utilization
     if utilization is None:
         utilization = options.release.utilization
-    # Most options are fields of the question by the same name; the others are computed above.
+    # Most options are fields of the question with the same name; the others are computed above.
     values = {
         field.name: getattr(options, field.name)
         for field in fields(Question)
@@ -191,14 +191,14 @@ def build_question(options: Namespace) -> Question:
 
 
 def _read_prefix_caching(options: Namespace) -> bool | None:
-    """Return whether prefixes are to be cached; None without an option."""
+    """Return whether prefixes are to be cached; None if no option sets it."""
     if options.no_enable_prefix_caching:
         return False
     return True if options.enable_prefix_caching else None
 
 
 def _apply_gpu_choice(options: Namespace) -> None:
-    """Set the options that --gpu replaces, where they are not given themselves."""
+    """Set the options that --gpu replaces, unless they are typed themselves."""
     if options.gpu is None:
         return
     if options.gpu_memory_bytes is None:
@@ -251,7 +251,7 @@ def _add_drafts(shape: ModelShape, speculation: Speculation, options: Namespace)
         return Drafting(shape=shape, draft=draft)
     if name is None:
         return Drafting(shape=shape)
-    # Of a head that is not known here, an upper bound counts; other drafts stay unknown.
+    # For a head that is not known here, an upper bound counts; other drafts stay unknown.
     shape_with_head = add_assumed_head(shape, method, speculation.tokens)
     if shape_with_head is None:
         return Drafting(shape=shape, is_unknown=True)
@@ -261,7 +261,7 @@ def _add_drafts(shape: ModelShape, speculation: Speculation, options: Namespace)
 def _read_draft(options: Namespace, name: str | None) -> ModelShape | None:
     """Return the draft model by its configuration, its public name or its folder.
 
-    None where there is none, or it is not known here. Raises BadInput for a configuration that
+    None if there is none, or if it is not known here. Raises BadInput for a configuration that
     cannot be read.
     """
     if options.draft_model_config is not None:
@@ -331,9 +331,9 @@ def _read_public_model(name: str, overrides: dict[str, Any]) -> ModelShape | str
 def _read_weights(options: Namespace, shape: ModelShape) -> tuple[int | None, int | None]:
     """Return the bytes of the weights as they are served, and the number of parameters.
 
-    At most one of them is known; both are None where they have to be counted from the
-    configuration. Weights that are quantised in the file are served as they are, so the files'
-    bytes count. Others are served in the dtype of the options, so only their number counts.
+    At most one of them is known; both are None if they have to be counted from the configuration.
+    Weights that are quantised in the file are served in that form, so the files' bytes count.
+    Others are served in the dtype of the options, so only their number counts.
     """
     if options.parameters is not None or options.model_config is None:
         return None, options.parameters
@@ -341,7 +341,8 @@ def _read_weights(options: Namespace, shape: ModelShape) -> tuple[int | None, in
     stored_bytes = count_checkpoint_bytes(path if path.is_dir() else path.parent)
     if stored_bytes is None:
         return None, None
-    # The files may be in another dtype than the served one, but they show the number of parameters.
+    # The files may have another dtype than the one that is served, but they show the number of
+    # parameters.
     if shape.quantisation is None:
         return None, int(stored_bytes / shape.stored_bytes)
     # With another quantisation than the file's, the size of the files does not count.
@@ -403,7 +404,7 @@ RELEASE_VALUE: Final = Value(read=parse_release, accepts=f"a release from 0.{OLD
 PARAMETERS_PATTERN: Final = re.compile(r"(\d+|\d*\.\d+)([KMBT]?)", re.IGNORECASE | re.ASCII)
 PARAMETERS_UNITS: Final = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 PARAMETERS_LENGTH: Final = 20
-"""The most characters of a number of parameters that are read."""
+"""The longest text, in characters, that is read as a number of parameters."""
 
 PARAMETERS_LIMIT: Final = 10**14
 """The most parameters that are accepted: no model has more."""
@@ -458,7 +459,7 @@ JSON_VALUE: Final = Value(
 
 
 def _parse_limits(text: str) -> dict[str, Any]:
-    """Return vLLM's limits: JSON, or in its old way image=1,video=0.
+    """Return vLLM's limits, written as JSON or in the older form image=1,video=0.
 
     Raises ValueError for other text.
     """
@@ -473,9 +474,9 @@ LIMITS_VALUE: Final = Value(
 
 
 def _parse_utilization(text: str) -> float:
-    """Return a ratio; a percentage counts too, but a number above 1 needs its sign.
+    """Return a ratio. A percentage is accepted too, but only with its sign.
 
-    Raises RefusedError for one without, and ValueError for other text.
+    Raises RefusedError for a number above 1 without the sign, and ValueError for other text.
     """
     if text.strip().endswith("%"):
         return bounded(parse_share, SMALLEST_FLOAT, 1)(text)
@@ -785,9 +786,9 @@ def _add_choice(
 
 
 def _run(options: Namespace) -> Report | Coroutine[Any, Any, Report]:
-    """Return the report, or where a sidecar has to be asked a coroutine that returns it.
+    """Return the report, or a coroutine that returns it if a sidecar is queried.
 
-    Raises BadOptions where a trace and a sidecar are named.
+    Raises BadOptions if both a trace and a sidecar are named.
     """
     if options.trace is not None and options.headroom_url is not None:
         raise BadOptions("takes --trace or --headroom-url, and not both")
@@ -802,10 +803,10 @@ def _run(options: Namespace) -> Report | Coroutine[Any, Any, Report]:
 
 
 def _build_logged_question(options: Namespace, traffic: Traffic | None = None) -> Question:
-    """Build the question from the options, the log of a start and the traffic, where given.
+    """Build the question from the options and, if given, the log of a start and the traffic.
 
-    Options that are typed count before those of the log, which has all options of its start.
-    Without a log, the traffic shows some of them.
+    Options that are typed take precedence over those of the log. The log has all options of its
+    start; without a log, the traffic shows some of them.
     """
     start_figures = None
     if options.log is not None:
@@ -822,7 +823,7 @@ def _build_logged_question(options: Namespace, traffic: Traffic | None = None) -
 async def _size_live(options: Namespace) -> Report:
     """Return the report on the sizes for the traffic that a sidecar has seen in a day.
 
-    Raises BadInput where the sidecar does not answer.
+    Raises BadInput if the sidecar does not answer.
     """
     # Only this needs an HTTP client.
     from vllm_headroom.daemon.sources import close_all  # noqa: PLC0415
@@ -851,7 +852,7 @@ def _size(options: Namespace, traffic: Traffic) -> Report:
     question = _build_logged_question(options, traffic)
     is_length_known = options.log is not None or "max_model_len" in options.typed_names
     if not is_length_known and question.max_model_len is not None:
-        # vLLM started, so that its KV cache holds a sequence of its longest length.
+        # vLLM has started, so its KV cache holds a sequence of its longest length.
         longest = int(traffic.capacity_tokens or question.max_model_len)
         question = replace(question, max_model_len=min(question.max_model_len, longest))
     return build_sizes_report(judge_sizes(question, traffic, options.max_num_batched_tokens))

@@ -17,10 +17,10 @@ from vllm_headroom_tools.sizing.releases import NEWEST, OLDEST, parse_release
 from vllm_headroom_tools.terminal import wrap_text
 
 MODEL_NAMES: Final = frozenset({"model", "model_config", "layers", "kv_heads", "head_size"})
-"""Options that name a model in place of the log's."""
+"""Options that name another model than the log's."""
 
 CARD_NAMES: Final = frozenset({"gpu", "gpu_memory_bytes"})
-"""Options that name a card in place of the log's."""
+"""Options that name another card than the log's."""
 
 COUNTS: Final = {
     "tensor_parallel_size": ("tensor_parallel_size",),
@@ -33,14 +33,14 @@ COUNTS: Final = {
     "max_loras": ("max_loras",),
     "max_lora_rank": ("max_lora_rank",),
 }
-"""The options that are whole numbers, and what a log calls them."""
+"""The options that are whole numbers, and their names in a log."""
 
 FIGURES: Final = {
     "max_model_len": "context_tokens",
     "max_num_seqs": "max_num_seqs",
     "max_num_batched_tokens": "batched_tokens",
 }
-"""The figures of a log that are options too, which vLLM chose itself."""
+"""The figures of a log that vLLM chose itself, and that are options too."""
 
 UNSET: Final[Mapping[str, Any]] = {
     **dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"), 1),
@@ -69,14 +69,16 @@ UNSET: Final[Mapping[str, Any]] = {
     "dtype": "auto",
     "cpu_offload_gb": 0.0,
 }
-"""The values of options that a start's log does not have: it had vLLM's defaults."""
+"""The values of options that a start's log does not show: vLLM had its defaults."""
 
 SAME_CARD_BYTES: Final = GIB
-"""Our choice: a card whose size differs by less is the log's: CUDA sees 79.2 of 79.6 GiB."""
+"""Our choice: a card is taken for the log's if their sizes differ by less. CUDA sees 79.2 of 79.6
+GiB.
+"""
 
 
 def choose_start(log: EngineLog) -> EngineStart:
-    """Return the newest start that has the size of its KV cache; raises BadInput without one."""
+    """Return the newest start that shows the size of its KV cache; raises BadInput without one."""
     for start in reversed(log.starts):
         if start.engine == "vllm" and start.find_largest("kv_cache_bytes") is not None:
             return start
@@ -89,14 +91,14 @@ def choose_start(log: EngineLog) -> EngineStart:
 def apply_log_options(options: Namespace, start: EngineStart, *, with_typed: bool) -> Namespace:
     """Return the options with those of a start.
 
-    Options that were typed replace the start's, unless `with_typed` is False: then only those count
-    that name the model or the card. Raises BadInput for a release that is not known here.
+    Options that were typed replace the start's. If `with_typed` is False, only the typed options
+    that name the model or the card do. Raises BadInput for a release that is not known here.
     """
     applied = Namespace(**vars(options))
     typed_names = options.typed_names
     if not with_typed:
         typed_names = typed_names & (MODEL_NAMES | CARD_NAMES)
-        # The options return to their defaults: what was typed is not what was measured.
+        # The options return to their defaults, because the typed ones were not measured.
         vars(applied).update(UNSET)
     for name, value in list_log_options(start):
         if name not in typed_names:
@@ -127,12 +129,12 @@ def list_log_options(start: EngineStart) -> Iterator[tuple[str, Any]]:
         version = start.version or "of an unknown version"
         problem = f"plan computes releases from 0.{OLDEST} to 0.{NEWEST}"
         raise BadInput(f"--log: the start is of vLLM {version}; {problem}") from None
-    # Options first; some are only in vLLM's own lines.
+    # The options come first; some figures are only in vLLM's own lines.
     for name, log_names in COUNTS.items():
         count = start.find_option(*log_names)
         if not _is_count(count) and name in FIGURES:
             count = start.find_largest(FIGURES[name])
-        # A truth value is a whole number to Python, and no count.
+        # To Python a truth value is a whole number too, but it is not a count.
         if isinstance(count, int | float) and _is_count(count):
             yield name, int(count)
     utilization = start.find_option("gpu_memory_utilization")
@@ -152,7 +154,7 @@ def list_log_options(start: EngineStart) -> Iterator[tuple[str, Any]]:
         if start.find_option(name) is True:
             yield name, True
     is_caching = start.find_option("enable_prefix_caching")
-    # Both options exist, and neither is the default of all releases.
+    # Both options exist, and neither is the default in every release.
     if isinstance(is_caching, bool):
         yield "enable_prefix_caching", is_caching
         yield "no_enable_prefix_caching", not is_caching
@@ -163,11 +165,11 @@ def _is_count(value: Scalar) -> bool:
 
 
 def measure_start(start: EngineStart, name: str, question: Question) -> MeasuredStart:
-    """Return the figures of a start, whose settings are those of the question."""
+    """Return the figures of a start that had the settings of the question."""
     total_bytes = start.find_largest("total_bytes")
     free_bytes = start.find_smallest("free_at_start_bytes")
     missing_bytes = None
-    # What was missing at the start, including the context of the process itself.
+    # What was already taken at the start, including the context of the process itself.
     if total_bytes is not None and free_bytes is not None:
         missing_bytes = float(total_bytes - free_bytes)
     weights_bytes = start.find_largest("profiled_weights_bytes")
@@ -200,11 +202,14 @@ CHANGED_OPTIONS: Final = (
     "max_num_batched_tokens",
     "enforce_eager",
 )
-"""The options that are named where they differ from those of the log."""
+"""The options that are named if they differ from those of the log."""
 
 
 def describe_log(estimate: MemoryEstimate) -> Iterator[str]:
-    """Yield what the log's start has, and what the changed options would give; nothing without."""
+    """Yield what the log's start has, and what the changed options would give.
+
+    Nothing without a log.
+    """
     measured = estimate.question.measured
     if measured is None:
         return

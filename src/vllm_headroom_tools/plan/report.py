@@ -38,7 +38,7 @@ UNKNOWN_AMOUNT: Final = "not known"
 
 
 class PlannedPart(Struct, frozen=True, kw_only=True):
-    """A part of a GPU's memory, planned and measured; None where a figure is unknown."""
+    """A part of a GPU's memory, planned and measured; a figure is None if it is unknown."""
 
     # In the text.
     name: str
@@ -51,14 +51,14 @@ class PlannedPart(Struct, frozen=True, kw_only=True):
 def build_report(estimate: MemoryEstimate, measured: EngineParts | None) -> Report:
     """Return the report on the plan, beside what a worker of the engine measured on its GPU.
 
-    `measured` is None where no file of the probe was given. In the data, bytes are of each GPU
-    unless their name says otherwise; unknown figures are None.
+    `measured` is None if no file of the probe was given. In the data, bytes are those of each GPU
+    unless their name says otherwise. Unknown figures are None.
     """
     fits = can_start(estimate)
     verdict = _conclude(fits)
     headline = explain_verdict(estimate)
     changes: tuple[Saving, ...] = ()
-    # Where it fits there is nothing to change.
+    # If it fits, there is nothing to change.
     if not fits:
         changes = find_changes(estimate)
     parts = _compare_parts(estimate, measured)
@@ -90,7 +90,7 @@ def _conclude(fits: bool | None) -> Conclusion:  # noqa: FBT001 - an answer, not
 def _compare_parts(
     estimate: MemoryEstimate, measured: EngineParts | None
 ) -> tuple[PlannedPart, ...]:
-    """Return the planned and the measured bytes of each part; empty where nothing was measured."""
+    """Return the planned and the measured bytes of each part; empty if nothing was measured."""
     if measured is None:
         return ()
     return (
@@ -159,7 +159,7 @@ def _format_heading(estimate: MemoryEstimate) -> Iterator[str]:
         model.append(f"latent attention of {shape.latent_width} values")
     else:
         model.append(f"{shape.heads.count} KV heads of {shape.heads.key_size}")
-    # A window's layers drop old tokens: less of a long sequence is kept.
+    # Layers with a window drop old tokens, so they keep less of a long sequence.
     if shape.windowed_layers:
         model.append(
             f"{shape.windowed_layers} layers with a window of {shape.window_tokens or 0:,} tokens"
@@ -217,7 +217,7 @@ def _format_memory(estimate: MemoryEstimate) -> Iterator[str]:
         "libraries and communication", estimate.other_overhead, _name_origin(assumptions.non_torch)
     )
     cache_source = "as set" if question.kv_cache_memory_bytes else "what is left"
-    # Less than nothing is shown as 0: the verdict explains what is missing.
+    # A negative amount is shown as 0: the verdict explains what is missing.
     yield from _format_line("KV cache", _clip_at_zero(estimate.kv_cache), cache_source)
     yield from _format_line("beside the budget", estimate.outside, _name_outside(question))
     if question.host_memory_bytes or question.cpu_offload_bytes or question.kv_offloading_bytes:
@@ -227,7 +227,7 @@ def _format_memory(estimate: MemoryEstimate) -> Iterator[str]:
 
 
 def _name_origin(assumption: Assumption) -> str:
-    """Return how a figure is known, in short."""
+    """Return in a few words how a figure is known."""
     return str(assumption.origin)
 
 
@@ -294,7 +294,7 @@ def _format_cache(estimate: MemoryEstimate) -> Iterator[str]:
     if not layout.block_bytes:
         yield "  none: the model keeps nothing of a sequence"
         return
-    # A layer with a window drops old tokens, so a token takes less of a long sequence.
+    # A layer with a window drops old tokens, so a token of a long sequence takes less memory.
     bound = "at most " if question.shape.windowed_layers else ""
     block = f"{layout.block_bytes:,} per block of {layout.block_tokens}"
     if not question.shape.has_every_token:
@@ -327,13 +327,13 @@ def _format_capacity(estimate: MemoryEstimate, blocks: int) -> Iterator[str]:
             continue
         at_once = estimate.count_sequences(tokens)
         if at_once is not None:
-            # Rounded down, so that the table promises no sequence that does not fit.
+            # Rounded down, so that the table shows no sequence that does not fit.
             shown = floor(at_once * 10) / 10
             yield f"  {shown:,.1f} sequences of {tokens:,} tokens ({name}) at once"
 
 
 def _format_tables(estimate: MemoryEstimate) -> list[str]:
-    """Return a table of the largest lengths by number of sequences, and one of the reverse.
+    """Return two tables: the largest length by the number of sequences, and the reverse.
 
     Empty where no blocks are known to fit.
     """
@@ -348,7 +348,7 @@ def _format_tables(estimate: MemoryEstimate) -> list[str]:
 
 
 def _format_table(heads: tuple[str, str], pairs: Iterable[tuple[int, int]]) -> Iterator[str]:
-    """Yield two lines, each with its head: the first and the second number of each pair."""
+    """Yield the two lines of a table: the first and the second number of each pair."""
     columns = [[f"{number:,}" for number in pair] for pair in pairs]
     for place, head in enumerate(heads):
         cells = [f"{column[place]:>{max(map(len, column))}}" for column in columns]
@@ -356,7 +356,7 @@ def _format_table(heads: tuple[str, str], pairs: Iterable[tuple[int, int]]) -> I
 
 
 def _format_answer(estimate: MemoryEstimate, changes: Sequence[Saving]) -> Iterator[str]:
-    """Yield the notes and the verdict; where it does not surely fit, also the changes that help."""
+    """Yield the notes and the verdict, and the changes that help unless it surely fits."""
     for sentence in (*list_notes(estimate), explain_verdict(estimate)):
         yield from wrap_text("", sentence)
     # If the size of the cache is unknown, whether a change helps is unknown too.
@@ -401,7 +401,7 @@ REPORTED_SETTINGS: Final = (
     "max_num_batched_tokens",
     "typical_len",
 )
-"""Fields of the question that the JSON has under the same names."""
+"""Fields of the question that have the same names in the JSON."""
 
 
 def build_data(estimate: MemoryEstimate, changes: Iterable[Saving]) -> dict[str, Any]:
@@ -452,7 +452,7 @@ def build_data(estimate: MemoryEstimate, changes: Iterable[Saving]) -> dict[str,
 
 
 def _build_sequence_data(estimate: MemoryEstimate) -> dict[str, float | None]:
-    """Return the figures of sequences; those of `max_model_len` are None where it is unknown."""
+    """Return the figures of sequences; those of `max_model_len` are None if it is unknown."""
     length = estimate.question.max_model_len
     sequences = estimate.question.max_num_seqs
     sequence_bytes = None
@@ -491,13 +491,13 @@ def _split_range(amount: Range | None) -> dict[str, int] | None:
 
 
 PROBE_FILE_LIMIT_BYTES: Final = 16 * 1024
-"""Our choice: how much of a file of the probe is read; none is larger."""
+"""Our choice: the number of bytes that are read of a file of the probe; none is larger."""
 
 
 def read_parts(file: Path) -> EngineParts:
     """Return the parts of a worker's memory from a file of the probe.
 
-    Raises BadInput where the file cannot be read, or is of a process without a GPU.
+    Raises BadInput if the file cannot be read, or belongs to a process without a GPU.
     """
     try:
         with file.open("rb") as stream:

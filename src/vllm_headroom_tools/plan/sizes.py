@@ -1,4 +1,4 @@
-"""Find the sizes of GPUs and settings that hold the traffic of a running engine."""
+"""Find the numbers of GPUs and the settings that hold the traffic of a running engine."""
 
 from collections.abc import Iterator
 from math import ceil, floor
@@ -14,14 +14,15 @@ from vllm_headroom_tools.sizing.estimate import MemoryEstimate, estimate_memory
 from vllm_headroom_tools.sizing.question import SMALL_CARD, Question, choose_defaults, find_problem
 
 SPARE_FACTOR: Final = 1.25
-"""Our choice: a size holds a traffic with a quarter to spare, as the length that advise proposes
-(LENGTH_MARGIN): a day has hours that the trace did not see."""
+"""Our choice: a size has to hold the traffic with a quarter to spare, like the length that advise
+proposes (LENGTH_MARGIN), because a day has hours that the trace did not see.
+"""
 
 GROUP_SIZES: Final = (1, 2, 4, 8)
 """Values of `--tensor-parallel-size` that are tried for each card."""
 
 AMD_PREFIX: Final = "MI"
-"""The beginning of the names of AMD's cards."""
+"""The prefix of the names of AMD's cards."""
 
 PROPOSED_CARDS: Final = (
     "A10",
@@ -41,13 +42,13 @@ PROPOSED_CARDS: Final = (
     "MI325X",
     "MI355X",
 )
-"""Our choice: the cards that are usual to rent or buy, by their memory."""
+"""Our choice: the cards that are commonly rented or bought, with their memory."""
 
 
 class Size(Struct, frozen=True, kw_only=True):
     """A number of GPUs and the settings with which they hold the traffic."""
 
-    # Such as "2 x L40S".
+    # For example "2 x L40S".
     name: str
     gpus: int
     # The memory of all GPUs together.
@@ -57,21 +58,21 @@ class Size(Struct, frozen=True, kw_only=True):
     # The longest sequence that could be allowed.
     longest_tokens: int | None
     capacity_tokens: int | None
-    # The share of the KV cache that the traffic took at most.
+    # The largest share of the KV cache that the traffic took.
     used_ratio: float | None
 
 
 class Waste(Struct, frozen=True, kw_only=True):
-    """The memory of each GPU that the traffic never used; None where it is unknown."""
+    """The memory of each GPU that the traffic never used; a figure is None if it is unknown."""
 
-    # Of the KV cache, above what the traffic needs with SPARE_FACTOR.
+    # The part of the KV cache beyond what the traffic needs with SPARE_FACTOR.
     kv_cache_bytes: float | None
-    # Of the card, at its highest peak.
+    # The memory of the card that was free at its highest peak.
     free_bytes: float | None
 
     @property
     def total_bytes(self) -> float | None:
-        """Both together; None where neither is known."""
+        """Return the sum of both; None if neither is known."""
         if self.kv_cache_bytes is None and self.free_bytes is None:
             return None
         return (self.kv_cache_bytes or 0.0) + (self.free_bytes or 0.0)
@@ -81,38 +82,38 @@ class Sizing(Struct, frozen=True, kw_only=True):
     """Whether an engine has the right size for its traffic, and which other sizes it could have."""
 
     traffic: Traffic
-    # The engine as it is.
+    # The engine with its present settings.
     estimate: MemoryEstimate
     now: Size
-    # Requests at once and tokens in the KV cache, with SPARE_FACTOR.
+    # The requests at once and the tokens in the KV cache, times SPARE_FACTOR.
     needed_requests: int
     needed_tokens: float
     waste: Waste
-    # The engine's own GPUs with less memory for vLLM; None where it needs what it has.
+    # The engine's own GPUs with less memory for vLLM; None if it needs what it has.
     smaller_share: Size | None
-    # The smallest number of each card that holds the traffic, by their memory.
+    # For each card, the smallest number that holds the traffic, sorted by memory.
     others: tuple[Size, ...]
 
     @property
     def has_room(self) -> bool:
-        """Whether the engine as it is holds the traffic with SPARE_FACTOR."""
+        """Return whether the engine holds the traffic with SPARE_FACTOR as it is now set."""
         return self.now.used_ratio is not None and self.now.used_ratio * SPARE_FACTOR <= 1
 
     @property
     def smaller(self) -> tuple[Size, ...]:
-        """The sizes with less memory than the engine has."""
+        """Return the sizes with less memory than the engine has."""
         return tuple(size for size in self.others if size.total_bytes < self.now.total_bytes)
 
     @property
     def larger(self) -> tuple[Size, ...]:
-        """The sizes with at least the memory that the engine has."""
+        """Return the sizes with at least the memory that the engine has."""
         return tuple(size for size in self.others if size.total_bytes >= self.now.total_bytes)
 
 
 def judge_sizes(question: Question, traffic: Traffic, typed_batch_tokens: int | None) -> Sizing:
     """Return the sizes for the traffic of an engine with these settings.
 
-    `typed_batch_tokens` is `--max-num-batched-tokens` where it is set; else it is each card's
+    `typed_batch_tokens` is `--max-num-batched-tokens` if it is set; otherwise each card has its
     default.
     """
     estimate = estimate_memory(question)
@@ -144,7 +145,7 @@ def judge_sizes(question: Question, traffic: Traffic, typed_batch_tokens: int | 
 
 
 def _estimate_used_tokens(estimate: MemoryEstimate, traffic: Traffic) -> float:
-    """Return the tokens in use by the planned size of the KV cache, at most."""
+    """Return the most tokens that were in use, by the planned size of the KV cache."""
     kv_cache = estimate.kv_cache
     if kv_cache is None or not estimate.layout.block_bytes:
         return 0.0
@@ -155,7 +156,7 @@ def _estimate_used_tokens(estimate: MemoryEstimate, traffic: Traffic) -> float:
 def _count_blocks_per_token(estimate: MemoryEstimate) -> float:
     """Return the blocks that a token takes, as vLLM counts the tokens of the whole KV cache.
 
-    Where layers keep a window or a state, that is by sequences of `max_model_len`.
+    If layers keep a window or a state, it is computed for sequences of `max_model_len`.
     """
     length = estimate.question.max_model_len
     if estimate.question.shape.has_every_token or length is None:
@@ -176,7 +177,7 @@ def _measure_waste(
 
 
 class Trials(Struct, frozen=True, kw_only=True):
-    """What is tried: an engine that runs as many requests as the traffic needs."""
+    """Tries sizes for an engine that runs as many requests as the traffic needs."""
 
     question: Question
     needed_tokens: float
@@ -193,7 +194,7 @@ class Trials(Struct, frozen=True, kw_only=True):
         return estimate.blocks is None or estimate.blocks >= needed_blocks
 
     def describe(self, question: Question, settings: tuple[tuple[str, str], ...]) -> Size:
-        """Return the size of a question that holds the traffic."""
+        """Return the size that this question describes; it holds the traffic."""
         size = _describe_size(estimate_memory(question), self.needed_tokens / SPARE_FACTOR)
         requests = (("--max-num-seqs", str(question.max_num_seqs)),)
         return replace(size, settings=settings + requests)
@@ -219,9 +220,9 @@ def _describe_size(estimate: MemoryEstimate, used_tokens: float) -> Size:
 
 
 def _find_smaller_share(trials: Trials) -> Size | None:
-    """Return the engine's GPUs with the least memory for vLLM that holds the traffic.
+    """Return the engine's GPUs with the smallest budget for vLLM that holds the traffic.
 
-    None where that is not less than now.
+    None if that is not less than the present budget.
     """
     question = trials.question
     if question.kv_cache_memory_bytes is not None:
@@ -232,7 +233,7 @@ def _find_smaller_share(trials: Trials) -> Size | None:
         if cache_bytes >= question.kv_cache_memory_bytes or not trials.holds(smaller):
             return None
         return trials.describe(smaller, (("--kv-cache-memory-bytes", str(cache_bytes)),))
-    # What holds the traffic also does so with more memory: the least is found by bisection.
+    # A budget above one that holds the traffic holds it too, so bisection finds the least.
     lowest_percent = 1
     highest_percent = floor(question.gpu_memory_utilization * 100)
     while lowest_percent < highest_percent:
@@ -249,7 +250,7 @@ def _find_smaller_share(trials: Trials) -> Size | None:
 
 
 def _list_others(trials: Trials) -> Iterator[Size]:
-    """Yield the smallest number of each card that holds the traffic, if any of GROUP_SIZES does."""
+    """Yield each card's smallest number that holds the traffic, if one of GROUP_SIZES does."""
     for card in _list_alternatives(trials.question.card_name or ""):
         for ranks in GROUP_SIZES:
             question = _move_to_card(trials, card, ranks)
@@ -261,7 +262,7 @@ def _list_others(trials: Trials) -> Iterator[Size]:
 
 
 def _list_alternatives(card_name: str) -> Iterator[Card]:
-    """Yield the cards to which an engine could move from a card: those of its maker."""
+    """Yield the cards to which an engine could move: those of the same maker."""
     is_amd = card_name.startswith(AMD_PREFIX)
     for card in CARDS:
         if card.name != card_name and card.name not in PROPOSED_CARDS:
@@ -271,12 +272,12 @@ def _list_alternatives(card_name: str) -> Iterator[Card]:
 
 
 def _is_same_size(question: Question, now: Question) -> bool:
-    """Return whether these are as many GPUs of the same memory as the engine has."""
+    """Return whether this is the engine's number of GPUs, with the same memory."""
     return (question.gpus, question.gpu_memory_bytes) == (now.gpus, now.gpu_memory_bytes)
 
 
 def _move_to_card(trials: Trials, card: Card, ranks: int) -> Question:
-    """Return the question for so many GPUs of a card, with the card's own defaults."""
+    """Return the question for this number of GPUs of a card, with the card's own defaults."""
     question = trials.question
     defaults = choose_defaults(card.memory_bytes, question.release)
     if card.has_small_defaults:

@@ -1,4 +1,4 @@
-"""The answer about sizes: what an engine's traffic needs, what it leaves unused, what holds it."""
+"""The answer about sizes: what the traffic needs, what it leaves unused, and what holds it."""
 
 from collections.abc import Iterator
 from math import floor
@@ -14,17 +14,19 @@ from vllm_headroom_tools.plan.verdict import list_unknown
 from vllm_headroom_tools.terminal import join_paragraphs, wrap_text
 
 MOST_ROWS: Final = 6
-"""Our choice: how many other sizes the table has; --json has all."""
+"""Our choice: the number of other sizes in the table; --json has all."""
 
 PERCENT: Final = 100
 
 SHORT_DAY_SECONDS: Final = 0.9 * DAY_SECONDS
-"""Our choice: less than this does not show the peaks of a day."""
+"""Our choice: a shorter history does not show the peaks of a day."""
 
 
 SAME_START_RATIO: Final = 0.97
-"""Our choice: an engine whose KV cache is smaller than this share of "at least" was started with
-other options. "At least" itself is exceeded in 2 of 100 starts, by little."""
+"""Our choice: if the KV cache is smaller than this share of the planned low bound ("at least"), the
+engine was started with other options. In 2 of 100 starts the cache is a little larger than the
+bound.
+"""
 
 
 def build_sizes_report(sizing: Sizing) -> Report:
@@ -68,7 +70,7 @@ def _conclude(sizing: Sizing) -> str:
     larger = "no size that is known here holds this traffic"
     if sizing.larger:
         larger = f"{sizing.larger[0].name} holds this traffic with a quarter to spare"
-    # From the worst on: what hurt outweighs how much room the numbers show.
+    # From the worst on: harm outweighs the room that the numbers show.
     if traffic.has_hurt:
         duration = format_duration(traffic.full_seconds)
         return f"It is too small: its KV cache was full for {duration} and preempted; {larger}."
@@ -171,7 +173,7 @@ def _format_waste(sizing: Sizing) -> Iterator[str]:
 
 
 def _choose_rows(sizing: Sizing) -> list[Size]:
-    """Return the other sizes to show: smaller ones, or larger ones where it has too little room."""
+    """Return the other sizes to show: smaller ones, or larger ones if room is short."""
     sizes = sizing.smaller if sizing.has_room else sizing.larger
     return list(sizes[:MOST_ROWS])
 

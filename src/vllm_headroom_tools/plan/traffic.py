@@ -30,34 +30,34 @@ from vllm_headroom_tools.trace import STDIN, read_trace
 
 
 class Traffic(Struct, frozen=True, kw_only=True):
-    """What the requests of one engine took at most; None for each figure that is not known.
+    """The largest amounts that the requests of one engine took; None for each unknown figure.
 
-    Of several data-parallel ranks the figures are those of the busiest.
+    With several data-parallel ranks, the figures are those of the busiest rank.
     """
 
     # The trace's file, or the sidecar.
     source: str
     seconds: float
     highest_running: float
-    # The share of the KV cache in use, at most, and the cache's size.
+    # The largest share of the KV cache in use, and the cache's size.
     highest_used_ratio: float
     capacity_tokens: float | None = None
     # How long the cache was full.
     full_seconds: float = 0.0
-    # Where requests queued for long: the median of those that waited, and of all requests and their
-    # tokens, if all of them ran.
+    # If requests queued for long: the median number of those that waited, and the requests and
+    # tokens that there would be if all of them ran.
     queued_seconds: float = 0.0
     queued_waiting: float | None = None
     queued_requests: float | None = None
     queued_tokens: float | None = None
-    # Whether the full cache preempted so often, for so long, that it did harm.
+    # Whether the full cache caused so many preemptions, for so long, that it did harm.
     has_hurt: bool = False
-    # The memory of a GPU that nobody used at the highest peak.
+    # The memory of a GPU that was free at the highest peak.
     least_free_bytes: float | None = None
     # Whether any prompt was found in the prefix cache.
     has_prefix_hits: bool = False
 
-    # What the engine was started with, as far as it shows.
+    # The settings of the engine, as far as it shows them.
     model_name: str | None = None
     ranks: int = 1
     gpus: int = 0
@@ -70,9 +70,9 @@ class Traffic(Struct, frozen=True, kw_only=True):
 
     @property
     def needed_tokens(self) -> float | None:
-        """The tokens that the traffic took at once, or would take without a queue.
+        """Return the tokens that the traffic took at once, or would take without a queue.
 
-        None where the size of the KV cache is not known.
+        None if the size of the KV cache is not known.
         """
         if self.capacity_tokens is None:
             return None
@@ -81,17 +81,17 @@ class Traffic(Struct, frozen=True, kw_only=True):
 
     @property
     def needed_requests(self) -> float:
-        """The requests that ran at once, or would have without a queue."""
+        """Return the requests that ran at once, or would have run without a queue."""
         return max(self.highest_running, self.queued_requests or 0.0)
 
     @property
     def has_capped_queue(self) -> bool:
-        """Whether requests queued although the cache was seldom full."""
+        """Return whether requests queued although the cache was seldom full."""
         return self.queued_waiting is not None and self.full_seconds < self.queued_seconds / 2
 
     @property
     def span(self) -> str:
-        """The length of the history, in words."""
+        """Return the length of the history, in words."""
         return format_duration(self.seconds)
 
 
@@ -110,7 +110,7 @@ class RankHistory:
         self.queued_tokens = Histogram()
         self._preemptions = Rise()
         self._finished = Rise()
-        # The facts while the cache was full.
+        # What happened while the cache was full.
         self._full_preemptions = 0.0
         self._full_finished = 0.0
         self._was_full = False
@@ -120,7 +120,7 @@ class RankHistory:
 
     @property
     def has_hurt(self) -> bool:
-        """Whether the full cache preempted so often, for so long, that advise calls it harm."""
+        """Return whether the preemptions of the full cache were harm, as advise judges it."""
         thrash = self._collapses.worst
         if thrash is not None and thrash.returned >= HURTING_PREEMPTIONS * thrash.finished:
             return True
@@ -129,14 +129,14 @@ class RankHistory:
         return self._full_preemptions >= HURTING_PREEMPTIONS * self._full_finished
 
     def has_other_size(self, reading: EngineReading) -> bool:
-        """Return whether the KV cache has another size than before; False if one is unknown."""
+        """Return whether the size of the KV cache has changed; False if either size is unknown."""
         if self.capacity_tokens is None or reading.kv_capacity_tokens is None:
             return False
         difference_tokens = abs(reading.kv_capacity_tokens - self.capacity_tokens)
         return difference_tokens > RESIZED_RATIO * self.capacity_tokens
 
     def step(self, reading: EngineReading, seconds: float) -> None:
-        """Add a sample, `seconds` after the previous one."""
+        """Add a sample that was taken `seconds` after the previous one."""
         self._seconds += seconds
         counts = StepCounts(
             seconds=seconds,
@@ -153,7 +153,8 @@ class RankHistory:
         self.highest_running = max(self.highest_running, reading.running or 0.0)
         self.highest_used_ratio = max(self.highest_used_ratio, used_ratio)
         is_full = used_ratio > FULL_RATIO
-        # Counts are since the previous sample: those of the sample after a full cache belong to it.
+        # Counters cover the time since the previous sample, so the sample after a full cache
+        # belongs to it.
         if is_full or self._was_full:
             self._full_preemptions += counts.preemptions
             self._full_finished += counts.finished
@@ -211,7 +212,7 @@ class TraceTraffic:
             self._step_gpu(gpu)
 
     def _have_other_sizes(self, readings: tuple[EngineReading, ...]) -> bool:
-        """Return whether any rank's KV cache has another size than before."""
+        """Return whether the size of any rank's KV cache has changed."""
         for reading in readings:
             rank = self._ranks.get(label_engine(reading))
             if rank is not None and rank.has_other_size(reading):
@@ -219,7 +220,7 @@ class TraceTraffic:
         return False
 
     def _step_gpu(self, gpu: Gpu) -> None:
-        """Lower the least free memory by a GPU's, at its peak since the previous sample."""
+        """Lower the least free memory to that of a GPU at its peak since the previous sample."""
         memory = gpu.reading.memory
         if memory is None:
             return
@@ -230,7 +231,7 @@ class TraceTraffic:
         self._least_free_bytes = free_bytes
 
     def build(self, source: str) -> Traffic:
-        """Return the traffic of all samples; raise BadInput where no request ran in any."""
+        """Return the traffic of all samples; raise BadInput if no request ran in any of them."""
         ranks = list(self._ranks.values())
         if not ranks or self._begin_seconds is None:
             raise BadInput(f"{source}: the engine's own page was not read in it")
@@ -262,7 +263,7 @@ class TraceTraffic:
         )
         _check_traffic(traffic)
         if traffic.queued_seconds < LASTING_SECONDS:
-            # A queue of moments is a burst, which the median of a longer time does not describe.
+            # A queue of a few moments is a burst; the median of a longer time does not describe it.
             return traffic
         return replace(
             traffic,
@@ -273,7 +274,7 @@ class TraceTraffic:
 
 
 def _check_traffic(traffic: Traffic) -> None:
-    """Raise BadInput where there is no traffic, or what it took is not known."""
+    """Raise BadInput if there is no traffic, or if what it took is not known."""
     if not traffic.highest_running:
         raise BadInput(f"{traffic.source}: no request ran in it, so that no size can be judged")
     if not traffic.highest_used_ratio:
@@ -281,7 +282,7 @@ def _check_traffic(traffic: Traffic) -> None:
 
 
 def read_trace_traffic(trace: str) -> Traffic:
-    """Return the traffic of a trace; raise BadInput where it cannot be read or has none."""
+    """Return the traffic of a trace; raise BadInput if it cannot be read or has none."""
     history = TraceTraffic()
     for snapshot in read_trace(trace):
         history.step(snapshot)
@@ -291,19 +292,19 @@ def read_trace_traffic(trace: str) -> Traffic:
 def read_document_traffic(document: dict[str, Any], source: str) -> Traffic:
     """Return the traffic of the last day in a sidecar's document.
 
-    Raise BadInput where it has none, or another shape.
+    Raises BadInput if the document has no traffic, or another structure.
     """
     try:
         return _read_document(document, source)
     except (AttributeError, LookupError, TypeError, ValueError):
-        # Imported here: --help needs no client of HTTP, which takes a while to import.
+        # Imported here: --help needs no HTTP client, which takes a while to import.
         from vllm_headroom_tools.sidecar import NO_DOCUMENT  # noqa: PLC0415
 
         raise BadInput(NO_DOCUMENT) from None
 
 
 def _read_document(document: dict[str, Any], source: str) -> Traffic:
-    """Return the traffic in a sidecar's snapshot; raise BadInput where it has none."""
+    """Return the traffic in a sidecar's snapshot; raise BadInput if it has none."""
     history = document["history"]
     if "kv_cache_used_ratio" not in history:
         raise BadInput(
@@ -320,7 +321,7 @@ def _read_document(document: dict[str, Any], source: str) -> Traffic:
     engine = engines[0]
     gpus = [gpu for gpu in document["gpus"] if (gpu["info"] or {}).get("attribution")]
     totals_bytes = [gpu["memory_total_bytes"] for gpu in gpus if gpu["memory_total_bytes"]]
-    # The curve has the requests of all ranks, between which vLLM divides them evenly.
+    # The curve is the sum over all ranks, and vLLM divides the requests evenly between them.
     rank_requests = max(running_requests, default=0.0) / len(engines)
     full_minutes = sum(ratio > FULL_RATIO for ratio in used_ratios)
     traffic = Traffic(
@@ -351,7 +352,7 @@ def _list_values(curve: list[list[float | None]]) -> Iterator[float]:
 
 
 def _read_utilization(gpus: list[dict[str, Any]]) -> float | None:
-    """Return the budget as a share of a GPU's total; None where it is unknown."""
+    """Return the budget as a share of a GPU's total memory; None if it is unknown."""
     for gpu in gpus:
         budget_bytes = (gpu["memory_reported_bytes"] or {}).get("budget")
         if budget_bytes and gpu["memory_total_bytes"]:
@@ -366,12 +367,12 @@ SPREAD_NAMES: Final = frozenset(
 
 
 def apply_traffic_options(options: Namespace, traffic: Traffic) -> Namespace:
-    """Return the options with those that the engine shows, where they are not typed.
+    """Return the options with those that the engine shows, unless they are typed.
 
-    A whole line after `--` has vLLM's defaults for what it does not set.
+    A whole command line after `--` has vLLM's defaults for the options that it does not set.
     """
     applied = Namespace(**vars(options))
-    # What is typed wins: the question may be about another card or model.
+    # The typed options win: the question may be about another card or model.
     typed_names = options.typed_names
     if not typed_names & MODEL_NAMES:
         applied.model = traffic.model_name
@@ -390,14 +391,14 @@ def apply_traffic_options(options: Namespace, traffic: Traffic) -> Namespace:
     if traffic.kv_cache_dtype in (*KV_DTYPES, *PACKED_KV_DTYPES):
         settings["kv_cache_dtype"] = traffic.kv_cache_dtype
     for name, value in settings.items():
-        # 0 is a setting that the engine does not show.
+        # 0 means that the engine does not show the setting.
         if name not in typed_names and value:
             setattr(applied, name, value)
     return applied
 
 
 def _choose_card(traffic: Traffic) -> GpuChoice | None:
-    """Return the engine's card by its name or size; None where it is not known here."""
+    """Return the engine's card by its name or size; None if it is not known here."""
     try:
         return parse_gpus_by_name(traffic.gpu_name)
     except RefusedError:

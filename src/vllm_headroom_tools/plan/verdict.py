@@ -1,4 +1,4 @@
-"""The answer in sentences: whether it fits, why, and what to know about the figures."""
+"""The answer in sentences: whether it fits, why, and remarks on the figures."""
 
 from collections.abc import Iterator
 from math import ceil, floor
@@ -28,10 +28,10 @@ from vllm_headroom_tools.sizing.question import SAFE_UTILIZATION, Question, find
 
 
 def list_unknown(estimate: MemoryEstimate) -> list[str]:
-    """Return a text for each thing that is unknown but needed, with the options that set it."""
+    """Return a text for each figure that is needed but unknown, with the options that set it."""
     question = estimate.question
     model_type = question.shape.unknown_type
-    # All at once: each run with one more option would show the next.
+    # All at once: otherwise each run with one more option would name only the next.
     unknown = []
     if model_type is not None:
         unknown.append(
@@ -56,7 +56,7 @@ def list_unknown(estimate: MemoryEstimate) -> list[str]:
 
 def explain_verdict(estimate: MemoryEstimate) -> str:
     """Return a sentence on whether vLLM starts, and why."""
-    # A certain answer needs no list of what is unknown.
+    # An answer that is certain needs no list of unknown figures.
     fits = can_start(estimate)
     if fits:
         return f"It fits: vLLM starts. {_explain_concurrency(estimate)}"
@@ -69,8 +69,8 @@ def explain_verdict(estimate: MemoryEstimate) -> str:
 
 
 def _explain_margin(estimate: MemoryEstimate) -> str:
-    """Return what passes by the low bounds of the estimates but not by the high ones."""
-    # Of the checks that are open, the first is what the reader meets first.
+    """Return which check passes by the low bounds of the estimates but not by the high ones."""
+    # If several checks are undecided, the reader meets the first one first.
     check = next(check for check in check_start(estimate) if check.passes is None)
     if check.name is CheckName.HOST_MEMORY:
         needed = format_range(estimate.host)
@@ -100,7 +100,7 @@ def _explain_concurrency(estimate: MemoryEstimate) -> str:
         return "It keeps nothing of a sequence: there is no KV cache."
     length = estimate.question.max_model_len or 1
     sequences = estimate.question.max_num_seqs
-    # The low bound counts: vLLM starts in any case, and preempts where fewer fit.
+    # The low bound counts: vLLM starts in any case, and preempts if fewer sequences fit.
     at_once = int(estimate.count_sequences(length) or 0)
     if at_once >= sequences:
         return f"All {sequences:,} sequences of {length:,} tokens fit at once."
@@ -158,7 +158,7 @@ def _note_decimal_card(question: Question) -> Iterator[str]:
 
 
 def _note_ignored_options(question: Question) -> Iterator[str]:
-    """Note an assumed draft model, and the options of vLLM's that are not counted."""
+    """Note an assumed draft model, and the options of vLLM that are not counted."""
     if question.assumed_draft is not None:
         yield (
             f"The draft {question.assumed_draft} is not known here. It counts as the largest of its"
@@ -169,7 +169,7 @@ def _note_ignored_options(question: Question) -> Iterator[str]:
 
 
 def _note_copies(question: Question) -> Iterator[str]:
-    """Note a KV cache of which tensor parallelism makes copies."""
+    """Note a KV cache that tensor parallelism copies to several GPUs."""
     ranks = question.tensor_parallel_size
     kv_heads = question.shape.heads.count
     context_ranks = question.decode_context_parallel_size
@@ -185,7 +185,7 @@ def _note_copies(question: Question) -> Iterator[str]:
 
 
 def _note_omissions(question: Question) -> Iterator[str]:
-    """Note weights and activations that are not counted, and a type of model without a check."""
+    """Note weights and activations that are not counted, and an unchecked type of model."""
     model_type = question.shape.unknown_type
     if model_type is not None:
         yield (
@@ -201,7 +201,7 @@ def _note_omissions(question: Question) -> Iterator[str]:
 
 
 def _note_memory_outside(estimate: MemoryEstimate) -> Iterator[str]:
-    """Note memory outside the budget: the machine's with unified memory, else a tight card."""
+    """Note memory outside the budget: the machine's with unified memory, otherwise a tight card."""
     question = estimate.question
     if question.unified_memory:
         offloaded = ""
@@ -230,14 +230,15 @@ def _note_memory_outside(estimate: MemoryEstimate) -> Iterator[str]:
 
 
 SMALLEST_LENGTH: Final = 256
-"""Our choice: the shortest sequence in tokens that is proposed; a server for shorter ones is of no
-use."""
+"""Our choice: the shortest length of a sequence, in tokens, that is proposed; a server with a
+shorter limit is of no use.
+"""
 
 SIXTEEN_BIT_BYTES: Final = 2.0
-"""Bytes of a value in 16 bits; a cache with smaller values is already rounded."""
+"""The bytes of a value in 16 bits; a cache with smaller values is already rounded."""
 
 TENSOR_PARALLEL_LIMIT: Final = 64
-"""Our choice: the most GPUs over which an engine is proposed to be spread."""
+"""Our choice: the largest number of GPUs that is proposed for an engine."""
 
 Settings = tuple[tuple[str, str], ...]
 """Pairs of option and value."""
@@ -251,7 +252,7 @@ class Saving(Struct, frozen=True):
 
 
 class Trial(Struct, frozen=True):
-    """A change of settings that is tried: vLLM may start with it."""
+    """A change of settings that is tried because vLLM may start with it."""
 
     settings: Settings
     # The disadvantage of the change, in words.
@@ -263,9 +264,8 @@ class Trial(Struct, frozen=True):
 def find_changes(estimate: MemoryEstimate) -> tuple[Saving, ...]:
     """Return the changes with which vLLM surely starts, the cheapest first.
 
-    For each option that is the value nearest to the current one. If a shorter `max_model_len` alone
-    is not enough, options that help only together with one are returned too. Empty where no change
-    helps.
+    Each option is changed to the nearest value that helps. If a shorter `max_model_len` alone is
+    not enough, options that help only together with one are returned too. Empty if no change helps.
     """
     shortened = _shorten(estimate.question)
     is_shortening_enough = shortened is not None and _surely_starts(shortened.question)
@@ -281,7 +281,7 @@ def find_changes(estimate: MemoryEstimate) -> tuple[Saving, ...]:
             both_prices = f"{trial.price}; {shorter.price}"
             trials.append(Trial(both_settings, both_prices, shorter.question))
 
-    # Trials of the same options begin with the nearest value: the first that starts counts.
+    # The trials of an option begin with the nearest value, and the first that starts counts.
     savings: dict[tuple[str, ...], Saving] = {}
     for trial in trials:
         options = tuple(option for option, _ in trial.settings)
@@ -298,11 +298,11 @@ def _surely_starts(question: Question) -> bool:
 def _shorten(question: Question) -> Trial | None:
     """Return a trial with the longest `max_model_len` that fits.
 
-    None where the current one fits, or only one that is too short to be of use.
+    None if the current one fits, or if only a useless length would fit.
     """
     longest = estimate_memory(question).find_longest(1) or 0
     length = question.max_model_len
-    # Not longer than the model can take.
+    # Not longer than the model supports.
     if question.shape.max_model_len is not None:
         longest = min(longest, question.shape.max_model_len)
     if longest < SMALLEST_LENGTH or (length is not None and longest >= length):
@@ -330,10 +330,10 @@ def _list_trials(question: Question) -> Iterator[Trial]:
 
 
 def _run_fewer_sequences(question: Question) -> Iterator[Trial]:
-    """Yield trials with fewer sequences, the most of them first: each needs room for logits.
+    """Yield trials with fewer sequences, beginning with the most: each needs room for logits.
 
-    They are as many as there are blocks for states, then half of the current ones, a quarter and
-    so on.
+    The first has as many as there are blocks for states. The next ones have half of the current
+    number, a quarter and so on.
     """
     blocks = estimate_memory(question).blocks or 0
     if question.shape.stateful_layers and 0 < blocks < question.max_num_seqs:
@@ -342,7 +342,7 @@ def _run_fewer_sequences(question: Question) -> Iterator[Trial]:
             "more requests wait",
             replace(question, max_num_seqs=blocks),
         )
-    # Half of them again and again: the first that fits is the nearest.
+    # The number is halved repeatedly, so the first trial that fits is the nearest.
     for halvings in range(1, question.max_num_seqs.bit_length()):
         sequences = question.max_num_seqs >> halvings
         yield Trial(
@@ -353,7 +353,7 @@ def _run_fewer_sequences(question: Question) -> Iterator[Trial]:
 
 
 def _enlarge_batch(question: Question) -> Iterator[Trial]:
-    """Yield a trial whose batch has the tokens of a block; none where it has them already."""
+    """Yield a trial with a batch of at least one block's tokens; none if it has them already."""
     block_tokens = estimate_memory(question).layout.block_tokens
     if question.shape.stateful_layers and block_tokens > question.max_num_batched_tokens:
         yield Trial(
@@ -364,7 +364,7 @@ def _enlarge_batch(question: Question) -> Iterator[Trial]:
 
 
 def _leave_graphs(question: Question) -> Iterator[Trial]:
-    """Yield a trial without CUDA graphs, for models with states; none where there are none.
+    """Yield a trial without CUDA graphs for a model with states; none for other models.
 
     With graphs each sequence needs a block for its state.
     """
@@ -377,10 +377,10 @@ def _leave_graphs(question: Question) -> Iterator[Trial]:
 
 
 def _change_share(question: Question) -> Iterator[Trial]:
-    """Yield a trial with another share of the card for vLLM; none where the cache's size is set.
+    """Yield a trial with another share of the card for vLLM; none if the cache's size is set.
 
-    It is the highest share that is safe. With unified memory it is all that the machine itself does
-    not need, which may be less than the current share.
+    The share is the highest that is safe. With unified memory the machine itself keeps what it
+    needs, so the share may be lower than the current one.
     """
     if question.kv_cache_memory_bytes is not None:
         return
@@ -392,7 +392,7 @@ def _change_share(question: Question) -> Iterator[Trial]:
     if question.unified_memory and question.gpu_memory_bytes is not None:
         machine_bytes = question.gpu_memory_bytes
         budget_bytes = machine_bytes - estimate_outside(question, assume_start(question)).high
-        # Rounded down to whole per cents.
+        # Rounded down to a whole per cent.
         share = floor(budget_bytes / machine_bytes * 100) / 100
         price = "the system and vLLM's own processes keep what they need"
         is_useful = share > 0
@@ -405,10 +405,10 @@ def _change_share(question: Question) -> Iterator[Trial]:
 
 
 def _round_cache(question: Question) -> Iterator[Trial]:
-    """Yield a trial with keys and values in FP8, unless they already have 8 bits or fewer."""
+    """Yield a trial with keys and values in FP8, unless they already have at most 8 bits."""
     is_unrounded = question.shape.kv_dtype_bytes >= SIXTEEN_BIT_BYTES
     dtype = question.kv_cache_dtype
-    # With "auto", a checkpoint that has scales for its cache already has a cache in 8 bits.
+    # With "auto", the cache already has 8 bits if the checkpoint contains scales for it.
     if dtype in {"float16", "bfloat16"} or (dtype == "auto" and is_unrounded):
         yield Trial(
             (("--kv-cache-dtype", "fp8"),),
@@ -432,12 +432,12 @@ def _round_weights(question: Question) -> Iterator[Trial]:
 def _offload_less_cache(question: Question) -> Iterator[Trial]:
     """Yield a trial with the largest tier of the KV cache for which the host has room.
 
-    None where there is no tier, or the host's memory is not given.
+    None if there is no tier, or if the host's memory is not given.
     """
     host_bytes = question.host_memory_bytes
     if host_bytes is None or not question.kv_offloading_bytes:
         return
-    # What the other parts leave of the host, at their highest.
+    # The memory of the host that the other parts leave, by their high bounds.
     without_tier = estimate_host(replace(question, kv_offloading_bytes=0))
     tier_bytes = (host_bytes - without_tier.high) / OFFLOAD_FACTOR / question.data_parallel_size
     tier_gib = max(0, floor(tier_bytes / GIB))
@@ -479,22 +479,24 @@ def _use_more_gpus(question: Question) -> Iterator[Trial]:
 
 
 PCIE_BYTES_PER_SECOND: Final = 25e9
-"""Our choice: the part of the 31.5 GB/s of 16 lanes of PCIe 4.0 that is assumed to be used. It
-gives the order of magnitude."""
+"""Our choice: the bandwidth that is assumed to be reached, of the 31.5 GB/s of 16 lanes of PCIe
+4.0. It gives the order of magnitude.
+"""
 
 
 def _offload_weights(question: Question) -> Iterator[Trial]:
-    """Yield a trial with the fewest GiB of each GPU's weights on the host with which vLLM starts.
+    """Yield a trial that offloads the fewest GiB of weights per GPU with which vLLM starts.
 
-    If it starts with none, the trial has as many as the host can hold. Yield nothing where the
-    host's memory is not given or is the card's own, or holds no more than now.
+    If vLLM starts with no amount, the trial offloads as much as the host can hold. Yields nothing
+    if the host's memory is not given, is the card's own, or has no room for more.
     """
     host_bytes = question.host_memory_bytes
     weights_bytes = question.weights_bytes
     if host_bytes is None or weights_bytes is None or question.unified_memory:
         return
     now_gib = ceil(question.cpu_offload_bytes / GIB)
-    # The host has to hold vLLM's processes and, of each GPU, up to OFFLOAD_FACTOR of the offload.
+    # The host has to hold vLLM's processes and, for each GPU, up to OFFLOAD_FACTOR times the
+    # offload.
     without_offload = estimate_host(replace(question, cpu_offload_bytes=0))
     host_room_bytes = (host_bytes - without_offload.high) / OFFLOAD_FACTOR / question.gpus
     most_bytes = min(host_room_bytes, weights_bytes + question.cpu_offload_bytes)
@@ -502,7 +504,7 @@ def _offload_weights(question: Question) -> Iterator[Trial]:
     if most_gib <= now_gib:
         return
     # If vLLM starts with some weights on the host, it also starts with more, as long as the host
-    # has room. So the least is found by bisection.
+    # has room. So bisection finds the least.
     lowest_gib = now_gib + 1
     highest_gib = most_gib
     while lowest_gib < highest_gib:
@@ -511,7 +513,8 @@ def _offload_weights(question: Question) -> Iterator[Trial]:
             highest_gib = middle_gib
         else:
             lowest_gib = middle_gib + 1
-    # vLLM copies what it offloads in every forward pass (its documentation of cpu_offload_gb).
+    # vLLM copies the offloaded weights in every forward pass (see its documentation of
+    # cpu_offload_gb).
     step_seconds = lowest_gib * GIB / PCIE_BYTES_PER_SECOND
     price = f"slow: every step copies them over PCIe, about {step_seconds:.2g} s at 25 GB/s"
     yield Trial(

@@ -9,11 +9,14 @@ from msgspec import Struct
 from vllm_headroom_tools.sizing.drafts import DRAFT_MODEL
 
 LOOKED_UP: Final = ("ngram", "ngram_gpu", "suffix", "custom_class")
-"""Methods that look drafts up in the text or run a user's code: they take no memory that is known
-before (vLLM 0.33, config/speculative.py)."""
+"""Methods that look drafts up in the text or run a user's code: how much memory they take is not
+known in advance (vLLM 0.33, config/speculative.py).
+"""
 
 OWN_HEADS: Final = "mtp"
-"""The method whose drafts the model's own further layers make (multi-token prediction)."""
+"""The method for which additional layers of the model itself make the drafts (multi-token
+prediction).
+"""
 
 OWN_CHECKPOINT: Final = (OWN_HEADS, "dspark")
 """Methods whose layers may be in the model's own checkpoint."""
@@ -32,38 +35,38 @@ that is found counts. vLLM 0.33 has the first four (config/speculative.py, `__po
 knows the last three by the draft's configuration."""
 
 HIDDEN_STATES: Final = "extract_hidden_states"
-"""The method that keeps hidden states in the cache; of which layers, its own configuration has."""
+"""The method that keeps hidden states in the cache; its own configuration names the layers."""
 
 ASSISTANT: Final = "-assistant"
-"""How the names of Gemma 4's drafts end: they read the model's cache, and keep none."""
+"""The suffix of the names of Gemma 4's drafts, which read the model's cache and keep none."""
 
 USER_CODE: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", re.ASCII)
 """A class of a user's code (vLLM 0.33, `_is_custom_proposer_path`)."""
 
 
 class Speculation(Struct, frozen=True, kw_only=True):
-    """How vLLM is to speculate."""
+    """The speculation that vLLM is to use."""
 
     tokens: int = 0
-    # By vLLM's name; None where nothing is speculated.
+    # The method by vLLM's name; None without speculation.
     method: str | None = None
-    # The name of another model that makes the drafts; None where there is none.
+    # The name of another model that makes the drafts; None without one.
     draft_name: str | None = None
 
     @property
     def has_own_heads(self) -> bool:
-        """Whether the model's own checkpoint has the layers that make the drafts."""
+        """Return whether the model's own checkpoint has the layers that make the drafts."""
         return self.draft_name is None and self.method in OWN_CHECKPOINT
 
     @property
     def needs_draft(self) -> bool:
-        """Whether vLLM refuses the method, since no draft is named."""
+        """Return whether vLLM refuses the method because no draft is named."""
         has_no_draft = self.method is not None and self.draft_name is None
         return has_no_draft and self.method not in {*LOOKED_UP, *OWN_CHECKPOINT}
 
 
 def read_speculation(options: Namespace) -> Speculation:
-    """Return how vLLM is to speculate by its options (config/speculative.py, `__post_init__`)."""
+    """Return the speculation that these options choose (config/speculative.py, `__post_init__`)."""
     config = _join_speculative_options(options)
     if not config:
         return Speculation()
@@ -76,7 +79,7 @@ def read_speculation(options: Namespace) -> Speculation:
         name = None
     elif method == HIDDEN_STATES:
         name = HIDDEN_STATES
-    # A model's own heads may be named by the model itself, as by Ernie's recipes.
+    # The model's own name may be given for its own heads, as in Ernie's recipes.
     is_assistant = name is not None and name.endswith(ASSISTANT)
     if method == OWN_HEADS and not is_assistant:
         name = None
@@ -107,7 +110,7 @@ def _name_method(given_method: str, draft_name: str | None) -> str:
 
 
 def _join_speculative_options(options: Namespace) -> dict[str, Any]:
-    """Return the configuration as JSON, completed by single options; empty without any of them."""
+    """Return the configuration as JSON, with the values of single options; empty without either."""
     config: dict[str, Any] = dict(options.speculative_config or {})
     single_options = {
         "method": options.spec_method,

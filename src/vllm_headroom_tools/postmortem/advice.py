@@ -1,4 +1,4 @@
-"""What to do about each cause of an end."""
+"""What to do about each cause of an exit."""
 
 from typing import Final
 
@@ -95,9 +95,9 @@ TODO: Final[dict[EndCause, tuple[tuple[str, str | None], ...]]] = {
 def list_steps(
     cause: EndCause, end: Ending | None, pod: EnginePod | None
 ) -> tuple[tuple[str, str | None], ...]:
-    """Return what to do about a cause, each with a link or None; options with their values.
+    """Return the steps against a cause, each with a link or None; options have their values.
 
-    Commands name the engine's `pod`, where it is known.
+    Commands name the engine's `pod` if it is known.
     """
     steps = TODO[cause]
     if pod is not None:
@@ -123,5 +123,6 @@ SITUATIONS: Final = {
     EndCause.HANG: Situation.STALLED,
     EndCause.NOTHING: None,
 }
-"""The situation of docs/situations.md that a cause belongs to; for causes not listed, the situation
-"down"."""
+"""The situation of docs/situations.md to which a cause belongs; a cause that is not listed belongs
+to "down".
+"""

@@ -1,4 +1,4 @@
-"""The command `postmortem`: its options, and which file it reads."""
+"""The command `postmortem`: its options, and the choice of the file to read."""
 
 import os
 from argparse import Namespace
@@ -54,10 +54,10 @@ def _add_options(parser: Parser) -> None:
 
 
 def find_engine_folder(place: Path, wanted: str | None) -> Path:
-    """Return the state folder of one engine, where `place` has those of several; else `place`.
+    """Return the state folder of one engine if `place` has several; otherwise `place`.
 
-    Of several pods with the wanted name, it is the newest one's. Raises BadInput where there is not
-    exactly one engine with that name, or `place` cannot be read.
+    If several pods have the wanted name, it is the folder of the newest one. Raises BadInput if not
+    exactly one engine has that name, or if `place` cannot be read.
     """
     newest_folders: dict[str, Path] = {}
     try:
@@ -65,7 +65,7 @@ def find_engine_folder(place: Path, wanted: str | None) -> Path:
         for folder in sorted(folders, key=lambda path: path.stat().st_mtime):
             # The folder's last part is the pod's UID, which no operator types.
             *names, _ = folder.name.removeprefix(PREFIX).split("_")
-            # With a pod's names these are its namespace, its name and its UID.
+            # Three names are the pod's namespace, its name and its UID.
             is_pods = len(names) == POD_NAMES
             newest_folders["/".join(names[:2]) if is_pods else "_".join(names)] = folder
     except OSError as error:
@@ -85,7 +85,7 @@ def find_engine_folder(place: Path, wanted: str | None) -> Path:
 def find_trace(place: Path) -> Path:
     """Return the trace to read: the file itself, or the newest incident in a folder.
 
-    Raises BadInput where the folder cannot be read or has no incident.
+    Raises BadInput if the folder cannot be read or has no incident.
     """
     if not place.is_dir():
         return place
@@ -104,15 +104,15 @@ def find_trace(place: Path) -> Path:
 
 
 def _run(options: Namespace) -> Report:
-    """Return the report; raise BadOptions where neither an argument nor a variable names a file."""
+    """Return the report; raise BadOptions if neither an argument nor a variable names a file."""
     place = options.place or os.environ.get(STATE_DIR)
     if not place:
         hint = "" if options.log is None else "; vllm-headroom advise reads a log without a record"
         raise BadOptions(f"needs a FILE or a FOLDER, or {STATE_DIR} in the environment{hint}")
-    # A file that is named may be of another pod.
+    # A file that is named may belong to another pod.
     pod = read_engine_pod() if options.place is None else None
     log = None if options.log is None else read_engine_log(options.log)
-    # The variable is of this pod's engine, so it does not count for a named file.
+    # The variable describes this pod's engine, so it is ignored for a named file.
     reported_bytes = options.reported_bytes
     if reported_bytes is None and options.place is None:
         reported_bytes = read_reported_bytes(os.environ)

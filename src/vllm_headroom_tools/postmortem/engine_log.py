@@ -1,4 +1,4 @@
-"""The engine's log beside a flight record: what it reports about an end, and its last minute."""
+"""The engine's log beside a flight record: its report of the exit, and its last minute."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -20,13 +20,13 @@ from vllm_headroom.vocabulary import LogEventKind, LogFailureKind, LogRemarkKind
 from vllm_headroom_tools.engine_log import find_decisive_start
 
 LAST_SECONDS: Final = 60.0
-"""How much of the log before its end is shown."""
+"""The length of the log's end that is shown."""
 
 MOST_EVENTS: Final = 16
-"""Our choice: how many lines of the log are shown."""
+"""Our choice: the number of the log's lines that are shown."""
 
 LARGEST_ZONE_SECONDS: Final = 14 * HOUR_SECONDS
-"""No time zone is further from UTC."""
+"""No time zone differs more from UTC."""
 
 REMARK_WORDS: Final = {
     LogRemarkKind.PREEMPTION: "the KV cache was full: requests are computed again",
@@ -37,14 +37,14 @@ REMARK_WORDS: Final = {
     LogRemarkKind.CONTEXT_REDUCED: "the longest request was shortened to what fits",
     LogRemarkKind.BLOCKED: "a worker does not answer",
 }
-"""What a warning of the log means, in a line of it."""
+"""The meaning of each warning of the log, in one line."""
 
 
 def find_start(log: EngineLog, end_seconds: float | None) -> EngineStart | None:
-    """Return the start whose end an exit is, by the times of the log.
+    """Return the start that ended with an exit, by the times of the log.
 
-    Without times, or without an exit, it is the newest that failed, else the newest. None where all
-    starts of the log are known to have ended at another time.
+    Without times, or without an exit, it is the newest start that failed, or else the newest start.
+    None if all starts of the log are known to have ended at another time.
     """
     if end_seconds is None:
         return find_decisive_start(log.starts)
@@ -64,7 +64,7 @@ def find_start(log: EngineLog, end_seconds: float | None) -> EngineStart | None:
 
 
 def find_end_time(start: EngineStart) -> LogTime:
-    """Return when a start ended: the time of its failure, else of its last line."""
+    """Return when a start ended: the time of its failure, or else of its last line."""
     failure = start.root_failure
     has_time = failure is not None and failure.time != LogTime()
     return failure.time if failure is not None and has_time else start.end
@@ -73,7 +73,7 @@ def find_end_time(start: EngineStart) -> LogTime:
 def build_log_ending(start: EngineStart, end_seconds: float) -> LogEnding | None:
     """Return what a start reports about an exit.
 
-    None where it reports no failure, and its last line is too old to be the last before the exit.
+    None if it reports no failure and its last line is too old to be the last before the exit.
     """
     failure = start.root_failure
     seconds = place_time(find_end_time(start), end_seconds)
@@ -85,7 +85,7 @@ def build_log_ending(start: EngineStart, end_seconds: float) -> LogEnding | None
 
 
 def place_time(time: LogTime, near_seconds: float) -> float | None:
-    """Return the time of a line since the epoch; None where the line has none.
+    """Return the time of a line since the epoch; None if the line has no time.
 
     The engine's own clock has no year and no time zone: the zone, a whole number of hours from UTC,
     is the one that brings the time nearest to `near_seconds`.
@@ -107,7 +107,7 @@ def place_time(time: LogTime, near_seconds: float) -> float | None:
         return None
     seconds = min(candidates, key=lambda candidate: abs(candidate - near_seconds))
     distance_seconds = seconds - near_seconds
-    # Further away than any zone: the line is of another day.
+    # No time zone is that far away, so the line is from another day.
     if abs(distance_seconds) > LARGEST_ZONE_SECONDS + LOGGED_END_SECONDS:
         return seconds
     return seconds - HOUR_SECONDS * round(distance_seconds / HOUR_SECONDS)
@@ -116,7 +116,7 @@ def place_time(time: LogTime, near_seconds: float) -> float | None:
 def list_log_lines(start: EngineStart) -> Iterator[tuple[str, str]]:
     """Yield the time and the meaning of each line of the last minute, the oldest first.
 
-    Lines of requests and of no event are left out, and what each process repeats.
+    Lines about requests, lines without an event, and lines that each process repeats are left out.
     """
     events = start.recent_events
     times = [_read_seconds(event.time) for event in events]
@@ -144,7 +144,7 @@ def list_log_lines(start: EngineStart) -> Iterator[tuple[str, str]]:
 
 
 def _read_seconds(time: LogTime) -> float | None:
-    """Return a time that can be compared with others of the same log; None where it has none."""
+    """Return a time to compare with others of the same log; None if the line has none."""
     if time.seconds is not None or time.clock is None:
         return time.seconds
     with suppress(ValueError):
@@ -154,10 +154,10 @@ def _read_seconds(time: LogTime) -> float | None:
 
 
 def describe_event(event: LogEvent) -> str | None:
-    """Return what a line means; None for a line that means nothing about an end."""
+    """Return what a line means; None if it means nothing for an exit."""
     figures = event.figures
     if event.kind is LogEventKind.FAILURE and event.failure is not None:
-        # The cause may be another line of the log.
+        # The cause may be in another line of the log.
         if event.failure.kind is LogFailureKind.ENGINE_DIED:
             return "the engine's core exited"
         return f"{describe_failure(event.failure)} ({describe_place(event.failure)})"
@@ -176,4 +176,4 @@ WORDS: Final = {
     LogEventKind.SERVING: "the engine serves",
     LogEventKind.STOP: "the engine shuts down on request",
 }
-"""What other lines mean."""
+"""The meaning of other lines."""

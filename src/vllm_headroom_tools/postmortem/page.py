@@ -1,4 +1,4 @@
-"""A post-mortem as one HTML file, which loads nothing."""
+"""A post-mortem as one HTML file that loads nothing else."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -15,7 +15,9 @@ from vllm_headroom_tools.postmortem.advice import TODO
 from vllm_headroom_tools.postmortem.report import Line, Postmortem, list_sections
 
 CURVE_COLUMNS: Final = 480
-"""Our choice: to how many columns a curve is thinned, one for two pixels of a wide window."""
+"""Our choice: the number of points to which a curve is thinned, one for each two pixels of a wide
+window.
+"""
 
 OUR_LINKS: Final = re.compile(
     "|".join({re.escape(link) for steps in TODO.values() for _, link in steps if link})
@@ -27,11 +29,11 @@ FINDING_LEVELS: Final = {
     Sureness.LIKELY: Level.WARNING,
     Sureness.POSSIBLE: Level.UNKNOWN,
 }
-"""The level whose colour a finding has, by how sure the finding is."""
+"""The level that gives a finding its colour, by how sure the finding is."""
 
 
 def build_page(postmortem: Postmortem) -> str:
-    """Return the HTML page, complete in one text."""
+    """Return the complete HTML page."""
     title = f"Post-mortem: {postmortem.answer.sentence}"
     when = "" if postmortem.ending is None else format_instant(postmortem.ending.seconds)
     return (
@@ -76,7 +78,7 @@ def _render_section(title: str, lines: list[Line]) -> str:
 
 
 def _draw_figures(postmortem: Postmortem) -> Iterator[str]:
-    """Yield a figure of each GPU's free memory, a second one of its last minutes, and the load.
+    """Yield a figure of each GPU's free memory, another of its last minutes, and one of the load.
 
     The last minutes are known only for GPUs of a run that has ended.
     """
@@ -101,7 +103,7 @@ def _draw_figures(postmortem: Postmortem) -> Iterator[str]:
 def _list_free(gpu: GpuAtEnd, used: Iterable[tuple[float, int]]) -> list[Point]:
     """Return a GPU's free bytes from its used bytes, by time.
 
-    Empty where the size of the GPU is unknown.
+    Empty if the size of the GPU is unknown.
     """
     usable_bytes = gpu.usable_bytes
     if usable_bytes is None:
@@ -110,10 +112,10 @@ def _list_free(gpu: GpuAtEnd, used: Iterable[tuple[float, int]]) -> list[Point]:
 
 
 def _draw_memory(title: str, points: list[Point], end_seconds: float | None) -> str:
-    """Return a figure of memory, on a scale from 0; an empty text where no value is known.
+    """Return a figure of memory, on a scale from 0; an empty text if no value is known.
 
-    The highest value until the end sets the scale. After the end all memory is free, and on that
-    scale the curve before would be flat.
+    The highest value until the exit sets the scale. After the exit all memory is free; on a scale
+    with that value, the curve before it would be flat.
     """
     sizes = []
     for seconds, n_bytes in points:
@@ -128,7 +130,7 @@ def _draw_memory(title: str, points: list[Point], end_seconds: float | None) -> 
 
 
 def _draw_requests(title: str, points: list[Point], end_seconds: float | None) -> str:
-    """Return a figure of requests; an empty text where no value is known."""
+    """Return a figure of requests; an empty text if no value is known."""
     counts = [count for _, count in points if count is not None]
     if not counts:
         return ""
@@ -143,7 +145,7 @@ def _build_frame(points: list[Point], top: float) -> Frame:
 
 
 def _draw_shapes(frame: Frame, points: list[Point], end_seconds: float | None) -> tuple[str, ...]:
-    """Return the curve, and a mark at the end where there is one."""
+    """Return the curve, and a mark at the exit if there is one."""
     stretches = drawing.thin_curve(drawing.build_curve(points), CURVE_COLUMNS)
     curve = drawing.draw_curve(frame, stretches)
     return (curve,) if end_seconds is None else (curve, drawing.draw_mark(frame, end_seconds))

@@ -46,7 +46,7 @@ from vllm_headroom_tools.terminal import join_paragraphs, wrap_headed, wrap_text
 from vllm_headroom_tools.trace import read_lines, read_trace
 
 NO_INCIDENT: Final = Incident(t=0.0, what=IncidentKind.ENDED)
-"""Replaces the facts of an incident where the trace is none."""
+"""The facts that are used for a trace that is not an incident."""
 
 NO_END: Final = Diagnosis(
     cause=EndCause.NOTHING,
@@ -55,17 +55,18 @@ NO_END: Final = Diagnosis(
 )
 
 SAME_EVENT_SECONDS: Final = 0.5
-"""A sample this close to an incident's time is the sample of its event: an incident has its time to
-the millisecond."""
+"""A sample this close to an incident's time is the sample of its event, because the time of an
+incident is exact to the millisecond.
+"""
 
 MOST_LISTED_HOLDERS: Final = 16
-"""Our choice: how many processes that held memory are listed, of each kind."""
+"""Our choice: the number of processes that are listed as holders of memory, for each kind."""
 
 MOST_SNAPSHOT_LINES: Final = 10
-"""Our choice: how many lines of code of a snapshot are listed."""
+"""Our choice: the number of lines of code that are listed of a snapshot."""
 
 TEXT_LOG_LINES: Final = 10
-"""Our choice: how many of the sidecar's last log lines the text shows; the page shows more."""
+"""Our choice: the number of the sidecar's last log lines in the text; the page shows more."""
 
 Line = tuple[str, str]
 """A name and its text."""
@@ -82,14 +83,14 @@ class Postmortem(Struct, frozen=True, kw_only=True):
     incident: Incident
     """The facts of the incident; `NO_INCIDENT` for another trace."""
     pod: EnginePod | None
-    """Where the engine ran; None where the file does not name it, or outside of Kubernetes."""
+    """Where the engine ran; None if the file does not name its pod, or outside Kubernetes."""
     timeline: tuple[tuple[float, str], ...]
     """The changes before the end: seconds since the epoch, and a sentence."""
     curves: Curves
     log: EngineLog | None = None
-    """The engine's log; None where none is given."""
+    """The engine's log; None if none is given."""
     log_start: EngineStart | None = None
-    """The start of the log that ended then; None where the log has none of that time."""
+    """The start in the log that ended at that time; None without such a start."""
 
     @property
     def answer(self) -> Diagnosis:
@@ -98,7 +99,7 @@ class Postmortem(Struct, frozen=True, kw_only=True):
 
     @property
     def situation(self) -> Situation | None:
-        """The situation that the surest finding belongs to; None where nothing ended."""
+        """Return the situation to which the surest finding belongs; None if nothing ended."""
         return SITUATIONS.get(self.answer.cause, Situation.DOWN)
 
 
@@ -109,10 +110,10 @@ def read_postmortem(
     *,
     reported_bytes: int | None = None,
 ) -> Postmortem:
-    """Return the post-mortem of a trace, with the engine's log beside it where that is given.
+    """Return the post-mortem of a trace, together with the engine's log if one is given.
 
-    `pod` counts where the file does not name the engine's. Raises BadInput where the trace cannot
-    be read, or has no samples and is no incident: an incident may have none.
+    `pod` counts if the file does not name the engine's pod. Raises BadInput if the trace cannot be
+    read, or if it has no samples and is not an incident (an incident may have none).
     """
     incident = read_facts(file)
     follower = EndFollower(incident, reported_bytes=reported_bytes)
@@ -123,17 +124,17 @@ def read_postmortem(
         curves.step(snapshot)
     if incident is None and not follower.replay.samples:
         raise BadInput(f"{file}: has no samples")
-    # The samples decide the cause; a log makes it sure or contradicts it.
+    # The samples decide on the cause; a log confirms it or contradicts it.
     ending = follower.ending
     start = None
     if log is not None:
         start = find_start(log, None if ending is None else ending.seconds)
         if ending is not None and start is not None:
-            # The log that is given replaces what the incident has of it.
+            # The log that is given replaces the log lines in the incident.
             ending = replace(ending, log=build_log_ending(start, ending.seconds))
     # The daemon saves an incident only for an end or a stall.
     has_ended = incident is not None or follower.is_page_lost
-    # A plain trace has samples and no facts: its sections stay empty.
+    # A plain trace has samples but no facts, so the sections of facts stay empty.
     facts = incident or NO_INCIDENT
     return Postmortem(
         file=str(file),
@@ -149,10 +150,10 @@ def read_postmortem(
 
 
 def read_facts(file: Path) -> Incident | None:
-    """Return the facts of an incident; None for a trace that is no incident.
+    """Return the facts of an incident; None for a trace that is not an incident.
 
-    Where the file has several events, the facts are those of the decisive event. Raises BadInput
-    where the file cannot be read, or its header lacks the time or the kind of event.
+    If the file has several events, the facts are those of the decisive event. Raises BadInput if
+    the file cannot be read, or if its header lacks the time or the kind of event.
     """
     try:
         with file.open("rb") as stream:
@@ -182,11 +183,11 @@ class EndFollower:
         self, incident: Incident | None = None, *, reported_bytes: int | None = None
     ) -> None:
         self.ending: Ending | None = None
-        """The end with its evidence; None as long as no sample shows one."""
+        """The end with its evidence; None until a sample shows one."""
         self.replay = LeakReplay(reported_bytes=reported_bytes)
         """The leak detector and the engine's runs."""
         self.is_page_lost = False
-        """Whether a page that once answered does not answer in the newest sample."""
+        """Whether a page that answered earlier does not answer in the newest sample."""
         self._incident = incident
         self._has_answered = False
         self._leaks: dict[str, tuple[LeakState, Moment | None]] = {}
@@ -194,7 +195,8 @@ class EndFollower:
     def step(self, snapshot: Snapshot) -> Snapshot:
         """Add a sample; return the sample with the engine's state."""
         previous = self.replay.engine
-        # As the daemon: the engine's run is followed, then the leak detector judges the sample.
+        # As in the daemon, the engine's run is followed first, and then the leak detector judges
+        # the sample.
         snapshot = self.replay.step(snapshot)
         status = snapshot.engine_status
         event = None if status is None else status.event
@@ -207,14 +209,14 @@ class EndFollower:
             self.ending = event
         self._note_leaks(snapshot)
         self._has_answered = self._has_answered or snapshot.page is not None
-        # An answer that stops is an end also where no sample shows it.
+        # A page that stops answering is an end too, even if no sample shows an exit.
         self.is_page_lost = self._has_answered and snapshot.page is None
         return snapshot
 
     def _build_due(
         self, incident: Incident, snapshot: Snapshot, previous: EngineMemory
     ) -> Ending | None:
-        """Return the incident's event, if this sample is the one at its time; else None.
+        """Return the incident's event if this sample is the one at its time; otherwise None.
 
         If no sample is at that time, the first one after it counts.
         """
@@ -248,7 +250,7 @@ class EndFollower:
     def _note_leaks(self, snapshot: Snapshot) -> None:
         """Store the detector's newest verdict on each GPU of the run, for the event at its end."""
         status = snapshot.engine_status
-        # Verdicts of an earlier run say nothing about the next.
+        # Verdicts on an earlier run do not apply to the next.
         if status is not None and (status.exit_reason or not self.replay.engine.record.gpus):
             self._leaks = {}
         if not snapshot.is_in_service:
@@ -258,7 +260,10 @@ class EndFollower:
                 self._leaks[uuid] = (course.state, course.newest)
 
     def _add_leak(self, gpu: GpuAtEnd) -> GpuAtEnd:
-        """Return the GPU with the detector's verdict on it during the run; unknown without any."""
+        """Return the GPU with the detector's verdict on it during the run.
+
+        Unknown without a verdict.
+        """
         state, moment = self._leaks.get(gpu.uuid, (LeakState.UNKNOWN, None))
         bytes_per_request = None if moment is None else moment.bytes_per_request
         return replace(gpu, leak=state, leak_bytes_per_request=bytes_per_request)
@@ -267,8 +272,8 @@ class EndFollower:
 def judge(end: Ending | None, *, has_ended: bool = False) -> tuple[Diagnosis, ...]:
     """Return the causes that fit an end, the surest first; always at least one.
 
-    Without an end, the cause is "unknown" where the engine is known to have exited (`has_ended`),
-    else "nothing".
+    If there is no end, the cause is "unknown" if the engine is known to have exited (`has_ended`),
+    otherwise "nothing".
     """
     if end is not None:
         return judge_ending(end)
@@ -278,7 +283,7 @@ def judge(end: Ending | None, *, has_ended: bool = False) -> tuple[Diagnosis, ..
 def build_report(postmortem: Postmortem) -> Report:
     """Return the report on one end.
 
-    Its exit status is 0 whatever the cause: a post-mortem passes or fails nothing.
+    Its exit status is always 0: a post-mortem neither passes nor fails.
     """
     headline = _describe(postmortem.answer)
     if postmortem.ending is not None:
@@ -306,7 +311,7 @@ def _describe(diagnosis: Diagnosis) -> str:
 
 
 def _conclude(diagnosis: Diagnosis) -> Conclusion:
-    """Return "good" where nothing ended, "cannot tell" for an unknown cause, else "not good"."""
+    """Return "good" if nothing ended, "cannot tell" for an unknown cause, otherwise "not good"."""
     if diagnosis.cause is EndCause.NOTHING:
         return Conclusion.GOOD
     if diagnosis.cause is EndCause.UNKNOWN:
@@ -433,7 +438,7 @@ def list_numbers(end: Ending | None, incident: Incident) -> Iterator[Line]:
 
 
 def _list_engine_figures(engine: EngineReading) -> Iterator[str]:
-    """Yield a text for each figure of an engine's last page that is known."""
+    """Yield a text for each known figure of an engine's last page."""
     kv_used_percent = None
     if engine.kv_used_ratio is not None:
         kv_used_percent = 100 * engine.kv_used_ratio
@@ -452,7 +457,7 @@ def _list_engine_figures(engine: EngineReading) -> Iterator[str]:
 
 
 def _list_gpu_figures(gpu: GpuAtEnd) -> Iterator[str]:
-    """Yield a text for each figure of a GPU that is known, and the detector's state."""
+    """Yield a text for each known figure of a GPU, and the detector's state."""
     figures = (
         (gpu.total_bytes, "in all"),
         (gpu.last_room_bytes, "left at worst"),
@@ -468,7 +473,7 @@ def _list_gpu_figures(gpu: GpuAtEnd) -> Iterator[str]:
 
 
 def _list_torch_memory(incident: Incident) -> Iterator[Line]:
-    """Yield what torch held on each GPU, for each process in which the probe was."""
+    """Yield what torch held on each GPU, for each process with the probe."""
     for process in incident.before.probe:
         for device in process.devices:
             sizes = ", ".join(_list_torch_sizes(device))
@@ -483,7 +488,7 @@ def _list_torch_sizes(device: TorchMemory) -> Iterator[str]:
 
 
 def _describe_growth(growth: MappingGrowth) -> str:
-    """Return in which kinds of mappings a process's host memory grew, and for how long if known."""
+    """Return which kinds of mappings of a process's host memory grew, and for how long if known."""
     kinds = ", ".join(f"{format_size(n_bytes)} in {kind}" for kind, n_bytes in growth.kinds.items())
     duration = ""
     if growth.since is not None and growth.t is not None:
@@ -506,7 +511,7 @@ def _build_data(postmortem: Postmortem) -> dict[str, Any]:
         "situation": postmortem.situation,
         "also": other_findings,
         "timeline": [{"t": seconds, "text": change} for seconds, change in postmortem.timeline],
-        # Of several figures with one name the last is here; `known` has all of them.
+        # If several figures have one name, this has only the last; `known` has all of them.
         "numbers": dict(list_numbers(end, incident)),
         "todo": [
             {"text": step, "link": link}

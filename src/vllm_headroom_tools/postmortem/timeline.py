@@ -10,10 +10,10 @@ from vllm_headroom.vocabulary import EngineState, LeakState
 from vllm_headroom_tools.history import LeakReplay
 
 MOST_MOMENTS: Final = 40
-"""Our choice: how many entries a timeline has; the newest stay."""
+"""Our choice: the number of entries in a timeline; the newest are kept."""
 
 NEIGHBOUR_CHANGE_BYTES: Final = GIB
-"""Our choice: a smaller change of the memory that others hold is no entry."""
+"""Our choice: a smaller change of the memory that others hold makes no entry."""
 
 STATE_SENTENCES: Final = {
     EngineState.UNKNOWN: "the state of the engine is not known",
@@ -46,7 +46,7 @@ class Timeline:
             if course.state in LEAK_VERBS and self._leak_states.get(uuid) is not course.state:
                 device = name_device(index, uuid)
                 self._add(now, f"by this record {device} {LEAK_VERBS[course.state]}")
-            # A leak that ends is no entry; one that begins again is another one.
+            # The end of a leak makes no entry; a leak that begins again makes another one.
             self._leak_states[uuid] = course.state
         for gpu in snapshot.owned_gpus:
             if gpu.other_bytes is not None:
@@ -64,7 +64,7 @@ class Timeline:
         self._moments.append((seconds, sentence))
 
     def _add_state(self, now: float, status: EngineStatus) -> None:
-        """Add an exit, and the state where it is the first or has changed."""
+        """Add an exit, and the state if it is the first or has changed."""
         if status.exit_reason is not None:
             self._add(now, "the engine exited")
         if self._state is None:
@@ -74,7 +74,7 @@ class Timeline:
         self._state = status.state
 
     def _add_neighbour(self, now: float, gpu: GpuReading, other_bytes: int) -> None:
-        """Add a large change of what others hold, compared with the last entry on it."""
+        """Add a large change of the memory that others hold, compared with its last entry."""
         previous_bytes = self._other_bytes.setdefault(gpu.uuid, other_bytes)
         if abs(other_bytes - previous_bytes) < NEIGHBOUR_CHANGE_BYTES:
             return

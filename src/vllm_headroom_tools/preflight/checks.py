@@ -40,7 +40,7 @@ four H100 (vLLM 0.19)."""
 class MemoryRequest(Struct, frozen=True, kw_only=True):
     """The memory that vLLM requests: a share of each GPU, bytes on each GPU, or the larger of both.
 
-    None where it is not set.
+    All are None if the request is not set.
     """
 
     utilization_ratio: float | None
@@ -49,12 +49,12 @@ class MemoryRequest(Struct, frozen=True, kw_only=True):
 
     @property
     def max_own_bytes(self) -> int:
-        """The most memory that vLLM takes for itself before its check of free memory."""
+        """Return the most memory that vLLM takes for itself before its check of free memory."""
         return MAX_OWN_PARALLEL_BYTES if self.tensor_parallel_size > 1 else MAX_OWN_BYTES
 
 
 def compute_requested_bytes(request: MemoryRequest, memory: GpuMemory) -> int:
-    """Return the bytes that have to be free at vLLM's check, 0 for an empty request.
+    """Return the bytes that have to be free at vLLM's check; 0 for an empty request.
 
     vLLM refuses to start with less (vllm/v1/worker/utils.py: request_memory).
     """
@@ -67,14 +67,14 @@ def compute_requested_bytes(request: MemoryRequest, memory: GpuMemory) -> int:
 def compute_highest_utilization(request: MemoryRequest, memory: GpuMemory) -> float | None:
     """Return the highest gpu_memory_utilization that would surely work now, rounded down to 0.01.
 
-    None where even 0.01 would not.
+    None if not even 0.01 would.
     """
     if memory.usable_bytes <= 0:
         return None
     free_bytes = memory.free_bytes
     if memory.machine_available_bytes is not None:
         free_bytes = min(free_bytes, memory.machine_available_bytes - LEFT_TO_THE_MACHINE_BYTES)
-    # Rounded down, as vLLM would refuse a share that is larger than what is free.
+    # Rounded down, because vLLM refuses a share that is larger than the free memory.
     hundredths = (free_bytes - request.max_own_bytes) * 100 // memory.usable_bytes
     return hundredths / 100 if hundredths > 0 else None
 
@@ -96,9 +96,9 @@ class Kind(StrEnum):
 
 
 class Obstacle(Struct, frozen=True):
-    """A thing that keeps vLLM from starting, or that is unknown.
+    """Something that keeps vLLM from starting, or that is unknown.
 
-    With the verdict GOOD it is a remark only.
+    With the verdict GOOD it is only a remark.
     """
 
     kind: Kind
@@ -106,24 +106,24 @@ class Obstacle(Struct, frozen=True):
     text: str
 
     fix: str | None = None
-    """What to do; None where the text itself ends with what to do."""
+    """What to do; None if the text itself ends with that."""
 
     gpu: int | None = None
-    """NVML's index of the GPU; None where the finding is not about one GPU."""
+    """NVML's index of the GPU; None if the finding is not about one GPU."""
 
     may_pass: bool = False
-    """Whether the obstacle may go away while one waits."""
+    """Whether the obstacle may go away without any action."""
 
     @property
     def sentence(self) -> str:
-        """The text, after the name of its GPU where it has one."""
+        """Return the text, preceded by the name of its GPU if it has one."""
         return self.text if self.gpu is None else f"GPU {self.gpu}: {self.text}"
 
 
 CERTAIN_REASONS: Final = frozenset(
     {Reason.DRIVER_MISSING, Reason.VERSION_MISMATCH, Reason.NO_DEVICES, Reason.DEVICE_LOST}
 )
-"""Failures with which CUDA, and so vLLM, fails as well; after others vLLM may still start."""
+"""With these failures CUDA fails as well, and so does vLLM; with others vLLM may still start."""
 
 RECOMMENDED_SHM_BYTES: Final = GIB
 """The size of /dev/shm that NVIDIA recommends for containers (NCCL user guide, troubleshooting:
@@ -138,7 +138,7 @@ LARGER_SHM: Final = (
 def report_failure(failure: Failure, gpu: int | None = None) -> Obstacle:
     """Return the finding on a failure of NVML, or of one GPU.
 
-    It is "cannot tell" for a failure after which vLLM may still start.
+    It is "cannot tell" for a failure with which vLLM may still start.
     """
     is_certain = failure.reason in CERTAIN_REASONS
     return Obstacle(
@@ -153,13 +153,13 @@ def report_failure(failure: Failure, gpu: int | None = None) -> Obstacle:
 def check_memory(
     device: GpuReading, request: MemoryRequest, holders: str, swap_bytes: int | None
 ) -> Iterator[Obstacle]:
-    """Compare a GPU's free memory with the memory that vLLM requests and takes besides.
+    """Compare a GPU's free memory with what vLLM requests and what it takes besides.
 
-    Yield nothing where it suffices. `holders` is the end of a sentence that names who holds the
-    used memory; `swap_bytes` is None where it is unknown.
+    Yields nothing if the free memory suffices. `holders` is the end of a sentence that names who
+    holds the used memory. `swap_bytes` is None if it is unknown.
     """
     memory = device.memory
-    # A failure explains more than missing figures.
+    # A failure is a better explanation than missing figures.
     if device.failure is not None:
         yield report_failure(device.failure, device.index)
     elif memory is None:
@@ -171,7 +171,7 @@ def check_memory(
         )
     else:
         yield from _check_free_memory(device, memory, request, holders)
-    # Swap, zram included, is no room for a GPU that works on the machine's memory.
+    # A GPU that uses the machine's memory cannot use swap, zram included.
     if memory is not None and memory.is_unified and swap_bytes:
         swap = f"the machine's {format_gib(swap_bytes)} of swap and zram count as no room"
         yield Obstacle(
@@ -185,13 +185,13 @@ def check_memory(
 def _check_free_memory(
     device: GpuReading, memory: GpuMemory, request: MemoryRequest, holders: str
 ) -> Iterator[Obstacle]:
-    """Check a GPU whose memory is known: a shortage, a close fit, or a shared machine's limits."""
-    # What is left beside vLLM's request, before its own processes take theirs.
+    """Check a GPU with known memory: a shortage, a close fit, or a shared machine's limits."""
+    # What is left beside vLLM's request, before its own processes take their part.
     spare_bytes = memory.free_bytes - compute_requested_bytes(request, memory)
     if spare_bytes < MIN_OWN_BYTES:
         yield _report_shortage(device, memory, request, holders)
         return
-    # What vLLM takes before its check is a range: between its ends the start may succeed.
+    # What vLLM takes before its check is a range; between its ends, the start may succeed.
     if spare_bytes < request.max_own_bytes:
         yield _report_memory(
             device,
@@ -236,7 +236,7 @@ def _check_machine(
 ) -> Iterator[Obstacle]:
     """Check whether vLLM leaves enough memory to a machine that shares its memory with the GPU."""
     requested_bytes = compute_requested_bytes(request, memory)
-    # By the high end of what vLLM takes: a machine that swaps hangs.
+    # Computed with the most that vLLM takes, because a machine that swaps hangs.
     left_bytes = available_bytes - requested_bytes - request.max_own_bytes
     if left_bytes >= LEFT_TO_THE_MACHINE_BYTES:
         return
@@ -265,7 +265,7 @@ def _report_shortage(
         f"vLLM requests {format_gib(requested_bytes)} besides the {format_gib(MIN_OWN_BYTES)} or"
         " more that it takes before its check"
     )
-    # No waiting and no stopping of others helps a card that is too small.
+    # Neither waiting nor stopping others helps if the card is too small.
     if needed_bytes > memory.usable_bytes:
         return _report_memory(
             device,
@@ -299,7 +299,7 @@ def _report_memory(
 def check_faults(device: GpuReading, faults: GpuFaults | None) -> Iterator[Obstacle]:
     """Check for faults that need a reset or a new GPU (NVIDIA's GPU memory error management guide).
 
-    `faults` is None where the GPU did not answer: that is one finding, "cannot tell".
+    `faults` is None if the GPU did not answer: that is one finding, "cannot tell".
     """
     if faults is None:
         yield Obstacle(
@@ -316,7 +316,7 @@ def check_faults(device: GpuReading, faults: GpuFaults | None) -> Iterator[Obsta
         " node), or reboot the node"
     )
     if faults.ecc is not None:
-        # ECC takes a part of the memory on some cards, so a reset would change what fits.
+        # On some cards ECC takes a part of the memory, so a reset would change what fits.
         is_on, is_on_after_reset = faults.ecc
         if is_on != is_on_after_reset:
             now, later = ("on", "off") if is_on else ("off", "on")
@@ -338,11 +338,11 @@ def check_faults(device: GpuReading, faults: GpuFaults | None) -> Iterator[Obsta
 
 
 HOT_CELSIUS: Final = 87.0
-"""From here on a GPU slows itself down; HeadroomGpuHot has the same border."""
+"""From this temperature on, a GPU slows itself down; HeadroomGpuHot has the same limit."""
 
 
 def check_heat(device: GpuReading) -> Iterator[Obstacle]:
-    """Remark that a GPU is hot before it has anything to do: vLLM starts on it, and is slow."""
+    """Remark that a GPU is hot before it has any work: vLLM would start on it, but be slow."""
     if device.temperature_celsius is not None and device.temperature_celsius >= HOT_CELSIUS:
         yield Obstacle(
             Kind.HEAT,
@@ -362,7 +362,7 @@ driver version for minor version compatibility)."""
 def check_driver(driver_version: str | None, cuda_major: int | None) -> Iterator[Obstacle]:
     """Check that the driver is new enough for the CUDA of the vLLM in this environment.
 
-    Each is None where unknown; then there is nothing to report.
+    Either is None if it is unknown; then there is nothing to report.
     """
     required = CUDA_DRIVERS.get(cuda_major or 0)
     parts = re.match(r"(\d+)\.(\d+)", driver_version or "")
@@ -384,8 +384,9 @@ def check_driver(driver_version: str | None, cuda_major: int | None) -> Iterator
 def check_options(unknown_options: Iterable[str], vllm_version: str | None) -> Iterator[Obstacle]:
     """Report the options that no release of vLLM in our table has.
 
-    `unknown_options` has a line on each. `vllm_version` is that of the vLLM in this environment:
-    where the table has its options, it would refuse to start; otherwise a newer one may know them.
+    `unknown_options` has a line on each. `vllm_version` is the version of the vLLM in this
+    environment. If the table has the options of that release, it would refuse to start; otherwise a
+    newer release may have them.
     """
     release = re.match(r"(\d+)\.(\d+)", vllm_version or "")
     is_refused = release is not None and (int(release[1]), int(release[2])) <= LAST_RELEASE
@@ -402,10 +403,10 @@ def check_options(unknown_options: Iterable[str], vllm_version: str | None) -> I
 
 
 def check_nvlink(devices: Sequence[GpuReading], faults: Iterable[GpuFaults]) -> Iterator[Obstacle]:
-    """Remark that NVLink does not connect GPUs among which a model is split.
+    """Remark that NVLink does not connect the GPUs among which a model is split.
 
-    vLLM starts all the same, and each step waits for PCI Express. Nothing is yielded where the
-    driver does not report it.
+    vLLM still starts, but each step waits for PCI Express. Yields nothing if the driver does not
+    report NVLink.
     """
     chosen_indices = {device.index for device in devices}
     pairs = set()
@@ -431,7 +432,7 @@ def check_nvlink(devices: Sequence[GpuReading], faults: Iterable[GpuFaults]) -> 
 
 
 MOST_PAIRS: Final = 4
-"""Our choice: how many pairs of GPUs are named."""
+"""Our choice: the number of pairs of GPUs that are named."""
 
 
 def _report_fault(faults: GpuFaults, text: str, fix: str) -> Obstacle:
@@ -443,7 +444,7 @@ def _report_fault(faults: GpuFaults, text: str, fix: str) -> Obstacle:
 def check_host_memory(host: HostMemory | None, request: MemoryRequest) -> Iterator[Obstacle]:
     """Compare the free host memory of the container, or machine, with vLLM's needs.
 
-    Yield nothing where it suffices or is unknown.
+    Yields nothing if it suffices or is unknown.
     """
     if host is None or host.limit_bytes is None or host.room_bytes is None:
         return
@@ -464,9 +465,9 @@ def check_host_memory(host: HostMemory | None, request: MemoryRequest) -> Iterat
 
 
 def check_offload_files(sizes_bytes: Mapping[str, int]) -> Iterator[Obstacle]:
-    """Report the files that offloading a KV cache to /dev/shm has left there.
+    """Report the files that an offloaded KV cache has left in /dev/shm.
 
-    `sizes_bytes` are their sizes by path; nothing is yielded where it is empty.
+    `sizes_bytes` has their sizes by path; yields nothing if it is empty.
     """
     if sizes_bytes:
         files = ", ".join(f"{name} ({format_gib(size)})" for name, size in sizes_bytes.items())
@@ -482,7 +483,7 @@ def check_offload_files(sizes_bytes: Mapping[str, int]) -> Iterator[Obstacle]:
 def check_shared_memory(shm: Shm | None) -> Iterator[Obstacle]:
     """Check the size of /dev/shm, through which vLLM's workers communicate.
 
-    `shm` is None where there is no /dev/shm. Yield nothing where it is large enough.
+    `shm` is None if there is no /dev/shm. Yields nothing if it is large enough.
     """
     if shm is None:
         yield Obstacle(Kind.SHM, Conclusion.NOT_GOOD, "there is no /dev/shm", LARGER_SHM)
@@ -492,7 +493,7 @@ def check_shared_memory(shm: Shm | None) -> Iterator[Obstacle]:
     )
     if shm.free_bytes < SHM_QUEUE_BYTES:
         fix = LARGER_SHM
-        # A large /dev/shm that is full holds what somebody left.
+        # A /dev/shm that is large but full has files that somebody left there.
         if shm.total_bytes >= RECOMMENDED_SHM_BYTES:
             fix = "remove what a killed instance left there (vllm_*, psm_*, nccl-*)"
         yield Obstacle(
@@ -512,7 +513,7 @@ def _format_mib(n_bytes: int) -> str:
 
 
 class GpuChoice(Struct, frozen=True, kw_only=True):
-    """The options that choose vLLM's GPUs; None for one that is not set."""
+    """The options that choose vLLM's GPUs; an option that is not set is None."""
 
     named: tuple[str, ...] | None = None
     """NVML's indices or UUIDs."""
@@ -524,7 +525,7 @@ class GpuChoice(Struct, frozen=True, kw_only=True):
     """Whether CUDA's indices are those of NVML, in the order of PCI slots."""
 
     count: int | None = None
-    """How many GPUs vLLM takes."""
+    """The number of GPUs that vLLM takes."""
 
 
 def choose_gpus(
@@ -532,10 +533,10 @@ def choose_gpus(
 ) -> tuple[tuple[GpuReading, ...], tuple[Obstacle, ...]]:
     """Return the GPUs that vLLM will use, and findings on that choice.
 
-    They are the named ones. Without names, they are the first `count` of those that
-    CUDA_VISIBLE_DEVICES leaves, since vLLM takes the first. Both results may be empty.
+    They are the named GPUs. Without names, they are the first `count` GPUs in CUDA_VISIBLE_DEVICES,
+    because vLLM takes the first. Both results may be empty.
     """
-    # A name given by --gpus beats the variable.
+    # Names given by --gpus take precedence over the variable.
     names = choice.visible if choice.named is None else choice.named
     candidates = devices
     missing_names = []
@@ -548,7 +549,7 @@ def choose_gpus(
             if not matches and name not in missing_names:
                 missing_names.append(name)
         candidates = tuple(named_devices)
-    # Of visible GPUs vLLM takes the first ones; named GPUs are all meant.
+    # vLLM takes the first of the visible GPUs; named GPUs are all meant.
     chosen = candidates if choice.named is not None else candidates[: choice.count]
 
     problems = []
@@ -590,9 +591,9 @@ def _depends_on_order(
     chosen: Sequence[GpuReading],
     choice: GpuChoice,
 ) -> bool:
-    """Return whether vLLM may take other GPUs than `chosen`, since CUDA may order them otherwise.
+    """Return whether vLLM may take other GPUs than `chosen`, by an order of CUDA's own.
 
-    That matters only among GPUs of different kinds, where some are left out.
+    That matters only if the GPUs are of different kinds and some are left out.
     """
     if choice.has_slot_order or len({device.name for device in devices}) <= 1:
         return False
@@ -605,9 +606,9 @@ def _depends_on_order(
 def check_identical(devices: Sequence[GpuReading]) -> Iterator[Obstacle]:
     """Check that GPUs which work in parallel have the same name and the same memory.
 
-    Yield nothing where they do. GPUs that cannot be read have a finding of another check.
+    Yields nothing if they do. GPUs that cannot be read have a finding of another check.
     """
-    # Equal names with unequal bytes differ in their ECC mode.
+    # GPUs with equal names but unequal bytes differ in their ECC mode.
     kinds = {
         (device.name, device.memory.total_bytes) for device in devices if device.memory is not None
     }
@@ -624,7 +625,7 @@ def check_identical(devices: Sequence[GpuReading]) -> Iterator[Obstacle]:
 
 
 def _is_named(device: GpuReading, name: str) -> bool:
-    """Return whether a name, an index or the beginning of a UUID, means this GPU."""
+    """Return whether an index, or the beginning of a UUID, means this GPU."""
     if name.isdecimal():
         return device.index == int(name)
     return device.uuid.casefold().startswith(name.casefold())  # CUDA takes a prefix too

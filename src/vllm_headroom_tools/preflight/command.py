@@ -44,16 +44,16 @@ GPU_CALL_SECONDS: Final = 5.0
 
 PAGE_SECONDS: Final = 15.0
 LOOK_INTERVAL_SECONDS: Final = 1.0
-"""With --wait, the pause between two looks. Our choice."""
+"""Our choice: with --wait, the pause between two looks."""
 
 WAIT_REPORT_SECONDS: Final = 10.0
-"""With --wait, how often it is reported what is waited for. Our choice."""
+"""Our choice: with --wait, the time between two reports of what is waited for."""
 
 PROC: Final = Path("/proc")
 SHM: Final = Path("/dev/shm")  # noqa: S108 - it is looked at, nothing is written there
 
 IGNORABLE: Final = (Kind.ECC, Kind.IDENTICAL, Kind.SHM, Kind.HOST)
-"""The kinds of findings with which vLLM may start all the same, so that --ignore takes them."""
+"""The kinds of findings that --ignore accepts: with them, vLLM may start all the same."""
 
 DEFAULT_PORTS: Final = {"http": 80, "https": 443}
 
@@ -125,14 +125,14 @@ async def wait_until_settled(
 ) -> Clearance:
     """Look again and again until waiting can no longer improve the clearance, or time is up.
 
-    Return the last clearance, with how long it took. Every ten seconds, report the obstacles.
+    Returns the last clearance, and how long it took. The obstacles are reported every ten seconds.
     """
     now = asyncio.get_running_loop().time
     ends_at_seconds = now() + wait_seconds
     clearance = await look()
     looked_at_seconds = now()
     repeat_at_seconds = looked_at_seconds
-    # Only what may pass by waiting is waited for.
+    # It waits only for obstacles that may go away by themselves.
     while clearance.may_pass and now() < ends_at_seconds:
         if now() >= repeat_at_seconds:
             reasons = "; ".join(
@@ -146,19 +146,19 @@ async def wait_until_settled(
 
 
 def _read_choice(arguments: Namespace, environ: Mapping[str, str]) -> GpuChoice:
-    """Return the operator's choice of GPUs: --gpus, else CUDA_VISIBLE_DEVICES, or HIP's.
+    """Return the operator's choice of GPUs: --gpus, or else CUDA_VISIBLE_DEVICES or HIP's variable.
 
-    Raise BadOptions where that variable has anything but indices or UUIDs.
+    Raises BadOptions if that variable has anything but indices or UUIDs.
     """
     count = arguments.tensor_parallel_size
     if isinstance(arguments.gpus, tuple):
         return GpuChoice(named=arguments.gpus, count=count)
-    # ROCm honours CUDA's variable too, and it wins.
+    # ROCm reads CUDA's variable too, which takes precedence.
     variable = "HIP_VISIBLE_DEVICES"
     if "CUDA_VISIBLE_DEVICES" in environ:
         variable = "CUDA_VISIBLE_DEVICES"
     visible = environ.get(variable)
-    # CUDA's default order is by speed, and may differ from NVML's.
+    # By default CUDA orders GPUs by speed, which may differ from NVML's order.
     has_slot_order = environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
     if visible is None or arguments.gpus == "all":
         return GpuChoice(count=count, has_slot_order=has_slot_order)
@@ -173,8 +173,8 @@ def _read_choice(arguments: Namespace, environ: Mapping[str, str]) -> GpuChoice:
 def _read_request(arguments: Namespace) -> MemoryRequest:
     """Return the memory that vLLM requests.
 
-    Without options, that is vLLM's default share for a start, and nothing yet for a wake: the
-    engine's page has it then.
+    Without options, that is vLLM's default share for a start. For a wake-up it is nothing yet,
+    because the engine's page has the share.
     """
     utilization_ratio = arguments.gpu_memory_utilization
     has_size = utilization_ratio is not None or arguments.bytes is not None
@@ -188,7 +188,7 @@ def _read_request(arguments: Namespace) -> MemoryRequest:
 
 
 def _find_port(url: str | None) -> int:
-    """Return the port of the engine; without a URL 0, which means any engine here."""
+    """Return the port of the engine; without a URL 0, which means any engine on this machine."""
     if url is None:
         return 0
     parts = urlsplit(url)
@@ -197,7 +197,8 @@ def _find_port(url: str | None) -> int:
 
 async def _run(arguments: Namespace) -> Report:
     """Look at the GPUs, with --wait until vLLM would start, and return the report."""
-    logs.configure("logfmt", "error")  # the readers would log what the report has in full
+    # otherwise the readers would log what the report already contains
+    logs.configure("logfmt", "error")
     gpu_choice = _read_choice(arguments, os.environ)
     request = _read_request(arguments)
     ignored_kinds = frozenset(Kind(name) for name in arguments.ignore)

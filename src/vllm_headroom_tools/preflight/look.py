@@ -28,14 +28,15 @@ from vllm_headroom.worker import Worker
 PROCESSES_SECONDS: Final = 2.0
 
 ENDED: Final = "a process that has ended"
-"""The name of a process that NVML still lists, although in the machine's /proc it is missing or a
-zombie: the driver has not freed its memory yet."""
+"""The name of a process that NVML still lists although it is missing or a zombie in the machine's
+/proc: the driver has not freed its memory yet.
+"""
 
 
 class GpuOccupant(Struct, frozen=True, kw_only=True):
     """A process on a GPU.
 
-    `name` and `used_bytes` are None where they cannot be read in this container.
+    `name` and `used_bytes` are None if they cannot be read in this container.
     """
 
     pid: int
@@ -48,28 +49,30 @@ class Conditions(Struct, frozen=True, kw_only=True):
 
     readings: GpuReadings | Failure
     faults: tuple[GpuFaults, ...]
-    """Of the GPUs that answered in time."""
+    """The faults of the GPUs that answered in time."""
 
     holders: Mapping[str, tuple[GpuOccupant, ...]]
-    """The processes on each GPU, by its UUID; absent where NVML does not list them."""
+    """The processes on each GPU, by its UUID; a GPU is absent if NVML does not list its processes.
+    """
 
     shm: Shm | None
-    """None where there is no /dev/shm."""
+    """None if there is no /dev/shm."""
 
     offload_sizes_bytes: Mapping[str, int] = {}
-    """The sizes of files in /dev/shm to which a KV cache was offloaded, by path.
+    """The sizes of the files in /dev/shm to which a KV cache was offloaded, by path.
 
-    Empty while a vLLM is visible, since that may use them.
+    Empty while a vLLM is visible, because it may use them.
     """
 
     host: HostMemory | None = None
-    """The memory of the container that this runs in; None where it is unknown."""
+    """The memory of the container in which this program runs; None if it is unknown."""
 
     swap_bytes: int | None = None
-    """The machine's swap, with zram; None where it is unknown."""
+    """The machine's swap, including zram; None if it is unknown."""
 
     cuda_major: int | None = None
-    """The major version of CUDA that a vLLM in this environment brings; None without one."""
+    """The major version of the CUDA that comes with the vLLM in this environment; None without one.
+    """
 
     vllm_version: str | None = None
     """The version of the vLLM in this environment; None without one."""
@@ -88,7 +91,7 @@ async def look(
     readings = await gpus.read(timeout_seconds)
     if isinstance(readings, Failure):
         return Conditions(readings=readings, faults=(), holders={}, shm=read_shm(shm))
-    # A second reading, since faults take NVML several calls for each GPU.
+    # Read separately, because NVML needs several calls per GPU to read faults.
     faults = await gpus.read_faults(timeout_seconds)
     listed = await processes.read(PROCESSES_SECONDS)
     holders = await _find_holders(readings, listed, proc)
@@ -103,7 +106,7 @@ async def look(
     )
     if isinstance(listed, Failure):
         return conditions
-    # Any vLLM here may be the one that uses the files.
+    # The files may be used by any vLLM that is visible here.
     has_engine = bool(listed.engine or listed.neighbours)
     machine = listed.host.machine
     return replace(
@@ -115,7 +118,7 @@ async def look(
 
 
 CUDA_PACKAGES: Final = ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12")
-"""The packages with which torch brings CUDA, from CUDA 13 on and before."""
+"""The packages with which torch installs CUDA: the first from CUDA 13 on, the second before."""
 
 
 def find_cuda_major() -> int | None:
@@ -139,7 +142,7 @@ def find_vllm_version() -> str | None:
 
 
 def _read_container(proc: Path) -> HostMemory | None:
-    """Return the memory of the container that this process runs in; None where it is unknown."""
+    """Return the memory of the container that this process runs in; None if it is unknown."""
     try:
         own_host = read_host(proc, read_own_pid(proc))
     except (OSError, ValueError):
@@ -163,7 +166,7 @@ async def _find_holders(
 ) -> dict[str, tuple[GpuOccupant, ...]]:
     """Return the processes on each GPU, by its UUID.
 
-    A GPU whose processes NVML does not list is absent. Names and sizes are None where the driver
+    A GPU is absent if NVML does not list its processes. Names and sizes are None if the driver
     gives pids or sizes that are not valid in this container.
     """
     names: dict[int, str] = {}
@@ -190,17 +193,17 @@ async def _name_processes(
 ) -> dict[int, str]:
     """Return the names of the processes on the GPUs, by pid.
 
-    A process that has ended is named so. A process whose name cannot be read is absent.
+    A process that has ended has the name ENDED. A process without a readable name is absent.
     """
     pids: set[int] = set()
     for device in readings.devices:
         pids.update(process.pid for process in device.processes or ())
-    # Of the others, nothing can be read here.
+    # Nothing can be read about the other processes here.
     visible_pids = pids & listed.visible_pids
     worker = Worker[dict[int, str]]("names")
     try:
         names = await worker.call(lambda: _read_names(proc, visible_pids), PROCESSES_SECONDS)
-    except OSError:  # reading the command line of a process that is stuck in the driver hangs
+    except OSError:  # reading the command line of a process that hangs in the driver would hang too
         names = {}
     finally:
         worker.stop()
@@ -214,7 +217,7 @@ async def _name_processes(
 
 
 def _read_names(proc: Path, pids: Iterable[int]) -> dict[int, str]:
-    """Return the name of each process that still runs."""
+    """Return the name of each process that is still running."""
     names = {}
     for pid in pids:
         entry = read_entry(proc, pid)

@@ -26,13 +26,13 @@ class GpuReport(Struct, frozen=True, kw_only=True):
     highest_utilization_ratio: float | None
 
     holders: tuple[GpuOccupant, ...] | None
-    """The processes on the GPU; None where NVML does not list them."""
+    """The processes on the GPU; None if NVML does not list them."""
 
     unlisted_bytes: int | None
     """The memory in use that belongs to none of the listed processes.
 
-    It belongs to processes that are not visible here, or to one that has ended and whose memory the
-    driver has not freed yet.
+    It belongs to processes that are not visible here, or to a process that has ended but still has
+    memory that the driver has not freed.
     """
 
 
@@ -46,24 +46,24 @@ class Clearance(Struct, frozen=True, kw_only=True):
 
     @property
     def verdict(self) -> Conclusion:
-        """Whether vLLM would start: NOT_GOOD with one certain obstacle, whatever is unknown."""
+        """Return whether vLLM would start; a certain obstacle outweighs what is unknown."""
         return find_worst(finding.verdict for finding in self.findings)
 
     @property
     def hindrances(self) -> tuple[Obstacle, ...]:
-        """The findings that are no remarks: obstacles, and what is unknown."""
+        """Return the findings that are not remarks: obstacles, and what is unknown."""
         return tuple(finding for finding in self.findings if finding.verdict is not Conclusion.GOOD)
 
     @property
     def may_pass(self) -> bool:
-        """Whether there are hindrances, and waiting may remove all of them."""
+        """Return whether there are hindrances and waiting may remove all of them."""
         return bool(self.hindrances) and all(finding.may_pass for finding in self.hindrances)
 
     @property
     def highest_utilization_ratio(self) -> float | None:
-        """The highest gpu_memory_utilization that would surely work now on all of the GPUs.
+        """Return the highest gpu_memory_utilization that would surely work now on all of the GPUs.
 
-        None where no value would work on one of them, or without GPUs.
+        None if no value would work on one of them, or without GPUs.
         """
         ratios = []
         for gpu in self.gpus:
@@ -101,7 +101,7 @@ def judge(
         findings += checks.check_identical(devices)
         findings += checks.check_nvlink(devices, conditions.faults)
         findings += checks.check_shared_memory(conditions.shm)
-    # Each MIG instance reports the faults of its whole GPU: without this they would be repeated.
+    # Each MIG instance reports the faults of its whole GPU, so they would be repeated.
     unique_findings = dict.fromkeys(findings)
     return Clearance(
         conditions=conditions,
@@ -123,24 +123,24 @@ def _check_gpu(
 
 
 def _ignore(finding: Obstacle, ignored_kinds: Collection[Kind]) -> Obstacle:
-    """Return a finding of an ignored kind as a remark, any other unchanged."""
+    """Return a finding of an ignored kind as a remark, and any other finding unchanged."""
     if finding.kind not in ignored_kinds:
         return finding
     return replace(finding, verdict=Conclusion.GOOD, text=f"{finding.text} (ignored)")
 
 
 MIN_UNLISTED_BYTES: Final = GIB // 20
-"""Our choice: less unlisted memory has no line in the report."""
+"""Our choice: a smaller amount of unlisted memory has no line in the report."""
 
 
 def describe_holders(gpu: GpuReport) -> str:
-    """Return who holds the memory of a GPU, as the end of a sentence; empty where it is unknown."""
+    """Return who holds the memory of a GPU, as the end of a sentence; empty if it is unknown."""
     parts = [f"{size or 'an unknown share'} by {holder}" for size, holder in list_shares(gpu)]
     return f"; held: {', '.join(parts)}" if parts else ""
 
 
 def list_shares(gpu: GpuReport) -> Iterator[tuple[str, str]]:
-    """Yield for each holder of a GPU's memory its size as text, empty if unknown, and its name."""
+    """Yield each holder of a GPU's memory: its size as a text, empty if unknown, and its name."""
     for holder in gpu.holders or ():
         name = f"pid {holder.pid}"
         if holder.name is not None:
@@ -156,8 +156,8 @@ def build_gpu_report(
 ) -> GpuReport:
     """Return the figures of a GPU for this request.
 
-    Both are None where the GPU's memory is unknown; the highest utilization is None too where no
-    share fits.
+    Both are None if the GPU's memory is unknown; the highest utilization is also None if no share
+    fits.
     """
     holders = conditions.holders.get(device.uuid)
     memory = device.memory
@@ -180,7 +180,7 @@ def _count_unlisted_bytes(
 ) -> int | None:
     """Return the bytes in use that none of the holders has.
 
-    None where the GPU's memory, the list of holders or the memory of any holder is unknown.
+    None if the GPU's memory, the list of holders or the memory of any holder is unknown.
     """
     if memory is None or memory.reserved_bytes is None or holders is None:
         return None
@@ -229,10 +229,10 @@ def _render_text(clearance: Clearance, headline: str) -> Iterator[str]:
         Conclusion.NOT_GOOD: "",
     }
     if clearance.verdict is Conclusion.CANNOT_TELL:
-        marks[Conclusion.CANNOT_TELL] = ""  # the headline has the words
+        marks[Conclusion.CANNOT_TELL] = ""  # the headline has these words
     for finding, next_finding in zip_longest(clearance.findings, clearance.findings[1:]):
         yield f"  {marks[finding.verdict]}{finding.sentence}"
-        # Findings with one fix show it once, after the last of them.
+        # Findings with the same fix show it once, after the last of them.
         is_repeated = next_finding is not None and next_finding.fix == finding.fix
         if finding.fix is not None and not is_repeated:
             yield f"    {finding.fix}"
@@ -264,7 +264,7 @@ def _build_data(clearance: Clearance) -> dict[str, Any]:
     findings = []
     for finding in clearance.findings:
         values = asdict(finding)
-        # Whether waiting could help is for this command alone.
+        # Only this command judges whether waiting could help.
         del values["may_pass"]
         findings.append(values)
     return {
@@ -279,7 +279,7 @@ def _build_data(clearance: Clearance) -> dict[str, Any]:
 
 
 def _build_gpu_data(gpu: GpuReport) -> dict[str, Any]:
-    """Return one GPU for the JSON; null where its memory is not known."""
+    """Return one GPU for the JSON; null if its memory is not known."""
     memory = gpu.reading.memory
     holders = None
     if gpu.holders is not None:
@@ -307,10 +307,10 @@ SEE_PROCESSES: Final = (
 def judge_wake(
     conditions: Conditions, page: EnginePage | Failure, given_request: MemoryRequest
 ) -> Clearance:
-    """Judge whether an engine that sleeps could wake: whether its GPUs have free what it gave back.
+    """Judge whether a sleeping engine could wake up in the free memory of its GPUs.
 
-    `given_request` is the request that the operator set. The memory that an engine holds awake is
-    its share of the GPU, within a GiB or two: activations come and go, and graphs are not in it.
+    `given_request` is the request that the operator set. An engine that is awake holds its share of
+    the GPU, within a GiB or two: activations vary, and CUDA graphs are not part of the share.
     """
     if isinstance(conditions.readings, Failure):
         return Clearance(
@@ -320,10 +320,10 @@ def judge_wake(
     gpus = []
     for device in conditions.readings.devices:
         gpu = build_gpu_report(device, conditions, request or given_request)
-        # A GPU that the engine does not hold is not needed to wake.
+        # A GPU on which the engine holds no memory is not needed to wake up.
         pids = {holder.pid for holder in gpu.holders or ()}
         if pids & conditions.engine_pids:
-            # The utilization that would work now is that of a start, not of a wake.
+            # The utilization that would work now applies to a start, not to a wake-up.
             gpus.append(replace(gpu, highest_utilization_ratio=None))
     return Clearance(
         conditions=conditions,
@@ -338,9 +338,9 @@ def _check_wake(
     request: MemoryRequest | None,
     gpus: Sequence[GpuReport],
 ) -> tuple[Obstacle, ...]:
-    """Return a finding for each GPU of an engine that sleeps.
+    """Return a finding for each GPU of a sleeping engine.
 
-    If the engine is awake, or that or its GPUs are unknown, return one finding that says so.
+    If the engine is awake, or if its state or its GPUs are unknown, one finding reports that.
     """
     if isinstance(page, Failure):
         return (_report_unknown_engine(page.message),)
@@ -379,10 +379,10 @@ def _report_awake(host: HostMemory | None) -> Obstacle:
 
 
 def _find_request(page: EnginePage | Failure, given_request: MemoryRequest) -> MemoryRequest | None:
-    """Return the memory that the engine takes: by the options, else by its page.
+    """Return the memory that the engine takes: by the options, or else by its page.
 
-    None where the options set nothing and the page has no single share, or the KV cache was
-    configured in bytes. Without a page, the options alone count.
+    None if the options set nothing and the page has no single share, or if the KV cache was
+    configured in bytes. Without a page, only the options count.
     """
     is_given = (
         given_request.utilization_ratio is not None or given_request.bytes_per_gpu is not None
@@ -392,7 +392,7 @@ def _find_request(page: EnginePage | Failure, given_request: MemoryRequest) -> M
     # With a KV cache of a fixed size, vLLM ignores the share that the page reports.
     if any(engine.kv_cache_memory_bytes for engine in page.engines):
         return None
-    # Engines that differ: which of them sleeps is not known.
+    # The engines differ, and it is not known which of them sleeps.
     ratios = {engine.gpu_memory_utilization_ratio for engine in page.engines}
     if len(ratios) != 1:
         return None
@@ -403,9 +403,9 @@ def _find_request(page: EnginePage | Failure, given_request: MemoryRequest) -> M
 def _check_gpu_wake(
     gpu: GpuReport, request: MemoryRequest, engine_pids: frozenset[int]
 ) -> Obstacle:
-    """Compare a GPU's free memory with what the engine needs besides what it holds asleep.
+    """Compare a GPU's free memory with what the engine needs beyond what it holds asleep.
 
-    The finding is "cannot tell" where the GPU's memory or the engine's is unknown.
+    The finding is "cannot tell" if the memory of the GPU or of the engine is unknown.
     """
     memory = gpu.reading.memory
     index = gpu.reading.index
@@ -415,7 +415,7 @@ def _check_gpu_wake(
     if memory is None or held_bytes is None:
         text = "what the engine holds of it cannot be seen from here"
         return Obstacle(Kind.ENGINE, Conclusion.CANNOT_TELL, text, SEE_PROCESSES, gpu=index)
-    # What it holds asleep does not need to be free again.
+    # What the engine holds asleep does not need to be free.
     wake_bytes = max(0, checks.compute_requested_bytes(request, memory) - held_bytes)
     text = (
         f"the engine sleeps and holds {format_gib(held_bytes)}; to wake takes about"

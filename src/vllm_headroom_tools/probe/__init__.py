@@ -1,1 +1,1 @@
-"""The command `probe`, a file per action."""
+"""The command `probe`, with one file for each action."""

@@ -1,4 +1,4 @@
-"""The command `probe`: puts the probe where vLLM finds it, and asks it who allocates."""
+"""The command `probe`: installs the probe where vLLM finds it, and requests recordings."""
 
 from argparse import Namespace
 from pathlib import Path
@@ -19,13 +19,13 @@ RECORD: Final = "record"
 SNAPSHOT: Final = "snapshot"
 
 MAX_RECORD_SECONDS: Final = 3600
-"""The longest recording: the probe itself stops after this time."""
+"""The longest recording: the probe stops by itself after this time."""
 
 
 class ProbeSettings(Settings):
-    """The daemon's settings, since the command runs in the daemon's environment.
+    """The daemon's settings, because the command runs in the daemon's environment.
 
-    Only the settings that this command uses are options of it.
+    Only the settings that this command uses can be set by its options.
     """
 
     no_options: ClassVar = frozenset(Settings.model_fields) - {"probe_dir"}
@@ -71,9 +71,9 @@ def _add_options(parser: Parser) -> None:
 
 
 async def _run(arguments: Namespace) -> Report:
-    """Do what the action says and return the report; raise BadOptions for options that do not fit.
+    """Do what the action names and return the report; raise BadOptions for unsuitable options.
 
-    Raise BadInput where it cannot be done.
+    Raises BadInput if it cannot be done.
     """
     place = arguments.place
     seconds = arguments.seconds
@@ -93,7 +93,7 @@ async def _run(arguments: Namespace) -> Report:
 
 
 def _require_probe_dir(arguments: Namespace, purpose: str) -> Path:
-    """Return the probe's folder; raise BadOptions where it is not set."""
+    """Return the probe's folder; raise BadOptions if it is not set."""
     probe_dir: Path | None = arguments.settings.probe_dir
     if probe_dir is None:
         accepts = "accepts the path of a directory"
@@ -102,7 +102,7 @@ def _require_probe_dir(arguments: Namespace, purpose: str) -> Path:
 
 
 def _report_installed(folder: Path, names: tuple[str, ...]) -> Report:
-    """Return the report on an installation, with what vLLM's environment needs."""
+    """Return the report on an installation, with the settings that vLLM's environment needs."""
     environment = (
         "HEADROOM_PROBE_DIR=FOLDER  # in memory, writable by vLLM and by the sidecar, which has the"
         " same setting"

@@ -16,13 +16,14 @@ packages on its path."""
 
 FOLDER_MODE: Final = 0o755
 FILE_MODE: Final = 0o644
-"""Modes that let everybody read: vLLM runs as another user, and the umask may be stricter."""
+"""A mode with which everybody can read: vLLM runs as another user, and the umask may be stricter.
+"""
 
 
 def install(folder: Path) -> tuple[str, ...]:
-    """Put the probe into a folder, in place of an older probe; return the names of its two folders.
+    """Install the probe in a folder, replacing an older one; return the names of its two folders.
 
-    Raise BadInput where this installation has no probe, or the folder cannot be written.
+    Raises BadInput if this installation contains no probe, or if the folder cannot be written.
     """
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or spec.origin is None:
@@ -31,7 +32,7 @@ def install(folder: Path) -> tuple[str, ...]:
     version = metadata.version("vllm-headroom")
     package = folder / PACKAGE
     info = folder / f"{PACKAGE}-{version}.dist-info"
-    # A folder that is there keeps its mode: it may be another package's.
+    # A folder that already exists keeps its mode, because it may belong to another package.
     new_folders = [package, info] if folder.exists() else [folder, package, info]
     try:
         for old in (package, *folder.glob(f"{PACKAGE}-*.dist-info")):

@@ -1,4 +1,4 @@
-"""Have the probes of a running vLLM record who allocates, and read their answers."""
+"""Make the probes of a running vLLM record who allocates, and read their answers."""
 
 import asyncio
 import contextlib
@@ -29,10 +29,10 @@ RECORD_FORMAT: Final = "headroom_record"
 RECORD_VERSION: Final = 1
 
 MAX_STACKS: Final = 20
-"""How many stacks an answer may have of each kind of memory."""
+"""The largest number of stacks that an answer may have for each kind of memory."""
 
 MAX_FRAMES: Final = 16
-"""How many frames a stack may have."""
+"""The largest number of frames of a stack."""
 
 Recording = dict[str, Any]
 """A process's answer, as --json has it: a `note`, the `cost`, and the `host` and `gpu` stacks that
@@ -47,8 +47,8 @@ Its first frame is the line that allocated it. The cost is what the recording to
 def parse_answer(content: bytes, request_id: str) -> Recording | str | None:
     """Parse the answer to a request.
 
-    Return None for the answer to another request, and a text that says what is wrong for an answer
-    that cannot be used.
+    Returns None for the answer to another request, and a text that describes the problem for an
+    answer that cannot be used.
     """
     try:
         document = json.loads(content)
@@ -67,7 +67,7 @@ def parse_answer(content: bytes, request_id: str) -> Recording | str | None:
 
 
 def _answers(document: object, request_id: str) -> bool:
-    """Return whether a document is an answer, of this format's version, to this request."""
+    """Return whether a document, in this version of the format, is an answer to this request."""
     if type(document) is not dict:
         return False
     return document.get(RECORD_FORMAT) == RECORD_VERSION and document.get("id") == request_id
@@ -103,14 +103,16 @@ REQUEST: Final = "record.json"
 NO_ANSWER: Final = "no answer"
 
 TOUCH_SECONDS: Final = 5.0
-"""How often the request's file is touched. The probes stop a recording whose request was not
-touched for a minute, since nobody waits for it any more."""
+"""The time after which the request's file is touched again. If a request was not touched for a
+minute, nobody waits for it any more, and the probes stop the recording.
+"""
 
 POLL_SECONDS: Final = 0.5
 
 RECORD_ANSWER_SECONDS: Final = 60.0
-"""How long after the end answers are waited for: the probes look for the end every five seconds,
-and take seconds to add up the stacks."""
+"""The longest wait for answers after the end: the probes look for the end every five seconds, and
+take seconds to add up the stacks.
+"""
 
 MAX_ANSWER_BYTES: Final = 256 * 1024
 
@@ -123,22 +125,23 @@ MAPPINGS_SECONDS: Final = 10.0
 KINDS: Final = ("host", "gpu")
 """The kinds of memory that can be recorded.
 
-Host memory costs far more, since Python then stores the stack of every allocation.
+Host memory is far more expensive to record, because Python then stores the stack of every
+allocation.
 """
 
 
 async def record(
     folder: Path, seconds: float, say: Callable[[str], None], kinds: Collection[str] = KINDS
 ) -> dict[str, Any]:
-    """Have all processes record these kinds of memory for some seconds; return the data of --json.
+    """Make all processes record these kinds of memory for some seconds; return the data of --json.
 
-    A process without a usable answer has a `problem`, and None for its figures. Raise BadInput
-    without any process, while another recording runs, or where the folder cannot be written. If
-    this is cancelled or killed, the probes stop recording within a minute.
+    A process without a usable answer has a `problem`, and its figures are None. Raises BadInput
+    without any process, while another recording runs, or if the folder cannot be written. If this
+    is cancelled or killed, the probes stop recording within a minute.
     """
     processes = await find_processes(folder)
-    # The stacks have what Python and torch allocate. How the kernel's mappings grow meanwhile, and
-    # what perf records, show native code too.
+    # The stacks contain what Python and torch allocate. The growth of the kernel's mappings during
+    # the recording, and what perf records, show native code too.
     mappings = {process: await _read_mappings(process) for process in processes}
     visible_pids = [process.pid for process in processes if mappings[process]]
     request_id = uuid.uuid4().hex
@@ -154,7 +157,7 @@ async def record(
                 record_faults(visible_pids if "host" in kinds else None, seconds),
             )
         finally:
-            # Without the request, the probes stop at once.
+            # Once the request is gone, the probes stop at once.
             with contextlib.suppress(FileNotFoundError):
                 (folder / REQUEST).unlink()
     except OSError as error:
@@ -172,7 +175,7 @@ async def record(
 
 
 async def find_processes(folder: Path) -> tuple[ProbedProcess, ...]:
-    """Return the processes whose probes write into the folder now; raise BadInput without any."""
+    """Return the processes whose probes now write to the folder; raise BadInput without any."""
     files = await ProbeReader(folder, parse=parse_probe).read(PROBE_FILES_SECONDS)
     if isinstance(files, Failure):
         raise BadInput(files.message)
@@ -189,7 +192,7 @@ async def _measure_growth(
 ) -> dict[ProbedProcess, dict[str, int]]:
     """Return by how many bytes each kind of mapping has grown, by process.
 
-    A process whose mappings could not be read both times is absent.
+    A process is absent if its mappings could not be read both times.
     """
     growths = {}
     for process, old_mappings in mappings.items():
@@ -207,7 +210,7 @@ def _join_record(
 ) -> dict[str, Any]:
     """Return the data of --json on a process.
 
-    Where `answer` is a text, that is the problem, and the figures of the answer are None.
+    If `answer` is a text, it is the problem, and the figures of the answer are None.
     """
     # The same keys with and without an answer, so that programs can rely on them.
     recording: Recording = dict.fromkeys(("note", "cost", "host", "gpu"))
@@ -230,8 +233,8 @@ def _join_record(
 async def _read_mappings(process: ProbedProcess) -> dict[str, int] | None:
     """Return the bytes of a process's memory, by kind of mapping.
 
-    None where they cannot be read here. A pid that is another process here counts as not readable:
-    the probe reports the pid in the process's own PID namespace.
+    None if they cannot be read here. The probe reports the pid in the process's own PID namespace;
+    if that pid is another process here, the mappings count as not readable.
     """
 
     def read() -> dict[str, int] | None:
@@ -254,13 +257,13 @@ def _write_request(
 ) -> None:
     """Write the file that asks the probes for a recording.
 
-    Raise BadInput while another recording runs: its request was touched lately. Raise OSError where
-    the file cannot be written.
+    Raises BadInput while another recording runs, which touched its request lately. Raises OSError
+    if the file cannot be written.
     """
     path = folder / REQUEST
     with contextlib.suppress(FileNotFoundError):
         age_seconds = time.time() - path.lstat().st_mtime
-        # An older file is of a command that was killed. abs: the clock may have been set back.
+        # An older file belongs to a command that was killed. abs: the clock may have been set back.
         if abs(age_seconds) < 2 * TOUCH_SECONDS:
             raise BadInput(f"{path} is another recording's, which is running")
     document: dict[str, Any] = {
@@ -280,12 +283,12 @@ def _write_request(
 async def _collect_answers(
     folder: Path, processes: Iterable[ProbedProcess], request_id: str, deadline_seconds: float
 ) -> dict[ProbedProcess, Recording | str]:
-    """Wait for the answers of all processes until the deadline; touch the request meanwhile.
+    """Wait for the answers of all processes until the deadline, and keep touching the request.
 
-    Return the answers by process; a process that has not answered is absent. For an answer that
-    cannot be used, return a text that says what is wrong.
+    Returns the answers by process; a process that has not answered is absent. An answer that cannot
+    be used is replaced by a text that describes the problem.
     """
-    # A pid may be used again, but not with the same second of its start.
+    # A pid may be used again, but not with the same start time in seconds.
     file_names = {
         process: f"{process.pid}-{int(process.started_at_seconds)}.record.json"
         for process in processes
@@ -294,7 +297,7 @@ async def _collect_answers(
     touched_at_seconds = 0.0
     while len(answers) < len(file_names) and time.time() < deadline_seconds:
         if time.time() - touched_at_seconds >= TOUCH_SECONDS:
-            # vLLM's container can write here too: a link must not lead to another file.
+            # vLLM's container can write here too, and a link must not lead to another file.
             os.utime(folder / REQUEST, follow_symlinks=False)
             touched_at_seconds = time.time()
         for process, file_name in file_names.items():

@@ -1,4 +1,4 @@
-"""Report a recording: what each process kept, by the stacks that kept most."""
+"""Report a recording: what each process still holds, by the stacks that hold most."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
@@ -11,15 +11,15 @@ MIN_SHOWN_BYTES: Final = MIB
 """Our choice: a mapping that grew by less has no line."""
 
 MAX_SHOWN: Final = 3
-"""Our choice: how many stacks of each kind, and callers of each stack, the text shows; --json has
-more."""
+"""Our choice: the number of stacks of each kind, and of callers of each stack, in the text; --json
+has more.
+"""
 
 
 def report_recorded(recorded: Mapping[str, Any]) -> Report:
     """Return the report on a recording.
 
-    Its exit status is 0 whatever was recorded. Its verdict is "cannot tell" if any process has no
-    usable answer.
+    Its exit status is always 0. Its verdict is "cannot tell" if any process has no usable answer.
     """
     processes = recorded["processes"]
     findings = list_problems(processes)
@@ -45,7 +45,7 @@ def list_problems(processes: Iterable[Mapping[str, Any]]) -> list[Finding]:
 
 
 def render_recording(recorded: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines on each process, in the order of their largest stacks, largest first."""
+    """Yield the lines on each process; the process with the largest stack is first."""
     duration = format_duration(recorded["seconds"])
     yield f"In {duration}, what each process allocated and still holds:"
     for process in sorted(recorded["processes"], key=_measure_largest_stack, reverse=True):
@@ -89,7 +89,7 @@ def _format_process(process: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _format_cost(cost: Mapping[str, Any]) -> str:
-    """Return what a recording cost its process, without the figures that are unknown."""
+    """Return the cost of a recording to its process, without the figures that are unknown."""
     parts = []
     if cost["pause_seconds"] is not None:
         parts.append(f"{cost['pause_seconds']:.3f} s of pause")

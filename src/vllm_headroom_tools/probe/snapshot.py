@@ -1,4 +1,4 @@
-"""Have the probes of a running vLLM write torch's snapshot, and report on snapshots."""
+"""Make the probes of a running vLLM write torch's snapshot, and report on snapshots."""
 
 import asyncio
 import contextlib
@@ -25,8 +25,9 @@ REQUEST_FORMAT: Final = "headroom_snapshot"
 REQUEST_VERSION: Final = 1
 
 ANSWER_SECONDS: Final = 30.0
-"""How long answers are waited for: the probes look for a request every five seconds, and write for
-at most ten."""
+"""The longest wait for answers: the probes look for a request every five seconds, and write for at
+most ten seconds.
+"""
 
 POLL_SECONDS: Final = 0.5
 
@@ -37,10 +38,10 @@ NO_HISTORY: Final = (
 
 
 async def take_snapshots(folder: Path, say: Callable[[str], None]) -> dict[str, Any]:
-    """Have all processes that keep torch's history write a snapshot; return the data of --json.
+    """Make all processes with torch's history write a snapshot; return the data of --json.
 
-    A process that has not answered in time has a `problem`. Raise BadInput where no process keeps
-    the history, or the folder cannot be written.
+    A process that has not answered in time has a `problem`. Raises BadInput if no process keeps the
+    history, or if the folder cannot be written.
     """
     processes = [process for process in await find_processes(folder) if process.history is not None]
     if not processes:
@@ -77,7 +78,7 @@ async def _collect_answers(
     answers: dict[int, AllocatorSnapshot] = {}
     while missing_pids and time.time() < deadline_seconds:
         await asyncio.sleep(POLL_SECONDS)
-        # Without any process, all have exited meanwhile.
+        # If no process is left, all have exited in the meantime.
         with contextlib.suppress(BadInput):
             for process in await find_processes(folder):
                 snapshot = None if process.history is None else process.history.requested
@@ -114,7 +115,7 @@ def _describe_line(holding: LineHolding) -> dict[str, Any]:
 
 
 def report_taken(data: Mapping[str, Any]) -> Report:
-    """Return the report on snapshots that were asked for; its exit status is 0."""
+    """Return the report on the requested snapshots; its exit status is 0."""
     snapshots = data["snapshots"]
     findings = list_problems(snapshots)
     n_written = len(snapshots) - len(findings)

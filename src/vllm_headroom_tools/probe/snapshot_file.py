@@ -22,20 +22,22 @@ MAX_FILE_BYTES: Final = 64 << 20
 """The largest file: the probe writes no larger one (vllm_headroom_probe.snapshot)."""
 
 MAX_BLOCKS: Final = 500_000
-"""The most blocks, and the most events, that are counted: a forged file may repeat one list
-endlessly. A process of vLLM has thousands."""
+"""The most blocks, and the most events, that are counted, because a forged file may repeat one list
+endlessly. A process of vLLM has thousands.
+"""
 
 MAX_LARGEST: Final = 10
-"""How many lines of code are reported, those that hold most memory."""
+"""The number of lines of code that are reported; they are those that hold most memory."""
 
 TORCH_CODE: Final = re.compile(r"(site|dist)-packages/torch/|/torchinductor_|/torch_compile_cache/")
-"""Matches the paths of torch itself and of the code that it generates. The calling line says more
-about who holds the memory.
+"""Matches the paths of torch itself and of the code that it generates. The line that calls them is
+more informative about who holds the memory.
 """
 
 MAX_OPERATIONS: Final = 10_000_000
 """The most operations of a pickle; a snapshot of vLLM with a full history has a million. Each takes
-up to 100 bytes of memory, and 10 million take 10 s."""
+up to 100 bytes of memory, and 10 million take 10 s.
+"""
 
 PLAIN_OPERATIONS: Final = (
     "PROTO FRAME STOP MARK POP NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 LONG4 BINFLOAT"
@@ -50,14 +52,14 @@ those that import a name or call it, are refused."""
 class PlainUnpickler(pickle._Unpickler):  # noqa: SLF001
     """Reads plain data only.
 
-    In Python, because the unpickler in C allocates whatever a forged file asks for.
+    It is written in Python, because the unpickler in C allocates whatever a forged file demands.
     """
 
     n_operations = 0
 
 
 def _build_counted(load: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Return an operation that raises ValueError where it is one too many."""
+    """Return an operation that raises ValueError once it exceeds the limit."""
 
     def count_and_load(unpickler: Any) -> None:  # noqa: ANN401 - a PlainUnpickler
         """Do one operation of the pickle; raise ValueError after MAX_OPERATIONS."""
@@ -80,16 +82,16 @@ PlainUnpickler.dispatch = dict(_list_plain_operations())
 
 
 class ReadSnapshot(Struct, frozen=True, kw_only=True):
-    """What a snapshot says about torch's memory in a process."""
+    """What a snapshot shows about torch's memory in a process."""
 
     active_bytes: int
     """The memory of tensors."""
     reserved_bytes: int
     """The memory that torch took from the driver."""
     n_blocks: int
-    """How many blocks have the active memory."""
+    """The number of blocks that make up the active memory."""
     history_from_seconds: float | None
-    """The time of the oldest event of its history, since the epoch; None without events."""
+    """The time of the oldest event of the history, since the epoch; None without events."""
     largest: tuple[LineHolding, ...]
     """The lines of code that hold most memory, the largest first."""
 
@@ -99,7 +101,7 @@ Place = tuple[str | None, int | None]
 
 
 def read_snapshot_file(path: Path) -> ReadSnapshot:
-    """Read a snapshot; raise BadInput for a file that cannot be read or is none."""
+    """Read a snapshot; raise BadInput for a file that cannot be read or is not a snapshot."""
     try:
         with path.open("rb") as file:
             content = file.read(MAX_FILE_BYTES + 1)
@@ -115,16 +117,16 @@ def parse_snapshot(content: bytes, name: str) -> ReadSnapshot:
     try:
         snapshot = PlainUnpickler(io.BytesIO(content)).load()
         return _summarise(snapshot)
-    # A forged pickle may end in any error of Python, such as KeyError for an operation.
+    # A forged pickle may end in any of Python's errors, such as KeyError for an operation.
     except Exception as error:
         problem = f"no snapshot of torch's memory ({type(error).__name__})"
         raise BadInput(f"{name}: {problem}") from error
 
 
 def _summarise(snapshot: Any) -> ReadSnapshot:  # noqa: ANN401 - anything that a pickle holds
-    """Return what a snapshot says; raise an error of Python for another structure."""
+    """Return what a snapshot contains; raise one of Python's errors for another structure."""
     times_seconds = _list_allocation_times(snapshot["device_traces"])
-    # By identity: a forged file may repeat one long stack in every block.
+    # By identity, because a forged file may repeat one long stack in every block.
     places: dict[int, Place] = {}
     sizes_bytes: defaultdict[Place, int] = defaultdict(int)
     counts: defaultdict[Place, int] = defaultdict(int)
@@ -167,7 +169,7 @@ def _summarise(snapshot: Any) -> ReadSnapshot:  # noqa: ANN401 - anything that a
 def _list_allocation_times(traces: Iterable[Any]) -> dict[int | None, float]:
     """Return when each address was last allocated, in seconds since the epoch.
 
-    Raises ValueError for too many events, or an impossible time.
+    Raises ValueError for too many events, or for an impossible time.
     """
     times_seconds: dict[int | None, float] = {}
     n_read = 0
@@ -185,7 +187,7 @@ def _list_allocation_times(traces: Iterable[Any]) -> dict[int | None, float]:
 
 
 def _find_oldest(times_seconds: list[float | None]) -> float | None:
-    """Return the earliest time; None where one of them is unknown."""
+    """Return the earliest time; None if one of them is unknown."""
     known_seconds = [seconds for seconds in times_seconds if seconds is not None]
     if len(known_seconds) < len(times_seconds):
         return None
@@ -193,21 +195,21 @@ def _find_oldest(times_seconds: list[float | None]) -> float | None:
 
 
 def _check_size(n_bytes: Any) -> int:  # noqa: ANN401 - anything that a pickle holds
-    """Return a size; raise ValueError for one that no memory has."""
+    """Return a size; raise ValueError for a size that no memory has."""
     if type(n_bytes) is not int or not 0 <= n_bytes <= LARGEST:
         raise ValueError("a size that no memory has")
     return n_bytes
 
 
 def _find_place(frames: Any) -> Place:  # noqa: ANN401 - anything that a pickle holds
-    """Return the innermost line outside torch, else the innermost.
+    """Return the innermost line outside torch, or else the innermost line.
 
-    (None, None) without a frame. Raises ValueError for a line that is no number.
+    (None, None) without a frame. Raises ValueError for a line that is not a number.
     """
     if not frames:
         return None, None
     own_frames = (frame for frame in frames if not TORCH_CODE.search(frame["filename"]))
     frame = next(own_frames, frames[0])
-    # A path of the file is printed: no control character may reach the terminal.
+    # The file's paths are printed, and no control character may reach the terminal.
     path = "".join(letter if letter.isprintable() else "?" for letter in frame["filename"])
     return path[-200:], _check_size(frame["line"])

@@ -46,22 +46,22 @@ if TYPE_CHECKING:
     from vllm_headroom_tools.replay.openmetrics import SampleExport
 
 MIN_STRANDED_RATIO: Final = 0.01
-"""Least stranded share of a KV cache that is reported.
+"""The smallest stranded share of a KV cache that is reported.
 
-An idle engine may free a block or two late. From this share on, the alert HeadroomKvBlocksLeak
-watches for growth.
+An idle engine may free a block or two late. The alert HeadroomKvBlocksLeak watches for growth from
+this share on.
 """
 
 NO_GPU: Final = "The trace has no GPU of the engine's."
 MOST_INTERVALS: Final = 5
-"""Our choice: how many intervals of a series the text lists; --json has all."""
+"""Our choice: the number of intervals of a series in the text; --json has all."""
 
 
 def format_verdict(replay: LeakReplay) -> Iterator[str]:
     """Yield the lines of the report: on the span, each GPU and each kind of host process.
 
-    Then follow the lines on host memory, on sleeps and on idle engines. A trace without samples has
-    one line.
+    The lines on host memory, on sleeps and on idle engines follow. A trace without samples has one
+    line.
     """
     if not replay.samples:
         yield "The trace has no samples."
@@ -118,7 +118,7 @@ def _describe_host(replay: LeakReplay) -> Iterator[str]:
             line += f" in the first sleep, {newest} in the last of {len(residues_bytes)}"
         yield f"{line}."
     for (model, engine), ratio in replay.stranded.items():
-        # Some blocks are always held: a small share is no news.
+        # Some blocks are always held, so a small share is not reported.
         if ratio >= MIN_STRANDED_RATIO:
             yield (
                 f"{model}, engine {engine}: idle, at most {ratio:.0%} of its KV cache was held by"
@@ -127,7 +127,7 @@ def _describe_host(replay: LeakReplay) -> Iterator[str]:
 
 
 def _judge_series(name: str, course: LeakCourse, span_seconds: float) -> Finding:
-    """Return the finding on one series: an early warning alone decides nothing."""
+    """Return the finding on one series; an early warning alone is not decisive."""
     verdict, reason = judge_course(course, span_seconds)
     match verdict:
         case LeakVerdict.LEAKING:
@@ -146,7 +146,7 @@ def _judge_series(name: str, course: LeakCourse, span_seconds: float) -> Finding
 
 
 def _format_intervals(name: str, intervals: list[Interval]) -> Iterator[str]:
-    """Yield a line for each interval, and after the first few one with the number of the others."""
+    """Yield a line for each of the first intervals, and one with the number of the others."""
     for begin, end in intervals[:MOST_INTERVALS]:
         until = "to the end"
         if end is not None:
@@ -157,7 +157,7 @@ def _format_intervals(name: str, intervals: list[Interval]) -> Iterator[str]:
 
 
 def _format_moment(moment: Moment) -> Iterator[str]:
-    """Yield a line for each figure that the detector gave at this sample."""
+    """Yield a line for each figure that the detector had at this sample."""
     if moment.bytes_per_second is not None:
         yield f"    how fast     {_format_rate(moment, moment.bytes_per_second)}"
     if moment.by_requests is not None:
@@ -168,7 +168,7 @@ def _format_moment(moment: Moment) -> Iterator[str]:
         yield f"    how much     {format_size(moment.leaked_bytes)} since it began"
     if moment.time_to_oom_seconds is not None:
         time_left = f"about {format_duration(moment.time_to_oom_seconds)}"
-        # The lower end first: an operator has to plan by it.
+        # The lower bound is first, because an operator has to plan by it.
         if moment.time_to_oom_seconds_lower is not None:
             earliest = format_duration(moment.time_to_oom_seconds_lower)
             time_left = f"{earliest} at the earliest, likely {time_left}"
@@ -176,7 +176,7 @@ def _format_moment(moment: Moment) -> Iterator[str]:
 
 
 def _format_rate(moment: Moment, bytes_per_second: float) -> str:
-    """Return the rate by time, with its 95 % interval and the rate by requests where known."""
+    """Return the rate by time, with its 95 % interval, and the rate by requests if it is known."""
     text = f"{format_size(bytes_per_second)}/s"
     lower = moment.bytes_per_second_lower
     upper = moment.bytes_per_second_upper
@@ -247,7 +247,7 @@ _QUOTED: Final = re.compile(r'"(?:[^"\\]|\\.)*"|\'(?:[^\'\\]|\\.)*\'|`[^`]*`')
 def _parse_time(text: str) -> tuple[bool, float]:
     """Return whether a time is relative to now, and its seconds from now or from the epoch.
 
-    Raise ValueError for a text that is no time, or has no time zone.
+    Raises ValueError for a text that is not a time, or has no time zone.
     """
     if text == "now":
         return True, 0.0
@@ -266,7 +266,7 @@ def _parse_time(text: str) -> tuple[bool, float]:
 def _parse_matcher(text: str) -> str:
     """Return a label matcher of PromQL; add the quotes around its value if a shell removed them.
 
-    Raise ValueError for a text that is no matcher.
+    Raises ValueError for a text that is not a matcher.
     """
     match = _MATCHER.fullmatch(text)
     if match is None:
@@ -346,8 +346,8 @@ WIDEST_COLUMNS: Final = 160
 def build_report(replay: LeakReplay, curves: Curves, *, fails: bool = False) -> Report:
     """Return the report with the detector's verdicts on a trace.
 
-    The verdict is the worst of any series, "cannot tell" without a series. The exit status is 1 if
-    there was an alarm and `fails` is set, else 0.
+    The verdict is the worst of all series, or "cannot tell" without a series. The exit status is 1
+    if there was an alarm and `fails` is set, otherwise 0.
     """
     begin, end = replay.span
     findings = [_judge_series(name, course, end - begin) for name, course in _name_series(replay)]
@@ -370,7 +370,10 @@ def build_report(replay: LeakReplay, curves: Curves, *, fails: bool = False) -> 
 
 
 def _run(options: Namespace) -> Report:
-    """Run the detector over the past and return the report; raise BadOptions without one source."""
+    """Run the detector over the past and return the report.
+
+    Raise BadOptions unless exactly one source is named.
+    """
     if (options.trace is None) == (options.from_prometheus is None):
         raise BadOptions("needs a TRACE or --from-prometheus, and not both")
     if options.openmetrics is None:
@@ -389,7 +392,7 @@ def _run(options: Namespace) -> Report:
 def _run_detector(options: Namespace, export: "SampleExport | None") -> Report:
     """Run all snapshots through the detector, write the files asked for, and return the report."""
     replay = LeakReplay(reported_bytes=options.reported_bytes)
-    # Curves take memory for each sample: they are kept only where they are drawn.
+    # The curves take memory for each sample, so they are kept only if they are drawn.
     curves = Curves()
     has_charts = options.svg or not options.json
     for snapshot in _read_snapshots(options):

@@ -29,16 +29,18 @@ from vllm_headroom_tools.bad_input import BadInput
 from vllm_headroom_tools.history import LeakReplay
 
 HEALTH: Final = "health"
-"""The name of the derivation of whether each source could be read."""
+"""The name of the derivation that reports whether each source could be read."""
 
 TRACED_SOURCES: Final = (Source.ENGINE, Source.NVML, Source.PROCESS)
-"""The sources that the daemon reads at every tick, and whose failure a trace shows."""
+"""The sources that the daemon reads at every tick; a trace shows when they fail."""
 
 READING_TIMES: Final = tuple(
     ReadingTime(source=source, seconds=nan, ended_monotonic_seconds=nan)
     for source in TRACED_SOURCES
 )
-"""A reading of each source. Its duration is unknown: a value that is not finite has no series."""
+"""The duration of a reading of each source. It is unknown, and a value that is not finite has no
+series.
+"""
 
 UP: Final = Metric(
     name="up",
@@ -46,13 +48,15 @@ UP: Final = Metric(
     labels=(),
     help="1 at each sample: a Prometheus adds it when it scrapes.",
 )
-"""Boards and alerts ask for it, although no daemon exports it."""
+"""Boards and alerts query it, although no daemon exports it."""
 
 SCRAPE_LABELS: Final = 'job="vllm-headroom",instance="replay"'
 """The labels that a Prometheus would add."""
 
 MOST_BUFFERED_POINTS: Final = 500_000
-"""Our choice: so many points of all series are in memory, 8 MB, before they go to the disk."""
+"""Our choice: the number of points of all series that are kept in memory, 8 MB, before they go to
+the disk.
+"""
 
 POINT_NUMBERS: Final = 2
 """A point is two numbers: its time in seconds since the epoch, and its value."""
@@ -61,8 +65,8 @@ POINT_NUMBERS: Final = 2
 class SampleExport:
     """Derives the daemon's samples of each snapshot, and stores them by series.
 
-    The settings are the daemon's defaults: a trace does not have the operator's. `reported_bytes`
-    is the operator's figure of the memory that the engine uses on each GPU.
+    The settings are the daemon's defaults, because a trace does not contain the operator's.
+    `reported_bytes` is the operator's figure of the memory that the engine uses on each GPU.
     """
 
     def __init__(self, *, has_health: bool, reported_bytes: int | None = None) -> None:
@@ -70,7 +74,7 @@ class SampleExport:
         self._has_health = has_health
         derivations: list[Derivation[Any]] = []
         for derivation in build_derivations(reported_bytes=reported_bytes):
-            # The detector has run already: its results are taken, and not computed a second time.
+            # The detector has run already, so its results are used again.
             if derivation.name == LEAK.name:
                 derivations.append(replace(LEAK, step=self._read_leaks))
             elif has_health or derivation.name != HEALTH:
@@ -94,8 +98,8 @@ class SampleExport:
     def step(self, snapshot: Snapshot, replay: LeakReplay) -> None:
         """Add a snapshot, with the engine's state, that `replay` has just run.
 
-        The samples of a snapshot are left out where the clock was set back: a Prometheus refuses
-        samples that are older than the newest one of their series.
+        A snapshot adds no samples if the clock was set back: a Prometheus refuses samples that are
+        older than the newest one of their series.
         """
         samples = self._derive(snapshot, replay)
         # A Prometheus counts time in milliseconds.
@@ -106,7 +110,7 @@ class SampleExport:
         self._spool.add(milliseconds / 1000, samples)
 
     def write_lines(self) -> Iterator[str]:
-        """Yield the lines of the text; raise BadInput where the spool cannot be read."""
+        """Yield the lines of the text; raise BadInput if the spool cannot be read."""
         return self._spool.write_lines()
 
     def close(self) -> None:
@@ -125,7 +129,7 @@ class SampleExport:
     def _read_leaks(
         self, _memory: LeakMemory, _snapshot: Snapshot
     ) -> tuple[LeakMemory, tuple[Sample, ...]]:
-        """Return what the replay's detector has found at this snapshot: it runs only once."""
+        """Return what the replay's detector, which runs only once, has found at this snapshot."""
         return self._leak_memory, self._leak_samples
 
 
@@ -133,17 +137,17 @@ class _Series(Struct):
     """The points of one series: the newest in memory, those before in the spool file."""
 
     points: array[float] = field(default_factory=lambda: array("d"))
-    """Time and value in turn."""
+    """Times and values, alternating."""
 
     chunks: list[tuple[int, int]] = field(default_factory=list)
     """The offset and the size in bytes of each stretch of older points in the file."""
 
 
 class SeriesSpool:
-    """Stores points by series, in bounded memory, since OpenMetrics does not mix series.
+    """Stores points by series, in bounded memory, because OpenMetrics does not mix series.
 
     Points are appended to one temporary file, which is deleted when it is closed. Every method
-    raises BadInput where the file cannot be written or read.
+    raises BadInput if the file cannot be written or read.
     """
 
     def __init__(self) -> None:
@@ -157,7 +161,7 @@ class SeriesSpool:
     def add(self, seconds: float, samples: Iterable[Sample]) -> None:
         """Add a point to the series of each sample.
 
-        Raises BadInput where the temporary file cannot be written.
+        Raises BadInput if the temporary file cannot be written.
         """
         for metric, labels, value in samples:
             family = self._families[metric.name]
@@ -166,7 +170,7 @@ class SeriesSpool:
                 series = _Series()
                 family[labels] = series
             series.points.append(seconds)
-            # A trace of months has more points than memory: they go to a file.
+            # The points of a trace of months do not fit in memory, so they go to a file.
             series.points.append(value)
             self._buffered_points += 1
         if self._buffered_points > MOST_BUFFERED_POINTS:
@@ -175,14 +179,15 @@ class SeriesSpool:
     def _flush(self) -> None:
         """Move the points in memory to the file.
 
-        Raises BadInput where the file cannot be written.
+        Raises BadInput if the file cannot be written.
         """
         try:
             if self._file is None:
                 self._file = TemporaryFile()  # noqa: SIM115 - it is open for as long as the spool
             offset_bytes = self._file.tell()
             for family in self._families.values():
-                # Each series' points lie in pieces: where each piece is, is noted.
+                # The points of a series are in several pieces of the file, so the place of each
+                # piece is stored.
                 for series in family.values():
                     if not series.points:
                         continue
@@ -200,7 +205,7 @@ class SeriesSpool:
     def write_lines(self) -> Iterator[str]:
         """Yield the lines of the text: family by family, each series in one piece.
 
-        Raises BadInput where the temporary file cannot be read.
+        Raises BadInput if the temporary file cannot be read.
         """
         for metric in (UP, *catalog.METRICS):
             family = self._families[metric.name]
@@ -225,7 +230,7 @@ class SeriesSpool:
     def _list_points(self, series: _Series) -> Iterator[array[float]]:
         """Yield the points of a series, piece by piece and the oldest first.
 
-        Raises BadInput where the file cannot be read.
+        Raises BadInput if the file cannot be read.
         """
         for offset_bytes, size_bytes in series.chunks:
             assert self._file is not None, "only a flush adds chunks"  # noqa: S101

@@ -21,7 +21,7 @@ from vllm_headroom_tools.history import Curves, LeakCourse, LeakReplay
 from vllm_headroom_tools.terminal import Pick, draw_bars
 
 WIDTH: Final = 1000.0
-"""The width of the picture. It is in SVG units, as all sizes of the picture here."""
+"""The width of the picture in SVG units, like all sizes of the picture here."""
 
 HEIGHT: Final = 200.0
 """The height of the frame around one curve."""
@@ -34,18 +34,18 @@ BELOW: Final = 30.0
 
 BOX_HEIGHT: Final = ABOVE + HEIGHT + BELOW
 CURVE_COLUMNS: Final = 500
-"""A curve is thinned to at most two points for each column: more could not be seen."""
+"""A curve is thinned to at most two points per column, because more would not be visible."""
 
 HOST_TITLE: Final = "host memory: free, on a scale from 0"
 LONGEST_FORECAST_SHARE: Final = 0.5
-"""Our choice: the picture shows at most so much of a forecast, as a share of the trace's span."""
+"""Our choice: the longest forecast that the picture shows, as a share of the trace's span."""
 
 
 def draw_picture(replay: LeakReplay, curves: Curves) -> str:
     """Return an SVG picture with a box for each GPU, one for the host and one for the load.
 
-    A GPU's box shows its free memory, or the engine's memory where free memory is unknown. The host
-    has a box only where its memory is known.
+    A GPU's box shows its free memory, or the engine's memory if free memory is unknown. The host
+    has a box only if its memory is known.
     """
     begin, end = replay.span
     forecasts = [
