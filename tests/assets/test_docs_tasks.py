@@ -10,7 +10,7 @@ from typing import Any, Final
 import pytest
 import yaml
 
-from mkdocs_hooks import lead_out
+from mkdocs_hooks import lead_out, list_guests
 from tests.assets import console, terminal
 from tests.assets.console import ROOT, Block
 from tests.assets.terminal import SIDECAR, Scene
@@ -19,6 +19,7 @@ from tests.process import eventually
 from vllm_headroom.vocabulary import Situation
 
 DOCS: Final = ROOT / "docs"
+RUNBOOKS: Final = ROOT / "alerts" / "runbooks"
 MONITOR: Final = ROOT / "deploy" / "kubernetes" / "components" / "podmonitor" / "podmonitor.yaml"
 SITE: Final[dict[str, Any]] = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8").replace("!!python", "#"))
 
@@ -38,11 +39,24 @@ def test_the_site_has_every_page_once() -> None:
     assert sorted(pages(SITE["nav"])) == sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))
 
 
-def test_a_link_that_leaves_the_site_leads_to_the_repository() -> None:
-    folder = DOCS / "commands"
-    assert lead_out("[a](../running.md#gpus) [b](../../deploy/README.md#x) [c](../../alerts)", folder, "URL") == (
-        "[a](../running.md#gpus) [b](URL/blob/main/deploy/README.md#x) [c](URL/tree/main/alerts)"
+def test_a_link_leads_to_the_site_where_that_has_its_page_and_to_the_repository_otherwise() -> None:
+    text = (
+        "[a](../running.md#gpus) [b](../../deploy/README.md#x) [c](../../alerts) [d](../../Makefile) [e](https://x/y)"
     )
+    assert lead_out(text, DOCS / "commands", "URL") == (
+        "[a](../running.md#gpus) [b](../repository/deploy/README.md#x) [c](../repository/alerts/README.md)"
+        " [d](URL/blob/main/Makefile) [e](https://x/y)"
+    )
+    text = "[a](../../docs/probe.md) [b](HeadroomGpuLost.md#meaning) [c](../generate.py) [d](#impact)"
+    assert lead_out(text, DOCS.parent / "alerts/runbooks", "URL") == (
+        "[a](../../../probe.md) [b](HeadroomGpuLost.md#meaning) [c](URL/blob/main/alerts/generate.py) [d](#impact)"
+    )
+
+
+def test_every_runbook_is_on_the_site() -> None:
+    runbooks = {f"alerts/runbooks/{page.name}" for page in RUNBOOKS.glob("*.md")}
+
+    assert runbooks <= set(list_guests())
 
 
 def test_each_situation_is_explained_with_its_first_action() -> None:
