@@ -24,8 +24,9 @@ p{margin:.3rem 0}
 a{color:inherit}
 .dim,figcaption{color:var(--dim)}
 .hero{border-left:.5rem solid;padding:.2rem 1rem;margin:1rem 0}
-.hero>b{display:block;font-size:clamp(1.7rem,7vw,2.6rem);line-height:1.2}
-.hero>b small{display:inline-block;font-size:1rem;line-height:1.4;font-weight:400;color:var(--dim)}
+.hero>b{display:flex;flex-wrap:wrap;align-items:baseline;column-gap:.8rem;
+  font-size:clamp(1.7rem,7vw,2.6rem);line-height:1.2}
+.hero>b small{font-size:1rem;line-height:1.4;font-weight:400;color:var(--dim)}
 .hero p{font-size:1.1rem}
 h1 small{font-weight:400;font-size:.95rem;color:var(--dim)}
 .run small{display:block}

@@ -163,9 +163,12 @@ def _render_headline(view: View, worst: Verdict) -> str:
         text = "whether {subject} leaks"
     text = SUBJECT_HEADLINES.get(subject, text)
     headline = text.replace("{subject}", subject)
-    is_down = any(verdict.situation is Situation.DOWN for verdict in view.shown_verdicts)
-    if worst.situation is Situation.CRASH_LOOP and is_down:
-        headline += ", and down now"
+    if worst.situation is Situation.CRASH_LOOP:
+        situations = {verdict.situation for verdict in view.shown_verdicts}
+        if Situation.DOWN in situations:
+            headline += ", and down now"
+        elif Situation.STARTING in situations:
+            headline += ", and starting again"
     return escape_text(f"{LEVEL_NAMES[worst.level]}: {headline}")
 
 
@@ -218,10 +221,11 @@ def render_since(view: View, worst: Verdict) -> str:
     """Return since when a situation holds; empty where that is unknown, or not worth a line."""
     verdict = worst
     if worst.situation is Situation.CRASH_LOOP:
-        # That the engine is down now matters more than since when it is a crash loop.
-        for other in view.shown_verdicts:
-            if other.situation is Situation.DOWN:
-                verdict = other
+        # Since when it is down matters; since when it is a loop, the number of exits shows.
+        down = [other for other in view.shown_verdicts if other.situation is Situation.DOWN]
+        if not down:
+            return ""
+        verdict = down[0]
     start = view.find_start(verdict)
     if start is None or view.snapshot is None or worst.situation in WITHOUT_SINCE:
         return ""
@@ -238,7 +242,7 @@ def _list_details(view: View, worst: Verdict) -> Iterator[str]:
     durations_seconds = view.history.start_durations_seconds
     if worst.situation is Situation.STARTING and durations_seconds:
         durations = ", ".join(format_duration(seconds) for seconds in durations_seconds)
-        yield f"The starts before took {durations}."
+        yield f"Earlier starts took {durations}."
 
 
 def _name_neighbours(view: View, worst: Verdict) -> Iterator[str]:
