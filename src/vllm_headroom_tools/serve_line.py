@@ -37,6 +37,9 @@ IMAGE: Final = re.compile(
 )
 """The name of a container image with vLLM, such as vllm/vllm-openai:v0.20.0."""
 
+RELEASE_OPTION: Final = "--vllm-version="
+"""The beginning of the option of `plan` that the tag of an image becomes."""
+
 IMAGE_TAG: Final = re.compile(r"vllm[^:]*:v?(0\.\d+(?:\.\d+)?)(?![\d.])", re.IGNORECASE | re.ASCII)
 """The release in the tag of such an image, as that of v0.20.0-cu130."""
 
@@ -54,14 +57,18 @@ CONFIG_OPTION: Final = "--config"
 API_SERVERS: Final = ("vllm.entrypoints.openai.api_server", "api_server.py")
 
 
-def read_serve_line(words: Sequence[str]) -> list[str]:
+def read_serve_line(words: Sequence[str], *, with_release: bool = False) -> list[str]:
     """Return the options of `vllm serve` in these words; the model is the option --model.
 
     A single word may be `-` for standard input, a file with a script or manifest, or the number of
-    a process. The options of a file after --config are inserted. Raises BadOptions where there is
-    no such line.
+    a process. The options of a file after --config are inserted. With `with_release`, the release
+    in the tag of a container's image comes first, as the option --vllm-version of `plan`. Raises
+    BadOptions where there is no such line.
     """
-    return _insert_config_file(_read_words(words))
+    options = _insert_config_file(_read_words(words))
+    if with_release:
+        return options
+    return [option for option in options if not option.startswith(RELEASE_OPTION)]
 
 
 def _read_words(words: Sequence[str]) -> list[str]:
@@ -316,7 +323,7 @@ def _read_version(words: Sequence[str]) -> list[str]:
             parse_release(tag[1])
         except ValueError:
             return []
-        return [f"--vllm-version={tag[1]}"]
+        return [f"{RELEASE_OPTION}{tag[1]}"]
     return []
 
 

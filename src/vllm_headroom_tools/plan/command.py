@@ -6,6 +6,7 @@ import re
 from argparse import Namespace
 from collections.abc import Coroutine, Sequence
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -573,7 +574,9 @@ def add_options(parser: Parser) -> None:
     _add_model_options(parser.add_argument_group("the model"))
     _add_engine_options(parser.add_argument_group("vLLM's options, by its own names"))
     parser.accept_line(
-        list_vllm_options(), read_serve_line, f"an option of plan or of {VLLM_RELEASES}"
+        list_vllm_options(),
+        partial(read_serve_line, with_release=True),
+        f"an option of plan or of {VLLM_RELEASES}",
     )
 
 

@@ -32,6 +32,14 @@ def test_options_of_vllm_are_read_from_its_line() -> None:
     assert arguments.unknown_options == ()
 
 
+def test_the_release_of_an_image_is_no_option_of_vllm() -> None:
+    parser = Parser(prog="preflight")
+    COMMAND.options(parser)
+    arguments = parser.read(["--", "docker", "run", "vllm/vllm-openai:v0.28.0", "m/m", "-tp", "2"])
+
+    assert (arguments.tensor_parallel_size, arguments.unknown_options) == (2, ())
+
+
 def test_an_option_of_preflight_itself_is_still_refused() -> None:
     parser = Parser(prog="preflight")
     COMMAND.options(parser)
