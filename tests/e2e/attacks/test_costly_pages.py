@@ -76,7 +76,7 @@ ENGINES, CHARACTERS, SHARED = (
     "parse.exposition.MOST_CHARACTERS",
     "parse.engines.MOST_SHARED_READINGS",
 )
-LINE, DEADLINE = "parse.exposition.LONGEST_LINE", "daemon.sampler.PARSE_SECONDS"
+LINE, DEADLINE = "parse.exposition.LONGEST_LINE", "daemon.engine_watch.PARSE_SECONDS"
 
 
 @pytest.mark.parametrize(
