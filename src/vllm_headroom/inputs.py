@@ -286,7 +286,7 @@ def _find_similar(name: str, names: Iterable[str]) -> list[str]:
     """
     # Sorted, so that the suggestion is always the same if several names are equally similar.
     names_by_form = {_normalise(known_name): known_name for known_name in sorted(names)}
-    form = _normalise(name.split(maxsplit=1)[0])
+    form = _normalise("".join(name.split(maxsplit=1)[:1]))  # a name may be empty
     words = set(form.split("_"))
     containing = [other for other in names_by_form if words <= set(other.split("_"))]
     if containing:

@@ -20,6 +20,10 @@ from vllm_headroom_tools.sizing.releases import parse_release
 FILE_LIMIT_BYTES: Final = 2**20
 """Our choice: how much of a script or manifest is read."""
 
+LONGEST_LINE: Final = 2**15
+"""Our choice: the most characters of a command line. shlex takes time that grows with the square of
+a word's length: 0.3 s for a word of this length, and minutes for a MiB."""
+
 STANDARD_INPUT: Final = "-"
 
 ASSIGNMENT: Final = re.compile(r"([A-Za-z_]\w*)=(.*)", re.ASCII | re.DOTALL)
@@ -181,7 +185,7 @@ def _read_text(text: str, name: str) -> list[str]:
     # A backslash joins lines of one command.
     for line in re.sub(r"\\\r?\n", " ", ARRAY.sub("", text)).splitlines():
         try:
-            words = shlex.split(line, comments=True)
+            words = _split_line(line, has_comments=True)
         # A line with an open quote matters only if it starts the server.
         except ValueError as error:
             if "vllm" in line:
@@ -248,13 +252,23 @@ def _read_container(container: Mapping[str, Any]) -> Container:
     return Container(words, variables)
 
 
+def _split_line(line: str, *, has_comments: bool = False) -> list[str]:
+    """Return the words of a line as a shell splits it.
+
+    Raises ValueError for an open quotation, and for a line that is too long.
+    """
+    if len(line) > LONGEST_LINE:
+        raise ValueError(f"more than {LONGEST_LINE} characters")
+    return shlex.split(line, comments=has_comments)
+
+
 def _split_words(text: str, field: str) -> list[str]:
-    """Return the words of a container's field; raise BadOptions for an open quotation."""
+    """Return the words of a container's field; raise BadOptions where it cannot be split."""
     if field == "image":
         # The name may be a variable of Helm or Compose with spaces in it.
         return [text]
     try:
-        return shlex.split(text)
+        return _split_line(text)
     except ValueError as error:
         raise BadOptions(f"{field} of a container: {error} in {text[:60]!r}") from None
 
@@ -372,7 +386,7 @@ def _expand_word(word: str, variables: Mapping[str, str]) -> list[str]:
         value = variables.get(variable[1] or variable[2], "")
         if value.startswith("-"):
             try:
-                return [_expand(part, variables) for part in shlex.split(value)]
+                return [_expand(part, variables) for part in _split_line(value)]
             except ValueError:
                 return [value]
     return [_expand(word, variables)]

@@ -11,7 +11,11 @@ from pathlib import Path
 from random import Random
 from typing import Any, Final
 
+from vllm_headroom.text_file import read_file
 from vllm_headroom_tools.bad_input import BadInput
+
+PROMPTS_LIMIT_BYTES: Final = 2**30
+"""How much of a dataset is read: ShareGPT has 0.6 GiB, and a device such as /dev/zero no end."""
 
 
 def read_prompts(file: Path) -> tuple[str, ...]:
@@ -20,7 +24,7 @@ def read_prompts(file: Path) -> tuple[str, ...]:
     Raises BadInput where the file cannot be read or has no prompt.
     """
     try:
-        content = file.read_bytes()
+        content = read_file(file, PROMPTS_LIMIT_BYTES)
         # ShareGPT is one JSON document; JSON lines fail here and are read below.
         entries = json.loads(content)
     except OSError as error:

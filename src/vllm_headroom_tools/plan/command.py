@@ -73,6 +73,7 @@ from vllm_headroom_tools.sizing.footprint import KV_DTYPES, PACKED_KV_DTYPES, Mo
 from vllm_headroom_tools.sizing.model_config import (
     CONFIG_FILE,
     count_checkpoint_bytes,
+    has_config_file,
     parse_model_config,
     read_model,
 )
@@ -272,7 +273,7 @@ def _read_draft(options: Namespace, name: str | None) -> ModelShape | None:
         return draft
     if name is None:
         return None
-    if (Path(name) / CONFIG_FILE).is_file():
+    if has_config_file(name):
         found_draft = read_model(Path(name))
     else:
         config = find_public_model(name)
@@ -286,7 +287,7 @@ def _read_shape(options: Namespace) -> ModelShape | str:
     """Return the shape by the model's file and the options for its sizes, or what is wrong."""
     overrides = _read_overrides(options)
     if options.model is not None and options.model_config is None:
-        if (Path(options.model) / CONFIG_FILE).is_file():
+        if has_config_file(options.model):
             options.model_config = Path(options.model)
         elif any(getattr(options, name) is None for name in NEEDED_SIZES):
             return _read_public_model(options.model, overrides)

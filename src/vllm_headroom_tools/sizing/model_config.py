@@ -1,6 +1,7 @@
 """Read the shape of a model from its configuration, in the folder of its weights."""
 
 import json
+import os.path
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -544,12 +545,14 @@ def read_model(path: Path, overrides: Mapping[str, Any] | None = None) -> ModelS
     Return a sentence on what is wrong where the file cannot be read or understood. `overrides`
     replace fields of the file.
     """
+    # Path.is_dir raises OSError for a name that is too long, before Python 3.14.
+    is_folder = os.path.isdir(path)  # noqa: PTH112
     try:
-        file = path / CONFIG_FILE if path.is_dir() else path
+        file = path / CONFIG_FILE if is_folder else path
         # Some editors write a mark of byte order at the beginning.
         text = read_file(file, CONFIG_LIMIT_BYTES).decode("utf-8-sig")
     except OSError as error:
-        subject = f"its {CONFIG_FILE}" if path.is_dir() else "it"
+        subject = f"its {CONFIG_FILE}" if is_folder else "it"
         return (
             f"{subject} cannot be read: {error.strerror};"
             " it takes a config.json or its folder, and downloads none"
@@ -559,6 +562,12 @@ def read_model(path: Path, overrides: Mapping[str, Any] | None = None) -> ModelS
     if has_many_values(text):
         return f"it has more than {CONFIG_LIMIT_VALUES} values, and is no model's configuration"
     return parse_model_config(text, overrides, _read_files_beside(file.parent))
+
+
+def has_config_file(folder: str) -> bool:
+    """Return whether a folder has a config.json; False where there is no such folder."""
+    # Path.is_file raises OSError for a name that is too long, before Python 3.14.
+    return os.path.isfile(Path(folder, CONFIG_FILE))  # noqa: PTH113
 
 
 def has_many_values(text: str) -> bool:

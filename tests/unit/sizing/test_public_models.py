@@ -49,3 +49,7 @@ def test_the_weights_are_those_of_the_checkpoint(name: str) -> None:
 def test_case_and_an_unambiguous_owner_do_not_count() -> None:
     assert find_public_model("qwen3-32b") == find_public_model("Qwen/Qwen3-32B")
     assert isinstance(find_public_model("qwen3-3"), str)
+
+
+def test_a_name_that_is_empty_is_no_model() -> None:
+    assert find_public_model("") == ": not a model that is known here; else --model-config with its config.json"

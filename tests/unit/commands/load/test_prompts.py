@@ -98,6 +98,12 @@ def test_prompts_are_taken_from_a_dataset(content: str, found: tuple[str, ...], 
     assert read_prompts(file) == found
 
 
+def test_what_has_no_end_is_read_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm_headroom_tools.load.prompts.PROMPTS_LIMIT_BYTES", 1000)
+
+    assert read_prompts(Path("/dev/zero")) == ("\0" * 1000,)
+
+
 @pytest.mark.parametrize(("content", "why"), [("{}", "has no prompt: needs"), (None, "cannot be read: No such file")])
 def test_a_dataset_without_a_prompt_is_refused(content: str | None, why: str, tmp_path: Path) -> None:
     file = tmp_path / "prompts"

@@ -162,6 +162,8 @@ def test_kv_heads_are_repeated_when_there_are_more_gpus(capsys: Capsys) -> None:
         (("--layers", "2"), "missing: --kv-heads, --head-size"),
         ((*of("llama-3.1-70b"), "--tensor-parallel-size", "3"), "does not divide the model's 64 attention heads"),
         (("--model-config", "/nonexistent/config.json"), "it cannot be read: No such file or directory"),
+        (("--model-config", "a" * 5000), "it cannot be read: File name too long"),
+        (("--model", "a" * 5000), "not a model that is known here"),
         (("--model-config", "/nonexistent\nor not"), "it cannot be read: No such file or directory"),
         (("--model-config", __file__), "it is not JSON"),
         (

@@ -157,6 +157,7 @@ def test_yarn_multiplies_the_original_length_until_its_factor_was_left_out(capsy
             ["vllm", "serve", "Qwen/Qwen3-8B", "--config", "/nonexistent.yaml"],
             "--config /nonexistent.yaml: No such file",
         ),
+        (["vllm serve " + "x" * 50_000], "the line: more than 32768 characters in 'vllm serve"),
         (["docker run " + "-e A=1 " * 99 + "nginx"], "the line: there is no `vllm serve` in it"),
     ],
 )
