@@ -56,7 +56,7 @@ ModelConfig = Annotated[
 
 
 def _parse_token_bytes(path: Path) -> TokenBytes | None:
-    """Return how to count a model's bytes per token; None for a configuration that is refused."""
+    """Return a function that counts a model's bytes per token; None for a refused configuration."""
     from vllm_headroom_tools.sizing.footprint import (  # noqa: PLC0415 - see above
         count_engine_bytes_per_token,
     )
@@ -69,20 +69,20 @@ def _parse_token_bytes(path: Path) -> TokenBytes | None:
 class ModelSettings(Settings):
     """The daemon's settings, with the model's configuration read."""
 
-    # The same setting as the daemon's, of another type.
+    # The same setting as the daemon's, with another type.
     model_config_: ModelConfig | None = Settings.model_fields["model_config_"]  # type: ignore[assignment]
 
     @property
     def model_shape(self) -> ModelShape | None:
-        """The shape that `model_config_` describes; None where no configuration is named."""
+        """Return the shape that `model_config_` describes; None if no configuration is named."""
         return None if self.model_config_ is None else self.model_config_.shape
 
     @property
     def model_reader(self) -> ModelReader:
-        """How the daemon finds the bytes per token of the KV cache.
+        """Return how the daemon finds the bytes per token of the KV cache.
 
         They are those of the configured model. Without a configured model they are those of the
-        model that the engine serves, unless the operator configured the bytes: then nothing is
+        model that the engine serves, unless the operator configured the bytes; then no model is
         read.
         """
         if self.model_shape is None:

@@ -24,9 +24,10 @@ Document = dict[str, Any]
 
 
 async def fetch_document(reader: PageReader, engine_name: str | None = None) -> Document | str:
-    """Fetch the document; return one line that says why, where none can be had.
+    """Fetch the document; return one line with the reason if it cannot be fetched.
 
-    Of a sidecar that watches several engines it is that of `engine_name`, else of its only one.
+    If a sidecar watches several engines, it is the document of `engine_name`; without a name, there
+    must be only one engine.
     """
     page = await reader.fetch()
     if isinstance(page, Failure):

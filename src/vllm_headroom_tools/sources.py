@@ -20,7 +20,7 @@ from vllm_headroom.config import (
 from vllm_headroom.inputs import describe_refused, describe_unknown, show_url, show_urls, show_value
 
 CONFIG: Final = "config"
-"""The key of --config and HEADROOM_CONFIG, which name the file; the file is no setting itself."""
+"""The key of --config and HEADROOM_CONFIG, which name the file; it is not a setting itself."""
 
 AnySettings = TypeVar("AnySettings", bound=Settings)
 
@@ -44,7 +44,7 @@ class SettingsSource(NamedTuple):
 
 
 NO_SOURCE: Final = SettingsSource(entries={}, mistakes=())
-"""Replaces the file where none is named."""
+"""The source that is used if no file is named."""
 
 SERVICE_VARIABLE: Final = re.compile(
     r"HEADROOM_(?:\w+_)?"
@@ -55,7 +55,9 @@ SERVICE_VARIABLE: Final = re.compile(
 """A variable that Kubernetes sets in every container for a Service named headroom or headroom-*."""
 
 PROBE_VARIABLES: Final = frozenset({"HEADROOM_PROBE_SNAPSHOT", "HEADROOM_PROBE_PEAKS"})
-"""Variables of the probe alone. They are for vLLM's environment, which the sidecar may share."""
+"""Variables that only the probe reads. They are for vLLM's environment, which the sidecar may
+share.
+"""
 
 SHOW_SECRET: Final[Mapping[str, Callable[[object], str]]] = {
     "engine_url": show_url,
@@ -63,7 +65,7 @@ SHOW_SECRET: Final[Mapping[str, Callable[[object], str]]] = {
     "runbooks_url": show_url,
     "engine_headers": lambda _: "a value that is kept secret",
 }
-"""How a refused value that may hold a secret is shown, by the key of its setting."""
+"""How a refused value that may contain a secret is shown, by the key of its setting."""
 
 
 def read_settings(
@@ -71,11 +73,11 @@ def read_settings(
 ) -> AnySettings | tuple[str, ...]:
     """Return the settings, or a line for each mistake in any of their sources.
 
-    The options beat the environment, where an empty variable counts as not set. The environment
-    beats the file, which `config` names, else HEADROOM_CONFIG. A value that another source
-    overrides is checked too.
+    The options take precedence over the environment, in which an empty variable counts as not set.
+    The environment takes precedence over the file, which is `config`, or else HEADROOM_CONFIG. A
+    value that another source overrides is checked too.
     """
-    # The options, the environment and the file: each source is checked by itself.
+    # The options, the environment and the file; each source is checked separately.
     environment = _read_environment(kind)
     config = config or environment.entries.get(CONFIG)
     file = NO_SOURCE if config is None else _read_file(kind, config)
@@ -91,7 +93,7 @@ def read_settings(
     # Later sources in this order replace earlier ones.
     merged = {**file.entries, **environment.entries, **options}
     settings = kind.model_validate(_list_values(merged))
-    # Conflicts are between settings, whatever source they are from.
+    # Conflicts are between settings from any sources.
     return list_conflicts(settings) or settings
 
 
@@ -104,8 +106,8 @@ def _list_refused(kind: type[Settings], entries: Entries) -> Iterator[str]:
     try:
         kind.model_validate(_list_values(entries))
     except ValidationError as error:
-        # pydantic's own texts are written for programmers. The reason is in `ctx` where our own
-        # parser raised the error, else there is none.
+        # pydantic's own texts are written for programmers. The reason is in `ctx` if our own parser
+        # raised the error; otherwise there is none.
         reasons = {
             details["loc"][0]: details.get("ctx", {}).get("error")
             for details in error.errors(include_input=False)
@@ -127,7 +129,7 @@ def _read_environment(kind: type[Settings]) -> SettingsSource:
         if name.startswith(PREFIX) and text.strip()
     }
     values = EnvSettingsSource(kind)()
-    # HEADROOM_CONFIG is no field of the settings, so pydantic leaves it out.
+    # HEADROOM_CONFIG is not a field of the settings, so pydantic leaves it out.
     values[CONFIG] = variables.get(name_variable(CONFIG))
     entries = {
         key: Entry(name_variable(key), value)
@@ -137,7 +139,7 @@ def _read_environment(kind: type[Settings]) -> SettingsSource:
     setting_names = [name_variable(name) for name in (*kind.model_fields, CONFIG)]
     mistakes = []
     for name, text in variables.items():
-        # Kubernetes' own variables are no mistake of the operator's.
+        # A variable of Kubernetes is not a mistake of the operator.
         is_service = SERVICE_VARIABLE.fullmatch(f"{name}={text}") is not None
         is_known = name in setting_names or name in PROBE_VARIABLES
         if not is_known and not is_service:
@@ -146,7 +148,7 @@ def _read_environment(kind: type[Settings]) -> SettingsSource:
 
 
 def _read_file(kind: type[Settings], config: Entry) -> SettingsSource:
-    """Read the YAML file, in which null counts as not set; a file that is no YAML is a mistake."""
+    """Read the YAML file, in which null counts as not set; a file that is not YAML is a mistake."""
     from vllm_headroom.yaml_file import NotYamlError, read_yaml  # noqa: PLC0415 - YAML costs 25 ms
 
     path = str(config.value)

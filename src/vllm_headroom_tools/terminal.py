@@ -1,4 +1,4 @@
-"""Text for people: broken into lines, and on a terminal drawn by rich with coloured words."""
+"""Text for people: wrapped into lines, and drawn by rich with coloured words on a terminal."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ STYLES: Final = {
     "ok": "green",
     "passed": "green",
 }
-"""rich's style by the word: words in capitals, and the marks at the beginning of a line.
+"""rich's style for each word: words in capitals, and the marks at the beginning of a line.
 
-The colour only repeats what the word says.
+The colour only repeats the meaning of the word.
 """
 
 
@@ -53,10 +53,10 @@ def _match_styled(word: str) -> str:
 _STYLED_WORDS: Final = re.compile("|".join(map(_match_styled, STYLES)))
 
 _LEFT_COLUMNS: Final = re.compile(r" *(?:\S+(?: \S+)* {2,}){0,2}")
-"""Matches the columns with a mark and a name: a broken line continues to the right of them."""
+"""Matches the columns with a mark and a name; a wrapped line continues to the right of them."""
 
 _MAX_INDENT: Final = 30
-"""Our choice: how many columns a broken line is indented at most."""
+"""Our choice: the largest indent of a wrapped line, in columns."""
 
 
 def is_terminal(stream: TextIO) -> bool:
@@ -65,7 +65,7 @@ def is_terminal(stream: TextIO) -> bool:
 
 
 def build_console(stream: TextIO) -> Console:
-    """Build rich's console, which takes our words as they are, without rich's markup.
+    """Build rich's console, which prints our words unchanged, without rich's markup.
 
     The console respects NO_COLOR (no-color.org).
     """
@@ -77,7 +77,7 @@ def build_console(stream: TextIO) -> Console:
 def render_line(line: str, stream: TextIO, style: str = "") -> str:
     """Return a line for a stream: wrapped and coloured for a terminal, unchanged for others.
 
-    `style` is rich's, of the whole line.
+    `style` is rich's style of the whole line.
     """
     if not is_terminal(stream):
         return line
@@ -90,7 +90,8 @@ def render_line(line: str, stream: TextIO, style: str = "") -> str:
 def wrap_line(line: str, columns: int) -> Text:
     """Return a line with its words coloured.
 
-    A line longer than `columns` is broken, and continues indented below its last column of text.
+    A line longer than `columns` is wrapped, and continues with an indent below its last column of
+    text.
     """
     from rich.text import Text  # noqa: PLC0415 - see above
 
@@ -124,10 +125,10 @@ NO_SIDECAR: Final = "check that vllm-headroom runs there, port 9839 unless it is
 def wrap_text(head: str, body: str, *, indent: int | None = None) -> list[str]:
     """Return the lines of a text that begins with `head`.
 
-    Further lines are indented by `indent` columns, or without it by the length of the head.
+    Further lines are indented by `indent` columns, or by the length of the head if it is None.
     """
     width = TEXT_WIDTH
-    # A narrow terminal wraps a line again, at any place.
+    # A narrow terminal would wrap a line again, at any place.
     if is_terminal(sys.stdout):
         width = min(TEXT_WIDTH, build_console(sys.stdout).width)
     if indent is None:
@@ -162,13 +163,13 @@ def join_paragraphs(paragraphs: Iterable[Iterable[str]]) -> Iterator[str]:
 
 BLOCKS: Final = " ▁▂▃▄▅▆▇█"
 STEPS_PER_ROW: Final = len(BLOCKS) - 1
-"""How many heights a bar can have within one row of text."""
+"""The number of heights that a bar can have within one row of text."""
 
 Point = Sequence[Any]
 """Seconds and a value; the value of a gap is None."""
 
 Pick = Callable[[Iterable[float]], float]
-"""Returns the value that represents several, such as their least or greatest."""
+"""Returns the value that represents several values, such as their least or greatest."""
 
 
 def draw_bars(
@@ -182,16 +183,16 @@ def draw_bars(
     """Return the rows of a chart with a bar for each column, the highest row first.
 
     Each column is an equal part of the curve's time. Its bar shows what `pick` returns for the
-    values in that time, or the last value before it where it has no points; a gap is blank. `ends`
-    are the values of the lowest and the highest bar; without `ends` these are zero and the greatest
-    value. An empty curve gives empty rows.
+    values in that time, or the last value before it if there are no points in it; a gap is blank.
+    `ends` are the values of the lowest and the highest bar; by default these are zero and the
+    greatest value. An empty curve gives empty rows.
     """
     columns = _pick_columns(sorted(curve, key=lambda point: float(point[0])), width, pick)
     if ends is None:
         highest = max((value for value in columns if value is not None), default=0.0)
         ends = (0.0, highest)
     low, high = ends
-    # A curve that is level has no span: any divisor gives its bars the lowest step.
+    # A level curve has no span, and any divisor gives its bars the lowest step.
     span = (high - low) or 1.0
     heights = []
     for value in columns:

@@ -68,7 +68,7 @@ from vllm_headroom_tools.progress import track_lines
 STDIN: Final = "standard input"
 
 MAX_CLOCK_STEP_SECONDS: Final = 300.0
-"""A larger step back is noted; clocks are corrected by less."""
+"""A larger step back is reported; clocks are corrected by less."""
 
 CLOCK_WENT_BACK: Final = (
     "a clock was set back, or files were put together in a wrong order: FILE.1 comes before FILE"
@@ -80,12 +80,12 @@ OTHER_FORMATS: Final = {
     b"\x28\xb5\x2f\xfd": UNPACK.format("zstd"),
     b"\xfd7zXZ": UNPACK.format("xz"),
 }
-"""Descriptions of files of other formats, by the bytes that they begin with."""
+"""Descriptions of files in other formats, by the bytes with which they begin."""
 
 GZIP_MAGIC: Final = b"\x1f\x8b"
 
 MAX_QUOTED_BYTES: Final = 60
-"""How many bytes of a file that is no trace its error message quotes."""
+"""How many bytes an error message quotes of a file that is not a trace."""
 
 _NO_READING: Final = "the trace has no reading of the {} here"
 _GPUS_FAILED: Final = Failure(
@@ -99,16 +99,16 @@ _PROCESSES_FAILED: Final = Failure(
 def read_trace(trace: str) -> Iterator[Snapshot]:
     """Yield the snapshots of a file, or of standard input for "-".
 
-    Raise BadInput where it cannot be read or is no trace. A terminal shows how much was read.
+    Raises BadInput if it cannot be read or is not a trace. A terminal shows how much was read.
     """
     with open_lines(trace) as lines:
         yield from read_snapshots(lines, trace)
 
 
 def read_snapshots(lines: Iterable[bytes], trace: str) -> Iterator[Snapshot]:
-    """Yield the snapshots of the lines of a trace; note a large step back of its clock.
+    """Yield the snapshots of the lines of a trace, and report a large step back of its clock.
 
-    Raises BadInput where the lines are no trace.
+    Raises BadInput if the lines are not a trace.
     """
     name = STDIN if trace == "-" else trace
     yield from _note_clock_steps(parse_trace(lines, name), name)
@@ -118,11 +118,11 @@ def read_snapshots(lines: Iterable[bytes], trace: str) -> Iterator[Snapshot]:
 def open_lines(name: str) -> Iterator[Iterator[bytes]]:
     """Open the lines of a file, or of standard input for "-", as `read_lines` returns them.
 
-    Raise BadInput where the file cannot be read; the message of a BadInput that is raised inside
-    gets the file's name. A terminal shows how much was read.
+    Raises BadInput if the file cannot be read; the message of a BadInput that is raised in the
+    context gets the file's name. A terminal shows how much was read.
     """
-    # Closed here, so that a bar is erased before an error is reported: Python 3.13 does not close a
-    # generator that an error's traceback still refers to when it exits.
+    # Closed here, so that a bar is erased before an error is reported. Python 3.13 does not close a
+    # generator at exit while an error's traceback still refers to it.
     if name == "-":
         lines = track_lines(read_lines(cast(BufferedReader, sys.stdin.buffer)), None)
         with closing(lines):
@@ -130,7 +130,7 @@ def open_lines(name: str) -> Iterator[Iterator[bytes]]:
         return
     try:
         with Path(name).open("rb") as stream:
-            # The size of a packed file says nothing about its lines.
+            # The size of a packed file does not show the size of its lines.
             total_bytes = None if _is_packed(stream) else fstat(stream.fileno()).st_size
             with closing(track_lines(read_lines(stream), total_bytes)) as lines:
                 yield lines
@@ -141,7 +141,7 @@ def open_lines(name: str) -> Iterator[Iterator[bytes]]:
 
 
 def _note_clock_steps(snapshots: Iterator[Snapshot], name: str) -> Iterator[Snapshot]:
-    """Yield the snapshots; note the first large step back of the clock on standard error."""
+    """Yield the snapshots, and report the first large step back of the clock on standard error."""
     newest_seconds = 0.0
     is_noted = False
     for snapshot in snapshots:
@@ -152,20 +152,21 @@ def _note_clock_steps(snapshots: Iterator[Snapshot], name: str) -> Iterator[Snap
                 f"{name}: at {format_instant(snapshot.time_seconds)} the time goes back by"
                 f" {format_duration(step_seconds)}: {CLOCK_WENT_BACK}"
             )
-        # The newest so far: while the clock catches up, the step is not found again at each sample.
+        # The newest time so far; until the clock has caught up, the step is not reported again at
+        # each sample.
         newest_seconds = max(newest_seconds, snapshot.time_seconds)
         yield snapshot
 
 
 def _write_note(line: str) -> None:
-    with suppress(OSError):  # a note is no reason to end
+    with suppress(OSError):  # a failed note is no reason to stop
         sys.stderr.write(f"{line}\n")
 
 
 def read_lines(stream: BufferedReader) -> Iterator[bytes]:
-    """Yield the lines of a file, unpacked if gzip packed it; raise BadInput for a damaged one.
+    """Yield the lines of a file, unpacked if it is gzip; raise BadInput for a damaged one.
 
-    A longer line than the daemon writes is cut into several.
+    A line that is longer than the daemon's lines is cut into several.
     """
     plain = GzipFile(fileobj=stream) if _is_packed(stream) else stream
     try:
@@ -185,7 +186,7 @@ def parse_trace(lines: Iterable[bytes], name: str = "the trace") -> Iterator[Sna
 
     Blank lines and further headers are skipped, so that rotated traces can be concatenated. An
     incomplete last line is skipped with a note on standard error: the daemon exited while writing
-    the line, or is writing it now.
+    the line, or is still writing it.
     """
     number = 0
     remaining_lines = iter(lines)
@@ -194,7 +195,7 @@ def parse_trace(lines: Iterable[bytes], name: str = "the trace") -> Iterator[Sna
         if number == 1 and not _is_header(record):
             raise BadInput(f"line 1: {NO_TRACE}; this {_describe_content(line)}")
         if isinstance(record, str):
-            # Only the last line may be cut off; a broken line before it is damage.
+            # Only the last line may be incomplete; earlier in the file it is damage.
             is_incomplete = not line.endswith(b"\n") and next(remaining_lines, None) is None
             if not is_incomplete:
                 raise BadInput(f"line {number}: {record}")
@@ -211,11 +212,11 @@ def parse_trace(lines: Iterable[bytes], name: str = "the trace") -> Iterator[Sna
 
 
 def _describe_content(line: bytes) -> str:
-    """Return what a file is that is no trace, by its first line, as the end of a sentence."""
+    """Return what a file that is not a trace is, by its first line, as the end of a sentence."""
     description = find_other_format(line)
     if description is not None:
         return f"is {description}"
-    # Imported here: only an error needs it, and --help of plan imports this file.
+    # Imported here, because only an error needs it, and --help of plan imports this file.
     from vllm_headroom.parse.log.reader import read_log  # noqa: PLC0415
 
     if read_log((line,)).starts:
@@ -225,7 +226,7 @@ def _describe_content(line: bytes) -> str:
 
 
 def find_other_format(line: bytes) -> str | None:
-    """Return which format a file has by its first line, and what to do; None for any other."""
+    """Return the format of a file by its first line, and what to do; None for an unknown format."""
     for beginning, description in OTHER_FORMATS.items():
         if line.startswith(beginning):
             return description
@@ -233,7 +234,7 @@ def find_other_format(line: bytes) -> str | None:
 
 
 def begins_trace(line: bytes) -> bool:
-    """Return whether a first line is that of a trace."""
+    """Return whether a first line is the header of a trace."""
     return _is_header(_parse_record(line))
 
 
@@ -245,9 +246,9 @@ _JSON: Final = json.JSONDecoder(parse_constant=refuse_number)
 
 
 def _parse_record(line: bytes) -> dict[str, Any] | str | None:
-    """Return the object on a line, None for a blank line, or a text that says what is wrong."""
+    """Return the object on a line, None for a blank line, or a text that describes the problem."""
     try:
-        # Editors of other systems write a mark of byte order.
+        # Editors of other systems write a byte order mark.
         content = str(line.removeprefix(BOM_UTF8), "utf-8").strip()
         if not content:
             return None
@@ -306,7 +307,7 @@ def parse_snapshot(record: Mapping[str, Any]) -> Snapshot:
 def _build_page(
     engines: tuple[EngineReading, ...] | None, reason_name: str | None, http_status: int | None
 ) -> EnginePage | Failure:
-    """Return the engines as a page, or a failure where `engines` is None.
+    """Return the engines as a page, or a failure if `engines` is None.
 
     A reason that is missing, or that this version does not know, becomes "unreachable".
     """
@@ -328,9 +329,10 @@ def _build_page(
 def _join_processes(
     processes: tuple[EngineProcess | None, ...] | None,
 ) -> tuple[EngineProcess, ...] | Failure:
-    """Return the processes, or a failure where they are absent.
+    """Return the processes, or a failure if they are absent.
 
-    A failure, too, where the memory of any process is unknown: sums would be too low without it.
+    It is also a failure if the memory of any process is unknown, because sums would be too low
+    without it.
     """
     readings = tuple(process for process in processes or () if process is not None)
     if processes is None or len(readings) < len(processes):
@@ -368,7 +370,7 @@ def _read_fields(
     """Return the values of a model's fields, as keyword arguments for the model.
 
     `names` pairs each field with its name in the entry. A field that is absent or null is left out.
-    Raise WrongFieldError for a value of another type.
+    Raises WrongFieldError for a value of another type.
     """
     values = {}
     for field, name in names:
@@ -385,12 +387,12 @@ _Member = TypeVar("_Member", bound=StrEnum)
 
 
 def _find_member(kind: type[_Member], value: str | None) -> _Member | None:
-    """Return the member with this value; None where this version has no such member."""
+    """Return the member with this value; None if this version has no such member."""
     return next((member for member in kind if member == value), None)
 
 
 NO_PID: Final = 0
-"""In a trace, processes are identified by their start only."""
+"""The PID of every process in a trace, which identifies processes only by their start."""
 
 
 def parse_engine(entry: Mapping[str, Any], place: int) -> EngineReading:
@@ -402,8 +404,8 @@ def parse_engine(entry: Mapping[str, Any], place: int) -> EngineReading:
 def parse_gpu(entry: Mapping[str, Any], place: int) -> Gpu:
     """Return a GPU of the engine; without an index it is identified by its place in the list.
 
-    The held bytes are those that are attributed to the engine. Where these are unknown, they are
-    the used bytes without those of other processes. They are None where the use is unknown too.
+    The held bytes are those that are attributed to the engine. If these are unknown, they are the
+    used bytes minus those of other processes. They are None if the used bytes are unknown too.
     """
     index = read_size(entry, "gpu")
     if index is None:
@@ -413,7 +415,7 @@ def parse_gpu(entry: Mapping[str, Any], place: int) -> Gpu:
     other_bytes = read_size(entry, "other")
     memory = _parse_gpu_memory(entry, used_bytes)
     held_bytes = engine_bytes
-    # Without the engine's part, all that is not known to be another's counts.
+    # Without the engine's part, everything counts that is not known to belong to others.
     if engine_bytes is None and used_bytes is not None:
         held_bytes = max(0, used_bytes - (other_bytes or 0))
     return Gpu(
@@ -436,7 +438,7 @@ def parse_gpu(entry: Mapping[str, Any], place: int) -> Gpu:
 
 
 def _parse_gpu_memory(entry: Mapping[str, Any], used_bytes: int | None) -> GpuMemory | None:
-    """Return a GPU's memory; None where the used bytes or the total are unknown."""
+    """Return a GPU's memory; None if the used bytes or the total are unknown."""
     total_bytes = read_size(entry, "total")
     reserved_bytes = read_size(entry, "reserved")
     if used_bytes is None or total_bytes is None:
@@ -459,7 +461,7 @@ def _parse_leftover(entry: Mapping[str, Any], _place: int) -> Leftover:
 
 
 def _parse_inside(entry: Mapping[str, Any]) -> Inside | None:
-    """Return the probe's facts on a GPU; None where the trace has none of them.
+    """Return the probe's facts on a GPU; None if the trace has none of them.
 
     Parts that this version does not know are left out.
     """
@@ -484,9 +486,10 @@ def name_by_index(index: int) -> str:
 
 
 def parse_process(entry: Mapping[str, Any], _place: int) -> EngineProcess | None:
-    """Return a process; None where its memory is unknown.
+    """Return a process; None if its memory is unknown.
 
-    Raise WrongFieldError for a role that this version does not know: the sums would be wrong.
+    Raises WrongFieldError for a role that this version does not know, because the sums would be
+    wrong.
     """
     name = read_text(entry, "role")
     role = Role.OTHER if name is None else _find_member(Role, name)
@@ -499,9 +502,9 @@ def parse_process(entry: Mapping[str, Any], _place: int) -> EngineProcess | None
 
 
 def parse_pool(entry: Mapping[str, Any], _place: int) -> Pool | None:
-    """Return a configured pool; None where its size is unknown.
+    """Return a configured pool; None if its size is unknown.
 
-    None, too, where this version does not know its part or role.
+    None also if this version does not know its part or role.
     """
     part = _find_member(HostPart, read_text(entry, "part"))
     role_name = read_text(entry, "role")
@@ -515,7 +518,7 @@ def parse_pool(entry: Mapping[str, Any], _place: int) -> Pool | None:
 
 
 def parse_server(entry: Mapping[str, Any]) -> ServerReply | None:
-    """Return what the server answered; None where this version does not know the answer."""
+    """Return what the server answered; None if this version does not know the answer."""
     answer = _find_member(ServerAnswer, read_text(entry, "answer"))
     requests = read_number(entry, "requests")
     return None if answer is None else ServerReply(answer=answer, requests=requests)

@@ -1,4 +1,4 @@
-"""Versions of vLLM, and the leaks and faults that are known of each."""
+"""Versions of vLLM, and the known leaks and faults of each."""
 
 import re
 from collections.abc import Collection, Iterator
@@ -11,17 +11,17 @@ from vllm_headroom.vocabulary import Role
 Version = tuple[int, int, int]
 
 OLDEST: Final[Version] = (0, 4, 0)
-"""The oldest version whose page is read."""
+"""The oldest version with a page that is read."""
 
 _VERSION: Final = re.compile(r"v?(\d{1,4})\.(\d{1,4})(?:\.(\d{1,4}))?(.*)", re.ASCII | re.DOTALL)
 _PRERELEASE: Final = re.compile(r"[._-]?(?:a|b|c|rc|alpha|beta|pre|preview|dev)", re.IGNORECASE)
 
 
 def parse_version(text: str) -> Version | None:
-    """Parse a version; None where the text is no release's, as with nightlies, or is too old.
+    """Parse a version; None if the text is not a release, such as a nightly, or is too old.
 
-    A candidate or development version counts as the release before its own: 0.12.0rc1 as 0.11.0,
-    since it may lack what 0.12.0 adds.
+    A candidate or development version counts as the release before its own, because it may lack
+    what its release adds: 0.12.0rc1 counts as 0.11.0.
     """
     match = _VERSION.fullmatch(text.strip())
     if match is None:
@@ -48,7 +48,7 @@ class Fault(Struct, frozen=True):
     """A fault of vLLM."""
 
     issues: str
-    """Numbers of issues of vllm-project/vllm."""
+    """The numbers of issues of vllm-project/vllm."""
 
     effect: str
     """What the fault harms."""
@@ -57,29 +57,30 @@ class Fault(Struct, frozen=True):
     """What happens."""
 
     options: tuple[str, ...] = ()
-    """Settings of vLLM of which any one lets the fault occur; empty where it needs none."""
+    """Settings of vLLM, each of which makes the fault possible; empty if it needs none."""
 
     reported: str = ""
-    """The month of the report, empty where it is unknown."""
+    """The month of the report; empty if it is unknown."""
 
     first_version: Version = OLDEST
 
     last_version: Version | None = None
-    """The newest version in which it was observed; None where that is unknown."""
+    """The newest version in which the fault was observed; None if it is unknown."""
 
     fixed_version: Version | None = None
-    """The oldest version without it; None where that is unknown."""
+    """The oldest version without the fault; None if it is unknown."""
 
     role: Role | None = None
-    """The kind of process whose host memory grows; None where no host memory does."""
+    """The kind of process with growing host memory; None if no host memory grows."""
 
     advice: str = ""
-    """What to do about the growth; empty where nothing is known to help."""
+    """What to do about the growth; empty if nothing is known to help."""
 
     def is_in(self, version: Version) -> bool:
         """Return whether this version has the fault.
 
-        A version between the last in which it was observed and the one that fixed it has not.
+        A version after the last in which it was observed, and before the one that fixed it, does
+        not have it.
         """
         if version < self.first_version:
             return False
@@ -184,7 +185,7 @@ FAULTS: Final = (
 def list_faults(version: Version, options: Collection[str]) -> Iterator[Fault]:
     """Yield the faults of a version that can occur with these options.
 
-    Options have the names of vLLM's settings, as `enforce_eager`.
+    Options have the names of vLLM's settings, for example `enforce_eager`.
     """
     for fault in FAULTS:
         can_occur = not fault.options or not set(fault.options).isdisjoint(options)
@@ -193,7 +194,7 @@ def list_faults(version: Version, options: Collection[str]) -> Iterator[Fault]:
 
 
 def describe_fault(fault: Fault) -> str:
-    """Return a line on a fault: its effect, its issues, when it was reported, where it is fixed."""
+    """Return a line on a fault: its effect, its issues, its report, and the version of its fix."""
     status = "open"
     if fault.fixed_version is not None:
         status = f"fixed in {format_version(fault.fixed_version)}"

@@ -1,4 +1,4 @@
-"""The command `watch`: a sidecar's verdicts and their curves in the terminal, live."""
+"""The command `watch`: a sidecar's verdicts and curves in the terminal, live."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ SNAPSHOT_STALE_SECONDS: Final = 900.0
 """Three times the longest sample interval."""
 
 FetchDocument = Callable[[], Awaitable[Document | str]]
-"""Returns the document, or one line that says why there is none."""
+"""Returns the document, or one line with the reason why there is none."""
 
 
 def describe_verdict(verdict: dict[str, Any]) -> str:
@@ -91,9 +91,9 @@ def _add_options(parser: Parser) -> None:
 
 
 async def _run(arguments: Namespace) -> Report | int:
-    """Return a report with --json or --exit-code; else show verdicts until a signal, then 0.
+    """Return a report with --json or --exit-code; otherwise show verdicts until a signal, then 0.
 
-    Raises BadOptions for two addresses, BadInput where the sidecar does not answer.
+    Raises BadOptions for two addresses, and BadInput if the sidecar does not answer.
     """
     if arguments.url and arguments.headroom_url:
         raise BadOptions("URL and --headroom-url cannot both be given")
@@ -106,7 +106,7 @@ async def _run(arguments: Namespace) -> Report | int:
         ca_file=arguments.ca_file,
     )
     try:
-        # These read once: a program wants one answer.
+        # These read once, because a program wants one answer.
         if arguments.json or arguments.exit_code is not None:
             document = await fetch_document(reader, arguments.engine)
             if isinstance(document, str):
@@ -123,7 +123,7 @@ async def _run(arguments: Namespace) -> Report | int:
 async def _follow(fetch: FetchDocument, host: str) -> int:
     """Show the document until a signal; then return exit status 0.
 
-    Raise BadInput where the document is not the sidecar's.
+    Raises BadInput if the document is not the sidecar's.
     """
     show = _draw_live if is_terminal(sys.stdout) else _write_lines
     showing = asyncio.create_task(show(fetch, host))
@@ -134,7 +134,7 @@ async def _follow(fetch: FetchDocument, host: str) -> int:
     except asyncio.CancelledError:
         return 0
     except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError):
-        # These are what reading the fields raises where the document has another shape.
+        # Reading the fields raises these errors if the document has another structure.
         raise BadInput(NO_DOCUMENT) from None
 
 
@@ -143,14 +143,14 @@ CONCLUSIONS: Final = {
     Level.WARNING: Conclusion.NOT_GOOD,
     Level.UNKNOWN: Conclusion.CANNOT_TELL,
 }
-"""What a verdict's level means for the report; every other level is good."""
+"""The meaning of a verdict's level for the report; every other level is good."""
 
 
 def build_report(document: Document) -> Report:
-    """Return the report on a sidecar's document, which is the data of the report.
+    """Return the report on a sidecar's document, which is the report's data.
 
-    The exit status is 0 whatever the verdicts: this command only shows them. Raise BadInput where
-    the document has another shape.
+    The exit status is always 0, because this command only shows the verdicts. Raises BadInput if
+    the document has another structure.
     """
     findings = []
     try:
@@ -168,10 +168,10 @@ def build_report(document: Document) -> Report:
 
 
 def judge_leak(document: Document, within_seconds: float) -> Report:
-    """Return the report, with exit status 1 where a leak may soon end a serving engine.
+    """Return the report, with exit status 1 if a leak may soon end a serving engine.
 
-    That is a leak with an alarm whose earliest time to out-of-memory is below `within_seconds`.
-    Else the status is 0. Raise BadInput where the document has another shape or is stale.
+    That is a leak with an alarm and with an earliest time to out-of-memory below `within_seconds`.
+    Otherwise the status is 0. Raises BadInput if the document has another structure or is stale.
     """
     try:
         age_seconds = document["age_seconds"]
@@ -184,7 +184,7 @@ def judge_leak(document: Document, within_seconds: float) -> Report:
         raise BadInput(NO_DOCUMENT) from None
     if is_stale:
         raise BadInput("the sidecar has no new sample: read its log")
-    # An engine that is down cannot be ended by its leak.
+    # A leak cannot end an engine that is already down.
     exit_status = 1 if is_serving and is_leaking_soon else 0
     return replace(report, lines=lines, exit_status=exit_status)
 
@@ -210,14 +210,15 @@ async def _draw_live(fetch: FetchDocument, host: str) -> NoReturn:
 
 
 async def _write_lines(fetch: FetchDocument, _host: str) -> NoReturn:
-    """Write all verdicts once, then each one whose level, alert or engine state has changed.
+    """Write all verdicts once, then each one with a changed level, alert or engine state.
 
     This goes on until the task is cancelled.
     """
     previous_keys: set[str] = set()
     while True:
         document = await fetch()
-        # A text says why there is no document. As its own key it is written once, not every time.
+        # A text explains why there is no document. As its own key it is written once, not every
+        # time.
         lines = {document: document} if isinstance(document, str) else _describe_verdicts(document)
         for key, line in lines.items():
             if key not in previous_keys:
@@ -229,7 +230,7 @@ async def _write_lines(fetch: FetchDocument, _host: str) -> NoReturn:
 def _describe_verdicts(document: Document) -> dict[str, str]:
     """Return the line of each verdict, by a key that changes with the verdict's level or alert.
 
-    The key of an engine's verdict without an alert changes with the engine's state too.
+    The key of an engine's verdict without an alert also changes with the engine's state.
     """
     lines = {}
     for verdict in document["verdicts"]:
@@ -247,7 +248,7 @@ CHART_ROWS: Final = 5
 def draw_frame(document: Document | str, title: str, width: int) -> Iterator[Text]:
     """Yield the lines of the screen: verdicts, free memory of each GPU and the host, and load.
 
-    Where `document` is a text, which says why there is no document, yield that alone.
+    If `document` is a text, which explains why there is no document, only the text is yielded.
     """
     if isinstance(document, str):
         yield _draw("bold red", document)
@@ -256,7 +257,7 @@ def draw_frame(document: Document | str, title: str, width: int) -> Iterator[Tex
     for verdict in document["verdicts"]:
         yield wrap_line(describe_verdict(verdict), width)
     history = document["history"]
-    # Reversed, so that of two curves of one GPU the first is taken.
+    # Reversed, so that the first of two curves of one GPU is used.
     curves = {gpu["uuid"]: gpu["free_bytes"] for gpu in reversed(history["gpus"])}
     for gpu in document["gpus"]:
         is_of_engine = (gpu["info"] or {}).get("attribution")
@@ -279,14 +280,14 @@ def _describe_age(document: Document) -> str:
 
 
 def _describe_situation(document: Document) -> str:
-    """Return level, subject and situation of the first verdict, which is the most important."""
+    """Return the level, subject and situation of the first verdict, which is the most important."""
     verdict = document["verdicts"][0]
     situation = verdict.get("situation", "").replace("_", " ")
     return f"{LEVEL_NAMES.get(verdict['level'], '')}: {verdict['subject']} {situation}"
 
 
 def _read_host(document: Document) -> dict[str, Any]:
-    """Return the facts of the host's memory under the names that a GPU's facts have."""
+    """Return the facts of the host's memory under the names of a GPU's facts."""
     limit_bytes = document["host_memory_limit_bytes"]
     used_bytes = document["host_memory_used_bytes"]
     free_bytes = None
@@ -319,7 +320,7 @@ def _draw_free_memory(
 ) -> Iterator[Text]:
     """Yield a heading and a chart of the free memory, on a scale that begins at 0.
 
-    Yield nothing without a curve.
+    Yields nothing without a curve.
     """
     if not curve:
         return

@@ -54,7 +54,7 @@ def draw_picture(replay: LeakReplay, curves: Curves) -> str:
     forecast_seconds = max(
         (MARGIN * forecast.seconds for forecast in forecasts if forecast is not None), default=0.0
     )
-    # A far forecast would press the past into a corner.
+    # A distant forecast would leave no room for the past.
     span = (begin, end + min(forecast_seconds, LONGEST_FORECAST_SHARE * (end - begin)))
     boxes = [
         _draw_gpu(gpu, curves, span, forecast)
@@ -76,7 +76,7 @@ def draw_picture(replay: LeakReplay, curves: Curves) -> str:
 
 
 def _build_forecast(course: LeakCourse, free_points: list[Point]) -> Forecast | None:
-    """Return the forecast of the last alarm: from the newest free memory on down to 0 bytes.
+    """Return the forecast of the last alarm: from the newest free memory down to 0 bytes.
 
     None where the trace does not end in an alarm, or the time to out-of-memory or the free memory
     is unknown.
@@ -84,7 +84,7 @@ def _build_forecast(course: LeakCourse, free_points: list[Point]) -> Forecast | 
     alarm = course.last_alarm
     if course.state is not LeakState.LEAKING or alarm is None:
         return None
-    # The last sample may lack the memory: the newest known value has to do.
+    # The last sample may lack the memory; then the newest known value is used.
     free_bytes = next((value for _, value in reversed(free_points) if value is not None), None)
     if alarm.time_to_oom_seconds is None or free_bytes is None:
         return None
@@ -102,7 +102,7 @@ def _draw_gpu(
     span: tuple[float, float],
     forecast: Forecast | None,
 ) -> str:
-    """Return a GPU's box: its free memory, or the engine's memory where that is unknown."""
+    """Return a GPU's box: its free memory, or the engine's memory if that is unknown."""
     index, uuid, course = gpu
     points = curves.of("free", uuid)
     has_free_memory = bool(points)
@@ -136,7 +136,7 @@ def _draw_box(
     """
     begin, end = span
     known_values = [value for _, value in points if value is not None]
-    # find_top() leaves room above a curve of free memory; it is the same on the sidecar's page.
+    # find_top() leaves room above a curve of free memory. The sidecar's page uses it too.
     top = drawing.find_top(known_values) if has_zero_line else max(known_values, default=1.0)
     frame = Frame(begin=begin, end=end, top=top, width=WIDTH, height=HEIGHT)
     stretches = drawing.thin_curve(drawing.build_curve(points), CURVE_COLUMNS)
@@ -163,13 +163,13 @@ def _draw_box(
 MEMORY_LINES: Final = 10
 LOAD_LINES: Final = 5
 AXIS_COLUMNS: Final = 11
-"""Columns of the labels of the vertical axis."""
+"""The width of the labels of the vertical axis, in columns."""
 
 FLOOR_MARGIN: Final = 0.05
-"""Our choice: the scale of held memory begins this share of its range below its least value."""
+"""Our choice: the scale of held memory begins below its least value, by this share of its range."""
 
 FLAT_MARGIN: Final = 0.01
-"""The same for a curve without any range, as a share of its value."""
+"""The same for a level curve, as a share of its value."""
 
 
 def draw_charts(replay: LeakReplay, curves: Curves, *, columns: int) -> Iterator[str]:
@@ -189,7 +189,7 @@ def draw_charts(replay: LeakReplay, curves: Curves, *, columns: int) -> Iterator
         if free_gib:
             title = f"{name}: free memory on a scale from 0, {unit}"
             yield from _draw_chart(title, free_gib, width, MEMORY_LINES, alarm=alarm)
-            # Held memory has another scale, and is drawn where free memory is unknown.
+            # Held memory has another scale, and is drawn only if free memory is unknown.
             continue
         held_gib = _convert_to_gib(curves.of("held", uuid))
         title = f"{name}: memory held by the engine, {unit}"
@@ -209,8 +209,8 @@ def _convert_to_gib(points: list[Point]) -> list[Point]:
 def _find_floor(points: list[Point]) -> float:
     """Return the value, in GiB, at which the scale of a chart of held memory begins.
 
-    That is a little below the least value: on a scale from 0 growth would not show. It is 0 without
-    values.
+    It is a little below the least value, because growth would not show on a scale from 0. It is 0
+    without values.
     """
     values = [value for _, value in points if value is not None]
     if not values:
@@ -235,7 +235,7 @@ def _draw_chart(
 ) -> Iterator[str]:
     """Yield the lines of a chart with its axes; none where no value is known.
 
-    `pick` chooses among the values of a column, `alarm` is the time that the axis marks.
+    `pick` chooses one of the values of a column; `alarm` is the time that the axis marks.
     """
     values = [value for _, value in points if value is not None]
     if not values:
@@ -254,7 +254,7 @@ def _draw_chart(
     end = max(seconds for seconds, _ in points)
     axis = "─" * width
     if alarm is not None:
-        # At most the last column, where the alarm is the newest sample.
+        # At most the last column, in case the newest sample raised the alarm.
         column = min(width - 1, int(width * (alarm - begin) / (end - begin or 1.0)))
         axis = f"{axis[:column]}▲{axis[column + 1 :]}"
     yield f"{floor_label} └{axis}"

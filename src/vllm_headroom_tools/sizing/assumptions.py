@@ -1,4 +1,4 @@
-"""What is assumed of a start that no formula gives, and the evidence for each of these figures."""
+"""What is assumed about a start where there is no formula, and the evidence for each figure."""
 
 from collections.abc import Sequence
 from enum import StrEnum
@@ -37,12 +37,14 @@ class Range(Struct, frozen=True, kw_only=True):
 NO_BYTES: Final = Range(low=0.0, high=0.0)
 
 KEPT_DEVIATIONS: Final = 2.05
-"""How many standard deviations above its mean a sum of many parts is in 2 of 100 cases (the normal
-distribution): our choice of how seldom the upper bound of a sum may be exceeded."""
+"""Our choice: how seldom the upper bound of a sum may be exceeded. A sum of many parts is more than
+this number of standard deviations above its mean in 2 of 100 cases (the normal distribution).
+"""
 
 UNIFORM_VARIANCE: Final = 1 / 12
-"""The variance of an amount that has any value of its range with equal chance, as a multiple of the
-range's width squared."""
+"""The variance of an amount that is spread evenly over its range, as a multiple of the square of
+the range's width.
+"""
 
 
 def add_all(parts: Sequence[Range]) -> Range:
@@ -53,9 +55,9 @@ def add_all(parts: Sequence[Range]) -> Range:
 def add_independent(parts: Sequence[Range]) -> Range:
     """Return the bounds of the sum of parts that do not depend on each other.
 
-    The lower bound is the sum of theirs. All of them are hardly ever at their upper bounds at once:
-    the sum's upper bound is exceeded in 2 of 100 cases, if each has any value of its range with
-    equal chance. With a single uncertain part it is that part's bound.
+    The lower bound is the sum of theirs. All parts are hardly ever at their upper bounds at once,
+    so the upper bound is one that the sum exceeds in 2 of 100 cases, if each part is spread evenly
+    over its range. With a single uncertain part it is that part's bound.
     """
     bounds = add_all(parts)
     variance = sum((part.high - part.low) ** 2 for part in parts) * UNIFORM_VARIANCE
@@ -74,20 +76,20 @@ class Origin(StrEnum):
 
 
 class Assumption(Struct, frozen=True, kw_only=True):
-    """A range, and where it is from."""
+    """A range, and its evidence."""
 
     range: Range
     origin: Origin
-    # Which cards and releases, and how many starts.
+    # The cards and releases, and the number of starts.
     evidence: str
 
 
 class StartAssumptions(Struct, frozen=True, kw_only=True):
-    """What is assumed of one GPU of a start; each field can be replaced by what a log shows."""
+    """What is assumed about one GPU of a start; figures of a log can replace each field."""
 
     # The part of the memory in the question that CUDA does not see.
     driver_reserved: Assumption
-    # What is missing of the free memory before weights are loaded, outside the budget.
+    # What is missing from the free memory before weights are loaded, outside the budget.
     missing_at_start: Assumption
     # vLLM's "non-torch forward increase", inside the budget.
     non_torch: Assumption
@@ -95,7 +97,7 @@ class StartAssumptions(Struct, frozen=True, kw_only=True):
     graphs: Assumption
     # Sampling, as a multiple of the logits in 32 bits.
     sampling_ratio: Assumption
-    # The same of the sampler's warm-up, after the KV cache has its memory.
+    # The sampler's warm-up in the same unit, after the KV cache has its memory.
     warmup_ratio: Assumption
     # A forward pass, as a multiple of the estimate.
     forward_ratio: Assumption
@@ -106,16 +108,16 @@ H100_STARTS: Final = "H100 80 GB, vLLM 0.19"
 April 2026)."""
 
 H100: Final = "H100"
-"""The name in the table of cards of the card whose starts are known."""
+"""The card with known starts, by its name in the table of cards."""
 
 H100_VISIBLE_BYTES: Final = 79.19 * GIB
 """The memory of an H100 80 GB as CUDA sees it (H100_STARTS)."""
 
 H100_LABEL_BYTES: Final = 80 * GIB
-"""A size that people type for this card."""
+"""A size that people give for this card."""
 
 MEASURED_GPUS: Final = 4
-"""The most GPUs of the known starts."""
+"""The largest number of GPUs in the known starts."""
 
 
 def _is_size(memory_bytes: float | None, card_bytes: float) -> bool:
@@ -123,7 +125,7 @@ def _is_size(memory_bytes: float | None, card_bytes: float) -> bool:
 
 
 def _is_measured_card(question: Question) -> bool:
-    """Return whether the card is the one whose starts are known, or has its size."""
+    """Return whether the card is the one with known starts, or has its size."""
     if question.card_name is not None:
         return question.card_name == H100
     sizes = (TOTALS_MIB[H100] * MIB, H100_VISIBLE_BYTES, H100_LABEL_BYTES)
@@ -138,21 +140,21 @@ def _is_measured_start(question: Question) -> bool:
 
 
 def _count_group_gpus(question: Question) -> int:
-    """Return how many GPUs communicate: of an engine, or of all engines that share experts."""
+    """Return how many GPUs communicate: an engine's, or those of all engines that share experts."""
     if question.shape.experts_per_token > 1:
         return question.gpus
     return question.tensor_parallel_size * question.pipeline_parallel_size
 
 
 def assume_start(question: Question) -> StartAssumptions:
-    """Return what is assumed of a start with these settings, and what its log reports instead."""
+    """Return what is assumed about a start with these settings, or what its log reports."""
     assumptions = _assume_unmeasured(question)
     measured = question.measured
     if measured is None:
         return assumptions
     replacements = {}
-    # Each figure of the log replaces an assumption only where the settings that it depends on are
-    # the same.
+    # A figure of the log replaces an assumption only if the settings on which it depends are the
+    # same.
     is_same_group = measured.has_same(question, GROUP_SETTINGS)
     if question.gpu_memory_bytes == measured.total_bytes:
         replacements["driver_reserved"] = _assume_logged(0.0, measured)
@@ -173,7 +175,7 @@ def _assume_logged(logged_bytes: float, measured: MeasuredStart) -> Assumption:
 
 
 def _assume_unmeasured(question: Question) -> StartAssumptions:
-    """Return what is assumed of a start without its log."""
+    """Return what is assumed about a start without its log."""
     return StartAssumptions(
         driver_reserved=_assume_driver_reserved(question),
         missing_at_start=_assume_missing_at_start(question),
@@ -191,26 +193,28 @@ CARDS_RESERVED: Final = {
     "A100-80GB": Range(low=0.55 * GIB, high=0.87 * GIB),
     "RTX PRO 6000": Range(low=0.55 * GIB, high=0.7 * GIB),
 }
-"""What CUDA does not see of these cards: it sees 44.32 to 44.53 of 44.99 GiB, 79.15 to 79.35 of
-80.00, and 94.97 of 95.59 (torch's messages in public issues)."""
+"""The memory of these cards that CUDA does not see: it sees 44.32 to 44.53 of 44.99 GiB, 79.15 to
+79.35 of 80.00, and 94.97 of 95.59 (torch's messages in public issues).
+"""
 
 LARGEST_SMALL_CARD_BYTES: Final = 33 * GIB
 SMALL_CARD_RESERVED_HIGH: Final = 0.5 * GIB
-"""The most of nvidia-smi's total that CUDA does not see on cards up to this size: 0.31 to 0.44 GiB
-of an RTX 3090, 0.44 of an L4 and of an RTX 5080, 0.48 of an RTX 5090 (torch's messages)."""
+"""The largest part of nvidia-smi's total that CUDA does not see on cards up to this size: 0.31 to
+0.44 GiB of an RTX 3090, 0.44 of an L4 and of an RTX 5080, 0.48 of an RTX 5090 (torch's messages).
+"""
 
 FORWARD_RATIO: Final = Assumption(
     range=Range(low=1.0, high=1.3),
     origin=Origin.STAND_IN,
     evidence="vLLM 0.32, 20 models (tests/card/shapes)",
 )
-"""The forward pass of the estimate, and the most that was measured of it."""
+"""The forward pass: the estimate itself, and the most that was measured in relation to it."""
 
 
 def _assume_driver_reserved(question: Question) -> Assumption:
-    """Return what the driver keeps of the memory in the question.
+    """Return what the driver keeps of the memory that the question names.
 
-    That may be nvidia-smi's total, what CUDA sees, or the label's size.
+    That memory may be nvidia-smi's total, what CUDA sees, or the size on the label.
     """
     memory_bytes = question.gpu_memory_bytes
     if question.unified_memory:
@@ -221,7 +225,7 @@ def _assume_driver_reserved(question: Question) -> Assumption:
         return Assumption(range=NO_BYTES, origin=Origin.REAL_CARDS, evidence=H100_STARTS)
     # The three totals that an operator may know: nvidia-smi's, CUDA's and the label's.
     if _is_size(memory_bytes, TOTALS_MIB[H100] * MIB):
-        # 79.11 GiB with older drivers.
+        # CUDA sees 79.11 GiB with older drivers.
         h100_range = Range(low=0.45 * GIB, high=0.55 * GIB)
         return Assumption(range=h100_range, origin=Origin.REAL_CARDS, evidence=H100_STARTS)
     reserved_range = CARDS_RESERVED.get(question.card_name or "")
@@ -274,11 +278,12 @@ def _assume_missing_at_start(question: Question) -> Assumption:
 CARDS_OF_PCIE: Final = frozenset(
     {"T4", "A10", "A10G", "A40", "L4", "L40", "L40S", "RTX PRO 6000", "RTX A6000", "RTX 6000 Ada"}
 )
-"""Cards without NVLink between all GPUs, and so without vLLM's largest buffers of all-reduce."""
+"""Cards that do not have NVLink between all GPUs, so that vLLM has no large all-reduce buffers."""
 
 LARGEST_PCIE_BYTES: Final = 60 * GIB
-"""Our choice: a card of an unknown name with less has no NVLink, or is of a generation without
-these buffers."""
+"""Our choice: a card with an unknown name and less memory has no NVLink, or belongs to a generation
+without these buffers.
+"""
 
 
 def _has_small_buffers(question: Question) -> bool:
@@ -293,7 +298,7 @@ def _has_small_buffers(question: Question) -> bool:
 def _assume_non_torch(question: Question) -> Assumption:
     """Return what libraries and communication take during the profile run, inside the budget.
 
-    Of a group of GPUs that is mostly the buffers of all-reduce. The last stage of a pipeline, or
+    In a group of GPUs that is mostly the buffers of all-reduce. The last stage of a pipeline, or
     the only one, also loads the sampler's library.
     """
     # Experts on several engines exchange tokens by all-to-all, which has the largest buffers.
@@ -321,7 +326,7 @@ def _assume_non_torch(question: Question) -> Assumption:
         h100_range = Range(low=2.0 * GIB, high=2.25 * GIB)
         return Assumption(range=h100_range, origin=Origin.REAL_CARDS, evidence=H100_STARTS)
     if question.unified_memory:
-        # The page cache of the weights' files counts too, since vLLM compares free memory.
+        # The page cache of the weights' files counts too, because vLLM compares free memory.
         return Assumption(
             range=Range(low=0.05 * GIB, high=10.0 * GIB),
             origin=Origin.REPORTS,
@@ -346,8 +351,9 @@ FINE_STEP: Final = 8
 COARSE_STEP: Final = 16
 COARSE_FROM: Final = 256
 LARGEST_GRAPH: Final = 512
-"""Sizes of the batches for which vLLM captures graphs: 1, 2, 4, then each 8 up to 256, then each 16
-up to twice `max_num_seqs` or 512 (config/vllm.py, `_set_cudagraph_sizes`)."""
+"""The largest batch for which vLLM captures graphs. The sizes are 1, 2, 4, then every 8 up to 256,
+then every 16 up to twice `max_num_seqs` or 512 (config/vllm.py, `_set_cudagraph_sizes`).
+"""
 
 LARGEST_BLACKWELL_GRAPH: Final = 1024
 BLACKWELL_CARDS: Final = frozenset({"B200", "GB200", "B300", "GB300"})
@@ -356,7 +362,7 @@ family 100")."""
 
 
 def count_graph_sizes(question: Question) -> int:
-    """Return for how many sizes of a batch vLLM captures graphs of the model's parts."""
+    """Return for how many batch sizes vLLM captures graphs of the model's parts."""
     limit = LARGEST_GRAPH
     if question.release.has_largest_defaults and question.card_name in BLACKWELL_CARDS:
         limit = LARGEST_BLACKWELL_GRAPH
@@ -387,56 +393,64 @@ FIRST_GRAPH: Final = Range(low=0.06 * GIB, high=0.33 * GIB)
 """The first graph that is captured: 70 to 328 MiB (H100_STARTS)."""
 
 FIRST_PARTS_GRAPH_HIGH: Final = 0.23 * GIB
-"""The most of it without FlashAttention 3, whose buffer for splits takes 256 MiB of a whole graph
-(v1/attention/backends/flash_attn.py, `max_num_splits`); the parts' first graph takes up to 224 MiB
-(H100_STARTS)."""
+"""The largest first graph without FlashAttention 3, whose buffer for splits takes 256 MiB of a
+whole graph (v1/attention/backends/flash_attn.py, `max_num_splits`). The parts' first graph takes up
+to 224 MiB (H100_STARTS).
+"""
 
 HOPPER_CARDS: Final = frozenset({"H20", "H100", "H800", "H100 NVL", "GH200", "H200", "H200 NVL"})
 """Cards on which vLLM uses FlashAttention 3."""
 
 LAYER_GRAPHS: Final = Range(low=0.06 * MIB, high=0.225 * MIB)
-"""The graph of a further size, of the parts or of the whole model, per layer: 0.10 to 0.22 MiB on
-one GPU (H100_STARTS); 0.07 on a card of 24 GB (Qwen3 8B, 0.21)."""
+"""The graph for each further batch size, of the parts or of the whole model, per layer: 0.10 to
+0.22 MiB on one GPU (H100_STARTS); 0.07 on a card of 24 GB (Qwen3 8B, 0.21).
+"""
 
 SHARED_LAYER_GRAPHS: Final = Range(low=0.11 * MIB, high=0.83 * MIB)
-"""The same of the parts with tensor parallelism: 0.12 to 0.81 MiB; of the whole model it is as on
-one GPU (H100_STARTS)."""
+"""The same for the parts with tensor parallelism: 0.12 to 0.81 MiB. For the whole model it is as on
+one GPU (H100_STARTS).
+"""
 
 SHARED_PARTS_HIGH: Final = 27 * MIB
 SHARED_WHOLE_HIGH: Final = 14 * MIB
-"""The most of both graphs of a size with tensor parallelism: of the parts 26 MiB for 32 layers and
-20 for 80, of the whole model 14 for 80 (H100_STARTS); together 38 MiB for a dense model of 70
-billion parameters (public reports: 2.2 GiB for 51 sizes)."""
+"""The most that both graphs of a batch size take with tensor parallelism. The parts take 26 MiB for
+32 layers and 20 for 80, the whole model 14 for 80 (H100_STARTS). Together it is 38 MiB for a dense
+model of 70 billion parameters (public reports: 2.2 GiB for 51 sizes).
+"""
 
 LARGEST_MIXTURE_GPUS: Final = 8
 LARGEST_MIXTURE_PARTS_HIGH: Final = 82 * MIB
-"""The same of mixtures of experts that need as many GPUs: 5 GiB for 51 sizes of both graphs (public
-reports)."""
+"""The same for mixtures of experts that need as many GPUs: 5 GiB for 51 sizes of both graphs
+(public reports).
+"""
 
 HYBRID_GRAPHS_HIGH: Final = 84 * MIB
-"""The most of both graphs of a size of a model with states: 4.2 GiB for 51 sizes (public reports,
-since 0.26)."""
+"""The most that both graphs of a batch size take for a model with states: 4.2 GiB for 51 sizes
+(public reports, since 0.26).
+"""
 
 UNIFIED_GRAPHS_HIGH: Final = 100 * MIB
-"""The most of both graphs of a size on several machines with unified memory: 5.1 GiB for 51 sizes
-(two DGX Spark, 0.29)."""
+"""The most that both graphs of a batch size take on several machines with unified memory: 5.1 GiB
+for 51 sizes (two DGX Spark, 0.29).
+"""
 
 MEASURED_GRAPHS_LOW: Final = 0.05 * GIB
-"""The least graphs of the second model runner: 0.16 and 0.23 GiB (Llama 3.1 8B, 0.26 and 0.31)."""
+"""The smallest graphs of the second model runner: 0.16 and 0.23 GiB (Llama 3.1 8B, 0.26 and 0.31).
+"""
 
 
 def _assume_graphs(question: Question) -> Assumption:
     """Return vLLM's estimate of its CUDA graphs.
 
-    That is the first graph, and for each further size a graph of a part of the model and one of the
-    whole (v1/worker/gpu_model_runner.py, `profile_cudagraph_memory`, 0.19). Since 0.29 the graphs
-    of parts are measured instead, which gives less.
+    That is the first graph, and for each further batch size a graph of a part of the model and one
+    of the whole (v1/worker/gpu_model_runner.py, `profile_cudagraph_memory`, 0.19). Since 0.29 the
+    graphs of parts are measured instead, which gives less.
     """
     if question.enforce_eager:
         return Assumption(
             range=NO_BYTES, origin=Origin.CONSTRUCTION, evidence="--enforce-eager has none"
         )
-    # Graphs grow with the layers of a stage: a stage captures its own layers only.
+    # Graphs grow with the number of layers, and a stage captures only its layers.
     stage_layers = ceil(question.shape.layers / question.pipeline_parallel_size)
     whole_range = LAYER_GRAPHS.scale(stage_layers)
     parts_range = whole_range
@@ -455,14 +469,15 @@ def _assume_graphs(question: Question) -> Assumption:
         both_most = max(both_most, HYBRID_GRAPHS_HIGH)
         origin = Origin.REPORTS
         evidence += "; hybrid models since 0.26: 0.56 to 4.2"
-    # Shared memory of the machine makes the estimate unreliable: only the upper bound is raised.
+    # Memory that the GPU shares with the machine makes the estimate unreliable; only the upper
+    # bound is raised.
     if question.unified_memory and question.gpus > 1:
         both_most = max(both_most, UNIFIED_GRAPHS_HIGH)
         evidence += "; 2 x DGX Spark, vLLM 0.29: 5.1"
     parts_sizes = count_graph_sizes(question) - 1
     whole_sizes = count_whole_graph_sizes(question) - 1
     further = parts_range.scale(parts_sizes) + whole_range.scale(whole_sizes)
-    # Reports have the sum of both graphs of a size: all of it may be that of the parts.
+    # Reports have the sum of both graphs of a size, and all of it may belong to the parts.
     further = Range(low=further.low, high=max(further.high, both_most * parts_sizes))
     first = FIRST_GRAPH
     if question.card_name is not None and question.card_name not in HOPPER_CARDS:
@@ -482,20 +497,23 @@ LOGIT_BYTES: Final = 4
 
 NARROW_PROFILE_HIGH: Final = 1.25
 """The most that the second runner took before 0.33, as a multiple of the logits in 32 bits (the
-stand-in card, 0.32)."""
+stand-in card, 0.32).
+"""
 
 
 WIDE_LOGITS: Final = 3.0
 WIDE_LOGITS_HIGH: Final = 3.15
-"""How often the first runner has the logits in 32 bits at once, and the most that was measured."""
+"""The number of copies of the logits in 32 bits that the first runner has at once, by the highest
+measurement.
+"""
 
 
 def _assume_sampling_ratio(question: Question) -> Assumption:
     """Return the memory of the sampler's profile, as a multiple of the logits in 32 bits.
 
-    The first model runner has the logits in the model's dtype, and three times in 32 bits: as they
-    are, as probabilities, and as those that top-k and top-p leave. The second runner has less
-    before 0.33, and in 0.33 at least the first of these.
+    The first model runner has the logits once in the model's dtype and three times in 32 bits:
+    unchanged, as probabilities, and filtered by top-k and top-p. Before 0.33 the second runner has
+    fewer; in 0.33 it has at least the unchanged ones.
     """
     # In units of the logits in 32 bits.
     narrow_ratio = question.shape.dtype_bytes / LOGIT_BYTES
@@ -530,8 +548,8 @@ def _assume_sampling_ratio(question: Question) -> Assumption:
 def _assume_warmup_ratio(question: Question) -> Assumption:
     """Return the memory of the sampler's warm-up, as a multiple of the logits in 32 bits.
 
-    The first model runner does what its profile did. The second runs all steps of the sampler
-    (v1/worker/gpu/warmup.py, `warmup_kernels`), which its profile has since 0.33.
+    The first model runner repeats the steps of its profile. The second runs all steps of the
+    sampler (v1/worker/gpu/warmup.py, `warmup_kernels`), which are part of its profile since 0.33.
     """
     narrow_ratio = question.shape.dtype_bytes / LOGIT_BYTES
     low = narrow_ratio + WIDE_LOGITS

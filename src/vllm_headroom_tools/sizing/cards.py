@@ -22,7 +22,7 @@ class Card(Struct, frozen=True, kw_only=True):
 
 
 class GpuChoice(Struct, frozen=True, kw_only=True):
-    """A kind of GPU, and how many there are; None where only the kind is named."""
+    """A kind of GPU, and how many there are; the number is None if only the kind is named."""
 
     card: Card
     count: int | None
@@ -68,8 +68,10 @@ TOTALS_MIB: Final = {
     "MI350X": 294896,
     "MI355X": 294896,
 }
-"""MiB in all that `nvidia-smi` prints of a card, or `amd-smi` of a device, with ECC as delivered:
-outputs in public issues and vendors' forums. Drivers differ by some ten MiB."""
+"""The total in MiB that `nvidia-smi` prints for a card, or `amd-smi` for a device, with the default
+setting of ECC: outputs in public issues and vendors' forums. It differs by some ten MiB between
+drivers.
+"""
 
 GB10_MIB: Final = 122_572
 """MemTotal of a DGX Spark, 119.7 GiB: /proc/meminfo in public issues. NVML shows no total."""
@@ -95,20 +97,20 @@ MAKERS_WORDS: Final = re.compile(
     "nvidia|amd|instinct|geforce|tesla|rtx|gpu|tensor|core|sxm\\d?|pcie|oam|hbm\\de?"
     "|blackwell|server|workstation|max|q|edition|generation"
 )
-"""Words of a card's full name, as NVML shows it, by which kinds of equal memory differ."""
+"""Words of a card's full name, as NVML shows it, that distinguish kinds with equal memory."""
 
 OTHER_NAMES: Final = {"dgxspark": "GB10", "spark": "GB10"}
-"""Names of machines that have one kind of card."""
+"""Names of machines that contain one kind of card."""
 
 COUNTED_NAME: Final = re.compile(r"([0-9]{1,5}) ?[xX\u00d7*] ?(\S.*)", re.DOTALL)
 NAME_WITH_COUNT: Final = re.compile(
     r"(\S.*?) ?(?:[\u00d7*:]|(?<![tT])[xX]) ?([0-9]{1,5})", re.DOTALL
 )
-"""A number of cards before or after the name; the X of RTX 5090 is no sign of it."""
+"""A number of cards before or after the name; the X of RTX 5090 does not mean a number."""
 
 LABEL_LOW: Final = 0.9
 LABEL_HIGH: Final = 1.1
-"""How far the size in a name may be from the card's: below its GiB, and above its GB."""
+"""How far the size in a name may differ from the card's: below its GiB, and above its GB."""
 
 SYSTEM_SIZED: Final = "GH200"
 """The size in this name is that of the processor's memory."""
@@ -117,7 +119,9 @@ MEMORY_WORD: Final = re.compile(r"\d+g(?:i?b)?", re.ASCII)
 
 
 SAME_CARD_BYTES: Final = 32 * MIB
-"""Our choice: sizes that differ by less are of the same card; drivers differ by some ten MiB."""
+"""Our choice: sizes that differ by less belong to the same card, because drivers differ by some ten
+MiB.
+"""
 
 
 def find_card_by_size(memory_bytes: int) -> Card | None:
@@ -160,7 +164,7 @@ def _find_card(text: str) -> Card:
         key = _build_key(OTHER_NAMES[key])
     if key in by_key:
         return by_key[key]
-    # The name of a kind with one size may have the size in it.
+    # If a kind of card has only one size, its name may contain the size.
     words = [word for word in _split_words(text) if not MEMORY_WORD.fullmatch(word)]
     key_without_size = "".join(words)
     if key_without_size in by_key:
@@ -171,9 +175,12 @@ def _find_card(text: str) -> Card:
 
 
 def _describe_unknown_card(text: str, key: str) -> str:
-    """Return what to write in place of a name that is no card's; `key` is its form to compare."""
+    """Return what to write in place of a name that is not a card's.
+
+    `key` is its form for comparison.
+    """
     names = [card.name for card in CARDS]
-    # A kind in several sizes, such as A100: the size has to be named.
+    # If a kind has several sizes, such as A100, the size has to be named.
     sizes = [name for name in names if key and _build_key(name).startswith(key)]
     if len(sizes) > 1 and all("GB" in name for name in sizes):
         return f"there are {' and '.join(sizes)}"
@@ -182,7 +189,7 @@ def _describe_unknown_card(text: str, key: str) -> str:
 
 
 def _has_size(card: Card, text: str) -> bool:
-    """Return whether the size in a card's name, where there is one, may be this card's."""
+    """Return whether a card may have the size in this name; True for a name without a size."""
     for word in _split_words(text):
         if MEMORY_WORD.fullmatch(word) and card.name != SYSTEM_SIZED:
             label = int(word.rstrip("gib"))
@@ -193,7 +200,7 @@ def _has_size(card: Card, text: str) -> bool:
 
 
 def _build_key(text: str) -> str:
-    """Return the name without the maker's words, case and punctuation."""
+    """Return the name without the maker's words and punctuation, in one case."""
     words = []
     for word in _split_words(text):
         size = MEMORY_WORD.fullmatch(word)

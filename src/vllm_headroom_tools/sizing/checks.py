@@ -1,4 +1,4 @@
-"""The checks of a start, in vLLM's own order, and how they answer to an estimate."""
+"""The checks of a start, in vLLM's own order, and their results for an estimate."""
 
 from collections.abc import Iterator
 from enum import StrEnum
@@ -29,27 +29,27 @@ class CheckName(StrEnum):
 
 
 class StartCheck(Struct, frozen=True, kw_only=True):
-    """A check of a start, and its answer."""
+    """A check of a start, and its result."""
 
     name: CheckName
-    # None where it passes by the low bounds of the estimates but not by the high ones, or where a
-    # figure is unknown.
+    # None if it passes by the low bounds of the estimates but not by the high ones, or if a figure
+    # is unknown.
     passes: bool | None
     # Why it fails, or may fail.
     problem: str
-    # How vLLM refuses, in its own words; None where nothing of vLLM's refuses.
+    # vLLM's refusal in its own words; None if vLLM itself does not refuse.
     refusal: str | None = None
 
 
 CUDA_OUT_OF_MEMORY: Final = "torch.OutOfMemoryError: CUDA out of memory."
-"""The first words of torch's error where an allocation on the card fails."""
+"""The first words of torch's error when an allocation on the card fails."""
 
 
 def check_start(estimate: MemoryEstimate) -> list[StartCheck]:
-    """Return the checks that this start comes to, in vLLM's order.
+    """Return the checks that this start reaches, in vLLM's order.
 
-    vLLM stops at the first that fails. The host's memory and that of a machine with unified memory
-    are ours: there the kernel ends the processes, or the machine hangs.
+    vLLM stops at the first check that fails. The checks of the host's memory and of unified memory
+    are ours: if they fail, the kernel ends the processes or the machine hangs.
     """
     return [
         *_check_gpus(estimate),
@@ -75,18 +75,19 @@ def find_failed_check(estimate: MemoryEstimate) -> StartCheck | None:
 def can_start(estimate: MemoryEstimate) -> bool | None:
     """Return whether vLLM starts: whether it passes all checks.
 
-    None where it passes by the low bounds of the estimates but not by the high ones. None, too,
-    where something is unknown, such as this type of model, or the weights or the largest input of
-    its encoder.
+    None if it passes by the low bounds of the estimates but not by the high ones. None also if
+    something is unknown, such as this type of model, the weights or the largest input of its
+    encoder.
     """
     question = estimate.question
     if question.shape.unknown_type is not None:
         return None
-    # In vLLM's order: the first that fails is what its log will show.
+    # In vLLM's order, because its log will show the first check that fails.
     answers = [check.passes for check in check_start(estimate)]
     if False in answers:
         return False
-    # No check fails, but one may: what is not counted here could take the rest.
+    # No check fails, but one may: the weights or inputs that are not counted here could take the
+    # rest.
     if question.has_uncounted_weights or question.has_uncounted_activations:
         return None
     if question.has_unknown_draft or question.max_model_len is None:
@@ -97,7 +98,7 @@ def can_start(estimate: MemoryEstimate) -> bool | None:
 
 
 def compare(needed: Range, available: Range) -> bool | None:
-    """Return whether what is needed is available; None where that depends on the bounds."""
+    """Return whether what is needed is available; None if that depends on the bounds."""
     if needed.low > available.high:
         return False
     if needed.high > available.low:
@@ -138,7 +139,7 @@ def _check_model_length(estimate: MemoryEstimate) -> Iterator[StartCheck]:
     """Check that `max_model_len` is not longer than the model's own limit (config/model.py)."""
     length = estimate.question.max_model_len
     limit = estimate.question.shape.max_model_len
-    # Without a length vLLM takes the model's own, which passes.
+    # Without a length vLLM uses the model's own, which passes.
     if length is None or limit is None:
         return
     yield StartCheck(
@@ -178,7 +179,7 @@ def _check_aligned_block(estimate: MemoryEstimate) -> Iterator[StartCheck]:
 
 
 def _check_host(estimate: MemoryEstimate) -> Iterator[StartCheck]:
-    """Check that the host has room for vLLM's processes, where its memory is given."""
+    """Check that the host has room for vLLM's processes, if its memory is given."""
     host_bytes = estimate.question.host_memory_bytes
     if host_bytes is None:
         return
@@ -202,7 +203,7 @@ def _check_free_memory(estimate: MemoryEstimate) -> Iterator[StartCheck]:
         return
     missing = estimate.assumptions.missing_at_start.range
     ratio = question.gpu_memory_utilization
-    # Our choice: the low bound alone decides. A note warns that it may take more.
+    # Our choice: only the low bound decides. A note warns that it may take more.
     passes = visible.high * (1 - ratio) >= missing.low
     requested_bytes = visible.high * ratio
     free_bytes = visible.high - missing.low
@@ -249,7 +250,7 @@ def _check_profile(estimate: MemoryEstimate) -> Iterator[StartCheck]:
         return
     weights = Range(low=weights_bytes, high=weights_bytes)
     assumptions = estimate.assumptions
-    # What is missing at the start is missing for the profile run too.
+    # What is missing at the start is also missing for the profile run.
     needed = weights + assumptions.missing_at_start.range + activations
     yield StartCheck(
         name=CheckName.PROFILE,
@@ -272,7 +273,7 @@ def _check_cache_blocks(estimate: MemoryEstimate) -> Iterator[StartCheck]:
     needed = format_gib((estimate.weights_bytes or 0) + overhead.low)
     yield StartCheck(
         name=CheckName.CACHE_BLOCKS,
-        # One byte is enough here: `_check_longest_sequence` asks for more.
+        # Here one byte is enough: `_check_longest_sequence` requires more.
         passes=compare(Range(low=1, high=1), kv_cache),
         problem=(
             f"weights and activations need at least {needed} of each GPU,"
@@ -288,7 +289,7 @@ def _check_longest_sequence(estimate: MemoryEstimate) -> Iterator[StartCheck]:
     Source: v1/core/kv_cache_utils.py, `_check_enough_kv_cache_memory`.
     """
     kv_cache = estimate.kv_cache
-    # vLLM would ask for the model's whole length: where that is unknown, one token is the least.
+    # vLLM would require the model's whole length; if that is unknown, one token is the least.
     length = estimate.question.max_model_len or 1
     sequence_bytes = estimate.count_sequence_bytes(length)
     needed = format_gib(sequence_bytes)
@@ -316,7 +317,7 @@ def _check_longest_sequence(estimate: MemoryEstimate) -> Iterator[StartCheck]:
 
 
 def _check_state_blocks(estimate: MemoryEstimate) -> Iterator[StartCheck]:
-    """Check that each sequence has a block for its state, where whole graphs are captured.
+    """Check that each sequence has a block for its state if whole graphs are captured.
 
     Source: config/compilation.py, `resolve_cudagraph_mode_and_sizes`, since 0.20.
     """
@@ -349,14 +350,14 @@ def _check_state_blocks(estimate: MemoryEstimate) -> Iterator[StartCheck]:
 def _check_sampler_warmup(estimate: MemoryEstimate) -> Iterator[StartCheck]:
     """Check that the card has room for the logits of all sequences, beside KV cache and graphs.
 
-    Source: v1/worker/gpu_worker.py, `compile_or_warm_up_model`. Beside the budget vLLM then has the
-    memory of the activations, since the KV cache leaves it free. With the first model runner, and
-    since 0.33 with the second, the profile run has set this much aside.
+    Source: v1/worker/gpu_worker.py, `compile_or_warm_up_model`. At this time vLLM also has the
+    memory of the activations, because the KV cache leaves it free. The profile run has set aside
+    what the warm-up needs with the first model runner, and since 0.33 with the second.
     """
     question = estimate.question
     needed = estimate.sampler_warmup
     room = _find_warmup_room(estimate)
-    # Without any room the KV cache or the graphs fail before, which is another check.
+    # Without any room, the KV cache or the graphs have already failed in another check.
     if needed is None or room is None or room.high <= 0 or not estimate.layout.block_bytes:
         return
     release = question.release
@@ -386,7 +387,7 @@ def _check_sampler_warmup(estimate: MemoryEstimate) -> Iterator[StartCheck]:
 def _find_warmup_room(estimate: MemoryEstimate) -> Range | None:
     """Return the memory of the card that is free once the KV cache and CUDA graphs have theirs.
 
-    None where that is unknown, and with unified memory, where the machine's part is checked.
+    None if it is unknown, and with unified memory, for which the machine's part is checked instead.
     """
     question = estimate.question
     visible = estimate.visible
@@ -397,12 +398,12 @@ def _find_warmup_room(estimate: MemoryEstimate) -> Range | None:
     graphs = estimate.graphs
     if estimate.budget_bytes is not None:
         beside_bytes = visible.high * (1 - question.gpu_memory_utilization)
-        # vLLM has started with its whole share free, so that at least this much is.
+        # vLLM has started, so at least its whole share was free.
         spare = Range(
             low=max(0.0, beside_bytes - missing.high), high=max(0.0, beside_bytes - missing.low)
         )
         if not question.release.has_graphs_in_budget:
-            # Our choice: the low bound alone decides, as for the card.
+            # Our choice: only the low bound decides, as for the card.
             spare = Range(low=spare.low - graphs.low, high=spare.high - graphs.low)
         return spare + activations
     cache_bytes = question.kv_cache_memory_bytes
@@ -420,9 +421,9 @@ def _clip_at_zero(amount: Range) -> Range:
 def _check_card(estimate: MemoryEstimate) -> Iterator[StartCheck]:
     """Check that the card has room for all parts together.
 
-    With a budget these are what is outside of it. With unified memory that includes the machine's
-    own part, and in releases that do not count CUDA graphs in the budget, the graphs. Where the
-    size of the KV cache is set there is no budget.
+    With a budget, these are the parts outside it. With unified memory they include the machine's
+    own part, and in releases that do not count CUDA graphs in the budget, the graphs. If the size
+    of the KV cache is set, there is no budget.
     """
     question = estimate.question
     visible = estimate.visible
@@ -444,7 +445,7 @@ def _check_card(estimate: MemoryEstimate) -> Iterator[StartCheck]:
             refusal = None
         yield StartCheck(
             name=CheckName.CARD,
-            # Our choice: the low bound alone decides. A note warns that it may take more.
+            # Our choice: only the low bound decides. A note warns that it may take more.
             passes=beside_budget_bytes >= estimate.outside.low,
             problem=problem,
             refusal=refusal,
@@ -474,6 +475,6 @@ TOO_MUCH_FOR_CARD: Final = "with the higher estimates it is more than the card h
 
 
 def format_range(amount: Range) -> str:
-    """Return a range in GiB: one number where both bounds are equal, else two."""
+    """Return a range in GiB: one number if both bounds are equal, otherwise two."""
     low = f"{amount.low / GIB:,.2f}"
     return low if amount.low == amount.high else f"{low} to {amount.high / GIB:,.2f}"

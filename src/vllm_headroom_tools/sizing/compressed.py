@@ -16,15 +16,16 @@ models/deepseek_v4/compressor.py and v1/attention/backends/mla/sparse_swa.py).""
 
 FINE_RATIO: Final = 4
 COARSE_RATIO: Final = 128
-"""How many tokens become one latent. A layer with the fine ratio also has an index."""
+"""The number of tokens that become one latent. A layer with the fine ratio also has an index."""
 
 FINE_STATE_TOKENS: Final = 4
 COARSE_STATE_TOKENS: Final = 8
-"""Tokens in a block of what a compressor still has to compress (models/deepseek_v4/compressor.py,
-`block_size`)."""
+"""The tokens in a block of what a compressor has yet to compress (models/deepseek_v4/compressor.py,
+`block_size`).
+"""
 
 PAGE_STEP_BYTES: Final = 576
-"""A layer's part of a block is padded to a multiple of it (models/deepseek_v4/attention.py)."""
+"""A layer's part of a block is padded to a multiple of this (models/deepseek_v4/attention.py)."""
 
 LATENT_SCALE_BYTES: Final = 8
 INDEX_SCALE_VALUES: Final = 128
@@ -37,7 +38,7 @@ class WindowedPart(Struct, frozen=True, kw_only=True):
 
     groups: int
     block_tokens: int
-    # Without the tokens in flight.
+    # The last tokens that are kept, without the tokens in flight.
     window_tokens: int
 
 
@@ -49,34 +50,34 @@ class CompressedBlocks(Struct, frozen=True, kw_only=True):
 
 
 class CompressedCache(Struct, frozen=True, kw_only=True):
-    """What a model's layers keep, by how many tokens they compress into one latent."""
+    """What a model's layers keep, by the number of tokens that they compress into one latent."""
 
     layers: int
     fine_layers: int
     coarse_layers: int
-    # Bytes of a latent, and of an index's vector.
+    # Bytes of a latent, and of a vector in the index.
     latent_bytes: int
     index_bytes: int
-    # Values of a latent, and of an index's vector.
+    # Values of a latent, and of a vector in the index.
     head_size: int
     index_head_size: int
     window_tokens: int
 
     @property
     def bytes_per_token(self) -> int:
-        """The bytes of a token beyond the window, in all layers together."""
+        """Return the bytes of a token beyond the window, in all layers together."""
         fine = Fraction(self.fine_layers * (self.latent_bytes + self.index_bytes), FINE_RATIO)
         coarse = Fraction(self.coarse_layers * self.latent_bytes, COARSE_RATIO)
         return ceil(fine + coarse)
 
     def build_blocks(self, stages: int) -> CompressedBlocks:
-        """Return how vLLM 0.33 divides the cache of the largest of so many pipeline stages.
+        """Return how vLLM 0.33 divides the cache of the largest of this many pipeline stages.
 
         The compressed latents form one group, which is whole. The windows and the compressors' two
         kinds of states form further groups of about as many layers (v1/core/kv_cache_planning.py,
         `_get_packed_kv_cache_groups`). A block is as large as the largest group needs.
         """
-        # The first stages have a layer more where the stages do not divide the layers: the largest
+        # If the layers cannot be divided evenly, the first stages have one more; the largest stage
         # counts.
         layers = ceil(self.layers / stages)
         fine_layers = ceil(self.fine_layers / stages)
@@ -95,7 +96,7 @@ class CompressedCache(Struct, frozen=True, kw_only=True):
         window_bytes = ceil(layers / window_groups) * _pad_page(
             WINDOW_BLOCK_TOKENS * self.latent_bytes
         )
-        # A state has keys and gates, with the fine ratio of two neighbouring latents.
+        # A state has keys and gates, and with the fine ratio those of two neighbouring latents.
         fine_token_bytes = 4 * FLOAT32_BYTES
         fine_state_bytes = fine_layers * (
             _pad_page(FINE_STATE_TOKENS * self.head_size * fine_token_bytes)
@@ -136,7 +137,7 @@ def has_compressed_cache(config: Config) -> bool:
 def read_compressed_cache(config: Config, layer_count: int) -> CompressedCache | None:
     """Return the compressed cache of DeepSeek V4; None for other models.
 
-    Raises ValueError for another ratio than vLLM's two, and where a size is missing.
+    Raises ValueError for a ratio that vLLM does not have, or if a size is missing.
     """
     if not has_compressed_cache(config):
         return None
@@ -151,7 +152,7 @@ def read_compressed_cache(config: Config, layer_count: int) -> CompressedCache |
     head_size = require_integer(config, "head_dim")
     rotary_size = require_integer(config, "qk_rope_head_dim")
     index_head_size = require_integer(config, "index_head_dim")
-    # 8 bits a value and their scales; the rotary part has 16 bits (vLLM, "fp8_ds_mla").
+    # The values have 8 bits, and scales; the rotary part has 16 bits (vLLM, "fp8_ds_mla").
     latent_bytes = head_size - rotary_size + rotary_size * FLOAT16_BYTES + LATENT_SCALE_BYTES
     return CompressedCache(
         layers=layer_count,
@@ -170,9 +171,10 @@ def _pad_page(page_bytes: int) -> int:
 
 
 def _choose_group_layers(counts: Sequence[int], least: int) -> int:
-    """Return the size of a group, from `least` on, that leaves the fewest places empty.
+    """Return the size of a group, at least `least`, that leaves the fewest places empty.
 
-    Of equally good sizes it is the largest (v1/core/kv_cache_planning.py, `_approximate_gcd`).
+    If several sizes are equally good, it is the largest (v1/core/kv_cache_planning.py,
+    `_approximate_gcd`).
     """
     best_size = max(1, least)
     best_empty = None

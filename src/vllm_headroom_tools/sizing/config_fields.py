@@ -1,4 +1,4 @@
-"""Read sizes from a model's configuration, under whichever of its names each size has there."""
+"""Read sizes from a model's configuration, which may have each size under one of several names."""
 
 from collections.abc import Mapping
 from typing import Any, Final
@@ -7,10 +7,10 @@ Config = Mapping[str, Any]
 """A config.json, or a part of one."""
 
 SIZE_LIMIT: Final = 10**9
-"""The largest size that is believed: no model comes near it, and arithmetic with it stays exact."""
+"""The largest size that is accepted: no model comes near it, and arithmetic with it stays exact."""
 
 ATTENTION_HEADS: Final = ("num_attention_heads", "n_head", "n_heads", "decoder_attention_heads")
-"""How many query heads each attention layer has."""
+"""The number of query heads of each attention layer."""
 
 KV_HEADS: Final = (
     "num_key_value_heads",
@@ -20,16 +20,16 @@ KV_HEADS: Final = (
     "num_attention_groups",
     "kv_n_heads",
 )
-"""How many heads with keys and values each attention layer has."""
+"""The number of heads with keys and values of each attention layer."""
 
 HIDDEN_SIZE: Final = ("hidden_size", "n_embd", "d_model")
-"""How many values a token has between two layers."""
+"""The number of values of a token between two layers."""
 
 MLP_WIDTH: Final = ("intermediate_size", "ffn_hidden_size", "n_inner", "ffn_dim")
-"""How many values a token has inside a layer's MLP."""
+"""The number of values of a token inside a layer's MLP."""
 
 EXPERT_COUNT: Final = ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts")
-"""How many experts a layer has, of which each token passes a few."""
+"""The number of experts of a layer; each token passes through a few of them."""
 
 EXPERTS_PER_TOKEN: Final = (
     "num_experts_per_tok",
@@ -39,7 +39,7 @@ EXPERTS_PER_TOKEN: Final = (
     "top_k_experts",
     "moe_k",
 )
-"""How many experts of a layer each token passes."""
+"""The number of a layer's experts through which each token passes."""
 
 MODEL_LENGTH: Final = (
     "max_position_embeddings",
@@ -49,13 +49,13 @@ MODEL_LENGTH: Final = (
     "max_sequence_length",
     "max_target_positions",
 )
-"""The longest sequence in tokens that the model was made for."""
+"""The longest sequence, in tokens, for which the model was made."""
 
 KV_SHARING_LAYERS: Final = ("num_kv_shared_layers",)
-"""How many of the last layers read the KV cache of earlier layers and have none (Gemma 3n)."""
+"""The number of last layers that read the KV cache of earlier layers and have none (Gemma 3n)."""
 
 EXPERT_INPUTS: Final = ("moe_latent_size", "routed_expert_hidden_size")
-"""How many values a token has inside the experts, where that is not the hidden size."""
+"""The number of values of a token inside the experts, if that is not the hidden size."""
 
 MAMBA_2_HEADS: Final = ("mamba_n_heads", "mamba_num_heads")
 MAMBA_2_HEAD_SIZE: Final = ("mamba_d_head", "mamba_head_dim")
@@ -64,16 +64,16 @@ MAMBA_STATE_SIZE: Final = ("mamba_d_state", "ssm_state_size")
 
 
 def read_integer(config: Config, *names: str) -> int | None:
-    """Return the first of these fields that is set; of a list, its largest number.
+    """Return the first of these fields that is set; if it is a list, return its largest number.
 
-    A field that is null, false, 0 or [] is not set, so the next field is tried. None where no field
-    is set, or a list has only zeros. Raises ValueError for a value that is no size.
+    A field that is null, false, 0 or [] is not set, so the next field is tried. None if no field is
+    set, or if a list has only zeros. Raises ValueError for a value that is not a size.
     """
     for name in names:
         value = config.get(name)
         if _is_unset(value):
             continue
-        # vLLM takes the largest of a list: it sizes its buffers by the widest layer.
+        # vLLM uses the largest of a list, because it sizes its buffers by the widest layer.
         numbers = value if isinstance(value, list) else [value]
         if not all(_is_size(number) for number in numbers):
             raise ValueError(f"{name} is {str(value)[:40]!r}, not a whole number of a model's size")
@@ -87,7 +87,7 @@ def _is_unset(value: object) -> bool:
 
 
 def _is_size(number: object) -> bool:
-    """Return whether a value is an integer from 0 to the largest size that is believed."""
+    """Return whether a value is an integer from 0 to the largest accepted size."""
     # To Python, True is an integer; in a configuration it is a switch.
     if isinstance(number, bool) or not isinstance(number, int):
         return False
@@ -95,7 +95,7 @@ def _is_size(number: object) -> bool:
 
 
 def require_integer(config: Config, *names: str) -> int:
-    """Return what `read_integer` returns, but raise ValueError where that is None."""
+    """Return what `read_integer` returns, but raise ValueError if that is None."""
     value = read_integer(config, *names)
     if value is None:
         raise ValueError(f"{names[0]} is missing")
@@ -103,7 +103,7 @@ def require_integer(config: Config, *names: str) -> int:
 
 
 def read_mapping(config: Config, *names: str) -> Config:
-    """Return the first of these fields that is a mapping; an empty mapping where none is."""
+    """Return the first of these fields that is a mapping; an empty mapping if none is."""
     for name in names:
         value = config.get(name)
         if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""What the drafts of speculative decoding take beside a model: separate models, and heads."""
+"""The memory of the drafts of speculative decoding beside a model: separate models, and heads."""
 
 from math import ceil
 from typing import Final
@@ -9,31 +9,34 @@ from vllm_headroom_tools.sizing.encoder import UNGIVEN_MLP_WIDTH_RATIO
 from vllm_headroom_tools.sizing.footprint import ModelShape, count_layer_bytes
 
 DRAFT_MODEL: Final = "draft_model"
-"""vLLM's name of the method whose drafts an independent model makes."""
+"""vLLM's name of the method for which an independent model makes the drafts."""
 
 HEAD_LAYERS: Final = {"eagle": 1, "eagle3": 1, "dflash": 8, "dspark": 8, "mtp": 1}
-"""Our choice: how many layers a draft head of an unknown configuration counts. EAGLE's have one
-(models/llama_eagle3.py), the published DFlash and DSpark heads five to eight. Gemma 4's assistant
-("mtp") has four of a quarter of the width."""
+"""Our choice: the number of layers that is counted for a draft head without a known configuration.
+EAGLE's have one (models/llama_eagle3.py), the published DFlash and DSpark heads five to eight.
+Gemma 4's assistant ("mtp") has four of a quarter of the width.
+"""
 
 CACHELESS_HEADS: Final = frozenset({"mtp"})
 """Gemma 4's assistant reads the model's cache (config/speculative.py, `gemma4_assistant`)."""
 
 TOKEN_MATRICES: Final = {"medusa": 1, "mlp_speculator": 2}
-"""How many matrices as large as an output such heads have for each token (models/medusa.py,
-models/mlp_speculator.py, with an inner width of the model's)."""
+"""The number of matrices that these heads have for each token, each as large as the output matrix
+(models/medusa.py, models/mlp_speculator.py, with an inner width equal to the model's).
+"""
 
 HEAD_INPUTS: Final = {"eagle": 2, "eagle3": 3, "dflash": 5, "dspark": 5, "mtp": 1}
-"""How many outputs of the model's layers a head projects to its input, each as wide as the model
-(EAGLE's and EAGLE3's by construction; the published DFlash heads have five)."""
+"""The number of layer outputs that a head projects to its input, each as wide as the model (by
+construction for EAGLE and EAGLE3; the published DFlash heads have five).
+"""
 
 
 def name_head_method(draft: ModelShape, method: str) -> str:
-    """Return the method of a draft by the name of its class, where no method is given."""
+    """Return the method of a draft by the name of its class, if no method is given."""
     class_name = (draft.class_name or "").lower()
     if method != DRAFT_MODEL:
         return method
-    # EAGLE3 before EAGLE, whose name it contains.
+    # EAGLE3 comes before EAGLE, because its name contains EAGLE.
     for head_method in sorted(HEAD_INPUTS, reverse=True):
         if head_method in class_name:
             return head_method
@@ -41,12 +44,12 @@ def name_head_method(draft: ModelShape, method: str) -> str:
 
 
 def add_assumed_head(shape: ModelShape, method: str, tokens: int) -> ModelShape | None:
-    """Return the model's shape with a draft head of this method whose configuration is not known.
+    """Return the model's shape with a draft head of this method, without knowing its configuration.
 
-    The head counts as the largest of its kind: HEAD_LAYERS dense layers of the model's sizes, a
+    The head counts as the largest of its kind: HEAD_LAYERS dense layers with the model's sizes, a
     projection of the outputs of several layers to its input, and an output matrix. Medusa's heads
     and those of an MLP speculator are matrices for each speculated token. None for other methods,
-    and where the sizes that this needs are unknown.
+    and if the sizes that this needs are unknown.
     """
     hidden_size = shape.hidden_size
     if hidden_size is None or shape.vocabulary is None or shape.compression is not None:
@@ -69,7 +72,7 @@ def add_assumed_head(shape: ModelShape, method: str, tokens: int) -> ModelShape 
 
 
 def _count_dense_layer(shape: ModelShape, hidden_size: int) -> int:
-    """Return the parameters of a layer without experts, of the model's sizes."""
+    """Return the parameters of a layer without experts, with the model's sizes."""
     heads = (shape.attention_heads or 1) + shape.heads.count
     attention_parameters = 2 * hidden_size * heads * shape.heads.key_size
     if shape.latent_width is not None:
@@ -80,7 +83,7 @@ def _count_dense_layer(shape: ModelShape, hidden_size: int) -> int:
 
 
 def _add_unquantised(shape: ModelShape, added_parameters: int) -> ModelShape | None:
-    """Return the shape with further parameters; None where its own cannot be counted."""
+    """Return the shape with further parameters; None if its present ones cannot be counted."""
     parameters = shape.parameters
     if parameters is None:
         return None
@@ -117,9 +120,9 @@ def build_head(draft: ModelShape, method: str, target: ModelShape) -> ModelShape
 
 
 def add_draft_cache(shape: ModelShape, draft: ModelShape) -> ModelShape:
-    """Return the model's shape with a draft's cache, where layers of several kinds form groups.
+    """Return the model's shape with a draft's cache, if layers of several kinds form groups.
 
-    The draft counts as so many further layers that keep every token as hold its bytes.
+    The draft counts as additional layers that keep every token, as many as hold its bytes.
     """
     own_bytes, _ = count_layer_bytes(shape, kv_dtype="auto", tensor_parallel=1)
     draft_bytes, _ = count_layer_bytes(draft, kv_dtype="auto", tensor_parallel=1)

@@ -18,50 +18,51 @@ ENCODER_MLP_WIDTH: Final = ("intermediate_size", "encoder_ffn_dim", "vt_intermed
 ENCODER_LAYERS: Final = ("num_hidden_layers", "depth", "encoder_layers", "vt_num_hidden_layers")
 
 CONFORMER_SQUARES: Final = 24
-"""Parameters of a layer of Gemma 4's audio encoder, in squares of its hidden size: two MLPs with 8
-each, attention with 5, convolutions with 3 (transformers, gemma4)."""
+"""The parameters of a layer of Gemma 4's audio encoder, in squares of its hidden size: two MLPs
+with 8 each, attention with 5, convolutions with 3 (transformers, gemma4).
+"""
 
 UNGIVEN_MLP_WIDTH_RATIO: Final = 4
-"""The assumed MLP width, in hidden sizes, where the configuration does not give the width."""
+"""The MLP width, in hidden sizes, that is assumed if the configuration does not give it."""
 
 
 class EncoderInput(Struct, frozen=True, kw_only=True):
-    """The largest image or video, and how many values the encoder computes of it at once."""
+    """The largest image or video, and how many values the encoder computes for it at once."""
 
-    # How many tokens of the language model's sequence it becomes.
+    # The number of tokens that it becomes in the language model's sequence.
     tokens: int
     # Values that every GPU of a tensor-parallel group has in full.
     replicated_values: int
     # Values that tensor parallelism may divide.
     divided_values: int
-    # How many vectors of the language model's hidden size are kept for each token.
+    # The number of vectors of the language model's hidden size that are kept for each token.
     copies: int
 
 
 class Encoder(Struct, frozen=True, kw_only=True):
-    """A model's encoders; None for figures that the configuration does not give."""
+    """A model's encoders; a figure is None if the configuration does not give it."""
 
     parameters: int | None
     largest_input: EncoderInput | None
 
 
 class LargestItem(Struct, frozen=True, kw_only=True):
-    """The largest image or video that a model takes, as its processor cuts it."""
+    """The largest image or video that a model accepts, as its processor divides it."""
 
-    # How many tokens of the language model's sequence it becomes.
+    # The number of tokens that it becomes in the language model's sequence.
     tokens: int
-    # How many patches the encoder merges into one token.
+    # The number of patches that the encoder merges into one token.
     patches_per_token: int
-    # How many vectors of the language model's hidden size are kept for each token.
+    # The number of vectors of the language model's hidden size that are kept for each token.
     copies: int = 1
 
 
 def parse_encoder(config: Config) -> Encoder | None:
-    """Return a model's encoders; None for a model that reads nothing but text.
+    """Return a model's encoders; None for a model that reads only text.
 
     The largest input is that of the first encoder.
     """
-    # Omni models have the encoders within their thinker.
+    # In Omni models, the encoders are in the thinker's part.
     thinker = read_mapping(config, "thinker_config")
     if thinker:
         return parse_encoder(thinker)
@@ -75,7 +76,7 @@ def parse_encoder(config: Config) -> Encoder | None:
 
 
 def _sum_parameters(encoders: list[Config]) -> int | None:
-    """Return the parameters of all encoders; None where those of any encoder are unknown."""
+    """Return the parameters of all encoders; None if those of any encoder are unknown."""
     counts = [_count_parameters(encoder) for encoder in encoders]
     given_counts = [count for count in counts if count is not None]
     return sum(given_counts) if len(given_counts) == len(counts) else None
@@ -118,14 +119,15 @@ def _count_merger_parameters(encoder: Config, hidden_size: int) -> int:
 
 
 DEEP_STACKS: Final = (8, 16, 24)
-"""The layers of Qwen3-VL's encoder whose output is used besides the last layer's, where the
-configuration does not list them."""
+"""The layers of Qwen3-VL's encoder whose output is used in addition to the last layer's, if the
+configuration does not list them.
+"""
 
 
 def _count_levels(encoder: Config, usual_stacks: tuple[int, ...] = ()) -> int:
-    """Return how many layers' output Qwen's encoder gives: the last layer's and each deep stack's.
+    """Return how many layers' outputs Qwen's encoder gives: the last one and each deep stack's.
 
-    `usual_stacks` count where the configuration does not list them.
+    `usual_stacks` count if the configuration does not list them.
     """
     stacks = encoder.get("deepstack_visual_indexes", list(usual_stacks))
     return 1 + (len(stacks) if isinstance(stacks, list) else 0)
@@ -144,12 +146,12 @@ def _measure_largest(config: Config, encoder: Config) -> EncoderInput | None:
     if mlp_width is None:
         mlp_width = UNGIVEN_MLP_WIDTH_RATIO * hidden_size
     patches = item.tokens * item.patches_per_token
-    # A patch has the values of a token in a language model: queries, keys, values and output, or
-    # gate, up and down projection.
+    # A patch has the same values as a token in a language model: queries, keys, values and output,
+    # or gate, up and down projection.
     layer_width = max(4 * hidden_size, 3 * mlp_width)
     return EncoderInput(
         tokens=item.tokens,
-        # The residual is there twice.
+        # The residual exists twice.
         replicated_values=2 * patches * hidden_size,
         divided_values=patches * layer_width,
         copies=item.copies,
@@ -157,7 +159,8 @@ def _measure_largest(config: Config, encoder: Config) -> EncoderInput | None:
 
 
 # The largest image or video of each type of model, as vLLM 0.32 computes it
-# (`get_mm_max_tokens_per_item` and the like): a function for each, which the table below names.
+# (`get_mm_max_tokens_per_item` and similar functions). The table below names one function for each
+# type.
 
 
 def _read_gemma_3_item(config: Config, encoder: Config) -> LargestItem:
@@ -170,7 +173,7 @@ GEMMA_4_FRAMES: Final = 32
 """Frames of the longest video (models/gemma4_mm.py)."""
 
 GEMMA_4_FRAME_TOKENS: Final = 70 + 8
-"""Tokens of each frame, and of those that frame it (models/gemma4_mm.py)."""
+"""The tokens of each frame, and the ones around it (models/gemma4_mm.py)."""
 
 
 def _read_gemma_4_item(_config: Config, encoder: Config) -> LargestItem:
@@ -181,11 +184,13 @@ def _read_gemma_4_item(_config: Config, encoder: Config) -> LargestItem:
 
 
 LLAMA_4_TILES: Final = 16 + 1
-"""Tiles of the largest image, and all of it once more (transformers, Llama4ImageProcessor)."""
+"""The tiles of the largest image, and one more for the whole image (transformers,
+Llama4ImageProcessor).
+"""
 
 
 def _read_llama_4_item(_config: Config, encoder: Config) -> LargestItem:
-    """Return the largest image of Llama 4: as many tiles as it takes at most."""
+    """Return the largest image of Llama 4: it has the most tiles that the model accepts."""
     ratio = encoder.get("pixel_shuffle_ratio")
     patches_per_token = 4
     if isinstance(ratio, float) and 0 < ratio <= 1:
@@ -205,10 +210,10 @@ def _read_mistral_3_item(config: Config, encoder: Config) -> LargestItem:
 
 
 QWEN_IMAGE_PIXELS: Final = 2**24
-"""The largest image, as every published preprocessor_config.json has it."""
+"""The largest image, according to every published preprocessor_config.json."""
 
 QWEN_FRAMES_PIXELS: Final = 3 * 2**22
-"""The largest pair of frames, half of what published video_preprocessor_config.json allow."""
+"""The largest pair of frames: half of what published video_preprocessor_config.json files allow."""
 
 
 def _read_qwen_3_vl_item(config: Config, encoder: Config) -> LargestItem:
@@ -218,10 +223,10 @@ def _read_qwen_3_vl_item(config: Config, encoder: Config) -> LargestItem:
 def _read_qwen_item(
     config: Config, encoder: Config, usual_stacks: tuple[int, ...] = ()
 ) -> LargestItem:
-    """Return the largest of an image, by the processor's limit, and a pair of video frames."""
+    """Return the larger input: an image, by the processor's limit, or a pair of video frames."""
     processor = read_mapping(config, "preprocessor")
     merged_side = read_integer(encoder, "spatial_merge_size") or 2
-    # The processor may bound an image by its pixels under either name.
+    # The processor may limit an image's pixels under either name.
     image_pixels = (
         read_integer(read_mapping(processor, "size"), "longest_edge")
         or read_integer(processor, "max_pixels")
@@ -237,8 +242,9 @@ def _read_qwen_item(
 
 
 KIMI_IMAGE_PATCHES: Final = 16_384
-"""The largest image, as published preprocessor_config.json have it (`in_patch_limit`). A video's
-four frames have no more, and become fewer tokens."""
+"""The largest image, according to published preprocessor_config.json files (`in_patch_limit`). Four
+frames of a video have no more patches, and become fewer tokens.
+"""
 
 
 def _read_kimi_item(config: Config, _encoder: Config) -> LargestItem:
@@ -258,8 +264,7 @@ def _read_minimax_m3_item(_config: Config, _encoder: Config) -> LargestItem:
 def _count_patches_per_side(encoder: Config, *, usual_pixels: int, usual_patch_pixels: int) -> int:
     """Return how many patches lie along one side of an image.
 
-    The usual sizes, which are the defaults of the encoder's class, count where the configuration
-    has none.
+    If the configuration has no sizes, the defaults of the encoder's class count.
     """
     pixels = read_integer(encoder, "image_size") or usual_pixels
     patch_pixels = read_integer(encoder, "patch_size") or usual_patch_pixels

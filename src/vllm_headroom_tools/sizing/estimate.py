@@ -34,31 +34,33 @@ from vllm_headroom_tools.sizing.measured import (
 from vllm_headroom_tools.sizing.question import Question
 
 UNEXPLAINED_BYTES: Final = 0.15 * GIB
-"""The most that was measured of activations above the estimate (vLLM 0.19 on an H100: 0.13 GiB with
-weights in 8 bits, 0.11 for Gemma 3)."""
+"""The most that activations exceeded the estimate in a measurement (vLLM 0.19 on an H100: 0.13 GiB
+with weights in 8 bits, 0.11 for Gemma 3).
+"""
 
 LEFT_TO_THE_MACHINE_BYTES: Final = 8 * GIB
 """Our choice: the memory that a machine with unified memory needs besides the GPU's. Half is for
-vLLM's own processes on the host, of which each takes one or two GiB, half for the rest of the
-system.
+vLLM's processes on the host, which take one or two GiB each, and half for the rest of the system.
 
-Such a machine has no other memory than what vLLM leaves. When it runs out, no allocation fails: the
-machine swaps and hangs (vllm-project/vllm#46307, NVIDIA/dgx-spark-playbooks#97).
+Such a machine has no other memory than what vLLM leaves. When it runs out, no allocation fails;
+instead the machine swaps and hangs (vllm-project/vllm#46307, NVIDIA/dgx-spark-playbooks#97).
 """
 
 HOST_BYTES_PER_PROCESS: Final = 6 * GIB // 10
-"""The host memory of a process: API server and engine core of vLLM 0.32 hold 0.6 GiB each on a CPU
-(tests/contract); a worker with CUDA holds more."""
+"""The host memory of a process. An API server and an engine core of vLLM 0.32 hold 0.6 GiB each on
+a CPU (tests/contract); a worker with CUDA holds more.
+"""
 
 SHM_QUEUE_BYTES: Final = 256 * MIB
-"""The free space that vLLM needs in /dev/shm: its largest queue between processes takes 240 MiB,
-and it does not start with less free (vllm/distributed/device_communicators/shm_broadcast.py:
+"""The free space that vLLM needs in /dev/shm. Its largest queue between processes takes 240 MiB,
+and it does not start with less (vllm/distributed/device_communicators/shm_broadcast.py:
 MessageQueue, check_shm_free_space).
 """
 
 PENALTY_BYTES: Final = 4 + 1 / 8
-"""The sampler's memory for each sequence and token of the vocabulary: a count in 32 bits, and a bit
-(v1/worker/gpu/sample/penalties.py)."""
+"""The sampler's memory per sequence and token of the vocabulary: a count in 32 bits, and a bit
+(v1/worker/gpu/sample/penalties.py).
+"""
 
 
 def estimate_activations(question: Question, assumptions: StartAssumptions) -> Range | None:
@@ -85,7 +87,8 @@ def estimate_activations(question: Question, assumptions: StartAssumptions) -> R
     hidden_bytes = _count_batch_bytes(question) * hidden_size
     hidden_copies = 2
     text_low = forward.low
-    # In a pipeline the stage that samples has also received hidden states and residuals.
+    # In a pipeline, the stage that samples also has the hidden states and residuals that it
+    # received.
     if question.pipeline_parallel_size > 1:
         hidden_copies += 2
     else:
@@ -124,7 +127,7 @@ def _count_batch_bytes(question: Question) -> float:
 def _estimate_encoding(question: Question, assumptions: StartAssumptions) -> Range:
     """Return the memory that the encoder takes for the largest images or videos.
 
-    0 where these are unknown. The low bound divides by tensor parallelism, the high one does not.
+    0 if these are unknown. Only the low bound is divided by the tensor-parallel size.
     """
     item = question.largest_input
     items = question.encoder_items
@@ -141,7 +144,7 @@ def _estimate_encoding(question: Question, assumptions: StartAssumptions) -> Ran
 def _count_encoder_output_bytes(question: Question, hidden_size: int) -> float:
     """Return the bytes of encoded images or videos, kept while the language model is profiled.
 
-    0 where the largest images or videos are unknown.
+    0 if the largest images or videos are unknown.
     """
     item = question.largest_input
     items = question.encoder_items
@@ -160,11 +163,12 @@ class ForwardPass(Struct, frozen=True, kw_only=True):
 
 
 def _estimate_forward(question: Question, hidden_size: int) -> ForwardPass:
-    """Return the memory that the tokens of a batch take.
+    """Return the memory that the tokens of a batch take in a forward pass.
 
     A layer takes tokens x bytes of the dtype x (2 x hidden size, for the residual, + the values of
-    the widest layer). The widest layer has 3 x MLP width, or queries, keys, values and output, both
-    divided by tensor parallelism. The MLP of experts does not count here: it is in the workspace.
+    the widest layer). The widest layer has 3 x MLP width, or queries, keys, values and output;
+    tensor parallelism divides both. The MLP of experts does not count here, because it is in the
+    workspace.
     """
     shape = question.shape
     ranks = question.tensor_parallel_size
@@ -177,7 +181,7 @@ def _estimate_forward(question: Question, hidden_size: int) -> ForwardPass:
     if shape.experts_per_token <= 1:
         layer_values = residual_values + max(attention_values, mlp_values)
         return ForwardPass(layer_bytes=batch_bytes * layer_values, workspace_bytes=0)
-    # Each chosen expert has its own output.
+    # Each chosen expert has a separate output.
     workspace_values = mlp_values + shape.experts_per_token * hidden_size
     return ForwardPass(
         layer_bytes=batch_bytes * (residual_values + attention_values),
@@ -188,11 +192,10 @@ def _estimate_forward(question: Question, hidden_size: int) -> ForwardPass:
 def estimate_other_parts(question: Question, assumptions: StartAssumptions) -> tuple[Range, ...]:
     """Return what the budget has to hold besides weights, KV cache, activations and graphs.
 
-    These are what libraries and communication take during the profile run, the experts'
-    workspace for the tokens of a batch (vLLM, v1/worker/workspace.py), with the second model
-    runner the sampler's PENALTY_BYTES for each sequence and token of the vocabulary, what
-    repacked weights leave unused, and by how much the budget may be smaller, since it is a
-    share of what CUDA sees.
+    These are: what libraries and communication take during the profile run; the experts' workspace
+    for the tokens of a batch (vLLM, v1/worker/workspace.py); with the second model runner the
+    sampler's PENALTY_BYTES for each sequence and token of the vocabulary; what repacked weights
+    leave unused; and how much smaller the budget may be, because it is a share of what CUDA sees.
     """
     experts_bytes = _estimate_forward(question, question.shape.hidden_size or 0).workspace_bytes
     # Some kernels give it back after the pass.
@@ -210,18 +213,20 @@ def estimate_other_parts(question: Question, assumptions: StartAssumptions) -> t
 
 
 REPACKED_METHODS: Final = ("awq", "auto_awq", "gptq", "auto_gptq", "compressed-tensors")
-"""Beginnings of the methods whose weights of four bits are repacked for their kernels, matrix by
-matrix (layers/quantization, `process_weights_after_loading`)."""
+"""The prefixes of the methods whose four-bit weights are repacked for their kernels, matrix by
+matrix (layers/quantization, `process_weights_after_loading`).
+"""
 
 UNUSED_LAYERS: Final = 2
-"""The most layers whose old weights leave gaps in torch's memory: 1.6 (the stand-in card, 0.32,
-Qwen2.5 7B in AWQ). The gap of a matrix serves the next one of its shape."""
+"""The largest number of layers whose old weights leave gaps in torch's memory: 1.6 (the stand-in
+card, 0.32, Qwen2.5 7B in AWQ). The next matrix of the same shape reuses the gap of a matrix.
+"""
 
 
 def _estimate_gaps(question: Question) -> Range:
     """Return the memory that torch keeps without using it after weights were repacked.
 
-    It counts only in releases that size the KV cache by what was consumed.
+    The gaps count only in releases that size the KV cache by the consumed memory.
     """
     shape = question.shape
     weights_bytes = question.weights_bytes
@@ -239,8 +244,8 @@ def estimate_host(question: Question) -> Range:
     """Return the host memory that all of vLLM's processes take.
 
     Each engine has a core and a server, and with several GPUs a worker for each GPU. Each server
-    and core has a cache of images (vLLM 0.33, config/multimodal.py), which fills with use: it
-    counts in the high bound only.
+    and core has a cache of images (vLLM 0.33, config/multimodal.py). It fills with use, so it
+    counts only in the high bound.
     """
     engines = question.data_parallel_size
     workers = question.gpus
@@ -252,7 +257,7 @@ def estimate_host(question: Question) -> Range:
     images_bytes = 0.0
     if question.shape.encoder is not None:
         images_bytes = servers_and_cores * question.mm_processor_cache_bytes
-    # Offloaded weights are by GPU, an offloaded cache is by engine.
+    # Offloaded weights are counted per GPU, an offloaded cache per engine.
     offloaded_bytes = question.cpu_offload_bytes * workers + question.kv_offloading_bytes * engines
     own_bytes = processes * HOST_BYTES_PER_PROCESS
     return Range(
@@ -264,7 +269,7 @@ def estimate_host(question: Question) -> Range:
 def estimate_outside(question: Question, assumptions: StartAssumptions) -> Range:
     """Return the memory that the engine takes on the card outside its budget.
 
-    With unified memory, the memory that the machine itself needs is in it too.
+    With unified memory it includes what the machine itself needs.
     """
     outside = assumptions.missing_at_start.range
     if not question.release.has_graphs_in_budget:
@@ -283,35 +288,35 @@ SEQUENCE_LENGTHS: Final = (1024, 4096, 16384, 65536, 262144)
 """Values of `max_model_len` in tokens for which the largest `max_num_seqs` is shown."""
 
 LENGTH_LIMIT: Final = 2**24
-"""The longest sequence in tokens that is considered: no model takes more."""
+"""The longest sequence, in tokens, that is considered: no model accepts more."""
 
 
 class MemoryEstimate(Struct, frozen=True, kw_only=True):
-    """The memory that one GPU needs and has, in bytes; None where it is unknown."""
+    """The memory that one GPU needs and has, in bytes; a figure is None if it is unknown."""
 
     question: Question
     assumptions: StartAssumptions
     layout: KvLayout
-    # One token in the KV cache of this GPU, and of all GPUs of an engine together.
+    # The bytes of a token in the KV cache of this GPU, and of all GPUs of an engine together.
     bytes_per_token: int
     engine_bytes_per_token: int
     weights_bytes: int | None
-    # vLLM's share of what CUDA sees of the card, at most; None, too, where the KV cache's size is
-    # set instead.
+    # The most that vLLM's share of the memory that CUDA sees can be; None also if the KV cache's
+    # size is set instead.
     budget_bytes: float | None
     activations: Range | None
     sampler_warmup: Range | None
     # Libraries, communication, the experts' workspace, the sampler and the driver's part.
     other_parts: tuple[Range, ...]
     graphs: Range
-    # On the card, outside the budget.
+    # What is on the card outside the budget.
     outside: Range
     # The host memory of all of vLLM's processes.
     host: Range
 
     @property
     def visible(self) -> Range | None:
-        """The memory of the card that CUDA sees; None where the card is unknown."""
+        """Return the memory of the card that CUDA sees; None if the card is unknown."""
         card_bytes = self.question.gpu_memory_bytes
         if card_bytes is None:
             return None
@@ -320,14 +325,14 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
 
     @property
     def other_overhead(self) -> Range:
-        """The other parts together, at most with all of them at their highest."""
+        """Return the sum of the other parts; its high bound has all of them at their highest."""
         return add_all(self.other_parts)
 
     @property
     def overhead(self) -> Range | None:
-        """What the budget has to hold besides weights and KV cache.
+        """Return what the budget has to hold besides weights and KV cache.
 
-        None where the activations are unknown.
+        None if the activations are unknown.
         """
         if self.activations is None:
             return None
@@ -342,10 +347,12 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
 
     @property
     def kv_cache(self) -> Range | None:
-        """The bytes that are left for the KV cache; the low bound is with the highest overhead.
+        """Return the bytes that are left for the KV cache.
 
-        Where the size is set, both bounds are that size. None where the budget, the weights or the
-        overhead is unknown. Negative where the budget is too small.
+        The low bound is with the highest overhead.
+
+        If the size is set, both bounds are that size. None if the budget, the weights or the
+        overhead is unknown. Negative if the budget is too small.
         """
         set_bytes = self.question.kv_cache_memory_bytes
         if set_bytes is not None:
@@ -360,9 +367,9 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
 
     @property
     def blocks(self) -> int | None:
-        """How many blocks the KV cache has at least, vLLM's `num_gpu_blocks`.
+        """Return the least number of blocks of the KV cache, vLLM's `num_gpu_blocks`.
 
-        None where its size is unknown, or the model keeps nothing in it.
+        None if the cache's size is unknown, or if the model keeps nothing in it.
         """
         if self.kv_cache is None or not self.layout.block_bytes:
             return None
@@ -370,10 +377,10 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
 
     @property
     def capacity_tokens(self) -> int | None:
-        """How many tokens the KV cache holds at least, as vLLM counts (`get_kv_cache_capacity`).
+        """Return how many tokens the KV cache holds at least, by vLLM's `get_kv_cache_capacity`.
 
-        Where layers keep a window or a state, that is the number of sequences of `max_model_len`
-        that fit, times `max_model_len`. None where the blocks, or then the length, are unknown.
+        If layers keep a window or a state, that is the number of sequences of `max_model_len` that
+        fit, times `max_model_len`. None if the blocks are unknown, or the length when it is needed.
         """
         blocks = self.blocks
         if blocks is None:
@@ -395,10 +402,10 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
         return None if self.blocks is None else self.blocks / self.layout.count_blocks(tokens)
 
     def find_longest(self, sequences: int) -> int | None:
-        """Return the most tokens that each of so many sequences can have at once.
+        """Return the longest length that this many sequences can have at once.
 
-        That is at most the limit of the model, or of the question if it is higher; 0 where not even
-        one block fits. None where the blocks are unknown.
+        That is at most the limit of the model, or of the question if that is higher; 0 if not even
+        one block fits. None if the blocks are unknown.
         """
         if self.blocks is None:
             return None
@@ -411,7 +418,7 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
 def estimate_memory(question: Question) -> MemoryEstimate:
     """Return the estimate for a question.
 
-    The layers of a draft model keep every token too: they make each block of the cache larger.
+    The layers of a draft model also keep every token, which makes each block of the cache larger.
     """
     assumptions = assume_start(question)
     stages = question.pipeline_parallel_size
@@ -435,7 +442,7 @@ def estimate_memory(question: Question) -> MemoryEstimate:
     # (vLLM 0.33, v1/core/kv_cache_utils.py, `get_kv_cache_capacity`).
     context_ranks = question.decode_context_parallel_size
     budget_bytes = None
-    # With the cache's size set, vLLM does not use its share of the card.
+    # If the cache's size is set, vLLM does not use its share of the card.
     if question.gpu_memory_bytes is not None and question.kv_cache_memory_bytes is None:
         visible_bytes = question.gpu_memory_bytes - assumptions.driver_reserved.range.low
         budget_bytes = visible_bytes * question.gpu_memory_utilization
@@ -464,9 +471,9 @@ def estimate_memory(question: Question) -> MemoryEstimate:
 
 
 def _apply_log(estimate: MemoryEstimate, measured: MeasuredStart) -> MemoryEstimate:
-    """Return the estimate with the figures of a start's log, where its settings are the same.
+    """Return the estimate with the figures of a start's log that had the same settings.
 
-    Activations grow with the batch: those of the log bound those of smaller and larger batches.
+    Activations grow with the batch, so those of the log bound those of smaller and larger batches.
     """
     question = estimate.question
     weights_bytes = estimate.weights_bytes
@@ -474,7 +481,7 @@ def _apply_log(estimate: MemoryEstimate, measured: MeasuredStart) -> MemoryEstim
         weights_bytes = round(measured.weights_bytes)
     other_parts = estimate.other_parts
     if estimate.assumptions.non_torch.origin is Origin.LOG:
-        # The log's figure is all that is neither weights nor activations nor graphs.
+        # The log's figure is everything except weights, activations and graphs.
         other_parts = (estimate.assumptions.non_torch.range,)
     activations = estimate.activations
     logged_bytes = measured.activation_bytes
@@ -496,7 +503,7 @@ def _apply_log(estimate: MemoryEstimate, measured: MeasuredStart) -> MemoryEstim
 
 
 def _count_token_bytes(question: Question, shape: ModelShape, stages: int = 1) -> int:
-    """Return the bytes of a token in the KV cache of one GPU, with the model in so many stages."""
+    """Return the bytes of a token in one GPU's KV cache, with the model in this many stages."""
     return count_bytes_per_token(
         shape,
         kv_dtype=question.kv_cache_dtype,
@@ -508,7 +515,7 @@ def _count_token_bytes(question: Question, shape: ModelShape, stages: int = 1) -
 def list_longest(estimate: MemoryEstimate) -> list[tuple[int, int]]:
     """Return rows of `max_num_seqs` and the largest `max_model_len` with which all of them fit.
 
-    The length is 0 where so many sequences do not fit at all. No rows where the cache is unknown.
+    The length is 0 if this many sequences do not fit at all. No rows if the cache is unknown.
     """
     asked_count = estimate.question.max_num_seqs
     counts = {count for count in SEQUENCE_COUNTS if count <= asked_count}
@@ -524,7 +531,7 @@ def list_most_sequences(estimate: MemoryEstimate) -> list[tuple[int, int]]:
     """Return rows of `max_model_len` and how many sequences of this length fit at once.
 
     Lengths go up to the longest that one sequence can have; the question's `max_model_len` is
-    always among them. No rows where the cache is unknown.
+    always among them. No rows if the cache is unknown.
     """
     # Lengths beyond the longest sequence would only give rows of 0.
     longest = estimate.find_longest(1) or 0

@@ -1,4 +1,4 @@
-"""What a model takes of a GPU: bytes of KV cache per token, bytes of weights."""
+"""What a model takes on a GPU: bytes of KV cache per token, bytes of weights."""
 
 from math import ceil
 from typing import Final, Self
@@ -19,7 +19,7 @@ from vllm_headroom_tools.sizing.sparse import SparseIndex
 
 
 class ModelShape(Struct, frozen=True, kw_only=True):
-    """The sizes of a model by its configuration; None for sizes that it does not give."""
+    """The sizes of a model by its configuration; a size is None if it does not give it."""
 
     layers: int
     # Layers that keep keys and values of every token.
@@ -30,69 +30,69 @@ class ModelShape(Struct, frozen=True, kw_only=True):
     # Whether a window begins at the last multiple of `window_tokens` (a chunk), instead of moving
     # with each token.
     has_chunks: bool = False
-    # Heads of a layer with a window, where they differ from `heads`, those of a full layer.
+    # The heads of a layer with a window, if they differ from `heads`, those of a full layer.
     windowed_heads: KvHeads | None = None
     # Layers that keep `state_bytes` of each sequence instead of its tokens.
     stateful_layers: int = 0
     state_bytes: int | None = None
-    # How many more states than other kinds such a layer keeps of a sequence.
+    # How many states of a sequence such a layer keeps in addition to those of other kinds.
     state_checkpoints: int = 0
     # How many states a layer keeps for the tokens of speculative decoding.
     speculative_states: int = 0
     attention_heads: int | None = None
     heads: KvHeads
-    # Values of a token that multi-head latent attention keeps in each layer; None without it.
+    # The values of a token that multi-head latent attention keeps in each layer; None without it.
     latent_width: int | None = None
     hidden_size: int | None = None
     vocabulary: int | None = None
-    # Values of a token beside its hidden state, of all layers together.
+    # The values of a token beside its hidden state, in all layers together.
     side_values: int = 0
-    # Values of a token in the widest MLP, in all its experts together.
+    # The values of a token in the widest MLP, in all its experts together.
     mlp_width: int | None = None
     experts_per_token: int = 1
-    # Tokens of a draft head's own vocabulary; None where it has the model's.
+    # The number of tokens in a draft head's own vocabulary; None if it has the model's.
     draft_vocabulary: int | None = None
-    # The class that serves the model; None where the configuration does not name it.
+    # The class that serves the model; None if the configuration does not name it.
     class_name: str | None = None
-    # Whether it embeds, classifies or rewards, and generates no tokens.
+    # Whether the model embeds, classifies or rewards, and generates no tokens.
     is_pooling: bool = False
-    # Whether the output has no separate matrix: it is the embedding, or there is no output.
+    # Whether the output has no separate matrix, because it is the embedding or there is no output.
     has_tied_embeddings: bool = False
     parameters: LayerParameters | None = None
-    # For images, video or sound.
+    # The encoder of images, video or sound.
     encoder: Encoder | None = None
     max_model_len: int | None = None
     # The original length times YaRN's factor; None with other rotary embeddings.
     yarn_length: int | None = None
-    # The width of an expert, and how many values it takes and gives; for the padding of MXFP4.
+    # The width of an expert, and how many values it takes and gives, for the padding of MXFP4.
     expert_width: int = 0
     expert_inputs: int | None = None
     # The compressed cache of DeepSeek V4.
     compression: CompressedCache | None = None
     # The index of sparse attention.
     index: SparseIndex | None = None
-    # The tables of rotary positions, whole on every GPU.
+    # The values of the tables of rotary positions, which are whole on every GPU.
     position_values: int = 0
-    # Bytes of a parameter of the output matrix, where it is quantised.
+    # The bytes of a parameter of the output matrix, if it is quantised.
     head_bytes: float | None = None
-    # Layers that the model has for its own speculative decoding.
+    # The number of layers that the model has for its own speculative decoding.
     speculative_layers: int = 1
-    # Bytes of a parameter that is served without quantisation.
+    # The bytes of a parameter that is served without quantisation.
     dtype_bytes: float = 2.0
-    # Bytes of a parameter of the checkpoint.
+    # The bytes of a parameter in the checkpoint.
     stored_bytes: float = 2.0
-    # Bytes of a value in the KV cache, unless an option of vLLM's sets them.
+    # The bytes of a value in the KV cache, unless an option of vLLM sets them.
     kv_dtype_bytes: float = 2.0
-    # Of the parameters that are quantised; None where that is unknown.
+    # The bytes of a quantised parameter; None if they are unknown.
     weight_bytes_per_parameter: float | None = 2.0
     # The method; None without quantisation.
     quantisation: str | None = None
-    # The type of model, where its KV cache has not been checked against vLLM's; else None.
+    # The type of model, if its KV cache has not been checked against vLLM's; otherwise None.
     unknown_type: str | None = None
 
     @property
     def has_every_token(self) -> bool:
-        """Whether all layers with a cache keep every token.
+        """Return whether all layers with a cache keep every token.
 
         Only then do bytes per token describe the KV cache.
         """
@@ -100,13 +100,16 @@ class ModelShape(Struct, frozen=True, kw_only=True):
 
     @property
     def has_groups(self) -> bool:
-        """Whether layers of several kinds share the blocks of the KV cache."""
+        """Return whether layers of several kinds share the blocks of the KV cache."""
         kinds = (self.full_layers, self.windowed_layers, self.stateful_layers)
         return sum(layers > 0 for layers in kinds) > 1
 
     @property
     def embeddings(self) -> int | None:
-        """The parameters of the embedding and of the output; None where their sizes are unknown."""
+        """Return the parameters of the embedding and of the output.
+
+        None if their sizes are unknown.
+        """
         if self.vocabulary is None or self.hidden_size is None:
             return None
         matrices = 1 if self.has_tied_embeddings else 2
@@ -114,12 +117,12 @@ class ModelShape(Struct, frozen=True, kw_only=True):
 
     @property
     def position_bytes(self) -> int:
-        """The bytes of the tables of positions, which vLLM counts as weights."""
+        """Return the bytes of the tables of positions, which vLLM counts as weights."""
         return ceil(self.position_values * self.dtype_bytes)
 
     @property
     def embeddings_bytes(self) -> float:
-        """The bytes of the embeddings; 0 where their sizes are unknown."""
+        """Return the bytes of the embeddings; 0 if their sizes are unknown."""
         parameters = self.embeddings or 0
         if self.head_bytes is None or self.has_tied_embeddings:
             return parameters * self.dtype_bytes
@@ -129,7 +132,7 @@ class ModelShape(Struct, frozen=True, kw_only=True):
         """Return the shape with its own heads for speculative decoding (multi-token prediction).
 
         They are `speculative_layers` more layers that keep every token, each as large as the
-        model's layers on average. A state is also kept for each speculative token (vLLM 0.33,
+        average layer of the model. A state is also kept for each speculative token (vLLM 0.33,
         v1/kv_cache_interface.py, `MambaSpec.num_speculative_blocks`).
         """
         parameters = self.parameters
@@ -150,7 +153,7 @@ class ModelShape(Struct, frozen=True, kw_only=True):
     def apply_quantisation(self, method: str, bytes_per_parameter: float | None) -> Self:
         """Return the shape with all its layers quantised by this method.
 
-        `bytes_per_parameter` is None where they are unknown.
+        `bytes_per_parameter` is None if they are unknown.
         """
         parameters = self.parameters
         if parameters is not None:
@@ -167,7 +170,7 @@ class KvDtype(Struct, frozen=True):
     """The bytes of a value in the KV cache, in one of vLLM's dtypes for it."""
 
     value_bytes: float
-    # Bytes of the scales that are kept for each head and token.
+    # The bytes of the scales that are kept for each head and token.
     scale_bytes: int = 0
 
 
@@ -196,7 +199,7 @@ KV_DTYPES: Final = {
     "nvfp4_4over6": KvDtype(9 / 16),
     SPARSE_NVFP4_DTYPE: KvDtype(9 / 16),
 }
-"""The dtypes of the KV cache, by vLLM's names (0.33, config/cache.py), but for PACKED_KV_DTYPES."""
+"""The dtypes of the KV cache by vLLM's names (0.33, config/cache.py), except PACKED_KV_DTYPES."""
 
 
 class PackedKvDtype(Struct, frozen=True):
@@ -208,8 +211,9 @@ class PackedKvDtype(Struct, frozen=True):
     def count_head_bytes(self, heads: KvHeads) -> int:
         """Return the bytes of a token in one head.
 
-        Keys of fewer than 8 bits have a norm in 16 bits, values a scale and an offset in 16 bits;
-        the sum is even (layers/quantization/turboquant/config.py, `slot_size_aligned`).
+        Keys of fewer than 8 bits have a norm in 16 bits, values have a scale and an offset in 16
+        bits; the sum is rounded to an even number (layers/quantization/turboquant/config.py,
+        `slot_size_aligned`).
         """
         key_bytes = heads.key_size
         if self.key_bits < FP8_BITS:
@@ -229,8 +233,9 @@ PACKED_KV_DTYPES: Final = {
 """TurboQuant's presets (vLLM 0.24 to 0.33)."""
 
 BOUNDARY_LAYERS: Final = 2
-"""How many of the first and of the last layers keep the model's own dtype with these, unless other
-layers keep a state (`get_boundary_skip_layers`)."""
+"""How many of the first and of the last layers keep the model's own dtype with these presets,
+unless other layers keep a state (`get_boundary_skip_layers`).
+"""
 
 
 SPARSE_FP8_BYTES: Final = 656
@@ -268,7 +273,7 @@ def count_bytes_per_token(
     if full_bytes == windowed_bytes:
         layers = shape.full_layers + shape.windowed_layers
         return ceil(layers / pipeline_parallel) * full_bytes + index_bytes
-    # How vLLM spreads the two kinds over the stages is unknown here, so both are rounded up.
+    # How vLLM spreads the two kinds over the stages is not known here, so both are rounded up.
     full_layers = ceil(shape.full_layers / pipeline_parallel)
     windowed_layers = ceil(shape.windowed_layers / pipeline_parallel)
     return full_layers * full_bytes + windowed_layers * windowed_bytes + index_bytes
@@ -277,12 +282,12 @@ def count_bytes_per_token(
 def _count_boundary_bytes(
     shape: ModelShape, kv_dtype: str, tensor_parallel: int, pipeline_parallel: int
 ) -> int:
-    """Return by how much a token is larger, since some layers of a stage are not packed."""
+    """Return the additional bytes of a token because some layers of a stage are not packed."""
     if kv_dtype not in PACKED_KV_DTYPES or shape.stateful_layers:
         return 0
     packed_bytes, _ = count_layer_bytes(shape, kv_dtype=kv_dtype, tensor_parallel=tensor_parallel)
     own_bytes, _ = count_layer_bytes(shape, kv_dtype="auto", tensor_parallel=tensor_parallel)
-    # A single stage has both ends; of several, each has at most one.
+    # A single stage has both ends; if there are several, each has at most one end.
     layers = BOUNDARY_LAYERS if pipeline_parallel > 1 else 2 * BOUNDARY_LAYERS
     return min(layers, shape.full_layers) * (own_bytes - packed_bytes)
 
@@ -311,7 +316,7 @@ def count_layer_bytes(shape: ModelShape, *, kv_dtype: str, tensor_parallel: int)
     if shape.latent_width is not None and kv_dtype == SPARSE_NVFP4_DTYPE:
         return SPARSE_NVFP4_BYTES, SPARSE_NVFP4_BYTES
     if shape.latent_width is not None:
-        # DeepSeek's sparse attention has its own layout of fp8, with scales between the values.
+        # DeepSeek's sparse attention has a special layout of fp8, with scales between the values.
         latent_bytes = ceil(shape.latent_width * cache.value_bytes)
         if shape.index is not None and cache.value_bytes == 1:
             latent_bytes = SPARSE_FP8_BYTES
@@ -322,7 +327,7 @@ def count_layer_bytes(shape: ModelShape, *, kv_dtype: str, tensor_parallel: int)
 
 
 def _count_heads_bytes(heads: KvHeads, cache: KvDtype, tensor_parallel: int) -> int:
-    """Return the bytes of a token's keys and values in one layer, of the heads on one rank."""
+    """Return the bytes of a token's keys and values in one layer, for the heads on one rank."""
     heads_on_rank = max(1, heads.count // tensor_parallel)
     values_bytes = ceil((heads.key_size + heads.value_size) * cache.value_bytes)
     return heads_on_rank * (values_bytes + cache.scale_bytes)
@@ -331,12 +336,13 @@ def _count_heads_bytes(heads: KvHeads, cache: KvDtype, tensor_parallel: int) -> 
 def count_engine_bytes_per_token(shape: ModelShape, kv_dtype: str, gpus: int | None) -> int | None:
     """Return the bytes of KV cache that a token takes on all GPUs of an engine together.
 
-    NO_TOKEN_BYTES where layers form groups. The bytes do not depend on how the engine is spread
-    over its GPUs; `gpus` is None where their number is unknown. None where they cannot be known:
+    NO_TOKEN_BYTES if layers form groups. The bytes do not depend on how the engine is spread over
+    its GPUs; `gpus` is None if their number is unknown. None if they cannot be known:
+
     - The engine may keep copies: of latent vectors on two or more GPUs, of KV heads on more GPUs
       than there are heads.
     - The dtype or the type of model is unknown here, or the dtype's layout depends on the card.
-    - Layers keep a window or a state, so that bytes per token do not describe the cache.
+    - Layers keep a window or a state, so bytes per token do not describe the cache.
     - There is an index of sparse attention, which is whole on every GPU.
     """
     if shape.has_groups:
@@ -361,25 +367,25 @@ def count_weights_bytes(
     pipeline_parallel: int = 1,
     data_parallel: int = 1,
 ) -> int | None:
-    """Return the bytes of weights on the GPU that holds most; None where they cannot be counted.
+    """Return the bytes of weights on the GPU that holds most; None if they cannot be counted.
 
-    `total_bytes`, those of the whole model, replace counting where they are known. Tensor
+    If `total_bytes`, the size of the whole model, is known, it replaces counting. Tensor
     parallelism is assumed to divide everything: what it repeats (norms, routers, some projections)
-    is about one per cent. Data parallelism repeats everything but the experts, which it divides.
+    is about one per cent. Data parallelism repeats everything except the experts, which it divides.
     The first and the last pipeline stage have one embedding matrix each.
     """
     model_bytes = count_model_bytes(shape) if total_bytes is None else total_bytes
     if model_bytes is None:
         return None
     embeddings_bytes = shape.embeddings_bytes
-    # What is left after the embeddings are the layers, which the pipeline divides.
+    # The rest after the embeddings are the layers, which the pipeline divides.
     layers_bytes = max(0.0, model_bytes - embeddings_bytes)
     experts_on_others = 1 - 1 / data_parallel
     layers_bytes *= 1 - _measure_experts_ratio(shape) * experts_on_others
     if pipeline_parallel == 1:
         stage_embeddings_bytes = min(model_bytes, embeddings_bytes)
     elif shape.has_tied_embeddings:
-        # both the first and the last stage need the one matrix
+        # both the first and the last stage need the only matrix
         stage_embeddings_bytes = embeddings_bytes
     else:
         stage_embeddings_bytes = embeddings_bytes / 2
@@ -391,13 +397,14 @@ def count_weights_bytes(
 
 MXFP4_INPUT_STEP: Final = 256
 MXFP4_WIDTH_STEP: Final = 128
-"""vLLM pads MXFP4 experts to multiples of these, as Marlin's and FlashInfer's kernels need (vLLM
-0.33, fused_moe/oracle/mxfp4.py, `mxfp4_round_up_hidden_size_and_intermediate_size`). Logged: 65.97
-GiB for gpt-oss 120B on an H100, 13.72 GiB for gpt-oss 20B on an A100."""
+"""vLLM pads MXFP4 experts to multiples of these widths, as Marlin's and FlashInfer's kernels need
+(vLLM 0.33, fused_moe/oracle/mxfp4.py, `mxfp4_round_up_hidden_size_and_intermediate_size`). Logged:
+65.97 GiB for gpt-oss 120B on an H100, 13.72 GiB for gpt-oss 20B on an A100.
+"""
 
 
 def _measure_padding_ratio(shape: ModelShape, tensor_parallel: int) -> float:
-    """Return by what share padding enlarges the experts; 0 where nothing is padded."""
+    """Return the share by which padding enlarges the experts; 0 if nothing is padded."""
     is_mxfp4 = shape.quantisation is not None and "mxfp4" in shape.quantisation
     if not is_mxfp4 or not shape.expert_width or shape.expert_inputs is None:
         return 0.0
@@ -410,7 +417,7 @@ def _measure_padding_ratio(shape: ModelShape, tensor_parallel: int) -> float:
 def _measure_experts_ratio(shape: ModelShape) -> float:
     """Return the experts' share of the bytes of all layers, from 0 to 1.
 
-    0 where the parameters cannot be counted.
+    0 if the parameters cannot be counted.
     """
     parameters = shape.parameters
     if parameters is None or parameters.total == 0:
@@ -422,10 +429,10 @@ def _measure_experts_ratio(shape: ModelShape) -> float:
 
 
 def count_model_bytes(shape: ModelShape, parameters: int | None = None) -> float | None:
-    """Return the bytes of the whole model's weights; None where they cannot be counted.
+    """Return the bytes of the whole model's weights; None if they cannot be counted.
 
-    `parameters`, where given, replace those counted from the configuration. Embeddings, encoders
-    and layers that the quantisation leaves out are in the model's dtype.
+    If `parameters` is given, it replaces the number counted from the configuration. Embeddings,
+    encoders and layers that the quantisation leaves out are in the model's dtype.
     """
     parameter_bytes = shape.weight_bytes_per_parameter
     counted = shape.parameters
@@ -438,7 +445,7 @@ def count_model_bytes(shape: ModelShape, parameters: int | None = None) -> float
     if shape.encoder is not None:
         encoder_parameters = shape.encoder.parameters or 0
     layers_parameters = 0
-    # A count that is given is of the whole model: embeddings and encoders are in it.
+    # A given count is for the whole model, including embeddings and encoders.
     if parameters is not None:
         layers_parameters = max(0, parameters - shape.embeddings - encoder_parameters)
     elif counted is not None:
@@ -453,43 +460,45 @@ def count_model_bytes(shape: ModelShape, parameters: int | None = None) -> float
 
 
 STATE_BLOCKS: Final = 2
-"""How many states of a sequence a layer keeps: the current one, and one for prefix caching
-(`MambaSpec.max_memory_usage_bytes`, mode "align").
+"""The number of states of a sequence that a layer keeps: the current one, and one for prefix
+caching (`MambaSpec.max_memory_usage_bytes`, mode "align").
 
-Mamba-2 keeps one more, that at the end of the prompt
+Mamba-2 keeps one more, the state at the end of the prompt
 (model_executor/layers/mamba/mamba_mixer2.py, `get_kv_cache_spec`).
 """
 
 PADDING_LIMIT: Final = 1.5
 """If the most frequent kind of layers is less than this times as frequent as the rarest, vLLM pads
-the rarer kinds to groups of the same size."""
+the rarer kinds to groups of the same size.
+"""
 
 LATENT_BLOCK_TOKENS: Final = 128
-"""In a model that also has layers with a state, a block of latent attention has a multiple of this
-many tokens."""
+"""In a model that also has layers with a state, the tokens in a block of latent attention are a
+multiple of this number.
+"""
 
 
 class KvLayout(Struct, frozen=True, kw_only=True):
     """How vLLM divides one GPU's KV cache into blocks of equal size.
 
-    Layers of one kind form groups; a sequence has blocks in each group. A model that keeps nothing
-    has blocks of 0 bytes, and its sequences take none.
+    Layers of one kind form groups, and a sequence has blocks in each group. If a model keeps
+    nothing, its blocks have 0 bytes and its sequences take none.
     """
 
-    # Tokens in a block of a full group.
+    # The number of tokens in a block of a full group.
     block_tokens: int
-    # Layers in a group; their keys and values share a block.
+    # The number of layers in a group; their keys and values share a block.
     block_layers: int
     block_bytes: int
-    # In each full group, a sequence takes a block for every `block_tokens`.
+    # The number of full groups. In each of them, a sequence takes a block for every `block_tokens`.
     full_groups: int
-    # In each windowed group, a sequence takes a block for every `windowed_block_tokens` of its last
-    # `window_tokens`, and `window_ends` more.
+    # The number of windowed groups. In each of them, a sequence takes a block for every
+    # `windowed_block_tokens` of its last `window_tokens`, and `window_ends` more.
     windowed_groups: int
     windowed_block_tokens: int
     window_tokens: int
     window_ends: int
-    # Blocks that a sequence takes for its states, whatever its length.
+    # The blocks that a sequence takes for its states, whatever its length.
     state_blocks: int
     # Further windowed groups, with windows of other lengths (DeepSeek V4).
     windowed_parts: tuple[WindowedPart, ...] = ()
@@ -512,10 +521,10 @@ class KvLayout(Struct, frozen=True, kw_only=True):
         )
 
     def find_longest(self, blocks: int, ceiling: int) -> int:
-        """Return the most tokens of a sequence that takes at most so many blocks.
+        """Return the most tokens of a sequence that takes at most this many blocks.
 
-        The result is at most `ceiling`, else whole blocks of tokens; 0 where not even one block of
-        tokens fits. It is found by bisection.
+        The result is at most `ceiling`, and otherwise whole blocks of tokens; 0 if not even one
+        block of tokens fits. It is found by bisection.
         """
         # In units of whole blocks.
         low = 0
@@ -544,7 +553,7 @@ def build_kv_layout(
 
     `sequence_states` are the states that a layer keeps of a sequence; by default as in vLLM 0.32.
 
-    - All blocks have the same size, since all groups have the same number of layers
+    - All blocks have the same size, because all groups have the same number of layers
       (v1/core/kv_cache_utils.py, `_get_kv_cache_groups_uniform_page_size`).
     - Layers that keep fewer bytes of a token have more tokens in a block
       (`unify_kv_cache_spec_page_size`).
@@ -598,7 +607,7 @@ def _build_compressed_layout(
     blocks = cache.build_blocks(pipeline_parallel)
     parts = []
     for part in blocks.windowed_parts:
-        # As for other windows: the newest token's place is among those in flight.
+        # As for other windows, the newest token is one of those in flight.
         window_tokens = part.window_tokens - 1 + in_flight_tokens
         parts.append(replace(part, window_tokens=window_tokens))
     return KvLayout(
@@ -618,8 +627,8 @@ def _build_compressed_layout(
 def _choose_group_layers(layer_counts: tuple[int, ...]) -> int:
     """Return how many layers a group has; 0 without layers.
 
-    That is the number of the rarest kind. If the kinds are nearly equally frequent, it is the
-    number of the most frequent kind, and the others are padded.
+    That is the number of layers of the rarest kind. If the kinds are almost equally frequent, it is
+    the number of the most frequent kind, and the others are padded.
     """
     counts = [count for count in layer_counts if count]
     if not counts:
@@ -654,7 +663,7 @@ def _choose_block_tokens(
 def _count_pages(page_bytes: int, own_page_bytes: int) -> int:
     """Return how many pages of one kind of layers a page of the common size holds.
 
-    1 where the common size is no multiple of the kind's page: that page is padded.
+    1 if the common size is not a multiple of the kind's page, which is then padded.
     """
     if page_bytes and own_page_bytes and page_bytes % own_page_bytes == 0:
         return page_bytes // own_page_bytes

@@ -28,19 +28,20 @@ FULL_KINDS: Final = frozenset(
         "deepseek_sparse_attention",
     }
 )
-"""Names of layers that keep keys and values of every token, in `layer_types` and
-`layers_block_type`."""
+"""The names of layers that keep keys and values of every token, in `layer_types` and
+`layers_block_type`.
+"""
 
 WINDOWED_KINDS: Final = frozenset(
     {"sliding_attention", "chunked_attention", "local_attention", "sliding_window"}
 )
-"""Names of layers that keep keys and values of the last tokens only."""
+"""The names of layers that keep keys and values of the last tokens only."""
 
 STATEFUL_KINDS: Final = frozenset({"linear_attention", "mamba", "mamba2", "conv"})
-"""Names of layers that keep a state of fixed size of each sequence."""
+"""The names of layers that keep a state of fixed size for each sequence."""
 
 CACHELESS_KINDS: Final = frozenset({"mlp", "moe", "dense"})
-"""Names of layers that keep nothing, since they are an MLP only."""
+"""The names of layers that keep nothing, because they consist of an MLP only."""
 
 UNDERSTOOD_KINDS: Final = FULL_KINDS | WINDOWED_KINDS | STATEFUL_KINDS | CACHELESS_KINDS
 """All kinds of layers whose cache is known here. A "hybrid" layer, which is of two kinds, is not
@@ -51,14 +52,15 @@ NEMOTRON_LETTERS: Final = {"M": "mamba2", "*": "attention", "-": "mlp", "E": "mo
 
 LAYER_LIMIT: Final = 10_000
 """The most layers that are accepted. No model comes near it; each layer gets a name here, and a
-billion names would fill the memory."""
+billion names would fill the memory.
+"""
 
 
 def list_layer_kinds(config: Config, layer_count: int) -> list[str]:
     """Return the kind of each layer, from the configuration's list, letters, pattern or window.
 
-    A layer of Falcon-H1 is listed as two. Raises ValueError for a kind whose cache is unknown here,
-    for a list of another length, and for more layers than any model has.
+    A layer of Falcon-H1 is listed as two. Raises ValueError for a kind whose cache is not known
+    here, for a list of another length, and for more layers than any model has.
     """
     if layer_count > LAYER_LIMIT:
         raise ValueError(f"{layer_count} layers are more than any model has")
@@ -83,12 +85,14 @@ FLAGGED_KINDS: Final = (
     ("hybrid_layer_pattern", "sliding_attention", "full_attention"),  # MiMo-V2
     ("attn_type_list", "full_attention", "linear_attention"),  # MiniMax
 )
-"""Fields with a flag for each layer: the kind of a layer with the flag 1, and of any other."""
+"""Fields with a flag for each layer: the kind of a layer with the flag 1, and the kind of the
+others.
+"""
 
 
 def _read_listed_kinds(config: Config) -> list[str]:
     """Return the kinds that the configuration lists layer by layer; empty without such a list."""
-    # Each family of models has another way to list them, and at most one of these fields.
+    # Each family of models lists them in a different way, in at most one of these fields.
     for read_kinds in (_read_block_kinds, _read_kimi_kinds, _read_nemotron_kinds, _read_flags):
         kinds = read_kinds(config)
         if kinds is not None:
@@ -156,7 +160,7 @@ def _repeat_pattern(config: Config, layer_count: int) -> list[str]:
         usual_kind = "sliding_attention"
         other_kind = "sliding_attention"
         interval = read_integer(config, "sliding_window_pattern")
-    # Of every `interval` layers the last keeps all tokens.
+    # The last of every `interval` layers keeps all tokens.
     if interval is not None:
         numbers = range(1, layer_count + 1)
         return ["full_attention" if number % interval == 0 else other_kind for number in numbers]
@@ -169,7 +173,7 @@ def _repeat_pattern(config: Config, layer_count: int) -> list[str]:
 
 
 def read_window_tokens(config: Config) -> int | None:
-    """Return the window in tokens; None without a window, or where a switch turns it off."""
+    """Return the window in tokens; None without a window, or if a switch turns it off."""
     if config.get("use_sliding_window") is False:
         return None
     return read_integer(config, "sliding_window", "attention_chunk_size")
@@ -178,24 +182,24 @@ def read_window_tokens(config: Config) -> int | None:
 class StateSizes(Struct, frozen=True, kw_only=True):
     """The sizes of a layer that keeps a state."""
 
-    # Values of a token that the state gives to the layer's output.
+    # The values of a token that the state gives to the layer's output.
     output_values: int
-    # Values of the state itself.
+    # The values of the state itself.
     state_values: int
-    # Values of a token that are the inputs of a convolution.
+    # The values of a token that are the inputs of a convolution.
     convolution_inputs: int
-    # Values of a token for the state's heads; 0 for Mamba-1, which has no heads.
+    # The values of a token for the state's heads; 0 for Mamba-1, which has no heads.
     head_values: int
-    # Tokens that the convolution covers; None where that is not given.
+    # The number of tokens that the convolution covers; None if it is not given.
     kernel_tokens: int | None
 
 
 def read_state_sizes(config: Config) -> StateSizes | None:
     """Return the sizes of layers that keep a state; None for a kind of state that is unknown here.
 
-    Raises ValueError where a size is missing.
+    Raises ValueError if a size is missing.
     """
-    # By a field that only this kind of layer has.
+    # Recognised by a field that only this kind of layer has.
     if "linear_num_value_heads" in config:
         return _read_gated_delta_net(config)
     if "linear_attn_config" in config:
@@ -220,7 +224,7 @@ def _read_gated_delta_net(config: Config) -> StateSizes:
         state_values=output_values * key_size,
         # Queries, keys and values.
         convolution_inputs=2 * key_heads * key_size + output_values,
-        # Each head has two: beta and decay.
+        # Each head has two values: beta and decay.
         head_values=2 * value_heads,
         kernel_tokens=read_integer(config, "linear_conv_kernel_dim"),
     )
@@ -270,7 +274,7 @@ def _read_mamba_1(config: Config, kernel_tokens: int | None) -> StateSizes:
 
 
 FLOAT32_STATES: Final = ("nemotron_h", "kimi_linear")
-"""Model types whose state is in 32 bits where the configuration does not give its dtype."""
+"""Model types with a state in 32 bits unless the configuration gives its dtype."""
 
 FLOAT32_BYTES: Final = 4
 FLOAT16_BYTES: Final = 2
@@ -291,7 +295,7 @@ def count_state_bytes(config: Config) -> int | None:
     if state_dtype is None and config.get("model_type") in FLOAT32_STATES:
         state_dtype = "float32"
     value_bytes = FLOAT32_BYTES if state_dtype == "float32" else FLOAT16_BYTES
-    # The newest token's inputs are at hand, so the convolution keeps those of the others.
+    # The newest token's inputs are at hand, so the convolution keeps only those of the others.
     kept_tokens = (sizes.kernel_tokens or 1) - 1
     return sizes.state_values * value_bytes + sizes.convolution_inputs * kept_tokens * FLOAT16_BYTES
 
@@ -307,8 +311,8 @@ class KvHeads(Struct, frozen=True, kw_only=True):
 def read_kv_heads(config: Config) -> tuple[KvHeads, KvHeads | None]:
     """Return the KV heads of layers that keep all tokens, and those of windowed layers.
 
-    The second result is None where windowed layers have the same heads. Without a number of KV
-    heads, each query head has its own. Raises ValueError where a size is missing.
+    The second result is None if windowed layers have the same heads. Without a number of KV heads,
+    each query head has its own. Raises ValueError if a size is missing.
     """
     head_size = _read_head_size(config)
     head_count = _count_kv_heads(config)
@@ -338,9 +342,9 @@ HEAD_FIELDS: Final = frozenset({"head_dim", "num_key_value_heads"})
 
 
 def find_full_layer_override(config: Config) -> Config | None:
-    """Return the heads of the layers that keep all tokens, where the configuration overrides them.
+    """Return the heads of the layers that keep all tokens if the configuration overrides them.
 
-    None where it overrides nothing, or anything but the heads of exactly these layers.
+    None if it overrides nothing, or anything except the heads of exactly these layers.
     """
     overrides = read_mapping(config, OVERRIDES)
     kinds = config.get("layer_types")
@@ -355,7 +359,7 @@ def find_full_layer_override(config: Config) -> Config | None:
 
 
 def _read_head_size(config: Config) -> int:
-    """Return the size of a head, else hidden size / heads; raises ValueError without both."""
+    """Return the size of a head, or else hidden size / heads; raises ValueError without both."""
     attention_heads = read_integer(config, *ATTENTION_HEADS)
     hidden_size = read_integer(config, *HIDDEN_SIZE)
     head_size = read_integer(config, "head_dim", "kv_channels", "attention_head_dim")
@@ -367,7 +371,7 @@ def _read_head_size(config: Config) -> int:
 
 
 def _count_kv_heads(config: Config) -> int:
-    """Return the number of KV heads, else that of query heads; raises ValueError without both."""
+    """Return the number of KV heads, or else of query heads; raises ValueError without both."""
     count = read_integer(config, *KV_HEADS) or _count_nas_heads(config)
     if count is None:
         count = read_integer(read_mapping(config, "attn_config"), *KV_HEADS)
@@ -384,7 +388,7 @@ def _count_kv_heads(config: Config) -> int:
 def _count_nas_heads(config: Config) -> int | None:
     """Return the KV heads of Nemotron-NAS; None for other models.
 
-    Raises ValueError where they differ from layer to layer.
+    Raises ValueError if the number differs from layer to layer.
     """
     blocks = config.get("block_configs")
     if not isinstance(blocks, list):
@@ -394,7 +398,7 @@ def _count_nas_heads(config: Config) -> int | None:
     for block in blocks:
         if not _has_no_attention(block):
             group_sizes.add(require_integer(block["attention"], "n_heads_in_group"))
-    # One number of heads is all that the shape has.
+    # The shape has only one number of heads.
     if len(group_sizes) != 1:
         raise ValueError("its layers have different numbers of KV heads")
     return query_heads // group_sizes.pop()
@@ -403,11 +407,11 @@ def _count_nas_heads(config: Config) -> int | None:
 def _read_gemma_4_heads(
     config: Config, head_count: int, head_size: int, wide_head_size: int
 ) -> tuple[KvHeads, KvHeads]:
-    """Return the KV heads of Gemma 4: of layers without a window, then of layers with one.
+    """Return the KV heads of Gemma 4: those of layers without a window, then those of the others.
 
     Layers without a window have fewer and wider heads.
     """
-    # Only with this switch do layers without a window have another number of heads.
+    # Only with this switch does a layer without a window have another number of heads.
     full_count = None
     if config.get("attention_k_eq_v"):
         full_count = read_integer(config, "num_global_key_value_heads")

@@ -1,4 +1,4 @@
-"""What the log of a start reports, which replaces what is assumed of a start with like settings."""
+"""What the log of a start reports. It replaces assumptions about a start with similar settings."""
 
 from collections.abc import Mapping
 from typing import Final
@@ -27,24 +27,24 @@ WEIGHT_SETTINGS: Final = (
 """The settings that decide the weights of each GPU."""
 
 MODEL_SETTINGS: Final = (*GROUP_SETTINGS, "shape", "draft", "max_loras", "max_lora_rank")
-"""The settings beside the batch that decide activations and graphs."""
+"""The settings besides the batch that decide activations and graphs."""
 
 BATCH_SETTINGS: Final = ("max_num_seqs", "max_num_batched_tokens")
 """The settings with which activations and graphs grow."""
 
 
 class MeasuredStart(Struct, frozen=True, kw_only=True):
-    """The figures of one start, per GPU, and its settings; None where its log has no such figure.
+    """The figures of one start per GPU, and its settings; a figure is None if the log lacks it.
 
-    Each counts only for a question with the same settings, as far as it depends on them.
+    A figure counts only for a question that agrees in the settings on which the figure depends.
     """
 
-    # The file and vLLM's version.
+    # The file, and vLLM's version.
     source: str
     # The settings of the start by the names of Question.
     settings: Mapping[str, object]
     total_bytes: float | None = None
-    # What was missing of the free memory before the start.
+    # What was missing from the free memory before the start.
     missing_bytes: float | None = None
     weights_bytes: float | None = None
     activation_bytes: float | None = None

@@ -136,8 +136,9 @@ CLASS_DEFAULTS: Final[Mapping[str, Config]] = {
     "llama4_text": {"sliding_window_pattern": 4},
     "qwen3_next": {"full_attention_interval": 4},
 }
-"""Fields that published configurations leave out, since they are the defaults of their class in
-transformers, by `model_type`."""
+"""Fields that published configurations omit because they are the defaults of their class in
+transformers, by `model_type`.
+"""
 
 TIED_MODEL_TYPES: Final = frozenset(
     {
@@ -156,7 +157,7 @@ TIED_MODEL_TYPES: Final = frozenset(
 """Model types whose output is the embedding unless the configuration says otherwise."""
 
 TIED_PREFIXES: Final = ("gemma3", "gemma4")
-"""Beginnings of further such model types."""
+"""Prefixes of further such model types."""
 
 ENCODER_ONLY_MODEL_TYPES: Final = frozenset(
     {
@@ -181,11 +182,12 @@ HEADLESS_CLASSES: Final = (
     "ForTokenClassification",
     "ForEmbedding",
 )
-"""Ends of the names of classes that embed, classify or reward: vLLM does not load the matrix for
-the next token's logits."""
+"""Suffixes of the names of classes that embed, classify or reward: vLLM does not load the matrix
+for the next token's logits.
+"""
 
 GENERATING_CLASSES: Final = frozenset({"GPT2LMHeadModel", "ChatGLMModel", "LlavaLlamaModel"})
-"""Classes with such names that generate all the same."""
+"""Classes with such names that generate tokens all the same."""
 
 TEXT_PARTS: Final = (
     "text_config",
@@ -195,7 +197,8 @@ TEXT_PARTS: Final = (
     "transformer_layer_config",
 )
 """The parts of a configuration that describe the language model: of a multimodal model, and of a
-draft head in the format of the library speculators. A `thinker_config` has such a part itself."""
+draft head in the format of the library speculators. A `thinker_config` contains such a part.
+"""
 
 SPECULATIVE_LAYERS: Final = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 
@@ -218,8 +221,9 @@ SOURCE_MODEL_TYPES: Final = frozenset(
         "step3p7",
     }
 )
-"""Values of `model_type` whose cache is counted as the source of vLLM 0.33 has it, and was not
-compared with its results: it needs a GPU to build them."""
+"""Values of `model_type` whose cache is counted by the source code of vLLM 0.33. It was not
+compared with vLLM's results, because vLLM needs a GPU to build them.
+"""
 
 SERVED_BYTES: Final = 2.0
 """Bytes of a parameter that is not quantised: vLLM serves 32-bit models in 16 bits
@@ -242,8 +246,8 @@ def parse_model_config(
 ) -> ModelShape | str:
     """Return the shape that a config.json describes, or a sentence on what is wrong with the file.
 
-    It has the field names of Hugging Face transformers; of a multimodal model, the language part is
-    read. `overrides` replace fields of the file, and `defaults` are for fields that it lacks.
+    It has the field names of Hugging Face transformers; for a multimodal model, the language part
+    is read. `overrides` replace fields of the file, and `defaults` are for fields that it lacks.
     """
     try:
         root = json.loads(text)
@@ -253,8 +257,8 @@ def parse_model_config(
         return "it is not a model's configuration, which is a JSON object"
     try:
         config = _merge_parts(root, overrides or {}, defaults or {})
-        # Refused: a figure without such a cache would be too low, and plan would promise what does
-        # not fit.
+        # Refused: without such a cache the figure would be too low, and plan would promise what
+        # does not fit.
         if config.get(OVERRIDES) and find_full_layer_override(config) is None:
             return f"{UNKNOWN_CACHE}: it has {OVERRIDES}"
         is_compressed = has_compressed_cache(config)
@@ -263,10 +267,10 @@ def parse_model_config(
         if config.get("index_head_dim") and not (config.get("kv_lora_rank") or is_compressed):
             return f"{UNKNOWN_CACHE}: it has index_head_dim"
         encoder = parse_encoder({**(defaults or {}), **root})
-        # Of a model in parts, the class of the whole counts.
+        # For a model in parts, the class of the whole model counts.
         return _build_shape({**config, "architectures": root.get("architectures")}, encoder)
     except RecursionError:
-        # json of Python 3.12 and newer parses what is nested deeper than Python functions may call.
+        # json of Python 3.12 and newer accepts deeper nesting than Python functions can handle.
         return "it is not a model's configuration: it is nested too deeply"
     except ValueError as error:
         return f"it is not a model's configuration that is understood here: {error}"
@@ -275,7 +279,7 @@ def parse_model_config(
 def _merge_parts(root: Config, overrides: Config, defaults: Config) -> Config:
     """Return all fields of the language model in one mapping.
 
-    In the order of precedence: `overrides`, the language part, its class's defaults, the root,
+    The order of precedence is: `overrides`, the language part, its class's defaults, the root,
     `defaults`. A null field replaces nothing.
     """
     language = _find_language_part(root)
@@ -303,7 +307,7 @@ class LayerCounts(Struct, frozen=True, kw_only=True):
 def _build_shape(config: Config, encoder: Encoder | None) -> ModelShape:
     """Return the shape of the model with these fields.
 
-    Raises ValueError where a needed size is missing or wrong, or the layers are not understood.
+    Raises ValueError if a needed size is missing or wrong, or if the layers are not understood.
     """
     model_type = config.get("model_type")
     # Models with an encoder and a decoder keep a cache in the decoder only.
@@ -400,10 +404,10 @@ def _build_shape(config: Config, encoder: Encoder | None) -> ModelShape:
 def _count_layers(config: Config, kinds: Sequence[str]) -> LayerCounts:
     """Return how many layers of each kind have a cache.
 
-    Raises ValueError where none keeps keys and values.
+    Raises ValueError if none keeps keys and values.
     """
     sharing_layers = read_integer(config, *KV_SHARING_LAYERS) or 0
-    # The last layers are those that share (Gemma 3n): they read the cache of earlier layers.
+    # The last layers are the ones that share (Gemma 3n): they read the cache of earlier layers.
     own_kinds = kinds[: len(kinds) - sharing_layers]
     counts = LayerCounts(
         full=_count_members(own_kinds, FULL_KINDS),
@@ -433,7 +437,7 @@ def _count_state_checkpoints(config: Config) -> int:
 
 
 def _read_latent_width(config: Config) -> int | None:
-    """Return how many values latent attention keeps of a token: the latent, and a rotary key.
+    """Return how many values latent attention keeps per token: the latent, and a rotary key.
 
     None for a model without latent attention.
     """
@@ -451,7 +455,7 @@ def _reads_text_at_once(config: Config) -> bool:
 
 
 def _read_class_name(config: Config) -> str | None:
-    """Return the class that vLLM loads, the first of the list; None where none is named."""
+    """Return the class that vLLM loads, the first of the list; None if none is named."""
     classes = config.get("architectures")
     return str(classes[0]) if isinstance(classes, list) and classes else None
 
@@ -467,8 +471,8 @@ def _is_pooling(config: Config) -> bool:
 def _has_no_output_matrix(config: Config) -> bool:
     """Return whether the output needs no separate matrix.
 
-    That is so where the output is the embedding, and for a model that embeds or classifies, which
-    has no output of tokens.
+    That is so if the output is the embedding, and for a model that embeds or classifies, which
+    outputs no tokens.
     """
     if _is_pooling(config):
         return True
@@ -478,7 +482,7 @@ def _has_no_output_matrix(config: Config) -> bool:
 
 
 def _read_max_model_len(config: Config) -> int | None:
-    """Return the longest sequence in tokens that vLLM takes by default; None where it is not given.
+    """Return the longest sequence, in tokens, that vLLM accepts by default; None if not given.
 
     It is the model's own length times the factor of its rotary embedding, unless the length already
     contains the factor.
@@ -487,7 +491,7 @@ def _read_max_model_len(config: Config) -> int | None:
     scaling = read_mapping(config, "rope_scaling", "rope_parameters")
     factor = scaling.get("factor")
     rotary = str(scaling.get("rope_type") or scaling.get("type"))
-    # A factor that is no sensible number is ignored, as by vLLM.
+    # Like vLLM, ignore a factor that is not a sensible number.
     if length is None or not isinstance(factor, int | float) or not 1 <= factor <= SIZE_LIMIT:
         return length
     if rotary in UNSCALED_ROTARIES or "gemma3" in str(config.get("model_type")):
@@ -510,7 +514,7 @@ def _read_yarn_length(config: Config) -> int | None:
 def _name_unknown_type(model_type: object) -> str | None:
     """Return the type of model if its cache has not been checked against vLLM's.
 
-    None for a checked type, and where no type is given.
+    None for a checked type, and if no type is given.
     """
     if model_type is None or str(model_type) in CHECKED_MODEL_TYPES | SOURCE_MODEL_TYPES:
         return None
@@ -528,28 +532,29 @@ CONFIG_LIMIT_BYTES: Final = 2**23
 list of how each layer of a large model is quantised has up to 4 MB."""
 
 CONFIG_LIMIT_VALUES: Final = 200_000
-"""Our choice: the most values in such a file. Parsed, a value takes some 150 bytes, so that the
-sidecar stays within its container's memory. That list has 50,000."""
+"""Our choice: the most values in such a file. Each takes some 150 bytes once it is parsed, so the
+sidecar stays within its container's memory. The list of a large model has 50,000.
+"""
 
 INDEX_LIMIT_BYTES: Final = 2**27
 """The largest index of a checkpoint that is read. It has a line of 100 bytes per weight: 10 MB for
 384 experts in each of 60 layers."""
 
 CHECKPOINT_LIMIT_BYTES: Final = 2**53
-"""Our choice: an index that names more bytes is not believed."""
+"""Our choice: an index that names more bytes is not trusted."""
 
 
 def read_model(path: Path, overrides: Mapping[str, Any] | None = None) -> ModelShape | str:
     """Return the shape of the model with this config.json, or in this folder.
 
-    Return a sentence on what is wrong where the file cannot be read or understood. `overrides`
+    Returns a sentence on what is wrong if the file cannot be read or understood. `overrides`
     replace fields of the file.
     """
     # Path.is_dir raises OSError for a name that is too long, before Python 3.14.
     is_folder = os.path.isdir(path)  # noqa: PTH112
     try:
         file = path / CONFIG_FILE if is_folder else path
-        # Some editors write a mark of byte order at the beginning.
+        # Some editors write a byte order mark at the beginning.
         text = read_file(file, CONFIG_LIMIT_BYTES).decode("utf-8-sig")
     except OSError as error:
         subject = f"its {CONFIG_FILE}" if is_folder else "it"
@@ -573,7 +578,7 @@ def has_config_file(folder: str) -> bool:
 def has_many_values(text: str) -> bool:
     """Return whether JSON has more than CONFIG_LIMIT_VALUES values, without parsing it.
 
-    The separators and brackets of all values are counted, and those in texts too.
+    The separators and brackets of all values are counted, including those in texts.
     """
     return sum(text.count(mark) for mark in ",[{") > CONFIG_LIMIT_VALUES
 
@@ -607,8 +612,8 @@ def _read_small_json(file: Path) -> Config:
 def _read_json(file: Path) -> Config:
     """Return the JSON object in a file.
 
-    Return an empty one where the file is missing, cannot be read or holds no JSON object. A file
-    above the limit is cut off, and so is no JSON.
+    Returns an empty one if the file is missing, cannot be read or has no JSON object. A file above
+    the limit is cut off, so it is not valid JSON.
     """
     try:
         content = read_file(file, INDEX_LIMIT_BYTES)
@@ -618,7 +623,7 @@ def _read_json(file: Path) -> Config:
 
 
 def _parse_object(text: str | bytes) -> Config:
-    """Return the JSON object that a text is; an empty one for any other text."""
+    """Return the JSON object in a text; an empty one for any other text."""
     try:
         content = json.loads(text)
     except (ValueError, RecursionError):
@@ -627,10 +632,10 @@ def _parse_object(text: str | bytes) -> Config:
 
 
 def count_checkpoint_bytes(folder: Path) -> int | None:
-    """Return the bytes of the weights in a folder; None where neither index nor files show them.
+    """Return the bytes of the weights in a folder; None if neither index nor files show them.
 
-    The index has them (`metadata.total_size`) even if the files themselves are not there. Else they
-    are the sizes of the files, whose headers of a few kB do not matter.
+    The index has them (`metadata.total_size`) even if the files themselves are missing. Otherwise
+    they are the sizes of the files, including their headers of a few kB.
     """
     metadata = _read_json(folder / "model.safetensors.index.json").get("metadata")
     total_bytes = metadata.get("total_size") if isinstance(metadata, dict) else None

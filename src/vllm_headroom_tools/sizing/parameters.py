@@ -55,21 +55,20 @@ NOT_GATED: Final = frozenset(
         "xlm-roberta",
     }
 )
-"""Model types whose MLP has two matrices instead of three."""
+"""Model types with an MLP of two matrices instead of three."""
 
 UNGIVEN_WIDTH_RATIO: Final = 4
-"""The MLP width of these models, in hidden sizes, where the configuration does not give the
-width."""
+"""The MLP width of these models, in hidden sizes, if the configuration does not give it."""
 
 LEARNED_POSITIONS: Final = frozenset(
     {"gpt2", "gpt_bigcode", "opt", "bert", "roberta", "xlm-roberta"}
 )
-"""Model types that have a learned vector for each position, instead of rotary embeddings."""
+"""Model types that have a learned vector for each position instead of rotary embeddings."""
 
 COUNTED_STATES: Final = frozenset(
     {"linear_num_value_heads", "linear_attn_config", "mamba_dt_rank", *MAMBA_2_HEADS}
 )
-"""Fields of models with a kind of state whose projections can be counted here."""
+"""Fields of models with a kind of state for which the projections can be counted here."""
 
 UNCOUNTED_FIELDS: Final = (
     "ffn_config",
@@ -77,14 +76,15 @@ UNCOUNTED_FIELDS: Final = (
     "use_double_wide_mlp",
     "zero_expert_num",
 )
-"""Fields of models whose layers differ in ways that are not counted here."""
+"""Fields of models with differences between layers that are not counted here."""
 
 EXPERTS: Final = ".experts."
-"""A part of the name of every matrix that belongs to experts that only some tokens pass."""
+"""A part of the name of every matrix of experts that only some tokens pass through."""
 
 ROW_PARALLEL: Final = ("o_proj", "down_proj", "out_proj")
-"""Ends of the names of matrices whose inputs tensor parallelism divides. Of all other matrices it
-divides the outputs."""
+"""Suffixes of the names of matrices whose inputs tensor parallelism divides. For all other matrices
+it divides the outputs.
+"""
 
 
 class Matrix(Struct, frozen=True, kw_only=True):
@@ -93,14 +93,15 @@ class Matrix(Struct, frozen=True, kw_only=True):
     name: str
     inputs: int
     outputs: int
-    # How many equal matrices share the name, such as those of a layer's experts.
+    # The number of equal matrices with this name, such as those of a layer's experts.
     copies: int = 1
-    # Whether no method quantises it and no adapter changes it: embeddings, routers, states.
+    # Whether the matrix is neither quantised by any method nor changed by an adapter: embeddings,
+    # routers, states.
     is_exempt: bool = False
 
     @property
     def parameters(self) -> int:
-        """How many parameters all copies have."""
+        """Return how many parameters all copies have."""
         return self.inputs * self.outputs * self.copies
 
 
@@ -109,7 +110,7 @@ def list_matrices(
 ) -> tuple[Matrix, ...] | None:
     """Return all matrices of layers of these kinds, without the embeddings of tokens.
 
-    None where a size is not given, or the model's layers are not understood here. Raises ValueError
+    None if a size is not given, or if the model's layers are not understood here. Raises ValueError
     for a size that is needed then.
     """
     hidden_size = read_integer(config, *HIDDEN_SIZE)
@@ -178,7 +179,7 @@ def _list_layer_mlp(config: Config, layer: int, kind: str, hidden_size: int) -> 
 def _list_gemma_3n(config: Config, hidden_size: int, layer_count: int) -> Iterator[Matrix]:
     """Yield the matrices that only Gemma 3n has; nothing for other models.
 
-    They are an embedding of each token for each layer, and the alternating updates (vLLM 0.32,
+    They are an embedding for each token and layer, and the alternating updates (vLLM 0.32,
     models/gemma3n.py).
     """
     embedding_width = read_integer(config, "hidden_size_per_layer_input")
@@ -188,7 +189,7 @@ def _list_gemma_3n(config: Config, hidden_size: int, layer_count: int) -> Iterat
             name="per_layer_embeddings",
             inputs=vocabulary,
             outputs=layer_count * embedding_width,
-            # It is looked up, not multiplied: no method quantises it.
+            # It is looked up and not multiplied, so no method quantises it.
             is_exempt=True,
         )
         yield Matrix(
@@ -218,8 +219,8 @@ def _list_gemma_3n(config: Config, hidden_size: int, layer_count: int) -> Iterat
 def count_side_values(config: Config, layer_count: int) -> int:
     """Return how many values a token has beside its hidden state (Gemma 3n, DeepSeek V4).
 
-    They are its embedding for each layer, and its further streams before and after a layer. 0 for
-    other models.
+    They are its embedding for each layer, and its additional streams before and after a layer. 0
+    for other models.
     """
     embedding_width = read_integer(config, "hidden_size_per_layer_input") or 0
     streams = read_integer(config, "altup_num_inputs", "hc_mult") or 1
@@ -233,7 +234,7 @@ def count_side_values(config: Config, layer_count: int) -> int:
 def _list_attention(
     config: Config, name: str, hidden_size: int, attention_heads: int, kv_heads: KvHeads
 ) -> list[Matrix]:
-    """Return the projections of an attention layer; those of latent attention are other ones."""
+    """Return the projections of an attention layer; latent attention has different ones."""
     latent_width = read_integer(config, "kv_lora_rank")
     if latent_width is not None:
         return list(
@@ -257,7 +258,7 @@ def _list_attention(
 def _drop_keys_and_values(attention: Sequence[Matrix]) -> list[Matrix]:
     """Return a layer's projections without those for keys and values.
 
-    That is what a layer has that reads the KV cache of an earlier layer (Gemma 3n).
+    The layer reads the KV cache of an earlier layer (Gemma 3n).
     """
     return [matrix for matrix in attention if not matrix.name.endswith(("k_proj", "v_proj"))]
 
@@ -276,7 +277,7 @@ def _list_latent_attention(
     else:
         yield Matrix(name=f"{name}q_a_proj", inputs=hidden_size, outputs=query_latent_width)
         yield Matrix(name=f"{name}q_b_proj", inputs=query_latent_width, outputs=query_width)
-    # One latent for keys and values of all heads, and the part with positions.
+    # One latent for the keys and values of all heads, and the part with positions.
     yield Matrix(
         name=f"{name}kv_a_proj_with_mqa", inputs=hidden_size, outputs=latent_width + rotary_size
     )
@@ -295,7 +296,8 @@ def _list_compressed_attention(
 ) -> Iterator[Matrix]:
     """Yield the projections of DeepSeek V4's attention (vLLM 0.33, models/deepseek_v4).
 
-    Layers that compress have a compressor, and with the fine ratio an index with one too.
+    Layers that compress have a compressor; with the fine ratio they also have an index with a
+    compressor.
     """
     heads = require_integer(config, *ATTENTION_HEADS)
     head_size = require_integer(config, "head_dim")
@@ -309,7 +311,7 @@ def _list_compressed_attention(
     ratio = config["compress_ratios"][layer]
     if ratio <= 1:
         return
-    # Keys and gates; with the fine ratio for two neighbouring latents.
+    # Keys and gates; with the fine ratio those of two neighbouring latents.
     overlaps = 2 if ratio == FINE_RATIO else 1
     yield Matrix(
         name=f"{name}compressor",
@@ -350,7 +352,7 @@ def _list_index(
 
 def _list_state(config: Config, name: str, hidden_size: int, state: StateSizes) -> Iterator[Matrix]:
     """Yield the matrices of a layer that keeps a state."""
-    # Mamba 1 has no heads: its matrices come in addition.
+    # Mamba-1 has no heads, so its matrices come in addition.
     if state.head_values == 0:
         yield from _list_mamba_1(config, name, state)
     if "linear_attn_config" in config:
@@ -392,7 +394,7 @@ def _has_mlp(config: Config, kind: str) -> bool:
 def _list_dense_mlp(config: Config, name: str, hidden_size: int, layer: int) -> Iterator[Matrix]:
     """Return the matrices of the MLP of a layer without experts.
 
-    Raises ValueError for a layer of Nemotron-NAS with another MLP than usual.
+    Raises ValueError for a layer of Nemotron-NAS with an unusual MLP.
     """
     # Llama 4 and MiniMax M3 have a separate width for layers without experts.
     width = read_integer(config, "intermediate_size_mlp", "dense_intermediate_size")
@@ -405,8 +407,9 @@ def _list_dense_mlp(config: Config, name: str, hidden_size: int, layer: int) -> 
 
 
 NAS_WIDTH_STEP: Final = 256
-"""The MLP width of Nemotron-NAS is a multiple of it (vLLM 0.33, models/nemotron_nas.py,
-`_find_multiple`)."""
+"""The MLP width of Nemotron-NAS is a multiple of this (vLLM 0.33, models/nemotron_nas.py,
+`_find_multiple`).
+"""
 
 
 def _read_nas_width(block: Config, hidden_size: int) -> int:
@@ -426,7 +429,7 @@ def _read_nas_width(block: Config, hidden_size: int) -> int:
 def _list_experts(config: Config, name: str, hidden_size: int) -> Iterator[Matrix]:
     """Yield the matrices of a mixture of experts: router, experts and shared experts.
 
-    Shared experts are those that every token passes.
+    Every token passes through the shared experts.
     """
     count = read_integer(config, *EXPERT_COUNT) or 0
     experts_name = f"{name}experts."
@@ -440,7 +443,7 @@ def _list_experts(config: Config, name: str, hidden_size: int) -> Iterator[Matri
     if expert_inputs is None:
         expert_inputs = hidden_size
     else:
-        # The experts work on a narrower vector: one projection to it, one back.
+        # The experts work on a narrower vector: one projection leads to it, and one back.
         yield Matrix(name=f"{name}fc1_latent_proj", inputs=hidden_size, outputs=expert_inputs)
         yield Matrix(name=f"{name}fc2_latent_proj", inputs=expert_inputs, outputs=hidden_size)
     yield from _list_mlp(config, experts_name, expert_inputs, expert_width, copies=count)
@@ -452,7 +455,7 @@ def _list_experts(config: Config, name: str, hidden_size: int) -> Iterator[Matri
 def _list_mlp(
     config: Config, name: str, hidden_size: int, width: int, copies: int = 1
 ) -> Iterator[Matrix]:
-    """Yield the two matrices of an MLP, or three where it has a gate."""
+    """Yield the matrices of an MLP: two, or three if it has a gate."""
     if str(config.get("model_type")) not in NOT_GATED:
         yield Matrix(name=f"{name}gate_proj", inputs=hidden_size, outputs=width, copies=copies)
     yield Matrix(name=f"{name}up_proj", inputs=hidden_size, outputs=width, copies=copies)
@@ -460,7 +463,7 @@ def _list_mlp(
 
 
 def read_mlp_width(config: Config) -> int | None:
-    """Return the width of a dense MLP; None where it is not given and has no default."""
+    """Return the width of a dense MLP; None if it is not given and has no default."""
     model_type = config.get("model_type")
     width = read_integer(config, *MLP_WIDTH)
     # Granite without experts has its MLP under the shared expert's name.
@@ -474,14 +477,14 @@ def read_mlp_width(config: Config) -> int | None:
 
 
 def read_expert_width(config: Config) -> int:
-    """Return the width of one expert: `moe_intermediate_size`, else the MLP's; 0 without both."""
+    """Return an expert's width: `moe_intermediate_size`, or else the MLP's; 0 without both."""
     return read_integer(config, "moe_intermediate_size") or read_mlp_width(config) or 0
 
 
 def read_shared_expert_width(config: Config) -> int:
     """Return the width of all shared experts together; 0 for a model without any."""
     if config.get("model_type") == "llama4_text":
-        # Llama 4 always has one shared expert, although its configuration does not say so.
+        # Llama 4 always has one shared expert, although its configuration does not show it.
         return read_mlp_width(config) or 0
     count = (
         read_integer(config, "n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
@@ -498,18 +501,18 @@ def read_shared_expert_width(config: Config) -> int:
 
 
 class WidestMlp(Struct, frozen=True, kw_only=True):
-    """The widest MLP that a token passes."""
+    """The widest MLP that a token passes through."""
 
-    # Values of a token in it, in all experts that the token passes together.
+    # The values of a token in it, in all experts together that the token passes through.
     width: int
     # 1 for a dense MLP.
     experts_per_token: int
 
 
 def read_widest_mlp(config: Config) -> WidestMlp | None:
-    """Return the widest MLP that a token passes; None where no size is given.
+    """Return the widest MLP that a token passes through; None if no size is given.
 
-    A token passes the shared experts besides the chosen ones, so their widths add up.
+    A token passes through the shared experts besides the chosen ones, so their widths add up.
     """
     width = read_mlp_width(config)
     if not read_integer(config, *EXPERT_COUNT):
@@ -519,12 +522,12 @@ def read_widest_mlp(config: Config) -> WidestMlp | None:
     return WidestMlp(width=max(width or 0, expert_width), experts_per_token=chosen)
 
 
-# Which layers have experts: a function for each way in which configurations write it. Each returns
-# None where the configuration does not write it in this way.
+# Which layers have experts: one function for each way in which configurations write it. Each
+# returns None if the configuration uses another way.
 
 
 def _read_dense_layers(config: Config, index: int, _kind: str) -> bool | None:
-    """Return False for a layer in the list of those without experts (Qwen), else None."""
+    """Return False for a layer in the list of layers without experts (Qwen), otherwise None."""
     dense_layers = config.get("mlp_only_layers")
     if isinstance(dense_layers, list) and index in dense_layers:
         return False
@@ -532,9 +535,9 @@ def _read_dense_layers(config: Config, index: int, _kind: str) -> bool | None:
 
 
 def _read_layer_kind(config: Config, _index: int, kind: str) -> bool | None:
-    """Return whether a layer's kind is experts (Nemotron-H: its experts are layers themselves).
+    """Return whether a layer's kind is experts (in Nemotron-H, experts are separate layers).
 
-    None in other models.
+    None for other models.
     """
     if config.get("model_type") == "nemotron_h":
         return kind == "moe"
@@ -553,7 +556,7 @@ def _read_listed_mlp(config: Config, index: int, _kind: str) -> bool | None:
 
 
 def _read_expert_period(config: Config, index: int, _kind: str) -> bool | None:
-    """Return whether a layer is that one of every `period` layers that has experts (Jamba).
+    """Return whether a layer is the one of every `period` layers that has experts (Jamba).
 
     None without a period.
     """
@@ -565,7 +568,7 @@ def _read_expert_period(config: Config, index: int, _kind: str) -> bool | None:
 
 
 def _read_sparse_step(config: Config, index: int, _kind: str) -> bool | None:
-    """Return whether a layer has experts: every `step`-th has, after the dense layers at the start.
+    """Return whether a layer has experts: after the dense layers, every `step`-th layer has.
 
     Never None: without these fields every layer has experts.
     """
@@ -609,19 +612,19 @@ class LayerParameters(Struct, frozen=True, kw_only=True):
     """How many parameters all layers have together, without embeddings, biases and norms."""
 
     total: int
-    # Of these, the ones that the checkpoint's quantisation leaves out.
+    # The part of these that the checkpoint's quantisation leaves out.
     unquantised: int
-    # Of these, the ones of experts that only some tokens pass.
+    # The part of these that belongs to experts through which only some tokens pass.
     experts: int
-    # Bytes of a quantised parameter on average; None where all are quantised alike.
+    # The average bytes of a quantised parameter; None if all are quantised in the same way.
     mixed_bytes: float | None = None
-    # For everything but these experts.
+    # The adapter for everything except these experts.
     adapter: Adapter
     # For these experts.
     expert_adapter: Adapter
 
     def scale(self, factor: float) -> Self:
-        """Return the parameters of so many times as many layers; adapters are unchanged."""
+        """Return the parameters for `times` as many layers; adapters are unchanged."""
         return replace(
             self,
             total=round(self.total * factor),
@@ -647,11 +650,11 @@ def count_layer_parameters(
             unquantised.append(matrix)
         elif matrix_bytes is not None:
             mixed_bytes += matrix.parameters * matrix_bytes
-        # A matrix that no group of the quantisation names keeps the model's dtype.
+        # A matrix that is in no group of the quantisation keeps the model's dtype.
         elif read_matrix_bytes is not None:
             unquantised.append(matrix)
     experts = [matrix for matrix in matrices if EXPERTS in matrix.name]
-    # Adapters are not applied to what is exempt, and to experts only on demand.
+    # Adapters are not applied to exempt matrices, and to experts only on demand.
     adapted = [matrix for matrix in matrices if not (matrix.is_exempt or EXPERTS in matrix.name)]
     total = _sum_parameters(matrices)
     unquantised_total = _sum_parameters(unquantised)
@@ -672,12 +675,12 @@ def _sum_parameters(matrices: Sequence[Matrix]) -> int:
 def _count_adapter(matrices: Sequence[Matrix]) -> Adapter:
     """Return how many values an adapter of rank 1 has for these matrices.
 
-    For each matrix it has two: inputs x 1, and 1 x outputs. Tensor parallelism divides one of them.
+    It has two for each matrix: inputs x 1, and 1 x outputs. Tensor parallelism divides one of them.
     """
     replicated_values = 0
     divided_values = 0
     for matrix in matrices:
-        # Split by rows, a matrix needs the whole output side on each GPU.
+        # A matrix that is split by rows needs the whole output side on each GPU.
         if matrix.name.endswith(ROW_PARALLEL):
             replicated_values += matrix.copies * matrix.outputs
             divided_values += matrix.copies * matrix.inputs

@@ -12,8 +12,9 @@ from vllm_headroom_tools.sizing.config_fields import (
 )
 
 VIDEO_FACTOR: Final = 4
-"""Positions of a table of a model that reads videos, for each of the model's length (vLLM 0.33,
-layers/rotary_embedding/mrope.py)."""
+"""The number of positions in a table, per position of the model's length, for a model that reads
+videos (vLLM 0.33, layers/rotary_embedding/mrope.py).
+"""
 
 OTHER_POSITIONS: Final = frozenset(
     {
@@ -34,15 +35,15 @@ OTHER_POSITIONS: Final = frozenset(
 """Model types without rotary positions, or with small tables of them."""
 
 LENGTHENING_ROTARIES: Final = ("linear", "dynamic", "ntk")
-"""Kinds of rotary embedding whose table has `factor` times the model's length."""
+"""Kinds of rotary embedding with a table of `factor` times the model's length."""
 
 
 def count_position_values(config: Config, head_size: int, windowed_head_size: int) -> int:
     """Return the values of the tables, which every GPU has in full and in the model's dtype.
 
     A table has a row of `rotary_dim` values for each position; layers with equal positions share
-    it. A model whose windowed layers have other positions has two. 0 for a model without rotary
-    positions.
+    it. A model has two tables if its windowed layers have other positions. 0 for a model without
+    rotary positions.
     """
     length = read_integer(config, *MODEL_LENGTH)
     scaling = read_mapping(config, "rope_parameters", "rope_scaling")
@@ -52,7 +53,7 @@ def count_position_values(config: Config, head_size: int, windowed_head_size: in
     if model_type is None and not (scaling or config.get("rope_theta")):
         return 0
     latent_size = read_integer(config, "qk_rope_head_dim")
-    # Newer configurations have the parameters by kind of layer.
+    # Newer configurations have the parameters for each kind of layer.
     by_kind = [part for part in scaling.values() if isinstance(part, dict)]
     if by_kind:
         full = read_mapping(scaling, "full_attention")

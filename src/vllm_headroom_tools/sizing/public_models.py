@@ -9,13 +9,14 @@ from vllm_headroom.inputs import describe_unknown
 from vllm_headroom_tools.sizing.config_fields import Config
 
 TABLE: Final = Path(__file__).with_name("public_models.json")
-"""A configuration by each model's name on the Hugging Face hub, reduced to the fields that are read
-here. `python -m tests.unit.sizing.reduce_models` wrote it from the public config.json files."""
+"""A configuration for each model's name on the Hugging Face hub, reduced to the fields that are
+read here. `python -m tests.unit.sizing.reduce_models` wrote it from the public config.json files.
+"""
 
 
 @cache
 def list_public_models() -> dict[str, Config]:
-    """Return the configurations by name; a name of another model has that one's configuration."""
+    """Return the configurations by name; an alias has the configuration of its model."""
     table = json.loads(TABLE.read_text(encoding="utf-8"))
     models: dict[str, Config] = dict(table["models"])
     for alias, name in table["same"].items():
@@ -24,9 +25,9 @@ def list_public_models() -> dict[str, Config]:
 
 
 def find_public_model(name: str) -> Config | str:
-    """Return the configuration of the model of this name, or a sentence on why there is none.
+    """Return the configuration of the model with this name, or a sentence on why there is none.
 
-    Case does not count, and the owner may be left out where that is not ambiguous.
+    Case is ignored, and the owner may be omitted if the name is unique without it.
     """
     models = list_public_models()
     wanted = name.strip("/").lower()
@@ -34,7 +35,7 @@ def find_public_model(name: str) -> Config | str:
         if known_name.lower() == wanted:
             return config
     same_ends = [known for known in models if known.lower().rpartition("/")[2] == wanted]
-    # The owner is left out in common speech: "Llama-3.1-8B".
+    # People often omit the owner: "Llama-3.1-8B".
     if len(same_ends) == 1:
         return models[same_ends[0]]
     problem = describe_unknown(name, models, "a model that is known here")

@@ -21,7 +21,7 @@ UNNAMED_DTYPE_BYTES: Final = 4.0
 """Bytes of a parameter in a checkpoint without a dtype: 32 bits, transformers' default."""
 
 UNKNOWN_DTYPE_BYTES: Final = 2.0
-"""Our choice: bytes of a parameter of a dtype that is not in the table."""
+"""Our choice: the bytes of a parameter with a dtype that is not in the table."""
 
 BYTE_BITS: Final = 8
 
@@ -30,10 +30,10 @@ GROUP_SCALE_BYTES: Final = 2.5
 point (AutoGPTQ, AutoAWQ)."""
 
 ZERO_POINT_BYTES: Final = 0.5
-"""Of these, the zero point, which symmetric quantisation does not have."""
+"""The part for the zero point, which symmetric quantisation does not have."""
 
 USUAL_GROUP_WEIGHTS: Final = 128
-"""Our choice: how many weights a group has where the configuration does not give their number."""
+"""Our choice: the number of weights in a group if the configuration does not give it."""
 
 GROUP_OVERHEAD_BYTES: Final = GROUP_SCALE_BYTES / USUAL_GROUP_WEIGHTS
 
@@ -92,8 +92,9 @@ CHECKPOINT_METHODS: Final = (
     "quark",
     "torchao",
 )
-"""vLLM's other methods (0.19 to 0.33, layers/quantization/__init__.py): what they quantise, and to
-how many bits, is in the checkpoint's configuration."""
+"""vLLM's other methods (0.19 to 0.33, layers/quantization/__init__.py). The checkpoint's
+configuration shows what they quantise, and to how many bits.
+"""
 
 MODELOPT_METHODS: Final = {
     "FP8": "modelopt",
@@ -112,23 +113,24 @@ NUMBER_LIMIT: Final = 2**16
 UNQUANTISED_FIELDS: Final = (
     # fp8, AWQ and MXFP4.
     "modules_to_not_convert",
-    # Other ways of fp8.
+    # Other variants of fp8.
     "ignored_layers",
     # compressed-tensors.
     "ignore",
     # ModelOpt.
     "exclude_modules",
 )
-"""The fields that list the modules which are not quantised, by the comment's methods."""
+"""The fields that list the modules which are not quantised; the comments name the methods."""
 
 KV_SCHEME_BYTES: Final = {"fp8": 1.0, "nvfp4": 9 / 16}
-"""Bytes of a value in the KV cache, by the scheme for which the checkpoint has scales."""
+"""The bytes of a value in the KV cache, by the scheme for which the checkpoint has scales."""
 
 
 def is_same_method(name: str, quantisation: str | None) -> bool:
-    """Return whether a method by vLLM's name is the one that a checkpoint has.
+    """Return whether a method, by vLLM's name, is the one that a checkpoint has.
 
-    Such as awq_marlin for a checkpoint with AWQ. `quantisation` is None where it has none.
+    For example, awq_marlin is the method of a checkpoint with AWQ. `quantisation` is None if the
+    checkpoint has none.
     """
     if quantisation is None:
         return False
@@ -140,11 +142,11 @@ def read_stored_bytes(config: Config) -> float:
     """Return the bytes of a parameter in the checkpoint, by its dtype."""
     dtype = config.get("dtype") or config.get("torch_dtype")
     if isinstance(dtype, dict):
-        # Each part of the model may have its own dtype: the first one counts.
+        # Each part of the model may have a dtype, and the first one counts.
         dtype = next(iter(dtype.values()), None)
     if dtype is None:
         return UNNAMED_DTYPE_BYTES
-    # Some write torch's full name, "torch.bfloat16".
+    # Some files have torch's full name, "torch.bfloat16".
     return DTYPE_BYTES.get(str(dtype).rsplit(".", 1)[-1], UNKNOWN_DTYPE_BYTES)
 
 
@@ -159,7 +161,7 @@ def read_quantisation(config: Config) -> Config:
 def read_weight_bytes(config: Config, dtype_bytes: float) -> tuple[float | None, str | None]:
     """Return the bytes per parameter of the linear layers, and the name of the quantisation.
 
-    The bytes are None where the method is unknown. The name is None without quantisation: then the
+    The bytes are None if the method is unknown. The name is None without quantisation; then the
     bytes are those of the dtype.
     """
     quantisation = read_quantisation(config)
@@ -172,7 +174,7 @@ def read_weight_bytes(config: Config, dtype_bytes: float) -> tuple[float | None,
     method = str(quantisation.get("quant_method") or "unknown").replace("-", "_")
     if method == "modelopt" and algorithm:
         method = MODELOPT_METHODS.get(algorithm, f"modelopt {algorithm}")
-    # Some methods have their size in a switch and not in `bits`.
+    # Some methods have their size in a switch instead of `bits`.
     if method == "bitsandbytes" and quantisation.get("load_in_8bit"):
         return 1.0, "bitsandbytes 8-bit"
     scheme = _read_weight_scheme(quantisation)
@@ -183,7 +185,7 @@ def read_weight_bytes(config: Config, dtype_bytes: float) -> tuple[float | None,
     name = f"{method} {bits}-bit"
     if bits >= BYTE_BITS:
         return bits / BYTE_BITS, name
-    # Floats of 4 bits exist in two formats, by the size of their groups of scales.
+    # Floats of 4 bits exist in two formats, which differ in the size of their groups of scales.
     if scheme.get("type") == "float":
         is_mxfp4 = scheme.get("group_size") == MXFP4_GROUP_WEIGHTS
         return MXFP4_BYTES if is_mxfp4 else NVFP4_BYTES, name
@@ -193,7 +195,7 @@ def read_weight_bytes(config: Config, dtype_bytes: float) -> tuple[float | None,
 def _read_weight_scheme(quantisation: Config) -> Config:
     """Return how the weights of the first group of modules are quantised.
 
-    compressed-tensors and ModelOpt write such groups; empty where there are none.
+    compressed-tensors and ModelOpt write such groups; empty without them.
     """
     groups = quantisation.get("config_groups")
     if not isinstance(groups, dict):
@@ -253,9 +255,9 @@ ATTENTION_PARTS: Final = ("attn", "mixer.q_", "mixer.k_", "mixer.v_", "mixer.o_"
 def match_matrix_bytes(config: Config) -> Callable[[str], float | None] | None:
     """Return a function that returns the bytes of a parameter of a matrix by its name.
 
-    It returns None for a matrix that is not quantised. The function is None itself for a model all
-    of whose quantised matrices have the same method. ModelOpt lists the method of each module in
-    `quantized_layers`; the names are those of the checkpoint, so layer and part are compared.
+    It returns None for a matrix that is not quantised. The function is itself None if all quantised
+    matrices of a model have the same method. ModelOpt lists the method of each module in
+    `quantized_layers`; the names are those of the checkpoint, so only layer and part are compared.
     DeepSeek V4 has experts of 4 bits in a checkpoint of 8 bits.
     """
     quantisation = read_quantisation(config)
@@ -268,7 +270,7 @@ def match_matrix_bytes(config: Config) -> Callable[[str], float | None] | None:
         for name, scheme in listed.items():
             algorithm = str(scheme.get("quant_algo") if isinstance(scheme, dict) else scheme)
             method = MODELOPT_METHODS.get(algorithm.upper())
-            # A method that is not known here leaves the part at the usual width.
+            # If a method is not known here, the part keeps the usual width.
             part = _find_part(str(name))
             if method is not None and part is not None:
                 bytes_by_part[part] = QUANTISED_BYTES[method]
@@ -280,7 +282,7 @@ def match_matrix_bytes(config: Config) -> Callable[[str], float | None] | None:
         part = _find_part(name)
         if part is not None and part in bytes_by_part:
             return bytes_by_part[part]
-        # Without a list, it is a model whose experts alone have 4 bits.
+        # Without a list, only the experts of the model have 4 bits.
         if part is not None and part[1] == "experts" and not bytes_by_part:
             return MXFP4_BYTES
         return other_bytes
@@ -289,7 +291,7 @@ def match_matrix_bytes(config: Config) -> Callable[[str], float | None] | None:
 
 
 def read_head_bytes(config: Config) -> float | None:
-    """Return the bytes of a parameter of the output matrix where it is quantised; else None."""
+    """Return the bytes of a parameter of the output matrix if it is quantised; otherwise None."""
     listed = read_quantisation(config).get("quantized_layers")
     scheme = listed.get("lm_head") if isinstance(listed, dict) else None
     if not isinstance(scheme, dict):
@@ -318,7 +320,7 @@ def _find_part(name: str) -> tuple[str, str] | None:
 
 
 def _list_unquantised_names(quantisation: Config) -> list[str]:
-    """Return the names in the first field that lists modules; empty where no field does."""
+    """Return the names in the first field that lists modules; empty if no field does."""
     for field in UNQUANTISED_FIELDS:
         names = quantisation.get(field)
         if isinstance(names, list):
@@ -327,7 +329,7 @@ def _list_unquantised_names(quantisation: Config) -> list[str]:
 
 
 def _compile_module_pattern(name: str) -> re.Pattern[str] | None:
-    """Return a pattern that finds modules of this name; None for an expression with a mistake."""
+    """Return a pattern that finds modules with this name; None for an invalid expression."""
     if name.startswith("re:"):
         # Our names begin at the layers, without the part of the model, so "^" would not match.
         expression = name.removeprefix("re:").removeprefix("^")
@@ -343,9 +345,9 @@ def _compile_module_pattern(name: str) -> re.Pattern[str] | None:
 def read_kv_dtype_bytes(config: Config, dtype_bytes: float) -> float:
     """Return the bytes of a value in the KV cache with `--kv-cache-dtype auto`.
 
-    They are those of the model's dtype, or of FP8 or NVFP4 where the checkpoint has scales for it.
-    Checkpoints of llm-compressor name it in `kv_cache_scheme`, and ModelOpt's also in
-    `kv_cache_quant_algo` (vLLM 0.32, model_executor/layers/attention/attention.py and
+    They are those of the model's dtype, or of FP8 or NVFP4 if the checkpoint has scales for it.
+    Checkpoints of llm-compressor name the format in `kv_cache_scheme`, and those of ModelOpt also
+    in `kv_cache_quant_algo` (vLLM 0.32, model_executor/layers/attention/attention.py and
     utils/torch_utils.py, `get_kv_cache_quant_algo_string`).
     """
     quantisation = read_quantisation(config)

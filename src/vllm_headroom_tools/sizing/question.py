@@ -19,7 +19,7 @@ from vllm_headroom_tools.sizing.measured import MeasuredStart
 from vllm_headroom_tools.sizing.releases import NEWEST_RELEASE, Release
 
 DEFAULT_UTILIZATION: Final = NEWEST_RELEASE.utilization
-"""The newest vLLM's `gpu_memory_utilization`."""
+"""The `gpu_memory_utilization` of the newest vLLM."""
 
 SAFE_UTILIZATION: Final = 0.95
 """The highest value that vLLM's author calls safe (vllm-project/vllm#1298)."""
@@ -31,13 +31,13 @@ DEFAULT_BLOCK_TOKENS: Final = 16
 """vLLM's `DEFAULT_BLOCK_SIZE` on NVIDIA GPUs (config/cache.py)."""
 
 TYPICAL_TOKENS: Final = 2048
-"""Our choice: the length of a usual request, for which it is shown how many fit at once."""
+"""Our choice: the length of a usual request; the report shows how many of them fit at once."""
 
 
 class CardDefaults(Struct, frozen=True):
-    """The defaults of vLLM's server on cards of at least a size."""
+    """The defaults of vLLM's server on cards of at least a certain size."""
 
-    # The smallest card with these defaults.
+    # The size of the smallest card with these defaults.
     card_bytes: int
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -48,7 +48,8 @@ LARGE_CARD: Final = CardDefaults(70 * GIB, 1024, 8192)
 LARGEST_CARD: Final = CardDefaults(160 * GIB, 1024, 16384)
 
 CARD_DEFAULTS: Final = (LARGEST_CARD, LARGE_CARD, SMALL_CARD)
-"""The rows by size, the largest first: the first row whose `card_bytes` a card has counts.
+"""The rows by size, the largest first. A card has the defaults of the first row that is not above
+its size.
 
 Source: engine/arg_utils.py, `get_batch_defaults`, 0.32. An A100 of 80 GiB counts there as a small
 card.
@@ -56,12 +57,12 @@ card.
 
 
 class Question(Struct, frozen=True, kw_only=True):
-    """A model and vLLM's settings by vLLM's names; None where they are not known."""
+    """A model, and vLLM's settings by vLLM's names; a setting is None if it is not known."""
 
     shape: ModelShape
     release: Release = NEWEST_RELEASE
-    # The bytes of the whole model's weights as they are served, and its number of parameters, where
-    # they are known; else they are counted from the configuration.
+    # The bytes of the whole model's weights as they are served, and its number of parameters; a
+    # figure that is None is counted from the configuration.
     checkpoint_bytes: int | None = None
     parameters: int | None = None
     kv_cache_dtype: str = "auto"
@@ -71,19 +72,19 @@ class Question(Struct, frozen=True, kw_only=True):
     enable_expert_parallel: bool = False
     # The part of each GPU's weights that is in host memory.
     cpu_offload_bytes: float = 0
-    # The tier of each engine's KV cache in host memory.
+    # The tier of each engine's KV cache that is in host memory.
     kv_offloading_bytes: float = 0
-    # The cache of processed images in host memory, in each server and each core.
+    # The size of the cache of processed images in host memory, in each server and each core.
     mm_processor_cache_bytes: float = 4 * GIB
     host_memory_bytes: int | None = None
-    # How many LoRA adapters may be loaded; 0 without adapters.
+    # The number of LoRA adapters that may be loaded; 0 without adapters.
     max_loras: int = 0
     max_lora_rank: int = DEFAULT_LORA_RANK
     # The draft model of speculative decoding.
     draft: ModelShape | None = None
-    # One card's memory; with `unified_memory` that of its machine, which the card uses.
+    # The memory of one card, or with `unified_memory` that of its machine, which the card uses.
     gpu_memory_bytes: int | None = None
-    # The card's name in the table of cards; None where only its memory is given.
+    # The card's name in the table of cards; None if only its memory is given.
     card_name: str | None = None
     # How many cards there are; None where that is not given.
     card_count: int | None = None
@@ -93,17 +94,17 @@ class Question(Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int = SMALL_CARD.max_num_batched_tokens
     block_size: int = DEFAULT_BLOCK_TOKENS
     typical_len: int = TYPICAL_TOKENS
-    # The size of the KV cache, where it is set: vLLM then ignores the utilization.
+    # The size of the KV cache, if it is set; vLLM then ignores the utilization.
     kv_cache_memory_bytes: int | None = None
     enforce_eager: bool = False
     # Whether prefixes are cached; None for the release's default.
     enable_prefix_caching: bool | None = None
     unified_memory: bool = False
-    # How many GPUs of a tensor-parallel group share the tokens of a sequence.
+    # The number of GPUs of a tensor-parallel group that share the tokens of a sequence.
     decode_context_parallel_size: int = 1
     # Whether every GPU has the whole encoder (`--mm-encoder-tp-mode data`).
     has_whole_encoder: bool = False
-    # Whether tokens are speculated, by any method, and vLLM's name of the method.
+    # Whether tokens are speculated by any method, and vLLM's name of the method.
     has_speculation: bool = False
     speculation_method: str | None = None
     # Whether a draft model is used whose configuration is not given.
@@ -112,24 +113,24 @@ class Question(Struct, frozen=True, kw_only=True):
     measured: MeasuredStart | None = None
     # The name of an EAGLE head that is counted without its configuration.
     assumed_draft: str | None = None
-    # Options of vLLM's that were given and change nothing here.
+    # Options of vLLM that were given and change nothing here.
     ignored_options: tuple[str, ...] = ()
 
     @property
     def has_prefix_states(self) -> bool:
-        """Whether layers with a state also keep states of cached prefixes."""
+        """Return whether layers with a state also keep states of cached prefixes."""
         if self.enable_prefix_caching is not None:
             return self.enable_prefix_caching
         return self.release.has_prefix_states
 
     @property
     def has_only_second_runner(self) -> bool:
-        """Whether vLLM's second model runner surely serves the model."""
+        """Return whether vLLM's second model runner surely serves the model."""
         return self.release.has_only_second_runner and self.may_have_second_runner
 
     @property
     def may_have_second_runner(self) -> bool:
-        """Whether vLLM's second model runner may serve the model (config/vllm.py)."""
+        """Return whether vLLM's second model runner may serve the model (config/vllm.py)."""
         release = self.release
         shape = self.shape
         if self.speculation_method in release.first_runner_methods:
@@ -144,17 +145,17 @@ class Question(Struct, frozen=True, kw_only=True):
             return True
         if shape.stateful_layers:
             return False
-        # Without the name of its class, the model may be one of these.
+        # If the name of its class is unknown, the model may be one of these.
         if shape.class_name is None and release.second_runner_classes:
             return True
         return release.has_dense_second_runner and not has_experts
 
     @property
     def sequence_states(self) -> int:
-        """How many states of a sequence a layer keeps (vLLM, `MambaSpec.max_memory_usage_bytes`).
+        """Return how many states of a sequence a layer keeps (`MambaSpec.max_memory_usage_bytes`).
 
-        That is the current one and one for each speculative token; with cached prefixes one more,
-        and of Mamba-2 that at the end of the prompt.
+        They are the current one and one for each speculative token. With cached prefixes there is
+        one more, and for Mamba-2 also the one at the end of the prompt.
         """
         states = 1 + self.shape.speculative_states
         if self.has_prefix_states:
@@ -165,9 +166,9 @@ class Question(Struct, frozen=True, kw_only=True):
 
     @property
     def cache_shape(self) -> ModelShape:
-        """The shape whose layers share the blocks of the KV cache, with those of a draft.
+        """Return the shape whose layers share the blocks of the KV cache, with those of a draft.
 
-        Beside a model and a draft that keep every token, the draft's cache makes each block larger.
+        If the model and a draft keep every token, the draft's cache makes each block larger.
         """
         draft = self.draft
         if draft is None or (self.shape.has_every_token and draft.has_every_token):
@@ -176,14 +177,14 @@ class Question(Struct, frozen=True, kw_only=True):
 
     @property
     def gpus(self) -> int:
-        """How many GPUs all engines have together."""
+        """Return how many GPUs all engines have together."""
         return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
 
     @property
     def weights_bytes(self) -> int | None:
-        """The bytes of weights on the GPU that holds most, with draft model and adapters.
+        """Return the bytes of weights on the GPU that holds most, with draft model and adapters.
 
-        None where any of them cannot be counted.
+        None if any of them cannot be counted.
         """
         model_bytes: float | None = self.checkpoint_bytes
         if model_bytes is None:
@@ -201,14 +202,14 @@ class Question(Struct, frozen=True, kw_only=True):
         adapters_bytes = self.adapters_bytes
         if own_bytes is None or draft_bytes is None or adapters_bytes is None:
             return None
-        # What is offloaded lies on the host.
+        # The offloaded weights are on the host.
         own_on_gpu_bytes = max(0, ceil(own_bytes - self.cpu_offload_bytes))
         own_on_gpu_bytes += self.shape.position_bytes + self._repeated_encoder_bytes
         return own_on_gpu_bytes + draft_bytes + adapters_bytes
 
     @property
     def _repeated_encoder_bytes(self) -> int:
-        """The bytes of an encoder on each GPU beyond its share of one copy."""
+        """Return the bytes of an encoder on each GPU beyond its share of one copy."""
         encoder = self.shape.encoder
         if encoder is None or encoder.parameters is None or not self.has_whole_encoder:
             return 0
@@ -217,27 +218,27 @@ class Question(Struct, frozen=True, kw_only=True):
 
     @property
     def has_uncounted_weights(self) -> bool:
-        """Whether the weights of an encoder of images or sound exist but cannot be counted."""
+        """Return whether there are weights of an image or sound encoder that cannot be counted."""
         if self.checkpoint_bytes is not None or self.parameters is not None:
             return False
         return self.shape.encoder is not None and self.shape.encoder.parameters is None
 
     @property
     def has_uncounted_activations(self) -> bool:
-        """Whether vLLM profiles an encoder whose largest image or video is unknown here."""
+        """Return whether vLLM profiles an encoder whose largest image or video is unknown here."""
         return self.shape.encoder is not None and self.largest_input is None
 
     @property
     def largest_input(self) -> EncoderInput | None:
-        """The largest image or video; None where it is unknown, or without an encoder."""
+        """Return the largest image or video; None if it is unknown, or without an encoder."""
         return self.shape.encoder.largest_input if self.shape.encoder else None
 
     @property
     def encoder_items(self) -> int | None:
-        """How many of the largest images or videos vLLM profiles at once.
+        """Return how many of the largest images or videos vLLM profiles at once.
 
-        They are as many as a batch has tokens for, at least one (vLLM 0.32,
-        multimodal/encoder_budget.py, `_get_max_items`). None where the largest is unknown.
+        It is as many as fit into the tokens of a batch, at least one (vLLM 0.32,
+        multimodal/encoder_budget.py, `_get_max_items`). None if the largest is unknown.
         """
         if self.largest_input is None:
             return None
@@ -249,13 +250,14 @@ class Question(Struct, frozen=True, kw_only=True):
 
     @property
     def adapters_bytes(self) -> int | None:
-        """The bytes that vLLM reserves on each GPU for LoRA adapters; 0 without adapters.
+        """Return the bytes that vLLM reserves on each GPU for LoRA adapters; 0 without adapters.
 
-        None where the model's parameters cannot be counted. For every matrix an adapter has
-        inputs x rank and rank x outputs, in the model's dtype. Tensor parallelism divides one of
-        the two (vLLM 0.32, lora/layers, `create_lora_weights`). For experts, expert parallelism
-        divides both, since each GPU has some of the experts whole; all engines share the experts.
-        Adapters of embedding and output are as small as one layer's, and left out.
+        None if the model's parameters cannot be counted. For every matrix an adapter has inputs x
+        rank and rank x outputs, in the model's dtype. Tensor parallelism divides one of the two
+        (vLLM 0.32, lora/layers, `create_lora_weights`). For experts, expert parallelism divides
+        both, because each GPU has some of the experts whole; all engines share the experts.
+        Adapters of the embedding and the output are as small as those of one layer, and are left
+        out.
         """
         if not self.max_loras:
             return 0
@@ -290,9 +292,9 @@ def choose_defaults(
 
 
 def find_problem(question: Question) -> str | None:
-    """Return a sentence on why vLLM refuses these numbers, or they cannot be computed here.
+    """Return a sentence on why vLLM refuses these numbers, or why they cannot be computed here.
 
-    None where nothing is wrong with them.
+    None if nothing is wrong with them.
     """
     shape = question.shape
     draft = question.draft

@@ -9,7 +9,7 @@ from msgspec import Struct
 class Release(Struct, frozen=True, kw_only=True):
     """A release of vLLM, and the rules of its start."""
 
-    # Its number without the patch level, such as 0.33.
+    # The version without the patch level, such as 0.33.
     version: str
     # The default of --gpu-memory-utilization.
     utilization: float
@@ -25,28 +25,29 @@ class Release(Struct, frozen=True, kw_only=True):
     has_state_checkpoints: bool
     # Whether vLLM writes "the models's max seq len".
     has_misspelt_refusal: bool
-    # Whether YaRN multiplies the original length, instead of leaving the model's as it is.
+    # Whether YaRN multiplies the original length, instead of leaving the model's length unchanged.
     has_multiplied_yarn: bool
-    # Whether cards from 160 GiB on have their own defaults.
+    # Whether cards from 160 GiB on have special defaults.
     has_largest_defaults: bool
     # Classes of models that the second model runner serves by default.
     second_runner_classes: frozenset[str]
-    # Whether it serves these only where they are neither quantised nor have experts.
+    # Whether it serves these only if they are not quantised and have no experts.
     has_plain_second_runner: bool
-    # Whether it also serves all other models without experts and states, and whether all others.
+    # Whether it also serves all other models without experts and states, and whether it serves all
+    # models.
     has_dense_second_runner: bool
     has_only_second_runner: bool
-    # Its methods of speculation, and those with which the first model runner serves.
+    # The methods of speculation, and those with which the first model runner serves.
     speculation_methods: frozenset[str]
     first_runner_methods: frozenset[str]
-    # Whether the second runner estimates its CUDA graphs; before, it has none in the budget.
+    # Whether the second runner estimates its CUDA graphs; earlier releases have none in the budget.
     has_second_runner_graphs: bool
     # Whether the second runner profiles the encoder of images.
     has_second_runner_encoder: bool
-    # Whether the KV cache gets what the start has not consumed of the free memory, so that what
-    # torch keeps without using it counts too.
+    # Whether the KV cache gets the free memory minus what the start has consumed, so that memory
+    # which torch keeps without using it counts too.
     counts_consumed_memory: bool
-    # Whether the second runner's profile has the logits in 32 bits.
+    # Whether the profile of the second runner has the logits in 32 bits.
     has_wide_profile: bool
 
 
@@ -112,8 +113,9 @@ SECOND_RUNNER_CLASSES: Final = {
     27: frozenset({"KimiK3ForConditionalGeneration"}),
     28: frozenset({"DeepseekV4ForCausalLM"}),
 }
-"""config/vllm.py, `DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES`; 0.27 and 0.28 add to those of the
-release before. From 0.29 on there is no such list."""
+"""config/vllm.py, `DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES`. 0.27 and 0.28 add to the list of the
+previous release; from 0.29 on there is no such list.
+"""
 
 ADDING_CLASSES_SINCE: Final = 27
 
@@ -168,7 +170,7 @@ VERSION_PATTERN: Final = re.compile(r"v?0\.(\d{1,3})(?:\.\S*)?", re.ASCII)
 
 
 def _list_second_runner_classes(minor: int) -> frozenset[str]:
-    """Return the classes of models that a release serves by the second model runner by default."""
+    """Return the classes of models that a release serves with the second runner by default."""
     classes = SECOND_RUNNER_CLASSES.get(minor, frozenset())
     if minor in SECOND_RUNNER_CLASSES and minor >= ADDING_CLASSES_SINCE:
         classes |= _list_second_runner_classes(minor - 1)
@@ -182,7 +184,7 @@ def _list_speculation_methods(minor: int) -> frozenset[str]:
 
 
 def _build_release(minor: int) -> Release:
-    """Return what sets a release of vLLM apart, by the releases that changed it."""
+    """Return what distinguishes a release of vLLM, by the releases that changed it."""
     return Release(
         version=f"0.{minor}",
         utilization=0.92 if minor >= UTILIZATION_SINCE else 0.9,
@@ -213,7 +215,7 @@ NEWEST_RELEASE: Final = _build_release(NEWEST)
 def parse_release(text: str) -> Release:
     """Return the release of a version such as 0.24 or v0.24.0.
 
-    Raises ValueError for a text that is none, and for a release that is not known here.
+    Raises ValueError for a text that is not a release, and for a release that is not known here.
     """
     match = VERSION_PATTERN.fullmatch(text.strip())
     if match is None:

@@ -1,4 +1,4 @@
-"""The index of sparse attention, by which a token chooses the tokens that it attends to."""
+"""The index of sparse attention, with which a token chooses the tokens that it attends to."""
 
 from typing import Final
 
@@ -7,8 +7,9 @@ from msgspec import Struct
 from vllm_headroom_tools.sizing.config_fields import Config, read_integer, read_mapping
 
 SCALED_VALUES: Final = 128
-"""Values of an 8-bit index that share a 32-bit scale (vLLM 0.33, models/deepseek_v32/attention.py,
-`quant_block_size`)."""
+"""The number of values of an 8-bit index that share a 32-bit scale (vLLM 0.33,
+models/deepseek_v32/attention.py, `quant_block_size`).
+"""
 
 SCALE_BYTES: Final = 4
 FLOAT16_BYTES: Final = 2
@@ -17,24 +18,24 @@ FLOAT16_BYTES: Final = 2
 class SparseIndex(Struct, frozen=True, kw_only=True):
     """The index of a model's sparse attention."""
 
-    # For each layer of the model, whether it has an index; the others use another layer's.
+    # For each layer of the model, whether it has an index; the others use that of another layer.
     layers: tuple[bool, ...]
     head_size: int
     heads: int
-    # What each of these layers keeps of a token, whole on every GPU.
+    # The bytes that each of these layers keeps of a token, whole on every GPU.
     bytes_per_token: int
 
     @property
     def layer_count(self) -> int:
-        """How many layers have an index."""
+        """Return how many layers have an index."""
         return sum(1 for has_index in self.layers if has_index)
 
 
 def read_sparse_index(config: Config, layer_count: int) -> SparseIndex | None:
     """Return the index of DeepSeek V3.2's, GLM-5's or MiniMax M3's attention; None without one.
 
-    DeepSeek's index has 8 bits a value and scales (vLLM 0.33, `DeepseekV32IndexerCache`), MiniMax's
-    has 16 bits (models/minimax_m3/common/indexer.py).
+    DeepSeek's index has 8 bits per value, and scales (vLLM 0.33, `DeepseekV32IndexerCache`).
+    MiniMax's has 16 bits (models/minimax_m3/common/indexer.py).
     """
     head_size = read_integer(config, "index_head_dim")
     if head_size is not None:

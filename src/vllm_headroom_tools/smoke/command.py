@@ -1,4 +1,4 @@
-"""The command `smoke`: whether a vLLM that was just started serves."""
+"""The command `smoke`: tests whether a vLLM that was just started serves requests."""
 
 import asyncio
 import time
@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 class EngineServer:
-    """Sends requests to the server that has the engine's page.
+    """Sends requests to the server with the engine's page.
 
     Paths are relative to that page. An error is returned as a Failure, never raised.
     """
@@ -54,11 +54,11 @@ class EngineServer:
         return str(hide_secrets(self._page.join(path)))
 
     async def text(self, path: str, seconds: float) -> str | Failure:
-        """Return the text that is served at `path` within this time; else a Failure."""
+        """Return the text that is served at `path` within this time, or else a Failure."""
         return await self._read(path, seconds, PageReader.fetch)
 
     async def page(self) -> EnginePage | Failure:
-        """Return the engines on the page of metrics; a Failure where it does not answer."""
+        """Return the engines on the page of metrics; a Failure if it does not answer."""
         text = await self.text("", self._settings.engine_timeout_seconds)
         return text if isinstance(text, Failure) else parse_engines(text)
 
@@ -69,9 +69,10 @@ class EngineServer:
     async def _read(
         self, path: str, seconds: float, read: Callable[[PageReader], Awaitable[T | Failure]]
     ) -> T | Failure:
-        """Return what `read` reads of a path within this time; a Failure where it cannot.
+        """Return what `read` reads from a path within this time; a Failure if it cannot.
 
-        The message of a timeout is replaced: the daemon's has advice on another time limit.
+        The message of a timeout is replaced, because the daemon's message has advice on another
+        time limit.
         """
         reader = build_page_reader(
             self._settings, str(self._page.join(path)), timeout_seconds=seconds
@@ -80,7 +81,7 @@ class EngineServer:
             answer = await read(reader)
         finally:
             await close_all(reader)
-        # A hang is what a smoke test looks for, so its message names where to look.
+        # A smoke test looks for hangs, so the message of a hang names where to look.
         if not isinstance(answer, Failure) or answer.reason is not Reason.TIMEOUT:
             return answer
         message = (
@@ -123,7 +124,7 @@ async def check_version(server: EngineServer, expected: str) -> SmokeStep:
     version = parse_server_version(text)
     if version is None:
         return _fail(f"{server.address(VERSION)} names no version: check HEADROOM_ENGINE_URL")
-    # Another server's answer may be of any length.
+    # The answer of another server may have any length.
     shown = version[:MAX_QUOTED_CHARACTERS]
     if version != expected:
         return _fail(f"it is {shown}, and {expected} is expected: check the image's tag")
@@ -137,7 +138,7 @@ PROMPTS: Final[tuple[tuple[str, Mapping[str, object]], ...]] = (
     ("v1/completions", {"prompt": "Hello"}),
     ("v1/chat/completions", {"messages": [{"role": "user", "content": "Hello"}]}),
 )
-"""The path and the body of a request; the second request is for a model that has only chat."""
+"""The path and the body of a request; the second request is for a model that serves only chats."""
 
 NOT_SERVED: Final = frozenset(
     {
@@ -150,13 +151,14 @@ NOT_SERVED: Final = frozenset(
 """The statuses with which servers refuse a form of request that the model does not serve."""
 
 MAX_QUOTED_CHARACTERS: Final = 200
-"""How much of an answer a step's text quotes."""
+"""The number of an answer's characters that a step's text quotes."""
 
 
 async def request_completion(server: EngineServer, limit_seconds: float) -> SmokeStep:
     """Let the first model that the server lists complete a prompt, or else answer a chat.
 
-    Fail where no model is listed or neither request gives tokens. The limit is for each request.
+    The step fails if no model is listed, or if neither request gives tokens. The limit is for each
+    request.
     """
     now = asyncio.get_running_loop().time
     models = await server.text(MODELS, min(MODELS_SECONDS, limit_seconds))
@@ -178,12 +180,11 @@ async def request_completion(server: EngineServer, limit_seconds: float) -> Smok
             elapsed_seconds = now() - requested_at_seconds
             return _pass(f"{model.name} gave {completion} tokens in {elapsed_seconds:.2f} s")
         problem = completion
-        # Only a refusal of the form of request leads to the other form; any other answer is the
-        # verdict.
+        # Only a refusal of this form of request leads to the other form; any other answer decides.
         if isinstance(answer, Failure) or answer.status not in NOT_SERVED:
             return _fail(problem)
         problems.append(problem)
-    # Why the model refuses completions says more than why it refuses chats.
+    # Why the model refuses completions is more informative than why it refuses chats.
     return _fail(problems[0])
 
 
@@ -215,7 +216,7 @@ def _read_completion(answer: Reply | Failure, address: str) -> int | str:
 
 
 def _describe_refusal(answer: Reply, address: str) -> str:
-    """Return a text on an answer whose status is not 200: what it says, and advice."""
+    """Return a text on an answer with another status than 200: its content, and advice."""
     error = find_error(parse_object(answer.text)) or answer.text
     quoted = error.strip()[:MAX_QUOTED_CHARACTERS]
     advice = "look for the cause in the engine's log"
@@ -234,7 +235,7 @@ def _describe_refusal(answer: Reply, address: str) -> str:
 COUNTER_SECONDS: Final = 15.0
 """Our choice: how long the counters may take to show a request.
 
-vLLM counts a request as it finishes, but its web server may be busy, and gauges of several web
+vLLM counts a request as it finishes, but its web server may be busy, and the gauges of several web
 servers lag.
 """
 
@@ -252,7 +253,7 @@ async def check_counters(
 ) -> tuple[SmokeStep, EnginePage | Failure]:
     """Poll the page until a request has finished since `old_page`; return the step and that page.
 
-    Fail where the page cannot be read, lacks inputs, or shows no finished request in time.
+    The step fails if the page cannot be read, lacks inputs, or shows no finished request in time.
     """
     # 0 without a page: then any finished request counts as this one.
     old_finished = _count_finished(old_page)
@@ -260,7 +261,7 @@ async def check_counters(
     deadline_seconds = now() + patience_seconds
     while True:
         page = await server.page()
-        # By a difference: other clients' requests before this one must not count.
+        # A difference, because other clients' requests before this one must not count.
         new_finished = _count_finished(page) - old_finished
         if new_finished >= 1 or now() >= deadline_seconds:
             break
@@ -276,7 +277,7 @@ async def check_counters(
 
 
 def _count_finished(page: EnginePage | Failure) -> float:
-    """Return how many requests have finished, of all engines.
+    """Return how many requests of all engines have finished.
 
     A counter that is not on the page yet counts as 0, and so does a page that cannot be read.
     """
@@ -299,7 +300,7 @@ def _check_inputs(page: EnginePage | Failure, empty_problem: str) -> SmokeStep:
         return _fail(empty_problem)
     present = [name for name, is_present in page.inputs if is_present]
     absent = [name for name, is_present in page.inputs if not is_present]
-    # Other inputs are of use, and their absence is no failure of the image.
+    # Other inputs are useful, but the image does not fail if they are absent.
     missing = [name for name in absent if name in NEEDED_INPUTS]
     if missing:
         return _fail(
@@ -313,7 +314,7 @@ SET_REPORTED_BYTES: Final = "set HEADROOM_REPORTED_BYTES to what it should hold"
 OTHER_GPU_RATIO: Final = -0.5
 """A vLLM that has answered holds its budget on each of its GPUs.
 
-If less than half of the budget is held on a GPU, that GPU is not this engine's.
+If an engine holds less than half of its budget on a GPU, that GPU is not the engine's.
 """
 
 
@@ -322,12 +323,12 @@ async def check_discrepancy(
 ) -> SmokeStep:
     """Compare the memory that the engine holds on each of its GPUs with its budget.
 
-    Fail where the discrepancy on any GPU is above the limit. Skip the step where the budget or the
-    GPUs are unknown.
+    The step fails if the discrepancy on any GPU is above the limit. It is skipped if the budget or
+    the GPUs are unknown.
     """
     if isinstance(page, Failure):
         return _skip(f"the engine's page, which has its budget, cannot be read: {page.message}")
-    # It waits for a coroutine with the page: this one has the page already.
+    # It waits for a coroutine that returns the page, which has been read already.
     machine = await read_machine(settings, asyncio.sleep(0, page))
     if isinstance(machine.readings, Failure):
         return _skip(f"the GPUs cannot be read: {machine.readings.message}")
@@ -343,7 +344,7 @@ async def check_discrepancy(
         processes=(),
     )
     samples = derive_discrepancy(snapshot, configured_bytes=settings.reported_bytes)
-    # An engine without a budget gives no samples: that is judged there too.
+    # An engine without a budget gives no samples, which judge_discrepancies() judges too.
     if samples or page.engines:
         return judge_discrepancies(samples, limit_ratio)
     return _skip(f"the page has no series of an engine, and so no budget: {SET_REPORTED_BYTES}")
@@ -352,8 +353,8 @@ async def check_discrepancy(
 def judge_discrepancies(samples: tuple[Sample, ...], limit_ratio: float) -> SmokeStep:
     """Compare the discrepancies with the limit.
 
-    Fail where any is above it; skip where no ratio is known, or a GPU is not the engine's. The
-    first two labels of a sample name the GPU.
+    The step fails if any is above it. It is skipped if no ratio is known, or if a GPU is not the
+    engine's. The first two labels of a sample name the GPU.
     """
     ratios = {
         name_device(*sample.labels[:2]): sample.value
@@ -391,7 +392,7 @@ ACCEPTS_DURATION: Final = "a duration above 0, at most a day, such as 90s or 15m
 
 
 class SmokeSettings(Settings):
-    """The daemon's settings that reach the engine and its GPUs, and the smoke test's."""
+    """The daemon's settings that concern the engine and its GPUs, and those of the smoke test."""
 
     no_options: ClassVar = frozenset(
         name
@@ -437,14 +438,15 @@ class SmokeSettings(Settings):
 
 HEALTH: Final = "health"
 HEALTH_TIMEOUT_SECONDS: Final = 5.0
-"""The limit for one answer; the last one may thus come after the deadline."""
+"""The limit for one answer, so the last one may come after the deadline."""
 
 HEALTH_POLL_SECONDS: Final = 1.0
 HEALTH_REPORT_SECONDS: Final = 30.0
 """After this time without a change, the message is repeated."""
 
 PERMANENT_REASONS: Final = frozenset({Reason.TLS, Reason.UNAUTHORIZED, Reason.REDIRECT})
-"""Failures for which waiting is no use: a server that is still loading its model has none."""
+"""Failures for which waiting is useless; a server that is still loading its model has none of them.
+"""
 
 
 async def wait_until_healthy(
@@ -452,7 +454,7 @@ async def wait_until_healthy(
 ) -> SmokeStep:
     """Poll /health until it answers 200; fail after the limit, or at a permanent failure.
 
-    Report why it still waits when the reason changes, and every half minute. Raise BadInput where
+    Reports why it still waits when the reason changes, and every half minute. Raises BadInput if
     the configured credentials cannot be used.
     """
     now = asyncio.get_running_loop().time
@@ -466,7 +468,7 @@ async def wait_until_healthy(
         if not isinstance(answer, Failure):
             return _pass(f"healthy after {format_duration(now() - started_at_seconds)}")
         if answer.reason is Reason.CREDENTIALS:
-            # Waiting does not help against a wrong setting.
+            # Waiting does not help if a setting is wrong.
             raise BadInput(answer.message)
         if answer.reason in PERMANENT_REASONS:
             return _fail(answer.message)
@@ -481,13 +483,13 @@ async def wait_until_healthy(
 
 
 SERVING_STEPS: Final = frozenset({"health", "completion", "metrics"})
-"""The steps of which each has to pass for vLLM to serve."""
+"""The steps that all have to pass for vLLM to serve."""
 
 WRONG_WHILE_SERVING: Final = {
     "version": "is not the expected version",
     "discrepancy": "holds more than its budget",
 }
-"""What is wrong where another step fails, for the headline."""
+"""The problem for the headline if another step fails."""
 
 STEP_STATES: Final = {
     Conclusion.GOOD: "ok",
@@ -499,7 +501,7 @@ STEP_STATES: Final = {
 async def _run(arguments: Namespace) -> Report:
     """Take the steps on the engine, and return the report."""
     settings: SmokeSettings = arguments.settings
-    logs.configure(settings.log_format, "error")  # the readers log what the steps report
+    logs.configure(settings.log_format, "error")  # the readers would log what the steps report
     if settings.engines is not None:
         settings = settings.model_copy(update={"engine_url": await _find_url(settings)})
     server = EngineServer(settings)
@@ -507,7 +509,7 @@ async def _run(arguments: Namespace) -> Report:
 
 
 async def _find_url(settings: SmokeSettings) -> str:
-    """Return the URL of the chosen engine's page; raises BadInput where none can be chosen."""
+    """Return the URL of the chosen engine's page; raises BadInput if none can be chosen."""
     urls = {}
     for engine in await locate_engines(settings):
         if engine.page_url:
@@ -521,7 +523,7 @@ def build_report(address: str, steps: Mapping[str, SmokeStep]) -> Report:
     serves = not SERVING_STEPS.intersection(failed)
     headline = _summarize(failed, serves=serves)
     states = {name: STEP_STATES[step.verdict] for name, step in steps.items()}
-    # In the text a failure has to be seen among the other steps.
+    # In the text, a failure has to stand out among the other steps.
     marks = {name: state.upper() if name in failed else state for name, state in states.items()}
     return Report(
         verdict=Conclusion.NOT_GOOD if failed else Conclusion.GOOD,
@@ -543,7 +545,7 @@ def build_report(address: str, steps: Mapping[str, SmokeStep]) -> Report:
 
 
 def _summarize(failed: list[str], *, serves: bool) -> str:
-    """Return the headline by the names of the failed steps."""
+    """Return the headline for the names of the failed steps."""
     if not failed:
         return "vLLM serves."
     if not serves:
@@ -556,8 +558,8 @@ async def take_steps(
 ) -> dict[str, SmokeStep]:
     """Take the steps one after another and return them by name.
 
-    If vLLM does not become healthy, the others are skipped. Raises BadInput where the settings are
-    wrong, as with a refused token.
+    If vLLM does not become healthy, the others are skipped. Raises BadInput if the settings are
+    wrong, for example if a token is refused.
     """
     health = await wait_until_healthy(server, settings.deadline, say)
     if health.verdict is Conclusion.NOT_GOOD:
@@ -566,10 +568,10 @@ async def take_steps(
     steps = {"health": health}
     if settings.expect_version:
         steps["version"] = await check_version(server, settings.expect_version)
-    # Before the completion: its counters are compared with those after it.
+    # Read before the completion, to compare its counters with those after it.
     page = await server.page()
     completion = await request_completion(server, settings.completion_deadline)
-    # Only a completed request can be looked for in the counters.
+    # The counters can show only a request that was completed.
     if completion.verdict is Conclusion.GOOD:
         metrics, page = await check_counters(server, page)
     else:

@@ -28,7 +28,7 @@ _TIMEOUT: Final = httpx.Timeout(150.0, connect=10.0)
 """Prometheus cancels a query after two minutes (--query.timeout): wait for that answer."""
 
 _LONGEST_TEXT: Final = 300
-"""Our choice: how many characters of a foreign text an error repeats."""
+"""Our choice: an error quotes at most this many characters of text from elsewhere."""
 
 _MOST_BYTES: Final = 128 * MIB
 """The limit for an unpacked answer; 8 GPUs and their engine at steps of 15 s take 5 MB a page."""
@@ -75,11 +75,11 @@ class TimeSpan(Struct, frozen=True, kw_only=True):
         return range(self.start_ms, self.end_ms + 1, self.step_ms)
 
     def pages(self, most_steps: int) -> "list[TimeSpan]":
-        """Return the span cut into parts of at most `most_steps` times each.
+        """Return the span, cut into parts of at most `most_steps` times each.
 
         Each time is in exactly one part.
         """
-        # The server refuses more steps in one query.
+        # The server refuses a query with more steps.
         stride = max(1, most_steps) * self.step_ms
         starts = range(self.start_ms, self.end_ms + 1, stride)
         return [
@@ -99,7 +99,7 @@ Time = tuple[bool, float]
 def build_span(start: Time | None, end: Time, step_seconds: float, now_seconds: float) -> TimeSpan:
     """Build the span of --start, --end and --step.
 
-    Raise BadInput without a start, or where the start is not before the end.
+    Raises BadInput without a start, or if the start is not before the end.
     """
     if start is None:
         raise BadInput(
@@ -132,7 +132,7 @@ class PrometheusApi:
         self, url: httpx.URL, *, bearer_token_file: Path | None = None, ca_file: Path | None = None
     ) -> None:
         base = url.copy_with(query=None, fragment=None)
-        # For messages, in which no password may be.
+        # For messages, which must not contain a password.
         self.shown = str(base.copy_with(userinfo=b""))
         self._address = base.copy_with(path=base.path.rstrip("/") + "/api/v1/query_range")
         headers = {"User-Agent": "vllm-headroom", "Accept-Encoding": "gzip"}
@@ -194,14 +194,14 @@ class PrometheusApi:
         try:
             return [_parse_series(row) for row in answer["data"]["result"]]
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
-            # These are what reading JSON of another shape raises.
+            # Reading JSON of another structure raises these errors.
             raise BadInput(
                 f"{self.shown} does not answer a range query with a range: check that it is"
                 " Prometheus"
             ) from None
 
     def _explain_refusal(self, response: httpx.Response, answer: Mapping[str, Any]) -> str:
-        """Return a line on an answer that is no result, with advice."""
+        """Return a line on an answer that is not a result, with advice."""
         answered = describe_answer(response, self.shown)
         if answer.get("status") == "error":
             return f"{answered} to a query: {_shorten(answer.get('error'))}"
@@ -228,7 +228,8 @@ class PrometheusApi:
 def _parse_series(row: Mapping[str, Any]) -> Series:
     """Parse one series of an answer; values that are not finite are left out.
 
-    JSON of another shape raises KeyError, TypeError, ValueError, AttributeError or OverflowError.
+    JSON of another structure raises KeyError, TypeError, ValueError, AttributeError or
+    OverflowError.
     """
     labels = dict(row["metric"])
     values: dict[int, float] = {}
@@ -241,5 +242,5 @@ def _parse_series(row: Mapping[str, Any]) -> Series:
 
 
 def _shorten(text: object) -> str:
-    """Return the beginning of a foreign text, in one line."""
+    """Return the beginning of a text from elsewhere, in one line."""
     return " ".join(str(text).split())[:_LONGEST_TEXT]

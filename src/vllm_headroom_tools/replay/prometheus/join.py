@@ -34,7 +34,7 @@ class Exporter(Struct, frozen=True, kw_only=True):
     """The key of this side in a trace's line: `gpus`, `engines` or `processes`."""
 
     lead: tuple[str, ...]
-    """Names of series: at least one of them exists wherever this exporter is scraped."""
+    """Names of series; at least one of them exists whenever this exporter is scraped."""
 
     names: tuple[str, ...]
     """Names of all series that are read."""
@@ -42,23 +42,25 @@ class Exporter(Struct, frozen=True, kw_only=True):
     identity: frozenset[str]
     """The labels that the exporter itself writes; a scrape adds others.
 
-    Series that agree in name and in these labels are of one thing.
+    Series with the same name and the same values of these labels belong to one thing.
     """
 
     sample: Callable[[Iterable[Value]], Side]
     """Returns the side of one sample, from the values at its time."""
 
     has_start_time: bool = False
-    """Whether the exporting process is the engine's, so that its start is the engine's."""
+    """Whether the exporting process is the engine itself, so that its start time is the engine's.
+    """
 
 
 _LATE_SCRAPES: Final = 1.5
-"""The highest age of a value, in scrape intervals: a late scrape is jitter, a missing scrape a gap.
+"""The highest age of a value, in scrape intervals: this allows for a late scrape, but a missing
+scrape leaves a gap.
 """
 
 _START_TIME: Final = "process_start_time_seconds"
 _MOST_VALUES: Final = 5
-"""Our choice: how many values of a label an error lists."""
+"""Our choice: an error lists at most this many values of a label."""
 
 
 class Scraped(Struct, frozen=True, kw_only=True):
@@ -70,14 +72,14 @@ class Scraped(Struct, frozen=True, kw_only=True):
     """The operator's label matchers for its series."""
 
     lead: str
-    """The name of its leading series."""
+    """The name of the leading series that it has."""
 
     interval_ms: int
     """Its scrape interval."""
 
     @property
     def window_ms(self) -> int:
-        """The highest age of a value of this source."""
+        """Return the highest age of a value of this source."""
         return round(self.interval_ms * _LATE_SCRAPES)
 
 
@@ -89,17 +91,17 @@ def build_selector(names: Sequence[str], matchers: Sequence[str]) -> str:
 def read_series(api: PrometheusApi, source: Scraped, page: TimeSpan) -> list[Series]:
     """Return the series of the source over the page, without the labels that scrapes add.
 
-    Raise BadInput where they cannot be read or are ambiguous. The query is `last_over_time`, which
+    Raises BadInput if they cannot be read or are ambiguous. The query uses `last_over_time`, which
     bounds the age of a value. A plain selector would repeat a series' last value for five minutes
-    after the series ends, unless it ends with a staleness marker: the memory of a dead engine would
-    look level.
+    after the series ends, unless it ends with a staleness marker, and the memory of a dead engine
+    would look level.
     """
     selector = build_selector(source.kind.names, source.matchers)
     series = api.query_range(_select_latest(selector, source.window_ms), page)
     if source.kind.has_start_time:
         lead_series = [one_series for one_series in series if one_series.name == source.lead]
         series += _read_start_times(api, source, page, lead_series)
-    # A series that has ended still has values for as long as the highest age; rounded up.
+    # A series that has ended still has values until the highest age is reached; rounded up.
     overlap_steps = -(-source.window_ms // page.step_ms)
     return _merge_series(source.kind, series, overlap_steps)
 
@@ -120,7 +122,7 @@ def _read_start_times(
     if not lead_series:
         return []
     matchers: list[str] = []
-    # By job and instance: the process's own series have no labels of the model.
+    # By job and instance, because the process's own series have no labels of the model.
     for label in ("job", "instance"):
         targets = sorted({series.labels.get(label, "") for series in lead_series})
         pattern = "|".join(map(re.escape, targets))
@@ -131,7 +133,7 @@ def _read_start_times(
         replace(start, labels=lead.labels)
         for lead in lead_series
         for start in start_series
-        # Series of one target all have its labels; the start time has no others.
+        # All series of a target have its labels, and the start time has no others.
         if start.labels.items() <= lead.labels.items()
     ]
 
@@ -139,9 +141,9 @@ def _read_start_times(
 def _merge_series(kind: Exporter, all_series: Iterable[Series], overlap_steps: int) -> list[Series]:
     """Join series of one identity that follow each other in time; return one series for each.
 
-    A pod that restarts, for example, gets a new label from its scrapes. Where two series overlap
-    the later one counts. They may overlap by `overlap_steps`, the highest age of a value. If they
-    overlap for longer they are two different things: raise BadInput.
+    For example, a pod that restarts gets a new label from its scrapes. If two series overlap, the
+    later one counts. They may overlap by `overlap_steps`, the highest age of a value. If they
+    overlap for longer, they are two different things, which raises BadInput.
     """
     groups: dict[tuple[str, ...], list[Series]] = {}
     for series in all_series:
@@ -163,18 +165,18 @@ def _merge_series(kind: Exporter, all_series: Iterable[Series], overlap_steps: i
 
 
 def _pick_identity(kind: Exporter, series: Series) -> dict[str, str]:
-    """Return those of a series' labels that the exporter itself writes."""
+    """Return the labels of a series that the exporter itself writes."""
     return {name: text for name, text in series.labels.items() if name in kind.identity}
 
 
 def _explain_ambiguity(kind: Exporter, group: Sequence[Series]) -> str:
-    """Return the error text for different things of one identity.
+    """Return the error text for different things with the same identity.
 
     The text says which labels of the scrapes differ, and which option would choose one series.
     """
     metric = group[0].name
     differing: dict[str, list[str]] = {}
-    # Labels of the scrapes alone: those of the identity are equal.
+    # Only the labels of the scrapes differ; those of the identity are equal.
     for name in sorted({name for series in group for name in series.labels} - kind.identity):
         texts = sorted({series.labels.get(name, "") for series in group})
         if len(texts) > 1:
@@ -210,9 +212,9 @@ def _sample_gpus(
 ) -> Side:
     """Return a trace's entry for each device, by UUID.
 
-    Where this project's exporter has attributed the devices, only the engine's are returned.
-    `fields` gives a series' fact by its name; a series with the label `holder` is the fact that the
-    holder names. Values are in `unit_bytes`.
+    If this project's exporter has attributed the devices, only the engine's are returned. `fields`
+    gives a series' fact by its name; a series with the label `holder` gives the fact that belongs
+    to this holder. Values are in `unit_bytes`.
     """
     devices: dict[str, dict[str, float]] = {}
     is_engines_own: dict[str, bool] = {}
@@ -239,8 +241,8 @@ def _sample_gpus(
 def _build_device(uuid: str, facts: Mapping[str, float], unit_bytes: int) -> dict[str, Any]:
     """Build a trace's entry for a device; unknown facts are None.
 
-    A total that is not exported is the sum of used, free and reserved memory. Where reserved memory
-    is not exported either, the sum is too low by it, but the free memory is still right.
+    A total that is not exported is the sum of used, free and reserved memory. If reserved memory is
+    not exported either, the sum lacks it, but the free memory is still right.
     """
     memory: dict[str, int] = {}
     for fact in (*_MEMORY_FACTS, "free"):
@@ -301,12 +303,12 @@ SMI_GPUS: Final = _describe_gpus(
 
 
 _ENGINE_FACTS: Final = ("running", "waiting", "finished_total", "kv_used_ratio", "awake")
-"""What the detector and the picture need; each further series would cost the server a query."""
+"""What the detector and the picture need; each additional series would cost the server a query."""
 
 SUMMED_LABELS: Final = frozenset({"finished_reason", "is_streaming"})
 """Labels that split a counter: the sum of its series is the count."""
 
-# The names of our own exporter's series, by which each gives one of these facts.
+# The names of our own exporter's series, by the name of the fact that each gives.
 _OWN_FIELDS: Final = {
     reading.metric: field
     for field, reading in INPUTS.items()
@@ -332,7 +334,7 @@ def _sample_own(
 
 
 def _sample_engines(profile: Profile, values: Iterable[Value]) -> Side:
-    """Return a trace's entry for each engine, read as from the engine's own page; else none."""
+    """Return a trace's entry for each engine, as from its own page; empty without engines."""
     samples = [Sample(series.name, dict(series.labels), value) for series, value in values]
     page = build_page(profile, samples)
     if isinstance(page, Failure):
@@ -360,7 +362,7 @@ def _list_labels(profile: Profile) -> frozenset[str]:
         *profile.repeat_labels,
         *profile.replica_labels,
     }
-    # `where` is a label and its value, by which series of one name differ.
+    # `where` is a label and its value, which distinguish series with the same name.
     labels |= {fact.where[0] for fact in profile.facts if fact.where is not None}
     return frozenset(labels | SUMMED_LABELS) - {""}
 
@@ -395,4 +397,6 @@ ENGINES: Final = tuple(
     for profile in PROFILES
     if _list_names(profile, "running")
 )
-"""The exporter of every engine that exports its running requests: the detector needs a load."""
+"""The exporter of every engine that exports its running requests, which are the load that the
+detector needs.
+"""

@@ -51,7 +51,7 @@ _HISTORIES: Final = (
 )
 """The pairs of sources that make a history, best first.
 
-Only this project's series say who holds the memory.
+Only this project's series show who holds the memory.
 """
 
 
@@ -63,14 +63,14 @@ def find_sources(
 ) -> list[Scraped]:
     """Return the sources of the best history in the span: GPUs, engines, then any processes.
 
-    Raise BadInput where no source of GPUs, or none of engines, is in the span.
+    Raises BadInput if the span has no source of GPUs, or none of engines.
     """
     # The search ends at the span's end and begins at or after its start, in whole strides.
     start_ms = span.end_ms - (span.end_ms - span.start_ms) // _STRIDE_MS * _STRIDE_MS
     search = TimeSpan(start_ms=start_ms, end_ms=span.end_ms, step_ms=_STRIDE_MS)
     gpu_names = _find_present(api, search, _GPUS, gpu_matchers)
     engine_names = _find_present(api, search, (*_ENGINES, OWN_PROCESSES), engine_matchers)
-    # The best history first: this project's own series have the most facts.
+    # The best history is first: this project's own series have the most facts.
     for gpus, engines in _HISTORIES:
         if not gpu_names.intersection(gpus.lead) or not engine_names.intersection(engines.lead):
             continue
@@ -153,8 +153,8 @@ def read_records(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield the records of a trace over the span, without a header.
 
     A side that has no values at a time is None in its record. A value is at most one and a half
-    scrape intervals old. The step is the scrape interval of the GPUs where that is longer than
-    --step. Raise BadInput where the history cannot be read or lacks a side.
+    scrape intervals old. The step is the scrape interval of the GPUs if that is longer than --step.
+    Raises BadInput if the history cannot be read or lacks a side.
     """
     span = build_span(args.start, args.end, args.step, time.time())
     gpu_matchers = (*args.match, *args.match_gpu)
