@@ -42,7 +42,18 @@ IMAGE: Final = re.compile(
 """The name of a container image with vLLM, such as vllm/vllm-openai:v0.20.0."""
 
 RELEASE_OPTION: Final = "--vllm-version="
-"""The beginning of the option of `plan` that the tag of an image becomes."""
+ENVIRONMENT_OPTION: Final = "--vllm-env="
+"""Beginnings of the options of `plan` that the tag of an image and variables become."""
+
+ENVIRONMENT: Final = (
+    "VLLM_ALLOW_LONG_MAX_MODEL_LEN",
+    "VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS",
+    "VLLM_USE_V2_MODEL_RUNNER",
+)
+"""Variables of vLLM (envs.py) that change what it checks or how it divides the memory."""
+
+SWITCHES: Final = {"1": True, "true": True, "0": False, "false": False}
+"""The values of these that are understood here."""
 
 IMAGE_TAG: Final = re.compile(r"vllm[^:]*:v?(0\.\d+(?:\.\d+)?)(?![\d.])", re.IGNORECASE | re.ASCII)
 """The release in the tag of such an image, as that of v0.20.0-cu130."""
@@ -61,18 +72,19 @@ CONFIG_OPTION: Final = "--config"
 API_SERVERS: Final = ("vllm.entrypoints.openai.api_server", "api_server.py")
 
 
-def read_serve_line(words: Sequence[str], *, with_release: bool = False) -> list[str]:
+def read_serve_line(words: Sequence[str], *, with_surroundings: bool = False) -> list[str]:
     """Return the options of `vllm serve` in these words; the model is the option --model.
 
     A single word may be `-` for standard input, a file with a script or manifest, or the number of
-    a process. The options of a file after --config are inserted. With `with_release`, the release
-    in the tag of a container's image comes first, as the option --vllm-version of `plan`. Raises
-    BadOptions where there is no such line.
+    a process. The options of a file after --config are inserted. With `with_surroundings`, options
+    of `plan` come first: the release in the tag of a container's image as --vllm-version, and the
+    variables of ENVIRONMENT as --vllm-env. Raises BadOptions where there is no such line.
     """
     options = _insert_config_file(_read_words(words))
-    if with_release:
+    if with_surroundings:
         return options
-    return [option for option in options if not option.startswith(RELEASE_OPTION)]
+    own_options = (RELEASE_OPTION, ENVIRONMENT_OPTION)
+    return [option for option in options if not option.startswith(own_options)]
 
 
 def _read_words(words: Sequence[str]) -> list[str]:
@@ -303,11 +315,11 @@ def _find_options(words: Sequence[str], variables: Mapping[str, str], name: str)
 
     Raises BadOptions where there is no server.
     """
-    version_option = _read_version(words)
+    surroundings = _read_version(words)
     script = _find_script(words)
     if script is not None:
         assignments = "".join(f"{key}={shlex.quote(value)}\n" for key, value in variables.items())
-        return [*version_option, *_read_text(assignments + script, name)]
+        return [*surroundings, *_read_text(assignments + script, name)]
     start = _find_start(words)
     if start is None:
         start = _find_first_argument(words, name)
@@ -320,7 +332,26 @@ def _find_options(words: Sequence[str], variables: Mapping[str, str], name: str)
     # vLLM takes the model as its first word too.
     if options and not options[0].startswith("-"):
         options[0] = f"--model={options[0]}"
-    return [*version_option, *options]
+    surroundings += _read_environment(words[:start], variables)
+    return [*surroundings, *options]
+
+
+def _read_environment(words: Sequence[str], variables: Mapping[str, str]) -> list[str]:
+    """Return the option for variables of ENVIRONMENT that are set, before the server or around it.
+
+    Empty without any of them.
+    """
+    environment = dict(variables)
+    for word in words:
+        assignment = ASSIGNMENT.fullmatch(word)
+        if assignment is not None:
+            environment[assignment[1]] = assignment[2]
+    settings = [
+        f"{name}={environment[name]}"
+        for name in ENVIRONMENT
+        if environment.get(name, "").strip().lower() in SWITCHES
+    ]
+    return [ENVIRONMENT_OPTION + ",".join(settings)] if settings else []
 
 
 def _read_version(words: Sequence[str]) -> list[str]:

@@ -60,7 +60,7 @@ from vllm_headroom_tools.plan.vllm_options import (
     has_no_images,
     read_speculation,
 )
-from vllm_headroom_tools.serve_line import read_serve_line
+from vllm_headroom_tools.serve_line import ENVIRONMENT, SWITCHES, read_serve_line
 from vllm_headroom_tools.sizing.cards import parse_gpus_by_name
 from vllm_headroom_tools.sizing.drafts import (
     DRAFT_MODEL,
@@ -99,6 +99,7 @@ from vllm_headroom_tools.sizing.releases import (
     NEWEST_RELEASE,
     OLDEST,
     Release,
+    apply_environment,
     parse_release,
 )
 from vllm_headroom_tools.vllm_options import VLLM_RELEASES, list_vllm_options
@@ -125,8 +126,8 @@ def build_question(options: Namespace) -> Question:
     shape = _read_shape(options)
     if isinstance(shape, str):
         raise BadInput(shape)
-    if options.release.has_multiplied_yarn and shape.yarn_length is not None:
-        shape = replace(shape, max_model_len=shape.yarn_length)
+    options.release = apply_environment(options.release, options.vllm_env)
+    shape = _set_longest(shape, options)
     speculation = read_speculation(options)
     _check_speculation(speculation, options.release)
     checkpoint_bytes, parameters = _read_weights(options, shape)
@@ -226,6 +227,18 @@ def _check_speculation(speculation: Speculation, release: Release) -> None:
         )
     if speculation.needs_draft:
         raise BadInput(f"--speculative-config: the method {method} needs a model")
+
+
+def _set_longest(shape: ModelShape, options: Namespace) -> ModelShape:
+    """Return the shape with the longest sequence that this release of vLLM takes of the model."""
+    longest = shape.max_model_len
+    if options.release.has_multiplied_yarn and shape.yarn_length is not None:
+        longest = shape.yarn_length
+    length = options.max_model_len
+    is_longer = None not in (length, longest) and length > longest
+    if is_longer and options.vllm_env.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN"):
+        longest = length
+    return replace(shape, max_model_len=longest)
 
 
 class Drafting(Struct, frozen=True, kw_only=True):
@@ -475,6 +488,25 @@ LIMITS_VALUE: Final = Value(
 )
 
 
+def _parse_environment(text: str) -> dict[str, bool]:
+    """Return the switches in a text such as A=1,B=0; raise ValueError for other text."""
+    environment = {}
+    for setting in text.split(","):
+        name, _, value = setting.partition("=")
+        if name not in ENVIRONMENT:
+            raise ValueError
+        switch = SWITCHES.get(value.strip().lower())
+        if switch is None:
+            raise ValueError
+        environment[name] = switch
+    return environment
+
+
+ENVIRONMENT_VALUE: Final = Value(
+    read=_parse_environment, accepts=f"1 or 0 of {', '.join(ENVIRONMENT)}, as NAME=1,NAME=0"
+)
+
+
 def _parse_utilization(text: str) -> float:
     """Return a ratio. A percentage is accepted too, but only with its sign.
 
@@ -535,6 +567,13 @@ def add_options(parser: Parser) -> None:
         help=f"0.{OLDEST} to 0.{NEWEST}, default the newest",
     )
     parser.add_argument(
+        "--vllm-env",
+        metavar="NAME=1",
+        type=ENVIRONMENT_VALUE,
+        default={},
+        help="variables of its environment that change its memory, separated by commas",
+    )
+    parser.add_argument(
         "--typical-len",
         metavar="TOKENS",
         type=TOKENS_VALUE,
@@ -576,7 +615,7 @@ def add_options(parser: Parser) -> None:
     _add_engine_options(parser.add_argument_group("vLLM's options, by its own names"))
     parser.accept_line(
         list_vllm_options(),
-        partial(read_serve_line, with_release=True),
+        partial(read_serve_line, with_surroundings=True),
         f"an option of plan or of {VLLM_RELEASES}",
     )
 

@@ -1,9 +1,11 @@
 """What differs between releases of vLLM in how they divide a GPU's memory."""
 
 import re
+from collections.abc import Mapping
 from typing import Final
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 
 class Release(Struct, frozen=True, kw_only=True):
@@ -224,3 +226,19 @@ def parse_release(text: str) -> Release:
     if not OLDEST <= minor <= NEWEST:
         raise ValueError
     return _build_release(minor)
+
+
+def apply_environment(release: Release, environment: Mapping[str, bool]) -> Release:
+    """Return the rules of a start with these variables of vLLM's environment (envs.py)."""
+    counts_graphs = environment.get("VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS")
+    if counts_graphs is not None:
+        release = replace(release, has_graphs_in_budget=counts_graphs)
+    uses_second_runner = environment.get("VLLM_USE_V2_MODEL_RUNNER")
+    if uses_second_runner is None:
+        return release
+    return replace(
+        release,
+        second_runner_classes=frozenset(),
+        has_dense_second_runner=False,
+        has_only_second_runner=uses_second_runner,
+    )

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -135,6 +136,42 @@ def test_the_release_is_that_of_the_image(image: str, version: str, capsys: Caps
     assert plan(capsys, "--gpu", "H100", "--json", "--", *line).document["vllm_version"] == version
     typed = plan(capsys, "--gpu", "H100", "--vllm-version", "0.24", "--json", "--", *line)
     assert typed.document["vllm_version"] == "0.24"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("VLLM_ALLOW_LONG_MAX_MODEL_LEN=1", "VLLM_USE_V2_MODEL_RUNNER=0", "vllm", "serve"),
+        [
+            "docker",
+            "run",
+            "-e",
+            "VLLM_USE_V2_MODEL_RUNNER=0",
+            "-e",
+            "VLLM_ALLOW_LONG_MAX_MODEL_LEN=true",
+            "vllm/vllm-openai",
+            "vllm",
+            "serve",
+        ],
+    ],
+)
+def test_variables_around_the_line_count(words: Sequence[str], capsys: Capsys) -> None:
+    line = ("Qwen/Qwen3-8B", "--max-model-len", "131072")
+    plain = plan(capsys, "--gpu", "H100", "--json", "--", "vllm", "serve", *line)
+    around = plan(capsys, "--gpu", "H100", "--json", "--", *words, *line)
+
+    assert (plain.status, around.status) == (1, 0)
+    # The first model runner has the logits three times in 32 bits.
+    assert around.document["activation_bytes"]["low"] > 2 * plain.document["activation_bytes"]["low"]
+
+
+def test_graphs_that_are_not_estimated_leave_more_cache(capsys: Capsys) -> None:
+    words = ("--model", "Qwen/Qwen3-8B", "--gpu", "H100", "--vllm-version", "0.21", "--json")
+    plain = plan(capsys, *words).document
+    switched_off = plan(capsys, *words, "--vllm-env", "VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS=0").document
+
+    assert switched_off["kv_cache_bytes"]["low"] > plain["kv_cache_bytes"]["low"]
+    assert plan(capsys, *words, "--vllm-env", "HF_TOKEN=1").status == 2
 
 
 def test_yarn_multiplies_the_original_length_until_its_factor_was_left_out(capsys: Capsys) -> None:
