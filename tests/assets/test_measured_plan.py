@@ -9,13 +9,15 @@ import pytest
 
 from tests.assets.console import ROOT
 from tests.assets.test_docs_tables import between
-from tests.card.shapes.compare import RECORD, compare_all, render_table
+from tests.card.shapes.compare import RECORD, compare_all, compare_releases, render_releases, render_table
 from tests.conftest import Golden
+from vllm_headroom_tools.sizing.releases import NEWEST_RELEASE
 
 PAGE: Final = ROOT / "docs/commands/plan.md"
 COMPARED: Final = compare_all()
 NAMES: Final = [comparison.shape.name for comparison in COMPARED]
 SIZED: Final = [comparison for comparison in COMPARED if comparison.plan and comparison.started]
+OTHER_RELEASES: Final = compare_releases()
 
 WEIGHTS_PERCENT: Final = 2.0
 """vLLM counts what torch took of the card: parameters, rounded up to its segments, and tables of positions."""
@@ -71,3 +73,23 @@ def test_the_cache_is_within_the_range_and_its_tokens_are_a_lower_bound(subtests
             assert found.holds("kv_cache_bytes", "available_gib") is not False
             if found.tokens_error is not None:
                 assert -TOKENS_PERCENT <= found.tokens_error <= 0
+
+
+def test_the_table_of_releases_is_that_of_the_record(golden: Golden) -> None:
+    golden(PAGE, between(PAGE.read_text(encoding="utf-8"), "releases", render_releases()))
+
+
+def test_at_least_three_releases_are_measured_with_the_newest() -> None:
+    releases = {comparison.shape.release for comparison in OTHER_RELEASES}
+
+    assert len(releases) >= 3
+    assert NEWEST_RELEASE.version in releases
+
+
+def test_each_release_keeps_what_is_planned_for_it(subtests: pytest.Subtests) -> None:
+    for found in OTHER_RELEASES:
+        with subtests.test(f"{found.shape.name}, {found.shape.release}"):
+            assert found.holds("kv_cache_bytes", "available_gib") is True
+            assert found.holds("activation_bytes", "activations_gib") is not False
+            assert found.tokens_error is not None
+            assert found.tokens_error <= 0

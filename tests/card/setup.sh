@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # Puts a real vLLM 0.32.0, CUDA build, and the real torch 2.13.0, CUDA build, over a card that is not there.
-# usage: setup.sh FOLDER     (some 6 GB and 5 minutes; builds only the stand-ins again when FOLDER has the rest)
+# usage: setup.sh FOLDER [VLLM TORCH]     (some 6 GB and 5 minutes; builds only the stand-ins again when FOLDER has the rest)
+# With another release, such as 0.33.0 and the torch 2.14.0 that it needs, only tests.card.shapes.measure is used.
 # Real: every allocation that vLLM and torch ask for. Not real: time, and what kernels compute.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
-vllm=0.32.0 torch=2.13.0
+vllm=${2:-0.32.0} torch=${3:-2.13.0}
 stop() { echo "card-test: $1" >&2; exit 1; }
 for tool in python3.11 gcc nm readelf; do
   command -v "$tool" >/dev/null || stop "$tool is missing (Debian: apt install python3.11-venv gcc libc6-dev binutils)"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -14,6 +14,7 @@ from tests.card.shapes.table import SHAPES, Shape
 from tests.command import read_data, run_command
 
 RECORD: Final = Path(__file__).parent / "measured.json"
+RELEASES: Final = Path(__file__).parent / "releases.json"
 ANSWERS: Final = {True: "yes", False: "no", None: "cannot tell"}
 HEAD: Final = (
     "| model | options | weights, GiB | activations, GiB | KV cache, GiB | tokens, at least | starts |",
@@ -62,6 +63,18 @@ def compare_all() -> tuple[Comparison, ...]:
     return tuple(compare(shape, record[shape.name]) for shape in SHAPES if shape.name in record)
 
 
+@cache
+def compare_releases() -> tuple[Comparison, ...]:
+    """Return the shapes that other releases measured, by shape and release."""
+    record = json.loads(RELEASES.read_text(encoding="utf-8"))
+    comparisons = []
+    for shape in SHAPES:
+        for release, figures in record.items():
+            if shape.name in figures:
+                comparisons.append(compare(replace(shape, release=release), figures[shape.name]))
+    return tuple(comparisons)
+
+
 def compare(shape: Shape, data: dict[str, Any]) -> Comparison:
     """Plan one model as it was measured: its configuration, its card, its options, no CUDA graphs."""
     with tempfile.TemporaryDirectory() as folder:
@@ -79,12 +92,19 @@ def render_table() -> str:
     return "\n".join((*HEAD, *(_render(each) for each in compare_all())))
 
 
-def _render(found: Comparison) -> str:
+def render_releases() -> str:
+    """Return the table of docs/commands/plan.md with the other releases."""
+    rows = [_render(comparison, release=comparison.shape.release) for comparison in compare_releases()]
+    return "\n".join((HEAD[0].replace("| model |", "| model | vLLM |"), f"| --- {HEAD[1]}", *rows))
+
+
+def _render(found: Comparison, release: str | None = None) -> str:
     shape, plan, said = found.shape, found.plan, found.said
     options = " ".join((*shape.options, *shape.only_plan)) or " "
     weights, tokens = plan.get("weights_bytes"), plan.get("kv_capacity_tokens")
     cells = (
         f"{shape.name} ({shape.kind})",
+        *((release,) if release else ()),
         options if options == " " else f"`{options}`",
         _pair(_gib(weights), said.get("weights_gib"), found.weights_error),
         _pair(_range(plan.get("activation_bytes")), said.get("activations_gib"), None),

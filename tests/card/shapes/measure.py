@@ -2,7 +2,8 @@
 
 usage: CARD_FOLDER=.card python -m tests.card.shapes.measure [NAME...]
 
-Without names it measures every shape. It writes measured.json, with what it did not measure as it was.
+Without names it measures every shape. It writes measured.json, with what it did not measure as it was. Where
+CARD_FOLDER has another release of vLLM than 0.32 (setup.sh FOLDER VLLM TORCH), it writes releases.json, by release.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from tests.card.shapes.table import SHAPES, Shape
 
 HERE: Final = Path(__file__).parent
 RECORD: Final = HERE / "measured.json"
+RELEASES: Final = HERE / "releases.json"
+USUAL_RELEASE: Final = "0.32"
 MOST_SECONDS: Final = 420
 NUMBER: Final = r"([\d.,]+)"
 SAID: Final = {
@@ -53,7 +56,8 @@ def parse_log(text: str) -> dict[str, Any]:
             found[name] = min(numbers) if name in LEAST else max(numbers)
     if "kv_tokens" in found:
         found["kv_tokens"] = int(found["kv_tokens"])
-    if "activations_gib" not in found and STARTED not in text:
+    # Some releases compile kernels after the sizing, which needs nvcc: what they said before counts.
+    if "available_gib" not in found and "activations_gib" not in found and STARTED not in text:
         matches = re.findall(REFUSALS, text, re.MULTILINE)
         found["refused"] = re.sub(r"\s+", " ", matches[-1])[:160] if matches else "it ended without a reason"
     return found
@@ -115,13 +119,30 @@ def _build_case(shape: Shape, place: Path) -> dict[str, Any]:
     }
 
 
+def read_release() -> str:
+    """Return the release of vLLM in the card's folder, such as 0.33."""
+    script = "from importlib.metadata import version; print(version('vllm'))"
+    done = subprocess.run([FOLDER / "venv/bin/python", "-c", script], capture_output=True, text=True, check=True)
+    return done.stdout.strip().rpartition(".")[0]
+
+
 def main(names: Sequence[str]) -> None:
-    record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    release = read_release()
+    if release != USUAL_RELEASE:
+        # Its kernels need a compiler.
+        os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
+    releases = json.loads(RELEASES.read_text())
+    usual = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    record = usual if release == USUAL_RELEASE else releases.setdefault(release, {})
     folder = Path(tempfile.mkdtemp(prefix="shapes-"))
     for name, found in measure([shape for name in names for shape in SHAPES if shape.name == name] or SHAPES, folder):
         record[name] = found
         ordered = {shape.name: record[shape.name] for shape in SHAPES if shape.name in record}
-        RECORD.write_text(json.dumps(ordered, indent=1) + "\n")
+        if release == USUAL_RELEASE:
+            RECORD.write_text(json.dumps(ordered, indent=1) + "\n")
+        else:
+            releases[release] = ordered
+            RELEASES.write_text(json.dumps(dict(sorted(releases.items())), indent=1) + "\n")
 
 
 if __name__ == "__main__":
