@@ -111,7 +111,7 @@ class Batch:
         return not is_changed
 
     def follow(self, order: Any) -> Step:  # noqa: ANN401 - vLLM's SchedulerOutput
-        """Return what the ordered step computes that is not repeated."""
+        """Return what an ordered step computes, if the step does not repeat the last one."""
         step = self._follow_change(order)
         has_more = step.prompt_tokens or step.images or step.adapters or self._prompts
         self._repeatable_step = step if step.total_tokens and not has_more else None

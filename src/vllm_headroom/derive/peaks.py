@@ -170,7 +170,7 @@ class PeakRoom(NamedTuple):
     """The memory that a step may take on a GPU."""
 
     free_bytes: int
-    """Free on the GPU, as far as the engine may take it."""
+    """The free memory of the GPU that the engine may take."""
 
     cached_bytes: int
     """Held unused by torch, in segments of which nothing is in use."""

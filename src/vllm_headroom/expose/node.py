@@ -126,7 +126,7 @@ def respond_node_metrics(
 
 
 def build_node_document(view: NodeView) -> dict[str, Any]:
-    """Return one document of all engines, worst first, and of those that are not watched."""
+    """Return one document on all engines: the watched ones, worst first, and the others."""
     return {
         "headroom_node": 1,
         "version": view.version,

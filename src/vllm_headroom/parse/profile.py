@@ -83,7 +83,7 @@ class Profile(Struct, frozen=True, kw_only=True, dict=True):
     in these labels, the highest value counts.
     """
     replica_labels: tuple[str, ...] = ()
-    """The labels that distinguish replicas where a value is in a label; all other labels are
+    """The labels that distinguish replicas, if a value is in a label; all other labels are
     settings.
     """
     product: str

@@ -186,7 +186,7 @@ def find_engine_fixes(reason: Reason, elsewhere: Fix) -> tuple[Fix, ...]:
 
 
 VERSION_SECONDS: Final = 1.0
-"""The time limit for the engine's version and model, without which the checks can do."""
+"""The time limit for reading the engine's version and model; the checks also work without them."""
 
 
 class Survey(Machine, frozen=True, kw_only=True):

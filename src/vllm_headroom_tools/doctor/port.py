@@ -165,7 +165,7 @@ async def check_trace_file(file: Path | None) -> Check:
 async def _check_writable(
     path: Path, attempt: Callable[[], None], variable: str, value: str
 ) -> Check:
-    """Return the check of a path by running `attempt`, on a thread, since a volume can hang.
+    """Run `attempt` on a thread, because a volume can hang; return the check of a path.
 
     The fix mounts a volume and sets `variable` to `value`, a path on that volume.
     """

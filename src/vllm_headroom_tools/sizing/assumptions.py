@@ -503,8 +503,8 @@ stand-in card, 0.32).
 
 WIDE_LOGITS: Final = 3.0
 WIDE_LOGITS_HIGH: Final = 3.15
-"""The number of copies of the logits in 32 bits that the first runner has at once, by the highest
-measurement.
+"""How many copies of the logits in 32 bits the first runner has at once, and the most that was
+measured.
 """
 
 

@@ -49,7 +49,7 @@ _FILE_KEYS: Final = ("cert_file", "key_file", "client_ca_file")
 
 
 class _Choice(Struct, frozen=True, kw_only=True):
-    """What each of a few values of a key means, and the default."""
+    """The accepted values of a key with their meanings, and the default."""
 
     meanings: Mapping[str, Any]
     default: str
