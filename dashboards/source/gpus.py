@@ -5,7 +5,7 @@ from __future__ import annotations
 from dashboards.source.colours import STATES, state_words
 from dashboards.source.grafana import MINUTE, Json, override, values
 from dashboards.source.panels import table
-from dashboards.source.ranking import GPU_WIDTH, number, organized
+from dashboards.source.ranking import number, organized
 from dashboards.source.series import FREE, FREE_FLOOR, GPU, lowest_free, of_gpus
 
 
@@ -43,16 +43,16 @@ def each_gpu() -> Json:
         height=5,
         noValue="no GPU of the engine is seen",
         overrides=[
-            override("GPU", custom__width=GPU_WIDTH),
+            override("GPU", custom__width=112),
             override(
                 "state",
-                custom__width=105,
+                custom__width=100,
                 noValue="unknown",
                 mappings=[values(*states)],
                 custom__cellOptions={"type": "color-text"},
             ),
-            number("free", "bytes", 75, FREE_FLOOR, noValue="unknown"),
-            number("lowest", "bytes", 75, FREE_FLOOR, noValue="unknown"),
+            number("free", "bytes", 70, FREE_FLOOR, noValue="unknown"),
+            number("lowest", "bytes", 70, FREE_FLOOR, noValue="unknown"),
             override("out of memory", **when),
             override("at the earliest", **when),
         ],

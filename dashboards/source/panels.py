@@ -113,7 +113,8 @@ def stat(
         "showPercentChange": False,
         "textMode": "value_and_name" if named else "auto",
         "wideLayout": not (text or named),
-        **({"text": text} if text else {}),
+        # Among many series Grafana would shrink their names to 9 pixels.
+        **({"text": text or {"titleSize": 14}} if text or named else {}),
     }
     more.setdefault("color", {"mode": "thresholds"})
     more["mappings"] = [*more.get("mappings", ()), _nothing(more["noValue"])]

@@ -33,13 +33,14 @@ MODEL: Final = 'cluster=~"$cluster",namespace=~"$namespace",model_name=~"$model_
 
 def engines() -> Json:
     """Return the table of engines."""
+    # On a narrow screen the last columns are out of sight, so the most urgent figures come first.
     columns = {
         "time to OOM": f"min by ({BY_TARGET}) (headroom_time_to_oom_seconds{{{TARGET}}}"
         f" or headroom_host_time_to_oom_seconds{{{TARGET}}})",
-        "leak rate": f"max by ({BY_TARGET}) (headroom_leak_bytes_per_second{{{TARGET}}})",
-        "unreported": f"max by ({BY_TARGET}) (headroom_memory_discrepancy_ratio{{{TARGET}}} > -0.5)",
         "free": f"min by ({BY_TARGET}) (headroom_gpu_memory_free_bytes{{{TARGET}}})",
         "at the peak": f"min by ({BY_TARGET}) ({free_at_the_peak(TARGET)})",
+        "leak rate": f"max by ({BY_TARGET}) (headroom_leak_bytes_per_second{{{TARGET}}})",
+        "unreported": f"max by ({BY_TARGET}) (headroom_memory_discrepancy_ratio{{{TARGET}}} > -0.5)",
     }
     named = f'group by ({BY_TARGET}, model_name) (headroom_engine_info{{{TARGET},model_name=~"$model_name"}})'
     fullest = f"max by ({BY_GPU}) (bottomk by ({BY_TARGET}) (1, {ranked()}))"
