@@ -43,7 +43,7 @@ class StepFacts(Struct, frozen=True, kw_only=True):
             adapters = _count(self.adapters, "adapter")
             return f"{adapters} to load and {self.tokens:,} tokens of {requests}"
         if work is Work.SAMPLING:
-            return f"the sampling for {requests}"
+            return f"sampling for {requests}"
         if work is Work.PREFILL:
             return f"{self.prompt_tokens:,} prompt tokens in {requests}"
         return f"{self.tokens:,} tokens of {requests}"

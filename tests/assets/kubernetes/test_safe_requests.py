@@ -206,7 +206,7 @@ def test_where_a_full_step_fits_only_prompt_logprobs_in_flight_are_added(
     backend.may_answer.clear()
     senders = [send_in_flight(proxy, backend, 90) for _ in range(3)]
     senders.append(send_in_flight(proxy, backend, 30, prompt_logprobs=1))
-    # The logits of one request are still held while those of the next are computed.
+    # The logprobs of one request are still held while those of the next are computed.
     refused = post(proxy, prompt=[1] * 11, prompt_logprobs=1)
     senders.append(send_in_flight(proxy, backend, 10, prompt_logprobs=1))
     backend.may_answer.set()

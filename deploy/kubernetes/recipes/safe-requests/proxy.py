@@ -138,7 +138,7 @@ def refuse(prompts: Prompts, others: list[Prompts]) -> Refusal | None:
     limits = readings[-1]
     limit = limits.get("prompt_logprobs")
     if limit is not None and prompts.has_logprobs:
-        # vLLM still holds the logits of one prompt while it computes those of the next.
+        # vLLM still holds the logprobs of one prompt while it computes those of the next.
         refusal = refuse_sum(prompts.total_tokens, others, "prompt_logprobs", limit)
         if refusal is not None:
             return refusal

@@ -39,7 +39,7 @@ STEP = StepFacts(
         (Work.DECODE, "8,193 tokens of 2 requests"),
         (Work.PROMPT_LOGPROBS, "8,192 prompt tokens with prompt logprobs of one request"),
         (Work.ENCODER, "3 images of 1,048,576 pixels"),
-        (Work.SAMPLING, "the sampling for 2 requests"),
+        (Work.SAMPLING, "sampling for 2 requests"),
         (Work.ADAPTER, "one adapter to load and 8,193 tokens of 2 requests"),
     ],
 )
