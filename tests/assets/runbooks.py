@@ -16,6 +16,7 @@ VLLM_FLAGS: Final = frozenset(
         "--gpu-memory-utilization",
         "--kv-cache-memory-bytes",
         "--limit-mm-per-prompt",
+        "--mm-processor-kwargs",
         "--max-logprobs",
         "--max-loras",
         "--max-model-len",

@@ -34,7 +34,13 @@ MOST_WORDS: Final = 200
 """Of a decision in DESIGN.md: context, decision, consequence. Longer ones are two decisions."""
 
 OF_VLLM: Final = frozenset(
-    {"--kv-cache-memory-bytes", "--limit-mm-per-prompt", "--max-logprobs", "--no-enable-prefix-caching"}
+    {
+        "--kv-cache-memory-bytes",
+        "--limit-mm-per-prompt",
+        "--max-logprobs",
+        "--mm-processor-kwargs",
+        "--no-enable-prefix-caching",
+    }
 )
 WITHOUT_RULE: Final = {"HeadroomTest", *(alert for alert, *_ in REMOVED)}
 """What docs/paging.md sends, and alerts that are no more."""
