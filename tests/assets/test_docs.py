@@ -45,7 +45,7 @@ OF_VLLM: Final = frozenset(
 WITHOUT_RULE: Final = {"HeadroomTest", *(alert for alert, *_ in REMOVED)}
 """What docs/paging.md sends, and alerts that are no more."""
 
-OF_OTHERS: Final = frozenset({"--container", "--update-golden"})
+OF_OTHERS: Final = frozenset({"--container", "--ctl", "--update-golden"})
 
 _LINK: Final = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
 _DECISION: Final = re.compile(r"^### (\d+)\. .*\n((?:(?!#).*\n)*)", re.MULTILINE)
@@ -156,6 +156,10 @@ def _typed(text: str) -> list[tuple[str, str]]:
     """Return each option that is typed behind a command, with the command's name."""
     lines = [line for code in _CODE.findall(text) for line in code.replace("\\\n", " ").splitlines()]
     commands = [re.search(r"vllm-headroom(?: ([a-z]+))?((?: [^|&#]*)?)", line) for line in lines]
+    # Behind " -- " stands the command line of another program.
     return [
-        (found[1] or "run", option) for found in commands if found for option in _OPTION.findall(found[2].split("`")[0])
+        (found[1] or "run", option)
+        for found in commands
+        if found
+        for option in _OPTION.findall(re.split("`| -- ", found[2])[0])
     ]
