@@ -257,8 +257,8 @@ def test_more_ranks_than_cards_are_refused(capsys: Capsys, options: tuple[str, .
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_machines_with_unified_memory_have_all_upper_bounds_at_once(ranks: int) -> None:
     """Two of them had 7 to 9 GiB of communication and 5.1 of CUDA graphs; one had 14.6 of at most 15.6 GiB."""
-    settings = {"unified_memory": True, "tensor_parallel_size": ranks, "release": parse_release("0.29")}
-    estimate = estimated(card_gib=119.7, **settings)
+    release = parse_release("0.29")
+    estimate = estimated(card_gib=119.7, unified_memory=True, tensor_parallel_size=ranks, release=release)
 
     assert estimate.overhead is not None
     assert estimate.activations is not None

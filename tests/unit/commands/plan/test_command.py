@@ -238,7 +238,9 @@ def test_named_cards_have_their_memory_and_are_all_used(capsys: Capsys) -> None:
     by_size = plan(capsys, *of("llama-3.1-70b"), "--gpu-memory", "81559MiB", "-tp", "4", "--json")
 
     assert by_name.status == 0
-    assert by_name.out == by_size.out
+    # Only with a number of cards the ranks are compared with it.
+    assert by_name.document["checks"][1:] == by_size.document["checks"]
+    assert {**by_name.document, "checks": []} == {**by_size.document, "checks": []}
 
 
 def test_a_public_model_needs_no_file(capsys: Capsys) -> None:
