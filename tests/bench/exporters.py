@@ -62,7 +62,7 @@ def runtime() -> Path | None:
 
 @contextmanager
 def ours(python: Path, engine_url: str, nvml: FakeNvml, **settings: str) -> Iterator[Exporter]:
-    port = _free_port()
+    port = find_free_port()
     said = {"ENGINE_URL": engine_url, "LISTEN_HOST": LOOPBACK, "LISTEN_PORT": str(port), "GPUS": "all", **settings}
     variables = {f"HEADROOM_{name}": value for name, value in said.items()}
     command = [str(python / "vllm-headroom"), "run"]
@@ -71,8 +71,18 @@ def ours(python: Path, engine_url: str, nvml: FakeNvml, **settings: str) -> Iter
 
 
 @contextmanager
+def ours_on_node(python: Path, nvml: FakeNvml, **settings: str) -> Iterator[Exporter]:
+    """Watch every engine of the machine."""
+    port = find_free_port()
+    said = {"ENGINES": "node", "LISTEN_HOST": LOOPBACK, "LISTEN_PORT": str(port), **settings}
+    variables = {f"HEADROOM_{name}": value for name, value in said.items()}
+    with _running([str(python / "vllm-headroom"), "run"], port, nvml, "headroom_engines", **variables) as exporter:
+        yield exporter
+
+
+@contextmanager
 def peer(python: Path, nvml: FakeNvml, last_gpu: int) -> Iterator[Exporter]:
-    port = _free_port()
+    port = find_free_port()
     command = [str(python / "nvitop-exporter"), "--bind-address", LOOPBACK, "--port", str(port), "--interval", "1"]
     with _running(command, port, nvml, f'index="{last_gpu}"') as exporter:
         yield exporter
@@ -80,7 +90,7 @@ def peer(python: Path, nvml: FakeNvml, last_gpu: int) -> Iterator[Exporter]:
 
 @contextmanager
 def naive(python: Path, engine_url: str, nvml: FakeNvml) -> Iterator[Exporter]:
-    port = _free_port()
+    port = find_free_port()
     command = [str(python / "python"), str(Path(__file__).with_name("naive.py")), engine_url, str(port)]
     with _running(command, port, nvml, "naive_vllm_num_requests_running") as exporter:
         yield exporter
@@ -111,7 +121,8 @@ def _shows(exporter: Exporter, text: str) -> bool:
         return False
 
 
-def _free_port() -> int:
+def find_free_port() -> int:
+    """Return a port at which nothing listens."""
     with socket.create_server((LOOPBACK, 0)) as free:
         port: int = free.getsockname()[1]
     return port

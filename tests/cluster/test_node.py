@@ -52,12 +52,17 @@ IDLE_BYTES: Final = 600 * 2**20
 LEAK_BYTES_PER_SECOND: Final = 12 * 2**20
 """The 9 GiB beside the weights last for 13 minutes."""
 
+LIMIT_BYTES: Final = 256 * 2**20
+"""The memory limit of the container of each engine, which the kernel has in the node's cgroups."""
+
 OVERLAY: Final = """\
 apiVersion: kustomize.config.k8s.io/v1beta1
 kind: Kustomization
 namespace: {namespace}
 resources:
 - {recipe}
+components:
+- {cgroups}
 images:
 - {{name: ghcr.io/vllm-headroom/vllm-headroom, newName: {image[0]}, newTag: "{image[1]}"}}
 patches:
@@ -178,6 +183,7 @@ class Sidecar:
         text = OVERLAY.format(
             namespace=self.namespace,
             recipe=os.path.relpath(ROOT / "deploy" / "kubernetes" / "recipes" / "daemonset", place),
+            cgroups=os.path.relpath(ROOT / "deploy" / "kubernetes" / "components" / "node-cgroups", place),
             image=SIDECAR_IMAGE.rsplit(":", 1),
             state=FOLDER / "node-state",
             card=card_folder,
@@ -294,6 +300,8 @@ def test_each_engine_of_the_node_is_followed_under_its_own_name(tmp_path: Path) 
             return len(names) == 4 and states == dict.fromkeys(names, "serving")
 
         eventually(all_serve, "the sidecar finds exactly the four without a sidecar", START_SECONDS, 2.0)
+        limits_bytes = sidecar.read_values("headroom_host_memory_limit_bytes")
+        assert {name: limits_bytes.get(name) for name in list_names()} == dict.fromkeys(list_names(), LIMIT_BYTES)
         own_names = {pod["metadata"]["name"] for pod in own.pods()}
 
         def names_own() -> bool:
