@@ -185,7 +185,7 @@ def url(example: str) -> Value[httpx.URL]:
 
 
 def page_url(example: str) -> Value[str]:
-    """Return the kind of the URL of a page of metrics."""
+    """Return the reader of an option whose value is the URL of a metrics page."""
     return Value(
         read=parse_metrics_url, accepts=f"an http or https URL such as {example}", show=show_url
     )

@@ -53,7 +53,7 @@ ENVIRONMENT: Final = (
 """Variables of vLLM (envs.py) that change what it checks or how it divides the memory."""
 
 SWITCHES: Final = {"1": True, "true": True, "0": False, "false": False}
-"""The values of these that are understood here."""
+"""The accepted values of these variables."""
 
 IMAGE_TAG: Final = re.compile(r"vllm[^:]*:v?(0\.\d+(?:\.\d+)?)(?![\d.])", re.IGNORECASE | re.ASCII)
 """The release in the tag of such an image, as that of v0.20.0-cu130."""
