@@ -56,6 +56,7 @@ NO_HOST_PIDS: Final = (
 def serve(settings: Settings, model: ModelReader = NO_MODEL) -> NoReturn:
     """Run the daemon over several engines until it is stopped, and exit with its status."""
     logs.configure(settings.log_format, settings.log_level)
+    app.prepare_process()
     runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
     parts = build_node_parts(settings)
     if parts.processes is not None and not parts.processes.sees_host:

@@ -1,7 +1,6 @@
 """Read the shape of a model from its configuration, in the folder of its weights."""
 
 import json
-import os.path
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -550,8 +549,7 @@ def read_model(path: Path, overrides: Mapping[str, Any] | None = None) -> ModelS
     Returns a sentence on what is wrong if the file cannot be read or understood. `overrides`
     replace fields of the file.
     """
-    # Path.is_dir raises OSError for a name that is too long, before Python 3.14.
-    is_folder = os.path.isdir(path)  # noqa: PTH112
+    is_folder = _is_folder(path)
     try:
         file = path / CONFIG_FILE if is_folder else path
         # Some editors write a byte order mark at the beginning.
@@ -571,8 +569,15 @@ def read_model(path: Path, overrides: Mapping[str, Any] | None = None) -> ModelS
 
 def has_config_file(folder: str) -> bool:
     """Return whether a folder has a config.json; False where there is no such folder."""
-    # Path.is_file raises OSError for a name that is too long, before Python 3.14.
-    return os.path.isfile(Path(folder, CONFIG_FILE))  # noqa: PTH113
+    return _is_folder(Path(folder)) and Path(folder, CONFIG_FILE).is_file()
+
+
+def _is_folder(path: Path) -> bool:
+    """Return whether there is a folder of this name; False for a name that is too long."""
+    try:
+        return path.is_dir()
+    except OSError:  # before Python 3.14
+        return False
 
 
 def has_many_values(text: str) -> bool:

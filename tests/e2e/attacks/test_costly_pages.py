@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import platform
 import resource
 import socket
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from tests.bench.processes import resident_bytes
 from tests.contract.recorded import FOLDER
 from tests.fakes.engine_server import EngineServer, Hangup, page
-from tests.process import daemon, eventually, peak_bytes
+from tests.process import Page, daemon, engine_answers, eventually, peak_bytes
 from vllm_headroom.daemon.engine_watch import SMALL_PAGE
 
 RECORDED = (FOLDER / "vllm-0.32.0" / "load-waiting.prom").read_text()
@@ -150,6 +153,29 @@ def test_no_page_that_is_read_takes_the_daemon_over_its_memory_limit(text: str) 
         running.sees(lambda _: len(engine.requests) >= old_count + 3, "it was read again and again")
 
         assert peak_bytes(running.process.pid) < 112 * MIB
+
+
+def is_read(engine: EngineServer, times: int, _: Page) -> bool:
+    return len(engine.requests) >= times
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has the setting")
+def test_memory_that_a_large_page_took_is_given_back() -> None:
+    with (
+        EngineServer(page(RECORDED)) as engine,
+        daemon(ENGINE_URL=engine.url, SAMPLE_INTERVAL_SECONDS="0.1") as running,
+    ):
+        running.sees(lambda _: len(engine.requests) >= 20, "it has read some pages")
+        usual_bytes = resident_bytes(running.process.pid)
+
+        for text in ("x" * 5 * MIB, "x" * 3_900_000 + "\n"):
+            engine.answer = page(text)
+            wanted_count = len(engine.requests) + 3
+            running.sees(partial(is_read, engine, wanted_count), "a large page was read")
+        engine.answer = page(RECORDED)
+        running.sees(engine_answers, "the usual page is read again")
+
+        assert resident_bytes(running.process.pid) < usual_bytes + 6 * MIB
 
 
 def virtual_bytes(pid: int) -> int:
