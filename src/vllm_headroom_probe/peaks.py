@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from vllm_headroom_probe.batch import ENCODER, NO_STEP, Batch, Step
+from vllm_headroom_probe.batch import DECODE, ENCODER, NO_STEP, Batch, Step
 from vllm_headroom_probe.engine import read_own, to_integer
 from vllm_headroom_probe.gpu import can_read_torch, find_cuda
 
@@ -25,9 +25,9 @@ MAX_SIZE_CLASSES = 20
 MAX_REASON_CHARACTERS = 200
 """How many characters of an error the file has."""
 
-REPEATED_STEPS = 16
-"""Of steps that repeat the previous one, every sixteenth is measured: reading torch's figures three
-times takes 32 microseconds."""
+REPEATED_STEPS = 32
+"""Of steps that repeat the previous one, and of smaller steps of decode, one in so many is
+measured: reading torch's figures three times takes 32 microseconds."""
 
 Call = Callable[..., Any]
 
@@ -162,6 +162,8 @@ class Peaks:
         self._stop_reason: str | None = None
         """The error that ended the measurement; None without one."""
         self._limits: dict[str, int | None] = {}
+        self._decode_tokens = 0
+        """The tokens of the newest measured step of decode."""
         # The cost of the hook.
         self._steps = 0
         self._measured_steps = 0
@@ -268,8 +270,15 @@ class Peaks:
             return
         self.step = step
         self.kind = step.kind
-        self._began_at = time.time()
         self._is_sampling_due = True
+        # Fewer running requests take no more memory than those that were measured.
+        is_smaller = step.kind == DECODE and step.total_tokens <= self._decode_tokens
+        if is_smaller and self._unmeasured_steps < REPEATED_STEPS - 1:
+            self._unmeasured_steps += 1
+            return
+        if step.kind == DECODE:
+            self._decode_tokens = step.total_tokens
+        self._began_at = time.time()
         self._steps += 1 + self._unmeasured_steps
         self._unmeasured_steps = 0
         self._is_measured = True

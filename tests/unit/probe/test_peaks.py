@@ -201,7 +201,7 @@ def test_requests_that_ran_before_are_of_no_known_kind(peaks: Peaks, runner: Run
     assert set(sizes(peaks)) == {"other", "sampling", "decode"}
 
 
-def test_of_repeated_steps_every_sixteenth_is_measured(
+def test_of_repeated_and_of_smaller_steps_one_in_32_is_measured(
     peaks: Peaks, runner: Runner, allocator: Allocator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step(runner, order({"a": 3}, ask("a", 3)))
@@ -213,18 +213,24 @@ def test_of_repeated_steps_every_sixteenth_is_measured(
         return read(index)
 
     monkeypatch.setattr(allocator, "memory_stats_as_nested_dict", count_and_read)
-    for _ in range(17):
+    for _ in range(33):
         step(runner, order({"a": 1}))
 
     assert sizes(peaks)["decode"] == [[1, MIB, 2]]
     assert len(reads) == 6
     document = peaks.describe()
     assert document is not None
-    assert document["steps"] == 18
+    assert document["steps"] == 34
 
     step(runner, order({"a": 1, "b": 1}, ask("b", 1)))
+    step(runner, order({"a": 1, "b": 1}))
     step(runner, order({"b": 1}, finished_req_ids={"a"}))
-    assert sizes(peaks)["decode"] == [[1, MIB, 3]]
+    current: list[dict[str, Any] | None] = []
+    monkeypatch.setattr(allocator, "take", lambda _: current.append(peaks.describe_current()))
+    step(runner, order({"b": 1}))
+
+    assert sizes(peaks)["decode"] == [[1, MIB, 2], [2, 2 * MIB, 1]]
+    assert [(step["work"], step["tokens"]) for step in current if step] == [("decode", 1), ("sampling", 1)]
 
 
 def test_an_empty_order_is_no_step(peaks: Peaks, runner: Runner) -> None:
