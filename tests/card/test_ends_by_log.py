@@ -130,7 +130,7 @@ ENDS: Final = {
         changes=MAMBA,
     ),
     "CUDA error": End({"crash"}, "cuda", "gone", break_card),
-    "stopped": End({"stopped"}, None, "stopped", stop),
+    "stopped": End({"orderly_end"}, None, "stopped", stop),
     # Without the kernel's count of its kills, a person may have done it.
     "killed": End({"killed_by_kernel", "crash"}, None, "gone", kill_core, sure="likely"),
     # One exception alone may be that of a request.
