@@ -272,6 +272,9 @@ NO_INCIDENT_ADVICE: Final = (
 )
 """What to do after an exit without an incident on disk."""
 
+NEVER_SEEN_ADVICE: Final = "Start the engine, or correct HEADROOM_ENGINE_URL."
+"""What to do where no engine was ever seen."""
+
 UNJUDGED_ADVICE: Final = "Nothing yet: a leak shows only after some minutes of load."
 """What to do where nothing is wrong, but a leak is not judged yet."""
 
@@ -306,6 +309,8 @@ PURPOSES: Final = {
 
 def find_advice(view: View, worst: Verdict) -> str:
     """Return the first thing to do in a situation, among what this page can point to."""
+    if _was_never_seen(view, worst):
+        return NEVER_SEEN_ADVICE
     if worst.situation in EXIT_SITUATIONS and view.last_incident is None:
         return NO_INCIDENT_ADVICE
     if worst.situation is Situation.HEALTHY:
@@ -318,8 +323,16 @@ def find_advice(view: View, worst: Verdict) -> str:
     return worst.situation.action
 
 
+def _was_never_seen(view: View, worst: Verdict) -> bool:
+    """Return whether the engine is down as far as known because none was ever seen."""
+    status = view.engine_status
+    return worst.situation is Situation.DOWN and status is not None and not status.was_seen
+
+
 def _find_command(view: View, worst: Verdict) -> str | None:
     """Return the command that explains a situation further; None where there is none."""
+    if _was_never_seen(view, worst):
+        return COMMANDS[Situation.BLIND]
     if worst.situation in EXIT_SITUATIONS and view.last_incident is not None:
         return view.last_incident.command
     return COMMANDS.get(worst.situation)
@@ -476,7 +489,11 @@ def _measure_since(view: View, worst: Verdict) -> Number | None:
     if start is None or view.snapshot is None:
         return None
     duration = format_duration(max(0.0, view.snapshot.time_seconds - start.seconds))
-    caption = "down" if worst.situation is Situation.DOWN else "without a reading"
+    caption = "without a reading"
+    if _was_never_seen(view, worst):
+        caption = "without an engine"
+    elif worst.situation is Situation.DOWN:
+        caption = "down"
     return duration if start.is_exact else f"at least {duration}", caption
 
 

@@ -296,6 +296,21 @@ def test_a_trouble_shows_since_when_it_holds_and_how_big_it_is() -> None:
     assert f"On it beside the engine: {named}" in shown
 
 
+def test_an_engine_that_was_never_seen_leads_to_doctor() -> None:
+    unseen = replace(
+        snapshot(engines=failure(Source.ENGINE), gpus=(gpu(),)),
+        engine_status=EngineStatus(state=EngineState.DOWN, was_seen=False),
+    )
+
+    shown = show(view(at=unseen))
+    hero = shown[shown.index("<section class='hero") : shown.index("</section>")]
+
+    assert "<h1>NOT KNOWN: engine down</h1>" in hero
+    assert "it failed" in hero
+    assert "Start the engine, or correct HEADROOM_ENGINE_URL." in hero
+    assert "<code>vllm-headroom doctor</code>" in hero
+
+
 def test_a_start_says_how_long_the_starts_before_took() -> None:
     starting = replace(
         snapshot(engines=failure(Source.ENGINE), gpus=(gpu(),)),
