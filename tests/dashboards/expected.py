@@ -35,7 +35,7 @@ EMPTY: Final = (
                 "Each GPU, and when it will be full": ("D", "E"),
             },
             "headroom-fleet": {
-                "Engines, worst first": ("D", "E"),
+                "Engines, worst first": ("D", "G"),
                 "Models, worst first": ("E", "F"),
                 TIME: (),
                 LEAKING: (),
@@ -112,7 +112,7 @@ EMPTY: Final = (
         over=frozenset({"asleep"}),
         queries={
             "headroom": {"Unreported": ("of the card, since it first served",)},
-            "headroom-fleet": {"Engines, worst first": ("F",)},
+            "headroom-fleet": {"Engines, worst first": ("H",)},
         },
     ),
     Empty(
@@ -125,7 +125,7 @@ EMPTY: Final = (
                 "Inputs the engine does not offer": (),
             },
             "headroom-fleet": {
-                "Engines, worst first": ("B", "F"),
+                "Engines, worst first": ("B", "H"),
                 "Models, worst first": (),
             },
         },
