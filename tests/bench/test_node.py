@@ -93,7 +93,7 @@ def measure_cpu_seconds(*exporters: Exporter) -> tuple[float, ...]:
 
 @contextmanager
 def unit_engine(folder: Path) -> Iterator[int]:
-    """Run an engine in a service of its own, as systemd would; give its port. Skip where no cgroup can be made."""
+    """Run an engine in a separate service, as systemd would; give its port. Skip where no cgroup can be made."""
     top = SYSTEMD if SYSTEMD.is_dir() else SYSTEMD.parent
     cgroup = top / f"headroom-bench-{uuid4()}.service"
     try:

@@ -1,4 +1,4 @@
-"""Stands in for `vllm serve` in a process of its own; arguments: serve MODEL --port PORT, as vLLM's."""
+"""Replaces `vllm serve` in a separate process; arguments: serve MODEL --port PORT, as vLLM's."""
 
 from __future__ import annotations
 
