@@ -42,8 +42,8 @@ CLIENT_AUTH: Final = {
 
 TLS_VERSIONS: Final = {"TLS12": ssl.TLSVersion.TLSv1_2, "TLS13": ssl.TLSVersion.TLSv1_3}
 _BCRYPT: Final = re.compile(r"\$2[aby]?\$(?:0[4-9]|1[0-6])\$[./A-Za-z0-9]{53}", re.ASCII)
-"""A bcrypt hash with a cost from 4, the lowest, to 16. A check takes twice as long with each further
-cost: 4 s with cost 16, a day with cost 31. No other login is checked during that time."""
+"""A bcrypt hash with a cost from 4, the lowest, to 16. Each further cost doubles the time of a
+check: 4 s with cost 16, a day with cost 31. No other login is checked during that time."""
 
 _FILE_KEYS: Final = ("cert_file", "key_file", "client_ca_file")
 
