@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Final
 from uuid import uuid4
@@ -51,7 +52,7 @@ def test_one_daemon_for_all_engines_of_a_machine(tmp_path: Path, results: Result
                 ours(python, f"http://{LOOPBACK}:{ports[0]}/metrics", nvml, SAMPLE_INTERVAL_SECONDS="1") as sidecar,
                 ours_on_node(python, nvml, SAMPLE_INTERVAL_SECONDS="1") as node,
             ):
-                eventually(lambda node=node, count=count: count_watched(node) >= count, f"{count} watched", 120)
+                eventually(partial(is_watching, node, count), f"{count} watched", 120)
                 if count_watched(node) > count:
                     pytest.skip("other engines run on this machine")
                 time.sleep(WARM_UP_SECONDS)
@@ -69,6 +70,11 @@ def test_one_daemon_for_all_engines_of_a_machine(tmp_path: Path, results: Result
     results.at_most(1 / 3, "CPU of each further engine, by a sidecar's", cpu_ratio, " times")
     results.at_most(0.1, "memory of each further engine, by a sidecar's", memory_ratio, " times")
     results.at_most(128, f"resident memory with {ENGINES[-1]} engines", resident_bytes[ENGINES[-1]] / MIB, " MiB")
+
+
+def is_watching(node: Exporter, count: int) -> bool:
+    """Return whether the daemon of a node watches so many engines at least."""
+    return count_watched(node) >= count
 
 
 def count_watched(node: Exporter) -> int:
