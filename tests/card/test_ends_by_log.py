@@ -120,7 +120,13 @@ ENDS: Final = {
     "no room for the cache": End(
         NEVER, "no_kv_cache_memory", "gone", options=("--enforce-eager", "--gpu-memory-utilization", "0.05")
     ),
-    "context": End(NEVER, "context_too_long", "gone", changes={"max_position_embeddings": 100_000_000}),
+    "context": End(
+        NEVER,
+        "context_too_long",
+        "gone",
+        options=("--enforce-eager", "--gpu-memory-utilization", "0.08"),
+        changes={"max_position_embeddings": 1_000_000},
+    ),
     "taken before": End(NEVER, "little_free_memory", "gone", neighbour_bytes=6 * GIB),
     "states": End(
         NEVER,
