@@ -19,7 +19,7 @@ from vllm_headroom.derive.leak.facts import (
     Track,
     find_retained,
 )
-from vllm_headroom.units import DAY_SECONDS, HOUR_SECONDS, MIB
+from vllm_headroom.units import DAY_SECONDS, GIB, HOUR_SECONDS, MIB
 
 WINDOW_BLOCKS: Final = (6, 8, 11, 15, 21, 30, 46, 61)
 """The lengths, in blocks, of the windows that are judged."""
@@ -432,18 +432,27 @@ LONGEST_PATIENCE_SECONDS: Final = DAY_SECONDS / 2
 """The longest time for which growth must have lasted."""
 
 
-def compute_patience(left_seconds: float | None) -> float:
+ASSUMED_ROOM_BYTES: Final = 16 * GIB
+"""Our choice: the room of host memory whose limit is unknown. A server with a GPU has more memory,
+and less is free."""
+
+UNKNOWN_PATIENCE_SECONDS: Final = DAY_SECONDS / 4
+"""Our choice: where the room is unknown, growth need not have lasted longer than this. In the first
+hours of a run a cache, a heap or a warm-up grows as evenly as a leak."""
+
+
+def compute_patience(left_seconds: float, *, is_room_known: bool) -> float:
     """Return for how many seconds growth must have lasted for an alarm.
 
-    `left_seconds` is the time until out-of-memory; where it is unknown, LEAKING_SECONDS is
-    returned.
+    Where the room is unknown, `left_seconds` is the time in an assumed room: only growth that fills
+    it soon is an alarm within hours.
     """
-    if left_seconds is None:
-        return LEAKING_SECONDS
-    patience_seconds = max(PATIENCE_SHARE * left_seconds, LEAKING_SECONDS)
-    patience_seconds = min(patience_seconds, LONGEST_PATIENCE_SECONDS)
     # Where the device is soon full, a share of the time left is shorter than an hour.
     haste_seconds = max(HASTE_SHARE * left_seconds, HASTE_SECONDS)
+    if not is_room_known:
+        return min(haste_seconds, UNKNOWN_PATIENCE_SECONDS)
+    patience_seconds = max(PATIENCE_SHARE * left_seconds, LEAKING_SECONDS)
+    patience_seconds = min(patience_seconds, LONGEST_PATIENCE_SECONDS)
     return min(haste_seconds, patience_seconds)
 
 
@@ -722,7 +731,8 @@ def judge_steps(
         leaking_odds = LEAKING_ODDS_WHERE_FULL
         sure_odds = SURE_OF_STEPS_WHERE_FULL
     may_be_leak = odds >= leaking_odds and grown_bytes >= enough_bytes
-    has_lasted = lasted_seconds >= compute_patience(left_seconds)
+    patience_seconds = compute_patience(left_seconds, is_room_known=room_bytes is not None)
+    has_lasted = lasted_seconds >= patience_seconds
     if may_be_leak and has_lasted and (age_seconds >= YOUNG_SECONDS or is_late):
         # Scored last, because it compares all pairs of steps.
         steps = tuple(step for step in track.history.steps if step.seconds > origin.seconds)

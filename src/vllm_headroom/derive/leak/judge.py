@@ -25,6 +25,7 @@ from vllm_headroom.derive.leak.facts import (
     list_falls,
 )
 from vllm_headroom.derive.leak.growth_evidence import (
+    ASSUMED_ROOM_BYTES,
     CLIP_MEDIANS,
     GROWING_SECONDS,
     LATE_SHARE,
@@ -91,6 +92,10 @@ wake-up.
 
 POOL_OVERHEAD: Final = 1.15
 """How many times its configured size a pool may take."""
+
+KEPT_PACE: Final = 1.5
+"""Our choice, between a straight line and a logarithm: growth keeps its pace if it is at least this
+many times as large in the later two thirds of the run as in the third before."""
 
 BUSIEST_RATIO: Final = 1.25
 """Our choice: load is higher than ever if it is this many times as high as in every earlier quarter
@@ -698,7 +703,7 @@ def _judge_windows(
             # that an earlier warm-up still counts against an alarm.
             odds = min(WITNESS_ODDS_LIMIT, growth.rise_odds)
             odds += min(WITNESS_ODDS_LIMIT, weigh_pace(growth, anchor))
-            verdict = _judge_even(growth, odds, room_bytes)
+            verdict = _judge_even(growth, odds, track, room_bytes)
             if verdict is Certainty.LEAKING and is_busiest(growth, track):
                 has_lasted = growth.lasted_seconds >= GROWING_SECONDS
                 verdict = Certainty.GROWING if has_lasted else Certainty.NONE
@@ -714,6 +719,9 @@ def _judge_windows(
         # The rising part of a slow sawtooth looks like steps, but is given back later.
         if growth.grown_bytes >= largest_fall_bytes and not has_ended(growth):
             verdict, odds = judge_steps(growth, track, origin, room_bytes)
+            # Where the room is unknown, only the pace tells a bounded fill from a leak.
+            if verdict is Certainty.LEAKING and room_bytes is None and is_fading(track):
+                verdict = Certainty.GROWING
             yield WindowJudgement(min(worst, verdict), odds, growth)
 
 
@@ -736,7 +744,7 @@ def is_busiest(growth: Growth, track: Track) -> bool:
     )
 
 
-def _judge_even(growth: Growth, odds: float, room_bytes: float | None) -> Certainty:
+def _judge_even(growth: Growth, odds: float, track: Track, room_bytes: float | None) -> Certainty:
     """Return the verdict on even growth; `odds` is the sum of the log odds of rises and pace.
 
     Growth that has lasted longer than the time left until the device is full is an alarm whatever
@@ -745,11 +753,10 @@ def _judge_even(growth: Growth, odds: float, room_bytes: float | None) -> Certai
     """
     # One large demand must not shorten the time left, so the rises are clipped.
     trend_bytes = sum(clip_rises(growth, LARGE_BYTES))
-    left_seconds = None
+    usable_bytes: float = ASSUMED_ROOM_BYTES
     if room_bytes is not None:
         usable_bytes = max(0.0, room_bytes - OUT_OF_MEMORY_BYTES)
-        left_seconds = usable_bytes / trend_bytes * growth.lasted_seconds
-
+    left_seconds = usable_bytes / trend_bytes * growth.lasted_seconds
     is_urgent = _is_soon_full(growth, left_seconds) and is_steady(growth)
     is_likely = growth.rise_odds >= LEAST_RISE_ODDS and odds >= GROWING_ODDS_SUM
     if not (is_urgent or is_likely):
@@ -758,35 +765,67 @@ def _judge_even(growth: Growth, odds: float, room_bytes: float | None) -> Certai
         return Certainty.NONE
     if is_urgent:
         return Certainty.LEAKING
-    return _judge_likely(growth, odds, left_seconds)
+    patience_seconds = compute_patience(left_seconds, is_room_known=room_bytes is not None)
+    has_lasted = growth.lasted_seconds >= patience_seconds and not is_fading(track)
+    return _judge_likely(growth, odds, left_seconds, has_lasted=has_lasted)
 
 
-def _is_soon_full(growth: Growth, left_seconds: float | None) -> bool:
+def is_fading(track: Track) -> bool:
+    """Return whether growth has slowed down since a quarter of the run, by time and by requests.
+
+    Of the growth since then, the last two thirds of the time are compared with the first. A
+    straight line grows twice as much in them, and a logarithm as much. What fills up to a bound
+    grows less, once the run has lasted for about as long as it takes to fill. What came in the
+    first quarter of the run does not count: that is the warm-up.
+    """
+    anchor = track.history.anchor
+    assert anchor is not None  # noqa: S101 - it is set before the first block
+    quarter_seconds = anchor.seconds + (track.clock.now_seconds - anchor.seconds) / 4
+    blocks = _find_reaching_ring(track.history.rings, quarter_seconds).blocks
+    rises_bytes = [later - earlier for earlier, later in pairwise(find_retained(blocks))]
+    rising = [rise_bytes for rise_bytes in rises_bytes if rise_bytes >= RISE_BYTES]
+    # One large demand early in the run does not make a leak slow down.
+    limit_bytes = CLIP_MEDIANS * median(rising) if rising else 0.0
+    clipped_bytes = [min(limit_bytes, rise_bytes) for rise_bytes in rises_bytes]
+    for origin, axis in (
+        (anchor.seconds, [block.seconds for block in blocks]),
+        (anchor.requests, [block.requests for block in blocks]),
+    ):
+        begin = max(axis[0], origin + (axis[-1] - origin) / 4)
+        begin_number = bisect_left(axis, begin)
+        middle_number = bisect_left(axis, begin + (axis[-1] - begin) / 3)
+        earlier_bytes = sum(clipped_bytes[begin_number:middle_number])
+        later_bytes = sum(clipped_bytes[middle_number:])
+        # An axis of no length shows no growth.
+        if later_bytes > 0 and later_bytes >= KEPT_PACE * earlier_bytes:
+            return False
+    return True
+
+
+def _is_soon_full(growth: Growth, left_seconds: float) -> bool:
     """Return whether growth has lasted for so much of the time left that no odds are needed."""
-    if left_seconds is None:
-        return False
     left_share = SOON_SHARE if growth.lasted_seconds < LEAKING_SECONDS else LATE_SHARE
     return left_share * left_seconds <= growth.lasted_seconds
 
 
-def _judge_likely(growth: Growth, odds: float, left_seconds: float | None) -> Certainty:
+def _judge_likely(
+    growth: Growth, odds: float, left_seconds: float, *, has_lasted: bool
+) -> Certainty:
     """Return the verdict on even growth that is likely to be a leak, by the time left.
 
-    Where `left_seconds` is None, the room is unknown.
+    `has_lasted` is whether the growth has lasted for long enough for an alarm, at its pace.
     """
+    if left_seconds > NO_CONCERN_SECONDS:
+        return Certainty.NONE
     leaking_odds = LEAKING_ODDS_SUM
-    if left_seconds is not None:
-        if left_seconds > NO_CONCERN_SECONDS:
-            return Certainty.NONE
-        if left_seconds > FAR_SECONDS:
-            # Memory lasts for months: an alarm, which may wake somebody, needs more certainty.
-            leaking_odds = LEAKING_ODDS_SUM_IF_FAR
-    lasted_seconds = growth.lasted_seconds
-    if odds >= leaking_odds and lasted_seconds >= compute_patience(left_seconds):
+    if left_seconds > FAR_SECONDS:
+        # Memory lasts for months: an alarm, which may wake somebody, needs more certainty.
+        leaking_odds = LEAKING_ODDS_SUM_IF_FAR
+    if odds >= leaking_odds and has_lasted:
         return Certainty.LEAKING
-    if lasted_seconds < GROWING_SECONDS:
+    if growth.lasted_seconds < GROWING_SECONDS:
         return Certainty.NONE
     # More than half of the room is gone, so the evidence for a warning is enough for an alarm.
-    if left_seconds is not None and lasted_seconds >= left_seconds:
+    if growth.lasted_seconds >= left_seconds:
         return Certainty.LEAKING
     return Certainty.GROWING

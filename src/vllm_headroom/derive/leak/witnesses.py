@@ -93,11 +93,26 @@ WITNESSES: Final = (
             "HASTE_SECONDS": growth_evidence.HASTE_SECONDS,
             "PATIENCE_SHARE": growth_evidence.PATIENCE_SHARE,
             "LONGEST_PATIENCE_SECONDS": growth_evidence.LONGEST_PATIENCE_SECONDS,
+            "UNKNOWN_PATIENCE_SECONDS": growth_evidence.UNKNOWN_PATIENCE_SECONDS,
+            "ASSUMED_ROOM_BYTES": growth_evidence.ASSUMED_ROOM_BYTES,
         },
         source="bounded ramps (caches, LoRA slots) are linear until they end",
         fails_without="tests/unit/derive/leak/test_limits.py"
         "::test_where_the_room_lasts_for_days_an_even_fill_of_hours_is_a_warning"
         "_and_what_goes_on_an_alarm",
+    ),
+    Witness(
+        name="keeps its pace",
+        measures="the growth of the last two thirds of the run, without its first quarter, against"
+        " that of the third before, by time and by requests",
+        adds="nothing; growth that has slowed down is at most a warning, unless it is steady and"
+        " the room is soon full",
+        functions=(judge.is_fading,),
+        constants={"KEPT_PACE": judge.KEPT_PACE},
+        source="a straight line doubles, a logarithm repeats; caches and heaps of simulated engines"
+        " fill like 1 - exp(-t / tau), with tau of 1 to 14 hours",
+        fails_without="tests/unit/derive/leak/test_limits.py"
+        "::test_a_cache_that_fills_ever_more_slowly_is_a_warning_and_a_leak_beneath_it_an_alarm",
     ),
     Witness(
         name="large steps",

@@ -64,7 +64,7 @@ def test_exactly_one_state_is_1_and_all_are_there() -> None:
 
 
 def test_a_leak_goes_from_warming_up_through_growing_to_leaking_on_gpu_and_host() -> None:
-    said = list(run(2, leak))
+    said = list(run(2, leak, on_host(TOTAL)))
 
     for metric in (catalog.LEAK_STATE, catalog.HOST_LEAK_STATE):
         order = list(dict.fromkeys(state for samples in said for state in states(samples, metric)))
@@ -202,13 +202,13 @@ def test_a_leak_that_is_swapped_out_is_one() -> None:
     def swaps(sample: Snapshot, seconds: float) -> Snapshot:
         (worker,) = on_host(None)(sample, seconds).processes  # type: ignore[misc]
         kept = 60 * MIB
-        swapped = replace(worker, rss_bytes=kept, swap_bytes=int(leak(seconds)))
+        swapped = replace(worker, rss_bytes=kept, swap_bytes=int(leak(8 * seconds)))
         return replace(sample, processes=(swapped,), host=HostMemory(used_bytes=kept))
 
     *_, last = run(2, leak, swaps)
 
     assert "leaking" in states(last, catalog.HOST_LEAK_STATE)
-    assert values(last, catalog.HOST_LEAK_RATE)[("worker",)] == pytest.approx(LEAK * RATE, rel=0.05)
+    assert values(last, catalog.HOST_LEAK_RATE)[("worker",)] == pytest.approx(8 * LEAK * RATE, rel=0.05)
 
 
 def test_the_figures_of_a_leak_are_absent_unless_it_grows() -> None:

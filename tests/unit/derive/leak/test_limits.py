@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from tests.unit.derive.leak.stretches import BASE, HOUR, RATE, Course, Shape, follow, readings, segments
 from vllm_headroom.derive.leak import judge
 from vllm_headroom.derive.leak.facts import Certainty, Observation
-from vllm_headroom.units import MIB
+from vllm_headroom.units import GIB, MIB
 
 QUIET = 3 * HOUR
 DAY = 24 * HOUR
@@ -76,6 +76,19 @@ def test_where_the_room_lasts_for_days_an_even_fill_of_hours_is_a_warning_and_wh
     at = told(lambda seconds: segments(seconds * rate)).first(Certainty.LEAKING)
     assert at is not None
     assert at > 9
+
+
+def test_a_cache_that_fills_ever_more_slowly_is_a_warning_and_a_leak_beneath_it_an_alarm() -> None:
+    """The room is unknown: only the shape of the whole run tells the two apart."""
+
+    def fill(seconds: float) -> float:
+        return 4096 * (2 * GIB * (1 - exp(-seconds / (5 * HOUR))) // 4096)
+
+    def follow_host(shape: Shape) -> Course:
+        return follow(replace(observation, room_bytes=None) for observation in readings(shape, 14.0))
+
+    assert follow_host(fill).worst is Certainty.GROWING
+    assert follow_host(lambda seconds: fill(seconds) + 50_000 * seconds).worst is Certainty.LEAKING
 
 
 def test_growth_by_the_logarithm_of_swinging_work_is_no_alarm_where_each_rise_is_small() -> None:
