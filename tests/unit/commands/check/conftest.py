@@ -22,8 +22,8 @@ def steady(folder: Path) -> str:
 
 @pytest.fixture(scope="session")
 def leaking(folder: Path) -> str:
-    """12.8 MB per thousand requests, of GPU and of host memory."""
-    return write_trace(folder / "leaking.jsonl", engine(leak=12.8e6, host_leak=12.8e6))
+    """12.8 MB per thousand requests of GPU memory, and 51.2 MB of host memory."""
+    return write_trace(folder / "leaking.jsonl", engine(leak=12.8e6, host_leak=51.2e6))
 
 
 @pytest.fixture(scope="session")
