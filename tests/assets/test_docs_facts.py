@@ -73,6 +73,12 @@ def test_the_figures_of_the_readme_are_rows_of_the_benchmark() -> None:
         f" alarms in {gpu_days} days of GPU memory without a leak, {rates[0]} a year with a 95 % interval of"
         f" {rates[1]} to {rates[2]}, and {host_false_sums[0]} in {host_false_sums[1]} days of host memory"
     ) in readme
+    now = re.findall(r"^\| host memory of .* \| now \| (\d+) of .*? (\d+) in \d+ days", blind, re.MULTILINE)
+    found_now, false_now = (sum(map(int, column)) for column in zip(*now, strict=True))
+    assert (
+        f"leaves {false_now} of the {host_false_sums[0]}, and finds {found_now} of the {host_sums[1]} leaks of host"
+        " memory"
+    ) in readme
     (own,) = re.findall(r"it found (\d+) of (\d+) leaks, and raised (\d+) false alarms in (\d+) days", readme)
     assert own in re.findall(
         r"^\| both[^|]* \| (\d+) of (\d+) \([^|]*\| [^|]*\| [^|]*\| (\d+) in (\d+) days \|", leaks, re.MULTILINE

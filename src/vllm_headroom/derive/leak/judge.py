@@ -719,7 +719,7 @@ def _judge_windows(
         # The rising part of a slow sawtooth looks like steps, but is given back later.
         if growth.grown_bytes >= largest_fall_bytes and not has_ended(growth):
             verdict, odds = judge_steps(growth, track, origin, room_bytes)
-            # Where the room is unknown, only the pace tells a bounded fill from a leak.
+            # Where the room is unknown, only its pace distinguishes a leak from a bounded fill.
             if verdict is Certainty.LEAKING and room_bytes is None and is_fading(track):
                 verdict = Certainty.GROWING
             yield WindowJudgement(min(worst, verdict), odds, growth)
