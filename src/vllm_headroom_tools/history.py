@@ -435,7 +435,7 @@ class LeakReplay:
         return replace(snapshot, monotonic_seconds=now_seconds)
 
     def _follow_course(self, sample: Sample, previous_memory: LeakMemory) -> None:
-        """Add a sample of a leak state, and the figures behind the state, to its series' course."""
+        """Append a leak state, and the figures behind it, to the history of its series."""
         # The labels of a GPU are index, UUID and state, those of a host role are role and state.
         *gpu_index, series, state = sample.labels
         inside = None

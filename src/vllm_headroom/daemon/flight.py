@@ -327,8 +327,8 @@ class Flight:
     async def _write(self, incident: OpenIncident, now: float) -> OpenIncident | None:
         """Write the incident so far; return it with the time of its next writing.
 
-        Return None once it is complete, or could not be written for INCIDENT_SECONDS after its end.
-        An incident is written at once, and again with later events when it is complete.
+        Return None once it is complete, or if INCIDENT_SECONDS after its end it still could not be
+        written. An incident is written at once, and again with later events when it is complete.
         """
         # XIDs and failed allocations of minutes before may be the cause.
         oldest_seconds = incident.seconds - ERROR_SECONDS

@@ -262,7 +262,7 @@ class NodeWatch:
     """Follows the engines of a machine as they start and exit, and samples all of them.
 
     A tick begins a sample of each engine and does not wait for it, so that an engine that answers
-    slowly costs the others no sample.
+    slowly does not make the others miss a sample.
     """
 
     def __init__(

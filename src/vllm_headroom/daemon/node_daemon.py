@@ -222,7 +222,11 @@ class NodeDaemon:
         )
 
     def _build_processes(self, located: LocatedEngine) -> Processes:
-        """Return the reader that finds an engine's processes among those of its pod or unit."""
+        """Return the reader of an engine's processes.
+
+        They are looked for in the engine's pod or unit, or, for an engine that was named by its
+        URL, among all processes.
+        """
         if self._processes is None:
             is_local = is_here(httpx.URL(located.page_url).host)
             return Processes(

@@ -106,7 +106,7 @@ def update_container(
         engine = processes.engine
     elif probed_cgroup is None:
         return state, None
-    # The probe sees the engine's own /dev/shm, also where /proc of the engine is hidden.
+    # The probe sees the engine's own /dev/shm, even where the engine's /proc is hidden.
     reading = replace(reading, shm=reading.shm or probed_shm)
     cgroup = reading.cgroup or probed_cgroup
 

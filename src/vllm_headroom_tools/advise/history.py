@@ -190,7 +190,7 @@ class EngineHistory:
         )
 
     def _build_full(self) -> FullFacts | None:
-        """Return the facts of a full cache; None where it was never full while requests ran."""
+        """Return the facts of a full cache; None if none was seen with its requests."""
         running = self._full_running.quantile(0.5)
         if running is None:
             return None

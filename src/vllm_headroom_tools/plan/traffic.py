@@ -292,7 +292,7 @@ def read_trace_traffic(trace: str) -> Traffic:
 def read_document_traffic(document: dict[str, Any], source: str) -> Traffic:
     """Return the traffic of the last day in a sidecar's document.
 
-    Raises BadInput if the document has no traffic, or another structure.
+    Raises BadInput if the document has no traffic or is not structured as expected.
     """
     try:
         return _read_document(document, source)

@@ -106,7 +106,7 @@ COUNTED_NAME: Final = re.compile(r"([0-9]{1,5}) ?[xX\u00d7*] ?(\S.*)", re.DOTALL
 NAME_WITH_COUNT: Final = re.compile(
     r"(\S.*?) ?(?:[\u00d7*:]|(?<![tT])[xX]) ?([0-9]{1,5})", re.DOTALL
 )
-"""A number of cards before or after the name; the X of RTX 5090 does not mean a number."""
+"""The count before or after the name, as in `2x H100` and `H100 x2`; not the X of `RTX 5090`."""
 
 LABEL_LOW: Final = 0.9
 LABEL_HIGH: Final = 1.1

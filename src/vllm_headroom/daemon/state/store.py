@@ -133,7 +133,7 @@ class StateKeeper:
     async def save(
         self, states: Mapping[str, Any], timeout_seconds: float = STATE_FILE_SECONDS
     ) -> None:
-        """Write the states of this engine, each file within `timeout_seconds`; never raise.
+        """Write the states of this engine, each file within `timeout_seconds`; raise no OSError.
 
         Nothing is written while another daemon has the folder. A failure is logged when it begins
         and when it ends. The leak detector's state is written once a page has named the engine and

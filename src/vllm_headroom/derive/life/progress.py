@@ -236,7 +236,10 @@ def update_progress(
 
 
 def _is_without_work(snapshot: Snapshot, engines: Mapping[Labels, EngineProgress]) -> bool:
-    """Return whether a page shows that no engine has work, or had any since the last page."""
+    """Return whether a page shows that every engine was idle since the page before.
+
+    False without a page, for a sleeping engine, and at the first page of an engine.
+    """
     if snapshot.page is None or not engines:
         return False
     now = snapshot.monotonic_seconds

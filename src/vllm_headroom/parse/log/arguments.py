@@ -71,7 +71,7 @@ def read_arguments(text: str) -> dict[str, Scalar]:
     """Return the arguments of `{'name': value, …}`, `name=value, …` or a call with them.
 
     Only numbers, truth values, None and the texts of known arguments are kept. A list is kept only
-    if it is the single text of a known argument; any other nested value is left out.
+    if it holds a single text and its argument is known; any other nested value is left out.
     """
     arguments: dict[str, Scalar] = {}
     for item in split_items(text):

@@ -907,7 +907,10 @@ HEAD_CHARACTERS: Final = 2
 
 
 def list_heads(pattern: str) -> set[str]:
-    """Return the first characters of the lines that a pattern can match; "" where any can."""
+    """Return the first two characters of each line that a pattern can match.
+
+    The set has "" if a line may begin with any characters.
+    """
     if pattern.startswith("(?:"):
         end = _find_group_end(pattern)
         # The heads of all alternatives, each followed by the text after the group.

@@ -84,7 +84,7 @@ class Nvml:
         self._lane = Lane()
         self._lock = asyncio.Lock()
         self._parts: dict[str, tuple[GpuPart, ...]] = {}
-        """Each GPU's MIG instances, or the whole GPU alone, at its last reading, by the GPU's UUID.
+        """The MIG instances of each GPU at its last reading, or the whole GPU alone, keyed by UUID.
         The GPU that was read last comes last.
         """
         self._transitions = GpuTransitions()

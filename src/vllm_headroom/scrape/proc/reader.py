@@ -486,7 +486,10 @@ class Processes:
         return None
 
     def _measure(self, entry: ProcEntry, role: Role) -> EngineProcess | None:
-        """Return a process of the engine with its memory; None where it has exited."""
+        """Return a process of the engine with its memory; None if it has exited.
+
+        Raises OSError if it is unknown whether the process has exited.
+        """
         usage = proc_files.read_usage(self._proc, entry)
         if usage is None:
             return None
@@ -496,9 +499,9 @@ class Processes:
         cpu_pressure_ratio = None
         wait_seconds = None
         waiting_requests = None
-        # Only once per engine, because pressure and connections belong to the container, not to a
-        # process.
-        if role is Role.API_SERVER and entry.pid in self._choice.roots:
+        # By the first API server alone: the machine's pressure and the connections of the engine's
+        # ports are no figures of a process, and those of several servers would be added up.
+        if entry.pid == self._find_first_server():
             cpu_pressure_ratio = read_cpu_pressure(self._proc)
             if proc_files.has_same_network(self._proc, entry.pid, default=False):
                 waits_seconds = list_waits(self._choice.ports or {self._page.port})
@@ -518,6 +521,13 @@ class Processes:
             wait_seconds=wait_seconds,
             waiting_requests=waiting_requests,
         )
+
+    def _find_first_server(self) -> int | None:
+        """Return the pid of the engine's first root that is an API server; None without one."""
+        for pid in self._choice.roots:
+            if self._roles.get(pid) is Role.API_SERVER:
+                return pid
+        return None
 
     @cached_property
     def _sees_host_pids(self) -> bool:

@@ -228,7 +228,7 @@ def raise_share(start_facts: StartFacts, missing_bytes: float, text: str) -> Cha
 def fit_context(start_facts: StartFacts, cache_bytes: float) -> int | None:
     """Return the longest request that a cache of this size holds, in whole blocks.
 
-    None if the size of a token is unknown, or if the present limit fits.
+    None if the size of a token or the present limit is unknown, or if the present limit still fits.
     """
     context_tokens = start_facts.context_tokens
     bytes_per_token = start_facts.bytes_per_token

@@ -358,8 +358,8 @@ def find_crash(facts: Facts) -> Advice | None:
 def find_crashes(facts: Facts) -> tuple[Ending, ...]:
     """Return the exits of an engine that served that were crashes with GPU memory left.
 
-    At such an exit, requests ran, or processes of the engine outlived the exit. An exit counts even
-    if the room on the GPUs is unknown.
+    At such an exit, requests were running, or processes of the engine outlived the exit. An exit
+    counts even if the room on the GPUs is unknown.
     """
     crashes = []
     for end in facts.ends:

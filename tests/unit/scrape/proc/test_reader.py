@@ -55,6 +55,23 @@ def test_each_process_has_its_state_and_only_the_first_server_the_cpu_pressure(
     assert states == [("S", 0.815), ("T", None), ("D", None)]
 
 
+def test_of_two_api_servers_without_the_program_above_them_one_has_the_cpu_pressure(
+    tree: ProcTree, processes: Processes
+) -> None:
+    (tree.path / "pressure").mkdir()
+    (tree.path / "pressure" / "cpu").write_text("some avg10=9.00 avg60=81.50 avg300=1.00 total=1\n")
+    for pid, title in ((11, "VLLM::EngineCore"), (12, "VLLM::APIServer_0"), (13, "VLLM::APIServer_1")):
+        tree.add(pid, 1, title, group=10)
+
+    readings = read(processes)
+
+    assert [(process.pid, process.cpu_pressure_ratio) for process in readings.engine] == [
+        (11, None),
+        (12, 0.815),
+        (13, None),
+    ]
+
+
 def test_of_two_servers_only_the_one_that_serves_the_port_is_measured(tree: ProcTree, processes: Processes) -> None:
     tree.add(10, 1, *SERVER, "--port", "9000")
     tree.add(11, 10, "VLLM::EngineCore")
