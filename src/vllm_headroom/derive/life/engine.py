@@ -256,7 +256,9 @@ def update_runs(
         return replace(runs, newest=run), ending
     if run is not None:
         runs = replace(runs, restarts=runs.restarts + 1)
-    return replace(runs, newest=_update_run(EngineRun(), evidence)), ending
+    # A container that outlives its engines, as a systemd unit does, keeps the count of its kills.
+    new_run = EngineRun(oom_kills=evidence.host.oom_kills or 0)
+    return replace(runs, newest=_update_run(new_run, evidence)), ending
 
 
 def _was_mistaken(run: EngineRun, evidence: Evidence) -> bool:

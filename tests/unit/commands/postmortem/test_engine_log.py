@@ -43,6 +43,7 @@ REAL_ENDS: dict[str, tuple[Callable[[Random], Iterator[Engine]], str, str]] = {
     "no-room-for-the-cache": (scenes.never_fitted, "start_never_fitted", "no_kv_cache_memory"),
     "taken-before": (scenes.never_fitted, "start_never_fitted", "little_free_memory"),
     "cuda-error": (scenes.crash, "crash", "cuda"),
+    "context": (scenes.never_fitted, "start_never_fitted", "context_too_long"),
 }
 """Lines of a real vLLM 0.32 that ended in these ways on the stand-in card (tests/card), by file: a record that fits,
 the cause, and the failure of the log."""

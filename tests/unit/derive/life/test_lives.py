@@ -237,6 +237,15 @@ def test_what_the_kernel_killed_is_reported_before_all_else() -> None:
     assert exits(life) == {ExitReason.OOM_KILLED: 1}
 
 
+@pytest.mark.parametrize(("kills", "reason"), [(3, ExitReason.GONE), (4, ExitReason.OOM_KILLED)])
+def test_kills_before_a_start_do_not_explain_why_it_never_served(kills: int, reason: ExitReason) -> None:
+    watch = Watch(gpus=(card(1),), host=killed(3))
+    watch.look(REFUSED)
+    watch.look(REFUSED)
+
+    assert exits(watch.look(REFUSED, processes=(), gpus=(card(0.5),), host=killed(kills))) == {reason: 1}
+
+
 def test_a_core_that_was_killed_minutes_before_the_page_went_is_why_it_ended() -> None:
     watch = serving(host=killed(0))
     for _ in range(3):
