@@ -70,8 +70,8 @@ class RefusedError(ValueError):
 def parse_size(text: str) -> int:
     """Parse a size such as `8MiB`, or a number of bytes from 1 MiB on, into bytes.
 
-    Raises RefusedError for a smaller number without a unit and for a unit with two meanings, and
-    ValueError for anything else.
+    Raises RefusedError, a ValueError that says what is wrong, for a smaller number without a unit
+    and for a unit with two meanings. Raises a plain ValueError for anything else that is no size.
     """
     size = SIZE.fullmatch(text)
     if size is None:

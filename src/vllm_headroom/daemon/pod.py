@@ -14,7 +14,7 @@ CONTAINER_VARIABLE: Final = "HEADROOM_ENGINE_CONTAINER"
 def read_engine_pod(container: str | None = None) -> EnginePod | None:
     """Return the pod that the downward API names, None outside of one.
 
-    Without a `container`, the environment names it. None, too, where a name is not a valid name of
+    Without a `container`, the environment names it. Also None if a name is not a valid name of
     Kubernetes.
     """
     names = {

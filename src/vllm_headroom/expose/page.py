@@ -324,7 +324,7 @@ def find_advice(view: View, worst: Verdict) -> str:
 
 
 def _was_never_seen(view: View, worst: Verdict) -> bool:
-    """Return whether the engine is down as far as known because none was ever seen."""
+    """Return whether the engine counts as down only because none was ever seen."""
     status = view.engine_status
     return worst.situation is Situation.DOWN and status is not None and not status.was_seen
 

@@ -189,8 +189,10 @@ def restore_memory(saved: SavedState, snapshot: Snapshot) -> Memory:
 def restore_precedents(saved: SavedState, snapshot: Snapshot) -> LeakMemory:
     """Return a leak state with what an earlier run of the same models held while it was well.
 
-    It is empty if the state is too old, is from the future, or is of other models. GPUs of another
-    machine have other UUIDs, so nothing of them is used.
+    That is a precedent: as much memory is no sign of a leak in the next run. Series that ended in
+    an alarm or nearly full have none. The result is empty if the state is too old, is from the
+    future, or is of other models. GPUs of another machine have other UUIDs, so their precedents
+    match no GPU here.
     """
     identity = identify_engine(snapshot.engines)
     age_seconds = snapshot.time_seconds - saved.saved_at_seconds

@@ -202,7 +202,7 @@ def apply_stretch(estimate: Estimate, track: Track, room_bytes: float | None) ->
 def _will_stretch_fill(stretch: Stretch, track: Track, room_bytes: float) -> bool:
     """Return whether the stretch still grows, and is expected to last until the room is full.
 
-    It is expected to last as long as the longest one so far.
+    It is expected to go on, from now, for as long as the longest stretch so far has lasted.
     """
     if track.clock.now_seconds - stretch.ended_seconds > QUIET_SECONDS:
         return False

@@ -282,8 +282,8 @@ def _judge_held_memory(
     for gpu in gpus:
         if gpu.held_bytes is not None and gpu.reading.memory is not None:
             total_bytes += gpu.reading.memory.total_bytes
-    # GPU memory does not show whose it is, so as much as a context or the remains of a model take
-    # proves nothing.
+    # Nothing shows which process the GPU memory belongs to. An amount that a CUDA context or
+    # leftover weights would also take proves nothing.
     empty_bytes = max(OCCUPIED_RATIO * total_bytes, LOADED_RATIO * run.most_held_bytes)
     if sum(held_bytes.values()) > empty_bytes:
         return Presence.THERE

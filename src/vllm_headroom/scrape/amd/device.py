@@ -76,7 +76,7 @@ def read_card(card: Card, index: int, context: "ReadContext") -> tuple[GpuReadin
 def read_memory(card: Card, proc: Path) -> GpuMemory | None:
     """Return the memory of a card without partitions.
 
-    None where the driver does not report it. None, too, where it is unknown how much processes can
+    None where the driver does not report it. Also None if it is unknown how much processes can
     allocate, as on an integrated GPU or a partitioned card whose KFD nodes are hidden. Raises
     OSError where the card is gone or its files cannot be read.
     """

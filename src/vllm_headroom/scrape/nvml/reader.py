@@ -153,8 +153,10 @@ class Nvml:
     async def _open(self, deadline: float) -> Failure | None:
         """Initialise NVML if that is due; return None if GPUs can be read now.
 
-        Otherwise return a Failure: the last init failed, too many calls are stuck, or NVML did not
-        answer before `deadline`, a time of the event loop. Raises an unexpected error of the init.
+        While a call is stuck, NVML is not initialised again: GPUs that are open can still be read.
+        Otherwise return a Failure: the last init failed, so many calls are stuck that the driver
+        counts as blocked, or NVML did not answer before `deadline`, a time of the event loop.
+        Raises an unexpected error of the init, and OSError if no thread can be started.
         """
         now_seconds = self._monotonic()
         is_stuck = bool(self._lane.stuck_subjects)

@@ -44,7 +44,7 @@ _RECEIVE_BYTES: Final = 2**16
 def list_waits(ports: Collection[int]) -> tuple[float, ...] | None:
     """Return for how many seconds each request to these ports has waited; None where unknown.
 
-    None, too, where the kernel does not list connections. A request is waiting if the last data of
+    Also None if the kernel does not list connections. A request is waiting if the last data of
     its connection was received: on an idle keep-alive connection, the last data was sent. Only
     connections in this process's network namespace are listed.
     """

@@ -219,10 +219,10 @@ def find_port(
 ) -> int | None:
     """Return the port of a server by its command line; None where unknown.
 
-    That is the port of the last port option, or else the default port of this kind of server. An
-    environment variable of the server may have changed the default, so for kinds with such a
-    variable the default counts only if it is the `wanted_port`, or if no port is wanted. The ranks
-    below a supervisor, whose command is `parent_command`, get their ports from the supervisor.
+    That is the port of the last port option, or else the default port of this kind of server. If an
+    environment variable can change the default of this kind of server, the default is returned only
+    if `wanted_port` is None or equal to it. The ranks below a supervisor, whose command is
+    `parent_command`, get their ports from the supervisor.
     """
     if is_supervisor(parent_command):
         return _find_rank_port(command, parent_command)

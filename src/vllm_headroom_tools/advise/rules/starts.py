@@ -534,7 +534,7 @@ def _is_problem(facts: Facts, gpu: GpuFacts, others_memory: Extent) -> bool:
 
 
 def _make_room_for_others(facts: Facts, gpu: GpuFacts, others_memory: Extent) -> Change | None:
-    """Return a smaller share for vLLM; None if the current one leaves enough.
+    """Return a smaller share for vLLM; None if the current one leaves enough, or if it is unknown.
 
     The share leaves AIM_BYTES at peaks. It is also at most what others leave free, because vLLM
     otherwise refuses to start (worker/utils.py).

@@ -79,7 +79,7 @@ def test_where_the_room_lasts_for_days_an_even_fill_of_hours_is_a_warning_and_wh
 
 
 def test_a_cache_that_fills_ever_more_slowly_is_a_warning_and_a_leak_beneath_it_an_alarm() -> None:
-    """The room is unknown: only the shape of the whole run tells the two apart."""
+    """The room is unknown: only the shape of the whole run distinguishes the two."""
 
     def fill(seconds: float) -> float:
         return 4096 * (2 * GIB * (1 - exp(-seconds / (5 * HOUR))) // 4096)
