@@ -42,8 +42,8 @@ def about_to_die() -> Row:
             _situation(),
             _action(),
             firing_alerts(width=4),
-            _left(),
-            _least(),
+            _earliest(),
+            _likely(),
             _free(),
             _others(),
             _situations(),
@@ -103,20 +103,20 @@ def _situations() -> Json:
     )
 
 
-def _left() -> Json:
+def _earliest() -> Json:
     return _time_left(
-        "Time to out of memory",
-        "Free memory over the rate of the leak, of the GPU that has least, and of host memory while it grows.",
-        "time_to_oom_seconds",
+        "Out of memory at the earliest",
+        "The lower bound of the time to out of memory, and the GPU it is of.",
+        "time_to_oom_seconds_lower",
         width=7,
     )
 
 
-def _least() -> Json:
+def _likely() -> Json:
     return _time_left(
-        "At the earliest",
-        "The lower bound of the time to out of memory, and the GPU it is of.",
-        "time_to_oom_seconds_lower",
+        "Likely out of memory",
+        "Free memory over the rate of the leak, of the GPU that has least, and of host memory while it grows.",
+        "time_to_oom_seconds",
         width=5,
     )
 

@@ -13,6 +13,7 @@ from dashboards.source.grafana import Json, in_turn, query, steps
 from dashboards.source.panels import DURATION, NOTHING, stat, timeseries
 from dashboards.source.ranking import BY_MODEL, CHOSEN, NEVER, firing_alerts, ranked
 from dashboards.source.series import (
+    BY_GPU,
     SITUATION_NAMES,
     TARGET,
     TIME_TO_OOM_STEPS,
@@ -58,8 +59,8 @@ def _counts() -> list[Json]:
             links=[around.ALL_IN_THIS_SITUATION],
         ),
         stat(
-            "Least time to out of memory",
-            "Of the GPU that has least, free memory over the rate of its leak.",
+            "Out of memory at the earliest",
+            "The lower bound of the time to out of memory, of the GPU that has least.",
             [query(_time_to_oom())],
             unit=DURATION,
             width=5,
@@ -79,7 +80,7 @@ def _counts() -> list[Json]:
 
 
 def _time_to_oom() -> str:
-    """Return an expression for the least time to out of memory, or why there is none (`TIME_TO_OOM_VALUES`).
+    """Return an expression for the earliest time to out of memory, or why there is none (`TIME_TO_OOM_VALUES`).
 
     No leak is seen only by who can look: without an engine that answers there is no -1.
     """
@@ -90,8 +91,10 @@ def _time_to_oom() -> str:
 
     least = ranked(',state=~"growing|leaking"')
     seen = f"on () max({READ}) == 1"
+    # The rank has the likely time: it counts only where no lower bound is known.
+    earliest = f"headroom_time_to_oom_seconds_lower{{{TARGET}}} and on ({BY_GPU}) {least}"
     return (
-        f"min({least} < {NEVER}) or -1 * {any_in('stable|unsettled')} and {seen}"
+        f"min({earliest} or on ({BY_GPU}) {least} < {NEVER}) or -1 * {any_in('stable|unsettled')} and {seen}"
         f" or -2 * {any_in('warming_up')} or -3 * {any_in('asleep')}"
     )
 
@@ -99,7 +102,7 @@ def _time_to_oom() -> str:
 def _over_time() -> list[Json]:
     return [
         _by_model(
-            "Least time to out of memory, by model",
+            "Likely time to out of memory, by model",
             "Of each model's GPUs the one that has least; only a growing or leaking GPU has one.",
             f"namespace_model:headroom_time_to_oom_seconds:min{{{MODEL}}}",
             least=True,

@@ -152,7 +152,8 @@ def number(name: str, unit: str, width: int, thresholds: Json | None = None, **m
 
 
 NUMBERS: Final = [
-    number("time to OOM", DURATION, 165, TIME_TO_OOM_STEPS, decimals=DURATION_DECIMALS),
+    number("earliest OOM", DURATION, 165, TIME_TO_OOM_STEPS, decimals=DURATION_DECIMALS),
+    number("likely OOM", DURATION, 165, TIME_TO_OOM_STEPS, decimals=DURATION_DECIMALS),
     number("leak rate", "binBps", 90),
     number("unreported", "percentunit", 100, decimals=1),
     number("free", "bytes", 80, FREE_FLOOR),

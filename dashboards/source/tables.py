@@ -35,8 +35,8 @@ def engines() -> Json:
     """Return the table of engines."""
     # On a narrow screen the last columns are out of sight, so the most urgent figures come first.
     columns = {
-        "time to OOM": f"min by ({BY_TARGET}) (headroom_time_to_oom_seconds{{{TARGET}}}"
-        f" or headroom_host_time_to_oom_seconds{{{TARGET}}})",
+        "earliest OOM": f"min by ({BY_TARGET}) (headroom_time_to_oom_seconds_lower{{{TARGET}}}"
+        f" or headroom_host_time_to_oom_seconds_lower{{{TARGET}}})",
         "free": f"min by ({BY_TARGET}) (headroom_gpu_memory_free_bytes{{{TARGET}}})",
         "at the peak": f"min by ({BY_TARGET}) ({free_at_the_peak(TARGET)})",
         "leak rate": f"max by ({BY_TARGET}) (headroom_leak_bytes_per_second{{{TARGET}}})",
@@ -48,7 +48,7 @@ def engines() -> Json:
     return table(
         "Engines, worst first",
         f"The {ROWS} engines that are worst off: by their situation, then by the time to out of memory. The figures "
-        "are of the worst GPU of each; time to OOM may be that of host memory. Time and rate are there only while "
+        "are of the worst GPU of each; earliest OOM may be that of host memory. Time and rate are there only while "
         "something grows, unreported not while it sleeps; at the peak is what was free then. A number of Engines by "
         "situation leads to the engines of that situation alone, and the variable Situation chooses more than one.",
         [query(shortened(with_link(f"sort({in_the_chosen_situations(CHOSEN)})"))), *map(query, asked)],
@@ -72,7 +72,7 @@ def models() -> Json:
         "GPUs": "gpus:sum",
         "leaking": "gpus_leaking:sum",
         "growing": "gpus_growing:sum",
-        "time to OOM": "time_to_oom_seconds:min",
+        "likely OOM": "time_to_oom_seconds:min",
         "leak rate": "leak_bytes_per_second:max",
         "unreported": "memory_discrepancy_ratio:max",
         "free": "gpu_memory_free_bytes:min",

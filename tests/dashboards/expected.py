@@ -10,7 +10,7 @@ from tests.dashboards.grafana import Json, every_query
 from tests.dashboards.store import BARE, PEAKS, TARGETS
 
 EVERYWHERE: Final = frozenset(TARGETS)
-TIME, LEAKING = "Least time to out of memory, by model", "Leaking GPUs, by model"
+TIME, LEAKING = "Likely time to out of memory, by model", "Leaking GPUs, by model"
 WORST: Final = "Worst discrepancy, by model"
 LEAKS: Final = frozenset({"leak", "eight GPUs", "MIG", BARE})
 
@@ -137,12 +137,12 @@ EMPTY: Final = (
             "headroom": {
                 "Free now": (),
                 "Held by others": (),
-                "Time to out of memory": (),
-                "At the earliest": (),
+                "Likely out of memory": (),
+                "Out of memory at the earliest": (),
                 "Each GPU, and when it will be full": ("A", "B"),
             },
             "headroom-fleet": {
-                "Least time to out of memory": (),
+                "Out of memory at the earliest": (),
                 "Engines, worst first": ("B", "C", "D", "E", "F", "G", "H"),
             },
         },
@@ -189,8 +189,8 @@ EMPTY: Final = (
             "headroom": {
                 "What the engine uses the fullest GPU for": (),
                 "Each GPU, and when it will be full": ("F",),
-                "Time to out of memory": ("host memory",),
-                "At the earliest": ("host memory",),
+                "Likely out of memory": ("host memory",),
+                "Out of memory at the earliest": ("host memory",),
                 "What others hold": ("GPU {{gpu}} left behind",),
                 "Host memory against its limit": (),
                 "Time until the kernel kills": (),

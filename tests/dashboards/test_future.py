@@ -33,7 +33,7 @@ def ahead(prometheus: Prometheus, target: str, name: str, states: str = GROWS) -
 def test_what_a_leak_will_leave_is_drawn_from_now_to_zero(prometheus: Prometheus) -> None:
     expected, least = (ahead(prometheus, "leak", f"GPU {{{{gpu}}}} {name}") for name in ("expected", "at the earliest"))
     left, earliest = (
-        float(read_tile(prometheus, "leak", name)) for name in ("Time to out of memory", "At the earliest")
+        float(read_tile(prometheus, "leak", name)) for name in ("Likely out of memory", "Out of memory at the earliest")
     )
     (free,) = ask_panel(prometheus, "leak", "Free now")
 
@@ -78,7 +78,7 @@ def test_a_card_that_is_empty_for_want_of_an_engine_is_no_headroom(prometheus: P
 
 @pytest.mark.parametrize(
     "title",
-    ["Time to out of memory", "At the earliest", "Free now", "Held by others", "Unreported"],
+    ["Likely out of memory", "Out of memory at the earliest", "Free now", "Held by others", "Unreported"],
 )
 def test_where_no_sidecar_looks_nothing_is_known(prometheus: Prometheus, title: str) -> None:
     (panel,) = (panel for panel in panels(ENGINE) if panel["title"] == title)
@@ -90,7 +90,7 @@ def test_where_no_sidecar_looks_nothing_is_known(prometheus: Prometheus, title: 
 
 
 def test_a_sleeping_engine_is_called_so(prometheus: Prometheus) -> None:
-    assert {read_tile(prometheus, "asleep", title) for title in ("Situation", "Time to out of memory")} == {"asleep"}
+    assert {read_tile(prometheus, "asleep", title) for title in ("Situation", "Likely out of memory")} == {"asleep"}
 
 
 def test_what_a_neighbour_holds_is_a_warning(prometheus: Prometheus) -> None:
@@ -105,7 +105,7 @@ def test_of_eight_gpus_the_one_that_leaks_stands_out(prometheus: Prometheus) -> 
     lines = ask_panel(prometheus, "eight GPUs", HERO, "GPU {{gpu}}")
     first = {
         title: series(prometheus, "eight GPUs", title)["metric"]["gpu"]
-        for title in ("Time to out of memory", "At the earliest", "Free now")
+        for title in ("Likely out of memory", "Out of memory at the earliest", "Free now")
     }
     rows = ask_panel(prometheus, "eight GPUs", "Each GPU, and when it will be full", "D")
 

@@ -71,13 +71,13 @@ def read_tile(prometheus: Prometheus, target: str, where: str) -> str:
 def test_time_is_left_only_where_something_leaks(prometheus: Prometheus, subtests: pytest.Subtests) -> None:
     for target in ALIVE:
         with subtests.test(target=target):
-            left = read_tile(prometheus, target, "Time to out of memory")
+            left = read_tile(prometheus, target, "Likely out of memory")
 
             if target in LEAKS:
                 assert HOUR < float(left) < 24 * HOUR
             else:
                 assert left == ("asleep" if target == "asleep" else "no leak seen")
-            assert (read_tile(prometheus, target, "At the earliest") == left) == (target not in LEAKS)
+            assert (read_tile(prometheus, target, "Out of memory at the earliest") == left) == (target not in LEAKS)
 
 
 def test_the_first_tile_names_the_situation_and_the_next_what_to_do(
@@ -108,6 +108,18 @@ def test_engines_are_listed_by_their_situation_the_worst_first(prometheus: Prome
     assert len(rows) == len(TARGETS)
     assert all(order.index(row["metric"]["situation"]) == float(row["values"][-1][1]) for row in rows)
     assert [float(row["values"][-1][1]) for row in rows] == sorted(float(row["values"][-1][1]) for row in rows)
+
+
+def test_the_fleet_shows_the_earliest_time_to_out_of_memory(prometheus: Prometheus) -> None:
+    fleet = load("headroom-fleet")
+    put_in = values(prometheus, fleet, {})
+    (tile,) = answer(prometheus, query(fleet, "Out of memory at the earliest", ""), put_in)
+    column = answer(prometheus, query(fleet, "Engines, worst first", "D"), put_in)
+    lower_bounds = [float(read_tile(prometheus, target, "Out of memory at the earliest")) for target in sorted(LEAKS)]
+
+    earliest_seconds = float(tile["values"][-1][1])
+    assert earliest_seconds == pytest.approx(min(lower_bounds), abs=1)
+    assert min(float(row["values"][-1][1]) for row in column) == earliest_seconds
 
 
 def test_of_engines_those_of_a_chosen_situation_are_listed(prometheus: Prometheus) -> None:

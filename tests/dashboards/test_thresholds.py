@@ -14,9 +14,9 @@ RULES: Final = {rule.name: rule.expr for rule in alerts.rules() if rule.is_alert
 MIB: Final = 2**20
 
 SAME: Final = (
-    ("headroom", "Time to out of memory", 3_600, "HeadroomOutOfMemorySoon", "3600"),
-    ("headroom", "Time to out of memory", 86_400, "HeadroomGpuMemoryLeak", "86400"),
-    ("headroom", "At the earliest", 3_600, "HeadroomOutOfMemorySoon", "3600"),
+    ("headroom", "Likely out of memory", 3_600, "HeadroomOutOfMemorySoon", "3600"),
+    ("headroom", "Likely out of memory", 86_400, "HeadroomGpuMemoryLeak", "86400"),
+    ("headroom", "Out of memory at the earliest", 3_600, "HeadroomOutOfMemorySoon", "3600"),
     ("headroom", "Free now", 512 * MIB, "HeadroomGpuMemoryLow", "512 * 2^20"),
     ("headroom", "Headroom: free memory of each GPU", 512 * MIB, "HeadroomGpuMemoryLow", "512 * 2^20"),
     ("headroom", "Held by others", 2**30, "HeadroomNeighbourGrowing", "2^30"),
@@ -24,8 +24,8 @@ SAME: Final = (
     ("headroom", "Unreported", 0.04, "HeadroomMemoryDiscrepancyHigh", "0.04"),
     ("headroom", "Temperature", 87, "HeadroomGpuHot", "87"),
     ("headroom", "Prefix cache hit ratio", 0.3, "HeadroomPrefixCacheNotPaying", "0.3"),
-    ("headroom-fleet", "Least time to out of memory", 3_600, "HeadroomOutOfMemorySoon", "3600"),
-    ("headroom-fleet", "Least time to out of memory", 86_400, "HeadroomGpuMemoryLeak", "86400"),
+    ("headroom-fleet", "Out of memory at the earliest", 3_600, "HeadroomOutOfMemorySoon", "3600"),
+    ("headroom-fleet", "Out of memory at the earliest", 86_400, "HeadroomGpuMemoryLeak", "86400"),
     ("headroom-incident", "Free memory of each GPU", 512 * MIB, "HeadroomGpuMemoryLow", "512 * 2^20"),
 )
 
@@ -47,7 +47,7 @@ def test_no_other_panel_of_numbers_or_lines_warns_at_a_figure_of_its_own() -> No
     }
 
     # A day's leak and an hour's are reported by the same rules, by model.
-    assert own - named == {("headroom-fleet", "Least time to out of memory, by model")}
+    assert own - named == {("headroom-fleet", "Likely time to out of memory, by model")}
 
 
 def panel(name: str, title: str) -> dict[str, Any]:
