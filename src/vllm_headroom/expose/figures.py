@@ -29,7 +29,9 @@ take 10 kB, and the page stays below 90 kB.
 """
 
 EDGE_PERCENT: Final = 4
-"""Our choice: the text of a tick this close to an edge is moved into the plot."""
+"""Our choice: a tick this close to an edge has no text. Moved into the plot, the text would stand
+under another time.
+"""
 
 LEAST_COLUMNS: Final = 32
 """Our choice: the fewest columns of one curve. With fewer, the course of a day would not be
@@ -339,20 +341,17 @@ def _format_level(top_bytes: float, quarter: int) -> str:
 
 
 def _render_tick(frame: Frame, seconds: float) -> str:
-    """Return the text of a time below a plot; at an edge it does not reach beyond the plot."""
+    """Return the text of a time below its line; empty where it would reach beyond the plot."""
     # In percent of the width, because the texts lie outside of the stretched picture.
     percent = 100 * frame.x(seconds) / frame.width
-    anchor = "middle"
-    if percent < EDGE_PERCENT:
-        anchor = "start"
-    elif percent > 100 - EDGE_PERCENT:
-        anchor = "end"
+    if not EDGE_PERCENT <= percent <= 100 - EDGE_PERCENT:
+        return ""
     text = _format_tick(seconds)
     # In the reader's zone, no midnight of UTC is one: the script then shows the day all the same.
     is_of_days = frame.end - frame.begin > MOST_CLOCK_SECONDS
     day = " data-day" if is_of_days else ""
     return (
-        f'<text x="{percent:.1f}%" y="14" text-anchor="{anchor}" '
+        f'<text x="{percent:.1f}%" y="14" text-anchor="middle" '
         f'data-time="{seconds:.0f}"{day}>{text}</text>'
     )
 

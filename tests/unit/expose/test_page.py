@@ -14,6 +14,7 @@ from tests.samples import engine, failure, gpu, page, snapshot
 from tests.unit.expose.views import NOW, day, host_day, show, view
 from vllm_headroom import catalog
 from vllm_headroom.expose.assets import SCRIPT
+from vllm_headroom.expose.figures import EDGE_PERCENT
 from vllm_headroom.expose.page import render_page, respond_html
 from vllm_headroom.expose.view import History, HistoryEvent, LastIncident, View
 from vllm_headroom.model import EnginePod, EngineStatus, GpuProcess, ProbedProcess, ProbeReadings, Sample, Verdict
@@ -84,6 +85,15 @@ def test_host_memory_has_a_figure_with_its_way_to_zero_and_a_table_of_its_proces
         ("api_server", ["1.00 GiB", "not known", "not known", ""]),
     ]
     assert "Host memory by process" not in show(day())
+
+
+@pytest.mark.parametrize("past", ["1h", "6h", "24h", "7d"])
+def test_a_time_of_an_axis_stands_under_its_line_or_is_left_out(past: str) -> None:
+    texts = re.findall(r'<text x="([\d.]+)%" y="14" text-anchor="(\w+)"', show(day(), f"range={past}"))
+
+    assert texts
+    assert {anchor for _, anchor in texts} == {"middle"}
+    assert all(EDGE_PERCENT <= float(percent) <= 100 - EDGE_PERCENT for percent, _ in texts)
 
 
 def test_growth_that_a_pool_explains_has_no_line_to_zero() -> None:
