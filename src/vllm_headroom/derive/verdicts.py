@@ -214,6 +214,12 @@ SERVER_RUNS: Final = (
 )
 """Used where the server answers with an error instead of its page, and nothing else is known."""
 
+LOGIN_WANTED: Final = (
+    "is behind a server that answers, but asks for a login: whether the engine makes progress is"
+    " not known"
+)
+"""Used where the server refuses the page for want of a valid login."""
+
 SLOW_PAGE_CAUSE: Final = (
     "; a PROMETHEUS_MULTIPROC_DIR that is full or on a network volume does this: check it with df"
 )
@@ -312,13 +318,23 @@ def judge_snapshot(
     grows as it did when the engine was well. If the declared `role` shares its GPUs, other
     processes on them are no reason to warn.
     """
+    gpu_verdicts = list(_judge_gpus(snapshot, values, watches, role, excused))
     verdicts = [
-        *_judge_gpus(snapshot, values, watches, role, excused),
-        *_judge_engine(snapshot, values),
+        *gpu_verdicts,
+        *_judge_engine(snapshot, values, is_memory_low=_is_memory_low(gpu_verdicts)),
         *_judge_host(snapshot, values, watches, excused),
         *_judge_gates(values),
     ]
     return tuple(sorted(verdicts, key=_rank_verdict))
+
+
+def _is_memory_low(gpu_verdicts: Iterable[Verdict]) -> bool:
+    """Return whether a GPU has so little free memory that the load has to be reduced."""
+    return any(
+        verdict.situation is Situation.LOW_MEMORY
+        or (verdict.situation is Situation.OVER_BUDGET and verdict.level is Level.ALARM)
+        for verdict in gpu_verdicts
+    )
 
 
 def _rank_verdict(verdict: Verdict) -> tuple[int, int, int]:
@@ -869,9 +885,9 @@ def _is_oom_within(growth: GrowingMemory, seconds: float) -> bool:
     return growth.oom_seconds is not None and growth.oom_seconds < seconds
 
 
-def _judge_engine(snapshot: Snapshot, values: Values) -> Iterator[Verdict]:
+def _judge_engine(snapshot: Snapshot, values: Values, *, is_memory_low: bool) -> Iterator[Verdict]:
     """Yield the verdicts on the engine's state, on a crash loop and on a stranded KV cache."""
-    yield _judge_engine_state(snapshot, values)
+    yield _judge_engine_state(snapshot, values, is_memory_low=is_memory_low)
     status = snapshot.engine_status
     # Judged even while the engine serves, because in a crash loop it serves between two exits.
     if status is not None and status.recent_exits >= CRASH_LOOP_EXITS:
@@ -901,12 +917,12 @@ def _describe_crash_loop(status: EngineStatus) -> str:
     return f"{text}{_describe_last_exit(status.log.failure)}"
 
 
-def _judge_engine_state(snapshot: Snapshot, values: Values) -> Verdict:
+def _judge_engine_state(snapshot: Snapshot, values: Values, *, is_memory_low: bool) -> Verdict:
     """Return the verdict on the engine's state, with its load or the page's failure."""
     status = snapshot.engine_status
     state = EngineState.UNKNOWN if status is None else status.state
     row = _choose_engine_sentence(snapshot, state)
-    detail = _describe_engine(snapshot, values, state)
+    detail = _describe_engine(snapshot, values, state, is_memory_low=is_memory_low)
     if status is not None and status.log is not None and status.log.failure is not None:
         detail = f"{_describe_last_exit(status.log.failure)}{detail}"
     return Verdict(
@@ -941,7 +957,9 @@ def _choose_engine_sentence(snapshot: Snapshot, state: EngineState) -> EngineSen
     return row
 
 
-def _describe_engine(snapshot: Snapshot, values: Values, state: EngineState) -> str:
+def _describe_engine(
+    snapshot: Snapshot, values: Values, state: EngineState, *, is_memory_low: bool
+) -> str:
     """Return what follows the sentence on a state: load, signs of a hang, or the page's failure.
 
     Empty where there is nothing to add.
@@ -954,10 +972,14 @@ def _describe_engine(snapshot: Snapshot, values: Values, state: EngineState) -> 
         return _describe_hang(status.hang_signs)
     are_gauges_doubted = status is not None and status.are_gauges_doubted
     if state is EngineState.SERVING:
-        return _describe_load(values) + (STALE_GAUGES if are_gauges_doubted else "")
+        load = _describe_load(values, is_memory_low=is_memory_low)
+        return load + (STALE_GAUGES if are_gauges_doubted else "")
     if are_gauges_doubted:
         return ""
-    return _describe_server(snapshot, state)
+    server = _describe_server(snapshot, state)
+    if state is EngineState.STALLED:
+        return f"{_describe_stuck_requests(values)}{server}"
+    return server
 
 
 def _describe_last_exit(failure: LogFailure) -> str:
@@ -969,6 +991,8 @@ def _describe_unknown(snapshot: Snapshot, failure: Failure) -> str:
     """Return what is known of an engine without a page whose state is unknown."""
     if snapshot.server is not None and snapshot.server.answer is ServerAnswer.HEALTHY:
         return PAGE_ALONE_FAILS
+    if failure.reason is Reason.UNAUTHORIZED:
+        return LOGIN_WANTED
     if is_error_answer(failure):
         return SERVER_RUNS
     return ENGINE_SENTENCES[EngineState.UNKNOWN].sentence
@@ -994,7 +1018,16 @@ def _describe_hang(hang_signs: Iterable[HangSign]) -> str:
     return f": its page shows no work, and {signs}"
 
 
-def _describe_load(values: Values) -> str:
+def _describe_stuck_requests(values: Values) -> str:
+    """Return the requests of a stalled engine as a clause; empty where they are unknown."""
+    running = values.find_all(catalog.ENGINE_RUNNING).values()
+    waiting = values.find_all(catalog.ENGINE_WAITING).values()
+    if not running or not waiting:
+        return ""
+    return f", with {sum(running):.0f} requests running and {sum(waiting):.0f} waiting"
+
+
+def _describe_load(values: Values, *, is_memory_low: bool) -> str:
     """Return the current load as a clause, such as ": 3 running"; empty where it is unknown."""
     running = values.find_all(catalog.ENGINE_RUNNING).values()
     waiting = values.find_all(catalog.ENGINE_WAITING).values()
@@ -1007,8 +1040,8 @@ def _describe_load(values: Values) -> str:
         words.append(f"{sum(waiting):.0f} waiting")
     if used_ratios:
         words.append(f"KV cache {100 * max(used_ratios):.0f} % used")
-    # While requests wait, no more fit, even if the KV cache has room.
-    if additional and not any(waiting):
+    # While requests wait or memory is low, more should not come, even if the KV cache has room.
+    if additional and not any(waiting) and not is_memory_low:
         words.append(f"room in it for {sum(additional):.0f} more")
     return f": {', '.join(words)}" if words else ""
 

@@ -238,7 +238,7 @@ def _count_levels(engines: list[EngineView]) -> str:
 def _render_engine(engine: EngineView) -> str:
     """Return a line with an engine's worst verdict, its number, and the link to its page.
 
-    An alarm or a warning has also since when it holds, and what to do.
+    An alarm, a warning and an engine that cannot be read have also since when, and what to do.
     """
     worst = engine.view.shown_verdicts[0]
     name = escape_text(engine.name.text)
@@ -250,7 +250,7 @@ def _render_engine(engine: EngineView) -> str:
     is_in_sentence = all(part in worst.sentence for part in number.split(" to "))
     if not is_in_sentence and worst.situation is not Situation.CRASH_LOOP:
         sentence += f" {render_text(number)} {render_text(caption)}."
-    if worst.level in (Level.ALARM, Level.WARNING):
+    if worst.level in (Level.ALARM, Level.WARNING) or worst.situation is Situation.BLIND:
         advice = escape_text(find_advice(engine.view, worst))
         sentence += f"{render_since(engine.view, worst)}<br><small>{advice}</small>"
     return (

@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 from urllib.parse import parse_qsl, urlencode
 
+from msgspec.structs import replace
+
 from vllm_headroom import catalog
 from vllm_headroom.expose.answers import NO_SNIFF, NO_STORE, Header, Response
 from vllm_headroom.expose.assets import PAGE_STYLE, POLICY, SCRIPT, build_icon
@@ -12,10 +14,10 @@ from vllm_headroom.expose.drawing import escape_text, render_text
 from vllm_headroom.expose.figures import RANGES, draw_figures
 from vllm_headroom.expose.tables import list_tables, render_table
 from vllm_headroom.expose.times import render_time
-from vllm_headroom.expose.view import LastIncident, View
-from vllm_headroom.model import EnginePod, Snapshot, Values, Verdict
+from vllm_headroom.expose.view import LastIncident, VerdictStart, View
+from vllm_headroom.model import EnginePod, Failure, Snapshot, Values, Verdict
 from vllm_headroom.units import HOUR_SECONDS, format_duration, format_instant, format_size
-from vllm_headroom.vocabulary import LEVEL_NAMES, Level, Situation
+from vllm_headroom.vocabulary import LEVEL_NAMES, Level, Reason, Situation
 
 _HEADERS: Final[tuple[Header, ...]] = (
     NO_SNIFF,
@@ -169,6 +171,8 @@ def _render_headline(view: View, worst: Verdict) -> str:
             headline += ", and down now"
         elif Situation.STARTING in situations:
             headline += ", and starting again"
+        elif _find_contradictions(view):
+            headline += ", and serving now"
     return escape_text(f"{LEVEL_NAMES[worst.level]}: {headline}")
 
 
@@ -205,63 +209,105 @@ def _render_hero(view: View, worst: Verdict) -> str:
     )
 
 
-WITHOUT_SINCE: Final = frozenset(
+DURATION_SITUATIONS: Final = frozenset(
     {
-        Situation.HEALTHY,
         Situation.DOWN,
         Situation.BLIND,
         Situation.STALLED,
         Situation.STARTING,
     }
 )
-"""Situations whose number is a duration already, and that in which nothing has happened."""
+"""Situations whose number is a duration already: the headline has only the time it began."""
 
 
 def render_since(view: View, worst: Verdict) -> str:
-    """Return since when a situation holds; empty where that is unknown, or not worth a line."""
+    """Return since when a situation holds; empty where that is unknown, or where all is well."""
+    if worst.situation is Situation.HEALTHY or view.snapshot is None:
+        return ""
     verdict = worst
     if worst.situation is Situation.CRASH_LOOP:
-        # Since when it is down matters; since when it is a loop, the number of exits shows.
+        # Since when the engine is down matters more than since when it is a loop.
         down = [other for other in view.shown_verdicts if other.situation is Situation.DOWN]
-        if not down:
-            return ""
-        verdict = down[0]
-    start = view.find_start(verdict)
-    if start is None or view.snapshot is None or worst.situation in WITHOUT_SINCE:
+        verdict = down[0] if down else worst
+    start = _find_start(view, verdict)
+    if start is None:
         return ""
+    time = render_time(start.seconds)
+    if verdict.situation in DURATION_SITUATIONS and verdict is worst:
+        earlier = "" if start.is_exact else " or earlier"
+        return f" <small>since {time}{earlier}</small>"
     duration = format_duration(max(0.0, view.snapshot.time_seconds - start.seconds))
     at_least = "" if start.is_exact else "at least "
-    time = render_time(start.seconds)
     return f" <small>for {at_least}{render_text(duration)}, since {time}</small>"
+
+
+def _find_start(view: View, verdict: Verdict) -> VerdictStart | None:
+    """Return since when a verdict holds; None where that is unknown.
+
+    A stall begins with the last progress and a start with the process, so that the time agrees
+    with the page's number. Both are before the first sample that has the verdict.
+    """
+    start = view.find_start(verdict)
+    began_seconds = None
+    if verdict.situation is Situation.STALLED and view.snapshot is not None:
+        age_seconds = view.values.value(catalog.ENGINE_PROGRESS_AGE)
+        if age_seconds is not None:
+            began_seconds = view.snapshot.time_seconds - age_seconds
+    elif verdict.situation is Situation.STARTING:
+        began_seconds = view.values.value(catalog.ENGINE_START)
+    if start is None or began_seconds is None:
+        return start
+    return replace(start, seconds=began_seconds, is_exact=True)
 
 
 def _list_details(view: View, worst: Verdict) -> Iterator[str]:
     """Yield what else there is to know of a situation, as sentences."""
     if worst.situation is Situation.NEIGHBOUR:
-        yield from _name_neighbours(view, worst)
+        names = [
+            view.find_process_name(pid) or f"pid {pid}, whose name is not visible from here"
+            for pid in _list_neighbours(view, worst)[:MOST_NEIGHBOURS]
+        ]
+        if names:
+            yield f"On it beside the engine: {'; '.join(names)}."
+    if worst.situation is Situation.STARTING and view.history.start_durations_seconds:
+        yield _compare_starts(view)
+
+
+def _compare_starts(view: View) -> str:
+    """Return how long earlier starts took, and how much of the longest is left for this one."""
     durations_seconds = view.history.start_durations_seconds
-    if worst.situation is Situation.STARTING and durations_seconds:
-        durations = ", ".join(format_duration(seconds) for seconds in durations_seconds)
-        yield f"Earlier starts took {durations}."
+    longest_seconds = max(durations_seconds)
+    shortest = format_duration(min(durations_seconds))
+    longest = format_duration(longest_seconds)
+    took = f"about {longest}" if shortest == longest else f"{shortest} to {longest}"
+    sentence = f"Earlier starts took {took}"
+    began_seconds = view.values.value(catalog.ENGINE_START)
+    if began_seconds is None or view.snapshot is None:
+        return f"{sentence}."
+    left_seconds = longest_seconds - (view.snapshot.time_seconds - began_seconds)
+    if left_seconds <= 0:
+        return f"{sentence}; this one takes longer."
+    at_most = "" if shortest == longest else "at most "
+    return f"{sentence}; {at_most}about {format_duration(left_seconds)} left."
 
 
-def _name_neighbours(view: View, worst: Verdict) -> Iterator[str]:
-    """Yield a sentence with the other processes on the GPU of a verdict; nothing without any."""
+def _list_neighbours(view: View, worst: Verdict) -> list[int]:
+    """Return the pids of the other processes on the GPU of a verdict."""
     if view.snapshot is None:
-        return
+        return []
     engine_pids = {process.pid for process in view.snapshot.engine_processes}
-    names = []
+    neighbour_pids = []
     for gpu in view.snapshot.owned_gpus:
         if gpu.reading.display_name != worst.subject:
             continue
-        leftover_pids = {leftover.pid for leftover in gpu.leftovers}
-        for process in gpu.reading.processes or ():
-            if process.pid not in engine_pids | leftover_pids:
-                name = view.find_process_name(process.pid)
-                names.append(name or f"pid {process.pid}, whose name is not visible from here")
-    if names:
-        yield f"On it beside the engine: {'; '.join(names[:MOST_NEIGHBOURS])}."
+        known_pids = engine_pids | {leftover.pid for leftover in gpu.leftovers}
+        pids = [process.pid for process in gpu.reading.processes or ()]
+        neighbour_pids += [pid for pid in pids if pid not in known_pids]
+    return neighbour_pids
 
+
+NEIGHBOUR_ALERT: Final = "HeadroomNeighbourGrowing"
+"""The alert for memory that other processes hold."""
 
 MOST_NEIGHBOURS: Final = 5
 """Our choice: how many other processes on a GPU the page names."""
@@ -283,6 +329,18 @@ URGENT_ADVICE: Final = (
     " report."
 )
 """What to do about a leak that may fill the memory within the hour."""
+
+NO_BURST_ADVICE: Final = (
+    "Now: reduce the load, or restart with a lower --gpu-memory-utilization. The next burst may end"
+    " the engine."
+)
+"""What to do where an engine over its budget leaves less than a burst takes."""
+
+LOGIN_ADVICE: Final = (
+    "Give the sidecar a login that may read the engine's page: vllm-headroom doctor prints the line"
+    " to add."
+)
+"""What to do where the engine's server answers, but refuses its page for want of a login."""
 
 EXIT_SITUATIONS: Final = frozenset({Situation.CRASH_LOOP, Situation.DOWN})
 """Situations that begin with an exit, which the newest incident explains."""
@@ -307,26 +365,74 @@ PURPOSES: Final = {
 """What each of these commands does, to read before it is run."""
 
 
-def find_advice(view: View, worst: Verdict) -> str:
-    """Return the first thing to do in a situation, among what this page can point to."""
-    if _was_never_seen(view, worst):
-        return NEVER_SEEN_ADVICE
-    if worst.situation in EXIT_SITUATIONS and view.last_incident is None:
-        return NO_INCIDENT_ADVICE
-    if worst.situation is Situation.HEALTHY:
-        return UNJUDGED_ADVICE
-    if worst.situation in TIME_LEFT_METRICS and worst.level is Level.ALARM:
-        earliest_seconds, likely_seconds = _find_time_left(view, worst.situation)
-        first_seconds = likely_seconds if earliest_seconds is None else earliest_seconds
-        if first_seconds is not None and first_seconds < HOUR_SECONDS:
-            return URGENT_ADVICE
-    return worst.situation.action
-
-
 def _was_never_seen(view: View, worst: Verdict) -> bool:
     """Return whether the engine counts as down only because none was ever seen."""
     status = view.engine_status
     return worst.situation is Situation.DOWN and status is not None and not status.was_seen
+
+
+def _advise_after_exit(view: View, worst: Verdict) -> str:
+    return NO_INCIDENT_ADVICE if view.last_incident is None else worst.situation.action
+
+
+def _advise_on_growth(view: View, worst: Verdict) -> str:
+    if worst.level is not Level.ALARM:
+        return worst.situation.action
+    earliest_seconds, likely_seconds = _find_time_left(view, worst.situation)
+    first_seconds = likely_seconds if earliest_seconds is None else earliest_seconds
+    if first_seconds is not None and first_seconds < HOUR_SECONDS:
+        return URGENT_ADVICE
+    return worst.situation.action
+
+
+def _advise_on_excess(_view: View, worst: Verdict) -> str:
+    return NO_BURST_ADVICE if worst.level is Level.ALARM else worst.situation.action
+
+
+def _advise_on_blindness(view: View, worst: Verdict) -> str:
+    engines = None if view.snapshot is None else view.snapshot.engines
+    is_refused = isinstance(engines, Failure) and engines.reason is Reason.UNAUTHORIZED
+    if worst.subject == "engine" and is_refused:
+        return LOGIN_ADVICE
+    return worst.situation.action
+
+
+def _advise_on_neighbours(view: View, worst: Verdict) -> str:
+    """Return what to do about other processes on a GPU; a single one is named where possible."""
+    pids = _list_neighbours(view, worst)
+    # Memory that an exited engine left is not a neighbour's.
+    if worst.alert != NEIGHBOUR_ALERT or len(pids) != 1:
+        return worst.situation.action
+    name = view.find_process_name(pids[0])
+    if name is None:
+        return worst.situation.action
+    return f"Move {name} away if it was not planned."
+
+
+def _advise_while_unjudged(_view: View, _worst: Verdict) -> str:
+    return UNJUDGED_ADVICE
+
+
+ADVISERS: Final[Mapping[Situation, Callable[[View, Verdict], str]]] = {
+    Situation.CRASH_LOOP: _advise_after_exit,
+    Situation.DOWN: _advise_after_exit,
+    Situation.LEAKING: _advise_on_growth,
+    Situation.HOST_LEAK: _advise_on_growth,
+    Situation.GROWING: _advise_on_growth,
+    Situation.OVER_BUDGET: _advise_on_excess,
+    Situation.NEIGHBOUR: _advise_on_neighbours,
+    Situation.BLIND: _advise_on_blindness,
+    Situation.HEALTHY: _advise_while_unjudged,
+}
+"""What finds the advice in a situation; in any other it is the situation's action."""
+
+
+def find_advice(view: View, worst: Verdict) -> str:
+    """Return the first thing to do in a situation, among what this page can point to."""
+    if _was_never_seen(view, worst):
+        return NEVER_SEEN_ADVICE
+    adviser = ADVISERS.get(worst.situation)
+    return worst.situation.action if adviser is None else adviser(view, worst)
 
 
 def _find_command(view: View, worst: Verdict) -> str | None:
@@ -459,7 +565,7 @@ def _measure_excess(view: View, _worst: Verdict) -> Number | None:
 
 def _measure_neighbours(view: View, worst: Verdict) -> Number | None:
     # Memory that an exited engine left is not held by others.
-    if worst.alert != "HeadroomNeighbourGrowing":
+    if worst.alert != NEIGHBOUR_ALERT:
         return None
     holdings = view.values.find_all(catalog.GPU_MEMORY_HELD).items()
     sizes_bytes = [size_bytes for (*_, holder), size_bytes in holdings if holder == "other"]
@@ -480,7 +586,8 @@ def _measure_bound(view: View, _worst: Verdict) -> Number | None:
     bounds_bytes = view.values.find_all(catalog.LEAK_BOUND).values()
     if not bounds_bytes:
         return None
-    return format_size(max(bounds_bytes)), "more at most, then it ends by itself"
+    caption = "more at most until it is full, then it stays: nothing to do"
+    return format_size(max(bounds_bytes)), caption
 
 
 def _measure_since(view: View, worst: Verdict) -> Number | None:
@@ -534,10 +641,23 @@ def _render_verdicts(view: View) -> str:
     If many GPUs share the situation of the worst verdict, they are folded into one line that can be
     opened. So are the healthy GPUs.
     """
-    worst, *verdicts = view.shown_verdicts
+    worst, *others = view.shown_verdicts
+    contradictions = _find_contradictions(view)
+    verdicts = [verdict for verdict in others if verdict not in contradictions]
     verdicts, healthy_line = _fold_gpus(view, verdicts, Situation.HEALTHY)
     verdicts, alike_line = _fold_gpus(view, verdicts, worst.situation)
     return f"{alike_line}{_render_list(view, verdicts)}{healthy_line}"
+
+
+def _find_contradictions(view: View) -> list[Verdict]:
+    """Return the verdict that the engine is healthy, where another one is its alarm or warning.
+
+    An engine in a crash loop serves between two exits: a line in green would take the alarm back.
+    """
+    of_engine = [verdict for verdict in view.shown_verdicts if verdict.subject == "engine"]
+    if not any(verdict.level in (Level.ALARM, Level.WARNING) for verdict in of_engine):
+        return []
+    return [verdict for verdict in of_engine if verdict.situation is Situation.HEALTHY]
 
 
 def _fold_gpus(

@@ -323,6 +323,18 @@ def test_of_a_server_without_a_core_it_is_not_said_that_it_has_work() -> None:
     assert of("engine", at=watch.seen).sentence == "The engine is stalled: it should make progress and makes none."
 
 
+def test_a_stalled_engine_says_how_many_requests_are_stuck() -> None:
+    samples = (
+        Sample(catalog.ENGINE_RUNNING, ("m", "0"), 4.0),
+        Sample(catalog.ENGINE_RUNNING, ("m", "1"), 3.0),
+        Sample(catalog.ENGINE_WAITING, ("m", "0"), 2.0),
+    )
+
+    assert of("engine", *samples, at=make_snapshot(EngineState.STALLED)).sentence == (
+        "The engine is stalled: it should make progress and makes none, with 7 requests running and 2 waiting."
+    )
+
+
 def test_a_serving_engine_says_its_load() -> None:
     samples = (
         Sample(catalog.ENGINE_RUNNING, ("m", "0"), 4.0),
@@ -334,6 +346,22 @@ def test_a_serving_engine_says_its_load() -> None:
     assert of("engine", *samples).sentence == "The engine serves: 7 running, KV cache 41 % used, room in it for 9 more."
     waiting = Sample(catalog.ENGINE_WAITING, ("m", "0"), 5.0)
     assert of("engine", *samples, waiting).sentence == "The engine serves: 7 running, 5 waiting, KV cache 41 % used."
+
+
+def test_where_memory_is_low_no_room_for_more_requests_is_named() -> None:
+    low = replace(
+        make_snapshot(),
+        engine_status=EngineStatus(state=EngineState.SERVING, first_room_bytes=((A_GPU[1], 5 * GIB),)),
+    )
+    samples = (
+        Sample(catalog.ENGINE_RUNNING, ("m", "0"), 4.0),
+        Sample(catalog.ENGINE_ADDITIONAL_REQUESTS, ("m", "0"), 9.0),
+    )
+
+    scarce = Sample(catalog.GPU_MEMORY_FREE, A_GPU, 100.0 * MIB)
+    assert of("engine", *samples, scarce, at=low).sentence == "The engine serves: 4 running."
+    ample = Sample(catalog.GPU_MEMORY_FREE, A_GPU, 5.0 * GIB)
+    assert of("engine", *samples, ample, at=low).sentence == "The engine serves: 4 running, room in it for 9 more."
 
 
 @pytest.mark.parametrize(

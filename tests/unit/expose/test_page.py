@@ -16,10 +16,20 @@ from vllm_headroom import catalog
 from vllm_headroom.expose.assets import SCRIPT
 from vllm_headroom.expose.figures import EDGE_PERCENT
 from vllm_headroom.expose.page import render_page, respond_html
+from vllm_headroom.expose.times import render_time
 from vllm_headroom.expose.view import History, HistoryEvent, LastIncident, View
-from vllm_headroom.model import EnginePod, EngineStatus, GpuProcess, ProbedProcess, ProbeReadings, Sample, Verdict
+from vllm_headroom.model import (
+    EnginePod,
+    EngineStatus,
+    GpuProcess,
+    ProbedProcess,
+    ProbeReadings,
+    Sample,
+    Values,
+    Verdict,
+)
 from vllm_headroom.units import GIB
-from vllm_headroom.vocabulary import EngineState, Level, Role, Situation, Source
+from vllm_headroom.vocabulary import EngineState, Level, Reason, Role, Situation, Source
 
 GPU = ("0", "GPU-a")
 EMPTY = View(version="1.2.3", interval_seconds=5.0, history=History())
@@ -104,7 +114,11 @@ def test_growth_that_a_pool_explains_has_no_line_to_zero() -> None:
         situation=Situation.FILLING,
     )
 
-    assert 'class="ahead"' not in show(replace(host_day(), verdicts=(filling,)))
+    bound = Sample(catalog.LEAK_BOUND, ("", "", "worker"), 19.0 * GIB)
+    shown = show(replace(host_day(), verdicts=(filling,), values=Values([bound])))
+
+    assert 'class="ahead"' not in shown
+    assert "<b>19 GiB <small>more at most until it is full, then it stays: nothing to do" in shown
 
 
 def test_host_memory_that_torch_has_pinned_is_a_column_where_the_probe_says_so() -> None:
@@ -306,6 +320,81 @@ def test_a_trouble_shows_since_when_it_holds_and_how_big_it_is() -> None:
     assert f"On it beside the engine: {named}" in shown
 
 
+def test_a_neighbour_that_is_named_is_not_to_be_found() -> None:
+    other = GpuProcess(pid=4711, used_bytes=10 * GIB)
+    used = gpu(used=70 * GIB, total=80 * GIB, engine=60 * GIB, other=10 * GIB, processes=(other,))
+
+    shown = show(
+        view(
+            [Sample(catalog.GPU_MEMORY_HELD, (*GPU, "other"), 10.0 * GIB)],
+            at=replace(snapshot(gpus=(used,)), time_seconds=NOW),
+            find_process_name=lambda _: "train.py (pid 4711, pod research/train-0)",
+        )
+    )
+
+    assert "<p>Move train.py (pid 4711, pod research/train-0) away if it was not planned." in shown
+
+
+@pytest.mark.parametrize(
+    ("state", "sample", "began"),
+    [
+        (EngineState.STARTING, Sample(catalog.ENGINE_START, (), NOW - 600), NOW - 600),
+        (EngineState.STALLED, Sample(catalog.ENGINE_PROGRESS_AGE, (), 125.0), NOW - 125),
+        (EngineState.UNKNOWN, Sample(catalog.ENGINE_RUNNING, ("m", "0"), 0.0), NOW - 60),
+    ],
+)
+def test_a_duration_has_the_time_at_which_it_began(state: EngineState, sample: Sample, began: float) -> None:
+    at = replace(snapshot(gpus=(gpu(),)), time_seconds=NOW - 60, engine_status=EngineStatus(state=state))
+    history = History()
+    history.step(replace(at, time_seconds=NOW - 120), (), None)
+    history.step(at, view([sample], at=at).verdicts, None)
+
+    shown = show(view([sample], at=replace(at, time_seconds=NOW), history=history))
+
+    headline = shown[shown.index("<h1>") : shown.index("</h1>")]
+    assert f"<small>since {render_time(began)}</small>" in headline
+
+
+def test_a_crash_loop_has_the_time_at_which_it_began_and_no_line_that_all_is_well() -> None:
+    looping = replace(
+        snapshot(engines=page(engine()), gpus=(gpu(),)),
+        time_seconds=NOW - 60,
+        engine_status=EngineStatus(state=EngineState.SERVING, recent_exits=4),
+    )
+    history = History()
+    history.step(replace(looping, time_seconds=NOW - 120), (), None)
+    history.step(looping, view(at=looping).verdicts, None)
+
+    shown = show(view(at=replace(looping, time_seconds=NOW), history=history))
+
+    assert "<h1>ALARM: engine crash loop, and serving now <small>for 1 min 0 s, since <time" in shown
+    assert "The engine serves" not in shown.partition("<h2>")[0]
+
+
+def test_a_burst_that_does_not_fit_does_not_wait_for_a_quiet_hour() -> None:
+    alarm = Verdict(
+        subject="GPU 0", level=Level.ALARM, sentence="GPU 0: a burst takes more.", situation=Situation.OVER_BUDGET
+    )
+    warning = replace(alarm, level=Level.WARNING)
+
+    assert "<p>Now: reduce the load, or restart with a lower" in show(replace(day(), verdicts=(alarm,)))
+    assert "at the next quiet hour" in show(replace(day(), verdicts=(warning,)))
+
+
+def test_a_page_that_asks_for_a_login_leads_to_the_login() -> None:
+    refused = replace(failure(Source.ENGINE), reason=Reason.UNAUTHORIZED)
+    blind = replace(
+        snapshot(engines=refused, gpus=(gpu(),)),
+        time_seconds=NOW,
+        engine_status=EngineStatus(state=EngineState.UNKNOWN),
+    )
+
+    shown = show(view(at=blind))
+
+    assert "answers, but asks for a login: whether the engine makes progress is not known" in shown
+    assert "<p>Give the sidecar a login that may read the engine" in shown
+
+
 def test_an_engine_that_was_never_seen_leads_to_doctor() -> None:
     unseen = replace(
         snapshot(engines=failure(Source.ENGINE), gpus=(gpu(),)),
@@ -330,7 +419,16 @@ def test_a_start_says_how_long_the_starts_before_took() -> None:
     history = History()
     history.start_durations_seconds = (65.0, 600.0)
 
-    assert "Earlier starts took 1 min 5 s, 10 min 0 s." in show(view(at=starting, history=history))
+    began = Sample(catalog.ENGINE_START, (), NOW - 300)
+    late = Sample(catalog.ENGINE_START, (), NOW - 700)
+
+    assert "Earlier starts took 1 min 5 s to 10 min 0 s." in show(view(at=starting, history=history))
+    assert "10 min 0 s; at most about 5 min 0 s left." in show(view([began], at=starting, history=history))
+    assert "10 min 0 s; this one takes longer." in show(view([late], at=starting, history=history))
+    history.start_durations_seconds = (600.0,)
+    assert "Earlier starts took about 10 min 0 s; about 5 min 0 s left." in show(
+        view([began], at=starting, history=history)
+    )
     assert "Earlier starts" not in show(view(at=starting))
 
 
