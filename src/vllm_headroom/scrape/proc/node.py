@@ -58,6 +58,22 @@ class LocatedEngine(Struct, frozen=True, kw_only=True):
     """
 
 
+class Location(Struct, frozen=True, kw_only=True):
+    """Where an engine was found, and what that was read from."""
+
+    engine: LocatedEngine
+    entry: ProcEntry | None
+    """The server's process. If it differs, the engine has to be located again."""
+    owner: Owner
+    is_unit_shared: bool
+    read_at_seconds: float
+    """When its network was read, by the monotonic clock."""
+
+    def is_of(self, entry: ProcEntry | None, owner: Owner, *, is_unit_shared: bool) -> bool:
+        """Return whether the same would be read from these."""
+        return (self.entry, self.owner, self.is_unit_shared) == (entry, owner, is_unit_shared)
+
+
 class NodeProcesses:
     """Remembers the owner of each process of a machine, and finds the engines among them.
 
@@ -92,6 +108,8 @@ class NodeProcesses:
         self._found_at_seconds = monotonic()
         self._shared_units: set[str] = set()
         """The keys of units with several servers, so that the unit does not name an engine."""
+        self._locations: dict[int, Location] = {}
+        """Where each engine was found, by the pid of its server."""
 
     @property
     def sees_host(self) -> bool:
@@ -159,6 +177,8 @@ class NodeProcesses:
         own_pid = proc_files.read_own_pid(self._proc)
         engines: list[LocatedEngine] = []
         self._shared_units &= self._pids_by_owner.keys()
+        for pid in self._locations.keys() - self._entries.keys():
+            del self._locations[pid]
         for owner_key, pids in self._pids_by_owner.items():
             entries = {pid: self._entries[pid] for pid in pids if pid in self._entries}
             # Fast path: most groups have no process of an engine.
@@ -190,12 +210,35 @@ class NodeProcesses:
             owner = self._owners.get(pid)
             if owner is None:
                 continue
-            engine = self._locate(owner_key, owner, pid)
+            engine = self._find_location(owner_key, owner, pid).engine
             # Two servers in one container have the same labels, so their series would collide.
             if engine.name in names and engine.kind is EngineKind.WATCHED:
                 engine = _refuse(engine, "another server in the same container is watched already")
             names.add(engine.name)
             yield engine
+
+    def _find_location(self, owner_key: str, owner: Owner, pid: int) -> Location:
+        """Return where an engine is; read again if due, or if what it was read from has changed."""
+        entry = self._entries.get(pid)
+        is_unit_shared = owner_key in self._shared_units
+        now_seconds = self._monotonic()
+        location = self._locations.get(pid)
+        if location is not None and location.is_of(entry, owner, is_unit_shared=is_unit_shared):
+            is_recent = now_seconds - location.read_at_seconds < self._rescan_seconds
+            # A reading of /proc/PID/net takes milliseconds of the kernel's time, because it walks
+            # the connections of the whole machine. An engine that cannot be watched yet, such as
+            # one that does not listen yet, is read at each tick all the same.
+            if is_recent and location.engine.kind is not EngineKind.UNREADABLE:
+                return location
+        location = Location(
+            engine=self._locate(owner_key, owner, pid),
+            entry=entry,
+            owner=owner,
+            is_unit_shared=is_unit_shared,
+            read_at_seconds=now_seconds,
+        )
+        self._locations[pid] = location
+        return location
 
     def _locate(self, owner_key: str, owner: Owner, pid: int) -> LocatedEngine:
         """Return an engine by the pid of its server, or why it cannot be watched."""

@@ -43,6 +43,32 @@ def find(node: NodeTree, subject: NodeProcesses | None = None) -> tuple[LocatedE
     return asyncio.run(scan())
 
 
+def test_the_network_of_an_engine_is_read_again_after_a_while_or_for_a_new_process(node: NodeTree) -> None:
+    now_seconds = 0.0
+    subject = NodeProcesses(
+        proc=node.path,
+        container_logs=node.container_logs,
+        pod_logs=node.pod_logs,
+        monotonic=lambda: now_seconds,
+        rescan_seconds=15,
+    )
+    node.add_pod(1, 100, *SERVER, name="llama-0", listening=[("127.0.0.1", 8000)])
+    assert [engine.kind for engine in find(node, subject)] == [EngineKind.UNREADABLE]
+    # One that cannot be watched yet is looked at each time.
+    node.connect(100, "10.244.1.1", [("0.0.0.0", 8000)])
+    assert [engine.kind for engine in find(node, subject)] == [EngineKind.WATCHED]
+
+    node.connect(100, "10.244.1.1", [("0.0.0.0", 8000), ("0.0.0.0", 9839)])
+    assert [engine.kind for engine in find(node, subject)] == [EngineKind.WATCHED]
+    now_seconds = 15.0
+    assert [engine.kind for engine in find(node, subject)] == [EngineKind.OWN_SIDECAR]
+
+    # The server has restarted, without its sidecar.
+    node.remove(100)
+    node.add_pod(1, 101, *SERVER, name="llama-0", address="10.244.1.7")
+    assert [engine.page_url for engine in find(node, subject)] == ["http://10.244.1.7:8000/metrics"]
+
+
 def test_an_engine_in_a_pod_has_the_pods_names_and_its_page(node: NodeTree) -> None:
     uid = node.add_pod(1, 100, *SERVER, name="llama-0")
     node.add(101, 100, "VLLM::EngineCore")
