@@ -766,8 +766,7 @@ def _judge_even(growth: Growth, odds: float, track: Track, room_bytes: float | N
     if is_urgent:
         return Certainty.LEAKING
     patience_seconds = compute_patience(left_seconds, is_room_known=room_bytes is not None)
-    has_lasted = growth.lasted_seconds >= patience_seconds and not is_fading(track)
-    return _judge_likely(growth, odds, left_seconds, has_lasted=has_lasted)
+    return _judge_likely(growth, odds, left_seconds, patience_seconds, track)
 
 
 def is_fading(track: Track) -> bool:
@@ -809,11 +808,11 @@ def _is_soon_full(growth: Growth, left_seconds: float) -> bool:
 
 
 def _judge_likely(
-    growth: Growth, odds: float, left_seconds: float, *, has_lasted: bool
+    growth: Growth, odds: float, left_seconds: float, patience_seconds: float, track: Track
 ) -> Certainty:
     """Return the verdict on even growth that is likely to be a leak, by the time left.
 
-    `has_lasted` is whether the growth has lasted for long enough for an alarm, at its pace.
+    `patience_seconds` is how long the growth must have lasted for an alarm.
     """
     if left_seconds > NO_CONCERN_SECONDS:
         return Certainty.NONE
@@ -821,7 +820,9 @@ def _judge_likely(
     if left_seconds > FAR_SECONDS:
         # Memory lasts for months: an alarm, which may wake somebody, needs more certainty.
         leaking_odds = LEAKING_ODDS_SUM_IF_FAR
-    if odds >= leaking_odds and has_lasted:
+    is_certain = odds >= leaking_odds and growth.lasted_seconds >= patience_seconds
+    # Last, because it reads the whole run.
+    if is_certain and not is_fading(track):
         return Certainty.LEAKING
     if growth.lasted_seconds < GROWING_SECONDS:
         return Certainty.NONE
