@@ -139,7 +139,7 @@ A_SIZE = "accepts a size such as 72GiB, or a number of bytes from 1 MiB on"
         (("--gpus", "gpu0"), "--gpus: got 'gpu0', accepts auto, all, or GPU indices or UUIDs separated by commas"),
         (("--tensor-parallel-size", "0"), "--tensor-parallel-size: got '0', accepts a whole number from 1 to 64"),
         (("--wait", "soon"), "--wait: got 'soon', accepts a duration such as 120s or 2m"),
-        (("--colour",), "--colour: not an option, see --help"),
+        (("--colour",), "--colour: not an option of preflight or of vLLM 0.19 to 0.33, see --help"),
     ],
 )
 def test_bad_options_end_with_status_2_and_one_line(words: tuple[str, ...], line: str) -> None:

@@ -43,8 +43,8 @@ def test_every_command_has_a_help_a_version_and_tells_every_mistake_at_once(name
     assert name == "doctor" or f"\n  vllm-headroom {'' if name == 'run' else name}" in told.stdout, "it has an example"
     assert version.stdout == f"vllm-headroom {metadata.version('vllm-headroom')}\n"
     assert (wrong.returncode, wrong.stdout) == (2, "")
-    # plan takes vLLM's options too, and says so.
-    assert wrong.stderr.replace(" of plan or of vLLM 0.19 to 0.33", "").splitlines()[:3] == [
+    # plan and preflight take vLLM's options too, and say so.
+    assert wrong.stderr.replace(f" of {name} or of vLLM 0.19 to 0.33", "").splitlines()[:3] == [
         f"vllm-headroom {name}: --versoin: not an option, did you mean --version?",
         f"vllm-headroom {name}: --colour: not an option, see --help",
         f"vllm-headroom {name}: --help-me: not an option, did you mean --help?",

@@ -115,7 +115,7 @@ def add_options(parser: Parser) -> None:
     parser.accept_line(
         list_vllm_options(),
         read_serve_line,
-        f"an option of {VLLM_RELEASES}",
+        f"an option of preflight or of {VLLM_RELEASES}",
         is_lenient=True,
     )
 

@@ -50,6 +50,7 @@ def test_the_options_are_those_of_vllm() -> None:
         "--mm-processor-cache-gb": (0, 11, 0),
         "--max-logprobs": (0, 4, 0),
         "--limit-mm-per-prompt": (0, 5, 5),
+        "--mm-processor-kwargs": (0, 6, 3),
     }
 
 

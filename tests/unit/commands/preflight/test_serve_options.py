@@ -19,7 +19,7 @@ def read_line(*words: str) -> tuple[str, ...]:
 def test_a_misspelt_option_of_vllm_is_named_with_the_one_that_was_meant() -> None:
     (line,) = read_line("--max-model-length", "8192", "--port", "8000")
 
-    assert "--max-model-length: not an option of vLLM 0.19 to 0.33" in line
+    assert "--max-model-length: not an option of preflight or of vLLM 0.19 to 0.33" in line
     assert "did you mean --max-model-len?" in line
 
 
@@ -63,4 +63,4 @@ def test_only_a_vllm_whose_options_are_known_refuses_an_unknown_one(version: str
     (finding,) = check_options(read_line("--ctl", "3"), version)
 
     assert finding.verdict is verdict
-    assert finding.text.startswith("--ctl: not an option of vLLM 0.19 to 0.33")
+    assert finding.text.startswith("--ctl: not an option of preflight or of vLLM 0.19 to 0.33")
