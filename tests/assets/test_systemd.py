@@ -27,7 +27,9 @@ needs_systemd = pytest.mark.skipif(
 @pytest.fixture
 def unit(tmp_path: Path) -> Path:
     """Return the unit with a program that exists on this machine."""
-    text, replaced = re.subn(r"^ExecStart=\S+", f"ExecStart={sys.executable}", UNIT.read_text(), flags=re.MULTILINE)
+    # Quoted, because the checkout may be in a folder with a blank in its name.
+    program = f'ExecStart="{sys.executable}"'
+    text, replaced = re.subn(r"^ExecStart=\S+", lambda _: program, UNIT.read_text(), flags=re.MULTILINE)
     assert replaced == 1
     path = tmp_path / UNIT.name
     path.write_text(text)

@@ -69,7 +69,8 @@ def test_everybody_may_read_it(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_was_there_keeps_its_mode(tmp_path: Path) -> None:
-    (tmp_path / "site").mkdir(0o750)
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site").chmod(0o750)  # whatever the umask is
     install(tmp_path / "site")
 
     assert (tmp_path / "site").stat().st_mode & 0o777 == 0o750
