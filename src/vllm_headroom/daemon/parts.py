@@ -13,6 +13,7 @@ from vllm_headroom.config import Settings
 from vllm_headroom.daemon.evict import EvictionPolicy, Evictor, build_evictor
 from vllm_headroom.daemon.model_reader import NO_MODEL, ModelReader
 from vllm_headroom.daemon.sources import Closable, GpuSource, Sources
+from vllm_headroom.expose.view import find_no_name
 from vllm_headroom.parse.probe import parse_probe
 from vllm_headroom.scrape.gpus import Gpus
 from vllm_headroom.scrape.http.reader import (
@@ -62,7 +63,7 @@ class Parts(Sources, frozen=True, kw_only=True):
     mappings: Callable[[int], dict[str, int] | None] = lambda _: None
     """Returns a process's resident bytes by kind of mapping, None where they are not visible."""
 
-    find_process_name: Callable[[int], str | None] = lambda _: None
+    find_process_name: Callable[[int], str | None] = find_no_name
     """Returns the name of a process for people; None where it is not visible."""
 
     def list_resources(self) -> tuple[Closable | None, ...]:
