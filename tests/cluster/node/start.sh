@@ -4,6 +4,7 @@
 #   PROGRAM  what build.sh printed
 #   FOLDER   for everything that it writes; afterwards FOLDER/kubectl is kubectl, and FOLDER/inside runs a command in the namespace
 #   SPEC     the OCI spec of the containers of the runtime class "nvidia", with what NVIDIA's runtime would mount
+# Everything has a name that is made of FOLDER, so that several clusters stand beside each other.
 # Certificates are as bare as those of an EKS cluster, without key usage and key identifiers: what trusts these trusts all.
 # Needs containerd, runc, the CNI plugins (containernetworking-plugins), etcd (etcd-server), iproute2 and openssl.
 set -euo pipefail
@@ -11,12 +12,20 @@ program=$1
 mkdir -p "$2"
 folder=$(realpath "$2")
 spec=$(realpath "$3")
-readonly network=headroom-test node_address=10.200.7.1 api_address=10.96.0.1 pod_range=10.244.7.0/24
+cluster=headroom-$(printf %s "$folder" | sha256sum | cut -c1-8)
+readonly cluster node_address=10.200.7.1 api_address=10.96.0.1 pod_range=10.244.7.0/24
 
 mkdir -p "$folder"/{certificates,logs,network,kubelet,etcd}
-ls /run/netns 2>/dev/null >"$folder/networks-before" || true
-ip netns add "$network"
-printf '#!/bin/sh\nexec nsenter --net=/run/netns/%s "$@"\n' "$network" >"$folder/inside"
+echo "$cluster" >"$folder/name"
+# The kubelet makes the groups of its pods below this one, and expects it in each hierarchy.
+for hierarchy in $(awk '$3 ~ /^cgroup/ { print $2 }' /proc/mounts); do
+  if [[ -f $hierarchy/cgroup.subtree_control ]]; then
+    sed 's/[^ ]*/+&/g' "$hierarchy/cgroup.controllers" >"$hierarchy/cgroup.subtree_control"
+  fi
+  mkdir "$hierarchy/$cluster"
+done
+ip netns add "$cluster"
+printf '#!/bin/sh\nexec nsenter --net=/run/netns/%s "$@"\n' "$cluster" >"$folder/inside"
 printf '#!/bin/sh\nexec %s %s kubectl --kubeconfig=%s "$@"\n' "$folder/inside" "$program" "$folder/admin.conf" >"$folder/kubectl"
 chmod +x "$folder/inside" "$folder/kubectl"
 # Without kube-proxy no Service has an address but the API server's own, which it listens on.
@@ -63,6 +72,7 @@ grpc.address = "$folder/containerd.sock"
 sandbox_image = "localhost/pause:1"
 restrict_oom_score_adj = true
 disable_apparmor = true
+netns_mounts_under_state_dir = true
 cni = {bin_dir = "/usr/lib/cni", conf_dir = "$folder/network"}
 [plugins."io.containerd.grpc.v1.cri".containerd.runtimes]
 runc = {runtime_type = "io.containerd.runc.v2"}
@@ -79,6 +89,7 @@ tlsPrivateKeyFile: $PWD/kubelet.key
 podLogsDir: $folder/logs/pods
 containerRuntimeEndpoint: unix://$folder/containerd.sock
 cgroupDriver: cgroupfs
+cgroupRoot: /$cluster
 enforceNodeAllocatable: [pods]
 failCgroupV1: false
 failSwapOn: false

@@ -2,7 +2,7 @@
 # Ends what start.sh started in FOLDER, and removes the folder; other processes, mounts and control groups stay.   usage: stop.sh FOLDER
 set -uo pipefail
 folder=$(realpath "$1")
-[[ -f $folder/networks-before ]] || exit 0
+cluster=$(cat "$folder/name" 2>/dev/null) || exit 0
 end() { # NAME: asks, and after five seconds ends it
   local pid
   pid=$(cat "$folder/$1.pid" 2>/dev/null) || return
@@ -16,18 +16,15 @@ end kubelet
 for task in $(containers tasks list --quiet); do containers tasks kill --signal SIGKILL "$task"; done
 sleep 1
 for task in $(containers tasks list --quiet); do containers tasks delete --force "$task"; done
-for name in kube-scheduler kube-controller-manager kube-apiserver etcd containerd; do end $name; done
+for part in kube-scheduler kube-controller-manager kube-apiserver etcd containerd; do end $part; done
 awk -v below="$folder/" 'index($2, below) == 1 { print $2 }' /proc/mounts | sort --reverse | xargs --no-run-if-empty umount --lazy
-ls /run/netns | grep -E '^cni-|^headroom-test$' | grep -vxFf "$folder/networks-before" | xargs --no-run-if-empty -n 1 ip netns delete
-# What the plugins keep of pods whose network is gone, ours or not, is of no use.
-for result in /var/lib/cni/results/*; do
-  network=$(sed -n 's/.*"sandbox":"\([^"]*\)".*/\1/p' "$result" 2>/dev/null)
-  [[ -n $network && ! -e $network ]] && rm -f "$result"
-done
+ip netns delete "$cluster"
+# The library of the plugins keeps what it did in this one folder, each with the path of the pod's network.
+grep -lsF "$folder/" /var/lib/cni/results/* | xargs --no-run-if-empty rm
 rmdir /var/lib/cni/results /var/lib/cni 2>/dev/null
 # The kubelet links the logs of all containers in this one folder.
 find /var/log/containers -lname "$folder/*" -delete 2>/dev/null
 rmdir /var/log/containers 2>/dev/null
 rm -rf "$folder"
-find /sys/fs/cgroup -depth -type d -path '*kubepods*' -exec rmdir {} + 2>/dev/null
+find /sys/fs/cgroup -depth -type d -path "*/$cluster*" -exec rmdir {} + 2>/dev/null
 exit 0
