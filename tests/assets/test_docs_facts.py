@@ -123,6 +123,7 @@ def test_the_files_in_which_a_value_is_followed_exist() -> None:
     reading = re.findall(r"`((?:scrape|derive)/[\w/]+\.py)`", code_map)
 
     assert len(steps) > 9
+    assert len(set(steps)) == len(steps)
     assert [step for step in steps if not (SIDECAR.parent / step).is_file()] == []
     assert [name for name in reading if not (SIDECAR / name).is_file()] == []
 

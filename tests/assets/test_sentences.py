@@ -9,7 +9,7 @@ import pytest
 
 from tests.assets import alerts
 from vllm_headroom.derive.attribution import NEIGHBOUR_BYTES
-from vllm_headroom.derive.life.engine import CRASH_LOOP_SECONDS
+from vllm_headroom.derive.life.states import CRASH_LOOP_SECONDS
 from vllm_headroom.derive.verdicts import (
     CRASH_LOOP_EXITS,
     GPU_ALERTS,

@@ -300,31 +300,6 @@ def _fit_neighbour(end: Ending) -> Fit | None:
     )
 
 
-def find_logged_reason(end: Ending) -> ExitReason | None:
-    """Return the reason of an exit if only the log gives one; else None."""
-    if end.reason is not ExitReason.GONE or end.log is None:
-        return None
-    failure = end.log.failure
-    if failure is not None and failure.kind is LogFailureKind.GPU_OUT_OF_MEMORY:
-        return ExitReason.OUT_OF_MEMORY
-    return ExitReason.STOPPED if failure is None and end.log.is_stopped else None
-
-
-def refine_reason(end: Ending) -> ExitReason | None:
-    """Return the reason of an exit, refined by what happened before it.
-
-    A requested shutdown, and an engine that never kept its budget, show only in the whole ending.
-    Any other end keeps its reason. None for a hang, which is no exit and has no reason.
-    """
-    if end.reason is ExitReason.GONE and is_shutdown(end):
-        return ExitReason.STOPPED
-    # A run that was replaced between two samples may have been restarted on purpose.
-    may_be_death = end.reason in (ExitReason.GONE, ExitReason.OUT_OF_MEMORY)
-    if may_be_death and is_over_budget(end):
-        return ExitReason.OVER_BUDGET
-    return end.reason
-
-
 def is_over_budget(end: Ending) -> bool:
     """Return whether an exit is best explained by a budget that the engine never kept."""
     fit = _fit_over_budget(end)

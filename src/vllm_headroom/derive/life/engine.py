@@ -1,8 +1,5 @@
-"""Follow one engine from sample to sample: its runs, its state and the end of each run."""
+"""Follow one engine from sample to sample: what is remembered, its status, its exits and stalls."""
 
-from collections import Counter
-from collections.abc import Collection
-from itertools import product
 from statistics import median
 from typing import Final
 
@@ -11,13 +8,16 @@ from msgspec.structs import replace
 
 from vllm_headroom import catalog
 from vllm_headroom.derive.life.budget import describe_excess
-from vllm_headroom.derive.life.causes import find_logged_reason, is_gpu_full, refine_reason
+from vllm_headroom.derive.life.causes import (
+    FULL_REASONS,
+    is_gpu_full,
+    is_over_budget,
+    is_shutdown,
+)
 from vllm_headroom.derive.life.progress import (
     Labels,
     Progress,
     find_stranded,
-    has_worked,
-    update_progress,
 )
 from vllm_headroom.derive.life.record import (
     BURST_SECONDS,
@@ -36,17 +36,11 @@ from vllm_headroom.derive.life.states import (
     PageAnswer,
     Presence,
     Symptom,
-    find_next_state,
-    read_evidence,
-    read_symptom,
-    update_absence,
+    observe,
 )
-from vllm_headroom.derive.pages import is_page_awake
-from vllm_headroom.derive.run_identity import RESTART_SHARE, is_new_run
 from vllm_headroom.derive.series import limit_remembered, make_states
 from vllm_headroom.derive.sums import find_least_known, find_most_known
 from vllm_headroom.model import (
-    SAME_START_SECONDS,
     BudgetExcess,
     Ending,
     EngineStatus,
@@ -55,20 +49,13 @@ from vllm_headroom.model import (
     LogEnding,
     LogReading,
     ProbeReadings,
-    ProcessName,
     Sample,
     Snapshot,
     StraightGrowth,
     find_log_ending,
 )
 from vllm_headroom.units import GIB
-from vllm_headroom.vocabulary import NECESSARY_ROLES, EngineState, ExitReason, IncidentKind
-
-CRASH_LOOP_SECONDS: Final = 90 * 60.0
-"""How far back exits are counted, as in HeadroomEngineCrashLoop."""
-
-MOST_ENDS: Final = 64
-"""How many exit times are kept, the newest ones: more of them change no verdict."""
+from vllm_headroom.vocabulary import EngineState, ExitReason, IncidentKind, LogFailureKind
 
 LEFTOVER_SECONDS: Final = 30.0
 """Processes that an exited engine left behind are reported only after this time, because they may
@@ -170,27 +157,38 @@ def update_engine(
     uses on each GPU.
     """
     now = snapshot.monotonic_seconds
-    evidence = read_evidence(snapshot, memory.runs)
     # An exit is described by the record before this sample, because the sample may be of the next
     # run.
-    runs, event = update_runs(memory.runs, evidence, memory.record)
+    was_answering = memory.record.page.is_answering
+    observation = observe(
+        snapshot,
+        memory.runs,
+        memory.state,
+        memory.progress,
+        memory.absence,
+        was_answering=was_answering,
+    )
+    evidence = observation.evidence
+    runs = observation.runs
+    event = None
+    if observation.exited_run is not None:
+        event = _build_exit(observation.exited_run, evidence, memory.record)
+        runs = _count_exit(runs, event)
     # Values of the previous run must not be compared with this run.
     if runs.restarts != memory.runs.restarts:
         memory = _start_over(memory)
-    progress = update_progress(memory.progress, snapshot, evidence.processes)
-    absence = update_absence(memory.absence, evidence)
-    symptom = read_symptom(evidence, runs, progress, absence)
-    state = find_next_state(memory.state, symptom)
     # An exit explains the stall that it ends, and a continuing stall is one event.
+    state = observation.state
     is_stalled = state is EngineState.STALLED
     if event is None and is_stalled and memory.known_state is not EngineState.STALLED:
-        event = _build_stall(memory.record, runs.present, snapshot, progress.age_seconds)
+        age_seconds = observation.progress.age_seconds
+        event = _build_stall(memory.record, runs.present, snapshot, age_seconds)
     new_memory = EngineMemory(
         runs=runs,
         state=state,
         # While the state is unknown, the last known one shows whether a stall is new.
         known_state=memory.known_state if state is EngineState.UNKNOWN else state,
-        progress=progress,
+        progress=observation.progress,
         record=_update_run_record(
             memory.record,
             evidence,
@@ -198,7 +196,7 @@ def update_engine(
             is_stalled=is_stalled,
             configured_bytes=configured_bytes,
         ),
-        absence=absence,
+        absence=observation.absence,
         served_bytes=_update_served_bytes(memory, evidence, state),
         leftover_since_seconds={
             pid: memory.leftover_since_seconds.get(pid, now) for pid in snapshot.left_behind
@@ -209,7 +207,7 @@ def update_engine(
         for pid, since_seconds in new_memory.leftover_since_seconds.items()
         if now - since_seconds >= LEFTOVER_SECONDS
     )
-    status = _describe_engine(new_memory, evidence, event, symptom)
+    status = _describe_engine(new_memory, evidence, event, observation.symptom)
     return new_memory, replace(snapshot, engine_status=status, left_behind=lasting_leftovers)
 
 
@@ -217,87 +215,30 @@ def _start_over(memory: EngineMemory) -> EngineMemory:
     """Return what is remembered, without what belonged to the run before a restart."""
     return replace(
         memory,
-        progress=Progress(cpu_use=memory.progress.cpu_use),
         record=RunRecord(was_page_ever_read=memory.record.was_page_ever_read, follows_absence=True),
         served_bytes={},
     )
 
 
-def update_runs(
-    runs: EngineRuns, evidence: Evidence, record: RunRecord
-) -> tuple[EngineRuns, Ending | None]:
-    """Return the runs after one more sample, and the exit that the sample shows; None without one.
-
-    Earlier exits that are dated in the future are dropped: the clock was set.
-    """
-    now = evidence.snapshot.time_seconds
-    run = runs.newest
-    if run is not None and _was_mistaken(run, evidence):
-        run = None  # the run is forgotten without counting an exit
-    ends_seconds = tuple(
-        seconds for seconds in runs.ends_seconds if 0 <= now - seconds < CRASH_LOOP_SECONDS
-    )
-    runs = replace(
-        runs, ends_seconds=ends_seconds, are_processes_visible=evidence.are_processes_visible
-    )
-    ending = None if run is None else _find_exit(run, evidence, record)
-    if run is not None and ending is not None and ending.reason is not None:
-        run = replace(run, has_ended=True)
-        runs = replace(
-            runs,
-            exits={**runs.exits, ending.reason: runs.exits.get(ending.reason, 0) + 1},
-            exit_requests=ending.requests,
-            ends_seconds=(*ends_seconds, now)[-MOST_ENDS:],
-        )
-    if run is not None and not run.has_ended:
-        return replace(runs, newest=_update_run(run, evidence)), ending
-    # Only a page or a process shows that another run has begun.
-    if evidence.answer is not PageAnswer.GIVEN and evidence.presence is not Presence.THERE:
-        return replace(runs, newest=run), ending
-    if run is not None:
-        runs = replace(runs, restarts=runs.restarts + 1)
-    # A container that outlives its engines, as a systemd unit does, keeps the count of its kills.
-    new_run = EngineRun(oom_kills=evidence.host.oom_kills or 0)
-    return replace(runs, newest=_update_run(new_run, evidence)), ending
-
-
-def _was_mistaken(run: EngineRun, evidence: Evidence) -> bool:
-    """Return whether another engine was taken for this one, and still runs."""
-    if run.is_ready or run.has_ended:
-        return False
-    return _is_any_among(run.process_names, evidence.snapshot.neighbours)
-
-
-def _find_exit(run: EngineRun, evidence: Evidence, record: RunRecord) -> Ending | None:
-    """Return the exit of a run that the newest sample shows; None while the run goes on."""
-    if run.has_ended:
-        return None
-    is_gone = evidence.answer is not PageAnswer.GIVEN and evidence.presence is Presence.GONE
-    was_answering = record.page.is_answering
-    if not is_gone and not _is_replaced(run, evidence, was_answering=was_answering):
-        return None
+def _build_exit(run: EngineRun, evidence: Evidence, record: RunRecord) -> Ending:
+    """Return the exit of a run that the newest sample shows, with its reason."""
     snapshot = evidence.snapshot
     gpus = describe_gpus(record, run, snapshot)
     # Without a page, the next run is still loading, and clients have lost this run. A kubelet that
     # restarts a container within a second leaves no sample without a process.
-    is_replaced = was_answering and evidence.answer is PageAnswer.GIVEN
+    is_replaced = record.page.is_answering and evidence.answer is PageAnswer.GIVEN
     reason = _find_exit_reason(run, evidence, gpus, is_replaced=is_replaced)
     ending = build_ending(record, run, snapshot, IncidentKind.ENDED, reason=reason, gpus=gpus)
-    # If the engine's log states a reason, it is better evidence than the memory.
     if isinstance(snapshot.log, LogReading):
         now = snapshot.time_seconds
         ending = replace(ending, log=find_log_ending(snapshot.log, now, now))
-    logged_reason = find_logged_reason(ending)
-    if logged_reason is not None:
-        ending = replace(ending, reason=logged_reason)
-    refined_reason = refine_reason(ending)
-    is_out_of_memory = logged_reason is ExitReason.OUT_OF_MEMORY
-    if refined_reason is not ExitReason.OVER_BUDGET and not is_out_of_memory:
-        return replace(ending, reason=refined_reason)
+    ending = replace(ending, reason=_refine_reason(ending))
+    if ending.reason not in FULL_REASONS:
+        return ending
     # Once the reason is lack of memory, the ending is built again, because the reason decides
     # whether it was a hang.
     rebuilt = build_ending(
-        record, run, snapshot, IncidentKind.ENDED, reason=refined_reason, gpus=gpus
+        record, run, snapshot, IncidentKind.ENDED, reason=ending.reason, gpus=gpus
     )
     return replace(rebuilt, log=ending.log)
 
@@ -317,33 +258,31 @@ def _find_exit_reason(
     return ExitReason.REPLACED if is_replaced else ExitReason.GONE
 
 
-def _is_replaced(run: EngineRun, evidence: Evidence, *, was_answering: bool) -> bool:
-    """Return whether the sample is of another run, by its start time, processes or counter.
+def _refine_reason(ending: Ending) -> ExitReason | None:
+    """Return the reason of an exit by its whole ending, and by the engine's log if it has one.
 
-    Start times decide where both are known, else the processes, else the counter of requests. A
-    lower counter may come from another server where several answer in turn. So it counts only if it
-    fell far, or if the page did not answer before.
+    A requested shutdown, and an engine that never kept its budget, show only in the whole ending.
+    Any other end keeps its reason. None for a stall, which is no exit and has no reason.
     """
-    finished_total = evidence.finished_total
-    if run.page_run_id is not None and evidence.page_run_id is not None:
-        return is_new_run(run.page_run_id, evidence.page_run_id, run.finished_total, finished_total)
-    if run.process_names and evidence.process_names:
-        return not _is_any_among(run.process_names, evidence.process_names)
-    if run.finished_total is None or finished_total is None:
-        return False
-    restart_share = RESTART_SHARE if was_answering else 1.0
-    return finished_total < run.finished_total * restart_share
+    # If the engine's log states a reason, it is better evidence than the memory.
+    if ending.reason is ExitReason.GONE and ending.log is not None:
+        ending = replace(ending, reason=_find_logged_reason(ending.log))
+    if ending.reason is ExitReason.GONE and is_shutdown(ending):
+        return ExitReason.STOPPED
+    # A run that was replaced between two samples may have been restarted on purpose.
+    may_be_death = ending.reason in (ExitReason.GONE, ExitReason.OUT_OF_MEMORY)
+    if may_be_death and is_over_budget(ending):
+        return ExitReason.OVER_BUDGET
+    return ending.reason
 
 
-def _is_any_among(names: Collection[ProcessName], processes: Collection[ProcessName]) -> bool:
-    """Return whether one of these processes has the pid and nearly the start time of a named one.
-
-    In a trace without pids, all processes have the same pid.
-    """
-    return any(
-        pid == other_pid and abs(started_seconds - other_started_seconds) <= SAME_START_SECONDS
-        for (pid, started_seconds), (other_pid, other_started_seconds) in product(names, processes)
-    )
+def _find_logged_reason(log: LogEnding) -> ExitReason:
+    """Return the reason of an exit by the engine's log; GONE where the log gives none."""
+    if log.failure is None:
+        return ExitReason.STOPPED if log.is_stopped else ExitReason.GONE
+    if log.failure.kind is LogFailureKind.GPU_OUT_OF_MEMORY:
+        return ExitReason.OUT_OF_MEMORY
+    return ExitReason.GONE
 
 
 def _was_out_of_memory(run: EngineRun, snapshot: Snapshot, gpus: tuple[GpuAtEnd, ...]) -> bool:
@@ -589,67 +528,12 @@ def _is_load_level(page: PageRecord, begin_seconds: float) -> bool:
     return all(abs(median(part) - usual_running) <= tolerance for part in parts)
 
 
-def _update_run(run: EngineRun, evidence: Evidence) -> EngineRun:
-    """Return the run, updated by the newest sample."""
-    counts = Counter(process.role for process in evidence.processes or ())
-    # A process that was lost stays lost until /proc shows it again.
-    lost_roles = run.lost_roles
-    if evidence.processes:
-        lost_roles = tuple(
-            role for role, most in run.necessary_counts.items() if counts[role] < most
-        )
-    began_seconds = run.began_seconds
-    if began_seconds is None:
-        began_seconds = evidence.started_at_seconds
-    run = replace(
-        run,
-        began_seconds=began_seconds,
-        process_names=evidence.process_names or run.process_names,
-        lost_roles=lost_roles,
-    )
-    if evidence.page is None:
-        return run
-    finished_total = evidence.finished_total
-    if finished_total is None:
-        finished_total = run.finished_total
-    first_host_room_bytes = run.first_host_room_bytes
-    if first_host_room_bytes is None:
-        first_host_room_bytes = evidence.host.room_bytes
-    # A kill counts as the reason of an exit, which may follow some samples after the process was
-    # lost.
-    oom_kills = evidence.host.oom_kills
-    if oom_kills is None or lost_roles:
-        oom_kills = run.oom_kills
-    return replace(
-        run,
-        # The id from the first page is kept, because several servers may answer in turn.
-        page_run_id=run.page_run_id or evidence.page_run_id,
-        finished_total=finished_total,
-        is_ready=True,
-        has_worked=run.has_worked or has_worked(evidence.page),
-        # How many there have to be is learned: the highest number that ever ran.
-        necessary_counts={
-            role: max(counts[role], run.necessary_counts.get(role, 0)) for role in NECESSARY_ROLES
-        },
-        most_held_bytes=max(run.most_held_bytes, sum(evidence.held_bytes.values())),
-        # Measured once, at the first page of the run.
-        first_room_bytes=run.first_room_bytes or _find_room_bytes(evidence.snapshot),
-        first_host_room_bytes=first_host_room_bytes,
-        was_asleep=is_page_awake(evidence.page) is False,
-        oom_kills=oom_kills,
-    )
-
-
-def _find_room_bytes(snapshot: Snapshot) -> dict[str, int]:
-    """Return the least free memory of each of the engine's GPUs in the last minute, by UUID."""
-    rooms = {}
-    for gpu in snapshot.owned_gpus:
-        memory = gpu.reading.memory
-        if memory is not None:
-            # The engine will need its peak again, and more may be free at this sample.
-            peak_bytes = gpu.reading.used_peak_bytes or 0
-            rooms[gpu.reading.uuid] = min(memory.left_bytes, memory.usable_bytes - peak_bytes)
-    return rooms
+def _count_exit(runs: EngineRuns, ending: Ending) -> EngineRuns:
+    """Return the runs with one more exit, counted under its reason; a stall counts as none."""
+    if ending.reason is None:
+        return runs
+    exits = {**runs.exits, ending.reason: runs.exits.get(ending.reason, 0) + 1}
+    return replace(runs, exits=exits, exit_requests=ending.requests)
 
 
 def _build_stall(

@@ -1,12 +1,16 @@
-"""The engine's state: what a snapshot shows, and the tables of what follows from it.
+"""The engine's state: what a snapshot shows, which run it is of, and the tables of what follows.
 
 docs/states.md explains each row.
 """
 
+from collections import Counter
+from collections.abc import Collection
 from enum import Enum, auto
+from itertools import product
 from typing import Final, NamedTuple
 
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from vllm_headroom.derive.life.progress import (
     SIGN_SECONDS,
@@ -14,10 +18,13 @@ from vllm_headroom.derive.life.progress import (
     Activity,
     Progress,
     count_waiting,
+    has_worked,
+    update_progress,
 )
 from vllm_headroom.derive.pages import count_finished, is_page_awake, list_engines
-from vllm_headroom.derive.run_identity import identify_run
+from vllm_headroom.derive.run_identity import RESTART_SHARE, identify_run, is_new_run
 from vllm_headroom.model import (
+    SAME_START_SECONDS,
     EnginePage,
     EngineProcess,
     Failure,
@@ -26,7 +33,14 @@ from vllm_headroom.model import (
     ProcessName,
     Snapshot,
 )
-from vllm_headroom.vocabulary import EngineState, ExitReason, Reason, Role, ServerAnswer
+from vllm_headroom.vocabulary import (
+    NECESSARY_ROLES,
+    EngineState,
+    ExitReason,
+    Reason,
+    Role,
+    ServerAnswer,
+)
 
 OCCUPIED_RATIO: Final = 0.05
 """A GPU of which a smaller share is held runs no model: CUDA contexts take half a gigabyte."""
@@ -45,6 +59,12 @@ SPINNING_SECONDS: Final = 180.0
 """The longest time for which a server may compute without answering. There is no limit while CPU is
 short, or while its port is closed and it finishes the last requests.
 """
+
+CRASH_LOOP_SECONDS: Final = 90 * 60.0
+"""How far back exits are counted, as in HeadroomEngineCrashLoop."""
+
+MOST_ENDS: Final = 64
+"""How many exit times are kept, the newest ones: more of them change no verdict."""
 
 _STATE_FILE_NAMES: Final = {
     "page_run_id": "page_life",
@@ -296,6 +316,150 @@ def _judge_held_memory(
     if not are_all_gpus_read and (run.most_held_bytes > 0 or is_loading):
         return Presence.OUT_OF_SIGHT
     return Presence.NEVER_SHOWN
+
+
+def update_runs(
+    runs: EngineRuns, evidence: Evidence, *, was_answering: bool
+) -> tuple[EngineRuns, EngineRun | None]:
+    """Return the runs after one more sample, and the run that the sample shows to have exited.
+
+    That run is as it was before the sample; None without an exit. `was_answering` is whether the
+    page answered at the sample before. Earlier exits that are dated in the future are dropped: the
+    clock was set.
+    """
+    now = evidence.snapshot.time_seconds
+    run = runs.newest
+    if run is not None and _was_mistaken(run, evidence):
+        run = None  # the run is forgotten without counting an exit
+    ends_seconds = tuple(
+        seconds for seconds in runs.ends_seconds if 0 <= now - seconds < CRASH_LOOP_SECONDS
+    )
+    exited_run = None
+    if run is not None and _has_exited(run, evidence, was_answering=was_answering):
+        exited_run = run
+        run = replace(run, has_ended=True)
+        ends_seconds = (*ends_seconds, now)[-MOST_ENDS:]
+    runs = replace(
+        runs, ends_seconds=ends_seconds, are_processes_visible=evidence.are_processes_visible
+    )
+    if run is not None and not run.has_ended:
+        return replace(runs, newest=_update_run(run, evidence)), None
+    # Only a page or a process shows that another run has begun.
+    if evidence.answer is not PageAnswer.GIVEN and evidence.presence is not Presence.THERE:
+        return replace(runs, newest=run), exited_run
+    if run is not None:
+        runs = replace(runs, restarts=runs.restarts + 1)
+    # A container that outlives its engines, as a systemd unit does, keeps the count of its kills.
+    new_run = EngineRun(oom_kills=evidence.host.oom_kills or 0)
+    return replace(runs, newest=_update_run(new_run, evidence)), exited_run
+
+
+def _was_mistaken(run: EngineRun, evidence: Evidence) -> bool:
+    """Return whether another engine was taken for this one, and still runs."""
+    if run.is_ready or run.has_ended:
+        return False
+    return _is_any_among(run.process_names, evidence.snapshot.neighbours)
+
+
+def _has_exited(run: EngineRun, evidence: Evidence, *, was_answering: bool) -> bool:
+    """Return whether a sample shows that a run is over, or that another run has replaced it."""
+    if run.has_ended:
+        return False
+    if evidence.answer is not PageAnswer.GIVEN and evidence.presence is Presence.GONE:
+        return True
+    return _is_replaced(run, evidence, was_answering=was_answering)
+
+
+def _is_replaced(run: EngineRun, evidence: Evidence, *, was_answering: bool) -> bool:
+    """Return whether the sample is of another run, by its start time, processes or counter.
+
+    Start times decide where both are known, else the processes, else the counter of requests. A
+    lower counter may come from another server where several answer in turn. So it counts only if it
+    fell far, or if the page did not answer before.
+    """
+    finished_total = evidence.finished_total
+    if run.page_run_id is not None and evidence.page_run_id is not None:
+        return is_new_run(run.page_run_id, evidence.page_run_id, run.finished_total, finished_total)
+    if run.process_names and evidence.process_names:
+        return not _is_any_among(run.process_names, evidence.process_names)
+    if run.finished_total is None or finished_total is None:
+        return False
+    restart_share = RESTART_SHARE if was_answering else 1.0
+    return finished_total < run.finished_total * restart_share
+
+
+def _is_any_among(names: Collection[ProcessName], processes: Collection[ProcessName]) -> bool:
+    """Return whether one of these processes has the pid and nearly the start time of a named one.
+
+    In a trace without pids, all processes have the same pid.
+    """
+    return any(
+        pid == other_pid and abs(started_seconds - other_started_seconds) <= SAME_START_SECONDS
+        for (pid, started_seconds), (other_pid, other_started_seconds) in product(names, processes)
+    )
+
+
+def _update_run(run: EngineRun, evidence: Evidence) -> EngineRun:
+    """Return the run, updated by the newest sample."""
+    counts = Counter(process.role for process in evidence.processes or ())
+    # A process that was lost stays lost until /proc shows it again.
+    lost_roles = run.lost_roles
+    if evidence.processes:
+        lost_roles = tuple(
+            role for role, most in run.necessary_counts.items() if counts[role] < most
+        )
+    began_seconds = run.began_seconds
+    if began_seconds is None:
+        began_seconds = evidence.started_at_seconds
+    run = replace(
+        run,
+        began_seconds=began_seconds,
+        process_names=evidence.process_names or run.process_names,
+        lost_roles=lost_roles,
+    )
+    if evidence.page is None:
+        return run
+    finished_total = evidence.finished_total
+    if finished_total is None:
+        finished_total = run.finished_total
+    first_host_room_bytes = run.first_host_room_bytes
+    if first_host_room_bytes is None:
+        first_host_room_bytes = evidence.host.room_bytes
+    # A kill counts as the reason of an exit, which may follow some samples after the process was
+    # lost.
+    oom_kills = evidence.host.oom_kills
+    if oom_kills is None or lost_roles:
+        oom_kills = run.oom_kills
+    return replace(
+        run,
+        # The id from the first page is kept, because several servers may answer in turn.
+        page_run_id=run.page_run_id or evidence.page_run_id,
+        finished_total=finished_total,
+        is_ready=True,
+        has_worked=run.has_worked or has_worked(evidence.page),
+        # How many there have to be is learned: the highest number that ever ran.
+        necessary_counts={
+            role: max(counts[role], run.necessary_counts.get(role, 0)) for role in NECESSARY_ROLES
+        },
+        most_held_bytes=max(run.most_held_bytes, sum(evidence.held_bytes.values())),
+        # Measured once, at the first page of the run.
+        first_room_bytes=run.first_room_bytes or _find_room_bytes(evidence.snapshot),
+        first_host_room_bytes=first_host_room_bytes,
+        was_asleep=is_page_awake(evidence.page) is False,
+        oom_kills=oom_kills,
+    )
+
+
+def _find_room_bytes(snapshot: Snapshot) -> dict[str, int]:
+    """Return the least free memory of each of the engine's GPUs in the last minute, by UUID."""
+    rooms = {}
+    for gpu in snapshot.owned_gpus:
+        memory = gpu.reading.memory
+        if memory is not None:
+            # The engine will need its peak again, and more may be free at this sample.
+            peak_bytes = gpu.reading.used_peak_bytes or 0
+            rooms[gpu.reading.uuid] = min(memory.left_bytes, memory.usable_bytes - peak_bytes)
+    return rooms
 
 
 def is_error_answer(failure: Failure) -> bool:
@@ -598,6 +762,52 @@ def update_absence(previous: Absence, evidence: Evidence) -> Absence:
             presence_since_seconds = now
     return Absence(
         page_since_seconds=page_since_seconds, presence_since_seconds=presence_since_seconds
+    )
+
+
+class Observation(Struct, frozen=True, kw_only=True):
+    """What one sample shows of the engine; all but the evidence continues what was shown before."""
+
+    evidence: Evidence
+    exited_run: EngineRun | None
+    """The run that the sample shows to have exited, as it was before; None without an exit."""
+    runs: EngineRuns
+    """The exit is not counted by its reason yet, which this module does not know."""
+    progress: Progress
+    absence: Absence
+    symptom: Symptom
+    state: EngineState
+
+
+def observe(
+    snapshot: Snapshot,
+    runs: EngineRuns,
+    state: EngineState,
+    progress: Progress,
+    absence: Absence,
+    *,
+    was_answering: bool,
+) -> Observation:
+    """Return what a snapshot shows; the other arguments are those of the sample before.
+
+    `was_answering` is whether the page answered at that sample.
+    """
+    evidence = read_evidence(snapshot, runs)
+    updated_runs, exited_run = update_runs(runs, evidence, was_answering=was_answering)
+    # Values of the previous run must not be compared with this run.
+    if updated_runs.restarts != runs.restarts:
+        progress = Progress(cpu_use=progress.cpu_use)
+    progress = update_progress(progress, snapshot, evidence.processes)
+    absence = update_absence(absence, evidence)
+    symptom = read_symptom(evidence, updated_runs, progress, absence)
+    return Observation(
+        evidence=evidence,
+        exited_run=exited_run,
+        runs=updated_runs,
+        progress=progress,
+        absence=absence,
+        symptom=symptom,
+        state=find_next_state(state, symptom),
     )
 
 
