@@ -69,13 +69,14 @@ def test_the_figures_of_the_readme_are_rows_of_the_benchmark() -> None:
     (earlier,) = re.findall(r"^\| first, GPU memory .* days \| (\d+) \((\d+) to (\d+)\)", blind, re.MULTILINE)
 
     assert (
-        f"found {filled} of {filling} leaks that filled the card, {paged} of them with a page before, and"
-        f" {host_sums[0]} of {host_sums[1]} leaks that filled host memory. It raised {gpu_false} false alarms in"
-        f" {gpu_days} days of GPU memory without a leak, {rates[0]} a year with a 95 % interval of {rates[1]} to"
-        f" {rates[2]}, and {host_false_sums[0]} in {host_false_sums[1]} days of host memory."
+        f"found {filled} of {filling} leaks that filled the card, and paged for {paged} of them before the card was"
+        f" full. It found {host_sums[0]} of {host_sums[1]} leaks that filled host memory. On GPU memory the detector raised"
+        f" {gpu_false} false alarms in {gpu_days} days without a leak, which is {rates[0]} a year (95 % interval:"
+        f" {rates[1]} to {rates[2]}). On host memory it raised {host_false_sums[0]} false alarms in"
+        f" {host_false_sums[1]} days."
     ) in readme
-    assert f"it raised {earlier[0]} a year, with an interval of {earlier[1]} to {earlier[2]}" in readme
-    (own,) = re.findall(r"it found (\d+) of (\d+) leaks, and raised (\d+) false alarms in (\d+) days", readme)
+    assert f"raised {earlier[0]} false alarms a year (95 % interval: {earlier[1]} to {earlier[2]})" in readme
+    (own,) = re.findall(r"found (\d+) of (\d+) leaks, and raised (\d+) false alarms in (\d+) days", readme)
     assert own in re.findall(
         r"^\| both[^|]* \| (\d+) of (\d+) \([^|]*\| [^|]*\| [^|]*\| (\d+) in (\d+) days \|", leaks, re.MULTILINE
     )
