@@ -36,7 +36,7 @@ from vllm_headroom.derive.life.states import (
     PageAnswer,
     Presence,
     Symptom,
-    observe,
+    update_state,
 )
 from vllm_headroom.derive.series import limit_remembered, make_states
 from vllm_headroom.derive.sums import find_least_known, find_most_known
@@ -160,7 +160,7 @@ def update_engine(
     # An exit is described by the record before this sample, because the sample may be of the next
     # run.
     was_answering = memory.record.page.is_answering
-    observation = observe(
+    update = update_state(
         snapshot,
         memory.runs,
         memory.state,
@@ -168,27 +168,27 @@ def update_engine(
         memory.absence,
         was_answering=was_answering,
     )
-    evidence = observation.evidence
-    runs = observation.runs
+    evidence = update.evidence
+    runs = update.runs
     event = None
-    if observation.exited_run is not None:
-        event = _build_exit(observation.exited_run, evidence, memory.record)
+    if update.exited_run is not None:
+        event = _build_exit(update.exited_run, evidence, memory.record)
         runs = _count_exit(runs, event)
     # Values of the previous run must not be compared with this run.
     if runs.restarts != memory.runs.restarts:
         memory = _start_over(memory)
     # An exit explains the stall that it ends, and a continuing stall is one event.
-    state = observation.state
+    state = update.state
     is_stalled = state is EngineState.STALLED
     if event is None and is_stalled and memory.known_state is not EngineState.STALLED:
-        age_seconds = observation.progress.age_seconds
+        age_seconds = update.progress.age_seconds
         event = _build_stall(memory.record, runs.present, snapshot, age_seconds)
     new_memory = EngineMemory(
         runs=runs,
         state=state,
         # While the state is unknown, the last known one shows whether a stall is new.
         known_state=memory.known_state if state is EngineState.UNKNOWN else state,
-        progress=observation.progress,
+        progress=update.progress,
         record=_update_run_record(
             memory.record,
             evidence,
@@ -196,7 +196,7 @@ def update_engine(
             is_stalled=is_stalled,
             configured_bytes=configured_bytes,
         ),
-        absence=observation.absence,
+        absence=update.absence,
         served_bytes=_update_served_bytes(memory, evidence, state),
         leftover_since_seconds={
             pid: memory.leftover_since_seconds.get(pid, now) for pid in snapshot.left_behind
@@ -207,7 +207,7 @@ def update_engine(
         for pid, since_seconds in new_memory.leftover_since_seconds.items()
         if now - since_seconds >= LEFTOVER_SECONDS
     )
-    status = _describe_engine(new_memory, evidence, event, observation.symptom)
+    status = _describe_engine(new_memory, evidence, event, update.symptom)
     return new_memory, replace(snapshot, engine_status=status, left_behind=lasting_leftovers)
 
 

@@ -765,7 +765,7 @@ def update_absence(previous: Absence, evidence: Evidence) -> Absence:
     )
 
 
-class Observation(Struct, frozen=True, kw_only=True):
+class StateUpdate(Struct, frozen=True, kw_only=True):
     """What one sample shows of the engine; all but the evidence continues what was shown before."""
 
     evidence: Evidence
@@ -779,7 +779,7 @@ class Observation(Struct, frozen=True, kw_only=True):
     state: EngineState
 
 
-def observe(
+def update_state(
     snapshot: Snapshot,
     runs: EngineRuns,
     state: EngineState,
@@ -787,7 +787,7 @@ def observe(
     absence: Absence,
     *,
     was_answering: bool,
-) -> Observation:
+) -> StateUpdate:
     """Return what a snapshot shows; the other arguments are those of the sample before.
 
     `was_answering` is whether the page answered at that sample.
@@ -800,7 +800,7 @@ def observe(
     progress = update_progress(progress, snapshot, evidence.processes)
     absence = update_absence(absence, evidence)
     symptom = read_symptom(evidence, updated_runs, progress, absence)
-    return Observation(
+    return StateUpdate(
         evidence=evidence,
         exited_run=exited_run,
         runs=updated_runs,
