@@ -57,11 +57,11 @@ FilePath = Annotated[Path, from_text(inputs.parse_path)]
 Url = Annotated[str, AfterValidator(inputs.parse_metrics_url), RedactedUrl, Field(repr=False)]
 Engines = Annotated[
     Literal["node"] | tuple[str, ...] | None,
-    from_text(inputs.parse_engines),
+    from_text(inputs.parse_engine_urls),
     PlainSerializer(inputs.redact_urls, when_used="json"),
     Field(repr=False),
 ]
-Gpus = Annotated[Literal["auto", "all"] | tuple[str, ...], BeforeValidator(inputs.parse_gpus)]
+GpuNames = Annotated[Literal["auto", "all"] | tuple[str, ...], BeforeValidator(inputs.parse_gpus)]
 LogPlace = Annotated[str, from_text(inputs.parse_log_place)]
 HeaderName = Annotated[str, from_text(inputs.parse_header_name)]
 HeaderValue = Annotated[
@@ -70,7 +70,7 @@ HeaderValue = Annotated[
     RedactedValue,
 ]
 Headers = Annotated[dict[HeaderName, HeaderValue], from_text(parse_mapping)]
-Host = Annotated[str, from_text(inputs.parse_host)]
+Host = Annotated[str, from_text(inputs.parse_listen_host)]
 Number = Annotated[float, from_text(inputs.parse_number)]
 Seconds = Annotated[float, from_text(inputs.parse_seconds)]
 WholeNumber = Annotated[int, from_text(inputs.parse_whole_number)]
@@ -128,7 +128,7 @@ def duration(
     )
 
 
-def size(
+def size_setting(
     default: str | None,
     description: str,
     *,
@@ -218,7 +218,7 @@ class Settings(BaseSettings):
         low=0.05,
         high=60,
     )
-    engine_max_page_bytes: Bytes = size(
+    engine_max_page_bytes: Bytes = size_setting(
         "4MiB",
         "The largest page to read from the engine; a larger one is a failure.",
     )
@@ -285,7 +285,7 @@ class Settings(BaseSettings):
         low=0.05,
         high=60,
     )
-    gpus: Gpus = setting(
+    gpus: GpuNames = setting(
         AUTO,
         "Which GPUs are the engine's: auto finds those its processes use, else takes the only"
         " visible one.",
@@ -299,7 +299,7 @@ class Settings(BaseSettings):
         low=0,
         high=3600,
     )
-    reported_bytes: Bytes | None = size(
+    reported_bytes: Bytes | None = size_setting(
         None,
         "What the engine should use of each GPU, to compare with what it holds; for an engine"
         " that does not say.",
@@ -323,14 +323,14 @@ class Settings(BaseSettings):
         accepts="the path of a model's config.json, or of the folder that has one",
         alias="model_config",
     )
-    baseline_bytes_per_request: Bytes | None = size(
+    baseline_bytes_per_request: Bytes | None = size_setting(
         None,
         "What a running request should cost in GPU memory on each GPU at full load, to compare"
         " with; without it, it is learned.",
         example="9500kB",
         shown_default="learned",
     )
-    host_memory_limit_bytes: Bytes | None = size(
+    host_memory_limit_bytes: Bytes | None = size_setting(
         None,
         "What vLLM's container may take of the host's memory, where the kernel's own limit cannot"
         " be seen from here.",
@@ -393,7 +393,7 @@ class Settings(BaseSettings):
     trace_file: FilePath | None = file_path(
         "A file to record every sample in, as a trace for vllm-headroom replay."
     )
-    trace_max_bytes: Bytes = size(
+    trace_max_bytes: Bytes = size_setting(
         "64MiB",
         "At this size the trace becomes FILE.1, in place of an older one, and a new one begins.",
     )

@@ -108,7 +108,7 @@ def parse_log_place(text: str) -> str:
     return str(parse_path(text))
 
 
-def parse_host(text: str) -> str:
+def parse_listen_host(text: str) -> str:
     """Parse the address or the name to listen on; raise ValueError."""
     if HOST_AND_PORT.fullmatch(text):
         raise RefusedError("set the port with listen_port")
@@ -171,7 +171,7 @@ def parse_gpus(value: object) -> object:
     return tuple(require_match(GPU, name.strip()) for name in value)
 
 
-def parse_engines(text: str) -> object:
+def parse_engine_urls(text: str) -> object:
     """Return `node`, or a tuple of URLs of engines' pages; raise ValueError."""
     if text.lower() == "node":
         return "node"

@@ -95,7 +95,7 @@ async def fetch_engines(reader: PageReader, profile: str | None = None) -> Engin
     return text if isinstance(text, Failure) else parse_engines(text, profile)
 
 
-async def read_machine(
+async def survey_machine(
     settings: Settings, page: Awaitable[EnginePage | Failure], proc: Path = PROC, sys: Path = SYS
 ) -> Machine:
     """Read the GPUs and processes once, and attribute the GPUs as the daemon would.

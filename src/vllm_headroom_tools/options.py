@@ -105,14 +105,14 @@ GPUS: Final = Value(
 )
 
 
-def size(example: str) -> Value[int]:
+def size_value(example: str) -> Value[int]:
     """Return the kind of a size in bytes."""
     return Value(
         read=parse_size, accepts=f"a size such as {example}, or a number of bytes from 1 MiB on"
     )
 
 
-REPORTED_BYTES: Final = size("72GiB")
+REPORTED_BYTES: Final = size_value("72GiB")
 REPORTED_BYTES_VARIABLE: Final = "HEADROOM_REPORTED_BYTES"
 
 

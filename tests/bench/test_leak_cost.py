@@ -17,7 +17,7 @@ from msgspec.structs import fields, replace
 
 from tests.bench.results import Results
 from vllm_headroom.daemon.state.file import STATE
-from vllm_headroom.daemon.state.saved import Identity, Memory, SavedState, identify_engine
+from vllm_headroom.daemon.state.saved import DerivationStates, Identity, SavedState, identify_engine
 from vllm_headroom.derive.leak.leak import LeakMemory
 from vllm_headroom.derive.tick import answer, build_derivations
 from vllm_headroom.model import EngineStatus, Snapshot
@@ -95,7 +95,7 @@ def make_state(memory: LeakMemory, snapshot: Snapshot) -> SavedState:
         saved_at_seconds=snapshot.time_seconds,
         monotonic_seconds=snapshot.monotonic_seconds,
         identity=whose,
-        memory=Memory(leak=memory),
+        memory=DerivationStates(leak=memory),
     )
 
 

@@ -21,7 +21,7 @@ from vllm_headroom.parse.engines import parse_engines
 from vllm_headroom.parse.log.reader import read_log
 from vllm_headroom.parse.probe import parse_probe
 from vllm_headroom.scrape.http.reader import Reply
-from vllm_headroom.scrape.proc.host import read_host, read_parts
+from vllm_headroom.scrape.proc.host import read_host, read_process_parts
 from vllm_headroom.scrape.proc.options import read_options, star_secrets
 from vllm_headroom.scrape.proc.reader import Processes
 from vllm_headroom.scrape.proc.smaps import read_mappings
@@ -77,7 +77,7 @@ def play_proc(name: str) -> Play:
         processes = Processes(engine_port=PORT, engine_is_here=True, monotonic=lambda: 5.0, proc=folder)
         asyncio.run(processes.read(30))
         read_host(folder, 20)
-        read_parts(folder, 20)
+        read_process_parts(folder, 20)
         read_mappings(folder, 20)
 
     return play

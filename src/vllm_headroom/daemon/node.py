@@ -127,7 +127,7 @@ class SharedGpus:
         """Do nothing: the GPUs are closed by their owner."""
 
 
-class EngineParts(Struct, frozen=True, kw_only=True):
+class WatchParts(Struct, frozen=True, kw_only=True):
     """What watches one engine."""
 
     watch: EngineWatch
@@ -138,7 +138,7 @@ class EngineParts(Struct, frozen=True, kw_only=True):
 class WatchedEngine:
     """One of several engines: its watch, its tasks, and its samples with the engine's labels."""
 
-    def __init__(self, located: LocatedEngine, parts: EngineParts, context: Context) -> None:
+    def __init__(self, located: LocatedEngine, parts: WatchParts, context: Context) -> None:
         """`context` names the engine in the log."""
         self.located = located
         self.watch = parts.watch
@@ -271,7 +271,7 @@ class NodeWatch:
         gpus: GpuSource,
         processes: NodeProcesses | None,
         engines: tuple[LocatedEngine, ...] = (),
-        build_engine: Callable[[LocatedEngine, SharedGpus], EngineParts],
+        build_engine: Callable[[LocatedEngine, SharedGpus], WatchParts],
         clock: Clock,
         interval_seconds: float,
         gpu_timeout_seconds: float,

@@ -18,7 +18,7 @@ from vllm_headroom import catalog
 from vllm_headroom.config import Settings
 from vllm_headroom.daemon import app, logs, loop
 from vllm_headroom.daemon.model_reader import NO_MODEL, ModelReader
-from vllm_headroom.daemon.node import EngineParts, NodeWatch, SharedGpus, WatchedEngine
+from vllm_headroom.daemon.node import NodeWatch, SharedGpus, WatchedEngine, WatchParts
 from vllm_headroom.daemon.parts import (
     GPU_TIMEOUT_SECONDS,
     NodeParts,
@@ -202,7 +202,7 @@ class NodeDaemon:
             )
             loop.request_end(self._ending, loop.NEEDS_NEW_CONTAINER)
 
-    def _build_engine(self, located: LocatedEngine, gpus: SharedGpus) -> EngineParts:
+    def _build_engine(self, located: LocatedEngine, gpus: SharedGpus) -> WatchParts:
         """Return what watches an engine, as in a daemon that watches only this engine."""
         # As if this URL had been configured as the only engine.
         changes: dict[str, Any] = {"engine_url": located.page_url, "engines": None}
@@ -216,7 +216,7 @@ class NodeDaemon:
             gpus=gpus,
             processes=self._build_processes(located).read,
         )
-        return EngineParts(
+        return WatchParts(
             watch=app.build_engine_watch(parts, settings, self._model, find_pod(located.name)),
             resources=(parts.engine, parts.canary_request, parts.server_request),
         )

@@ -18,7 +18,7 @@ the engine's limit: one queue proves nothing.
 """
 
 
-class Batch(Struct, frozen=True, kw_only=True):
+class BatchEvidence(Struct, frozen=True, kw_only=True):
     """The evidence of how many requests one engine can run at once."""
 
     most_running: float = 0.0
@@ -39,7 +39,7 @@ class Batches(Struct, frozen=True, kw_only=True):
 
     restarts: int = 0
     """Identifies the run."""
-    engines: dict[tuple[str, str], Batch] = field(default_factory=dict)
+    engines: dict[tuple[str, str], BatchEvidence] = field(default_factory=dict)
     """By the labels `model_name` and `engine`."""
 
 
@@ -63,7 +63,7 @@ def derive_admission(state: Batches, snapshot: Snapshot) -> tuple[Batches, tuple
     samples = []
     for engine in list_named(snapshot.page):
         labels = label_engine(engine)
-        batch = _update_batch(state.engines.get(labels, Batch()), engine)
+        batch = _update_batch(state.engines.get(labels, BatchEvidence()), engine)
         batches[labels] = batch
         additional_requests = _count_additional(engine, batch)
         if additional_requests is not None:
@@ -71,13 +71,13 @@ def derive_admission(state: Batches, snapshot: Snapshot) -> tuple[Batches, tuple
     return replace(state, engines=batches), tuple(samples)
 
 
-def _update_batch(batch: Batch, engine: EngineReading) -> Batch:
+def _update_batch(batch: BatchEvidence, engine: EngineReading) -> BatchEvidence:
     """Return the evidence of an engine's limit with this reading added."""
     running = engine.running or 0.0
     is_reported = batch.is_reported or engine.max_num_seqs is not None
     # The limit is at least the new highest load: queues at lower loads are no longer evidence.
     if running > batch.most_running or is_reported != batch.is_reported:
-        batch = Batch(most_running=running, is_reported=is_reported)
+        batch = BatchEvidence(most_running=running, is_reported=is_reported)
     has_queue_at_limit = running == batch.most_running and bool(engine.waiting)
     # Requests that wait for the KV cache are no evidence of the limit.
     if has_queue_at_limit and _fits_one_more(engine):
@@ -93,7 +93,7 @@ def _fits_one_more(engine: EngineReading) -> bool:
     return engine.running > 0 and engine.kv_used_ratio * (1 + 1 / engine.running) <= 1
 
 
-def _count_additional(engine: EngineReading, batch: Batch) -> float | None:
+def _count_additional(engine: EngineReading, batch: BatchEvidence) -> float | None:
     """Return how many more requests of the average size can run; None where that is unknown."""
     if not engine.running or not engine.kv_used_ratio:
         return None

@@ -8,11 +8,11 @@ from msgspec.structs import replace
 from vllm_headroom.derive.sums import sum_known
 from vllm_headroom.model import (
     AllocatorReading,
-    EngineParts,
     Failure,
     Gpu,
     Inside,
     ProbeReadings,
+    WorkerMeasurements,
 )
 from vllm_headroom.units import MIB
 from vllm_headroom.vocabulary import MemoryPart
@@ -89,7 +89,7 @@ class ProbedDevice(NamedTuple):
     """What one process reports about one GPU."""
 
     allocator: AllocatorReading
-    parts: EngineParts | None
+    parts: WorkerMeasurements | None
     """vLLM's own measurements, None where they may be of another GPU."""
 
     @property
@@ -127,7 +127,7 @@ def _sum_up(reports: list[ProbedDevice]) -> Sums:
 
 
 def _find_current(
-    parts: EngineParts | None, name: Literal["weights_bytes", "kv_cache_bytes"]
+    parts: WorkerMeasurements | None, name: Literal["weights_bytes", "kv_cache_bytes"]
 ) -> int | None:
     """Return the current size of the weights or the KV cache of one process; None where unknown.
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Final
 
-from vllm_headroom.model import EngineParts, LogReading, ProbeReadings, Snapshot
+from vllm_headroom.model import LogReading, ProbeReadings, Snapshot, WorkerMeasurements
 from vllm_headroom.model.start import EngineStart
 from vllm_headroom.units import MIB, format_size
 
@@ -52,7 +52,7 @@ def _compare_with_probe(start: EngineStart, snapshot: Snapshot) -> Iterator[str]
             yield _describe("KV cache", log_cache_bytes, probe_cache_bytes)
 
 
-def _list_sizes(parts: list[EngineParts], name: str) -> Iterator[int]:
+def _list_sizes(parts: list[WorkerMeasurements], name: str) -> Iterator[int]:
     """Yield the known sizes of a part; nothing for an engine that may be asleep."""
     for process_parts in parts:
         n_bytes = getattr(process_parts, name)

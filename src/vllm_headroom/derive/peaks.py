@@ -55,7 +55,7 @@ LARGEST_T: Final = 2.2
 """The same for more degrees of freedom: the value for 11."""
 
 
-class Fit(Struct, frozen=True, kw_only=True):
+class PeakLine(Struct, frozen=True, kw_only=True):
     """A line of bytes over size by weighted least squares, with the figures for its interval.
 
     Large peaks scatter more than small ones, so each is weighted by its own size.
@@ -98,7 +98,7 @@ class Fit(Struct, frozen=True, kw_only=True):
         return self.predict_bytes(size) + self.measure_spread(size)
 
 
-def fit_sizes(peaks: tuple[SizePeak, ...]) -> Fit | None:
+def fit_sizes(peaks: tuple[SizePeak, ...]) -> PeakLine | None:
     """Return the line of bytes over size; None where the kind of work was observed too seldom."""
     largest_size = max((peak.size for peak in peaks), default=0)
     lowest_size = max(1.0, LOWEST_SIZE_SHARE * largest_size)
@@ -123,7 +123,7 @@ def fit_sizes(peaks: tuple[SizePeak, ...]) -> Fit | None:
         for point in points
     )
     freedom = len(points) - 2
-    return Fit(
+    return PeakLine(
         base_bytes=base_bytes,
         bytes_per_unit=bytes_per_unit,
         deviation_ratio=sqrt(residual_sum / freedom),
@@ -135,7 +135,7 @@ def fit_sizes(peaks: tuple[SizePeak, ...]) -> Fit | None:
     )
 
 
-class Point(NamedTuple):
+class FitPoint(NamedTuple):
     """A size's peak in a fit."""
 
     size: int
@@ -143,13 +143,13 @@ class Point(NamedTuple):
     weight: float
 
 
-def _weigh(peak: SizePeak) -> Point:
+def _weigh(peak: SizePeak) -> FitPoint:
     """Return a peak with the inverse of its variance, which grows with the peak."""
     deviation = peak.transient_bytes + SMALLEST_DEVIATION_BYTES
-    return Point(peak.size, peak.transient_bytes, 1 / deviation**2)
+    return FitPoint(peak.size, peak.transient_bytes, 1 / deviation**2)
 
 
-def find_largest_size(fit: Fit, room_bytes: float, limit: int) -> int:
+def find_largest_size(fit: PeakLine, room_bytes: float, limit: int) -> int:
     """Return the largest size up to `limit` whose upper bound fits into the room; 0 if none."""
     if fit.predict_upper_bytes(limit) <= room_bytes:
         return limit
@@ -251,7 +251,7 @@ def _derive_gpu(
 
 
 def _derive_work(
-    work: WorkPeaks, fit: Fit | None, labels: tuple[str, ...], room_bytes: int | None
+    work: WorkPeaks, fit: PeakLine | None, labels: tuple[str, ...], room_bytes: int | None
 ) -> list[Sample]:
     """Return the samples of one kind of work; `fit` is None where it was observed too seldom."""
     samples = []
@@ -292,7 +292,7 @@ def _find_free_cache_tokens(snapshot: Snapshot, rank: int | None) -> int | None:
 
 def _find_safe_sizes(
     peaks: PeakReadings,
-    fits: Mapping[Work, Fit | None],
+    fits: Mapping[Work, PeakLine | None],
     room_bytes: float,
     cache_tokens: int | None,
 ) -> dict[Work, int]:
@@ -320,7 +320,7 @@ def _find_safe_sizes(
 
 
 def _find_safe_tokens(
-    fit: Fit, peaks: PeakReadings, room_bytes: float, cache_tokens: int | None
+    fit: PeakLine, peaks: PeakReadings, room_bytes: float, cache_tokens: int | None
 ) -> int | None:
     """Return the tokens of the largest safe prompt; None where its limit is unknown."""
     step_limit = peaks.batch_tokens or FURTHEST_SIZE_FACTOR * fit.largest_size

@@ -19,7 +19,7 @@ Point = tuple[float, float | None]
 Curve = tuple[Sequence[float], Sequence[float | None]]
 """Ordered times, and the value at each."""
 
-Stretch = list[tuple[float, float]]
+LinePoints = list[tuple[float, float]]
 """Points that a line joins."""
 
 
@@ -156,7 +156,7 @@ def build_curve(points: Iterable[Point]) -> Curve:
     return times, values
 
 
-def thin_curve(curve: Curve, columns: int, *, begin: float = -inf) -> list[Stretch]:
+def thin_curve(curve: Curve, columns: int, *, begin: float = -inf) -> list[LinePoints]:
     """Return the curve from the time `begin` on, thinned to two points for each of `columns`.
 
     The two are the lowest and the highest point of the column, in the order of their times. A
@@ -167,7 +167,7 @@ def thin_curve(curve: Curve, columns: int, *, begin: float = -inf) -> list[Stret
     start = bisect_left(times, begin)
     column_size = max(1, ceil((len(values) - start) / columns))
     has_gaps = None in values
-    stretches: list[Stretch] = [[]]
+    stretches: list[LinePoints] = [[]]
     for column_start in range(start, len(values), column_size):
         column: Sequence[Any] = values[column_start : column_start + column_size]
         known_values = column
@@ -185,7 +185,7 @@ def thin_curve(curve: Curve, columns: int, *, begin: float = -inf) -> list[Stret
     return [stretch for stretch in stretches if stretch]
 
 
-def draw_line(frame: Frame, stretches: Iterable[Stretch], *, kind: str) -> str:
+def draw_line(frame: Frame, stretches: Iterable[LinePoints], *, kind: str) -> str:
     """Return a line through each stretch, of class `kind` in STYLE; empty without a stretch.
 
     A stretch of one point is a dot.
@@ -194,7 +194,7 @@ def draw_line(frame: Frame, stretches: Iterable[Stretch], *, kind: str) -> str:
     return f'<path class="{kind}" d="{path}"/>' if path else ""
 
 
-def draw_curve(frame: Frame, stretches: Iterable[Stretch]) -> str:
+def draw_curve(frame: Frame, stretches: Iterable[LinePoints]) -> str:
     """Return a line through each stretch, with a shaded area below it; empty without one."""
     paths = [_draw_path(frame, stretch) for stretch in stretches]
     if not paths:

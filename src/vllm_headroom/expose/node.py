@@ -16,7 +16,7 @@ from vllm_headroom.expose.page import (
     LINKED_PATHS,
     MIN_REFRESH_SECONDS,
     find_advice,
-    find_number,
+    find_key_figure,
     render_age,
     render_page,
     render_since,
@@ -24,7 +24,7 @@ from vllm_headroom.expose.page import (
 )
 from vllm_headroom.expose.snapshot import build_document, respond_snapshot
 from vllm_headroom.expose.view import View
-from vllm_headroom.model import EngineName, find_worst
+from vllm_headroom.model import EngineName, find_worst_level
 from vllm_headroom.vocabulary import LEVEL_NAMES, Level, Situation
 
 QUERY: Final = "engine"
@@ -67,7 +67,7 @@ class NodeView(Struct, frozen=True, kw_only=True):
         return sorted(
             self.engines,
             key=lambda engine: (
-                -levels.index(find_worst(engine.view.shown_verdicts)),
+                -levels.index(find_worst_level(engine.view.shown_verdicts)),
                 situations.index(engine.view.shown_verdicts[0].situation),
                 engine.name.text,
             ),
@@ -75,10 +75,10 @@ class NodeView(Struct, frozen=True, kw_only=True):
 
     def find_engines(self, text: str) -> list[EngineView]:
         """Return the engines of this name: NAMESPACE/POD, NAMESPACE/POD/CONTAINER, unit or URL."""
-        return [engine for engine in self.engines if text in list_names(engine.name)]
+        return [engine for engine in self.engines if text in list_engine_names(engine.name)]
 
 
-def list_names(name: EngineName) -> tuple[str, ...]:
+def list_engine_names(name: EngineName) -> tuple[str, ...]:
     """Return the names by which an engine can be chosen, the usual one first."""
     if name.pod is not None and name.container:
         return name.text, f"{name.text}/{name.container}"
@@ -176,7 +176,7 @@ def _find_one(view: NodeView, wanted: str) -> EngineView | Response:
     if len(engines) == 1:
         return engines[0]
     if engines:
-        names = ", ".join(list_names(engine.name)[-1] for engine in engines)
+        names = ", ".join(list_engine_names(engine.name)[-1] for engine in engines)
         return respond_text(404, f"several engines have this name: {names}")
     names = ", ".join(engine.name.text for engine in view.sort_engines()) or "none"
     return respond_text(404, f"no such engine is watched here; watched: {names}")
@@ -186,7 +186,9 @@ def render_node(view: NodeView) -> str:
     """Return the page that lists the engines, which one script keeps up to date."""
     engines = view.sort_engines()
     # The first verdict of an engine is its worst.
-    level = find_worst(verdict for engine in engines for verdict in engine.view.shown_verdicts[:1])
+    level = find_worst_level(
+        verdict for engine in engines for verdict in engine.view.shown_verdicts[:1]
+    )
     host = escape_text(view.host)
     rows = "".join(_render_engine(engine) for engine in engines)
     others = "".join(_render_others(view))
@@ -243,9 +245,9 @@ def _render_engine(engine: EngineView) -> str:
     worst = engine.view.shown_verdicts[0]
     name = escape_text(engine.name.text)
     # The longest name, which is distinct even if two containers of a pod run an engine each.
-    link = f"/?{QUERY}={quote(list_names(engine.name)[-1], safe='')}"
+    link = f"/?{QUERY}={quote(list_engine_names(engine.name)[-1], safe='')}"
     sentence = render_text(worst.sentence)
-    number, caption = find_number(engine.view, worst)
+    number, caption = find_key_figure(engine.view, worst)
     # Most sentences have the number already, of a range both ends, and one of exits their count.
     is_in_sentence = all(part in worst.sentence for part in number.split(" to "))
     if not is_in_sentence and worst.situation is not Situation.CRASH_LOOP:

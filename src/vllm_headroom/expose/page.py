@@ -190,7 +190,7 @@ def _list_alike_gpus(view: View, worst: Verdict) -> list[str]:
 
 def _render_hero(view: View, worst: Verdict) -> str:
     """Return the worst situation: its number, its sentence and the first thing to do."""
-    number, caption = find_number(view, worst)
+    number, caption = find_key_figure(view, worst)
     figure = ""
     if number:
         figure = f"<b>{render_text(number)} <small>{render_text(caption)}</small></b>"
@@ -485,7 +485,7 @@ WITHOUT_ROOM: Final = frozenset(
 """Situations in which the GPU's free memory does not matter, so the page does not emphasise it."""
 
 
-def find_number(view: View, worst: Verdict) -> tuple[str, str]:
+def find_key_figure(view: View, worst: Verdict) -> tuple[str, str]:
     """Return the number that matters most in a situation, and its caption; both may be empty.
 
     Where that number is unknown, and in a situation without one, it is the free memory of the
@@ -500,23 +500,23 @@ def find_number(view: View, worst: Verdict) -> tuple[str, str]:
     return _find_free_memory(view.values)
 
 
-Number = tuple[str, str]
+KeyFigure = tuple[str, str]
 """A number with its unit, and its caption."""
 
 
-def find_no_number(_view: View, _worst: Verdict) -> Number | None:
+def find_no_number(_view: View, _worst: Verdict) -> KeyFigure | None:
     """Return None: the situation has no number."""
     return None
 
 
-def _count_exits(view: View, _worst: Verdict) -> Number | None:
+def _count_exits(view: View, _worst: Verdict) -> KeyFigure | None:
     status = view.engine_status
     if status is None:
         return None
     return f"{status.recent_exits} exits", "in the last 90 minutes"
 
 
-def _measure_time_left(view: View, worst: Verdict) -> Number | None:
+def _measure_time_left(view: View, worst: Verdict) -> KeyFigure | None:
     earliest_seconds, likely_seconds = _find_time_left(view, worst.situation)
     if likely_seconds is None:
         return None
@@ -539,14 +539,14 @@ def _find_time_left(view: View, situation: Situation) -> tuple[float | None, flo
     return earliest_seconds, likely_seconds
 
 
-def _measure_stall(view: View, _worst: Verdict) -> Number | None:
+def _measure_stall(view: View, _worst: Verdict) -> KeyFigure | None:
     age_seconds = view.values.value(catalog.ENGINE_PROGRESS_AGE)
     if age_seconds is None:
         return None
     return format_duration(age_seconds), "without progress"
 
 
-def _measure_start(view: View, _worst: Verdict) -> Number | None:
+def _measure_start(view: View, _worst: Verdict) -> KeyFigure | None:
     started_at_seconds = view.values.value(catalog.ENGINE_START)
     if started_at_seconds is None or view.snapshot is None:
         return None
@@ -554,7 +554,7 @@ def _measure_start(view: View, _worst: Verdict) -> Number | None:
     return format_duration(age_seconds), "since it was started"
 
 
-def _measure_excess(view: View, _worst: Verdict) -> Number | None:
+def _measure_excess(view: View, _worst: Verdict) -> KeyFigure | None:
     status = view.engine_status
     if status is None or not status.excesses:
         return None
@@ -563,7 +563,7 @@ def _measure_excess(view: View, _worst: Verdict) -> Number | None:
     return format_size(excess.excess_bytes), f"more than its budget of {budget}"
 
 
-def _measure_neighbours(view: View, worst: Verdict) -> Number | None:
+def _measure_neighbours(view: View, worst: Verdict) -> KeyFigure | None:
     # Memory that an exited engine left is not held by others.
     if worst.alert != NEIGHBOUR_ALERT:
         return None
@@ -575,14 +575,14 @@ def _measure_neighbours(view: View, worst: Verdict) -> Number | None:
     return format_size(max(sizes_bytes)), f"held by others; {free} {of_total}"
 
 
-def _measure_stranded(view: View, _worst: Verdict) -> Number | None:
+def _measure_stranded(view: View, _worst: Verdict) -> KeyFigure | None:
     stranded_ratios = view.values.find_all(catalog.ENGINE_KV_STRANDED).values()
     if not stranded_ratios:
         return None
     return f"{100 * max(stranded_ratios):.0f} %", "of the KV cache"
 
 
-def _measure_bound(view: View, _worst: Verdict) -> Number | None:
+def _measure_bound(view: View, _worst: Verdict) -> KeyFigure | None:
     bounds_bytes = view.values.find_all(catalog.LEAK_BOUND).values()
     if not bounds_bytes:
         return None
@@ -590,7 +590,7 @@ def _measure_bound(view: View, _worst: Verdict) -> Number | None:
     return format_size(max(bounds_bytes)), caption
 
 
-def _measure_since(view: View, worst: Verdict) -> Number | None:
+def _measure_since(view: View, worst: Verdict) -> KeyFigure | None:
     """Return for how long a verdict holds; None where that is unknown."""
     start = view.find_start(worst)
     if start is None or view.snapshot is None:
@@ -604,7 +604,7 @@ def _measure_since(view: View, worst: Verdict) -> Number | None:
     return duration if start.is_exact else f"at least {duration}", caption
 
 
-NUMBERS: Final[Mapping[Situation, Callable[[View, Verdict], Number | None]]] = {
+NUMBERS: Final[Mapping[Situation, Callable[[View, Verdict], KeyFigure | None]]] = {
     Situation.CRASH_LOOP: _count_exits,
     Situation.DOWN: _measure_since,
     Situation.STALLED: _measure_stall,

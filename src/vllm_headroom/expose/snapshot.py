@@ -9,7 +9,7 @@ from msgspec.structs import asdict
 from vllm_headroom import catalog
 from vllm_headroom.expose.answers import Response
 from vllm_headroom.expose.view import CURVE_STEP_SECONDS, History, LastIncident, View
-from vllm_headroom.model import Metric, Snapshot, Values, find_worst
+from vllm_headroom.model import Metric, Snapshot, Values, find_worst_level
 
 STATE_LABEL: Final = "state"
 """The last label of a metric that has a series for each state; the current state's series is 1."""
@@ -63,7 +63,7 @@ def build_document(view: View) -> dict[str, Any]:
         "version": view.version,
         "t": None if snapshot is None else snapshot.time_seconds,
         "age_seconds": None if snapshot is None else view.age_seconds,
-        "level": find_worst(view.shown_verdicts),
+        "level": find_worst_level(view.shown_verdicts),
         "verdicts": [
             {**asdict(verdict), "runbook": view.find_runbook(verdict.alert)}
             for verdict in view.shown_verdicts

@@ -24,7 +24,6 @@ from vllm_headroom.model.gpu import (
     AllocatorReading,
     AllocatorSnapshot,
     Device,
-    EngineParts,
     Failure,
     Fate,
     Gpu,
@@ -41,6 +40,7 @@ from vllm_headroom.model.gpu import (
     ReadingTime,
     SchedulerReading,
     Vendor,
+    WorkerMeasurements,
     find_part,
     name_device,
 )
@@ -63,7 +63,7 @@ from vllm_headroom.model.snapshot import (
     TokenBytes,
     Values,
     Verdict,
-    find_worst,
+    find_worst_level,
 )
 from vllm_headroom.model.start import LogEnding, LogReading, find_log_ending
 from vllm_headroom.model.status import (

@@ -50,7 +50,7 @@ class AllocatorReading(Struct, frozen=True, kw_only=True):
     """How many OutOfMemoryErrors were raised since the process started."""
 
 
-class EngineParts(Struct, frozen=True, kw_only=True):
+class WorkerMeasurements(Struct, frozen=True, kw_only=True):
     """vLLM's own measurements in a worker; None where unknown."""
 
     weights_bytes: int | None = None
@@ -69,7 +69,7 @@ class EngineParts(Struct, frozen=True, kw_only=True):
     """The memory that the engine may use: the budget."""
 
     asleep: bool | None = None
-    pool: "EngineParts | None" = None
+    pool: "WorkerMeasurements | None" = None
     """The weights and the KV cache in vLLM's own memory pool, which replaces torch's allocator in
     an engine that can sleep; None without such a pool.
     """
@@ -167,7 +167,7 @@ class ProbedProcess(Struct, frozen=True, kw_only=True):
     data_parallel_rank: int | None = None
     vllm_version: str | None = None
     devices: tuple[AllocatorReading, ...] = ()
-    parts: EngineParts | None = None
+    parts: WorkerMeasurements | None = None
     scheduler: SchedulerReading | None = None
     host: HostReading | None = None
     pinned_bytes: int | None = None

@@ -212,7 +212,7 @@ NO_VERDICT: Final = Verdict(
 )
 
 
-def find_worst(verdicts: Iterable[Verdict]) -> Level:
+def find_worst_level(verdicts: Iterable[Verdict]) -> Level:
     """Return the worst level of the verdicts; UNKNOWN without verdicts."""
     levels = [verdict.level for verdict in verdicts]
     return max(levels, key=tuple(Level).index, default=Level.UNKNOWN)

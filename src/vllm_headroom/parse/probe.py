@@ -9,13 +9,13 @@ from vllm_headroom.model import (
     AllocatorReading,
     AllocatorSnapshot,
     Cgroup,
-    EngineParts,
     HostReading,
     LineHolding,
     OomRecord,
     ProbedProcess,
     SchedulerReading,
     Shm,
+    WorkerMeasurements,
 )
 from vllm_headroom.parse import fields
 from vllm_headroom.parse.peaks import read_peaks, read_step_at_error
@@ -125,8 +125,8 @@ def _read_device(entry: dict[str, Any], _index: int) -> AllocatorReading:
     )
 
 
-def _read_parts(entry: dict[str, Any]) -> EngineParts:
-    return EngineParts(
+def _read_parts(entry: dict[str, Any]) -> WorkerMeasurements:
+    return WorkerMeasurements(
         **_read_bytes(entry, "weights", "kv_cache", "cuda_graphs", "activation_peak", "requested"),
         asleep=fields.read_truth(entry, "asleep"),
         pool=fields.read_within(entry, "pool", _read_parts),

@@ -15,7 +15,7 @@ _PeakSample = tuple[float, int]
 """A time in seconds of the monotonic clock, and the bytes in use."""
 
 
-class Peak:
+class RecentPeak:
     """The highest memory in use within the last minute."""
 
     def __init__(self) -> None:

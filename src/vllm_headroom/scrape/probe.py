@@ -78,7 +78,7 @@ def list_newest(folder: Path) -> dict[str, FileVersion]:
     return {name: version for version, name in nlargest(MAX_FILES, versions)}
 
 
-def read_content(folder: Path, name: str, max_bytes: int = MAX_FILE_BYTES) -> bytes | None:
+def read_regular_file(folder: Path, name: str, max_bytes: int = MAX_FILE_BYTES) -> bytes | None:
     """Return a file's content.
 
     None where the file is gone, unreadable or too large, or was replaced by a link, pipe or device.
@@ -161,7 +161,7 @@ class ProbeReader:
         previous = self._files.get(name)
         if previous is not None and previous.version == version:
             return previous
-        content = read_content(self._folder, name)
+        content = read_regular_file(self._folder, name)
         parsed = UNREADABLE if content is None else self._parse(content)
         return ReadFile(version=version, parsed=parsed)
 

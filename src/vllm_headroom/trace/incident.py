@@ -23,10 +23,10 @@ from vllm_headroom.trace.entries import YEAR_10000
 from vllm_headroom.units import format_instant, format_size, to_datetime
 from vllm_headroom.vocabulary import EndCause, ExitReason, IncidentKind, LeakState, Sureness
 
-Seconds = Annotated[float, Meta(ge=0, lt=YEAR_10000)]
+EpochSeconds = Annotated[float, Meta(ge=0, lt=YEAR_10000)]
 """A time in seconds since the epoch."""
 
-Size = Annotated[int, Meta(ge=0, le=LARGEST)]
+ByteCount = Annotated[int, Meta(ge=0, le=LARGEST)]
 """A size in bytes."""
 
 MOST_SHOWN: Final = 100
@@ -48,7 +48,7 @@ PEAK_BEFORE_SECONDS: Final = 60.0
 class EngineEvent(Struct, frozen=True, kw_only=True):
     """An exit or a stall of the engine."""
 
-    t: Seconds
+    t: EpochSeconds
     what: IncidentKind
     reason: ExitReason | None = None
     progress_age_seconds: Annotated[float, Meta(ge=0, le=LARGEST)] | None = None
@@ -75,7 +75,7 @@ class MemoryHolder(Struct, frozen=True, kw_only=True):
     uuid: str
     """The UUID of the GPU."""
     pid: int
-    used: Size | None = None
+    used: ByteCount | None = None
     """None where the driver does not report it."""
 
 
@@ -83,8 +83,8 @@ class TorchMemory(Struct, frozen=True, kw_only=True):
     """torch's memory on a GPU."""
 
     uuid: str
-    allocated_bytes: Size | None = None
-    reserved_bytes: Size | None = None
+    allocated_bytes: ByteCount | None = None
+    reserved_bytes: ByteCount | None = None
 
 
 class ProbedMemory(Struct, frozen=True, kw_only=True):
@@ -101,9 +101,9 @@ class MappingGrowth(Struct, frozen=True, kw_only=True):
 
     pid: int
     role: str | None = None
-    since: Seconds | None = None
-    t: Seconds | None = None
-    kinds: dict[str, Size] = field(default_factory=dict)
+    since: EpochSeconds | None = None
+    t: EpochSeconds | None = None
+    kinds: dict[str, ByteCount] = field(default_factory=dict)
     """The growth of each kind in bytes."""
 
 
@@ -115,14 +115,14 @@ class LastInService(Struct, frozen=True, kw_only=True):
     holders: tuple[MemoryHolder, ...] = ()
     probe: tuple[ProbedMemory, ...] = ()
     mappings: tuple[MappingGrowth, ...] = ()
-    used: dict[str, tuple[tuple[Seconds, Size], ...]] = field(default_factory=dict)
+    used: dict[str, tuple[tuple[EpochSeconds, ByteCount], ...]] = field(default_factory=dict)
     """Times and the memory in use between samples, by the UUID of the GPU."""
 
 
 class Xid(Struct, frozen=True, kw_only=True):
     """An error of the driver."""
 
-    t: Seconds
+    t: EpochSeconds
     uuid: str
     xid: int
 
@@ -130,12 +130,12 @@ class Xid(Struct, frozen=True, kw_only=True):
 class Oom(Struct, frozen=True, kw_only=True):
     """An OutOfMemoryError of torch, recorded by the probe; sizes are None where unknown."""
 
-    t: Seconds | None = None
+    t: EpochSeconds | None = None
     uuid: str | None = None
-    asked: Size | None = None
-    free: Size | None = None
-    allocated: Size | None = None
-    reserved: Size | None = None
+    asked: ByteCount | None = None
+    free: ByteCount | None = None
+    allocated: ByteCount | None = None
+    reserved: ByteCount | None = None
     step: StepAtError | None = None
     """The step that raised it; None where unknown."""
 
@@ -159,13 +159,13 @@ class Oom(Struct, frozen=True, kw_only=True):
 class HeldLine(Struct, frozen=True, kw_only=True):
     """The memory that one line of code held in torch's allocator."""
 
-    bytes: Size
+    bytes: ByteCount
     file: str | None = None
     """The end of the file's path; None for memory allocated before torch kept its history."""
-    line: Size | None = None
-    count: Size | None = None
+    line: ByteCount | None = None
+    count: ByteCount | None = None
     """The number of its blocks."""
-    since: Seconds | None = None
+    since: EpochSeconds | None = None
     """When the oldest of them was allocated; None where the history no longer showed it."""
 
     def describe(self) -> str:
@@ -185,11 +185,11 @@ class HeldLine(Struct, frozen=True, kw_only=True):
 class SnapshotFile(Struct, frozen=True, kw_only=True):
     """A snapshot of torch's allocator that the probe wrote at an OutOfMemoryError."""
 
-    t: Seconds
+    t: EpochSeconds
     file: str
     """Its path, as vLLM's container has it."""
     pid: int | None = None
-    size: Size | None = None
+    size: ByteCount | None = None
     problem: str | None = None
     """Why it was not written; None where it was."""
     largest: tuple[HeldLine, ...] = ()

@@ -9,7 +9,7 @@ from msgspec.structs import asdict, replace
 
 from vllm_headroom.daemon.pod import read_engine_pod
 from vllm_headroom.inputs import parse_metrics_url
-from vllm_headroom_tools.advise.facts import Facts, Origin, list_leaks
+from vllm_headroom_tools.advise.facts import Facts, FactsSource, list_leaks
 from vllm_headroom_tools.advise.finding import Advice, Change
 from vllm_headroom_tools.advise.history import TraceHistory
 from vllm_headroom_tools.advise.log.judge import (
@@ -20,7 +20,7 @@ from vllm_headroom_tools.advise.log.judge import (
     list_part_lines,
 )
 from vllm_headroom_tools.advise.settings import EngineArgs, Flag
-from vllm_headroom_tools.advise.verdict import Assessment, judge
+from vllm_headroom_tools.advise.verdict import Assessment, judge_facts
 from vllm_headroom_tools.bad_input import BadInput
 from vllm_headroom_tools.cli import Command
 from vllm_headroom_tools.conclusion import Conclusion, Finding, Report
@@ -127,7 +127,7 @@ def _format_source(facts: Facts) -> str:
     source = "The sidecar's page, now"
     begin_seconds = facts.begin_seconds
     end_seconds = facts.end_seconds
-    if facts.origin is Origin.TRACE and begin_seconds is not None and end_seconds is not None:
+    if facts.origin is FactsSource.TRACE and begin_seconds is not None and end_seconds is not None:
         source = describe_span(facts.samples, begin_seconds, end_seconds)
     if facts.settings.version is None:
         return f"{source}."
@@ -192,7 +192,7 @@ def _format_number(value: float, flag: Flag) -> str:
 def _format_end(assessment: Assessment) -> Iterator[str]:
     """Yield the lines that end the text: the verdict without advice, and what is missing."""
     if assessment.verdict is Conclusion.GOOD:
-        is_trace = assessment.facts.origin is Origin.TRACE
+        is_trace = assessment.facts.origin is FactsSource.TRACE
         yield "Nothing to change." if is_trace else "Nothing to change now."
     if assessment.verdict is Conclusion.CANNOT_TELL:
         yield "Cannot tell whether anything should be changed. Missing:"
@@ -226,7 +226,7 @@ def _build_log_data(assessment: LogAssessment) -> dict[str, Any]:
     """Return the data of --json on a log; unknown figures are None."""
     settings = assessment.start_facts.settings
     return {
-        "origin": Origin.LOG,
+        "origin": FactsSource.LOG,
         "samples": None,
         "span_seconds": None,
         "vllm_version": None if settings.version is None else format_version(settings.version),
@@ -338,7 +338,7 @@ async def _judge_live(options: Namespace, settings: EngineArgs) -> Report:
     else:
         sidecar_url = parse_metrics_url(find_local_sidecar())
         facts = await page.fetch_facts(sidecar_url, settings, NO_SOURCE, engine_name=options.engine)
-    return build_report(judge(facts))
+    return build_report(judge_facts(facts))
 
 
 def _judge_file(options: Namespace, settings: EngineArgs) -> Report:
@@ -353,7 +353,7 @@ def _judge_file(options: Namespace, settings: EngineArgs) -> Report:
         all_lines = chain((first_line,), lines)
         if begins_trace(first_line):
             report = build_report(
-                judge(_read_facts(all_lines, name, settings, options.reported_bytes))
+                judge_facts(_read_facts(all_lines, name, settings, options.reported_bytes))
             )
         else:
             log = parse_engine_log(all_lines, TRACE_OR_LOG)

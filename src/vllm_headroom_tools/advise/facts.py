@@ -91,7 +91,7 @@ class EngineFacts(Struct, frozen=True, kw_only=True):
     stranded: StrandedFacts | None = None
 
 
-class Origin(StrEnum):
+class FactsSource(StrEnum):
     """The source of the facts: a trace has a history, a page only the present, a log one start."""
 
     TRACE = "trace"
@@ -212,7 +212,7 @@ class HostFacts(Struct, frozen=True, kw_only=True):
 class Facts(Struct, frozen=True, kw_only=True):
     """Everything that the rules judge; times are seconds since the epoch, and None for a page."""
 
-    origin: Origin
+    origin: FactsSource
     settings: EngineArgs
     samples: int = 1
     begin_seconds: float | None = None

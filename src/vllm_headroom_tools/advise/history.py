@@ -18,11 +18,11 @@ from vllm_headroom_tools.advise.facts import (
     EngineFacts,
     Extent,
     Facts,
+    FactsSource,
     FullFacts,
     GpuFacts,
     HostFacts,
     Leak,
-    Origin,
     PrefixFacts,
     Shortage,
     Spell,
@@ -508,7 +508,7 @@ class TraceHistory:
         since_seconds = self._since_seconds or 0.0
         exits = [event for event in self._replay.events if event.kind is IncidentKind.ENDED]
         return Facts(
-            origin=Origin.TRACE,
+            origin=FactsSource.TRACE,
             settings=replace(settings, at_least=max(self._at_least, settings.at_least)),
             samples=self._replay.samples,
             begin_seconds=begin_seconds,

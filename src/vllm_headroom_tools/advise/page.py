@@ -25,11 +25,11 @@ from vllm_headroom_tools.advise.facts import (
     EngineFacts,
     Extent,
     Facts,
+    FactsSource,
     FullFacts,
     GpuFacts,
     HostFacts,
     Leak,
-    Origin,
     PeakFacts,
     PrefixFacts,
     Shortage,
@@ -78,7 +78,7 @@ def parse_facts(text: str, settings: EngineArgs) -> Facts:
     engines = [(model_name, engine) for model_name, engine, _ in page.find_all(catalog.ENGINE_INFO)]
     running = sum_known(page.value(catalog.ENGINE_RUNNING, *engine) for engine in engines)
     return Facts(
-        origin=Origin.PAGE,
+        origin=FactsSource.PAGE,
         settings=_read_settings(page, settings),
         age_seconds=page.value(catalog.SAMPLE_AGE),
         gpus=tuple(
@@ -347,7 +347,7 @@ async def fetch_facts(
     that is not possible, with `advice` if nothing answers.
     """
     page = await _fetch_page(url, advice)
-    names = list_engine_names(page)
+    names = list_node_engines(page)
     if names is not None:
         name = choose_engine(names, engine_name)
         page = await _fetch_page(str(add_engine(httpx.URL(url), name)), advice)
@@ -362,7 +362,7 @@ async def _fetch_page(url: str, advice: str) -> str:
     return page
 
 
-def list_engine_names(text: str) -> list[str] | None:
+def list_node_engines(text: str) -> list[str] | None:
     """Return the names of the engines on the page of a sidecar that watches several.
 
     None for any other text, because only such a page counts engines.

@@ -16,7 +16,7 @@ from vllm_headroom.units import (
     format_size,
 )
 from vllm_headroom.vocabulary import GROWING_STATES, LeakState
-from vllm_headroom_tools.advise.facts import Facts, Leak, Origin, Shortage, list_leaks
+from vllm_headroom_tools.advise.facts import Facts, FactsSource, Leak, Shortage, list_leaks
 from vllm_headroom_tools.advise.finding import Advice, Change, format_percent, name_engine
 from vllm_headroom_tools.advise.rules import capacity, leaks, peaks, starts
 from vllm_headroom_tools.advise.settings import FIRST_VERSIONS, NEWEST_CHECKED, Flag
@@ -71,7 +71,7 @@ class Assessment(Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...]
 
 
-def judge(facts: Facts) -> Assessment:
+def judge_facts(facts: Facts) -> Assessment:
     """Apply the rules and return their advice with the verdict.
 
     The verdict is "not good" with any advice. Without advice it is good only if nothing important
@@ -190,7 +190,7 @@ def list_missing(facts: Facts) -> Iterator[str]:
     if facts.age_seconds is not None and facts.age_seconds > STALE_PAGE_SECONDS:
         age = format_duration(facts.age_seconds)
         yield f"the page is {age} old: the sidecar has stopped sampling"
-    if facts.origin is Origin.TRACE and facts.span_seconds < SHORTEST_SECONDS:
+    if facts.origin is FactsSource.TRACE and facts.span_seconds < SHORTEST_SECONDS:
         span = format_duration(facts.span_seconds)
         yield f"a longer history: it covers {span}, and an hour is needed"
     if not facts.gpus:
@@ -262,7 +262,7 @@ def list_notes(facts: Facts, advice: Iterable[Advice]) -> Iterator[str]:
     if facts.since_seconds is not None:
         since = format_instant(facts.since_seconds)
         yield f"Judged since {since}, when the KV cache was of another size for the first time."
-    if facts.origin is Origin.PAGE:
+    if facts.origin is FactsSource.PAGE:
         yield PAGE_IS_A_MOMENT
     elif not changes:
         yield PEAKS_BETWEEN_SAMPLES

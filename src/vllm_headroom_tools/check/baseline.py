@@ -8,7 +8,13 @@ from msgspec.structs import replace
 
 from vllm_headroom.units import format_size
 from vllm_headroom.vocabulary import MemoryPart
-from vllm_headroom_tools.check.judgement import GROWTH, Judgement, Unit, compare, format_figure
+from vllm_headroom_tools.check.judgement import (
+    GROWTH,
+    Judgement,
+    Unit,
+    compare_with_limit,
+    format_figure,
+)
 from vllm_headroom_tools.check.record import (
     Cost,
     MemorySeries,
@@ -152,7 +158,7 @@ def _judge_growth(
     running = f"at {cost.running:.3g} running"
     return replace(
         judgement,
-        verdict=compare(cost.held_bytes, highest_allowed, None),
+        verdict=compare_with_limit(cost.held_bytes, highest_allowed, None),
         value=cost.held_bytes,
         highest_allowed=highest_allowed,
         baseline=baseline_cost.held_bytes,
@@ -213,7 +219,7 @@ def _judge_capacity(
     return Judgement(
         limit="KV cache against baseline",
         subject=f"engine {engine}",
-        verdict=compare(loss, highest_loss, doubt),
+        verdict=compare_with_limit(loss, highest_loss, doubt),
         unit=Unit.TOKENS,
         value=tokens,
         lowest_allowed=lowest_allowed,
@@ -251,7 +257,7 @@ def _judge_parts(
         yield Judgement(
             limit="part over baseline",
             subject=f"{gpu.name}, {part}",
-            verdict=compare(value, baseline + allowance_bytes, None),
+            verdict=compare_with_limit(value, baseline + allowance_bytes, None),
             value=value,
             highest_allowed=baseline + allowance_bytes,
             baseline=baseline,

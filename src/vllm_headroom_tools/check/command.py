@@ -45,12 +45,12 @@ from vllm_headroom_tools.options import (
     bounded,
     choice,
     name_option,
-    size,
+    size_value,
     whole_number,
 )
 from vllm_headroom_tools.trace import read_trace
 
-SIZE: Final = size("1MiB")
+SIZE: Final = size_value("1MiB")
 NUMBER: Final = Value(read=bounded(parse_number, 0, 1.7e308), accepts="a number, 0 or more")
 
 Judge = Callable[[TraceRecord, TraceRecord | None, float], Iterator[Judgement]]
@@ -121,7 +121,7 @@ LIMITS: Final = {
 """Each limit by its option."""
 
 
-def judge(
+def judge_limits(
     bounds: Mapping[str, float], record: TraceRecord, baseline: TraceRecord | None
 ) -> Iterator[Judgement]:
     """Yield the judgements on each limit; `bounds` are by the limits' options.
@@ -195,7 +195,10 @@ def _add_options(parser: Parser) -> None:
     budget = parser.add_argument_group("the engine's budget on each GPU, for --max-discrepancy")
     budget.add_argument("--gpu-memory-utilization", metavar="RATIO", type=RATIO, help="as vLLM's")
     budget.add_argument(
-        "--reported-bytes", metavar="SIZE", type=size("72GiB"), help="as HEADROOM_REPORTED_BYTES"
+        "--reported-bytes",
+        metavar="SIZE",
+        type=size_value("72GiB"),
+        help="as HEADROOM_REPORTED_BYTES",
     )
     output = parser.add_argument_group("output")
     output.add_argument(
@@ -290,7 +293,7 @@ def _run(options: Namespace) -> Report:
         traces.append((name, record))
     records = [record for _, record in traces]
     baseline = records[1] if len(records) > 1 else None
-    judgements = tuple(judge(bounds, records[0], baseline))
+    judgements = tuple(judge_limits(bounds, records[0], baseline))
     save(options.junit, build_junit(judgements), inputs=inputs)
     return build_report(traces, judgements, for_github=options.format == "github")
 

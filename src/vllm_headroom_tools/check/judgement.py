@@ -86,7 +86,9 @@ def format_figure(figure: float | None, unit: Unit) -> str:
             return f"{figure:,.0f}"
 
 
-def compare(value: float | None, highest_allowed: float | None, doubt: str | None) -> Conclusion:
+def compare_with_limit(
+    value: float | None, highest_allowed: float | None, doubt: str | None
+) -> Conclusion:
     """Compare a value with its limit; "cannot tell" where either is unknown.
 
     A value above the limit fails even with a doubt. A value up to the limit passes only without a

@@ -13,7 +13,7 @@ from vllm_headroom_tools.check.judgement import (
     RESTARTS,
     Judgement,
     Unit,
-    compare,
+    compare_with_limit,
 )
 from vllm_headroom_tools.check.record import (
     LEAST_REQUESTS,
@@ -51,7 +51,7 @@ def judge_discrepancies(
         yield Judgement(
             limit=DISCREPANCY,
             subject=gpu.name,
-            verdict=compare(value, limit, doubt),
+            verdict=compare_with_limit(value, limit, doubt),
             unit=Unit.RATIO,
             value=value,
             highest_allowed=limit,
@@ -104,7 +104,7 @@ def judge_costs(
         yield Judgement(
             limit=COST,
             subject=gpu.name,
-            verdict=compare(comparable_value, limit_bytes, doubt),
+            verdict=compare_with_limit(comparable_value, limit_bytes, doubt),
             value=value,
             highest_allowed=limit_bytes,
             baseline=None if baseline_cost is None else baseline_cost.bytes_per_request,
@@ -139,7 +139,7 @@ def judge_preemptions(
         requests = record.finished_requests.total or 0.0
         # As if no further preemption occurred until enough requests had finished.
         value_after_enough = 1000 * preemptions / max(requests, LEAST_REQUESTS)
-        verdict = compare(value_after_enough, limit, doubt)
+        verdict = compare_with_limit(value_after_enough, limit, doubt)
         counts = f"{preemptions:,.0f} in all, of {requests:,.0f} requests"
         reason = counts
         if doubt is not None and verdict is not Conclusion.NOT_GOOD:
@@ -181,7 +181,7 @@ def judge_restarts(
     ]
     yield Judgement(
         limit=RESTARTS,
-        verdict=compare(record.restarts, limit, doubt),
+        verdict=compare_with_limit(record.restarts, limit, doubt),
         unit=Unit.COUNT,
         value=float(record.restarts),
         highest_allowed=limit,

@@ -98,7 +98,7 @@ class Fleet(app.Daemon):
         """Return what the page and the document show now, each engine under its pod's name."""
         engines = []
         for place, daemon in enumerate((self, *self._others)):
-            name = name_engine(place)
+            name = name_fleet_engine(place)
             view = replace(daemon._build_view(), host=name.text)  # noqa: SLF001 - of our own class
             engines.append(EngineView(name=name, view=view))
         latest = self._watch.latest
@@ -118,7 +118,7 @@ HOST: Final = "the simulated fleet"
 """The name of the engines' machine, as the page shows it."""
 
 
-def name_engine(place: int) -> EngineName:
+def name_fleet_engine(place: int) -> EngineName:
     """Return the name of the engine with an index in FLEET_SCENARIOS."""
     namespace = f"team-{place % TEAM_COUNT}"
     return EngineName(namespace=namespace, pod=f"vllm-{FLEET_SCENARIOS[place]}-{place}")
@@ -135,7 +135,7 @@ def join_pages(pages: list[str]) -> str:
     """
     families: dict[str, list[str]] = {}
     for place, page in enumerate(pages):
-        name = name_engine(place)
+        name = name_fleet_engine(place)
         labels = f'namespace="{name.namespace}",pod="{name.pod}",instance="{name.pod}:9839"'
         # All simulations have the same UUIDs, which Prometheus would take for shared GPUs.
         unique_page = _UUID_PART.sub(rf"-{place:04}\1", page + UP_SERIES)

@@ -23,7 +23,7 @@ from vllm_headroom.model import (
     HostReading,
     ProcessReadings,
 )
-from vllm_headroom.scrape.gpu_state import Peak
+from vllm_headroom.scrape.gpu_state import RecentPeak
 from vllm_headroom.units import MIB
 from vllm_headroom.vocabulary import Reason, Role, Source
 from vllm_headroom_tools.demo.world import (
@@ -69,7 +69,7 @@ class Simulated:
     def __init__(self, now: Callable[[], World], epoch_seconds: float = 0.0) -> None:
         self._now = now
         self._epoch_seconds = epoch_seconds
-        self._peak = Peak()
+        self._peak = RecentPeak()
 
     async def close(self) -> None:
         """Do nothing: there is no connection and no driver."""
@@ -85,10 +85,10 @@ class SimulatedEngine(Simulated):
             return ENGINE_DOWN
         if not world.has_page:
             return PAGE_REFUSED
-        return render_page(world.engine, self._epoch_seconds)
+        return render_engine_page(world.engine, self._epoch_seconds)
 
 
-def render_page(engine: SimulatedRun, epoch_seconds: float) -> str:
+def render_engine_page(engine: SimulatedRun, epoch_seconds: float) -> str:
     """Return the page that the engine exports, as Prometheus text."""
     figures = {
         "num_requests_running": engine.running,

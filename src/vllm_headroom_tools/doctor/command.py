@@ -20,7 +20,7 @@ from vllm_headroom_tools.cli import Command
 from vllm_headroom_tools.conclusion import Conclusion, Finding, Report, find_worst
 from vllm_headroom_tools.doctor import engine, gpus, node, port
 from vllm_headroom_tools.doctor.engine_log import check_log
-from vllm_headroom_tools.doctor.fixes import Check, Fix, Status, look
+from vllm_headroom_tools.doctor.fixes import Check, Fix, Status, survey_engine
 from vllm_headroom_tools.look import PROC, SYS
 from vllm_headroom_tools.settings import ModelSettings
 from vllm_headroom_tools.terminal import wrap_text
@@ -173,7 +173,7 @@ async def examine(settings: ModelSettings, proc: Path = PROC, sys: Path = SYS) -
         engine_log = EngineLogFollower(source, SystemClock())
     # All at the same time, because each may wait for its timeout.
     survey, listening, state, trace, files, log_reading = await asyncio.gather(
-        look(settings, proc, sys),
+        survey_engine(settings, proc, sys),
         port.check_listen_port(
             settings.listen_host, settings.listen_port, settings.web_config_file
         ),

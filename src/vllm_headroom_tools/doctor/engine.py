@@ -478,7 +478,7 @@ option that does the same.
 """
 
 
-def read_options(survey: Survey) -> EngineOptions | None:
+def find_visible_options(survey: Survey) -> EngineOptions | None:
     """Return the options in the command line of the engine that runs here; None if not visible."""
     return None if isinstance(survey.processes, Failure) else survey.processes.options
 
@@ -488,7 +488,7 @@ def check_options(survey: Survey) -> Check:
 
     It is shown without its secrets. NOT_APPLICABLE where none is visible.
     """
-    options = read_options(survey)
+    options = find_visible_options(survey)
     if options is None:
         return Check(Status.NOT_APPLICABLE, "no command line of a vLLM server is visible here")
     details: tuple[str, ...] = (options.command,)
@@ -541,7 +541,7 @@ def check_faults(survey: Survey) -> Check:
     version = None if survey.version is None else parse_version(survey.version)
     if version is None:
         return Check(Status.NOT_APPLICABLE, "the version is not known, nor which faults it has")
-    options = read_options(survey) or EngineOptions()
+    options = find_visible_options(survey) or EngineOptions()
     faults = tuple(describe_fault(fault) for fault in list_faults(version, options.option_names))
     text = f"known faults of vLLM {survey.version} with these options: {len(faults) or 'none'}"
     return Check(Status.OK, text, details=faults)

@@ -23,7 +23,7 @@ from vllm_headroom_tools.look import (
     Machine,
     fetch_engines,
     fetch_once,
-    read_machine,
+    survey_machine,
 )
 from vllm_headroom_tools.openai import parse_server_version
 from vllm_headroom_tools.settings import ModelSettings
@@ -218,7 +218,7 @@ class Survey(Machine, frozen=True, kw_only=True):
         return min(ports)
 
 
-async def look(settings: ModelSettings, proc: Path, sys: Path) -> Survey:
+async def survey_engine(settings: ModelSettings, proc: Path, sys: Path) -> Survey:
     """Read the engine's page, the GPUs and the processes once, as the daemon does.
 
     A source that cannot be read is a Failure in the result.
@@ -233,7 +233,7 @@ async def look(settings: ModelSettings, proc: Path, sys: Path) -> Survey:
         settings, str(url.join("version")), timeout_seconds=VERSION_SECONDS
     )
     machine, version_page = await asyncio.gather(
-        read_machine(settings, page, proc, sys), fetch_once(version_reader)
+        survey_machine(settings, page, proc, sys), fetch_once(version_reader)
     )
     options = None
     token_bytes = None

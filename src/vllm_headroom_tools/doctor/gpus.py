@@ -63,10 +63,10 @@ def check_gpus(survey: Survey) -> Check:
     devices = survey.readings.devices
     details = []
     for device in devices:
-        named = f"{name_device(device)} {device.name}".rstrip()
+        named = f"{name_gpu_with_uuid(device)} {device.name}".rstrip()
         details.append(f"{named}{_describe_memory(device)}")
     for gpu in survey.gpus:
-        name = name_device(gpu.reading)
+        name = name_gpu_with_uuid(gpu.reading)
         details += [f"{name}: {describe_leftover(leftover)}" for leftover in gpu.leftovers]
     # A GPU that answers but reports no memory is among them, because its series are absent.
     unreadable = [device for device in devices if device.failure or device.memory is None]
@@ -76,7 +76,9 @@ def check_gpus(survey: Survey) -> Check:
         Status.MISSING,
         f"{len(devices)} visible, of which {len(unreadable)} cannot be read",
         details=tuple(details),
-        absent=tuple(f"headroom_gpu_memory_* of {name_device(device)}" for device in unreadable),
+        absent=tuple(
+            f"headroom_gpu_memory_* of {name_gpu_with_uuid(device)}" for device in unreadable
+        ),
         fixes=_fix_unreadable(unreadable),
     )
 
@@ -92,7 +94,7 @@ def _fix_unreadable(devices: list[GpuReading]) -> tuple[Fix, ...]:
     return fixes.ASK_KFD if has_amd else ()
 
 
-def name_device(device: GpuReading) -> str:
+def name_gpu_with_uuid(device: GpuReading) -> str:
     """Return a GPU's name: its index, and its UUID if the GPU was ever opened."""
     return f"GPU {device.index} ({device.uuid or 'UUID not known'})"
 
@@ -245,7 +247,7 @@ def check_process_memory(survey: Survey) -> Check:
         )
     engine_pids = {process.pid for process in processes.engine}
     unreported = [
-        name_device(device)
+        name_gpu_with_uuid(device)
         for device in readings.devices
         if not _reports_memory(device, engine_pids)
     ]
@@ -311,7 +313,8 @@ def check_gpu_attribution(survey: Survey, selection: Selection) -> Check:
         status,
         text,
         details=tuple(
-            f"{name_device(gpu.reading)} {ATTRIBUTIONS[gpu.attribution]}" for gpu in survey.gpus
+            f"{name_gpu_with_uuid(gpu.reading)} {ATTRIBUTIONS[gpu.attribution]}"
+            for gpu in survey.gpus
         ),
         absent=() if is_any_owned else OWNED_GPU_SERIES,
         fixes=ways,
@@ -328,7 +331,7 @@ def _judge_attribution(survey: Survey, selection: Selection) -> tuple[Status, st
     if invisible:
         text = f"HEADROOM_GPUS names GPUs that are not visible: {', '.join(invisible)}"
         return Status.MISSING, text, ways
-    left_out = [name_device(gpu.reading) for gpu in survey.gpus if gpu.is_left_out]
+    left_out = [name_gpu_with_uuid(gpu.reading) for gpu in survey.gpus if gpu.is_left_out]
     if left_out:
         text = (
             "HEADROOM_GPUS leaves out GPUs that the engine's processes are on:"

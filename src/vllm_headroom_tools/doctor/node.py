@@ -23,8 +23,8 @@ from vllm_headroom_tools.doctor.fixes import (
     Fix,
     Status,
     find_engine_fixes,
-    look,
     put,
+    survey_engine,
 )
 from vllm_headroom_tools.look import LOOK_SECONDS, fetch_engines, locate_engines
 from vllm_headroom_tools.settings import ModelSettings
@@ -61,7 +61,7 @@ async def examine_node(settings: ModelSettings, proc: Path, sys: Path) -> dict[s
     first_url = watched[0].page_url if watched else settings.engine_url
     # One survey for all engines, because the GPUs belong to the machine.
     survey, listening, state, pages = await asyncio.gather(
-        look(settings.model_copy(update={"engine_url": first_url}), proc, sys),
+        survey_engine(settings.model_copy(update={"engine_url": first_url}), proc, sys),
         port.check_listen_port(
             settings.listen_host, settings.listen_port, settings.web_config_file
         ),
@@ -70,7 +70,7 @@ async def examine_node(settings: ModelSettings, proc: Path, sys: Path) -> dict[s
     )
     checks = {"engines": check_engines(located, has_hosts=_sees_all(settings, proc))}
     for engine, page in zip(watched, pages, strict=True):
-        checks[f"engine {engine.name.text}"] = check_page(engine, page)
+        checks[f"engine {engine.name.text}"] = check_engine_page(engine, page)
     if settings.engines == "node":
         checks["memory_limits"] = check_cgroups(watched, proc)
     return {
@@ -153,7 +153,7 @@ def check_cgroups(engines: Sequence[LocatedEngine], proc: Path) -> Check:
     )
 
 
-def check_page(engine: LocatedEngine, page: EnginePage | Failure) -> Check:
+def check_engine_page(engine: LocatedEngine, page: EnginePage | Failure) -> Check:
     """Check whether the page of a watched engine can be read, and has an engine."""
     if isinstance(page, Failure):
         return Check(Status.MISSING, page.message, fixes=find_engine_fixes(page.reason, REACH_IT))

@@ -45,7 +45,9 @@ def build_report(
     gpus = _describe_gpus(overall, detector)
     host = _describe_host(overall, detector)
     engine_end = _explain_engine_end(stages, overall, detector)
-    faults = list(list_faults(outcomes, engine_end, (*gpus, *host), is_interrupted=is_interrupted))
+    faults = list(
+        list_load_faults(outcomes, engine_end, (*gpus, *host), is_interrupted=is_interrupted)
+    )
     faults += list_slow_steps(order, stages)
     unread = list(_list_unread(overall, str(order.page_url)))
     verdict = _judge_load(outcomes, faults, is_interrupted=is_interrupted)
@@ -105,7 +107,7 @@ def _explain_engine_end(
     return engine_end
 
 
-def list_faults(
+def list_load_faults(
     outcomes: Counter[Outcome],
     engine_end: str | None,
     memory: Iterable[Mapping[str, Any]],

@@ -10,7 +10,7 @@ from vllm_headroom_tools.load.stream import Outcome
 from vllm_headroom_tools.load.tally import QUANTILES
 from vllm_headroom_tools.terminal import join_paragraphs
 
-Document = Mapping[str, Any]
+ReportDocument = Mapping[str, Any]
 """The report as JSON, or a part of it."""
 
 Row = tuple[str, list[str]]
@@ -49,7 +49,7 @@ LABEL_COLUMNS: Final = 32
 CELL_COLUMNS: Final = 11
 
 
-def render_document(document: Document) -> Iterator[str]:
+def render_document(document: ReportDocument) -> Iterator[str]:
     """Yield the lines of the report, without its headline."""
     memory = [*document["gpus"], *document["host"]]
     # without duplicates: the same sentence on several GPUs is shown once
@@ -66,7 +66,7 @@ def render_document(document: Document) -> Iterator[str]:
     )
 
 
-def _list_texts(texts: Sequence[Document]) -> list[str]:
+def _list_texts(texts: Sequence[ReportDocument]) -> list[str]:
     """Return a heading, and a line for each text with which requests failed; empty without any."""
     if not texts:
         return []
@@ -84,7 +84,7 @@ def _format_row(row: Row) -> str:
     return f"{label:<{LABEL_COLUMNS}}" + "".join(f"{cell:>{CELL_COLUMNS}}" for cell in cells)
 
 
-def _list_rows(document: Document) -> Iterator[Row]:
+def _list_rows(document: ReportDocument) -> Iterator[Row]:
     """Yield the rows of the table of steps."""
     steps = document["steps"]
     yield from _list_request_rows(document)
@@ -106,7 +106,7 @@ def _list_rows(document: Document) -> Iterator[Row]:
     yield from _list_gpu_rows(steps)
 
 
-def _list_request_rows(document: Document) -> Iterator[Row]:
+def _list_request_rows(document: ReportDocument) -> Iterator[Row]:
     """Yield the rows on the size of each step and on its requests by outcome.
 
     An outcome that no request had has no row, except success.
@@ -122,7 +122,7 @@ def _list_request_rows(document: Document) -> Iterator[Row]:
             yield f"  {label}", [str(step["requests"][outcome]) for step in steps]
 
 
-def _list_gpu_rows(steps: Sequence[Document]) -> Iterator[Row]:
+def _list_gpu_rows(steps: Sequence[ReportDocument]) -> Iterator[Row]:
     """Yield two rows for each GPU of any step: the memory held, in all and per running request."""
     indices: dict[str, int] = {}
     for step in steps:
@@ -136,7 +136,7 @@ def _list_gpu_rows(steps: Sequence[Document]) -> Iterator[Row]:
         yield f"{name} held per running request", per_request
 
 
-def _format_gpu_sizes(steps: Sequence[Document], uuid: str, field: str) -> list[str]:
+def _format_gpu_sizes(steps: Sequence[ReportDocument], uuid: str, field: str) -> list[str]:
     """Return the size in this field of a GPU, as text, for each step; "-" where it is unknown."""
     cells = []
     for step in steps:
@@ -148,7 +148,7 @@ def _format_gpu_sizes(steps: Sequence[Document], uuid: str, field: str) -> list[
 
 def _build_row(
     label: str,
-    parts: Sequence[Document],
+    parts: Sequence[ReportDocument],
     field: str,
     format_figure: Callable[[float], str] | None = None,
 ) -> Row:
@@ -185,7 +185,7 @@ def _format_latency(seconds: float | None) -> str:
     return NO_FIGURE
 
 
-def _format_tokens(step: Document) -> str:
+def _format_tokens(step: ReportDocument) -> str:
     """Return the tokens of an average prompt and of an average answer; "-" where unknown."""
     succeeded = step["requests"][Outcome.SUCCEEDED]
     if not succeeded or step["prompt_tokens"] is None:
@@ -195,7 +195,7 @@ def _format_tokens(step: Document) -> str:
     return f"{prompt_tokens:.0f} + {answer_tokens:.0f}"
 
 
-def _format_memory(series: Document) -> str:
+def _format_memory(series: ReportDocument) -> str:
     """Return a line on the memory of a GPU or role: before, at most, after, and its change."""
     delta_bytes = series["delta_bytes"]
     sign = "+" if delta_bytes >= 0 else ""
@@ -209,13 +209,13 @@ def _format_memory(series: Document) -> str:
     return f"{_name_series(series)}: {before} before, {highest} at most, {after} after: {change}"
 
 
-def _name_series(series: Document) -> str:
+def _name_series(series: ReportDocument) -> str:
     if "gpu" in series:
         return f"GPU {series['gpu']} ({series['uuid']})"
     return f"Host memory of {series['process']}"
 
 
-def _format_growth(series: Document) -> str:
+def _format_growth(series: ReportDocument) -> str:
     """Return the detector's verdict on a GPU or role; if it cannot tell, without the name."""
     if series["verdict"] == "cannot_tell":
         return f"Cannot tell whether it leaks: {series['reason']}"
@@ -227,7 +227,7 @@ def _format_growth(series: Document) -> str:
     return text
 
 
-def _list_conclusions(document: Document) -> Iterator[str]:
+def _list_conclusions(document: ReportDocument) -> Iterator[str]:
     """Yield the last lines: this process's delays, why the load ended early, and the trace."""
     delays_seconds = [step["own_delay_seconds"]["p99"] for step in document["steps"]]
     longest_seconds = max(filter(None, delays_seconds), default=0.0)

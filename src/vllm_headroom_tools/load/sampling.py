@@ -25,7 +25,7 @@ from vllm_headroom.vocabulary import Reason, Source
 from vllm_headroom_tools.bad_input import BadInput
 from vllm_headroom_tools.history import Histogram, LeakReplay
 
-Labels = tuple[str, ...]
+SeriesLabels = tuple[str, ...]
 """Index and UUID of a GPU, or the role of host processes."""
 
 COMBINED: Final[dict[Metric, Callable[[float, float], float]]] = {
@@ -48,10 +48,10 @@ class SeriesSummary(Struct):
     """Whether any value was below the one before it, so that a counter was reset."""
 
 
-class SeriesSummaries(dict[Labels, SeriesSummary]):
+class SeriesSummaries(dict[SeriesLabels, SeriesSummary]):
     """The summary of each series of one figure."""
 
-    def add(self, labels: Labels, value: float | None) -> None:
+    def add(self, labels: SeriesLabels, value: float | None) -> None:
         """Add the next value of a series; ignore an unknown value, None."""
         if value is None:
             return
@@ -77,7 +77,7 @@ class LoadObservation:
         self.gpu_bytes = SeriesSummaries()  # the memory held on each GPU
         self.host_bytes = SeriesSummaries()  # the resident memory of each role
         self._engine_figures = SeriesSummaries()
-        self._bytes_per_request: defaultdict[Labels, Histogram] = defaultdict(Histogram)
+        self._bytes_per_request: defaultdict[SeriesLabels, Histogram] = defaultdict(Histogram)
 
     def add(self, snapshot: Snapshot, samples: Iterable[Sample]) -> None:
         """Add one tick: the snapshot that was read, and the samples that were derived from it."""
@@ -148,7 +148,7 @@ class LoadObservation:
             return "the engine was restarted meanwhile"
         return None
 
-    def find_bytes_per_request(self, labels: Labels) -> float | None:
+    def find_bytes_per_request(self, labels: SeriesLabels) -> float | None:
         """Return the median over the samples of a GPU's bytes per running request.
 
         None where no request ran in any sample.

@@ -40,13 +40,13 @@ from vllm_headroom_tools.options import (
     bounded,
     choice,
     name_option,
-    size,
+    size_value,
     tokens,
     url,
     whole_number,
 )
 from vllm_headroom_tools.plan.engine_log import apply_log_options, choose_start, measure_start
-from vllm_headroom_tools.plan.report import build_report, read_parts
+from vllm_headroom_tools.plan.report import build_report, read_worker_parts
 from vllm_headroom_tools.plan.sizes import judge_sizes
 from vllm_headroom_tools.plan.sizes_report import build_sizes_report
 from vllm_headroom_tools.plan.traffic import (
@@ -540,14 +540,14 @@ def add_options(parser: Parser) -> None:
         "--gpu-memory",
         dest="gpu_memory_bytes",
         metavar="SIZE",
-        type=size("81559MiB"),
+        type=size_value("81559MiB"),
         help="of one card in all, as nvidia-smi shows it: 81559MiB",
     )
     parser.add_argument(
         "--host-memory",
         dest="host_memory_bytes",
         metavar="SIZE",
-        type=size("256GiB"),
+        type=size_value("256GiB"),
         help="of the host, or vLLM's container's limit",
     )
     parser.add_argument(
@@ -841,7 +841,7 @@ def _run(options: Namespace) -> Report | Coroutine[Any, Any, Report]:
         return _size(options, read_trace_traffic(options.trace))
     measured = None
     if options.probe is not None:
-        measured = read_parts(Path(options.probe))
+        measured = read_worker_parts(Path(options.probe))
     return build_report(estimate_memory(_build_logged_question(options)), measured)
 
 

@@ -236,7 +236,7 @@ def _list_changes(question: Question, measured: MeasuredStart) -> Iterator[str]:
         yield option if value is True else f"{option} {value}"
 
 
-def build_log_data(estimate: MemoryEstimate) -> dict[str, Any] | None:
+def build_measured_data(estimate: MemoryEstimate) -> dict[str, Any] | None:
     """Return the figures of the log for --json; None without a log."""
     measured = estimate.question.measured
     if measured is None:

@@ -9,18 +9,18 @@ from typing import Any, Final
 from msgspec import Struct
 from msgspec.structs import asdict
 
-from vllm_headroom.model import EngineParts
+from vllm_headroom.model import WorkerMeasurements
 from vllm_headroom.parse.probe import parse_probe
 from vllm_headroom.units import GIB, format_gib
 from vllm_headroom_tools.bad_input import BadInput
 from vllm_headroom_tools.conclusion import Conclusion, Finding, Report
-from vllm_headroom_tools.plan.engine_log import build_log_data, describe_log
+from vllm_headroom_tools.plan.engine_log import build_measured_data, describe_log
 from vllm_headroom_tools.plan.verdict import (
     SMALLEST_LENGTH,
     Saving,
     explain_verdict,
     find_changes,
-    list_notes,
+    list_estimate_notes,
     list_unknown,
 )
 from vllm_headroom_tools.sizing.assumptions import Assumption, Origin, Range, StartAssumptions
@@ -48,7 +48,7 @@ class PlannedPart(Struct, frozen=True, kw_only=True):
     measured_bytes: int | None
 
 
-def build_report(estimate: MemoryEstimate, measured: EngineParts | None) -> Report:
+def build_report(estimate: MemoryEstimate, measured: WorkerMeasurements | None) -> Report:
     """Return the report on the plan, beside what a worker of the engine measured on its GPU.
 
     `measured` is None if no file of the probe was given. In the data, bytes are those of each GPU
@@ -63,11 +63,11 @@ def build_report(estimate: MemoryEstimate, measured: EngineParts | None) -> Repo
         changes = find_changes(estimate)
     parts = _compare_parts(estimate, measured)
     fix = tuple(_join_settings(change) for change in changes)
-    notes = (Finding("note", Conclusion.GOOD, note) for note in list_notes(estimate))
+    notes = (Finding("note", Conclusion.GOOD, note) for note in list_estimate_notes(estimate))
     data = {
         "fits": fits,
         **build_data(estimate, changes),
-        "log": build_log_data(estimate),
+        "log": build_measured_data(estimate),
         "traffic": None,
     }
     if parts:
@@ -88,7 +88,7 @@ def _conclude(fits: bool | None) -> Conclusion:  # noqa: FBT001 - an answer, not
 
 
 def _compare_parts(
-    estimate: MemoryEstimate, measured: EngineParts | None
+    estimate: MemoryEstimate, measured: WorkerMeasurements | None
 ) -> tuple[PlannedPart, ...]:
     """Return the planned and the measured bytes of each part; empty if nothing was measured."""
     if measured is None:
@@ -275,11 +275,11 @@ def _name_outside(question: Question) -> str:
 
 
 def _format_line(name: str, amount: float | Range | None, remark: str = "") -> list[str]:
-    head = f"  {name:<28}{format_amount(amount):>17}"
+    head = f"  {name:<28}{format_estimate(amount):>17}"
     return wrap_text(f"{head}  ", remark) if remark else [head]
 
 
-def format_amount(amount: float | Range | None) -> str:
+def format_estimate(amount: float | Range | None) -> str:
     """Return an amount of memory, in bytes, as a text in GiB; "not known" for None."""
     if isinstance(amount, Range):
         return format_range(amount)
@@ -357,7 +357,7 @@ def _format_table(heads: tuple[str, str], pairs: Iterable[tuple[int, int]]) -> I
 
 def _format_answer(estimate: MemoryEstimate, changes: Sequence[Saving]) -> Iterator[str]:
     """Yield the notes and the verdict, and the changes that help unless it surely fits."""
-    for sentence in (*list_notes(estimate), explain_verdict(estimate)):
+    for sentence in (*list_estimate_notes(estimate), explain_verdict(estimate)):
         yield from wrap_text("", sentence)
     # If the size of the cache is unknown, whether a change helps is unknown too.
     if can_start(estimate) is True or estimate.kv_cache is None:
@@ -380,8 +380,8 @@ def _format_parts(parts: Sequence[PlannedPart]) -> list[str]:
         return []
     lines = [f"{'Of each GPU, in GiB':<24}{'planned':>17}{'measured':>12}"]
     for part in parts:
-        planned = format_amount(part.planned)
-        measured = format_amount(part.measured_bytes)
+        planned = format_estimate(part.planned)
+        measured = format_estimate(part.measured_bytes)
         lines.append(f"  {part.name:<22}{planned:>17}{measured:>12}")
     return lines
 
@@ -410,7 +410,7 @@ def build_data(estimate: MemoryEstimate, changes: Iterable[Saving]) -> dict[str,
     layout = estimate.layout
     return {
         "unknown": list_unknown(estimate),
-        "notes": list_notes(estimate),
+        "notes": list_estimate_notes(estimate),
         "changes": [
             {"settings": dict(change.settings), "price": change.price} for change in changes
         ],
@@ -494,7 +494,7 @@ PROBE_FILE_LIMIT_BYTES: Final = 16 * 1024
 """Our choice: the number of bytes that are read of a file of the probe; none is larger."""
 
 
-def read_parts(file: Path) -> EngineParts:
+def read_worker_parts(file: Path) -> WorkerMeasurements:
     """Return the parts of a worker's memory from a file of the probe.
 
     Raises BadInput if the file cannot be read, or belongs to a process without a GPU.

@@ -24,7 +24,7 @@ from vllm_headroom_tools.full_cache import (
 )
 from vllm_headroom_tools.history import LONGEST_STEP_SECONDS, RESIZED_RATIO, Histogram, Rise
 from vllm_headroom_tools.plan.engine_log import CARD_NAMES, MODEL_NAMES
-from vllm_headroom_tools.sizing.cards import GpuChoice, find_card_by_size, parse_gpus_by_name
+from vllm_headroom_tools.sizing.cards import CardCount, find_card_by_size, parse_gpus_by_name
 from vllm_headroom_tools.sizing.footprint import KV_DTYPES, PACKED_KV_DTYPES
 from vllm_headroom_tools.trace import STDIN, read_trace
 
@@ -397,10 +397,10 @@ def apply_traffic_options(options: Namespace, traffic: Traffic) -> Namespace:
     return applied
 
 
-def _choose_card(traffic: Traffic) -> GpuChoice | None:
+def _choose_card(traffic: Traffic) -> CardCount | None:
     """Return the engine's card by its name or size; None if it is not known here."""
     try:
         return parse_gpus_by_name(traffic.gpu_name)
     except RefusedError:
         card = find_card_by_size(traffic.gpu_total_bytes or 0)
-        return None if card is None else GpuChoice(card=card, count=None)
+        return None if card is None else CardCount(card=card, count=None)

@@ -110,7 +110,7 @@ def _explain_concurrency(estimate: MemoryEstimate) -> str:
     )
 
 
-def list_notes(estimate: MemoryEstimate) -> list[str]:
+def list_estimate_notes(estimate: MemoryEstimate) -> list[str]:
     """Return sentences on figures that are only bounds, and on figures that may surprise."""
     return [
         *_note_layers(estimate),
@@ -240,21 +240,21 @@ SIXTEEN_BIT_BYTES: Final = 2.0
 TENSOR_PARALLEL_LIMIT: Final = 64
 """Our choice: the largest number of GPUs that is proposed for an engine."""
 
-Settings = tuple[tuple[str, str], ...]
+OptionValues = tuple[tuple[str, str], ...]
 """Pairs of option and value."""
 
 
 class Saving(Struct, frozen=True):
     """Settings with which vLLM surely starts, and their disadvantage in words."""
 
-    settings: Settings
+    settings: OptionValues
     price: str
 
 
 class Trial(Struct, frozen=True):
     """A change of settings that is tried because vLLM may start with it."""
 
-    settings: Settings
+    settings: OptionValues
     # The disadvantage of the change, in words.
     price: str
     # The question with these settings.

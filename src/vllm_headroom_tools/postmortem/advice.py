@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from vllm_headroom.derive.life.causes import describe_lower_budget, find_over_budget
+from vllm_headroom.derive.life.causes import describe_lower_budget, find_over_budget_gpu
 from vllm_headroom.model import ANY_LOG_COMMAND, Ending, EnginePod
 from vllm_headroom.vocabulary import EndCause, Situation
 
@@ -106,7 +106,7 @@ def list_steps(
         )
     if cause is not EndCause.OVER_BUDGET or end is None:
         return steps
-    gpu = find_over_budget(end)
+    gpu = find_over_budget_gpu(end)
     if gpu is None or gpu.excess is None:
         return steps
     lower_budget = describe_lower_budget(end, gpu.excess)

@@ -22,7 +22,7 @@ from vllm_headroom_tools.options import (
     add_reported_bytes,
     read_reported_bytes,
 )
-from vllm_headroom_tools.postmortem.page import build_page
+from vllm_headroom_tools.postmortem.page import render_postmortem
 from vllm_headroom_tools.postmortem.report import build_report, read_postmortem
 
 STATE_DIR: Final = "HEADROOM_STATE_DIR"
@@ -119,7 +119,7 @@ def _run(options: Namespace) -> Report:
     folder = find_engine_folder(Path(place), options.engine)
     postmortem = read_postmortem(find_trace(folder), pod, log, reported_bytes=reported_bytes)
     if options.html is not None:
-        save(options.html, build_page(postmortem), "--html ", (place,))
+        save(options.html, render_postmortem(postmortem), "--html ", (place,))
     return build_report(postmortem)
 
 

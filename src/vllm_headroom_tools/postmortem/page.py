@@ -32,7 +32,7 @@ FINDING_LEVELS: Final = {
 """The level that gives a finding its colour, by how sure the finding is."""
 
 
-def build_page(postmortem: Postmortem) -> str:
+def render_postmortem(postmortem: Postmortem) -> str:
     """Return the complete HTML page."""
     title = f"Post-mortem: {postmortem.answer.sentence}"
     when = "" if postmortem.ending is None else format_instant(postmortem.ending.seconds)

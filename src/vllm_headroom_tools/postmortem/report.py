@@ -138,7 +138,7 @@ def read_postmortem(
     facts = incident or NO_INCIDENT
     return Postmortem(
         file=str(file),
-        findings=judge(ending, has_ended=has_ended),
+        findings=judge_end(ending, has_ended=has_ended),
         ending=ending,
         incident=facts,
         pod=facts.engine_pod or pod,
@@ -269,7 +269,7 @@ class EndFollower:
         return replace(gpu, leak=state, leak_bytes_per_request=bytes_per_request)
 
 
-def judge(end: Ending | None, *, has_ended: bool = False) -> tuple[Diagnosis, ...]:
+def judge_end(end: Ending | None, *, has_ended: bool = False) -> tuple[Diagnosis, ...]:
     """Return the causes that fit an end, the surest first; always at least one.
 
     If there is no end, the cause is "unknown" if the engine is known to have exited (`has_ended`),

@@ -296,7 +296,7 @@ def _report_memory(
     return Obstacle(Kind.MEMORY, verdict, text, fix, gpu=device.index, may_pass=may_pass)
 
 
-def check_faults(device: GpuReading, faults: GpuFaults | None) -> Iterator[Obstacle]:
+def check_gpu_faults(device: GpuReading, faults: GpuFaults | None) -> Iterator[Obstacle]:
     """Check for faults that need a reset or a new GPU (NVIDIA's GPU memory error management guide).
 
     `faults` is None if the GPU did not answer: that is one finding, "cannot tell".
@@ -381,7 +381,9 @@ def check_driver(driver_version: str | None, cuda_major: int | None) -> Iterator
     )
 
 
-def check_options(unknown_options: Iterable[str], vllm_version: str | None) -> Iterator[Obstacle]:
+def check_unknown_options(
+    unknown_options: Iterable[str], vllm_version: str | None
+) -> Iterator[Obstacle]:
     """Report the options that no release of vLLM in our table has.
 
     `unknown_options` has a line on each. `vllm_version` is the version of the vLLM in this

@@ -26,12 +26,22 @@ from vllm_headroom_tools.options import (
     Value,
     choice,
     page_url,
-    size,
+    size_value,
     whole_number,
 )
-from vllm_headroom_tools.preflight.checks import GpuChoice, Kind, MemoryRequest, check_options
-from vllm_headroom_tools.preflight.look import look
-from vllm_headroom_tools.preflight.report import Clearance, build_report, judge, judge_wake
+from vllm_headroom_tools.preflight.checks import (
+    GpuChoice,
+    Kind,
+    MemoryRequest,
+    check_unknown_options,
+)
+from vllm_headroom_tools.preflight.look import read_conditions
+from vllm_headroom_tools.preflight.report import (
+    Clearance,
+    build_report,
+    judge_conditions,
+    judge_wake,
+)
 from vllm_headroom_tools.serve_line import read_serve_line
 from vllm_headroom_tools.sizing.question import DEFAULT_UTILIZATION
 from vllm_headroom_tools.vllm_options import VLLM_RELEASES, list_vllm_options
@@ -70,7 +80,7 @@ def add_options(parser: Parser) -> None:
     parser.add_argument(
         "--bytes",
         metavar="SIZE",
-        type=size("72GiB"),
+        type=size_value("72GiB"),
         help="what has to be free on each GPU; vLLM checks its utilization even with"
         " --kv-cache-memory-bytes",
     )
@@ -121,7 +131,9 @@ def add_options(parser: Parser) -> None:
 
 
 async def wait_until_settled(
-    look: Callable[[], Awaitable[Clearance]], wait_seconds: float, say: Callable[[str], None]
+    look: Callable[[], Awaitable[Clearance]],
+    wait_seconds: float,
+    say: Callable[[str], None],
 ) -> Clearance:
     """Look again and again until waiting can no longer improve the clearance, or time is up.
 
@@ -212,10 +224,12 @@ async def _run(arguments: Namespace) -> Report:
 
     async def look_and_judge() -> Clearance:
         """Return the verdict on one look: on a start, or on a wake-up of the engine at `url`."""
-        conditions = await look(gpus, processes, proc=PROC, shm=SHM, timeout_seconds=GPU_SECONDS)
+        conditions = await read_conditions(
+            gpus, processes, proc=PROC, shm=SHM, timeout_seconds=GPU_SECONDS
+        )
         if url is None:
-            clearance = judge(conditions, request, gpu_choice, ignored_kinds)
-            findings = check_options(arguments.unknown_options, conditions.vllm_version)
+            clearance = judge_conditions(conditions, request, gpu_choice, ignored_kinds)
+            findings = check_unknown_options(arguments.unknown_options, conditions.vllm_version)
             return replace(clearance, findings=(*clearance.findings, *findings))
         from vllm_headroom.scrape.http.reader import PageReader  # noqa: PLC0415 - a start needs no HTTP
         from vllm_headroom_tools.look import fetch_engines  # noqa: PLC0415 - the same

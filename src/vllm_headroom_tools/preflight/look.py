@@ -81,7 +81,7 @@ class Conditions(Struct, frozen=True, kw_only=True):
     """The processes of the engine at the configured port; empty where they are not visible."""
 
 
-async def look(
+async def read_conditions(
     gpus: Gpus, processes: Processes, *, proc: Path, shm: Path, timeout_seconds: float
 ) -> Conditions:
     """Read the machine once; what cannot be read is a Failure, None or empty in the result.

@@ -73,7 +73,7 @@ class Clearance(Struct, frozen=True, kw_only=True):
         return min(ratios, default=None)
 
 
-def judge(
+def judge_conditions(
     conditions: Conditions,
     request: MemoryRequest,
     choice: GpuChoice,
@@ -118,7 +118,7 @@ def _check_gpu(
     yield from checks.check_memory(device, request, describe_holders(gpu), conditions.swap_bytes)
     if device.failure is None:
         faults_by_index = {faults.index: faults for faults in reversed(conditions.faults)}
-        yield from checks.check_faults(device, faults_by_index.get(device.index))
+        yield from checks.check_gpu_faults(device, faults_by_index.get(device.index))
         yield from checks.check_heat(device)
 
 

@@ -15,7 +15,7 @@ from vllm_headroom.model import SAME_START_SECONDS, Failure, ProbedProcess, Prob
 from vllm_headroom.parse import fields
 from vllm_headroom.parse.fields import WrongFieldError, read_each, read_number, read_within
 from vllm_headroom.parse.probe import parse_probe
-from vllm_headroom.scrape.probe import ProbeReader, read_content
+from vllm_headroom.scrape.probe import ProbeReader, read_regular_file
 from vllm_headroom.scrape.proc.files import read_entry
 from vllm_headroom.scrape.proc.host import read_boot_time
 from vllm_headroom.scrape.proc.smaps import find_growth, read_mappings
@@ -34,7 +34,7 @@ MAX_STACKS: Final = 20
 MAX_FRAMES: Final = 16
 """The largest number of frames of a stack."""
 
-Recording = dict[str, Any]
+ProcessAnswer = dict[str, Any]
 """A process's answer, as --json has it: a `note`, the `cost`, and the `host` and `gpu` stacks that
 hold most memory.
 
@@ -44,7 +44,7 @@ Its first frame is the line that allocated it. The cost is what the recording to
 """
 
 
-def parse_answer(content: bytes, request_id: str) -> Recording | str | None:
+def parse_answer(content: bytes, request_id: str) -> ProcessAnswer | str | None:
     """Parse the answer to a request.
 
     Returns None for the answer to another request, and a text that describes the problem for an
@@ -204,7 +204,7 @@ async def _measure_growth(
 
 def _join_record(
     process: ProbedProcess,
-    answer: Recording | str,
+    answer: ProcessAnswer | str,
     growth: dict[str, int] | None,
     faults: Faults,
 ) -> dict[str, Any]:
@@ -213,7 +213,7 @@ def _join_record(
     If `answer` is a text, it is the problem, and the figures of the answer are None.
     """
     # The same keys with and without an answer, so that programs can rely on them.
-    recording: Recording = dict.fromkeys(("note", "cost", "host", "gpu"))
+    recording: ProcessAnswer = dict.fromkeys(("note", "cost", "host", "gpu"))
     problem = None
     if isinstance(answer, str):
         problem = answer
@@ -282,7 +282,7 @@ def _write_request(
 
 async def _collect_answers(
     folder: Path, processes: Iterable[ProbedProcess], request_id: str, deadline_seconds: float
-) -> dict[ProbedProcess, Recording | str]:
+) -> dict[ProbedProcess, ProcessAnswer | str]:
     """Wait for the answers of all processes until the deadline, and keep touching the request.
 
     Returns the answers by process; a process that has not answered is absent. An answer that cannot
@@ -293,7 +293,7 @@ async def _collect_answers(
         process: f"{process.pid}-{int(process.started_at_seconds)}.record.json"
         for process in processes
     }
-    answers: dict[ProbedProcess, Recording | str] = {}
+    answers: dict[ProbedProcess, ProcessAnswer | str] = {}
     touched_at_seconds = 0.0
     while len(answers) < len(file_names) and time.time() < deadline_seconds:
         if time.time() - touched_at_seconds >= TOUCH_SECONDS:
@@ -303,7 +303,7 @@ async def _collect_answers(
         for process, file_name in file_names.items():
             if process in answers:
                 continue
-            content = read_content(folder, file_name, MAX_ANSWER_BYTES)
+            content = read_regular_file(folder, file_name, MAX_ANSWER_BYTES)
             answer = None if content is None else parse_answer(content, request_id)
             if answer is not None:
                 answers[process] = answer

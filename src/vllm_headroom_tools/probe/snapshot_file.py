@@ -96,7 +96,7 @@ class ReadSnapshot(Struct, frozen=True, kw_only=True):
     """The lines of code that hold most memory, the largest first."""
 
 
-Place = tuple[str | None, int | None]
+CodePlace = tuple[str | None, int | None]
 """The path and the number of a line of code; None for a block without a stack."""
 
 
@@ -109,10 +109,10 @@ def read_snapshot_file(path: Path) -> ReadSnapshot:
         raise BadInput(f"{path}: {error.strerror or error}") from error
     if len(content) > MAX_FILE_BYTES:
         raise BadInput(f"{path}: has more than {MAX_FILE_BYTES >> 20} MiB, which no snapshot has")
-    return parse_snapshot(content, str(path))
+    return parse_torch_snapshot(content, str(path))
 
 
-def parse_snapshot(content: bytes, name: str) -> ReadSnapshot:
+def parse_torch_snapshot(content: bytes, name: str) -> ReadSnapshot:
     """Parse the pickle of a snapshot; raise BadInput, with the file's name, for anything else."""
     try:
         snapshot = PlainUnpickler(io.BytesIO(content)).load()
@@ -127,10 +127,10 @@ def _summarise(snapshot: Any) -> ReadSnapshot:  # noqa: ANN401 - anything that a
     """Return what a snapshot contains; raise one of Python's errors for another structure."""
     times_seconds = _list_allocation_times(snapshot["device_traces"])
     # By identity, because a forged file may repeat one long stack in every block.
-    places: dict[int, Place] = {}
-    sizes_bytes: defaultdict[Place, int] = defaultdict(int)
-    counts: defaultdict[Place, int] = defaultdict(int)
-    since_seconds: defaultdict[Place, list[float | None]] = defaultdict(list)
+    places: dict[int, CodePlace] = {}
+    sizes_bytes: defaultdict[CodePlace, int] = defaultdict(int)
+    counts: defaultdict[CodePlace, int] = defaultdict(int)
+    since_seconds: defaultdict[CodePlace, list[float | None]] = defaultdict(list)
     reserved_bytes = 0
     n_read = 0
     for segment in snapshot["segments"]:
@@ -201,7 +201,7 @@ def _check_size(n_bytes: Any) -> int:  # noqa: ANN401 - anything that a pickle h
     return n_bytes
 
 
-def _find_place(frames: Any) -> Place:  # noqa: ANN401 - anything that a pickle holds
+def _find_place(frames: Any) -> CodePlace:  # noqa: ANN401 - anything that a pickle holds
     """Return the innermost line outside torch, or else the innermost line.
 
     (None, None) without a frame. Raises ValueError for a line that is not a number.

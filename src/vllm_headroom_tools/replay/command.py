@@ -39,7 +39,7 @@ from vllm_headroom_tools.options import (
     bounded,
     url,
 )
-from vllm_headroom_tools.replay.picture import draw_charts, draw_picture
+from vllm_headroom_tools.replay.picture import draw_charts, draw_replay
 from vllm_headroom_tools.trace import name_by_index, parse_snapshot, read_trace
 
 if TYPE_CHECKING:
@@ -406,7 +406,7 @@ def _run_detector(options: Namespace, export: "SampleExport | None") -> Report:
         save_lines(options.openmetrics, lines, "--openmetrics ", (options.trace,))
     if options.svg:
         inputs = (options.trace, options.openmetrics)
-        save(options.svg, draw_picture(replay, curves), "--svg ", inputs)
+        save(options.svg, draw_replay(replay, curves), "--svg ", inputs)
     return build_report(replay, curves, fails=options.fail_on_leak)
 
 

@@ -41,7 +41,7 @@ LONGEST_FORECAST_SHARE: Final = 0.5
 """Our choice: the longest forecast that the picture shows, as a share of the trace's span."""
 
 
-def draw_picture(replay: LeakReplay, curves: Curves) -> str:
+def draw_replay(replay: LeakReplay, curves: Curves) -> str:
     """Return an SVG picture with a box for each GPU, one for the host and one for the load.
 
     A GPU's box shows its free memory, or the engine's memory if free memory is unknown. The host

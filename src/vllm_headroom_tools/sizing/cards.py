@@ -21,7 +21,7 @@ class Card(Struct, frozen=True, kw_only=True):
     has_small_defaults: bool = False
 
 
-class GpuChoice(Struct, frozen=True, kw_only=True):
+class CardCount(Struct, frozen=True, kw_only=True):
     """A kind of GPU, and how many there are; the number is None if only the kind is named."""
 
     card: Card
@@ -132,7 +132,7 @@ def find_card_by_size(memory_bytes: int) -> Card | None:
     return None
 
 
-def parse_gpus_by_name(text: str) -> GpuChoice:
+def parse_gpus_by_name(text: str) -> CardCount:
     """Return the GPUs of a text such as H100 or 8xH100; raise RefusedError for an unknown name.
 
     A card's name may be written as NVML shows it, such as "NVIDIA H100 80GB HBM3".
@@ -152,7 +152,7 @@ def parse_gpus_by_name(text: str) -> GpuChoice:
         count = int(name_with_count[2])
     if count == 0:
         raise RefusedError("it is no card")
-    return GpuChoice(card=_find_card(name), count=count)
+    return CardCount(card=_find_card(name), count=count)
 
 
 def _find_card(text: str) -> Card:

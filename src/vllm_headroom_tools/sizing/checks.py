@@ -97,7 +97,7 @@ def can_start(estimate: MemoryEstimate) -> bool | None:
     return True
 
 
-def compare(needed: Range, available: Range) -> bool | None:
+def is_available(needed: Range, available: Range) -> bool | None:
     """Return whether what is needed is available; None if that depends on the bounds."""
     if needed.low > available.high:
         return False
@@ -187,7 +187,7 @@ def _check_host(estimate: MemoryEstimate) -> Iterator[StartCheck]:
     needed = format_gib(estimate.host.low)
     yield StartCheck(
         name=CheckName.HOST_MEMORY,
-        passes=compare(estimate.host, host),
+        passes=is_available(estimate.host, host),
         problem=f"vLLM's processes need at least {needed} of the host's {format_gib(host_bytes)}",
     )
 
@@ -232,7 +232,7 @@ def _check_weights(estimate: MemoryEstimate) -> Iterator[StartCheck]:
     needed = weights + estimate.assumptions.missing_at_start.range
     yield StartCheck(
         name=CheckName.WEIGHTS,
-        passes=compare(needed, visible),
+        passes=is_available(needed, visible),
         problem=(
             f"the weights take {format_gib(weights_bytes)} of each GPU,"
             f" which has {format_gib(visible.high)}"
@@ -254,7 +254,7 @@ def _check_profile(estimate: MemoryEstimate) -> Iterator[StartCheck]:
     needed = weights + assumptions.missing_at_start.range + activations
     yield StartCheck(
         name=CheckName.PROFILE,
-        passes=compare(needed, visible),
+        passes=is_available(needed, visible),
         problem=(
             f"weights and activations take at least {format_gib(weights_bytes + activations.low)}"
             f" of each GPU, which has {format_gib(visible.high)}"
@@ -274,7 +274,7 @@ def _check_cache_blocks(estimate: MemoryEstimate) -> Iterator[StartCheck]:
     yield StartCheck(
         name=CheckName.CACHE_BLOCKS,
         # Here one byte is enough: `_check_longest_sequence` requires more.
-        passes=compare(Range(low=1, high=1), kv_cache),
+        passes=is_available(Range(low=1, high=1), kv_cache),
         problem=(
             f"weights and activations need at least {needed} of each GPU,"
             f" and the budget is {format_gib(budget_bytes)}"
@@ -303,7 +303,7 @@ def _check_longest_sequence(estimate: MemoryEstimate) -> Iterator[StartCheck]:
     model = "models's" if estimate.question.release.has_misspelt_refusal else "model's"
     yield StartCheck(
         name=CheckName.LONGEST_SEQUENCE,
-        passes=compare(Range(low=sequence_bytes, high=sequence_bytes), kv_cache),
+        passes=is_available(Range(low=sequence_bytes, high=sequence_bytes), kv_cache),
         problem=(
             f"one sequence of {length:,} tokens needs {needed} of KV cache,"
             f" of at most {format_gib(kv_cache.high)}"
@@ -336,7 +336,7 @@ def _check_state_blocks(estimate: MemoryEstimate) -> Iterator[StartCheck]:
         bound = f"{least_blocks:,} to {most_blocks:,}"
     yield StartCheck(
         name=CheckName.STATE_BLOCKS,
-        passes=compare(
+        passes=is_available(
             Range(low=sequences, high=sequences), Range(low=least_blocks, high=most_blocks)
         ),
         problem=f"the KV cache has {bound} blocks, and {sequences:,} sequences need one each",
@@ -362,7 +362,7 @@ def _check_sampler_warmup(estimate: MemoryEstimate) -> Iterator[StartCheck]:
         return
     release = question.release
     is_profiled = not question.may_have_second_runner or release.has_wide_profile
-    passes = compare(needed, room)
+    passes = is_available(needed, room)
     if passes is None and is_profiled and question.kv_cache_memory_bytes is None:
         passes = True
     refusal = (
@@ -462,7 +462,7 @@ def _check_card(estimate: MemoryEstimate) -> Iterator[StartCheck]:
     card_bytes = question.gpu_memory_bytes or 0
     yield StartCheck(
         name=CheckName.CARD,
-        passes=compare(needed, Range(low=card_bytes, high=card_bytes)),
+        passes=is_available(needed, Range(low=card_bytes, high=card_bytes)),
         problem=(
             "weights, activations and the KV cache are more than the card's"
             f" {format_gib(card_bytes)}"

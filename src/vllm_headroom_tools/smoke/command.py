@@ -16,7 +16,7 @@ from vllm_headroom.daemon import logs
 from vllm_headroom.daemon.parts import build_page_reader
 from vllm_headroom.daemon.sources import close_all
 from vllm_headroom.derive.discrepancy import derive_discrepancy
-from vllm_headroom.expose.node import list_names
+from vllm_headroom.expose.node import list_engine_names
 from vllm_headroom.model import EnginePage, Failure, Sample, Snapshot, name_device
 from vllm_headroom.parse.engines import explain_empty_page, parse_engines
 from vllm_headroom.scrape.http.failures import hide_secrets
@@ -27,7 +27,7 @@ from vllm_headroom_tools.bad_input import BadInput
 from vllm_headroom_tools.cli import Command, write_note
 from vllm_headroom_tools.conclusion import Conclusion, Finding, Report
 from vllm_headroom_tools.engine_choice import ENGINE_METAVAR, choose_engine
-from vllm_headroom_tools.look import locate_engines, read_machine
+from vllm_headroom_tools.look import locate_engines, survey_machine
 from vllm_headroom_tools.openai import (
     find_error,
     parse_first_model,
@@ -329,7 +329,7 @@ async def check_discrepancy(
     if isinstance(page, Failure):
         return _skip(f"the engine's page, which has its budget, cannot be read: {page.message}")
     # It waits for a coroutine that returns the page, which has been read already.
-    machine = await read_machine(settings, asyncio.sleep(0, page))
+    machine = await survey_machine(settings, asyncio.sleep(0, page))
     if isinstance(machine.readings, Failure):
         return _skip(f"the GPUs cannot be read: {machine.readings.message}")
     if not any(gpu.attribution for gpu in machine.gpus):
@@ -346,11 +346,11 @@ async def check_discrepancy(
     samples = derive_discrepancy(snapshot, configured_bytes=settings.reported_bytes)
     # An engine without a budget gives no samples, which judge_discrepancies() judges too.
     if samples or page.engines:
-        return judge_discrepancies(samples, limit_ratio)
+        return compare_discrepancies(samples, limit_ratio)
     return _skip(f"the page has no series of an engine, and so no budget: {SET_REPORTED_BYTES}")
 
 
-def judge_discrepancies(samples: tuple[Sample, ...], limit_ratio: float) -> SmokeStep:
+def compare_discrepancies(samples: tuple[Sample, ...], limit_ratio: float) -> SmokeStep:
     """Compare the discrepancies with the limit.
 
     The step fails if any is above it. It is skipped if no ratio is known, or if a GPU is not the
@@ -387,7 +387,7 @@ def judge_discrepancies(samples: tuple[Sample, ...], limit_ratio: float) -> Smok
     return _pass(f"{shown}, {limit_ratio:.1%} is allowed")
 
 
-Seconds = Annotated[float, from_text(parse_duration), Field(gt=0, le=86400)]
+DurationSeconds = Annotated[float, from_text(parse_duration), Field(gt=0, le=86400)]
 ACCEPTS_DURATION: Final = "a duration above 0, at most a day, such as 90s or 15m"
 
 
@@ -400,14 +400,14 @@ class SmokeSettings(Settings):
         if not name.startswith("engine_") and name not in ("gpus", "reported_bytes")
     )
 
-    deadline: Seconds = setting(
+    deadline: DurationSeconds = setting(
         900,
         "How long vLLM may take until it is healthy; a large model loads for minutes.",
         metavar="DURATION",
         accepts=ACCEPTS_DURATION,
         shown_default="15m",
     )
-    completion_deadline: Seconds = setting(
+    completion_deadline: DurationSeconds = setting(
         120,
         "How long the one completion may take; the first compiles kernels.",
         metavar="DURATION",
@@ -513,7 +513,7 @@ async def _find_url(settings: SmokeSettings) -> str:
     urls = {}
     for engine in await locate_engines(settings):
         if engine.page_url:
-            urls[list_names(engine.name)[-1]] = engine.page_url
+            urls[list_engine_names(engine.name)[-1]] = engine.page_url
     return urls[choose_engine(urls, settings.engine)]
 
 

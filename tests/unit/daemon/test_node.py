@@ -18,7 +18,7 @@ from vllm_headroom.clock import SystemClock
 from vllm_headroom.config import Settings
 from vllm_headroom.daemon.app import build_engine_watch
 from vllm_headroom.daemon.model_reader import NO_MODEL
-from vllm_headroom.daemon.node import LAST_SAMPLE_SECONDS, UNIT_SECONDS, EngineParts, NodeWatch, SharedGpus
+from vllm_headroom.daemon.node import LAST_SAMPLE_SECONDS, UNIT_SECONDS, NodeWatch, SharedGpus, WatchParts
 from vllm_headroom.daemon.node_daemon import NodeDaemon, list_folder_parts
 from vllm_headroom.daemon.parts import NodeParts, Parts
 from vllm_headroom.daemon.sources import GpuSource
@@ -161,10 +161,10 @@ class World:
         engine = self.engines[number]
         return Parts(engine=engine, gpus=gpus, processes=engine.read_processes, clock=self.clock)
 
-    def build_engine(self, located: LocatedEngine, gpus: SharedGpus) -> EngineParts:
+    def build_engine(self, located: LocatedEngine, gpus: SharedGpus) -> WatchParts:
         engine = self.engines[int(located.name.text[-1])]
         watch = build_engine_watch(self.build_parts(engine.number, gpus), Settings(), NO_MODEL, None)
-        return EngineParts(watch=watch, resources=(engine,))
+        return WatchParts(watch=watch, resources=(engine,))
 
     async def tick(self, times: int = 1) -> None:
         for _ in range(times):

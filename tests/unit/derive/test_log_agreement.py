@@ -13,7 +13,7 @@ from tests.samples import engine, page, snapshot
 from vllm_headroom.daemon.transitions import DISAGREEING_SECONDS, Transitions
 from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.derive.log_agreement import find_disagreements
-from vllm_headroom.model import EngineParts, EngineStatus, LogReading, ProbedProcess, ProbeReadings, Snapshot
+from vllm_headroom.model import EngineStatus, LogReading, ProbedProcess, ProbeReadings, Snapshot, WorkerMeasurements
 from vllm_headroom.parse.log.reader import read_log
 from vllm_headroom.units import GIB
 from vllm_headroom.vocabulary import EngineState, Role
@@ -30,7 +30,7 @@ def see(ratio: float | None = 0.95, **parts: Any) -> Snapshot:
         written_at_seconds=2.0,
         interval_seconds=5.0,
         role=Role.WORKER,
-        parts=EngineParts(**parts),
+        parts=WorkerMeasurements(**parts),
     )
     sample = snapshot(engines=page(engine(gpu_memory_utilization_ratio=ratio)))
     status = EngineStatus(state=EngineState.SERVING, is_in_service=True)
@@ -45,7 +45,7 @@ def see(ratio: float | None = 0.95, **parts: Any) -> Snapshot:
         (see(None), []),
         (see(weights_bytes=15 * GIB), ["weights"]),
         (see(kv_cache_bytes=60 * GIB), ["KV cache"]),
-        (see(weights_bytes=15 * GIB, pool=EngineParts(weights_bytes=0)), []),
+        (see(weights_bytes=15 * GIB, pool=WorkerMeasurements(weights_bytes=0)), []),
         (see(weights_bytes=15 * GIB, asleep=True), []),
         (see(0.5), ["--gpu-memory-utilization"]),
         (replace(see(0.5, weights_bytes=1), log=None), []),

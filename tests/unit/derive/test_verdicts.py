@@ -27,7 +27,7 @@ from vllm_headroom.model import (
     Snapshot,
     Values,
     Verdict,
-    find_worst,
+    find_worst_level,
 )
 from vllm_headroom.units import GIB, MIB
 from vllm_headroom.vocabulary import (
@@ -589,8 +589,8 @@ def test_the_worst_comes_first() -> None:
     verdicts = judge_snapshot(make_snapshot(EngineState.DOWN), Values([state(LeakState.GROWING)]))
 
     assert [verdict.level for verdict in verdicts] == [Level.ALARM, Level.WARNING]
-    assert find_worst(verdicts) is Level.ALARM
-    assert find_worst(()) is Level.UNKNOWN
+    assert find_worst_level(verdicts) is Level.ALARM
+    assert find_worst_level(()) is Level.UNKNOWN
 
 
 def test_what_is_left_of_an_engine_that_ended_is_a_warning_beside_what_else_is_said_of_the_gpu() -> None:

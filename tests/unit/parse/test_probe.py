@@ -14,7 +14,6 @@ from vllm_headroom.model import (
     AllocatorReading,
     AllocatorSnapshot,
     Cgroup,
-    EngineParts,
     HostReading,
     LineHolding,
     OomRecord,
@@ -25,6 +24,7 @@ from vllm_headroom.model import (
     SizePeak,
     StepAtError,
     StepFacts,
+    WorkerMeasurements,
     WorkPeak,
     WorkPeaks,
 )
@@ -121,14 +121,14 @@ def test_a_whole_file_is_understood() -> None:
                     ooms=5,
                 ),
             ),
-            parts=EngineParts(
+            parts=WorkerMeasurements(
                 weights_bytes=1,
                 kv_cache_bytes=2,
                 cuda_graphs_bytes=3,
                 activation_peak_bytes=4,
                 requested_bytes=5,
                 asleep=False,
-                pool=EngineParts(weights_bytes=1, kv_cache_bytes=2),
+                pool=WorkerMeasurements(weights_bytes=1, kv_cache_bytes=2),
             ),
             scheduler=SchedulerReading(
                 steps_total=12345, max_num_seqs=256, kv_stranded_ratio=1 - 960 / 999, kv_token_ratio=799 / (999 * 16)

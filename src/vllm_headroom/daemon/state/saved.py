@@ -51,7 +51,7 @@ class Identity(Struct, frozen=True, kw_only=True):
     """How many requests it has finished; None where that is unknown."""
 
 
-class Memory(Struct, frozen=True, kw_only=True):
+class DerivationStates(Struct, frozen=True, kw_only=True):
     """The saved states, under the names of their derivations."""
 
     leak: LeakMemory = field(default_factory=LeakMemory)
@@ -68,7 +68,7 @@ class SavedState(Struct, frozen=True, kw_only=True):
     monotonic_seconds: float
     """When it was saved, on the monotonic clock of the machine that saved it."""
     identity: Identity
-    memory: Memory
+    memory: DerivationStates
 
 
 def identify_engine(page: EnginePage | Failure) -> Identity | None:
@@ -147,7 +147,7 @@ def list_visible(snapshot: Snapshot) -> set[str]:
     return {gpu.reading.uuid for gpu in snapshot.devices}
 
 
-def restore_memory(saved: SavedState, snapshot: Snapshot) -> Memory:
+def restore_memory(saved: SavedState, snapshot: Snapshot) -> DerivationStates:
     """Return the saved states, without GPUs that are not visible, on this machine's clock.
 
     All monotonic times are shifted, so that the time since the saving becomes a gap without
@@ -165,7 +165,7 @@ def restore_memory(saved: SavedState, snapshot: Snapshot) -> Memory:
         load = LoadState()
     elif load.minute_began_seconds is not None:
         load = replace(load, minute_began_seconds=load.minute_began_seconds + shift_seconds)
-    return Memory(
+    return DerivationStates(
         leak=LeakMemory(
             load=load,
             gpus=_shift_tracks(_keep_visible(leak.gpus, visible_uuids), shift_seconds),

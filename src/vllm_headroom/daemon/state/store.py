@@ -11,8 +11,8 @@ from vllm_headroom.clock import Clock
 from vllm_headroom.daemon.state.file import HISTORY, RUNS, STATE, StateFile, UnusableState
 from vllm_headroom.daemon.state.lock import FolderLock
 from vllm_headroom.daemon.state.saved import (
+    DerivationStates,
     Identity,
-    Memory,
     SavedState,
     explain_refusal,
     identify_engine,
@@ -158,7 +158,7 @@ class StateKeeper:
             saved_at_seconds=self._clock.time(),
             monotonic_seconds=self._clock.monotonic(),
             identity=self._identity,
-            memory=Memory(leak=states["leak"], baseline=states["baseline"]),
+            memory=DerivationStates(leak=states["leak"], baseline=states["baseline"]),
         )
         await self._write(STATE, saved, timeout_seconds)
 

@@ -149,7 +149,7 @@ class Growth(Struct, frozen=True, kw_only=True):
     """The log likelihood ratio of a leak against records and first uses, by how often it rose."""
 
 
-class Work(Struct, frozen=True, kw_only=True):
+class FinishedWork(Struct, frozen=True, kw_only=True):
     """The requests finished in one run; estimated while the engine's counter cannot be read."""
 
     requests: float = 0.0
@@ -191,7 +191,7 @@ class Occupancy(Struct, frozen=True, kw_only=True):
     """When an additional process appeared, in the track's time; None without one."""
 
 
-class Step(Struct, frozen=True, gc=False):
+class MemoryStep(Struct, frozen=True, gc=False):
     """A large rise of memory, without the part that was given back since."""
 
     seconds: float
@@ -233,7 +233,7 @@ class TrackHistory(Struct, frozen=True, kw_only=True):
     rings: tuple[Ring, ...] = ()
     """The ring of the shortest blocks is first."""
 
-    steps: tuple[Step, ...] = ()
+    steps: tuple[MemoryStep, ...] = ()
     """The newest large rises, the oldest first."""
 
 
@@ -370,7 +370,7 @@ class Track(Struct, frozen=True, kw_only=True):
     """The detector's memory of one series: bounded, and saved in the state file."""
 
     clock: TrackClock
-    work: Work = field(default_factory=Work)
+    work: FinishedWork = field(default_factory=FinishedWork)
     presence: Occupancy = field(default_factory=Occupancy)
     history: TrackHistory = field(default_factory=TrackHistory)
     bound_bytes: int = 0

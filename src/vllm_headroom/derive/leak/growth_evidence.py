@@ -14,8 +14,8 @@ from vllm_headroom.derive.leak.facts import (
     Block,
     Certainty,
     Growth,
+    MemoryStep,
     Ring,
-    Step,
     Track,
     find_retained,
 )
@@ -517,7 +517,9 @@ RECORD_ODDS: Final = -1.0
 """What a step that is larger than all steps before it adds to the log odds."""
 
 
-def score_likeness(steps: tuple[Step, ...], since_seconds: float, least_bytes: float) -> float:
+def score_likeness(
+    steps: tuple[MemoryStep, ...], since_seconds: float, least_bytes: float
+) -> float:
     """Return the log likelihood ratio of a leak that follows from the sizes of the steps.
 
     Benign steps are records, larger than all before them, because the allocator takes a new segment
@@ -598,12 +600,12 @@ class NextStep(NamedTuple):
     likely_seconds: float
 
 
-def find_next_step(steps: tuple[Step, ...]) -> NextStep | None:
+def find_next_step(steps: tuple[MemoryStep, ...]) -> NextStep | None:
     """Return the next of steps that repeat or double in size; None where none is expected."""
     return _find_repeated_step(steps) or _find_doubled_step(steps)
 
 
-def _find_repeated_step(steps: tuple[Step, ...]) -> NextStep | None:
+def _find_repeated_step(steps: tuple[MemoryStep, ...]) -> NextStep | None:
     """Return the repetition of the newest large step, expected after the shortest interval so far.
 
     None where fewer than LEAST_REPEATS are of that size, or it is below LEAST_STEPS_BYTES.
@@ -623,7 +625,7 @@ def _find_repeated_step(steps: tuple[Step, ...]) -> NextStep | None:
     return NextStep(newest.size_bytes, repeated[0].seconds, next_seconds, next_seconds)
 
 
-def _find_doubled_step(steps: tuple[Step, ...]) -> NextStep | None:
+def _find_doubled_step(steps: tuple[MemoryStep, ...]) -> NextStep | None:
     """Return the next step of a buffer that doubles, expected after twice the last interval.
 
     A list, a hash table, or a buffer that grows by concatenation doubles each time, and each size
@@ -659,16 +661,16 @@ def _is_alike(size_bytes: float, other_bytes: float) -> bool:
     return other_bytes / REPEATED_RATIO <= size_bytes <= other_bytes * REPEATED_RATIO
 
 
-def _join_steps(steps: tuple[Step, ...], apart_seconds: float) -> list[Step]:
+def _join_steps(steps: tuple[MemoryStep, ...], apart_seconds: float) -> list[MemoryStep]:
     """Return the steps. Those that are no further apart than `joined_seconds` become one."""
-    joined_steps: list[Step] = []
+    joined_steps: list[MemoryStep] = []
     newest_seconds = -inf
     for step in steps:
         if step.seconds - newest_seconds <= apart_seconds:
             # Segments of one demand: the joined step has the time of the first and the height after
             # the last.
             size_bytes = joined_steps[-1].size_bytes + step.size_bytes
-            joined_steps[-1] = Step(joined_steps[-1].seconds, size_bytes, step.top_bytes)
+            joined_steps[-1] = MemoryStep(joined_steps[-1].seconds, size_bytes, step.top_bytes)
         else:
             joined_steps.append(step)
         newest_seconds = step.seconds

@@ -8,14 +8,14 @@ from msgspec.structs import replace
 from vllm_headroom.derive.leak.facts import (
     RISE_BYTES,
     Block,
+    FinishedWork,
+    MemoryStep,
     Observation,
     Occupancy,
     Ring,
-    Step,
     Track,
     TrackClock,
     TrackHistory,
-    Work,
     start_track,
 )
 from vllm_headroom.derive.leak.growth_evidence import RISE_SOURCES, USELESS_CHANCE, count_folds
@@ -132,8 +132,8 @@ def _confirms_doubted_time(clock: TrackClock, snapshot_seconds: float) -> bool:
 
 
 def add_work(
-    work: Work, observation: Observation, elapsed_seconds: float, now_seconds: float
-) -> Work:
+    work: FinishedWork, observation: Observation, elapsed_seconds: float, now_seconds: float
+) -> FinishedWork:
     """Return the work, with the requests that have finished since the last reading.
 
     While the counter cannot be read, or may belong to another server, requests are assumed to
@@ -177,7 +177,7 @@ def add_work(
         weight = 1 - exp(-elapsed_seconds / min(now_seconds, AVERAGE_SECONDS))
         newest_rate = (requests - work.requests) / elapsed_seconds
         requests_per_second += weight * (newest_rate - requests_per_second)
-    return Work(
+    return FinishedWork(
         requests=requests,
         requests_per_second=requests_per_second,
         counter_total=counter_total,
@@ -321,7 +321,7 @@ def _note_change(track: Track, held_bytes: float) -> TrackHistory:
     rise_bytes = held_bytes - (history.held_bytes or held_bytes)
     steps = history.steps
     if rise_bytes >= LEAST_STEP_BYTES:
-        step = Step(track.clock.now_seconds, rise_bytes, held_bytes)
+        step = MemoryStep(track.clock.now_seconds, rise_bytes, held_bytes)
         steps = (*steps, step)[-NEWEST_STEPS:]
     elif rise_bytes <= 0 and steps:
         steps = _cut_steps(steps, held_bytes)
@@ -329,17 +329,17 @@ def _note_change(track: Track, held_bytes: float) -> TrackHistory:
     return replace(history, held_bytes=held_bytes, steps=steps, peak_bytes=peak_bytes)
 
 
-def _cut_steps(steps: tuple[Step, ...], held_bytes: float) -> tuple[Step, ...]:
+def _cut_steps(steps: tuple[MemoryStep, ...], held_bytes: float) -> tuple[MemoryStep, ...]:
     """Return the steps after a fall to `held_bytes`; steps that have become too small are dropped.
 
     The part of a step above `held_bytes` was given back.
     """
-    remaining: list[Step] = []
+    remaining: list[MemoryStep] = []
     for step in steps:
         cut_bytes = max(0.0, step.top_bytes - held_bytes)
         size_bytes = step.size_bytes - cut_bytes
         if size_bytes >= LEAST_STEP_BYTES:
-            remaining.append(Step(step.seconds, size_bytes, step.top_bytes - cut_bytes))
+            remaining.append(MemoryStep(step.seconds, size_bytes, step.top_bytes - cut_bytes))
     return tuple(remaining)
 
 

@@ -128,7 +128,7 @@ known cause need the samples too.
 """
 
 
-class Fit(NamedTuple):
+class CauseFit(NamedTuple):
     """How well a cause fits an end."""
 
     sureness: Sureness
@@ -224,17 +224,17 @@ def is_shutdown(end: Ending) -> bool:
     return end.refused_seconds >= REFUSING_SECONDS
 
 
-def _fit_kill(end: Ending) -> Fit | None:
+def _fit_kill(end: Ending) -> CauseFit | None:
     """Return the cause that the kernel killed the engine for lack of host memory.
 
     None where the kernel counted no such kill in the engine's container at this exit.
     """
     if end.reason is not ExitReason.OOM_KILLED:
         return None
-    return Fit(Sureness.SURE, "Killed by the kernel: host memory ran out, not GPU memory.")
+    return CauseFit(Sureness.SURE, "Killed by the kernel: host memory ran out, not GPU memory.")
 
 
-def _fit_failed_start(end: Ending) -> Fit | None:
+def _fit_failed_start(end: Ending) -> CauseFit | None:
     """Return the cause that the engine never fitted: it exited before it served.
 
     None where it has served, or where it had much room and no neighbour on its GPU. Sure where the
@@ -256,7 +256,7 @@ def _fit_failed_start(end: Ending) -> Fit | None:
     if has_neighbour:
         remarks = (f"others held {format_size(other_bytes)} of it",)
     duration = format_duration(end.observed_seconds)
-    return Fit(
+    return CauseFit(
         _grade(is_sure=gpu.last_room_bytes <= FULL_ROOM_BYTES),
         f"A start that never fitted: it exited after {duration}, before it served.",
         remarks,
@@ -268,7 +268,7 @@ def _grade(*, is_sure: bool) -> Sureness:
     return Sureness.SURE if is_sure else Sureness.LIKELY
 
 
-def _fit_neighbour(end: Ending) -> Fit | None:
+def _fit_neighbour(end: Ending) -> CauseFit | None:
     """Return the cause that other processes took most of a full GPU's lost room.
 
     Where the memory of others is unknown, a new process on the GPU suffices. None where no GPU was
@@ -283,7 +283,7 @@ def _fit_neighbour(end: Ending) -> Fit | None:
         # Without a ledger, a new process is the only evidence for a neighbour.
         if not gpu.has_new_process:
             return None
-        return Fit(
+        return CauseFit(
             Sureness.LIKELY,
             f"{cause}: another process had appeared on {gpu.display_name}.",
             ("its memory is not known: the sidecar could not attribute memory to processes",),
@@ -294,7 +294,7 @@ def _fit_neighbour(end: Ending) -> Fit | None:
     # A failed allocation takes no memory: without a full GPU it may have had another cause.
     is_sure = is_gpu_full(gpu) and share >= SURE_SHARE
     size = format_size(other_growth_bytes)
-    return Fit(
+    return CauseFit(
         _grade(is_sure=is_sure),
         f"{cause}: other processes took {size} of {gpu.display_name}.",
     )
@@ -306,14 +306,14 @@ def is_over_budget(end: Ending) -> bool:
     return fit is not None and fit.sureness is not Sureness.POSSIBLE
 
 
-def _fit_over_budget(end: Ending) -> Fit | None:
+def _fit_over_budget(end: Ending) -> CauseFit | None:
     """Return the cause that the engine held more than its budget from its first work on.
 
     None where it kept its budget, or enough memory was left. Sure where the GPU was full and later
     growth took much less than the excess. Possible where one allocation may have needed more than
     the excess had left.
     """
-    gpu = find_over_budget(end)
+    gpu = find_over_budget_gpu(end)
     if gpu is None or gpu.excess is None:
         return None
     excess = gpu.excess
@@ -323,7 +323,7 @@ def _fit_over_budget(end: Ending) -> Fit | None:
         if not _may_allocation_have_failed(end, room_bytes):
             return None
         room = format_size(room_bytes)
-        return Fit(
+        return CauseFit(
             Sureness.POSSIBLE,
             f"Over its budget from the start, perhaps: the engine held {size}"
             f" ({100 * excess.ratio:.1f} %) more than it on {gpu.display_name}, {room} were left,"
@@ -337,7 +337,7 @@ def _fit_over_budget(end: Ending) -> Fit | None:
     is_alone = later_growth_bytes <= LIKELY_SHARE * excess.first_excess_bytes
     is_sure = is_gpu_full(gpu) and is_attributed and is_settled and is_alone
     duration = format_duration(excess.seconds)
-    return Fit(
+    return CauseFit(
         _grade(is_sure=is_sure),
         f"Over its budget from the start: the engine held {size} ({100 * excess.ratio:.1f} %) more"
         f" than it on {gpu.display_name}, for {duration}.",
@@ -357,7 +357,7 @@ def _is_memory_short(end: Ending, gpu: GpuAtEnd, excess: BudgetExcess) -> bool:
     return bool(end.running) and room_bytes < excess.tight_bytes
 
 
-def find_over_budget(end: Ending) -> GpuAtEnd | None:
+def find_over_budget_gpu(end: Ending) -> GpuAtEnd | None:
     """Return the GPU with the least room on which the engine never kept its budget.
 
     None where something else explains the end: growth, other processes, a GPU fault, a kill, a hang
@@ -417,7 +417,7 @@ def describe_lower_budget(end: Ending, excess: BudgetExcess) -> str:
     return f"{option} {excess.lower_utilization(ratio):.2f} in place of {ratio:g}"
 
 
-def _fit_leak(end: Ending) -> Fit | None:
+def _fit_leak(end: Ending) -> CauseFit | None:
     """Return the cause that the engine leaked: it grew over the whole run, or in a straight line.
 
     None where no GPU was full, or where a burst, other processes or an excess over the budget took
@@ -432,7 +432,9 @@ def _fit_leak(end: Ending) -> Fit | None:
             and is_gpu_full(gpu)
             and gpu.other_growth_bytes is not None
         )
-        return Fit(_grade(is_sure=is_sure), _describe_straight_growth(gpu, gpu.straight_growth))
+        return CauseFit(
+            _grade(is_sure=is_sure), _describe_straight_growth(gpu, gpu.straight_growth)
+        )
     # Growth of the last minutes is a burst, and memory that others took is a neighbour's: neither
     # is a leak.
     recent_share = gpu.share_of_lost_room(gpu.recent_growth_bytes)
@@ -444,14 +446,14 @@ def _fit_leak(end: Ending) -> Fit | None:
         # Unknown growth counts as no share above, but may still have taken the room.
         is_attributed = gpu.other_growth_bytes is not None and gpu.recent_growth_bytes is not None
         is_sure = gpu.leak is LeakState.LEAKING and is_gpu_full(gpu) and is_attributed
-        return Fit(_grade(is_sure=is_sure), sentence)
+        return CauseFit(_grade(is_sure=is_sure), sentence)
     if gpu.share_of_lost_room(gpu.growth_bytes) < LIKELY_SHARE:
         return None
     doubt = "it may be high-water marks that add up, not a leak"
-    return Fit(Sureness.POSSIBLE, sentence, (doubt,))
+    return CauseFit(Sureness.POSSIBLE, sentence, (doubt,))
 
 
-def find_straight_growth(end: Ending) -> GpuAtEnd | None:
+def find_straight_growth_gpu(end: Ending) -> GpuAtEnd | None:
     """Return the GPU that growth in a straight line filled; None without one."""
     gpu = find_full_gpu(end)
     if gpu is None or is_over_budget(end) or not _has_grown_straight(gpu):
@@ -472,7 +474,7 @@ def _describe_straight_growth(gpu: GpuAtEnd, growth: StraightGrowth) -> str:
 FAILED_ALLOCATION: Final = "Out of GPU memory in a burst: an allocation of torch failed."
 
 
-def _fit_burst(end: Ending) -> Fit | None:
+def _fit_burst(end: Ending) -> CauseFit | None:
     """Return the cause that memory ran out in a burst: within minutes, or by one allocation.
 
     None where growth in a straight line, other processes or an excess over the budget took the
@@ -491,12 +493,12 @@ def _fit_burst(end: Ending) -> Fit | None:
     if end.ooms:
         sentence = _describe_failed_allocation(end)
     if _is_surely_burst(end, gpu):
-        return Fit(Sureness.SURE, sentence)
+        return CauseFit(Sureness.SURE, sentence)
     share = gpu.share_of_lost_room(gpu.recent_growth_bytes)
     # torch recorded the failed allocation, so a burst is certain even without its growth.
     if share >= LIKELY_SHARE or end.ooms:
-        return Fit(Sureness.LIKELY, sentence)
-    return Fit(Sureness.POSSIBLE, sentence)
+        return CauseFit(Sureness.LIKELY, sentence)
+    return CauseFit(Sureness.POSSIBLE, sentence)
 
 
 def _is_surely_burst(end: Ending, gpu: GpuAtEnd) -> bool:
@@ -517,7 +519,7 @@ def _is_surely_burst(end: Ending, gpu: GpuAtEnd) -> bool:
     return is_gpu_full(gpu) and share >= SURE_SHARE
 
 
-def _fit_failed_allocation(end: Ending) -> Fit | None:
+def _fit_failed_allocation(end: Ending) -> CauseFit | None:
     """Return the cause that an allocation failed although no GPU was full.
 
     Sure where the probe saw the step that raised an OutOfMemoryError right before the end. Likely
@@ -530,7 +532,7 @@ def _fit_failed_allocation(end: Ending) -> Fit | None:
         has_grown_before = any(gpu.leak in GROWING_STATES for gpu in end.gpus)
         is_sure = end.failed_step is not None and not has_grown_before
         sureness = Sureness.SURE if is_sure else Sureness.LIKELY
-        return Fit(sureness, _describe_failed_allocation(end))
+        return CauseFit(sureness, _describe_failed_allocation(end))
     gpu = end.fullest_gpu
     if gpu is None:
         return None
@@ -539,7 +541,7 @@ def _fit_failed_allocation(end: Ending) -> Fit | None:
     if not _may_allocation_have_failed(end, room_bytes) or _fit_over_budget(end) is not None:
         return None
     room = format_size(room_bytes)
-    return Fit(
+    return CauseFit(
         Sureness.POSSIBLE,
         f"Out of GPU memory in a burst, perhaps: {room} were left on {gpu.display_name}, and one"
         " allocation may have needed more.",
@@ -577,7 +579,7 @@ def _describe_search(room_bytes: int) -> str:
     )
 
 
-def _fit_hang(end: Ending) -> Fit | None:
+def _fit_hang(end: Ending) -> CauseFit | None:
     """Return the cause that the engine hung: it had work and made no progress.
 
     None where it did not hang, never served, or was shutting down. Sure where its page answered and
@@ -590,29 +592,29 @@ def _fit_hang(end: Ending) -> Fit | None:
     sentence = f"A hang: the engine had work and made no progress for {duration}."
     if not end.is_page_answering:
         remark = "its page did not answer, and its processes ran"
-        return Fit(Sureness.LIKELY, sentence, (remark,))
+        return CauseFit(Sureness.LIKELY, sentence, (remark,))
     if end.idle_seconds is not None and end.hung_seconds < VISIBLE_STALL_SECONDS:
         sentence = "A hang that began idle: its page shows no work, and the engine does not run."
     pause = "an engine that /pause stopped (development mode) looks the same"
     remark = f"its page still answered; {pause}"
-    return Fit(_grade(is_sure=bool(end.running)), sentence, (remark,))
+    return CauseFit(_grade(is_sure=bool(end.running)), sentence, (remark,))
 
 
-def _fit_shutdown(end: Ending) -> Fit | None:
+def _fit_shutdown(end: Ending) -> CauseFit | None:
     """Return the cause of a requested shutdown: the server closed its port and kept running.
 
     None for any other end.
     """
     if not is_shutdown(end):
         return None
-    return Fit(
+    return CauseFit(
         Sureness.LIKELY,
         "A requested shutdown: the server closed its port, stopped its core and waited.",
         ("on shutdown vLLM cuts off running requests and waits until its clients disconnect",),
     )
 
 
-def _fit_idle_exit(end: Ending) -> Fit | None:
+def _fit_idle_exit(end: Ending) -> CauseFit | None:
     """Return the cause that an idle engine exited as a whole, for no visible reason.
 
     None where it was at work, exited in parts, had a full GPU, had hung, or had a GPU fault.
@@ -627,14 +629,14 @@ def _fit_idle_exit(end: Ending) -> Fit | None:
     # After a longer gap the engine may have been at work again.
     is_observed = (end.unobserved_seconds or 0.0) <= UNOBSERVED_SECONDS
     duration = format_duration(end.idle_seconds)
-    return Fit(
+    return CauseFit(
         Sureness.LIKELY if is_observed else Sureness.POSSIBLE,
         "Exited while idle: a stop, a kill and a crash look the same from outside.",
         (f"nothing had run or waited for {duration} when its page was last seen",),
     )
 
 
-def _fit_crash(end: Ending) -> Fit | None:
+def _fit_crash(end: Ending) -> CauseFit | None:
     """Return the cause of a crash: the engine exited for a reason other than memory.
 
     None where a GPU was full, an allocation failed, or the engine hung. Sure only with a fatal XID.
@@ -646,7 +648,7 @@ def _fit_crash(end: Ending) -> Fit | None:
         return None
     room_bytes = _find_room_at_exit(end)
     remarks = tuple(_list_crash_remarks(end, room_bytes))
-    return Fit(_grade_crash(end, room_bytes), _describe_crash(end, room_bytes), remarks)
+    return CauseFit(_grade_crash(end, room_bytes), _describe_crash(end, room_bytes), remarks)
 
 
 def _list_crash_remarks(end: Ending, room_bytes: int | None) -> Iterator[str]:
@@ -718,7 +720,7 @@ def _find_room_at_exit(end: Ending) -> int | None:
     return end.fullest_gpu.last_room_bytes
 
 
-CAUSES: Final[tuple[tuple[EndCause, Callable[[Ending], Fit | None]], ...]] = (
+CAUSES: Final[tuple[tuple[EndCause, Callable[[Ending], CauseFit | None]], ...]] = (
     (EndCause.KILLED, _fit_kill),
     (EndCause.NEVER_FITTED, _fit_failed_start),
     (EndCause.NEIGHBOUR, _fit_neighbour),

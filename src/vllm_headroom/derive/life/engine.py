@@ -15,7 +15,7 @@ from vllm_headroom.derive.life.causes import (
     is_shutdown,
 )
 from vllm_headroom.derive.life.progress import (
-    Labels,
+    EngineLabels,
     Progress,
     find_stranded,
 )
@@ -599,7 +599,7 @@ def _describe_engine(
     # Where the gauges are stale, no progress is due.
     is_nothing_due = is_asleep or symptom is Symptom.STALE_GAUGES
     hang_signs: tuple[HangSign, ...] = ()
-    stranded: tuple[tuple[Labels, float], ...] = ()
+    stranded: tuple[tuple[EngineLabels, float], ...] = ()
     if evidence.page is not None:
         stranded = find_stranded(memory.progress.engines, evidence.snapshot.monotonic_seconds)
         if age_seconds is None:

@@ -66,7 +66,7 @@ BUSY_GPU_RATIO: Final = 0.1
 without work shows 0.
 """
 
-Labels = tuple[str, str]
+EngineLabels = tuple[str, str]
 """The labels `model_name` and `engine` of an engine on the page."""
 
 
@@ -180,7 +180,7 @@ class ActivityTrack(Struct, frozen=True, kw_only=True):
 class Progress(Struct, frozen=True, kw_only=True):
     """Everything that shows whether the engines of one page work or hang."""
 
-    engines: dict[Labels, EngineProgress] = field(default_factory=dict)
+    engines: dict[EngineLabels, EngineProgress] = field(default_factory=dict)
     """As the newest page shows them."""
     age_seconds: float | None = None
     """The longest time an engine with work has made no progress; None without a page or work."""
@@ -235,7 +235,7 @@ def update_progress(
     )
 
 
-def _is_without_work(snapshot: Snapshot, engines: Mapping[Labels, EngineProgress]) -> bool:
+def _is_without_work(snapshot: Snapshot, engines: Mapping[EngineLabels, EngineProgress]) -> bool:
     """Return whether a page shows that every engine was idle since the page before.
 
     False without a page, for a sleeping engine, and at the first page of an engine.
@@ -250,8 +250,8 @@ def _is_without_work(snapshot: Snapshot, engines: Mapping[Labels, EngineProgress
 
 
 def _update_engines(
-    previous: Mapping[Labels, EngineProgress], page: EnginePage, now: float
-) -> dict[Labels, EngineProgress]:
+    previous: Mapping[EngineLabels, EngineProgress], page: EnginePage, now: float
+) -> dict[EngineLabels, EngineProgress]:
     """Return the progress of each engine on the page, updated from the previous page."""
     return {
         label_engine(engine): _update_engine(previous.get(label_engine(engine)), engine, now)
@@ -312,7 +312,9 @@ def _read_counters(engine: EngineReading) -> WorkCounters:
 
 
 def _find_age(
-    engines: Mapping[Labels, EngineProgress], now: float, unanswered_since_seconds: float | None
+    engines: Mapping[EngineLabels, EngineProgress],
+    now: float,
+    unanswered_since_seconds: float | None,
 ) -> float | None:
     """Return the longest time that an engine with work has made no progress.
 
@@ -353,7 +355,7 @@ def update_cpu_use(
     return CpuUse(min(previous.cpu_seconds, cpu_seconds), previous.monotonic_seconds)
 
 
-def count_waiting(processes: Collection[EngineProcess] | None) -> int | None:
+def sum_waiting_requests(processes: Collection[EngineProcess] | None) -> int | None:
     """Return how many requests wait, by the engine's connections; None where not visible."""
     counts = [
         process.waiting_requests
@@ -367,7 +369,7 @@ def update_waits_since(
     previous_seconds: float | None, processes: Collection[EngineProcess] | None, now: float
 ) -> float | None:
     """Return since when a request has been waiting at every sample; None where none is waiting."""
-    if not count_waiting(processes):
+    if not sum_waiting_requests(processes):
         return None
     return now if previous_seconds is None else previous_seconds
 
@@ -528,8 +530,8 @@ def _find_own_ratio(gpu: Gpu) -> float | None:
 
 
 def find_stranded(
-    engines: Mapping[Labels, EngineProgress], now: float
-) -> tuple[tuple[Labels, float], ...]:
+    engines: Mapping[EngineLabels, EngineProgress], now: float
+) -> tuple[tuple[EngineLabels, float], ...]:
     """Return the stranded share of each engine's KV cache, which no request holds, where known.
 
     After an idle minute, that is everything that is in use. Otherwise it is the lowest of the

@@ -17,8 +17,8 @@ from vllm_headroom.derive.life.progress import (
     STALLED_SECONDS,
     Activity,
     Progress,
-    count_waiting,
     has_worked,
+    sum_waiting_requests,
     update_progress,
 )
 from vllm_headroom.derive.pages import count_finished, is_page_awake, list_engines
@@ -951,7 +951,7 @@ def _find_requests(evidence: Evidence, progress: Progress) -> Requests:
         waited_seconds = evidence.snapshot.monotonic_seconds - since_seconds
         # A request that has just arrived may be answered at once.
         return Requests.WAITING if waited_seconds >= SIGN_SECONDS else Requests.UNKNOWN
-    return Requests.UNKNOWN if count_waiting(evidence.processes) is None else Requests.NONE
+    return Requests.UNKNOWN if sum_waiting_requests(evidence.processes) is None else Requests.NONE
 
 
 def _is_computing(evidence: Evidence, away_seconds: float, progress: Progress) -> bool:

@@ -8,10 +8,10 @@ from typing import Final
 
 from msgspec import Struct
 
-from vllm_headroom.scrape.proc.files import parse_digits, read_start, split_lines
+from vllm_headroom.scrape.proc.files import parse_digits, read_start, split_kernel_lines
 
 
-def read_text(path: str) -> str:
+def read_text_file(path: str) -> str:
     """Return the text of a file of /sys or /proc; raise OSError where it cannot be read."""
     return read_start(path).decode(errors="replace").strip()
 
@@ -19,12 +19,12 @@ def read_text(path: str) -> str:
 def read_line(path: str) -> str:
     """Return a file's text, empty where it cannot be read."""
     try:
-        return read_text(path)
+        return read_text_file(path)
     except OSError:
         return ""
 
 
-def read_number(path: str) -> int | None:
+def read_number_file(path: str) -> int | None:
     """Return the number in a file; None where it cannot be read or contains no number."""
     try:
         return int(read_start(path))
@@ -32,7 +32,7 @@ def read_number(path: str) -> int | None:
         return None
 
 
-def list_names(folder: str) -> list[str]:
+def list_folder(folder: str) -> list[str]:
     """Return the sorted names in a folder, empty where it cannot be listed."""
     try:
         return sorted(os.listdir(folder))  # noqa: PTH208 - no Path per file
@@ -77,7 +77,7 @@ class KfdNodes(Struct, frozen=True, kw_only=True):
     """Whether KFD denied access to at least one node."""
 
 
-class Card(Struct, frozen=True, kw_only=True):
+class AmdCard(Struct, frozen=True, kw_only=True):
     """A card at a PCI address."""
 
     address: str
@@ -99,7 +99,7 @@ class Card(Struct, frozen=True, kw_only=True):
     """
 
 
-def find_cards(sys: str) -> dict[str, Card]:
+def find_cards(sys: str) -> dict[str, AmdCard]:
     """Return the driver's cards by UUID; empty without any.
 
     They are in the order of their PCI addresses, not of their DRM numbers. A card whose unique id
@@ -112,21 +112,21 @@ def find_cards(sys: str) -> dict[str, Card]:
         unique_ids[address] = read_line(f"{folder}/unique_id")
     # An id that two cards share names neither of them.
     id_counts = Counter(unique_ids.values())
-    cards: dict[str, Card] = {}
+    cards: dict[str, AmdCard] = {}
     for address, folder in sorted(folders.items()):
         unique_id = unique_ids[address]
         # Virtual functions of one card may share its id.
         is_unique = bool(unique_id) and id_counts[unique_id] == 1
         uuid = f"GPU-{unique_id}" if is_unique else f"PCI-{address}"
         product_name = read_line(f"{folder}/product_name")
-        monitor_names = list_names(f"{folder}/hwmon")
+        monitor_names = list_folder(f"{folder}/hwmon")
         monitor = f"{folder}/hwmon/{monitor_names[0] if monitor_names else ''}"
-        sensors = list_names(monitor)
+        sensors = list_folder(monitor)
         nodes: tuple[KfdNode, ...] | None = tuple(kfd.by_address.get(address, ()))
         # A hidden node may belong to any card without a visible node.
         if not nodes and kfd.is_any_hidden:
             nodes = None
-        cards[uuid] = Card(
+        cards[uuid] = AmdCard(
             address=address,
             folder=folder,
             temperature_file=_find_sensor(monitor, sensors, TEMPERATURE_FILES),
@@ -142,7 +142,7 @@ def find_cards(sys: str) -> dict[str, Card]:
 def _find_folders(sys: str) -> dict[str, str]:
     """Return the folders of the driver's PCI devices by PCI address."""
     folders: dict[str, str] = {}
-    for name in list_names(f"{sys}/{DRM_FOLDER}"):
+    for name in list_folder(f"{sys}/{DRM_FOLDER}"):
         if _CARD_NAME.fullmatch(name):
             folder = os.path.realpath(f"{sys}/{DRM_FOLDER}/{name}/device")
             if is_driven(folder):
@@ -177,15 +177,15 @@ def _read_nodes(sys: str, addresses: Collection[str]) -> KfdNodes:
     """
     nodes: defaultdict[str, list[KfdNode]] = defaultdict(list)
     is_any_hidden = False
-    names = list_names(f"{sys}/{TOPOLOGY_FOLDER}/nodes")
+    names = list_folder(f"{sys}/{TOPOLOGY_FOLDER}/nodes")
     names.sort(key=len)  # numerically: 2 before 10
     for name in names:
         folder = f"{sys}/{TOPOLOGY_FOLDER}/nodes/{name}"
         try:
-            gpu_id = int(read_text(f"{folder}/gpu_id"))
+            gpu_id = int(read_text_file(f"{folder}/gpu_id"))
             if gpu_id == 0:  # a CPU
                 continue
-            facts = _parse_facts(read_text(f"{folder}/properties"))
+            facts = _parse_facts(read_text_file(f"{folder}/properties"))
             location = int(facts["location_id"])
             domain = int(facts.get("domain", 0))
         except PermissionError:
@@ -215,7 +215,7 @@ def _read_node_memory(folder: str) -> int | None:
     None where the node lists no bank, or the size of one is unknown.
     """
     memory_bytes = 0
-    banks = list_names(f"{folder}/mem_banks")
+    banks = list_folder(f"{folder}/mem_banks")
     for bank in banks:
         facts = _parse_facts(read_line(f"{folder}/mem_banks/{bank}/properties"))
         size_bytes = parse_digits(facts.get("size_in_bytes", ""))
@@ -229,7 +229,7 @@ def _read_node_memory(folder: str) -> int | None:
 def _parse_facts(properties: str) -> dict[str, str]:
     """Return the names and values of lines such as `location_id 768`."""
     facts: dict[str, str] = {}
-    for line in split_lines(properties):
+    for line in split_kernel_lines(properties):
         name, _, value = line.partition(" ")
         facts[name] = value
     return facts

@@ -11,16 +11,16 @@ from typing import Final
 from vllm_headroom.model import GpuMemory, GpuProcess, GpuReading, Vendor
 from vllm_headroom.scrape.amd.cards import (
     DRIVER,
-    Card,
+    AmdCard,
     KfdNode,
     is_driven,
-    list_names,
+    list_folder,
     read_line,
-    read_number,
-    read_text,
+    read_number_file,
+    read_text_file,
 )
-from vllm_headroom.scrape.gpu_state import Peak
-from vllm_headroom.scrape.proc.files import KIB, has_host_pids, parse_digits, split_lines
+from vllm_headroom.scrape.gpu_state import RecentPeak
+from vllm_headroom.scrape.proc.files import KIB, has_host_pids, parse_digits, split_kernel_lines
 from vllm_headroom.scrape.proc.host import read_machine
 
 UNPARTITIONED_MODE: Final = "SPX"
@@ -41,7 +41,7 @@ ProcessTable = Mapping[str, GpuProcesses]
 """Processes, by the id of a KFD node or the PCI address of a card."""
 
 
-def read_card(card: Card, index: int, context: "ReadContext") -> tuple[GpuReading, ...]:
+def read_card(card: AmdCard, index: int, context: "ReadContext") -> tuple[GpuReading, ...]:
     """Return one reading of the card, or one of each partition where the card is partitioned.
 
     Raises OSError where the card is gone or its memory cannot be read.
@@ -54,10 +54,10 @@ def read_card(card: Card, index: int, context: "ReadContext") -> tuple[GpuReadin
             for position, node in enumerate(card.nodes)
         )
     memory = read_memory(card, context.proc)
-    busy_percent = read_number(f"{card.folder}/gpu_busy_percent")
+    busy_percent = read_number_file(f"{card.folder}/gpu_busy_percent")
     # The driver's units: percent, thousandths of a degree, millionths of a watt.
-    millidegrees = read_number(card.temperature_file)
-    microwatts = read_number(card.power_file)
+    millidegrees = read_number_file(card.temperature_file)
+    microwatts = read_number_file(card.power_file)
     reading = GpuReading(
         vendor=Vendor.AMD,
         index=index,
@@ -73,7 +73,7 @@ def read_card(card: Card, index: int, context: "ReadContext") -> tuple[GpuReadin
     return (reading,)
 
 
-def read_memory(card: Card, proc: Path) -> GpuMemory | None:
+def read_memory(card: AmdCard, proc: Path) -> GpuMemory | None:
     """Return the memory of a card without partitions.
 
     None where the driver does not report it. Also None if it is unknown how much processes can
@@ -95,27 +95,27 @@ def read_memory(card: Card, proc: Path) -> GpuMemory | None:
     return _build_memory(total_bytes, used_bytes)
 
 
-def _read_unified_memory(card: Card, limit_bytes: int, proc: Path) -> GpuMemory | None:
+def _read_unified_memory(card: AmdCard, limit_bytes: int, proc: Path) -> GpuMemory | None:
     """Return the memory of an integrated GPU (APU) that uses the machine's memory.
 
     KFD grants it the machine's memory up to `limit_bytes` (amdgpu_ttm_init). None where the
     machine's memory, or what is granted, is unknown.
     """
     machine = read_machine(proc)
-    granted_bytes = read_number(f"{card.folder}/mem_info_gtt_used")
+    granted_bytes = read_number_file(f"{card.folder}/mem_info_gtt_used")
     if machine is None or granted_bytes is None:
         return None
     free_bytes = max(0, min(limit_bytes - granted_bytes, machine.available_bytes))
     return _build_memory(limit_bytes, limit_bytes - free_bytes, machine.available_bytes)
 
 
-def _read_vram(card: Card, fact: str) -> int | None:
+def _read_vram(card: AmdCard, fact: str) -> int | None:
     """Return the `total` or `used` bytes of VRAM; None where the driver has no such file.
 
     Raises OSError where the card is gone or the file cannot be read.
     """
     try:
-        return int(read_text(f"{card.folder}/mem_info_vram_{fact}"))
+        return int(read_text_file(f"{card.folder}/mem_info_vram_{fact}"))
     except ValueError:
         raise OSError(errno.EBADMSG, f"mem_info_vram_{fact} holds no number") from None
     except FileNotFoundError:
@@ -125,7 +125,7 @@ def _read_vram(card: Card, fact: str) -> int | None:
 
 
 def _read_partition(
-    card: Card, index: int, position: int, node: KfdNode, context: "ReadContext"
+    card: AmdCard, index: int, position: int, node: KfdNode, context: "ReadContext"
 ) -> GpuReading:
     """Return a reading of the partition with this node of KFD.
 
@@ -175,7 +175,9 @@ class ReadContext:
     users that may trace the process can read that list, and it shows cards, not partitions.
     """
 
-    def __init__(self, *, sys: str, proc: Path, now: float, peaks: defaultdict[str, Peak]) -> None:
+    def __init__(
+        self, *, sys: str, proc: Path, now: float, peaks: defaultdict[str, RecentPeak]
+    ) -> None:
         self.proc = proc
         self._sys = sys
         self._now = now
@@ -194,7 +196,7 @@ class ReadContext:
             return None
         return self._by_node.get(str(node.gpu_id), ())
 
-    def list_on_card(self, card: Card) -> GpuProcesses | None:
+    def list_on_card(self, card: AmdCard) -> GpuProcesses | None:
         """Return the processes on a card without partitions; None where no source shows them."""
         if card.nodes and self._by_node is not None:
             return self.list_on_node(card.nodes[0])
@@ -226,11 +228,11 @@ class ReadContext:
         table: defaultdict[str, GpuProcesses] = defaultdict(tuple)
         for pid in self._kfd_pids:
             folder = f"{self._sys}/{KFD_FOLDER}/{pid}"
-            for name in list_names(folder):
+            for name in list_folder(folder):
                 if not name.startswith(KFD_FILE_PREFIX):
                     continue
                 try:
-                    used_bytes = int(read_text(f"{folder}/{name}"))
+                    used_bytes = int(read_text_file(f"{folder}/{name}"))
                 except FileNotFoundError:
                     continue  # the process has exited
                 except (OSError, ValueError):
@@ -250,7 +252,7 @@ class ReadContext:
         # KFD lists are read where it lists them.
         pids = self._kfd_pids
         if pids is None:
-            pids = [name for name in list_names(str(self.proc)) if name.isdecimal()]
+            pids = [name for name in list_folder(str(self.proc)) if name.isdecimal()]
         table: defaultdict[str, GpuProcesses] = defaultdict(tuple)
         is_any_hidden = False
         for pid in pids:
@@ -304,11 +306,11 @@ def _read_descriptor(process: str, descriptor: str) -> dict[str, str]:
         target = os.readlink(f"{process}/fd/{descriptor}")  # noqa: PTH115 - no Path per file
         if not target.startswith(DRI_FOLDER):
             return {}
-        text = read_text(f"{process}/fdinfo/{descriptor}")
+        text = read_text_file(f"{process}/fdinfo/{descriptor}")
     except FileNotFoundError:
         return {}
     facts: dict[str, str] = {}
-    for line in split_lines(text):
+    for line in split_kernel_lines(text):
         name, _, value = line.partition(":")
         facts[name] = value.strip()
     return facts

@@ -11,13 +11,13 @@ from vllm_headroom.model import Failure, GpuReading, Vendor
 from vllm_headroom.scrape.amd.cards import (
     DRM_FOLDER,
     TOPOLOGY_FOLDER,
-    Card,
+    AmdCard,
     find_cards,
-    list_names,
-    read_number,
+    list_folder,
+    read_number_file,
 )
 from vllm_headroom.scrape.amd.device import ReadContext, read_card, read_memory
-from vllm_headroom.scrape.gpu_state import GpuTransitions, Peak
+from vllm_headroom.scrape.gpu_state import GpuTransitions, RecentPeak
 from vllm_headroom.vocabulary import Reason, Source
 from vllm_headroom.worker import Worker
 
@@ -66,7 +66,7 @@ class Amd:
         self._monotonic = monotonic
         self._sys = str(sys)
         self._proc = proc
-        self._cards: dict[str, Card] = {}
+        self._cards: dict[str, AmdCard] = {}
         """The cards by UUID; the position of a card is its index."""
         self._last_readings: dict[str, tuple[GpuReading, ...]] = {}
         """The last readings of each card or its partitions, by the UUID of the card."""
@@ -75,7 +75,7 @@ class Amd:
         change means that cards were added, removed or repartitioned."""
         self._search_at_seconds = float("-inf")
         """When the next search may begin while there is no card, on the monotonic clock."""
-        self._peaks: defaultdict[str, Peak] = defaultdict(Peak)
+        self._peaks: defaultdict[str, RecentPeak] = defaultdict(RecentPeak)
         self._transitions = GpuTransitions()
         self._worker = Worker[Any]("amd")
 
@@ -138,15 +138,15 @@ class Amd:
     def _find_cards(self) -> None:
         """Find the cards again where one may have been added, removed or repartitioned."""
         topology = (
-            list_names(f"{self._sys}/{DRM_FOLDER}"),
-            read_number(f"{self._sys}/{TOPOLOGY_FOLDER}/generation_id"),
+            list_folder(f"{self._sys}/{DRM_FOLDER}"),
+            read_number_file(f"{self._sys}/{TOPOLOGY_FOLDER}/generation_id"),
         )
         if topology != self._topology:
             self._topology = topology
             # Known cards keep their position, which is their index, even if they are gone.
             self._cards = self._cards | find_cards(self._sys)
 
-    def _build_failed(self, card: Card, index: int, failure: Failure) -> tuple[GpuReading, ...]:
+    def _build_failed(self, card: AmdCard, index: int, failure: Failure) -> tuple[GpuReading, ...]:
         """Return a failed reading of each partition of the card's last reading.
 
         For a card that was not partitioned, or never read, return one of the whole card.
@@ -169,7 +169,7 @@ class Amd:
         return used_bytes
 
 
-def _is_integrated(card: Card, reading: GpuReading) -> bool:
+def _is_integrated(card: AmdCard, reading: GpuReading) -> bool:
     """Return whether a GPU uses the machine's memory, or is an APU that does not report its own."""
     if reading.memory is None:
         return card.is_apu

@@ -45,7 +45,7 @@ MOST_PLACES: Final = 16
 """For how many files the last read position is kept: a pattern may match several growing files."""
 
 
-class Place(NamedTuple):
+class ReadPosition(NamedTuple):
     """How far a file was read."""
 
     offset: int = 0
@@ -66,7 +66,7 @@ class LogFiles:
         self._pattern = pattern
         self._descriptor: int | None = None
         """The file that is followed; None before the first."""
-        self._places: dict[FileId, Place] = {}
+        self._places: dict[FileId, ReadPosition] = {}
         """How far each file was read; the file that was read last comes last."""
         self._worker = Worker[LogBatch | Failure]("log files")
 
@@ -150,9 +150,9 @@ class LogFiles:
         place = self._places.pop(file, None)
         if place is None:
             # Only the first file has content from before it was followed.
-            place = Place(old_end=0 if self._places else status.st_size)
+            place = ReadPosition(old_end=0 if self._places else status.st_size)
         elif _is_truncated(descriptor, place, status.st_size):
-            place = Place()
+            place = ReadPosition()
         offset = place.offset
         is_broken = offset == 0
         # Too far behind, so old lines are skipped, and reading begins within a line.
@@ -161,7 +161,7 @@ class LogFiles:
             place = place._replace(fingerprint=b"")
             is_broken = True
         content = os.pread(descriptor, MOST_BYTES, offset)
-        self._places[file] = Place(
+        self._places[file] = ReadPosition(
             offset=offset + len(content),
             fingerprint=(place.fingerprint + content)[-FINGERPRINT_BYTES:],
             old_end=place.old_end,
@@ -186,7 +186,7 @@ def _open_regular(path: Path) -> int:
     raise OSError(errno.EINVAL, "it is no regular file")
 
 
-def _is_truncated(descriptor: int, place: Place, size_bytes: int) -> bool:
+def _is_truncated(descriptor: int, place: ReadPosition, size_bytes: int) -> bool:
     """Return whether a file no longer has the content that was read."""
     if size_bytes < place.offset:
         return True

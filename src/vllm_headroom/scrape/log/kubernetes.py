@@ -27,7 +27,7 @@ SHOWN_CHARACTERS: Final = 200
 """How many characters of the API server's message are shown."""
 
 
-class RefusedError(Exception):
+class RequestFailedError(Exception):
     """The API server refused a request, or did not answer it."""
 
     def __init__(self, failure: Failure) -> None:
@@ -65,7 +65,7 @@ class PodLog:
         try:
             async with asyncio.timeout(timeout_seconds):
                 return await self._read_round()
-        except RefusedError as error:
+        except RequestFailedError as error:
             self._failure = error.failure
         except TimeoutError:
             problem = f"the API server did not answer within {timeout_seconds:g} s"
@@ -101,9 +101,9 @@ class PodLog:
             RecursionError,
         ):
             problem = "the API server's answer is not understood"
-            raise RefusedError(_build_failure(Reason.MALFORMED, problem)) from None
+            raise RequestFailedError(_build_failure(Reason.MALFORMED, problem)) from None
         problem = f"this pod has no container {self._container}: set HEADROOM_ENGINE_CONTAINER"
-        raise RefusedError(_build_failure(Reason.NOT_FOUND, problem))
+        raise RequestFailedError(_build_failure(Reason.NOT_FOUND, problem))
 
     async def _read_log(self, *, is_previous: bool) -> bytes:
         """Return the lines that are newer than those read before; raises RefusedError."""
@@ -119,7 +119,7 @@ class PodLog:
             query["tailLines"] = str(FIRST_LINES)
         try:
             reply = await self._ask(f"{self._path}/log?{urlencode(query)}")
-        except RefusedError as error:
+        except RequestFailedError as error:
             # A container that is waiting to start, or whose log was removed, has no log.
             if error.failure.reason is Reason.HTTP_STATUS:
                 return b""
@@ -139,7 +139,7 @@ class PodLog:
         reply = await self._api.send("GET", path, None)
         if isinstance(reply, Failure):
             problem = f"the API server does not answer ({reply.reason})"
-            raise RefusedError(_build_failure(_choose_reason(reply.reason), problem))
+            raise RequestFailedError(_build_failure(_choose_reason(reply.reason), problem))
         if reply.status == HTTPStatus.OK:
             return reply
         reason = Reason.HTTP_STATUS
@@ -149,7 +149,7 @@ class PodLog:
             problem += ": the Role needs get on pods and pods/log"
         elif reply.status == HTTPStatus.UNAUTHORIZED:
             reason = Reason.UNAUTHORIZED
-        raise RefusedError(_build_failure(reason, problem))
+        raise RequestFailedError(_build_failure(reason, problem))
 
 
 def _build_time_key(line: str) -> str:

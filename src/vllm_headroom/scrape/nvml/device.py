@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from vllm_headroom.log import Log
 from vllm_headroom.model import Failure, GpuMemory, GpuProcess, GpuReading
-from vllm_headroom.scrape.gpu_state import Peak
+from vllm_headroom.scrape.gpu_state import RecentPeak
 from vllm_headroom.scrape.nvml.errors import (
     BLOCKED_CODES,
     DRIVER_WIDE_CODES,
@@ -117,7 +117,7 @@ class Session:
         self.has_single_gpu = False
         """True on machines with one GPU, among them those whose GPU uses the machine's memory."""
         self.xids = Xids()
-        self.peaks: defaultdict[str, Peak] = defaultdict(Peak)
+        self.peaks: defaultdict[str, RecentPeak] = defaultdict(RecentPeak)
         """The peaks by the UUID of a GPU or MIG instance; they stay when NVML is initialised again.
         """
         self._refusals: dict[DeviceFact, int | None] = {}

@@ -64,7 +64,7 @@ def find_slow_wait(waits_seconds: Collection[float]) -> float | None:
     return min((wait for wait in waits_seconds if wait >= SLOW_SECONDS), default=None)
 
 
-def count_waiting(waits_seconds: Collection[float]) -> int:
+def count_lasting_waits(waits_seconds: Collection[float]) -> int:
     """Return how many requests have waited for longer than PASSING_SECONDS."""
     return sum(wait >= PASSING_SECONDS for wait in waits_seconds)
 

@@ -9,7 +9,7 @@ from typing import Final
 from msgspec import Struct
 from msgspec.structs import replace
 
-from vllm_headroom.scrape.proc.servers import Command, find_role
+from vllm_headroom.scrape.proc.servers import CommandLine, find_role
 from vllm_headroom.scrape.shortage import SHORTAGES
 from vllm_headroom.vocabulary import Role
 
@@ -57,7 +57,7 @@ class ProcEntry(Struct, frozen=True, kw_only=True, dict=True):
     parent_pid: int
     started_seconds: float
     """When it started, in seconds since boot."""
-    command: Command = ()
+    command: CommandLine = ()
     """Its command line, which a process title replaces; its name if it has none."""
     name: str = ""
     """Its name, which the kernel cuts to 15 characters."""
@@ -120,7 +120,7 @@ def read_content(file: Path | str, max_bytes: int | None = None) -> bytes:
         os.close(descriptor)
 
 
-def split_lines(text: str) -> list[str]:
+def split_kernel_lines(text: str) -> list[str]:
     """Return the lines of a file of the kernel, without the line feed that ends each.
 
     `str.splitlines` would not do, because it also splits at characters such as U+2028 or a vertical
@@ -215,7 +215,7 @@ def read_state(proc: Path, pid: int) -> str | None:
         return ""
 
 
-def read_command(proc: Path, pid: int) -> Command:
+def read_command(proc: Path, pid: int) -> CommandLine:
     """Return the process's whole command line; empty where it cannot be read, as after an exit."""
     try:
         return _split_arguments(read_content(f"{proc}/{pid}/cmdline"))
@@ -285,7 +285,7 @@ def _raise_if_unknown(error: Exception, *, is_engine: bool) -> None:
         raise error
 
 
-def _split_arguments(arguments: bytes) -> Command:
+def _split_arguments(arguments: bytes) -> CommandLine:
     """Return the arguments of a cmdline file's content; empty for an empty file."""
     text = arguments.rstrip(b"\0").decode(errors="replace")
     return tuple(text.split("\0")) if text else ()

@@ -15,7 +15,7 @@ from vllm_headroom.scrape.proc.files import (
     find_number,
     read_content,
     read_own_pid,
-    split_lines,
+    split_kernel_lines,
 )
 from vllm_headroom.units import MIB
 
@@ -75,7 +75,7 @@ def _read(path: Path) -> bytes:
 
 def _read_lines(path: Path) -> list[str]:
     """Return a file's lines; raise OSError."""
-    return split_lines(read_content(path).decode(errors="replace"))
+    return split_kernel_lines(read_content(path).decode(errors="replace"))
 
 
 def read_cgroup(proc: Path, pid: int, *, machine_bytes: int) -> Cgroup | None:
@@ -342,7 +342,7 @@ _STATUS_FIELDS: Final = {
 }
 
 
-def read_parts(proc: Path, pid: int) -> dict[str, int]:
+def read_process_parts(proc: Path, pid: int) -> dict[str, int]:
     """Return the parts of a process's memory, by the names of EngineProcess's fields.
 
     A part that the kernel does not count is left out.
@@ -383,7 +383,7 @@ def _read_process_shm(proc: Path, pid: int) -> Shm | None:
         return shm
     own_path = Path("/", SHM_FOLDER)
     mountinfo = _read(proc / str(pid) / "mountinfo")
-    mounts = [line.split(" ") for line in split_lines(mountinfo.decode(errors="replace"))]
+    mounts = [line.split(" ") for line in split_kernel_lines(mountinfo.decode(errors="replace"))]
     # Fields 3 and 5 are the device and the path; the last mount of a path hides the earlier ones.
     devices = [fields[2] for fields in mounts if fields[4:5] == [str(own_path)]]
     try:

@@ -5,10 +5,10 @@ from pathlib import Path
 
 from vllm_headroom.scrape.pods import ContainerNames
 from vllm_headroom.scrape.proc.owners import read_owner
-from vllm_headroom.scrape.proc.servers import Command
+from vllm_headroom.scrape.proc.servers import CommandLine
 
 
-def name_program(command: Command) -> str:
+def name_program(command: CommandLine) -> str:
     """Return the program of a command line; for Python also the script or module.
 
     Other arguments are never returned, since they may be secret.
@@ -36,7 +36,7 @@ class ProcessNames:
 
     def __init__(
         self,
-        find_command: Callable[[int], Command | None],
+        find_command: Callable[[int], CommandLine | None],
         containers: ContainerNames,
         proc: Path = Path("/proc"),
     ) -> None:

@@ -9,7 +9,7 @@ from typing import Final
 
 from msgspec import Struct
 
-from vllm_headroom.scrape.proc.files import split_lines
+from vllm_headroom.scrape.proc.files import split_kernel_lines
 
 _LISTENING_STATE: Final = "0A"
 """TCP_LISTEN, as net/tcp writes it (linux/tcp_states.h)."""
@@ -85,7 +85,7 @@ def read_network(proc: Path, pid: int) -> Network | None:
 def _read(path: Path) -> list[str]:
     """Return the lines of a file's first _MAX_BYTES; raise OSError."""
     with path.open("rb") as file:
-        return split_lines(file.read(_MAX_BYTES).decode(errors="replace"))
+        return split_kernel_lines(file.read(_MAX_BYTES).decode(errors="replace"))
 
 
 def _read_optional(path: Path) -> list[str]:

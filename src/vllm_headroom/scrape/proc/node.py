@@ -17,7 +17,12 @@ from vllm_headroom.scrape.proc.names import ProcessNames
 from vllm_headroom.scrape.proc.network import Network, format_authority, read_network
 from vllm_headroom.scrape.proc.owners import Owner, read_owner
 from vllm_headroom.scrape.proc.reader import Scope, list_servers
-from vllm_headroom.scrape.proc.servers import Command, find_default_port, find_port, find_server
+from vllm_headroom.scrape.proc.servers import (
+    CommandLine,
+    find_default_port,
+    find_server,
+    find_server_port,
+)
 from vllm_headroom.vocabulary import EngineKind
 from vllm_headroom.worker import Worker
 
@@ -141,7 +146,7 @@ class NodeProcesses:
         """
         return await self._finder.call(self._find_engines, timeout_seconds)
 
-    def _find_command(self, pid: int) -> Command | None:
+    def _find_command(self, pid: int) -> CommandLine | None:
         """Return the command line of a process as it was last read; None where it is not known."""
         entry = self._entries.get(pid)
         return None if entry is None else entry.command
@@ -296,17 +301,17 @@ class NodeProcesses:
             return _refuse(engine, "its network has no address that can be reached")
         return engine
 
-    def _find_port(self, pid: int, command: Command, network: Network | None) -> int | None:
+    def _find_port(self, pid: int, command: CommandLine, network: Network | None) -> int | None:
         """Return the port on a server's command line, or else the only port that listens.
 
         If several ports listen, it is the default one. None where none of these is known. The title
         of a rank hides its command line, so the command line of the program above it counts.
         """
         entry = self._entries.get(pid)
-        parent_command: Command = ()
+        parent_command: CommandLine = ()
         if entry is not None:
             parent_command = proc_files.read_command(self._proc, entry.parent_pid)
-        port = find_port(command, None, parent_command)
+        port = find_server_port(command, None, parent_command)
         listening_ports = frozenset[int]()
         if network is not None:
             listening_ports = network.ports - {SIDECAR_PORT}
@@ -343,7 +348,7 @@ def _choose_due(
     return [*known_pids[:due_count], *(pids - readings.keys())]
 
 
-def _may_be_elsewhere(command: Command) -> bool:
+def _may_be_elsewhere(command: CommandLine) -> bool:
     """Return whether an environment variable may have set another port than the default."""
     server = find_server(command) if command else None
     return server is not None and bool(server.port_variable)

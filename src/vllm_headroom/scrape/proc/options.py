@@ -6,7 +6,7 @@ from decimal import InvalidOperation
 from typing import Any, Final, get_type_hints
 
 from vllm_headroom.model import EngineOptions
-from vllm_headroom.scrape.proc.servers import Command, find_server, list_options
+from vllm_headroom.scrape.proc.servers import CommandLine, find_server, list_options
 from vllm_headroom.units import LARGEST_EXACT_BYTES, parse_vllm_number
 
 _SHORT_OPTIONS: Final = {
@@ -62,7 +62,7 @@ _STARS: Final = "***"
 _STARRED: Final = rf"\g<before>\g<name>\g<start>{_STARS}"
 
 
-def read_options(command: Command) -> EngineOptions | None:
+def read_options(command: CommandLine) -> EngineOptions | None:
     """Return what the command line of a vLLM server sets; None for any other command line.
 
     As in vLLM, an option may have underscores or dashes, and its value follows a space or `=`. If
@@ -107,7 +107,7 @@ def _find_option_name(argument: str) -> str | None:
     return None
 
 
-def _find_positional_model(command: Command) -> str | None:
+def _find_positional_model(command: CommandLine) -> str | None:
     """Return the model in `vllm serve MODEL`; None where no argument or an option follows."""
     if "serve" not in command[:-1]:
         return None
@@ -135,7 +135,7 @@ def _parse_value(name: str, text: str) -> Any:  # noqa: ANN401 - of the type in 
     return value if 0 <= value <= max_value else None
 
 
-def star_secrets(command: Command) -> str:
+def star_secrets(command: CommandLine) -> str:
     """Return a command line to show, with its secrets replaced by stars.
 
     Secrets are all values of an option with a secret's name, and any text that looks like a secret.

@@ -6,7 +6,7 @@ from typing import Final
 
 from msgspec import Struct
 
-from vllm_headroom.scrape.proc.files import read_start, split_lines
+from vllm_headroom.scrape.proc.files import read_start, split_kernel_lines
 
 _POD: Final = re.compile(
     r"pod([0-9a-f]{8}(?:[-_][0-9a-f]{4}){3}[-_][0-9a-f]{12}|[0-9a-f]{32})(?![0-9a-f])"
@@ -50,7 +50,7 @@ def parse_owner(text: str) -> Owner | None:
     None for a text without any such line.
     """
     paths: dict[str, str] = {}
-    for line in split_lines(text):
+    for line in split_kernel_lines(text):
         hierarchy, separator, following = line.partition(":")
         controllers, second_separator, path = following.partition(":")
         if not separator or not second_separator:

@@ -20,15 +20,20 @@ from vllm_headroom.model import (
     ProcessReadings,
 )
 from vllm_headroom.scrape.proc import files as proc_files
-from vllm_headroom.scrape.proc.connections import count_waiting, find_slow_wait, list_waits
+from vllm_headroom.scrape.proc.connections import count_lasting_waits, find_slow_wait, list_waits
 from vllm_headroom.scrape.proc.files import ProcEntries, ProcEntry, ProcIdentity
-from vllm_headroom.scrape.proc.host import read_boot_time, read_cpu_pressure, read_host, read_parts
+from vllm_headroom.scrape.proc.host import (
+    read_boot_time,
+    read_cpu_pressure,
+    read_host,
+    read_process_parts,
+)
 from vllm_headroom.scrape.proc.options import read_options
 from vllm_headroom.scrape.proc.servers import (
-    Command,
-    find_port,
+    CommandLine,
     find_role,
     find_server,
+    find_server_port,
     is_supervisor,
 )
 from vllm_headroom.scrape.shortage import build_unavailable
@@ -257,7 +262,7 @@ class Processes:
             advice = "mount it, readable for this user"
             return build_unavailable(Source.PROCESS, f"{self._proc} cannot be read", error, advice)
 
-    def find_command(self, pid: int) -> Command | None:
+    def find_command(self, pid: int) -> CommandLine | None:
         """Return the command line of a process as it was last read; None where it is not visible.
 
         It may be called from any thread.
@@ -468,7 +473,7 @@ class Processes:
         # The title of a rank hides its command line, but its supervisor's command line has the
         # first port.
         parent_command = proc_files.read_command(self._proc, self._entries[pid].parent_pid)
-        port = find_port(command, self._page.port, parent_command)
+        port = find_server_port(command, self._page.port, parent_command)
         return ServedPort(port, can_listen)
 
     def _read_options(self) -> EngineOptions | None:
@@ -507,7 +512,7 @@ class Processes:
                 waits_seconds = list_waits(self._choice.ports or {self._page.port})
                 if waits_seconds is not None:
                     wait_seconds = find_slow_wait(waits_seconds)
-                    waiting_requests = count_waiting(waits_seconds)
+                    waiting_requests = count_lasting_waits(waits_seconds)
         return EngineProcess(
             pid=entry.pid,
             role=role,
@@ -515,7 +520,7 @@ class Processes:
             started_at_seconds=self._boot_time_seconds + entry.started_seconds,
             since_boot_seconds=entry.started_seconds,
             cpu_seconds=usage.cpu_seconds,
-            **read_parts(self._proc, entry.pid),
+            **read_process_parts(self._proc, entry.pid),
             state=usage.state,
             cpu_pressure_ratio=cpu_pressure_ratio,
             wait_seconds=wait_seconds,

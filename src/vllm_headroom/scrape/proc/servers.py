@@ -14,7 +14,7 @@ _MODULE_OPTION: Final = re.compile(r"-[A-Za-z]*m")
 _OPTIONS_WITH_VALUE: Final = ("-X", "-W")
 
 
-Command = tuple[str, ...]
+CommandLine = tuple[str, ...]
 """A process's command line: its program and arguments."""
 
 
@@ -127,7 +127,7 @@ _TITLE_ROLES: Final = tuple(chain.from_iterable(server.titles for server in SERV
 _TITLES: Final = tuple(title for title, _ in _TITLE_ROLES)
 
 
-def find_role(command: Command) -> Role | None:
+def find_role(command: CommandLine) -> Role | None:
     """Return the role of a process by its title or command line; None if it belongs to no server.
 
     A process without a title that runs a server has the role API_SERVER.
@@ -138,7 +138,7 @@ def find_role(command: Command) -> Role | None:
     return Role.API_SERVER if find_server(command) else None
 
 
-def find_server(command: Command) -> ServerKind | None:
+def find_server(command: CommandLine) -> ServerKind | None:
     """Return the kind of server that this command line runs; None where it runs none.
 
     A command line that only mentions a server, such as that of an editor, runs none.
@@ -160,7 +160,7 @@ def find_server(command: Command) -> ServerKind | None:
     return None
 
 
-def find_default_port(command: Command) -> int | None:
+def find_default_port(command: CommandLine) -> int | None:
     """Return the default port of a server by its command line or title; None for no server."""
     server = find_server(command)
     if server is not None:
@@ -171,7 +171,7 @@ def find_default_port(command: Command) -> int | None:
     return None
 
 
-def _strip_interpreter(command: Command) -> Command:
+def _strip_interpreter(command: CommandLine) -> CommandLine:
     """Return the script or module that an interpreter's command line runs, with its arguments.
 
     If the interpreter runs neither, the result is one empty argument.
@@ -196,12 +196,12 @@ _MAX_DIGITS: Final = 5
 """Digits of the largest port."""
 
 
-def is_supervisor(command: Command) -> bool:
+def is_supervisor(command: CommandLine) -> bool:
     """Return whether this vLLM process only starts a server for each data-parallel rank."""
     return not _SUPERVISOR_OPTIONS.isdisjoint(command)
 
 
-def list_options(command: Command) -> Iterator[tuple[str, str]]:
+def list_options(command: CommandLine) -> Iterator[tuple[str, str]]:
     """Yield each argument's text up to any `=`, with its value if it is an option.
 
     The value is the text after `=` or, without `=`, the next argument. The caller decides which
@@ -212,10 +212,10 @@ def list_options(command: Command) -> Iterator[tuple[str, str]]:
         yield name, value if separator else next_argument
 
 
-def find_port(
-    command: Command,
+def find_server_port(
+    command: CommandLine,
     wanted_port: int | None = None,
-    parent_command: Command = (),
+    parent_command: CommandLine = (),
 ) -> int | None:
     """Return the port of a server by its command line; None where unknown.
 
@@ -242,7 +242,7 @@ def find_port(
     return server.default_port
 
 
-def _find_rank_port(command: Command, supervisor_command: Command) -> int | None:
+def _find_rank_port(command: CommandLine, supervisor_command: CommandLine) -> int | None:
     """Return the port of a rank below a supervisor; None where unknown.
 
     The ports of ranks are consecutive, starting at the supervisor's port
@@ -251,7 +251,7 @@ def _find_rank_port(command: Command, supervisor_command: Command) -> int | None
     sizes = [
         value for name, value in list_options(supervisor_command) if name in _LOCAL_SIZE_OPTIONS
     ]
-    first_port = find_port(supervisor_command)
+    first_port = find_server_port(supervisor_command)
     local_ranks = _parse_count(sizes[-1]) if sizes else None
     if not command:
         return None  # the rank is exiting: the kernel has released the memory of its command line

@@ -8,7 +8,7 @@ from msgspec import Struct
 from vllm_headroom.model.start import EngineStart, LogFailure
 from vllm_headroom.units import MIB
 from vllm_headroom.vocabulary import LogEventKind, LogFailureKind
-from vllm_headroom_tools.advise.facts import Facts, Origin
+from vllm_headroom_tools.advise.facts import Facts, FactsSource
 from vllm_headroom_tools.advise.finding import Change
 from vllm_headroom_tools.advise.rules.capacity import ROUNDING_TOLERANCE, change_share
 from vllm_headroom_tools.advise.settings import EngineArgs, Flag
@@ -97,7 +97,7 @@ def read_start_facts(start: EngineStart, option_args: EngineArgs) -> StartFacts:
     return StartFacts(
         start=start,
         failure=failure,
-        facts=Facts(origin=Origin.LOG, settings=settings, samples=0),
+        facts=Facts(origin=FactsSource.LOG, settings=settings, samples=0),
         total_bytes=total_bytes,
         requested_bytes=requested_bytes,
         # The least counts, because the fullest GPU decides.

@@ -47,7 +47,7 @@ DEFRAGMENT_COST: Final = "not with sleep mode, which refuses it; a restart"
 LOG_ROUNDING_BYTES: Final = GIB / 100
 """vLLM logs sizes in hundredths of a GiB."""
 
-Rule = Callable[[StartFacts, LogFailure], tuple[Change, ...]]
+FailureRule = Callable[[StartFacts, LogFailure], tuple[Change, ...]]
 
 
 def advise_on_failure(start_facts: StartFacts, failure: LogFailure) -> Advice:
@@ -428,7 +428,7 @@ MEMORY_KINDS: Final = frozenset(
     {LogFailureKind.GPU_OUT_OF_MEMORY, LogFailureKind.NO_KV_CACHE_MEMORY}
 )
 
-RULES: Final[Mapping[LogFailureKind, Rule]] = {
+RULES: Final[Mapping[LogFailureKind, FailureRule]] = {
     LogFailureKind.GPU_OUT_OF_MEMORY: _change_for_refusal,
     LogFailureKind.NO_KV_CACHE_MEMORY: _change_for_no_cache,
     LogFailureKind.CONTEXT_TOO_LONG: _change_for_context,

@@ -15,9 +15,9 @@ from vllm_headroom_tools.advise.facts import (
     CappedFacts,
     EngineFacts,
     Facts,
+    FactsSource,
     FullFacts,
     GpuFacts,
-    Origin,
     PrefixFacts,
 )
 from vllm_headroom_tools.advise.finding import (
@@ -157,7 +157,7 @@ def take_more(facts: Facts) -> Change | None:
     room_bytes = facts.least_room_bytes
     usable_bytes = facts.usable_bytes
     # A page has no history of peaks, and a short trace may have missed them.
-    if facts.origin is Origin.PAGE or facts.span_seconds < PEAKS_SECONDS:
+    if facts.origin is FactsSource.PAGE or facts.span_seconds < PEAKS_SECONDS:
         return None
     if facts.failed_starts or has_run_short(facts):
         return None
@@ -397,7 +397,7 @@ def _diagnose_many_requests(facts: Facts, pressed: PressedCache) -> CacheDiagnos
     It applies if neither the model nor the requests are too large for the cache.
     """
     name = name_engine(facts, pressed.engine)
-    now = " now" if facts.origin is Origin.PAGE else ""
+    now = " now" if facts.origin is FactsSource.PAGE else ""
     return CacheDiagnosis(
         cause=Cause.CONCURRENCY_MISJUDGED,
         summary=(

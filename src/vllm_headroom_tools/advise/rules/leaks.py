@@ -17,9 +17,9 @@ from vllm_headroom_tools.advise.facts import (
     AIM_BYTES,
     EngineFacts,
     Facts,
+    FactsSource,
     GpuFacts,
     Leak,
-    Origin,
     Shortage,
     Spell,
     StrandedFacts,
@@ -138,7 +138,7 @@ def find_straight_growth(facts: Facts) -> Advice | None:
     Proposes: a fix of the growth. No option of vLLM stops a leak.
     Returns None where it does not apply.
     """
-    gpus = [causes.find_straight_growth(end) for end in facts.ends]
+    gpus = [causes.find_straight_growth_gpu(end) for end in facts.ends]
     # The newest exit comes first, because the operator asks about it.
     for gpu in reversed(gpus):
         if gpu is not None and gpu.straight_growth is not None:
@@ -398,7 +398,7 @@ def find_over_budget(facts: Facts) -> Advice | None:
         "the KV cache of each GPU shrinks by as much; a restart",
     )
     duration = format_duration(excess.seconds)
-    lasted = f", for {duration}" if facts.origin is Origin.TRACE else ""
+    lasted = f", for {duration}" if facts.origin is FactsSource.TRACE else ""
     # At rest; bursts need more in addition.
     room_bytes = max(0.0, (gpu.usable_bytes or 0.0) - excess.budget_bytes - excess.excess_bytes)
     return Advice(
@@ -426,7 +426,7 @@ def _list_over_budget(facts: Facts) -> list[tuple[GpuFacts, BudgetExcess]]:
     """Return the GPUs on which the engine's excess left little memory or explains an exit."""
     fatal_uuids = set()
     for end in facts.ends:
-        fatal_gpu = causes.find_over_budget(end) if is_over_budget(end) else None
+        fatal_gpu = causes.find_over_budget_gpu(end) if is_over_budget(end) else None
         if fatal_gpu is not None:
             fatal_uuids.add(fatal_gpu.uuid)
     gpus = []
@@ -473,7 +473,7 @@ def find_shortage(facts: Facts, kind: Shortage) -> Advice | None:
         changes = drop_none(_halve_steps(facts), _run_fewer(facts, gpu, worst_spell), smaller_share)
         remark = BURST_REMARK
     else:
-        if facts.origin is Origin.PAGE:
+        if facts.origin is FactsSource.PAGE:
             summary += " now"
         changes = drop_none(smaller_share)
         remark = SHORTAGE_REMARK
@@ -492,8 +492,8 @@ def _list_explained(facts: Facts, kind: Shortage) -> set[str]:
         return {gpu.uuid for gpu, _ in _list_over_budget(facts)}
     if kind is Shortage.RISEN:
         return set()
-    fatal_gpus = [causes.find_straight_growth(end) for end in facts.ends]
-    fatal_gpus += [causes.find_over_budget(end) for end in facts.ends if is_over_budget(end)]
+    fatal_gpus = [causes.find_straight_growth_gpu(end) for end in facts.ends]
+    fatal_gpus += [causes.find_over_budget_gpu(end) for end in facts.ends if is_over_budget(end)]
     return {gpu.uuid for gpu in fatal_gpus if gpu is not None}
 
 

@@ -11,7 +11,7 @@ from vllm_headroom.derive.verdicts import LOW_BYTES
 from vllm_headroom.model import Ending
 from vllm_headroom.units import format_instant, format_size
 from vllm_headroom.vocabulary import EndCause, Sureness
-from vllm_headroom_tools.advise.facts import AIM_BYTES, Extent, Facts, GpuFacts, Origin
+from vllm_headroom_tools.advise.facts import AIM_BYTES, Extent, Facts, FactsSource, GpuFacts
 from vllm_headroom_tools.advise.finding import (
     Advice,
     Cause,
@@ -482,7 +482,7 @@ def find_other_tenant(facts: Facts) -> Advice | None:
         return None
     now = ""
     highest_bytes: float | None = others_memory.highest_bytes
-    if facts.origin is Origin.PAGE:
+    if facts.origin is FactsSource.PAGE:
         now = " now"
         highest_bytes = None
     smaller_share = _make_room_for_others(facts, gpu, others_memory)
@@ -526,7 +526,7 @@ def _is_problem(facts: Facts, gpu: GpuFacts, others_memory: Extent) -> bool:
     """
     if others_memory.highest_bytes <= NEIGHBOUR_BYTES:
         return False
-    if facts.origin is Origin.PAGE:
+    if facts.origin is FactsSource.PAGE:
         return True
     if others_memory.highest_bytes - others_memory.lowest_bytes > NEIGHBOUR_BYTES:
         return True

@@ -20,7 +20,7 @@ from vllm_headroom.units import MIB
 from vllm_headroom_tools.bad_input import BadInput
 from vllm_headroom_tools.replay.prometheus.api import PrometheusApi, Series, TimeSpan
 
-Value = tuple[Series, float]
+SeriesValue = tuple[Series, float]
 """A series and its value at the time of the sample."""
 
 Side = list[dict[str, Any]]
@@ -45,7 +45,7 @@ class Exporter(Struct, frozen=True, kw_only=True):
     Series with the same name and the same values of these labels belong to one thing.
     """
 
-    sample: Callable[[Iterable[Value]], Side]
+    sample: Callable[[Iterable[SeriesValue]], Side]
     """Returns the side of one sample, from the values at its time."""
 
     has_start_time: bool = False
@@ -208,7 +208,7 @@ _MEMORY_FACTS: Final = ("total", "used", "reserved", "engine", "other")
 
 
 def _sample_gpus(
-    fields: Mapping[str, str], uuid_label: str, unit_bytes: int, values: Iterable[Value]
+    fields: Mapping[str, str], uuid_label: str, unit_bytes: int, values: Iterable[SeriesValue]
 ) -> Side:
     """Return a trace's entry for each device, by UUID.
 
@@ -317,7 +317,7 @@ _OWN_FIELDS: Final = {
 
 
 def _sample_own(
-    labels: Mapping[str, str], fields: Mapping[str, str], values: Iterable[Value]
+    labels: Mapping[str, str], fields: Mapping[str, str], values: Iterable[SeriesValue]
 ) -> Side:
     """Return a trace's entry for each engine or process of this project's exporter.
 
@@ -333,7 +333,7 @@ def _sample_own(
     return [entries[key] for key in sorted(entries)]
 
 
-def _sample_engines(profile: Profile, values: Iterable[Value]) -> Side:
+def _sample_engines(profile: Profile, values: Iterable[SeriesValue]) -> Side:
     """Return a trace's entry for each engine, as from its own page; empty without engines."""
     samples = [Sample(series.name, dict(series.labels), value) for series, value in values]
     page = build_page(profile, samples)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from tests.unit.commands.advise import traces
 from vllm_headroom_tools.advise.facts import Shortage
-from vllm_headroom_tools.advise.verdict import judge
+from vllm_headroom_tools.advise.verdict import judge_facts
 
 
 def test_a_sleep_ends_no_engine() -> None:
@@ -21,7 +21,7 @@ def test_a_sleep_ends_no_engine() -> None:
             else:
                 yield traces.sample(step)
 
-    assert judge(traces.facts(asleep())).advice == ()
+    assert judge_facts(traces.facts(asleep())).advice == ()
 
 
 def test_what_is_short_since_it_woke_is_short_from_its_start() -> None:

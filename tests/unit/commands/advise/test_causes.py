@@ -11,14 +11,14 @@ import pytest
 from tests.unit.commands.advise import traces
 from vllm_headroom_tools.advise.finding import Advice, Cause, Change
 from vllm_headroom_tools.advise.settings import EngineArgs, Flag
-from vllm_headroom_tools.advise.verdict import Assessment, judge
+from vllm_headroom_tools.advise.verdict import Assessment, judge_facts
 from vllm_headroom_tools.conclusion import Conclusion
 
 AS_SET = EngineArgs(gpu_memory_utilization=0.92)
 
 
 def answer(trace: traces.Trace, settings: EngineArgs = AS_SET) -> Assessment:
-    return judge(traces.seen(trace).build_facts(settings))
+    return judge_facts(traces.seen(trace).build_facts(settings))
 
 
 def only(trace: traces.Trace, settings: EngineArgs = AS_SET) -> Advice:
@@ -396,7 +396,7 @@ def test_a_load_that_never_exceeded_110_is_no_limit_where_225_fit() -> None:
 def test_thrashing_is_recognised_at_its_second_round() -> None:
     records = list(islice(traces.thrashing(), traces.THRASHING_STEP + 17))
 
-    assessment = judge(traces.facts(records))
+    assessment = judge_facts(traces.facts(records))
     (advice,) = assessment.advice
 
     assert advice.cause is Cause.KV_CACHE_THRASHING
@@ -408,7 +408,7 @@ def test_thrashing_of_a_short_trace_needs_no_hour() -> None:
     """As in the field (discuss.vllm.ai, 2608): 18 requests of 80,800 tokens, four times back to the queue."""
     records = list(islice(traces.thrashing(), traces.THRASHING_STEP - 30, traces.THRASHING_STEP + 60))
 
-    assessment = judge(traces.facts(records))
+    assessment = judge_facts(traces.facts(records))
 
     assert assessment.verdict is Conclusion.NOT_GOOD
     assert [advice.cause for advice in assessment.advice] == [Cause.KV_CACHE_THRASHING]
@@ -426,7 +426,7 @@ def test_thrashing_shows_without_the_counter_of_preemptions(counts: bool) -> Non
             preemptions = engine["preemptions_total"] if counts else None
             yield {**record, "engines": [{**engine, "preemptions_total": preemptions}]}
 
-    assert [advice.cause for advice in judge(traces.facts(uncounted())).advice] == [Cause.KV_CACHE_THRASHING]
+    assert [advice.cause for advice in judge_facts(traces.facts(uncounted())).advice] == [Cause.KV_CACHE_THRASHING]
 
 
 def test_batches_that_finish_with_a_full_cache_do_not_thrash() -> None:
@@ -444,7 +444,7 @@ def test_batches_that_finish_with_a_full_cache_do_not_thrash() -> None:
                 kv_used_ratio=0.0 if has_finished else 0.8 + within / 30,
             )
 
-    assert judge(traces.facts(batches())).advice == ()
+    assert judge_facts(traces.facts(batches())).advice == ()
 
 
 def test_a_burst_that_collapses_twice_within_half_a_minute_is_no_thrashing() -> None:
@@ -455,12 +455,12 @@ def test_a_burst_that_collapses_twice_within_half_a_minute_is_no_thrashing() -> 
                 known = {"running": 200, "kv_used_ratio": 1.0}
             yield traces.sample(step, preemptions_total=min(2, max(0, step - 100)) * 150, **known)
 
-    assert judge(traces.facts(burst())).advice == ()
+    assert judge_facts(traces.facts(burst())).advice == ()
 
 
 def test_one_collapse_or_a_restart_is_no_thrashing() -> None:
     once = list(islice(traces.thrashing(), traces.THRASHING_STEP + 9))
-    assert judge(traces.facts(once)).advice == ()
+    assert judge_facts(traces.facts(once)).advice == ()
 
     def restarts() -> Iterator[traces.Record]:
         for record in traces.thrashing():
@@ -468,7 +468,7 @@ def test_one_collapse_or_a_restart_is_no_thrashing() -> None:
             run = engine["preemptions_total"]
             yield {**record, "engines": [{**engine, "preemptions_total": 0, "started_at": traces.BEGAN + run}]}
 
-    assert Cause.KV_CACHE_THRASHING not in {advice.cause for advice in judge(traces.facts(restarts())).advice}
+    assert Cause.KV_CACHE_THRASHING not in {advice.cause for advice in judge_facts(traces.facts(restarts())).advice}
 
 
 def test_a_full_cache_never_makes_vllm_take_less() -> None:

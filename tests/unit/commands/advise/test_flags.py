@@ -6,7 +6,7 @@ import pytest
 
 from tests.unit.commands.advise import traces
 from vllm_headroom_tools.advise.settings import FIRST_VERSIONS, EngineArgs, Flag
-from vllm_headroom_tools.advise.verdict import judge
+from vllm_headroom_tools.advise.verdict import judge_facts
 from vllm_headroom_tools.versions import OLDEST, Version, parse_version
 
 
@@ -69,7 +69,7 @@ def test_the_options_are_those_of_vllm() -> None:
 def test_an_option_that_a_version_does_not_have_is_left_out_and_reported(
     version: Version | None, flags: list[Flag], note: str | None
 ) -> None:
-    assessment = judge(traces.seen(traces.prefix_cache).build_facts(EngineArgs(version=version)))
+    assessment = judge_facts(traces.seen(traces.prefix_cache).build_facts(EngineArgs(version=version)))
 
     (advice,) = assessment.advice
     assert [change.flag for change in advice.changes if change.flag] == flags
@@ -87,7 +87,7 @@ def test_where_nothing_tells_the_version_only_options_that_all_have_are_advised(
             records.append(record)
         return records
 
-    assessment = judge(traces.facts(bare(), EngineArgs(sizes_cache_in_bytes=True, kv_cache_memory_bytes=2**36)))
+    assessment = judge_facts(traces.facts(bare(), EngineArgs(sizes_cache_in_bytes=True, kv_cache_memory_bytes=2**36)))
 
     assert assessment.facts.settings.earliest_version == OLDEST
     assert [change.flag for advice in assessment.advice for change in advice.changes] == []
@@ -95,6 +95,6 @@ def test_where_nothing_tells_the_version_only_options_that_all_have_are_advised(
 
 
 def test_a_version_newer_than_those_looked_at_is_reported() -> None:
-    assessment = judge(traces.facts(traces.burst(), EngineArgs(version=(0, 40, 0))))
+    assessment = judge_facts(traces.facts(traces.burst(), EngineArgs(version=(0, 40, 0))))
 
     assert any(note.startswith("vLLM 0.40.0 is newer than 0.33.0") for note in assessment.notes)

@@ -10,7 +10,7 @@ from tests.unit.commands.advise import traces
 from vllm_headroom_tools.advise.facts import EngineFacts, Shortage
 from vllm_headroom_tools.advise.finding import Cause
 from vllm_headroom_tools.advise.settings import EngineArgs
-from vllm_headroom_tools.advise.verdict import judge
+from vllm_headroom_tools.advise.verdict import judge_facts
 from vllm_headroom_tools.conclusion import Conclusion
 
 
@@ -73,7 +73,7 @@ def test_what_was_seen_under_other_settings_says_nothing_of_these() -> None:
             else:
                 yield traces.sample(step, began_seconds=traces.BEGAN + 8 * 3600, kv_capacity_tokens=380_000)
 
-    assessment = judge(traces.facts(changed()))
+    assessment = judge_facts(traces.facts(changed()))
 
     assert assessment.verdict is Conclusion.GOOD
     assert assessment.facts.span_seconds == pytest.approx(8 * 3600, abs=60)
@@ -111,7 +111,7 @@ def test_a_spell_that_comes_and_goes_for_hours_is_made_of_peaks() -> None:
 def test_one_start_that_failed_may_be_a_person_who_changed_their_mind() -> None:
     records = [record for step, record in enumerate(traces.start_up_runs_out()) if step < 20]
 
-    assessment = judge(traces.facts(records))
+    assessment = judge_facts(traces.facts(records))
 
     assert assessment.verdict is Conclusion.CANNOT_TELL
     assert len(assessment.facts.failed_starts) == 1
@@ -120,7 +120,7 @@ def test_one_start_that_failed_may_be_a_person_who_changed_their_mind() -> None:
 def test_starts_are_seen_by_the_memory_where_processes_are_not() -> None:
     records = [{**record, "processes": None} for record in traces.start_up_runs_out()]
 
-    assert [advice.cause for advice in judge(traces.facts(records)).advice] == [Cause.START_UP]
+    assert [advice.cause for advice in judge_facts(traces.facts(records)).advice] == [Cause.START_UP]
 
 
 def test_an_engine_that_dies_and_comes_back_failed_no_start() -> None:
@@ -137,11 +137,11 @@ def test_samples_without_gpus_or_engines_are_passed_over() -> None:
         for step, record in enumerate(traces.healthy())
     ]
 
-    assert judge(traces.facts(records)).verdict is Conclusion.GOOD
+    assert judge_facts(traces.facts(records)).verdict is Conclusion.GOOD
 
 
 def test_a_short_trace_is_not_called_healthy() -> None:
-    assessment = judge(traces.facts(traces.healthy(0.5)))
+    assessment = judge_facts(traces.facts(traces.healthy(0.5)))
 
     assert assessment.verdict is Conclusion.CANNOT_TELL
     assert "a longer history: it covers 29 min 30 s, and an hour is needed" in assessment.missing
@@ -151,7 +151,7 @@ def test_a_prefix_cache_is_not_judged_while_requests_wait_in_an_old_version() ->
     records = [{**record, "engines": [record["engines"][0] | {"waiting": 5}]} for record in traces.prefix_cache()]
     seen = traces.history(records)
 
-    old, new = (judge(seen.build_facts(EngineArgs(version=version))) for version in ((0, 26, 0), (0, 27, 0)))
+    old, new = (judge_facts(seen.build_facts(EngineArgs(version=version))) for version in ((0, 26, 0), (0, 27, 0)))
 
     assert old.advice == ()
     assert any("is not reliable" in note for note in old.notes)
@@ -161,14 +161,14 @@ def test_a_prefix_cache_is_not_judged_while_requests_wait_in_an_old_version() ->
 def test_a_prefix_cache_is_not_judged_by_four_hours() -> None:
     records = [record for step, record in enumerate(traces.prefix_cache()) if step < 480]
 
-    assessment = judge(traces.facts(records))
+    assessment = judge_facts(traces.facts(records))
 
     assert assessment.verdict is Conclusion.GOOD
     assert any(note.startswith("Too little was looked up in the prefix cache") for note in assessment.notes)
 
 
 def test_a_trace_of_nothing_is_shown_what_it_lacks() -> None:
-    assessment = judge(traces.facts([{"t": 1.0}, {"t": 4000.0}]))
+    assessment = judge_facts(traces.facts([{"t": 1.0}, {"t": 4000.0}]))
 
     assert assessment.verdict is Conclusion.CANNOT_TELL
     assert assessment.missing == (

@@ -22,7 +22,7 @@ from vllm_headroom_tools.advise.facts import Extent, Facts
 from vllm_headroom_tools.advise.finding import Cause
 from vllm_headroom_tools.advise.page import parse_facts
 from vllm_headroom_tools.advise.settings import EngineArgs, Flag
-from vllm_headroom_tools.advise.verdict import Assessment, judge
+from vllm_headroom_tools.advise.verdict import Assessment, judge_facts
 from vllm_headroom_tools.bad_input import BadInput
 from vllm_headroom_tools.conclusion import Conclusion
 
@@ -38,7 +38,7 @@ def facts(lines: Lines, settings: EngineArgs | None = None) -> Facts:
 
 
 def answer(lines: Lines) -> Assessment:
-    return judge(facts(lines))
+    return judge_facts(facts(lines))
 
 
 def causes(lines: Lines) -> list[Cause | LogFailureKind]:

@@ -10,7 +10,7 @@ from vllm_headroom_tools.advise.command import write_advice
 from vllm_headroom_tools.advise.finding import Advice, Cause
 from vllm_headroom_tools.advise.page import parse_facts
 from vllm_headroom_tools.advise.settings import EngineArgs, Flag
-from vllm_headroom_tools.advise.verdict import judge
+from vllm_headroom_tools.advise.verdict import judge_facts
 
 SETTINGS = EngineArgs(max_num_batched_tokens=8192, max_num_seqs=256)
 
@@ -37,7 +37,7 @@ def probed(work: str = "prefill", *, peak_mib: int, room_mib: int = 4000, **safe
 
 
 def advise(lines: Lines) -> list[Advice]:
-    found = judge(parse_facts(text(lines), SETTINGS)).advice
+    found = judge_facts(parse_facts(text(lines), SETTINGS)).advice
     return [advice for advice in found if advice.cause is Cause.PEAK]
 
 

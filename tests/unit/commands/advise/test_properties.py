@@ -17,18 +17,18 @@ from vllm_headroom_tools.advise.facts import (
     EngineFacts,
     Extent,
     Facts,
+    FactsSource,
     FullFacts,
     GpuFacts,
     HostFacts,
     Leak,
-    Origin,
     PrefixFacts,
     Shortage,
     Spell,
 )
 from vllm_headroom_tools.advise.finding import Cause, Change
 from vllm_headroom_tools.advise.settings import FIRST_VERSIONS, EngineArgs, Flag
-from vllm_headroom_tools.advise.verdict import judge
+from vllm_headroom_tools.advise.verdict import judge_facts
 from vllm_headroom_tools.conclusion import Conclusion
 from vllm_headroom_tools.full_cache import ThrashFacts
 from vllm_headroom_tools.history import Moment
@@ -169,7 +169,7 @@ END = st.builds(
 def facts(leak: st.SearchStrategy[Leak] = LEAK) -> st.SearchStrategy[Facts]:
     return st.builds(
         Facts,
-        origin=st.sampled_from(Origin),
+        origin=st.sampled_from(FactsSource),
         settings=SETTINGS,
         begin_seconds=st.just(0.0),
         end_seconds=SECONDS,
@@ -186,7 +186,7 @@ ENDED_BESIDE_OTHERS = Ending(
     gpus=(GpuAtEnd(index=0, uuid="GPU-a", last_other_bytes=2 * 10**9, first_room_bytes=21 * 10**8),),
 )
 MORE_WAS_FREE_THAN_IS_THERE = Facts(
-    origin=Origin.TRACE,
+    origin=FactsSource.TRACE,
     settings=EngineArgs(),
     gpus=(GpuFacts(index=0, uuid="GPU-a", leak=Leak(state=LeakState.STABLE), usable_bytes=1e9),),
     ends=(ENDED_BESIDE_OTHERS, ENDED_BESIDE_OTHERS),
@@ -194,13 +194,13 @@ MORE_WAS_FREE_THAN_IS_THERE = Facts(
 
 
 def changes(found: Facts) -> list[tuple[str, Change]]:
-    return [(advice.cause, change) for advice in judge(found).advice for change in advice.changes]
+    return [(advice.cause, change) for advice in judge_facts(found).advice for change in advice.changes]
 
 
 @given(facts(HEALTHY) | facts())
 @settings(max_examples=300, deadline=None)
 def test_no_option_is_named_that_this_version_does_not_have(found: Facts) -> None:
-    assessment = judge(found)
+    assessment = judge_facts(found)
     there = {str(flag) for flag in Flag if FIRST_VERSIONS[flag] <= found.settings.earliest_version}
 
     for words in (
@@ -263,7 +263,7 @@ def test_no_two_changes_pull_one_option_apart(found: Facts) -> None:
 @given(facts(HEALTHY) | facts())
 @settings(max_examples=300, deadline=None)
 def test_nothing_to_change_is_said_only_where_nothing_is_missing(found: Facts) -> None:
-    assessment = judge(found)
+    assessment = judge_facts(found)
 
     assert (assessment.verdict is Conclusion.NOT_GOOD) == bool(assessment.advice)
     if assessment.verdict is Conclusion.GOOD:

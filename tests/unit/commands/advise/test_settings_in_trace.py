@@ -8,7 +8,7 @@ import pytest
 
 from tests.unit.commands.advise import traces
 from vllm_headroom_tools.advise.settings import FIELD_VERSIONS, EngineArgs
-from vllm_headroom_tools.advise.verdict import judge
+from vllm_headroom_tools.advise.verdict import judge_facts
 
 
 def read_engine_args(settings: EngineArgs = traces.UNTOLD, **said: Any) -> EngineArgs:
@@ -46,7 +46,7 @@ def test_a_value_takes_the_place_of_a_difference_where_the_share_is_known(share:
         {**each, "engines": [{**each["engines"][0], "gpu_memory_utilization": share}]}
         for each in traces.configuration_overshoot()
     )
-    change = judge(traces.facts(records)).advice[0].changes[0]
+    change = judge_facts(traces.facts(records)).advice[0].changes[0]
 
     assert (change.now, change.value is not None, change.difference is not None) == (
         share,

@@ -9,14 +9,14 @@ from tests.contract.recorded import FOLDER
 from vllm_headroom.model import EnginePage, Failure
 from vllm_headroom.parse.engines import parse_engines
 from vllm_headroom.vocabulary import Reason
-from vllm_headroom_tools.demo.run import SimulatedEngine, render_page
+from vllm_headroom_tools.demo.run import SimulatedEngine, render_engine_page
 from vllm_headroom_tools.demo.world import CAPACITY_TOKENS, TABLE, World
 
 EPOCH_SECONDS = 1_790_000_000.0
 
 
 def parsed(world: World) -> EnginePage:
-    understood = parse_engines(render_page(world.engine, EPOCH_SECONDS))
+    understood = parse_engines(render_engine_page(world.engine, EPOCH_SECONDS))
     assert isinstance(understood, EnginePage)
     return understood
 
@@ -83,7 +83,7 @@ def test_the_parts_of_the_page_are_those_of_vllm() -> None:
     """Each name and each label stands on a recorded page."""
     recorded = (FOLDER / "vllm-0.32.0" / "load-waiting.prom").read_text()
 
-    for line in render_page(World(TABLE["healthy"]).engine, EPOCH_SECONDS).splitlines():
+    for line in render_engine_page(World(TABLE["healthy"]).engine, EPOCH_SECONDS).splitlines():
         name, _, labels = line.partition(" ")[0].partition("{")
         found = next(line for line in recorded.splitlines() if line.startswith((f"{name}{{", f"{name} ")))
         assert all(f"{label}=" in found for label in re.findall(r"(\w+)=", labels))

@@ -14,7 +14,7 @@ from tests.unit.commands.postmortem.spoiled import Spoil
 from vllm_headroom.model import Diagnosis
 from vllm_headroom.trace.incident import read_incident
 from vllm_headroom.vocabulary import EndCause, Sureness
-from vllm_headroom_tools.postmortem.report import EndFollower, judge
+from vllm_headroom_tools.postmortem.report import EndFollower, judge_end
 from vllm_headroom_tools.trace import parse_snapshot
 
 EACH = 20
@@ -26,7 +26,7 @@ def named(scene: Scene) -> Diagnosis:
     follower = EndFollower(None if scene.header is None else read_incident(scene.header))
     for record in scene.samples:
         follower.step(parse_snapshot(record))
-    return judge(follower.ending, has_ended=scene.header is not None or follower.is_page_lost)[0]
+    return judge_end(follower.ending, has_ended=scene.header is not None or follower.is_page_lost)[0]
 
 
 def test_the_named_cause_is_right_and_never_surely_wrong() -> None:

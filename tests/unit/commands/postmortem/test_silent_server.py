@@ -6,7 +6,7 @@ from tests.samples import snapshot
 from tests.unit.derive.life.watch import BEGAN, CORE, REFUSED, SERVER, SILENT, STEP_SECONDS, WHOLE, card, working
 from vllm_headroom.model import Diagnosis, EnginePage, EngineProcess, Failure
 from vllm_headroom.vocabulary import EndCause, Sureness
-from vllm_headroom_tools.postmortem.report import EndFollower, judge
+from vllm_headroom_tools.postmortem.report import EndFollower, judge_end
 
 Look = tuple[EnginePage | Failure, tuple[EngineProcess, ...]]
 AT_WORK: list[Look] = [(working(20.0 + done), WHOLE) for done in range(12)]
@@ -17,7 +17,7 @@ def diagnose_looks(looks: list[Look]) -> Diagnosis:
     for turn, (engines, processes) in enumerate(looks):
         gpu = card(70 if CORE in processes else 0)
         follower.step(snapshot(at=BEGAN + STEP_SECONDS * turn, engines=engines, processes=processes, gpus=(gpu,)))
-    return judge(follower.ending)[0]
+    return judge_end(follower.ending)[0]
 
 
 def test_a_server_that_waits_without_its_core_behind_a_closed_port_was_asked_to_end() -> None:

@@ -15,8 +15,8 @@ from vllm_headroom.scrape.proc.reader import Processes
 from vllm_headroom_tools.conclusion import Conclusion
 from vllm_headroom_tools.preflight.checks import GpuChoice, Kind, MemoryRequest, Obstacle
 from vllm_headroom_tools.preflight.command import wait_until_settled
-from vllm_headroom_tools.preflight.look import Conditions, look
-from vllm_headroom_tools.preflight.report import Clearance, judge
+from vllm_headroom_tools.preflight.look import Conditions, read_conditions
+from vllm_headroom_tools.preflight.report import Clearance, judge_conditions
 
 CONTAINER: Final = "pid:[4026532555]"
 DEFAULT: Final = MemoryRequest(utilization_ratio=0.92)
@@ -57,7 +57,9 @@ class Preflight:
             gpus = Gpus(monotonic=time.monotonic, process_interval_seconds=0, proc=self.tree.path, sys=self.sys)
             processes = Processes(engine_port=port, proc=self.tree.path, monotonic=time.monotonic)
             try:
-                return await look(gpus, processes, proc=self.tree.path, shm=self.shm, timeout_seconds=patience_seconds)
+                return await read_conditions(
+                    gpus, processes, proc=self.tree.path, shm=self.shm, timeout_seconds=patience_seconds
+                )
             finally:
                 await gpus.close()
 
@@ -84,10 +86,10 @@ class Preflight:
             processes = Processes(engine_port=0, proc=self.tree.path, monotonic=time.monotonic)
 
             async def once() -> Clearance:
-                conditions = await look(
+                conditions = await read_conditions(
                     gpus, processes, proc=self.tree.path, shm=self.shm, timeout_seconds=patience_seconds
                 )
-                return judge(conditions, ask, wanted or GpuChoice(), ignored)
+                return judge_conditions(conditions, ask, wanted or GpuChoice(), ignored)
 
             try:
                 return await wait_until_settled(once, seconds, say)

@@ -4,7 +4,7 @@ import pytest
 
 from vllm_headroom_tools.conclusion import Conclusion
 from vllm_headroom_tools.options import BadOptions, Parser
-from vllm_headroom_tools.preflight.checks import check_options
+from vllm_headroom_tools.preflight.checks import check_unknown_options
 from vllm_headroom_tools.preflight.command import COMMAND
 
 
@@ -60,7 +60,7 @@ def test_an_option_of_preflight_itself_is_still_refused() -> None:
     ],
 )
 def test_only_a_vllm_whose_options_are_known_refuses_an_unknown_one(version: str | None, verdict: Conclusion) -> None:
-    (finding,) = check_options(read_line("--ctl", "3"), version)
+    (finding,) = check_unknown_options(read_line("--ctl", "3"), version)
 
     assert finding.verdict is verdict
     assert finding.text.startswith("--ctl: not an option of preflight or of vLLM 0.19 to 0.33")

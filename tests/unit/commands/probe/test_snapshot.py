@@ -17,7 +17,7 @@ from vllm_headroom_tools.bad_input import BadInput
 from vllm_headroom_tools.probe import snapshot as asking
 from vllm_headroom_tools.probe import snapshot_file
 from vllm_headroom_tools.probe.snapshot import report_taken, take_snapshots
-from vllm_headroom_tools.probe.snapshot_file import parse_snapshot
+from vllm_headroom_tools.probe.snapshot_file import parse_torch_snapshot
 
 Document = dict[str, Any]
 
@@ -124,7 +124,7 @@ def test_a_forged_file_is_one_line_and_runs_nothing(
 def test_files_without_end_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snapshot_file, "MAX_OPERATIONS", 1000)
     with pytest.raises(BadInput, match="no snapshot"):
-        parse_snapshot(b"\x80\x04(" + b"]" * 2000 + b"l.", "many")
+        parse_torch_snapshot(b"\x80\x04(" + b"]" * 2000 + b"l.", "many")
     assert snapshot_file.MAX_FILE_BYTES == 64 << 20
     with (tmp_path / "large").open("wb") as file:
         file.truncate((64 << 20) + 1)

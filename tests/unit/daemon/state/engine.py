@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from tests.logs import capture_logs
 from tests.samples import engine, gpu, page, snapshot
 from vllm_headroom.daemon.state.lock import FolderLock
-from vllm_headroom.daemon.state.saved import Identity, Memory, SavedState, identify_engine
+from vllm_headroom.daemon.state.saved import DerivationStates, Identity, SavedState, identify_engine
 from vllm_headroom.daemon.state.store import StateKeeper
 from vllm_headroom.derive.leak.leak import LeakMemory
 from vllm_headroom.derive.per_request import Baselines
@@ -67,22 +67,24 @@ def make_snapshot(
     )
 
 
-def followed(memory: Memory, snapshots: Iterable[Snapshot]) -> Iterator[tuple[Memory, tuple[Sample, ...]]]:
+def followed(
+    memory: DerivationStates, snapshots: Iterable[Snapshot]
+) -> Iterator[tuple[DerivationStates, tuple[Sample, ...]]]:
     states: dict[str, Any] = {"leak": memory.leak, "baseline": memory.baseline}
     for each in snapshots:
         samples: tuple[Sample, ...] = ()
         for derivation in DERIVATIONS:
             states[derivation.name], more = answer(derivation, states[derivation.name], each)
             samples += more
-        yield Memory(**states), samples
+        yield DerivationStates(**states), samples
 
 
-def after(snapshots: Iterable[Snapshot], memory: Memory | None = None) -> Memory:
-    *_, (last, _) = followed(memory or Memory(), snapshots)
+def after(snapshots: Iterable[Snapshot], memory: DerivationStates | None = None) -> DerivationStates:
+    *_, (last, _) = followed(memory or DerivationStates(), snapshots)
     return last
 
 
-def make_state(memory: Memory, sample: Snapshot, **changes: Any) -> SavedState:
+def make_state(memory: DerivationStates, sample: Snapshot, **changes: Any) -> SavedState:
     whose = identify_engine(sample.engines)
     assert isinstance(whose, Identity)
     facts = {"version": "0", "saved_at_seconds": sample.time_seconds, "monotonic_seconds": sample.monotonic_seconds}
@@ -125,5 +127,5 @@ async def recalled(folder: Path, *snapshots: Snapshot) -> tuple[dict[str, Any], 
     return states, [f"{line['event']}: {line.get('problem', '')}" for line in lines]
 
 
-def states(memory: Memory) -> dict[str, LeakMemory | Baselines]:
+def states(memory: DerivationStates) -> dict[str, LeakMemory | Baselines]:
     return {"leak": memory.leak, "baseline": memory.baseline}

@@ -16,7 +16,7 @@ from tests.unit.daemon.state.engine import (
     reading,
 )
 from vllm_headroom.daemon.state.file import STATE
-from vllm_headroom.daemon.state.saved import Memory, restore_memory
+from vllm_headroom.daemon.state.saved import DerivationStates, restore_memory
 from vllm_headroom.derive.leak.inside import move_track
 from vllm_headroom.derive.stability import LoadState
 from vllm_headroom.model import Snapshot
@@ -54,7 +54,7 @@ def test_what_was_kept_asleep_is_taken_up() -> None:
     assert len(through.history.rings[0].blocks) > 1
 
 
-def test_the_time_the_process_was_down_is_a_gap(alarmed: Memory) -> None:
+def test_the_time_the_process_was_down_is_a_gap(alarmed: DerivationStates) -> None:
     saved = make_state(alarmed, make_snapshot(ALARM_STEPS))
     back = ALARM_STEPS + 720
 
@@ -66,7 +66,7 @@ def test_the_time_the_process_was_down_is_a_gap(alarmed: Memory) -> None:
     assert track.clock.now_seconds == alarmed.leak.gpus["GPU-a"].clock.now_seconds + 720 * STEP_SECONDS
 
 
-def test_a_clock_set_back_is_no_gap(alarmed: Memory) -> None:
+def test_a_clock_set_back_is_no_gap(alarmed: DerivationStates) -> None:
     saved = make_state(
         alarmed, make_snapshot(ALARM_STEPS), saved_at_seconds=make_snapshot(ALARM_STEPS + 20).time_seconds
     )
@@ -76,7 +76,7 @@ def test_a_clock_set_back_is_no_gap(alarmed: Memory) -> None:
     assert track.clock.snapshot_seconds == make_snapshot(ALARM_STEPS, shift=SHIFT).monotonic_seconds
 
 
-def test_load_that_was_not_seen_is_not_called_level(alarmed: Memory) -> None:
+def test_load_that_was_not_seen_is_not_called_level(alarmed: DerivationStates) -> None:
     saved = make_state(alarmed, make_snapshot(ALARM_STEPS))
 
     assert restore_memory(saved, make_snapshot(ALARM_STEPS + 12)).leak.load.is_stable is True

@@ -22,7 +22,7 @@ from tests.conftest import Golden
 from tests.unit.daemon.state.engine import ALARM_STEPS, after, device, make_snapshot, make_state, reading
 from vllm_headroom.daemon.state import file
 from vllm_headroom.daemon.state.file import MOST_STATE_BYTES, STATE, STATE_FORMAT, UnusableState
-from vllm_headroom.daemon.state.saved import Memory, SavedState
+from vllm_headroom.daemon.state.saved import DerivationStates, SavedState
 from vllm_headroom.derive.leak.facts import Certainty
 
 SAVES = """
@@ -38,7 +38,7 @@ for number in range(int(sys.argv[2]), 10**9):
 """
 
 
-def test_a_state_after_hours_comes_back_exactly(alarmed: Memory) -> None:
+def test_a_state_after_hours_comes_back_exactly(alarmed: DerivationStates) -> None:
     saved = make_state(alarmed, make_snapshot(ALARM_STEPS))
 
     assert alarmed.leak.gpus["GPU-a"].verdict is Certainty.LEAKING
@@ -71,7 +71,7 @@ def test_whatever_was_seen_comes_back_exactly(readings: list[tuple[float, int, f
 
 
 @pytest.mark.parametrize("value", [inf, -inf, nan])
-def test_what_is_no_number_is_not_written(alarmed: Memory, value: float) -> None:
+def test_what_is_no_number_is_not_written(alarmed: DerivationStates, value: float) -> None:
     with pytest.raises(ValueError, match="not JSON compliant"):
         STATE.encode(make_state(alarmed, make_snapshot(ALARM_STEPS), saved_at_seconds=value))
 
@@ -115,7 +115,7 @@ BAD: dict[str, Callable[[bytes], bytes]] = {
 
 @pytest.mark.parametrize("damage", BAD.values(), ids=BAD)
 def test_a_bad_file_is_distinguished_from_a_state(
-    damage: Callable[[bytes], bytes], alarmed: Memory, tmp_path: Path
+    damage: Callable[[bytes], bytes], alarmed: DerivationStates, tmp_path: Path
 ) -> None:
     content = damage(STATE.encode(make_state(alarmed, make_snapshot(ALARM_STEPS))))
     (tmp_path / STATE.name).write_bytes(content)
@@ -138,7 +138,7 @@ def test_a_file_that_is_set_aside_replaces_an_older_one(tmp_path: Path) -> None:
     assert (tmp_path / f"{STATE.name}.bad").read_text() == "second"
 
 
-def test_kill_9_during_a_write_leaves_the_old_state_or_the_new_one(alarmed: Memory, tmp_path: Path) -> None:
+def test_kill_9_during_a_write_leaves_the_old_state_or_the_new_one(alarmed: DerivationStates, tmp_path: Path) -> None:
     STATE.write(tmp_path, make_state(alarmed, make_snapshot(ALARM_STEPS), saved_at_seconds=0.0))
     chance, done = random.Random(1), 0  # noqa: S311 - moments, not secrets
     for _ in range(10):

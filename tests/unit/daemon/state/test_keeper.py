@@ -26,7 +26,7 @@ from tests.unit.daemon.state.engine import (
 )
 from vllm_headroom import catalog
 from vllm_headroom.daemon.state.file import STATE, StateFile
-from vllm_headroom.daemon.state.saved import Memory
+from vllm_headroom.daemon.state.saved import DerivationStates
 from vllm_headroom.daemon.state.store import StateKeeper
 from vllm_headroom.derive.leak.facts import Certainty, Precedent, start_track
 from vllm_headroom.derive.leak.leak import LeakMemory
@@ -43,7 +43,7 @@ def outcome(folder: Path, *snapshots: Snapshot) -> tuple[dict[str, Any], list[st
     return asyncio.run(recalled(folder, *snapshots))
 
 
-def test_the_verdict_is_there_at_the_first_sample_after_a_restart(alarmed: Memory, tmp_path: Path) -> None:
+def test_the_verdict_is_there_at_the_first_sample_after_a_restart(alarmed: DerivationStates, tmp_path: Path) -> None:
     async def saved() -> None:
         first = keeper(tmp_path, LAST)
         assert await first.recall(LAST) == {}
@@ -51,13 +51,13 @@ def test_the_verdict_is_there_at_the_first_sample_after_a_restart(alarmed: Memor
 
     asyncio.run(saved())
     found, events = outcome(tmp_path, make_snapshot(NEXT))
-    ((_, samples),) = followed(Memory(**found), [make_snapshot(NEXT)])
+    ((_, samples),) = followed(DerivationStates(**found), [make_snapshot(NEXT)])
 
     assert {sample.labels[2]: sample.value for sample in samples if sample.metric is catalog.LEAK_STATE}["leaking"] == 1
     assert events == ["saved state taken up: "]
 
 
-def test_the_state_waits_until_the_engine_and_its_gpus_are_seen(alarmed: Memory, tmp_path: Path) -> None:
+def test_the_state_waits_until_the_engine_and_its_gpus_are_seen(alarmed: DerivationStates, tmp_path: Path) -> None:
     STATE.write(tmp_path, make_state(alarmed, LAST))
 
     nameless = make_snapshot(NEXT, engines=(EngineReading(model_name="", engine="0"),))
@@ -72,15 +72,15 @@ def test_the_state_waits_until_the_engine_and_its_gpus_are_seen(alarmed: Memory,
 @pytest.mark.parametrize(
     "now", [NO_ENGINE, make_snapshot(NEXT, gpus=failure(Source.NVML))], ids=["no-engine", "no-gpus"]
 )
-def test_a_state_that_waits_is_not_written_over(now: Snapshot, alarmed: Memory, tmp_path: Path) -> None:
+def test_a_state_that_waits_is_not_written_over(now: Snapshot, alarmed: DerivationStates, tmp_path: Path) -> None:
     STATE.write(tmp_path, make_state(alarmed, LAST))
     old_content = (tmp_path / STATE.name).read_bytes()
 
     async def down() -> None:
         subject = keeper(tmp_path, now)
-        await subject.save(states(Memory()))
+        await subject.save(states(DerivationStates()))
         await subject.recall(now)
-        await subject.save(states(Memory()))
+        await subject.save(states(DerivationStates()))
 
     asyncio.run(down())
 
@@ -91,14 +91,14 @@ def test_nothing_is_saved_of_an_engine_that_was_never_seen(tmp_path: Path) -> No
     async def down() -> None:
         subject = keeper(tmp_path, NO_ENGINE)
         await subject.recall(NO_ENGINE)
-        await subject.save(states(Memory()))
+        await subject.save(states(DerivationStates()))
 
     asyncio.run(down())
 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_it_is_taken_up_once(alarmed: Memory, tmp_path: Path) -> None:
+def test_it_is_taken_up_once(alarmed: DerivationStates, tmp_path: Path) -> None:
     STATE.write(tmp_path, make_state(alarmed, LAST))
 
     async def twice() -> None:
@@ -124,7 +124,7 @@ def test_anothers_past_is_set_aside(
     engines: tuple[EngineReading, ...] | None,
     gpus: tuple[Gpu, ...] | None,
     reason: str,
-    alarmed: Memory,
+    alarmed: DerivationStates,
     tmp_path: Path,
 ) -> None:
     saved = make_state(alarmed, LAST)
@@ -139,7 +139,7 @@ def test_anothers_past_is_set_aside(
     assert (tmp_path / f"{STATE.name}.bad").read_bytes() == STATE.encode(saved)
 
 
-def test_what_the_run_before_held_while_it_was_well_is_taken_up(alarmed: Memory, tmp_path: Path) -> None:
+def test_what_the_run_before_held_while_it_was_well_is_taken_up(alarmed: DerivationStates, tmp_path: Path) -> None:
     """Of a GPU that levelled off; the other one was in an alarm, and so excuses nothing."""
     precedent = Precedent(run_id="1.000", base_bytes=1e9, growth_bytes=(2e9,) * 24, follows_load=False, room_bytes=4e9)
     well = replace(start_track(0.0), precedent=precedent)
@@ -170,7 +170,7 @@ def uncounted(step: int, finished_total: float | None) -> Snapshot:
     ],
 )
 def test_without_a_start_time_a_counter_that_goes_on_vouches_for_a_short_gap(
-    before: float | None, now: float | None, gap_steps: int, *, same: bool, alarmed: Memory, tmp_path: Path
+    before: float | None, now: float | None, gap_steps: int, *, same: bool, alarmed: DerivationStates, tmp_path: Path
 ) -> None:
     STATE.write(tmp_path, make_state(alarmed, uncounted(ALARM_STEPS, before)))
 
@@ -184,7 +184,7 @@ def test_without_a_start_time_a_counter_that_goes_on_vouches_for_a_short_gap(
     ("age_seconds", "reason"), [(86_401.0, "it is 24 h old"), (-301.0, "from the future"), (86_399.0, ""), (-299.0, "")]
 )
 def test_a_file_that_is_stale_or_from_the_future_is_set_aside(
-    age_seconds: float, reason: str, alarmed: Memory, tmp_path: Path
+    age_seconds: float, reason: str, alarmed: DerivationStates, tmp_path: Path
 ) -> None:
     STATE.write(tmp_path, make_state(alarmed, LAST, saved_at_seconds=NO_ENGINE.time_seconds - age_seconds))
 
@@ -197,7 +197,7 @@ def test_a_file_that_is_stale_or_from_the_future_is_set_aside(
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"\0" * 4096, b"half of a"])
 def test_a_bad_file_is_set_aside_with_one_line_and_the_next_one_is_good(
-    content: bytes, alarmed: Memory, tmp_path: Path
+    content: bytes, alarmed: DerivationStates, tmp_path: Path
 ) -> None:
     (tmp_path / STATE.name).write_bytes(content)
     (tmp_path / f"{STATE.name}.bad").write_text("an older one")
@@ -233,7 +233,7 @@ def occupied(folder: Path) -> None:
     [(blocked, "Is a directory"), (no_folder, "Not a directory"), (occupied, "Is a directory")],
 )
 def test_a_folder_that_cannot_be_used_is_one_line_until_it_can(
-    spoil: Any, problem: str, alarmed: Memory, tmp_path: Path
+    spoil: Any, problem: str, alarmed: DerivationStates, tmp_path: Path
 ) -> None:
     folder = tmp_path / "state"
     folder.mkdir()
@@ -258,7 +258,7 @@ def test_a_folder_that_cannot_be_used_is_one_line_until_it_can(
 
 
 def test_a_volume_that_hangs_costs_the_timeout_and_no_more(
-    alarmed: Memory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    alarmed: DerivationStates, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = threading.Event()
     monkeypatch.setattr(StateFile, "write", lambda *_: answers.wait(30))
@@ -277,7 +277,7 @@ def test_a_volume_that_hangs_costs_the_timeout_and_no_more(
 
 
 def test_the_last_save_is_made_though_the_end_came_during_another(
-    alarmed: Memory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    alarmed: DerivationStates, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls, begun, go_on = Worker.call, threading.Event(), threading.Event()
 
@@ -297,7 +297,7 @@ def test_the_last_save_is_made_though_the_end_came_during_another(
         await subject.recall(LAST)
         begun.clear()
         go_on.clear()
-        saving = asyncio.create_task(subject.save(states(Memory())))
+        saving = asyncio.create_task(subject.save(states(DerivationStates())))
         assert await asyncio.to_thread(begun.wait, 30)
         saving.cancel()
         last = asyncio.create_task(subject.save(states(alarmed)))

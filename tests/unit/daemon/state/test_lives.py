@@ -13,7 +13,7 @@ from tests.logs import capture_logs
 from tests.unit.daemon.state.engine import ALARM_STEPS, keeper, make_snapshot, make_state
 from tests.unit.derive.life.watch import NEXT, REFUSED, Watch, card, serving
 from vllm_headroom.daemon.state.file import RUNS, STATE
-from vllm_headroom.daemon.state.saved import Memory
+from vllm_headroom.daemon.state.saved import DerivationStates
 from vllm_headroom.derive.life.engine import ENGINE_RUN, EngineMemory
 from vllm_headroom.vocabulary import ExitReason
 
@@ -31,7 +31,7 @@ def saved(folder: Path, **states: Any) -> None:
     async def save() -> None:
         subject = keeper(folder, make_snapshot(1))
         await subject.recall(make_snapshot(1))
-        await subject.save({"leak": Memory().leak, "baseline": Memory().baseline, **states})
+        await subject.save({"leak": DerivationStates().leak, "baseline": DerivationStates().baseline, **states})
 
     asyncio.run(save())
 
@@ -71,7 +71,7 @@ def test_nothing_by_the_clock_of_the_last_process_comes_back(tmp_path: Path) -> 
     assert watch.look(REFUSED).progress_age_seconds is None
 
 
-def test_they_go_on_when_what_the_detector_learned_is_of_another_run(alarmed: Memory, tmp_path: Path) -> None:
+def test_they_go_on_when_what_the_detector_learned_is_of_another_run(alarmed: DerivationStates, tmp_path: Path) -> None:
     saved(tmp_path, **{ENGINE_RUN: crashed()})
     old = make_state(alarmed, make_snapshot(ALARM_STEPS))
     STATE.write(tmp_path, replace(old, identity=replace(old.identity, models=("another",))))

@@ -11,14 +11,14 @@ import pytest
 from tests.logs import capture_logs
 from tests.unit.daemon.state.engine import ALARM_STEPS, keeper, make_snapshot, make_state, recalled, states
 from vllm_headroom.daemon.state.file import STATE, StateFile, UnusableState
-from vllm_headroom.daemon.state.saved import Memory
+from vllm_headroom.daemon.state.saved import DerivationStates
 
 NEXT = make_snapshot(ALARM_STEPS + 10)
 YEARS = 365.25 * 86400
 
 
 def test_a_state_whose_first_read_failed_is_not_written_over_and_taken_up_later(
-    alarmed: Memory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    alarmed: DerivationStates, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     STATE.write(tmp_path, make_state(alarmed, make_snapshot(ALARM_STEPS)))
     old_content = (tmp_path / STATE.name).read_bytes()
@@ -32,7 +32,7 @@ def test_a_state_whose_first_read_failed_is_not_written_over_and_taken_up_later(
             patch.setattr(StateFile, "read", broken)
             for _ in range(3):
                 assert await subject.recall(NEXT) == {}
-                await subject.save(states(Memory()))
+                await subject.save(states(DerivationStates()))
         assert [line["problem"] for line in lines] == ["Input/output error"]
         assert (tmp_path / STATE.name).read_bytes() == old_content
 
@@ -56,7 +56,7 @@ def test_a_damaged_state_that_cannot_be_set_aside_is_not_written_over(
         with capture_logs() as lines:
             for _ in range(3):
                 await subject.recall(NEXT)
-                await subject.save(states(Memory()))
+                await subject.save(states(DerivationStates()))
         assert [line["problem"] for line in lines] == ["Permission denied"]
 
     asyncio.run(refused())
@@ -65,7 +65,9 @@ def test_a_damaged_state_that_cannot_be_set_aside_is_not_written_over(
 
 
 @pytest.mark.parametrize("target", ["elsewhere", STATE.name], ids=["link", "loop"])
-def test_a_link_in_its_place_is_set_aside_and_not_followed(alarmed: Memory, tmp_path: Path, target: str) -> None:
+def test_a_link_in_its_place_is_set_aside_and_not_followed(
+    alarmed: DerivationStates, tmp_path: Path, target: str
+) -> None:
     folder = tmp_path / "state"
     folder.mkdir()
     elsewhere = tmp_path / "elsewhere"
@@ -85,7 +87,9 @@ def test_a_link_in_its_place_is_set_aside_and_not_followed(alarmed: Memory, tmp_
     assert STATE.read(folder) is not None
 
 
-def test_a_link_in_the_place_of_the_unfinished_file_is_not_written_through(alarmed: Memory, tmp_path: Path) -> None:
+def test_a_link_in_the_place_of_the_unfinished_file_is_not_written_through(
+    alarmed: DerivationStates, tmp_path: Path
+) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.write_text("somebody's")
     (tmp_path / f"{STATE.name}.new").symlink_to(elsewhere)
@@ -104,7 +108,7 @@ def test_a_pipe_in_its_place_is_not_waited_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("years", [-60, -1, 1, 60, 8000])
-def test_a_clock_that_steps_by_years_does_no_harm(alarmed: Memory, tmp_path: Path, years: int) -> None:
+def test_a_clock_that_steps_by_years_does_no_harm(alarmed: DerivationStates, tmp_path: Path, years: int) -> None:
     STATE.write(
         tmp_path, make_state(alarmed, make_snapshot(ALARM_STEPS), saved_at_seconds=NEXT.time_seconds + years * YEARS)
     )

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.samples import failure, gpu, probed
 from vllm_headroom.derive.inside import PROBE_RACE_BYTES, Sums, add_inside, build_ledger
-from vllm_headroom.model import AllocatorReading, EngineParts, Failure, Gpu, Inside, ProbeReadings
+from vllm_headroom.model import AllocatorReading, Failure, Gpu, Inside, ProbeReadings, WorkerMeasurements
 from vllm_headroom.vocabulary import MemoryPart, Source
 
 SIZES = st.integers(0, 2**40)
@@ -116,7 +116,7 @@ def device(**known: Any) -> AllocatorReading:
     return AllocatorReading(**facts | known)
 
 
-PARTS = EngineParts(weights_bytes=300, kv_cache_bytes=350)
+PARTS = WorkerMeasurements(weights_bytes=300, kv_cache_bytes=350)
 
 
 def inside(*present: Any, card: Gpu | None = None) -> Inside | None:
@@ -153,7 +153,7 @@ def test_another_gpus_figures_and_another_engines_gpu_are_left_alone() -> None:
 
 def test_figures_that_no_such_device_can_have_are_not_believed() -> None:
     assert inside(probed(devices=(device(reserved_bytes=1001),))) is None
-    assert inside(probed(devices=(device(),), parts=EngineParts(kv_cache_bytes=1001))) is None
+    assert inside(probed(devices=(device(),), parts=WorkerMeasurements(kv_cache_bytes=1001))) is None
 
 
 def test_parts_of_a_process_on_several_devices_are_nobodys() -> None:
@@ -164,8 +164,8 @@ def test_parts_of_a_process_on_several_devices_are_nobodys() -> None:
 
 
 def test_a_pool_tells_what_torch_does_not() -> None:
-    pool = EngineParts(weights_bytes=310, kv_cache_bytes=0)
-    parts = EngineParts(weights_bytes=300, kv_cache_bytes=350, asleep=True, pool=pool)
+    pool = WorkerMeasurements(weights_bytes=310, kv_cache_bytes=0)
+    parts = WorkerMeasurements(weights_bytes=300, kv_cache_bytes=350, asleep=True, pool=pool)
 
     ledger_inside = inside(probed(devices=(AllocatorReading(uuid="GPU-a"),), parts=parts))
 
@@ -173,7 +173,7 @@ def test_a_pool_tells_what_torch_does_not() -> None:
 
 
 def test_what_was_measured_awake_is_not_held_asleep() -> None:
-    parts = EngineParts(weights_bytes=300, kv_cache_bytes=350, asleep=True)
+    parts = WorkerMeasurements(weights_bytes=300, kv_cache_bytes=350, asleep=True)
 
     ledger_inside = inside(probed(devices=(device(),), parts=parts))
 

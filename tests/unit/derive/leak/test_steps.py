@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.derive.leak.stretches import BASE, HOUR, STEP, TOTAL, Shape, follow, readings
-from vllm_headroom.derive.leak.facts import Block, Certainty, Observation, Ring, Step
+from vllm_headroom.derive.leak.facts import Block, Certainty, MemoryStep, Observation, Ring
 from vllm_headroom.derive.leak.growth_evidence import find_step_windows, score_likeness, survey_ring
 from vllm_headroom.derive.leak.track import NEWEST_STEPS
 from vllm_headroom.units import MIB
@@ -53,7 +53,7 @@ def test_what_fills_again_what_was_held_before_is_no_second_step() -> None:
 
 
 def weight(*sizes_mib: float, before: int = 1) -> float:
-    steps = tuple(Step(number * HOUR, size * MIB, 0.0) for number, size in enumerate(sizes_mib, start=1))
+    steps = tuple(MemoryStep(number * HOUR, size * MIB, 0.0) for number, size in enumerate(sizes_mib, start=1))
     return score_likeness(steps, since_seconds=before * HOUR, least_bytes=30 * MIB)
 
 

@@ -6,7 +6,7 @@ from tests.fakes.nvml.library import FakeNvml
 from tests.fakes.nvml.reader import Clock, devices, reasons, run
 from tests.logs import capture_logs
 from vllm_headroom.model import GpuReading
-from vllm_headroom.scrape.gpu_state import Peak
+from vllm_headroom.scrape.gpu_state import RecentPeak
 from vllm_headroom.scrape.nvml.reader import MAX_GPUS, Nvml
 from vllm_headroom.vocabulary import Reason
 
@@ -119,7 +119,7 @@ def test_gpus_that_come_back_as_others_each_time_are_not_listed_without_end(fake
             clock.seconds += 60
         readings = await devices(nvml)
         gc.collect()
-        return readings, sum(isinstance(each, Peak) for each in gc.get_objects())
+        return readings, sum(isinstance(each, RecentPeak) for each in gc.get_objects())
 
     readings, peaks = run(steps, monotonic=clock)
     uuids = [reading.uuid for reading in readings]

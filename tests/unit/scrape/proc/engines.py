@@ -8,7 +8,7 @@ from collections.abc import Collection
 from vllm_headroom.model import ProcessReadings
 from vllm_headroom.scrape.proc.files import ProcEntry
 from vllm_headroom.scrape.proc.reader import Choice, PageState, Processes, ServedPort, choose_roots
-from vllm_headroom.scrape.proc.servers import find_port
+from vllm_headroom.scrape.proc.servers import find_server_port
 from vllm_headroom.vocabulary import Role
 
 PORT = 8000
@@ -64,7 +64,7 @@ def choice(
     nobody = ProcEntry(pid=0, parent_pid=0, started_seconds=0.0, command=())
     above = {pid: process_tree.get(process.parent_pid, nobody).command for pid, process in process_tree.items()}
     told = {
-        pid: ServedPort(find_port(each.command, parent_command=above[pid]), pid not in away)
+        pid: ServedPort(find_server_port(each.command, parent_command=above[pid]), pid not in away)
         for pid, each in process_tree.items()
     }
     return choose_roots(process_tree, told.__getitem__, asked, before or Choice())

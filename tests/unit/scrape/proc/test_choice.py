@@ -5,7 +5,7 @@ from msgspec.structs import replace
 
 from tests.unit.scrape.proc.engines import ANYTHING, NEIGHBOUR, OURS, choice, named, tree
 from vllm_headroom.scrape.proc.reader import Choice, assign_roles
-from vllm_headroom.scrape.proc.servers import find_port
+from vllm_headroom.scrape.proc.servers import find_server_port
 from vllm_headroom.vocabulary import Role
 
 
@@ -41,7 +41,7 @@ from vllm_headroom.vocabulary import Role
     ],
 )
 def test_a_servers_port_is_read_from_its_command_line(command: str, port: int | None) -> None:
-    assert find_port(tuple(command.split())) == port
+    assert find_server_port(tuple(command.split())) == port
 
 
 SUPERVISOR = "python /bin/vllm serve m --data-parallel-multi-port-external-lb --port 7998 --data-parallel-size-local"
@@ -52,16 +52,20 @@ RANKS = [
 
 
 def test_a_rank_that_exits_has_no_command_line_and_no_port() -> None:
-    assert find_port((), parent_command=tuple(f"{SUPERVISOR} 4".split())) is None
+    assert find_server_port((), parent_command=tuple(f"{SUPERVISOR} 4".split())) is None
 
 
 @pytest.mark.parametrize("port", ["65536", "80000", "99999"])
 def test_what_is_above_the_largest_port_is_none(port: str) -> None:
-    assert find_port(("vllm", "serve", "m", "--port", port)) is None
-    assert find_port(("vllm", "serve", "m", "--port", "65535")) == 65535
+    assert find_server_port(("vllm", "serve", "m", "--port", port)) is None
+    assert find_server_port(("vllm", "serve", "m", "--port", "65535")) == 65535
     supervisor = f"{SUPERVISOR} 4".replace("7998", "65534")
     ranks = [f"VLLM::ExternalLBRank_{rank}" for rank in range(3)]
-    assert [find_port((rank,), parent_command=tuple(supervisor.split())) for rank in ranks] == [65534, 65535, None]
+    assert [find_server_port((rank,), parent_command=tuple(supervisor.split())) for rank in ranks] == [
+        65534,
+        65535,
+        None,
+    ]
 
 
 def test_each_rank_below_a_supervisor_is_an_engine_with_a_port_of_its_own() -> None:
@@ -84,11 +88,11 @@ def test_ranks_whose_ports_do_not_tell_are_reported_by_their_start_on_the_page(l
 @pytest.mark.parametrize("server", ["text-generation-launcher", "llama-server", "python3 -m dynamo.frontend"])
 def test_a_default_port_tells_nothing_where_the_environment_may_have_set_another(server: str) -> None:
     """TGI's image sets 80."""
-    command, default = tuple(server.split()), find_port(tuple(server.split()))
+    command, default = tuple(server.split()), find_server_port(tuple(server.split()))
 
     assert default in {3000, 8000, 8080}
-    assert (find_port(command, default), find_port(command, 80)) == (default, None)
-    assert find_port(("vllm", "serve"), 80) == 8000
+    assert (find_server_port(command, default), find_server_port(command, 80)) == (default, None)
+    assert find_server_port(("vllm", "serve"), 80) == 8000
 
 
 @pytest.mark.parametrize(

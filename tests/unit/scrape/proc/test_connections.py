@@ -11,7 +11,7 @@ import pytest
 
 from tests.process import eventually
 from vllm_headroom.scrape.proc import connections
-from vllm_headroom.scrape.proc.connections import count_waiting, find_slow_wait, list_waits
+from vllm_headroom.scrape.proc.connections import count_lasting_waits, find_slow_wait, list_waits
 
 SLOW_SECONDS = 0.05
 
@@ -120,13 +120,13 @@ def test_a_request_counts_as_waiting_once_it_is_no_passing_one(
     wires: list[Wire], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = wires
-    assert count_waiting(list_waits({first.port}) or ()) == 0
+    assert count_lasting_waits(list_waits({first.port}) or ()) == 0
 
     first.ask()
     second.ask()
-    assert count_waiting((0.5, 1.0, 99.0)) == 2
+    assert count_lasting_waits((0.5, 1.0, 99.0)) == 2
     monkeypatch.setattr(connections, "PASSING_SECONDS", SLOW_SECONDS)
-    eventually(lambda: count_waiting(list_waits({first.port}) or ()) == 2, "both wait")
+    eventually(lambda: count_lasting_waits(list_waits({first.port}) or ()) == 2, "both wait")
 
 
 def test_a_kernel_that_does_not_say_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:

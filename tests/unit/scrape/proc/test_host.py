@@ -17,7 +17,7 @@ from vllm_headroom.scrape.proc.host import (
     read_free_blocks,
     read_host,
     read_machine,
-    read_parts,
+    read_process_parts,
     read_shm,
 )
 
@@ -202,7 +202,7 @@ def test_a_real_process_that_maps_a_file_holds_nothing_of_it(tmp_path: Path) -> 
     with subprocess.Popen([sys.executable, "-c", program, str(weights)], stdin=pipe, stdout=pipe) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        parts = read_parts(PROC, process.pid)
+        parts = read_process_parts(PROC, process.pid)
         process.kill()
 
     assert parts["file_bytes"] >= 32 * MIB
@@ -211,10 +211,10 @@ def test_a_real_process_that_maps_a_file_holds_nothing_of_it(tmp_path: Path) -> 
 
 
 def test_a_kernel_that_does_not_tell_the_parts_leaves_them_unknown(tree: ProcTree) -> None:
-    assert read_parts(tree.path, 20) == {}
+    assert read_process_parts(tree.path, 20) == {}
     (tree.path / "20" / "status").write_text("Name:\tvllm\nVmRSS:\t  40 kB\nVmSwap:\tmany kB\n")
-    assert read_parts(tree.path, 20) == {}
+    assert read_process_parts(tree.path, 20) == {}
     status = "Name:\tvllm\nRssAnon:\t 40 kB\nRssFile:\t 8 kB\nRssShmem:\t 3 kB\nVmSwap:\t 7 kB\n"
     (tree.path / "20" / "status").write_text(status)
-    parts = read_parts(tree.path, 20)
+    parts = read_process_parts(tree.path, 20)
     assert parts == {"anonymous_bytes": 40960, "file_bytes": 8192, "shared_bytes": 3072, "swap_bytes": 7168}
