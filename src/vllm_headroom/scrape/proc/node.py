@@ -228,13 +228,14 @@ class NodeProcesses:
         is_unit_shared = owner_key in self._shared_units
         now_seconds = self._monotonic()
         location = self._locations.get(pid)
-        if location is not None and location.is_of(entry, owner, is_unit_shared=is_unit_shared):
-            is_recent = now_seconds - location.read_at_seconds < self._rescan_seconds
-            # A reading of /proc/PID/net takes milliseconds of the kernel's time, because it walks
-            # the connections of the whole machine. An engine that cannot be watched yet, such as
-            # one that does not listen yet, is read at each tick all the same.
-            if is_recent and location.engine.kind is not EngineKind.UNREADABLE:
-                return location
+        # A reading of /proc/PID/net takes milliseconds of the kernel's time, because it walks the
+        # connections of the whole machine.
+        if (
+            location is not None
+            and now_seconds - location.read_at_seconds < self._rescan_seconds
+            and location.is_of(entry, owner, is_unit_shared=is_unit_shared)
+        ):
+            return location
         location = Location(
             engine=self._locate(owner_key, owner, pid),
             entry=entry,

@@ -54,13 +54,15 @@ def test_the_network_of_an_engine_is_read_again_after_a_while_or_for_a_new_proce
     )
     node.add_pod(1, 100, *SERVER, name="llama-0", listening=[("127.0.0.1", 8000)])
     assert [engine.kind for engine in find(node, subject)] == [EngineKind.UNREADABLE]
-    # One that cannot be watched yet is looked at each time.
+
     node.connect(100, "10.244.1.1", [("0.0.0.0", 8000)])
+    assert [engine.kind for engine in find(node, subject)] == [EngineKind.UNREADABLE]
+    now_seconds = 15.0
     assert [engine.kind for engine in find(node, subject)] == [EngineKind.WATCHED]
 
     node.connect(100, "10.244.1.1", [("0.0.0.0", 8000), ("0.0.0.0", 9839)])
     assert [engine.kind for engine in find(node, subject)] == [EngineKind.WATCHED]
-    now_seconds = 15.0
+    now_seconds = 30.0
     assert [engine.kind for engine in find(node, subject)] == [EngineKind.OWN_SIDECAR]
 
     # The server has restarted, without its sidecar.
