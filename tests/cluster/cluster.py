@@ -23,6 +23,12 @@ AWAY_SECONDS: Final = 20.0
 PATIENCE_SECONDS: Final = 90.0
 """How long a command waits for the API server: it is away on purpose, and then starts."""
 
+REQUEST_SECONDS: Final = 60.0
+"""How long one request that only reads may take before it is sent again."""
+
+READ_SECONDS: Final = 900.0
+"""How long all tries of a request that only reads may take: on a busy machine the API server answers late."""
+
 SIDECAR_IMAGE: Final = os.environ.get("SIDECAR_IMAGE", "localhost/vllm-headroom:image-test")
 ENGINE_IMAGE: Final = os.environ.get("ENGINE_IMAGE", "localhost/vllm-stand-in:1")
 NODE: Final = FOLDER / "node"
@@ -117,9 +123,14 @@ def kubectl(*words: str, given: str = "", check: bool = True) -> str:
     """Return what kubectl prints; fail where it does, unless `check` is False; wait for an API server that is away."""
     deadline_seconds = time.monotonic() + PATIENCE_SECONDS
     while True:
-        done = subprocess.run(
-            [FOLDER / "kubectl", *words], input=given, capture_output=True, text=True, check=False, timeout=300
-        )
+        try:
+            done = subprocess.run(
+                [FOLDER / "kubectl", *words], input=given, capture_output=True, text=True, check=False, timeout=300
+            )
+        except subprocess.TimeoutExpired:
+            if check:
+                raise
+            return ""
         is_away = done.returncode != 0 and "refused" in done.stderr
         if not is_away or time.monotonic() > deadline_seconds:
             break
@@ -129,9 +140,24 @@ def kubectl(*words: str, given: str = "", check: bool = True) -> str:
 
 
 def read(*words: str) -> dict[str, Any]:
-    """Return an object, or a list of them, as the API has it."""
-    found: dict[str, Any] = json.loads(kubectl("get", *words, "--output=json"))
-    return found
+    """Return an object, or a list of them, as the API has it; ask again while the API server does not answer."""
+    command = (str(FOLDER / "kubectl"), "get", *words, "--output=json", f"--request-timeout={REQUEST_SECONDS:g}s")
+    deadline_seconds = time.monotonic() + READ_SECONDS
+    while True:
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=2 * REQUEST_SECONDS)
+        except subprocess.TimeoutExpired as error:
+            problem = str(error)
+        else:
+            if done.returncode == 0:
+                answer: dict[str, Any] = json.loads(done.stdout)
+                return answer
+            problem = done.stderr
+            # The API server answered: it will not answer otherwise.
+            is_refused = "Error from server" in problem and "imeout" not in problem
+            assert not is_refused, f"kubectl get {' '.join(words)}\n{problem}"
+        assert time.monotonic() < deadline_seconds, f"kubectl get {' '.join(words)}\n{problem}"
+        time.sleep(1.0)
 
 
 @dataclass(frozen=True, slots=True)
