@@ -238,20 +238,20 @@ class Settings(BaseSettings):
     )
     evict: Annotated[Literal["off", "dry-run", "on"], InAnyCase] = setting(
         "off",
-        "Have Kubernetes evict this pod before a leak ends the engine; dry-run only logs and"
-        " counts what it would do.",
+        "Have Kubernetes evict the engine's pod before a leak ends the engine; dry-run only logs"
+        " and counts what it would do.",
         metavar="MODE",
         accepts="off, dry-run or on",
     )
     evict_seconds: Seconds = duration(
         1800,
-        "Evict this pod when its engine leaks and may be out of memory within this time.",
+        "Evict the pod when its engine leaks and may be out of memory within this time.",
         low=60,
         high=86400,
     )
     evict_quiet_hour: WholeNumber | None = setting(
         None,
-        "In this hour, evict this pod already when its engine leaks and may be out of memory"
+        "In this hour, evict the pod already when its engine leaks and may be out of memory"
         " within a day.",
         metavar="HOUR",
         accepts="an hour of the day from 0 to 23, in UTC",
@@ -433,12 +433,16 @@ ONE_ENGINE_SETTINGS: Final[Mapping[str, str]] = {
     "engine_url": "the engines are those of engines",
     "gpus": "each engine's are found by its processes",
     "host_memory_limit_bytes": "each engine has its own",
-    "evict": "only the daemon's own pod can be evicted",
     "gate_ready_seconds": "only the daemon's own pod has a gate",
     "trace_file": "a trace has one engine",
     "engine_log": "a log has one engine",
 }
 """The settings that cannot be used with several engines, and the reason for each."""
+
+FOUND_ENGINE_SETTINGS: Final[Mapping[str, str]] = {
+    "evict": "the pod of a URL is not known",
+}
+"""The settings that cannot be used with engines that are named by their URLs, and the reasons."""
 
 SECRET_SETTINGS: Final = ("engine_bearer_token_file", "engine_headers")
 """Settings that cannot be used with engines that are found: anyone who starts a process that looks
@@ -453,7 +457,10 @@ def list_conflicts(settings: Settings) -> tuple[str, ...]:
     # A setting counts as set where it differs from its default.
     defaults = type(settings).model_construct()
     lines = []
-    for key, reason in ONE_ENGINE_SETTINGS.items():
+    reasons = dict(ONE_ENGINE_SETTINGS)
+    if settings.engines != "node":
+        reasons |= FOUND_ENGINE_SETTINGS
+    for key, reason in reasons.items():
         if getattr(settings, key) != getattr(defaults, key):
             lines.append(f"{name_variable(key)}: not with HEADROOM_ENGINES: {reason}")
     if settings.engines == "node":

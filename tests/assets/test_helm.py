@@ -14,6 +14,7 @@ from jsonschema import Draft7Validator
 
 from alerts.generate import with_links
 from tests.assets.kubernetes import helm, schemas
+from tests.assets.kubernetes.combinations import WORKLOADS
 from tests.assets.kubernetes.difference import leaves
 from tests.assets.kubernetes.rendering import (
     COMPONENTS,
@@ -28,6 +29,7 @@ from tests.assets.kubernetes.rendering import (
 )
 from tests.assets.promql import read_yaml
 from tests.conftest import Golden
+from tests.fakes.api_server.cluster import ROLE
 from vllm_headroom.config import Settings, name_variable
 from vllm_headroom_tools.sources import CONFIG
 
@@ -467,6 +469,70 @@ def test_the_cgroups_of_the_node_are_mounted_read_only_after_the_component_node(
     chart_pod = chart_pod["spec"]["template"]["spec"]
     assert chart_pod["volumes"] == pod["volumes"]
     assert chart_pod["containers"][0]["volumeMounts"] == pod["containers"][0]["volumeMounts"]
+
+
+GUARDRAIL: Final = {"evict": "dry-run", "evictNamespaces": ["llm"]}
+
+
+@needs_kustomize
+@pytest.mark.parametrize(("name", "values"), [("node-evict", GUARDRAIL), ("node-probe", {"probe": True})])
+def test_a_component_of_the_node_is_a_value_of_the_chart(name: str, values: dict[str, Any], tmp_path: Path) -> None:
+    kustomization(tmp_path, components=[COMPONENTS / "node", COMPONENTS / name])
+    component = find(documents(rendered(tmp_path)), "DaemonSet")["spec"]["template"]["spec"]
+    manifests = documents(helm.render(helm.CHART, {"mode": "node", "node": values}))
+    chart = find(manifests, "DaemonSet")["spec"]["template"]["spec"]
+
+    assert chart["volumes"] == component["volumes"]
+    assert [init.get("command") for init in chart["initContainers"]] == [
+        init.get("command") for init in component["initContainers"]
+    ]
+    for key in ("volumeMounts", "env"):
+        items = [sorted(pod["containers"][0][key], key=lambda item: str(item["name"])) for pod in (chart, component)]
+        assert items[0] == items[1]
+    assert [
+        fault for manifest in manifests for version in schemas.versions() for fault in schemas.faults(manifest, version)
+    ] == []
+
+
+@needs_kustomize
+def test_the_pod_of_an_engine_writes_its_probe_into_the_folder_that_the_nodes_sidecar_reads(tmp_path: Path) -> None:
+    kustomization(tmp_path, resource=WORKLOADS["a Deployment"].folder, components=[COMPONENTS / "node-probe"])
+
+    deployment = find(documents(rendered(tmp_path)), "Deployment")
+    pod = deployment["spec"]["template"]["spec"]
+    (vllm,) = (container for container in pod["containers"] if container["name"] == "vllm")
+    daemon = find(documents(helm.render(helm.CHART, {"mode": "node", "node": {"probe": True}})), "DaemonSet")
+    files = [
+        next(volume for volume in volumes if volume["name"] == "headroom-probe-files")
+        for volumes in (pod["volumes"], daemon["spec"]["template"]["spec"]["volumes"])
+    ]
+
+    mount = {"name": "headroom-probe-files", "mountPath": "/run/headroom-probe", "subPathExpr": "$(POD_UID)"}
+    assert mount in vllm["volumeMounts"]
+    assert {"name": "POD_UID", "valueFrom": {"fieldRef": {"fieldPath": "metadata.uid"}}} in vllm["env"]
+    assert files[0] == files[1]
+    assert [fault for version in schemas.versions() for fault in schemas.faults(deployment, version)] == []
+
+
+def test_the_nodes_sidecar_may_evict_where_it_is_bound_and_with_the_verbs_that_are_used() -> None:
+    manifests = documents(helm.render(helm.CHART, {"mode": "node", "node": GUARDRAIL}))
+    account, role = documents((COMPONENTS / "node-evict" / "rbac.yaml").read_text())
+    binding = find(manifests, "RoleBinding")
+    chart_role = find(manifests, "ClusterRole")
+
+    assert chart_role["rules"] == role["rules"]
+    assert {f"{verb} {name}" for rule in role["rules"] for verb in rule["verbs"] for name in rule["resources"]} == ROLE
+    assert (binding["metadata"]["namespace"], binding["roleRef"]["name"]) == ("llm", chart_role["metadata"]["name"])
+    assert "ClusterRoleBinding" not in {manifest["kind"] for manifest in manifests}
+    daemon = find(documents(read_node()), "DaemonSet")["metadata"]["name"]
+    assert account["metadata"]["name"] == daemon
+
+
+def test_by_default_the_nodes_sidecar_has_no_account_and_no_token() -> None:
+    manifests = documents(helm.render(helm.CHART, {"mode": "node", "node": {"evictNamespaces": ["llm"]}}))
+
+    assert {manifest["kind"] for manifest in manifests} == {"DaemonSet", "PodMonitor"}
+    assert "serviceAccountToken" not in str(manifests)
 
 
 def read_node() -> str:

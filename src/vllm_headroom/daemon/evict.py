@@ -1,4 +1,4 @@
-"""Evict this pod through the API server before a leak ends its engine.
+"""Evict a pod through the API server before a leak ends its engine.
 
 Only one pod of a workload is evicted at a time.
 """
@@ -12,10 +12,10 @@ from typing import Any, Final
 from msgspec import Struct
 
 from vllm_headroom.clock import Clock
-from vllm_headroom.daemon.pod_api import ACCOUNT, open_pod_api
+from vllm_headroom.daemon.pod_api import ACCOUNT, open_api, open_pod_api
 from vllm_headroom.derive.gates import Guardrail
 from vllm_headroom.log import Log
-from vllm_headroom.model import Failure
+from vllm_headroom.model import EnginePod, Failure
 from vllm_headroom.scrape.http.failures import strip_advice
 from vllm_headroom.scrape.http.reader import PageReader
 from vllm_headroom.units import to_datetime
@@ -46,6 +46,8 @@ GIVE_BACK_SECONDS: Final = 2.0
 sidecar ends after its engine, within the grace period of the pod.
 """
 
+STAYS_OFF: Final = "HEADROOM_EVICT stays off"
+
 Object = dict[str, Any]
 """An object of Kubernetes, as JSON."""
 
@@ -62,7 +64,7 @@ class NotNowError(Exception):
 
 
 class EvictionPolicy(Struct, frozen=True, kw_only=True):
-    """When this pod is evicted, by the operator's settings."""
+    """When a pod is evicted, by the operator's settings."""
 
     is_dry_run: bool
     """Whether the evictor only reads from the API server, and logs what it would do."""
@@ -76,13 +78,22 @@ class Evictor:
     """Evicts the pod `name`; of its workload, one pod at a time. In a dry run it only reads."""
 
     def __init__(
-        self, api: PageReader, policy: EvictionPolicy, *, namespace: str, name: str, clock: Clock
+        self,
+        api: PageReader,
+        policy: EvictionPolicy,
+        *,
+        namespace: str,
+        name: str,
+        uid: str = "",
+        clock: Clock,
     ) -> None:
+        """`uid` is the pod's UID; empty for this process's own pod, whose name is certain."""
         self._api = api
         self._policy = policy
         self._clock = clock
         self._namespace = namespace
         self._name = name
+        self._uid = uid
         self._requests = dict.fromkeys(EvictionResult, 0)
         self._pod: Object = {}
         """This pod's object of Kubernetes; empty until it was read."""
@@ -225,6 +236,9 @@ class Evictor:
         """
         pod = await self._ask("GET", f"/api/v1/namespaces/{self._namespace}/pods/{self._name}")
         metadata = pod["metadata"]
+        # A StatefulSet gives the replacement the same name.
+        if self._uid and metadata["uid"] != self._uid:
+            raise NotNowError("another pod has its name now")
         owners = metadata.get("ownerReferences", ())
         # Only the controller would start a replacement.
         controller = next((owner for owner in owners if owner.get("controller")), None)
@@ -444,11 +458,11 @@ def _selects(budget: Object, labels: Object) -> bool:
 
 
 def build_evictor(policy: EvictionPolicy, clock: Clock) -> Evictor | None:
-    """Return the evictor of this pod; None, with a log line, outside of a pod."""
+    """Return the evictor of this process's pod; None, with a log line, outside of a pod."""
     pod_api = open_pod_api(ACCOUNT, REQUEST_SECONDS)
     if pod_api is None:
         log.error(
-            "HEADROOM_EVICT stays off",
+            STAYS_OFF,
             problem=f"no pod with POD_NAME and a service account in {ACCOUNT}, which the component"
             " evict provides",
         )
@@ -456,3 +470,13 @@ def build_evictor(policy: EvictionPolicy, clock: Clock) -> Evictor | None:
     return Evictor(
         pod_api.reader, policy, namespace=pod_api.namespace, name=pod_api.name, clock=clock
     )
+
+
+def build_evictor_of(
+    policy: EvictionPolicy, clock: Clock, pod: EnginePod, uid: str
+) -> Evictor | None:
+    """Return the evictor of another pod, by its names and UID; None without a token."""
+    api = open_api(ACCOUNT, REQUEST_SECONDS)
+    if api is None:
+        return None
+    return Evictor(api, policy, namespace=pod.namespace, name=pod.pod, uid=uid, clock=clock)

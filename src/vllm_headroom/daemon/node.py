@@ -14,6 +14,7 @@ from vllm_headroom import catalog
 from vllm_headroom.clock import Clock
 from vllm_headroom.daemon import loop
 from vllm_headroom.daemon.engine_watch import EngineWatch
+from vllm_headroom.daemon.evict import Evictor
 from vllm_headroom.daemon.sources import Closable, GpuSource, close_all
 from vllm_headroom.derive.health import INITIAL, derive_health
 from vllm_headroom.derive.readings import derive_readings
@@ -131,6 +132,7 @@ class WatchParts(Struct, frozen=True, kw_only=True):
     """What watches one engine."""
 
     watch: EngineWatch
+    evictor: Evictor | None = None
     resources: tuple[Closable | None, ...]
     """What has to be closed when the engine is given up."""
 
@@ -142,11 +144,13 @@ class WatchedEngine:
         """`context` names the engine in the log."""
         self.located = located
         self.watch = parts.watch
+        self._evictor = parts.evictor
         self.absent_since_seconds: float | None = None
         """Since when its pod or unit has no process, on the monotonic clock."""
         self._resources = parts.resources
         self._context = context
         self._sampling: asyncio.Task[None] | None = None
+        self._evicting: asyncio.Task[None] | None = None
         self._is_faulty = False
         self._published: Published | None = None
         self._samples: tuple[Sample, ...] = ()
@@ -161,6 +165,17 @@ class WatchedEngine:
         """Begin a sample, unless the last sample is still running."""
         if self._sampling is None or self._sampling.done():
             self._sampling = self._start(self._guard(self._sample))
+
+    def begin_eviction_turn(self, *, is_stale: bool) -> None:
+        """Let the evictor take its next step, by the gate in the newest sample."""
+        is_busy = self._evicting is not None and not self._evicting.done()
+        if self._evictor is None or is_busy:
+            return
+        due = None
+        # An old sample is no reason to evict.
+        if self.watch.latest is not None and not is_stale:
+            due = self.watch.latest.gate.due
+        self._evicting = self._start(self._evictor.turn(due))
 
     def list_owned(self) -> frozenset[str]:
         """Return the UUIDs of the GPUs that it holds, by its newest sample."""
@@ -181,12 +196,14 @@ class WatchedEngine:
 
     async def close(self) -> None:
         """End its tasks, which saves its state, and close its sources."""
-        tasks = [self._loops]
-        if self._sampling is not None:
-            tasks.append(self._sampling)
+        started_tasks = (self._loops, self._sampling, self._evicting)
+        tasks = [task for task in started_tasks if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        # Only after its last turn, so that it does not take the Lease again.
+        if self._evictor is not None:
+            await self._evictor.give_lease_back()
         self.watch.close()
         await close_all(*self._resources)
 
@@ -323,6 +340,11 @@ class NodeWatch:
         await self._gpus.begin_used(timeout_seconds)
         for engine in self.engines.values():
             await engine.watch.sample_gpu_memory(timeout_seconds)
+
+    async def begin_eviction_turns(self) -> None:
+        """Let the evictor of each engine take its next step; do not wait for it."""
+        for engine in self.engines.values():
+            engine.begin_eviction_turn(is_stale=self._is_stale(engine))
 
     async def run(self) -> None:
         """Wait until cancelled; then end the watch of each engine, all at the same time."""

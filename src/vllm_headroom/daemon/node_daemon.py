@@ -17,14 +17,23 @@ from msgspec.structs import replace
 from vllm_headroom import catalog
 from vllm_headroom.config import Settings
 from vllm_headroom.daemon import app, logs, loop
+from vllm_headroom.daemon.evict import (
+    REQUEST_SECONDS,
+    STAYS_OFF,
+    TURN_SECONDS,
+    Evictor,
+    build_evictor_of,
+)
 from vllm_headroom.daemon.model_reader import NO_MODEL, ModelReader
 from vllm_headroom.daemon.node import NodeWatch, SharedGpus, WatchedEngine, WatchParts
 from vllm_headroom.daemon.parts import (
     GPU_TIMEOUT_SECONDS,
     NodeParts,
+    build_eviction_policy,
     build_node_parts,
     build_real_parts,
 )
+from vllm_headroom.daemon.pod_api import ACCOUNT, open_api
 from vllm_headroom.daemon.state.folders import name_folder, remove_unused
 from vllm_headroom.expose.answers import Handler, Request, Response, build_application
 from vllm_headroom.expose.metrics import HeadroomCollector, MetricsPage
@@ -48,6 +57,8 @@ from vllm_headroom.vocabulary import EngineKind
 
 log = Log(__name__)
 
+NO_TOKEN: Final = f"no token in {ACCOUNT}, which the component node-evict provides"
+
 NO_HOST_PIDS: Final = (
     "only processes of this pod can be seen: set hostPID: true in the pod of the daemon"
 )
@@ -59,6 +70,8 @@ def serve(settings: Settings, model: ModelReader = NO_MODEL) -> NoReturn:
     app.prepare_process()
     runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
     parts = build_node_parts(settings)
+    if settings.evict != "off" and open_api(ACCOUNT, REQUEST_SECONDS) is None:
+        log.error(STAYS_OFF, problem=NO_TOKEN)
     if parts.processes is not None and not parts.processes.sees_host:
         log.warning("engines of other pods cannot be found", problem=NO_HOST_PIDS)
     status = runner.run(app.run(parts, settings, model, NodeDaemon))
@@ -145,6 +158,9 @@ class NodeDaemon:
             timeout_seconds = min(GPU_TIMEOUT_SECONDS, gpu_interval_seconds)
             sample_gpu_memory = partial(self._node.sample_gpu_memory, timeout_seconds)
             loops.append(loop.run_every(gpu_interval_seconds, sample_gpu_memory, self._clock))
+        if self._settings.evict != "off":
+            take_turns = self._node.begin_eviction_turns
+            loops.append(loop.run_every(TURN_SECONDS, take_turns, self._clock))
         return loops
 
     def build_handler(self, door: Door | None) -> Handler:
@@ -205,7 +221,11 @@ class NodeDaemon:
     def _build_engine(self, located: LocatedEngine, gpus: SharedGpus) -> WatchParts:
         """Return what watches an engine, as in a daemon that watches only this engine."""
         # As if this URL had been configured as the only engine.
-        changes: dict[str, Any] = {"engine_url": located.page_url, "engines": None}
+        changes: dict[str, Any] = {
+            "engine_url": located.page_url,
+            "engines": None,
+            "evict": "off",
+        }
         if self._settings.state_dir is not None:
             changes["state_dir"] = self._prepare_folder(self._settings.state_dir, located)
         if self._settings.probe_dir is not None:
@@ -215,11 +235,21 @@ class NodeDaemon:
             build_real_parts(settings, self._model),
             gpus=gpus,
             processes=self._build_processes(located).read,
+            evictor=self._build_evictor(located),
         )
         return WatchParts(
             watch=app.build_engine_watch(parts, settings, self._model, find_pod(located.name)),
-            resources=(parts.engine, parts.canary_request, parts.server_request),
+            evictor=parts.evictor,
+            resources=(parts.engine, parts.canary_request, parts.server_request, parts.evictor),
         )
+
+    def _build_evictor(self, located: LocatedEngine) -> Evictor | None:
+        """Return the evictor of an engine's pod; None where it is off, or the pod is not known."""
+        pod = find_pod(located.name)
+        if self._settings.evict == "off" or pod is None:
+            return None
+        uid = located.owner_key.removeprefix("pod:")
+        return build_evictor_of(build_eviction_policy(self._settings), self._clock, pod, uid)
 
     def _build_processes(self, located: LocatedEngine) -> Processes:
         """Return the reader of an engine's processes.

@@ -152,12 +152,16 @@ def build_real_evictor(settings: Settings, clock: Clock) -> Evictor | None:
     """Return the evictor of this pod; None outside of a pod, or where it is not configured."""
     if settings.evict == "off":
         return None
-    policy = EvictionPolicy(
+    return build_evictor(build_eviction_policy(settings), clock)
+
+
+def build_eviction_policy(settings: Settings) -> EvictionPolicy:
+    """Return when a pod is evicted; HEADROOM_EVICT is not off."""
+    return EvictionPolicy(
         is_dry_run=settings.evict == "dry-run",
         near_seconds=settings.evict_seconds,
         quiet_hour=settings.evict_quiet_hour,
     )
-    return build_evictor(policy, clock)
 
 
 def build_page_reader(settings: Settings, url: str, *, timeout_seconds: float) -> PageReader:

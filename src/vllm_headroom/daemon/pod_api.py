@@ -21,26 +21,32 @@ class PodApi(Struct, frozen=True, kw_only=True):
     name: str
 
 
-def open_pod_api(account: Path, timeout_seconds: float) -> PodApi | None:
-    """Return this pod's API server; None outside of a pod.
-
-    Outside means that an environment variable or the service account's namespace is missing.
-    """
+def open_api(account: Path, timeout_seconds: float) -> PageReader | None:
+    """Return the API server of this pod's cluster; None outside of a pod, or without a token."""
     host = os.environ.get("KUBERNETES_SERVICE_HOST", "")
     port = os.environ.get("KUBERNETES_SERVICE_PORT", "")
-    name = os.environ.get("POD_NAME", "")
-    try:
-        namespace = (account / "namespace").read_text().strip()
-    except OSError:
-        namespace = ""
-    # If one name is missing, the environment of the pod cannot be used.
-    if not (host and port.isdigit() and name and namespace):
+    if not (host and port.isdigit() and (account / "token").is_file()):
         return None
-    reader = PageReader(
+    return PageReader(
         url=str(httpx.URL(scheme="https", host=host, port=int(port))),
         timeout_seconds=timeout_seconds,
         bearer_token_file=account / "token",
         ca_file=account / "ca.crt",
         headers={"Accept": "application/json"},
     )
+
+
+def open_pod_api(account: Path, timeout_seconds: float) -> PodApi | None:
+    """Return this pod and its API server; None outside of a pod.
+
+    Outside means that an environment variable or a file of the service account is missing.
+    """
+    name = os.environ.get("POD_NAME", "")
+    try:
+        namespace = (account / "namespace").read_text().strip()
+    except OSError:
+        namespace = ""
+    reader = open_api(account, timeout_seconds)
+    if reader is None or not name or not namespace:
+        return None
     return PodApi(reader=reader, namespace=namespace, name=name)

@@ -27,7 +27,11 @@ KINDS: Final = {
     "apps/v1": {"daemonsets": "DaemonSet", "deployments": "Deployment"},
     "monitoring.coreos.com/v1": {"podmonitors": "PodMonitor", "prometheusrules": "PrometheusRule"},
     "networking.k8s.io/v1": {"networkpolicies": "NetworkPolicy"},
-    "rbac.authorization.k8s.io/v1": {"roles": "Role", "rolebindings": "RoleBinding"},
+    "rbac.authorization.k8s.io/v1": {
+        "clusterroles": "ClusterRole",
+        "roles": "Role",
+        "rolebindings": "RoleBinding",
+    },
 }
 RELEASE: Final = re.compile(rb"H4sI[A-Za-z0-9+/=]+")
 """A release, as Helm keeps it in a Secret: compressed, in base 64, inside of a message that need not be understood."""
@@ -45,7 +49,10 @@ def discovered(path: str) -> dict[str, Any] | None:
         return {"kind": "APIGroupList", "apiVersion": "v1", "groups": groups}
     version = path.removeprefix("/apis/").removeprefix("/api/")
     if version in KINDS:
-        resources = [{"name": name, "kind": kind, "namespaced": True} for name, kind in KINDS[version].items()]
+        resources = [
+            {"name": name, "kind": kind, "namespaced": not kind.startswith("Cluster")}
+            for name, kind in KINDS[version].items()
+        ]
         return {"kind": "APIResourceList", "apiVersion": "v1", "groupVersion": version, "resources": resources}
     return None
 

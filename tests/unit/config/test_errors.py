@@ -213,7 +213,7 @@ def test_a_line_stays_one_line_and_sends_nothing_to_the_terminal(tmp_path: Path)
     [
         ("node", "GPUS", "0", "each engine's are found by its processes"),
         ("node", "ENGINE_URL", "http://h:1/metrics", "the engines are those of engines"),
-        ("node", "EVICT", "dry-run", "only the daemon's own pod can be evicted"),
+        ("http://a,http://b", "EVICT", "dry-run", "the pod of a URL is not known"),
         ("http://a,http://b", "TRACE_FILE", "/t", "a trace has one engine"),
         ("node", "ENGINE_HEADERS", '{"a": "b"}', "name the engines' URLs"),
         ("node", "ENGINE_BEARER_TOKEN_FILE", "/t", "name the engines' URLs"),

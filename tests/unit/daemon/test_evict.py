@@ -391,16 +391,38 @@ def test_an_answer_to_an_eviction_that_accepts_nothing_is_a_failure(status: int,
     assert counted(evictor) == {"failed": 1}
 
 
+def test_the_pod_that_took_the_name_of_the_engines_pod_is_not_evicted() -> None:
+    bench = Bench(is_stateful=True)
+    policy = EvictionPolicy(is_dry_run=False, near_seconds=1800.0, quiet_hour=None)
+    pod = next(iter(bench.cluster.pods.values()))
+    evictors = [
+        Evictor(
+            Connection(bench.cluster, lambda _: ""),
+            policy,
+            namespace=NAMESPACE,
+            name=pod.name,
+            uid=uid,
+            clock=bench.clock,
+        )
+        for uid in ("of-the-former-pod", pod.uid)
+    ]
+    with capture_logs() as events:
+        bench.turn(*evictors)
+
+    assert problems(events) == ["another pod has its name now"]
+    assert [counted(evictor) for evictor in evictors] == [{}, {"accepted": 1}]
+
+
 IN_A_POD: Final = {"KUBERNETES_SERVICE_HOST": "fd00::1", "KUBERNETES_SERVICE_PORT": "443", "POD_NAME": "vllm-0"}
 
 
-@pytest.mark.parametrize("lacks", [*IN_A_POD, "namespace", None])
+@pytest.mark.parametrize("lacks", [*IN_A_POD, "namespace", "token", None])
 def test_outside_of_a_pod_it_stays_off_and_says_so(
     lacks: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(evict, "ACCOUNT", tmp_path)
-    if lacks != "namespace":
-        (tmp_path / "namespace").write_text("llm")
+    for file in {"namespace", "token"} - {lacks}:
+        (tmp_path / file).write_text("llm")
     for name, value in IN_A_POD.items():
         monkeypatch.delenv(name, raising=False)
         if name != lacks:
@@ -415,7 +437,8 @@ def test_outside_of_a_pod_it_stays_off_and_says_so(
 
 def test_it_connects_where_the_pod_is_configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evict, "ACCOUNT", tmp_path)
-    (tmp_path / "namespace").write_text("llm\n")
+    for file in ("namespace", "token"):
+        (tmp_path / file).write_text("llm\n")
     for name, value in {**IN_A_POD, "KUBERNETES_SERVICE_HOST": "127.0.0.1", "KUBERNETES_SERVICE_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     evictor = build_real_evictor(load([], {"HEADROOM_EVICT": "on"}), Clock())

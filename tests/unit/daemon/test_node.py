@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Callable, Coroutine
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import httpx
@@ -17,6 +18,8 @@ from vllm_headroom import catalog
 from vllm_headroom.clock import SystemClock
 from vllm_headroom.config import Settings
 from vllm_headroom.daemon.app import build_engine_watch
+from vllm_headroom.daemon.engine_watch import EngineWatch
+from vllm_headroom.daemon.evict import Evictor
 from vllm_headroom.daemon.model_reader import NO_MODEL
 from vllm_headroom.daemon.node import LAST_SAMPLE_SECONDS, UNIT_SECONDS, NodeWatch, SharedGpus, WatchParts
 from vllm_headroom.daemon.node_daemon import NodeDaemon, list_folder_parts
@@ -442,6 +445,66 @@ def test_engines_that_come_and_go_leave_nothing_behind() -> None:
         assert len(asyncio.all_tasks()) < 6
 
     run(churn)
+
+
+class Evictions:
+    """Replaces the evictor of an engine's pod."""
+
+    def __init__(self, *, is_hanging: bool = False) -> None:
+        self.turns: list[str | None] = []
+        self.is_given_back = False
+        self._is_hanging = is_hanging
+
+    async def turn(self, due: str | None) -> None:
+        self.turns.append(due)
+        if self._is_hanging:
+            await asyncio.Event().wait()
+
+    async def give_lease_back(self) -> None:
+        self.is_given_back = True
+
+
+def test_each_engines_pod_is_evicted_by_its_own_newest_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An API server that hangs for one engine, and an engine without a new sample, do not evict another pod."""
+
+    def find_latest(watch: EngineWatch) -> Any:
+        (number,) = {engine.located.name.text[-1] for engine in world.node.engines.values() if engine.watch is watch}
+        return SimpleNamespace(gate=SimpleNamespace(due=f"llama-{number} leaks"))
+
+    async def evict() -> None:
+        evictions = {1: Evictions(is_hanging=True), 2: Evictions(), 3: Evictions()}
+        build_engine = world.build_engine
+
+        def build_evicted(located: LocatedEngine, gpus: SharedGpus) -> EngineParts:
+            parts = build_engine(located, gpus)
+            return EngineParts(
+                watch=parts.watch,
+                evictor=cast("Evictor", evictions[int(located.name.text[-1])]),
+                resources=parts.resources,
+            )
+
+        cast("Any", world.node)._build_engine = build_evicted
+        await world.tick(2)
+        world.engines[3].answer = asyncio.Event().wait  # type: ignore[assignment]
+        await world.tick(5)
+        monkeypatch.setattr(EngineWatch, "latest", property(find_latest))
+        for _ in range(2):
+            await world.node.begin_eviction_turns()
+            await asyncio.sleep(0)
+        assert {number: fake.turns for number, fake in evictions.items()} == {
+            1: ["llama-1 leaks"],
+            2: ["llama-2 leaks"] * 2,
+            3: [None] * 2,
+        }
+        monkeypatch.undo()
+        world.found.engines = ()
+        world.found.pods = set()
+        await world.tick(int(LAST_SAMPLE_SECONDS / 5) + 3)
+        assert world.node.engines == {}
+        assert all(fake.is_given_back for fake in evictions.values())
+
+    world = World(locate(1), locate(2), locate(3))
+    run(evict)
 
 
 class TestDaemon:

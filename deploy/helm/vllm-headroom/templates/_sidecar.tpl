@@ -135,6 +135,11 @@ Its context is this chart's: (index .Subcharts "vllm-headroom") in the chart tha
 {{ if ne (.Values.sidecar.evict | default "off") "off" }}true{{ end }}
 {{- end -}}
 
+{{/* Whether the one sidecar of a node may ask for evictions. */}}
+{{- define "vllm-headroom.node-evicts" -}}
+{{ if ne (.Values.node.evict | default "off") "off" }}true{{ end }}
+{{- end -}}
+
 {{/* Whether the sidecar has a token for the API server: for evictions, or for the log of vLLM's container. */}}
 {{- define "vllm-headroom.calls-api" -}}
 {{ if or (include "vllm-headroom.evicts" .) .Values.sidecar.engineLog }}true{{ end }}
