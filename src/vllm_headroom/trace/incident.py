@@ -236,6 +236,10 @@ class Incident(EngineEvent, frozen=True, kw_only=True):
     log: tuple[str, ...] = ()
 
 
+# Before a thread uses it: see StateFile.
+msgspec.json.Decoder(Incident)
+
+
 def read_incident(header: Mapping[str, Any]) -> Incident | None:
     """Return the facts of an incident; None where its time or kind is missing.
 

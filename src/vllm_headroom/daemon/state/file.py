@@ -45,6 +45,10 @@ class StateFile(Generic[T]):
         self.loss = loss
         """What the operator loses if the file is unusable, as a clause for the log."""
         self._value_type = value_type
+        # msgspec completes a type at its first use. Where two threads do this at the same time, as
+        # for the files of two engines, the process ends with SIGSEGV (0.22). So it is done here,
+        # when the module is imported.
+        msgspec.json.Decoder(value_type)
         self._format_number = format_number
 
     def encode(self, value: T) -> bytes:
