@@ -29,6 +29,7 @@ from tests.cluster.cluster import (
     kubectl,
     read,
 )
+from tests.cluster.guardrail import BUDGET
 from tests.process import NO_TLS, eventually
 
 pytestmark = [
@@ -65,6 +66,7 @@ resources:
 - {recipe}
 components:
 - {cgroups}
+- {evict}
 images:
 - {{name: ghcr.io/vllm-headroom/vllm-headroom, newName: {image[0]}, newTag: "{image[1]}"}}
 patches:
@@ -85,6 +87,9 @@ patches:
           - {{name: headroom-state, hostPath: {{path: {state}, type: DirectoryOrCreate}}}}
           - {{name: card, hostPath: {{path: {card}, type: DirectoryOrCreate}}}}
 """
+
+
+COMPONENTS: Final = ROOT / "deploy" / "kubernetes" / "components"
 
 
 class NodeCard:
@@ -193,7 +198,8 @@ class Sidecar:
         text = OVERLAY.format(
             namespace=self.namespace,
             recipe=os.path.relpath(ROOT / "deploy" / "kubernetes" / "recipes" / "daemonset", place),
-            cgroups=os.path.relpath(ROOT / "deploy" / "kubernetes" / "components" / "node-cgroups", place),
+            cgroups=os.path.relpath(COMPONENTS / "node-cgroups", place),
+            evict=os.path.relpath(COMPONENTS / "node-evict", place),
             image=SIDECAR_IMAGE.rsplit(":", 1),
             state=FOLDER / "node-state",
             card=card_folder,
@@ -220,6 +226,12 @@ class Sidecar:
 
         eventually(is_replaced, "the DaemonSet has a new pod", START_SECONDS, 2.0)
         self._address = ""
+
+    def allow_evictions(self, workload: Workload) -> None:
+        """Let the sidecar ask for evictions in the namespace of a workload, as the component says."""
+        workload.kubectl("apply", "--filename=-", given=BUDGET)
+        account = f"--serviceaccount={self.namespace}:vllm-headroom"
+        workload.kubectl("create", "rolebinding", "evict", "--clusterrole=vllm-headroom-evict", account)
 
     def fetch(self, path: str) -> str:
         """Return a page of the sidecar; empty while there is none."""
@@ -327,6 +339,7 @@ def test_each_engine_of_the_node_is_followed_under_its_own_name(tmp_path: Path) 
         stack.callback(kubectl, "delete", "namespace", sidecar.namespace, "--wait=false", check=False)
         stack.enter_context(card.run())
         sidecar.apply(tmp_path, card_folder)
+        sidecar.allow_evictions(plain[1])
         eventually(lambda: all(workload.is_ready(2) for workload in (*plain, own)), "all serve", START_SECONDS, 2.0)
 
         def list_names() -> set[str]:
@@ -367,6 +380,12 @@ def test_each_engine_of_the_node_is_followed_under_its_own_name(tmp_path: Path) 
 
         eventually(lambda: leaking in sidecar.list_growing(), "the leak is found", LEAK_SECONDS, 5.0)
         assert sidecar.list_growing() == {leaking}
+
+        def count_evictions() -> dict[str, float]:
+            values = sidecar.read_values("headroom_eviction_requests_total", result="dry_run")
+            return {pod: value for pod, value in values.items() if value}
+
+        eventually(lambda: count_evictions() == {leaking: 1}, "it alone would be evicted", START_SECONDS, 2.0)
 
         plain[0].restart()
         plain[1].kubectl("delete", "pod", leaking, "--wait=false")

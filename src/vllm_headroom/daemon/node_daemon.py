@@ -116,6 +116,13 @@ def find_pod(name: EngineName) -> EnginePod | None:
     return EnginePod(namespace=name.namespace, pod=name.pod, container=name.container)
 
 
+def find_probe_dir(probe_dir: Path, located: LocatedEngine) -> Path | None:
+    """Return the folder of an engine's probe, named by the pod's UID; None without one."""
+    folder = probe_dir / located.owner_key.removeprefix("pod:")
+    is_in_pod = located.name.pod is not None
+    return folder if is_in_pod and folder.is_dir() else None
+
+
 class NodeDaemon:
     """Watches several engines, and shows what it finds."""
 
@@ -229,7 +236,7 @@ class NodeDaemon:
         if self._settings.state_dir is not None:
             changes["state_dir"] = self._prepare_folder(self._settings.state_dir, located)
         if self._settings.probe_dir is not None:
-            changes["probe_dir"] = self._find_probe_dir(self._settings.probe_dir, located)
+            changes["probe_dir"] = find_probe_dir(self._settings.probe_dir, located)
         settings = self._settings.model_copy(update=changes)
         parts = replace(
             build_real_parts(settings, self._model),
@@ -281,12 +288,6 @@ class NodeDaemon:
         with contextlib.suppress(OSError):  # the state's own files report what is wrong
             remove_unused(state_dir, {*used_names, folder.name})
         return folder
-
-    def _find_probe_dir(self, probe_dir: Path, located: LocatedEngine) -> Path | None:
-        """Return the folder of an engine's probe, named by the pod's UID; None without one."""
-        folder = probe_dir / located.owner_key.removeprefix("pod:")
-        is_in_pod = located.name.pod is not None
-        return folder if is_in_pod and folder.is_dir() else None
 
     def _build_view(self) -> NodeView:
         """Return what the page and the document show now."""

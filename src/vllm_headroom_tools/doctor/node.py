@@ -3,12 +3,16 @@
 import asyncio
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from http import HTTPStatus
 from pathlib import Path
 from typing import Final
 
+from vllm_headroom.daemon.node_daemon import find_pod, find_probe_dir
 from vllm_headroom.daemon.parts import build_page_reader
+from vllm_headroom.daemon.pod_api import ACCOUNT, open_api
 from vllm_headroom.model import EnginePage, Failure
 from vllm_headroom.parse.engines import explain_empty_page
+from vllm_headroom.scrape.http.failures import strip_advice
 from vllm_headroom.scrape.pods import CONTAINER_LOGS
 from vllm_headroom.scrape.proc.files import has_host_pids, list_pids
 from vllm_headroom.scrape.proc.host import UNLIMITED_BYTES, read_cgroup
@@ -29,6 +33,9 @@ from vllm_headroom_tools.doctor.fixes import (
 from vllm_headroom_tools.look import LOOK_SECONDS, fetch_engines, locate_engines
 from vllm_headroom_tools.settings import ModelSettings
 
+BUDGETS_PATH: Final = "/apis/policy/v1/namespaces/{}/poddisruptionbudgets"
+"""What may be read wherever a pod may be evicted."""
+
 KIND_TEXTS: Final = {
     EngineKind.WATCHED: "watched",
     EngineKind.OWN_SIDECAR: "left to their own sidecar",
@@ -48,6 +55,14 @@ SEE_CGROUPS: Final = put(
     "containers:",
     "- name: headroom",
     "  volumeMounts: [{name: cgroups, mountPath: /host/sys/fs/cgroup, readOnly: true}]",
+)
+USE_PROBE: Final = put(
+    "in the kustomization of the engine's workload",
+    "components: [.../deploy/kubernetes/components/node-probe]",
+)
+GET_TOKEN: Final = put(
+    "in the kustomization of the DaemonSet, after the component node",
+    "components: [.../deploy/kubernetes/components/node-evict]",
 )
 REACH_IT: Final = put(
     "in the NetworkPolicies of vLLM's namespace", "# let the daemon's pod connect to vLLM's port"
@@ -73,6 +88,8 @@ async def examine_node(settings: ModelSettings, proc: Path, sys: Path) -> dict[s
         checks[f"engine {engine.name.text}"] = check_engine_page(engine, page)
     if settings.engines == "node":
         checks["memory_limits"] = check_cgroups(watched, proc)
+        checks["probe"] = check_probes(watched, settings.probe_dir)
+        checks["evictions"] = await check_evictions(watched, settings.evict)
     return {
         **checks,
         "nvml": gpus.check_nvml(survey),
@@ -150,6 +167,68 @@ def check_cgroups(engines: Sequence[LocatedEngine], proc: Path) -> Check:
         " their memory is compared with the machine's",
         details=tuple(hidden_names),
         fixes=(SEE_CGROUPS,),
+    )
+
+
+def check_probes(engines: Sequence[LocatedEngine], probe_dir: Path | None) -> Check:
+    """Check whether each watched engine has a folder of its probe; `probe_dir` has all of them."""
+    if probe_dir is None or not engines:
+        return Check(
+            Status.NOT_APPLICABLE,
+            "HEADROOM_PROBE_DIR is not set" if probe_dir is None else "no engine is watched",
+        )
+    names = [engine.name.text for engine in engines if find_probe_dir(probe_dir, engine) is None]
+    if not names:
+        return Check(Status.OK, "each engine has a folder of its probe")
+    return Check(
+        Status.NOT_APPLICABLE,
+        f"{len(names)} of {len(engines)} engines have no folder in {probe_dir}",
+        details=tuple(names),
+        fixes=(USE_PROBE,),
+    )
+
+
+async def check_evictions(engines: Sequence[LocatedEngine], mode: str) -> Check:
+    """Check whether the pods of the watched engines may be evicted; `mode` is HEADROOM_EVICT."""
+    if mode == "off":
+        return Check(Status.NOT_APPLICABLE, "HEADROOM_EVICT is off")
+    api = open_api(ACCOUNT, LOOK_SECONDS)
+    if api is None:
+        return Check(Status.MISSING, f"there is no token in {ACCOUNT}", fixes=(GET_TOKEN,))
+    details = [
+        f"{engine.name.text}: its pod's name is not known"
+        for engine in engines
+        if find_pod(engine.name) is None
+    ]
+    fixes: list[Fix] = []
+    namespaces = sorted({engine.name.namespace for engine in engines if engine.name.namespace})
+    try:
+        paths = [BUDGETS_PATH.format(namespace) for namespace in namespaces]
+        answers = await asyncio.gather(*(api.send("GET", path, None) for path in paths))
+    finally:
+        await api.close()
+    for namespace, answer in zip(namespaces, answers, strict=True):
+        if isinstance(answer, Failure):
+            details.append(f"{namespace}: {strip_advice(answer)}")
+        elif answer.status != HTTPStatus.OK:
+            details.append(f"{namespace}: the API server answers {answer.status}")
+            fixes.append(_bind_role(namespace))
+    if details:
+        return Check(
+            Status.MISSING,
+            "not every pod may be evicted",
+            details=tuple(details),
+            fixes=tuple(fixes),
+        )
+    return Check(Status.OK, f"{mode}: may evict pods in {', '.join(namespaces) or 'no namespace'}")
+
+
+def _bind_role(namespace: str) -> Fix:
+    """Return the command that lets the daemon evict pods of a namespace."""
+    return put(
+        "with kubectl, where NAMESPACE is the DaemonSet's",
+        f"kubectl create rolebinding vllm-headroom-evict --namespace={namespace}"
+        " --clusterrole=vllm-headroom-evict --serviceaccount=NAMESPACE:vllm-headroom",
     )
 
 

@@ -97,7 +97,7 @@ def test_the_links_of_the_page_build(tmp_path: Path) -> None:
 def test_what_is_named_is_there() -> None:
     named = set(
         re.findall(
-            r"`((?:gpu|sidecar)(?:-[a-z]+)*|podmonitor|prometheusrule|dashboards|keda|hpa|networkpolicy|label-check|openshift|template|custom-resource|memory-limit|probe|snapshot|evict|engine-log|node(?:-cgroups)?|[a-z]+-links)`",
+            r"`((?:gpu|sidecar)(?:-[a-z]+)*|podmonitor|prometheusrule|dashboards|keda|hpa|networkpolicy|label-check|openshift|template|custom-resource|memory-limit|probe|snapshot|evict|engine-log|node(?:-cgroups|-evict|-probe)?|[a-z]+-links)`",
             README,
         )
     )

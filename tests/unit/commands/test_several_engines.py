@@ -16,6 +16,8 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from tests.command import read_data, run_command
+from tests.fakes.api_server.cluster import NAMESPACE, Cluster
+from tests.fakes.api_server.server import ApiServer
 from tests.fakes.cgroups import V2Tree
 from tests.fakes.engine_server import EngineServer, page
 from tests.fakes.node_tree import NodeTree
@@ -24,7 +26,8 @@ from vllm_headroom.expose.snapshot import build_document
 from vllm_headroom.model import EngineName
 from vllm_headroom.scrape.proc.node import LocatedEngine
 from vllm_headroom.vocabulary import EngineKind
-from vllm_headroom_tools.doctor.node import check_cgroups, examine_node
+from vllm_headroom_tools.doctor import node as doctor_node
+from vllm_headroom_tools.doctor.node import check_cgroups, check_evictions, check_probes, examine_node
 from vllm_headroom_tools.settings import ModelSettings
 
 LEAKING = build_document(day(leaking=frozenset({0})))
@@ -196,6 +199,43 @@ def test_doctor_lists_the_engines_and_what_each_lacks(tmp_path: Path) -> None:
     assert checks["memory_limits"].state == "not_applicable"
     assert "1 of 1 engines" in checks["memory_limits"].text
     assert checks["memory_limits"].fixes
+
+
+def locate_pod(namespace: str, uid: str) -> LocatedEngine:
+    return LocatedEngine(
+        kind=EngineKind.WATCHED,
+        key=f"pod:{uid}:8000",
+        owner_key=f"pod:{uid}",
+        name=EngineName(namespace=namespace, pod=f"llama-{uid}", container="vllm"),
+    )
+
+
+def test_doctor_names_the_engines_without_a_folder_of_their_probe(tmp_path: Path) -> None:
+    (tmp_path / "uid-1").mkdir()
+
+    checks = [check_probes([locate_pod("llm", f"uid-{last}")], tmp_path) for last in (1, 2)]
+
+    assert [(check.state, check.details) for check in checks] == [("ok", ()), ("not_applicable", ("llm/llama-uid-2",))]
+    assert "node-probe" in checks[1].fixes[0].lines[0]
+
+
+def test_doctor_names_the_namespaces_in_which_no_pod_may_be_evicted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engines = [locate_pod(NAMESPACE, "1"), locate_pod("other", "2")]
+    monkeypatch.setattr(doctor_node, "ACCOUNT", tmp_path)
+    assert asyncio.run(check_evictions(engines, "off")).state == "not_applicable"
+    unmounted = asyncio.run(check_evictions(engines, "on"))
+    assert "node-evict" in unmounted.fixes[0].lines[0]
+    with ApiServer(Cluster(replicas=1), tmp_path) as api:
+        for name, value in api.environment("vllm-0").items():
+            monkeypatch.setenv(name, value)
+        check = asyncio.run(check_evictions(engines, "dry-run"))
+        allowed = asyncio.run(check_evictions(engines[:1], "dry-run"))
+
+    assert (check.state, [detail.partition(":")[0] for detail in check.details]) == ("missing", ["other"])
+    assert "--namespace=other" in check.fixes[0].lines[0]
+    assert (allowed.state, allowed.text) == ("ok", f"dry-run: may evict pods in {NAMESPACE}")
 
 
 def test_doctor_sees_whether_the_cgroups_of_the_engines_are_mounted(tmp_path: Path) -> None:

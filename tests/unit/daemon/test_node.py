@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import httpx
 import pytest
+from msgspec.structs import replace
 
 from tests.logs import capture_logs
 from vllm_headroom import catalog
@@ -24,7 +25,7 @@ from vllm_headroom.daemon.model_reader import NO_MODEL
 from vllm_headroom.daemon.node import LAST_SAMPLE_SECONDS, UNIT_SECONDS, NodeWatch, SharedGpus, WatchParts
 from vllm_headroom.daemon.node_daemon import NodeDaemon, list_folder_parts
 from vllm_headroom.daemon.parts import NodeParts, Parts
-from vllm_headroom.daemon.sources import GpuSource
+from vllm_headroom.daemon.sources import GpuSource, close_all
 from vllm_headroom.daemon.state.folders import MOST_UNUSED, name_folder, remove_unused
 from vllm_headroom.expose.answers import Request
 from vllm_headroom.model import (
@@ -42,6 +43,8 @@ from vllm_headroom.model import (
 from vllm_headroom.scrape.proc.node import LocatedEngine, NodeProcesses
 from vllm_headroom.units import GIB
 from vllm_headroom.vocabulary import EngineKind, Role
+
+CLOSED_URL = "http://127.0.0.1:9/metrics"
 
 OF_THE_MACHINE = {catalog.SOURCE_READ_SECONDS.name, catalog.SAMPLE_SKEW.name}
 """Times that were measured: they differ from reading to reading."""
@@ -445,6 +448,24 @@ def test_engines_that_come_and_go_leave_nothing_behind() -> None:
         assert len(asyncio.all_tasks()) < 6
 
     run(churn)
+
+
+def test_the_probe_of_an_engine_is_read_from_the_folder_with_its_pods_uid(tmp_path: Path) -> None:
+    async def look() -> None:
+        world = World()
+        ending = asyncio.get_running_loop().create_future()
+        settings = Settings(engines="node", probe_dir=tmp_path)
+        parts = NodeParts(gpus=world.gpus, processes=None, clock=world.clock)
+        daemon = cast("Any", NodeDaemon(parts, settings, home="/", ending=ending))
+        for number, is_read in ((1, True), (2, False)):
+            engine = daemon._build_engine(replace(locate(number), page_url=CLOSED_URL), SharedGpus(world.gpus))
+            await engine.watch.sample()
+            probe = engine.watch.latest.snapshot.probe
+            assert isinstance(probe, Failure) is is_read, "a folder without files is a failure, and no folder no source"
+            await close_all(*engine.resources)
+
+    (tmp_path / "uid-1").mkdir()
+    run(look)
 
 
 class Evictions:
