@@ -496,9 +496,9 @@ def test_each_engines_pod_is_evicted_by_its_own_newest_sample(monkeypatch: pytes
         evictions = {1: Evictions(is_hanging=True), 2: Evictions(), 3: Evictions()}
         build_engine = world.build_engine
 
-        def build_evicted(located: LocatedEngine, gpus: SharedGpus) -> EngineParts:
+        def build_evicted(located: LocatedEngine, gpus: SharedGpus) -> WatchParts:
             parts = build_engine(located, gpus)
-            return EngineParts(
+            return WatchParts(
                 watch=parts.watch,
                 evictor=cast("Evictor", evictions[int(located.name.text[-1])]),
                 resources=parts.resources,
