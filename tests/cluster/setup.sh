@@ -4,6 +4,7 @@
 # Writes FOLDER/kubectl, and for a cluster of its own FOLDER/node, which node/stop.sh removes.
 #   KUBECONFIG   a cluster that has a runtime class "nvidia" and both images: set SIDECAR_IMAGE and ENGINE_IMAGE to where they are
 #   CACHE        where Kubernetes is kept once it is built; by default below ~/.cache
+#   KUBERNETES   a file beside node/go.mod for another version, such as kubernetes-1.37.mod
 set -euo pipefail
 cd "$(dirname "$0")"
 mkdir -p "$1"
@@ -31,7 +32,7 @@ for program in go containerd ctr runc etcd ip openssl podman catatonit cc; do
 done
 ((${#missing[@]} == 0)) || { echo "a cluster of its own needs ${missing[*]}: see node/start.sh, or set KUBECONFIG" >&2; exit 1; }
 
-program=$(nice node/build.sh "$cache")
+program=$(nice node/build.sh "$cache" "${KUBERNETES:-go.mod}")
 helm=$cache/helm-v3.18.6
 if [[ ! -x $helm ]]; then # three minutes on two cores
   (
@@ -75,7 +76,7 @@ ln -sf "$kubectl" "$folder/kubectl"
 for image in localhost/pause:1 localhost/vllm-stand-in:1 localhost/vllm-headroom:image-test; do
   "$containers" save --quiet "$image" | ctr --address "$folder/node/containerd.sock" --namespace k8s.io images import - >/dev/null
 done
-"$kubectl" patch node node --subresource=status --type=json --patch '[{"op": "add", "path": "/status/capacity/nvidia.com~1gpu", "value": "64"}]'
+"$kubectl" patch node node --subresource=status --type=json --patch '[{"op": "add", "path": "/status/capacity/nvidia.com~1gpu", "value": "110"}]'
 "$kubectl" label node node nvidia.com/gpu.present=true
 "$kubectl" create --filename - <<END
 apiVersion: node.k8s.io/v1
@@ -87,3 +88,4 @@ operator=$(find_module github.com/prometheus-operator/prometheus-operator@v0.85.
 for kind in podmonitors prometheusrules; do
   "$kubectl" create --filename "$operator/example/prometheus-operator-crd/monitoring.coreos.com_$kind.yaml"
 done
+./extensions.sh "$folder"

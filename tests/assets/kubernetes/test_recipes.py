@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,6 +11,7 @@ import yaml
 
 from tests.assets.kubernetes import schemas
 from tests.assets.kubernetes.difference import differences
+from tests.assets.kubernetes.pods import pods
 from tests.assets.kubernetes.rendering import (
     COMPONENTS,
     DEPLOY,
@@ -32,31 +32,6 @@ RECIPES: Final = sorted(path.parent for path in FOLDER.glob("*/kustomization.yam
 CUSTOM: Final = {"LeaderWorkerSet", "InferenceService", "RayService", "StormService"}
 MONITORS: Final = {"PodMonitor", "PodMonitoring"}
 RESTRICTED_VOLUMES: Final = {"configMap", "downwardAPI", "emptyDir", "persistentVolumeClaim", "projected", "secret"}
-
-
-Pod = tuple[dict[str, str], dict[str, Any]]
-
-
-def pods(found: Any) -> Iterator[Pod]:
-    """Yield labels and specification of every pod that is described anywhere in a document."""
-    if isinstance(found, list):
-        for each in found:
-            yield from pods(each)
-    elif isinstance(found, dict):
-        yield from described(found)
-        for each in found.values():
-            yield from pods(each)
-
-
-def described(document: dict[str, Any]) -> Iterator[Pod]:
-    """Yield the pods that this object itself describes."""
-    for key in ("template", "leaderTemplate", "workerTemplate"):
-        if "containers" in document.get(key, {}).get("spec", {}):  # a StormService's template describes roles
-            yield document[key].get("metadata", {}).get("labels", {}), document[key]["spec"]
-    if "predictor" in document:  # KServe puts the container of the model into the pod
-        predictor = dict(document["predictor"])
-        model = {"name": "model", "image": "any", "resources": predictor.pop("model")["resources"]}
-        yield predictor.pop("labels"), predictor | {"containers": [model]}
 
 
 def labelled(found: list[Document]) -> list[tuple[Document, dict[str, str], dict[str, Any]]]:

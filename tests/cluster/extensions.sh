@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# Gives a cluster of one's own the resources that recipes and components are for, from their Go modules.   usage: extensions.sh FOLDER
+# AIBrix and Google's managed Prometheus have no module that can be had.
+set -euo pipefail
+folder=$1
+find_module() { # MODULE@VERSION: its folder
+  go mod download -json "$1" | sed -n 's/.*"Dir": "\(.*\)".*/\1/p'
+}
+keda=$(find_module github.com/kedacore/keda/v2@v2.21.0)
+ray=$(find_module github.com/ray-project/kuberay/ray-operator@v1.5.0)
+groups=$(find_module sigs.k8s.io/lws@v0.7.0)
+kserve=$(find_module github.com/kserve/kserve@v0.16.0)
+for file in "$keda"/config/crd/bases/*.yaml "$ray/config/crd/bases/ray.io_rayservices.yaml" "$groups"/config/crd/bases/*.yaml \
+  "$kserve/config/crd/full/serving.kserve.io_inferenceservices.yaml"; do
+  "$folder/kubectl" create --filename "$file"
+done
+"$folder/kubectl" wait --for=condition=Established --timeout=60s customresourcedefinitions --all
