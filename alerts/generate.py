@@ -238,23 +238,31 @@ def list_severities(text: str) -> list[str]:
 
 def with_values(rules: dict[str, Any], values: object) -> str:
     """Return the rules, without comments, with other thresholds, severities and durations, or raise ValueError."""
-    if not isinstance(values, dict) or not all(isinstance(each, dict) for each in values.values()):
+    if not isinstance(values, dict) or not all(isinstance(table, dict) for table in values.values()):
         raise ValueError("it is no mapping of alerts to their values")
-    alerts = {rule["alert"]: rule for group in rules["groups"] for rule in group["rules"] if "alert" in rule}
+    alerts = {}
+    for group in rules["groups"]:
+        alerts.update({rule["alert"]: rule for rule in group["rules"] if "alert" in rule})
     problems = []
     for name, alert_values in values.items():
-        if name not in alerts:
-            problems.append(f"there is no alert {name}{suggest(str(name), alerts)}")
-            continue
-        for key, value in alert_values.items():
-            problem = set_value(alerts[name], key, value)
-            if problem:
-                problems.append(f"{name}: {problem}")
+        problems += set_values(name, alert_values, alerts)
     if problems:
         raise ValueError("; ".join(problems))
     for group in rules["groups"]:
         group["rules"] = [rule for rule in group["rules"] if rule.pop("enabled", True)]
     return yaml.safe_dump(rules, sort_keys=False, width=1_000_000, allow_unicode=True)
+
+
+def set_values(name: object, alert_values: dict[str, Any], alerts: dict[str, Any]) -> list[str]:
+    """Set the values of one of the alerts; return what is wrong with them, empty where nothing is."""
+    if name not in alerts:
+        return [f"there is no alert {name}{suggest(str(name), alerts)}"]
+    problems = []
+    for key, value in alert_values.items():
+        problem = set_value(alerts[name], key, value)
+        if problem:
+            problems.append(f"{name}: {problem}")
+    return problems
 
 
 def suggest(name: str, names: Iterable[str]) -> str:

@@ -27,6 +27,9 @@ CONFIG_MAPS: Final = "configmaps.yaml"
 
 LEAST_GRAFANA: Final = "10.4.0"
 
+DATA_SOURCE: Final = "${DS_PROMETHEUS}"
+"""The data source that Grafana prompts for when it imports a dashboard from grafana.com."""
+
 CONFIG_MAP: Final = """\
 apiVersion: v1
 kind: ConfigMap
@@ -41,42 +44,63 @@ data:
 {text}"""
 
 
-def rendered(name: str) -> str:
+def render_dashboard(name: str) -> str:
     """Return the text of a dashboard's JSON file."""
-    return written(DASHBOARDS[name]())
+    return format_json(DASHBOARDS[name]())
 
 
-def written(made: Json) -> str:
+def format_json(dashboard: Json) -> str:
     """Return a dashboard as text."""
-    return json.dumps(made, indent=2, ensure_ascii=False) + "\n"
+    return json.dumps(dashboard, indent=2, ensure_ascii=False) + "\n"
 
 
-def config_maps() -> str:
-    """Return one ConfigMap for each dashboard, in a line: kubectl apply can take 256 KiB of one, the API 1 MiB."""
-    return "---\n".join(
-        CONFIG_MAP.format(
-            name=f"headroom-dashboard-{made.__name__}",
+def render_config_maps() -> str:
+    """Return one ConfigMap for each dashboard.
+
+    A dashboard is one line of JSON, because kubectl apply accepts 256 KiB of a ConfigMap, and the API 1 MiB.
+    """
+    config_maps = []
+    for name, build in DASHBOARDS.items():
+        text = json.dumps(build(), ensure_ascii=False)
+        config_map = CONFIG_MAP.format(
+            name=f"headroom-dashboard-{build.__name__}",
             file=f"{name}.json",
-            text=f"    {json.dumps(made(), ensure_ascii=False)}\n",
+            text=f"    {text}\n",
         )
-        for name, made in DASHBOARDS.items()
-    )
+        config_maps.append(config_map)
+    return "---\n".join(config_maps)
 
 
-def exported(name: str) -> str:
-    """Return a dashboard as grafana.com takes it: Grafana then prompts for the data source."""
-    made = DASHBOARDS[name]()
-    source = "${DS_PROMETHEUS}"
-    chosen = {"selected": True, "text": source, "value": source}
-    made["templating"]["list"][0]["current"] = chosen
-    kinds = sorted({panel["type"] for row in made["panels"] for panel in (row, *row.get("panels", ()))} - {"row"})
-    prometheus = {"id": "prometheus", "name": "Prometheus"}
-    asked = {f"plugin{key.capitalize()}": text for key, text in prometheus.items()}
-    needs = [{"type": "grafana", "id": "grafana", "name": "Grafana", "version": LEAST_GRAFANA}]
-    needs += [{"type": "datasource", **prometheus, "version": LEAST_GRAFANA}]
-    needs += [{"type": "panel", "id": kind, "name": kind, "version": ""} for kind in kinds]
-    inputs = [{"name": "DS_PROMETHEUS", "label": "Prometheus", "description": "", "type": "datasource", **asked}]
-    return written({"__inputs": inputs, "__elements": {}, "__requires": needs, **made})
+def render_export(name: str) -> str:
+    """Return a dashboard in grafana.com's format: Grafana then prompts for the data source."""
+    dashboard = DASHBOARDS[name]()
+    source_variable = dashboard["templating"]["list"][0]
+    source_variable["current"] = {"selected": True, "text": DATA_SOURCE, "value": DATA_SOURCE}
+    requirements = [
+        {"type": "grafana", "id": "grafana", "name": "Grafana", "version": LEAST_GRAFANA},
+        {"type": "datasource", "id": "prometheus", "name": "Prometheus", "version": LEAST_GRAFANA},
+    ]
+    panel_kinds = list_panel_kinds(dashboard)
+    requirements += [{"type": "panel", "id": kind, "name": kind, "version": ""} for kind in panel_kinds]
+    source_input = {
+        "name": "DS_PROMETHEUS",
+        "label": "Prometheus",
+        "description": "",
+        "type": "datasource",
+        "pluginId": "prometheus",
+        "pluginName": "Prometheus",
+    }
+    head = {"__inputs": [source_input], "__elements": {}, "__requires": requirements}
+    return format_json(head | dashboard)
+
+
+def list_panel_kinds(dashboard: Json) -> list[str]:
+    """Return the kinds of the dashboard's panels, sorted; a row is not a kind of panel."""
+    kinds = set()
+    for row in dashboard["panels"]:
+        kinds.add(row["type"])
+        kinds.update(panel["type"] for panel in row.get("panels", ()))
+    return sorted(kinds - {"row"})
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -88,11 +112,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     export = parser.parse_args(arguments).export
     folder = export or HERE
     folder.mkdir(parents=True, exist_ok=True)
+    render = render_export if export else render_dashboard
     for name in DASHBOARDS:
-        text = exported(name) if export else rendered(name)
-        (folder / f"{name}.json").write_text(text, encoding="utf-8")
+        (folder / f"{name}.json").write_text(render(name), encoding="utf-8")
     if not export:
-        (HERE / CONFIG_MAPS).write_text(config_maps(), encoding="utf-8")
+        (HERE / CONFIG_MAPS).write_text(render_config_maps(), encoding="utf-8")
 
 
 if __name__ == "__main__":

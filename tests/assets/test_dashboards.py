@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from alerts.generate import BOARD
-from dashboards.generate import CONFIG_MAPS, DASHBOARDS, config_maps, main, rendered
+from dashboards.generate import CONFIG_MAPS, DASHBOARDS, main, render_config_maps, render_dashboard
 from tests.conftest import Golden
 from tests.dashboards.checks import CHECKS
 from tests.dashboards.grafana import FOLDER, NAMES, load, panels, variables
@@ -61,7 +61,7 @@ def test_an_exception_is_of_a_dashboard_and_a_check_that_there_are() -> None:
 def test_a_dashboard_is_what_the_generator_makes(golden: Golden, subtests: pytest.Subtests) -> None:
     for name in DASHBOARDS:
         with subtests.test(name):
-            golden(FOLDER / f"{name}.json", rendered(name))
+            golden(FOLDER / f"{name}.json", render_dashboard(name))
 
 
 def test_every_dashboard_is_generated() -> None:
@@ -75,7 +75,7 @@ def test_a_dashboard_is_found_by_the_name_of_its_file(subtests: pytest.Subtests)
 
 
 def test_the_config_maps_are_what_the_generator_makes(golden: Golden) -> None:
-    golden(FOLDER / CONFIG_MAPS, config_maps())
+    golden(FOLDER / CONFIG_MAPS, render_config_maps())
 
 
 def test_the_config_maps_hold_the_dashboards() -> None:

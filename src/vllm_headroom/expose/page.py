@@ -86,8 +86,10 @@ def render_page(view: View, query: str = "") -> str:
 
 def _render_header(view: View) -> str:
     """Return the names of host, engine and GPUs, the sample's age, the version and the notice."""
-    seconds = None if view.snapshot is None else view.snapshot.time_seconds
     names = escape_text(DOT.join(_list_names(view)))
+    seconds = None
+    if view.snapshot is not None:
+        seconds = view.snapshot.time_seconds
     notice = ""
     if view.notice:
         notice = f'<p class="notice">{escape_text(view.notice)}</p>'
@@ -227,18 +229,28 @@ def render_since(view: View, worst: Verdict) -> str:
     verdict = worst
     if worst.situation is Situation.CRASH_LOOP:
         # Since when the engine is down matters more than since when it is a loop.
-        down = [other for other in view.shown_verdicts if other.situation is Situation.DOWN]
-        verdict = down[0] if down else worst
+        verdict = _find_down(view) or worst
     start = _find_start(view, verdict)
     if start is None:
         return ""
     time = render_time(start.seconds)
     if verdict.situation in DURATION_SITUATIONS and verdict is worst:
-        earlier = "" if start.is_exact else " or earlier"
-        return f" <small>since {time}{earlier}</small>"
-    duration = format_duration(max(0.0, view.snapshot.time_seconds - start.seconds))
-    at_least = "" if start.is_exact else "at least "
-    return f" <small>for {at_least}{render_text(duration)}, since {time}</small>"
+        if not start.is_exact:
+            time += " or earlier"
+        return f" <small>since {time}</small>"
+    elapsed_seconds = view.snapshot.time_seconds - start.seconds
+    duration = render_text(format_duration(max(0.0, elapsed_seconds)))
+    if not start.is_exact:
+        duration = f"at least {duration}"
+    return f" <small>for {duration}, since {time}</small>"
+
+
+def _find_down(view: View) -> Verdict | None:
+    """Return the verdict that the engine is down; None where it is not."""
+    for verdict in view.shown_verdicts:
+        if verdict.situation is Situation.DOWN:
+            return verdict
+    return None
 
 
 def _find_start(view: View, verdict: Verdict) -> VerdictStart | None:
@@ -263,10 +275,10 @@ def _find_start(view: View, verdict: Verdict) -> VerdictStart | None:
 def _list_details(view: View, worst: Verdict) -> Iterator[str]:
     """Yield what else there is to know of a situation, as sentences."""
     if worst.situation is Situation.NEIGHBOUR:
-        names = [
-            view.find_process_name(pid) or f"pid {pid}, whose name is not visible from here"
-            for pid in _list_neighbours(view, worst)[:MOST_NEIGHBOURS]
-        ]
+        names = []
+        for pid in _list_neighbours(view, worst)[:MOST_NEIGHBOURS]:
+            name = view.find_process_name(pid)
+            names.append(name or f"pid {pid}, whose name is not visible from here")
         if names:
             yield f"On it beside the engine: {'; '.join(names)}."
     if worst.situation is Situation.STARTING and view.history.start_durations_seconds:
@@ -279,16 +291,20 @@ def _compare_starts(view: View) -> str:
     longest_seconds = max(durations_seconds)
     shortest = format_duration(min(durations_seconds))
     longest = format_duration(longest_seconds)
-    took = f"about {longest}" if shortest == longest else f"{shortest} to {longest}"
-    sentence = f"Earlier starts took {took}"
+    is_one_duration = shortest == longest
+    sentence = f"Earlier starts took {shortest} to {longest}"
+    if is_one_duration:
+        sentence = f"Earlier starts took about {longest}"
     began_seconds = view.values.value(catalog.ENGINE_START)
     if began_seconds is None or view.snapshot is None:
         return f"{sentence}."
     left_seconds = longest_seconds - (view.snapshot.time_seconds - began_seconds)
     if left_seconds <= 0:
         return f"{sentence}; this one takes longer."
-    at_most = "" if shortest == longest else "at most "
-    return f"{sentence}; {at_most}about {format_duration(left_seconds)} left."
+    time_left = f"about {format_duration(left_seconds)} left"
+    if not is_one_duration:
+        time_left = f"at most {time_left}"
+    return f"{sentence}; {time_left}."
 
 
 def _list_neighbours(view: View, worst: Verdict) -> list[int]:
@@ -372,29 +388,39 @@ def _was_never_seen(view: View, worst: Verdict) -> bool:
 
 
 def _advise_after_exit(view: View, worst: Verdict) -> str:
-    return NO_INCIDENT_ADVICE if view.last_incident is None else worst.situation.action
+    if view.last_incident is None:
+        return NO_INCIDENT_ADVICE
+    return worst.situation.action
 
 
 def _advise_on_growth(view: View, worst: Verdict) -> str:
     if worst.level is not Level.ALARM:
         return worst.situation.action
     earliest_seconds, likely_seconds = _find_time_left(view, worst.situation)
-    first_seconds = likely_seconds if earliest_seconds is None else earliest_seconds
-    if first_seconds is not None and first_seconds < HOUR_SECONDS:
+    if earliest_seconds is None:
+        earliest_seconds = likely_seconds
+    if earliest_seconds is not None and earliest_seconds < HOUR_SECONDS:
         return URGENT_ADVICE
     return worst.situation.action
 
 
 def _advise_on_excess(_view: View, worst: Verdict) -> str:
-    return NO_BURST_ADVICE if worst.level is Level.ALARM else worst.situation.action
+    if worst.level is Level.ALARM:
+        return NO_BURST_ADVICE
+    return worst.situation.action
 
 
 def _advise_on_blindness(view: View, worst: Verdict) -> str:
-    engines = None if view.snapshot is None else view.snapshot.engines
-    is_refused = isinstance(engines, Failure) and engines.reason is Reason.UNAUTHORIZED
-    if worst.subject == "engine" and is_refused:
+    if worst.subject == "engine" and _is_login_missing(view):
         return LOGIN_ADVICE
     return worst.situation.action
+
+
+def _is_login_missing(view: View) -> bool:
+    """Return whether the engine's server answers, but refuses its page."""
+    if view.snapshot is None or not isinstance(view.snapshot.engines, Failure):
+        return False
+    return view.snapshot.engines.reason is Reason.UNAUTHORIZED
 
 
 def _advise_on_neighbours(view: View, worst: Verdict) -> str:
@@ -432,7 +458,9 @@ def find_advice(view: View, worst: Verdict) -> str:
     if _was_never_seen(view, worst):
         return NEVER_SEEN_ADVICE
     adviser = ADVISERS.get(worst.situation)
-    return worst.situation.action if adviser is None else adviser(view, worst)
+    if adviser is None:
+        return worst.situation.action
+    return adviser(view, worst)
 
 
 def _find_command(view: View, worst: Verdict) -> str | None:
@@ -520,15 +548,17 @@ def _measure_time_left(view: View, worst: Verdict) -> KeyFigure | None:
     earliest_seconds, likely_seconds = _find_time_left(view, worst.situation)
     if likely_seconds is None:
         return None
+    caption = "until out of memory"
     gpu_count = len(_list_alike_gpus(view, worst))
-    of_gpus = f" on the first of {gpu_count} GPUs" if gpu_count > 1 else ""
+    if gpu_count > 1:
+        caption += f" on the first of {gpu_count} GPUs"
     likely = format_duration(likely_seconds)
     if earliest_seconds is None:
-        return f"about {likely}", f"until out of memory{of_gpus}"
+        return f"about {likely}", caption
     earliest = format_duration(earliest_seconds)
     if earliest == likely:
-        return likely, f"until out of memory{of_gpus}"
-    return f"{earliest} to {likely}", f"until out of memory{of_gpus}: earliest to likely"
+        return likely, caption
+    return f"{earliest} to {likely}", f"{caption}: earliest to likely"
 
 
 def _find_time_left(view: View, situation: Situation) -> tuple[float | None, float | None]:
@@ -595,13 +625,15 @@ def _measure_since(view: View, worst: Verdict) -> KeyFigure | None:
     start = view.find_start(worst)
     if start is None or view.snapshot is None:
         return None
-    duration = format_duration(max(0.0, view.snapshot.time_seconds - start.seconds))
-    caption = "without a reading"
+    elapsed_seconds = view.snapshot.time_seconds - start.seconds
+    duration = format_duration(max(0.0, elapsed_seconds))
+    if not start.is_exact:
+        duration = f"at least {duration}"
     if _was_never_seen(view, worst):
-        caption = "without an engine"
-    elif worst.situation is Situation.DOWN:
-        caption = "down"
-    return duration if start.is_exact else f"at least {duration}", caption
+        return duration, "without an engine"
+    if worst.situation is Situation.DOWN:
+        return duration, "down"
+    return duration, "without a reading"
 
 
 NUMBERS: Final[Mapping[Situation, Callable[[View, Verdict], KeyFigure | None]]] = {
@@ -627,12 +659,15 @@ def _find_free_memory(values: Values) -> tuple[str, str]:
     if not free_bytes:
         return "", ""
     fullest_gpu = min(free_bytes, key=lambda labels: free_bytes[labels])
+    caption = "free"
     total_bytes = values.value(catalog.GPU_MEMORY_TOTAL, *fullest_gpu)
-    of_total = "" if total_bytes is None else f" of {format_size(total_bytes)}"
-    gpu_name = f"GPU {fullest_gpu[0]}"
+    if total_bytes is not None:
+        caption += f" of {format_size(total_bytes)}"
+    gpu_index, _ = fullest_gpu
+    caption += f" on GPU {gpu_index}"
     if len(free_bytes) > 1:
-        gpu_name += ", the fullest"
-    return format_size(free_bytes[fullest_gpu]), f"free{of_total} on {gpu_name}"
+        caption += ", the fullest"
+    return format_size(free_bytes[fullest_gpu]), caption
 
 
 def _render_verdicts(view: View) -> str:
@@ -686,8 +721,10 @@ def _fold_gpus(
 
 def _render_list(view: View, verdicts: list[Verdict]) -> str:
     """Return the verdicts as a list; empty without any."""
+    if not verdicts:
+        return ""
     lines = "".join(_render_sentence(view, verdict) for verdict in verdicts)
-    return f"<ul class=verdicts>{lines}</ul>" if lines else ""
+    return f"<ul class=verdicts>{lines}</ul>"
 
 
 def _summarize_gpus(view: View, verdicts: list[Verdict]) -> str:
@@ -754,19 +791,22 @@ def _render_figures(view: View, snapshot: Snapshot, query: str) -> Iterator[str]
     Nothing without figures.
     """
     options = dict(parse_qsl(query))
-    chosen = options.get(RANGE_QUERY, "")
-    figures = list(draw_figures(view, snapshot, RANGES.get(chosen)))
+    # Other query parameters, such as `engine`, stay in the links.
+    chosen_range = options.pop(RANGE_QUERY, "")
+    figures = list(draw_figures(view, snapshot, RANGES.get(chosen_range)))
     if not figures:
         return
+    # Links, not buttons, so that they work without scripts.
     links = []
     for name in ("", *RANGES):
-        # Links, not buttons, so that they work without scripts. Other query parameters stay, such
-        # as `engine`.
-        others = {key: value for key, value in options.items() if key != RANGE_QUERY}
-        address = urlencode({**others, RANGE_QUERY: name} if name else others)
-        current = " aria-current=true" if name == chosen else ""
-        text = name or "auto"
-        links.append(f'<a href="/?{escape_text(address)}"{current}>{text}</a>')
+        query_fields = dict(options)
+        if name:
+            query_fields[RANGE_QUERY] = name
+        address = escape_text(urlencode(query_fields))
+        current = ""
+        if name == chosen_range:
+            current = " aria-current=true"
+        links.append(f'<a href="/?{address}"{current}>{name or "auto"}</a>')
     yield f"<nav class=dim aria-label=Past>Past shown: {DOT.join(links)}</nav>"
     yield from figures
 
