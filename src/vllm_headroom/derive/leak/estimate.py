@@ -29,40 +29,44 @@ BATCHES: Final = 5
 """Our choice: into how many batches the growth is divided for the 95 % interval of its rate."""
 
 T_95: Final = 2.776
-"""Student's t for 95 % with 4 degrees of freedom, one less than the batches."""
+"""Student's t for a 95 % interval with 4 degrees of freedom, which is one less than the number of
+batches.
+"""
 
 STANDARD_ERRORS_95: Final = 2.0
 """A 95 % interval has this many standard errors on each side."""
 
 SLOPE_POINTS: Final = 16
 """A slope is computed from about this many blocks: the cost is quadratic, and more blocks gave no
-better rates."""
+better rates.
+"""
 
 UNLIKE: Final = 1.4
-"""Requests are taken as the cause of the growth unless the batches by requests vary more than this
-many times as much as the batches by time.
+"""Requests count as the cause of the growth unless the batches by requests vary more than this many
+times as much as the batches by time.
 """
 
 UNSEEN_SHARE: Final = 0.6
-"""Load has a daily cycle. Before a whole day was observed, load may still rise so much that memory
-is full after this share of the estimated time.
+"""Load has a daily cycle. Before a whole day was observed, load may still rise. Memory may then be
+full after this share of the estimated time.
 """
 
 PEAK_MARGIN: Final = 1.1
-"""Our choice: the request rate may become this many times as high as the highest forecast."""
+"""Our choice: the request rate may rise to this many times the highest forecast."""
 
 SHORTEST_MEAN_SECONDS: Final = 900.0
-"""A mean rate is taken over at least this time: a mean over less is no better than the average of
-the newest minutes.
+"""A mean rate is taken over at least this time: a mean over less time is no better than the average
+of the newest minutes.
 """
 
 DILUTED_RATIO: Final = 1.5
-"""Our choice: a stretch of growth counts where it is this many times as fast as the whole growth,
-because the rates of two parts of an even leak differ by less."""
+"""Our choice: a stretch of growth counts if it is this many times as fast as the whole growth. The
+rates of two parts of an even leak differ by less.
+"""
 
 MARGIN_SECONDS: Final = 300.0
-"""Subtracted from the lower bound of the time left: an estimate is made only every two minutes, and
-the floor of a block does not show a peak of some minutes.
+"""This time is subtracted from the lower bound of the time left. An estimate is made only every two
+minutes, and the floor of a block does not show a peak of some minutes.
 """
 
 
@@ -73,14 +77,14 @@ every 30 s.
 
 
 class Slope(NamedTuple):
-    """A slope of memory, in bytes per second or per request."""
+    """The slope of memory, in bytes per second or in bytes per request."""
 
     rate: float
     half_width: float
     """Half of the 95 % interval."""
 
     spread: float
-    """Standard deviation of the batches as a multiple of their mean; inf where there are too few
+    """The standard deviation of the batches as a multiple of their mean; inf if there are too few
     batches.
     """
 
@@ -88,10 +92,11 @@ class Slope(NamedTuple):
 def estimate_growth(
     growth: Growth, *, began_bytes: float, track: Track, room_bytes: float | None
 ) -> Estimate:
-    """Return the rates of the growth and its paces at the expected load, without the time left.
+    """Return the rates of the growth, and the expected rates at the coming load (`pace`).
 
-    `began_bytes` is the memory when the growth began. Where `room_bytes` is None, the paces are the
-    rates by time.
+    The estimate has no time left yet: `set_time_left` adds it. `began_bytes` is the memory when the
+    growth began. If `room_bytes` is None, the room is unknown, and the expected rates are the rates
+    by time.
     """
     seconds = [block.seconds for block in growth.blocks]
     requests = [block.requests for block in growth.blocks]
@@ -100,14 +105,14 @@ def estimate_growth(
     retained_bytes = clip_largest_rise(growth, median_rise_bytes)
     by_time = measure_slope(seconds, retained_bytes, step_bytes)
     by_request = measure_slope(requests, retained_bytes, step_bytes)
-    # A leak that grows in nearly every block varies only by chance: batches of two or three blocks
-    # would exaggerate the variation.
+    # A leak that grows in nearly every block varies only by chance. Batches of two or three blocks
+    # would exaggerate this variation.
     if growth.rise_count >= RISE_CHANCE_IN_A_LEAK * len(growth.rises_bytes):
         by_time = _limit_half_width(by_time, growth)
         by_request = _limit_half_width(by_request, growth)
     has_rates = by_request.rate > 0 and track.work.requests_per_second > 0
-    # The batches of the true cause are more even: a leak by requests, measured over time, varies
-    # with load.
+    # The true cause has the more even batches: a leak by requests, measured over time, varies with
+    # load.
     by_requests = has_rates and by_request.spread <= UNLIKE * by_time.spread
 
     pace = by_time.rate
@@ -119,21 +124,21 @@ def estimate_growth(
         pace = by_request.rate * forecast_rate(track, horizon_seconds)
         # Out-of-memory comes with the busiest load, not with the average one.
         highest_rate = max(
-            forecast_rate(track, HOUR_SECONDS),  # the load of the last hour may continue
+            forecast_rate(track, HOUR_SECONDS),  # The load of the last hour may continue.
             forecast_rate(track, horizon_seconds / 4),
             forecast_rate(track, horizon_seconds),
         )
         fastest = PEAK_MARGIN * highest_rate * (by_request.rate + by_request.half_width)
     if room_bytes is not None and not _is_load_known(track, by_requests=by_requests):
-        # Only where the room lasts for longer than half of the observed time, because load hardly
-        # changes in a shorter time.
+        # This applies only if the room lasts for longer than half of the observed time, because
+        # load hardly changes in a shorter time.
         now_seconds = track.clock.now_seconds
         if fastest * now_seconds / 2 < room_bytes:
             fastest /= UNSEEN_SHARE
 
     return Estimate(
         bytes_per_second=by_time.rate,
-        # A leak never gives memory back, so its interval does not reach below zero.
+        # A leak never releases memory, so its interval does not reach below zero.
         lower=max(min(0.0, by_time.rate), by_time.rate - by_time.half_width),
         upper=by_time.rate + by_time.half_width,
         bytes_per_request=by_request.rate if requests[-1] > requests[0] else None,
@@ -147,8 +152,9 @@ def estimate_growth(
 def clip_largest_rise(growth: Growth, median_rise_bytes: float) -> tuple[float, ...]:
     """Return the retained memory of the growth with its largest rise clipped.
 
-    One large demand does not bring the end nearer. It counts as the second largest rise, but as no
-    less than three median rises or LARGE_BYTES. Steps that repeat are therefore not clipped.
+    The clip keeps one large demand from bringing the end nearer. The largest rise counts as much as
+    the second largest, but at least as three median rises and at least as LARGE_BYTES. So steps
+    that repeat are not clipped.
     """
     *_, second_bytes, largest_bytes = sorted(growth.rises_bytes)
     limit_bytes = max(second_bytes, CLIP_MEDIANS * median_rise_bytes, LARGE_BYTES)
@@ -162,12 +168,12 @@ def clip_largest_rise(growth: Growth, median_rise_bytes: float) -> tuple[float, 
 
 
 def apply_stretch(estimate: Estimate, track: Track, room_bytes: float | None) -> Estimate:
-    """Return the estimate with the rate of the newest stretch of growth, where it is faster.
+    """Return the estimate with the rate of the newest stretch of growth, if that rate is higher.
 
-    A rate over the whole growth is too low after a release or a pause, which are parts of it. Where
-    the stretch will not last until the room is full, growth goes on at the mean rate since the
-    alarm's growth began, pauses included. The highest plausible pace is that of a stretch without
-    an end.
+    The rate of the whole growth includes releases and pauses, so it is too low after them. If the
+    stretch will not last until the room is full, the estimate uses the mean rate since the alarm's
+    growth began, including pauses. The highest plausible rate assumes that the stretch does not
+    end.
     """
     if track.alarm is None or track.alarm.stretch is None:
         return estimate
@@ -177,7 +183,7 @@ def apply_stretch(estimate: Estimate, track: Track, room_bytes: float | None) ->
     estimate = replace(estimate, fastest=fastest)
     grown_bytes = (track.history.held_bytes or began.floor_bytes) - began.floor_bytes
     pace = grown_bytes / max(1.0, track.clock.now_seconds - began.seconds)
-    # Over its pauses, growth is no faster than in its newest stretch.
+    # Growth with its pauses is no faster than its newest stretch.
     pace = min(pace, stretch.bytes_per_second)
     if room_bytes is not None and _will_stretch_fill(stretch, track, room_bytes):
         pace = stretch.bytes_per_second
@@ -186,8 +192,8 @@ def apply_stretch(estimate: Estimate, track: Track, room_bytes: float | None) ->
         return estimate
     bytes_per_request = estimate.bytes_per_request
     if bytes_per_request is not None and track.work.requests_per_second > 0:
-        # Both rates are of the same growth: where the rate by time was too low, so was the rate by
-        # requests.
+        # Both rates measure the same growth. If the rate by time was too low, the rate by requests
+        # was too low too.
         bytes_per_request = max(bytes_per_request, pace / track.work.requests_per_second)
     return replace(
         estimate,
@@ -202,7 +208,7 @@ def apply_stretch(estimate: Estimate, track: Track, room_bytes: float | None) ->
 def _will_stretch_fill(stretch: Stretch, track: Track, room_bytes: float) -> bool:
     """Return whether the stretch still grows, and is expected to last until the room is full.
 
-    It is expected to go on, from now, for as long as the longest stretch so far has lasted.
+    It is expected to last, from now, for as long as the longest stretch so far has lasted.
     """
     if track.clock.now_seconds - stretch.ended_seconds > QUIET_SECONDS:
         return False
@@ -213,8 +219,9 @@ def _will_stretch_fill(stretch: Stretch, track: Track, room_bytes: float) -> boo
 def _limit_half_width(slope: Slope, growth: Growth) -> Slope:
     """Return the slope of growth without pauses. Its half width is limited by Poisson's law.
 
-    The law is applied to steps of the growth's typical size, as in `weigh_pace`. Five batches of
-    two or three blocks can differ so much by chance that their interval has no meaning.
+    The law is applied to steps of the growth's typical size, as in `weigh_pace`. The five batches
+    may have only two or three blocks each. They can then differ so much by chance that their
+    interval has no meaning.
     """
     step_count = growth.grown_bytes / growth.typical_step_bytes
     limit = slope.rate * STANDARD_ERRORS_95 / sqrt(step_count)
@@ -222,10 +229,10 @@ def _limit_half_width(slope: Slope, growth: Growth) -> Slope:
 
 
 def _is_load_known(track: Track, *, by_requests: bool) -> bool:
-    """Return whether load can be expected to stay below the observed peak, or does not matter.
+    """Return whether load will stay below the observed peak, or does not matter.
 
-    Load is expected to stay below its peak once a day was observed. It does not matter for a leak
-    by time, which is certain only where requests are counted.
+    After a day of observation, load is expected to stay below its peak. Load does not matter for a
+    leak by time. A leak is known to be one by time only if requests are counted.
     """
     if track.clock.now_seconds >= DAY_SECONDS:
         return True
@@ -235,10 +242,11 @@ def _is_load_known(track: Track, *, by_requests: bool) -> bool:
 def set_time_left(estimate: Estimate, track: Track, room_bytes: float) -> Estimate:
     """Return the estimate with the time left in `room_bytes`, and the lower bound of that time.
 
-    The lower bound is the time until the next peak fills the room: out-of-memory happens at a peak,
-    not in the present valley. Memory that follows load, and the sawtooth of a garbage collector,
-    return to their old height plus what has leaked since. Besides, a demand as large as the largest
-    recent one may still come. Both times are None where the estimate has no pace.
+    Out-of-memory happens at a peak and not in the present valley, so the lower bound is the time
+    until the next peak fills the room. Two kinds of memory return to their old height plus what has
+    leaked since: memory that follows load, and memory that a garbage collector releases now and
+    then. In addition, a demand as large as the largest recent one may come. Both times are None if
+    the estimate has no pace.
     """
     floors_bytes = [block.floor_bytes for block in track.history.rings[0].blocks]
     swing_bytes = 0.0
@@ -256,8 +264,8 @@ def set_time_left(estimate: Estimate, track: Track, room_bytes: float) -> Estima
     stretch = None if track.alarm is None else track.alarm.stretch
     if stretch is not None and _will_stretch_fill(stretch, track, room_bytes):
         fastest = max(fastest, stretch.bytes_per_second)
-        # The estimate of an old alarm may be older than this stretch, because it is made only every
-        # 16 minutes.
+        # During an old alarm the estimate is made only every 16 minutes, so it may be older than
+        # this stretch.
         if stretch.bytes_per_second >= DILUTED_RATIO * pace:
             pace = stretch.bytes_per_second
     oom_seconds = None
@@ -271,7 +279,7 @@ def set_time_left(estimate: Estimate, track: Track, room_bytes: float) -> Estima
 
     next_step = find_next_step(track.history.steps)
     if next_step is not None and next_step.size_bytes > room_bytes - OUT_OF_MEMORY_BYTES:
-        # The next step does not fit, so no more time is left than until that step.
+        # The next step does not fit, so memory is full at that step at the latest.
         now_seconds = track.clock.now_seconds
         earliest_seconds = max(0.0, next_step.earliest_seconds - now_seconds)
         likely_seconds = max(0.0, next_step.likely_seconds - now_seconds)
@@ -282,14 +290,14 @@ def set_time_left(estimate: Estimate, track: Track, room_bytes: float) -> Estima
 
 
 def measure_slope(axis: list[float], values: tuple[float, ...], step_bytes: float) -> Slope:
-    """Return the slope of retained memory on an axis of seconds or requests.
+    """Return the slope of retained memory on an axis of seconds or of requests.
 
-    The slope is the Theil-Sen estimator over the later half: the median of the slopes between all
-    pairs of blocks, which single benign steps do not change. Where that is zero, growth came in a
-    few large steps, and the slope is that between the first and the last block. The interval comes
-    from the method of batch means over the later three quarters, because rises are not independent.
-    The interval is widened by one step, because memory is known only to the allocator's step. If
-    the axis has no length, the rate is 0 and the spread is infinite.
+    The slope is the Theil-Sen estimator over the later half. This is the median of the slopes
+    between all pairs of blocks, which single benign steps do not change. If the median is zero,
+    memory grew in a few large steps. The slope is then that between the first and the last block.
+    The interval is computed by batch means over the later three quarters, because rises are not
+    independent. The interval is widened by one step of the allocator, because memory is known only
+    to this precision. If the axis has no length, the rate is 0 and the spread is infinite.
     """
     length = axis[-1] - axis[0]
     if length <= 0:
@@ -303,25 +311,27 @@ def measure_slope(axis: list[float], values: tuple[float, ...], step_bytes: floa
         if later > at
     ]
     rate = median(slopes) if slopes else 0.0
-    if rate == 0.0:  # most pairs of blocks lie between two steps
+    if rate == 0.0:  # Most pairs of blocks lie between two steps.
         rate = (values[-1] - values[0]) / length
 
     batch_rates = _measure_batches(axis, values)
-    if len(batch_rates) < BATCHES:  # too short, or no requests finished in a batch
+    if len(batch_rates) < BATCHES:  # The growth is too short, or no request finished in a batch.
         return Slope(rate, abs(rate), inf)
     deviation = stdev(batch_rates)
     step_rate = step_bytes / (axis[-1] - axis[middle])
     half_width = T_95 * deviation / sqrt(BATCHES) + step_rate
-    # Batches whose rates cancel out have a mean of 0. The spread is then huge instead of an error.
+    # If the rates of the batches cancel out, their mean is 0. The spread then becomes huge, and no
+    # division by zero occurs.
     return Slope(rate, half_width, deviation / max(abs(fmean(batch_rates)), 1e-9))
 
 
 def _measure_batches(axis: list[float], values: tuple[float, ...]) -> list[float]:
     """Return the slope of each batch; the batches divide the later three quarters evenly.
 
-    A batch without length on the axis is left out.
+    If a batch has no length on the axis, it is left out.
     """
-    # From the newest block backwards: blocks that do not divide evenly are left out at the old end.
+    # The batches are cut from the newest block backwards. If the blocks do not divide evenly, the
+    # oldest ones are left out.
     batch_size = (len(axis) - 1 - len(axis) // 4) // BATCHES
     cuts = [len(axis) - 1 - batch_size * number for number in range(BATCHES, -1, -1)]
     return [
@@ -334,9 +344,9 @@ def _measure_batches(axis: list[float], values: tuple[float, ...]) -> list[float
 def forecast_rate(track: Track, horizon_seconds: float) -> float:
     """Return the expected requests per second over a horizon.
 
-    That is the mean of a past as long as the horizon, or of the whole known past where that is
-    shorter. Where the horizon or the known past is shorter than SHORTEST_MEAN_SECONDS, it is the
-    average of the newest minutes.
+    The rate is the mean of a past that is as long as the horizon, or of the whole known past if
+    that is shorter. If the horizon or the known past is shorter than SHORTEST_MEAN_SECONDS, the
+    rate is the average of the newest minutes.
     """
     recent_rate = track.work.requests_per_second
     longest_blocks = track.history.rings[-1].blocks
@@ -344,7 +354,7 @@ def forecast_rate(track: Track, horizon_seconds: float) -> float:
         return recent_rate
     now_seconds = track.clock.now_seconds
     begin_seconds = now_seconds - horizon_seconds
-    # The newest block that lies a whole horizon back.
+    # This is the newest block that is at least a whole horizon old.
     begin = bisect_right(longest_blocks, begin_seconds, key=lambda block: block.seconds) - 1
     oldest = longest_blocks[max(0, begin)]
     past_seconds = now_seconds - oldest.seconds

@@ -1,4 +1,7 @@
-"""The evidence for a leak: windows of blocks, the witnesses of even growth, and large steps."""
+"""The evidence for a leak: windows of blocks, the witnesses of even growth, and large steps.
+
+A witness is one test of the evidence.
+"""
 
 from bisect import bisect_left
 from collections.abc import Iterator
@@ -25,26 +28,28 @@ WINDOW_BLOCKS: Final = (6, 8, 11, 15, 21, 30, 46, 61)
 """The lengths, in blocks, of the windows that are judged."""
 
 LEAST_GROWTH_BYTES: Final = 48 * MIB
-"""The least growth for a verdict: a few of the allocator's 20 MiB segments (c10 kLargeBuffer) are
-no leak."""
+"""The least growth for a verdict. A few of the allocator's segments of 20 MiB (c10 kLargeBuffer)
+are no leak.
+"""
 
 COUNTED_SECONDS: Final = 60.0
-"""This time counts as worked before the origin: without it, the work would grow by infinitely many
-e-folds in the first block."""
+"""This much time counts as worked before the origin. Without it, the logarithm of the work would
+grow without bound in the first block.
+"""
 
 COUNTED_REQUESTS: Final = 50.0
 """This many requests count as finished before the origin, for the same reason."""
 
 LEAST_FOLDS: Final = 1e-9
 """A block without work counts as this many e-folds, because callers divide by the number of
-e-folds.
+e-folds. An e-fold is a growth of the work by the factor e.
 """
 
 
 def count_folds(origin: Block, begin: Block, end: Block) -> float:
-    """Return how many times the work done since the origin grew e-fold from `begin` to `end`.
+    """Return by how many e-folds the work done since the origin grew from `begin` to `end`.
 
-    Work is time or requests, whichever grew by more e-folds. Never 0.
+    The work is time or requests, whichever grew by more e-folds. The result is never 0.
     """
     seconds_until_begin = max(COUNTED_SECONDS, begin.seconds - origin.seconds + COUNTED_SECONDS)
     seconds_until_end = end.seconds - origin.seconds + COUNTED_SECONDS
@@ -60,32 +65,34 @@ def count_folds(origin: Block, begin: Block, end: Block) -> float:
 
 
 RISE_SOURCES: Final = 6.0
-"""How many independent sources of benign rises are assumed: records and first uses. The n-th of
-several exchangeable demands is a record with probability 1/n (Rényi), and an event of log-uniform
-rarity is first seen at rate 1/n. Therefore this many sources give at most RISE_SOURCES times
-ln(n1/n0) rises while the work done grows from n0 to n1.
+"""How many independent sources of benign rises are assumed. There are two kinds: records (a demand
+larger than all before it) and first uses of a kernel. The n-th of several exchangeable demands is a
+record with probability 1/n (Rényi). An event of log-uniform rarity is first seen at rate 1/n. So
+while the work done grows from n0 to n1, these sources give at most RISE_SOURCES times ln(n1/n0)
+rises.
 """
 
 RISE_CHANCE_IN_A_LEAK: Final = 0.8
-"""Our choice: a leak rises in four blocks of five."""
+"""Our choice: in a leak, memory rises in four of five blocks."""
 
 LEAST_RISE_CHANCE: Final = 0.10
-"""Real benign steps come in clusters, so the chance of a benign rise in a block is never assumed to
-be lower than this.
+"""Real benign steps come in clusters, so the assumed chance of a benign rise in a block is at least
+this.
 """
 
 USELESS_CHANCE: Final = 0.75
-"""A block is no evidence if a benign rise in it is at least this likely. This covers the warm-up.
+"""A block is no evidence if a benign rise in it is at least this likely. This is so during the
+warm-up.
 """
 
 
 def weigh_blocks(origin: Block, blocks: tuple[Block, ...]) -> tuple[list[float], list[float]]:
-    """Return what a rise in each block, or its absence, adds to the odds of a leak.
+    """Return what a rise in each block, or the absence of a rise, adds to the odds of a leak.
 
     The first block has no entry: entry i is for the rise from block i to block i + 1. The entries
-    are log likelihood ratios of a leak against records and first uses. A block is no evidence if
-    more requests than ever before ran at once in that block or in the one before. Higher load
-    explains a rise, and the rise may show only in the floor of the next block.
+    are log likelihood ratios of a leak against benign rises (records and first uses). A block is no
+    evidence if more requests than ever before ran at once in that block or in the previous one.
+    Higher load explains a rise, and such a rise may show only in the floor of the next block.
     """
     odds_of_rise: list[float] = []
     odds_of_none: list[float] = []
@@ -95,22 +102,21 @@ def weigh_blocks(origin: Block, blocks: tuple[Block, ...]) -> tuple[list[float],
         if benign_chance < USELESS_CHANCE and block.peak_running <= peak_running:
             odds_of_rise.append(log(RISE_CHANCE_IN_A_LEAK / benign_chance))
             odds_of_none.append(log((1 - RISE_CHANCE_IN_A_LEAK) / (1 - benign_chance)))
-        else:  # the block is no evidence, whether it rises or not
+        else:  # The block is no evidence, whether memory rises in it or not.
             odds_of_rise.append(0.0)
             odds_of_none.append(0.0)
-        # One block late, because a rise after a new peak of load shows in the floor of the next
-        # block.
+        # The peak is taken one block late, because a rise after a new peak of load shows in the
+        # floor of the next block.
         peak_running = previous.peak_running
     return odds_of_rise, odds_of_none
 
 
 class RingSurvey(Struct, frozen=True):
-    """The blocks of a ring since the origin, with figures that all windows of them share."""
+    """The blocks of a ring since the origin, and figures that all windows of them share."""
 
     blocks: tuple[Block, ...]
     retained_bytes: tuple[float, ...]
-    """The lowest floor from each block on: the memory of the block that was not given back later.
-    """
+    """The retained memory of each block: the lowest floor from that block on."""
 
     highest_bytes: tuple[float, ...]
     """The highest floor up to each block, including blocks before the origin."""
@@ -119,21 +125,21 @@ class RingSurvey(Struct, frozen=True):
     """What a rise from block i to block i + 1 adds to the odds, see `weigh_blocks`."""
 
     odds_of_none: tuple[float, ...]
-    """What the absence of a rise there adds to the odds."""
+    """What it adds to the odds if there is no such rise."""
 
 
 def survey_ring(ring: Ring, origin: Block) -> RingSurvey | None:
     """Return a ring's blocks since the origin.
 
-    None where the blocks are too few, or grew too little, for a verdict.
+    Returns None if there are too few blocks for a verdict, or too little growth.
     """
     oldest = bisect_left(ring.blocks, origin.seconds, key=lambda block: block.seconds)
-    # One block more than a window has, because the window is compared with the block before it.
+    # A window needs one more block, because it is compared with the block before it.
     if len(ring.blocks) - oldest < WINDOW_BLOCKS[0] + 1:
         return None
     retained_bytes = find_retained(ring.blocks)
     floors = (block.floor_bytes for block in ring.blocks)
-    # `initial` gives an entry before the first block, which is dropped.
+    # `initial` adds an entry before the first block, which is dropped again.
     highest_bytes = tuple(accumulate(floors, max, initial=ring.highest_bytes))[1:]
     if retained_bytes[-1] - highest_bytes[oldest] < LEAST_GROWTH_BYTES:
         return None
@@ -148,7 +154,10 @@ def survey_ring(ring: Ring, origin: Block) -> RingSurvey | None:
 
 
 def cut_window(survey: RingSurvey, begin: int) -> Growth:
-    """Return the growth from the block at `begin` to the newest; memory must have grown in it."""
+    """Return the growth from the block at `begin` to the newest block.
+
+    The caller ensures that memory has grown.
+    """
     # Memory that only returns to an earlier height has not grown, so growth counts from the highest
     # floor.
     held_before_bytes = survey.highest_bytes[begin]
@@ -158,7 +167,7 @@ def cut_window(survey: RingSurvey, begin: int) -> Growth:
     rises_bytes = tuple([later - earlier for earlier, later in pairwise(retained_bytes)])
     grown_bytes = retained_bytes[-1] - retained_bytes[0]
     rising = [rise_bytes for rise_bytes in rises_bytes if rise_bytes >= RISE_BYTES]
-    # Squares give large rises their weight: many small ones hardly lower the typical step.
+    # Squares give large rises more weight, so many small rises hardly lower the typical step.
     sum_of_squares = sum([rise_bytes * rise_bytes for rise_bytes in rising])
     evidence = zip(
         rises_bytes, survey.odds_of_rise[begin:], survey.odds_of_none[begin:], strict=True
@@ -180,24 +189,25 @@ def cut_window(survey: RingSurvey, begin: int) -> Growth:
 
 
 LAST_SHARE: Final = 0.05
-"""The last part of a window's growth, as a share. The time that it took shows whether growth has
-ended.
+"""A window's growth has a last part, which is this share of it. How long ago this last part came
+shows whether growth has ended.
 """
 
 QUIET_SECONDS: Final = 1800.0
-"""Growth has not ended before this time without a rise."""
+"""Growth has not ended before memory did not rise for this time."""
 
 QUIET_GAPS: Final = 1.5
-"""Growth has not ended before this many of the usual gaps between its rises have passed without a
-rise, both in seconds and in requests.
+"""Growth has not ended before memory did not rise for this many usual gaps between its rises, both
+in seconds and in requests.
 """
 
 
 def has_ended(growth: Growth) -> bool:
-    """Return whether growth has ended: nothing has risen for long, see `is_over`.
+    """Return whether growth has ended: memory has not risen for a long time, see `is_over`.
 
     The quiet time begins once 95 % of the growth is reached, so that a last small rise does not
-    delay it. It must be at least twice as long as 5 % of the growth take at an even pace.
+    delay it. The quiet time must be at least twice as long as 5 % of the growth takes at an even
+    pace.
     """
     last_part_bytes = growth.retained_bytes[-1] - LAST_SHARE * growth.grown_bytes
     newest_rise = growth.blocks[bisect_left(growth.retained_bytes, last_part_bytes)]
@@ -220,11 +230,11 @@ def is_over(
     quiet_seconds: float,
     quiet_gaps: float,
 ) -> bool:
-    """Return whether nothing has risen since `newest_rise` for long enough to call growth over.
+    """Return whether memory has not risen since `newest_rise` for so long that growth is over.
 
-    That is longer than `quiet_seconds`, and longer than `quiet_gaps` times the usual gap between
-    the `step_count` steps since `began`. Enough gaps must have passed in requests too, so that idle
-    time does not end growth.
+    The time must be longer than `quiet_seconds`, and longer than `quiet_gaps` times the usual gap
+    between the `step_count` steps since `began`. Enough gaps must have passed in requests too, so
+    that idle time does not end growth.
     """
     # n steps have n - 1 gaps between them.
     gap_count = max(1.0, step_count - 1)
@@ -236,16 +246,19 @@ def is_over(
 
 
 STEADY_BLOCKS: Final = WINDOW_BLOCKS[2]
-"""The least number of blocks, eleven, of steady growth: fewer blocks may rise equally by chance."""
+"""The least number of blocks of steady growth, eleven. Rises in fewer blocks may be equal by
+chance.
+"""
 
 STEADY_SPREAD: Final = 1.3
-"""Rises are steady while their mean square is at most this multiple of their squared mean: that
-allows a variance of 0.3 times the squared mean. At a warm-up the variance is 0.8 times the squared
-mean and more."""
+"""Rises are steady if their mean square is at most this multiple of their squared mean. This allows
+a variance of 0.3 times the squared mean. In a warm-up the variance is at least 0.8 times the
+squared mean.
+"""
 
 
 def is_steady(growth: Growth) -> bool:
-    """Return whether every block of the window rose by nearly the same, in 11 or more blocks."""
+    """Return whether at least 11 blocks, all of the window, rose by nearly the same amount."""
     has_paused = growth.rise_count < len(growth.rises_bytes)
     if has_paused or growth.rise_count < STEADY_BLOCKS:
         return False
@@ -253,24 +266,25 @@ def is_steady(growth: Growth) -> bool:
 
 
 STRAIGHT_SPREAD: Final = 1.1
-"""The highest mean square of the rises of a straight line, as a multiple of their squared mean. It
-is lower than STEADY_SPREAD, because fewer than eleven blocks may be alike by chance."""
+"""For a straight line, the mean square of the rises is at most this multiple of their squared mean.
+This limit is lower than STEADY_SPREAD, because fewer than eleven blocks may be alike by chance.
+"""
 
 STRAIGHT_BYTES: Final = 512 * MIB
-"""The least growth of a straight line. In so few blocks, the first uses of kernels and batch sizes
-may take a segment in each.
+"""The least growth of a straight line. With less growth in so few blocks, each block may have one
+segment for first uses of kernels and batch sizes.
 """
 
 
 def is_straight(growth: Growth) -> bool:
-    """Return whether all blocks of the window rose nearly equally, without slowing down.
+    """Return whether all blocks of the window rose by nearly the same amount, without slowing down.
 
     A window has at least six blocks, so a straight line is recognised after three minutes. Memory
     that follows load rises ever more slowly.
     """
     if growth.rise_count < len(growth.rises_bytes):
         return False
-    # Memory that follows load slows down, and its later half falls short.
+    # Memory that follows load slows down, so its later half has less than its share.
     later_bytes = sum(growth.rises_bytes[len(growth.rises_bytes) // 2 :])
     if later_bytes < LATER_HALF_SHARE * growth.grown_bytes:
         return False
@@ -279,40 +293,41 @@ def is_straight(growth: Growth) -> bool:
 
 LEAST_REQUESTS: Final = 1e-3
 """A block without a finished request counts as this many, because the logarithm of 0 does not
-exist."""
+exist.
+"""
 
 
 def weigh_pace(growth: Growth, origin: Block) -> float:
-    """Return the log likelihood ratio of growth at a constant rate against growth by folds of work.
+    """Return the log likelihood ratio of constant growth against growth by e-folds of work.
 
-    Records and first uses come at a constant or falling rate per e-fold of work since `origin`; a
-    leak comes at a constant rate by time or by requests. Both are Poisson processes of steps of one
-    size. Each byte of growth therefore adds the logarithm of the ratio of the two intensities at
-    its block. The sum over all bytes is divided by the size of a step. Under the hypothesis of a
-    leak, the growth before the window may have had another pace by e-folds.
+    Benign rises come at a constant or falling rate per e-fold of work since `origin`. A leak grows
+    at a constant rate, by time or by requests. Both are modelled as Poisson processes of steps of
+    one size. So each byte of growth adds the logarithm of the ratio of the two intensities at its
+    block. The sum over all bytes is divided by the size of a step. If the growth is a leak, the
+    growth before the window may have had another pace by e-folds.
     """
     opened = growth.blocks[0]
     now = growth.blocks[-1]
     grown_bytes = growth.grown_bytes
-    # The window was chosen to begin with a step. To make up for that choice, its largest step
-    # counts as growth before the window.
+    # The window was chosen so that it begins with a step. To make up for that choice, its largest
+    # step counts as growth before the window.
     before_bytes = max(0.0, growth.retained_bytes[0] - origin.floor_bytes)
     before_bytes += max(growth.rises_bytes)
-    # Under the hypothesis of no leak, all growth before and within the window has one pace.
+    # If there is no leak, all growth before and within the window has one pace.
     bytes_per_fold = (before_bytes + grown_bytes) / count_folds(origin, origin, now)
     bytes_per_fold_before = before_bytes / count_folds(origin, origin, opened)
     odds_per_byte_before = log(bytes_per_fold_before / bytes_per_fold)
     least_odds = -inf
     if odds_per_byte_before >= 0:
-        # Growth by e-folds has slowed down, as after a large warm-up. Then only the growth within
-        # the window is compared, and it may not lower the odds.
+        # Growth by e-folds has slowed down since, as after a large warm-up. In this case only the
+        # growth within the window is compared, and the growth before it may not lower the odds.
         odds_per_byte_before = 0.0
         least_odds = 0.0
         bytes_per_fold = grown_bytes / count_folds(origin, opened, now)
 
-    # The logarithm of the ratio of the two intensities has a part that is the same in all blocks,
-    # and a part that depends on the block. The second part is averaged, weighted by the bytes of
-    # each block.
+    # The logarithm of the ratio of the two intensities has one part that is the same in all blocks,
+    # and one part that differs. The differing part is averaged, weighted by the bytes of each
+    # block.
     seconds_by_folds = 0.0
     requests_by_folds = 0.0
     for (previous, block), rise_bytes in zip(
@@ -350,7 +365,7 @@ CLIP_MEDIANS: Final = 3.0
 def clip_rises(growth: Growth, least_limit_bytes: float = 0.0) -> list[float]:
     """Return the rises, each clipped to `CLIP_MEDIANS` median rises.
 
-    The clip is never below `least_limit_bytes`. At least one rise must reach RISE_BYTES.
+    The limit is at least `least_limit_bytes`. At least one rise must reach RISE_BYTES.
     """
     median_bytes = median(rise for rise in growth.rises_bytes if rise >= RISE_BYTES)
     limit_bytes = max(least_limit_bytes, CLIP_MEDIANS * median_bytes)
@@ -358,27 +373,27 @@ def clip_rises(growth: Growth, least_limit_bytes: float = 0.0) -> list[float]:
 
 
 LATER_HALF_SHARE: Final = 0.45
-"""Our choice: the least share of the growth that must lie in the later half of a window, by time or
-by requests.
+"""Our choice: the later half of a window must have at least this share of its growth, by time or by
+requests.
 """
 
 FIRST_QUARTER_SHARE: Final = 0.05
-"""The least share of the growth in the first quarter. With less, growth began within the window and
-is not even.
+"""The first quarter must have at least this share of the growth. If it has less, growth began
+within the window and is not even.
 """
 
 LAST_QUARTER_SHARE: Final = 0.10
-"""The least share of the growth in the last quarter. With less, growth ended within the window and
-is not even.
+"""The last quarter must have at least this share of the growth. If it has less, growth ended within
+the window and is not even.
 """
 
 
 def is_even(growth: Growth) -> bool:
     """Return whether growth is spread over the window, by requests or by busy time.
 
-    The later half and the first and last quarter must have their least shares, and each of the two
-    other quarters must have some growth. The condition on the half may hold on one axis, and that
-    on the quarters on the other.
+    The later half, the first quarter and the last quarter must have their least shares. Each of the
+    two other quarters must have some growth. The condition on the half may hold by requests while
+    the condition on the quarters holds by busy time, or the other way round.
     """
     clipped_bytes = clip_rises(growth)
     later_half_share = 0.0
@@ -388,7 +403,7 @@ def is_even(growth: Growth) -> bool:
         [block.busy_seconds for block in growth.blocks],
     ):
         if axis[-1] <= axis[0]:
-            continue  # no request has finished, or the engine does not count them
+            continue  # No request has finished, or the engine does not count requests.
         shares = _share_by_quarter(axis, clipped_bytes)
         later_half_share = max(later_half_share, shares[2] + shares[3])
         has_both_ends = shares[0] >= FIRST_QUARTER_SHARE and shares[3] >= LAST_QUARTER_SHARE
@@ -398,56 +413,62 @@ def is_even(growth: Growth) -> bool:
 
 
 def _share_by_quarter(axis: list[float], rises_bytes: list[float]) -> list[float]:
-    """Return each quarter's share of the rises; a rise counts where the middle of its block is."""
+    """Return each quarter's share of the rises.
+
+    A rise belongs to the quarter with the middle of its block.
+    """
     length = axis[-1] - axis[0]
     sum_bytes = sum(rises_bytes)
     shares = [0.0] * 4
     for (begin, end), rise_bytes in zip(pairwise(axis), rises_bytes, strict=True):
-        # The middle is (begin + end) / 2. Its distance from the start, in quarters, is
-        # 4 * (middle - start) / length.
+        # The middle is (begin + end) / 2. The distance of the middle from the start, in quarters,
+        # is 4 * (middle - start) / length.
         quarter = int(2 * (begin + end - 2 * axis[0]) / length)
         shares[min(3, quarter)] += rise_bytes / sum_bytes
     return shares
 
 
 GROWING_SECONDS: Final = 600.0
-"""Our choice: how long growth must have lasted for a warning."""
+"""Our choice: for a warning, growth must have lasted for this time."""
 
 LEAKING_SECONDS: Final = HOUR_SECONDS
-"""How long growth must usually have lasted for an alarm. Bounded ramps (caches, LoRA slots) are
-linear until they end: only time distinguishes them from a leak."""
+"""For an alarm, growth must usually have lasted for this time. Caches and LoRA slots fill evenly up
+to a bound. Only time distinguishes them from a leak.
+"""
 
 HASTE_SHARE: Final = 0.25
 """If out-of-memory is near, growth need only have lasted for this share of the time left."""
 
 HASTE_SECONDS: Final = 180.0
-"""The least time for which growth must have lasted if out-of-memory is near."""
+"""If out-of-memory is near, growth must have lasted for at least this time."""
 
 PATIENCE_SHARE: Final = 0.05
-"""If out-of-memory is far away, growth must have lasted for this share of the time left: nobody
-needs to be paged for an out-of-memory in days, and slow ramps mostly end.
+"""If out-of-memory is far away, growth must have lasted for this share of the time left. Nobody
+needs to be paged for an out-of-memory in days, and most slow fills end.
 """
 
 LONGEST_PATIENCE_SECONDS: Final = DAY_SECONDS / 2
-"""The longest time for which growth must have lasted."""
+"""No alarm needs growth that lasted for longer than this."""
 
 
 ASSUMED_ROOM_BYTES: Final = 16 * GIB
-"""Our choice: the room of host memory whose limit is unknown. A server with a GPU has more memory,
-and less is free."""
+"""Our choice: this much room is assumed for host memory whose limit is unknown. A server with a GPU
+has more memory than this, but not all of it is free.
+"""
 
 UNKNOWN_PATIENCE_SECONDS: Final = DAY_SECONDS / 4
-"""Our choice: where the room is unknown, growth need not have lasted longer than this. In the first
-hours of a run a cache, a heap or a warm-up grows as evenly as a leak."""
+"""Our choice: if the room is unknown, an alarm does not need growth that lasted for longer than
+this. In the first hours of a run, caches, heaps and warm-ups grow as evenly as a leak.
+"""
 
 
 def compute_patience(left_seconds: float, *, is_room_known: bool) -> float:
     """Return for how many seconds growth must have lasted for an alarm.
 
-    Where the room is unknown, `left_seconds` is the time in an assumed room: only growth that fills
-    it soon is an alarm within hours.
+    If the room is unknown, `left_seconds` is the time in which growth fills an assumed room. Only
+    growth that fills it soon is then an alarm within hours.
     """
-    # Where the device is soon full, a share of the time left is shorter than an hour.
+    # If the device is soon full, a share of the time left is shorter than an hour.
     haste_seconds = max(HASTE_SHARE * left_seconds, HASTE_SECONDS)
     if not is_room_known:
         return min(haste_seconds, UNKNOWN_PATIENCE_SECONDS)
@@ -457,20 +478,21 @@ def compute_patience(left_seconds: float, *, is_room_known: bool) -> float:
 
 
 LEAST_STEPS_BYTES: Final = 512 * MIB
-"""The least growth of a window that is judged by its large steps."""
+"""A window is judged by its large steps only if it has at least this growth."""
 
 LEAST_STEPS: Final = 1.8
-"""The growth of a window must be at least this many times its typical step: a single step shows no
-pace."""
+"""The growth of a window must be at least this many times its typical step, because a single step
+shows no pace.
+"""
 
 
 def find_step_windows(survey: RingSurvey) -> Iterator[Growth]:
     """Yield each window that begins with a rise and has the growth of about two large steps.
 
-    The shortest window comes first. Rises in blocks with a new peak of load do not count as growth,
-    because load explains them. Nothing is yielded where no window is large enough.
+    The shortest window comes first. A rise does not count as growth if its block has a new peak of
+    load, because load explains the rise. If no window is large enough, nothing is yielded.
     """
-    # Backwards from the newest block, so that the shortest window comes first.
+    # The loop goes backwards from the newest block, so that the shortest window comes first.
     for begin in range(len(survey.blocks) - 2, -1, -1):
         begins_with_step = survey.retained_bytes[begin + 1] > survey.retained_bytes[begin]
         grown_bytes = survey.retained_bytes[-1] - survey.highest_bytes[begin]
@@ -493,28 +515,29 @@ def _sum_at_level_load(growth: Growth) -> float:
 
 
 SAME_SIZE_BYTES: Final = 2 * MIB
-"""Steps that differ by at most the allocator's smallest step are of one size."""
+"""Steps have the same size if they differ by at most this, the allocator's smallest step."""
 
 RECORD_RATIO: Final = 1.04
-"""A step is a record if it is larger than the largest before it by more than this ratio."""
+"""A step is a record if it is larger than all steps before it by more than this ratio."""
 
 REPEATED_BYTES: Final = 96 * MIB
-"""A repeated size below this is no evidence: slots, graphs and kernels repeat too, but are
-smaller."""
+"""A repeated size below this is no evidence. Slots, graphs and kernels repeat too, but they are
+smaller.
+"""
 
 REPEATED_ODDS: Final = 2.0
-"""What a step of a repeated size adds to the log odds, for each e-fold above `REPEATED_BYTES`. Like
-the next three constants, it is fitted to simulated days.
+"""A step of a repeated size adds this to the log odds, for each e-fold by which it exceeds
+`REPEATED_BYTES`. This constant and the next three are fitted to simulated days.
 """
 
 MOST_REPEATED_ODDS: Final = 6.0
-"""The most that a step of a repeated size adds to the log odds."""
+"""A step of a repeated size adds at most this to the log odds."""
 
 SMALLER_ODDS: Final = 0.5
-"""What a step that is smaller than the largest step before it adds to the log odds."""
+"""A step that is smaller than the largest step before it adds this to the log odds."""
 
 RECORD_ODDS: Final = -1.0
-"""What a step that is larger than all steps before it adds to the log odds."""
+"""A step that is larger than all steps before it adds this to the log odds."""
 
 
 def score_likeness(
@@ -522,10 +545,10 @@ def score_likeness(
 ) -> float:
     """Return the log likelihood ratio of a leak that follows from the sizes of the steps.
 
-    Benign steps are records, larger than all before them, because the allocator takes a new segment
-    only for a demand that fits into no cached segment. The steps of a leak are of one kind and
-    size. Only steps of at least `least_bytes` are compared, and only those after `since_seconds`
-    add to the result.
+    Benign steps are records, which are larger than all steps before them. The allocator takes a new
+    segment only for a demand that fits into no cached segment. The steps of a leak have one kind
+    and one size. Only steps of at least `least_bytes` are compared, and only steps after
+    `since_seconds` add to the result.
     """
     odds = 0.0
     earlier_bytes: list[float] = []
@@ -539,9 +562,9 @@ def score_likeness(
 
 
 def _weigh_size(size_bytes: float, earlier_bytes: list[float]) -> float:
-    """Return what one step adds: as a repeated size, as a smaller one, as a record, or nothing."""
+    """Return what one step adds to the log odds: as a repeated, smaller or record size, or 0."""
     largest_bytes = max(earlier_bytes, default=0.0)
-    if size_bytes <= largest_bytes:  # a new record repeats no earlier size
+    if size_bytes <= largest_bytes:  # A record repeats no earlier size.
         for other_bytes in earlier_bytes:
             if abs(size_bytes - other_bytes) <= SAME_SIZE_BYTES:
                 folds = log(size_bytes / REPEATED_BYTES)
@@ -554,68 +577,74 @@ def _weigh_size(size_bytes: float, earlier_bytes: list[float]) -> float:
 
 
 GROWING_ODDS: Final = log(12)
-"""The least log odds of the pace for a warning: twelve to one that growth follows time or requests,
-and not e-folds of work.
+"""For a warning, the log odds of the pace must be at least this: growth follows time or requests,
+and not e-folds of work, at twelve to one.
 """
 
 LEAKING_ODDS: Final = log(8)
-"""The least log odds of the pace for an alarm: eight to one is enough if the sizes of the steps are
-like a leak's."""
+"""For an alarm, the log odds of the pace must be at least this. Eight to one is enough if the sizes
+of the steps are like a leak's.
+"""
 
 SURE_OF_STEPS: Final = 9.0
-"""The least sum, for an alarm, of the log odds of the pace and of the sizes of the steps."""
+"""For an alarm, the log odds of the pace and those of the sizes must together be at least this."""
 
 LEAKING_ODDS_WHERE_FULL: Final = log(3)
-"""Used instead of LEAKING_ODDS where another step as large as the largest would not fit: few
-engines with bounded growth fill the memory this far.
+"""This replaces LEAKING_ODDS if another step as large as the largest would not fit. Few engines
+with bounded growth fill the memory this far.
 """
 
 SURE_OF_STEPS_WHERE_FULL: Final = 6.0
-"""Used instead of SURE_OF_STEPS in the same case."""
+"""This replaces SURE_OF_STEPS in the same case."""
 
 LEAST_REPEATS: Final = 3
 """Our choice: after this many steps of one size, another one is expected."""
 
 REPEATED_RATIO: Final = 1.05
-"""Steps of one kind differ by less than this ratio; a segment of 20 MiB is 4 % of the least step
-that counts."""
+"""Steps of one kind differ by less than this ratio. A segment of 20 MiB is 4 % of the smallest step
+that counts.
+"""
 
 
 JOINED_SECONDS: Final = QUIET_SECONDS
-"""Rises closer than this are one step: a large buffer is taken in several segments."""
+"""Rises within this time count as one step, because a large buffer is taken in several segments."""
 
 REALLOCATED_SECONDS: Final = 120.0
-"""Rises closer than this are one step of a buffer that doubles. Its contents are copied at once,
-and a small buffer doubles again within minutes.
+"""For a buffer that doubles, rises within this time count as one step. Its contents are copied at
+once, and a small buffer doubles again within minutes.
 """
 
 
 class NextStep(NamedTuple):
-    """A further large step that is expected; times are in the track's time."""
+    """The next large step that is expected.
+
+    Times are in the track's time.
+    """
 
     size_bytes: float
     first_seconds: float
-    """When the first of the steps that announce this one came."""
+    """The time of the first of the steps from which this one is predicted."""
     earliest_seconds: float
     likely_seconds: float
 
 
 def find_next_step(steps: tuple[MemoryStep, ...]) -> NextStep | None:
-    """Return the next of steps that repeat or double in size; None where none is expected."""
+    """Return the next of steps that repeat or double in size; None if no step is expected."""
     return _find_repeated_step(steps) or _find_doubled_step(steps)
 
 
 def _find_repeated_step(steps: tuple[MemoryStep, ...]) -> NextStep | None:
-    """Return the repetition of the newest large step, expected after the shortest interval so far.
+    """Return the next step if large steps of one size repeat.
 
-    None where fewer than LEAST_REPEATS are of that size, or it is below LEAST_STEPS_BYTES.
+    It is expected after the shortest interval so far. Returns None if fewer than LEAST_REPEATS
+    steps have the size of the newest one, or if the newest is below LEAST_STEPS_BYTES.
     """
     large_steps = [
         step for step in _join_steps(steps, JOINED_SECONDS) if step.size_bytes >= LEAST_STEPS_BYTES
     ]
     if not large_steps:
         return None
-    # The next step is expected to have the size of the newest.
+    # The next step is expected to be as large as the newest.
     newest = large_steps[-1]
     repeated = [step for step in large_steps if _is_alike(step.size_bytes, newest.size_bytes)]
     if len(repeated) < LEAST_REPEATS:
@@ -626,11 +655,12 @@ def _find_repeated_step(steps: tuple[MemoryStep, ...]) -> NextStep | None:
 
 
 def _find_doubled_step(steps: tuple[MemoryStep, ...]) -> NextStep | None:
-    """Return the next step of a buffer that doubles, expected after twice the last interval.
+    """Return the next step of a buffer that doubles.
 
-    A list, a hash table, or a buffer that grows by concatenation doubles each time, and each size
-    lasts for about twice as long as the size before. None where the newest three steps do not
-    double, or the newest is below LEAST_STEPS_BYTES.
+    It is expected after twice the last interval. A list, a hash table, or a buffer that grows by
+    concatenation doubles each time. Each size lasts for about twice as long as the size before.
+    Returns None if the newest three steps do not double, or if the newest is below
+    LEAST_STEPS_BYTES.
     """
     joined_steps = _join_steps(steps, REALLOCATED_SECONDS)
     if not joined_steps or joined_steps[-1].size_bytes < LEAST_STEPS_BYTES:
@@ -646,13 +676,14 @@ def _find_doubled_step(steps: tuple[MemoryStep, ...]) -> NextStep | None:
         return None
     earlier_seconds = second.seconds - first.seconds
     interval_seconds = newest.seconds - second.seconds
-    # About twice as long, within a factor of two: load may change.
+    # The interval must be about twice as long, within a factor of two, because load may change.
     if not earlier_seconds < interval_seconds < 4 * earlier_seconds:
         return None
     return NextStep(
         2 * newest.size_bytes,
         first.seconds,
-        newest.seconds + interval_seconds,  # in case twice as many requests come as before
+        # The earliest time assumes twice as many requests as before.
+        newest.seconds + interval_seconds,
         newest.seconds + 2 * interval_seconds,
     )
 
@@ -662,13 +693,16 @@ def _is_alike(size_bytes: float, other_bytes: float) -> bool:
 
 
 def _join_steps(steps: tuple[MemoryStep, ...], apart_seconds: float) -> list[MemoryStep]:
-    """Return the steps. Those that are no further apart than `joined_seconds` become one."""
+    """Return the steps, with close steps joined.
+
+    Steps that are at most `apart_seconds` apart become one step.
+    """
     joined_steps: list[MemoryStep] = []
     newest_seconds = -inf
     for step in steps:
         if step.seconds - newest_seconds <= apart_seconds:
-            # Segments of one demand: the joined step has the time of the first and the height after
-            # the last.
+            # They are segments of one demand. The joined step has the time of the first step and
+            # the height after the last.
             size_bytes = joined_steps[-1].size_bytes + step.size_bytes
             joined_steps[-1] = MemoryStep(joined_steps[-1].seconds, size_bytes, step.top_bytes)
         else:
@@ -678,27 +712,28 @@ def _join_steps(steps: tuple[MemoryStep, ...], apart_seconds: float) -> list[Mem
 
 
 COMPARED_SHARE: Final = 0.05
-"""The sizes of steps below this share of the growth are not compared."""
+"""A step below this share of the growth is not compared with others."""
 
 YOUNG_SECONDS: Final = 4 * HOUR_SECONDS
-"""There is no alarm until this time has passed since the origin, and no warning until half of it
-has: caches fill evenly too.
+"""There is no alarm before this time has passed since the origin, and no warning before half of it
+has passed. Caches fill evenly too.
 """
 
 LATE_SHARE: Final = 2.0
-"""Growth that lasted for this multiple of the time left is an alarm even earlier, at any load: two
-thirds of the room are gone by then.
+"""Growth that has lasted for this multiple of the time left is an alarm even earlier, at any load.
+By then two thirds of the room are gone.
 """
 
 ROOM_SHARE: Final = 0.25
-"""For an alarm, the growth must have taken this share of the room, or ENOUGH_BYTES if that is
-less."""
+"""For an alarm, the growth must have taken this share of the room. ENOUGH_BYTES is enough if that
+is less.
+"""
 
 ENOUGH_BYTES: Final = 1536 * MIB
 """Few caches are as large as this."""
 
 WARNING_SHARE: Final = 0.25
-"""A warning comes once growth has lasted for this share of the time left."""
+"""A warning needs growth that has lasted for this share of the time left."""
 
 
 def judge_steps(
@@ -706,22 +741,22 @@ def judge_steps(
 ) -> tuple[Certainty, float]:
     """Return the verdict on a window that begins with a step, and its evidence as log odds.
 
-    GROWING means that the pace does not slow down, and that growth has lasted for a quarter of the
-    time left, which is at most a day. LEAKING additionally means that the sizes of the steps
-    repeat, and that enough of the room is gone. Where the room is unknown, it is assumed to be as
-    large as the memory that was held at first.
+    GROWING means three things: the pace does not slow down, the device would be full within a day,
+    and growth has lasted for a quarter of the time left. LEAKING also means that the sizes of the
+    steps repeat, and that enough of the room is gone. If the room is unknown, the function assumes
+    a room as large as the memory that was held at first.
     """
     odds = weigh_pace(growth, origin)
     grown_bytes = growth.grown_bytes
     lasted_seconds = growth.lasted_seconds
     age_seconds = track.clock.now_seconds - origin.seconds
-    # Where the room is unknown, memory is assumed to be full when it has doubled.
+    # If the room is unknown, memory is assumed to be full when it has doubled.
     assumed_room_bytes = origin.floor_bytes if room_bytes is None else max(1.0, room_bytes)
     left_seconds = assumed_room_bytes / grown_bytes * lasted_seconds
 
     # Caches fill in steps too, but few take so much, and most of them fill early in a run.
     enough_bytes = min(ENOUGH_BYTES, ROOM_SHARE * (assumed_room_bytes + grown_bytes))
-    # In the first hour, large buffers are taken temporarily, and none was released yet.
+    # In the first hour the engine takes large buffers temporarily, and has not released any yet.
     is_late = room_bytes is not None and lasted_seconds >= LATE_SHARE * left_seconds
     is_late = is_late and age_seconds >= LEAKING_SECONDS
     # Another step as large as the largest would not fit. Less evidence is enough then, because
@@ -736,7 +771,7 @@ def judge_steps(
     patience_seconds = compute_patience(left_seconds, is_room_known=room_bytes is not None)
     has_lasted = lasted_seconds >= patience_seconds
     if may_be_leak and has_lasted and (age_seconds >= YOUNG_SECONDS or is_late):
-        # Scored last, because it compares all pairs of steps.
+        # This is scored last, because it compares all pairs of steps.
         steps = tuple(step for step in track.history.steps if step.seconds > origin.seconds)
         likeness = score_likeness(steps, growth.blocks[0].seconds, COMPARED_SHARE * grown_bytes)
         if odds + likeness >= sure_odds:

@@ -1,4 +1,7 @@
-"""Growth inside the engine by place, from the probe: all memory in use, without torch's cache."""
+"""Growth inside the engine by place, from the probe: all memory in use, without torch's cache.
+
+A place is one of torch's tensors, torch's fragments, and memory outside torch.
+"""
 
 from bisect import bisect_left
 from collections.abc import Iterable
@@ -17,38 +20,38 @@ from vllm_headroom.units import DAY_SECONDS
 from vllm_headroom.vocabulary import LeakLocation, MemoryPart
 
 MARK_SECONDS: Final = 20.0
-"""Our choice: the least time between two marks."""
+"""Our choice: the least time between two marks. A mark is the memory in each place at one time."""
 
 MOST_MARKS: Final = 256
-"""With more marks, every second one is dropped: this bounds the state."""
+"""If there are more marks than this, every second one is dropped, which bounds the state."""
 
 FORGET_SECONDS: Final = DAY_SECONDS
-"""A device or role that was not seen for this time is dropped: this bounds memory while pods and
-MIG instances change."""
+"""If a device or role was not seen for this time, its track is dropped. This bounds memory while
+pods and MIG instances change.
+"""
 
 
 class Mark(Struct, frozen=True, gc=False):
-    """The least memory in each place during the MARK_SECONDS after `seconds`."""
+    """The lowest memory in each place during the MARK_SECONDS after `seconds`."""
 
     seconds: float
-    """When it was listed, on the monotonic clock."""
+    """When the mark began, on the monotonic clock."""
     held_bytes: tuple[float, ...]
-    """The bytes in each of PLACES, in that order: torch's tensors, torch's fragments, and memory
-    outside torch."""
+    """The bytes in each of PLACES, in the order of PLACES."""
 
 
 class InsideTrack(Struct, frozen=True, kw_only=True):
-    """What the detector remembers of the memory inside one engine run on one GPU."""
+    """What the detector remembers of the memory inside one run of the engine on one GPU."""
 
     restarts: int
-    """Identifies the run."""
+    """Identifies the run by the number of restarts before it."""
     in_use: Track
-    """The track of the memory in use: held memory without torch's cache. Growth into free memory of
-    the cache shows here, and not in the held memory.
+    """The track of the memory in use, which is the held memory without torch's cache. If a leak
+    grows into free memory of the cache, this track shows it, and the track of held memory does not.
     """
 
     open_mark: Mark
-    """The newest mark, which still takes readings."""
+    """The newest mark, to which readings are still added."""
     marks: tuple[Mark, ...] = ()
     """The complete marks since the run began, thinned out, the oldest first."""
 
@@ -60,10 +63,11 @@ InsideTracks = dict[str, InsideTrack]
 def update_insides(
     tracks: InsideTracks, snapshot: Snapshot, observations: Iterable[tuple[Gpu, Observation]]
 ) -> InsideTracks:
-    """Return the tracks after one more sample; `observations` are of all its devices.
+    """Return the tracks after one more sample.
 
-    The track of a GPU starts over when the engine restarts, and after a sleep. A GPU without the
-    probe's figures at this sample keeps its track.
+    `observations` has those of all the sample's devices. The track of a GPU starts over when the
+    engine restarts, and after a sleep. If this sample has no figures of the probe for a GPU, the
+    GPU keeps its track.
     """
     now_seconds = snapshot.monotonic_seconds
     tracks = limit_remembered(tracks, {gpu.reading.uuid for gpu in snapshot.devices})
@@ -86,7 +90,7 @@ def update_insides(
         if track is None or track.restarts != restarts:
             in_use = start_track(now_seconds)
             if track is not None:
-                # The run that has ended may excuse growth of this one.
+                # The precedent of the run that has ended may excuse growth of this run.
                 in_use = replace(in_use, precedent=end_run(track.in_use))
             track = InsideTrack(restarts=restarts, open_mark=mark, in_use=in_use)
         updated[uuid] = _add_mark(track, mark, observation)
@@ -96,7 +100,8 @@ def update_insides(
 def _make_mark(gpu: Gpu, now_seconds: float) -> Mark | None:
     """Return the memory in each place of a GPU.
 
-    None where the engine's memory, or what torch has allocated or reserved of it, is unknown.
+    Returns None if the engine's memory is unknown, or if it is unknown what torch has allocated or
+    reserved of it.
     """
     inside = gpu.inside
     if inside is None or gpu.held_bytes is None:
@@ -105,7 +110,7 @@ def _make_mark(gpu: Gpu, now_seconds: float) -> Mark | None:
     reserved_bytes = inside.reserved_bytes
     if allocated_bytes is None or reserved_bytes is None:
         return None
-    # Without torch's split, all that it has reserved and does not use counts as fragmented.
+    # If torch does not report how its unused memory is split, all of it counts as fragmented.
     unused_bytes = reserved_bytes - allocated_bytes
     fragmented_bytes = dict(inside.parts).get(MemoryPart.FRAGMENTED, unused_bytes)
     outside_bytes = gpu.held_bytes - reserved_bytes
@@ -116,15 +121,17 @@ def _add_mark(track: InsideTrack, mark: Mark, observation: Observation) -> Insid
     """Return the track with one more reading.
 
     The reading joins the open mark. If the open mark is old enough, it is complete, and the reading
-    begins the next one.
+    begins the next mark.
     """
-    # Within MARK_SECONDS the lowest reading counts: a request's temporary memory is no growth.
+    # Within MARK_SECONDS only the lowest reading counts, because a request's temporary memory is no
+    # growth.
     open_mark = track.open_mark
     if mark.seconds - open_mark.seconds < MARK_SECONDS:
         least_bytes = tuple(map(min, open_mark.held_bytes, mark.held_bytes))
         return replace(track, open_mark=replace(open_mark, held_bytes=least_bytes))
     marks = (*track.marks, open_mark)
-    if len(marks) > MOST_MARKS:  # keeps the newest, and half of the rest over the whole run
+    # The newest mark stays. Of the others, every second one stays, over the whole run.
+    if len(marks) > MOST_MARKS:
         marks = (*marks[0:-1:2], open_mark)
     in_use = _observe_in_use(track.in_use, open_mark, observation)
     return replace(track, open_mark=mark, marks=marks, in_use=in_use)
@@ -136,7 +143,7 @@ def _observe_in_use(in_use: Track, mark: Mark, observation: Observation) -> Trac
     used_bytes = int(allocated_bytes + outside_bytes)
     room_bytes = None
     if observation.room_bytes is not None:
-        # torch gives its cache back when memory is short, so the cache counts as room.
+        # torch releases its cache when memory is short, so the cache counts as room.
         room_bytes = observation.room_bytes + (observation.held_bytes or 0) - used_bytes
     return observe(
         in_use,
@@ -147,9 +154,9 @@ def _observe_in_use(in_use: Track, mark: Mark, observation: Observation) -> Trac
 def sharpen_track(track: Track, asleep: Track | None, inside: InsideTrack | None) -> Track:
     """Return the track of held memory with the most certain of three verdicts.
 
-    These are its own verdict, the one on the memory kept in sleep, and the one on the memory in
-    use. If verdicts are equal, its own is taken, because only its time to out-of-memory includes
-    the next peak. Its own figures are left out while the engine rests.
+    The three verdicts are those on held memory, on memory kept during sleep, and on memory in use.
+    If verdicts are equal, the one on held memory is taken, because only its time to out-of-memory
+    includes the next peak. The figures on held memory are left out while the engine rests.
     """
     if track.presence.rested_seconds is not None:
         track = replace(track, estimate=None)
@@ -172,7 +179,7 @@ def move_track(track: Track, shift_seconds: float) -> Track:
 
 
 def move_inside_track(track: InsideTrack, shift_seconds: float) -> InsideTrack:
-    """Return a track on another monotonic clock, with its marks."""
+    """Return a track and its marks, moved to another monotonic clock."""
     return replace(
         track,
         open_mark=_move_mark(track.open_mark, shift_seconds),
@@ -186,38 +193,42 @@ def _move_mark(mark: Mark, shift_seconds: float) -> Mark:
 
 
 LEAK_PARTS: Final = 6
-"""Into how many parts the time of a leak is divided. A place that leaks grew in each of them. With
+"""The time of a leak is divided into this many parts. A place that leaks grew in each part. With
 three parts, one simulated leak in ten was attributed to a wrong place.
 """
 
 STEADY_SHARE: Final = 0.01
-"""Steady growth below this share of the largest growth is not the leak."""
+"""If the steady growth of a place is below this share of the largest growth, that place does not
+leak.
+"""
 
 PLACES: Final = {
     LeakLocation.TENSORS: "tensors",
     LeakLocation.FRAGMENTATION: "what torch has reserved and cannot use",
     LeakLocation.OUTSIDE_TORCH: "what torch knows nothing of",
 }
-"""The places where memory is held, in the order of a mark's bytes, as texts to put after "in"."""
+"""The places where memory is held, in the order of a mark's bytes. The texts are used after the
+word "in".
+"""
 
 
 def find_location(estimate: Estimate | None, inside: InsideTrack | None) -> LeakLocation | None:
-    """Return the place where memory grows; None where nothing grows or no mark is known.
+    """Return the place where memory grows; None if nothing grows or there is no mark.
 
-    The time of the leak is divided into sixths. The place with the largest growth in its slowest
-    sixth is returned: first uses come in steps, so in some sixth they add nothing. If that growth
-    is almost nothing, the place that grew most over the whole time is returned. torch's cache is no
-    place: torch gives it back.
+    The time of the leak is divided into sixths. For each place the slowest sixth counts, because
+    first uses come in steps and add nothing in some sixth. The place whose slowest sixth is largest
+    is returned. If even that growth is almost nothing, the place that grew most over the whole time
+    is returned. torch's cache is no place, because torch releases it.
     """
     if estimate is None or inside is None or estimate.bytes_per_second <= 0:
         return None
-    # How long the leak has lasted, if it always grew at its present rate.
+    # This is how long the leak would have lasted if it had always grown at its present rate.
     leak_seconds = estimate.leaked_bytes / estimate.bytes_per_second
     began_seconds = inside.in_use.clock.snapshot_seconds - leak_seconds
     begin = bisect_left(inside.marks, began_seconds, key=lambda mark: mark.seconds)
     marks = inside.marks[begin:]
     if len(marks) <= LEAK_PARTS:
-        # The leak is too young for six parts, so the newest marks have to do.
+        # The leak is too young for six parts, so the newest marks are used.
         marks = inside.marks[-LEAK_PARTS - 1 :]
     if not marks:
         return None
@@ -230,7 +241,8 @@ def find_location(estimate: Estimate | None, inside: InsideTrack | None) -> Leak
         grown_bytes[place] = held_bytes[-1] - held_bytes[0]
         least_rise_bytes = min(later - earlier for earlier, later in pairwise(held_bytes))
         steady_bytes[place] = LEAK_PARTS * least_rise_bytes
-    # The smallest of the six rises, times six: a single large step adds nothing to it.
+    # The steady growth is six times the smallest of the six rises. A single large step adds nothing
+    # to it.
     location = max(steady_bytes, key=lambda place: steady_bytes[place])
     if steady_bytes[location] <= STEADY_SHARE * max(grown_bytes.values()):
         location = max(grown_bytes, key=lambda place: grown_bytes[place])

@@ -1,4 +1,4 @@
-"""Judge one series: reach a verdict from its evidence, and raise or clear its alarm."""
+"""Judge one series: reach a verdict from its evidence, and raise or end its alarm."""
 
 from bisect import bisect_left
 from collections.abc import Iterator
@@ -53,49 +53,52 @@ from vllm_headroom.derive.leak.precedent import LOWER_LOAD, find_excused_bytes, 
 from vllm_headroom.units import DAY_SECONDS, GIB
 
 LEAST_RISES: Final = 6
-"""The least number of rises for a verdict: fewer look like first uses of kernels."""
+"""A verdict needs at least this many rises. Fewer rises look like first uses of kernels."""
 
 LEAST_RISE_ODDS: Final = 10.0
-"""The least log odds that follow from how often memory rose."""
+"""The log odds that follow from how often memory rose must be at least this."""
 
 WITNESS_ODDS_LIMIT: Final = 12.0
-"""The log odds of the rises and those of the pace each count as at most this, so that neither is
+"""The log odds of the rises count as at most this, and so do those of the pace. So neither is
 enough alone.
 """
 
 GROWING_ODDS_SUM: Final = 12.0
-"""The least sum of the log odds of rises and pace for a warning."""
+"""For a warning, the log odds of rises and pace must sum to at least this."""
 
 LEAKING_ODDS_SUM: Final = 14.0
-"""The least sum for an alarm."""
+"""For an alarm, the log odds of rises and pace must sum to at least this."""
 
 LEAKING_ODDS_SUM_IF_FAR: Final = 18.0
-"""The least sum for an alarm where memory is full in more than `FAR_SECONDS`."""
+"""For an alarm on memory that lasts for longer than `FAR_SECONDS`, they must sum to at least this.
+"""
 
 FAR_SECONDS: Final = 30 * DAY_SECONDS
-"""Out-of-memory is far away beyond this time."""
+"""Out-of-memory in more than this time is far away."""
 
 SOON_SHARE: Final = 0.75
 """Steady growth of less than an hour is an alarm at any odds once it has lasted for this share of
-the time left. After an hour, `LATE_SHARE` takes its place.
+the time left. After an hour, `LATE_SHARE` is used instead.
 """
 
 STRAIGHT_LEFT_SECONDS: Final = 600.0
-"""A straight line of six blocks is an alarm where less time than this is left: a card that is full
-in minutes leaves no time for eleven blocks.
+"""A straight line of six blocks is an alarm if less time than this is left. If a card is full in
+minutes, there is no time for eleven blocks.
 """
 
 STRAIGHT_HELD_SHARE: Final = 0.25
 """A straight line that adds more than this share of the memory held at first is a start or a
-wake-up.
+wake-up, and no leak.
 """
 
 POOL_OVERHEAD: Final = 1.15
-"""How many times its configured size a pool may take."""
+"""A pool may take this many times its configured size."""
 
 KEPT_PACE: Final = 1.5
-"""Our choice, between a straight line and a logarithm: growth keeps its pace if it is at least this
-many times as large in the later two thirds of the run as in the third before."""
+"""Our choice, between a straight line and a logarithm: growth keeps its pace if, since the first
+quarter of the run, the last two thirds of the time have at least this many times the growth of the
+first third.
+"""
 
 BUSIEST_RATIO: Final = 1.25
 """Our choice: load is higher than ever if it is this many times as high as in every earlier quarter
@@ -103,28 +106,28 @@ of an hour.
 """
 
 MISSED_SECONDS: Final = 960.0
-"""Large steps are judged in only one ring: the one with the shortest blocks, of two minutes or
-longer, that reaches back to the origin. It may miss at most this time after the origin, the length
-of one of the longest blocks.
+"""Large steps are judged in only one ring. It is the ring with the shortest blocks, of at least two
+minutes, that reaches back to the origin. This ring may lack at most this much time after the
+origin, which is the length of one of the longest blocks.
 """
 
 
 def judge_track(track: Track, room_bytes: int | None) -> Track:
-    """Return the track with its verdict, alarm and estimate; call it when a shortest block ends.
+    """Return the track with its verdict, alarm and estimate.
 
-    The verdict is judged every two minutes, when a block of the second ring ends, because judging
-    costs more than everything else. At other times only the time left is updated. The verdict uses
-    the room that was left when other processes held least; the time left uses the actual room.
-    Where `room_bytes` is None, the room is unknown.
+    Call it when a shortest block ends. The verdict is computed only every two minutes, when a block
+    of the second ring ends, because judging costs more than everything else. At other times only
+    the time left is updated. The verdict uses the room that was left when other processes held
+    least. The time left uses the actual room. If `room_bytes` is None, the room is unknown.
     """
     origin = track.history.origin
     newest = track.history.rings[0].blocks[-1] if track.history.rings[0].blocks else None
     if origin is None or newest is None or newest.seconds != track.clock.now_seconds:
-        return track  # the block that ended was idle, so it was left out
+        return track  # The block that ended was idle, so it was left out.
     own_room_bytes = None
     if room_bytes is not None:
-        # The highest capacity so far, so that a neighbour that takes room does not turn a little
-        # growth into a leak.
+        # The highest capacity so far counts. Otherwise a neighbour that takes room could turn a
+        # little growth into a leak.
         capacity_bytes = (track.history.held_bytes or 0.0) + room_bytes
         capacity_bytes = max(track.history.capacity_bytes, capacity_bytes)
         track = replace(track, history=replace(track.history, capacity_bytes=capacity_bytes))
@@ -135,12 +138,13 @@ def judge_track(track: Track, room_bytes: int | None) -> Track:
 
     shortest_ring, second_ring, *_ = track.history.rings
     recent_bytes = newest.floor_bytes - shortest_ring.blocks[0].floor_bytes
-    # Growth that fills three quarters of the room in half an hour is fast, and judged every 30 s.
+    # Growth that fills three quarters of the room in half an hour is fast, and is judged every
+    # 30 s.
     is_slow = own_room_bytes is None or recent_bytes < SOON_SHARE * own_room_bytes
     is_between = second_ring.parts > 0
     if is_between and is_slow:
         return _update_estimate(track, None, room_bytes)
-    # During an alarm no verdict is judged: the alarm is held until its growth has ended.
+    # During an alarm no verdict is judged. The alarm continues until its growth has ended.
     if track.alarm is not None:
         alarm = _measure_stretch(track, track.alarm)
         track = replace(track, alarm=alarm)
@@ -154,17 +158,16 @@ HOLD_SECONDS: Final = 2700.0
 """Our choice: an alarm ends only after this time without a rise."""
 
 HOLD_GAPS: Final = 3.0
-"""An alarm ends only when this many of the usual gaps between its rises have passed without a rise.
-"""
+"""An alarm ends only if memory did not rise for this many usual gaps between its rises."""
 
 PAUSE_FACTOR: Final = 1.5
 """If an alarm began within a day after the last rise of the previous alarm, the leak pauses. Then
-the alarm is held for at least this many times that pause.
+the alarm continues for at least this many times that pause.
 """
 
 NEARLY_FULL_BYTES: Final = GIB
-"""With less room than this, torch's cache hides growth. The smaller the room, the longer the alarm
-is held, in proportion, and it does not end even when all its growth is given back.
+"""With less room than this, torch's cache hides growth. The less room there is, the longer the
+alarm continues, in proportion. It does not end even if all its growth is released.
 """
 
 RETAINED_SHARE: Final = 0.5
@@ -172,49 +175,53 @@ RETAINED_SHARE: Final = 0.5
 
 LOW_SHARE: Final = 0.05
 """Our choice: after a release, the low points have risen if at least this share of the growth is
-still held. A sawtooth without a leak falls to where it began. A leak of 57 kB/s under torch's
-garbage_collection_threshold kept a tenth.
+still held. Memory that rises and falls without a leak falls to where it began. A leak of 57 kB/s
+under torch's garbage_collection_threshold kept a tenth of its growth.
 """
 
 FADED_SECONDS: Final = DAY_SECONDS / 2
-"""The time over which growth is compared with the time left; it is longer than a night's pause."""
+"""Growth over this time is compared with the time left. It is longer than a night's pause."""
 
 LEAST_OLDER_BLOCKS: Final = 4
-"""Our choice: the load before that time is taken from at least this many blocks, an hour."""
+"""Our choice: the load before that time is measured over at least this many blocks, which is an
+hour.
+"""
 
 NO_CONCERN_SECONDS: Final = 365 * DAY_SECONDS
-"""Growth that takes a year to fill the memory is no alarm: an engine is restarted more often."""
+"""Growth that takes a year to fill the memory is no alarm, because an engine is restarted more
+often.
+"""
 
 RETAINED_BLOCKS: Final = 10
-"""The highest of this many of the shortest blocks counts, five minutes: after a sleep a cache fills
-again.
+"""The highest of this many of the shortest blocks counts, which is five minutes: after a sleep a
+cache fills again.
 """
 
 
 SLOWED_SHARE: Final = 0.25
-"""Our choice: growth below this share of its pace up to the alarm's peak is not the growth that
-raised the alarm.
+"""Our choice: an alarm was raised by growth at some pace up to its peak. Growth below this share of
+that pace is other growth.
 """
 
 LEAST_BREATH_BLOCKS: Final = 6
-"""Our choice: the least number of blocks between two low points that are compared."""
+"""Our choice: at least this many blocks lie between two low points that are compared."""
 
 
 def update_alarm(track: Track, alarm: LeakAlarm, newest: Block) -> Track:
     """Return the track with its alarm updated by the newest block, or without the alarm.
 
-    The alarm ends when nothing has risen for long, when most of its growth was given back, or when
-    a full cache only falls and refills. The evidence then starts over too.
+    The alarm ends in three cases: memory has not risen for long, most of its growth was released,
+    or a full cache only falls and refills. When the alarm ends, the evidence starts over too.
     """
     alarm = _update_peak(alarm, newest)
     track = replace(track, alarm=alarm)
     if is_breathing(track, alarm, newest):
         return _end_alarm(track, alarm.peak)
-    # While a card was nearly full, torch may have released its cache although the leak goes on.
+    # While a card was nearly full, torch may have released its cache although the leak continues.
     was_nearly_full = _compute_hold_factor(track, alarm.peak) > 1.0
     if not was_nearly_full and _has_faded(track):
         return _end_alarm(track, alarm.newest_rise)
-    # Growth goes on: the time without a rise starts over.
+    # Growth continues, so the time without a rise starts over.
     if newest.floor_bytes >= alarm.newest_rise.floor_bytes + RISE_BYTES:
         return replace(track, alarm=_add_rise(alarm, newest))
 
@@ -225,26 +232,28 @@ def update_alarm(track: Track, alarm: LeakAlarm, newest: Block) -> Track:
     fall_bytes = newest_rise.floor_bytes - newest.floor_bytes
     retained_share = RETAINED_SHARE
     if hold_factor > 1.0:
-        # The card was nearly full: torch's allocator gave back its cache, which does not mean that
-        # the growth was given back.
+        # The card was nearly full, so torch's allocator released its cache. This does not mean that
+        # the growth was released.
         began = replace(began, floor_bytes=began.floor_bytes - max(0.0, fall_bytes))
         retained_share = 0.0
     grown_bytes = newest_rise.floor_bytes - began.floor_bytes
     retained_bytes = began.floor_bytes + retained_share * grown_bytes
     if fall_bytes > LARGE_BYTES and newest.floor_bytes >= retained_bytes:
-        # More was given back than usual, but the leak may go on: the next rise counts from here.
+        # More was released than usual, but the leak may continue. The next rise counts from here.
         if alarm.low is None:
             return replace(track, alarm=replace(alarm, began=began, newest_rise=newest))
         return replace(track, alarm=replace(alarm, low=began, newest_rise=newest))
 
-    # The highest of five minutes, because after a sleep memory is taken again within minutes.
+    # The highest of five minutes counts, because after a sleep memory is taken again within
+    # minutes.
     recent_blocks = track.history.rings[0].blocks[-RETAINED_BLOCKS:]
     is_retained = max(block.floor_bytes for block in recent_blocks) >= retained_bytes
     has_stopped = is_over(
         began,
         newest_rise,
         newest,
-        step_count=grown_bytes**2 / alarm.sum_of_squares,  # as if all steps were equal
+        # This is the number of steps if all steps were equal.
+        step_count=grown_bytes**2 / alarm.sum_of_squares,
         quiet_seconds=_compute_quiet_seconds(track, began, hold_factor),
         quiet_gaps=hold_factor * HOLD_GAPS,
     )
@@ -253,7 +262,7 @@ def update_alarm(track: Track, alarm: LeakAlarm, newest: Block) -> Track:
     if is_retained:
         return track
     # Most of the growth was released. If some of it is still held, the low points rise, and the
-    # alarm ends only if nothing rises from here.
+    # alarm ends only if memory does not rise from here.
     base = alarm.low or track.history.anchor or began
     least_bytes = base.floor_bytes + LOW_SHARE * (newest_rise.floor_bytes - base.floor_bytes)
     if newest.floor_bytes >= least_bytes:
@@ -262,14 +271,14 @@ def update_alarm(track: Track, alarm: LeakAlarm, newest: Block) -> Track:
 
 
 def _has_faded(track: Track) -> bool:
-    """Return whether memory has not been as high for half a day, or would take a year to fill.
+    """Return whether memory has been lower for half a day, or would take a year to fill the room.
 
-    False until half a day was observed. Half a day with less load proves nothing, because memory
-    may follow load.
+    Returns False before half a day was observed. Half a day with less load proves nothing, because
+    memory may follow load.
     """
     longest_ring = track.history.rings[-1]
     if not _has_just_ended(longest_ring, track):
-        return False  # nothing has changed since its newest block
+        return False  # Nothing has changed since the newest block of the ring.
     now_seconds = track.clock.now_seconds
     begin_seconds = now_seconds - FADED_SECONDS
     begin = bisect_left(longest_ring.blocks, begin_seconds, key=lambda block: block.seconds)
@@ -280,26 +289,26 @@ def _has_faded(track: Track) -> bool:
     is_lower = max(block.floor_bytes for block in recent) < older_bytes - LARGE_BYTES
     if is_lower and _measure_load(recent) >= LOWER_LOAD * _measure_load(older):
         return True
-    # Where the room is unknown, so is the time in which it would fill.
+    # If the room is unknown, the time in which it fills is unknown too.
     if not track.history.capacity_bytes:
         return False
     room_bytes = track.history.capacity_bytes - recent[-1].floor_bytes
     retained_bytes = find_retained(recent)
     middle_bytes = retained_bytes[len(retained_bytes) // 2]
-    # Where growth has paused, the quiet time decides.
+    # If growth has paused, the quiet time decides.
     goes_on = retained_bytes[0] < middle_bytes < retained_bytes[-1]
     grown_bytes = retained_bytes[-1] - retained_bytes[0]
     return goes_on and grown_bytes < room_bytes * FADED_SECONDS / NO_CONCERN_SECONDS
 
 
 def _measure_load(blocks: tuple[Block, ...]) -> float:
-    """Return the requests per second from the first to the last of the blocks; 0 without a time."""
+    """Return the requests per second from the first to the last of the blocks; 0 for no time."""
     seconds = blocks[-1].seconds - blocks[0].seconds
     return (blocks[-1].requests - blocks[0].requests) / max(1.0, seconds)
 
 
 def _update_peak(alarm: LeakAlarm, newest: Block) -> LeakAlarm:
-    """Return the alarm with the newest block as its peak, if it is higher by enough."""
+    """Return the alarm with the newest block as its peak, if this block is higher by enough."""
     least_rise_bytes = max(RISE_BYTES, SLOWED_SHARE * _expect_rise(alarm, alarm.peak, newest))
     if newest.floor_bytes < alarm.peak.floor_bytes + least_rise_bytes:
         return alarm
@@ -307,7 +316,7 @@ def _update_peak(alarm: LeakAlarm, newest: Block) -> LeakAlarm:
 
 
 def _expect_rise(alarm: LeakAlarm, begin: Block, end: Block) -> float:
-    """Return the growth between two blocks at the alarm's pace until its peak.
+    """Return the expected growth between two blocks at the alarm's pace until its peak.
 
     The lower of the paces by time and by requests is used, because a leak may follow either.
     """
@@ -320,16 +329,16 @@ def _expect_rise(alarm: LeakAlarm, begin: Block, end: Block) -> float:
 
 
 def is_breathing(track: Track, alarm: LeakAlarm, newest: Block) -> bool:
-    """Return whether the memory that grew is full and only released in part and taken again.
+    """Return whether the memory that grew is full, and is only released in part and taken again.
 
-    A leak would have reached its peak again by now, and its low points would rise: torch may
-    release its cache while the leak goes on.
+    In a leak, memory would have reached its peak again by now, and its low points would rise. torch
+    may release its cache while the leak continues.
     """
     peak = alarm.peak
     grown_bytes = peak.floor_bytes - alarm.began.floor_bytes
     hold_factor = _compute_hold_factor(track, peak)
-    # On a nearly full card torch's cache hides growth, and torch releases it while the leak goes
-    # on.
+    # On a nearly full card torch's cache hides growth, and torch releases the cache while the leak
+    # continues.
     if hold_factor > 1.0 or newest.floor_bytes > peak.floor_bytes:
         return False
     is_quiet = is_over(
@@ -342,7 +351,7 @@ def is_breathing(track: Track, alarm: LeakAlarm, newest: Block) -> bool:
     )
     if not is_quiet:
         return False
-    # The ring with the finest blocks that reach back to the peak.
+    # This is the ring with the shortest blocks that reaches back to the peak.
     ring = _find_reaching_ring(track.history.rings, peak.seconds)
     blocks = [block for block in ring.blocks if block.seconds > peak.seconds]
     if len(blocks) < LEAST_BREATH_BLOCKS:
@@ -365,7 +374,7 @@ def _add_rise(alarm: LeakAlarm, newest: Block) -> LeakAlarm:
 
 
 def _compute_hold_factor(track: Track, newest_rise: Block) -> float:
-    """Return how many times longer than usual an alarm is held; 1 unless memory is nearly full."""
+    """Return how many times longer than usual an alarm lasts; 1 unless memory is nearly full."""
     if not track.history.capacity_bytes:
         return 1.0
     room_bytes = track.history.capacity_bytes - newest_rise.floor_bytes
@@ -384,9 +393,12 @@ def _compute_quiet_seconds(track: Track, began: Block, hold_factor: float) -> fl
 
 
 def _end_alarm(track: Track, newest_rise: Block) -> Track:
-    """Return the track without its alarm; the evidence starts over at each ring's newest block."""
+    """Return the track without its alarm.
+
+    The evidence starts over at each ring's newest block.
+    """
     rings = [
-        # Growth counts again only above the height that this alarm had reached.
+        # Only growth above the height that this alarm had reached counts again.
         Ring(blocks=ring.blocks[-1:], highest_bytes=newest_rise.floor_bytes)
         for ring in track.history.rings
     ]
@@ -396,8 +408,8 @@ def _end_alarm(track: Track, newest_rise: Block) -> Track:
         alarm=None,
         verdict=Certainty.NONE,
         is_excused=False,
-        # From its last rise, not from now, because a leak that pauses is recognised by the length
-        # of its pause.
+        # The time counts from the alarm's last rise and not from now, because a leak that pauses is
+        # recognised by the length of its pause.
         previous_alarm_seconds=newest_rise.seconds,
     )
 
@@ -416,10 +428,10 @@ def _has_just_ended(ring: Ring, track: Track) -> bool:
 
 
 def _measure_alarm(track: Track, alarm: LeakAlarm) -> Growth | None:
-    """Return the growth since an alarm's growth began.
+    """Return the growth since the alarm's growth began.
 
-    None where that growth is too small, or where no block of the ring that reaches back to its
-    start has ended now.
+    Returns None if that growth is too small, or if no block has ended now in the ring that reaches
+    back to its start.
     """
     ring = _find_reaching_ring(track.history.rings, alarm.began.seconds)
     if not _has_just_ended(ring, track):
@@ -432,7 +444,7 @@ LEAST_STRETCH_SECONDS: Final = 600.0
 """Our choice: a shorter stretch gives no rate."""
 
 LEAST_STRETCH_SHARE: Final = 0.05
-"""Our choice: a stretch with a smaller share of the alarm's growth is a pause in it."""
+"""Our choice: a stretch with a smaller share of the alarm's growth counts as a part of a pause."""
 
 REFILL_FACTOR: Final = 1.5
 """Our choice: below the alarm's peak, a stretch counts as at most this many times as fast as the
@@ -440,13 +452,13 @@ growth up to the peak, as in DILUTED_RATIO.
 """
 
 LEAST_RISE_SHARE: Final = 0.1
-"""Our choice: a rise below this share of the mean rise of two hours does not count: host memory
-varies by a few MiB in a pause.
+"""Our choice: a rise below this share of the mean rise of two hours does not count, because host
+memory varies by a few MiB in a pause.
 """
 
 
 def _measure_stretch(track: Track, alarm: LeakAlarm) -> LeakAlarm:
-    """Return the alarm with the newest stretch of growth: without a pause or a large release.
+    """Return the alarm with the newest stretch of growth, without a pause or a large release.
 
     The previous stretch is kept if the newest blocks have fewer than LEAST_RISES rises.
     """
@@ -457,10 +469,10 @@ def _measure_stretch(track: Track, alarm: LeakAlarm) -> LeakAlarm:
     least_rise_bytes = max(RISE_BYTES, LEAST_RISE_SHARE * all_rises_bytes / len(blocks))
     newest_rise = blocks[-1]
     rises_bytes: list[float] = []
-    # Backwards from the newest block, until a large release or a long pause.
+    # The loop goes backwards from the newest block, until a large release or a long pause.
     for number in range(len(blocks) - 1, 0, -1):
         rise_bytes = blocks[number].floor_bytes - blocks[number - 1].floor_bytes
-        # A warm-up before the alarm's growth is faster than that growth.
+        # A warm-up before the alarm's growth is faster than that growth, so the loop ends there.
         if rise_bytes < -LARGE_BYTES or blocks[number - 1].seconds < alarm.began.seconds:
             break
         if rise_bytes >= least_rise_bytes:
@@ -480,7 +492,7 @@ def _measure_stretch(track: Track, alarm: LeakAlarm) -> LeakAlarm:
     longest_seconds = 0.0
     if alarm.stretch is not None:
         longest_seconds = alarm.stretch.longest_seconds
-        # the same stretch goes on, and is longer than the ring
+        # The same stretch continues, and it is longer than the ring.
         if began_seconds <= alarm.stretch.ended_seconds:
             began_seconds = min(began_seconds, alarm.stretch.began_seconds)
     # One large demand is no pace, so the rises are clipped.
@@ -504,8 +516,8 @@ def _measure_stretch(track: Track, alarm: LeakAlarm) -> LeakAlarm:
 def _update_estimate(track: Track, growth: Growth | None, room_bytes: int | None) -> Track:
     """Return the track with a new estimate of this growth, and with the time left now.
 
-    The old estimate is kept where `growth` is None, and where the new one shows no growth, as in a
-    valley. Without a verdict there is no estimate.
+    The old estimate is kept if `growth` is None, or if the new estimate shows no growth, as in a
+    valley. If there is no verdict, the track has no estimate.
     """
     if not track.verdict:
         return replace(track, estimate=None)
@@ -521,7 +533,7 @@ def _update_estimate(track: Track, growth: Growth | None, room_bytes: int | None
         new_estimate = apply_stretch(new_estimate, track, room_bytes)
         if estimate is None or new_estimate.pace is not None:
             estimate = new_estimate
-    # At every block: the room changes between two verdicts.
+    # This happens at every block, because the room changes between two verdicts.
     if estimate is not None and room_bytes is not None:
         estimate = set_time_left(estimate, track, room_bytes)
     return replace(track, estimate=estimate)
@@ -538,11 +550,12 @@ class WindowJudgement(NamedTuple):
 def _judge_rings(
     track: Track, origin: Block, room_bytes: float | None
 ) -> tuple[Track, Growth | None]:
-    """Judge the rings in which a block has ended now; return the track and the surest growth.
+    """Judge the rings in which a block has ended now.
 
-    The track's verdict is the highest of all rings, and raises an alarm where it is LEAKING. The
-    surest growth is that of the window with the most certain verdict now. It is None where no
-    window has a verdict, or an older verdict of another ring is surer and has its estimate already.
+    Return the track and the surest growth. The track's verdict is the highest verdict of all rings.
+    If it is LEAKING, it raises an alarm. The surest growth is that of the window with the most
+    certain verdict now. It is None if no window has a verdict. It is also None if an older verdict
+    of another ring is surer, because that verdict has its estimate already.
     """
     ring_of_steps = _find_reaching_ring(track.history.rings[1:], origin.seconds + MISSED_SECONDS)
     excused_bytes = find_excused_bytes(track)
@@ -550,7 +563,7 @@ def _judge_rings(
     surest: WindowJudgement | None = None
     for ring in track.history.rings:
         if not _has_just_ended(ring, track):
-            rings.append(ring)  # it keeps the verdict on its newest block
+            rings.append(ring)  # The ring keeps the verdict on its newest block.
             continue
         judgement = None
         survey = survey_ring(ring, origin)
@@ -572,14 +585,14 @@ def _judge_rings(
     verdict = max(ring.verdict for ring in rings)
     if is_room_gone(room_bytes):
         verdict = min(verdict, Certainty.GROWING)
-    # Growth up to a height at which the engine was well before is at most a warning.
+    # Growth up to a height at which the engine had no leak before is at most a warning.
     is_excused = verdict > Certainty.NONE and rings[0].blocks[-1].floor_bytes < excused_bytes
     if is_excused:
         verdict = Certainty.GROWING
     history = replace(track.history, rings=tuple(rings))
     track = replace(track, history=history, verdict=verdict, is_excused=is_excused)
     growth_of_steps = None
-    # Regardless of the windows: another step of the size that repeats would not fit.
+    # This does not depend on the windows: another step of the size that repeats would not fit.
     if verdict is not Certainty.LEAKING and room_bytes is not None:
         growth_of_steps = _find_growth_without_next_step(track, room_bytes)
     if growth_of_steps is not None:
@@ -594,13 +607,13 @@ def _judge_rings(
         return track, None
     if verdict is Certainty.LEAKING:
         track = replace(track, alarm=_raise_alarm(surest.growth))
-    # Where an older verdict is surer, the estimate of its growth is kept.
+    # If an older verdict is surer, the estimate of its growth is kept.
     is_of_now = surest.verdict >= verdict
     return track, surest.growth if is_of_now or track.estimate is None else None
 
 
 def is_room_gone(room_bytes: float | None) -> bool:
-    """Return whether an alarm that begins now would warn of nothing.
+    """Return whether so little room is left that a new alarm would come too late.
 
     An engine that serves without any room left has taken all that it needs.
     """
@@ -608,9 +621,9 @@ def is_room_gone(room_bytes: float | None) -> bool:
 
 
 def _find_growth_without_next_step(track: Track, room_bytes: float) -> Growth | None:
-    """Return the growth since the first large step of a series whose next step does not fit.
+    """Return the growth since the first of several large steps, if the next such step does not fit.
 
-    None where the next step fits, or where memory did not grow.
+    Returns None if the next step fits, or if memory did not grow.
     """
     next_step = find_next_step(track.history.steps)
     if next_step is None or next_step.size_bytes <= room_bytes - OUT_OF_MEMORY_BYTES:
@@ -626,7 +639,7 @@ def _judge_straight_line(
 ) -> WindowJudgement | None:
     """Return the alarm on a straight line that fills the room within minutes; None without one.
 
-    Growth counts from the start of the stretch at any load, because a burst of requests may double
+    Growth counts from the start of the stretch, at any load, because a burst of requests may double
     the load in each block.
     """
     blocks = ring.blocks[-WINDOW_BLOCKS[0] - 1 :]
@@ -637,7 +650,7 @@ def _judge_straight_line(
     rise_bytes = blocks[-1].floor_bytes - blocks[0].floor_bytes
     usable_bytes = max(0.0, room_bytes - OUT_OF_MEMORY_BYTES)
     longest_left_seconds = min(STRAIGHT_LEFT_SECONDS, lasted_seconds / SOON_SHARE)
-    # Only such fast growth is surveyed, because a survey costs much.
+    # A survey costs much, so only growth that is fast enough is surveyed.
     if rise_bytes > STRAIGHT_HELD_SHARE * anchor.floor_bytes:
         return None
     if usable_bytes * lasted_seconds > longest_left_seconds * max(0.0, rise_bytes):
@@ -655,7 +668,7 @@ def _judge_straight_line(
 
 
 def _find_full_pools(track: Track) -> float:
-    """Return the memory that is held when the configured pools are full."""
+    """Return how much memory is held when the configured pools are full."""
     anchor = track.history.anchor
     assert anchor is not None  # noqa: S101 - it is set before the first block
     return anchor.floor_bytes + POOL_OVERHEAD * track.bound_bytes
@@ -666,7 +679,10 @@ def _rank_judgement(judgement: WindowJudgement) -> tuple[Certainty, float]:
 
 
 def _raise_alarm(growth: Growth) -> LeakAlarm:
-    """Return an alarm that holds this growth; its floors are the retained memory."""
+    """Return an alarm for this growth.
+
+    The floors of its blocks are the retained memory.
+    """
     began = replace(growth.blocks[0], floor_bytes=growth.retained_bytes[0])
     newest_rise = replace(growth.blocks[-1], floor_bytes=growth.retained_bytes[-1])
     sum_of_squares = growth.typical_step_bytes * growth.grown_bytes
@@ -680,8 +696,8 @@ def _judge_windows(
 ) -> Iterator[WindowJudgement]:
     """Yield the judgement of each window that grew enough.
 
-    `has_steps` is whether windows of large steps are judged in this ring too. Growth that may be
-    the filling of a configured pool is at most a warning.
+    `has_steps` is whether windows of large steps are judged in this ring too. If a configured pool
+    may still be filling, growth is at most a warning.
     """
     anchor = track.history.anchor
     assert anchor is not None  # noqa: S101 - it is set before the first block
@@ -711,29 +727,29 @@ def _judge_windows(
 
     if not has_steps:
         return
-    # A window of large steps may begin anywhere since the origin, so only the ring that reaches
-    # back to the origin with the shortest blocks is searched for them.
+    # A window of large steps may begin anywhere since the origin. So only one ring is searched for
+    # them: the one with the shortest blocks that reaches back to the origin.
     falls_bytes = (fall_bytes for _, fall_bytes in list_falls(track.history.rings))
     largest_fall_bytes = max(falls_bytes, default=0.0)
     for growth in find_step_windows(survey):
-        # The rising part of a slow sawtooth looks like steps, but is given back later.
+        # The rising part of a slow sawtooth looks like steps, but is released later.
         if growth.grown_bytes >= largest_fall_bytes and not has_ended(growth):
             verdict, odds = judge_steps(growth, track, origin, room_bytes)
-            # Where the room is unknown, only its pace distinguishes a leak from a bounded fill.
+            # If the room is unknown, only its pace distinguishes a leak from a bounded fill.
             if verdict is Certainty.LEAKING and room_bytes is None and is_fading(track):
                 verdict = Certainty.GROWING
             yield WindowJudgement(min(worst, verdict), odds, growth)
 
 
 def is_busiest(growth: Growth, track: Track) -> bool:
-    """Return whether load is higher than ever and so explains growth of less than an hour.
+    """Return whether load is higher than ever before, which explains growth of less than an hour.
 
-    Always False for steady growth, because memory that follows load slows down. False where the
-    engine has not served for longer than the growth lasted.
+    The result is False for steady growth, because memory that follows load slows down. It is also
+    False if the engine has not served for longer than the growth lasted.
     """
     if growth.lasted_seconds >= LEAKING_SECONDS or is_steady(growth):
         return False
-    # Blocks of the longest ring, of about a quarter of an hour each.
+    # Blocks of the longest ring last about a quarter of an hour each.
     earlier_rates = [
         _measure_load((block, later))
         for block, later in pairwise(track.history.rings[-1].blocks)
@@ -745,11 +761,12 @@ def is_busiest(growth: Growth, track: Track) -> bool:
 
 
 def _judge_even(growth: Growth, odds: float, track: Track, room_bytes: float | None) -> Certainty:
-    """Return the verdict on even growth; `odds` is the sum of the log odds of rises and pace.
+    """Return the verdict on even growth.
 
-    Growth that has lasted longer than the time left until the device is full is an alarm whatever
-    its cause. A single large rise is no evidence of that time. In the first minutes of a run, when
-    new demands are likely, only steady growth is such an alarm.
+    `odds` is the sum of the log odds of rises and pace. If growth has lasted longer than the time
+    left until the device is full, it is an alarm whatever its cause. A single large rise does not
+    shorten that time. In the first minutes of a run, when new demands are likely, only steady
+    growth is such an alarm.
     """
     # One large demand must not shorten the time left, so the rises are clipped.
     trend_bytes = sum(clip_rises(growth, LARGE_BYTES))
@@ -772,10 +789,11 @@ def _judge_even(growth: Growth, odds: float, track: Track, room_bytes: float | N
 def is_fading(track: Track) -> bool:
     """Return whether growth has slowed down since a quarter of the run, by time and by requests.
 
-    Of the growth since then, the last two thirds of the time are compared with the first. A
-    straight line grows twice as much in them, and a logarithm as much. What fills up to a bound
-    grows less, once the run has lasted for about as long as it takes to fill. What came in the
-    first quarter of the run does not count: that is the warm-up.
+    The time since then is divided into thirds. The growth in the last two thirds is compared with
+    that in the first third. Growth along a straight line is twice as large in the last two thirds,
+    and growth along a logarithm is equally large. Memory that fills up to a bound grows less in
+    them, once the run has lasted for about as long as the fill takes. The first quarter of the run
+    does not count, because it is the warm-up.
     """
     anchor = track.history.anchor
     assert anchor is not None  # noqa: S101 - it is set before the first block
@@ -818,10 +836,10 @@ def _judge_likely(
         return Certainty.NONE
     leaking_odds = LEAKING_ODDS_SUM
     if left_seconds > FAR_SECONDS:
-        # Memory lasts for months: an alarm, which may wake somebody, needs more certainty.
+        # Memory lasts for months. An alarm may wake somebody, so it needs more certainty.
         leaking_odds = LEAKING_ODDS_SUM_IF_FAR
     is_certain = odds >= leaking_odds and growth.lasted_seconds >= patience_seconds
-    # Last, because it reads the whole run.
+    # This is checked last, because it reads the whole run.
     if is_certain and not is_fading(track):
         return Certainty.LEAKING
     if growth.lasted_seconds < GROWING_SECONDS:

@@ -1,4 +1,4 @@
-"""What an engine held while it was well, in its last run and on the days before."""
+"""The precedent of a series: growth in the last run, or on the days before, that was no leak."""
 
 from typing import Final
 
@@ -17,34 +17,35 @@ from vllm_headroom.derive.leak.facts import (
 from vllm_headroom.units import GIB, HOUR_SECONDS, MIB
 
 NEW_PEAK_SHARE: Final = 0.02
-"""Our choice: a rise of less than this share of the growth is no new peak, so that a full cache
-that still creeps upwards counts as levelled off.
+"""Our choice: a rise of less than this share of the growth is no new peak. So a full cache that
+still grows a little counts as levelled off.
 """
 
 LEVEL_SECONDS: Final = 2 * HOUR_SECONDS
-"""Our choice: growth has levelled off when no new peak came for this time, and for half of the time
-that the growth took."""
+"""Our choice: growth has levelled off when no new peak came for this time, and also not for half of
+the time that the growth took.
+"""
 
 LEVEL_SHARE: Final = 0.5
-"""The same half. That share of the requests must have passed too, because an idle engine does not
-grow.
+"""This is the half of LEVEL_SECONDS' rule. The same share of the requests must have passed too,
+because an idle engine does not grow.
 """
 
 FALLEN_SHARE: Final = 0.5
-"""Memory has followed load when half of the growth was given back."""
+"""Memory has followed load if half of the growth was released."""
 
 LOWER_LOAD: Final = 2 / 3
-"""Load has fallen if, in some hour since the peak, the request rate was at most this share of the
-busiest hour's before it. torch releases its cache at any load, while a leak goes on.
+"""Load has fallen if the request rate of some hour since the peak was at most this share of the
+busiest hour's rate before the peak. torch releases its cache at any load, while a leak continues.
 """
 
 LEAST_ROOM_SHARE: Final = 0.1
-"""A peak is no precedent if it left less room than this share of the growth, or than
+"""A peak is no precedent if it left less room than this share of the growth, or less than
 LEAST_ROOM_BYTES. Near the limit torch releases its cache, and a leak seems to have levelled off.
 """
 
 LEAST_ROOM_BYTES: Final = GIB
-"""The least room that a peak must have left."""
+"""A peak is a precedent only if it left at least this much room."""
 
 LEVEL_MARGIN_SHARE: Final = 0.10
 """Our choice: a cache that levels off has the same size each time, up to a tenth more. The margin
@@ -56,23 +57,25 @@ LOAD_MARGIN_SHARE: Final = 0.25
 
 SIMILAR_BASE_SHARE: Final = 0.02
 """Runs are compared if the memory that they held at first differs by less than this share, or by
-less than SIMILAR_BASE_BYTES: otherwise the configuration has changed."""
+less than SIMILAR_BASE_BYTES. Otherwise the configuration has changed.
+"""
 
 SIMILAR_BASE_BYTES: Final = 512 * MIB
-"""The difference that is allowed for small processes."""
+"""The difference in bytes that is always allowed, for small processes."""
 
 SLOWER_FACTOR: Final = 1.5
-"""A run may be ahead of the run before by half of its time and an hour, not more: faster growth is
-another growth."""
+"""A run may be ahead of the previous run by half of its time and an hour. Faster growth is other
+growth.
+"""
 
 NEAR_HOURS: Final = 2
 """Our choice: the daily cycle of load may shift by this many hours."""
 
 
 def note_reached(track: Track, newest: Block) -> Track:
-    """Return the track with the newest block in what this run has reached.
+    """Return the track with the newest block added to what this run has reached.
 
-    At the end of an hour, the growth so far becomes a precedent if the engine was well with it.
+    At the end of an hour, the growth so far becomes a precedent if it was no leak.
     """
     reached = track.reached
     hour = int(newest.seconds / HOUR_SECONDS)
@@ -104,7 +107,7 @@ def _put(growth_bytes: tuple[float, ...], slot: int, value: float) -> tuple[floa
 
 
 def _end_hour(reached: Reached, newest: Block) -> Reached:
-    """Return what was reached with the request rate of the hour that has ended."""
+    """Return what the run has reached, with the request rate of the hour that has ended."""
     seconds = newest.seconds - reached.hour_begin.seconds
     rate = (newest.requests - reached.hour_begin.requests) / max(1.0, seconds)
     # The hour of the peak belongs to the load that led to the peak.
@@ -117,9 +120,9 @@ def _end_hour(reached: Reached, newest: Block) -> Reached:
 
 
 def settle_precedent(track: Track, newest: Block) -> Track:
-    """Return the track with what was reached as its precedent, if the engine was well with it.
+    """Return the track with what this run has reached as its precedent, if that growth was no leak.
 
-    The engine was well if memory has levelled off or followed load down, with room left and without
+    It was no leak if memory has levelled off or has followed load down, with room left and without
     an alarm.
     """
     reached = track.reached
@@ -135,7 +138,8 @@ def settle_precedent(track: Track, newest: Block) -> Track:
     by_hour = reached.growth_bytes
     has_levelled = _has_levelled(reached, newest, is_counted=track.work.counter_total is not None)
     if has_levelled:
-        # The engine was well at its peak in each later hour.
+        # The engine held no more than its peak in each later hour, so the peak's growth fills these
+        # hours.
         by_hour = tuple(bytes_ or growth_bytes for bytes_ in by_hour)
     elif not _has_followed_load(reached, newest):
         return track
@@ -143,7 +147,7 @@ def settle_precedent(track: Track, newest: Block) -> Track:
     precedent = track.precedent
     follows_load = not has_levelled
     if precedent is not None and _is_similar(precedent, reached):
-        # Both were harmless, so in each hour the higher one counts.
+        # Neither was a leak, so in each hour the higher one counts.
         by_hour = tuple(map(max, by_hour, precedent.growth_bytes))
         follows_load = follows_load or precedent.follows_load
     precedent = Precedent(
@@ -160,7 +164,7 @@ def settle_precedent(track: Track, newest: Block) -> Track:
 
 
 def _find_room(track: Track, block: Block) -> float | None:
-    """Return the room that a block left; None where it is unknown."""
+    """Return the room that a block left; None if it is unknown."""
     if not track.history.capacity_bytes:
         return None
     return track.history.capacity_bytes - block.floor_bytes
@@ -171,13 +175,13 @@ def _find_least_room(growth_bytes: float) -> float:
 
 
 def _has_levelled(reached: Reached, newest: Block, *, is_counted: bool) -> bool:
-    """Return whether no new peak came for long, at work."""
+    """Return whether no new peak came for a long time, while the engine worked."""
     peak = reached.peak
     quiet_seconds = newest.seconds - peak.seconds
     growth_seconds = peak.seconds - reached.base.seconds
     if quiet_seconds < max(LEVEL_SECONDS, LEVEL_SHARE * growth_seconds):
         return False
-    # Without a counter of requests, time alone has to show it.
+    # If requests are not counted, time alone decides.
     if not is_counted:
         return True
     growth_requests = peak.requests - reached.base.requests
@@ -185,7 +189,7 @@ def _has_levelled(reached: Reached, newest: Block, *, is_counted: bool) -> bool:
 
 
 def _has_followed_load(reached: Reached, newest: Block) -> bool:
-    """Return whether half of the growth was given back while load was lower."""
+    """Return whether half of the growth was released while load was lower."""
     growth_bytes = reached.peak.floor_bytes - reached.base.floor_bytes
     fallen_bytes = reached.peak.floor_bytes - newest.floor_bytes
     if fallen_bytes < FALLEN_SHARE * growth_bytes or reached.lowest_rate is None:
@@ -194,15 +198,15 @@ def _has_followed_load(reached: Reached, newest: Block) -> bool:
 
 
 def _is_similar(precedent: Precedent, reached: Reached) -> bool:
-    """Return whether the two runs held about as much at first."""
+    """Return whether the two runs held about as much memory at first."""
     difference_bytes = abs(precedent.base_bytes - reached.base.floor_bytes)
     return difference_bytes <= max(SIMILAR_BASE_BYTES, SIMILAR_BASE_SHARE * precedent.base_bytes)
 
 
 def end_run(track: Track) -> Precedent | None:
-    """Return the precedent for the next run; None where this one ended in an alarm or nearly full.
+    """Return the precedent for the next run; None if this run ended in an alarm or nearly full.
 
-    A run that may have ended out of memory excuses nothing, and neither do the runs before it.
+    A run that may have ended out of memory excuses no growth, and neither do the runs before it.
     """
     reached = track.reached
     if track.alarm is not None:
@@ -220,10 +224,10 @@ def end_run(track: Track) -> Precedent | None:
 
 
 def find_excused_bytes(track: Track) -> float:
-    """Return up to which memory growth is excused by the precedent; 0 without one.
+    """Return the height up to which the precedent excuses growth; 0 without a precedent.
 
-    Within one run, the growth in the same hours of earlier days counts. In another run, what the
-    previous run had reached after a similar time counts.
+    Within the run of the precedent, the growth in the same hours of earlier days counts. In another
+    run, the growth that the earlier run had reached after a similar time counts.
     """
     precedent = track.precedent
     reached = track.reached
@@ -244,6 +248,7 @@ def find_excused_bytes(track: Track) -> float:
     margin_bytes = margin_share * growth_bytes
     if precedent.room_bytes is not None:
         margin_bytes = min(margin_bytes, max(0.0, precedent.room_bytes - OUT_OF_MEMORY_BYTES) / 2)
-    # The lower of the two bases: a higher one may already include a part of the growth.
+    # The lower of the two bases counts, because a higher base may already include a part of the
+    # growth.
     base_bytes = min(precedent.base_bytes, reached.base.floor_bytes)
     return base_bytes + growth_bytes + margin_bytes

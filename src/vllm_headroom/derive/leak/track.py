@@ -28,58 +28,63 @@ BLOCK_SECONDS: Final = 30.0
 """Our choice: the length of the shortest blocks."""
 
 RING_PARTS: Final = (1, 4, 8)
-"""For each ring, how many blocks of the previous ring make one of its blocks. The blocks last 30 s,
-2 minutes and 16 minutes.
+"""For each ring, how many blocks of the previous ring make one block of this ring. The blocks last
+30 s, 2 minutes and 16 minutes.
 """
 
 RING_BLOCKS: Final = 62
-"""How many blocks a ring keeps: half an hour, two hours and 16 hours."""
+"""A ring keeps this many blocks. They cover half an hour, two hours and 16 hours."""
 
 DOUBTED_SECONDS: Final = DAY_SECONDS
-"""A snapshot's time that is this far ahead, or that is earlier than the last one, is not trusted
-before a second reading confirms it."""
+"""A snapshot's time is not trusted if it is this far ahead of the last one, or earlier than the
+last one. A second reading has to confirm it.
+"""
 
 REST_SHARE: Final = 0.5
-"""The engine rests when less than this share of its memory is left, as in sleep. An engine that
-holds more than twice its earlier peak while it rests holds a backup of its weights.
+"""The engine rests while less than this share of its memory is left, as in a sleep. While it rests,
+it may hold a backup of its weights. Memory of more than twice its earlier peak shows such a backup.
 """
 
 WAKE_SHARE: Final = 0.8
-"""A rest ends when this share of the memory is back."""
+"""A rest ends when this share of the memory is held again."""
 
 LONGEST_REST_SECONDS: Final = 1800.0
 """After this time awake and at work, the rest is over in any case: the engine needs no more memory
-than it holds now, or will not give back its backup. A new stretch begins.
+than it holds now, or it will not release its backup. A new stretch of comparable readings begins
+then.
 """
 
 LONGEST_CROWDED_SECONDS: Final = HOUR_SECONDS
-"""An additional process that stays longer than this is usual on the device, and a new stretch
-begins. A process that leaves earlier changes nothing.
+"""If an additional process stays longer than this, it is usual on the device, and a new stretch
+begins. If the process leaves earlier, nothing changes.
 """
 
 LOAD_LEAP: Final = 2.0
-"""Load that is this many times as high as ever before creates new demands. Steady load exceeds its
-first minutes by at most a half."""
+"""If load is this many times as high as ever before, it creates new demands. Steady load exceeds
+its first minutes by at most a half.
+"""
 
 LEAST_STEP_BYTES: Final = 24 * MIB
-"""The least size of a step: more than a segment for small tensors, 20 MiB (c10 kLargeBuffer)."""
+"""The least size of a step. It is larger than a segment for small tensors, 20 MiB (c10
+kLargeBuffer).
+"""
 
 NEWEST_STEPS: Final = 32
-"""Our choice: how many steps are kept, which bounds the state."""
+"""Our choice: this many steps are kept, which bounds the state."""
 
 AVERAGE_SECONDS: Final = 300.0
 """Our choice: the time constant of the average request rate."""
 
 RESET_SECONDS: Final = 600.0
-"""A counter that stays lower for this time was reset, and continues from the lower value."""
+"""A counter that stays lower for this time was reset. Counting continues from the lower value."""
 
 
 def observe(track: Track, observation: Observation) -> Track:
-    """Return the track with one more reading, judged where a block has ended.
+    """Return the track with one more reading.
 
-    The track starts over for another run of the engine and after a gap of a day. A reading of
-    unknown memory changes only clock and work. A call takes microseconds, or a millisecond when
-    growth is judged.
+    If a block has ended, it is judged. The track starts over for another run of the engine, and
+    after a gap of a day. If the memory of a reading is unknown, only clock and work change. A call
+    takes microseconds, or a millisecond if growth is judged.
     """
     clock = track.clock
     elapsed_seconds = observation.seconds - clock.snapshot_seconds
@@ -90,14 +95,14 @@ def observe(track: Track, observation: Observation) -> Track:
     elapsed_seconds = max(0.0, elapsed_seconds)
 
     work = track.work
-    # After a gap of a day, or in another run of the engine, nothing is left to compare with.
+    # After a gap of a day, or in another run of the engine, no earlier reading is comparable.
     is_another_run = is_new_run(
         work.run_id, observation.run_id, work.counter_total, observation.finished_total
     )
     if is_another_run or elapsed_seconds >= DOUBTED_SECONDS:
         run_id = observation.run_id or work.run_id
         next_track = replace(start_track(observation.seconds), precedent=end_run(track))
-        # Recurses only once, because an empty track has no earlier run to differ from.
+        # This recurses only once, because an empty track has no earlier run to differ from.
         return observe(next_track, replace(observation, run_id=run_id))
 
     now_seconds = clock.now_seconds + elapsed_seconds
@@ -113,7 +118,7 @@ def observe(track: Track, observation: Observation) -> Track:
         bound_bytes=observation.bound_bytes,
     )
     if observation.held_bytes is None:
-        return track  # unknown memory does not change the verdict
+        return track  # Unknown memory does not change the verdict.
     track = _update_neighbours(track, observation.neighbours)
     if track.presence.crowded_since_seconds is not None:
         return track
@@ -125,7 +130,7 @@ def observe(track: Track, observation: Observation) -> Track:
 
 
 def _confirms_doubted_time(clock: TrackClock, snapshot_seconds: float) -> bool:
-    """Return whether this time follows a doubted time within a day; False without one."""
+    """Return whether this time follows a doubted time within a day; False if no time is doubted."""
     if clock.doubted_seconds is None:
         return False
     return 0 <= snapshot_seconds - clock.doubted_seconds < DOUBTED_SECONDS
@@ -137,8 +142,8 @@ def add_work(
     """Return the work, with the requests that have finished since the last reading.
 
     While the counter cannot be read, or may belong to another server, requests are assumed to
-    continue at the last known rate. If the gap counted as idle, growth in it would seem to need no
-    work.
+    continue at the last known rate. If this gap counted as idle, growth in the gap would seem to
+    need no work.
     """
     run_id = work.run_id or observation.run_id
     peak_running = max(work.peak_running, observation.running or 0.0)
@@ -169,11 +174,11 @@ def add_work(
 
     requests = work.requests
     if work.counter_total is not None and not is_lower:
-        # Estimated requests are not taken back, so that the track's count never falls.
+        # Estimated requests are not subtracted again, so that the track's count never falls.
         requests = max(requests, work.requests_at_counter + counter_total - work.counter_total)
     requests_per_second = work.requests_per_second
     if elapsed_seconds > 0:
-        # An exponential average. At first its time constant is the time observed so far.
+        # This is an exponential average. At first its time constant is the time observed so far.
         weight = 1 - exp(-elapsed_seconds / min(now_seconds, AVERAGE_SECONDS))
         newest_rate = (requests - work.requests) / elapsed_seconds
         requests_per_second += weight * (newest_rate - requests_per_second)
@@ -199,7 +204,7 @@ def is_warming_up(track: Track) -> bool:
 
 
 def anchor_track(track: Track) -> Track:
-    """Return the track at the start of a new stretch: without history, verdict or alarm.
+    """Return the track at the start of a new stretch, without history, verdict or alarm.
 
     Clock and work continue.
     """
@@ -223,10 +228,10 @@ def anchor_track(track: Track) -> Track:
 def _update_neighbours(track: Track, neighbours: int | None) -> Track:
     """Return the track, updated with the number of processes on the device.
 
-    `neighbours` is that number, or None where it does not matter.
+    `neighbours` is this number, or None if it does not matter.
 
-    While there is an additional process, `crowded_since_seconds` is set, and the track is paused
-    and has no open block. If the process stays, or a usual process has exited, a new stretch
+    While there is an additional process, `crowded_since_seconds` is set, the track is paused, and
+    it has no open block. If the process stays, or if a usual process has exited, a new stretch
     begins.
     """
     presence = track.presence
@@ -274,7 +279,8 @@ def _update_rest(track: Track, held_bytes: int, elapsed_seconds: float, *, is_id
             return track
         return replace(track, presence=replace(presence, rested_seconds=None))
 
-    # Only time awake and at work counts: an idle engine has no reason to take its memory back.
+    # Only time awake and at work counts, because an idle engine has no reason to take its memory
+    # again.
     if rested_seconds is None or presence.is_asleep:
         rested_seconds = 0.0
     elif is_asleep or not is_idle:
@@ -285,7 +291,7 @@ def _update_rest(track: Track, held_bytes: int, elapsed_seconds: float, *, is_id
         track,
         presence=replace(presence, rested_seconds=rested_seconds, is_asleep=is_asleep),
         history=replace(track.history, open_block=None, held_bytes=None),
-        # The growth behind an alarm goes on after the wake, and may stay below its old height for
+        # The growth behind an alarm continues after the wake, and may stay below its old height for
         # an hour.
         estimate=None if track.alarm is None else track.estimate,
     )
@@ -297,7 +303,7 @@ def _add_reading(track: Track, held_bytes: float, room_bytes: int | None) -> Tra
     If the open block is complete, it is first closed and judged, and the reading opens the next
     block.
     """
-    # Fast path: most readings repeat the one before.
+    # This is the fast path: most readings repeat the previous one.
     if held_bytes != track.history.held_bytes:
         track = replace(track, history=_note_change(track, held_bytes))
     open_block = track.history.open_block
@@ -315,7 +321,7 @@ def _add_reading(track: Track, held_bytes: float, room_bytes: int | None) -> Tra
 
 
 def _note_change(track: Track, held_bytes: float) -> TrackHistory:
-    """Return the history with a changed reading: its peak and its steps."""
+    """Return the history with a changed reading, which may change its peak and its steps."""
     history = track.history
     # After a pause the rise is unknown and counts as 0.
     rise_bytes = held_bytes - (history.held_bytes or held_bytes)
@@ -330,9 +336,10 @@ def _note_change(track: Track, held_bytes: float) -> TrackHistory:
 
 
 def _cut_steps(steps: tuple[MemoryStep, ...], held_bytes: float) -> tuple[MemoryStep, ...]:
-    """Return the steps after a fall to `held_bytes`; steps that have become too small are dropped.
+    """Return the steps after a fall to `held_bytes`.
 
-    The part of a step above `held_bytes` was given back.
+    Steps that have become too small are dropped. The part of a step above `held_bytes` was
+    released.
     """
     remaining: list[MemoryStep] = []
     for step in steps:
@@ -347,8 +354,8 @@ def _close_block(track: Track, open_block: Block) -> Track:
     """Return the track with its open block closed and added to the rings.
 
     An idle block without a rise is left out, because it is no evidence against a leak by requests.
-    Demands are comparable only at similar load. When load has doubled since the origin, this block
-    therefore becomes the origin, except during an alarm.
+    Demands are comparable only at similar load. So when load has doubled since the origin, this
+    block becomes the origin, except during an alarm.
     """
     history = track.history
     work = track.work
@@ -364,7 +371,7 @@ def _close_block(track: Track, open_block: Block) -> Track:
     anchor = history.anchor
     assert anchor is not None  # noqa: S101 - blocks are gathered after it is set
     origin = history.origin
-    if origin is None:  # the first block of the stretch
+    if origin is None:  # This is the first block of the stretch.
         anchor = replace(anchor, floor_bytes=floor_bytes)
         origin = closed
     elif work.peak_running > LOAD_LEAP * origin.peak_running and track.alarm is None:
@@ -377,8 +384,8 @@ def _close_block(track: Track, open_block: Block) -> Track:
 def _add_to_rings(rings: tuple[Ring, ...], closed: Block) -> tuple[Ring, ...]:
     """Return the rings with a closed shortest block added.
 
-    It becomes a part of the next ring's incomplete block. If that completes the block, the block in
-    turn is added to the ring after it.
+    This block becomes a part of the next ring's incomplete block. If that block is complete now, it
+    becomes a part of a block of the ring after it in the same way.
     """
     updated = list(rings)
     floor_bytes = closed.floor_bytes
@@ -387,12 +394,12 @@ def _add_to_rings(rings: tuple[Ring, ...], closed: Block) -> tuple[Ring, ...]:
             floor_bytes = min(floor_bytes, ring.floor_bytes)
         if ring.parts + 1 < RING_PARTS[number]:
             updated[number] = replace(ring, parts=ring.parts + 1, floor_bytes=floor_bytes)
-            # Where this block is not complete, no longer block is.
+            # If this block is not complete, no longer block is.
             break
         blocks = (*ring.blocks, replace(closed, floor_bytes=floor_bytes))
         highest_bytes = ring.highest_bytes
         if len(blocks) > RING_BLOCKS:
-            # A dropped block still counts: memory that returns to its height has not grown.
+            # A dropped block still counts, because memory that returns to its height has not grown.
             highest_bytes = max(highest_bytes, blocks[0].floor_bytes)
             blocks = blocks[1:]
         updated[number] = Ring(blocks=blocks, highest_bytes=highest_bytes, verdict=ring.verdict)

@@ -1,7 +1,8 @@
 """The witnesses of the detector as a table: what each measures, adds to the odds, and is tested by.
 
-The functions are called by the judge, not through this table. The benchmark turns the witnesses off
-one at a time. A test checks that, without the witness of a row, the test which the row names fails.
+The judge calls the functions directly, and not through this table. The benchmark turns the
+witnesses off one at a time. A test switches off the witness of each row, and checks that the test
+named in this row then fails.
 """
 
 from collections.abc import Callable
@@ -18,11 +19,11 @@ class Witness(Struct, frozen=True, kw_only=True):
     name: str
     measures: str
     adds: str
-    """What it adds to the odds of a leak, or what it forbids."""
+    """What the rule adds to the odds of a leak, or what it forbids."""
 
     functions: tuple[Callable[..., Any], ...]
     constants: dict[str, object]
-    """The constants by name; each has its reason where it is defined."""
+    """The constants by name. Each has its reason where it is defined."""
 
     source: str
     """Where the constants and the formula are from."""
