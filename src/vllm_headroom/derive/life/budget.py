@@ -13,50 +13,51 @@ from vllm_headroom.model import BudgetExcess, Failure, Gpu, ProbeReadings, Snaps
 from vllm_headroom.vocabulary import MemoryPart
 
 OVER_BUDGET_RATIO: Final = 0.03
-"""An engine is over its budget if it exceeds the budget by this share of it, as in
+"""An engine is over its budget if its memory exceeds the budget by this share of the budget, as in
 HeadroomMemoryDiscrepancy.
 """
 
 OVER_BUDGET_BYTES: Final = 2**30
-"""The excess must also reach this many bytes: a CUDA context and the graphs of a small model are
-outside of every budget, and are a fifth of a MIG slice.
+"""The excess must also reach this many bytes. The CUDA context and the graphs of a small model are
+outside of every budget, and take a fifth of a MIG slice.
 """
 
 RESUMED_SHARE: Final = 2 / 3
-"""Our choice: an excess has ended once it falls below this share of its limits, so that an excess
-that wavers around them counts once.
+"""Our choice: an excess has ended once it falls below this share of its limits. So an excess that
+moves around the limits counts only once.
 """
 
 FIRST_TRAFFIC_SECONDS: Final = 300.0
-"""Our choice: memory that an engine holds within the first five minutes with requests counts as
-held from the start, because activations, NCCL and late kernels come with the first large batches.
+"""Our choice: memory that an engine takes within the first five minutes with requests counts as
+held from the start. Activations, NCCL and late kernels take memory at the first large batches.
 """
 
 LONGEST_STEP_SECONDS: Final = 60.0
-"""Our choice: at most this much of the time between two samples counts as time with requests."""
+"""Our choice: of the time between two samples, at most this much counts as time with requests."""
 
 REST_SECONDS: Final = 300.0
-"""Our choice: the level at rest is the median over this time, which a burst at its end does not
-change.
+"""Our choice: the level at rest is the median over this time. A burst at the end of this time does
+not change the median.
 """
 
 REST_SLOT_SECONDS: Final = 15.0
 """Our choice: one level is kept for each slot of this length."""
 
 USUAL_PEAK_RATIO: Final = 0.01
-"""The usual peak of an engine as a share of the GPU, as in HeadroomMemoryDiscrepancyHigh. Of a GPU
-with 80 GiB it is 0.8 GiB, such as the logits of 2,048 tokens. Smaller cards serve smaller models.
+"""The usual peak of an engine as a share of the GPU, as in HeadroomMemoryDiscrepancyHigh. On a GPU
+with 80 GiB this is 0.8 GiB, as much as the logits of 2,048 tokens take. Smaller cards serve smaller
+models.
 """
 
 LARGEST_PEAK_RATIO: Final = 0.08
-"""vLLM leaves this share of a GPU free by default. A larger fall is not the end of a peak: a sleep
-or another process gave memory back.
+"""By default vLLM leaves this share of a GPU free. A larger fall is not the end of a peak: a sleep,
+or the exit of another process, released memory.
 """
 
 LARGEST_EXCESS_RATIO: Final = 0.25
-"""Our choice: an engine that exceeds its budget by this share sets its KV cache by another option,
-such as --num-gpu-blocks-override, so its budget is unknown. On a MIG slice, an excess of a fifth is
-usual.
+"""Our choice: if an engine exceeds its budget by this share, its KV cache is set by another option,
+such as --num-gpu-blocks-override. Its real budget is then unknown. On a MIG slice, an excess of a
+fifth of the budget is usual.
 """
 
 WORKING_PARTS: Final = (MemoryPart.OTHER_TENSORS, MemoryPart.FRAGMENTED, MemoryPart.CACHED)
@@ -64,7 +65,7 @@ WORKING_PARTS: Final = (MemoryPart.OTHER_TENSORS, MemoryPart.FRAGMENTED, MemoryP
 
 
 class GpuBudget(Struct, frozen=True, kw_only=True):
-    """The memory of one GPU against the engine's budget since the run's first work.
+    """The memory of one GPU compared with the engine's budget, since the run's first work.
 
     Times are on the monotonic clock.
     """
@@ -72,20 +73,19 @@ class GpuBudget(Struct, frozen=True, kw_only=True):
     budget_bytes: float
     newest_seconds: float
     busy_seconds: float = 0.0
-    """For how long requests have run."""
+    """The total time during which requests have run."""
     over_since_seconds: float | None = None
-    """Since when the engine has exceeded its budget; None while it does not."""
+    """When the engine began to exceed its budget; None while it does not."""
     over_since_busy_seconds: float = 0.0
-    """For how long requests had run when the excess began."""
+    """The time during which requests had run when the excess began."""
     levels: tuple[tuple[float, int], ...] = ()
     """Pairs of a time and the bytes held then, for the last minutes."""
     first_excess_bytes: float = 0.0
-    """The excess at rest in the first minutes of the excess."""
+    """The excess at rest during its first minutes."""
     peak_bytes: int = 0
-    """The highest rise of use above the level to which it fell back."""
+    """The highest peak of used memory, above the level to which it fell afterwards."""
     profile_peak_bytes: int = 0
-    """Memory that vLLM's profile run needed and that torch has not reserved yet; 0 where unknown.
-    """
+    """Memory that vLLM's profile run needed and that torch has not reserved yet; 0 if unknown."""
 
 
 def update_budgets(
@@ -103,7 +103,7 @@ def update_budgets(
         return budgets
     if is_page_awake(page) is False:
         return budgets
-    # A GPU without a figure in this sample keeps its old entry: see the union below.
+    # A GPU without a figure in this sample keeps its old entry, because of the union below.
     sampled = {}
     for gpu in snapshot.owned_gpus:
         memory = gpu.reading.memory
@@ -119,14 +119,14 @@ def update_budgets(
 def _update_budget(
     previous: GpuBudget | None, gpu: Gpu, snapshot: Snapshot, budget_bytes: float
 ) -> GpuBudget:
-    """Return a GPU's budget with one more sample; it starts over where the budget has changed."""
+    """Return a GPU's budget with one more sample; it starts over if the budget has changed."""
     now = snapshot.monotonic_seconds
     if previous is None or previous.budget_bytes != budget_bytes:
         previous = GpuBudget(budget_bytes=budget_bytes, newest_seconds=now)
     busy_seconds = previous.busy_seconds
     if _are_requests_running(snapshot):
-        # Between two samples that are far apart, the engine may have been idle: only a limited time
-        # counts.
+        # Between two samples that are far apart, the engine may have been idle, so only a limited
+        # time counts.
         busy_seconds += min(max(0.0, now - previous.newest_seconds), LONGEST_STEP_SECONDS)
     held_bytes = gpu.held_bytes or 0
     over_since_seconds = None
@@ -138,7 +138,7 @@ def _update_budget(
             over_since_busy_seconds = previous.over_since_busy_seconds
     levels = _add_level(previous.levels, now, held_bytes)
     first_excess_bytes = previous.first_excess_bytes
-    # In its first minutes the excess is not settled, because a burst may still be part of it.
+    # In its first minutes the excess is not settled, because a part of it may be a burst.
     if over_since_seconds is not None and now - over_since_seconds <= REST_SECONDS:
         first_excess_bytes = _find_level(levels, over_since_seconds) - budget_bytes
     return GpuBudget(
@@ -165,13 +165,13 @@ def _add_level(
 
 
 def _find_level(levels: tuple[tuple[float, int], ...], since_seconds: float) -> float:
-    """Return the level at rest since a time; the newest level where none is that recent."""
+    """Return the level at rest since a time; the newest level if no level is that recent."""
     sizes = [held_bytes for at_seconds, held_bytes in levels if at_seconds >= since_seconds]
     return median(sizes or [levels[-1][1]])
 
 
 def _is_over(previous: GpuBudget, held_bytes: int) -> bool:
-    """Return whether the engine exceeds its budget, or has not fallen well below the limits yet."""
+    """Return whether the engine exceeds its budget, or did so and is not well below it yet."""
     least_excess_bytes = max(OVER_BUDGET_BYTES, OVER_BUDGET_RATIO * previous.budget_bytes)
     if previous.over_since_seconds is not None:
         least_excess_bytes *= RESUMED_SHARE
@@ -179,16 +179,16 @@ def _is_over(previous: GpuBudget, held_bytes: int) -> bool:
 
 
 def _are_requests_running(snapshot: Snapshot) -> bool:
-    """Return whether a request runs; also True where no page shows whether one does."""
+    """Return whether a request runs; True also if no page shows whether one runs."""
     return any(engine.running != 0 for engine in list_engines(snapshot.page))
 
 
 def _find_peak(gpu: Gpu) -> int:
-    """Return how far the peak of the last minute was above the present use; 0 where unknown."""
+    """Return how far the peak of the last minute was above the present use; 0 if unknown."""
     memory = gpu.reading.memory
     if memory is None or gpu.reading.used_peak_bytes is None:
         return 0
-    # Other processes are on this GPU, so the peak may have been theirs.
+    # Other processes are on this GPU, so the peak may have been one of theirs.
     if gpu.other_bytes:
         return 0
     peak_bytes = gpu.reading.used_peak_bytes - memory.used_bytes
@@ -209,7 +209,7 @@ def _find_profile_peak(gpu: Gpu, snapshot: Snapshot) -> int:
 
 
 def _find_largest_profile(probe: ProbeReadings) -> int:
-    """Return the largest activation peak of vLLM's profiling run in a process; 0 where unknown."""
+    """Return the largest activation peak of vLLM's profiling run in a process; 0 if unknown."""
     peaks_bytes = [
         process.parts.activation_peak_bytes or 0
         for process in probe.present
@@ -221,8 +221,8 @@ def _find_largest_profile(probe: ProbeReadings) -> int:
 def describe_excess(budget: GpuBudget, gpu: Gpu, now: float) -> BudgetExcess | None:
     """Return how far and for how long the engine has exceeded its budget on a GPU.
 
-    None where it does not exceed the budget or its memory is unknown. Also None above
-    LARGEST_EXCESS_RATIO, where the configured budget cannot be the real one.
+    Returns None if the engine does not exceed its budget, or if its memory is unknown. Returns None
+    also above LARGEST_EXCESS_RATIO, because the configured budget cannot be the real one then.
     """
     memory = gpu.reading.memory
     if budget.over_since_seconds is None or memory is None:
@@ -231,7 +231,8 @@ def describe_excess(budget: GpuBudget, gpu: Gpu, now: float) -> BudgetExcess | N
     excess_bytes = _find_level(budget.levels, over_since_seconds) - budget.budget_bytes
     if excess_bytes > LARGEST_EXCESS_RATIO * budget.budget_bytes:
         return None
-    # The largest of three: the peak of a burst here, what vLLM profiled, and what is usual.
+    # The engine needs the largest of three peaks: that of a burst here, that of vLLM's profile run,
+    # and the usual one.
     needed_bytes = max(
         budget.peak_bytes,
         budget.profile_peak_bytes,

@@ -25,62 +25,64 @@ from vllm_headroom.vocabulary import (
 )
 
 FULL_ROOM_BYTES: Final = 256 * MIB
-"""A GPU was full if its least free memory was at most this (a dozen of torch's 20 MiB segments),
-and at most FULL_ROOM_RATIO of what was free when the engine began to serve.
+"""A GPU was full if its least free memory was at most this, which is a dozen of torch's segments of
+20 MiB. It must also have been at most FULL_ROOM_RATIO of what was free when the engine began to
+serve.
 """
 
 FULL_ROOM_RATIO: Final = 0.5
-"""The largest share of the initially free memory that a full GPU may have left. A GPU that is
-configured to keep little memory free is not out of memory.
+"""A full GPU has at most this share of the initially free memory left. A GPU on which little memory
+was free from the start is not out of memory for that reason.
 """
 
 FILL_SECONDS: Final = 30.0
-"""Growth in a straight line has filled the GPU if it would have taken the rest within this time,
-because the newest sample may be that old.
+"""Growth in a straight line counts as having filled the GPU if it would have taken the rest within
+this time. The newest sample may be that old.
 """
 
 REFUSING_SECONDS: Final = 15.0
-"""A server that has refused connections for this long and still runs is shutting down on request. A
-server whose core has died exits within seconds, and refuses connections only until then.
+"""If a server has refused connections for this long and still runs, it is shutting down on request.
+A server whose core has died also refuses connections, but exits within seconds.
 """
 
 LIKELY_SHARE: Final = 0.5
-"""Growth that took at least this share of the lost room is a likely cause."""
+"""Growth is a likely cause if it took at least this share of the lost room."""
 
 SURE_SHARE: Final = 0.8
-"""Growth that took at least this share of the lost room leaves no other cause."""
+"""If growth took at least this share of the lost room, there is no other cause."""
 
 LARGE_ALLOCATION_BYTES: Final = 4 * GIB
-"""A failed allocation takes no memory, so with less room than this an allocation may well have
-failed. The activations of a step take 1.9 to 4 GiB by plan; 3.74 GiB were refused with 3.68 GiB
-free (vllm-project/vllm#49182), and 786 MiB for the sampler with 552 MiB free. With more room a
-failed allocation is unlikely, but only a witness can exclude it.
+"""A failed allocation takes no memory. So with less room than this, an allocation may have failed
+although the GPU was not full. The activations of a step take 1.9 to 4 GiB by `plan`. In one report
+3.74 GiB were refused with 3.68 GiB free (vllm-project/vllm#49182), in another 786 MiB for the
+sampler with 552 MiB free. With more room a failed allocation is unlikely, but only other evidence
+can exclude it.
 """
 
 KNOWN_BEFORE_SECONDS: Final = 600.0
 """A shorter record does not show the memory before a burst."""
 
 LITTLE_ROOM_RATIO: Final = 0.08
-"""vLLM leaves this share of a GPU free by default. If less was free, the start had taken all the
-memory that it could get.
+"""By default vLLM leaves this share of a GPU free. If less was free, the start of the engine had
+taken all the memory that it could get.
 """
 
 FATAL_XIDS: Final = frozenset({13, 31, 48, 62, 74, 79, 94, 95, 119, 120})
-"""XID errors that end the program, by NVIDIA's table. XIDs 43 and 45 can follow the program's exit;
-63 and 64 may leave it running.
+"""XID errors that end the program, by NVIDIA's table. XIDs 43 and 45 can follow the program's exit.
+After 63 and 64 the program may keep running.
 """
 
 FULL_REASONS: Final = frozenset({ExitReason.OUT_OF_MEMORY, ExitReason.OVER_BUDGET})
-"""The reasons of an exit that is known to be out of GPU memory."""
+"""The reasons of an exit of which it is known that GPU memory ran out."""
 
 UNOBSERVED_SECONDS: Final = 15.0
-"""After a longer gap without a sample, the engine may have run out of memory unseen, because that
-takes seconds.
+"""If no sample was taken for longer than this, memory may have run out unseen, because that takes
+only seconds.
 """
 
 VISIBLE_STALL_SECONDS: Final = 60.0
-"""A stall that the page or a canary shows has lasted for at least this time. A shorter stall was
-found by other signs, and began while the engine was idle.
+"""A stall that the page or a canary shows has lasted for at least this time. If a stall is shorter,
+other signs showed it, and it began while the engine was idle.
 """
 
 
@@ -90,12 +92,14 @@ MEMORY_CAUSES: Final = (
     EndCause.LEAK,
     EndCause.BURST,
 )
-"""Causes of an engine at work that ran out of GPU memory. The log shows that memory ran out; the
-samples show which of these was the cause.
+"""The causes for which an engine at work runs out of GPU memory. The log shows that memory ran out,
+and the samples show which of these was the cause.
 """
 
 LEAST_NEWCOMER_BYTES: Final = 256 * MIB
-"""Less memory than this is no new process on a GPU: a CUDA context alone takes 300 to 500 MiB."""
+"""Less memory than this cannot be a new process on a GPU, because a CUDA context alone takes 300 to
+500 MiB.
+"""
 
 SURE_CAUSES: Final[Mapping[LogFailureKind, EndCause]] = {
     LogFailureKind.NO_KV_CACHE_MEMORY: EndCause.NEVER_FITTED,
@@ -123,8 +127,8 @@ SURE_CAUSES: Final[Mapping[LogFailureKind, EndCause]] = {
         EndCause.CRASH,
     ),
 }
-"""The causes that the log itself states. A lack of GPU memory, a kill, and an exception without a
-known cause need the samples too.
+"""The causes that the log itself states. To judge a lack of GPU memory, a kill, or an exception
+without a known cause, the samples are needed too.
 """
 
 
@@ -143,13 +147,13 @@ UNKNOWN_CAUSE: Final = Diagnosis(
     sentence="The cause of the exit is not known.",
     evidence=("look in vLLM's log, and in the kernel's (dmesg -T)",),
 )
-"""Used where no cause fits."""
+"""The result if no cause fits."""
 
 
 def judge_ending(end: Ending) -> tuple[Diagnosis, ...]:
-    """Return the causes that fit, the most certain first; UNKNOWN_CAUSE where none fits.
+    """Return the causes that fit, the most certain first; UNKNOWN_CAUSE if none fits.
 
-    If one cause is sure, causes that are only possible are left out. What the engine's own log
+    If one cause is sure, the causes that are only possible are left out. What the engine's own log
     reports about the end is compared with all other evidence.
     """
     return _add_log(end, _judge_samples(_take_logged_reason(end)))
@@ -172,7 +176,7 @@ def _judge_samples(end: Ending) -> tuple[Diagnosis, ...]:
         if fit is not None:
             diagnosis = Diagnosis(cause, fit.sureness, fit.sentence, (*evidence, *fit.remarks))
             diagnoses.append(diagnosis)
-    # Beside a sure cause, one that is only possible would distract.
+    # Beside a sure cause, a cause that is only possible would distract.
     if any(diagnosis.sureness is Sureness.SURE for diagnosis in diagnoses):
         diagnoses = [
             diagnosis for diagnosis in diagnoses if diagnosis.sureness is not Sureness.POSSIBLE
@@ -184,10 +188,10 @@ def _judge_samples(end: Ending) -> tuple[Diagnosis, ...]:
 
 
 def is_gpu_full(gpu: GpuAtEnd) -> bool:
-    """Return whether almost no room was left; False where the room is unknown.
+    """Return whether almost no room was left; False if the room is unknown.
 
-    If memory grew in a straight line, "almost no room" also covers what that growth takes in
-    FILL_SECONDS.
+    If memory grew in a straight line, room that this growth takes within FILL_SECONDS also counts
+    as almost no room.
     """
     if gpu.last_room_bytes is None:
         return False
@@ -199,16 +203,16 @@ def is_gpu_full(gpu: GpuAtEnd) -> bool:
         return False
     if gpu.first_room_bytes is None:
         return True
-    # A GPU that is configured to keep little memory free is not full because of that.
+    # If little memory was free from the start, the GPU is not full for that reason.
     return gpu.last_room_bytes <= FULL_ROOM_RATIO * gpu.first_room_bytes
 
 
 def find_full_gpu(end: Ending) -> GpuAtEnd | None:
     """Return the GPU whose lack of memory can explain the end.
 
-    Where the engine is known to have run out of memory, that is the GPU with the least room, even
-    if it does not count as full. Otherwise it is the first GPU that is full. None where no GPU is
-    full, or the run is not over or has never served.
+    If the engine is known to have run out of memory, this is the GPU with the least room, even if
+    that GPU does not count as full. Otherwise it is the first full GPU. Returns None if no GPU is
+    full, if the run is not over, or if the run has never served.
     """
     if not end.is_over or not end.has_served:
         return None
@@ -227,7 +231,7 @@ def is_shutdown(end: Ending) -> bool:
 def _fit_kill(end: Ending) -> CauseFit | None:
     """Return the cause that the kernel killed the engine for lack of host memory.
 
-    None where the kernel counted no such kill in the engine's container at this exit.
+    Returns None if the kernel counted no such kill in the engine's container at this exit.
     """
     if end.reason is not ExitReason.OOM_KILLED:
         return None
@@ -237,8 +241,8 @@ def _fit_kill(end: Ending) -> CauseFit | None:
 def _fit_failed_start(end: Ending) -> CauseFit | None:
     """Return the cause that the engine never fitted: it exited before it served.
 
-    None where it has served, or where it had much room and no neighbour on its GPU. Sure where the
-    GPU was full.
+    Returns None if the engine has served, or if its GPU had much room and no neighbour. The cause
+    is sure if the GPU was full.
     """
     gpu = end.fullest_gpu
     if end.kind is not IncidentKind.ENDED or end.has_served:
@@ -248,7 +252,7 @@ def _fit_failed_start(end: Ending) -> CauseFit | None:
     other_bytes = gpu.last_other_bytes or 0
     has_neighbour = other_bytes >= NEIGHBOUR_BYTES
     total_bytes = gpu.total_bytes
-    # Room may be missing because the start itself had already taken it.
+    # The start of the engine may itself have taken the missing room.
     is_filled = total_bytes is not None and gpu.last_room_bytes < LITTLE_ROOM_RATIO * total_bytes
     if not has_neighbour and not is_filled:
         return None
@@ -271,8 +275,8 @@ def _grade(*, is_sure: bool) -> Sureness:
 def _fit_neighbour(end: Ending) -> CauseFit | None:
     """Return the cause that other processes took most of a full GPU's lost room.
 
-    Where the memory of others is unknown, a new process on the GPU suffices. None where no GPU was
-    full, or others took little.
+    If the memory of others is unknown, a new process on the GPU is enough. Returns None if no GPU
+    was full, or if others took little.
     """
     gpu = find_full_gpu(end)
     if gpu is None:
@@ -280,7 +284,7 @@ def _fit_neighbour(end: Ending) -> CauseFit | None:
     cause = "Out of GPU memory by a neighbour"
     other_growth_bytes = gpu.other_growth_bytes
     if other_growth_bytes is None:
-        # Without a ledger, a new process is the only evidence for a neighbour.
+        # If it is unknown who holds the memory, a new process is the only evidence for a neighbour.
         if not gpu.has_new_process:
             return None
         return CauseFit(
@@ -291,7 +295,8 @@ def _fit_neighbour(end: Ending) -> CauseFit | None:
     share = gpu.share_of_lost_room(other_growth_bytes)
     if share < LIKELY_SHARE:
         return None
-    # A failed allocation takes no memory: without a full GPU it may have had another cause.
+    # A failed allocation takes no memory, so if no GPU is full, the allocation may have failed for
+    # another reason.
     is_sure = is_gpu_full(gpu) and share >= SURE_SHARE
     size = format_size(other_growth_bytes)
     return CauseFit(
@@ -301,7 +306,7 @@ def _fit_neighbour(end: Ending) -> CauseFit | None:
 
 
 def is_over_budget(end: Ending) -> bool:
-    """Return whether an exit is best explained by a budget that the engine never kept."""
+    """Return whether the best explanation of an exit is that the engine never kept its budget."""
     fit = _fit_over_budget(end)
     return fit is not None and fit.sureness is not Sureness.POSSIBLE
 
@@ -309,9 +314,9 @@ def is_over_budget(end: Ending) -> bool:
 def _fit_over_budget(end: Ending) -> CauseFit | None:
     """Return the cause that the engine held more than its budget from its first work on.
 
-    None where it kept its budget, or enough memory was left. Sure where the GPU was full and later
-    growth took much less than the excess. Possible where one allocation may have needed more than
-    the excess had left.
+    Returns None if the engine kept its budget, or if enough memory was left. The cause is sure if
+    the GPU was full, and later growth took much less than the excess. The cause is possible if one
+    allocation may have needed more than the memory that the excess left.
     """
     gpu = find_over_budget_gpu(end)
     if gpu is None or gpu.excess is None:
@@ -332,7 +337,7 @@ def _fit_over_budget(end: Ending) -> CauseFit | None:
         )
     is_attributed = gpu.other_growth_bytes is not None and not gpu.is_peak_unattributed
     is_settled = excess.seconds >= KNOWN_BEFORE_SECONDS
-    # Later growth may be the real cause, unless it is small compared with the excess.
+    # If later growth is not small compared with the excess, it may be the real cause.
     later_growth_bytes = _measure_later_growth(gpu, excess)
     is_alone = later_growth_bytes <= LIKELY_SHARE * excess.first_excess_bytes
     is_sure = is_gpu_full(gpu) and is_attributed and is_settled and is_alone
@@ -349,19 +354,20 @@ def _is_memory_short(end: Ending, gpu: GpuAtEnd, excess: BudgetExcess) -> bool:
     """Return whether a GPU was full, or an engine at work exited with little memory left."""
     if is_gpu_full(gpu) or end.ooms or end.reason in FULL_REASONS:
         return True
-    # A run that was replaced between two samples may have been restarted on purpose.
+    # If a run was replaced between two samples, it may have been restarted on purpose.
     if end.reason is ExitReason.REPLACED:
         return False
-    # The engine's own need is compared: without other processes, it could have used their memory.
+    # The room includes the memory of other processes, because without them the engine could have
+    # used it.
     room_bytes = (gpu.last_room_bytes or 0) + (gpu.last_other_bytes or 0)
     return bool(end.running) and room_bytes < excess.tight_bytes
 
 
 def find_over_budget_gpu(end: Ending) -> GpuAtEnd | None:
-    """Return the GPU with the least room on which the engine never kept its budget.
+    """Of the GPUs on which the engine never kept its budget, return the one with the least room.
 
-    None where something else explains the end: growth, other processes, a GPU fault, a kill, a hang
-    or a stop.
+    Returns None if something else explains the end: growth, other processes, a GPU fault, a kill, a
+    hang or a stop.
     """
     if not end.is_over or not end.has_served:
         return None
@@ -407,7 +413,7 @@ def _describe_lower_budget(end: Ending, excess: BudgetExcess) -> str:
 
 
 def describe_lower_budget(end: Ending, excess: BudgetExcess) -> str:
-    """Return the option that makes up for an excess, with its value where that can be computed."""
+    """Return the option that makes up for an excess, with its value if that can be computed."""
     option = "--gpu-memory-utilization"
     ratios = {engine.gpu_memory_utilization_ratio for engine in end.engines}
     # The engines of one server may have different shares, and then no single value is right.
@@ -418,10 +424,10 @@ def describe_lower_budget(end: Ending, excess: BudgetExcess) -> str:
 
 
 def _fit_leak(end: Ending) -> CauseFit | None:
-    """Return the cause that the engine leaked: it grew over the whole run, or in a straight line.
+    """Return the cause that the engine leaked: its memory grew over the whole run, or in a line.
 
-    None where no GPU was full, or where a burst, other processes or an excess over the budget took
-    the room. Sure with the leak detector's alarm, if nothing else took memory.
+    Returns None if no GPU was full, or if a burst, other processes or an excess over the budget
+    took the room. The cause is sure if the leak detector had an alarm and nothing else took memory.
     """
     gpu = find_full_gpu(end)
     if gpu is None or is_over_budget(end):
@@ -443,7 +449,7 @@ def _fit_leak(end: Ending) -> CauseFit | None:
         return None
     sentence = f"Out of GPU memory by a leak: the engine grew until {gpu.display_name} was full."
     if gpu.leak in GROWING_STATES:
-        # Unknown growth counts as no share above, but may still have taken the room.
+        # Above, unknown growth counts as a share of 0, but it may still have taken the room.
         is_attributed = gpu.other_growth_bytes is not None and gpu.recent_growth_bytes is not None
         is_sure = gpu.leak is LeakState.LEAKING and is_gpu_full(gpu) and is_attributed
         return CauseFit(_grade(is_sure=is_sure), sentence)
@@ -454,7 +460,7 @@ def _fit_leak(end: Ending) -> CauseFit | None:
 
 
 def find_straight_growth_gpu(end: Ending) -> GpuAtEnd | None:
-    """Return the GPU that growth in a straight line filled; None without one."""
+    """Return the GPU that growth in a straight line filled; None if there is none."""
     gpu = find_full_gpu(end)
     if gpu is None or is_over_budget(end) or not _has_grown_straight(gpu):
         return None
@@ -477,7 +483,7 @@ FAILED_ALLOCATION: Final = "Out of GPU memory in a burst: an allocation of torch
 def _fit_burst(end: Ending) -> CauseFit | None:
     """Return the cause that memory ran out in a burst: within minutes, or by one allocation.
 
-    None where growth in a straight line, other processes or an excess over the budget took the
+    Returns None if growth in a straight line, other processes or an excess over the budget took the
     room.
     """
     if is_over_budget(end):
@@ -495,16 +501,16 @@ def _fit_burst(end: Ending) -> CauseFit | None:
     if _is_surely_burst(end, gpu):
         return CauseFit(Sureness.SURE, sentence)
     share = gpu.share_of_lost_room(gpu.recent_growth_bytes)
-    # torch recorded the failed allocation, so a burst is certain even without its growth.
+    # torch recorded the failed allocation, so the burst is certain even if no growth was seen.
     if share >= LIKELY_SHARE or end.ooms:
         return CauseFit(Sureness.LIKELY, sentence)
     return CauseFit(Sureness.POSSIBLE, sentence)
 
 
 def _is_surely_burst(end: Ending, gpu: GpuAtEnd) -> bool:
-    """Return whether the engine alone filled the GPU within minutes after a level time.
+    """Return whether the engine alone filled the GPU within minutes, after a time of level memory.
 
-    True, too, where the probe saw the step that raised the error right before the end.
+    Returns True also if the probe saw the step that raised the error right before the end.
     """
     if gpu.leak in GROWING_STATES:
         return False
@@ -522,9 +528,9 @@ def _is_surely_burst(end: Ending, gpu: GpuAtEnd) -> bool:
 def _fit_failed_allocation(end: Ending) -> CauseFit | None:
     """Return the cause that an allocation failed although no GPU was full.
 
-    Sure where the probe saw the step that raised an OutOfMemoryError right before the end. Likely
-    where torch counted such an error. Possible where requests ran with so little room that an
-    allocation may have failed unseen. None otherwise.
+    The cause is sure if the probe saw the step that raised an OutOfMemoryError right before the
+    end. It is likely if torch counted such an error. It is possible if requests ran with so little
+    room that an allocation may have failed unseen. Returns None otherwise.
     """
     if not end.is_over or not end.has_served:
         return None
@@ -536,8 +542,9 @@ def _fit_failed_allocation(end: Ending) -> CauseFit | None:
     gpu = end.fullest_gpu
     if gpu is None:
         return None
-    room_bytes = gpu.last_room_bytes or 0  # never None: the fullest GPU has a known room
-    # An excess over the budget explains the same failure, and is better known.
+    # This is never None, because the room of the fullest GPU is known.
+    room_bytes = gpu.last_room_bytes or 0
+    # An excess over the budget explains the same failure, and is known for certain.
     if not _may_allocation_have_failed(end, room_bytes) or _fit_over_budget(end) is not None:
         return None
     room = format_size(room_bytes)
@@ -550,20 +557,20 @@ def _fit_failed_allocation(end: Ending) -> CauseFit | None:
 
 
 def _describe_failed_allocation(end: Ending) -> str:
-    """Return that an allocation failed and, where it is known, the step that needed it."""
+    """Return the sentence that an allocation failed, with the step that needed it if known."""
     if end.failed_step is None:
         return FAILED_ALLOCATION
     return f"{FAILED_ALLOCATION.removesuffix('.')} in a step of {end.failed_step}."
 
 
 def _may_allocation_have_failed(end: Ending, room_bytes: int) -> bool:
-    """Return whether requests ran and an unseen allocation may have needed more than this room."""
+    """Return whether requests ran, and an unseen allocation may have needed more than this room."""
     # A probe would have recorded the error.
     return bool(end.running) and not end.is_probed and room_bytes < LARGE_ALLOCATION_BYTES
 
 
 def _list_excess(end: Ending, gpu: GpuAtEnd) -> tuple[str, ...]:
-    """Return a remark that the engine exceeded its budget on a GPU; empty where it did not."""
+    """Return a remark that the engine exceeded its budget on a GPU; empty if it did not."""
     excess = gpu.excess
     if excess is None:
         return ()
@@ -582,10 +589,10 @@ def _describe_search(room_bytes: int) -> str:
 def _fit_hang(end: Ending) -> CauseFit | None:
     """Return the cause that the engine hung: it had work and made no progress.
 
-    None where it did not hang, never served, or was shutting down. Sure where its page answered and
-    showed running requests.
+    Returns None if the engine did not hang, never served, or was shutting down. The cause is sure
+    if the engine's page answered and showed running requests.
     """
-    # A server that shuts down makes no progress either while it waits for its clients.
+    # A server that shuts down also makes no progress while it waits for its clients.
     if end.hung_seconds is None or not end.has_served or is_shutdown(end):
         return None
     duration = format_duration(end.hung_seconds)
@@ -603,7 +610,7 @@ def _fit_hang(end: Ending) -> CauseFit | None:
 def _fit_shutdown(end: Ending) -> CauseFit | None:
     """Return the cause of a requested shutdown: the server closed its port and kept running.
 
-    None for any other end.
+    Returns None for any other end.
     """
     if not is_shutdown(end):
         return None
@@ -615,18 +622,19 @@ def _fit_shutdown(end: Ending) -> CauseFit | None:
 
 
 def _fit_idle_exit(end: Ending) -> CauseFit | None:
-    """Return the cause that an idle engine exited as a whole, for no visible reason.
+    """Return the cause that all processes of an idle engine exited at once, for no visible reason.
 
-    None where it was at work, exited in parts, had a full GPU, had hung, or had a GPU fault.
+    Returns None if the engine was at work, exited one process after another, had a full GPU, had
+    hung, or had a GPU fault.
     """
     if end.kind is not IncidentKind.ENDED or not end.has_served or end.idle_seconds is None:
         return None
     if end.lost_processes or find_full_gpu(end) is not None or end.hung_seconds is not None:
         return None
-    # With a GPU fault it is a crash.
+    # With a GPU fault the exit is a crash.
     if end.unreadable or FATAL_XIDS & set(end.xids):
         return None
-    # After a longer gap the engine may have been at work again.
+    # If no sample was taken for longer than this, the engine may have been at work again.
     is_observed = (end.unobserved_seconds or 0.0) <= UNOBSERVED_SECONDS
     duration = format_duration(end.idle_seconds)
     return CauseFit(
@@ -639,7 +647,8 @@ def _fit_idle_exit(end: Ending) -> CauseFit | None:
 def _fit_crash(end: Ending) -> CauseFit | None:
     """Return the cause of a crash: the engine exited for a reason other than memory.
 
-    None where a GPU was full, an allocation failed, or the engine hung. Sure only with a fatal XID.
+    Returns None if a GPU was full, an allocation failed, or the engine hung. The cause is sure only
+    with a fatal XID.
     """
     if not end.is_over or find_full_gpu(end) is not None or end.ooms:
         return None
@@ -665,7 +674,8 @@ def _list_crash_remarks(end: Ending, room_bytes: int | None) -> Iterator[str]:
         if end.is_probed:
             yield "torch raised no OutOfMemoryError, by the probe"
         return
-    # A GPU that cannot be read explains the crash, so nobody has to search for a failed allocation.
+    # If a GPU cannot be read, this explains the crash, and nobody has to look for a failed
+    # allocation.
     if end.running and not end.unreadable:
         yield _describe_search(room_bytes)
 
@@ -676,7 +686,7 @@ def _grade_crash(end: Ending, room_bytes: int | None) -> Sureness:
         return Sureness.SURE
     if end.unreadable:
         return Sureness.LIKELY
-    # An idle engine that exits as a whole may have been stopped.
+    # If all processes of an idle engine exit at once, the engine may have been stopped.
     was_at_work = end.has_served and bool(end.lost_processes or end.running)
     is_room_enough = room_bytes is not None and room_bytes >= LARGE_ALLOCATION_BYTES
     is_memory_excluded = room_bytes is not None and (is_room_enough or _is_memory_excluded(end))
@@ -705,14 +715,14 @@ def _describe_crash(end: Ending, room_bytes: int | None) -> str:
 def _is_memory_excluded(end: Ending) -> bool:
     """Return whether a GPU error or the probe excludes a failed allocation.
 
-    True, too, for an engine without requests, which allocates nothing.
+    Returns True also for an engine without requests, because it allocates nothing.
     """
     is_idle = end.has_served and end.running == 0
     return bool(FATAL_XIDS & set(end.xids)) or end.is_probed or is_idle
 
 
 def _find_room_at_exit(end: Ending) -> int | None:
-    """Return the least room on a GPU at the exit; None where no sample was taken shortly before."""
+    """Return the least room on a GPU at the exit; None if no sample was taken shortly before."""
     if end.unobserved_seconds is None or end.unobserved_seconds > UNOBSERVED_SECONDS:
         return None
     if end.fullest_gpu is None:
@@ -778,7 +788,7 @@ def _describe_full_gpu(gpu: GpuAtEnd, observed_seconds: float) -> Iterator[str]:
         yield f"the engine grew by {format_size(gpu.growth_bytes)} in {duration}"
     if gpu.recent_growth_bytes is not None:
         yield f"the engine held {format_size(gpu.recent_growth_bytes)} more than minutes before"
-    # Most engines have a card to themselves, and there is nothing to say.
+    # If no other process was on the card, as for most engines, there is nothing to report.
     if gpu.last_other_bytes or gpu.first_other_bytes:
         last_size = format_size(gpu.last_other_bytes or 0)
         first_size = format_size(gpu.first_other_bytes or 0)
@@ -791,7 +801,7 @@ def _describe_full_gpu(gpu: GpuAtEnd, observed_seconds: float) -> Iterator[str]:
 
 
 def _describe_room(gpu: GpuAtEnd) -> str:
-    """Return how much memory was left on a GPU at the end and at first, as evidence."""
+    """Return the evidence on how much memory of a GPU was free at the end and at first."""
     if gpu.last_room_bytes is None:
         return f"the memory left on {gpu.display_name} is not known"
     sentence = f"{format_size(max(0, gpu.last_room_bytes))} were left on {gpu.display_name}"
@@ -803,7 +813,8 @@ def _describe_room(gpu: GpuAtEnd) -> str:
 def _add_log(end: Ending, diagnoses: tuple[Diagnosis, ...]) -> tuple[Diagnosis, ...]:
     """Return the causes with the log's evidence, the most certain first.
 
-    `diagnoses` has the causes by all other evidence: at least one, the most certain first.
+    `diagnoses` has at least one cause. They are the causes by all other evidence, the most certain
+    first.
     """
     if end.log is None:
         return diagnoses
@@ -823,7 +834,7 @@ def _add_log(end: Ending, diagnoses: tuple[Diagnosis, ...]) -> tuple[Diagnosis, 
 def _add_failure(
     end: Ending, failure: LogFailure, diagnoses: tuple[Diagnosis, ...]
 ) -> tuple[Diagnosis, ...]:
-    """Return the causes with a failure that the log reports."""
+    """Return the causes, given a failure that the log reports."""
     evidence = _cite(failure)
     if failure.kind is LogFailureKind.GPU_OUT_OF_MEMORY:
         if not end.has_served:
@@ -846,7 +857,8 @@ def _add_failure(
     if cause is not None:
         sentence = f"{describe_failure(failure)}."
         return _conclude_by_log(cause, Sureness.SURE, sentence, evidence, diagnoses)
-    # A bare exception may concern only one request, and the end of the core may have any cause.
+    # An exception without a known cause may concern only one request, and the core may end for any
+    # cause.
     return _append_evidence(evidence, diagnoses)
 
 
@@ -855,8 +867,9 @@ def _add_refusal(
 ) -> tuple[Diagnosis, ...]:
     """Return the causes of the end of an engine at work whose log shows that GPU memory ran out.
 
-    If one cause fits the samples best, it is sure. If two fit equally well, they keep their
-    certainty. If none is likely, the cause is one allocation that was larger than what was left.
+    If one cause fits the samples best, this cause is sure. If two causes fit equally well, they
+    keep their certainty. If no cause is likely, the cause is one allocation that was larger than
+    the memory that was left.
     """
     evidence = _cite(failure)
     newcomer_bytes = _measure_newcomer(end, failure.refusal or Refusal())
@@ -887,9 +900,10 @@ def _add_refusal(
 def _measure_newcomer(end: Ending, refusal: Refusal) -> int | None:
     """Return what other processes took since the engine began to serve, by torch's own message.
 
-    The samples alone miss a process that came after the last of them. None if the refused
-    allocation would not have fitted without that process, if the memory is too small for a process,
-    or if the engine has several GPUs: torch's number of a GPU is not the driver's.
+    The samples do not show a process that started after the last sample. Returns None if the
+    refused allocation would not have fitted without that process, or if the memory is too little
+    for a process. Returns None also if the engine has several GPUs, because torch numbers GPUs in
+    another way than the driver.
     """
     if refusal.asked_bytes is None or refusal.free_bytes is None or refusal.other_bytes is None:
         return None
@@ -902,17 +916,17 @@ def _measure_newcomer(end: Ending, refusal: Refusal) -> int | None:
 
 
 def _add_silence(end: Ending, diagnoses: tuple[Diagnosis, ...]) -> tuple[Diagnosis, ...]:
-    """Return the causes, given a log that goes on until the exit and reports no failure.
+    """Return the causes, given a log that continues until the exit and reports no failure.
 
-    An engine that runs out of GPU memory or crashes logs it. An engine that is killed, or whose
-    machine goes down, does not. So once the run is over, causes that concern memory are left out.
-    If no likely cause remains, the cause is a crash.
+    If an engine runs out of GPU memory or crashes, it logs this. If an engine is killed, or its
+    machine goes down, it logs nothing. So once the run is over, causes that concern memory are left
+    out. If no likely cause remains, the cause is a crash.
     """
     evidence = "its log goes on until then, and has no error and no shutdown"
     cited = _append_evidence(evidence, diagnoses)
     if not end.is_over:
         return cited
-    # The log would report such a cause, so its silence refutes the cause.
+    # The log would report such a cause, so a log without a report refutes the cause.
     kept = tuple(item for item in cited if item.cause not in MEMORY_CAUSES)
     if len(kept) == len(cited):
         return cited
@@ -934,7 +948,7 @@ def _conclude_by_log(
     evidence: str,
     diagnoses: tuple[Diagnosis, ...],
 ) -> tuple[Diagnosis, ...]:
-    """Return the cause that the log supports, with the conclusion that the samples alone allow."""
+    """Return the cause that the log supports, and add what the samples alone allow to conclude."""
     best = diagnoses[0]
     all_evidence = [evidence]
     if best.cause is cause:
@@ -943,7 +957,8 @@ def _conclude_by_log(
     elif best.cause is not EndCause.UNKNOWN:
         alone = _begin_lower(best.sentence.rstrip("."))
         all_evidence.append(f"the log contradicts the samples, which alone fit: {alone}")
-    # The samples' evidence for the same cause, if they have any, or else for their best cause.
+    # This is the samples' evidence for the same cause. If they have none, it is the evidence for
+    # their best cause.
     own = [item for item in diagnoses if item.cause is cause]
     all_evidence += (own[0] if own else best).evidence
     return (
@@ -952,7 +967,7 @@ def _conclude_by_log(
 
 
 def _append_evidence(evidence: str, diagnoses: Iterable[Diagnosis]) -> tuple[Diagnosis, ...]:
-    """Return the diagnoses, each with one more piece of evidence."""
+    """Return the diagnoses, and add one piece of evidence to each."""
     return tuple(replace(item, evidence=(*item.evidence, evidence)) for item in diagnoses)
 
 
@@ -962,9 +977,9 @@ def _cite(failure: LogFailure) -> str:
 
 
 def _begin_lower(sentence: str) -> str:
-    """Return a sentence with a small first letter, to be part of another one.
+    """Return a sentence with a small first letter, for use inside another sentence.
 
-    Names in capitals and options are not changed.
+    A sentence that begins with a name in capitals or with an option is not changed.
     """
     first_word = sentence.split(" ", 1)[0]
     if first_word.isupper() and first_word not in {"A", "I"}:

@@ -59,90 +59,98 @@ from vllm_headroom.vocabulary import EngineState, ExitReason, IncidentKind, LogF
 
 LEFTOVER_SECONDS: Final = 30.0
 """Processes that an exited engine left behind are reported only after this time, because they may
-still exit. A worker took up to 9 s after its core (vLLM 0.32).
+still exit. A worker exited up to 9 s after its core (vLLM 0.32).
 """
 
 ENGINE_RUN: Final = "engine_life"
-"""The name of this state among the states of the derivations."""
+"""The name under which this state is saved among the states of the derivations."""
 
 OUTLIVED_SECONDS: Final = 60.0
-"""vLLM's engine exits within seconds of an OutOfMemoryError. An engine whose probe still writes
-after this time has recovered.
+"""vLLM's engine exits within seconds of an OutOfMemoryError. If the engine's probe still writes
+after this time, the engine has recovered.
 """
 
 LOADED_SHARE: Final = 0.5
-"""If the first sample had this share of the newest memory, the engine had loaded before."""
+"""If the first sample had at least this share of the newest memory, the engine had loaded its model
+before the first sample.
+"""
 
 CONTEXT_BYTES: Final = GIB
-"""CUDA contexts take less than this, and an engine that holds less than this has loaded nothing."""
+"""CUDA contexts take less than this. An engine that holds less than this has loaded nothing."""
 
 YOUNG_SECONDS: Final = 15.0
-"""An engine younger than this at its first sample may have loaded since then, so LOADED_SHARE
-proves nothing.
+"""If an engine was younger than this at its first sample, it may have loaded its model since then,
+so LOADED_SHARE proves nothing.
 """
 
 LONGEST_LOAD_SECONDS: Final = 2400.0
-"""Our choice: an engine younger than this at its first sample, which has grown since by more than
-contexts take, was still loading. A large model takes 33 minutes to load.
+"""Our choice: if an engine was younger than this at its first sample, and has grown since by more
+than contexts take, it was still loading. A large model takes 33 minutes to load.
 """
 
 SAME_END_SECONDS: Final = 15.0
-"""A stall and an exit this close together are one end: a server answers for 2 to 3 s without its
-core, and a tick is 5 s.
+"""A stall and an exit within this time count as one end. A server answers for 2 to 3 s without its
+core, and a tick takes 5 s.
 """
 
 STRAIGHT_SECONDS: Final = 90.0
-"""Our choice: growth in a straight line for this long is no burst, because a burst comes with one
-batch.
+"""Our choice: growth in a straight line for this long is no burst, because one batch causes a
+burst.
 """
 
 STRAIGHT_POINTS: Final = 4
 """Our choice: fewer points make no line."""
 
 STRAIGHT_TOLERANCE: Final = 0.1
-"""Our choice: how far a point may be from the line, as a share of the growth: torch allocates in
-segments."""
+"""Our choice: a point may be this far from the line, as a share of the growth, because torch
+allocates in segments.
+"""
 
 LEVEL_LOAD_RATIO: Final = 0.25
-"""Our choice: a load is level while it stays within this share of the usual one."""
+"""Our choice: load is level while it differs from the usual load by at most this share."""
 
 LEVEL_LOAD_REQUESTS: Final = 2.0
-"""Our choice: or while it stays within this many running requests of the usual one."""
+"""Our choice: load is also level while it differs from the usual load by at most this many running
+requests.
+"""
 
 MEMORY_REASONS: Final = (
     ExitReason.OUT_OF_MEMORY,
     ExitReason.OVER_BUDGET,
     ExitReason.OOM_KILLED,
 )
-"""The reasons of an exit that also explain a stall just before it."""
+"""The reasons of an exit that also explain a stall just before the exit."""
 
 
 class EngineMemory(Struct, frozen=True, kw_only=True):
-    """All that is remembered of one engine; times are on the monotonic clock."""
+    """All that is remembered of one engine.
+
+    Times are on the monotonic clock.
+    """
 
     runs: EngineRuns = field(default_factory=EngineRuns)
-    """What the state file keeps."""
+    """The part that the state file keeps."""
     state: EngineState = EngineState.UNKNOWN
     known_state: EngineState = EngineState.UNKNOWN
-    """The last state that was not unknown, so that a stall which is invisible for a while counts
-    once.
+    """The last state that was not unknown. With it, a stall that is invisible for a while counts
+    only once.
     """
     progress: Progress = field(default_factory=Progress)
     record: RunRecord = field(default_factory=RunRecord)
     """What was observed of the present run."""
     absence: Absence = field(default_factory=Absence)
     served_bytes: dict[str, int] = field(default_factory=dict)
-    """The most GPU memory that the engine held while serving, by UUID, since its start or its last
-    wake.
+    """The most GPU memory that the engine held while it served, since its start or its last wake,
+    by UUID.
     """
     leftover_since_seconds: dict[int, float] = field(default_factory=dict)
-    """Since when each leftover process has been known, by pid."""
+    """When each left-over process was first seen, by pid."""
 
 
 def forget_run(memory: EngineMemory) -> EngineMemory:
-    """Return what is remembered, without the current run, whose data may have caused an error.
+    """Return what is remembered without the current run, because its data may have caused an error.
 
-    The counts of all runs stay.
+    The counts of all runs are kept.
     """
     return EngineMemory(runs=replace(memory.runs, newest=None))
 
@@ -152,13 +160,12 @@ def update_engine(
 ) -> tuple[EngineMemory, Snapshot]:
     """Return what is remembered after one more snapshot, and the snapshot with the engine's status.
 
-    In the returned snapshot, `left_behind` has only processes that were left behind at least
+    In the returned snapshot, `left_behind` has only the processes that were left behind at least
     LEFTOVER_SECONDS ago. `configured_bytes` is the operator's figure for the memory that the engine
     uses on each GPU.
     """
     now = snapshot.monotonic_seconds
-    # An exit is described by the record before this sample, because the sample may be of the next
-    # run.
+    # The record before this sample describes an exit, because this sample may be of the next run.
     was_answering = memory.record.page.is_answering
     update = update_state(
         snapshot,
@@ -177,7 +184,7 @@ def update_engine(
     # Values of the previous run must not be compared with this run.
     if runs.restarts != memory.runs.restarts:
         memory = _start_over(memory)
-    # An exit explains the stall that it ends, and a continuing stall is one event.
+    # An exit explains the stall that it ends, and a stall that continues is one event.
     state = update.state
     is_stalled = state is EngineState.STALLED
     if event is None and is_stalled and memory.known_state is not EngineState.STALLED:
@@ -186,7 +193,7 @@ def update_engine(
     new_memory = EngineMemory(
         runs=runs,
         state=state,
-        # While the state is unknown, the last known one shows whether a stall is new.
+        # While the state is unknown, the last known state shows whether a stall is new.
         known_state=memory.known_state if state is EngineState.UNKNOWN else state,
         progress=update.progress,
         record=_update_run_record(
@@ -221,11 +228,11 @@ def _start_over(memory: EngineMemory) -> EngineMemory:
 
 
 def _build_exit(run: EngineRun, evidence: Evidence, record: RunRecord) -> Ending:
-    """Return the exit of a run that the newest sample shows, with its reason."""
+    """Return the ending of a run whose exit the newest sample shows, with its reason."""
     snapshot = evidence.snapshot
     gpus = describe_gpus(record, run, snapshot)
-    # Without a page, the next run is still loading, and clients have lost this run. A kubelet that
-    # restarts a container within a second leaves no sample without a process.
+    # Without a page, the next run is still loading, and clients have lost this run. If a kubelet
+    # restarts a container within a second, no sample shows the engine without a process.
     is_replaced = record.page.is_answering and evidence.answer is PageAnswer.GIVEN
     reason = _find_exit_reason(run, evidence, gpus, is_replaced=is_replaced)
     ending = build_ending(record, run, snapshot, IncidentKind.ENDED, reason=reason, gpus=gpus)
@@ -235,8 +242,8 @@ def _build_exit(run: EngineRun, evidence: Evidence, record: RunRecord) -> Ending
     ending = replace(ending, reason=_refine_reason(ending))
     if ending.reason not in FULL_REASONS:
         return ending
-    # Once the reason is lack of memory, the ending is built again, because the reason decides
-    # whether it was a hang.
+    # If the reason is lack of memory, the ending is built again, because the reason decides whether
+    # the engine hung.
     rebuilt = build_ending(
         record, run, snapshot, IncidentKind.ENDED, reason=ending.reason, gpus=gpus
     )
@@ -248,7 +255,7 @@ def _find_exit_reason(
 ) -> ExitReason:
     """Return the reason of an exit by all evidence but the engine's log.
 
-    `is_replaced` is whether the page answered before and now answers for another run.
+    `is_replaced` is whether the page answered before, and now answers for another run.
     """
     oom_kills = evidence.host.oom_kills
     if oom_kills is not None and oom_kills > run.oom_kills:
@@ -259,17 +266,18 @@ def _find_exit_reason(
 
 
 def _refine_reason(ending: Ending) -> ExitReason | None:
-    """Return the reason of an exit by its whole ending, and by the engine's log if it has one.
+    """Return the reason of an exit by its whole ending, and by the engine's log if there is one.
 
     A requested shutdown, and an engine that never kept its budget, show only in the whole ending.
-    Any other end keeps its reason. None for a stall, which is no exit and has no reason.
+    For any other end the reason does not change. Returns None for a stall, because a stall is no
+    exit and has no reason.
     """
-    # If the engine's log states a reason, it is better evidence than the memory.
+    # If the engine's log states a reason, the log is better evidence than the memory.
     if ending.reason is ExitReason.GONE and ending.log is not None:
         ending = replace(ending, reason=_find_logged_reason(ending.log))
     if ending.reason is ExitReason.GONE and is_shutdown(ending):
         return ExitReason.STOPPED
-    # A run that was replaced between two samples may have been restarted on purpose.
+    # If a run was replaced between two samples, it may have been restarted on purpose.
     may_be_death = ending.reason in (ExitReason.GONE, ExitReason.OUT_OF_MEMORY)
     if may_be_death and is_over_budget(ending):
         return ExitReason.OVER_BUDGET
@@ -277,7 +285,7 @@ def _refine_reason(ending: Ending) -> ExitReason | None:
 
 
 def _find_logged_reason(log: LogEnding) -> ExitReason:
-    """Return the reason of an exit by the engine's log; GONE where the log gives none."""
+    """Return the reason of an exit by the engine's log; GONE if the log gives none."""
     if log.failure is None:
         return ExitReason.STOPPED if log.is_stopped else ExitReason.GONE
     if log.failure.kind is LogFailureKind.GPU_OUT_OF_MEMORY:
@@ -296,14 +304,14 @@ def _was_out_of_memory(run: EngineRun, snapshot: Snapshot, gpus: tuple[GpuAtEnd,
 def _find_oom_seconds(snapshot: Snapshot) -> float | None:
     """Return when an OutOfMemoryError last ended a process, by the probe.
 
-    In seconds since the epoch; None without one.
+    The time is in seconds since the epoch. Returns None if there was no such error.
     """
     if not isinstance(snapshot.probe, ProbeReadings):
         return None
     fatal_seconds = []
     for process in snapshot.probe.processes:
         oom = process.oom
-        # A process that kept writing its file has survived the error.
+        # If a process kept writing its file, it has survived the error.
         if oom is not None and process.written_at_seconds - oom.at_seconds <= OUTLIVED_SECONDS:
             fatal_seconds.append(oom.at_seconds)
     return max(fatal_seconds, default=None)
@@ -319,17 +327,17 @@ def build_ending(
     gpus: tuple[GpuAtEnd, ...],
     progress_age_seconds: float | None = None,
 ) -> Ending:
-    """Return the event, with what happened before it.
+    """Return the exit or stall, with what happened before it.
 
-    `run` is the run that ended or stalled; `record` is its record without this sample.
+    `run` is the run that ended or stalled. `record` is the record of this run without this sample.
     """
     now = snapshot.monotonic_seconds
     is_exit = kind is IncidentKind.ENDED
     lost_processes = list_lost_at_end(record.processes, run, snapshot, kind)
-    # Without a necessary process there is no progress either, but that is a crash and no hang.
+    # If a necessary process is gone, there is no progress either, but this is a crash and no hang.
     hung_seconds = None
     if not lost_processes and (not is_exit or _has_hung(record, reason, now)):
-        # An exit has no age of progress, so the time since the last sign of work counts.
+        # At an exit the age of progress is unknown, so the time since the last sign of work counts.
         hung_seconds = progress_age_seconds or now - _find_silence(record)
     observed_seconds = 0.0
     unobserved_seconds = None
@@ -362,16 +370,16 @@ def build_ending(
 
 
 def _find_usual_running(page: PageRecord, now: float) -> float | None:
-    """Return the median of the running requests in the minutes before the end; None without any."""
+    """Return the median of the running requests in the minutes before the end; None if unknown."""
     loads = [running for at_seconds, running in page.loads if at_seconds < now - END_SECONDS]
     return median(loads) if loads else None
 
 
 def _has_hung(record: RunRecord, reason: ExitReason | None, now: float) -> bool:
-    """Return whether the engine was stalled before its exit, and not because of it."""
+    """Return whether the engine was stalled before its exit, and not because of the exit."""
     if record.stalled_since_seconds is None:
         return False
-    # A stall of seconds before an exit for lack of memory is part of that exit.
+    # If memory ran out, a stall of seconds before the exit is a part of the exit.
     return reason not in MEMORY_REASONS or now - record.stalled_since_seconds > SAME_END_SECONDS
 
 
@@ -383,14 +391,14 @@ def _find_silence(record: RunRecord) -> float:
 
 
 def _has_loaded_unseen(record: RunRecord) -> bool:
-    """Return whether an engine whose page was never read held its model from the beginning."""
+    """Return whether an engine without a page had loaded its model at its first sample."""
     if record.was_page_ever_read or record.follows_absence:
         return False
     age_seconds = record.first_age_seconds
-    # An engine so young cannot have loaded before the first sample.
+    # Such a young engine cannot have loaded its model before the first sample.
     if age_seconds is not None and age_seconds < YOUNG_SECONDS:
         return False
-    # While an engine is this young, growing memory means that it is still loading.
+    # If the memory of such a young engine grows, the engine is still loading.
     may_have_loaded = age_seconds is not None and age_seconds < LONGEST_LOAD_SECONDS
     for gpu in record.gpus.values():
         first_held_bytes = gpu.first.most_held_bytes or 0
@@ -405,7 +413,7 @@ def _has_loaded_unseen(record: RunRecord) -> bool:
 def describe_gpus(record: RunRecord, run: EngineRun, snapshot: Snapshot) -> tuple[GpuAtEnd, ...]:
     """Describe each GPU of a run that has ended with this snapshot.
 
-    The peaks in the snapshot may still belong to the run, although its samples do not.
+    The peaks in the snapshot may belong to the run, although the snapshot's other values do not.
     """
     peak_bytes = {gpu.reading.uuid: gpu.reading.used_peak_bytes or 0 for gpu in snapshot.owned_gpus}
     gpus = []
@@ -437,7 +445,7 @@ def _describe_gpu(gpu: GpuRecord, first_room_bytes: int | None, now: float) -> G
     end_slots = [slot for slot in gpu.slots if slot.newest_seconds >= end_begin_seconds]
     room_bytes = find_least_known(slot.least_room_at_peak_bytes for slot in end_slots)
     sampled_room_bytes = find_least_known(slot.least_room_bytes for slot in end_slots)
-    # Without the first count it is unknown whether a process is new.
+    # If the first count is unknown, it is unknown whether a process is new.
     first_processes = gpu.first.most_processes or 0
     end_processes = find_most_known(slot.most_processes for slot in end_slots) or 0
     return GpuAtEnd(
@@ -461,7 +469,7 @@ def _describe_gpu(gpu: GpuRecord, first_room_bytes: int | None, now: float) -> G
 
 
 def _find_earlier_held(gpu: GpuRecord, now: float) -> int | None:
-    """Return the most that the engine held in the minutes before the end, None where unknown."""
+    """Return the most that the engine held in the minutes before the end; None if unknown."""
     end_begin_seconds = now - END_SECONDS
     oldest_seconds = end_begin_seconds - BURST_SECONDS
     earlier_slots = [
@@ -469,7 +477,7 @@ def _find_earlier_held(gpu: GpuRecord, now: float) -> int | None:
         for slot in (gpu.first, *gpu.slots)
         if oldest_seconds <= slot.newest_seconds < end_begin_seconds
     ]
-    # A record that began in the last minute and a half has only its first sample.
+    # If a record began in the last minute and a half, only its first sample is old enough.
     if not earlier_slots and gpu.first.newest_seconds >= oldest_seconds:
         earlier_slots = [gpu.first]
     return find_most_known(slot.most_held_bytes for slot in earlier_slots)
@@ -478,8 +486,8 @@ def _find_earlier_held(gpu: GpuRecord, now: float) -> int | None:
 def _find_straight_growth(gpu: GpuRecord, page: PageRecord) -> StraightGrowth | None:
     """Return the longest growth in a straight line that ends with the newest sample.
 
-    None without one, or where the load was not level or is unknown, because more requests take more
-    memory.
+    Returns None if there is no such growth. Returns None also if the load was not level or is
+    unknown, because more requests take more memory.
     """
     points = [
         (slot.newest_seconds, slot.most_held_bytes)
@@ -492,14 +500,14 @@ def _find_straight_growth(gpu: GpuRecord, page: PageRecord) -> StraightGrowth | 
         seconds = end_seconds - begin_seconds
         if seconds < STRAIGHT_SECONDS or end_bytes <= begin_bytes:
             continue
-        # Beginning with the oldest point, so that the first line that fits is the longest.
+        # The loop begins with the oldest point, so that the first line that fits is the longest.
         if _is_straight(points[begin:]) and _is_load_level(page, begin_seconds):
             return StraightGrowth(grown_bytes=end_bytes - begin_bytes, seconds=seconds)
     return None
 
 
 def _is_straight(points: list[tuple[float, int]]) -> bool:
-    """Return whether all points are close to the line from the first to the last."""
+    """Return whether all points are close to the line from the first point to the last."""
     begin_seconds, begin_bytes = points[0]
     end_seconds, end_bytes = points[-1]
     grown_bytes = end_bytes - begin_bytes
@@ -514,13 +522,13 @@ def _is_straight(points: list[tuple[float, int]]) -> bool:
 def _is_load_level(page: PageRecord, begin_seconds: float) -> bool:
     """Return whether load stayed close to the usual load from `begin_seconds` on.
 
-    False where no load was recorded in that time.
+    Returns False if no load was recorded in that time.
     """
     earlier_loads = [running for at_seconds, running in page.loads if at_seconds < begin_seconds]
     loads = [running for at_seconds, running in page.loads if at_seconds >= begin_seconds]
     if not loads:
         return False
-    # Each half is compared, because a load that only rises has the usual median.
+    # Each half is compared separately, because a load that only rises has the usual median.
     half = len(loads) // 2
     usual_running = median(earlier_loads or loads)
     tolerance = max(LEVEL_LOAD_REQUESTS, LEVEL_LOAD_RATIO * usual_running)
@@ -529,7 +537,7 @@ def _is_load_level(page: PageRecord, begin_seconds: float) -> bool:
 
 
 def _count_exit(runs: EngineRuns, ending: Ending) -> EngineRuns:
-    """Return the runs with one more exit, counted under its reason; a stall counts as none."""
+    """Return the runs with one more exit, counted under its reason; a stall changes nothing."""
     if ending.reason is None:
         return runs
     exits = {**runs.exits, ending.reason: runs.exits.get(ending.reason, 0) + 1}
@@ -539,7 +547,10 @@ def _count_exit(runs: EngineRuns, ending: Ending) -> EngineRuns:
 def _build_stall(
     record: RunRecord, run: EngineRun, snapshot: Snapshot, age_seconds: float | None
 ) -> Ending:
-    """Return the ending of an engine that hangs; it has no reason, because the run goes on."""
+    """Return the ending of an engine that hangs.
+
+    It has no reason, because the run continues.
+    """
     return build_ending(
         record,
         run,
@@ -559,7 +570,7 @@ def _update_run_record(
     is_stalled: bool,
     configured_bytes: float | None,
 ) -> RunRecord:
-    """Return the record of the present run; an empty record where no run is going on."""
+    """Return the record of the present run; an empty record if there is no present run."""
     run = runs.newest
     if run is None or run.has_ended:
         return RunRecord(
@@ -593,10 +604,10 @@ def _describe_engine(
     age_seconds = memory.progress.age_seconds
     run = runs.present
     state = memory.state
-    # Memory is freed after the end of a run, and the leak detector must not see that.
+    # After the end of a run memory is released, and the leak detector must not see this.
     is_over = state is EngineState.DOWN or bool(run.lost_roles)
     is_asleep = state is EngineState.ASLEEP
-    # Where the gauges are stale, no progress is due.
+    # If the gauges are stale, no progress is expected.
     is_nothing_due = is_asleep or symptom is Symptom.STALE_GAUGES
     hang_signs: tuple[HangSign, ...] = ()
     stranded: tuple[tuple[EngineLabels, float], ...] = ()
@@ -651,8 +662,8 @@ def _list_excesses(record: RunRecord, snapshot: Snapshot) -> tuple[tuple[str, Bu
 def _list_bytes_to_wake(memory: EngineMemory, evidence: Evidence) -> tuple[tuple[str, int], ...]:
     """Return the bytes that a sleeping engine needs to wake, by the UUID of the GPU.
 
-    That is the most that it held while it served, minus what it holds now. A GPU is left out if one
-    of the two is unknown.
+    This is the most memory that the engine held while it served, minus what it holds now. If one of
+    the two is unknown, the GPU is left out.
     """
     needs = []
     for uuid, held_bytes in evidence.held_bytes.items():
@@ -662,10 +673,10 @@ def _list_bytes_to_wake(memory: EngineMemory, evidence: Evidence) -> tuple[tuple
 
 
 def derive_engine_state(snapshot: Snapshot) -> tuple[Sample, ...]:
-    """Return the samples of the engine's status; none while the status is unknown.
+    """Return the samples of the engine's status; empty while the status is unknown.
 
-    They are its state, the start of its run, its restarts and exits, its progress, and the part of
-    the KV cache that no request holds.
+    The samples are the state, the start of the run, the restarts and exits, the progress, and the
+    part of the KV cache that no request holds.
     """
     status = snapshot.engine_status
     if status is None:

@@ -25,26 +25,28 @@ IDLE_SECONDS: Final = 60.0
 """After this idle time, KV cache that is still in use counts as stranded."""
 
 STRANDED_READINGS: Final = 4
-"""The lowest of this many readings of stranded blocks counts; the probe writes one every 5 seconds.
+"""The lowest of this many readings of stranded blocks counts. The probe writes one reading every 5
+seconds.
 """
 
 STALLED_SECONDS: Final = 60.0
-"""The longest time that may pass without progress while there is work, or without a page while
-processes are alive.
+"""An engine is stalled after this time without progress while it has work, or without a page while
+its processes run.
 
-A step takes less: a chunk of a prefill, 8192 tokens by default, takes seconds on the slowest cards.
-vLLM itself aborts a step after 300 s (VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS)."""
+A step takes less time: a chunk of a prefill, 8192 tokens by default, takes seconds on the slowest
+cards. vLLM itself aborts a step after 300 s (VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS).
+"""
 
 SIGN_SECONDS: Final = 20.0
-"""How long a sign of a hang must show. It is also the longest time without progress while the
-core's probe is silent, because a process that hangs writes nothing. It covers five readings by
-default, and at least two.
+"""A sign of a hang counts once it has been present for this time. While the core's probe is silent,
+this is also the longest time without progress, because a process that hangs writes nothing. This
+time covers five readings by default, and at least two.
 """
 
 COMPUTING_CPU_SECONDS: Final = 1.0
-"""The CPU time that proves that a server runs. A server that is stopped, or waits forever, uses
-almost none. A server that competes for cores still gets its share: at a load of 42 on two cores, it
-got ten seconds a minute.
+"""A server that uses this much CPU time runs. A server that is stopped, or waits forever, uses
+almost none. A server that competes for cores still gets its share: at a load average of 42 on two
+cores, it got ten seconds of CPU time a minute.
 """
 
 STOPPED_OR_BLOCKED: Final = frozenset({"T", "t", "D"})
@@ -53,17 +55,17 @@ STOPPED_OR_BLOCKED: Final = frozenset({"T", "t", "D"})
 
 SPAN_SECONDS: Final = 20.0
 """How long CPU time and GPU utilisation are observed for one judgement. A minute without progress
-contains at least one whole span at any sampling interval.
+contains at least one whole such span, at any sampling interval.
 """
 
 BUSY_CPU_RATIO: Final = 0.1
-"""Core and workers are busy above this many CPU seconds per second. Our choice: a process that
-waits for requests uses almost none, and one that spins uses a whole core.
+"""Core and workers are busy if they use more than this many CPU seconds per second. Our choice: a
+process that waits for requests uses almost no CPU time, and a process that spins uses a whole core.
 """
 
 BUSY_GPU_RATIO: Final = 0.1
-"""A GPU is busy above this utilisation. Our choice: a kernel that never ends shows 1, and a GPU
-without work shows 0.
+"""A GPU is busy above this utilisation. Our choice: a GPU with a kernel that never ends shows 1,
+and a GPU without work shows 0.
 """
 
 EngineLabels = tuple[str, str]
@@ -71,11 +73,11 @@ EngineLabels = tuple[str, str]
 
 
 class WorkCounters(NamedTuple):
-    """The values that change while an engine works; None where its page does not show one.
+    """The values that change while an engine works.
 
-    A step that only prefills changes no counter (vllm/v1/engine/async_llm.py: no IterationStats
-    without outputs), but the KV cache grows with each chunk. Waiting requests are left out, because
-    clients change their number.
+    A value is None if the page does not show it. A step that only prefills changes no counter
+    (vllm/v1/engine/async_llm.py: no IterationStats without outputs), but the KV cache grows with
+    each chunk. The number of waiting requests is left out, because clients change it.
     """
 
     finished_total: float | None
@@ -93,7 +95,8 @@ class WorkCounters(NamedTuple):
     def done(self) -> tuple[float | None, ...]:
         """Return the counters of tokens and steps only.
 
-        An aborted request also counts as finished and frees its cache.
+        The other counters also change when a request is aborted: it counts as finished, and frees
+        its cache.
         """
         return self[1:4]
 
@@ -104,28 +107,29 @@ class EngineProgress(Struct, frozen=True, kw_only=True):
     counters: WorkCounters
     has_work: bool
     moved_seconds: float
-    """When its work last progressed; the present time while it has no work."""
+    """When the engine last made progress; the present time while it has no work."""
     done_seconds: float
-    """When its tokens or steps last changed."""
+    """When the engine's count of tokens or steps last changed."""
     idle_since_seconds: float | None
-    """Since when it has been idle; None while it works or sleeps, or where its load is unknown."""
+    """When the engine became idle. None while it works or sleeps, or if its load is unknown."""
     kv_stranded_ratios: tuple[float, ...] = ()
     """The probe's newest readings of stranded KV cache."""
 
 
 class CpuUse(Struct, frozen=True):
-    """All API servers' CPU time when they last used enough of it, and the time of that."""
+    """The CPU time of all API servers when they last used enough of it, and when that was."""
 
     cpu_seconds: float
     monotonic_seconds: float
 
 
 Hint = tuple[HangSign, ProcessName | None]
-"""A sign and its process; the process is None where the sign belongs to no single process."""
+"""A sign of a hang and its process. The process is None if the sign belongs to no single process.
+"""
 
 
 class HintSpan(Struct, frozen=True):
-    """The time span in which a hint was present without a break, on the monotonic clock."""
+    """The time span in which a hint was present at every sample, on the monotonic clock."""
 
     begin_seconds: float
     newest_seconds: float
@@ -137,7 +141,7 @@ class Activity(Enum):
     BUSY = auto()
     """Core and workers use CPU time, or a GPU computes."""
     IDLE = auto()
-    """Both sides are visible, and neither is busy."""
+    """Both sides (processes and GPUs) are visible, and neither is busy."""
     PARTLY_IDLE = auto()
     """Only one of the two sides is visible, and it is not busy."""
     UNKNOWN = auto()
@@ -145,29 +149,32 @@ class Activity(Enum):
 
 
 class ActivityTrack(Struct, frozen=True, kw_only=True):
-    """The newest complete span of observation, and the present span; None is unknown."""
+    """The newest complete span of observation, and the present span.
+
+    None means unknown.
+    """
 
     cpu_ratio: float | None = None
     """CPU seconds per second of core and workers in the newest complete span."""
     gpu_ratio: float | None = None
     """The highest utilisation of a GPU in the newest complete span."""
     has_spun_idle: bool = False
-    """Whether core and workers use CPU time even without work. If so, CPU time proves nothing. The
-    workers of tensor parallelism spin while they wait for the core, in some versions of vLLM.
+    """Whether core and workers use CPU time even without work. If so, CPU time proves nothing. In
+    some versions of vLLM, the workers of tensor parallelism spin while they wait for the core.
     """
     begin_seconds: float | None = None
     """When the present span began, on the monotonic clock."""
     begin_cpu_seconds: float | None = None
     peak_gpu_ratio: float | None = None
     is_without_work: bool = True
-    """Whether the page has shown no work in the whole of the present span."""
+    """Whether the page has shown no work during the whole present span."""
 
     def judge(self) -> Activity:
         """Return whether core, workers and GPUs were busy in the newest complete span."""
         cpu_ratio = None if self.has_spun_idle else self.cpu_ratio
         is_cpu_busy = None if cpu_ratio is None else cpu_ratio >= BUSY_CPU_RATIO
         is_gpu_busy = None if self.gpu_ratio is None else self.gpu_ratio >= BUSY_GPU_RATIO
-        # One busy side proves work; the engine is idle only if both sides are idle.
+        # If one side is busy, the engine works. It is idle only if both sides are idle.
         if is_cpu_busy or is_gpu_busy:
             return Activity.BUSY
         if is_cpu_busy is None and is_gpu_busy is None:
@@ -181,16 +188,18 @@ class Progress(Struct, frozen=True, kw_only=True):
     """Everything that shows whether the engines of one page work or hang."""
 
     engines: dict[EngineLabels, EngineProgress] = field(default_factory=dict)
-    """As the newest page shows them."""
+    """The progress of each engine, as the newest page shows it."""
     age_seconds: float | None = None
-    """The longest time an engine with work has made no progress; None without a page or work."""
+    """The longest time for which an engine with work has made no progress; None without a page or
+    work.
+    """
     hints: dict[Hint, HintSpan] = field(default_factory=dict)
     """The signs of a hang that the page does not show."""
     cpu_use: CpuUse | None = None
     activity: ActivityTrack = field(default_factory=ActivityTrack)
     """The activity of core, workers and GPUs."""
     waits_since_seconds: float | None = None
-    """Since when a request has been waiting at every sample; None where none is waiting."""
+    """Since when a request has been waiting at every sample; None if none waits."""
 
     @property
     def hang_signs(self) -> tuple[HangSign, ...]:
@@ -201,9 +210,10 @@ class Progress(Struct, frozen=True, kw_only=True):
 def update_progress(
     previous: Progress, snapshot: Snapshot, processes: tuple[EngineProcess, ...] | None
 ) -> Progress:
-    """Return the progress with one more sample; without a page no work is visible.
+    """Return the progress with one more sample.
 
-    `processes` are None where it is unknown which are the engine's.
+    Without a page no work is visible. `processes` is None if it is unknown which processes are the
+    engine's.
     """
     now = snapshot.monotonic_seconds
     engines = previous.engines
@@ -212,7 +222,7 @@ def update_progress(
         engines = _update_engines(engines, snapshot.page, now)
         # The longest age counts, because one hung rank blocks all requests that were sent to it.
         age_seconds = _find_age(engines, now, snapshot.unanswered_since_seconds)
-    # The time since any engine last produced tokens or steps.
+    # This is the time since any engine last produced tokens or steps.
     rest_seconds = min((now - engine.done_seconds for engine in engines.values()), default=0.0)
     return Progress(
         engines=engines,
@@ -236,9 +246,9 @@ def update_progress(
 
 
 def _is_without_work(snapshot: Snapshot, engines: Mapping[EngineLabels, EngineProgress]) -> bool:
-    """Return whether a page shows that every engine was idle since the page before.
+    """Return whether a page shows that every engine was idle since the previous page.
 
-    False without a page, for a sleeping engine, and at the first page of an engine.
+    Returns False without a page, for a sleeping engine, and at the first page of an engine.
     """
     if snapshot.page is None or not engines:
         return False
@@ -264,20 +274,22 @@ def _update_engine(
 ) -> EngineProgress:
     """Return the progress of an engine.
 
-    For an idle or sleeping engine, the time without progress starts when it gets work.
+    If the engine is idle or sleeps, the time without progress starts when it gets work.
     """
     counters = _read_counters(engine)
     is_asleep = engine.awake is False
-    # Sleep with mode=keep leaves requests on the page. They are no work until the engine wakes.
+    # Sleep with mode=keep leaves requests on the page. These requests are no work until the engine
+    # wakes.
     has_work = bool(engine.running or engine.waiting) and not is_asleep
     is_idle = not has_work and not is_asleep and engine.running is not None
-    # Without work no progress is due: its age counts from when there is work.
+    # Without work no progress is expected, so the age of progress counts from when there is work.
     moved_seconds = now
     done_seconds = now
     idle_since_seconds = now
     stranded_ratios: tuple[float, ...] = ()
     if previous is not None:
-        # Any difference counts, even a fall: the KV cache shrinks when a request ends.
+        # Any difference counts, even a fall, because the use of the KV cache falls when a request
+        # ends.
         if previous.has_work and previous.counters == counters:
             moved_seconds = previous.moved_seconds
         if previous.counters.done == counters.done:
@@ -285,7 +297,7 @@ def _update_engine(
         if previous.idle_since_seconds is not None:
             idle_since_seconds = previous.idle_since_seconds
         stranded_ratios = previous.kv_stranded_ratios[1 - STRANDED_READINGS :]
-    # The readings count only without a gap.
+    # The readings count only if none is missing between them.
     if engine.kv_stranded_ratio is None:
         stranded_ratios = ()
     else:
@@ -318,11 +330,11 @@ def _find_age(
 ) -> float | None:
     """Return the longest time that an engine with work has made no progress.
 
-    None without visible work.
+    Returns None if no work is visible.
 
-    A request of the daemon that has been pending since `unanswered_since_seconds` counts as work
-    too, because the gauges of a hung core are frozen. The time counts from the last progress of any
-    request.
+    A request of the daemon that has had no answer since `unanswered_since_seconds` counts as work
+    too, because the gauges of a hung core do not change. The time counts from the last progress of
+    any request.
     """
     ages = [
         now - engine.moved_seconds
@@ -330,7 +342,8 @@ def _find_age(
         if engine.has_work and set(engine.counters) != {None}
     ]
     if unanswered_since_seconds is not None and engines:
-        # A busy rank proves that the server answers: the request may only be waiting for its turn.
+        # If another rank is busy, the server answers, and the request may only be waiting for its
+        # turn.
         newest_done_seconds = max(engine.done_seconds for engine in engines.values())
         ages.append(now - max(unanswered_since_seconds, newest_done_seconds))
     return max(ages, default=None)
@@ -341,11 +354,12 @@ def update_cpu_use(
 ) -> CpuUse | None:
     """Return when the API servers last used enough CPU time; None before the first known time.
 
-    Only the API servers can explain a page that does not answer. The core and its workers may spin
-    while they wait for a hung GPU, as NCCL does, but then the page answers and shows no progress.
+    If the page does not answer, only the API servers can be the reason. The core and its workers
+    may spin while they wait for a hung GPU, as NCCL does. But then the page answers, and shows no
+    progress.
     """
     servers = [process for process in processes or () if process.role is Role.API_SERVER]
-    # Summed, because any of several servers may get the request for the page.
+    # The times are summed, because any of several servers may get the request for the page.
     cpu_seconds = sum_known(process.cpu_seconds for process in servers)
     if cpu_seconds is None:
         return previous
@@ -356,7 +370,7 @@ def update_cpu_use(
 
 
 def sum_waiting_requests(processes: Collection[EngineProcess] | None) -> int | None:
-    """Return how many requests wait, by the engine's connections; None where not visible."""
+    """Return how many requests wait, by the engine's connections; None if they are not visible."""
     counts = [
         process.waiting_requests
         for process in processes or ()
@@ -368,7 +382,7 @@ def sum_waiting_requests(processes: Collection[EngineProcess] | None) -> int | N
 def update_waits_since(
     previous_seconds: float | None, processes: Collection[EngineProcess] | None, now: float
 ) -> float | None:
-    """Return since when a request has been waiting at every sample; None where none is waiting."""
+    """Return since when a request has been waiting at every sample; None if none waits."""
     if not sum_waiting_requests(processes):
         return None
     return now if previous_seconds is None else previous_seconds
@@ -385,16 +399,17 @@ def update_hints(
     """Return the signs of a hang that are present while the page shows no work, with their times.
 
     While /proc cannot be read, the hints of the last sample are returned. `rest_seconds` is the
-    time since the last token; `has_silent_core` is as in the snapshot. The signs are:
+    time since the last token. `has_silent_core` is the value in the snapshot. The signs are:
 
     - The main thread of a core or worker is stopped or blocked.
-    - The probe in the core is silent, while that of another process writes.
-    - A request has got no answer, and came after the engine last worked. A request from before
-      proves nothing: its client may never have sent the whole request.
+    - The probe in the core is silent, while the probe in another process writes.
+    - A request has got no answer, and came after the engine last worked. An earlier request proves
+      nothing, because its client may never have sent the whole request.
     """
     if processes is None:
         return dict(previous)
-    # Kept by process, because it is a hang only if one process stays blocked, not several in turn.
+    # The times are kept by process, because it is a hang only if one process stays blocked, and not
+    # several in turn.
     begins: dict[Hint, float] = {}
     for process in processes:
         if process.role in NECESSARY_ROLES and process.state in STOPPED_OR_BLOCKED:
@@ -405,11 +420,11 @@ def update_hints(
         wait_seconds = process.wait_seconds
         if wait_seconds is None:
             continue
-        # A request that came more than STALLED_SECONDS before the last token proves nothing.
+        # If a request came more than STALLED_SECONDS before the last token, it proves nothing.
         if rest_seconds >= max(STALLED_SECONDS, wait_seconds - STALLED_SECONDS):
             begins[HangSign.UNANSWERED, None] = now - wait_seconds
     return {
-        # A hint that is missing in one sample starts over.
+        # If a hint is missing in one sample, its time starts over.
         hint: HintSpan(previous[hint].begin_seconds if hint in previous else begin_seconds, now)
         for hint, begin_seconds in begins.items()
     }
@@ -432,13 +447,13 @@ def update_activity(
     *,
     is_without_work: bool,
 ) -> ActivityTrack:
-    """Return the track with one more sample; `is_without_work` is what the page shows."""
+    """Return the track with one more sample; `is_without_work`: the page shows no work."""
     now = snapshot.monotonic_seconds
     cpu_seconds = _sum_cpu_seconds(processes)
     gpu_ratio = _find_gpu_ratio(snapshot)
     if previous.begin_seconds is None:
         return _begin_span(previous, now, cpu_seconds, gpu_ratio, is_without_work=is_without_work)
-    # The peak of a span with an unknown sample is unknown.
+    # If one sample of a span is unknown, the peak of the span is unknown.
     peak_gpu_ratio = None
     if previous.peak_gpu_ratio is not None and gpu_ratio is not None:
         peak_gpu_ratio = max(previous.peak_gpu_ratio, gpu_ratio)
@@ -455,7 +470,7 @@ def update_activity(
     if span_seconds < SPAN_SECONDS:
         return track
     cpu_ratio = None
-    # The sum falls when a process exits, and then the span shows nothing.
+    # The sum falls when a process exits. The CPU use of this span is then unknown.
     if (
         cpu_seconds is not None
         and track.begin_cpu_seconds is not None
@@ -463,7 +478,7 @@ def update_activity(
     ):
         cpu_ratio = (cpu_seconds - track.begin_cpu_seconds) / span_seconds
     has_spun_idle = track.has_spun_idle
-    # What the core uses without work shows whether it polls while idle.
+    # The CPU time that the core uses without work shows whether it polls while it is idle.
     if track.is_without_work and cpu_ratio is not None:
         has_spun_idle = cpu_ratio >= BUSY_CPU_RATIO
     whole_span = ActivityTrack(
@@ -493,7 +508,7 @@ def _begin_span(
 
 
 def _sum_cpu_seconds(processes: Collection[EngineProcess] | None) -> float | None:
-    """Return the CPU time of core and workers; None where there is none, or one is unknown."""
+    """Return the CPU time of core and workers; None if there are none, or one time is unknown."""
     total_seconds = None
     for process in processes or ():
         if process.role not in NECESSARY_ROLES:
@@ -505,9 +520,10 @@ def _sum_cpu_seconds(processes: Collection[EngineProcess] | None) -> float | Non
 
 
 def _find_gpu_ratio(snapshot: Snapshot) -> float | None:
-    """Return the highest utilisation of the engine's GPUs that is the engine's own.
+    """Return the highest utilisation by the engine of one of its GPUs.
 
-    None where one GPU's is unknown and no other GPU is busy, because that one may be busy.
+    Returns None if the utilisation of one GPU is unknown and no other GPU is busy, because the
+    unknown one may be busy.
     """
     ratios = [_find_own_ratio(gpu) for gpu in snapshot.owned_gpus]
     known_ratios = [ratio for ratio in ratios if ratio is not None]
@@ -520,7 +536,7 @@ def _find_gpu_ratio(snapshot: Snapshot) -> float | None:
 def _find_own_ratio(gpu: Gpu) -> float | None:
     """Return the utilisation of a GPU by the engine.
 
-    None where it is unknown, or the GPU is busy and others may be the cause.
+    Returns None if the utilisation is unknown, or if the GPU is busy and others may be the cause.
     """
     ratio = gpu.reading.utilization_ratio
     if ratio is None or ratio < BUSY_GPU_RATIO:
@@ -532,9 +548,9 @@ def _find_own_ratio(gpu: Gpu) -> float | None:
 def find_stranded(
     engines: Mapping[EngineLabels, EngineProgress], now: float
 ) -> tuple[tuple[EngineLabels, float], ...]:
-    """Return the stranded share of each engine's KV cache, which no request holds, where known.
+    """Return the stranded share of each engine's KV cache, which no request holds, if it is known.
 
-    After an idle minute, that is everything that is in use. Otherwise it is the lowest of the
+    After an idle minute, everything in use is stranded. Otherwise the share is the lowest of the
     probe's last readings, because the probe counts while the scheduler works.
     """
     stranded = []
@@ -556,8 +572,8 @@ def find_stranded(
 def has_worked(page: EnginePage) -> bool | None:
     """Return whether any engine of the page has ever processed a request.
 
-    True for a page without engines. None for engines that have a name but no counters, as in
-    Dynamo's own series.
+    Returns True for a page without engines. Returns None for engines that have a name but no
+    counters, as in Dynamo's own series.
     """
     if not page.engines:
         return True
@@ -565,7 +581,7 @@ def has_worked(page: EnginePage) -> bool | None:
     for engine in list_named(page):
         figures += _read_counters(engine).totals
         figures.append(engine.running)
-    # Names without counters show neither work nor idleness.
+    # If a page has names without counters, it shows neither work nor idleness.
     if figures and set(figures) == {None}:
         return None
     return any(figures)

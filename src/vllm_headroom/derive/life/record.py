@@ -24,30 +24,30 @@ from vllm_headroom.model import (
 from vllm_headroom.vocabulary import IncidentKind, Reason, Role
 
 SLOT_SECONDS: Final = 30.0
-"""Samples within this time are recorded as one slot, by their extremes."""
+"""The samples within this time are recorded as one slot, which has their lowest and highest values.
+"""
 
 PEAK_KEPT_SECONDS: Final = 60.0
-"""NVML's highest use is reported for this long."""
+"""A peak of used memory is reported for this time."""
 
 END_SECONDS: Final = SLOT_SECONDS + PEAK_KEPT_SECONDS
-"""Memory in this time before the exit is memory at the end: one slot, and the minute for which the
-peak is reported.
+"""Memory within this time before the exit is memory at the end. The time is one slot, and the
+minute for which a peak is reported.
 """
 
 BURST_SECONDS: Final = 300.0
-"""Growth within this time before the end is a burst."""
+"""Growth within this time before the end counts as a burst."""
 
 USUAL_LOAD_SECONDS: Final = 900.0
-"""An engine's usual load is the load of this time."""
+"""The usual load of an engine is its load over this time."""
 
 
 class MemoryExtremes(Struct, frozen=True, gc=False):
     """The lowest and highest values of one GPU's memory in a slot of time, at samples and at peaks.
 
-    None is unknown.
+    None means unknown.
 
-    There are many of these objects, and they refer to no other objects, so gc=False saves the
-    garbage collector's work.
+    There are many of these objects, and gc=False keeps the garbage collector from visiting them.
     """
 
     begin_seconds: float
@@ -64,43 +64,47 @@ class GpuRecord(Struct, frozen=True, kw_only=True):
     """The memory of one of the engine's GPUs."""
 
     first: MemoryExtremes
-    """The memory when the engine began to serve, or else at the first sample."""
+    """The memory when the engine began to serve. If that was not seen, the memory at the first
+    sample.
+    """
     slots: tuple[MemoryExtremes, ...]
     """The slots of the last minutes."""
     newest: Gpu
     newest_seconds: float
-    """When `newest` was read, since the epoch."""
+    """When `newest` was read, in seconds since the epoch."""
 
 
 class PageRecord(Struct, frozen=True, kw_only=True):
     """What the page of the run has shown, on the monotonic clock."""
 
     newest_seconds: float = 0.0
-    """When it last answered; before the first answer, when the record began."""
+    """When the page last answered. Before its first answer, this is when the record began."""
     has_answered: bool = False
-    """Whether it ever answered while this sidecar was running."""
+    """Whether the page ever answered while this sidecar was running."""
     is_answering: bool = False
-    """Whether it answered at the newest sample."""
+    """Whether the page answered at the newest sample."""
     engines: tuple[EngineReading, ...] = ()
-    """The engines of the last page that had any."""
+    """The engines of the last page that had engines."""
     idle_since_seconds: float | None = None
     idle_seconds: float | None = None
-    """The idle time at that page; None where it had work, or where that is unknown."""
+    """How long these engines had been idle at that page. None if they had work, or if that is
+    unknown.
+    """
     loads: tuple[tuple[float, float], ...] = ()
-    """Pairs of a time and the number of running requests, one pair per slot."""
+    """Pairs of a time and the number of running requests then, one pair per slot."""
 
 
 class ProcessRecord(Struct, frozen=True, kw_only=True):
     """What the processes of the run have shown, on the monotonic clock."""
 
     complete: tuple[EngineProcess, ...] = ()
-    """All processes, as they were while none was missing."""
+    """All processes, as they were when none was missing."""
     lost: tuple[Lost, ...] = ()
     """The necessary processes that exited before the others."""
     orphans: int = 0
-    """The number of processes on its GPUs that have lost their server."""
+    """The number of processes on the engine's GPUs that have lost their server."""
     refused_since_seconds: float | None = None
-    """Since when the server has refused connections for its page, without its core."""
+    """Since when the server has refused connections to its page, while its core is gone."""
 
 
 class RunRecord(Struct, frozen=True, kw_only=True):
@@ -112,16 +116,16 @@ class RunRecord(Struct, frozen=True, kw_only=True):
     first_age_seconds: float | None = None
     """How old the run was when it was first seen; None where unknown."""
     follows_absence: bool = False
-    """Whether the sidecar was running before this run began, and so saw its whole start."""
+    """Whether the sidecar was running before this run began, so that it saw the whole start."""
     was_page_ever_read: bool = False
     """Whether any page was ever read, even of another run."""
     stalled_since_seconds: float | None = None
     page: PageRecord = field(default_factory=PageRecord)
     processes: ProcessRecord = field(default_factory=ProcessRecord)
     gpus: dict[str, GpuRecord] = field(default_factory=dict)
-    """By UUID."""
+    """The memory of each GPU, by UUID."""
     budgets: dict[str, GpuBudget] = field(default_factory=dict)
-    """The memory of the same GPUs against the engine's budget, by UUID."""
+    """The memory of the same GPUs compared with the engine's budget, by UUID."""
 
 
 def update_record(
@@ -137,7 +141,7 @@ def update_record(
     `configured_bytes` is the operator's figure for the memory that the engine uses on each GPU.
     """
     now = snapshot.monotonic_seconds
-    # The first sample of the run.
+    # This is the first sample of the run.
     if record.began_seconds is None:
         age_seconds = None
         if run.began_seconds is not None:
@@ -168,11 +172,11 @@ def update_record(
 def _record_gpus(record: RunRecord, snapshot: Snapshot, run: EngineRun) -> dict[str, GpuRecord]:
     """Return the memory of the GPUs with this sample.
 
-    Once a necessary process has exited, the memory that it released is no evidence about the end.
+    If a necessary process has exited, the memory that it released is no evidence about the end.
     """
     if run.lost_roles:
         return record.gpus
-    # This is the first page of this record; after a restart of the sidecar, the record begins with
+    # This is the first page of this record. After a restart of the sidecar, the record begins with
     # the next page.
     begins_to_serve = snapshot.page is not None and not record.page.has_answered
     sampled = {}
@@ -206,7 +210,7 @@ def _read_extremes(gpu: Gpu, now: float) -> MemoryExtremes:
         peak_rise_bytes = max(0, (gpu.reading.used_peak_bytes or 0) - memory.used_bytes)
         room_bytes = memory.left_bytes
         room_at_peak_bytes = room_bytes - peak_rise_bytes
-        # The driver does not show whose memory a peak was: the engine may have held all of the
+        # The driver does not show whose memory a peak was, so the engine may have held all of the
         # rise.
         if gpu.held_bytes is not None:
             held_at_peak_bytes = gpu.held_bytes + peak_rise_bytes
@@ -225,19 +229,19 @@ def _read_extremes(gpu: Gpu, now: float) -> MemoryExtremes:
 def _add_extremes(
     slots: tuple[MemoryExtremes, ...], sample: MemoryExtremes
 ) -> tuple[MemoryExtremes, ...]:
-    """Add a sample to the slots of the last minutes; it may belong to the newest slot."""
+    """Return the slots of the last minutes with one more sample, perhaps in the newest slot."""
     now = sample.newest_seconds
-    # Time may step back in a trace, and then a new slot begins.
+    # In a trace the time may step back. A new slot begins then.
     if slots and 0 <= now - slots[-1].begin_seconds < SLOT_SECONDS:
         return (*slots[:-1], _merge_extremes(slots[-1], sample))
-    # An exit compares two spans of time: the minutes of a burst, then the end.
+    # To judge an exit, two spans of time are compared: the minutes of a burst, and the end.
     oldest_seconds = now - BURST_SECONDS - END_SECONDS
     recent_slots = [slot for slot in slots if slot.newest_seconds >= oldest_seconds]
     return (*recent_slots, sample)
 
 
 def _merge_extremes(slot: MemoryExtremes, sample: MemoryExtremes) -> MemoryExtremes:
-    """Return the extremes over an older slot of time and a newer sample."""
+    """Return the extremes over an older slot and a newer sample."""
     pair = (slot, sample)
     return MemoryExtremes(
         begin_seconds=slot.begin_seconds,
@@ -263,14 +267,14 @@ def _record_processes(previous: ProcessRecord, snapshot: Snapshot, run: EngineRu
     if run.lost_roles and _is_page_refused(snapshot):
         refused_since_seconds = previous.refused_since_seconds or snapshot.monotonic_seconds
     processes = replace(previous, complete=complete, refused_since_seconds=refused_since_seconds)
-    # Once the page does not answer, the server exits too, and it is unknown which process was
+    # If the page does not answer, the server has exited too, and it is unknown which process was
     # first.
     if snapshot.page is None:
         return processes
     return replace(
         processes,
         orphans=_count_orphans(snapshot),
-        # The first loss is kept: what exits after it is a consequence.
+        # Only the first loss is kept, because what exits after it is a consequence.
         lost=previous.lost or _list_lost(processes, run, snapshot),
     )
 
@@ -310,7 +314,10 @@ def _record_page(previous: PageRecord, snapshot: Snapshot) -> PageRecord:
 def _add_load(
     loads: tuple[tuple[float, float], ...], running: float | None, now: float
 ) -> tuple[tuple[float, float], ...]:
-    """Return the loads; the running requests are added once a slot has passed."""
+    """Return the loads.
+
+    The running requests are added if a slot has passed since the last pair.
+    """
     if running is None or (loads and now - loads[-1][0] < SLOT_SECONDS):
         return loads
     recent_loads = [load for load in loads if load[0] >= now - USUAL_LOAD_SECONDS]
@@ -323,7 +330,7 @@ def _list_lost(processes: ProcessRecord, run: EngineRun, snapshot: Snapshot) -> 
         return ()
     if not processes.complete:
         return tuple(Lost(role) for role in run.lost_roles)
-    # A trace has no pids, so processes of one role can only be counted.
+    # A trace has no pids, so the processes of a role can only be counted.
     orphaned_processes = _list_orphaned(processes, snapshot)
     running = Counter(_name_processes((*snapshot.engine_processes, *orphaned_processes)))
     necessary = Counter(
@@ -339,8 +346,8 @@ def _name_processes(processes: Iterable[EngineProcess]) -> list[Lost]:
 def _list_orphaned(processes: ProcessRecord, snapshot: Snapshot) -> list[EngineProcess]:
     """Return the engine's processes that still hold GPU memory although their server has exited.
 
-    A trace has no pids. From a trace, the function returns as many workers as there are processes
-    left on the GPUs, or as many cores if the engine has no workers.
+    A trace has no pids. For a trace, the function returns as many workers as there are processes
+    left on the GPUs. If the engine has no workers, it returns cores.
     """
     pids = [
         leftover.pid
@@ -359,7 +366,10 @@ def _list_orphaned(processes: ProcessRecord, snapshot: Snapshot) -> list[EngineP
 
 
 def _count_orphans(snapshot: Snapshot) -> int:
-    """Count the orphaned processes on the engine's GPUs; an engine that was stopped leaves none."""
+    """Count the orphaned processes on the engine's GPUs.
+
+    An engine that was stopped leaves none.
+    """
     fates = [leftover.fate for gpu in snapshot.owned_gpus for leftover in gpu.leftovers]
     return fates.count(Fate.ORPHANED)
 
@@ -367,12 +377,12 @@ def _count_orphans(snapshot: Snapshot) -> int:
 def list_lost_at_end(
     processes: ProcessRecord, run: EngineRun, snapshot: Snapshot, kind: IncidentKind
 ) -> tuple[Lost, ...]:
-    """Return the necessary processes that exited before the others, this sample included."""
+    """Return the necessary processes that exited before the others, up to and with this sample."""
     if processes.lost:
         return processes.lost
     if kind is IncidentKind.STALLED:
         return _list_lost(processes, run, snapshot)
-    # No new orphans: all processes have exited together.
+    # There are no new orphans, so all processes have exited together.
     if _count_orphans(snapshot) <= processes.orphans:
         return ()
     if run.lost_roles:
@@ -384,5 +394,5 @@ def list_lost_at_end(
         for process in processes.complete
         if process.role is not Role.OTHER and process not in orphaned_processes
     ]
-    # Orphans whose parent was never seen: it was the server.
+    # The parent of these orphans was never seen. It was the server.
     return tuple(sorted(_name_processes(exited_processes))) or (Lost(Role.API_SERVER),)

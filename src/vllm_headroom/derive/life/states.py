@@ -43,21 +43,21 @@ from vllm_headroom.vocabulary import (
 )
 
 OCCUPIED_RATIO: Final = 0.05
-"""A GPU of which a smaller share is held runs no model: CUDA contexts take half a gigabyte."""
+"""If a smaller share of a GPU is held, it runs no model. CUDA contexts take half a gigabyte."""
 
 LOADED_RATIO: Final = 0.5
-"""An engine that holds less than this share of its most memory while serving has released its
-weights.
+"""If an engine holds less than this share of the most memory that it held while it served, it has
+released its weights.
 """
 
 STARVED_RATIO: Final = 0.8
-"""The CPU pressure above which a server may deliver every page late. Two cores had a pressure of
-0.05 at a load of 2, and of 0.95 at a load of 5.
+"""If the CPU pressure is above this, a server may deliver every page late. Two cores had a pressure
+of 0.05 at a load average of 2, and of 0.95 at a load average of 5.
 """
 
 SPINNING_SECONDS: Final = 180.0
-"""The longest time for which a server may compute without answering. There is no limit while CPU is
-short, or while its port is closed and it finishes the last requests.
+"""A server may compute without answering for at most this time. There is no limit while the machine
+is short of CPU, or while the server has closed its port and finishes the last requests.
 """
 
 CRASH_LOOP_SECONDS: Final = 90 * 60.0
@@ -79,58 +79,59 @@ _STATE_FILE_NAMES: Final = {
     "was_asleep": "asleep",
     "lost_roles": "lost",
 }
-"""The names of the fields in lives.json; a file of an older version has the same names."""
+"""The names of the fields in lives.json. A file of an older version has the same names."""
 
 
 class EngineRun(Struct, frozen=True, kw_only=True, rename=_STATE_FILE_NAMES):
     """One run of the engine: what identifies it, and its state when it was last observed."""
 
     began_seconds: float | None = None
-    """Since the epoch."""
+    """When the run began, in seconds since the epoch."""
     page_run_id: str | None = None
-    """The start times on its page."""
+    """The start times on the engine's page."""
     finished_total: float | None = None
     process_names: tuple[ProcessName, ...] = ()
     is_ready: bool = False
-    """Whether its page ever answered."""
+    """Whether the engine's page ever answered in this run."""
     has_worked: bool | None = False
-    """Whether it ever processed a request; None where its page does not show work."""
+    """Whether the engine ever processed a request; None if its page does not show work."""
     has_ended: bool = False
     necessary_counts: dict[Role, int] = field(default_factory=dict)
     """The most processes of each necessary role that ran while the page answered."""
     most_held_bytes: int = 0
     """The most GPU memory that the run held while the page answered."""
     first_room_bytes: dict[str, int] = field(default_factory=dict)
-    """The free memory of its GPUs when it became ready, by UUID."""
+    """The free memory of the engine's GPUs when it became ready, by UUID."""
     first_host_room_bytes: int | None = None
-    """The free memory of the host when it became ready."""
+    """The free memory of the host when the engine became ready."""
     was_asleep: bool = False
-    """Whether an engine on its newest page slept."""
+    """Whether an engine on the newest page was asleep."""
     lost_roles: tuple[Role, ...] = ()
-    """The necessary roles of which a process has exited."""
+    """The necessary roles of which at least one process has exited."""
     oom_kills: int = 0
-    """The kernel's count of OOM kills in its container when its processes were last complete."""
+    """The kernel's count of OOM kills in the engine's container, when no process was missing last.
+    """
 
 
 class EngineRuns(Struct, frozen=True, kw_only=True, rename={"are_processes_visible": "sighted"}):
     """The newest run, and the counts of all runs.
 
-    The state file preserves them over a restart of the sidecar.
+    The state file keeps them over a restart of the sidecar.
     """
 
     newest: EngineRun | None = None
     restarts: int = 0
     exits: dict[ExitReason, int] = field(default_factory=dict)
     exit_requests: float | None = None
-    """The requests on the last page before the last exit; None where unknown."""
+    """The number of requests on the last page before the last exit; None if unknown."""
     ends_seconds: tuple[float, ...] = ()
-    """When the newest runs ended, since the epoch."""
+    """When the newest runs ended, in seconds since the epoch."""
     are_processes_visible: bool | None = None
     """Whether this sidecar can see the engine's processes; None until a reading has shown it."""
 
     @property
     def present(self) -> EngineRun:
-        """Return the current run; an empty one where no run is going on."""
+        """Return the current run; an empty run if there is no current run."""
         if self.newest is None or self.newest.has_ended:
             return EngineRun()
         return self.newest
@@ -141,13 +142,16 @@ class PageAnswer(Enum):
 
     GIVEN = auto()
     REFUSED = auto()
-    """Nothing listens on the port, as before vLLM is ready and after its server has exited."""
+    """Nothing listens on the port. This is so before vLLM is ready, and after its server has
+    exited.
+    """
     SILENT = auto()
-    """Something accepts the request and returns no page: vLLM, or a proxy in front of it."""
+    """Something accepts the request and returns no page. It is vLLM, or a proxy in front of it."""
     ERROR = auto()
     """A running server answers with an error, which says nothing about the engine behind it."""
     UNREADABLE = auto()
-    """The answer is not the engine's: a login, a wrong address, another server."""
+    """The answer is not the engine's. Examples are a login page, a wrong address, another server.
+    """
 
 
 _FAILED_ANSWERS: Final = {
@@ -156,10 +160,10 @@ _FAILED_ANSWERS: Final = {
     Reason.INCOMPLETE: PageAnswer.SILENT,
     Reason.HTTP_STATUS: PageAnswer.ERROR,
 }
-"""The answer by the reason of the failure; any other reason means UNREADABLE."""
+"""The kind of answer by the reason of the failure. Any other reason means UNREADABLE."""
 
 _GATEWAY_STATUSES: Final = frozenset({502, 503, 504})
-"""With these statuses a proxy reports that nothing answers behind it."""
+"""With these HTTP statuses a proxy reports that nothing answers behind it."""
 
 
 class Presence(Enum):
@@ -168,9 +172,9 @@ class Presence(Enum):
     THERE = auto()
     GONE = auto()
     OUT_OF_SIGHT = auto()
-    """A source that showed them before has failed, which does not end a run."""
+    """A source that showed the processes before has failed, which does not end a run."""
     NEVER_SHOWN = auto()
-    """No source has ever shown them in this run: only the page is left."""
+    """No source has ever shown the processes in this run, so only the page is evidence."""
 
 
 class Evidence(Struct, frozen=True, kw_only=True):
@@ -179,12 +183,12 @@ class Evidence(Struct, frozen=True, kw_only=True):
     snapshot: Snapshot
     answer: PageAnswer
     processes: tuple[EngineProcess, ...] | None
-    """None where /proc cannot be read, or where several servers may be the engine."""
+    """None if /proc cannot be read, or if several servers may be the engine."""
     are_processes_visible: bool | None
-    """As in EngineRuns."""
+    """Whether this sidecar can see the engine's processes, as in EngineRuns."""
     presence: Presence
     held_bytes: dict[str, int]
-    """The engine's memory on each GPU where it is known, by UUID."""
+    """The engine's memory on each GPU on which it is known, by UUID."""
     page_run_id: str | None
     finished_total: float | None
 
@@ -195,7 +199,7 @@ class Evidence(Struct, frozen=True, kw_only=True):
 
     @property
     def host(self) -> HostMemory:
-        """Return the host's memory; its figures are None where unknown."""
+        """Return the host's memory; a figure is None if it is unknown."""
         return self.snapshot.host or HostMemory()
 
     @property
@@ -211,7 +215,7 @@ class Evidence(Struct, frozen=True, kw_only=True):
             for engine in list_engines(self.page)
             if engine.started_at_seconds is not None
         ]
-        # 0 means that the start could not be read.
+        # A start time of 0 means that it could not be read.
         process_starts = [started for _, started in self.process_names if started > 0]
         return min(page_starts, default=None) or min(process_starts, default=None)
 
@@ -221,7 +225,7 @@ def read_evidence(snapshot: Snapshot, runs: EngineRuns) -> Evidence:
     answer = PageAnswer.GIVEN
     if isinstance(snapshot.engines, Failure):
         answer = _read_failure(snapshot.engines)
-    # While several servers may be the engine, no server's processes count as the engine's.
+    # If several servers may be the engine, the processes of none of them count as the engine's.
     processes = None
     if not snapshot.ambiguous_engines and not isinstance(snapshot.processes, Failure):
         processes = snapshot.processes
@@ -233,7 +237,7 @@ def read_evidence(snapshot: Snapshot, runs: EngineRuns) -> Evidence:
     }
     if processes and are_visible is not False:
         presence = Presence.THERE
-    # The processes can be read, and there are none.
+    # The processes can be read, and the engine has none.
     elif processes is not None and are_visible is not False:
         presence = Presence.GONE
     elif processes is None and _is_sight_lost(snapshot, are_visible):
@@ -261,14 +265,14 @@ def _read_failure(failure: Failure) -> PageAnswer:
 def _judge_visibility(
     snapshot: Snapshot, runs: EngineRuns, processes: tuple[EngineProcess, ...] | None
 ) -> bool | None:
-    """Return whether the engine's processes are visible: False if its page answers without any.
+    """Return whether the engine's processes are visible: False if a page answers without any.
 
-    None while it is unknown; an earlier result of the same run is kept.
+    Returns None while that is unknown. An earlier result of the same run is kept.
     """
     if processes:
         return True
-    # A page that answers has processes behind it. If none is visible, none will ever be visible
-    # from here.
+    # If a page answers, there are processes behind it. If none of them is visible now, none will
+    # ever be visible from here.
     has_shown_none = snapshot.page is not None and not runs.present.process_names
     if has_shown_none and not _may_show_processes_later(snapshot):
         return False
@@ -293,8 +297,8 @@ def _judge_held_memory(
 ) -> Presence:
     """Return whether GPU memory shows that processes of the engine exist.
 
-    Little held memory does not prove an exit if the engine was asleep, or if one of its GPUs is
-    unreadable.
+    If the engine was asleep, or if one of its GPUs cannot be read, little held memory does not
+    prove an exit.
     """
     gpus = snapshot.owned_gpus
     run = runs.present
@@ -302,16 +306,16 @@ def _judge_held_memory(
     for gpu in gpus:
         if gpu.held_bytes is not None and gpu.reading.memory is not None:
             total_bytes += gpu.reading.memory.total_bytes
-    # Nothing shows which process the GPU memory belongs to. An amount that a CUDA context or
-    # leftover weights would also take proves nothing.
+    # Nothing shows which process holds the GPU memory. If a CUDA context or left-over weights would
+    # also take this amount, it proves nothing.
     empty_bytes = max(OCCUPIED_RATIO * total_bytes, LOADED_RATIO * run.most_held_bytes)
     if sum(held_bytes.values()) > empty_bytes:
         return Presence.THERE
-    # An engine's memory may be on the one GPU that could not be read.
+    # The engine's memory may be on the one GPU that could not be read.
     are_all_gpus_read = 0 < len(held_bytes) == len(gpus)
     if are_all_gpus_read and not run.was_asleep:
         return Presence.GONE
-    # A run that is loading has shown its memory too, although not while its page answered.
+    # A run that is loading has also shown its memory, but not while its page answered.
     is_loading = run is runs.newest and not run.is_ready
     if not are_all_gpus_read and (run.most_held_bytes > 0 or is_loading):
         return Presence.OUT_OF_SIGHT
@@ -321,16 +325,16 @@ def _judge_held_memory(
 def update_runs(
     runs: EngineRuns, evidence: Evidence, *, was_answering: bool
 ) -> tuple[EngineRuns, EngineRun | None]:
-    """Return the runs after one more sample, and the run that the sample shows to have exited.
+    """Return the runs after one more sample, and the run whose exit the sample shows.
 
-    That run is as it was before the sample; None without an exit. `was_answering` is whether the
-    page answered at the sample before. Earlier exits that are dated in the future are dropped: the
-    clock was set.
+    That run is as it was before the sample. It is None if no run exited. `was_answering` is whether
+    the page answered at the previous sample. Earlier exits with a time in the future are dropped,
+    because the clock was set back.
     """
     now = evidence.snapshot.time_seconds
     run = runs.newest
     if run is not None and _was_mistaken(run, evidence):
-        run = None  # the run is forgotten without counting an exit
+        run = None  # The run is forgotten, and no exit is counted.
     ends_seconds = tuple(
         seconds for seconds in runs.ends_seconds if 0 <= now - seconds < CRASH_LOOP_SECONDS
     )
@@ -349,13 +353,13 @@ def update_runs(
         return replace(runs, newest=run), exited_run
     if run is not None:
         runs = replace(runs, restarts=runs.restarts + 1)
-    # A container that outlives its engines, as a systemd unit does, keeps the count of its kills.
+    # If a container outlives its engines, as a systemd unit does, its count of kills continues.
     new_run = EngineRun(oom_kills=evidence.host.oom_kills or 0)
     return replace(runs, newest=_update_run(new_run, evidence)), exited_run
 
 
 def _was_mistaken(run: EngineRun, evidence: Evidence) -> bool:
-    """Return whether another engine was taken for this one, and still runs."""
+    """Return whether the run was another engine's, mistaken for this one, which still runs."""
     if run.is_ready or run.has_ended:
         return False
     return _is_any_among(run.process_names, evidence.snapshot.neighbours)
@@ -373,9 +377,9 @@ def _has_exited(run: EngineRun, evidence: Evidence, *, was_answering: bool) -> b
 def _is_replaced(run: EngineRun, evidence: Evidence, *, was_answering: bool) -> bool:
     """Return whether the sample is of another run, by its start time, processes or counter.
 
-    Start times decide where both are known, else the processes, else the counter of requests. A
-    lower counter may come from another server where several answer in turn. So it counts only if it
-    fell far, or if the page did not answer before.
+    If both start times are known, they decide. Otherwise the processes decide, and without them the
+    counter of requests. If several servers answer in turn, a lower counter may come from another
+    server. So a lower counter counts only if it fell far, or if the page did not answer before.
     """
     finished_total = evidence.finished_total
     if run.page_run_id is not None and evidence.page_run_id is not None:
@@ -389,7 +393,7 @@ def _is_replaced(run: EngineRun, evidence: Evidence, *, was_answering: bool) -> 
 
 
 def _is_any_among(names: Collection[ProcessName], processes: Collection[ProcessName]) -> bool:
-    """Return whether one of these processes has the pid and nearly the start time of a named one.
+    """Return whether one of the processes has the pid and about the start time of one of `names`.
 
     In a trace without pids, all processes have the same pid.
     """
@@ -425,7 +429,7 @@ def _update_run(run: EngineRun, evidence: Evidence) -> EngineRun:
     first_host_room_bytes = run.first_host_room_bytes
     if first_host_room_bytes is None:
         first_host_room_bytes = evidence.host.room_bytes
-    # A kill counts as the reason of an exit, which may follow some samples after the process was
+    # A kill is the reason of the exit even if the exit follows some samples after the process was
     # lost.
     oom_kills = evidence.host.oom_kills
     if oom_kills is None or lost_roles:
@@ -437,12 +441,13 @@ def _update_run(run: EngineRun, evidence: Evidence) -> EngineRun:
         finished_total=finished_total,
         is_ready=True,
         has_worked=run.has_worked or has_worked(evidence.page),
-        # How many there have to be is learned: the highest number that ever ran.
+        # The sidecar learns how many processes are necessary: it is the highest number that ever
+        # ran.
         necessary_counts={
             role: max(counts[role], run.necessary_counts.get(role, 0)) for role in NECESSARY_ROLES
         },
         most_held_bytes=max(run.most_held_bytes, sum(evidence.held_bytes.values())),
-        # Measured once, at the first page of the run.
+        # This is measured once, at the first page of the run.
         first_room_bytes=run.first_room_bytes or _find_room_bytes(evidence.snapshot),
         first_host_room_bytes=first_host_room_bytes,
         was_asleep=is_page_awake(evidence.page) is False,
@@ -479,7 +484,7 @@ class Symptom(Enum):
 
     PAGE_ANSWERS = auto()
     OTHER_PAGE = auto()
-    """The page answers, and shows no engine."""
+    """The page answers and shows no engine."""
     PROCESS_LOST = auto()
     """The page answers, and a core or worker of this run has exited."""
     ASLEEP = auto()
@@ -489,41 +494,47 @@ class Symptom(Enum):
     """The page answers and shows no work, and one sign of a hang has been present for long enough.
     """
     HANG_SIGNS = auto()
-    """The same, with several signs."""
+    """The page answers and shows no work, and several signs of a hang have been present for long
+    enough.
+    """
     NO_PROCESSES = auto()
-    """No page, and no process exists, or a closed port is all that is known."""
+    """There is no page, and either no process exists, or a closed port is all that is known."""
     NO_RUN = auto()
-    """No page; processes exist, but nothing shows that they belong to a run of this engine."""
+    """There is no page. Processes exist, but nothing shows that they belong to a run of this
+    engine.
+    """
     NEVER_READY = auto()
-    """No page; there are processes of a run whose page has never answered."""
+    """There is no page. There are processes of a run whose page has never answered."""
     AWAY_BRIEFLY = auto()
-    """No page and no processes, but for less than STALLED_SECONDS."""
+    """There has been no page and no process for less than STALLED_SECONDS."""
     PROCESSES_OUT_OF_SIGHT = auto()
-    """No page, and the source that showed the processes fails."""
+    """There is no page, and the source that showed the processes fails."""
     PAGE_UNREADABLE = auto()
-    """The page answered before; now the answer is a login page or another server's."""
+    """The page answered before. Now the answer is a login page or that of another server."""
     STALE_GAUGES = auto()
     """The page answers and shows work without progress, but all other evidence shows that there is
     no work.
     """
     GAUGES_DOUBTED = auto()
-    """The same, but not all other evidence is visible."""
+    """The page answers and shows work without progress. The visible evidence shows no work, but
+    some evidence is not visible.
+    """
     SERVER_ANSWERS = auto()
-    """No page, but the server answers other requests, so it runs."""
+    """There is no page, but the server answers other requests, so it runs."""
     SERVER_COMPUTES = auto()
     """The page answered before and is missing now, and its server uses CPU time."""
     PAGE_AWAY = auto()
-    """The page answered before and is missing now, and its server does nothing or spins."""
+    """The page answered before and is missing now, and its server uses no CPU time or spins."""
 
 
 class Transition(NamedTuple):
     """One row of the table: a state, what a sample shows, the next state, and the reason."""
 
     state: EngineState | None
-    """None means any state."""
+    """The state before the sample; None means any state."""
     symptom: Symptom
     next_state: EngineState | None
-    """None keeps the state."""
+    """The state after the sample; None means that the state does not change."""
     why: str
 
 
@@ -607,7 +618,7 @@ TRANSITIONS: Final = (
     ),
     Transition(None, Symptom.PAGE_AWAY, EngineState.STALLED, "its processes run and serve nobody"),
 )
-"""The first row that fits counts. Every symptom has a row that fits any state."""
+"""The first row that fits decides. Every symptom has a row that fits any state."""
 
 
 class Requests(Enum):
@@ -621,16 +632,20 @@ class Requests(Enum):
 
 
 class StandstillRow(NamedTuple):
-    """What work without progress on the page means. A field that is None fits any evidence."""
+    """What work without progress on the page means.
+
+    If a field of the row is None, any evidence fits it.
+    """
 
     symptom: Symptom
     why: str
     has_hang_sign: bool | None = None
-    """A sign of a hang, or a canary without an answer."""
+    """Whether there is a sign of a hang, or a canary request without an answer."""
     requests: Requests | None = None
     activity: Activity | None = None
     servers: tuple[ServerAnswer | None, ...] | None = None
-    """The server's answers that fit; None among them means that the server got no request."""
+    """The server's answers that fit the row. None among them means that the server got no request.
+    """
 
 
 STANDSTILL: Final = (
@@ -668,11 +683,14 @@ STANDSTILL: Final = (
         "nothing visible supports the gauges, and not everything is visible",
     ),
 )
-"""The first row that fits counts."""
+"""The first row that fits decides."""
 
 
 class AbsenceRow(NamedTuple):
-    """What a missing page means while processes may run. A field that is None fits any evidence."""
+    """What a missing page means while processes may run.
+
+    If a field of the row is None, any evidence fits it.
+    """
 
     symptom: Symptom
     why: str
@@ -680,10 +698,10 @@ class AbsenceRow(NamedTuple):
     """Whether this run has delivered its page before."""
     answer: PageAnswer | None = None
     servers: tuple[ServerAnswer | None, ...] | None = None
-    """As in StandstillRow."""
+    """The server's answers that fit, as in StandstillRow."""
     is_computing: bool | None = None
-    """Whether the API server uses CPU time without spinning, or core, workers or GPUs are busy
-    behind a server that answers.
+    """Whether the API server uses CPU time without spinning. If the server answers, it is also
+    enough that core, workers or GPUs are busy.
     """
 
 
@@ -732,17 +750,17 @@ ABSENCE: Final = (
     ),
     AbsenceRow(Symptom.PAGE_AWAY, "the server does not answer, and does nothing or spins"),
 )
-"""The first row that fits counts."""
+"""The first row that fits decides."""
 
 
 class Absence(Struct, frozen=True, kw_only=True):
     """Since when page or processes have been missing, on the monotonic clock.
 
-    None while they are not.
+    A time is None while nothing is missing.
     """
 
     page_since_seconds: float | None = None
-    """When the page first failed. A sample that was not taken is no failure."""
+    """When the page first failed. If a sample was not taken, that is no failure of the page."""
     presence_since_seconds: float | None = None
     """Since when it is unknown whether processes exist."""
 
@@ -766,13 +784,18 @@ def update_absence(previous: Absence, evidence: Evidence) -> Absence:
 
 
 class StateUpdate(Struct, frozen=True, kw_only=True):
-    """What one sample shows of the engine; all but the evidence continues what was shown before."""
+    """What one sample shows of the engine.
+
+    All fields but the evidence continue what earlier samples showed.
+    """
 
     evidence: Evidence
     exited_run: EngineRun | None
-    """The run that the sample shows to have exited, as it was before; None without an exit."""
+    """The run whose exit the sample shows, as the run was before; None if no run exited."""
     runs: EngineRuns
-    """The exit is not counted by its reason yet, which this module does not know."""
+    """The runs after the sample. The exit is not counted by its reason yet, because this module
+    does not know the reason.
+    """
     progress: Progress
     absence: Absence
     symptom: Symptom
@@ -788,9 +811,10 @@ def update_state(
     *,
     was_answering: bool,
 ) -> StateUpdate:
-    """Return what a snapshot shows; the other arguments are those of the sample before.
+    """Return what a snapshot shows.
 
-    `was_answering` is whether the page answered at that sample.
+    The other arguments are those of the previous sample. `was_answering` is whether the page
+    answered at the previous sample.
     """
     evidence = read_evidence(snapshot, runs)
     updated_runs, exited_run = update_runs(runs, evidence, was_answering=was_answering)
@@ -814,7 +838,7 @@ def update_state(
 def find_next_state(state: EngineState, symptom: Symptom) -> EngineState:
     """Return the state after a sample, by the table.
 
-    Raises AssertionError where no row fits; a test of the table rules that out.
+    Raises AssertionError if no row fits. A test of the table rules that out.
     """
     for row in TRANSITIONS:
         if row.symptom is symptom and row.state in {None, state}:
@@ -825,8 +849,11 @@ def find_next_state(state: EngineState, symptom: Symptom) -> EngineState:
 def read_symptom(
     evidence: Evidence, runs: EngineRuns, progress: Progress, absence: Absence
 ) -> Symptom:
-    """Return what a sample shows of the engine; the other arguments already include the sample."""
-    # A page is the best evidence. The rest is for an engine without a page.
+    """Return what a sample shows of the engine.
+
+    `runs`, `progress` and `absence` include the sample.
+    """
+    # The page is the best evidence. The code below is for an engine without a page.
     if evidence.page is not None:
         return _read_page(evidence.page, evidence, runs.present, progress)
     run = runs.newest
@@ -836,7 +863,7 @@ def read_symptom(
         if _measure_absence(absence.presence_since_seconds, evidence) < STALLED_SECONDS:
             return Symptom.AWAY_BRIEFLY
         return Symptom.PROCESSES_OUT_OF_SIGHT
-    # From here on there are processes, and no page.
+    # From here on there are processes but no page.
     if run is None or run.has_ended:
         return Symptom.NO_RUN
     away_seconds = _measure_absence(absence.page_since_seconds, evidence)
@@ -856,8 +883,8 @@ def _measure_absence(since_seconds: float | None, evidence: Evidence) -> float:
 def _is_closed_port_all(evidence: Evidence, run: EngineRun | None) -> bool:
     """Return whether a refused page is all that is known of the engine.
 
-    While processes are invisible, a run may go on. Once it has ended, nothing shows that another
-    run has begun.
+    If processes are invisible, a run may continue without a page. If the run has ended, nothing
+    shows that another run has begun.
     """
     if evidence.answer is not PageAnswer.REFUSED:
         return False
@@ -869,18 +896,19 @@ def _is_closed_port_all(evidence: Evidence, run: EngineRun | None) -> bool:
 def _read_page(page: EnginePage, evidence: Evidence, run: EngineRun, progress: Progress) -> Symptom:
     """Return what an answering page and the processes behind it show."""
     if not page.engines:
-        # A page that has shown an engine keeps showing it for the rest of the run.
+        # If a page has shown an engine once, it shows the engine for the rest of the run.
         has_shown_engine = run.page_run_id is not None or run.finished_total is not None
         if has_shown_engine or not evidence.processes:
             return Symptom.OTHER_PAGE
-    # One dead rank is enough: the page still answers, and shows the old load.
+    # One dead rank is enough. The page still answers then, and shows the old load.
     if run.lost_roles:
         return Symptom.PROCESS_LOST
     if is_page_awake(page) is False:
         return Symptom.ASLEEP
     if progress.age_seconds is None:
         return _read_hang_signs(progress.hang_signs)
-    # A hung process does not write its probe file either, so a shorter time proves a stall.
+    # A hung process does not write its probe file either. So if the probe is silent, a shorter time
+    # proves a stall.
     longest_seconds = SIGN_SECONDS if evidence.snapshot.has_silent_core else STALLED_SECONDS
     if progress.age_seconds < longest_seconds:
         return Symptom.PAGE_ANSWERS
@@ -900,7 +928,7 @@ def find_standstill_symptom(evidence: Evidence, progress: Progress) -> Symptom:
     requests = _find_requests(evidence, progress)
     activity = progress.activity.judge()
     server = _find_server_answer(evidence)
-    # The first row that fits decides; None in a row fits anything.
+    # The first row that fits decides. None in a row fits anything.
     for row in STANDSTILL:
         if (
             row.has_hang_sign in {None, has_hang_sign}
@@ -915,7 +943,7 @@ def find_standstill_symptom(evidence: Evidence, progress: Progress) -> Symptom:
 def find_absence_symptom(evidence: Evidence, *, was_ready: bool, is_computing: bool) -> Symptom:
     """Return what a missing page means, by the table."""
     server = _find_server_answer(evidence)
-    # The first row that fits decides; None in a row fits anything.
+    # The first row that fits decides. None in a row fits anything.
     for row in ABSENCE:
         if (
             row.was_ready in {None, was_ready}
@@ -928,7 +956,7 @@ def find_absence_symptom(evidence: Evidence, *, was_ready: bool, is_computing: b
 
 
 def _find_server_answer(evidence: Evidence) -> ServerAnswer | None:
-    """Return the server's answer; None where it got no request."""
+    """Return the server's answer; None if the server got no request."""
     server = evidence.snapshot.server
     return None if server is None else server.answer
 
@@ -949,7 +977,7 @@ def _find_requests(evidence: Evidence, progress: Progress) -> Requests:
     since_seconds = progress.waits_since_seconds
     if since_seconds is not None:
         waited_seconds = evidence.snapshot.monotonic_seconds - since_seconds
-        # A request that has just arrived may be answered at once.
+        # A request that has just arrived may be answered in a moment.
         return Requests.WAITING if waited_seconds >= SIGN_SECONDS else Requests.UNKNOWN
     return Requests.UNKNOWN if sum_waiting_requests(evidence.processes) is None else Requests.NONE
 
@@ -957,8 +985,8 @@ def _find_requests(evidence: Evidence, progress: Progress) -> Requests:
 def _is_computing(evidence: Evidence, away_seconds: float, progress: Progress) -> bool:
     """Return whether the API server uses CPU time and may still answer.
 
-    If the server answers, the activity of core, workers and GPUs counts too. Behind a silent server
-    they may hang while they spin, as NCCL does.
+    If the server answers, the activity of core, workers and GPUs counts too. If the server is
+    silent, they may hang while they spin, as NCCL does.
     """
     if evidence.answer is PageAnswer.ERROR and progress.activity.judge() is Activity.BUSY:
         return True
@@ -966,9 +994,8 @@ def _is_computing(evidence: Evidence, away_seconds: float, progress: Progress) -
     cpu_use = progress.cpu_use
     if cpu_use is None or now - cpu_use.monotonic_seconds >= STALLED_SECONDS:
         return False
-    # A server that is short of CPU may deliver every page late, and a server that closed its port
-    # may be finishing its last requests. So a server is spinning only if it could answer and does
-    # not.
+    # If a server is short of CPU, it may deliver every page late. If it closed its port, it may be
+    # finishing its last requests. So a server is spinning only if it could answer and does not.
     is_spinning = (
         evidence.answer is PageAnswer.SILENT
         and away_seconds >= SPINNING_SECONDS
