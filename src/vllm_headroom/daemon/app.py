@@ -51,32 +51,37 @@ from vllm_headroom.trace.recorder import Recorder
 log = Log(__name__)
 
 CANNOT_LISTEN: Final = 2
-"""Exit status if the daemon cannot start until an operator changes a setting."""
+"""The exit status if the daemon cannot start until an operator changes a setting."""
 
 LONGEST_TICK_SECONDS: Final = 30.0
-"""The longest time between two ticks even if sources hang, because each has a timeout of seconds.
-If more time has passed, the daemon itself was stopped or got no CPU.
+"""Even if sources hang, two ticks are at most this far apart, because each source has a timeout of
+seconds. If more time has passed, the daemon itself was stopped or got no CPU.
 """
 
 OTHERS_WRITE_BITS: Final = 0o022
-"""Permissions that the daemon gives to none of its files, because others could change its state."""
+"""The daemon gives none of its files these permissions, because with them others could change its
+state.
+"""
 
 
 M_MMAP_THRESHOLD: Final = -3
 """The number of this option in glibc's malloc.h, see mallopt(3)."""
 
 MMAP_THRESHOLD_BYTES: Final = 128 * 2**10
-"""glibc's default. A page of vLLM has 67 kB."""
+"""This is glibc's default. A page of vLLM has 67 kB."""
 
 
-@cache  # read from the distribution's files, and shown on every page
+@cache  # The version is read from the distribution's files, and shown on every page.
 def read_version() -> str:
     """Return the version of the installed distribution."""
     return metadata.version("vllm-headroom")
 
 
 def read_build() -> tuple[str, str, str]:
-    """Return version, source revision (empty where the build wrote none) and Python version."""
+    """Return version, source revision and Python version.
+
+    The revision is empty if the build wrote none.
+    """
     stamp = Path(__file__).parents[1] / "REVISION"
     revision = stamp.read_text().strip() if stamp.is_file() else ""
     return read_version(), revision, platform.python_version()
@@ -92,15 +97,17 @@ def serve(settings: Settings, model: ModelReader = NO_MODEL) -> NoReturn:
     runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
     status = runner.run(run(build_real_parts(settings, model), settings, model))
     logging.shutdown()
-    # Do not wait for threads: a resolver that does not answer blocks one for 10 s (measured).
+    # The exit does not wait for threads, because a resolver that does not answer blocks one for
+    # 10 s (measured).
     os._exit(status)
 
 
 def prepare_process() -> None:
-    """Set what holds for the whole process: who may write its files, and how it frees memory."""
+    """Set two things for the whole process: who may write its files, and how it frees memory."""
     forbid_writing_by_others()
-    # Only glibc has this function. glibc raises the threshold once a large block is freed: one page
-    # of 4 MiB then left 13 MiB in use. A threshold that was set stays as it is.
+    # Only glibc has this function. glibc raises the threshold once a large block is freed. Without
+    # this call, one page of 4 MiB left 13 MiB in use. A threshold that was set explicitly does not
+    # change.
     with contextlib.suppress(AttributeError):
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES)
 
@@ -129,17 +136,18 @@ async def run(
 ) -> int:
     """Run a daemon over `parts` until it is stopped, close the parts, and return the exit status.
 
-    The status is CANNOT_LISTEN where the port or the web configuration file cannot be used.
+    The status is CANNOT_LISTEN if the port or the web configuration file cannot be used.
     `build_daemon` replaces the class Daemon, as in the demo. Raises the error of a loop.
     """
-    # Before anything is started, so that an operator's mistake costs only one line and an exit.
+    # This comes before anything is started, so that an operator's mistake costs only one line and
+    # an exit.
     door = None
     try:
         listener = listen(settings.listen_host, settings.listen_port)
         if settings.web_config_file is not None:
             door = Door(settings.web_config_file)
     except OSError as error:
-        # The module `socket` appends the address to this text; the log line already has the address
+        # The module `socket` appends the address to this text. The log line already has the address
         # in fields.
         problem, _, _ = str(error.strerror).partition(" (while")
         log.error(  # noqa: TRY400 - the operator needs the address, not a traceback
@@ -173,7 +181,7 @@ async def run(
             server = Server(daemon.build_handler(door), door)
             return await loop.run_until_end([server.serve(listener), *daemon.list_loops()], ending)
         finally:
-            # Only after the loops have ended, so that no turn takes the Lease again.
+            # This comes after the loops have ended, so that no turn takes the Lease again.
             if isinstance(parts, Parts) and parts.evictor is not None:
                 await parts.evictor.give_lease_back()
             await close_all(*parts.list_resources())
@@ -184,7 +192,7 @@ def build_engine_watch(
 ) -> EngineWatch:
     """Build what samples, saves and records the engine of `parts`, as far as it is configured.
 
-    `pod` is the engine's pod; None where it is unknown.
+    `pod` is the engine's pod; None if it is unknown.
     """
     clock = parts.clock
     history = History()
@@ -194,7 +202,7 @@ def build_engine_watch(
     lock = None
     recent_lines = None
     if settings.state_dir is not None:
-        # One lock for both, because the state and the flight record share the folder.
+        # There is one lock for both, because the state and the flight record share the folder.
         lock = FolderLock()
         keeper = StateKeeper(
             folder=settings.state_dir, clock=clock, version=read_version(), lock=lock
@@ -265,7 +273,7 @@ def build_engine_watch(
 
 
 class Daemon:
-    """Watches one engine, shows the results and, if so configured, evicts its own pod."""
+    """Watches one engine, shows the results and, if configured, evicts its own pod."""
 
     def __init__(
         self,
@@ -297,7 +305,8 @@ class Daemon:
     def list_loops(self) -> list[Coroutine[Any, Any, None]]:
         """Return the loops that run until shutdown."""
         loops = [loop.run_every(self._interval_seconds, self._tick, self._clock)]
-        # More often than all other sources are read, so that a short peak of GPU memory is noticed.
+        # This loop reads more often than all other sources are read, so that a short peak of GPU
+        # memory is noticed.
         if self._gpu_interval_seconds < self._interval_seconds:
             timeout_seconds = min(GPU_TIMEOUT_SECONDS, self._gpu_interval_seconds)
             sample_gpu_memory = partial(self._watch.sample_gpu_memory, timeout_seconds)
@@ -325,9 +334,9 @@ class Daemon:
             return respond_snapshot(self._build_view())
 
         def explain_closed_gate() -> str | None:
-            """Return why the gate is closed; None where it is open."""
+            """Return why the gate is closed; None if it is open."""
             if watch.latest is None or self._heartbeat.find_stall():
-                return None  # without a recent sample the gate stays open
+                return None  # Without a recent sample the gate stays open.
             return watch.latest.gate.reason
 
         collector = HeadroomCollector(
@@ -346,10 +355,11 @@ class Daemon:
         )
 
     async def _tick(self) -> None:
-        """Sample once; end the daemon where the GPUs stay unreadable; write the tick to files."""
+        """Sample once; end the daemon if the GPUs stay unreadable; write the tick to files."""
         is_first = self._watch.latest is None
         result = await self._watch.sample()
-        # Before the files are written, so that a hanging volume does not make the daemon unhealthy.
+        # This comes before the files are written, so that a volume that hangs does not make the
+        # daemon unhealthy.
         self._heartbeat.beat()
         if is_first:
             log.info("first sample published", look_at=self._home, scrape=f"{self._home}metrics")
@@ -364,7 +374,7 @@ class Daemon:
         """Let the evictor take its next step, by the gate in the newest sample."""
         latest = self._watch.latest
         if latest is None or self._heartbeat.find_stall():
-            await evictor.turn(None)  # an old sample is no reason to evict
+            await evictor.turn(None)  # An old sample is no reason to evict.
         else:
             await evictor.turn(latest.gate.due)
 

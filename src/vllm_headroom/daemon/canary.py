@@ -13,7 +13,7 @@ from vllm_headroom.vocabulary import EngineState
 log = Log(__name__)
 
 CANARY_RETRY_SECONDS: Final = 10.0
-"""The pause before the next request to an engine that did not answer. It is short, so that a
+"""The pause before the next request to an engine that did not answer. The pause is short, so that a
 temporary error does not last long enough to look like a hang.
 """
 
@@ -39,7 +39,7 @@ class Canary:
     ) -> None:
         """Build a canary that sends nothing yet.
 
-        `ask` sends the request and returns whether the engine answered; None where no request can
+        `ask` sends the request and returns whether the engine answered, or None if no request can
         be sent. If more than `pause_seconds` lie between two ticks, the daemon itself was stopped
         and could receive no answer.
         """
@@ -50,12 +50,15 @@ class Canary:
         self._last_tick_seconds = clock.monotonic()
         self._last_answer: bool | None = True
         self.unanswered_since_seconds: float | None = None
-        """When the first request without an answer was sent, on the monotonic clock; None while the
-        engine answers or no request is due.
+        """When the first request without an answer was sent, on the monotonic clock. None while the
+        engine answers, or while no request is needed.
         """
 
     async def run(self, read_snapshot: Callable[[], Snapshot | None]) -> None:
-        """Send requests forever; `read_snapshot` returns the newest snapshot."""
+        """Send requests forever.
+
+        `read_snapshot` returns the newest snapshot.
+        """
         guard = StepGuard()
         while True:
             pause_seconds = self._interval_seconds
@@ -67,7 +70,7 @@ class Canary:
     def note_tick(self) -> None:
         """Note that the daemon runs.
 
-        A pause of the daemon is subtracted from the silence of the engine.
+        If the daemon paused, the pause is subtracted from the silence of the engine.
         """
         now_seconds = self._clock.monotonic()
         pause_seconds = now_seconds - self._last_tick_seconds
@@ -79,7 +82,8 @@ class Canary:
     async def send(self, snapshot: Snapshot | None) -> None:
         """Send one request and wait for its outcome, if the engine is known to be idle.
 
-        Without an idle engine, the silence is forgotten, because a busy engine gets no request.
+        If the engine is not known to be idle, the silence is forgotten, because a busy engine gets
+        no request.
         """
         model_name = None if snapshot is None else _find_idle_model(snapshot)
         if model_name is None:
@@ -91,7 +95,7 @@ class Canary:
         try:
             answer = await self._ask(model_name)
         except Exception:
-            # An error in the daemon is not a silence of the engine.
+            # An error in the daemon does not count as silence of the engine.
             self.unanswered_since_seconds = None
             raise
         # None means that no request could be sent, which is no silence.
@@ -106,14 +110,15 @@ class Canary:
 def _find_idle_model(snapshot: Snapshot) -> str | None:
     """Return the name of a model of the server while all its engines are awake and idle.
 
-    None while an engine has a request, sleeps or is missing, and where the page or the engine's
-    state is unknown.
+    Returns None while an engine has a request, sleeps or is missing. Returns None also if the page
+    or the engine's state is unknown.
     """
     if isinstance(snapshot.engines, Failure) or snapshot.engine_status is None:
         return None
     if is_page_awake(snapshot.engines) is False:
         return None
-    # A sign of a hang may change the state, but the requests must go on to show when the hang ends.
+    # A sign of a hang may change the state, but the requests must continue to show when the hang
+    # ends.
     is_up = snapshot.engine_status.state in (EngineState.SERVING, EngineState.STALLED)
     is_doubted = snapshot.engine_status.are_gauges_doubted
     if not is_up and not is_doubted and not snapshot.engine_status.hang_signs:
@@ -122,5 +127,6 @@ def _find_idle_model(snapshot: Snapshot) -> str | None:
     if not engines:
         return None
     is_idle = all(engine.running == 0 and engine.waiting == 0 for engine in engines)
-    # If the gauges are stale, the next request corrects them, or a hang is behind them.
+    # If the gauges are stale, the next request corrects them. If they are not, the next request
+    # finds the hang.
     return engines[0].model_name if is_idle or is_doubted else None

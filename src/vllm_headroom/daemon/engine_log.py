@@ -23,7 +23,9 @@ JOURNAL: Final = "journal:"
 """The prefix of a value of HEADROOM_ENGINE_LOG that names a unit of systemd."""
 
 MOST_ENDINGS: Final = 4
-"""For how many starts the end is kept. An exit is matched with an end within two minutes."""
+"""The ends of this many starts are kept. An exit is matched with the end of a start within two
+minutes.
+"""
 
 ENDING_KINDS: Final = (
     LogEventKind.FAILURE,
@@ -31,10 +33,10 @@ ENDING_KINDS: Final = (
     LogEventKind.LOAD,
     LogEventKind.SERVING,
 )
-"""The events that decide how a start ended, or that it has survived a failure."""
+"""The events that decide how a start ended, or that show that it has survived a failure."""
 
 READ_SECONDS: Final = 2.0
-"""How long reading a batch of lines may take. 2 MiB take 0.07 s, or 1 s if they contain only
+"""Reading a batch of lines may take this long. 2 MiB take 0.07 s, or 1 s if they contain only
 failures.
 """
 
@@ -62,8 +64,11 @@ class EngineLogFollower:
         self._worker = Worker[LogReading]("engine log")
 
     async def read(self, timeout_seconds: float) -> LogReading | Failure:
-        """Return what the log says so far, or why it cannot be read, as a Failure."""
-        # While a batch is being read, no other batch is fetched, because it would be lost.
+        """Return what the log says so far.
+
+        If the log cannot be read, return the reason as a Failure.
+        """
+        # While a batch is being read, no other batch is fetched, because that batch would be lost.
         if self._worker.is_busy:
             return SLOW
         batch = await self._source.fetch(timeout_seconds)
@@ -76,7 +81,10 @@ class EngineLogFollower:
             return SLOW
 
     def _read_batch(self, batch: LogBatch, now_seconds: float) -> LogReading:
-        """Read the lines of a batch; runs on the thread."""
+        """Read the lines of a batch.
+
+        This runs on the thread.
+        """
         if batch.is_broken:
             self._splitter = LineSplitter()
         if batch.content and not batch.is_old:
@@ -87,8 +95,8 @@ class EngineLogFollower:
             for event in self._reader.feed(line):
                 if event.kind not in ENDING_KINDS:
                     continue
-                # A line without a time gets the time at which it was read; for an old file that
-                # time says nothing.
+                # A line without a time gets the time at which it was read. For an old file this
+                # time has no meaning.
                 seconds = read_seconds if event.time.seconds is None else event.time.seconds
                 # The load of the engine is no end, and may show that the engine has survived a
                 # failure.
@@ -116,7 +124,7 @@ class EngineLogFollower:
             del self._endings[next(iter(self._endings))]
 
     def _find_start(self, number: int) -> EngineStart | None:
-        """Return a start by its number; None where the reader no longer keeps it."""
+        """Return a start by its number; None if the reader no longer keeps it."""
         later_starts = self._reader.start_count - number
         if later_starts == 0:
             return self._reader.start
@@ -126,7 +134,7 @@ class EngineLogFollower:
 
 
 def _describe_ending(start: EngineStart, seconds: float | None) -> LogEnding | None:
-    """Return how a start ended; None while it goes on, or where it survived its failures."""
+    """Return how a start ended; None while it continues, or if it survived its failures."""
     failure = start.root_failure
     if failure is None and not start.is_stopped:
         return None

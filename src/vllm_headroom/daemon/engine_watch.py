@@ -1,7 +1,7 @@
-"""All that watches one engine: a daemon may hold several, which share nothing.
+"""All that watches one engine.
 
-A tick reads all sources in parallel, evaluates the readings and publishes the result. The result is
-then shown, saved and recorded.
+A daemon may hold several, which share nothing. A tick reads all sources in parallel, evaluates the
+readings and publishes the result. The result is then shown, saved and recorded.
 """
 
 import asyncio
@@ -43,24 +43,27 @@ from vllm_headroom.vocabulary import Reason, Source
 from vllm_headroom.worker import Worker
 
 SMALL_PAGE: Final = 128 * 2**10
-"""A page of at most this many characters is parsed on the event loop. vLLM's page has 67,000, for
-which a thread would cost more than the parsing. The costliest page of this size takes 50 ms.
+"""A page of at most this many characters is parsed on the event loop. vLLM's page has 67,000
+characters. For such a page, a thread would cost more than the parsing. The costliest page of this
+size takes 50 ms.
 """
 
 PARSE_SECONDS: Final = 2.0
-"""How long parsing a page may take. A page of eight engines takes 1 ms, the costliest page of the
-allowed size half a second."""
+"""Parsing a page may take this long. A page of eight engines takes 1 ms, the costliest page of the
+allowed size half a second.
+"""
 
 SAVE_SECONDS: Final = 60.0
-"""The pause between saving the state twice."""
+"""The state is saved each time this interval has passed."""
 
 LAST_SAVE_SECONDS: Final = 0.5
-"""How long saving at shutdown may take. Scrapes in progress get the same time, in parallel."""
+"""Saving at shutdown may take this long. Scrapes in progress get the same time, at the same time.
+"""
 
 T = TypeVar("T")
 F = TypeVar("F")
 Timed = tuple[T, ReadingTime]
-"""What was read, and how long that took."""
+"""What was read, and how long reading it took."""
 
 Parse = Callable[[str], EnginePage | Failure]
 Recall = Callable[[Snapshot], Awaitable[Mapping[str, Any]]]
@@ -94,7 +97,8 @@ class Sampler:
         self._transitions = Transitions(rules.selection)
         self._evaluation = Evaluation(rules, self._run_guarded)
         self.latest: TickResult | None = None
-        """The newest tick's result, None before the first. It is replaced as a whole."""
+        """The newest tick's result; None before the first tick. The result is replaced as a whole.
+        """
 
     @property
     def states(self) -> Mapping[str, Any]:
@@ -109,11 +113,12 @@ class Sampler:
     async def tick(self) -> TickResult:
         """Read all sources at once, evaluate what was read, and publish the result.
 
-        An error in one source or in one step of the evaluation is logged, and leaves out only the
-        samples of that part.
+        If a source or a step of the evaluation raises an error, the error is logged, and only the
+        samples of that part are missing.
         """
         snapshot = self._evaluation.build_snapshot(await self._read_sources())
-        # Before the run is followed, so that this sample continues the saved run.
+        # The states are recalled before the run is followed, so that this sample continues the
+        # saved run.
         if self._recall is not None:
             self._evaluation.states.update(await self._recall_guarded(self._recall, snapshot))
         snapshot = self._evaluation.follow_run(snapshot)
@@ -127,7 +132,10 @@ class Sampler:
         return result
 
     async def _recall_guarded(self, recall: Recall, snapshot: Snapshot) -> Mapping[str, Any]:
-        """Return the states to continue from; none where recalling them raises, which is logged."""
+        """Return the states to continue from.
+
+        If recalling them raises, log the error and return none.
+        """
         try:
             states = await recall(snapshot)
         except Exception as error:  # noqa: BLE001 - any error: the states start over
@@ -138,7 +146,7 @@ class Sampler:
 
     async def _read_sources(self) -> TickReadings:
         """Read all sources."""
-        # In parallel, so that all readings are of nearly the same moment.
+        # The sources are read in parallel, so that all readings are of nearly the same moment.
         async with asyncio.TaskGroup() as group:
             engine_task = group.create_task(self._read_engine())
             gpu_task = group.create_task(
@@ -179,10 +187,10 @@ class Sampler:
         )
 
     async def _read_engine(self) -> Timed[EnginePage | Failure]:
-        """Return the parsed page, or why there is none, and how long fetching it took.
+        """Return the parsed page, or a Failure with the reason, and how long fetching it took.
 
-        A large page is parsed on a thread: a page crafted to parse slowly must not delay scrapes or
-        GPU samples.
+        A large page is parsed on a thread, because a page that was made to parse slowly must not
+        delay scrapes or GPU samples.
         """
         text, time = await self._time_reading(Source.ENGINE, self._sources.engine.fetch)
         if isinstance(text, Failure):
@@ -191,8 +199,8 @@ class Sampler:
         return page, time
 
     async def _parse_page(self, text: str) -> EnginePage | Failure:
-        # Handing it to a thread costs more than parsing it here.
-        """Return the engines on a page; a Failure where it takes too long or cannot be parsed."""
+        # For a small page, a thread costs more than parsing the page here.
+        """Return the engines on a page; a Failure if it takes too long or cannot be parsed."""
         if len(text) <= SMALL_PAGE:
             return self._parse(text)
         try:
@@ -210,10 +218,10 @@ class Sampler:
     async def _read_processes(
         self, engine_task: asyncio.Task[Timed[EnginePage | Failure]]
     ) -> Timed[ProcessReadings | Failure]:
-        """Read the engine's processes; its page helps to identify them.
+        """Read the engine's processes.
 
-        The first tick waits for the page. Later ticks use the last tick's page, so that both are
-        read in parallel.
+        The engine's page helps to identify them. The first tick waits for the page. Later ticks use
+        the last tick's page, so that page and processes are read in parallel.
         """
         if self.latest is None:
             page, _ = await engine_task
@@ -228,7 +236,7 @@ class Sampler:
     ) -> tuple[T | Failure | None, tuple[ReadingTime, ...]]:
         """Return what an optional source returns, and how long reading it took.
 
-        None and an empty tuple where the source is not configured.
+        If the source is not configured, return None and an empty tuple.
         """
         if read is None:
             return None, ()
@@ -238,8 +246,12 @@ class Sampler:
     async def _time_reading(
         self, source: Source, read: Callable[[], Awaitable[T | Failure]]
     ) -> Timed[T | Failure]:
-        """Return what a reader returns, or why it raised, and how long it took."""
-        # Measured by the machine's clock, because the clock of the demo's daemon runs faster.
+        """Return what a reader returns and how long it took.
+
+        If it raises, return a Failure.
+        """
+        # The time is measured by the machine's clock, because the clock of the demo's daemon runs
+        # faster.
         read_machine_seconds = asyncio.get_running_loop().time
         began_seconds = read_machine_seconds()
         value = await self._read_guarded(source, "reading", read)
@@ -253,11 +265,11 @@ class Sampler:
     async def _read_guarded(
         self, source: Source, step: str, read: Callable[[], Awaitable[T | Failure]]
     ) -> T | Failure:
-        """Return what a reader returns; where it raises, log the error and return a failure.
+        """Return what a reader returns.
 
-        Every call of a reader goes through here, so that the content of one source cannot end the
-        daemon. Even a MemoryError affects only this source, so that a source that is too large
-        cannot stop the ticks.
+        If it raises, log the error and return a Failure. Every call of a reader passes through this
+        function, so that the content of one source cannot end the daemon. Even a MemoryError
+        affects only this source, so a source that is too large cannot stop the ticks.
         """
         try:
             value = await read()
@@ -269,10 +281,10 @@ class Sampler:
         return value
 
     def _run_guarded(self, name: str, step: Callable[[], T], fallback: F) -> T | F:
-        """Return what a step of the evaluation returns; where it raises, log the error.
+        """Return what a step of the evaluation returns.
 
-        In that case the result is `fallback`, so that an error in one step does not keep the page
-        from being published.
+        If it raises, log the error. In that case the result is `fallback`, so that the page is
+        still published.
         """
         try:
             outcome = step()
@@ -314,13 +326,17 @@ class EngineWatch:
         self._clock = clock
         self._lock = lock
         self._recent_lines = recent_lines
-        # The steps that follow the sampling; an error in one must not keep the others from running.
+        # These steps follow the sampling. An error in one step must not keep the others from
+        # running.
         self._history_guard = loop.StepGuard()
         self._recorder_guard = loop.StepGuard()
         self._flight_guard = loop.StepGuard()
 
     def close(self) -> None:
-        """Release the folder, so that the engine can be watched again; no sample may follow."""
+        """Release the folder, so that the engine can be watched again.
+
+        No sample may follow.
+        """
         if self._lock is not None:
             self._lock.release()
         if self._recent_lines is not None:
@@ -328,7 +344,7 @@ class EngineWatch:
 
     @property
     def latest(self) -> TickResult | None:
-        """The newest tick's result, None before the first."""
+        """Return the newest tick's result; None before the first tick."""
         return self._sampler.latest
 
     @property
@@ -402,7 +418,7 @@ async def recall_states(
 ) -> Mapping[str, Any]:
     """Return the states to continue from, by derivation; restore the page's history.
 
-    An earlier daemon saved both. The result is empty at most ticks, because each state is returned
+    An earlier daemon saved both. At most ticks the result is empty, because each state is returned
     only once.
     """
     states = dict(await keeper.recall(snapshot))

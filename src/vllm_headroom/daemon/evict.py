@@ -24,22 +24,24 @@ from vllm_headroom.vocabulary import EvictionResult
 log = Log(__name__)
 
 TURN_SECONDS: Final = 10.0
-"""The time from one turn of the evictor to the next, and between renewals of the Lease."""
+"""The evictor takes one turn per this time, and renews the Lease as often."""
 
 LEASE_SECONDS: Final = 120
-"""A Lease that was not renewed for this time is free. That is longer than an evicted pod takes to
-be counted as missing (milliseconds), and longer than a request to the API server may take."""
+"""If a Lease was not renewed for this time, it is free. This is longer than the API server needs to
+count an evicted pod as missing (milliseconds), and longer than a request to it may take.
+"""
 
 REQUEST_SECONDS: Final = 15.0
-"""The time limit of a request. The API server itself tries an eviction for 10 s while others change
-the PodDisruptionBudget."""
+"""The time limit of a request. The API server itself retries an eviction for 10 s while others
+change the PodDisruptionBudget.
+"""
 
 LONGEST_PAUSE_SECONDS: Final = 320.0
-"""The longest pause after refusals: the pause starts at TURN_SECONDS and doubles with each refusal.
+"""The longest pause after refusals. The pause starts at TURN_SECONDS and doubles with each refusal.
 """
 
 SHOWN_CHARACTERS: Final = 300
-"""Characters of the API server's message that are logged."""
+"""This many characters of the API server's message are logged."""
 
 GIVE_BACK_SECONDS: Final = 2.0
 """The time limit for giving the Lease back at shutdown, which takes two requests. An evicted pod's
@@ -53,13 +55,16 @@ Object = dict[str, Any]
 
 
 class NotNowError(Exception):
-    """Why nothing can be evicted now, in one line."""
+    """Nothing can be evicted now.
+
+    The message gives the reason in one line.
+    """
 
     def __init__(self, problem: str, status: int | None = None) -> None:
         super().__init__(problem)
         self.status = status
-        """The HTTP status of a refusal. 0 where no clear answer came, so that the API server may
-        still carry out the request; None where this pod only has to wait.
+        """The HTTP status of a refusal. It is 0 if no clear answer came, so that the API server may
+        still carry out the request. It is None if this pod only has to wait.
         """
 
 
@@ -71,11 +76,14 @@ class EvictionPolicy(Struct, frozen=True, kw_only=True):
     near_seconds: float
     """Evict the pod if less than this time is left until out-of-memory."""
     quiet_hour: int | None
-    """The hour of the day, in UTC, in which any leak is reason enough; None without one."""
+    """The hour of the day, in UTC, in which any leak is reason enough; None if there is none."""
 
 
 class Evictor:
-    """Evicts the pod `name`; of its workload, one pod at a time. In a dry run it only reads."""
+    """Evicts the pod `name`.
+
+    Of its workload, only one pod is evicted at a time. In a dry run the evictor only reads.
+    """
 
     def __init__(
         self,
@@ -102,22 +110,23 @@ class Evictor:
         self._leases_path = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
         self._lease_name = ""
         self._lease: Object = {}
-        """The Lease as this pod last wrote it; empty before that."""
+        """The Lease as this pod last wrote it; empty before this pod wrote it."""
         self._lease_version: object = None
         """The Lease's resourceVersion when it was last read."""
         self._lease_changed_at = 0.0
         """When another version of the Lease was first read, on the monotonic clock."""
         self._lease_held_until = 0.0
-        """Until when this pod holds the Lease, on the monotonic clock; 0 while it does not."""
+        """Until when this pod holds the Lease, on the monotonic clock; 0 while it does not hold it.
+        """
         self._paused_until = 0.0
         self._has_evicted = False
-        """Whether this pod was evicted, or in a dry run would have been; reset once it is no longer
-        due.
+        """Whether this pod was evicted, or in a dry run would have been. It is reset once the
+        eviction is no longer due.
         """
         self._refusals = 0
         """The number of refusals in a row."""
         self._problem = ""
-        """Why the last turn could not evict the pod; "" without a problem."""
+        """Why the last turn could not evict the pod; "" if there was no problem."""
 
     def read_guardrail(self) -> Guardrail:
         """Return the settings and the state, for what is derived and shown."""
@@ -129,16 +138,19 @@ class Evictor:
         )
 
     async def close(self) -> None:
-        """Close the connection; a Lease that is held expires."""
+        """Close the connection.
+
+        If this pod holds a Lease, the Lease expires.
+        """
         await self._api.close()
 
     async def give_lease_back(self) -> None:
-        """At shutdown, give the Lease to the next pod where that is safe.
+        """At shutdown, give the Lease to the next pod if that is safe.
 
         Otherwise the Lease expires.
 
-        That is safe once the status of the PodDisruptionBudget counts this pod as missing, because
-        the next pod then waits for the replacement. Takes at most GIVE_BACK_SECONDS.
+        It is safe once the status of the PodDisruptionBudget counts this pod as missing, because
+        the next pod then waits for the replacement. The method takes at most GIVE_BACK_SECONDS.
         """
         if not (self._has_evicted and self._is_holder):
             return
@@ -151,7 +163,7 @@ class Evictor:
     async def turn(self, due: str | None) -> None:
         """Try to evict this pod, or renew or release its Lease; log a problem; never raise.
 
-        `due` is why this pod should be evicted now, None while it should not. During the pause
+        `due` is why this pod should be evicted now; None if it should not be. During the pause
         after a refusal, nothing is done.
         """
         if self._clock.monotonic() < self._paused_until:
@@ -169,8 +181,8 @@ class Evictor:
         except Exception as error:  # noqa: BLE001 - objects of another shape must not end the daemon
             problem = f"the API server's answer is not understood ({error!r})"
             is_refusal = True
-        # Waiting for another pod or for the budget is no refusal, because the next turn may
-        # succeed.
+        # If this pod waits for another pod or for the budget, this is no refusal, because the next
+        # turn may succeed.
         if is_refusal:
             self._refusals += 1
             # The pauses grow, because the whole cluster shares the API server.
@@ -178,17 +190,17 @@ class Evictor:
             self._paused_until = self._clock.monotonic() + pause_seconds
         else:
             self._refusals = 0
-        if problem and problem != self._problem:  # each problem is logged once
+        if problem and problem != self._problem:  # Each problem is logged once.
             log.warning("eviction of this pod waits", problem=problem, why=due)
         self._problem = problem
 
     async def _step(self, due: str) -> None:
-        """Evict the pod, or renew the Lease if it was evicted already.
+        """Evict the pod, or renew the Lease if the pod was evicted already.
 
-        Raises NotNowError where the eviction is not allowed now, or a request fails.
+        Raises NotNowError if the eviction is not allowed now, or if a request fails.
         """
         if self._has_evicted and not self._is_holder:
-            return  # the Lease has expired, so another pod may hold it
+            return  # The Lease has expired, so another pod may hold it.
         if not self._pod:
             self._pod = await self._read_pod()
         began_seconds = self._clock.monotonic()
@@ -196,7 +208,8 @@ class Evictor:
         if self._has_evicted:
             await self._take_lease(lease, began_seconds)
             return
-        # In a dry run too, so that it shows what prevents the eviction.
+        # The budget is also checked in a dry run, so that the dry run shows what prevents the
+        # eviction.
         await self._check_budget()
         if self._policy.is_dry_run:
             self._finish(EvictionResult.DRY_RUN, "would ask for the eviction of this pod", due)
@@ -207,7 +220,7 @@ class Evictor:
         try:
             await self._evict()
         except NotNowError as error:
-            # Without an answer the eviction may be under way: the Lease then keeps other pods
+            # If no answer came, the eviction may be under way. The Lease then keeps other pods
             # waiting.
             if error.status != 0:
                 await self._release()
@@ -221,7 +234,7 @@ class Evictor:
         log.warning(event, pod=self._name, why=due)
 
     async def _give_up(self) -> None:
-        """Release the Lease, because the eviction is not or no longer due."""
+        """Release the Lease, because the eviction is not due, or no longer due."""
         self._has_evicted = False
         if self._problem:
             log.info("eviction of this pod is not due any more")
@@ -247,7 +260,7 @@ class Evictor:
         kind = controller["kind"]
         workload_name = controller["name"]
         template_hash = metadata.get("labels", {}).get("pod-template-hash")
-        # A ReplicaSet of a Deployment is replaced at each rollout; the Deployment's name stays.
+        # Each rollout replaces the ReplicaSet of a Deployment. The Deployment's name stays.
         is_of_template = template_hash and workload_name.endswith(f"-{template_hash}")
         if kind == "ReplicaSet" and is_of_template:
             kind = "Deployment"
@@ -263,7 +276,7 @@ class Evictor:
     async def _find_budget(self) -> Object:
         """Return the pod's PodDisruptionBudget.
 
-        Raises NotNowError unless exactly one PodDisruptionBudget selects the pod and that one
+        Raises NotNowError unless exactly one PodDisruptionBudget selects the pod, and this budget
         counts missing pods.
         """
         path = f"/apis/policy/v1/namespaces/{self._namespace}/poddisruptionbudgets"
@@ -277,7 +290,7 @@ class Evictor:
             )
         (budget,) = matching_budgets
         name = budget["metadata"]["name"]
-        # With a number in minAvailable, the controller counts only pods that exist.
+        # If minAvailable is a number, the controller counts only pods that exist.
         if isinstance(budget["spec"].get("minAvailable"), int):
             raise NotNowError(
                 f"PodDisruptionBudget {name} does not count missing pods: it needs maxUnavailable"
@@ -295,9 +308,9 @@ class Evictor:
             )
 
     async def _read_lease(self) -> Object:
-        """Return the Lease if it is free or this pod's; an empty object where none exists.
+        """Return the Lease if it is free or this pod's; an empty object if none exists.
 
-        Raises NotNowError while another pod holds it. A Lease has expired once this pod has read it
+        Raises NotNowError while another pod holds it. A Lease has expired once this pod has seen it
         unchanged for its whole duration, so the clocks of two machines are never compared.
         """
         try:
@@ -306,7 +319,7 @@ class Evictor:
             if error.status != HTTPStatus.NOT_FOUND:
                 raise
             return {}
-        # Any write by its holder changes the version: from then on its duration counts.
+        # Any write by the Lease's holder changes the version. The duration counts from then on.
         version = lease["metadata"]["resourceVersion"]
         if version != self._lease_version:
             self._lease_version = version
@@ -322,7 +335,7 @@ class Evictor:
     async def _take_lease(self, lease: Object, began_seconds: float) -> None:
         """Take or renew the Lease; `lease` was read after `began_seconds`.
 
-        Raises NotNowError where another pod changed the Lease since it was read, or the API server
+        Raises NotNowError if another pod changed the Lease since it was read, or if the API server
         refuses the request.
         """
         former_spec = lease.get("spec", {})
@@ -337,12 +350,15 @@ class Evictor:
             transitions = former_spec.get("leaseTransitions", 0)
             spec["leaseTransitions"] = transitions + 1 if lease else transitions
         self._lease = await self._write_lease(lease, spec)
-        # Counted from before the reading. Another pod counts from its own, later reading of the
+        # The time counts from before the reading. Another pod counts from its later reading of the
         # renewed Lease, so the two never hold the Lease at the same time.
         self._lease_held_until = began_seconds + LEASE_SECONDS
 
     async def _release(self) -> None:
-        """Give the Lease to the next pod; where writing it fails, it expires."""
+        """Give the Lease to the next pod.
+
+        If writing it fails, the Lease expires.
+        """
         self._lease_held_until = 0.0
         with suppress(NotNowError):
             await self._write_lease(self._lease, self._lease["spec"] | {"holderIdentity": ""})
@@ -350,8 +366,8 @@ class Evictor:
     async def _write_lease(self, lease: Object, spec: Object) -> Object:
         """Write the Lease with this spec and return it as stored; create it if `lease` is empty.
 
-        Raises NotNowError where another pod changed it since `lease` was read, or the API server
-        refuses the request.
+        Raises NotNowError if another pod changed the Lease since `lease` was read, or if the API
+        server refuses the request.
         """
         # The Lease carries the version that was read, so the API server refuses to overwrite a
         # newer one.
@@ -377,7 +393,7 @@ class Evictor:
             raise
 
     async def _evict(self) -> None:
-        """Ask the API server to evict the pod; raise NotNowError where it refuses or fails."""
+        """Ask the API server to evict the pod; raise NotNowError if it refuses or fails."""
         # Half of the Lease's duration must be left for the request itself.
         if self._clock.monotonic() > self._lease_held_until - LEASE_SECONDS / 2:
             raise NotNowError(
@@ -405,8 +421,8 @@ class Evictor:
     async def _ask(self, method: str, path: str, body: Object | None = None) -> Object:
         """Return the object that the API server answers with.
 
-        Raises NotNowError without an answer, for a status that is not a success, and for an answer
-        that reports a failure or is not an object.
+        Raises NotNowError if there is no answer, if the status is not a success, or if the answer
+        reports a failure or is not an object.
         """
         reply = await self._api.send(method, path, body)
         if isinstance(reply, Failure):
@@ -416,7 +432,7 @@ class Evictor:
             answer = json.loads(reply.text)
         message = "no object of Kubernetes"
         if isinstance(answer, dict):
-            # Redirects are not followed, and even an answer with status 201 may report a failure.
+            # Redirects are not followed. Even an answer with status 201 may report a failure.
             is_success = HTTPStatus.OK <= reply.status < HTTPStatus.MULTIPLE_CHOICES
             if is_success and answer.get("status") != "Failure":
                 return answer
@@ -440,7 +456,7 @@ def _count_pods(budget: Object) -> tuple[int, int]:
 def _counts_missing_pods(budget: Object) -> bool:
     """Return whether a budget's status shows a pod as missing or as being evicted.
 
-    The API server itself records an eviction in that status before it deletes the pod.
+    The API server itself records an eviction in this status before it deletes the pod.
     """
     healthy, expected = _count_pods(budget)
     return healthy < expected or bool(budget.get("status", {}).get("disruptedPods"))
@@ -449,7 +465,7 @@ def _counts_missing_pods(budget: Object) -> bool:
 def _selects(budget: Object, labels: Object) -> bool:
     """Return whether a PodDisruptionBudget selects these labels.
 
-    False where its selector contains anything besides matchLabels.
+    Returns False if the budget's selector contains anything besides matchLabels.
     """
     selector = budget["spec"].get("selector", {})
     if selector.keys() != {"matchLabels"}:
@@ -458,7 +474,10 @@ def _selects(budget: Object, labels: Object) -> bool:
 
 
 def build_evictor(policy: EvictionPolicy, clock: Clock) -> Evictor | None:
-    """Return the evictor of this process's pod; None, with a log line, outside of a pod."""
+    """Return the evictor of this pod.
+
+    Outside of a pod, log a line and return None.
+    """
     pod_api = open_pod_api(ACCOUNT, REQUEST_SECONDS)
     if pod_api is None:
         log.error(

@@ -53,28 +53,28 @@ from vllm_headroom.vocabulary import EngineState, IncidentKind, Sureness
 log = Log(__name__)
 
 RECORD_STEP_SECONDS: Final = 0.9
-"""The shortest time between two lines of the record: a second minus a tenth, so that a tick that
-comes early is recorded too. With a line for each tick of the shortest interval, 0.1 s, the record
-would reach back only minutes.
+"""The record has at most one line per this time. It is a second minus a tenth, so that a tick that
+comes early is recorded too. With a line for each tick at the shortest interval, 0.1 s, the record
+would cover only minutes.
 """
 
 INCIDENT_SECONDS: Final = 300.0
-"""How long an incident accepts further events, such as the end of a hang by a Kubernetes probe, or
-failing starts. It closes earlier if an event follows after the engine has served again.
+"""An incident accepts further events for this time, such as the end of a hang by a Kubernetes
+probe, or failing starts. It closes earlier if an event follows after the engine has served again.
 """
 
 RETRY_SECONDS: Final = 60.0
-"""Writing a failed incident is tried again after this time."""
+"""If writing an incident failed, it is tried again after this time."""
 
 MOST_INCIDENT_EVENTS: Final = 32
-"""Our choice: how many of the newest events of an incident are kept."""
+"""Our choice: this many of the newest events of an incident are kept."""
 
 ERROR_SECONDS: Final = 900.0
 """XIDs and OutOfMemoryErrors that occurred at most this long before an incident may explain it."""
 
 MOST_RECORDED_HOLDERS: Final = 64
-"""Our choice: an incident's header lists at most this many processes on GPUs, and as many with a
-probe.
+"""Our choice: an incident's header lists at most this many processes on GPUs, and as many processes
+with a probe.
 """
 
 LEAK_FIGURES: Final = (
@@ -86,19 +86,20 @@ LEAK_FIGURES: Final = (
 """The leak detector's results for a GPU, other than its state."""
 
 MOST_USE_SAMPLES: Final = 600
-"""How many samples of the memory in use between ticks are kept: ten minutes. With eight GPUs they
-take 0.5 MB."""
+"""This many samples of the memory in use between ticks are kept, which is ten minutes. With eight
+GPUs they take 0.5 MB.
+"""
 
 USE_STEP_SECONDS: Final = 0.9
 """The shortest time between two of these samples: a second minus a tolerance for an early sample.
 """
 
 MOST_XIDS: Final = 32
-"""Our choice: how many of the driver's newest errors are kept."""
+"""Our choice: this many of the driver's newest errors are kept."""
 
 MOST_INCIDENT_GPUS: Final = 16
-"""Samples of at most this many GPUs are in an incident: one engine has no more on one machine. They
-take 260 kB in the header.
+"""An incident has the samples of at most this many GPUs, because one engine has no more on one
+machine. They take 260 kB in the header.
 """
 
 
@@ -115,7 +116,7 @@ class RecentReadings:
     def add(self, seconds: float, used_bytes: Mapping[str, int]) -> None:
         """Add the memory in use by UUID, at `seconds` since the epoch.
 
-        An empty reading, and one too soon after the last, is left out.
+        If a reading is empty, or comes too soon after the last one, it is left out.
         """
         if not used_bytes:
             return
@@ -134,9 +135,9 @@ class RecentReadings:
             for xid, count in gpu.reading.xid_errors
         }
         previous_counts = self._xid_counts
-        # A GPU that is missing for a tick keeps its counts, so that they are not reported again.
+        # If a GPU is missing for a tick, it keeps its counts, so that they are not reported again.
         self._xid_counts = {**(previous_counts or {}), **counts}
-        if previous_counts is None:  # it is unknown when the errors counted so far occurred
+        if previous_counts is None:  # It is unknown when the errors counted so far occurred.
             return
         for (uuid, xid), count in counts.items():
             if count > previous_counts.get((uuid, xid), 0):
@@ -145,7 +146,7 @@ class RecentReadings:
     def list_used(self, uuids: Iterable[str]) -> dict[str, list[tuple[float, int]]]:
         """Return the samples of these GPUs by UUID.
 
-        Each has seconds since the epoch and used bytes.
+        Each sample has seconds since the epoch and used bytes.
         """
         return {uuid: self._list_samples(uuid) for uuid in sorted(uuids)[:MOST_INCIDENT_GPUS]}
 
@@ -157,23 +158,26 @@ class OpenIncident(Struct, frozen=True, kw_only=True):
     """An incident that may still get further events."""
 
     seconds: float
-    """When it began, since the epoch; it names the file."""
+    """When the incident began, in seconds since the epoch. This time is a part of the file's name.
+    """
     write_at_seconds: float
-    """When it is written next, on the monotonic clock."""
+    """When the incident is written next, on the monotonic clock."""
     closes_at_seconds: float
-    """When it is complete, on the monotonic clock."""
+    """When the incident is complete, on the monotonic clock."""
     events: tuple[EngineEvent, ...]
     ending: Ending
-    """The decisive event, with what preceded it. The cause of the incident is derived from it."""
+    """The decisive event, and what preceded it. The cause of the incident is derived from this
+    event.
+    """
     before: Mapping[str, Any]
     """The context of the last sample in service, as `build_context` returns it."""
 
 
 class Flight:
-    """Owns the flight record in `folder` once `lock` is this daemon's.
+    """Owns the flight record in `folder` once this daemon holds `lock`.
 
     `lines` returns the daemon's last log lines. Errors of the volume are logged when they begin and
-    end, and affect only the record.
+    end. They affect only the record.
     """
 
     def __init__(
@@ -187,9 +191,9 @@ class Flight:
         pod: EnginePod | None = None,
     ) -> None:
         self.last: LastIncident | None = None
-        """The newest incident on disk; None without one."""
+        """The newest incident on disk; None if there is none."""
         self.recent = RecentReadings()
-        """The readings between ticks, which the caller adds."""
+        """The readings between ticks. The caller adds them."""
         self._folder = folder
         self._lines = lines
         self._version = version
@@ -204,27 +208,29 @@ class Flight:
         self._has_served = False
         """Whether the engine was in service since the last event."""
         self._last_context: Mapping[str, Any] = {}
-        """The context of the last sample in service or, before any service, of the last sample."""
+        """The context of the last sample in service. Before any service, this is the context of the
+        last sample.
+        """
         self._ooms: list[dict[str, Any]] = []
         """The newest OutOfMemoryErrors, as records for JSON."""
         self._snapshots: list[dict[str, Any]] = []
         """torch's snapshots at these errors, as records for JSON."""
         self._engine_log: LogReading | None = None
-        """What the engine's log says so far; None where it was never read."""
+        """What the engine's log says so far; None if it was never read."""
         self._now_seconds = 0.0
-        """When the newest tick was, since the epoch."""
+        """When the newest tick was, in seconds since the epoch."""
         self._incident: OpenIncident | None = None
 
     async def step(self, snapshot: Snapshot, verdicts: Sequence[Verdict], values: Values) -> None:
-        """Record one tick, and open, extend or write an incident where that is due.
+        """Record one tick, and open, extend or write an incident if that is due.
 
-        Write nothing while another daemon has the folder's lock.
+        Nothing is written while another daemon has the folder's lock.
         """
         now = snapshot.monotonic_seconds
         self.recent.add_xids(snapshot)
         self._mappings.step(snapshot, values)
-        # Where this snapshot has no errors, for instance without the probe's files, the last known
-        # errors stay.
+        # If this snapshot has no errors, for instance because the probe's files are missing, the
+        # last known errors stay.
         self._ooms = list_ooms(snapshot) or self._ooms
         self._snapshots = list_snapshots(snapshot) or self._snapshots
         self._now_seconds = snapshot.time_seconds
@@ -232,8 +238,8 @@ class Flight:
             self._engine_log = snapshot.log
         event = self._take_event(snapshot.engine_status)
         if not self._lock.is_ours:
-            return  # the other daemon records the tick
-        # Read once, and not before the lock is held.
+            return  # The other daemon records the tick.
+        # This is read once, and not before the lock is held.
         if self._recorded_seconds is None:
             await self._writer.do(self._find_last_incident)
         if event is None:
@@ -252,8 +258,8 @@ class Flight:
     ) -> None:
         """Store this tick's context.
 
-        It is not stored while the engine has served and is out of service: then the last context in
-        service explains the end.
+        If the engine has served and is out of service now, the context is not stored, because the
+        last context in service explains the end.
         """
         is_known = snapshot.engine_status is not None
         if is_known and self._has_served and not snapshot.is_in_service:
@@ -271,7 +277,7 @@ class Flight:
         return now - self._recorded_seconds >= RECORD_STEP_SECONDS
 
     def _take_event(self, status: EngineStatus | None) -> Ending | None:
-        """Return the tick's event; None without one.
+        """Return the tick's event; None if there is none.
 
         If the engine has served again, the event begins another incident, and the open incident is
         closed.
@@ -280,7 +286,7 @@ class Flight:
             return None
         if status.event is not None and self._last_known_state is EngineState.SERVING:
             self._incident = None
-        # The state may be unknown for a while during a stall, which is one stall all the same.
+        # The state may be unknown for a while during a stall. This is still one stall.
         if status.state is not EngineState.UNKNOWN:
             self._last_known_state = status.state
         return status.event
@@ -325,12 +331,13 @@ class Flight:
         )
 
     async def _write(self, incident: OpenIncident, now: float) -> OpenIncident | None:
-        """Write the incident so far; return it with the time of its next writing.
+        """Write the incident so far, and return it with the time of its next writing.
 
-        Return None once it is complete, or if INCIDENT_SECONDS after its end it still could not be
-        written. An incident is written at once, and again with later events when it is complete.
+        Returns None once the incident is complete. Returns None also if it still could not be
+        written INCIDENT_SECONDS after its end. An incident is written at once, and again with later
+        events when it is complete.
         """
-        # XIDs and failed allocations of minutes before may be the cause.
+        # XIDs and failed allocations of the minutes before may be the cause.
         oldest_seconds = incident.seconds - ERROR_SECONDS
         header = build_header(
             incident.ending,
@@ -347,14 +354,14 @@ class Flight:
         is_written = await self._writer.do(
             partial(write_incident, self._folder, incident.seconds, header)
         )
-        # Tried again until long after the end, because somebody may clear a full volume.
+        # Writing is tried again until long after the end, because somebody may clear a full volume.
         closes_at_seconds = incident.closes_at_seconds
         if not is_written:
             is_abandoned = now >= closes_at_seconds + INCIDENT_SECONDS
             return None if is_abandoned else replace(incident, write_at_seconds=now + RETRY_SECONDS)
         file = locate_incident(self._folder, incident.seconds)
         self.last = _summarise_incident(file, header)
-        # Reported once, at the first writing.
+        # The incident is reported once, at the first writing.
         if incident.write_at_seconds < closes_at_seconds:
             look_at = f"vllm-headroom postmortem {file}"
             if self._pod is None:
@@ -363,22 +370,22 @@ class Flight:
                 log.warning(
                     "an incident was set aside", look_at=look_at, engine_log=self._pod.log_command
                 )
-        # Until it closes, later events are added at the next writing.
+        # Until the incident closes, later events are added at the next writing.
         if now >= closes_at_seconds:
             return None
         return replace(incident, write_at_seconds=max(now + RETRY_SECONDS, closes_at_seconds))
 
     def _find_engine_log(self, incident: OpenIncident) -> LogEnding | None:
-        """Return what the engine's log reports about an incident; None where it says nothing.
+        """Return what the engine's log reports about an incident; None if it reports nothing.
 
-        If an exit has followed a stall, the log reports on the exit.
+        If an exit has followed a stall, the log's report is about the exit.
         """
         if self._engine_log is None:
             return None
         return find_log_ending(self._engine_log, incident.ending.seconds, self._now_seconds)
 
     def _find_last_incident(self) -> None:
-        """Find the newest incident that an earlier process wrote; `last` is None without one.
+        """Find the newest incident that an earlier process wrote; `last` is None if there is none.
 
         If the folder is a link, its present target is used from here on.
         """
@@ -426,7 +433,7 @@ def _describe_leak(gpu: Gpu, values: Values) -> dict[str, Any]:
 
 
 def _list_holders(snapshot: Snapshot) -> list[dict[str, Any]]:
-    """Return the processes on the engine's GPUs; `used` is None where it is unknown."""
+    """Return the processes on the engine's GPUs; `used` is None if it is unknown."""
     return [
         {"uuid": gpu.reading.uuid, "pid": process.pid, "used": process.used_bytes}
         for gpu in snapshot.owned_gpus
@@ -454,7 +461,7 @@ def list_ooms(snapshot: Snapshot) -> list[dict[str, Any]]:
 def list_snapshots(snapshot: Snapshot) -> list[dict[str, Any]]:
     """Return torch's snapshot at the first OutOfMemoryError of each process, even of exited ones.
 
-    The newest comes last. With many ranks only the newest are listed.
+    The newest comes last. If there are many ranks, only the newest snapshots are listed.
     """
     records = [
         _describe_snapshot(process.pid, process.history.oom)
@@ -466,7 +473,7 @@ def list_snapshots(snapshot: Snapshot) -> list[dict[str, Any]]:
 
 
 def _describe_snapshot(pid: int, snapshot: AllocatorSnapshot) -> dict[str, Any]:
-    """Return what an incident's header contains of an allocator snapshot."""
+    """Return what an incident's header contains of a snapshot of torch's allocator."""
     largest = [
         {
             "file": holding.file,
@@ -496,7 +503,7 @@ def _drop_sizes(process: ProbedProcess) -> ProbedProcess:
 
 
 def _list_probed(snapshot: Snapshot) -> tuple[ProbedProcess, ...]:
-    """Return all processes with a probe's file, none where the files could not be read."""
+    """Return all processes with a probe's file; empty if the files could not be read."""
     probe = snapshot.probe
     return probe.processes if isinstance(probe, ProbeReadings) else ()
 

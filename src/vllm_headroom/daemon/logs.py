@@ -18,20 +18,21 @@ OURS: Final = "vllm_headroom"
 """The logger of all lines that are not from a library."""
 
 MOST_WAITING_LINES: Final = 1000
-"""How many lines may wait for a slow reader of stderr: half a megabyte."""
+"""This many lines may wait for a slow reader of stderr. They take half a megabyte."""
 
 MOST_RECENT_LINES: Final = 40
-"""How many of the newest lines are kept for an incident's file: with MOST_RECENT_CHARACTERS they
-take at most 20 kB."""
+"""This many of the newest lines are kept for an incident's file. With MOST_RECENT_CHARACTERS they
+take at most 20 kB.
+"""
 
 MOST_RECENT_CHARACTERS: Final = 500
-"""How many characters of each of these lines are kept."""
+"""This many characters of each of these lines are kept."""
 
 STDERR: Final = 2
-"""The file descriptor."""
+"""The file descriptor of stderr."""
 
 LOG_SHUTDOWN_SECONDS: Final = 0.2
-"""How long the exit waits for the last lines to be read. The whole exit may take one second."""
+"""The exit waits this long for the last lines to be read. The whole exit may take one second."""
 
 
 class Background(logging.Handler):
@@ -54,7 +55,7 @@ class Background(logging.Handler):
         except Full:
             self._dropped += 1
         if self._thread is None:
-            with contextlib.suppress(OSError):  # no thread can be started: the lines wait
+            with contextlib.suppress(OSError):  # If no thread can be started, the lines wait.
                 self._thread = start_thread(self._run, "log")
 
     def flush(self) -> None:
@@ -72,7 +73,7 @@ class Background(logging.Handler):
             dropped_lines = self._dropped
             if dropped_lines > reported_lines:
                 message = "log lines were dropped, stderr was not read: dropped=%d"
-                # Built by hand, because a logger would put the line into the full queue.
+                # The line is built by hand, because a logger would put it into the full queue.
                 arguments = (dropped_lines - reported_lines,)
                 self._write(
                     logging.LogRecord(OURS, logging.WARNING, "", 0, message, arguments, None)
@@ -81,7 +82,10 @@ class Background(logging.Handler):
             self._waiting.task_done()
 
     def _write(self, record: logging.LogRecord) -> None:
-        """Write one line to stderr, waiting for its reader; where that fails the line is lost."""
+        """Write one line to stderr, and wait for its reader.
+
+        If that fails, the line is lost.
+        """
         try:
             unwritten = f"{self.format(record)}\n".encode(errors="backslashreplace")
             while unwritten:
@@ -92,7 +96,7 @@ class Background(logging.Handler):
 
 
 class RecentLines(logging.Handler):
-    """Keeps the daemon's newest lines since its creation, each cut to a length.
+    """Keeps the newest lines of the daemon, each cut to a length.
 
     With an `engine_name`, it keeps only the lines about that engine, and those about no engine.
     """
@@ -101,7 +105,7 @@ class RecentLines(logging.Handler):
         super().__init__()
         self._engine_name = engine_name
         self.lines: deque[str] = deque(maxlen=MOST_RECENT_LINES)
-        """The oldest line first."""
+        """The lines, the oldest first."""
         self.setFormatter(Logfmt())
         logging.getLogger(OURS).addHandler(self)
 
@@ -111,18 +115,18 @@ class RecentLines(logging.Handler):
             self.lines.append(self.format(record)[:MOST_RECENT_CHARACTERS])
 
     def close(self) -> None:
-        """Keep no further line."""
+        """Stop keeping lines."""
         logging.getLogger(OURS).removeHandler(self)
         super().close()
 
 
 def configure(log_format: str, log_level: str) -> None:
-    """Write the daemon's lines of `log_level` and above to stderr.
+    """Write the daemon's lines of level `log_level` and above to stderr.
 
     Of the libraries' log lines, only those of level warning and above are written.
 
-    In logfmt, a traceback follows its line as an indented block; in JSON, it is the field
-    `exception`.
+    In logfmt, a traceback follows its line as an indented block. In JSON, the traceback is the
+    field `exception`.
     """
     level = logging.getLevelNamesMapping()[log_level.upper()]
     handler = Background()
@@ -143,7 +147,7 @@ def _read_fields(record: logging.LogRecord) -> dict[str, object]:
 
 
 class Json(logging.Formatter):
-    """A line of JSON; a traceback is its field `exception`."""
+    """Formats a line as JSON; a traceback is its field `exception`."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line."""

@@ -18,17 +18,18 @@ STOPPED: Final = 0
 """Exit status after a signal to stop."""
 
 NEEDS_NEW_CONTAINER: Final = 3
-"""Exit status when only a new container can help: the driver's library cannot be loaded again in
-one process."""
+"""The exit status if only a new container can help, because one process cannot load the driver's
+library twice.
+"""
 
 FATAL: Final = frozenset({Reason.VERSION_MISMATCH, Reason.UNKNOWN})
-"""NVML errors that last as long as the container: 18, and 17 or 999 on every GPU
+"""NVML errors that last as long as the container: 18 always, and 17 or 999 if every GPU has it
 (nvidia-container-toolkit#48).
 """
 
 LEAST_SILENCE_SECONDS: Final = 3.0
-"""A shorter silence is never unhealthy, because at the shortest interval a busy machine can delay
-the loop by three intervals.
+"""A shorter silence is never unhealthy. At the shortest interval, a busy machine can delay the loop
+by three intervals.
 """
 
 
@@ -37,10 +38,14 @@ class StepGuard:
 
     def __init__(self) -> None:
         self._fault: type[Exception] | None = None
-        """The type of the error that the newest run raised; None where it raised none."""
+        """The type of the error that the newest run raised; None if it raised none."""
 
     async def run(self, step: Callable[[], Awaitable[None]]) -> None:
-        """Run the step. Log the first of several equal errors in a row, and the end of an error."""
+        """Run the step.
+
+        If several equal errors follow each other, only the first is logged. The end of an error is
+        logged too.
+        """
         fault: type[Exception] | None = None
         try:
             await step()
@@ -60,8 +65,8 @@ async def run_every(
     """Run `step` now and then once per interval, until it is cancelled.
 
     The times form a grid. If a step takes longer than the interval, the missed points of the grid
-    are skipped. An error of a step is logged, and the loop goes on. The health check reports a
-    sampling loop in which every step raises.
+    are skipped. An error of a step is logged, and the loop continues. If every step of the sampling
+    loop raises, the health check reports this.
     """
     began_seconds = clock.monotonic()
     guard = StepGuard()
@@ -72,7 +77,10 @@ async def run_every(
 
 
 def _find_fault(error: Exception) -> type[Exception]:
-    """Return the type of an error; MemoryError for a group that contains one."""
+    """Return the type of an error.
+
+    For a group that contains a MemoryError, return MemoryError.
+    """
     if isinstance(error, ExceptionGroup) and error.subgroup(MemoryError) is not None:
         return MemoryError
     return type(error)
@@ -105,14 +113,14 @@ class Heartbeat:
     def find_stall(self) -> str | None:
         """Return why the loop is unhealthy; None while it is healthy.
 
-        The loop is unhealthy once it has not run for three intervals, and for longer than
+        The loop is unhealthy if it has not run for three intervals, and for longer than
         LEAST_SILENCE_SECONDS of the machine's clock.
         """
         silent_seconds = self._clock.monotonic() - self._beat_seconds
         silent_machine_seconds = self._read_machine_seconds() - self._beat_machine_seconds
         if silent_seconds <= 3 * self._interval_seconds:
             return None
-        # Measured on the machine's clock, because the clock of the demo runs faster.
+        # The time is measured on the machine's clock, because the clock of the demo runs faster.
         if silent_machine_seconds <= LEAST_SILENCE_SECONDS:
             return None
         return (
@@ -152,7 +160,7 @@ def request_end(ending: asyncio.Future[int], status: int) -> None:
 def handle_signals(stop: Callable[[], None]) -> Iterator[None]:
     """Let SIGTERM, SIGINT and SIGHUP call `stop` during the block.
 
-    Where SIGHUP is ignored, as with nohup, it stays ignored.
+    If SIGHUP is ignored, as with nohup, it stays ignored.
     """
     loop = asyncio.get_running_loop()
     numbers = [signal.SIGTERM, signal.SIGINT]
@@ -174,7 +182,7 @@ async def run_until_end(
 ) -> int:
     """Run the loops until the end is requested, cancel them, and return the exit status.
 
-    Raises an ExceptionGroup where a loop raises an error.
+    If a loop raises an error, an ExceptionGroup is raised.
     """
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(loop) for loop in loops]

@@ -21,30 +21,36 @@ from vllm_headroom.worker import Worker
 log = Log(__name__)
 
 REREAD_SECONDS: Final = 600.0
-"""The pause between two readings of a process that grows. A reading takes 10 to 40 ms per GiB of
-pages of 4 KiB, and 1 ms per GiB of huge pages (measured). During a reading, a thread of the engine
-that maps memory may have to wait; a thread that only uses memory does not wait."""
+"""The pause between two readings of a process whose memory grows. A reading takes 10 to 40 ms per
+GiB of pages of 4 KiB, and 1 ms per GiB of huge pages (measured). During a reading, a thread of the
+engine that maps memory may have to wait. A thread that only uses memory does not wait.
+"""
 
 MOST_PROCESSES: Final = 32
-"""How many processes are read: the largest processes of the engine."""
+"""At most this many processes are read, which are the largest processes of the engine."""
 
 MOST_KINDS: Final = 8
-"""How many kinds of mappings are shown for a process: those that grew most."""
+"""For a process, this many kinds of mappings are shown, which are those that grew most."""
 
 Sizes = dict[str, int]
 """Resident bytes by kind of mapping."""
 
 
 class _Growth(Struct, frozen=True, kw_only=True):
-    """A process's first reading and its newest, at first the same."""
+    """A process's first reading and its newest reading.
+
+    At first they are the same.
+    """
 
     role: Role
     next_reading_seconds: float = 0.0
     """When the process may be read again, on the monotonic clock."""
     first_seconds: float
-    """When the process was first read, since the epoch; `newest_seconds` is on the same clock."""
+    """When the process was first read, in seconds since the epoch. `newest_seconds` is on the same
+    clock.
+    """
     first_sizes: Sizes
-    """Empty where the first reading failed."""
+    """The sizes of the first reading; empty if it failed."""
     newest_seconds: float
     newest_sizes: Sizes
 
@@ -57,7 +63,7 @@ class _Growth(Struct, frozen=True, kw_only=True):
     def grown_bytes(self) -> Sizes:
         """Return by how much each kind has grown, the largest growth first.
 
-        Less than 1 MiB is left out.
+        Growth of less than 1 MiB is left out.
         """
         growth = find_growth(self.first_sizes, self.newest_sizes)
         largest_kinds = list(growth.items())[:MOST_KINDS]
@@ -67,9 +73,9 @@ class _Growth(Struct, frozen=True, kw_only=True):
 class Mappings:
     """Owns the first and the newest reading of each process.
 
-    The first reading is taken once the engine serves, later ones while the leak detector finds
-    growth in the host memory of the process's role. `read` runs on a thread, for one process per
-    step. If a call of `read` hangs, no further process is read.
+    The first reading is taken once the engine serves. Later readings are taken while the leak
+    detector finds growth in the host memory of the process's role. `read` runs on a thread, for one
+    process per step. If a call of `read` hangs, no further process is read.
     """
 
     def __init__(self, read: Callable[[int], Sizes | None]) -> None:
@@ -82,7 +88,7 @@ class Mappings:
     def step(self, snapshot: Snapshot, values: Values) -> None:
         """Store what was read since the last step, and begin the next reading that is due.
 
-        Do nothing while the engine is not in service, or its processes could not be read.
+        Nothing is done while the engine is not in service, or if its processes could not be read.
         """
         if isinstance(snapshot.processes, Failure) or not snapshot.is_in_service:
             return
@@ -95,9 +101,9 @@ class Mappings:
         if self._running is not None:
             name, reading = self._running
             if not reading.done():
-                return  # one process at a time
+                return  # Only one process is read at a time.
             self._running = None
-            # A process that still exists had this pid during the whole reading.
+            # The process still exists, so it had this pid during the whole reading.
             if name in processes:
                 # After an error, such as missing permissions, the process counts as unreadable.
                 sizes = None if reading.exception() else reading.result()
@@ -105,14 +111,14 @@ class Mappings:
         due_name = self._find_due(processes, snapshot.monotonic_seconds, values)
         if due_name is not None:
             pid, _ = due_name
-            with contextlib.suppress(OSError):  # no thread can be started now
+            with contextlib.suppress(OSError):  # No thread can be started now.
                 self._running = due_name, self._worker.begin(partial(self._read, pid))
 
     def describe(self) -> list[dict[str, Any]]:
         """Return the growth of each process that was read at least twice, as a record for JSON.
 
-        `kinds` has bytes by kind of mapping, `since` and `t` are the two readings' seconds since
-        the epoch.
+        `kinds` has bytes by kind of mapping. `since` and `t` are the times of the two readings, in
+        seconds since the epoch.
         """
         return [
             {
@@ -129,10 +135,10 @@ class Mappings:
     def _find_due(
         self, processes: Mapping[ProcessName, EngineProcess], now_seconds: float, values: Values
     ) -> ProcessName | None:
-        """Return the next process to read; None where no reading is due.
+        """Return the next process to read; None if no reading is due.
 
-        That is the largest process that was never read, or else one of a growing role whose pause
-        is over.
+        It is the largest process that was never read. If all were read, it is a process of a
+        growing role whose pause is over.
         """
         # The largest process is the most likely to leak.
         by_size = sorted(processes, key=lambda name: -processes[name].rss_bytes)
@@ -149,10 +155,10 @@ class Mappings:
         return None
 
     def _add_reading(self, name: ProcessName, role: Role, snapshot: Snapshot, sizes: Sizes) -> None:
-        """Add a reading to those of its process; `sizes` is empty where it could not be read."""
+        """Add a reading to those of its process; `sizes` is empty if it could not be read."""
         now_seconds = round(snapshot.time_seconds, 3)
         growth = self._growths.get(name)
-        # A first reading that failed is replaced by the next.
+        # A first reading that failed is replaced by the next one.
         if growth is None or not growth.first_sizes:
             growth = _Growth(
                 role=role,

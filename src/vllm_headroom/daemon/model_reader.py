@@ -13,13 +13,13 @@ class ModelReader(Struct, frozen=True, kw_only=True):
     """Gives the bytes per token of the model that the operator named, or of the engine's model."""
 
     configured: TokenBytes | None = None
-    """The bytes per token of the named model; None where the operator names none."""
+    """The bytes per token of the named model; None if the operator names none."""
     problem: str = ""
-    """Why the named model's configuration gives no bytes per token; empty where it does."""
+    """Why the named model's configuration gives no bytes per token; empty if it gives them."""
     parse: Callable[[Path], TokenBytes | None] | None = None
     """Reads the configuration of the model that the engine's processes load.
 
-    None where the operator configured the bytes, or named a model.
+    None if the operator configured the bytes, or named a model.
     """
 
 

@@ -37,34 +37,35 @@ from vllm_headroom.vocabulary import EngineKind, Reason, Source
 log = Log(__name__)
 
 SCAN_SECONDS: Final = 2.0
-"""How long it may take to find the pods and units of all processes. 10,000 processes take 0.1 s."""
+"""Finding the pods and units of all processes may take this long. 10,000 processes take 0.1 s."""
 
 MOST_FIND_SECONDS: Final = 60.0
-"""How long a search for engines may go on in the background, while a command line hangs."""
+"""If a command line hangs, a search for engines may continue in the background for this time."""
 
 FIND_SECONDS: Final = 1.0
-"""How long a tick waits for the search for engines. A command line may hang in a driver, and then
-new engines are watched later.
+"""A tick waits this long for the search for engines. A command line may hang in a driver. New
+engines are then watched later.
 """
 
 LATE_SECONDS: Final = 15.0
-"""A search for engines that takes longer than this is reported. Where CPU is short, a search takes
+"""If a search for engines takes longer than this, it is reported. If CPU is short, a search takes
 seconds.
 """
 
 LAST_SAMPLE_SECONDS: Final = 300.0
-"""How long the last series of an engine whose pod is gone are kept for a last scrape."""
+"""After the pod of an engine is gone, its last series are kept for this time for a last scrape."""
 
 UNIT_SECONDS: Final = 3600.0
-"""How long an engine without a pod is watched after its last process has exited. It is unknown
-whether systemd starts it again, and a crash must be visible for longer than any alert waits.
+"""An engine without a pod is watched for this time after its last process has exited. It is unknown
+whether systemd will start the engine again, and a crash must be visible for longer than any alert
+waits.
 """
 
 STALE_INTERVALS: Final = 3
-"""After this many intervals without a new sample, an engine has no series: as in Heartbeat."""
+"""After this many intervals without a new sample, an engine has no series, as in Heartbeat."""
 
 NO_PAGE: Final = Failure(source=Source.ENGINE, reason=Reason.NOT_FOUND, message="")
-"""Replaces the page where only the GPUs are read."""
+"""Replaces the page if only the GPUs are read."""
 
 _SOURCE_METRICS: Final = frozenset(
     metric.name
@@ -75,7 +76,7 @@ _SOURCE_METRICS: Final = frozenset(
         catalog.SOURCE_LAST_SUCCESS,
     )
 )
-"""The series of sources. Those of the driver belong to the machine."""
+"""The series of sources. The series of the driver belong to the machine."""
 
 
 class SharedGpus:
@@ -93,19 +94,23 @@ class SharedGpus:
         self._reading = asyncio.create_task(self._read_guarded(timeout_seconds))
 
     async def read(self, timeout_seconds: float) -> GpuReadings | Failure:
-        """Return this tick's reading; a Failure where no GPU could be read."""
+        """Return this tick's reading; a Failure if no GPU could be read."""
         reading = self._reading
         if reading is None:
             return await self._read_guarded(timeout_seconds)
-        # Shielded, so that giving up one engine does not cancel the reading of the others.
+        # The reading is shielded, so that giving up one engine does not cancel the reading of the
+        # others.
         return await asyncio.shield(reading)
 
     async def _read_guarded(self, timeout_seconds: float) -> GpuReadings | Failure:
-        """Return a reading; where the reader raises, log the error once and return a failure."""
+        """Return a reading.
+
+        If the reader raises, log the error once and return a Failure.
+        """
         try:
             readings = await self._gpus.read(timeout_seconds)
         except Exception:
-            # Logged once, because the same error would come at each tick.
+            # The error is logged once, because the same error would come at each tick.
             if not self._is_faulty:
                 log.exception("source raised, its series are absent", source=str(Source.NVML))
             self._is_faulty = True
@@ -125,7 +130,7 @@ class SharedGpus:
         return self._used_bytes
 
     async def close(self) -> None:
-        """Do nothing: the GPUs are closed by their owner."""
+        """Do nothing, because the owner of the GPUs closes them."""
 
 
 class WatchParts(Struct, frozen=True, kw_only=True):
@@ -134,7 +139,7 @@ class WatchParts(Struct, frozen=True, kw_only=True):
     watch: EngineWatch
     evictor: Evictor | None = None
     resources: tuple[Closable | None, ...]
-    """What has to be closed when the engine is given up."""
+    """What has to be closed when the daemon stops watching the engine."""
 
 
 class WatchedEngine:
@@ -146,7 +151,7 @@ class WatchedEngine:
         self.watch = parts.watch
         self._evictor = parts.evictor
         self.absent_since_seconds: float | None = None
-        """Since when its pod or unit has no process, on the monotonic clock."""
+        """Since when the engine's pod or unit has had no process, on the monotonic clock."""
         self._resources = parts.resources
         self._context = context
         self._sampling: asyncio.Task[None] | None = None
@@ -158,7 +163,7 @@ class WatchedEngine:
 
     @property
     def name(self) -> EngineName:
-        """Return its names, which are the labels of its series."""
+        """Return the engine's names, which are the labels of its series."""
         return self.located.name
 
     def begin_sample(self) -> None:
@@ -178,14 +183,14 @@ class WatchedEngine:
         self._evicting = self._start(self._evictor.turn(due))
 
     def list_owned(self) -> frozenset[str]:
-        """Return the UUIDs of the GPUs that it holds, by its newest sample."""
+        """Return the UUIDs of the GPUs that the engine holds, by its newest sample."""
         latest = self.watch.latest
         if latest is None:
             return frozenset()
         return frozenset(gpu.reading.uuid for gpu in latest.snapshot.owned_gpus)
 
     def list_samples(self) -> tuple[Sample, ...]:
-        """Return its newest samples with its labels; none before the first."""
+        """Return the engine's newest samples with its labels; none before the first sample."""
         published = self.watch.published
         if published is None:
             return ()
@@ -211,7 +216,10 @@ class WatchedEngine:
         return asyncio.create_task(coroutine, context=self._context)
 
     async def _run_loops(self) -> None:
-        """Run the loops beside the sampling until cancelled; a loop that raises starts over."""
+        """Run the loops beside the sampling until cancelled.
+
+        If a loop raises, it starts over.
+        """
         while True:
             await self._guard(self._run_loops_once)
             await asyncio.sleep(UNIT_SECONDS)
@@ -226,7 +234,10 @@ class WatchedEngine:
         await self.watch.record()
 
     async def _guard(self, step: Callable[[], Awaitable[None]]) -> None:
-        """Run a step; if it raises, log the error once and go on watching the other engines."""
+        """Run a step.
+
+        If it raises, log the error once and continue to watch the other engines.
+        """
         try:
             await step()
         except Exception:
@@ -240,8 +251,8 @@ class WatchedEngine:
     def _label_samples(self, published: Published) -> Iterator[Sample]:
         """Yield the samples of this engine, with its labels before their own.
 
-        Samples of GPUs that the engine does not hold are left out, and so are those of the driver,
-        which belong to the machine.
+        Samples of GPUs that the engine does not hold are left out. Samples of the driver are left
+        out too, because they belong to the machine.
         """
         label_names = tuple(name for name, _ in self.name.labels)
         label_values = tuple(value for _, value in self.name.labels)
@@ -249,7 +260,7 @@ class WatchedEngine:
         samples = list(published.samples)
         if self.watch.last_incident is not None:
             samples.append(Sample(catalog.LAST_INCIDENT, (), self.watch.last_incident.seconds))
-        # The driver's samples belong to the machine, not to one engine.
+        # The driver's samples belong to the machine, and not to one engine.
         for metric, labels, value in samples:
             if metric.name in _SOURCE_METRICS and labels[0] == Source.NVML:
                 continue
@@ -278,8 +289,8 @@ class NodeReadings(Struct, frozen=True, kw_only=True):
 class NodeWatch:
     """Follows the engines of a machine as they start and exit, and samples all of them.
 
-    A tick begins a sample of each engine and does not wait for it, so that an engine that answers
-    slowly does not make the others miss a sample.
+    A tick begins a sample of each engine and does not wait for it. So an engine that answers slowly
+    does not make the others miss a sample.
     """
 
     def __init__(
@@ -293,9 +304,12 @@ class NodeWatch:
         interval_seconds: float,
         gpu_timeout_seconds: float,
     ) -> None:
-        """Build it. `processes` finds the engines; without it they are always `engines`."""
+        """Build a watch that has read nothing yet.
+
+        `processes` finds the engines. Without it, the engines are always `engines`.
+        """
         self.located: tuple[LocatedEngine, ...] = engines
-        """Every engine that was found, watched or not."""
+        """Every engine that was found, whether it is watched or not."""
         self.engines: dict[str, WatchedEngine] = {}
         """The watched engines by their key."""
         self.readings: NodeReadings | None = None
@@ -324,7 +338,7 @@ class NodeWatch:
     async def tick(self) -> GpuReadings | Failure:
         """Follow the engines, begin a sample of each, and return a reading of the GPUs.
 
-        The reading is a Failure where no GPU could be read; the engines are sampled nevertheless.
+        If no GPU could be read, the result is a Failure. The engines are sampled nevertheless.
         """
         await self._following_guard.run(self._follow_engines)
         began_seconds = self._clock.monotonic()
@@ -347,7 +361,10 @@ class NodeWatch:
             engine.begin_eviction_turn(is_stale=self._is_stale(engine))
 
     async def run(self) -> None:
-        """Wait until cancelled; then end the watch of each engine, all at the same time."""
+        """Wait until cancelled.
+
+        Then end the watch of each engine, all at the same time.
+        """
         try:
             await asyncio.Event().wait()
         finally:
@@ -361,7 +378,8 @@ class NodeWatch:
             return None
         engines = [engine for engine in self.engines.values() if not self._is_stale(engine)]
         engine_samples = [engine.list_samples() for engine in engines]
-        # Compared by identity, so that a scrape between two ticks does not build the page again.
+        # Parts are compared by identity, so that a scrape between two ticks does not build the page
+        # again.
         parts = (readings, *engine_samples)
         is_same = len(parts) == len(self._published_parts) and all(
             part is built_part
@@ -375,7 +393,8 @@ class NodeWatch:
     def list_others(self, kind: EngineKind) -> list[LocatedEngine]:
         """Return the engines of this kind that are not watched.
 
-        A watched engine whose server starts again may have no port for a moment.
+        If the server of a watched engine starts again, it may have no port for a moment, so such an
+        engine is left out.
         """
         watched_names = {engine.name for engine in self.engines.values()}
         return [
@@ -392,7 +411,7 @@ class NodeWatch:
     ) -> Published:
         """Return all samples.
 
-        The samples of a GPU that an engine holds appear only with that engine.
+        If an engine holds a GPU, the samples of the GPU appear only with that engine.
         """
         owned_uuids = set[str]()
         for engine in engines:
@@ -472,7 +491,7 @@ class NodeWatch:
             self._finding_since_seconds = self._clock.monotonic()
             find = partial(self._find, self._processes)
             self._finding = asyncio.create_task(self._finding_guard.run(find))
-        # Unlike `wait_for`, `wait` does not cancel, so the search goes on in the next tick.
+        # `wait`, unlike `wait_for`, does not cancel, so the search continues in the next tick.
         await asyncio.wait((self._finding,), timeout=FIND_SECONDS)
         if not self._finding.done():
             if self._clock.monotonic() - self._finding_since_seconds > LATE_SECONDS:
@@ -483,7 +502,10 @@ class NodeWatch:
         await self._apply({engine.key: engine for engine in self.located})
 
     async def _find(self, processes: NodeProcesses) -> None:
-        """Find the engines; if /proc cannot be read, the engines of the last search stay."""
+        """Find the engines.
+
+        If /proc cannot be read, the engines of the last search stay.
+        """
         try:
             self.located = await processes.find_engines(MOST_FIND_SECONDS)
         except (TimeoutError, OSError) as error:
@@ -496,11 +518,11 @@ class NodeWatch:
         for key, watched in tuple(self.engines.items()):
             present = located.get(key)
             if present is None or present.kind is EngineKind.UNREADABLE:
-                # Its server has exited or is about to. The engine is still watched after the end of
-                # its run.
+                # The engine's server has exited or is about to exit. The engine is still watched
+                # after the end of its run.
                 await self._drop_if_gone(watched, is_present=present is not None)
             elif present != watched.located:
-                # It has a sidecar now, or another address or name.
+                # The engine has a sidecar now, or another address or name.
                 await self._drop(watched)
             else:
                 watched.absent_since_seconds = None
@@ -521,7 +543,7 @@ class NodeWatch:
         if engine.absent_since_seconds is None:
             engine.absent_since_seconds = now_seconds
         absent_seconds = now_seconds - engine.absent_since_seconds
-        # A sample that began after the engine's end was scraped.
+        # This is when a sample that began after the engine's end was scraped.
         last_sample_seconds = engine.absent_since_seconds + 2 * self._interval_seconds
         is_scraped = self._scraped_seconds > last_sample_seconds
         if is_in_pod and (is_scraped or absent_seconds > LAST_SAMPLE_SECONDS):
@@ -535,7 +557,10 @@ class NodeWatch:
         )
 
     async def _add(self, located: LocatedEngine) -> None:
-        """Start watching an engine; stop watching a gone engine that had the same name at once."""
+        """Start watching an engine.
+
+        If a gone engine had the same name, stop watching it at once.
+        """
         for watched in tuple(self.engines.values()):
             if watched.name == located.name:
                 await self._drop(watched)
@@ -561,7 +586,7 @@ class NodeWatch:
             problems[engine.key] = engine.problem
         for engine in self.located:
             problem = problems.get(engine.key)
-            # A line for each change, not for each tick.
+            # There is a line for each change, and not for each tick.
             if problem is not None and self._other_problems.get(engine.key) != problem:
                 log.warning("engine is not watched", of_engine=engine.name.text, problem=problem)
         self._other_problems = problems

@@ -76,12 +76,12 @@ def serve(settings: Settings, model: ModelReader = NO_MODEL) -> NoReturn:
         log.warning("engines of other pods cannot be found", problem=NO_HOST_PIDS)
     status = runner.run(app.run(parts, settings, model, NodeDaemon))
     logging.shutdown()
-    # As in app.serve, so that a thread that waits for a resolver does not delay the exit.
+    # As in app.serve, a thread that waits for a resolver must not delay the exit.
     os._exit(status)
 
 
 def locate_urls(settings: Settings) -> tuple[LocatedEngine, ...]:
-    """Return the engines that the operator named by their URLs; none where they are found."""
+    """Return the engines that the operator named by their URLs; empty if the daemon finds them."""
     if not isinstance(settings.engines, tuple):
         return ()
     engines = []
@@ -110,7 +110,7 @@ def list_folder_parts(located: LocatedEngine) -> tuple[str, ...]:
 
 
 def find_pod(name: EngineName) -> EnginePod | None:
-    """Return the pod of an engine, for texts that name commands; None without its names."""
+    """Return the pod of an engine, for texts that name commands; None if its names are unknown."""
     if name.namespace is None or name.pod is None or name.container is None:
         return None
     return EnginePod(namespace=name.namespace, pod=name.pod, container=name.container)
@@ -213,7 +213,7 @@ class NodeDaemon:
         )
 
     async def _tick(self) -> None:
-        """Begin a sample of each engine; end the daemon where the GPUs stay unreadable."""
+        """Begin a sample of each engine; end the daemon if the GPUs stay unreadable."""
         is_first = self._node.readings is None
         gpus = await self._node.tick()
         self._heartbeat.beat()
@@ -261,8 +261,8 @@ class NodeDaemon:
     def _build_processes(self, located: LocatedEngine) -> Processes:
         """Return the reader of an engine's processes.
 
-        They are looked for in the engine's pod or unit, or, for an engine that was named by its
-        URL, among all processes.
+        The processes are looked for in the engine's pod or unit. For an engine that was named by
+        its URL, they are looked for among all processes.
         """
         if self._processes is None:
             is_local = is_here(httpx.URL(located.page_url).host)
@@ -285,7 +285,7 @@ class NodeDaemon:
             name_folder(*list_folder_parts(engine.located))
             for engine in self._node.engines.values()
         }
-        with contextlib.suppress(OSError):  # the state's own files report what is wrong
+        with contextlib.suppress(OSError):  # The state's own files report what is wrong.
             remove_unused(state_dir, {*used_names, folder.name})
         return folder
 
@@ -297,7 +297,7 @@ class NodeDaemon:
         age_seconds = 0.0
         if readings is not None:
             age_seconds = self._clock.monotonic() - readings.monotonic_seconds
-            # The time of the last sample on the wall clock, for the page.
+            # This is the time of the last sample on the wall clock, for the page.
             seconds = self._clock.time() - age_seconds
         return NodeView(
             version=app.read_version(),

@@ -1,4 +1,4 @@
-"""The daemon's parts that read the real engine, GPUs and processes."""
+"""The parts of the daemon that read the real engine, GPUs and processes."""
 
 from collections.abc import Callable
 from functools import partial
@@ -32,19 +32,21 @@ from vllm_headroom.scrape.proc.served_model import ServedModel
 from vllm_headroom.scrape.proc.smaps import read_mappings
 
 GPU_TIMEOUT_SECONDS: Final = 2.0
-"""NVML answers in milliseconds; beyond this a call counts as hung (NVIDIA/go-nvml#152)."""
+"""NVML answers in milliseconds. If a call takes longer than this, it counts as hung
+(NVIDIA/go-nvml#152).
+"""
 
 CANARY_HEALTH_SECONDS: Final = 10.0
-"""How long the server's /health may take to answer."""
+"""The server's /health may take this long to answer."""
 
 CANARY_TOKEN_SECONDS: Final = 60.0
-"""How long an idle engine may take for one token. After this the request is abandoned and another
-one is sent.
+"""An idle engine may take this long for one token. After this time the request is abandoned, and
+another one is sent.
 """
 
 
 SERVER_PAGE_SECONDS: Final = 3.0
-"""The time limit for each of the server's other pages. A round requests three of them, and ends
+"""The time limit for each of the server's other pages. A round requests three pages, and ends
 before the next round begins.
 """
 
@@ -56,15 +58,15 @@ class Parts(Sources, frozen=True, kw_only=True):
     notice: str = ""
     """A line for the people who look at the page."""
     canary_request: CanaryRequest | None = None
-    """Sends the canary's requests; None where there is no canary."""
+    """Sends the canary's requests; None if there is no canary."""
     server_request: ServerRequest | None = None
     """Requests the server's other pages; None in the demo."""
     evictor: Evictor | None = None
     mappings: Callable[[int], dict[str, int] | None] = lambda _: None
-    """Returns a process's resident bytes by kind of mapping, None where they are not visible."""
+    """Returns a process's resident bytes by kind of mapping; None if they are not visible."""
 
     find_process_name: Callable[[int], str | None] = find_no_name
-    """Returns the name of a process for people; None where it is not visible."""
+    """Returns the name of a process for people; None if it is not visible."""
 
     def list_resources(self) -> tuple[Closable | None, ...]:
         """Return what has to be closed at the end."""
@@ -100,7 +102,8 @@ def build_real_parts(settings: Settings, model: ModelReader = NO_MODEL) -> Parts
         engine=build_page_reader(
             settings,
             settings.engine_url,
-            # No longer than the interval, because a tick must end before the next one is due.
+            # The timeout is no longer than the interval, because a tick must end before the next
+            # one is due.
             timeout_seconds=min(settings.engine_timeout_seconds, settings.sample_interval_seconds),
         ),
         gpus=Gpus(monotonic=clock.monotonic, call_timeout_seconds=GPU_TIMEOUT_SECONDS),
@@ -124,7 +127,7 @@ class NodeParts(Struct, frozen=True, kw_only=True):
 
     gpus: GpuSource
     processes: NodeProcesses | None
-    """None where the engines are named by their URLs."""
+    """Finds the engines; None if the operator named them by their URLs."""
     clock: Clock
 
     def list_resources(self) -> tuple[Closable | None, ...]:
@@ -149,7 +152,7 @@ def build_node_parts(settings: Settings) -> NodeParts:
 
 
 def build_real_evictor(settings: Settings, clock: Clock) -> Evictor | None:
-    """Return the evictor of this pod; None outside of a pod, or where it is not configured."""
+    """Return the evictor of this pod; None outside of a pod, or if it is not configured."""
     if settings.evict == "off":
         return None
     return build_evictor(build_eviction_policy(settings), clock)

@@ -8,14 +8,14 @@ import msgspec
 from vllm_headroom.model import USUAL_CONTAINER, EnginePod
 
 CONTAINER_VARIABLE: Final = "HEADROOM_ENGINE_CONTAINER"
-"""The setting that names the engine's container, which the downward API cannot name."""
+"""The setting that names the engine's container, because the downward API cannot name it."""
 
 
 def read_engine_pod(container: str | None = None) -> EnginePod | None:
-    """Return the pod that the downward API names, None outside of one.
+    """Return the pod that the downward API names; None outside of a pod.
 
-    Without a `container`, the environment names it. Also None if a name is not a valid name of
-    Kubernetes.
+    If `container` is None, the environment names the container. Returns None also if a name is not
+    a valid name of Kubernetes.
     """
     names = {
         "namespace": os.environ.get("POD_NAMESPACE"),

@@ -22,7 +22,10 @@ class PodApi(Struct, frozen=True, kw_only=True):
 
 
 def open_api(account: Path, timeout_seconds: float) -> PageReader | None:
-    """Return the API server of this pod's cluster; None outside of a pod, or without a token."""
+    """Return this pod's API server; None outside of a pod.
+
+    This is so if an environment variable or the service account's namespace is missing.
+    """
     host = os.environ.get("KUBERNETES_SERVICE_HOST", "")
     port = os.environ.get("KUBERNETES_SERVICE_PORT", "")
     if not (host and port.isdigit() and (account / "token").is_file()):

@@ -15,11 +15,13 @@ from vllm_headroom.vocabulary import Reason, ServerAnswer
 log = Log(__name__)
 
 ROUND_SECONDS: Final = 10.0
-"""The pause between two rounds: six rounds fit before the engine counts as stalled."""
+"""The pause between two rounds. Six rounds fit into the time before the engine counts as stalled.
+"""
 
 OPEN_REASONS: Final = frozenset({Reason.HTTP_STATUS, Reason.TIMEOUT, Reason.INCOMPLETE})
-"""Failures of the metrics page behind which a server may run. A closed port refuses all pages, and
-a login page means that the address or the token is wrong.
+"""If the metrics page fails for one of these reasons, a server may still run. For any other reason
+it is useless to ask: a closed port refuses all pages, and a login page means that the address or
+the token is wrong.
 """
 
 
@@ -53,7 +55,7 @@ class ServerPages:
             raise
         is_silent = reply.answer is ServerAnswer.SILENT
         if is_silent and not self._was_silent:
-            # One late answer is no silence, and must not cause a restart.
+            # A single late answer does not count as silence, and must not cause a restart.
             reply = replace(reply, answer=ServerAnswer.UNCLEAR)
         self._was_silent = is_silent
         if self.latest is None or reply.answer is not self.latest.answer:

@@ -18,28 +18,34 @@ from vllm_headroom.model import (
 )
 
 CLOSE_SECONDS: Final = 0.3
-"""How long closing all the sources may take. The whole exit may take one second."""
+"""Closing all the sources may take this long. The whole exit may take one second."""
 
 
 class Closable(Protocol):
     """A resource to close."""
 
     async def close(self) -> None:
-        """Release it."""
+        """Release the resource."""
 
 
 class EngineSource(Closable, Protocol):
     """The source of the engine's page."""
 
     async def fetch(self) -> str | Failure:
-        """Return the page's text, or why it could not be read, as a Failure; never raise."""
+        """Return the page's text.
+
+        If it could not be read, return the reason as a Failure. Never raises.
+        """
 
 
 class GpuSource(Closable, Protocol):
     """The source of GPU readings."""
 
     async def read(self, timeout_seconds: float) -> GpuReadings | Failure:
-        """Return one reading of every device, or a Failure that says why not; never raise."""
+        """Return one reading of every device.
+
+        If that fails, return the reason as a Failure. Never raises.
+        """
 
     async def sample_used(self, timeout_seconds: float) -> Mapping[str, int]:
         """Return the used bytes of each readable GPU by UUID, and add them to its peak."""
@@ -58,8 +64,9 @@ ReadLog = Callable[[float], Awaitable[LogReading | Failure]]
 """Returns what the engine's log says so far. The number is the time limit in seconds."""
 
 FindServedModel = Callable[[ProcessReadings | Failure], TokenBytes | None]
-"""Returns the bytes per token of the model that the engine's processes load; None where they are
-unknown."""
+"""Returns the bytes per token of the model that the engine's processes load; None if they are
+unknown.
+"""
 
 
 class Sources(Struct, frozen=True, kw_only=True):
@@ -69,11 +76,11 @@ class Sources(Struct, frozen=True, kw_only=True):
     gpus: GpuSource
     processes: ReadProcesses
     probe: ReadProbe | None = None
-    """None where no folder of the probe is configured."""
+    """Reads the probe's files; None if no folder of the probe is configured."""
     log: ReadLog | None = None
-    """None where no log of the engine is configured."""
+    """Reads the engine's log; None if no log of the engine is configured."""
     model: FindServedModel | None = None
-    """None where the bytes per token are configured."""
+    """Finds the served model; None if the bytes per token are configured."""
 
 
 class AnyParts(Protocol):

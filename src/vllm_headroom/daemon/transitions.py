@@ -36,18 +36,19 @@ ENGINE_EVENTS: Final = {
     EngineState.UNKNOWN: "engine's state unknown",
     EngineState.STALLED: "engine is stalled: it should make progress and makes none",
 }
-"""The events of two states. The event of any other state is "engine is" and the state's name."""
+"""The events of two states. For any other state, the event is "engine is" and the state's name."""
 
 MOST_LOGGED_PROBES: Final = 64
-"""How many stopped probes are logged within FORGET_PROBES_SECONDS: files that the engine's
-container writes must not fill the log."""
+"""At most this many stopped probes are logged within FORGET_PROBES_SECONDS, because files that the
+engine's container writes must not fill the log.
+"""
 
 FORGET_PROBES_SECONDS: Final = HOUR_SECONDS
-"""How often logged probes whose files are gone are forgotten."""
+"""After this time, a logged probe whose file is gone is forgotten."""
 
 DISAGREEING_SECONDS: Final = 60.0
-"""How long the log must disagree with the probe or the page before that is reported. After a
-restart, each source is read at a different moment.
+"""If the log disagrees with the probe or the page for this time, this is reported. After a restart,
+each source is read at a different moment.
 """
 
 NOTHING_YET: Final = "nothing yet"
@@ -62,9 +63,10 @@ class Transitions:
         self._logged_states: dict[str, object] = {}
         self._engine_state: EngineState | None = None
         self._leak_states: dict[str, str | None] = {}
-        """GROWING or LEAKING, or None for neither, by the name of a GPU or of a host memory."""
+        """GROWING or LEAKING, or None if it is neither, by the name of a GPU or of a host memory.
+        """
         self._logged_probes: set[tuple[int, float]] = set()
-        """Stopped probes by pid and start."""
+        """The stopped probes that were logged, by pid and start time."""
         self._forget_probes_at_seconds = 0.0
         self._disagreeing_since_seconds: float | None = None
         """When the engine's log began to disagree, on the monotonic clock; None while it agrees."""
@@ -87,17 +89,17 @@ class Transitions:
     def report_leaks(self, values: Values) -> None:
         """Log for which GPU or host memory the leak detector begins or ceases to find growth.
 
-        A state in which it cannot judge is neither logged nor remembered.
+        A state in which the detector cannot judge is neither logged nor remembered.
         """
         gpu_states = values.find_all(catalog.LEAK_STATE)
         host_states = values.find_all(catalog.HOST_LEAK_STATE)
         for labels, is_current in (gpu_states | host_states).items():
             *device, state = labels
-            # An alarm may go on after a time in which it could not be judged, and is not logged
+            # An alarm may continue after a time in which it could not be judged. It is not logged
             # twice.
             if not is_current or state in (LeakState.UNKNOWN, LeakState.ASLEEP):
                 continue
-            # A GPU has two labels, index and UUID; a host memory has one, the role.
+            # A GPU has two labels, index and UUID. A host memory has one label, the role.
             is_gpu = len(device) > 1
             name = name_device(*device) if is_gpu else f"host memory of {device[0]}"
             is_growth = state in (LeakState.GROWING, LeakState.LEAKING)
@@ -119,7 +121,7 @@ class Transitions:
     def log_fault(self, name: str, error: Exception | None) -> None:
         """Log a derivation's error, with its traceback, when it begins and when it is over.
 
-        `error` is what the derivation raised at this tick, None where it succeeded.
+        `error` is what the derivation raised at this tick; None if it succeeded.
         """
         is_faulty = error is not None
         if not self._note_change(f"derivation {name}", is_faulty, usual_state=False):
@@ -132,8 +134,8 @@ class Transitions:
     def log_reader_fault(self, source: Source, step: str, error: Exception | None) -> None:
         """Log what a step of reading a source raised, with its traceback, when it begins.
 
-        `error` is None where the source answered. While the source fails in another way, do not
-        call this: the same fault would be logged twice.
+        `error` is None if the source answered. Do not call this while the source fails in another
+        way, because the same fault would be logged twice.
         """
         is_faulty = error is not None
         is_change = self._note_change(f"{step} of {source}", is_faulty, usual_state=False)
@@ -177,7 +179,7 @@ class Transitions:
             )
 
     def _report_stopped_probes(self, probe: ProbeReadings, now_seconds: float) -> None:
-        """Log each probe that has stopped for good, once."""
+        """Log once each probe that has stopped for good."""
         stopped_probes = {
             (process.pid, process.started_at_seconds): process
             for process in probe.others
@@ -220,7 +222,8 @@ class Transitions:
             self._disagreeing_since_seconds = now_seconds
         if now_seconds - self._disagreeing_since_seconds < DISAGREEING_SECONDS:
             return
-        # Compared by name, because the sizes may change a little between readings.
+        # Disagreements are compared by name, because the sizes may change a little between
+        # readings.
         names = [text.partition(":")[0] for text in disagreements]
         if self._note_change("log agreement", names):
             log.warning(
@@ -231,7 +234,7 @@ class Transitions:
     def _report_inputs(self, page: EnginePage) -> None:
         """Log when the page begins or ceases to offer at least one of the profile's inputs."""
         missing_inputs = [name for name, is_offered in page.inputs if not is_offered]
-        # A page with some of its inputs is the engine's; without any it is not.
+        # If a page offers some of the inputs, it is the engine's. If it offers none, it is not.
         offers_inputs = len(missing_inputs) < len(page.inputs)
         if not self._note_change("inputs", offers_inputs):
             return
@@ -254,11 +257,12 @@ class Transitions:
             )
 
     def _report_owned_gpus(self, gpus: tuple[Gpu, ...]) -> None:
-        """Log which GPUs are the engine's and how that is known, or why no GPU is."""
+        """Log which GPUs are the engine's and how that is known, or why no GPU is the engine's."""
         attributions = [
             (gpu.reading.uuid, str(gpu.attribution)) for gpu in gpus if gpu.attribution is not None
         ]
-        # Compared as a set, because after a loss NVML may number the GPUs in another order.
+        # The attributions are compared as a set, because after a loss NVML may number the GPUs in
+        # another order.
         if not self._note_change("owners", frozenset(attributions)):
             return
         for uuid, attribution in attributions:
@@ -267,7 +271,7 @@ class Transitions:
             log.warning(
                 "no GPU attributed to the engine", problem=NOT_ATTRIBUTED, visible=len(gpus)
             )
-        # Operators name a GPU by its UUID in any case, or by its index.
+        # Operators name a GPU by its UUID (in upper or lower case) or by its index.
         visible_names: set[str] = set()
         for gpu in gpus:
             visible_names.add(gpu.reading.uuid.casefold())

@@ -13,24 +13,25 @@ from vllm_headroom.model import EngineReading, Sample, Snapshot
 from vllm_headroom.vocabulary import EngineState
 
 FULL_BATCH_SAMPLES: Final = 3
-"""The number of samples in which requests must wait at the highest load before that load counts as
-the engine's limit: one queue proves nothing.
+"""The highest load counts as the engine's limit only after this many samples in which requests
+waited at that load. One queue proves nothing.
 """
 
 
 class BatchEvidence(Struct, frozen=True, kw_only=True):
-    """The evidence of how many requests one engine can run at once."""
+    """The evidence of how many requests one engine can run at once (the batch limit)."""
 
     most_running: float = 0.0
     """The highest number of running requests so far."""
 
     waited_samples: int = 0
-    """In how many samples requests waited at that load although the KV cache had room for one
-    more."""
+    """In how many samples requests waited at the highest load although the KV cache had room for
+    one more.
+    """
 
     is_reported: bool = False
-    """Whether the engine ever reported its limit. If so, the limit is unknown while it is not
-    reported, and is never estimated.
+    """Whether the engine ever reported its limit. If so, the limit is unknown while the engine does
+    not report it, and is never estimated.
     """
 
 
@@ -38,18 +39,18 @@ class Batches(Struct, frozen=True, kw_only=True):
     """The evidence of each engine in one run."""
 
     restarts: int = 0
-    """Identifies the run."""
+    """Identifies the run by its number of restarts."""
     engines: dict[tuple[str, str], BatchEvidence] = field(default_factory=dict)
-    """By the labels `model_name` and `engine`."""
+    """The evidence of each engine, by the labels `model_name` and `engine`."""
 
 
 def derive_admission(state: Batches, snapshot: Snapshot) -> tuple[Batches, tuple[Sample, ...]]:
     """Return how many more requests each engine can run, by its KV cache and `max_num_seqs`.
 
-    vLLM's page does not show that setting. Where it is unknown, the limit is the highest number of
-    running requests so far, provided that other requests waited at that load although the KV cache
-    had room. There is no sample while nothing runs or while the engine does not serve, because the
-    gauges of a sleeping or stalled engine are frozen.
+    vLLM's page does not show `max_num_seqs`. If the setting is unknown, the limit is the highest
+    number of running requests so far. It counts only if other requests waited at that load although
+    the KV cache had room. While nothing runs, or while the engine does not serve, there is no
+    sample, because the gauges of a sleeping or stalled engine do not change.
     """
     status = snapshot.engine_status
     if snapshot.page is None:
@@ -75,7 +76,7 @@ def _update_batch(batch: BatchEvidence, engine: EngineReading) -> BatchEvidence:
     """Return the evidence of an engine's limit with this reading added."""
     running = engine.running or 0.0
     is_reported = batch.is_reported or engine.max_num_seqs is not None
-    # The limit is at least the new highest load: queues at lower loads are no longer evidence.
+    # The limit is at least the new highest load, so queues at lower loads are no longer evidence.
     if running > batch.most_running or is_reported != batch.is_reported:
         batch = BatchEvidence(most_running=running, is_reported=is_reported)
     has_queue_at_limit = running == batch.most_running and bool(engine.waiting)
@@ -94,22 +95,22 @@ def _fits_one_more(engine: EngineReading) -> bool:
 
 
 def _count_additional(engine: EngineReading, batch: BatchEvidence) -> float | None:
-    """Return how many more requests of the average size can run; None where that is unknown."""
+    """Return how many more requests of the average size can run; None if that is unknown."""
     if not engine.running or not engine.kv_used_ratio:
         return None
     limit = None
     if batch.is_reported:
         limit = engine.max_num_seqs
-        # The limit was reported before and is not reported now. The highest load must not replace
-        # it.
+        # The engine reported its limit before, and does not report it now. The highest load must
+        # not replace the reported limit.
         if limit is None:
             return None
     elif batch.waited_samples >= FULL_BATCH_SAMPLES:
         limit = batch.most_running
-    # The used share of the cache holds the running requests, so the free share holds proportionally
-    # many more.
+    # The running requests take the used share of the cache, so the free share has room for
+    # proportionally many more.
     fitting = engine.running * (1.0 - engine.kv_used_ratio) / engine.kv_used_ratio
-    # A tiny used share makes the quotient infinite.
+    # If the used share is tiny, the quotient is infinite.
     if isfinite(fitting):
         fitting = float(floor(fitting))
     if limit is None:

@@ -16,13 +16,15 @@ from vllm_headroom.model import (
 )
 
 MOST_COUNTS: Final = 512
-"""How many counters of processes are kept: four times the files that are read at once."""
+"""This many counters of processes are kept, which is four times the number of files that are read
+at once.
+"""
 
 CounterKey = tuple[str, str, int, float]
-"""A process's counter by GPU UUID, metric name, pid and start."""
+"""The key of a process's counter: GPU UUID, metric name, pid and start time."""
 
 SumKey = tuple[str, str]
-"""A sum by GPU UUID and metric name."""
+"""The key of a sum: GPU UUID and metric name."""
 
 _COUNTERS: Final[tuple[Metric, ...]] = (catalog.ALLOCATOR_RETRIES, catalog.ALLOCATOR_OOMS)
 
@@ -31,7 +33,7 @@ class Counts(Struct, frozen=True, kw_only=True):
     """The counts of all processes so far."""
 
     last: dict[CounterKey, int] = field(default_factory=dict)
-    """The newest count of each process. The one that was read longest ago comes first."""
+    """The newest count of each process. The counts that were read longest ago come first."""
 
     sums: dict[SumKey, int] = field(default_factory=dict)
     """The sums over all processes, including exited ones."""
@@ -40,8 +42,8 @@ class Counts(Struct, frozen=True, kw_only=True):
 def derive_counters(state: Counts, snapshot: Snapshot) -> tuple[Counts, tuple[Sample, ...]]:
     """Return the allocator's counters for each GPU of the engine, over all its processes.
 
-    An exited process contributes the counts of its last file. No samples without the probe or a
-    GPU, nor for a counter that no process has reported.
+    For an exited process, the counts of its last file are used. There are no samples without the
+    probe or a GPU. If no process has reported a counter, it has no sample.
     """
     probe = snapshot.probe
     gpus = snapshot.owned_gpus
@@ -51,7 +53,7 @@ def derive_counters(state: Counts, snapshot: Snapshot) -> tuple[Counts, tuple[Sa
     present_keys = {(uuid, metric.name) for uuid in uuids for metric in _COUNTERS}
     counts = dict(state.last)
     sums = limit_remembered(state.sums, present_keys)
-    # Present processes come last, because the last ones are kept when there are too many.
+    # Present processes come last, because the last ones are kept if there are too many.
     for process in (*probe.others, *probe.silent, *probe.present):
         for device in process.devices:
             if device.uuid.casefold() in uuids:
@@ -63,7 +65,7 @@ def derive_counters(state: Counts, snapshot: Snapshot) -> tuple[Counts, tuple[Sa
             key = (gpu.reading.uuid.casefold(), metric.name)
             if key in sums:
                 samples.append(Sample(metric, label_gpu(gpu), float(sums[key])))
-    # Bounded: a crash loop adds processes all day.
+    # The number of counts is bounded, because a crash loop adds processes all day.
     newest_counts = dict(tuple(counts.items())[-MOST_COUNTS:])
     return Counts(last=newest_counts, sums=sums), tuple(samples)
 
@@ -96,7 +98,8 @@ def _add_count(
     if count is None:
         return
     key = (*sum_key, process.pid, process.started_at_seconds)
-    # Removed and added again at the end, so that the oldest counters are dropped first.
+    # The counter is removed and added again at the end, so that the oldest counters are dropped
+    # first.
     earlier_count = counts.pop(key, 0)
     counts[key] = max(earlier_count, count)
     sums[sum_key] = sums.get(sum_key, 0) + counts[key] - earlier_count

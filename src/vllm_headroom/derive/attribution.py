@@ -1,4 +1,4 @@
-"""Decide which GPUs, and how much of their memory, the engine uses."""
+"""Decide which GPUs the engine uses, and how much of their memory."""
 
 from collections.abc import Iterable
 from typing import Final
@@ -26,7 +26,7 @@ FATE_TEXTS: Final = {
     Fate.ZOMBIE: "which has ended and hangs in the driver",
     Fate.VANISHED: "which no longer exists",
 }
-"""What became of a process, as a clause that follows its name."""
+"""What became of a process, as a clause that follows the process's name."""
 
 WHAT_TO_DO: Final = {
     Fate.ORPHANED: "end it with kill {pid}, or kill -9 {pid}",
@@ -34,7 +34,7 @@ WHAT_TO_DO: Final = {
     " the node",
     Fate.VANISHED: "the driver gives it back within a minute, or keeps it until the GPU is reset",
 }
-"""How to get the memory back."""
+"""How to release the memory, by what became of its process."""
 
 
 def is_alive(pid: int, processes: ProcessReadings) -> bool:
@@ -56,7 +56,7 @@ def describe_leftover(leftover: Leftover) -> str:
 
 def describe_orphans(orphans: frozenset[int], gpus: Iterable[Gpu]) -> str | None:
     """Return a clause about the orphans that hold no memory on these GPUs; None without any."""
-    # Those that hold memory are named in the sentence on their GPU.
+    # The sentence on a GPU names the orphans that hold its memory.
     holders = set[int]()
     for gpu in gpus:
         holders.update(leftover.pid for leftover in gpu.leftovers)
@@ -71,9 +71,10 @@ def describe_orphans(orphans: frozenset[int], gpus: Iterable[Gpu]) -> str | None
 def find_fate(pid: int, processes: ProcessReadings, engine_pids: frozenset[int]) -> Fate | None:
     """Return what became of a process that the driver lists; None if it is or may be alive.
 
-    Its pid must mean the same process in NVML and /proc. `engine_pids` are the pids of the engine's
-    former processes. A pid that /proc does not show counts as vanished if it was the engine's, or
-    if /proc shows the whole machine; where pid 1 is not visible, other processes may be hidden too.
+    The pid must mean the same process in NVML and in /proc. `engine_pids` are the pids of the
+    engine's former processes. If /proc does not show a pid, the process counts as vanished in two
+    cases: it was the engine's, or /proc shows the whole machine. If pid 1 is not visible, other
+    processes may be hidden too.
     """
     if pid in processes.left_behind:
         return Fate.ORPHANED
@@ -87,36 +88,44 @@ def find_fate(pid: int, processes: ProcessReadings, engine_pids: frozenset[int])
     return None
 
 
-# Outside the machine's first PID namespace, what an NVIDIA driver lists depends on its version
-# (open-gpu-kernel-modules, gpu_rmapi.c: `_gpuConvertPid`, `_gpuMatchClientPid`; #614).
+# Outside the machine's first PID namespace, it depends on the version of an NVIDIA driver which
+# pids it lists (open-gpu-kernel-modules, gpu_rmapi.c: `_gpuConvertPid`, `_gpuMatchClientPid`;
+# #614).
 
 _DRIVER_TRANSLATES_PIDS: Final = (535, 113, 1)
-"""The first driver that lists the pids of the container's namespace; older drivers list the host's
-pids in a container."""
+"""The first driver that lists the pids of the container's namespace. Older drivers list the host's
+pids in a container.
+"""
 
 _DRIVER_TRANSLATES_MEMORY: Final = (565, 57, 1)
-"""The first driver that lists the memory of the right process in a container; drivers up to 560
-list the right pids with another process's memory."""
+"""The first driver that lists the memory of the right process in a container. Drivers up to 560
+list the right pids with another process's memory.
+"""
 
 _NVML_RACE_BYTES: Final = 64 * MIB
-"""How much a process may free between two NVML calls. If the processes together exceed the memory
-in use by more than this, the driver lists memory of another device."""
+"""A process may free this much memory between two NVML calls. If the processes together exceed the
+memory in use by more than this, the driver lists memory of another device.
+"""
 
 
 NEIGHBOUR_BYTES: Final = GIB
-"""Less memory of other processes than this is not mentioned, as in the alert
-HeadroomNeighbourGrowing: a CUDA context takes less. It is the limit for files in /dev/shm too, as
-in HeadroomHostMemoryLow."""
+"""If other processes hold less memory than this, they are not mentioned, as in the alert
+HeadroomNeighbourGrowing. A CUDA context takes less. The limit is also used for files in /dev/shm,
+as in HeadroomHostMemoryLow.
+"""
 
 
 class Selection(Struct, frozen=True, kw_only=True):
-    """The GPUs that the operator selected; with both defaults, attribution is automatic."""
+    """The GPUs that the operator selected.
+
+    With both defaults, attribution is automatic.
+    """
 
     everything: bool = False
     """Whether all visible GPUs are the engine's."""
 
     listed: tuple[str, ...] = ()
-    """The UUIDs, in any case, or NVML indices of the engine's GPUs."""
+    """The engine's GPUs, by UUID (in upper or lower case) or by NVML index."""
 
     @classmethod
     def of(cls, gpus: str | tuple[str, ...]) -> "Selection":
@@ -127,29 +136,31 @@ class Selection(Struct, frozen=True, kw_only=True):
 
 
 class AttributionState(Struct, frozen=True, kw_only=True):
-    """On which devices the engine's processes last were."""
+    """The devices on which the engine's processes were last seen."""
 
     device_uuids: frozenset[str] = frozenset()
-    """The UUIDs of the engine's last devices; empty before any was seen."""
+    """The UUIDs of these devices; empty before any was seen."""
 
     holders: frozenset[tuple[int, float]] = frozenset()
     """The pids and start times of the engine's processes that were last seen on these devices."""
 
     has_ledger: bool = False
     """Whether the driver has ever reported the memory of an engine process. If it has, a reading
-    without that memory is a temporary gap.
+    without this memory is a temporary gap.
     """
 
     engine_pids: frozenset[int] = frozenset()
-    """The engine's pids last seen on any device. The pid of an exited process stays here while NVML
-    lists it."""
+    """The engine's pids that were last seen on any device. The pid of an exited process stays here
+    while NVML lists it.
+    """
 
     is_ambiguous: bool = False
     """Whether /proc showed several engines and none could be identified."""
 
     indices: dict[str, int] = field(default_factory=dict)
-    """The NVML index that each device had when it was first seen, by UUID. NVML renumbers the
-    others when a device disappears; HEADROOM_GPUS means the first numbers."""
+    """The NVML index that each device had when it was first seen, by UUID. When a device
+    disappears, NVML renumbers the others. HEADROOM_GPUS means the first numbers.
+    """
 
 
 def attribute(
@@ -160,15 +171,16 @@ def attribute(
 ) -> tuple[AttributionState, tuple[Gpu, ...]]:
     """Return every device with its attribution and the holders of its memory.
 
-    Automatic attribution takes the devices on which the engine's processes hold memory. They are
-    remembered while the engine is down, until a new engine holds memory. Before any such device was
-    seen, a device is the engine's if it is the only one. Processes that an exited run left count as
-    the engine's until they are gone.
+    Automatic attribution takes the devices on which the engine's processes hold memory. These
+    devices are remembered while the engine is down, until a new engine holds memory. Before any
+    such device was seen, the only device of a machine counts as the engine's. Processes that an
+    exited run left behind count as the engine's until they are gone.
 
-    `engine_bytes` and `other_bytes` are known only where /proc and NVML mean the same process (in
-    the host's PID namespace, or with driver 565.57.01 and newer), once an engine process was seen
-    on a device, and while it is known which engine is the watched one. Where they are unknown,
-    `held_bytes` is None if they were known before, and all used memory if they never can be known.
+    `engine_bytes` and `other_bytes` are known under three conditions: /proc and NVML mean the same
+    process by a pid (in the host's PID namespace, or with driver 565.57.01 and newer); an engine
+    process was seen on a device; and it is known which engine is the watched one. If they are
+    unknown, `held_bytes` is None if they were known before. If they can never be known,
+    `held_bytes` is all used memory.
     """
     indices = {
         device.uuid: state.indices.get(device.uuid, device.index)
@@ -177,7 +189,8 @@ def attribute(
     }
     state = _follow_engine(replace(state, indices=indices), readings, processes)
     is_memory_reliable = is_process_memory_reliable(readings, processes)
-    # Memory is split, and a process's fate is found, only by pids that mean the same process.
+    # To split memory, and to find out what became of a process, the pids must mean the same process
+    # in NVML and /proc.
     splitting_processes = None
     if state.device_uuids and is_memory_reliable and not state.is_ambiguous:
         splitting_processes = processes
@@ -188,7 +201,7 @@ def attribute(
     if not isinstance(processes, Failure):
         current_pids = {process.pid for process in processes.engine}
         engine_pids = engine_pids.union(processes.orphans, current_pids)
-    # Where the engine's memory will be known again, nothing is assumed in the meantime.
+    # If the engine's memory will be known again, nothing is assumed in the meantime.
     can_be_known = state.has_ledger or state.is_ambiguous
 
     gpus = []
@@ -198,8 +211,8 @@ def attribute(
         )
         engine_bytes, other_bytes = _split_memory(device, splitting_processes, engine_pids)
         held_bytes = engine_bytes
-        # Old drivers in a container never report it: then all that is in use counts as the
-        # engine's.
+        # Old drivers in a container never report the engine's memory, so all memory in use counts
+        # as the engine's.
         if engine_bytes is None and not can_be_known:
             held_bytes = _assume_held_bytes(device, other_bytes)
         gpu = Gpu(
@@ -220,7 +233,8 @@ def attribute(
 def _assume_held_bytes(device: GpuReading, other_bytes: int | None) -> int | None:
     """Return the used memory that is not known to belong to others.
 
-    None where the memory is unknown, and on unified memory, which everything on the machine uses.
+    Returns None if the memory is unknown. Returns None also on unified memory, because everything
+    on the machine uses it.
     """
     memory = device.memory
     if memory is None or memory.is_unified:
@@ -237,14 +251,16 @@ def _find_leftovers(
 ) -> tuple[Leftover, ...]:
     """Return the processes on a device that outlived their engine, or are dead.
 
-    Empty where `processes` are not known. Memory that is not reliably reported is None.
+    The result is empty if `processes` are not known. If memory is not reported reliably, it is
+    None.
     """
     if not isinstance(processes, ProcessReadings):
         return ()
     leftovers = []
     for process in device.processes or ():
         fate = find_fate(process.pid, processes, engine_pids)
-        # Without a fate the process is or may be alive: it is no leftover.
+        # If it is not known what became of a process, the process is or may be alive. Then it is no
+        # leftover.
         if fate is not None:
             used_bytes = process.used_bytes if is_memory_reliable else None
             leftovers.append(Leftover(pid=process.pid, fate=fate, used_bytes=used_bytes))
@@ -266,8 +282,8 @@ def _follow_engine(
 ) -> AttributionState:
     """Return the state with the devices on which the engine's processes are now.
 
-    While a process of the last reading is still on a device, it is the same engine. It keeps the
-    devices that it has freed, because an exiting engine frees its devices one by one.
+    While a process of the last reading is still on a device, it is the same engine. The engine then
+    keeps the devices that it has freed, because an exiting engine frees its devices one by one.
     """
     if isinstance(processes, Failure):
         return state
@@ -288,13 +304,14 @@ def _follow_engine(
                 holders.add((process.pid, starts[process.pid]))
                 is_memory_reported |= process.used_bytes is not None
 
-    # An exited process stays the engine's while NVML lists it: its memory is not free yet.
+    # An exited process counts as the engine's while NVML lists it, because its memory is not free
+    # yet.
     exited_pids = frozenset(pid for pid in state.engine_pids if not is_alive(pid, processes))
     engine_pids = exited_pids | processes.orphans | frozenset(starts)
     state = replace(state, engine_pids=engine_pids & pids_on_devices)
     if not devices:
         return state
-    # By pid and start time, because a pid may be in use again.
+    # Processes are compared by pid and start time, because a pid may be in use again.
     is_same_engine = bool(holders & state.holders)
     if is_same_engine:
         devices |= state.device_uuids
@@ -330,17 +347,17 @@ def _has_same_pids(
 def _attribute_device(
     device: GpuReading, state: AttributionState, selection: Selection, *, device_count: int
 ) -> Attribution | None:
-    """Return why a device counts as the engine's; None where it does not."""
-    # The operator's setting comes first, even where the processes are seen on other devices.
+    """Return why a device counts as the engine's; None if it does not."""
+    # The operator's setting comes first, even if the processes are seen on other devices.
     if selection.everything:
         return Attribution.ASSUMED
     if selection.listed:
-        # By the first index: NVML renumbers the GPUs behind one that was lost.
+        # The first index is used, because NVML renumbers the GPUs behind a GPU that was lost.
         index = state.indices.get(device.uuid, device.index)
         names = {name.casefold() for name in selection.listed}
         is_listed = device.uuid.casefold() in names or str(index) in names
         return Attribution.UUID if is_listed else None
-    # Attribution is automatic: it never guesses among several devices.
+    # Attribution is automatic, and never guesses among several devices.
     if state.device_uuids:
         return Attribution.PROCESS if device.uuid in state.device_uuids else None
     return Attribution.SINGLE if device_count == 1 else None
@@ -351,15 +368,15 @@ def _split_memory(
 ) -> tuple[int | None, int | None]:
     """Return the bytes that the engine's processes hold, and those that other live ones hold.
 
-    Both are None where the processes are not known, or together hold more than is in use. One is
-    None where the driver does not report the memory of one of its processes. The two need not sum
-    to the memory in use.
+    Both are None if the processes are not known, or if together they hold more than is in use. One
+    of them is None if the driver does not report the memory of one of its processes. The two need
+    not sum to the memory in use.
     """
     if not isinstance(processes, ProcessReadings):
         return None, None
     if device.processes is None or device.memory is None:
         return None, None
-    # None stays in the list: with an unknown size the sum is unknown.
+    # A size of None stays in the list, so that the sum becomes unknown.
     engine_sizes: list[int | None] = []
     other_sizes: list[int | None] = []
     for process in device.processes:
@@ -371,11 +388,11 @@ def _split_memory(
     other_bytes = sum_known((0, *other_sizes))
 
     used_bytes = device.memory.used_bytes
-    # A sum that is too large contains memory of another device: neither sum is reliable.
+    # If the sum is too large, it contains memory of another device, so neither sum is reliable.
     if (engine_bytes or 0) + (other_bytes or 0) > used_bytes + _NVML_RACE_BYTES:
         return None, None
-    # NVML reads the two figures one after the other. Within that race, the sum is capped at the
-    # memory in use.
+    # NVML reads the two figures one after the other. The sum may exceed the memory in use by what
+    # was freed in between, so it is capped.
     if engine_bytes is not None:
         engine_bytes = min(engine_bytes, used_bytes)
     if other_bytes is not None:
@@ -384,12 +401,12 @@ def _split_memory(
 
 
 def add_lost_gpus(snapshot: Snapshot) -> Snapshot:
-    """Attribute GPUs that cannot be opened to the engine, if they must be its GPUs.
+    """Attribute GPUs that cannot be opened to the engine, if they must be the engine's.
 
-    A GPU that cannot be opened has no UUID and no process list. Where GPUs of the engine are
-    missing, the unopened GPUs are attributed to it if there are no more of them than missing ones.
-    Meanwhile no other readable GPU is assumed to be the engine's, even if it is the only one. The
-    snapshot is returned unchanged where no GPU is missing.
+    A GPU that cannot be opened has no UUID and no process list. If GPUs of the engine are missing,
+    the unopened GPUs are attributed to the engine, provided that there are no more of them than
+    missing ones. Meanwhile no readable GPU is assumed to be the engine's, even if it is the only
+    one. If no GPU is missing, the snapshot is returned unchanged.
     """
     if snapshot.engine_status is None or not snapshot.devices:
         return snapshot
@@ -397,11 +414,11 @@ def add_lost_gpus(snapshot: Snapshot) -> Snapshot:
     missing_uuids = sorted(engine_uuids - {gpu.reading.uuid for gpu in snapshot.devices})
     if not missing_uuids:
         return snapshot
-    # More unopened GPUs than missing ones: some of them are not the engine's, and it is unknown
-    # which.
+    # There are more unopened GPUs than missing ones. So some of them are not the engine's, and it
+    # is unknown which.
     unopened_count = sum(1 for gpu in snapshot.devices if not gpu.reading.uuid)
     is_engines = unopened_count <= len(missing_uuids)
-    # Where several GPUs are missing, it is unknown which of them an unopened GPU is.
+    # If several GPUs are missing, it is unknown which of them an unopened GPU is.
     lost_uuid = missing_uuids[0] if len(missing_uuids) == 1 else ""
     gpus = []
     for gpu in snapshot.devices:
@@ -415,7 +432,7 @@ def add_lost_gpus(snapshot: Snapshot) -> Snapshot:
 
 
 def _attribute_lost(gpu: Gpu, uuid: str) -> Gpu:
-    """Return an unreadable GPU as one of the engine's; the UUID is empty where it is unknown."""
+    """Return an unreadable GPU as one of the engine's; the UUID is empty if it is unknown."""
     return replace(
         gpu,
         reading=replace(gpu.reading, uuid=uuid),

@@ -31,13 +31,14 @@ _OPTIONS: Final = {
     "kv_cache_dtype": "kv_cache_dtype",
     "kv_cache_memory_bytes": "kv_cache_memory_bytes",
 }
-"""The option that sets a field of EngineReading, by the field. It is used where the page does not
+"""For each field of EngineReading, the option that sets it. The option is used if the page does not
 have the field.
 """
 
 OFFLOAD_FACTOR: Final = 1.92
-"""How many times its configured size a KV cache tier in host memory took (vllm#53042); offloaded
-weights took 1.9 times their size (vllm#56410)."""
+"""A KV-cache tier in host memory took this many times its configured size (vllm#53042). Offloaded
+weights took 1.9 times their size (vllm#56410).
+"""
 
 MULTIMODAL_CACHE_GB: Final = 4.0
 """vLLM's default of --mm-processor-cache-gb (vllm/config/multimodal.py)."""
@@ -46,10 +47,10 @@ MULTIMODAL_CACHE_GB: Final = 4.0
 def find_schedulers(
     page: EnginePage, processes: tuple[ProbedProcess, ...]
 ) -> dict[tuple[str, str], SchedulerReading]:
-    """Return the scheduler of each engine on the page, by its labels.
+    """Return the scheduler of each engine on the page, by the engine's labels.
 
-    They match by data-parallel rank; a single engine and a single scheduler always match. An engine
-    without a matching scheduler is left out.
+    Engines and schedulers match by data-parallel rank. A single engine and a single scheduler
+    always match. An engine without a matching scheduler is left out.
     """
     schedulers = []
     by_rank = {}
@@ -59,7 +60,7 @@ def find_schedulers(
             if process.data_parallel_rank is not None:
                 by_rank[str(process.data_parallel_rank)] = process.scheduler
     engines = list_named(page)
-    # A single engine need not have a rank, on the page or in the probe's file.
+    # A single engine may have no rank, on the page or in the probe's file.
     if len(engines) == 1 and len(schedulers) == 1:
         return {label_engine(engines[0]): schedulers[0]}
     return {
@@ -78,9 +79,9 @@ def complete_page(
     """Return the page with facts of the probe and of the command line added to each engine.
 
     The probe's facts replace those of the page. An option adds a fact only if the page and the
-    probe do not have it. A core whose probe is silent keeps its last facts. A capacity that was
-    computed from blocks is dropped where the model's name or `model` shows that groups of layers
-    share the blocks. A failure is returned unchanged.
+    probe do not have it. If the probe of a core is silent, the core's last facts stay. If the
+    model's name or `model` shows that groups of layers share the blocks, a capacity that was
+    computed from blocks is dropped. A failure is returned unchanged.
     """
     if isinstance(page, Failure):
         return page
@@ -91,7 +92,7 @@ def complete_page(
     has_groups = _has_groups(options, model)
     for engine in page.engines:
         scheduler = schedulers.get(label_engine(engine))
-        # Where both have a fact, the probe's replaces the option's.
+        # If both have a fact, the probe's fact replaces the option's.
         facts = _list_option_facts(engine, options) | _list_scheduler_facts(scheduler)
         if has_groups and page.has_capacity_of_blocks:
             facts["kv_capacity_tokens"] = None
@@ -100,7 +101,7 @@ def complete_page(
 
 
 def _has_groups(options: EngineOptions | None, model: TokenBytes | None) -> bool:
-    """Return whether the model's layers are known to form groups.
+    """Return whether the model's layers are known to form groups that share the cache's blocks.
 
     The page has only the served name, which may be an alias of the model's name.
     """
@@ -144,10 +145,10 @@ def list_pools(
     counts = Counter[Role]()
     if not isinstance(processes, Failure):
         counts.update(process.role for process in processes)
-    # Without separate processes, the core runs in the server and the worker in the core.
+    # If there are no separate processes, the core runs in the server and the worker in the core.
     core = Role.ENGINE_CORE if counts[Role.ENGINE_CORE] else Role.API_SERVER
     worker = Role.WORKER if counts[Role.WORKER] else core
-    # In a container that hides its processes there is at least the process that serves.
+    # If a container hides its processes, there is at least the process that serves.
     workers = counts[worker] or 1
 
     pools = [
@@ -161,15 +162,15 @@ def list_pools(
 def _size_kv_offload(
     engines: Collection[EngineReading], options: EngineOptions, worker: Role, workers: int
 ) -> Pool:
-    """Return the pool of KV cache in host memory: each engine's tier, each worker's LMCache."""
+    """Return the pool of KV cache in host memory: each engine's tier, and each worker's LMCache."""
     tiers_bytes = sum(engine.kv_offload_bytes or 0 for engine in engines)
-    # Where the page does not show a tier, each engine is assumed to have one of the configured
-    # size.
+    # If the page does not show a tier, each engine is assumed to have one of the configured size.
     if not tiers_bytes:
         option_bytes = (options.kv_offloading_size or 0) * GIB
         tier_bytes = option_bytes or options.kv_connector_bytes or 0
         tiers_bytes = tier_bytes * max(1, len(engines))
-    # LMCache's size is that of one worker; vLLM's own is that of all workers of an engine.
+    # The configured size of LMCache is that of one worker. The size of vLLM's own tier is that of
+    # all workers of an engine.
     lmcache_bytes = (options.lmcache_gb or 0) * GIB * workers
     return _make_pool(HostPart.KV_OFFLOAD, worker, tiers_bytes + lmcache_bytes)
 

@@ -8,11 +8,12 @@ from vllm_headroom.model import EnginePage, Gpu, Sample, Snapshot
 def derive_discrepancy(snapshot: Snapshot, *, configured_bytes: float | None) -> tuple[Sample, ...]:
     """Return how much memory the engine reports on each of its GPUs, and how much more it holds.
 
-    The difference is negative where the engine holds less than it reports. The reported memory is
-    the first available of: a metric in bytes on the engine's page; torch's reserved bytes, from the
-    probe; the budget, which vLLM computes as gpu_memory_utilization times the device's total
-    (vllm/v1/worker/utils.py) unless kv_cache_memory_bytes is set; `configured_bytes` per GPU. No
-    sample without any of them, or while the page or the device cannot be read.
+    The difference is negative if the engine holds less than it reports. The reported memory is the
+    first of these that is known: a metric in bytes on the engine's page; torch's reserved bytes,
+    from the probe; the budget; `configured_bytes` per GPU. vLLM computes the budget as
+    gpu_memory_utilization times the device's total (vllm/v1/worker/utils.py), unless
+    kv_cache_memory_bytes is set. There is no sample if none of them is known, or while the page or
+    the device cannot be read.
     """
     samples: list[Sample] = []
     if snapshot.page is None:
@@ -42,11 +43,11 @@ def derive_discrepancy(snapshot: Snapshot, *, configured_bytes: float | None) ->
 def _find_reported(
     page: EnginePage, gpu: Gpu, total_bytes: int, configured_bytes: float | None
 ) -> tuple[str, float] | None:
-    """Return the basis of the reported memory and its bytes on one GPU; None where there is none.
+    """Return the basis of the reported memory and its bytes on one GPU; None if there is no basis.
 
-    A basis on which the page's engines disagree, or which gives 0 bytes, is skipped.
+    A basis is skipped if the page's engines disagree on it, or if it gives 0 bytes.
     """
-    # Where engines disagree, it is unknown which of their figures belongs to this GPU.
+    # If engines disagree, it is unknown which of their figures belongs to this GPU.
     measured_sizes = {engine.memory_bytes for engine in page.engines}
     if len(measured_sizes) == 1:
         measured_bytes = measured_sizes.pop()
@@ -65,20 +66,21 @@ def _find_reported(
 def _compute_budget(page: EnginePage, total_bytes: int) -> float | None:
     """Return how much of a GPU's memory vLLM was configured to use.
 
-    None where unknown, or when engines disagree.
+    Returns None if this is unknown, or if engines disagree.
     """
     budget_ratios = set[float]()
     for engine in page.engines:
         ratio = engine.gpu_memory_utilization_ratio
-        # Where the size of the cache is configured in bytes, the ratio does not set the budget.
+        # If the size of the cache is configured in bytes, the ratio does not set the budget.
         if ratio is not None and engine.kv_cache_memory_bytes is None:
             budget_ratios.add(ratio)
     return budget_ratios.pop() * total_bytes if len(budget_ratios) == 1 else None
 
 
 def find_budget(page: EnginePage, total_bytes: int, configured_bytes: float | None) -> float | None:
-    """Return the engine's configured bytes on a GPU, or else the operator's figure.
+    """Return the engine's configured bytes on a GPU.
 
-    None where neither is known. What torch has reserved is not a budget.
+    If they are unknown, return the operator's figure. Returns None if neither is known. What torch
+    has reserved is not a budget.
     """
     return _compute_budget(page, total_bytes) or configured_bytes or None

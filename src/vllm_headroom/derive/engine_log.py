@@ -41,7 +41,7 @@ SENTENCES: Final[Mapping[LogFailureKind, str]] = {
     LogFailureKind.EXCEPTION: "The engine raised an exception that is none of memory",
     LogFailureKind.ENGINE_DIED: "The engine's core exited, and the log does not say why",
 }
-"""What each failure means. A lack of GPU memory is described by its figures."""
+"""What each failure means. A lack of GPU memory is described by its figures instead."""
 
 
 def describe_failure(failure: LogFailure) -> str:
@@ -82,7 +82,7 @@ def describe_place(failure: LogFailure) -> str:
     if failure.process:
         parts.append(failure.process)
     if failure.frames:
-        # The last frame is the one that raised.
+        # The last frame is the one that raised the exception.
         frame = failure.frames[-1]
         parts.append(f"{frame.file}:{frame.line} ({frame.function})")
     elif failure.code_line is not None:
@@ -93,9 +93,9 @@ def describe_place(failure: LogFailure) -> str:
 
 
 def describe_time(time: LogTime) -> str | None:
-    """Return the time of a line: in UTC where the runtime wrote it, else by the engine's clock.
+    """Return the time of a line: in UTC if the runtime wrote it, otherwise by the engine's clock.
 
-    None where the line has no time.
+    Returns None if the line has no time.
     """
     if time.seconds is not None:
         return format_instant(time.seconds)
@@ -103,7 +103,7 @@ def describe_time(time: LogTime) -> str | None:
 
 
 def _describe_figures(failure: LogFailure) -> str | None:
-    """Return the figures of a message in words; None where the message has too few figures."""
+    """Return the figures of a message in words; None if the message has too few figures."""
     figures = failure.figures
     for needed_names, text in DETAILS.get(failure.kind, ()):
         if all(name in figures for name in needed_names):
@@ -170,6 +170,6 @@ DETAILS: Final[Mapping[LogFailureKind, tuple[tuple[tuple[str, ...], str], ...]]]
         ),
     ),
 }
-"""The figures that a message needs, and the text built from them. The first row whose figures are
-all known is used.
+"""The figures that a message needs, and the text built from these figures. The first row whose
+figures are all known is used.
 """

@@ -1,4 +1,4 @@
-"""Whether the engine should get traffic, and whether its pod is to be evicted."""
+"""Whether the engine should get traffic, and whether its pod should be evicted."""
 
 from collections.abc import Iterator
 from typing import Final
@@ -15,27 +15,27 @@ GATE: Final = "gate"
 """The name under which a failure to judge the gate is logged."""
 
 HOST_NAME: Final = "the host"
-"""How sentences call the host's memory."""
+"""The name of the host's memory in sentences."""
 
 
 class Gate(Struct, frozen=True):
-    """The answer of /gate/ready, and whether the pod is to be evicted."""
+    """The answer of /gate/ready, and whether the pod should be evicted."""
 
     reason: str | None = None
-    """Why the gate is closed, None while it is open."""
+    """Why the gate is closed; None while it is open."""
 
     due: str | None = None
-    """Why the pod is to be evicted, None while it is not."""
+    """Why the pod should be evicted; None while it should not."""
 
 
 class Guardrail(Struct, frozen=True, kw_only=True):
-    """The guardrail's settings and state."""
+    """The settings and the state of the guardrail, which evicts the pod of a leaking engine."""
 
     near_seconds: float
-    """The pod is evicted if a leak may run the engine out of memory within this time."""
+    """The pod is evicted if a leak may fill the memory within this time."""
 
     quiet_hour: int | None
-    """The hour of the day, in UTC, in which the pod is evicted even if a whole day is left; None if
+    """The hour of the day, in UTC, in which the pod is evicted even if a whole day is left. None if
     no hour is set.
     """
 
@@ -66,9 +66,9 @@ def derive_gate(
 ) -> tuple[Gate, tuple[Sample, ...]]:
     """Return the gate and its samples, from the `values` of all derivations of this tick.
 
-    The gate is closed while the engine is stalled. It is also closed while a memory may be full
-    within `gate_seconds`, by the lower bound, if this pod holds the Lease of its workload. Unknown
-    values never close it. Where `gate_seconds` is None, the gate is always open and has no series.
+    The gate is closed while the engine is stalled. It is also closed if this pod holds the Lease of
+    its workload, and a memory may be full within `gate_seconds` by the lower bound. Unknown values
+    never close the gate. If `gate_seconds` is None, the gate is always open and has no series.
     """
     reason = None
     due = None
@@ -87,7 +87,7 @@ def derive_gate(
 def _find_gate_reason(
     snapshot: Snapshot, values: Values, gate_seconds: float, *, is_holder: bool
 ) -> str | None:
-    """Return why the gate is closed; None where it is open."""
+    """Return why the gate is closed; None if it is open."""
     status = snapshot.engine_status
     if status is not None and status.state is EngineState.STALLED:
         return "the engine should make progress and makes none"
@@ -101,9 +101,9 @@ def _find_gate_reason(
 
 
 def _find_eviction_reason(snapshot: Snapshot, values: Values, guardrail: Guardrail) -> str | None:
-    """Return why the pod is to be evicted; None where it is not.
+    """Return why the pod should be evicted; None if it should not.
 
-    It is evicted while the engine serves, is known to leak, and may soon be out of memory.
+    The pod is evicted if the engine serves, is known to leak, and may soon be out of memory.
     """
     status = snapshot.engine_status
     if status is None or status.state is not EngineState.SERVING:
@@ -111,7 +111,7 @@ def _find_eviction_reason(snapshot: Snapshot, values: Values, guardrail: Guardra
     within_seconds = guardrail.near_seconds
     hour = snapshot.time_seconds % DAY_SECONDS // HOUR_SECONDS
     if hour == guardrail.quiet_hour:
-        # A leak must not fill the memory before the next quiet hour, which is at most a day away.
+        # The leak must not fill the memory before the next quiet hour, which is at most a day away.
         within_seconds = DAY_SECONDS
     leaking = _list_leaking(snapshot, values)
     near = [
@@ -126,10 +126,10 @@ def _find_eviction_reason(snapshot: Snapshot, values: Values, guardrail: Guardra
 
 
 def _list_leaking(snapshot: Snapshot, values: Values) -> set[str]:
-    """Return how a sentence names the GPUs, and the host, that are known to leak.
+    """Return the names, for a sentence, of the GPUs and the host that are known to leak.
 
-    A GPU is left out if its growth may be another process's, because an eviction would not end that
-    growth.
+    If the growth on a GPU may be another process's, the GPU is left out, because an eviction would
+    not end that growth.
     """
     shared_uuids = {gpu.reading.uuid for gpu in snapshot.devices if not is_alone(gpu)}
     names = set()
@@ -143,7 +143,7 @@ def _list_leaking(snapshot: Snapshot, values: Values) -> set[str]:
 
 
 def _list_times_to_oom(values: Values) -> Iterator[TimeToOom]:
-    """Yield the shortest time left of each GPU and of the host, where that is known."""
+    """Yield the shortest time left of each GPU and of the host, if it is known."""
     for (gpu, uuid), seconds in values.find_all(catalog.TIME_TO_OOM_LOWER).items():
         yield TimeToOom(seconds, name_device(gpu, uuid))
     for seconds in values.find_all(catalog.HOST_TIME_TO_OOM_LOWER).values():

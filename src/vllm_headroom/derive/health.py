@@ -32,15 +32,15 @@ INITIAL: Final = HealthState(
     failures=_list_zeros(Source.ENGINE, Source.NVML, Source.PROCESS),
     last_success_seconds={},
 )
-"""The counts of all sources but the probe and the log start at 0. Theirs are added when they are
-first read: without a configured folder or log they are not exported.
+"""The counts of all sources but the probe and the log start at 0. The counts of the probe and the
+log are added when these are first read. Without a configured folder or log they are not exported.
 """
 
 PROBE_ZEROS: Final = _list_zeros(Source.PROBE)
-"""The probe's counts when its folder is first read."""
+"""The counts with which the probe starts when its folder is first read."""
 
 LOG_ZEROS: Final = _list_zeros(Source.LOG)
-"""The log's counts when it is first read."""
+"""The counts with which the log starts when it is first read."""
 
 
 def derive_health(state: HealthState, snapshot: Snapshot) -> tuple[HealthState, tuple[Sample, ...]]:
@@ -64,9 +64,10 @@ def derive_health(state: HealthState, snapshot: Snapshot) -> tuple[HealthState, 
 
 
 def _measure_skew(snapshot: Snapshot, failed_sources: set[Source]) -> float | None:
-    """Return the time between the engine's and the GPUs' reading; None where one failed."""
+    """Return the time between the engine's and the GPUs' reading; None if one of them failed."""
     ends_seconds = {}
-    # A failed reading may have waited for its timeout, so the time at which it ended says nothing.
+    # A failed reading may have waited for its timeout, so the time at which it ended has no
+    # meaning.
     for reading in snapshot.reading_times:
         if reading.source not in failed_sources:
             ends_seconds[reading.source] = reading.ended_monotonic_seconds

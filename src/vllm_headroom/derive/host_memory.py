@@ -28,12 +28,12 @@ from vllm_headroom.model import (
 from vllm_headroom.vocabulary import HostBasis, HostPart, Role
 
 HOST_KINDS: Final = ("anonymous", "file", "shared")
-"""The kinds of a process's resident memory; the values of the label `kind`."""
+"""The kinds of a process's resident memory, which are the values of the label `kind`."""
 
 FULL_SHARE: Final = 0.5
-"""A container that used less than this share of its limit at its last sample was not killed for
+"""If a container used less than this share of its limit at its last sample, it was not killed for
 lack of memory. Samples are 5 s apart. In that time the fastest reported leak takes 2 GB
-(vllm-project/vllm#35191), and an engine that gets killed holds more than that.
+(vllm-project/vllm#35191). An engine that gets killed holds more than that.
 """
 
 
@@ -43,7 +43,7 @@ SCOPES: Final[Mapping[HostBasis | None, str]] = {
     HostBasis.PROBE: " in the engine's container, as the probe reads it",
     HostBasis.PROCESSES: " by the engine's processes and its /dev/shm",
 }
-"""Where the memory in use is counted, as the end of a sentence. An older trace has no basis: its
+"""Where the memory in use is counted, as the end of a sentence. An older trace has no basis, so its
 key is None.
 """
 
@@ -53,10 +53,10 @@ PROBE_PREFIX: Final = "probe:"
 
 
 class ContainerState(Struct, frozen=True, kw_only=True):
-    """The last reading of the host memory, and the state that later readings are compared with."""
+    """The last reading of the host memory, and the state with which later readings are compared."""
 
     memory: HostMemory = field(default_factory=HostMemory)
-    """The last reading; its figures are None where unknown."""
+    """The last reading; a figure is None if it is unknown."""
 
     root: str | None = None
     """Identifies the run: by the engine's root process, or by a container that only the probe
@@ -65,12 +65,11 @@ class ContainerState(Struct, frozen=True, kw_only=True):
 
     scope: HostMemory = field(default_factory=HostMemory)
     """The reading of this run that had the most reliable basis. Figures with a less reliable basis
-    would count another scope, such as the machine's memory instead of the container's.
+    would describe something else, such as the machine's memory instead of the container's.
     """
 
     kills: int | None = None
-    """The number of OOM kills by the kernel so far, in all containers; None where no counter was
-    read.
+    """The number of the kernel's OOM kills so far, in all containers; None if no counter was read.
     """
 
     newest_container: str = ""
@@ -92,11 +91,11 @@ def update_container(
 ) -> tuple[ContainerState, HostMemory | None]:
     """Return the state and the host memory, from the most reliable source available.
 
-    The sources are, in this order: the cgroup of the engine's processes, or the machine where that
-    cgroup has no limit; the cgroup that the probe reads; the sum of the processes' memory and
-    /dev/shm. `limit_bytes`, from the settings, is the limit where the kernel reports none. The host
-    memory is None where nothing is known. Within a run, figures from a less reliable source than
-    before are dropped, because they would count another scope.
+    The sources, the most reliable first, are: the cgroup of the engine's processes, or the machine
+    if that cgroup has no limit; the cgroup that the probe reads; the sum of the processes' memory
+    and /dev/shm. `limit_bytes`, from the settings, is the limit if the kernel reports none. If
+    nothing is known, the host memory is None. Within a run, figures from a less reliable source
+    than before are dropped, because they would describe something else.
     """
     probed_cgroup, probed_shm = _find_probed_host(probe)
     reading = HostReading()
@@ -106,7 +105,7 @@ def update_container(
         engine = processes.engine
     elif probed_cgroup is None:
         return state, None
-    # The probe sees the engine's own /dev/shm, even where the engine's /proc is hidden.
+    # The probe sees the engine's own /dev/shm, even if the engine's /proc is hidden.
     reading = replace(reading, shm=reading.shm or probed_shm)
     cgroup = reading.cgroup or probed_cgroup
 
@@ -118,7 +117,7 @@ def update_container(
     # end of one.
     if _has_lost_scope(memory, scope):
         memory = HostMemory()
-    # The most reliable basis of this run so far.
+    # This is the most reliable basis of this run so far.
     scope = max(memory, scope, key=_rank_basis)
 
     if reading.shm is not None:
@@ -142,7 +141,7 @@ def update_container(
 def _identify_root(
     state: ContainerState, processes: ProcessReadings | Failure, probed_cgroup: Cgroup | None
 ) -> str | None:
-    """Return what identifies this run, as `ContainerState.root`; None where nothing does."""
+    """Return what identifies this run, as `ContainerState.root`; None if nothing does."""
     if isinstance(processes, Failure):
         # While /proc cannot be read, the last visible root process identifies the run.
         was_seen = state.root is not None and not state.root.startswith(PROBE_PREFIX)
@@ -165,12 +164,15 @@ def _has_lost_scope(memory: HostMemory, scope: HostMemory) -> bool:
 
 
 def _rank_basis(memory: HostMemory) -> int:
-    """Return the reliability of a reading as a number; 0 where it has no figures."""
+    """Return the reliability of a reading as a number; 0 if it has no figures."""
     return (None, *reversed(HostBasis)).index(memory.basis)
 
 
 def _find_pressure(cgroup: Cgroup | None, machine: MachineMemory | None) -> float | None:
-    """Return the memory pressure of the container, else of the machine; None where unknown."""
+    """Return the memory pressure of the container.
+
+    If it is unknown, return that of the machine.
+    """
     if cgroup is not None and cgroup.pressure_ratio is not None:
         return cgroup.pressure_ratio
     return None if machine is None else machine.pressure_ratio
@@ -179,7 +181,7 @@ def _find_pressure(cgroup: Cgroup | None, machine: MachineMemory | None) -> floa
 def _find_probed_host(
     probe: ProbeReadings | Failure | None,
 ) -> tuple[Cgroup | None, Shm | None]:
-    """Return the container and /dev/shm as the probe reads them; None for each that is unknown.
+    """Return the container and /dev/shm as the probe reads them; each is None if it is unknown.
 
     All processes of the engine share both, so the first process that reports them counts.
     """
@@ -191,7 +193,7 @@ def _find_probed_host(
     host = hosts[0]
     if host.cgroup is None:
         return None, host.shm
-    # The probe does not report its cgroup, so the start of its oldest process identifies the
+    # The probe does not report its cgroup, so the start time of its oldest process identifies the
     # cgroup.
     started_at_seconds = min(process.started_at_seconds for process in probe.present)
     return replace(host.cgroup, identity=f"{PROBE_PREFIX}{started_at_seconds:.0f}"), host.shm
@@ -205,7 +207,7 @@ def _choose_memory(
 ) -> HostMemory:
     """Return the memory by the most reliable source, see `update_container`.
 
-    All its figures are None where nothing is known.
+    If nothing is known, all its figures are None.
     """
     if reading.cgroup is None and probed_cgroup is not None:
         return _measure_cgroup(probed_cgroup, HostBasis.PROBE, limit_bytes)
@@ -220,7 +222,7 @@ def _choose_memory(
 
 
 def _measure_cgroup(cgroup: Cgroup, basis: HostBasis, limit_bytes: int | None) -> HostMemory:
-    """Return the memory of a cgroup that the kernel cannot reclaim, and its limit."""
+    """Return the memory of a cgroup that the kernel cannot reclaim, and the limit of the cgroup."""
     return HostMemory(
         basis=basis,
         used_bytes=max(0, cgroup.used_bytes - cgroup.cache_bytes),
@@ -244,9 +246,9 @@ def _measure_processes(
 ) -> HostMemory:
     """Return the private and shared memory of the processes, without mapped files.
 
-    All its figures are None where a process's private memory is unknown, or there is no process.
+    If a process's private memory is unknown, or there is no process, all figures are None.
     """
-    # Mapped files are left out: the kernel can drop them.
+    # Mapped files are left out, because the kernel can drop them.
     private_bytes = sum_known(process.anonymous_bytes for process in engine)
     if private_bytes is None:
         return HostMemory()
@@ -265,10 +267,10 @@ def _measure_processes(
 def count_shared(processes: Iterable[EngineProcess], shm_bytes: int | None) -> int:
     """Return a lower bound of the shared memory that these processes hold together, in bytes.
 
-    `shm_bytes` is how much of /dev/shm is in use, None where unknown. Memory in /dev/shm counts
-    once, however many processes map it. Memory that CUDA pins is counted for each process, because
-    processes cannot share it (vllm-project/vllm#53042: four workers had 192 GiB each, the machine
-    769 GiB).
+    `shm_bytes` is how much of /dev/shm is in use; None if unknown. Memory in /dev/shm counts once,
+    however many processes map it. Memory that CUDA pins is counted for each process, because
+    processes cannot share it. In vllm-project/vllm#53042 four workers had 192 GiB each, and the
+    machine 769 GiB.
     """
     shared_sizes = [process.shared_bytes or 0 for process in processes]
     if shm_bytes is None:
@@ -280,16 +282,16 @@ def count_shared(processes: Iterable[EngineProcess], shm_bytes: int | None) -> i
 def _count_kills(
     state: ContainerState, cgroup: Cgroup | None, machine: MachineMemory | None, root: str | None
 ) -> ContainerState:
-    """Add the kernel's kills since the last reading, each once, whichever source shows it.
+    """Return the state with the kernel's kills since the last reading.
 
-    `root` identifies the container that is read now. If the previous reading had another root, that
-    run has ended, and its container and the container's counter of kills may be gone. If that
-    container was at least half full, the machine's counter is used instead. If the container is
-    visible again later, these kills are not counted twice.
+    Each kill counts once, whichever source shows it. `root` identifies the container that is read
+    now. If the previous reading had another root, that run has ended. Its container, with the
+    counter of kills, may be gone. If that container was at least half full, the machine's counter
+    is used instead. If the container is visible again later, these kills are not counted twice.
     """
     has_ended = state.root is not None and root != state.root
-    # The machine counts the kills of all containers: only a container that was full enough explains
-    # them.
+    # The machine counts the kills of all containers, so only a container that was full enough
+    # explains them.
     if has_ended and _was_full(state.memory):
         state = _count_machine_kills(state, machine)
     if cgroup is not None and cgroup.oom_kills is not None:
@@ -300,15 +302,15 @@ def _count_kills(
 
 
 def _was_full(memory: HostMemory) -> bool:
-    """Return whether the container was so full that its end may be a kill; False where unknown."""
+    """Return whether the container was so full that its end may be a kill; False if unknown."""
     full_bytes = FULL_SHARE * (memory.limit_bytes or inf)
     return (memory.used_bytes or 0) >= full_bytes
 
 
 def _count_machine_kills(state: ContainerState, machine: MachineMemory | None) -> ContainerState:
-    """Count the machine's new kills as kills in the container that was read last.
+    """Return the state with the machine's new kills, counted for the container that was read last.
 
-    Nothing is counted where one of the machine's two counters is unknown.
+    If one of the machine's two counters is unknown, nothing is counted.
     """
     if machine is None or machine.oom_kills is None or state.machine_kills is None:
         return state
@@ -326,18 +328,18 @@ def _count_machine_kills(state: ContainerState, machine: MachineMemory | None) -
 def _count_container_kills(
     state: ContainerState, cgroup: Cgroup, oom_kills: int, root: str | None
 ) -> ContainerState:
-    """Count the new kills of a container; `oom_kills` is the value of its counter."""
+    """Return the state with a container's new kills; `oom_kills` is the value of its counter."""
     container = PROBE_PREFIX if cgroup.identity.startswith(PROBE_PREFIX) else cgroup.identity
     names = {container}
-    # The probe and /proc read one container under two names: both names have the same counter.
+    # The probe and /proc read one container under two names, and both names have the same counter.
     if PROBE_PREFIX in (container, state.newest_container):
         names.add(state.newest_container)
     counters = state.kills_by_container
     earlier_kills = [counters[name] for name in names if name in counters]
     if not earlier_kills and root == state.root:
-        # The first reading in this run: the kills so far may be older than the run.
+        # This is the first reading in this run, so the kills so far may be older than the run.
         earlier_kills = [oom_kills]
-    # A counter that fell has restarted at 0: all its kills are new.
+    # If a counter fell, it has restarted at 0, so all its kills are new.
     counted_kills = max((kills for kills in earlier_kills if kills <= oom_kills), default=0)
     kills_by_container = limit_remembered(counters, {container})
     kills_by_container[container] = oom_kills
@@ -365,13 +367,14 @@ PROCESS_FACTS: Final[tuple[tuple[Metric, tuple[str, ...], str], ...]] = (
     *((catalog.HOST_MEMORY_KIND, (kind,), f"{kind}_bytes") for kind in HOST_KINDS),
 )
 """The metrics of the processes' memory, their labels after the role, and the fields of
-EngineProcess that are summed."""
+EngineProcess that are summed.
+"""
 
 
 def derive_host_memory(snapshot: Snapshot) -> tuple[Sample, ...]:
     """Return the samples of each role's processes, of the pools and of the container.
 
-    An unknown figure has no sample.
+    If a figure is unknown, it has no sample.
     """
     return (
         *_sum_processes(snapshot.engine_processes),
@@ -381,7 +384,10 @@ def derive_host_memory(snapshot: Snapshot) -> tuple[Sample, ...]:
 
 
 def _sum_processes(processes: tuple[EngineProcess, ...]) -> Iterator[Sample]:
-    """Yield each role's sums over its processes; none where one process's figure is unknown."""
+    """Yield each role's sums over its processes.
+
+    If one process's figure is unknown, the role has no sum.
+    """
     for metric, labels, fact in PROCESS_FACTS:
         for role in Role:
             n_bytes = sum_known(

@@ -18,18 +18,22 @@ from vllm_headroom.units import MIB
 from vllm_headroom.vocabulary import MemoryPart
 
 PROBE_RACE_BYTES: Final = 64 * MIB
-"""How much memory may be freed between the probe's reading and NVML's. An engine that seems to hold
-less than torch has reserved, but by no more than this, holds nothing outside torch. A larger
-difference has no explanation, so the part outside torch is unknown.
+"""This much memory may be freed between the probe's reading and NVML's. If an engine seems to hold
+less than torch has reserved, but by no more than this, it holds nothing outside torch. A larger
+difference has no explanation, so the part outside torch is unknown then.
 """
 
 _GRAPH_HOMES: Final = (MemoryPart.CACHED, MemoryPart.FRAGMENTED, MemoryPart.OUTSIDE_TORCH)
-"""The parts in which captured graphs are counted, in the order in which graphs are subtracted:
-their private pools are mostly whole free segments of torch."""
+"""The parts in which captured graphs are counted. Graphs are subtracted from them in this order,
+because their private pools are mostly whole free segments of torch.
+"""
 
 
 class Sums(Struct, frozen=True, kw_only=True):
-    """Sums in bytes over the processes on one GPU; None where one does not report the value."""
+    """Sums in bytes over the processes on one GPU.
+
+    A sum is None if one process does not report the value.
+    """
 
     allocated: int | None
     reserved: int | None
@@ -45,7 +49,7 @@ def add_inside(
 ) -> tuple[Gpu, ...] | Failure:
     """Return the GPUs with what the probe reports for the engine's running processes.
 
-    The GPUs are returned unchanged where they, or the probe's files, could not be read.
+    If the GPUs or the probe's files could not be read, the GPUs are returned unchanged.
     """
     if isinstance(gpus, Failure) or not isinstance(probe, ProbeReadings):
         return gpus
@@ -55,8 +59,8 @@ def add_inside(
 def _find_inside(gpu: Gpu, probe: ProbeReadings) -> Inside | None:
     """Return what the engine's processes report about a GPU.
 
-    None where the GPU is not the engine's, no process reports about it, or the reported memory
-    exceeds the GPU's.
+    Returns None if the GPU is not the engine's, if no process reports about it, or if the reported
+    memory exceeds the GPU's.
     """
     if gpu.attribution is None:
         return None
@@ -78,7 +82,7 @@ def _find_inside(gpu: Gpu, probe: ProbeReadings) -> Inside | None:
 
 
 def _exceeds_device(sums: Sums, gpu: Gpu) -> bool:
-    """Return whether the processes report more than the GPU has; False where that is unknown."""
+    """Return whether the processes report more than the GPU has; False if that is unknown."""
     if gpu.reading.memory is None:
         return False
     largest_bytes = max(sums.reserved or 0, sums.kv_cache or 0, sums.weights or 0)
@@ -90,11 +94,11 @@ class ProbedDevice(NamedTuple):
 
     allocator: AllocatorReading
     parts: WorkerMeasurements | None
-    """vLLM's own measurements, None where they may be of another GPU."""
+    """vLLM's own measurements; None if they may be of another GPU."""
 
     @property
     def graphs_bytes(self) -> int | None:
-        """The size of captured graphs, None where unknown."""
+        """The size of captured graphs; None if unknown."""
         return None if self.parts is None else self.parts.cuda_graphs_bytes
 
 
@@ -103,7 +107,8 @@ def _list_reports(gpu: Gpu, probe: ProbeReadings) -> list[ProbedDevice]:
     uuid = gpu.reading.uuid.casefold()
     reports = []
     for process in probe.present:
-        # A process on several devices does not report to which of them its measurements belong.
+        # If a process is on several devices, it does not report to which of them its measurements
+        # belong.
         parts = process.parts if len(process.devices) == 1 else None
         reports += [
             ProbedDevice(device, parts)
@@ -114,7 +119,7 @@ def _list_reports(gpu: Gpu, probe: ProbeReadings) -> list[ProbedDevice]:
 
 
 def _sum_up(reports: list[ProbedDevice]) -> Sums:
-    """Return the sums over the processes on one GPU; None where one of them is unknown."""
+    """Return the sums over the processes on one GPU; a sum is None if a value is unknown."""
     allocators = [report.allocator for report in reports]
     return Sums(
         allocated=sum_known(allocator.allocated_bytes for allocator in allocators),
@@ -129,10 +134,10 @@ def _sum_up(reports: list[ProbedDevice]) -> Sums:
 def _find_current(
     parts: WorkerMeasurements | None, name: Literal["weights_bytes", "kv_cache_bytes"]
 ) -> int | None:
-    """Return the current size of the weights or the KV cache of one process; None where unknown.
+    """Return the current size of the weights or the KV cache of one process; None if unknown.
 
-    With vLLM's own memory pool it is the size in the pool, else the size measured at the start. In
-    sleep without such a pool it is unknown.
+    With vLLM's own memory pool, this is the size in the pool. Without it, this is the size measured
+    at the start. In a sleep without such a pool, the size is unknown.
     """
     if parts is None:
         return None
@@ -149,16 +154,16 @@ def _find_current(
 def build_ledger(sums: Sums, held_bytes: int | None) -> dict[MemoryPart, int]:
     """Return the sizes of the known parts of the engine's memory on one GPU.
 
-    Allocated memory is weights, KV cache and other tensors. Reserved memory beyond that is
-    fragmented or cached. Held memory beyond that is outside torch. A part that is computed as a
-    difference is present only if all its terms are known. With all of torch's figures, the parts
-    sum to what the engine holds.
+    Allocated memory is weights, KV cache and other tensors. Reserved memory that is not allocated
+    is fragmented or cached. Held memory that torch has not reserved is outside torch. A part that
+    is computed as a difference is present only if all its terms are known. With all of torch's
+    figures, the parts sum to what the engine holds.
 
-    Captured graphs are free blocks of private pools, and memory of the driver: vLLM's figure for
-    graphs is subtracted from those parts, so that every byte counts once.
+    Captured graphs are free blocks of private pools, and memory of the driver. vLLM's figure for
+    graphs is subtracted from these parts, so that every byte counts once.
 
-    Empty where weights and KV cache exceed what the engine holds. The probe writes only every five
-    seconds, so it may have measured them before the engine fell asleep.
+    If weights and KV cache exceed what the engine holds, the result is empty. The probe writes only
+    every five seconds, so it may have measured them before the engine fell asleep.
     """
     parts = {}
     if sums.weights is not None:
@@ -174,7 +179,7 @@ def build_ledger(sums: Sums, held_bytes: int | None) -> dict[MemoryPart, int]:
         parts[MemoryPart.OTHER_TENSORS] = sums.allocated - known_bytes
 
     remainders = _list_remainders(sums, held_bytes)
-    # vLLM's figure can be subtracted only where every part that contains it is known.
+    # vLLM's figure can be subtracted only if every part that contains it is known.
     can_subtract = all(part in remainders for part in _GRAPH_HOMES)
     if sums.graphs is None or not can_subtract or sums.graphs > sum(remainders.values()):
         return parts | remainders
@@ -185,7 +190,7 @@ def build_ledger(sums: Sums, held_bytes: int | None) -> dict[MemoryPart, int]:
 def _list_remainders(sums: Sums, held_bytes: int | None) -> dict[MemoryPart, int]:
     """Return the parts that are not allocated, as far as known: fragmented, cached, outside torch.
 
-    A part is left out where its figures contradict each other.
+    If the figures of a part contradict each other, it is left out.
     """
     remainders = {}
     if sums.split is not None:

@@ -16,12 +16,12 @@ def derive_kv_cache(
 ) -> tuple[Sample, ...]:
     """Return the KV-cache samples of each engine.
 
-    `bytes_per_token` is the configured size of a token on all GPUs of one engine; None where it is
-    not configured, because vLLM does not export that size. The second source is the size of the
-    cache by the probe, divided by its capacity in tokens. The third is the model: `model`, or else
-    the one that the engine's processes load; it computes the size from the dtype. Without a source
-    there are samples in tokens and none in bytes. Samples per running request are absent while
-    nothing runs.
+    `bytes_per_token` is the configured size of a token on all GPUs of one engine. It is None if it
+    is not configured, because vLLM does not export this size. The second source is the size of the
+    cache by the probe, divided by the cache's capacity in tokens. The third source is `model`, or
+    else the model that the engine's processes load. It computes the size from the cache's dtype.
+    Without any source there are samples in tokens, and none in bytes. While nothing runs, samples
+    per running request are absent.
     """
     engines = list_named(snapshot.page)
     # The operator's figure comes first, then what the probe sees, then the model's.
@@ -42,11 +42,11 @@ def derive_kv_cache(
 def _measure_bytes_per_token(
     snapshot: Snapshot, engines: tuple[EngineReading, ...]
 ) -> float | None:
-    """Return the cache's bytes by the probe, divided by its capacity; None where one is unknown."""
+    """Return the cache's bytes by the probe, divided by its capacity; None if one is unknown."""
     sizes = []
     for gpu in snapshot.owned_gpus:
         parts = () if gpu.inside is None else gpu.inside.parts
-        # In sleep the size of the cache is unknown, and therefore the sum.
+        # In sleep the size of the cache is unknown, and so is the sum.
         sizes.append(dict(parts).get(MemoryPart.KV_CACHE))
     cache_bytes = sum_known(sizes)
     capacity_tokens = sum_known(engine.kv_capacity_tokens for engine in engines)
@@ -56,13 +56,13 @@ def _measure_bytes_per_token(
 
 
 def _count_gpus_per_engine(snapshot: Snapshot) -> int | None:
-    """Return the GPUs of the page divided by its engines, rounded up; None without GPUs."""
+    """Return the number of GPUs of the page per engine, rounded up; None without GPUs."""
     ranks = {engine.engine for engine in list_engines(snapshot.page)}
     return ceil(len(snapshot.owned_gpus) / max(1, len(ranks))) or None
 
 
 def _derive_engine_cache(engine: EngineReading, token_bytes: float | None) -> Iterator[Sample]:
-    """Yield the samples of one engine; none in bytes where `token_bytes` is None."""
+    """Yield the samples of one engine; if `token_bytes` is None, there are none in bytes."""
     labels = label_engine(engine)
     capacity_tokens = engine.kv_capacity_tokens
     request_tokens = count_tokens_per_request(engine)
@@ -79,7 +79,7 @@ def _derive_engine_cache(engine: EngineReading, token_bytes: float | None) -> It
 def count_tokens_per_request(engine: EngineReading) -> float | None:
     """Return the average tokens per running request.
 
-    None while nothing runs, the cache is empty, or one of the figures is unknown.
+    Returns None while nothing runs, if the cache is empty, or if one of the figures is unknown.
     """
     if not engine.running or not engine.kv_used_ratio or engine.kv_capacity_tokens is None:
         return None

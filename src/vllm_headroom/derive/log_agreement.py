@@ -8,22 +8,22 @@ from vllm_headroom.model.start import EngineStart
 from vllm_headroom.units import MIB, format_size
 
 TOLERANCE_BYTES: Final = 64 * MIB
-"""Our choice: a smaller difference is ignored. vLLM rounds to 0.01 GiB."""
+"""Our choice: a smaller difference is ignored, because vLLM rounds to 0.01 GiB."""
 
 TOLERANCE_SHARE: Final = 0.02
 """Our choice: a difference below this share of the size is ignored too."""
 
 TOLERANCE_RATIO: Final = 0.005
-"""Half of the last digit that values of vLLM's options usually have."""
+"""This is half of the last digit that values of vLLM's options usually have."""
 
 
 def find_disagreements(snapshot: Snapshot) -> tuple[str, ...]:
     """Return a sentence for each figure of the log that another source contradicts.
 
-    The figures are those of the newest start. Empty until that start has served, and where there is
-    no log. The weights and the KV cache are compared with the probe's figures, and the budget with
-    the page's. The log's KV cache is an upper bound, because an option can make vLLM use fewer
-    blocks.
+    The figures are those of the newest start. The result is empty until that start has served, and
+    if there is no log. The weights and the KV cache are compared with the probe's figures, and the
+    budget with the page's. The log's KV cache is only an upper bound, because an option can make
+    vLLM use fewer blocks.
     """
     if not isinstance(snapshot.log, LogReading) or not snapshot.is_in_service:
         return ()

@@ -5,7 +5,7 @@ from vllm_headroom.model import EnginePage, EngineReading
 
 
 def list_engines(page: EnginePage | None) -> tuple[EngineReading, ...]:
-    """Return the engines of the page; none where it could not be read."""
+    """Return the engines of the page; empty if the page could not be read."""
     return () if page is None else page.engines
 
 
@@ -18,9 +18,9 @@ def list_named(page: EnginePage | None) -> tuple[EngineReading, ...]:
 
 
 def count_running(page: EnginePage | None) -> float | None:
-    """Return the running requests of all engines; None where one is unknown, or without engines.
+    """Return the running requests of all engines; None if one is unknown, or without engines.
 
-    A sleeping engine runs none: its gauges are frozen.
+    A sleeping engine counts as running none, because its gauges do not change.
     """
     counts: list[float | None] = []
     for engine in list_named(page):
@@ -35,15 +35,15 @@ def count_finished(page: EnginePage | None) -> float | None:
 
 
 def is_page_awake(page: EnginePage | None) -> bool | None:
-    """Return whether all engines of the page are awake; None where no engine reports that."""
+    """Return whether all engines of the page are awake; None if no engine reports that."""
     reports = [engine.awake for engine in list_engines(page) if engine.awake is not None]
     return all(reports) if reports else None
 
 
 def find_highest_kv_use(page: EnginePage | None) -> float | None:
-    """Return the share in use of the fullest KV cache on the page; None where none is known.
+    """Return the share in use of the fullest KV cache on the page; None if none is known.
 
-    A sleeping engine has no cache: its gauges are frozen.
+    A sleeping engine has no cache, and its gauges do not change.
     """
     used_ratios = [
         engine.kv_used_ratio

@@ -24,27 +24,28 @@ from vllm_headroom.vocabulary import Work
 
 LOWEST_SIZE_SHARE: Final = 1 / 16
 """Only sizes of at least this share of the largest size are fitted. Small steps run in CUDA graphs,
-and something else sets their peak, such as the logits.
+and something other than the size sets their peak, such as the logits.
 """
 
 FEWEST_SIZES: Final = 4
 """A line through fewer sizes has no useful interval."""
 
 FEWEST_STEPS: Final = 8
-"""A kind of work with fewer steps was observed too seldom."""
+"""A kind of work with fewer steps was observed too seldom for a line."""
 
 SMALLEST_DEVIATION_BYTES: Final = MIB
-"""The smallest standard deviation of a peak: torch hands out blocks that are up to 1 MiB larger
-than requested (c10/cuda/CUDACachingAllocator.cpp, should_split)."""
+"""The smallest standard deviation of a peak, because torch hands out blocks that are up to 1 MiB
+larger than requested (c10/cuda/CUDACachingAllocator.cpp, should_split).
+"""
 
 UNUSABLE_CACHED_SHARE: Final = 0.3
-"""The share of torch's unused segments that a larger step cannot use, because a tensor takes a part
-of a segment and the next tensor does not fit into the remaining part. With prompt logprobs the
-share is at most a fifth: 18 % was measured at an OutOfMemoryError.
+"""A larger step cannot use this share of torch's unused segments: a tensor takes a part of a
+segment, and the next tensor does not fit into the remaining part. With prompt logprobs the share is
+at most a fifth: 18 % was measured at an OutOfMemoryError.
 """
 
 FURTHEST_SIZE_FACTOR: Final = 4
-"""Where no setting of vLLM bounds a step, sizes are predicted up to this many times the largest
+"""If no setting of vLLM bounds a step, sizes are predicted up to this many times the largest
 observed size.
 """
 
@@ -52,13 +53,13 @@ T_QUANTILES: Final = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.2
 """The 97.5 % quantiles of Student's distribution with 1, 2, … degrees of freedom."""
 
 LARGEST_T: Final = 2.2
-"""The same for more degrees of freedom: the value for 11."""
+"""The quantile for more degrees of freedom, which is the value for 11."""
 
 
 class PeakLine(Struct, frozen=True, kw_only=True):
     """A line of bytes over size by weighted least squares, with the figures for its interval.
 
-    Large peaks scatter more than small ones, so each is weighted by its own size.
+    Large peaks scatter more than small ones, so each peak is weighted by its own size.
     """
 
     base_bytes: float
@@ -99,7 +100,7 @@ class PeakLine(Struct, frozen=True, kw_only=True):
 
 
 def fit_sizes(peaks: tuple[SizePeak, ...]) -> PeakLine | None:
-    """Return the line of bytes over size; None where the kind of work was observed too seldom."""
+    """Return the line of bytes over size; None if the kind of work was observed too seldom."""
     largest_size = max((peak.size for peak in peaks), default=0)
     lowest_size = max(1.0, LOWEST_SIZE_SHARE * largest_size)
     fitted = [peak for peak in peaks if peak.size >= lowest_size]
@@ -115,7 +116,7 @@ def fit_sizes(peaks: tuple[SizePeak, ...]) -> PeakLine | None:
         point.weight * (point.size - mean_size) * (point.transient_bytes - mean_bytes)
         for point in points
     )
-    # A larger request never needs less: a falling line is noise.
+    # A larger request never needs less memory, so a falling line is noise.
     bytes_per_unit = max(0.0, product_sum / square_sum)
     base_bytes = mean_bytes - bytes_per_unit * mean_size
     residual_sum = sum(
@@ -144,7 +145,7 @@ class FitPoint(NamedTuple):
 
 
 def _weigh(peak: SizePeak) -> FitPoint:
-    """Return a peak with the inverse of its variance, which grows with the peak."""
+    """Return a peak with its weight: the inverse of its variance, which grows with the peak."""
     deviation = peak.transient_bytes + SMALLEST_DEVIATION_BYTES
     return FitPoint(peak.size, peak.transient_bytes, 1 / deviation**2)
 
@@ -173,7 +174,7 @@ class PeakRoom(NamedTuple):
     """The free memory of the GPU that the engine may take."""
 
     cached_bytes: int
-    """Held unused by torch, in segments of which nothing is in use."""
+    """The memory that torch holds unused, in segments of which nothing is in use."""
 
     @property
     def repeated_bytes(self) -> int:
@@ -187,7 +188,7 @@ class PeakRoom(NamedTuple):
 
 
 def find_peak_room(gpu: Gpu, peaks: PeakReadings) -> PeakRoom | None:
-    """Return the memory that a step may take on a GPU; None where one of the figures is unknown."""
+    """Return the memory that a step may take on a GPU; None if one of the figures is unknown."""
     free_bytes = gpu.room_bytes
     reserved_bytes = peaks.resting_reserved_bytes
     allocated_bytes = peaks.resting_allocated_bytes
@@ -215,7 +216,7 @@ def derive_peaks(snapshot: Snapshot) -> tuple[Sample, ...]:
 
 
 def find_worker(gpu: Gpu, snapshot: Snapshot) -> ProbedProcess | None:
-    """Return the newest process that reports its peaks on a GPU; None without any."""
+    """Return the newest process that reports its peaks on a GPU; None if there is none."""
     if not isinstance(snapshot.probe, ProbeReadings):
         return None
     uuid = gpu.reading.uuid.casefold()
@@ -253,7 +254,7 @@ def _derive_gpu(
 def _derive_work(
     work: WorkPeaks, fit: PeakLine | None, labels: tuple[str, ...], room_bytes: int | None
 ) -> list[Sample]:
-    """Return the samples of one kind of work; `fit` is None where it was observed too seldom."""
+    """Return the samples of one kind of work; `fit` is None if it was observed too seldom."""
     samples = []
     if work.recent is not None:
         recent_bytes = float(work.recent.transient_bytes)
@@ -271,14 +272,14 @@ SAFE_METRICS: Final = (
     (catalog.ENGINE_SAFE_PROMPT_LOGPROBS_TOKENS, Work.PROMPT_LOGPROBS),
     (catalog.ENGINE_SAFE_IMAGE_PIXELS, Work.ENCODER),
 )
-"""The metric of the largest safe request of a kind of work."""
+"""The metric of the largest safe request, by the kind of work."""
 
 
 def _find_free_cache_tokens(snapshot: Snapshot, rank: int | None) -> int | None:
     """Return the free tokens of the KV cache of the engine with this data-parallel rank.
 
-    Without a rank, or where the page does not name the rank, the fullest engine counts. None where
-    unknown.
+    Without a rank, or if the page does not name the rank, the fullest engine counts. Returns None
+    if the number is unknown.
     """
     engines = list_engines(snapshot.page)
     named = [engine for engine in engines if engine.engine == str(rank)]
@@ -298,9 +299,9 @@ def _find_safe_sizes(
 ) -> dict[Work, int]:
     """Return the size of the largest single request of each kind of work that fits into the room.
 
-    A kind that was observed too seldom has no fit and is left out. vLLM computes a long prompt in
+    A kind that was observed too seldom has no fit, and is left out. vLLM computes a long prompt in
     steps of at most `batch_tokens`. If such a step fits, only the KV cache and the model limit the
-    prompt, and without their figures the limit is unknown.
+    prompt. If their figures are missing, the limit is unknown.
     """
     sizes: dict[Work, int] = {}
     for work in (Work.PREFILL, Work.PROMPT_LOGPROBS):
@@ -322,7 +323,7 @@ def _find_safe_sizes(
 def _find_safe_tokens(
     fit: PeakLine, peaks: PeakReadings, room_bytes: float, cache_tokens: int | None
 ) -> int | None:
-    """Return the tokens of the largest safe prompt; None where its limit is unknown."""
+    """Return the tokens of the largest safe prompt; None if its limit is unknown."""
     step_limit = peaks.batch_tokens or FURTHEST_SIZE_FACTOR * fit.largest_size
     step_tokens = find_largest_size(fit, room_bytes, step_limit)
     if peaks.batch_tokens is None or step_tokens < peaks.batch_tokens:

@@ -1,4 +1,4 @@
-"""Memory per running request, against a baseline at comparable load."""
+"""Memory per running request, compared with a baseline at comparable load."""
 
 from math import log
 from typing import Final, NamedTuple
@@ -15,17 +15,17 @@ from vllm_headroom.units import DAY_SECONDS
 
 COMPARABLE_FACTOR: Final = 1.1
 """Two loads are comparable if they differ by at most this factor. The alert has the same threshold,
-1.1: in the post-mortem, memory rose from 9.5 to 10.5 MB per request.
+1.1. In the post-mortem, memory rose from 9.5 to 10.5 MB per request.
 """
 
 BASELINE_READINGS: Final = 60
-"""The number of readings in a baseline: five minutes at the default interval. A baseline over less
-time could be the peak of a burst.
+"""A baseline has this many readings, which is five minutes at the default interval. A baseline over
+less time could be the peak of a burst.
 """
 
 WARM_REQUESTS: Final = 1000.0
-"""The number of requests that must have finished in this run before a baseline is learned. By then
-every kernel has been used once.
+"""A baseline is learned only after this many requests have finished in this run. By then every
+kernel has been used once.
 """
 
 HALF_LIFE_SECONDS: Final = DAY_SECONDS
@@ -66,7 +66,7 @@ def derive_baseline(
     `configured_bytes` is the baseline, per running request and GPU at full load. If it is set,
     there is a sample only near the highest load, because at night the same memory is spread over
     fewer requests. If it is None, the baseline is the mean of the first readings at comparable
-    load, and there is no sample until it is learned. There is no sample while nothing runs.
+    load. There is no sample until it is learned. There is no sample while nothing runs.
     """
     page = snapshot.page
     if page is None or not snapshot.is_in_service or isinstance(snapshot.gpus, Failure):
@@ -87,7 +87,8 @@ def derive_baseline(
     is_near_busiest = running * COMPARABLE_FACTOR >= busiest_running
     band = find_load_band(running)
     for gpu in snapshot.gpus:
-        # None where it is unknown; 0 where the engine exited between the readings of page and GPU.
+        # The memory is None if it is unknown, and 0 if the engine exited between the readings of
+        # page and GPU.
         if not gpu.held_bytes:
             continue
         ratio = None
@@ -145,10 +146,10 @@ def find_load_band(running: float) -> int:
 def derive_per_request(snapshot: Snapshot) -> tuple[Sample, ...]:
     """Return each GPU's memory held by the engine, divided by all running requests of the page.
 
-    Summed over the GPUs this is the memory per request of the whole server, for tensor and data
+    The sum over the GPUs is the memory per request of the whole server, for tensor and data
     parallelism alike. There are no samples while nothing runs, or while an engine does not report
-    its requests. A GPU on which the engine holds nothing has no sample, as when the engine exits
-    between the two readings.
+    its requests. If the engine holds nothing on a GPU, the GPU has no sample, as when the engine
+    exits between the two readings.
     """
     running = count_running(snapshot.page)
     if not running:

@@ -13,7 +13,7 @@ RATIO_WINDOW_SECONDS: Final = 300.0
 """The time over which the hit ratio is measured."""
 
 RATIO_WINDOW_STEPS: Final = 60
-"""The most counts that are kept of the window. This bounds memory at any sampling interval."""
+"""At most this many counts of the window are kept. This bounds memory at any sampling interval."""
 
 
 class Count(Struct, frozen=True, kw_only=True):
@@ -25,23 +25,23 @@ class Count(Struct, frozen=True, kw_only=True):
 
 
 class PrefixCacheState(Struct, frozen=True, kw_only=True):
-    """The counts of each engine within the window, and the last one before it.
+    """The counts of each engine within the window, and the last count before the window.
 
-    The oldest count is first. An engine that is missing from the page is dropped after the length
+    The oldest count is first. If an engine is missing from the page, it is dropped after the length
     of a window.
     """
 
     engines: dict[tuple[str, str], tuple[Count, ...]] = field(default_factory=dict)
-    """By the labels `model_name` and `engine`."""
+    """The counts of each engine, by the labels `model_name` and `engine`."""
 
 
 def derive_prefix_cache(
     state: PrefixCacheState, snapshot: Snapshot
 ) -> tuple[PrefixCacheState, tuple[Sample, ...]]:
-    """Return hits over queries of the last five minutes for each engine.
+    """Return, for each engine, hits divided by queries over the last five minutes.
 
-    An engine without queries in that time has no sample. vLLM V0 has no counters: its sample is the
-    average since the engine's start.
+    An engine without queries in that time has no sample. vLLM V0 has no counters, so its sample is
+    the average since the engine's start.
     """
     # The counts of an ended run are not compared with those of the next run.
     if snapshot.engine_status is not None and not snapshot.engine_status.is_in_service:
@@ -58,7 +58,7 @@ def derive_prefix_cache(
             ratio = _measure_hit_ratio(counts)
         if ratio is not None:
             samples.append(Sample(catalog.ENGINE_PREFIX_HIT_RATIO, labels, ratio))
-    # An engine that is off the page for some minutes keeps its counts.
+    # If an engine is off the page for some minutes, its counts are kept.
     recent_counts = {
         labels: counts
         for labels, counts in limit_remembered(counts_by_engine, engines).items()
@@ -72,8 +72,8 @@ def _update_counts(
 ) -> tuple[Count, ...]:
     """Return the counts of the window that ends at `now`, in seconds, with the engine's counters.
 
-    Where the page has no counters, none are added. A counter that fell has restarted at 0, and then
-    the counts start over.
+    If the page has no counters, none are added. If a counter fell, it has restarted at 0, and the
+    counts start over.
     """
     old_counts = [count for count in counts if now - count.seconds >= RATIO_WINDOW_SECONDS]
     # The last count before the window marks the start of the window.
@@ -88,13 +88,13 @@ def _update_counts(
         len(counts) > 1
         and counts[-1].seconds - counts[-2].seconds < RATIO_WINDOW_SECONDS / RATIO_WINDOW_STEPS
     ):
-        # The last count is too close to the one before it: the new count replaces it.
+        # The last count is too close to the previous one, so the new count replaces it.
         counts = counts[:-1]
     return (*counts, Count(seconds=now, queries=queries, hits=hits))
 
 
 def _measure_hit_ratio(counts: tuple[Count, ...]) -> float | None:
-    """Return hits over queries from the first count to the last; None without queries."""
+    """Return hits divided by queries from the first count to the last; None without queries."""
     queries = counts[-1].queries - counts[0].queries
     hits = counts[-1].hits - counts[0].hits
     if queries <= 0:

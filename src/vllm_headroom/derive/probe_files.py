@@ -17,7 +17,9 @@ SHORTEST_FRESH_SECONDS: Final = 10.0
 LONGEST_FRESH_SECONDS: Final = 300.0
 
 AHEAD_SECONDS: Final = 60.0
-"""A file that is dated further ahead is ignored: the probe and the daemon share a clock."""
+"""If a file has a time this far in the future, it is ignored, because the probe and the daemon
+share a clock.
+"""
 
 
 def classify_probe(
@@ -27,9 +29,10 @@ def classify_probe(
 ) -> ProbeReadings | Failure | None:
     """Sort the probe's files into present, silent and others, at `now` in seconds since the epoch.
 
-    Where /proc shows engine processes, a file belongs to this run if its process started when one
-    of them did. Pids are not compared, because they may belong to another PID namespace. Where
-    /proc shows none, a fresh file belongs to this run. A failure, or None, is returned unchanged.
+    If /proc shows engine processes, a file belongs to this run if the process that wrote it started
+    when one of them did. Pids are not compared, because they may belong to another PID namespace.
+    If /proc shows no engine process, a fresh file belongs to this run. A failure, or None, is
+    returned unchanged.
     """
     if files is None or isinstance(files, Failure):
         return files
@@ -39,7 +42,7 @@ def classify_probe(
     others = []
     for file in _list_newest(files, now):
         is_running = any(_is_same_process(file, process) for process in shown)
-        # Where no process is visible, a fresh file is enough proof.
+        # If no process is visible, a fresh file is enough proof.
         may_run = is_running or not shown
         if file.stopped is not None:
             others.append(file)
@@ -55,7 +58,7 @@ def classify_probe(
 def _list_newest(files: tuple[ProbedProcess, ...], now: float) -> list[ProbedProcess]:
     """Return the newest file of each process, oldest first."""
     newest = {}
-    # A file's name is not trusted: its content identifies the process.
+    # A file's name is not trusted, so its content identifies the process.
     for file in sorted(files, key=lambda file: file.written_at_seconds):
         if file.written_at_seconds <= now + AHEAD_SECONDS:
             newest[file.pid, file.started_at_seconds] = file

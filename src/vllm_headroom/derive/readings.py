@@ -62,7 +62,7 @@ def _derive_gpu(gpu: Gpu) -> Iterator[Sample]:
         yield from _derive_holders(gpu, reading.memory.used_bytes)
     if gpu.process_count is not None:
         yield Sample(catalog.GPU_PROCESSES, labels, float(gpu.process_count))
-    # A size that the driver does not report is left out: 0 would say that nothing is held.
+    # A size that the driver does not report is left out, because 0 would say that nothing is held.
     leftover_sizes = [
         leftover.used_bytes for leftover in gpu.leftovers if leftover.used_bytes is not None
     ]
@@ -78,7 +78,7 @@ def _derive_gpu(gpu: Gpu) -> Iterator[Sample]:
 
 
 def _derive_holders(gpu: Gpu, used_bytes: int) -> Iterator[Sample]:
-    """Yield how much of the memory in use each holder has; the holders sum to it."""
+    """Yield how much of the memory in use each holder has; the sizes sum to the memory in use."""
     labels = label_gpu(gpu)
     unattributed_bytes = used_bytes
     for holder, held_bytes in (("engine", gpu.engine_bytes), ("other", gpu.other_bytes)):

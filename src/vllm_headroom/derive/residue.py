@@ -12,13 +12,13 @@ from vllm_headroom.derive.series import label_gpu, limit_remembered
 from vllm_headroom.model import Sample, Snapshot
 
 SETTLED_SECONDS: Final = 30.0
-"""For how long after the page reports sleep memory may still be freed; on some devices that takes
+"""After the page reports sleep, memory may still be freed for this time. On some devices that takes
 seconds (vllm-project/vllm#37533).
 """
 
 LEAST_RELEASED_SHARE: Final = 0.1
-"""A sleep that releases less than this share of the memory has no residue: sleep level 0 only
-pauses the scheduler.
+"""If a sleep releases less than this share of the memory, it has no residue, because sleep level 0
+only pauses the scheduler.
 """
 
 
@@ -27,10 +27,10 @@ class SleepState(Struct, frozen=True, kw_only=True):
 
     run_id: str | None = None
     since_seconds: float | None = None
-    """Start of the current sleep on the monotonic clock; None while awake."""
+    """When the current sleep began, on the monotonic clock; None while the engine is awake."""
 
     settled: bool = False
-    """Whether `least_bytes` belongs to the current sleep; False while it still belongs to the
+    """Whether `least_bytes` belongs to the current sleep. If False, it still belongs to the
     previous one.
     """
 
@@ -44,8 +44,8 @@ class SleepState(Struct, frozen=True, kw_only=True):
 def derive_sleep(state: SleepState, snapshot: Snapshot) -> tuple[SleepState, tuple[Sample, ...]]:
     """Return the residue of each of the engine's GPUs: the memory that it keeps in sleep.
 
-    It is the residue of the current sleep once memory has been freed, and of the previous sleep
-    until then. There is no sample before the run's first sleep.
+    Until memory has been freed, the residue of the previous sleep is returned. There is no sample
+    before the run's first sleep.
     """
     state = _update_sleep(state, snapshot)
     samples: list[Sample] = []
@@ -57,7 +57,7 @@ def derive_sleep(state: SleepState, snapshot: Snapshot) -> tuple[SleepState, tup
 
 
 def _update_sleep(state: SleepState, snapshot: Snapshot) -> SleepState:
-    """Return the state after one more snapshot; unchanged where the page could not be read."""
+    """Return the state after one more snapshot; unchanged if the page could not be read."""
     page = snapshot.page
     if page is None:
         return state
@@ -89,9 +89,9 @@ def _update_sleep(state: SleepState, snapshot: Snapshot) -> SleepState:
 
 
 def _list_residues(snapshot: Snapshot) -> dict[str, int]:
-    """Return the memory held now, by UUID, on each GPU where the sleep has released a part.
+    """Return the memory held now, by UUID, on each GPU on which the sleep has released a part.
 
-    A GPU where the released part is unknown counts too.
+    If the released part is unknown, the GPU counts too.
     """
     status = snapshot.engine_status
     bytes_to_wake = {} if status is None else dict(status.wake_bytes)

@@ -6,14 +6,15 @@ from vllm_headroom.derive.pages import list_engines
 from vllm_headroom.model import EnginePage
 
 RESTART_SHARE: Final = 0.5
-"""Where the count of finished requests falls below this share of the previous one, it belongs to
-another run."""
+"""If the count of finished requests falls below this share of the previous count, it belongs to
+another run.
+"""
 
 
 def identify_run(page: EnginePage | None) -> str | None:
     """Return the start times of the page's servers as a text that identifies the run.
 
-    None where the page could not be read, or has no start time.
+    Returns None if the page could not be read, or has no start time.
     """
     starts = {
         engine.started_at_seconds
@@ -28,16 +29,16 @@ def is_new_run(
 ) -> bool:
     """Return whether a new id, or a new count of finished requests, belongs to another run.
 
-    False where the values that could show it are unknown. With equal ids it is the same run, even
-    if its count was reset. Several servers that share a port have several start times and may
-    answer in turn, so a later start is a new run. An earlier start is a new run only if the count
-    has more than halved too, because servers that share the load have similar counts; the clock was
-    set back in that case.
+    Returns False if the values that could show it are unknown. If the ids are equal, it is the same
+    run, even if its count was reset. Several servers that share a port have several start times and
+    may answer in turn. So only a later start is a new run. An earlier start is a new run only if
+    the count has also more than halved. Servers that share the load have similar counts, so in that
+    case the clock was set back.
     """
     has_restarted_count = False
     if finished is not None and new_finished is not None:
         has_restarted_count = new_finished < RESTART_SHARE * finished
-    # Without start times only the count distinguishes runs.
+    # Without start times, only the count distinguishes runs.
     if run_id is None or new_run_id is None:
         return has_restarted_count
     if run_id == new_run_id:  # fast path: identifiers usually match

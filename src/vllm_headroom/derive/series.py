@@ -7,9 +7,9 @@ from typing import Final, TypeVar
 from vllm_headroom.model import EngineReading, Gpu, Metric, Sample
 
 MOST_REMEMBERED: Final = 256
-"""The highest number of entries that are kept for engines or GPUs that are not visible now. A page
-may have this many engines, and no machine has this many GPU parts. Names may change at every tick,
-so without a limit memory would grow.
+"""At most this many entries are kept for engines or GPUs that are not visible now. A page may have
+this many engines, and no machine has this many GPU parts. Names may change at every tick, so
+without a limit memory would grow.
 """
 
 K = TypeVar("K")
@@ -52,7 +52,7 @@ def make_facts(
 ) -> list[Sample]:
     """Return a reading's samples, by a table of metrics and their attributes.
 
-    Attributes that are None have no sample; without a reading there are no samples.
+    An attribute that is None has no sample. Without a reading there are no samples.
     """
     if reading is None:
         return []

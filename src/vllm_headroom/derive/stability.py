@@ -1,4 +1,4 @@
-"""Whether load is level, and how each GPU's memory has changed since it became level."""
+"""Whether load is level, and how each GPU's memory has changed since load became level."""
 
 from statistics import fmean
 from typing import Final
@@ -14,32 +14,33 @@ from vllm_headroom.model import Sample, Snapshot
 
 MINUTE_SECONDS: Final = 60.0
 WINDOW_MINUTES: Final = 10
-"""The window in minutes, as in a simple rule from a post-mortem: an alert on growth over ten
-minutes.
+"""The window in minutes. It is taken from a simple rule in a post-mortem, an alert on growth over
+ten minutes.
 """
 
 BAND_SHARE: Final = 0.15
-"""Load is level if no minute's mean differs from the window's mean by more than this share: random
-arrivals alone vary as much."""
+"""Load is level if no minute's mean differs from the window's mean by more than this share. Random
+arrivals alone vary as much.
+"""
 
 BAND_REQUESTS: Final = 2.0
-"""At low load, a minute's mean may differ by this number of requests, if that is more."""
+"""At low load, a minute's mean may differ from the window's mean by this many requests."""
 
 
 class LoadState(Struct, frozen=True, kw_only=True):
     """The requests in the engine over the newest minutes."""
 
     minute_means: tuple[float, ...] = ()
-    """Mean requests of each full minute, the newest last."""
+    """The mean number of requests of each full minute, the newest last."""
 
     minute_began_seconds: float | None = None
-    """Start of the current minute on the monotonic clock."""
+    """When the current minute began, on the monotonic clock."""
 
     requests_sum: float = 0.0
-    """Sum over the samples of the current minute."""
+    """The sum of the requests over the samples of the current minute."""
 
     sample_count: int = 0
-    """Samples of the current minute."""
+    """The number of samples of the current minute."""
 
     is_stable: bool | None = None
     """Whether load was level at the end of the last full minute; None until the window is full."""
@@ -51,7 +52,7 @@ class LoadState(Struct, frozen=True, kw_only=True):
 def derive_load(state: LoadState, snapshot: Snapshot) -> tuple[LoadState, tuple[Sample, ...]]:
     """Return whether load is level, and each GPU's change of memory since it became level.
 
-    There are no samples until ten minutes were measured. Where the number of running requests is
+    There are no samples until ten minutes were measured. If the number of running requests is
     unknown, the measurement starts over.
     """
     engines = () if snapshot.page is None else list_named(snapshot.page)
@@ -72,7 +73,7 @@ def derive_load(state: LoadState, snapshot: Snapshot) -> tuple[LoadState, tuple[
         if gpu.held_bytes is None:
             continue
         uuid = gpu.reading.uuid
-        # The first reading at level load is what later ones are compared with.
+        # Later readings are compared with the first reading at level load.
         reference_bytes[uuid] = state.held_bytes.get(uuid, gpu.held_bytes)
         delta_bytes = gpu.held_bytes - reference_bytes[uuid]
         samples.append(Sample(catalog.MEMORY_DELTA, label_gpu(gpu), delta_bytes))
@@ -80,7 +81,7 @@ def derive_load(state: LoadState, snapshot: Snapshot) -> tuple[LoadState, tuple[
 
 
 def _add_sample(state: LoadState, requests: float, now_seconds: float) -> LoadState:
-    """Return the state with a sample; after a full minute, decide again whether load is level."""
+    """Return the state with a sample; after a full minute, judge again whether load is level."""
     began_seconds = state.minute_began_seconds
     # If the clock went back, the minute starts over.
     if began_seconds is None or now_seconds < began_seconds:

@@ -13,7 +13,9 @@ FIELDS: Final = {
     StartPart.CUDA_GRAPHS: ("graphs_bytes",),
     StartPart.KV_CACHE: ("kv_cache_bytes",),
 }
-"""The fields of ProcessFigures that can give a part; the first one that the log has counts."""
+"""For each part, the fields of ProcessFigures that can give it. The first field that the log has
+counts.
+"""
 
 
 def derive_startup(snapshot: Snapshot) -> tuple[Sample, ...]:

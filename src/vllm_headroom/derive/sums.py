@@ -7,7 +7,7 @@ N = TypeVar("N", int, float)
 
 
 def sum_known(values: Iterable[N | None]) -> N | None:
-    """Return the sum; None where one value is unknown, or without values."""
+    """Return the sum; None if one value is unknown, or without values."""
     numbers: list[N] = []
     for value in values:
         if value is None:
@@ -17,10 +17,10 @@ def sum_known(values: Iterable[N | None]) -> N | None:
 
 
 def find_least_known(values: Iterable[int | None]) -> int | None:
-    """Return the least known value; None where none is known."""
+    """Return the least known value; None if none is known."""
     return min((value for value in values if value is not None), default=None)
 
 
 def find_most_known(values: Iterable[int | None]) -> int | None:
-    """Return the highest known value; None where none is known."""
+    """Return the highest known value; None if none is known."""
     return max((value for value in values if value is not None), default=None)

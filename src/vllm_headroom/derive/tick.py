@@ -59,7 +59,7 @@ from vllm_headroom.model import (
 from vllm_headroom.vocabulary import Reason, Source
 
 NO_PROCESSES: Final = ProcessReadings(engine=(), visible_pids=frozenset(), sees_host_pids=False)
-"""The process readings where /proc could not be read."""
+"""The process readings that are used if /proc could not be read."""
 
 UNEXPECTED: Final = {
     source: Failure(
@@ -70,7 +70,7 @@ UNEXPECTED: Final = {
     )
     for source in Source
 }
-"""The failure of a source when its reading or evaluation raised an error, by source."""
+"""The failure of a source whose reading or evaluation raised an error, by source."""
 
 State = TypeVar("State")
 T = TypeVar("T")
@@ -93,7 +93,8 @@ def answer(
 ) -> tuple[State, tuple[Sample, ...]]:
     """Run one step of a derivation; return the next state and the samples with finite values.
 
-    Other values come from absurd numbers on a page, which overflow or divide to infinity.
+    Values that are not finite come from absurd numbers on a page, which overflow or divide to
+    infinity.
     """
     following, samples = derivation.step(state, snapshot)
     return following, tuple([sample for sample in samples if isfinite(sample.value)])
@@ -117,12 +118,12 @@ def build_derivations(
     model: TokenBytes | None = None,
     baseline_bytes_per_request: float | None = None,
 ) -> tuple[Derivation[Any], ...]:
-    """Return every derivation in the order of the page; a new one is added here.
+    """Return every derivation in the order of the page.
 
-    Each argument is None where the operator has not configured it. `reported_bytes` is the memory
-    that the engine should use on each GPU. `kv_bytes_per_token` is the size of one token in the KV
-    cache of one engine; `model` computes that size from the cache's dtype.
-    `baseline_bytes_per_request` is the expected memory per running request on each GPU.
+    Add a new derivation here. An argument is None if the operator has not configured it.
+    `reported_bytes` is the memory that the engine should use on each GPU. `kv_bytes_per_token` is
+    the size of one token in the KV cache of one engine. `model` computes this size from the cache's
+    dtype. `baseline_bytes_per_request` is the expected memory per running request on each GPU.
     """
     return (
         Derivation(name="health", initial=INITIAL, step=derive_health),
@@ -157,7 +158,7 @@ class Border(Protocol):
 
 
 def run_unguarded(name: str, step: Callable[[], T], fallback: F) -> T | F:
-    """Return a step's result; the border of a caller that wants every error to be raised."""
+    """Return a step's result, and let every error pass to the caller."""
     return step()
 
 
@@ -167,20 +168,22 @@ class TickRules(Struct, frozen=True, kw_only=True):
     selection: Selection
     derivations: tuple[Derivation[Any], ...]
     model: TokenBytes | None = None
-    """Gives the bytes per token of the model that the operator named; None where no model is named.
+    """Computes the bytes per token of the model that the operator named; None if no model is named.
     """
     host_limit_bytes: int | None = None
-    """The limit of the engine's container; if None, /proc and cgroups have to show it."""
+    """The limit of the engine's container. If it is None, /proc and cgroups have to show the limit.
+    """
     reported_bytes: float | None = None
-    """The bytes that the engine uses on each GPU; if None, its page or the probe has to show them.
+    """The bytes that the engine uses on each GPU. If it is None, the page or the probe has to show
+    them.
     """
     role: str = SERVING
     gate_ready_seconds: float | None = None
-    """The gate closes if less than this time is left until out-of-memory; None where it is not
+    """The gate closes if less than this time is left until out-of-memory; None if the gate is not
     configured.
     """
     read_guardrail: Callable[[], Guardrail] | None = None
-    """None where this pod is never evicted."""
+    """Returns the guardrail's settings and state; None if this pod is never evicted."""
 
 
 class TickReadings(Struct, frozen=True, kw_only=True):
@@ -192,9 +195,9 @@ class TickReadings(Struct, frozen=True, kw_only=True):
     gpus: GpuReadings | Failure
     processes: ProcessReadings | Failure
     probe_files: tuple[ProbedProcess, ...] | Failure | None
-    """None where no folder of the probe is configured."""
+    """The probe's files; None if no folder of the probe is configured."""
     log: LogReading | Failure | None = None
-    """None where no log of the engine is configured."""
+    """What the engine's log says; None if no log of the engine is configured."""
     reading_times: tuple[ReadingTime, ...]
     token_bytes: TokenBytes | None
     unanswered_since_seconds: float | None
@@ -202,16 +205,19 @@ class TickReadings(Struct, frozen=True, kw_only=True):
 
 
 class TickResult(Struct, frozen=True, kw_only=True):
-    """What one tick read, derived and judged: all that is shown, published and recorded."""
+    """What one tick read, derived and judged.
+
+    It contains all that is shown, published and recorded.
+    """
 
     snapshot: Snapshot
-    """What was read. `snapshot.engine_status.event` is the engine's exit or stall, if this tick saw
-    one.
+    """The readings of the tick. `snapshot.engine_status.event` is the engine's exit or stall, if
+    this tick saw one.
     """
     published: Published
     """The samples of the metrics page."""
     values: Values
-    """The same samples, to look up by metric and labels."""
+    """The same samples, for a look-up by metric and labels."""
     verdicts: tuple[Verdict, ...]
     gate: Gate
 
@@ -219,7 +225,7 @@ class TickResult(Struct, frozen=True, kw_only=True):
 class Evaluation:
     """Evaluates the ticks of one engine, and owns the state of its derivations.
 
-    Each step runs within a border: an error in one costs only the samples of that step.
+    An error in one step costs only the samples of this step.
     """
 
     def __init__(self, rules: TickRules, border: Border) -> None:

@@ -52,23 +52,26 @@ from vllm_headroom.vocabulary import (
     Situation,
 )
 
-# Limits at which a sentence begins to warn: each is that of the alert it names.
+# A sentence warns from these limits on. Each limit is that of the alert that its text names.
 
 LOW_BYTES: Final = 512 * MIB
-"""The free memory of a GPU is low if it is below this and below LOW_SHARE, as in
-HeadroomGpuMemoryLow."""
+"""The free memory of a GPU is low if it is below this, and below LOW_SHARE of what was free at
+first, as in HeadroomGpuMemoryLow.
+"""
 
 LOW_SHARE: Final = 0.5
-"""Free memory of a GPU or of the host may be low once it is below this share of what was free when
-the engine became ready. A GPU that is configured to leave little memory free is not short of
-memory."""
+"""Free memory is low only if it is also below this share of what was free when the engine became
+ready. This applies to a GPU and to the host. If a GPU is configured to leave little memory free, it
+is not short of memory for that reason.
+"""
 
 LOW_HOST_BYTES: Final = 4 * GIB
-"""The free memory of the host is low if it is below this, below LOW_HOST_SHARE and below LOW_SHARE,
-as in HeadroomHostMemoryLow."""
+"""The free memory of the host is low if it is below this, below LOW_HOST_SHARE of the limit, and
+below LOW_SHARE of what was free at first, as in HeadroomHostMemoryLow.
+"""
 
 LOW_HOST_SHARE: Final = 0.05
-"""The share of the host's limit below which its free memory may be low."""
+"""The free memory of the host is low only if it is also below this share of the host's limit."""
 
 OVER_BUDGET_SECONDS: Final = 300.0
 """An excess over the budget is judged once it has lasted for this time, because levels at rest are
@@ -76,20 +79,24 @@ taken over five minutes.
 """
 
 SCARCE_BLOCKS_BYTES: Final = GIB
-"""With less unified memory than this free in blocks of 2 MiB, allocations may fail; some failed
-with 22.5 GiB available (vllm-project/vllm#54200). While nothing is loaded and no task waits for
+"""If less unified memory than this is free in blocks of 2 MiB, allocations may fail. Some failed
+with 22.5 GiB available (vllm-project/vllm#54200). If nothing is loaded and no task waits for
 memory, it is normal to have few such blocks, because the page cache takes free memory.
 """
 
 WAITING_RATIO: Final = 0.05
-"""Tasks count as waiting for memory above this share of the last ten seconds (PSI)."""
+"""Tasks count as waiting for memory if they waited for more than this share of the last ten seconds
+(PSI).
+"""
 
 OVERSHOOT_FACTOR: Final = 1.15
-"""Offloads count as larger than planned above this many times their planned size: buffers and
-queues of vLLM are shared memory too."""
+"""Offloads are reported as larger than planned if they take more than this many times their planned
+size. Buffers and queues of vLLM are shared memory too.
+"""
 
 STRANDED_RATIO: Final = 0.05
-"""A larger share of the KV cache that no request holds is reported, as in HeadroomKvCacheStranded.
+"""If more than this share of the KV cache is in use although no request holds it, this is reported,
+as in HeadroomKvCacheStranded.
 """
 
 CRASH_LOOP_EXITS: Final = 3
@@ -97,10 +104,10 @@ CRASH_LOOP_EXITS: Final = 3
 
 SURE_SECONDS: Final = 4 * HOUR_SECONDS
 """Until memory was watched for this long, its verdict states for how long it was watched. A leak in
-large steps is an alarm after four hours, an even leak usually sooner.
+large steps becomes an alarm after four hours, and an even leak usually sooner.
 """
 
-# Alerts named in more than one place.
+# These alerts are named in more than one place.
 
 GPU_LOST: Final = "HeadroomGpuLost"
 BLIND: Final = "HeadroomSidecarBlind"
@@ -119,7 +126,7 @@ class GrowthAlerts(Struct, frozen=True, kw_only=True):
     """
 
     later: str
-    """Any other growth."""
+    """The alert for any other growth."""
 
 
 GPU_ALERTS: Final = GrowthAlerts(
@@ -135,7 +142,10 @@ HOST_ALERTS: Final = GrowthAlerts(
 
 
 class EngineSentence(Struct, frozen=True, kw_only=True):
-    """The verdict on an engine in one state; the sentence follows "The engine"."""
+    """The verdict on an engine in one state.
+
+    The sentence follows "The engine".
+    """
 
     situation: Situation
     level: Level
@@ -185,7 +195,7 @@ NEVER_SEEN: Final = EngineSentence(
     sentence="has not been seen yet: its metrics page does not answer and no engine process is"
     " running",
 )
-"""Replaces the sentence for DOWN before the first run; HeadroomEngineDown does not fire then
+"""Replaces the sentence for DOWN before the first run. HeadroomEngineDown does not fire then
 either.
 """
 
@@ -201,49 +211,51 @@ UNREAD_SENTENCES: Final[Mapping[EngineState, EngineSentence]] = {
         sentence="was asleep when last seen",
     ),
 }
-"""The sentences for states that are assumed, from the last page, while the page cannot be read."""
+"""The sentences for states that are assumed from the last page while the page cannot be read."""
 
 PAGE_ALONE_FAILS: Final = (
     "has a server that answers other requests, and only its metrics page fails: whether it makes"
     " progress is not known"
 )
-"""Used where the page fails and the server's other pages answer."""
+"""The text if the page fails and the server's other pages answer."""
 
 SERVER_RUNS: Final = (
     "has a server that runs, and reports an error: whether it makes progress is not known"
 )
-"""Used where the server answers with an error instead of its page, and nothing else is known."""
+"""The text if the server answers with an error instead of its page, and nothing else is known."""
 
 LOGIN_WANTED: Final = (
     "is behind a server that answers, but asks for a login: whether the engine makes progress is"
     " not known"
 )
-"""Used where the server refuses the page for want of a valid login."""
+"""The text if the server refuses the page because the login is missing or wrong."""
 
 SLOW_PAGE_CAUSE: Final = (
     "; a PROMETHEUS_MULTIPROC_DIR that is full or on a network volume does this: check it with df"
 )
-"""Added where only the page is late and the server answers; the message of an error already has the
-cause.
+"""This is added if only the page is late and the server answers. The message of an error already
+has the cause.
 """
 
 STALE_GAUGES: Final = (
     "; these gauges are stale, as after an abort of all requests: no CPU time, GPU or client"
     " supports them"
 )
-"""Added to the load of an engine whose gauges are stale by all other evidence."""
+"""This is added to the load of an engine if all other evidence shows that its gauges are stale."""
 
 DOUBTED_GAUGES: Final = (
     "may be idle or hang: its page shows work without progress, nothing that is visible supports"
     " that there is any work, and its server answers: send one request, which updates stale gauges"
 )
-"""Used where not enough is visible to call the gauges stale."""
+"""The text if too little is visible to be sure that the gauges are stale."""
 
 SERVER_TROUBLES: Final = {
     ServerAnswer.UNHEALTHY: "; its health check reports an error",
     ServerAnswer.SILENT: "; its health check does not answer",
 }
-"""Added to the sentence on a stalled engine: the evidence for the stall beside the page."""
+"""This is added to the sentence on a stalled engine. It is the evidence for the stall besides the
+page.
+"""
 
 NO_GROWTH_SENTENCES: Final[Mapping[str | None, tuple[Level, str]]] = {
     LeakState.STABLE: (Level.GOOD, "no leak seen"),
@@ -252,13 +264,14 @@ NO_GROWTH_SENTENCES: Final[Mapping[str | None, tuple[Level, str]]] = {
     LeakState.WARMING_UP: (Level.UNKNOWN, "too early to tell whether it leaks"),
 }
 """The level and the text for memory that does not grow, by the leak state. Of several states, the
-first in this order counts."""
+first in this order counts.
+"""
 
 VERDICTS: Final = "verdicts"
 """The name under which a failure to judge the verdicts is logged."""
 
 SERVING: Final = "serving"
-"""The role of an engine where no other role is set; this role has no series."""
+"""The role of an engine if no other role is set. This role has no series."""
 
 SHARING_ROLES: Final = ("swapped", "shared-gpu")
 """The declared roles of engines whose GPUs are meant to be shared."""
@@ -272,12 +285,12 @@ def derive_verdicts(
 ) -> tuple[tuple[Verdict, ...], tuple[Sample, ...]]:
     """Return the verdicts on a tick, and the samples of the worst situation and of the role.
 
-    `leak` is the detector's state after the tick. Every role but SERVING has a sample.
+    `leak` is the detector's state after the tick. Every role except SERVING has a sample.
     """
     verdicts = judge_snapshot(
         snapshot, values, measure_watches(leak), role=role, excused=list_excused(leak)
     )
-    # The page has one situation for the engine and all its GPUs: the worst.
+    # The page has one situation for the engine and all its GPUs, which is the worst one.
     samples = make_states(catalog.SITUATION, (), verdicts[0].situation)
     if role != SERVING:
         samples += (Sample(catalog.ROLE, (role,), 1.0),)
@@ -298,7 +311,7 @@ def measure_watches(state: LeakMemory) -> dict[str, float]:
 
 
 def list_excused(state: LeakMemory) -> frozenset[str]:
-    """Return the UUIDs and roles whose memory grows as it did when the engine was well."""
+    """Return the UUIDs and roles whose memory grows as it did before without a leak."""
     tracks = {**state.gpus, **state.host}.items()
     return frozenset(name for name, track in tracks if track.is_excused)
 
@@ -313,10 +326,10 @@ def judge_snapshot(
     """Return the verdicts on a tick: alarms first, then warnings, then all others.
 
     Within each group, the worst situation is first. There is at least one verdict. `values` has the
-    samples of all derivations. `watches` says for how many seconds the detector has compared each
+    samples of all derivations. `watches` has the seconds for which the detector has compared each
     GPU, by UUID, and the host memory of each role. `excused` has the UUIDs and roles whose memory
-    grows as it did when the engine was well. If the declared `role` shares its GPUs, other
-    processes on them are no reason to warn.
+    grows as it did before without a leak. If the declared `role` shares its GPUs, other processes
+    on these GPUs are no reason to warn.
     """
     gpu_verdicts = list(_judge_gpus(snapshot, values, watches, role, excused))
     verdicts = [
@@ -341,7 +354,7 @@ def _rank_verdict(verdict: Verdict) -> tuple[int, int, int]:
     """Return a sort key that puts the worst verdict, which decides the situation, first."""
     severity = tuple(Level).index(verdict.level)
     situation_rank = tuple(Situation).index(verdict.situation)
-    # GOOD and UNKNOWN are one group: within it the situation decides the order.
+    # GOOD and UNKNOWN are one group. Within it the situation decides the order.
     if verdict.level in (Level.WARNING, Level.ALARM):
         return (-severity, situation_rank, -severity)
     return (0, situation_rank, -severity)
@@ -368,7 +381,7 @@ def _describe_no_growth(
     compared.
     """
     state = next((state for state in NO_GROWTH_SENTENCES if state in states), None)
-    # A leak in large steps may not have shown yet.
+    # A leak in large steps may not be visible yet.
     if state == LeakState.STABLE and watched_seconds < SURE_SECONDS:
         return Level.GOOD, f"watched for {format_duration(watched_seconds)}, no leak seen"
     unknown = (Level.UNKNOWN, "whether it leaks is not known")
@@ -405,8 +418,8 @@ def _judge_gpus(
             yield _judge_left_out_gpu(gpu)
     for gpu in sorted(snapshot.owned_gpus, key=lambda gpu: gpu.reading.index):
         yield _judge_gpu(gpu, snapshot, values, watches=watches, role=role, excused=excused)
-        # Comes in addition to the verdict on the GPU, because an exited engine's memory is another
-        # trouble with another remedy.
+        # This comes in addition to the verdict on the GPU, because an exited engine's memory is
+        # another trouble with another remedy.
         for leftover in gpu.leftovers:
             yield Verdict(
                 subject=gpu.reading.display_name,
@@ -418,7 +431,7 @@ def _judge_gpus(
 
 
 def _judge_left_out_gpu(gpu: Gpu) -> Verdict:
-    """Return the warning that HEADROOM_GPUS excludes a GPU that the engine uses."""
+    """Return the warning that HEADROOM_GPUS omits a GPU that the engine uses."""
     name = gpu.reading.display_name
     engine_bytes = gpu.engine_bytes or 0
     return Verdict(
@@ -441,8 +454,8 @@ def _judge_gpu(
 ) -> Verdict:
     """Return the verdict on one GPU of the engine.
 
-    It states the first of these that is true: the GPU cannot be read; its memory is unknown; its
-    memory grows; it has another trouble or none.
+    The verdict states the first of these that is true: the GPU cannot be read; its memory is
+    unknown; its memory grows; it has another trouble or none.
     """
     reading = gpu.reading
     name = reading.display_name
@@ -492,7 +505,7 @@ def _judge_quiet_gpu(
     watched_seconds = watches.get(uuid, SURE_SECONDS)
     level, no_growth = _describe_no_growth({leak_state}, watched_seconds)
     held_bytes = values.value(catalog.GPU_MEMORY_HELD, *labels, "engine")
-    # vLLM releases nearly all of it in a sleep; another engine cannot use the rest.
+    # vLLM releases nearly all of its memory in a sleep. Another engine cannot use the rest.
     if leak_state == LeakState.ASLEEP and held_bytes is not None:
         no_growth = f"{no_growth} and holds {format_size(held_bytes)}"
     free_bytes = values.value(catalog.GPU_MEMORY_FREE, *labels)
@@ -507,7 +520,7 @@ def _judge_quiet_gpu(
         labels,
         status,
         values,
-        # Where the free memory is unknown, a shortage must not be reported.
+        # If the free memory is unknown, a shortage must not be reported.
         free_bytes=inf if free_bytes is None else free_bytes,
         wake_bytes=wake_bytes,
         role=role,
@@ -532,12 +545,12 @@ def _judge_quiet_gpu(
 
 
 class Trouble(Struct, frozen=True, kw_only=True):
-    """What is wrong with a GPU on which nothing grows."""
+    """What is wrong with a GPU on which no memory grows."""
 
     situation: Situation
     text: str
     alert: str | None = None
-    """The alert that fires; None where no alert fires."""
+    """The alert that fires; None if no alert fires."""
 
     level: Level = Level.WARNING
     needs_free_bytes: bool = False
@@ -553,10 +566,9 @@ def _find_trouble(
     wake_bytes: int,
     role: str,
 ) -> Trouble | None:
-    """Return the worst trouble of a GPU; None where it has none.
+    """Return the worst trouble of a GPU; None if it has none.
 
-    `wake_bytes` is the memory that a sleeping engine needs to wake; 0 where the engine is not
-    asleep.
+    `wake_bytes` is the memory that a sleeping engine needs to wake; 0 if the engine is not asleep.
     """
     return (
         _find_excess(labels, status, values, free_bytes)
@@ -571,13 +583,13 @@ def _find_low_memory(
 ) -> Trouble | None:
     """Return the trouble that free memory is low, or too low for a sleeping engine to wake.
 
-    None where neither holds. The alert fires for low memory only.
+    Returns None if neither is the case. The alert fires only for low memory.
     """
     uuid = labels[1]
     first_free_bytes = 0
     if status is not None:
         first_free_bytes = dict(status.first_room_bytes).get(uuid, 0)
-    # Before an engine has served, memory is never low: a start takes the memory that it was
+    # Before an engine has served, memory is never low, because a start takes the memory that it was
     # granted.
     is_low = free_bytes < min(LOW_BYTES, LOW_SHARE * first_free_bytes)
     if not is_low and free_bytes >= wake_bytes:
@@ -595,10 +607,10 @@ def _find_scarce_blocks(
 ) -> Trouble | None:
     """Return the trouble that unified memory is free only in small blocks.
 
-    None while no task waits for memory and no model is loaded.
+    Returns None while no task waits for memory and no model is loaded.
     """
     # The driver allocates in blocks of 2 MiB, so memory between pages of the page cache is of no
-    # use.
+    # use to it.
     blocks_bytes = values.value(catalog.UNIFIED_FREE_BLOCKS, *labels)
     if blocks_bytes is None or blocks_bytes >= min(SCARCE_BLOCKS_BYTES, free_bytes):
         return None
@@ -620,13 +632,13 @@ def _find_excess(
 ) -> Trouble | None:
     """Return the trouble that the engine exceeds its budget and leaves too little for a burst.
 
-    An excess alone is no trouble: contexts, NCCL and graphs are outside of the budget. None where
-    the engine does not serve, keeps its budget, or leaves enough.
+    An excess alone is no trouble, because contexts, NCCL and graphs are outside of the budget.
+    Returns None if the engine does not serve, keeps its budget, or leaves enough.
     """
     if status is None or status.state is not EngineState.SERVING:
         return None
     excess = dict(status.excesses).get(labels[1])
-    # A burst of prefills exceeds the budget for seconds, and gives the memory back.
+    # A burst of prefills exceeds the budget for seconds, and then releases the memory.
     if excess is None or excess.seconds < OVER_BUDGET_SECONDS:
         return None
     room_bytes = _find_room_at_rest(labels, values, excess, free_bytes)
@@ -634,8 +646,8 @@ def _find_excess(
         return None
     size = format_size(excess.excess_bytes)
     text = f"the engine holds {size} ({100 * excess.ratio:.1f} %) more than its budget"
-    # The last burst still fits, so this is a warning. If it did not fit, the next burst might end
-    # the engine.
+    # The last burst still fits, so this is only a warning. If the last burst did not fit, the next
+    # one might end the engine.
     if room_bytes >= excess.needed_bytes:
         is_share_small = room_bytes < TIGHT_SHARE * excess.total_bytes
         return Trouble(
@@ -656,12 +668,13 @@ def _find_excess(
 def _find_room_at_rest(
     labels: tuple[str, str], values: Values, excess: BudgetExcess, free_bytes: float
 ) -> float:
-    """Return what is free between bursts.
+    """Return the memory that is free between bursts.
 
     Memory of other processes counts as free, because they may leave.
     """
     other_bytes = values.value(catalog.GPU_MEMORY_HELD, *labels, "other") or 0.0
-    # During a burst the engine holds more than at rest; memory that it will release counts as free.
+    # During a burst the engine holds more than at rest. The memory that it will release counts as
+    # free.
     rest_bytes = excess.budget_bytes + excess.excess_bytes
     held_bytes = values.value(catalog.GPU_MEMORY_HELD, *labels, "engine") or rest_bytes
     return free_bytes + other_bytes + max(0.0, held_bytes - rest_bytes)
@@ -670,9 +683,9 @@ def _find_room_at_rest(
 def _find_neighbour(labels: tuple[str, str], values: Values, role: str) -> Trouble | None:
     """Return the trouble of other processes on the GPU.
 
-    It is no warning for a role that shares its GPUs.
+    For a role that shares its GPUs, this is no warning.
 
-    None where they hold less than NEIGHBOUR_BYTES.
+    Returns None if they hold less than NEIGHBOUR_BYTES.
     """
     other_bytes = values.value(catalog.GPU_MEMORY_HELD, *labels, "other") or 0.0
     if other_bytes < NEIGHBOUR_BYTES:
@@ -691,17 +704,17 @@ def _find_neighbour(labels: tuple[str, str], values: Values, role: str) -> Troub
 
 
 class GrowingMemory(Struct, frozen=True, kw_only=True):
-    """Growing memory of a GPU, or of the processes of one role; a field is None where unknown."""
+    """Growing memory of a GPU, or of the processes of one role; a field is None if unknown."""
 
     subject: str
     name: str
     """The name of the memory, for the beginning of a sentence."""
 
     is_leaking: bool
-    """Whether this is the alarm; otherwise it is the early warning."""
+    """Whether the growth is an alarm; otherwise it is an early warning."""
 
     is_of_engine: bool
-    """Whether the growth is known to be the engine's; otherwise it may be another process's."""
+    """Whether the growth is known to be the engine's. Otherwise it may be another process's."""
 
     bytes_per_second: float | None
     bytes_per_request: float | None = None
@@ -719,7 +732,7 @@ class GrowingMemory(Struct, frozen=True, kw_only=True):
 
     @property
     def pool_bytes(self) -> int:
-        """The size of all pools."""
+        """Return the size of all these pools."""
         return sum(pool.size_bytes for pool in self.pools)
 
 
@@ -755,7 +768,7 @@ def _measure_host_growth(
         subject="host memory",
         name=f"Host memory of {role}",
         is_leaking=is_leaking,
-        is_of_engine=True,  # these are the engine's own processes
+        is_of_engine=True,  # These are the engine's own processes.
         bytes_per_second=values.value(catalog.HOST_LEAK_RATE, role),
         oom_seconds=values.value(catalog.HOST_TIME_TO_OOM),
         earliest_oom_seconds=values.value(catalog.HOST_TIME_TO_OOM_LOWER),
@@ -769,9 +782,9 @@ def _measure_host_growth(
 def _judge_growth(growth: GrowingMemory, *, is_excused: bool) -> Verdict:
     """Return the verdict on growing memory: a leak, a possible leak, or a pool that fills.
 
-    Growth is excused up to a height at which the engine was well before.
+    Growth is excused up to a height that was no leak before.
     """
-    # An early warning is explained by a pool that still has room; an alarm is reported anyway.
+    # A pool that still has room explains an early warning. An alarm is reported anyway.
     if growth.bound_bytes and not growth.is_leaking:
         return _judge_filling_pools(growth, growth.bound_bytes)
     if is_excused and not growth.is_leaking:
@@ -807,7 +820,7 @@ def _describe_engine_growth(growth: GrowingMemory) -> str:
     """Return the sentence that the engine leaks or may leak, with its rate and place."""
     words = ["leaks" if growth.is_leaking else "may leak"]
     rate = _describe_rate(growth)
-    # Per request where that rate is known, because it does not depend on load.
+    # The rate per request is used if it is known, because it does not depend on load.
     if growth.bytes_per_request is not None:
         rate = f"{format_size(1000 * growth.bytes_per_request)} per 1,000 requests"
     if rate:
@@ -819,14 +832,14 @@ def _describe_engine_growth(growth: GrowingMemory) -> str:
 
 
 def _describe_usual_growth(growth: GrowingMemory) -> str:
-    """Return the sentence that memory grows as it did when the engine was well, with its rate."""
+    """Return the sentence that memory grows as it did before without a leak, with its rate."""
     rate = _describe_rate(growth)
     text = f"grows by {rate}" if rate else "grows"
     return f"{text}, up to now as in an earlier run or on an earlier day without a leak"
 
 
 def _describe_foreign_growth(growth: GrowingMemory) -> str:
-    """Return the sentence that memory fills, where the growth may be another process's."""
+    """Return the sentence that memory fills, if the growth may be another process's."""
     verb = "fills" if growth.is_leaking else "may fill"
     rate = _describe_rate(growth)
     if rate:
@@ -835,14 +848,14 @@ def _describe_foreign_growth(growth: GrowingMemory) -> str:
 
 
 def _describe_rate(growth: GrowingMemory) -> str:
-    """Return the growth in an hour, such as "3 GiB an hour"; empty where it is unknown."""
+    """Return the growth in an hour, such as "3 GiB an hour"; empty if it is unknown."""
     if growth.bytes_per_second is None:
         return ""
     return f"{format_size(HOUR_SECONDS * growth.bytes_per_second)} an hour"
 
 
 def _describe_time_to_oom(growth: GrowingMemory) -> str:
-    """Return the time until out-of-memory, as the end of a sentence; empty where it is unknown."""
+    """Return the time until out-of-memory, as the end of a sentence; empty if it is unknown."""
     if growth.oom_seconds is None:
         return ""
     if growth.oom_seconds < 1:
@@ -855,7 +868,7 @@ def _describe_time_to_oom(growth: GrowingMemory) -> str:
 
 
 def _describe_full_pools(growth: GrowingMemory) -> str:
-    """Return the clause that full offload pools may take more; empty where they are not full."""
+    """Return the clause that full offload pools may take more; empty if they are not full."""
     # Only offload pools are known to take more than their configured size (OFFLOAD_FACTOR).
     has_offloads = any(pool.part is not HostPart.MULTIMODAL_CACHE for pool in growth.pools)
     if growth.bound_bytes != 0 or not has_offloads:
@@ -874,7 +887,7 @@ def _choose_alert(growth: GrowingMemory) -> str:
     """Return the alert that fires for this growth, by the time left."""
     if growth.is_leaking and _is_oom_within(growth, HOUR_SECONDS):
         return growth.alerts.hour
-    # An early warning may still be withdrawn, so it is urgent only within the hour.
+    # An early warning may still be withdrawn, so it is urgent only if less than an hour is left.
     near_seconds = DAY_SECONDS if growth.is_leaking else HOUR_SECONDS
     if _is_oom_within(growth, near_seconds):
         return growth.alerts.day
@@ -889,7 +902,8 @@ def _judge_engine(snapshot: Snapshot, values: Values, *, is_memory_low: bool) ->
     """Yield the verdicts on the engine's state, on a crash loop and on a stranded KV cache."""
     yield _judge_engine_state(snapshot, values, is_memory_low=is_memory_low)
     status = snapshot.engine_status
-    # Judged even while the engine serves, because in a crash loop it serves between two exits.
+    # The crash loop is judged even while the engine serves, because in a crash loop the engine
+    # serves between two exits.
     if status is not None and status.recent_exits >= CRASH_LOOP_EXITS:
         yield Verdict(
             subject="engine",
@@ -898,7 +912,8 @@ def _judge_engine(snapshot: Snapshot, values: Values, *, is_memory_low: bool) ->
             alert="HeadroomEngineCrashLoop",
             situation=Situation.CRASH_LOOP,
         )
-    # The engine with the highest share counts: no data-parallel rank can use another rank's cache.
+    # The engine with the highest share counts, because no data-parallel rank can use another rank's
+    # cache.
     stranded_ratio = max(values.find_all(catalog.ENGINE_KV_STRANDED).values(), default=0.0)
     if stranded_ratio > STRANDED_RATIO:
         yield Verdict(
@@ -962,7 +977,7 @@ def _describe_engine(
 ) -> str:
     """Return what follows the sentence on a state: load, signs of a hang, or the page's failure.
 
-    Empty where there is nothing to add.
+    The text is empty if there is nothing to add.
     """
     status = snapshot.engine_status
     if isinstance(snapshot.engines, Failure):
@@ -999,12 +1014,12 @@ def _describe_unknown(snapshot: Snapshot, failure: Failure) -> str:
 
 
 def _describe_server(snapshot: Snapshot, state: EngineState) -> str:
-    """Return what is known of the server beside its page, as a part of a sentence."""
+    """Return what is known of the server besides its page, as a part of a sentence."""
     server = snapshot.server
     if state is EngineState.STALLED:
         return "" if server is None else SERVER_TROUBLES.get(server.answer, "")
     text = ""
-    # A server that is short of CPU answers late, like a hung server.
+    # If a server is short of CPU, it answers late, like a hung server.
     if state is EngineState.UNKNOWN and is_starved(snapshot.processes):
         text = "; the machine is short of CPU"
     is_late = isinstance(snapshot.engines, Failure) and snapshot.engines.reason is Reason.TIMEOUT
@@ -1019,7 +1034,7 @@ def _describe_hang(hang_signs: Iterable[HangSign]) -> str:
 
 
 def _describe_stuck_requests(values: Values) -> str:
-    """Return the requests of a stalled engine as a clause; empty where they are unknown."""
+    """Return the requests of a stalled engine as a clause; empty if they are unknown."""
     running = values.find_all(catalog.ENGINE_RUNNING).values()
     waiting = values.find_all(catalog.ENGINE_WAITING).values()
     if not running or not waiting:
@@ -1028,7 +1043,7 @@ def _describe_stuck_requests(values: Values) -> str:
 
 
 def _describe_load(values: Values, *, is_memory_low: bool) -> str:
-    """Return the current load as a clause, such as ": 3 running"; empty where it is unknown."""
+    """Return the current load as a clause, such as ": 3 running"; empty if it is unknown."""
     running = values.find_all(catalog.ENGINE_RUNNING).values()
     waiting = values.find_all(catalog.ENGINE_WAITING).values()
     used_ratios = values.find_all(catalog.ENGINE_KV_USED).values()
@@ -1040,7 +1055,8 @@ def _describe_load(values: Values, *, is_memory_low: bool) -> str:
         words.append(f"{sum(waiting):.0f} waiting")
     if used_ratios:
         words.append(f"KV cache {100 * max(used_ratios):.0f} % used")
-    # While requests wait or memory is low, more should not come, even if the KV cache has room.
+    # If requests wait or memory is low, no more requests should come, even if the KV cache has
+    # room.
     if additional and not any(waiting) and not is_memory_low:
         words.append(f"room in it for {sum(additional):.0f} more")
     return f": {', '.join(words)}" if words else ""
@@ -1054,8 +1070,8 @@ def _judge_host(
 ) -> Iterator[Verdict]:
     """Yield the verdicts on processes that an exited engine left, and on host memory.
 
-    On host memory there is one verdict for each role whose memory grows. Where none grows there is
-    one verdict on all roles, and none where no role has a leak state.
+    On host memory there is one verdict for each role whose memory grows. If host memory grows in no
+    role, there is one verdict on all roles. If no role has a leak state, there is none.
     """
     orphans = describe_orphans(snapshot.left_behind, snapshot.owned_gpus)
     if orphans is not None:
@@ -1103,15 +1119,15 @@ def _judge_quiet_host(
 
 
 def _is_host_memory_low(snapshot: Snapshot) -> bool:
-    """Return whether the host's free memory is low; False where that is unknown."""
+    """Return whether the host's free memory is low; False if that is unknown."""
     host = snapshot.host
     first_room_bytes = (
         None if snapshot.engine_status is None else snapshot.engine_status.first_host_room_bytes
     )
     if host is None or host.room_bytes is None or first_room_bytes is None:
         return False
-    # The lowest of three, because free memory of a small machine would always be below a fixed
-    # size.
+    # The lowest of three limits counts, because the free memory of a small machine would always be
+    # below a fixed size.
     low_bytes = min(
         LOW_HOST_BYTES,
         LOW_HOST_SHARE * (host.limit_bytes or 0),
@@ -1123,7 +1139,7 @@ def _is_host_memory_low(snapshot: Snapshot) -> bool:
 def _describe_host_use(snapshot: Snapshot, values: Values) -> str:
     """Return the host memory in use, its limit, and what /dev/shm and swap take, as text.
 
-    Where use or limit is unknown, the text states how much the engine's processes hold.
+    If use or limit is unknown, the text states how much the engine's processes hold.
     """
     host = snapshot.host or HostMemory()
     used_bytes = values.value(catalog.HOST_MEMORY_USED)
@@ -1145,7 +1161,7 @@ def _describe_host_use(snapshot: Snapshot, values: Values) -> str:
 def _describe_offloads(snapshot: Snapshot, values: Values) -> str:
     """Return the planned size of offloads and what they take, as text; empty without offloads.
 
-    Offloads are in shared memory, so its size is what they take. Where that is less than planned,
+    Offloads are in shared memory, so its size is what they take. If they take less than planned,
     they may still grow, and the text states how much they may take.
     """
     planned_bytes = values.find_all(catalog.HOST_MEMORY_PLANNED)
@@ -1155,8 +1171,8 @@ def _describe_offloads(snapshot: Snapshot, values: Values) -> str:
     if not offload_bytes:
         return ""
     shm_bytes = None
-    # If another engine runs here, part of /dev/shm may be its own, so the size of /dev/shm is not
-    # used.
+    # If another engine runs here, a part of /dev/shm may be that engine's, so the size of /dev/shm
+    # is not used.
     if snapshot.host is not None and not snapshot.neighbours:
         shm_bytes = snapshot.host.shm_used_bytes
     shared_bytes = count_shared(snapshot.engine_processes, shm_bytes)

@@ -1,4 +1,7 @@
-"""Files of state, each replaced as a whole."""
+"""Files of state.
+
+Each is replaced as a whole.
+"""
 
 import errno
 import hashlib
@@ -16,27 +19,34 @@ from vllm_headroom.expose.view import SavedHistory
 from vllm_headroom.trace.recorder import make_folder, replace_file
 
 STATE_FORMAT: Final = 17
-"""The format number of the leak detector's state. Raise it when the fields of a state, or their
-meaning, change."""
+"""The format number of the leak detector's state. Raise this number when the fields of a state, or
+their meaning, change.
+"""
 
 RUNS_FORMAT: Final = 2
-"""The format number of the engine's runs, raised as STATE_FORMAT is."""
+"""The format number of the engine's runs. Raise it as you raise STATE_FORMAT."""
 
 HISTORY_FORMAT: Final = 4
-"""The format number of the page's last day, raised as STATE_FORMAT is."""
+"""The format number of the page's last day. Raise it as you raise STATE_FORMAT."""
 
 MOST_STATE_BYTES: Final = 64 * 2**20
-"""The largest file that is read: a hundred times the state of eight GPUs."""
+"""A larger file is not read. This is a hundred times the state of eight GPUs."""
 
 T = TypeVar("T")
 
 
 class UnusableState(Exception):  # noqa: N818 - the name describes the file
-    """A file without a state for this daemon; the message has the reason."""
+    """The file has no state for this daemon.
+
+    The message gives the reason.
+    """
 
 
 class StateFile(Generic[T]):
-    """The name, format and value type of one state file; its folder is an argument."""
+    """The name, format and value type of one state file.
+
+    The folder is an argument.
+    """
 
     def __init__(self, name: str, value_type: type[T], format_number: int, loss: str) -> None:
         self.name = name
@@ -54,10 +64,11 @@ class StateFile(Generic[T]):
     def encode(self, value: T) -> bytes:
         """Return the value as JSON with the format number and a checksum.
 
-        Raises ValueError where the value contains a number that is not finite.
+        Raises ValueError if the value contains a number that is not finite.
         """
         document = msgspec.to_builtins(value, str_keys=True)
-        # Set before the checksum is computed, so that a changed format number is noticed too.
+        # The number is set before the checksum is computed, so that a changed format number is
+        # noticed too.
         document["format"] = self._format_number
         document["checksum"] = _compute_checksum(document)
         return _encode_canonical(document)
@@ -65,7 +76,7 @@ class StateFile(Generic[T]):
     def decode(self, content: bytes) -> T:
         """Return the value that a file's content encodes.
 
-        Raises UnusableState for another format, a wrong checksum, and content of another shape.
+        Raises UnusableState for another format, a wrong checksum, or content of another shape.
         """
         try:
             document = json.loads(content)
@@ -84,13 +95,13 @@ class StateFile(Generic[T]):
             raise UnusableState("it is damaged: it is no complete state") from None
 
     def read(self, folder: Path) -> T | None:
-        """Return the saved value; None where the file does not exist.
+        """Return the saved value; None if the file does not exist.
 
-        Raises UnusableState where the file is a link, pipe, socket or device, is too large, or has
-        content that `decode` refuses. Raises OSError where it cannot be read.
+        Raises UnusableState if the file is a link, pipe, socket or device, is too large, or has
+        content that `decode` refuses. Raises OSError if the file cannot be read.
         """
         try:
-            # O_NONBLOCK, so that opening a pipe does not wait for a writer.
+            # With O_NONBLOCK, opening a pipe does not wait for a writer.
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
             with os.fdopen(os.open(folder / self.name, flags), "rb") as stream:
                 status = os.fstat(stream.fileno())
@@ -108,9 +119,10 @@ class StateFile(Generic[T]):
         return self.decode(content)
 
     def write(self, folder: Path, value: T) -> None:
-        """Replace the saved value atomically and durably, creating the folder where it is missing.
+        """Replace the saved value atomically and durably.
 
-        Raises OSError, and ValueError where the value contains a number that is not finite.
+        Create the folder if it is missing. Raises OSError. Raises ValueError if the value contains
+        a number that is not finite.
         """
         content = self.encode(value)
         make_folder(folder)
@@ -123,7 +135,10 @@ class StateFile(Generic[T]):
             os.close(directory)
 
     def set_aside(self, folder: Path) -> None:
-        """Rename the file to `rejected_name`, replacing an older one; raises OSError."""
+        """Rename the file to `rejected_name`, replacing an older one.
+
+        Raises OSError.
+        """
         (folder / self.name).replace(folder / self.rejected_name)
 
 
@@ -141,7 +156,8 @@ RUNS: Final = StateFile(
     "lives.json", EngineRuns, RUNS_FORMAT, "the engine's restarts are counted from zero"
 )
 """The counts of the engine's runs. They have a separate file, because they continue when the leak
-detector's state, which belongs to one run, is set aside."""
+detector's state, which belongs to one run, is set aside.
+"""
 
 HISTORY: Final = StateFile(
     "history.json", SavedHistory, HISTORY_FORMAT, "the page draws its curves from now on"

@@ -10,21 +10,21 @@ from typing import Final
 from vllm_headroom.units import DAY_SECONDS
 
 PREFIX: Final = "engine-"
-"""How the name of an engine's folder begins: no other folder is ever removed."""
+"""The name of an engine's folder begins with this. No other folder is ever removed."""
 
 MOST_UNUSED: Final = 16
-"""Our choice: how many folders of engines that are gone are kept, for their incidents. By the
-limits of the flight record, each takes at most 38 MiB.
+"""Our choice: this many folders of engines that are gone are kept, for their incidents. By the
+limits of the flight record, each folder takes at most 38 MiB.
 """
 
 UNUSED_SECONDS: Final = 7 * DAY_SECONDS
-"""A folder that changed within this time is kept, even if no watched engine uses it."""
+"""If a folder changed within this time, it is kept even if no watched engine uses it."""
 
 _UNSAFE: Final = re.compile(r"[^A-Za-z0-9._-]+")
 
 
 def name_folder(*parts: str) -> str:
-    """Return the name of an engine's folder, made of its names and its identity."""
+    """Return the name of an engine's folder, made of the engine's names and identity."""
     texts = [_UNSAFE.sub("-", part) for part in parts if part]
     return PREFIX + "_".join(texts)[:200]
 
@@ -32,7 +32,7 @@ def name_folder(*parts: str) -> str:
 def remove_unused(state_dir: Path, used_names: Collection[str]) -> None:
     """Remove the folders of engines that are not watched, except the newest MOST_UNUSED.
 
-    Raises OSError where the folder cannot be read.
+    Raises OSError if the folder cannot be read.
     """
     newest_seconds: dict[Path, float] = {}
     for folder in state_dir.iterdir():

@@ -11,22 +11,23 @@ from vllm_headroom.trace.recorder import make_folder
 class FolderLock:
     """Locks a folder for this process, once no other process holds the lock.
 
-    The folder itself is locked, not a file in it: a lock file could be replaced, and needs space on
-    the volume. If the folder cannot be opened, or its file system has no locks, this process counts
-    as its owner, because keeping the state matters more.
+    The folder itself is locked, and not a file in it. A lock file could be replaced, and needs
+    space on the volume. If the folder cannot be opened, or its file system has no locks, this
+    process counts as its owner, because keeping the state matters more.
     """
 
     def __init__(self) -> None:
         self.is_ours = False
         """Whether this process has locked the folder, or counts as its owner."""
         self._descriptor: int | None = None
-        """The locked folder, held open; None where no lock is held."""
+        """The locked folder, which is kept open; None if no lock is held."""
 
     def take(self, folder: Path) -> bool:
-        """Lock the folder, creating it where it is missing; return whether it is this process's.
+        """Lock the folder, and create it if it is missing.
 
-        False only while another process holds the lock. Another call costs little, and locks the
-        folder again if it was deleted and recreated since.
+        Return whether this process owns it. Returns False only while another process holds the
+        lock. Another call costs little. If the folder was deleted and created again since, it locks
+        the new folder.
         """
         if self._descriptor is not None and not _is_same_folder(folder, self._descriptor):
             os.close(self._descriptor)
@@ -44,7 +45,10 @@ class FolderLock:
             self._descriptor = None
 
     def _lock(self, folder: Path) -> None:
-        """Set `is_ours`; keep the folder's descriptor where it could be locked."""
+        """Set `is_ours`.
+
+        If the folder could be locked, keep its descriptor.
+        """
         self.is_ours = True
         with suppress(OSError):
             make_folder(folder)
@@ -53,17 +57,18 @@ class FolderLock:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
                 os.close(descriptor)
-                # BlockingIOError means that another process holds the lock; any other error, that
-                # there are no locks here.
+                # BlockingIOError means that another process holds the lock. Any other error means
+                # that there are no locks here.
                 self.is_ours = not isinstance(error, BlockingIOError)
             else:
-                self._descriptor = descriptor  # stays open: closing it would unlock
+                # The descriptor stays open, because closing it would unlock the folder.
+                self._descriptor = descriptor
 
 
 def _is_same_folder(folder: Path, descriptor: int) -> bool:
     """Return whether the path still leads to the folder that was opened.
 
-    False where nothing is at the path; True where the path cannot be examined.
+    Returns False if nothing is at the path. Returns True if the path cannot be examined.
     """
     try:
         return os.path.samestat(folder.stat(), os.fstat(descriptor))

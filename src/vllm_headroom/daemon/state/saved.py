@@ -17,22 +17,24 @@ from vllm_headroom.model import EnginePage, Failure, Snapshot
 from vllm_headroom.units import DAY_SECONDS, HOUR_SECONDS
 
 LONGEST_COUNTED_GAP_SECONDS: Final = 300.0
-"""The longest gap after which the count of requests alone can identify the run. Growth is judged
-after ten minutes of work. A new engine needs longer than this gap to start and to finish as many
-requests as in ten minutes of work.
+"""After a longer gap, the count of requests alone cannot identify the run. Growth is judged after
+ten minutes of work. A new engine needs longer than this gap to start and to finish as many requests
+as in ten minutes of work.
 """
 
 LONGEST_LOAD_GAP_SECONDS: Final = 60.0
-"""The load is averaged by the minute: after a gap longer than a minute, it is unknown whether load
+"""The load is averaged by the minute. After a gap longer than a minute, it is unknown whether load
 was level.
 """
 
 STALE_STATE_SECONDS: Final = DAY_SECONDS
-"""An older state is refused. The detector remembers an invisible device for the same time."""
+"""A state that is older than this is refused. The detector remembers an invisible device for the
+same time.
+"""
 
 FUTURE_SECONDS: Final = 300.0
-"""The clocks of two machines differ by less than this. A file that is dated further in the future
-is refused, because its age is unknown.
+"""The clocks of two machines differ by less than this. If a file's time is further in the future,
+the file is refused, because its age is unknown.
 """
 
 UNUSABLE_COUNT: Final = (
@@ -45,10 +47,11 @@ class Identity(Struct, frozen=True, kw_only=True):
 
     models: tuple[str, ...]
     run_id: str | None
-    """The start time of its server, as `identify_run` returns it; None where the engine does not
-    report one."""
+    """The start time of the engine's server, as `identify_run` returns it; None if the engine does
+    not report one.
+    """
     finished_total: float | None
-    """How many requests it has finished; None where that is unknown."""
+    """How many requests the engine has finished; None if that is unknown."""
 
 
 class DerivationStates(Struct, frozen=True, kw_only=True):
@@ -64,9 +67,9 @@ class SavedState(Struct, frozen=True, kw_only=True):
     version: str
     """The version of vllm-headroom that saved it."""
     saved_at_seconds: float
-    """Since the epoch."""
+    """When the state was saved, in seconds since the epoch."""
     monotonic_seconds: float
-    """When it was saved, on the monotonic clock of the machine that saved it."""
+    """When the state was saved, on the monotonic clock of the machine that saved it."""
     identity: Identity
     memory: DerivationStates
 
@@ -86,10 +89,10 @@ def identify_engine(page: EnginePage | Failure) -> Identity | None:
 
 
 def explain_mismatch(saved: Identity, current: Identity, gap_seconds: float) -> str | None:
-    """Return why the engine that runs now is not the saved run; None when it is.
+    """Return why the engine that runs now is not the saved run; None if it is.
 
-    Where the engine reports no start time, its count of requests decides: it must not be lower than
-    the saved count, and `gap_seconds`, the time since it was saved, must be short.
+    If the engine reports no start time, its count of requests decides. The count must not be lower
+    than the saved count, and the time since the saving, `gap_seconds`, must be short.
     """
     if current.models != saved.models:
         return f"it is of another model ({', '.join(saved.models)})"
@@ -113,7 +116,7 @@ def explain_mismatch(saved: Identity, current: Identity, gap_seconds: float) -> 
 def explain_refusal(saved: SavedState, snapshot: Snapshot) -> str | None:
     """Return why the saved state must not be restored; None if it is or may be this engine's.
 
-    It may belong to the engine while the page names no engine, and while a GPU has not opened yet.
+    While the page names no engine, or a GPU has not opened yet, the state may belong to the engine.
     """
     age_seconds = snapshot.time_seconds - saved.saved_at_seconds
     if age_seconds > STALE_STATE_SECONDS:
@@ -138,7 +141,7 @@ def is_gpu_list_known(saved: SavedState, snapshot: Snapshot) -> bool:
     visible_uuids = list_visible(snapshot)
     if saved.memory.leak.gpus.keys() <= visible_uuids:
         return True
-    # A GPU that has not opened yet has no UUID: it may be any of the missing ones.
+    # A GPU that has not opened yet has no UUID, so it may be any of the missing ones.
     return not isinstance(snapshot.gpus, Failure) and "" not in visible_uuids
 
 
@@ -154,7 +157,7 @@ def restore_memory(saved: SavedState, snapshot: Snapshot) -> DerivationStates:
     samples.
     """
     gap_seconds = max(0.0, snapshot.time_seconds - saved.saved_at_seconds)
-    # The monotonic clock may have restarted, or be that of another machine.
+    # The monotonic clock may have restarted, or may be that of another machine.
     shift_seconds = snapshot.monotonic_seconds - gap_seconds - saved.monotonic_seconds
     visible_uuids = list_visible(snapshot)
     leak = saved.memory.leak
@@ -175,7 +178,7 @@ def restore_memory(saved: SavedState, snapshot: Snapshot) -> DerivationStates:
                 for uuid, track in leak.inside.items()
                 if uuid in visible_uuids
             },
-            # Whether the engine slept during the gap is unknown.
+            # It is unknown whether the engine slept during the gap.
             sleep=replace(leak.sleep, since_seconds=None),
             asleep=_shift_tracks(_keep_visible(leak.asleep, visible_uuids), shift_seconds),
         ),
@@ -187,12 +190,12 @@ def restore_memory(saved: SavedState, snapshot: Snapshot) -> DerivationStates:
 
 
 def restore_precedents(saved: SavedState, snapshot: Snapshot) -> LeakMemory:
-    """Return a leak state with what an earlier run of the same models held while it was well.
+    """Return a leak state with the precedents of an earlier run of the same models.
 
-    That is a precedent: as much memory is no sign of a leak in the next run. Series that ended in
-    an alarm or nearly full have none. The result is empty if the state is too old, is from the
-    future, or is of other models. GPUs of another machine have other UUIDs, so their precedents
-    match no GPU here.
+    A precedent is growth that was no leak. As much growth is no sign of a leak in the next run. A
+    series whose run ended in an alarm or nearly full has no precedent. The result is empty if the
+    state is too old, is from the future, or is of other models. GPUs of another machine have other
+    UUIDs, so their precedents match no GPU here.
     """
     identity = identify_engine(snapshot.engines)
     age_seconds = snapshot.time_seconds - saved.saved_at_seconds
@@ -207,7 +210,7 @@ def restore_precedents(saved: SavedState, snapshot: Snapshot) -> LeakMemory:
 
 
 def _start_next_runs(tracks: Tracks, monotonic_seconds: float) -> Tracks:
-    """Return an empty track with its precedent for each track that has one."""
+    """For each track that has a precedent, return an empty track with this precedent."""
     next_tracks: Tracks = {}
     for name, track in tracks.items():
         precedent = end_run(track)

@@ -30,12 +30,13 @@ log = Log(__name__)
 T = TypeVar("T")
 
 STATE_FILE_SECONDS: Final = 2.0
-"""How long one file operation may take. It takes milliseconds; beyond this the volume counts as
-hung."""
+"""One file operation may take this long. It usually takes milliseconds. If it takes longer than
+this, the volume counts as hung.
+"""
 
 
 class StateKeeper:
-    """Reads the state files in a folder, and writes them once `lock` is this daemon's.
+    """Reads the state files in a folder, and writes them once this daemon holds `lock`.
 
     A file is not overwritten while it cannot be read or set aside, or while its state still waits
     for its engine.
@@ -47,32 +48,33 @@ class StateKeeper:
         self._version = version
         self._lock = lock
         self._owns_folder: bool | None = None
-        """Whether the folder is this daemon's; False while another daemon has it, and None until
+        """Whether the folder is this daemon's. False while another daemon has it, and None until
         the volume has answered.
         """
         self._worker = Worker[Any]("state")
         self._unread_names = {RUNS.name, HISTORY.name, STATE.name}
-        """Files that must not be overwritten, because they are not read or not set aside yet."""
+        """The files that must not be overwritten, because they were not read or set aside yet."""
         self._waiting_state: SavedState | None = None
-        """The leak detector's state from the file, until it is known whether it belongs to the
-        running engine; None otherwise.
+        """The leak detector's state from the file, until it is known whether the state belongs to
+        the running engine; None otherwise.
         """
         self._identity: Identity | None = None
-        """The engine on the last page that named one; None before such a page."""
+        """The engine on the last page that named an engine; None before such a page."""
         self._failing_names: set[str] = set()
         """Files whose last operation failed."""
 
     async def recall(self, snapshot: Snapshot) -> Mapping[str, Any]:
         """Return the saved states that can be restored at this tick, by derivation.
 
-        Each state is returned at one tick only; at most ticks the result is empty. The engine's
+        Each state is returned at one tick only, so at most ticks the result is empty. The engine's
         runs and the page's history are restored at the tick that reads their files. The states of
         the leak detector and of the baseline wait until the engine and its GPUs are recognised.
         """
         if not self._owns_folder:
             await self._lock_folder()
         states: dict[str, Any] = {}
-        # Even where it is False, because the lock of another daemon forbids writing, not reading.
+        # The files are read even if this is False, because the lock of another daemon forbids
+        # writing and not reading.
         if self._owns_folder is not None:
             states |= await self._read_files()
         states |= await self._restore_waiting(snapshot)
@@ -84,7 +86,7 @@ class StateKeeper:
         Return the runs and the history if their file was read now and is usable. The leak
         detector's state is stored as the waiting state.
         """
-        # A file that cannot be read is tried again at the next tick.
+        # If a file cannot be read, reading it is tried again at the next tick.
         runs = await self._read(RUNS)
         history = await self._read(HISTORY)
         saved = await self._read(STATE)
@@ -100,9 +102,9 @@ class StateKeeper:
     async def _restore_waiting(self, snapshot: Snapshot) -> dict[str, Any]:
         """Return the waiting states of the leak detector and of the baseline, if they are due.
 
-        Empty while no state waits, and while it is unknown whether the engine and its GPUs are the
-        saved ones. If they are not, the file is set aside, and the result has at most what an
-        earlier run of the same models held while it was well.
+        The result is empty if no state waits, or while it is unknown whether the engine and its
+        GPUs are the saved ones. If they are not, the file is set aside. The result then has at most
+        the precedents of an earlier run of the same models.
         """
         identity = identify_engine(snapshot.engines)
         if identity is not None:
@@ -110,8 +112,8 @@ class StateKeeper:
         saved = self._waiting_state
         if saved is None:
             return {}
-        # Otherwise the leak of another engine could be continued; in doubt the detector starts
-        # over.
+        # If it is uncertain, the detector starts over, because otherwise it could continue the leak
+        # of another engine.
         refusal = explain_refusal(saved, snapshot)
         if refusal is not None:
             self._waiting_state = None
@@ -133,19 +135,19 @@ class StateKeeper:
     async def save(
         self, states: Mapping[str, Any], timeout_seconds: float = STATE_FILE_SECONDS
     ) -> None:
-        """Write the states of this engine, each file within `timeout_seconds`; raise no OSError.
+        """Write the states of this engine, each file within `timeout_seconds`.
 
-        Nothing is written while another daemon has the folder. A failure is logged when it begins
-        and when it ends. The leak detector's state is written once a page has named the engine and
-        no older state waits.
+        Never raises OSError. Nothing is written while another daemon has the folder. A failure is
+        logged when it begins and when it ends. The leak detector's state is written once a page has
+        named the engine and no older state waits.
         """
         if self._owns_folder:
-            # Another daemon may have deleted and recreated the folder.
+            # Another daemon may have deleted and created the folder again.
             await self._lock_folder(timeout_seconds)
         if not self._owns_folder:
             return
         run_state: EngineMemory | None = states.get(ENGINE_RUN)
-        # Without any run there is nothing to restore.
+        # If there was no run, there is nothing to restore.
         if run_state is not None and run_state.runs.newest is not None:
             await self._write(RUNS, run_state.runs, timeout_seconds)
         if HISTORY.name in states:
@@ -165,12 +167,12 @@ class StateKeeper:
     async def _lock_folder(self, timeout_seconds: float = STATE_FILE_SECONDS) -> None:
         """Lock the folder, and log when another daemon takes it or gives it up.
 
-        Where the volume does not answer, `_owns_folder` stays as it was. A folder that cannot be
-        opened or locked counts as owned: see FolderLock.
+        If the volume does not answer, `_owns_folder` does not change. A folder that cannot be
+        opened or locked counts as owned, see FolderLock.
         """
         owned_before = self._owns_folder
         if owned_before is None:
-            # A link may be changed later: use only the folder that it leads to now.
+            # A link may be changed later, so only the folder to which it leads now is used.
             real_folder = await self._try(".", lambda: Path(os.path.realpath(self._folder)))
             if real_folder is not None:
                 self._folder = real_folder
@@ -191,8 +193,8 @@ class StateKeeper:
     async def _read(self, file: StateFile[T]) -> T | None:
         """Return a file's value, at the first call that can read the file.
 
-        None at every later call. None, too, if the file does not exist, cannot be read now, or is
-        unusable; an unusable file is set aside.
+        Returns None at every later call. Returns None also if the file does not exist, cannot be
+        read now, or is unusable. An unusable file is set aside.
         """
         if file.name not in self._unread_names:
             return None
@@ -217,12 +219,12 @@ class StateKeeper:
     async def _refuse(self, file: StateFile[T], problem: str) -> None:
         """Set a file aside for `problem`.
 
-        Where that fails, the file counts as unread: it is not overwritten, and is read and set
-        aside at a later tick.
+        If that fails, the file counts as unread: it is not overwritten, and is read and set aside
+        at a later tick.
         """
         if not self._owns_folder:
             self._unread_names.discard(file.name)
-            return  # the files belong to another daemon
+            return  # The files belong to another daemon.
         self._unread_names.add(file.name)
         await self._try(file.rejected_name, partial(file.set_aside, self._folder))
         if file.rejected_name not in self._failing_names:
@@ -233,12 +235,12 @@ class StateKeeper:
     async def _try(
         self, name: str, function: Callable[[], Any], timeout_seconds: float = STATE_FILE_SECONDS
     ) -> Any:  # noqa: ANN401 - what the operation returns
-        """Return what an operation on the file of this name returns; None when it fails.
+        """Return what an operation on the file of this name returns; None if it fails.
 
         Errors of `function` other than OSError and ValueError are raised.
         """
-        # Shielded, because a call that the shutdown cancels would block the thread that the last
-        # saving needs.
+        # The call is shielded. If the shutdown cancelled it, it would block the thread that the
+        # last saving needs.
         value, problem = await asyncio.shield(self._worker.attempt(function, timeout_seconds))
         self._report(name, problem)
         return value
