@@ -9,7 +9,7 @@ from vllm_headroom.model import GpuReading
 log = Log(__name__)
 
 WINDOW_SECONDS: Final = 60.0
-"""How long a peak stays on the page: four scrapes at the usual interval of 15 s."""
+"""A peak stays on the page for this time, which is four scrapes at the usual interval of 15 s."""
 
 _PeakSample = tuple[float, int]
 """A time in seconds of the monotonic clock, and the bytes in use."""
@@ -19,8 +19,9 @@ class RecentPeak:
     """The highest memory in use within the last minute."""
 
     def __init__(self) -> None:
-        # Only samples that are, or can become, the highest of the window. Each is higher than all
-        # later ones, so the first is the highest, and adding and reading cost little.
+        # Only samples that are, or can become, the highest of the window are kept. Each sample is
+        # higher than all later ones. So the first is the highest, and adding and reading cost
+        # little.
         self._samples: deque[_PeakSample] = deque()
 
     def add(self, now: float, used_bytes: int) -> None:
@@ -30,7 +31,7 @@ class RecentPeak:
         self._samples.append((now, used_bytes))
 
     def highest_bytes(self, now: float) -> int | None:
-        """Return the highest sample of the last minute; None without samples.
+        """Return the highest sample of the last minute; None if there are no samples.
 
         Older samples are dropped.
         """
@@ -44,13 +45,13 @@ class RecentPeak:
 
 
 class GpuTransitions:
-    """Logs once when a GPU fails, answers again, or does not report its memory."""
+    """Logs once if a GPU fails, answers again, or does not report its memory."""
 
     def __init__(self) -> None:
         self._failed_names: frozenset[str] = frozenset()
         """The GPUs that failed in the last readings."""
         self._uuids_without_memory: set[str] = set()
-        """The GPUs of which it was logged that they do not report their memory."""
+        """The GPUs for which it was already logged that they do not report their memory."""
 
     def report(self, readings: tuple[GpuReading, ...]) -> None:
         """Log what has changed since the last readings."""
@@ -66,7 +67,7 @@ class GpuTransitions:
                     fields |= {"reason": str(failure.reason), "problem": failure.message}
                     log.warning("GPU failed", **fields)
                 continue
-            # A GPU that did not open failed under its index, before its UUID was known.
+            # If a GPU did not open, it failed under its index, because its UUID was unknown.
             if previously_failed_names & {name, _name_by_index(reading)}:
                 log.info("GPU answers again", **fields)
             if reading.memory is None and reading.uuid not in self._uuids_without_memory:

@@ -22,7 +22,7 @@ NO_AMD_NOTE: Final = "; nor is there a card of AMD's driver amdgpu in /sys/class
 
 
 class Gpus:
-    """Reads NVIDIA's GPUs from NVML and, at the same time, AMD's from `sys`."""
+    """Reads NVIDIA's GPUs from NVML and, at the same time, AMD's cards from `sys`."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Gpus:
         )
         if isinstance(nvml, Failure) and not amd:
             # Without NVIDIA GPUs the operator may expect AMD's, so the message says that there is
-            # none either.
+            # no AMD card either.
             if nvml.reason in NO_NVIDIA_REASONS:
                 return replace(nvml, message=nvml.message + NO_AMD_NOTE)
             return nvml
@@ -72,15 +72,15 @@ class Gpus:
         if not isinstance(nvml, Failure):
             return nvml.devices
         if not self._nvidia_readings and nvml.reason not in NO_NVIDIA_REASONS:
-            # This reason means that there is a GPU, but none was read before, so its names are
-            # unknown.
+            # This reason means that there is a GPU. None was read before, so the names of the GPUs
+            # are unknown.
             return (GpuReading(index=0, uuid="", name="", failure=nvml),)
         return tuple(reading.mark_failed(nvml) for reading in self._nvidia_readings)
 
     def _number_amd(self, amd: tuple[GpuReading, ...]) -> tuple[GpuReading, ...]:
         """Return the readings of AMD's cards, numbered after NVIDIA's GPUs.
 
-        Integrated GPUs are left out if the machine has another GPU, because they drive the screen.
+        If the machine has another GPU, integrated GPUs are left out, because they drive the screen.
         """
         discrete = tuple(
             reading for reading in amd if reading.uuid not in self._amd.integrated_uuids
@@ -103,7 +103,7 @@ class Gpus:
     async def read_faults(self, timeout_seconds: float) -> tuple[GpuFaults, ...]:
         """Return the memory faults of each GPU of the last reading; never raise.
 
-        A GPU that cannot be read is left out; an AMD card has faults that are all None.
+        If a GPU cannot be read, it is left out. An AMD card has faults that are all None.
         """
         nvidia_faults = await self._nvml.read_faults(timeout_seconds)
         amd_indices = {reading.index for reading in self._amd_readings}

@@ -8,13 +8,16 @@ from typing import Final
 from msgspec import Struct
 
 CONTAINER_LOGS: Final = Path("/var/log/containers")
-"""Where every kubelet has a link POD_NAMESPACE_CONTAINER-ID.log for each container of its node
-(kubelet: `ContainerLogsDir`). Any user may list it; the logs that the links name are root's."""
+"""Every kubelet has a link POD_NAMESPACE_CONTAINER-ID.log here for each container of its node
+(kubelet: `ContainerLogsDir`). Any user may list this folder. The logs to which the links lead are
+root's.
+"""
 
 POD_LOGS: Final = Path("/var/log/pods")
-"""Where every kubelet has a folder NAMESPACE_POD_UID for each pod of its node, and below that a
-folder for each container (kubelet: `DefaultPodLogsDir`). A kubelet makes it for root
-alone (mode 0750, seen in 1.34)."""
+"""Every kubelet has a folder NAMESPACE_POD_UID here for each pod of its node, and in it a folder
+for each container (kubelet: `DefaultPodLogsDir`). The kubelet creates this folder for root alone
+(mode 0750, seen in 1.34).
+"""
 
 _LINK: Final = re.compile(r"([a-z0-9.-]+)_([a-z0-9-]+)_([a-z0-9-]+)-([0-9a-f]{64})\.log")
 _FOLDER: Final = re.compile(r"([a-z0-9-]+)_([a-z0-9.-]+)_([0-9a-f-]{32,36})")
@@ -27,7 +30,7 @@ class ContainerName(Struct, frozen=True, kw_only=True):
     namespace: str
     pod: str
     container: str | None
-    """None where it is unknown."""
+    """The name of the container; None if it is unknown."""
 
 
 class PodFolder(Struct, frozen=True, kw_only=True):
@@ -39,9 +42,10 @@ class PodFolder(Struct, frozen=True, kw_only=True):
 
 
 class ContainerNames:
-    """Finds the names of a container; a new ID makes it list all names again.
+    """Finds the names of a container.
 
-    `usual_container` is the usual name of an engine's container.
+    If an ID is new, all names are listed again. `usual_container` is the usual name of an engine's
+    container.
     """
 
     def __init__(
@@ -77,7 +81,7 @@ class ContainerNames:
 
 
 def _list_containers(logs: Path) -> dict[str, ContainerName]:
-    """Return the names of each container by its ID; empty where the links cannot be listed."""
+    """Return the names of each container by its ID; empty if the links cannot be listed."""
     matches = (_LINK.fullmatch(link) for link in _list_entries(logs))
     return {
         match[4]: ContainerName(namespace=match[2], pod=match[1], container=match[3])
@@ -87,7 +91,7 @@ def _list_containers(logs: Path) -> dict[str, ContainerName]:
 
 
 def _list_folders(logs: Path) -> dict[str, PodFolder]:
-    """Return the names of each pod by its UID; empty where the folders cannot be listed."""
+    """Return the names of each pod by its UID; empty if the folders cannot be listed."""
     matches = (_FOLDER.fullmatch(folder) for folder in _list_entries(logs))
     return {
         match[3]: PodFolder(namespace=match[1], pod=match[2], folder=logs / match[0])
@@ -104,10 +108,10 @@ def _list_entries(folder: Path) -> list[str]:
 
 
 def _find_container(folder: Path, container_id: str | None, usual_name: str) -> str | None:
-    """Return the name of a container in a pod's folder; None where it is unknown.
+    """Return the name of a container in a pod's folder; None if it is unknown.
 
     It is the first of these that exists: the pod's only container; the container whose log is a
-    link to a file with the container's ID, as with Docker; the one with the usual name of the
+    link to a file with the container's ID, as with Docker; the container with the usual name of an
     engine's container.
     """
     containers = _list_entries(folder)

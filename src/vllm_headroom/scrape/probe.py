@@ -17,17 +17,19 @@ from vllm_headroom.vocabulary import Reason, Source
 from vllm_headroom.worker import Worker
 
 FILE_NAME: Final = re.compile(r"[0-9]{1,10}-[0-9]{1,12}\.json", re.ASCII)
-"""The name of a process's file: its pid and its start. The daemon does not read the probe's other
-files.
+"""The name of a process's file: its pid and its start time. The daemon does not read the probe's
+other files.
 """
 
 MAX_ENTRIES: Final = 4096
-"""The most entries of the folder. An engine leaves a file for each process of each run, and even
-hundreds of runs leave fewer.
+"""The folder may have at most this many entries. An engine leaves a file for each process of each
+run. Even hundreds of runs leave fewer files than this.
 """
 
 MAX_FILES: Final = 128
-"""How many of the newest files are read: four times the processes of an engine on eight GPUs."""
+"""This many of the newest files are read, which is four times the processes of an engine on eight
+GPUs.
+"""
 
 MAX_FILE_BYTES: Final = 16 * 1024
 """The probe writes no larger file (vllm_headroom_probe.folder)."""
@@ -55,14 +57,14 @@ class ReadFile(Struct, frozen=True, kw_only=True):
 
 
 class TooManyError(Exception):
-    """There are more entries than any probe makes."""
+    """The folder has more entries than any probe makes."""
 
 
 def list_newest(folder: Path) -> dict[str, FileVersion]:
     """Return the versions of the newest MAX_FILES probe files by name, the newest first.
 
-    Empty where there is none. Raises OSError where the folder cannot be listed, and TooManyError
-    where it has more than MAX_ENTRIES entries of any name.
+    The result is empty if there is no such file. Raises OSError if the folder cannot be listed.
+    Raises TooManyError if it has more than MAX_ENTRIES entries of any name.
     """
     versions: list[tuple[FileVersion, str]] = []
     with os.scandir(folder) as entries:
@@ -81,17 +83,18 @@ def list_newest(folder: Path) -> dict[str, FileVersion]:
 def read_regular_file(folder: Path, name: str, max_bytes: int = MAX_FILE_BYTES) -> bytes | None:
     """Return a file's content.
 
-    None where the file is gone, unreadable or too large, or was replaced by a link, pipe or device.
+    Returns None if the file is gone, unreadable or too large, or was replaced by a link, pipe or
+    device.
     """
-    # The engine's container may replace the file at any time: so no link is opened, and no pipe is
-    # waited for.
+    # The engine's container may replace the file at any time. So no link is opened, and opening a
+    # pipe does not wait.
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         descriptor = os.open(folder / name, flags)
     except OSError:
         return None
     try:
-        # One byte more than allowed, so that a longer file is recognised.
+        # One byte more than allowed is read, so that a longer file is recognised.
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             return None
         content = os.read(descriptor, max_bytes + 1)
@@ -105,8 +108,8 @@ def read_regular_file(folder: Path, name: str, max_bytes: int = MAX_FILE_BYTES) 
 class ProbeReader:
     """Reads HEADROOM_PROBE_DIR on a daemon thread, so that a hung volume affects only this source.
 
-    The engine's container can write to the folder. Its content is therefore limited in size,
-    checked, and trusted only for the engine's own memory. Files of an earlier boot are ignored.
+    The engine's container can write to the folder. So its content is limited in size, checked, and
+    trusted only for the engine's own memory. Files of an earlier boot are ignored.
     """
 
     def __init__(
@@ -123,8 +126,8 @@ class ProbeReader:
     async def read(self, timeout_seconds: float) -> tuple[ProbedProcess, ...] | Failure:
         """Return the newest record of each process, running or exited; never raise.
 
-        A result has at least one record. It is a failure if the folder cannot be read in time or
-        has no usable file.
+        If there is no failure, there is at least one record. The result is a Failure if the folder
+        cannot be read in time or has no usable file.
         """
         try:
             return await self._worker.call(self._read, timeout_seconds)
@@ -147,7 +150,7 @@ class ProbeReader:
 
     def _read(self) -> tuple[ProbedProcess, ...] | Failure:
         """Return the records, or the failure of a folder without any; runs on the thread."""
-        # Read once, because it stays the same until the machine reboots.
+        # The boot ID is read once, because it stays the same until the machine reboots.
         if self._boot_id is None:
             with contextlib.suppress(OSError, UnicodeDecodeError):
                 self._boot_id = self._boot_id_file.read_text().strip() or None
@@ -157,7 +160,10 @@ class ProbeReader:
         return processes or self._explain_no_process()
 
     def _read_file(self, name: str, version: FileVersion) -> ReadFile:
-        """Return a file as it was last read; read it if this version was not read yet."""
+        """Return a file as it was last read.
+
+        If this version was not read yet, read it.
+        """
         previous = self._files.get(name)
         if previous is not None and previous.version == version:
             return previous
@@ -168,7 +174,7 @@ class ProbeReader:
     def _list_processes(self) -> tuple[ProbedProcess, ...]:
         """Return the processes of the usable files, without those of an earlier boot.
 
-        A file counts if its boot ID, or that of the machine, is unknown.
+        If the boot ID of a file, or that of the machine, is unknown, the file counts.
         """
         processes = []
         for file in self._files.values():
@@ -180,7 +186,7 @@ class ProbeReader:
         return tuple(processes)
 
     def _explain_no_process(self) -> Failure:
-        """Return the failure of a folder without a usable file: a malformed one, or no file."""
+        """Return the failure of a folder without a usable file: a malformed file, or no file."""
         # A malformed file explains more than "no file".
         for name, file in self._files.items():
             if isinstance(file.parsed, str):

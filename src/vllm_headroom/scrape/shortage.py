@@ -9,15 +9,15 @@ from vllm_headroom.vocabulary import Reason, Source
 SHORTAGES: Final = frozenset(
     {errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM}
 )
-"""Error numbers that mean that the daemon has no thread, descriptor, port or memory left, although
-the source itself may work.
+"""The error numbers which mean that the daemon has no thread, descriptor, port or memory left. The
+source itself may work.
 """
 
 
 def build_unavailable(source: Source, trouble: str, error: OSError, advice: str = "") -> Failure:
     """Return the failure of a source that could not be read, with the reason UNAVAILABLE.
 
-    For a shortage, the advice is always to raise the limit; `advice` is for any other error.
+    For a shortage, the advice is always to raise the limit. `advice` is for any other error.
     """
     if error.errno in SHORTAGES:
         advice = "raise that limit of the sidecar, or find what uses it up on its machine"

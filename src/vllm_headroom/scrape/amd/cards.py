@@ -12,12 +12,12 @@ from vllm_headroom.scrape.proc.files import parse_digits, read_start, split_kern
 
 
 def read_text_file(path: str) -> str:
-    """Return the text of a file of /sys or /proc; raise OSError where it cannot be read."""
+    """Return the text of a file of /sys or /proc; raise OSError if it cannot be read."""
     return read_start(path).decode(errors="replace").strip()
 
 
 def read_line(path: str) -> str:
-    """Return a file's text, empty where it cannot be read."""
+    """Return a file's text; empty if it cannot be read."""
     try:
         return read_text_file(path)
     except OSError:
@@ -25,7 +25,7 @@ def read_line(path: str) -> str:
 
 
 def read_number_file(path: str) -> int | None:
-    """Return the number in a file; None where it cannot be read or contains no number."""
+    """Return the number in a file; None if it cannot be read or contains no number."""
     try:
         return int(read_start(path))
     except (OSError, ValueError):
@@ -33,7 +33,7 @@ def read_number_file(path: str) -> int | None:
 
 
 def list_folder(folder: str) -> list[str]:
-    """Return the sorted names in a folder, empty where it cannot be listed."""
+    """Return the sorted names in a folder; empty if it cannot be listed."""
     try:
         return sorted(os.listdir(folder))  # noqa: PTH208 - no Path per file
     except OSError:
@@ -45,25 +45,28 @@ DRM_FOLDER: Final = "class/drm"
 TOPOLOGY_FOLDER: Final = "class/kfd/kfd/topology"
 
 TEMPERATURE_FILES: Final = ("temp1_input", "temp2_input")
-"""The temperature sensor of the edge, or else of the junction: from MI200 on there is no edge
-sensor.
+"""The temperature sensor of the edge. If the card has none, as from MI200 on, the sensor of the
+junction.
 """
 
 POWER_FILES: Final = ("power1_average", "power1_input")
-"""The sensor of the average power, or else of the current power: a card has one of the two."""
+"""The sensor of the average power. If the card has none, the sensor of the current power. A card
+has one of the two.
+"""
 
 _CARD_NAME: Final = re.compile(r"card\d+")
 _PCI_ADDRESS: Final = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
-"""The name of a PCI device's folder. Partitions appear as cards too, but their device is
-`amdgpu_xcp_N`, which has no facts and does not match."""
+"""The name of a PCI device's folder. Partitions also appear as cards. Their device is
+`amdgpu_xcp_N`, which has no facts and does not match.
+"""
 
 
 class KfdNode(Struct, frozen=True, kw_only=True):
-    """A card or a partition as listed by KFD, the compute part of the driver."""
+    """A card or a partition in the list of KFD, the compute part of the driver."""
 
     gpu_id: int
     memory_bytes: int | None
-    """The memory that its processes can allocate (amdgpu_amdkfd_reserve_mem_limit); None where
+    """The memory that its processes can allocate (amdgpu_amdkfd_reserve_mem_limit); None if
     unknown.
     """
 
@@ -84,33 +87,34 @@ class AmdCard(Struct, frozen=True, kw_only=True):
     folder: str
     """The PCI device's folder in /sys."""
     temperature_file: str
-    """The path of the temperature sensor, "" without one."""
+    """The path of the temperature sensor; "" if there is none."""
     power_file: str
-    """The path of the power sensor, "" without one."""
+    """The path of the power sensor; "" if there is none."""
     is_apu: bool
-    """Whether it is an integrated GPU: only these have a sensor of the north bridge's voltage
-    (amdgpu_pm.c)."""
+    """Whether the card is an integrated GPU. Only integrated GPUs have a sensor of the north
+    bridge's voltage (amdgpu_pm.c).
+    """
     uuid: str
     name: str
     nodes: tuple[KfdNode, ...] | None
-    """Its KFD nodes: several if the card is partitioned, none if ROCm cannot use it. None where KFD
-    denies access: a container may see only the nodes of cards whose device it has in /dev
+    """The card's KFD nodes: several if the card is partitioned, none if ROCm cannot use it. None if
+    KFD denies access. A container may see only the nodes of cards whose device is in its /dev
     (kfd_topology.c).
     """
 
 
 def find_cards(sys: str) -> dict[str, AmdCard]:
-    """Return the driver's cards by UUID; empty without any.
+    """Return the driver's cards by UUID; empty if there are none.
 
-    They are in the order of their PCI addresses, not of their DRM numbers. A card whose unique id
-    is missing or shared gets a UUID from its PCI address.
+    The cards are in the order of their PCI addresses, and not of their DRM numbers. A card whose
+    unique id is missing or shared gets a UUID from its PCI address.
     """
     folders = _find_folders(sys)
     kfd = _read_nodes(sys, folders.keys())
     unique_ids: dict[str, str] = {}
     for address, folder in folders.items():
         unique_ids[address] = read_line(f"{folder}/unique_id")
-    # An id that two cards share names neither of them.
+    # If two cards share an id, the id names neither of them.
     id_counts = Counter(unique_ids.values())
     cards: dict[str, AmdCard] = {}
     for address, folder in sorted(folders.items()):
@@ -123,7 +127,7 @@ def find_cards(sys: str) -> dict[str, AmdCard]:
         monitor = f"{folder}/hwmon/{monitor_names[0] if monitor_names else ''}"
         sensors = list_folder(monitor)
         nodes: tuple[KfdNode, ...] | None = tuple(kfd.by_address.get(address, ()))
-        # A hidden node may belong to any card without a visible node.
+        # A hidden node may belong to any card that has no visible node.
         if not nodes and kfd.is_any_hidden:
             nodes = None
         cards[uuid] = AmdCard(
@@ -151,7 +155,7 @@ def _find_folders(sys: str) -> dict[str, str]:
 
 
 def _find_sensor(monitor: str, sensors: list[str], names: Collection[str]) -> str:
-    """Return the path of the first of these sensors that the card has; "" where it has none."""
+    """Return the path of the first of these sensors that the card has; "" if it has none."""
     for name in names:
         if name in sensors:
             return f"{monitor}/{name}"
@@ -173,7 +177,7 @@ def _find_name(path: str) -> str:
 def _read_nodes(sys: str, addresses: Collection[str]) -> KfdNodes:
     """Return KFD's nodes of the cards at these PCI addresses.
 
-    Nodes of CPUs are left out, and nodes whose facts cannot be read or understood.
+    Nodes of CPUs are left out. Nodes whose facts cannot be read or understood are left out too.
     """
     nodes: defaultdict[str, list[KfdNode]] = defaultdict(list)
     is_any_hidden = False
@@ -212,14 +216,14 @@ def _format_address(domain: int, location: int, addresses: Collection[str]) -> s
 def _read_node_memory(folder: str) -> int | None:
     """Return the bytes of all memory banks of a node.
 
-    None where the node lists no bank, or the size of one is unknown.
+    Returns None if the node lists no bank, or if the size of one is unknown.
     """
     memory_bytes = 0
     banks = list_folder(f"{folder}/mem_banks")
     for bank in banks:
         facts = _parse_facts(read_line(f"{folder}/mem_banks/{bank}/properties"))
         size_bytes = parse_digits(facts.get("size_in_bytes", ""))
-        # Without the size of one bank the sum would be too small.
+        # If the size of one bank is missing, the sum would be too small.
         if size_bytes is None:
             return None
         memory_bytes += size_bytes

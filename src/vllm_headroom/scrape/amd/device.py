@@ -27,10 +27,12 @@ UNPARTITIONED_MODE: Final = "SPX"
 """The compute partition mode of a card without partitions."""
 
 KFD_FOLDER: Final = "class/kfd/kfd/proc"
-"""The folder under /sys with one folder for each compute process (KFD)."""
+"""The folder under /sys that has one folder for each compute process (KFD)."""
 
 KFD_FILE_PREFIX: Final = "vram_"
-"""The file `vram_ID` of such a process has the bytes that it holds on the node ID."""
+"""In the folder of such a process, the file `vram_ID` has the bytes that the process holds on the
+node ID.
+"""
 
 DRI_FOLDER: Final = "/dev/dri/"
 """The folder of the cards' device files, which processes open."""
@@ -42,12 +44,14 @@ ProcessTable = Mapping[str, GpuProcesses]
 
 
 def read_card(card: AmdCard, index: int, context: "ReadContext") -> tuple[GpuReading, ...]:
-    """Return one reading of the card, or one of each partition where the card is partitioned.
+    """Return one reading of the card.
 
-    Raises OSError where the card is gone or its memory cannot be read.
+    If the card is partitioned, return one for each partition. Raises OSError if the card is gone or
+    its memory cannot be read.
     """
     if card.nodes is not None and len(card.nodes) > 1:
-        # KFD keeps listing the nodes of a card that is gone: for such a card this raises OSError.
+        # KFD keeps listing the nodes of a card that is gone. For such a card this call raises
+        # OSError.
         _read_vram(card, "total")
         return tuple(
             _read_partition(card, index, position, node, context)
@@ -55,7 +59,7 @@ def read_card(card: AmdCard, index: int, context: "ReadContext") -> tuple[GpuRea
         )
     memory = read_memory(card, context.proc)
     busy_percent = read_number_file(f"{card.folder}/gpu_busy_percent")
-    # The driver's units: percent, thousandths of a degree, millionths of a watt.
+    # The driver's units are percent, thousandths of a degree, and millionths of a watt.
     millidegrees = read_number_file(card.temperature_file)
     microwatts = read_number_file(card.power_file)
     reading = GpuReading(
@@ -76,16 +80,17 @@ def read_card(card: AmdCard, index: int, context: "ReadContext") -> tuple[GpuRea
 def read_memory(card: AmdCard, proc: Path) -> GpuMemory | None:
     """Return the memory of a card without partitions.
 
-    None where the driver does not report it. Also None if it is unknown how much processes can
-    allocate, as on an integrated GPU or a partitioned card whose KFD nodes are hidden. Raises
-    OSError where the card is gone or its files cannot be read.
+    Returns None if the driver does not report it. Returns None also if it is unknown how much
+    processes can allocate. This is so on an integrated GPU or a partitioned card whose KFD nodes
+    are hidden. Raises OSError if the card is gone or its files cannot be read.
     """
     total_bytes = _read_vram(card, "total")
     used_bytes = _read_vram(card, "used")
     if total_bytes is None or used_bytes is None:
         return None
     limit_bytes = card.nodes[0].memory_bytes if card.nodes else None
-    # Only an integrated GPU can have more than its VRAM, because it uses the machine's memory.
+    # Only an integrated GPU can have more memory than its VRAM, because it uses the machine's
+    # memory.
     if limit_bytes is not None and limit_bytes > total_bytes:
         return _read_unified_memory(card, limit_bytes, proc)
     if card.nodes is None:
@@ -98,8 +103,8 @@ def read_memory(card: AmdCard, proc: Path) -> GpuMemory | None:
 def _read_unified_memory(card: AmdCard, limit_bytes: int, proc: Path) -> GpuMemory | None:
     """Return the memory of an integrated GPU (APU) that uses the machine's memory.
 
-    KFD grants it the machine's memory up to `limit_bytes` (amdgpu_ttm_init). None where the
-    machine's memory, or what is granted, is unknown.
+    KFD grants the GPU the machine's memory up to `limit_bytes` (amdgpu_ttm_init). Returns None if
+    the machine's memory, or what is granted, is unknown.
     """
     machine = read_machine(proc)
     granted_bytes = read_number_file(f"{card.folder}/mem_info_gtt_used")
@@ -110,9 +115,9 @@ def _read_unified_memory(card: AmdCard, limit_bytes: int, proc: Path) -> GpuMemo
 
 
 def _read_vram(card: AmdCard, fact: str) -> int | None:
-    """Return the `total` or `used` bytes of VRAM; None where the driver has no such file.
+    """Return the `total` or `used` bytes of VRAM; None if the driver has no such file.
 
-    Raises OSError where the card is gone or the file cannot be read.
+    Raises OSError if the card is gone or the file cannot be read.
     """
     try:
         return int(read_text_file(f"{card.folder}/mem_info_vram_{fact}"))
@@ -129,15 +134,15 @@ def _read_partition(
 ) -> GpuReading:
     """Return a reading of the partition with this node of KFD.
 
-    Its memory in use is the sum of what KFD counts for its processes; the driver's own use is
-    missing. The memory is None where the partition's size, or the use of one process, is unknown.
+    Its memory in use is the sum of what KFD counts for its processes. The driver's own use is
+    missing. The memory is None if the partition's size, or the use of one process, is unknown.
     """
     processes = context.list_on_node(node)
     uuid = f"{card.uuid}-{position}"
     memory = None
     if node.memory_bytes is not None and processes is not None:
         held_bytes = [process.used_bytes for process in processes]
-        # A process of unknown size would make the partition look emptier than it is.
+        # If the size of one process is unknown, the partition would look emptier than it is.
         known_bytes = [used_bytes for used_bytes in held_bytes if used_bytes is not None]
         if len(known_bytes) == len(held_bytes):
             memory = _build_memory(node.memory_bytes, sum(known_bytes))
@@ -155,7 +160,7 @@ def _read_partition(
 def _build_memory(
     total_bytes: int, used_bytes: int, machine_available_bytes: int | None = None
 ) -> GpuMemory:
-    """Return the memory; `machine_available_bytes` is set where it is the machine's memory."""
+    """Return the memory; `machine_available_bytes` is set if it is the machine's memory."""
     return GpuMemory(
         total_bytes=total_bytes,
         used_bytes=used_bytes,
@@ -169,10 +174,10 @@ class ReadContext:
     """The data that all readings of one moment share: peaks, and processes that hold GPU memory.
 
     There are two sources of the processes. KFD has a folder for each process that computes, with
-    its bytes on each node; all users can read it. The folder's name is the pid in the machine's
-    first PID namespace, so only a daemon in that namespace can use it. Where KFD's pids are
-    unusable or nodes are hidden, the source is the list of each process's open files in /proc. Only
-    users that may trace the process can read that list, and it shows cards, not partitions.
+    the bytes of the process on each node. All users can read it. The folder's name is the pid in
+    the machine's first PID namespace, so only a daemon in this namespace can use it. If KFD's pids
+    are unusable or nodes are hidden, the source is the list of each process's open files in /proc.
+    Only users that may trace the process can read this list. It shows cards, and not partitions.
     """
 
     def __init__(
@@ -185,19 +190,19 @@ class ReadContext:
         """The peaks, by the UUID of a card or partition."""
 
     def update_peak(self, uuid: str, memory: GpuMemory | None) -> int | None:
-        """Add the memory in use, where known, and return the peak; None where no use is known."""
+        """Add the memory in use, if known, and return the peak; None if no use is known."""
         if memory is not None:
             self._peaks[uuid].add(self._now, memory.used_bytes)
         return self._peaks[uuid].highest_bytes(self._now)
 
     def list_on_node(self, node: KfdNode) -> GpuProcesses | None:
-        """Return the processes on a node of KFD; None where KFD's processes cannot be read."""
+        """Return the processes on a node of KFD; None if KFD's processes cannot be read."""
         if self._by_node is None:
             return None
         return self._by_node.get(str(node.gpu_id), ())
 
     def list_on_card(self, card: AmdCard) -> GpuProcesses | None:
-        """Return the processes on a card without partitions; None where no source shows them."""
+        """Return the processes on a card without partitions; None if no source shows them."""
         if card.nodes and self._by_node is not None:
             return self.list_on_node(card.nodes[0])
         if self._by_address is None:
@@ -219,9 +224,9 @@ class ReadContext:
     def _by_node(self) -> ProcessTable | None:
         """Return the processes by the id of their KFD node.
 
-        None where KFD's processes cannot be read.
+        Returns None if KFD's processes cannot be read.
 
-        The bytes of a process are None where its file cannot be read.
+        The bytes of a process are None if its file cannot be read.
         """
         if self._kfd_pids is None:
             return None
@@ -234,10 +239,11 @@ class ReadContext:
                 try:
                     used_bytes = int(read_text_file(f"{folder}/{name}"))
                 except FileNotFoundError:
-                    continue  # the process has exited
+                    continue  # The process has exited.
                 except (OSError, ValueError):
                     used_bytes = None
-                if used_bytes != 0:  # the file of a node that it does not use contains 0
+                # If a process does not use a node, its file for the node contains 0.
+                if used_bytes != 0:
                     gpu_id = name.removeprefix(KFD_FILE_PREFIX)
                     table[gpu_id] += (GpuProcess(pid=int(pid), used_bytes=used_bytes),)
         return table
@@ -246,10 +252,10 @@ class ReadContext:
     def _by_address(self) -> ProcessTable | None:
         """Return the processes by the PCI address of their card, from their open files.
 
-        None where access to a process was denied and no process was found.
+        Returns None if access to a process was denied and no process was found.
         """
-        # A machine has thousands of processes with hundreds of files, so only the processes that
-        # KFD lists are read where it lists them.
+        # A machine has thousands of processes with hundreds of files. So if KFD lists processes,
+        # only those are read.
         pids = self._kfd_pids
         if pids is None:
             pids = [name for name in list_folder(str(self.proc)) if name.isdecimal()]
@@ -262,7 +268,7 @@ class ReadContext:
                 is_any_hidden = True
                 continue
             except OSError:
-                continue  # the process has exited
+                continue  # The process has exited.
             for address, used_bytes in used_bytes_by_card.items():
                 table[address] += (GpuProcess(pid=int(pid), used_bytes=used_bytes),)
         return None if is_any_hidden and not table else table
@@ -271,9 +277,9 @@ class ReadContext:
 def _read_open_cards(process: str) -> dict[str, int]:
     """Return the bytes that a process holds on each card, by PCI address; without cards of 0 bytes.
 
-    Raises OSError where the process has exited or may not be read.
+    Raises OSError if the process has exited or may not be read.
     """
-    # Kept by client, because several open files can belong to one DRM client.
+    # The bytes are kept by client, because several open files can belong to one DRM client.
     clients_bytes: dict[tuple[str, str], int] = {}
     for descriptor in os.listdir(f"{process}/fd"):  # noqa: PTH208 - a process has hundreds of them
         facts = _read_descriptor(process, descriptor)
@@ -299,8 +305,8 @@ def _parse_kib(text: str) -> int | None:
 def _read_descriptor(process: str, descriptor: str) -> dict[str, str]:
     """Return the kernel's facts about an open file of a DRM device, by name.
 
-    Empty for any other file, and for a file that was closed meanwhile. Raises OSError for any other
-    failure.
+    The result is empty for any other file, and for a file that was closed meanwhile. Raises OSError
+    for any other failure.
     """
     try:
         target = os.readlink(f"{process}/fd/{descriptor}")  # noqa: PTH115 - no Path per file

@@ -22,7 +22,7 @@ from vllm_headroom.vocabulary import Reason, Source
 from vllm_headroom.worker import Worker
 
 _REASONS: Final = {
-    None: Reason.TIMEOUT,  # the TimeoutError of the thread has no number
+    None: Reason.TIMEOUT,  # The TimeoutError of the thread has no number.
     errno.ENODEV: Reason.DEVICE_LOST,
     errno.ENOENT: Reason.DEVICE_LOST,
     errno.EACCES: Reason.NO_PERMISSION,
@@ -42,8 +42,9 @@ _MESSAGES: Final = {
 }
 
 SEARCH_INTERVAL_SECONDS: Final = 15.0
-"""The pause between two searches for a card while there is none. On a machine with NVIDIA's GPUs
-only, the thread need not wake at every sample."""
+"""The pause between two searches for a card while there is none. On a machine that has only
+NVIDIA's GPUs, the thread then need not wake at every sample.
+"""
 
 
 def explain_error(error: OSError) -> Failure:
@@ -56,8 +57,8 @@ def explain_error(error: OSError) -> Failure:
 class Amd:
     """Reads all cards that amdgpu drives, on a separate thread, which a faulty driver may block.
 
-    Indices are in the order of PCI addresses. A card keeps its index, and stays listed as failed
-    when it is gone.
+    Indices are in the order of PCI addresses. A card keeps its index. If it is gone, it stays
+    listed as failed.
     """
 
     def __init__(self, *, monotonic: Callable[[], float], sys: Path, proc: Path) -> None:
@@ -67,12 +68,13 @@ class Amd:
         self._sys = str(sys)
         self._proc = proc
         self._cards: dict[str, AmdCard] = {}
-        """The cards by UUID; the position of a card is its index."""
+        """The cards by UUID. The position of a card in this mapping is its index."""
         self._last_readings: dict[str, tuple[GpuReading, ...]] = {}
-        """The last readings of each card or its partitions, by the UUID of the card."""
+        """The last readings of each card or of its partitions, by the UUID of the card."""
         self._topology: object = None
-        """The driver's list of cards and KFD's generation number when the cards were last found. A
-        change means that cards were added, removed or repartitioned."""
+        """The driver's list of cards and KFD's generation number, as they were when the cards were
+        last found. A change means that cards were added, removed or repartitioned.
+        """
         self._search_at_seconds = float("-inf")
         """When the next search may begin while there is no card, on the monotonic clock."""
         self._peaks: defaultdict[str, RecentPeak] = defaultdict(RecentPeak)
@@ -80,9 +82,9 @@ class Amd:
         self._worker = Worker[Any]("amd")
 
     async def read(self, timeout_seconds: float) -> tuple[GpuReading, ...]:
-        """Return a reading of every card or partition; empty where there is no card.
+        """Return a reading of every card or partition; empty if there is no card.
 
-        Never raises: a card that cannot be read in time has a failed reading.
+        Never raises. If a card cannot be read in time, its reading is a failed one.
         """
         now_seconds = self._monotonic()
         if not self._cards and now_seconds < self._search_at_seconds:
@@ -101,11 +103,12 @@ class Amd:
     async def sample_used(self, timeout_seconds: float) -> Mapping[str, int]:
         """Return the memory in use by UUID, and add it to the peaks.
 
-        Partitioned cards, and cards that cannot be read, are left out; empty after a timeout.
+        Partitioned cards, and cards that cannot be read, are left out. The result is empty after a
+        timeout.
         """
         if not self._cards:
             return {}
-        with contextlib.suppress(OSError):  # TimeoutError is one
+        with contextlib.suppress(OSError):  # TimeoutError is an OSError.
             used_bytes: dict[str, int] = await self._worker.call(self._sample, timeout_seconds)
             return used_bytes
         return {}
@@ -115,7 +118,10 @@ class Amd:
         self._worker.stop()
 
     def _read(self) -> tuple[GpuReading, ...]:
-        """Return a reading of every card or partition; runs on the thread."""
+        """Return a reading of every card or partition.
+
+        This runs on the thread.
+        """
         self._find_cards()
         context = ReadContext(
             sys=self._sys, proc=self._proc, now=self._monotonic(), peaks=self._peaks
@@ -136,7 +142,7 @@ class Amd:
         return tuple(readings)
 
     def _find_cards(self) -> None:
-        """Find the cards again where one may have been added, removed or repartitioned."""
+        """Find the cards again if one may have been added, removed or repartitioned."""
         topology = (
             list_folder(f"{self._sys}/{DRM_FOLDER}"),
             read_number_file(f"{self._sys}/{TOPOLOGY_FOLDER}/generation_id"),
@@ -149,19 +155,23 @@ class Amd:
     def _build_failed(self, card: AmdCard, index: int, failure: Failure) -> tuple[GpuReading, ...]:
         """Return a failed reading of each partition of the card's last reading.
 
-        For a card that was not partitioned, or never read, return one of the whole card.
+        If the card was not partitioned, or was never read, return one failed reading of the whole
+        card.
         """
         whole_card = GpuReading(vendor=Vendor.AMD, index=index, uuid=card.uuid, name=card.name)
         last_readings = self._last_readings.get(card.uuid, (whole_card,))
         return tuple(reading.mark_failed(failure) for reading in last_readings)
 
     def _sample(self) -> dict[str, int]:
-        """Return what `sample_used` does; runs on the thread."""
+        """Return what `sample_used` returns.
+
+        This runs on the thread.
+        """
         used_bytes: dict[str, int] = {}
         for card in self._cards.values():
             if card.nodes is not None and len(card.nodes) > 1:
                 continue
-            with contextlib.suppress(OSError):  # the next reading finds and reports it
+            with contextlib.suppress(OSError):  # The next reading finds and reports the error.
                 memory = read_memory(card, self._proc)
                 if memory is not None:
                     used_bytes[card.uuid] = memory.used_bytes

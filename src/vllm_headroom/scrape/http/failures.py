@@ -17,7 +17,7 @@ from vllm_headroom.text_file import read_file
 from vllm_headroom.vocabulary import Reason, Source
 
 _MAX_LOCATION_CHARACTERS: Final = 200
-"""How much of a redirect's target is shown; a header can be 100 kB long."""
+"""At most this much of a redirect's target is shown, because a header can be 100 kB long."""
 
 
 _STATUS_REASONS: Final[Mapping[int, Reason]] = {
@@ -29,7 +29,7 @@ _BROKEN_PAGE_ADVICE: Final = (
     "check with df whether its PROMETHEUS_MULTIPROC_DIR is full, gone or on a network volume, and"
     " look at the engine's log; requests are served without it, so this is no reason for a restart"
 )
-"""The advice for a status 500 from an otherwise healthy server (vllm-project/vllm#49983)."""
+"""The advice if an otherwise healthy server answers with status 500 (vllm-project/vllm#49983)."""
 
 _ADVICE: Final = {
     Reason.UNAUTHORIZED: "set HEADROOM_ENGINE_BEARER_TOKEN_FILE to a token that may read the page",
@@ -80,7 +80,7 @@ def hide_secrets(url: httpx.URL) -> httpx.URL:
 def describe_answer(response: httpx.Response, url: str) -> str:
     """Return a clause such as "URL answers 404 Not Found".
 
-    The phrase is the standard one, because the received one may quote a secret.
+    The phrase is the standard one for the status, because the received phrase may quote a secret.
     """
     phrase = httpx.codes.get_reason_phrase(response.status_code)
     return f"{url} answers {response.status_code} {phrase}".strip()
@@ -89,11 +89,11 @@ def describe_answer(response: httpx.Response, url: str) -> str:
 def explain_status(response: httpx.Response, url: str) -> Failure:
     """Return the failure of an answer with a status other than 200.
 
-    Raises httpx.InvalidURL for a redirect whose target is not a URL.
+    Raises httpx.InvalidURL if the target of a redirect is not a URL.
     """
     answer = describe_answer(response, url)
     reason = _STATUS_REASONS.get(response.status_code, Reason.HTTP_STATUS)
-    # The usual trouble is a redirect to a login page, which its target shows.
+    # Usually the answer is a redirect to a login page. The redirect's target shows this.
     if reason is Reason.HTTP_STATUS and response.has_redirect_location:
         target = hide_secrets(httpx.URL(response.headers["Location"]))
         location = str(target)[:_MAX_LOCATION_CHARACTERS]
@@ -125,8 +125,8 @@ def explain_no_answer(error: Exception, url: str, timeout_seconds: float) -> Fai
             return build_failure(
                 Reason.TIMEOUT, f"{url} sent no complete page within {timeout_seconds:g} s"
             )
-        # The text of these errors is left out: it quotes the header, which may be a secret, or
-        # what was received.
+        # The text of these errors is left out, because it quotes the header, which may be a secret,
+        # or the received bytes.
         case httpx.LocalProtocolError():
             return build_failure(Reason.CREDENTIALS, f"HTTP cannot carry a header set for {url}")
         case httpx.RemoteProtocolError() | httpx.InvalidURL():
@@ -137,11 +137,11 @@ def explain_no_answer(error: Exception, url: str, timeout_seconds: float) -> Fai
 def _explain_no_connection(error: Exception, url: str) -> Failure:
     """Return the failure of a connection that was refused or broke.
 
-    The innermost known cause gives the reason; without one it is UNREACHABLE.
+    The innermost known cause gives the reason. If no cause is known, the reason is UNREACHABLE.
     """
     is_connecting = isinstance(error, httpx.ConnectError)
     cause: BaseException | None = error
-    # httpx wraps the error of httpcore, which wraps that of the socket.
+    # httpx wraps the error of httpcore, which wraps the error of the socket.
     while cause is not None:
         match cause:
             case socket.gaierror() | UnicodeError():
@@ -150,8 +150,8 @@ def _explain_no_connection(error: Exception, url: str) -> Failure:
                 )
             case ssl.SSLError():
                 return build_failure(Reason.TLS, f"TLS with {url} failed ({cause})")
-            # While connecting, a reset means that nothing listens there; later, that the server
-            # hung up.
+            # While connecting, a reset means that nothing listens there. Later it means that the
+            # server hung up.
             case ConnectionResetError() | BrokenPipeError() if not is_connecting:
                 return build_failure(Reason.INCOMPLETE, f"{url} {_HUNG_UP}")
             case OSError(errno=int(number)) if number in SHORTAGES:
@@ -168,19 +168,22 @@ TOKEN: Final = re.compile(r"[\x21-\x7e]+")
 """Visible ASCII characters, without spaces."""
 
 MAX_TOKEN_FILE_BYTES: Final = 64 * 2**10
-"""The most bytes of a token file that are read: far more than a token, because a file such as
-/dev/zero never ends.
+"""At most this many bytes of a token file are read. This is far more than a token, because a file
+such as /dev/zero never ends.
 """
 
 
 class UnusableCredentials(Exception):  # noqa: N818 - the name describes the file
-    """A file that cannot be used; the message is for the operator."""
+    """A file cannot be used.
+
+    The message is for the operator.
+    """
 
 
 def name_token_file(file: Path) -> str:
-    """Return how a message names a token file.
+    """Return the name by which a message refers to a token file.
 
-    A name that is not an absolute path is not shown, because it may be the token itself.
+    If the name is not an absolute path, it is not shown, because it may be the token itself.
     """
     if file.is_absolute():
         return f"the token file {file}"
@@ -190,7 +193,7 @@ def name_token_file(file: Path) -> str:
 def read_token(file: Path) -> str:
     """Return the token in a file.
 
-    Raises UnusableCredentials where the file cannot be read, or has anything but a single token.
+    Raises UnusableCredentials if the file cannot be read, or has anything but a single token.
     """
     try:
         # A byte that is not ASCII becomes a character that no token has.
@@ -207,9 +210,9 @@ def read_token(file: Path) -> str:
 def load_trust(ca_file: Path | None) -> ssl.SSLContext:
     """Return a TLS context for clients, which trusts the authorities in the file.
 
-    For None it trusts the authorities of the machine and of certifi. Chain, name and time are
-    verified as in Go and curl, equally in every version of Python. Raises UnusableCredentials where
-    the file cannot be read or has no certificate.
+    If the file is None, the context trusts the authorities of the machine and of certifi. Chain,
+    name and time are verified as in Go and curl, in the same way in every version of Python. Raises
+    UnusableCredentials if the file cannot be read or has no certificate.
     """
     try:
         if ca_file is None:
@@ -222,9 +225,10 @@ def load_trust(ca_file: Path | None) -> ssl.SSLContext:
         raise UnusableCredentials(
             f"{problem}: make it a readable file of PEM certificates"
         ) from None
-    # Python sets this from 3.13 on. It refuses authorities without key usage or key identifiers,
-    # such as those of EKS clusters and of many companies.
+    # Python sets this flag from 3.13 on. The flag refuses authorities without key usage or key
+    # identifiers, such as those of EKS clusters and of many companies.
     context.verify_flags &= ~ssl.VERIFY_X509_STRICT
-    # Python sets this from 3.13 on: the file may contain only an intermediate authority.
+    # Python sets this flag from 3.13 on. With it, the file may contain only an intermediate
+    # authority.
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     return context

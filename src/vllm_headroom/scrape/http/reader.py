@@ -26,23 +26,24 @@ from vllm_headroom.worker import Worker
 T = TypeVar("T")
 
 _MAX_CPU_SECONDS: Final = 0.5
-"""The limit of the thread's CPU time for receiving one page. A page of 5,000 lines, each sent in a
+"""The thread may use this much CPU time to receive one page. A page of 5,000 lines, each sent in a
 separate part, takes 0.2 s.
 """
 
 _MOST_HEAD_BYTES: Final = 64 * 2**10
-"""The most bytes that are read before the head of an answer is complete. More are not a head but,
-for example, endless answers `100 Continue`, each of which costs 40 us."""
+"""At most this many bytes are read before the head of an answer is complete. More bytes are no head
+but, for example, endless answers `100 Continue`, each of which costs 40 us.
+"""
 
 _HEAD_EVENT: Final = "http11.receive_response_headers.complete"
 """httpcore's name of the trace event after the head of the answer."""
 
 _PARTS_PER_CHECK: Final = 64
-"""How many parts of a page are read between two measurements of the CPU time."""
+"""The CPU time is measured once for this many parts of a page."""
 
 _FILE_SECONDS: Final = 1.0
-"""The limit for reading a token or a CA file, which takes microseconds. A pipe without a writer
-would take 5 s, and a hung network volume forever.
+"""Reading a token or a CA file may take this long. Usually it takes microseconds. A pipe without a
+writer would take 5 s, and a network volume that hangs would take forever.
 """
 
 _CONNECTED_EVENTS: Final = frozenset(
@@ -56,13 +57,13 @@ def read_body(response: httpx.Response, max_bytes: int) -> bytearray | Reason:
 
     The reason is MALFORMED for a compressed body, TOO_LARGE for one larger than `max_bytes`,
     OUT_OF_BOUNDS if its parts cost too much CPU, and INCOMPLETE if the connection ends before the
-    announced length. Raises httpx.TimeoutException where the server stops sending.
+    announced length. Raises httpx.TimeoutException if the server stops sending.
     """
     encoding = response.headers.get("Content-Encoding", "").strip().lower()
     if encoding not in {"", "identity"}:
         return Reason.MALFORMED
     body = bytearray()
-    # Measured by the thread's CPU time, because a slow network uses none.
+    # The limit is on the thread's CPU time, because a slow network uses none.
     start_seconds = thread_time()
     try:
         for count, part in enumerate(response.iter_raw(), start=1):
@@ -91,7 +92,7 @@ def find_port(url: httpx.URL) -> int:
 def is_here(host: str) -> bool:
     """Return whether a host is this machine or pod: one of its addresses, or the name localhost.
 
-    False for any other name, which is not resolved.
+    Returns False for any other name, which is not resolved.
     """
     try:
         address = ipaddress.ip_address(host)
@@ -116,18 +117,18 @@ class Reply(Struct, frozen=True, kw_only=True):
 class RequestConnection:
     """The connection of one request, which another thread can abandon.
 
-    It is httpcore's trace function for the request, which reports the connection's stream. It
-    bounds what is read from that stream before the head of the answer is complete.
+    The object is httpcore's trace function for the request, which reports the connection's stream.
+    It limits how much is read from that stream before the head of the answer is complete.
     """
 
     def __init__(self) -> None:
         self._socket: socket.socket | None = None
-        """None until the connection is open."""
+        """The connection's socket; None until the connection is open."""
         self._is_abandoned = False
         self._has_head = False
 
     def __call__(self, event: str, info: Mapping[str, Any]) -> None:
-        """Note the socket; shut it down where the request was abandoned before it had one."""
+        """Note the socket; shut it down if the request was abandoned before the socket existed."""
         if event in _CONNECTED_EVENTS:
             stream = info["return_value"]
             self._socket = stream.get_extra_info("socket")
@@ -138,11 +139,14 @@ class RequestConnection:
             self._has_head = True
 
     def _bound_head(self, read: Callable[..., bytes]) -> Callable[..., bytes]:
-        """Return a stream's `read`, bounded: it raises RemoteProtocolError for an endless head."""
+        """Return a stream's `read` with a bound.
+
+        It raises RemoteProtocolError for an endless head.
+        """
         head_bytes = 0
 
         def read_bounded(max_bytes: int, timeout: float | None = None) -> bytes:
-            """Read as httpcore does; raise RemoteProtocolError where the head does not end."""
+            """Read as httpcore does; raise RemoteProtocolError if the head does not end."""
             nonlocal head_bytes
             # Without a bound, a server that never ends its head would fill the memory.
             if not self._has_head and head_bytes >= _MOST_HEAD_BYTES:
@@ -156,12 +160,13 @@ class RequestConnection:
     def abandon(self) -> None:
         """Shut the connection down, now or as soon as it is open.
 
-        A read that blocks the request's thread then returns, and that thread closes the socket.
+        A read that blocks the request's thread then returns, and this thread closes the socket.
         """
         self._is_abandoned = True
         if self._socket is not None:
-            with contextlib.suppress(OSError):  # the thread has closed it already
-                # Not SSLSocket.shutdown, which first drops the TLS state that the thread uses.
+            with contextlib.suppress(OSError):  # The thread has closed the socket already.
+                # This is not SSLSocket.shutdown, because that first drops the TLS state that the
+                # thread uses.
                 socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
 
@@ -169,9 +174,9 @@ class PageReader:
     """Fetches the page at `url`, an http or https URL, repeatedly, on its own thread.
 
     On the event loop, httpx would take a third more CPU, and it would still resolve names on a
-    thread. The token in `bearer_token_file` is read for each page, because it may be rotated; it
+    thread. The token in `bearer_token_file` is read for each page, because it may be rotated. It
     replaces the URL's user and password. `ca_file` replaces the default authorities. `max_bytes`
-    limits the page, `timeout_seconds` the whole request.
+    limits the page, and `timeout_seconds` limits the whole request.
     """
 
     def __init__(
@@ -185,8 +190,8 @@ class PageReader:
         headers: Mapping[str, str] = {},
     ) -> None:
         url_with_login = httpx.URL(url)
-        # The login is sent as a header and removed here, so that no message or log line can show
-        # it.
+        # The login is sent as a header and removed from the URL here, so that no message or log
+        # line can show it.
         self._url = url_with_login.copy_with(userinfo=b"")
         self._shown_url = str(failures.hide_secrets(url_with_login))
         self._timeout_seconds = timeout_seconds
@@ -206,7 +211,7 @@ class PageReader:
             "read": timeout_seconds,
             "write": timeout_seconds,
             "pool": timeout_seconds,
-            # Half of the time for each address of the host, so that there is time for a second
+            # Each address of the host gets half of the time, so that there is time for a second
             # address.
             "connect": timeout_seconds / 2,
         }
@@ -227,8 +232,8 @@ class PageReader:
     ) -> Reply | Failure:
         """Return the answer to a request, whatever its status; a Failure as in `fetch`.
 
-        `path` is relative to the URL; "" is the URL itself. `body` is sent as JSON, None sends no
-        body.
+        `path` is relative to the URL; "" is the URL itself. `body` is sent as JSON. If it is None,
+        no body is sent.
         """
         request = httpx.Request(method, self._url.join(path), headers=self._headers, json=body)
         return await self._exchange(request, is_page=False)
@@ -243,20 +248,23 @@ class PageReader:
         except (TimeoutError, httpx.HTTPError, httpx.InvalidURL, OSError, UnicodeError) as error:
             failure = failures.explain_no_answer(error, self._shown_url, self._timeout_seconds)
         if failure.reason is Reason.TLS:
-            # The next fetch reads the CA file again, because it may have been renewed.
+            # The next fetch reads the CA file again, because the certificate may have been renewed.
             self._transport = None
         return failure
 
     async def close(self) -> None:
-        """End the thread; a later fetch starts another."""
+        """End the thread.
+
+        A later fetch starts another thread.
+        """
         self._worker.stop()
         self._worker = Worker("http")
 
     async def _send(self, request: httpx.Request, *, is_page: bool) -> Reply | Failure:
         """Send a request with the current token, and wait for its reply without a time limit.
 
-        Raises UnusableCredentials, TimeoutError while an earlier request is stuck, and the errors
-        of httpx. The reply is a Failure if the answer exceeds a bound.
+        Raises UnusableCredentials, the errors of httpx, and TimeoutError while an earlier request
+        is stuck. If the answer exceeds a bound, the reply is a Failure.
         """
         transport = await self._open_transport()
         if self._token_file is not None:
@@ -264,8 +272,8 @@ class PageReader:
             token = await self._read_file(partial(failures.read_token, self._token_file), trouble)
             request.headers["Authorization"] = f"Bearer {token}"
         connection = RequestConnection()
-        # httpx limits each read, not the whole request, so a slow trickle of bytes could go on
-        # forever.
+        # httpx limits each read, and not the whole request, so bytes that arrive slowly could
+        # continue forever.
         request.extensions = {"timeout": self._timeouts_seconds, "trace": connection}
         reply: asyncio.Future[Reply | Failure] = self._worker.begin(
             partial(self._make_request, transport, request, is_page=is_page)
@@ -273,7 +281,7 @@ class PageReader:
         try:
             return await reply
         finally:
-            # The thread is still waiting for the server, and would be stuck without this.
+            # The thread still waits for the server, and would be stuck without this call.
             if reply.cancelled():
                 connection.abandon()
 
@@ -295,8 +303,8 @@ class PageReader:
     async def _read_file(self, read: Callable[[], T], trouble: str) -> T:
         """Return what `read` returns on the thread; raise what it raises.
 
-        Raises UnusableCredentials, whose message begins with `trouble`, if reading takes longer
-        than _FILE_SECONDS. Raises TimeoutError while an earlier call is stuck.
+        If reading takes longer than _FILE_SECONDS, it raises UnusableCredentials with a message
+        that begins with `trouble`. While an earlier call is stuck, it raises TimeoutError.
         """
         reading: asyncio.Future[T] = self._worker.begin(read)
         try:
@@ -310,36 +318,37 @@ class PageReader:
     async def _open_transport(self) -> httpx.HTTPTransport:
         """Return httpx's transport, opened at the first call.
 
-        Without httpx's client there are no cookies, redirects or proxies. Raises as `_read_file`
-        does where the CA file cannot be used.
+        Without httpx's client there are no cookies, redirects or proxies. If the CA file cannot be
+        used, it raises what `_read_file` raises.
         """
         if self._transport is None:
-            verify: ssl.SSLContext | bool = False  # http has nothing to verify
+            verify: ssl.SSLContext | bool = False  # With http there is nothing to verify.
             if self._url.scheme == "https" and self._ca_file is None:
                 verify = failures.load_trust(None)
             elif self._url.scheme == "https":
                 trouble = f"the CA file {self._ca_file} cannot be used"
                 load = partial(failures.load_trust, self._ca_file)
                 verify = await self._read_file(load, trouble)
-            # A new connection for each page, because vLLM closes a connection that is idle for 5 s,
-            # the usual interval.
+            # Each page gets a new connection, because vLLM closes a connection that is idle for
+            # 5 s, which is the usual interval.
             limits = httpx.Limits(max_keepalive_connections=0)
             self._transport = httpx.HTTPTransport(verify=verify, trust_env=False, limits=limits)
         return self._transport
 
 
 NO_ANSWER_REASONS: Final = frozenset({Reason.TIMEOUT, Reason.INCOMPLETE})
-"""Reasons of a failure where the server accepts the connection but does not answer."""
+"""The reasons of a failure if the server accepts the connection but does not answer."""
 
 SILENCES: Final = NO_ANSWER_REASONS | {Reason.UNREACHABLE}
-"""Reasons of a failure where nothing answers at all."""
+"""The reasons of a failure if nothing answers at all."""
 
 MOST_REQUESTS: Final = 10**6
-"""A larger number of requests is not plausible: no server has so many."""
+"""A larger number of requests is not plausible, because no server has so many."""
 
 NO_PATH_REASONS: Final = frozenset({Reason.NOT_FOUND, Reason.HTTP_STATUS})
-"""Reasons of a failure where the server has no such path; vLLM has `is_sleeping` in its development
-mode only."""
+"""The reasons of a failure if the server has no such path. vLLM has `is_sleeping` only in its
+development mode.
+"""
 
 
 class _Load(Struct):
@@ -352,7 +361,7 @@ class ServerRequest(Struct, frozen=True, kw_only=True):
     """The daemon's requests for other pages, which show whether the server runs."""
 
     health: PageReader
-    """Reads the server's `health`; each page has a reader, because a late answer blocks the
+    """Reads the server's `health`. Each page has its own reader, because a late answer blocks the
     reader's thread.
     """
     models: PageReader
@@ -392,7 +401,7 @@ def _is_ok(answer: Reply | Failure) -> bool:
 
 
 def _is_silence(answer: Reply | Failure) -> bool:
-    """Return whether nothing answers, or a proxy reports that nothing does."""
+    """Return whether nothing answers, or a proxy reports that nothing answers."""
     if isinstance(answer, Failure):
         return answer.reason in SILENCES
     return answer.status in {HTTPStatus.BAD_GATEWAY, HTTPStatus.GATEWAY_TIMEOUT}
@@ -401,14 +410,14 @@ def _is_silence(answer: Reply | Failure) -> bool:
 def _reports_death(health: Reply | Failure, others: tuple[Reply | Failure, ...]) -> bool:
     """Return whether a health check reports that the engine has died.
 
-    vLLM then answers 503, in older versions 500. A status of 500 proves nothing if all other pages
-    of the server are errors too.
+    In this case vLLM answers 503, or 500 in older versions. If all other pages of the server are
+    errors too, a status of 500 proves nothing.
     """
     if isinstance(health, Failure) or _is_silence(health):
         return False
     if health.status == HTTPStatus.SERVICE_UNAVAILABLE:
         return True
-    # If every page fails, the error is a proxy's, not the engine's.
+    # If every page fails, the error is that of a proxy and not of the engine.
     has_other_answer = any(
         not isinstance(other, Failure) and other.status < HTTPStatus.INTERNAL_SERVER_ERROR
         for other in others
@@ -417,7 +426,7 @@ def _reports_death(health: Reply | Failure, others: tuple[Reply | Failure, ...])
 
 
 def _read_load(load: Reply | Failure) -> float | None:
-    """Return the requests in the server; None where it does not report them."""
+    """Return the requests in the server; None if it does not report them."""
     if isinstance(load, Failure) or load.status != HTTPStatus.OK:
         return None
     try:
@@ -428,24 +437,25 @@ def _read_load(load: Reply | Failure) -> float | None:
 
 
 class CanaryRequest(Struct, frozen=True, kw_only=True):
-    """The daemon's request for one token."""
+    """The daemon's request to complete one token."""
 
     health: PageReader
     """Reads the server's `health`."""
     sleep: PageReader
     """Reads the server's `is_sleeping`."""
     completion: PageReader
-    """Sends to the server's `v1/completions`."""
+    """Sends requests to the server's `v1/completions`."""
 
     async def ask(self, model_name: str) -> bool | None:
         """Return whether the engine completes one token; never raise.
 
-        False if the server accepts the connection but does not answer, or answers with a status of
-        500 or more. None if the outcome proves nothing: the engine sleeps, or the server refuses
-        the request or the connection.
+        Returns False if the server accepts the connection but does not answer, or answers with a
+        status of 500 or more. Returns None if the outcome proves nothing: the engine sleeps, or the
+        server refuses the request or the connection.
         """
-        # A sleeping engine must get no request. The metrics page does not suffice to know that: it
-        # may be older than the sleep and, before vLLM 0.11.1, does not report sleep.
+        # A sleeping engine must get no request. The metrics page is not enough to know whether the
+        # engine sleeps. It may be older than the sleep, and before vLLM 0.11.1 it does not report
+        # sleep.
         for reader in (self.health, self.sleep):
             page = await reader.fetch()
             if isinstance(page, Failure):
@@ -470,5 +480,5 @@ class CanaryRequest(Struct, frozen=True, kw_only=True):
 
 
 def _judge_failure(failure: Failure) -> bool | None:
-    """Return False where the failure means that the engine does not answer; None otherwise."""
+    """Return False if the failure means that the engine does not answer; None otherwise."""
     return False if failure.reason in NO_ANSWER_REASONS else None

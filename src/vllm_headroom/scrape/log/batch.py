@@ -12,10 +12,13 @@ class LogBatch(Struct, frozen=True, kw_only=True):
 
     content: bytes
     is_old: bool = False
-    """Whether it was written, at an unknown time, before the sidecar began to follow the log."""
+    """Whether the bytes were written, at an unknown time, before the sidecar began to follow the
+    log.
+    """
 
     is_broken: bool = False
-    """Whether bytes before it are missing, so that an incomplete line must not be joined with it.
+    """Whether earlier bytes are missing, so that an incomplete line must not be joined with these
+    bytes.
     """
 
 

@@ -15,18 +15,20 @@ from vllm_headroom.vocabulary import Reason, Source
 from vllm_headroom.worker import Worker
 
 MOST_BYTES: Final = 2 * 2**20
-"""How much is read at a time. That takes 0.07 s of CPU, and no engine writes so much in a tick."""
+"""At most this much is read at a time. This takes 0.07 s of CPU, and no engine writes so much in a
+tick.
+"""
 
 MOST_BACKLOG_BYTES: Final = 16 * 2**20
-"""If more than this is unread, the middle is left out: the first MOST_BYTES show the start, and the
-last show the present.
+"""If more than this is unread, the middle is left out. The first MOST_BYTES show the start, and the
+last MOST_BYTES show the present.
 """
 
 MOST_FILES: Final = 4096
-"""How many files a pattern may match: a node has one for each of some hundred containers."""
+"""A pattern may match this many files. A node has one for each of some hundred containers."""
 
 FINGERPRINT_BYTES: Final = 64
-"""How many bytes before the last read position are compared. They differ if the file was truncated
+"""This many bytes before the last read position are compared. They differ if the file was truncated
 and has grown again.
 """
 
@@ -42,7 +44,9 @@ FileId = tuple[int, int]
 """The device and the inode of a file."""
 
 MOST_PLACES: Final = 16
-"""For how many files the last read position is kept: a pattern may match several growing files."""
+"""The last read position is kept for this many files, because a pattern may match several growing
+files.
+"""
 
 
 class ReadPosition(NamedTuple):
@@ -59,19 +63,19 @@ class ReadPosition(NamedTuple):
 class LogFiles:
     """Reads additions to the newest file that a path or a pattern names, on a daemon thread.
 
-    The pattern is the operator's. The content may be anybody's, so it is returned as bytes.
+    The operator sets the pattern. Anybody may have written the content, so it is returned as bytes.
     """
 
     def __init__(self, pattern: str) -> None:
         self._pattern = pattern
         self._descriptor: int | None = None
-        """The file that is followed; None before the first."""
+        """The descriptor of the file that is followed; None before the first file."""
         self._places: dict[FileId, ReadPosition] = {}
         """How far each file was read; the file that was read last comes last."""
         self._worker = Worker[LogBatch | Failure]("log files")
 
     async def fetch(self, timeout_seconds: float) -> LogBatch | Failure:
-        """Return what was added, at most MOST_BYTES, possibly nothing; or a Failure.
+        """Return what was added, which is at most MOST_BYTES and possibly nothing; or a Failure.
 
         Never raises.
         """
@@ -96,7 +100,10 @@ class LogFiles:
         return Failure(source=Source.LOG, reason=reason, message=message)
 
     def _read(self) -> LogBatch:
-        """Continue reading; runs on the thread. Raises OSError and TooManyFilesError."""
+        """Continue reading.
+
+        This runs on the thread. Raises OSError and TooManyFilesError.
+        """
         if self._descriptor is None:
             self._descriptor = _open_regular(self._find_newest())
         # The rest of a rotated file is read first.
@@ -108,7 +115,7 @@ class LogFiles:
             path = self._find_newest()
             newest_status = path.stat()
         except FileNotFoundError:
-            # Between the two steps of a rotation, the file has only another name.
+            # Between the two steps of a rotation, the file exists only under another name.
             if status.st_nlink:
                 return batch
             raise
@@ -133,7 +140,7 @@ class LogFiles:
                 raise TooManyFilesError
             if name.endswith(PACKED_SUFFIXES):
                 continue
-            with contextlib.suppress(OSError):  # it may be removed meanwhile
+            with contextlib.suppress(OSError):  # The file may be removed meanwhile.
                 status = os.stat(name)  # noqa: PTH116 - glob's names are texts
                 if stat.S_ISREG(status.st_mode) and status.st_mtime_ns > newest_nanoseconds:
                     newest_nanoseconds = status.st_mtime_ns
@@ -146,7 +153,7 @@ class LogFiles:
         """Return the next bytes of the open file; start over if it was truncated."""
         status = os.fstat(descriptor)
         file = _identify(status)
-        # Removed and added again, so that the file read last comes last.
+        # The entry is removed and added again, so that the file that was read last comes last.
         place = self._places.pop(file, None)
         if place is None:
             # Only the first file has content from before it was followed.
@@ -155,7 +162,8 @@ class LogFiles:
             place = ReadPosition()
         offset = place.offset
         is_broken = offset == 0
-        # Too far behind, so old lines are skipped, and reading begins within a line.
+        # The position is too far behind, so old lines are skipped, and reading begins within a
+        # line.
         if status.st_size - offset > MOST_BACKLOG_BYTES and offset > 0:
             offset = status.st_size - MOST_BYTES
             place = place._replace(fingerprint=b"")

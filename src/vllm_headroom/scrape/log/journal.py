@@ -11,19 +11,22 @@ from vllm_headroom.scrape.shortage import build_unavailable
 from vllm_headroom.vocabulary import Reason, Source
 
 PAUSE_SECONDS: Final = 10.0
-"""The time between two calls of journalctl, each of which takes 20 ms of CPU or more."""
+"""The time between two calls of journalctl. Each call takes at least 20 ms of CPU."""
 
 MOST_LINES: Final = 20_000
-"""How many of the newest lines are read first: those of a start and of a day of load."""
+"""This many of the newest lines are read at first. They are those of a start and of a day of load.
+"""
 
 MOST_BYTES: Final = 4 * 2**20
-"""How much of the answer is read: a line takes half a KiB as JSON. The next call reads the rest."""
+"""At most this much of the answer is read. A line takes half a KiB as JSON. The next call reads the
+rest.
+"""
 
 CLOSE_SECONDS: Final = 0.2
-"""How long to wait for the end of a killed process."""
+"""The reader waits this long for the end of a killed process."""
 
 SHOWN_CHARACTERS: Final = 200
-"""How many characters of journalctl's message are shown."""
+"""This many characters of journalctl's message are shown."""
 
 
 class Journal:
@@ -33,11 +36,11 @@ class Journal:
         self._unit = unit
         self._program = program
         self._cursor: str | None = None
-        """journald's name of the newest line that was read; None before the first."""
+        """journald's name for the newest line that was read; None before the first line."""
         self._next_seconds = 0.0
         """When journalctl is called next, by the loop's clock."""
         self._failure: Failure | None = None
-        """Why the newest call failed; None where it did not."""
+        """Why the newest call failed; None if it did not fail."""
 
     async def fetch(self, timeout_seconds: float) -> LogBatch | Failure:
         """Return what was added; nothing, or the last failure, between two calls; never raise."""
@@ -93,7 +96,7 @@ class Journal:
 
 
 async def _read_answer(process: asyncio.subprocess.Process, unit: str) -> bytes | Failure:
-    """Return what journalctl writes, up to MOST_BYTES; a failure where it reports one."""
+    """Return what journalctl writes, up to MOST_BYTES; a Failure if it reports one."""
     assert process.stdout is not None  # noqa: S101 - both are pipes
     assert process.stderr is not None  # noqa: S101
     content = bytearray()
@@ -116,7 +119,7 @@ async def _read_answer(process: asyncio.subprocess.Process, unit: str) -> bytes 
 
 
 def _find_cursor(content: bytes) -> str | None:
-    """Return journald's name of the newest line; None where it has none."""
+    """Return journald's name for the newest line; None if the line has none."""
     newest_line = content.rstrip(b"\n").rpartition(b"\n")[2]
     try:
         cursor = json.loads(newest_line).get("__CURSOR")

@@ -12,19 +12,22 @@ from vllm_headroom.scrape.log.batch import LogBatch
 from vllm_headroom.vocabulary import REASONS, Reason, Source
 
 PAUSE_SECONDS: Final = 10.0
-"""The time between two rounds of requests: the whole cluster shares the API server."""
+"""The time between two rounds of requests. It is long, because the whole cluster shares the API
+server.
+"""
 
 MOST_BYTES: Final = 2 * 2**20
-"""How much of the log one request returns; the next rounds read the rest."""
+"""One request returns at most this much of the log. The next rounds read the rest."""
 
 FIRST_LINES: Final = 50_000
-"""How many of the newest lines are read first: those of a start and of a day of load."""
+"""This many of the newest lines are read at first. They are those of a start and of a day of load.
+"""
 
 LONGEST_TIME: Final = 40
-"""The most characters of the time before a line; RFC 3339 with nanoseconds has 35."""
+"""The time before a line has at most this many characters. RFC 3339 with nanoseconds has 35."""
 
 SHOWN_CHARACTERS: Final = 200
-"""How many characters of the API server's message are shown."""
+"""This many characters of the API server's message are shown."""
 
 
 class RequestFailedError(Exception):
@@ -36,7 +39,7 @@ class RequestFailedError(Exception):
 
 
 class PodLog:
-    """Reads additions to a container's log, and the last lines of the container before it.
+    """Reads additions to a container's log, and the last lines of the previous container.
 
     The Role needs `get` on pods and on pods/log.
     """
@@ -46,20 +49,21 @@ class PodLog:
         self._path = f"/api/v1/namespaces/{namespace}/pods/{pod}"
         self._container = container
         self._restarts: int | None = None
-        """The container's restarts at the last round; None before the first."""
+        """The number of the container's restarts at the last round; None before the first round."""
         self._newest_time = ""
-        """The time before the newest line that was read, "" before the first."""
+        """The time before the newest line that was read; "" before the first line."""
         self._next_seconds = 0.0
         """When the next round begins, by the loop's clock."""
         self._failure: Failure | None = None
-        """Why the last round failed; None where it did not."""
+        """Why the last round failed; None if it did not fail."""
 
     async def fetch(self, timeout_seconds: float) -> LogBatch | Failure:
         """Return what was added; nothing, or the last failure, between two rounds; never raise."""
         now_seconds = asyncio.get_running_loop().time()
         if now_seconds < self._next_seconds:
             return self._failure or LogBatch(content=b"")
-        # Set before the request, so that a failing server does not get a request at each tick.
+        # The time is set before the request, so that a server that fails does not get a request at
+        # each tick.
         self._next_seconds = now_seconds + PAUSE_SECONDS
         self._failure = None
         try:
@@ -73,7 +77,10 @@ class PodLog:
         return self._failure
 
     async def _read_round(self) -> LogBatch:
-        """Return what was added since the last round; raises RefusedError."""
+        """Return what was added since the last round.
+
+        Raises RefusedError.
+        """
         restarts = await self._count_restarts()
         is_first = self._restarts is None
         content = b""
@@ -125,7 +132,7 @@ class PodLog:
                 return b""
             raise
         lines = reply.text.split("\n")
-        # The last line is empty, or was cut off by the bound, and the next round gets all of it.
+        # The last line is empty, or the bound cut it off. The next round gets all of it.
         lines.pop()
         # The API server counts in whole seconds, so it returns some lines again.
         newest_key = _build_time_key(self._newest_time)
@@ -135,7 +142,10 @@ class PodLog:
         return "".join(f"{line}\n" for line in new_lines).encode()
 
     async def _ask(self, path: str) -> Reply:
-        """Return the answer to a request; raises RefusedError without one, and for a refusal."""
+        """Return the answer to a request.
+
+        Raises RefusedError if there is no answer, or a refusal.
+        """
         reply = await self._api.send("GET", path, None)
         if isinstance(reply, Failure):
             problem = f"the API server does not answer ({reply.reason})"
@@ -153,9 +163,9 @@ class PodLog:
 
 
 def _build_time_key(line: str) -> str:
-    """Return a sortable key of the time before a line; Go leaves out its trailing zeros."""
+    """Return a sortable key of the time before a line, because Go leaves out trailing zeros."""
     time, _, _ = line[:LONGEST_TIME].partition(" ")
-    # Without the Z, a shorter fraction is the beginning of a longer one, and comes before it.
+    # Without the Z, a shorter fraction is the beginning of a longer one, and is sorted before it.
     return time.rstrip("Z")
 
 

@@ -28,7 +28,7 @@ log = Log(__name__)
 T = TypeVar("T")
 
 DeviceFact = tuple[str, str]
-"""The UUID of a GPU or MIG instance, and the name of a fact about it."""
+"""The key of a fact: the UUID of a GPU or MIG instance, and the name of the fact."""
 
 REFUSAL_CODES: Final = frozenset(
     {
@@ -37,25 +37,32 @@ REFUSAL_CODES: Final = frozenset(
         pynvml.NVML_ERROR_FUNCTION_NOT_FOUND,
     }
 )
-"""Error codes after which the device will never answer this call."""
+"""The error codes after which the device will never answer this call."""
 
 PAGE_BYTES: Final = 2 * MIB
 """Memory on a device is allocated in blocks of this size, so a smaller difference is no change."""
 
 MAX_DEVICE_BYTES: Final = 2**41
-"""Two TiB, several times the largest GPU. A failing driver once answered 2^64 - 1."""
+"""This is two TiB, several times the memory of the largest GPU. A failing driver once answered
+2^64 - 1.
+"""
 
 MAX_CELSIUS: Final = 200
-"""Above every temperature: GPUs switch off above 110 C, and 2^32 - 1 is not a reading."""
+"""A higher temperature is no reading: GPUs switch off above 110 C, and a faulty driver may answer
+2^32 - 1.
+"""
 
 MAX_MILLIWATTS: Final = 10_000_000
-"""Above every power: a GPU of 2026 takes 1,400 W, and 2^32 - 1 is not a reading."""
+"""A higher power is no reading: a GPU of 2026 takes 1,400 W, and a faulty driver may answer
+2^32 - 1.
+"""
 
 MAX_PERCENT: Final = 100
 
 MIN_LIST_AGE_SECONDS: Final = 1.0
-"""The shortest time between two lists of processes. A list costs 400 times what memory info does
-(4.5 ms, flightlessmango/MangoHud#2104) and holds the driver's lock."""
+"""The shortest time between two lists of processes. A list costs 400 times as much as memory info
+(4.5 ms, flightlessmango/MangoHud#2104), and holds the driver's lock.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,38 +77,44 @@ class GpuPart:
     gpu_instance: int | None = None
     """NVML's number of the MIG instance; None for a whole GPU."""
     handle: Handle = field(repr=False, compare=False)
-    """Valid until NVML is shut down or the GPU is lost."""
+    """The handle is valid until NVML is shut down or the GPU is lost."""
 
 
 class GpuFaults(Struct, frozen=True, kw_only=True):
-    """The memory faults of a GPU; None where unknown, as with MIG instances on it."""
+    """The memory faults of a GPU.
+
+    A field is None if unknown, as with MIG instances on the GPU.
+    """
 
     index: int
     """The index of the GPU in NVML."""
     ecc: tuple[bool, bool] | None = None
-    """Whether error correction (ECC) is on now, and after the next reset."""
+    """Whether error correction (ECC) is on now, and whether it is on after the next reset."""
     row_remap_pending: bool | None = None
     """Whether rows are remapped at the next reset."""
     row_remap_failed: bool | None = None
-    """Whether a remapping has ever failed; once True, it stays True."""
+    """Whether a remapping has ever failed. Once True, it stays True."""
     page_retirement_pending: bool | None = None
     """Whether pages are retired at the next reset."""
     unlinked_indices: tuple[int, ...] | None = None
-    """The indices of the other GPUs that NVLink does not connect with it."""
+    """The indices of the other GPUs to which NVLink does not connect this GPU."""
 
 
 class ProcessList(Struct, frozen=True, kw_only=True):
     """The processes on a whole GPU or a MIG instance, and its memory in use when listed."""
 
     listed_at_seconds: float
-    """When it was listed, on the monotonic clock."""
+    """When the processes were listed, on the monotonic clock."""
     used_bytes: int | None
-    """None where unknown."""
+    """The memory in use; None if unknown."""
     processes: tuple[GpuProcess, ...] | None
 
 
 class Session:
-    """Initialises NVML, again if needed; its methods run on NVML's thread."""
+    """Initialises NVML, again if needed.
+
+    Its methods run on NVML's thread.
+    """
 
     def __init__(
         self, *, monotonic: Callable[[], float], process_interval_seconds: float, proc: Path
@@ -110,15 +123,17 @@ class Session:
         self.process_interval_seconds = process_interval_seconds
         self.proc = proc
         self.devices: tuple[NvmlDevice, ...] = ()
-        """Empty while NVML is closed."""
+        """The devices; empty while NVML is closed."""
         self.driver_version: str | None = None
         self.memory_version: int | None = None
         """NVML's number for version 2 of memory info; None for version 1."""
         self.has_single_gpu = False
-        """True on machines with one GPU, among them those whose GPU uses the machine's memory."""
+        """Whether the machine has one GPU. The machines whose GPU uses the machine's memory are
+        among them.
+        """
         self.xids = Xids()
         self.peaks: defaultdict[str, RecentPeak] = defaultdict(RecentPeak)
-        """The peaks by the UUID of a GPU or MIG instance; they stay when NVML is initialised again.
+        """The peaks by the UUID of a GPU or MIG instance. They stay when NVML is initialised again.
         """
         self._refusals: dict[DeviceFact, int | None] = {}
         """NVML's error code when the device first refused a fact; None if the device has ever
@@ -130,7 +145,7 @@ class Session:
     def open(self) -> Failure | None:
         """Initialise NVML, after a shutdown if it was initialised, and list its devices.
 
-        Return None on success, or else the failure; a machine without a GPU is a failure too.
+        Returns None on success, and a Failure otherwise. A machine without a GPU is a failure too.
         """
         self.close()
         try:
@@ -153,7 +168,7 @@ class Session:
     def _choose_memory_version(self) -> None:
         """Choose the version of memory info, once per init, for all GPUs.
 
-        In version 1 the used memory contains the reserved memory: if the versions alternated, the
+        In version 1 the used memory contains the reserved memory. If the versions alternated, the
         used memory would jump.
         """
         has_v2 = hasattr(pynvml.nvmlLib, "nvmlDeviceGetMemoryInfo_v2")
@@ -172,7 +187,10 @@ class Session:
                 del self.peaks[uuid]
 
     def close(self) -> None:
-        """Shut NVML down if it was initialised; its handles become invalid."""
+        """Shut NVML down if it was initialised.
+
+        Its handles become invalid.
+        """
         self.devices = ()
         if self._is_initialised:
             self._is_initialised = False
@@ -190,25 +208,26 @@ class Session:
     ) -> T | None:
         """Return a fact about the device `uuid` by calling a function of NVML.
 
-        None where the device does not provide the fact now, or has refused it before. An essential
-        fact is queried again after a refusal; any other fact is not.
+        Returns None if the device does not provide the fact now, or has refused it before. After a
+        refusal, only an essential fact is queried again.
 
-        Raises NVMLError where the GPU is lost or the driver fails. For an essential fact it is also
-        raised for NVML's "unknown error", which healthy devices return at times.
+        Raises NVMLError if the GPU is lost or the driver fails. For an essential fact, NVMLError is
+        also raised for NVML's "unknown error", which healthy devices return at times.
         """
         if not is_essential and self._refusals.get((uuid, fact)) is not None:
             return None
         try:
             value = call(*arguments)
-        except UnicodeDecodeError:  # pynvml decodes names, which a faulty driver may damage
+        # pynvml decodes names, and a faulty driver may return damaged names.
+        except UnicodeDecodeError:
             return None
         except pynvml.NVMLError as error:
             is_blocked = is_essential and error.value in BLOCKED_CODES
             if is_blocked or error.value in LOST_CODES | DRIVER_WIDE_CODES:
                 raise
             if error.value in REFUSAL_CODES:
-                # A fact that was provided before keeps None, because a later refusal may be
-                # temporary.
+                # If a fact was provided before, its entry stays None, because a later refusal may
+                # be temporary.
                 self._refusals.setdefault((uuid, fact), error.value)
             return None
         self._refusals[uuid, fact] = None
@@ -222,15 +241,15 @@ class Session:
         self.peaks.pop(uuid, None)
 
     def is_unsupported(self, uuid: str, fact: str) -> bool:
-        """Return whether the device reported this fact as not supported and never provided it."""
+        """Return whether the device reported this fact as not supported, and never provided it."""
         return bool(self._refusals.get((uuid, fact)) == pynvml.NVML_ERROR_NOT_SUPPORTED)
 
 
 class NvmlDevice:
     """A GPU at one NVML index from init to shutdown, opened when it is first read.
 
-    Its methods run on NVML's thread and raise NVMLError where the whole GPU, or the driver, fails.
-    After the error of a lost GPU, `lost_code` is set and no method may be called again.
+    Its methods run on NVML's thread. They raise NVMLError if the whole GPU, or the driver, fails.
+    After the error of a lost GPU, `lost_code` is set, and no method may be called again.
     """
 
     def __init__(self, index: int, session: Session) -> None:
@@ -239,7 +258,9 @@ class NvmlDevice:
         self.gpu: GpuPart | None = None
         """The whole GPU; None until it is opened."""
         self.parts: tuple[GpuPart, ...] = ()
-        """The MIG instances at the last reading, or the whole GPU alone; empty before a reading."""
+        """The MIG instances at the last reading, or the whole GPU alone; empty before the first
+        reading.
+        """
         self.lost_code: int | None = None
         """NVML's error code when the GPU was lost; None while it is not lost."""
         self._session = session
@@ -259,10 +280,13 @@ class NvmlDevice:
             raise
 
     def read(self) -> tuple[GpuReading, ...]:
-        """Return a reading of each MIG instance, or else one of the whole GPU."""
+        """Return a reading of each MIG instance.
+
+        If there are none, return one of the whole GPU.
+        """
         gpu = self.gpu or self._open()
         previous_uuids = {part.uuid for part in self.parts}
-        # Never both, because a GPU in MIG mode consists of its instances.
+        # It is never both, because a GPU in MIG mode consists of its instances.
         self.parts = tuple(self._list_instances(gpu)) or (gpu,)
         removed_uuids = previous_uuids - {part.uuid for part in self.parts}
         for uuid in removed_uuids:
@@ -273,9 +297,9 @@ class NvmlDevice:
     def sample_used(self) -> dict[str, int]:
         """Return the memory in use by UUID, and add it to the peaks.
 
-        GPUs without a known use are left out.
+        If the use of a GPU is unknown, the GPU is left out.
 
-        Empty before the first reading.
+        The result is empty before the first reading.
         """
         used_bytes: dict[str, int] = {}
         for part in self.parts:
@@ -285,7 +309,7 @@ class NvmlDevice:
         return used_bytes
 
     def read_faults(self) -> GpuFaults:
-        """Return the faults in the memory of the whole GPU; a field is None where not reported."""
+        """Return the faults in the memory of the whole GPU; a field is None if not reported."""
         gpu = self.gpu or self._open()
         ecc = self._query(gpu, "ECC mode", pynvml.nvmlDeviceGetEccMode)
         rows = self._query(gpu, "row remapping", pynvml.nvmlDeviceGetRemappedRows)
@@ -293,8 +317,8 @@ class NvmlDevice:
         return GpuFaults(
             index=gpu.index,
             ecc=None if ecc is None else (bool(ecc[0]), bool(ecc[1])),
-            # NVML's four values: rows remapped for correctable and for uncorrectable errors,
-            # whether a remapping is pending, whether one has failed.
+            # NVML returns four values: rows remapped for correctable errors, rows remapped for
+            # uncorrectable errors, whether a remapping is pending, and whether one has failed.
             row_remap_pending=None if rows is None else bool(rows[2]),
             row_remap_failed=None if rows is None else bool(rows[3]),
             page_retirement_pending=None if pages is None else bool(pages),
@@ -302,9 +326,9 @@ class NvmlDevice:
         )
 
     def _list_unlinked(self, gpu: GpuPart) -> tuple[int, ...] | None:
-        """Return the indices of the open GPUs that NVLink does not connect with this one.
+        """Return the indices of the open GPUs to which NVLink does not connect this one.
 
-        None where the driver does not report it.
+        Returns None if the driver does not report it.
         """
         unlinked_indices = []
         for other in self._session.devices:
@@ -326,7 +350,7 @@ class NvmlDevice:
     def _open(self) -> GpuPart:
         """Open the GPU, start counting its XID errors, and set and return `gpu`."""
         query = self._session.query
-        # Both calls raise NVMLError where the device cannot be opened.
+        # Both calls raise NVMLError if the device cannot be opened.
         handle = pynvml.nvmlDeviceGetHandleByIndex(self.index)
         uuid = pynvml.nvmlDeviceGetUUID(handle)
         name = query(uuid, "name", pynvml.nvmlDeviceGetName, handle) or ""
@@ -335,7 +359,7 @@ class NvmlDevice:
         return self.gpu
 
     def _list_instances(self, gpu: GpuPart) -> Iterator[GpuPart]:
-        """Yield the MIG instances that are visible now; none where the GPU is not in MIG mode."""
+        """Yield the MIG instances that are visible now; none if the GPU is not in MIG mode."""
         mode = self._query(gpu, "MIG mode", pynvml.nvmlDeviceGetMigMode)
         # MIG mode is off or not supported, so the whole GPU is the only part.
         if mode is None or mode[0] != pynvml.NVML_DEVICE_MIG_ENABLE:
@@ -347,7 +371,8 @@ class NvmlDevice:
             )
             if handle is None:
                 continue
-            # Its UUID is queried below. Until then, refusals are stored under the whole GPU.
+            # The UUID of the instance is queried below. Until then, refusals are stored under the
+            # whole GPU.
             instance = replace(gpu, handle=handle)
             uuid = self._query(instance, "MIG UUID", pynvml.nvmlDeviceGetUUID)
             if uuid is None:
@@ -360,11 +385,11 @@ class NvmlDevice:
     def _read_part(self, part: GpuPart) -> GpuReading:
         """Return a reading of the whole GPU or a MIG instance.
 
-        Facts that it does not provide are None.
+        If it does not provide a fact, the fact is None.
         """
         session = self._session
         memory = self._read_memory(part)
-        # Each query is separate, so that a refused one leaves out only its own figure.
+        # Each fact is queried separately, so that a refusal leaves out only one figure.
         utilization = self._query(part, "utilization", pynvml.nvmlDeviceGetUtilizationRates)
         utilization_percent = None if utilization is None else utilization.gpu
         celsius = self._query(
@@ -387,8 +412,8 @@ class NvmlDevice:
     def _read_memory(self, part: GpuPart) -> GpuMemory | None:
         """Return the memory of the whole GPU or a MIG instance, and add it to the peak.
 
-        None where NVML does not report it, or reports impossible values. A GPU that uses the
-        machine's memory is read from the kernel.
+        Returns None if NVML does not report the memory, or reports impossible values. If a GPU uses
+        the machine's memory, its memory is read from the kernel.
         """
         session = self._session
         info = self._query(
@@ -404,8 +429,8 @@ class NvmlDevice:
             if session.has_single_gpu and is_unsupported:
                 return self._read_unified_memory(part)
             return None
-        # A library that shares GPUs can report less than zero (Project-HAMi/HAMi-core#200), and
-        # then no value is reliable.
+        # A library that shares GPUs can report less than zero (Project-HAMi/HAMi-core#200). Then no
+        # value is reliable.
         is_overflown = max(info.used, info.free) > info.total
         if is_overflown or info.total > MAX_DEVICE_BYTES:
             return None
@@ -421,7 +446,8 @@ class NvmlDevice:
     def _read_unified_memory(self, part: GpuPart) -> GpuMemory | None:
         """Return the memory of a GPU that uses the machine's memory, and add it to the peak.
 
-        vLLM reads it from the kernel too (mem_utils.py). None where /proc does not show it.
+        vLLM also reads this memory from the kernel (mem_utils.py). Returns None if /proc does not
+        show it.
         """
         session = self._session
         machine = read_machine(session.proc)
@@ -441,9 +467,9 @@ class NvmlDevice:
     def _read_processes(
         self, part: GpuPart, memory: GpuMemory | None
     ) -> tuple[GpuProcess, ...] | None:
-        """Return the processes: the last list, or a new one where that is outdated.
+        """Return the processes: the last list, or a new list if the last one is outdated.
 
-        None where they cannot be listed.
+        Returns None if they cannot be listed.
         """
         now_seconds = self._session.monotonic()
         used_bytes = None if memory is None else memory.used_bytes
@@ -463,14 +489,13 @@ class NvmlDevice:
     ) -> bool:
         """Return whether a list failed, is old, or no longer matches the memory in use.
 
-        Within MIN_LIST_AGE_SECONDS a change of memory does not outdate a list, because lists are
-        costly.
+        Within MIN_LIST_AGE_SECONDS, a change of memory does not make a list outdated, because lists
+        are costly.
         """
         age_seconds = now_seconds - previous.listed_at_seconds
         if previous.processes is None or age_seconds >= self._session.process_interval_seconds:
             return True
-        # A change of the memory in use means that a process has started, exited, or changed its
-        # memory.
+        # If the memory in use has changed, a process has started, exited, or changed its memory.
         if used_bytes is None or previous.used_bytes is None or age_seconds < MIN_LIST_AGE_SECONDS:
             return False
         return abs(used_bytes - previous.used_bytes) >= PAGE_BYTES
@@ -478,7 +503,7 @@ class NvmlDevice:
     def _list_processes(
         self, part: GpuPart, *, is_essential: bool
     ) -> tuple[GpuProcess, ...] | None:
-        """Return the compute processes and the clients of MPS; None where they cannot be listed.
+        """Return the compute processes and the clients of MPS; None if they cannot be listed.
 
         `is_essential` is as in `Session.query`.
         """
@@ -509,7 +534,7 @@ class NvmlDevice:
     ) -> T | None:
         """Return a fact about a part, which `call` reads by its handle; see `Session.query`.
 
-        None where the driver does not provide the fact.
+        Returns None if the driver does not provide the fact.
         """
         return self._session.query(
             part.uuid, fact, call, part.handle, *arguments, is_essential=is_essential
@@ -517,10 +542,10 @@ class NvmlDevice:
 
 
 def _call_process_list(handle: Handle, function: str) -> tuple[GpuProcess, ...]:
-    """Return the processes that a function of pynvml lists; raise NVMLError.
+    """Return the processes that a function of pynvml lists.
 
-    `function` is the function's name with a version. For a name without a version, pynvml raises an
-    error of another class where the driver lacks the function.
+    Raises NVMLError. `function` is the function's name with a version. If the name had no version
+    and the driver lacked the function, pynvml would raise an error of another class.
     """
     processes = []
     for process in getattr(pynvml, function)(handle):
@@ -532,7 +557,7 @@ def _call_process_list(handle: Handle, function: str) -> tuple[GpuProcess, ...]:
 
 
 def _convert(value: int | None, *, maximum: int, divisor: int) -> float | None:
-    """Return a value divided by `divisor`; None where unknown or above `maximum`.
+    """Return a value divided by `divisor`; None if it is unknown or above `maximum`.
 
     No GPU reaches `maximum`, so a value above it is an error of the driver.
     """

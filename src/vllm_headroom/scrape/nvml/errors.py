@@ -17,7 +17,7 @@ DRIVER_WIDE_CODES: Final = frozenset(
         pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH,
     }
 )
-"""Error codes after which no device can be read before NVML is initialised again."""
+"""The error codes after which no device can be read before NVML is initialised again."""
 
 LOST_CODES: Final = frozenset(
     {
@@ -26,13 +26,14 @@ LOST_CODES: Final = frozenset(
         pynvml.NVML_ERROR_GPU_NOT_FOUND,
     }
 )
-"""Error codes after which the device's handle must not be used again, because that has crashed
+"""The error codes after which the device's handle must not be used again, because that has crashed
 processes (XuehaiPan/nvitop#139, #145).
 """
 
 BLOCKED_CODES: Final = frozenset({pynvml.NVML_ERROR_UNKNOWN, pynvml.NVML_ERROR_OPERATING_SYSTEM})
-"""Error codes of a device whose device node is not accessible
-(NVIDIA/nvidia-container-toolkit#48). Healthy devices return them at times too."""
+"""The error codes of a device whose device node is not accessible
+(NVIDIA/nvidia-container-toolkit#48). Healthy devices sometimes return these codes too.
+"""
 
 _SOURCE_REASONS: Final = {
     pynvml.NVML_ERROR_LIBRARY_NOT_FOUND: Reason.LIBRARY_MISSING,
@@ -100,12 +101,12 @@ _DEVICE_MESSAGES: Final = {
 
 
 def explain_source(cause: Reason | int) -> Failure:
-    """Return the failure of NVML as a whole, by its reason or NVML's error code."""
+    """Return the failure of NVML as a whole, by its reason or by NVML's error code."""
     return _explain(cause, _SOURCE_REASONS, _SOURCE_MESSAGES)
 
 
 def explain_device(cause: Reason | int) -> Failure:
-    """Return the failure of one device, by its reason or NVML's error code."""
+    """Return the failure of one device, by its reason or by NVML's error code."""
     return _explain(cause, _DEVICE_REASONS, _DEVICE_MESSAGES)
 
 

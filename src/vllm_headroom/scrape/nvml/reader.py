@@ -1,4 +1,4 @@
-"""Read GPUs from NVML, including when the driver hangs or fails."""
+"""Read GPUs from NVML, also when the driver hangs or fails."""
 
 import asyncio
 import contextlib
@@ -29,7 +29,7 @@ GpuOutcome = tuple[GpuReading, ...] | Failure
 """The reading of a whole GPU, the readings of its MIG instances, or why the GPU cannot be read."""
 
 FIRST_BACKOFF_SECONDS: Final = 1.0
-"""The pause between the first two inits of a failed driver; each further pause is twice as long."""
+"""The pause between the first two inits of a failed driver. Each further pause is twice as long."""
 
 RETRY_SECONDS: Final = 60.0
 """The longest pause between two inits of a failed driver, and between two inits that search for a
@@ -37,18 +37,19 @@ lost GPU.
 """
 
 SHUTDOWN_SECONDS: Final = 0.2
-"""How long shutting NVML down may take. The whole exit may take one second."""
+"""Shutting NVML down may take this long. The whole exit may take one second."""
 
 MAX_GPUS: Final = 64
-"""The most GPUs that are remembered, more than a machine has. Beyond that, the GPUs that were read
-longest ago are forgotten.
+"""At most this many GPUs are remembered, which is more than a machine has. If there are more, the
+GPUs that were read longest ago are forgotten.
 """
 
 MAX_STUCK_CALLS: Final = 8
-"""With this number of stuck calls, one for each GPU of a common node, no other call is made."""
+"""If this many calls are stuck, no other call is made. This is one for each GPU of a common node.
+"""
 
 MIN_CALL_SECONDS: Final = 0.02
-"""With less time until the deadline no call is made: a healthy GPU takes a few milliseconds."""
+"""With less time until the deadline, no call is made. A healthy GPU takes a few milliseconds."""
 
 _INIT: Final = "init"
 _XIDS: Final = "XID events"
@@ -57,15 +58,15 @@ _SILENT: Final = explain_source(Reason.TIMEOUT)
 
 
 class Nvml:
-    """Reads all GPUs; a lost or hung GPU does not keep the others from being read.
+    """Reads all GPUs.
 
-    A failed driver is initialised again, after growing pauses. While a call is stuck, NVML is not
-    shut down: that could crash. A GPU that is gone stays listed as failed, with the MIG instances
-    that it had. An instance that is gone from a present GPU is not listed, because it was removed
-    on purpose.
+    If a GPU is lost or hangs, the others are still read. A failed driver is initialised again,
+    after growing pauses. While a call is stuck, NVML is not shut down, because that could crash the
+    process. If a GPU is gone, it stays listed as failed, with the MIG instances that it had. If an
+    instance is gone from a present GPU, it is not listed, because it was removed on purpose.
 
-    `call_timeout_seconds` is how long one GPU may take before its thread is abandoned. `proc` shows
-    the machine's memory, for GPUs that use it.
+    One GPU may take `call_timeout_seconds` before its thread is abandoned. `proc` shows the
+    machine's memory, for GPUs that use it.
     """
 
     def __init__(
@@ -84,8 +85,8 @@ class Nvml:
         self._lane = Lane()
         self._lock = asyncio.Lock()
         self._parts: dict[str, tuple[GpuPart, ...]] = {}
-        """The MIG instances of each GPU at its last reading, or the whole GPU alone, keyed by UUID.
-        The GPU that was read last comes last.
+        """The MIG instances of each GPU at its last reading, or the whole GPU alone, by UUID. The
+        GPU that was read last comes last.
         """
         self._transitions = GpuTransitions()
         self._failure = _SILENT
@@ -100,13 +101,14 @@ class Nvml:
     async def read(self, timeout_seconds: float) -> GpuReadings | Failure:
         """Return one reading of every GPU within `timeout_seconds`; never raise.
 
-        A GPU that cannot be read has a failed reading; a failure of the whole driver is returned.
-        On cancellation, a call in progress continues, and its GPU is not read until that call
-        returns.
+        If a GPU cannot be read, its reading is a failed one. If the whole driver fails, the result
+        is a Failure. On cancellation, a call in progress continues, and its GPU is not read until
+        this call returns.
         """
         deadline = read_loop_seconds() + timeout_seconds
         try:
-            # Only one reading at a time: the previous one may still be waiting for a stuck call.
+            # Only one reading runs at a time, because the previous one may still wait for a stuck
+            # call.
             async with asyncio.timeout_at(deadline):
                 await self._lock.acquire()
         except TimeoutError:
@@ -122,7 +124,8 @@ class Nvml:
     async def sample_used(self, timeout_seconds: float) -> Mapping[str, int]:
         """Return the memory in use by UUID, and add it to the peaks; never raise.
 
-        Empty during a reading and while the driver fails; GPUs that fail are left out.
+        During a reading, and while the driver fails, the result is empty. GPUs that fail are left
+        out.
         """
         # A second call would wait behind the reading in progress.
         if self._lock.locked():
@@ -135,12 +138,12 @@ class Nvml:
     async def read_faults(self, timeout_seconds: float) -> tuple[GpuFaults, ...]:
         """Return the memory faults of each GPU of the last reading; never raise.
 
-        A GPU that fails is left out; empty while the driver fails.
+        If a GPU fails, it is left out. While the driver fails, the result is empty.
         """
         return await self._query_quietly(NvmlDevice.read_faults, timeout_seconds)
 
     async def close(self) -> None:
-        """Shut NVML down, within SHUTDOWN_SECONDS; not while a call is stuck."""
+        """Shut NVML down within SHUTDOWN_SECONDS, unless a call is stuck."""
         # Shutting NVML down while one of its calls runs may crash the process.
         if not self._lane.stuck_subjects:
             deadline = read_loop_seconds() + SHUTDOWN_SECONDS
@@ -153,16 +156,16 @@ class Nvml:
     async def _open(self, deadline: float) -> Failure | None:
         """Initialise NVML if that is due; return None if GPUs can be read now.
 
-        While a call is stuck, NVML is not initialised again: GPUs that are open can still be read.
-        Otherwise return a Failure: the last init failed, so many calls are stuck that the driver
-        counts as blocked, or NVML did not answer before `deadline`, a time of the event loop.
-        Raises an unexpected error of the init, and OSError if no thread can be started.
+        While a call is stuck, NVML is not initialised again, but GPUs that are open can still be
+        read. Returns a Failure in three cases: the last init failed; so many calls are stuck that
+        the driver counts as blocked; or NVML did not answer before `deadline`, a time of the event
+        loop. Raises an unexpected error of the init, and OSError if no thread can be started.
         """
         now_seconds = self._monotonic()
         is_stuck = bool(self._lane.stuck_subjects)
         if self._lane.is_blocked:
             return _SILENT
-        # An init shuts NVML down first, which must not happen while a call is stuck.
+        # An init first shuts NVML down, which must not happen while a call is stuck.
         if self._session.devices and (is_stuck or now_seconds < self._reopen_at_seconds):
             return None
         if is_stuck or now_seconds < self._open_at_seconds:
@@ -188,7 +191,7 @@ class Nvml:
     async def _read(self, deadline: float) -> GpuReadings | Failure:
         """Read every GPU of an initialised driver; schedule an init if one is needed.
 
-        A Failure where the driver as a whole fails or hangs.
+        Returns a Failure if the driver as a whole fails or hangs.
         """
         try:
             outcomes = await self._query_devices(
@@ -205,8 +208,8 @@ class Nvml:
         self._backoff_seconds = FIRST_BACKOFF_SECONDS
         readings = self._complete(outcomes)
         self._transitions.report(readings)
-        # A lost GPU gets a new handle only by another init, which invalidates the handles of all
-        # GPUs.
+        # A lost GPU gets a new handle only by another init, which makes the handles of all GPUs
+        # invalid.
         if any(_is_failed(reading.failure, Reason.DEVICE_LOST) for reading in readings):
             retry_at_seconds = self._monotonic() + RETRY_SECONDS
             self._reopen_at_seconds = min(self._reopen_at_seconds, retry_at_seconds)
@@ -217,10 +220,10 @@ class Nvml:
     ) -> tuple[GpuReading, ...]:
         """Return the readings of the GPUs that were read, and failed readings of all others.
 
-        A GPU that failed, or that NVML no longer lists, gets a failed reading for each of its MIG
+        If a GPU failed, or NVML no longer lists it, it gets a failed reading for each of its MIG
         instances, or one for the whole GPU.
         """
-        # A GPU that falls off the bus is not listed at the next init. Without this, its series
+        # If a GPU falls off the bus, the next init does not list it. Without this code, its series
         # would just end.
         missing_uuids = self._remember_parts(device for device, _ in outcomes)
         readings: list[GpuReading] = []
@@ -231,8 +234,8 @@ class Nvml:
             if device.gpu is not None:
                 readings += self._build_failed(device.gpu.uuid, outcome)
                 continue
-            # The UUID of a GPU that cannot be opened is unknown, so it is taken for the missing GPU
-            # with its index.
+            # The UUID of a GPU that cannot be opened is unknown. So the GPU counts as the missing
+            # GPU with its index.
             uuid = self._find_uuid(missing_uuids, device.index)
             if uuid is None:
                 readings.append(GpuReading(index=device.index, uuid="", name="", failure=outcome))
@@ -246,8 +249,8 @@ class Nvml:
     def _remember_parts(self, devices: Iterable[NvmlDevice]) -> list[str]:
         """Remember the MIG instances of these GPUs, or the whole GPU if it has none.
 
-        GPUs without a UUID yet are left out. Return the sorted UUIDs of remembered GPUs that are
-        not among these. At most MAX_GPUS GPUs are remembered.
+        GPUs whose UUID is still unknown are left out. Return the sorted UUIDs of remembered GPUs
+        that are not among these. At most MAX_GPUS GPUs are remembered.
         """
         opened_uuids = set()
         for device in devices:
@@ -255,7 +258,7 @@ class Nvml:
                 continue
             uuid = device.gpu.uuid
             opened_uuids.add(uuid)
-            # Removed and added again, so that the GPU that was read last is last.
+            # The entry is removed and added again, so that the GPU that was read last comes last.
             previous_parts = self._parts.pop(uuid, (device.gpu,))
             self._parts[uuid] = device.parts or previous_parts
         oldest_uuids = tuple(self._parts)[:-MAX_GPUS]
@@ -264,7 +267,7 @@ class Nvml:
         return sorted(self._parts.keys() - opened_uuids)
 
     def _find_uuid(self, missing_uuids: Iterable[str], index: int) -> str | None:
-        """Return the first missing GPU that last had this index; None without one."""
+        """Return the first missing GPU that last had this index; None if there is none."""
         for uuid in missing_uuids:
             if self._parts[uuid][0].index == index:
                 return uuid
@@ -273,7 +276,7 @@ class Nvml:
     def _build_failed(self, uuid: str, failure: Failure) -> list[GpuReading]:
         """Return a failed reading of each MIG instance of a remembered GPU, or of the whole GPU.
 
-        The readings contain the XID errors counted so far.
+        The readings contain the XID errors that were counted so far.
         """
         return [
             GpuReading(
@@ -289,9 +292,9 @@ class Nvml:
     async def _query_quietly(
         self, method: Callable[[NvmlDevice], T], timeout_seconds: float
     ) -> tuple[T, ...]:
-        """Return the answer of each GPU that does not fail; empty where the driver fails."""
+        """Return the answer of each GPU that does not fail; empty if the driver fails."""
         async with self._lock:
-            with contextlib.suppress(Exception):  # the next reading reports the error
+            with contextlib.suppress(Exception):  # The next reading reports the error.
                 deadline = read_loop_seconds() + timeout_seconds
                 outcomes = await self._query_devices(method, deadline)
                 return tuple(outcome for _, outcome in outcomes if not isinstance(outcome, Failure))
@@ -305,8 +308,8 @@ class Nvml:
     ) -> list[tuple[NvmlDevice, T | Failure]]:
         """Return each GPU's answer to `method`, or its failure.
 
-        A GPU that does not answer before `deadline` has a failure. The `driver_calls` concern the
-        whole driver; they are made first, and their results are dropped. Raises NVMLError if the
+        If a GPU does not answer before `deadline`, it has a failure. The `driver_calls` concern the
+        whole driver. They are made first, and their results are dropped. Raises NVMLError if the
         error of a call means that the whole driver fails.
         """
         calls: dict[str, Callable[[], Any]] = dict(driver_calls)
@@ -314,8 +317,8 @@ class Nvml:
         for device in self._session.devices:
             if device.lost_code is None:
                 calls[_name_subject(device)] = partial(device.call, method)
-        # All in one job, because waking the thread for each GPU (40 µs) would cost more than the
-        # calls.
+        # All calls are made in one job. Waking the thread for each GPU (40 µs) would cost more than
+        # the calls.
         outcomes = await self._lane.make_calls(calls, self._call_timeout_seconds, deadline)
         for outcome in outcomes.values():
             if isinstance(outcome, pynvml.NVMLError) and outcome.value in DRIVER_WIDE_CODES:
@@ -362,7 +365,7 @@ class Lane:
     def __init__(self) -> None:
         self._worker = Worker[Any]("nvml")
         self._stuck_workers: dict[str, Worker[Any]] = {}
-        """The thread of each subject's last stuck call, which ends when that call returns."""
+        """The thread of each subject's last stuck call. The thread ends when this call returns."""
 
     @property
     def stuck_subjects(self) -> frozenset[str]:
@@ -381,10 +384,10 @@ class Lane:
     ) -> dict[str, T | Exception]:
         """Make the calls in order; return, by subject, what each call returned or raised.
 
-        Calls that were not made, or did not return in time, are left out. A call may take
-        `limit_seconds`, and at most half of the time until `deadline`, a time of the event loop;
-        the last call may take all of it. A call that takes longer, or is running when this method
-        is cancelled, counts as stuck. Raises OSError where no thread can be started.
+        If a call was not made, or did not return in time, it is left out. A call may take
+        `limit_seconds`, and at most half of the time until `deadline`, a time of the event loop.
+        The last call may take all of that time. If a call takes longer, or is running when this
+        method is cancelled, it counts as stuck. Raises OSError if no thread can be started.
         """
         outcomes: dict[str, T | Exception] = {}
         stuck_subjects = self.stuck_subjects
@@ -392,12 +395,12 @@ class Lane:
             subject: call for subject, call in calls.items() if subject not in stuck_subjects
         }
         while pending and not self.is_blocked:
-            # There is too little time for a call, which would only count as stuck.
+            # There is too little time for a call, so it would only count as stuck.
             if deadline - read_loop_seconds() < MIN_CALL_SECONDS:
                 break
             returned = await self._call_until_stuck(pending, limit_seconds, deadline)
             outcomes.update(zip(pending, returned, strict=False))
-            # The call after those that returned, if any, is the one that is stuck.
+            # The first call that did not return is the one that is stuck.
             for subject in tuple(pending)[: len(returned) + 1]:
                 del pending[subject]
         return outcomes
@@ -422,7 +425,7 @@ class Lane:
         finished = self._worker.begin(run)
         previous_count = -1
         try:
-            # Continue to wait while at least one further call returns within its time.
+            # The loop continues to wait while at least one further call returns within its time.
             while previous_count < len(outcomes) and not finished.done():
                 previous_count = len(outcomes)
                 share_seconds = deadline - read_loop_seconds()
@@ -431,8 +434,8 @@ class Lane:
                 await asyncio.wait((finished,), timeout=min(limit_seconds, share_seconds))
         finally:
             is_over.set()
-            # Copied after `is_over` is set. The thread makes no call after the first one without an
-            # outcome here, so that call is the stuck one.
+            # The outcomes are copied after `is_over` is set. The thread makes no call after the
+            # first one without an outcome here, so that call is the stuck one.
             returned = tuple(outcomes)
             if len(returned) < len(calls):
                 finished.cancel()

@@ -11,31 +11,31 @@ Handle = Any
 """NVML's pointer to a device; valid until NVML is shut down or the device is lost."""
 
 XidKind = tuple[int, int]
-"""An XID and the number of the MIG instance that it concerns, or NVML_GPU_INSTANCE_ID_ANY where
-NVML does not report one.
+"""An XID and the number of the MIG instance that it concerns. If NVML does not report an instance,
+the number is NVML_GPU_INSTANCE_ID_ANY.
 """
 
 XidCounts = tuple[tuple[int, int], ...]
 """Pairs of XID and count."""
 
 MAX_EVENTS: Final = 64
-"""The most events that one poll reads, so that many events do not keep the thread from reading
+"""One poll reads at most this many events, so that many events do not keep the thread from reading
 memory.
 """
 
 MAX_KINDS: Final = 128
-"""The most kinds that are counted for a GPU, several times NVIDIA's catalogue. Only a faulty driver
-reports more, and further kinds count as OTHER_KIND.
+"""At most this many kinds are counted for a GPU, which is several times NVIDIA's catalogue. Only a
+faulty driver reports more kinds. Further kinds count as OTHER_KIND.
 """
 
 OTHER_KIND: Final[XidKind] = (0, pynvml.NVML_GPU_INSTANCE_ID_ANY)
 
 
 class Xids:
-    """Counts XID errors since its creation; listens from one init of NVML to the next.
+    """Counts XID errors since its creation.
 
-    NVML reports the GPU of an event and, in MIG mode, the GPU instance if known. It does not replay
-    earlier events.
+    It listens from one init of NVML to the next. NVML reports the GPU of an event and, in MIG mode,
+    the GPU instance if it is known. NVML does not replay earlier events.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class Xids:
         self._uuids_by_address: dict[int, str] = {}
         """The UUIDs of the GPUs whose events are counted, by the address of NVML's device."""
         self._event_set: Any = None
-        """NVML's set of events; None where NVML could not create one, and between two inits."""
+        """NVML's set of events; None if NVML could not create one, and between two inits."""
 
     def begin(self) -> None:
         """Create NVML's set of events, after an init; if that fails, nothing is counted."""
@@ -64,7 +64,7 @@ class Xids:
     def listen(self, handle: Handle, uuid: str) -> None:
         """Count the XID errors of this GPU from now on.
 
-        Raises NVMLError where the GPU does not report such events.
+        Raises NVMLError if the GPU does not report such events.
         """
         if self._event_set is not None:
             pynvml.nvmlDeviceRegisterEvents(
@@ -79,7 +79,7 @@ class Xids:
         for _ in range(MAX_EVENTS):
             try:
                 event = pynvml.nvmlEventSetWait_v2(self._event_set, 0)
-            except pynvml.NVMLError:  # usually a timeout: nothing has arrived
+            except pynvml.NVMLError:  # Usually this is a timeout: nothing has arrived.
                 return
             uuid = self._uuids_by_address.get(_find_address(event.device))
             if uuid is not None:
@@ -93,13 +93,13 @@ class Xids:
         counts[kind] += 1
 
     def list_counts(self, gpu_uuid: str, gpu_instance: int | None) -> XidCounts:
-        """Return pairs of XID and count, sorted by XID; empty without an error.
+        """Return pairs of XID and count, sorted by XID; empty if there was no error.
 
         The errors are those of the MIG instance `gpu_instance`, or of the whole GPU if it is None.
-        An event without an instance counts for each instance.
+        If an event has no instance, it counts for each instance.
         """
         counts: Counter[int] = Counter()
-        # Copied, because NVML's thread may count at the same time.
+        # The counts are copied, because NVML's thread may count at the same time.
         kinds = tuple(self._counts.get(gpu_uuid, {}).items())
         for (xid, instance), count in kinds:
             if gpu_instance is None or instance in (gpu_instance, pynvml.NVML_GPU_INSTANCE_ID_ANY):

@@ -6,11 +6,12 @@ from struct import Struct
 from typing import Final
 
 SLOW_SECONDS: Final = 40.0
-"""A request that has waited for at least this time is slow. An idle server answers sooner, even if
-it takes 30 s to load a video (VLLM_VIDEO_FETCH_TIMEOUT)."""
+"""If a request has waited for at least this time, it is slow. An idle server answers sooner, even
+if it takes 30 s to load a video (VLLM_VIDEO_FETCH_TIMEOUT).
+"""
 
 PASSING_SECONDS: Final = 1.0
-"""A healthy server answers a health check or a scrape, or refuses a request, within this time."""
+"""Within this time, a healthy server answers a health check or a scrape, or refuses a request."""
 
 # The kernel's sock_diag protocol: linux/netlink.h, sock_diag.h, inet_diag.h and tcp.h.
 _NETLINK_SOCK_DIAG: Final = 4
@@ -20,13 +21,14 @@ _DUMP_FLAGS: Final = 0x301
 _END_KINDS: Final = (2, 3)
 """NLMSG_ERROR and NLMSG_DONE: no further message follows."""
 _ESTABLISHED_STATES: Final = 1 << 1
-"""The set of states with TCP_ESTABLISHED alone."""
+"""The set of TCP states that contains only TCP_ESTABLISHED."""
 _INET_DIAG_INFO: Final = 2
 """The attribute with a socket's tcp_info."""
 
 _REQUEST: Final = Struct("=IHHII BBBxI")
 """A message's header (size, kind, flags, sequence, port), then the start of inet_diag_req_v2:
-family, protocol, attributes and states."""
+family, protocol, attributes and states.
+"""
 _SOCKET_ID: Final = Struct(">H46x")
 """The rest of the request: the server's port, with any address and peer."""
 _MESSAGE_HEADER: Final = Struct("=IH")
@@ -42,10 +44,10 @@ _RECEIVE_BYTES: Final = 2**16
 
 
 def list_waits(ports: Collection[int]) -> tuple[float, ...] | None:
-    """Return for how many seconds each request to these ports has waited; None where unknown.
+    """Return for how many seconds each request to these ports has waited; None if unknown.
 
-    Also None if the kernel does not list connections. A request is waiting if the last data of
-    its connection was received: on an idle keep-alive connection, the last data was sent. Only
+    Returns None also if the kernel does not list connections. A request is waiting if its
+    connection last received data. On an idle keep-alive connection, data was sent last. Only
     connections in this process's network namespace are listed.
     """
     waits_seconds: list[float] = []
@@ -60,7 +62,7 @@ def list_waits(ports: Collection[int]) -> tuple[float, ...] | None:
 
 
 def find_slow_wait(waits_seconds: Collection[float]) -> float | None:
-    """Return for how many seconds the newest slow request has waited; None without one."""
+    """Return for how many seconds the newest slow request has waited; None if there is none."""
     return min((wait for wait in waits_seconds if wait >= SLOW_SECONDS), default=None)
 
 
@@ -70,9 +72,9 @@ def count_lasting_waits(waits_seconds: Collection[float]) -> int:
 
 
 def _list_waits(kernel: socket.socket, family: int, port: int) -> Iterator[float]:
-    """Yield for how many seconds each waiting request to a port has waited; raise OSError.
+    """Yield for how many seconds each waiting request to a port has waited.
 
-    `family` is the address family of IPv4 or IPv6.
+    Raises OSError. `family` is the address family of IPv4 or IPv6.
     """
     # A dump of all established TCP sockets to the port, with their TCP_INFO (sock_diag(7)).
     size = _REQUEST.size + _SOCKET_ID.size
@@ -97,7 +99,7 @@ def _list_waits(kernel: socket.socket, family: int, port: int) -> Iterator[float
                 if attribute != _INET_DIAG_INFO:
                     continue
                 sent_ago, received_ago, acked_bytes, received_bytes = _TCP_INFO.unpack_from(content)
-                # Equal times, as at a connection's start, show no order. In that case a request
+                # Equal times, as at a connection's start, show no order. In this case a request
                 # waits if the connection has received data and sent none.
                 has_only_received = received_bytes > 0 and acked_bytes == 0
                 is_waiting = received_ago < sent_ago
@@ -113,6 +115,6 @@ def _split_parts(parts: memoryview, header: Struct) -> Iterator[tuple[int, memor
     while parts:
         size, kind = header.unpack_from(parts)
         yield kind, parts[:size]
-        # each part starts at a multiple of four bytes
+        # Each part starts at a multiple of four bytes.
         aligned_size = (size + 3) & ~3
         parts = parts[aligned_size:]

@@ -14,8 +14,8 @@ from vllm_headroom.scrape.shortage import SHORTAGES
 from vllm_headroom.vocabulary import Role
 
 _START_BYTES: Final = 4096
-"""How much of a file `read_start` reads: enough for a program and its first arguments, and for any
-stat or /sys file. A command line may be megabytes long.
+"""`read_start` reads at most this much of a file. It is enough for a program and its first
+arguments, and for any stat or /sys file. A command line may be megabytes long.
 """
 
 KIB: Final = 1024
@@ -24,16 +24,19 @@ KIB: Final = 1024
 _CHUNK_BYTES: Final = 2**16
 
 _TITLED_PREFIXES: Final = ("python", "pypy", "vllm", "VLLM::", "ray::")
-"""Prefixes of the names of processes that may set a title, which changes the command line but not
-always the name."""
+"""The beginnings of the names of processes that may set a title. A title changes the command line,
+but not always the name.
+"""
 
 KTHREADD_PID: Final = 2
 """The parent of all kernel threads, which have no command line. Any other process has no command
-line only during exec, which sets the name first."""
+line only during exec, which sets the name first.
+"""
 
 _FIRST_PID_NAMESPACE: Final = "pid:[4026531836]"
-"""The machine's first PID namespace has a fixed inode (Linux include/linux/proc_ns.h:
-PROC_PID_INIT_INO)."""
+"""The machine's first PID namespace has this inode (Linux include/linux/proc_ns.h:
+PROC_PID_INIT_INO).
+"""
 
 _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 _TICKS_PER_SECOND: Final = os.sysconf("SC_CLK_TCK")
@@ -41,13 +44,17 @@ _TICKS_PER_SECOND: Final = os.sysconf("SC_CLK_TCK")
 ZOMBIE_STATE: Final = "Z"
 
 _MOST_DIGITS: Final = 20
-"""The digits of the largest number of 64 bits. Python refuses to convert more than 4,300 digits."""
+"""The largest number of 64 bits has this many digits. Python refuses to convert more than 4,300
+digits.
+"""
 
 _STAT_FIELDS: Final = 20
-"""The number of fields of stat after the name, up to the start time."""
+"""The number of fields in stat after the name, up to the start time."""
 
 ProcIdentity = tuple[int, float]
-"""A process by pid and start in seconds since boot; the kernel reuses pids."""
+"""A process by pid and start time in seconds since boot. The start time is needed because the
+kernel reuses pids.
+"""
 
 
 class ProcEntry(Struct, frozen=True, kw_only=True, dict=True):
@@ -56,17 +63,19 @@ class ProcEntry(Struct, frozen=True, kw_only=True, dict=True):
     pid: int
     parent_pid: int
     started_seconds: float
-    """When it started, in seconds since boot."""
+    """When the process started, in seconds since boot."""
     command: CommandLine = ()
-    """Its command line, which a process title replaces; its name if it has none."""
+    """The process's command line, which a process title replaces; its name if it has no command
+    line.
+    """
     name: str = ""
-    """Its name, which the kernel cuts to 15 characters."""
+    """The process's name, which the kernel cuts to 15 characters."""
     group: int = 0
-    """Its process group."""
+    """The process group."""
 
     @property
     def identity(self) -> ProcIdentity:
-        """Return what identifies it among all processes since boot."""
+        """Return what identifies the process among all processes since boot."""
         return self.pid, self.started_seconds
 
     @property
@@ -78,7 +87,7 @@ class ProcEntry(Struct, frozen=True, kw_only=True, dict=True):
     def role(self) -> Role | None:
         """Return its role in an engine, by its command line alone; None for any other process.
 
-        Cached, because every process is checked at each change.
+        The result is cached, because every process is checked at each change.
         """
         return find_role(self.command)
 
@@ -93,7 +102,7 @@ class ProcStat(Struct, frozen=True, kw_only=True):
     process: ProcEntry
     """The process, without its command line."""
     state: str
-    """The kernel's letter: R, S, D, Z and others."""
+    """The kernel's letter for the state: R, S, D, Z and others."""
     cpu_seconds: float
     """The user and system time of all its threads."""
 
@@ -107,9 +116,10 @@ class ProcUsage(Struct, frozen=True, kw_only=True):
 
 
 def read_content(file: Path | str, max_bytes: int | None = None) -> bytes:
-    """Return a file's content, or its first `max_bytes`; raise OSError.
+    """Return a file's content, or its first `max_bytes`.
 
-    It is read without Python's buffers, which cost time, because a host may have 10,000 processes.
+    Raises OSError. The file is read without Python's buffers, which cost time, because a host may
+    have 10,000 processes.
     """
     descriptor = os.open(file, os.O_RDONLY)
     try:
@@ -123,8 +133,8 @@ def read_content(file: Path | str, max_bytes: int | None = None) -> bytes:
 def split_kernel_lines(text: str) -> list[str]:
     """Return the lines of a file of the kernel, without the line feed that ends each.
 
-    `str.splitlines` would not do, because it also splits at characters such as U+2028 or a vertical
-    tab, which the name of a mount point may contain.
+    `str.splitlines` also splits at characters such as U+2028 or a vertical tab, and the name of a
+    mount point may contain these. So it is not used.
     """
     lines = text.split("\n")
     if not lines[-1]:
@@ -133,14 +143,17 @@ def split_kernel_lines(text: str) -> list[str]:
 
 
 def read_start(path: str) -> bytes:
-    """Return the first 4 KiB of a file; raise OSError."""
+    """Return the first 4 KiB of a file.
+
+    Raises OSError.
+    """
     return read_content(path, _START_BYTES)
 
 
 def find_number(text: bytes, name: bytes) -> int | None:
     """Return the number in the first line that begins with `name`.
 
-    None without such a line, and where no number follows. `name` includes the separator.
+    Returns None if there is no such line, or if no number follows. `name` includes the separator.
     """
     _, _, following = (b"\n" + text).partition(b"\n" + name)
     words = following.split(maxsplit=1)
@@ -150,38 +163,44 @@ def find_number(text: bytes, name: bytes) -> int | None:
 def parse_digits(text: str | bytes) -> int | None:
     """Return the number that a text of digits means; None for any other text.
 
-    None also where there are more digits than the kernel writes.
+    Returns None also if there are more digits than the kernel writes.
     """
     is_number = text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS
     return int(text) if is_number else None
 
 
 def list_pids(proc: Path) -> frozenset[int]:
-    """Return every visible pid; raise OSError where there is no /proc."""
+    """Return every visible pid.
+
+    Raises OSError if there is no /proc.
+    """
     names = os.listdir(proc)  # noqa: PTH208 - no Path per process
     return frozenset(int(name) for name in names if name.isdecimal())
 
 
 def read_own_pid(proc: Path) -> int:
-    """Return this process's pid in `proc`; raise OSError where `proc` does not show it."""
+    """Return this process's pid in `proc`.
+
+    Raises OSError if `proc` does not show it.
+    """
     return int((proc / "self").readlink().name)
 
 
 def read_entry(
     proc: Path, pid: int, previous: ProcEntry | None = None, *, is_engine: bool = False
 ) -> ProcEntry | None:
-    """Return the process; None where it has exited or is a zombie.
+    """Return the process; None if it has exited or is a zombie.
 
-    None, too, for a process that cannot be read for another reason. OSError is raised in two cases:
-    a shortage on this side, and a process of the engine (`is_engine`), because it would be unknown
-    whether it has exited. `previous` is the last result for this pid; it is returned again if the
-    process and its command line cannot have changed.
+    Returns None also for a process that cannot be read for another reason. Raises OSError in two
+    cases: a shortage on this side, and a process of the engine (`is_engine`), because it would be
+    unknown whether this process has exited. `previous` is the last result for this pid. It is
+    returned again if the process and its command line cannot have changed.
     """
     try:
         stat = _read_stat(proc, pid)
         if stat.state == ZOMBIE_STATE:
             return None
-        # Fast path: the command line is read only if the process may be another one.
+        # This is the fast path: the command line is read only if the process may be another one.
         if previous is not None and _is_unchanged(stat.process, previous):
             return previous
         arguments = _split_arguments(read_start(f"{proc}/{pid}/cmdline"))
@@ -197,15 +216,15 @@ def _is_unchanged(process: ProcEntry, previous: ProcEntry) -> bool:
         return False
     if process.family != previous.family:
         return False
-    # Except for kernel threads, a process without a command line was in exec when it was read.
+    # If a process had no command line and is no kernel thread, it was in exec when it was read.
     was_in_exec = previous.command == (previous.name,) and previous.parent_pid != KTHREADD_PID
     return not was_in_exec and not previous.name.startswith(_TITLED_PREFIXES)
 
 
 def read_state(proc: Path, pid: int) -> str | None:
-    """Return the letter of the process's state, see proc(5); None where it no longer exists.
+    """Return the letter of the process's state, see proc(5); None if it no longer exists.
 
-    Empty where its stat file cannot be read for another reason.
+    The result is empty if the stat file cannot be read for another reason.
     """
     try:
         return _read_stat(proc, pid).state
@@ -216,7 +235,7 @@ def read_state(proc: Path, pid: int) -> str | None:
 
 
 def read_command(proc: Path, pid: int) -> CommandLine:
-    """Return the process's whole command line; empty where it cannot be read, as after an exit."""
+    """Return the process's whole command line; empty if it cannot be read, as after an exit."""
     try:
         return _split_arguments(read_content(f"{proc}/{pid}/cmdline"))
     except OSError:
@@ -224,14 +243,14 @@ def read_command(proc: Path, pid: int) -> CommandLine:
 
 
 def read_usage(proc: Path, process: ProcEntry) -> ProcUsage | None:
-    """Return what a process of the engine uses; None where it has exited or its pid was reused.
+    """Return what a process of the engine uses; None if it has exited or its pid was reused.
 
-    Raises OSError where it is unknown whether the process still exists.
+    Raises OSError if it is unknown whether the process still exists.
     """
     try:
         memory_pages = read_start(f"{proc}/{process.pid}/statm").split()
         resident_pages = int(memory_pages[1])
-        # Read after statm: if stat is of the same process as before, then statm was too.
+        # stat is read after statm. If stat is of the same process as before, statm was too.
         stat = _read_stat(proc, process.pid)
     except (OSError, ValueError, IndexError) as error:
         _raise_if_unknown(error, is_engine=True)
@@ -246,13 +265,14 @@ def read_usage(proc: Path, process: ProcEntry) -> ProcUsage | None:
 def _read_stat(proc: Path, pid: int) -> ProcStat:
     """Read a process's stat file, see proc(5).
 
-    Raises OSError where it cannot be read, and ValueError where it is incomplete.
+    Raises OSError if it cannot be read, and ValueError if it is incomplete.
     """
     text = read_start(f"{proc}/{pid}/stat").decode(errors="replace")
     # The name is in parentheses and may contain any byte, even parentheses.
     _, _, name_and_fields = text.partition("(")
     name, _, following = name_and_fields.rpartition(") ")
-    # proc(5) numbers the fields from 1. The first field after the name is the state, field 3.
+    # proc(5) numbers the fields from 1. The first field after the name is the state, which is
+    # field 3.
     fields = following.split(maxsplit=20)
     if len(fields) < _STAT_FIELDS:
         raise ValueError(f"the stat file of process {pid} is incomplete")
@@ -273,10 +293,10 @@ def _read_stat(proc: Path, pid: int) -> ProcStat:
 
 
 def _raise_if_unknown(error: Exception, *, is_engine: bool) -> None:
-    """Raise `error` if it leaves unknown whether the process has exited; else do nothing.
+    """Raise `error` if it leaves unknown whether the process has exited; otherwise do nothing.
 
-    Such errors come from a shortage on this side or, for a process of the engine, from anything but
-    the absence of the process.
+    Such an error comes from a shortage on this side. For a process of the engine, any error counts
+    except the absence of the process.
     """
     if not isinstance(error, OSError):
         return
@@ -292,7 +312,7 @@ def _split_arguments(arguments: bytes) -> CommandLine:
 
 
 def has_host_pids(proc: Path) -> bool:
-    """Return whether this process is in the machine's first PID namespace; False where unknown."""
+    """Return whether this process is in the machine's first PID namespace; False if unknown."""
     try:
         namespace = (proc / "self" / "ns" / "pid").readlink()
     except OSError:
@@ -303,8 +323,8 @@ def has_host_pids(proc: Path) -> bool:
 def has_same_network(proc: Path, pid: int, *, default: bool = True) -> bool:
     """Return whether a process is in this process's network namespace.
 
-    `default` is returned where that is unknown. The inodes of net/stat are compared, because all
-    users can read them, unlike ns/net.
+    If that is unknown, `default` is returned. The inodes of net/stat are compared, because all
+    users can read them. Not all users can read ns/net.
     """
     try:
         return os.path.samefile(f"{proc}/{pid}/net/stat", f"{proc}/self/net/stat")  # noqa: PTH121

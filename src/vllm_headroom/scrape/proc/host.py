@@ -26,10 +26,10 @@ class CgroupVersion(Struct, frozen=True, kw_only=True):
     limit: str
     used: str
     events: str
-    """The file that counts the kernel's kills."""
+    """The file in which the kernel counts its kills."""
     cache: tuple[str, ...]
-    """Entries of memory.stat that the kernel reclaims before it kills. Active files are included,
-    because mapped weights are among them. Shared memory is not.
+    """The entries of memory.stat that the kernel reclaims before it kills. Active files are
+    included, because mapped weights are among them. Shared memory is not included.
     """
 
 
@@ -52,8 +52,10 @@ class CgroupMount(Struct, frozen=True, kw_only=True):
 
     version: CgroupVersion
     root: str
-    """The cgroup that is mounted, as the reader's cgroup namespace shows it: `/` is the namespace's
-    own cgroup, `/..` the one above it. In a container it is not always the root of the tree."""
+    """The cgroup that is mounted, as the reader's cgroup namespace shows it. `/` is the namespace's
+    own cgroup, and `/..` is the cgroup above it. In a container, the mounted cgroup is not always
+    the root of the tree.
+    """
     path: Path
     """The folder at which it is mounted."""
 
@@ -66,7 +68,7 @@ class CgroupFolder(Struct, frozen=True, kw_only=True):
 
 
 def _read(path: Path) -> bytes:
-    """Return a file's content; empty where it cannot be read."""
+    """Return a file's content; empty if it cannot be read."""
     try:
         return read_content(path)
     except OSError:
@@ -74,7 +76,10 @@ def _read(path: Path) -> bytes:
 
 
 def _read_lines(path: Path) -> list[str]:
-    """Return a file's lines; raise OSError."""
+    """Return a file's lines.
+
+    Raises OSError.
+    """
     return split_kernel_lines(read_content(path).decode(errors="replace"))
 
 
@@ -82,8 +87,8 @@ def read_cgroup(proc: Path, pid: int, *, machine_bytes: int) -> Cgroup | None:
     """Return the memory of a process's cgroup.
 
     The figures are those of the cgroup with the lowest limit among the process's cgroup and all
-    cgroups above that. A limit that is not below the machine's memory counts as no limit. None
-    where the cgroup is not visible or cannot be read; its folder must list the process.
+    cgroups above it. If a limit is not below the machine's memory, it counts as no limit. Returns
+    None if the cgroup is not visible or cannot be read. Its folder must list the process.
     """
     try:
         for cgroup in _list_folders(proc, pid):
@@ -100,7 +105,7 @@ def read_cgroup(proc: Path, pid: int, *, machine_bytes: int) -> Cgroup | None:
 def _list_folders(proc: Path, pid: int) -> Iterator[CgroupFolder]:
     """Yield the folders that may be the process's memory cgroup.
 
-    Raises OSError or ValueError where /proc cannot be read or understood.
+    Raises OSError or ValueError if /proc cannot be read or understood.
     """
     mounts = []
     for line in _read_lines(proc / "self" / "mountinfo"):
@@ -109,7 +114,7 @@ def _list_folders(proc: Path, pid: int) -> Iterator[CgroupFolder]:
             mounts.append(mount)
     for line in _read_lines(proc / str(pid) / "cgroup"):
         hierarchy, controllers, path = line.split(":", 2)
-        # See cgroups(7): version 1 names its controllers, version 2 has number 0 and no names.
+        # See cgroups(7): version 1 names its controllers. Version 2 has number 0 and no names.
         if "memory" in controllers.split(","):
             version = _V1
         elif (hierarchy, controllers) == ("0", ""):
@@ -125,15 +130,15 @@ def _list_folders(proc: Path, pid: int) -> Iterator[CgroupFolder]:
 
 
 def _find_folder(proc: Path, mount: CgroupMount, cgroup: str) -> Path | None:
-    """Return a cgroup's folder in a mounted tree; None where the cgroup is not below its root.
+    """Return a cgroup's folder in a mounted tree; None if the cgroup is not below its root.
 
     The names of the cgroups above the reader's namespace are hidden: `/../b` may be `/a/b`. If the
-    tree is mounted from above the namespace, the daemon's own cgroup shows them.
+    tree is mounted from above the namespace, the daemon's own cgroup shows these names.
     """
     names_above, names = _split_cgroup(cgroup)
     root_names_above, root_names = _split_cgroup(mount.root)
     if names_above == root_names_above:
-        # Both are below the same cgroup, so only the names below that count.
+        # Both are below the same cgroup, so only the names below that cgroup count.
         if names[: len(root_names)] != root_names:
             return None
         return mount.path.joinpath(*names[len(root_names) :])
@@ -142,7 +147,7 @@ def _find_folder(proc: Path, mount: CgroupMount, cgroup: str) -> Path | None:
     own_folder = _find_own_folder(proc, mount.path, root_names_above)
     if own_folder is None:
         return None
-    # The path goes up one parent for each `..`; `parents[0]` is one above the folder.
+    # The path goes up one parent for each `..`. `parents[0]` is one above the folder.
     shared_folder = own_folder if names_above == 0 else own_folder.parents[names_above - 1]
     return shared_folder.joinpath(*names)
 
@@ -160,8 +165,9 @@ def _split_cgroup(path: str) -> tuple[int, tuple[str, ...]]:
 def _find_own_folder(proc: Path, mount_path: Path, levels: int) -> Path | None:
     """Return the folder of the reader's cgroup namespace, `levels` below a mounted tree's root.
 
-    It is searched only once, because a namespace never moves and a node has hundreds of cgroups.
-    None where no folder lists the daemon's process, because its pid is of another PID namespace.
+    It is looked for only once, because a namespace never moves and a node has hundreds of cgroups.
+    Returns None if no folder lists the daemon's process, because its pid is of another PID
+    namespace.
     """
     own_pid = str(read_own_pid(proc)).encode()
     for folder in mount_path.glob("/".join(["*"] * levels)):
@@ -173,7 +179,7 @@ def _find_own_folder(proc: Path, mount_path: Path, levels: int) -> Path | None:
 def _parse_mount(line: str) -> CgroupMount | None:
     """Return the mount of a line of mountinfo, see proc(5).
 
-    None for file systems other than memory cgroups.
+    Returns None for file systems other than memory cgroups.
     """
     fields, _, file_system = line.partition(" - ")
     kind, _, source_and_options = file_system.partition(" ")
@@ -184,13 +190,13 @@ def _parse_mount(line: str) -> CgroupMount | None:
         version = _V1
     else:
         return None
-    # The fourth and fifth field: the root within the file system, and the mount point.
+    # The fourth and fifth fields are the root within the file system, and the mount point.
     root, path = fields.split(" ")[3:5]
     return CgroupMount(version=version, root=root, path=Path(path))
 
 
 def _read_memory(cgroup: CgroupFolder, machine_bytes: int) -> Cgroup | None:
-    """Return the memory of a cgroup, see `read_cgroup`; None where it cannot be read."""
+    """Return the memory of a cgroup, see `read_cgroup`; None if it cannot be read."""
     version = cgroup.mount.version
     try:
         # A cgroup above, such as the pod's, may have the lowest limit.
@@ -200,7 +206,7 @@ def _read_memory(cgroup: CgroupFolder, machine_bytes: int) -> Cgroup | None:
         for name in version.cache:
             cache_bytes += find_number(stat, f"{name} ".encode()) or 0
         swap = _read(level / "memory.swap.current")
-        # Version 1 has no such file: the swapped bytes are in memory.stat.
+        # Version 1 has no such file. There the swapped bytes are in memory.stat.
         swap_bytes = find_number(swap, b"") if swap else find_number(stat, b"total_swap ")
         return Cgroup(
             identity=f"{cgroup.path}:{cgroup.path.stat().st_ino}",
@@ -218,8 +224,8 @@ def _read_memory(cgroup: CgroupFolder, machine_bytes: int) -> Cgroup | None:
 def _find_lowest_limit(cgroup: CgroupFolder) -> tuple[int, Path] | None:
     """Return the lowest limit in bytes of the cgroup and all above it, with the folder that has it.
 
-    None where no cgroup has a limit. Raises OSError if reading a limit fails, unless the file is
-    missing or not permitted.
+    Returns None if no cgroup has a limit. Raises OSError if reading a limit fails, unless the file
+    is missing or not permitted.
     """
     mount = cgroup.mount
     limits: list[tuple[int, Path]] = []
@@ -237,13 +243,13 @@ def _find_lowest_limit(cgroup: CgroupFolder) -> tuple[int, Path] | None:
 SHM_FOLDER: Final = "dev/shm"
 
 UNLIMITED_BYTES: Final = 2**63
-"""Used if the machine's memory is unknown: more than any limit."""
+"""This is used if the machine's memory is unknown. It is more than any limit."""
 
 
 def read_host(proc: Path, pid: int | None) -> HostReading:
     """Return the host memory; a part that is not visible is None.
 
-    The cgroup and /dev/shm are those of the process `pid`; both are None where `pid` is None.
+    The cgroup and /dev/shm are those of the process `pid`. If `pid` is None, both are None.
     """
     machine = read_machine(proc)
     if pid is None:
@@ -254,7 +260,7 @@ def read_host(proc: Path, pid: int | None) -> HostReading:
 
 
 def read_machine(proc: Path) -> MachineMemory | None:
-    """Return the machine's memory; None where /proc does not show it."""
+    """Return the machine's memory; None if /proc does not show it."""
     meminfo = _read(proc / "meminfo")
     total_kib = find_number(meminfo, b"MemTotal:")
     available_kib = find_number(meminfo, b"MemAvailable:")
@@ -272,14 +278,15 @@ def read_machine(proc: Path) -> MachineMemory | None:
 
 
 DRIVER_BLOCK_BYTES: Final = 2 * MIB
-"""A driver maps blocks of this size: smaller free blocks are of no use for a GPU that uses the
-machine's memory."""
+"""A driver maps blocks of this size, so smaller free blocks are of no use for a GPU that uses the
+machine's memory.
+"""
 
 
 def read_free_blocks(proc: Path) -> int | None:
     """Return how much of the machine's memory is free in blocks of 2 MiB or more, in bytes.
 
-    None where /proc/buddyinfo cannot be read or understood.
+    Returns None if /proc/buddyinfo cannot be read or understood.
     """
     page_bytes = os.sysconf("SC_PAGE_SIZE")
     has_counts = False
@@ -302,18 +309,18 @@ def read_free_blocks(proc: Path) -> int | None:
 def read_cpu_pressure(proc: Path) -> float | None:
     """Return the share of the last minute in which some task on the machine waited for a CPU.
 
-    None where the kernel does not measure that (boot option `psi=0`).
+    Returns None if the kernel does not measure that (boot option `psi=0`).
     """
     return _read_pressure(proc / "pressure" / "cpu", b"avg60=")
 
 
 def _read_pressure(path: Path, window: bytes) -> float | None:
-    """Return the share of a window in which at least one task waited; None where unknown.
+    """Return the share of a window in which at least one task waited; None if unknown.
 
     `window` is the field of the file: `avg10=` for the last ten seconds, `avg60=` for a minute.
     """
-    # The first line is for "some" tasks, the second for all tasks; the first match is in the first
-    # line.
+    # The first line is for "some" tasks, and the second for all tasks. The first match is in the
+    # first line.
     _, _, following = _read(path).partition(window)
     try:
         percent = float(following.split()[0])
@@ -326,7 +333,7 @@ def _read_pressure(path: Path, window: bytes) -> float | None:
 def read_boot_time(proc: Path) -> float:
     """Return when the machine booted, in seconds since the epoch.
 
-    Raises OSError where /proc/stat does not have it.
+    Raises OSError if /proc/stat does not have it.
     """
     seconds = find_number(read_content(proc / "stat"), b"btime ")
     if seconds is None:
@@ -345,10 +352,10 @@ _STATUS_FIELDS: Final = {
 def read_process_parts(proc: Path, pid: int) -> dict[str, int]:
     """Return the parts of a process's memory, by the names of EngineProcess's fields.
 
-    A part that the kernel does not count is left out.
+    If the kernel does not count a part, the part is left out.
     """
-    # Not read from smaps_rollup, which walks the page tables under the lock that the engine's own
-    # mappings need, for seconds if weights are mapped.
+    # smaps_rollup is not read, because it walks the page tables under the lock that the engine's
+    # own mappings need. If weights are mapped, this takes seconds.
     status = _read(proc / str(pid) / "status")
     parts_bytes = {}
     for name, field in _STATUS_FIELDS.items():
@@ -361,7 +368,7 @@ def read_process_parts(proc: Path, pid: int) -> dict[str, int]:
 def read_shm(path: Path) -> Shm | None:
     """Return the size and the free space of the file system at `path`.
 
-    None where it cannot be read, or where nothing is at `path`.
+    Returns None if it cannot be read, or if nothing is at `path`.
     """
     try:
         volume = os.statvfs(path)
@@ -373,10 +380,10 @@ def read_shm(path: Path) -> Shm | None:
 
 
 def _read_process_shm(proc: Path, pid: int) -> Shm | None:
-    """Return the size and the free space of the process's /dev/shm; None where unknown.
+    """Return the size and the free space of the process's /dev/shm; None if unknown.
 
-    It is read through the process's root. Where that is not permitted, this process's own /dev/shm
-    is read if both are the same device.
+    It is read through the process's root. If that is not permitted, this process's own /dev/shm is
+    read, provided that both are the same device.
     """
     shm = read_shm(proc / str(pid) / "root" / SHM_FOLDER)
     if shm is not None:
@@ -384,7 +391,7 @@ def _read_process_shm(proc: Path, pid: int) -> Shm | None:
     own_path = Path("/", SHM_FOLDER)
     mountinfo = _read(proc / str(pid) / "mountinfo")
     mounts = [line.split(" ") for line in split_kernel_lines(mountinfo.decode(errors="replace"))]
-    # Fields 3 and 5 are the device and the path; the last mount of a path hides the earlier ones.
+    # Fields 3 and 5 are the device and the path. The last mount of a path hides the earlier ones.
     devices = [fields[2] for fields in mounts if fields[4:5] == [str(own_path)]]
     try:
         own_device = own_path.stat().st_dev

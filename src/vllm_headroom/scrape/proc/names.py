@@ -18,7 +18,7 @@ def name_program(command: CommandLine) -> str:
     if not program.startswith("python") or not arguments:
         return program
     script = arguments[0]
-    if script in ("-c", "-"):  # the text of a program is no name, and may hold a secret
+    if script in ("-c", "-"):  # The text of a program is no name, and may contain a secret.
         return program
     if script == "-m" and len(arguments) > 1:
         script = arguments[1]
@@ -30,8 +30,9 @@ def name_program(command: CommandLine) -> str:
 class ProcessNames:
     """Names processes by what was read of them, and by their cgroup.
 
-    `find_command` returns the command line of a process as it was last read, None where the process
-    is not visible. It is not read here: of a process that is stuck in a driver that would hang.
+    `find_command` returns the command line of a process as it was last read; None if the process is
+    not visible. This class does not read the command line itself, because reading that of a process
+    that is stuck in a driver would hang.
     """
 
     def __init__(
@@ -45,9 +46,9 @@ class ProcessNames:
         self._proc = proc
 
     def find(self, pid: int) -> str | None:
-        """Return the name of a process; None where it is not visible.
+        """Return the name of a process; None if it is not visible.
 
-        For example "python3 train.py (pid 4711, pod team/train-0)".
+        An example is "python3 train.py (pid 4711, pod team/train-0)".
         """
         command = self._find_command(pid)
         if command is None:

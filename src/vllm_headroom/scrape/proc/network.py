@@ -15,10 +15,12 @@ _LISTENING_STATE: Final = "0A"
 """TCP_LISTEN, as net/tcp writes it (linux/tcp_states.h)."""
 
 _GLOBAL_SCOPE: Final = "00"
-"""The scope of an address in net/if_inet6 that other machines can reach."""
+"""The scope, in net/if_inet6, of an address that other machines can reach."""
 
 _MAX_BYTES: Final = 2**20
-"""How much of a file is read. The kernel lists listening sockets first: 7,000 of them."""
+"""At most this much of a file is read. The kernel lists listening sockets first, and this is enough
+for 7,000 of them.
+"""
 
 _DEFAULT_DESTINATION: Final = "00000000"
 """The destination of the default route in net/route."""
@@ -36,9 +38,11 @@ class Network(Struct, frozen=True, kw_only=True):
     """A network namespace."""
 
     addresses: tuple[Address, ...]
-    """Its own addresses without loopback ones; the best one to reach it comes first."""
+    """The namespace's addresses without loopback addresses. The best address to reach it comes
+    first.
+    """
     listening: frozenset[tuple[Address, int]]
-    """The addresses and ports at which something listens; an address may be unspecified (any)."""
+    """The addresses and ports at which something listens. An address may be unspecified (any)."""
 
     @property
     def ports(self) -> frozenset[int]:
@@ -46,10 +50,11 @@ class Network(Struct, frozen=True, kw_only=True):
         return frozenset(port for address, port in self.listening if not address.is_loopback)
 
     def find_address(self, port: int, *, is_own: bool) -> Address | None:
-        """Return an address at which this process reaches a port; None where there is none.
+        """Return an address at which this process reaches a port; None if there is none.
 
-        `is_own` is whether this is the network namespace of this process; another namespace cannot
-        be reached at a loopback address. A port at which nothing listens yet is expected to open.
+        `is_own` is whether this is the network namespace of this process. Another namespace cannot
+        be reached at a loopback address. If nothing listens at the port yet, it is expected to
+        open.
         """
         bound = {address for address, bound_port in self.listening if bound_port == port}
         is_open = not bound or not bound.isdisjoint(_ANY_ADDRESS)
@@ -63,7 +68,7 @@ class Network(Struct, frozen=True, kw_only=True):
 
 
 def read_network(proc: Path, pid: int) -> Network | None:
-    """Return the network namespace of a process; None where it cannot be read."""
+    """Return the network namespace of a process; None if it cannot be read."""
     folder = proc / str(pid) / "net"
     try:
         addresses = _list_ipv4_addresses(_read(folder / "fib_trie"))
@@ -83,7 +88,10 @@ def read_network(proc: Path, pid: int) -> Network | None:
 
 
 def _read(path: Path) -> list[str]:
-    """Return the lines of a file's first _MAX_BYTES; raise OSError."""
+    """Return the lines of a file's first _MAX_BYTES.
+
+    Raises OSError.
+    """
     with path.open("rb") as file:
         return split_kernel_lines(file.read(_MAX_BYTES).decode(errors="replace"))
 
@@ -149,7 +157,7 @@ def _parse_address(text: str) -> Address:
 
 
 def _find_routed_network(lines: list[str]) -> ipaddress.IPv4Network | None:
-    """Return the network of the interface with the default route; None where there is none."""
+    """Return the network of the interface with the default route; None if there is none."""
     routes = [line.split() for line in lines[1:]]
     routes = [fields for fields in routes if len(fields) > 7]  # noqa: PLR2004 - its mask is field 8
     # The interface with the default route is the one through which others reach this machine.

@@ -27,17 +27,18 @@ from vllm_headroom.vocabulary import EngineKind
 from vllm_headroom.worker import Worker
 
 SIDECAR_PORT: Final = 9839
-"""A sidecar's default port. If it listens in an engine's network, the engine has its own sidecar.
+"""A sidecar's default port. If this port listens in an engine's network, the engine has its own
+sidecar.
 """
 
 RESCAN_SECONDS: Final = 15.0
-"""Within this time every process is read again, as in Processes, because a process moves into the
-cgroup of its container, and sets its title, only after its start.
+"""Every process is read again within this time, as in Processes. A process moves into the cgroup of
+its container, and sets its title, only after its start.
 """
 
 MOST_ENGINES: Final = 64
-"""Our choice: a daemon watches at most this many engines, eight for each GPU of a common node. An
-engine's page has some 300 series.
+"""Our choice: a daemon watches at most this many engines, which is eight for each GPU of a common
+node. An engine's page has some 300 series.
 """
 
 _TLS_OPTIONS: Final = ("--ssl-certfile", "--ssl-keyfile")
@@ -49,17 +50,17 @@ class LocatedEngine(Struct, frozen=True, kw_only=True):
 
     kind: EngineKind
     key: str
-    """Identifies it as long as its pod or unit exists, even over restarts."""
+    """Identifies the engine as long as its pod or unit exists, even over restarts."""
     owner_key: str
-    """The key of the pod or unit with its processes."""
+    """The key of the pod or unit to which its processes belong."""
     name: EngineName
     port: int = 0
-    """0 where it is unknown."""
+    """The port at which the engine serves; 0 if it is unknown."""
     page_url: str = ""
-    """Empty where it cannot be watched."""
+    """The URL of the engine's page; empty if the engine cannot be watched."""
     problem: str = ""
-    """Why it cannot be watched, as a clause; empty where it can be watched, or is left to its own
-    sidecar.
+    """Why the engine cannot be watched, as a clause. Empty if it can be watched, or if its own
+    sidecar watches it.
     """
 
 
@@ -68,14 +69,14 @@ class Location(Struct, frozen=True, kw_only=True):
 
     engine: LocatedEngine
     entry: ProcEntry | None
-    """The server's process. If it differs, the engine has to be located again."""
+    """The server's process. If the process changes, the engine has to be located again."""
     owner: Owner
     is_unit_shared: bool
     read_at_seconds: float
-    """When its network was read, by the monotonic clock."""
+    """When the engine's network was read, on the monotonic clock."""
 
     def is_of(self, entry: ProcEntry | None, owner: Owner, *, is_unit_shared: bool) -> bool:
-        """Return whether the same would be read from these."""
+        """Return whether the location would be read from the same process, owner and unit."""
         return (self.entry, self.owner, self.is_unit_shared) == (entry, owner, is_unit_shared)
 
 
@@ -105,16 +106,16 @@ class NodeProcesses:
         self._finder = Worker[tuple[LocatedEngine, ...]]("engines")
         self._pids: frozenset[int] = frozenset()
         self._owners: dict[int, Owner | None] = {}
-        """The owner of each process; the one that was read longest ago comes first."""
+        """The owner of each process. The one that was read longest ago comes first."""
         self._scanned_at_seconds = monotonic()
         self._pids_by_owner: Mapping[str, frozenset[int]] = {}
         self._entries: dict[int, ProcEntry] = {}
-        """Each process by pid; the one that was read longest ago comes first."""
+        """Each process by pid. The one that was read longest ago comes first."""
         self._found_at_seconds = monotonic()
         self._shared_units: set[str] = set()
-        """The keys of units with several servers, so that the unit does not name an engine."""
+        """The keys of units with several servers. Such a unit does not name a single engine."""
         self._locations: dict[int, Location] = {}
-        """Where each engine was found, by the pid of its server."""
+        """If each engine was found, by the pid of its server."""
 
     @property
     def sees_host(self) -> bool:
@@ -123,7 +124,7 @@ class NodeProcesses:
 
     @property
     def names(self) -> ProcessNames:
-        """The names of all processes of the machine, for people."""
+        """Return the names of all processes of the machine, for people."""
         return ProcessNames(self._find_command, self._names, self._proc)
 
     def has_processes(self, owner_key: str) -> bool:
@@ -136,18 +137,21 @@ class NodeProcesses:
         return Scope(visible_pids=self._pids, own_pids=own_pids)
 
     async def scan(self, timeout_seconds: float) -> None:
-        """Read the owners of all processes; raise TimeoutError, or OSError without /proc."""
+        """Read the owners of all processes.
+
+        Raises TimeoutError, or OSError without /proc.
+        """
         await self._scanner.call(self._scan, timeout_seconds)
 
     async def find_engines(self, timeout_seconds: float) -> tuple[LocatedEngine, ...]:
         """Return the engines among the processes of the last scan.
 
-        Raises TimeoutError, even while only an earlier call is stuck, and OSError without /proc.
+        Raises TimeoutError, even if only an earlier call is stuck, and OSError without /proc.
         """
         return await self._finder.call(self._find_engines, timeout_seconds)
 
     def _find_command(self, pid: int) -> CommandLine | None:
-        """Return the command line of a process as it was last read; None where it is not known."""
+        """Return the command line of a process as it was last read; None if it is not known."""
         entry = self._entries.get(pid)
         return None if entry is None else entry.command
 
@@ -155,7 +159,8 @@ class NodeProcesses:
         """Read the cgroup of new processes and of a share of the others."""
         now_seconds = self._monotonic()
         pids = proc_files.list_pids(self._proc)
-        # The longest unread processes come first, so that each is read within the rescan time.
+        # The processes that were read longest ago come first, so that each is read within the
+        # rescan time.
         due_pids = _choose_due(self._owners, pids, self._measure_share(self._scanned_at_seconds))
         self._scanned_at_seconds = now_seconds
         for pid in due_pids:
@@ -171,13 +176,16 @@ class NodeProcesses:
         self._pids = pids
 
     def _measure_share(self, last_seconds: float) -> float:
-        """Return the share of the processes that is due, by the time since the last reading."""
+        """Return which share of the processes is due, by the time since the last reading."""
         if not self._rescan_seconds:
             return 1.0
         return (self._monotonic() - last_seconds) / self._rescan_seconds
 
     def _find_engines(self) -> tuple[LocatedEngine, ...]:
-        """Return the engines that /proc shows now, at most MOST_ENGINES; raise OSError."""
+        """Return the engines that /proc shows now, at most MOST_ENGINES.
+
+        Raises OSError.
+        """
         self._read_entries()
         own_pid = proc_files.read_own_pid(self._proc)
         engines: list[LocatedEngine] = []
@@ -186,7 +194,7 @@ class NodeProcesses:
             del self._locations[pid]
         for owner_key, pids in self._pids_by_owner.items():
             entries = {pid: self._entries[pid] for pid in pids if pid in self._entries}
-            # Fast path: most groups have no process of an engine.
+            # This is the fast path: most groups have no process of an engine.
             if not any(entry.role for entry in entries.values()):
                 continue
             servers = [pid for pid in list_servers(entries) if pid != own_pid]
@@ -205,9 +213,12 @@ class NodeProcesses:
                 self._entries[pid] = entry
 
     def _locate_group(self, owner_key: str, servers: Sequence[int]) -> Iterator[LocatedEngine]:
-        """Yield the engines of one pod or unit; of several with one name, only one is watched."""
-        # The unit stays shared even while only one of them runs, because an engine's name must not
-        # change.
+        """Yield the engines of one pod or unit.
+
+        If several have the same name, only one is watched.
+        """
+        # The unit stays shared even while only one of its servers runs, because an engine's name
+        # must not change.
         if len(servers) > 1:
             self._shared_units.add(owner_key)
         names: set[EngineName] = set()
@@ -223,7 +234,10 @@ class NodeProcesses:
             yield engine
 
     def _find_location(self, owner_key: str, owner: Owner, pid: int) -> Location:
-        """Return where an engine is; read again if due, or if what it was read from has changed."""
+        """Return where an engine is.
+
+        It is read again if due, or if what it was read from has changed.
+        """
         entry = self._entries.get(pid)
         is_unit_shared = owner_key in self._shared_units
         now_seconds = self._monotonic()
@@ -265,7 +279,7 @@ class NodeProcesses:
         page_url = ""
         if address is not None and port is not None:
             page_url = f"{scheme}://{format_authority(address, port)}{page_path}"
-        # An engine keeps this name while the unit's other server is down.
+        # The engine keeps this name while the unit's other server is down.
         if owner_key in self._shared_units:
             owner = replace(owner, unit=None)
         name = self._build_name(owner, page_url or f"pid {pid}")
@@ -293,7 +307,7 @@ class NodeProcesses:
                 "its port is neither on its command line nor the only one that listens: start it"
                 " with --port",
             )
-        # It listens, but on no address that can be reached from here.
+        # The server listens, but on no address that can be reached from here.
         if address is None and port in {bound_port for _, bound_port in network.listening}:
             return _refuse(
                 engine, f"its port {port} listens on 127.0.0.1 only: start it with --host 0.0.0.0"
@@ -303,10 +317,11 @@ class NodeProcesses:
         return engine
 
     def _find_port(self, pid: int, command: CommandLine, network: Network | None) -> int | None:
-        """Return the port on a server's command line, or else the only port that listens.
+        """Return the port on a server's command line.
 
-        If several ports listen, it is the default one. None where none of these is known. The title
-        of a rank hides its command line, so the command line of the program above it counts.
+        If it has none, return the only port that listens. If several ports listen, return the
+        default one. Returns None if none of these is known. The title of a rank hides its command
+        line, so the command line of the program above it counts.
         """
         entry = self._entries.get(pid)
         parent_command: CommandLine = ()
@@ -356,7 +371,7 @@ def _may_be_elsewhere(command: CommandLine) -> bool:
 
 
 def _refuse(engine: LocatedEngine, problem: str) -> LocatedEngine:
-    """Return an engine that is not watched, and why."""
+    """Return an engine that is not watched, with the reason."""
     return LocatedEngine(
         kind=EngineKind.UNREADABLE,
         key=engine.key,
@@ -371,7 +386,7 @@ def _limit(engines: list[LocatedEngine]) -> tuple[LocatedEngine, ...]:
     """Return the engines, of which at most MOST_ENGINES are watched."""
     limited: list[LocatedEngine] = []
     watched = 0
-    # Sorted, so that the same engines are watched at each tick.
+    # The engines are sorted, so that the same engines are watched at each tick.
     for engine in sorted(engines, key=lambda engine: engine.key):
         if engine.kind is EngineKind.WATCHED:
             watched += 1

@@ -25,7 +25,7 @@ _PARSERS: Final = {
     for name, kind in get_type_hints(EngineOptions).items()
     if kind in _PARSERS_BY_TYPE
 }
-"""How to parse the value of each option, by its name in EngineOptions."""
+"""For each option, by its name in EngineOptions, how its value is parsed."""
 
 _CONNECTOR_SIZES: Final = {
     "kv_connector_bytes": re.compile(r'"cpu_bytes_to_use"\s*:\s*"?(\d{1,15})(?!\d)'),
@@ -33,27 +33,28 @@ _CONNECTOR_SIZES: Final = {
         r'"lmcache\.max_local_cpu_size"\s*:\s*"?(\d{1,6}(?:\.\d{1,6})?)(?!\d)'
     ),
 }
-"""Patterns of the sizes in the JSON of --kv-transfer-config, by the field of EngineOptions. Each of
-its connectors may have one (vllm/v1/kv_offload/, LMCache's config.py)."""
+"""The patterns of the sizes in the JSON of --kv-transfer-config, by the field of EngineOptions.
+Each connector in this JSON may have a size (vllm/v1/kv_offload/, LMCache's config.py).
+"""
 
 _MAX_SHOWN_CHARACTERS: Final = 4096
-"""How many characters of a command line are shown: some lines are megabytes long."""
+"""This many characters of a command line are shown, because some lines are megabytes long."""
 
 _MAX_OPTION_NAMES: Final = 1000
-"""The most options of one command line: vLLM has about 300."""
+"""One command line may have at most this many options. vLLM has about 300."""
 
 _MAX_SEARCHED_CHARACTERS: Final = 2**16
-"""How many characters of an argument are searched for secrets. More characters than are shown,
-because a pattern cannot match a secret whose end is cut off.
+"""This many characters of an argument are searched for secrets. They are more than the characters
+that are shown, because a pattern cannot match a secret whose end is cut off.
 """
 
 _SECRET_OPTION: Final = re.compile(
     r"--[\w-]{0,60}(key|token|password|secret|credentials?)$", re.IGNORECASE
 )
 _SECRETS: Final = re.compile(
-    # in URLs
+    # Secrets in URLs.
     r"(?P<before>://)[^/\s]+(?=@)"
-    # in JSON and NAME=VALUE
+    # Secrets in JSON and in NAME=VALUE.
     r"|(?P<name>(?:key|token|password|secret)[\"']?\s?[:=]\s?[\"']?)[^\"',}\s]+"
     r"|(?P<start>\b(?:hf_|sk-|Bearer\s))[\w.~+/-]{8,}",
     re.IGNORECASE,
@@ -66,7 +67,8 @@ def read_options(command: CommandLine) -> EngineOptions | None:
     """Return what the command line of a vLLM server sets; None for any other command line.
 
     As in vLLM, an option may have underscores or dashes, and its value follows a space or `=`. If
-    an option is given several times, its last value counts. A value of a wrong type is ignored.
+    an option is given several times, its last value counts. If a value has a wrong type, it is
+    ignored.
     """
     server = find_server(command) if command else None
     if server is None or server.product != "vLLM":
@@ -87,7 +89,7 @@ def read_options(command: CommandLine) -> EngineOptions | None:
         model = _find_positional_model(command)
         if model is not None:
             values["model"] = model
-    # The connector's settings are JSON within an option, in which patterns find the sizes.
+    # The connector's settings are JSON within an option. Patterns find the sizes in it.
     connector = texts.get("kv_transfer_config", "")
     for name, pattern in _CONNECTOR_SIZES.items():
         sizes = pattern.findall(connector)
@@ -108,7 +110,7 @@ def _find_option_name(argument: str) -> str | None:
 
 
 def _find_positional_model(command: CommandLine) -> str | None:
-    """Return the model in `vllm serve MODEL`; None where no argument or an option follows."""
+    """Return the model in `vllm serve MODEL`; None if no argument or an option follows."""
     if "serve" not in command[:-1]:
         return None
     argument = command[command.index("serve") + 1]
@@ -118,14 +120,15 @@ def _find_positional_model(command: CommandLine) -> str | None:
 
 
 def _parse_value(name: str, text: str) -> Any:  # noqa: ANN401 - of the type in EngineOptions
-    """Return the value of an option; None where it has another type or is out of bounds.
+    """Return the value of an option; None if it has another type or is out of bounds.
 
     A text must not be longer than what is shown. A number must be from 0 to an exact integer, and
     the ratio gpu_memory_utilization must not be above 1.
     """
     try:
         value = _PARSERS[name](text)
-    except (ValueError, InvalidOperation):  # "auto", or another option in place of the value
+    # The value is "auto", or another option stands in its place.
+    except (ValueError, InvalidOperation):
         return None
     if isinstance(value, str):
         if len(value) > _MAX_SHOWN_CHARACTERS:
@@ -139,7 +142,7 @@ def star_secrets(command: CommandLine) -> str:
     """Return a command line to show, with its secrets replaced by stars.
 
     Secrets are all values of an option with a secret's name, and any text that looks like a secret.
-    A line that is too long is cut and ends with "...".
+    If a line is too long, it is cut and ends with "...".
     """
     shown_arguments: list[str] = []
     room_characters = _MAX_SHOWN_CHARACTERS

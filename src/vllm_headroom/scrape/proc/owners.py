@@ -11,31 +11,32 @@ from vllm_headroom.scrape.proc.files import read_start, split_kernel_lines
 _POD: Final = re.compile(
     r"pod([0-9a-f]{8}(?:[-_][0-9a-f]{4}){3}[-_][0-9a-f]{12}|[0-9a-f]{32})(?![0-9a-f])"
 )
-"""A pod's folder among the cgroups: the kubelet's cgroup driver `systemd` writes the UID with
-underscores, `cgroupfs` with dashes. The UID of a static pod is a hash."""
+"""A pod's folder among the cgroups. With the kubelet's cgroup driver `systemd`, the UID has
+underscores, and with `cgroupfs` it has dashes. The UID of a static pod is a hash.
+"""
 
 _CONTAINER: Final = re.compile(r"(?<![0-9a-f])[0-9a-f]{64}(?![0-9a-f])")
-"""A container's ID, of containerd, CRI-O and Docker."""
+"""A container's ID, as containerd, CRI-O and Docker write it."""
 
 _NOT_A_SERVICE: Final = re.compile(r"init\.scope|session-.*|user@.*")
-"""Units that a login starts, and that contain whatever the user runs."""
+"""Units that a login starts. They contain whatever the user runs."""
 
 
 class Owner(Struct, frozen=True, kw_only=True):
-    """The pod's container, or the unit of systemd, that a process belongs to."""
+    """The pod's container, or the unit of systemd, to which a process belongs."""
 
     key: str
-    """Identifies the group of processes that see each other: `pod:UID`, or the cgroup's path."""
+    """Identifies a group of processes that see each other: `pod:UID`, or the cgroup's path."""
     pod_uid: str | None = None
-    """With dashes, as the API has it; None for a process that is in no pod."""
+    """The pod's UID with dashes, as in the API; None for a process that is in no pod."""
     container_id: str | None = None
-    """None outside of a pod, and where the pod's cgroup does not show it."""
+    """The container's ID. None outside of a pod, or if the pod's cgroup does not show it."""
     unit: str | None = None
-    """A service or scope of systemd; None in a pod, and without a unit."""
+    """A service or scope of systemd; None in a pod, or if there is no unit."""
 
 
 def read_owner(proc: Path, pid: int) -> Owner | None:
-    """Return the owner of a process; None where its cgroup cannot be read, as after an exit."""
+    """Return the owner of a process; None if its cgroup cannot be read, as after an exit."""
     try:
         text = read_start(f"{proc}/{pid}/cgroup").decode(errors="replace")
     except OSError:
@@ -47,7 +48,7 @@ def parse_owner(text: str) -> Owner | None:
     """Return the owner of a process whose cgroup file has this content.
 
     Each line has the number, the controllers and the path of a hierarchy; version 2 has number 0.
-    None for a text without any such line.
+    Returns None for a text without any such line.
     """
     paths: dict[str, str] = {}
     for line in split_kernel_lines(text):
@@ -74,7 +75,7 @@ def parse_owner(text: str) -> Owner | None:
 
 
 def _find_unit(path: str) -> str | None:
-    """Return the innermost service or scope on a cgroup's path; None without one."""
+    """Return the innermost service or scope on a cgroup's path; None if there is none."""
     for name in reversed(path.split("/")):
         if name.endswith((".service", ".scope")):
             return None if _NOT_A_SERVICE.fullmatch(name) else name

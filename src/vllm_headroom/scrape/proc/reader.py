@@ -48,17 +48,17 @@ HIDDEN: Final = Failure(
         " share the pod's processes (shareProcessNamespace: true), or mount /proc without hidepid"
     ),
 )
-"""The result where the engine's processes cannot be visible. An empty list of processes would mean
-that the engine is down. That is the result only if the engine was visible before, and pid 1 still
+"""The result if the engine's processes cannot be visible. An empty list of processes would mean
+that the engine is down. So the list is empty only if the engine was visible before, and pid 1 still
 is.
 """
 
 INIT_PID: Final = 1
 
 EXACT_START_SECONDS: Final = 0.2
-"""Two start times that differ by at most this are equal, because the kernel counts them in
-hundredths of a second. A larger difference may mean that the clock was set, and then an equal port
-is stronger evidence than the start time.
+"""Two start times that differ by at most this count as equal, because the kernel counts them in
+hundredths of a second. A larger difference may mean that the clock was set. An equal port is then
+stronger evidence than the start time.
 """
 
 RAY_TITLE: Final = "ray::"
@@ -66,30 +66,32 @@ RAY_TITLE: Final = "ray::"
 
 _SHELLS: Final = frozenset({"sh", "bash", "dash", "ash", "zsh"})
 """Shells that run a container's entrypoint. A shell adopts the processes that a server in its
-process group leaves behind; it is never an engine.
+process group leaves behind. It is never an engine.
 """
 
 
 class Scope(Struct, frozen=True, kw_only=True):
-    """The processes among which one of several engines is searched."""
+    """The processes among which one of several engines is looked for."""
 
     visible_pids: frozenset[int]
-    """The processes of the whole machine."""
+    """The pids of the processes of the whole machine."""
     own_pids: frozenset[int]
-    """The processes of the engine's pod or unit: those that a sidecar in the pod would see."""
+    """The pids of the processes of the engine's pod or unit, which are those that a sidecar in the
+    pod would see.
+    """
 
 
 Roots = tuple[int, ...]
-"""The pids of an engine's topmost processes: no other process of the engine is above them."""
+"""The pids of an engine's topmost processes. No other process of the engine is above them."""
 
 
 class ServedPort(NamedTuple):
-    """Where an engine may serve its page."""
+    """The port at which an engine may serve its page."""
 
     port: int | None
-    """The port that its command line names; None where unknown."""
+    """The port on the engine's command line; None if unknown."""
     can_listen: bool
-    """Whether it can listen at the address of the page."""
+    """Whether the engine can listen at the address of the page."""
 
 
 class PageState(Struct, frozen=True, kw_only=True):
@@ -100,26 +102,32 @@ class PageState(Struct, frozen=True, kw_only=True):
 
     port: int
     can_listen: bool = True
-    """Something may listen on the port."""
+    """Whether something may listen on the port."""
     is_answered: bool = False
-    """An engine answers on the port."""
+    """Whether an engine answers on the port."""
     server_start_seconds: float | None = None
-    """When the server behind the page started, in seconds since boot; None where the page does not
-    say."""
+    """When the server behind the page started, in seconds since boot; None if the page does not
+    show it.
+    """
     is_maybe_other_pods: bool = False
-    """The request failed where processes of other pods are visible: the only visible engine may be
-    another pod's."""
+    """Whether the request failed while processes of other pods are visible. In this case the only
+    visible engine may be another pod's.
+    """
 
 
 class Choice(Struct, frozen=True, kw_only=True):
     """The chosen engine, and what the next choice needs to know about this choice."""
 
     roots: Roots = ()
-    """The engine's root processes; empty where it is down, or where several engines could be it."""
+    """The engine's root processes. Empty if the engine is down, or if it is unknown which of
+    several engines it is.
+    """
     ambiguous_engines: int = 0
-    """How many engines are visible when it is unknown which of them is the engine; else 0."""
+    """If it is unknown which visible engine is the engine, the number of visible engines; 0
+    otherwise.
+    """
     certain_port: ServedPort | None = None
-    """The engine's port when the choice was last certain; None before the first time."""
+    """The engine's port when the choice was last certain; None before that."""
     servers: frozenset[ProcIdentity] = frozenset()
     """The engine's roots and the API servers directly below them."""
     neighbours: frozenset[ProcIdentity] = frozenset()
@@ -127,21 +135,21 @@ class Choice(Struct, frozen=True, kw_only=True):
     strangers: frozenset[ProcIdentity] = frozenset()
     """The neighbours that were visible when a page identified the engine by its start time."""
     identified_start_seconds: float | None = None
-    """The start time, since boot, by which a page last identified the engine."""
+    """The start time, in seconds since boot, by which a page last identified the engine."""
     ports: frozenset[int] = frozenset()
-    """The engine's port, or those of all engines where none is chosen."""
+    """The engine's port. If no engine is chosen, the ports of all engines."""
 
 
 class Candidate(Struct, frozen=True, kw_only=True):
-    """An engine that may serve the page, with its evidence."""
+    """An engine that may serve the page, with the evidence for it."""
 
     roots: Roots
     root_processes: frozenset[ProcIdentity]
     servers: frozenset[ProcIdentity]
-    """The roots and the API servers directly below them: any of these may serve the page."""
+    """The roots and the API servers directly below them. Any of these may serve the page."""
     starts_seconds: tuple[float, ...]
-    """The start times, since boot, of its servers and of the program above its first root. A page
-    may have any of these.
+    """The start times, in seconds since boot, of its servers and of the program above its first
+    root. The page may show any of these times.
     """
     served_port: ServedPort
 
@@ -151,9 +159,9 @@ class StartMatch(IntEnum):
 
     NONE = 0
     NEAR = 1
-    """They differ by at most SAME_START_SECONDS."""
+    """The two times differ by at most SAME_START_SECONDS."""
     EXACT = 2
-    """They differ by at most EXACT_START_SECONDS."""
+    """The two times differ by at most EXACT_START_SECONDS."""
 
 
 class Rank(NamedTuple):
@@ -161,20 +169,22 @@ class Rank(NamedTuple):
 
     start_match: StartMatch = StartMatch.NONE
     has_port: bool = False
-    """It has the page's port and can listen there, or it has the port of the last certain choice.
+    """Whether the engine has the page's port and can listen there, or has the port of the last
+    certain choice.
     """
     closeness: float = -inf
-    """The negative difference, in seconds, between its start time and the page's; -inf if they do
-    not match.
+    """The negative difference, in seconds, between the engine's start time and the page's; -inf if
+    they do not match.
     """
     may_have_port: bool = False
-    """Its port is unknown, or differs while something listens that may forward: a proxy or a port
-    mapping."""
+    """Whether the engine's port is unknown, or differs while something listens that may forward to
+    it (a proxy or a port mapping).
+    """
     was_chosen: bool = False
 
 
 NO_EVIDENCE: Final = Rank()
-"""The rank of an engine that does not serve the page, and is never chosen."""
+"""The rank of an engine that does not serve the page. Such an engine is never chosen."""
 
 
 class Processes:
@@ -185,9 +195,9 @@ class Processes:
     that no reading takes long on a host with many processes. When a process of the engine has
     exited, all processes are read again.
 
-    `engine_is_here` means that the engine's page is served on this machine, so that the engine's
-    processes must be visible. `read_scope` returns the processes among which to search for the
-    engine; without it, all visible processes are searched.
+    `engine_is_here` means that the engine's page is served on this machine, so the engine's
+    processes must be visible. `read_scope` returns the processes among which the engine is looked
+    for. Without it, all visible processes are searched.
     """
 
     def __init__(
@@ -207,14 +217,14 @@ class Processes:
         self._rescan_seconds = rescan_seconds
         self._worker = Worker[ProcessReadings | Failure]("processes")
 
-        # The scan.
+        # The fields of the scan.
         self._entries: dict[int, ProcEntry] = {}
-        """Every visible process by pid; the one that was read longest ago comes first."""
+        """Every visible process by pid. The one that was read longest ago comes first."""
         self._scanned_at_seconds = monotonic()
 
-        # The engine among the scanned processes.
+        # The fields about the engine among the scanned processes.
         self._no_page = PageState(port=engine_port)
-        """The state before any request for the page."""
+        """The state of the page before any request for it."""
         self._page = self._no_page
         """The state of the page by which the engine was last chosen."""
         self._choice = Choice()
@@ -224,7 +234,7 @@ class Processes:
         """The engine's processes by pid, as they were when it was last chosen."""
         self._options: EngineOptions | None = None
 
-        # Processes that exited runs have left behind.
+        # The fields about processes that exited runs have left behind.
         self._orphans: dict[int, ProcEntry] = {}
         """Processes of exited runs of the engine, by pid."""
         self._orphan_pids: frozenset[int] = frozenset()
@@ -245,17 +255,17 @@ class Processes:
 
         Never raise.
 
-        `page` is the result of the last request for the engine's page, or None; it helps to choose
-        the engine. The result is a failure with the reason TIMEOUT while the reading thread is
-        blocked, as on the command line of a process that is stuck in a driver; UNAVAILABLE where
-        /proc cannot be read; and HIDDEN where the engine cannot be visible.
+        `page` is the result of the last request for the engine's page, or None. It helps to choose
+        the engine. The result is a Failure in three cases. The reason is TIMEOUT while the reading
+        thread is blocked, as on the command line of a process that is stuck in a driver. It is
+        UNAVAILABLE if /proc cannot be read. The result is HIDDEN if the engine cannot be visible.
         """
         try:
             return await self._worker.call(lambda: self._read(page), timeout_seconds)
         except TimeoutError:
             late = f"{self._proc} did not answer within {timeout_seconds:g} s"
             # Reading a command line takes the lock of that process's memory map, and a hung driver
-            # may hold that lock.
+            # may hold this lock.
             message = f"{late}: look for processes in state D, which a hung driver holds"
             return Failure(source=Source.PROCESS, reason=Reason.TIMEOUT, message=message)
         except OSError as error:
@@ -263,7 +273,7 @@ class Processes:
             return build_unavailable(Source.PROCESS, f"{self._proc} cannot be read", error, advice)
 
     def find_command(self, pid: int) -> CommandLine | None:
-        """Return the command line of a process as it was last read; None where it is not visible.
+        """Return the command line of a process as it was last read; None if it is not visible.
 
         It may be called from any thread.
         """
@@ -271,9 +281,9 @@ class Processes:
         return None if entry is None else entry.command
 
     def _read(self, page: EnginePage | Failure | None) -> ProcessReadings | Failure:
-        """Do the work of `read`, on the thread; raise OSError where /proc cannot be read.
+        """Do the work of `read`, on the thread.
 
-        A Failure where /proc may hide the engine.
+        Raises OSError if /proc cannot be read. Returns a Failure if /proc may hide the engine.
         """
         if self._read_scope is None:
             pids = proc_files.list_pids(self._proc)
@@ -285,25 +295,26 @@ class Processes:
         page_state = self._describe_page(page)
         if not visible_pids:
             raise OSError("no process shows, not even the daemon's own")
-        # A process of the engine has exited. Others may change with it, so all are read again.
+        # A process of the engine has exited. Other processes may change with it, so all are read
+        # again.
         if not pids >= self._roles.keys():
             self._forget_entries()
         engine = self._read_engine(pids, page_state)
-        # The same if the process exited after its pid was listed.
+        # All are also read again if the process exited after its pid was listed.
         if len(engine) < len(self._roles):
             self._forget_entries()
             engine = self._read_engine(pids, page_state)
         if engine:
             self._has_seen_engine = True
-        # An empty list means that the engine is down, so it must not come from a /proc that hides
-        # it.
+        # An empty list means that the engine is down, so the list must not come from a /proc that
+        # hides the engine.
         if self._is_engine_hidden(pids, engine):
             return HIDDEN
         # A zombie has no command line and therefore no entry, so only its state is read.
         states = {
             pid: proc_files.read_state(self._proc, pid) for pid in pids - self._entries.keys()
         }
-        # A pid that was reaped after it was listed is not a running process.
+        # If a pid was reaped after it was listed, it is not a running process.
         reaped_pids = frozenset(pid for pid, state in states.items() if state is None)
         measured_pids = {process.pid for process in engine}
         return ProcessReadings(
@@ -337,8 +348,8 @@ class Processes:
             return False
         if engine or self._sees_others:
             return False
-        # An engine that was visible has exited, unless pid 1 is gone too: then all processes became
-        # invisible.
+        # An engine that was visible has exited, unless pid 1 is gone too. In that case all
+        # processes became invisible.
         return not (self._has_seen_engine and INIT_PID in pids)
 
     def _describe_page(self, page: EnginePage | Failure | None) -> PageState:
@@ -360,7 +371,7 @@ class Processes:
         ]
         server_start_seconds = None
         if start_times_seconds:
-            # Relative to boot, like the start times in /proc.
+            # The time is relative to boot, like the start times in /proc.
             server_start_seconds = min(start_times_seconds) - self._boot_time_seconds
         return replace(
             self._no_page,
@@ -371,11 +382,12 @@ class Processes:
     def _read_engine(self, pids: frozenset[int], page: PageState) -> tuple[EngineProcess, ...]:
         """Return the engine's processes in the order of their pids, without those that have exited.
 
-        The engine is chosen again where a process or the page's state has changed. Raises OSError
-        where /proc cannot be read, or it is unknown whether a process has exited.
+        If a process or the page's state has changed, the engine is chosen again. Raises OSError if
+        /proc cannot be read, or if it is unknown whether a process has exited.
         """
         has_changed = self._scan(pids)
-        # Choosing costs a walk over all processes: it is done only when something has changed.
+        # Choosing the engine needs a walk over all processes, so it is done only if something has
+        # changed.
         if has_changed or page != self._page:
             self._page = page
             self._find_engine()
@@ -389,7 +401,7 @@ class Processes:
     def _scan(self, pids: frozenset[int]) -> bool:
         """Read new processes and a share of the others; return whether any process has changed.
 
-        A process that was read moves to the end of `_entries`, so that all processes get their
+        A process that was read moves to the end of `_entries`, so that every process is read in its
         turn.
         """
         now_seconds = self._monotonic()
@@ -404,7 +416,7 @@ class Processes:
         for pid in exited_pids:
             del self._entries[pid]
 
-        # Kernel threads never change: they are read once.
+        # Kernel threads never change, so they are read once.
         kernel_parent = self._find_kernel_parent()
         known_pids = [
             pid for pid, entry in self._entries.items() if entry.parent_pid != kernel_parent
@@ -423,7 +435,7 @@ class Processes:
         return has_changed
 
     def _find_kernel_parent(self) -> int | None:
-        """Return the pid of kthreadd, the parent of kernel threads; None where it is not visible.
+        """Return the pid of kthreadd, the parent of kernel threads; None if it is not visible.
 
         In a container, pid 2 is another process.
         """
@@ -443,8 +455,8 @@ class Processes:
 
         strays = find_strays(entries, self._engine_entries)
         self._stray_pids = add_descendants(entries, strays)
-        # By the previous choice, because a run's orphans are recognised by the engine that left
-        # them.
+        # The previous choice is used, because a run's orphans are recognised by the engine that
+        # left them.
         self._orphans = find_orphans(
             entries,
             self._engine_entries,
@@ -470,14 +482,14 @@ class Processes:
         if self._engine_is_here and self._read_scope is None:
             can_listen = proc_files.has_same_network(self._proc, pid)
         command = proc_files.read_command(self._proc, pid)
-        # The title of a rank hides its command line, but its supervisor's command line has the
+        # The title of a rank hides its command line, but the command line of its supervisor has the
         # first port.
         parent_command = proc_files.read_command(self._proc, self._entries[pid].parent_pid)
         port = find_server_port(command, self._page.port, parent_command)
         return ServedPort(port, can_listen)
 
     def _read_options(self) -> EngineOptions | None:
-        """Return the options of the engine's server; None where they cannot be read.
+        """Return the options of the engine's server; None if they cannot be read.
 
         The title of a rank hides its options, so the options of the program above it are used.
         """
@@ -498,14 +510,15 @@ class Processes:
         usage = proc_files.read_usage(self._proc, entry)
         if usage is None:
             return None
-        # A process that has released its memory is exiting, although it is still listed.
+        # If a process has released its memory, it is exiting, although it is still listed.
         if usage.state == proc_files.ZOMBIE_STATE or usage.rss_bytes == 0:
             return None
         cpu_pressure_ratio = None
         wait_seconds = None
         waiting_requests = None
-        # By the first API server alone: the machine's pressure and the connections of the engine's
-        # ports are no figures of a process, and those of several servers would be added up.
+        # Only the first API server gets these values. The machine's pressure and the connections of
+        # the engine's ports are no figures of a process, and those of several servers would be
+        # added up.
         if entry.pid == self._find_first_server():
             cpu_pressure_ratio = read_cpu_pressure(self._proc)
             if proc_files.has_same_network(self._proc, entry.pid, default=False):
@@ -538,7 +551,7 @@ class Processes:
     def _sees_host_pids(self) -> bool:
         """Return whether pids are the host's.
 
-        Read once, because a process never changes its namespace.
+        This is read once, because a process never changes its namespace.
         """
         return proc_files.has_host_pids(self._proc)
 
@@ -546,7 +559,7 @@ class Processes:
     def _boot_time_seconds(self) -> float:
         """Return when the machine booted, in seconds since the epoch.
 
-        It is read once, because setting the clock changes it, which would change the start times
+        It is read once, because it changes when the clock is set. This would change the start times
         that identify processes.
         """
         return read_boot_time(self._proc)
@@ -555,13 +568,13 @@ class Processes:
 def sees_other_processes(entries: ProcEntries, own_pid: int) -> bool:
     """Return whether a process is visible that is neither above nor below the daemon.
 
-    False where pid 1 is not visible, as with hidepid: then only processes of the daemon's user are
-    visible, and a visible process does not prove that the engine's would be.
+    Returns False if pid 1 is not visible, as with hidepid. Only processes of the daemon's user are
+    visible then, and a visible process does not prove that the engine's processes would be visible.
     """
     if INIT_PID not in entries:
         return False
     own_line = {own_pid}
-    # A process above or below the daemon is in its own container, and proves nothing.
+    # A process above or below the daemon is in the daemon's own container, and proves nothing.
     if own_pid in entries:
         own_line |= list_ancestors(entries, own_pid)
     for pid in entries:
@@ -573,10 +586,10 @@ def sees_other_processes(entries: ProcEntries, own_pid: int) -> bool:
 def find_strays(entries: ProcEntries, engine: Collection[int]) -> set[int]:
     """Return the pids of cores and workers left behind by an engine that was never observed.
 
-    Processes of the watched engine are left out. So are Ray's actors, whose parent is always Ray's
-    daemon, and processes of a family whose API server still runs.
+    Processes of the watched engine are left out. Two more kinds are left out: Ray's actors, whose
+    parent is always Ray's daemon, and processes of a family whose API server still runs.
     """
-    # A family with an adopted API server still serves.
+    # If a family has an adopted API server, it still serves.
     serving_families = {
         process.family
         for process in entries.values()
@@ -588,7 +601,8 @@ def find_strays(entries: ProcEntries, engine: Collection[int]) -> set[int]:
             continue
         if _is_ray_actor(process) or process.family in serving_families:
             continue
-        # A process whose parent has exited gets another parent, so its engine is gone.
+        # If the parent of a process has exited, the process gets another parent. So its engine is
+        # gone.
         if _is_adopted(process, entries.get(process.parent_pid)):
             strays.add(pid)
     return strays
@@ -613,16 +627,17 @@ def find_orphans(
     """Return the processes of an exited run that still exist, by pid.
 
     They were processes of the engine, or orphans already, and do not descend from a running root of
-    the engine. Empty while the engine runs, even without the process that started it. `engine` has
-    the engine's processes, roots included, as last read; `roots` are its last roots.
+    the engine. While the engine runs, even without the process that started it, the result is
+    empty. `engine` has the engine's processes, roots included, as last read. `roots` has its last
+    roots.
     """
     survivors: dict[int, ProcEntry] = {}
     for pid, process in {**previous_orphans, **engine}.items():
         current = entries.get(pid)
         if current is not None and current.identity == process.identity:
             survivors[pid] = current
-    # A root that is not an API server was started by a program above it. Without that program the
-    # root is an orphan, whose parent is init or another process that adopts orphans.
+    # A program above it started a root that is not an API server. If that program is gone, the root
+    # is an orphan, whose parent is init or another process that adopts orphans.
     running_roots: set[int] = set()
     for pid in roots:
         root = survivors.get(pid)
@@ -656,13 +671,13 @@ def choose_roots(
 ) -> Choice:
     """Return which process trees are the engine's, given the previous choice.
 
-    The visible engine with the highest rank is chosen. The choice has no roots if no visible engine
-    has evidence, if two share the highest rank, or if the only evidence is a guess. `find_served`
-    returns the port of the server with a pid.
+    The visible engine with the highest rank is chosen. The choice has no roots in three cases: no
+    visible engine has evidence, two engines share the highest rank, or the only evidence is a
+    guess. `find_served` returns the port of the server with a pid.
     """
     tops = _find_tops(entries)
     ray_actors = tuple(pid for pid in tops if _is_ray_actor(entries[pid]))
-    # Ray's actors descend from Ray, not from their engine, so no engine is grouped from them.
+    # Ray's actors descend from Ray and not from their engine, so no engine is formed from them.
     engines = _group_engines(entries, [pid for pid in tops if pid not in ray_actors])
     candidates = []
     for roots in engines:
@@ -687,11 +702,11 @@ def choose_roots(
     )
     # The only visible engine may be another pod's, so wait until the page answers.
     is_guess = page.is_maybe_other_pods and is_first_choice and not is_certain
-    # If there is one engine, Ray's actors belong to it; if there are several, their owner is
-    # unknown.
+    # If there is one engine, Ray's actors belong to it. If there are several, it is unknown to
+    # which one the actors belong.
     has_unowned_actors = bool(ray_actors) and len(candidates) > 1
     if len(best_candidates) != 1 or is_guess or has_unowned_actors:
-        # Without any other engine, the actors are the engine while something listens.
+        # If there is no other engine, the actors are the engine while something listens.
         is_ray_only = page.can_listen and not candidates
         return _choose_none(
             candidates,
@@ -710,7 +725,7 @@ def choose_roots(
         neighbours=neighbours,
         ports=frozenset() if port is None else frozenset({port}),
     )
-    # Only a page with its server's start time distinguishes the engine from other servers.
+    # Only a page that shows its server's start time distinguishes the engine from other servers.
     if best_rank.start_match is StartMatch.NONE:
         return replace(
             choice,
@@ -723,7 +738,7 @@ def choose_roots(
 def list_servers(entries: ProcEntries) -> list[int]:
     """Return the pid of the first root of each engine that serves, sorted by pid.
 
-    An engine without an API server, such as a program that embeds vLLM, is left out.
+    If an engine has no API server, such as a program that embeds vLLM, it is left out.
     """
     tops = [pid for pid in _find_tops(entries) if not _is_ray_actor(entries[pid])]
     engines = _group_engines(entries, tops)
@@ -739,8 +754,8 @@ def _choose_none(
 ) -> Choice:
     """Return a choice without an engine.
 
-    `roots` are Ray's actors if only they are the engine; otherwise it is empty. The identity of the
-    previous engine is kept, so that it is recognised when it is visible again.
+    `roots` has Ray's actors if only they are the engine; otherwise it is empty. The identity of the
+    previous engine is kept, so that the engine is recognised when it is visible again.
     """
     root_processes = _list_root_processes(candidates)
     ports = {candidate.served_port.port for candidate in candidates}
@@ -765,7 +780,7 @@ def _list_root_processes(candidates: Iterable[Candidate]) -> frozenset[ProcIdent
 def _find_tops(entries: ProcEntries) -> list[int]:
     """Return the sorted pids of engine processes without another engine process above them.
 
-    A supervisor that only starts ranks does not count as an engine process: each rank below it is
+    A supervisor that only starts ranks does not count as an engine process. Each rank below it is
     an engine with its own port.
     """
     engine_pids = {
@@ -786,8 +801,8 @@ def _group_engines(entries: ProcEntries, tops: Iterable[int]) -> list[Roots]:
     """Return the roots of each engine among `tops`; some of these may belong to none.
 
     A server is the only root of its engine, and so is a rank below a supervisor. Other processes
-    with the same parent and process group are the roots of one engine. Beside a server or rank,
-    such a group is an engine only if it has an API server.
+    with the same parent and process group are the roots of one engine. If there is also a server or
+    rank, such a group is an engine only if it has an API server.
     """
     engines: list[Roots] = []
     families: defaultdict[tuple[int, int], Roots] = defaultdict(tuple)
@@ -803,9 +818,9 @@ def _group_engines(entries: ProcEntries, tops: Iterable[int]) -> list[Roots]:
         # Without any server, cores and workers below one parent belong to a program that embeds
         # vLLM.
         return list(families.values())
-    # If there is a server, an engine core without one is a leftover, and counting its memory as the
-    # engine's would hide the leak. A family with an API server still serves, even after the process
-    # that started it has exited.
+    # If there is a server, an engine core without one is a leftover. To count its memory as the
+    # engine's would hide the leak. If a family has an API server, it still serves, even after the
+    # process that started it has exited.
     engines.extend(roots for roots in families.values() if _has_api_server(entries, roots))
     return engines
 
@@ -848,8 +863,9 @@ def _rank_candidate(candidate: Candidate, page: PageState, previous: Choice) -> 
     has_port = candidate.served_port in {page_port, previous.certain_port}
 
     closeness = _measure_closeness(candidate, page)
-    # A start time identifies one engine. If it identified the previous choice, it does not identify
-    # another engine, because the last page of an exited engine may still be the newest page.
+    # A start time identifies one engine. If the start time identified the previous choice, it does
+    # not identify another engine, because the last page of an exited engine may still be the newest
+    # page.
     is_start_taken = page.server_start_seconds == previous.identified_start_seconds
     if is_start_taken and not was_chosen:
         closeness = -inf
@@ -859,8 +875,9 @@ def _rank_candidate(candidate: Candidate, page: PageState, previous: Choice) -> 
     # this engine's start time is evidence for it.
     if not candidate.root_processes.isdisjoint(previous.strangers):
         return start_rank
-    # A page with a start time is no evidence for an engine with another one, unless that engine has
-    # the page's port: setting the clock changes the start time on the page.
+    # If a page shows a start time, it is no evidence for an engine with another start time. The
+    # exception is an engine with the page's port, because setting the clock changes the start time
+    # on the page.
     if page.server_start_seconds is not None and is_first_choice and not has_port:
         return start_rank
     is_port_unknown = candidate.served_port == ServedPort(None, can_listen=True)
@@ -874,8 +891,8 @@ def _rank_candidate(candidate: Candidate, page: PageState, previous: Choice) -> 
 def _measure_closeness(candidate: Candidate, page: PageState) -> float:
     """Return the negative distance, in seconds, of the page's start time to the nearest one.
 
-    The nearest one is the candidate's. -inf where they are too far apart to match, or the page has
-    no start time.
+    The nearest one is that of the candidate which is closest to the page's. Returns -inf if they
+    are too far apart to match, or if the page has no start time.
     """
     page_start_seconds = page.server_start_seconds
     if page_start_seconds is None:
@@ -894,8 +911,8 @@ def _match_start(closeness: float) -> StartMatch:
 def assign_roles(entries: ProcEntries, own_pid: int, roots: Iterable[int]) -> dict[int, Role]:
     """Return by pid the roles of an engine's `roots` and of all processes below them.
 
-    The daemon, which may run below the engine's entrypoint, is left out with all processes below
-    it. A process of the tree without a known title has the role OTHER.
+    The daemon may run below the engine's entrypoint. It is left out with all processes below it. A
+    process of the tree without a known title has the role OTHER.
     """
     children: dict[int, list[int]] = defaultdict(list)
     for pid, process in entries.items():
@@ -909,7 +926,7 @@ def assign_roles(entries: ProcEntries, own_pid: int, roots: Iterable[int]) -> di
         process = entries[pid]
         parent = entries.get(process.parent_pid)
         if parent is not None and process.command == parent.command:
-            roles[pid] = Role.OTHER  # a fork that has not set its own title
+            roles[pid] = Role.OTHER  # This is a fork that has not set its own title.
         else:
             # vLLM's titles may have a configured prefix (VLLM_PROCESS_NAME_PREFIX).
             title = f"VLLM::{process.command[0].partition('::')[2]}"
@@ -932,7 +949,7 @@ def list_ancestors(entries: ProcEntries, pid: int) -> set[int]:
 def add_descendants(entries: ProcEntries, pids: Collection[int]) -> frozenset[int]:
     """Return those of the pids that still exist, with the pids of all processes below them.
 
-    A process below an exited pid counts too.
+    If a pid has exited, a process below it still counts.
     """
     if not pids:
         return frozenset()

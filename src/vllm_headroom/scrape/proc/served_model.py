@@ -32,8 +32,9 @@ _HUB_PLACES: Final = (
     ("HOME", _HUB_FOLDER),
     ("", f"root/{_HUB_FOLDER}"),
 )
-"""Where Hugging Face's cache may be: below the folder that a variable of the server's environment
-names, or below the root of its file system for "". The first place that has the model counts.
+"""The places at which Hugging Face's cache may be: below the folder that a variable of the server's
+environment names, or below the root of its file system for "". The first place that has the model
+counts.
 """
 
 
@@ -46,17 +47,17 @@ class ServedRun(Struct, frozen=True, kw_only=True):
 
 
 class ModelConfiguration(Struct, frozen=True, kw_only=True):
-    """What a model's configuration gives that was found and read."""
+    """What a model's configuration that was found and read gives."""
 
     token_bytes: TokenBytes | None
-    """None where the configuration does not determine the bytes per token."""
+    """The bytes per token; None if the configuration does not determine them."""
 
 
 class ServedModel:
     """Reads the configuration of the model that the engine serves, once for each run.
 
-    It reads on a separate thread, because the model's folder may be on a network volume. `parse`
-    returns the bytes per token that a configuration file gives.
+    The class reads on a separate thread, because the model's folder may be on a network volume.
+    `parse` returns the bytes per token that a configuration file gives.
     """
 
     def __init__(
@@ -66,16 +67,17 @@ class ServedModel:
         self._proc = proc
         self._worker = Worker[ModelConfiguration | None]("model")
         self._reading: asyncio.Future[ModelConfiguration | None] | None = None
-        """The search for the run's model; None before it begins. Its result is None where no
-        configuration could be read."""
+        """The search for the run's model; None before it begins. The result of the search is None
+        if no configuration could be read.
+        """
         self._run: ServedRun | None = None
-        """The run of the last search; None where its model is unknown."""
+        """The run of the last search; None if its model is unknown."""
 
     def find(self, processes: ProcessReadings | Failure) -> TokenBytes | None:
         """Return the bytes per token of the engine's model; never wait.
 
-        None until its configuration was read, and where that does not determine them. A search
-        begins for a new run, and after each search that found no configuration.
+        Returns None until the configuration was read, and also if it does not determine the bytes.
+        A search begins for a new run, and after each search that found no configuration.
         """
         if not isinstance(processes, Failure):
             # After a failed reading of /proc, the last run still counts.
@@ -84,7 +86,8 @@ class ServedModel:
                 self._run = run
                 self._reading = None
             if run is not None and (self._reading is None or self._has_failed()):
-                # TimeoutError: an earlier call hangs. OSError: no thread can be started.
+                # TimeoutError means that an earlier call hangs. OSError means that no thread can be
+                # started.
                 with contextlib.suppress(TimeoutError, OSError):
                     self._reading = self._worker.begin(partial(self._read, run))
         if self._reading is None or not self._reading.done():
@@ -93,7 +96,7 @@ class ServedModel:
         return None if configuration is None else configuration.token_bytes
 
     async def wait(self, processes: ProcessReadings, timeout_seconds: float) -> TokenBytes | None:
-        """Return the bytes per token of the engine's model; None where unknown within the time."""
+        """Return the bytes per token of the engine's model; None if unknown within the time."""
         self.find(processes)
         if self._reading is not None:
             await asyncio.wait([self._reading], timeout=timeout_seconds)
@@ -106,7 +109,7 @@ class ServedModel:
         return self._reading.result() is None
 
     def _read(self, run: ServedRun) -> ModelConfiguration | None:
-        """Read the first configuration that exists; None where there is none or reading fails."""
+        """Read the first configuration that exists; None if there is none or reading fails."""
         pid, _ = run.process
         with contextlib.suppress(OSError, ValueError):
             for path in _list_places(self._proc / str(pid), run.model):
@@ -118,7 +121,8 @@ class ServedModel:
 def _describe_run(processes: ProcessReadings) -> ServedRun | None:
     """Return the engine's run and its model.
 
-    None where the command line names no model, or has options with an unknown effect on its cache.
+    Returns None if the command line names no model, or has options whose effect on the cache is
+    unknown.
     """
     options = processes.options
     if options is None or options.model is None:
@@ -132,10 +136,11 @@ def _describe_run(processes: ProcessReadings) -> ServedRun | None:
 def _list_places(process: Path, model: str) -> Iterator[Path]:
     """Yield the paths at which the model's config.json may be, the most likely first.
 
-    `model` is a folder, or a name in Hugging Face's cache. Paths go through `process`, the server's
-    folder in /proc, into its file system. Raises OSError where its environment cannot be read.
+    `model` is a folder, or a name in Hugging Face's cache. The paths lead through `process`, the
+    server's folder in /proc, into the server's file system. Raises OSError if the server's
+    environment cannot be read.
     """
-    # An absolute path is a folder; anything else may be a folder or a name on the hub.
+    # An absolute path is a folder. Anything else may be a folder or a name on the hub.
     if model.startswith("/"):
         yield process / "root" / model.lstrip("/") / "config.json"
         return

@@ -23,23 +23,23 @@ class ServerKind(Struct, frozen=True, kw_only=True):
 
     product: str
     commands: tuple[str, ...]
-    """The beginnings of its command line, without an interpreter: a program or module, with the
-    subcommand if the program has several.
+    """The beginnings of the server's command line, without an interpreter: a program or module,
+    with the subcommand if the program has several.
     """
     scripts: tuple[str, ...] = ()
     """The ends of the paths of scripts that start the server."""
     default_port: int
-    """The port where neither an option nor the environment variable sets one."""
+    """The port if neither an option nor the environment variable sets one."""
     port_options: tuple[str, ...] = ("--port",)
     port_variable: str = ""
-    """The environment variable that sets the port where no option does."""
+    """The environment variable that sets the port if no option does."""
     page_path: str = "/metrics"
-    """The path of its metrics page."""
+    """The path of the server's metrics page."""
     options_hiding_port: frozenset[str] = frozenset()
     """Options that make the port unknown unless a port option is given too."""
     titles: tuple[tuple[str, Role], ...] = ()
-    """The beginnings of its processes' titles, at most 15 characters as in process names, with
-    their roles. The first that matches counts.
+    """The beginnings of the titles of the server's processes, with their roles. Like process names,
+    they have at most 15 characters. The first that matches counts.
     """
 
 
@@ -55,7 +55,8 @@ SERVERS: Final = (
         # The port is in a file, or there is none (vllm/entrypoints/openai/cli_args.py,
         # cli/serve.py).
         options_hiding_port=frozenset({"--config", "--uds", "--headless"}),
-        # From 0.10.1 on (`set_process_title`; Ray names its own by the actor's class).
+        # vLLM sets titles from 0.10.1 on (`set_process_title`). Ray names its processes by the
+        # actor's class.
         titles=(
             ("VLLM::APIServer", Role.API_SERVER),
             ("VLLM::ExternalL", Role.API_SERVER),
@@ -93,7 +94,7 @@ SERVERS: Final = (
         commands=("text-generation-launcher", "text-generation-router"),
         default_port=3000,
         port_options=("--port", "-p"),
-        port_variable="PORT",  # its image sets 80
+        port_variable="PORT",  # The server's image sets 80.
         titles=(("text-generation-server", Role.WORKER),),
     ),
     ServerKind(
@@ -116,8 +117,9 @@ SERVERS: Final = (
         port_variable="DYN_HTTP_PORT",
     ),
 )
-"""Every kind of server that the daemon recognises; the titles were observed, or are in the server's
-source."""
+"""Every kind of server that the daemon recognises. The titles were observed, or are in the server's
+source.
+"""
 
 
 _COMMANDS: Final = tuple(chain.from_iterable(server.commands for server in SERVERS))
@@ -130,7 +132,7 @@ _TITLES: Final = tuple(title for title, _ in _TITLE_ROLES)
 def find_role(command: CommandLine) -> Role | None:
     """Return the role of a process by its title or command line; None if it belongs to no server.
 
-    A process without a title that runs a server has the role API_SERVER.
+    If a process without a title runs a server, its role is API_SERVER.
     """
     program = command[0]
     if program.startswith(_TITLES):
@@ -139,11 +141,12 @@ def find_role(command: CommandLine) -> Role | None:
 
 
 def find_server(command: CommandLine) -> ServerKind | None:
-    """Return the kind of server that this command line runs; None where it runs none.
+    """Return the kind of server that this command line runs; None if it runs none.
 
     A command line that only mentions a server, such as that of an editor, runs none.
     """
-    # Fast path: most of a host's processes do not mention a server. This takes a microsecond.
+    # This is the fast path: most of a host's processes do not mention a server. The check takes a
+    # microsecond.
     if not _ANY_SERVER.search("\0".join(command)):
         return None
     if _INTERPRETER.fullmatch(_strip_folder(command[0])):
@@ -184,7 +187,7 @@ def _strip_interpreter(command: CommandLine) -> CommandLine:
             break
         if not argument.startswith("-"):
             break
-        # An option with a value takes the next argument too.
+        # If an option has a value, the next argument is this value.
         position += 2 if argument in _OPTIONS_WITH_VALUE else 1
     return command[position:] or ("",)
 
@@ -193,7 +196,7 @@ _SUPERVISOR_OPTIONS: Final = frozenset({"--data-parallel-multi-port-external-lb"
 _LOCAL_SIZE_OPTIONS: Final = frozenset({"--data-parallel-size-local", "-dpl"})
 MAX_PORT: Final = 65535
 _MAX_DIGITS: Final = 5
-"""Digits of the largest port."""
+"""The largest port has this many digits."""
 
 
 def is_supervisor(command: CommandLine) -> bool:
@@ -204,7 +207,7 @@ def is_supervisor(command: CommandLine) -> bool:
 def list_options(command: CommandLine) -> Iterator[tuple[str, str]]:
     """Yield each argument's text up to any `=`, with its value if it is an option.
 
-    The value is the text after `=` or, without `=`, the next argument. The caller decides which
+    The value is the text after `=`. Without `=` it is the next argument. The caller decides which
     arguments are options.
     """
     for argument, next_argument in zip(command, (*command[1:], ""), strict=True):
@@ -217,12 +220,12 @@ def find_server_port(
     wanted_port: int | None = None,
     parent_command: CommandLine = (),
 ) -> int | None:
-    """Return the port of a server by its command line; None where unknown.
+    """Return the port of a server by its command line; None if unknown.
 
-    That is the port of the last port option, or else the default port of this kind of server. If an
-    environment variable can change the default of this kind of server, the default is returned only
-    if `wanted_port` is None or equal to it. The ranks below a supervisor, whose command is
-    `parent_command`, get their ports from the supervisor.
+    It is the port of the last port option. If there is none, it is the default port of this kind of
+    server. If an environment variable can change the default of this kind of server, the default is
+    returned only if `wanted_port` is None or equal to it. The ranks below a supervisor, whose
+    command is `parent_command`, get their ports from the supervisor.
     """
     if is_supervisor(parent_command):
         return _find_rank_port(command, parent_command)
@@ -234,7 +237,7 @@ def find_server_port(
     ports = [value for name, value in options if name in server.port_options]
     if ports:
         return _parse_port(ports[-1])
-    # For example a file of settings, or a socket instead of a port.
+    # Examples are a file of settings, or a socket instead of a port.
     if any(name in server.options_hiding_port for name, _ in options):
         return None
     if server.port_variable and wanted_port not in {None, server.default_port}:
@@ -243,7 +246,7 @@ def find_server_port(
 
 
 def _find_rank_port(command: CommandLine, supervisor_command: CommandLine) -> int | None:
-    """Return the port of a rank below a supervisor; None where unknown.
+    """Return the port of a rank below a supervisor; None if unknown.
 
     The ports of ranks are consecutive, starting at the supervisor's port
     (vllm/entrypoints/openai/dp_supervisor.py).
@@ -254,7 +257,7 @@ def _find_rank_port(command: CommandLine, supervisor_command: CommandLine) -> in
     first_port = find_server_port(supervisor_command)
     local_ranks = _parse_count(sizes[-1]) if sizes else None
     if not command:
-        return None  # the rank is exiting: the kernel has released the memory of its command line
+        return None  # The rank is exiting: the kernel has released the memory of its command line.
     # A rank's title ends with its rank among all nodes: VLLM::ExternalLBRank_5.
     global_rank = _parse_count(command[0].rpartition("_")[2])
     if first_port is None or not local_ranks or global_rank is None:

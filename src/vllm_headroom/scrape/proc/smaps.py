@@ -19,12 +19,12 @@ _KINDS: Final = {
     "[stack": "stack",
     "[heap]": "heap",
 }
-"""The kinds of mappings by the start of their path, the first that fits counts; see `_find_kind`
-for all other paths.
+"""The kinds of mappings by the start of their path. The first that fits counts. `_find_kind` has
+all other paths.
 """
 
 _MAX_KINDS: Final = 1000
-"""The most kinds that are distinguished: a vLLM maps some 400 files."""
+"""At most this many kinds are distinguished. A vLLM maps some 400 files."""
 
 _OTHER_FILES: Final = "other files"
 """The kind of all mapped files beyond that number."""
@@ -33,15 +33,15 @@ KindSizes = dict[str, int]
 """Bytes by the kind of mapping."""
 
 _MAX_SECONDS: Final = 5.0
-"""How long reading one process may take: 40,000 mappings, of 25 lines each, take a second."""
+"""Reading one process may take this long. 40,000 mappings, of 25 lines each, take a second."""
 
 
 def read_mappings(proc: Path, pid: int) -> KindSizes | None:
     """Return the resident bytes of each kind of mapping, and under `swapped out` all swapped bytes.
 
     The kinds are `heap`, `anonymous mmap`, `memfd`, `shm`, `shm of NCCL`, `stack` and the name of
-    each mapped file; a library's private memory counts under the library's name. None where smaps
-    cannot be read, is empty, or takes longer than _MAX_SECONDS. The kernel locks the
+    each mapped file; a library's private memory counts under the library's name. Returns None if
+    smaps cannot be read, is empty, or takes longer than _MAX_SECONDS. The kernel locks the
     process's mappings only while it writes a page of text.
     """
     sizes_bytes: KindSizes = {}
