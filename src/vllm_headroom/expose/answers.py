@@ -18,7 +18,7 @@ class Request(Struct, frozen=True, kw_only=True):
     method: str
     path: str
     query: str = ""
-    """The text after the question mark; "" without one."""
+    """The text after the question mark; "" if there is none."""
     headers: Mapping[str, str]
     """Names are in lower case; the values of a repeated header are joined by commas."""
 
@@ -53,12 +53,13 @@ def build_application(
 ) -> Handler:
     """Return the handler of all requests, which answers by method and path.
 
-    `find_problem` returns why the daemon is unhealthy, or None. `find_gate_reason` returns why the
-    gate is closed, or None. `has_sample` returns whether the first tick is over.
+    `find_problem` returns why the daemon is unhealthy; None if it is healthy. `find_gate_reason`
+    returns why the gate is closed; None if it is open. `has_sample` returns whether the first tick
+    is over.
     """
 
     def find_start_reason() -> str | None:
-        """Return why the daemon is not ready yet; None where it is."""
+        """Return why the daemon is not ready yet; None if it is ready."""
         return None if has_sample() else "no sample published yet"
 
     handlers: dict[str, Handler] = {
@@ -83,7 +84,10 @@ def build_application(
 
 
 def _build_check(find_problem: Callable[[], str | None], text: str) -> Handler:
-    """Return a handler that answers 503 with the problem; without one, 200 with the text."""
+    """Return a handler that answers 503 with the problem.
+
+    If there is none, it answers 200 with the text.
+    """
 
     def check(_request: Request) -> Response:
         problem = find_problem()

@@ -95,7 +95,7 @@ th,td{text-align:left;padding:.3rem .6rem .3rem 0;border-bottom:1px solid var(--
 }
 """)
 PAGE_STYLE: Final = f"{STYLE}{THEME_RULES}{_HEAD_RULES}{_LEVEL_RULES}{_BODY_RULES}"
-"""The whole style of the page; the later of two rules of the same specificity counts."""
+"""The whole style of the page. Of two rules of the same specificity, the later one counts."""
 
 SCRIPT: Final = """\
 (() => {
@@ -249,12 +249,12 @@ SCRIPT: Final = """\
 """
 """Shows times in the reader's zone and values under the pointer or by arrow keys, copies commands,
 switches the theme, and reloads the page regularly to replace changed elements. The scroll position,
-the focus, a selection, opened lines and a value under the pointer stay.
+the focus, a selection, opened lines and a value under the pointer do not change.
 """
 
 
 def _hash(text: str) -> str:
-    """Return a text's hash as a Content-Security-Policy names it."""
+    """Return a text's hash as a Content-Security-Policy contains it."""
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
@@ -273,7 +273,8 @@ _ICONS: Final = {
     Level.WARNING: ("#8a5a00", "<path d='M8 3v6M8 11v2' stroke='#fff' stroke-width='2'/>"),
     Level.ALARM: ("#b42318", "<path d='M4 4l8 8M12 4l-8 8' stroke='#fff' stroke-width='2'/>"),
 }
-"""The colour of each level's icon, and its shape, for people who do not see the colour."""
+"""The colour and the shape of each level's icon. The shape is for people who do not see the colour.
+"""
 
 
 def build_icon(level: Level) -> str:

@@ -14,7 +14,7 @@ from vllm_headroom.units import DAY_SECONDS, HOUR_SECONDS
 from vllm_headroom.vocabulary import CONTROLS
 
 Point = tuple[float, float | None]
-"""Seconds and a value; None where it is unknown."""
+"""Seconds and a value; the value is None if it is unknown."""
 
 Curve = tuple[Sequence[float], Sequence[float | None]]
 """Ordered times, and the value at each."""
@@ -56,7 +56,7 @@ svg .edge{fill:var(--alarm);fill-opacity:.15}
 svg path,svg line{vector-effect:non-scaling-stroke}
 svg text{fill:var(--dim);font:13px system-ui,sans-serif}
 """)
-"""Colours in light and dark mode; each text has a contrast of at least 4.5."""
+"""Colours in light and dark mode. Each text has a contrast of at least 4.5."""
 
 
 def escape_text(text: str) -> str:
@@ -67,11 +67,11 @@ def escape_text(text: str) -> str:
 _INNER_SPACE: Final = re.compile(
     r"(?<=\d) (?=(?:d|h|min|s|[KMGTP]?i?B)\b|%)|(?<=\d [dh]) (?=\d)|(?<=\d min) (?=\d+ s\b)"
 )
-"""A space within a size, a share or a duration, such as those of "5 h 34 min"."""
+"""A space within a size, a share or a duration, such as those in "5 h 34 min"."""
 
 
 def render_text(text: str) -> str:
-    """Return text escaped for HTML, whose sizes, shares and durations no line break cuts."""
+    """Return text escaped for HTML, in which no line break cuts a size, a share or a duration."""
     return _INNER_SPACE.sub("\N{NO-BREAK SPACE}", escape_text(text))
 
 
@@ -81,15 +81,16 @@ forecast's end.
 """
 
 SCALE_QUANTILE: Final = 0.9
-"""The quantile of the values that sets the scale. It is not the highest value, because the card is
-empty for minutes while an engine starts."""
+"""The quantile of the values that sets the scale. The highest value is not used, because the card
+is empty for minutes while an engine starts.
+"""
 
 
 GRID_PARTS: Final = 4
 """Our choice: grid lines divide the height of a figure into this many parts."""
 
 ROUND_DIGITS: Final = (1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 7.5, 8.0, 10.0)
-"""The first digits of round numbers: their quarters, halves and multiples are easy to read."""
+"""The first digits of round numbers, whose quarters, halves and multiples are easy to read."""
 
 TICK_SECONDS: Final = (
     *(60.0 * minutes for minutes in (1, 2, 5, 10, 15, 30)),
@@ -99,13 +100,13 @@ TICK_SECONDS: Final = (
 """Distances of ticks that are familiar from a clock or a calendar."""
 
 MOST_TICKS: Final = 6
-"""Our choice: with more, their texts would touch on a phone of 390 pixels."""
+"""Our choice: with more ticks, their texts would touch on a phone of 390 pixels."""
 
 
 def find_top(values: Iterable[float | None], *, limit: float | None = None) -> float:
     """Return the top value of a picture of free memory, at most `limit`; 1 without values.
 
-    Values from short times in which a card is empty may lie above it.
+    If a card is empty for a short time, its values may lie above the top.
     """
     ordered = sorted(value for value in values if value is not None)
     if not ordered:
@@ -145,7 +146,7 @@ class Forecast(Struct, frozen=True, kw_only=True):
     seconds: float
     """The time from `begin` until the value is zero."""
     earliest_seconds: float | None = None
-    """The lower bound of `seconds`; None where unknown."""
+    """The lower bound of `seconds`; None if unknown."""
 
 
 def build_curve(points: Iterable[Point]) -> Curve:
@@ -159,8 +160,8 @@ def build_curve(points: Iterable[Point]) -> Curve:
 def thin_curve(curve: Curve, columns: int, *, begin: float = -inf) -> list[LinePoints]:
     """Return the curve from the time `begin` on, thinned to two points for each of `columns`.
 
-    The two are the lowest and the highest point of the column, in the order of their times. A
-    column without a known value ends a stretch. Empty where no value is known.
+    These are the lowest and the highest point of the column, in the order of their times. If a
+    column has no known value, the stretch ends there. The result is empty if no value is known.
     """
     times, values = curve
     # `times` and `values` have a point for each minute of a day, so thinning keeps the page small.
@@ -171,10 +172,10 @@ def thin_curve(curve: Curve, columns: int, *, begin: float = -inf) -> list[LineP
     for column_start in range(start, len(values), column_size):
         column: Sequence[Any] = values[column_start : column_start + column_size]
         known_values = column
-        if has_gaps:  # copying the columns of a day without gaps would cost time
+        if has_gaps:  # For a day without gaps, copying the columns would only cost time.
             known_values = [value for value in column if value is not None]
         if known_values:
-            # Both extremes of a column, because an average would hide short peaks.
+            # Both extremes of a column are kept, because an average would hide short peaks.
             lowest_place = column.index(min(known_values))
             highest_place = column.index(max(known_values))
             for place in sorted({lowest_place, highest_place}):
@@ -188,7 +189,7 @@ def thin_curve(curve: Curve, columns: int, *, begin: float = -inf) -> list[LineP
 def draw_line(frame: Frame, stretches: Iterable[LinePoints], *, kind: str) -> str:
     """Return a line through each stretch, of class `kind` in STYLE; empty without a stretch.
 
-    A stretch of one point is a dot.
+    A stretch of one point is drawn as a dot.
     """
     path = "".join(_draw_path(frame, stretch) for stretch in stretches)
     return f'<path class="{kind}" d="{path}"/>' if path else ""
@@ -220,7 +221,7 @@ def draw_zero(frame: Frame) -> str:
 def draw_mark(frame: Frame, seconds: float, *, kind: str = "mark") -> str:
     """Return a vertical line at a time, of class `kind` in STYLE.
 
-    Empty where the time is outside the frame.
+    Returns an empty text if the time is outside the frame.
     """
     if not frame.begin <= seconds <= frame.end:
         return ""
@@ -263,7 +264,7 @@ def list_ticks(begin: float, end: float) -> list[float]:
 def draw_forecast(frame: Frame, forecast: Forecast) -> str:
     """Return the forecast's line to zero; shade the area between it and the earliest line to zero.
 
-    Both are cut off at the end of the frame.
+    Both lines are cut off at the end of the frame.
     """
     begin = (forecast.begin, forecast.value)
     likely_end = _find_end(frame, forecast, forecast.seconds)
@@ -287,7 +288,7 @@ def draw_forecast(frame: Frame, forecast: Forecast) -> str:
 def _find_end(frame: Frame, forecast: Forecast, seconds: float) -> tuple[float, float]:
     """Return where a line ends that goes from the forecast's start to zero within `seconds`.
 
-    That is at zero, or where the line leaves the frame.
+    The line ends at zero, or where it leaves the frame.
     """
     share = 1.0
     if seconds > 0:
@@ -303,14 +304,14 @@ def _draw_path(frame: Frame, stretch: Sequence[tuple[float, float]]) -> str:
     path = f"M{'L'.join(points)}"
     if len(stretch) > 1:
         return path
-    return f"{path}h.1"  # browsers do not draw a line without length
+    return f"{path}h.1"  # Browsers do not draw a line without length.
 
 
 def draw_picture(frame: Frame, shapes: Iterable[str], *, title: str, stretch: bool = True) -> str:
     """Return the SVG picture of the shapes in a frame.
 
     `title` is for screen readers. With `stretch` the picture fills a box of any proportions, which
-    distorts texts in it.
+    distorts texts in the picture.
     """
     ratio = ' preserveAspectRatio="none"' if stretch else ""
     return (

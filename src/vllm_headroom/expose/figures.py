@@ -24,22 +24,22 @@ from vllm_headroom.units import (
 from vllm_headroom.vocabulary import Level, Situation
 
 MOST_COLUMNS: Final = 480
-"""The columns of all curves together. A column has two points of 10 characters each, so all columns
-take 10 kB, and the page stays below 90 kB.
+"""All curves together have this many columns. A column has two points of 10 characters each, so all
+columns take 10 kB, and the page stays below 90 kB.
 """
 
 EDGE_PERCENT: Final = 4
-"""Our choice: a tick this close to an edge has no text. Moved into the plot, the text would stand
-under another time.
+"""Our choice: a tick this close to an edge has no text. If the text were moved into the plot, it
+would stand under another time.
 """
 
 LEAST_COLUMNS: Final = 32
-"""Our choice: the fewest columns of one curve. With fewer, the course of a day would not be
-visible.
+"""Our choice: one curve has at least this many columns. With fewer columns, the course of a day
+would not be visible.
 """
 
 MOST_DRAWN_GPUS: Final = 16
-"""Our choice: how many GPUs have a figure; further GPUs have only verdicts and rows in tables."""
+"""Our choice: this many GPUs have a figure. Further GPUs have only verdicts and rows in tables."""
 
 LEGEND: Final = (
     ("line", "free", "free memory"),
@@ -50,16 +50,18 @@ LEGEND: Final = (
     ("mark", "at", "an alarm"),
     ("now", "now", "now"),
 )
-"""Each kind of shape: its class in a picture, the class of its sample in the legend, and its
+"""For each kind of shape: its class in a picture, the class of its sample in the legend, and its
 meaning.
 """
 
 MOST_CLOCK_SECONDS: Final = 4 * DAY_SECONDS
-"""A figure of more than this has ticks of whole days (see TICK_SECONDS): the clock says nothing."""
+"""If a figure covers more than this, its ticks are whole days (see TICK_SECONDS), because the time
+of day has no meaning there.
+"""
 
 PAST_FACTOR: Final = 3
 """Our choice: next to a forecast, the picture shows at most this many times the forecast's length
-of the past, so that the forecast takes at least a quarter of the width.
+of the past. So the forecast takes at least a quarter of the width.
 """
 
 FUTURE_FACTOR: Final = 2
@@ -72,30 +74,30 @@ RANGES: Final = {
     "24h": DAY_SECONDS,
     "7d": 7 * DAY_SECONDS,
 }
-"""How much of the past a reader can choose to see, by name. The history has a week."""
+"""The parts of the past that a reader can choose to see, by name. The history covers a week."""
 
 
 class _Room(Struct, frozen=True, kw_only=True):
     """The free memory of a GPU or of the host over time, and its forecast."""
 
     subject: str
-    """Its name in verdicts."""
+    """The name of the GPU or host in verdicts."""
     name: str
     """The model of a GPU; empty for the host."""
     rank: int
     """The place of its verdict among all verdicts; 0 is the worst."""
     free_curve: Curve
-    """Never empty."""
+    """The curve of free memory, which is never empty."""
     peak_curve: Curve
-    """The free memory at the peaks of use; empty where unknown, as for the host."""
+    """The free memory at the peaks of use; empty if unknown, as for the host."""
     free_bytes: int | None
-    """The free memory now; None where unknown."""
+    """The free memory now; None if unknown."""
     total_bytes: int
-    """0 where unknown."""
+    """The total memory; 0 if unknown."""
     left_seconds: float | None
-    """The time until nothing is free; None where no growth is found."""
+    """The time until nothing is free; None if no growth is found."""
     earliest_seconds: float | None
-    """The lower bound of `left_seconds`; None where unknown."""
+    """The lower bound of `left_seconds`; None if unknown."""
 
 
 class _Figure(Struct, frozen=True, kw_only=True):
@@ -111,9 +113,9 @@ def draw_figures(
     """Yield at most three pieces of HTML: the worst figure, the load, and all other figures.
 
     Each GPU of the engine, and the host, has a figure if it has a curve. The figure with the worst
-    verdict is large and has the legend. The load has the same time axis, and is left out if it has
-    fewer than two points. Nothing is yielded without a curve. `past_seconds` is how much of the
-    past is shown; if None, as much as fits the curve and its forecast.
+    verdict is large and has the legend. The load has the same time axis. It is left out if it has
+    fewer than two points. If there is no curve, nothing is yielded. `past_seconds` is how much of
+    the past is shown. If it is None, as much is shown as fits the curve and its forecast.
     """
     now = snapshot.time_seconds
     columns = _count_columns(view, snapshot)
@@ -150,7 +152,7 @@ def _count_columns(view: View, snapshot: Snapshot) -> int:
 
 
 def _list_rooms(view: View, snapshot: Snapshot, past_seconds: float | None) -> Iterator[_Room]:
-    """Yield the free memory of each GPU of the engine, and of the host, where it has a curve."""
+    """Yield the free memory of each GPU of the engine, and of the host, if it has a curve."""
     ranks = {verdict.subject: rank for rank, verdict in enumerate(view.verdicts)}
     for gpu in snapshot.owned_gpus[:MOST_DRAWN_GPUS]:
         free_curve = view.history.read_curve(f"free {gpu.reading.uuid}", past_seconds)
@@ -160,7 +162,7 @@ def _list_rooms(view: View, snapshot: Snapshot, past_seconds: float | None) -> I
             yield _build_gpu_room(view, gpu.reading, rank, free_curve, peak_curve)
     host_curve = view.history.read_curve("host", past_seconds)
     if host_curve[0]:
-        # The host's figure is first where its verdict is the worst, and last otherwise.
+        # If the host's verdict is the worst, its figure comes first. Otherwise it comes last.
         rank = 0 if ranks.get("host memory") == 0 else len(ranks)
         yield _build_host_room(view, snapshot.host, rank, host_curve)
 
@@ -168,7 +170,7 @@ def _list_rooms(view: View, snapshot: Snapshot, past_seconds: float | None) -> I
 def _build_gpu_room(
     view: View, gpu: GpuReading, rank: int, free_curve: Curve, peak_curve: Curve
 ) -> _Room:
-    """Return the free memory of a GPU, with its forecast where memory grows."""
+    """Return the free memory of a GPU, with a forecast if memory grows."""
     free_bytes = None
     total_bytes = 0
     if gpu.memory is not None:
@@ -200,8 +202,8 @@ def _build_host_room(view: View, host: HostMemory | None, rank: int, free_curve:
     }
     left_seconds = None
     earliest_seconds = None
-    # Growth that a configured pool explains ends at the pool's size, so a line to zero would be
-    # wrong.
+    # If a configured pool explains the growth, it ends at the pool's size, so a line to zero would
+    # be wrong.
     if situations != {Situation.FILLING}:
         left_seconds = view.values.value(catalog.HOST_TIME_TO_OOM)
         earliest_seconds = view.values.value(catalog.HOST_TIME_TO_OOM_LOWER)
@@ -221,7 +223,7 @@ def _build_host_room(view: View, host: HostMemory | None, rank: int, free_curve:
 def _draw_room(
     view: View, room: _Room, now: float, past_seconds: float | None, columns: int
 ) -> _Figure:
-    """Return the figure of free memory and its peaks, with the forecast where known."""
+    """Return the figure of free memory and its peaks, with the forecast if it is known."""
     begin = room.free_curve[0][0] if past_seconds is None else now - past_seconds
     end = now
     forecast = None
@@ -240,20 +242,20 @@ def _draw_room(
     past = svg.thin_curve(room.free_curve, columns, begin=begin)
     peaks = svg.thin_curve(room.peak_curve, columns, begin=begin)
     if past and room.free_bytes is not None:
-        # The curve has one point a minute; this point joins it to the present value.
+        # The curve has one point a minute. This point joins the curve to the present value.
         past[-1].append((now, room.free_bytes))
     usual_top = svg.find_top(
         (value for stretch in past for _, value in stretch),
         limit=None if room.free_bytes is None else room.total_bytes,
     )
-    # The present free memory is never cut off, even of an engine that has just fallen asleep.
+    # The present free memory is never cut off, even for an engine that has just fallen asleep.
     top = max(usual_top, room.free_bytes or 0, 1)
     # In MiB, the scale of a small memory is readable too.
     unit = GIB if top >= GIB else MIB
     frame = Frame(begin=begin, end=end, top=svg.round_top(top, unit))
     ticks = svg.list_ticks(begin, end)
     shapes = [
-        # In this order, because later shapes cover earlier ones.
+        # The shapes are in this order, because later shapes cover earlier ones.
         svg.draw_grid(frame, ticks),
         svg.draw_curve(frame, past),
         svg.draw_line(frame, peaks, kind="peak"),
@@ -270,7 +272,7 @@ def _draw_room(
         total = format_size(room.total_bytes)
         caption = f"{format_size(room.free_bytes)} of {total} free"
     highest = max((value for stretch in past for _, value in stretch), default=0)
-    # Otherwise the reader would look for memory that the picture does not show.
+    # Without this text, the reader would look for memory that the picture does not show.
     if highest > frame.top:
         caption += f"; up to {format_size(highest)} earlier, above the picture"
     if len(past) > 1:
@@ -289,17 +291,17 @@ def _draw_room(
 def _choose_past(known_seconds: float, left_seconds: float) -> float:
     """Return how much of the past to show beside a forecast of `left_seconds`.
 
-    `known_seconds` of the past are known. Past and future have the same scale, so a long past is
-    cut where the forecast is short.
+    `known_seconds` is how much of the past is known. Past and future have the same scale, so a long
+    past is cut if the forecast is short.
     """
     forecast_seconds = MARGIN * max(left_seconds, 1.0)
-    # At least an hour, because the curve has one point a minute.
+    # At least an hour is shown, because the curve has one point a minute.
     most_past_seconds = max(HOUR_SECONDS, PAST_FACTOR * forecast_seconds)
     return min(max(known_seconds, HOUR_SECONDS), most_past_seconds)
 
 
 def _list_alarm_times(view: View, room: _Room) -> Iterator[float]:
-    """Yield the times of all alarms, without those of other GPUs."""
+    """Yield the times of all alarms, except those of other GPUs."""
     for event in view.history.events:
         is_of_this_gpu = event.text.startswith(f"{room.subject} ")
         is_of_no_gpu = not event.text.startswith("GPU ")
@@ -312,8 +314,8 @@ def _render_plot(
 ) -> str:
     """Return a picture with the texts of its axes; `ticks` are times.
 
-    The page's script reads the values of the curve from the picture's path, with the help of the
-    `data-` attributes.
+    The page's script reads the values of the curve from the picture's path. The `data-` attributes
+    have the scale.
     """
     if is_in_bytes:
         unit = "B"
@@ -341,13 +343,15 @@ def _format_level(top_bytes: float, quarter: int) -> str:
 
 
 def _render_tick(frame: Frame, seconds: float) -> str:
-    """Return the text of a time below its line; empty where it would reach beyond the plot."""
-    # In percent of the width, because the texts lie outside of the stretched picture.
+    """Return the text of a time below its line; empty if it would reach beyond the plot."""
+    # The position is in percent of the width, because the texts lie outside of the stretched
+    # picture.
     percent = 100 * frame.x(seconds) / frame.width
     if not EDGE_PERCENT <= percent <= 100 - EDGE_PERCENT:
         return ""
     text = _format_tick(seconds)
-    # In the reader's zone, no midnight of UTC is one: the script then shows the day all the same.
+    # In the reader's zone, no tick at a midnight of UTC is at midnight. The script then shows the
+    # day nevertheless.
     is_of_days = frame.end - frame.begin > MOST_CLOCK_SECONDS
     day = " data-day" if is_of_days else ""
     return (
@@ -363,7 +367,7 @@ def _format_tick(seconds: float) -> str:
 
 
 def _render_end(now: float, forecast: Forecast | None, end: float) -> str:
-    """Return when memory is full, earliest first; empty without a forecast."""
+    """Return when memory is full, the earliest time first; empty without a forecast."""
     if forecast is None:
         return ""
     likely_seconds = now + forecast.seconds
@@ -379,7 +383,7 @@ def _render_end(now: float, forecast: Forecast | None, end: float) -> str:
 
 
 def sum_running(view: View) -> float | None:
-    """Return the running requests of all engines now; None where they are unknown."""
+    """Return the running requests of all engines now; None if they are unknown."""
     running = view.values.find_all(catalog.ENGINE_RUNNING).values()
     return sum(running) if running else None
 
@@ -399,10 +403,10 @@ def _draw_load(
         end = above.end
     stretches = svg.thin_curve(running_curve, columns, begin=begin)
     if stretches and running_now is not None:
-        # As in the figures of memory, the curve reaches to what the page says now.
+        # As in the figures of memory, the curve continues to the present value of the page.
         stretches[-1].append((now, running_now))
     most_running = max((value for stretch in stretches for _, value in stretch), default=1.0)
-    # Never 0, not even for an idle engine, because the frame needs a height.
+    # The top is never 0, not even for an idle engine, because the frame needs a height.
     top = svg.round_top(MARGIN * most_running or 1.0, 1.0)
     frame = Frame(begin=begin, end=end, top=top, height=40.0)
     span = f"from {format_instant(begin)} to {format_instant(now)}"

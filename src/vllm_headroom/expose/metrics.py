@@ -25,9 +25,9 @@ from vllm_headroom.vocabulary import MetricType
 class HeadroomCollector(Collector):
     """Turns the published samples into families, without I/O; never raises.
 
-    `published` returns the samples of the newest tick, None before the first. `list_others` returns
-    samples from elsewhere. `build` has the labels of the build: version, revision and Python
-    version.
+    `published` returns the samples of the newest tick, or None before the first tick. `list_others`
+    returns samples from elsewhere. `build` has the labels of the build: version, revision and
+    Python version.
     """
 
     def __init__(
@@ -93,12 +93,12 @@ _END_LINE: Final = b"# EOF\n"
 """The last line of a page in OpenMetrics."""
 
 _FASTEST_LEVEL: Final = 1
-"""gzip's fastest level: compressing a page of eight GPUs takes 60 us, and shrinks it to a sixth."""
+"""gzip's fastest level. It compresses a page of eight GPUs in 60 us, to a sixth of its size."""
 
 _MOST_FORMATS: Final = 3
-"""How many formats of the newest page are cached. There are two formats, and a scraper also chooses
-a version and an escaping scheme. With the longest names that an engine can have, a page takes 8
-MiB.
+"""This many formats of the newest page are cached. There are two formats, but a scraper also
+chooses a version and an escaping scheme. With the longest names that an engine can have, a page
+takes 8 MiB.
 """
 
 _HEADERS: Final[tuple[Header, ...]] = (NO_SNIFF, NO_STORE, ("Vary", "Accept, Accept-Encoding"))
@@ -117,7 +117,7 @@ class _EncodedFamily(Struct, frozen=True):
 
     def replace_values(self, samples: list[Sample]) -> "_EncodedFamily":
         """Return the family with the values of `samples`, which are of the same series."""
-        # A line per sample follows the comments, and ends with the value.
+        # After the comments there is one line per sample, which ends with the value.
         lines = self.text.split(b"\n")
         first = len(lines) - 1 - len(samples)
         for index, sample in enumerate(samples, start=first):
@@ -141,9 +141,10 @@ class MetricsPage:
         """The families of the last page, by content type and the metric's name."""
 
     def __call__(self, request: Request) -> Response:
-        """Return the page, or the families that the query names.
+        """Return the page.
 
-        The request's headers choose the format and the encoding.
+        If the query names families, return only these. The request's headers choose the format and
+        the encoding.
         """
         encode, content_type = _choose_encoder(request.headers.get("accept", ""))
         names = parse_qs(request.query).get("name[]")
@@ -153,7 +154,7 @@ class MetricsPage:
             body = self._build_page(encode, content_type)
         headers = _HEADERS
         if _is_gzip_accepted(request.headers.get("accept-encoding", "")):
-            # mtime=0, so that the same page gives the same bytes.
+            # mtime=0 is set so that the same page gives the same bytes.
             body = gzip.compress(body, _FASTEST_LEVEL, mtime=0)
             headers = (*_HEADERS, ("Content-Encoding", "gzip"))
         return Response(status=200, body=body, content_type=content_type, headers=headers)
@@ -179,7 +180,8 @@ class MetricsPage:
         page = self._pages[content_type]
         if published is None:
             return page
-        # The page was encoded at an earlier scrape: replace the sample's age by the current one.
+        # The page was encoded at an earlier scrape, so the sample's age in it is replaced by the
+        # current age.
         age_seconds = self._collector.age_seconds(published)
         age_line = f"\n{catalog.SAMPLE_AGE.name} {age_seconds!r}"
         return _AGE_LINE.sub(age_line.encode(), page, count=1)
@@ -194,7 +196,8 @@ class MetricsPage:
                 text = encode(_Families([_build_family(metric, samples)]))
                 # Only the last families, those of the process, end the page with this line.
                 families[metric.name] = _EncodedFamily(samples, text.removesuffix(_END_LINE))
-            # Mostly only values change: encoding the family again takes ten times as long.
+            # Usually only values change. Encoding the family again takes ten times as long as
+            # replacing the values.
             elif encoded.samples != samples:
                 families[metric.name] = encoded.replace_values(samples)
             parts.append(families[metric.name].text)
@@ -203,7 +206,7 @@ class MetricsPage:
 
 
 class _Families(Struct):
-    """Some families, as the encoders take them."""
+    """Some families, in the form that the encoders take."""
 
     families: Iterable[Family]
 
@@ -215,14 +218,14 @@ class _Families(Struct):
 def _choose_encoder(accept: str) -> tuple[Encode, str]:
     """Return the encoder and the content type that an Accept header requests.
 
-    The defaults apply to an empty header, and to one that is not ASCII or not valid.
+    If the header is empty, is not ASCII or is not valid, the defaults are returned.
     """
     if not accept.isascii():
         return choose_encoder("")
     choices = [choice for choice in accept.split(",") if not _is_refused(choice)]
     try:
         return choose_encoder(",".join(choices))
-    except TypeError:  # the library cannot compare a version such as 1.0.0-beta
+    except TypeError:  # The library cannot compare a version such as 1.0.0-beta.
         return choose_encoder("")
 
 

@@ -39,7 +39,7 @@ class EngineView(Struct, frozen=True, kw_only=True):
 
 
 class OtherEngine(Struct, frozen=True, kw_only=True):
-    """An engine that is not watched, and why, as a clause."""
+    """An engine that is not watched, and the reason, as a clause."""
 
     name: EngineName
     problem: str
@@ -55,13 +55,13 @@ class NodeView(Struct, frozen=True, kw_only=True):
     own_sidecar: tuple[OtherEngine, ...]
     unreadable: tuple[OtherEngine, ...]
     seconds: float | None
-    """When the newest tick began, since the epoch; None before the first."""
+    """When the newest tick began, in seconds since the epoch; None before the first tick."""
     age_seconds: float = 0.0
     stall_reason: str | None = None
     """Why the sampling loop is unhealthy; None while it is healthy."""
 
     def sort_engines(self) -> list[EngineView]:
-        """Return the engines, the worst level first, then the worst situation, then by name."""
+        """Return the engines: the worst level first, then the worst situation, then by name."""
         levels = tuple(Level)
         situations = tuple(Situation)
         return sorted(
@@ -112,9 +112,10 @@ def respond_node_metrics(
     metrics: Handler,
     find_metrics: Callable[[EngineName], Handler],
 ) -> Response:
-    """Return the metrics of all engines or, with a query, of one, as from its own sidecar.
+    """Return the metrics of all engines.
 
-    `metrics` answers for all engines; `find_metrics` returns the handler for one engine.
+    With a query, return those of one engine, as from its own sidecar. `metrics` answers for all
+    engines; `find_metrics` returns the handler for one engine.
     """
     wanted = _read_wanted(request)
     if wanted is None:
@@ -147,7 +148,7 @@ def build_node_document(view: NodeView) -> dict[str, Any]:
 
 
 def _describe_name(name: EngineName) -> dict[str, str | None]:
-    """Return an engine's name as the snapshot's JSON has it; null where a part is not known."""
+    """Return an engine's name as the snapshot's JSON has it; a part is null if it is not known."""
     return {
         "namespace": name.namespace,
         "pod": name.pod,
@@ -166,7 +167,7 @@ def _describe_other(other: OtherEngine) -> dict[str, str | None]:
 
 
 def _read_wanted(request: Request) -> str | None:
-    """Return the engine's name in the query; None without one."""
+    """Return the engine's name in the query; None if there is none."""
     return next(iter(parse_qs(request.query).get(QUERY, ())), None)
 
 
@@ -198,7 +199,8 @@ def render_node(view: NodeView) -> str:
         reason = escape_text(view.stall_reason)
         stall = f"<p class=notice>The daemon does not sample: {reason}; all below is old.</p>"
     links = DOT.join(f'<a href="{path}">{path}</a>' for path in LINKED_PATHS)
-    # No more often than a person can read the page, and than there are new samples.
+    # The page is reloaded no more often than a person can read it, and no more often than there are
+    # new samples.
     refresh_seconds = max(MIN_REFRESH_SECONDS, round(view.interval_seconds))
     engine_count = "1 engine" if len(engines) == 1 else f"{len(engines)} engines"
     return (
@@ -240,15 +242,18 @@ def _count_levels(engines: list[EngineView]) -> str:
 def _render_engine(engine: EngineView) -> str:
     """Return a line with an engine's worst verdict, its number, and the link to its page.
 
-    An alarm, a warning and an engine that cannot be read have also since when, and what to do.
+    For an alarm, a warning and an engine that cannot be read, the line also has since when, and
+    what to do.
     """
     worst = engine.view.shown_verdicts[0]
     name = escape_text(engine.name.text)
-    # The longest name, which is distinct even if two containers of a pod run an engine each.
+    # The longest name is used, because it is distinct even if two containers of a pod run an engine
+    # each.
     link = f"/?{QUERY}={quote(list_engine_names(engine.name)[-1], safe='')}"
     sentence = render_text(worst.sentence)
     number, caption = find_key_figure(engine.view, worst)
-    # Most sentences have the number already, of a range both ends, and one of exits their count.
+    # Most sentences already contain the number. For a range they contain both ends, and for exits
+    # their count.
     is_in_sentence = all(part in worst.sentence for part in number.split(" to "))
     if not is_in_sentence and worst.situation is not Situation.CRASH_LOOP:
         sentence += f" {render_text(number)} {render_text(caption)}."

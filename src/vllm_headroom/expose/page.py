@@ -27,13 +27,13 @@ _HEADERS: Final[tuple[Header, ...]] = (
     ("Content-Security-Policy", POLICY),
 )
 MIN_REFRESH_SECONDS: Final = 5
-"""The shortest time between two loads of the page: a person needs time to read it."""
+"""The shortest time between two loads of the page, because a person needs time to read it."""
 
 FOLDED_GPUS: Final = 3
-"""At least this many GPUs in the same situation are folded into one line."""
+"""If at least this many GPUs are in the same situation, they are folded into one line."""
 
 SHOWN_EVENTS: Final = 10
-"""Our choice: how many of the newest events the page lists. The snapshot has all."""
+"""Our choice: the page lists this many of the newest events. The snapshot lists all events."""
 
 DOT: Final = " \N{MIDDLE DOT} "
 LINKED_PATHS: Final = ("/metrics", "/snapshot.json", "/healthz", "/readyz")
@@ -41,7 +41,7 @@ LINKED_PATHS: Final = ("/metrics", "/snapshot.json", "/healthz", "/readyz")
 
 
 RANGE_QUERY: Final = "range"
-"""The name of the query that chooses how much of the past the figures show."""
+"""The name of the query parameter that chooses how much of the past the figures show."""
 
 
 def respond_html(page: str) -> Response:
@@ -57,7 +57,7 @@ def respond_html(page: str) -> Response:
 def render_page(view: View, query: str = "") -> str:
     """Return the HTML page, which one script keeps up to date.
 
-    `query` is the query of the request; its parameter `range` chooses how much of the past the
+    `query` is the query of the request. Its parameter `range` chooses how much of the past the
     figures show.
     """
     worst = view.shown_verdicts[0]
@@ -67,7 +67,7 @@ def render_page(view: View, query: str = "") -> str:
     verdicts = _render_verdicts(view)
     sections = "".join(_render_sections(view, query))
     links = _render_links()
-    # The script reads from this attribute of the body how often to reload the page.
+    # From this attribute of the body, the script reads how often to reload the page.
     refresh_seconds = max(MIN_REFRESH_SECONDS, round(view.interval_seconds))
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
@@ -101,7 +101,7 @@ def _render_header(view: View) -> str:
 
 
 def render_age(seconds: float | None, age_seconds: float, version: str) -> str:
-    """Return when the newest sample was read, None before the first, and the version."""
+    """Return the version, and when the newest sample was read; None before the first sample."""
     sample_time = "the start"
     age = ""
     if seconds is not None:
@@ -146,7 +146,7 @@ HEADLINES: Final = {
     Situation.STRANDED: "KV cache held by no request",
     Situation.FILLING: "{subject} filling as configured",
 }
-"""What is shown large, where it is not the subject and the name of the situation."""
+"""The large text for a situation, if it is not the subject and the name of the situation."""
 
 
 SUBJECT_HEADLINES: Final = {"sidecar": "sidecar blind", "gates": "gate closed"}
@@ -160,7 +160,8 @@ def _render_headline(view: View, worst: Verdict) -> str:
     if len(alike_gpus) > 1:
         subject = f"{len(alike_gpus)} GPUs"
     text = HEADLINES.get(worst.situation, f"{{subject}} {worst.situation.replace('_', ' ')}")
-    # HEALTHY with an unknown level means that nothing is wrong, but a leak was not judged yet.
+    # HEALTHY with an unknown level means that nothing is wrong, but that it was not judged yet
+    # whether there is a leak.
     if worst.situation is Situation.HEALTHY and worst.level is Level.GOOD:
         text = "all healthy"
     elif worst.situation is Situation.HEALTHY and worst.level is Level.UNKNOWN:
@@ -219,16 +220,19 @@ DURATION_SITUATIONS: Final = frozenset(
         Situation.STARTING,
     }
 )
-"""Situations whose number is a duration already: the headline has only the time it began."""
+"""Situations whose number is already a duration. The headline then has only the time at which the
+situation began.
+"""
 
 
 def render_since(view: View, worst: Verdict) -> str:
-    """Return since when a situation holds; empty where that is unknown, or where all is well."""
+    """Return since when a situation holds; empty if that is unknown, or if all is well."""
     if worst.situation is Situation.HEALTHY or view.snapshot is None:
         return ""
     verdict = worst
     if worst.situation is Situation.CRASH_LOOP:
-        # Since when the engine is down matters more than since when it is a loop.
+        # For a crash loop, the time since when the engine is down matters more than the time since
+        # when it is a loop.
         verdict = _find_down(view) or worst
     start = _find_start(view, verdict)
     if start is None:
@@ -254,10 +258,10 @@ def _find_down(view: View) -> Verdict | None:
 
 
 def _find_start(view: View, verdict: Verdict) -> VerdictStart | None:
-    """Return since when a verdict holds; None where that is unknown.
+    """Return since when a verdict holds; None if that is unknown.
 
-    A stall begins with the last progress and a start with the process, so that the time agrees
-    with the page's number. Both are before the first sample that has the verdict.
+    A stall begins with the last progress, and a start begins with the process, so that the time
+    agrees with the page's number. Both times are before the first sample that has the verdict.
     """
     start = view.find_start(verdict)
     began_seconds = None
@@ -286,7 +290,7 @@ def _list_details(view: View, worst: Verdict) -> Iterator[str]:
 
 
 def _compare_starts(view: View) -> str:
-    """Return how long earlier starts took, and how much of the longest is left for this one."""
+    """Return how long earlier starts took, and how much of the longest is left for this start."""
     durations_seconds = view.history.start_durations_seconds
     longest_seconds = max(durations_seconds)
     shortest = format_duration(min(durations_seconds))
@@ -335,10 +339,10 @@ NO_INCIDENT_ADVICE: Final = (
 """What to do after an exit without an incident on disk."""
 
 NEVER_SEEN_ADVICE: Final = "Start the engine, or correct HEADROOM_ENGINE_URL."
-"""What to do where no engine was ever seen."""
+"""What to do if no engine was ever seen."""
 
 UNJUDGED_ADVICE: Final = "Nothing yet: a leak shows only after some minutes of load."
-"""What to do where nothing is wrong, but a leak is not judged yet."""
+"""What to do if nothing is wrong, but it was not judged yet whether there is a leak."""
 
 URGENT_ADVICE: Final = (
     "Restart it now: move its traffic away first if there is time. Keep the figures for a bug"
@@ -350,13 +354,15 @@ NO_BURST_ADVICE: Final = (
     "Now: reduce the load, or restart with a lower --gpu-memory-utilization. The next burst may end"
     " the engine."
 )
-"""What to do where an engine over its budget leaves less than a burst takes."""
+"""What to do if an engine over its budget leaves less than a burst takes."""
 
 LOGIN_ADVICE: Final = (
     "Give the sidecar a login that may read the engine's page: vllm-headroom doctor prints the line"
     " to add."
 )
-"""What to do where the engine's server answers, but refuses its page for want of a login."""
+"""What to do if the engine's server answers, but refuses its page because the login is missing or
+wrong.
+"""
 
 EXIT_SITUATIONS: Final = frozenset({Situation.CRASH_LOOP, Situation.DOWN})
 """Situations that begin with an exit, which the newest incident explains."""
@@ -378,7 +384,7 @@ PURPOSES: Final = {
     "postmortem": "prints the cause and its evidence",
     "smoke": "sends one short request, and prints whether it is answered",
 }
-"""What each of these commands does, to read before it is run."""
+"""What each of these commands does, for people to read before they run it."""
 
 
 def _was_never_seen(view: View, worst: Verdict) -> bool:
@@ -424,7 +430,10 @@ def _is_login_missing(view: View) -> bool:
 
 
 def _advise_on_neighbours(view: View, worst: Verdict) -> str:
-    """Return what to do about other processes on a GPU; a single one is named where possible."""
+    """Return what to do about other processes on a GPU.
+
+    If there is only one, it is named if possible.
+    """
     pids = _list_neighbours(view, worst)
     # Memory that an exited engine left is not a neighbour's.
     if worst.alert != NEIGHBOUR_ALERT or len(pids) != 1:
@@ -450,11 +459,13 @@ ADVISERS: Final[Mapping[Situation, Callable[[View, Verdict], str]]] = {
     Situation.BLIND: _advise_on_blindness,
     Situation.HEALTHY: _advise_while_unjudged,
 }
-"""What finds the advice in a situation; in any other it is the situation's action."""
+"""The functions that find the advice, by situation. In any other situation the advice is the
+situation's action.
+"""
 
 
 def find_advice(view: View, worst: Verdict) -> str:
-    """Return the first thing to do in a situation, among what this page can point to."""
+    """Return the first thing to do in a situation, with what this page can refer to."""
     if _was_never_seen(view, worst):
         return NEVER_SEEN_ADVICE
     adviser = ADVISERS.get(worst.situation)
@@ -464,7 +475,7 @@ def find_advice(view: View, worst: Verdict) -> str:
 
 
 def _find_command(view: View, worst: Verdict) -> str | None:
-    """Return the command that explains a situation further; None where there is none."""
+    """Return the command that explains a situation further; None if there is none."""
     if _was_never_seen(view, worst):
         return COMMANDS[Situation.BLIND]
     if worst.situation in EXIT_SITUATIONS and view.last_incident is not None:
@@ -485,7 +496,7 @@ def _render_explained(view: View, worst: Verdict) -> str:
 
 
 def _render_command(command: str | None) -> str:
-    """Return a command with a button that copies it; empty without one.
+    """Return a command with a button that copies it; empty if there is no command.
 
     The script shows the button only if the browser allows copying.
     """
@@ -516,8 +527,8 @@ WITHOUT_ROOM: Final = frozenset(
 def find_key_figure(view: View, worst: Verdict) -> tuple[str, str]:
     """Return the number that matters most in a situation, and its caption; both may be empty.
 
-    Where that number is unknown, and in a situation without one, it is the free memory of the
-    fullest GPU, if that matters.
+    If this number is unknown, or the situation has none, return the free memory of the fullest GPU,
+    provided that it matters.
     """
     number = NUMBERS.get(worst.situation, find_no_number)(view, worst)
     if number is not None:
@@ -533,7 +544,7 @@ KeyFigure = tuple[str, str]
 
 
 def find_no_number(_view: View, _worst: Verdict) -> KeyFigure | None:
-    """Return None: the situation has no number."""
+    """Return None, because the situation has no number."""
     return None
 
 
@@ -621,7 +632,7 @@ def _measure_bound(view: View, _worst: Verdict) -> KeyFigure | None:
 
 
 def _measure_since(view: View, worst: Verdict) -> KeyFigure | None:
-    """Return for how long a verdict holds; None where that is unknown."""
+    """Return for how long a verdict has held; None if that is unknown."""
     start = view.find_start(worst)
     if start is None or view.snapshot is None:
         return None
@@ -650,11 +661,11 @@ NUMBERS: Final[Mapping[Situation, Callable[[View, Verdict], KeyFigure | None]]] 
     Situation.FILLING: _measure_bound,
     Situation.STARTING: _measure_start,
 }
-"""What finds the number of a situation; it returns None where the number is unknown."""
+"""The functions that find the number, by situation. They return None if the number is unknown."""
 
 
 def _find_free_memory(values: Values) -> tuple[str, str]:
-    """Return the free memory of the fullest GPU, and a caption; both empty where none is known."""
+    """Return the free memory of the fullest GPU, and a caption; both empty if none is known."""
     free_bytes = values.find_all(catalog.GPU_MEMORY_FREE)
     if not free_bytes:
         return "", ""
@@ -671,10 +682,10 @@ def _find_free_memory(values: Values) -> tuple[str, str]:
 
 
 def _render_verdicts(view: View) -> str:
-    """Return the verdicts after the worst one, which the hero shows.
+    """Return the verdicts after the worst one, which stands at the top of the page.
 
-    If many GPUs share the situation of the worst verdict, they are folded into one line that can be
-    opened. So are the healthy GPUs.
+    If many GPUs share the situation of the worst verdict, they are folded into one line, which the
+    reader can open. Healthy GPUs are folded in the same way.
     """
     worst, *others = view.shown_verdicts
     contradictions = _find_contradictions(view)
@@ -685,9 +696,10 @@ def _render_verdicts(view: View) -> str:
 
 
 def _find_contradictions(view: View) -> list[Verdict]:
-    """Return the verdict that the engine is healthy, where another one is its alarm or warning.
+    """Return the verdict that the engine is healthy, if another one is its alarm or warning.
 
-    An engine in a crash loop serves between two exits: a line in green would take the alarm back.
+    In a crash loop an engine serves between two exits. A green line would then contradict the
+    alarm.
     """
     of_engine = [verdict for verdict in view.shown_verdicts if verdict.subject == "engine"]
     if not any(verdict.level in (Level.ALARM, Level.WARNING) for verdict in of_engine):
@@ -700,7 +712,7 @@ def _fold_gpus(
 ) -> tuple[list[Verdict], str]:
     """Return the verdicts that are not folded, and the line of the folded GPUs.
 
-    The GPUs in `situation` are folded. Where there are few of them, all verdicts are returned with
+    The GPUs in `situation` are folded. If there are few such GPUs, all verdicts are returned with
     an empty line.
     """
     folded = [
@@ -710,7 +722,7 @@ def _fold_gpus(
     ]
     if len(folded) < FOLDED_GPUS:
         return verdicts, ""
-    # A few lines are read faster than unfolded.
+    # A reader reads a few lines faster than they can be opened.
     unfolded = [verdict for verdict in verdicts if verdict not in folded]
     summary = _summarize_gpus(view, folded)
     level = folded[0].level
@@ -720,7 +732,7 @@ def _fold_gpus(
 
 
 def _render_list(view: View, verdicts: list[Verdict]) -> str:
-    """Return the verdicts as a list; empty without any."""
+    """Return the verdicts as a list; empty if there are none."""
     if not verdicts:
         return ""
     lines = "".join(_render_sentence(view, verdict) for verdict in verdicts)
@@ -745,7 +757,7 @@ def _summarize_gpus(view: View, verdicts: list[Verdict]) -> str:
 
 
 def _find_lowest_free(view: View, subjects: set[str]) -> int | None:
-    """Return the least free memory on the GPUs of these verdicts; None where it is unknown."""
+    """Return the least free memory on the GPUs of these verdicts; None if it is unknown."""
     if view.snapshot is None:
         return None
     gpus = [gpu for gpu in view.snapshot.owned_gpus if gpu.reading.display_name in subjects]
@@ -788,7 +800,7 @@ def _render_sections(view: View, query: str) -> Iterator[str]:
 def _render_figures(view: View, snapshot: Snapshot, query: str) -> Iterator[str]:
     """Yield the links that choose how much of the past is shown, and the figures.
 
-    Nothing without figures.
+    If there are no figures, nothing is yielded.
     """
     options = dict(parse_qsl(query))
     # Other query parameters, such as `engine`, stay in the links.

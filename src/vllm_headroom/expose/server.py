@@ -23,46 +23,47 @@ from vllm_headroom.units import to_datetime
 log = Log(__name__)
 
 MOST_HEAD_BYTES: Final = 16 * 2**10
-"""The longest head of a request that is read. Prometheus sends 300 bytes, and a browser that sends
-the cookies of its host a few thousand.
+"""At most this much of the head of a request is read. Prometheus sends 300 bytes, and a browser
+that sends the cookies of its host sends a few thousand bytes.
 """
 
 MOST_CONNECTIONS: Final = 256
-"""The most connections at once; a sidecar has few scrapers. To make room for another one, the
-connection that has waited longest for its client is closed, or the oldest handshake or password
-check is cancelled.
+"""At most this many connections are open at once. A sidecar has few scrapers. For one more
+connection, the server closes the connection that has waited longest for its client, or cancels the
+oldest handshake or password check.
 """
 
 SLOW_CLIENT_SECONDS: Final = 1.0
-"""A client that has not read its whole answer after this time counts as idle, like a client that
-sends nothing."""
+"""If a client has not read its whole answer after this time, it counts as idle, like a client that
+sends nothing.
+"""
 
 SOCKET_BUFFER_BYTES: Final = 64 * 2**10
-"""The size that is set for each of a connection's two kernel buffers; the kernel doubles it. With
+"""Each of a connection's two kernel buffers is set to this size, and the kernel doubles it. With
 the default size, 2.5 MB of unread answers would count against the container's limit, and a slow
 client would look idle.
 """
 
 ACCEPT_RETRY_SECONDS: Final = 0.1
-"""Our choice: the pause after a connection that could not be accepted."""
+"""Our choice: the server pauses for this time after a connection that could not be accepted."""
 
 SWEEP_SECONDS: Final = 2.0
-"""Our choice: how often connections are searched for clients that take too long."""
+"""Our choice: once in this time, the server looks for clients that take too long."""
 
 SHORT_PREFIXES: Final = ("/healthz", "/readyz", "/gate/")
-"""The prefixes of paths whose requests are short and do not wait for scrapes: a kubelet waits a
+"""The prefixes of paths whose requests are short and do not wait for scrapes. A kubelet waits a
 second for an answer, and restarts the container after some failures.
 """
 
 DRAIN_SECONDS: Final = 0.5
-"""How long scrapes in progress may take after the stop. The whole exit may take one second."""
+"""After the stop, scrapes in progress may take this long. The whole exit may take one second."""
 
 DRAIN_CHECK_SECONDS: Final = 0.01
 """Our choice: how often the stopping server checks whether all clients have their answer."""
 
 AUTHORITY: Final = re.compile(r"^https?://[^/?]*", re.IGNORECASE)
-"""The scheme and host that a client sends before the path if it takes the daemon for a proxy.
-Servers must accept them (RFC 9112, 3.2.2).
+"""The scheme and host that a client sends before the path if it mistakes the daemon for a proxy. A
+server must accept them (RFC 9112, 3.2.2).
 """
 
 
@@ -73,10 +74,10 @@ class Phase(Enum):
     HEAD.
     """
 
-    HEAD = auto()  # the client's request
-    TURN = auto()  # the request's turn
-    SENDING = auto()  # the client that takes the answer
-    IDLE = auto()  # the client's next request
+    HEAD = auto()  # It waits for the client's request.
+    TURN = auto()  # It waits for the request's turn.
+    SENDING = auto()  # It waits for the client to take the answer.
+    IDLE = auto()  # It waits for the client's next request.
 
 
 CLIENT_PATIENCE_SECONDS: Final = {
@@ -85,29 +86,32 @@ CLIENT_PATIENCE_SECONDS: Final = {
     Phase.SENDING: 10.0,
     Phase.IDLE: 90.0,
 }
-"""How long a connection may stay in each phase. The time in TURN includes the password check. The
-limit for IDLE is long, so that Prometheus, which usually scrapes at least once a minute, keeps its
-connection.
+"""A connection may stay in each phase for this time. The time in TURN includes the password check.
+The limit for IDLE is long, so that Prometheus keeps its connection. It usually scrapes at least
+once a minute.
 """
 
 
 class Connection(asyncio.Protocol):
-    """An HTTP/1.1 connection by h11; it does not read while a request waits for its turn."""
+    """An HTTP/1.1 connection by h11.
+
+    It does not read while a request waits for its turn.
+    """
 
     def __init__(self, server: "Server") -> None:
         self.certificate: dict[str, object] | None = None
-        """The client's verified certificate; None without one."""
+        """The client's verified certificate; None if there is none."""
         self.address = ""
-        """The client's address; empty where it is unknown."""
+        """The client's address; empty if it is unknown."""
         self._server = server
         self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=MOST_HEAD_BYTES)
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
-        """None before the connection is made and after it is lost."""
+        """The transport; None before the connection is made and after it is lost."""
         self._is_abandoned = False
-        """Whether opening it was cancelled."""
+        """Whether opening the connection was cancelled."""
         self._is_blocked = False
-        """Whether the client has not received everything that was written yet."""
+        """Whether the client has not received everything yet that was written."""
         self._method = b""
         """The method of the current request; empty for a request that is refused."""
         self._enter(Phase.HEAD)
@@ -122,8 +126,8 @@ class Connection(asyncio.Protocol):
             transport.abort()
             return
         # With these limits, `pause_writing` is called for any byte that the client does not
-        # receive. high=0 would not do, because uvloop's TLS then also pauses a connection that has
-        # nothing to send.
+        # receive. high=0 is not used, because with it uvloop's TLS also pauses a connection that
+        # has nothing to send.
         transport.set_write_buffer_limits(high=1, low=0)
         self._transport = transport
         self.certificate = transport.get_extra_info("peercert")
@@ -135,7 +139,7 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Process received bytes."""
         self._http.receive_data(data)
-        # The time limit for a request counts from its first byte, not from the last answer.
+        # The time limit for a request counts from its first byte, and not from the last answer.
         if self.phase is Phase.IDLE:
             self._enter(Phase.HEAD)
         if self.phase is Phase.HEAD:
@@ -144,8 +148,8 @@ class Connection(asyncio.Protocol):
     def _read_request(self) -> None:
         """Take the next request from the received bytes, and queue it with the server.
 
-        Do nothing while the request is incomplete. Refuse bytes that are not HTTP. Close the
-        connection if the client has closed its side.
+        If the request is incomplete, nothing happens. If the bytes are not HTTP, the request is
+        refused. If the client has closed its side, the connection is closed.
         """
         if self._transport is None:
             return
@@ -179,7 +183,7 @@ class Connection(asyncio.Protocol):
         headers = [
             ("Content-Type", answer.content_type),
             ("Content-Length", str(len(answer.body))),
-            # RFC 9110, 6.6.1: a server with a clock has to send it.
+            # RFC 9110, 6.6.1: a server with a clock has to send the date.
             ("Date", format_datetime(to_datetime(time.time()), usegmt=True)),
             *answer.headers,
         ]
@@ -209,16 +213,16 @@ class Connection(asyncio.Protocol):
             self._finish_exchange()
 
     def _finish_exchange(self) -> None:
-        """Wait for the next request on this connection, or close it where it cannot be reused.
+        """Wait for the next request on this connection, or close it if it cannot be reused.
 
-        If the next request has been received already, it is read.
+        If the next request was received already, it is read.
         """
         transport = self._transport
         if transport is None or transport.is_closing():
             return
         # h11 starts the next cycle only after the whole request was read.
         self._skip_body()
-        # A connection whose state is unknown, as after an error, is closed.
+        # If the state of a connection is unknown, as after an error, the connection is closed.
         is_reusable = self._http.our_state is h11.DONE and self._http.their_state is h11.DONE
         if not is_reusable:
             transport.close()
@@ -247,7 +251,7 @@ class Connection(asyncio.Protocol):
 
     @property
     def is_answering(self) -> bool:
-        """Return whether its client has sent a request and is waiting for the answer."""
+        """Return whether the client has sent a request and waits for the answer."""
         return self.phase in (Phase.TURN, Phase.SENDING)
 
     def is_idle(self, now_seconds: float) -> bool:
@@ -273,7 +277,7 @@ class Connection(asyncio.Protocol):
 
 def _build_request(event: h11.Request) -> Request:
     """Return the request without its body; the values of a repeated header are joined by commas."""
-    # As latin-1, which decodes any byte, so that a request cannot fail here.
+    # latin-1 decodes any byte, so a request cannot fail here.
     target = AUTHORITY.sub("", event.target.decode("latin-1"))
     path, _, query = target.partition("?")
     headers: dict[str, str] = {}
@@ -291,8 +295,8 @@ def _build_request(event: h11.Request) -> Request:
 def find_connection_limit() -> int:
     """Return how many connections there may be: at most MOST_CONNECTIONS, at least 1.
 
-    If the process may open few files, it is a quarter of their number, because the sources and the
-    state need files too.
+    If the process may open only few files, the result is a quarter of their number, because the
+    sources and the state need files too.
     """
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if descriptors == resource.RLIM_INFINITY:
@@ -303,12 +307,13 @@ def find_connection_limit() -> int:
 class Server:
     """Answers requests with `handler`, which must be fast.
 
-    With a `door`, only admitted requests are answered: a connection is admitted by its certificate
-    when it is opened, and each of its requests by its login. Then the request waits in a queue.
+    With a `door`, only admitted requests are answered. A connection is admitted by its certificate
+    when it is opened, and each of its requests is admitted by its login. An admitted request waits
+    in a queue.
 
     Between two answers the event loop runs once, so that sampling waits for at most one answer.
-    There is a queue of short requests and one of all others. The queues take turns, so that neither
-    blocks the other.
+    There is one queue of short requests and one of all others. The queues take turns, so that
+    neither blocks the other.
     """
 
     def __init__(self, handler: Handler, door: Door | None = None) -> None:
@@ -319,7 +324,7 @@ class Server:
         self._queue: deque[tuple[Connection, Request]] = deque()
         self._has_work = asyncio.Event()
         self._admissions: dict[asyncio.Task[None], None] = {}
-        """Handshakes and password checks in progress, the oldest first."""
+        """The handshakes and password checks in progress, the oldest first."""
 
     async def serve(self, listener: socket.socket) -> None:
         """Serve on the socket until cancelled, then answer received requests for DRAIN_SECONDS.
@@ -335,7 +340,7 @@ class Server:
         if self._door is not None:
             tasks.append(asyncio.create_task(self._door.watch(self._drop_all)))
         try:
-            # No task ends by itself, so the first one to end has failed.
+            # No task ends by itself, so the first task that ends has failed.
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
             for task in done:
                 task.result()
@@ -353,7 +358,7 @@ class Server:
         """Wait until all received requests are answered, for at most DRAIN_SECONDS."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(DRAIN_SECONDS):
-                await asyncio.sleep(0)  # the accepting task ends
+                await asyncio.sleep(0)  # In this turn of the loop, the accepting task ends.
                 while any(  # noqa: ASYNC110 - no event exists
                     connection.is_answering for connection in self.connections
                 ):
@@ -370,7 +375,7 @@ class Server:
         while True:
             try:
                 client, _ = await loop.sock_accept(listener)
-            except OSError:  # no file descriptor is left, or the client has left
+            except OSError:  # No file descriptor is left, or the client has left.
                 await asyncio.sleep(ACCEPT_RETRY_SECONDS)
                 continue
             # Without a door there is no handshake that could take long.
@@ -383,7 +388,10 @@ class Server:
             self._start_admission(self._open(client))
 
     async def _open(self, client: socket.socket) -> None:
-        """Make a connection of an accepted socket, after the handshake where there is TLS."""
+        """Make a connection of an accepted socket.
+
+        If there is TLS, this happens after the handshake.
+        """
         tls = None if self._door is None else self._door.loaded.tls
         handshake_seconds = None if tls is None else CLIENT_PATIENCE_SECONDS[Phase.HEAD]
         connection = Connection(self)
@@ -394,10 +402,11 @@ class Server:
         except asyncio.CancelledError:
             connection.abandon()
             raise
-        except OSError:  # TLS failed or took too long: any client can cause it, so it is not logged
+        # TLS failed or took too long. Any client can cause this, so it is not logged.
+        except OSError:
             client.close()
         except Exception:
-            log.exception("a connection could not be opened")  # only its client is affected
+            log.exception("a connection could not be opened")  # Only this client is affected.
             client.close()
 
     def _start_admission(self, work: Coroutine[Any, Any, None]) -> None:
@@ -407,10 +416,10 @@ class Server:
         task.add_done_callback(lambda done: self._admissions.pop(done, None))
 
     def add(self, connection: Connection) -> None:
-        """Add a new connection; drop it where its certificate does not admit it.
+        """Add a new connection; drop it if its certificate does not admit it.
 
-        Where there are too many, drop the connection that is idle for longest or, if none is idle,
-        the one that is longest in its phase.
+        If there are too many connections, drop the one that is idle for longest. If none is idle,
+        drop the one that is longest in its phase.
         """
         if self._door is not None and not self._door.is_admitted(connection.certificate):
             connection.drop()
@@ -457,7 +466,7 @@ class Server:
                         await asyncio.sleep(0)
 
     def _answer(self, connection: Connection, request: Request) -> None:
-        """Answer a request; where the handler raises, log the error and answer with status 500."""
+        """Answer a request; if the handler raises, log the error and answer with status 500."""
         try:
             answer = self._handler(request)
             if self._door is not None:
@@ -486,17 +495,18 @@ class Server:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket; raises OSError when the address cannot be bound.
+    """Return a listening socket.
 
-    An empty `host` means every interface, IPv4 and IPv6 where the machine has both.
+    Raises OSError if the address cannot be bound. If `host` is empty, it means every interface,
+    with IPv4 and IPv6 if the machine has both.
     """
     listener = None
     if not host and socket.has_dualstack_ipv6():
-        with contextlib.suppress(OSError):  # IPv6 may be compiled in but switched off
+        with contextlib.suppress(OSError):  # IPv6 may be compiled in but switched off.
             listener = socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
     if listener is None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, port), family=family)
-    for buffer in (socket.SO_SNDBUF, socket.SO_RCVBUF):  # connections inherit them
+    for buffer in (socket.SO_SNDBUF, socket.SO_RCVBUF):  # Connections inherit these options.
         listener.setsockopt(socket.SOL_SOCKET, buffer, SOCKET_BUFFER_BYTES)
     return listener

@@ -12,7 +12,7 @@ from vllm_headroom.expose.view import CURVE_STEP_SECONDS, History, LastIncident,
 from vllm_headroom.model import Metric, Snapshot, Values, find_worst_level
 
 STATE_LABEL: Final = "state"
-"""The last label of a metric that has a series for each state; the current state's series is 1."""
+"""The last label of a metric that has a series for each state. The current state's series is 1."""
 
 LIST_LABELS: Final[Mapping[str, tuple[str, ...]]] = {
     "gpus": catalog.GPU_LABELS,
@@ -47,7 +47,10 @@ DOCUMENT_METRICS: Final = tuple(
 
 
 def respond_snapshot(view: View) -> Response:
-    """Return the document as an answer; an unknown value is null, never 0."""
+    """Return the document as an answer.
+
+    In it, an unknown value is null, and never 0.
+    """
     body = json.dumps(build_document(view)).encode()
     return Response(status=200, body=body, content_type="application/json")
 
@@ -87,7 +90,7 @@ def _build_problems(snapshot: Snapshot) -> list[dict[str, Any]]:
 
 
 def _build_incident(incident: LastIncident | None) -> dict[str, Any] | None:
-    """Return the last incident for JSON; None without one."""
+    """Return the last incident for JSON; None if there is none."""
     if incident is None:
         return None
     return {
@@ -106,7 +109,7 @@ def _build_list(values: Values, list_name: str) -> list[dict[str, Any]]:
     entry_labels: dict[tuple[str, ...], None] = {}
     for metric in metrics:
         for labels in values.find_all(metric):
-            # The first two labels name the GPU or the engine; a dict keeps their order.
+            # The first two labels name the GPU or the engine. A dict keeps their order.
             entry_labels[labels[:2]] = None
     entries = []
     for labels in entry_labels:
@@ -121,7 +124,7 @@ def _build_history(values: Values, history: History) -> dict[str, Any]:
     """Return the curves of the last day and the newest events, for JSON."""
 
     def list_points(name: str) -> list[tuple[float, float | None]]:
-        # JSON has no NaN: minutes without a value are None.
+        # JSON has no NaN, so minutes without a value are None.
         times, curve_values = history.read_curve(name)
         return list(zip(times, curve_values, strict=True))
 
@@ -149,7 +152,7 @@ def _build_history(values: Values, history: History) -> dict[str, Any]:
 def build_key(metric: Metric, list_name: str | None) -> str:
     """Return a metric's key at the top of the document, or in the entries of the list of this name.
 
-    That is its name without `headroom_`, and in a list without `gpu_` or `engine_`.
+    It is the metric's name without `headroom_`, and in a list also without `gpu_` or `engine_`.
     """
     key = metric.name.removeprefix("headroom_")
     if list_name is None:
@@ -160,18 +163,19 @@ def build_key(metric: Metric, list_name: str | None) -> str:
 def _read_fact(values: Values, metric: Metric, labels: tuple[str, ...]) -> Any:  # noqa: ANN401 - any value of JSON
     """Return a metric's value for JSON; `labels` are the values of its first labels.
 
-    None where the metric has no series with these labels. What is returned depends on the labels
-    of the metric besides `labels`:
+    Returns None if the metric has no series with these labels. What is returned depends on the
+    labels of the metric besides `labels`:
     - none: the value;
     - an info metric: an object of these labels by their names;
     - only the state: the current state;
-    - others and the state: an object from the values of the others to the current state;
-    - others: an object from their values to the metric's values.
+    - other labels and the state: an object from the values of the other labels to the current
+      state;
+    - other labels: an object from their values to the metric's values.
     """
     more_label_names = metric.labels[len(labels) :]
     if not more_label_names:
         return values.value(metric, *labels)
-    # The labels that do not name the entry.
+    # These are the labels that do not name the entry.
     series = {
         series_labels[len(labels) :]: value
         for series_labels, value in values.find_all(metric).items()
@@ -194,7 +198,7 @@ def _read_fact(values: Values, metric: Metric, labels: tuple[str, ...]) -> Any: 
 def _read_info(
     label_names: tuple[str, ...], series: Iterable[tuple[str, ...]]
 ) -> dict[str, str] | None:
-    """Return the label values of the first series, by label name; None without a series."""
+    """Return the label values of the first series, by label name; None if there is no series."""
     for labels in series:
         return dict(zip(label_names, labels, strict=True))
     return None

@@ -16,24 +16,32 @@ NOT_KNOWN: Final = "not known"
 
 
 LEAST_SHOWN_MS: Final = 0.1
-"""Our choice: a shorter time would be shown as 0.0."""
+"""Our choice: a shorter time is not shown, because it would be shown as 0.0."""
 
 
 class Cell(Struct, frozen=True):
-    """A cell of a table; with a level it is in bold, in the colour of the level."""
+    """A cell of a table.
+
+    With a level, its text is bold and has the colour of the level.
+    """
 
     text: str
     level: Level | None = None
 
 
 class Table(Struct, frozen=True, kw_only=True):
-    """A table as plain data; the first cell of a row is its heading."""
+    """A table as plain data.
+
+    The first cell of a row is the row's heading.
+    """
 
     title: str
     columns: tuple[str, ...]
     rows: tuple[tuple[Cell, ...], ...]
     kind: str = "figures"
-    """Its class in the page's style: `figures` are aligned to the right, `words` to the left."""
+    """The table's class in the page's style: `figures` are aligned to the right, `words` to the
+    left.
+    """
 
 
 def list_tables(values: Values, snapshot: Snapshot) -> tuple[Table, ...]:
@@ -69,7 +77,7 @@ PEAK_SAFE_SIZES: Final = {
 
 
 def _list_peak_tables(values: Values) -> tuple[Table, ...]:
-    """Return the table of peaks by the kind of work; no table where the probe measures none."""
+    """Return the table of peaks by the kind of work; no table if the probe measures none."""
     rows = tuple(_list_peaks(values))
     if not rows:
         return ()
@@ -107,7 +115,7 @@ HOLDERS: Final = ("engine", "other", "unattributed")
 def _list_gpus(values: Values) -> Iterator[tuple[Cell, ...]]:
     """Yield a row for each visible GPU: its name and owner, and who holds its memory."""
     for gpu, uuid, name, attribution in values.find_all(catalog.GPU_INFO):
-        # The name of a MIG instance may contain the short form of its UUID already.
+        # The name of a MIG instance may already contain the short form of its UUID.
         part = find_part(uuid)
         number = gpu if part in name else f"{gpu} {part}"
         owner = f"the engine (by {attribution})" if attribution else "not the engine"
@@ -124,7 +132,7 @@ def _list_gpus(values: Values) -> Iterator[tuple[Cell, ...]]:
 
 
 def _build_roles(values: Values, snapshot: Snapshot) -> Table:
-    """Return the table of host memory, with torch's pinned memory where the probe reports it."""
+    """Return the table of host memory, with torch's pinned memory if the probe reports it."""
     pinned_bytes = _sum_pinned(snapshot)
     pinned_columns = ("pinned by torch",) if pinned_bytes else ()
     return Table(
@@ -148,7 +156,7 @@ def _sum_pinned(snapshot: Snapshot) -> dict[str, int]:
 def _list_roles(values: Values, pinned_bytes: Mapping[str, int]) -> Iterator[tuple[Cell, ...]]:
     """Yield a row for each role of the engine's processes: host memory, leak and growth.
 
-    `pinned_bytes` is by role; without any, the rows have no cell for it.
+    `pinned_bytes` is by role. If it is empty, the rows have no cell for it.
     """
     for (role,), resident_bytes in values.find_all(catalog.HOST_MEMORY).items():
         swapped_bytes = values.value(catalog.HOST_SWAP, role)
@@ -177,7 +185,7 @@ ENGINE_COLUMNS: Final[tuple[tuple[str, Metric, str], ...]] = (
     ("prefix hits, 5 min", catalog.ENGINE_PREFIX_HIT_RATIO, "{:.1%}"),
     ("more requests fit", catalog.ENGINE_ADDITIONAL_REQUESTS, "{:.0f}"),
 )
-"""A column's title, the metric that it shows and the value's format."""
+"""For each column: its title, the metric that it shows and the value's format."""
 
 
 def _list_engines(values: Values) -> Iterator[tuple[Cell, ...]]:
@@ -191,7 +199,7 @@ def _list_engines(values: Values) -> Iterator[tuple[Cell, ...]]:
 
 
 def _list_sources(values: Values, snapshot: Snapshot) -> Iterator[tuple[Cell, ...]]:
-    """Yield a row for each configured source: when it was read, or why it could not be."""
+    """Yield a row for each configured source: when it was read, or why it could not be read."""
     failures = {str(failure.source): failure for failure in snapshot.failures}
     for (source,), up in values.find_all(catalog.SOURCE_UP).items():
         read_seconds = values.value(catalog.SOURCE_READ_SECONDS, source)
@@ -206,7 +214,7 @@ def _list_sources(values: Values, snapshot: Snapshot) -> Iterator[tuple[Cell, ..
         elif success_seconds is None:
             last_success = "never"
         else:
-            # Not negative where the clock was set back between the two.
+            # The age is not negative, even if the clock was set back in between.
             age_seconds = max(0.0, snapshot.time_seconds - success_seconds)
             last_success = f"{format_duration(age_seconds)} before"
         yield (
@@ -219,9 +227,9 @@ def _list_sources(values: Values, snapshot: Snapshot) -> Iterator[tuple[Cell, ..
 
 
 def render_table(table: Table) -> str:
-    """Return a collapsible table, which is open if it has an alarm; empty without rows.
+    """Return a table that can be folded, and is open if it has an alarm; empty without rows.
 
-    A column in which every cell is empty is left out.
+    If every cell of a column is empty, the column is left out.
     """
     if not table.rows:
         return ""

@@ -4,6 +4,9 @@ from vllm_headroom.units import format_instant, to_datetime
 
 
 def render_time(seconds: float) -> str:
-    """Return a time element of seconds since the epoch: its text is UTC, to the second."""
+    """Return a time element of seconds since the epoch.
+
+    Its text is UTC, to the second.
+    """
     machine_time = to_datetime(seconds).strftime("%Y-%m-%dT%H:%M:%SZ")
     return f'<time datetime="{machine_time}">{format_instant(seconds)}</time>'

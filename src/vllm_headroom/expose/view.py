@@ -25,31 +25,35 @@ CURVE_STEP_SECONDS: Final = 60
 """The time between two points of a curve."""
 
 CURVE_POINTS: Final = 1440
-"""The points of a day. The day's curves of eight GPUs take 109 kB, and 146 kB on disk."""
+"""The number of points of a day. The day's curves of eight GPUs take 109 kB, and 146 kB on disk."""
 
 WEEK_STEP_MINUTES: Final = 10
-"""The minutes between two points of a week's curve: a week of minutes would take ten times the
-memory, and a picture has fewer columns than a thousand."""
+"""The minutes between two points of a week's curve. A week with a point per minute would take ten
+times the memory, and a picture has fewer columns than a thousand.
+"""
 
 WEEK_POINTS: Final = 7 * 24 * 60 // WEEK_STEP_MINUTES
-"""The points of a week. The week's curves of eight GPUs take 77 kB, and 102 kB on disk."""
+"""The number of points of a week. The week's curves of eight GPUs take 77 kB, and 102 kB on disk.
+"""
 
 MOST_MINUTES_BACK: Final = 5
-"""How far the clock may be set back without losing the history: until the clock has caught up,
-samples are added to the newest minute.
+"""If the clock is set back by no more than this, the history is kept. Until the clock has caught
+up, samples are added to the newest minute.
 """
 
 MOST_CURVE_GPUS: Final = 64
-"""Our choice: how many GPUs, or parts of GPUs, have curves."""
+"""Our choice: at most this many GPUs, or parts of GPUs, have curves."""
 
 MOST_CURVES: Final = 2 * MOST_CURVE_GPUS + 3
-"""Two curves for each GPU, and those of the host, the running requests and the KV cache."""
+"""There are two curves for each GPU, and those of the host, the running requests and the KV cache.
+"""
 
 MOST_HISTORY_EVENTS: Final = 50
-"""Our choice: how many events are kept. The page shows the newest ten, the snapshot all."""
+"""Our choice: this many events are kept. The page shows the newest ten, and the snapshot shows all.
+"""
 
 MOST_STARTS: Final = 5
-"""Our choice: of how many starts of the engine the durations are kept."""
+"""Our choice: the durations of this many starts of the engine are kept."""
 
 FLOAT_TYPECODE: Final = "f"
 """The type of a curve's values: four bytes, exact to 8 KiB at 80 GiB."""
@@ -59,15 +63,15 @@ class HistoryEvent(Struct, frozen=True, kw_only=True):
     """A verdict that is new at a sample."""
 
     seconds: float
-    """The time of the sample, since the epoch."""
+    """The time of the sample, in seconds since the epoch."""
     level: Level
     text: str
     """The verdict's sentence."""
 
 
 VerdictKey = tuple[str, Level, str | None]
-"""The subject of a verdict, its level, and its alert. Without an alert, the third is the state of
-the engine for a verdict on the engine, and None for any other verdict.
+"""The subject of a verdict, its level, and its alert. If there is no alert, the third value is the
+state of the engine for a verdict on the engine, and None for any other verdict.
 """
 
 
@@ -76,9 +80,9 @@ class VerdictStart(Struct, frozen=True, kw_only=True):
 
     key: VerdictKey
     seconds: float
-    """The time of the first sample that had it, since the epoch."""
+    """The time of the first sample that had the verdict, in seconds since the epoch."""
     is_exact: bool
-    """False where that was the first sample of all: it may have held before."""
+    """False if that was the first sample of all, because the verdict may have held before."""
 
 
 class SavedHistory(Struct, frozen=True, kw_only=True):
@@ -89,30 +93,37 @@ class SavedHistory(Struct, frozen=True, kw_only=True):
     curves: dict[str, bytes] = field(default_factory=dict)
     """A day's values of each curve, as floats of 32 bits, by the curve's name."""
     week_curves: dict[str, bytes] = field(default_factory=dict)
-    """The same of a week."""
+    """The values of a week, in the same form."""
     events: tuple[HistoryEvent, ...] = ()
     verdict_starts: tuple[VerdictStart, ...] | None = None
-    """The verdicts of the last sample; None before the first."""
+    """The verdicts of the last sample; None before the first sample."""
     start_durations_seconds: tuple[float, ...] = ()
     """How long the engine's last starts took, the oldest first."""
 
 
 class _Rings:
-    """The curves of the newest `points` steps. A curve is a ring of floats; NaN is no value."""
+    """The curves of the newest `points` steps.
+
+    A curve is a ring of floats. NaN means that there is no value.
+    """
 
     def __init__(self, step_minutes: int, points: int) -> None:
         self._step_minutes = step_minutes
         self._points = points
         self._newest_step: int | None = None
-        """The step of the newest minute, counted since the epoch; None before the first."""
+        """The step of the newest minute, counted since the epoch; None before the first minute."""
         self.curves: dict[str, array[float]] = {}
-        """By name. The value of a step is at the place of its number modulo the points."""
+        """The curves by name. The value of a step is at the place of its number modulo the points.
+        """
 
     def move_to(self, minute: int) -> None:
-        """Make this the newest minute; steps that were left out have no value."""
+        """Make this the newest minute.
+
+        Steps that were left out have no value.
+        """
         step = minute // self._step_minutes
         newest_step = step if self._newest_step is None else self._newest_step
-        # After a pause longer than the ring, each point of it is cleared once.
+        # After a pause longer than the ring, each point of the ring is cleared once.
         first_step = max(newest_step, step - self._points) + 1
         skipped_steps = range(first_step, step + 1)
         for curve in self.curves.values():
@@ -121,7 +132,10 @@ class _Rings:
         self._newest_step = step
 
     def add(self, name: str, value: float, choose: Callable[[float, float], float]) -> None:
-        """Add a value to a curve's newest step; `choose` returns which of two values stays."""
+        """Add a value to a curve's newest step.
+
+        If the step has a value, `choose` picks which of the two is kept.
+        """
         if name not in self.curves:
             self.curves[name] = array(FLOAT_TYPECODE, [nan]) * self._points
         curve = self.curves[name]
@@ -132,7 +146,7 @@ class _Rings:
             curve[slot] = choose(curve[slot], value)
 
     def read(self, name: str) -> Curve:
-        """Return one curve from its first known value on; empty where nothing is known."""
+        """Return one curve from its first known value on; empty if nothing is known."""
         ring = self.curves.get(name)
         newest_step = self._newest_step
         if ring is None or newest_step is None:
@@ -141,8 +155,8 @@ class _Rings:
         start = oldest_step % self._points
         floats = (ring[start:] + ring[:start]).tolist()
         values: Sequence[float | None] = floats
-        # Fast path: usually no value is missing. An infinite value, such as for a page with 1e39
-        # requests, counts as missing.
+        # This is the fast path: usually no value is missing. An infinite value, such as for a page
+        # with 1e39 requests, counts as missing.
         if not isfinite(sum(floats)):
             values = [value if isfinite(value) else None for value in floats]
         unknown_points = next(
@@ -161,7 +175,10 @@ class _Rings:
         return {name: curve.tobytes() for name, curve in self.curves.items()}
 
     def restore(self, saved: dict[str, bytes], minute: int | None) -> None:
-        """Continue saved curves at their newest minute; those of another length are left out."""
+        """Continue saved curves at their newest minute.
+
+        Curves of another length are left out.
+        """
         self._newest_step = None if minute is None else minute // self._step_minutes
         curve_bytes = self._points * array(FLOAT_TYPECODE).itemsize
         self.curves = {
@@ -179,14 +196,15 @@ class _Rings:
 class History:
     """The curves of the last day and week, the newest events, and how long starts took.
 
-    A day's curve has a point for each minute, a week's for each ten minutes. The curves are the
-    lowest free memory of each GPU, the same at the peaks between two samples, the lowest free
-    memory of the host, the highest number of running requests, and the highest use of a KV cache.
+    A day's curve has a point for each minute, and a week's curve for each ten minutes. The curves
+    are the lowest free memory of each GPU, the same at the peaks between two samples, the lowest
+    free memory of the host, the highest number of running requests, and the highest use of a KV
+    cache.
     """
 
     def __init__(self) -> None:
         self.events: tuple[HistoryEvent, ...] = ()
-        """The oldest event first."""
+        """The events, the oldest first."""
         self.start_durations_seconds: tuple[float, ...] = ()
         """How long the engine's last starts took, the oldest first."""
         self._minute: int | None = None
@@ -194,9 +212,9 @@ class History:
         self._day = _Rings(1, CURVE_POINTS)
         self._week = _Rings(WEEK_STEP_MINUTES, WEEK_POINTS)
         self._verdict_starts: dict[VerdictKey, VerdictStart] | None = None
-        """The verdicts of the last sample; None before the first."""
+        """The verdicts of the last sample; None before the first sample."""
         self._state: EngineState | None = None
-        """The state of the engine at the last sample; None where unknown."""
+        """The state of the engine at the last sample; None if unknown."""
 
     def step(
         self,
@@ -207,8 +225,8 @@ class History:
     ) -> None:
         """Add one tick, with the running requests and the use of the fullest KV cache.
 
-        Either is None where unknown. Where the clock was set back by more than MOST_MINUTES_BACK,
-        all curves start over.
+        `running` or `kv_used_ratio` is None if it is unknown. If the clock was set back by more
+        than MOST_MINUTES_BACK, all curves start over.
         """
         self._move_to(int(snapshot.time_seconds // CURVE_STEP_SECONDS))
         gpus = snapshot.owned_gpus[:MOST_CURVE_GPUS]
@@ -223,19 +241,19 @@ class History:
         self._add_events(snapshot, verdicts)
 
     def read_curve(self, name: str, past_seconds: float | None = None) -> Curve:
-        """Return one curve from its first known value on; empty where nothing is known.
+        """Return one curve from its first known value on; empty if nothing is known.
 
-        `free UUID` and `peak UUID` are the free memory of a GPU in bytes, `host` that of the host,
-        `running` is the number of running requests, and `kv_cache` the use of the fullest KV cache
-        as a ratio. It is the day's curve, and the week's where more than a day of the past is
-        wanted.
+        The names are: `free UUID` and `peak UUID` for the free memory of a GPU in bytes, `host` for
+        that of the host, `running` for the number of running requests, and `kv_cache` for the use
+        of the fullest KV cache as a ratio. If more than a day of the past is wanted, the result is
+        the week's curve. Otherwise it is the day's curve.
         """
         if past_seconds is not None and past_seconds > DAY_SECONDS:
             return self._week.read(name)
         return self._day.read(name)
 
     def find_start(self, verdict: Verdict, state: EngineState | None) -> VerdictStart | None:
-        """Return since when a verdict of the last sample holds; None where that is unknown.
+        """Return since when a verdict of the last sample holds; None if that is unknown.
 
         `state` is that of the engine.
         """
@@ -256,7 +274,10 @@ class History:
         )
 
     def restore(self, saved: SavedHistory) -> None:
-        """Continue the history of an earlier daemon; curves of another length are left out."""
+        """Continue the history of an earlier daemon.
+
+        Curves of another length are left out.
+        """
         self._minute = saved.minute
         self._day.restore(saved.curves, saved.minute)
         self._week.restore(saved.week_curves, saved.minute)
@@ -268,10 +289,10 @@ class History:
             self._verdict_starts = {start.key: start for start in saved.verdict_starts}
 
     def _move_to(self, minute: int) -> None:
-        """Make this the newest minute; skipped minutes have no value.
+        """Make this the newest minute.
 
-        If it is a few minutes back, the newest minute stays. If it is far back, all curves are
-        dropped.
+        Skipped minutes have no value. If the minute is a few minutes back, the newest minute stays.
+        If it is far back, all curves are dropped.
         """
         if self._minute is not None and minute < self._minute - MOST_MINUTES_BACK:
             self._day.clear()
@@ -308,7 +329,7 @@ class History:
     def _add(self, name: str, value: float | None, choose: Callable[[float, float], float]) -> None:
         """Add a value to the newest point of a curve's day and week; None adds nothing.
 
-        `choose` returns which of two values of one point stays.
+        If the point has a value, `choose` picks which of the two is kept.
         """
         if value is None:
             return
@@ -350,7 +371,7 @@ class History:
                 key=key, seconds=snapshot.time_seconds, is_exact=not is_first
             )
         if state is EngineState.ASLEEP:
-            # These alerts pause while the engine sleeps, so they are not new when it wakes up.
+            # These alerts pause while the engine sleeps, so they are not new when it wakes.
             starts |= {
                 key: start for key, start in previous_starts.items() if _is_paused_by_sleep(key)
             }
@@ -371,26 +392,29 @@ def _is_paused_by_sleep(key: VerdictKey) -> bool:
 
 
 class LastIncident(Struct, frozen=True, kw_only=True):
-    """The newest incident on disk; None without one."""
+    """The newest incident on disk; None if there is none."""
 
     seconds: float
-    """When torch began to keep it, since the epoch."""
+    """When the incident began, in seconds since the epoch."""
     kind: str
     reason: str | None
     """The reason of an exit; None for a stall."""
     sentence: str | None
-    """Its cause, and how certain the cause is; None where unknown."""
+    """The cause of the incident, and how certain the cause is; None if unknown."""
     file: str
-    """The path of its file."""
+    """The path of the incident's file."""
 
     @property
     def command(self) -> str:
-        """The command that explains it, to run where the file is."""
+        """Return the command that explains the incident.
+
+        Run it where the file is.
+        """
         return f"vllm-headroom postmortem {self.file}"
 
 
 def find_no_name(_pid: int) -> None:
-    """Return None: no process has a name here."""
+    """Return None, because no process has a name here."""
 
 
 class View(Struct, frozen=True, kw_only=True):
@@ -402,10 +426,10 @@ class View(Struct, frozen=True, kw_only=True):
     host: str = ""
     """The name of the sidecar's pod or machine."""
     pod: EnginePod | None = None
-    """None outside of Kubernetes, and where it is not known."""
+    """The engine's pod. None outside of Kubernetes, or if it is not known."""
     engine_url: str = ""
     snapshot: Snapshot | None = None
-    """None before the first sample."""
+    """The snapshot of the sample; None before the first sample."""
     values: Values = Values(())
     verdicts: tuple[Verdict, ...] = (NO_VERDICT,)
     age_seconds: float = 0.0
@@ -415,26 +439,26 @@ class View(Struct, frozen=True, kw_only=True):
     notice: str = ""
     """A line for people at the top of the page; empty without one."""
     runbooks: str | None = None
-    """The URL of the runbooks. The alert's name replaces `{alert}` in the URL, or is appended to a
-    URL without it. None where no URL is configured.
+    """The URL of the runbooks. If the URL contains `{alert}`, the alert's name replaces it.
+    Otherwise the name is appended. None if no URL is configured.
     """
     last_incident: LastIncident | None = None
     find_process_name: Callable[[int], str | None] = find_no_name
-    """Returns the name of a process, with its pod where known; None where it is not visible."""
+    """Returns the name of a process, with its pod if known; None if the process is not visible."""
 
     @property
     def engine_status(self) -> EngineStatus | None:
-        """The status of the engine at the newest sample; None where unknown."""
+        """Return the status of the engine at the newest sample; None if unknown."""
         return None if self.snapshot is None else self.snapshot.engine_status
 
     def find_start(self, verdict: Verdict) -> VerdictStart | None:
-        """Return since when a verdict holds; None where that is unknown."""
+        """Return since when a verdict holds; None if that is unknown."""
         status = self.engine_status
         return self.history.find_start(verdict, None if status is None else status.state)
 
     @property
     def shown_verdicts(self) -> tuple[Verdict, ...]:
-        """The verdicts to show now.
+        """Return the verdicts to show now.
 
         While the sampling loop is unhealthy, the first verdict is an alarm about that, and all
         others have the level UNKNOWN.
@@ -453,7 +477,7 @@ class View(Struct, frozen=True, kw_only=True):
         return (stall, *outdated)
 
     def find_runbook(self, alert: str | None) -> str | None:
-        """Return the URL of an alert's runbook; None without an alert or a configured URL."""
+        """Return the URL of an alert's runbook; None if there is no alert or no configured URL."""
         if alert is None or self.runbooks is None:
             return None
         if "{alert}" in self.runbooks:

@@ -16,7 +16,10 @@ from vllm_headroom.inputs import show_value
 
 
 class WebConfigError(ValueError):
-    """A file that cannot be used; `lines` has one line per mistake."""
+    """The file cannot be used.
+
+    `lines` has one line per mistake.
+    """
 
     def __init__(self, lines: list[str]) -> None:
         self.lines: Final = tuple(lines)
@@ -42,8 +45,9 @@ CLIENT_AUTH: Final = {
 
 TLS_VERSIONS: Final = {"TLS12": ssl.TLSVersion.TLSv1_2, "TLS13": ssl.TLSVersion.TLSv1_3}
 _BCRYPT: Final = re.compile(r"\$2[aby]?\$(?:0[4-9]|1[0-6])\$[./A-Za-z0-9]{53}", re.ASCII)
-"""A bcrypt hash with a cost from 4, the lowest, to 16. Each further cost doubles the time of a
-check: 4 s with cost 16, a day with cost 31. No other login is checked during that time."""
+"""A bcrypt hash with a cost from 4 (the lowest) to 16. Each further cost doubles the time of a
+check, from 4 s with cost 16 to a day with cost 31. No other login is checked during that time.
+"""
 
 _FILE_KEYS: Final = ("cert_file", "key_file", "client_ca_file")
 
@@ -81,8 +85,8 @@ _REFUSED_KEYS: Final = {
     "prefer_server_cipher_suites": "those of OpenSSL's default are offered",
     "rate_limit": "the number of connections is bounded in any case",
 }
-"""Keys of the toolkit that are not supported here, and why. They are refused, not ignored, because
-protection must not be weaker than requested.
+"""Keys of the toolkit that are not supported here, and why. They are refused and not ignored,
+because protection must not be weaker than the file requests.
 """
 
 
@@ -94,9 +98,9 @@ class Tls(Struct, frozen=True, kw_only=True):
     client_auth: ssl.VerifyMode = ssl.CERT_NONE
     """Whether clients may or must present a certificate."""
     client_ca_file: Path | None = None
-    """The authorities that sign clients' certificates; None where none is requested."""
+    """The authorities that sign clients' certificates; None if no certificate is requested."""
     client_allowed_sans: tuple[str, ...] = ()
-    """The names of which a client's certificate must have one; empty where any is accepted."""
+    """The names of which a client's certificate must have one; empty if any name is accepted."""
     min_version: ssl.TLSVersion = ssl.TLSVersion.TLSv1_2
     max_version: ssl.TLSVersion = ssl.TLSVersion.TLSv1_3
 
@@ -106,20 +110,21 @@ class WebConfig:
     """The settings of the file."""
 
     tls: Tls | None = None
-    """None for plain HTTP."""
+    """The TLS settings; None for plain HTTP."""
     headers: Mapping[str, str] = field(default_factory=dict)
-    """Headers that are added to every answer."""
+    """The headers that are added to every answer."""
     users: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """bcrypt hashes by user; empty where no login is required."""
+    """The bcrypt hashes by user; empty if no login is required."""
 
 
 def read_web_config(path: Path) -> WebConfig:
-    """Return the file's settings; relative paths in the file are relative to its folder.
+    """Return the file's settings.
 
-    Raises WebConfigError with all mistakes, or only with the repeated keys if there are any. Also
-    raises it where the file cannot be read or is not YAML.
+    Relative paths in the file are relative to its folder. Raises WebConfigError with all mistakes.
+    If keys are repeated, it is raised with these only. WebConfigError is also raised if the file
+    cannot be read or is not YAML.
     """
-    # imported here, since YAML takes 15 ms and 1 MiB
+    # The import is here, because YAML takes 15 ms and 1 MiB.
     from vllm_headroom.yaml_file import NotYamlError, read_yaml  # noqa: PLC0415
 
     try:
@@ -130,7 +135,7 @@ def read_web_config(path: Path) -> WebConfig:
         raise WebConfigError([f"it is not YAML{error.place} ({error.problem})"]) from None
     top: Any = {} if document is None else document
     mistakes = [f"{name}: given twice" for name in repeated_keys]
-    # If a key is given twice, only one of its values was read, and checking that value could
+    # If a key is given twice, only one of its values was read, and checking this value could
     # mislead.
     if not mistakes:
         mistakes = list(_find_mistakes(top))
@@ -163,9 +168,10 @@ def _build_tls(tls: Mapping[str, Any], folder: Path) -> Tls:
 
 
 def _choose(tls: Mapping[str, Any], name: str) -> Any:  # noqa: ANN401 - a value of the table
-    """Return what the value of this key means; without a value, what its default means.
+    """Return what the value of this key means.
 
-    None where the value is not one of the accepted ones.
+    Without a value, return what its default means. Returns None if the value is not one of the
+    accepted ones.
     """
     choice = _CHOICES[name]
     value = tls.get(name)
@@ -194,9 +200,9 @@ def _find_mistakes(top: object) -> Iterator[str]:
 
 
 def _check_keys(section_name: str, section: object) -> Iterator[str]:
-    """Yield a line for each key of a section that is refused or unknown; none where it is missing.
+    """Yield a line for each key of a section that is refused or unknown; none if it is missing.
 
-    Yield one line where the section is not a mapping.
+    If the section is not a mapping, yield one line.
     """
     if section is None:
         return
@@ -220,7 +226,7 @@ def _check_tls(tls: dict[str, Any]) -> Iterator[str]:
         if path and not is_path:
             yield f"tls_server_config.{name}: not the path of a file"
     for name, choice in _CHOICES.items():
-        # None means that the value is not one of the choices; without a value the default counts.
+        # None means that the value is not one of the choices. Without a value the default counts.
         if _choose(tls, name) is None:
             value = show_value(tls[name])
             accepted = ", ".join(filter(None, choice.meanings))
@@ -241,7 +247,7 @@ def _check_tls_agreement(tls: dict[str, Any]) -> Iterator[str]:
         yield f"tls_server_config.client_auth_type: {problem}"
     lowest_version = _choose(tls, "min_version")
     highest_version = _choose(tls, "max_version")
-    # A version is None if its value was refused, which has a line already.
+    # If the value of a version was refused, the version is None, and it has a line already.
     if lowest_version and highest_version and lowest_version > highest_version:
         yield "tls_server_config.max_version: below min_version, which lets nobody in"
     if not (tls.get("cert_file") and tls.get("key_file")):
@@ -263,7 +269,7 @@ def _check_http(http: dict[str, Any]) -> Iterator[str]:
         if name not in HEADERS:
             accepted = ", ".join(HEADERS)
             yield f"http_server_config.headers.{name}: not a header, accepts {accepted}"
-        # A line break in it would begin another header.
+        # A line break in the value would begin another header.
         if not (value.isascii() and value.isprintable()):
             yield f"http_server_config.headers.{name}: HTTP cannot carry its value"
 
@@ -275,7 +281,7 @@ def _is_mapping_to_texts(value: object) -> bool:
 
 
 def _check_users(users: object) -> Iterator[str]:
-    """Yield a line for each user without a bcrypt hash; none where the section is missing."""
+    """Yield a line for each user without a bcrypt hash; none if the section is missing."""
     if users is None:
         return
     if not isinstance(users, dict):

@@ -19,10 +19,10 @@ from vllm_headroom.worker import Worker
 log = Log(__name__)
 
 RELOAD_SECONDS: Final = 5.0
-"""Our choice: how often the files are checked for changes."""
+"""Our choice: the files are checked for changes once in this time."""
 
 READ_SECONDS: Final = 2.0
-"""Our choice: how long a check of the files may take; a volume may hang."""
+"""Our choice: a check of the files may take this long, because a volume may hang."""
 
 
 class _LoadedConfig(Struct, frozen=True, kw_only=True):
@@ -30,16 +30,17 @@ class _LoadedConfig(Struct, frozen=True, kw_only=True):
 
     config: WebConfig
     tls: ssl.SSLContext | None
-    """None for plain HTTP."""
+    """The TLS context; None for plain HTTP."""
     file_states: tuple[object, ...]
-    """As `_stat_files` returns them."""
+    """The states of the files, as `_stat_files` returns them."""
 
 
 class Door:
     """Admits clients by the web configuration in `file`, and reloads the file when it changes.
 
-    A later version of the file that has a mistake is not applied, and the last valid version stays.
-    File access may hang, and password checks are slow on purpose, so each has its own thread.
+    If a later version of the file has a mistake, it is not applied, and the last valid version
+    stays. File access may hang, and password checks are slow on purpose. So each of the two has its
+    own thread.
     """
 
     def __init__(self, file: Path) -> None:
@@ -49,13 +50,13 @@ class Door:
         self.loaded = _load(file)
         """The last valid version of the file."""
         self.problem: str | None = None
-        """Why the current version of the file is not applied; None where it is."""
+        """Why the current version of the file is not applied; None if it is applied."""
 
     def is_admitted(self, certificate: dict[str, Any] | None) -> bool:
         """Return whether the client's verified certificate has one of the allowed names.
 
-        True if the configuration has no allowed names. `certificate` is None if the client sent no
-        certificate.
+        Returns True if the configuration has no allowed names. `certificate` is None if the client
+        sent no certificate.
         """
         tls = self.loaded.config.tls
         if tls is None or not tls.client_allowed_sans:
@@ -68,8 +69,8 @@ class Door:
     async def find_refusal(self, request: Request, client: str) -> Response | None:
         """Return the refusal of a request: status 401 without a valid login, 429 without time.
 
-        None if the login is valid or the configuration has no users. 429 means that too many other
-        logins are waiting. `client` is the client's address.
+        Returns None if the login is valid or the configuration has no users. Status 429 means that
+        too many other logins are waiting. `client` is the client's address.
         """
         users = self.loaded.config.users
         if not users:
@@ -84,7 +85,7 @@ class Door:
         return respond_text(401, "Unauthorized", ("WWW-Authenticate", "Basic"))
 
     def add_headers(self, answer: Response) -> Response:
-        """Return the answer with the file's headers, which replace those of the same name."""
+        """Return the answer with the file's headers, which replace headers of the same name."""
         headers = self.loaded.config.headers
         own_headers = [(name, value) for name, value in answer.headers if name not in headers]
         return replace(answer, headers=(*own_headers, *headers.items()))
@@ -108,7 +109,7 @@ class Door:
                 self.loaded = reloaded
                 log.info("web configuration read again", file=str(self._file))
                 drop_clients()
-            # Logged when it changes, not at each check.
+            # A problem is logged when it changes, and not at each check.
             if problem is not None and problem != self.problem:
                 log.warning(
                     "web configuration not read again, the last one holds",
@@ -119,7 +120,10 @@ class Door:
 
 
 def _load(file: Path) -> _LoadedConfig:
-    """Read the file and the files that it names; raises WebConfigError."""
+    """Read the file and the files that it names.
+
+    Raises WebConfigError.
+    """
     config = read_web_config(file)
     return _LoadedConfig(
         config=config,
@@ -129,10 +133,10 @@ def _load(file: Path) -> _LoadedConfig:
 
 
 def _reload(file: Path, current: _LoadedConfig) -> _LoadedConfig:
-    """Return the new version of the file; `current` where no file has changed.
+    """Return the new version of the file; `current` if no file has changed.
 
-    Raises WebConfigError for a mistake, or if the new version would protect less: a file that was
-    emptied by mistake must not remove TLS or the login of a running daemon.
+    Raises WebConfigError for a mistake, and also if the new version would protect less. A file that
+    was emptied by mistake must not remove TLS or the login of a running daemon.
     """
     if _stat_files(file, current.config) == current.file_states:
         return current
@@ -155,8 +159,8 @@ def _is_tls_weaker(tls: Tls | None, current: Tls | None) -> bool:
 def _stat_files(file: Path, config: WebConfig) -> tuple[object, ...]:
     """Return a state of each file that changes when the file is written or replaced.
 
-    The state is an error number if the file cannot be examined. A link is followed: Kubernetes
-    replaces the files of a Secret by changing a link.
+    If the file cannot be examined, the state is an error number. A link is followed, because
+    Kubernetes replaces the files of a Secret by changing a link.
     """
     files = [file]
     if config.tls is not None:
@@ -175,7 +179,10 @@ def _stat_files(file: Path, config: WebConfig) -> tuple[object, ...]:
 
 
 def _build_context(tls: Tls) -> ssl.SSLContext:
-    """Return the TLS context; raises WebConfigError where a file cannot be used."""
+    """Return the TLS context.
+
+    Raises WebConfigError if a file cannot be used.
+    """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = tls.min_version
     context.maximum_version = tls.max_version
@@ -198,7 +205,10 @@ def _build_context(tls: Tls) -> ssl.SSLContext:
 
 
 def _refuse_pipe(file: Path) -> Path:
-    """Return the file; raise OSError for a pipe, on which OpenSSL would wait forever."""
+    """Return the file.
+
+    Raises OSError for a pipe, because OpenSSL would wait on it forever.
+    """
     if file.is_fifo():
         raise OSError(ESPIPE, "a pipe cannot be read again")
     return file

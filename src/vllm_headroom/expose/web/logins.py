@@ -14,57 +14,57 @@ from msgspec import Struct
 from vllm_headroom.worker import Worker
 
 CHECK_SECONDS: Final = 5.0
-"""How long a login may wait for its check before the client gets status 429. A check of the usual
-cost takes 60 ms, so only many guesses of other clients can delay a login for so long.
+"""A login may wait this long for its check. After that the client gets status 429. A check of the
+usual cost takes 60 ms, so only many guesses of other clients can delay a login for so long.
 """
 
 REST_FACTOR: Final = 4
-"""After a wrong password, checks pause for this many times as long as the check took, so guesses
+"""After a wrong password, checks pause for this many times as long as the check took. So guesses
 use at most a fifth of a core.
 """
 
 MOST_WAITING_LOGINS: Final = 256
-"""If more logins than this are waiting, the one with the most mistakes is given up. The number
-equals the most connections, because a client whose login is given up early could guess again at
-once.
+"""If more logins than this are waiting, the one with the most mistakes is given up. This is also
+the highest number of connections. If fewer logins could wait, a client whose login is given up
+early could guess again at once.
 """
 
 MOST_REMEMBERED_REQUESTS: Final = 4096
-"""For how many logins without an outcome the time of the first request is remembered. At most
-MOST_WAITING_LOGINS come in CHECK_SECONDS, so times are remembered for 80 s, longer than the usual
-scrape interval.
+"""The time of the first request is remembered for this many logins without an outcome. At most
+MOST_WAITING_LOGINS come in CHECK_SECONDS. So times are remembered for 80 s, which is longer than
+the usual scrape interval.
 """
 
 MOST_CACHED_OUTCOMES: Final = 1000
-"""How many outcomes are cached, by a keyed hash as in exporter-toolkit, so that a scrape or a
-repeated mistake does not cost 60 ms each time.
+"""This many outcomes are cached, by a keyed hash as in exporter-toolkit. So a scrape or a repeated
+mistake does not cost 60 ms each time.
 """
 
 MOST_COUNTED_CLIENTS: Final = 1000
-"""Our choice: once mistakes are counted for more clients, and names that they tried, than this, all
-counts restart at zero.
+"""Our choice: mistakes are counted for at most this many clients and names that they tried. Beyond
+this, all counts restart at zero.
 """
 
 BCRYPT_BYTES: Final = 72
-"""bcrypt reads only this many bytes of a password; newer libraries refuse longer ones."""
+"""bcrypt reads only this many bytes of a password. Newer libraries refuse longer passwords."""
 
 
 COST_DIGITS: Final = slice(4, 6)
-"""The position of the cost in a bcrypt hash: after `$2b$`."""
+"""The position of the cost in a bcrypt hash, after `$2b$`."""
 
 
 class _Login(Struct, frozen=True, kw_only=True):
     """A login that waits for its check."""
 
     client: str
-    """The address that sent it."""
+    """The address of the client that sent the login."""
     name: str
     first_seconds: float
     """When the same login was first requested, on the loop's clock."""
     check: Callable[[], bool]
-    """Checks the password; slow, because it computes a bcrypt hash."""
+    """Checks the password. This is slow, because it computes a bcrypt hash."""
     outcome: asyncio.Future[bool | None]
-    """Whether the password is right; None where the check was given up."""
+    """Whether the password is right; None if the check was given up."""
 
 
 class Users:
@@ -77,14 +77,15 @@ class Users:
         self._outcomes: dict[bytes, bool] = {}
         """False for each wrong password, by a keyed hash of name, password hash and password."""
         self._right_logins: dict[str, bytes] = {}
-        """The same keyed hash of each user's right password, by name. Guesses do not displace it.
+        """The keyed hash of each user's right password, by name. Guesses do not displace these
+        entries.
         """
         self._first_requests: dict[bytes, float] = {}
         """When each login without an outcome was first requested, by the same keyed hash."""
         self._is_turn_of_oldest = False
         """Whether the next check is for the login that was first requested earliest."""
         self._mistakes: Counter[tuple[str, ...]] = Counter()
-        """The wrong logins, by client, and by client and name."""
+        """The number of wrong logins, by client, and by client and name."""
         self._waiting: list[_Login] = []
         self._checking: asyncio.Task[None] | None = None
         """The task of `_check_all`; None before the first login."""
@@ -94,8 +95,8 @@ class Users:
     ) -> bool | None:
         """Return whether the Authorization header names a user with the right password.
 
-        None where the check was given up, because too many other logins wait or it took too long.
-        `users` are bcrypt hashes by name.
+        Returns None if the check was given up, because too many other logins wait or it took too
+        long. `users` are bcrypt hashes by name.
         """
         credentials = _parse_credentials(authorization)
         if credentials is None:
@@ -108,7 +109,8 @@ class Users:
             b"\0".join((name.encode(), password_hash.encode(), password[:BCRYPT_BYTES])),
             key=self._key,
         ).digest()
-        # Fast path, because bcrypt takes a tenth of a second and Prometheus logs in at each scrape.
+        # This is the fast path. bcrypt takes a tenth of a second, and Prometheus logs in at each
+        # scrape.
         if name in users and self._right_logins.get(name) == cache_key:
             return True
         if cache_key in self._outcomes:
@@ -128,7 +130,7 @@ class Users:
         if is_right and name in users:
             self._right_logins[name] = cache_key
             return True
-        # The oldest guess makes room; right passwords are kept elsewhere.
+        # The oldest guess is removed to make room. Right passwords are kept elsewhere.
         if len(self._outcomes) >= MOST_CACHED_OUTCOMES:
             oldest = next(iter(self._outcomes))
             del self._outcomes[oldest]
@@ -138,7 +140,8 @@ class Users:
     def _note_request(self, cache_key: bytes, now_seconds: float) -> float:
         """Return when this login was first requested.
 
-        A client that knows the password repeats it; a guesser sends a new one each time.
+        A client that knows the password sends the same login again, and a guesser sends a new one
+        each time.
         """
         if len(self._first_requests) >= MOST_REMEMBERED_REQUESTS:
             oldest = next(iter(self._first_requests))
@@ -148,11 +151,12 @@ class Users:
     async def _wait(self, login: _Login) -> bool | None:
         """Queue a login and return whether its password is right.
 
-        None where it was given up: after CHECK_SECONDS, or in favour of logins with fewer mistakes.
+        Returns None if the login was given up: after CHECK_SECONDS, or in favour of logins with
+        fewer mistakes.
         """
         self._waiting.append(login)
         if len(self._waiting) > MOST_WAITING_LOGINS:
-            # Of several logins with equally many mistakes, the newest.
+            # Of several logins with equally many mistakes, the newest is given up.
             worst = max(reversed(self._waiting), key=self._rank)
             self._waiting.remove(worst)
             if not worst.outcome.done():
@@ -179,7 +183,7 @@ class Users:
     def _choose_next(self) -> _Login:
         """Return the next login to check: alternately the one of lowest rank and the oldest one.
 
-        By rank alone, a valid login that shares its address with guessers could be locked out.
+        If only the rank counted, guessers could lock out a valid login from the same address.
         """
         is_turn_of_oldest = self._is_turn_of_oldest
         self._is_turn_of_oldest = not is_turn_of_oldest
@@ -190,15 +194,15 @@ class Users:
     async def _check_all(self) -> None:
         """Check the waiting logins one after another, until none waits.
 
-        After each check that did not find the right password, count a mistake and rest; a check
-        that was given up counts as a mistake too. The outcome is None where the check took too long
-        or no thread could be started.
+        If a check did not find the right password, a mistake is counted and a pause follows. A
+        check that was given up counts as a mistake too. The outcome is None if the check took too
+        long or no thread could be started.
         """
         loop = asyncio.get_running_loop()
         while self._waiting:
             login = self._choose_next()
             self._waiting.remove(login)
-            if login.outcome.done():  # the client has left, or has waited for too long
+            if login.outcome.done():  # The client has left, or has waited for too long.
                 continue
             start_seconds = loop.time()
             is_right = None
@@ -218,12 +222,12 @@ class Users:
 
 
 def _parse_credentials(authorization: str) -> tuple[str, bytes] | None:
-    """Return name and password of a header; None where it is no valid basic authentication."""
+    """Return name and password of a header; None if it is no valid basic authentication."""
     scheme, _, token = authorization.partition(" ")
     try:
         raw_name, colon, password = base64.b64decode(token, validate=True).partition(b":")
         name = raw_name.decode()
-    except ValueError:  # no base64, no UTF-8, or not even ASCII
+    except ValueError:  # The header is no base64, no UTF-8, or not even ASCII.
         return None
     if scheme.lower() != "basic" or not colon:
         return None
@@ -259,5 +263,5 @@ def _is_right(password: bytes, password_hash: bytes) -> bool:
 
     try:
         return bcrypt.checkpw(password[:BCRYPT_BYTES], password_hash)
-    except ValueError:  # bcrypt cannot use the hash or the password
+    except ValueError:  # bcrypt cannot use the hash or the password.
         return False
