@@ -127,7 +127,7 @@ def _parse_value(name: str, text: str) -> Any:  # noqa: ANN401 - of the type in 
     """
     try:
         value = _PARSERS[name](text)
-    # The value is "auto", or another option stands in its place.
+    # The value is "auto", or another option is in its place.
     except (ValueError, InvalidOperation):
         return None
     if isinstance(value, str):
