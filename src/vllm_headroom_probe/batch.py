@@ -47,6 +47,9 @@ class Step(NamedTuple):
     """The adapters that the step loads."""
     drafts: int
     """The drafted tokens that it verifies."""
+    is_repeatable: bool
+    """Whether it only computes the next tokens of its requests. Most steps do, and the next step is
+    likely to repeat it."""
 
 
 NO_STEP = Step(
@@ -61,6 +64,7 @@ NO_STEP = Step(
     pixels=0,
     adapters=0,
     drafts=0,
+    is_repeatable=False,
 )
 """The step before the first."""
 
@@ -88,37 +92,11 @@ class Batch:
         """
         self._pixels: dict[str, list[int]] = {}
         """The pixels of each image of the requests with images."""
-        self._repeatable_step: Step | None = None
-        """The newest step, if it only computes the next tokens of its requests."""
         self._adapters: set[int] = set()
         """The adapters that were loaded."""
 
-    def is_repeated(self, order: Any) -> bool:  # noqa: ANN401 - vLLM's SchedulerOutput
-        """Return whether an order is for the next tokens of the same requests as the step before.
-
-        Most orders are.
-        """
-        step = self._repeatable_step
-        if step is None or order.total_num_scheduled_tokens != step.total_tokens:
-            return False
-        is_changed = (
-            order.scheduled_new_reqs
-            or order.finished_req_ids
-            or order.scheduled_encoder_inputs
-            or len(order.num_scheduled_tokens) != step.requests
-            or getattr(order.scheduled_cached_reqs, "resumed_req_ids", ())
-        )
-        return not is_changed
-
     def follow(self, order: Any) -> Step:  # noqa: ANN401 - vLLM's SchedulerOutput
         """Return what an ordered step computes, if the step does not repeat the last one."""
-        step = self._follow_change(order)
-        has_more = step.prompt_tokens or step.images or step.adapters or self._prompts
-        self._repeatable_step = step if step.total_tokens and not has_more else None
-        return step
-
-    def _follow_change(self, order: Any) -> Step:  # noqa: ANN401
-        """Return what a step computes."""
         scheduled_tokens: dict[str, int] = order.num_scheduled_tokens
         for request_id in order.finished_req_ids:
             self._prompts.pop(request_id, None)
@@ -159,6 +137,7 @@ class Batch:
         else:
             kind = PREFILL if prompt_tokens else DECODE
         drafts = order.scheduled_spec_decode_tokens
+        has_more = prompt_tokens or images or adapters or self._prompts
         return Step(
             kind=kind,
             requests=len(scheduled_tokens),
@@ -171,6 +150,7 @@ class Batch:
             pixels=pixels,
             adapters=adapters,
             drafts=sum(map(len, drafts.values())) if drafts else 0,
+            is_repeatable=bool(order.total_num_scheduled_tokens) and not has_more,
         )
 
     def _admit(self, request: Any) -> int:  # noqa: ANN401 - vLLM's NewRequestData

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from vllm_headroom_probe.batch import DECODE, ENCODER, NO_STEP, Batch, Step
+from vllm_headroom_probe.batch import ENCODER, NO_STEP, Batch, Step
 from vllm_headroom_probe.engine import read_own, to_integer
 from vllm_headroom_probe.gpu import can_read_torch, find_cuda
 
@@ -26,8 +26,13 @@ MAX_REASON_CHARACTERS = 200
 """How many characters of an error the file has."""
 
 REPEATED_STEPS = 32
-"""Of steps that repeat the previous one, and of smaller steps of decode, one in so many is
-measured: reading torch's figures three times takes 32 microseconds."""
+"""Of steps that repeat the previous one, one in so many is measured."""
+
+MIN_INTERVAL_NS = 100_000_000
+"""A step that is no larger than those measured so far is measured only this long after the last
+measured step. A measured step takes 0.15 milliseconds: three readings of torch's figures, and code
+that has to come from memory again. So the hook's share of the time is bounded: 0.15 %.
+"""
 
 Call = Callable[..., Any]
 
@@ -141,6 +146,10 @@ class Peaks:
         """The newest step that began, or the one that it repeats."""
         self.kind: str | None = None
         """The kind of work that runs now; None between two steps."""
+        self._forward_kind: str | None = None
+        """The kind of work of the newest step's first half; None if nothing is computed."""
+        self._sampling_kind: str | None = None
+        """The kind of work of its second half."""
         self._batch = Batch()
         self._tables: dict[str, KindTable] = {}
         self._runner: Any = None
@@ -151,8 +160,6 @@ class Peaks:
         """When the newest measured step began, in seconds since the epoch."""
         self._resting = NO_MEMORY
         """torch's figures when it began."""
-        self._is_sampling_due = False
-        """Whether the newest step's second half follows."""
         self._is_measured = False
         """Whether the newest step is measured."""
         self._wrappers: dict[str, Call] = {}
@@ -162,13 +169,21 @@ class Peaks:
         self._stop_reason: str | None = None
         """The error that ended the measurement; None without one."""
         self._limits: dict[str, int | None] = {}
-        self._decode_tokens = 0
-        """The tokens of the newest measured step of decode."""
+        self._largest_tokens: dict[str, int] = {}
+        """The most tokens of a measured step, by the kind of work."""
+        self._largest_rows = 0
+        """The most rows that a measured step sampled."""
+        self._measured_at_ns = 0
+        """When the last measured step began, by the monotonic clock."""
+        # The step that the next one is compared with: plain numbers, as each look-up costs time.
+        self._repeatable_tokens: int | None = None
+        """The tokens of the newest step; None if it is not repeatable."""
+        self._repeatable_requests = 0
         # The cost of the hook.
         self._steps = 0
         self._measured_steps = 0
-        self._unmeasured_steps = 0
-        """How many steps have passed since the last measured step; they repeat it."""
+        self._repeated_steps = 0
+        """How many steps have repeated the newest step that was followed."""
         self._hook_ns = 0
         """The time of the hook in the steps that are measured, in nanoseconds."""
 
@@ -198,8 +213,8 @@ class Peaks:
             "model_tokens": to_integer(read_own(config, "model_config.max_model_len")),
         }
         if hasattr(runner, "sample_tokens"):
-            self._wrap("sample_tokens", self._begin_sampling, self._end_sampling)
-        self._wrap("execute_model", self._begin_forward, self._end_forward)
+            self._replace("sample_tokens", self._wrap_sampling(runner.sample_tokens))
+        self._replace("execute_model", self._wrap_forward(runner.execute_model))
 
     def detach(self) -> None:
         """Measure no further step, and restore the runner's own methods."""
@@ -208,37 +223,61 @@ class Peaks:
             # Another plugin may have wrapped the wrapper: then it stays, and only passes calls on.
             if vars(self._runner).get(name) is wrapper:
                 delattr(self._runner, name)
+        self._forget_step()
 
-    def _wrap(self, name: str, begin: Call, end: Call) -> None:
-        """Replace a method of the runner by one with a measurement before and after it.
+    def _replace(self, name: str, wrapper: Call) -> None:
+        """Replace a method of the runner."""
+        self._wrappers[name] = wrapper
+        setattr(self._runner, name, wrapper)
 
-        Whatever the measurement raises, the method runs, and its result and errors are unchanged.
-        """
-        call = getattr(self._runner, name)
-        read_clock_ns = time.perf_counter_ns
+    # Whatever the measurement raises, the wrapped methods run, and their results and errors are
+    # unchanged. Most steps repeat the previous one and are not measured. For them the wrappers do
+    # little, because after vLLM's own work each line of code has to come from memory again.
 
-        # Most steps are not measured. For them this does little, because after vLLM's own work each
-        # line of code has to come from memory again.
-        def measure(*arguments: Any, **options: Any) -> Any:  # noqa: ANN401
-            if self._is_over:
-                return call(*arguments, **options)
+    def _wrap_forward(self, call: Call) -> Call:
+        """Return the method of a step's first half with the measurement around it."""
+
+        def execute_model(*arguments: Any, **options: Any) -> Any:  # noqa: ANN401
+            self._is_measured = False
             try:
-                begin(*arguments, **options)
+                order = arguments[0]
+                is_repeated = (
+                    order.total_num_scheduled_tokens == self._repeatable_tokens
+                    and len(order.num_scheduled_tokens) == self._repeatable_requests
+                    and not order.scheduled_new_reqs
+                    and not order.finished_req_ids
+                    and not order.scheduled_encoder_inputs
+                    and not getattr(order.scheduled_cached_reqs, "resumed_req_ids", ())
+                )
+                if is_repeated and self._repeated_steps < REPEATED_STEPS - 1:
+                    self._repeated_steps += 1
+                else:
+                    self._begin_forward(*arguments, **options)
             except Exception as error:  # noqa: BLE001 - vLLM's step goes on
                 self._fail(error)
+            self.kind = self._forward_kind
             result = call(*arguments, **options)
             if self._is_measured:
-                start_ns = read_clock_ns()
-                try:
-                    end()
-                except Exception as error:  # noqa: BLE001 - vLLM's step goes on
-                    self._fail(error)
-                self._hook_ns += read_clock_ns() - start_ns
+                self._run(self._end_forward)
             self.kind = None
             return result
 
-        self._wrappers[name] = measure
-        setattr(self._runner, name, measure)
+        return execute_model
+
+    def _wrap_sampling(self, call: Call) -> Call:
+        """Return the method of a step's second half with the measurement around it."""
+
+        def sample_tokens(*arguments: Any, **options: Any) -> Any:  # noqa: ANN401
+            self.kind = self._sampling_kind
+            if self._is_measured:
+                self._run(self._begin_sampling)
+            result = call(*arguments, **options)
+            if self._is_measured:
+                self._run(self._end_sampling)
+            self.kind = None
+            return result
+
+        return sample_tokens
 
     def _fail(self, error: Exception) -> None:
         """End the measurement for good."""
@@ -254,52 +293,61 @@ class Peaks:
 
         Without tokens or images nothing is computed.
         """
-        self._is_measured = False
-        self._is_sampling_due = False
+        if self._is_over:
+            return
         # vLLM's second runner profiles itself with this method, and then reads the same peak.
         if options.get("dummy_run"):
-            return
-        if self._unmeasured_steps < REPEATED_STEPS - 1 and self._batch.is_repeated(order):
-            self._unmeasured_steps += 1
-            self._is_sampling_due = True
-            self.kind = self.step.kind
+            self._forget_step()
             return
         start_ns = time.perf_counter_ns()
+        self._steps += self._repeated_steps
+        self._repeated_steps = 0
         step = self._batch.follow(order)
         if not step.total_tokens and not step.images:
+            self._forget_step()
             return
+        self._steps += 1
         self.step = step
-        self.kind = step.kind
-        self._is_sampling_due = True
-        # Fewer running requests take no more memory than those that were measured.
-        is_smaller = step.kind == DECODE and step.total_tokens <= self._decode_tokens
-        if is_smaller and self._unmeasured_steps < REPEATED_STEPS - 1:
-            self._unmeasured_steps += 1
+        self._repeatable_tokens = step.total_tokens if step.is_repeatable else None
+        self._repeatable_requests = step.requests
+        self._forward_kind = step.kind
+        self._sampling_kind = PROMPT_LOGPROBS if step.logprobs_requests else SAMPLING
+        if not self._is_due(step, start_ns):
             return
-        if step.kind == DECODE:
-            self._decode_tokens = step.total_tokens
         self._began_at = time.time()
-        self._steps += 1 + self._unmeasured_steps
-        self._unmeasured_steps = 0
         self._is_measured = True
         self._measured_steps += 1
+        self._measured_at_ns = start_ns
         self._resting = self._read_memory()
         self._torch_cuda.reset_peak_memory_stats(self._index)
         self._hook_ns += time.perf_counter_ns() - start_ns
+
+    def _is_due(self, step: Step, now_ns: int) -> bool:
+        """Return whether to measure a step, and note its size if so."""
+        rows = step.requests + step.drafts
+        largest_tokens = self._largest_tokens.get(step.kind, 0)
+        is_larger = step.total_tokens > largest_tokens or rows > self._largest_rows
+        # Their memory does not depend on the tokens alone.
+        is_special = step.logprobs_requests or step.images or step.adapters
+        if not is_larger and not is_special and now_ns - self._measured_at_ns < MIN_INTERVAL_NS:
+            return False
+        self._largest_tokens[step.kind] = max(largest_tokens, step.total_tokens)
+        self._largest_rows = max(self._largest_rows, rows)
+        return True
+
+    def _forget_step(self) -> None:
+        """Note that the runner computes nothing that is measured."""
+        self.step = NO_STEP
+        self._repeatable_tokens = None
+        self._forward_kind = None
+        self._sampling_kind = None
 
     def _end_forward(self) -> None:
         size = self.step.pixels if self.step.kind == ENCODER else self.step.total_tokens
         self._add_peak(self.step.kind, size)
 
-    def _begin_sampling(self, *_arguments: Any, **_options: Any) -> None:  # noqa: ANN401
-        """Start the second half of a step whose first half was followed."""
-        if not self._is_sampling_due:
-            self._is_measured = False
-            return
-        self._is_sampling_due = False
-        self.kind = PROMPT_LOGPROBS if self.step.logprobs_requests else SAMPLING
-        if self._is_measured:
-            self._torch_cuda.reset_peak_memory_stats(self._index)
+    def _begin_sampling(self) -> None:
+        self._torch_cuda.reset_peak_memory_stats(self._index)
 
     def _end_sampling(self) -> None:
         self._is_measured = False
@@ -307,6 +355,15 @@ class Peaks:
             self._add_peak(PROMPT_LOGPROBS, self.step.logprobs_size)
         else:
             self._add_peak(SAMPLING, self.step.requests + self.step.drafts)
+
+    def _run(self, part: Callable[[], None]) -> None:
+        """Run a part of the measurement, and count its time; an error ends the measurement."""
+        start_ns = time.perf_counter_ns()
+        try:
+            part()
+        except Exception as error:  # noqa: BLE001 - vLLM's step goes on
+            self._fail(error)
+        self._hook_ns += time.perf_counter_ns() - start_ns
 
     def _add_peak(self, kind: str, size: int) -> None:
         """Add the peak since the last reset to the table of a kind, whose work has ended."""
@@ -334,7 +391,7 @@ class Peaks:
         resting = self._resting
         now_seconds = time.time()
         return {
-            "steps": self._steps + self._unmeasured_steps,
+            "steps": self._steps + self._repeated_steps,
             "measured_steps": self._measured_steps,
             "hook_seconds": round(self._hook_ns / 1e9, 6),
             "stopped": self._stop_reason,

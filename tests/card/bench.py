@@ -46,7 +46,7 @@ class Bench:
     def post(self, path: str, **body: Any) -> httpx.Response:
         return httpx.post(self.engine.url + path, json=body or None, timeout=120, verify=NO_TLS)
 
-    def complete(self, tokens: int = 4, prompt: str = "w300 w301", **body: Any) -> httpx.Response:
+    def complete(self, tokens: int = 4, prompt: str | list[list[int]] = "w300 w301", **body: Any) -> httpx.Response:
         asked = {"model": "tiny", "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "temperature": 0}
         return self.post("/v1/completions", **asked | body)
 

@@ -7,6 +7,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,7 +15,7 @@ import pytest
 
 from tests.card.bench import LOOK_SECONDS, Bench, wait_until_ended, wait_until_served, watch
 from tests.card.card import FOLDER, GIB, MIB, Cards
-from tests.card.test_ends import ask_in_vain, read_postmortem
+from tests.card.test_ends import ask_in_vain, read_free, read_postmortem, write_model
 from tests.process import eventually
 from vllm_headroom.derive.peaks import fit_sizes
 from vllm_headroom.model import PeakReadings, WorkPeaks
@@ -106,3 +107,51 @@ def test_peaks_are_predicted_at_twice_the_size_and_one_request_ends_the_engine(b
     assert "8,000 prompt tokens with prompt logprobs of one request" in found["sentence"]
     assert found["sure"] == "sure"
     assert page.value("engine_peak_room_bytes") > 256 * MIB
+
+
+DRAFTED_TOKENS: Final = 16
+DRAFTS: Final = {
+    "method": "ngram",
+    "num_speculative_tokens": DRAFTED_TOKENS,
+    "prompt_lookup_min": 3,
+    "prompt_lookup_max": 3,
+}
+REQUESTS: Final = 48
+HOLD_SECONDS: Final = 20
+
+
+@pytest.fixture
+def drafting_bench(tmp_path: Path) -> Iterator[Bench]:
+    cards = Cards(folder=tmp_path / "cards", total_bytes=12 * GIB)
+    model = write_model(tmp_path / "tiny")
+    shares = ("--gpu-memory-utilization", "0.8", "--max-num-seqs", "64", "--max-model-len", "4096")
+    options = ("--enforce-eager", *shares, "--speculative-config", json.dumps(DRAFTS))
+    variables = {"HEADROOM_PROBE_PEAKS": "on", "CARD_SAMPLES_ZEROS": "1"}
+    with watch(tmp_path, *options, cards=cards, model=model, variables=variables) as running:
+        yield wait_until_served(running)
+
+
+def test_a_step_of_decode_that_verifies_drafts_ends_the_engine(drafting_bench: Bench) -> None:
+    """A step that verifies drafts has more rows of logits than the one before, and than vLLM's profile."""
+    bench = drafting_bench
+
+    def is_measured() -> bool:
+        bench.complete(4)
+        return bool(bench.read_reports().get("EngineCore", {}).get("peaks"))
+
+    eventually(is_measured, "the probe measures", LOOK_SECONDS, 1)
+    bench.order("free", 1)
+    bench.order("tensors", read_free(bench) - 160 * MIB)
+    bench.order("hold", HOLD_SECONDS)
+    # Each token is 0: at the end of these prompts vLLM drafts zeros at once.
+    prompts = [[300 + number] + [0] * 2 * DRAFTED_TOKENS for number in range(REQUESTS)]
+    with ThreadPoolExecutor(2) as pool:
+        pool.submit(ask_in_vain, bench)
+        ask_in_vain(bench, prompt=prompts, max_tokens=2 * DRAFTED_TOKENS)
+    wait_until_ended(bench)
+    found = read_postmortem(bench)
+
+    drafted = REQUESTS * DRAFTED_TOKENS
+    words = f"{REQUESTS + drafted} tokens of {REQUESTS} requests, {drafted} of them drafted"
+    assert f"an allocation of torch failed in a step of {words}." in found["sentence"]
+    assert found["sure"] == "sure"

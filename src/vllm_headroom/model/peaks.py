@@ -43,10 +43,12 @@ class StepFacts(Struct, frozen=True, kw_only=True):
             adapters = _count(self.adapters, "adapter")
             return f"{adapters} to load and {self.tokens:,} tokens of {requests}"
         if work is Work.SAMPLING:
-            return f"sampling for {requests}"
+            drafts = f" and {_count(self.drafts, 'drafted token')}" if self.drafts else ""
+            return f"sampling for {requests}{drafts}"
         if work is Work.PREFILL:
             return f"{self.prompt_tokens:,} prompt tokens in {requests}"
-        return f"{self.tokens:,} tokens of {requests}"
+        drafts = f", {self.drafts:,} of them drafted" if self.drafts else ""
+        return f"{self.tokens:,} tokens of {requests}{drafts}"
 
 
 def _count(number: int, thing: str) -> str:

@@ -84,6 +84,20 @@ def keep_on_host(amount: int) -> dict[str, Any]:
     return {}
 
 
+def hold_next_step(seconds: int) -> dict[str, Any]:
+    """Have the next step take so much longer, so that vLLM computes together what arrives meanwhile."""
+    runner = sys.modules["vllm.v1.worker.gpu_model_runner"].GPUModelRunner
+    prepare = runner._prepare_inputs
+
+    def sleep_first(*positions: Any, **options: Any) -> Any:
+        runner._prepare_inputs = prepare
+        time.sleep(seconds)
+        return prepare(*positions, **options)
+
+    runner._prepare_inputs = sleep_first
+    return {}
+
+
 def read_stats(_: int) -> dict[str, Any]:
     stats = torch.cuda.memory_stats()
     return {name: stats[name] for name in stats if name.endswith(("all.current", "num_alloc_retries", "num_ooms"))}
@@ -104,6 +118,7 @@ ORDERS: dict[str, Callable[[int], dict[str, Any]]] = {
     "break": break_card,
     "raise": raise_in_core,
     "host": keep_on_host,
+    "hold": hold_next_step,
     "stats": read_stats,
     "peaks": read_peaks,
 }
@@ -163,9 +178,26 @@ def watch_steps() -> None:
     watch("sample_tokens")
 
 
+def sample_zeros() -> None:
+    """Have each token be 0, drafted ones too: a copy from the card leaves in the host's memory what was there."""
+    name = "vllm.v1.worker.gpu_model_runner"
+    while not hasattr(sys.modules.get(name), "GPUModelRunner"):
+        time.sleep(0.1)
+    module: Any = sys.modules[name]
+    parse = module.RejectionSampler.parse_output
+
+    def parse_zeros(tokens: torch.Tensor, *positions: Any, **options: Any) -> Any:
+        return parse(torch.zeros(tokens.shape, dtype=tokens.dtype), *positions, **options)
+
+    module.RejectionSampler.parse_output = staticmethod(parse_zeros)
+    module.GPUModelRunner._to_list = lambda _, tokens: [[0] for _ in range(len(tokens))]
+
+
 def wait_for_card(folder: Path) -> None:
     while not torch.cuda.is_initialized():
         time.sleep(0.5)
+    if os.environ.get("CARD_SAMPLES_ZEROS"):
+        sample_zeros()
     if os.environ.get("CARD_WATCHES_STEPS"):
         watch_steps()
     obey(folder)

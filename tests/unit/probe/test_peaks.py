@@ -87,6 +87,29 @@ def order(tokens: dict[str, int], *new: Any, **facts: Any) -> Any:
     )
 
 
+class Clock:
+    """The module `time` for peaks: by the monotonic clock a second passes between two readings."""
+
+    def __init__(self) -> None:
+        self.now = 1_760_000_000.0
+        self.monotonic_ns = 10**12
+        self.tick_ns = 10**9
+
+    def time(self) -> float:
+        return self.now
+
+    def perf_counter_ns(self) -> int:
+        self.monotonic_ns += self.tick_ns
+        return self.monotonic_ns
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(module, "time", made)
+    return made
+
+
 @pytest.fixture
 def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
     made = Allocator()
@@ -201,36 +224,52 @@ def test_requests_that_ran_before_are_of_no_known_kind(peaks: Peaks, runner: Run
     assert set(sizes(peaks)) == {"other", "sampling", "decode"}
 
 
-def test_of_repeated_and_of_smaller_steps_one_in_32_is_measured(
-    peaks: Peaks, runner: Runner, allocator: Allocator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_repeated_steps_one_in_32_is_measured(peaks: Peaks, runner: Runner, allocator: Allocator) -> None:
     step(runner, order({"a": 3}, ask("a", 3)))
-    reads: list[int] = []
-    read = allocator.memory_stats_as_nested_dict
-
-    def count_and_read(index: int) -> dict[str, Any]:
-        reads.append(index)
-        return read(index)
-
-    monkeypatch.setattr(allocator, "memory_stats_as_nested_dict", count_and_read)
-    for _ in range(33):
+    for _ in range(34):
         step(runner, order({"a": 1}))
 
     assert sizes(peaks)["decode"] == [[1, MIB, 2]]
-    assert len(reads) == 6
     document = peaks.describe()
     assert document is not None
-    assert document["steps"] == 34
+    assert (document["steps"], document["measured_steps"]) == (35, 3)
 
-    step(runner, order({"a": 1, "b": 1}, ask("b", 1)))
-    step(runner, order({"a": 1, "b": 1}))
-    step(runner, order({"b": 1}, finished_req_ids={"a"}))
+    vars(allocator)["memory_stats_as_nested_dict"] = pytest.fail
+    step(runner, order({"a": 1}))
+
+
+def test_a_step_that_is_not_measured_is_named_in_its_halves(peaks: Peaks, runner: Runner, allocator: Allocator) -> None:
+    step(runner, order({"a": 3}, ask("a", 3)))
+    step(runner, order({"a": 1}))
     current: list[dict[str, Any] | None] = []
-    monkeypatch.setattr(allocator, "take", lambda _: current.append(peaks.describe_current()))
-    step(runner, order({"b": 1}))
+    vars(allocator)["take"] = lambda _: current.append(peaks.describe_current())
+    step(runner, order({"a": 1}))
 
-    assert sizes(peaks)["decode"] == [[1, MIB, 2], [2, 2 * MIB, 1]]
-    assert [(step["work"], step["tokens"]) for step in current if step] == [("decode", 1), ("sampling", 1)]
+    assert [(named["work"], named["tokens"]) for named in current if named] == [("decode", 1), ("sampling", 1)]
+    assert peaks.describe_current() is None
+
+
+@pytest.mark.parametrize(
+    ("orders", "measured_steps"),
+    [
+        ([order({"a": 8}, ask("a", 8)), order({"b": 8}, ask("b", 8)), order({"c": 7}, ask("c", 7))], 1),
+        ([order({"a": 8}, ask("a", 8)), order({"b": 9}, ask("b", 9))], 2),
+        ([order({"a": 8}, ask("a", 8)), order({"b": 3, "c": 3}, ask("b", 3), ask("c", 3))], 2),
+        ([order({"a": 8}, ask("a", 8)), order({"b": 2}, ask("b", 2, prompt_logprobs=1))], 2),
+        ([order({"a": 8}, ask("a", 8)), order({"a": 1})], 2),
+    ],
+    ids=["no larger", "more tokens", "more rows", "prompt logprobs", "another kind"],
+)
+def test_soon_after_a_measured_step_only_what_may_be_higher_is_measured(
+    peaks: Peaks, runner: Runner, clock: Clock, orders: list[Any], measured_steps: int
+) -> None:
+    clock.tick_ns = 1
+    for an_order in orders:
+        step(runner, an_order)
+
+    document = peaks.describe()
+    assert document is not None
+    assert (document["steps"], document["measured_steps"]) == (len(orders), measured_steps)
 
 
 def test_an_empty_order_is_no_step(peaks: Peaks, runner: Runner) -> None:
@@ -300,7 +339,18 @@ def list_functions() -> list[tuple[Any, str]]:
     return found
 
 
-OUTSIDE: Final = {"attach", "_wrap", "_fail", "describe", "describe_current", "describe_peak", "describe_step"}
+OUTSIDE: Final = {
+    "attach",
+    "_replace",
+    "_wrap_forward",
+    "_wrap_sampling",
+    "_fail",
+    "_run",
+    "describe",
+    "describe_current",
+    "describe_peak",
+    "describe_step",
+}
 """Functions that the probe's thread calls, which catches everything, and the one that catches here."""
 
 
@@ -325,6 +375,7 @@ def test_whatever_raises_in_the_measurement_the_step_goes_on(
     for _ in range(3):
         step(runner, order({"a": 1}))
     step(runner, order({"a": 9}, scheduled_cached_reqs=SimpleNamespace(resumed_req_ids={"a"})))
+    step(runner, order({}))
 
     if calls:
         assert vars(runner).keys() == vars(Runner(allocator)).keys()
@@ -367,25 +418,21 @@ def test_an_error_of_vllm_reaches_vllm_and_names_its_step(peaks: Peaks, runner: 
     assert (current["work"], current["logprobs_tokens"], current["requests"]) == ("prompt_logprobs", 8, 1)
 
 
-def test_only_the_last_minute_is_recent_and_the_file_is_bounded(
-    peaks: Peaks, runner: Runner, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = 1_760_000_000.0
-    monkeypatch.setattr(module, "time", SimpleNamespace(time=lambda: now, perf_counter_ns=lambda: 0))
+def test_only_the_last_minute_is_recent_and_the_file_is_bounded(peaks: Peaks, runner: Runner, clock: Clock) -> None:
     for number in range(40):
         name = str(number)
         tokens = int(1.4**number)
         scheduled = {name: tokens}
         extra = {"scheduled_encoder_inputs": {name: []}, "finished_req_ids": {str(number - 1)}}
         step(runner, order(scheduled, ask(name, 1), **extra))
-        now += 10
-    now += 45
+        clock.now += 10
+    clock.now += 45
     document = peaks.describe()
     assert document is not None
     recent = document["kinds"]["prefill"]["recent"]
     assert recent["size"] == document["kinds"]["prefill"]["highest"]["size"]
 
-    now += 60
+    clock.now += 60
     document = peaks.describe()
     assert document is not None
     assert "recent" not in document["kinds"]["prefill"]

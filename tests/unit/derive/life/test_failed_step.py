@@ -47,6 +47,17 @@ def test_a_step_in_words(work: Work, words: str) -> None:
     assert STEP.describe(work) == words
 
 
+@pytest.mark.parametrize(
+    ("work", "words"),
+    [
+        (Work.DECODE, "450 tokens of 50 requests, 400 of them drafted"),
+        (Work.SAMPLING, "sampling for 50 requests and 400 drafted tokens"),
+    ],
+)
+def test_a_drafted_step_in_words(work: Work, words: str) -> None:
+    assert StepFacts(at_seconds=END_SECONDS, requests=50, tokens=450, drafts=400).describe(work) == words
+
+
 def judge(oom_seconds: float, *, leak: LeakState = LeakState.STABLE, work: Work = Work.PROMPT_LOGPROBS) -> Diagnosis:
     """The first cause of an engine that torch failed, as its incident is written and read."""
     oom = Oom(t=oom_seconds, uuid="GPU-a", asked=4 * GIB, free=GIB, step=StepAtError(work=work, step=STEP))
