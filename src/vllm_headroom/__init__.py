@@ -2,10 +2,11 @@
 
 import sys
 
-# Only in the program: a library that imports this package keeps its signal handlers.
+# Only the program sets this. A library that imports this package keeps its signal handlers.
 if "".join(sys.argv[:1]).endswith(("vllm-headroom", "-m")):
-    # A built-in module: importing `signal` takes milliseconds, in which Ctrl-C would print a
-    # traceback.
+    # This is a built-in module. Importing `signal` takes milliseconds, in which Ctrl-C would print
+    # a traceback.
     import _signal  # type: ignore[import-not-found]
 
-    _signal.signal(_signal.SIGINT, _signal.SIG_DFL)  # until `main` decides how its command ends
+    # This holds until `main` decides how its command ends.
+    _signal.signal(_signal.SIGINT, _signal.SIG_DFL)

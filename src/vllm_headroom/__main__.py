@@ -19,8 +19,8 @@ def main() -> None:
         arguments = arguments[1:]
     open_closed_streams()
     require_open_files()
-    # Before the imports, because they take time too. When a signal ends a daemon, that is no
-    # failure.
+    # This comes before the imports, because they take time too. If a signal ends a daemon, that is
+    # no failure.
     exit_on_signals(0 if name in {"run", "demo"} else None)
     from vllm_headroom_tools.cli import start  # noqa: PLC0415 - see above
 

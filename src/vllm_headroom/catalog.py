@@ -41,7 +41,7 @@ def _declare_counter(name: str, labels: tuple[str, ...], text: str) -> Metric:
     return metric
 
 
-# The metrics follow in the order of the page; each declaration also lists the metric in METRICS.
+# The metrics follow in the order of the page. Each declaration also lists the metric in METRICS.
 
 BUILD_INFO: Final = _declare_gauge(
     "build_info",

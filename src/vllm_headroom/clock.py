@@ -15,7 +15,7 @@ class Clock(Protocol):
         """Return seconds that never go back."""
 
     async def sleep_until(self, monotonic_seconds: float) -> None:
-        """Wait until that time, never shorter; if it has passed, only yield to other tasks."""
+        """Wait until that time, and never shorter; if it has passed, only yield to other tasks."""
 
 
 class SystemClock:
@@ -32,9 +32,8 @@ class SystemClock:
         return time.monotonic()
 
     async def sleep_until(self, monotonic_seconds: float) -> None:
-        """Wait until that time, never shorter; if it has passed, only yield to other tasks."""
-        # uvloop's timers count whole milliseconds and may fire early, and then a step would run
-        # twice.
+        """Wait until that time, and never shorter; if it has passed, only yield to other tasks."""
+        # uvloop's timers count whole milliseconds and may fire early. A step would then run twice.
         while True:
             remaining_seconds = monotonic_seconds - self.monotonic()
             await asyncio.sleep(max(0.0, remaining_seconds / self.speed))

@@ -25,7 +25,7 @@ PREFIX: Final = "HEADROOM_"
 """The beginning of the names of all environment variables of the sidecar."""
 
 AUTO: Final = "auto"
-"""The value of a setting that makes the daemon find the engine's profile, or its GPUs, itself."""
+"""With this value of a setting, the daemon finds the engine's profile, or its GPUs, itself."""
 
 PROFILE_NAMES: Final = (AUTO, *(profile.name for profile in PROFILES))
 
@@ -77,7 +77,7 @@ WholeNumber = Annotated[int, from_text(inputs.parse_whole_number)]
 
 
 class Display(NamedTuple):
-    """How --help and the line that refuses a value show a setting."""
+    """How --help, and the line that refuses a value, show a setting."""
 
     metavar: str
     """What --help shows in place of the value."""
@@ -156,7 +156,7 @@ def directory_path(description: str) -> Any:  # noqa: ANN401 - as pydantic's Fie
 
 
 LINK: Final = r"^https?://[A-Za-z0-9._~:{}\[\]-]+(/[A-Za-z0-9._~:/@%+,={}\[\]-]*)?$"
-"""A URL without user or password, because the page would show them."""
+"""A URL without user or password, because the page would show these."""
 
 
 RUNBOOKS_URL: Final = (
@@ -314,7 +314,7 @@ class Settings(BaseSettings):
         gt=0,
         le=10**9,
     )
-    # pydantic uses the name `model_config` itself
+    # pydantic itself uses the name `model_config`.
     model_config_: FilePath | None = setting(
         None,
         "The configuration of the model that the engine serves, for the bytes per token; without"
@@ -445,8 +445,8 @@ FOUND_ENGINE_SETTINGS: Final[Mapping[str, str]] = {
 """The settings that cannot be used with engines that are named by their URLs, and the reasons."""
 
 SECRET_SETTINGS: Final = ("engine_bearer_token_file", "engine_headers")
-"""Settings that cannot be used with engines that are found: anyone who starts a process that looks
-like an engine would receive the secret.
+"""Settings that cannot be used if the daemon finds the engines itself. Anyone who starts a process
+that looks like an engine would receive the secret.
 """
 
 
@@ -454,7 +454,7 @@ def list_conflicts(settings: Settings) -> tuple[str, ...]:
     """Return a line for each setting that cannot be used with several engines."""
     if settings.engines is None:
         return ()
-    # A setting counts as set where it differs from its default.
+    # A setting counts as set if it differs from its default.
     defaults = type(settings).model_construct()
     lines = []
     reasons = dict(ONE_ENGINE_SETTINGS)
@@ -480,10 +480,13 @@ def find_display(field: FieldInfo) -> Display:
 
 
 def name_key(field_name: str) -> str:
-    """Return how the file spells a setting: the field `model_config_` is `model_config` there."""
+    """Return the name of a setting in the file.
+
+    The field `model_config_` is `model_config` there.
+    """
     return field_name.removesuffix("_")
 
 
 def name_variable(field_name: str) -> str:
-    """Return how the environment spells a setting."""
+    """Return the name of a setting in the environment."""
     return PREFIX + name_key(field_name).upper()

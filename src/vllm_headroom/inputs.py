@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     import httpx
 
 HOST_PORT_AND_PATH: Final = re.compile(r"[\w.-]+:\d+(?:/[\w./-]*)?", re.ASCII)
-"""A text that would be a URL with http:// before it."""
+"""A text that would be a URL if http:// stood before it."""
 
 CLOSED_SET: Final = re.compile(r"[\w-]+(?:, [\w-]+)* or [\w-]+")
-"""The text on accepted values if these are a few names, such as "off, dry-run or on"."""
+"""Matches the text on accepted values if these are a few names, such as "off, dry-run or on"."""
 
 GPU: Final = re.compile(r"0|[1-9]\d*|(?:GPU|MIG)-[0-9A-Za-z/-]+", re.ASCII)
 """The index or the UUID of a GPU."""
@@ -52,13 +52,13 @@ HIGHEST_PORT: Final = 65535
 HIGHEST_PERCENTAGE: Final = 100
 
 MAX_SHOWN_CHARACTERS: Final = 80
-"""Our choice: how many characters of a refused value are shown."""
+"""Our choice: this many characters of a refused value are shown."""
 
 
 def parse_http_url(text: str) -> httpx.URL:
     """Parse an http or https URL; raise ValueError for anything else.
 
-    Raises RefusedError, which has the advice, where only http:// is missing.
+    Raises RefusedError, which has the advice, if only http:// is missing.
     """
     import httpx  # noqa: PLC0415 - it decides what it can fetch, but --help need not wait for it
 
@@ -78,7 +78,7 @@ def parse_http_url(text: str) -> httpx.URL:
 
 
 def parse_metrics_url(text: str) -> str:
-    """Parse an http or https URL, and add /metrics where it has no path; raise ValueError."""
+    """Parse an http or https URL, and add /metrics if it has no path; raise ValueError."""
     url = parse_http_url(text)
     return str(url.copy_with(path="/metrics")) if url.path == "/" else text
 
@@ -203,7 +203,7 @@ def parse_header_name(text: str) -> str:
 
 
 def require_match(pattern: re.Pattern[str], text: str) -> str:
-    """Return the text; raise ValueError where the pattern does not match all of it."""
+    """Return the text; raise ValueError if the pattern does not match all of it."""
     if pattern.fullmatch(text) is None:
         raise ValueError
     return text
@@ -212,7 +212,7 @@ def require_match(pattern: re.Pattern[str], text: str) -> str:
 def redact_url(url: str) -> str:
     """Return a URL with stars in place of user and password, and in place of its query.
 
-    It accepts any text, even one that is not a valid URL. The stars replace everything before the
+    Any text is accepted, even one that is not a valid URL. The stars replace everything before the
     last @, so that a password that was not percent-encoded is hidden as well. If an @ follows a
     question mark, the question mark may be part of the password, so the stars replace everything
     after the scheme.
@@ -255,9 +255,9 @@ def describe_refused(
 ) -> str:
     """Return the line that refuses a value.
 
-    The line has the reason of `error` if that is a RefusedError, or else the accepted name that is
-    spelled most like the value, if any. `show` returns the value in the form in which it may be
-    shown.
+    If `error` is a RefusedError, the line has its reason. Otherwise it has the accepted name that
+    is spelled most like the value, if there is one. `show` returns the value in the form in which
+    it may be shown.
     """
     similar_names = difflib.get_close_matches(str(value), split_closed_set(accepts), n=1)
     reason = ""
@@ -271,7 +271,7 @@ def describe_refused(
 def describe_unknown(name: str, names: Iterable[str], kind: str = "a setting") -> str:
     """Return the line that refuses a name that is none of `names`, with similar ones if any.
 
-    The line does not show the value: it may be a secret under a wrong name.
+    The line does not show the value, because the value may be a secret under a wrong name.
     """
     similar_names = _find_similar(name, names)
     if not similar_names:
@@ -282,11 +282,13 @@ def describe_unknown(name: str, names: Iterable[str], kind: str = "a setting") -
 def _find_similar(name: str, names: Iterable[str]) -> list[str]:
     """Return the shortest of `names` that have every word of `name`.
 
-    If no name has, return the one that is spelled most like it; empty if none is similar.
+    If no name has every word, return the name that is spelled most like `name`. The result is empty
+    if none is similar.
     """
-    # Sorted, so that the suggestion is always the same if several names are equally similar.
+    # The names are sorted, so that the suggestion is always the same if several names are equally
+    # similar.
     names_by_form = {_normalise(known_name): known_name for known_name in sorted(names)}
-    form = _normalise("".join(name.split(maxsplit=1)[:1]))  # a name may be empty
+    form = _normalise("".join(name.split(maxsplit=1)[:1]))  # A name may be empty.
     words = set(form.split("_"))
     containing = [other for other in names_by_form if words <= set(other.split("_"))]
     if containing:

@@ -6,7 +6,7 @@ from contextvars import ContextVar
 from typing import Any, Final
 
 ENGINE_NAME: Final = ContextVar[str]("engine_name", default="")
-"""The engine that the lines of this task are about; empty where the daemon watches only one."""
+"""The engine that the lines of this task are about; empty if the daemon watches only one."""
 
 
 class Log(logging.LoggerAdapter[logging.Logger]):

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Final
 
 WAIT_SECONDS: Final = 5.0
-"""How long the writer of a pipe, such as a shell's `<(command)`, may take.
+"""The writer of a pipe, such as a shell's `<(command)`, may take this long.
 
 A pipe without a writer would block forever.
 """
 
 CHUNK_BYTES: Final = 2**20
-"""The most that is read at once."""
+"""At most this much is read at once."""
 
 
 def read_file(path: Path, most_bytes: int) -> bytes:
@@ -22,7 +22,7 @@ def read_file(path: Path, most_bytes: int) -> bytes:
 
     Raises OSError, even for a pipe that does not end within WAIT_SECONDS.
     """
-    # Opening must neither wait for a pipe nor acquire a controlling terminal.
+    # Opening the file must neither wait for a pipe nor acquire a controlling terminal.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     deadline_seconds = time.monotonic() + WAIT_SECONDS
     content = bytearray()

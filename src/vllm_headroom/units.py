@@ -1,7 +1,8 @@
 """Parsing and formatting of sizes, durations, shares and times.
 
-A size is a number with a unit of bytes. A number without a unit is a number of bytes, and accepted
-from 1 MiB on. A smaller number is hardly meant as bytes of memory: `80` may mean 80 GiB.
+A size is a number with a unit of bytes. A number without a unit is a number of bytes. It is
+accepted only from 1 MiB on. A smaller number is hardly meant as bytes of memory: `80` may mean
+80 GiB.
 """
 
 import re
@@ -22,7 +23,7 @@ LARGEST_EXACT_BYTES: Final = 2**53
 def _list_size_units() -> dict[str, int]:
     """Return the bytes of each unit of a size, in lower case.
 
-    kB is 1000, KiB and Ki are 1024; a bare K is ambiguous and refused.
+    kB is 1000 bytes, and KiB and Ki are 1024. A bare K is ambiguous and refused.
     """
     units = {"": 1, "b": 1}
     for power, prefix in enumerate("kmgtp", start=1):
@@ -70,8 +71,8 @@ class RefusedError(ValueError):
 def parse_size(text: str) -> int:
     """Parse a size such as `8MiB`, or a number of bytes from 1 MiB on, into bytes.
 
-    Raises RefusedError, a ValueError that says what is wrong, for a smaller number without a unit
-    and for a unit with two meanings. Raises a plain ValueError for anything else that is no size.
+    Raises RefusedError, a ValueError with the reason, for a smaller number without a unit and for a
+    unit with two meanings. Raises a plain ValueError for anything else that is no size.
     """
     size = SIZE.fullmatch(text)
     if size is None:
@@ -84,9 +85,9 @@ def parse_size(text: str) -> int:
         raise RefusedError(f"{size[2]} has two meanings: {number}{prefix}iB or {number}{prefix}B?")
     if unit not in UNITS_BYTES:
         raise ValueError
-    # Decimal, because 0.1 GiB as a float would not be exact.
+    # Decimal is used, because 0.1 GiB as a float would not be exact.
     n_bytes = int(Decimal(number) * UNITS_BYTES[unit])
-    # Somebody who writes "80" means GiB, not 80 bytes.
+    # If somebody writes "80", it means GiB and not 80 bytes.
     if not unit and 0 < n_bytes < MIB:
         raise RefusedError(f"without a unit it is bytes: {text}GiB?")
     if not 1 <= n_bytes <= LARGEST_EXACT_BYTES:
@@ -97,15 +98,15 @@ def parse_size(text: str) -> int:
 def parse_vllm_number(text: str) -> int:
     """Parse a whole number as vLLM does: 32k is 32,000 and 32K is 32,768.
 
-    It equals human_readable_int in vLLM's options. Raises ValueError, or InvalidOperation, for a
-    text that vLLM does not accept.
+    The result is the same as that of human_readable_int in vLLM's options. Raises ValueError, or
+    InvalidOperation, for a text that vLLM does not accept.
     """
     number = VLLM_NUMBER.fullmatch(text)
     if number is None:
         return int(text)
     power = "kmgt".index(number[2].lower()) + 1
     if number[2].isupper():
-        return int(number[1]) * int(1024**power)  # vLLM accepts no fraction here
+        return int(number[1]) * int(1024**power)  # vLLM accepts no fraction here.
     return int(Decimal(number[1]) * 1000**power)
 
 
@@ -150,7 +151,8 @@ def format_gib(n_bytes: float) -> str:
 
 def format_duration(seconds: float) -> str:
     """Format a duration in its two largest units, such as "2 d 3 h", rounded to seconds."""
-    # Rounded before it is divided, because "59.7 s" would otherwise become "60 s".
+    # The seconds are rounded before they are divided, because "59.7 s" would otherwise become
+    # "60 s".
     days, seconds_of_day = divmod(round(abs(seconds)), round(DAY_SECONDS))
     hours, seconds_of_hour = divmod(seconds_of_day, round(HOUR_SECONDS))
     minutes, seconds_of_minute = divmod(seconds_of_hour, 60)
@@ -175,7 +177,7 @@ def format_instant(seconds: float) -> str:
 def to_datetime(seconds: float) -> datetime:
     """Return the date of seconds since the epoch, in UTC.
 
-    A time that no date can express, such as from a wrong clock, becomes the nearest date.
+    If no date can express the time, such as from a wrong clock, it becomes the nearest date.
     """
     try:
         return datetime.fromtimestamp(seconds, UTC)

@@ -129,8 +129,8 @@ class Role(StrEnum):
 
 
 NECESSARY_ROLES: Final = (Role.ENGINE_CORE, Role.WORKER)
-"""A server that lacks one of these processes serves nobody, although its page may answer for half a
-minute or forever.
+"""If a server lacks one of these processes, it serves nobody, although its page may answer for half
+a minute or forever.
 """
 
 
@@ -139,9 +139,9 @@ class EngineKind(StrEnum):
 
     WATCHED = "watched"
     OWN_SIDECAR = "own_sidecar"
-    """Its own sidecar watches it."""
+    """The engine has its own sidecar, which watches it."""
     UNREADABLE = "unreadable"
-    """Its page cannot be found or reached."""
+    """The engine's page cannot be found or reached."""
 
 
 class HostBasis(StrEnum):
@@ -185,19 +185,20 @@ class EvictionResult(StrEnum):
 
 
 class ServerAnswer(StrEnum):
-    """What the engine's server answers beside its metrics page."""
+    """What the engine's server answers besides its metrics page."""
 
     HEALTHY = "healthy"
-    """`/health` answers 200; or `/v1/models` or `/load` does, where there is no `/health`."""
+    """`/health` answers 200. If there is no `/health`, `/v1/models` or `/load` answers 200."""
 
     UNHEALTHY = "unhealthy"
-    """`/health` reports an error of the server: vLLM's does so once its engine has died."""
+    """`/health` reports an error of the server. vLLM's `/health` does so once its engine has died.
+    """
 
     SILENT = "silent"
     """Nothing answers."""
 
     UNCLEAR = "unclear"
-    """An answer that proves neither, such as a login."""
+    """An answer that proves neither, such as a login page."""
 
 
 class IncidentKind(StrEnum):
@@ -225,9 +226,10 @@ class EndCause(StrEnum):
 
 
 class Sureness(StrEnum):
-    """How certain a cause is, most certain first: nothing else fits; it fits best.
+    """How certain a cause is.
 
-    It cannot be excluded.
+    The most certain is "nothing else fits", then "it fits best". The least certain is "it cannot be
+    excluded".
     """
 
     SURE = "sure"
@@ -298,7 +300,7 @@ class LeakState(StrEnum):
 
 
 GROWING_STATES: Final = (LeakState.LEAKING, LeakState.GROWING)
-"""The states in which memory grows: for sure, or as an early warning."""
+"""The states in which memory grows: for certain, or as an early warning."""
 
 
 class Level(StrEnum):

@@ -16,7 +16,10 @@ _Job = tuple[Callable[[], T], "asyncio.Future[T]"]
 
 
 class _Running(Generic[T]):
-    """The present call of a worker's thread; it does not refer to the worker."""
+    """The present call of a worker's thread.
+
+    This object does not refer to the worker.
+    """
 
     def __init__(self) -> None:
         self.future: asyncio.Future[T] | None = None
@@ -26,9 +29,9 @@ class _Running(Generic[T]):
 class Worker(Generic[T]):
     """Runs blocking calls, one after another, on its own daemon thread.
 
-    asyncio's executor is not used, because it keeps the process from exiting until a call returns,
-    and a call into a hung driver never returns. With a call that hangs for 6 s, the loop's exit
-    took 6.1 s with asyncio.to_thread, and 0.6 s with a daemon thread (measured).
+    asyncio's executor is not used, because it keeps the process from exiting until a call returns.
+    A call into a hung driver never returns. With a call that hangs for 6 s, the loop's exit took
+    6.1 s with asyncio.to_thread, and 0.6 s with a daemon thread (measured).
     """
 
     def __init__(self, name: str) -> None:
@@ -43,13 +46,13 @@ class Worker(Generic[T]):
     def begin(self, function: Callable[[], T]) -> asyncio.Future[T]:
         """Call `function` on the thread and return the future of its result.
 
-        Cancelling the future drops the call if it has not started. A call that has started runs on,
-        and its result is dropped. Until it returns, this method raises TimeoutError, so that calls
-        do not pile up. Raises OSError (EAGAIN) where no thread can be started; the next call tries
-        again.
+        Cancelling the future drops the call if it has not started. A call that has started
+        continues, and its result is dropped. Until this call returns, the method raises
+        TimeoutError, so that calls do not pile up. Raises OSError (EAGAIN) if no thread can be
+        started. The next call tries again.
         """
-        # Read once, because the thread may change it meanwhile. If the future of a running call is
-        # done, it was cancelled, and the call hangs.
+        # The value is read once, because the thread may change it meanwhile. If the future of a
+        # running call is done, it was cancelled, and the call hangs.
         running = self._running.future
         if running is not None and running.done():
             raise TimeoutError
@@ -63,7 +66,7 @@ class Worker(Generic[T]):
         """Return what `function` returns on the thread, or raise what it or `begin` raises.
 
         Raises TimeoutError after `timeout_seconds`, which includes the wait for earlier calls.
-        After that, and when cancelled, the call is dropped as in `begin`.
+        After that, and if cancelled, the call is dropped as in `begin`.
         """
         future = self.begin(function)
         async with asyncio.timeout(timeout_seconds):
@@ -74,7 +77,7 @@ class Worker(Generic[T]):
     ) -> tuple[T | None, str | None]:
         """Run a file operation on the thread; return its result and its problem, one of them None.
 
-        It fails by a timeout, an OSError or a ValueError; any other error is raised.
+        The operation fails by a timeout, an OSError or a ValueError. Any other error is raised.
         """
         try:
             return await self.call(function, timeout_seconds), None
@@ -109,8 +112,8 @@ def _run_jobs(jobs: "SimpleQueue[_Job[T] | None]", running: "_Running[T]") -> No
             return
         function, future = job
         _run_job(function, future, running)
-        # Without this, the last call's result, such as a page of 16 MiB, would stay in memory
-        # until the next call.
+        # Without this, the last call's result, such as a page of 16 MiB, would stay in memory until
+        # the next call.
         del job, function, future
 
 
@@ -122,10 +125,10 @@ def _run_job(
         return
     running.future = future
     outcome = capture_outcome(function)
-    # Before the loop settles the future: `begin` takes a running call with a settled future
-    # for a cancelled one.
+    # This comes before the loop settles the future, because `begin` takes a running call with a
+    # settled future for a cancelled one.
     running.future = None
-    with contextlib.suppress(RuntimeError):  # its loop has closed
+    with contextlib.suppress(RuntimeError):  # The future's loop has closed.
         future.get_loop().call_soon_threadsafe(_settle, future, outcome)
 
 

@@ -16,8 +16,9 @@ MAX_FILE_BYTES: Final = 2**20
 /dev/zero never ends."""
 
 MOST_ENTRIES: Final = 10_000
-"""The most lines and commas of a file that is read: parsing them takes two seconds. A thousand
-users take a thousand."""
+"""A file with more lines and commas than this is not read. Parsing this many takes two seconds. A
+file with a thousand users has a thousand.
+"""
 
 NULL_TAG: Final = "tag:yaml.org,2002:null"
 
@@ -43,8 +44,8 @@ class TextLoader(AliasRefuser, yaml.BaseLoader):
     """Keeps every value but null as its text: `yes` does not become true, nor 1:30 become 90."""
 
 
-# The pattern for null. PyYAML lists its patterns by the first character of a value, and `~` is
-# always null.
+# This is the pattern for null. PyYAML lists its patterns by the first character of a value, and `~`
+# is always null.
 NULL_PATTERN: Final = next(
     pattern for tag, pattern in yaml.SafeLoader.yaml_implicit_resolvers["~"] if tag == NULL_TAG
 )
@@ -56,13 +57,16 @@ class YamlDocument(NamedTuple):
     """The content of YAML."""
 
     document: object
-    """None for an empty text."""
+    """The content of the document; None for an empty text."""
     repeated_keys: tuple[str, ...]
-    """The keys that a mapping in it has more than once."""
+    """The keys that a mapping in the document has more than once."""
 
 
 class NotYamlError(ValueError):
-    """A text is not YAML, or has an alias; `place` names the line, "" where it is unknown."""
+    """A text is not YAML, or has an alias.
+
+    `place` names the line; "" if it is unknown.
+    """
 
     def __init__(self, place: str, problem: str) -> None:
         self.place: Final = place
@@ -73,7 +77,7 @@ class NotYamlError(ValueError):
 def read_yaml(path: Path, *, as_text: bool = False) -> YamlDocument:
     """Read a YAML file, see `parse_yaml`.
 
-    Raises OSError where it cannot be read or is too large, and NotYamlError.
+    Raises OSError if it cannot be read or is too large, and NotYamlError.
     """
     content = read_file(path, MAX_FILE_BYTES + 1)
     if len(content) > MAX_FILE_BYTES:
@@ -90,7 +94,7 @@ def parse_yaml(content: bytes, *, as_text: bool = False) -> YamlDocument:
     """
     loader_class = TextLoader if as_text else PlainLoader
     try:
-        # The nodes are needed, because unlike the document they still have repeated keys.
+        # The nodes are needed, because they still have repeated keys, and the document does not.
         loader = loader_class(content.decode())
         root = loader.get_single_node()
         document = None if root is None else loader.construct_document(root)
@@ -99,7 +103,7 @@ def parse_yaml(content: bytes, *, as_text: bool = False) -> YamlDocument:
         raise NotYamlError(place, str(error.problem)) from None
     except RecursionError:
         raise NotYamlError("", "nested too deep") from None
-    except (ValueError, AttributeError, yaml.YAMLError):  # AttributeError: `!!timestamp x`
+    except (ValueError, AttributeError, yaml.YAMLError):  # `!!timestamp x` raises AttributeError.
         raise NotYamlError("", "it is no text in UTF-8") from None
     repeated_keys = dict.fromkeys(_find_repeated_keys(root))
     return YamlDocument(document=document, repeated_keys=tuple(repeated_keys))

@@ -1,7 +1,7 @@
 """The probe that vLLM loads into each of its processes, to write its memory figures to a file.
 
-It never raises into vLLM, blocks it or initialises CUDA. It runs in vLLM's Python, 3.9 or newer,
-without packages.
+The probe never raises into vLLM, blocks vLLM or initialises CUDA. The probe runs in vLLM's Python,
+3.9 or newer, without packages.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ def register() -> None:
     try:
         folder = os.environ.get("HEADROOM_PROBE_DIR")
         if folder:
-            # Imported here, so that the plugin costs nothing without a folder, and errors are
+            # The import is here, so that the plugin costs nothing without a folder, and errors are
             # caught.
             from vllm_headroom_probe.hooks import begin  # noqa: PLC0415
 

@@ -11,20 +11,21 @@ ADAPTER = "adapter"
 OTHER = "other"
 
 MAX_ADAPTERS = 1024
-"""How many adapters are remembered as loaded. Beyond that, all are forgotten, and the next step
-with an adapter counts as loading it.
+"""This many adapters are remembered as loaded. If there are more, all are forgotten, and the next
+step with an adapter counts as loading it.
 """
 
 NEXT_LOGPROBS_SHARE = 0.4
-"""The share of the memory of a request's prompt logprobs that vLLM still holds while it computes
-those of the next request: logprobs of four bytes, of ten bytes in all (_get_prompt_logprobs_dict in
-vllm/v1/worker/gpu_model_runner.py). Measured: 0.41."""
+"""While vLLM computes the prompt logprobs of the next request, it still holds this share of the
+memory of the previous request's. These are logprobs of four bytes, of ten bytes in all
+(_get_prompt_logprobs_dict in vllm/v1/worker/gpu_model_runner.py). The measured share is 0.41.
+"""
 
 COLOURS = 3
 """The values per pixel in an image's tensor."""
 
 PATCH_FRAMES = (1, 2)
-"""How many frames a flattened patch may have: models for video repeat an image in two frames."""
+"""A flattened patch may have this many frames. Models for video repeat an image in two frames."""
 
 
 class Step(NamedTuple):
@@ -36,15 +37,17 @@ class Step(NamedTuple):
     total_tokens: int
     prompt_tokens: int
     logprobs_requests: int
-    """The requests with prompt logprobs."""
+    """The number of requests with prompt logprobs."""
     logprobs_tokens: int
-    """The tokens of the largest of them: vLLM computes one after the other."""
+    """The tokens of the largest of these requests, because vLLM computes one after the other."""
     logprobs_size: int
-    """The same with the share of the second largest that vLLM may hold at the same time."""
+    """The same number, plus the share of the second largest request that vLLM may hold at the same
+    time.
+    """
     images: int
     pixels: int
     adapters: int
-    """The adapters that the step loads."""
+    """The number of adapters that the step loads."""
     drafts: int
     """The drafted tokens that it verifies."""
     is_repeatable: bool
@@ -76,7 +79,8 @@ class Prompt:
 
     def __init__(self, tokens: int | None, *, has_logprobs: bool) -> None:
         self.tokens = tokens
-        """The tokens that are not computed yet; None where unknown, as after a preemption."""
+        """The number of tokens that are not computed yet; None if unknown, as after a preemption.
+        """
         self.has_logprobs = has_logprobs
 
 
@@ -88,7 +92,7 @@ class Batch:
         """The requests whose prompt is being computed, by request id."""
         self._earlier_ids: set[str] | None = None
         """The requests that already ran at the first observed step and still run; None before that
-        step. It is unknown what they compute.
+        step. It is unknown what these requests compute.
         """
         self._pixels: dict[str, list[int]] = {}
         """The pixels of each image of the requests with images."""
@@ -194,7 +198,7 @@ class Batch:
     def _advance(self, request_id: str, prompt: Prompt, tokens: int, order: Any) -> bool:  # noqa: ANN401
         """Count a request's tokens of this step; return whether they are of its prompt."""
         if prompt.tokens is None:
-            # A decode has one token and its drafts; with more tokens the request is being
+            # A decode has one token and its drafts. With more tokens the request is being
             # recomputed.
             is_prompt = tokens > 1 and request_id not in order.scheduled_spec_decode_tokens
             if tokens and not is_prompt:
@@ -207,7 +211,7 @@ class Batch:
 
 
 def count_pixels(feature: Any) -> int:  # noqa: ANN401 - vLLM's MultiModalFeatureSpec
-    """Return the pixels that the encoder computes for one image; 0 where they are unknown."""
+    """Return the pixels that the encoder computes for one image; 0 if they are unknown."""
     data = getattr(feature, "data", None)
     if data is None or "pixel_values" not in data:
         return 0

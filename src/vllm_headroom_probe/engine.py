@@ -15,13 +15,14 @@ HOLDERS = {
     "worker_main": "worker",
     "run_engine_core": "engine_core",
 }
-"""Functions of vLLM with a variable that holds the worker or the core of a process, and the
+"""Functions of vLLM that have a variable with the worker or the core of a process, and the
 variable's name.
 """
 
 LOOPS = {"worker_main", "run_engine_core"}
-"""The functions of HOLDERS that run as long as the process. Reading their few variables from
-another thread keeps no tensor alive."""
+"""The functions of HOLDERS that run as long as the process does. Reading the few variables of these
+functions from another thread keeps no tensor alive.
+"""
 
 WORKER_CLASSES = {"WorkerWrapperBase", "WorkerProc", "WorkerBase"}
 CORE_CLASS = "EngineCore"
@@ -41,14 +42,14 @@ DIVIDING_SIZES = (
 rank."""
 
 MAX_BLOCKS = 100_000
-"""How many blocks of live requests are counted at most: that takes about 10 ms."""
+"""At most this many blocks of live requests are counted. This takes about 10 ms."""
 
 AMOUNT_LIMIT = 1 << 63
-"""Our choice: a number is an amount only below this."""
+"""Our choice: a number is an amount only if it is below this."""
 
 
 def read_own(owner: object, path: str) -> Any:  # noqa: ANN401 - any object of vLLM
-    """Return an instance attribute by its dotted path; None where a part of the path is missing.
+    """Return an instance attribute by its dotted path; None if a part of the path is missing.
 
     No property and no `__getattr__` is called, because they could run vLLM's code.
     """
@@ -66,7 +67,10 @@ def to_integer(value: Any) -> int | None:  # noqa: ANN401 - vLLM's or torch's
 
 
 class EngineObjects:
-    """The worker and the core of this process, weakly referenced so that vLLM can free them."""
+    """The worker and the core of this process.
+
+    The references are weak, so that vLLM can free them.
+    """
 
     def __init__(self) -> None:
         self._worker: Callable[[], Any] = lambda: None
@@ -83,7 +87,7 @@ class EngineObjects:
     def search_main(self) -> None:
         """Search the main thread's stack for worker or core.
 
-        In a forked process that is the only way, since vLLM does not call the plugin there.
+        In a forked process this is the only way, because vLLM does not call the plugin there.
         """
         frames = sys._current_frames()  # noqa: SLF001 - documented
         frame = frames.get(threading.main_thread().ident or 0)
@@ -102,12 +106,12 @@ class EngineObjects:
 
     @property
     def core(self) -> Any:  # noqa: ANN401 - vLLM's
-        """Return the engine core; None where this process has none, or it was not found yet."""
+        """Return the engine core; None if this process has none, or if it was not found yet."""
         return self._core()
 
     @property
     def worker(self) -> Any:  # noqa: ANN401 - vLLM's
-        """Return the worker without vLLM's wrappers; None where this process has none.
+        """Return the worker without vLLM's wrappers; None if this process has none.
 
         With one GPU, the worker is in the core's process, and the core refers to it.
         """
@@ -140,7 +144,7 @@ def find_role(engine: EngineObjects, process_name: str) -> str:
 
 
 def read_ranks(engine: EngineObjects) -> dict[str, int | None]:
-    """Return the ranks of this process; a rank is None where unknown."""
+    """Return the ranks of this process; a rank is None if unknown."""
     parallel = read_own(engine.worker or engine.core, "vllm_config.parallel_config")
     # Without experts, every data-parallel engine has data_parallel_rank 0, so the index is better.
     data_parallel_rank = read_own(parallel, "data_parallel_index")
@@ -154,7 +158,7 @@ def read_ranks(engine: EngineObjects) -> dict[str, int | None]:
 
 
 def count_requests(core: object) -> dict[str, int | None]:
-    """Return how many requests run and wait; None where unknown."""
+    """Return how many requests run and wait; None if unknown."""
     scheduler = read_own(core, "scheduler")
     running = read_own(scheduler, "running")
     queues = [read_own(scheduler, name) for name in WAITING_QUEUES]
@@ -174,8 +178,8 @@ def read_scheduler(core: object) -> dict[str, int | None] | None:
         return None
     pool = read_own(scheduler, "kv_cache_manager.block_pool")
     config = read_own(core, "vllm_config")
-    # The scheduler continues during these readings. A block that it moves meanwhile counts as free,
-    # or is live in one of the two readings before and after.
+    # The scheduler continues during these readings. If it moves a block meanwhile, the block counts
+    # as free, or is live in one of the two readings before and after.
     live_earlier = _find_live_blocks(scheduler)
     free_blocks = to_integer(read_own(pool, "free_block_queue.num_free_blocks"))
     live_later = _find_live_blocks(scheduler)
@@ -185,8 +189,8 @@ def read_scheduler(core: object) -> dict[str, int | None] | None:
     bytes_per_token = _compute_bytes_per_kv_token(
         read_own(scheduler, "kv_cache_config"), read_own(config, "parallel_config")
     )
-    # If a token's bytes depend on the layer, a block may lack its first tokens, and then tokens
-    # cannot be counted.
+    # If a token's bytes depend on the layer, a block may lack its first tokens. Then tokens cannot
+    # be counted.
     live_tokens = None
     if live_later is not None and bytes_per_token is not None:
         live_tokens = live_later.tokens
@@ -209,13 +213,13 @@ class LiveBlocks(NamedTuple):
 
     block_ids: set[int]
     tokens: int | None
-    """The tokens in the blocks; None where unknown."""
+    """The number of tokens in the blocks; None if unknown."""
 
 
 def _find_live_blocks(scheduler: object) -> LiveBlocks | None:
     """Return the blocks that requests hold.
 
-    None if there are too many blocks, and before vLLM 0.9.1.
+    Returns None if there are too many blocks, and before vLLM 0.9.1.
     """
     requests = read_own(scheduler, "requests")
     managers = read_own(scheduler, "kv_cache_manager.coordinator.single_type_managers")
@@ -223,7 +227,7 @@ def _find_live_blocks(scheduler: object) -> LiveBlocks | None:
         return None
     holdings: list[tuple[object, list[Any]]] = []
     for manager in managers:
-        # Copied, because the scheduler's thread changes the dictionary at the same time.
+        # The dictionary is copied, because the scheduler's thread changes it at the same time.
         for request_id, blocks in list(manager.req_to_blocks.items()):
             if request_id in requests:
                 holdings.append((requests.get(request_id), list(blocks)))
@@ -242,7 +246,7 @@ def _find_live_blocks(scheduler: object) -> LiveBlocks | None:
             empty_tokens.append(len(request_block_ids) * block_size - computed_tokens)
     if not block_size or len(empty_tokens) < len(holdings):
         return LiveBlocks(block_ids, tokens=None)
-    # Blocks that several requests share count once.
+    # If several requests share a block, it counts once.
     tokens = len(block_ids) * block_size - sum(empty_tokens)
     return LiveBlocks(block_ids, tokens=max(0, tokens))
 
@@ -250,7 +254,7 @@ def _find_live_blocks(scheduler: object) -> LiveBlocks | None:
 def _compute_bytes_per_kv_token(cache_config: object, parallel: object) -> int | None:
     """Return the bytes of a token in the KV cache on all ranks together.
 
-    None where tokens differ in bytes, or the configuration is unknown.
+    Returns None if tokens differ in bytes, or if the configuration is unknown.
     """
     groups: list[Any] = read_own(cache_config, "kv_cache_groups") or []
     if len(groups) != 1:
@@ -261,7 +265,7 @@ def _compute_bytes_per_kv_token(cache_config: object, parallel: object) -> int |
             return None
     spec = groups[0].kv_cache_spec
     specs = [spec] * len(groups[0].layer_names)
-    # for layers that differ but are all in one group
+    # This is for layers that differ but are all in one group.
     specs_by_layer = read_own(spec, "kv_cache_specs")
     if specs_by_layer:
         specs = list(specs_by_layer.values())

@@ -14,25 +14,26 @@ MAX_DOCUMENT_BYTES = 16 * 1024
 """The largest file of a process; the sidecar reads no larger one."""
 
 MAX_KEPT_FILES = 64
-"""How many files are kept. Files stay when their process exits: a server has a few dozen, and a
-crash loop must not fill the volume."""
+"""This many files are kept. A file stays when its process exits. A server has a few dozen files,
+and a crash loop must not fill the volume.
+"""
 
 FILE_NAME = re.compile(r"[0-9]+-[0-9]+(\.record)?\.json|\.[0-9]+-[0-9]+(\.record)?\.json\.tmp")
 """The names of the probe's files. No other file is ever removed, because HEADROOM_PROBE_DIR may
 name a folder with models."""
 
 MAX_ENTRIES = 4096
-"""How many entries of the folder are read; hundreds of runs leave fewer."""
+"""At most this many entries of the folder are read. Hundreds of runs leave fewer."""
 
 START_TICKS_FIELD = 19
-"""The position of the start in /proc/self/stat after the name, see proc(5)."""
+"""The position of the start time in /proc/self/stat after the name, see proc(5)."""
 
 
 def read_start() -> tuple[float, float]:
     """Return when this process started: in seconds since the boot, and since the epoch.
 
-    The second figure changes when the clock is set. Raises OSError or ValueError where /proc cannot
-    be read.
+    The second figure changes when the clock is set. Raises OSError or ValueError if /proc cannot be
+    read.
     """
     with open("/proc/self/stat", "rb") as file:  # noqa: PTH123 - pathlib is a millisecond of imports
         _, _, fields = file.read().rpartition(b")")
@@ -54,19 +55,22 @@ def write_document(
 ) -> None:
     """Write the document as a file, atomically.
 
-    Raises OSError, and ValueError where it is too large or has a number that is not finite.
+    Raises OSError. Raises ValueError if the document is too large or has a number that is not
+    finite.
     """
     content = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
     if len(content) > max_bytes:
         raise ValueError(f"{len(content)} bytes for a file of at most {max_bytes}")
     unfinished = os.path.join(folder, f".{name}.tmp")  # noqa: PTH118
     try:
-        # Removed first, because a pipe in its place would block, and a link would be followed.
+        # The old file is removed first, because a pipe in its place would block, and a link would
+        # be followed.
         with contextlib.suppress(FileNotFoundError):
             os.unlink(unfinished)  # noqa: PTH108
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         with open(os.open(unfinished, flags, 0o644), "wb") as file:  # noqa: PTH123
-            os.fchmod(file.fileno(), 0o644)  # for the sidecar's user, whatever vLLM's umask is
+            # The mode lets the sidecar's user read the file, whatever vLLM's umask is.
+            os.fchmod(file.fileno(), 0o644)
             file.write(content)
         os.replace(unfinished, os.path.join(folder, name))  # noqa: PTH105, PTH118
     except OSError:
@@ -78,8 +82,7 @@ def write_document(
 def prune(folder: str, max_files: int = MAX_KEPT_FILES) -> None:
     """Remove the oldest files of the probe until `max_files` are left.
 
-    Other processes may do the same at the same time. Raises OSError where the folder cannot be
-    read.
+    Other processes may do the same at the same time. Raises OSError if the folder cannot be read.
     """
     files = []
     with os.scandir(folder) as entries:

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from vllm_headroom_probe.engine import read_own, to_integer
 
 CALLBACK_OPTIONS = ("enable_sleep_mode", "enable_cumem_allocator")
-"""Options with which vLLM's allocator calls Python while torch's allocator is locked. Reading
-torch's figures from another thread would wait for that lock while holding the GIL, which would
+"""Options with which vLLM's allocator calls Python while torch's allocator is locked. Another
+thread that reads torch's figures would wait for this lock while it holds the GIL. This would
 deadlock the engine (vllm/csrc/cumem_allocator.cpp).
 """
 
@@ -21,11 +21,11 @@ ALLOCATOR_FIGURES = ("allocated", "reserved", "inactive_split")
 """The figures that are read from torch's statistics, by their names there."""
 
 MAX_TAG_CHARACTERS = 32
-"""How many characters of a tag of the sleep pool are kept."""
+"""This many characters of a tag of the sleep pool are kept."""
 
 
 def find_sleep_pool() -> Any:  # noqa: ANN401 - vLLM's
-    """Return vLLM's allocator for sleep mode; None without one."""
+    """Return vLLM's allocator for sleep mode; None if there is none."""
     module = sys.modules.get("vllm.device_allocator.cumem")
     return read_own(read_own(module, "CuMemAllocator"), "instance")
 
@@ -33,7 +33,7 @@ def find_sleep_pool() -> Any:  # noqa: ANN401 - vLLM's
 def can_read_torch(worker: object) -> bool:
     """Return whether reading torch's allocator is safe, because it never waits for Python.
 
-    False where the worker's configuration is unknown.
+    Returns False if the worker's configuration is unknown.
     """
     model = read_own(worker, "vllm_config.model_config")
     if model is None or find_sleep_pool() is not None:
@@ -42,7 +42,7 @@ def can_read_torch(worker: object) -> bool:
 
 
 def find_cuda() -> Any:  # noqa: ANN401 - torch's
-    """Return torch.cuda; None where vLLM has not initialised CUDA in this process."""
+    """Return torch.cuda; None if vLLM has not initialised CUDA in this process."""
     module = read_own(sys.modules.get("torch"), "cuda")
     return module if module is not None and module.is_initialized() else None
 
@@ -50,9 +50,9 @@ def find_cuda() -> Any:  # noqa: ANN401 - torch's
 def read_pinned() -> int | None:
     """Return the host memory that torch has pinned, whether in use or cached.
 
-    None before torch 2.7.
+    Returns None before torch 2.7.
 
-    Its allocator has its own locks, and never waits for Python.
+    torch's allocator of pinned memory has its own locks, and never waits for Python.
     """
     torch_cuda = find_cuda()
     if torch_cuda is None:
@@ -75,10 +75,9 @@ class WorkerGpu:
 
     def __init__(self) -> None:
         self.call_seconds = 0.0
-        """How long the last call of torch's allocator took."""
+        """How long the last call of torch's allocator took, in seconds."""
         self._graphs_bytes: int | None = None
-        """The memory of captured graphs at the last reading; None where torch does not report
-        it."""
+        """The memory of captured graphs at the last reading; None if torch does not report it."""
         self._model: MeasuredModel | None = None
         """The model whose tensors were measured last."""
         self._constant_facts: dict[str, Any] = {}
@@ -87,8 +86,8 @@ class WorkerGpu:
     def read_device(self, worker: object) -> dict[str, Any] | None:
         """Return torch's facts about the device.
 
-        None without a GPU, without a known worker, or without the device's UUID. The facts are only
-        UUID and total memory where reading torch's allocator is not safe.
+        Returns None without a GPU, without a known worker, or without the device's UUID. If reading
+        torch's allocator is not safe, the facts are only UUID and total memory.
         """
         index = to_integer(getattr(read_own(worker, "device"), "index", None))
         torch_cuda = find_cuda()
@@ -108,8 +107,9 @@ class WorkerGpu:
         return self._constant_facts | self._read_allocator(torch_cuda, index, worker)
 
     def _read_allocator(self, torch_cuda: Any, index: int, worker: object) -> dict[str, int | None]:  # noqa: ANN401
-        """Return torch's figures for a device; a figure is None where torch does not report it."""
-        # By index, because the current device of this thread may be another one.
+        """Return torch's figures for a device; a figure is None if torch does not report it."""
+        # The device is chosen by its index, because the current device of this thread may be
+        # another one.
         start_seconds = time.perf_counter()
         stats = torch_cuda.memory_stats_as_nested_dict(index)
         self.call_seconds = time.perf_counter() - start_seconds
@@ -126,7 +126,7 @@ class WorkerGpu:
         return figures
 
     def read_parts(self, worker: object) -> dict[str, Any] | None:
-        """Return the parts of the worker's memory; None where there is no worker yet."""
+        """Return the parts of the worker's memory; None if there is no worker yet."""
         if worker is None:
             return None
         caches = read_own(worker, "model_runner.kv_caches")
@@ -145,10 +145,10 @@ class WorkerGpu:
         }
 
     def _measure_weights(self, worker: object) -> int | None:
-        """Return the model's memory as vLLM measured it, or else the bytes of its tensors.
+        """Return the model's memory as vLLM measured it.
 
-        On a CPU, for example, vLLM measures nothing. None without a model, or where its tensors
-        must not be read.
+        If vLLM did not, return the bytes of its tensors. For example, vLLM measures nothing on a
+        CPU. Returns None without a model, or if its tensors must not be read.
         """
         measured_bytes = to_integer(read_own(worker, "model_runner.model_memory_usage"))
         if measured_bytes:
@@ -183,8 +183,8 @@ def _format_uuid(properties: Any) -> str | None:  # noqa: ANN401 - torch's
 def _read_sleep_pool() -> dict[str, Any]:
     """Return the sleep pool's bytes by tag, and whether a part of the pool is asleep.
 
-    Memory that is asleep counts as 0 bytes. Empty without a pool, or where vLLM does not mark which
-    memory is asleep.
+    Memory that is asleep counts as 0 bytes. The result is empty without a pool, or if vLLM does not
+    mark which memory is asleep.
     """
     pool = find_sleep_pool()
     if pool is None:

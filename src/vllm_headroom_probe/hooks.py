@@ -21,10 +21,11 @@ _probe: Probe | None = None
 
 
 def begin(folder: str, frame: FrameType | None) -> None:
-    """Start this process's probe at the first call; search for vLLM's worker or core at each.
+    """Start this process's probe at the first call.
 
-    `frame` is the caller's frame, because vLLM calls while it builds the worker or core. Nothing
-    starts in an unsupported version of vLLM.
+    At each call, look for vLLM's worker or core. `frame` is the caller's frame, which is needed
+    because vLLM calls while it builds the worker or core. Nothing starts in an unsupported version
+    of vLLM.
     """
     global _probe  # noqa: PLW0603 - see above
     vllm = sys.modules.get("vllm")
@@ -75,7 +76,8 @@ def _after_in_child() -> None:
 def _watch_for_ooms() -> None:
     """Make torch call `_on_oom` before it raises an OutOfMemoryError."""
     with contextlib.suppress(Exception):
-        # Done only once vLLM has initialised CUDA, because attaching now would initialise it.
+        # The call is queued until vLLM has initialised CUDA, because attaching now would initialise
+        # it.
         sys.modules["torch"].cuda._lazy_call(_attach_observer)  # noqa: SLF001
 
 

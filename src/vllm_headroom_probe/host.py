@@ -32,7 +32,7 @@ V2 = CgroupFiles(
 )
 
 NO_LIMIT_BYTES = 1 << 60
-"""A limit of this size or more is no limit: without a limit, cgroup v1 shows 2^63 minus a page."""
+"""A limit of this size or more is no limit. Without a limit, cgroup v1 shows 2^63 minus a page."""
 
 
 def read_host(root: str = "/") -> dict[str, Any]:
@@ -44,7 +44,7 @@ def read_host(root: str = "/") -> dict[str, Any]:
 
 
 def _read_shm(path: str) -> dict[str, int] | None:
-    """Return the used bytes and the size of a file system; None where it cannot be read."""
+    """Return the used bytes and the size of a file system; None if it cannot be read."""
     try:
         volume = os.statvfs(path)
     except OSError:
@@ -56,7 +56,7 @@ def _read_shm(path: str) -> dict[str, int] | None:
 def _read_cgroup(root: str) -> dict[str, int | None] | None:
     """Return the memory that counts against the limit; `file` is the page cache's part of it.
 
-    None where the cgroup is not visible; each figure is None where it cannot be read.
+    Returns None if the cgroup is not visible. A figure is None if it cannot be read.
     """
     cgroup = _find_cgroup(root)
     if cgroup is None:
@@ -83,7 +83,7 @@ def _read_cgroup(root: str) -> dict[str, int | None] | None:
 def _find_cgroup(root: str) -> tuple[str, CgroupFiles] | None:
     """Return the folder of this process's memory cgroup, and the names of its files.
 
-    None where the cgroup is not visible.
+    Returns None if the cgroup is not visible.
     """
     for line in _read_text(root, "proc/self/cgroup").split("\n"):
         if not line:
@@ -105,7 +105,7 @@ def _find_cgroup(root: str) -> tuple[str, CgroupFiles] | None:
 
 
 def _read_text(folder: str, name: str) -> str:
-    """Return a file's text; empty where it cannot be read."""
+    """Return a file's text; empty if it cannot be read."""
     try:
         path = os.path.join(folder, name)  # noqa: PTH118
         # A cgroup's name may be invalid UTF-8, and may contain a carriage return.

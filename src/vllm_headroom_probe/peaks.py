@@ -17,13 +17,14 @@ SAMPLING = "sampling"
 
 BUCKET_SECONDS = 5
 RECENT_BUCKETS = 12
-"""The highest peak of each of the newest twelve buckets is kept: that is the last minute."""
+"""The highest peak of each of the newest twelve buckets is kept, which covers the last minute."""
 
 MAX_SIZE_CLASSES = 20
-"""How many of the largest size classes of a kind the file has; there are two per doubling."""
+"""The file has this many of the largest size classes of a kind. There are two classes per doubling.
+"""
 
 MAX_REASON_CHARACTERS = 200
-"""How many characters of an error the file has."""
+"""The file has this many characters of an error."""
 
 REPEATED_STEPS = 32
 """Of steps that repeat the previous one, one in so many is measured."""
@@ -42,7 +43,7 @@ class Peak(NamedTuple):
 
     transient_bytes: int
     size: int
-    """The size on which its memory depends: tokens, rows or pixels."""
+    """The size on which the memory depends: tokens, rows or pixels."""
     step: Step
     at_seconds: float
     """When the step began, in seconds since the epoch."""
@@ -53,7 +54,7 @@ class Memory(NamedTuple):
 
     allocated: int
     peak: int
-    """The highest of `allocated` since the last reset."""
+    """The highest value of `allocated` since the last reset."""
     reserved: int
     inactive_split: int
 
@@ -62,7 +63,7 @@ NO_MEMORY = Memory(allocated=0, peak=0, reserved=0, inactive_split=0)
 
 
 class KindTable:
-    """The peaks of one kind of work; bounded."""
+    """The peaks of one kind of work, in bounded number."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -80,7 +81,8 @@ class KindTable:
         bucket = int(peak.at_seconds // BUCKET_SECONDS)
         bucket_peak = self.recent.get(bucket)
         if bucket_peak is None:
-            # A new dictionary, because the probe's thread may read it at the same time.
+            # The dictionary is new, because the probe's thread may read the old one at the same
+            # time.
             self.recent = {
                 number: highest
                 for number, highest in self.recent.items()
@@ -89,7 +91,8 @@ class KindTable:
             self.recent[bucket] = peak
         elif peak.transient_bytes > bucket_peak.transient_bytes:
             self.recent[bucket] = peak
-        # The square has twice as many binary digits, which gives two classes per doubling.
+        # The square of the size has twice as many binary digits, which gives two classes per
+        # doubling.
         size_class = (peak.size * peak.size).bit_length()
         highest, count = self.by_class.get(size_class, (peak, 0))
         if peak.transient_bytes > highest.transient_bytes:
@@ -143,7 +146,7 @@ class Peaks:
 
     def __init__(self) -> None:
         self.step: Step = NO_STEP
-        """The newest step that began, or the one that it repeats."""
+        """The newest step that began. If it repeats an earlier step, that earlier step."""
         self.kind: str | None = None
         """The kind of work that runs now; None between two steps."""
         self._forward_kind: str | None = None
@@ -167,7 +170,7 @@ class Peaks:
         self._is_over = False
         """Whether the measurement has ended for good."""
         self._stop_reason: str | None = None
-        """The error that ended the measurement; None without one."""
+        """The error that ended the measurement; None if there was none."""
         self._limits: dict[str, int | None] = {}
         self._largest_tokens: dict[str, int] = {}
         """The most tokens of a measured step, by the kind of work."""
@@ -185,13 +188,13 @@ class Peaks:
         self._repeated_steps = 0
         """How many steps have repeated the newest step that was followed."""
         self._hook_ns = 0
-        """The time of the hook in the steps that are measured, in nanoseconds."""
+        """The time of the hook in the measured steps, in nanoseconds."""
 
     def attach(self, worker: object) -> None:
         """Measure the worker's steps from now on.
 
-        Nothing is done before vLLM has its KV cache, because until then vLLM measures the same
-        peaks for its own profile. Nothing is done either where torch's figures must not be read, or
+        Before vLLM has its KV cache, nothing is done, because until then vLLM measures the same
+        peaks for its own profile. Nothing is done either if torch's figures must not be read, or if
         the hook has failed.
         """
         runner = read_own(worker, "model_runner")
@@ -220,7 +223,8 @@ class Peaks:
         """Measure no further step, and restore the runner's own methods."""
         self._is_over = True
         for name, wrapper in self._wrappers.items():
-            # Another plugin may have wrapped the wrapper: then it stays, and only passes calls on.
+            # If another plugin has wrapped the wrapper, the wrapper stays, and only passes calls
+            # on.
             if vars(self._runner).get(name) is wrapper:
                 delattr(self._runner, name)
         self._forget_step()
@@ -291,7 +295,7 @@ class Peaks:
     def _begin_forward(self, order: Any, *_arguments: Any, **options: Any) -> None:  # noqa: ANN401
         """Follow the scheduler's output, and start to measure the forward pass if that is due.
 
-        Without tokens or images nothing is computed.
+        If there are no tokens and no images, nothing is computed.
         """
         if self._is_over:
             return
@@ -366,7 +370,7 @@ class Peaks:
         self._hook_ns += time.perf_counter_ns() - start_ns
 
     def _add_peak(self, kind: str, size: int) -> None:
-        """Add the peak since the last reset to the table of a kind, whose work has ended."""
+        """Add the peak since the last reset to the table of a kind of work, which has ended."""
         transient_bytes = max(0, self._read_memory().peak - self._resting.allocated)
         table = self._tables.get(kind)
         if table is None:

@@ -29,38 +29,40 @@ INTERVAL_SECONDS = 5.0
 """The time between two readings."""
 
 SLOW_SECONDS = 0.05
-"""A reading is slow if it takes more CPU time than this, or if the allocator's call takes longer:
-both hold the GIL.
+"""A reading is slow if it takes more CPU time than this, or if the allocator's call takes longer
+than this. Both hold the GIL.
 """
 
 MAX_SLOW_READINGS = 2.5
-"""Above this number of slow readings the probe stops, so the third one stops it."""
-
-FORGIVEN_PER_READING = 0.01
-"""How much a fast reading lowers the count of slow ones: a hundred fast readings cancel a slow one,
-so that slow readings in weeks of service do not add up."""
-
-MAX_FORK_WAIT_SECONDS = 0.2
-"""The longest time that a fork of vLLM waits for the thread to end."""
-
-MAX_OOM_WAIT_SECONDS = 0.05
-"""The longest time that an OutOfMemoryError waits for the file to be written, which takes 0.1 ms.
+"""If the count of slow readings exceeds this number, the probe stops. So the third slow reading
+stops it.
 """
 
+FORGIVEN_PER_READING = 0.01
+"""A fast reading lowers the count of slow ones by this much. So a hundred fast readings cancel a
+slow one, and slow readings in weeks of service do not add up.
+"""
+
+MAX_FORK_WAIT_SECONDS = 0.2
+"""A fork of vLLM waits at most this long for the thread to end."""
+
+MAX_OOM_WAIT_SECONDS = 0.05
+"""An OutOfMemoryError waits at most this long for the file to be written, which takes 0.1 ms."""
+
 MAX_SNAPSHOT_WAIT_SECONDS = 12.0
-"""The longest time that an OutOfMemoryError waits for the snapshot to be written; writing itself
-ends after 10 s.
+"""An OutOfMemoryError waits at most this long for the snapshot to be written. Writing itself ends
+after 10 s.
 """
 
 MAX_NAME_CHARACTERS = 64
-"""How many characters of a process's name, or of a package's version, the file has."""
+"""The file has this many characters of a process's name, or of a package's version."""
 
 MAX_REASON_CHARACTERS = 200
-"""How many characters of the reason for stopping the file has."""
+"""The file has this many characters of the reason for stopping."""
 
 
 def read_or_none(read: Callable[[], T | None]) -> T | None:
-    """Return what `read` returns; None where it raises, as in unknown versions of vLLM or torch."""
+    """Return what `read` returns; None if it raises, as in unknown versions of vLLM or torch."""
     try:
         return read()
     except Exception:  # noqa: BLE001 - with any error the fact is absent, and vLLM continues to serve
@@ -77,14 +79,14 @@ class Probe:
         self.recording = Recording(folder)
         self.peaks = _build_peaks()
         self.snapshots = _build_snapshots()
-        # The thread.
+        # The fields of the thread.
         self._thread: threading.Thread | None = None
         self._wake = threading.Event()
         self._is_written = threading.Event()
         self._is_paused = False
         self._stop_reason: str | None = None
         self._due_seconds = time.monotonic() + INTERVAL_SECONDS
-        # The file.
+        # The fields of the file.
         self._name = ""
         """The file's name without `.json`; empty before the first reading."""
         self._identity: dict[str, Any] = {}
@@ -92,8 +94,8 @@ class Probe:
         self._document: dict[str, Any] = {}
         """The content of the file as it was last written."""
         self._oom: dict[str, Any] | None = None
-        """The newest OutOfMemoryError; None without one."""
-        # The cost of the probe.
+        """The newest OutOfMemoryError; None if there was none."""
+        # The fields about the cost of the probe.
         self._slow_readings = 0.0
         """The number of slow readings, minus what fast readings have cancelled."""
         self._longest_seconds = 0.0
@@ -104,8 +106,8 @@ class Probe:
     def start(self) -> None:
         """Start the thread, or restart it after `pause`.
 
-        A thread that did not end in `pause` hangs. In that case no other thread is started, and the
-        probe stops.
+        If a thread did not end in `pause`, it hangs. In that case no other thread is started, and
+        the probe stops.
         """
         if self._thread is not None and self._thread.is_alive():
             self._mark_stopped("a write hung while vLLM forked")
@@ -125,7 +127,7 @@ class Probe:
     def begin_history(self, frame: FrameType | None) -> None:
         """Make torch keep its memory history, if snapshots are requested.
 
-        torch calls this when it initialises CUDA. `frame` is the caller's frame: the worker or the
+        torch calls this when it initialises CUDA. `frame` is the caller's frame. The worker or the
         core, which have the configuration, are on its stack.
         """
         if self.snapshots is not None:
@@ -137,8 +139,8 @@ class Probe:
     ) -> None:
         """Write the file with torch's figures before torch raises an OutOfMemoryError.
 
-        torch calls this in the thread that needs the memory; the thread waits for the write, for at
-        most MAX_OOM_WAIT_SECONDS. Without a running probe nothing is written.
+        torch calls this in the thread that needs the memory. The thread waits at most
+        MAX_OOM_WAIT_SECONDS for the write. Without a running probe nothing is written.
         """
         worker = self.engine.worker
         gpu: dict[str, Any] = {}
@@ -269,14 +271,14 @@ class Probe:
         }
 
     def _describe_snapshots(self) -> dict[str, Any]:
-        """Return the facts about the memory history; empty without one."""
+        """Return the facts about the memory history; empty if there is none."""
         facts = None if self.snapshots is None else self.snapshots.describe()
         return {} if facts is None else {"snapshot": facts}
 
     def _read_identity(self) -> dict[str, Any]:
         """Return the facts that never change; also remove old files and set the file's name.
 
-        Raises OSError or ValueError where /proc or the folder cannot be read.
+        Raises OSError or ValueError if /proc or the folder cannot be read.
         """
         prune(self.folder)
         started_since_boot, started_at = read_start()
@@ -303,7 +305,10 @@ class Probe:
                 write_document(self.folder, f"{self._name}.json", document)
 
     def _mark_stopped(self, reason: str) -> None:
-        """Set the reason, which ends the thread; log it and end any recording."""
+        """Set the reason, which ends the thread.
+
+        Log it, and end any recording.
+        """
         self._stop_reason = " ".join(reason.split())[:MAX_REASON_CHARACTERS]
         with contextlib.suppress(Exception):
             logger = logging.getLogger("vllm.headroom_probe")
@@ -319,27 +324,27 @@ class Probe:
 
 
 def _build_peaks() -> Peaks | None:
-    """Return what measures the peaks of steps; None where nobody asks for it."""
+    """Return what measures the peaks of steps; None if it is not configured."""
     if os.environ.get("HEADROOM_PROBE_PEAKS") != "on":
         return None
-    # Imported here, so that the probe loads it only if it is configured.
+    # The import is here, so that the probe loads it only if it is configured.
     from vllm_headroom_probe.peaks import Peaks  # noqa: PLC0415
 
     return Peaks()
 
 
 def _build_snapshots() -> Snapshots | None:
-    """Return the keeper of torch's memory history; None where it is not configured."""
+    """Return the keeper of torch's memory history; None if it is not configured."""
     folder = os.environ.get("HEADROOM_PROBE_SNAPSHOT")
     if not folder:
         return None
-    # Imported here, so that the probe loads it only if it is configured.
+    # The import is here, so that the probe loads it only if it is configured.
     from vllm_headroom_probe.snapshot import Snapshots  # noqa: PLC0415
 
     return Snapshots(folder)
 
 
 def _read_version(package: str) -> str | None:
-    """Return a package's version; None where this process has not imported the package."""
+    """Return a package's version; None if this process has not imported the package."""
     version = vllm.read_own(sys.modules.get(package), "__version__")
     return None if version is None else str(version)[:MAX_NAME_CHARACTERS]

@@ -17,37 +17,37 @@ REQUEST_NAME = "record.json"
 """The file in the shared folder with which a command requests a recording."""
 
 FORMAT_FIELD = "headroom_record"
-"""The field that identifies such a request; its value is the version of the format."""
+"""The field that identifies such a request. Its value is the version of the format."""
 
 MAX_RECORDING_SECONDS = 3600
-"""The longest recording, whatever the request says."""
+"""A recording lasts at most this long, whatever the request says."""
 
 UNATTENDED_SECONDS = 60
-"""The command touches its request every few seconds. A request that was not touched for this time
+"""The command touches its request every few seconds. If a request was not touched for this time, it
 has lapsed, and its recording ends.
 """
 
 MAX_FRAMES = 8
-"""How many frames of a stack are recorded."""
+"""This many frames of a stack are recorded."""
 
 MAX_STACKS = 20
-"""How many stacks an answer has: those with most memory."""
+"""An answer has this many stacks, which are those with most memory."""
 
 MAX_LINE_CHARACTERS = 200
-"""How many characters of a frame are kept: the end of its path, and its line number."""
+"""This many characters of a frame are kept: the end of its path, and its line number."""
 
 MAX_ANSWER_BYTES = 256 * 1024
 """The largest file with an answer."""
 
 MAX_REQUEST_BYTES = 4096
-"""How much of a request's file is read."""
+"""This much of a request's file is read."""
 
 MAX_ID_CHARACTERS = 64
-"""How many characters of a request's id are kept."""
+"""This many characters of a request's id are kept."""
 
 MAX_TRACER_BYTES = 128 << 20
-"""The most memory that tracemalloc itself may take, enough for about a million allocations. Copying
-them at the end holds the GIL for about a second.
+"""tracemalloc itself may take at most this much memory, which is enough for about a million
+allocations. Copying them at the end holds the GIL for about a second.
 """
 
 
@@ -56,7 +56,7 @@ class RequestFile(NamedTuple):
 
     content: bytes
     changed_at: float
-    """The file's mtime, in seconds since the epoch."""
+    """The time of the file's last change (mtime), in seconds since the epoch."""
 
 
 class Recording:
@@ -65,20 +65,20 @@ class Recording:
     def __init__(self, folder: str) -> None:
         self._folder = folder
         self._request: dict[str, Any] = {}
-        """The request of the current recording; empty without a recording."""
+        """The request of the current recording; empty if there is none."""
         self._answered_id = ""
         """The id of the last request that was answered."""
         self._started_at = 0.0
         """When the recording started, in seconds since the epoch."""
         self._notes: list[str] = []
-        """Remarks on the recording for the reader of the answer."""
+        """Remarks on the recording, for the reader of the answer."""
         self._is_host_traced = False
         self._is_gpu_traced = False
 
     def tick(self, name: str, role: str, worker: object) -> None:
         """Start, continue or end the recording that the folder's request describes.
 
-        `name` and `role` are this process's; the answer's file has the name.
+        `name` and `role` are those of this process. The answer's file has this name.
         """
         request = read_request(self._folder, REQUEST_NAME, FORMAT_FIELD)
         if self._request and request.get("id") != self._request["id"]:
@@ -191,7 +191,7 @@ class Recording:
 
 
 def is_history_on() -> bool:
-    """Return whether torch keeps its memory history already; False where it does not report it."""
+    """Return whether torch keeps its memory history already; False if it does not report this."""
     is_on = getattr(getattr(sys.modules.get("torch"), "_C", None), "_cuda_isHistoryEnabled", None)
     return is_on is not None and bool(is_on())
 
@@ -199,14 +199,14 @@ def is_history_on() -> bool:
 def read_request(folder: str, name: str, format_field: str) -> dict[str, Any]:
     """Return the request in a file of the folder.
 
-    Empty without a valid one that is still kept alive.
+    The result is empty if there is no valid request, or if the command no longer keeps it alive.
     """
     try:
         file = _read_start(os.path.join(folder, name))  # noqa: PTH118 - see folder
         request = json.loads(file.content)
         is_attended = abs(time.time() - file.changed_at) < UNATTENDED_SECONDS
         has_id = isinstance(request["id"], str)
-        has_end = request["until"] + 0 > 0  # raises TypeError unless it is a number
+        has_end = request["until"] + 0 > 0  # This raises TypeError unless the value is a number.
         is_known = request[format_field] == 1
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return {}
@@ -218,7 +218,7 @@ def read_request(folder: str, name: str, format_field: str) -> dict[str, Any]:
 def _read_start(path: str) -> RequestFile:
     """Return the start of a file and its mtime.
 
-    Raises OSError where it cannot be read, and for a symlink. A FIFO is opened without waiting.
+    Raises OSError if the file cannot be read, and for a symlink. A FIFO is opened without waiting.
     """
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     descriptor = os.open(path, flags)
@@ -246,7 +246,7 @@ def _list_host_stacks(snapshot: tracemalloc.Snapshot) -> list[dict[str, Any]]:
 def _list_gpu_stacks(snapshot: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the stacks with most memory in torch's blocks that are in use.
 
-    Blocks that were allocated before the recording have no stack, and are left out.
+    If a block was allocated before the recording, it has no stack and is left out.
     """
     sizes_bytes: defaultdict[tuple[str, ...], list[int]] = defaultdict(list)
     for segment in snapshot["segments"]:

@@ -1,6 +1,6 @@
 """Make torch keep its memory history, and write its snapshot when it runs out of memory.
 
-The file is a pickle for memory_viz. Nothing here is imported without HEADROOM_PROBE_SNAPSHOT.
+The file is a pickle for memory_viz. Without HEADROOM_PROBE_SNAPSHOT, this module is not imported.
 """
 
 from __future__ import annotations
@@ -26,45 +26,47 @@ REQUEST_NAME = "snapshot.json"
 """The file in the probe's folder with which a command requests a snapshot."""
 
 FORMAT_FIELD = "headroom_snapshot"
-"""The field that identifies such a request; its value is the version of the format."""
+"""The field that identifies such a request. Its value is the version of the format."""
 
 MAX_HISTORY_EVENTS = 10_000
-"""Our choice: torch keeps this many of the newest allocations and releases for each GPU. The number
-bounds the memory of the history, and the time that a snapshot takes.
+"""Our choice: torch keeps this many of the newest allocations and releases for each GPU. This
+number bounds the memory of the history, and the time that a snapshot takes.
 """
 
 MAX_SNAPSHOT_BYTES = 64 << 20
-"""The largest snapshot; one with a full history and 3,000 blocks has 1.5 MiB."""
+"""The largest snapshot. A snapshot with a full history and 3,000 blocks has 1.5 MiB."""
 
 MAX_WRITE_SECONDS = 10.0
-"""The longest time for which a snapshot is written, and an OutOfMemoryError waits for it."""
+"""A snapshot is written for at most this long, and an OutOfMemoryError waits for it for at most
+this long.
+"""
 
 MAX_KEPT_SNAPSHOTS = 16
-"""How many of the newest snapshots are kept, so that a crash loop does not fill the volume."""
+"""This many of the newest snapshots are kept, so that a crash loop does not fill the volume."""
 
 FILE_NAME = re.compile(r"(oom|requested)-(rank[0-9]+-)?[0-9]+-[0-9]+\.pickle(\.tmp)?")
 """The names of snapshots. No other file is ever removed."""
 
 MAX_ENTRIES = 4096
-"""How many entries of the folder are read."""
+"""At most this many entries of the folder are read."""
 
 MAX_LARGEST = 10
-"""How many lines of code the probe's file names, those that hold most memory."""
+"""The probe's file names this many lines of code, which are those that hold most memory."""
 
 MAX_PATH_CHARACTERS = 120
-"""How many characters at the end of such a line's path are kept."""
+"""This many characters at the end of such a line's path are kept."""
 
 MAX_REPORT_BYTES = 3000
-"""How much of the probe's file the facts on one snapshot may take. The whole file has 16 KiB, and
-exceeding that stops the probe. Ten lines take 2,000 bytes.
+"""The facts on one snapshot may take this much of the probe's file. The whole file may have 16 KiB,
+and the probe stops if it exceeds that. Ten lines take 2,000 bytes.
 """
 
 MAX_PROBLEM_CHARACTERS = 200
-"""How many characters of an error's text are kept."""
+"""This many characters of an error's text are kept."""
 
 TORCH_CODE = re.compile(r"(site|dist)-packages/torch/|/torchinductor_|/torch_compile_cache/")
-"""Matches the paths of torch itself and of the code that it generates. The line that calls them is
-more informative about who holds the memory.
+"""Matches the paths of torch itself and of the code that it generates. The line that calls such
+code is more informative about who holds the memory.
 """
 
 PICKLE_PROTOCOL = 4
@@ -75,15 +77,15 @@ class TakenSnapshot(NamedTuple):
     """A snapshot of torch that is not written yet."""
 
     kind: str
-    """Its reason: "oom" or "requested"."""
+    """Why the snapshot was taken: "oom" or "requested"."""
     taken_at: float
     """When it was taken, in seconds since the epoch."""
     pause_seconds: float
-    """How long torch took; no Python code ran meanwhile."""
+    """How long torch took. No Python code ran meanwhile."""
     content: dict[str, Any]
     request_id: str | None
     is_settled: threading.Event
-    """Set when it is written, or has failed."""
+    """Set when the snapshot is written, or has failed."""
 
 
 class Snapshots:
@@ -92,9 +94,9 @@ class Snapshots:
     def __init__(self, folder: str) -> None:
         self._folder = os.path.abspath(folder)  # noqa: PTH100 - see folder
         self._began_at: float | None = None
-        """When the history began, in seconds since the epoch; None without one."""
+        """When the history began, in seconds since the epoch; None if there is none."""
         self._is_ours = False
-        """Whether the history was begun here, and not by vLLM's user."""
+        """Whether the probe began the history, and not vLLM's user."""
         self._has_failed = False
         """Whether keeping a history has failed."""
         self._has_taken_oom = False
@@ -107,7 +109,7 @@ class Snapshots:
         """The facts on each kind of snapshot for the probe's file."""
 
     def describe(self) -> dict[str, Any] | None:
-        """Return the facts for the probe's file; None without a history."""
+        """Return the facts for the probe's file; None if there is no history."""
         if self._began_at is None:
             return None
         return {
@@ -131,7 +133,7 @@ class Snapshots:
             _warn("no history is kept: %s is no folder that vLLM can write", self._folder)
             return
         try:
-            # A history that vLLM's user keeps is left alone, and serves the purpose too.
+            # If vLLM's user keeps a history, it is left alone, and serves the purpose too.
             if not is_history_on():
                 self._is_ours = True
                 torch_cuda.memory._record_memory_history(  # noqa: SLF001 - torch's documented name
@@ -153,8 +155,8 @@ class Snapshots:
     def take_oom(self, owner: object) -> TakenSnapshot | None:
         """Take the snapshot of an OutOfMemoryError, for `tick` to write.
 
-        torch calls its observers without the allocator's lock. None where no history is kept, and
-        from the second error on.
+        torch calls its observers without the allocator's lock. Returns None if no history is kept,
+        and from the second error on.
         """
         if self._began_at is None or self._has_taken_oom or not can_read_torch(owner):
             return None
@@ -167,8 +169,8 @@ class Snapshots:
     ) -> TakenSnapshot | None:
         """Write the snapshot that was taken, or one that a command requests; return which.
 
-        `name` and `rank` of this process are for the file's name. None where there is nothing to
-        write.
+        `name` and `rank` of this process are used in the file's name. Returns None if there is
+        nothing to write.
         """
         self.begin(owner)
         snapshot = self._taken_oom or self._take_requested(probe_folder, owner)
@@ -214,7 +216,7 @@ class Snapshots:
 
 
 def find_torch_cuda() -> Any:  # noqa: ANN401 - torch's
-    """Return torch.cuda; None where CUDA is not initialised, not even by the calling thread."""
+    """Return torch.cuda; None if CUDA is not initialised, not even by the calling thread."""
     module = read_own(sys.modules.get("torch"), "cuda")
     # While torch initialises CUDA, it runs the calls that were queued for that, such as ours.
     is_initialising = getattr(getattr(module, "_tls", None), "is_initializing", False)
@@ -236,12 +238,15 @@ class Holding:
         self.size_bytes = 0
         self.n_blocks = 0
         self.since_seconds: float | None = float("inf")
-        """When its oldest block was allocated, since the epoch; None where the history no longer
-        shows it.
+        """When the line's oldest block was allocated, in seconds since the epoch; None if the
+        history no longer shows it.
         """
 
     def add(self, block: dict[str, Any], allocated_seconds: float | None) -> None:
-        """Add a block; None for a block whose allocation is older than the history's events."""
+        """Add a block.
+
+        The time is None if the block's allocation is older than the history's events.
+        """
         self.size_bytes += block["size"]
         self.n_blocks += 1
         if allocated_seconds is None or self.since_seconds is None:
@@ -253,7 +258,7 @@ class Holding:
 def list_largest(snapshot: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the lines of code that hold most of torch's memory, the largest first.
 
-    `file` and `line` are None for memory allocated before the history.
+    For memory allocated before the history, `file` and `line` are None.
     """
     allocated_seconds = _list_allocation_times(snapshot)
     holdings: dict[tuple[str | None, int | None], Holding] = {}
@@ -296,7 +301,10 @@ def _find_place(frames: Any) -> tuple[str | None, int | None]:  # noqa: ANN401 -
 
 
 class BoundedFile:
-    """A file that a pickler writes to: an error ends a snapshot that is too large or too slow."""
+    """A file to which a pickler writes.
+
+    If a snapshot is too large or too slow, an error ends it.
+    """
 
     def __init__(self, file: IO[bytes]) -> None:
         self.size_bytes = 0
@@ -304,7 +312,10 @@ class BoundedFile:
         self._end_seconds = time.monotonic() + MAX_WRITE_SECONDS
 
     def write(self, chunk: bytes) -> int:
-        """Write a chunk; raise ValueError or TimeoutError at the bounds."""
+        """Write a chunk.
+
+        Raises ValueError or TimeoutError at the bounds.
+        """
         self.size_bytes += len(chunk)
         if self.size_bytes > MAX_SNAPSHOT_BYTES:
             raise ValueError(f"it has more than {MAX_SNAPSHOT_BYTES >> 20} MiB")
@@ -317,7 +328,8 @@ def _write(path: str, snapshot: dict[str, Any]) -> int:
     """Write the snapshot as a file, atomically and for this user only; return its bytes."""
     unfinished = f"{path}.tmp"
     try:
-        # Removed first, because a pipe in its place would block, and a link would be followed.
+        # The old file is removed first, because a pipe in its place would block, and a link would
+        # be followed.
         with contextlib.suppress(FileNotFoundError):
             os.unlink(unfinished)  # noqa: PTH108
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC

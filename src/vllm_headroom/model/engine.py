@@ -13,7 +13,7 @@ class Cgroup(Struct, frozen=True, kw_only=True):
     """A container's memory counters."""
 
     identity: str
-    """Distinguishes a container from a later one of the same name."""
+    """Distinguishes a container from a later container of the same name."""
 
     used_bytes: int
     cache_bytes: int
@@ -22,18 +22,18 @@ class Cgroup(Struct, frozen=True, kw_only=True):
     """
 
     limit_bytes: int | None
-    """None without a limit."""
+    """The limit; None if there is none."""
 
     oom_kills: int | None
-    """How many processes in the container the kernel has killed for lack of memory; None where
-    unknown.
+    """The number of processes in the container that the kernel has killed for lack of memory; None
+    if unknown.
     """
 
     swap_bytes: int | None = None
-    """Swapped-out memory, which is not part of `used_bytes`; None where unknown."""
+    """Memory in swap, which is not part of `used_bytes`; None if unknown."""
 
     pressure_ratio: float | None = None
-    """The share of the last ten seconds in which at least one task waited for memory; None where
+    """The share of the last ten seconds in which at least one task waited for memory; None if
     unknown.
     """
 
@@ -46,15 +46,16 @@ class MachineMemory(Struct, frozen=True, kw_only=True):
     """Free memory plus memory that the kernel can reclaim."""
 
     swap_bytes: int = 0
-    """The size of all swap, zram and zswap included."""
+    """The size of all swap, including zram and zswap."""
 
     swap_free_bytes: int = 0
     oom_kills: int | None = None
-    """How many processes the kernel has killed for lack of memory since boot; None where unknown.
+    """The number of processes that the kernel has killed for lack of memory since boot; None if
+    unknown.
     """
 
     pressure_ratio: float | None = None
-    """The share of the last ten seconds in which at least one task waited for memory; None where
+    """The share of the last ten seconds in which at least one task waited for memory; None if
     unknown.
     """
 
@@ -80,31 +81,32 @@ class HostReading(Struct, frozen=True, kw_only=True):
 
 
 class HostMemory(Struct, frozen=True, kw_only=True):
-    """The host memory available to the engine; None where unknown."""
+    """The host memory available to the engine; a figure is None if unknown."""
 
     basis: HostBasis | None = None
-    """Where the figures are from."""
+    """The source of the figures."""
 
     used_bytes: int | None = None
     """The memory that counts against the limit and that the kernel cannot reclaim."""
 
     limit_bytes: int | None = None
     swap_bytes: int | None = None
-    """Swapped-out memory, which does not count against the limit."""
+    """Memory in swap, which does not count against the limit."""
 
     shm_used_bytes: int | None = None
     shm_limit_bytes: int | None = None
     oom_kills: int | None = None
-    """How many processes the kernel has killed for lack of memory since the container was first
-    seen.
+    """The number of processes that the kernel has killed for lack of memory since the container was
+    first seen.
     """
 
     pressure_ratio: float | None = None
-    """The share of the last ten seconds in which a task waited for memory (PSI, some)."""
+    """The share of the last ten seconds in which at least one task waited for memory (PSI, some).
+    """
 
     @property
     def room_bytes(self) -> int | None:
-        """Return the memory that is left before the kernel kills a process; None where unknown."""
+        """Return the memory that is left before the kernel kills a process; None if unknown."""
         if self.used_bytes is None or self.limit_bytes is None:
             return None
         return max(0, self.limit_bytes - self.used_bytes)
@@ -117,13 +119,13 @@ class Input(Struct, frozen=True):
     """The value of the label `input` of `headroom_input_available`."""
 
     metric: str | None = None
-    """The metric that exports it unchanged, None where none does."""
+    """The metric that exports the fact unchanged; None if no metric does."""
 
 
 def _input(name: str, metric: str | None = None) -> Input:
     """Declare an input; `metric` is the name of its metric after `headroom_engine_`.
 
-    None where no metric exports the input unchanged.
+    `metric` is None if no metric exports the input unchanged.
     """
     if metric is None:
         return Input(name)
@@ -131,7 +133,7 @@ def _input(name: str, metric: str | None = None) -> Input:
 
 
 class EngineReading(Struct, frozen=True, kw_only=True):
-    """The readings of one engine, which is one data-parallel rank; None where not offered."""
+    """The readings of one engine, which is one data-parallel rank; None if not offered."""
 
     model_name: str
     engine: str
@@ -167,12 +169,12 @@ class EngineReading(Struct, frozen=True, kw_only=True):
     memory_bytes: Annotated[float | None, _input("memory_bytes")] = None
     started_at_seconds: Annotated[float | None, _input("process_start_time")] = None
 
-    # The fields below are not inputs: they come from the probe, the command line or another series.
+    # The fields below are not inputs. They come from the probe, the command line or another series.
     max_num_seqs: float | None = None
     """How many requests may run at once."""
 
     kv_stranded_ratio: float | None = None
-    """The share of the KV cache that is in use by no request."""
+    """The share of the KV cache that is in use although no request holds it."""
 
     kv_token_ratio: float | None = None
     """The share of the KV cache that holds tokens of requests."""
@@ -195,77 +197,80 @@ class EnginePage(Struct, frozen=True, kw_only=True):
     """One parsed page."""
 
     profile: str
-    """The profile that it was read with."""
+    """The profile with which the page was read."""
 
     engines: tuple[EngineReading, ...]
     inputs: tuple[tuple[str, bool], ...]
     """The name of every input of the profile, and whether the page offers it."""
     has_capacity_of_blocks: bool = False
-    """Whether capacities of KV caches were computed from blocks, because the page has none in
+    """Whether the capacities of KV caches were computed from blocks, because the page has none in
     tokens.
     """
 
 
 ProcessName = tuple[int, float]
-"""A process by its pid and its start in seconds since the epoch: a pid alone is reused."""
+"""A process by its pid and its start time in seconds since the epoch. The pid alone is not enough,
+because pids are reused.
+"""
 
 SAME_START_SECONDS: Final = 2.0
-"""Two start times that differ by at most this may belong to one process: two programs compute them
+"""Two start times that differ by at most this may belong to one process. Two programs compute them
 from the kernel's boot time, which changes when the clock is set.
 """
 
 
 class EngineProcess(Struct, frozen=True, kw_only=True):
-    """A process of the engine, read from /proc; a field is None where unknown."""
+    """A process of the engine, read from /proc; a field is None if unknown."""
 
     pid: int
     role: Role
     rss_bytes: int
-    """Its resident memory: anonymous, file and shared."""
+    """The resident memory of the process: anonymous, file and shared."""
 
     started_at_seconds: float
-    """Its start in seconds since the epoch."""
+    """When the process started, in seconds since the epoch."""
 
     since_boot_seconds: float | None = None
-    """Its start in seconds since the boot."""
+    """When the process started, in seconds since the boot."""
 
     cpu_seconds: float | None = None
-    """The CPU time of all its threads."""
+    """The CPU time of all threads of the process."""
 
     anonymous_bytes: int | None = None
-    """Its private memory."""
+    """The private memory of the process."""
 
     file_bytes: int | None = None
-    """Its mapped files, which the kernel can reclaim."""
+    """The mapped files of the process, which the kernel can reclaim."""
 
     state: str | None = None
     """The kernel's letter for the state of the main thread, such as R, S or D."""
 
     cpu_pressure_ratio: float | None = None
-    """The share of the last minute in which some task on the machine waited for a CPU; None for all
-    processes but the engine's root server.
+    """The share of the last minute in which some task on the machine waited for a CPU. None for all
+    processes except the engine's root server.
     """
 
     wait_seconds: float | None = None
-    """For how long the newest slow request to the engine has waited; None without a slow request,
-    and for all processes but the engine's root server."""
+    """For how long the newest slow request to the engine has waited. None if there is no slow
+    request, and for all processes except the engine's root server.
+    """
 
     waiting_requests: int | None = None
-    """The number of connections on which a request has been waiting for longer than usual. None
-    where the connections are not visible, and for all processes but the first server.
+    """The number of connections on which a request has been waiting for longer than usual. None if
+    the connections are not visible, and for all processes except the first server.
     """
 
     swap_bytes: int | None = None
-    """Its swapped-out private memory, which is not part of `rss_bytes`."""
+    """The private memory of the process that is in swap, which is not part of `rss_bytes`."""
 
     shared_bytes: int | None = None
-    """Its memory that is in tmpfs, in a memfd, or pinned by CUDA."""
+    """The memory of the process that is in tmpfs, in a memfd, or pinned by CUDA."""
 
 
 class EngineOptions(Struct, frozen=True, kw_only=True):
     """The options that the command line of vLLM's server sets, under vLLM's names for them.
 
-    None where an option is not set. Sizes without `bytes` in their name are in GiB.
+    An option is None if it is not set. Sizes without `bytes` in their name are in GiB.
     """
 
     model: str | None = None
@@ -302,25 +307,27 @@ class Pool(Struct, frozen=True, kw_only=True):
 
     part: HostPart
     role: Role | None
-    """The role of the processes that hold it in host memory; None for a pool on a GPU."""
+    """The role of the processes that hold the pool in host memory; None for a pool on a GPU."""
 
     size_bytes: int
-    """Growth up to this size is no leak."""
+    """The size of the pool. Growth up to this size is no leak."""
 
 
 class ProcessReadings(Struct, frozen=True, kw_only=True):
     """The facts that /proc shows about the engine and all other processes."""
 
     engine: tuple[EngineProcess, ...]
-    """The engine's processes; its first server comes first."""
+    """The engine's processes, its first server first."""
 
     visible_pids: frozenset[int]
     sees_host_pids: bool
-    """True in the machine's first PID namespace, where NVML and /proc always mean the same pid."""
+    """Whether this is the machine's first PID namespace, in which NVML and /proc always mean the
+    same process by a pid.
+    """
 
     ambiguous_engines: int = 0
-    """How many engines are visible while it is unknown which of them is the watched one; `engine`
-    is empty then. 0 otherwise.
+    """If it is unknown which visible engine is the watched one, the number of visible engines;
+    `engine` is empty then. Otherwise 0.
     """
 
     neighbours: frozenset[ProcessName] = frozenset()
@@ -340,17 +347,17 @@ class ProcessReadings(Struct, frozen=True, kw_only=True):
     """
 
     exiting: frozenset[int] = frozenset()
-    """The pids of the engine's processes that are exiting: they have no resident memory any more,
-    but the driver is still releasing their GPU memory, which takes seconds for a large core.
+    """The pids of the engine's processes that are exiting. They have no resident memory any more,
+    but the driver is still releasing their GPU memory. For a large core this takes seconds.
     """
 
     zombies: frozenset[int] = frozenset()
-    """The pids of processes that have exited but are not reaped yet: the driver may still hold
+    """The pids of processes that have exited but are not reaped yet. The driver may still hold
     their memory.
     """
 
     options: EngineOptions | None = None
-    """The options of vLLM's server; None where its command line is not visible."""
+    """The options of vLLM's server; None if its command line is not visible."""
 
     host: HostReading = field(default_factory=HostReading)
 
@@ -365,7 +372,9 @@ class ServerReply(Struct, frozen=True, kw_only=True):
 
     answer: ServerAnswer
     requests: float | None = None
-    """The number of requests in the server, by `/load`; vLLM counts them only if configured to."""
+    """The number of requests in the server, by `/load`. vLLM counts them only if it is configured
+    to.
+    """
 
 
 class HangSign(Enum):
@@ -380,20 +389,20 @@ class EngineName(Struct, frozen=True, kw_only=True):
     """The names of an engine that a daemon watches among others."""
 
     namespace: str | None = None
-    """Set, like `pod`, for an engine in Kubernetes."""
+    """The namespace of an engine in Kubernetes. It is set together with `pod`."""
     pod: str | None = None
     container: str | None = None
-    """None where it is unknown."""
+    """The name of the container; None if it is unknown."""
     unit: str | None = None
     """The systemd unit of an engine outside Kubernetes."""
     engine_url: str = ""
-    """The URL of its page, without secrets. It names an engine outside Kubernetes that no unit
-    starts.
+    """The URL of the engine's page, without secrets. The URL is the name of an engine outside
+    Kubernetes that no unit starts.
     """
 
     @property
     def labels(self) -> tuple[tuple[str, str], ...]:
-        """Return the labels that are added to its series, with their values."""
+        """Return the labels that are added to the engine's series, with their values."""
         if self.pod is not None:
             return (
                 ("namespace", self.namespace or ""),

@@ -11,7 +11,7 @@ GROUPED_MODELS: Final = re.compile(
     re.IGNORECASE,
 )
 """Families of models with several kinds of layers: some keep a window, some a state, and some every
-token. vLLM gives each kind its own group, and the groups share the blocks, so the number of blocks
+token. vLLM gives each kind its own group, and the groups share the blocks. So the number of blocks
 times the tokens of a block is 2 to 7 times the capacity (vLLM 0.19, v1/core/kv_cache_utils.py,
-`_report_kv_cache_config`). Since 0.24 its page has the capacity itself.
+`_report_kv_cache_config`). Since 0.24 vLLM's page has the capacity itself.
 """

@@ -18,7 +18,7 @@ class Failure(Struct, frozen=True, kw_only=True):
     reason: Reason
     message: str
     http_status: int | None = None
-    """The HTTP status of the answer, if the status was the failure."""
+    """The HTTP status of the answer, if this status was the failure."""
 
 
 class ReadingTime(Struct, frozen=True, kw_only=True):
@@ -30,12 +30,12 @@ class ReadingTime(Struct, frozen=True, kw_only=True):
 
 
 class AllocatorReading(Struct, frozen=True, kw_only=True):
-    """One process's figures of torch's caching allocator on one device; None where unknown."""
+    """One process's figures of torch's caching allocator on one device; None if unknown."""
 
     uuid: str
     total_bytes: int | None = None
-    """The device's memory as the process sees it. It is less than the device has if a layer in
-    between limits it.
+    """The device's memory as the process sees it. If a layer in between limits the memory, this is
+    less than the device has.
     """
 
     allocated_bytes: int | None = None
@@ -44,26 +44,26 @@ class AllocatorReading(Struct, frozen=True, kw_only=True):
     """Unused memory that cannot be freed, because another part of its segment is in use."""
 
     retries: int | None = None
-    """How many allocations were retried since the process started."""
+    """The number of allocations that were retried since the process started."""
 
     ooms: int | None = None
-    """How many OutOfMemoryErrors were raised since the process started."""
+    """The number of OutOfMemoryErrors that were raised since the process started."""
 
 
 class WorkerMeasurements(Struct, frozen=True, kw_only=True):
-    """vLLM's own measurements in a worker; None where unknown."""
+    """vLLM's own measurements in a worker; a figure is None if unknown."""
 
     weights_bytes: int | None = None
-    """Measured when the weights were loaded."""
+    """The size of the weights, measured when they were loaded."""
 
     kv_cache_bytes: int | None = None
-    """The size of its tensors."""
+    """The size of the KV cache's tensors."""
 
     cuda_graphs_bytes: int | None = None
-    """Measured when the graphs were captured."""
+    """The memory of CUDA graphs, measured when they were captured."""
 
     activation_peak_bytes: int | None = None
-    """Measured by vLLM's profiling run at the start."""
+    """The peak of activations, measured by vLLM's profiling run at the start."""
 
     requested_bytes: int | None = None
     """The memory that the engine may use: the budget."""
@@ -71,12 +71,12 @@ class WorkerMeasurements(Struct, frozen=True, kw_only=True):
     asleep: bool | None = None
     pool: "WorkerMeasurements | None" = None
     """The weights and the KV cache in vLLM's own memory pool, which replaces torch's allocator in
-    an engine that can sleep; None without such a pool.
+    an engine that can sleep. None if there is no such pool.
     """
 
 
 class SchedulerReading(Struct, frozen=True, kw_only=True):
-    """A core's scheduler; None where unknown."""
+    """The scheduler of a core; a figure is None if unknown."""
 
     steps_total: int | None = None
     max_num_seqs: int | None = None
@@ -91,7 +91,7 @@ class OomRecord(Struct, frozen=True, kw_only=True):
     """The newest OutOfMemoryError of a process, with torch's figures at that time."""
 
     at_seconds: float
-    """When it was taken, in seconds since the epoch."""
+    """When the error was raised, in seconds since the epoch."""
 
     uuid: str | None = None
     asked_bytes: int | None = None
@@ -99,10 +99,10 @@ class OomRecord(Struct, frozen=True, kw_only=True):
     allocated_bytes: int | None = None
     reserved_bytes: int | None = None
     seen: int | None = None
-    """How many errors the process has raised; the name is the one in the probe's file."""
+    """The number of errors that the process has raised. The name is the one in the probe's file."""
 
     step: StepAtError | None = None
-    """The step that raised it; None without HEADROOM_PROBE_PEAKS, and outside of a step."""
+    """The step that raised the error. None without HEADROOM_PROBE_PEAKS, and outside of a step."""
 
 
 class LineHolding(Struct, frozen=True, kw_only=True):
@@ -114,8 +114,8 @@ class LineHolding(Struct, frozen=True, kw_only=True):
     size_bytes: int
     n_blocks: int | None = None
     since_seconds: float | None = None
-    """When its oldest block was allocated, since the epoch; None where the history no longer shows
-    it.
+    """When the line's oldest block was allocated, in seconds since the epoch. None if the history
+    no longer shows this.
     """
 
 
@@ -123,15 +123,15 @@ class AllocatorSnapshot(Struct, frozen=True, kw_only=True):
     """A snapshot of torch's allocator that a process wrote, or could not write."""
 
     at_seconds: float
-    """When it was taken, in seconds since the epoch."""
+    """When the snapshot was taken, in seconds since the epoch."""
     file: str
-    """Its path, as vLLM's container has it."""
+    """The path of the file in vLLM's container."""
     size_bytes: int | None = None
     pause_seconds: float | None = None
-    """How long the process paused to write it."""
+    """How long the process paused to write the snapshot."""
     request_id: str | None = None
     problem: str | None = None
-    """Why the file was not written; None where it was."""
+    """Why the file was not written; None if it was written."""
     largest: tuple[LineHolding, ...] = ()
     """The lines of code that held most memory, the largest first."""
 
@@ -140,7 +140,7 @@ class AllocatorHistory(Struct, frozen=True, kw_only=True):
     """The memory history that torch keeps in a process, and the snapshots of it."""
 
     from_seconds: float
-    """When torch began to keep it, since the epoch."""
+    """When torch began to keep the history, in seconds since the epoch."""
     oom: AllocatorSnapshot | None = None
     """The snapshot of the process's first OutOfMemoryError."""
     requested: AllocatorSnapshot | None = None
@@ -151,18 +151,18 @@ class ProbedProcess(Struct, frozen=True, kw_only=True):
     """The newest file of one process; times are in seconds since the epoch."""
 
     pid: int
-    """Its pid in its own namespace."""
+    """The pid of the process in its own PID namespace."""
 
     started_at_seconds: float
     since_boot_seconds: float | None = None
-    """Its start, in seconds since the boot."""
+    """When the process started, in seconds since the boot."""
 
     written_at_seconds: float
     interval_seconds: float
     """The time between two writings of the file."""
     role: Role
     stopped: str | None = None
-    """Why its probe stopped for good; None while the probe runs."""
+    """Why the probe of the process stopped for good; None while the probe runs."""
 
     data_parallel_rank: int | None = None
     vllm_version: str | None = None
@@ -175,9 +175,9 @@ class ProbedProcess(Struct, frozen=True, kw_only=True):
 
     oom: OomRecord | None = None
     peaks: PeakReadings | None = None
-    """None without HEADROOM_PROBE_PEAKS."""
+    """The peaks of the process's steps; None without HEADROOM_PROBE_PEAKS."""
     history: AllocatorHistory | None = None
-    """None where torch keeps no history, as without HEADROOM_PROBE_SNAPSHOT."""
+    """The memory history; None if torch keeps none, as without HEADROOM_PROBE_SNAPSHOT."""
 
 
 class ProbeReadings(Struct, frozen=True, kw_only=True):
@@ -187,10 +187,10 @@ class ProbeReadings(Struct, frozen=True, kw_only=True):
     """The processes of this run whose probe writes."""
 
     silent: tuple[ProbedProcess, ...] = ()
-    """The processes of this run that are alive but whose probe no longer writes."""
+    """The processes of this run that run but whose probe no longer writes."""
 
     others: tuple[ProbedProcess, ...] = ()
-    """All other processes, as their last files describe them; most have exited."""
+    """All other processes, as their last files describe them. Most of them have exited."""
 
     @property
     def processes(self) -> tuple[ProbedProcess, ...]:
@@ -215,13 +215,15 @@ class Inside(Struct, frozen=True, kw_only=True):
     allocated_bytes: int | None = None
     reserved_bytes: int | None = None
     parts: tuple[tuple[MemoryPart, int], ...] = ()
-    """The sizes of the known parts; unknown ones are left out."""
+    """The sizes of the known parts. Unknown parts are left out."""
 
 
 _PART: Final = re.compile(
     r"(MIG-.{1,8}).*|(?:GPU-[0-9a-f]+|PCI-[0-9a-f:.]+)-([0-9]+)", re.IGNORECASE
 )
-"""The UUID of a part of a GPU: a MIG instance, or a partition of an AMD card and its number."""
+"""Matches the UUID of a part of a GPU: a MIG instance, or a partition of an AMD card and its
+number.
+"""
 
 
 class Vendor(Enum):
@@ -236,7 +238,7 @@ class GpuMemory(Struct, frozen=True, kw_only=True):
 
     total_bytes: int
     used_bytes: int
-    """The memory that processes use; in v1 and from AMD it contains the reserved memory too."""
+    """The memory that processes use. In v1 and from AMD it also contains the reserved memory."""
 
     free_bytes: int
     reserved_bytes: int | None
@@ -244,19 +246,20 @@ class GpuMemory(Struct, frozen=True, kw_only=True):
 
     machine_available_bytes: int | None = None
     """For a GPU that uses the machine's memory, the machine's available memory, which the GPU
-    shares with everything else; None for any other GPU."""
+    shares with everything else. None for any other GPU.
+    """
 
     machine_free_blocks_bytes: int | None = None
-    """How much of the machine's memory is free in blocks of 2 MiB and more; None where unknown, and
-    for a GPU with its own memory."""
+    """How much of the machine's memory is free in blocks of at least 2 MiB. None if unknown, and
+    for a GPU with its own memory.
+    """
 
     @property
     def usable_bytes(self) -> int:
-        """Return the GPU's total memory as CUDA reports it, of which vLLM takes its share.
+        """Return the GPU's total memory as CUDA reports it. vLLM takes its share of this amount.
 
-        That is NVML's total less the driver's reserve. For example, one GPU had 95.59 GiB in NVML
-        and 94.97 GiB in CUDA (ollama/ollama#18201). Where the reserve is unknown, this is NVML's
-        total.
+        It is NVML's total minus the driver's reserve. For example, one GPU had 95.59 GiB in NVML
+        and 94.97 GiB in CUDA (ollama/ollama#18201). If the reserve is unknown, it is NVML's total.
         """
         return self.total_bytes - (self.reserved_bytes or 0)
 
@@ -272,7 +275,7 @@ class GpuMemory(Struct, frozen=True, kw_only=True):
 
 
 class GpuProcess(Struct, frozen=True, kw_only=True):
-    """A compute process on a GPU; `used_bytes` is None where the driver does not report it."""
+    """A compute process on a GPU; `used_bytes` is None if the driver does not report it."""
 
     pid: int
     used_bytes: int | None
@@ -282,7 +285,7 @@ def find_part(uuid: str) -> str:
     """Return a short name of a part of a GPU by its UUID; "" for a whole GPU.
 
     The short name is the beginning of a MIG instance's UUID, or "partition" and the number of an
-    AMD partition. It distinguishes the parts of one GPU, which have the same index.
+    AMD partition. It distinguishes the parts of one GPU, because they have the same index.
     """
     part = _PART.fullmatch(uuid)
     if part is None:
@@ -299,11 +302,11 @@ class Fate(StrEnum):
     """What became of a process that holds GPU memory and whose engine has exited."""
 
     ORPHANED = "orphaned"
-    """It still runs although its engine has exited."""
+    """The process still runs although its engine has exited."""
     ZOMBIE = "zombie"
-    """It has exited but is not reaped yet."""
+    """The process has exited but is not reaped yet."""
     VANISHED = "vanished"
-    """It has exited, and only the driver still lists it."""
+    """The process has exited, and only the driver still lists it."""
 
 
 class Leftover(Struct, frozen=True, kw_only=True):
@@ -312,7 +315,8 @@ class Leftover(Struct, frozen=True, kw_only=True):
     pid: int
     fate: Fate
     used_bytes: int | None
-    """None where the driver does not report it, or not reliably."""
+    """The bytes that the process holds; None if the driver does not report them, or not reliably.
+    """
 
 
 class Device(Struct, frozen=True, kw_only=True):
@@ -323,15 +327,15 @@ class Device(Struct, frozen=True, kw_only=True):
 
     @property
     def display_name(self) -> str:
-        """Its name for a sentence."""
+        """Return the name of the device for a sentence."""
         return name_device(self.index, self.uuid)
 
 
 class GpuReading(Device, frozen=True, kw_only=True):
     """The reading of a whole GPU or a part of one: a MIG instance, or a partition of an AMD card.
 
-    A value that the device does not report is None. `index` is NVML's, which the parts of a GPU
-    share; AMD's cards are numbered after NVIDIA's GPUs.
+    A value that the device does not report is None. `index` is NVML's index, which the parts of a
+    GPU share. AMD's cards are numbered after NVIDIA's GPUs.
     """
 
     name: str
@@ -341,14 +345,16 @@ class GpuReading(Device, frozen=True, kw_only=True):
     temperature_celsius: float | None = None
     power_watts: float | None = None
     processes: tuple[GpuProcess, ...] | None = None
-    """None where the list could not be read; empty where no process is on the device."""
+    """The processes on the device. None if the list could not be read; empty if no process is on
+    the device.
+    """
 
     xid_errors: tuple[tuple[int, int], ...] = ()
     """The XID codes with their counts since the daemon started."""
 
     failure: Failure | None = None
-    """Why the device cannot be read; then only its names and `xid_errors` are known. None if it was
-    read.
+    """Why the device cannot be read. In this case only its names and `xid_errors` are known. None
+    if it was read.
     """
 
     vendor: Vendor = Vendor.NVIDIA
@@ -369,7 +375,7 @@ class GpuReadings(Struct, frozen=True, kw_only=True):
     """All visible devices."""
 
     driver_version: str | None
-    """The version of NVIDIA's driver; None without NVIDIA's GPUs, or where it is not reported."""
+    """The version of NVIDIA's driver; None without NVIDIA's GPUs, or if it is not reported."""
 
     devices: tuple[GpuReading, ...]
 
@@ -379,36 +385,37 @@ class Gpu(Struct, frozen=True, kw_only=True):
 
     reading: GpuReading
     attribution: Attribution | None
-    """Why it counts as the engine's; None if it does not."""
+    """Why the device counts as the engine's; None if it does not."""
 
     engine_bytes: int | None = None
-    """The memory that the engine's processes hold; None where the engine's processes cannot be
+    """The memory that the engine's processes hold; None if the engine's processes cannot be
     identified.
     """
 
     other_bytes: int | None = None
-    """The memory that other processes hold; None where these cannot be identified."""
+    """The memory that other processes hold; None if these cannot be identified."""
 
     held_bytes: int | None = None
-    """The engine's memory. That is `engine_bytes` or, on a device where that can never be known,
-    all used memory that is not known to belong to others. None while unknown, and on a device that
-    is not the engine's."""
+    """The engine's memory. It is `engine_bytes`. On a device where that can never be known, it is
+    all used memory that is not known to belong to others. None while it is unknown, and on a device
+    that is not the engine's.
+    """
 
     process_count: int | None = None
-    """How many compute processes the driver lists; None where the list could not be read."""
+    """How many compute processes the driver lists; None if the list could not be read."""
 
     leftovers: tuple[Leftover, ...] = ()
     """The memory of processes that outlived their engine or are dead."""
 
     inside: Inside | None = None
-    """What the engine's processes report by the probe; None without a report."""
+    """What the engine's processes report by the probe; None if there is no report."""
 
     @property
     def room_bytes(self) -> int | None:
-        """The memory that is left for the engine; None where unknown.
+        """Return the memory that is left for the engine; None if unknown.
 
-        That is the free memory. Where a layer between the engine and the driver limits the engine,
-        it is no more than what the limit still allows.
+        It is the free memory. If a layer between the engine and the driver limits the engine, it is
+        at most what the limit still allows.
         """
         if self.reading.memory is None:
             return None
@@ -420,5 +427,5 @@ class Gpu(Struct, frozen=True, kw_only=True):
 
     @property
     def is_left_out(self) -> bool:
-        """Return whether HEADROOM_GPUS excludes it although the engine holds memory on it."""
+        """Return whether HEADROOM_GPUS omits the device although the engine holds memory on it."""
         return bool(self.engine_bytes) and self.attribution is None and not self.leftovers

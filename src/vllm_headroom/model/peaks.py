@@ -25,10 +25,10 @@ class StepFacts(Struct, frozen=True, kw_only=True):
     images: int = 0
     pixels: int = 0
     adapters: int = 0
-    """The adapters that it loaded."""
+    """The number of adapters that the step loaded."""
 
     drafts: int = 0
-    """The drafted tokens that it verified."""
+    """The number of drafted tokens that the step verified."""
 
     def describe(self, work: Work) -> str:
         """Return in words what a step of this kind of work computed."""
@@ -72,7 +72,7 @@ class SizePeak(Struct, frozen=True, kw_only=True):
     size: int
     transient_bytes: int
     steps: int
-    """How many steps of nearly that size there were."""
+    """The number of steps of nearly that size."""
 
 
 class WorkPeaks(Struct, frozen=True, kw_only=True):
@@ -86,27 +86,27 @@ class WorkPeaks(Struct, frozen=True, kw_only=True):
 
 
 class PeakReadings(Struct, frozen=True, kw_only=True):
-    """What one process reports of its peaks; None where unknown."""
+    """What one process reports of its peaks; a field is None if unknown."""
 
     works: tuple[WorkPeaks, ...] = ()
     resting_allocated_bytes: int | None = None
-    """What torch had allocated when the newest step began."""
+    """The bytes that torch had allocated when the newest step began."""
 
     resting_reserved_bytes: int | None = None
     resting_split_bytes: int | None = None
     """Unused memory that cannot be freed, because another part of its segment is in use."""
 
     batch_tokens: int | None = None
-    """The most tokens of one step: max_num_batched_tokens."""
+    """The highest number of tokens of one step: max_num_batched_tokens."""
 
     model_tokens: int | None = None
-    """The most tokens of one request: max_model_len."""
+    """The highest number of tokens of one request: max_model_len."""
 
     max_requests: int | None = None
-    """The most requests that run at once: max_num_seqs."""
+    """The highest number of requests that run at once: max_num_seqs."""
 
     stopped: str | None = None
-    """The error that ended the measurement; None while it goes on."""
+    """The error that ended the measurement; None while the measurement continues."""
 
 
 class StepAtError(Struct, frozen=True, kw_only=True):

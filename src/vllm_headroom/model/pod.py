@@ -5,15 +5,15 @@ from typing import Annotated, Final
 from msgspec import Meta, Struct
 
 ObjectName = Annotated[str, Meta(pattern=r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$", max_length=253)]
-"""A name of Kubernetes (RFC 1123). Nothing else is accepted, because texts put it into commands to
-paste.
+"""A name of Kubernetes (RFC 1123). Nothing else is accepted, because texts put the name into
+commands that people paste.
 """
 
 USUAL_CONTAINER: Final = "vllm"
 """The name of the engine's container in our manifests, in production-stack and in llm-d."""
 
 ANY_LOG_COMMAND: Final = "kubectl logs --previous"
-"""The command that shows a container's log from before its restart, where the pod is unknown."""
+"""The command that shows a container's log from before its restart, if the pod is unknown."""
 
 
 class EnginePod(Struct, frozen=True, kw_only=True):

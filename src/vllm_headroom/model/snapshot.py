@@ -29,70 +29,80 @@ MUTE_PROBE: Final = Failure(
 
 
 TokenBytes = Callable[[str, int | None], int | None]
-"""Takes the KV cache's dtype and the number of the engine's GPUs (None where unknown). Returns the
-bytes that a token takes on all these GPUs together; None where unknown.
+"""Takes the KV cache's dtype and the number of the engine's GPUs (None if unknown). Returns the
+bytes that a token takes on all these GPUs together; None if unknown.
 
-Where layers of several kinds share the blocks of the cache, it returns NO_TOKEN_BYTES for any
-dtype, because neither bytes nor blocks are then a measure of tokens.
+If layers of several kinds share the blocks of the cache, it returns NO_TOKEN_BYTES for any dtype,
+because neither bytes nor blocks are then a measure of tokens.
 """
 
 NO_TOKEN_BYTES: Final = 0
 
 
 class Snapshot(Struct, frozen=True, kw_only=True):
-    """Everything that one tick read: the only input of a derivation besides its own state."""
+    """Everything that one tick read.
+
+    It is the only input of a derivation besides the derivation's state.
+    """
 
     time_seconds: float
-    """When it was read, since the epoch: for display."""
+    """When the snapshot was read, in seconds since the epoch. This is for display."""
 
     monotonic_seconds: float
-    """When it was read, on the monotonic clock: for arithmetic."""
+    """When the snapshot was read, on the monotonic clock. This is for arithmetic."""
 
     engines: EnginePage | Failure
     gpus: tuple[Gpu, ...] | Failure
     processes: tuple[EngineProcess, ...] | Failure
     probe: ProbeReadings | Failure | None = None
-    """None where no folder of the probe is configured."""
+    """The probe's files; None if no folder of the probe is configured."""
 
     log: LogReading | Failure | None = None
-    """What the engine's log says; None where it is not configured."""
+    """What the engine's log says; None if the log is not configured."""
 
     reading_times: tuple[ReadingTime, ...] = ()
     unanswered_since_seconds: float | None = None
     """When the daemon sent the first request that the engine has not answered, on the monotonic
-    clock; None while the engine answers or no request is due.
+    clock. None while the engine answers, or while no request is needed.
     """
 
     server: ServerReply | None = None
     """The answers of the engine's other pages; None while they are not requested."""
 
     engine_status: EngineStatus | None = None
-    """None where it is unknown, as after an error; no evidence is collected then."""
+    """The status of the engine. None if it is unknown, as after an error; no evidence is collected
+    then.
+    """
 
     neighbours: frozenset[ProcessName] = frozenset()
     """The root processes of other engines."""
 
     ambiguous_engines: int = 0
-    """How many engines are visible while it is unknown which is the watched one; else 0."""
+    """If it is unknown which visible engine is the watched one, the number of visible engines;
+    otherwise 0.
+    """
 
     left_behind: frozenset[int] = frozenset()
     """The pids of processes whose engine has exited."""
 
     host: HostMemory | None = None
-    """None where the host's memory is unknown."""
+    """The host memory; None if it is unknown."""
 
     has_silent_core: bool = False
-    """As in ProbeReadings. It is a separate field, because a trace has no probe readings."""
+    """Whether the probe in a live core is silent while another process's probe writes, as in
+    ProbeReadings. This is a separate field, because a trace has no probe readings.
+    """
 
     pools: tuple[Pool, ...] = ()
     """The parts of memory that vLLM was configured to fill."""
 
     token_bytes: TokenBytes | None = None
-    """The bytes per token of the model that the engine's processes load; None where unknown."""
+    """Computes the bytes per token of the model that the engine's processes load; None if unknown.
+    """
 
     @property
     def page(self) -> EnginePage | None:
-        """Return the engine's page; None where it could not be read."""
+        """Return the engine's page; None if it could not be read."""
         return None if isinstance(self.engines, Failure) else self.engines
 
     @property
@@ -102,17 +112,17 @@ class Snapshot(Struct, frozen=True, kw_only=True):
 
     @property
     def devices(self) -> tuple[Gpu, ...]:
-        """Return all visible GPUs; empty where they could not be read."""
+        """Return all visible GPUs; empty if they could not be read."""
         return () if isinstance(self.gpus, Failure) else self.gpus
 
     @property
     def engine_processes(self) -> tuple[EngineProcess, ...]:
-        """Return the engine's processes; empty where they could not be read."""
+        """Return the engine's processes; empty if they could not be read."""
         return () if isinstance(self.processes, Failure) else self.processes
 
     @property
     def owned_gpus(self) -> tuple[Gpu, ...]:
-        """Return the engine's GPUs; empty where they could not be read."""
+        """Return the engine's GPUs; empty if they could not be read."""
         return tuple(gpu for gpu in self.devices if gpu.attribution is not None)
 
     @property
@@ -129,7 +139,7 @@ class Metric(Struct, frozen=True, kw_only=True):
     """One exported family."""
 
     name: str
-    """Its full name, a counter's with `_total`."""
+    """The full name of the family. A counter's name ends in `_total`."""
 
     kind: MetricType
     labels: tuple[str, ...]
@@ -171,18 +181,18 @@ class Values:
             self._families[metric.name][labels] = value
 
     def find_all(self, metric: Metric) -> dict[tuple[str, ...], float]:
-        """Return a metric's values by their labels; empty where it has none."""
+        """Return a metric's values by their labels; empty if it has none."""
         return self._families.get(metric.name, {})
 
     def value(self, metric: Metric, *labels: str) -> float | None:
-        """Return the value of a metric with these labels; None where there is no such series."""
+        """Return the value of a metric with these labels; None if there is no such series."""
         return self.find_all(metric).get(labels)
 
     def state(self, metric: Metric, *labels: str) -> str | None:
         """Return the current state of a metric that has a series for each state.
 
-        The last label is the state; `labels` are the ones before it. The current state's series is
-        1, the others are 0. None where no series differs from 0.
+        The last label is the state, and `labels` are the labels before it. The current state's
+        series is 1, and the others are 0. Returns None if no series differs from 0.
         """
         for series, value in self.find_all(metric).items():
             *series_labels, state = series
@@ -199,7 +209,7 @@ class Verdict(Struct, frozen=True, kw_only=True):
     level: Level
     sentence: str
     alert: str | None = None
-    """The alert that fires, which has a runbook of the same name; None where no alert fires."""
+    """The alert that fires, which has a runbook of the same name; None if no alert fires."""
 
     situation: Situation = Situation.HEALTHY
 

@@ -11,8 +11,8 @@ Scalar = str | int | float | bool | None
 """The value of an argument."""
 
 CONSEQUENCES: Final = (LogFailureKind.EXCEPTION, LogFailureKind.ENGINE_DIED)
-"""Failures that are consequences of others, the more informative first. A failure of any other kind
-states a cause.
+"""Failures that are consequences of others, the more informative kind first. A failure of any other
+kind states a cause.
 """
 
 
@@ -20,12 +20,12 @@ class LogTime(Struct, frozen=True, kw_only=True):
     """When a line was written."""
 
     seconds: float | None = None
-    """Seconds since the epoch, by the container's runtime or journald; None where neither wrote a
+    """Seconds since the epoch, by the container's runtime or journald; None if neither wrote a
     time.
     """
 
     clock: str | None = None
-    """The engine's own "MM-DD HH:MM:SS", in the time zone of its machine; None where missing."""
+    """The engine's own "MM-DD HH:MM:SS", in the time zone of its machine; None if it is missing."""
 
 
 class LogFrame(Struct, frozen=True):
@@ -41,7 +41,7 @@ class LogFrame(Struct, frozen=True):
 class Refusal(Struct, frozen=True, kw_only=True):
     """An allocation that torch refused, in bytes.
 
-    A field is None where the message lacks the figure.
+    A field is None if the message lacks the figure.
     """
 
     asked_bytes: int | None = None
@@ -50,7 +50,7 @@ class Refusal(Struct, frozen=True, kw_only=True):
     free_bytes: int | None = None
 
     process_bytes: int | None = None
-    """What the process held on the GPU, memory outside torch included."""
+    """What the process held on the GPU, including memory outside torch."""
 
     other_bytes: int | None = None
     """What other processes held, by the message."""
@@ -74,7 +74,7 @@ class LogFailure(Struct, frozen=True, kw_only=True):
     process: str
     phase: StartPhase
     code_line: str | None = None
-    """The file and line of the engine's code that logged it; None where the line has none."""
+    """The file and line of the engine's code that logged the failure; None if the line has none."""
 
     exception: str | None = None
     """The name of the exception without its module."""
@@ -84,7 +84,7 @@ class LogFailure(Struct, frozen=True, kw_only=True):
 
     refusal: Refusal | None = None
     figures: Mapping[str, float] = {}
-    """The figures of the message; each name ends in its unit."""
+    """The figures of the message. Each name ends in its unit."""
 
 
 class LogRemark(Struct, frozen=True, kw_only=True):
@@ -105,20 +105,20 @@ class LogEvent(Struct, frozen=True, kw_only=True):
     time: LogTime
     process: str
     figures: Mapping[str, float] = {}
-    """The figures of the line; each name ends in its unit."""
+    """The figures of the line. Each name ends in its unit."""
 
     failure: LogFailure | None = None
     remark: LogRemarkKind | None = None
 
 
 class ProcessFigures(Struct, frozen=True, kw_only=True):
-    """What one process of the engine logs about its GPU; None where it logs nothing.
+    """What one process of the engine logs about its GPU; a figure is None if it is not logged.
 
-    Sizes are in bytes, as exact as the log: vLLM rounds to 0.01 GiB.
+    Sizes are in bytes, and as exact as the log: vLLM rounds to 0.01 GiB.
     """
 
     name: str
-    """What the engine calls the process: EngineCore, Worker_TP0; "" where it has no name."""
+    """The engine's name for the process, such as EngineCore or Worker_TP0; "" if it has no name."""
 
     pid: int | None = None
     lines: Mapping[str, int] = {}
@@ -133,8 +133,8 @@ class ProcessFigures(Struct, frozen=True, kw_only=True):
     requested_bytes: int | None = None
     weights_bytes: int | None = None
     profiled_weights_bytes: int | None = None
-    """The weights as the profile run counts them. With a draft model or an encoder, they may
-    differ.
+    """The weights as the profile run counts them. With a draft model or an encoder, they may differ
+    from the weights that vLLM logs.
     """
 
     loading_peak_bytes: int | None = None
@@ -200,7 +200,7 @@ class EngineStart(Struct, frozen=True, kw_only=True):
     """Whether the engine logged that it shut down on request."""
 
     recent_events: tuple[LogEvent, ...]
-    """The newest events, the last of them the newest."""
+    """The newest events, the newest last."""
 
     @property
     def has_served(self) -> bool:
@@ -211,14 +211,14 @@ class EngineStart(Struct, frozen=True, kw_only=True):
     def root_failure(self) -> LogFailure | None:
         """Return the failure that ended the start: the earliest that is no consequence of another.
 
-        None where the log has no failure.
+        Returns None if the log has no failure.
         """
         if not self.failures:
             return None
         return min(self.failures, key=_rank_failure)
 
     def find_largest(self, field: str) -> int | float | None:
-        """Return the largest figure of a name among the processes; None where no process has it."""
+        """Return the largest figure of a name among the processes; None if no process has it."""
         return max(self._list_figures(field), default=None)
 
     def find_smallest(self, field: str) -> int | float | None:
@@ -226,9 +226,9 @@ class EngineStart(Struct, frozen=True, kw_only=True):
         return min(self._list_figures(field), default=None)
 
     def find_option(self, *names: str) -> Scalar:
-        """Return an option by any of its names: its given value, or else the engine's choice.
+        """Return an option by any of its names: the value that was given, or the engine's choice.
 
-        None where neither is known.
+        Returns None if neither is known.
         """
         for options in (self.arguments, self.config):
             for name in names:
@@ -238,7 +238,7 @@ class EngineStart(Struct, frozen=True, kw_only=True):
         return None
 
     def find_line(self, field: str) -> int | None:
-        """Return the line of the earliest figure of a name; None where none has it."""
+        """Return the line of the earliest figure of this name; None if no process has it."""
         return min((p.lines[field] for p in self.processes if field in p.lines), default=None)
 
     def _list_figures(self, field: str) -> Iterable[int | float]:
@@ -262,13 +262,13 @@ class LogEnding(Struct, frozen=True, kw_only=True):
     """What the engine's log reports about the end of a run."""
 
     failure: LogFailure | None = None
-    """None where it reports no failure."""
+    """The failure that the log reports; None if it reports none."""
 
     is_stopped: bool = False
     """Whether the log says that the engine shut down on request."""
 
     seconds: float | None = None
-    """When the log says so, since the epoch; None where that is unknown."""
+    """When the log reports the end, in seconds since the epoch; None if that is unknown."""
 
 
 class LogReading(Struct, frozen=True, kw_only=True):
@@ -278,25 +278,25 @@ class LogReading(Struct, frozen=True, kw_only=True):
     """The newest start; None before the first line of an engine."""
 
     endings: tuple[LogEnding, ...] = ()
-    """How the newest starts ended, as far as the log reports it; the newest is last."""
+    """How the newest starts ended, as far as the log reports it, the newest last."""
 
     newest_seconds: float | None = None
-    """When the newest line came, since the epoch; None before the first new line."""
+    """When the newest line came, in seconds since the epoch; None before the first new line."""
 
 
 LOGGED_END_SECONDS: Final = 120.0
-"""The log reports an exit at most this long before or after the exit is observed: the server of a
+"""The log reports an exit at most this long before or after the exit is observed. The server of a
 failed core may run for another minute.
 """
 
 SETTLED_SECONDS: Final = 10.0
-"""This long after an exit, a log without an error counts as complete: containerd and journald write
+"""This long after an exit, a log without an error counts as complete. containerd and journald write
 within a second, and the API server is polled every ten seconds.
 """
 
 QUIET_SECONDS: Final = 60.0
 """If the newest line of a log is older than this at an exit, the log may be incomplete or not the
-engine's: vLLM logs its load every 10 s while it works.
+engine's. vLLM logs its load every 10 s while it works.
 """
 
 
@@ -305,9 +305,9 @@ def find_log_ending(
 ) -> LogEnding | None:
     """Return what the log reports about an exit observed at `end_seconds`; None if nothing.
 
-    A log that goes on until the exit and has no failure shows that there was no failure.
+    If a log continues until the exit and has no failure, it shows that there was no failure.
     """
-    # The newest exit in the log is the most likely to be this one.
+    # The newest exit in the log is the most likely to be this exit.
     for ending in reversed(reading.endings):
         if ending.seconds is None:
             continue

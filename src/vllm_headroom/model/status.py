@@ -20,13 +20,13 @@ from vllm_headroom.vocabulary import (
 )
 
 ROUNDING_TOLERANCE: Final = 1e-9
-"""Tolerance for products that are not exact in binary, such as 0.92 * 100."""
+"""The tolerance for products that are not exact in binary, such as 0.92 * 100."""
 
 TIGHT_SHARE: Final = 0.02
-"""The memory left on a GPU is tight below this share of the GPU."""
+"""The memory left on a GPU is tight if it is below this share of the GPU."""
 
 BURST_MARGIN: Final = 1.5
-"""The memory left is also tight below this many times the largest peak, as in
+"""The memory left is also tight if it is below this many times the largest peak, as in
 HeadroomGpuMemoryTight.
 """
 
@@ -36,18 +36,18 @@ class BudgetExcess(Struct, frozen=True, kw_only=True):
 
     budget_bytes: int
     excess_bytes: int
-    """What it holds at rest beyond the budget."""
+    """What the engine holds at rest beyond the budget."""
     first_excess_bytes: int
-    """The same excess in its first minutes at work."""
+    """The same excess in the engine's first minutes at work."""
     total_bytes: int
     """The size of the GPU."""
     seconds: float
-    """For how long it has exceeded the budget."""
+    """For how long the engine has exceeded the budget."""
     is_from_start: bool
-    """Whether it has exceeded the budget ever since it was first observed at work."""
+    """Whether the engine has exceeded the budget ever since it was first observed at work."""
     needed_bytes: int
-    """The largest of three peaks above the level at rest: the observed one, the one of the profile
-    run, and the usual one.
+    """The largest of three peaks above the level at rest: the observed peak, the peak of the
+    profile run, and the usual peak.
     """
 
     @property
@@ -74,16 +74,17 @@ class StraightGrowth(Struct, frozen=True, kw_only=True):
 
     @property
     def bytes_per_second(self) -> float:
-        """The rate."""
+        """Return the rate of the growth."""
         return self.grown_bytes / self.seconds
 
 
 class GpuAtEnd(Device, frozen=True, kw_only=True):
-    """One of the engine's GPUs before the end of a run; a field is None where unknown.
+    """One of the engine's GPUs before the end of a run; a field is None if unknown.
 
-    `room` is free memory. `first_…` fields are from the time when the engine began to serve, or
-    else when the record began. `last_…` fields are the highest use, or the least room, of the last
-    minute and a half, including peaks between samples.
+    `room` is free memory. The fields `first_…` are from the time when the engine began to serve. If
+    that was not seen, they are from the time when the record began. The fields `last_…` are the
+    highest use, or the least room, of the last minute and a half. They include peaks between
+    samples.
     """
 
     total_bytes: int | None = None
@@ -99,39 +100,39 @@ class GpuAtEnd(Device, frozen=True, kw_only=True):
     has_new_process: bool = False
     """Whether there were more processes at the end than at first."""
     is_peak_unattributed: bool = False
-    """Whether the least room was measured between two samples, so that the holder of the memory is
-    unknown.
+    """Whether the least room was measured between two samples, so that it is unknown who held the
+    memory.
     """
     newest_seconds: float = 0.0
-    """When the newest sample was taken, since the epoch."""
+    """When the newest sample was taken, in seconds since the epoch."""
     newest_used_bytes: int | None = None
     newest_held_bytes: int | None = None
     leak: LeakState = LeakState.UNKNOWN
     leak_bytes_per_request: float | None = None
     straight_growth: StraightGrowth | None = None
     excess: BudgetExcess | None = None
-    """The excess of the engine over its budget; None where there is none or it is unknown."""
+    """The excess of the engine over its budget; None if there is none or it is unknown."""
 
     @property
     def growth_bytes(self) -> int | None:
-        """Return how far the engine's memory has grown since it began to serve, or None."""
+        """Return how far the engine's memory has grown since it began to serve; None if unknown."""
         return _subtract(self.first_held_bytes, self.last_engine_bytes)
 
     @property
     def recent_growth_bytes(self) -> int | None:
-        """Return how far the engine's memory has grown in the last minutes; None where unknown."""
+        """Return how far the engine's memory has grown in the last minutes; None if unknown."""
         return _subtract(self.earlier_held_bytes, self.last_engine_bytes)
 
     @property
     def other_growth_bytes(self) -> int | None:
-        """Return how far the memory of other processes has grown; None where unknown."""
+        """Return how far the memory of other processes has grown; None if unknown."""
         return _subtract(self.first_other_bytes, self.last_other_bytes)
 
     def share_of_lost_room(self, growth_bytes: int | None) -> float:
         """Return the share of the lost room that a growth explains; room is lost since `first_…`.
 
-        0 where the growth or the loss is unknown, or nothing was lost; above 1 where the growth is
-        larger than the loss.
+        The result is 0 if the growth or the loss is unknown, or if nothing was lost. It is above 1
+        if the growth is larger than the loss.
         """
         lost_bytes = _subtract(self.last_room_bytes, self.first_room_bytes)
         if growth_bytes is None or not lost_bytes:
@@ -141,8 +142,8 @@ class GpuAtEnd(Device, frozen=True, kw_only=True):
     def raise_peak(self, used_bytes: int) -> "GpuAtEnd":
         """Return the GPU with the use raised to a peak that was measured between samples.
 
-        The holder of the peak is unknown. The GPU is returned unchanged if the use is not higher
-        than at the newest sample, or if a peak with less room is known already.
+        The holder of the peak is unknown. If the use is not higher than at the newest sample, or if
+        a peak with less room is known already, the GPU is returned unchanged.
         """
         if self.usable_bytes is None or self.newest_used_bytes is None:
             return self
@@ -166,7 +167,7 @@ class GpuAtEnd(Device, frozen=True, kw_only=True):
 
 
 def _subtract(start_bytes: int | None, end_bytes: int | None) -> int | None:
-    """Return the growth from a start to an end; None where one of the two is unknown."""
+    """Return the growth from a start to an end; None if one of the two is unknown."""
     if start_bytes is None or end_bytes is None:
         return None
     return end_bytes - start_bytes
@@ -184,11 +185,13 @@ class Ending(Struct, frozen=True, kw_only=True):
 
     kind: IncidentKind
     seconds: float
-    """When it was observed, since the epoch."""
+    """When the exit or stall was observed, in seconds since the epoch."""
     reason: ExitReason | None = None
-    """The reason that an exit is counted under; None for a stall."""
+    """The reason under which the exit is counted; None for a stall."""
     began_seconds: float | None = None
-    """When the run began, since the epoch, which may be before the record; None where unknown."""
+    """When the run began, in seconds since the epoch; None if unknown. This may be before the
+    record began.
+    """
     observed_seconds: float = 0.0
     """For how long the run was observed."""
     unobserved_seconds: float | None = None
@@ -196,9 +199,9 @@ class Ending(Struct, frozen=True, kw_only=True):
     has_served: bool = False
     """Whether the run ever served."""
     hung_seconds: float | None = None
-    """The time without progress; None where the engine did not hang."""
+    """The time without progress; None if the engine did not hang."""
     is_page_answering: bool = False
-    """Whether the page still answered."""
+    """Whether the page still answered at the end."""
     lost_processes: tuple[Lost, ...] = ()
     """The necessary processes that exited before the others."""
     refused_seconds: float | None = None
@@ -206,31 +209,31 @@ class Ending(Struct, frozen=True, kw_only=True):
     engines: tuple[EngineReading, ...] = ()
     """The engines of the last page."""
     idle_seconds: float | None = None
-    """The idle time at the last page; None where the engine had work, or where that is unknown."""
+    """The idle time at the last page; None if the engine had work, or if that is unknown."""
     usual_running: float | None = None
-    """The median of the running requests in the minutes before."""
+    """The median of the running requests in the minutes before the end."""
     gpus: tuple[GpuAtEnd, ...] = ()
     orphan_bytes: int = 0
     """The GPU memory of the processes that are left over."""
     xids: tuple[int, ...] = ()
-    """The driver's XID errors of the last 15 minutes; only the flight record has them."""
+    """The driver's XID errors of the last 15 minutes. Only the flight record has them."""
     ooms: tuple[str, ...] = ()
-    """torch's OutOfMemoryErrors of the last 15 minutes, only the flight record has them."""
+    """torch's OutOfMemoryErrors of the last 15 minutes. Only the flight record has them."""
     failed_step: str | None = None
-    """The step in which torch raised such an error right before the end, in words; None where
-    unknown."""
+    """The step in which torch raised such an error right before the end, in words; None if unknown.
+    """
     highest_peak: str | None = None
-    """The highest peak of a step in the last minute in service, in words; None where unknown."""
+    """The highest peak of a step in the last minute in service, in words; None if unknown."""
     is_probed: bool = False
-    """Whether a probe ran in the engine and would have recorded such an error; only the flight
-    record has it.
+    """Whether a probe ran in the engine and would have recorded such an error. Only the flight
+    record has this.
     """
     log: LogEnding | None = None
-    """What the engine's log reports about the end; None where the log is not read, or reports
-    nothing yet.
+    """What the engine's log reports about the end; None if the log is not read, or reports nothing
+    yet.
     """
     unreadable: tuple[str, ...] = ()
-    """The verdicts on GPUs that could not be read; only the flight record has them."""
+    """The verdicts on GPUs that could not be read. Only the flight record has them."""
 
     @property
     def is_over(self) -> bool:
@@ -239,7 +242,7 @@ class Ending(Struct, frozen=True, kw_only=True):
 
     @property
     def running(self) -> float | None:
-        """Return the number of running requests on the last page; None where unknown."""
+        """Return the number of running requests on the last page; None if unknown."""
         running = [engine.running for engine in self.engines if engine.running is not None]
         return sum(running) if running else None
 
@@ -255,7 +258,7 @@ class Ending(Struct, frozen=True, kw_only=True):
 
     @property
     def fullest_gpu(self) -> GpuAtEnd | None:
-        """Return the GPU with the least room; None where the room of every GPU is unknown."""
+        """Return the GPU with the least room; None if the room of every GPU is unknown."""
         gpus = [gpu for gpu in self.gpus if gpu.last_room_bytes is not None]
         return min(gpus, key=lambda gpu: gpu.last_room_bytes or 0, default=None)
 
@@ -275,21 +278,23 @@ class EngineStatus(Struct, frozen=True, kw_only=True):
     state: EngineState
     is_in_service: bool | None = True
     """Whether this run has done work and still runs. Outside of service no evidence of a leak is
-    collected. None where the page does not show whether the engine works."""
+    collected. None if the page does not show whether the engine works.
+    """
     was_seen: bool = True
     """Whether a run was ever observed."""
     began_seconds: float | None = None
-    """When the run began, since the epoch."""
+    """When the run began, in seconds since the epoch."""
     restarts: int = 0
     exits: tuple[tuple[ExitReason, int], ...] = ()
-    """How many runs have exited for each reason."""
+    """For each reason, how many runs have exited for it."""
     exit_requests: float | None = None
-    """The running and waiting requests on the last page before the last exit; None where that is
-    unknown, or without an exit."""
+    """The running and waiting requests on the last page before the last exit. None if that is
+    unknown, or if no run has exited.
+    """
     event: Ending | None = None
-    """The exit or the stall that happened since the last tick; None without one."""
+    """The exit or the stall that happened since the last tick; None if nothing happened."""
     log: LogEnding | None = None
-    """What the engine's log reports about the last exit; None while the engine serves, or where
+    """What the engine's log reports about the last exit; None while the engine serves, or if
     unknown.
     """
     recent_exits: int = 0
@@ -306,7 +311,9 @@ class EngineStatus(Struct, frozen=True, kw_only=True):
     first_host_room_bytes: int | None = None
     """The free memory of the host when this run became ready."""
     excesses: tuple[tuple[str, BudgetExcess], ...] = ()
-    """By how much the engine is over its budget, by the UUID of each GPU where it is."""
+    """By how much the engine is over its budget, by the UUID of each GPU on which it is over its
+    budget.
+    """
     hang_signs: tuple[HangSign, ...] = ()
     are_gauges_doubted: bool = False
     """Whether the page shows work without progress, but no other evidence shows any work."""

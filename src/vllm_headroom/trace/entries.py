@@ -38,7 +38,7 @@ PROCESS_FIELDS: Final = tuple(
     for field in EngineProcess.__struct_fields__
     if field not in {"pid", "role", "since_boot_seconds"}
 )
-"""Each recorded field of EngineProcess but its role, and its name in a trace."""
+"""Each recorded field of EngineProcess except its role, and the field's name in a trace."""
 
 
 def build_engine_entry(engine: EngineReading) -> dict[str, Any]:
@@ -49,8 +49,8 @@ def build_engine_entry(engine: EngineReading) -> dict[str, Any]:
 def build_gpu_entry(gpu: Gpu) -> dict[str, Any]:
     """Return the record of one of the engine's GPUs, without unknown values.
 
-    `used` is left out while the engine's share of it is unknown, because readers of a trace take
-    `used` for the engine's memory.
+    While the engine's share of `used` is unknown, `used` is left out, because readers of a trace
+    take it for the engine's memory.
     """
     entry = {
         "gpu": gpu.reading.index,
@@ -74,7 +74,7 @@ def build_gpu_entry(gpu: Gpu) -> dict[str, Any]:
     return drop_unreadable(
         {
             **entry,
-            # Kept in every record, because a replay has no readings between two samples.
+            # The peak is in every record, because a replay has no readings between two samples.
             "used_peak": gpu.reading.used_peak_bytes,
             "utilization": gpu.reading.utilization_ratio,
             "engine": gpu.engine_bytes,
@@ -104,7 +104,7 @@ def build_host_entry(host: HostMemory) -> dict[str, Any]:
 def drop_unreadable(entry: Mapping[str, Any]) -> dict[str, Any]:
     """Return an entry without None and without numbers above LARGEST, which readers refuse.
 
-    Text that is not printable is escaped.
+    If a text is not printable, it is escaped.
     """
     readable = {}
     for field, value in entry.items():
@@ -128,12 +128,12 @@ HEADER: Final = {"headroom_trace": 1}
 """The first line of a trace, with the version of the format."""
 
 LONGEST_LINE_BYTES: Final = 2**20
-"""The most bytes of a line that are read, so that a file without line breaks is not read into
+"""At most this many bytes of a line are read, so that a file without line breaks is not read into
 memory.
 """
 
 YEAR_10000: Final = 253_402_300_800
-"""The first second of that year, since the epoch: later times cannot be shown as dates."""
+"""The first second of the year 10000, since the epoch. Later times cannot be shown as dates."""
 
 
 def encode_line(record: dict[str, Any]) -> bytes:
@@ -145,7 +145,7 @@ def build_record(snapshot: Snapshot) -> dict[str, Any]:
     """Return a snapshot's record for a trace.
 
     It has the engine's GPUs, the engines of the page, their processes, the configured pools and the
-    host memory. The GPUs, engines or processes are None where their source failed.
+    host memory. If a source failed, the GPUs, engines or processes from it are None.
     """
     record: dict[str, Any] = {
         "t": round(snapshot.time_seconds, 3),

@@ -19,11 +19,11 @@ from vllm_headroom.units import HOUR_SECONDS, MIB, to_datetime
 log = Log(__name__)
 
 FLIGHT: Final = "flight.jsonl"
-"""The newer file of the record; the name of the older file has `.1` at its end."""
+"""The newer file of the record. The name of the older file has `.1` at its end."""
 
 SPOILED: Final = f"spoiled-{FLIGHT}"
-"""The name for a file of the record that is not a trace. The pattern flight.jsonl*, by which people
-join the record's two files, does not match it.
+"""The name for a file of the record that is not a trace. The pattern flight.jsonl*, with which
+people join the record's two files, does not match this name.
 """
 
 INCIDENTS: Final = "incidents"
@@ -33,7 +33,7 @@ INCIDENT_KEY: Final = "incident"
 """The key of an incident's facts, in the header of its trace."""
 
 INCIDENT_NAME: Final = "%Y-%m-%dT%H-%M-%SZ.jsonl"
-"""The file name of an incident, by the time when it began: the names sort by time."""
+"""The file name of an incident, by the time when the incident began. So the names sort by time."""
 
 FLIGHT_BYTES: Final = 22 * MIB
 """The largest size of each of the record's two files. They hold a day of one GPU with a sample
@@ -44,30 +44,31 @@ INCIDENT_BYTES: Final = 2 * MIB
 """The largest size of an incident's file, so that MOST_INCIDENTS fit beside the record."""
 
 MOST_INCIDENTS: Final = 8
-"""How many incidents are kept. With the record they take 60 MiB, so that a volume of 64 MiB also
-holds an incident that is being written."""
+"""This many incidents are kept. With the record they take 60 MiB, so that a volume of 64 MiB also
+holds an incident that is being written.
+"""
 
 ROOMY_BYTES: Final = 128 * MIB
-"""On a volume smaller than this, all these sizes shrink in proportion, so that record and incidents
-take half of it. The volume of the Kustomize components has 16 MiB: hours of one GPU with a sample
-every 5 s.
+"""If a volume is smaller than this, all these sizes shrink in proportion, so that record and
+incidents take half of it. The volume of the Kustomize components has 16 MiB: hours of one GPU with
+a sample every 5 s.
 """
 
 INCIDENT_LEAD_SECONDS: Final = 6 * HOUR_SECONDS
-"""How much of the record before an incident is in its file: the leak detector needs an hour or two,
-and the header has a leak that was found earlier.
+"""An incident's file has this much of the record before the incident. The leak detector needs an
+hour or two, and the header has a leak that was found earlier.
 """
 
 DENSE_SECONDS: Final = 600.0
 """An incident's file has every sample of this time before the incident."""
 
 SPARSE_SECONDS: Final = 15.0
-"""Before that time, an incident's file has one sample per interval of this length. That shows the
-course of memory and takes 1.5 MiB for six hours.
+"""Before DENSE_SECONDS, an incident's file has one sample per interval of this length. This shows
+the course of memory, and takes 1.5 MiB for six hours.
 """
 
 _SAMPLE_TIME: Final = re.compile(rb'\{"t":([0-9]+(?:[.][0-9]+)?)[,}]')
-"""The start of each sample, with its time: so the rest need not be parsed."""
+"""The start of each sample, with its time, so that the rest need not be parsed."""
 
 
 def locate_incident(folder: Path, seconds: float) -> Path:
@@ -79,7 +80,7 @@ def locate_incident(folder: Path, seconds: float) -> Path:
 def list_incidents(folder: Path) -> list[Path]:
     """Return the files of incidents in a folder, the newest last; raises OSError.
 
-    Files with other names, and pipes or devices, are left out.
+    Files with other names are left out, and so are pipes and devices.
     """
     incidents = [file for file in folder.glob("*.jsonl") if parse_start(file) is not None]
     return sorted(file for file in incidents if file.is_file())
@@ -88,7 +89,7 @@ def list_incidents(folder: Path) -> list[Path]:
 def find_newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
     """Return the newest incident beside a record, and its facts; raises OSError.
 
-    None where there is no incident with a header that can be read.
+    Returns None if there is no incident with a header that can be read.
     """
     for file in reversed(list_incidents(folder / INCIDENTS)):
         with file.open("rb") as stream:
@@ -115,8 +116,7 @@ def parse_incident_facts(first_line: bytes) -> dict[str, Any] | None:
     try:
         header = json.loads(first_line)
         facts = header.get(INCIDENT_KEY) if isinstance(header, dict) else None
-        # Python also reads NaN and infinity, which JSON does not have, so the encoder is used to
-        # refuse them.
+        # Python also reads NaN and infinity, which JSON does not have. The encoder refuses them.
         encode_line({INCIDENT_KEY: facts})
     except (ValueError, RecursionError):
         return None
@@ -124,16 +124,16 @@ def parse_incident_facts(first_line: bytes) -> dict[str, Any] | None:
 
 
 def append_to_record(folder: Path, line: bytes) -> None:
-    """Append a line to the record in a folder, which is created where it is missing.
+    """Append a line to the record in a folder, and create the folder if it is missing.
 
-    A file that is not a trace is set aside: after a crash of the machine it may contain zeros, and
-    on a bad disk anything. Raises OSError, and ValueError if the file is a link.
+    If a file is not a trace, it is set aside. After a crash of the machine it may contain zeros,
+    and on a bad disk anything. Raises OSError, and ValueError if the file is a link.
     """
     make_folder(folder)
     file = folder / FLIGHT
-    if file.is_symlink():  # a link in the daemon's folder is an attack
+    if file.is_symlink():  # A link in the daemon's folder is an attack.
         raise ValueError(NOT_A_TRACE)
-    # Read each time: a volume can be resized while the daemon runs.
+    # The share is read each time, because a volume can be resized while the daemon runs.
     max_bytes = int(find_size_share(folder) * FLIGHT_BYTES)
     try:
         append(file, line, max_bytes)
@@ -146,8 +146,8 @@ def append_to_record(folder: Path, line: bytes) -> None:
 def write_incident(folder: Path, seconds: float, facts: dict[str, Any]) -> None:
     """Create or replace the incident of that time from the current record, atomically.
 
-    At least half of its size is for samples; if there are too many, the oldest are left out. If
-    there are too many incidents, one is deleted. Raises OSError.
+    At least half of the file's size is for samples. If there are too many samples, the oldest are
+    left out. If there are too many incidents, one is deleted. Raises OSError.
     """
     max_bytes = int(find_size_share(folder) * INCIDENT_BYTES)
     # The facts get at most half of the size, so that they never displace all samples.
@@ -166,8 +166,9 @@ def write_incident(folder: Path, seconds: float, facts: dict[str, Any]) -> None:
 def _build_header(facts: dict[str, Any], max_bytes: int) -> bytes:
     """Return the first line of an incident's file, which has the facts.
 
-    While it is longer than `max_bytes`, the longest field of `before` is left out. It may still be
-    longer without any of them. Readers read at most LONGEST_LINE_BYTES of it.
+    While this line is longer than `max_bytes`, the longest field of `before` is left out. The line
+    may still be longer without any of these fields. Readers read at most LONGEST_LINE_BYTES of this
+    line.
     """
     before_fields = dict(facts.get("before", {}))
     while True:
@@ -191,8 +192,8 @@ def find_size_share(folder: Path) -> float:
 def _make_room(incidents: Path, newest: Path) -> None:
     """Delete incidents until there are at most MOST_INCIDENTS; `newest` is never deleted.
 
-    The incident with the shortest time since the one before it is deleted first, so that the first
-    exits of a crash loop stay.
+    The incident that followed the previous one soonest is deleted first, so that the first exits of
+    a crash loop stay.
     """
     starts_seconds = {file: parse_start(file) or 0.0 for file in list_incidents(incidents)}
     while len(starts_seconds) > MOST_INCIDENTS:
@@ -201,7 +202,7 @@ def _make_room(incidents: Path, newest: Path) -> None:
             for previous_file, file in pairwise(starts_seconds)
             if file != newest
         ]
-        # In a crash loop this thins out the later exits.
+        # In a crash loop this leaves fewer of the later exits.
         _, closest_file = min(gaps)
         closest_file.unlink(missing_ok=True)
         del starts_seconds[closest_file]
@@ -210,7 +211,8 @@ def _make_room(incidents: Path, newest: Path) -> None:
 def _read_lines(folder: Path) -> Iterator[bytes]:
     """Yield the lines of the record, those of the older file first; raises OSError.
 
-    A line that is too long is yielded in parts. A pipe or device in place of a file is skipped.
+    A line that is too long is yielded in parts. If a pipe or device is in place of a file, it is
+    skipped.
     """
     for file in (folder / f"{FLIGHT}.1", folder / FLIGHT):
         if file.is_file():
@@ -231,7 +233,7 @@ def _select_samples(lines: Iterable[bytes], seconds: float, max_bytes: int) -> I
         sample_seconds = _parse_sample_time(line)
         if sample_seconds is None or sample_seconds < seconds - INCIDENT_LEAD_SECONDS:
             continue
-        # The first sample of each slot is kept; of the last minutes, every sample.
+        # The first sample of each slot is kept. Of the last minutes, every sample is kept.
         slot = int(sample_seconds // SPARSE_SECONDS)
         is_repeated = slot == previous_slot
         previous_slot = slot

@@ -30,19 +30,20 @@ ByteCount = Annotated[int, Meta(ge=0, le=LARGEST)]
 """A size in bytes."""
 
 MOST_SHOWN: Final = 100
-"""Our choice: how many of the newest entries of a list in a header are shown."""
+"""Our choice: this many of the newest entries of a list in a header are shown."""
 
 LEAK_RANKS: Final = {LeakState.GROWING: 1, LeakState.LEAKING: 2}
-"""The rank of a verdict on a leak, 0 for any other state. The verdict with the higher rank counts.
+"""The rank of a verdict on a leak. Any other state has the rank 0. The verdict with the higher rank
+counts.
 """
 
 FATAL_ERROR_SECONDS: Final = 60.0
-"""An OutOfMemoryError within this time of the end is the one that ended the engine: a core that
-raises it exits at once, and its server within seconds.
+"""An OutOfMemoryError within this time before the end is the one that ended the engine. A core that
+raises it exits at once, and its server exits within seconds.
 """
 
 PEAK_BEFORE_SECONDS: Final = 60.0
-"""The highest use in this time before the newest sample counts as that sample's peak."""
+"""The highest use within this time before the newest sample counts as that sample's peak."""
 
 
 class EngineEvent(Struct, frozen=True, kw_only=True):
@@ -76,7 +77,7 @@ class MemoryHolder(Struct, frozen=True, kw_only=True):
     """The UUID of the GPU."""
     pid: int
     used: ByteCount | None = None
-    """None where the driver does not report it."""
+    """The bytes that the process held; None if the driver does not report them."""
 
 
 class TorchMemory(Struct, frozen=True, kw_only=True):
@@ -128,7 +129,7 @@ class Xid(Struct, frozen=True, kw_only=True):
 
 
 class Oom(Struct, frozen=True, kw_only=True):
-    """An OutOfMemoryError of torch, recorded by the probe; sizes are None where unknown."""
+    """An OutOfMemoryError of torch, recorded by the probe; a size is None if unknown."""
 
     t: EpochSeconds | None = None
     uuid: str | None = None
@@ -137,11 +138,11 @@ class Oom(Struct, frozen=True, kw_only=True):
     allocated: ByteCount | None = None
     reserved: ByteCount | None = None
     step: StepAtError | None = None
-    """The step that raised it; None where unknown."""
+    """The step that raised the error; None if unknown."""
 
     def describe(self) -> str:
         """Return the error in a sentence."""
-        # A process that ran out at its start may not have had its GPU's UUID yet.
+        # If a process ran out of memory at its start, it may not have had its GPU's UUID yet.
         place = "" if self.uuid is None else f" on {self.uuid}"
         sentence = (
             f"torch raised OutOfMemoryError{place}: "
@@ -164,9 +165,9 @@ class HeldLine(Struct, frozen=True, kw_only=True):
     """The end of the file's path; None for memory allocated before torch kept its history."""
     line: ByteCount | None = None
     count: ByteCount | None = None
-    """The number of its blocks."""
+    """The number of the line's blocks."""
     since: EpochSeconds | None = None
-    """When the oldest of them was allocated; None where the history no longer showed it."""
+    """When the oldest block was allocated; None if the history no longer showed it."""
 
     def describe(self) -> str:
         """Return the line, its memory and since when it held it, in a sentence."""
@@ -187,11 +188,11 @@ class SnapshotFile(Struct, frozen=True, kw_only=True):
 
     t: EpochSeconds
     file: str
-    """Its path, as vLLM's container has it."""
+    """The path of the file in vLLM's container."""
     pid: int | None = None
     size: ByteCount | None = None
     problem: str | None = None
-    """Why it was not written; None where it was."""
+    """Why the file was not written; None if it was written."""
     largest: tuple[HeldLine, ...] = ()
     """The lines of code that held most memory, the largest first."""
 
@@ -199,7 +200,7 @@ class SnapshotFile(Struct, frozen=True, kw_only=True):
 def find_decisive(events: Sequence[EngineEvent]) -> EngineEvent:
     """Return the event that decides the cause of an incident; `events` must not be empty.
 
-    That is the first event. If an exit for lack of memory follows within SAME_END_SECONDS, that
+    This is the first event. If an exit for lack of memory follows within SAME_END_SECONDS, that
     exit decides.
     """
     earliest = events[0]
@@ -215,10 +216,10 @@ def find_decisive(events: Sequence[EngineEvent]) -> EngineEvent:
 
 
 class Incident(EngineEvent, frozen=True, kw_only=True):
-    """The facts of an incident: its decisive event, the cause, and the facts before it.
+    """The facts of an incident: its decisive event, the cause, and the facts before the event.
 
-    The fields are the schema of the header. A field that is missing in the header, or has another
-    type there, gets its default, because other versions may write more or fewer fields.
+    The fields are the schema of the header. If a field is missing in the header, or has another
+    type there, it gets its default, because other versions may write more or fewer fields.
     """
 
     version: str | None = None
@@ -232,7 +233,9 @@ class Incident(EngineEvent, frozen=True, kw_only=True):
     ooms: tuple[Oom, ...] = ()
     snapshots: tuple[SnapshotFile, ...] = ()
     engine_log: LogEnding | None = None
-    """What the engine's own log reports about it; None where it was not read, or says nothing."""
+    """What the engine's own log reports about the incident; None if the log was not read, or
+    reports nothing.
+    """
     log: tuple[str, ...] = ()
 
 
@@ -241,7 +244,7 @@ msgspec.json.Decoder(Incident)
 
 
 def read_incident(header: Mapping[str, Any]) -> Incident | None:
-    """Return the facts of an incident; None where its time or kind is missing.
+    """Return the facts of an incident; None if its time or kind is missing.
 
     Values that do not fit the schema are left out.
     """
@@ -264,8 +267,8 @@ def build_header(
     """Return an incident's facts and the most likely cause, for JSON.
 
     `ending` is the decisive event of `events`, with what happened before it. `before` has the facts
-    at the last sample in service; `xids` and `ooms` are the errors that may explain the incident,
-    and `snapshots` what the allocator held at these errors.
+    at the last sample in service. `xids` and `ooms` are the errors that may explain the incident.
+    `snapshots` describes what the allocator held at these errors.
     """
     header = {
         **drop_unknown(find_decisive(events)),
@@ -279,7 +282,8 @@ def build_header(
         **({} if engine_log is None else {"engine_log": drop_unknown(engine_log)}),
         "log": list(log_lines),
     }
-    # Judged from the header itself, so that a command that reads the header finds the same cause.
+    # The cause is judged from the header itself, so that a command that reads the header finds the
+    # same cause.
     facts = read_incident(header)
     if facts is not None:
         ending = add_evidence(ending, facts)
@@ -290,7 +294,7 @@ def build_header(
 def drop_unknown(value: object) -> Any:  # noqa: ANN401 - a value of JSON
     """Return a struct as a dictionary without fields that are None, at any depth.
 
-    A tuple becomes a list; any other value is returned as it is.
+    A tuple becomes a list. Any other value is returned as it is.
     """
     if isinstance(value, Struct):
         fields = asdict(value).items()
@@ -301,7 +305,7 @@ def drop_unknown(value: object) -> Any:  # noqa: ANN401 - a value of JSON
 
 
 def _fit(value: object, kind: Any) -> Any:  # noqa: ANN401 - a type of the schema, and a value of it
-    """Return the part of a value that fits its type; None where no part fits."""
+    """Return the part of a value that fits its type; None if no part fits."""
     if isinstance(kind, type) and issubclass(kind, Struct):
         return _fit_struct(value, kind)
     inner_kinds = get_args(kind)
@@ -311,14 +315,15 @@ def _fit(value: object, kind: Any) -> Any:  # noqa: ANN401 - a type of the schem
         return _fit_values(value, inner_kinds[1])
     try:
         return msgspec.convert(value, kind)
-    # the second is raised for a lone surrogate
+    # The second error is raised for a lone surrogate.
     except (msgspec.ValidationError, UnicodeEncodeError):
         return None
 
 
 def _fit_struct(value: object, kind: type[Struct]) -> Any:  # noqa: ANN401 - a value of the kind
-    """Return a struct with the fields that fit; None where a field without a default does not."""
-    # A value that is not an object counts as an empty one, so that all fields get their defaults.
+    """Return a struct with the fields that fit; None if a field without a default does not."""
+    # A value that is not an object counts as an empty object, so that all fields get their
+    # defaults.
     document = value if isinstance(value, Mapping) else {}
     fields = {}
     for column in msgspec.structs.fields(kind):
@@ -328,7 +333,7 @@ def _fit_struct(value: object, kind: type[Struct]) -> Any:  # noqa: ANN401 - a v
                 fields[column.name] = fitting
     try:
         return kind(**fields)
-    except TypeError:  # a field without a default is missing
+    except TypeError:  # A field without a default is missing.
         return None
 
 
@@ -356,8 +361,8 @@ def format_amount(n_bytes: int | None) -> str:
 def add_evidence(end: Ending, incident: Incident) -> Ending:
     """Return the end with the facts of its incident that the samples do not show.
 
-    They are peaks between samples, verdicts on leaks, XIDs, failed allocations, and GPUs that could
-    not be read.
+    These facts are peaks between samples, verdicts on leaks, XIDs, failed allocations, and GPUs
+    that could not be read.
     """
     # The daemon observed the stall from its beginning, but the samples may begin later.
     hung_seconds = end.hung_seconds
@@ -380,7 +385,7 @@ def add_evidence(end: Ending, incident: Incident) -> Ending:
 
 
 def _describe_failed_step(ooms: Sequence[Oom], end_seconds: float) -> str | None:
-    """Return the step that raised an OutOfMemoryError right before the end; None where unknown."""
+    """Return the step that raised an OutOfMemoryError right before the end; None if unknown."""
     for oom in reversed(ooms):
         if oom.t is not None and oom.step is not None:
             seconds_before = end_seconds - oom.t
@@ -390,7 +395,7 @@ def _describe_failed_step(ooms: Sequence[Oom], end_seconds: float) -> str | None
 
 
 def _describe_highest_peak(context: LastInService) -> str | None:
-    """Return the highest peak of the last minute in service; None where none was measured."""
+    """Return the highest peak of the last minute in service; None if none was measured."""
     peaks = [
         (work.recent, work.work)
         for process in context.probe
@@ -415,7 +420,7 @@ def _add_gpu_evidence(gpu: GpuAtEnd, context: LastInService) -> GpuAtEnd:
     ]
     # Memory may have filled after the last sample of the record.
     gpu = gpu.raise_peak(max(late_bytes, default=0))
-    # The samples may be too few for the detector, but the daemon's verdict had a longer record.
+    # The samples may be too few for the detector. The daemon's verdict had a longer record.
     leaks = {leak.uuid: leak for leak in context.leaks}
     leak = leaks.get(gpu.uuid)
     if leak is None or LEAK_RANKS.get(leak.state, 0) <= LEAK_RANKS.get(gpu.leak, 0):

@@ -15,13 +15,13 @@ from vllm_headroom.worker import Worker
 log = Log(__name__)
 
 WRITE_SECONDS: Final = 1.0
-"""How long a write may take. A line takes microseconds. A hung volume delays one tick by this time,
-and no later tick.
+"""A write may take this long. A line takes microseconds. If the volume hangs, one tick is delayed
+by this time, and no later tick.
 """
 
 
 def make_folder(folder: Path) -> None:
-    """Create a folder where it is missing; raises OSError, even where a link is in its place."""
+    """Create a folder if it is missing; raises OSError, even if a link is in its place."""
     if folder.is_symlink():
         raise OSError(errno.ELOOP, "a link is in the place of the folder")
     folder.mkdir(parents=True, exist_ok=True)
@@ -33,12 +33,14 @@ def replace_file(file: Path, unfinished: Path, content: Iterable[bytes]) -> None
     The content is written to `unfinished`, which is flushed to the disk and then renamed. A crash
     of the machine leaves the whole old content or the whole new one.
     """
-    # A killed process may have left the file. It may also be a link, which must not be followed.
+    # A process that was killed may have left this file. The file may also be a link, which must not
+    # be followed.
     unfinished.unlink(missing_ok=True)
     try:
         with unfinished.open("xb") as stream:
             stream.writelines(content)
-            # Before the rename, because otherwise a crash of the machine could leave an empty file.
+            # The flush comes before the rename, because otherwise a crash of the machine could
+            # leave an empty file.
             stream.flush()
             os.fsync(stream.fileno())
         unfinished.replace(file)
@@ -59,15 +61,15 @@ class FileWriter:
         self._worker = Worker[None](name)
         self._seconds = seconds
         self._problem: str | None = None
-        """Why the last operation failed; None where it succeeded."""
+        """Why the last operation failed; None if it succeeded."""
 
     async def do(self, operation: Callable[[], None]) -> bool:
         """Run the operation; return whether it succeeded, and log when that changes.
 
-        It fails by an OSError, a ValueError or a timeout; any other error is raised.
+        The operation fails by an OSError, a ValueError or a timeout. Any other error is raised.
         """
         previous_problem = self._problem
-        # On a thread, because a write to a hung volume never returns.
+        # It runs on a thread, because a write to a volume that hangs never returns.
         _, self._problem = await self._worker.attempt(operation, self._seconds)
         if self._problem is not None and previous_problem is None:
             log.warning(self._failure_text, file=str(self._file), problem=self._problem)
@@ -77,7 +79,7 @@ class FileWriter:
 
 
 NOT_A_TRACE: Final = "the file is there and is no trace: move it away, or name another"
-"""The message where a file exists and cannot be continued as a trace."""
+"""The message if a file exists and cannot be continued as a trace."""
 
 
 class Recorder:
@@ -96,11 +98,11 @@ class Recorder:
 
 
 def append(file: Path, line: bytes, max_bytes: int) -> None:
-    """Append a line to a trace; write the header first where the file is new.
+    """Append a line to a trace; write the header first if the file is new.
 
     If the file would exceed `max_bytes`, it becomes `file`.1, and the line begins a new file. The
-    file is opened for each line, because it may be moved or deleted at any time. Raises OSError,
-    and ValueError where the file is not a trace.
+    file is opened for each line, because it may be moved or deleted at any time. Raises OSError.
+    Raises ValueError if the file is not a trace.
     """
     with file.open("a+b") as stream:
         size_bytes = _cut_incomplete_line(stream)
@@ -117,7 +119,7 @@ def append(file: Path, line: bytes, max_bytes: int) -> None:
 def _cut_incomplete_line(stream: BinaryIO) -> int:
     """Cut off the last line if its end is missing; return the size of the trace, 0 for a new one.
 
-    A crash may have interrupted the writing. Raises ValueError where the file is not a trace.
+    A crash may have interrupted the writing. Raises ValueError if the file is not a trace.
     """
     size_bytes = stream.seek(0, os.SEEK_END)
     if size_bytes == 0:
@@ -140,8 +142,8 @@ def _cut_incomplete_line(stream: BinaryIO) -> int:
 def is_trace_start(first_line: bytes) -> bool:
     """Return whether a file with this first line is a trace that may be continued.
 
-    True, too, for an incomplete header, whose write was interrupted. False for an incident, whose
-    header has more fields.
+    Returns True also for an incomplete header, because its write may have been interrupted. Returns
+    False for an incident, whose header has more fields.
     """
     if encode_line(HEADER).startswith(first_line):
         return True
