@@ -11,7 +11,6 @@ from msgspec import Struct
 from vllm_headroom.scrape.http.failures import explain_no_answer, strip_advice
 from vllm_headroom.scrape.http.reader import find_port, read_body
 from vllm_headroom.vocabulary import Reason
-from vllm_headroom.worker import Worker
 from vllm_headroom_tools.bad_input import BadInput
 from vllm_headroom_tools.load.order import join_path
 from vllm_headroom_tools.load.prompts import PATHS, CompletionApi
@@ -99,19 +98,15 @@ async def fetch_model(url: httpx.URL, target: Target) -> ListedModel:
     models_url = join_path(url, "/v1/models")
     headers = [*target.headers, ("Accept-Encoding", "identity")]
 
-    def fetch() -> tuple[int, bytearray | Reason]:
-        """Return the status and the body of the list of models; a Reason if it is too large."""
-        with (
-            httpx.Client(
+    try:
+        async with (
+            httpx.AsyncClient(
                 verify=target.tls or False, trust_env=False, timeout=FIRST_ANSWER_SECONDS
             ) as client,
             client.stream("GET", models_url, headers=headers) as answer,
         ):
-            return answer.status_code, read_body(answer, MOST_LIST_BYTES)
-
-    try:
-        # on a thread, since httpx's synchronous client would block the loop
-        status, body = await Worker[tuple[int, bytearray | Reason]]("models").begin(fetch)
+            status = answer.status_code
+            body = await read_body(answer, MOST_LIST_BYTES)
     except (httpx.HTTPError, OSError) as error:
         problem = _describe_failure(error, models_url)
         raise BadInput(f"{problem}, or name a --model") from error

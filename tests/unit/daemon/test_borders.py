@@ -237,7 +237,8 @@ def test_whatever_a_reader_raises_costs_its_own_source(
 ) -> None:
     """Each function raises one kind of error, in turn; in `make fuzz`, all kinds."""
 
-    caplog.set_level(logging.CRITICAL, "vllm_headroom")  # a record keeps its error
+    for logger in ("vllm_headroom", "asyncio"):
+        caplog.set_level(logging.CRITICAL, logger)  # a record keeps its error
 
     async def tick_twice() -> None:
         async with machine.open_sampler() as sampler:

@@ -1,7 +1,6 @@
 """Fetch the engine's page over HTTP."""
 
 import asyncio
-import contextlib
 import ipaddress
 import socket
 import ssl
@@ -10,69 +9,44 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
-from time import thread_time
 from typing import Any, Final, TypeVar
 
-import httpcore
 import httpx
 import msgspec
 from msgspec import Struct
 
 from vllm_headroom.model import Failure, ServerReply
 from vllm_headroom.scrape.http import failures
+from vllm_headroom.scrape.http.transport import PageTransport, TooManyParts
 from vllm_headroom.vocabulary import Reason, ServerAnswer, Source
 from vllm_headroom.worker import Worker
 
 T = TypeVar("T")
-
-_MAX_CPU_SECONDS: Final = 0.5
-"""The thread may use this much CPU time to receive one page. A page of 5,000 lines, each sent in a
-separate part, takes 0.2 s.
-"""
-
-_MOST_HEAD_BYTES: Final = 64 * 2**10
-"""At most this many bytes are read before the head of an answer is complete. More bytes are no head
-but, for example, endless answers `100 Continue`, each of which costs 40 us.
-"""
-
-_HEAD_EVENT: Final = "http11.receive_response_headers.complete"
-"""httpcore's name of the trace event after the head of the answer."""
-
-_PARTS_PER_CHECK: Final = 64
-"""The CPU time is measured once for this many parts of a page."""
 
 _FILE_SECONDS: Final = 1.0
 """Reading a token or a CA file may take this long. Usually it takes microseconds. A pipe without a
 writer would take 5 s, and a network volume that hangs would take forever.
 """
 
-_CONNECTED_EVENTS: Final = frozenset(
-    {"connection.connect_tcp.complete", "connection.start_tls.complete"}
-)
-"""httpcore's names of the trace events that carry the connection's socket."""
 
-
-def read_body(response: httpx.Response, max_bytes: int) -> bytearray | Reason:
+async def read_body(response: httpx.Response, max_bytes: int) -> bytearray | Reason:
     """Read the body of a response that is being streamed; return it, or why it cannot be read.
 
     The reason is MALFORMED for a compressed body, TOO_LARGE for one larger than `max_bytes`,
-    OUT_OF_BOUNDS if its parts cost too much CPU, and INCOMPLETE if the connection ends before the
-    announced length. Raises httpx.TimeoutException if the server stops sending.
+    OUT_OF_BOUNDS if it comes in too many parts, and INCOMPLETE if the connection ends before the
+    announced length.
     """
     encoding = response.headers.get("Content-Encoding", "").strip().lower()
     if encoding not in {"", "identity"}:
         return Reason.MALFORMED
     body = bytearray()
-    # The limit is on the thread's CPU time, because a slow network uses none.
-    start_seconds = thread_time()
     try:
-        for count, part in enumerate(response.iter_raw(), start=1):
+        async for part in response.aiter_raw():
             body += part
             if len(body) > max_bytes:
                 return Reason.TOO_LARGE
-            is_check_due = count % _PARTS_PER_CHECK == 0
-            if is_check_due and thread_time() - start_seconds > _MAX_CPU_SECONDS:
-                return Reason.OUT_OF_BOUNDS
+    except TooManyParts:
+        return Reason.OUT_OF_BOUNDS
     except (httpx.ReadError, httpx.RemoteProtocolError):
         return Reason.INCOMPLETE
     return body
@@ -114,69 +88,13 @@ class Reply(Struct, frozen=True, kw_only=True):
     text: str
 
 
-class RequestConnection:
-    """The connection of one request, which another thread can abandon.
-
-    The object is httpcore's trace function for the request, which reports the connection's stream.
-    It limits how much is read from that stream before the head of the answer is complete.
-    """
-
-    def __init__(self) -> None:
-        self._socket: socket.socket | None = None
-        """The connection's socket; None until the connection is open."""
-        self._is_abandoned = False
-        self._has_head = False
-
-    def __call__(self, event: str, info: Mapping[str, Any]) -> None:
-        """Note the socket; shut it down if the request was abandoned before the socket existed."""
-        if event in _CONNECTED_EVENTS:
-            stream = info["return_value"]
-            self._socket = stream.get_extra_info("socket")
-            stream.read = self._bound_head(stream.read)
-            if self._is_abandoned:
-                self.abandon()
-        elif event == _HEAD_EVENT:
-            self._has_head = True
-
-    def _bound_head(self, read: Callable[..., bytes]) -> Callable[..., bytes]:
-        """Return a stream's `read` with a bound.
-
-        It raises RemoteProtocolError for an endless head.
-        """
-        head_bytes = 0
-
-        def read_bounded(max_bytes: int, timeout: float | None = None) -> bytes:
-            """Read as httpcore does; raise RemoteProtocolError if the head does not end."""
-            nonlocal head_bytes
-            # Without a bound, a server that never ends its head would fill the memory.
-            if not self._has_head and head_bytes >= _MOST_HEAD_BYTES:
-                raise httpcore.RemoteProtocolError("the head of the answer does not end")
-            data = read(max_bytes, timeout)
-            head_bytes += len(data)
-            return data
-
-        return read_bounded
-
-    def abandon(self) -> None:
-        """Shut the connection down, now or as soon as it is open.
-
-        A read that blocks the request's thread then returns, and this thread closes the socket.
-        """
-        self._is_abandoned = True
-        if self._socket is not None:
-            with contextlib.suppress(OSError):  # The thread has closed the socket already.
-                # This is not SSLSocket.shutdown, because that first drops the TLS state that the
-                # thread uses.
-                socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
-
-
 class PageReader:
-    """Fetches the page at `url`, an http or https URL, repeatedly, on its own thread.
+    """Fetches the page at `url`, an http or https URL, repeatedly.
 
-    On the event loop, httpx would take a third more CPU, and it would still resolve names on a
-    thread. The token in `bearer_token_file` is read for each page, because it may be rotated. It
-    replaces the URL's user and password. `ca_file` replaces the default authorities. `max_bytes`
-    limits the page, and `timeout_seconds` limits the whole request.
+    Files are read and host names are resolved on its own thread, because both may hang. The token
+    in `bearer_token_file` is read for each page, because it may be rotated; it replaces the URL's
+    user and password. `ca_file` replaces the default authorities. `max_bytes` limits the page,
+    `timeout_seconds` the whole request.
     """
 
     def __init__(
@@ -207,16 +125,10 @@ class PageReader:
         # gzip would cost vLLM 1.1 ms of its event loop, and the daemon 0.2 ms.
         self._headers["Accept-Encoding"] = "identity"
         self._page_request = httpx.Request("GET", self._url, headers=self._headers)
-        self._timeouts_seconds = {
-            "read": timeout_seconds,
-            "write": timeout_seconds,
-            "pool": timeout_seconds,
-            # Each address of the host gets half of the time, so that there is time for a second
-            # address.
-            "connect": timeout_seconds / 2,
-        }
+        # Half of the time for each address of the host, so that there is time for a second address.
+        self._timeouts_seconds = {"connect": timeout_seconds / 2}
         self._worker = Worker[Any]("http")
-        self._transport: httpx.HTTPTransport | None = None
+        self._transport: PageTransport | None = None
 
     async def fetch(self) -> str | Failure:
         """Return the page, or a Failure, within `timeout_seconds`; never raise.
@@ -253,52 +165,51 @@ class PageReader:
         return failure
 
     async def close(self) -> None:
-        """End the thread.
-
-        A later fetch starts another thread.
-        """
+        """Close the connection and end the thread; a later fetch starts others."""
+        if self._transport is not None:
+            await self._transport.aclose()
         self._worker.stop()
         self._worker = Worker("http")
 
     async def _send(self, request: httpx.Request, *, is_page: bool) -> Reply | Failure:
         """Send a request with the current token, and wait for its reply without a time limit.
 
-        Raises UnusableCredentials, the errors of httpx, and TimeoutError while an earlier request
-        is stuck. If the answer exceeds a bound, the reply is a Failure.
+        For a page, any status but 200 is a failure. Raises UnusableCredentials, TimeoutError while
+        the thread is stuck, and the errors of httpx. The reply is a Failure if the answer exceeds a
+        bound.
         """
         transport = await self._open_transport()
         if self._token_file is not None:
             trouble = f"{failures.name_token_file(self._token_file)} cannot be read"
             token = await self._read_file(partial(failures.read_token, self._token_file), trouble)
             request.headers["Authorization"] = f"Bearer {token}"
-        connection = RequestConnection()
-        # httpx limits each read, and not the whole request, so bytes that arrive slowly could
-        # continue forever.
-        request.extensions = {"timeout": self._timeouts_seconds, "trace": connection}
-        reply: asyncio.Future[Reply | Failure] = self._worker.begin(
-            partial(self._make_request, transport, request, is_page=is_page)
-        )
-        try:
-            return await reply
-        finally:
-            # The thread still waits for the server, and would be stuck without this call.
-            if reply.cancelled():
-                connection.abandon()
-
-    def _make_request(
-        self, transport: httpx.HTTPTransport, request: httpx.Request, *, is_page: bool
-    ) -> Reply | Failure:
-        """Make the request on the thread; for a page, any status but 200 is a failure."""
-        response = transport.handle_request(request)
+        request.extensions = {"timeout": self._timeouts_seconds}
+        response = await transport.handle_async_request(request)
         try:
             if is_page and response.status_code != HTTPStatus.OK:
                 return failures.explain_status(response, self._shown_url)
-            body = read_body(response, self._max_bytes)
+            body = await read_body(response, self._max_bytes)
         finally:
-            response.close()
+            await response.aclose()
         if isinstance(body, Reason):
             return failures.explain_broken_body(body, self._shown_url, self._max_bytes)
         return Reply(status=response.status_code, text=body.decode(errors="replace"))
+
+    async def _resolve(self, url: httpx.URL) -> list[tuple[str, int]]:
+        """Return each IP address of a URL's host, with the URL's port.
+
+        Raises OSError or UnicodeError where the name cannot be resolved, and TimeoutError while the
+        thread is stuck.
+        """
+        host = url.raw_host.decode("ascii")
+        port = find_port(url)
+        if _is_address(host):
+            return [(host, port)]
+        # Not by the event loop, whose few threads a hung resolver would block.
+        entries: list[tuple[Any, ...]] = await self._worker.begin(
+            partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+        )
+        return [socket_address[:2] for *_, socket_address in entries]
 
     async def _read_file(self, read: Callable[[], T], trouble: str) -> T:
         """Return what `read` returns on the thread; raise what it raises.
@@ -315,25 +226,30 @@ class PageReader:
             advice = "make it a file that can be read at once"
             raise failures.UnusableCredentials(f"{problem}: {advice}") from None
 
-    async def _open_transport(self) -> httpx.HTTPTransport:
-        """Return httpx's transport, opened at the first call.
+    async def _open_transport(self) -> PageTransport:
+        """Return the transport, opened at the first call.
 
-        Without httpx's client there are no cookies, redirects or proxies. If the CA file cannot be
-        used, it raises what `_read_file` raises.
+        Raises as `_read_file` does where the CA file cannot be used.
         """
         if self._transport is None:
-            verify: ssl.SSLContext | bool = False  # With http there is nothing to verify.
+            tls: ssl.SSLContext | None = None
             if self._url.scheme == "https" and self._ca_file is None:
-                verify = failures.load_trust(None)
+                tls = failures.load_trust(None)
             elif self._url.scheme == "https":
                 trouble = f"the CA file {self._ca_file} cannot be used"
                 load = partial(failures.load_trust, self._ca_file)
-                verify = await self._read_file(load, trouble)
-            # Each page gets a new connection, because vLLM closes a connection that is idle for
-            # 5 s, which is the usual interval.
-            limits = httpx.Limits(max_keepalive_connections=0)
-            self._transport = httpx.HTTPTransport(verify=verify, trust_env=False, limits=limits)
+                tls = await self._read_file(load, trouble)
+            self._transport = PageTransport(self._resolve, tls)
         return self._transport
+
+
+def _is_address(host: str) -> bool:
+    """Return whether a host is an IP address, not a name."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 NO_ANSWER_REASONS: Final = frozenset({Reason.TIMEOUT, Reason.INCOMPLETE})

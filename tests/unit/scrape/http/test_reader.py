@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import threading
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,9 @@ import pytest
 import uvloop
 
 from tests.fakes import engine_server
-from tests.fakes.engine_server import EngineServer, page, raw, with_head
+from tests.fakes.engine_server import Answer, EngineServer, drip, page, raw, with_head
 from vllm_headroom.model import Failure
+from vllm_headroom.scrape.http import transport
 from vllm_headroom.scrape.http.reader import PageReader, is_here
 from vllm_headroom.vocabulary import Reason, Source
 
@@ -64,11 +67,60 @@ def test_a_chunked_page_is_put_together() -> None:
         assert fetch(server.url) == ["a 1\n"]
 
 
-def test_each_fetch_has_its_own_connection() -> None:
+def test_fetches_that_follow_each_other_share_a_connection() -> None:
+    """The first one cannot know that others follow."""
+    with EngineServer(page("a 1\n")) as server:
+        assert fetch(server.url, times=4) == ["a 1\n"] * 4
+
+    assert (server.connections, len(server.requests)) == (2, 4)
+
+
+def test_fetches_at_the_usual_interval_do_not_share_a_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM closes a connection that is idle for so long."""
+    monkeypatch.setattr(transport, "_MOST_IDLE_SECONDS", 0.0)
     with EngineServer(page("a 1\n")) as server:
         assert fetch(server.url, times=3) == ["a 1\n"] * 3
 
-    assert (server.connections, len(server.requests)) == (3, 3)
+    assert server.connections == 3
+
+
+def close_after(answers: int, close: Answer) -> Answer:
+    """Return what answers so many requests, and closes the connection of each further one that comes on it."""
+    connections: Counter[socket.socket] = Counter()
+
+    def answer(connection: socket.socket, closing: threading.Event) -> None:
+        connections[connection] += 1
+        if connections[connection] > answers:
+            close(connection, closing)
+            raise engine_server.Hangup
+        page("a 1\n")(connection, closing)
+
+    return answer
+
+
+@pytest.mark.parametrize("close", [engine_server.cut(b""), engine_server.reset], ids=["closed", "reset"])
+def test_a_request_is_sent_again_where_the_server_closes_the_shared_connection(close: Answer) -> None:
+    with EngineServer(close_after(1, close)) as server:
+        assert fetch(server.url, times=3) == ["a 1\n"] * 3
+
+    assert server.connections == 3
+
+
+def test_half_an_answer_on_a_shared_connection_is_incomplete() -> None:
+    with EngineServer(close_after(1, engine_server.cut(b"HTTP/1.1 200 OK\r\nConte"))) as server:
+        *pages, problem = fetch(server.url, times=3)
+
+    assert pages == ["a 1\n"] * 2
+    assert isinstance(problem, Failure)
+    assert problem.reason is Reason.INCOMPLETE
+    assert server.connections == 2
+
+
+def test_a_server_that_closes_after_each_answer_is_asked_on_new_connections() -> None:
+    with EngineServer(raw(with_head(b"a 1\n", headers=("Connection: close",)))) as server:
+        assert fetch(server.url, times=3) == ["a 1\n"] * 3
+
+    assert server.connections == 3
 
 
 def test_a_named_host_is_resolved_again_after_a_close() -> None:
@@ -88,9 +140,35 @@ def test_a_named_host_is_resolved_again_after_a_close() -> None:
 
 def test_an_answer_that_nobody_asked_for_is_not_taken_for_the_next_one() -> None:
     with EngineServer(raw(with_head(b"a 1\n") + with_head(b"b 2\n"))) as server:
-        assert fetch(server.url, times=2) == ["a 1\n"] * 2
+        assert fetch(server.url, times=3) == ["a 1\n"] * 3
 
-    assert server.connections == 2
+    assert server.connections == 3
+
+
+def test_a_connection_is_dropped_where_bytes_come_that_no_request_asked_for() -> None:
+    is_read, is_dropped = threading.Event(), threading.Event()
+
+    def answer(connection: socket.socket, _closing: threading.Event) -> None:
+        connection.sendall(with_head(b"a 1\n"))
+        if server.connections == 2:
+            is_read.wait(30)
+            connection.sendall(with_head(b"b 2\n"))
+            with contextlib.suppress(OSError):
+                connection.recv(1)
+            is_dropped.set()
+
+    async def run() -> list[str | Failure]:
+        reader = PageReader(url=server.url, timeout_seconds=30)
+        pages = [await reader.fetch(), await reader.fetch()]
+        is_read.set()
+        assert await asyncio.to_thread(is_dropped.wait, 30)
+        pages.append(await reader.fetch())
+        await reader.close()
+        return pages
+
+    with EngineServer(answer) as server:
+        assert asyncio.run(run()) == ["a 1\n"] * 3
+        assert server.connections == 3
 
 
 def test_the_reader_outlives_the_engine() -> None:
@@ -171,24 +249,18 @@ def test_an_address_of_another_machine_and_a_name_are_not(host: str) -> None:
     assert not is_here(host)
 
 
-def test_a_request_given_up_leaves_its_thread_free_for_the_next_one() -> None:
+def test_a_request_given_up_is_no_part_of_the_next_one() -> None:
     """A server that sends a byte now and then would hold it for as long as it likes."""
 
-    async def run(server: EngineServer) -> list[str | Failure]:
+    async def run(server: EngineServer) -> str | Failure:
         reader = PageReader(url=server.url, timeout_seconds=30)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.3):
                 await reader.fetch()
         server.answer = page("a 1\n")
-        while isinstance(answer := await reader.fetch(), Failure):
-            assert answer.reason is Reason.TIMEOUT
-            await asyncio.sleep(0.01)
+        answer = await reader.fetch()
         await reader.close()
-        return [answer]
+        return answer
 
-    def hint(connection: socket.socket, closing: threading.Event) -> None:
-        while not closing.wait(0.001):
-            connection.sendall(b"HTTP/1.1 103 Early Hints\r\n\r\n")
-
-    with EngineServer(hint) as server:
-        assert asyncio.run(asyncio.wait_for(run(server), 20)) == ["a 1\n"]
+    with EngineServer(drip("a 1\n" * 10_000)) as server:
+        assert asyncio.run(run(server)) == "a 1\n"
