@@ -3,7 +3,7 @@
 import asyncio
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Final
+from typing import Final, cast
 
 import h11
 import httpx
@@ -126,7 +126,7 @@ class PageTransport(httpx.AsyncBaseTransport):
         for address, port in await self._resolve(request.url):
             try:
                 async with asyncio.timeout(request.extensions["timeout"]["connect"]):
-                    transport, connection = await loop.create_connection(
+                    _transport, connection = await loop.create_connection(
                         _Connection, address, port, ssl=self._tls, server_hostname=server_name
                     )
             except TimeoutError:
@@ -135,7 +135,6 @@ class PageTransport(httpx.AsyncBaseTransport):
                 problem = httpx.ConnectError(str(error))
                 problem.__cause__ = error
             else:
-                connection.transport = transport
                 return connection
         raise problem
 
@@ -165,7 +164,7 @@ class _Connection(asyncio.Protocol):
     def __init__(self) -> None:
         self._http = h11.Connection(h11.CLIENT, max_incomplete_event_size=_MOST_HEAD_BYTES)
         self.transport: asyncio.Transport
-        """Is set once the connection is open."""
+        """The open connection; `connection_made` sets it before anything is received."""
         self._problem: Exception | None = None
         """Why the connection was lost; None while it is open, and where its end was regular."""
         self._arrival = asyncio.Event()
@@ -248,6 +247,10 @@ class _Connection(asyncio.Protocol):
         """Close the connection without waiting for the server."""
         # Not by `close`, which with TLS waits for the server's answer.
         self.transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Keep the transport; a server may send bytes before `create_connection` returns."""
+        self.transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
         """Take the next bytes of the answer; drop the connection if no answer is expected."""

@@ -5,6 +5,7 @@ import contextlib
 import socket
 import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,46 @@ def test_a_connection_is_dropped_where_bytes_come_that_no_request_asked_for() ->
     with EngineServer(answer) as server:
         assert asyncio.run(run()) == ["a 1\n"] * 3
         assert server.connections == 3
+
+
+class LateLoop(asyncio.SelectorEventLoop):
+    """A loop on which a server's first bytes arrive before the connection is handed over."""
+
+    async def create_connection(self, *arguments: Any, **options: Any) -> Any:
+        connection, protocol = await super().create_connection(*arguments, **options)
+        while not connection.is_closing():
+            await asyncio.sleep(0.001)
+        return connection, protocol
+
+
+def test_a_server_that_speaks_before_it_is_asked_is_incomplete() -> None:
+    """As SSH does; the bytes come while the connection is still being opened."""
+    problems: list[dict[str, Any]] = []
+
+    def greet(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.sendall(b"SSH-2.0-OpenSSH_9\r\n")
+            connection.recv(1)
+
+    async def run(port: int) -> str | Failure:
+        asyncio.get_running_loop().set_exception_handler(lambda _loop, context: problems.append(context))
+        reader = PageReader(url=f"http://127.0.0.1:{port}/metrics", timeout_seconds=30)
+        page_or_failure = await reader.fetch()
+        await reader.close()
+        return page_or_failure
+
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        ThreadPoolExecutor() as threads,
+        asyncio.Runner(loop_factory=LateLoop) as runner,
+    ):
+        threads.submit(greet, listener)
+        reply = runner.run(run(listener.getsockname()[1]))
+
+    assert isinstance(reply, Failure)
+    assert reply.reason is Reason.INCOMPLETE
+    assert problems == []
 
 
 def test_the_reader_outlives_the_engine() -> None:
