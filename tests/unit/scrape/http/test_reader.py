@@ -177,7 +177,7 @@ class LateLoop(asyncio.SelectorEventLoop):
 
     async def create_connection(self, *arguments: Any, **options: Any) -> Any:
         connection, protocol = await super().create_connection(*arguments, **options)
-        while not connection.is_closing():
+        while not connection.is_closing():  # noqa: ASYNC110 - a transport has no event for it
             await asyncio.sleep(0.001)
         return connection, protocol
 
