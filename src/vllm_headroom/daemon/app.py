@@ -289,17 +289,18 @@ class Daemon:
         self._evictor = parts.evictor
         self._notice = parts.notice
         self._find_process_name = parts.find_process_name
-        self._home = home
-        self._ending = ending
         self._interval_seconds = settings.sample_interval_seconds
         self._gpu_interval_seconds = settings.gpu_sample_interval_seconds
         self._runbooks_url = settings.runbooks_url
         self._pod = read_engine_pod(settings.engine_container)
         self._engine_url = str(hide_secrets(httpx.URL(settings.engine_url)))
-        self._heartbeat = loop.Heartbeat(
-            self._interval_seconds, self._clock, asyncio.get_running_loop().time
+        self._monitor = loop.TickMonitor(
+            interval_seconds=settings.sample_interval_seconds,
+            grace_seconds=settings.gpu_fatal_grace_seconds,
+            clock=parts.clock,
+            home=home,
+            ending=ending,
         )
-        self._grace = loop.GraceTime(settings.gpu_fatal_grace_seconds)
         self._watch = build_engine_watch(parts, settings, model, self._pod)
 
     def list_loops(self) -> list[Coroutine[Any, Any, None]]:
@@ -335,7 +336,7 @@ class Daemon:
 
         def explain_closed_gate() -> str | None:
             """Return why the gate is closed; None if it is open."""
-            if watch.latest is None or self._heartbeat.find_stall():
+            if watch.latest is None or self._monitor.find_stall():
                 return None  # Without a recent sample the gate stays open.
             return watch.latest.gate.reason
 
@@ -349,31 +350,23 @@ class Daemon:
             metrics=MetricsPage(collector),
             page=show_page,
             snapshot=show_snapshot,
-            find_problem=self._heartbeat.find_stall,
+            find_problem=self._monitor.find_stall,
             has_sample=lambda: watch.latest is not None,
             find_gate_reason=explain_closed_gate,
         )
 
     async def _tick(self) -> None:
         """Sample once; end the daemon if the GPUs stay unreadable; write the tick to files."""
-        is_first = self._watch.latest is None
         result = await self._watch.sample()
         # This comes before the files are written, so that a volume that hangs does not make the
         # daemon unhealthy.
-        self._heartbeat.beat()
-        if is_first:
-            log.info("first sample published", look_at=self._home, scrape=f"{self._home}metrics")
-        if self._grace.update(result.snapshot.gpus, self._clock.monotonic()):
-            log.critical(
-                "the GPUs stay unreadable until this container is restarted: exiting with status 3"
-            )
-            loop.request_end(self._ending, loop.NEEDS_NEW_CONTAINER)
+        self._monitor.note_tick(result.snapshot.gpus)
         await self._watch.record()
 
     async def _take_eviction_turn(self, evictor: Evictor) -> None:
         """Let the evictor take its next step, by the gate in the newest sample."""
         latest = self._watch.latest
-        if latest is None or self._heartbeat.find_stall():
+        if latest is None or self._monitor.find_stall():
             await evictor.turn(None)  # An old sample is no reason to evict.
         else:
             await evictor.turn(latest.gate.due)
@@ -387,20 +380,27 @@ class Daemon:
             host=socket.gethostname(),
             pod=self._pod,
             engine_url=self._engine_url,
-            stall_reason=self._heartbeat.find_stall(),
+            stall_reason=self._monitor.find_stall(),
             notice=self._notice,
             runbooks=self._runbooks_url,
             last_incident=self._watch.last_incident,
             find_process_name=self._find_process_name,
         )
-        latest = self._watch.latest
-        # Before the first sample the page shows that there is none yet.
-        if latest is None:
-            return view
-        return replace(
-            view,
-            snapshot=latest.snapshot,
-            values=latest.values,
-            verdicts=latest.verdicts,
-            age_seconds=self._clock.monotonic() - latest.snapshot.monotonic_seconds,
-        )
+        return add_newest_tick(view, self._watch, self._clock.monotonic())
+
+
+def add_newest_tick(view: View, watch: EngineWatch, now_seconds: float) -> View:
+    """Return a view with the newest tick of an engine; unchanged before its first sample.
+
+    `now_seconds` is on the monotonic clock.
+    """
+    latest = watch.latest
+    if latest is None:
+        return view
+    return replace(
+        view,
+        snapshot=latest.snapshot,
+        values=latest.values,
+        verdicts=latest.verdicts,
+        age_seconds=now_seconds - latest.snapshot.monotonic_seconds,
+    )

@@ -8,7 +8,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, Final
 
-from msgspec import Struct
+from msgspec import Struct, to_builtins
 from msgspec.structs import asdict, replace
 
 from vllm_headroom import catalog
@@ -42,6 +42,11 @@ from vllm_headroom.trace.flight import (
 )
 from vllm_headroom.trace.incident import (
     EngineEvent,
+    HeldLine,
+    MemoryHolder,
+    Oom,
+    SnapshotFile,
+    Xid,
     build_header,
     drop_unknown,
     find_decisive,
@@ -107,8 +112,8 @@ class RecentReadings:
     """Keeps the newest samples of memory in use between ticks, and the driver's newest errors."""
 
     def __init__(self) -> None:
-        self.xids: deque[dict[str, Any]] = deque(maxlen=MOST_XIDS)
-        """The errors as records for JSON, the oldest first."""
+        self.xids: deque[Xid] = deque(maxlen=MOST_XIDS)
+        """The errors, the oldest first."""
         self._samples: deque[tuple[float, Mapping[str, int]]] = deque(maxlen=MOST_USE_SAMPLES)
         self._xid_counts: dict[tuple[str, int], int] | None = None
         """The driver's counts by UUID and XID; None before the first reading of GPUs."""
@@ -141,7 +146,7 @@ class RecentReadings:
             return
         for (uuid, xid), count in counts.items():
             if count > previous_counts.get((uuid, xid), 0):
-                self.xids.append({"t": round(snapshot.time_seconds, 3), "uuid": uuid, "xid": xid})
+                self.xids.append(Xid(t=round(snapshot.time_seconds, 3), uuid=uuid, xid=xid))
 
     def list_used(self, uuids: Iterable[str]) -> dict[str, list[tuple[float, int]]]:
         """Return the samples of these GPUs by UUID.
@@ -211,10 +216,10 @@ class Flight:
         """The context of the last sample in service. Before any service, this is the context of the
         last sample.
         """
-        self._ooms: list[dict[str, Any]] = []
-        """The newest OutOfMemoryErrors, as records for JSON."""
-        self._snapshots: list[dict[str, Any]] = []
-        """torch's snapshots at these errors, as records for JSON."""
+        self._ooms: tuple[Oom, ...] = ()
+        """The newest OutOfMemoryErrors."""
+        self._snapshots: tuple[SnapshotFile, ...] = ()
+        """torch's snapshots at these errors."""
         self._engine_log: LogReading | None = None
         """What the engine's log says so far; None if it was never read."""
         self._now_seconds = 0.0
@@ -345,9 +350,9 @@ class Flight:
             version=self._version,
             pod=self._pod,
             before=incident.before,
-            xids=[error for error in self.recent.xids if error["t"] >= oldest_seconds],
-            ooms=[oom for oom in self._ooms if oom["t"] >= oldest_seconds],
-            snapshots=[file for file in self._snapshots if file["t"] >= oldest_seconds],
+            xids=[error for error in self.recent.xids if error.t >= oldest_seconds],
+            ooms=[oom for oom in self._ooms if oom.t is None or oom.t >= oldest_seconds],
+            snapshots=[file for file in self._snapshots if file.t >= oldest_seconds],
             engine_log=self._find_engine_log(incident),
             log_lines=self._lines(),
         )
@@ -408,7 +413,7 @@ def build_context(
         "t": round(snapshot.time_seconds, 3),
         "verdicts": [asdict(verdict) for verdict in verdicts],
         "leaks": [_describe_leak(gpu, values) for gpu in snapshot.owned_gpus],
-        "holders": _list_holders(snapshot)[:MOST_RECORDED_HOLDERS],
+        "holders": to_builtins(_list_holders(snapshot)[:MOST_RECORDED_HOLDERS]),
         "probe": [drop_unknown(_drop_sizes(process)) for process in probed_processes],
         "problems": [source.message for source in sources if isinstance(source, Failure)],
     }
@@ -432,66 +437,66 @@ def _describe_leak(gpu: Gpu, values: Values) -> dict[str, Any]:
     return leak
 
 
-def _list_holders(snapshot: Snapshot) -> list[dict[str, Any]]:
+def _list_holders(snapshot: Snapshot) -> list[MemoryHolder]:
     """Return the processes on the engine's GPUs; `used` is None if it is unknown."""
     return [
-        {"uuid": gpu.reading.uuid, "pid": process.pid, "used": process.used_bytes}
+        MemoryHolder(uuid=gpu.reading.uuid, pid=process.pid, used=process.used_bytes)
         for gpu in snapshot.owned_gpus
         for process in gpu.reading.processes or ()
     ]
 
 
-def list_ooms(snapshot: Snapshot) -> list[dict[str, Any]]:
+def list_ooms(snapshot: Snapshot) -> tuple[Oom, ...]:
     """Return the newest OutOfMemoryError of each probed process, including exited ones."""
-    return [
-        {
-            "t": round(process.oom.at_seconds, 3),
-            "uuid": process.oom.uuid,
-            "asked": process.oom.asked_bytes,
-            "free": process.oom.free_bytes,
-            "allocated": process.oom.allocated_bytes,
-            "reserved": process.oom.reserved_bytes,
-            **({} if process.oom.step is None else {"step": drop_unknown(process.oom.step)}),
-        }
+    return tuple(
+        Oom(
+            t=round(process.oom.at_seconds, 3),
+            uuid=process.oom.uuid,
+            asked=process.oom.asked_bytes,
+            free=process.oom.free_bytes,
+            allocated=process.oom.allocated_bytes,
+            reserved=process.oom.reserved_bytes,
+            step=process.oom.step,
+        )
         for process in _list_probed(snapshot)
         if process.oom is not None
-    ]
+    )
 
 
-def list_snapshots(snapshot: Snapshot) -> list[dict[str, Any]]:
+def list_snapshots(snapshot: Snapshot) -> tuple[SnapshotFile, ...]:
     """Return torch's snapshot at the first OutOfMemoryError of each process, even of exited ones.
 
     The newest comes last. If there are many ranks, only the newest snapshots are listed.
     """
-    records = [
+    files = [
         _describe_snapshot(process.pid, process.history.oom)
         for process in _list_probed(snapshot)
         if process.history is not None and process.history.oom is not None
     ]
-    records.sort(key=lambda record: record["t"])
-    return records[-MOST_INCIDENT_GPUS:]
+    files.sort(key=lambda file: file.t)
+    return tuple(files[-MOST_INCIDENT_GPUS:])
 
 
-def _describe_snapshot(pid: int, snapshot: AllocatorSnapshot) -> dict[str, Any]:
+def _describe_snapshot(pid: int, snapshot: AllocatorSnapshot) -> SnapshotFile:
     """Return what an incident's header contains of a snapshot of torch's allocator."""
-    largest = [
-        {
-            "file": holding.file,
-            "line": holding.line,
-            "bytes": holding.size_bytes,
-            "count": holding.n_blocks,
-            "since": holding.since_seconds,
-        }
+    largest = tuple(
+        HeldLine(
+            file=holding.file,
+            line=holding.line,
+            bytes=holding.size_bytes,
+            count=holding.n_blocks,
+            since=holding.since_seconds,
+        )
         for holding in snapshot.largest
-    ]
-    return {
-        "t": round(snapshot.at_seconds, 3),
-        "file": snapshot.file,
-        "pid": pid,
-        "size": snapshot.size_bytes,
-        "problem": snapshot.problem,
-        "largest": largest,
-    }
+    )
+    return SnapshotFile(
+        t=round(snapshot.at_seconds, 3),
+        file=snapshot.file,
+        pid=pid,
+        size=snapshot.size_bytes,
+        problem=snapshot.problem,
+        largest=largest,
+    )
 
 
 def _drop_sizes(process: ProbedProcess) -> ProbedProcess:

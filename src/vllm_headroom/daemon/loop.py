@@ -150,6 +150,48 @@ class GraceTime:
         return now_seconds - self._failing_since_seconds >= self._grace_seconds
 
 
+class TickMonitor:
+    """Follows the ticks of a daemon: whether they still come, and whether they can read the GPUs.
+
+    It is built within the event loop.
+    """
+
+    def __init__(
+        self,
+        *,
+        interval_seconds: float,
+        grace_seconds: float,
+        clock: Clock,
+        home: str,
+        ending: asyncio.Future[int],
+    ) -> None:
+        """`home` is the URL of the daemon's own page; `ending` receives the exit status."""
+        read_machine_seconds = asyncio.get_running_loop().time
+        self._heartbeat = Heartbeat(interval_seconds, clock, read_machine_seconds)
+        self._grace = GraceTime(grace_seconds)
+        self._clock = clock
+        self._home = home
+        self._ending = ending
+        self._has_ticked = False
+
+    def find_stall(self) -> str | None:
+        """Return why the sampling loop is unhealthy; None while it is healthy."""
+        return self._heartbeat.find_stall()
+
+    def note_tick(self, gpus: tuple[Gpu, ...] | GpuReadings | Failure) -> None:
+        """Note that a tick has read its sources; end the daemon where the GPUs stay unreadable."""
+        self._heartbeat.beat()
+        if not self._has_ticked:
+            self._has_ticked = True
+            scrape = f"{self._home}metrics"
+            log.info("first sample published", look_at=self._home, scrape=scrape)
+        if self._grace.update(gpus, self._clock.monotonic()):
+            log.critical(
+                "the GPUs stay unreadable until this container is restarted: exiting with status 3"
+            )
+            request_end(self._ending, NEEDS_NEW_CONTAINER)
+
+
 def request_end(ending: asyncio.Future[int], status: int) -> None:
     """Request the daemon's end with this exit status; an earlier request keeps its status."""
     if not ending.done():

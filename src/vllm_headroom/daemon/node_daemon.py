@@ -140,12 +140,13 @@ class NodeDaemon:
         self._processes = parts.processes
         self._settings = settings
         self._model = model
-        self._home = home
-        self._ending = ending
-        self._heartbeat = loop.Heartbeat(
-            settings.sample_interval_seconds, self._clock, asyncio.get_running_loop().time
+        self._monitor = loop.TickMonitor(
+            interval_seconds=settings.sample_interval_seconds,
+            grace_seconds=settings.gpu_fatal_grace_seconds,
+            clock=parts.clock,
+            home=home,
+            ending=ending,
         )
-        self._grace = loop.GraceTime(settings.gpu_fatal_grace_seconds)
         self._node = NodeWatch(
             gpus=parts.gpus,
             processes=parts.processes,
@@ -208,22 +209,13 @@ class NodeDaemon:
             metrics=show_metrics,
             page=show_page,
             snapshot=show_snapshot,
-            find_problem=self._heartbeat.find_stall,
+            find_problem=self._monitor.find_stall,
             has_sample=lambda: self._node.readings is not None,
         )
 
     async def _tick(self) -> None:
         """Begin a sample of each engine; end the daemon if the GPUs stay unreadable."""
-        is_first = self._node.readings is None
-        gpus = await self._node.tick()
-        self._heartbeat.beat()
-        if is_first:
-            log.info("first sample published", look_at=self._home, scrape=f"{self._home}metrics")
-        if self._grace.update(gpus, self._clock.monotonic()):
-            log.critical(
-                "the GPUs stay unreadable until this container is restarted: exiting with status 3"
-            )
-            loop.request_end(self._ending, loop.NEEDS_NEW_CONTAINER)
+        self._monitor.note_tick(await self._node.tick())
 
     def _build_engine(self, located: LocatedEngine, gpus: SharedGpus) -> WatchParts:
         """Return what watches an engine, as in a daemon that watches only this engine."""
@@ -292,7 +284,7 @@ class NodeDaemon:
     def _build_view(self) -> NodeView:
         """Return what the page and the document show now."""
         readings = self._node.readings
-        stall_reason = self._heartbeat.find_stall()
+        stall_reason = self._monitor.find_stall()
         seconds = None
         age_seconds = 0.0
         if readings is not None:
@@ -336,13 +328,4 @@ class NodeDaemon:
             if self._processes is None
             else self._processes.names.find,
         )
-        latest = engine.watch.latest
-        if latest is None:
-            return view
-        return replace(
-            view,
-            snapshot=latest.snapshot,
-            values=latest.values,
-            verdicts=latest.verdicts,
-            age_seconds=self._clock.monotonic() - latest.snapshot.monotonic_seconds,
-        )
+        return app.add_newest_tick(view, engine.watch, self._clock.monotonic())

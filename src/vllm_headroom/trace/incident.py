@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final, get_args, get_origin
 
 import msgspec
-from msgspec import Meta, Struct, field
+from msgspec import Meta, Struct, field, to_builtins
 from msgspec.structs import asdict, replace
 
 from vllm_headroom.derive.life.causes import judge_ending
@@ -258,9 +258,9 @@ def build_header(
     version: str,
     pod: EnginePod | None,
     before: Mapping[str, Any],
-    xids: Sequence[Mapping[str, Any]],
-    ooms: Sequence[Mapping[str, Any]],
-    snapshots: Sequence[Mapping[str, Any]],
+    xids: Sequence[Xid],
+    ooms: Sequence[Oom],
+    snapshots: Sequence[SnapshotFile],
     engine_log: LogEnding | None,
     log_lines: Sequence[str],
 ) -> dict[str, Any]:
@@ -276,12 +276,14 @@ def build_header(
         "engine_pod": drop_unknown(pod),
         "events": [drop_unknown(event) for event in events],
         "before": dict(before),
-        "xids": list(xids),
-        "ooms": list(ooms),
-        **({"snapshots": list(snapshots)} if snapshots else {}),
-        **({} if engine_log is None else {"engine_log": drop_unknown(engine_log)}),
-        "log": list(log_lines),
+        "xids": to_builtins(xids),
+        "ooms": [_encode_oom(oom) for oom in ooms],
     }
+    if snapshots:
+        header["snapshots"] = to_builtins(snapshots)
+    if engine_log is not None:
+        header["engine_log"] = drop_unknown(engine_log)
+    header["log"] = list(log_lines)
     # The cause is judged from the header itself, so that a command that reads the header finds the
     # same cause.
     facts = read_incident(header)
@@ -289,6 +291,15 @@ def build_header(
         ending = add_evidence(ending, facts)
     cause = judge_ending(ending)[0]
     return {**header, "cause": cause.cause, "sure": cause.sureness, "sentence": cause.sentence}
+
+
+def _encode_oom(oom: Oom) -> dict[str, Any]:
+    """Return an OutOfMemoryError for JSON; a step that is not known is left out."""
+    record: dict[str, Any] = to_builtins(oom)
+    del record["step"]
+    if oom.step is not None:
+        record["step"] = drop_unknown(oom.step)
+    return record
 
 
 def drop_unknown(value: object) -> Any:  # noqa: ANN401 - a value of JSON

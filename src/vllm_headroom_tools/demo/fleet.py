@@ -110,7 +110,7 @@ class Fleet(app.Daemon):
             own_sidecar=(),
             unreadable=(),
             seconds=None if latest is None else latest.snapshot.time_seconds,
-            stall_reason=self._heartbeat.find_stall(),
+            stall_reason=self._monitor.find_stall(),
         )
 
 
