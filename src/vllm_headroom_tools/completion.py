@@ -128,7 +128,10 @@ def _add_options(parser: Parser) -> None:
 
 
 def _run(arguments: Namespace) -> int:
-    """Print the completion script; return 0. Raise BadOptions where no shell is named."""
+    """Print the completion script; return 0.
+
+    Raise BadOptions if no shell is named.
+    """
     if arguments.shell is None:
         raise BadOptions(f"needs a SHELL, accepts {SHELL.accepts}")
     write_result(WRITERS[arguments.shell]())

@@ -35,7 +35,7 @@ def require_open_files() -> None:
 def exit_on_signals(status: int | None) -> None:
     """Let SIGINT and SIGTERM end the process at once and without a traceback.
 
-    The process exits with `status`. Where `status` is None, the signal itself ends the process, so
+    The process exits with `status`. If `status` is None, the signal itself ends the process, so
     that a shell sees how it ended.
     """
 

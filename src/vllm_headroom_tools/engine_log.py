@@ -12,7 +12,7 @@ from vllm_headroom_tools.trace import find_other_format, open_lines
 def read_engine_log(name: str) -> EngineLog:
     """Return what a log says, of a file or of standard input for "-".
 
-    Raise BadInput where it cannot be read or has no line of an engine.
+    Raise BadInput if it cannot be read or has no line of an engine.
     """
     with open_lines(name) as lines:
         return parse_engine_log(lines)

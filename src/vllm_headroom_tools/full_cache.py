@@ -32,7 +32,7 @@ ROOMY_RATIO: Final = 0.7
 
 COLLAPSE_RATIO: Final = 0.5
 """Our choice: a cache collapses if it sends at least this share of the running requests back to the
-queue at once. If it only preempts the newest request now and then, the others go on.
+queue at once. If it only preempts the newest request now and then, the others continue.
 """
 
 COLLAPSE_GAP_SECONDS: Final = 900.0
@@ -157,7 +157,8 @@ def _count_returned(
     """Return how many requests a full cache sent back to the queue since the previous sample.
 
     That is the number of preemptions or, if larger, of requests that went from running to waiting.
-    None if the cache had room, or they were fewer than COLLAPSE_RATIO of the running requests.
+    Returns None if the cache had room, or they were fewer than COLLAPSE_RATIO of the running
+    requests.
     """
     running = previous_reading.running
     used_ratio = max(previous_reading.kv_used_ratio or 0.0, reading.kv_used_ratio or 0.0)

@@ -167,7 +167,7 @@ class LeakCourse(Struct):
     """The newest sample of the newest alarm; None without an alarm."""
 
     settled_seconds: float | None = None
-    """The newest time with enough readings to rule out growth; None where there was none."""
+    """The newest time with enough readings to rule out growth; None if there was none."""
 
     growing: list[Interval] = []
     """The times of early warnings."""
@@ -224,7 +224,7 @@ class LeakCourse(Struct):
         """Add a sample's state and figures.
 
         Sleep or an unknown state ends no interval, because the next state shows whether the
-        interval goes on. A restart of the engine leaves an early warning undecided.
+        interval continues. A restart of the engine leaves an early warning undecided.
         """
         self.state = state
         if state in (LeakState.STABLE, LeakState.UNSETTLED):
@@ -236,7 +236,7 @@ class LeakCourse(Struct):
         if state is LeakState.LEAKING:
             self.first_alarm = self.first_alarm or moment
             self.last_alarm = moment
-        # The state goes on, or it is unknown whether it does.
+        # The state continues, or it is unknown whether it does.
         if state in (LeakState.UNKNOWN, LeakState.ASLEEP, self._open_state):
             return
 
@@ -468,7 +468,7 @@ class LeakReplay:
 
 
 def _merge_host(earlier: HostMemory | None, newest: HostMemory | None) -> HostMemory | None:
-    """Return the fullest of two readings of the host memory; None where both are None.
+    """Return the fullest of two readings of the host memory; None if both are None.
 
     Use and limit come from one sample. If the basis of the limit changed, such as from the machine
     to a cgroup, only the newest reading counts. Shared memory and the count of OOM kills are the

@@ -57,7 +57,7 @@ async def locate_engines(
 ) -> tuple[LocatedEngine, ...]:
     """Return the engines of HEADROOM_ENGINES, found as the daemon does.
 
-    Raises BadInput where /proc cannot be read.
+    Raises BadInput if /proc cannot be read.
     """
     if settings.engines != "node":
         return locate_urls(settings)

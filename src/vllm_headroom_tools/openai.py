@@ -12,7 +12,7 @@ class ListedModel(Struct, frozen=True, kw_only=True):
     name: str
 
     max_tokens: int | None
-    """The longest context of a request, in tokens; None where the server does not report it."""
+    """The longest context of a request, in tokens; None if the server does not report it."""
 
 
 def parse_object(text: str | bytes | bytearray) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def parse_server_version(text: str) -> str | None:
 
 
 def find_error(answer: Mapping[str, Any]) -> str | None:
-    """Return the whole error message in a JSON object; None where the object has none."""
+    """Return the whole error message in a JSON object; None if the object has none."""
     error = answer.get("error")
     # OpenAI's servers answer {"error": {"message": ...}}, vLLM's older ones {"message": ...}.
     if isinstance(error, dict):

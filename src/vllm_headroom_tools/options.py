@@ -233,7 +233,7 @@ class TypedOption(Struct):
     name: str
 
     action: argparse.Action | None
-    """argparse's description of the option; None where there is no such option."""
+    """argparse's description of the option; None if there is no such option."""
 
     values: list[str] = field(default_factory=list)
 
@@ -629,7 +629,7 @@ class Parser(argparse.ArgumentParser):
 def _describe_misuse(
     name: str, action: argparse.Action, values: Sequence[str], count: int
 ) -> str | None:
-    """Return a line on what is wrong with how an option was given; None where it is right.
+    """Return a line on what is wrong with how an option was given; None if it is right.
 
     `count` is how often the option was given so far; `values` are the words after this occurrence.
     """

@@ -78,7 +78,7 @@ def read_serve_line(words: Sequence[str], *, with_surroundings: bool = False) ->
     A single word may be `-` for standard input, a file with a script or manifest, or the number of
     a process. The options of a file after --config are inserted. With `with_surroundings`, options
     of `plan` come first: the release in the tag of a container's image as --vllm-version, and the
-    variables of ENVIRONMENT as --vllm-env. Raises BadOptions where there is no such line.
+    variables of ENVIRONMENT as --vllm-env. Raises BadOptions if there is no such line.
     """
     options = _insert_config_file(_read_words(words))
     if with_surroundings:
@@ -90,7 +90,7 @@ def read_serve_line(words: Sequence[str], *, with_surroundings: bool = False) ->
 def _read_words(words: Sequence[str]) -> list[str]:
     """Return the options in a line, or in what a single word names.
 
-    Raises BadOptions where that has no command line of vLLM.
+    Raises BadOptions if that has no command line of vLLM.
     """
     if len(words) != 1:
         return _find_options(words, {}, "the line")
@@ -122,7 +122,7 @@ def _insert_config_file(options: list[str]) -> list[str]:
     """Return the options after those of the YAML file that --config names, which they replace.
 
     Its keys are names of options; `true` is an option without a value (vLLM 0.33,
-    utils/argparse_utils.py, `load_config_file`). Raises BadOptions where the file cannot be read.
+    utils/argparse_utils.py, `load_config_file`). Raises BadOptions if the file cannot be read.
     """
     for index, word in enumerate(options):
         name, equals_sign, value = word.partition("=")
@@ -162,9 +162,9 @@ def _spell_option(key: str, setting: object) -> list[str]:
 
 
 def _read_source(word: str) -> str | None:
-    """Return the text of standard input or of a file; None where the word names neither.
+    """Return the text of standard input or of a file; None if the word names neither.
 
-    Raises BadOptions where it cannot be read, or is no text.
+    Raises BadOptions if it cannot be read, or is no text.
     """
     try:
         if word == STANDARD_INPUT:
@@ -181,7 +181,7 @@ def _read_source(word: str) -> str | None:
 def _read_text(text: str, name: str) -> list[str]:
     """Return the options in a manifest or a script.
 
-    Raises BadOptions where it does not run vLLM.
+    Raises BadOptions if it does not run vLLM.
     """
     containers = list(_list_containers(text))
     for container in containers:
@@ -248,7 +248,7 @@ def _find_containers(content: object) -> Iterator[Container]:
 def _read_container(container: Mapping[str, Any]) -> Container:
     """Return what a container runs, and its variables.
 
-    Raises BadOptions where a command has an open quote.
+    Raises BadOptions if a command has an open quote.
     """
     words: list[str] = []
     # In this order they are what the container runs.
@@ -313,7 +313,7 @@ def _is_serving(words: Sequence[str]) -> bool:
 def _find_options(words: Sequence[str], variables: Mapping[str, str], name: str) -> list[str]:
     """Return the words after the server's name, with the model as the option --model.
 
-    Raises BadOptions where there is no server.
+    Raises BadOptions if there is no server.
     """
     surroundings = _read_version(words)
     script = _find_script(words)
@@ -339,7 +339,7 @@ def _find_options(words: Sequence[str], variables: Mapping[str, str], name: str)
 def _read_environment(words: Sequence[str], variables: Mapping[str, str]) -> list[str]:
     """Return the option for variables of ENVIRONMENT that are set, before the server or around it.
 
-    Empty without any of them.
+    Returns an empty result without any of them.
     """
     environment = dict(variables)
     for word in words:
@@ -357,7 +357,7 @@ def _read_environment(words: Sequence[str], variables: Mapping[str, str]) -> lis
 def _read_version(words: Sequence[str]) -> list[str]:
     """Return the option for the release of vLLM in the tag of a container's image.
 
-    Empty without such a tag, and for a release that is not known here.
+    Returns an empty result without such a tag, and for a release that is not known here.
     """
     for word in words:
         image = IMAGE.fullmatch(word)
@@ -376,7 +376,7 @@ def _find_first_argument(words: Sequence[str], name: str) -> int:
     """Return the place of the first argument, where the words do not name the server.
 
     They may be the arguments alone, as of a container whose image starts the server. Raises
-    BadOptions where they begin with neither an option nor the name of a model.
+    BadOptions if they begin with neither an option nor the name of a model.
     """
     place = 0
     while place < len(words) and ASSIGNMENT.fullmatch(words[place]) and words[place][0] != "-":
@@ -396,7 +396,7 @@ def _find_script(words: Sequence[str]) -> str | None:
 
 
 def _find_start(words: Sequence[str]) -> int | None:
-    """Return the place of the first word after the server's name; None where there is none."""
+    """Return the place of the first word after the server's name; None if there is none."""
     for index, word in enumerate(words):
         if word.endswith(API_SERVERS):
             return index + 1

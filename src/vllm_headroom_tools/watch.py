@@ -212,7 +212,7 @@ async def _draw_live(fetch: FetchDocument, host: str) -> NoReturn:
 async def _write_lines(fetch: FetchDocument, _host: str) -> NoReturn:
     """Write all verdicts once, then each one with a changed level, alert or engine state.
 
-    This goes on until the task is cancelled.
+    This continues until the task is cancelled.
     """
     previous_keys: set[str] = set()
     while True:

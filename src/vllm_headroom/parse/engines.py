@@ -37,14 +37,14 @@ _Families = Mapping[str, list[Sample]]
 def build_page(profile: Profile, samples: Iterable[Sample]) -> EnginePage | Failure:
     """Build the page's engines from its samples.
 
-    The page has no engines where no sample has a prefix of the profile. It is a failure
-    (OUT_OF_BOUNDS) where it would cost too much.
+    The page has no engines if no sample has a prefix of the profile. The result is the failure
+    OUT_OF_BOUNDS if building the page would cost too much.
 
-    A series without a model belongs to every model of its engine, a series without model and engine
-    to every engine of the page, and a series with only a model to engine "0". If no series names a
-    model, the model's name is that of the profile where the profile's pages never name one, else
-    "": in some modes vLLM exports only its settings, the budget among them, before the first
-    request.
+    A series without a model belongs to every model of its engine. A series without a model and an
+    engine belongs to every engine of the page, and a series with only a model belongs to engine
+    "0". If no series names a model, the model has the profile's name if the profile's pages never
+    name one, and otherwise the name "". In some modes, vLLM exports only its settings before the
+    first request, the budget among them.
     """
     samples = tuple(samples)
     prefix = _find_prefix(profile, samples)
@@ -65,7 +65,8 @@ def build_page(profile: Profile, samples: Iterable[Sample]) -> EnginePage | Fail
     if not keys:
         nameless_model = "" if profile.model_label else profile.name
         keys = {(nameless_model, engine) for engine in engine_names}
-    # A page with too many engines is refused before the grouping, which would cost too much.
+    # A page with too many engines is refused before the grouping, because the grouping would cost
+    # too much.
     families = None
     if len(keys) <= MOST_ENGINES:
         families = _group_by_engine(sorted(keys), profile_samples, sample_keys, prefix)
@@ -117,8 +118,8 @@ def _group_by_engine(
 ) -> dict[_EngineKey, dict[str, list[Sample]]] | None:
     """Return the samples of each engine by family; None if too many readings are shared.
 
-    `sample_keys` has, for each sample, the model and the engine in its labels, or "". A sample
-    without a model is shared by all engines to which it belongs, see `build_page`.
+    `sample_keys` has the model and the engine in each sample's labels; "" replaces a missing one.
+    All engines to which a sample without a model belongs share the sample, see `build_page`.
     """
     # An engine has an entry even if all its samples are shared.
     families: dict[_EngineKey, dict[str, list[Sample]]] = {key: {} for key in keys}
@@ -126,7 +127,7 @@ def _group_by_engine(
     for key in keys:
         keys_by_engine.setdefault(key[1], []).append(key)
     shared_readings = 0
-    # A shared sample is counted once for each engine, because that is what costs time.
+    # A shared sample is counted once for each engine, because each use of it costs time.
     for sample, (model, engine) in zip(samples, sample_keys, strict=True):
         if model:
             owners = [(model, engine or _ONLY_ENGINE)]
@@ -149,7 +150,7 @@ def _build_reading(
         # If several facts give one field, the first one with a value counts.
         if values.get(fact.field) is None:
             values[fact.field] = _find_value(profile, fact, families, engine_count)
-    # For these models the size of a block differs by group, so it gives no capacity.
+    # The block size of these models differs by group, so it gives no capacity.
     if profile.grouped_models is not None and profile.grouped_models.search(key[0]):
         values.pop("kv_blocks", None)
     _complete_kv_cache(values)
@@ -163,11 +164,12 @@ def _build_reading(
 
 
 def _complete_kv_cache(values: dict[str, Any]) -> None:
-    """Compute the capacity and the usage of the KV cache where they are unknown, changing `values`.
+    """Compute the unknown capacity and usage of the KV cache; this changes `values`.
 
-    Facts that are not fields of EngineReading are removed, see Fact.
+    Facts that are not fields of EngineReading are removed (see Fact).
     """
-    # A model with state blocks (Mamba) has two kinds of blocks, so their number gives no capacity.
+    # A model with state blocks (Mamba) has two kinds of blocks, so the number of blocks gives no
+    # capacity.
     blocks = values.pop("kv_blocks", None)
     if values.pop("kv_state_block_tokens", None) is not None:
         blocks = None
@@ -191,7 +193,7 @@ def _complete_kv_cache(values: dict[str, Any]) -> None:
 def _find_value(
     profile: Profile, fact: Fact, families: _Families, engine_count: int
 ) -> float | str | None:
-    """Return the value of a fact for one engine; None where unknown.
+    """Return the value of a fact for one engine; None if unknown.
 
     The first of the fact's families with a value counts. If families are joined by "+", all of them
     must have a value.
@@ -205,7 +207,7 @@ def _find_value(
             if value is None:
                 break
             values.append(value)
-        # All families that are joined have a value.
+        # Every family of the sum has a value.
         else:
             total = _check_value(fact.field, sum(values))
             if total is not None:
@@ -216,7 +218,8 @@ def _find_value(
 def _find_text(fact: Fact, families: _Families) -> str | None:
     """Return the text that all series have.
 
-    None if their texts differ or are empty, or if a part of the engine is named as an exception.
+    Returns None if the texts differ or are empty, or if a label names a part of the engine as an
+    exception.
     """
     texts = set()
     for name in fact.names:
@@ -234,12 +237,12 @@ def _find_text(fact: Fact, families: _Families) -> str | None:
 def _combine_samples(
     profile: Profile, fact: Fact, samples: Collection[Sample], engine_count: int
 ) -> float | None:
-    """Return one value for the samples of a family, combined as the fact says; None where unknown.
+    """Return one value for the samples of a family, combined as the fact says; None if unknown.
 
     The samples come from several parts, such as workers or ranks, and each part may be reported
     several times. The value is unknown if a part's value is unknown, or if one series has two
-    values, as on a page joined from several servers. The format leaves that case undefined, and
-    Prometheus keeps the first value.
+    values, for example on a page joined from several servers. The format does not define the
+    meaning of two values, and Prometheus keeps the first.
     """
     # Two values of one series: the page is joined from several servers.
     if len(samples) > 1 and _has_contradiction(samples):
@@ -276,7 +279,7 @@ def _identify_part(profile: Profile, fact: Fact, sample: Sample) -> object:
 
     Samples of one part have the same key, even if different API servers report them.
     """
-    # If the value is in a label, the other labels are settings too. Only the labels that
+    # If the value is in a label, the other labels are settings too. Therefore only the labels that
     # distinguish replicas identify the part.
     if fact.label is not None:
         return tuple(sample.labels.get(name, "") for name in profile.replica_labels)
@@ -288,8 +291,8 @@ def _identify_part(profile: Profile, fact: Fact, sample: Sample) -> object:
 def _read_amount(fact: Fact, sample: Sample) -> float | None:
     """Return a sample's value, or the number in the fact's label, times the factor.
 
-    None if that is not a number, if the field cannot have it, or for 0 in a label, which means that
-    the setting is not set.
+    Returns None if the result is not a number, or if the field cannot have that value. Returns None
+    also for 0 in a label, which means that the setting has no value.
     """
     try:
         value = float(sample.value if fact.label is None else sample.labels.get(fact.label, ""))
@@ -301,7 +304,7 @@ def _read_amount(fact: Fact, sample: Sample) -> float | None:
 
 
 def _check_value(field: str, value: float) -> float | None:
-    """Return the value; None where the field cannot have it.
+    """Return the value; None if the field cannot have it.
 
     A ratio must be from 0 to 1, any other value from 0 to LARGEST.
     """
@@ -316,11 +319,11 @@ DEFAULT: Final = PROFILES[0]
 def parse_engines(page: str, profile_name: str | None = None) -> EnginePage | Failure:
     """Parse a page of Prometheus text into engine readings.
 
-    The profile is that of the name or, without a name, the first with matching series. A page
-    without series of the named profile, or of any profile, has no engines; if no profile was named,
-    its profile is the first one. The reason of a failure is NOT_METRICS for an empty page and for
-    one without metrics, INCOMPLETE for a truncated page, MALFORMED for a needed line that cannot be
-    parsed, and OUT_OF_BOUNDS for a page that is too large.
+    The profile is the one with `profile_name`; without a name, it is the first profile with
+    matching series. A page without matching series has no engines; if no profile was named, its
+    profile is then the first one. The reason of a failure is NOT_METRICS for an empty page or a
+    page without metrics, INCOMPLETE for a truncated page, MALFORMED for a needed line that cannot
+    be parsed, and OUT_OF_BOUNDS for a page that is too large.
     """
     failure = check_page(page)
     if failure is not None:
@@ -340,15 +343,15 @@ def parse_engines(page: str, profile_name: str | None = None) -> EnginePage | Fa
 
 
 def find_profile(name: str) -> Profile:
-    """Return the profile of this name; the first profile where none has the name."""
+    """Return the profile of this name; the first profile if no profile has the name."""
     return next((profile for profile in PROFILES if profile.name == name), DEFAULT)
 
 
 def explain_empty_page(page: EnginePage) -> str:
     """Return why a page may have no engine, which series are expected, and what enables them.
 
-    The expected series are those of the page's profile; if that is the first profile, those of all
-    profiles.
+    The expected series are those of the page's profile; for the first profile, they are those of
+    all profiles.
     """
     profiles = PROFILES if page.profile == DEFAULT.name else (find_profile(page.profile),)
     expected = "; ".join(

@@ -20,29 +20,32 @@ _EXPOSITION: Final = re.compile(
 """A comment or a sample of the text format. A page without such a line is not a metrics page."""
 
 MOST_SAMPLES: Final = 5000
-"""The most samples that are read from a page: those of about 150 engines."""
+"""The most samples that are read from a page: about 150 engines have so many."""
 
 LONGEST_LINE: Final = 16 * 2**10
-"""The most characters of a line: vLLM's longest has 1,061. A line of this length with only escapes
-costs 10 ms."""
+"""The most characters of a line; the longest line of vLLM has 1,061. A line of this length that has
+only escapes costs 10 ms.
+"""
 
 MOST_LABELS: Final = 128
 """The most labels of a line: vLLM's settings have 37."""
 
 MOST_CHARACTERS: Final = 512 * 2**10
-"""The most characters of all lines that are read: those of about 230 engines. The costliest
-possible page took 0.4 s."""
+"""The most characters of all lines that are read: about 230 engines have so many. The costliest
+possible page took 0.4 s.
+"""
 
 ONE_SERVER: Final = (
     "point HEADROOM_ENGINE_URL at one vLLM server's own /metrics, not at a page that gathers many."
 )
 
 _EXCERPT_LENGTH: Final = 60
-"""How many characters of a foreign page a message quotes: enough to recognise a login page, too few
-to fill a log."""
+"""The number of characters that a message quotes from a foreign page: enough to recognise a login
+page, too few to fill a log.
+"""
 
 _MOST_CACHED_SERIES: Final = 512
-"""How many series are cached: those of 28 engines."""
+"""The number of series that are cached: 28 engines have so many."""
 
 _LONGEST_CACHED_SERIES: Final = 2048
 """The most characters of a cached series: vLLM's lines have up to 1.1 kB. The cache can therefore
@@ -57,10 +60,10 @@ _PLAIN_VALUE: Final = re.compile(r"-?[0-9]+(?:\.[0-9]+)?(?:e[-+]?[0-9]+)?", re.A
 def check_page(page: str) -> Failure | None:
     """Return the failure of a page that is empty, not metrics, or truncated.
 
-    None for any other page.
+    Returns None for any other page.
 
-    A page counts as metrics if at least one line has the text format. It is truncated if its last
-    line has no line break.
+    A page counts as metrics if at least one line has the text format. A page is truncated if its
+    last line has no line break.
     """
     if not page.strip():
         return refuse_page(
@@ -84,12 +87,12 @@ def check_page(page: str) -> Failure | None:
 
 
 def parse_samples(page: str, names_pattern: str) -> list[Sample] | Failure:
-    """Return the samples whose name matches the regular expression `names_pattern`, in page order.
+    """Return the samples whose name matches `names_pattern`, a regular expression, in page order.
 
-    Returns a failure where a matching line cannot be parsed (MALFORMED), or the lines exceed a
+    Returns a failure if a matching line cannot be parsed (MALFORMED), or if the lines exceed a
     limit (OUT_OF_BOUNDS). Only matching lines are passed to prometheus-client's parser, which is
-    slow but reads every label correctly. Selecting the lines of one engine's page (51 kB) takes
-    0.04 ms and parsing them 0.1 ms; parsing the whole page takes 5.5 ms.
+    slow but reads every label correctly. For one engine's page (51 kB), selecting the lines takes
+    0.04 ms and parsing them 0.1 ms; parsing the whole page would take 5.5 ms.
     """
     lines = _select_lines(page, names_pattern)
     if isinstance(lines, Failure):
@@ -100,7 +103,8 @@ def parse_samples(page: str, names_pattern: str) -> list[Sample] | Failure:
             samples += _parse_line(line)
         # OverflowError: no float can hold the line's timestamp.
         except (ValueError, IndexError, OverflowError):
-            # The parser's error names neither line nor column, so the line is quoted.
+            # The parser's error names neither the line nor the column, so the message quotes the
+            # line.
             return refuse_page(
                 f"has a line that is not Prometheus text, {_cut_excerpt(line)!r}: look for a proxy"
                 " that rewrites the page, and report the line if there is none.",
@@ -110,9 +114,9 @@ def parse_samples(page: str, names_pattern: str) -> list[Sample] | Failure:
 
 
 def _select_lines(page: str, names_pattern: str) -> list[str] | Failure:
-    """Return the lines to parse; a failure where they exceed a limit.
+    """Return the lines to parse; a failure if the lines exceed a limit.
 
-    This limits the cost of a page before it is parsed.
+    The limits bound the cost of a page before the page is parsed.
     """
     # The limits are checked line by line, so that a page that is too large costs no more than a
     # page at the limit.
@@ -120,7 +124,8 @@ def _select_lines(page: str, names_pattern: str) -> list[str] | Failure:
     characters = 0
     line_pattern = rf"((?:{names_pattern})[{{ \t].*)"
     first_line = re.match(line_pattern, page)
-    # A pattern that starts with a line feed skips from line to line, 3.5 times as fast as `^`.
+    # A pattern that starts with a line feed skips from line to line; that is 3.5 times as fast as
+    # `^`.
     later_lines = re.finditer(rf"\n{line_pattern}", page)
     for match in chain([first_line] if first_line else [], later_lines):
         line = match[1]
@@ -155,7 +160,7 @@ def _parse_line(line: str) -> tuple[Sample, ...]:
     The labels of a series that was parsed before come from a cache.
     """
     series, _, value = line.rpartition(" ")
-    # Only values change from page to page, and parsing the labels again would take most of the
+    # Only the values change from page to page, and parsing the labels again would take most of the
     # time.
     if len(series) <= _LONGEST_CACHED_SERIES and _PLAIN_VALUE.fullmatch(value):
         samples = _parse_series(series)
@@ -168,7 +173,8 @@ def _parse_line(line: str) -> tuple[Sample, ...]:
 def _parse_series(series: str) -> tuple[Sample, ...]:
     """Return the samples of a series, a name with or without labels, each with the value 0.
 
-    Empty if the text is not such a series, for example because the line has a timestamp.
+    Returns an empty result if the text is not such a series, for example because the line has a
+    timestamp.
     """
     return _parse_whole(f"{series} 0") if _SERIES.fullmatch(series) else ()
 

@@ -1,7 +1,7 @@
 """Strict reading of fields in foreign JSON objects.
 
-Each function returns None for a field that is absent or null, and raises WrongFieldError for a
-value of another kind.
+Each function returns None if the field is absent or null, and raises WrongFieldError if the value
+is of another kind.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,7 +13,7 @@ LARGEST: Final = 2**53
 """The largest integer a float represents exactly; no memory size or counter comes near it."""
 
 LONGEST_SHOWN: Final = 60
-"""How many characters of a wrong value a message shows."""
+"""The number of characters of a wrong value that a message shows."""
 
 
 class WrongFieldError(Exception):
@@ -37,8 +37,8 @@ def read_each(
 ) -> tuple[T, ...] | None:
     """Return each entry of the list in a field, read with `read(entry, index)`.
 
-    None where the field is absent or null. An error of `read` is raised with the path that begins
-    with the list.
+    Returns None if the field is absent or null. An error of `read` is raised with the path that
+    begins with the list.
     """
     entries = record.get(field)
     if entries is None:
@@ -55,9 +55,9 @@ def read_each(
 def read_within(
     record: Mapping[str, Any], field: str, read: Callable[[dict[str, Any]], T]
 ) -> T | None:
-    """Return the object in a field, read with `read`; None where the field is absent or null.
+    """Return the object in a field, read with `read`; None if the field is absent or null.
 
-    An error of `read` is raised with the path that begins with this field.
+    An error of `read` is raised again, with this field at the beginning of its path.
     """
     entry = record.get(field)
     return None if entry is None else _read_object(field, entry, "an object or null", read)
@@ -66,7 +66,7 @@ def read_within(
 def _read_object(name: str, entry: object, accepts: str, read: Callable[..., T], *index: int) -> T:
     """Return what `read` returns for an object; raise WrongFieldError if it is not an object.
 
-    An error of `read` is raised with `name` before its field.
+    An error of `read` is raised again, with `name` before its field.
     """
     if type(entry) is not dict:
         raise WrongFieldError(name, entry, accepts)

@@ -19,7 +19,7 @@ MOST_SIZES: Final = 64
 """The most sizes of a kind of work: three times as many as the probe writes."""
 
 SIZE_FIGURES: Final = 3
-"""The figures of a size: the size, its bytes and its steps."""
+"""The number of figures of a size: the size, its bytes and its steps."""
 
 
 def read_peaks(entry: dict[str, Any]) -> PeakReadings:
@@ -43,7 +43,7 @@ def read_peaks(entry: dict[str, Any]) -> PeakReadings:
 
 
 def read_step_at_error(entry: dict[str, Any]) -> StepAtError | None:
-    """Return the step in which an error was raised; None where its kind is unknown here."""
+    """Return the step in which an error was raised; None if the step's kind is unknown here."""
     name = fields.read_text(entry, "work")
     work = next((work for work in Work if work == name), None)
     return None if work is None else StepAtError(work=work, step=_read_step(entry))
@@ -96,7 +96,10 @@ def _read_peak(entry: dict[str, Any]) -> WorkPeak:
 
 
 def _read_step(entry: dict[str, Any]) -> StepFacts:
-    """Return the facts of a step; 0 where the probe leaves one out. Raise WrongFieldError."""
+    """Return the facts of a step; 0 if the probe leaves one out.
+
+    Raise WrongFieldError.
+    """
     at_seconds = fields.read_number(entry, "t")
     if at_seconds is None:
         raise fields.WrongFieldError("t", None, "a number, 0 or more")
@@ -109,7 +112,7 @@ def _read_step(entry: dict[str, Any]) -> StepFacts:
 
 
 def _read_needed(entry: Mapping[str, Any], field: str) -> int:
-    """Return a whole number; raise WrongFieldError, even where it is missing."""
+    """Return a whole number; raise WrongFieldError also if the field is missing."""
     value = fields.read_size(entry, field)
     if value is None:
         raise fields.WrongFieldError(field, None, "a number, 0 or more")

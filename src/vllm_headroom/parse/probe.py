@@ -27,16 +27,16 @@ FORMAT_FIELD: Final = "headroom_probe"
 FORMAT_VERSION: Final = 1
 
 LONGEST_LABEL: Final = 200
-"""How many characters of a text are kept."""
+"""The number of characters of a text that are kept."""
 
 MOST_LINES: Final = 10
-"""How many lines of code of a snapshot are kept; the probe names no more."""
+"""The number of lines of code of a snapshot that are kept; the probe names no more."""
 
 MOST_DEVICES: Final = 64
 """The most devices of a process: more than any node has."""
 
 DEFAULT_INTERVAL_SECONDS: Final = 5.0
-"""The write interval that is assumed for a file that does not name one."""
+"""The assumed write interval of a file that does not name its interval."""
 
 
 def parse_probe(content: bytes) -> tuple[ProbedProcess, str | None] | str:
@@ -93,7 +93,7 @@ def _read_process(document: Mapping[str, Any]) -> ProbedProcess:
 
 
 def _read_role(document: Mapping[str, Any]) -> Role:
-    """Return the process's role; OTHER where it is missing or unknown."""
+    """Return the process's role; OTHER if the role is missing or unknown."""
     name = fields.read_text(document, "role")
     return next((role for role in Role if role == name), Role.OTHER)
 
@@ -107,13 +107,13 @@ def _read_needed(entry: Mapping[str, Any], field: str) -> float:
 
 
 def _read_label(entry: Mapping[str, Any], field: str) -> str | None:
-    """Return the start of a text; None where it is missing."""
+    """Return the start of a text; None if it is missing."""
     value = fields.read_text(entry, field)
     return None if value is None else value[:LONGEST_LABEL]
 
 
 def _read_device(entry: dict[str, Any], _index: int) -> AllocatorReading:
-    """Return one device of the allocator; raise WrongFieldError where it has no UUID."""
+    """Return one device of the allocator; raise WrongFieldError if the device has no UUID."""
     uuid = _read_label(entry, "uuid")
     if uuid is None:
         raise fields.WrongFieldError("uuid", None, "the UUID of a device")
@@ -134,7 +134,7 @@ def _read_parts(entry: dict[str, Any]) -> WorkerMeasurements:
 
 
 def _read_scheduler(entry: dict[str, Any]) -> SchedulerReading:
-    """Return the scheduler's values; a ratio is None where one of its terms is unknown."""
+    """Return the scheduler's values; a ratio is None if one of its terms is unknown."""
     total_blocks = fields.read_size(entry, "kv_blocks_total")
     free_blocks = fields.read_size(entry, "kv_blocks_free")
     live_blocks = fields.read_size(entry, "kv_blocks_live")
@@ -169,7 +169,7 @@ def _read_host(entry: dict[str, Any]) -> HostReading:
 
 
 def _read_cgroup(entry: dict[str, Any]) -> Cgroup | None:
-    """Return the memory of the container; None where its use is missing."""
+    """Return the memory of the container; None if its use is missing."""
     used_bytes = fields.read_size(entry, "used")
     cache_bytes = fields.read_size(entry, "file")
     limit_bytes = fields.read_size(entry, "limit")
@@ -186,7 +186,7 @@ def _read_cgroup(entry: dict[str, Any]) -> Cgroup | None:
 
 
 def _read_shm(entry: dict[str, Any]) -> Shm | None:
-    """Return the size of /dev/shm; None where one of its two figures is missing.
+    """Return the size of /dev/shm; None if one of its two figures is missing.
 
     Raises WrongFieldError for a figure that is not a size.
     """

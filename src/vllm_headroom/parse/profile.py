@@ -11,7 +11,7 @@ from vllm_headroom.model import INPUTS
 
 
 class Combine(Enum):
-    """How the values of an engine's parts, such as replicas, become one value."""
+    """The rule that makes one value from the values of an engine's parts, such as replicas."""
 
     SUM = auto()
     """Add them: amounts."""
@@ -22,9 +22,10 @@ class Combine(Enum):
     SHARE = auto()
     """Divide the sum by the number of engines on the page: each engine reports the total."""
     TEXT = auto()
-    """Take the common text of a label: settings.
+    """Takes the text of a label if all parts have the same text; used for settings.
 
-    Unknown where the texts differ, and where the label `exceptions` names parts with another text.
+    The value is unknown if the texts differ, or if the label `exceptions` names parts with another
+    text.
     """
 
 
@@ -32,11 +33,11 @@ class Fact(Struct, frozen=True):
     """The source of one field of EngineReading.
 
     If a field has several facts, the first one with a value counts. Values must be at least 0, and
-    those of a `_ratio` field at most 1. Four names are not fields of EngineReading, but help to
-    compute an unknown field. `kv_blocks` times `kv_block_tokens` is `kv_capacity_tokens`; with
-    `kv_state_block_tokens` it is not, because groups of layers then share the blocks.
-    `kv_used_tokens` divided by the capacity is `kv_used_ratio`, and divided by that ratio is the
-    capacity.
+    values of a `_ratio` field at most 1. Four names are not fields of EngineReading, but help to
+    compute an unknown field. `kv_blocks` times `kv_block_tokens` is `kv_capacity_tokens`. With
+    `kv_state_block_tokens`, the product is not the capacity, because groups of layers then share
+    the blocks. `kv_used_tokens` divided by the capacity is `kv_used_ratio`, and divided by that
+    ratio is the capacity.
     """
 
     field: str
@@ -48,15 +49,15 @@ class Fact(Struct, frozen=True):
     """
     combine: Combine = Combine.SUM
     label: str | None = None
-    """The label that has the value, in which 0 means that it is not set; None if the sample itself
-    has the value.
+    """The label that has the value, in which 0 means that there is no value; None if the sample
+    itself has the value.
     """
     where: tuple[str, tuple[str, ...]] | None = None
-    """A label, and its values that select series. The value "" selects series without the label,
-    such as a total beside its parts.
+    """A label, and the values of it that select series. The value "" selects series without the
+    label, such as a total that stands beside its parts.
     """
     prefixed: bool = True
-    """Whether `families` are names without the prefix; False where they are full names."""
+    """Whether `families` are names without the prefix; False if they are full names."""
     factor: float = 1.0
     """The factor that converts the value to the field's unit."""
     exceptions: str = ""
@@ -69,14 +70,14 @@ class Fact(Struct, frozen=True):
 
 
 class Profile(Struct, frozen=True, kw_only=True, dict=True):
-    """How to read the page of one kind of engine."""
+    """The rules for reading the page of one kind of engine."""
 
     name: str
     prefixes: tuple[str, ...]
-    """The possible prefixes of its series; the first that is on the page counts."""
+    """The possible prefixes of the engine's series; the first prefix that is on the page counts."""
     facts: tuple[Fact, ...]
     model_label: str = "model_name"
-    """Empty where no series names a model."""
+    """Empty if no series of the engine names a model."""
     engine_label: str = "engine"
     repeat_labels: tuple[str, ...] = ()
     """The labels that name the reporter of a value, such as the API server. If series differ only
@@ -96,7 +97,8 @@ class Profile(Struct, frozen=True, kw_only=True, dict=True):
     """Reasons why the page lacks inputs; each has the names of the inputs, separated by spaces."""
 
     grouped_models: re.Pattern[str] | None = None
-    """Finds names of models whose layers form groups, so that blocks are no measure of tokens."""
+    """Finds names of models whose layers form groups, because their blocks do not measure tokens.
+    """
 
     @cached_property
     def absent(self) -> tuple[tuple[str, str], ...]:

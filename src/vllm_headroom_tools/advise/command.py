@@ -45,7 +45,7 @@ from vllm_headroom_tools.versions import Version, format_version, parse_version
 
 
 def build_report(assessment: Assessment) -> Report:
-    """Return the report; its headline is the first cause, or that there is none.
+    """Return the report; its headline is the first cause, or says that there is no cause.
 
     In the data, unknown figures are None.
     """
@@ -78,7 +78,7 @@ def build_log_report(assessment: LogAssessment) -> Report:
 def _list_findings(
     all_advice: Iterable[Advice], missing: Iterable[str], notes: Iterable[str]
 ) -> tuple[Finding, ...]:
-    """Return the findings: the causes, what is missing to be sure, and the notes."""
+    """Return the findings: the causes, the facts that are missing for certainty, and the notes."""
     findings = [
         Finding(
             advice.cause,
@@ -108,7 +108,7 @@ def _render_text(assessment: Assessment) -> list[str]:
 
 
 def _render_log_text(assessment: LogAssessment) -> list[str]:
-    """Return the lines of a report on a log: advice, else what its parts were."""
+    """Return the lines of a report on a log: the advice, or without advice a table of the parts."""
     lines = [format_source(assessment)]
     for number, advice in enumerate(assessment.advice, start=1):
         lines.append("")
@@ -123,7 +123,7 @@ def _render_log_text(assessment: LogAssessment) -> list[str]:
 
 
 def _format_source(facts: Facts) -> str:
-    """Return a line on what was judged: a page or a trace, and vLLM's version where it is known."""
+    """Return a line on what was judged: a page or a trace, and vLLM's version if it is known."""
     source = "The sidecar's page, now"
     begin_seconds = facts.begin_seconds
     end_seconds = facts.end_seconds
@@ -153,7 +153,7 @@ def write_advice(change: Change) -> str:
     """Return a change as text: the option, its new and current value, and the reason.
 
     If the current value is unknown, the text says by how much to change the option. A change
-    without an option already has its text.
+    without an option has a text from the start.
     """
     flag = change.flag
     if flag is None:
@@ -344,7 +344,7 @@ async def _judge_live(options: Namespace, settings: EngineArgs) -> Report:
 def _judge_file(options: Namespace, settings: EngineArgs) -> Report:
     """Return the report on a trace or on a log, whichever the file is.
 
-    Raises BadInput where it cannot be read, or is neither.
+    Raises BadInput if it cannot be read, or is neither.
     """
     name = options.trace or options.trace_option
     with open_lines(name) as lines:
@@ -368,7 +368,7 @@ TRACE_OR_LOG: Final = "a trace of this version or a log of an engine"
 def _read_facts(
     lines: Iterable[bytes], name: str, settings: EngineArgs, reported_bytes: int | None
 ) -> Facts:
-    """Return the facts of a trace; raise BadInput where it cannot be read or is empty."""
+    """Return the facts of a trace; raise BadInput if the trace cannot be read or is empty."""
     history = TraceHistory(reported_bytes=reported_bytes)
     for snapshot in read_snapshots(lines, name):
         history.step(snapshot)

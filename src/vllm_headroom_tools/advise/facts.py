@@ -16,16 +16,18 @@ from vllm_headroom_tools.history import LeakVerdict, Moment
 class FullFacts(Struct, frozen=True, kw_only=True):
     """The time in which an engine's KV cache was full."""
 
-    # The time, from a trace. None for a page, whose other figures are the present ones.
+    # The time with a full cache, from a trace. The field is None for a page, because the other
+    # figures of a page are the present ones.
     seconds: float | None
-    # The requests that finished in that time, and the preemptions; for a page, since the engine's
-    # start.
+    # The requests that finished while the cache was full, and the preemptions meanwhile; for a
+    # page, both counts are since the engine's start.
     finished: float
     preemptions: float
     # The median of running requests, and the median of the cache's tokens per running request.
     running: float
     tokens: float | None
-    # For how long many requests waited in that time, and the median of their number.
+    # The time for which many requests waited while the cache was full, and the median number of
+    # waiting requests.
     queued_seconds: float = 0.0
     waiting: float | None = None
 
@@ -44,7 +46,7 @@ class CappedFacts(Struct, frozen=True, kw_only=True):
 
 
 class PrefixFacts(Struct, frozen=True, kw_only=True):
-    """How often the prefix cache hit."""
+    """The hits of the prefix cache."""
 
     # The tokens that were looked up, and how many of them were cached.
     queries: float
@@ -67,7 +69,7 @@ class StrandedFacts(Struct, frozen=True, kw_only=True):
 
 
 class EngineFacts(Struct, frozen=True, kw_only=True):
-    """The facts of one engine (one data-parallel rank); None where they are unknown."""
+    """The facts of one engine (one data-parallel rank); None if they are unknown."""
 
     model_name: str
     engine: str
@@ -112,7 +114,7 @@ class Leak(Struct, frozen=True, kw_only=True):
 
     # The present state, or that at the end of the trace.
     state: LeakState
-    # The verdict on the whole trace and its reason, the same as those of `replay` and `check`.
+    # The verdict on the whole trace and the reason for it, as in `replay` and `check`.
     verdict: LeakVerdict = LeakVerdict.CANNOT_TELL
     reason: str = ""
     # The newest figures of the alarm; None without an alarm.
@@ -129,7 +131,7 @@ class Spell(Struct, frozen=True, kw_only=True):
     # When it began, and for how long memory was short; None for a page.
     began_seconds: float | None = None
     seconds: float | None = None
-    # How many requests ran when the room was lowest.
+    # The number of requests that ran when the room was lowest.
     running: float | None = None
     # Whether the spell ended because the engine exited, which freed its memory.
     has_engine_exited: bool = False
@@ -164,36 +166,37 @@ class PeakFacts(Struct, frozen=True, kw_only=True):
 
     work: Work
     transient_bytes: float
-    # By how much the peak may be exceeded when it recurs.
+    # The bytes by which the peak may be exceeded when it recurs.
     spread_bytes: float
 
     def missing_bytes(self, room_bytes: float | None) -> float:
-        """Return what the peak needs beyond the room; 0 where it fits or the room is unknown."""
+        """Return what the peak needs beyond the room; 0 if it fits or the room is unknown."""
         if room_bytes is None:
             return 0.0
         return max(0.0, self.transient_bytes + self.spread_bytes - room_bytes)
 
 
 class GpuFacts(Device, frozen=True, kw_only=True):
-    """The facts of one of the engine's GPUs; None where they are unknown."""
+    """The facts of one of the engine's GPUs; None if they are unknown."""
 
     leak: Leak
-    # Whether growth on it is known to be the engine's; otherwise it may be another process's.
+    # Whether growth on the GPU is known to be the engine's; otherwise the growth may be another
+    # process's.
     is_holder_known: bool = True
     # The total without the driver's reserve, as CUDA reports it.
     usable_bytes: float | None = None
     # The least free memory, at the highest peak.
     least_room_bytes: float | None = None
-    # The memory of others, as `measure_others` returns it; None where it was never known.
+    # The memory of other processes, as `measure_others` returns it; None if it was never known.
     others_memory: Extent | None = None
     spells: tuple[Spell, ...] = ()
-    # By how much the engine was over its budget when it last served.
+    # The bytes by which the engine was over its budget when it last served.
     excess: BudgetExcess | None = None
     # Processes that outlived their engine.
     leftovers: tuple[Leftover, ...] = ()
     # The most requests that ran while LOW_BYTES or more were left.
     roomy_running: float | None = None
-    # What the probe measures of steps, and the largest requests that fit.
+    # The probe's measurements of steps, and the largest requests that fit.
     peaks: tuple[PeakFacts, ...] = ()
     peak_room_bytes: float | None = None
     safe_prompt_tokens: float | None = None
@@ -217,15 +220,15 @@ class Facts(Struct, frozen=True, kw_only=True):
     samples: int = 1
     begin_seconds: float | None = None
     end_seconds: float | None = None
-    # When the engine's settings last changed; only samples from then on count. None without a
-    # change.
+    # When the engine's settings last changed; only samples from then on count. The field is None if
+    # the settings have not changed.
     since_seconds: float | None = None
     # The age of a page's sample; None for a trace.
     age_seconds: float | None = None
     gpus: tuple[GpuFacts, ...] = ()
     engines: tuple[EngineFacts, ...] = ()
     hosts: tuple[HostFacts, ...] = ()
-    # The fullest reading of the host memory; None without any.
+    # The fullest reading of the host memory; None if there are none.
     host: HostMemory | None = None
     # The engine's exits.
     ends: tuple[Ending, ...] = ()
@@ -251,7 +254,7 @@ class Facts(Struct, frozen=True, kw_only=True):
     def least_room_bytes(self) -> float | None:
         """Return the least room on any of the engine's GPUs.
 
-        None without GPUs, or where the room on any of them is unknown.
+        Returns None if there are no GPUs, or if the room on any of them is unknown.
         """
         rooms_bytes = []
         for gpu in self.gpus:
@@ -262,7 +265,7 @@ class Facts(Struct, frozen=True, kw_only=True):
 
     @property
     def usable_bytes(self) -> float | None:
-        """Return the usable memory of the largest GPU; None where none is known."""
+        """Return the usable memory of the largest GPU; None if none is known."""
         known_bytes = [gpu.usable_bytes for gpu in self.gpus if gpu.usable_bytes]
         return max(known_bytes, default=None)
 

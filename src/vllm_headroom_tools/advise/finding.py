@@ -1,4 +1,4 @@
-"""The findings of a rule: a cause, its evidence, and what to change."""
+"""The findings of a rule: a cause, the evidence for it, and what to change."""
 
 from enum import StrEnum
 from typing import Final
@@ -36,7 +36,7 @@ class Cause(StrEnum):
 
 
 class Figure(Struct, frozen=True):
-    """One figure that is evidence of a cause; `name` ends in its unit."""
+    """One figure that is evidence of a cause; `name` ends in the figure's unit."""
 
     name: str
     value: float | str
@@ -44,15 +44,16 @@ class Figure(Struct, frozen=True):
 
 
 class Change(Struct, frozen=True, kw_only=True):
-    """One thing to do, why it helps, and what it costs."""
+    """One thing to do, why the change helps, and what it costs."""
 
-    # The option to change; None where no option changes.
+    # The option to change; None if no option changes.
     flag: Flag | None = None
     # The new value of `flag`; None for a flag without one.
     value: float | None = None
-    # By how much to change `flag`, instead of `value`, where the current value is unknown.
+    # The amount by which to change `flag`; given instead of `value` if the current value is
+    # unknown.
     difference: float | None = None
-    # The current value of `flag`; None where it is unknown.
+    # The current value of `flag`; None if it is unknown.
     now: float | None = None
     text: str
     cost: str
@@ -67,7 +68,7 @@ class Advice(Struct, frozen=True, kw_only=True):
     evidence: tuple[Figure, ...]
     # The changes, the cheapest first.
     changes: tuple[Change, ...]
-    # A sentence against confusing it with another cause.
+    # A sentence that says how to tell the cause from a similar one.
     remark: str | None = None
 
 
@@ -82,8 +83,8 @@ FORMATS: Final = {
     "seconds": format_duration,
     "ratio": format_percent,
 }
-"""The function that formats a figure, by the unit at the end of its name; "second" means bytes per
-second. Other figures are plain numbers.
+"""The functions that format figures; the key is the unit at the end of a figure's name, and
+"second" means bytes per second. Other figures are plain numbers.
 """
 
 LOWER_BOUND: Final = "_lower"
@@ -93,8 +94,8 @@ LOWER_BOUND: Final = "_lower"
 def list_evidence(*figures: tuple[str, float | str | None, str]) -> tuple[Figure, ...]:
     """Return the figures that are known, as evidence.
 
-    A figure has a name, a value, and a text in which {} is replaced by the formatted value. A
-    figure with the value None, unknown, is left out.
+    A figure is given as its name, its value, and a text in which {} is replaced by the formatted
+    value. A figure whose value is None is unknown, and is left out.
     """
     evidence = []
     for name, value, text in figures:
@@ -111,7 +112,7 @@ def list_evidence(*figures: tuple[str, float | str | None, str]) -> tuple[Figure
 def lower_option(facts: Facts, flag: Flag, value: float, text: str, cost: str) -> Change | None:
     """Return the change of an option to a lower value.
 
-    None where the value is not above 0, or not below the current one.
+    Returns None if the value is not above 0, or not below the current one.
     """
     now = facts.settings.read_value(flag)
     if value <= 0 or (now is not None and value >= now):
@@ -125,7 +126,7 @@ def drop_none(*changes: Change | None) -> tuple[Change, ...]:
 
 
 def name_engine(facts: Facts, engine: EngineFacts) -> str:
-    """Return the name of an engine's model, with its rank where there are several engines."""
+    """Return the name of an engine's model, with the engine's rank if there are several engines."""
     if len(facts.engines) > 1:
         return f"{engine.model_name}, engine {engine.engine}"
     return engine.model_name

@@ -54,8 +54,7 @@ CAP_RUNNING_RATIO: Final = 0.97
 """Our choice: load within 3 % of the highest is at the cap."""
 
 CAP_TIME_RATIO: Final = 0.9
-"""Our choice: the cap is real if load was at it for nine tenths of the time in which requests
-waited.
+"""Our choice: requests wait for a cap if load was at the cap for nine tenths of their waiting time.
 """
 
 
@@ -72,18 +71,19 @@ class EngineHistory:
         self._hits = Rise()
         # The cache's tokens per running request while it was not full.
         self._usual_tokens = Histogram()
-        # What happened while the cache was full.
+        # The facts of the time with a full cache.
         self._full = FullFacts(seconds=0.0, finished=0.0, preemptions=0.0, running=0.0, tokens=None)
         self._was_full = False
         self._full_running = Histogram()
         self._full_tokens = Histogram()
         self._full_waiting = Histogram()
         self._collapses = CollapseHistory()
-        # How long requests waited, and how long at least WAITING_REQUESTS did.
+        # The time for which requests waited, and the time for which at least WAITING_REQUESTS
+        # waited.
         self._waited_seconds = 0.0
         self._queued_seconds = 0.0
-        # For the time in which at least WAITING_REQUESTS waited although the cache had room: its
-        # length by the number of running requests, and the use of the cache.
+        # Two histograms of the time in which at least WAITING_REQUESTS waited although the cache
+        # had room: seconds by the number of running requests, and the use of the cache.
         self._roomy_seconds: defaultdict[float, float] = defaultdict(float)
         self._roomy_used = Histogram()
 
@@ -98,8 +98,8 @@ class EngineHistory:
     def step(self, reading: EngineReading, seconds: float, stranded_ratio: float | None) -> None:
         """Add a sample that was taken `seconds` after the previous one.
 
-        `stranded_ratio` is the share of the cache that is in use although the engine is idle; None
-        while it is not idle.
+        `stranded_ratio` is the share of the cache that is in use although the engine is idle; it is
+        None while the engine is not idle.
         """
         self._seconds += seconds
         counts = StepCounts(
@@ -110,11 +110,11 @@ class EngineHistory:
         self._queries.step(reading.prefix_queries_total)
         self._hits.step(reading.prefix_hits_total)
         facts = self._facts
-        # A capacity that was known is kept, because pages may lack it for a while.
+        # A known capacity is kept, because later pages may lack it for a while.
         capacity_tokens = reading.kv_capacity_tokens
         if capacity_tokens is None:
             capacity_tokens = facts.capacity_tokens
-        # A restart frees the cache, so what was stranded before does not count.
+        # A restart frees the cache, so what was stranded before the restart does not count.
         has_restarted = reading.started_at_seconds != self._started_at_seconds
         earlier_stranded = None if has_restarted else facts.stranded
         self._started_at_seconds = reading.started_at_seconds
@@ -136,19 +136,20 @@ class EngineHistory:
         waiting = reading.waiting or 0.0
         if waiting > 0:
             self._waited_seconds += seconds
-        # A single waiting request is no queue, because it may be admitted in this very step.
+        # A single waiting request is no queue, because the engine may admit it in its next step.
         if waiting < WAITING_REQUESTS or reading.kv_used_ratio is None or reading.running is None:
             return
         self._queued_seconds += seconds
-        # They wait although the cache has room. Stored by load, to find the limit that stops them.
+        # The requests wait although the cache has room. The time is stored by load, to find the
+        # limit that makes the requests wait.
         if reading.kv_used_ratio < ROOMY_RATIO:
             self._roomy_seconds[reading.running] += seconds
             self._roomy_used.add(reading.kv_used_ratio)
 
     def _step_cache(self, reading: EngineReading, counts: StepCounts, *, is_full: bool) -> None:
         """Add the load of a sample to the time with a full cache, or to that with room."""
-        # Counts are since the previous sample, so the first sample after a full cache belongs to
-        # that time as well.
+        # The counts are since the previous sample, so the first sample after a full cache still
+        # belongs to the time with a full cache.
         if is_full or self._was_full:
             self._full = replace(
                 self._full,
@@ -204,8 +205,9 @@ class EngineHistory:
     def _build_capped(self) -> CappedFacts | None:
         """Return the facts of a limit on running requests.
 
-        None if no requests waited with room in the cache. None, too, if they waited with fewer
-        running requests than the highest number, because another reason made them wait.
+        Returns None if no requests waited with room in the cache. Returns None also if fewer
+        requests ran than the highest number while others waited, because then another reason made
+        them wait.
         """
         # Not the maximum: a single sample may be an outlier.
         kv_used_ratio = self._roomy_used.quantile(0.9)
@@ -223,7 +225,7 @@ class EngineHistory:
         )
 
     def _build_prefix(self) -> PrefixFacts | None:
-        """Return the facts of the prefix cache; None where the engine does not count its hits."""
+        """Return the facts of the prefix cache; None if the engine does not count its hits."""
         queries = self._queries.total
         hits = self._hits.total
         if queries is None or hits is None:
@@ -239,8 +241,8 @@ def _step_stranded(
 ) -> StrandedFacts | None:
     """Return the facts with a new share of the cache in use a minute after the last request.
 
-    An unknown share, None, changes nothing. After a fall the facts start over, because the cache in
-    use before was freed and so was no leak.
+    An unknown share, None, changes nothing. After a fall the facts start over: the engine freed the
+    cache, so nothing had leaked.
     """
     if stranded_ratio is None:
         return earlier
@@ -252,12 +254,12 @@ def _step_stranded(
 
 
 SPELL_GAP_SECONDS: Final = 300.0
-"""Shortages that are at least this far apart are two spells (HeadroomGpuMemoryLow looks back five
-minutes).
+"""Shortages that are at least this far apart are two spells (the alert HeadroomGpuMemoryLow looks
+back five minutes).
 """
 
 LOW_TIME_RATIO: Final = 0.5
-"""Our choice: a spell consists of peaks if memory was short for less than this share of its time.
+"""Our choice: a spell consists of peaks if memory was short for less than this share of the spell.
 """
 
 
@@ -278,7 +280,7 @@ class GpuHistory:
     def close_spell(self, now_seconds: float, *, has_engine_exited: bool) -> None:
         """Close the current spell, if any, at the engine's exit or sleep.
 
-        After that, the engine takes its memory again.
+        After its exit or sleep, the engine takes its memory again.
         """
         self._facts = self._add_open_spell(has_engine_exited=has_engine_exited)
         self._open_spell = None
@@ -296,7 +298,7 @@ class GpuHistory:
         """Add a sample that was taken `seconds` after the previous one.
 
         `running` is the number of running requests of all ranks. Only a shortage while the engine
-        serves can begin a spell, because a peak during a start is no shortage.
+        serves can begin a spell, because a peak during a start is normal.
         """
         memory = gpu.reading.memory
         if memory is None:
@@ -318,12 +320,13 @@ class GpuHistory:
         )
         # Before the engine serves, the room says nothing about its load.
         if is_serving:
-            # As if the memory of others were free, because the engine did not cause that shortage.
+            # The memory of other processes counts as free, because the engine did not cause that
+            # shortage.
             own_room_bytes = room_bytes + (others_bytes or 0.0)
             self._step_room(own_room_bytes, now_seconds, seconds, running)
 
     def set_excess(self, excess: BudgetExcess | None) -> None:
-        """Set the engine's memory above its budget on this GPU; None where there is none."""
+        """Set the bytes by which the engine exceeds its budget on this GPU; None if it does not."""
         self._facts = replace(self._facts, excess=excess)
 
     def build_facts(self, leak: Leak) -> GpuFacts:
@@ -335,7 +338,8 @@ class GpuHistory:
     ) -> None:
         """Begin, extend or close a spell, by the room in this sample."""
         if room_bytes < LOW_BYTES:
-            # A new spell's lowest room starts at the threshold, so that the first sample lowers it.
+            # The lowest room of a new spell starts at the threshold, so that the first sample
+            # lowers it.
             spell = self._open_spell or Spell(
                 kind=Shortage.PEAK,
                 lowest_room_bytes=LOW_BYTES,
@@ -360,7 +364,7 @@ class GpuHistory:
     def _add_open_spell(self, *, has_engine_exited: bool) -> GpuFacts:
         """Return the facts with the current spell, if there is one.
 
-        A brief spell that left some room does not count, unless the engine exited.
+        A brief spell that left some room does not count, unless it ended with the engine's exit.
         """
         spell = self._open_spell
         if spell is None:
@@ -368,7 +372,8 @@ class GpuHistory:
         seconds = spell.seconds or 0.0
         began_seconds = spell.began_seconds or 0.0
         span_seconds = self._low_at_seconds - began_seconds
-        # A spell with room in between consists of peaks; one without room is a level.
+        # A spell in which memory was short only at times consists of peaks; otherwise it is a
+        # lasting level.
         if seconds >= LASTING_SECONDS and seconds >= LOW_TIME_RATIO * span_seconds:
             roomy_start_seconds = began_seconds - self._held_since_seconds
             is_from_start = roomy_start_seconds <= LASTING_SECONDS
@@ -384,7 +389,7 @@ class GpuHistory:
 def _widen_extent(extent: Extent | None, others_bytes: float | None) -> Extent | None:
     """Return the extent with another value added; unchanged if that value is unknown.
 
-    None where no value was known yet.
+    Returns None if no value was known yet.
     """
     if others_bytes is None:
         return extent
@@ -430,8 +435,8 @@ class TraceHistory:
     def _measure_interval(self, snapshot: Snapshot) -> float:
         """Return the seconds since the previous sample, at most the longest sampling interval.
 
-        0 for the first sample, or if the clock went back. A longer interval, because the clock went
-        forward or the trace has a gap, is cut to that length.
+        Returns 0 for the first sample, or if the clock went back. A longer interval, after a jump
+        of the clock or a gap in the trace, is cut to that length.
         """
         if not self._replay.samples:
             return 0.0
@@ -467,13 +472,13 @@ class TraceHistory:
         return False
 
     def _step_gpus(self, snapshot: Snapshot, seconds: float) -> None:
-        """Add a sample to each GPU's history; close spells where the engine does not serve."""
+        """Add a sample to each GPU's history; close the spells if the engine does not serve."""
         running = count_running(snapshot.page)
         status = snapshot.engine_status
         has_exited = status is not None and status.exit_reason is not None
         is_awake = is_page_awake(snapshot.page) is not False
         is_serving = self._replay.engine.runs.present.is_ready and is_awake
-        # While it does not serve, its load does not cause the shortages.
+        # While the engine does not serve, its load does not cause shortages.
         if has_exited or not is_serving:
             for history in self._gpus.values():
                 history.close_spell(self._newest_seconds, has_engine_exited=has_exited)
@@ -490,7 +495,7 @@ class TraceHistory:
     def build_facts(self, settings: EngineArgs) -> Facts:
         """Return the facts of all samples so far.
 
-        `settings` are the operator's; the trace fills in those that are unknown.
+        The operator gives `settings`; the trace fills in those that are unknown.
         """
         begin_seconds, end_seconds = self._replay.span
         span_seconds = end_seconds - begin_seconds
@@ -524,7 +529,7 @@ class TraceHistory:
 
 
 def _build_leak(course: LeakCourse, span_seconds: float) -> Leak:
-    """Return the detector's state at the end, its verdict on the whole trace, and its alarm."""
+    """Return the detector's state at the end, the verdict on the whole trace, and the alarm."""
     # The end of the last alarm, because an earlier one says nothing about the present.
     verdict, reason = judge_course(course, span_seconds)
     ended_seconds = None

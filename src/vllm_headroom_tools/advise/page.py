@@ -70,7 +70,7 @@ HOST_LEAK_FIGURES: Final = {
 def parse_facts(text: str, settings: EngineArgs) -> Facts:
     """Return the facts on a sidecar's page.
 
-    `settings` are the operator's; the page fills in those that are unknown. Raises BadInput if the
+    The operator gives `settings`; the page fills in those that are unknown. Raises BadInput if the
     page is not a sidecar's, or its engine is not vLLM.
     """
     page = _parse_page(text)
@@ -122,9 +122,10 @@ def _parse_page(text: str) -> Values:
 
 
 def _check_page(page: Values) -> None:
-    """Raise BadInput for a page that is not the sidecar's, or whose engine is not vLLM."""
+    """Raise BadInput for a page that is not a sidecar's, or if the sidecar's engine is not vLLM."""
     indices = {index for index, *_ in page.find_all(catalog.GPU_INFO)}
-    # A sidecar's page has one build and plausible GPU indices; any other is another exporter's.
+    # A sidecar's page has exactly one build and plausible GPU indices; any other page is another
+    # exporter's.
     if len(page.find_all(catalog.BUILD_INFO)) != 1 or not indices <= KNOWN_INDICES:
         raise BadInput(
             "the page is not vllm-headroom's:"
@@ -145,7 +146,7 @@ def _read_host(page: Values) -> HostMemory:
 
 
 def _read_settings(page: Values, settings: EngineArgs) -> EngineArgs:
-    """Return the settings with those that the page adds; the operator's have precedence."""
+    """Return the settings, in which the page fills in those that the operator did not give."""
     offered_versions = [
         version
         for field, version in FIELD_VERSIONS.items()
@@ -154,7 +155,7 @@ def _read_settings(page: Values, settings: EngineArgs) -> EngineArgs:
     sizes_cache_in_bytes = bool(page.value(catalog.INPUT_AVAILABLE, "kv_cache_memory_bytes"))
     return replace(
         settings,
-        # The oldest version that exports all these series.
+        # The version is at least the oldest that exports all these series.
         at_least=max((settings.at_least, *offered_versions)),
         sizes_cache_in_bytes=settings.sizes_cache_in_bytes or sizes_cache_in_bytes,
         gpu_memory_utilization=settings.gpu_memory_utilization or _read_utilization(page),
@@ -224,7 +225,7 @@ def _read_peaks(page: Values, gpu: tuple[str, str]) -> tuple[PeakFacts, ...]:
 
 
 def _read_excess(page: Values, gpu: tuple[str, str], total_bytes: float) -> BudgetExcess | None:
-    """Return the engine's excess over its budget; None unless that is the page's situation."""
+    """Return the engine's excess over its budget; None if the page reports no excess."""
     if not page.value(catalog.SITUATION, Situation.OVER_BUDGET):
         return None
     # The bases that the operator can change with an option.
@@ -262,14 +263,14 @@ def _read_leak(
 ) -> Leak:
     """Return the detector's verdict on a series; the figures of an alarm only while it lasts."""
     state_name = page.state(state_metric, *labels)
-    # A newer version may have a state that is unknown here.
+    # A newer sidecar may report a state that is unknown here.
     state = LeakState(state_name) if state_name in set(LeakState) else LeakState.UNKNOWN
     verdict = STATE_VERDICTS.get(state, LeakVerdict.CANNOT_TELL)
     if state is not LeakState.LEAKING:
         return Leak(state=state, verdict=verdict)
     location_name = page.state(catalog.LEAK_LOCATION, *labels)
     location = LeakLocation(location_name) if location_name in set(LeakLocation) else None
-    # A figure that all series share has fewer labels, or none.
+    # A figure that all series share has fewer labels than the series, or none.
     values: dict[str, Any] = {
         field: page.value(metric, *labels[: len(metric.labels)])
         for field, metric in figures.items()
@@ -282,7 +283,7 @@ def _read_engine(page: Values, model_name: str, engine: str) -> EngineFacts:
     """Return the facts of an engine; a full cache counts only if it is full now."""
 
     def read(metric: Metric) -> float | None:
-        """Return a figure of this engine on the page; None where the page has none."""
+        """Return a figure of this engine on the page; None if the page has none."""
         return page.value(metric, model_name, engine)
 
     kv_used_ratio = read(catalog.ENGINE_KV_USED)
@@ -355,7 +356,7 @@ async def fetch_facts(
 
 
 async def _fetch_page(url: str, advice: str) -> str:
-    """Return a sidecar's page; raises BadInput with `advice` where nothing answers."""
+    """Return a sidecar's page; raise BadInput with `advice` if nothing answers."""
     page = await fetch_once(_build_reader(url))
     if isinstance(page, Failure):
         raise BadInput(f"{strip_advice(page)}: {advice}")
@@ -365,7 +366,7 @@ async def _fetch_page(url: str, advice: str) -> str:
 def list_node_engines(text: str) -> list[str] | None:
     """Return the names of the engines on the page of a sidecar that watches several.
 
-    None for any other text, because only such a page counts engines.
+    Returns None for any other text, because only such a page counts engines.
     """
     lines = text.splitlines()
     # Fast path: pages of one engine lack this metric.
@@ -386,10 +387,10 @@ async def add_engine_settings(settings: EngineArgs, url: str) -> EngineArgs:
     """Return the settings with those of the engine whose page is at `url`.
 
     The operator's settings have precedence. The version comes from /version beside the page, which
-    vLLM answers without an API key; it is None if that does not answer, or is not a release. Raises
-    BadInput if the page cannot be fetched or has no engine.
+    vLLM answers without an API key. The version is None if nothing answers there, or if the answer
+    is not a release. Raises BadInput if the page cannot be fetched or has no engine.
     """
-    # Both at the same time, because the operator is waiting.
+    # The page and the version are fetched at the same time, because the operator is waiting.
     page, about = await asyncio.gather(
         fetch_engines(_build_reader(url)), fetch_once(_build_reader(urljoin(url, "version")))
     )

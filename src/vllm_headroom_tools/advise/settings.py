@@ -56,20 +56,20 @@ FIELD_VERSIONS: Final[dict[str, Version]] = {
     "kv_cache_memory_bytes": (0, 10, 2),
     "awake": (0, 11, 1),
 }
-"""The first version that exports a field of EngineReading. An engine that exports the field is of
+"""The first version that exports a field of EngineReading. An engine whose page has the field is of
 this version or a newer one.
 """
 
 
 class EngineArgs(Struct, frozen=True, kw_only=True):
-    """The version and the options with which the engine was started; None where unknown."""
+    """The version and the options with which the engine was started; None if unknown."""
 
     version: Version | None = None
     # The lower bound of the version that the engine's page shows.
     at_least: Version = OLDEST
     gpu_memory_utilization: float | None = None
-    # Whether kv_cache_memory_bytes is set, which overrides the utilization; its value may be
-    # unknown.
+    # Whether kv_cache_memory_bytes is set, which overrides the utilization; the number of bytes may
+    # be unknown.
     sizes_cache_in_bytes: bool = False
     kv_cache_memory_bytes: float | None = None
     max_num_seqs: int | None = None
@@ -78,11 +78,11 @@ class EngineArgs(Struct, frozen=True, kw_only=True):
 
     @property
     def earliest_version(self) -> Version:
-        """Return the version, or its lower bound where the version is unknown."""
+        """Return the version, or its lower bound if the version is unknown."""
         return self.at_least if self.version is None else self.version
 
     def read_value(self, flag: Flag) -> float | None:
-        """Return the value of an option; None where it is unknown.
+        """Return the value of an option; None if it is unknown.
 
         Raises AttributeError for an option that is not a field here.
         """
@@ -92,7 +92,7 @@ class EngineArgs(Struct, frozen=True, kw_only=True):
 
 
 def find_oldest_version(engines: Iterable[EngineReading]) -> Version:
-    """Return the lower bound of the engines' version, by the fields that they export."""
+    """Return the lower bound of the engines' version, from the fields that they export."""
     oldest_version = OLDEST
     for engine in engines:
         for field, first_version in FIELD_VERSIONS.items():
@@ -102,7 +102,7 @@ def find_oldest_version(engines: Iterable[EngineReading]) -> Version:
 
 
 def add_page_settings(settings: EngineArgs, page: EnginePage) -> EngineArgs:
-    """Return the settings with those that the engine's page adds; known ones have precedence."""
+    """Return the settings, in which the engine's page fills in those that are unknown."""
     cache_bytes = _read_common(page, "kv_cache_memory_bytes")
     max_num_seqs = _read_common(page, "max_num_seqs")
     utilization = _read_common(page, "gpu_memory_utilization_ratio")
@@ -119,7 +119,7 @@ def add_page_settings(settings: EngineArgs, page: EnginePage) -> EngineArgs:
 def _read_common(page: EnginePage, field: str) -> float | None:
     """Return the value of a field that all engines on the page share.
 
-    None where they differ, or the value is unknown.
+    Returns None if they differ, or the value is unknown.
     """
     values = {getattr(engine, field) for engine in page.engines}
     return values.pop() if len(values) == 1 else None

@@ -50,8 +50,8 @@ WITHOUT_A_LEAK: Final[tuple[Rule, ...]] = (
     capacity.find_too_few_requests,
     capacity.find_poor_prefix_cache,
 )
-"""Rules that apply only without a leak, in the order of the answer: what can end the engine comes
-before what slows it down.
+"""Rules that apply only without a leak, in the order of the answer. Causes that can end the engine
+come before causes that slow it down.
 """
 
 NO_OPTION_WHILE_GROWING: Final = (
@@ -74,13 +74,13 @@ class Assessment(Struct, frozen=True, kw_only=True):
 def judge_facts(facts: Facts) -> Assessment:
     """Apply the rules and return their advice with the verdict.
 
-    The verdict is "not good" with any advice. Without advice it is good only if nothing important
-    is unknown.
+    The verdict is "not good" with any advice. Without advice, the verdict is "good" only if
+    everything important is known.
     """
     is_growing = _is_growing(facts)
     notes = []
     advice = _apply_rules(EVEN_WITH_A_LEAK, facts)
-    # While memory grows, causes are still true, but computed values of options are not, because the
+    # While memory grows, the causes are still true. Computed values of options are not, because the
     # growth distorts the figures behind them.
     if is_growing:
         advice = [_keep_changes(one_advice, _has_no_flag) for one_advice in advice]
@@ -119,7 +119,7 @@ def _apply_rules(rules: Iterable[Rule], facts: Facts) -> list[Advice]:
 
 
 def _keep_changes(advice: Advice, is_kept: Callable[[Change], bool]) -> Advice:
-    """Return the advice with only those of its changes for which `is_kept` is true."""
+    """Return the advice with only those changes for which `is_kept` is true."""
     return replace(advice, changes=tuple(filter(is_kept, advice.changes)))
 
 
@@ -128,7 +128,7 @@ def _has_no_flag(change: Change) -> bool:
 
 
 def _find_absent_flags(advice: Iterable[Advice], facts: Facts) -> list[Flag]:
-    """Return the advised options that this version of vLLM may lack, each once."""
+    """Return the advised options that this version of vLLM may lack, each option once."""
     flags: list[Flag] = []
     for change in _list_changes(advice):
         flag = change.flag
@@ -253,11 +253,13 @@ kernels make a difference of a few hundred MiB.
 """
 
 UNUSED_CACHE_RATIO: Final = 0.2
-"""Our choice: a cache is noted as too large if less than this was in use at the peak of a day."""
+"""Our choice: a note says that a cache is too large if less than this share was in use at the peak
+of a day.
+"""
 
 
 def list_notes(facts: Facts, advice: Iterable[Advice]) -> Iterator[str]:
-    """Yield notes on the answer: its limits, and facts for which there is no rule."""
+    """Yield notes on the answer: what limits it, and facts for which there is no rule."""
     changes = _list_changes(advice)
     if facts.since_seconds is not None:
         since = format_instant(facts.since_seconds)

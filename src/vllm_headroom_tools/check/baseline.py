@@ -74,7 +74,7 @@ def judge_growths(
 
 
 def _find_mismatch(record: TraceRecord, baseline: TraceRecord) -> str | None:
-    """Return why the two traces cannot be compared; None where they can."""
+    """Return why the two traces cannot be compared; None if they can."""
     if record.models != baseline.models:
         models = ", ".join(sorted(record.models)) or "none"
         baseline_models = ", ".join(sorted(baseline.models)) or "none"
@@ -95,7 +95,7 @@ def _find_doubt(
     baseline: TraceRecord,
     baseline_series: MemorySeries | None,
 ) -> str | None:
-    """Return why a series cannot be compared with the baseline's; None where it can."""
+    """Return why a series cannot be compared with the baseline's; None if it can."""
     if series is None:
         return ONLY_BASELINE
     if baseline_series is None:
@@ -114,7 +114,7 @@ def _find_doubt(
 def _find_size_mismatch(series: MemorySeries, baseline_series: MemorySeries) -> str | None:
     """Return a text where two GPUs have different sizes.
 
-    None where they have the same size, or any size is unknown.
+    Returns None if they have the same size, or any size is unknown.
     """
     total_bytes = series.total_bytes
     baseline_bytes = baseline_series.total_bytes
@@ -172,7 +172,7 @@ def _find_largest_growth(
 ) -> tuple[Cost, Cost] | None:
     """Return the cost here and in the baseline at the load whose memory grew most.
 
-    Among loads with equal growth, the highest counts. None without a load in common.
+    Among loads with equal growth, the highest counts. Returns None without a load in common.
     """
     costs = series.costs
     baseline_costs = baseline_series.costs
@@ -231,7 +231,7 @@ def _judge_capacity(
 
 
 def _format_change(value: float | None, baseline: float | None, unit: Unit) -> str | None:
-    """Return a figure and its change in percent; None where either is unknown or the base is 0."""
+    """Return a figure and its change in percent; None if either is unknown or the base is 0."""
     if value is None or not baseline:
         return None
     return f"{format_figure(value, unit)}, {value / baseline - 1:+.2%}"

@@ -166,7 +166,7 @@ def _describe_course(course: LeakCourse) -> str:
 def _compute_per_thousand(moment: Moment | None) -> float | None:
     """Return the leak in bytes per thousand requests.
 
-    None without a moment, or where the leak per request is unknown or not above 0.
+    Returns None without a moment, or where the leak per request is unknown or not above 0.
     """
     if moment is None or moment.bytes_per_request is None or moment.bytes_per_request <= 0:
         return None
@@ -188,8 +188,8 @@ def find_smallest_visible(
 
     It tries `bytes_per_request`, then its doubles, by running the detector on the readings with a
     steady leak added. The drift of the later half is subtracted from the added leak, because the
-    drift may be a missed leak, or hide one. None if the detector finds no such leak, or the drift
-    is unknown.
+    drift may be a missed leak, or hide one. Returns None if the detector finds no such leak, or the
+    drift is unknown.
     """
     drift = _measure_drift(readings)
     if drift is None:
@@ -204,8 +204,8 @@ def find_smallest_visible(
 def _measure_drift(readings: Sequence[DetectorInput]) -> float | None:
     """Return by how many bytes per request the floor moved, up or down, over the later half.
 
-    A floor is the least memory within an eighth of the readings. None without memory readings or
-    without requests.
+    A floor is the least memory within an eighth of the readings. Returns None without memory
+    readings or without requests.
     """
     eighth = len(readings) // 8
     half = len(readings) // 2
@@ -222,7 +222,7 @@ def _measure_drift(readings: Sequence[DetectorInput]) -> float | None:
 
 
 def _find_floor(readings: Sequence[DetectorInput]) -> int | None:
-    """Return the least bytes held in any reading; None where all are unknown."""
+    """Return the least bytes held in any reading; None if all are unknown."""
     held_bytes = [
         observation.held_bytes for observation, _ in readings if observation.held_bytes is not None
     ]

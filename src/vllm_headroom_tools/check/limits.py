@@ -115,7 +115,7 @@ def judge_costs(
 
 
 def _format_cost(cost: Cost | None) -> str | None:
-    """Return what a running request cost, for the report; None where it was not measured."""
+    """Return what a running request cost, for the report; None if it was not measured."""
     if cost is None:
         return None
     return f"{format_size(cost.bytes_per_request)} at {cost.running:.3g} running"
@@ -160,7 +160,7 @@ def judge_preemptions(
 def compute_preemption_rate(record: TraceRecord) -> float | None:
     """Return the preemptions per thousand requests.
 
-    None where they are not reported, or no request finished.
+    Returns None if they are not reported, or no request finished.
     """
     requests = record.finished_requests.total
     preemptions = record.preemptions.total

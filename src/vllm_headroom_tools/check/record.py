@@ -181,7 +181,7 @@ class MemorySeries:
 
     @property
     def busiest_cost(self) -> Cost | None:
-        """Return the cost at the highest load with enough readings; None without one."""
+        """Return the cost at the highest load with enough readings; None if there is none."""
         return next(reversed(self.costs.values()), None)
 
 
@@ -333,7 +333,7 @@ peak.
 
 
 def find_doubt(record: TraceRecord, coverage: Coverage | None, subject: str) -> str | None:
-    """Return why a subject cannot be judged; None where it can.
+    """Return why a subject cannot be judged; None if it can.
 
     The trace may be too short, or the engine's page, or the subject itself by its `coverage`, may
     have been read for too little of the time. A subject without `coverage` was never read.
@@ -346,7 +346,7 @@ def find_doubt(record: TraceRecord, coverage: Coverage | None, subject: str) -> 
 
 
 def find_shortfall(record: TraceRecord) -> str | None:
-    """Return why the trace is too short in samples, time or requests; None where it is not."""
+    """Return why the trace is too short in samples, time or requests; None if it is not."""
     if not record.replay.samples:
         return "the trace has no samples"
     watched_seconds = record.coverage.seconds

@@ -79,7 +79,7 @@ def judge_starts(
 def find_figure(start: EngineStart, fields: Sequence[str]) -> float | None:
     """Return the largest of the ranks' figures, from the first of these fields that is known.
 
-    None if no field is known.
+    Returns None if no field is known.
     """
     for field in fields:
         figure = start.find_largest(field)
@@ -161,7 +161,7 @@ def _conclude(
 
 
 def _describe_change(older_size: float | None, newer_size: float | None, unit: Unit) -> str | None:
-    """Return a figure with its change; None where it is unknown."""
+    """Return a figure with its change; None if it is unknown."""
     if newer_size is None:
         return None
     text = format_figure(newer_size, unit)
@@ -192,7 +192,7 @@ def list_differences(older: EngineStart, newer: EngineStart) -> Iterator[str]:
 
 
 def read_setting(start: EngineStart, name: str) -> Scalar:
-    """Return a setting of a start; None where it is unknown."""
+    """Return a setting of a start; None if it is unknown."""
     return start.model if name == "model" else start.find_option(name)
 
 

@@ -196,21 +196,21 @@ class Survey(Machine, frozen=True, kw_only=True):
     """The configured URL of the engine's page, without user and password."""
     page: EnginePage | Failure
     version: str | None
-    """The version that the server reports; None where it reports none."""
+    """The version that the server reports; None if it reports none."""
     daemon_waits_seconds: float
     """How long the daemon would wait for the page; the doctor may wait less."""
     host_limit_bytes: int | None = None
-    """The configured limit of vLLM's host memory; None where none is set."""
+    """The configured limit of vLLM's host memory; None if none is set."""
     token_bytes: TokenBytes | None = None
-    """The function for the bytes per token of the model that the engine's processes load; None
-    where the model is not visible.
+    """The function for the bytes per token of the model that the engine's processes load; None if
+    the model is not visible.
     """
 
     @property
     def served_port(self) -> int | None:
         """Return the port in the command line of the engine that runs here.
 
-        None where no port is known, or several are.
+        Returns None if no port is known, or several are.
         """
         ports = () if isinstance(self.processes, Failure) else self.processes.ports
         if len(ports) != 1:

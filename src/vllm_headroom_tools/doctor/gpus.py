@@ -102,7 +102,7 @@ def name_gpu_with_uuid(device: GpuReading) -> str:
 def _describe_memory(device: GpuReading) -> str:
     """Return a text on a GPU's memory: why it is unknown, or that it is the machine's.
 
-    Empty for a GPU with separate memory that can be read.
+    Returns an empty result for a GPU with separate memory that can be read.
     """
     if device.failure is not None:
         return f": {device.failure.message}"
@@ -196,7 +196,7 @@ def _explain_no_process(
 
 
 def _share_processes(processes: ProcessReadings) -> tuple[Fix, ...]:
-    """Return how to share the PID namespace; nothing where all processes are already visible."""
+    """Return how to share the PID namespace; nothing if all processes are already visible."""
     return () if processes.sees_host_pids else fixes.SEE_THE_PROCESSES
 
 
@@ -274,7 +274,7 @@ def check_process_memory(survey: Survey) -> Check:
 def _reports_memory(device: GpuReading, engine_pids: Collection[int]) -> bool:
     """Return whether the driver reports the memory of the engine's processes on a device.
 
-    True for a device that cannot be read, because another check covers that.
+    Returns True for a device that cannot be read, because another check covers that.
     """
     if device.failure is not None:
         return True

@@ -70,7 +70,7 @@ async def check_listen_port(host: str, port: int, web_config: Path | None = None
 async def _find_daemon(host: str, port: int, web_config: Path | None) -> Check | None:
     """Return the check of a daemon that serves there, or of a server that may be one.
 
-    None where nothing answers, or something that is not vllm-headroom.
+    Returns None if nothing answers, or something that is not vllm-headroom.
     """
     url = httpx.URL(scheme="http", host=host, port=port, path="/metrics")
     page = await fetch_once(PageReader(url=str(url), timeout_seconds=ANSWER_SECONDS))
@@ -91,7 +91,7 @@ async def _check_locked(
 ) -> Check | None:
     """Return the check of a server that asks for a password or speaks TLS.
 
-    None where no such server answers.
+    Returns None if no such server answers.
     """
     if failure.reason is Reason.UNAUTHORIZED:
         server = f"port {port} asks for a user and a password"
@@ -115,7 +115,7 @@ async def _check_locked(
 def _is_own_certificate(certificate: str, web_config: Path | None) -> bool:
     """Return whether a PEM certificate is in the file that `web_config` names for the daemon.
 
-    False where that file is not named or cannot be read.
+    Returns False if that file is not named or cannot be read.
     """
     if web_config is None:
         return False
@@ -210,7 +210,7 @@ def _write_into(folder: Path) -> None:
 def _record_in(file: Path) -> None:
     """Try what the daemon does with its trace, without changing the file.
 
-    Raises OSError where that fails, or ValueError for a file that is no trace.
+    Raises OSError if that fails, or ValueError for a file that is no trace.
     """
     file.parent.stat()
     _write_into(file.parent)

@@ -1,4 +1,4 @@
-"""How many streams this process can hold at once."""
+"""Limits on the streams that this process can hold at once."""
 
 import contextlib
 import resource
@@ -14,13 +14,14 @@ OWN_DESCRIPTORS: Final = 64
 """Descriptors reserved for files other than streams: the sampler's, /proc, the trace."""
 
 STREAM_BYTES: Final = 16 * 2**10
-"""The memory of a stream over http: twice the sum of 6 KiB in this process (measured) and the
-kernel's memory for a socket.
+"""The memory of a stream over http: twice the sum of two parts, 6 KiB in this process (measured)
+and the kernel's memory for a socket.
 """
 
 TLS_STREAM_BYTES: Final = 128 * 2**10
-"""The same over https, with 47 KiB in this process (measured): each connection has buffers for
-encryption."""
+"""The memory of a stream over https: as over http, but 47 KiB in this process (measured), because
+each connection has buffers for encryption.
+"""
 
 UNLIMITED_DESCRIPTORS: Final = 2**31
 """Used as the limit if there is none."""
@@ -29,7 +30,7 @@ UNLIMITED_DESCRIPTORS: Final = 2**31
 def raise_descriptors() -> int:
     """Raise the soft limit of open files to the hard limit; return the soft limit then in force."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # setrlimit fails where the kernel's own limit is below the hard one: the soft limit then stays
+    # setrlimit fails if the kernel's own limit is below the hard one; the soft limit then stays
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -41,7 +42,7 @@ def list_limits(
 ) -> list[tuple[int, str]]:
     """Return how many streams to one address each limit allows, with its name; lowest first.
 
-    A limit that cannot be read is left out. The limit of open files is always included.
+    A limit is left out if it cannot be read. The limit of open files is always included.
     """
     # Descriptors that are open already: standard streams, the trace and libraries.
     open_descriptors = sum(1 for _ in Path("/proc/self/fd").iterdir())
@@ -61,10 +62,10 @@ def list_limits(
 
 
 def _read_free_memory(proc: Path) -> int | None:
-    """Return the bytes that this process may still use.
+    """Return the bytes of memory that this process may still use.
 
-    That is the machine's available memory, or the free part of the container's limit if that is
-    less. None if neither is known. May raise OSError.
+    The result is the machine's available memory, or the free part of the container's limit if that
+    is less. Returns None if neither figure is known. May raise OSError.
     """
     reading = read_host(proc, read_own_pid(proc))
     free_bytes = []
@@ -83,7 +84,7 @@ def check_capacity(concurrency: int, streams: int, *, uses_tls: bool) -> None:
 
     Raises BadInput if `--concurrency` needs more `streams` than that.
     """
-    # The usual limit of 1,024 is too low for most loads, so it is raised first.
+    # The usual limit of 1,024 open files is too low for most loads, so the limit is raised first.
     held_streams, limit_name = list_limits(raise_descriptors(), uses_tls=uses_tls)[0]
     if streams > held_streams:
         raise BadInput(

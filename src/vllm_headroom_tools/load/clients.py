@@ -11,17 +11,18 @@ from vllm_headroom_tools.load.stream import Outcome
 from vllm_headroom_tools.load.tally import Tally
 
 PAUSE_SECONDS: Final = 1.0
-"""Our choice: how long a client waits after a request that did not succeed, so that a server that
-refuses requests is not flooded."""
+"""Our choice: a client waits for this long after a failed request, so that the clients do not flood
+a server that refuses requests.
+"""
 
 
 class Clients:
     """Runs the clients of each step.
 
     Requests that are still open `grace_seconds` after the step's end are cancelled; `stop` cancels
-    them at once. `most_requests` caps the requests of all steps together; None means no cap. With
-    `requests_per_second` the loop is open: requests begin as a Poisson process, without waiting for
-    the answers to others.
+    requests at once. `most_requests` caps the requests of all steps together; None means no cap.
+    With `requests_per_second`, the loop is open: requests begin as a Poisson process and do not
+    wait for the answers to others.
     """
 
     def __init__(
@@ -50,7 +51,8 @@ class Clients:
     async def run(self, count: int, seconds: float, tally: Tally, share: float) -> None:
         """Run a step of `count` clients for some seconds, at a share of the rate.
 
-        Returns when all its requests have ended or were cancelled; `tally` counts them.
+        The method returns when all requests of the step have ended or were cancelled; `tally`
+        counts them.
         """
         self._next_seconds = monotonic()
         end_seconds = self._next_seconds + seconds
@@ -79,7 +81,8 @@ class Clients:
     async def wait_turn(self, end_seconds: float) -> bool:
         """Wait until a client may begin a request, and return True.
 
-        Returns False at once where its turn is not before `end_seconds`, or the cap is reached.
+        Returns False at once if the client's turn is not before `end_seconds`, or if the cap is
+        reached.
         """
         now_seconds = monotonic()
         turn_seconds = now_seconds
@@ -88,7 +91,7 @@ class Clients:
             turn_seconds = self._next_seconds + self._random.expovariate(self.rate)
         if turn_seconds >= end_seconds or self.is_used_up:
             return False
-        # taken before the wait, so that clients that wait do not exceed the cap
+        # The turn is taken before the wait, so that clients that wait do not exceed the cap.
         self._next_seconds = turn_seconds
         if self._remaining_requests is not None:
             self._remaining_requests -= 1

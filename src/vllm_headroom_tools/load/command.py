@@ -31,7 +31,7 @@ from vllm_headroom_tools.options import (
 )
 
 PROBE_DIR: Final = "HEADROOM_PROBE_DIR"
-"""The variable that configures the probe; it is the default of --probe-dir."""
+"""The variable that configures the probe, and the default of --probe-dir."""
 
 
 def add_options(parser: Parser) -> None:
@@ -205,7 +205,7 @@ def _add_sampling_options(parser: Parser) -> None:
         default=os.environ.get(PROBE_DIR) or None,
         help=f"where the probe inside vLLM writes; without it {PROBE_DIR}",
     )
-    # In UTC, and without colons, which some file systems refuse.
+    # The time is in UTC, and has no colons, because some file systems refuse colons.
     time = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
     parser.add_argument(
         "--trace",

@@ -45,12 +45,12 @@ PAGE_TIMEOUT_SECONDS: Final = 10.0
 async def run_load(order: LoadOrder) -> Report:
     """Put the load on the server and return the report.
 
-    Raises BadInput if the load cannot begin: without a server, with unusable credentials, with too
-    few streams, or if the trace exists. SIGINT or SIGTERM ends the load early; a second signal ends
-    the process.
+    Raises BadInput if the load cannot begin: there is no server, the credentials cannot be used,
+    this machine can hold too few streams, or the trace exists. SIGINT or SIGTERM ends the load
+    early; a second signal ends the process.
     """
     try:
-        # Read first, so that no load begins if a file has a mistake.
+        # The files are read first, so that no load begins if a file has a mistake.
         tls = load_trust(order.ca_file) if order.url.scheme == "https" else None
         bearer = read_token(order.bearer_token_file) if order.bearer_token_file else None
     except UnusableCredentials as error:
@@ -59,7 +59,8 @@ async def run_load(order: LoadOrder) -> Report:
     target = await find_target(order.url, order.api, tls, bearer)
     check_capacity(order.concurrency, count_streams(order.concurrency), uses_tls=tls is not None)
     model = await _choose_model(order, target)
-    # Before the first request, so that an hour's load is not lost because it cannot be recorded.
+    # The trace is created before the first request, so that an hour's load is not lost because it
+    # cannot be recorded.
     create_trace(order.trace)
     sampling = Sampling(
         parts=_build_parts(order, target, SystemClock()),
@@ -131,11 +132,11 @@ async def _choose_model(order: LoadOrder, target: Target) -> str:
 def _build_parts(order: LoadOrder, target: Target, clock: SystemClock) -> Parts:
     """Return the sources to sample.
 
-    If the server is on another machine, its processes and probe are unavailable here, and so are
-    its GPUs unless the order names them.
+    If the server is on another machine, its processes and probe cannot be read here. Its GPUs
+    cannot be read either, unless the order names them.
     """
     is_local = is_here(target.address[0])
-    # On another machine, GPUs of this one are not the engine's.
+    # If the server is on another machine, the GPUs of this one are not the engine's.
     gpus: Gpus | UnavailableSource = UnavailableSource(Source.NVML, Reason.NO_DEVICES)
     if is_local or order.gpus != "auto":
         gpus = Gpus(monotonic=clock.monotonic, call_timeout_seconds=GPU_TIMEOUT_SECONDS)
@@ -161,9 +162,9 @@ def _build_parts(order: LoadOrder, target: Target, clock: SystemClock) -> Parts:
 def _build_body_maker(order: LoadOrder, model: str, prompts: Sequence[str]) -> Callable[[], bytes]:
     """Return a function that makes the body of a request.
 
-    Its prompt is a random one of `prompts` or, without prompts, consists of random words.
+    The prompt is a random one of `prompts`; without prompts, it consists of random words.
     """
-    # From the system's entropy, so that two loads never send the same prompts.
+    # The seed comes from the system's entropy, so that two loads never send the same prompts.
     random = Random(SystemRandom().random())  # noqa: S311 - not for secrets
     make_prompt = build_prompt_maker(order.shared_ratio, random)
 

@@ -26,7 +26,7 @@ class Lengths(Struct, frozen=True, kw_only=True):
     longest: int
 
     def draw(self, chance: float) -> int:
-        """Return the length for `chance`, a random number from 0 up to, but excluding, 1."""
+        """Return the length for `chance`, a random number that is at least 0 and below 1."""
         length = int(self.shortest * ((self.longest + 1) / self.shortest) ** chance)
         return min(self.longest, length)
 

@@ -1,4 +1,4 @@
-"""Make the prompts of a load, and the bodies of its requests."""
+"""The prompts of a load, and the bodies of its requests."""
 
 import base64
 import json
@@ -15,13 +15,15 @@ from vllm_headroom.text_file import read_file
 from vllm_headroom_tools.bad_input import BadInput
 
 PROMPTS_LIMIT_BYTES: Final = 2**30
-"""How much of a dataset is read: ShareGPT has 0.6 GiB, and a device such as /dev/zero no end."""
+"""The most bytes that are read of a dataset: ShareGPT has 0.6 GiB, and a device such as /dev/zero
+has no end.
+"""
 
 
 def read_prompts(file: Path) -> tuple[str, ...]:
     """Return the prompts of a dataset: ShareGPT's JSON, JSON lines, or lines of text.
 
-    Raises BadInput where the file cannot be read or has no prompt.
+    Raises BadInput if the file cannot be read or has no prompt.
     """
     try:
         content = read_file(file, PROMPTS_LIMIT_BYTES)
@@ -42,14 +44,14 @@ def read_prompts(file: Path) -> tuple[str, ...]:
 
 
 def _parse_line(line: str) -> object:
-    """Return the JSON of a line, or the line itself where it is not JSON."""
+    """Return the JSON of a line, or the line itself if it is not JSON."""
     with suppress(ValueError, RecursionError):
         return json.loads(line)
     return line.strip()
 
 
 def find_prompt(entry: object) -> str:
-    """Return the prompt of a dataset's entry, or an empty text where the entry has none.
+    """Return the prompt of a dataset's entry, or an empty text if the entry has no prompt.
 
     An entry is a text, or an object with a prompt or a conversation.
     """
@@ -64,7 +66,7 @@ def find_prompt(entry: object) -> str:
 def _find_first_message(entry: dict[str, Any]) -> object:
     """Return an entry's prompt, or the first message of its conversation: a text or an object.
 
-    Return an empty text where the entry has neither.
+    Returns an empty text if the entry has neither.
     """
     for key in ("prompt", "conversations", "messages"):
         if key not in entry:
@@ -84,7 +86,7 @@ _TEXT: Final = (
     "over know water than call first people may down side been now find"
 )
 WORDS: Final = tuple(_TEXT.split())
-"""Words so common that tokenizers have one token for each word with the space before it: 1,000 of
+"""Words so common that tokenizers have one token for each word with the space before it. 1,000 of
 these words are 1,000 tokens in all of Mistral's tokenizers, SentencePiece and Tekken (measured).
 """
 
@@ -94,8 +96,8 @@ every word of a long prompt would take too long.
 """
 
 FRESH_WORDS: Final = 5
-"""How many words are drawn for each prompt. They give 10**10 beginnings, so no prompt is in a
-prefix cache.
+"""The number of words that are drawn for each prompt. Five words give 10**10 beginnings, so no
+prompt is in a prefix cache.
 """
 
 
@@ -110,11 +112,11 @@ def build_prompt_maker(shared_ratio: float, random: Random) -> Callable[[int], s
 
     def make_prompt(word_count: int) -> str:
         # Measured in words; a word is about a token.
-        """Return a prompt of so many words, of which a share is the same in every prompt."""
+        """Return a prompt of so many words; a share of the words is the same in every prompt."""
         shared_count = round(shared_ratio * word_count)
         rings = word_count // RING_WORDS + 1
         shared_words = (shared_ring * rings)[:shared_count]
-        # Without fresh words, the prefix cache would hit a prompt that begins like another one.
+        # Without fresh words, a prompt that begins like an earlier one would hit the prefix cache.
         fresh_words = random.choices(WORDS, k=min(word_count - shared_count, FRESH_WORDS))
         own_count = word_count - shared_count - len(fresh_words)
         start = random.randrange(RING_WORDS)
@@ -141,7 +143,8 @@ def draw_image(size: tuple[int, int], random: Random) -> bytes:
         row = b"".join(squares)[: 3 * width]
         # each line begins with its filter: 0, none
         pixels += (b"\0" + row) * min(BLOCK_PIXELS, height - top)
-    # eight bits a channel, RGB, no interlace (PNG specification, 11.2.1)
+    # The image has eight bits per channel, is RGB, and is not interlaced (PNG specification,
+    # 11.2.1).
     header = struct.pack(">2I5B", width, height, 8, 2, 0, 0, 0)
     chunks = (
         _build_chunk(b"IHDR", header),
@@ -152,7 +155,7 @@ def draw_image(size: tuple[int, int], random: Random) -> bytes:
 
 
 def _build_chunk(kind: bytes, data: bytes) -> bytes:
-    """Return a chunk of a PNG: length, kind, data, checksum."""
+    """Return a chunk of a PNG: its length, kind, data and checksum."""
     length = struct.pack(">I", len(data))
     checksum = struct.pack(">I", zlib.crc32(kind + data))
     return length + kind + data + checksum
@@ -176,9 +179,9 @@ def build_request_body(
 ) -> bytes:
     """Return the JSON body of a request for exactly `output_tokens`, streamed.
 
-    `ignore_eos` is vLLM's own field; without it, the model would decide where its answer ends. With
-    `include_usage` the server reports its own count of tokens. An image, in PNG, needs the chat
-    API.
+    `ignore_eos` is vLLM's own field; without that field, the model would decide where its answer
+    ends. `include_usage` asks the server to report its own count of tokens. An image, in PNG, needs
+    the chat API.
     """
     body: dict[str, Any] = {
         "model": model,
@@ -196,7 +199,7 @@ def build_request_body(
 
 
 def _build_content(prompt: str, image: bytes | None) -> str | Sequence[object]:
-    """Return the content of a chat's message: the prompt, or its parts where it has an image."""
+    """Return the content of a chat's message: the prompt, or its parts if there is an image."""
     if image is None:
         return prompt
     url = f"data:image/png;base64,{base64.b64encode(image).decode()}"

@@ -21,8 +21,8 @@ GATED_QUANTILE: Final = 0.99
 """The quantile that --max-ttft-p99 and --max-latency-p99 limit."""
 
 TOLERATED_RATIO: Final = 0.01
-"""Our choice: the share of requests that may fail. One broken connection among hundreds is not the
-server's fault.
+"""Our choice: the share of requests that may fail. A higher share is a fault, but one broken
+connection among hundreds is not the server's fault.
 """
 
 
@@ -89,11 +89,11 @@ def build_report(
 def _explain_engine_end(
     stages: Sequence[Stage], overall: LoadObservation, detector: LeakReplay
 ) -> str | None:
-    """Return how the engine ended during the load, with the cause where the detector saw the end.
+    """Return how the engine ended during the load, with the cause if the detector saw the end.
 
-    None where the engine did not end.
+    Returns None if the engine did not end.
     """
-    # the web server may outlive its engine and still answer, so its error texts count too
+    # The web server may outlive its engine and still answer, so the server's error texts count too.
     engine_end = overall.engine_end
     if engine_end is None and any(stage.tally.is_engine_dead for stage in stages):
         engine_end = "the engine died: its web server says so"
@@ -121,7 +121,7 @@ def list_load_faults(
         yield f"{out_of_memory} answers were out of memory"
     if engine_end is not None:
         yield engine_end
-    # requests that this machine could not send, or that were cancelled at the stop, are no fault
+    # A request that this machine could not send, or that was cancelled at the stop, is no fault.
     served_or_failed = outcomes.total() - outcomes[Outcome.NOT_SENT]
     if is_interrupted:
         served_or_failed -= outcomes[Outcome.UNFINISHED]
@@ -137,12 +137,12 @@ def list_load_faults(
 
 
 def list_slow_steps(order: LoadOrder, stages: Iterable[Stage]) -> Iterator[str]:
-    """Yield a text for each step up to 100 % in which requests took longer than the order allows.
+    """Yield a text for each step up to 100 % in which requests were slower than the order allows.
 
-    A step without a successful request is a fault already, or is not over.
+    A step without a successful request is left out, because it is a fault already, or is not over.
     """
     for stage in stages:
-        # The step of 120 % shows what happens under more load than planned.
+        # A step above 100 % only shows what happens under more load than planned.
         if stage.share > 1:
             continue
         for name, times, most_seconds in (
@@ -177,7 +177,7 @@ def _judge_load(
 
 
 def _explain_no_fault(outcomes: Counter[Outcome], *, is_interrupted: bool) -> str:
-    """Return the headline of a load without faults: what succeeded, or why that is unknown."""
+    """Return the headline of a load without faults: what succeeded, or why nothing is known."""
     succeeded = outcomes[Outcome.SUCCEEDED]
     not_sent = outcomes[Outcome.NOT_SENT]
     if not_sent:
@@ -192,7 +192,7 @@ def _explain_no_fault(outcomes: Counter[Outcome], *, is_interrupted: bool) -> st
 def _list_unread(overall: LoadObservation, page_url: str) -> Iterator[str]:
     """Yield a text for each source that failed in some samples, with the newest reason.
 
-    Yield one more where the GPUs were read but none could be attributed to the engine.
+    Yields another text if the GPUs were read, but none could be attributed to the engine.
     """
     for source, (count, failure) in overall.failures.items():
         problem = failure.message
@@ -259,7 +259,7 @@ def _describe_stage(stage: Stage) -> dict[str, Any]:
 
 
 def _divide(count: float | None, divisor: float | None) -> float | None:
-    """Return a quotient; None where the count or the divisor is unknown or 0."""
+    """Return a quotient; None if the count or the divisor is unknown or 0."""
     if not count or not divisor:
         return None
     return count / divisor
@@ -276,7 +276,7 @@ def _describe_engine(observation: LoadObservation) -> dict[str, float | None]:
 
 
 def _find_highest(observation: LoadObservation, metric: Metric) -> float | None:
-    """Return the highest value of a metric; None where it was never sampled."""
+    """Return the highest value of a metric; None if it was never sampled."""
     summary = observation.find_engine_figure(metric)
     return None if summary is None else summary.highest
 
@@ -303,9 +303,9 @@ def _describe_host(overall: LoadObservation, detector: LeakReplay) -> list[dict[
 def _describe_memory(
     summary: SeriesSummary, overall: LoadObservation, course: LeakCourse
 ) -> dict[str, Any]:
-    """Return the memory that a GPU or a role's processes held, and the detector's verdict on it.
+    """Return the memory that a GPU or a role's processes held, and the leak detector's verdict.
 
-    Figures by request are None where no request finished or their count is unknown.
+    Figures per request are None if no request finished, or if the number of requests is unknown.
     """
     delta_bytes = summary.newest - summary.start
     finished = overall.count_growth(catalog.ENGINE_FINISHED)

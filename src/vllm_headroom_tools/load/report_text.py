@@ -37,13 +37,15 @@ LATENCY_LABELS: Final = {
 
 GROWTH_LABELS: Final = {"leaking": "LEAKING", "growing": "growing", "no_leak": "no leak"}
 TIME_UNITS: Final = ((1.0, 1.0, "s"), (1e-3, 1e-3, "ms"), (0.0, 1e-6, "us"))
-"""For each unit: the shortest time that is shown in it, the unit in seconds, and its name."""
+"""The units of time: the shortest time that is shown in the unit, the unit in seconds, and its
+name.
+"""
 
 NO_FIGURE: Final = "-"
 """The text of an unknown figure."""
 
 LATE_SECONDS: Final = 0.05
-"""If this process is late by more than this in one case of a hundred, the figures are affected."""
+"""The figures are affected if this process is late by more than this in one case of a hundred."""
 
 LABEL_COLUMNS: Final = 32
 CELL_COLUMNS: Final = 11
@@ -93,8 +95,8 @@ def _list_rows(document: ReportDocument) -> Iterator[Row]:
             yield f"{label}, {quantile}", [_format_latency(step[field][quantile]) for step in steps]
     yield "tokens of a request, in + out", [_format_tokens(step) for step in steps]
     yield _build_row("tokens generated per second", steps, "generation_tokens_per_second")
-    # Only a load by rate offers requests; a load by concurrency sends the next request after an
-    # answer.
+    # Only a load with a rate offers requests; without a rate, each client sends its next request
+    # after an answer.
     if any(step["offered_requests_per_second"] for step in steps):
         yield _build_row("requests offered per second", steps, "offered_requests_per_second")
     yield _build_row("requests per second", steps, "requests_per_second")
@@ -137,7 +139,7 @@ def _list_gpu_rows(steps: Sequence[ReportDocument]) -> Iterator[Row]:
 
 
 def _format_gpu_sizes(steps: Sequence[ReportDocument], uuid: str, field: str) -> list[str]:
-    """Return the size in this field of a GPU, as text, for each step; "-" where it is unknown."""
+    """Return a GPU's size in this field, as text, for each step; "-" if it is unknown."""
     cells = []
     for step in steps:
         sizes_bytes = [gpu[field] for gpu in step["gpus"] if gpu["uuid"] == uuid]
@@ -152,7 +154,7 @@ def _build_row(
     field: str,
     format_figure: Callable[[float], str] | None = None,
 ) -> Row:
-    """Return the row of the figure in this field of each part; "-" where it is unknown.
+    """Return a row with one figure of each part, from this field; "-" if it is unknown.
 
     The parts are the steps, or the same part of each step.
     """
@@ -176,7 +178,7 @@ def _format_ratio(ratio: float) -> str:
 
 
 def _format_latency(seconds: float | None) -> str:
-    """Return a time with three digits in a fitting unit; "-" where it is unknown."""
+    """Return a time with three digits in a fitting unit; "-" if it is unknown."""
     if seconds is None:
         return NO_FIGURE
     for shortest_seconds, unit_seconds, name in TIME_UNITS:
@@ -186,7 +188,7 @@ def _format_latency(seconds: float | None) -> str:
 
 
 def _format_tokens(step: ReportDocument) -> str:
-    """Return the tokens of an average prompt and of an average answer; "-" where unknown."""
+    """Return the tokens of an average prompt and of an average answer; "-" if unknown."""
     succeeded = step["requests"][Outcome.SUCCEEDED]
     if not succeeded or step["prompt_tokens"] is None:
         return NO_FIGURE

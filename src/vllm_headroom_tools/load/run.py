@@ -1,4 +1,4 @@
-"""Run the steps of a load one after another, with what runs beside them."""
+"""The steps of a load, one after another, and the tasks that run beside them."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -15,8 +15,9 @@ from vllm_headroom_tools.load.screen import Screen
 from vllm_headroom_tools.load.tally import Tally
 
 SHARES: Final = (0.5, 0.75, 1.0, 1.2)
-"""The steps, as shares of the order's concurrency: below, near, at and beyond. The last shows
-overload."""
+"""The steps, as shares of the order's concurrency: below, near, at and above it. The last step
+shows overload.
+"""
 
 STOP_SECONDS: Final = 1.0
 """Our choice: the pause between checks whether to keep waiting for a sample after a stop."""
@@ -28,8 +29,8 @@ SHOW_SECONDS: Final = 1.0
 """Our choice: how often the screen is redrawn."""
 
 ENGINE_LOST_SECONDS: Final = 15.0
-"""Our choice: an engine that has been gone or replaced for this long does not come back as it was,
-so the remaining load would measure nothing.
+"""Our choice: the load ends if the engine has been gone or replaced for this long. Such an engine
+does not come back as it was, so the remaining load would measure nothing.
 """
 
 
@@ -39,7 +40,7 @@ class Stage(Struct, frozen=True, kw_only=True):
     share: float
     clients: int
     rate: float | None = None  # requests per second that were offered; None in a closed loop
-    seconds: float  # from the beginning of the step to the end of its last request
+    seconds: float  # The time from the beginning of the step to the end of its last request.
     tally: Tally
     observation: LoadObservation
 
@@ -54,7 +55,7 @@ def count_streams(concurrency: int, share: float = max(SHARES)) -> int:
 class LoadRun:
     """Runs one step after another, each for `seconds`.
 
-    The run ends early where the clients are stopped, their cap is reached or the engine has ended.
+    The run ends early if the clients are stopped, their cap is reached, or the engine has ended.
     """
 
     concurrency: int
@@ -66,7 +67,7 @@ class LoadRun:
     _tally: Tally = field(default_factory=lambda: Tally(0.0), init=False)  # of the current step
 
     async def run_steps(self) -> tuple[Stage, ...]:
-        """Run the steps and return those that began; a stop cuts the last of them short."""
+        """Run the steps and return those that began; a stop cuts the last step short."""
         stages: list[Stage] = []
         self._tally = Tally(monotonic())
         async with asyncio.TaskGroup() as group:
@@ -110,8 +111,8 @@ class LoadRun:
     async def _finish_sample(self, sample: Coroutine[Any, Any, None]) -> None:
         """Wait for a sample; after a stop, cancel it within two seconds.
 
-        A hung server does not deliver its page, and an operator who stops the load does not want to
-        wait for the timeout.
+        A hung server does not deliver its page, and an operator who stops the load should not have
+        to wait for the timeout.
         """
         task = asyncio.create_task(sample)
         may_wait = True
@@ -125,7 +126,7 @@ class LoadRun:
     async def _measure_delays(self) -> None:
         """Measure how late this process's loop is, because such a delay looks like the server's.
 
-        This goes on until it is cancelled.
+        The measurement continues until it is cancelled.
         """
         while True:
             due_seconds = monotonic() + DELAY_SECONDS
@@ -134,7 +135,8 @@ class LoadRun:
 
     async def _watch_engine(self) -> None:
         """Redraw the screen until cancelled; stop the clients once the engine is lost."""
-        # When the engine was last alive; a single failed page does not mean that it ended.
+        # The time at which the engine was last alive; a single failed page does not mean that the
+        # engine ended.
         alive_seconds = monotonic()
         while True:
             await asyncio.sleep(SHOW_SECONDS)

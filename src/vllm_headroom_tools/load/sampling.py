@@ -35,7 +35,7 @@ COMBINED: Final[dict[Metric, Callable[[float, float], float]]] = {
     catalog.ENGINE_FINISHED: add,
     catalog.ENGINE_KV_USED: max,
 }
-"""How the figures of several engines are combined: by their sum, or by the highest."""
+"""How the figures of several engines become one: their sum, or the highest of them."""
 
 
 class SeriesSummary(Struct):
@@ -45,7 +45,7 @@ class SeriesSummary(Struct):
     newest: float
     highest: float
     has_fallen: bool = False
-    """Whether any value was below the one before it, so that a counter was reset."""
+    """Whether any value was below the value before it, because a counter was reset."""
 
 
 class SeriesSummaries(dict[SeriesLabels, SeriesSummary]):
@@ -65,12 +65,12 @@ class SeriesSummaries(dict[SeriesLabels, SeriesSummary]):
 class LoadObservation:
     """Collects the samples of a step, or of the whole load.
 
-    A series that was in no sample is absent.
+    A series is absent if it was in no sample.
     """
 
     def __init__(self) -> None:
         self.samples = 0
-        # by source: in how many of the samples it failed, and its newest failure
+        # For each source: the number of samples in which it failed, and its newest failure.
         self.failures: dict[Source, tuple[int, Failure]] = {}
         self.first_snapshot: Snapshot | None = None
         self.newest_snapshot: Snapshot | None = None
@@ -80,7 +80,7 @@ class LoadObservation:
         self._bytes_per_request: defaultdict[SeriesLabels, Histogram] = defaultdict(Histogram)
 
     def add(self, snapshot: Snapshot, samples: Iterable[Sample]) -> None:
-        """Add one tick: the snapshot that was read, and the samples that were derived from it."""
+        """Add one sample: the snapshot that was read, and the figures that were derived from it."""
         self.samples += 1
         self.first_snapshot = self.first_snapshot or snapshot
         self.newest_snapshot = snapshot
@@ -104,13 +104,13 @@ class LoadObservation:
             self._engine_figures.add((name,), value)
 
     def find_engine_figure(self, metric: Metric) -> SeriesSummary | None:
-        """Return the summary of one of the engine's figures; None where no sample had it."""
+        """Return the summary of one of the engine's figures; None if no sample had it."""
         return self._engine_figures.get((metric.name,))
 
     def count_growth(self, metric: Metric) -> float | None:
         """Return by how much one of the engine's counters rose over the samples.
 
-        None where the counter was not exported, or was reset.
+        Returns None if the counter was not exported, or was reset.
         """
         summary = self.find_engine_figure(metric)
         if summary is None or summary.has_fallen:
@@ -126,10 +126,10 @@ class LoadObservation:
 
     @property
     def engine_end(self) -> str | None:
-        """Return how the engine ended during the load: it is gone, or it was restarted.
+        """Return how the engine ended during the load: the engine is gone, or it was restarted.
 
-        None if it still runs, or if that is unknown: the first page was not read, or the newest
-        page failed for a reason other than a refused connection.
+        Returns None if the engine still runs, or if its end is unknown: the first page was not
+        read, or the newest page failed for a reason other than a refused connection.
         """
         if self.first_snapshot is None or self.newest_snapshot is None:
             return None
@@ -151,13 +151,13 @@ class LoadObservation:
     def find_bytes_per_request(self, labels: SeriesLabels) -> float | None:
         """Return the median over the samples of a GPU's bytes per running request.
 
-        None where no request ran in any sample.
+        Returns None if no request ran in any sample.
         """
         return self._bytes_per_request[labels].quantile(0.5)
 
 
 def _list_starts(page: EnginePage) -> set[float]:
-    """Return the start times of the engines on a page; empty where none reports one."""
+    """Return the start times of the engines on a page; empty if none reports one."""
     return {
         engine.started_at_seconds
         for engine in page.engines
@@ -166,8 +166,9 @@ def _list_starts(page: EnginePage) -> set[float]:
 
 
 RECORD_SECONDS: Final = 10.0
-"""The limit for writing a sample to the trace. That takes microseconds, but this process may lack
-CPU beside a busy engine (observed: 4 s late)."""
+"""The limit for writing a sample to the trace. A write takes microseconds, but beside a busy engine
+this process may lack CPU (observed: 4 s late).
+"""
 
 UNBOUNDED_BYTES: Final = 2**63
 """Means no limit, because the trace of a load is never rotated."""
@@ -178,7 +179,7 @@ OTHER_MACHINE: Final = (
 
 
 class UnavailableSource:
-    """Replaces NVML or /proc where the server is on another machine than this process."""
+    """Replaces NVML or /proc if the server is on another machine than this process."""
 
     def __init__(self, source: Source, reason: Reason) -> None:
         self._failure = Failure(source=source, reason=reason, message=OTHER_MACHINE)
@@ -209,7 +210,8 @@ class Sampling:
         self._step = LoadObservation()
         self._parts = parts
         self._interval_seconds = interval_seconds
-        # a step takes samples besides those of the interval: the lock keeps them apart
+        # Steps take samples besides those of the interval; the lock lets only one sample run at a
+        # time.
         self._turn = asyncio.Lock()
         # all but the daemon's leak detector, because `detector` does the same and keeps the course
         # that the report needs
@@ -249,7 +251,7 @@ class Sampling:
 
 
 def create_trace(file: Path) -> None:
-    """Write the header of a new trace; raises BadInput where the file exists or cannot be made."""
+    """Write the header of a new trace; raise BadInput if the file exists or cannot be made."""
     try:
         with file.open("xb") as stream:
             stream.write(encode_line(HEADER))

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 LINE_SECONDS: Final = 10.0
-"""Our choice: how often a line is written where a bar cannot be drawn."""
+"""Our choice: the time between two lines if a bar cannot be drawn."""
 
 
 class Screen:
@@ -25,7 +25,7 @@ class Screen:
         self._next_line_seconds = inf
 
     def begin(self, title: str, seconds: float) -> None:
-        """Begin to show a step that lasts this many seconds."""
+        """Begin to show a step that takes this many seconds."""
         if is_terminal(sys.stderr):
             self._bar = start_bar(title, seconds, transient=False)
         else:

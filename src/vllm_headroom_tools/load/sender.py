@@ -23,20 +23,25 @@ from vllm_headroom_tools.load.tally import Tally
 from vllm_headroom_tools.load.target import Target
 
 MOST_CONNECTING: Final = 256
-"""The most connections that are being made at the same time: more would overflow the queue of the
-server's listening socket, and wait for seconds."""
+"""The most connections that are being made at the same time. More would overflow the queue of the
+server's listening socket, and would then wait for seconds.
+"""
 
 KEEP_SECONDS: Final = 4.0
-"""How long an idle connection is kept. vLLM's uvicorn closes one after 5 s
-(VLLM_HTTP_TIMEOUT_KEEP_ALIVE), and a request that is sent at that moment is lost."""
+"""An idle connection is kept for this long. vLLM's uvicorn closes an idle connection after 5 s
+(VLLM_HTTP_TIMEOUT_KEEP_ALIVE), and a request that is sent at that moment is lost.
+"""
 
 OK: Final = 200
 MOST_BODY_BYTES: Final = 2**16
-"""How much of an answer that is not a stream is kept; enough for a server's error message."""
+"""The most bytes that are kept of an answer that is not a stream; enough for a server's error
+message.
+"""
 
 NO_TIME_WAIT: Final = struct.pack("ii", 1, 0)
-"""The value of SO_LINGER that ends a connection with RST. After FIN its local port would be blocked
-for a minute, and there are only 28,000 local ports."""
+"""The value of SO_LINGER that ends a connection with RST. After FIN, the connection's local port
+would be blocked for a minute, and there are only 28,000 local ports.
+"""
 
 
 class RequestSender:
@@ -52,13 +57,13 @@ class RequestSender:
         self._make_body = make_body
         self._timeout_seconds = timeout_seconds
         self._connecting = asyncio.Semaphore(MOST_CONNECTING)
-        # connections that may be reused, with the time since when they have been idle
+        # The connections that may be reused, and the time since which each has been idle.
         self._idle: list[tuple[float, ClientConnection]] = []
 
     async def send(self, tally: Tally) -> Outcome:
         """Send one request, count it in `tally` and return its outcome.
 
-        A request that is cancelled counts as unfinished.
+        A cancelled request counts as unfinished.
         """
         tally.started_requests += 1
         completion = Completion(outcome=Outcome.UNFINISHED)
@@ -79,13 +84,13 @@ class RequestSender:
     async def _exchange(self, tally: Tally) -> Completion:
         """Send a request, follow its answer to the end and return how the request ended.
 
-        Raises OSError where no connection can be made.
+        Raises OSError if no connection can be made.
         """
         connection, connecting_seconds = await self._find_connection()
         stream = Stream(tally.inter_token_seconds.add)
         answering = connection.send(self._target, self._make_body(), stream)
-        # the time to connect counts as the server's; the time to make the body, and to wait for a
-        # turn to connect, is this machine's
+        # The time to connect counts as the server's. The time to make the body, and to wait for a
+        # turn to connect, is this machine's.
         start_seconds = monotonic() - connecting_seconds
         tally.open_stream()
         try:
@@ -99,7 +104,7 @@ class RequestSender:
             tally.add_success(
                 completion,
                 start_seconds=start_seconds,
-                # for an answer without tokens, its end counts as its first token
+                # If an answer has no tokens, its end counts as its first token.
                 first_token_seconds=stream.first_token_seconds or end_seconds,
                 end_seconds=end_seconds,
             )
@@ -108,7 +113,7 @@ class RequestSender:
     async def _find_connection(self) -> tuple["ClientConnection", float]:
         """Return an idle connection, or a new one; with the seconds that connecting took.
 
-        They are 0 for an idle connection, and do not contain the wait for a turn to connect.
+        The seconds are 0 for an idle connection; the wait for a turn to connect does not count.
         """
         # The newest idle connection comes first, because it is the least likely to be closed.
         while self._idle:
@@ -134,7 +139,7 @@ class RequestSender:
         for _, connection in self._idle:
             connection.close()
         self._idle.clear()
-        await asyncio.sleep(0)  # the loop releases them in its next iteration
+        await asyncio.sleep(0)  # The loop releases the connections in its next iteration.
 
 
 class ClientConnection(asyncio.Protocol):
@@ -150,14 +155,14 @@ class ClientConnection(asyncio.Protocol):
         self._body = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Store the transport that the loop has connected, and set its socket's options."""
+        """Store the connected transport, and set its socket's options."""
         # uvloop's transport is not a subclass of asyncio's
         self._transport = cast("asyncio.Transport", transport)
         connection_socket = transport.get_extra_info("socket")
         connection_socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, NO_TIME_WAIT)
 
     async def send(self, target: Target, body: bytes, stream: Stream) -> Completion:
-        """Send a request and return how it ended; its answer is fed to `stream`.
+        """Send a request and return how it ended; `stream` receives the bytes of its answer.
 
         The connection is closed on cancellation, and after an answer that does not allow another
         request.
@@ -193,7 +198,7 @@ class ClientConnection(asyncio.Protocol):
 
     def _read_events(self) -> None:
         """Process the received bytes until the answer is complete, or more bytes are needed."""
-        # One read of the socket may hold several events.
+        # One read of the socket may contain several events.
         while self._completion is not None and not self._completion.done():
             event = self._http.next_event()
             match event:
@@ -222,8 +227,8 @@ class ClientConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """End the request with the connection.
 
-        In HTTP/1.0, the end of the connection is the regular end of the answer; otherwise the
-        request was cut off.
+        In HTTP/1.0, the end of the connection is the regular end of the answer; otherwise it cuts
+        the answer off.
         """
         self.is_reusable = False
         if exc is None:

@@ -1,4 +1,4 @@
-"""A streamed answer, parsed event by event, and what it reports about the request."""
+"""A streamed answer, parsed event by event, and what the answer shows about its request."""
 
 import json
 import re
@@ -13,15 +13,15 @@ from vllm_headroom.vocabulary import CONTROLS
 from vllm_headroom_tools.openai import find_error, parse_object
 
 OUT_OF_MEMORY: Final = re.compile(r"out of memory|OutOfMemory", re.IGNORECASE)
-"""Matches the errors that mean that memory ran out: torch's "CUDA out of memory", HIP's, the name
-of torch's exception, and CUDA's own "out of memory".
+"""Matches the errors that mean that memory ran out: torch's "CUDA out of memory", HIP's message,
+the name of torch's exception, and CUDA's own "out of memory".
 """
 
 ENGINE_DEAD: Final = re.compile(
     r"EngineCore encountered an issue|EngineDead|Background loop (?:has errored|is stopped)"
 )
-"""Matches the errors with which vLLM's web server answers once its engine is dead: V1's
-EngineDeadError, V0's AsyncEngineDeadError.
+"""Matches the errors with which vLLM's web server answers after its engine has died:
+EngineDeadError (V1) and AsyncEngineDeadError (V0).
 """
 
 BUSY_STATUSES: Final = frozenset({HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE})
@@ -30,7 +30,10 @@ LONGEST_TEXT: Final = 160
 
 
 class Outcome(StrEnum):
-    """How a request ended. The set is closed, and each request is counted once."""
+    """The way in which a request ended.
+
+    The set is closed, and each request is counted once.
+    """
 
     SUCCEEDED = "succeeded"
     OUT_OF_MEMORY = "out_of_memory"
@@ -100,8 +103,8 @@ class StreamError(Exception):
 class Stream:
     """The part of one answer that has arrived.
 
-    `add_gap` receives the seconds from each event with a choice to the next; 0 if both arrive
-    together. vLLM's own benchmark counts the same events
+    `add_gap` receives the seconds between an event with a choice and the next such event, or 0 if
+    both arrive together. vLLM's own benchmark counts the same events
     (vllm/benchmarks/lib/endpoint_request_func.py).
     """
 
@@ -127,7 +130,7 @@ class Stream:
         self._usage: dict[str, Any] = {}
 
     def feed(self, data: bytes, now_seconds: float) -> None:
-        """Process bytes that arrived at `now_seconds`; raises StreamError if they are not a stream.
+        """Process bytes that arrived at `now_seconds`; raise StreamError if they are not a stream.
 
         OpenAI's servers send one line of data for each event.
         """
@@ -147,7 +150,7 @@ class Stream:
     def build_completion(self) -> Completion:
         """Return the result of an answer that is complete.
 
-        It failed if it contains an error, or does not end with [DONE].
+        The request failed if its answer contains an error, or does not end with [DONE].
         """
         # An error within the stream comes with status 200.
         if self._error is not None:
@@ -164,7 +167,7 @@ class Stream:
         )
 
     def _read_count(self, name: str) -> int | None:
-        """Return a count of the server's usage; None where it sent none."""
+        """Return a count of the server's usage; None if it sent none."""
         count = self._usage.get(name)
         return count if isinstance(count, int) else None
 

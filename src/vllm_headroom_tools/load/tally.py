@@ -22,8 +22,8 @@ QUANTILES: Final = {"p50": 0.50, "p95": 0.95, "p99": 0.99}
 class Tally:
     """Counts the requests of a step, and collects their times in seconds.
 
-    Times are from successful requests only, except the times between two tokens, which are from all
-    requests.
+    The times between two tokens are from all requests; all other times are from successful requests
+    only.
     """
 
     def __init__(self, start_seconds: float) -> None:
@@ -44,7 +44,7 @@ class Tally:
         self.generation_tokens = 0
         # how many answers came without the server's counts of tokens
         self.uncounted_answers = 0
-        # how late this process's own loop was, each time that it was measured
+        # The delays of this process's own loop, one for each time that the delay was measured.
         self.own_delay_seconds = Histogram()
 
     @property
@@ -53,7 +53,7 @@ class Tally:
         return self.started_requests - self.outcomes.total()
 
     def open_stream(self) -> None:
-        """Count a stream that begins, and update the most that were open at once."""
+        """Count a stream that begins, and update the highest number of open streams."""
         self.open_streams += 1
         self.most_streams = max(self.most_streams, self.open_streams)
 
@@ -74,7 +74,7 @@ class Tally:
         self.first_token_seconds.add(first_token_seconds - start_seconds)
         self.end_to_end_seconds.add(end_seconds - start_seconds)
         tokens = completion.generation_tokens or 0
-        # the first token has its own time, so the time per token is over those after it
+        # The first token has its own time, so the time per token is that of the later tokens.
         if tokens > 1:
             self.per_token_seconds.add((end_seconds - first_token_seconds) / (tokens - 1))
         self.prompt_tokens += completion.prompt_tokens or 0

@@ -24,7 +24,7 @@ MOST_LIST_BYTES: Final = 2**20
 
 
 class Target(Struct, frozen=True, kw_only=True):
-    """The server and the path to which each request is sent."""
+    """The server, and the path to which each request is sent."""
 
     address: tuple[str, int]  # IP address and port
     host: str
@@ -38,7 +38,7 @@ async def find_target(
 ) -> Target:
     """Return the target at the first of the host's addresses that accepts a connection.
 
-    Raises BadInput where no address accepts one.
+    Raises BadInput if no address accepts one.
     """
     headers = [
         ("Host", url.netloc.decode()),
@@ -78,7 +78,7 @@ async def _find_address(url: httpx.URL, tls: ssl.SSLContext | None) -> tuple[str
         except OSError as error:
             problem = error
             continue
-        # Only the address was in question.
+        # The connection was only made to find the address.
         transport.abort()
         return host, port
     raise BadInput(_describe_failure(problem, url))
@@ -93,7 +93,7 @@ def _describe_failure(error: Exception, url: httpx.URL) -> str:
 async def fetch_model(url: httpx.URL, target: Target) -> ListedModel:
     """Return the first model that the server lists.
 
-    Raises BadInput where the list is empty or cannot be fetched.
+    Raises BadInput if the list is empty or cannot be fetched.
     """
     models_url = join_path(url, "/v1/models")
     headers = [*target.headers, ("Accept-Encoding", "identity")]

@@ -111,17 +111,18 @@ SIZE_OPTIONS: Final = (
     ("hidden_size", "hidden_size", "values of a token between two layers"),
     ("vocabulary", "vocab_size", "tokens of the vocabulary"),
 )
-"""The options for a model's sizes: name, field of the configuration that it replaces, and meaning.
+"""The options for a model's sizes: the option, the field of the configuration that it replaces, and
+its meaning.
 """
 
 NEEDED_SIZES: Final = ("layers", "kv_heads", "head_size")
-"""The options that give what the KV cache needs where there is no configuration."""
+"""The options for the sizes that the KV cache needs if there is no configuration."""
 
 
 def build_question(options: Namespace) -> Question:
     """Build the question from the options.
 
-    Raises BadInput for a model that cannot be read, and for numbers that vLLM refuses.
+    Raises BadInput if the model cannot be read, or if vLLM would refuse a number.
     """
     shape = _read_shape(options)
     if isinstance(shape, str):
@@ -131,7 +132,7 @@ def build_question(options: Namespace) -> Question:
     speculation = read_speculation(options)
     _check_speculation(speculation, options.release)
     checkpoint_bytes, parameters = _read_weights(options, shape)
-    # Only after the weights are read, because a checkpoint's size already includes the speculative
+    # The weights are read first, because a checkpoint's size already includes the speculative
     # layers.
     drafting = _add_drafts(shape, speculation, options)
     _apply_gpu_choice(options)
@@ -141,7 +142,7 @@ def build_question(options: Namespace) -> Question:
     max_num_batched_tokens = options.max_num_batched_tokens
     max_num_seqs = options.max_num_seqs
     if max_num_seqs is None:
-        # As vLLM does (0.33, engine/arg_utils.py): a given batch limits the default.
+        # As in vLLM (0.33, engine/arg_utils.py), a given batch limits the default.
         batch_limit = max_num_batched_tokens or defaults.max_num_seqs
         max_num_seqs = min(defaults.max_num_seqs, batch_limit)
     if max_num_batched_tokens is None:
@@ -154,7 +155,8 @@ def build_question(options: Namespace) -> Question:
     utilization = options.gpu_memory_utilization
     if utilization is None:
         utilization = options.release.utilization
-    # Most options are fields of the question with the same name; the others are computed above.
+    # Most options are fields of the question with the same name; the code above computes the
+    # others.
     values = {
         field.name: getattr(options, field.name)
         for field in fields(Question)
@@ -187,7 +189,8 @@ def build_question(options: Namespace) -> Question:
     if problem is not None:
         raise BadInput(problem)
     if options.max_model_len == AUTO_LENGTH:
-        # As vLLM does: the longest sequence that fits once, up to the model's own limit.
+        # As in vLLM, the limit is the longest sequence that fits once, and at most the model's own
+        # limit.
         longest = estimate_memory(question).find_longest(1)
         return replace(question, max_model_len=longest or shape.max_model_len)
     return question
@@ -201,7 +204,7 @@ def _read_prefix_caching(options: Namespace) -> bool | None:
 
 
 def _apply_gpu_choice(options: Namespace) -> None:
-    """Set the options that --gpu replaces, unless they are typed themselves."""
+    """Set the options that --gpu replaces, except those that the operator typed."""
     if options.gpu is None:
         return
     if options.gpu_memory_bytes is None:
@@ -210,7 +213,8 @@ def _apply_gpu_choice(options: Namespace) -> None:
     is_spread = (
         options.tensor_parallel_size * options.pipeline_parallel_size * options.data_parallel_size
     ) > 1
-    # A whole command line has vLLM's default of one GPU; without one, all named GPUs are used.
+    # A whole command line has vLLM's default of one GPU; without a command line, all named GPUs are
+    # used.
     if options.gpu.count is not None and not is_spread and not options.has_line:
         options.tensor_parallel_size = options.gpu.count
 
@@ -242,20 +246,20 @@ def _set_longest(shape: ModelShape, options: Namespace) -> ModelShape:
 
 
 class Drafting(Struct, frozen=True, kw_only=True):
-    """A model with what makes its drafts."""
+    """A model, and the parts that make its drafts."""
 
-    # With its own heads, and a head that is assumed.
+    # The shape includes the model's own heads, and an assumed head.
     shape: ModelShape
     # The draft model whose sizes are known.
     draft: ModelShape | None = None
-    # The name of a head that is counted without its configuration.
+    # The name of a head that is counted although its configuration is unknown.
     assumed_name: str | None = None
     # Whether there is a draft model that cannot be counted.
     is_unknown: bool = False
 
 
 def _add_drafts(shape: ModelShape, speculation: Speculation, options: Namespace) -> Drafting:
-    """Return the model with what makes its drafts, where tokens are speculated."""
+    """Return the model with the parts that make its drafts, if tokens are speculated."""
     if speculation.has_own_heads:
         shape = shape.add_speculation(speculation.tokens)
     name = speculation.draft_name
@@ -274,10 +278,10 @@ def _add_drafts(shape: ModelShape, speculation: Speculation, options: Namespace)
 
 
 def _read_draft(options: Namespace, name: str | None) -> ModelShape | None:
-    """Return the draft model by its configuration, its public name or its folder.
+    """Return the draft model, from its configuration, its public name or its folder.
 
-    None if there is none, or if it is not known here. Raises BadInput for a configuration that
-    cannot be read.
+    Returns None if there is no draft model, or if it is unknown here. Raises BadInput for a
+    configuration that cannot be read.
     """
     if options.draft_model_config is not None:
         draft = read_model(options.draft_model_config)
@@ -297,7 +301,7 @@ def _read_draft(options: Namespace, name: str | None) -> ModelShape | None:
 
 
 def _read_shape(options: Namespace) -> ModelShape | str:
-    """Return the shape by the model's file and the options for its sizes, or what is wrong."""
+    """Return the shape from the model's file and the options for its sizes, or what is wrong."""
     overrides = _read_overrides(options)
     if options.model is not None and options.model_config is None:
         if has_config_file(options.model):
@@ -312,7 +316,7 @@ def _read_shape(options: Namespace) -> ModelShape | str:
         shape = read_model(options.model_config, overrides)
         if isinstance(shape, str):
             return f"{options.model_config}: {shape}"
-        # If all sizes are given, it does not matter that the type of model is unknown here.
+        # If all sizes are given, the type of model may be unknown here.
         return shape if missing_sizes else replace(shape, unknown_type=None)
     if missing_sizes:
         needed = ", ".join(map(name_option, NEEDED_SIZES))
@@ -321,7 +325,7 @@ def _read_shape(options: Namespace) -> ModelShape | str:
             return problem
         missing = ", ".join(map(name_option, missing_sizes))
         return f"{problem}; missing: {missing}"
-    # The options alone describe a usual decoder, in which all layers keep every token.
+    # Without a file, the options describe a usual decoder, in which all layers keep every token.
     return parse_model_config("{}", overrides)
 
 
@@ -346,9 +350,10 @@ def _read_public_model(name: str, overrides: dict[str, Any]) -> ModelShape | str
 def _read_weights(options: Namespace, shape: ModelShape) -> tuple[int | None, int | None]:
     """Return the bytes of the weights as they are served, and the number of parameters.
 
-    At most one of them is known; both are None if they have to be counted from the configuration.
-    Weights that are quantised in the file are served in that form, so the files' bytes count.
-    Others are served in the dtype of the options, so only their number counts.
+    At most one of the two is known; both are None if they have to be counted from the
+    configuration. If the file has quantised weights, vLLM serves them in that form, so the bytes of
+    the files count. Other weights are served in the dtype of the options, so only the number of
+    parameters counts.
     """
     if options.parameters is not None or options.model_config is None:
         return None, options.parameters
@@ -356,7 +361,7 @@ def _read_weights(options: Namespace, shape: ModelShape) -> tuple[int | None, in
     stored_bytes = count_checkpoint_bytes(path if path.is_dir() else path.parent)
     if stored_bytes is None:
         return None, None
-    # The files may have another dtype than the one that is served, but they show the number of
+    # The dtype of the files may differ from the served one, but the files show the number of
     # parameters.
     if shape.quantisation is None:
         return None, int(stored_bytes / shape.stored_bytes)
@@ -384,7 +389,7 @@ def _apply_options(shape: ModelShape, options: Namespace) -> ModelShape:
 def _apply_dtype(shape: ModelShape, dtype_bytes: float) -> ModelShape:
     """Return the shape in this dtype; a quantised cache and quantised weights are unchanged."""
     kv_dtype_bytes = shape.kv_dtype_bytes
-    # A cache that follows the model's dtype follows it here too.
+    # A cache that has the model's dtype follows the change of dtype.
     if kv_dtype_bytes == shape.dtype_bytes:
         kv_dtype_bytes = dtype_bytes
     weight_bytes = shape.weight_bytes_per_parameter
@@ -508,9 +513,10 @@ ENVIRONMENT_VALUE: Final = Value(
 
 
 def _parse_utilization(text: str) -> float:
-    """Return a ratio. A percentage is accepted too, but only with its sign.
+    """Return a ratio.
 
-    Raises RefusedError for a number above 1 without the sign, and ValueError for other text.
+    A percentage is accepted too, if it has the sign %. Raises RefusedError for a number above 1
+    without the sign, and ValueError for other text.
     """
     if text.strip().endswith("%"):
         return bounded(parse_share, SMALLEST_FLOAT, 1)(text)
@@ -821,7 +827,7 @@ def _add_choice(
     meaning: str,
     default: str | None = None,
 ) -> None:
-    """Add an option that takes one of these names; its help lists them."""
+    """Add an option that takes one of these names, and list them in its help."""
     value = choice(names)
     group.add_argument(
         *flags, metavar="NAME", type=value, default=default, help=f"{meaning}: {value.accepts}"
@@ -848,8 +854,8 @@ def _run(options: Namespace) -> Report | Coroutine[Any, Any, Report]:
 def _build_logged_question(options: Namespace, traffic: Traffic | None = None) -> Question:
     """Build the question from the options and, if given, the log of a start and the traffic.
 
-    Options that are typed take precedence over those of the log. The log has all options of its
-    start; without a log, the traffic shows some of them.
+    Typed options take precedence over those of the log. The log has all options of its start.
+    Without a log, the traffic shows some options.
     """
     start_figures = None
     if options.log is not None:
@@ -868,7 +874,7 @@ async def _size_live(options: Namespace) -> Report:
 
     Raises BadInput if the sidecar does not answer.
     """
-    # Only this needs an HTTP client.
+    # The import is here because only this function needs an HTTP client.
     from vllm_headroom.daemon.sources import close_all  # noqa: PLC0415
     from vllm_headroom.scrape.http.reader import PageReader  # noqa: PLC0415
     from vllm_headroom_tools.sidecar import (  # noqa: PLC0415
@@ -895,7 +901,7 @@ def _size(options: Namespace, traffic: Traffic) -> Report:
     question = _build_logged_question(options, traffic)
     is_length_known = options.log is not None or "max_model_len" in options.typed_names
     if not is_length_known and question.max_model_len is not None:
-        # vLLM has started, so its KV cache holds a sequence of its longest length.
+        # vLLM has started, so its KV cache holds at least one sequence of the longest length.
         longest = int(traffic.capacity_tokens or question.max_model_len)
         question = replace(question, max_model_len=min(question.max_model_len, longest))
     return build_sizes_report(judge_sizes(question, traffic, options.max_num_batched_tokens))

@@ -1,4 +1,4 @@
-"""Plan from the log of a start: its options, and its figures in place of what is assumed."""
+"""A plan from the log of a start: the log's options, and its figures in place of assumptions."""
 
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
@@ -69,7 +69,7 @@ UNSET: Final[Mapping[str, Any]] = {
     "dtype": "auto",
     "cpu_offload_gb": 0.0,
 }
-"""The values of options that a start's log does not show: vLLM had its defaults."""
+"""The values of options that a start's log does not show, because vLLM used its defaults."""
 
 SAME_CARD_BYTES: Final = GIB
 """Our choice: a card is taken for the log's if their sizes differ by less. CUDA sees 79.2 of 79.6
@@ -78,7 +78,7 @@ GiB.
 
 
 def choose_start(log: EngineLog) -> EngineStart:
-    """Return the newest start that shows the size of its KV cache; raises BadInput without one."""
+    """Return the newest start that shows the size of its KV cache; raise BadInput if none does."""
     for start in reversed(log.starts):
         if start.engine == "vllm" and start.find_largest("kv_cache_bytes") is not None:
             return start
@@ -106,7 +106,7 @@ def apply_log_options(options: Namespace, start: EngineStart, *, with_typed: boo
     if not typed_names & MODEL_NAMES and start.model is not None:
         applied.model = start.model
     total_bytes = start.find_largest("total_bytes")
-    # What CUDA reported is more exact than the card's name.
+    # The size that CUDA reported is more exact than the size by the card's name.
     if total_bytes is not None and is_logged_card(options, total_bytes):
         applied.gpu = None
         applied.gpu_memory_bytes = round(total_bytes)
@@ -134,7 +134,7 @@ def list_log_options(start: EngineStart) -> Iterator[tuple[str, Any]]:
         count = start.find_option(*log_names)
         if not _is_count(count) and name in FIGURES:
             count = start.find_largest(FIGURES[name])
-        # To Python a truth value is a whole number too, but it is not a count.
+        # In Python, a truth value is a whole number too, but not a count.
         if isinstance(count, int | float) and _is_count(count):
             yield name, int(count)
     utilization = start.find_option("gpu_memory_utilization")
@@ -154,7 +154,7 @@ def list_log_options(start: EngineStart) -> Iterator[tuple[str, Any]]:
         if start.find_option(name) is True:
             yield name, True
     is_caching = start.find_option("enable_prefix_caching")
-    # Both options exist, and neither is the default in every release.
+    # An option exists for either value, and the default differs by release.
     if isinstance(is_caching, bool):
         yield "enable_prefix_caching", is_caching
         yield "no_enable_prefix_caching", not is_caching
@@ -169,7 +169,7 @@ def measure_start(start: EngineStart, name: str, question: Question) -> Measured
     total_bytes = start.find_largest("total_bytes")
     free_bytes = start.find_smallest("free_at_start_bytes")
     missing_bytes = None
-    # What was already taken at the start, including the context of the process itself.
+    # The memory that was taken before the start, which includes the context of the process itself.
     if total_bytes is not None and free_bytes is not None:
         missing_bytes = float(total_bytes - free_bytes)
     weights_bytes = start.find_largest("profiled_weights_bytes")
@@ -202,13 +202,13 @@ CHANGED_OPTIONS: Final = (
     "max_num_batched_tokens",
     "enforce_eager",
 )
-"""The options that are named if they differ from those of the log."""
+"""The options that are named if their values differ from the log's."""
 
 
 def describe_log(estimate: MemoryEstimate) -> Iterator[str]:
     """Yield what the log's start has, and what the changed options would give.
 
-    Nothing without a log.
+    Yields nothing if there is no log.
     """
     measured = estimate.question.measured
     if measured is None:
@@ -227,7 +227,7 @@ def describe_log(estimate: MemoryEstimate) -> Iterator[str]:
 
 
 def _list_changes(question: Question, measured: MeasuredStart) -> Iterator[str]:
-    """Yield the options that differ from those of the log, as they are typed."""
+    """Yield the options whose values differ from the log's, as they are typed."""
     for name in CHANGED_OPTIONS:
         value = getattr(question, name)
         if value == measured.settings[name]:

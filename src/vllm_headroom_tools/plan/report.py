@@ -1,4 +1,4 @@
-"""The answer for scripts, and what the probe measured in an engine that serves the model."""
+"""The answer for scripts, and the probe's measurements in an engine that serves the model."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
@@ -51,8 +51,8 @@ class PlannedPart(Struct, frozen=True, kw_only=True):
 def build_report(estimate: MemoryEstimate, measured: WorkerMeasurements | None) -> Report:
     """Return the report on the plan, beside what a worker of the engine measured on its GPU.
 
-    `measured` is None if no file of the probe was given. In the data, bytes are those of each GPU
-    unless their name says otherwise. Unknown figures are None.
+    `measured` is None if no file of the probe was given. In the data, bytes are per GPU unless
+    their name says otherwise. Unknown figures are None.
     """
     fits = can_start(estimate)
     verdict = _conclude(fits)
@@ -159,7 +159,7 @@ def _format_heading(estimate: MemoryEstimate) -> Iterator[str]:
         model.append(f"latent attention of {shape.latent_width} values")
     else:
         model.append(f"{shape.heads.count} KV heads of {shape.heads.key_size}")
-    # Layers with a window drop old tokens, so they keep less of a long sequence.
+    # Layers with a window drop old tokens, so these layers keep less of a long sequence.
     if shape.windowed_layers:
         model.append(
             f"{shape.windowed_layers} layers with a window of {shape.window_tokens or 0:,} tokens"
@@ -232,7 +232,7 @@ def _name_origin(assumption: Assumption) -> str:
 
 
 def _name_weights_source(estimate: MemoryEstimate) -> str:
-    """Return how the weights are known; empty where they are unknown."""
+    """Return how the weights are known; empty if they are unknown."""
     question = estimate.question
     measured = question.measured
     if measured is not None and measured.weights_bytes is not None:
@@ -316,7 +316,7 @@ def _format_cache(estimate: MemoryEstimate) -> Iterator[str]:
 
 
 def _format_capacity(estimate: MemoryEstimate, blocks: int) -> Iterator[str]:
-    """Yield the lines on the tokens and sequences that fit, without those that are unknown."""
+    """Yield the lines on the tokens and sequences that fit, except those that are unknown."""
     question = estimate.question
     if estimate.capacity_tokens is not None:
         bound = "" if question.kv_cache_memory_bytes else "at least "
@@ -327,7 +327,7 @@ def _format_capacity(estimate: MemoryEstimate, blocks: int) -> Iterator[str]:
             continue
         at_once = estimate.count_sequences(tokens)
         if at_once is not None:
-            # Rounded down, so that the table shows no sequence that does not fit.
+            # The number is rounded down, so that the table shows no sequence that does not fit.
             shown = floor(at_once * 10) / 10
             yield f"  {shown:,.1f} sequences of {tokens:,} tokens ({name}) at once"
 
@@ -335,7 +335,7 @@ def _format_capacity(estimate: MemoryEstimate, blocks: int) -> Iterator[str]:
 def _format_tables(estimate: MemoryEstimate) -> list[str]:
     """Return two tables: the largest length by the number of sequences, and the reverse.
 
-    Empty where no blocks are known to fit.
+    Returns an empty result if no blocks are known to fit.
     """
     if not estimate.blocks:
         return []
@@ -356,7 +356,7 @@ def _format_table(heads: tuple[str, str], pairs: Iterable[tuple[int, int]]) -> I
 
 
 def _format_answer(estimate: MemoryEstimate, changes: Sequence[Saving]) -> Iterator[str]:
-    """Yield the notes and the verdict, and the changes that help unless it surely fits."""
+    """Yield the notes, the verdict and, unless vLLM surely starts, the changes that help."""
     for sentence in (*list_estimate_notes(estimate), explain_verdict(estimate)):
         yield from wrap_text("", sentence)
     # If the size of the cache is unknown, whether a change helps is unknown too.
@@ -474,7 +474,7 @@ def _build_sequence_data(estimate: MemoryEstimate) -> dict[str, float | None]:
 
 
 def _build_assumptions(assumptions: StartAssumptions) -> dict[str, dict[str, Any]]:
-    """Return each figure that is assumed, with its origin and evidence."""
+    """Return each assumed figure with its origin and evidence."""
     return {
         name: {
             "low": assumption.range.low,

@@ -14,8 +14,8 @@ from vllm_headroom_tools.sizing.estimate import MemoryEstimate, estimate_memory
 from vllm_headroom_tools.sizing.question import SMALL_CARD, Question, choose_defaults, find_problem
 
 SPARE_FACTOR: Final = 1.25
-"""Our choice: a size has to hold the traffic with a quarter to spare, like the length that advise
-proposes (LENGTH_MARGIN), because a day has hours that the trace did not see.
+"""Our choice: a size has to hold the traffic with a quarter to spare, because a day has hours that
+the trace did not see. `advise` proposes lengths by a similar rule (LENGTH_MARGIN).
 """
 
 GROUP_SIZES: Final = (1, 2, 4, 8)
@@ -46,7 +46,7 @@ PROPOSED_CARDS: Final = (
 
 
 class Size(Struct, frozen=True, kw_only=True):
-    """A number of GPUs and the settings with which they hold the traffic."""
+    """A number of GPUs, and the settings with which these GPUs hold the traffic."""
 
     # For example "2 x L40S".
     name: str
@@ -65,9 +65,9 @@ class Size(Struct, frozen=True, kw_only=True):
 class Waste(Struct, frozen=True, kw_only=True):
     """The memory of each GPU that the traffic never used; a figure is None if it is unknown."""
 
-    # The part of the KV cache beyond what the traffic needs with SPARE_FACTOR.
+    # The part of the KV cache beyond the traffic's need times SPARE_FACTOR.
     kv_cache_bytes: float | None
-    # The memory of the card that was free at its highest peak.
+    # The memory of the card that was free at the highest peak.
     free_bytes: float | None
 
     @property
@@ -79,7 +79,7 @@ class Waste(Struct, frozen=True, kw_only=True):
 
 
 class Sizing(Struct, frozen=True, kw_only=True):
-    """Whether an engine has the right size for its traffic, and which other sizes it could have."""
+    """Whether an engine has the right size for its traffic, and which other sizes would do."""
 
     traffic: Traffic
     # The engine with its present settings.
@@ -89,7 +89,7 @@ class Sizing(Struct, frozen=True, kw_only=True):
     needed_requests: int
     needed_tokens: float
     waste: Waste
-    # The engine's own GPUs with less memory for vLLM; None if it needs what it has.
+    # The engine's own GPUs with less memory for vLLM; None if the engine needs all that it has.
     smaller_share: Size | None
     # For each card, the smallest number that holds the traffic, sorted by memory.
     others: tuple[Size, ...]
@@ -113,8 +113,8 @@ class Sizing(Struct, frozen=True, kw_only=True):
 def judge_sizes(question: Question, traffic: Traffic, typed_batch_tokens: int | None) -> Sizing:
     """Return the sizes for the traffic of an engine with these settings.
 
-    `typed_batch_tokens` is `--max-num-batched-tokens` if it is set; otherwise each card has its
-    default.
+    `typed_batch_tokens` is the value of `--max-num-batched-tokens` if the operator set it;
+    otherwise each card has its default.
     """
     estimate = estimate_memory(question)
     used_tokens = traffic.needed_tokens
@@ -201,7 +201,7 @@ class Trials(Struct, frozen=True, kw_only=True):
 
 
 def _describe_size(estimate: MemoryEstimate, used_tokens: float) -> Size:
-    """Return one size of the table: what it holds, and how much of it the traffic uses."""
+    """Return one size of the table: its capacity, and the part of it that the traffic uses."""
     question = estimate.question
     used_ratio = None
     if estimate.blocks:
@@ -222,7 +222,7 @@ def _describe_size(estimate: MemoryEstimate, used_tokens: float) -> Size:
 def _find_smaller_share(trials: Trials) -> Size | None:
     """Return the engine's GPUs with the smallest budget for vLLM that holds the traffic.
 
-    None if that is not less than the present budget.
+    Returns None if that is not less than the present budget.
     """
     question = trials.question
     if question.kv_cache_memory_bytes is not None:
@@ -233,7 +233,7 @@ def _find_smaller_share(trials: Trials) -> Size | None:
         if cache_bytes >= question.kv_cache_memory_bytes or not trials.holds(smaller):
             return None
         return trials.describe(smaller, (("--kv-cache-memory-bytes", str(cache_bytes)),))
-    # A budget above one that holds the traffic holds it too, so bisection finds the least.
+    # If a budget holds the traffic, every larger budget holds it too, so bisection finds the least.
     lowest_percent = 1
     highest_percent = floor(question.gpu_memory_utilization * 100)
     while lowest_percent < highest_percent:
@@ -262,7 +262,7 @@ def _list_others(trials: Trials) -> Iterator[Size]:
 
 
 def _list_alternatives(card_name: str) -> Iterator[Card]:
-    """Yield the cards to which an engine could move: those of the same maker."""
+    """Yield the cards to which an engine could move: the cards of the same maker."""
     is_amd = card_name.startswith(AMD_PREFIX)
     for card in CARDS:
         if card.name != card_name and card.name not in PROPOSED_CARDS:

@@ -23,9 +23,8 @@ SHORT_DAY_SECONDS: Final = 0.9 * DAY_SECONDS
 
 
 SAME_START_RATIO: Final = 0.97
-"""Our choice: if the KV cache is smaller than this share of the planned low bound ("at least"), the
-engine was started with other options. In 2 of 100 starts the cache is a little larger than the
-bound.
+"""Our choice: if the KV cache is below this share of the planned low bound ("at least"), the engine
+was started with other options. In 2 of 100 starts, the cache is a little larger than the bound.
 """
 
 
@@ -70,7 +69,7 @@ def _conclude(sizing: Sizing) -> str:
     larger = "no size that is known here holds this traffic"
     if sizing.larger:
         larger = f"{sizing.larger[0].name} holds this traffic with a quarter to spare"
-    # From the worst on: harm outweighs the room that the numbers show.
+    # The worst result comes first: if traffic has suffered, the free room does not count.
     if traffic.has_hurt:
         duration = format_duration(traffic.full_seconds)
         return f"It is too small: its KV cache was full for {duration} and preempted; {larger}."
@@ -152,7 +151,7 @@ def _format_traffic(sizing: Sizing) -> Iterator[str]:
 
 
 def _format_waste(sizing: Sizing) -> Iterator[str]:
-    """Yield the table of the memory that the traffic never used; nothing where it is unknown."""
+    """Yield the table of the memory that the traffic never used; nothing if it is unknown."""
     waste = sizing.waste
     if waste.total_bytes is None:
         return
@@ -173,7 +172,7 @@ def _format_waste(sizing: Sizing) -> Iterator[str]:
 
 
 def _choose_rows(sizing: Sizing) -> list[Size]:
-    """Return the other sizes to show: smaller ones, or larger ones if room is short."""
+    """Return the other sizes to show: smaller sizes, or larger sizes if room is short."""
     sizes = sizing.smaller if sizing.has_room else sizing.larger
     return list(sizes[:MOST_ROWS])
 

@@ -42,9 +42,9 @@ class Traffic(Struct, frozen=True, kw_only=True):
     # The largest share of the KV cache in use, and the cache's size.
     highest_used_ratio: float
     capacity_tokens: float | None = None
-    # How long the cache was full.
+    # The time for which the cache was full.
     full_seconds: float = 0.0
-    # If requests queued for long: the median number of those that waited, and the requests and
+    # If requests queued for long: the median number of waiting requests, and the requests and
     # tokens that there would be if all of them ran.
     queued_seconds: float = 0.0
     queued_waiting: float | None = None
@@ -57,7 +57,7 @@ class Traffic(Struct, frozen=True, kw_only=True):
     # Whether any prompt was found in the prefix cache.
     has_prefix_hits: bool = False
 
-    # The settings of the engine, as far as it shows them.
+    # The settings of the engine, if the source shows them.
     model_name: str | None = None
     ranks: int = 1
     gpus: int = 0
@@ -72,7 +72,7 @@ class Traffic(Struct, frozen=True, kw_only=True):
     def needed_tokens(self) -> float | None:
         """Return the tokens that the traffic took at once, or would take without a queue.
 
-        None if the size of the KV cache is not known.
+        Returns None if the size of the KV cache is not known.
         """
         if self.capacity_tokens is None:
             return None
@@ -110,7 +110,7 @@ class RankHistory:
         self.queued_tokens = Histogram()
         self._preemptions = Rise()
         self._finished = Rise()
-        # What happened while the cache was full.
+        # The counts while the cache was full.
         self._full_preemptions = 0.0
         self._full_finished = 0.0
         self._was_full = False
@@ -205,7 +205,7 @@ class TraceTraffic:
         self._readings = readings
         for reading in readings:
             self._ranks.setdefault(label_engine(reading), RankHistory()).step(reading, seconds)
-        # A sample may miss a GPU that does not answer.
+        # A sample may lack a GPU that does not answer.
         if len(snapshot.owned_gpus) >= len(self._gpus):
             self._gpus = snapshot.owned_gpus
         for gpu in snapshot.owned_gpus:
@@ -263,7 +263,8 @@ class TraceTraffic:
         )
         _check_traffic(traffic)
         if traffic.queued_seconds < LASTING_SECONDS:
-            # A queue of a few moments is a burst; the median of a longer time does not describe it.
+            # A queue that lasts moments is a burst, and the median of a longer time does not
+            # describe a burst.
             return traffic
         return replace(
             traffic,
@@ -274,7 +275,7 @@ class TraceTraffic:
 
 
 def _check_traffic(traffic: Traffic) -> None:
-    """Raise BadInput if there is no traffic, or if what it took is not known."""
+    """Raise BadInput if there is no traffic, or if its use of memory is unknown."""
     if not traffic.highest_running:
         raise BadInput(f"{traffic.source}: no request ran in it, so that no size can be judged")
     if not traffic.highest_used_ratio:
@@ -367,9 +368,9 @@ SPREAD_NAMES: Final = frozenset(
 
 
 def apply_traffic_options(options: Namespace, traffic: Traffic) -> Namespace:
-    """Return the options with those that the engine shows, unless they are typed.
+    """Return the options, in which the engine's own fill in those that are not typed.
 
-    A whole command line after `--` has vLLM's defaults for the options that it does not set.
+    A whole command line after `--` uses vLLM's defaults for the options that it does not set.
     """
     applied = Namespace(**vars(options))
     # The typed options win: the question may be about another card or model.
@@ -398,7 +399,7 @@ def apply_traffic_options(options: Namespace, traffic: Traffic) -> Namespace:
 
 
 def _choose_card(traffic: Traffic) -> CardCount | None:
-    """Return the engine's card by its name or size; None if it is not known here."""
+    """Return the engine's card by its name or size; None if the card is unknown here."""
     try:
         return parse_gpus_by_name(traffic.gpu_name)
     except RefusedError:

@@ -31,7 +31,7 @@ def list_unknown(estimate: MemoryEstimate) -> list[str]:
     """Return a text for each figure that is needed but unknown, with the options that set it."""
     question = estimate.question
     model_type = question.shape.unknown_type
-    # All at once: otherwise each run with one more option would name only the next.
+    # All unknown figures are named at once; otherwise each run would name only the next one.
     unknown = []
     if model_type is not None:
         unknown.append(
@@ -230,7 +230,7 @@ def _note_memory_outside(estimate: MemoryEstimate) -> Iterator[str]:
 
 
 SMALLEST_LENGTH: Final = 256
-"""Our choice: the shortest length of a sequence, in tokens, that is proposed; a server with a
+"""Our choice: no sequence length below this many tokens is proposed, because a server with a
 shorter limit is of no use.
 """
 
@@ -252,7 +252,7 @@ class Saving(Struct, frozen=True):
 
 
 class Trial(Struct, frozen=True):
-    """A change of settings that is tried because vLLM may start with it."""
+    """A change of settings that is tried, because vLLM may start with it."""
 
     settings: OptionValues
     # The disadvantage of the change, in words.
@@ -265,14 +265,16 @@ def find_changes(estimate: MemoryEstimate) -> tuple[Saving, ...]:
     """Return the changes with which vLLM surely starts, the cheapest first.
 
     Each option is changed to the nearest value that helps. If a shorter `max_model_len` alone is
-    not enough, options that help only together with one are returned too. Empty if no change helps.
+    not enough, options that help only together with one are returned too. Returns an empty result
+    if no change helps.
     """
     shortened = _shorten(estimate.question)
     is_shortening_enough = shortened is not None and _surely_starts(shortened.question)
     trials = [] if shortened is None else [shortened]
     for trial in _list_trials(estimate.question):
         trials.append(trial)
-        # A change that is enough without a shorter length is not combined with one.
+        # If a change is enough without a shorter length, the change is not combined with a shorter
+        # length.
         if is_shortening_enough or find_problem(trial.question):
             continue
         shorter = _shorten(trial.question)
@@ -298,7 +300,7 @@ def _surely_starts(question: Question) -> bool:
 def _shorten(question: Question) -> Trial | None:
     """Return a trial with the longest `max_model_len` that fits.
 
-    None if the current one fits, or if only a useless length would fit.
+    Returns None if the current one fits, or if only a useless length would fit.
     """
     longest = estimate_memory(question).find_longest(1) or 0
     length = question.max_model_len
@@ -325,7 +327,7 @@ def _list_trials(question: Question) -> Iterator[Trial]:
     yield from _round_weights(question)
     yield from _offload_less_cache(question)
     yield from _use_more_gpus(question)
-    # Offloading is last: it costs no GPU, but it slows every step.
+    # Offloading comes last: it needs no further GPU, but it slows every step.
     yield from _offload_weights(question)
 
 
@@ -366,7 +368,7 @@ def _enlarge_batch(question: Question) -> Iterator[Trial]:
 def _leave_graphs(question: Question) -> Iterator[Trial]:
     """Yield a trial without CUDA graphs for a model with states; none for other models.
 
-    With graphs each sequence needs a block for its state.
+    With graphs, each sequence needs a block for its state.
     """
     if question.shape.stateful_layers and not question.enforce_eager:
         yield Trial(
@@ -379,8 +381,8 @@ def _leave_graphs(question: Question) -> Iterator[Trial]:
 def _change_share(question: Question) -> Iterator[Trial]:
     """Yield a trial with another share of the card for vLLM; none if the cache's size is set.
 
-    The share is the highest that is safe. With unified memory the machine itself keeps what it
-    needs, so the share may be lower than the current one.
+    The share is the highest that is safe. With unified memory, the machine itself keeps what it
+    needs, so the highest safe share may be below the current share.
     """
     if question.kv_cache_memory_bytes is not None:
         return
@@ -392,7 +394,7 @@ def _change_share(question: Question) -> Iterator[Trial]:
     if question.unified_memory and question.gpu_memory_bytes is not None:
         machine_bytes = question.gpu_memory_bytes
         budget_bytes = machine_bytes - estimate_outside(question, assume_start(question)).high
-        # Rounded down to a whole per cent.
+        # The share is rounded down to a whole per cent.
         share = floor(budget_bytes / machine_bytes * 100) / 100
         price = "the system and vLLM's own processes keep what they need"
         is_useful = share > 0
@@ -408,7 +410,7 @@ def _round_cache(question: Question) -> Iterator[Trial]:
     """Yield a trial with keys and values in FP8, unless they already have at most 8 bits."""
     is_unrounded = question.shape.kv_dtype_bytes >= SIXTEEN_BIT_BYTES
     dtype = question.kv_cache_dtype
-    # With "auto", the cache already has 8 bits if the checkpoint contains scales for it.
+    # With "auto", the cache already has 8 bits if the checkpoint contains scales for the cache.
     if dtype in {"float16", "bfloat16"} or (dtype == "auto" and is_unrounded):
         yield Trial(
             (("--kv-cache-dtype", "fp8"),),
@@ -420,7 +422,7 @@ def _round_cache(question: Question) -> Iterator[Trial]:
 def _round_weights(question: Question) -> Iterator[Trial]:
     """Yield a trial with weights in FP8, unless the model is already quantised."""
     if question.shape.quantisation is None:
-        # vLLM rounds weights of 16 bits to FP8 as it loads them, without another checkpoint.
+        # vLLM rounds 16-bit weights to FP8 while it loads them, so no other checkpoint is needed.
         rounded_shape = question.shape.apply_quantisation("fp8", bytes_per_parameter=1.0)
         yield Trial(
             (("--quantization", "fp8"),),
@@ -432,12 +434,12 @@ def _round_weights(question: Question) -> Iterator[Trial]:
 def _offload_less_cache(question: Question) -> Iterator[Trial]:
     """Yield a trial with the largest tier of the KV cache for which the host has room.
 
-    None if there is no tier, or if the host's memory is not given.
+    Returns None if there is no tier, or if the host's memory is not given.
     """
     host_bytes = question.host_memory_bytes
     if host_bytes is None or not question.kv_offloading_bytes:
         return
-    # The memory of the host that the other parts leave, by their high bounds.
+    # The host memory that the other parts leave, computed from their high bounds.
     without_tier = estimate_host(replace(question, kv_offloading_bytes=0))
     tier_bytes = (host_bytes - without_tier.high) / OFFLOAD_FACTOR / question.data_parallel_size
     tier_gib = max(0, floor(tier_bytes / GIB))
@@ -468,8 +470,8 @@ def _use_present_gpus(question: Question) -> Iterator[Trial]:
 def _use_more_gpus(question: Question) -> Iterator[Trial]:
     """Yield a trial for each larger `--tensor-parallel-size`."""
     for ranks in range(question.tensor_parallel_size + 1, TENSOR_PARALLEL_LIMIT + 1):
-        # `find_problem` later leaves out a number that does not divide the model's heads.
-        # As many cards as it takes: the price names them.
+        # `find_problem` later leaves out a number of ranks that does not divide the model's heads.
+        # The number of cards is not limited, and the price names the cards.
         wider = replace(question, tensor_parallel_size=ranks, card_count=None)
         yield Trial(
             (("--tensor-parallel-size", str(ranks)),),
@@ -480,7 +482,7 @@ def _use_more_gpus(question: Question) -> Iterator[Trial]:
 
 PCIE_BYTES_PER_SECOND: Final = 25e9
 """Our choice: the bandwidth that is assumed to be reached, of the 31.5 GB/s of 16 lanes of PCIe
-4.0. It gives the order of magnitude.
+4.0. The bandwidth is only right to an order of magnitude.
 """
 
 
@@ -503,8 +505,8 @@ def _offload_weights(question: Question) -> Iterator[Trial]:
     most_gib = floor(most_bytes / GIB)
     if most_gib <= now_gib:
         return
-    # If vLLM starts with some weights on the host, it also starts with more, as long as the host
-    # has room. So bisection finds the least.
+    # If vLLM starts with some weights on the host, it also starts with more weights there, as long
+    # as the host has room. Therefore bisection finds the least amount.
     lowest_gib = now_gib + 1
     highest_gib = most_gib
     while lowest_gib < highest_gib:

@@ -1,4 +1,4 @@
-"""What the compound options of vLLM's server mean."""
+"""The meaning of the compound options of vLLM's server."""
 
 import re
 from argparse import Namespace
@@ -9,8 +9,8 @@ from msgspec import Struct
 from vllm_headroom_tools.sizing.drafts import DRAFT_MODEL
 
 LOOKED_UP: Final = ("ngram", "ngram_gpu", "suffix", "custom_class")
-"""Methods that look drafts up in the text or run a user's code: how much memory they take is not
-known in advance (vLLM 0.33, config/speculative.py).
+"""Methods that look drafts up in the text or run a user's code; their memory is not known in
+advance (vLLM 0.33, config/speculative.py).
 """
 
 OWN_HEADS: Final = "mtp"
@@ -30,9 +30,10 @@ NAMED_METHODS: Final = (
     ("accelerator", "mlp_speculator"),
     ("eagle", "eagle"),
 )
-"""Parts of a draft's name, and the method that vLLM takes for it where none is given; the first
-that is found counts. vLLM 0.33 has the first four (config/speculative.py, `__post_init__`). It
-knows the last three by the draft's configuration."""
+"""Parts of a draft's name, and the method that vLLM chooses for such a name if no method is given;
+the first part found counts. vLLM 0.33 has the first four (config/speculative.py, `__post_init__`).
+vLLM recognises the last three by the draft's configuration.
+"""
 
 HIDDEN_STATES: Final = "extract_hidden_states"
 """The method that keeps hidden states in the cache; its own configuration names the layers."""
@@ -50,7 +51,7 @@ class Speculation(Struct, frozen=True, kw_only=True):
     tokens: int = 0
     # The method by vLLM's name; None without speculation.
     method: str | None = None
-    # The name of another model that makes the drafts; None without one.
+    # The name of another model that makes the drafts; None if there is none.
     draft_name: str | None = None
 
     @property
@@ -118,7 +119,7 @@ def _join_speculative_options(options: Namespace) -> dict[str, Any]:
         "num_speculative_tokens": options.spec_tokens,
     }
     for field, value in single_options.items():
-        # They complete the JSON and do not replace it.
+        # The options complete the JSON and do not replace it.
         if value is not None:
             config.setdefault(field, value)
     return config

@@ -44,7 +44,7 @@ def find_start(log: EngineLog, end_seconds: float | None) -> EngineStart | None:
     """Return the start that ended with an exit, by the times of the log.
 
     Without times, or without an exit, it is the newest start that failed, or else the newest start.
-    None if all starts of the log are known to have ended at another time.
+    Returns None if all starts of the log are known to have ended at another time.
     """
     if end_seconds is None:
         return find_decisive_start(log.starts)
@@ -73,7 +73,8 @@ def find_end_time(start: EngineStart) -> LogTime:
 def build_log_ending(start: EngineStart, end_seconds: float) -> LogEnding | None:
     """Return what a start reports about an exit.
 
-    None if it reports no failure and its last line is too old to be the last before the exit.
+    Returns None if it reports no failure and its last line is too old to be the last before the
+    exit.
     """
     failure = start.root_failure
     seconds = place_time(find_end_time(start), end_seconds)

@@ -103,7 +103,7 @@ def _draw_figures(postmortem: Postmortem) -> Iterator[str]:
 def _list_free(gpu: GpuAtEnd, used: Iterable[tuple[float, int]]) -> list[Point]:
     """Return a GPU's free bytes from its used bytes, by time.
 
-    Empty if the size of the GPU is unknown.
+    Returns an empty result if the size of the GPU is unknown.
     """
     usable_bytes = gpu.usable_bytes
     if usable_bytes is None:

@@ -83,7 +83,7 @@ class Postmortem(Struct, frozen=True, kw_only=True):
     incident: Incident
     """The facts of the incident; `NO_INCIDENT` for another trace."""
     pod: EnginePod | None
-    """Where the engine ran; None if the file does not name its pod, or outside Kubernetes."""
+    """If the engine ran; None if the file does not name its pod, or outside Kubernetes."""
     timeline: tuple[tuple[float, str], ...]
     """The changes before the end: seconds since the epoch, and a sentence."""
     curves: Curves
@@ -175,7 +175,7 @@ class EndFollower:
     """Finds the end of a run, sample by sample.
 
     `incident` has the time of the event to look for. Without an incident, the last exit counts, or
-    a stall that goes on to the end. `reported_bytes` is the operator's figure of the memory that
+    a stall that continues to the end. `reported_bytes` is the operator's figure of the memory that
     the engine uses on each GPU.
     """
 
@@ -333,7 +333,7 @@ def _render_text(postmortem: Postmortem, headline: str) -> Iterator[str]:
 
 
 def _render_section(title: str, lines: list[Line]) -> list[str]:
-    """Return a section as text: its title and its lines; empty where it has no lines."""
+    """Return a section as text: its title and its lines; empty if it has no lines."""
     if not lines:
         return []
     # The texts of a section begin in one column.

@@ -67,7 +67,7 @@ def compute_requested_bytes(request: MemoryRequest, memory: GpuMemory) -> int:
 def compute_highest_utilization(request: MemoryRequest, memory: GpuMemory) -> float | None:
     """Return the highest gpu_memory_utilization that would surely work now, rounded down to 0.01.
 
-    None if not even 0.01 would.
+    Returns None if not even 0.01 would.
     """
     if memory.usable_bytes <= 0:
         return None

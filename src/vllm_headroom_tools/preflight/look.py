@@ -71,14 +71,15 @@ class Conditions(Struct, frozen=True, kw_only=True):
     """The machine's swap, including zram; None if it is unknown."""
 
     cuda_major: int | None = None
-    """The major version of the CUDA that comes with the vLLM in this environment; None without one.
+    """The major version of the CUDA that comes with the vLLM in this environment; None if there is
+    none.
     """
 
     vllm_version: str | None = None
-    """The version of the vLLM in this environment; None without one."""
+    """The version of the vLLM in this environment; None if there is none."""
 
     engine_pids: frozenset[int] = frozenset()
-    """The processes of the engine at the configured port; empty where they are not visible."""
+    """The processes of the engine at the configured port; empty if they are not visible."""
 
 
 async def read_conditions(

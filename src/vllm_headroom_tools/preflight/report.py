@@ -63,7 +63,7 @@ class Clearance(Struct, frozen=True, kw_only=True):
     def highest_utilization_ratio(self) -> float | None:
         """Return the highest gpu_memory_utilization that would surely work now on all of the GPUs.
 
-        None if no value would work on one of them, or without GPUs.
+        Returns None if no value would work on one of them, or without GPUs.
         """
         ratios = []
         for gpu in self.gpus:
@@ -140,7 +140,7 @@ def describe_holders(gpu: GpuReport) -> str:
 
 
 def list_shares(gpu: GpuReport) -> Iterator[tuple[str, str]]:
-    """Yield each holder of a GPU's memory: its size as a text, empty if unknown, and its name."""
+    """Yield each holder of a GPU's memory: its size as a text; empty if unknown, and its name."""
     for holder in gpu.holders or ():
         name = f"pid {holder.pid}"
         if holder.name is not None:
@@ -180,7 +180,7 @@ def _count_unlisted_bytes(
 ) -> int | None:
     """Return the bytes in use that none of the holders has.
 
-    None if the GPU's memory, the list of holders or the memory of any holder is unknown.
+    Returns None if the GPU's memory, the list of holders or the memory of any holder is unknown.
     """
     if memory is None or memory.reserved_bytes is None or holders is None:
         return None
@@ -381,7 +381,7 @@ def _report_awake(host: HostMemory | None) -> Obstacle:
 def _find_request(page: EnginePage | Failure, given_request: MemoryRequest) -> MemoryRequest | None:
     """Return the memory that the engine takes: by the options, or else by its page.
 
-    None if the options set nothing and the page has no single share, or if the KV cache was
+    Returns None if the options set nothing and the page has no single share, or if the KV cache was
     configured in bytes. Without a page, only the options count.
     """
     is_given = (

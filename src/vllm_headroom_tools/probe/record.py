@@ -233,8 +233,8 @@ def _join_record(
 async def _read_mappings(process: ProbedProcess) -> dict[str, int] | None:
     """Return the bytes of a process's memory, by kind of mapping.
 
-    None if they cannot be read here. The probe reports the pid in the process's own PID namespace;
-    if that pid is another process here, the mappings count as not readable.
+    Returns None if they cannot be read here. The probe reports the pid in the process's own PID
+    namespace; if that pid is another process here, the mappings count as not readable.
     """
 
     def read() -> dict[str, int] | None:

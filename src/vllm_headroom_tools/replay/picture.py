@@ -78,8 +78,8 @@ def draw_replay(replay: LeakReplay, curves: Curves) -> str:
 def _build_forecast(course: LeakCourse, free_points: list[Point]) -> Forecast | None:
     """Return the forecast of the last alarm: from the newest free memory down to 0 bytes.
 
-    None where the trace does not end in an alarm, or the time to out-of-memory or the free memory
-    is unknown.
+    Returns None if the trace does not end in an alarm, or the time to out-of-memory or the free
+    memory is unknown.
     """
     alarm = course.last_alarm
     if course.state is not LeakState.LEAKING or alarm is None:
@@ -233,7 +233,7 @@ def _draw_chart(
     pick: Pick = min,
     floor: float = 0.0,
 ) -> Iterator[str]:
-    """Yield the lines of a chart with its axes; none where no value is known.
+    """Yield the lines of a chart with its axes; none if no value is known.
 
     `pick` chooses one of the values of a column; `alarm` is the time that the axis marks.
     """

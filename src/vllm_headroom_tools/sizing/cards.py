@@ -125,7 +125,7 @@ MiB.
 
 
 def find_card_by_size(memory_bytes: int) -> Card | None:
-    """Return the first card of the table with this memory; None where there is none."""
+    """Return the first card of the table with this memory; None if there is none."""
     for card in CARDS:
         if abs(card.memory_bytes - memory_bytes) < SAME_CARD_BYTES:
             return card

@@ -68,15 +68,15 @@ def check_start(estimate: MemoryEstimate) -> list[StartCheck]:
 
 
 def find_failed_check(estimate: MemoryEstimate) -> StartCheck | None:
-    """Return the first check that surely fails; None where none does."""
+    """Return the first check that surely fails; None if none does."""
     return next((check for check in check_start(estimate) if check.passes is False), None)
 
 
 def can_start(estimate: MemoryEstimate) -> bool | None:
     """Return whether vLLM starts: whether it passes all checks.
 
-    None if it passes by the low bounds of the estimates but not by the high ones. None also if
-    something is unknown, such as this type of model, the weights or the largest input of its
+    Returns None if it passes by the low bounds of the estimates but not by the high ones. None also
+    if something is unknown, such as this type of model, the weights or the largest input of its
     encoder.
     """
     question = estimate.question
@@ -387,7 +387,8 @@ def _check_sampler_warmup(estimate: MemoryEstimate) -> Iterator[StartCheck]:
 def _find_warmup_room(estimate: MemoryEstimate) -> Range | None:
     """Return the memory of the card that is free once the KV cache and CUDA graphs have theirs.
 
-    None if it is unknown, and with unified memory, for which the machine's part is checked instead.
+    Returns None if it is unknown, and with unified memory, for which the machine's part is checked
+    instead.
     """
     question = estimate.question
     visible = estimate.visible

@@ -66,8 +66,8 @@ MAMBA_STATE_SIZE: Final = ("mamba_d_state", "ssm_state_size")
 def read_integer(config: Config, *names: str) -> int | None:
     """Return the first of these fields that is set; if it is a list, return its largest number.
 
-    A field that is null, false, 0 or [] is not set, so the next field is tried. None if no field is
-    set, or if a list has only zeros. Raises ValueError for a value that is not a size.
+    A field that is null, false, 0 or [] is not set, so the next field is tried. Returns None if no
+    field is set, or if a list has only zeros. Raises ValueError for a value that is not a size.
     """
     for name in names:
         value = config.get(name)

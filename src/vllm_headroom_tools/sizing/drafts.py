@@ -48,8 +48,8 @@ def add_assumed_head(shape: ModelShape, method: str, tokens: int) -> ModelShape 
 
     The head counts as the largest of its kind: HEAD_LAYERS dense layers with the model's sizes, a
     projection of the outputs of several layers to its input, and an output matrix. Medusa's heads
-    and those of an MLP speculator are matrices for each speculated token. None for other methods,
-    and if the sizes that this needs are unknown.
+    and those of an MLP speculator are matrices for each speculated token. Returns None for other
+    methods, and if the sizes that this needs are unknown.
     """
     hidden_size = shape.hidden_size
     if hidden_size is None or shape.vocabulary is None or shape.compression is not None:

@@ -83,7 +83,7 @@ def _sum_parameters(encoders: list[Config]) -> int | None:
 
 
 def _count_parameters(encoder: Config) -> int | None:
-    """Return the parameters of an encoder's layers and mergers; None where a size is not given."""
+    """Return the parameters of an encoder's layers and mergers; None if a size is not given."""
     layers = read_integer(encoder, *ENCODER_LAYERS)
     hidden_size = read_integer(encoder, *ENCODER_HIDDEN_SIZE)
     mlp_width = read_integer(encoder, *ENCODER_MLP_WIDTH)
@@ -134,7 +134,7 @@ def _count_levels(encoder: Config, usual_stacks: tuple[int, ...] = ()) -> int:
 
 
 def _measure_largest(config: Config, encoder: Config) -> EncoderInput | None:
-    """Return the largest input of an encoder; None where the model's type or a size is unknown."""
+    """Return the largest input of an encoder; None if the model's type or a size is unknown."""
     read_largest_item = LARGEST_ITEM_READERS.get(str(config.get("model_type")))
     if read_largest_item is None:
         return None

@@ -66,7 +66,8 @@ PENALTY_BYTES: Final = 4 + 1 / 8
 def estimate_activations(question: Question, assumptions: StartAssumptions) -> Range | None:
     """Return the peak memory of vLLM's profiling run, for activations.
 
-    None where the hidden size or the vocabulary is unknown. The peak is the largest of these three:
+    Returns None if the hidden size or the vocabulary is unknown. The peak is the largest of these
+    three:
 
     - A forward pass: `_estimate_forward` times `forward_ratio`.
     - Sampling: sequences x vocabulary x 4 bytes of logits, times `sampling_ratio`, beside one or
@@ -105,7 +106,7 @@ def estimate_activations(question: Question, assumptions: StartAssumptions) -> R
 def estimate_sampler_warmup(question: Question, assumptions: StartAssumptions) -> Range | None:
     """Return the memory of the sampler's warm-up, which comes after the CUDA graphs.
 
-    None where the vocabulary is unknown.
+    Returns None if the vocabulary is unknown.
     """
     vocabulary = question.shape.vocabulary
     if vocabulary is None:
@@ -332,7 +333,7 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
     def overhead(self) -> Range | None:
         """Return what the budget has to hold besides weights and KV cache.
 
-        None if the activations are unknown.
+        Returns None if the activations are unknown.
         """
         if self.activations is None:
             return None
@@ -351,8 +352,8 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
 
         The low bound is with the highest overhead.
 
-        If the size is set, both bounds are that size. None if the budget, the weights or the
-        overhead is unknown. Negative if the budget is too small.
+        If the size is set, both bounds are that size. Returns None if the budget, the weights or
+        the overhead is unknown. Negative if the budget is too small.
         """
         set_bytes = self.question.kv_cache_memory_bytes
         if set_bytes is not None:
@@ -369,7 +370,7 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
     def blocks(self) -> int | None:
         """Return the least number of blocks of the KV cache, vLLM's `num_gpu_blocks`.
 
-        None if the cache's size is unknown, or if the model keeps nothing in it.
+        Returns None if the cache's size is unknown, or if the model keeps nothing in it.
         """
         if self.kv_cache is None or not self.layout.block_bytes:
             return None
@@ -380,7 +381,8 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
         """Return how many tokens the KV cache holds at least, by vLLM's `get_kv_cache_capacity`.
 
         If layers keep a window or a state, that is the number of sequences of `max_model_len` that
-        fit, times `max_model_len`. None if the blocks are unknown, or the length when it is needed.
+        fit, times `max_model_len`. Returns None if the blocks are unknown, or the length when it is
+        needed.
         """
         blocks = self.blocks
         if blocks is None:
@@ -397,7 +399,7 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
     def count_sequences(self, tokens: int) -> float | None:
         """Return how many sequences of this many tokens fit at once, at least; may be a fraction.
 
-        None where the blocks are unknown.
+        Returns None if the blocks are unknown.
         """
         return None if self.blocks is None else self.blocks / self.layout.count_blocks(tokens)
 
@@ -405,7 +407,7 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
         """Return the longest length that this many sequences can have at once.
 
         That is at most the limit of the model, or of the question if that is higher; 0 if not even
-        one block fits. None if the blocks are unknown.
+        one block fits. Returns None if the blocks are unknown.
         """
         if self.blocks is None:
             return None

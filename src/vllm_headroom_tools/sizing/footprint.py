@@ -108,7 +108,7 @@ class ModelShape(Struct, frozen=True, kw_only=True):
     def embeddings(self) -> int | None:
         """Return the parameters of the embedding and of the output.
 
-        None if their sizes are unknown.
+        Returns None if their sizes are unknown.
         """
         if self.vocabulary is None or self.hidden_size is None:
             return None
@@ -337,7 +337,7 @@ def count_engine_bytes_per_token(shape: ModelShape, kv_dtype: str, gpus: int | N
     """Return the bytes of KV cache that a token takes on all GPUs of an engine together.
 
     NO_TOKEN_BYTES if layers form groups. The bytes do not depend on how the engine is spread over
-    its GPUs; `gpus` is None if their number is unknown. None if they cannot be known:
+    its GPUs; `gpus` is None if their number is unknown. Returns None if they cannot be known:
 
     - The engine may keep copies: of latent vectors on two or more GPUs, of KV heads on more GPUs
       than there are heads.

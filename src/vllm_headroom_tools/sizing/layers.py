@@ -283,8 +283,8 @@ FLOAT16_BYTES: Final = 2
 def count_state_bytes(config: Config) -> int | None:
     """Return the bytes that one layer with a state keeps of a sequence.
 
-    None for a kind of state that is unknown here. The bytes are the state and the last inputs of a
-    convolution (vLLM 0.32, model_executor/layers/mamba/mamba_utils.py,
+    Returns None for a kind of state that is unknown here. The bytes are the state and the last
+    inputs of a convolution (vLLM 0.32, model_executor/layers/mamba/mamba_utils.py,
     `MambaStateShapeCalculator`). The state's dtype is an option of the model (models/config.py);
     the convolution's inputs are in 16 bits.
     """
@@ -344,7 +344,7 @@ HEAD_FIELDS: Final = frozenset({"head_dim", "num_key_value_heads"})
 def find_full_layer_override(config: Config) -> Config | None:
     """Return the heads of the layers that keep all tokens if the configuration overrides them.
 
-    None if it overrides nothing, or anything except the heads of exactly these layers.
+    Returns None if it overrides nothing, or anything except the heads of exactly these layers.
     """
     overrides = read_mapping(config, OVERRIDES)
     kinds = config.get("layer_types")

@@ -438,7 +438,7 @@ def _count_state_checkpoints(config: Config) -> int:
 def _read_latent_width(config: Config) -> int | None:
     """Return how many values latent attention keeps per token: the latent, and a rotary key.
 
-    None for a model without latent attention.
+    Returns None for a model without latent attention.
     """
     latent_width = read_integer(config, "kv_lora_rank")
     if latent_width is None:
@@ -513,7 +513,7 @@ def _read_yarn_length(config: Config) -> int | None:
 def _name_unknown_type(model_type: object) -> str | None:
     """Return the type of model if its cache has not been checked against vLLM's.
 
-    None for a checked type, and if no type is given.
+    Returns None for a checked type, and if no type is given.
     """
     if model_type is None or str(model_type) in CHECKED_MODEL_TYPES | SOURCE_MODEL_TYPES:
         return None
@@ -568,7 +568,7 @@ def read_model(path: Path, overrides: Mapping[str, Any] | None = None) -> ModelS
 
 
 def has_config_file(folder: str) -> bool:
-    """Return whether a folder has a config.json; False where there is no such folder."""
+    """Return whether a folder has a config.json; False if there is no such folder."""
     return _is_folder(Path(folder)) and Path(folder, CONFIG_FILE).is_file()
 
 

@@ -110,8 +110,8 @@ def list_matrices(
 ) -> tuple[Matrix, ...] | None:
     """Return all matrices of layers of these kinds, without the embeddings of tokens.
 
-    None if a size is not given, or if the model's layers are not understood here. Raises ValueError
-    for a size that is needed then.
+    Returns None if a size is not given, or if the model's layers are not understood here. Raises
+    ValueError for a size that is needed then.
     """
     hidden_size = read_integer(config, *HIDDEN_SIZE)
     attention_heads = read_integer(config, *ATTENTION_HEADS)
@@ -537,7 +537,7 @@ def _read_dense_layers(config: Config, index: int, _kind: str) -> bool | None:
 def _read_layer_kind(config: Config, _index: int, kind: str) -> bool | None:
     """Return whether a layer's kind is experts (in Nemotron-H, experts are separate layers).
 
-    None for other models.
+    Returns None for other models.
     """
     if config.get("model_type") == "nemotron_h":
         return kind == "moe"
@@ -547,7 +547,7 @@ def _read_layer_kind(config: Config, _index: int, kind: str) -> bool | None:
 def _read_listed_mlp(config: Config, index: int, _kind: str) -> bool | None:
     """Return whether a layer has experts by the list of all layers' MLPs (Laguna, MiMo-V2).
 
-    The list has names, or 0 and 1. None without a list.
+    The list has names, or 0 and 1. Returns None without a list.
     """
     mlp_kinds = config.get("mlp_layer_types") or config.get("moe_layer_freq")
     if isinstance(mlp_kinds, list) and index < len(mlp_kinds):
@@ -558,7 +558,7 @@ def _read_listed_mlp(config: Config, index: int, _kind: str) -> bool | None:
 def _read_expert_period(config: Config, index: int, _kind: str) -> bool | None:
     """Return whether a layer is the one of every `period` layers that has experts (Jamba).
 
-    None without a period.
+    Returns None without a period.
     """
     period = read_integer(config, "expert_layer_period")
     if period is None:
@@ -636,7 +636,7 @@ class LayerParameters(Struct, frozen=True, kw_only=True):
 def count_layer_parameters(
     config: Config, kinds: Sequence[str], full_heads: KvHeads, windowed_heads: KvHeads
 ) -> LayerParameters | None:
-    """Return the parameters of layers of these kinds; None where they cannot be counted."""
+    """Return the parameters of layers of these kinds; None if they cannot be counted."""
     matrices = list_matrices(config, kinds, full_heads, windowed_heads)
     if matrices is None:
         return None

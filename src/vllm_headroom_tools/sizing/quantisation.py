@@ -153,7 +153,7 @@ def read_stored_bytes(config: Config) -> float:
 def read_quantisation(config: Config) -> Config:
     """Return the part of the configuration that describes the quantisation.
 
-    Empty for a model that is not quantised.
+    Returns an empty result for a model that is not quantised.
     """
     return read_mapping(config, "quantization_config", "compression_config")
 
@@ -278,7 +278,7 @@ def match_matrix_bytes(config: Config) -> Callable[[str], float | None] | None:
         return None
 
     def read_matrix_bytes(name: str) -> float | None:
-        """Return the bytes per weight of a matrix; None where the format is not known."""
+        """Return the bytes per weight of a matrix; None if the format is not known."""
         part = _find_part(name)
         if part is not None and part in bytes_by_part:
             return bytes_by_part[part]

@@ -86,7 +86,7 @@ class Question(Struct, frozen=True, kw_only=True):
     gpu_memory_bytes: int | None = None
     # The card's name in the table of cards; None if only its memory is given.
     card_name: str | None = None
-    # How many cards there are; None where that is not given.
+    # How many cards there are; None if that is not given.
     card_count: int | None = None
     gpu_memory_utilization: float = DEFAULT_UTILIZATION
     max_model_len: int | None = None
@@ -109,7 +109,7 @@ class Question(Struct, frozen=True, kw_only=True):
     speculation_method: str | None = None
     # Whether a draft model is used whose configuration is not given.
     has_unknown_draft: bool = False
-    # What the log of a start reports; None without one.
+    # What the log of a start reports; None if there is none.
     measured: MeasuredStart | None = None
     # The name of an EAGLE head that is counted without its configuration.
     assumed_draft: str | None = None
@@ -184,7 +184,7 @@ class Question(Struct, frozen=True, kw_only=True):
     def weights_bytes(self) -> int | None:
         """Return the bytes of weights on the GPU that holds most, with draft model and adapters.
 
-        None if any of them cannot be counted.
+        Returns None if any of them cannot be counted.
         """
         model_bytes: float | None = self.checkpoint_bytes
         if model_bytes is None:
@@ -238,7 +238,7 @@ class Question(Struct, frozen=True, kw_only=True):
         """Return how many of the largest images or videos vLLM profiles at once.
 
         It is as many as fit into the tokens of a batch, at least one (vLLM 0.32,
-        multimodal/encoder_budget.py, `_get_max_items`). None if the largest is unknown.
+        multimodal/encoder_budget.py, `_get_max_items`). Returns None if the largest is unknown.
         """
         if self.largest_input is None:
             return None
@@ -252,10 +252,10 @@ class Question(Struct, frozen=True, kw_only=True):
     def adapters_bytes(self) -> int | None:
         """Return the bytes that vLLM reserves on each GPU for LoRA adapters; 0 without adapters.
 
-        None if the model's parameters cannot be counted. For every matrix an adapter has inputs x
-        rank and rank x outputs, in the model's dtype. Tensor parallelism divides one of the two
-        (vLLM 0.32, lora/layers, `create_lora_weights`). For experts, expert parallelism divides
-        both, because each GPU has some of the experts whole; all engines share the experts.
+        Returns None if the model's parameters cannot be counted. For every matrix an adapter has
+        inputs x rank and rank x outputs, in the model's dtype. Tensor parallelism divides one of
+        the two (vLLM 0.32, lora/layers, `create_lora_weights`). For experts, expert parallelism
+        divides both, because each GPU has some of the experts whole; all engines share the experts.
         Adapters of the embedding and the output are as small as those of one layer, and are left
         out.
         """
@@ -294,7 +294,7 @@ def choose_defaults(
 def find_problem(question: Question) -> str | None:
     """Return a sentence on why vLLM refuses these numbers, or why they cannot be computed here.
 
-    None if nothing is wrong with them.
+    Returns None if nothing is wrong with them.
     """
     shape = question.shape
     draft = question.draft

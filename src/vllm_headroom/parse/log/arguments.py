@@ -1,4 +1,4 @@
-"""Read the arguments and the configuration that an engine logs, without secrets."""
+"""The arguments and the configuration that an engine logs, read without secrets."""
 
 import re
 from collections.abc import Iterator
@@ -53,7 +53,7 @@ MODEL_NAMES: Final = frozenset(
 """The arguments whose text is a name or a path of a model."""
 
 PLAIN_TEXT: Final = re.compile(r"[\w./:+-]{1,200}")
-"""A model's name without what URLs with passwords or JSON have."""
+"""Matches a model's name, but not the characters that URLs with passwords and JSON have."""
 
 PLAIN_WORD: Final = re.compile(r"[\w.+-]{1,40}")
 """The text of any other argument, such as torch.bfloat16."""
@@ -62,23 +62,23 @@ LIKE_A_SECRET: Final = re.compile(
     r"(?<![A-Za-z0-9])(?:(?:sk|pk|rk|api|key|token|secret|nvapi|glpat|xox[a-z]|pypi)[-_]|hf_|npm_"
     r"|gh[a-z]_|github_pat_|dckr_pat_|AKIA|ASIA|AIza|ya29|eyJ)[\w-]{8,}|://[^/]*@"
 )
-"""How the tokens of the usual providers begin, and a password in a URL."""
+"""Matches the beginnings of the usual providers' tokens, and a password in a URL."""
 
 NUMBER: Final = re.compile(r"-?\d{1,18}(?:\.\d{1,18})?(?:e-?\d{1,3})?")
 
 
 def read_arguments(text: str) -> dict[str, Scalar]:
-    """Return the arguments of `{'name': value, …}`, `name=value, …` or a call with them.
+    """Return the arguments in `{'name': value, …}`, in `name=value, …` or in a call.
 
     Only numbers, truth values, None and the texts of known arguments are kept. A list is kept only
-    if it holds a single text and its argument is known; any other nested value is left out.
+    if it holds a single text and its argument is known; other nested values are left out.
     """
     arguments: dict[str, Scalar] = {}
     for item in split_items(text):
         name, separator, value = _split_item(item)
         if not separator or not re.fullmatch(r"[A-Za-z_]\w{0,80}", name):
             continue
-        # An argument whose name hints at a secret is dropped with its value.
+        # An argument whose name hints at a secret is dropped, with its value.
         if SECRET_NAME.search(name) or len(arguments) >= MOST_ARGUMENTS:
             continue
         _keep(arguments, name, value)

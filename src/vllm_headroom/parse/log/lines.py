@@ -9,32 +9,32 @@ from typing import Any, Final
 from msgspec import Struct
 
 LONGEST_LINE_BYTES: Final = 64 * 1024
-"""Only this much of a line is read: vLLM's configuration takes 5 to 10 kB."""
+"""The most bytes that are read of a line: vLLM's configuration takes 5 to 10 kB."""
 
 MOST_LAYERS: Final = 5
-"""How many wrappings of a line are removed. Docker's JSON inside a CRI line inside journald has
-three.
+"""The number of wrappings that are removed from a line. Docker's JSON inside a CRI line inside
+journald has three wrappings.
 """
 
 MOST_TIME_DIGITS: Final = 18
 """The most digits of journald's time in microseconds; today's has 16."""
 
 MOST_STREAMS: Final = 4
-"""For how many streams an incomplete line is kept; a container has two."""
+"""The number of streams for which an incomplete line is kept; a container has two streams."""
 
 
 class Message(Struct, frozen=True, kw_only=True):
-    """One line of a process, without the prefixes that others added."""
+    """One line that a process logged, without the prefixes that others added."""
 
     text: str
     seconds: float | None
-    """When the runtime received the line; None where it wrote no time."""
+    """When the runtime received the line; None if it wrote no time."""
 
     clock: str | None
-    """The engine's own "MM-DD HH:MM:SS"; None where missing."""
+    """The engine's own "MM-DD HH:MM:SS"; None if missing."""
 
     code_line: str | None
-    """The file and line of the engine's code that wrote the line; None where missing."""
+    """The file and line of the engine's code that wrote the line; None if missing."""
 
     process: str
     pid: int | None
@@ -42,14 +42,14 @@ class Message(Struct, frozen=True, kw_only=True):
     """Whether the engine's logger wrote the line."""
 
     engine: str = "vllm"
-    """Whose logger that is, by its prefix; vLLM's where the line has none."""
+    """The engine whose logger wrote the line, by the line's prefix; vLLM if there is none."""
 
     is_below_error: bool = False
     """Whether the engine logged it as a warning or less."""
 
 
 class LineSplitter:
-    """Cuts a stream into lines without their ends; it keeps only the beginning of a long line."""
+    """Cuts a stream into lines without their ends, and keeps only the beginning of a long line."""
 
     def __init__(self) -> None:
         self.remainder = b""
@@ -66,7 +66,7 @@ class LineSplitter:
 def split_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
     """Yield the lines of a stream, the last one even if it has no line end.
 
-    This takes at most the memory of a chunk and a line.
+    The function takes at most the memory of a chunk and a line.
     """
     splitter = LineSplitter()
     for chunk in chunks:
@@ -78,7 +78,7 @@ def split_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
 # Prefixes that runtimes add to a line.
 
 TIME: Final = r"(\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?:Z|[+-]\d\d:?\d\d))"
-"""A time with its zone: docker's, kubelet's, and journald's short-iso."""
+"""A time with its zone, in the formats of docker, kubelet, and journald's short-iso."""
 
 CRI: Final = re.compile(rf"{TIME} (stdout|stderr) ([FP])(?::\S*)?(?: |$)")
 """A line of /var/log/containers; P marks a line that continues in the next line of its stream."""
@@ -125,8 +125,8 @@ LEVEL: Final = (
 
 VLLM: Final = re.compile(rf"(?:{LABEL})*(?:{LEVEL})?")
 LEVEL_LATER: Final = re.compile(rf"[^'\"{{}}]{{1,300}}?(?:{LABEL})?{LEVEL}")
-"""A prefix after other text without quotes, such as a progress bar or an operator's own prefix. A
-prompt is always quoted, so it cannot forge a prefix.
+"""A prefix after other text without quotes, such as a progress bar or an operator's own prefix.
+Prompts are always quoted, so a prompt cannot forge a prefix.
 """
 
 SGLANG: Final = re.compile(
@@ -145,7 +145,7 @@ class LineReader:
         self._incomplete: dict[str, str] = {}
 
     def read(self, line: bytes) -> Iterator[Message]:
-        """Yield the messages of a line: none, one, or several where it wraps several."""
+        """Yield the messages of a line: none, one, or several if the line wraps several."""
         text = line[:LONGEST_LINE_BYTES].decode("utf-8", "replace")
         yield from self._unwrap(text, None, None, MOST_LAYERS)
 
@@ -174,11 +174,12 @@ class LineReader:
     def _remove_wrapping(
         self, text: str, seconds: float | None, process: str | None
     ) -> list[tuple[str, float | None, str | None]] | None:
-        """Return the texts inside a wrapping with their time; None where there is no wrapping.
+        """Return the texts inside a wrapping with their time; None if there is no wrapping.
 
         The list is empty for an incomplete line, which is kept until its end comes.
         """
-        # Its first character rules out most formats: a day of logs has millions of lines.
+        # The first character rules out most formats, which saves time because a day of logs has
+        # millions of lines.
         beginning = text[0]
         if beginning == "{":
             return self._read_json(text, seconds, process)
@@ -312,7 +313,7 @@ def read_time(text: str | None) -> float | None:
 
 
 def _find_text(document: dict[str, Any], names: Iterable[str]) -> str | None:
-    """Return the first of the fields that holds a text; None where no field does."""
+    """Return the first of the fields that holds a text; None if no field does."""
     for name in names:
         value = document.get(name)
         if isinstance(value, str):

@@ -1,7 +1,7 @@
 """The lines of engines' logs that carry facts: a table of figures and a table of failures.
 
-Wording and versions are those of the releases of vLLM (vllm/worker/worker.py, vllm/v1/worker,
-vllm/v1/core/kv_cache_utils.py, vllm/v1/executor), SGLang and TensorRT-LLM.
+The wording and the versions are those of the releases of vLLM (vllm/worker/worker.py,
+vllm/v1/worker, vllm/v1/core/kv_cache_utils.py, vllm/v1/executor), SGLang and TensorRT-LLM.
 """
 
 import re
@@ -30,18 +30,19 @@ class LinePattern(Struct, frozen=True, kw_only=True):
     """The first version of the engine that writes this line."""
 
     until: str | None = None
-    """The last version that writes it; None if the newest does."""
+    """The last version that writes this line; None if the newest version does."""
 
     figures: tuple[tuple[str, float], ...] = ()
     """For each group of the pattern, the field that it fills and the factor to bytes; the factor is
-    1 if the figure is no size. Where two groups fill one field, their values are added."""
+    1 if the figure is not a size. If two groups fill one field, their values are added.
+    """
 
     text: str | None = None
-    """The field of the last group where that is a text."""
+    """The field of the last group, if that group is a text."""
 
     kind: LogEventKind = LogEventKind.FIGURES
     phase: StartPhase | None = None
-    """How far the engine is when it writes this line."""
+    """The engine's phase when it writes this line."""
 
     remark: LogRemarkKind | None = None
     is_least: bool = False
@@ -609,7 +610,7 @@ class FailurePattern(Struct, frozen=True, kw_only=True):
     since: str
     figures: tuple[tuple[str, float], ...] = ()
     exceptions: tuple[str, ...] = ()
-    """The exceptions that may carry the message; () where it may stand alone too."""
+    """The exceptions that may carry the message; () if the message may stand alone too."""
 
 
 def _failure(
@@ -633,7 +634,7 @@ def _failure(
 _KIND: Final = LogFailureKind
 
 INVALID_OPTION: Final = "Value error, "
-"""What pydantic puts before the message of a configuration that vLLM refuses."""
+"""The words that pydantic puts before the message of a configuration that vLLM refuses."""
 
 FAILURES: Final = (
     _failure(_KIND.GPU_OUT_OF_MEMORY, r"(?:CUDA|HIP|XPU|NPU) out of memory\b(?! occurred)"),
@@ -903,7 +904,7 @@ FAILURES: Final = (
 Pattern = TypeVar("Pattern", LinePattern, FailurePattern)
 
 HEAD_CHARACTERS: Final = 2
-"""A line's first characters, this many, choose the few patterns that it is compared with."""
+"""The number of a line's first characters that choose the few patterns to compare the line with."""
 
 
 def list_heads(pattern: str) -> set[str]:
@@ -922,7 +923,7 @@ def list_heads(pattern: str) -> set[str]:
         return heads
     head = ""
     position = 0
-    # Until the head is as long as the table's keys.
+    # The loop runs until the head is as long as the table's keys.
     while len(head) < HEAD_CHARACTERS:
         character = pattern[position : position + 1]
         following = pattern[position + 1 : position + 2]
@@ -941,7 +942,7 @@ def list_heads(pattern: str) -> set[str]:
 def _find_group_end(pattern: str) -> int:
     """Return the position of the bracket that ends the group at the beginning.
 
-    Raises ValueError where the group does not end, which is a mistake in the table.
+    Raises ValueError if the group does not end, which is a mistake in the table.
     """
     depth = 0
     for position, character in enumerate(pattern):

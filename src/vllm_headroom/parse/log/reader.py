@@ -1,4 +1,4 @@
-"""Read an engine's log line by line into records of its starts."""
+"""Records of an engine's starts, read from its log line by line."""
 
 import re
 from collections import deque
@@ -33,26 +33,26 @@ from vllm_headroom.units import GIB
 from vllm_headroom.vocabulary import LogEventKind, LogFailureKind, LogRemarkKind, StartPhase
 
 MOST_STARTS: Final = 64
-"""How many of the newest starts are kept: a crash loop repeats itself."""
+"""The number of newest starts that are kept: a crash loop repeats itself."""
 
 MOST_PROCESSES: Final = 256
-"""How many processes of a start are kept; the largest engines have 128 GPUs."""
+"""The number of processes that are kept of a start; the largest engines have 128 GPUs."""
 
 MOST_FAILURES: Final = 32
-"""How many of the earliest failures of a start are kept: later ones are consequences."""
+"""The number of earliest failures that are kept of a start: later failures are consequences."""
 
 MOST_EVENTS: Final = 64
-"""How many of the newest events of a start are kept: a minute has 6 lines of load."""
+"""The number of newest events that are kept of a start: a minute has 6 lines of load."""
 
 MOST_FRAMES: Final = 3
-"""How many of the innermost frames of a traceback are kept."""
+"""The number of innermost frames that are kept of a traceback."""
 
 LARGEST_FIGURE: Final = 2.0**60
-"""A larger figure than this, an exbibyte, cannot be an engine's."""
+"""A figure above this, an exbibyte, cannot be an engine's."""
 
 SURVIVING_LOADS: Final = 2
-"""An engine has survived a failure if this many load reports after it show generation. The first
-report after a crash still covers seconds before the crash.
+"""An engine has survived a failure if this many load reports after the failure show generation. The
+first report after a crash still covers seconds before the crash.
 """
 
 PHASES: Final = list(StartPhase)
@@ -73,7 +73,7 @@ EXCEPTION: Final = re.compile(
     r"(?:: ?(.*))?$"
 )
 TRACEBACK_AFTER: Final = "exception: Traceback (most recent call last):"
-"""How SGLang begins a traceback: behind a sentence, in the same line."""
+"""The beginning of SGLang's tracebacks, which follows a sentence in the same line."""
 
 REQUEST: Final = re.compile(
     r"(?:Received request|Generated response|Added request|Aborted request|Request \S+ "
@@ -120,7 +120,7 @@ class LogReader:
         return None if self._builder is None else self._builder.build(is_followed=False)
 
     def feed(self, line: bytes) -> tuple[LogEvent, ...]:
-        """Read one line and return what it says."""
+        """Read one line and return the events in it."""
         self.line_count += 1
         events: list[LogEvent] = []
         for message in self._lines.read(line):
@@ -199,7 +199,7 @@ class LogReader:
         return [builder.note(LogEventKind.START, message, self.line_count)]
 
     def _begin_engine(self, version: str, config: str, message: Message) -> list[LogEvent]:
-        """Add the configuration of an engine; begin a start where no server began it."""
+        """Add the configuration of an engine; begin a start if no server has begun it."""
         builder = self._builder
         # A second configuration of the same process is another start without a banner.
         is_same_process = builder is not None and (message.process, message.pid) in builder.engines
@@ -270,7 +270,7 @@ class _StartBuilder:
         return bool(self._failures or self._is_stopped or self._phase is StartPhase.SERVING)
 
     def set_model(self, model: str) -> None:
-        """Set the model that the banner names, unless its text may hide a secret."""
+        """Set the model from the banner, unless the model's text may hide a secret."""
         if PLAIN_TEXT.fullmatch(model) and not LIKE_A_SECRET.search(model):
             self._model = model
 
@@ -417,7 +417,7 @@ class _StartBuilder:
                 lines.setdefault(field, line_number)
                 continue
             if process_figures.get(field) == value:
-                continue  # the line that reports it first is kept
+                continue  # The line that first reports a figure is kept.
             process_figures[field] = value
             lines[field] = line_number
 
@@ -431,7 +431,7 @@ class _StartBuilder:
             self._loads_since_failure = 0
 
     def _add_remark(self, kind: LogRemarkKind, line_number: int) -> None:
-        """Count a remark under the line that had it first."""
+        """Count a remark under the line in which it first appeared."""
         remark = self._remarks.get(kind)
         if remark is None:
             self._remarks[kind] = LogRemark(kind=kind, line_number=line_number, count=1)
@@ -450,7 +450,8 @@ class _StartBuilder:
         # An exception without a traceback may be a quotation, so only known messages count.
         if pattern is None and key not in self._frames:
             return []
-        # How a process ends on request, or what it has caught: vLLM logs a missing module so.
+            # module in this way.
+        # module in this way.
         is_end_on_request = name in {"SystemExit", "KeyboardInterrupt", "CancelledError"}
         if is_end_on_request or message.is_below_error:
             self._frames.pop(key, None)
@@ -476,7 +477,7 @@ class _StartBuilder:
             figures = _read_figures(pattern.figures, match)
             if kind is LogFailureKind.GPU_OUT_OF_MEMORY:
                 refusal = read_refusal(match.string[match.start() :])
-        # These name the consequence in the server, not the cause in the engine core.
+        # These exceptions name the consequence in the server, not the cause in the engine core.
         if exception in {"EngineDeadError", "AsyncEngineDeadError", "BrokenPipeError"}:
             kind = LogFailureKind.ENGINE_DIED
         failure = LogFailure(
@@ -491,7 +492,7 @@ class _StartBuilder:
             refusal=refusal,
             figures=figures,
         )
-        # A failure is often logged by each process that sees it.
+        # Often each process that sees a failure logs it.
         is_repeated = any(
             earlier.kind is kind and earlier.refusal == refusal and earlier.figures == figures
             for earlier in self._failures
@@ -507,7 +508,7 @@ class _StartBuilder:
         """Return the record."""
         model = self._model
         for arguments in (self._arguments, self._config):
-            # The first of these names that is set; each engine uses another one.
+            # The first of these names that is set counts, because each engine uses another name.
             for name in ("model", "model_tag", "model_path"):
                 if model is None and isinstance(arguments.get(name), str):
                     model = str(arguments[name])
@@ -531,7 +532,7 @@ class _StartBuilder:
         )
 
     def _build_process(self, key: str) -> ProcessFigures:
-        """Return the figures of one process, each with the number of its line."""
+        """Return the figures of one process, each with the number of its log line."""
         figures: dict[str, Any] = {}
         for field, value in self._figures[key].items():
             if field in ProcessFigures.__struct_fields__:
@@ -570,7 +571,8 @@ def read_refusal(text: str) -> Refusal:
     if reserved_bytes is not None and "allocated_bytes" in sizes:
         sizes["cached_bytes"] = max(0, reserved_bytes - sizes["allocated_bytes"])
     other_bytes = [_read_size(match) or 0 for match in OTHER_PROCESS.finditer(text)]
-    # In a container the driver's PIDs are not torch's: the process itself is then one of "others".
+    # In a container, the driver's PIDs are not torch's PIDs, so the process itself is then one of
+    # the "others".
     if other_bytes and "process_bytes" not in sizes:
         largest_bytes = max(other_bytes)
         if largest_bytes >= sizes.get("allocated_bytes", 0):
@@ -583,7 +585,7 @@ def read_refusal(text: str) -> Refusal:
 
 
 def _read_size(match: re.Match[str] | None) -> int | None:
-    """Return the bytes of a size in torch's format; None without one."""
+    """Return the bytes of a size in torch's format; None if there is none."""
     if match is None:
         return None
     number, unit = [group for group in match.groups() if group is not None]
@@ -597,7 +599,7 @@ def _read_size(match: re.Match[str] | None) -> int | None:
 def _find_failure(
     text: str, exception: str | None
 ) -> tuple[FailurePattern, re.Match[str]] | tuple[None, None]:
-    """Return the pattern that a message fits, with its match; (None, None) where none fits."""
+    """Return the pattern that a message fits, with its match; (None, None) if it fits none."""
     patterns = FAILURES_BY_HEAD.get(text[:HEAD_CHARACTERS], ())
     # The hint is a cheap check: most lines lack it and are not compared with every pattern.
     if exception is not None or FAILURE_HINT.search(text):

@@ -26,7 +26,7 @@ LLAMA_CPP: Final = Profile(
     facts=(
         Fact("running", ("requests_processing",)),
         Fact("waiting", ("requests_deferred",)),
-        # Until ggml-org/llama.cpp#13660.
+        # llama.cpp has this series until ggml-org/llama.cpp#13660.
         Fact("kv_used_ratio", ("kv_cache_usage_ratio",), combine=Combine.MEAN),
         Fact("kv_used_tokens", ("kv_cache_tokens",)),
         Fact("prompt_tokens_total", (_ALL_PROMPTS, "prompt_tokens_total")),

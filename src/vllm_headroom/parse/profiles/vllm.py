@@ -24,7 +24,8 @@ VLLM: Final = Profile(
     product="vLLM",
     switch="without --disable-log-stats",
     prefixes=("vllm:", "ray_vllm:", "ray_vllm_", "vllm_"),
-    repeat_labels=("pid",),  # one series per API server, of which one is true and the others are 0
+    # The page has one series per API server; one of them is true and the others are 0.
+    repeat_labels=("pid",),
     replica_labels=("ReplicaId",),
     grouped_models=GROUPED_MODELS,
     reasons={

@@ -1,4 +1,4 @@
-"""The facts about one start of an engine, by its log, that the rules on logs judge."""
+"""The facts about one start of an engine that its log shows, for the rules on logs."""
 
 from math import ceil, floor
 from typing import Final
@@ -20,7 +20,7 @@ from vllm_headroom_tools.sizing.question import (
 from vllm_headroom_tools.versions import Version, parse_version
 
 OLD_DEFAULT_UTILIZATION: Final = 0.9
-"""vLLM's `gpu_memory_utilization` before NEW_DEFAULT_VERSION, which raised it."""
+"""vLLM's default of `gpu_memory_utilization` before NEW_DEFAULT_VERSION."""
 
 NEW_DEFAULT_VERSION: Final[Version] = (0, 20, 0)
 """The first version with DEFAULT_UTILIZATION (config/cache.py)."""
@@ -30,19 +30,19 @@ VLLM: Final = "vllm"
 
 
 class StartFacts(Struct, frozen=True, kw_only=True):
-    """What the log of one start shows, per GPU; a field is None where the log lacks it."""
+    """What the log of one start shows, per GPU; a field is None if the log lacks it."""
 
     start: EngineStart
     failure: LogFailure | None
     facts: Facts
-    """Its settings, in the form in which the rules on traces take them."""
+    """The engine's settings, in the form that the rules on traces use."""
 
     total_bytes: float | None
     requested_bytes: float | None
     """vLLM's share of the GPU."""
 
     free_bytes: float | None
-    """The least memory that was free on any of its GPUs before the start."""
+    """The least memory that was free on any of the engine's GPUs before the start."""
 
     weights_bytes: float | None
     activation_bytes: float | None
@@ -62,13 +62,13 @@ class StartFacts(Struct, frozen=True, kw_only=True):
 
     @property
     def bytes_per_token(self) -> float | None:
-        """Return what a token takes in the KV cache of one GPU; None if the cache is unknown."""
+        """Return the bytes of a token in the KV cache of one GPU; None if the cache is unknown."""
         if not self.kv_cache_bytes or not self.kv_cache_tokens or self.kv_cache_bytes < 0:
             return None
         return self.kv_cache_bytes / self.kv_cache_tokens
 
     def read_figure(self, name: str) -> float | None:
-        """Return a figure of the failure's message; None where it has no such figure."""
+        """Return a figure of the failure's message; None if it has no such figure."""
         return None if self.failure is None else self.failure.figures.get(name)
 
 
@@ -128,7 +128,8 @@ def _read_settings(
     )
     if start.engine != VLLM:
         return EngineArgs(version=version)
-    # In order of trust: the operator, the options in the log, vLLM's own words, the failure.
+    # The sources in order of trust: the operator, the options in the log, vLLM's messages, the
+    # failure.
     utilization = _choose(
         option_args.gpu_memory_utilization,
         _find_number(start, "gpu_memory_utilization"),
@@ -136,7 +137,7 @@ def _read_settings(
         failed_ratio,
     )
     has_options = bool(start.arguments or start.config)
-    # The options are known and this one is not among them, so vLLM used its default.
+    # The options are known and the utilization is not among them, so vLLM used its default.
     if utilization is None and has_options and version is not None:
         utilization = _find_default_utilization(version)
     cache_bytes = _choose(
@@ -167,12 +168,12 @@ def _read_settings(
 
 
 def _find_default_utilization(version: Version) -> float:
-    """Return vLLM's share of the GPU where no option sets it."""
+    """Return the share of the GPU that vLLM takes if no option sets it."""
     return DEFAULT_UTILIZATION if version >= NEW_DEFAULT_VERSION else OLD_DEFAULT_UTILIZATION
 
 
 def _choose(*figures: float | None) -> float | None:
-    """Return the earliest figure that is known; None where none is."""
+    """Return the earliest figure that is known; None if none is."""
     return next((figure for figure in figures if figure is not None), None)
 
 
@@ -192,9 +193,10 @@ def _find_number(start: EngineStart, *names: str) -> float | None:
 def raise_share(start_facts: StartFacts, missing_bytes: float, text: str) -> Change | None:
     """Return the change that gives vLLM `missing_bytes` more of each GPU, rounded up.
 
-    Before the cache is there, vLLM logs the GPU's size at the level DEBUG only. Without the size,
-    the value is vLLM's default, if the share is below it. None if the share is unknown, or if it
-    would exceed the safe share or what was free before the start.
+    vLLM logs the GPU's size only at the level DEBUG until the cache is allocated. Without the size,
+    the proposed value is vLLM's default, if the current share is below the default. Returns None if
+    the share is unknown, or if the new share would exceed the safe share or what was free before
+    the start.
     """
     settings = start_facts.settings
     total_bytes = start_facts.total_bytes
@@ -216,7 +218,7 @@ def raise_share(start_facts: StartFacts, missing_bytes: float, text: str) -> Cha
             cost=cost,
         )
     hundredths = 100 * (now + missing_bytes / total_bytes)
-    # Rounded up to hundredths, because with less the same failure would recur.
+    # The value is rounded up to hundredths, because a smaller share would fail in the same way.
     value = ceil(hundredths - ROUNDING_TOLERANCE) / 100
     if value > SAFE_UTILIZATION or value <= now:
         return None
@@ -228,7 +230,8 @@ def raise_share(start_facts: StartFacts, missing_bytes: float, text: str) -> Cha
 def fit_context(start_facts: StartFacts, cache_bytes: float) -> int | None:
     """Return the longest request that a cache of this size holds, in whole blocks.
 
-    None if the size of a token or the present limit is unknown, or if the present limit still fits.
+    Returns None if the size of a token or the present limit is unknown, or if requests of the
+    present limit fit.
     """
     context_tokens = start_facts.context_tokens
     bytes_per_token = start_facts.bytes_per_token

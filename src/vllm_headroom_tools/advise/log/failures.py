@@ -71,7 +71,7 @@ def advise_on_failure(start_facts: StartFacts, failure: LogFailure) -> Advice:
 
 
 def _find_remark(failure: LogFailure) -> str | None:
-    """Return a sentence against confusing a failure with another; None without one."""
+    """Return a sentence against confusing a failure with another; None if there is none."""
     if failure.kind is LogFailureKind.GPU_OUT_OF_MEMORY:
         # Once the cache is allocated, more memory for vLLM does not help, because the failure was
         # outside of the share.
@@ -87,7 +87,7 @@ def _find_remark(failure: LogFailure) -> str | None:
 
 
 def _list_evidence(start_facts: StartFacts, failure: LogFailure) -> tuple[Figure, ...]:
-    """Return the log line, the figures of its message, and the parts of the GPU."""
+    """Return the log line, the figures of the failure's message, and the parts of the GPU."""
     refusal = failure.refusal or Refusal()
     cache_bytes = start_facts.kv_cache_bytes
     missing_bytes = None
@@ -118,7 +118,7 @@ def _list_evidence(start_facts: StartFacts, failure: LogFailure) -> tuple[Figure
 
 
 def _change_for_refusal(start_facts: StartFacts, failure: LogFailure) -> tuple[Change, ...]:
-    """Return what helps against a refused allocation, by the phase in which it happened."""
+    """Return the changes against a refused allocation, by the phase in which it was refused."""
     refusal = failure.refusal or Refusal()
     move = MOVE_OTHERS if (refusal.other_bytes or 0) >= NEIGHBOUR_BYTES else None
     defragment = None
@@ -254,7 +254,7 @@ def _change_for_no_cache(start_facts: StartFacts, failure: LogFailure) -> tuple[
 
 
 def _find_cache_bytes(start_facts: StartFacts) -> float:
-    """Return what was left for the cache, computed from the parts if no line reports it."""
+    """Return the bytes that were left for the cache, from the parts if no line reports them."""
     if start_facts.kv_cache_bytes is not None:
         return start_facts.kv_cache_bytes
     requested_bytes = start_facts.requested_bytes
@@ -266,7 +266,7 @@ def _find_cache_bytes(start_facts: StartFacts) -> float:
 
 
 def _change_for_context(start_facts: StartFacts, failure: LogFailure) -> tuple[Change, ...]:
-    """Return a larger cache, if the GPU has room for it, and the longest request that fits."""
+    """Return a larger cache if the GPU has room for it, and the longest request that fits."""
     needed_bytes = failure.figures.get("needed_bytes")
     cache_bytes = failure.figures.get("kv_cache_bytes")
     larger_share = None
@@ -292,7 +292,7 @@ def _change_for_context(start_facts: StartFacts, failure: LogFailure) -> tuple[C
 
 
 def _find_fitting_tokens(failure: LogFailure) -> int:
-    """Return the longest request that fits, by vLLM's own figure if it has one; 0 if unknown."""
+    """Return the longest request that fits, from vLLM's message if it has one; 0 if unknown."""
     figures = failure.figures
     if "fitting_tokens" in figures:
         return int(figures["fitting_tokens"])
@@ -331,7 +331,7 @@ def _change_for_used_gpu(start_facts: StartFacts, failure: LogFailure) -> tuple[
     free_bytes = start_facts.free_bytes
     lower_share = None
     if total_bytes and free_bytes is not None:
-        # vLLM refuses a share above what is free, and rounds both in its log.
+        # vLLM refuses a share above what is free, and its log rounds both figures.
         share = floor(100 * (free_bytes - LOG_ROUNDING_BYTES) / total_bytes) / 100
         starts = would_start(start_facts, gpu_memory_utilization=share) if share > 0 else False
         if starts is False:
@@ -409,7 +409,7 @@ def _change_for_gpus(start_facts: StartFacts, failure: LogFailure) -> tuple[Chan
 
 
 def _change_other_engine(start_facts: StartFacts) -> tuple[Change, ...]:
-    """Return the option of an engine other than vLLM that sizes its share of the GPU."""
+    """Return the option that sizes the GPU share of an engine other than vLLM."""
     option = OTHER_SHARES.get(start_facts.start.engine)
     if option is None:
         return ()
@@ -420,8 +420,8 @@ OTHER_SHARES: Final[Mapping[str, str]] = {
     "sglang": "--mem-fraction-static",
     "tensorrt_llm": "kv_cache_config.free_gpu_memory_fraction",
 }
-"""The option that sizes the KV cache of other engines: lower it against a refused allocation, raise
-it for a cache without memory.
+"""The option that sizes the KV cache of other engines. Lower the option after a refused allocation;
+raise it if no memory was left for the cache.
 """
 
 MEMORY_KINDS: Final = frozenset(
@@ -511,7 +511,7 @@ STEPS: Final[Mapping[LogFailureKind, tuple[str, ...]]] = {
         "Look for an XID in the kernel's log: dmesg -T | grep -i xid",
     ),
 }
-"""What to do about failures, other than changing options."""
+"""Steps against failures that do not change an option."""
 
 NO_OPTION_HELPS: Final = "No option that sizes GPU memory affects it."
 

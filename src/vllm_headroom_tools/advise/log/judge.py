@@ -1,4 +1,4 @@
-"""The advice on a log of the engine: why it ended, or how a good start uses its GPU."""
+"""The advice on a log of the engine: why the engine ended, or how a good start uses its GPU."""
 
 from collections.abc import Iterator
 from typing import Any, Final
@@ -116,7 +116,7 @@ UNFINISHED: Final = (
 
 
 def _note_other_starts(log: EngineLog, start: EngineStart) -> Iterator[str]:
-    """Note the log's other starts: those that failed in the same way, and a later one."""
+    """Note the log's other starts: starts that failed in the same way, and a later start."""
     if log.start_count == 1:
         return
     failure = start.root_failure
@@ -125,7 +125,7 @@ def _note_other_starts(log: EngineLog, start: EngineStart) -> Iterator[str]:
         count = kinds.count(failure.kind)
         if count > 1:
             yield f"The same in {count} of the log's {log.start_count} starts."
-        # Only this start failed in this way: earlier starts had another cause.
+        # Only this start failed in this way, so the earlier starts had another cause.
         elif len(kinds) > 1:
             others = sorted({str(kind) for kind in kinds if kind is not failure.kind})
             yield f"Earlier starts of the log failed otherwise: {', '.join(others)}."
@@ -136,7 +136,7 @@ def _note_other_starts(log: EngineLog, start: EngineStart) -> Iterator[str]:
 
 
 def _list_absent_flags(advice: Advice, start_facts: StartFacts) -> list[Flag]:
-    """Return the advised options that this version of vLLM lacks."""
+    """Return those of the advised options that this version of vLLM lacks."""
     version = start_facts.settings.version
     flags = [change.flag for change in advice.changes if change.flag is not None]
     if version is None:
@@ -151,7 +151,7 @@ def _drop_absent_flags(advice: Advice, start_facts: StartFacts) -> Advice:
 
 
 def _note_absent_flags(advice: Advice, start_facts: StartFacts) -> Iterator[str]:
-    """Note the options that this version lacks; they have no dashes, so that nobody copies them."""
+    """Note the options that this version lacks; without dashes, so that nobody copies them."""
     version = start_facts.settings.version
     for flag in _list_absent_flags(advice, start_facts):
         first_version = format_version(FIRST_VERSIONS[flag])
@@ -192,7 +192,7 @@ REMARKS: Final = {
     LogRemarkKind.CONTEXT_REDUCED: "vLLM shortened the longest request to what fits",
     LogRemarkKind.BLOCKED: "A worker did not answer for a minute or more",
 }
-"""What each warning means."""
+"""The meaning of each warning."""
 
 
 def _note_requests(start_facts: StartFacts) -> Iterator[str]:
@@ -243,7 +243,7 @@ def _note_graphs(start_facts: StartFacts) -> Iterator[str]:
         return
     if estimated_bytes is None or start_facts.kv_cache_bytes is None:
         return
-    # Only if vLLM had estimated the graphs, because the cache is smaller by the estimate.
+    # If vLLM had estimated the graphs' memory, the cache is smaller by that estimate.
     unused_bytes = estimated_bytes - graphs_bytes
     if unused_bytes >= NOTED_BYTES:
         cache_bytes = start_facts.kv_cache_bytes + unused_bytes
@@ -269,7 +269,8 @@ def _note_uneven_ranks(start: EngineStart) -> Iterator[str]:
 def _note_load(start: EngineStart) -> Iterator[str]:
     """Note a full KV cache with waiting requests in the newest reports of load."""
     loads = list_loads(start)
-    # Only with a full cache, because other waiting requests have another limit.
+    # Only loads with a full cache count, because with room in the cache something else makes
+    # requests wait.
     full_loads = [load for load in loads if load.get("kv_cache_used_ratio", 0.0) > FULL_RATIO]
     waiting_requests = max((load.get("waiting_requests", 0.0) for load in full_loads), default=0.0)
     if waiting_requests:
@@ -284,7 +285,7 @@ def _note_load(start: EngineStart) -> Iterator[str]:
 
 
 def format_source(assessment: LogAssessment) -> str:
-    """Return a line on what was judged: the log, the engine, its version and model."""
+    """Return a line on what was judged: the log, the engine, its version and its model."""
     log = assessment.log
     start = assessment.start
     starts = "1 start" if log.start_count == 1 else f"{log.start_count:,} starts"

@@ -13,10 +13,10 @@ from vllm_headroom_tools.sizing.releases import NEWEST_RELEASE, Release, parse_r
 
 
 def would_start(start_facts: StartFacts, **changes: Any) -> bool | None:  # noqa: ANN401 - options
-    """Return whether vLLM would start with these options in place of those of the log.
+    """Return whether vLLM would start with these options in place of the log's.
 
-    None if plan cannot tell, because it does not know the model or the card, or the result is too
-    close.
+    Returns None if `plan` cannot tell: the model or the card is unknown to `plan`, or the result is
+    too close.
     """
     model = start_facts.start.model
     total_bytes = start_facts.total_bytes
@@ -31,7 +31,7 @@ def would_start(start_facts: StartFacts, **changes: Any) -> bool | None:  # noqa
     settings = start_facts.settings
     release = _find_release(start_facts)
     gpu_memory_bytes = round(total_bytes)
-    # A figure that the log lacks is vLLM's default for this card and version.
+    # If the log lacks a figure, vLLM's default for this card and version is used.
     defaults = choose_defaults(gpu_memory_bytes, release)
     options: dict[str, Any] = {
         "shape": shape,
@@ -60,13 +60,13 @@ def _find_release(start_facts: StartFacts) -> Release:
 
 
 MOST_GPUS: Final = 8
-"""How many GPUs of one machine are tried."""
+"""The largest number of GPUs in one machine that is tried."""
 
 
 def find_enough_gpus(start_facts: StartFacts) -> int | None:
-    """Return the fewest GPUs, at least twice as many, on which vLLM would start by plan.
+    """Return the fewest GPUs, at least twice as many, on which vLLM would start by `plan`.
 
-    None if plan cannot tell for any number.
+    Returns None if `plan` cannot tell for any number.
     """
     gpus = 2 * start_facts.tensor_parallel_size
     while gpus <= MOST_GPUS:

@@ -51,8 +51,9 @@ def change_share(
 ) -> Change | None:
     """Return the change of vLLM's memory on a GPU by `added_bytes`, which may be negative.
 
-    The option is the share of the GPU, or the size of the KV cache if that is set in bytes. The
-    value is rounded down. None if the value would not change, or would leave vLLM nothing.
+    The option is the share of the GPU, or the size of the KV cache if an option sets that size in
+    bytes. The value is rounded down. Returns None if the value would not change, or would leave
+    vLLM without memory.
     """
     if facts.settings.sizes_cache_in_bytes:
         return _change_cache_size(facts, added_bytes, text, cost)
@@ -62,20 +63,20 @@ def change_share(
 def _change_utilization(facts: Facts, added_ratio: float, text: str, cost: str) -> Change | None:
     """Return the change of the utilization, in steps of a hundredth.
 
-    Without the current value, the change is a difference. None where rounding leaves no change.
+    Without the current value, the change is a difference. Returns None if rounding leaves no
+    change.
     """
     flag = Flag.GPU_MEMORY_UTILIZATION
     now = facts.settings.gpu_memory_utilization
     if now is None:
-        # Rounded down, so that no more is promised than there is.
+        # The difference is rounded down, so that no more is promised than there is.
         difference = floor(added_ratio * 100 + ROUNDING_TOLERANCE) / 100
         if not difference:
             return None
         if added_ratio > 0:
             text = f"{text}; not above {SAFE_UTILIZATION:g}"
         return Change(flag=flag, difference=difference, text=text, cost=cost)
-    # A share above the safe one was somebody's choice, so it is neither raised nor lowered to the
-    # safe one.
+    # Somebody chose a share above the safe one, so that share is neither raised nor lowered.
     highest = max(now, SAFE_UTILIZATION)
     value = floor(min(now + added_ratio, highest) * 100 + ROUNDING_TOLERANCE) / 100
     if not _is_useful(now, value, added_ratio):
@@ -86,7 +87,8 @@ def _change_utilization(facts: Facts, added_ratio: float, text: str, cost: str) 
 def _change_cache_size(facts: Facts, added_bytes: float, text: str, cost: str) -> Change | None:
     """Return the change of the KV cache's size, which is set in bytes, in steps of a MiB.
 
-    Without the current value, the change is a difference. None where rounding leaves no change.
+    Without the current value, the change is a difference. Returns None if rounding leaves no
+    change.
     """
     flag = Flag.KV_CACHE_MEMORY_BYTES
     now = facts.settings.kv_cache_memory_bytes
@@ -116,7 +118,7 @@ def _is_useful(now: float, value: float, added_amount: float) -> bool:
 def take_less(facts: Facts, gpu: GpuFacts, freed_bytes: float) -> Change | None:
     """Return the change of vLLM's memory that leaves `freed_bytes` more of the GPU free.
 
-    None where the GPU's size is unknown, or vLLM's memory would not change.
+    Returns None if the GPU's size is unknown, or vLLM's memory would not change.
     """
     if not gpu.usable_bytes:
         return None
@@ -129,7 +131,7 @@ def take_less(facts: Facts, gpu: GpuFacts, freed_bytes: float) -> Change | None:
 def _describe_lost_tokens(facts: Facts, freed_bytes: float) -> str:
     """Return a text on how many tokens the KV cache loses, by the first engine of known capacity.
 
-    Empty if no capacity is known, or all of it would be lost.
+    Returns an empty result if no capacity is known, or all of it would be lost.
     """
     for engine in facts.engines:
         if not engine.capacity_bytes or not engine.capacity_tokens:
@@ -142,8 +144,8 @@ def _describe_lost_tokens(facts: Facts, freed_bytes: float) -> str:
 
 
 PEAKS_SECONDS: Final = 6 * HOUR_SECONDS
-"""Our choice: a trace must be this long for its highest peak to count as the highest of all. In a
-shorter trace, vLLM's share is not raised.
+"""Our choice: the highest peak of a trace counts as the highest of all if the trace is at least
+this long. In a shorter trace, vLLM's share is not raised.
 """
 
 
@@ -151,12 +153,12 @@ def take_more(facts: Facts) -> Change | None:
     """Return the change that gives unused memory to the KV cache.
 
     Unused memory is the room above AIM_BYTES at the highest peak, after PEAKS_SECONDS of a trace.
-    None for a page, for a shorter trace, if memory ran short at a start or later, or if other
-    processes took some.
+    Returns None for a page, for a shorter trace, if memory ran short at a start or later, or if
+    other processes took memory.
     """
     room_bytes = facts.least_room_bytes
     usable_bytes = facts.usable_bytes
-    # A page has no history of peaks, and a short trace may have missed them.
+    # A page has no history of peaks, and a short trace may have missed the highest ones.
     if facts.origin is FactsSource.PAGE or facts.span_seconds < PEAKS_SECONDS:
         return None
     if facts.failed_starts or has_run_short(facts):
@@ -184,7 +186,7 @@ def split_model(
 ) -> Change | None:
     """Return the change that spreads the model over twice as many GPUs.
 
-    None where the number of GPUs of each engine is unknown.
+    Returns None if the number of GPUs of each engine is unknown.
     """
     # The GPUs of a trace are those of all its engines.
     gpus_per_engine, remainder = divmod(len(facts.gpus), max(1, len(facts.engines)))
@@ -211,13 +213,13 @@ NOT_OUT_OF_MEMORY: Final = (
 # A KV cache that preempts.
 
 LARGER_REQUESTS_RATIO: Final = 2.0
-"""Our choice: requests of at least this multiple of the usual size fill the cache by their size,
-and smaller ones by their number.
+"""Our choice: requests of at least this multiple of the usual size fill the cache by their size;
+smaller requests fill it by their number.
 """
 
 FEWEST_REQUESTS: Final = 4
-"""Our choice: if fewer requests of the usual size fit at once, the model is too large for the GPU,
-because next to nothing can be batched.
+"""Our choice: if fewer requests of the usual size than this fit at once, the model is too large for
+the GPU, because almost nothing can be batched.
 """
 
 CONCURRENCY_KEPT_RATIO: Final = 0.9
@@ -236,7 +238,7 @@ class PressedCache(Struct, frozen=True, kw_only=True):
 
     engine: EngineFacts
     full: FullFacts
-    # The row of collapses by which it is judged; None if it was full for long enough.
+    # The collapses by which the engine is judged; None if its cache was full for long enough.
     thrash: ThrashFacts | None = None
 
 
@@ -252,12 +254,13 @@ class CacheDiagnosis(Struct, frozen=True, kw_only=True):
 def find_full_cache(facts: Facts) -> Advice | None:
     """Judge a KV cache that preempts.
 
-    Looks at: preemptions for each finished request while the cache was full. Applies: from
-    HURTING_PREEMPTIONS on. In a trace that must last for LASTING_SECONDS, or most running requests
-    must return to the queue repeatedly for some minutes. Proposes: first to give unused memory to
-    the cache, which costs least. Then, by the cause: more GPUs where the cache is too small for any
-    load, shorter requests where they are longer than usual, else fewer requests at once. Returns
-    None where it does not apply.
+    It looks at preemptions for each finished request while the cache was full. It applies from
+    HURTING_PREEMPTIONS preemptions per request on. In a trace, that has to last for
+    LASTING_SECONDS, or for some minutes most running requests have to return to the queue
+    repeatedly. It first proposes to give unused memory to the cache, which costs least. It then
+    proposes a change by the cause: more GPUs if the cache is too small for any load, shorter
+    requests if they are longer than usual, and otherwise fewer requests at once. Returns None if
+    the rule does not apply.
     """
     pressed = find_pressed(facts)
     if pressed is None:
@@ -265,7 +268,7 @@ def find_full_cache(facts: Facts) -> Advice | None:
     diagnosis = _diagnose_small_cache(facts, pressed)
     if diagnosis is None:
         diagnosis = _diagnose_long_requests(facts, pressed)
-    # The causes exclude each other, and the first that fits is the most specific.
+    # The causes exclude each other, and the first cause that fits is the most specific.
     if diagnosis is None and pressed.thrash is not None:
         diagnosis = _diagnose_thrashing(facts, pressed, pressed.thrash)
     if diagnosis is None:
@@ -282,8 +285,9 @@ def find_full_cache(facts: Facts) -> Advice | None:
 def find_pressed(facts: Facts) -> PressedCache | None:
     """Return the engine with the most preemptions per finished request while its cache is full.
 
-    In a trace, its cache has to be full for LASTING_SECONDS. If no engine's cache is, return the
-    engine that thrashes most. None if no engine's preemptions do harm.
+    In a trace, the engine's cache has to be full for LASTING_SECONDS. If no engine's cache is full
+    for so long, the function returns the engine that thrashes most. Returns None if no engine's
+    preemptions do harm.
     """
     worst = None
     worst_rate = 0.0
@@ -331,7 +335,7 @@ def _is_hurting(full: FullFacts) -> bool:
 def _diagnose_small_cache(facts: Facts, pressed: PressedCache) -> CacheDiagnosis | None:
     """Return the diagnosis that the model is too large for the GPU.
 
-    None where the cache holds FEWEST_REQUESTS of the usual size, or its capacity is unknown.
+    Returns None if the cache holds FEWEST_REQUESTS of the usual size, or its capacity is unknown.
     """
     engine = pressed.engine
     tokens = pressed.full.tokens if engine.usual_tokens is None else engine.usual_tokens
@@ -353,7 +357,7 @@ def _diagnose_small_cache(facts: Facts, pressed: PressedCache) -> CacheDiagnosis
 def _diagnose_long_requests(facts: Facts, pressed: PressedCache) -> CacheDiagnosis | None:
     """Return the diagnosis that requests are longer than usual.
 
-    None where they are below LARGER_REQUESTS_RATIO of the usual size, or a size is unknown.
+    Returns None if they are below LARGER_REQUESTS_RATIO of the usual size, or a size is unknown.
     """
     engine = pressed.engine
     tokens = pressed.full.tokens
@@ -394,7 +398,7 @@ def _diagnose_thrashing(facts: Facts, pressed: PressedCache, thrash: ThrashFacts
 def _diagnose_many_requests(facts: Facts, pressed: PressedCache) -> CacheDiagnosis:
     """Return the diagnosis that too many requests run at once.
 
-    It applies if neither the model nor the requests are too large for the cache.
+    The diagnosis applies if neither the model nor the requests are too large for the cache.
     """
     name = name_engine(facts, pressed.engine)
     now = " now" if facts.origin is FactsSource.PAGE else ""
@@ -460,8 +464,8 @@ def _list_thrash_evidence(engine: EngineFacts, thrash: ThrashFacts) -> tuple[Fig
 def _shorten_requests(facts: Facts, engine: EngineFacts, tokens: float) -> Change | None:
     """Return a limit on the length of requests, above the 99th percentile of tokens per request.
 
-    None where the percentile is unknown, or if requests of `tokens`, which filled the cache, would
-    still be allowed.
+    Returns None if the percentile is unknown, or if the limit would still allow requests of
+    `tokens`, which filled the cache.
     """
     if engine.high_tokens is None:
         return None
@@ -483,11 +487,11 @@ def _shorten_requests(facts: Facts, engine: EngineFacts, tokens: float) -> Chang
 def _run_fewer(facts: Facts, pressed: PressedCache) -> Change | None:
     """Return a limit on running requests: how many fit in CONCURRENCY_KEPT_RATIO of the cache.
 
-    A request counts with the tokens that it held while the cache was full. If the tokens or the
-    capacity are unknown, the limit is the same share of the requests that filled the cache. The
-    load that ran without a preemption is no upper bound, because perhaps no more requests came.
+    The size of a request is the tokens that it held while the cache was full. If that size or the
+    capacity is unknown, the limit is the same share of the requests that filled the cache. The load
+    that ran without a preemption is no upper bound, because perhaps no more requests came.
 
-    None where the limit is not below the current one.
+    Returns None if the limit is not below the current one.
     """
     percent = f"{100 * CONCURRENCY_KEPT_RATIO:.3g} %"
     tokens = pressed.full.tokens
@@ -527,10 +531,10 @@ GPU, a queue before a full cache is normal.
 def find_unused_memory(facts: Facts) -> Advice | None:
     """Judge memory that was never used although requests waited for a full KV cache.
 
-    Looks at: the time in which requests waited for a full cache, and the least room on the GPUs.
-    Applies: after LASTING_SECONDS, if UNUSED_RATIO of each GPU was left all the time, unless the
-    cache preempts too, which `find_full_cache` judges. Proposes: to give the unused memory to the
-    cache, or to add a replica. Returns None where it does not apply.
+    It looks at the time in which requests waited for a full cache, and the least room on the GPUs.
+    It applies after LASTING_SECONDS, if at least UNUSED_RATIO of each GPU was free all the time. It
+    does not apply if the cache preempts too, which `find_full_cache` judges. It proposes to give
+    the unused memory to the cache, or to add a replica. Returns None if the rule does not apply.
     """
     larger_share = take_more(facts)
     room_bytes = facts.least_room_bytes or 0.0
@@ -563,22 +567,24 @@ def find_unused_memory(facts: Facts) -> Advice | None:
 
 CONCURRENCY_FACTOR_LIMIT: Final = 2.0
 """Our choice, not vLLM's: above vLLM's default for large cards, the limit on running requests is
-raised by at most this factor, because each sequence also takes memory of the sampler.
+raised by at most this factor. Each sequence also takes memory of the sampler.
 """
 
 CACHE_FILL_RATIO: Final = 0.8
 """Our choice, not vLLM's: the limit on running requests is raised until at most this share of the
-cache is in use."""
+cache is in use.
+"""
 
 
 def find_too_few_requests(facts: Facts) -> Advice | None:
     """Judge a limit on running requests that leaves the KV cache unused.
 
-    Looks at: the time in which requests waited while the cache had room, always with the same
-    number running. Applies: after LASTING_SECONDS. It does not apply if a peak left less than
-    AIM_BYTES, because more requests also take more memory outside of the cache, or if the cache of
-    another rank preempts. Proposes: the limit at which CACHE_FILL_RATIO of the cache is in use, by
-    the tokens that running requests held. Returns None where it does not apply.
+    It looks at the time in which requests waited while the cache had room and the same number
+    always ran. It applies after LASTING_SECONDS. It does not apply if a peak left less than
+    AIM_BYTES, because more requests also take more memory outside of the cache. It does not apply
+    either if the cache of another rank preempts. It proposes the limit at which CACHE_FILL_RATIO of
+    the cache is in use, computed from the tokens that running requests held. Returns None if the
+    rule does not apply.
     """
     room_bytes = facts.least_room_bytes
     if room_bytes is None or room_bytes < AIM_BYTES:
@@ -604,11 +610,11 @@ def find_too_few_requests(facts: Facts) -> Advice | None:
 def _run_more(facts: Facts, engine: EngineFacts, capped: CappedFacts) -> Change | None:
     """Return a higher limit on running requests, with which more of the cache would be used.
 
-    None if requests waited for too short a time or for a reason other than the limit, or if a
-    higher limit would fill the cache.
+    Returns None if requests waited for too short a time, if something other than the limit made
+    them wait, or if a higher limit would fill the cache.
     """
     now = facts.settings.max_num_seqs
-    # If the limit is above what ran, something else holds requests back.
+    # If the limit is higher than the number that ran, something else holds requests back.
     if capped.seconds < LASTING_SECONDS or (now is not None and now > capped.running):
         return None
     if not capped.kv_used_ratio:
@@ -653,12 +659,13 @@ PAYING_RATIO: Final = 0.3
 HeadroomPrefixCacheNotPaying)."""
 
 PREFIX_SECONDS: Final = 6 * HOUR_SECONDS
-"""The least time of traffic by which a prefix cache is judged (alert
-HeadroomPrefixCacheNotPaying)."""
+"""A prefix cache is judged after at least this time with traffic (alert
+HeadroomPrefixCacheNotPaying).
+"""
 
 PREFIX_TOKENS_PER_SECOND: Final = 100.0
-"""The least traffic by which a prefix cache is judged: with less traffic there is little to gain
-(alert HeadroomPrefixCacheNotPaying).
+"""A prefix cache is judged only with at least this traffic, because less traffic leaves little to
+gain (alert HeadroomPrefixCacheNotPaying).
 """
 
 BLOCKED_RATIO: Final = 0.05
@@ -671,9 +678,10 @@ Before vLLM 0.27 a waiting request is looked up again in each step (vllm-project
 def find_poor_prefix_cache(facts: Facts) -> Advice | None:
     """Judge a prefix cache that rarely hits.
 
-    Looks at: the share of looked-up tokens that were there. Applies: below PAYING_RATIO, after
-    PREFIX_SECONDS of PREFIX_TOKENS_PER_SECOND. Proposes: prompts with a common beginning, or else
-    to turn off the prefix cache, which saves the lookups. Returns None where it does not apply.
+    It looks at the share of looked-up tokens that were cached. It applies below PAYING_RATIO, after
+    PREFIX_SECONDS with at least PREFIX_TOKENS_PER_SECOND. It proposes prompts with a common
+    beginning, or to turn off the prefix cache, which saves the lookups. Returns None if the rule
+    does not apply.
     """
     for engine in facts.engines:
         judgement = judge_prefix_cache(facts, engine)
@@ -685,14 +693,14 @@ def find_poor_prefix_cache(facts: Facts) -> Advice | None:
 def judge_prefix_cache(facts: Facts, engine: EngineFacts) -> Advice | str | None:
     """Return the advice on a prefix cache that rarely hits, or a text on why it is not judged.
 
-    None if it hits often enough, is unknown, or has too little traffic to gain anything. The counts
-    on a page are since the engine's start, so the last five minutes have to agree.
+    Returns None if it hits often enough, is unknown, or has too little traffic to gain anything.
+    The counts on a page are since the engine's start, so the last five minutes have to agree.
     """
     prefix = engine.prefix
     if prefix is None or not _hits_rarely(prefix):
         return None
-    # A page does not show for how long it has counted. The least traffic is assumed for its
-    # lookups, which gives the longest time.
+    # A page does not show for how long the engine has counted. The time is computed at PREFIX_TOKENS_PER_SECOND, which gives
+    # the longest time.
     judged_seconds = prefix.seconds
     if judged_seconds is None:
         judged_seconds = prefix.queries / PREFIX_TOKENS_PER_SECOND
@@ -701,7 +709,7 @@ def judge_prefix_cache(facts: Facts, engine: EngineFacts) -> Advice | str | None
     if judged_seconds < PREFIX_SECONDS:
         needed = format_duration(PREFIX_SECONDS)
         return f"Too little was looked up in the prefix cache to judge it: {needed} of traffic do."
-    # Before this version a waiting request repeated its lookup in each step.
+    # Before this version, vLLM looked a waiting request up again in each step.
     counts_again = facts.settings.earliest_version < COUNTS_PREFIXES_ONCE
     if counts_again and prefix.blocked_ratio > BLOCKED_RATIO:
         return (

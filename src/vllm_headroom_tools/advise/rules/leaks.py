@@ -68,7 +68,9 @@ CURES: Final[dict[LeakLocation | None, tuple[str, ...]]] = {
     LeakLocation.TENSORS: (REPORT_TENSORS,),
     None: (CHANGE_VERSION,),
 }
-"""What to try, in this order, by the location of the growth. None means an unknown location."""
+"""The things to try, in this order, by the location of the growth. The key None means an unknown
+location.
+"""
 
 
 FIND_HOLDER: Final = Change(
@@ -95,10 +97,10 @@ class WorstLeak(Struct, frozen=True, kw_only=True):
 def find_gpu_leak(facts: Facts) -> Advice | None:
     """Judge the growth of the engine's GPU memory (docs/leaks.md).
 
-    Looks at: the leak detector's verdict on each GPU. Applies: where the detector raised an alarm.
-    Proposes: a restart before memory runs out, then a fix by the location of the growth. No option
-    of vLLM stops a leak. If it is unknown whose memory grows, finding that out comes first. Returns
-    None where it does not apply.
+    It looks at the leak detector's verdict on each GPU. It applies if the detector raised an alarm.
+    It proposes a restart before memory runs out, then a fix by the location of the growth. No
+    option of vLLM stops a leak. If it is unknown whose memory grows, the first step is to find that
+    out. Returns None if the rule does not apply.
     """
     worst = _pick_worst_leak((gpu.display_name, gpu.leak) for gpu in facts.gpus)
     if worst is None:
@@ -133,10 +135,9 @@ def find_gpu_leak(facts: Facts) -> Advice | None:
 def find_straight_growth(facts: Facts) -> Advice | None:
     """Judge growth that filled a GPU in minutes, too fast for the leak detector.
 
-    Looks at: the exits before which memory grew in a straight line under a level load.
-    Applies: where there is one, and the detector raised no alarm.
-    Proposes: a fix of the growth. No option of vLLM stops a leak.
-    Returns None where it does not apply.
+    It looks at the exits before which memory grew in a straight line under a level load. It applies
+    if there is one, and the detector raised no alarm. It proposes a fix of the growth. No option of
+    vLLM stops a leak. Returns None if the rule does not apply.
     """
     gpus = [causes.find_straight_growth_gpu(end) for end in facts.ends]
     # The newest exit comes first, because the operator asks about it.
@@ -166,10 +167,10 @@ def find_straight_growth(facts: Facts) -> Advice | None:
 def find_host_leak(facts: Facts) -> Advice | None:
     """Judge the growth of host memory of the engine's processes.
 
-    Looks at: the leak detector's verdict on each role of processes. Applies: where the detector
-    raised an alarm. Proposes: a restart before the kernel kills the engine, then an upgrade. If a
-    fault of this role is known, the upgrade is to the version that fixes it. Returns None where it
-    does not apply.
+    It looks at the leak detector's verdict on each role of processes. It applies if the detector
+    raised an alarm. It proposes a restart before the kernel kills the engine, then an upgrade. If a
+    fault of this role is known, the advice is to upgrade to the version that fixes the fault.
+    Returns None if the rule does not apply.
     """
     worst = _pick_worst_leak((host.process, host.leak) for host in facts.hosts)
     if worst is None:
@@ -197,9 +198,9 @@ def find_host_leak(facts: Facts) -> Advice | None:
 
 
 def _list_known_cures(facts: Facts, role: str) -> list[str]:
-    """Return what helps against the known leaks of this role in this version of vLLM.
+    """Return the cures of the leaks that this version of vLLM is known to have in this role.
 
-    Empty where the version is unknown, or has no known leak.
+    Returns an empty result if the version is unknown, or has no known leak.
     """
     version = facts.settings.version
     if not version:
@@ -217,7 +218,8 @@ def _pick_worst_leak(leaks: Iterable[tuple[str, Leak]]) -> WorstLeak | None:
         if leak.alarm is None:
             continue
         names.append(name)
-        # A leak that goes on is worse than one that has ended; after that, the faster one is worse.
+        # A leak that continues is worse than one that has ended; of two such leaks, the faster one
+        # is worse.
         rank = (leak.ended_seconds is None, leak.alarm.bytes_per_second or 0.0)
         if worst is None or rank > worst_rank:
             worst = WorstLeak(names=name, name=name, leak=leak, alarm=leak.alarm)
@@ -236,7 +238,7 @@ def _list_remedies(
 ) -> tuple[Change, ...]:
     """Return the changes against a leak: a restart, unless the leak has ended, and the `upgrades`.
 
-    `end` is what the leak leads to; `usual_time` is when to restart if the time left is unknown.
+    `end` is what the leak leads to; `usual_time` says when to restart if the time left is unknown.
     """
     upgrades = tuple(Change(text=cure, cost=UPGRADE_COST) for cure in cures)
     if worst.leak.ended_seconds is not None:
@@ -281,20 +283,23 @@ def _list_leak_evidence(worst: WorstLeak) -> tuple[Figure, ...]:
 # Leaks of KV cache blocks.
 
 LOST_RATIO: Final = 0.01
-"""Blocks are lost if more than this share of the KV cache is held by no request, after LOST_RISES
-(alert HeadroomKvBlocksLeak)."""
+"""Blocks are lost if more than this share of the KV cache is in use while no request holds it,
+after LOST_RISES (alert HeadroomKvBlocksLeak).
+"""
 
 LOST_RISES: Final = 3
-"""How often that share has to rise from one idle time to the next (alert HeadroomKvBlocksLeak)."""
+"""The number of times that this share has to rise from one idle time to the next (alert
+HeadroomKvBlocksLeak).
+"""
 
 
 def find_kv_block_leak(facts: Facts) -> Advice | None:
     """Judge KV cache that stays in use while no request runs.
 
-    Looks at: the share of the cache that is in use while the engine is idle. Applies: above
-    STRANDED_RATIO, or above LOST_RATIO after LOST_RISES rises from one idle time to the next.
-    Proposes: a restart, then an upgrade, or to run without the KV connector, which may lose blocks
-    in failed transfers. Returns None where it does not apply.
+    It looks at the share of the cache that is in use while the engine is idle. It applies above
+    STRANDED_RATIO, or above LOST_RATIO after LOST_RISES rises from one idle time to the next. It
+    proposes a restart, then an upgrade, or to run without the KV connector, which may lose blocks
+    in failed transfers. Returns None if the rule does not apply.
     """
     leaking_engines = []
     evidence: list[Figure] = []
@@ -334,9 +339,9 @@ def _name_engines(facts: Facts, engines: Iterable[EngineFacts]) -> str:
 
 
 def _list_stranded_evidence(stranded: StrandedFacts) -> tuple[Figure, ...]:
-    """Return the figures on KV cache that stays in use: its share, and how often that has risen.
+    """Return the figures on KV cache that stays in use: its share, and how often that share rose.
 
-    The second figure is left out where the share has never risen.
+    The second figure is left out if the share never rose.
     """
     first_percent = format_percent(stranded.first_ratio)
     return list_evidence(
@@ -356,10 +361,11 @@ def _list_stranded_evidence(stranded: StrandedFacts) -> tuple[Figure, ...]:
 # Shortages that no leak causes.
 
 SHORTAGE_CAUSES: Final = {
-    # vLLM's share leaves too little for what is outside of the share: CUDA context, NCCL, late
-    # kernels (DESIGN.md, 7).
+    # vLLM's share leaves too little for what is outside of the share: the CUDA context, NCCL, and
+    # kernels that load late (DESIGN.md, 7).
     Shortage.LEVEL: (Cause.CONFIGURATION_OVERSHOOT, "vLLM takes more of {} than it can spare"),
-    # High-water marks of the allocator, which keeps what a request once needed (DESIGN.md, 20).
+    # The allocator keeps what a request once needed, so its memory is a high-water mark (DESIGN.md,
+    # 20).
     Shortage.RISEN: (Cause.CHRONIC, "Memory of {} filled up after the start"),
     Shortage.PEAK: (Cause.BURST, "Bursts nearly fill {}"),
 }
@@ -378,10 +384,10 @@ BURST_REMARK: Final = (
 def find_over_budget(facts: Facts) -> Advice | None:
     """Judge an engine that held more than its budget from its first traffic on.
 
-    Looks at: what it held at rest beyond its budget, how much that left, and the exits that this
-    explains. Applies: like the sidecar's verdict, after OVER_BUDGET_SECONDS with little memory
-    left, or after an exit. Proposes: a share for vLLM that is smaller by the excess. Returns None
-    where it does not apply.
+    It looks at what the engine held at rest beyond its budget, how much memory was left then, and
+    the exits that the excess explains. Like the sidecar's verdict, it applies after
+    OVER_BUDGET_SECONDS with little memory left, or after an exit. It proposes a share for vLLM that
+    is smaller by the excess. Returns None if the rule does not apply.
     """
     gpus = _list_over_budget(facts)
     if not gpus:
@@ -445,17 +451,17 @@ def _list_over_budget(facts: Facts) -> list[tuple[GpuFacts, BudgetExcess]]:
 def find_shortage(facts: Facts, kind: Shortage) -> Advice | None:
     """Judge times with less than LOW_BYTES of a GPU left, without a leak.
 
-    Looks at: for each GPU, the times with a shortage of this kind. Applies: where there was such a
-    time. Proposes: a smaller share for vLLM that would leave AIM_BYTES at the worst of these times.
-    Before that, changes that make bursts smaller, in the order of the runbook
-    HeadroomGpuMemoryPeak. Returns None where it does not apply.
+    It looks at the times with a shortage of this kind, for each GPU. It applies if there was such a
+    time. It proposes a smaller share for vLLM that would leave AIM_BYTES at the worst of these
+    times. Before that share, it proposes changes that make bursts smaller, in the order of the
+    runbook HeadroomGpuMemoryPeak. Returns None if the rule does not apply.
     """
     explained_uuids = _list_explained(facts, kind)
     spells = [
         (gpu, spell)
         for gpu in facts.gpus
         for spell in gpu.spells
-        # A shortage that a leak or other processes explain is not judged a second time.
+        # If a leak or other processes explain a shortage, it is not judged a second time.
         if spell.kind is kind and gpu.uuid not in explained_uuids
     ]
     if not spells:
@@ -542,9 +548,9 @@ FEWEST_STEP_TOKENS: Final = 1024
 
 
 def _halve_steps(facts: Facts) -> Change | None:
-    """Return the change that halves the tokens of a step, and thereby its activations.
+    """Return the change that halves the tokens of a step, and with them its activations.
 
-    None where the current value is unknown or below FEWEST_STEP_TOKENS.
+    Returns None if the current value is unknown or below FEWEST_STEP_TOKENS.
     """
     step_tokens = facts.settings.max_num_batched_tokens
     if step_tokens is None or step_tokens < FEWEST_STEP_TOKENS:
@@ -561,7 +567,7 @@ def _halve_steps(facts: Facts) -> Change | None:
 def _run_fewer(facts: Facts, gpu: GpuFacts, spell: Spell) -> Change | None:
     """Return a limit on running requests: as many as ran while enough memory was left.
 
-    None where that load is unknown, or no more requests ran in the burst.
+    Returns None if that load is unknown, or no more requests ran in the burst.
     """
     if not facts.engines or not gpu.roomy_running or spell.running is None:
         return None

@@ -23,12 +23,12 @@ REMARK = (
 
 
 def find_unsafe_peaks(facts: Facts) -> Advice | None:
-    """Judge the peaks of the last minute and the largest safe requests, where the probe has them.
+    """Judge the last minute's peaks and the largest safe requests, if the probe measures them.
 
-    Looks at: the peak of each kind of work and its spread, the memory that a step may take, and the
-    safe sizes. Applies: where a peak would not fit again, or where prompt logprobs are safe for
-    fewer tokens than prompts are. Proposes: the limit of that kind of work, with the value from the
-    fit, then a smaller share.
+    It looks at the peak of each kind of work and its spread, the memory that a step may take, and
+    the safe sizes. It applies if a peak would not fit again, or if fewer tokens are safe with
+    prompt logprobs than without. It proposes the limit of that kind of work, with the value from
+    the fit, then a smaller share.
     """
     for gpu in facts.gpus:
         unfitting = [peak for peak in gpu.peaks if peak.missing_bytes(gpu.peak_room_bytes) > 0]
@@ -49,7 +49,7 @@ def _are_logprobs_limited(gpu: GpuFacts) -> bool:
 
 
 def _build_advice(facts: Facts, gpu: GpuFacts, peak: PeakFacts | None) -> Advice:
-    """Return the advice on a peak that does not fit, or on prompt logprobs where `peak` is None."""
+    """Return the advice on a peak that does not fit, or on prompt logprobs if `peak` is None."""
     if peak is None:
         work = Work.PROMPT_LOGPROBS
         missing_bytes = None
@@ -117,7 +117,7 @@ def _limit_work(
 
 
 def _limit_images(gpu: GpuFacts) -> tuple[Change, ...]:
-    """Return the limits of an image's pixels, where a safe number is known, and of the images."""
+    """Return the limit of an image's pixels, if a safe number is known, and the limit of images."""
     one_image = Change(
         flag=Flag.LIMIT_MM_PER_PROMPT,
         value=1,

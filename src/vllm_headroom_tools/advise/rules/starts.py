@@ -41,17 +41,18 @@ the engine once.
 """
 
 MODEL_LOADED_RATIO: Final = 0.5
-"""Our choice: an engine that held at least this share of the GPU had loaded its model."""
+"""Our choice: an engine has loaded its model if it held at least this share of the GPU."""
 
 
 def find_failing_starts(facts: Facts) -> Advice | None:
     """Judge starts that exited before the engine served.
 
-    Looks at: the memory that the engine and others held on its GPUs at its exit, and the room.
-    Applies: from FAILED_STARTS on. Proposes: what helps against the first cause that fits: others
-    on the GPU, a full /dev/shm, a full GPU, a model that leaves no room for the KV cache, or a
-    cause other than memory. Returns None with fewer failed starts, or if the cause is unknown: no
-    start's room on a GPU is known, and fewer than FAILED_STARTS starts had loaded the model.
+    It looks at the memory that the engine and other processes held on the engine's GPUs at its
+    exit, and at the room. It applies from FAILED_STARTS failed starts on. It proposes what helps
+    against the first cause that fits: other processes on the GPU, a full /dev/shm, a full GPU, a
+    model that leaves no room for the KV cache, or a cause other than memory. Returns None with
+    fewer failed starts, or if the cause is unknown. The cause is unknown if no start's room on a
+    GPU is known, and fewer than FAILED_STARTS starts had loaded the model.
     """
     starts = facts.failed_starts
     if len(starts) < FAILED_STARTS:
@@ -59,7 +60,7 @@ def find_failing_starts(facts: Facts) -> Advice | None:
     # The median counts, because one start beside a neighbour is no rule.
     if median(_find_others_bytes(start) for start in starts) > NEIGHBOUR_BYTES:
         return _advise_on_used_gpu(facts, starts)
-    # A full /dev/shm stops a start regardless of the GPU's room, so it is judged first.
+    # A full /dev/shm stops a start whatever the GPU's room, so it is judged first.
     shared_memory = _advise_on_shared_memory(facts, starts)
     if shared_memory is not None:
         return shared_memory
@@ -98,7 +99,7 @@ def _advise_on_full_gpu(facts: Facts, starts: Sequence[Ending]) -> Advice:
 
 
 def _advise_on_too_large_model(facts: Facts, loaded_starts: Sequence[Ending]) -> Advice:
-    """Return the advice to make room for the KV cache, where vLLM loaded the model and found none.
+    """Return the advice to make room for the KV cache, if vLLM loaded the model and found no room.
 
     In this case vLLM logs "No available memory for the cache blocks", or that the cache is too
     small for the longest request.
@@ -140,7 +141,7 @@ LOOK_FOR_MEMORY: Final = 'vLLM\'s log shows the step: look for "memory" in it.'
 def _advise_on_shared_memory(facts: Facts, starts: Sequence[Ending]) -> Advice | None:
     """Return the advice to make /dev/shm larger.
 
-    None if vLLM's largest queue between processes fits, or /dev/shm is unknown.
+    Returns None if vLLM's largest queue between processes fits, or /dev/shm is unknown.
     """
     host = facts.host
     if host is None or host.shm_limit_bytes is None or host.shm_used_bytes is None:
@@ -188,7 +189,7 @@ def _list_rooms_bytes(starts: Sequence[Ending]) -> list[int]:
 
 
 def _list_loaded_starts(facts: Facts, starts: Sequence[Ending]) -> list[Ending]:
-    """Return the starts that had loaded the model; empty where no GPU's size is known."""
+    """Return the starts that had loaded the model; empty if no GPU's size is known."""
     usable_bytes = min((gpu.usable_bytes for gpu in facts.gpus if gpu.usable_bytes), default=inf)
     return [
         start for start in starts if _find_held_bytes(start) >= MODEL_LOADED_RATIO * usable_bytes
@@ -196,7 +197,7 @@ def _list_loaded_starts(facts: Facts, starts: Sequence[Ending]) -> list[Ending]:
 
 
 def _list_start_evidence(starts: Sequence[Ending]) -> tuple[Figure, ...]:
-    """Return the figures on failed starts: their number, and the memory at their ends."""
+    """Return the figures on failed starts: how many failed, and the memory at their ends."""
     most_held_bytes = max(_find_held_bytes(start) for start in starts)
     most_others_bytes = max(_find_others_bytes(start) for start in starts)
     least_room_bytes = min(_list_rooms_bytes(starts), default=None)
@@ -211,8 +212,8 @@ def _list_start_evidence(starts: Sequence[Ending]) -> tuple[Figure, ...]:
 def _avoid_others(facts: Facts) -> tuple[Change, ...]:
     """Return the changes against others on the GPU: move them, and lower vLLM's share.
 
-    The share is what was free before the starts. It is left out if that is unknown, if the KV cache
-    is sized in bytes, or if the share would not be lower.
+    The share is what was free before the starts. The share is left out if the free memory is
+    unknown, if the KV cache is sized in bytes, or if the new share would not be lower.
     """
     move = Change(
         text=(
@@ -224,9 +225,10 @@ def _avoid_others(facts: Facts) -> tuple[Change, ...]:
     free_bytes = _find_free_bytes(facts.failed_starts)
     if free_bytes is None or facts.usable_bytes is None or facts.settings.sizes_cache_in_bytes:
         return (move,)
-    # A share takes most bytes on the largest GPU, so that GPU decides. Rounded down to a hundredth.
+    # A share takes the most bytes on the largest GPU, so the share is computed for that GPU. It is
+    # rounded down to a hundredth.
     share = floor((free_bytes - AIM_BYTES) / facts.usable_bytes * 100) / 100
-    # An unknown current share is probably vLLM's default, which this would not lower.
+    # An unknown current share is probably vLLM's default, and `share` is not lower than that.
     if facts.settings.gpu_memory_utilization is None and share >= SAFE_UTILIZATION:
         return (move,)
     lower_share = lower_option(
@@ -241,7 +243,7 @@ def _avoid_others(facts: Facts) -> tuple[Change, ...]:
 
 
 def _find_free_bytes(starts: Sequence[Ending]) -> int | None:
-    """Return the fewest bytes that were free on any GPU before a start; None where unknown for all.
+    """Return the fewest bytes that were free on any GPU before a start; None if all are unknown.
 
     Bytes that the engine already held at its first sample count as free.
     """
@@ -257,11 +259,12 @@ def _find_free_bytes(starts: Sequence[Ending]) -> int | None:
 
 
 def _shrink_engine(facts: Facts) -> tuple[Change, ...]:
-    """Return the changes with which an engine needs less memory while it starts."""
+    """Return the changes with which an engine needs less memory during its start."""
     rooms_bytes = _list_rooms_bytes(facts.failed_starts)
     smaller_share = None
     if rooms_bytes and facts.gpus:
-        # Our choice: the option is the same for all GPUs, so it is computed for the first one.
+        # Our choice: the option is the same for all GPUs, so its value is computed for the first
+        # GPU.
         smaller_share = take_less(facts, facts.gpus[0], AIM_BYTES - min(rooms_bytes))
     fewer_requests = lower_option(
         facts,
@@ -280,10 +283,10 @@ def _shrink_engine(facts: Facts) -> tuple[Change, ...]:
 
 
 def _raise_share(facts: Facts, starts: Sequence[Ending]) -> Change | None:
-    """Return a larger share of the GPU for vLLM, where all of these starts left enough room.
+    """Return a larger share of the GPU for vLLM, if all of these starts left enough room.
 
-    None if the share or the room is unknown, if memory ran short later, or if the room at any start
-    was AIM_BYTES or less.
+    Returns None if the share or the room is unknown, if memory ran short later, or if the room at
+    any start was AIM_BYTES or less.
     """
     settings = facts.settings
     if settings.sizes_cache_in_bytes or settings.gpu_memory_utilization is None:
@@ -307,17 +310,16 @@ def _raise_share(facts: Facts, starts: Sequence[Ending]) -> Change | None:
 
 
 def find_crash(facts: Facts) -> Advice | None:
-    """Judge exits of an engine at work that no figure of GPU memory explains.
+    """Judge exits of a serving engine that no figure of GPU memory explains.
 
-    Looks at: the exits that `find_crashes` returns, if the room on the GPUs is known.
-    Applies: from FAILED_STARTS on, or where processes of the engine outlived an exit.
-    Proposes: to read the logs, which show whether an allocation failed. If none did, no option that
-    sizes memory affects it.
-    Returns None where it does not apply.
+    It looks at the exits that `find_crashes` returns, if the room on the GPUs is known. It applies
+    from FAILED_STARTS exits on, or if processes of the engine outlived an exit. It proposes to read
+    the logs, which show whether an allocation failed. If no allocation failed, no option that sizes
+    memory changes anything. Returns None if the rule does not apply.
     """
     crashes = [end for end in find_crashes(facts) if end.fullest_gpu is not None]
     orphan_bytes = max((end.orphan_bytes for end in crashes), default=0)
-    # A single exit may have been planned; orphans show that it was not.
+    # A single exit may have been planned, but not if processes of the engine outlived it.
     if len(crashes) < FAILED_STARTS and not orphan_bytes:
         return None
     newest = crashes[-1]
@@ -356,7 +358,7 @@ def find_crash(facts: Facts) -> Advice | None:
 
 
 def find_crashes(facts: Facts) -> tuple[Ending, ...]:
-    """Return the exits of an engine that served that were crashes with GPU memory left.
+    """Return the exits that were crashes of a serving engine with GPU memory left.
 
     At such an exit, requests were running, or processes of the engine outlived the exit. An exit
     counts even if the room on the GPUs is unknown.
@@ -389,8 +391,9 @@ def _is_surely_a_crash(end: Ending) -> bool:
 # Host memory.
 
 HOST_LOW_RATIO: Final = 0.05
-"""Our choice: with less than this share of the limit left, one request with a large video can be
-the last."""
+"""Our choice: below this share of the limit, one request with a large video can use up what is
+left.
+"""
 
 PROCESSOR_CACHE_GB: Final = 1.0
 """Our choice: the proposed value of --mm-processor-cache-gb, a quarter of vLLM's default."""
@@ -399,10 +402,10 @@ PROCESSOR_CACHE_GB: Final = 1.0
 def find_host_shortage(facts: Facts) -> Advice | None:
     """Judge host memory that ran short.
 
-    Looks at: the kernel's out-of-memory kills, and the highest use of the container's limit.
-    Applies: after a kill, or with less than HOST_LOW_RATIO of the limit left. Proposes: a smaller
-    cache of processed images, then to keep less data in host memory, then a higher limit. Returns
-    None where it does not apply.
+    It looks at the kernel's out-of-memory kills, and the highest use of the container's limit. It
+    applies after a kill, or if less than HOST_LOW_RATIO of the limit was left. It proposes a
+    smaller cache of processed images, then less data in host memory, then a higher limit. Returns
+    None if the rule does not apply.
     """
     host = facts.host
     if host is None:
@@ -412,7 +415,7 @@ def find_host_shortage(facts: Facts) -> Advice | None:
     is_low = False
     if room_bytes is not None and limit_bytes is not None:
         is_low = room_bytes < HOST_LOW_RATIO * limit_bytes
-    # A kill counts even if room was left, because it came between two samples.
+    # A kill counts even if the samples show room, because memory was used up between two samples.
     if not host.oom_kills and not is_low:
         return None
     used_bytes = None if limit_bytes is None else host.used_bytes
@@ -462,11 +465,12 @@ def find_host_shortage(facts: Facts) -> Advice | None:
 def find_other_tenant(facts: Facts) -> Advice | None:
     """Judge memory of processes that are not the engine's.
 
-    Looks at: the memory that others held on each GPU of the engine. Applies: above NEIGHBOUR_BYTES,
-    if others took that much during the trace, or less than AIM_BYTES is left. Constant memory of
-    others beside an engine with room is no problem (runbook HeadroomNeighbourGrowing, "Do nothing
-    when"). A page has no history, so the memory that others hold now counts. Proposes: to move the
-    others, else a smaller share for vLLM. Returns None where it does not apply.
+    It looks at the memory that others held on each GPU of the engine. It applies above
+    NEIGHBOUR_BYTES, if others took that much during the trace, or if less than AIM_BYTES is left.
+    Constant memory of others beside an engine with room is no problem (runbook
+    HeadroomNeighbourGrowing, "Do nothing when"). A page has no history, so on a page the memory
+    that others hold now counts. It proposes to move the other processes, or else a smaller share
+    for vLLM. Returns None if the rule does not apply.
     """
     gpu = None
     others_memory = None
@@ -536,8 +540,8 @@ def _is_problem(facts: Facts, gpu: GpuFacts, others_memory: Extent) -> bool:
 def _make_room_for_others(facts: Facts, gpu: GpuFacts, others_memory: Extent) -> Change | None:
     """Return a smaller share for vLLM; None if the current one leaves enough, or if it is unknown.
 
-    The share leaves AIM_BYTES at peaks. It is also at most what others leave free, because vLLM
-    otherwise refuses to start (worker/utils.py).
+    The share leaves AIM_BYTES at peaks. The share is also at most what others leave free, because
+    vLLM otherwise refuses to start (worker/utils.py).
     """
     missing_bytes = 0.0
     if gpu.least_room_bytes is not None:
@@ -552,10 +556,9 @@ def _make_room_for_others(facts: Facts, gpu: GpuFacts, others_memory: Extent) ->
 def find_leftovers(facts: Facts) -> Advice | None:
     """Judge processes that outlived their engine.
 
-    Looks at: such processes on the engine's GPUs at the end of a trace; a page names none.
-    Applies: where there is such a process.
-    Proposes: to end the process.
-    Returns None where it does not apply.
+    It looks at such processes on the engine's GPUs at the end of a trace; a page names none. It
+    applies if there is such a process. It proposes to end the process. Returns None if the rule
+    does not apply.
     """
     figures: list[tuple[str, float | str, str]] = []
     for gpu in facts.gpus:

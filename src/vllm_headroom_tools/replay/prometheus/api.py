@@ -124,7 +124,7 @@ class PrometheusApi:
     """The HTTP API of the Prometheus at `url`, or of a compatible server.
 
     The token in `bearer_token_file` replaces the user and password of the URL; `ca_file` replaces
-    the default CAs. Raise BadInput where the token or the CAs cannot be used. `shown` is the URL
+    the default CAs. Raise BadInput if the token or the CAs cannot be used. `shown` is the URL
     without the password.
     """
 
@@ -147,9 +147,9 @@ class PrometheusApi:
         self._client = httpx.Client(verify=verify, timeout=_TIMEOUT, headers=headers)
 
     def query_range(self, expression: str, span: TimeSpan) -> list[Series]:
-        """Return the series of a PromQL `expression` over the span; empty where there are none.
+        """Return the series of a PromQL `expression` over the span; empty if there are none.
 
-        Raise BadInput where the server does not answer, or with anything but a complete result.
+        Raise BadInput if the server does not answer, or with anything but a complete result.
         """
         form = {
             "query": expression,

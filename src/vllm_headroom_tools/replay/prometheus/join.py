@@ -345,7 +345,8 @@ def _sample_engines(profile: Profile, values: Iterable[SeriesValue]) -> Side:
 def _list_names(profile: Profile, *fields: str) -> tuple[str, ...]:
     """Return the names of the series from whose values these fields are read.
 
-    They are in the order of the profile. Empty where a field is read from labels only.
+    They are in the order of the profile. Returns an empty result if a field is read from labels
+    only.
     """
     families: dict[str, None] = {}
     for fact in profile.facts:
