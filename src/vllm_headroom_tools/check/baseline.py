@@ -25,8 +25,9 @@ from vllm_headroom_tools.check.record import (
 from vllm_headroom_tools.conclusion import Conclusion
 
 SAME_SIZE_RATIO: Final = 0.01
-"""GPUs whose sizes differ by at most this share count as the same kind: drivers reserve a little
-more or less."""
+"""GPUs whose sizes differ by at most this share count as the same kind, because the memory that
+drivers reserve varies.
+"""
 
 COMPARED_PARTS: Final = (
     MemoryPart.WEIGHTS,
@@ -34,9 +35,9 @@ COMPARED_PARTS: Final = (
     MemoryPart.OTHER_TENSORS,
     MemoryPart.OUTSIDE_TORCH,
 )
-"""The parts of GPU memory that are compared. The KV cache is not among them, because it takes what
-these leave, and has its own limit. Cached and fragmented memory is not among them either, because
-it varies with load.
+"""The parts of GPU memory that are compared. The KV cache is not compared as a part, because it
+takes what the other parts leave; it has its own limit. Cached and fragmented memory is not compared
+either, because it varies with load.
 """
 
 
@@ -45,8 +46,8 @@ def judge_growths(
 ) -> Iterator[Judgement]:
     """Judge the growth over the baseline of each GPU, role and part of GPU memory at the same load.
 
-    Judge also by how much each KV cache became smaller. A role or an engine that only one of the
-    traces has cannot be judged. Nothing is yielded without a baseline.
+    Judge also by how much each KV cache became smaller. A role or an engine cannot be judged if
+    only one of the traces has it. Nothing is yielded if there is no baseline.
     """
     if baseline is None:
         return
@@ -100,7 +101,8 @@ def _find_doubt(
         return ONLY_BASELINE
     if baseline_series is None:
         return NOT_IN_BASELINE
-    # In order from the series to the whole trace, so that the first doubt is the most specific.
+    # The doubts are in order from the series to the whole trace, so that the first doubt is the
+    # most specific.
     doubt = _find_size_mismatch(series, baseline_series)
     if doubt is not None:
         return doubt
@@ -137,8 +139,8 @@ def _judge_growth(
 ) -> Judgement:
     """Judge the largest growth of a series among the loads that both traces have.
 
-    It cannot be judged if there is a doubt, if one of the series is missing, or if they have no
-    load in common.
+    A series cannot be judged if there is a doubt, if one of the two series is missing, or if the
+    two have no load in common.
     """
     judgement = Judgement(
         limit=limit_name,
@@ -170,9 +172,10 @@ def _judge_growth(
 def _find_largest_growth(
     series: MemorySeries, baseline_series: MemorySeries
 ) -> tuple[Cost, Cost] | None:
-    """Return the cost here and in the baseline at the load whose memory grew most.
+    """Return the cost here and in the baseline, at the load whose memory grew most.
 
-    Among loads with equal growth, the highest counts. Returns None without a load in common.
+    Among loads with equal growth, the highest counts. Returns None if the two have no load in
+    common.
     """
     costs = series.costs
     baseline_costs = baseline_series.costs
@@ -242,12 +245,12 @@ def _judge_parts(
 ) -> Iterator[Judgement]:
     """Judge the growth of each part of a GPU's memory that both traces have.
 
-    A part may grow by the limit's share of all parts together, because the share of a small part
-    alone would be next to nothing.
+    A part may grow by the limit's share of all parts together, because the same share of a small
+    part would be almost nothing.
     """
     parts_bytes = _average_parts(gpu)
     baseline_parts_bytes = _average_parts(baseline_gpu)
-    # A share of all parts, so that a small part may grow by some MiB.
+    # The share is of all parts, so that a small part may grow by some MiB.
     allowance_bytes = limit_ratio * sum(baseline_parts_bytes.values())
     for part in COMPARED_PARTS:
         if part not in parts_bytes or part not in baseline_parts_bytes:

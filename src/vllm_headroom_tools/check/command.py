@@ -54,11 +54,13 @@ SIZE: Final = size_value("1MiB")
 NUMBER: Final = Value(read=bounded(parse_number, 0, 1.7e308), accepts="a number, 0 or more")
 
 Judge = Callable[[TraceRecord, TraceRecord | None, float], Iterator[Judgement]]
-"""Yields a judgement on each GPU, role or engine, from a trace, its baseline and the bound."""
+"""A function that yields a judgement on each GPU, role or engine, from a trace, its baseline and
+the bound.
+"""
 
 
 class Limit(Struct, frozen=True, kw_only=True):
-    """A limit that may be set, and its option."""
+    """A limit that the operator may set, and its option."""
 
     name: str  # in the report
     judge: Judge
@@ -135,15 +137,16 @@ def judge_limits(
             yield from judgements
             continue
         subject = "process" if limit.name == HOST_LEAK else "GPU"
-        # There is no GPU or no process of the engine, and silence would look like a pass.
+        # The trace has no GPU or no process of the engine, and without a judgement that would look
+        # like a pass.
         reason = f"the trace has no {subject} of the engine's"
         yield Judgement(limit=limit.name, verdict=Conclusion.CANNOT_TELL, reason=reason)
 
 
 def read_limits(options: Namespace) -> dict[str, float]:
-    """Return the bounds of the limits by option: those that were given, and the one on restarts.
+    """Return the bounds of the limits by option: those that were given, and that on restarts.
 
-    Raises BadOptions without a limit, or where options conflict.
+    Raises BadOptions if no limit is set, or if options conflict.
     """
     bounds = {}
     for option in LIMITS:
@@ -172,7 +175,7 @@ def _find_conflicts(options: Namespace, bounds: Mapping[str, float]) -> Iterator
 
 
 def _add_options(parser: Parser) -> None:
-    """Declare the options of `check`: traces, limits, and the files of its report."""
+    """Declare the options of `check`: the traces, the limits, and the files for its report."""
     traces = parser.add_argument_group("traces")
     traces.add_argument("--trace", metavar="FILE", type=TRACE, help="what is judged; - for stdin")
     traces.add_argument(
@@ -215,7 +218,7 @@ def _add_options(parser: Parser) -> None:
 def _compare_logs(options: Namespace) -> Report:
     """Compare the starts of two logs, write a requested JUnit file, and return the report.
 
-    Raises BadOptions for options that concern traces, and BadInput for a file that is not a log.
+    Raises BadOptions if an option only concerns traces, and BadInput if a file is not a log.
     """
     names = [*options.logs]
     if options.newer_log is not None:
@@ -230,7 +233,7 @@ def _compare_logs(options: Namespace) -> Report:
     problems += [
         f"{name_option(name)} is about traces and cannot be given with --log"
         for name in trace_options
-        # This is the only limit that both kinds of comparison have.
+        # The limit on growth is the only one that both kinds of comparison have.
         if name != GROWTH_LIMIT and getattr(options, name) is not None
     ]
     if options.json and options.format is not None:
@@ -246,7 +249,7 @@ def _compare_logs(options: Namespace) -> Report:
             suite = build_suite([("log", Conclusion.CANNOT_TELL, problem, "")])
             save(options.junit, suite, inputs=names)
             raise BadInput(problem) from error
-        # A log may have several starts, of which the newest is compared.
+        # A log may have several starts; the newest one is compared.
         starts.append((name, log.starts[-1]))
     judgements = judge_starts(starts[0][1], starts[1][1], options.max_growth_over_baseline)
     save(options.junit, build_junit(judgements), inputs=names)

@@ -29,18 +29,19 @@ class Unit(StrEnum):
 
 
 class Judgement(Struct, frozen=True, kw_only=True):
-    """The result of one limit, on one GPU, role or engine, or on all of them together."""
+    """The result of one limit on one GPU, role or engine, or on all of them together."""
 
     limit: str
     subject: str = ""  # the GPU, role or engine; empty for all of them together
     verdict: Conclusion
     unit: Unit = Unit.BYTES
-    # these figures are in `unit`, and None where they are unknown or do not apply
+    # These figures are in `unit`; a figure is None if it is unknown or does not apply.
     value: float | None = None
     highest_allowed: float | None = None
     lowest_allowed: float | None = None
     baseline: float | None = None
-    # texts of value, bound and baseline; where None, they are the formatted figures
+    # The texts of the value, the bound and the baseline; if a text is None, the formatted figure
+    # replaces it.
     value_text: str | None = None
     bound_text: str | None = None
     baseline_text: str | None = None
@@ -50,7 +51,7 @@ class Judgement(Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """Return the limit and its subject, if it has one."""
+        """Return the name of the limit, with its subject if it has one."""
         return f"{self.limit}, {self.subject}" if self.subject else self.limit
 
     @property
@@ -89,10 +90,10 @@ def format_figure(figure: float | None, unit: Unit) -> str:
 def compare_with_limit(
     value: float | None, highest_allowed: float | None, doubt: str | None
 ) -> Conclusion:
-    """Compare a value with its limit; "cannot tell" where either is unknown.
+    """Compare a value with its limit; "cannot tell" if either is unknown.
 
     A value above the limit fails even with a doubt. A value up to the limit passes only without a
-    doubt, because a missing part of the trace may have a higher value.
+    doubt, because a missing part of the trace may contain a higher value.
     """
     if value is None or highest_allowed is None:
         return Conclusion.CANNOT_TELL

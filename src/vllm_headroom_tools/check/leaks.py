@@ -67,7 +67,7 @@ def _judge_leak(
             baseline=_compute_per_thousand(baseline_series.course.newest),
             baseline_text=_describe_course(baseline_series.course),
         )
-    # Of several alarms the last one has the best estimate.
+    # If there are several alarms, the last one has the best estimate.
     alarm = series.course.last_alarm
     if alarm is not None:
         return _judge_alarm(draft, alarm, limit_bytes)
@@ -79,8 +79,8 @@ def _judge_leak(
 def _judge_alarm(draft: Judgement, alarm: Moment, limit_bytes: float) -> Judgement:
     """Judge an alarm by its estimated leak per request.
 
-    It fails if the estimate is above the limit or there is no estimate. It passes only if the whole
-    95 % interval is within the limit; otherwise it cannot be judged.
+    The series fails if the estimate is above the limit, or if there is no estimate. The series
+    passes only if the whole 95 % interval is within the limit; otherwise it cannot be judged.
     """
     per_thousand_bytes = _compute_per_thousand(alarm)
     rate = alarm.bytes_per_second or 0.0
@@ -112,7 +112,7 @@ def _judge_alarm(draft: Judgement, alarm: Moment, limit_bytes: float) -> Judgeme
 
 
 def _judge_warning(draft: Judgement, course: LeakCourse, reason: str) -> Judgement:
-    """Judge early warnings, which neither pass nor fail at any limit."""
+    """Judge early warnings: they neither pass nor fail, whatever the limit."""
     if course.warning is not None:
         reason = "an early warning; steady growth takes an hour or more to become an alarm"
     return replace(
@@ -128,8 +128,8 @@ def _judge_quiet(
 ) -> Judgement:
     """Judge a series without an alarm and without an early warning that counts.
 
-    It passes if the detector would have found a leak at the limit. It cannot be judged if there is
-    a doubt, or if such a leak would not have been found.
+    The series passes if the detector would have found a leak as large as the limit. The series
+    cannot be judged if there is a doubt, or if the detector would not have found such a leak.
     """
     doubt = find_doubt(record, series.coverage, series.name)
     if doubt is not None:
@@ -152,7 +152,7 @@ def _judge_quiet(
 
 
 def _describe_course(course: LeakCourse) -> str:
-    """Return the detector's result on a series as text, with its rate where that is known."""
+    """Return the detector's result on a series as text, with the rate if it is known."""
     per_thousand_bytes = _compute_per_thousand(course.newest)
     if course.last_alarm is not None:
         return "a leak" if per_thousand_bytes is None else format_size(per_thousand_bytes)
@@ -166,7 +166,7 @@ def _describe_course(course: LeakCourse) -> str:
 def _compute_per_thousand(moment: Moment | None) -> float | None:
     """Return the leak in bytes per thousand requests.
 
-    Returns None without a moment, or where the leak per request is unknown or not above 0.
+    Returns None without a moment, or if the leak per request is unknown or not above 0.
     """
     if moment is None or moment.bytes_per_request is None or moment.bytes_per_request <= 0:
         return None
@@ -178,7 +178,7 @@ ALLOCATION_BYTES: Final = 2 * MIB
 such steps."""
 
 DOUBLINGS: Final = 10
-"""Our choice: a leak is doubled at most this many times until the detector finds it."""
+"""Our choice: the added leak is doubled at most this many times until the detector finds it."""
 
 
 def find_smallest_visible(
@@ -186,10 +186,10 @@ def find_smallest_visible(
 ) -> float | None:
     """Return the smallest leak per request that the detector would have found in these readings.
 
-    It tries `bytes_per_request`, then its doubles, by running the detector on the readings with a
-    steady leak added. The drift of the later half is subtracted from the added leak, because the
-    drift may be a missed leak, or hide one. Returns None if the detector finds no such leak, or the
-    drift is unknown.
+    The function adds a steady leak to the readings and runs the detector on them, first with
+    `bytes_per_request`, then with doubled leaks. The drift of the later half is subtracted from the
+    added leak, because the drift may be a missed leak, or may hide one. Returns None if the
+    detector finds no such leak, or if the drift is unknown.
     """
     drift = _measure_drift(readings)
     if drift is None:
@@ -209,7 +209,7 @@ def _measure_drift(readings: Sequence[DetectorInput]) -> float | None:
     """
     eighth = len(readings) // 8
     half = len(readings) // 2
-    # Only the later half, because warm-up moves the floor before it.
+    # Only the later half counts, because warm-up moves the floor in the earlier half.
     middle_floor_bytes = _find_floor(readings[half - eighth : half])
     last_floor_bytes = _find_floor(readings[len(readings) - eighth :])
     if middle_floor_bytes is None or last_floor_bytes is None:

@@ -1,4 +1,4 @@
-"""Judge the limits that need no baseline, except those on leaks."""
+"""Judge the limits that need no baseline, except the limits on leaks."""
 
 from collections.abc import Iterator
 
@@ -34,7 +34,7 @@ def judge_discrepancies(
 ) -> Iterator[Judgement]:
     """Judge the highest discrepancy of each GPU from its budget.
 
-    Without a budget it cannot be judged.
+    A GPU without a budget cannot be judged.
     """
     for gpu, baseline_gpu in pair_gpus(record, baseline):
         doubt = find_doubt(record, gpu.budget_coverage, gpu.name)
@@ -83,7 +83,7 @@ def judge_costs(
 ) -> Iterator[Judgement]:
     """Judge the memory per running request on each GPU, at the highest load that lasted.
 
-    It cannot be judged on a trace that is too short, or where no load lasted.
+    The memory cannot be judged if the trace is too short, or if no load lasted.
     """
     for gpu, baseline_gpu in pair_gpus(record, baseline):
         cost = gpu.busiest_cost
@@ -95,8 +95,8 @@ def judge_costs(
                 "run each for longer"
             )
         value = None if cost is None else cost.bytes_per_request
-        # In a trace that is too short, load is hardly full yet. Its cost per request is high, and
-        # must not fail.
+        # In a trace that is too short, few requests run at once. The cost per request is then high,
+        # and must not fail.
         comparable_value = None if find_shortfall(record) else value
         reason = doubt or ""
         if cost is not None and doubt is None:
@@ -115,7 +115,7 @@ def judge_costs(
 
 
 def _format_cost(cost: Cost | None) -> str | None:
-    """Return what a running request cost, for the report; None if it was not measured."""
+    """Return the memory of a running request, for the report; None if it was not measured."""
     if cost is None:
         return None
     return f"{format_size(cost.bytes_per_request)} at {cost.running:.3g} running"
@@ -126,8 +126,8 @@ def judge_preemptions(
 ) -> Iterator[Judgement]:
     """Judge the preemptions per thousand requests.
 
-    With fewer requests than a limit needs, it fails only if the rate would still be too high after
-    the missing requests without another preemption.
+    If the trace has fewer requests than a limit needs, it fails only if the rate would be too high
+    even if the missing requests finished without another preemption.
     """
     doubt = find_doubt(record, record.engine_coverage, "the engine")
     value = compute_preemption_rate(record)
@@ -137,7 +137,7 @@ def judge_preemptions(
     else:
         preemptions = record.preemptions.total or 0.0
         requests = record.finished_requests.total or 0.0
-        # As if no further preemption occurred until enough requests had finished.
+        # The rate if no further preemption occurred until enough requests had finished.
         value_after_enough = 1000 * preemptions / max(requests, LEAST_REQUESTS)
         verdict = compare_with_limit(value_after_enough, limit, doubt)
         counts = f"{preemptions:,.0f} in all, of {requests:,.0f} requests"

@@ -30,7 +30,8 @@ DetectorInput = tuple[Observation, float]
 class Budget(Struct, frozen=True, kw_only=True):
     """The operator's budget for the engine on each GPU, in bytes or as a share.
 
-    It replaces the budget that the engine reports. Both are None if the operator set none.
+    The budget replaces the one that the engine reports. Both fields are None if the operator set no
+    budget.
     """
 
     reported_bytes: int | None = None
@@ -83,7 +84,7 @@ def find_discrepancies(
 
 
 class Coverage(Struct):
-    """For how long something was read, without the gaps."""
+    """The time for which something was read, without the gaps."""
 
     seconds: float = 0.0
     newest_seconds: float | None = None  # the time of the newest reading
@@ -132,8 +133,8 @@ class MemorySeries:
         self.readings: list[DetectorInput] = []
         self._keeps_readings = keeps_readings
         self._loads: defaultdict[int, _LoadReadings] = defaultdict(_LoadReadings)
-        # only for a GPU: its size, the probe's readings of its parts, the highest discrepancy, and
-        # for how long a discrepancy was known
+        # Only for a GPU: its size, the probe's readings of its parts, the highest discrepancy, and
+        # the time for which a discrepancy was known.
         self.total_bytes: int | None = None
         self.parts: defaultdict[MemoryPart, array[float]] = defaultdict(lambda: array("d"))
         self.highest_discrepancy: SignedDiscrepancy | None = None
@@ -146,10 +147,10 @@ class MemorySeries:
         requests: float,
         running: float | None,
     ) -> None:
-        """Add a reading, and the observation of it that the detector received.
+        """Add a reading, and the observation of the reading that the detector received.
 
-        The observation is None if the detector received none. `requests` is the detector's count.
-        `running` is the load; None leaves the reading out of the costs.
+        The observation is None if the detector did not receive this reading. `requests` is the
+        detector's count. `running` is the load; None leaves the reading out of the costs.
         """
         if self._keeps_readings and detector_observation is not None:
             self.readings.append((detector_observation, requests))
@@ -227,8 +228,8 @@ class TraceRecord:
 
     def step(self, snapshot: Snapshot) -> None:
         """Add one sample to the detector and to all figures."""
-        # The detector judges only memory that was held while the engine served, so its
-        # observations are from `served_snapshot`. The other figures take every reading.
+        # The detector judges only memory that was held while the engine served, so the detector's
+        # observations come from `served_snapshot`. The other figures include every reading.
         served_snapshot = keep_service(self.replay.step(snapshot))
 
         self.coverage.step(snapshot.time_seconds)
@@ -258,7 +259,7 @@ class TraceRecord:
         detector_observation: Observation | None,
         running: float | None,
     ) -> None:
-        """Add a reading of a GPU to its series, which is built at its first reading."""
+        """Add a reading of a GPU to its series; the first reading creates the series."""
         uuid = gpu.reading.uuid
         if uuid not in self._gpus:
             self._gpus[uuid] = self._build_series(uuid, gpu.reading.display_name)
@@ -277,7 +278,7 @@ class TraceRecord:
         detector_observation: Observation | None,
         running: float | None,
     ) -> None:
-        """Add a reading of a role to its series, which is built at its first reading."""
+        """Add a reading of a role to its series; the first reading creates the series."""
         if role not in self.host:
             self.host[role] = self._build_series(role, role)
         requests = self.replay.requests(role)
@@ -310,8 +311,8 @@ def pair_gpus(
 ) -> Iterator[tuple[MemorySeries, MemorySeries | None]]:
     """Yield each GPU of a trace with its counterpart in the baseline, or None without one.
 
-    The counterpart has the same UUID. If no GPU has the same UUID, as on another machine, it is the
-    GPU at the same position by index.
+    The counterpart has the same UUID. If no GPU has the same UUID, for example on another machine,
+    the counterpart is the GPU at the same position by index.
     """
     baseline_gpus = () if baseline is None else baseline.gpus
     baseline_by_uuid = {gpu.key: gpu for gpu in baseline_gpus}
@@ -323,20 +324,21 @@ def pair_gpus(
 
 
 LEAST_REQUESTS: Final = WARM_REQUESTS
-"""The requests that a trace needs to be judged. By then kernels have been used for the first time;
-memory before that does not predict later memory."""
+"""The requests that a trace needs to be judged. By then, the engine has used its kernels for the
+first time; memory before that does not predict later memory.
+"""
 
 LEAST_SHARE: Final = 0.9
-"""Our choice: a figure must be known for this share of the trace, because the other part may hide a
-peak.
+"""Our choice: a figure must be known for this share of the trace, because the rest of the trace may
+hide a peak.
 """
 
 
 def find_doubt(record: TraceRecord, coverage: Coverage | None, subject: str) -> str | None:
-    """Return why a subject cannot be judged; None if it can.
+    """Return why a subject cannot be judged; None if it can be judged.
 
-    The trace may be too short, or the engine's page, or the subject itself by its `coverage`, may
-    have been read for too little of the time. A subject without `coverage` was never read.
+    The trace may be too short. The engine's page may have been read for too little of the time, and
+    so may the subject itself, by its `coverage`. A subject without `coverage` was never read.
     """
     return (
         find_shortfall(record)

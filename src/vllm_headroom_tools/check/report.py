@@ -26,7 +26,7 @@ OUTCOMES: Final = {
 
 HEADINGS: Final = ("", "limit", "of", "found", "at most", "baseline")
 INDENT: Final = " " * 13
-"""As wide as the column of marks, so that a reason is below the limit's name."""
+"""The indent is as wide as the column of marks, so that a reason is below the limit's name."""
 
 COLUMN_GAP: Final = "  "
 
@@ -91,7 +91,7 @@ def format_table(
 def format_rows(judgements: Sequence[Judgement]) -> list[str]:
     """Return the headings and a row for each judgement, as lines with aligned columns.
 
-    The column of the baseline is left out where no row has one.
+    The column of the baseline is left out if no row has a baseline.
     """
     rows: list[tuple[str, ...]] = [HEADINGS]
     for judgement in judgements:
@@ -111,7 +111,7 @@ def _format_row(row: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def _describe_trace(name: str, record: TraceRecord) -> str:
-    """Return the line on one trace: how long it is, and the requests it has."""
+    """Return the line on one trace: its length, and the number of its requests."""
     finished = record.finished_requests.total
     requests = "requests unknown"
     if finished is not None:
@@ -157,7 +157,7 @@ def _build_data(
 
 
 def format_message(judgement: Judgement) -> str:
-    """Return one line with the value, and the bound and the baseline where there are any."""
+    """Return one line with the value, and with the bound and the baseline if there are any."""
     value, bound, baseline = judgement.texts
     message = f"{judgement.name}: {value}"
     if bound:
@@ -171,11 +171,12 @@ SUITE: Final = "vllm-headroom check"
 """The name of the JUnit suite, and the title of GitHub's annotations."""
 
 CASE_CLASS: Final = "vllm_headroom_tools.check"
-"""The class of the JUnit cases, under which CI systems group them."""
+"""The class of the JUnit cases; CI systems group the cases by it."""
 
 JUNIT_ELEMENTS: Final = {Conclusion.NOT_GOOD: "failure", Conclusion.CANNOT_TELL: "error"}
-"""The JUnit element of a verdict. A limit that cannot be judged is an error: CI systems would count
-a skipped test as good."""
+"""The JUnit element of a verdict. A limit that cannot be judged is an error, because CI systems
+would count a skipped test as good.
+"""
 
 
 def build_junit(judgements: Iterable[Judgement]) -> str:
@@ -189,7 +190,7 @@ def build_junit(judgements: Iterable[Judgement]) -> str:
 def build_suite(cases: Iterable[tuple[str, Conclusion, str, str]]) -> str:
     """Return a JUnit file with a test for each case: its name, verdict, message and reason.
 
-    The body of a passed test is its message and reason, of any other test its reason.
+    The body of a passed test is its message and reason; the body of any other test is its reason.
     """
     root = ET.Element("testsuites")
     suite = ET.SubElement(root, "testsuite", {"name": SUITE, "skipped": "0"})
@@ -213,10 +214,10 @@ ANNOTATION_LEVELS: Final = {Conclusion.NOT_GOOD: "error", Conclusion.CANNOT_TELL
 
 
 def format_annotations(judgements: Sequence[Judgement]) -> Iterator[str]:
-    """Yield an error for each limit that is exceeded, a warning for each that cannot be judged.
+    """Yield an error for each exceeded limit, and a warning for each that cannot be judged.
 
-    If all limits are kept, yield one notice for all of them: GitHub shows at most ten annotations
-    of a level in each step.
+    If all limits are kept, the function yields one notice for all, because GitHub shows at most ten
+    annotations of a level in each step.
     """
     is_all_kept = True
     for judgement in judgements:

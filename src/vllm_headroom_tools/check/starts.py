@@ -42,16 +42,18 @@ SETTINGS: Final = (
 """Options that change what a start takes. Starts that differ in one are not compared by version."""
 
 EQUAL_CARDS_BYTES: Final = GIB // 8
-"""Cards whose sizes differ by less are of the same kind: two H100 of 80 GB differ by 0.1 GiB."""
+"""Cards whose sizes differ by less than this are of the same kind: two H100 of 80 GB differ by
+0.1 GiB.
+"""
 
 
 def judge_starts(
     older: EngineStart, newer: EngineStart, limit_ratio: float | None
 ) -> tuple[Judgement, ...]:
-    """Return the judgements on what the newer start takes, compared with the older one.
+    """Return the judgements on the memory of the newer start, compared with the older one.
 
-    A part may grow, and the KV cache shrink, by the share `limit_ratio`. Without one, each figure
-    is only shown.
+    A part may grow, and the KV cache shrink, by the share `limit_ratio`. Without a limit, each
+    figure is only shown.
     """
     failure = newer.root_failure
     if failure is not None and not newer.has_served:
@@ -60,7 +62,7 @@ def judge_starts(
             limit="the start", verdict=Conclusion.NOT_GOOD, value_text="failed", reason=reason
         )
         return (judgement,)
-    # Other settings explain a difference, so it is shown and not judged.
+    # Different settings explain a difference, so the difference is shown and not judged.
     doubt = "; ".join(list_differences(older, newer)) if limit_ratio is not None else ""
     judgements = []
     for part, fields in PARTS:
@@ -119,7 +121,7 @@ def _judge_cache(
     older: EngineStart, newer: EngineStart, limit_ratio: float | None, doubt: str
 ) -> Iterator[Judgement]:
     """Judge by how much the smallest rank's KV cache became smaller."""
-    # In bytes and in tokens, because a log may have only one of them.
+    # Both bytes and tokens are tried, because a log may have only one of them.
     for field, unit in (("kv_cache_bytes", Unit.BYTES), ("kv_cache_tokens", Unit.TOKENS)):
         older_size = older.find_smallest(field)
         newer_size = newer.find_smallest(field)
@@ -161,7 +163,7 @@ def _conclude(
 
 
 def _describe_change(older_size: float | None, newer_size: float | None, unit: Unit) -> str | None:
-    """Return a figure with its change; None if it is unknown."""
+    """Return a figure with its change; None if the figure is unknown."""
     if newer_size is None:
         return None
     text = format_figure(newer_size, unit)
@@ -177,7 +179,7 @@ def _explain_missing(older_size: float | None, newer_size: float | None) -> str:
 
 
 def list_differences(older: EngineStart, newer: EngineStart) -> Iterator[str]:
-    """Yield a text for each setting in which the starts differ, and for another card."""
+    """Yield a text for each setting in which the starts differ, and for a different card."""
     older_bytes = older.find_largest("total_bytes")
     newer_bytes = newer.find_largest("total_bytes")
     are_known = older_bytes is not None and newer_bytes is not None

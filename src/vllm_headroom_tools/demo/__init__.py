@@ -1,1 +1,1 @@
-"""The same daemon over a simulated engine and GPU."""
+"""The daemon over a simulated engine and GPU."""

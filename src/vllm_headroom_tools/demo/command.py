@@ -20,9 +20,9 @@ MAX_SIMULATED_GPUS: Final = 64
 
 
 class DemoSettings(ModelSettings):
-    """The demo's own settings, and those of the daemon that the simulation can use.
+    """The demo's own settings, and the daemon's settings that the simulation can use.
 
-    Settings for a real engine or for Kubernetes' API server have no options here.
+    The daemon's settings for a real engine or for Kubernetes' API server have no options here.
     """
 
     no_options: ClassVar = frozenset(
@@ -64,7 +64,7 @@ async def _run(arguments: Namespace) -> int:
     else:
         # The number is not the index of a GPU to watch: all simulated GPUs are watched.
         settings = settings.model_copy(update={"gpus": AUTO})
-    # A log collector has no use for the line, and with port 0 the port is not known yet.
+    # A log collector does not need the line, and with port 0 the port is not known yet.
     if sys.stderr.isatty() and settings.listen_port:
         write_note(f"Open {format_address(settings)}")
     if settings.scenario == FLEET:

@@ -37,7 +37,7 @@ TEAM_COUNT: Final = 3
 """Our choice: how many namespaces the engines are in."""
 
 MIN_SAMPLE_INTERVAL_SECONDS: Final = 30.0
-"""With this interval the fleet takes a fifth of a processor core at 60 times the clock's speed."""
+"""With this interval, the fleet needs a fifth of a processor core at 60 times the clock's speed."""
 
 _NAME_WITH_LABELS: Final = re.compile(r"^(\w+)\{", re.MULTILINE)
 _NAME_WITHOUT_LABELS: Final = re.compile(r"^(\w+) ", re.MULTILINE)
@@ -72,8 +72,8 @@ class Fleet(app.Daemon):
     def build_handler(self, door: Door | None) -> Handler:
         """Return the handler of all requests.
 
-        /metrics answers with the series of all engines, / and /snapshot.json as for a sidecar that
-        watches several engines, and every other path for the first engine.
+        /metrics answers with the series of all engines. / and /snapshot.json answer as for a
+        sidecar that watches several engines, and every other path answers for the first engine.
         """
         first_handler = super().build_handler(door)
         handlers = (first_handler, *(other.build_handler(None) for other in self._others))
@@ -95,7 +95,7 @@ class Fleet(app.Daemon):
         return answer
 
     def _build_fleet_view(self) -> NodeView:
-        """Return what the page and the document show now, each engine under its pod's name."""
+        """Return what the page and the document show now, with each engine under its pod's name."""
         engines = []
         for place, daemon in enumerate((self, *self._others)):
             name = name_fleet_engine(place)
@@ -131,16 +131,17 @@ UP_SERIES: Final = "# HELP up Whether it answers.\n# TYPE up gauge\nup 1.0\n"
 def join_pages(pages: list[str]) -> str:
     """Return one page with the series of all engines, as Prometheus would store them.
 
-    Each series gets the labels of its engine's pod, and each engine a series `up`.
+    Each series gets the labels of its engine's pod, and each engine gets a series `up`.
     """
     families: dict[str, list[str]] = {}
     for place, page in enumerate(pages):
         name = name_fleet_engine(place)
         labels = f'namespace="{name.namespace}",pod="{name.pod}",instance="{name.pod}:9839"'
-        # All simulations have the same UUIDs, which Prometheus would take for shared GPUs.
+        # All simulations have the same UUIDs, and Prometheus would take equal UUIDs for shared
+        # GPUs.
         unique_page = _UUID_PART.sub(rf"-{place:04}\1", page + UP_SERIES)
         for family in unique_page.split("# HELP ")[1:]:
-            # A family may appear only once on a page, so all engines' series go below one header.
+            # A family may appear only once on a page, so one header has the series of all engines.
             help_line, type_line, series = family.split("\n", 2)
             series = _NAME_WITH_LABELS.sub(rf"\1{{{labels},", series)
             series = _NAME_WITHOUT_LABELS.sub(rf"\1{{{labels}}} ", series)
@@ -157,7 +158,7 @@ async def run(settings: ModelSettings, *, speed: float, gpus: int) -> int:
     settings = settings.model_copy(
         update={
             "sample_interval_seconds": interval_seconds,
-            # These files are for a single engine.
+            # These files belong to a single engine.
             "state_dir": None,
             "trace_file": None,
         }

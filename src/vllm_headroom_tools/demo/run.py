@@ -129,9 +129,9 @@ IDLE_WATTS: Final = 70.0
 
 
 class SimulatedGpus(Simulated):
-    """The simulated GPUs: `count` GPUs that are alike and that the engine uses.
+    """The simulated GPUs: the engine uses `count` GPUs, which are alike.
 
-    In the scenario with MIG they are two instances of one GPU; the engine uses the first.
+    In the scenario with MIG, the GPUs are two instances of one GPU, and the engine uses the first.
     """
 
     def __init__(self, now: Callable[[], World], count: int = 1) -> None:
@@ -243,7 +243,7 @@ class SimulatedProcesses(Simulated):
 
 
 def _build_cgroup(world: World, used_bytes: int) -> Cgroup:
-    """Return the engine's container: its limit, and what its processes use."""
+    """Return the engine's container: its limit, and the memory that its processes use."""
     return Cgroup(
         identity="simulated",
         used_bytes=used_bytes,

@@ -9,14 +9,14 @@ from msgspec import Struct
 from vllm_headroom.units import DAY_SECONDS, GIB, MIB
 
 Bounds = tuple[float, float]
-"""A lower and an upper bound; the value is drawn evenly between them."""
+"""A lower and an upper bound; the value is drawn evenly from the range between them."""
 
 
 class Visits(Struct, frozen=True):
-    """How something comes, stays and goes repeatedly: a burst of load, a neighbour or a hang."""
+    """The repeated coming and going of something: a burst of load, a neighbour or a hang."""
 
     pause_seconds: Bounds
-    """From the end of one visit to the next."""
+    """The time from the end of one visit to the beginning of the next."""
 
     stay_seconds: Bounds
 
@@ -25,7 +25,7 @@ class Visits(Struct, frozen=True):
 
 
 class Scenario(Struct, frozen=True, kw_only=True):
-    """What happens besides healthy serving."""
+    """The events of a simulation besides healthy serving."""
 
     name: str
     leak_bytes_per_request: float = 0.0
@@ -35,7 +35,7 @@ class Scenario(Struct, frozen=True, kw_only=True):
     restart_after_seconds: Bounds | None = None
     """The time from serving to the engine's exit.
 
-    None if the engine exits only when it is out of memory.
+    The field is None if the engine exits only when memory runs out.
     """
 
     loading_seconds: Bounds = (40.0, 70.0)
@@ -44,7 +44,8 @@ class Scenario(Struct, frozen=True, kw_only=True):
     """Whether the engine starts with the demo; otherwise it has already served for an hour."""
 
     hangs: Visits | None = None
-    """When the engine hangs; meanwhile it takes no step, and the values on its page do not change.
+    """The times at which the engine hangs; during a hang it takes no step, and its page does not
+    change.
     """
 
     sleeps: Visits | None = None
@@ -53,21 +54,23 @@ class Scenario(Struct, frozen=True, kw_only=True):
     """Whether the engine has the first of two MIG instances."""
 
     excess_mib: int = 0
-    """GPU memory that the engine takes beyond its budget, once it has finished a request."""
+    """GPU memory that the engine takes beyond its budget after its first finished request."""
 
     excess_after_seconds: float = -inf
-    """How long after the beginning of the demo the engine stays within its budget."""
+    """The engine stays within its budget for this long after the beginning of the demo."""
 
     host_leak_bytes_per_request: float = 0.0
 
     offloaded_bytes_per_request: float = 0.0
-    """How much host memory of the configured offload each request fills."""
+    """The host memory of the configured offload that each request fills."""
 
     strands_after_seconds: float = inf
-    """How long after the beginning of the demo requests are aborted without freeing their cache."""
+    """From this long after the beginning of the demo, requests are aborted without freeing their
+    cache.
+    """
 
     page_fails_after_seconds: float = inf
-    """How long after the beginning of the demo the engine's page starts to answer with an error."""
+    """From this long after the beginning of the demo, the engine's page answers with an error."""
 
 
 TABLE: Final[dict[str, Scenario]] = {
@@ -97,7 +100,7 @@ TABLE: Final[dict[str, Scenario]] = {
         Scenario(name="low-memory", excess_mib=5_450, excess_after_seconds=600.0),
         # At 10 requests a second this is 16 MB a second.
         Scenario(name="host-leak", host_leak_bytes_per_request=1_600_000.0),
-        # That is 4 MB a second, so the offload is full in less than two hours.
+        # At this rate the offload grows by 4 MB per second, and is full in less than two hours.
         Scenario(name="filling", offloaded_bytes_per_request=400_000.0),
         Scenario(name="stranded", strands_after_seconds=600.0),
         Scenario(name="blind", page_fails_after_seconds=600.0),
@@ -108,7 +111,8 @@ TABLE: Final[dict[str, Scenario]] = {
 def make_random(seed: int, purpose: str) -> Random:
     """Return a generator for one purpose.
 
-    With one generator per purpose, an additional draw for one purpose does not change the others.
+    With one generator per purpose, an additional draw for one purpose does not change the draws for
+    others.
     """
     return Random(f"{seed}:{purpose}")  # noqa: S311 - a simulation that must repeat, not a secret
 
@@ -128,9 +132,10 @@ def draw_poisson(random: Random, mean: float) -> int:
 
 
 class Drift:
-    """A value that wanders around 0: a first-order autoregressive process, one step a second.
+    """A value that wanders around 0: a first-order autoregressive process with one step per second.
 
-    `deviation` is the value's standard deviation, `memory_seconds` the time constant of its return.
+    `deviation` is the value's standard deviation; `memory_seconds` is the time constant with which
+    the value returns to 0.
     """
 
     def __init__(self, random: Random, *, deviation: float, memory_seconds: float) -> None:
@@ -190,7 +195,7 @@ BLOCK_TOKENS: Final = 16
 KV_BLOCKS: Final = 28_849
 """The blocks of the KV cache, of 2 MiB each (an 8B model, 128 KiB per token).
 
-This many fit into the budget beside weights, graphs and activations.
+This many blocks fit into the budget beside the weights, graphs and activations.
 """
 
 CAPACITY_TOKENS: Final = KV_BLOCKS * BLOCK_TOKENS
@@ -216,24 +221,25 @@ BUDGET_MIB: Final = WEIGHTS_MIB + KV_MIB + GRAPHS_MIB + ACTIVATIONS_MIB
 OUTSIDE_MIB: Final = 560 + 220
 """The memory of the CUDA context and NCCL, which vLLM's budget does not count.
 
-Both take it before vLLM measures the free memory.
+The context and NCCL take that memory before vLLM measures the free memory.
 """
 
 TOTAL_BYTES: Final = 81_559 * MIB
 RESERVED_BYTES: Final = 600 * MIB
 MAX_USED_BYTES: Final = TOTAL_BYTES - RESERVED_BYTES - 50 * MIB
-"""With more than this in use, the next allocation fails, because it is larger than the free memory.
+"""If more than this is in use, the next allocation fails, because it is larger than the free
+memory.
 """
 
 HOST_LIMIT_BYTES: Final = 64 * GIB
-"""The memory limit of the engine's container, where a scenario has one."""
+"""The memory limit of the engine's container, in scenarios with a limit."""
 
 OFFLOAD_GIB: Final = 24
-"""vLLM's kv_offloading_size, in the scenario that fills it."""
+"""vLLM's kv_offloading_size in the scenario in which the offload fills up."""
 
 MAX_LEAKED_HOST_BYTES: Final = HOST_LIMIT_BYTES - 10 * GIB
-"""With more than this leaked, the kernel kills the engine core, because its processes take the
-other part.
+"""If more host memory than this has leaked, the kernel kills the engine core, because the processes
+take the rest of the limit.
 """
 
 WARM_SECONDS: Final = 3_600
@@ -246,7 +252,7 @@ class SimulatedRun:
     """One run of the engine, from its start to its exit: its queue, its counters and its memory.
 
     Times are seconds since the demo began, and `number` counts runs from 0. The pid of the API
-    server is `first_pid`; the pids of the engine core and the worker are the next two.
+    server is `first_pid`; the engine core and the worker have the next two pids.
     """
 
     def __init__(
@@ -280,7 +286,9 @@ class SimulatedRun:
         self.prefix_hits_total = 0
         self._stranded_tokens = 0.0
         self._preempted = 0
-        """How many of the waiting requests were preempted: their prompts are already counted."""
+        """The number of preempted requests among the waiting ones; their prompts are already
+        counted.
+        """
 
         self._max_running = 0
         self._random = make_random(seed, f"traffic {number}")
@@ -310,7 +318,7 @@ class SimulatedRun:
         host_leak_bytes_per_request: float = 0.0,
         offloaded_bytes_per_request: float = 0.0,
     ) -> None:
-        """Serve for one second, in which `arrived` requests arrive; refuse them while asleep."""
+        """Serve for one second, in which `arrived` requests arrive; refuse them during sleep."""
         if self.is_asleep:
             return
         # 8 s at the 80 running requests of ordinary load
@@ -326,8 +334,8 @@ class SimulatedRun:
         self.offloaded_bytes = min(offloaded_bytes, OFFLOAD_GIB * GIB)
         self.running -= finished
         self.waiting += arrived
-        # The scheduler admits requests into 98 % of the cache, by their present size. If they grow
-        # beyond that, some are preempted below.
+        # The scheduler admits requests into 98 % of the cache, by the requests' present size. If
+        # the requests grow beyond the cache, the code below preempts some.
         fitting = int(0.98 * CAPACITY_TOKENS / self._tokens_per_request)
         free_places = min(fitting, MAX_RUNNING) - self.running
         admitted = max(0, min(self.waiting, free_places))
@@ -350,12 +358,12 @@ class SimulatedRun:
         self._max_running = max(self._max_running, self.running)
 
     def count_gpu_bytes(self, seconds: float) -> int:
-        """Return the bytes that the worker holds on the GPU at a time; 0 before its start.
+        """Return the bytes that the worker holds on the GPU at a time; 0 before the worker's start.
 
-        Even a healthy engine keeps taking memory that it never frees. The model is PyTorch's
+        Even a healthy engine continues to take memory that it never frees. The model is PyTorch's
         caching allocator (c10/core/AllocatorConfig.h: segments of 2 MiB and 20 MiB) with lazily
         loaded kernels. The chance that the n-th request is the first to need something falls as
-        1/n, so this growth fades; a leak's does not.
+        1/n. Therefore this growth fades, but a leak's growth does not.
         """
         if seconds < self.started_seconds:
             return 0
@@ -385,7 +393,7 @@ def round_to_segments(mib: float, segment_mib: int) -> int:
 
 
 class World:
-    """The simulated GPU with its engine; it depends only on scenario, seed and time.
+    """The simulated GPU and its engine; they depend only on the scenario, the seed and the time.
 
     `seconds` is the time since the demo began, in whole seconds. `active_requests` is the number of
     requests that the GPU works on: 0 during a hang.
@@ -458,12 +466,12 @@ class World:
     def used_bytes(self) -> int:
         """Return the GPU memory in use, without the memory that the driver reserves.
 
-        On a data-centre GPU, 20 MiB of it belong to no process.
+        On a data-centre GPU, 20 MiB of the memory in use belong to no process.
         """
         return 20 * MIB + self.engine_bytes + self.neighbour_bytes
 
     def _step(self) -> None:
-        """Advance by one second; an engine that exits is followed by its next run."""
+        """Advance by one second; after the engine's exit, its next run begins."""
         self.seconds += 1
         for visits in (self.neighbours, self._bursts, self._hangs, self._sleeps):
             visits.advance(self.seconds)
@@ -506,7 +514,7 @@ class World:
     def _start_engine(
         self, number: int, started_seconds: float, serving_seconds: float
     ) -> SimulatedRun:
-        """Return the next run of the engine, and draw the time of its exit."""
+        """Return the next run of the engine, and draw the time of that run's exit."""
         self._exits_at_seconds = inf
         if self._scenario.restart_after_seconds is not None:
             run_seconds = self._fate.uniform(*self._scenario.restart_after_seconds)

@@ -1,1 +1,1 @@
-"""What can be seen from here, what is missing and the line that fixes it."""
+"""What the daemon can see from here, what is missing, and the line that fixes it."""

@@ -33,7 +33,7 @@ MARKS: Final = {
 }
 VERDICTS: Final = {Status.MISSING: Conclusion.NOT_GOOD, Status.UNKNOWN: Conclusion.CANNOT_TELL}
 INDENT: Final = " " * 9
-"""As wide as the mark, so that lines below a check begin under its name."""
+"""The indent is as wide as the mark, so that the lines below a check begin under its name."""
 
 LOG_SECONDS: Final = 4.0
 """The time for reading the engine's log; the API server may take seconds."""
@@ -43,7 +43,7 @@ PROBE_SECONDS: Final = 2.0
 
 
 def find_place(environ: Mapping[str, str], root: Path = Path("/")) -> tuple[str, ...]:
-    """Return the words in a fix's `where` that match the place where this runs.
+    """Return the words in a fix's `where` that match the place in which this process runs.
 
     The place is a pod, a container or a machine.
     """
@@ -56,8 +56,8 @@ def find_place(environ: Mapping[str, str], root: Path = Path("/")) -> tuple[str,
 def build_report(checks: Mapping[str, Check], version: str, place: tuple[str, ...] = ()) -> Report:
     """Return the report on the checks, which are keyed by name.
 
-    `place` has words for the place where this runs; fixes whose `where` has one of these words come
-    first. The exit status is 1 if anything is missing or unknown.
+    `place` has words for the place in which this process runs; fixes whose `where` has one of these
+    words come first. The exit status is 1 if anything is missing or unknown.
     """
 
     def is_elsewhere(fix: Fix) -> bool:
@@ -92,7 +92,7 @@ def build_report(checks: Mapping[str, Check], version: str, place: tuple[str, ..
 
 
 def _build_finding(name: str, check: Check) -> Finding:
-    """Return a check as a finding, with a line for each line of its fixes."""
+    """Return a check as a finding, with one line for each line of the check's fixes."""
     lines: list[str] = []
     for fix in check.fixes:
         lines += [f"{fix.where}: {line}" for line in fix.lines]
@@ -100,8 +100,8 @@ def _build_finding(name: str, check: Check) -> Finding:
 
 
 def _describe_check(name: str, check: Check) -> dict[str, Any]:
-    """Return a check for the JSON document; `ok` is None where it is unknown or does not apply."""
-    # The one text of a check goes into the field for its state; the other two are null.
+    """Return a check for the JSON document; `ok` is None if it is unknown or does not apply."""
+    # A check has one text, which goes into the field for its state; the other two fields are null.
     texts: dict[str, str | None] = {"found": None, "missing": None, "reason": None}
     is_ok = None
     if check.state is Status.OK:
@@ -134,7 +134,7 @@ def _render_text(
             yield from wrap_text(f"{INDENT}  ", detail)
         if check.absent:
             yield from wrap_text(f"{INDENT}absent   ", ", ".join(check.absent))
-        # The first fix is the one for this place; the others are alternatives.
+        # The first fix is for this place; the other fixes are alternatives.
         for index, fix in enumerate(check.fixes):
             word = "fix" if is_elsewhere(fix) else "fix here"
             if index > 0:
@@ -171,7 +171,7 @@ async def examine(settings: ModelSettings, proc: Path = PROC, sys: Path = SYS) -
     if settings.engine_log is not None:
         source = build_log_source(settings.engine_log, settings.engine_container)
         engine_log = EngineLogFollower(source, SystemClock())
-    # All at the same time, because each may wait for its timeout.
+    # The checks run at the same time, because each may wait for its timeout.
     survey, listening, state, trace, files, log_reading = await asyncio.gather(
         survey_engine(settings, proc, sys),
         port.check_listen_port(

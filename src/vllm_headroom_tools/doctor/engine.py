@@ -1,4 +1,4 @@
-"""Check the engine's page, its options, and the probe in its processes."""
+"""Checks of the engine's page, its options, and the probe in its processes."""
 
 import json
 import shlex
@@ -60,7 +60,9 @@ WITHOUT_AN_ANSWER: Final = (
     "headroom_leaked_bytes",
     "headroom_time_to_oom_*",
 )
-"""These series, and the series on leaks, which begin only once the engine has served."""
+"""The series that are absent without the page, and the series on leaks, which begin only after the
+engine has served.
+"""
 
 SET_ENGINE_URL: Final = fix_setting(
     "HEADROOM_ENGINE_URL=http://HOST:PORT/metrics",
@@ -79,7 +81,7 @@ def check_engine(survey: Survey) -> Check:
     # The server answers but is not a known one, so the address is the most likely mistake.
     details: tuple[str, ...] = ()
     ways: tuple[Fix, ...] = (_fix_address(survey),)
-    # It is vLLM, but its page has none of vLLM's series, so they were switched off.
+    # The engine is vLLM, but its page has none of vLLM's series, so the operator switched them off.
     if survey.version is not None:
         details = (f"the server calls itself version {survey.version}",)
         ways = (put(f"{fixes.VLLM}, to take out", "--disable-log-stats"), *ways)
@@ -108,7 +110,7 @@ def _describe_engines(survey: Survey, page: EnginePage) -> str:
 def _check_unreadable(survey: Survey, failure: Failure) -> Check:
     """Return the check of a page that cannot be read.
 
-    It is MISSING, or UNKNOWN after a timeout where the daemon would have waited longer.
+    The check is MISSING, or UNKNOWN after a timeout if the daemon would have waited longer.
     """
     ways = fixes.find_engine_fixes(failure.reason, _fix_address(survey))
     hints: list[str] = []
@@ -156,7 +158,7 @@ WITHOUT_A_REPORT: Final = (
     catalog.MEMORY_DISCREPANCY_RATIO.name,
     catalog.ENGINE_UNUSED.name,
 )
-# A made-up GPU of 1 GiB, on which the derivation of the engine's budget is run.
+# A made-up GPU of 1 GiB, for which the engine's budget is derived.
 A_GPU: Final = Gpu(
     reading=GpuReading(
         index=0,
@@ -200,15 +202,16 @@ def _list_series() -> dict[str, tuple[Metric, ...]]:
 
 
 SERIES: Final = _list_series()
-"""The series that need each input. No series depends on an input that is not here; the check
-`reported_memory` covers the engine's own memory figures."""
+"""The series that need each input. Inputs that no series needs have no entry; the check
+`reported_memory` covers the engine's own memory figures.
+"""
 
 
 def check_engine_inputs(survey: Survey) -> Check:
     """Check which inputs the page does not offer, and which series are absent without them.
 
-    UNKNOWN without a page. OK where only inputs are missing that no series needs or that this
-    product never exports. Before a first request, missing inputs are UNKNOWN.
+    The check is UNKNOWN without a page. It is OK if no series needs the missing inputs, or if this
+    product never exports them. Before a first request, missing inputs are UNKNOWN.
     """
     page = survey.page
     if isinstance(page, Failure) or not page.engines:
@@ -260,9 +263,9 @@ def _fix_by_request(survey: Survey, page: EnginePage) -> Fix:
 
 
 def check_reported_memory(survey: Survey, configured_bytes: int | None) -> Check:
-    """Check whether there is a budget to compare the engine's memory with, and from where.
+    """Check whether the engine's memory can be compared with a budget, and whose budget that is.
 
-    It runs the daemon's derivation on a made-up GPU. UNKNOWN without a page.
+    The check runs the daemon's derivation for a made-up GPU. It is UNKNOWN without a page.
     """
     page = survey.page
     if isinstance(page, Failure) or not page.engines:
@@ -286,7 +289,7 @@ def check_reported_memory(survey: Survey, configured_bytes: int | None) -> Check
     problem = f"{product} does not report one gpu_memory_utilization"
     way = fix_setting("HEADROOM_REPORTED_BYTES=72GiB  # what it should hold of each GPU")
     ways: tuple[Fix, ...] = (way,)
-    # With this option vLLM ignores gpu_memory_utilization, so there is no budget.
+    # With this option, vLLM ignores gpu_memory_utilization, so there is no budget.
     if any(engine.kv_cache_memory_bytes is not None for engine in page.engines):
         problem = f"{product}'s KV cache was given its size, as by --kv-cache-memory-bytes"
         ways = (way, put(f"{fixes.VLLM}, to take out", "--kv-cache-memory-bytes"))
@@ -306,7 +309,7 @@ def list_lost_series(inputs: Collection[str], page: EnginePage) -> tuple[str, ..
     lost: set[Metric] = set()
     for name in inputs:
         lost.update(SERIES[name])
-    # The hit rate, where the page has it, replaces the two counters.
+    # If the page has the hit rate, it replaces the two counters.
     if ("prefix_cache_hit_rate", True) in page.inputs:
         lost.discard(catalog.ENGINE_PREFIX_HIT_RATIO)
     return tuple(metric.name for metric in catalog.METRICS if metric in lost)
@@ -411,7 +414,7 @@ def check_probe(files: tuple[ProbedProcess, ...] | Failure | None, survey: Surve
         if process.stopped and process.started_at_seconds >= run_start_seconds
     ]
     details = [f"{_name_process(process)} has stopped: {process.stopped}" for process in stopped]
-    # A probe that has stopped is installed already, and does not start again by itself.
+    # A stopped probe is installed already, and does not start again without a restart.
     ways = RESTART if probe.silent or stopped else INSTALL_PROBE
     if probe.present:
         text = _describe_present(probe.present)
@@ -473,8 +476,8 @@ OPTIONS_NEVER_KNOWN: Final = {
     "chunked_prefill_max_len": "--max-num-batched-tokens",
     "kv_cache_memory": "--kv-cache-memory-bytes",
 }
-"""Options that no version of vLLM has, although guides and error texts mention them, each with the
-option that does the same.
+"""Options that no version of vLLM has although guides and error texts mention them, each with the
+option that has the same effect.
 """
 
 
@@ -486,7 +489,8 @@ def find_visible_options(survey: Survey) -> EngineOptions | None:
 def check_options(survey: Survey) -> Check:
     """Check the command line of the engine that runs here for contradictions.
 
-    It is shown without its secrets. NOT_APPLICABLE where none is visible.
+    The text shows the command line without its secrets. The check is NOT_APPLICABLE if no command
+    line is visible.
     """
     options = find_visible_options(survey)
     if options is None:
@@ -536,7 +540,8 @@ def _list_contradictions(options: EngineOptions, survey: Survey) -> Iterator[str
 def check_faults(survey: Survey) -> Check:
     """List the known faults of the engine's version that can occur with its options.
 
-    Always OK, because the doctor cannot fix a known fault. NOT_APPLICABLE without a version.
+    The check is always OK, because the doctor cannot fix a known fault. It is NOT_APPLICABLE if the
+    version is unknown.
     """
     version = None if survey.version is None else parse_version(survey.version)
     if version is None:

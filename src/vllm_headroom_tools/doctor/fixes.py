@@ -1,4 +1,4 @@
-"""Defines a check of the doctor, and the lines that fix what is missing."""
+"""The form of a check of the doctor, and the lines that fix what is missing."""
 
 import asyncio
 from collections import Counter
@@ -30,7 +30,10 @@ from vllm_headroom_tools.settings import ModelSettings
 
 
 class Status(StrEnum):
-    """The state of a check. UNKNOWN is neither OK nor MISSING: it could not be determined."""
+    """The state of a check.
+
+    UNKNOWN means that the check could not be done, so the result is neither OK nor MISSING.
+    """
 
     OK = "ok"
     MISSING = "missing"
@@ -39,7 +42,10 @@ class Status(StrEnum):
 
 
 class Fix(Struct, frozen=True, kw_only=True):
-    """One way to fix something: the lines to write, and where. Several fixes are alternatives."""
+    """One way to fix something: the lines to write, and the place for them.
+
+    If a check has several fixes, they are alternatives.
+    """
 
     where: str
     lines: tuple[str, ...]
@@ -53,8 +59,8 @@ class Check(Struct, frozen=True):
     """What there is, what is missing, or why the check is unknown or does not apply."""
     details: tuple[str, ...] = ()
     absent: tuple[str, ...] = ()
-    """The series that the daemon does not export until this is fixed. A name that ends in `*` means
-    all series with this prefix.
+    """The series that the daemon does not export until the fault is fixed. A name that ends in `*`
+    means all series with this prefix.
     """
     fixes: tuple[Fix, ...] = ()
 
@@ -198,12 +204,12 @@ class Survey(Machine, frozen=True, kw_only=True):
     version: str | None
     """The version that the server reports; None if it reports none."""
     daemon_waits_seconds: float
-    """How long the daemon would wait for the page; the doctor may wait less."""
+    """The time for which the daemon would wait for the page; the doctor may wait less."""
     host_limit_bytes: int | None = None
     """The configured limit of vLLM's host memory; None if none is set."""
     token_bytes: TokenBytes | None = None
-    """The function for the bytes per token of the model that the engine's processes load; None if
-    the model is not visible.
+    """The function for the bytes per token of the model in the engine's processes; None if the
+    model is not visible.
     """
 
     @property
@@ -221,10 +227,10 @@ class Survey(Machine, frozen=True, kw_only=True):
 async def survey_engine(settings: ModelSettings, proc: Path, sys: Path) -> Survey:
     """Read the engine's page, the GPUs and the processes once, as the daemon does.
 
-    A source that cannot be read is a Failure in the result.
+    If a source cannot be read, the result has a Failure in its place.
     """
     url = httpx.URL(settings.engine_url)
-    # The daemon's own limit, so that the check does not wait longer than it.
+    # This is the daemon's own limit, so the check does not wait longer than the daemon would.
     daemon_waits = min(settings.engine_timeout_seconds, settings.sample_interval_seconds)
     reader = build_page_reader(settings, str(url), timeout_seconds=min(daemon_waits, LOOK_SECONDS))
     profile = None if settings.engine_profile == AUTO else settings.engine_profile

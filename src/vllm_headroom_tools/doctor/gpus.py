@@ -68,7 +68,7 @@ def check_gpus(survey: Survey) -> Check:
     for gpu in survey.gpus:
         name = name_gpu_with_uuid(gpu.reading)
         details += [f"{name}: {describe_leftover(leftover)}" for leftover in gpu.leftovers]
-    # A GPU that answers but reports no memory is among them, because its series are absent.
+    # A GPU that answers without its memory counts as unreadable too, because its series are absent.
     unreadable = [device for device in devices if device.failure or device.memory is None]
     if not unreadable:
         return Check(Status.OK, f"{len(devices)} visible", details=tuple(details))
@@ -102,7 +102,7 @@ def name_gpu_with_uuid(device: GpuReading) -> str:
 def _describe_memory(device: GpuReading) -> str:
     """Return a text on a GPU's memory: why it is unknown, or that it is the machine's.
 
-    Returns an empty result for a GPU with separate memory that can be read.
+    Returns an empty text for a GPU with separate memory that can be read.
     """
     if device.failure is not None:
         return f": {device.failure.message}"
@@ -178,7 +178,8 @@ def _explain_no_process(
 ) -> tuple[Status, str, tuple[Fix, ...]]:
     """Return the state of the check, why no process of the engine is visible, and the fixes.
 
-    The state is UNKNOWN where the engine does not answer either: it may not be running.
+    The state is UNKNOWN if the engine does not answer either, because the engine may not be
+    running.
     """
     if processes.ambiguous_engines:
         return Status.MISSING, AMBIGUOUS, fixes.SAY_WHICH_PORT
@@ -201,8 +202,8 @@ def _share_processes(processes: ProcessReadings) -> tuple[Fix, ...]:
 
 
 def _describe_host(survey: Survey, processes: ProcessReadings) -> Iterator[str]:
-    """Yield a text on the host memory in use, and one on swap, where they are known."""
-    # From an empty state: a single reading has no run before it.
+    """Yield a text on the host memory in use, and one on swap, if they are known."""
+    # The state is empty, because a single reading has no earlier run.
     _, memory = update_container(ContainerState(), processes, limit_bytes=survey.host_limit_bytes)
     if memory is not None and memory.used_bytes is not None:
         limit = ", of a limit that is not known (HEADROOM_HOST_MEMORY_LIMIT_BYTES sets it),"
@@ -252,7 +253,8 @@ def check_process_memory(survey: Survey) -> Check:
         if not _reports_memory(device, engine_pids)
     ]
     if unreported:
-        # For AMD's cards it is read from the processes' open files, which needs a permission.
+        # The memory on AMD's cards is read from the processes' open files, which needs a
+        # permission.
         ways: tuple[Fix, ...] = (ASK_THE_NODE,)
         if has_amd:
             ways = (*fixes.TRACE_THEM, fixes.SEE_HOST_PIDS)
@@ -274,7 +276,7 @@ def check_process_memory(survey: Survey) -> Check:
 def _reports_memory(device: GpuReading, engine_pids: Collection[int]) -> bool:
     """Return whether the driver reports the memory of the engine's processes on a device.
 
-    Returns True for a device that cannot be read, because another check covers that.
+    Returns True for a device that cannot be read, because another check covers such a device.
     """
     if device.failure is not None:
         return True
@@ -373,8 +375,9 @@ def _has_reliable_pids(survey: Survey) -> bool:
 def _explain_none(survey: Survey) -> tuple[Status, str, tuple[Fix, ...]]:
     """Return the state of the check, why no GPU is attributed to the engine, and the fixes.
 
-    The state is UNKNOWN if the engine does not answer, unless its processes are the problem,
-    because they cannot be read or are ambiguous. Otherwise it is MISSING.
+    The state is UNKNOWN if the engine does not answer and its processes are not the problem. The
+    processes are the problem if they cannot be read or are ambiguous. In all other cases the state
+    is MISSING.
     """
     status = Status.MISSING
     if isinstance(survey.page, Failure) and not _is_process_problem(survey):
@@ -395,8 +398,8 @@ def _is_process_problem(survey: Survey) -> bool:
 def _explain_unattributed(survey: Survey) -> tuple[str, tuple[Fix, ...]]:
     """Return why no GPU can be found by the engine's processes, and the fixes."""
     processes = survey.processes
-    # From the most general obstacle to the most specific one; the first that applies explains the
-    # others.
+    # The obstacles are in order from the most general to the most specific; the first that applies
+    # explains the others.
     if isinstance(processes, Failure):
         return NOT_ATTRIBUTED, fixes.SEE_THE_PROCESSES if processes == HIDDEN else ()
     if processes.ambiguous_engines:
@@ -435,7 +438,8 @@ def _is_unlisted_amd(device: GpuReading) -> bool:
 def _name_gpus(survey: Survey) -> Fix:
     """Return the fix that names all visible GPUs, by index if that is unique, else by UUID."""
     devices = [gpu.reading for gpu in survey.gpus]
-    # MIG instances, and AMD's partitions, share the index of their GPU: only their UUIDs are names.
+    # MIG instances and AMD's partitions have the index of their GPU, so only their UUIDs identify
+    # them.
     index_counts = Counter(device.index for device in devices if not device.uuid.startswith("MIG-"))
     names = []
     for device in devices:

@@ -34,7 +34,7 @@ from vllm_headroom_tools.look import LOOK_SECONDS, fetch_engines, locate_engines
 from vllm_headroom_tools.settings import ModelSettings
 
 BUDGETS_PATH: Final = "/apis/policy/v1/namespaces/{}/poddisruptionbudgets"
-"""What may be read wherever a pod may be evicted."""
+"""A resource that the role for evictions also allows to read, so that reading it tests the role."""
 
 KIND_TEXTS: Final = {
     EngineKind.WATCHED: "watched",
@@ -74,7 +74,7 @@ async def examine_node(settings: ModelSettings, proc: Path, sys: Path) -> dict[s
     located = await locate_engines(settings, proc)
     watched = [engine for engine in located if engine.kind is EngineKind.WATCHED]
     first_url = watched[0].page_url if watched else settings.engine_url
-    # One survey for all engines, because the GPUs belong to the machine.
+    # One survey serves all engines, because the GPUs belong to the machine.
     survey, listening, state, pages = await asyncio.gather(
         survey_engine(settings.model_copy(update={"engine_url": first_url}), proc, sys),
         port.check_listen_port(
@@ -105,7 +105,7 @@ def _sees_all(settings: ModelSettings, proc: Path) -> bool:
 
 
 async def _fetch(settings: ModelSettings, engine: LocatedEngine) -> EnginePage | Failure:
-    """Return the engines on one page; a Failure where it does not answer in time."""
+    """Return the engines on one page; a Failure if the page does not answer in time."""
     timeout_seconds = min(
         settings.engine_timeout_seconds, settings.sample_interval_seconds, LOOK_SECONDS
     )
@@ -124,7 +124,7 @@ def check_engines(located: Iterable[LocatedEngine], *, has_hosts: bool) -> Check
     if any(engine.name.pod and not engine.name.namespace for engine in engines):
         details.append(f"{CONTAINER_LOGS} shows no names of pods: each is named by its UID")
         fixes.append(SEE_CONTAINER_LOGS)
-    # An engine that was found may still lack its names.
+    # The engine may have been found without its names.
     is_complete = bool(engines) and not details
     return Check(
         Status.OK if is_complete else Status.MISSING,
@@ -144,7 +144,8 @@ def _count_kinds(engines: Iterable[LocatedEngine]) -> str:
 def check_cgroups(engines: Sequence[LocatedEngine], proc: Path) -> Check:
     """Check whether the memory cgroups of the watched engines are visible.
 
-    NOT_APPLICABLE, with a fix, if some are not visible, because the daemon also works without them.
+    The check is NOT_APPLICABLE, with a fix, if some cgroups are not visible, because the daemon
+    also works without them.
     """
     if not engines:
         return Check(Status.NOT_APPLICABLE, "no engine is watched")
@@ -155,7 +156,7 @@ def check_cgroups(engines: Sequence[LocatedEngine], proc: Path) -> Check:
             pids_by_owner.setdefault(owner.key, []).append(pid)
     hidden_names = []
     for engine in engines:
-        # Any process shows it, because all processes of a pod or unit are in the same tree.
+        # Any process will do, because all processes of a pod or unit are in the same tree.
         pids = pids_by_owner.get(engine.owner_key, [])
         if not any(read_cgroup(proc, pid, machine_bytes=UNLIMITED_BYTES) for pid in pids):
             hidden_names.append(engine.name.text)

@@ -33,8 +33,9 @@ ANOTHER_HOST: Final = fix_setting("HEADROOM_LISTEN_HOST=  # nothing: all interfa
 async def check_listen_port(host: str, port: int, web_config: Path | None = None) -> Check:
     """Check whether a daemon already serves at this address, or could listen there.
 
-    With TLS, the certificate that `web_config` names identifies a daemon. A server that requires a
-    password, or has another certificate, is UNKNOWN. NOT_APPLICABLE for port 0.
+    With TLS, the daemon is recognised by the certificate that `web_config` names. The check is
+    UNKNOWN for a server that requires a password, or that has another certificate. It is
+    NOT_APPLICABLE for port 0.
     """
     if port == 0:
         return Check(
@@ -68,9 +69,9 @@ async def check_listen_port(host: str, port: int, web_config: Path | None = None
 
 
 async def _find_daemon(host: str, port: int, web_config: Path | None) -> Check | None:
-    """Return the check of a daemon that serves there, or of a server that may be one.
+    """Return the check of a daemon that serves there, or of a server that may be a daemon.
 
-    Returns None if nothing answers, or something that is not vllm-headroom.
+    Returns None if nothing answers, or if a server that is not vllm-headroom answers.
     """
     url = httpx.URL(scheme="http", host=host, port=port, path="/metrics")
     page = await fetch_once(PageReader(url=str(url), timeout_seconds=ANSWER_SECONDS))
@@ -143,7 +144,7 @@ FOLDER: Final = "/var/lib/vllm-headroom"
 
 
 async def check_state_dir(folder: Path | None) -> Check:
-    """Check whether the daemon can write its state into this folder; NOT_APPLICABLE without it."""
+    """Check whether the daemon can write its state into the folder; NOT_APPLICABLE without one."""
     if folder is None:
         text = (
             "HEADROOM_STATE_DIR is not set: a restart of the daemon forgets what the leak detector"
@@ -154,7 +155,7 @@ async def check_state_dir(folder: Path | None) -> Check:
 
 
 async def check_trace_file(file: Path | None) -> Check:
-    """Check whether the daemon can record samples in this file; NOT_APPLICABLE without it."""
+    """Check whether the daemon can record samples in the file; NOT_APPLICABLE without one."""
     if file is None:
         return Check(Status.NOT_APPLICABLE, "HEADROOM_TRACE_FILE is not set: nothing is recorded")
     return await _check_writable(
@@ -194,10 +195,10 @@ async def _check_writable(
 
 
 def _write_into(folder: Path) -> None:
-    """Write a temporary file into a folder; raise OSError where that fails.
+    """Write a temporary file into a folder; raise OSError if that fails.
 
-    If the folder does not exist, write into its nearest parent that does: the daemon would create
-    the folder there.
+    If the folder does not exist, the file goes into its nearest existing parent, because the daemon
+    would create the folder there.
     """
     while not folder.exists():
         folder = folder.parent
@@ -208,9 +209,9 @@ def _write_into(folder: Path) -> None:
 
 
 def _record_in(file: Path) -> None:
-    """Try what the daemon does with its trace, without changing the file.
+    """Try what the daemon does with its trace, without a change to the file.
 
-    Raises OSError if that fails, or ValueError for a file that is no trace.
+    Raises OSError if that fails, or ValueError if the file is not a trace.
     """
     file.parent.stat()
     _write_into(file.parent)

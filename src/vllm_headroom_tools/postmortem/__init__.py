@@ -1,1 +1,1 @@
-"""What happened before an engine exited, and why."""
+"""The events before an engine's exit, and the cause of the exit."""

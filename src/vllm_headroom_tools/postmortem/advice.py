@@ -1,4 +1,4 @@
-"""What to do about each cause of an exit."""
+"""The steps against each cause of an exit."""
 
 from typing import Final
 
@@ -89,7 +89,7 @@ TODO: Final[dict[EndCause, tuple[tuple[str, str | None], ...]]] = {
     EndCause.UNKNOWN: ((READ_LOG, TROUBLESHOOTING),),
     EndCause.NOTHING: (),
 }
-"""What to do about each cause: the steps in order, each with a link to documentation or None."""
+"""The steps for each cause, in order, each with a link to documentation or None."""
 
 
 def list_steps(
@@ -123,6 +123,6 @@ SITUATIONS: Final = {
     EndCause.HANG: Situation.STALLED,
     EndCause.NOTHING: None,
 }
-"""The situation of docs/situations.md to which a cause belongs; a cause that is not listed belongs
+"""The situation in docs/situations.md to which a cause belongs; a cause that is not listed belongs
 to "down".
 """

@@ -65,12 +65,12 @@ def find_engine_folder(place: Path, wanted: str | None) -> Path:
         for folder in sorted(folders, key=lambda path: path.stat().st_mtime):
             # The folder's last part is the pod's UID, which no operator types.
             *names, _ = folder.name.removeprefix(PREFIX).split("_")
-            # Three names are the pod's namespace, its name and its UID.
+            # The three names are the pod's namespace, its name and its UID.
             is_pods = len(names) == POD_NAMES
             newest_folders["/".join(names[:2]) if is_pods else "_".join(names)] = folder
     except OSError as error:
         raise BadInput(f"{place}: cannot be read: {error.strerror}") from error
-    # Sorted by date: the newest pod of a name replaces the earlier ones.
+    # The folders are sorted by date, and the newest pod of a name replaces the earlier ones.
     if not newest_folders:
         if wanted is not None:
             raise BadInput(f"{place}: has no folders of several engines: leave --engine out")
@@ -90,7 +90,7 @@ def find_trace(place: Path) -> Path:
     if not place.is_dir():
         return place
     try:
-        # Either the state folder or the folder of its incidents may be named.
+        # The operator may name either the state folder or the folder of its incidents.
         incidents = list_incidents(place / INCIDENTS) or list_incidents(place)
     except OSError as error:
         raise BadInput(f"{place}: cannot be read: {error.strerror}") from error
@@ -109,10 +109,10 @@ def _run(options: Namespace) -> Report:
     if not place:
         hint = "" if options.log is None else "; vllm-headroom advise reads a log without a record"
         raise BadOptions(f"needs a FILE or a FOLDER, or {STATE_DIR} in the environment{hint}")
-    # A file that is named may belong to another pod.
+    # A named file may belong to another pod.
     pod = read_engine_pod() if options.place is None else None
     log = None if options.log is None else read_engine_log(options.log)
-    # The variable describes this pod's engine, so it is ignored for a named file.
+    # The variable describes this pod's engine, so it is ignored if the operator names a file.
     reported_bytes = options.reported_bytes
     if reported_bytes is None and options.place is None:
         reported_bytes = read_reported_bytes(os.environ)

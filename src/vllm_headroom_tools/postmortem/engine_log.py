@@ -43,8 +43,8 @@ REMARK_WORDS: Final = {
 def find_start(log: EngineLog, end_seconds: float | None) -> EngineStart | None:
     """Return the start that ended with an exit, by the times of the log.
 
-    Without times, or without an exit, it is the newest start that failed, or else the newest start.
-    Returns None if all starts of the log are known to have ended at another time.
+    If the times or the exit are unknown, the function returns the newest start that failed, or else
+    the newest start. Returns None if every start of the log is known to have ended at another time.
     """
     if end_seconds is None:
         return find_decisive_start(log.starts)
@@ -73,8 +73,8 @@ def find_end_time(start: EngineStart) -> LogTime:
 def build_log_ending(start: EngineStart, end_seconds: float) -> LogEnding | None:
     """Return what a start reports about an exit.
 
-    Returns None if it reports no failure and its last line is too old to be the last before the
-    exit.
+    Returns None if the start reports no failure, and its last line is too old to be the last before
+    the exit.
     """
     failure = start.root_failure
     seconds = place_time(find_end_time(start), end_seconds)
@@ -88,8 +88,8 @@ def build_log_ending(start: EngineStart, end_seconds: float) -> LogEnding | None
 def place_time(time: LogTime, near_seconds: float) -> float | None:
     """Return the time of a line since the epoch; None if the line has no time.
 
-    The engine's own clock has no year and no time zone: the zone, a whole number of hours from UTC,
-    is the one that brings the time nearest to `near_seconds`.
+    The engine's own clock has no year and no time zone. The function assumes the zone, a whole
+    number of hours from UTC, that brings the time nearest to `near_seconds`.
     """
     if time.seconds is not None:
         return time.seconds
@@ -97,7 +97,8 @@ def place_time(time: LogTime, near_seconds: float) -> float | None:
         return None
     year = to_datetime(near_seconds).year
     candidates = []
-    # A log of December may be read in January, and the other way round.
+    # A log of December may be read in January, and a log of January may be compared with a time in
+    # December.
     for near_year in (year - 1, year, year + 1):
         try:
             moment = datetime.strptime(f"{near_year} {time.clock}Z", "%Y %m-%d %H:%M:%S%z")
@@ -108,7 +109,7 @@ def place_time(time: LogTime, near_seconds: float) -> float | None:
         return None
     seconds = min(candidates, key=lambda candidate: abs(candidate - near_seconds))
     distance_seconds = seconds - near_seconds
-    # No time zone is that far away, so the line is from another day.
+    # No time zone is that far from UTC, so the line is from another day.
     if abs(distance_seconds) > LARGEST_ZONE_SECONDS + LOGGED_END_SECONDS:
         return seconds
     return seconds - HOUR_SECONDS * round(distance_seconds / HOUR_SECONDS)
@@ -126,7 +127,7 @@ def list_log_lines(start: EngineStart) -> Iterator[tuple[str, str]]:
     shown_texts: set[str] = set()
     seconds = None
     for event, event_seconds in zip(events, times, strict=True):
-        # A line without a time is as old as the one before it.
+        # A line without a time has the time of the line before it.
         seconds = event_seconds or seconds
         is_old = (
             seconds is not None
@@ -140,7 +141,7 @@ def list_log_lines(start: EngineStart) -> Iterator[tuple[str, str]]:
         shown_texts.add(text)
         if not is_repeated:
             shown_events.append((describe_time(event.time) or f"line {event.line_number:,}", text))
-    # A crash logs hundreds of lines in a second; the last ones are nearest to the end.
+    # A crash logs hundreds of lines in a second; the last lines are nearest to the end.
     yield from shown_events[-MOST_EVENTS:]
 
 
@@ -149,13 +150,13 @@ def _read_seconds(time: LogTime) -> float | None:
     if time.seconds is not None or time.clock is None:
         return time.seconds
     with suppress(ValueError):
-        # A leap year, so that each day of the year exists.
+        # The year is a leap year, so that every day exists in it.
         return datetime.strptime(f"2024 {time.clock}Z", "%Y %m-%d %H:%M:%S%z").timestamp()
     return None
 
 
 def describe_event(event: LogEvent) -> str | None:
-    """Return what a line means; None if it means nothing for an exit."""
+    """Return the meaning of a line; None if the line means nothing for an exit."""
     figures = event.figures
     if event.kind is LogEventKind.FAILURE and event.failure is not None:
         # The cause may be in another line of the log.

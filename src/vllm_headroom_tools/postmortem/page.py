@@ -1,4 +1,4 @@
-"""A post-mortem as one HTML file that loads nothing else."""
+"""A post-mortem as one HTML file that loads no other file."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -15,21 +15,21 @@ from vllm_headroom_tools.postmortem.advice import TODO
 from vllm_headroom_tools.postmortem.report import Line, Postmortem, list_sections
 
 CURVE_COLUMNS: Final = 480
-"""Our choice: the number of points to which a curve is thinned, one for each two pixels of a wide
-window.
-"""
+"""Our choice: a curve is thinned to this many points, one for each two pixels of a wide window."""
 
 OUR_LINKS: Final = re.compile(
     "|".join({re.escape(link) for steps in TODO.values() for _, link in steps if link})
 )
-"""Matches the links of our own advice. Only these become links: a text from a file never does."""
+"""Matches the links of our own advice. Only the links of our advice become links; a text from a
+file never becomes a link.
+"""
 
 FINDING_LEVELS: Final = {
     Sureness.SURE: Level.ALARM,
     Sureness.LIKELY: Level.WARNING,
     Sureness.POSSIBLE: Level.UNKNOWN,
 }
-"""The level that gives a finding its colour, by how sure the finding is."""
+"""The level that gives a finding its colour; it depends on how sure the finding is."""
 
 
 def render_postmortem(postmortem: Postmortem) -> str:
@@ -115,7 +115,7 @@ def _draw_memory(title: str, points: list[Point], end_seconds: float | None) -> 
     """Return a figure of memory, on a scale from 0; an empty text if no value is known.
 
     The highest value until the exit sets the scale. After the exit all memory is free; on a scale
-    with that value, the curve before it would be flat.
+    up to that value, the curve before the exit would be flat.
     """
     sizes = []
     for seconds, n_bytes in points:

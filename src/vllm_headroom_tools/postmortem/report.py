@@ -1,4 +1,4 @@
-"""The post-mortem of a trace: its end, the causes that fit, and the report on them."""
+"""The post-mortem of a trace: the end of the run, the causes that fit, and the report on them."""
 
 from collections.abc import Iterator
 from itertools import chain, islice
@@ -46,7 +46,7 @@ from vllm_headroom_tools.terminal import join_paragraphs, wrap_headed, wrap_text
 from vllm_headroom_tools.trace import read_lines, read_trace
 
 NO_INCIDENT: Final = Incident(t=0.0, what=IncidentKind.ENDED)
-"""The facts that are used for a trace that is not an incident."""
+"""The facts for a trace that is not an incident."""
 
 NO_END: Final = Diagnosis(
     cause=EndCause.NOTHING,
@@ -55,8 +55,8 @@ NO_END: Final = Diagnosis(
 )
 
 SAME_EVENT_SECONDS: Final = 0.5
-"""A sample this close to an incident's time is the sample of its event, because the time of an
-incident is exact to the millisecond.
+"""A sample this close to an incident's time is the sample of that event, because an incident's time
+is exact to the millisecond.
 """
 
 MOST_LISTED_HOLDERS: Final = 16
@@ -69,7 +69,7 @@ TEXT_LOG_LINES: Final = 10
 """Our choice: the number of the sidecar's last log lines in the text; the page shows more."""
 
 Line = tuple[str, str]
-"""A name and its text."""
+"""A name, and the text for it."""
 
 
 class Postmortem(Struct, frozen=True, kw_only=True):
@@ -90,7 +90,7 @@ class Postmortem(Struct, frozen=True, kw_only=True):
     log: EngineLog | None = None
     """The engine's log; None if none is given."""
     log_start: EngineStart | None = None
-    """The start in the log that ended at that time; None without such a start."""
+    """The start in the log that ended at that time; None if no start did."""
 
     @property
     def answer(self) -> Diagnosis:
@@ -99,7 +99,7 @@ class Postmortem(Struct, frozen=True, kw_only=True):
 
     @property
     def situation(self) -> Situation | None:
-        """Return the situation to which the surest finding belongs; None if nothing ended."""
+        """Return the situation to which the surest finding belongs; None if no run ended."""
         return SITUATIONS.get(self.answer.cause, Situation.DOWN)
 
 
@@ -113,7 +113,7 @@ def read_postmortem(
     """Return the post-mortem of a trace, together with the engine's log if one is given.
 
     `pod` counts if the file does not name the engine's pod. Raises BadInput if the trace cannot be
-    read, or if it has no samples and is not an incident (an incident may have none).
+    read. Raises BadInput also if the trace has no samples, unless it is an incident.
     """
     incident = read_facts(file)
     follower = EndFollower(incident, reported_bytes=reported_bytes)
@@ -124,7 +124,7 @@ def read_postmortem(
         curves.step(snapshot)
     if incident is None and not follower.replay.samples:
         raise BadInput(f"{file}: has no samples")
-    # The samples decide on the cause; a log confirms it or contradicts it.
+    # The samples decide on the cause; a log can confirm or contradict the cause.
     ending = follower.ending
     start = None
     if log is not None:
@@ -152,8 +152,8 @@ def read_postmortem(
 def read_facts(file: Path) -> Incident | None:
     """Return the facts of an incident; None for a trace that is not an incident.
 
-    If the file has several events, the facts are those of the decisive event. Raises BadInput if
-    the file cannot be read, or if its header lacks the time or the kind of event.
+    If the file has several events, the facts describe the decisive event. Raises BadInput if the
+    file cannot be read, or if its header lacks the time or the kind of event.
     """
     try:
         with file.open("rb") as stream:
@@ -195,8 +195,8 @@ class EndFollower:
     def step(self, snapshot: Snapshot) -> Snapshot:
         """Add a sample; return the sample with the engine's state."""
         previous = self.replay.engine
-        # As in the daemon, the engine's run is followed first, and then the leak detector judges
-        # the sample.
+        # The order is that of the daemon: the engine's run is followed first, and then the leak
+        # detector judges the sample.
         snapshot = self.replay.step(snapshot)
         status = snapshot.engine_status
         event = None if status is None else status.event
@@ -209,16 +209,16 @@ class EndFollower:
             self.ending = event
         self._note_leaks(snapshot)
         self._has_answered = self._has_answered or snapshot.page is not None
-        # A page that stops answering is an end too, even if no sample shows an exit.
+        # If a page stops answering, that is an end too, even if no sample shows an exit.
         self.is_page_lost = self._has_answered and snapshot.page is None
         return snapshot
 
     def _build_due(
         self, incident: Incident, snapshot: Snapshot, previous: EngineMemory
     ) -> Ending | None:
-        """Return the incident's event if this sample is the one at its time; otherwise None.
+        """Return the incident's event if this sample is the one at its time; None otherwise.
 
-        If no sample is at that time, the first one after it counts.
+        If no sample is at that time, the first sample after that time counts.
         """
         late_seconds = snapshot.time_seconds - incident.t
         is_due = abs(late_seconds) <= SAME_EVENT_SECONDS
@@ -227,7 +227,7 @@ class EndFollower:
         if not is_due and not is_overdue:
             return None
         status = snapshot.engine_status
-        # The run that exited is the one before this sample, which may already show the next run.
+        # The run that exited is older than this sample, which may already show the next run.
         run = previous.runs.newest or previous.runs.present
         reason = incident.reason
         age_seconds = None
@@ -283,7 +283,7 @@ def judge_end(end: Ending | None, *, has_ended: bool = False) -> tuple[Diagnosis
 def build_report(postmortem: Postmortem) -> Report:
     """Return the report on one end.
 
-    Its exit status is always 0: a post-mortem neither passes nor fails.
+    The report's exit status is always 0, because a post-mortem neither passes nor fails.
     """
     headline = _describe(postmortem.answer)
     if postmortem.ending is not None:
@@ -347,7 +347,7 @@ def _render_section(title: str, lines: list[Line]) -> list[str]:
 def list_sections(postmortem: Postmortem, most_log_lines: int) -> Iterator[tuple[str, list[Line]]]:
     """Yield the title and the lines of each section; a section may have no lines.
 
-    At most `most_log_lines` of the log are in it.
+    The sections contain at most `most_log_lines` lines of the log.
     """
     incident = postmortem.incident
     ending = postmortem.ending
@@ -381,7 +381,7 @@ def _list_log(postmortem: Postmortem) -> Iterator[Line]:
 
 
 def _list_snapshots(incident: Incident) -> Iterator[Line]:
-    """Yield the file of each snapshot and the lines of code that held most memory in it."""
+    """Yield the file of each snapshot, and the lines of code that held most memory in it."""
     for snapshot in incident.snapshots[-MOST_LISTED_HOLDERS:]:
         file = f"{snapshot.file} of pid {snapshot.pid}, for memory_viz"
         if snapshot.size is not None:
@@ -398,7 +398,7 @@ def _find_steps(postmortem: Postmortem, cause: EndCause) -> tuple[tuple[str, str
 
 
 def _list_steps(postmortem: Postmortem) -> list[Line]:
-    """Return what to do about the surest cause, in order, with the links."""
+    """Return the steps against the surest cause, in order, with the links."""
     steps = []
     name = "first"
     for step, link in _find_steps(postmortem, postmortem.answer.cause):
@@ -473,7 +473,7 @@ def _list_gpu_figures(gpu: GpuAtEnd) -> Iterator[str]:
 
 
 def _list_torch_memory(incident: Incident) -> Iterator[Line]:
-    """Yield what torch held on each GPU, for each process with the probe."""
+    """Yield the memory that torch held on each GPU, for each process with the probe."""
     for process in incident.before.probe:
         for device in process.devices:
             sizes = ", ".join(_list_torch_sizes(device))
@@ -511,7 +511,7 @@ def _build_data(postmortem: Postmortem) -> dict[str, Any]:
         "situation": postmortem.situation,
         "also": other_findings,
         "timeline": [{"t": seconds, "text": change} for seconds, change in postmortem.timeline],
-        # If several figures have one name, this has only the last; `known` has all of them.
+        # If several figures have one name, `numbers` has only the last of them; `known` has all.
         "numbers": dict(list_numbers(end, incident)),
         "todo": [
             {"text": step, "link": link}

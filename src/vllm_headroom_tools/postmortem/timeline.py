@@ -25,7 +25,7 @@ STATE_SENTENCES: Final = {
 }
 
 LEAK_VERBS: Final = {LeakState.GROWING: "may leak", LeakState.LEAKING: "leaks"}
-"""The states of the leak detector that make an entry, and their verbs."""
+"""The states of the leak detector that become entries, and the verbs in these entries."""
 
 
 class Timeline:

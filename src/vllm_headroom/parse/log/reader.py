@@ -450,8 +450,8 @@ class _StartBuilder:
         # An exception without a traceback may be a quotation, so only known messages count.
         if pattern is None and key not in self._frames:
             return []
-            # module in this way.
-        # module in this way.
+        # These exceptions end a process on request. Below the level ERROR, vLLM has caught the
+        # exception: it logs a missing module in this way.
         is_end_on_request = name in {"SystemExit", "KeyboardInterrupt", "CancelledError"}
         if is_end_on_request or message.is_below_error:
             self._frames.pop(key, None)

@@ -699,8 +699,8 @@ def judge_prefix_cache(facts: Facts, engine: EngineFacts) -> Advice | str | None
     prefix = engine.prefix
     if prefix is None or not _hits_rarely(prefix):
         return None
-    # A page does not show for how long the engine has counted. The time is computed at PREFIX_TOKENS_PER_SECOND, which gives
-    # the longest time.
+    # A page does not show for how long the engine has counted. The time is computed at
+    # PREFIX_TOKENS_PER_SECOND, which gives the longest time.
     judged_seconds = prefix.seconds
     if judged_seconds is None:
         judged_seconds = prefix.queries / PREFIX_TOKENS_PER_SECOND
