@@ -27,7 +27,7 @@ class AliasRefuser(yaml.parser.Parser, yaml.composer.Composer):
     """Refuses aliases, because a few nested ones expand 400 bytes to gigabytes."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """Return the next node as the base class does; raise ComposerError for an alias."""
+        """Return the base class's next node, None at the end; raise ComposerError for an alias."""
         if self.check_event(yaml.AliasEvent):
             mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
             raise yaml.composer.ComposerError(

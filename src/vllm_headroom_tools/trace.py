@@ -406,6 +406,7 @@ def parse_gpu(entry: Mapping[str, Any], place: int) -> Gpu:
 
     The held bytes are those that are attributed to the engine. If these are unknown, they are the
     used bytes minus those of other processes. They are None if the used bytes are unknown too.
+    Raises WrongFieldError for a field with a wrong value.
     """
     index = read_size(entry, "gpu")
     if index is None:
@@ -504,7 +505,8 @@ def parse_process(entry: Mapping[str, Any], _place: int) -> EngineProcess | None
 def parse_pool(entry: Mapping[str, Any], _place: int) -> Pool | None:
     """Return a configured pool; None if its size is unknown.
 
-    None also if this version does not know its part or role.
+    None also if this version does not know its part or role. Raises WrongFieldError for a
+    field with a wrong value.
     """
     part = _find_member(HostPart, read_text(entry, "part"))
     role_name = read_text(entry, "role")
@@ -518,13 +520,19 @@ def parse_pool(entry: Mapping[str, Any], _place: int) -> Pool | None:
 
 
 def parse_server(entry: Mapping[str, Any]) -> ServerReply | None:
-    """Return what the server answered; None if this version does not know the answer."""
+    """Return what the server answered; None if this version does not know the answer.
+
+    Raises WrongFieldError for a field with a wrong value.
+    """
     answer = _find_member(ServerAnswer, read_text(entry, "answer"))
     requests = read_number(entry, "requests")
     return None if answer is None else ServerReply(answer=answer, requests=requests)
 
 
 def parse_host(entry: Mapping[str, Any]) -> HostMemory:
-    """Return the host memory; a basis that this version does not know becomes None."""
+    """Return the host memory; a basis that this version does not know becomes None.
+
+    Raises WrongFieldError for a field with a wrong value.
+    """
     basis = _find_member(HostBasis, read_text(entry, "basis"))
     return HostMemory(basis=basis, **_read_fields(entry, HostMemory, HOST_FIELDS))

@@ -60,7 +60,8 @@ class LargestItem(Struct, frozen=True, kw_only=True):
 def parse_encoder(config: Config) -> Encoder | None:
     """Return a model's encoders; None for a model that reads only text.
 
-    The largest input is that of the first encoder.
+    The largest input is that of the first encoder. Raises ValueError for a value that is not a
+    size.
     """
     # In Omni models, the encoders are in the thinker's part.
     thinker = read_mapping(config, "thinker_config")

@@ -173,7 +173,10 @@ def _repeat_pattern(config: Config, layer_count: int) -> list[str]:
 
 
 def read_window_tokens(config: Config) -> int | None:
-    """Return the window in tokens; None without a window, or if a switch turns it off."""
+    """Return the window in tokens; None without a window, or if a switch turns it off.
+
+    Raises ValueError for a value that is not a size.
+    """
     if config.get("use_sliding_window") is False:
         return None
     return read_integer(config, "sliding_window", "attention_chunk_size")
@@ -286,7 +289,7 @@ def count_state_bytes(config: Config) -> int | None:
     Returns None for a kind of state that is unknown here. The bytes are the state and the last
     inputs of a convolution (vLLM 0.32, model_executor/layers/mamba/mamba_utils.py,
     `MambaStateShapeCalculator`). The state's dtype is an option of the model (models/config.py);
-    the convolution's inputs are in 16 bits.
+    the convolution's inputs are in 16 bits. Raises ValueError if a size is missing or wrong.
     """
     sizes = read_state_sizes(config)
     if sizes is None:

@@ -220,7 +220,7 @@ def count_side_values(config: Config, layer_count: int) -> int:
     """Return how many values a token has beside its hidden state (Gemma 3n, DeepSeek V4).
 
     They are its embedding for each layer, and its additional streams before and after a layer. 0
-    for other models.
+    for other models. Raises ValueError for a value that is not a size.
     """
     embedding_width = read_integer(config, "hidden_size_per_layer_input") or 0
     streams = read_integer(config, "altup_num_inputs", "hc_mult") or 1
@@ -463,7 +463,10 @@ def _list_mlp(
 
 
 def read_mlp_width(config: Config) -> int | None:
-    """Return the width of a dense MLP; None if it is not given and has no default."""
+    """Return the width of a dense MLP; None if it is not given and has no default.
+
+    Raises ValueError for a value that is not a size.
+    """
     model_type = config.get("model_type")
     width = read_integer(config, *MLP_WIDTH)
     # Granite without experts has its MLP under the shared expert's name.
@@ -477,12 +480,18 @@ def read_mlp_width(config: Config) -> int | None:
 
 
 def read_expert_width(config: Config) -> int:
-    """Return an expert's width: `moe_intermediate_size`, or else the MLP's; 0 without both."""
+    """Return an expert's width: `moe_intermediate_size`, or else the MLP's; 0 without both.
+
+    Raises ValueError for a value that is not a size.
+    """
     return read_integer(config, "moe_intermediate_size") or read_mlp_width(config) or 0
 
 
 def read_shared_expert_width(config: Config) -> int:
-    """Return the width of all shared experts together; 0 for a model without any."""
+    """Return the width of all shared experts together; 0 for a model without any.
+
+    Raises ValueError for a value that is not a size.
+    """
     if config.get("model_type") == "llama4_text":
         # Llama 4 always has one shared expert, although its configuration does not show it.
         return read_mlp_width(config) or 0
@@ -513,6 +522,7 @@ def read_widest_mlp(config: Config) -> WidestMlp | None:
     """Return the widest MLP that a token passes through; None if no size is given.
 
     A token passes through the shared experts besides the chosen ones, so their widths add up.
+    Raises ValueError for a value that is not a size.
     """
     width = read_mlp_width(config)
     if not read_integer(config, *EXPERT_COUNT):
@@ -636,7 +646,10 @@ class LayerParameters(Struct, frozen=True, kw_only=True):
 def count_layer_parameters(
     config: Config, kinds: Sequence[str], full_heads: KvHeads, windowed_heads: KvHeads
 ) -> LayerParameters | None:
-    """Return the parameters of layers of these kinds; None if they cannot be counted."""
+    """Return the parameters of layers of these kinds; None if they cannot be counted.
+
+    Raises ValueError for a value that is not a size.
+    """
     matrices = list_matrices(config, kinds, full_heads, windowed_heads)
     if matrices is None:
         return None

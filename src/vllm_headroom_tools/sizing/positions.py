@@ -43,7 +43,7 @@ def count_position_values(config: Config, head_size: int, windowed_head_size: in
 
     A table has a row of `rotary_dim` values for each position; layers with equal positions share
     it. A model has two tables if its windowed layers have other positions. 0 for a model without
-    rotary positions.
+    rotary positions. Raises ValueError for a value that is not a size.
     """
     length = read_integer(config, *MODEL_LENGTH)
     scaling = read_mapping(config, "rope_parameters", "rope_scaling")

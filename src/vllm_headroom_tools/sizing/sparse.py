@@ -36,6 +36,7 @@ def read_sparse_index(config: Config, layer_count: int) -> SparseIndex | None:
 
     DeepSeek's index has 8 bits per value, and scales (vLLM 0.33, `DeepseekV32IndexerCache`).
     MiniMax's has 16 bits (models/minimax_m3/common/indexer.py).
+    Raises ValueError for a value that is not a size.
     """
     head_size = read_integer(config, "index_head_dim")
     if head_size is not None:

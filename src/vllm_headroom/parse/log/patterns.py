@@ -910,7 +910,8 @@ HEAD_CHARACTERS: Final = 2
 def list_heads(pattern: str) -> set[str]:
     """Return the first two characters of each line that a pattern can match.
 
-    The set has "" if a line may begin with any characters.
+    The set has "" if a line may begin with any characters. Raises ValueError for a pattern whose
+    parentheses do not match.
     """
     if pattern.startswith("(?:"):
         end = _find_group_end(pattern)

@@ -28,7 +28,8 @@ def find_unsafe_peaks(facts: Facts) -> Advice | None:
     It looks at the peak of each kind of work and its spread, the memory that a step may take, and
     the safe sizes. It applies if a peak would not fit again, or if fewer tokens are safe with
     prompt logprobs than without. It proposes the limit of that kind of work, with the value from
-    the fit, then a smaller share.
+    the fit, then a smaller share. Returns None if it
+    does not apply.
     """
     for gpu in facts.gpus:
         unfitting = [peak for peak in gpu.peaks if peak.missing_bytes(gpu.peak_room_bytes) > 0]
