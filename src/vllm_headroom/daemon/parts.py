@@ -94,7 +94,7 @@ def build_real_parts(settings: Settings, model: ModelReader = NO_MODEL) -> Parts
         read_log = EngineLogFollower(source, clock).read
     find_served_model = None
     if model.parse is not None:
-        find_served_model = ServedModel(model.parse).find
+        find_served_model = ServedModel(model.parse, monotonic=clock.monotonic).find
     canary_request = None
     if settings.canary_interval_seconds is not None:
         canary_request = build_canary_request(settings)

@@ -1,6 +1,7 @@
 """The form of a check of the doctor, and the lines that fix what is missing."""
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Iterable
 from enum import StrEnum
@@ -248,7 +249,7 @@ async def survey_engine(settings: ModelSettings, proc: Path, sys: Path) -> Surve
         options = machine.processes.options
         parse_model = settings.model_reader.parse
         if parse_model is not None:
-            token_bytes = await ServedModel(parse_model, proc).wait(
+            token_bytes = await ServedModel(parse_model, proc, monotonic=time.monotonic).wait(
                 machine.processes, VERSION_SECONDS
             )
     return Survey(

@@ -137,7 +137,7 @@ class Machine:
             processes=processes.read,
             probe=ProbeReader(self.probe, parse=parse_probe, boot=self.boot).read,
             log=read_log,
-            model=ServedModel(read_token_bytes, self.proc).find,
+            model=ServedModel(read_token_bytes, self.proc, monotonic=clock.monotonic).find,
         )
         sampler = Sampler(
             sources=sources,

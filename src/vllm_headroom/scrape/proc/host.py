@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 from typing import Final
@@ -91,28 +91,46 @@ def read_cgroup(proc: Path, pid: int, *, machine_bytes: int) -> Cgroup | None:
     None if the cgroup is not visible or cannot be read. Its folder must list the process.
     """
     try:
-        for cgroup in _list_folders(proc, pid):
-            pids = _read(cgroup.path / "cgroup.procs").split()
-            has_memory = (cgroup.path / cgroup.mount.version.used).exists()
-            # In a sidecar the same path may be another cgroup, so the folder must list the process.
-            if str(pid).encode() in pids and has_memory:
-                return _read_memory(cgroup, machine_bytes)
+        membership = read_content(proc / str(pid) / "cgroup").decode(errors="replace")
+        cgroup = _find_listing_folder(_list_folders(proc, membership), pid)
+        if cgroup is None:
+            # The mounts may have changed since they were read.
+            _list_folders.cache_clear()
+            cgroup = _find_listing_folder(_list_folders(proc, membership), pid)
+        return None if cgroup is None else _read_memory(cgroup, machine_bytes)
     except (OSError, ValueError):
         return None
+
+
+def _find_listing_folder(folders: Iterable[CgroupFolder], pid: int) -> CgroupFolder | None:
+    """Return the first of the folders that has memory files and lists the process.
+
+    In a sidecar the same path may be another cgroup, so the path alone proves nothing. Returns None
+    if no folder lists the process.
+    """
+    for cgroup in folders:
+        pids = _read(cgroup.path / "cgroup.procs").split()
+        has_memory = (cgroup.path / cgroup.mount.version.used).exists()
+        if str(pid).encode() in pids and has_memory:
+            return cgroup
     return None
 
 
-def _list_folders(proc: Path, pid: int) -> Iterator[CgroupFolder]:
-    """Yield the folders that may be the process's memory cgroup.
+@lru_cache(maxsize=64)
+def _list_folders(proc: Path, membership: str) -> tuple[CgroupFolder, ...]:
+    """Return the folders that may be a process's memory cgroup.
 
-    Raises OSError or ValueError if /proc cannot be read or understood.
+    `membership` is the content of the process's cgroup file. The result is cached, because a
+    machine may have hundreds of mounts. Raises OSError or ValueError if /proc cannot be read or
+    understood.
     """
     mounts = []
     for line in _read_lines(proc / "self" / "mountinfo"):
         mount = _parse_mount(line)
         if mount is not None:
             mounts.append(mount)
-    for line in _read_lines(proc / str(pid) / "cgroup"):
+    folders = []
+    for line in split_kernel_lines(membership):
         hierarchy, controllers, path = line.split(":", 2)
         # See cgroups(7): version 1 names its controllers. Version 2 has number 0 and no names.
         if "memory" in controllers.split(","):
@@ -126,7 +144,8 @@ def _list_folders(proc: Path, pid: int) -> Iterator[CgroupFolder]:
                 continue
             folder = _find_folder(proc, mount, path)
             if folder is not None:
-                yield CgroupFolder(mount=mount, path=folder)
+                folders.append(CgroupFolder(mount=mount, path=folder))
+    return tuple(folders)
 
 
 def _find_folder(proc: Path, mount: CgroupMount, cgroup: str) -> Path | None:

@@ -1,6 +1,7 @@
 """Read the addresses and the listening ports of another process's network namespace."""
 
 import ipaddress
+import os
 import sys
 from collections.abc import Iterator
 from itertools import pairwise
@@ -65,6 +66,18 @@ class Network(Struct, frozen=True, kw_only=True):
         reachable = [address for address in bound if not address.is_loopback]
         # Sockets have no order, so the lowest address is chosen, which is the same in each call.
         return min(reachable, key=str, default=None)
+
+
+def identify_network(proc: Path, pid: int) -> tuple[int, int] | None:
+    """Return the device and the inode of a process's network namespace; None where unknown.
+
+    They are those of net/stat, because all users can read it, unlike ns/net.
+    """
+    try:
+        status = os.stat(f"{proc}/{pid}/net/stat")  # noqa: PTH116 - no Path per process
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 def read_network(proc: Path, pid: int) -> Network | None:

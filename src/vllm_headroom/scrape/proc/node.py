@@ -14,7 +14,12 @@ from vllm_headroom.scrape.pods import CONTAINER_LOGS, POD_LOGS, ContainerNames
 from vllm_headroom.scrape.proc import files as proc_files
 from vllm_headroom.scrape.proc.files import ProcEntry
 from vllm_headroom.scrape.proc.names import ProcessNames
-from vllm_headroom.scrape.proc.network import Network, format_authority, read_network
+from vllm_headroom.scrape.proc.network import (
+    Network,
+    format_authority,
+    identify_network,
+    read_network,
+)
 from vllm_headroom.scrape.proc.owners import Owner, read_owner
 from vllm_headroom.scrape.proc.reader import Scope, list_servers
 from vllm_headroom.scrape.proc.servers import (
@@ -72,8 +77,6 @@ class Location(Struct, frozen=True, kw_only=True):
     """The server's process. If the process changes, the engine has to be located again."""
     owner: Owner
     is_unit_shared: bool
-    read_at_seconds: float
-    """When the engine's network was read, on the monotonic clock."""
 
     def is_of(self, entry: ProcEntry | None, owner: Owner, *, is_unit_shared: bool) -> bool:
         """Return whether the location would be read from the same process, owner and unit."""
@@ -115,7 +118,11 @@ class NodeProcesses:
         self._shared_units: set[str] = set()
         """The keys of units with several servers. Such a unit does not name a single engine."""
         self._locations: dict[int, Location] = {}
-        """If each engine was found, by the pid of its server."""
+        """Where each engine was found, by the pid of its server."""
+        self._located_at_seconds = monotonic()
+        """When all engines were last located, on the monotonic clock."""
+        self._networks: dict[tuple[int, int], Network | None] = {}
+        """The networks that the present search has read, by namespace."""
 
     @property
     def sees_host(self) -> bool:
@@ -190,8 +197,7 @@ class NodeProcesses:
         own_pid = proc_files.read_own_pid(self._proc)
         engines: list[LocatedEngine] = []
         self._shared_units &= self._pids_by_owner.keys()
-        for pid in self._locations.keys() - self._entries.keys():
-            del self._locations[pid]
+        self._forget_locations()
         for owner_key, pids in self._pids_by_owner.items():
             entries = {pid: self._entries[pid] for pid in pids if pid in self._entries}
             # This is the fast path: most groups have no process of an engine.
@@ -200,6 +206,30 @@ class NodeProcesses:
             servers = [pid for pid in list_servers(entries) if pid != own_pid]
             engines += self._locate_group(owner_key, servers)
         return _limit(engines)
+
+    def _forget_locations(self) -> None:
+        """Forget where exited engines were, and where all engines were once they are due.
+
+        All are due at once, so that engines in one network share its reading.
+        """
+        self._networks = {}
+        for pid in self._locations.keys() - self._entries.keys():
+            del self._locations[pid]
+        now_seconds = self._monotonic()
+        if now_seconds - self._located_at_seconds >= self._rescan_seconds:
+            self._located_at_seconds = now_seconds
+            self._locations = {}
+
+    def _read_network(self, pid: int) -> Network | None:
+        """Return the network of a process, which is read once in a search for engines."""
+        identity = identify_network(self._proc, pid)
+        if identity is None:
+            return read_network(self._proc, pid)
+        # A reading takes milliseconds of the kernel's time, because it walks the connections of the
+        # whole machine.
+        if identity not in self._networks:
+            self._networks[identity] = read_network(self._proc, pid)
+        return self._networks[identity]
 
     def _read_entries(self) -> None:
         """Read new processes and a share of the others, with their command lines."""
@@ -240,22 +270,14 @@ class NodeProcesses:
         """
         entry = self._entries.get(pid)
         is_unit_shared = owner_key in self._shared_units
-        now_seconds = self._monotonic()
         location = self._locations.get(pid)
-        # A reading of /proc/PID/net takes milliseconds of the kernel's time, because it walks the
-        # connections of the whole machine.
-        if (
-            location is not None
-            and now_seconds - location.read_at_seconds < self._rescan_seconds
-            and location.is_of(entry, owner, is_unit_shared=is_unit_shared)
-        ):
+        if location is not None and location.is_of(entry, owner, is_unit_shared=is_unit_shared):
             return location
         location = Location(
             engine=self._locate(owner_key, owner, pid),
             entry=entry,
             owner=owner,
             is_unit_shared=is_unit_shared,
-            read_at_seconds=now_seconds,
         )
         self._locations[pid] = location
         return location
@@ -263,7 +285,7 @@ class NodeProcesses:
     def _locate(self, owner_key: str, owner: Owner, pid: int) -> LocatedEngine:
         """Return an engine by the pid of its server, or why it cannot be watched."""
         command = proc_files.read_command(self._proc, pid)
-        network = read_network(self._proc, pid)
+        network = self._read_network(pid)
         port = self._find_port(pid, command, network)
         is_own_network = proc_files.has_same_network(self._proc, pid, default=False)
         page_path = "/metrics"

@@ -25,6 +25,11 @@ _CACHE_OPTIONS: Final = frozenset(
 )
 """Options that may change the bytes of a token from those in the model's own configuration."""
 
+_RETRY_SECONDS: Final = 15.0
+"""The pause after a search that found no configuration. A search reads the server's environment,
+which takes the lock of its memory map. A download of a model takes longer.
+"""
+
 _HUB_FOLDER: Final = ".cache/huggingface/hub"
 _HUB_PLACES: Final = (
     ("HF_HUB_CACHE", ""),
@@ -61,10 +66,15 @@ class ServedModel:
     """
 
     def __init__(
-        self, parse: Callable[[Path], TokenBytes | None], proc: Path = Path("/proc")
+        self,
+        parse: Callable[[Path], TokenBytes | None],
+        proc: Path = Path("/proc"),
+        *,
+        monotonic: Callable[[], float],
     ) -> None:
         self._parse = parse
         self._proc = proc
+        self._monotonic = monotonic
         self._worker = Worker[ModelConfiguration | None]("model")
         self._reading: asyncio.Future[ModelConfiguration | None] | None = None
         """The search for the run's model; None before it begins. The result of the search is None
@@ -72,12 +82,14 @@ class ServedModel:
         """
         self._run: ServedRun | None = None
         """The run of the last search; None if its model is unknown."""
+        self._began_seconds = 0.0
+        """When the last search began, on the monotonic clock."""
 
     def find(self, processes: ProcessReadings | Failure) -> TokenBytes | None:
         """Return the bytes per token of the engine's model; never wait.
 
         Returns None until the configuration was read, and also if it does not determine the bytes.
-        A search begins for a new run, and after each search that found no configuration.
+        A search begins for a new run, and _RETRY_SECONDS after one that found no configuration.
         """
         if not isinstance(processes, Failure):
             # After a failed reading of /proc, the last run still counts.
@@ -85,7 +97,8 @@ class ServedModel:
             if run != self._run:
                 self._run = run
                 self._reading = None
-            if run is not None and (self._reading is None or self._has_failed()):
+            if run is not None and (self._reading is None or self._is_retry_due()):
+                self._began_seconds = self._monotonic()
                 # TimeoutError means that an earlier call hangs. OSError means that no thread can be
                 # started.
                 with contextlib.suppress(TimeoutError, OSError):
@@ -102,11 +115,11 @@ class ServedModel:
             await asyncio.wait([self._reading], timeout=timeout_seconds)
         return self.find(processes)
 
-    def _has_failed(self) -> bool:
-        """Return whether the last search is over and found no configuration."""
-        if self._reading is None or not self._reading.done():
+    def _is_retry_due(self) -> bool:
+        """Return whether the last search found no configuration, and its pause is over."""
+        if self._reading is None or not self._reading.done() or self._reading.result() is not None:
             return False
-        return self._reading.result() is None
+        return self._monotonic() - self._began_seconds >= _RETRY_SECONDS
 
     def _read(self, run: ServedRun) -> ModelConfiguration | None:
         """Read the first configuration that exists; None if there is none or reading fails."""

@@ -10,6 +10,8 @@ import pytest
 
 from tests.fakes.node_tree import UID, NodeTree, write_listening
 from vllm_headroom.model import EngineName, Failure, ProcessReadings
+from vllm_headroom.scrape.proc import node as node_module
+from vllm_headroom.scrape.proc.network import Network, read_network
 from vllm_headroom.scrape.proc.node import MOST_ENGINES, LocatedEngine, NodeProcesses
 from vllm_headroom.scrape.proc.owners import parse_owner
 from vllm_headroom.scrape.proc.reader import Processes, Scope
@@ -69,6 +71,29 @@ def test_the_network_of_an_engine_is_read_again_after_a_while_or_for_a_new_proce
     node.remove(100)
     node.add_pod(1, 101, *SERVER, name="llama-0", address="10.244.1.7")
     assert [engine.page_url for engine in find(node, subject)] == ["http://10.244.1.7:8000/metrics"]
+
+
+def test_a_network_that_engines_share_is_read_once_in_a_search(node: NodeTree, monkeypatch: pytest.MonkeyPatch) -> None:
+    read_pids: list[int] = []
+
+    def note(proc: Path, pid: int) -> Network | None:
+        read_pids.append(pid)
+        return read_network(proc, pid)
+
+    monkeypatch.setattr(node_module, "read_network", note)
+    for number in (1, 2, 3):
+        node.add_pod(number, 100 * number, *SERVER)
+    namespaces = {100: "shared", 200: "shared", 300: "other"}
+    for pid, namespace in namespaces.items():
+        (node.path / namespace).touch()
+        (node.path / f"{pid}/net/stat").rmdir()
+        (node.path / f"{pid}/net/stat").symlink_to(node.path / namespace)
+    subject = processes(node)
+
+    for _ in range(2):
+        assert [engine.kind for engine in find(node, subject)] == [EngineKind.WATCHED] * 3
+
+    assert len(read_pids) == 4
 
 
 def test_an_engine_in_a_pod_has_the_pods_names_and_its_page(node: NodeTree) -> None:

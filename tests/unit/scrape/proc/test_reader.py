@@ -11,6 +11,8 @@ import pytest
 from tests.fakes.proc_tree import BOOT_SECONDS, PAGE_BYTES, TICKS, ProcTree
 from tests.unit.scrape.proc.engines import SERVER, read, roles
 from vllm_headroom.model import EngineProcess, Failure
+from vllm_headroom.scrape.proc import files as proc_files
+from vllm_headroom.scrape.proc import reader
 from vllm_headroom.scrape.proc.reader import Processes
 from vllm_headroom.vocabulary import Reason, Role, Source
 
@@ -53,6 +55,29 @@ def test_each_process_has_its_state_and_only_the_first_server_the_cpu_pressure(
     states = [(process.state, process.cpu_pressure_ratio) for process in read(processes).engine]
 
     assert states == [("S", 0.815), ("T", None), ("D", None)]
+
+
+def test_the_connections_of_the_machine_are_read_every_few_seconds(
+    tree: ProcTree, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are read at each tick of the usual interval, 5 s."""
+    now_seconds = 0.0
+    waits_seconds: list[tuple[float, ...]] = []
+
+    def list_waits(_ports: frozenset[int]) -> tuple[float, ...]:
+        waits_seconds.append((50.0 + len(waits_seconds),))
+        return waits_seconds[-1]
+
+    monkeypatch.setattr(reader, "list_waits", list_waits)
+    monkeypatch.setattr(proc_files, "has_same_network", lambda *_, **__: True)
+    tree.add(10, 1, *SERVER)
+    subject = Processes(engine_port=8000, proc=tree.path, monotonic=lambda: now_seconds)
+
+    shown_seconds = []
+    for now_seconds in (0.0, 1.0, 3.0, 5.0, 10.0):  # noqa: B007 - the clock reads it
+        shown_seconds.append(read(subject).engine[0].wait_seconds)
+
+    assert shown_seconds == [50, 50, 50, 51, 52]
 
 
 def test_of_two_api_servers_without_the_program_above_them_one_has_the_cpu_pressure(
