@@ -1,1 +1,4 @@
-"""How much GPU memory a model needs. Only `public_models` reads a file, its own table."""
+"""The GPU memory that a model needs.
+
+The package reads no files, except that `public_models` reads its own table.
+"""

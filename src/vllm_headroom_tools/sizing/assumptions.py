@@ -1,4 +1,4 @@
-"""What is assumed about a start where there is no formula, and the evidence for each figure."""
+"""The assumptions about a start for figures without a formula, and the evidence for each."""
 
 from collections.abc import Sequence
 from enum import StrEnum
@@ -37,13 +37,14 @@ class Range(Struct, frozen=True, kw_only=True):
 NO_BYTES: Final = Range(low=0.0, high=0.0)
 
 KEPT_DEVIATIONS: Final = 2.05
-"""Our choice: how seldom the upper bound of a sum may be exceeded. A sum of many parts is more than
-this number of standard deviations above its mean in 2 of 100 cases (the normal distribution).
+"""Our choice: the upper bound of a sum may be exceeded in 2 of 100 cases. In so many cases, a sum
+of many parts is more than this number of standard deviations above its mean (the normal
+distribution).
 """
 
 UNIFORM_VARIANCE: Final = 1 / 12
-"""The variance of an amount that is spread evenly over its range, as a multiple of the square of
-the range's width.
+"""The variance of an amount that is spread evenly over a range, as a multiple of the square of the
+range's width.
 """
 
 
@@ -55,9 +56,10 @@ def add_all(parts: Sequence[Range]) -> Range:
 def add_independent(parts: Sequence[Range]) -> Range:
     """Return the bounds of the sum of parts that do not depend on each other.
 
-    The lower bound is the sum of theirs. All parts are hardly ever at their upper bounds at once,
-    so the upper bound is one that the sum exceeds in 2 of 100 cases, if each part is spread evenly
-    over its range. With a single uncertain part it is that part's bound.
+    The lower bound is the sum of the parts' lower bounds. All parts are hardly ever at their upper
+    bounds at once. Therefore the upper bound is one that the sum exceeds in 2 of 100 cases, if each
+    part is spread evenly over its range. If only one part is uncertain, the sum has that part's
+    bound.
     """
     bounds = add_all(parts)
     variance = sum((part.high - part.low) ** 2 for part in parts) * UNIFORM_VARIANCE
@@ -66,7 +68,7 @@ def add_independent(parts: Sequence[Range]) -> Range:
 
 
 class Origin(StrEnum):
-    """How a figure is known."""
+    """The way in which a figure is known."""
 
     CONSTRUCTION = "by construction"
     REAL_CARDS = "measured on real cards"
@@ -76,7 +78,7 @@ class Origin(StrEnum):
 
 
 class Assumption(Struct, frozen=True, kw_only=True):
-    """A range, and its evidence."""
+    """A range, and the evidence for it."""
 
     range: Range
     origin: Origin
@@ -85,11 +87,11 @@ class Assumption(Struct, frozen=True, kw_only=True):
 
 
 class StartAssumptions(Struct, frozen=True, kw_only=True):
-    """What is assumed about one GPU of a start; figures of a log can replace each field."""
+    """The assumptions about one GPU of a start; figures of a log can replace each field."""
 
     # The part of the memory in the question that CUDA does not see.
     driver_reserved: Assumption
-    # What is missing from the free memory before weights are loaded, outside the budget.
+    # The memory outside the budget that is missing from the free memory before weights are loaded.
     missing_at_start: Assumption
     # vLLM's "non-torch forward increase", inside the budget.
     non_torch: Assumption
@@ -133,7 +135,7 @@ def _is_measured_card(question: Question) -> bool:
 
 
 def _is_measured_start(question: Question) -> bool:
-    """Return whether starts of this release on this card are known, with as many GPUs."""
+    """Return whether starts of this release, on this card and on as many GPUs, are known."""
     has_release = question.release.version == "0.19"
     is_small_group = _count_group_gpus(question) <= MEASURED_GPUS
     return has_release and _is_measured_card(question) and is_small_group
@@ -153,8 +155,8 @@ def assume_start(question: Question) -> StartAssumptions:
     if measured is None:
         return assumptions
     replacements = {}
-    # A figure of the log replaces an assumption only if the settings on which it depends are the
-    # same.
+    # A figure of the log replaces an assumption only if the settings on which the figure depends
+    # are the same.
     is_same_group = measured.has_same(question, GROUP_SETTINGS)
     if question.gpu_memory_bytes == measured.total_bytes:
         replacements["driver_reserved"] = _assume_logged(0.0, measured)
@@ -193,14 +195,15 @@ CARDS_RESERVED: Final = {
     "A100-80GB": Range(low=0.55 * GIB, high=0.87 * GIB),
     "RTX PRO 6000": Range(low=0.55 * GIB, high=0.7 * GIB),
 }
-"""The memory of these cards that CUDA does not see: it sees 44.32 to 44.53 of 44.99 GiB, 79.15 to
-79.35 of 80.00, and 94.97 of 95.59 (torch's messages in public issues).
+"""The memory of these cards that CUDA does not see. CUDA sees 44.32 to 44.53 of 44.99 GiB, 79.15 to
+79.35 of 80.00 GiB, and 94.97 of 95.59 GiB (torch's messages in public issues).
 """
 
 LARGEST_SMALL_CARD_BYTES: Final = 33 * GIB
 SMALL_CARD_RESERVED_HIGH: Final = 0.5 * GIB
-"""The largest part of nvidia-smi's total that CUDA does not see on cards up to this size: 0.31 to
-0.44 GiB of an RTX 3090, 0.44 of an L4 and of an RTX 5080, 0.48 of an RTX 5090 (torch's messages).
+"""The largest part of nvidia-smi's total that CUDA does not see, for cards up to this size: 0.31 to
+0.44 GiB of an RTX 3090, 0.44 GiB of an L4 and of an RTX 5080, 0.48 GiB of an RTX 5090 (torch's
+messages).
 """
 
 FORWARD_RATIO: Final = Assumption(
@@ -208,13 +211,14 @@ FORWARD_RATIO: Final = Assumption(
     origin=Origin.STAND_IN,
     evidence="vLLM 0.32, 20 models (tests/card/shapes)",
 )
-"""The forward pass: the estimate itself, and the most that was measured in relation to it."""
+"""The forward pass, as a multiple of the estimate: 1, and the highest ratio that was measured."""
 
 
 def _assume_driver_reserved(question: Question) -> Assumption:
     """Return what the driver keeps of the memory that the question names.
 
-    That memory may be nvidia-smi's total, what CUDA sees, or the size on the label.
+    The memory that the question names may be nvidia-smi's total, the size that CUDA sees, or the
+    size on the label.
     """
     memory_bytes = question.gpu_memory_bytes
     if question.unified_memory:
@@ -252,10 +256,10 @@ def _assume_driver_reserved(question: Question) -> Assumption:
 
 
 def _assume_missing_at_start(question: Question) -> Assumption:
-    """Return what CUDA's context and, with several GPUs, communication take at the start."""
+    """Return what CUDA's context takes at the start and, with several GPUs, communication."""
     is_measured = _is_measured_card(question)
     group_gpus = _count_group_gpus(question)
-    # A single GPU has only CUDA's context; a group also sets up its communicators (NCCL).
+    # A single GPU has only CUDA's context; a group of GPUs also sets up its communicators (NCCL).
     if group_gpus == 1:
         if is_measured:
             h100_range = Range(low=0.45 * GIB, high=0.6 * GIB)
@@ -278,11 +282,11 @@ def _assume_missing_at_start(question: Question) -> Assumption:
 CARDS_OF_PCIE: Final = frozenset(
     {"T4", "A10", "A10G", "A40", "L4", "L40", "L40S", "RTX PRO 6000", "RTX A6000", "RTX 6000 Ada"}
 )
-"""Cards that do not have NVLink between all GPUs, so that vLLM has no large all-reduce buffers."""
+"""Cards without NVLink between all GPUs; vLLM has no large all-reduce buffers on these cards."""
 
 LARGEST_PCIE_BYTES: Final = 60 * GIB
-"""Our choice: a card with an unknown name and less memory has no NVLink, or belongs to a generation
-without these buffers.
+"""Our choice: a card with an unknown name and less memory than this has no NVLink, or belongs to a
+generation without these buffers.
 """
 
 
@@ -298,8 +302,8 @@ def _has_small_buffers(question: Question) -> bool:
 def _assume_non_torch(question: Question) -> Assumption:
     """Return what libraries and communication take during the profile run, inside the budget.
 
-    In a group of GPUs that is mostly the buffers of all-reduce. The last stage of a pipeline, or
-    the only one, also loads the sampler's library.
+    In a group of GPUs, most of this memory is the buffers of all-reduce. The last stage of a
+    pipeline, or the only one, also loads the sampler's library.
     """
     # Experts on several engines exchange tokens by all-to-all, which has the largest buffers.
     if question.data_parallel_size > 1 and question.shape.experts_per_token > 1:
@@ -308,7 +312,7 @@ def _assume_non_torch(question: Question) -> Assumption:
             origin=Origin.REPORTS,
             evidence="buffers of all-to-all between engines: 4.5 and 8.8 GiB",
         )
-    # Without tensor parallelism there is no all-reduce, and no buffer for it.
+    # Without tensor parallelism there is no all-reduce, and so no buffer for all-reduce.
     if question.tensor_parallel_size == 1:
         if _is_measured_start(question):
             low = 0.05 if question.pipeline_parallel_size > 1 else 0.22
@@ -351,14 +355,15 @@ FINE_STEP: Final = 8
 COARSE_STEP: Final = 16
 COARSE_FROM: Final = 256
 LARGEST_GRAPH: Final = 512
-"""The largest batch for which vLLM captures graphs. The sizes are 1, 2, 4, then every 8 up to 256,
-then every 16 up to twice `max_num_seqs` or 512 (config/vllm.py, `_set_cudagraph_sizes`).
+"""The largest batch for which vLLM captures graphs. The batch sizes are 1, 2, 4, then every 8 up to
+256, then every 16 up to twice `max_num_seqs` or 512 (config/vllm.py, `_set_cudagraph_sizes`).
 """
 
 LARGEST_BLACKWELL_GRAPH: Final = 1024
 BLACKWELL_CARDS: Final = frozenset({"B200", "GB200", "B300", "GB300"})
-"""Cards on which the largest graph is twice as large since 0.28 (config/vllm.py, "device capability
-family 100")."""
+"""Cards on which the largest graph is twice as large since vLLM 0.28 (config/vllm.py, "device
+capability family 100").
+"""
 
 
 def count_graph_sizes(question: Question) -> int:
@@ -372,10 +377,10 @@ def count_graph_sizes(question: Question) -> int:
 
 
 def count_whole_graph_sizes(question: Question) -> int:
-    """Return for how many of these sizes it also captures a graph of the whole model.
+    """Return the number of these sizes for which vLLM also captures a graph of the whole model.
 
-    A step of decoding has at most `max_num_seqs` tokens, and with speculation more for each
-    (v1/cudagraph_dispatcher.py, `initialize_cudagraph_keys`).
+    A step of decoding has at most `max_num_seqs` tokens; with speculation, each sequence has more
+    than one (v1/cudagraph_dispatcher.py, `initialize_cudagraph_keys`).
     """
     if question.has_speculation:
         return count_graph_sizes(question)
@@ -393,7 +398,7 @@ FIRST_GRAPH: Final = Range(low=0.06 * GIB, high=0.33 * GIB)
 """The first graph that is captured: 70 to 328 MiB (H100_STARTS)."""
 
 FIRST_PARTS_GRAPH_HIGH: Final = 0.23 * GIB
-"""The largest first graph without FlashAttention 3, whose buffer for splits takes 256 MiB of a
+"""The largest first graph without FlashAttention 3. With it, a buffer for splits takes 256 MiB of a
 whole graph (v1/attention/backends/flash_attn.py, `max_num_splits`). The parts' first graph takes up
 to 224 MiB (H100_STARTS).
 """
@@ -403,12 +408,12 @@ HOPPER_CARDS: Final = frozenset({"H20", "H100", "H800", "H100 NVL", "GH200", "H2
 
 LAYER_GRAPHS: Final = Range(low=0.06 * MIB, high=0.225 * MIB)
 """The graph for each further batch size, of the parts or of the whole model, per layer: 0.10 to
-0.22 MiB on one GPU (H100_STARTS); 0.07 on a card of 24 GB (Qwen3 8B, 0.21).
+0.22 MiB on one GPU (H100_STARTS); 0.07 MiB on a card of 24 GB (Qwen3 8B, 0.21).
 """
 
 SHARED_LAYER_GRAPHS: Final = Range(low=0.11 * MIB, high=0.83 * MIB)
-"""The same for the parts with tensor parallelism: 0.12 to 0.81 MiB. For the whole model it is as on
-one GPU (H100_STARTS).
+"""The graphs of the parts with tensor parallelism, per layer: 0.12 to 0.81 MiB. The graphs of the
+whole model are as large as on one GPU (H100_STARTS).
 """
 
 SHARED_PARTS_HIGH: Final = 27 * MIB
@@ -420,18 +425,18 @@ model of 70 billion parameters (public reports: 2.2 GiB for 51 sizes).
 
 LARGEST_MIXTURE_GPUS: Final = 8
 LARGEST_MIXTURE_PARTS_HIGH: Final = 82 * MIB
-"""The same for mixtures of experts that need as many GPUs: 5 GiB for 51 sizes of both graphs
-(public reports).
+"""The graphs of the parts for mixtures of experts that need LARGEST_MIXTURE_GPUS: 5 GiB for 51
+sizes of both graphs (public reports).
 """
 
 HYBRID_GRAPHS_HIGH: Final = 84 * MIB
 """The most that both graphs of a batch size take for a model with states: 4.2 GiB for 51 sizes
-(public reports, since 0.26).
+(public reports, since vLLM 0.26).
 """
 
 UNIFIED_GRAPHS_HIGH: Final = 100 * MIB
 """The most that both graphs of a batch size take on several machines with unified memory: 5.1 GiB
-for 51 sizes (two DGX Spark, 0.29).
+for 51 sizes (two DGX Spark, vLLM 0.29).
 """
 
 MEASURED_GRAPHS_LOW: Final = 0.05 * GIB
@@ -442,9 +447,9 @@ MEASURED_GRAPHS_LOW: Final = 0.05 * GIB
 def _assume_graphs(question: Question) -> Assumption:
     """Return vLLM's estimate of its CUDA graphs.
 
-    That is the first graph, and for each further batch size a graph of a part of the model and one
-    of the whole (v1/worker/gpu_model_runner.py, `profile_cudagraph_memory`, 0.19). Since 0.29 the
-    graphs of parts are measured instead, which gives less.
+    The estimate is the first graph and, for each further batch size, a graph of a part of the model
+    and one of the whole (v1/worker/gpu_model_runner.py, `profile_cudagraph_memory`, 0.19). Since
+    0.29, vLLM measures the graphs of the parts instead, which gives less.
     """
     if question.enforce_eager:
         return Assumption(
@@ -496,15 +501,15 @@ LOGIT_BYTES: Final = 4
 """Bytes of a logit: sampling computes in 32 bits."""
 
 NARROW_PROFILE_HIGH: Final = 1.25
-"""The most that the second runner took before 0.33, as a multiple of the logits in 32 bits (the
-stand-in card, 0.32).
+"""The most that the second runner took before vLLM 0.33, as a multiple of the logits in 32 bits
+(the stand-in card, 0.32).
 """
 
 
 WIDE_LOGITS: Final = 3.0
 WIDE_LOGITS_HIGH: Final = 3.15
-"""How many copies of the logits in 32 bits the first runner has at once, and the most that was
-measured.
+"""The number of copies of the logits in 32 bits that the first runner has at once, and the highest
+number that was measured.
 """
 
 
@@ -513,7 +518,7 @@ def _assume_sampling_ratio(question: Question) -> Assumption:
 
     The first model runner has the logits once in the model's dtype and three times in 32 bits:
     unchanged, as probabilities, and filtered by top-k and top-p. Before 0.33 the second runner has
-    fewer; in 0.33 it has at least the unchanged ones.
+    fewer copies; in 0.33 it has at least the unchanged logits.
     """
     # In units of the logits in 32 bits.
     narrow_ratio = question.shape.dtype_bytes / LOGIT_BYTES
@@ -548,8 +553,9 @@ def _assume_sampling_ratio(question: Question) -> Assumption:
 def _assume_warmup_ratio(question: Question) -> Assumption:
     """Return the memory of the sampler's warm-up, as a multiple of the logits in 32 bits.
 
-    The first model runner repeats the steps of its profile. The second runs all steps of the
-    sampler (v1/worker/gpu/warmup.py, `warmup_kernels`), which are part of its profile since 0.33.
+    The first model runner repeats the steps of its profile. The second model runner runs all steps
+    of the sampler (v1/worker/gpu/warmup.py, `warmup_kernels`), which are part of its profile since
+    0.33.
     """
     narrow_ratio = question.shape.dtype_bytes / LOGIT_BYTES
     low = narrow_ratio + WIDE_LOGITS

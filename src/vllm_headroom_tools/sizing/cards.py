@@ -13,7 +13,7 @@ class Card(Struct, frozen=True, kw_only=True):
     """A kind of GPU."""
 
     name: str
-    # What NVML shows as its total; with unified memory the machine's MemTotal.
+    # The total that NVML shows; with unified memory, the machine's MemTotal.
     memory_bytes: int
     has_unified_memory: bool = False
     # Whether vLLM's server takes its defaults for a small card (engine/arg_utils.py,
@@ -69,8 +69,8 @@ TOTALS_MIB: Final = {
     "MI355X": 294896,
 }
 """The total in MiB that `nvidia-smi` prints for a card, or `amd-smi` for a device, with the default
-setting of ECC: outputs in public issues and vendors' forums. It differs by some ten MiB between
-drivers.
+setting of ECC (outputs in public issues and vendors' forums). The total differs by some ten MiB
+between drivers.
 """
 
 GB10_MIB: Final = 122_572
@@ -97,7 +97,7 @@ MAKERS_WORDS: Final = re.compile(
     "nvidia|amd|instinct|geforce|tesla|rtx|gpu|tensor|core|sxm\\d?|pcie|oam|hbm\\de?"
     "|blackwell|server|workstation|max|q|edition|generation"
 )
-"""Words of a card's full name, as NVML shows it, that distinguish kinds with equal memory."""
+"""Words of a card's full name in NVML that distinguish kinds of cards with equal memory."""
 
 OTHER_NAMES: Final = {"dgxspark": "GB10", "spark": "GB10"}
 """Names of machines that contain one kind of card."""
@@ -110,7 +110,9 @@ NAME_WITH_COUNT: Final = re.compile(
 
 LABEL_LOW: Final = 0.9
 LABEL_HIGH: Final = 1.1
-"""How far the size in a name may differ from the card's: below its GiB, and above its GB."""
+"""The factor by which the size in a name may be below the card's size in GiB, or above its size in
+GB.
+"""
 
 SYSTEM_SIZED: Final = "GH200"
 """The size in this name is that of the processor's memory."""
@@ -135,7 +137,7 @@ def find_card_by_size(memory_bytes: int) -> Card | None:
 def parse_gpus_by_name(text: str) -> CardCount:
     """Return the GPUs of a text such as H100 or 8xH100; raise RefusedError for an unknown name.
 
-    A card's name may be written as NVML shows it, such as "NVIDIA H100 80GB HBM3".
+    A card's name may also be written as in NVML, such as "NVIDIA H100 80GB HBM3".
     """
     name = text.strip()
     if not name:

@@ -12,7 +12,7 @@ from vllm_headroom_tools.sizing.estimate import MemoryEstimate
 
 
 class CheckName(StrEnum):
-    """What is checked."""
+    """The names of the checks."""
 
     GPUS = "gpus"
     MODEL_LENGTH = "model_length"
@@ -32,8 +32,8 @@ class StartCheck(Struct, frozen=True, kw_only=True):
     """A check of a start, and its result."""
 
     name: CheckName
-    # None if it passes by the low bounds of the estimates but not by the high ones, or if a figure
-    # is unknown.
+    # The value is None if the check passes by the low bounds of the estimates but not by the high
+    # ones, or if a figure is unknown.
     passes: bool | None
     # Why it fails, or may fail.
     problem: str
@@ -49,7 +49,7 @@ def check_start(estimate: MemoryEstimate) -> list[StartCheck]:
     """Return the checks that this start reaches, in vLLM's order.
 
     vLLM stops at the first check that fails. The checks of the host's memory and of unified memory
-    are ours: if they fail, the kernel ends the processes or the machine hangs.
+    are not vLLM's: if they fail, the kernel ends the processes or the machine hangs.
     """
     return [
         *_check_gpus(estimate),
@@ -75,19 +75,19 @@ def find_failed_check(estimate: MemoryEstimate) -> StartCheck | None:
 def can_start(estimate: MemoryEstimate) -> bool | None:
     """Return whether vLLM starts: whether it passes all checks.
 
-    Returns None if it passes by the low bounds of the estimates but not by the high ones. None also
-    if something is unknown, such as this type of model, the weights or the largest input of its
-    encoder.
+    Returns None if the start passes by the low bounds of the estimates but not by the high ones.
+    Returns None also if something is unknown, such as this type of model, the weights or the
+    largest input of its encoder.
     """
     question = estimate.question
     if question.shape.unknown_type is not None:
         return None
-    # In vLLM's order, because its log will show the first check that fails.
+    # The checks are in vLLM's order, because its log will show the first check that fails.
     answers = [check.passes for check in check_start(estimate)]
     if False in answers:
         return False
-    # No check fails, but one may: the weights or inputs that are not counted here could take the
-    # rest.
+    # No check fails, but one may fail in reality: the weights or inputs that are not counted here
+    # could take the rest.
     if question.has_uncounted_weights or question.has_uncounted_activations:
         return None
     if question.has_unknown_draft or question.max_model_len is None:
@@ -98,7 +98,7 @@ def can_start(estimate: MemoryEstimate) -> bool | None:
 
 
 def is_available(needed: Range, available: Range) -> bool | None:
-    """Return whether what is needed is available; None if that depends on the bounds."""
+    """Return whether the needed memory is available; None if that depends on the bounds."""
     if needed.low > available.high:
         return False
     if needed.high > available.low:
@@ -107,12 +107,12 @@ def is_available(needed: Range, available: Range) -> bool | None:
 
 
 def _write_gib(memory_bytes: float) -> str:
-    """Return a size as vLLM writes it in its messages."""
+    """Return a size in the form of vLLM's messages."""
     return f"{memory_bytes / GIB:.2f}"
 
 
 def _check_gpus(estimate: MemoryEstimate) -> Iterator[StartCheck]:
-    """Check that each rank has a GPU, where their number is given.
+    """Check that each rank has a GPU, if the number of GPUs is given.
 
     Sources: config/parallel.py, and v1/worker/gpu_worker.py, `init_device`.
     """
@@ -139,7 +139,7 @@ def _check_model_length(estimate: MemoryEstimate) -> Iterator[StartCheck]:
     """Check that `max_model_len` is not longer than the model's own limit (config/model.py)."""
     length = estimate.question.max_model_len
     limit = estimate.question.shape.max_model_len
-    # Without a length vLLM uses the model's own, which passes.
+    # Without a length, vLLM uses the model's own length, which passes.
     if length is None or limit is None:
         return
     yield StartCheck(
@@ -179,7 +179,7 @@ def _check_aligned_block(estimate: MemoryEstimate) -> Iterator[StartCheck]:
 
 
 def _check_host(estimate: MemoryEstimate) -> Iterator[StartCheck]:
-    """Check that the host has room for vLLM's processes, if its memory is given."""
+    """Check that the host has room for vLLM's processes, if the host's memory is given."""
     host_bytes = estimate.question.host_memory_bytes
     if host_bytes is None:
         return
@@ -203,7 +203,7 @@ def _check_free_memory(estimate: MemoryEstimate) -> Iterator[StartCheck]:
         return
     missing = estimate.assumptions.missing_at_start.range
     ratio = question.gpu_memory_utilization
-    # Our choice: only the low bound decides. A note warns that it may take more.
+    # Our choice: only the low bound decides. A note warns that the start may take more.
     passes = visible.high * (1 - ratio) >= missing.low
     requested_bytes = visible.high * ratio
     free_bytes = visible.high - missing.low
@@ -242,7 +242,7 @@ def _check_weights(estimate: MemoryEstimate) -> Iterator[StartCheck]:
 
 
 def _check_profile(estimate: MemoryEstimate) -> Iterator[StartCheck]:
-    """Check that the card holds what the profile run takes beside the weights."""
+    """Check that the card holds the memory of the profile run beside the weights."""
     visible = estimate.visible
     weights_bytes = estimate.weights_bytes
     activations = estimate.activations
@@ -250,7 +250,7 @@ def _check_profile(estimate: MemoryEstimate) -> Iterator[StartCheck]:
         return
     weights = Range(low=weights_bytes, high=weights_bytes)
     assumptions = estimate.assumptions
-    # What is missing at the start is also missing for the profile run.
+    # The memory that is missing at the start is also missing for the profile run.
     needed = weights + assumptions.missing_at_start.range + activations
     yield StartCheck(
         name=CheckName.PROFILE,
@@ -317,7 +317,7 @@ def _check_longest_sequence(estimate: MemoryEstimate) -> Iterator[StartCheck]:
 
 
 def _check_state_blocks(estimate: MemoryEstimate) -> Iterator[StartCheck]:
-    """Check that each sequence has a block for its state if whole graphs are captured.
+    """Check that each sequence has a block for its state, if whole graphs are captured.
 
     Source: config/compilation.py, `resolve_cudagraph_mode_and_sizes`, since 0.20.
     """
@@ -350,9 +350,10 @@ def _check_state_blocks(estimate: MemoryEstimate) -> Iterator[StartCheck]:
 def _check_sampler_warmup(estimate: MemoryEstimate) -> Iterator[StartCheck]:
     """Check that the card has room for the logits of all sequences, beside KV cache and graphs.
 
-    Source: v1/worker/gpu_worker.py, `compile_or_warm_up_model`. At this time vLLM also has the
-    memory of the activations, because the KV cache leaves it free. The profile run has set aside
-    what the warm-up needs with the first model runner, and since 0.33 with the second.
+    Source: v1/worker/gpu_worker.py, `compile_or_warm_up_model`. At this time vLLM can also use the
+    memory of the activations, because the KV cache leaves that memory free. The profile run has
+    already set aside the memory of the warm-up with the first model runner, and since 0.33 with the
+    second.
     """
     question = estimate.question
     needed = estimate.sampler_warmup
@@ -385,10 +386,10 @@ def _check_sampler_warmup(estimate: MemoryEstimate) -> Iterator[StartCheck]:
 
 
 def _find_warmup_room(estimate: MemoryEstimate) -> Range | None:
-    """Return the memory of the card that is free once the KV cache and CUDA graphs have theirs.
+    """Return the memory of the card that is free after the KV cache and CUDA graphs have theirs.
 
-    Returns None if it is unknown, and with unified memory, for which the machine's part is checked
-    instead.
+    Returns None if the memory is unknown. Returns None also with unified memory, because the
+    machine's part is then checked instead.
     """
     question = estimate.question
     visible = estimate.visible
@@ -422,9 +423,9 @@ def _clip_at_zero(amount: Range) -> Range:
 def _check_card(estimate: MemoryEstimate) -> Iterator[StartCheck]:
     """Check that the card has room for all parts together.
 
-    With a budget, these are the parts outside it. With unified memory they include the machine's
-    own part, and in releases that do not count CUDA graphs in the budget, the graphs. If the size
-    of the KV cache is set, there is no budget.
+    With a budget, the check only covers the parts outside the budget. With unified memory, these
+    parts include the machine's own part. They include the CUDA graphs in releases that do not count
+    graphs in the budget. If the size of the KV cache is set, there is no budget.
     """
     question = estimate.question
     visible = estimate.visible
@@ -446,7 +447,7 @@ def _check_card(estimate: MemoryEstimate) -> Iterator[StartCheck]:
             refusal = None
         yield StartCheck(
             name=CheckName.CARD,
-            # Our choice: only the low bound decides. A note warns that it may take more.
+            # Our choice: only the low bound decides. A note warns that the start may take more.
             passes=beside_budget_bytes >= estimate.outside.low,
             problem=problem,
             refusal=refusal,
@@ -459,7 +460,7 @@ def _check_card(estimate: MemoryEstimate) -> Iterator[StartCheck]:
         return
     own_bytes = estimate.weights_bytes + cache_bytes
     needed = Range(low=own_bytes, high=own_bytes) + overhead + estimate.outside
-    # What the driver keeps is already in the overhead.
+    # The memory that the driver keeps is already in the overhead.
     card_bytes = question.gpu_memory_bytes or 0
     yield StartCheck(
         name=CheckName.CARD,

@@ -20,12 +20,12 @@ COARSE_RATIO: Final = 128
 
 FINE_STATE_TOKENS: Final = 4
 COARSE_STATE_TOKENS: Final = 8
-"""The tokens in a block of what a compressor has yet to compress (models/deepseek_v4/compressor.py,
-`block_size`).
+"""The tokens in a block of tokens that a compressor has yet to compress
+(models/deepseek_v4/compressor.py, `block_size`).
 """
 
 PAGE_STEP_BYTES: Final = 576
-"""A layer's part of a block is padded to a multiple of this (models/deepseek_v4/attention.py)."""
+"""vLLM pads a layer's part of a block to a multiple of this (models/deepseek_v4/attention.py)."""
 
 LATENT_SCALE_BYTES: Final = 8
 INDEX_SCALE_VALUES: Final = 128
@@ -43,7 +43,7 @@ class WindowedPart(Struct, frozen=True, kw_only=True):
 
 
 class CompressedBlocks(Struct, frozen=True, kw_only=True):
-    """How the cache is divided: all groups share blocks of one size."""
+    """The division of the cache: all groups share blocks of one size."""
 
     block_bytes: int
     windowed_parts: tuple[WindowedPart, ...]
@@ -96,7 +96,7 @@ class CompressedCache(Struct, frozen=True, kw_only=True):
         window_bytes = ceil(layers / window_groups) * _pad_page(
             WINDOW_BLOCK_TOKENS * self.latent_bytes
         )
-        # A state has keys and gates, and with the fine ratio those of two neighbouring latents.
+        # A state has keys and gates; with the fine ratio, it has those of two neighbouring latents.
         fine_token_bytes = 4 * FLOAT32_BYTES
         fine_state_bytes = fine_layers * (
             _pad_page(FINE_STATE_TOKENS * self.head_size * fine_token_bytes)

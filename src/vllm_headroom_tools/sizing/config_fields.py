@@ -1,13 +1,15 @@
-"""Read sizes from a model's configuration, which may have each size under one of several names."""
+"""Sizes from a model's configuration, which may have each size under one of several names."""
 
 from collections.abc import Mapping
 from typing import Any, Final
 
 Config = Mapping[str, Any]
-"""A config.json, or a part of one."""
+"""A config.json, or a part of a config.json."""
 
 SIZE_LIMIT: Final = 10**9
-"""The largest size that is accepted: no model comes near it, and arithmetic with it stays exact."""
+"""The largest size that is accepted: no model comes near this size, and arithmetic with it stays
+exact.
+"""
 
 ATTENTION_HEADS: Final = ("num_attention_heads", "n_head", "n_heads", "decoder_attention_heads")
 """The number of query heads of each attention layer."""
@@ -64,7 +66,7 @@ MAMBA_STATE_SIZE: Final = ("mamba_d_state", "ssm_state_size")
 
 
 def read_integer(config: Config, *names: str) -> int | None:
-    """Return the first of these fields that is set; if it is a list, return its largest number.
+    """Return the first of these fields that is set; for a list, return its largest number.
 
     A field that is null, false, 0 or [] is not set, so the next field is tried. Returns None if no
     field is set, or if a list has only zeros. Raises ValueError for a value that is not a size.
@@ -73,7 +75,8 @@ def read_integer(config: Config, *names: str) -> int | None:
         value = config.get(name)
         if _is_unset(value):
             continue
-        # vLLM uses the largest of a list, because it sizes its buffers by the widest layer.
+        # vLLM uses the largest number of a list, because vLLM sizes its buffers by the widest
+        # layer.
         numbers = value if isinstance(value, list) else [value]
         if not all(_is_size(number) for number in numbers):
             raise ValueError(f"{name} is {str(value)[:40]!r}, not a whole number of a model's size")
@@ -88,7 +91,7 @@ def _is_unset(value: object) -> bool:
 
 def _is_size(number: object) -> bool:
     """Return whether a value is an integer from 0 to the largest accepted size."""
-    # To Python, True is an integer; in a configuration it is a switch.
+    # In Python, True is an integer, but in a configuration it is a switch.
     if isinstance(number, bool) or not isinstance(number, int):
         return False
     return 0 <= number <= SIZE_LIMIT
@@ -103,7 +106,7 @@ def require_integer(config: Config, *names: str) -> int:
 
 
 def read_mapping(config: Config, *names: str) -> Config:
-    """Return the first of these fields that is a mapping; an empty mapping if none is."""
+    """Return the first of these fields that is a mapping; an empty mapping if there is none."""
     for name in names:
         value = config.get(name)
         if isinstance(value, dict):

@@ -21,18 +21,18 @@ CACHELESS_HEADS: Final = frozenset({"mtp"})
 """Gemma 4's assistant reads the model's cache (config/speculative.py, `gemma4_assistant`)."""
 
 TOKEN_MATRICES: Final = {"medusa": 1, "mlp_speculator": 2}
-"""The number of matrices that these heads have for each token, each as large as the output matrix
-(models/medusa.py, models/mlp_speculator.py, with an inner width equal to the model's).
+"""The number of matrices that these heads have for each token. Each is as large as the output
+matrix (models/medusa.py, models/mlp_speculator.py, with an inner width equal to the model's).
 """
 
 HEAD_INPUTS: Final = {"eagle": 2, "eagle3": 3, "dflash": 5, "dspark": 5, "mtp": 1}
-"""The number of layer outputs that a head projects to its input, each as wide as the model (by
-construction for EAGLE and EAGLE3; the published DFlash heads have five).
+"""The number of layer outputs that a head projects to its input, each as wide as the model. By
+construction for EAGLE and EAGLE3; the published DFlash heads have five.
 """
 
 
 def name_head_method(draft: ModelShape, method: str) -> str:
-    """Return the method of a draft by the name of its class, if no method is given."""
+    """Return the method of a draft, from the name of its class, if no method is given."""
     class_name = (draft.class_name or "").lower()
     if method != DRAFT_MODEL:
         return method
@@ -44,12 +44,12 @@ def name_head_method(draft: ModelShape, method: str) -> str:
 
 
 def add_assumed_head(shape: ModelShape, method: str, tokens: int) -> ModelShape | None:
-    """Return the model's shape with a draft head of this method, without knowing its configuration.
+    """Return the model's shape with a draft head of this method whose configuration is unknown.
 
     The head counts as the largest of its kind: HEAD_LAYERS dense layers with the model's sizes, a
-    projection of the outputs of several layers to its input, and an output matrix. Medusa's heads
-    and those of an MLP speculator are matrices for each speculated token. Returns None for other
-    methods, and if the sizes that this needs are unknown.
+    projection from the outputs of several layers to the head's input, and an output matrix.
+    Medusa's heads and the heads of an MLP speculator are matrices for each speculated token.
+    Returns None for other methods, or if the sizes that the head needs are unknown.
     """
     hidden_size = shape.hidden_size
     if hidden_size is None or shape.vocabulary is None or shape.compression is not None:
@@ -98,11 +98,11 @@ def _add_unquantised(shape: ModelShape, added_parameters: int) -> ModelShape | N
 
 
 def build_head(draft: ModelShape, method: str, target: ModelShape) -> ModelShape:
-    """Return the shape of a draft as it is served beside its model.
+    """Return the shape of a draft that is served beside its model.
 
-    A head reads the model's embedding. Only with EAGLE3 it has an output matrix, which may be for
-    a smaller vocabulary. It projects outputs of the model to its input (models/llama_eagle3.py,
-    models/qwen3_dflash.py). Any other draft is served whole.
+    A draft head reads the model's embedding. Only an EAGLE3 head has an output matrix, which may be
+    for a smaller vocabulary. The head projects outputs of the model to its own input
+    (models/llama_eagle3.py, models/qwen3_dflash.py). Any other draft is served whole.
     """
     hidden_size = draft.hidden_size
     if method not in HEAD_INPUTS or hidden_size is None or target.hidden_size is None:
@@ -110,7 +110,7 @@ def build_head(draft: ModelShape, method: str, target: ModelShape) -> ModelShape
     input_parameters = HEAD_INPUTS[method] * target.hidden_size * hidden_size
     vocabulary = 0
     if method == "eagle3":
-        # The queries, keys and values of its layer also read the token's embedding.
+        # The queries, keys and values of the head's layer also read the token's embedding.
         heads = (draft.attention_heads or 1) + 2 * draft.heads.count
         input_parameters += hidden_size * heads * draft.heads.key_size
         vocabulary = draft.draft_vocabulary or draft.vocabulary or 0
@@ -122,7 +122,8 @@ def build_head(draft: ModelShape, method: str, target: ModelShape) -> ModelShape
 def add_draft_cache(shape: ModelShape, draft: ModelShape) -> ModelShape:
     """Return the model's shape with a draft's cache, if layers of several kinds form groups.
 
-    The draft counts as additional layers that keep every token, as many as hold its bytes.
+    The draft counts as additional layers that keep every token, as many layers as hold the draft's
+    bytes.
     """
     own_bytes, _ = count_layer_bytes(shape, kv_dtype="auto", tensor_parallel=1)
     draft_bytes, _ = count_layer_bytes(draft, kv_dtype="auto", tensor_parallel=1)

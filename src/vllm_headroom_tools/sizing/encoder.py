@@ -18,18 +18,18 @@ ENCODER_MLP_WIDTH: Final = ("intermediate_size", "encoder_ffn_dim", "vt_intermed
 ENCODER_LAYERS: Final = ("num_hidden_layers", "depth", "encoder_layers", "vt_num_hidden_layers")
 
 CONFORMER_SQUARES: Final = 24
-"""The parameters of a layer of Gemma 4's audio encoder, in squares of its hidden size: two MLPs
-with 8 each, attention with 5, convolutions with 3 (transformers, gemma4).
+"""The parameters of a layer of Gemma 4's audio encoder, in squares of its hidden size: 8 for each
+of two MLPs, 5 for attention, 3 for convolutions (transformers, gemma4).
 """
 
 UNGIVEN_MLP_WIDTH_RATIO: Final = 4
-"""The MLP width, in hidden sizes, that is assumed if the configuration does not give it."""
+"""The MLP width, in hidden sizes, that is assumed if the configuration has none."""
 
 
 class EncoderInput(Struct, frozen=True, kw_only=True):
     """The largest image or video, and how many values the encoder computes for it at once."""
 
-    # The number of tokens that it becomes in the language model's sequence.
+    # The number of tokens that the input becomes in the language model's sequence.
     tokens: int
     # Values that every GPU of a tensor-parallel group has in full.
     replicated_values: int
@@ -40,16 +40,16 @@ class EncoderInput(Struct, frozen=True, kw_only=True):
 
 
 class Encoder(Struct, frozen=True, kw_only=True):
-    """A model's encoders; a figure is None if the configuration does not give it."""
+    """A model's encoders; a figure is None if the configuration lacks it."""
 
     parameters: int | None
     largest_input: EncoderInput | None
 
 
 class LargestItem(Struct, frozen=True, kw_only=True):
-    """The largest image or video that a model accepts, as its processor divides it."""
+    """The largest image or video that a model accepts, divided as by the model's processor."""
 
-    # The number of tokens that it becomes in the language model's sequence.
+    # The number of tokens that the item becomes in the language model's sequence.
     tokens: int
     # The number of patches that the encoder merges into one token.
     patches_per_token: int
@@ -121,7 +121,7 @@ def _count_merger_parameters(encoder: Config, hidden_size: int) -> int:
 
 DEEP_STACKS: Final = (8, 16, 24)
 """The layers of Qwen3-VL's encoder whose output is used in addition to the last layer's, if the
-configuration does not list them.
+configuration does not list these layers.
 """
 
 
@@ -147,8 +147,8 @@ def _measure_largest(config: Config, encoder: Config) -> EncoderInput | None:
     if mlp_width is None:
         mlp_width = UNGIVEN_MLP_WIDTH_RATIO * hidden_size
     patches = item.tokens * item.patches_per_token
-    # A patch has the same values as a token in a language model: queries, keys, values and output,
-    # or gate, up and down projection.
+    # A patch has the same values as a token in a language model: either queries, keys, values and
+    # output, or gate, up and down projection.
     layer_width = max(4 * hidden_size, 3 * mlp_width)
     return EncoderInput(
         tokens=item.tokens,
@@ -191,7 +191,7 @@ Llama4ImageProcessor).
 
 
 def _read_llama_4_item(_config: Config, encoder: Config) -> LargestItem:
-    """Return the largest image of Llama 4: it has the most tiles that the model accepts."""
+    """Return the largest image of Llama 4, which has the most tiles that the model accepts."""
     ratio = encoder.get("pixel_shuffle_ratio")
     patches_per_token = 4
     if isinstance(ratio, float) and 0 < ratio <= 1:
@@ -214,7 +214,9 @@ QWEN_IMAGE_PIXELS: Final = 2**24
 """The largest image, according to every published preprocessor_config.json."""
 
 QWEN_FRAMES_PIXELS: Final = 3 * 2**22
-"""The largest pair of frames: half of what published video_preprocessor_config.json files allow."""
+"""The largest pair of frames: half of the most that published video_preprocessor_config.json files
+allow.
+"""
 
 
 def _read_qwen_3_vl_item(config: Config, encoder: Config) -> LargestItem:
@@ -287,5 +289,5 @@ LARGEST_ITEM_READERS: Final[dict[str, Callable[[Config, Config], LargestItem]]] 
 }
 """The function that returns the largest image or video, by the type of model.
 
-Its arguments are the model's configuration and the encoder's.
+The function's arguments are the model's configuration and the encoder's.
 """

@@ -34,16 +34,18 @@ from vllm_headroom_tools.sizing.measured import (
 from vllm_headroom_tools.sizing.question import Question
 
 UNEXPLAINED_BYTES: Final = 0.15 * GIB
-"""The most that activations exceeded the estimate in a measurement (vLLM 0.19 on an H100: 0.13 GiB
-with weights in 8 bits, 0.11 for Gemma 3).
+"""The most by which activations exceeded the estimate in a measurement (vLLM 0.19 on an H100:
+0.13 GiB with weights in 8 bits, 0.11 GiB for Gemma 3).
 """
 
 LEFT_TO_THE_MACHINE_BYTES: Final = 8 * GIB
-"""Our choice: the memory that a machine with unified memory needs besides the GPU's. Half is for
-vLLM's processes on the host, which take one or two GiB each, and half for the rest of the system.
+"""Our choice: the memory that a machine with unified memory needs besides the GPU's. Half of that
+is for vLLM's processes on the host, which take one or two GiB each; half is for the rest of the
+system.
 
-Such a machine has no other memory than what vLLM leaves. When it runs out, no allocation fails;
-instead the machine swaps and hangs (vllm-project/vllm#46307, NVIDIA/dgx-spark-playbooks#97).
+The processor of such a machine only has the memory that vLLM leaves. When that memory runs out, no
+allocation fails; instead the machine swaps and hangs (vllm-project/vllm#46307,
+NVIDIA/dgx-spark-playbooks#97).
 """
 
 HOST_BYTES_PER_PROCESS: Final = 6 * GIB // 10
@@ -52,9 +54,9 @@ a CPU (tests/contract); a worker with CUDA holds more.
 """
 
 SHM_QUEUE_BYTES: Final = 256 * MIB
-"""The free space that vLLM needs in /dev/shm. Its largest queue between processes takes 240 MiB,
-and it does not start with less (vllm/distributed/device_communicators/shm_broadcast.py:
-MessageQueue, check_shm_free_space).
+"""The free space that vLLM needs in /dev/shm. vLLM's largest queue between processes takes 240 MiB,
+and vLLM does not start with less free space
+(vllm/distributed/device_communicators/shm_broadcast.py: MessageQueue, check_shm_free_space).
 """
 
 PENALTY_BYTES: Final = 4 + 1 / 8
@@ -71,10 +73,11 @@ def estimate_activations(question: Question, assumptions: StartAssumptions) -> R
 
     - A forward pass: `_estimate_forward` times `forward_ratio`.
     - Sampling: sequences x vocabulary x 4 bytes of logits, times `sampling_ratio`, beside one or
-      two copies of the batch's hidden states. Tensor parallelism does not divide it. In a pipeline
-      only the last stage samples, beside the hidden states and residuals that it received.
-    - The encoder of images, whose tokens stay in memory during the other two
-      (v1/worker/gpu_model_runner.py, `profile_run`). A patch takes what a token does in the
+      two copies of the batch's hidden states. Tensor parallelism does not divide the memory of
+      sampling. In a pipeline only the last stage samples, beside the hidden states and residuals
+      that this stage received.
+    - The encoder of images: its tokens stay in memory during the other two
+      (v1/worker/gpu_model_runner.py, `profile_run`). A patch takes as much as a token in the
       language model. Some encoders are divided by tensor parallelism and some are not.
     """
     hidden_size = question.shape.hidden_size
@@ -113,7 +116,7 @@ def estimate_sampler_warmup(question: Question, assumptions: StartAssumptions) -
         return None
     requests = question.max_num_seqs
     if question.has_only_second_runner:
-        # Each of its requests has two tokens of a batch (v1/worker/gpu/warmup.py, 0.29).
+        # Each request of the warm-up has two tokens of a batch (v1/worker/gpu/warmup.py, 0.29).
         requests = min(requests, question.max_num_batched_tokens // 2)
     return assumptions.warmup_ratio.range.scale(requests * vocabulary * LOGIT_BYTES)
 
@@ -128,14 +131,15 @@ def _count_batch_bytes(question: Question) -> float:
 def _estimate_encoding(question: Question, assumptions: StartAssumptions) -> Range:
     """Return the memory that the encoder takes for the largest images or videos.
 
-    0 if these are unknown. Only the low bound is divided by the tensor-parallel size.
+    Returns 0 if the largest images and videos are unknown. Tensor parallelism divides only the low
+    bound.
     """
     item = question.largest_input
     items = question.encoder_items
     if item is None or items is None:
         return NO_BYTES
     value_bytes = items * question.shape.dtype_bytes
-    # The part that every GPU computes in full, and the part that they share.
+    # The sum of the part that every GPU computes in full and the part that the GPUs share.
     spread_values = item.replicated_values + item.divided_values / question.tensor_parallel_size
     all_values = item.replicated_values + item.divided_values
     high_ratio = assumptions.forward_ratio.range.high
@@ -168,8 +172,8 @@ def _estimate_forward(question: Question, hidden_size: int) -> ForwardPass:
 
     A layer takes tokens x bytes of the dtype x (2 x hidden size, for the residual, + the values of
     the widest layer). The widest layer has 3 x MLP width, or queries, keys, values and output;
-    tensor parallelism divides both. The MLP of experts does not count here, because it is in the
-    workspace.
+    tensor parallelism divides either. The MLP of experts does not count here, because the workspace
+    contains it.
     """
     shape = question.shape
     ranks = question.tensor_parallel_size
@@ -193,10 +197,11 @@ def _estimate_forward(question: Question, hidden_size: int) -> ForwardPass:
 def estimate_other_parts(question: Question, assumptions: StartAssumptions) -> tuple[Range, ...]:
     """Return what the budget has to hold besides weights, KV cache, activations and graphs.
 
-    These are: what libraries and communication take during the profile run; the experts' workspace
-    for the tokens of a batch (vLLM, v1/worker/workspace.py); with the second model runner the
-    sampler's PENALTY_BYTES for each sequence and token of the vocabulary; what repacked weights
-    leave unused; and how much smaller the budget may be, because it is a share of what CUDA sees.
+    The parts are: the memory that libraries and communication take during the profile run; the
+    experts' workspace for the tokens of a batch (vLLM, v1/worker/workspace.py); with the second
+    model runner, the sampler's PENALTY_BYTES for each sequence and token of the vocabulary; the
+    gaps that repacked weights leave; and the amount by which the budget may be smaller, because it
+    is a share of what CUDA sees.
     """
     experts_bytes = _estimate_forward(question, question.shape.hidden_size or 0).workspace_bytes
     # Some kernels give it back after the pass.
@@ -204,7 +209,7 @@ def estimate_other_parts(question: Question, assumptions: StartAssumptions) -> t
     sampler = NO_BYTES
     if question.may_have_second_runner:
         sampler_bytes = question.max_num_seqs * (question.shape.vocabulary or 0) * PENALTY_BYTES
-        # Neither the first runner nor a model that pools has this table.
+        # The first runner does not have this table, and a model that pools does not either.
         sampler = Range(low=0.0, high=sampler_bytes)
     reserved = assumptions.driver_reserved.range
     uncertain_bytes = question.gpu_memory_utilization * (reserved.high - reserved.low)
@@ -214,18 +219,19 @@ def estimate_other_parts(question: Question, assumptions: StartAssumptions) -> t
 
 
 REPACKED_METHODS: Final = ("awq", "auto_awq", "gptq", "auto_gptq", "compressed-tensors")
-"""The prefixes of the methods whose four-bit weights are repacked for their kernels, matrix by
-matrix (layers/quantization, `process_weights_after_loading`).
+"""The prefixes of the methods whose four-bit weights vLLM repacks for its kernels, matrix by matrix
+(layers/quantization, `process_weights_after_loading`).
 """
 
 UNUSED_LAYERS: Final = 2
-"""The largest number of layers whose old weights leave gaps in torch's memory: 1.6 (the stand-in
-card, 0.32, Qwen2.5 7B in AWQ). The next matrix of the same shape reuses the gap of a matrix.
+"""The largest number of layers whose old weights leave gaps in torch's memory; 1.6 were measured
+(the stand-in card, 0.32, Qwen2.5 7B in AWQ). The next matrix of the same shape reuses the gap that
+a matrix left.
 """
 
 
 def _estimate_gaps(question: Question) -> Range:
-    """Return the memory that torch keeps without using it after weights were repacked.
+    """Return the unused memory that torch keeps after vLLM has repacked the weights.
 
     The gaps count only in releases that size the KV cache by the consumed memory.
     """
@@ -245,12 +251,12 @@ def estimate_host(question: Question) -> Range:
     """Return the host memory that all of vLLM's processes take.
 
     Each engine has a core and a server, and with several GPUs a worker for each GPU. Each server
-    and core has a cache of images (vLLM 0.33, config/multimodal.py). It fills with use, so it
-    counts only in the high bound.
+    and core has a cache of images (vLLM 0.33, config/multimodal.py). The cache fills with use, so
+    it counts only in the high bound.
     """
     engines = question.data_parallel_size
     workers = question.gpus
-    # A core and a server for each engine; a single GPU is driven by the core itself.
+    # Each engine has a core and a server; the core itself drives a single GPU.
     servers_and_cores = 2 * engines
     processes = servers_and_cores
     if workers > engines:
@@ -270,7 +276,7 @@ def estimate_host(question: Question) -> Range:
 def estimate_outside(question: Question, assumptions: StartAssumptions) -> Range:
     """Return the memory that the engine takes on the card outside its budget.
 
-    With unified memory it includes what the machine itself needs.
+    With unified memory, the result includes what the machine itself needs.
     """
     outside = assumptions.missing_at_start.range
     if not question.release.has_graphs_in_budget:
@@ -302,7 +308,7 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
     bytes_per_token: int
     engine_bytes_per_token: int
     weights_bytes: int | None
-    # The most that vLLM's share of the memory that CUDA sees can be; None also if the KV cache's
+    # The highest possible share of vLLM in the memory that CUDA sees; None also if the KV cache's
     # size is set instead.
     budget_bytes: float | None
     activations: Range | None
@@ -310,7 +316,7 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
     # Libraries, communication, the experts' workspace, the sampler and the driver's part.
     other_parts: tuple[Range, ...]
     graphs: Range
-    # What is on the card outside the budget.
+    # The memory that the engine takes on the card outside the budget.
     outside: Range
     # The host memory of all of vLLM's processes.
     host: Range
@@ -326,12 +332,12 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
 
     @property
     def other_overhead(self) -> Range:
-        """Return the sum of the other parts; its high bound has all of them at their highest."""
+        """Return the sum of the other parts; in its high bound, all parts are at their highest."""
         return add_all(self.other_parts)
 
     @property
     def overhead(self) -> Range | None:
-        """Return what the budget has to hold besides weights and KV cache.
+        """Return the memory that the budget has to hold besides weights and KV cache.
 
         Returns None if the activations are unknown.
         """
@@ -340,8 +346,9 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
         parts = [self.activations, *self.other_parts]
         if self.question.release.has_graphs_in_budget:
             parts.append(self.graphs)
-        # On such machines the page cache counts as taken too. The parts of a start on one were near
-        # their highest together (14.6 of 15.6 GiB); on two, communication and graphs were.
+        # On machines with unified memory, the page cache counts as taken too. The parts of a start
+        # on one machine were near their highest together (14.6 of 15.6 GiB); on two machines,
+        # communication and graphs were.
         if self.question.unified_memory:
             return add_all(parts)
         return add_independent(parts)
@@ -380,9 +387,9 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
     def capacity_tokens(self) -> int | None:
         """Return how many tokens the KV cache holds at least, by vLLM's `get_kv_cache_capacity`.
 
-        If layers keep a window or a state, that is the number of sequences of `max_model_len` that
-        fit, times `max_model_len`. Returns None if the blocks are unknown, or the length when it is
-        needed.
+        If layers keep a window or a state, the result is the number of sequences of `max_model_len`
+        that fit, times `max_model_len`. Returns None if the blocks are unknown, or if the length is
+        needed and unknown.
         """
         blocks = self.blocks
         if blocks is None:
@@ -406,8 +413,8 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
     def find_longest(self, sequences: int) -> int | None:
         """Return the longest length that this many sequences can have at once.
 
-        That is at most the limit of the model, or of the question if that is higher; 0 if not even
-        one block fits. Returns None if the blocks are unknown.
+        The length is at most the limit of the model, or of the question if that limit is higher. It
+        is 0 if not even one block fits. Returns None if the blocks are unknown.
         """
         if self.blocks is None:
             return None
@@ -440,8 +447,8 @@ def estimate_memory(question: Question) -> MemoryEstimate:
         sequence_states=question.sequence_states,
     )
     block_bytes = layout.block_bytes + draft_bytes * layout.block_tokens
-    # Each GPU keeps every n-th token, so a block on each of them holds n times as many tokens
-    # (vLLM 0.33, v1/core/kv_cache_utils.py, `get_kv_cache_capacity`).
+    # Each GPU keeps every n-th token, so a block on each GPU covers n times as many tokens (vLLM
+    # 0.33, v1/core/kv_cache_utils.py, `get_kv_cache_capacity`).
     context_ranks = question.decode_context_parallel_size
     budget_bytes = None
     # If the cache's size is set, vLLM does not use its share of the card.
@@ -473,9 +480,10 @@ def estimate_memory(question: Question) -> MemoryEstimate:
 
 
 def _apply_log(estimate: MemoryEstimate, measured: MeasuredStart) -> MemoryEstimate:
-    """Return the estimate with the figures of a start's log that had the same settings.
+    """Return the estimate with the figures of a start's log, if that start had the same settings.
 
-    Activations grow with the batch, so those of the log bound those of smaller and larger batches.
+    Activations grow with the batch, so the log's activations bound those of smaller and larger
+    batches.
     """
     question = estimate.question
     weights_bytes = estimate.weights_bytes
@@ -515,9 +523,10 @@ def _count_token_bytes(question: Question, shape: ModelShape, stages: int = 1) -
 
 
 def list_longest(estimate: MemoryEstimate) -> list[tuple[int, int]]:
-    """Return rows of `max_num_seqs` and the largest `max_model_len` with which all of them fit.
+    """Return rows of `max_num_seqs` and the largest `max_model_len` at which so many sequences fit.
 
-    The length is 0 if this many sequences do not fit at all. No rows if the cache is unknown.
+    The length is 0 if this many sequences do not fit at all. The result is empty if the cache is
+    unknown.
     """
     asked_count = estimate.question.max_num_seqs
     counts = {count for count in SEQUENCE_COUNTS if count <= asked_count}
@@ -532,8 +541,8 @@ def list_longest(estimate: MemoryEstimate) -> list[tuple[int, int]]:
 def list_most_sequences(estimate: MemoryEstimate) -> list[tuple[int, int]]:
     """Return rows of `max_model_len` and how many sequences of this length fit at once.
 
-    Lengths go up to the longest that one sequence can have; the question's `max_model_len` is
-    always among them. No rows if the cache is unknown.
+    The lengths go up to the longest that one sequence can have; one row is always for the
+    question's `max_model_len`. The result is empty if the cache is unknown.
     """
     # Lengths beyond the longest sequence would only give rows of 0.
     longest = estimate.find_longest(1) or 0

@@ -1,4 +1,4 @@
-"""What a model takes on a GPU: bytes of KV cache per token, bytes of weights."""
+"""The memory of a model on a GPU: bytes of KV cache per token, bytes of weights."""
 
 from math import ceil
 from typing import Final, Self
@@ -19,7 +19,7 @@ from vllm_headroom_tools.sizing.sparse import SparseIndex
 
 
 class ModelShape(Struct, frozen=True, kw_only=True):
-    """The sizes of a model by its configuration; a size is None if it does not give it."""
+    """The sizes of a model from its configuration; a size is None if the configuration lacks it."""
 
     layers: int
     # Layers that keep keys and values of every token.
@@ -30,18 +30,21 @@ class ModelShape(Struct, frozen=True, kw_only=True):
     # Whether a window begins at the last multiple of `window_tokens` (a chunk), instead of moving
     # with each token.
     has_chunks: bool = False
-    # The heads of a layer with a window, if they differ from `heads`, those of a full layer.
+    # The heads of a layer with a window, if they differ from `heads`, which are those of a full
+    # layer.
     windowed_heads: KvHeads | None = None
     # Layers that keep `state_bytes` of each sequence instead of its tokens.
     stateful_layers: int = 0
     state_bytes: int | None = None
-    # How many states of a sequence such a layer keeps in addition to those of other kinds.
+    # The number of states of a sequence that such a layer keeps in addition to those of other
+    # kinds.
     state_checkpoints: int = 0
-    # How many states a layer keeps for the tokens of speculative decoding.
+    # The number of states that a layer keeps for the tokens of speculative decoding.
     speculative_states: int = 0
     attention_heads: int | None = None
     heads: KvHeads
-    # The values of a token that multi-head latent attention keeps in each layer; None without it.
+    # The values of a token that multi-head latent attention keeps in each layer; None for other
+    # attention.
     latent_width: int | None = None
     hidden_size: int | None = None
     vocabulary: int | None = None
@@ -52,7 +55,7 @@ class ModelShape(Struct, frozen=True, kw_only=True):
     experts_per_token: int = 1
     # The number of tokens in a draft head's own vocabulary; None if it has the model's.
     draft_vocabulary: int | None = None
-    # The class that serves the model; None if the configuration does not name it.
+    # The class that serves the model; None if the configuration does not name the class.
     class_name: str | None = None
     # Whether the model embeds, classifies or rewards, and generates no tokens.
     is_pooling: bool = False
@@ -94,7 +97,7 @@ class ModelShape(Struct, frozen=True, kw_only=True):
     def has_every_token(self) -> bool:
         """Return whether all layers with a cache keep every token.
 
-        Only then do bytes per token describe the KV cache.
+        Bytes per token describe the KV cache only in this case.
         """
         return self.full_layers > 0 and self.windowed_layers == 0 and self.stateful_layers == 0
 
@@ -131,7 +134,7 @@ class ModelShape(Struct, frozen=True, kw_only=True):
     def add_speculation(self, tokens: int) -> Self:
         """Return the shape with its own heads for speculative decoding (multi-token prediction).
 
-        They are `speculative_layers` more layers that keep every token, each as large as the
+        The heads are `speculative_layers` more layers that keep every token, each as large as the
         average layer of the model. A state is also kept for each speculative token (vLLM 0.33,
         v1/kv_cache_interface.py, `MambaSpec.num_speculative_blocks`).
         """
@@ -153,7 +156,7 @@ class ModelShape(Struct, frozen=True, kw_only=True):
     def apply_quantisation(self, method: str, bytes_per_parameter: float | None) -> Self:
         """Return the shape with all its layers quantised by this method.
 
-        `bytes_per_parameter` is None if they are unknown.
+        `bytes_per_parameter` is None if these bytes are unknown.
         """
         parameters = self.parameters
         if parameters is not None:
@@ -203,7 +206,7 @@ KV_DTYPES: Final = {
 
 
 class PackedKvDtype(Struct, frozen=True):
-    """A dtype of the KV cache that packs each head's keys and values, with their scales."""
+    """A dtype of the KV cache that packs the keys and values of each head, with their scales."""
 
     key_bits: int
     value_bits: int
@@ -211,8 +214,8 @@ class PackedKvDtype(Struct, frozen=True):
     def count_head_bytes(self, heads: KvHeads) -> int:
         """Return the bytes of a token in one head.
 
-        Keys of fewer than 8 bits have a norm in 16 bits, values have a scale and an offset in 16
-        bits; the sum is rounded to an even number (layers/quantization/turboquant/config.py,
+        Keys of fewer than 8 bits have a norm in 16 bits; values have a scale and an offset in 16
+        bits. The sum is rounded to an even number (layers/quantization/turboquant/config.py,
         `slot_size_aligned`).
         """
         key_bytes = heads.key_size
@@ -233,17 +236,20 @@ PACKED_KV_DTYPES: Final = {
 """TurboQuant's presets (vLLM 0.24 to 0.33)."""
 
 BOUNDARY_LAYERS: Final = 2
-"""How many of the first and of the last layers keep the model's own dtype with these presets,
-unless other layers keep a state (`get_boundary_skip_layers`).
+"""The number of first and of last layers that keep the model's own dtype with these presets, unless
+other layers keep a state (`get_boundary_skip_layers`).
 """
 
 
 SPARSE_FP8_BYTES: Final = 656
 """Bytes of a token in FP8 with sparse attention on Hopper: 512 values, their scales, and a rotary
-key of 64 values in 16 bits (vLLM 0.33, "fp8_ds_mla"). Blackwell's 576 are less."""
+key of 64 values in 16 bits (vLLM 0.33, "fp8_ds_mla"). Blackwell needs less: 576 bytes.
+"""
 
 SPARSE_NVFP4_BYTES: Final = 352
-"""The same in NVFP4 on Blackwell (vLLM 0.33, layers/attention/mla_attention.py, "nvfp4_ds_mla")."""
+"""Bytes of a token in NVFP4 with sparse attention on Blackwell (vLLM 0.33,
+layers/attention/mla_attention.py, "nvfp4_ds_mla").
+"""
 
 SPARSE_BLOCK_TOKENS: Final = 64
 """Tokens in a block of latent attention with an index (FlashMLA)."""
@@ -258,7 +264,7 @@ def count_bytes_per_token(
 ) -> int:
     """Return the bytes of KV cache that a token takes on the GPU that holds most.
 
-    They are layers on the rank x KV heads on the rank x (key size + value size) x bytes of the
+    The bytes are layers on the rank x KV heads on the rank x (key size + value size) x bytes of the
     dtype (vLLM, v1/kv_cache_interface.py, `AttentionSpec.page_size_bytes`). Heads that tensor
     parallelism cannot divide are repeated on each rank. Latent attention keeps one vector per
     layer, whole on every rank. Layers with a window count like others; states do not count.
@@ -273,7 +279,7 @@ def count_bytes_per_token(
     if full_bytes == windowed_bytes:
         layers = shape.full_layers + shape.windowed_layers
         return ceil(layers / pipeline_parallel) * full_bytes + index_bytes
-    # How vLLM spreads the two kinds over the stages is not known here, so both are rounded up.
+    # It is not known here how vLLM spreads the two kinds over the stages, so both are rounded up.
     full_layers = ceil(shape.full_layers / pipeline_parallel)
     windowed_layers = ceil(shape.windowed_layers / pipeline_parallel)
     return full_layers * full_bytes + windowed_layers * windowed_bytes + index_bytes
@@ -287,7 +293,7 @@ def _count_boundary_bytes(
         return 0
     packed_bytes, _ = count_layer_bytes(shape, kv_dtype=kv_dtype, tensor_parallel=tensor_parallel)
     own_bytes, _ = count_layer_bytes(shape, kv_dtype="auto", tensor_parallel=tensor_parallel)
-    # A single stage has both ends; if there are several, each has at most one end.
+    # A single stage has both ends of the model; of several stages, each has at most one end.
     layers = BOUNDARY_LAYERS if pipeline_parallel > 1 else 2 * BOUNDARY_LAYERS
     return min(layers, shape.full_layers) * (own_bytes - packed_bytes)
 
@@ -336,10 +342,11 @@ def _count_heads_bytes(heads: KvHeads, cache: KvDtype, tensor_parallel: int) -> 
 def count_engine_bytes_per_token(shape: ModelShape, kv_dtype: str, gpus: int | None) -> int | None:
     """Return the bytes of KV cache that a token takes on all GPUs of an engine together.
 
-    NO_TOKEN_BYTES if layers form groups. The bytes do not depend on how the engine is spread over
-    its GPUs; `gpus` is None if their number is unknown. Returns None if they cannot be known:
+    Returns NO_TOKEN_BYTES if layers form groups. The bytes do not depend on how the engine is
+    spread over its GPUs; `gpus` is None if the number of GPUs is unknown. Returns None if the bytes
+    cannot be known, for one of these reasons:
 
-    - The engine may keep copies: of latent vectors on two or more GPUs, of KV heads on more GPUs
+    - The engine may keep copies: of latent vectors on two or more GPUs, or of KV heads on more GPUs
       than there are heads.
     - The dtype or the type of model is unknown here, or the dtype's layout depends on the card.
     - Layers keep a window or a state, so bytes per token do not describe the cache.
@@ -369,10 +376,10 @@ def count_weights_bytes(
 ) -> int | None:
     """Return the bytes of weights on the GPU that holds most; None if they cannot be counted.
 
-    If `total_bytes`, the size of the whole model, is known, it replaces counting. Tensor
-    parallelism is assumed to divide everything: what it repeats (norms, routers, some projections)
-    is about one per cent. Data parallelism repeats everything except the experts, which it divides.
-    The first and the last pipeline stage have one embedding matrix each.
+    If `total_bytes`, the size of the whole model, is known, this size replaces counting. Tensor
+    parallelism is assumed to divide everything, because what it repeats (norms, routers, some
+    projections) is about one per cent. Data parallelism repeats everything except the experts, and
+    divides the experts. The first and the last pipeline stage have one embedding matrix each.
     """
     model_bytes = count_model_bytes(shape) if total_bytes is None else total_bytes
     if model_bytes is None:
@@ -397,14 +404,15 @@ def count_weights_bytes(
 
 MXFP4_INPUT_STEP: Final = 256
 MXFP4_WIDTH_STEP: Final = 128
-"""vLLM pads MXFP4 experts to multiples of these widths, as Marlin's and FlashInfer's kernels need
-(vLLM 0.33, fused_moe/oracle/mxfp4.py, `mxfp4_round_up_hidden_size_and_intermediate_size`). Logged:
-65.97 GiB for gpt-oss 120B on an H100, 13.72 GiB for gpt-oss 20B on an A100.
+"""vLLM pads MXFP4 experts to multiples of these widths, because Marlin's and FlashInfer's kernels
+need such widths (vLLM 0.33, fused_moe/oracle/mxfp4.py,
+`mxfp4_round_up_hidden_size_and_intermediate_size`). Logs show 65.97 GiB for gpt-oss 120B on an
+H100, and 13.72 GiB for gpt-oss 20B on an A100.
 """
 
 
 def _measure_padding_ratio(shape: ModelShape, tensor_parallel: int) -> float:
-    """Return the share by which padding enlarges the experts; 0 if nothing is padded."""
+    """Return the share by which padding enlarges the experts; 0 if vLLM pads nothing."""
     is_mxfp4 = shape.quantisation is not None and "mxfp4" in shape.quantisation
     if not is_mxfp4 or not shape.expert_width or shape.expert_inputs is None:
         return 0.0
@@ -460,7 +468,7 @@ def count_model_bytes(shape: ModelShape, parameters: int | None = None) -> float
 
 
 STATE_BLOCKS: Final = 2
-"""The number of states of a sequence that a layer keeps: the current one, and one for prefix
+"""The number of states of a sequence that a layer keeps: the current state, and one for prefix
 caching (`MambaSpec.max_memory_usage_bytes`, mode "align").
 
 Mamba-2 keeps one more, the state at the end of the prompt
@@ -468,21 +476,21 @@ Mamba-2 keeps one more, the state at the end of the prompt
 """
 
 PADDING_LIMIT: Final = 1.5
-"""If the most frequent kind of layers is less than this times as frequent as the rarest, vLLM pads
-the rarer kinds to groups of the same size.
+"""vLLM pads the rarer kinds of layers to groups of the same size if the most frequent kind is less
+than this times as frequent as the rarest.
 """
 
 LATENT_BLOCK_TOKENS: Final = 128
-"""In a model that also has layers with a state, the tokens in a block of latent attention are a
-multiple of this number.
+"""If a model also has layers with a state, the tokens in a block of latent attention are a multiple
+of this number.
 """
 
 
 class KvLayout(Struct, frozen=True, kw_only=True):
-    """How vLLM divides one GPU's KV cache into blocks of equal size.
+    """The division of one GPU's KV cache into blocks of equal size by vLLM.
 
     Layers of one kind form groups, and a sequence has blocks in each group. If a model keeps
-    nothing, its blocks have 0 bytes and its sequences take none.
+    nothing, its blocks have 0 bytes and its sequences take no blocks.
     """
 
     # The number of tokens in a block of a full group.
@@ -490,10 +498,11 @@ class KvLayout(Struct, frozen=True, kw_only=True):
     # The number of layers in a group; their keys and values share a block.
     block_layers: int
     block_bytes: int
-    # The number of full groups. In each of them, a sequence takes a block for every `block_tokens`.
+    # The number of full groups. In each full group, a sequence takes a block for every
+    # `block_tokens`.
     full_groups: int
-    # The number of windowed groups. In each of them, a sequence takes a block for every
-    # `windowed_block_tokens` of its last `window_tokens`, and `window_ends` more.
+    # The number of windowed groups. In each windowed group, a sequence takes a block for every
+    # `windowed_block_tokens` of its last `window_tokens`, and `window_ends` more blocks.
     windowed_groups: int
     windowed_block_tokens: int
     window_tokens: int
@@ -511,7 +520,7 @@ class KvLayout(Struct, frozen=True, kw_only=True):
         part_blocks = 0
         for part in self.windowed_parts:
             part_tokens = min(tokens, part.window_tokens)
-            # One block more: a window may begin within a block.
+            # One block is added, because a window may begin within a block.
             part_blocks += part.groups * (ceil(part_tokens / part.block_tokens) + 1)
         return (
             self.full_groups * full_blocks
@@ -523,14 +532,14 @@ class KvLayout(Struct, frozen=True, kw_only=True):
     def find_longest(self, blocks: int, ceiling: int) -> int:
         """Return the most tokens of a sequence that takes at most this many blocks.
 
-        The result is at most `ceiling`, and otherwise whole blocks of tokens; 0 if not even one
-        block of tokens fits. It is found by bisection.
+        The result is at most `ceiling`, and otherwise whole blocks of tokens. It is 0 if not even
+        one block of tokens fits. The function finds the result by bisection.
         """
         # In units of whole blocks.
         low = 0
         high = ceil(ceiling / self.block_tokens)
         while low < high:
-            # Rounded up, so that the search ends when one value is left.
+            # The middle is rounded up, so that the search ends when one value is left.
             middle = (low + high + 1) // 2
             if self.count_blocks(middle * self.block_tokens) <= blocks:
                 low = middle
@@ -559,7 +568,7 @@ def build_kv_layout(
       (`unify_kv_cache_spec_page_size`).
     - A window is longer by `in_flight_tokens`, which are scheduled and not yet finished
       (v1/kv_cache_interface.py, `max_admission_blocks_per_request`). A window may begin within a
-      block, so it takes one block more; a chunk begins with a block.
+      block, so a window takes one block more; a chunk begins with a block.
     """
     if shape.compression is not None:
         return _build_compressed_layout(shape.compression, in_flight_tokens, pipeline_parallel)
@@ -607,7 +616,7 @@ def _build_compressed_layout(
     blocks = cache.build_blocks(pipeline_parallel)
     parts = []
     for part in blocks.windowed_parts:
-        # As for other windows, the newest token is one of those in flight.
+        # As with other windows, the newest token is one of the tokens in flight.
         window_tokens = part.window_tokens - 1 + in_flight_tokens
         parts.append(replace(part, window_tokens=window_tokens))
     return KvLayout(
@@ -625,10 +634,10 @@ def _build_compressed_layout(
 
 
 def _choose_group_layers(layer_counts: tuple[int, ...]) -> int:
-    """Return how many layers a group has; 0 without layers.
+    """Return how many layers a group has; 0 if there are no layers.
 
-    That is the number of layers of the rarest kind. If the kinds are almost equally frequent, it is
-    the number of the most frequent kind, and the others are padded.
+    The number is that of the layers of the rarest kind. If the kinds are almost equally frequent,
+    the number is that of the most frequent kind, and vLLM pads the others.
     """
     counts = [count for count in layer_counts if count]
     if not counts:

@@ -41,31 +41,32 @@ STATEFUL_KINDS: Final = frozenset({"linear_attention", "mamba", "mamba2", "conv"
 """The names of layers that keep a state of fixed size for each sequence."""
 
 CACHELESS_KINDS: Final = frozenset({"mlp", "moe", "dense"})
-"""The names of layers that keep nothing, because they consist of an MLP only."""
+"""The names of layers that keep nothing, because these layers consist of an MLP only."""
 
 UNDERSTOOD_KINDS: Final = FULL_KINDS | WINDOWED_KINDS | STATEFUL_KINDS | CACHELESS_KINDS
-"""All kinds of layers whose cache is known here. A "hybrid" layer, which is of two kinds, is not
-among them."""
+"""All kinds of layers whose cache is known here. A "hybrid" layer is of two kinds, and is not one
+of these.
+"""
 
 NEMOTRON_LETTERS: Final = {"M": "mamba2", "*": "attention", "-": "mlp", "E": "moe"}
 """Letters of Nemotron-H's `hybrid_override_pattern`, one for each layer."""
 
 LAYER_LIMIT: Final = 10_000
-"""The most layers that are accepted. No model comes near it; each layer gets a name here, and a
-billion names would fill the memory.
+"""The most layers that are accepted. No model comes near this number. Each layer gets a name here,
+and a billion names would fill the memory.
 """
 
 
 def list_layer_kinds(config: Config, layer_count: int) -> list[str]:
     """Return the kind of each layer, from the configuration's list, letters, pattern or window.
 
-    A layer of Falcon-H1 is listed as two. Raises ValueError for a kind whose cache is not known
-    here, for a list of another length, and for more layers than any model has.
+    A layer of Falcon-H1 is listed as two. Raises ValueError if the cache of a kind is unknown here,
+    if a list has another length, or if there are more layers than any model has.
     """
     if layer_count > LAYER_LIMIT:
         raise ValueError(f"{layer_count} layers are more than any model has")
     if config.get("model_type") == "falcon_h1":
-        # Each of its layers has attention and a state, side by side.
+        # Each layer of Falcon-H1 has attention and a state, side by side.
         return ["attention", "mamba2"] * layer_count
     kinds = _read_listed_kinds(config) or _repeat_pattern(config, layer_count)
     for kind in sorted(set(kinds)):
@@ -85,14 +86,14 @@ FLAGGED_KINDS: Final = (
     ("hybrid_layer_pattern", "sliding_attention", "full_attention"),  # MiMo-V2
     ("attn_type_list", "full_attention", "linear_attention"),  # MiniMax
 )
-"""Fields with a flag for each layer: the kind of a layer with the flag 1, and the kind of the
-others.
+"""Fields with a flag for each layer: the kind of a layer with the flag 1, and the kind of the other
+layers.
 """
 
 
 def _read_listed_kinds(config: Config) -> list[str]:
     """Return the kinds that the configuration lists layer by layer; empty without such a list."""
-    # Each family of models lists them in a different way, in at most one of these fields.
+    # Each family of models lists its layers in a different way, and in at most one of these fields.
     for read_kinds in (_read_block_kinds, _read_kimi_kinds, _read_nemotron_kinds, _read_flags):
         kinds = read_kinds(config)
         if kinds is not None:
@@ -193,16 +194,16 @@ class StateSizes(Struct, frozen=True, kw_only=True):
     convolution_inputs: int
     # The values of a token for the state's heads; 0 for Mamba-1, which has no heads.
     head_values: int
-    # The number of tokens that the convolution covers; None if it is not given.
+    # The number of tokens that the convolution covers; None if the configuration does not show it.
     kernel_tokens: int | None
 
 
 def read_state_sizes(config: Config) -> StateSizes | None:
-    """Return the sizes of layers that keep a state; None for a kind of state that is unknown here.
+    """Return the sizes of layers that keep a state; None if the kind of state is unknown here.
 
     Raises ValueError if a size is missing.
     """
-    # Recognised by a field that only this kind of layer has.
+    # A field that only this kind of layer has identifies the kind.
     if "linear_num_value_heads" in config:
         return _read_gated_delta_net(config)
     if "linear_attn_config" in config:
@@ -298,13 +299,14 @@ def count_state_bytes(config: Config) -> int | None:
     if state_dtype is None and config.get("model_type") in FLOAT32_STATES:
         state_dtype = "float32"
     value_bytes = FLOAT32_BYTES if state_dtype == "float32" else FLOAT16_BYTES
-    # The newest token's inputs are at hand, so the convolution keeps only those of the others.
+    # The newest token's inputs are at hand, so the convolution keeps only the inputs of the other
+    # tokens.
     kept_tokens = (sizes.kernel_tokens or 1) - 1
     return sizes.state_values * value_bytes + sizes.convolution_inputs * kept_tokens * FLOAT16_BYTES
 
 
 class KvHeads(Struct, frozen=True, kw_only=True):
-    """How many KV heads a layer has, and the sizes of a head's key and value."""
+    """The number of KV heads of a layer, and the sizes of a head's key and value."""
 
     count: int
     key_size: int
@@ -312,10 +314,10 @@ class KvHeads(Struct, frozen=True, kw_only=True):
 
 
 def read_kv_heads(config: Config) -> tuple[KvHeads, KvHeads | None]:
-    """Return the KV heads of layers that keep all tokens, and those of windowed layers.
+    """Return the KV heads of layers that keep all tokens, and the KV heads of windowed layers.
 
-    The second result is None if windowed layers have the same heads. Without a number of KV heads,
-    each query head has its own. Raises ValueError if a size is missing.
+    The second result is None if windowed layers have the same heads. If the configuration has no
+    number of KV heads, each query head has one. Raises ValueError if a size is missing.
     """
     head_size = _read_head_size(config)
     head_count = _count_kv_heads(config)
@@ -338,16 +340,18 @@ def read_kv_heads(config: Config) -> tuple[KvHeads, KvHeads | None]:
 
 
 OVERRIDES: Final = "per_layer_config"
-"""The field in which transformers 5.24 keeps what differs from layer to layer, by their numbers
-(integrations/heterogeneity/configuration_utils.py)."""
+"""The field in which transformers 5.24 keeps the differences between layers, by the layers' numbers
+(integrations/heterogeneity/configuration_utils.py).
+"""
 
 HEAD_FIELDS: Final = frozenset({"head_dim", "num_key_value_heads"})
 
 
 def find_full_layer_override(config: Config) -> Config | None:
-    """Return the heads of the layers that keep all tokens if the configuration overrides them.
+    """Return the heads of the layers that keep all tokens, if the configuration overrides them.
 
-    Returns None if it overrides nothing, or anything except the heads of exactly these layers.
+    Returns None if the configuration overrides nothing, or anything except the heads of exactly
+    these layers.
     """
     overrides = read_mapping(config, OVERRIDES)
     kinds = config.get("layer_types")
@@ -410,11 +414,11 @@ def _count_nas_heads(config: Config) -> int | None:
 def _read_gemma_4_heads(
     config: Config, head_count: int, head_size: int, wide_head_size: int
 ) -> tuple[KvHeads, KvHeads]:
-    """Return the KV heads of Gemma 4: those of layers without a window, then those of the others.
+    """Return the KV heads of Gemma 4: first of the layers without a window, then of the others.
 
     Layers without a window have fewer and wider heads.
     """
-    # Only with this switch does a layer without a window have another number of heads.
+    # A layer without a window has another number of heads only with this switch.
     full_count = None
     if config.get("attention_k_eq_v"):
         full_count = read_integer(config, "num_global_key_value_heads")

@@ -1,4 +1,7 @@
-"""What the log of a start reports. It replaces assumptions about a start with similar settings."""
+"""The figures in the log of a start.
+
+These figures replace assumptions about a start with similar settings.
+"""
 
 from collections.abc import Mapping
 from typing import Final
@@ -36,7 +39,8 @@ BATCH_SETTINGS: Final = ("max_num_seqs", "max_num_batched_tokens")
 class MeasuredStart(Struct, frozen=True, kw_only=True):
     """The figures of one start per GPU, and its settings; a figure is None if the log lacks it.
 
-    A figure counts only for a question that agrees in the settings on which the figure depends.
+    A figure counts only for a question with the same settings, as far as the figure depends on
+    them.
     """
 
     # The file, and vLLM's version.
@@ -44,7 +48,7 @@ class MeasuredStart(Struct, frozen=True, kw_only=True):
     # The settings of the start by the names of Question.
     settings: Mapping[str, object]
     total_bytes: float | None = None
-    # What was missing from the free memory before the start.
+    # The memory that was missing from the free memory before the start.
     missing_bytes: float | None = None
     weights_bytes: float | None = None
     activation_bytes: float | None = None

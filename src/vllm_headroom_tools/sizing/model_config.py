@@ -1,4 +1,4 @@
-"""Read the shape of a model from its configuration, in the folder of its weights."""
+"""The shape of a model, from its configuration in the folder of its weights."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -117,8 +117,9 @@ CHECKED_MODEL_TYPES: Final = frozenset(
         "xlm-roberta",
     }
 )
-"""Values of `model_type` for which the KV cache is known to be counted as vLLM counts it: the tests
-have a recorded model of each."""
+"""Values of `model_type` for which the KV cache is known to be counted as in vLLM, because the
+tests have a recorded model of each.
+"""
 
 CLASS_DEFAULTS: Final[Mapping[str, Config]] = {
     "gemma2": {"sliding_window_pattern": 2},
@@ -135,8 +136,8 @@ CLASS_DEFAULTS: Final[Mapping[str, Config]] = {
     "llama4_text": {"sliding_window_pattern": 4},
     "qwen3_next": {"full_attention_interval": 4},
 }
-"""Fields that published configurations omit because they are the defaults of their class in
-transformers, by `model_type`.
+"""Fields that published configurations omit because their class in transformers has these defaults,
+by `model_type`.
 """
 
 TIED_MODEL_TYPES: Final = frozenset(
@@ -153,7 +154,7 @@ TIED_MODEL_TYPES: Final = frozenset(
         "opt",
     }
 )
-"""Model types whose output is the embedding unless the configuration says otherwise."""
+"""Model types whose output matrix is the embedding, unless the configuration says otherwise."""
 
 TIED_PREFIXES: Final = ("gemma3", "gemma4")
 """Prefixes of further such model types."""
@@ -172,8 +173,9 @@ ENCODER_ONLY_MODEL_TYPES: Final = frozenset(
         "xlm-roberta",
     }
 )
-"""Model types that read a whole text in one pass: they keep no keys and values (vLLM,
-`EncoderOnlyAttentionSpec`)."""
+"""Model types that read a whole text in one pass, and so keep no keys and values (vLLM,
+`EncoderOnlyAttentionSpec`).
+"""
 
 HEADLESS_CLASSES: Final = (
     "Model",
@@ -181,8 +183,8 @@ HEADLESS_CLASSES: Final = (
     "ForTokenClassification",
     "ForEmbedding",
 )
-"""Suffixes of the names of classes that embed, classify or reward: vLLM does not load the matrix
-for the next token's logits.
+"""Suffixes of the names of classes that embed, classify or reward. For these classes, vLLM does not
+load the matrix for the next token's logits.
 """
 
 GENERATING_CLASSES: Final = frozenset({"GPT2LMHeadModel", "ChatGLMModel", "LlavaLlamaModel"})
@@ -195,7 +197,7 @@ TEXT_PARTS: Final = (
     "thinker_config",
     "transformer_layer_config",
 )
-"""The parts of a configuration that describe the language model: of a multimodal model, and of a
+"""The parts of a configuration that describe the language model: in a multimodal model, and in a
 draft head in the format of the library speculators. A `thinker_config` contains such a part.
 """
 
@@ -220,8 +222,8 @@ SOURCE_MODEL_TYPES: Final = frozenset(
         "step3p7",
     }
 )
-"""Values of `model_type` whose cache is counted by the source code of vLLM 0.33. It was not
-compared with vLLM's results, because vLLM needs a GPU to build them.
+"""Values of `model_type` whose cache is counted as in the source code of vLLM 0.33. The count was
+not compared with vLLM's results, because vLLM needs a GPU to build these models.
 """
 
 SERVED_BYTES: Final = 2.0
@@ -233,8 +235,9 @@ YARN: Final = "yarn"
 UNSCALED_ROTARIES: Final = frozenset(
     {"su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling", "mrope"}
 )
-"""Kinds of rotary embedding whose `factor` the model's length already contains (vLLM 0.32,
-`_get_and_verify_max_len`)."""
+"""Kinds of rotary embedding whose `factor` is already part of the model's length (vLLM 0.32,
+`_get_and_verify_max_len`).
+"""
 
 NAME_LIMIT: Final = 40
 """Our choice: how many characters of the name of an unknown model type are shown."""
@@ -245,8 +248,9 @@ def parse_model_config(
 ) -> ModelShape | str:
     """Return the shape that a config.json describes, or a sentence on what is wrong with the file.
 
-    It has the field names of Hugging Face transformers; for a multimodal model, the language part
-    is read. `overrides` replace fields of the file, and `defaults` are for fields that it lacks.
+    The file has the field names of Hugging Face transformers; for a multimodal model, the language
+    part is read. `overrides` replace fields of the file, and `defaults` are for fields that it
+    lacks.
     """
     try:
         root = json.loads(text)
@@ -256,8 +260,8 @@ def parse_model_config(
         return "it is not a model's configuration, which is a JSON object"
     try:
         config = _merge_parts(root, overrides or {}, defaults or {})
-        # Refused: without such a cache the figure would be too low, and plan would promise what
-        # does not fit.
+        # Such a configuration is refused. The figure would be too low without that cache, and
+        # `plan` would promise what does not fit.
         if config.get(OVERRIDES) and find_full_layer_override(config) is None:
             return f"{UNKNOWN_CACHE}: it has {OVERRIDES}"
         is_compressed = has_compressed_cache(config)
@@ -330,7 +334,7 @@ def _build_shape(config: Config, encoder: Encoder | None) -> ModelShape:
         experts_per_token = widest_mlp.experts_per_token
     latent_width = _read_latent_width(config)
     compression = read_compressed_cache(config, layer_count)
-    # Its latents replace those of the other kinds of attention.
+    # The latents of a compressed cache replace those of the other kinds of attention.
     if compression is not None:
         latent_width = compression.head_size
     state_checkpoints = 0
@@ -406,7 +410,7 @@ def _count_layers(config: Config, kinds: Sequence[str]) -> LayerCounts:
     Raises ValueError if none keeps keys and values.
     """
     sharing_layers = read_integer(config, *KV_SHARING_LAYERS) or 0
-    # The last layers are the ones that share (Gemma 3n): they read the cache of earlier layers.
+    # The last layers share a cache (Gemma 3n): they read the cache of earlier layers.
     own_kinds = kinds[: len(kinds) - sharing_layers]
     counts = LayerCounts(
         full=_count_members(own_kinds, FULL_KINDS),
@@ -470,8 +474,8 @@ def _is_pooling(config: Config) -> bool:
 def _has_no_output_matrix(config: Config) -> bool:
     """Return whether the output needs no separate matrix.
 
-    That is so if the output is the embedding, and for a model that embeds or classifies, which
-    outputs no tokens.
+    No matrix is needed if the output is the embedding. No matrix is needed either for a model that
+    embeds or classifies, because it outputs no tokens.
     """
     if _is_pooling(config):
         return True
@@ -483,14 +487,14 @@ def _has_no_output_matrix(config: Config) -> bool:
 def _read_max_model_len(config: Config) -> int | None:
     """Return the longest sequence, in tokens, that vLLM accepts by default; None if not given.
 
-    It is the model's own length times the factor of its rotary embedding, unless the length already
-    contains the factor.
+    The result is the model's own length times the factor of its rotary embedding, unless the length
+    already contains the factor.
     """
     length = read_integer(config, *MODEL_LENGTH)
     scaling = read_mapping(config, "rope_scaling", "rope_parameters")
     factor = scaling.get("factor")
     rotary = str(scaling.get("rope_type") or scaling.get("type"))
-    # Like vLLM, ignore a factor that is not a sensible number.
+    # vLLM ignores a factor that is not a sensible number.
     if length is None or not isinstance(factor, int | float) or not 1 <= factor <= SIZE_LIMIT:
         return length
     if rotary in UNSCALED_ROTARIES or "gemma3" in str(config.get("model_type")):
@@ -523,21 +527,24 @@ def _name_unknown_type(model_type: object) -> str | None:
 CONFIG_FILE: Final = "config.json"
 
 POOLING_FILE: Final = "modules.json"
-"""A file beside config.json that marks a model that embeds (sentence-transformers): vLLM serves it
-without the next token's logits."""
+"""A file beside config.json that marks a model that embeds (sentence-transformers). vLLM serves
+such a model without the next token's logits.
+"""
 
 CONFIG_LIMIT_BYTES: Final = 2**23
-"""The largest config.json, or other small file beside it, that is read. A real one has a few kB; a
-list of how each layer of a large model is quantised has up to 4 MB."""
+"""The largest size of a config.json that is read, and of other small files beside it. A real
+config.json has a few kB; a list of how each layer of a large model is quantised has up to 4 MB.
+"""
 
 CONFIG_LIMIT_VALUES: Final = 200_000
-"""Our choice: the most values in such a file. Each takes some 150 bytes once it is parsed, so the
-sidecar stays within its container's memory. The list of a large model has 50,000.
+"""Our choice: the most values in such a file. Each value takes some 150 bytes after it is parsed,
+so the sidecar stays within its container's memory. The list of a large model has 50,000.
 """
 
 INDEX_LIMIT_BYTES: Final = 2**27
-"""The largest index of a checkpoint that is read. It has a line of 100 bytes per weight: 10 MB for
-384 experts in each of 60 layers."""
+"""The largest index of a checkpoint that is read. The index has a line of 100 bytes per weight:
+10 MB for 384 experts in each of 60 layers.
+"""
 
 CHECKPOINT_LIMIT_BYTES: Final = 2**53
 """Our choice: an index that names more bytes is not trusted."""
@@ -573,7 +580,7 @@ def has_config_file(folder: str) -> bool:
 
 
 def _is_folder(path: Path) -> bool:
-    """Return whether there is a folder of this name; False for a name that is too long."""
+    """Return whether there is a folder of this name; False if the name is too long."""
     try:
         return path.is_dir()
     except OSError:  # before Python 3.14
@@ -605,7 +612,7 @@ def _read_files_beside(folder: Path) -> Config:
 def _read_small_json(file: Path) -> Config:
     """Return the JSON object in a file beside config.json, as `_read_json` does.
 
-    A file that is larger than a config.json may be is not parsed.
+    A file is not parsed if it is larger than a config.json may be.
     """
     try:
         text = read_file(file, CONFIG_LIMIT_BYTES).decode()
@@ -618,7 +625,7 @@ def _read_json(file: Path) -> Config:
     """Return the JSON object in a file.
 
     Returns an empty one if the file is missing, cannot be read or has no JSON object. A file above
-    the limit is cut off, so it is not valid JSON.
+    the limit is cut off, and so it is not valid JSON.
     """
     try:
         content = read_file(file, INDEX_LIMIT_BYTES)
@@ -640,7 +647,7 @@ def count_checkpoint_bytes(folder: Path) -> int | None:
     """Return the bytes of the weights in a folder; None if neither index nor files show them.
 
     The index has them (`metadata.total_size`) even if the files themselves are missing. Otherwise
-    they are the sizes of the files, including their headers of a few kB.
+    the result is the sizes of the files, including their headers of a few kB.
     """
     metadata = _read_json(folder / "model.safetensors.index.json").get("metadata")
     total_bytes = metadata.get("total_size") if isinstance(metadata, dict) else None

@@ -58,7 +58,7 @@ NOT_GATED: Final = frozenset(
 """Model types with an MLP of two matrices instead of three."""
 
 UNGIVEN_WIDTH_RATIO: Final = 4
-"""The MLP width of these models, in hidden sizes, if the configuration does not give it."""
+"""The MLP width of these models, in hidden sizes, if the configuration has none."""
 
 LEARNED_POSITIONS: Final = frozenset(
     {"gpt2", "gpt_bigcode", "opt", "bert", "roberta", "xlm-roberta"}
@@ -79,11 +79,11 @@ UNCOUNTED_FIELDS: Final = (
 """Fields of models with differences between layers that are not counted here."""
 
 EXPERTS: Final = ".experts."
-"""A part of the name of every matrix of experts that only some tokens pass through."""
+"""A part of the name of every matrix of experts; only some tokens pass through these matrices."""
 
 ROW_PARALLEL: Final = ("o_proj", "down_proj", "out_proj")
-"""Suffixes of the names of matrices whose inputs tensor parallelism divides. For all other matrices
-it divides the outputs.
+"""Suffixes of the names of matrices whose inputs tensor parallelism divides. Tensor parallelism
+divides the outputs of all other matrices.
 """
 
 
@@ -95,8 +95,7 @@ class Matrix(Struct, frozen=True, kw_only=True):
     outputs: int
     # The number of equal matrices with this name, such as those of a layer's experts.
     copies: int = 1
-    # Whether the matrix is neither quantised by any method nor changed by an adapter: embeddings,
-    # routers, states.
+    # Whether no method quantises the matrix and no adapter changes it: embeddings, routers, states.
     is_exempt: bool = False
 
     @property
@@ -159,7 +158,7 @@ def list_matrices(
 
 
 def _list_positions(config: Config, hidden_size: int) -> Iterator[Matrix]:
-    """Yield the learned vectors of positions, for a model that has them."""
+    """Yield the learned vectors of positions, if a model has such vectors."""
     if str(config.get("model_type")) in LEARNED_POSITIONS:
         positions = read_integer(config, *MODEL_LENGTH) or 0
         yield Matrix(name="positions", inputs=positions, outputs=hidden_size, is_exempt=True)
@@ -179,7 +178,7 @@ def _list_layer_mlp(config: Config, layer: int, kind: str, hidden_size: int) -> 
 def _list_gemma_3n(config: Config, hidden_size: int, layer_count: int) -> Iterator[Matrix]:
     """Yield the matrices that only Gemma 3n has; nothing for other models.
 
-    They are an embedding for each token and layer, and the alternating updates (vLLM 0.32,
+    The matrices are an embedding for each token and layer, and the alternating updates (vLLM 0.32,
     models/gemma3n.py).
     """
     embedding_width = read_integer(config, "hidden_size_per_layer_input")
@@ -189,7 +188,7 @@ def _list_gemma_3n(config: Config, hidden_size: int, layer_count: int) -> Iterat
             name="per_layer_embeddings",
             inputs=vocabulary,
             outputs=layer_count * embedding_width,
-            # It is looked up and not multiplied, so no method quantises it.
+            # The embedding is looked up and not multiplied, so no method quantises it.
             is_exempt=True,
         )
         yield Matrix(
@@ -277,7 +276,7 @@ def _list_latent_attention(
     else:
         yield Matrix(name=f"{name}q_a_proj", inputs=hidden_size, outputs=query_latent_width)
         yield Matrix(name=f"{name}q_b_proj", inputs=query_latent_width, outputs=query_width)
-    # One latent for the keys and values of all heads, and the part with positions.
+    # The latent for the keys and values of all heads, and the part with positions.
     yield Matrix(
         name=f"{name}kv_a_proj_with_mqa", inputs=hidden_size, outputs=latent_width + rotary_size
     )
@@ -311,7 +310,8 @@ def _list_compressed_attention(
     ratio = config["compress_ratios"][layer]
     if ratio <= 1:
         return
-    # Keys and gates; with the fine ratio those of two neighbouring latents.
+    # A compressor has keys and gates; with the fine ratio, it has those of two neighbouring
+    # latents.
     overlaps = 2 if ratio == FINE_RATIO else 1
     yield Matrix(
         name=f"{name}compressor",
@@ -385,7 +385,7 @@ def _has_mlp(config: Config, kind: str) -> bool:
     if kind in CACHELESS_KINDS:
         return True
     if config.get("model_type") == "nemotron_h":
-        # Its MLPs are listed as layers.
+        # The configuration lists this model's MLPs as layers.
         return False
     # Falcon-H1 counts attention and the state as two layers, with one MLP for both.
     return not (kind in STATEFUL_KINDS and config.get("model_type") == "falcon_h1")
@@ -512,7 +512,7 @@ def read_shared_expert_width(config: Config) -> int:
 class WidestMlp(Struct, frozen=True, kw_only=True):
     """The widest MLP that a token passes through."""
 
-    # The values of a token in it, in all experts together that the token passes through.
+    # The values of a token in the MLP, in all experts together that the token passes through.
     width: int
     # 1 for a dense MLP.
     experts_per_token: int
@@ -532,7 +532,7 @@ def read_widest_mlp(config: Config) -> WidestMlp | None:
     return WidestMlp(width=max(width or 0, expert_width), experts_per_token=chosen)
 
 
-# Which layers have experts: one function for each way in which configurations write it. Each
+# Which layers have experts: one function for each way in which configurations say it. Each function
 # returns None if the configuration uses another way.
 
 
@@ -594,8 +594,9 @@ EXPERT_LAYER_READERS: Final[tuple[Callable[[Config, int, str], bool | None], ...
     _read_expert_period,
     _read_sparse_step,
 )
-"""The functions in order of precedence: the first answer that is not None counts. Their arguments
-are the configuration, and the index and the kind of a layer."""
+"""The functions in order of precedence: the first answer that is not None counts. The arguments of
+each function are the configuration, and the index and the kind of a layer.
+"""
 
 
 def _has_experts(config: Config, index: int, kind: str) -> bool:
@@ -610,7 +611,7 @@ def _has_experts(config: Config, index: int, kind: str) -> bool:
 
 
 class Adapter(Struct, frozen=True, kw_only=True):
-    """How many values a LoRA adapter of rank 1 adds."""
+    """The number of values that a LoRA adapter of rank 1 adds."""
 
     # Values that every GPU of a tensor-parallel group has in full.
     replicated_values: int
@@ -619,12 +620,12 @@ class Adapter(Struct, frozen=True, kw_only=True):
 
 
 class LayerParameters(Struct, frozen=True, kw_only=True):
-    """How many parameters all layers have together, without embeddings, biases and norms."""
+    """The number of parameters of all layers together, without embeddings, biases and norms."""
 
     total: int
-    # The part of these that the checkpoint's quantisation leaves out.
+    # The number of these parameters that the checkpoint's quantisation leaves out.
     unquantised: int
-    # The part of these that belongs to experts through which only some tokens pass.
+    # The number of these parameters in experts through which only some tokens pass.
     experts: int
     # The average bytes of a quantised parameter; None if all are quantised in the same way.
     mixed_bytes: float | None = None
@@ -688,12 +689,13 @@ def _sum_parameters(matrices: Sequence[Matrix]) -> int:
 def _count_adapter(matrices: Sequence[Matrix]) -> Adapter:
     """Return how many values an adapter of rank 1 has for these matrices.
 
-    It has two for each matrix: inputs x 1, and 1 x outputs. Tensor parallelism divides one of them.
+    The adapter has two vectors for each matrix: inputs x 1, and 1 x outputs. Tensor parallelism
+    divides one of the two.
     """
     replicated_values = 0
     divided_values = 0
     for matrix in matrices:
-        # A matrix that is split by rows needs the whole output side on each GPU.
+        # If a matrix is split by rows, each GPU needs the whole output side.
         if matrix.name.endswith(ROW_PARALLEL):
             replicated_values += matrix.copies * matrix.outputs
             divided_values += matrix.copies * matrix.inputs

@@ -12,8 +12,8 @@ from vllm_headroom_tools.sizing.config_fields import (
 )
 
 VIDEO_FACTOR: Final = 4
-"""The number of positions in a table, per position of the model's length, for a model that reads
-videos (vLLM 0.33, layers/rotary_embedding/mrope.py).
+"""The number of positions in a table per position of the model's length, if the model reads videos
+(vLLM 0.33, layers/rotary_embedding/mrope.py).
 """
 
 OTHER_POSITIONS: Final = frozenset(

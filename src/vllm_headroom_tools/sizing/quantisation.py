@@ -93,7 +93,7 @@ CHECKPOINT_METHODS: Final = (
     "torchao",
 )
 """vLLM's other methods (0.19 to 0.33, layers/quantization/__init__.py). The checkpoint's
-configuration shows what they quantise, and to how many bits.
+configuration shows what these methods quantise, and to how many bits.
 """
 
 MODELOPT_METHODS: Final = {
@@ -161,8 +161,8 @@ def read_quantisation(config: Config) -> Config:
 def read_weight_bytes(config: Config, dtype_bytes: float) -> tuple[float | None, str | None]:
     """Return the bytes per parameter of the linear layers, and the name of the quantisation.
 
-    The bytes are None if the method is unknown. The name is None without quantisation; then the
-    bytes are those of the dtype.
+    The bytes are None if the method is unknown. The name is None without quantisation, and the
+    bytes are then those of the dtype.
     """
     quantisation = read_quantisation(config)
     if not quantisation:
@@ -185,7 +185,7 @@ def read_weight_bytes(config: Config, dtype_bytes: float) -> tuple[float | None,
     name = f"{method} {bits}-bit"
     if bits >= BYTE_BITS:
         return bits / BYTE_BITS, name
-    # Floats of 4 bits exist in two formats, which differ in the size of their groups of scales.
+    # 4-bit floats exist in two formats, which differ in the size of their groups of scales.
     if scheme.get("type") == "float":
         is_mxfp4 = scheme.get("group_size") == MXFP4_GROUP_WEIGHTS
         return MXFP4_BYTES if is_mxfp4 else NVFP4_BYTES, name
@@ -224,11 +224,12 @@ def _pick_number(*values: object) -> int | None:
 
 
 def match_unquantised(config: Config) -> Callable[[str], bool]:
-    """Return a function that decides by a module's name whether the quantisation leaves it out.
+    """Return a function that decides, by a module's name, whether the quantisation leaves it out.
 
-    Its argument is a name such as "layers.3.mlp.down_proj". Checkpoints list such names, or names
-    of modules that contain them: in full, with wildcards, or as a regular expression after "re:". A
-    name in the checkpoint may begin with the part of the model that has the layers.
+    The argument of that function is a name such as "layers.3.mlp.down_proj". Checkpoints list such
+    names, or names of modules that contain these modules. A name is written in full, with
+    wildcards, or as a regular expression after "re:". A name in the checkpoint may begin with the
+    part of the model that has the layers.
     """
     quantisation = read_quantisation(config)
     patterns = []
@@ -253,12 +254,12 @@ ATTENTION_PARTS: Final = ("attn", "mixer.q_", "mixer.k_", "mixer.v_", "mixer.o_"
 
 
 def match_matrix_bytes(config: Config) -> Callable[[str], float | None] | None:
-    """Return a function that returns the bytes of a parameter of a matrix by its name.
+    """Return a function that returns the bytes per parameter of a matrix, by the matrix's name.
 
-    It returns None for a matrix that is not quantised. The function is itself None if all quantised
-    matrices of a model have the same method. ModelOpt lists the method of each module in
-    `quantized_layers`; the names are those of the checkpoint, so only layer and part are compared.
-    DeepSeek V4 has experts of 4 bits in a checkpoint of 8 bits.
+    That function returns None for a matrix that is not quantised. The result is None, and not a
+    function, if all quantised matrices of a model have the same method. ModelOpt lists the method
+    of each module in `quantized_layers`. The names there are those of the checkpoint, so only the
+    layer and the part are compared. DeepSeek V4 has experts of 4 bits in a checkpoint of 8 bits.
     """
     quantisation = read_quantisation(config)
     listed = quantisation.get("quantized_layers")
@@ -329,7 +330,7 @@ def _list_unquantised_names(quantisation: Config) -> list[str]:
 
 
 def _compile_module_pattern(name: str) -> re.Pattern[str] | None:
-    """Return a pattern that finds modules with this name; None for an invalid expression."""
+    """Return a pattern that finds modules with this name; None if the expression is invalid."""
     if name.startswith("re:"):
         # Our names begin at the layers, without the part of the model, so "^" would not match.
         expression = name.removeprefix("re:").removeprefix("^")
@@ -345,10 +346,11 @@ def _compile_module_pattern(name: str) -> re.Pattern[str] | None:
 def read_kv_dtype_bytes(config: Config, dtype_bytes: float) -> float:
     """Return the bytes of a value in the KV cache with `--kv-cache-dtype auto`.
 
-    They are those of the model's dtype, or of FP8 or NVFP4 if the checkpoint has scales for it.
-    Checkpoints of llm-compressor name the format in `kv_cache_scheme`, and those of ModelOpt also
-    in `kv_cache_quant_algo` (vLLM 0.32, model_executor/layers/attention/attention.py and
-    utils/torch_utils.py, `get_kv_cache_quant_algo_string`).
+    These are the bytes of the model's dtype, or of FP8 or NVFP4 if the checkpoint has scales for
+    one of the two. Checkpoints of llm-compressor name the format in `kv_cache_scheme`; checkpoints
+    of ModelOpt may also name it in `kv_cache_quant_algo` (vLLM 0.32,
+    model_executor/layers/attention/attention.py and utils/torch_utils.py,
+    `get_kv_cache_quant_algo_string`).
     """
     quantisation = read_quantisation(config)
     scheme = quantisation.get("kv_cache_scheme") or quantisation.get("kv_cache_quant_algo")

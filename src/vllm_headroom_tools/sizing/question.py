@@ -48,16 +48,16 @@ LARGE_CARD: Final = CardDefaults(70 * GIB, 1024, 8192)
 LARGEST_CARD: Final = CardDefaults(160 * GIB, 1024, 16384)
 
 CARD_DEFAULTS: Final = (LARGEST_CARD, LARGE_CARD, SMALL_CARD)
-"""The rows by size, the largest first. A card has the defaults of the first row that is not above
-its size.
+"""The rows by size, the largest first. A card has the defaults of the first row whose size is at
+most the card's.
 
-Source: engine/arg_utils.py, `get_batch_defaults`, 0.32. An A100 of 80 GiB counts there as a small
-card.
+Source: engine/arg_utils.py, `get_batch_defaults`, 0.32. In that source, an A100 of 80 GiB counts as
+a small card.
 """
 
 
 class Question(Struct, frozen=True, kw_only=True):
-    """A model, and vLLM's settings by vLLM's names; a setting is None if it is not known."""
+    """A model, and vLLM's settings by vLLM's names; a setting is None if it is unknown."""
 
     shape: ModelShape
     release: Release = NEWEST_RELEASE
@@ -82,11 +82,12 @@ class Question(Struct, frozen=True, kw_only=True):
     max_lora_rank: int = DEFAULT_LORA_RANK
     # The draft model of speculative decoding.
     draft: ModelShape | None = None
-    # The memory of one card, or with `unified_memory` that of its machine, which the card uses.
+    # The memory of one card, or with `unified_memory` the memory of its machine, which the card
+    # uses.
     gpu_memory_bytes: int | None = None
     # The card's name in the table of cards; None if only its memory is given.
     card_name: str | None = None
-    # How many cards there are; None if that is not given.
+    # The number of cards; None if it is not given.
     card_count: int | None = None
     gpu_memory_utilization: float = DEFAULT_UTILIZATION
     max_model_len: int | None = None
@@ -107,11 +108,11 @@ class Question(Struct, frozen=True, kw_only=True):
     # Whether tokens are speculated by any method, and vLLM's name of the method.
     has_speculation: bool = False
     speculation_method: str | None = None
-    # Whether a draft model is used whose configuration is not given.
+    # Whether a draft model is used although its configuration is not given.
     has_unknown_draft: bool = False
-    # What the log of a start reports; None if there is none.
+    # The figures that the log of a start reports; None if there is no log.
     measured: MeasuredStart | None = None
-    # The name of an EAGLE head that is counted without its configuration.
+    # The name of an EAGLE head that is counted although its configuration is unknown.
     assumed_draft: str | None = None
     # Options of vLLM that were given and change nothing here.
     ignored_options: tuple[str, ...] = ()
@@ -145,7 +146,7 @@ class Question(Struct, frozen=True, kw_only=True):
             return True
         if shape.stateful_layers:
             return False
-        # If the name of its class is unknown, the model may be one of these.
+        # If the name of the model's class is unknown, the model may be one of these.
         if shape.class_name is None and release.second_runner_classes:
             return True
         return release.has_dense_second_runner and not has_experts
@@ -154,8 +155,9 @@ class Question(Struct, frozen=True, kw_only=True):
     def sequence_states(self) -> int:
         """Return how many states of a sequence a layer keeps (`MambaSpec.max_memory_usage_bytes`).
 
-        They are the current one and one for each speculative token. With cached prefixes there is
-        one more, and for Mamba-2 also the one at the end of the prompt.
+        A layer keeps the current state, and one for each speculative token. With cached prefixes, a
+        layer keeps one more state; a layer of Mamba-2 also keeps the state at the end of the
+        prompt.
         """
         states = 1 + self.shape.speculative_states
         if self.has_prefix_states:
@@ -237,8 +239,9 @@ class Question(Struct, frozen=True, kw_only=True):
     def encoder_items(self) -> int | None:
         """Return how many of the largest images or videos vLLM profiles at once.
 
-        It is as many as fit into the tokens of a batch, at least one (vLLM 0.32,
-        multimodal/encoder_budget.py, `_get_max_items`). Returns None if the largest is unknown.
+        The number is as many as fit into the tokens of a batch, and at least one (vLLM 0.32,
+        multimodal/encoder_budget.py, `_get_max_items`). Returns None if the largest image and video
+        are unknown.
         """
         if self.largest_input is None:
             return None
@@ -255,9 +258,9 @@ class Question(Struct, frozen=True, kw_only=True):
         Returns None if the model's parameters cannot be counted. For every matrix an adapter has
         inputs x rank and rank x outputs, in the model's dtype. Tensor parallelism divides one of
         the two (vLLM 0.32, lora/layers, `create_lora_weights`). For experts, expert parallelism
-        divides both, because each GPU has some of the experts whole; all engines share the experts.
-        Adapters of the embedding and the output are as small as those of one layer, and are left
-        out.
+        divides both, because each GPU has some of the experts whole, and all engines share the
+        experts. Adapters of the embedding and the output are left out, because they are as small as
+        those of one layer.
         """
         if not self.max_loras:
             return 0
@@ -281,7 +284,7 @@ def choose_defaults(
 ) -> CardDefaults:
     """Return the defaults of vLLM's server for a card of this size.
 
-    If the size is unknown, they are those of a large card.
+    If the size is unknown, the result is the defaults of a large card.
     """
     if gpu_memory_bytes is None:
         return LARGE_CARD
@@ -294,7 +297,7 @@ def choose_defaults(
 def find_problem(question: Question) -> str | None:
     """Return a sentence on why vLLM refuses these numbers, or why they cannot be computed here.
 
-    Returns None if nothing is wrong with them.
+    Returns None if nothing is wrong with the numbers.
     """
     shape = question.shape
     draft = question.draft

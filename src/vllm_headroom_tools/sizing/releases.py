@@ -1,4 +1,4 @@
-"""What differs between releases of vLLM in how they divide a GPU's memory."""
+"""The differences between releases of vLLM in how they divide a GPU's memory."""
 
 import re
 from collections.abc import Mapping
@@ -33,21 +33,22 @@ class Release(Struct, frozen=True, kw_only=True):
     has_largest_defaults: bool
     # Classes of models that the second model runner serves by default.
     second_runner_classes: frozenset[str]
-    # Whether it serves these only if they are not quantised and have no experts.
+    # Whether the second runner serves these classes only if they are not quantised and have no
+    # experts.
     has_plain_second_runner: bool
-    # Whether it also serves all other models without experts and states, and whether it serves all
-    # models.
+    # Whether the second runner also serves all other models without experts and states, and whether
+    # it serves all models.
     has_dense_second_runner: bool
     has_only_second_runner: bool
-    # The methods of speculation, and those with which the first model runner serves.
+    # The methods of speculation, and the methods with which the first model runner serves.
     speculation_methods: frozenset[str]
     first_runner_methods: frozenset[str]
     # Whether the second runner estimates its CUDA graphs; earlier releases have none in the budget.
     has_second_runner_graphs: bool
     # Whether the second runner profiles the encoder of images.
     has_second_runner_encoder: bool
-    # Whether the KV cache gets the free memory minus what the start has consumed, so that memory
-    # which torch keeps without using it counts too.
+    # Whether the KV cache gets the free memory minus what the start has consumed; unused memory
+    # that torch keeps then counts as consumed.
     counts_consumed_memory: bool
     # Whether the profile of the second runner has the logits in 32 bits.
     has_wide_profile: bool
@@ -68,8 +69,9 @@ STATE_CHECK_SINCE: Final = 20
 graphs instead (`adjust_cudagraph_sizes_for_mamba_cache`)."""
 
 ALIGNED_BLOCK_CHECK_UNTIL: Final = 26
-"""config/vllm.py, `validate_block_size`: "In Mamba cache align mode, block_size" in 0.26.0, not in
-0.27.0."""
+"""config/vllm.py, `validate_block_size`: the text "In Mamba cache align mode, block_size" is in
+0.26.0, but not in 0.27.0.
+"""
 
 PREFIX_STATES_SINCE: Final = 28
 """engine/arg_utils.py, `default_prefix_caching`: without "not model_config.is_hybrid" in 0.28.0."""
@@ -126,10 +128,12 @@ PLAIN_SECOND_RUNNER_UNTIL: Final = 23
 model_config.is_quantized" in 0.23.0, not in 0.24.0."""
 
 DENSE_SECOND_RUNNER_SINCE: Final = 25
-"""The same: "or not model_config.is_moe" in 0.25.0, without "is_hybrid"."""
+"""config/vllm.py: the text "or not model_config.is_moe" is in 0.25.0, without "is_hybrid"."""
 
 ONLY_SECOND_RUNNER_SINCE: Final = 29
-"""config/vllm.py, `use_v2_model_runner`: from 0.29.0 on every model whose features it supports."""
+"""config/vllm.py, `use_v2_model_runner`: since 0.29.0, the second runner serves every model whose
+features it supports.
+"""
 
 LOOKED_UP: Final = frozenset({"ngram", "ngram_gpu"})
 SEPARATE_HEADS: Final = frozenset({"medusa", "mlp_speculator"})
@@ -186,7 +190,7 @@ def _list_speculation_methods(minor: int) -> frozenset[str]:
 
 
 def _build_release(minor: int) -> Release:
-    """Return what distinguishes a release of vLLM, by the releases that changed it."""
+    """Return the rules of a release of vLLM, from the releases that changed the rules."""
     return Release(
         version=f"0.{minor}",
         utilization=0.92 if minor >= UTILIZATION_SINCE else 0.9,
@@ -217,7 +221,7 @@ NEWEST_RELEASE: Final = _build_release(NEWEST)
 def parse_release(text: str) -> Release:
     """Return the release of a version such as 0.24 or v0.24.0.
 
-    Raises ValueError for a text that is not a release, and for a release that is not known here.
+    Raises ValueError if the text is not a release, or if the release is unknown here.
     """
     match = VERSION_PATTERN.fullmatch(text.strip())
     if match is None:

@@ -1,4 +1,4 @@
-"""The index of sparse attention, with which a token chooses the tokens that it attends to."""
+"""The index of sparse attention, by which a token chooses the tokens that it attends to."""
 
 from typing import Final
 
@@ -18,11 +18,12 @@ FLOAT16_BYTES: Final = 2
 class SparseIndex(Struct, frozen=True, kw_only=True):
     """The index of a model's sparse attention."""
 
-    # For each layer of the model, whether it has an index; the others use that of another layer.
+    # For each layer of the model, whether it has an index; a layer without one uses another
+    # layer's.
     layers: tuple[bool, ...]
     head_size: int
     heads: int
-    # The bytes that each of these layers keeps of a token, whole on every GPU.
+    # The bytes of a token that each of these layers keeps, whole on every GPU.
     bytes_per_token: int
 
     @property
