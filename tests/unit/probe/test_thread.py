@@ -21,6 +21,7 @@ from tests.fakes.inside.vllm.worker import WorkerBase
 from tests.process import eventually
 from vllm_headroom_probe import gpu, hooks, probe
 from vllm_headroom_probe.folder import prune
+from vllm_headroom_probe.peaks import Peaks
 from vllm_headroom_probe.probe import Probe
 
 Document = dict[str, Any]
@@ -96,6 +97,29 @@ def test_an_out_of_memory_error_is_written_before_it_is_raised(
     again = read_report(folder)
     assert again is not None
     assert (again["oom"]["seen"], again["oom"]["uuid"]) == (2, None), "of another device nothing more is known"
+
+
+@pytest.mark.parametrize("name", ["attach", "describe", "describe_current", "detach"])
+def test_peaks_that_raise_in_the_thread_cost_no_other_fact(
+    running: Probe, folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def spoil(*_: object) -> None:
+        raise ValueError
+
+    monkeypatch.setattr(hooks, "_probe", running)
+    monkeypatch.setattr(probe, "MAX_OOM_WAIT_SECONDS", 60.0)
+    monkeypatch.setattr(Peaks, name, spoil)
+    running.peaks = Peaks()
+    hooks._on_oom(1, 2, 3, 4)
+    document = read_report(folder)
+    running._stop("a test")
+    last_document = read_report(folder)
+
+    assert document is not None
+    assert (document["peaks"], document["oom"]["step"], document["stopped"]) == (None, None, None)
+    assert document["devices"]
+    assert last_document is not None
+    assert last_document["stopped"] == "a test"
 
 
 def test_nothing_waits_for_a_probe_that_has_stopped(running: Probe, monkeypatch: pytest.MonkeyPatch) -> None:
