@@ -1,4 +1,4 @@
-"""Defines what a command is, and runs all commands in one way."""
+"""The definition of a command, and one way to run all commands."""
 
 import importlib
 import json
@@ -56,9 +56,10 @@ COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
     "help": ("help", "Shows the options of a command, or its man page."),
     "completion": ("completion", "Prints what bash, zsh or fish needs to complete words."),
 }
-"""The module of each command, and a line on what the command does.
+"""The module of each command, and a line on the command's purpose.
 
-A command's module is imported only when the command is called, because most take long to import.
+A command's module is imported only when the command is called, because most of these imports take
+long.
 """
 
 
@@ -69,13 +70,14 @@ class Command(Struct, frozen=True, kw_only=True):
     description: str
 
     epilog: str
-    """What --help shows below the options: an example, and the exit statuses."""
+    """The text that --help shows below the options: an example, and the exit statuses."""
 
     options: Callable[[Parser], None]
     """Adds the command's own options to a parser."""
 
     run: Callable[[Namespace], Report | int | Coroutine[Any, Any, Report | int]]
-    """Returns the report, or the exit status where there is none; raises BadInput or BadOptions."""
+    """Returns the report, or the exit status if there is no report; raises BadInput or BadOptions.
+    """
 
     has_report: bool = True
     """Whether --json prints the report."""
@@ -84,9 +86,9 @@ class Command(Struct, frozen=True, kw_only=True):
 def start(name: str, argv: Sequence[str]) -> NoReturn:
     """Run the command of this name and end the process with its exit status.
 
-    Only a fault of ours raises an exception here. The process ends without waiting for its threads,
-    because a thread may hang for 10 s (measured) on a resolver that does not answer, and SIGTERM
-    must not wait for that.
+    An exception leaves this function only if this program has a fault. The process ends without
+    waiting for its threads. A thread may hang for 10 s (measured) on a resolver that does not
+    answer, and SIGTERM must not wait for that.
     """
     status = _find_and_execute(name, argv)
     logging.shutdown()
@@ -130,7 +132,7 @@ def execute(command: Command, name: str, argv: Sequence[str]) -> int:
     except (BadOptions, BadInput) as error:
         mistakes = error.lines if isinstance(error, BadOptions) else (str(error),)
         return refuse(mistakes, f"{PROGRAM} {name}", argv if command.has_report else ())
-    # A command without a report, such as the daemon, has its own status.
+    # A command without a report, such as the daemon, returns its exit status.
     if isinstance(answer, int):
         return answer
     if arguments.json:
@@ -224,8 +226,8 @@ def save_lines(
 ) -> None:
     """Write a file line by line, because it may be larger than memory.
 
-    Raise BadInput, with `option` before the file's name, if the file cannot be written or is one of
-    the inputs, which would be lost.
+    Raises BadInput, with `option` before the file's name, if the file cannot be written. Raises
+    BadInput also if the file is one of the inputs, which would be lost.
     """
     try:
         if _is_one_of(file, inputs):
@@ -240,7 +242,7 @@ def save_lines(
 
 
 def _is_one_of(file: Path, inputs: Iterable[str | Path | None]) -> bool:
-    """Return whether a file is one of the inputs, even where a link gives it another name."""
+    """Return whether a file is one of the inputs, even if a link gives it another name."""
     if not file.exists():
         return False
     paths = [Path(name) for name in inputs if name is not None]
@@ -270,7 +272,7 @@ def write_result(text: str) -> None:
 def write_note(line: str) -> None:
     """Write a line that is not part of the result to standard error.
 
-    A line that cannot be written is ignored, because the exit status says enough.
+    If the line cannot be written, it is ignored, because the exit status says enough.
     """
     with suppress(OSError):
         sys.stderr.write(f"{render_line(line.translate(CONTROLS), sys.stderr)}\n")

@@ -33,7 +33,7 @@ def _build_program_parser() -> ArgumentParser:
 def _build_completable(name: str) -> Parser:
     """Build a command's parser in which each option has the values that shtab completes.
 
-    An option from a closed set completes its values, any other option with a value completes files.
+    An option from a closed set completes its values; any other option with a value completes files.
     """
     import shtab  # noqa: PLC0415 - only this command needs it
 
@@ -57,8 +57,8 @@ def write_bash() -> str:
 def write_zsh() -> str:
     """Return a script for zsh.
 
-    shtab's script registers the completion only if it is evaluated. Ours evaluates it, so that it
-    may be sourced.
+    shtab's script registers the completion only if the shell evaluates the script. The returned
+    script does that itself, so that a shell may source it.
     """
     import shtab  # noqa: PLC0415 - only this command needs it
 

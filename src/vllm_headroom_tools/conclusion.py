@@ -1,4 +1,4 @@
-"""The verdict of a command with its findings, and the JSON object for them."""
+"""The verdict of a command with its findings, and the JSON object for both."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
@@ -7,13 +7,14 @@ from typing import Any, Final
 from msgspec import Struct, to_builtins
 
 SCHEMA: Final = "https://vllm-headroom.github.io/vllm-headroom/schemas/{}-1.json"
-"""The schema's name, by the command. Nothing fetches this URL; the folder schemas has the files."""
+"""The schema's name, by the command. Nothing fetches this URL; the files are in the folder schemas.
+"""
 
 
 class Conclusion(StrEnum):
     """Whether the subject of a command is good.
 
-    The set is closed, so that scripts can rely on it. The order gives the exit statuses.
+    The set is closed, so that scripts can rely on its members. The order gives the exit statuses.
     """
 
     GOOD = "good"
@@ -33,7 +34,7 @@ def find_worst(verdicts: Iterable[Conclusion]) -> Conclusion:
 
 
 class Finding(Struct, frozen=True):
-    """One finding; `fix` has the lines that would fix it, or is empty."""
+    """One finding; `fix` has the lines that would fix what was found, or is empty."""
 
     subject: str
     verdict: Conclusion
@@ -55,7 +56,9 @@ class Report(Struct, frozen=True, kw_only=True):
     """The report as text."""
 
     exit_status: int | None = None
-    """Replaces the verdict's exit status, for a command that only reports; None keeps it."""
+    """Replaces the verdict's exit status, for a command that only reports; None keeps the
+    verdict's.
+    """
 
     @property
     def status(self) -> int:

@@ -14,7 +14,7 @@ DEFAULT_COMMAND = "run"
 
 MIN_OPEN_FILES = 40
 """The open files that the daemon needs: it keeps 17 open, and scrapers, the engine's page and /proc
-take some more.
+need some more.
 """
 
 
@@ -26,7 +26,8 @@ def require_open_files() -> None:
             f"only {limit} files may be open at once, {MIN_OPEN_FILES} are needed:"
             " raise the limit (ulimit -n)"
         )
-        # Only by system calls, because without a free descriptor no module can be imported.
+        # The function only makes system calls, because without a free descriptor no module can be
+        # imported.
         with suppress(OSError):
             os.write(2, f"vllm-headroom: {problem}\n".encode())
         os._exit(2)
@@ -36,7 +37,7 @@ def exit_on_signals(status: int | None) -> None:
     """Let SIGINT and SIGTERM end the process at once and without a traceback.
 
     The process exits with `status`. If `status` is None, the signal itself ends the process, so
-    that a shell sees how it ended.
+    that a shell sees which signal ended it.
     """
 
     def exit_now(number: int, _frame: object) -> None:
@@ -55,7 +56,7 @@ def exit_on_signals(status: int | None) -> None:
 def open_closed_streams() -> None:
     """Connect to /dev/null each standard stream that was closed when the process started.
 
-    Otherwise the next opened file would get the stream's number, and output for the stream would be
+    Otherwise the next opened file would get the stream's number, and the stream's output would be
     written into that file.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):

@@ -19,12 +19,12 @@ MOST_SHOWN: Final = 20
 
 
 def choose_engine(names: Collection[str], wanted: str | None) -> str:
-    """Return the one engine with the wanted name, or the only engine where no name is wanted.
+    """Return the one engine with the wanted name, or the only engine if no name is wanted.
 
     `names` are the longest names: NAMESPACE/POD/CONTAINER, a unit or a URL. A wanted name may lack
     the container. Raises BadInput, which lists the names, unless exactly one engine matches.
     """
-    # A name without its container is enough where it is unique.
+    # A name without its container is enough if only one engine has it.
     matches = [
         name for name in names if wanted is None or name == wanted or name.startswith(f"{wanted}/")
     ]
@@ -43,7 +43,7 @@ def choose_engine(names: Collection[str], wanted: str | None) -> str:
 
 
 def name_labels(labels: Mapping[str, Any]) -> str:
-    """Return the longest name of an engine by its labels, as series and documents have them."""
+    """Return the longest name of an engine from the labels of its series or of its document."""
     if labels.get("pod"):
         parts = (labels.get("namespace"), labels["pod"], labels.get("container"))
         return "/".join(str(part) for part in parts if part)

@@ -1,4 +1,4 @@
-"""Read the log of an engine, from a file or standard input."""
+"""The log of an engine, read from a file or standard input."""
 
 from collections.abc import Iterable, Iterator
 from itertools import chain
@@ -10,9 +10,9 @@ from vllm_headroom_tools.trace import find_other_format, open_lines
 
 
 def read_engine_log(name: str) -> EngineLog:
-    """Return what a log says, of a file or of standard input for "-".
+    """Return the contents of a log; the log is a file, or standard input if the name is "-".
 
-    Raise BadInput if it cannot be read or has no line of an engine.
+    Raises BadInput if the log cannot be read or has no line of an engine.
     """
     with open_lines(name) as lines:
         return parse_engine_log(lines)

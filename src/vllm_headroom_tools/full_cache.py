@@ -9,12 +9,12 @@ from vllm_headroom.derive.kv_cache import count_tokens_per_request
 from vllm_headroom.model import EngineReading
 
 FULL_RATIO: Final = 0.95
-"""A KV cache with a use above this is full (alert HeadroomKvCacheThrashing). A full cache makes
-requests wait; that alone does no harm.
+"""A KV cache is full if more than this share of it is in use (alert HeadroomKvCacheThrashing). A
+full cache makes requests wait, which alone does no harm.
 """
 
 LASTING_SECONDS: Final = 600.0
-"""A state that lasts this long is no burst (`for: 10m` of HeadroomGpuMemoryLow and
+"""A state that lasts this long is more than a burst (`for: 10m` of HeadroomGpuMemoryLow and
 HeadroomKvCacheThrashing).
 """
 
@@ -31,27 +31,29 @@ ROOMY_RATIO: Final = 0.7
 """
 
 COLLAPSE_RATIO: Final = 0.5
-"""Our choice: a cache collapses if it sends at least this share of the running requests back to the
-queue at once. If it only preempts the newest request now and then, the others continue.
+"""Our choice: a cache collapses if at least this share of the running requests returns to the queue
+at once. If the cache only preempts the newest request now and then, the other requests continue.
 """
 
 COLLAPSE_GAP_SECONDS: Final = 900.0
-"""Our choice: collapses further apart than this do not belong to one row. For comparison, 18
-requests of 80,800 tokens took 200 s from one collapse to the next (discuss.vllm.ai, 2608).
+"""Our choice: two collapses that are further apart than this do not belong to one row. For
+comparison, 18 requests of 80,800 tokens took 200 s from one collapse to the next (discuss.vllm.ai,
+2608).
 """
 
 SHORTEST_THRASH_SECONDS: Final = 120.0
-"""Our choice: one collapse is an accident, and so are several within moments. A collapse minutes
-later shows that the requests fill the cache again.
+"""Our choice: a row of collapses that is shorter than this is an accident. A collapse minutes after
+another one shows that the requests fill the cache again.
 """
 
 
 FEWEST_RIVALS: Final = 2
-"""The fewest requests that can take the cache from each other; a single one is never preempted."""
+"""The fewest requests that can take the cache from each other; a single request is never preempted.
+"""
 
 
 class StepCounts(Struct, frozen=True, kw_only=True):
-    """What happened since the previous sample: requests that finished, and preemptions."""
+    """The events since the previous sample: requests that finished, and preemptions."""
 
     seconds: float
     finished: float
@@ -61,11 +63,11 @@ class StepCounts(Struct, frozen=True, kw_only=True):
 class ThrashFacts(Struct, frozen=True, kw_only=True):
     """A row of collapses of a full KV cache; each sent most running requests back to the queue."""
 
-    # How many collapses.
+    # The number of collapses.
     times: int
-    # From the first collapse to the last.
+    # The time from the first collapse to the last.
     seconds: float
-    # How many requests went back to the queue, and how many finished meanwhile.
+    # The number of requests that went back to the queue, and the number that finished meanwhile.
     returned: float
     finished: float
     # The fewest requests that ran before a collapse, and the most cache tokens per request.
@@ -76,7 +78,7 @@ class ThrashFacts(Struct, frozen=True, kw_only=True):
 class CollapseHistory:
     """Finds collapses of a KV cache: it is full and sends most running requests to the queue.
 
-    vLLM recomputes these requests from their first token, so that they fill the cache again.
+    vLLM recomputes such requests from their first token, so the requests fill the cache again.
     """
 
     def __init__(self) -> None:
@@ -156,9 +158,9 @@ def _count_returned(
 ) -> float | None:
     """Return how many requests a full cache sent back to the queue since the previous sample.
 
-    That is the number of preemptions or, if larger, of requests that went from running to waiting.
-    Returns None if the cache had room, or they were fewer than COLLAPSE_RATIO of the running
-    requests.
+    The result is the number of preemptions or, if larger, the number of requests that went from
+    running to waiting. Returns None if the cache had room, or if the requests were fewer than
+    COLLAPSE_RATIO of the running ones.
     """
     running = previous_reading.running
     used_ratio = max(previous_reading.kv_used_ratio or 0.0, reading.kv_used_ratio or 0.0)
@@ -175,5 +177,5 @@ def _count_returned(
 
 
 def find_higher(earlier: float | None, now: float | None) -> float | None:
-    """Return the higher of two values, either of which may be unknown; None if both are."""
+    """Return the higher of two values, of which either may be unknown; None if both are unknown."""
     return earlier if now is None else max(earlier or 0.0, now)

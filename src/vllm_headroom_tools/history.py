@@ -34,21 +34,21 @@ class Rise(Struct):
     """The total rise of a counter; a counter that fell has restarted at 0."""
 
     total: float | None = None
-    """None until the first reading."""
+    """The field is None until the first reading."""
 
     newest_value: float = 0.0
 
     def step(self, value: float | None, *, restarted: bool = False) -> float:
         """Add a reading, and return the rise since the previous one.
 
-        That is 0 for the first reading and for an unknown value, None. After a restart the engine's
-        counter began at 0, even where it has already passed the previous value.
+        The rise is 0 for the first reading, and for an unknown value (None). After a restart, the
+        engine's counter began at 0, even if it has already passed the previous value.
         """
         if value is None:
             return 0.0
         rise = 0.0
         if self.total is not None:
-            # A counter that fell was reset, and began at 0.
+            # If a counter fell, the engine reset it, and it began at 0.
             has_restarted = restarted or value < self.newest_value
             rise = value if has_restarted else value - self.newest_value
         self.total = (self.total or 0.0) + rise
@@ -70,9 +70,9 @@ class Histogram(Struct):
             self.counts[float(f"{value:.3g}")] += 1
 
     def quantile(self, share: float) -> float | None:
-        """Return the lowest value V such that at least this share of all values is V or less.
+        """Return the lowest value V for which at least this share of all values is V or less.
 
-        Return None without values. `share` is from 0 to 1.
+        Returns None if there are no values. `share` is from 0 to 1.
         """
         rank = share * self.counts.total()
         count_so_far = 0
@@ -86,8 +86,8 @@ class Histogram(Struct):
 class Curves:
     """Free and held memory of each GPU, free memory of the host, and the running requests.
 
-    A sample takes only eight bytes in each curve, because a trace may last weeks; NaN is an unknown
-    value. The curves of a GPU begin with the first sample that has the GPU.
+    A sample takes only eight bytes in each curve, because a trace may last weeks; NaN means an
+    unknown value. The curves of a GPU begin with the first sample that has the GPU.
     """
 
     def __init__(self) -> None:
@@ -102,12 +102,12 @@ class Curves:
     def of(self, name: str, uuid: str = "") -> list[Point]:
         """Return the curve `host` or `running`, or the curve `free` or `held` of a GPU.
 
-        An unknown value is None; the curve is empty where no value is known.
+        An unknown value is None; the curve is empty if no value is known.
         """
         values = self._curves.get((name, uuid), array("d"))
         if all(map(isnan, values)):
             return []
-        # A curve may begin late, but after that every sample has added a value.
+        # A curve may begin late, but since its beginning every sample has added a value.
         times = self._times[len(self._times) - len(values) :]
         return [
             (seconds, None if isnan(value) else value)
@@ -115,7 +115,7 @@ class Curves:
         ]
 
     def step(self, snapshot: Snapshot) -> None:
-        """Add a sample; the values of a GPU that is not in this sample are unknown."""
+        """Add a sample; the values of a GPU that the sample does not contain are unknown."""
         host = snapshot.host
         values: dict[tuple[str, str], float | None] = {}
         values["host", ""] = None if host is None else host.room_bytes
@@ -176,8 +176,8 @@ class LeakCourse(Struct):
     """The times of alarms."""
 
     is_holder_known: bool = True
-    """Whether the newest alarm is known to concern the engine's memory. If not, memory fills, and
-    it is unknown who fills it.
+    """Whether the newest alarm is known to concern the engine's memory. If not, memory fills up,
+    and it is unknown whose memory grows.
     """
 
     _newest_warning: Moment | None = None
@@ -206,9 +206,9 @@ class LeakCourse(Struct):
     def is_undecided(self) -> bool:
         """Return whether an early warning may have been a leak.
 
-        That is an early warning that is still open, or was open when the engine restarted. Warnings
-        that the detector withdrew count too, if they lasted as long as an alarm takes, or if less
-        time without growth followed.
+        Such a warning is still open, or was open when the engine restarted. A warning that the
+        detector withdrew also counts, if it lasted as long as an alarm takes, or if less time
+        without growth followed.
         """
         if self._was_cut_off or self.warning is not None:
             return True
@@ -236,13 +236,13 @@ class LeakCourse(Struct):
         if state is LeakState.LEAKING:
             self.first_alarm = self.first_alarm or moment
             self.last_alarm = moment
-        # The state continues, or it is unknown whether it does.
+        # Either the state continues, or the new state is unknown.
         if state in (LeakState.UNKNOWN, LeakState.ASLEEP, self._open_state):
             return
 
         intervals = {LeakState.GROWING: self.growing, LeakState.LEAKING: self.leaking}
         open_intervals = intervals.get(self._open_state)
-        # A change of state closes the interval that was open.
+        # A change of state closes the open interval.
         if open_intervals:
             begin_seconds, _ = open_intervals[-1]
             open_intervals[-1] = (begin_seconds, moment.seconds)
@@ -263,8 +263,8 @@ class LeakVerdict(StrEnum):
 def judge_course(course: LeakCourse, span_seconds: float) -> tuple[LeakVerdict, str]:
     """Return the verdict on a course of this length, and the reason.
 
-    A short course can prove a leak, but not the absence of one. Every command that judges a trace
-    calls this function, so that a trace has one verdict.
+    A short course can prove a leak, but cannot prove that there is none. Every command that judges
+    a trace calls this function, so that all commands give a trace the same verdict.
     """
     if course.leaking:
         return LeakVerdict.LEAKING, "even growth that load does not explain"
@@ -290,7 +290,7 @@ STATE_VERDICTS: Final = {
     LeakState.STABLE: LeakVerdict.NO_LEAK,
     LeakState.UNSETTLED: LeakVerdict.NO_LEAK,
 }
-"""The verdict on a single state, where there is no course; CANNOT_TELL for any other state."""
+"""The verdict on a single state without a course; CANNOT_TELL for any other state."""
 
 
 SET_BACK_STEP_SECONDS: Final = 5.0
@@ -338,11 +338,12 @@ class LeakReplay:
 
         self._now_seconds = 0.0
         self._shift_seconds = 0.0
-        """The seconds that are added to the trace's time, so that it never goes back."""
+        """The seconds that are added to the trace's time, so that the time never goes back."""
 
         self._shared_uuids: frozenset[str] = frozenset()
-        """The GPUs of the newest sample on which other processes may hold memory that cannot be
-        distinguished from the engine's."""
+        """The GPUs of the newest sample on which memory of other processes cannot be distinguished
+        from the engine's.
+        """
 
         self._gpu_indices: dict[str, int] = {}
         self._courses: dict[str, LeakCourse] = {}
@@ -362,7 +363,7 @@ class LeakReplay:
     def course(self, series: str) -> LeakCourse:
         """Return the course of a GPU, by UUID, or of a host role.
 
-        It is empty before the first sample of the series.
+        The course is empty before the first sample of the series.
         """
         return self._courses.get(series) or LeakCourse()
 
@@ -377,7 +378,8 @@ class LeakReplay:
     def step(self, snapshot: Snapshot) -> Snapshot:
         """Run a snapshot through the detector; return the snapshot with the engine's state.
 
-        The state of a series that the detector does not judge this time becomes unknown.
+        If the detector does not judge a series at this sample, the state of that series becomes
+        unknown.
         """
         begin_seconds = self.span[0] if self.samples else snapshot.time_seconds
         self.span = (begin_seconds, snapshot.time_seconds)
@@ -393,7 +395,8 @@ class LeakReplay:
         )
         previous_memory = self.leak_memory
         self.leak_memory, self.leak_samples = answer(LEAK, previous_memory, snapshot)
-        # Overwritten below for each series that has a state at this sample.
+        # The code below overwrites the state of each series that the detector judges at this
+        # sample.
         for course in self._courses.values():
             course.state = LeakState.UNKNOWN
         for sample in self.leak_samples:
@@ -435,8 +438,8 @@ class LeakReplay:
         return replace(snapshot, monotonic_seconds=now_seconds)
 
     def _follow_course(self, sample: Sample, previous_memory: LeakMemory) -> None:
-        """Append a leak state, and the figures behind it, to the history of its series."""
-        # The labels of a GPU are index, UUID and state, those of a host role are role and state.
+        """Append a leak state, and the figures for it, to the history of its series."""
+        # A GPU's labels are index, UUID and state; a host role's labels are role and state.
         *gpu_index, series, state = sample.labels
         inside = None
         asleep = None
@@ -503,9 +506,9 @@ def _rank_fullness(memory: HostMemory) -> tuple[float, int]:
 def build_moment(
     seconds: float, estimate: Estimate | None, location: LeakLocation | None
 ) -> Moment:
-    """Return the detector's figures at a time; all are None without an estimate.
+    """Return the detector's figures at a time; all figures are None without an estimate.
 
-    Figures that are not finite are None too, as the page has no series of them.
+    Figures that are not finite are None too, because the page has no series for them.
     """
     if estimate is None:
         return Moment(seconds=seconds)

@@ -1,4 +1,4 @@
-"""Read the engine's page, the GPUs and the processes once, with the daemon's readers."""
+"""One reading of the engine's page, the GPUs and the processes, with the daemon's readers."""
 
 import asyncio
 import time
@@ -28,7 +28,7 @@ SYS: Final = Path("/sys")
 LOOK_SECONDS: Final = 6.0
 """The limit for the GPUs and the page, read at the same time.
 
-Together with the processes, which are read afterwards, this must end within ten seconds.
+The processes are read after these two, and all three must end within ten seconds.
 """
 
 PROC_SECONDS: Final = 3.0
@@ -42,7 +42,7 @@ class Machine(Struct, frozen=True, kw_only=True):
     processes: ProcessReadings | Failure
 
     gpus: tuple[Gpu, ...]
-    """Empty where none could be read."""
+    """The GPUs; empty if none could be read."""
 
 
 FIND_SECONDS: Final = 5.0
@@ -89,7 +89,7 @@ async def fetch_once(reader: PageReader) -> str | Failure:
 async def fetch_engines(reader: PageReader, profile: str | None = None) -> EnginePage | Failure:
     """Return the engines on one page, or a Failure; close the reader.
 
-    Without a `profile` the page itself shows which kind of engine wrote it.
+    Without a `profile`, the page itself shows which kind of engine wrote it.
     """
     text = await fetch_once(reader)
     return text if isinstance(text, Failure) else parse_engines(text, profile)
@@ -98,10 +98,10 @@ async def fetch_engines(reader: PageReader, profile: str | None = None) -> Engin
 async def survey_machine(
     settings: Settings, page: Awaitable[EnginePage | Failure], proc: Path = PROC, sys: Path = SYS
 ) -> Machine:
-    """Read the GPUs and processes once, and attribute the GPUs as the daemon would.
+    """Read the GPUs and processes once, and attribute the GPUs to the engine like the daemon.
 
-    A part that cannot be read is a Failure in the result. The processes are read after `page`,
-    because the page decides which of several engines is watched.
+    If a part cannot be read, the result has a Failure in its place. The processes are read after
+    `page`, because the page decides which of several engines is watched.
     """
     gpu_reader = Gpus(
         monotonic=time.monotonic, call_timeout_seconds=GPU_TIMEOUT_SECONDS, proc=proc, sys=sys
@@ -115,7 +115,7 @@ async def survey_machine(
     )
 
     async def read_processes() -> ProcessReadings | Failure:
-        """Return the engine's processes, which its page helps to find; else a Failure."""
+        """Return the engine's processes, with its page's help; a Failure if they cannot be read."""
         return await process_reader.read(PROC_SECONDS, await page)
 
     try:

@@ -31,7 +31,7 @@ def parse_object(text: str | bytes | bytearray) -> dict[str, Any]:
 def parse_first_model(text: str | bytes | bytearray) -> ListedModel | None:
     """Parse the first model in the answer to GET /v1/models.
 
-    Return None where the answer lists no model, or the first one has no name.
+    Returns None if the answer lists no model, or if the first model has no name.
     """
     models = parse_object(text).get("data")
     if not isinstance(models, list) or not models:

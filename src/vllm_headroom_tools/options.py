@@ -1,4 +1,4 @@
-"""The options of a command: their kinds of values, and a parser that reports all mistakes."""
+"""The options of a command: the kinds of their values, and a parser that reports all mistakes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Number = TypeVar("Number", int, float)
 MAX_WHOLE_NUMBER: Final = 2**53
-"""A float represents every integer up to this one exactly."""
+"""A float represents every integer up to this number exactly."""
 
 
 SMALLEST_FLOAT: Final = 5e-324
@@ -45,7 +45,7 @@ LARGEST_FLOAT: Final = 1.7e308
 
 
 class Value(Struct, Generic[T], frozen=True, kw_only=True):
-    """A kind of value: how a text is parsed, and which texts are accepted."""
+    """A kind of value: how its text is parsed, and which texts are accepted."""
 
     read: Callable[[str], T]
     """Raises ValueError for a text that is not accepted."""
@@ -54,7 +54,7 @@ class Value(Struct, Generic[T], frozen=True, kw_only=True):
     """The values that are accepted, as the end of a sentence."""
 
     is_json: bool = False
-    """Whether the value is a JSON object, so that --name.key VALUE may set a part of it."""
+    """Whether the value is a JSON object; if so, --name.key VALUE may set a part of the object."""
 
     show: Callable[[object], str] = show_value
     """Returns a refused value in the form for error messages, for example without a password."""
@@ -159,7 +159,7 @@ def choice(names: Sequence[str]) -> Value[str]:
     """Return the kind of a value that has to be one of these names."""
 
     def read(text: str) -> str:
-        """Return the name; raise ValueError where it is none of them."""
+        """Return the name; raise ValueError if it is none of the names."""
         if text not in names:
             raise ValueError
         return text
@@ -228,7 +228,7 @@ OPTION: Final = re.compile(r"--|-[A-Za-z]")
 
 
 class TypedOption(Struct):
-    """An option as it was typed, with the words that follow it."""
+    """An option as it was typed, with the words after it."""
 
     name: str
 
@@ -242,7 +242,7 @@ class TypedOption(Struct):
 
     @property
     def is_unknown(self) -> bool:
-        """Whether neither this command nor the other program has the option."""
+        """Return whether neither this command nor the other program has the option."""
         return self.action is None and not self.is_foreign
 
     @property
@@ -255,7 +255,7 @@ class TypedOption(Struct):
 def join_parts(words: Sequence[str], json_names: Container[str]) -> list[str]:
     """Return the words with one JSON object for all parts such as `--name.key VALUE`.
 
-    That is how vLLM reads such options (vLLM 0.33, utils/argparse_utils.py). `json_names` are the
+    vLLM reads such options in this way (vLLM 0.33, utils/argparse_utils.py). `json_names` are the
     options whose parts are joined. The object comes last.
     """
     joined_words: list[str] = []
@@ -291,28 +291,28 @@ def _parse_part(text: str) -> object:
 
 
 class Argument(NamedTuple):
-    """An option, or a positional argument, with the value that was typed for it."""
+    """An option or a positional argument, with the value that was typed for it."""
 
     name: str
     action: argparse.Action
 
     text: str
-    """Empty for a flag."""
+    """The typed text; empty for a flag."""
 
 
 class Parser(argparse.ArgumentParser):
-    """The options of a command, whose mistakes are all reported at once.
+    """The options of a command; the parser reports all mistakes in them at once.
 
-    argparse describes the options and formats the help; its own parsing stops at the first
-    mistake. An option whose default is a list may be given more than once.
+    argparse describes the options and formats the help; its own parsing stops at the first mistake.
+    An option may be given more than once if its default is a list.
     """
 
     def __init__(self, prog: str, version: Callable[[], str] = str) -> None:
         super().__init__(
             prog=prog,
             formatter_class=argparse.RawDescriptionHelpFormatter,
-            # No abbreviations, because a longer option of a later version would make them
-            # ambiguous.
+            # Options cannot be abbreviated, because a longer option of a later version would make
+            # an abbreviation ambiguous.
             allow_abbrev=False,
             add_help=False,
         )
@@ -330,7 +330,7 @@ class Parser(argparse.ArgumentParser):
     def add_settings(self, settings_class: type[Settings]) -> None:
         """Add an option for each setting; those that `settings_class` adds to Settings come first.
 
-        Then `read` also takes the settings' values from the environment and a file.
+        `read` then also takes the settings' values from the environment and a file.
         """
         from vllm_headroom.config import (  # noqa: PLC0415 - most commands need no pydantic
             Settings,
@@ -381,12 +381,14 @@ class Parser(argparse.ArgumentParser):
     ) -> None:
         """Accept the options of another program too, and after `--` its whole command line.
 
-        `foreign_names` are its options that change nothing here. `read_line` returns the options in
-        such a line. In the line, the last of several equal options counts, and an option before
-        `--` overrides the line. Messages say that an unknown option is no `option_kind`.
+        `foreign_names` are those of the other program's options that change nothing here.
+        `read_line` returns the options in such a line. If the line repeats an option, the last one
+        counts; an option before `--` overrides the line. In messages, an unknown option is called
+        "no `option_kind`".
 
-        With `is_lenient`, an unknown option in the line is no mistake, because a newer release of
-        the program may have it. `unknown_options` in the namespace then has a sentence about each.
+        With `is_lenient`, an unknown option in the line is accepted, because a newer release of the
+        program may have that option. `unknown_options` in the namespace then has a sentence about
+        each unknown option.
         """
         self._is_lenient = is_lenient
         self._option_kind = option_kind
@@ -404,10 +406,10 @@ class Parser(argparse.ArgumentParser):
         return split_closed_set(_find_kind(action).accepts)
 
     def read(self, argv: Sequence[str]) -> argparse.Namespace:
-        """Return the values by name, and `settings` where the parser has settings.
+        """Return the values by name, and `settings` if the parser has settings.
 
         If the command has no positional arguments, a first word that is a URL is the engine's URL.
-        Raise BadOptions with a line for every mistake, even in a value that another source
+        Raises BadOptions with a line for every mistake, even for a value that another source
         overrides. Raise Printed for --help, --version and --print-config.
         """
         positionals = [action for action in self._actions if not action.option_strings]
@@ -430,7 +432,7 @@ class Parser(argparse.ArgumentParser):
             unknown_names = [option.name for option in line_options if option.is_unknown]
             line_options = [option for option in line_options if not option.is_unknown]
         typed_options += line_options
-        # From here on mistakes are collected, so that an operator who made three sees three lines.
+        # From here on mistakes are collected, so that an operator sees all of them in one run.
         arguments, mistakes = self._check(typed_options)
         for place, word in enumerate(loose_words):
             if place < len(positionals):
@@ -454,7 +456,7 @@ class Parser(argparse.ArgumentParser):
             mistakes += self._store_settings(self._settings_class, arguments, namespace)
         mistakes += self._list_missing(typed_options)
         if mistakes:
-            # Otherwise an option that was given three times would have three equal lines.
+            # An option that was given three times would otherwise have three equal lines.
             raise BadOptions(*dict.fromkeys(mistakes))
         if self._settings_class is not None and namespace.print_config:
             from vllm_headroom_tools.sources import format_settings  # noqa: PLC0415 - see above
@@ -484,7 +486,7 @@ class Parser(argparse.ArgumentParser):
         """Return the options in order, and the words that belong to no option.
 
         `_` in a name counts as `-`. A word beyond the positional arguments counts as another value
-        of the option before it, because most likely a value with a space was not quoted.
+        of the option before it, because most likely somebody did not quote a value with a space.
         """
         typed_options: list[TypedOption] = []
         loose_words: list[str] = []
@@ -520,9 +522,9 @@ class Parser(argparse.ArgumentParser):
         return describe_unknown(name, names, self._option_kind)
 
     def _complete(self, word: str) -> str:
-        """Return a word with the whole name of an option of which it has the beginning.
+        """Return a word with an option's whole name if the word is the beginning of that name.
 
-        argparse, which vLLM uses, accepts the beginning of a name where only one name has it.
+        vLLM uses argparse, which accepts the beginning of a name if only one name has it.
         """
         name, equals_sign, value = word.partition("=")
         names = {*self._option_string_actions, *self._foreign_names}
@@ -564,7 +566,7 @@ class Parser(argparse.ArgumentParser):
     def _check(self, typed_options: Sequence[TypedOption]) -> tuple[list[Argument], list[str]]:
         """Return the options that can be used, and a line for each option that cannot be used.
 
-        Raise Printed for --help and --version, unless a mistake precedes them.
+        Raises Printed for --help and --version, unless a mistake precedes them.
         """
         arguments: list[Argument] = []
         mistakes: list[str] = []
@@ -584,7 +586,7 @@ class Parser(argparse.ArgumentParser):
                     problem += self._line_hint
                 mistakes.append(problem)
                 continue
-            # Help would hide the mistakes that come before it.
+            # The help would hide the mistakes that come before it.
             if action.dest == "help" and not mistakes:
                 raise Printed(self.format_help().rstrip())
             if action.dest == "version" and not mistakes:
@@ -605,7 +607,7 @@ class Parser(argparse.ArgumentParser):
         arguments: Sequence[Argument],
         namespace: argparse.Namespace,
     ) -> Sequence[str]:
-        """Store the settings in the namespace; where they have mistakes, return a line for each."""
+        """Store the settings in the namespace; if they have mistakes, return a line for each."""
         from vllm_headroom.config import Settings  # noqa: PLC0415 - see above
         from vllm_headroom_tools.sources import (  # noqa: PLC0415 - see above
             CONFIG,
@@ -629,11 +631,12 @@ class Parser(argparse.ArgumentParser):
 def _describe_misuse(
     name: str, action: argparse.Action, values: Sequence[str], count: int
 ) -> str | None:
-    """Return a line on what is wrong with how an option was given; None if it is right.
+    """Return a line on what is wrong with the way an option was given; None if nothing is wrong.
 
-    `count` is how often the option was given so far; `values` are the words after this occurrence.
+    `count` is how often the option has been given so far; `values` are the words after this
+    occurrence.
     """
-    # A list as default marks an option that may be repeated.
+    # If an option may be repeated, its default is a list.
     if count > 1 and not isinstance(action.default, list):
         return f"{name}: given {count} times, accepts one"
     if action.nargs == 0:
@@ -664,5 +667,5 @@ def _store(argument: Argument, namespace: argparse.Namespace) -> Iterator[str]:
 
 
 def _find_kind(action: argparse.Action) -> Value[Any]:
-    """Return the kind of an option's value; any text, where the option names no kind."""
+    """Return the kind of an option's value; any text if the option names no kind."""
     return action.type if isinstance(action.type, Value) else TEXT

@@ -1,4 +1,4 @@
-"""Record, with perf, where processes use new memory, in native code too."""
+"""A recording with perf of the places where processes first use memory, in native code too."""
 
 import asyncio
 import contextlib
@@ -11,42 +11,43 @@ from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 FAULTS_PER_STACK: Final = 256
-"""perf records a stack at every 256th first use of a page, that is for each MiB of pages of 4 KiB.
+"""perf records a stack at every 256th first use of a page, which means once per MiB for pages of
+4 KiB.
 """
 
 RECORD_COMMAND: Final = (
     f"record --quiet --event page-faults:u --count {FAULTS_PER_STACK}"
     " --call-graph dwarf,4096 --max-size 64M"
 )
-"""With this limit on the file's size, perf stops recording after some 15 GiB of new pages."""
+"""This command limits the file's size, so perf stops recording after some 15 GiB of new pages."""
 
 SCRIPT_COMMAND: Final = "script --no-inline --fields pid,ip,sym,dso"
 
 RECORDED_STATUSES: Final = (0, 130, -signal.SIGINT)
-"""Exit statuses of perf with a record: it ended without a signal, or an interrupt ended it."""
+"""perf's exit statuses if it has recorded: it ended without a signal, or an interrupt ended it."""
 
 PERF_END_SECONDS: Final = 120.0
 """The limit for perf to exit after an interrupt: it unwinds the stacks only then."""
 
 MAX_STACKS: Final = 20
-"""How many stacks of a process the report has: those with the most faults."""
+"""The number of a process's stacks in the report: the stacks with the most faults."""
 
 MAX_FRAMES: Final = 16
-"""How many frames of a stack the report has: those nearest to the use of the page."""
+"""The number of a stack's frames in the report: the frames nearest to the use of the page."""
 
 Faults = dict[int, list[dict[str, Any]]]
-"""By pid, the stacks that used most new pages.
+"""The stacks that used most new pages, by pid.
 
-A stack is `{"faults": pages, "stack": frames}`. The frame that used the page comes first.
+A stack is `{"faults": pages, "stack": frames}`. The first frame is the one that used the page.
 """
 
 
 async def record_faults(pids: Collection[int] | None, seconds: float) -> tuple[Faults, str | None]:
     """Record for some seconds where the processes use new pages.
 
-    Return the faults and None, or no faults and the reason. If `pids` is None nothing is to be
-    recorded, and there are neither faults nor a reason. On cancellation perf is killed and its file
-    removed.
+    Returns the faults and None, or no faults and the reason. If `pids` is None, nothing is
+    recorded, and there are neither faults nor a reason. If the call is cancelled, perf is killed
+    and its file removed.
     """
     if pids is None:
         return {}, None
@@ -80,8 +81,8 @@ def _find_problem(output: str) -> str | None:
 async def _run(seconds: float, *words: str) -> tuple[int | None, str]:
     """Run a program and interrupt it after this time; return its exit status and its output.
 
-    The output is the standard output or, if that is empty, the standard error. A program that the
-    interrupt does not end is killed: raise TimeoutError.
+    The output is the standard output or, if that is empty, the standard error. If the interrupt
+    does not end the program, it is killed, and TimeoutError is raised.
     """
     process = await asyncio.create_subprocess_exec(*words, stdin=DEVNULL, stdout=PIPE, stderr=PIPE)
     try:
@@ -102,7 +103,7 @@ async def _run(seconds: float, *words: str) -> tuple[int | None, str]:
 def count_faults(script: str) -> Faults:
     """Count the faults of each stack in the output of `perf script`.
 
-    That text has a paragraph for each sample: a line with the pid, then a line for each frame with
+    The output has a paragraph for each sample: a line with the pid, then a line for each frame with
     its address, symbol and file. Paragraphs of another form are skipped.
     """
     counts: dict[int, Counter[tuple[str, ...]]] = {}

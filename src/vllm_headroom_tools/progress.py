@@ -64,8 +64,8 @@ def track_lines(lines: Iterator[bytes], total_bytes: int | None) -> Generator[by
 def start_bar(description: str, total: float | None, *, transient: bool = True) -> Progress:
     """Start a bar on standard error and return it.
 
-    Until the bar is stopped, other lines on standard error are written above it. A `transient` bar
-    is erased when it stops. Without a `total` the bar only shows that something is going on.
+    Until the bar is stopped, other lines on standard error are written above the bar. A `transient`
+    bar is erased when it stops. Without a `total`, the bar only shows that the work continues.
     """
     from rich.progress import (  # noqa: PLC0415 - without a terminal there is no bar
         BarColumn,
@@ -78,7 +78,7 @@ def start_bar(description: str, total: float | None, *, transient: bool = True) 
         TextColumn("{task.description}", markup=False),
         TaskProgressColumn(),
         TextColumn("{task.fields[note]}", markup=False),
-        BarColumn(),  # last, so that a narrow terminal cuts off this column first
+        BarColumn(),  # The column is last, so that a narrow terminal cuts it off first.
         console=build_console(sys.stderr),
         auto_refresh=False,
         transient=transient,
@@ -86,11 +86,11 @@ def start_bar(description: str, total: float | None, *, transient: bool = True) 
     )
     bar.add_task(description, total=total, note="")
     bar.start()
-    # rich hides the cursor. A signal may end the process before rich could show it again.
+    # rich hides the cursor. A signal may end the process before rich has shown the cursor again.
     bar.console.show_cursor()
     return bar
 
 
 def update_bar(bar: Progress, done: float, note: str = "") -> None:
-    """Draw a bar with `done` of its total done, and `note` beside its percentage."""
+    """Draw a bar with `done` of its total, and `note` beside its percentage."""
     bar.update(bar.task_ids[0], completed=done, note=note, refresh=True)

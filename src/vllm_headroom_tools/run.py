@@ -14,8 +14,8 @@ def _run(arguments: Namespace) -> NoReturn:
     with pause_collection():
         # --help and --print-config need no daemon.
         from vllm_headroom.daemon import app, node_daemon  # noqa: PLC0415 - see above
-    # Imported modules are never freed. A full collection would visit all their objects, which takes
-    # 25 ms, and scrapes would wait for it.
+    # Imported modules are never freed. A full collection would visit all objects of the modules,
+    # which takes 25 ms, and scrapes would wait for it.
     gc.freeze()
     settings: ModelSettings = arguments.settings
     if settings.engines is not None:

@@ -1,4 +1,4 @@
-"""Find the options of `vllm serve` in what people have of it: a line, a script or a manifest."""
+"""The options of `vllm serve`, found in a line, a script or a manifest."""
 
 import json
 import os
@@ -21,17 +21,18 @@ FILE_LIMIT_BYTES: Final = 2**20
 """Our choice: how much of a script or manifest is read."""
 
 LONGEST_LINE: Final = 2**15
-"""Our choice: the most characters of a command line. shlex takes time that grows with the square of
-a word's length: 0.3 s for a word of this length, and minutes for a MiB."""
+"""Our choice: the most characters of a command line. The time that shlex takes grows with the
+square of a word's length: 0.3 s for a word of this length, and minutes for a MiB.
+"""
 
 STANDARD_INPUT: Final = "-"
 
 ASSIGNMENT: Final = re.compile(r"([A-Za-z_]\w*)=(.*)", re.ASCII | re.DOTALL)
 VARIABLE: Final = re.compile(r"\$(?:\{(\w+)(?::?-([^}]*))?\}|\((\w+)\)|(\w+))", re.ASCII)
-"""A variable of a shell, with its default, or of a manifest, $(NAME)."""
+"""A variable of a shell, with its default, or a variable of a manifest, $(NAME)."""
 
 WHOLE_VARIABLE: Final = re.compile(r"\$(?:(\w+)|\{(\w+)(?:\[[@*]\])?\})", re.ASCII)
-"""A word that is one variable, or all of a shell's array."""
+"""A word that is one variable, or the whole array of a shell."""
 
 ARRAY: Final = re.compile(r"^\s*(\w+)\+?=\(([^()]*)\)", re.ASCII | re.MULTILINE)
 """An array of a shell, which may go over several lines."""
@@ -50,13 +51,13 @@ ENVIRONMENT: Final = (
     "VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS",
     "VLLM_USE_V2_MODEL_RUNNER",
 )
-"""Variables of vLLM (envs.py) that change what it checks or how it divides the memory."""
+"""Variables of vLLM (envs.py) that change its checks or its division of the memory."""
 
 SWITCHES: Final = {"1": True, "true": True, "0": False, "false": False}
 """The accepted values of these variables."""
 
 IMAGE_TAG: Final = re.compile(r"vllm[^:]*:v?(0\.\d+(?:\.\d+)?)(?![\d.])", re.IGNORECASE | re.ASCII)
-"""The release in the tag of such an image, as that of v0.20.0-cu130."""
+"""The release in the tag of such an image, for example in v0.20.0-cu130."""
 
 LINE_END: Final = re.compile(r"[|;&]+|\d?>.*|<.*")
 """A word at which the shell ends a command or redirects it."""
@@ -66,7 +67,7 @@ NAME_BYTES: Final = 255
 """The longest name of a file on Linux (NAME_MAX)."""
 
 FILE_SUFFIXES: Final = frozenset({".yaml", ".yml", ".json", ".sh"})
-"""How the names of manifests and scripts end."""
+"""The endings of the names of manifests and scripts."""
 
 CONFIG_OPTION: Final = "--config"
 API_SERVERS: Final = ("vllm.entrypoints.openai.api_server", "api_server.py")
@@ -77,8 +78,8 @@ def read_serve_line(words: Sequence[str], *, with_surroundings: bool = False) ->
 
     A single word may be `-` for standard input, a file with a script or manifest, or the number of
     a process. The options of a file after --config are inserted. With `with_surroundings`, options
-    of `plan` come first: the release in the tag of a container's image as --vllm-version, and the
-    variables of ENVIRONMENT as --vllm-env. Raises BadOptions if there is no such line.
+    of `plan` come first: --vllm-version with the release in the tag of a container's image, and
+    --vllm-env with the variables of ENVIRONMENT. Raises BadOptions if there is no such line.
     """
     options = _insert_config_file(_read_words(words))
     if with_surroundings:
@@ -88,22 +89,22 @@ def read_serve_line(words: Sequence[str], *, with_surroundings: bool = False) ->
 
 
 def _read_words(words: Sequence[str]) -> list[str]:
-    """Return the options in a line, or in what a single word names.
+    """Return the options in a line, or in the file or process that a single word names.
 
-    Raises BadOptions if that has no command line of vLLM.
+    Raises BadOptions if that text has no command line of vLLM.
     """
     if len(words) != 1:
         return _find_options(words, {}, "the line")
     word = words[0]
     name = os.fsdecode(os.fsencode(word)[:NAME_BYTES])
-    # Only a file may have spaces in its name and exist.
+    # A text with spaces is the name of a file only if such a file exists.
     if len(word.split()) > 1 and not Path(name).exists():
         # A whole line in quotes.
         return _read_text(word, "the line")
     text = _read_source(word)
     if text is not None:
         return _read_text(text, word)
-    # A number is the pid of a server that runs here, unless there is a file of this name.
+    # A number is the pid of a server that runs here, unless a file has this name.
     if word.isdecimal():
         command = read_command(Path("/proc"), int(word))
         if not command:
@@ -119,9 +120,9 @@ def _read_words(words: Sequence[str]) -> list[str]:
 
 
 def _insert_config_file(options: list[str]) -> list[str]:
-    """Return the options after those of the YAML file that --config names, which they replace.
+    """Return the options, with those of the YAML file that --config names placed before them.
 
-    Its keys are names of options; `true` is an option without a value (vLLM 0.33,
+    The keys of the file are names of options; `true` means an option without a value (vLLM 0.33,
     utils/argparse_utils.py, `load_config_file`). Raises BadOptions if the file cannot be read.
     """
     for index, word in enumerate(options):
@@ -189,12 +190,12 @@ def _read_text(text: str, name: str) -> list[str]:
             return _find_options(container.words, container.variables, name)
     if containers:
         raise BadOptions(f"{name}: none of its containers runs vLLM")
-    # A script: arrays first, since they may be used before the line that is read.
+    # In a script, the arrays are read first, because the line that is read may use them.
     variables: dict[str, str] = {}
     for array_name, content in ARRAY.findall(text):
         lines = [line.partition(" #")[0] for line in content.splitlines()]
         variables[array_name] = " ".join([variables.get(array_name, ""), *lines]).strip()
-    # A backslash joins lines of one command.
+    # A backslash joins the lines of one command.
     for line in re.sub(r"\\\r?\n", " ", ARRAY.sub("", text)).splitlines():
         try:
             words = _split_line(line, has_comments=True)
@@ -215,9 +216,9 @@ def _read_text(text: str, name: str) -> list[str]:
 class Container(Struct, frozen=True):
     """A container of a manifest or compose file."""
 
-    # What it runs, after the name of its image.
+    # The words that the container runs, after the name of its image.
     words: list[str]
-    # Its environment.
+    # The environment of the container.
     variables: dict[str, str]
 
 
@@ -236,7 +237,7 @@ def _find_containers(content: object) -> Iterator[Container]:
     parts: Iterable[object] = ()
     if isinstance(content, list):
         parts = content
-    # A mapping with an image is a container, wherever in the document it is.
+    # A mapping with an image is a container, wherever in the document the mapping is.
     elif isinstance(content, dict) and isinstance(content.get("image"), str):
         yield _read_container(content)
     elif isinstance(content, dict):
@@ -251,7 +252,7 @@ def _read_container(container: Mapping[str, Any]) -> Container:
     Raises BadOptions if a command has an open quote.
     """
     words: list[str] = []
-    # In this order they are what the container runs.
+    # The fields are in the order in which the container runs their words.
     for field in ("image", "entrypoint", "command", "args"):
         value = container.get(field)
         if isinstance(value, str):
@@ -275,7 +276,7 @@ def _split_line(line: str, *, has_comments: bool = False) -> list[str]:
 
 
 def _split_words(text: str, field: str) -> list[str]:
-    """Return the words of a container's field; raise BadOptions where it cannot be split."""
+    """Return the words of a container's field; raise BadOptions if it cannot be split."""
     if field == "image":
         # The name may be a variable of Helm or Compose with spaces in it.
         return [text]
@@ -293,7 +294,7 @@ def _read_variables(entries: object) -> dict[str, str]:
     if not isinstance(entries, list):
         return variables
     for entry in entries:
-        # A pair with `valueFrom` has its value elsewhere.
+        # The value of a pair with `valueFrom` is elsewhere.
         if isinstance(entry, dict) and isinstance(entry.get("value"), str):
             variables[str(entry.get("name"))] = entry["value"]
         elif isinstance(entry, str) and "=" in entry:
@@ -324,7 +325,7 @@ def _find_options(words: Sequence[str], variables: Mapping[str, str], name: str)
     if start is None:
         start = _find_first_argument(words, name)
     options = []
-    # What follows a separator such as `&&` is another command.
+    # The words after a separator such as `&&` are another command.
     for word in words[start:]:
         if LINE_END.fullmatch(word):
             break
@@ -337,9 +338,9 @@ def _find_options(words: Sequence[str], variables: Mapping[str, str], name: str)
 
 
 def _read_environment(words: Sequence[str], variables: Mapping[str, str]) -> list[str]:
-    """Return the option for variables of ENVIRONMENT that are set, before the server or around it.
+    """Return the option for those variables of ENVIRONMENT that are set, by the line or around it.
 
-    Returns an empty result without any of them.
+    Returns an empty result if none of them is set.
     """
     environment = dict(variables)
     for word in words:
@@ -373,10 +374,10 @@ def _read_version(words: Sequence[str]) -> list[str]:
 
 
 def _find_first_argument(words: Sequence[str], name: str) -> int:
-    """Return the place of the first argument, where the words do not name the server.
+    """Return the place of the first argument, if the words do not name the server.
 
-    They may be the arguments alone, as of a container whose image starts the server. Raises
-    BadOptions if they begin with neither an option nor the name of a model.
+    The words may be the arguments alone, for example of a container whose image starts the server.
+    Raises BadOptions if the words begin with neither an option nor the name of a model.
     """
     place = 0
     while place < len(words) and ASSIGNMENT.fullmatch(words[place]) and words[place][0] != "-":
@@ -387,7 +388,7 @@ def _find_first_argument(words: Sequence[str], name: str) -> int:
 
 
 def _find_script(words: Sequence[str]) -> str | None:
-    """Return what a shell is given to run with -c; None without a shell."""
+    """Return the text that a shell runs with -c; None if there is no shell."""
     for index, word in enumerate(words[:-2]):
         is_shell = word.rpartition("/")[2] in SHELLS
         if is_shell and re.fullmatch(r"-[a-z]*c", words[index + 1]):
@@ -403,7 +404,7 @@ def _find_start(words: Sequence[str]) -> int | None:
         previous_word = words[index - 1] if index else ""
         if word == "serve" and previous_word.rpartition("/")[2] == "vllm":
             return index + 1
-    # Without the server's name, an image of vLLM starts it.
+    # If the words lack the server's name, an image of vLLM starts the server.
     for index, word in enumerate(words):
         if IMAGE.fullmatch(word):
             return index + 1

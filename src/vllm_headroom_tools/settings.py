@@ -31,13 +31,14 @@ class ModelFile(Struct, frozen=True, kw_only=True):
     shape: ModelShape
 
 
-# Most daemons name no model, so `sizing` is imported where it is needed.
+# Most daemons name no model, so `sizing` is imported only where it is needed.
 
 
 def _read_model_file(text: str) -> ModelFile:
     """Read a model's configuration.
 
-    Raise RefusedError for a bad one, so that it is reported as a mistake in the settings.
+    Raises RefusedError if the configuration is bad, so that it is reported as a mistake in the
+    settings.
     """
     from vllm_headroom_tools.sizing.model_config import read_model  # noqa: PLC0415 - see above
 
@@ -69,7 +70,7 @@ def _parse_token_bytes(path: Path) -> TokenBytes | None:
 class ModelSettings(Settings):
     """The daemon's settings, with the model's configuration read."""
 
-    # The same setting as the daemon's, with another type.
+    # The setting is the daemon's, with another type.
     model_config_: ModelConfig | None = Settings.model_fields["model_config_"]  # type: ignore[assignment]
 
     @property
@@ -81,9 +82,9 @@ class ModelSettings(Settings):
     def model_reader(self) -> ModelReader:
         """Return how the daemon finds the bytes per token of the KV cache.
 
-        They are those of the configured model. Without a configured model they are those of the
-        model that the engine serves, unless the operator configured the bytes; then no model is
-        read.
+        With a configured model, the bytes are those of that model. Without a configured model, the
+        bytes are those of the model that the engine serves. If the operator configured the bytes,
+        no model is read.
         """
         if self.model_shape is None:
             is_configured = self.kv_bytes_per_token is not None

@@ -26,8 +26,8 @@ Document = dict[str, Any]
 async def fetch_document(reader: PageReader, engine_name: str | None = None) -> Document | str:
     """Fetch the document; return one line with the reason if it cannot be fetched.
 
-    If a sidecar watches several engines, it is the document of `engine_name`; without a name, there
-    must be only one engine.
+    If a sidecar watches several engines, the document is that of `engine_name`; without a name,
+    there must be only one engine.
     """
     page = await reader.fetch()
     if isinstance(page, Failure):
@@ -42,7 +42,7 @@ async def fetch_document(reader: PageReader, engine_name: str | None = None) -> 
 
 
 def choose_document(node: Document, engine_name: str | None) -> Document:
-    """Return the document of one engine of several; raises BadInput where it cannot be chosen."""
+    """Return the document of one of several engines; raise BadInput if none can be chosen."""
     engines = node.get("engines")
     if not isinstance(engines, list):
         return {}

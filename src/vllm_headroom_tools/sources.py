@@ -1,4 +1,4 @@
-"""Read settings from options, the environment and a file, with a line for each mistake in them."""
+"""Settings from options, the environment and a file, with a line for each mistake in them."""
 
 import os
 import re
@@ -26,7 +26,7 @@ AnySettings = TypeVar("AnySettings", bound=Settings)
 
 
 class Entry(NamedTuple):
-    """A value as its author wrote it, and its name in its source."""
+    """A value in its author's spelling, and the value's name in its source."""
 
     name: str
     value: object
@@ -37,7 +37,7 @@ Entries = Mapping[str, Entry]
 
 
 class SettingsSource(NamedTuple):
-    """The values that one source gives, and a line for each mistake in its names or its form."""
+    """The values from one source, and a line for each mistake in its names or its form."""
 
     entries: Entries
     mistakes: tuple[str, ...]
@@ -55,8 +55,8 @@ SERVICE_VARIABLE: Final = re.compile(
 """A variable that Kubernetes sets in every container for a Service named headroom or headroom-*."""
 
 PROBE_VARIABLES: Final = frozenset({"HEADROOM_PROBE_SNAPSHOT", "HEADROOM_PROBE_PEAKS"})
-"""Variables that only the probe reads. They are for vLLM's environment, which the sidecar may
-share.
+"""Variables that only the probe reads. These variables are for vLLM's environment, which the
+sidecar may share.
 """
 
 SHOW_SECRET: Final[Mapping[str, Callable[[object], str]]] = {
@@ -65,7 +65,7 @@ SHOW_SECRET: Final[Mapping[str, Callable[[object], str]]] = {
     "runbooks_url": show_url,
     "engine_headers": lambda _: "a value that is kept secret",
 }
-"""How a refused value that may contain a secret is shown, by the key of its setting."""
+"""The function that shows a refused value which may contain a secret, by the key of its setting."""
 
 
 def read_settings(
@@ -122,7 +122,7 @@ def _list_refused(kind: type[Settings], entries: Entries) -> Iterator[str]:
 
 
 def _read_environment(kind: type[Settings]) -> SettingsSource:
-    """Read the variables that begin with HEADROOM_; an empty one counts as not set."""
+    """Read the variables that begin with HEADROOM_; an empty variable counts as not set."""
     variables = {
         name: text
         for name, text in sorted(os.environ.items())

@@ -90,8 +90,8 @@ def render_line(line: str, stream: TextIO, style: str = "") -> str:
 def wrap_line(line: str, columns: int) -> Text:
     """Return a line with its words coloured.
 
-    A line longer than `columns` is wrapped, and continues with an indent below its last column of
-    text.
+    A line that is longer than `columns` is wrapped, and continues with an indent below its last
+    column of text.
     """
     from rich.text import Text  # noqa: PLC0415 - see above
 
@@ -117,7 +117,7 @@ TEXT_WIDTH: Final = 110
 """Our choice: the width of a text in columns, unless the terminal has fewer."""
 
 HEAD_WIDTH: Final = 9
-"""The width in columns of the words on the left of a report, which head its paragraphs."""
+"""The width of the left column of a report, in characters; its words head the paragraphs."""
 
 NO_SIDECAR: Final = "check that vllm-headroom runs there, port 9839 unless it is set otherwise"
 
@@ -169,7 +169,7 @@ Point = Sequence[Any]
 """Seconds and a value; the value of a gap is None."""
 
 Pick = Callable[[Iterable[float]], float]
-"""Returns the value that represents several values, such as their least or greatest."""
+"""Returns one value for several values, such as their least or greatest."""
 
 
 def draw_bars(
@@ -182,17 +182,17 @@ def draw_bars(
 ) -> list[str]:
     """Return the rows of a chart with a bar for each column, the highest row first.
 
-    Each column is an equal part of the curve's time. Its bar shows what `pick` returns for the
-    values in that time, or the last value before it if there are no points in it; a gap is blank.
-    `ends` are the values of the lowest and the highest bar; by default these are zero and the
-    greatest value. An empty curve gives empty rows.
+    Each column is an equal part of the curve's time. The bar of a column shows what `pick` returns
+    for the values in the column's time. Without points in that time, the bar shows the last earlier
+    value; a gap is blank. `ends` are the values of the lowest and the highest bar; by default these
+    are zero and the greatest value. An empty curve gives empty rows.
     """
     columns = _pick_columns(sorted(curve, key=lambda point: float(point[0])), width, pick)
     if ends is None:
         highest = max((value for value in columns if value is not None), default=0.0)
         ends = (0.0, highest)
     low, high = ends
-    # A level curve has no span, and any divisor gives its bars the lowest step.
+    # A level curve has no span, and with any divisor its bars get the lowest step.
     span = (high - low) or 1.0
     heights = []
     for value in columns:
@@ -221,7 +221,7 @@ def _pick_columns(curve: Sequence[Point], width: int, pick: Pick) -> list[float 
     ]
     columns: list[float | None] = []
     for start, end in pairwise((0, *edges, len(curve))):
-        # A stretch without points shows the last point before it.
+        # A stretch without points shows the last point before the stretch.
         stretch = curve[min(start, end - 1) : end]
         values = [float(value) for _, value in stretch if value is not None]
         columns.append(pick(values) if values else None)

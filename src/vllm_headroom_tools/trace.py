@@ -1,4 +1,4 @@
-"""Read a recorded trace, from a file or standard input, into snapshots."""
+"""A recorded trace, read from a file or standard input into snapshots."""
 
 import json
 import sys
@@ -80,12 +80,12 @@ OTHER_FORMATS: Final = {
     b"\x28\xb5\x2f\xfd": UNPACK.format("zstd"),
     b"\xfd7zXZ": UNPACK.format("xz"),
 }
-"""Descriptions of files in other formats, by the bytes with which they begin."""
+"""Descriptions of files in other formats, by the bytes with which such files begin."""
 
 GZIP_MAGIC: Final = b"\x1f\x8b"
 
 MAX_QUOTED_BYTES: Final = 60
-"""How many bytes an error message quotes of a file that is not a trace."""
+"""The number of bytes that an error message quotes from a file that is not a trace."""
 
 _NO_READING: Final = "the trace has no reading of the {} here"
 _GPUS_FAILED: Final = Failure(
@@ -106,7 +106,7 @@ def read_trace(trace: str) -> Iterator[Snapshot]:
 
 
 def read_snapshots(lines: Iterable[bytes], trace: str) -> Iterator[Snapshot]:
-    """Yield the snapshots of the lines of a trace, and report a large step back of its clock.
+    """Yield the snapshots in a trace's lines, and report a large step back of the trace's clock.
 
     Raises BadInput if the lines are not a trace.
     """
@@ -118,8 +118,8 @@ def read_snapshots(lines: Iterable[bytes], trace: str) -> Iterator[Snapshot]:
 def open_lines(name: str) -> Iterator[Iterator[bytes]]:
     """Open the lines of a file, or of standard input for "-", as `read_lines` returns them.
 
-    Raises BadInput if the file cannot be read; the message of a BadInput that is raised in the
-    context gets the file's name. A terminal shows how much was read.
+    Raises BadInput if the file cannot be read. A BadInput that is raised in the context gets the
+    file's name in its message. A terminal shows how much has been read.
     """
     # Closed here, so that a bar is erased before an error is reported. Python 3.13 does not close a
     # generator at exit while an error's traceback still refers to it.
@@ -164,9 +164,9 @@ def _write_note(line: str) -> None:
 
 
 def read_lines(stream: BufferedReader) -> Iterator[bytes]:
-    """Yield the lines of a file, unpacked if it is gzip; raise BadInput for a damaged one.
+    """Yield the lines of a file, unpacked if it is gzip; raise BadInput if it is damaged.
 
-    A line that is longer than the daemon's lines is cut into several.
+    A line that is longer than the daemon's lines is cut into several lines.
     """
     plain = GzipFile(fileobj=stream) if _is_packed(stream) else stream
     try:
@@ -185,8 +185,8 @@ def parse_trace(lines: Iterable[bytes], name: str = "the trace") -> Iterator[Sna
     """Yield a snapshot for each sample after the header; raise BadInput at the first wrong line.
 
     Blank lines and further headers are skipped, so that rotated traces can be concatenated. An
-    incomplete last line is skipped with a note on standard error: the daemon exited while writing
-    the line, or is still writing it.
+    incomplete last line is skipped with a note on standard error, because the daemon exited while
+    it wrote the line, or is still writing it.
     """
     number = 0
     remaining_lines = iter(lines)
@@ -195,7 +195,7 @@ def parse_trace(lines: Iterable[bytes], name: str = "the trace") -> Iterator[Sna
         if number == 1 and not _is_header(record):
             raise BadInput(f"line 1: {NO_TRACE}; this {_describe_content(line)}")
         if isinstance(record, str):
-            # Only the last line may be incomplete; earlier in the file it is damage.
+            # Only the last line may be incomplete; an earlier incomplete line is damage.
             is_incomplete = not line.endswith(b"\n") and next(remaining_lines, None) is None
             if not is_incomplete:
                 raise BadInput(f"line {number}: {record}")
@@ -212,11 +212,11 @@ def parse_trace(lines: Iterable[bytes], name: str = "the trace") -> Iterator[Sna
 
 
 def _describe_content(line: bytes) -> str:
-    """Return what a file that is not a trace is, by its first line, as the end of a sentence."""
+    """Return what a file that is not a trace is, from its first line, as the end of a sentence."""
     description = find_other_format(line)
     if description is not None:
         return f"is {description}"
-    # Imported here, because only an error needs it, and --help of plan imports this file.
+    # The import is here, because only an error needs it, and --help of `plan` imports this module.
     from vllm_headroom.parse.log.reader import read_log  # noqa: PLC0415
 
     if read_log((line,)).starts:
@@ -268,8 +268,8 @@ def parse_snapshot(record: Mapping[str, Any]) -> Snapshot:
     """Return one sample as the daemon saw it; raise BadInput for a field with a wrong value.
 
     A field that is absent or null is unknown; a source that is absent or null has failed. `t` is
-    the time of both clocks. A GPU without an index and an engine without a name are identified by
-    their place in the list.
+    the time of both clocks. A GPU without an index, or an engine without a name, is identified by
+    its place in the list.
     """
     if FORMAT in record:
         raise BadInput(NO_TRACE)
@@ -309,7 +309,7 @@ def _build_page(
 ) -> EnginePage | Failure:
     """Return the engines as a page, or a failure if `engines` is None.
 
-    A reason that is missing, or that this version does not know, becomes "unreachable".
+    If the reason is missing, or unknown to this version, it becomes "unreachable".
     """
     if engines is not None:
         return EnginePage(profile="vllm", engines=engines, inputs=())
@@ -331,8 +331,8 @@ def _join_processes(
 ) -> tuple[EngineProcess, ...] | Failure:
     """Return the processes, or a failure if they are absent.
 
-    It is also a failure if the memory of any process is unknown, because sums would be too low
-    without it.
+    The result is a failure also if the memory of any process is unknown, because sums would be too
+    low without it.
     """
     readings = tuple(process for process in processes or () if process is not None)
     if processes is None or len(readings) < len(processes):
@@ -392,11 +392,11 @@ def _find_member(kind: type[_Member], value: str | None) -> _Member | None:
 
 
 NO_PID: Final = 0
-"""The PID of every process in a trace, which identifies processes only by their start."""
+"""The PID of every process in a trace, because a trace identifies processes only by their start."""
 
 
 def parse_engine(entry: Mapping[str, Any], place: int) -> EngineReading:
-    """Return an engine; without a name it is identified by its place in the list."""
+    """Return an engine; without a name, it is identified by its place in the list."""
     defaults = {"model_name": "unknown", "engine": str(place)}
     return EngineReading(**defaults | _read_fields(entry, EngineReading, ENGINE_FIELDS))
 
@@ -416,7 +416,7 @@ def parse_gpu(entry: Mapping[str, Any], place: int) -> Gpu:
     other_bytes = read_size(entry, "other")
     memory = _parse_gpu_memory(entry, used_bytes)
     held_bytes = engine_bytes
-    # Without the engine's part, everything counts that is not known to belong to others.
+    # Without the engine's part, all bytes count that are not known to belong to other processes.
     if engine_bytes is None and used_bytes is not None:
         held_bytes = max(0, used_bytes - (other_bytes or 0))
     return Gpu(
@@ -453,7 +453,7 @@ def _parse_gpu_memory(entry: Mapping[str, Any], used_bytes: int | None) -> GpuMe
 
 
 def _parse_leftover(entry: Mapping[str, Any], _place: int) -> Leftover:
-    """Return a process that outlived its engine; raise WrongFieldError for an unknown fate."""
+    """Return a process that outlived its engine; raise WrongFieldError if its fate is unknown."""
     name = read_text(entry, "fate")
     fate = _find_member(Fate, name)
     if fate is None:
@@ -489,8 +489,7 @@ def name_by_index(index: int) -> str:
 def parse_process(entry: Mapping[str, Any], _place: int) -> EngineProcess | None:
     """Return a process; None if its memory is unknown.
 
-    Raises WrongFieldError for a role that this version does not know, because the sums would be
-    wrong.
+    Raises WrongFieldError if this version does not know the role, because the sums would be wrong.
     """
     name = read_text(entry, "role")
     role = Role.OTHER if name is None else _find_member(Role, name)

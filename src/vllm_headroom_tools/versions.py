@@ -18,10 +18,10 @@ _PRERELEASE: Final = re.compile(r"[._-]?(?:a|b|c|rc|alpha|beta|pre|preview|dev)"
 
 
 def parse_version(text: str) -> Version | None:
-    """Parse a version; None if the text is not a release, such as a nightly, or is too old.
+    """Parse a version; None if the text is not a release (such as a nightly), or is too old.
 
     A candidate or development version counts as the release before its own, because it may lack
-    what its release adds: 0.12.0rc1 counts as 0.11.0.
+    what that release adds: 0.12.0rc1 counts as 0.11.0.
     """
     match = _VERSION.fullmatch(text.strip())
     if match is None:
@@ -54,7 +54,7 @@ class Fault(Struct, frozen=True):
     """What the fault harms."""
 
     text: str
-    """What happens."""
+    """The description of the fault."""
 
     options: tuple[str, ...] = ()
     """Settings of vLLM, each of which makes the fault possible; empty if it needs none."""
@@ -74,13 +74,13 @@ class Fault(Struct, frozen=True):
     """The kind of process with growing host memory; None if no host memory grows."""
 
     advice: str = ""
-    """What to do about the growth; empty if nothing is known to help."""
+    """The steps against the growth; empty if no step is known to help."""
 
     def is_in(self, version: Version) -> bool:
         """Return whether this version has the fault.
 
-        A version after the last in which it was observed, and before the one that fixed it, does
-        not have it.
+        A version does not have the fault if it is newer than the last in which the fault was
+        observed, and older than the one that fixed it.
         """
         if version < self.first_version:
             return False
@@ -179,7 +179,7 @@ FAULTS: Final = (
         fixed_version=(0, 11, 1),
     ),
 )
-"""From the issues and the wheels of vLLM, as read in September 2026."""
+"""The faults in the issues and the wheels of vLLM, as read in September 2026."""
 
 
 def list_faults(version: Version, options: Collection[str]) -> Iterator[Fault]:

@@ -10,15 +10,16 @@ LAST_RELEASE: Final = (0, 33)
 """The newest of these releases."""
 
 TABLE: Final = Path(__file__).with_name("vllm_options.tsv")
-"""All options of `vllm serve` in each of these releases: their names, and what they take
-(engine/arg_utils.py, entrypoints/openai/cli_args.py, and entrypoints/common/cli_args.py)."""
+"""All options of `vllm serve` in each of these releases: the options' names, and the values that
+they take (engine/arg_utils.py, entrypoints/openai/cli_args.py, and entrypoints/common/cli_args.py).
+"""
 
 OPTIMISATION_LEVEL: Final = "-O"
 """The level's short name, which vLLM's parser of command lines adds."""
 
 
 def list_vllm_options() -> set[str]:
-    """Return the names of all options, with --no- before those of switches."""
+    """Return the names of all options, and for switches also the names with --no-."""
     names = {OPTIMISATION_LEVEL}
     for line in TABLE.read_text(encoding="utf-8").splitlines():
         row_names, takes = line.split("\t")

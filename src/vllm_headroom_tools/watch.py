@@ -106,7 +106,7 @@ async def _run(arguments: Namespace) -> Report | int:
         ca_file=arguments.ca_file,
     )
     try:
-        # These read once, because a program wants one answer.
+        # These options read the document once, because a program wants one answer.
         if arguments.json or arguments.exit_code is not None:
             document = await fetch_document(reader, arguments.engine)
             if isinstance(document, str):
@@ -170,8 +170,9 @@ def build_report(document: Document) -> Report:
 def judge_leak(document: Document, within_seconds: float) -> Report:
     """Return the report, with exit status 1 if a leak may soon end a serving engine.
 
-    That is a leak with an alarm and with an earliest time to out-of-memory below `within_seconds`.
-    Otherwise the status is 0. Raises BadInput if the document has another structure or is stale.
+    The status is 1 if a leak has an alarm and its earliest time to out-of-memory is below
+    `within_seconds`. In all other cases the status is 0. Raises BadInput if the document has
+    another structure or is stale.
     """
     try:
         age_seconds = document["age_seconds"]
@@ -184,13 +185,13 @@ def judge_leak(document: Document, within_seconds: float) -> Report:
         raise BadInput(NO_DOCUMENT) from None
     if is_stale:
         raise BadInput("the sidecar has no new sample: read its log")
-    # A leak cannot end an engine that is already down.
+    # An engine that is already down cannot be ended by a leak.
     exit_status = 1 if is_serving and is_leaking_soon else 0
     return replace(report, lines=lines, exit_status=exit_status)
 
 
 def _list_states_within(document: Document, within_seconds: float) -> list[str]:
-    """Return the leak states of the GPUs and roles that may be out of memory within this time."""
+    """Return the leak states of the GPUs and roles that may run out of memory within this time."""
     host_seconds = document["host_time_to_oom_seconds_lower"]
     leaks = [(gpu["leak_state"], gpu["time_to_oom_seconds_lower"]) for gpu in document["gpus"]]
     leaks += [(state, host_seconds) for state in (document["host_leak_state"] or {}).values()]
@@ -212,13 +213,13 @@ async def _draw_live(fetch: FetchDocument, host: str) -> NoReturn:
 async def _write_lines(fetch: FetchDocument, _host: str) -> NoReturn:
     """Write all verdicts once, then each one with a changed level, alert or engine state.
 
-    This continues until the task is cancelled.
+    The task continues until it is cancelled.
     """
     previous_keys: set[str] = set()
     while True:
         document = await fetch()
-        # A text explains why there is no document. As its own key it is written once, not every
-        # time.
+        # A text explains why there is no document. The text is its own key, so it is written once
+        # and not every time.
         lines = {document: document} if isinstance(document, str) else _describe_verdicts(document)
         for key, line in lines.items():
             if key not in previous_keys:

@@ -22,11 +22,12 @@ from vllm_headroom_tools.sizing.estimate import (
 from vllm_headroom_tools.vllm_options import LAST_RELEASE
 
 MIN_OWN_BYTES: Final = 3 * GIB // 10
-"""The least memory that vLLM takes before its check of free memory.
+"""The least memory that vLLM takes before it checks the free memory.
 
-When vLLM reads the free memory, its own CUDA context, and from 0.11 on NCCL's buffers, are already
-on the GPU. In its line "Free memory on device (F/T GiB) on startup", F is 0.33 (B200) to 0.53 GiB
-(H100) below T on GPUs that are otherwise empty, and 0.49 to 1.55 GiB with tensor parallelism.
+When vLLM reads the free memory, its own CUDA context is already on the GPU, and from 0.11 on also
+NCCL's buffers. vLLM logs "Free memory on device (F/T GiB) on startup". On GPUs that are otherwise
+empty, F is 0.33 (B200) to 0.53 GiB (H100) below T, and 0.49 to 1.55 GiB below T with tensor
+parallelism.
 """
 
 MAX_OWN_BYTES: Final = 6 * GIB // 10
@@ -49,7 +50,7 @@ class MemoryRequest(Struct, frozen=True, kw_only=True):
 
     @property
     def max_own_bytes(self) -> int:
-        """Return the most memory that vLLM takes for itself before its check of free memory."""
+        """Return the most memory that vLLM takes for itself before it checks the free memory."""
         return MAX_OWN_PARALLEL_BYTES if self.tensor_parallel_size > 1 else MAX_OWN_BYTES
 
 
@@ -74,7 +75,7 @@ def compute_highest_utilization(request: MemoryRequest, memory: GpuMemory) -> fl
     free_bytes = memory.free_bytes
     if memory.machine_available_bytes is not None:
         free_bytes = min(free_bytes, memory.machine_available_bytes - LEFT_TO_THE_MACHINE_BYTES)
-    # Rounded down, because vLLM refuses a share that is larger than the free memory.
+    # The share is rounded down, because vLLM refuses a share that is larger than the free memory.
     hundredths = (free_bytes - request.max_own_bytes) * 100 // memory.usable_bytes
     return hundredths / 100 if hundredths > 0 else None
 
@@ -96,9 +97,9 @@ class Kind(StrEnum):
 
 
 class Obstacle(Struct, frozen=True):
-    """Something that keeps vLLM from starting, or that is unknown.
+    """Something that keeps vLLM from starting, or something that is unknown.
 
-    With the verdict GOOD it is only a remark.
+    If its verdict is GOOD, the finding is only a remark.
     """
 
     kind: Kind
@@ -106,7 +107,7 @@ class Obstacle(Struct, frozen=True):
     text: str
 
     fix: str | None = None
-    """What to do; None if the text itself ends with that."""
+    """The steps to take; None if the text itself ends with them."""
 
     gpu: int | None = None
     """NVML's index of the GPU; None if the finding is not about one GPU."""
@@ -123,7 +124,7 @@ class Obstacle(Struct, frozen=True):
 CERTAIN_REASONS: Final = frozenset(
     {Reason.DRIVER_MISSING, Reason.VERSION_MISMATCH, Reason.NO_DEVICES, Reason.DEVICE_LOST}
 )
-"""With these failures CUDA fails as well, and so does vLLM; with others vLLM may still start."""
+"""With these failures, CUDA and so vLLM fails as well; with other failures vLLM may still start."""
 
 RECOMMENDED_SHM_BYTES: Final = GIB
 """The size of /dev/shm that NVIDIA recommends for containers (NCCL user guide, troubleshooting:
@@ -138,7 +139,7 @@ LARGER_SHM: Final = (
 def report_failure(failure: Failure, gpu: int | None = None) -> Obstacle:
     """Return the finding on a failure of NVML, or of one GPU.
 
-    It is "cannot tell" for a failure with which vLLM may still start.
+    The finding is "cannot tell" if vLLM may still start with the failure.
     """
     is_certain = failure.reason in CERTAIN_REASONS
     return Obstacle(
@@ -171,7 +172,7 @@ def check_memory(
         )
     else:
         yield from _check_free_memory(device, memory, request, holders)
-    # A GPU that uses the machine's memory cannot use swap, zram included.
+    # If a GPU uses the machine's memory, the GPU cannot use swap, zram included.
     if memory is not None and memory.is_unified and swap_bytes:
         swap = f"the machine's {format_gib(swap_bytes)} of swap and zram count as no room"
         yield Obstacle(
@@ -186,12 +187,13 @@ def _check_free_memory(
     device: GpuReading, memory: GpuMemory, request: MemoryRequest, holders: str
 ) -> Iterator[Obstacle]:
     """Check a GPU with known memory: a shortage, a close fit, or a shared machine's limits."""
-    # What is left beside vLLM's request, before its own processes take their part.
+    # The memory that is left beside vLLM's request, before vLLM's own processes take their part.
     spare_bytes = memory.free_bytes - compute_requested_bytes(request, memory)
     if spare_bytes < MIN_OWN_BYTES:
         yield _report_shortage(device, memory, request, holders)
         return
-    # What vLLM takes before its check is a range; between its ends, the start may succeed.
+    # vLLM takes an amount within a range before its check; if the spare memory is within that
+    # range, the start may succeed.
     if spare_bytes < request.max_own_bytes:
         yield _report_memory(
             device,
@@ -211,12 +213,12 @@ def _check_free_blocks(
 ) -> Iterator[Obstacle]:
     """Check the blocks of 2 MiB that are free on a machine that shares its memory with the GPU.
 
-    The driver maps memory in such blocks, so free memory in smaller pieces does not help it.
+    The driver maps memory in such blocks, so it cannot use free memory in smaller pieces.
     """
     blocks_bytes = memory.machine_free_blocks_bytes
     if blocks_bytes is None or blocks_bytes >= requested_bytes:
         return
-    # A machine with few free blocks fails at once; with many it may run out later.
+    # A machine with few free blocks fails at once; a machine with many may run out of blocks later.
     is_scarce = blocks_bytes < SCARCE_BLOCKS_BYTES
     yield Obstacle(
         Kind.HOST,
@@ -236,7 +238,7 @@ def _check_machine(
 ) -> Iterator[Obstacle]:
     """Check whether vLLM leaves enough memory to a machine that shares its memory with the GPU."""
     requested_bytes = compute_requested_bytes(request, memory)
-    # Computed with the most that vLLM takes, because a machine that swaps hangs.
+    # The check assumes the most that vLLM takes, because a machine that swaps hangs.
     left_bytes = available_bytes - requested_bytes - request.max_own_bytes
     if left_bytes >= LEFT_TO_THE_MACHINE_BYTES:
         return
@@ -265,7 +267,7 @@ def _report_shortage(
         f"vLLM requests {format_gib(requested_bytes)} besides the {format_gib(MIN_OWN_BYTES)} or"
         " more that it takes before its check"
     )
-    # Neither waiting nor stopping others helps if the card is too small.
+    # If the card is too small, neither waiting nor stopping other processes helps.
     if needed_bytes > memory.usable_bytes:
         return _report_memory(
             device,
@@ -316,7 +318,7 @@ def check_gpu_faults(device: GpuReading, faults: GpuFaults | None) -> Iterator[O
         " node), or reboot the node"
     )
     if faults.ecc is not None:
-        # On some cards ECC takes a part of the memory, so a reset would change what fits.
+        # ECC takes a part of the memory on some cards, so a reset would change what fits.
         is_on, is_on_after_reset = faults.ecc
         if is_on != is_on_after_reset:
             now, later = ("on", "off") if is_on else ("off", "on")
@@ -338,11 +340,11 @@ def check_gpu_faults(device: GpuReading, faults: GpuFaults | None) -> Iterator[O
 
 
 HOT_CELSIUS: Final = 87.0
-"""From this temperature on, a GPU slows itself down; HeadroomGpuHot has the same limit."""
+"""A GPU slows itself down from this temperature on; HeadroomGpuHot has the same limit."""
 
 
 def check_heat(device: GpuReading) -> Iterator[Obstacle]:
-    """Remark that a GPU is hot before it has any work: vLLM would start on it, but be slow."""
+    """Remark that a GPU is hot before it works: vLLM would start on the GPU, but be slow."""
     if device.temperature_celsius is not None and device.temperature_celsius >= HOT_CELSIUS:
         yield Obstacle(
             Kind.HEAT,
@@ -362,7 +364,7 @@ driver version for minor version compatibility)."""
 def check_driver(driver_version: str | None, cuda_major: int | None) -> Iterator[Obstacle]:
     """Check that the driver is new enough for the CUDA of the vLLM in this environment.
 
-    Either is None if it is unknown; then there is nothing to report.
+    If the driver's version or CUDA's is unknown (None), there is nothing to report.
     """
     required = CUDA_DRIVERS.get(cuda_major or 0)
     parts = re.match(r"(\d+)\.(\d+)", driver_version or "")
@@ -387,8 +389,8 @@ def check_unknown_options(
     """Report the options that no release of vLLM in our table has.
 
     `unknown_options` has a line on each. `vllm_version` is the version of the vLLM in this
-    environment. If the table has the options of that release, it would refuse to start; otherwise a
-    newer release may have them.
+    environment. If the table has the options of that release, the release would refuse to start;
+    otherwise a newer release may have the options.
     """
     release = re.match(r"(\d+)\.(\d+)", vllm_version or "")
     is_refused = release is not None and (int(release[1]), int(release[2])) <= LAST_RELEASE
@@ -469,7 +471,7 @@ def check_host_memory(host: HostMemory | None, request: MemoryRequest) -> Iterat
 def check_offload_files(sizes_bytes: Mapping[str, int]) -> Iterator[Obstacle]:
     """Report the files that an offloaded KV cache has left in /dev/shm.
 
-    `sizes_bytes` has their sizes by path; yields nothing if it is empty.
+    `sizes_bytes` has the sizes of these files by path. Yields nothing if it is empty.
     """
     if sizes_bytes:
         files = ", ".join(f"{name} ({format_gib(size)})" for name, size in sizes_bytes.items())
@@ -495,7 +497,7 @@ def check_shared_memory(shm: Shm | None) -> Iterator[Obstacle]:
     )
     if shm.free_bytes < SHM_QUEUE_BYTES:
         fix = LARGER_SHM
-        # A /dev/shm that is large but full has files that somebody left there.
+        # If /dev/shm is large but full, somebody left files there.
         if shm.total_bytes >= RECOMMENDED_SHM_BYTES:
             fix = "remove what a killed instance left there (vllm_*, psm_*, nccl-*)"
         yield Obstacle(
@@ -515,7 +517,7 @@ def _format_mib(n_bytes: int) -> str:
 
 
 class GpuChoice(Struct, frozen=True, kw_only=True):
-    """The options that choose vLLM's GPUs; an option that is not set is None."""
+    """The options that choose vLLM's GPUs; an option is None if it is not set."""
 
     named: tuple[str, ...] | None = None
     """NVML's indices or UUIDs."""
@@ -533,10 +535,10 @@ class GpuChoice(Struct, frozen=True, kw_only=True):
 def choose_gpus(
     devices: tuple[GpuReading, ...], choice: GpuChoice
 ) -> tuple[tuple[GpuReading, ...], tuple[Obstacle, ...]]:
-    """Return the GPUs that vLLM will use, and findings on that choice.
+    """Return the GPUs that vLLM will use, and findings on the choice.
 
-    They are the named GPUs. Without names, they are the first `count` GPUs in CUDA_VISIBLE_DEVICES,
-    because vLLM takes the first. Both results may be empty.
+    The result is the named GPUs. Without names, the result is the first `count` GPUs in
+    CUDA_VISIBLE_DEVICES, because vLLM takes the first. Both results may be empty.
     """
     # Names given by --gpus take precedence over the variable.
     names = choice.visible if choice.named is None else choice.named
@@ -595,7 +597,7 @@ def _depends_on_order(
 ) -> bool:
     """Return whether vLLM may take other GPUs than `chosen`, by an order of CUDA's own.
 
-    That matters only if the GPUs are of different kinds and some are left out.
+    The order matters only if the GPUs are of different kinds and some are left out.
     """
     if choice.has_slot_order or len({device.name for device in devices}) <= 1:
         return False
@@ -608,7 +610,7 @@ def _depends_on_order(
 def check_identical(devices: Sequence[GpuReading]) -> Iterator[Obstacle]:
     """Check that GPUs which work in parallel have the same name and the same memory.
 
-    Yields nothing if they do. GPUs that cannot be read have a finding of another check.
+    Yields nothing if they have. GPUs that cannot be read have a finding of another check.
     """
     # GPUs with equal names but unequal bytes differ in their ECC mode.
     kinds = {

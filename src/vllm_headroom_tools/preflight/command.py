@@ -57,13 +57,13 @@ LOOK_INTERVAL_SECONDS: Final = 1.0
 """Our choice: with --wait, the pause between two looks."""
 
 WAIT_REPORT_SECONDS: Final = 10.0
-"""Our choice: with --wait, the time between two reports of what is waited for."""
+"""Our choice: the time between two reports of what --wait waits for."""
 
 PROC: Final = Path("/proc")
 SHM: Final = Path("/dev/shm")  # noqa: S108 - it is looked at, nothing is written there
 
 IGNORABLE: Final = (Kind.ECC, Kind.IDENTICAL, Kind.SHM, Kind.HOST)
-"""The kinds of findings that --ignore accepts: with them, vLLM may start all the same."""
+"""The kinds of findings that --ignore accepts, because vLLM may start despite such a finding."""
 
 DEFAULT_PORTS: Final = {"http": 80, "https": 443}
 
@@ -144,7 +144,7 @@ async def wait_until_settled(
     clearance = await look()
     looked_at_seconds = now()
     repeat_at_seconds = looked_at_seconds
-    # It waits only for obstacles that may go away by themselves.
+    # The loop waits only for obstacles that may disappear without help.
     while clearance.may_pass and now() < ends_at_seconds:
         if now() >= repeat_at_seconds:
             reasons = "; ".join(
@@ -170,7 +170,7 @@ def _read_choice(arguments: Namespace, environ: Mapping[str, str]) -> GpuChoice:
     if "CUDA_VISIBLE_DEVICES" in environ:
         variable = "CUDA_VISIBLE_DEVICES"
     visible = environ.get(variable)
-    # By default CUDA orders GPUs by speed, which may differ from NVML's order.
+    # CUDA orders GPUs by speed by default, which may differ from NVML's order.
     has_slot_order = environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
     if visible is None or arguments.gpus == "all":
         return GpuChoice(count=count, has_slot_order=has_slot_order)
@@ -185,8 +185,8 @@ def _read_choice(arguments: Namespace, environ: Mapping[str, str]) -> GpuChoice:
 def _read_request(arguments: Namespace) -> MemoryRequest:
     """Return the memory that vLLM requests.
 
-    Without options, that is vLLM's default share for a start. For a wake-up it is nothing yet,
-    because the engine's page has the share.
+    If no options are given, the request is vLLM's default share for a start. For a wake-up the
+    request is empty at first, because the engine's page has the share.
     """
     utilization_ratio = arguments.gpu_memory_utilization
     has_size = utilization_ratio is not None or arguments.bytes is not None
@@ -200,7 +200,7 @@ def _read_request(arguments: Namespace) -> MemoryRequest:
 
 
 def _find_port(url: str | None) -> int:
-    """Return the port of the engine; without a URL 0, which means any engine on this machine."""
+    """Return the port of the engine; 0 without a URL, which means any engine on this machine."""
     if url is None:
         return 0
     parts = urlsplit(url)

@@ -1,4 +1,4 @@
-"""One look at the GPUs, their processes and /dev/shm, through the daemon's own readers."""
+"""One look at the GPUs, their processes and /dev/shm, with the daemon's own readers."""
 
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -28,8 +28,8 @@ from vllm_headroom.worker import Worker
 PROCESSES_SECONDS: Final = 2.0
 
 ENDED: Final = "a process that has ended"
-"""The name of a process that NVML still lists although it is missing or a zombie in the machine's
-/proc: the driver has not freed its memory yet.
+"""The name of a process that NVML still lists although the process is missing or a zombie in the
+machine's /proc. The driver has not yet freed the memory of such a process.
 """
 
 
@@ -56,12 +56,12 @@ class Conditions(Struct, frozen=True, kw_only=True):
     """
 
     shm: Shm | None
-    """None if there is no /dev/shm."""
+    """The size of /dev/shm; None if there is no /dev/shm."""
 
     offload_sizes_bytes: Mapping[str, int] = {}
     """The sizes of the files in /dev/shm to which a KV cache was offloaded, by path.
 
-    Empty while a vLLM is visible, because it may use them.
+    The field is empty while a vLLM is visible, because that vLLM may use the files.
     """
 
     host: HostMemory | None = None
@@ -71,8 +71,8 @@ class Conditions(Struct, frozen=True, kw_only=True):
     """The machine's swap, including zram; None if it is unknown."""
 
     cuda_major: int | None = None
-    """The major version of the CUDA that comes with the vLLM in this environment; None if there is
-    none.
+    """The major version of the CUDA that is installed with the vLLM in this environment; None if
+    there is none.
     """
 
     vllm_version: str | None = None
@@ -85,14 +85,14 @@ class Conditions(Struct, frozen=True, kw_only=True):
 async def read_conditions(
     gpus: Gpus, processes: Processes, *, proc: Path, shm: Path, timeout_seconds: float
 ) -> Conditions:
-    """Read the machine once; what cannot be read is a Failure, None or empty in the result.
+    """Read the machine once; a part that cannot be read is a Failure, None or empty in the result.
 
     Each of the two readings of the GPUs may take `timeout_seconds`.
     """
     readings = await gpus.read(timeout_seconds)
     if isinstance(readings, Failure):
         return Conditions(readings=readings, faults=(), holders={}, shm=read_shm(shm))
-    # Read separately, because NVML needs several calls per GPU to read faults.
+    # The faults are read separately, because NVML needs several calls per GPU for them.
     faults = await gpus.read_faults(timeout_seconds)
     listed = await processes.read(PROCESSES_SECONDS)
     holders = await _find_holders(readings, listed, proc)
@@ -123,7 +123,7 @@ CUDA_PACKAGES: Final = ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12")
 
 
 def find_cuda_major() -> int | None:
-    """Return the major version of the CUDA that is installed beside this program; None without."""
+    """Return the major version of the CUDA beside this program; None if there is none."""
     for package in CUDA_PACKAGES:
         try:
             version = metadata.version(package)
@@ -135,7 +135,7 @@ def find_cuda_major() -> int | None:
 
 
 def find_vllm_version() -> str | None:
-    """Return the version of the vLLM that is installed beside this program; None without."""
+    """Return the version of the vLLM beside this program; None if there is none."""
     try:
         return metadata.version("vllm")
     except metadata.PackageNotFoundError:
@@ -167,8 +167,8 @@ async def _find_holders(
 ) -> dict[str, tuple[GpuOccupant, ...]]:
     """Return the processes on each GPU, by its UUID.
 
-    A GPU is absent if NVML does not list its processes. Names and sizes are None if the driver
-    gives pids or sizes that are not valid in this container.
+    A GPU is absent if NVML does not list its processes. Names and sizes are None if the driver's
+    pids or sizes are not valid in this container.
     """
     names: dict[int, str] = {}
     if not isinstance(listed, Failure) and are_pids_reliable(readings, listed):
@@ -194,7 +194,7 @@ async def _name_processes(
 ) -> dict[int, str]:
     """Return the names of the processes on the GPUs, by pid.
 
-    A process that has ended has the name ENDED. A process without a readable name is absent.
+    The name of a process that has ended is ENDED. A process without a readable name is absent.
     """
     pids: set[int] = set()
     for device in readings.devices:

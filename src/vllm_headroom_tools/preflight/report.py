@@ -31,8 +31,8 @@ class GpuReport(Struct, frozen=True, kw_only=True):
     unlisted_bytes: int | None
     """The memory in use that belongs to none of the listed processes.
 
-    It belongs to processes that are not visible here, or to a process that has ended but still has
-    memory that the driver has not freed.
+    That memory belongs to processes that are not visible here, or to an ended process whose memory
+    the driver has not freed.
     """
 
 
@@ -46,12 +46,12 @@ class Clearance(Struct, frozen=True, kw_only=True):
 
     @property
     def verdict(self) -> Conclusion:
-        """Return whether vLLM would start; a certain obstacle outweighs what is unknown."""
+        """Return whether vLLM would start; a certain obstacle outweighs unknown facts."""
         return find_worst(finding.verdict for finding in self.findings)
 
     @property
     def hindrances(self) -> tuple[Obstacle, ...]:
-        """Return the findings that are not remarks: obstacles, and what is unknown."""
+        """Return the findings that are not remarks: obstacles, and unknown facts."""
         return tuple(finding for finding in self.findings if finding.verdict is not Conclusion.GOOD)
 
     @property
@@ -96,12 +96,12 @@ def judge_conditions(
         findings += _check_gpu(gpu, conditions, request)
     findings += checks.check_host_memory(conditions.host, request)
     findings += checks.check_offload_files(conditions.offload_sizes_bytes)
-    # One GPU needs neither equal partners nor shared memory.
+    # A single GPU needs neither equal partners nor shared memory.
     if request.tensor_parallel_size > 1:
         findings += checks.check_identical(devices)
         findings += checks.check_nvlink(devices, conditions.faults)
         findings += checks.check_shared_memory(conditions.shm)
-    # Each MIG instance reports the faults of its whole GPU, so they would be repeated.
+    # Each MIG instance reports the faults of its whole GPU, which would repeat them.
     unique_findings = dict.fromkeys(findings)
     return Clearance(
         conditions=conditions,
@@ -140,7 +140,7 @@ def describe_holders(gpu: GpuReport) -> str:
 
 
 def list_shares(gpu: GpuReport) -> Iterator[tuple[str, str]]:
-    """Yield each holder of a GPU's memory: its size as a text; empty if unknown, and its name."""
+    """Yield each holder of a GPU's memory: its size as a text (empty if unknown), and its name."""
     for holder in gpu.holders or ():
         name = f"pid {holder.pid}"
         if holder.name is not None:
@@ -156,8 +156,8 @@ def build_gpu_report(
 ) -> GpuReport:
     """Return the figures of a GPU for this request.
 
-    Both are None if the GPU's memory is unknown; the highest utilization is also None if no share
-    fits.
+    Both figures are None if the GPU's memory is unknown; the highest utilization is also None if no
+    share fits.
     """
     holders = conditions.holders.get(device.uuid)
     memory = device.memory
@@ -198,7 +198,7 @@ VERDICT_WORDS: Final = {
 
 
 def build_report(clearance: Clearance) -> Report:
-    """Return the report; its headline names the first finding that decides the verdict."""
+    """Return the report; its headline is the first finding that decides the verdict."""
     headline = VERDICT_WORDS[clearance.verdict]
     if clearance.waited_seconds >= 1:
         headline = f"{headline} after {clearance.waited_seconds:.0f} s"
@@ -232,7 +232,7 @@ def _render_text(clearance: Clearance, headline: str) -> Iterator[str]:
         marks[Conclusion.CANNOT_TELL] = ""  # the headline has these words
     for finding, next_finding in zip_longest(clearance.findings, clearance.findings[1:]):
         yield f"  {marks[finding.verdict]}{finding.sentence}"
-        # Findings with the same fix show it once, after the last of them.
+        # If findings have the same fix, it is shown once, after the last of them.
         is_repeated = next_finding is not None and next_finding.fix == finding.fix
         if finding.fix is not None and not is_repeated:
             yield f"    {finding.fix}"
@@ -264,7 +264,7 @@ def _build_data(clearance: Clearance) -> dict[str, Any]:
     findings = []
     for finding in clearance.findings:
         values = asdict(finding)
-        # Only this command judges whether waiting could help.
+        # The field is left out, because only this command judges whether waiting could help.
         del values["may_pass"]
         findings.append(values)
     return {
@@ -309,8 +309,8 @@ def judge_wake(
 ) -> Clearance:
     """Judge whether a sleeping engine could wake up in the free memory of its GPUs.
 
-    `given_request` is the request that the operator set. An engine that is awake holds its share of
-    the GPU, within a GiB or two: activations vary, and CUDA graphs are not part of the share.
+    `given_request` is the request that the operator set. An awake engine holds its share of the GPU
+    to within a GiB or two, because activations vary, and CUDA graphs are not part of the share.
     """
     if isinstance(conditions.readings, Failure):
         return Clearance(
@@ -320,7 +320,7 @@ def judge_wake(
     gpus = []
     for device in conditions.readings.devices:
         gpu = build_gpu_report(device, conditions, request or given_request)
-        # A GPU on which the engine holds no memory is not needed to wake up.
+        # If the engine holds no memory on a GPU, it does not need that GPU to wake up.
         pids = {holder.pid for holder in gpu.holders or ()}
         if pids & conditions.engine_pids:
             # The utilization that would work now applies to a start, not to a wake-up.
@@ -340,7 +340,8 @@ def _check_wake(
 ) -> tuple[Obstacle, ...]:
     """Return a finding for each GPU of a sleeping engine.
 
-    If the engine is awake, or if its state or its GPUs are unknown, one finding reports that.
+    If the engine is awake, or if its state or its GPUs are unknown, the function returns one
+    finding on that.
     """
     if isinstance(page, Failure):
         return (_report_unknown_engine(page.message),)
@@ -379,20 +380,20 @@ def _report_awake(host: HostMemory | None) -> Obstacle:
 
 
 def _find_request(page: EnginePage | Failure, given_request: MemoryRequest) -> MemoryRequest | None:
-    """Return the memory that the engine takes: by the options, or else by its page.
+    """Return the memory that the engine takes, from the options or else from its page.
 
-    Returns None if the options set nothing and the page has no single share, or if the KV cache was
-    configured in bytes. Without a page, only the options count.
+    Returns None if the options set nothing and the page has no single share, or if an option set
+    the KV cache's size in bytes. Without a page, only the options count.
     """
     is_given = (
         given_request.utilization_ratio is not None or given_request.bytes_per_gpu is not None
     )
     if isinstance(page, Failure) or is_given:
         return given_request
-    # With a KV cache of a fixed size, vLLM ignores the share that the page reports.
+    # If the KV cache has a fixed size, vLLM ignores the share that the page reports.
     if any(engine.kv_cache_memory_bytes for engine in page.engines):
         return None
-    # The engines differ, and it is not known which of them sleeps.
+    # The engines differ, and it is unknown which of them sleeps.
     ratios = {engine.gpu_memory_utilization_ratio for engine in page.engines}
     if len(ratios) != 1:
         return None
@@ -415,7 +416,7 @@ def _check_gpu_wake(
     if memory is None or held_bytes is None:
         text = "what the engine holds of it cannot be seen from here"
         return Obstacle(Kind.ENGINE, Conclusion.CANNOT_TELL, text, SEE_PROCESSES, gpu=index)
-    # What the engine holds asleep does not need to be free.
+    # The memory that the engine holds asleep does not need to be free.
     wake_bytes = max(0, checks.compute_requested_bytes(request, memory) - held_bytes)
     text = (
         f"the engine sleeps and holds {format_gib(held_bytes)}; to wake takes about"

@@ -1,4 +1,4 @@
-"""The command `probe`: installs the probe where vLLM finds it, and requests recordings."""
+"""The command `probe`: it installs the probe where vLLM finds it, and requests recordings."""
 
 from argparse import Namespace
 from pathlib import Path
@@ -25,7 +25,7 @@ MAX_RECORD_SECONDS: Final = 3600
 class ProbeSettings(Settings):
     """The daemon's settings, because the command runs in the daemon's environment.
 
-    Only the settings that this command uses can be set by its options.
+    The command's options set only the settings that this command uses.
     """
 
     no_options: ClassVar = frozenset(Settings.model_fields) - {"probe_dir"}
@@ -71,9 +71,9 @@ def _add_options(parser: Parser) -> None:
 
 
 async def _run(arguments: Namespace) -> Report:
-    """Do what the action names and return the report; raise BadOptions for unsuitable options.
+    """Perform the action and return its report; raise BadOptions if the options do not suit it.
 
-    Raises BadInput if it cannot be done.
+    Raises BadInput if the action cannot be done.
     """
     place = arguments.place
     seconds = arguments.seconds

@@ -16,12 +16,13 @@ packages on its path."""
 
 FOLDER_MODE: Final = 0o755
 FILE_MODE: Final = 0o644
-"""A mode with which everybody can read: vLLM runs as another user, and the umask may be stricter.
+"""A mode with which everybody can read, because vLLM runs as another user, and the umask may be
+stricter.
 """
 
 
 def install(folder: Path) -> tuple[str, ...]:
-    """Install the probe in a folder, replacing an older one; return the names of its two folders.
+    """Install the probe in a folder, in place of an older one; return the names of its two folders.
 
     Raises BadInput if this installation contains no probe, or if the folder cannot be written.
     """
@@ -32,7 +33,7 @@ def install(folder: Path) -> tuple[str, ...]:
     version = metadata.version("vllm-headroom")
     package = folder / PACKAGE
     info = folder / f"{PACKAGE}-{version}.dist-info"
-    # A folder that already exists keeps its mode, because it may belong to another package.
+    # An existing folder keeps its mode, because it may belong to another package.
     new_folders = [package, info] if folder.exists() else [folder, package, info]
     try:
         for old in (package, *folder.glob(f"{PACKAGE}-*.dist-info")):

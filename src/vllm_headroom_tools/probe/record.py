@@ -35,20 +35,20 @@ MAX_FRAMES: Final = 16
 """The largest number of frames of a stack."""
 
 ProcessAnswer = dict[str, Any]
-"""A process's answer, as --json has it: a `note`, the `cost`, and the `host` and `gpu` stacks that
-hold most memory.
+"""A process's answer in the form of --json: a `note`, the `cost`, and the `host` and `gpu` stacks
+that hold most memory.
 
 `bytes` of a stack is the memory that was allocated there during the recording and is still held.
-Its first frame is the line that allocated it. The cost is what the recording took from the process:
-`pause_seconds` is for how long the process stood still at the end.
+The first frame of a stack is the line that allocated the memory. The cost is what the recording
+took from the process; `pause_seconds` is the time for which the process stood still at the end.
 """
 
 
 def parse_answer(content: bytes, request_id: str) -> ProcessAnswer | str | None:
     """Parse the answer to a request.
 
-    Returns None for the answer to another request, and a text that describes the problem for an
-    answer that cannot be used.
+    Returns None for the answer to another request. Returns a text on the problem if the answer
+    cannot be used.
     """
     try:
         document = json.loads(content)
@@ -103,15 +103,15 @@ REQUEST: Final = "record.json"
 NO_ANSWER: Final = "no answer"
 
 TOUCH_SECONDS: Final = 5.0
-"""The time after which the request's file is touched again. If a request was not touched for a
-minute, nobody waits for it any more, and the probes stop the recording.
+"""The time after which the request's file is touched again. A request that was not touched for a
+minute has no reader any more, and the probes stop its recording.
 """
 
 POLL_SECONDS: Final = 0.5
 
 RECORD_ANSWER_SECONDS: Final = 60.0
-"""The longest wait for answers after the end: the probes look for the end every five seconds, and
-take seconds to add up the stacks.
+"""The longest wait for answers after the end of the recording: the probes look for the end every
+five seconds, and take seconds to add up the stacks.
 """
 
 MAX_ANSWER_BYTES: Final = 256 * 1024
@@ -135,13 +135,13 @@ async def record(
 ) -> dict[str, Any]:
     """Make all processes record these kinds of memory for some seconds; return the data of --json.
 
-    A process without a usable answer has a `problem`, and its figures are None. Raises BadInput
-    without any process, while another recording runs, or if the folder cannot be written. If this
-    is cancelled or killed, the probes stop recording within a minute.
+    A process without a usable answer has a `problem`, and its figures are None. Raises BadInput if
+    there is no process, while another recording runs, or if the folder cannot be written. If this
+    call is cancelled or killed, the probes stop recording within a minute.
     """
     processes = await find_processes(folder)
-    # The stacks contain what Python and torch allocate. The growth of the kernel's mappings during
-    # the recording, and what perf records, show native code too.
+    # The stacks contain what Python and torch allocate. Two other sources also cover native code:
+    # the growth of the kernel's mappings during the recording, and perf.
     mappings = {process: await _read_mappings(process) for process in processes}
     visible_pids = [process.pid for process in processes if mappings[process]]
     request_id = uuid.uuid4().hex
@@ -190,9 +190,9 @@ async def find_processes(folder: Path) -> tuple[ProbedProcess, ...]:
 async def _measure_growth(
     mappings: Mapping[ProbedProcess, dict[str, int] | None],
 ) -> dict[ProbedProcess, dict[str, int]]:
-    """Return by how many bytes each kind of mapping has grown, by process.
+    """Return the bytes by which each kind of mapping has grown, by process.
 
-    A process is absent if its mappings could not be read both times.
+    A process is absent if its mappings could not be read at both times.
     """
     growths = {}
     for process, old_mappings in mappings.items():
@@ -212,7 +212,7 @@ def _join_record(
 
     If `answer` is a text, it is the problem, and the figures of the answer are None.
     """
-    # The same keys with and without an answer, so that programs can rely on them.
+    # The keys are the same with and without an answer, so that programs can rely on them.
     recording: ProcessAnswer = dict.fromkeys(("note", "cost", "host", "gpu"))
     problem = None
     if isinstance(answer, str):
@@ -233,8 +233,8 @@ def _join_record(
 async def _read_mappings(process: ProbedProcess) -> dict[str, int] | None:
     """Return the bytes of a process's memory, by kind of mapping.
 
-    Returns None if they cannot be read here. The probe reports the pid in the process's own PID
-    namespace; if that pid is another process here, the mappings count as not readable.
+    Returns None if the mappings cannot be read here. The probe reports the pid in the process's own
+    PID namespace. If that pid is another process here, the mappings count as not readable.
     """
 
     def read() -> dict[str, int] | None:
@@ -257,8 +257,8 @@ def _write_request(
 ) -> None:
     """Write the file that asks the probes for a recording.
 
-    Raises BadInput while another recording runs, which touched its request lately. Raises OSError
-    if the file cannot be written.
+    Raises BadInput while another recording runs, because that recording touched its request
+    recently. Raises OSError if the file cannot be written.
     """
     path = folder / REQUEST
     with contextlib.suppress(FileNotFoundError):
@@ -273,7 +273,7 @@ def _write_request(
     }
     for kind in KINDS:
         document[kind] = kind in kinds
-    # The file gets its name only when it is complete, so that no probe reads half a request.
+    # The file gets its name only when it is complete, so that a probe never reads half a request.
     unfinished = folder / f".{REQUEST}.{request_id}"
     unfinished.write_text(json.dumps(document))
     unfinished.chmod(0o644)
@@ -285,8 +285,8 @@ async def _collect_answers(
 ) -> dict[ProbedProcess, ProcessAnswer | str]:
     """Wait for the answers of all processes until the deadline, and keep touching the request.
 
-    Returns the answers by process; a process that has not answered is absent. An answer that cannot
-    be used is replaced by a text that describes the problem.
+    Returns the answers by process; a process that has not answered is absent. A text on the problem
+    replaces an answer that cannot be used.
     """
     # A pid may be used again, but not with the same start time in seconds.
     file_names = {

@@ -1,4 +1,4 @@
-"""Report a recording: what each process still holds, by the stacks that hold most."""
+"""A report on a recording: the memory that each process still holds, by its largest stacks."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
@@ -11,7 +11,7 @@ MIN_SHOWN_BYTES: Final = MIB
 """Our choice: a mapping that grew by less has no line."""
 
 MAX_SHOWN: Final = 3
-"""Our choice: the number of stacks of each kind, and of callers of each stack, in the text; --json
+"""Our choice: the number of stacks of each kind in the text, and of callers of each stack; --json
 has more.
 """
 
@@ -19,7 +19,8 @@ has more.
 def report_recorded(recorded: Mapping[str, Any]) -> Report:
     """Return the report on a recording.
 
-    Its exit status is always 0. Its verdict is "cannot tell" if any process has no usable answer.
+    The report's exit status is always 0. The report's verdict is "cannot tell" if any process has
+    no usable answer.
     """
     processes = recorded["processes"]
     findings = list_problems(processes)
@@ -69,7 +70,7 @@ def name_process(process: Mapping[str, Any]) -> str:
 
 
 def _format_process(process: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines on one process: the stacks that hold most, or why it has none."""
+    """Yield the lines on one process: its largest stacks, or why it has none."""
     name = name_process(process)
     problem = process["problem"]
     if problem == NO_ANSWER:
@@ -89,7 +90,7 @@ def _format_process(process: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _format_cost(cost: Mapping[str, Any]) -> str:
-    """Return the cost of a recording to its process, without the figures that are unknown."""
+    """Return the cost of a recording to its process, without unknown figures."""
     parts = []
     if cost["pause_seconds"] is not None:
         parts.append(f"{cost['pause_seconds']:.3f} s of pause")

@@ -40,8 +40,8 @@ NO_HISTORY: Final = (
 async def take_snapshots(folder: Path, say: Callable[[str], None]) -> dict[str, Any]:
     """Make all processes with torch's history write a snapshot; return the data of --json.
 
-    A process that has not answered in time has a `problem`. Raises BadInput if no process keeps the
-    history, or if the folder cannot be written.
+    If a process has not answered in time, it has a `problem`. Raises BadInput if no process keeps
+    the history, or if the folder cannot be written.
     """
     processes = [process for process in await find_processes(folder) if process.history is not None]
     if not processes:
@@ -49,7 +49,7 @@ async def take_snapshots(folder: Path, say: Callable[[str], None]) -> dict[str, 
     request_id = uuid.uuid4().hex
     deadline_seconds = time.time() + ANSWER_SECONDS
     document = {REQUEST_FORMAT: REQUEST_VERSION, "id": request_id, "until": deadline_seconds}
-    # The file gets its name only when it is complete, so that no probe reads half a request.
+    # The file gets its name only when it is complete, so that a probe never reads half a request.
     unfinished = folder / f".{REQUEST}.{request_id}"
     try:
         unfinished.write_text(json.dumps(document))
@@ -157,7 +157,7 @@ def report_read(path: Path, snapshot: ReadSnapshot) -> Report:
 
 
 def _render_taken(snapshots: Iterable[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield the lines on each snapshot that was written, or why it was not."""
+    """Yield the lines on each snapshot: its file, or why it was not written."""
     for snapshot in snapshots:
         name = name_process(snapshot)
         if snapshot["problem"] is not None:

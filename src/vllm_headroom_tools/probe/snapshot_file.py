@@ -1,6 +1,6 @@
-"""Read a snapshot of torch's allocator, a pickle of plain data, without torch.
+"""A snapshot of torch's allocator, which is a pickle of plain data, read without torch.
 
-The file may be forged: everything about it is checked and bounded.
+Somebody may have forged the file, so everything in it is checked and bounded.
 """
 
 import io
@@ -27,11 +27,11 @@ endlessly. A process of vLLM has thousands.
 """
 
 MAX_LARGEST: Final = 10
-"""The number of lines of code that are reported; they are those that hold most memory."""
+"""The number of lines of code that are reported: the lines that hold most memory."""
 
 TORCH_CODE: Final = re.compile(r"(site|dist)-packages/torch/|/torchinductor_|/torch_compile_cache/")
-"""Matches the paths of torch itself and of the code that it generates. The line that calls them is
-more informative about who holds the memory.
+"""Matches the paths of torch itself and of the code that torch generates. The line that calls torch
+says more about who holds the memory.
 """
 
 MAX_OPERATIONS: Final = 10_000_000
@@ -45,21 +45,23 @@ PLAIN_OPERATIONS: Final = (
     " EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_DICT SETITEM SETITEMS BINPUT LONG_BINPUT MEMOIZE"
     " BINGET LONG_BINGET"
 )
-"""The operations that build numbers, texts, lists, tuples and dictionaries. All others, such as
-those that import a name or call it, are refused."""
+"""The operations that build numbers, texts, lists, tuples and dictionaries. All other operations
+are refused, such as those that import a name or call it.
+"""
 
 
 class PlainUnpickler(pickle._Unpickler):  # noqa: SLF001
     """Reads plain data only.
 
-    It is written in Python, because the unpickler in C allocates whatever a forged file demands.
+    The class is written in Python, because the unpickler in C allocates whatever a forged file
+    demands.
     """
 
     n_operations = 0
 
 
 def _build_counted(load: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Return an operation that raises ValueError once it exceeds the limit."""
+    """Return an operation that raises ValueError after it has exceeded the limit."""
 
     def count_and_load(unpickler: Any) -> None:  # noqa: ANN401 - a PlainUnpickler
         """Do one operation of the pickle; raise ValueError after MAX_OPERATIONS."""
@@ -82,7 +84,7 @@ PlainUnpickler.dispatch = dict(_list_plain_operations())
 
 
 class ReadSnapshot(Struct, frozen=True, kw_only=True):
-    """What a snapshot shows about torch's memory in a process."""
+    """The facts on torch's memory in a process, from a snapshot."""
 
     active_bytes: int
     """The memory of tensors."""
@@ -101,7 +103,7 @@ CodePlace = tuple[str | None, int | None]
 
 
 def read_snapshot_file(path: Path) -> ReadSnapshot:
-    """Read a snapshot; raise BadInput for a file that cannot be read or is not a snapshot."""
+    """Read a snapshot; raise BadInput if the file cannot be read or is not a snapshot."""
     try:
         with path.open("rb") as file:
             content = file.read(MAX_FILE_BYTES + 1)
@@ -124,9 +126,9 @@ def parse_torch_snapshot(content: bytes, name: str) -> ReadSnapshot:
 
 
 def _summarise(snapshot: Any) -> ReadSnapshot:  # noqa: ANN401 - anything that a pickle holds
-    """Return what a snapshot contains; raise one of Python's errors for another structure."""
+    """Return the contents of a snapshot; raise one of Python's errors for another structure."""
     times_seconds = _list_allocation_times(snapshot["device_traces"])
-    # By identity, because a forged file may repeat one long stack in every block.
+    # Places are found by identity, because a forged file may repeat one long stack in every block.
     places: dict[int, CodePlace] = {}
     sizes_bytes: defaultdict[CodePlace, int] = defaultdict(int)
     counts: defaultdict[CodePlace, int] = defaultdict(int)

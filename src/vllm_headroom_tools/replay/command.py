@@ -146,7 +146,7 @@ def _judge_series(name: str, course: LeakCourse, span_seconds: float) -> Finding
 
 
 def _format_intervals(name: str, intervals: list[Interval]) -> Iterator[str]:
-    """Yield a line for each of the first intervals, and one with the number of the others."""
+    """Yield a line for each of the first intervals, and one with the number of other intervals."""
     for begin, end in intervals[:MOST_INTERVALS]:
         until = "to the end"
         if end is not None:
@@ -257,7 +257,7 @@ def _parse_time(text: str) -> tuple[bool, float]:
     if re.fullmatch(NUMBER, text):
         return False, float(text)
     moment = datetime.fromisoformat(text)
-    # Without a zone it could mean the reader's or the server's time.
+    # Without a zone, the text could mean the reader's or the server's time.
     if moment.tzinfo is None:
         raise ValueError
     return False, moment.timestamp()
@@ -392,7 +392,7 @@ def _run(options: Namespace) -> Report:
 def _run_detector(options: Namespace, export: "SampleExport | None") -> Report:
     """Run all snapshots through the detector, write the files asked for, and return the report."""
     replay = LeakReplay(reported_bytes=options.reported_bytes)
-    # The curves take memory for each sample, so they are kept only if they are drawn.
+    # The curves take memory for each sample, so they are kept only if a picture is wanted.
     curves = Curves()
     has_charts = options.svg or not options.json
     for snapshot in _read_snapshots(options):

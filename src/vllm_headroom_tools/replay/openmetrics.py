@@ -32,14 +32,14 @@ HEALTH: Final = "health"
 """The name of the derivation that reports whether each source could be read."""
 
 TRACED_SOURCES: Final = (Source.ENGINE, Source.NVML, Source.PROCESS)
-"""The sources that the daemon reads at every tick; a trace shows when they fail."""
+"""The sources that the daemon reads for every sample; a trace shows when they fail."""
 
 READING_TIMES: Final = tuple(
     ReadingTime(source=source, seconds=nan, ended_monotonic_seconds=nan)
     for source in TRACED_SOURCES
 )
-"""The duration of a reading of each source. It is unknown, and a value that is not finite has no
-series.
+"""The duration of a reading of each source. A trace does not contain the duration, and a value that
+is not finite has no series.
 """
 
 UP: Final = Metric(
@@ -48,14 +48,13 @@ UP: Final = Metric(
     labels=(),
     help="1 at each sample: a Prometheus adds it when it scrapes.",
 )
-"""Boards and alerts query it, although no daemon exports it."""
+"""Boards and alerts query this metric, although no daemon exports it."""
 
 SCRAPE_LABELS: Final = 'job="vllm-headroom",instance="replay"'
 """The labels that a Prometheus would add."""
 
 MOST_BUFFERED_POINTS: Final = 500_000
-"""Our choice: the number of points of all series that are kept in memory, 8 MB, before they go to
-the disk.
+"""Our choice: the points of all series that are kept in memory, 8 MB, before they go to the disk.
 """
 
 POINT_NUMBERS: Final = 2
@@ -96,10 +95,10 @@ class SampleExport:
         self._spool = SeriesSpool()
 
     def step(self, snapshot: Snapshot, replay: LeakReplay) -> None:
-        """Add a snapshot, with the engine's state, that `replay` has just run.
+        """Add a snapshot, with the engine's state, that `replay` has just processed.
 
-        A snapshot adds no samples if the clock was set back: a Prometheus refuses samples that are
-        older than the newest one of their series.
+        A snapshot adds no samples if the clock was set back, because Prometheus refuses samples
+        that are older than the newest one of their series.
         """
         samples = self._derive(snapshot, replay)
         # A Prometheus counts time in milliseconds.
@@ -118,7 +117,7 @@ class SampleExport:
         self._spool.close()
 
     def _derive(self, snapshot: Snapshot, replay: LeakReplay) -> list[Sample]:
-        """Return all samples of a tick, in the order in which the daemon derives them."""
+        """Return all samples of a snapshot, in the order in which the daemon derives them."""
         self._leak_memory = replay.leak_memory
         self._leak_samples = replay.leak_samples
         if self._has_health:
@@ -129,7 +128,7 @@ class SampleExport:
     def _read_leaks(
         self, _memory: LeakMemory, _snapshot: Snapshot
     ) -> tuple[LeakMemory, tuple[Sample, ...]]:
-        """Return what the replay's detector, which runs only once, has found at this snapshot."""
+        """Return the findings of the replay's detector, which runs only once, at this snapshot."""
         return self._leak_memory, self._leak_samples
 
 
@@ -146,8 +145,8 @@ class _Series(Struct):
 class SeriesSpool:
     """Stores points by series, in bounded memory, because OpenMetrics does not mix series.
 
-    Points are appended to one temporary file, which is deleted when it is closed. Every method
-    raises BadInput if the file cannot be written or read.
+    The points go to one temporary file, which is deleted when it is closed. Every method raises
+    BadInput if the file cannot be written or read.
     """
 
     def __init__(self) -> None:
@@ -255,7 +254,7 @@ def _write_head(metric: Metric) -> Iterator[str]:
 
 
 def _write_name(metric: Metric, labels: tuple[str, ...]) -> str:
-    """Return the name of a series with its own labels and those of the scrape."""
+    """Return the name of a series with its own labels and the labels of the scrape."""
     pairs = [SCRAPE_LABELS]
     for label, value in zip(metric.labels, labels, strict=True):
         pairs.append(f'{label}="{_escape(value)}"')

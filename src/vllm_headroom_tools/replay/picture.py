@@ -44,8 +44,8 @@ LONGEST_FORECAST_SHARE: Final = 0.5
 def draw_replay(replay: LeakReplay, curves: Curves) -> str:
     """Return an SVG picture with a box for each GPU, one for the host and one for the load.
 
-    A GPU's box shows its free memory, or the engine's memory if free memory is unknown. The host
-    has a box only if its memory is known.
+    A GPU's box shows its free memory, or the engine's memory if the free memory is unknown. The
+    host has a box only if its memory is known.
     """
     begin, end = replay.span
     forecasts = [
@@ -78,7 +78,7 @@ def draw_replay(replay: LeakReplay, curves: Curves) -> str:
 def _build_forecast(course: LeakCourse, free_points: list[Point]) -> Forecast | None:
     """Return the forecast of the last alarm: from the newest free memory down to 0 bytes.
 
-    Returns None if the trace does not end in an alarm, or the time to out-of-memory or the free
+    Returns None if the trace does not end in an alarm, or if the time to out-of-memory or the free
     memory is unknown.
     """
     alarm = course.last_alarm
@@ -102,7 +102,7 @@ def _draw_gpu(
     span: tuple[float, float],
     forecast: Forecast | None,
 ) -> str:
-    """Return a GPU's box: its free memory, or the engine's memory if that is unknown."""
+    """Return a GPU's box: its free memory, or the engine's memory if the free memory is unknown."""
     index, uuid, course = gpu
     points = curves.of("free", uuid)
     has_free_memory = bool(points)
@@ -131,8 +131,8 @@ def _draw_box(
 ) -> str:
     """Return a curve in its frame, with a title, its times and its top value.
 
-    `marks` are the times of alarms. A curve that runs towards 0, such as free memory, has a line
-    there.
+    `marks` are the times of alarms. The box has a line at 0 if the curve may fall to 0, such as
+    that of free memory.
     """
     begin, end = span
     known_values = [value for _, value in points if value is not None]
@@ -166,10 +166,12 @@ AXIS_COLUMNS: Final = 11
 """The width of the labels of the vertical axis, in columns."""
 
 FLOOR_MARGIN: Final = 0.05
-"""Our choice: the scale of held memory begins below its least value, by this share of its range."""
+"""Our choice: the scale of held memory begins this share of the curve's range below the curve's
+least value.
+"""
 
 FLAT_MARGIN: Final = 0.01
-"""The same for a level curve, as a share of its value."""
+"""The margin for a level curve, as a share of the curve's value."""
 
 
 def draw_charts(replay: LeakReplay, curves: Curves, *, columns: int) -> Iterator[str]:
@@ -209,8 +211,8 @@ def _convert_to_gib(points: list[Point]) -> list[Point]:
 def _find_floor(points: list[Point]) -> float:
     """Return the value, in GiB, at which the scale of a chart of held memory begins.
 
-    It is a little below the least value, because growth would not show on a scale from 0. It is 0
-    without values.
+    The value is a little below the least value, because growth would not show on a scale from 0.
+    Returns 0 if there are no values.
     """
     values = [value for _, value in points if value is not None]
     if not values:
@@ -267,7 +269,7 @@ def _draw_chart(
 
 
 def _choose_decimals(extent: float) -> int:
-    """Return how many decimals the labels of an axis need, so that its extent has two digits."""
+    """Return how many decimals an axis's labels need, so that the axis's extent has two digits."""
     for decimals, least_extent in ((0, 20.0), (1, 2.0), (2, 0.2)):
         if extent >= least_extent:
             return decimals

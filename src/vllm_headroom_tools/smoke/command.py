@@ -69,7 +69,7 @@ class EngineServer:
     async def _read(
         self, path: str, seconds: float, read: Callable[[PageReader], Awaitable[T | Failure]]
     ) -> T | Failure:
-        """Return what `read` reads from a path within this time; a Failure if it cannot.
+        """Return what `read` reads from a path within this time; a Failure if that fails.
 
         The message of a timeout is replaced, because the daemon's message has advice on another
         time limit.
@@ -81,7 +81,7 @@ class EngineServer:
             answer = await read(reader)
         finally:
             await close_all(reader)
-        # A smoke test looks for hangs, so the message of a hang names where to look.
+        # A smoke test looks for hangs, so the message about a hang says where to look.
         if not isinstance(answer, Failure) or answer.reason is not Reason.TIMEOUT:
             return answer
         message = (
@@ -233,10 +233,10 @@ def _describe_refusal(answer: Reply, address: str) -> str:
 
 
 COUNTER_SECONDS: Final = 15.0
-"""Our choice: how long the counters may take to show a request.
+"""Our choice: the counters may take this long to show a request.
 
-vLLM counts a request as it finishes, but its web server may be busy, and the gauges of several web
-servers lag.
+vLLM counts a request when the request finishes, but its web server may be busy, and the gauges of
+several web servers lag.
 """
 
 COUNTER_POLL_SECONDS: Final = 0.5
@@ -255,13 +255,13 @@ async def check_counters(
 
     The step fails if the page cannot be read, lacks inputs, or shows no finished request in time.
     """
-    # 0 without a page: then any finished request counts as this one.
+    # The count is 0 without a page; any finished request then counts as this one.
     old_finished = _count_finished(old_page)
     now = asyncio.get_running_loop().time
     deadline_seconds = now() + patience_seconds
     while True:
         page = await server.page()
-        # A difference, because other clients' requests before this one must not count.
+        # The difference is used, because earlier requests of other clients must not count.
         new_finished = _count_finished(page) - old_finished
         if new_finished >= 1 or now() >= deadline_seconds:
             break
@@ -279,14 +279,14 @@ async def check_counters(
 def _count_finished(page: EnginePage | Failure) -> float:
     """Return how many requests of all engines have finished.
 
-    A counter that is not on the page yet counts as 0, and so does a page that cannot be read.
+    A counter that is not yet on the page counts as 0, and so does a page that cannot be read.
     """
     engines = () if isinstance(page, Failure) else page.engines
     return sum(engine.finished_total or 0.0 for engine in engines)
 
 
 NEEDED_INPUTS: Final = ("requests_running", "requests_waiting", "requests_finished")
-"""The inputs of the page without which this step fails."""
+"""The inputs of the page that this step requires."""
 
 
 def _check_inputs(page: EnginePage | Failure, empty_problem: str) -> SmokeStep:
@@ -312,7 +312,7 @@ def _check_inputs(page: EnginePage | Failure, empty_problem: str) -> SmokeStep:
 SET_REPORTED_BYTES: Final = "set HEADROOM_REPORTED_BYTES to what it should hold"
 
 OTHER_GPU_RATIO: Final = -0.5
-"""A vLLM that has answered holds its budget on each of its GPUs.
+"""A vLLM that has answered a request holds its budget on each of its GPUs.
 
 If an engine holds less than half of its budget on a GPU, that GPU is not the engine's.
 """
@@ -323,12 +323,12 @@ async def check_discrepancy(
 ) -> SmokeStep:
     """Compare the memory that the engine holds on each of its GPUs with its budget.
 
-    The step fails if the discrepancy on any GPU is above the limit. It is skipped if the budget or
-    the GPUs are unknown.
+    The step fails if the discrepancy on any GPU is above the limit. The step is skipped if the
+    budget or the GPUs are unknown.
     """
     if isinstance(page, Failure):
         return _skip(f"the engine's page, which has its budget, cannot be read: {page.message}")
-    # It waits for a coroutine that returns the page, which has been read already.
+    # `survey_machine` expects a coroutine that returns the page; the page has been read already.
     machine = await survey_machine(settings, asyncio.sleep(0, page))
     if isinstance(machine.readings, Failure):
         return _skip(f"the GPUs cannot be read: {machine.readings.message}")
@@ -353,8 +353,8 @@ async def check_discrepancy(
 def compare_discrepancies(samples: tuple[Sample, ...], limit_ratio: float) -> SmokeStep:
     """Compare the discrepancies with the limit.
 
-    The step fails if any is above it. It is skipped if no ratio is known, or if a GPU is not the
-    engine's. The first two labels of a sample name the GPU.
+    The step fails if any discrepancy is above the limit. The step is skipped if no ratio is known,
+    or if a GPU is not the engine's. The first two labels of a sample name the GPU.
     """
     ratios = {
         name_device(*sample.labels[:2]): sample.value
@@ -392,7 +392,7 @@ ACCEPTS_DURATION: Final = "a duration above 0, at most a day, such as 90s or 15m
 
 
 class SmokeSettings(Settings):
-    """The daemon's settings that concern the engine and its GPUs, and those of the smoke test."""
+    """The daemon's settings that concern the engine and its GPUs, and the smoke test's settings."""
 
     no_options: ClassVar = frozenset(
         name
@@ -442,11 +442,10 @@ HEALTH_TIMEOUT_SECONDS: Final = 5.0
 
 HEALTH_POLL_SECONDS: Final = 1.0
 HEALTH_REPORT_SECONDS: Final = 30.0
-"""After this time without a change, the message is repeated."""
+"""The message is repeated after this time without a change."""
 
 PERMANENT_REASONS: Final = frozenset({Reason.TLS, Reason.UNAUTHORIZED, Reason.REDIRECT})
-"""Failures for which waiting is useless; a server that is still loading its model has none of them.
-"""
+"""Failures that make waiting useless; a server that still loads its model has none of them."""
 
 
 async def wait_until_healthy(
@@ -523,7 +522,7 @@ def build_report(address: str, steps: Mapping[str, SmokeStep]) -> Report:
     serves = not SERVING_STEPS.intersection(failed)
     headline = _summarize(failed, serves=serves)
     states = {name: STEP_STATES[step.verdict] for name, step in steps.items()}
-    # In the text, a failure has to stand out among the other steps.
+    # In the text, a failure has to differ visibly from the other steps.
     marks = {name: state.upper() if name in failed else state for name, state in states.items()}
     return Report(
         verdict=Conclusion.NOT_GOOD if failed else Conclusion.GOOD,
@@ -568,7 +567,8 @@ async def take_steps(
     steps = {"health": health}
     if settings.expect_version:
         steps["version"] = await check_version(server, settings.expect_version)
-    # Read before the completion, to compare its counters with those after it.
+    # The page is read before the completion, to compare its counters with those after the
+    # completion.
     page = await server.page()
     completion = await request_completion(server, settings.completion_deadline)
     # The counters can show only a request that was completed.

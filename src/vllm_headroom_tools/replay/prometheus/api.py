@@ -31,13 +31,13 @@ _LONGEST_TEXT: Final = 300
 """Our choice: an error quotes at most this many characters of text from elsewhere."""
 
 _MOST_BYTES: Final = 128 * MIB
-"""The limit for an unpacked answer; 8 GPUs and their engine at steps of 15 s take 5 MB a page."""
+"""The limit for an unpacked answer; 8 GPUs and their engine at steps of 15 s take 5 MB per page."""
 
 _ENCODINGS: Final = frozenset({"", "identity", "gzip"})
 """The encodings of an answer that are read.
 
 Answers are read in parts of 64 KiB. gzip expands a part to at most 64 MiB, but gzip within gzip
-could expand it to any size.
+could expand a part to any size.
 """
 
 _LESS: Final = "ask for less, by a larger --step or a narrower --match"
@@ -49,7 +49,7 @@ _ADVICE: Final = {
 
 
 class Series(Struct, frozen=True, kw_only=True):
-    """One series of an answer."""
+    """One series in an answer."""
 
     name: str
 
@@ -63,7 +63,7 @@ class Series(Struct, frozen=True, kw_only=True):
 class TimeSpan(Struct, frozen=True, kw_only=True):
     """Evenly spaced times from `start_ms` on, in milliseconds since the epoch.
 
-    `end_ms` is the last of these times only if a step ends there; no time is after it.
+    If a step ends at `end_ms`, that is the last of these times; no time is after `end_ms`.
     """
 
     start_ms: int

@@ -1,4 +1,4 @@
-"""The exporters that a history may come from, and their series as records of a trace."""
+"""The exporters from which a history may come, and their series as records of a trace."""
 
 import json
 import re
@@ -21,7 +21,7 @@ from vllm_headroom_tools.bad_input import BadInput
 from vllm_headroom_tools.replay.prometheus.api import PrometheusApi, Series, TimeSpan
 
 SeriesValue = tuple[Series, float]
-"""A series and its value at the time of the sample."""
+"""A series, and its value at the time of the sample."""
 
 Side = list[dict[str, Any]]
 """One side of a sample: its GPUs, its engines or its processes."""
@@ -34,7 +34,7 @@ class Exporter(Struct, frozen=True, kw_only=True):
     """The key of this side in a trace's line: `gpus`, `engines` or `processes`."""
 
     lead: tuple[str, ...]
-    """Names of series; at least one of them exists whenever this exporter is scraped."""
+    """Names of series; at least one of them exists if this exporter is scraped."""
 
     names: tuple[str, ...]
     """Names of all series that are read."""
@@ -49,13 +49,12 @@ class Exporter(Struct, frozen=True, kw_only=True):
     """Returns the side of one sample, from the values at its time."""
 
     has_start_time: bool = False
-    """Whether the exporting process is the engine itself, so that its start time is the engine's.
-    """
+    """Whether the exporting process is the engine itself; if so, its start time is the engine's."""
 
 
 _LATE_SCRAPES: Final = 1.5
-"""The highest age of a value, in scrape intervals: this allows for a late scrape, but a missing
-scrape leaves a gap.
+"""The highest age of a value, in scrape intervals. A late scrape is allowed, but a missing scrape
+leaves a gap.
 """
 
 _START_TIME: Final = "process_start_time_seconds"
@@ -72,10 +71,10 @@ class Scraped(Struct, frozen=True, kw_only=True):
     """The operator's label matchers for its series."""
 
     lead: str
-    """The name of the leading series that it has."""
+    """The name of the exporter's leading series."""
 
     interval_ms: int
-    """Its scrape interval."""
+    """The scrape interval of the exporter."""
 
     @property
     def window_ms(self) -> int:
@@ -91,17 +90,17 @@ def build_selector(names: Sequence[str], matchers: Sequence[str]) -> str:
 def read_series(api: PrometheusApi, source: Scraped, page: TimeSpan) -> list[Series]:
     """Return the series of the source over the page, without the labels that scrapes add.
 
-    Raises BadInput if they cannot be read or are ambiguous. The query uses `last_over_time`, which
-    bounds the age of a value. A plain selector would repeat a series' last value for five minutes
-    after the series ends, unless it ends with a staleness marker, and the memory of a dead engine
-    would look level.
+    Raises BadInput if the series cannot be read or are ambiguous. The query uses `last_over_time`,
+    which bounds the age of a value. A plain selector would repeat the last value of an ended series
+    for five minutes, unless the series ends with a staleness marker. The memory of a dead engine
+    would then look level.
     """
     selector = build_selector(source.kind.names, source.matchers)
     series = api.query_range(_select_latest(selector, source.window_ms), page)
     if source.kind.has_start_time:
         lead_series = [one_series for one_series in series if one_series.name == source.lead]
         series += _read_start_times(api, source, page, lead_series)
-    # A series that has ended still has values until the highest age is reached; rounded up.
+    # An ended series still has values until the highest age is reached; the number is rounded up.
     overlap_steps = -(-source.window_ms // page.step_ms)
     return _merge_series(source.kind, series, overlap_steps)
 
@@ -116,8 +115,8 @@ def _read_start_times(
 ) -> list[Series]:
     """Return the start time of each engine's process, with the labels of the engine's series.
 
-    Every target of Prometheus may export a series of that name, so only those of the engines'
-    targets are queried. Return an empty list without engines.
+    Every target of Prometheus may export a series of that name, so only the engines' targets are
+    queried. Returns an empty list if there are no engines.
     """
     if not lead_series:
         return []
@@ -133,7 +132,7 @@ def _read_start_times(
         replace(start, labels=lead.labels)
         for lead in lead_series
         for start in start_series
-        # All series of a target have its labels, and the start time has no others.
+        # All series of a target have its labels, and the start time has no other labels.
         if start.labels.items() <= lead.labels.items()
     ]
 
@@ -141,9 +140,9 @@ def _read_start_times(
 def _merge_series(kind: Exporter, all_series: Iterable[Series], overlap_steps: int) -> list[Series]:
     """Join series of one identity that follow each other in time; return one series for each.
 
-    For example, a pod that restarts gets a new label from its scrapes. If two series overlap, the
-    later one counts. They may overlap by `overlap_steps`, the highest age of a value. If they
-    overlap for longer, they are two different things, which raises BadInput.
+    For example, the scrapes of a pod have a new label after the pod restarts. If two series
+    overlap, the later one counts. Two series may overlap by `overlap_steps`, the highest age of a
+    value. If two series overlap for longer, they are two different things, which raises BadInput.
     """
     groups: dict[tuple[str, ...], list[Series]] = {}
     for series in all_series:
@@ -152,7 +151,7 @@ def _merge_series(kind: Exporter, all_series: Iterable[Series], overlap_steps: i
         groups.setdefault(key, []).append(series)
     joined: list[Series] = []
     for group in groups.values():
-        # In the order of time, so that later values replace earlier ones.
+        # The series are in the order of time, so that later values replace earlier values.
         group.sort(key=lambda series: min(series.values, default=0))
         values: dict[int, float] = {}
         for series in group:
@@ -176,7 +175,7 @@ def _explain_ambiguity(kind: Exporter, group: Sequence[Series]) -> str:
     """
     metric = group[0].name
     differing: dict[str, list[str]] = {}
-    # Only the labels of the scrapes differ; those of the identity are equal.
+    # Only the labels of the scrapes differ; the labels of the identity are equal.
     for name in sorted({name for series in group for name in series.labels} - kind.identity):
         texts = sorted({series.labels.get(name, "") for series in group})
         if len(texts) > 1:
@@ -212,9 +211,9 @@ def _sample_gpus(
 ) -> Side:
     """Return a trace's entry for each device, by UUID.
 
-    If this project's exporter has attributed the devices, only the engine's are returned. `fields`
-    gives a series' fact by its name; a series with the label `holder` gives the fact that belongs
-    to this holder. Values are in `unit_bytes`.
+    If this project's exporter has attributed the devices, only the engine's devices are returned.
+    `fields` gives the fact of a series by the series' name; if the series has the label `holder`,
+    the fact is that of this holder. Values are in `unit_bytes`.
     """
     devices: dict[str, dict[str, float]] = {}
     is_engines_own: dict[str, bool] = {}
@@ -241,8 +240,8 @@ def _sample_gpus(
 def _build_device(uuid: str, facts: Mapping[str, float], unit_bytes: int) -> dict[str, Any]:
     """Build a trace's entry for a device; unknown facts are None.
 
-    A total that is not exported is the sum of used, free and reserved memory. If reserved memory is
-    not exported either, the sum lacks it, but the free memory is still right.
+    If the total is not exported, it is the sum of used, free and reserved memory. If reserved
+    memory is not exported either, the sum lacks it, but the free memory is still right.
     """
     memory: dict[str, int] = {}
     for fact in (*_MEMORY_FACTS, "free"):
@@ -303,10 +302,12 @@ SMI_GPUS: Final = _describe_gpus(
 
 
 _ENGINE_FACTS: Final = ("running", "waiting", "finished_total", "kv_used_ratio", "awake")
-"""What the detector and the picture need; each additional series would cost the server a query."""
+"""The facts that the detector and the picture need; each further series would cost the server a
+query.
+"""
 
 SUMMED_LABELS: Final = frozenset({"finished_reason", "is_streaming"})
-"""Labels that split a counter: the sum of its series is the count."""
+"""Labels that split a counter into several series; the sum of these series is the count."""
 
 # The names of our own exporter's series, by the name of the fact that each gives.
 _OWN_FIELDS: Final = {
@@ -321,8 +322,8 @@ def _sample_own(
 ) -> Side:
     """Return a trace's entry for each engine or process of this project's exporter.
 
-    `labels` gives the entry's key for each label that identifies it, `fields` the entry's key for
-    each series' name.
+    `labels` gives the entry's key for each label that identifies the entry; `fields` gives its key
+    for each series' name.
     """
     entries: dict[tuple[str, ...], dict[str, Any]] = {}
     for series, value in values:
@@ -345,8 +346,8 @@ def _sample_engines(profile: Profile, values: Iterable[SeriesValue]) -> Side:
 def _list_names(profile: Profile, *fields: str) -> tuple[str, ...]:
     """Return the names of the series from whose values these fields are read.
 
-    They are in the order of the profile. Returns an empty result if a field is read from labels
-    only.
+    The names are in the order of the profile. Returns an empty result if a field is read from
+    labels only.
     """
     families: dict[str, None] = {}
     for fact in profile.facts:
@@ -356,7 +357,7 @@ def _list_names(profile: Profile, *fields: str) -> tuple[str, ...]:
 
 
 def _list_labels(profile: Profile) -> frozenset[str]:
-    """Return the labels that the engine itself writes on its series; a scrape adds others."""
+    """Return the labels that the engine itself writes on its series; a scrape adds other labels."""
     labels = {
         profile.model_label,
         profile.engine_label,
@@ -398,6 +399,6 @@ ENGINES: Final = tuple(
     for profile in PROFILES
     if _list_names(profile, "running")
 )
-"""The exporter of every engine that exports its running requests, which are the load that the
+"""The exporters of all engines that export their running requests, which are the load that the
 detector needs.
 """

@@ -39,8 +39,8 @@ _STRIDE_MS: Final = 600_000
 _WINDOW_MS: Final = 595_000
 """The time over which samples are counted: slightly less than the stride.
 
-Scrapes every 5, 10, 15, 20, 30 or 60 s then give at most stride / interval samples, whether or not
-the window includes its ends.
+With scrapes every 5, 10, 15, 20, 30 or 60 s, such a window has at most stride / interval samples,
+whether or not it includes its ends.
 """
 
 _GPUS: Final = (OWN_GPUS, DCGM_GPUS, SMI_GPUS)
@@ -49,7 +49,7 @@ _HISTORIES: Final = (
     (OWN_GPUS, OWN_ENGINES),
     *((gpus, engine) for gpus in (DCGM_GPUS, SMI_GPUS) for engine in ENGINES),
 )
-"""The pairs of sources that make a history, best first.
+"""The pairs of sources that make a history, the best pair first.
 
 Only this project's series show who holds the memory.
 """
@@ -100,7 +100,7 @@ def _format_time(time_ms: int) -> str:
 def _find_present(
     api: PrometheusApi, search: TimeSpan, kinds: tuple[Exporter, ...], matchers: tuple[str, ...]
 ) -> frozenset[str]:
-    """Return the names of those leading series of the exporters that exist in the span."""
+    """Return those of the exporters' leading series that exist in the span, by name."""
     selected = build_selector([name for kind in kinds for name in kind.lead], matchers)
     expression = f"count by (__name__) (last_over_time({selected}[{_WINDOW_MS}ms]))"
     return frozenset(
@@ -131,7 +131,7 @@ def _build_source(
 def _explain_missing(
     side: str, place: str, kinds: tuple[Exporter, ...], matchers: tuple[str, ...]
 ) -> str:
-    """Return the error text for a history without a GPU or an engine, with what was looked for."""
+    """Return the error text if a history lacks a GPU or an engine, with what was looked for."""
     wanted = " or ".join(kind.lead[0] for kind in kinds)
     if not matchers:
         return f"no {side} {place}: looked for {wanted}"
@@ -142,7 +142,7 @@ def _explain_missing(
 _LONGEST_PAGE_MS: Final = 6 * 3600 * 1000
 """The longest page, since a page is held in memory.
 
-A page of 8 GPUs and their engine at steps of 15 s is 5 MB of JSON.
+A page of 8 GPUs and their engine at steps of 15 s has 5 MB of JSON.
 """
 
 _INTERVAL_ERROR: Final = 1.1
@@ -152,9 +152,9 @@ _INTERVAL_ERROR: Final = 1.1
 def read_records(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield the records of a trace over the span, without a header.
 
-    A side that has no values at a time is None in its record. A value is at most one and a half
-    scrape intervals old. The step is the scrape interval of the GPUs if that is longer than --step.
-    Raises BadInput if the history cannot be read or lacks a side.
+    If a side has no values at a time, that side is None in the record. A value is at most one and a
+    half scrape intervals old. The step is the scrape interval of the GPUs if that is longer than
+    --step. Raises BadInput if the history cannot be read or lacks a side.
     """
     span = build_span(args.start, args.end, args.step, time.time())
     gpu_matchers = (*args.match, *args.match_gpu)
