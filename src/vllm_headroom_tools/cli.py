@@ -216,7 +216,10 @@ def _await(coroutine: Coroutine[Any, Any, T]) -> T:
 def save(
     file: Path | None, content: str, option: str = "", inputs: Iterable[str | Path | None] = ()
 ) -> None:
-    """Write a file; do nothing where `file` is None. Raise BadInput as save_lines() does."""
+    """Write a file; do nothing if `file` is None.
+
+    Raise BadInput as save_lines() does.
+    """
     if file is not None:
         save_lines(file, (content,), option, inputs)
 

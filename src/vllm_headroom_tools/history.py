@@ -465,7 +465,8 @@ class LeakReplay:
         moment = build_moment(self.span[1], estimate, find_location(estimate, inside))
         course.step(LeakState(state), moment, restarted=has_restarted)
         if course.state is LeakState.LEAKING:
-            # The probe measures only the engine's memory, so a location is the engine's.
+            # The probe measures only the engine's memory, so growth with a known location is the
+            # engine's.
             is_engines = series not in self._shared_uuids or moment.location is not None
             course.is_holder_known = is_engines
 

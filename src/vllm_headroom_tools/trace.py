@@ -504,7 +504,7 @@ def parse_process(entry: Mapping[str, Any], _place: int) -> EngineProcess | None
 def parse_pool(entry: Mapping[str, Any], _place: int) -> Pool | None:
     """Return a configured pool; None if its size is unknown.
 
-    None also if this version does not know its part or role. Raises WrongFieldError for a
+    Returns None also if this version does not know its part or role. Raises WrongFieldError for a
     field with a wrong value.
     """
     part = _find_member(HostPart, read_text(entry, "part"))

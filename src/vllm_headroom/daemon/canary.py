@@ -50,8 +50,8 @@ class Canary:
         self._last_tick_seconds = clock.monotonic()
         self._last_answer: bool | None = True
         self.unanswered_since_seconds: float | None = None
-        """When the first request without an answer was sent, on the monotonic clock. None while the
-        engine answers, or while no request is needed.
+        """When the first request without an answer was sent, on the monotonic clock. The value is
+        None while the engine answers, or while no request is needed.
         """
 
     async def run(self, read_snapshot: Callable[[], Snapshot | None]) -> None:

@@ -354,7 +354,7 @@ class EngineWatch:
 
     @property
     def last_incident(self) -> LastIncident | None:
-        """The newest incident on disk; None without one, or where no folder is configured."""
+        """The newest incident on disk; None if there is none, or if no folder is configured."""
         return None if self._flight is None else self._flight.last
 
     async def sample(self) -> TickResult:
@@ -369,7 +369,7 @@ class EngineWatch:
         self.history.step(snapshot, result.verdicts, count_running(page), find_highest_kv_use(page))
 
     async def record(self) -> None:
-        """Write the newest tick to the trace and to the flight record, where configured."""
+        """Write the newest tick to the trace and to the flight record, if they are configured."""
         result = self.latest
         if result is None:
             return

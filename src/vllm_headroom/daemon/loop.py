@@ -179,7 +179,7 @@ class TickMonitor:
         return self._heartbeat.find_stall()
 
     def note_tick(self, gpus: tuple[Gpu, ...] | GpuReadings | Failure) -> None:
-        """Note that a tick has read its sources; end the daemon where the GPUs stay unreadable."""
+        """Note that a tick has read its sources; end the daemon if the GPUs stay unreadable."""
         self._heartbeat.beat()
         if not self._has_ticked:
             self._has_ticked = True

@@ -27,7 +27,7 @@ engine that maps memory may have to wait. A thread that only uses memory does no
 """
 
 MOST_PROCESSES: Final = 32
-"""At most this many processes are read, which are the largest processes of the engine."""
+"""At most this many processes are read: the largest processes of the engine."""
 
 MOST_KINDS: Final = 8
 """For a process, this many kinds of mappings are shown, which are those that grew most."""

@@ -19,7 +19,7 @@ class ModelReader(Struct, frozen=True, kw_only=True):
     parse: Callable[[Path], TokenBytes | None] | None = None
     """Reads the configuration of the model that the engine's processes load.
 
-    None if the operator configured the bytes, or named a model.
+    The value is None if the operator configured the bytes, or named a model.
     """
 
 

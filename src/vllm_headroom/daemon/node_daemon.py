@@ -243,7 +243,7 @@ class NodeDaemon:
         )
 
     def _build_evictor(self, located: LocatedEngine) -> Evictor | None:
-        """Return the evictor of an engine's pod; None where it is off, or the pod is not known."""
+        """Return the evictor of an engine's pod; None if eviction is off or the pod is unknown."""
         pod = find_pod(located.name)
         if self._settings.evict == "off" or pod is None:
             return None

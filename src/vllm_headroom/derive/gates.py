@@ -35,8 +35,8 @@ class Guardrail(Struct, frozen=True, kw_only=True):
     """The pod is evicted if a leak may fill the memory within this time."""
 
     quiet_hour: int | None
-    """The hour of the day, in UTC, in which the pod is evicted even if a whole day is left. None if
-    no hour is set.
+    """The hour of the day, in UTC, in which the pod is evicted even if a whole day is left. The
+    value is None if no hour is set.
     """
 
     is_holder: bool
@@ -126,7 +126,7 @@ def _find_eviction_reason(snapshot: Snapshot, values: Values, guardrail: Guardra
 
 
 def _list_leaking(snapshot: Snapshot, values: Values) -> set[str]:
-    """Return the names, for a sentence, of the GPUs and the host that are known to leak.
+    """Return the names of the GPUs and the host that are known to leak, joined for a sentence.
 
     If the growth on a GPU may be another process's, the GPU is left out, because an eviction would
     not end that growth.

@@ -180,7 +180,7 @@ def _render_headline(view: View, worst: Verdict) -> str:
 
 
 def _list_alike_gpus(view: View, worst: Verdict) -> list[str]:
-    """Return the GPUs in the situation of the worst verdict; empty where that is not on a GPU."""
+    """Return the GPUs in the situation of the worst verdict; empty if that is not on a GPU."""
     if not worst.subject.startswith("GPU "):
         return []
     subjects = [
@@ -250,7 +250,7 @@ def render_since(view: View, worst: Verdict) -> str:
 
 
 def _find_down(view: View) -> Verdict | None:
-    """Return the verdict that the engine is down; None where it is not."""
+    """Return the verdict that the engine is down; None if it is not down."""
     for verdict in view.shown_verdicts:
         if verdict.situation is Situation.DOWN:
             return verdict

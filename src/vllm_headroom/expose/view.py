@@ -82,7 +82,9 @@ class VerdictStart(Struct, frozen=True, kw_only=True):
     seconds: float
     """The time of the first sample that had the verdict, in seconds since the epoch."""
     is_exact: bool
-    """False if that was the first sample of all, because the verdict may have held before."""
+    """The value is False if that was the first sample of all, because the verdict may have held
+    before.
+    """
 
 
 class SavedHistory(Struct, frozen=True, kw_only=True):
@@ -426,7 +428,7 @@ class View(Struct, frozen=True, kw_only=True):
     host: str = ""
     """The name of the sidecar's pod or machine."""
     pod: EnginePod | None = None
-    """The engine's pod. None outside of Kubernetes, or if it is not known."""
+    """The engine's pod. The value is None outside of Kubernetes, or if it is not known."""
     engine_url: str = ""
     snapshot: Snapshot | None = None
     """The snapshot of the sample; None before the first sample."""
@@ -440,7 +442,7 @@ class View(Struct, frozen=True, kw_only=True):
     """A line for people at the top of the page; empty without one."""
     runbooks: str | None = None
     """The URL of the runbooks. If the URL contains `{alert}`, the alert's name replaces it.
-    Otherwise the name is appended. None if no URL is configured.
+    Otherwise the name is appended. The value is None if no URL is configured.
     """
     last_incident: LastIncident | None = None
     find_process_name: Callable[[int], str | None] = find_no_name

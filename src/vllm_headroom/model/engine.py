@@ -246,18 +246,18 @@ class EngineProcess(Struct, frozen=True, kw_only=True):
     """The kernel's letter for the state of the main thread, such as R, S or D."""
 
     cpu_pressure_ratio: float | None = None
-    """The share of the last minute in which some task on the machine waited for a CPU. None for all
-    processes except the engine's root server.
+    """The share of the last minute in which some task on the machine waited for a CPU. The value is
+    None for all processes except the engine's root server.
     """
 
     wait_seconds: float | None = None
-    """For how long the newest slow request to the engine has waited. None if there is no slow
-    request, and for all processes except the engine's root server.
+    """For how long the newest slow request to the engine has waited. The value is None if there is
+    no slow request, and for all processes except the engine's root server.
     """
 
     waiting_requests: int | None = None
-    """The number of connections on which a request has been waiting for longer than usual. None if
-    the connections are not visible, and for all processes except the first server.
+    """The number of connections on which a request has been waiting for longer than usual. The
+    value is None if the connections are not visible, and for all processes except the first server.
     """
 
     swap_bytes: int | None = None

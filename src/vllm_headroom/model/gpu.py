@@ -71,7 +71,7 @@ class WorkerMeasurements(Struct, frozen=True, kw_only=True):
     asleep: bool | None = None
     pool: "WorkerMeasurements | None" = None
     """The weights and the KV cache in vLLM's own memory pool, which replaces torch's allocator in
-    an engine that can sleep. None if there is no such pool.
+    an engine that can sleep. The value is None if there is no such pool.
     """
 
 
@@ -102,7 +102,9 @@ class OomRecord(Struct, frozen=True, kw_only=True):
     """The number of errors that the process has raised. The name is the one in the probe's file."""
 
     step: StepAtError | None = None
-    """The step that raised the error. None without HEADROOM_PROBE_PEAKS, and outside of a step."""
+    """The step that raised the error. The value is None without HEADROOM_PROBE_PEAKS, and outside
+    of a step.
+    """
 
 
 class LineHolding(Struct, frozen=True, kw_only=True):
@@ -114,8 +116,8 @@ class LineHolding(Struct, frozen=True, kw_only=True):
     size_bytes: int
     n_blocks: int | None = None
     since_seconds: float | None = None
-    """When the line's oldest block was allocated, in seconds since the epoch. None if the history
-    no longer shows this.
+    """When the line's oldest block was allocated, in seconds since the epoch. The value is None if
+    the history no longer shows this.
     """
 
 
@@ -246,12 +248,12 @@ class GpuMemory(Struct, frozen=True, kw_only=True):
 
     machine_available_bytes: int | None = None
     """For a GPU that uses the machine's memory, the machine's available memory, which the GPU
-    shares with everything else. None for any other GPU.
+    shares with everything else. The value is None for any other GPU.
     """
 
     machine_free_blocks_bytes: int | None = None
-    """How much of the machine's memory is free in blocks of at least 2 MiB. None if unknown, and
-    for a GPU with its own memory.
+    """How much of the machine's memory is free in blocks of at least 2 MiB. The value is None if
+    unknown, and for a GPU with its own memory.
     """
 
     @property
@@ -345,16 +347,16 @@ class GpuReading(Device, frozen=True, kw_only=True):
     temperature_celsius: float | None = None
     power_watts: float | None = None
     processes: tuple[GpuProcess, ...] | None = None
-    """The processes on the device. None if the list could not be read; empty if no process is on
-    the device.
+    """The processes on the device. The value is None if the list could not be read; empty if no
+    process is on the device.
     """
 
     xid_errors: tuple[tuple[int, int], ...] = ()
     """The XID codes with their counts since the daemon started."""
 
     failure: Failure | None = None
-    """Why the device cannot be read. In this case only its names and `xid_errors` are known. None
-    if it was read.
+    """Why the device cannot be read. In this case only its names and `xid_errors` are known. The
+    value is None if it was read.
     """
 
     vendor: Vendor = Vendor.NVIDIA
@@ -396,9 +398,9 @@ class Gpu(Struct, frozen=True, kw_only=True):
     """The memory that other processes hold; None if these cannot be identified."""
 
     held_bytes: int | None = None
-    """The engine's memory. It is `engine_bytes`. On a device where that can never be known, it is
-    all used memory that is not known to belong to others. None while it is unknown, and on a device
-    that is not the engine's.
+    """The engine's memory. It is `engine_bytes`. If that can never be known on a device, it is all
+    used memory that is not known to belong to others. The value is None while it is unknown, and on
+    a device that is not the engine's.
     """
 
     process_count: int | None = None

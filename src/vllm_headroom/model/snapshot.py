@@ -32,8 +32,8 @@ TokenBytes = Callable[[str, int | None], int | None]
 """Takes the KV cache's dtype and the number of the engine's GPUs (None if unknown). Returns the
 bytes that a token takes on all these GPUs together; None if unknown.
 
-If layers of several kinds share the blocks of the cache, it returns NO_TOKEN_BYTES for any dtype,
-because neither bytes nor blocks are then a measure of tokens.
+If layers of several kinds share the blocks of the cache, the function returns NO_TOKEN_BYTES for
+any dtype. Neither bytes nor blocks are then a measure of tokens.
 """
 
 NO_TOKEN_BYTES: Final = 0
@@ -63,15 +63,15 @@ class Snapshot(Struct, frozen=True, kw_only=True):
     reading_times: tuple[ReadingTime, ...] = ()
     unanswered_since_seconds: float | None = None
     """When the daemon sent the first request that the engine has not answered, on the monotonic
-    clock. None while the engine answers, or while no request is needed.
+    clock. The value is None while the engine answers, or while no request is needed.
     """
 
     server: ServerReply | None = None
     """The answers of the engine's other pages; None while they are not requested."""
 
     engine_status: EngineStatus | None = None
-    """The status of the engine. None if it is unknown, as after an error; no evidence is collected
-    then.
+    """The status of the engine. The value is None if it is unknown, as after an error; no evidence
+    is collected then.
     """
 
     neighbours: frozenset[ProcessName] = frozenset()

@@ -278,7 +278,7 @@ class EngineStatus(Struct, frozen=True, kw_only=True):
     state: EngineState
     is_in_service: bool | None = True
     """Whether this run has done work and still runs. Outside of service no evidence of a leak is
-    collected. None if the page does not show whether the engine works.
+    collected. The value is None if the page does not show whether the engine works.
     """
     was_seen: bool = True
     """Whether a run was ever observed."""
@@ -288,8 +288,8 @@ class EngineStatus(Struct, frozen=True, kw_only=True):
     exits: tuple[tuple[ExitReason, int], ...] = ()
     """For each reason, how many runs have exited for it."""
     exit_requests: float | None = None
-    """The running and waiting requests on the last page before the last exit. None if that is
-    unknown, or if no run has exited.
+    """The running and waiting requests on the last page before the last exit. The value is None if
+    that is unknown, or if no run has exited.
     """
     event: Ending | None = None
     """The exit or the stall that happened since the last tick; None if nothing happened."""

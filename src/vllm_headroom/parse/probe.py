@@ -99,7 +99,7 @@ def _read_role(document: Mapping[str, Any]) -> Role:
 
 
 def _read_needed(entry: Mapping[str, Any], field: str) -> float:
-    """Return a number; raise WrongFieldError, even where it is missing."""
+    """Return a number; raise WrongFieldError also if the field is missing."""
     value = fields.read_number(entry, field)
     if value is None:
         raise fields.WrongFieldError(field, None, "a number, 0 or more")

@@ -18,7 +18,7 @@ class Combine(Enum):
     MEAN = auto()
     """Take the mean: ratios."""
     SAME = auto()
-    """Take the common value: settings. Unknown where the values differ."""
+    """Take the common value: settings. The value is unknown if the values differ."""
     SHARE = auto()
     """Divide the sum by the number of engines on the page: each engine reports the total."""
     TEXT = auto()
@@ -77,7 +77,7 @@ class Profile(Struct, frozen=True, kw_only=True, dict=True):
     """The possible prefixes of the engine's series; the first prefix that is on the page counts."""
     facts: tuple[Fact, ...]
     model_label: str = "model_name"
-    """Empty if no series of the engine names a model."""
+    """The value is empty if no series of the engine names a model."""
     engine_label: str = "engine"
     repeat_labels: tuple[str, ...] = ()
     """The labels that name the reporter of a value, such as the API server. If series differ only

@@ -322,7 +322,7 @@ def check_kv_bytes(
 
     The size comes from configured bytes per token, or else from a model, for which the daemon's
     derivation is run. If no model is configured, a failure is NOT_APPLICABLE and not MISSING,
-    because nobody asked for it. UNKNOWN without a page.
+    because nobody asked for it. The check is UNKNOWN without a page.
     """
     if bytes_per_token is not None:
         return Check(Status.OK, f"{bytes_per_token:g} bytes per token are set")
@@ -398,7 +398,7 @@ RESTART: Final = (
 def check_probe(files: tuple[ProbedProcess, ...] | Failure | None, survey: Survey) -> Check:
     """Check whether the running vLLM has loaded the probe and all its processes write.
 
-    NOT_APPLICABLE where no folder is configured.
+    The check is NOT_APPLICABLE if no folder is configured.
     """
     processes = () if isinstance(survey.processes, Failure) else survey.processes.engine
     probe = classify_probe(files, processes, time.time())

@@ -27,7 +27,7 @@ READ_LOG: Final = (
 def check_log(reading: LogReading | Failure | None) -> Check:
     """Check whether the engine's log can be read and is a log of an engine.
 
-    NOT_APPLICABLE where none is configured.
+    The check is NOT_APPLICABLE if no log is configured.
     """
     if reading is None:
         return Check(Status.NOT_APPLICABLE, NO_LOG)

@@ -40,7 +40,7 @@ NO_NVML: Final = "needs NVML, see nvml"
 def check_nvml(survey: Survey) -> Check:
     """Check whether NVML answers, and with which driver.
 
-    NOT_APPLICABLE where all GPUs are AMD's.
+    The check is NOT_APPLICABLE if all GPUs are AMD's.
     """
     readings = survey.readings
     if isinstance(readings, Failure):
@@ -223,7 +223,7 @@ def _describe_host(survey: Survey, processes: ProcessReadings) -> Iterator[str]:
 def check_process_memory(survey: Survey) -> Check:
     """Check whether the driver reports the memory of each process correctly here.
 
-    UNKNOWN without NVML or the processes.
+    The check is UNKNOWN without NVML or the processes.
     """
     readings = survey.readings
     processes = survey.processes
@@ -305,7 +305,7 @@ ATTRIBUTIONS: Final = {
 def check_gpu_attribution(survey: Survey, selection: Selection) -> Check:
     """Check which GPUs are attributed to the engine, and how; or why none is.
 
-    UNKNOWN without NVML.
+    The check is UNKNOWN without NVML.
     """
     if isinstance(survey.readings, Failure):
         return Check(Status.UNKNOWN, NO_NVML)

@@ -262,7 +262,7 @@ class EndFollower:
     def _add_leak(self, gpu: GpuAtEnd) -> GpuAtEnd:
         """Return the GPU with the detector's verdict on it during the run.
 
-        Unknown without a verdict.
+        The value is unknown without a verdict.
         """
         state, moment = self._leaks.get(gpu.uuid, (LeakState.UNKNOWN, None))
         bytes_per_request = None if moment is None else moment.bytes_per_request

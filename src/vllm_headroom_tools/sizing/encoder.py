@@ -109,7 +109,7 @@ def _count_parameters(encoder: Config) -> int | None:
 def _count_merger_parameters(encoder: Config, hidden_size: int) -> int:
     """Return the parameters of Qwen's mergers, which have two matrices each.
 
-    0 for other encoders.
+    Returns 0 for other encoders.
     """
     merged_side = read_integer(encoder, "spatial_merge_size")
     output_width = read_integer(encoder, "out_hidden_size")

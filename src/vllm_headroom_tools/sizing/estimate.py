@@ -149,7 +149,7 @@ def _estimate_encoding(question: Question, assumptions: StartAssumptions) -> Ran
 def _count_encoder_output_bytes(question: Question, hidden_size: int) -> float:
     """Return the bytes of encoded images or videos, kept while the language model is profiled.
 
-    0 if the largest images or videos are unknown.
+    Returns 0 if the largest images or videos are unknown.
     """
     item = question.largest_input
     items = question.encoder_items

@@ -301,7 +301,7 @@ def _count_boundary_bytes(
 def count_index_bytes(shape: ModelShape, pipeline_parallel: int) -> int:
     """Return the bytes of a token in the index of sparse attention, in all layers of a stage.
 
-    0 for a model without one.
+    Returns 0 for a model without one.
     """
     if shape.index is None:
         return 0
@@ -425,7 +425,7 @@ def _measure_padding_ratio(shape: ModelShape, tensor_parallel: int) -> float:
 def _measure_experts_ratio(shape: ModelShape) -> float:
     """Return the experts' share of the bytes of all layers, from 0 to 1.
 
-    0 if the parameters cannot be counted.
+    Returns 0 if the parameters cannot be counted.
     """
     parameters = shape.parameters
     if parameters is None or parameters.total == 0:
@@ -672,7 +672,8 @@ def _choose_block_tokens(
 def _count_pages(page_bytes: int, own_page_bytes: int) -> int:
     """Return how many pages of one kind of layers a page of the common size holds.
 
-    1 if the common size is not a multiple of the kind's page, which is then padded.
+    The number is 1 if the common size is not a multiple of the kind's page; vLLM then pads the
+    page.
     """
     if page_bytes and own_page_bytes and page_bytes % own_page_bytes == 0:
         return page_bytes // own_page_bytes

@@ -218,8 +218,8 @@ def _list_gemma_3n(config: Config, hidden_size: int, layer_count: int) -> Iterat
 def count_side_values(config: Config, layer_count: int) -> int:
     """Return how many values a token has beside its hidden state (Gemma 3n, DeepSeek V4).
 
-    They are its embedding for each layer, and its additional streams before and after a layer. 0
-    for other models. Raises ValueError for a value that is not a size.
+    They are its embedding for each layer, and its additional streams before and after a layer.
+    Returns 0 for other models. Raises ValueError for a value that is not a size.
     """
     embedding_width = read_integer(config, "hidden_size_per_layer_input") or 0
     streams = read_integer(config, "altup_num_inputs", "hc_mult") or 1

@@ -42,8 +42,8 @@ def count_position_values(config: Config, head_size: int, windowed_head_size: in
     """Return the values of the tables, which every GPU has in full and in the model's dtype.
 
     A table has a row of `rotary_dim` values for each position; layers with equal positions share
-    it. A model has two tables if its windowed layers have other positions. 0 for a model without
-    rotary positions. Raises ValueError for a value that is not a size.
+    it. A model has two tables if its windowed layers have other positions. Returns 0 for a model
+    without rotary positions. Raises ValueError for a value that is not a size.
     """
     length = read_integer(config, *MODEL_LENGTH)
     scaling = read_mapping(config, "rope_parameters", "rope_scaling")

@@ -48,8 +48,8 @@ class StateKeeper:
         self._version = version
         self._lock = lock
         self._owns_folder: bool | None = None
-        """Whether the folder is this daemon's. False while another daemon has it, and None until
-        the volume has answered.
+        """Whether the folder is this daemon's. The value is False while another daemon has it, and
+        None until the volume has answered.
         """
         self._worker = Worker[Any]("state")
         self._unread_names = {RUNS.name, HISTORY.name, STATE.name}

@@ -46,8 +46,8 @@ class Observation(Struct, frozen=True, kw_only=True):
     """Identifies the run of the engine; None if unknown."""
 
     neighbours: int | None = None
-    """The number of processes on the device, including the engine's. None if the memory of the
-    engine's processes is known, because the count does not matter then.
+    """The number of processes on the device, including the engine's. The value is None if the
+    memory of the engine's processes is known, because the count does not matter then.
     """
 
     awake: bool | None = None
@@ -178,8 +178,8 @@ class FinishedWork(Struct, frozen=True, kw_only=True):
     """The value of `requests` when the counter was last read."""
 
     lower_since_seconds: float | None = None
-    """When a counter below `counter_total` was first read, in the track's time. None while the
-    counter is not lower.
+    """When a counter below `counter_total` was first read, in the track's time. The value is None
+    while the counter is not lower.
     """
 
     run_id: str | None = None
@@ -194,12 +194,12 @@ class Occupancy(Struct, frozen=True, kw_only=True):
     is_asleep: bool = False
     rested_seconds: float | None = None
     """How long the engine has rested. It rests while it is awake and at work, and most of its
-    memory is gone. None while it holds its usual memory.
+    memory is gone. The value is None while it holds its usual memory.
     """
 
     neighbours: int | None = None
-    """The usual number of processes on the device. None if the engine's memory is known without
-    counting them.
+    """The usual number of processes on the device. The value is None if the engine's memory is
+    known without counting them.
     """
     crowded_since_seconds: float | None = None
     """When an additional process appeared, in the track's time; None if there is none."""
@@ -238,7 +238,7 @@ class TrackHistory(Struct, frozen=True, kw_only=True):
 
     capacity_bytes: float = 0.0
     """The most memory that was ever available to the engine, which is the memory that it held plus
-    the memory that was free at the same time. 0 if the room is unknown.
+    the memory that was free at the same time. The value is 0 if the room is unknown.
     """
 
     open_block: Block | None = None
@@ -291,8 +291,8 @@ class Reached(Struct, frozen=True, kw_only=True):
     highest_rate: float = 0.0
     """The request rate of the busiest hour up to the peak, in requests per second."""
     lowest_rate: float | None = None
-    """The request rate of the quietest hour since the peak, in requests per second. None until such
-    an hour has ended.
+    """The request rate of the quietest hour since the peak, in requests per second. The value is
+    None until such an hour has ended.
     """
 
 
@@ -363,8 +363,8 @@ class Estimate(Struct, frozen=True, kw_only=True):
     leaked_bytes: float
     """By how much memory has grown so far."""
     pace: float | None
-    """The expected growth, in bytes per second at the expected load, until the device is full. None
-    if the estimate shows no growth.
+    """The expected growth, in bytes per second at the expected load, until the device is full. The
+    value is None if the estimate shows no growth.
     """
 
     fastest: float | None
@@ -406,8 +406,8 @@ class Track(Struct, frozen=True, kw_only=True):
 
     verdict: Certainty = Certainty.NONE
     estimate: Estimate | None = None
-    """The growth rate and the time left. None while the verdict is NONE, and while the engine rests
-    without an alarm.
+    """The growth rate and the time left. The value is None while the verdict is NONE, and while the
+    engine rests without an alarm.
     """
     alarm: LeakAlarm | None = None
     """The present alarm; None if there is none."""
@@ -422,7 +422,7 @@ class Track(Struct, frozen=True, kw_only=True):
     previous_alarm_seconds: float | None = None
     """When memory last rose during the previous alarm, in the track's time.
 
-    None if there was no previous alarm.
+    The value is None if there was no previous alarm.
     """
 
 

@@ -111,7 +111,9 @@ class EngineProgress(Struct, frozen=True, kw_only=True):
     done_seconds: float
     """When the engine's count of tokens or steps last changed."""
     idle_since_seconds: float | None
-    """When the engine became idle. None while it works or sleeps, or if its load is unknown."""
+    """When the engine became idle. The value is None while it works or sleeps, or if its load is
+    unknown.
+    """
     kv_stranded_ratios: tuple[float, ...] = ()
     """The probe's newest readings of stranded KV cache."""
 

@@ -87,8 +87,8 @@ class PageRecord(Struct, frozen=True, kw_only=True):
     """The engines of the last page that had engines."""
     idle_since_seconds: float | None = None
     idle_seconds: float | None = None
-    """How long these engines had been idle at that page. None if they had work, or if that is
-    unknown.
+    """How long these engines had been idle at that page. The value is None if they had work, or if
+    that is unknown.
     """
     loads: tuple[tuple[float, float], ...] = ()
     """Pairs of a time and the number of running requests then, one pair per slot."""
@@ -114,7 +114,7 @@ class RunRecord(Struct, frozen=True, kw_only=True):
     """When the run was first seen; None before its first sample."""
     newest_seconds: float = 0.0
     first_age_seconds: float | None = None
-    """How old the run was when it was first seen; None where unknown."""
+    """The age of the run when it was first seen; None if the age is unknown."""
     follows_absence: bool = False
     """Whether the sidecar was running before this run began, so that it saw the whole start."""
     was_page_ever_read: bool = False

@@ -183,7 +183,7 @@ class Evidence(Struct, frozen=True, kw_only=True):
     snapshot: Snapshot
     answer: PageAnswer
     processes: tuple[EngineProcess, ...] | None
-    """None if /proc cannot be read, or if several servers may be the engine."""
+    """The value is None if /proc cannot be read, or if several servers may be the engine."""
     are_processes_visible: bool | None
     """Whether this sidecar can see the engine's processes, as in EngineRuns."""
     presence: Presence
@@ -194,7 +194,7 @@ class Evidence(Struct, frozen=True, kw_only=True):
 
     @property
     def page(self) -> EnginePage | None:
-        """Return the engine's page; None where it could not be read."""
+        """Return the engine's page; None if it could not be read."""
         return self.snapshot.page
 
     @property

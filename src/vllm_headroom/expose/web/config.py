@@ -187,7 +187,7 @@ def _find_mistakes(top: object) -> Iterator[str]:
     """Yield a line for each mistake.
 
     A key without a value counts as missing. Any other empty value, such as an empty list, is a
-    mistake where a mapping is expected.
+    mistake if a mapping is expected.
     """
     yield from _check_keys(_WHOLE_FILE, top)
     sections = top if isinstance(top, dict) else {}

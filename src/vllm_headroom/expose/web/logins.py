@@ -75,7 +75,9 @@ class Users:
         self._key = secrets.token_bytes(32)
         """The key of the hash, different in each process."""
         self._outcomes: dict[bytes, bool] = {}
-        """False for each wrong password, by a keyed hash of name, password hash and password."""
+        """The value is False for each wrong password, by a keyed hash of name, password hash and
+        password.
+        """
         self._right_logins: dict[str, bytes] = {}
         """The keyed hash of each user's right password, by name. Guesses do not displace these
         entries.

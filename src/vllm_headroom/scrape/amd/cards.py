@@ -97,9 +97,9 @@ class AmdCard(Struct, frozen=True, kw_only=True):
     uuid: str
     name: str
     nodes: tuple[KfdNode, ...] | None
-    """The card's KFD nodes: several if the card is partitioned, none if ROCm cannot use it. None if
-    KFD denies access. A container may see only the nodes of cards whose device is in its /dev
-    (kfd_topology.c).
+    """The card's KFD nodes: several if the card is partitioned, none if ROCm cannot use it. The
+    value is None if KFD denies access. A container may see only the nodes of cards whose device is
+    in its /dev (kfd_topology.c).
     """
 
 

@@ -198,7 +198,7 @@ class PageReader:
     async def _resolve(self, url: httpx.URL) -> list[tuple[str, int]]:
         """Return each IP address of a URL's host, with the URL's port.
 
-        Raises OSError or UnicodeError where the name cannot be resolved, and TimeoutError while the
+        Raises OSError or UnicodeError if the name cannot be resolved, and TimeoutError while the
         thread is stuck.
         """
         host = url.raw_host.decode("ascii")
@@ -229,7 +229,7 @@ class PageReader:
     async def _open_transport(self) -> PageTransport:
         """Return the transport, opened at the first call.
 
-        Raises as `_read_file` does where the CA file cannot be used.
+        Raises the errors of `_read_file` if the CA file cannot be used.
         """
         if self._transport is None:
             tls: ssl.SSLContext | None = None

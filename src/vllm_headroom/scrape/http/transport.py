@@ -40,7 +40,7 @@ class PageTransport(httpx.AsyncBaseTransport):
     """Sends requests to one server, one after another.
 
     httpx's own asynchronous transport takes almost three times the CPU. There are no cookies,
-    redirects or proxies. `tls` verifies the server; None where it serves http.
+    redirects or proxies. `tls` verifies the server; it is None if the server speaks plain http.
 
     Where requests follow each other within _MOST_IDLE_SECONDS, they share a connection. It is
     dropped as soon as bytes arrive that no request has asked for, so that no answer is taken for
@@ -51,7 +51,7 @@ class PageTransport(httpx.AsyncBaseTransport):
         self._resolve = resolve
         self._tls = tls
         self._idle_connection: _Connection | None = None
-        """The connection of the last request, where the next one may use it."""
+        """The connection of the last request, if the next request may use it."""
         self._request_seconds: float | None = None
         """When the last request was sent, on the event loop's clock; None before the first."""
 
@@ -118,7 +118,7 @@ class PageTransport(httpx.AsyncBaseTransport):
     async def _connect(self, request: httpx.Request) -> "_Connection":
         """Return a connection to the first address of the host that accepts one.
 
-        Raises the error of the last address where none does.
+        If no address does, the function raises the error of the last one.
         """
         loop = asyncio.get_running_loop()
         server_name = None if self._tls is None else request.url.host
@@ -166,7 +166,7 @@ class _Connection(asyncio.Protocol):
         self.transport: asyncio.Transport
         """The open connection; `connection_made` sets it before anything is received."""
         self._problem: Exception | None = None
-        """Why the connection was lost; None while it is open, and where its end was regular."""
+        """Why the connection was lost; None while it is open, or if its end was regular."""
         self._arrival = asyncio.Event()
         """Is set when anything is received, and when the connection is closed."""
         self._unread_bytes = 0
@@ -185,7 +185,7 @@ class _Connection(asyncio.Protocol):
     async def send(self, request: httpx.Request) -> h11.Response:
         """Send a request, and return the head of its answer.
 
-        Raises httpx.LocalProtocolError where HTTP cannot carry a header, and as `receive` does.
+        Raises httpx.LocalProtocolError if HTTP cannot carry a header, and the errors of `receive`.
         """
         self._is_idle = False
         self._parts = 0
@@ -208,8 +208,8 @@ class _Connection(asyncio.Protocol):
     async def receive(self) -> object:
         """Return the next part of the answer, an event of h11.
 
-        Raises TooManyParts, and httpx.RemoteProtocolError or httpx.ReadError where the server
-        breaks HTTP or the connection.
+        Raises TooManyParts, and httpx.RemoteProtocolError or httpx.ReadError if the server breaks
+        HTTP or the connection.
         """
         while True:
             self._parts += 1
@@ -234,7 +234,7 @@ class _Connection(asyncio.Protocol):
     def finish(self) -> bool:
         """End the exchange; return whether another request may be sent.
 
-        That is so where the answer was received as a whole, with nothing behind it.
+        That is so if the whole answer was received, with nothing behind it.
         """
         is_complete = self._http.our_state is h11.DONE and self._http.their_state is h11.DONE
         if not self.is_open or not is_complete or self._http.trailing_data != (b"", False):
@@ -270,7 +270,7 @@ class _Connection(asyncio.Protocol):
         self._arrival.set()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Note that the connection is closed; `exc` is None where its end was regular."""
+        """Note that the connection is closed; `exc` is None if its end was regular."""
         self._problem = exc
         self._http.receive_data(b"")
         self._arrival.set()

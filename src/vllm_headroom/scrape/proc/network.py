@@ -69,7 +69,7 @@ class Network(Struct, frozen=True, kw_only=True):
 
 
 def identify_network(proc: Path, pid: int) -> tuple[int, int] | None:
-    """Return the device and the inode of a process's network namespace; None where unknown.
+    """Return the device and the inode of a process's network namespace; None if unknown.
 
     They are those of net/stat, because all users can read it, unlike ns/net.
     """

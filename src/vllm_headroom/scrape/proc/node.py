@@ -64,8 +64,8 @@ class LocatedEngine(Struct, frozen=True, kw_only=True):
     page_url: str = ""
     """The URL of the engine's page; empty if the engine cannot be watched."""
     problem: str = ""
-    """Why the engine cannot be watched, as a clause. Empty if it can be watched, or if its own
-    sidecar watches it.
+    """Why the engine cannot be watched, as a clause. The value is empty if it can be watched, or if
+    its own sidecar watches it.
     """
 
 

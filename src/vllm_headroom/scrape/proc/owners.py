@@ -30,7 +30,9 @@ class Owner(Struct, frozen=True, kw_only=True):
     pod_uid: str | None = None
     """The pod's UID with dashes, as in the API; None for a process that is in no pod."""
     container_id: str | None = None
-    """The container's ID. None outside of a pod, or if the pod's cgroup does not show it."""
+    """The container's ID. The value is None outside of a pod, or if the pod's cgroup does not show
+    it.
+    """
     unit: str | None = None
     """A service or scope of systemd; None in a pod, or if there is no unit."""
 

@@ -124,8 +124,8 @@ class Choice(Struct, frozen=True, kw_only=True):
     """The chosen engine, and what the next choice needs to know about this choice."""
 
     roots: Roots = ()
-    """The engine's root processes. Empty if the engine is down, or if it is unknown which of
-    several engines it is.
+    """The engine's root processes. The value is empty if the engine is down, or if it is unknown
+    which of several engines it is.
     """
     ambiguous_engines: int = 0
     """If it is unknown which visible engine is the engine, the number of visible engines; 0

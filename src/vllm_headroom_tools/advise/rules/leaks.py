@@ -109,7 +109,7 @@ def find_gpu_leak(facts: Facts) -> Advice | None:
     summary = f"The engine leaks GPU memory on {worst.names}."
     first_changes: tuple[Change, ...] = ()
     unknown_names = {gpu.display_name for gpu in facts.gpus if not gpu.is_holder_known}
-    # The probe measures only the engine's memory, so a location is the engine's.
+    # The probe measures only the engine's memory, so growth with a known location is the engine's.
     if worst.name in unknown_names and location is None:
         summary = (
             f"{worst.names} fills, by whom is not known; every process on the card is affected."

@@ -384,7 +384,7 @@ def _is_crash(end: Ending) -> bool:
 
 
 def _is_surely_a_crash(end: Ending) -> bool:
-    """Return whether the first cause of an exit is more than possible."""
+    """Return whether the first cause of an exit is more than just possible."""
     return judge_ending(end)[0].sureness is not Sureness.POSSIBLE
 
 
