@@ -139,6 +139,7 @@ IN_FULL = frozenset(
         "LD_LIBRARY_PATH",
         "LD_PRELOAD",
         "MALLOC_ARENA_MAX",
+        "NODE_TREE",
         "NVML_FAKE_FILE",
         "POD_NAME",
         "POD_NAMESPACE",

@@ -10,7 +10,7 @@ from typing import Final
 
 from tests.fakes.proc_tree import ProcTree
 
-UID: Final = "11111111-2222-3333-4444-5555555555{:02d}"
+UID: Final = "11111111-2222-3333-4444-55555555{:04d}"
 FIB_TRIE: Final = """\
 Main:
   +-- 0.0.0.0/0 3 0 5
@@ -62,7 +62,7 @@ class NodeTree(ProcTree):
         uid = UID.format(number)
         self.add(pid, parent_pid, *command)
         slice_name = f"kubepods-burstable-pod{uid.replace('-', '_')}.slice"
-        container_id = f"{number:02d}" * 32
+        container_id = f"{number:02d}" * 32 if number < 100 else f"{number:04d}" * 16
         self.join(pid, f"/../../kubepods-burstable.slice/{slice_name}/cri-containerd-{container_id}.scope")
         self.connect(pid, address or f"10.244.1.{number}", listening)
         if name:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +27,7 @@ from vllm_headroom.daemon.node import LAST_SAMPLE_SECONDS, UNIT_SECONDS, NodeWat
 from vllm_headroom.daemon.node_daemon import NodeDaemon, list_folder_parts
 from vllm_headroom.daemon.parts import NodeParts, Parts
 from vllm_headroom.daemon.sources import GpuSource, close_all
-from vllm_headroom.daemon.state.folders import MOST_UNUSED, name_folder, remove_unused
+from vllm_headroom.daemon.state.folders import MOST_RECENT, MOST_UNUSED, name_folder, remove_unused
 from vllm_headroom.expose.answers import Request
 from vllm_headroom.model import (
     EngineName,
@@ -603,6 +604,20 @@ def test_only_old_folders_of_engines_that_are_gone_are_removed(tmp_path: Path) -
     remaining = {path.name for path in tmp_path.iterdir()}
     assert remaining == {names[0], *names[3:], "other"}
 
+    for number in range(MOST_RECENT + 2):
+        (tmp_path / name_folder(f"recent{number:02d}")).mkdir()
+        seconds = time.time() - 60 + number / 2
+        os.utime(tmp_path / name_folder(f"recent{number:02d}"), (seconds, seconds))
+    remove_unused(tmp_path, set())
+    recent_names = {name_folder(f"recent{number:02d}") for number in range(2, MOST_RECENT + 2)}
+    assert {path.name for path in tmp_path.iterdir()} == {*recent_names, "other"}
+
+
+def test_a_folder_of_this_week_is_kept_though_more_than_the_newest_are_older(tmp_path: Path) -> None:
+    names = [name_folder(f"e{number:02d}") for number in range(MOST_UNUSED + 3)]
+    for number, name in enumerate(names[3:]):
+        (tmp_path / name).mkdir()
+        os.utime(tmp_path / name, (number, number))
     (tmp_path / name_folder("new")).mkdir()
     os.utime(tmp_path / names[3])
     remove_unused(tmp_path, set())

@@ -18,7 +18,12 @@ limits of the flight record, each folder takes at most 38 MiB.
 """
 
 UNUSED_SECONDS: Final = 7 * DAY_SECONDS
-"""If a folder changed within this time, it is kept even if no watched engine uses it."""
+"""If a folder changed within this time, more of them are kept: see MOST_RECENT."""
+
+MOST_RECENT: Final = 64
+"""Our choice: this many folders of engines that are gone are kept at all. Each new pod of a
+workload that crashes has a folder of its own, so without this limit they fill the disk of the node.
+"""
 
 _UNSAFE: Final = re.compile(r"[^A-Za-z0-9._-]+")
 
@@ -30,15 +35,19 @@ def name_folder(*parts: str) -> str:
 
 
 def remove_unused(state_dir: Path, used_names: Collection[str]) -> None:
-    """Remove the folders of engines that are not watched, except the newest MOST_UNUSED.
+    """Remove the folders of engines that are not watched, except the newest.
 
-    Raises OSError if the folder cannot be read.
+    At most MOST_RECENT of them are kept and, of those that have not changed for UNUSED_SECONDS,
+    only those among the newest MOST_UNUSED. Raises OSError if the folder cannot be read.
     """
     newest_seconds: dict[Path, float] = {}
     for folder in state_dir.iterdir():
         is_engines = folder.name.startswith(PREFIX) and folder.is_dir() and not folder.is_symlink()
         if is_engines and folder.name not in used_names:
             newest_seconds[folder] = folder.stat().st_mtime
-    for folder in sorted(newest_seconds, key=newest_seconds.__getitem__)[:-MOST_UNUSED]:
-        if time.time() - newest_seconds[folder] > UNUSED_SECONDS:
+    newest_first = sorted(newest_seconds, key=newest_seconds.__getitem__, reverse=True)
+    for position, folder in enumerate(newest_first):
+        is_recent = time.time() - newest_seconds[folder] <= UNUSED_SECONDS
+        most_folders = MOST_RECENT if is_recent else MOST_UNUSED
+        if position >= most_folders:
             shutil.rmtree(folder, ignore_errors=True)
