@@ -35,7 +35,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # What `make mutants` breaks: the files of src that differ from SINCE, or these files and folders.
 SINCE ?= main
 ROOMS ?=
-.PHONY: run test check coverage ruff mypy imports mutants bench bench-leak engine-test card-test gpu-test image image-test cluster-test browser-test helm soak fuzz docs clean
+.PHONY: run test check coverage ruff mypy imports mutants bench bench-leak engine-test card-test gpu-test image image-test cluster-test browser-test helm soak soak-node fuzz docs clean
 
 # At 120 times the clock's speed the verdict on the leak, which takes an hour and a quarter, is there in 40 seconds.
 run: $(VENV)/.run
@@ -114,6 +114,11 @@ browser-test: $(VENV)/.test
 SOAK ?=
 soak: $(VENV)/.test
 	PYTHONPATH=. nice -n 15 $(BIN)/python tests/soak/soak.py $(SOAK)
+
+# A day of a node's daemon in 12 minutes, while engines come and go; SOAK_NODE="--days 7 --seed 7" for another.
+SOAK_NODE ?=
+soak-node: $(VENV)/.test
+	PYTHONPATH=. nice -n 15 $(BIN)/python tests/soak/node.py $(SOAK_NODE)
 
 # Spoiled texts for each reader, a minute each and half an hour in all; FUZZ=600 for longer. What ends one is kept in tests/fuzz/seeds.
 FUZZ ?= 60

@@ -45,7 +45,7 @@ LIMITS: Final = {
     "rss_mib": 160,
     "growth_mib": 8,
     "fds": 320,
-    "threads": 48,
+    "threads": 96,
     "series": 6000,
     "folders": MOST_RECENT + ENGINES,
     "log_kib_per_change": 16,

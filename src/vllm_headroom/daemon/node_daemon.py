@@ -231,7 +231,7 @@ class NodeDaemon:
             changes["probe_dir"] = find_probe_dir(self._settings.probe_dir, located)
         settings = self._settings.model_copy(update=changes)
         parts = replace(
-            build_real_parts(settings, self._model),
+            build_real_parts(settings, self._model, partial(self._is_gone, located)),
             gpus=gpus,
             processes=self._build_processes(located).read,
             evictor=self._build_evictor(located),
@@ -241,6 +241,13 @@ class NodeDaemon:
             evictor=parts.evictor,
             resources=(parts.engine, parts.canary_request, parts.server_request, parts.evictor),
         )
+
+    def _is_gone(self, located: LocatedEngine) -> bool:
+        """Return whether the pod or unit of an engine has no process any more.
+
+        Its address may then be that of another engine, because addresses of pods are used again.
+        """
+        return self._processes is not None and not self._processes.has_processes(located.owner_key)
 
     def _build_evictor(self, located: LocatedEngine) -> Evictor | None:
         """Return the evictor of an engine's pod; None if eviction is off or the pod is unknown."""

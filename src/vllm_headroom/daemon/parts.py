@@ -73,8 +73,20 @@ class Parts(Sources, frozen=True, kw_only=True):
         return (self.engine, self.gpus, self.canary_request, self.server_request, self.evictor)
 
 
-def build_real_parts(settings: Settings, model: ModelReader = NO_MODEL) -> Parts:
-    """Return the readers of the engine, the GPUs and /proc of this machine."""
+def is_never_gone() -> bool:
+    """Return False: an engine that the operator named by its URL is requested at all times."""
+    return False
+
+
+def build_real_parts(
+    settings: Settings,
+    model: ModelReader = NO_MODEL,
+    is_gone: Callable[[], bool] = is_never_gone,
+) -> Parts:
+    """Return the readers of the engine, the GPUs and /proc of this machine.
+
+    Nothing is requested from the engine while `is_gone` returns True.
+    """
     clock = SystemClock()
     url = httpx.URL(settings.engine_url)
     processes = Processes(
@@ -97,7 +109,7 @@ def build_real_parts(settings: Settings, model: ModelReader = NO_MODEL) -> Parts
         find_served_model = ServedModel(model.parse, monotonic=clock.monotonic).find
     canary_request = None
     if settings.canary_interval_seconds is not None:
-        canary_request = build_canary_request(settings)
+        canary_request = build_canary_request(settings, is_gone)
     return Parts(
         engine=build_page_reader(
             settings,
@@ -105,6 +117,7 @@ def build_real_parts(settings: Settings, model: ModelReader = NO_MODEL) -> Parts
             # The timeout is no longer than the interval, because a tick must end before the next
             # one is due.
             timeout_seconds=min(settings.engine_timeout_seconds, settings.sample_interval_seconds),
+            is_gone=is_gone,
         ),
         gpus=Gpus(monotonic=clock.monotonic, call_timeout_seconds=GPU_TIMEOUT_SECONDS),
         processes=processes.read,
@@ -113,7 +126,7 @@ def build_real_parts(settings: Settings, model: ModelReader = NO_MODEL) -> Parts
         log=read_log,
         model=find_served_model,
         canary_request=canary_request,
-        server_request=build_server_request(settings),
+        server_request=build_server_request(settings, is_gone),
         evictor=build_real_evictor(settings, clock),
         mappings=partial(read_mappings, Path("/proc")),
         find_process_name=ProcessNames(
@@ -167,7 +180,13 @@ def build_eviction_policy(settings: Settings) -> EvictionPolicy:
     )
 
 
-def build_page_reader(settings: Settings, url: str, *, timeout_seconds: float) -> PageReader:
+def build_page_reader(
+    settings: Settings,
+    url: str,
+    *,
+    timeout_seconds: float,
+    is_gone: Callable[[], bool] = is_never_gone,
+) -> PageReader:
     """Return a reader of a page of the engine, with the connection's settings."""
     return PageReader(
         url=url,
@@ -176,27 +195,33 @@ def build_page_reader(settings: Settings, url: str, *, timeout_seconds: float) -
         bearer_token_file=settings.engine_bearer_token_file,
         ca_file=settings.engine_ca_file,
         headers={name: value.get_secret_value() for name, value in settings.engine_headers.items()},
+        is_gone=is_gone,
     )
 
 
-def build_sibling_reader(settings: Settings, path: str, timeout_seconds: float) -> PageReader:
+def build_sibling_reader(
+    settings: Settings, is_gone: Callable[[], bool], path: str, timeout_seconds: float
+) -> PageReader:
     """Return a reader of a path of the server beside its metrics page."""
     url = httpx.URL(settings.engine_url).join(path)
-    return build_page_reader(settings, str(url), timeout_seconds=timeout_seconds)
+    return build_page_reader(settings, str(url), timeout_seconds=timeout_seconds, is_gone=is_gone)
 
 
-def build_server_request(settings: Settings) -> ServerRequest:
+def build_server_request(settings: Settings, is_gone: Callable[[], bool]) -> ServerRequest:
     """Return the requests that show whether the server runs."""
+    build_reader = partial(build_sibling_reader, settings, is_gone)
     return ServerRequest(
-        health=build_sibling_reader(settings, "health", SERVER_PAGE_SECONDS),
-        models=build_sibling_reader(settings, "v1/models", SERVER_PAGE_SECONDS),
-        load=build_sibling_reader(settings, "load", SERVER_PAGE_SECONDS),
+        health=build_reader("health", SERVER_PAGE_SECONDS),
+        models=build_reader("v1/models", SERVER_PAGE_SECONDS),
+        load=build_reader("load", SERVER_PAGE_SECONDS),
     )
 
 
-def build_canary_request(settings: Settings) -> CanaryRequest:
+def build_canary_request(
+    settings: Settings, is_gone: Callable[[], bool] = is_never_gone
+) -> CanaryRequest:
     """Return the canary's requests, to paths of the engine's server."""
-    build_reader = partial(build_sibling_reader, settings)
+    build_reader = partial(build_sibling_reader, settings, is_gone)
     return CanaryRequest(
         health=build_reader("health", CANARY_HEALTH_SECONDS),
         sleep=build_reader("is_sleeping", CANARY_TOKEN_SECONDS),

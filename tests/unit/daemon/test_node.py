@@ -15,6 +15,7 @@ import httpx
 import pytest
 from msgspec.structs import replace
 
+from tests.fakes.engine_server import EngineServer, page
 from tests.logs import capture_logs
 from vllm_headroom import catalog
 from vllm_headroom.clock import SystemClock
@@ -42,9 +43,11 @@ from vllm_headroom.model import (
     Sample,
 )
 from vllm_headroom.scrape.proc.node import LocatedEngine, NodeProcesses
+from vllm_headroom.scrape.proc.reader import Scope
 from vllm_headroom.units import GIB
-from vllm_headroom.vocabulary import EngineKind, Role
+from vllm_headroom.vocabulary import EngineKind, Role, ServerAnswer
 
+PAGE_OF_ANOTHER = 'vllm:num_requests_running{engine="0",model_name="m"} 1.0\n'
 CLOSED_URL = "http://127.0.0.1:9/metrics"
 
 OF_THE_MACHINE = {catalog.SOURCE_READ_SECONDS.name, catalog.SAMPLE_SKEW.name}
@@ -135,6 +138,9 @@ class Found:
 
     def has_processes(self, owner_key: str) -> bool:
         return owner_key in self.pods
+
+    def read_scope(self, _owner_key: str) -> Scope:
+        return Scope(visible_pids=frozenset(), own_pids=frozenset())
 
 
 def locate(number: int, kind: EngineKind = EngineKind.WATCHED, uid: str = "") -> LocatedEngine:
@@ -466,6 +472,28 @@ def test_the_probe_of_an_engine_is_read_from_the_folder_with_its_pods_uid(tmp_pa
             await close_all(*engine.resources)
 
     (tmp_path / "uid-1").mkdir()
+    run(look)
+
+
+def test_an_engine_whose_pod_is_gone_is_not_asked_because_its_address_may_be_anothers() -> None:
+    async def look() -> None:
+        world = World()
+        ending = asyncio.get_running_loop().create_future()
+        parts = NodeParts(gpus=world.gpus, processes=cast("NodeProcesses", world.found), clock=world.clock)
+        daemon = cast("Any", NodeDaemon(parts, Settings(engines="node"), home="/", ending=ending))
+        with EngineServer(page(PAGE_OF_ANOTHER)) as server:
+            for is_gone in (False, True):
+                located = replace(locate(1), page_url=server.url)
+                world.found.pods = set() if is_gone else {located.owner_key}
+                engine = daemon._build_engine(located, SharedGpus(world.gpus))
+                reading = await engine.watch._sampler._sources.engine.fetch()
+                server_reply = await engine.resources[2].send()
+                assert isinstance(reading, Failure) is is_gone
+                assert (server_reply.answer is ServerAnswer.SILENT) is is_gone
+                await close_all(*engine.resources)
+            requests = len(server.requests)
+        assert requests == 4, "a page and the three other pages of the server, before the pod was gone"
+
     run(look)
 
 

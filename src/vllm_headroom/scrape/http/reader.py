@@ -94,7 +94,8 @@ class PageReader:
     Files are read and host names are resolved on its own thread, because both may hang. The token
     in `bearer_token_file` is read for each page, because it may be rotated; it replaces the URL's
     user and password. `ca_file` replaces the default authorities. `max_bytes` limits the page,
-    `timeout_seconds` the whole request.
+    `timeout_seconds` the whole request. While `is_gone` returns True, nothing is sent, because the
+    address may belong to another server by now.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class PageReader:
         bearer_token_file: Path | None = None,
         ca_file: Path | None = None,
         headers: Mapping[str, str] = {},
+        is_gone: Callable[[], bool] = lambda: False,
     ) -> None:
         url_with_login = httpx.URL(url)
         # The login is sent as a header and removed from the URL here, so that no message or log
@@ -115,6 +117,7 @@ class PageReader:
         self._timeout_seconds = timeout_seconds
         self._max_bytes = max_bytes
         self._token_file = bearer_token_file
+        self._is_gone = is_gone
         self._ca_file = ca_file
         self._headers = httpx.Headers(
             {"User-Agent": "vllm-headroom", "Accept": "text/plain", **headers}
@@ -152,6 +155,9 @@ class PageReader:
 
     async def _exchange(self, request: httpx.Request, *, is_page: bool) -> Reply | Failure:
         """Send a request; return the reply, or the failure that an error means; never raise."""
+        if self._is_gone():
+            problem = f"nothing is requested from {self._shown_url}: its processes have ended"
+            return Failure(source=Source.ENGINE, reason=Reason.UNREACHABLE, message=problem)
         try:
             async with asyncio.timeout(self._timeout_seconds):
                 return await self._send(request, is_page=is_page)
