@@ -73,9 +73,12 @@ def test_the_connections_of_the_machine_are_read_every_few_seconds(
     tree.add(10, 1, *SERVER)
     subject = Processes(engine_port=8000, proc=tree.path, monotonic=lambda: now_seconds)
 
-    shown_seconds = []
-    for now_seconds in (0.0, 1.0, 3.0, 5.0, 10.0):  # noqa: B007 - the clock reads it
-        shown_seconds.append(read(subject).engine[0].wait_seconds)
+    def read_wait(at_seconds: float) -> float | None:
+        nonlocal now_seconds
+        now_seconds = at_seconds
+        return read(subject).engine[0].wait_seconds
+
+    shown_seconds = [read_wait(at_seconds) for at_seconds in (0.0, 1.0, 3.0, 5.0, 10.0)]
 
     assert shown_seconds == [50, 50, 50, 51, 52]
 
