@@ -238,6 +238,12 @@ class Processes:
         self._engine_entries: dict[int, ProcEntry] = {}
         """The engine's processes by pid, as they were when it was last chosen."""
         self._options: EngineOptions | None = None
+        self._is_choice_due = True
+        """Whether the engine has to be chosen again if any process changes, whichever it is."""
+        self._family_pids: frozenset[int] = frozenset()
+        """The pids of the engine's processes and of those that exited runs have left behind."""
+        self._ancestor_pids: frozenset[int] = frozenset()
+        """The pids of all processes above a process of any engine."""
 
         # The fields about processes that exited runs have left behind.
         self._orphans: dict[int, ProcEntry] = {}
@@ -353,6 +359,7 @@ class Processes:
         """Make the next scan read every process."""
         self._entries = {}
         self._roles = {}
+        self._is_choice_due = True
 
     def _is_engine_hidden(self, pids: frozenset[int], engine: tuple[EngineProcess, ...]) -> bool:
         """Return whether `engine` is empty because the engine's processes cannot be visible."""
@@ -397,12 +404,16 @@ class Processes:
         If a process or the page's state has changed, the engine is chosen again. Raises OSError if
         /proc cannot be read, or if it is unknown whether a process has exited.
         """
-        has_changed = self._scan(pids)
-        # Choosing the engine needs a walk over all processes, so it is done only if something has
-        # changed.
-        if has_changed or page != self._page:
+        changed_processes = self._scan(pids)
+        # Choosing the engine needs a walk over all processes, and on a busy machine some process
+        # starts or exits at each tick, so it is done only if the change may concern an engine.
+        concerns_engine = any(self._may_concern_engine(process) for process in changed_processes)
+        if concerns_engine or page != self._page:
             self._page = page
             self._find_engine()
+        elif changed_processes:
+            own_pid = proc_files.read_own_pid(self._proc)
+            self._sees_others = sees_other_processes(self._entries, own_pid)
         processes = []
         for pid, role in sorted(self._roles.items()):
             process = self._measure(self._entries[pid], role)
@@ -410,8 +421,19 @@ class Processes:
                 processes.append(process)
         return tuple(processes)
 
-    def _scan(self, pids: frozenset[int]) -> bool:
-        """Read new processes and a share of the others; return whether any process has changed.
+    def _may_concern_engine(self, process: ProcEntry) -> bool:
+        """Return whether a process, by what it was or is now, may change which one is the engine.
+
+        It does not if neither itself, nor a process above or below it, is or was one of an engine.
+        """
+        if self._is_choice_due or process.role is not None:
+            return True
+        return process.pid in self._ancestor_pids or not self._family_pids.isdisjoint(
+            (process.pid, process.parent_pid)
+        )
+
+    def _scan(self, pids: frozenset[int]) -> list[ProcEntry]:
+        """Read new processes and a share of the others; return what changed ones were and are now.
 
         A process that was read moves to the end of `_entries`, so that every process is read in its
         turn.
@@ -425,8 +447,7 @@ class Processes:
 
         exited_pids = self._entries.keys() - pids
         new_pids = pids - self._entries.keys()
-        for pid in exited_pids:
-            del self._entries[pid]
+        changed_processes = [self._entries.pop(pid) for pid in exited_pids]
 
         # Kernel threads never change, so they are read once.
         kernel_parent = self._find_kernel_parent()
@@ -435,16 +456,19 @@ class Processes:
         ]
         # The oldest entries come first, because entries that were read move to the end.
         due_pids = known_pids[: ceil(share * len(known_pids))]
-        has_changed = bool(exited_pids)
         for pid in (*due_pids, *new_pids):
             previous = self._entries.pop(pid, None)
             entry = proc_files.read_entry(self._proc, pid, previous, is_engine=pid in self._roles)
             # Zombies, and processes that exited after they were listed, have no entry.
             if entry is not None:
                 self._entries[pid] = entry
-            if entry != previous:
-                has_changed = True
-        return has_changed
+            if entry == previous:
+                continue
+            if previous is not None:
+                changed_processes.append(previous)
+            if entry is not None:
+                changed_processes.append(entry)
+        return changed_processes
 
     def _find_kernel_parent(self) -> int | None:
         """Return the pid of kthreadd, the parent of kernel threads; None if it is not visible.
@@ -464,6 +488,7 @@ class Processes:
         """
         entries = self._entries
         own_pid = proc_files.read_own_pid(self._proc)
+        previous_result = (self._choice, self._engine_entries, self._orphans, self._stray_pids)
 
         strays = find_strays(entries, self._engine_entries)
         self._stray_pids = add_descendants(entries, strays)
@@ -486,6 +511,16 @@ class Processes:
         self._engine_entries = {pid: candidates[pid] for pid in self._roles}
         self._options = self._read_options()
         self._sees_others = sees_other_processes(entries, own_pid)
+
+        # A choice depends on the one before, so it has to be made again until it stays the same.
+        result = (self._choice, self._engine_entries, self._orphans, self._stray_pids)
+        self._is_choice_due = result != previous_result
+        self._family_pids = leftover_pids | self._roles.keys()
+        ancestor_pids: set[int] = set()
+        for pid, process in entries.items():
+            if process.role is not None:
+                ancestor_pids |= {process.parent_pid} | list_ancestors(entries, pid)
+        self._ancestor_pids = frozenset(ancestor_pids)
 
     def _find_served_port(self, pid: int) -> ServedPort:
         """Return the port of a server, and whether the server can listen at the page's address."""

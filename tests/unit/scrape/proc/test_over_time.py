@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
@@ -163,3 +164,50 @@ def test_a_step_of_the_clock_moves_no_start_time(tree: ProcTree, processes: Proc
     (tree.path / "stat").write_text(f"btime {BOOT_SECONDS + 3600}\n")
 
     assert read(processes) == old_reading
+
+
+COMMANDS = (SERVER, ("bash", "/start.sh"), ("nginx",), ("VLLM::EngineCore",), ("VLLM::Worker_TP0",), ("sleep", "9"))
+
+
+class EagerProcesses(Processes):
+    """Chooses the engine again whenever any process has changed."""
+
+    def _may_concern_engine(self, _process: ProcEntry) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_change_that_concerns_no_engine_changes_nothing(tree: ProcTree, seed: int) -> None:
+    """Processes start, exit, get another title or another parent, at random."""
+    chance = random.Random(seed)  # noqa: S311 - not for cryptography
+    lazy = Processes(engine_port=8000, proc=tree.path, monotonic=lambda: 0.0, rescan_seconds=0)
+    eager = EagerProcesses(engine_port=8000, proc=tree.path, monotonic=lambda: 0.0, rescan_seconds=0)
+    parents: dict[int, int] = {}
+    for step in range(40):
+        if len(parents) > 6 or (parents and chance.random() < 0.3):
+            pid = chance.choice(sorted(parents))
+            del parents[pid]
+            tree.remove(pid)
+            for child_pid in [child_pid for child_pid, parent_pid in parents.items() if parent_pid == pid]:
+                parents[child_pid] = 1
+                tree.add(child_pid, 1, *chance.choice(COMMANDS))
+        pid = chance.randrange(10, 20)
+        parents[pid] = chance.choice([1, *(parent_pid for parent_pid in parents if parent_pid < pid)])
+        tree.add(pid, parents[pid], *chance.choice(COMMANDS), group=chance.choice((1, pid)), started_ticks=step)
+
+        assert read(lazy) == read(eager)
+
+
+def test_a_process_of_no_engine_does_not_make_the_engine_be_chosen_again(
+    tree: ProcTree, processes: Processes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree.add(7, 1, *SERVER)
+    assert roles(processes) == {7: Role.API_SERVER}
+    tree.add(9, 1, "nginx")
+    assert roles(processes) == {7: Role.API_SERVER}
+
+    monkeypatch.setattr(processes, "_find_engine", lambda: pytest.fail("it was chosen again"))
+    tree.add(8, 1, "nginx")
+    assert roles(processes) == {7: Role.API_SERVER}
+    tree.remove(8)
+    assert roles(processes) == {7: Role.API_SERVER}
