@@ -114,7 +114,7 @@ def _find_doubt(
 
 
 def _find_size_mismatch(series: MemorySeries, baseline_series: MemorySeries) -> str | None:
-    """Return a text if two GPUs have different sizes; None otherwise.
+    """Return a text if two GPUs have different sizes.
 
     Returns None if they have the same size, or any size is unknown.
     """
