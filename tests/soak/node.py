@@ -99,7 +99,7 @@ class Node:
         engine.pod = f"llama-{self.next_uid_number}"
         self.next_uid_number += 1
         self.next_pid += 2
-        # The pod's first process lives as long as the pod.
+        # The pod's first process runs as long as the pod exists.
         self.add(engine, self.next_pid - 1, "/pause", listening=False)
         self.start(engine, self.next_pid)
 

@@ -22,7 +22,7 @@ UNUSED_SECONDS: Final = 7 * DAY_SECONDS
 
 MOST_RECENT: Final = 64
 """Our choice: this many folders of engines that are gone are kept at all. Each new pod of a
-workload that crashes has a folder of its own, so without this limit they fill the disk of the node.
+workload that crashes has a separate folder. Without this limit they fill the disk of the node.
 """
 
 _UNSAFE: Final = re.compile(r"[^A-Za-z0-9._-]+")
