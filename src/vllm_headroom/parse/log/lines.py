@@ -217,7 +217,8 @@ class LineReader:
         if message is None:
             return None
         moment = _find_text(document, TIME_FIELDS)
-        seconds = (None if moment is None else read_time(moment)) or seconds
+        if moment is not None:
+            seconds = read_time(moment) or seconds
         # journalctl --output=json: its time is better than the one in the message.
         if "__REALTIME_TIMESTAMP" in document:
             seconds = _read_microseconds(document["__REALTIME_TIMESTAMP"]) or seconds
