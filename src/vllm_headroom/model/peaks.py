@@ -43,12 +43,14 @@ class StepFacts(Struct, frozen=True, kw_only=True):
             adapters = _count(self.adapters, "adapter")
             return f"{adapters} to load and {self.tokens:,} tokens of {requests}"
         if work is Work.SAMPLING:
-            drafts = f" and {_count(self.drafts, 'drafted token')}" if self.drafts else ""
-            return f"sampling for {requests}{drafts}"
+            if self.drafts:
+                return f"sampling for {requests} and {_count(self.drafts, 'drafted token')}"
+            return f"sampling for {requests}"
         if work is Work.PREFILL:
             return f"{self.prompt_tokens:,} prompt tokens in {requests}"
-        drafts = f", {self.drafts:,} of them drafted" if self.drafts else ""
-        return f"{self.tokens:,} tokens of {requests}{drafts}"
+        if self.drafts:
+            return f"{self.tokens:,} tokens of {requests}, {self.drafts:,} of them drafted"
+        return f"{self.tokens:,} tokens of {requests}"
 
 
 def _count(number: int, thing: str) -> str:
