@@ -198,6 +198,20 @@ def test_a_change_that_concerns_no_engine_changes_nothing(tree: ProcTree, seed: 
         assert read(lazy) == read(eager)
 
 
+def test_a_program_above_an_engine_that_becomes_another_one_is_noticed(tree: ProcTree) -> None:
+    """A shell adopts what an exited engine has left behind."""
+    subject = Processes(engine_port=8000, proc=tree.path, monotonic=lambda: 0.0, rescan_seconds=0)
+    tree.add(7, 1, *SERVER)
+    tree.add(8, 1, "python", "embed.py", group=8)
+    tree.add(9, 8, "VLLM::EngineCore", group=8)
+    for _ in range(2):
+        assert not read(subject).strays
+
+    tree.add(8, 1, "bash", group=8)
+
+    assert read(subject).strays == {9}
+
+
 def test_a_process_of_no_engine_does_not_make_the_engine_be_chosen_again(
     tree: ProcTree, processes: Processes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
