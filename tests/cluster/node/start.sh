@@ -23,6 +23,9 @@ for hierarchy in $(awk '$3 ~ /^cgroup/ { print $2 }' /proc/mounts); do
     sed 's/[^ ]*/+&/g' "$hierarchy/cgroup.controllers" >"$hierarchy/cgroup.subtree_control"
   fi
   mkdir "$hierarchy/$cluster"
+  # All pods together would have the CPU of one process of the machine; this is that of sixteen.
+  [[ ! -f $hierarchy/$cluster/cpu.shares ]] || echo 16384 >"$hierarchy/$cluster/cpu.shares"
+  [[ ! -f $hierarchy/$cluster/cpu.weight ]] || echo 1600 >"$hierarchy/$cluster/cpu.weight"
 done
 ip netns add "$cluster"
 printf '#!/bin/sh\nexec nsenter --net=/run/netns/%s "$@"\n' "$cluster" >"$folder/inside"
@@ -48,6 +51,7 @@ issue() { # NAME SUBJECT [ADDRESSES]: a certificate for server and client
 issue api /CN=kube-apiserver "DNS:kubernetes.default.svc,IP:$api_address,IP:$node_address,IP:127.0.0.1"
 issue kubelet /O=system:nodes/CN=system:node:node "IP:$node_address"
 issue admin /O=system:masters/CN=admin
+issue aggregator /CN=aggregator
 issue controller /CN=system:kube-controller-manager
 issue scheduler /CN=system:kube-scheduler
 for user in admin controller scheduler kubelet; do
@@ -118,10 +122,14 @@ within() { # SECONDS COMMAND...
 etcd=http://127.0.0.1:2379
 run etcd etcd --data-dir="$folder/etcd" --unsafe-no-fsync --listen-client-urls=$etcd --advertise-client-urls=$etcd --listen-peer-urls=http://127.0.0.1:2380
 run containerd containerd --config="$folder/containerd.toml"
+# An API behind this one, such as KEDA's metrics, is reached at its Service's endpoints.
 run kube-apiserver "$program" kube-apiserver --etcd-servers=$etcd --secure-port=443 --advertise-address=$node_address --service-cluster-ip-range=10.96.0.0/24 \
   --authorization-mode=Node,RBAC --allow-privileged --client-ca-file=ca.crt --tls-cert-file=api.crt --tls-private-key-file=api.key \
   --service-account-issuer=https://kubernetes.default.svc --service-account-key-file=tokens.key --service-account-signing-key-file=tokens.key \
-  --kubelet-client-certificate=admin.crt --kubelet-client-key=admin.key --kubelet-certificate-authority=ca.crt --kubelet-preferred-address-types=InternalIP
+  --kubelet-client-certificate=admin.crt --kubelet-client-key=admin.key --kubelet-certificate-authority=ca.crt --kubelet-preferred-address-types=InternalIP \
+  --requestheader-client-ca-file=ca.crt --requestheader-allowed-names=aggregator --requestheader-username-headers=X-Remote-User \
+  --requestheader-group-headers=X-Remote-Group --requestheader-extra-headers-prefix=X-Remote-Extra- \
+  --proxy-client-cert-file=aggregator.crt --proxy-client-key-file=aggregator.key --enable-aggregator-routing
 within 90 "$folder/kubectl" get --raw=/readyz
 run kube-controller-manager "$program" kube-controller-manager --kubeconfig="$folder/controller.conf" --leader-elect=false --use-service-account-credentials \
   --root-ca-file=ca.crt --service-account-private-key-file=tokens.key
