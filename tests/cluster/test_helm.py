@@ -1,4 +1,4 @@
-"""Helm on a real API server: both charts in two namespaces, installed, upgraded, rolled back and removed."""
+"""Helm on a real API server: both charts in two namespaces, installed, upgraded, tested, rolled back and removed."""
 
 from __future__ import annotations
 
@@ -13,18 +13,25 @@ from typing import Any, Final
 import pytest
 
 from tests.assets.kubernetes.helm import CHART, CLUSTER, parent
-from tests.cluster.cluster import FOLDER, NODE, kubectl, read
+from tests.cluster.cluster import FOLDER, NODE, ROOT, SIDECAR_IMAGE, kubectl, read
 
-HELM: Final = FOLDER / "helm"
+HELMS: Final = [name for name in ("helm", "helm4") if (FOLDER / name).exists()]
+"""The versions that tests/cluster/setup.sh has built, or found."""
 
 pytestmark = [
     pytest.mark.cluster,
-    pytest.mark.skipif(not HELM.exists(), reason="tests/cluster/setup.sh found no helm"),
+    pytest.mark.skipif(not HELMS, reason="tests/cluster/setup.sh found no helm"),
 ]
 
+LINKED: Final = ("alerts", "dashboards")
+"""Folders into which files of a chart are links."""
+
 KINDS: Final = "deployments,daemonsets,podmonitors,prometheusrules,networkpolicies,roles,rolebindings"
-ENGINE: Final = {"sidecar": {"evict": "on"}, "networkPolicy": {"enabled": True}}
-CHANGED_ENGINE: Final = {"sidecar": {"evict": "dry-run", "resources": {"limits": {"memory": "256Mi"}}}}
+IMAGE: Final = dict(zip(("repository", "tag"), SIDECAR_IMAGE.rsplit(":", 1), strict=True))
+ENGINE: Final = {"sidecar": {"evict": "on", "image": IMAGE}, "networkPolicy": {"enabled": True}}
+CHANGED_ENGINE: Final = {"sidecar": {"evict": "dry-run", "image": IMAGE, "resources": {"limits": {"memory": "256Mi"}}}}
+NODE_MODE: Final = {"mode": "node", "sidecar": {"image": IMAGE}}
+CHANGED_NODE_MODE: Final = NODE_MODE | {"podMonitor": {"interval": "30s"}}
 RINGING: Final = {"prometheusRule": {"severities": {"page": "critical", "critical": "warning"}}}
 
 
@@ -39,12 +46,27 @@ def namespaces() -> Iterator[tuple[str, str]]:
         kubectl("delete", "namespace", name, "--wait=false")
 
 
-def run_helm(namespace: str, *words: str, values: dict[str, Any] | None = None) -> None:
+def write_earlier(chart: Path, folder: Path) -> Path:
+    """Write a chart as it was before its newest commit, and return its folder; the chart itself where no history is."""
+    path = chart.relative_to(ROOT)
+    log = ("git", "-C", str(ROOT), "log", "--max-count=2", "--format=%H", "--", str(path))
+    commits = subprocess.run(log, capture_output=True, text=True, check=False).stdout.split()
+    if len(commits) < 2:
+        return chart
+    folder.mkdir()
+    archive = subprocess.run(
+        ("git", "-C", str(ROOT), "archive", commits[1], str(path), *LINKED), capture_output=True, check=True
+    ).stdout
+    subprocess.run(("tar", "-x", "-C", str(folder)), input=archive, check=True)
+    return folder / path
+
+
+def run_helm(helm: str, namespace: str, *words: str, values: dict[str, Any] | None = None) -> None:
     """Run a command of Helm, with values on its standard input where it takes some."""
     config = os.environ.get("KUBECONFIG", str(NODE / "admin.conf"))
     options = [] if values is None else ["--values=-"]
     done = subprocess.run(
-        [HELM, "--kubeconfig", config, "--namespace", namespace, *words, *options],
+        [FOLDER / helm, "--kubeconfig", config, "--namespace", namespace, *words, *options],
         input=json.dumps(values),
         capture_output=True,
         text=True,
@@ -60,32 +82,43 @@ def list_objects(namespace: str) -> dict[str, Any]:
     return {f"{each['kind']}/{each['metadata']['name']}": each.get("spec", each.get("rules")) for each in objects}
 
 
-def test_a_release_is_installed_upgraded_rolled_back_and_removed_and_its_neighbour_stays(
-    tmp_path: Path, namespaces: tuple[str, str]
+@pytest.mark.parametrize("helm", HELMS)
+def test_a_release_is_installed_upgraded_tested_rolled_back_and_removed_and_its_neighbour_stays(
+    tmp_path: Path, namespaces: tuple[str, str], helm: str
 ) -> None:
-    charts: dict[str, tuple[Path, dict[str, Any], dict[str, Any]]] = {
-        "engine": (parent(tmp_path / "engine"), {"vllm-headroom": ENGINE}, {"vllm-headroom": CHANGED_ENGINE}),
-        "node": (CHART, {"mode": "node"}, {"mode": "node", "podMonitor": {"interval": "30s"}}),
-        "cluster": (CLUSTER, {}, RINGING),
+    earlier_node = write_earlier(CHART, tmp_path / "earlier-node")
+    earlier_cluster = write_earlier(CLUSTER, tmp_path / "earlier-cluster")
+    # The chart before an upgrade, the one after it, and the values of each.
+    charts: dict[str, tuple[Path, Path, dict[str, Any], dict[str, Any]]] = {
+        "engine": (
+            parent(tmp_path / "earlier-engine", chart=earlier_node),
+            parent(tmp_path / "engine"),
+            {"vllm-headroom": ENGINE},
+            {"vllm-headroom": CHANGED_ENGINE},
+        ),
+        "node": (earlier_node, CHART, NODE_MODE, CHANGED_NODE_MODE),
+        "cluster": (earlier_cluster, CLUSTER, {}, RINGING),
     }
     for namespace in namespaces:
-        for release, (chart, values, _) in charts.items():
-            run_helm(namespace, "install", release, str(chart), values=values)
+        for release, (chart, _, values, _) in charts.items():
+            run_helm(helm, namespace, "install", release, str(chart), values=values)
     own, other = namespaces
     installed = list_objects(own)
     neighbour = list_objects(other)
     assert installed.keys() == neighbour.keys()
     assert {key.partition("/")[0] for key in installed} >= {"Deployment", "DaemonSet", "PodMonitor", "PrometheusRule"}
 
-    for release, (chart, _, changed_values) in charts.items():
-        run_helm(own, "upgrade", release, str(chart), values=changed_values)
+    for release, (_, chart, _, changed_values) in charts.items():
+        run_helm(helm, own, "upgrade", release, str(chart), values=changed_values)
     assert list_objects(own) != installed
+    for release in ("engine", "node"):
+        run_helm(helm, own, "test", release, "--timeout=4m")
 
     for release in charts:
-        run_helm(own, "rollback", release)
+        run_helm(helm, own, "rollback", release)
     assert list_objects(own) == installed
 
     for release in charts:
-        run_helm(own, "uninstall", release)
+        run_helm(helm, own, "uninstall", release)
     assert list_objects(own) == {}
     assert list_objects(other) == neighbour

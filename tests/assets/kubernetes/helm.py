@@ -65,9 +65,9 @@ def digest() -> str:
     return hashlib.sha256("\0".join([*texts, embedding(), probing()]).encode()).hexdigest()
 
 
-def parent(folder: Path, *, probe: bool = False) -> Path:
+def parent(folder: Path, *, probe: bool = False, chart: Path = CHART) -> Path:
     """Write the chart of somebody's vLLM that depends on ours, and return its folder; with what the probe needs."""
-    shutil.copytree(CHART, folder / "charts" / CHART.name)
+    shutil.copytree(chart, folder / "charts" / CHART.name)
     (folder / "templates").mkdir()
     (folder / "Chart.yaml").write_text(yaml.safe_dump(PARENT))
     (folder / "templates" / "deployment.yaml").write_text(DEPLOYMENT % (embedding(), probing() if probe else VLLM))
