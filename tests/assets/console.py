@@ -16,7 +16,7 @@ ROOT: Final = Path(__file__).parents[2]
 PAGES: Final = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 
 NOT_RUN: Final = "not run, needs "
-NEEDS: Final = frozenset({"a GPU", "a cluster", "a package index", "vLLM"})
+NEEDS: Final = frozenset({"a GPU", "a cluster", "a package index", "kind", "vLLM"})
 
 _FENCE: Final = re.compile(
     r"^(?:<!-- console: (?P<scene>.+?) -->\n)?```(?P<language>\w*)\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL
