@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from tests.e2e.paging import free_addresses
+from tests.e2e.paging import free_addresses, is_answering
+from tests.process import eventually
 
 ROOT: Final = Path(__file__).parents[2]
 FOLDER: Final = Path(os.environ.get("CLUSTER_FOLDER", ".cluster")).resolve()
@@ -222,6 +223,11 @@ class Workload:
         """Have the engine of the first pod do something now."""
         self._append("orders", *orders)
 
+    def order_pod(self, pod: str, *orders: str) -> None:
+        """Have the engine of this pod do something now."""
+        command = ("sh", "-c", "printf '%s\\n' \"$@\" >> /run/nvml/orders", "sh", *orders)
+        self.kubectl("exec", pod, "--container=vllm", "--", *command)
+
     def order_each_start(self, *orders: str) -> None:
         """Have every later start of that engine do something, once it serves."""
         self._append("next", *orders)
@@ -355,10 +361,12 @@ def list_targets(namespaces: set[str], proxy_address: str) -> list[dict[str, Any
 
 @contextmanager
 def proxy(port: int) -> Iterator[str]:
-    """Run `kubectl proxy`, by which Prometheus reaches the pods of any cluster; yield its address."""
+    """Run `kubectl proxy`, by which Prometheus reaches the pods of any cluster; yield its address once it answers."""
+    address = f"127.0.0.1:{port}"
     process = subprocess.Popen([FOLDER / "kubectl", "proxy", f"--port={port}"], stdout=subprocess.DEVNULL)
     try:
-        yield f"127.0.0.1:{port}"
+        eventually(lambda: is_answering(f"http://{address}/version"), "kubectl proxy answers", PATIENCE_SECONDS, 0.5)
+        yield address
     finally:
         process.terminate()
         process.wait(30)

@@ -3,11 +3,13 @@
 
 usage: vllm serve MODEL [OPTION]...     needs Python's standard library alone
 
+With ENGINE_FOLLOWS, the address of a sidecar's page, /health follows the state of the engine there, which is simulated.
 It writes what the GPU holds where the fake NVML of the pod's containers reads it. SHARED is a folder that outlives the
 container, with what this one and those after it do:
 
   load_seconds   how long a start takes
-  orders         one a line, done as it is written: work, idle, die, hang, oom, exit, leak BYTES_A_SECOND
+  orders         one a line, done as it is written: work, idle, queue REQUESTS, die, hang, oom, exit,
+                 leak BYTES_A_SECOND
   next           the orders of every later start, done once it serves
 """
 
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -24,8 +27,11 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Final
+from urllib.request import urlopen
 
 SHARED: Final = Path(os.environ.get("ENGINE_SHARED", "/run/nvml"))
+FOLLOWS: Final = os.environ.get("ENGINE_FOLLOWS", "")
+SERVING: Final = re.compile(r'^headroom_engine_state\{[^}]*state="serving"[^}]*\} 1', re.MULTILINE)
 PORT: Final = 8000
 LOOK_SECONDS: Final = 0.2
 GIB: Final = 2**30
@@ -36,7 +42,7 @@ PR_SET_NAME: Final = 15
 
 PAGE: Final = """\
 vllm:num_requests_running{{model_name="{model}",engine="0"}} {running}
-vllm:num_requests_waiting{{model_name="{model}",engine="0"}} 0
+vllm:num_requests_waiting{{model_name="{model}",engine="0"}} {waiting}
 vllm:kv_cache_usage_perc{{model_name="{model}",engine="0"}} {kv_used}
 vllm:num_preemptions_total{{model_name="{model}",engine="0"}} 0
 vllm:prompt_tokens_total{{model_name="{model}",engine="0"}} {tokens}
@@ -59,6 +65,7 @@ class Engine:
         self.started_seconds = time.time()
         self.is_working = True
         self.is_hung = False
+        self.waiting = 0
         self.finished = 0
         self.leak_bytes_per_second = 0
         self.leaks_since_seconds = 0.0
@@ -87,6 +94,7 @@ class Engine:
         return PAGE.format(
             model=self.model,
             running=3 if self.is_working else 0,
+            waiting=self.waiting,
             kv_used=0.1 if self.is_working else 0,
             tokens=200 * self.finished,
             hits=100 * self.finished,
@@ -100,6 +108,8 @@ class Engine:
         sys.stdout.flush()
         if order in {"work", "idle"}:
             self.is_working = order == "work"
+        elif order.startswith("queue "):
+            self.waiting = int(order.split()[1])
         elif order == "hang":
             self.is_hung = True
         elif order == "die":
@@ -160,6 +170,17 @@ def follow_orders(engine: Engine) -> None:
         done_bytes = len(text)
 
 
+def is_healthy() -> bool:
+    """Return whether the engine that it follows serves; without one, True."""
+    if not FOLLOWS:
+        return True
+    try:
+        with urlopen(FOLLOWS, timeout=5) as page:  # noqa: S310 - the pod's own sidecar
+            return bool(SERVING.search(page.read().decode()))
+    except OSError:
+        return False
+
+
 def serve(model: str) -> None:
     """Load, serve until the core ends, and end with status 1 then, as vLLM does."""
     engine = Engine(model)
@@ -179,7 +200,10 @@ def serve(model: str) -> None:
             answers["/v1/models"] = lambda: f'{{"data": [{{"id": "{model}"}}]}}'
             answer = answers.get(self.path)
             body = b"" if answer is None else answer().encode()
-            self.send_response(404 if answer is None else 200)
+            status = 404 if answer is None else 200
+            if self.path == "/health" and not is_healthy():
+                status = 503
+            self.send_response(status)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)

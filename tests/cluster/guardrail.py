@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -15,22 +18,20 @@ kind: Kustomization
 namespace: {namespace}
 resources:
 - ../{base}
-- budget.yaml
+- budgets.yaml
 components:
 - {component}
 configMapGenerator:
 - {{name: evicting, files: [evicting.py]}}
 patches:
 {sidecar_patch}            command: [/opt/vllm-headroom/bin/python3, /opt/evicting/evicting.py]
-            args: [demo, --speed, "1000", --sample-interval-seconds, "60", --scenario, leak]
-            env:
-            - {{name: ACCOUNT, value: /var/run/secrets/kubernetes.io/serviceaccount}}
-            - {{name: HEADROOM_EVICT, value: "on"}}
-            - {{name: HEADROOM_EVICT_SECONDS, value: "86400"}}
+            args: {arguments}
+            env: {sidecar_settings}
             volumeMounts: [{{name: evicting, mountPath: /opt/evicting}}]
           containers:
           - name: vllm
-            env: [{{name: ENGINE_LOAD_SECONDS, value: "40"}}]
+            env: {engine_settings}
+            startupProbe: {{periodSeconds: 5}}
           volumes:
           - {{name: evicting, configMap: {{name: evicting}}}}
           - name: headroom-api
@@ -40,10 +41,27 @@ patches:
               - configMap: {{name: kube-root-ca.crt, items: [{{key: ca.crt, path: ca.crt}}]}}
               - downwardAPI: {{items: [{{path: namespace, fieldRef: {{fieldPath: metadata.namespace}}}}]}}
 """
-"""The demo's leak at 1,000 times real time, with the guardrail, RBAC, account and token as they are shipped.
+"""A simulated leak in the sidecar, with the guardrail, RBAC, account and token as they are shipped."""
 
-A replacement loads for longer than the pod before it takes to end, as with a real model.
-"""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Simulation:
+    """The simulated engines of the sidecars, and what their pods' containers are set to."""
+
+    speed: int
+    sample_interval_seconds: int
+    """Of the simulated time."""
+    sidecar_settings: Mapping[str, str]
+    engine_settings: Mapping[str, str]
+
+
+FAST: Final = Simulation(
+    speed=1000,
+    sample_interval_seconds=60,
+    sidecar_settings={"HEADROOM_EVICT": "on", "HEADROOM_EVICT_SECONDS": "86400"},
+    engine_settings={"ENGINE_LOAD_SECONDS": "40"},
+)
+"""The demo's leak at 1,000 times real time; a replacement loads for longer than the pod before it takes to end."""
 
 BUDGET: Final = """\
 apiVersion: policy/v1
@@ -53,26 +71,42 @@ spec:
   maxUnavailable: 1
   selector: {matchLabels: {app.kubernetes.io/name: vllm}}
 """
+OTHER_BUDGET: Final = BUDGET.replace("name: vllm}\n", "name: of-others}\n", 1)
+
+
+def render_settings(settings: Mapping[str, str]) -> str:
+    """Return a container's environment as YAML."""
+    return json.dumps([{"name": name, "value": value} for name, value in settings.items()])
 
 
 def build_workload(
-    folder: Path, name: str, replicas: int, *, token_seconds: int = 3600, has_budget: bool = True
+    folder: Path,
+    name: str,
+    replicas: int,
+    *,
+    token_seconds: int = 3600,
+    budgets: Sequence[str] = (BUDGET,),
+    simulation: Simulation = FAST,
 ) -> Workload:
-    """Apply replicas that leak, with the guardrail on; return their workload."""
+    """Apply replicas that leak, with the guardrail; return their workload."""
     workload = Workload(f"headroom-{uuid.uuid4().hex[:4]}-{name}")
     workload.write_overlay(folder, replicas)
     place = folder / f"{name}-guarded"
     place.mkdir()
-    component = os.path.relpath(ROOT / "deploy" / "kubernetes" / "components" / "evict", place)
+    account = {"ACCOUNT": "/var/run/secrets/kubernetes.io/serviceaccount"}
+    interval = ["--sample-interval-seconds", str(simulation.sample_interval_seconds)]
     text = OVERLAY.format(
         namespace=workload.namespace,
         base=workload.namespace,
-        component=component,
+        component=os.path.relpath(ROOT / "deploy" / "kubernetes" / "components" / "evict", place),
         sidecar_patch=SIDECAR_PATCH,
+        arguments=json.dumps(["demo", "--scenario", "leak", "--speed", str(simulation.speed), *interval]),
+        sidecar_settings=render_settings(account | dict(simulation.sidecar_settings)),
+        engine_settings=render_settings(simulation.engine_settings),
         token_seconds=token_seconds,
     )
-    (place / "kustomization.yaml").write_text(text if has_budget else text.replace("- budget.yaml\n", ""))
-    (place / "budget.yaml").write_text(BUDGET)
+    (place / "kustomization.yaml").write_text(text if budgets else text.replace("- budgets.yaml\n", ""))
+    (place / "budgets.yaml").write_text("---\n".join(budgets))
     (place / "evicting.py").write_text((ROOT / "tests" / "e2e" / "evicting.py").read_text())
     kubectl("apply", "--server-side", "--kustomize", str(place))
     return workload

@@ -23,7 +23,7 @@ TOKEN_SECONDS: Final = 600
 def test_the_guardrail_goes_on_with_the_token_that_the_kubelet_renews(tmp_path: Path) -> None:
     """It asks for a budget at each turn; one is there when the first token has expired."""
     with ExitStack() as stack:
-        workload = build_workload(tmp_path, "token", 1, token_seconds=TOKEN_SECONDS, has_budget=False)
+        workload = build_workload(tmp_path, "token", 1, token_seconds=TOKEN_SECONDS, budgets=())
         stack.callback(workload.delete)
         eventually(
             lambda: any("no PodDisruptionBudgets select this pod" in line for line in read_log(workload)),

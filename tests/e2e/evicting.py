@@ -1,12 +1,13 @@
 """The demo's daemon with the guardrail of a real one, the files of whose service account are in $ACCOUNT.
 
-With $BEGAN, a time of the machine's monotonic clock, the simulated engine started then, and a restarted daemon finds it
-as it is; $CLOCK_APART is how many seconds this pod's clock is wrong.
+With $BEGAN, a time of the machine's monotonic clock or "now", the simulated engine started then, and a restarted daemon
+finds it as it is; $CLOCK_APART is how many seconds this pod's clock is wrong, $LEAK_FACTOR how much faster it leaks.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -19,13 +20,16 @@ from vllm_headroom.daemon.parts import Parts, build_real_evictor
 from vllm_headroom_tools.demo import run
 from vllm_headroom_tools.demo.world import Scenario, World
 
-TURN_SECONDS: Final = 0.5
-LEASE_SECONDS: Final = 2
+TURN_SECONDS: Final = float(os.environ.get("TURN_SECONDS", "0.5"))
+LEASE_SECONDS: Final = int(os.environ.get("LEASE_SECONDS", "2"))
 """Of the guardrail, which takes 10 s and 120 s: here everything is faster."""
 
 LOADING_SECONDS: Final = 500.0
 LEAK: Final = Scenario(
-    name="leak", leak_bytes_per_request=12_800.0, is_cold=True, loading_seconds=(LOADING_SECONDS, LOADING_SECONDS)
+    name="leak",
+    leak_bytes_per_request=12_800.0 * float(os.environ.get("LEAK_FACTOR", "1")),
+    is_cold=True,
+    loading_seconds=(LOADING_SECONDS, LOADING_SECONDS),
 )
 BEGAN: Final = os.environ.get("BEGAN")
 
@@ -45,7 +49,7 @@ async def run_with_guardrail(demo: Any, settings: Settings, **how: Any) -> int:
 
 
 async def run_replica(settings: Settings, *, speed: float, **_: Any) -> int:
-    began = float(BEGAN or 0)
+    began = time.monotonic() if BEGAN == "now" else float(BEGAN or 0)
     clock, world = PodClock(speed, began), World(LEAK)
     started_seconds = clock.time() - (clock.monotonic() - began)
 
